@@ -1,0 +1,55 @@
+# Everything runs in .venv, made from Python 3.12; a second run reinstalls nothing.
+SHELL := /bin/bash
+PYTHON ?= $(shell command -v python3.12 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+AOT_VENV := .venv-aot
+CPU := JAX_PLATFORMS=cpu
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow test-aot test-gpu bench lint format clean
+
+help:  ## show the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
+
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12) and "jdllm needs Python 3.12 or newer")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,train]'
+	@touch $@
+
+$(AOT_VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(AOT_VENV)
+	$(AOT_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,cuda13]'
+	@touch $@
+
+demo: $(VENV)/.ready  ## generate text with the bundled model on the CPU
+	@$(CPU) $(BIN)/python -m jdllm.demo
+
+test: $(VENV)/.ready lint  ## lint and the default tests, on the CPU
+	$(CPU) $(BIN)/python -m pytest -m 'not slow and not aot and not gpu'
+
+test-slow: $(VENV)/.ready  ## the longer tests, on the CPU
+	$(CPU) $(BIN)/python -m pytest -m 'slow and not aot and not gpu'
+
+test-aot: $(AOT_VENV)/.ready  ## compile for GPUs without one
+	$(CPU) $(AOT_VENV)/bin/python -m pytest -m aot
+
+test-gpu:  ## tests on a card; uses the python on the path, which needs jax with CUDA
+	python3 -m pytest -m gpu
+
+bench:  ## benchmarks on a card; uses the python on the path, which needs jax with CUDA
+	python3 -m benchmarks.load
+	python3 -m benchmarks.step
+
+lint: $(VENV)/.ready  ## ruff and pyright
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+
+format: $(VENV)/.ready  ## format the code
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:  ## remove the environments and caches
+	rm -rf $(VENV) $(AOT_VENV) .pytest_cache .ruff_cache .hypothesis

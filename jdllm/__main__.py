@@ -1,0 +1,5 @@
+"""`python -m jdllm`."""
+
+from jdllm.cli import main
+
+main()

@@ -1,0 +1,1 @@
+"""Denoising: schedules, noise, confidence, transfer rules and the step function."""

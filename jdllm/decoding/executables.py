@@ -1,0 +1,46 @@
+"""Ahead-of-time compiled functions, one for each set of shapes and static arguments."""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+
+
+def compiler_options(platform: str) -> dict[str, bool | int]:
+    """Options of every executable, by platform.
+
+    Triton matrix products cannot read a slice of stacked weights in place: with them, each layer of a scan
+    copies its weights first. The dot merger concatenates the weights of products that share an operand, which
+    is a copy of them in every layer too.
+    """
+    if platform not in ("gpu", "cuda"):
+        return {}
+    return {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
+
+
+class Executables:
+    """Compiles on first use and keeps what it compiled.
+
+    Arguments:
+    - `platform`: the platform of the arrays that will be passed, for the compiler options.
+    """
+
+    def __init__(self, platform: str):
+        self._options = compiler_options(platform)
+        self._compiled: dict[Hashable, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self._compiled)
+
+    def call(self, function: Callable[..., Any], *args: Any, **static: Hashable) -> Any:
+        """`function(*args, **static)` by the executable for the shapes of `args` and for `static`."""
+        return self.compile(function, *args, **static)(*args)
+
+    def compile(self, function: Callable[..., Any], *args: Any, **static: Hashable) -> Any:
+        """The executable itself; `args` may be abstract (`jax.ShapeDtypeStruct`)."""
+        shapes = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(args))
+        key = (function, shapes, tuple(sorted(static.items())))
+        if key not in self._compiled:
+            jitted = jax.jit(lambda *a: function(*a, **static), compiler_options=self._options)
+            self._compiled[key] = jitted.lower(*args).compile()
+        return self._compiled[key]

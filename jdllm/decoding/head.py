@@ -1,0 +1,95 @@
+"""The head for the rows that are still masked, a bounded chunk at a time."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jdllm.arrays import Tensor
+from jdllm.decoding.batch import HeadRows, SegmentParams
+from jdllm.decoding.noise import Purpose, position_bits, step_keys, uniform
+from jdllm.models.config import ModelConfig
+from jdllm.models.transformer import Hidden, final_norm
+from jdllm.models.weights import Params, head_weights
+from jdllm.pallas.masked_logits import RowDecision, TokenNoise, masked_logits
+
+_LAST = -1.0
+
+
+class Choice(NamedTuple):
+    """The token of each head row, and how sure the sampler is of it (higher commits first)."""
+
+    token: Int[Array, " head"]
+    confidence: Float[Array, " head"]
+
+
+def gather_guided(
+    params: Params, config: ModelConfig, hidden: Hidden, head: HeadRows, guidance: Float[Array, " head"]
+) -> Float[Array, "head hidden"]:
+    """Normed hidden rows of `head`, with classifier-free guidance applied.
+
+    The head is linear, so combining normed hidden rows as u + (scale + 1)(c - u) gives the guided logits
+    with one product instead of two. Without guidance u is c itself and the row is unchanged.
+    """
+    guided = final_norm(params, config, hidden[head.row])
+    unguided = final_norm(params, config, hidden[head.unguided])
+    scale = (guidance + 1).astype(jnp.float32)[:, None]
+    u = unguided.astype(jnp.float32)
+    combined = u + scale * (guided.astype(jnp.float32) - u)
+    return jnp.where((guidance > 0)[:, None], combined.astype(hidden.dtype), guided)
+
+
+def choose(
+    params: Params,
+    config: ModelConfig,
+    hidden: Hidden,
+    head: HeadRows,
+    positions: Int[Array, " head"],
+    segments: SegmentParams,
+    step: Int[Tensor, " segments"],
+    count: Int[Array, ""],
+    chunks: int,
+) -> Choice:
+    """Evaluate the first `count` head rows; the others are neither computed nor meaningful.
+
+    Arguments:
+    - `hidden`: rows after the last layer.
+    - `head`, `positions`: the rows to evaluate and their absolute positions.
+    - `segments`, `step`: parameters of the segments and the denoising step that each is in.
+    - `count`: rows to evaluate; chunks beyond it are skipped on the device.
+    - `chunks`: into how many chunks the head rows are cut; logits exist for one chunk at a time.
+    """
+    total = head.row.shape[0]
+    size = -(-total // chunks)
+    seeds = jnp.asarray(segments.seed)
+    token_keys = step_keys(seeds, Purpose.TOKEN, step)
+    order_keys = step_keys(seeds, Purpose.ORDER, step)
+
+    def evaluate(index: Array, out: Choice) -> Choice:
+        start = jnp.minimum(index * size, total - size)
+        rows, at = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), (head, positions))
+        part, keys, order = jax.tree.map(lambda x: x[rows.segment], (segments, token_keys, order_keys))
+        h = gather_guided(params, config, hidden, rows, part.guidance)
+        softmax_bans = jnp.where(part.stop_last[:, None], -1, part.confidence_bans)
+        noise = TokenNoise(keys, at, part.temperature)
+        decision = masked_logits(h, head_weights(params), noise, part.token_bans, softmax_bans)
+        draw = uniform(position_bits(order, at))
+        chosen = Choice(decision.token, _confidence(decision, part, draw, hidden.dtype))
+        return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, start, 0), out, chosen)
+
+    empty = Choice(jnp.zeros(total, jnp.int32), jnp.zeros(total))
+    return lax.fori_loop(0, (count + size - 1) // size, evaluate, empty)
+
+
+def _confidence(
+    decision: RowDecision, part: SegmentParams, draw: Float[Array, " rows"], dtype: jnp.dtype
+) -> Float[Array, " rows"]:
+    probability = jnp.exp(decision.logit - decision.maximum) / decision.total
+    banned = jnp.any(decision.token[:, None] == part.confidence_bans, axis=1)
+    probability = jnp.where(banned & ~part.stop_last, 0.0, probability)
+    coarse = probability.astype(dtype).astype(jnp.float32)
+    confidence = jnp.where(part.coarse_confidence, coarse, probability)
+    confidence = jnp.where(part.random_order, draw, confidence)
+    return jnp.where(banned & part.stop_last, _LAST, confidence)

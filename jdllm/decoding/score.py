@@ -1,0 +1,92 @@
+"""Likelihood of an answer by stratified Monte Carlo, and log-probabilities of given tokens."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jdllm.decoding.batch import HeadRows
+from jdllm.decoding.head import gather_guided
+from jdllm.models.config import ModelConfig
+from jdllm.models.layers import head_logits
+from jdllm.models.transformer import Rows, forward, logits
+from jdllm.models.weights import Params, head_weights
+from jdllm.planning.chunks import ChunkConfig
+
+
+class Perturbation(NamedTuple):
+    """Partly masked copies of an answer.
+
+    - `masked`: bool `[iterations, batch, answer]`, the positions that are masked.
+    - `ratio`: float `[iterations, batch]`, the share of each row that is masked.
+    """
+
+    masked: np.ndarray
+    ratio: np.ndarray
+
+
+def perturb(answer_length: int, mc_num: int, batch_size: int, seed: int) -> Perturbation:
+    """Draw the masks of the Monte Carlo estimate.
+
+    Each iteration draws one number of masks and spreads the rows of its batch evenly over all numbers from
+    there, so that the batch is stratified. Source: get_log_likelihood.py of ML-GSAI/LLaDA.
+
+    Arguments:
+    - `answer_length`: positions of the answer, at least 1.
+    - `mc_num`: rows in all, rounded down to whole batches of `batch_size`.
+    - `seed`: the same seed gives the same masks.
+    """
+    rng = np.random.default_rng(seed)
+    iterations = max(mc_num // batch_size, 1)
+    first = rng.integers(1, answer_length + 1, (iterations, 1))
+    offsets = np.linspace(0, (batch_size - 1) * answer_length / batch_size, batch_size)
+    counts = (np.round(first + offsets).astype(int) - 1) % answer_length + 1
+    ranks = rng.permuted(np.broadcast_to(np.arange(answer_length), (*counts.shape, answer_length)), axis=-1)
+    return Perturbation(ranks < counts[..., None], counts / answer_length)
+
+
+def token_logprobs(
+    params: Params,
+    tokens: Int[Array, " rows"],
+    rows: Rows,
+    head: HeadRows,
+    guidance: Float[Array, " head"],
+    targets: Int[Array, " head"],
+    *,
+    config: ModelConfig,
+    chunks: ChunkConfig,
+) -> Float[Array, " head"]:
+    """f32 log-probability of `targets` at the head rows after one forward evaluation.
+
+    Logits exist for one of `chunks.logits` chunks of the head rows at a time.
+    """
+    hidden = forward(params, config, tokens, rows, chunks=chunks)
+    total = targets.shape[0]
+    size = -(-total // chunks.logits)
+
+    def evaluate(index: Array, out: Array) -> Array:
+        start = jnp.minimum(index * size, total - size)
+        part, scale, target = jax.tree.map(
+            lambda x: lax.dynamic_slice_in_dim(x, start, size), (head, guidance, targets)
+        )
+        row_logits = head_logits(gather_guided(params, config, hidden, part, scale), head_weights(params))
+        chosen = jnp.take_along_axis(row_logits, target[:, None], axis=-1)[:, 0]
+        logprob = chosen - jax.nn.logsumexp(row_logits, axis=-1)
+        return lax.dynamic_update_slice_in_dim(out, logprob, start, 0)
+
+    return lax.fori_loop(0, chunks.logits, evaluate, jnp.zeros(total))
+
+
+def all_logits(
+    params: Params,
+    tokens: Int[Array, " rows"],
+    rows: Rows,
+    *,
+    config: ModelConfig,
+    chunks: ChunkConfig,
+) -> Float[Array, "rows vocab"]:
+    """f32 logits of every row, before any shift. For checking: they are as large as they look."""
+    return logits(params, config, forward(params, config, tokens, rows, chunks=chunks))

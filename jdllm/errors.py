@@ -1,0 +1,17 @@
+"""The one exception type that a user's mistake raises, and its kinds."""
+
+
+class JdllmError(Exception):
+    """A user's mistake: the message says what was wrong, where, and what would be right."""
+
+
+class ConfigError(JdllmError):
+    """A model configuration that jdllm cannot run, or a malformed one."""
+
+
+class CheckpointError(JdllmError):
+    """A checkpoint directory, file or tensor that is missing, damaged or of another shape."""
+
+
+class RequestError(JdllmError):
+    """A prompt or a sampling parameter that cannot be served."""

@@ -1,0 +1,59 @@
+"""The primitives of the transformer."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jdllm.planning.chunks import chunk_bounds
+
+
+def rms_norm(x: Float[Array, "rows d"], weight: Float[Array, " d"], eps: float) -> Float[Array, "rows d"]:
+    """Root-mean-square norm: normalised in f32, cast to the dtype of `x`, then multiplied by the weight.
+
+    The order matters in low precision; it is that of the published models.
+    """
+    x32 = x.astype(jnp.float32)
+    scale = lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32 * scale).astype(x.dtype) * weight
+
+
+def linear(x: Float[Array, "rows i"], weight: Float[Array, "o i"]) -> Float[Array, "rows o"]:
+    """x @ weight.T in the dtype of `x`, with full f32 products where that is f32."""
+    return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
+
+
+def head_logits(x: Float[Array, "rows d"], head: Float[Array, "vocab d"]) -> Float[Array, "rows vocab"]:
+    """Logits in f32, accumulated and kept in f32 whatever the dtype of the operands."""
+    return lax.dot_general(
+        x,
+        head,
+        (((1,), (1,)), ((), ())),
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def swiglu(
+    x: Float[Array, "rows d"],
+    gate: Float[Array, "ffn d"],
+    up: Float[Array, "ffn d"],
+    down: Float[Array, "d ffn"],
+) -> Float[Array, "rows d"]:
+    """The gated feed-forward layer, down(silu(gate x) * up x)."""
+    return linear(jax.nn.silu(linear(x, gate)) * linear(x, up), down)
+
+
+def add_by_chunks(h: Float[Array, "rows d"], branch, count: int) -> Float[Array, "rows d"]:
+    """h + branch, where `branch(start, stop)` gives rows [start, stop) of the branch.
+
+    Each chunk is added in place before the next is needed, so that only one chunk's temporaries are alive.
+    The loop is unrolled: a device loop inside a scan over stacked weights would copy the layer's weights.
+    """
+    bounds = chunk_bounds(h.shape[0], count)
+    if len(bounds) == 1:
+        return h + branch(0, h.shape[0])
+    for start, stop in bounds:
+        rows = lax.slice_in_dim(h, start, stop) + branch(start, stop)
+        h = lax.dynamic_update_slice_in_dim(h, rows, start, 0)
+    return h

@@ -1,0 +1,314 @@
+"""Hugging Face checkpoints: where they are, what they hold, and the way into the stacked buffers.
+
+Sizes are counted in bytes. A checkpoint is checked from its headers alone; then every tensor is read in
+pieces that are written in place on the device, so that the host holds a few pieces at a time.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from safetensors import SafetensorError, safe_open
+
+from jdllm.errors import CheckpointError, ConfigError
+from jdllm.models.config import ModelConfig
+from jdllm.models.weights import Params, TensorSpec, is_spec, spec_tree
+
+DTYPES: dict[str, np.dtype] = {
+    name: np.dtype(dtype)
+    for name, dtype in (("BF16", jnp.bfloat16), ("F16", jnp.float16), ("F32", jnp.float32))
+}
+"""Stored types that can be loaded, by their name in a safetensors header."""
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes read so far, bytes in all) after every tensor."""
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_PIECE_BYTES = 8 << 20
+_MOST_LISTED = 20
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "tokenizer.model"]
+_COMPUTED = (".rotary_emb.inv_freq",)
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """Where one tensor lies: `dtype` is its type in the words of the header, `offset` its place in `file`."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its data; 0 for a type that cannot be loaded."""
+        return math.prod(self.shape) * (DTYPES[self.dtype].itemsize if self.dtype in DTYPES else 0)
+
+
+type Index = dict[str, StoredTensor]
+
+
+def resolve(model: str | Path) -> Path:
+    """Find the directory of a checkpoint, downloading it where `model` is a hub id.
+
+    Arguments:
+    - `model`: a local directory, or a hub id "organisation/name". A string that starts with ".", "/" or "~",
+      or has any other number of slashes, is only ever a directory.
+
+    Returns the directory; of a hub checkpoint, the one in the hub's cache.
+
+    Raises `CheckpointError` if there is no such directory, or the hub does not give the checkpoint.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise CheckpointError(f"{path} is a file: expected the directory of a checkpoint")
+    if isinstance(model, Path) or not _HUB_ID.fullmatch(model):
+        raise CheckpointError(
+            f"no directory {path}: expected that of a Hugging Face checkpoint, or a hub id like org/name"
+        )
+    import huggingface_hub
+
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(model, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"])
+        )
+    except (OSError, ValueError, huggingface_hub.errors.EntryNotFoundError) as e:
+        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+        raise CheckpointError(
+            f"there is no directory {model}, and the hub does not give a model of that id: {reason}"
+        ) from None
+
+
+def read_index(directory: Path) -> Index:
+    """Read which tensors a checkpoint holds, from the headers of its safetensors files.
+
+    Arguments:
+    - `directory`: holds `model.safetensors`, or `model.safetensors.index.json` and the files it names.
+
+    Returns every tensor by its stored name.
+
+    Raises `CheckpointError` for files that are missing, truncated or damaged, and for tensors that the index
+    promises and no file holds.
+    """
+    if (directory / _SINGLE).is_file():
+        return _read_header(directory / _SINGLE)
+    if not (directory / _INDEX).is_file():
+        raise CheckpointError(f"no {_SINGLE} and no {_INDEX} in {directory}: only safetensors can be loaded")
+    file_of = _read_weight_map(directory / _INDEX)
+    files = [directory / name for name in sorted(set(file_of.values()))]
+    if absent := [file.name for file in files if not file.is_file()]:
+        raise CheckpointError(f"{directory} lacks files that {_INDEX} names: {_listed(absent)}")
+    headers = {file.name: _read_header(file) for file in files}
+    if lost := [f"{tensor} in {file}" for tensor, file in file_of.items() if tensor not in headers[file]]:
+        raise CheckpointError(f"{directory / _INDEX} names tensors that their files lack: {_listed(lost)}")
+    index: Index = {tensor: stored for header in headers.values() for tensor, stored in header.items()}
+    return index | {tensor: headers[file][tensor] for tensor, file in file_of.items()}
+
+
+def check(config: ModelConfig, index: Index) -> None:
+    """Compare a checkpoint's tensors with the model's, all at once.
+
+    Arguments:
+    - `config`: the model.
+    - `index`: the stored tensors.
+
+    Rotary frequencies are tolerated, for they are computed, and so is a head that the configuration ties to
+    the embedding.
+
+    Raises `CheckpointError` that names every missing, unknown and mis-shaped tensor, and every type that
+    cannot be loaded (lists are cut after 20 names, and say how many follow).
+    """
+    expected = {name: spec.source_shape for _, spec in _leaves(config) for name, _ in spec.sources()}
+    missing = [f"{name} {list(shape)}" for name, shape in expected.items() if name not in index]
+    unknown = [name for name in index if name not in expected and not _redundant(config, name)]
+    shapes, types = [], []
+    for name in expected.keys() & index.keys():
+        stored = index[name]
+        if stored.shape != expected[name]:
+            shapes.append(f"{name} is {list(stored.shape)}, expected {list(expected[name])}")
+        if stored.dtype not in DTYPES:
+            types.append(f"{name} is {stored.dtype}")
+    kinds = (
+        ("missing", missing),
+        ("unknown", unknown),
+        ("of another shape", sorted(shapes)),
+        (f"of another type than {', '.join(DTYPES)}", sorted(types)),
+    )
+    problems = [f"{len(names)} {kind}: {_listed(names)}" for kind, names in kinds if names]
+    if problems:
+        where = next(iter(index.values())).file.parent if index else "the checkpoint"
+        raise CheckpointError(
+            f"tensors of {where} do not fit its config.json ({config.family}): " + "; ".join(problems)
+        )
+
+
+def resolve_dtype(path: str | Path, config: ModelConfig, dtype: str) -> str:
+    """The type that weights are loaded in.
+
+    Arguments:
+    - `path`, `config`: the checkpoint.
+    - `dtype`: "bfloat16", "float16", "float32", or "auto": the type that the configuration states, else the
+      one that most of the stored bytes have.
+
+    Returns one of the three names; raises `ConfigError` for any other, and what `read_index` raises.
+    """
+    if dtype == "auto" and config.dtype is not None:
+        dtype = config.dtype
+    if dtype == "auto":
+        sizes = dict.fromkeys(DTYPES, 0)
+        for stored in read_index(Path(path)).values():
+            if stored.dtype in sizes:
+                sizes[stored.dtype] += stored.bytes
+        return DTYPES[max(sizes, key=lambda name: sizes[name])].name
+    names = [known.name for known in DTYPES.values()]
+    if dtype not in names:
+        raise ConfigError(f"dtype is {dtype!r}, expected 'auto' or one of {', '.join(names)}")
+    return dtype
+
+
+def load_params(
+    path: str | Path, config: ModelConfig, dtype: str, *, progress: bool | Progress = False
+) -> Params:
+    """Load a checkpoint's weights onto the default device.
+
+    Every leaf is allocated once and filled in place. The host holds a handful of pieces of at most 8 MiB:
+    less than two tensors of any model whose memory matters.
+
+    Arguments:
+    - `path`: the directory of the checkpoint.
+    - `config`: the model.
+    - `dtype`: of the weights on the device, where the cast happens (rounding to nearest even).
+    - `progress`: `True` draws a bar on stderr where that is a terminal; a function is called with bytes.
+
+    Returns the parameter tree of `jdllm.models.weights.spec_tree`. Values equal the stored ones exactly
+    where the types are equal.
+
+    Raises `CheckpointError` for everything that `read_index` and `check` find, before any memory is spent,
+    and for a file that shrinks while it is read.
+    """
+    index = read_index(Path(path))
+    check(config, index)
+    leaves = _leaves(config)
+    total = sum(index[name].bytes for _, spec in leaves for name, _ in spec.sources())
+    params: Params = {}
+    with _reporter(progress, total) as advance:
+        for keys, spec in leaves:
+            node = functools.reduce(lambda tree, key: tree.setdefault(key, {}), keys[:-1], params)
+            node[keys[-1]] = _load_leaf(spec, index, dtype, advance)
+    return params
+
+
+def _leaves(config: ModelConfig) -> list[tuple[tuple[str, ...], TensorSpec]]:
+    leaves, _ = jax.tree.flatten_with_path(spec_tree(config), is_leaf=is_spec)
+    return [(tuple(key.key for key in path), spec) for path, spec in leaves]
+
+
+def _load_leaf(spec: TensorSpec, index: Index, dtype: str, advance: Callable[[int], None]) -> jax.Array:
+    leaf = jnp.zeros(spec.shape, dtype)
+    for name, place in spec.sources():
+        for row, piece in _read_pieces(index[name]):
+            # The last write is awaited only after the next piece was read: both overlap, and two pieces live.
+            leaf.block_until_ready()
+            leaf = _write(leaf, piece, np.array([*place, row, *[0] * (piece.ndim - 1)], np.int32))
+        advance(index[name].bytes)
+    return leaf.block_until_ready()
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _write(leaf: jax.Array, piece: jax.Array, start: jax.Array) -> jax.Array:
+    piece = piece.astype(leaf.dtype).reshape((1,) * (leaf.ndim - piece.ndim) + piece.shape)
+    return lax.dynamic_update_slice(leaf, piece, list(start))
+
+
+def _read_pieces(stored: StoredTensor) -> Iterator[tuple[int, np.ndarray]]:
+    """(first row, rows) of the pieces, all of one shape: the last may repeat rows of the one before."""
+    rows, row_bytes = stored.shape[0], stored.bytes // stored.shape[0]
+    size = min(rows, max(1, _PIECE_BYTES // row_bytes))
+    with stored.file.open("rb", buffering=0) as file:
+        for row in range(0, rows, size):
+            row = min(row, rows - size)
+            piece = np.empty((size, *stored.shape[1:]), DTYPES[stored.dtype])
+            file.seek(stored.offset + row * row_bytes)
+            if file.readinto(piece.reshape(-1).view(np.uint8)) != piece.nbytes:
+                raise CheckpointError(f"{stored.file} ended too early: it was changed while it was read")
+            yield row, piece
+
+
+def _read_header(file: Path) -> Index:
+    try:
+        with safe_open(file, framework="numpy"):
+            pass
+    except (SafetensorError, OSError) as e:
+        raise CheckpointError(f"{file} is damaged, truncated or no safetensors file: {e}") from None
+    with file.open("rb") as f:
+        length = int.from_bytes(f.read(8), "little")
+        header: dict[str, Any] = json.loads(f.read(length))
+    header.pop("__metadata__", None)
+    return {
+        name: StoredTensor(file, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+        for name, entry in header.items()
+    }
+
+
+def _read_weight_map(path: Path) -> Mapping[str, str]:
+    try:
+        weight_map = json.loads(path.read_text())["weight_map"]
+        if all(Path(file).name == file for file in weight_map.values()):
+            return weight_map
+        reason = "a file lies outside the directory"
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
+        reason = str(e)
+    except (KeyError, TypeError, AttributeError):
+        reason = "it lacks an object 'weight_map' of tensor and file names"
+    raise CheckpointError(f"{path} is no index of a checkpoint: {reason}")
+
+
+def _redundant(config: ModelConfig, name: str) -> bool:
+    from jdllm.models.registry import FAMILIES
+
+    tied = config.tied_head and name == FAMILIES[config.family].tensor_names["head"]
+    return tied or name.endswith(_COMPUTED)
+
+
+def _listed(names: list[str]) -> str:
+    rest = len(names) - _MOST_LISTED
+    return ", ".join(names[:_MOST_LISTED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+@contextlib.contextmanager
+def _reporter(progress: bool | Progress, total: int) -> Iterator[Callable[[int], None]]:
+    """A function that takes the bytes of each tensor as it was read."""
+    if callable(progress):
+        done = 0
+
+        def report(count: int) -> None:
+            nonlocal done
+            done += count
+            progress(done, total)
+
+        yield report
+        return
+
+    from rich import progress as bars
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    columns = (bars.TextColumn("loading weights"), bars.BarColumn(), bars.DownloadColumn())
+    hidden = not (progress and console.is_terminal)
+    with bars.Progress(*columns, console=console, transient=True, disable=hidden) as bar:
+        task = bar.add_task("", total=total)
+        yield functools.partial(bar.advance, task)

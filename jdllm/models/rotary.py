@@ -1,0 +1,298 @@
+"""Rotary position embedding: frequencies, and their scaling for longer contexts.
+
+Frequencies are f32 with the rounding of the published models (each operation rounded to f32), because the
+weights were trained with them: at position 100,000 an ulp of a frequency is a visible angle.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int
+
+from jdllm.arrays import Tensor
+from jdllm.errors import ConfigError
+
+_POSITIONS_KEYS = ("max_position_embeddings", "max_sequence_length")
+_NEED_ORIGINAL = ("dynamic", "yarn", "llama3")
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding of one model. Hashable: part of the static model configuration.
+
+    - `theta`: base of the frequencies.
+    - `fraction`: part of each head that is rotated, from its first dimension on.
+    - `kind`: a key of `KINDS`, the names that `rope_type` has in `config.json`.
+    - `factor`: how much longer the context becomes; unused by "default".
+    - `original_positions`: context before scaling, 0 if unknown; "dynamic", "yarn" and "llama3" need it.
+    - `attention_factor`: multiplies cos and sin, hence its square the scores; other than 1 for "yarn" only.
+    - `beta_fast`, `beta_slow`, `truncate`: rotations over the original context above which "yarn" keeps a
+      frequency and below which it interpolates it, and whether these bounds are widened to whole dimensions.
+    - `low_freq_factor`, `high_freq_factor`: the same bounds for "llama3".
+    """
+
+    theta: float
+    fraction: float = 1.0
+    kind: str = "default"
+    factor: float = 1.0
+    original_positions: int = 0
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+    def __post_init__(self):
+        if self.kind not in KINDS:
+            raise ConfigError(f"config.json: rope_type is {self.kind!r}, expected one of {', '.join(KINDS)}")
+        if self.kind in _NEED_ORIGINAL and self.original_positions < 1:
+            raise ConfigError(
+                f"config.json: rope_type {self.kind!r} needs a positive original_max_position_embeddings"
+            )
+
+    @classmethod
+    def from_hf(cls, values: Mapping[str, Any], default_theta: float) -> "RopeConfig":
+        """Read the rotary part of a parsed `config.json`.
+
+        Arguments:
+        - `values`: the configuration; the base is `rope_theta`, scaling is `rope_scaling` (with `rope_type`
+          or `type`) or `rope_parameters`, which may hold `rope_theta` and `partial_rotary_factor` too.
+        - `default_theta`: the base where the configuration has none.
+
+        A LLaDA checkpoint trained for longer contexts (UltraLLaDA) carries its base in `rope_theta`, and its
+        public evaluation changes nothing else. To extend a checkpoint without training, multiply `rope_theta`
+        (as LongLLaDA does) or set `rope_scaling` to `{"rope_type": "ntk", "factor": longer / trained}`.
+
+        Raises `ConfigError` for an unknown type and for a missing or impossible value.
+        """
+        scaling = _scaling_dict(values)
+        kind = _kind(scaling)
+        number = _Numbers({**values, **{k: v for k, v in scaling.items() if v is not None}})
+        theta = number("rope_theta", default_theta, above=1.0)
+        fraction = number("partial_rotary_factor", 1.0, above=0.0)
+        if fraction > 1:
+            raise ConfigError(f"config.json: partial_rotary_factor is {fraction}, expected at most 1")
+        if kind == "default":
+            return cls(theta, fraction)
+        number = _Numbers(scaling, f" of rope_type {kind!r}")
+        original = _original_positions(values, scaling, kind)
+        rope = cls(theta, fraction, kind, number("factor", at_least=1.0), original)
+        if kind == "yarn":
+            return _with_yarn(rope, scaling, number)
+        if kind == "llama3":
+            low, high = number("low_freq_factor", above=0.0), number("high_freq_factor", above=0.0)
+            if high <= low:
+                raise ConfigError(f"config.json: high_freq_factor {high} must exceed low_freq_factor {low}")
+            return dataclasses.replace(rope, low_freq_factor=low, high_freq_factor=high)
+        return rope
+
+    def effective_context(self, max_positions: int) -> int:
+        """The longest context in tokens that the scaling is meant for.
+
+        Arguments:
+        - `max_positions`: the positions that the configuration states.
+
+        Returns factor x original context (`original_max_position_embeddings`, else the stated positions),
+        and the stated positions themselves for "default" and for "llama3", whose configurations state the
+        scaled context.
+        """
+        if self.kind in ("default", "llama3"):
+            return max_positions
+        return int(self.factor * (self.original_positions or max_positions))
+
+    def rotated_dim(self, head_dim: int) -> int:
+        """Rotated dimensions of a head; `ConfigError` where they cannot be paired."""
+        dim = int(head_dim * self.fraction)
+        if dim < 2 or dim % 2:
+            raise ConfigError(
+                f"config.json: {dim} of {head_dim} head dimensions are rotated, expected an even number"
+            )
+        return dim
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int, length: int | None = None) -> np.ndarray:
+    """Angle per position of each rotated pair.
+
+    Arguments:
+    - `rope`, `head_dim`: the embedding and the head size.
+    - `length`: sequence length in tokens, which only "dynamic" depends on; by default the effective
+      context, so that a compiled function has one set of frequencies for all lengths. transformers uses
+      the current length, and the unscaled frequencies up to the original context.
+
+    Returns f32 `[rotated_dim / 2]`.
+    """
+    return KINDS[rope.kind](rope, rope.rotated_dim(head_dim), length)
+
+
+def cos_sin(
+    rope: RopeConfig, head_dim: int, positions: Int[Tensor, " rows"]
+) -> tuple[Float32[Array, "rows pairs"], Float32[Array, "rows pairs"]]:
+    """Cosine and sine of each row's angles.
+
+    Arguments:
+    - `rope`, `head_dim`: static.
+    - `positions`: absolute positions, below 2^24 (exact in f32).
+
+    Returns two f32 arrays `[rows, rotated_dim / 2]`, multiplied by the attention factor.
+    """
+    angles = jnp.asarray(positions, jnp.float32)[:, None] * inverse_frequencies(rope, head_dim)
+    return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
+
+
+def rotate(
+    x: Float[Array, "rows heads head_dim"],
+    cos: Float32[Array, "rows pairs"],
+    sin: Float32[Array, "rows pairs"],
+) -> Float[Array, "rows heads head_dim"]:
+    """Rotate queries or keys, in f32, cast back to the dtype of `x`.
+
+    Dimension i is paired with i + pairs (the rotate-half convention); dimensions from 2 pairs on pass
+    unchanged.
+    """
+    pairs = cos.shape[-1]
+    a, b = (x[..., part].astype(jnp.float32) for part in (slice(pairs), slice(pairs, 2 * pairs)))
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    rotated = [(a * cos - b * sin).astype(x.dtype), (b * cos + a * sin).astype(x.dtype)]
+    return jnp.concatenate([*rotated, x[..., 2 * pairs :]], axis=-1)
+
+
+def _periods(theta: float, dim: int) -> np.ndarray:
+    """theta^(2i / dim) rounded to f32; the power itself in f64, so that it depends on no library's f32."""
+    exponents = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+    return np.power(np.float64(np.float32(theta)), exponents.astype(np.float64)).astype(np.float32)
+
+
+def _default(rope: RopeConfig, dim: int, length: int | None) -> np.ndarray:
+    return 1 / _periods(rope.theta, dim)
+
+
+def _linear(rope: RopeConfig, dim: int, length: int | None) -> np.ndarray:
+    """Position interpolation (Chen et al. 2023, arXiv 2306.15595)."""
+    return _default(rope, dim, length) / np.float32(rope.factor)
+
+
+def _ntk(rope: RopeConfig, dim: int, length: int | None) -> np.ndarray:
+    """NTK-aware change of base: the lowest frequency is interpolated, the highest kept (YaRN, 3.1)."""
+    return 1 / _periods(rope.theta * rope.factor ** _ntk_exponent(dim), dim)
+
+
+def _dynamic(rope: RopeConfig, dim: int, length: int | None) -> np.ndarray:
+    """NTK-aware change of base by sequence length, as transformers defines it."""
+    original = rope.original_positions
+    length = max(length or rope.effective_context(original), original)
+    stretch = rope.factor * length / original - (rope.factor - 1)
+    return 1 / _periods(rope.theta * stretch ** _ntk_exponent(dim), dim)
+
+
+def _ntk_exponent(dim: int) -> float:
+    return dim / (dim - 2) if dim > 2 else 1.0
+
+
+def _yarn(rope: RopeConfig, dim: int, length: int | None) -> np.ndarray:
+    """NTK-by-parts interpolation (YaRN, Peng et al. 2023, arXiv 2309.00071, section 3.2)."""
+
+    def pair_turning(rotations: float) -> float:
+        turns = rope.original_positions / (rotations * 2 * math.pi)
+        return dim * math.log(turns) / (2 * math.log(rope.theta))
+
+    low, high = pair_turning(rope.beta_fast), pair_turning(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    high += 0.001 if low == high else 0.0
+    pair = np.arange(dim // 2, dtype=np.float32)
+    keep = 1 - np.clip((pair - np.float32(low)) / np.float32(high - low), 0, 1)
+    periods = _periods(rope.theta, dim)
+    return keep * (1 / periods) + (1 - keep) * (1 / (np.float32(rope.factor) * periods))
+
+
+def _llama3(rope: RopeConfig, dim: int, length: int | None) -> np.ndarray:
+    """Interpolation by wavelength, as the Llama 3.1 reference code defines it."""
+    inverse = _default(rope, dim, length)
+    rotations = np.float32(rope.original_positions) / (np.float32(2 * math.pi) / inverse)
+    band = np.float32(rope.high_freq_factor - rope.low_freq_factor)
+    keep = np.clip((rotations - np.float32(rope.low_freq_factor)) / band, 0, 1)
+    return (1 - keep) * inverse / np.float32(rope.factor) + keep * inverse
+
+
+KINDS: dict[str, Callable[[RopeConfig, int, int | None], np.ndarray]] = {
+    "default": _default,
+    "linear": _linear,
+    "ntk": _ntk,
+    "dynamic": _dynamic,
+    "yarn": _yarn,
+    "llama3": _llama3,
+}
+
+
+class _Numbers:
+    """Numbers of a parsed configuration, checked: every failure names the key and what would be right."""
+
+    def __init__(self, values: Mapping[str, Any], where: str = ""):
+        self._values = values
+        self._where = where
+
+    def __call__(
+        self, key: str, default: float | None = None, *, above: float = -math.inf, at_least: float = -math.inf
+    ) -> float:
+        value = self._values.get(key)
+        value = default if value is None else value
+        limit = max(above, at_least)
+        expected = f"a number {'above' if above == limit else 'of at least'} {limit:g}"
+        if value is None:
+            raise ConfigError(f"config.json: {key}{self._where} is missing, expected {expected}")
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not number or value <= above or value < at_least:
+            raise ConfigError(f"config.json: {key}{self._where} is {value!r}, expected {expected}")
+        return float(value)
+
+
+def _scaling_dict(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    for key in ("rope_parameters", "rope_scaling"):
+        scaling = values.get(key)
+        if scaling is None:
+            continue
+        if not isinstance(scaling, Mapping) or any(isinstance(v, Mapping) for v in scaling.values()):
+            raise ConfigError(f"config.json: {key} is {scaling!r}, expected one object with a rope_type")
+        return scaling
+    return {}
+
+
+def _kind(scaling: Mapping[str, Any]) -> str:
+    kind = scaling.get("rope_type") or scaling.get("type")
+    return "default" if kind is None and "factor" not in scaling else str(kind)
+
+
+def _original_positions(values: Mapping[str, Any], scaling: Mapping[str, Any], kind: str) -> int:
+    key = "original_max_position_embeddings"
+    stated = None if kind == "llama3" else next((values[k] for k in _POSITIONS_KEYS if values.get(k)), None)
+    number = _Numbers({key: scaling.get(key) or stated}, f" of rope_type {kind!r}")
+    return int(number(key, 0.0, at_least=0.0))
+
+
+def _with_yarn(rope: RopeConfig, scaling: Mapping[str, Any], number: _Numbers) -> RopeConfig:
+    def temperature(scale: float) -> float:
+        return 0.1 * scale * math.log(rope.factor) + 1.0
+
+    mscale, all_dim = (number(key, 0.0, at_least=0.0) for key in ("mscale", "mscale_all_dim"))
+    default = temperature(mscale) / temperature(all_dim) if mscale and all_dim else temperature(1.0)
+    fast, slow = number("beta_fast", 32.0, above=0.0), number("beta_slow", 1.0, above=0.0)
+    if fast < slow:
+        raise ConfigError(f"config.json: beta_fast {fast:g} must not be below beta_slow {slow:g}")
+    truncate = scaling.get("truncate")
+    if truncate not in (None, True, False):
+        raise ConfigError(
+            f"config.json: truncate of rope_type 'yarn' is {truncate!r}, expected true or false"
+        )
+    return dataclasses.replace(
+        rope,
+        attention_factor=number("attention_factor", default, above=0.0),
+        beta_fast=fast,
+        beta_slow=slow,
+        truncate=truncate is not False,
+    )

@@ -1,0 +1,1 @@
+"""Operators with a reference, a portable XLA form and, where measured to pay, a GPU kernel."""

@@ -1,0 +1,63 @@
+"""Packed attention: the entry point and the merge of partial results."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import jax.numpy as jnp
+
+from jdllm.pallas.attention.reference import attention_reference
+from jdllm.pallas.attention.types import AttentionOutput, Bounds, Keys, Queries
+from jdllm.pallas.attention.xla import attention_xla
+
+Implementation = Literal["xla", "reference"]
+
+
+def attention(
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    k_start: Bounds,
+    k_end: Bounds,
+    *,
+    scale: float,
+    implementation: Implementation | None = None,
+) -> AttentionOutput:
+    """Softmax attention of packed rows, each over its own range of keys.
+
+    Arguments:
+    - `q`: rotated queries; query head h reads key-value head h // (heads / kv_heads).
+    - `k`, `v`: rotated keys and values, in any row order the ranges refer to.
+    - `k_start`, `k_end`: int32 range [start, end) of key rows that each query row sees. Full, causal,
+      block-causal and sliding-window attention differ in these ranges only; an empty range is allowed.
+    - `scale`: factor of the scores, usually head_dim ** -0.5.
+    - `implementation`: "xla" (portable, the default) or "reference" (dense oracle).
+
+    Returns (o, m, l) as `AttentionOutput` describes; scores and softmax are f32.
+    """
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"attention: {q.shape[1]} query heads are no multiple of {k.shape[1]} key-value heads"
+        )
+    form = attention_reference if implementation == "reference" else attention_xla
+    return form(q, k, v, k_start, k_end, scale=scale)
+
+
+def merge(parts: Sequence[AttentionOutput]) -> AttentionOutput:
+    """Combine attention over disjoint sets of keys into attention over their union.
+
+    Arguments:
+    - `parts`: results of the same query rows over different keys.
+
+    Returns the result over all keys, `o` in the dtype of the first part; exact up to rounding
+    (log-sum-exp merging as in flash decoding).
+    """
+    m = jnp.stack([p.m for p in parts]).max(axis=0)
+    finite = jnp.where(jnp.isneginf(m), 0.0, m)
+    weights = [p.l * jnp.exp(p.m - finite) for p in parts]
+    total = jnp.sum(jnp.stack(weights), axis=0)
+    o = jnp.sum(
+        jnp.stack([w[..., None] * p.o.astype(jnp.float32) for w, p in zip(weights, parts, strict=True)]),
+        axis=0,
+    )
+    o = o / jnp.where(total == 0, 1.0, total)[..., None]
+    return AttentionOutput(o.astype(parts[0].o.dtype), m, total)

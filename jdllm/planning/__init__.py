@@ -1,0 +1,1 @@
+"""Memory planning: which operators are chunked, and how much memory a step may use."""

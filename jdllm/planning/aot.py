@@ -1,0 +1,56 @@
+"""Compile for a GPU without one.
+
+XLA can compile for a card that is only described (`targets/*.textproto`): kernels, schedules and memory
+are those of the card, except for choices that need a run on it (autotuning, cuDNN workspaces). Needs the
+`cuda13` extra, and no driver.
+"""
+
+import functools
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jdllm.decoding.executables import compiler_options
+from jdllm.errors import ConfigError
+
+_TARGETS = Path(__file__).parent / "targets"
+
+
+@functools.cache
+def target_sharding(target: str) -> NamedSharding:
+    """The placement of arrays on one described card.
+
+    Arguments:
+    - `target`: a name for which `targets/` holds a description, such as "h200" or "a100".
+
+    Raises `ConfigError` for any other name.
+    """
+    path = _TARGETS / f"{target}.textproto"
+    if not path.is_file():
+        known = ", ".join(sorted(p.stem for p in _TARGETS.glob("*.textproto")))
+        raise ConfigError(f"unknown target {target!r}: expected one of {known}")
+    topology = topologies.get_topology_desc(platform="cuda", target_config=path.read_text(), topology="1x1x1")
+    mesh = topologies.make_mesh(topology, (1,), ("device",))
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def compile_for(
+    target: str, function: Callable[..., Any], *args: Any, **static: Hashable
+) -> jax.stages.Compiled:
+    """Compile `function(*args, **static)` for a described card.
+
+    Arguments:
+    - `target`: as `target_sharding` takes it.
+    - `args`: trees of anything with a shape and a dtype, such as `jax.ShapeDtypeStruct`.
+    - `static`: keyword arguments that are no arrays.
+
+    Returns the executable, whose `memory_analysis()` and `as_text()` answer for the card. It cannot run.
+    """
+    sharding = target_sharding(target)
+    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
+    jitted = jax.jit(lambda *a: function(*a, **static), compiler_options=compiler_options("cuda"))
+    return jitted.lower(*placed).compile()

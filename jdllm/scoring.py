@@ -1,0 +1,98 @@
+"""Scores of given text: the Monte Carlo likelihood, and logits for checking."""
+
+import math
+
+import jax
+import numpy as np
+
+from jdllm.decoding.executables import Executables
+from jdllm.decoding.score import Perturbation, all_logits, token_logprobs
+from jdllm.models.config import ModelConfig
+from jdllm.models.weights import Params
+from jdllm.planning.chunks import ChunkConfig
+from jdllm.serving.packing import head_rows, lay_out
+
+
+class Scorer:
+    """Evaluates given sequences, a bounded number of packed rows at a time.
+
+    Arguments:
+    - `params`, `config`: the model, which must have a mask id for likelihoods.
+    - `executables`: where compiled functions are kept.
+    - `max_rows`: packed rows of one evaluation; a longer sequence runs alone.
+    - `max_logits`: rows whose logits exist at a time.
+    """
+
+    def __init__(
+        self, params: Params, config: ModelConfig, executables: Executables, max_rows: int, max_logits: int
+    ):
+        self._params = params
+        self._config = config
+        self._executables = executables
+        self._max_rows = max_rows
+        self._max_logits = max_logits
+
+    def log_likelihood(
+        self,
+        prompt: np.ndarray,
+        answer: np.ndarray,
+        perturbation: Perturbation,
+        cfg_scale: float,
+        mask_id: int,
+    ) -> float:
+        """Monte Carlo bound of log p(answer | prompt), natural logarithm.
+
+        Arguments:
+        - `prompt`, `answer`: int32 ids.
+        - `perturbation`: the masks to average over, from `jdllm.decoding.score.perturb`.
+        - `cfg_scale`: classifier-free guidance, 0 for none.
+
+        Exact for given masks. Source: get_log_likelihood.py of ML-GSAI/LLaDA.
+        """
+        masks = perturbation.masked.reshape(-1, len(answer))
+        sums = np.zeros(len(masks))
+        copies = 2 if cfg_scale > 0 else 1
+        size = max(self._max_rows // (copies * (len(prompt) + len(answer))), 1)
+        for start in range(0, len(masks), size):
+            part = slice(start, start + size)
+            sums[part] = self._masked_logprobs(prompt, answer, masks[part], cfg_scale, mask_id)
+        return float((sums / perturbation.ratio.reshape(-1)).mean())
+
+    def _masked_logprobs(
+        self, prompt: np.ndarray, answer: np.ndarray, masks: np.ndarray, cfg_scale: float, mask_id: int
+    ) -> np.ndarray:
+        """For each row of `masks` the sum of the log-probabilities of the masked answer tokens."""
+        copies = 2 if cfg_scale > 0 else 1
+        sequences = []
+        for mask in masks:
+            perturbed = np.where(mask, mask_id, answer)
+            sequences += [np.concatenate([prompt, perturbed])]
+            sequences += [np.concatenate([np.full_like(prompt, mask_id), perturbed])] * (copies - 1)
+        tokens, rows, starts = lay_out(sequences)
+        segment, column = np.nonzero(masks)
+        row = starts[segment * copies] + len(prompt) + column
+        unguided = starts[segment * copies + copies - 1] + len(prompt) + column
+        head = head_rows(row, unguided, segment, len(masks))
+        targets = np.zeros_like(head.row)
+        targets[: len(row)] = answer[column]
+        logprobs = self._executables.call(
+            token_logprobs,
+            self._params,
+            tokens,
+            rows,
+            head,
+            np.full(len(targets), cfg_scale, np.float32),
+            targets,
+            config=self._config,
+            chunks=ChunkConfig(logits=math.ceil(len(targets) / self._max_logits)),
+        )
+        return np.bincount(segment, np.asarray(logprobs, np.float64)[: len(row)], len(masks))
+
+    def logits(self, token_ids: np.ndarray) -> np.ndarray:
+        """f32 `[batch, length, vocab]` of int32 ids `[batch, length]`, before any shift."""
+        tokens, rows, _ = lay_out(list(token_ids))
+        out = self._executables.call(
+            all_logits, self._params, tokens, rows, config=self._config, chunks=ChunkConfig()
+        )
+        batch, length = token_ids.shape
+        return jax.device_get(out)[: batch * length].reshape(batch, length, -1)

@@ -1,0 +1,1 @@
+"""Requests, the scheduler that packs them, and the engine that denoises them."""

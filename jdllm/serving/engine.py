@@ -1,0 +1,114 @@
+"""The engine: admits requests, packs a step, runs it and hands out what it committed."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jdllm.decoding.executables import Executables
+from jdllm.decoding.step import denoise
+from jdllm.models.config import ModelConfig
+from jdllm.models.weights import Params
+from jdllm.planning.chunks import ChunkConfig
+from jdllm.serving.packing import pack
+from jdllm.serving.request import Request
+
+MAX_STEPS_PER_DISPATCH = 64
+
+
+class StepUpdate(NamedTuple):
+    """What one denoising step did to one request.
+
+    - `request`: index of the request in its call.
+    - `step`: the step that was done, counted from 0 over the request.
+    - `positions`: int32 `[evaluated]`, positions of the sequence that were masked and evaluated, rising.
+    - `provisional`: int32 `[evaluated]`, the token chosen for each of them in this step.
+    - `committed`: bool `[evaluated]`, which of them were committed for good.
+    """
+
+    request: int
+    step: int
+    positions: np.ndarray
+    provisional: np.ndarray
+    committed: np.ndarray
+
+
+class Engine:
+    """Denoises many requests at once, first come first served.
+
+    Arguments:
+    - `params`, `config`: the model.
+    - `executables`: where compiled steps are kept.
+    - `chunks`: how the operators are cut for (rows, head rows) of a bucket.
+    - `max_num_batched_tokens`: packed rows of one step; a request that needs more runs alone.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        config: ModelConfig,
+        executables: Executables,
+        chunks: Callable[[int, int], ChunkConfig],
+        max_num_batched_tokens: int,
+    ):
+        self._params = params
+        self._config = config
+        self._executables = executables
+        self._chunks = chunks
+        self._budget = max_num_batched_tokens
+
+    def run(self, requests: Sequence[Request], *, every_step: bool = False) -> Iterator[StepUpdate]:
+        """Denoise all requests to their end.
+
+        Arguments:
+        - `requests`: fresh requests, in order of arrival. They hold the results afterwards.
+        - `every_step`: return to the host after every step, so that updates arrive as they happen;
+          otherwise the device runs to the end of a block. Tokens are the same.
+
+        Yields one update for each request and step.
+        """
+        waiting = deque(requests)
+        running: list[Request] = []
+        while waiting or running:
+            self._admit(waiting, running)
+            yield from self._dispatch(running, 1 if every_step else MAX_STEPS_PER_DISPATCH)
+            running = [r for r in running if not r.finished]
+
+    def _admit(self, waiting: deque[Request], running: list[Request]) -> None:
+        rows = sum(r.rows for r in running)
+        while waiting and (not running or rows + waiting[0].rows <= self._budget):
+            request = waiting.popleft()
+            request.started = time.perf_counter()
+            rows += request.rows
+            running.append(request)
+
+    def _dispatch(self, requests: list[Request], max_steps: int) -> Iterator[StepUpdate]:
+        batch, candidates = pack(requests)
+        trace = self._executables.call(
+            denoise,
+            self._params,
+            batch,
+            np.int32(max_steps),
+            config=self._config,
+            mask_id=requests[0].mask_id,
+            chunks=self._chunks(batch.tokens.shape[0], batch.head.row.shape[0]),
+            capacity=MAX_STEPS_PER_DISPATCH,
+        )
+        steps, tokens, committed = jax.device_get(trace)
+        ends = np.cumsum([len(positions) for positions in candidates])[:-1]
+        tokens, committed = (
+            np.split(x[:steps, : sum(map(len, candidates))], ends, 1) for x in (tokens, committed)
+        )
+        for step in range(steps):
+            for request, positions, choice, took in zip(requests, candidates, tokens, committed, strict=True):
+                yield self._take_in(request, positions, choice[step], took[step])
+
+    @staticmethod
+    def _take_in(request: Request, positions: np.ndarray, choice: np.ndarray, took: np.ndarray) -> StepUpdate:
+        masked = request.tokens[positions] == request.mask_id
+        update = StepUpdate(request.index, request.steps, positions[masked], choice[masked], took[masked])
+        request.advance(positions[took], choice[took])
+        return update

@@ -1,0 +1,113 @@
+"""Packs the requests of one dispatch into the arrays of a bucket."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jdllm.decoding.batch import PADDING_BANS, Batch, HeadRows, SegmentParams
+from jdllm.decoding.noise import seed_words
+from jdllm.models.transformer import Rows
+from jdllm.serving.request import Request
+
+_SMALLEST_ROWS = 128
+_LARGEST_RATIO_STEP = 32768
+_STRIDE = 4096
+_SMALLEST_HEAD = 32
+_SMALLEST_SEGMENTS = 8
+
+
+def row_bucket(rows: int) -> int:
+    """The smallest compiled number of packed rows that holds `rows`.
+
+    Sizes grow by at most a quarter up to 32k rows, in multiples of 32 (128 from 1k on), then by 4096.
+    """
+    size = _SMALLEST_ROWS
+    while size < rows and size < _LARGEST_RATIO_STEP:
+        multiple = 32 if size < 1024 else 128
+        size = min(size * 5 // 4 // multiple * multiple, _LARGEST_RATIO_STEP)
+    return size if size >= rows else -(-rows // _STRIDE) * _STRIDE
+
+
+def power_bucket(count: int, smallest: int) -> int:
+    """The smallest power of two times `smallest` that holds `count`."""
+    size = smallest
+    while size < count:
+        size *= 2
+    return size
+
+
+class Packed(NamedTuple):
+    """A packed batch and where its head rows come from.
+
+    - `batch`: NumPy arrays of bucket sizes. Padding rows see no keys and are never head rows.
+    - `candidates`: for each request the positions of its head rows, which follow one another in the batch.
+    """
+
+    batch: Batch
+    candidates: list[np.ndarray]
+
+
+def lay_out(sequences: Sequence[np.ndarray]) -> tuple[np.ndarray, Rows, np.ndarray]:
+    """Put sequences one after another into a bucket of rows, each a segment that sees itself only.
+
+    Returns int32 tokens `[rows]`, their `Rows`, and the first row of each sequence. Padding sees no keys.
+    """
+    lengths = [len(s) for s in sequences]
+    starts = np.cumsum([0, *lengths])
+    size = row_bucket(int(starts[-1]))
+    tokens, positions, k_start, k_end = (np.zeros(size, np.int32) for _ in range(4))
+    for ids, start, length in zip(sequences, starts, lengths, strict=False):
+        rows = slice(start, start + length)
+        tokens[rows], positions[rows] = ids, np.arange(length)
+        k_start[rows], k_end[rows] = rows.start, rows.stop
+    return tokens, Rows(positions, k_start, k_end), starts[:-1]
+
+
+def pack(requests: Sequence[Request]) -> Packed:
+    """Lay the requests out one after another, each followed by its unguided copy where it has guidance."""
+    candidates = [r.candidates() for r in requests]
+    sequences = [[r.tokens, r.unguided_tokens()] if r.guided else [r.tokens] for r in requests]
+    tokens, rows, starts = lay_out([copy for copies in sequences for copy in copies])
+    first = np.cumsum([0, *(len(copies) for copies in sequences)])
+    parts = [
+        (starts[first[i]] + masked, starts[first[i + 1] - 1] + masked, np.full_like(masked, i))
+        for i, masked in enumerate(candidates)
+    ]
+    segments = power_bucket(len(requests), _SMALLEST_SEGMENTS)
+    row, unguided, segment = (np.concatenate(column) for column in zip(*parts, strict=True))
+    head = head_rows(row, unguided, segment, segments)
+    batch = Batch(tokens, rows, head, _segment_params(requests, segments))
+    return Packed(batch, candidates)
+
+
+def head_rows(row: np.ndarray, unguided: np.ndarray, segment: np.ndarray, padding_segment: int) -> HeadRows:
+    """The head rows of a batch, padded to a bucket."""
+    padding = power_bucket(len(row), _SMALLEST_HEAD) - len(row)
+    columns = ((row, 0), (unguided, 0), (segment, padding_segment))
+    return HeadRows(*(np.pad(x.astype(np.int32), (0, padding), constant_values=fill) for x, fill in columns))
+
+
+def _segment_params(requests: Sequence[Request], size: int) -> SegmentParams:
+    def column(values: list, dtype: type, fill: int = 0) -> np.ndarray:
+        array = np.asarray(values, dtype)
+        padding = np.full((size - len(requests), *array.shape[1:]), fill, dtype)
+        return np.concatenate([array, padding])
+
+    sampling = [r.sampling for r in requests]
+    quotas = [divmod(r.block.masks, r.block.steps) for r in requests]
+    return SegmentParams(
+        seed=column([seed_words(s.seed) for s in sampling], np.uint32),
+        step=column([r.steps for r in requests], np.int32),
+        block_step=column([r.block_step for r in requests], np.int32),
+        block_steps=column([r.block.steps for r in requests], np.int32),
+        quota=column([q for q, _ in quotas], np.int32),
+        remainder=column([r for _, r in quotas], np.int32),
+        temperature=column([s.temperature for s in sampling], np.float32),
+        guidance=column([s.cfg_scale for s in sampling], np.float32),
+        random_order=column([s.remasking == "random" for s in sampling], np.bool_),
+        coarse_confidence=column([s.confidence_dtype == "model" for s in sampling], np.bool_),
+        stop_last=column([s.confidence_eos_eot_inf == "fixed" for s in sampling], np.bool_),
+        token_bans=column([r.token_bans for r in requests], np.int32, PADDING_BANS),
+        confidence_bans=column([r.confidence_bans for r in requests], np.int32, PADDING_BANS),
+    )

@@ -1,0 +1,253 @@
+"""One request: its tokens, its blocks and how far it has come."""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jdllm.decoding.batch import BANS, PADDING_BANS
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.decoding.schedule import block_steps
+from jdllm.errors import RequestError
+from jdllm.models.config import ModelConfig
+
+
+class Block(NamedTuple):
+    """A block of semi-autoregressive remasking.
+
+    - `start`, `stop`: its positions; masks before `start` may commit in it too, later ones may not.
+    - `masks`: masked positions inside it when the request is made.
+    - `steps`: its denoising steps.
+    """
+
+    start: int
+    stop: int
+    masks: int
+    steps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Timings:
+    """Seconds: waiting before the first step, denoising, and both."""
+
+    queued: float
+    running: float
+
+    @property
+    def total(self) -> float:
+        return self.queued + self.running
+
+
+class Request:
+    """The mutable state of one request. The engine alone changes it.
+
+    - `prompt`: int32 ids that the request came with; masks among them are to be filled.
+    - `tokens`: int32 `[length]`, the whole sequence as it stands: the prompt, then what is generated.
+    - `initial_masks`: bool `[length]`, positions that were masked at the start; all others count as prompt.
+    - `blocks`: what is denoised, from left to right.
+    - `returned`: the part of the sequence that is the result.
+    - `steps`: denoising steps done, each one forward evaluation.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        prompt: np.ndarray,
+        gen_length: int,
+        blocks: list[Block],
+        sampling: SamplingParams,
+        config: ModelConfig,
+    ):
+        self.index = index
+        self.prompt = prompt
+        self.mask_id = mask_id_of(config)
+        self.tokens = np.concatenate([prompt, np.full(gen_length, self.mask_id, np.int32)])
+        self.initial_masks = self.tokens == self.mask_id
+        self.returned = slice(len(prompt) if gen_length else 0, len(self.tokens))
+        self.blocks = blocks
+        self.sampling = sampling
+        self.stop_ids = config.stop_ids if gen_length else ()
+        self.steps = 0
+        self.block_step = 0
+        self.history: list[np.ndarray] = []
+        self.created = time.perf_counter()
+        self.started: float | None = None
+        self.ended: float | None = None
+        self._block = 0
+        self._bans = _bans(sampling, config)
+
+    @property
+    def guided(self) -> bool:
+        """Whether each step also evaluates a copy that does not see the prompt."""
+        return self.sampling.cfg_scale > 0
+
+    @property
+    def rows(self) -> int:
+        """Packed rows of one step."""
+        return len(self.tokens) * (2 if self.guided else 1)
+
+    @property
+    def block(self) -> Block:
+        return self.blocks[self._block]
+
+    @property
+    def finished(self) -> bool:
+        return self._block == len(self.blocks)
+
+    @property
+    def token_bans(self) -> tuple[int, ...]:
+        return self._bans[0]
+
+    @property
+    def confidence_bans(self) -> tuple[int, ...]:
+        return self._bans[1]
+
+    def candidates(self) -> np.ndarray:
+        """Positions that are masked and may commit in the current block, rising."""
+        return np.flatnonzero(self.tokens[: self.block.stop] == self.mask_id)
+
+    def unguided_tokens(self) -> np.ndarray:
+        """The sequence with everything masked that was not masked at the start."""
+        return np.where(self.initial_masks, self.tokens, self.mask_id)
+
+    def advance(self, positions: np.ndarray, tokens: np.ndarray) -> None:
+        """Take in the tokens that one denoising step committed."""
+        self.tokens[positions] = tokens
+        self.steps += 1
+        self.block_step += 1
+        if self.sampling.return_history:
+            self.history.append(self.tokens.copy())
+        while not self.finished and self._block_is_over():
+            self._block = len(self.blocks) if self._text_is_over() else self._block + 1
+            self.block_step = 0
+        if self.finished:
+            self.ended = time.perf_counter()
+
+    def end_of_text(self) -> int | None:
+        """Where in the result the text ends: at its first stop id, if nothing is masked before it."""
+        start = self.returned.start
+        ends = np.flatnonzero(np.isin(self.tokens[start:], self.stop_ids))
+        if not len(ends) or (self.tokens[: start + ends[0]] == self.mask_id).any():
+            return None
+        return int(ends[0])
+
+    def timings(self) -> Timings:
+        ended = self.ended or time.perf_counter()
+        started = self.started or ended
+        return Timings(queued=started - self.created, running=ended - started)
+
+    def _block_is_over(self) -> bool:
+        return self.block_step >= self.block.steps or not len(self.candidates())
+
+    def _text_is_over(self) -> bool:
+        return self.sampling.early_stop and self.end_of_text() is not None
+
+
+def generation_request(
+    index: int, prompt: Sequence[int] | np.ndarray, sampling: SamplingParams, config: ModelConfig
+) -> Request:
+    """A request that appends `sampling.gen_length` masks to `prompt` and fills them block by block.
+
+    Raises `RequestError` for an empty prompt, an id outside the vocabulary, a mask id in the prompt (unless
+    `prompt_masks` is "official") or lengths that do not divide.
+    """
+    prompt = checked_ids(prompt, config)
+    mask_id = mask_id_of(config)
+    if sampling.prompt_masks == "error" and (prompt == mask_id).any():
+        at = int(np.flatnonzero(prompt == mask_id)[0])
+        raise RequestError(
+            f"the prompt contains the mask id {mask_id} at position {at}: remove it, use infill, or set"
+            " prompt_masks='official' to have it filled as the official sampler does"
+        )
+    gen_length = sampling.gen_length
+    block_length = sampling.block_length or gen_length
+    steps = block_steps(gen_length, sampling.steps or gen_length, block_length)
+    start = len(prompt)
+    blocks = [
+        Block(at, at + block_length, block_length, steps)
+        for at in range(start, start + gen_length, block_length)
+    ]
+    return Request(index, prompt, gen_length, blocks, sampling, config)
+
+
+def infill_request(
+    index: int, tokens: Sequence[int] | np.ndarray, sampling: SamplingParams, config: ModelConfig
+) -> Request:
+    """A request that fills the masks inside `tokens`.
+
+    The masked positions, in order, are cut into blocks of `block_length` masks (the last may be shorter);
+    each block is finished before the next. `gen_length` and `early_stop` do not apply; `steps` defaults to
+    one a mask, and is otherwise a multiple of the number of blocks. Raises `RequestError` as
+    `generation_request` does, and where nothing is masked.
+    """
+    tokens = checked_ids(tokens, config)
+    masks = np.flatnonzero(tokens == mask_id_of(config))
+    if not len(masks):
+        raise RequestError(f"nothing to infill: the sequence has no mask id {config.mask_id}")
+    length = sampling.block_length or len(masks)
+    groups = [masks[at : at + length] for at in range(0, len(masks), length)]
+    if sampling.steps is not None and sampling.steps % len(groups):
+        raise RequestError(
+            f"steps {sampling.steps} is not divisible by the number of blocks {len(groups)}"
+            f" ({len(masks)} masks / block_length {length})"
+        )
+    blocks = [
+        Block(int(g[0]), int(g[-1]) + 1, len(g), sampling.steps // len(groups) if sampling.steps else len(g))
+        for g in groups
+    ]
+    return Request(index, tokens, 0, blocks, sampling, config)
+
+
+def mask_id_of(config: ModelConfig) -> int:
+    """The mask id, or `RequestError` where the checkpoint does not name one."""
+    if config.mask_id is None:
+        raise RequestError(
+            "the model has no mask id (mask_token_id in config.json): it cannot denoise;"
+            " name it with hf_overrides={'mask_token_id': ...} if the checkpoint has one"
+        )
+    return config.mask_id
+
+
+def checked_ids(ids: Sequence[int] | np.ndarray, config: ModelConfig) -> np.ndarray:
+    """`ids` as int32 `[length]`; `RequestError` where they are no flat list of ids of the vocabulary."""
+    try:
+        ids = np.asarray(ids)
+    except ValueError:
+        ids = np.empty((0, 0))
+    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        raise RequestError("token ids must be a flat list of integers, one list for each prompt")
+    if not ids.size:
+        raise RequestError("the prompt is empty: give at least one token")
+    outside = (ids < 0) | (ids >= config.vocab_size)
+    if outside.any():
+        at = int(np.flatnonzero(outside)[0])
+        raise RequestError(
+            f"token id {ids[at]} at position {at} is outside the vocabulary (0 to {config.vocab_size - 1})"
+        )
+    return ids.astype(np.int32)
+
+
+def _bans(sampling: SamplingParams, config: ModelConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(ids never chosen, ids kept out of the confidence), each padded to `BANS`."""
+    tokens: list[int] = []
+    confidence: list[int] = []
+    if sampling.logits_eos_inf:
+        tokens.append(_known(config.eos_id, "logits_eos_inf", "end-of-sequence", "eos_token_id"))
+    mode = sampling.confidence_eos_eot_inf
+    if mode is not None:
+        eot = _known(config.eot_id, "confidence_eos_eot_inf", "end-of-turn", "eot_token_id")
+        confidence.append(eot)
+        if mode == "fixed" or sampling.temperature == 0:
+            confidence.append(
+                _known(config.eos_id, "confidence_eos_eot_inf", "end-of-sequence", "eos_token_id")
+            )
+    pad = (PADDING_BANS,) * BANS
+    return (*tokens, *pad)[:BANS], (*confidence, *pad)[:BANS]
+
+
+def _known(value: int | None, option: str, what: str, key: str) -> int:
+    if value is None:
+        raise RequestError(f"{option} needs the {what} id, which the checkpoint does not name ({key})")
+    return value
