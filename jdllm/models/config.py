@@ -2,9 +2,10 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from jdllm.errors import ConfigError
 from jdllm.models.rotary import RopeConfig
@@ -92,9 +93,10 @@ class HfFields:
             return default
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             return kind(value)
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        boolean, finite = isinstance(value, bool), not isinstance(value, float) or math.isfinite(value)
+        if not isinstance(value, kind) or not finite or (boolean and kind is int):
             raise ConfigError(f"config.json: {key} is {value!r}, expected a value of type {kind.__name__}")
-        return value
+        return cast(T, value)
 
     def size(self, key: str, default: int | None = None) -> int:
         """A positive integer."""

@@ -71,11 +71,14 @@ def resolve(model: str | Path) -> Path:
 
     Raises `CheckpointError` if there is no such directory, or the hub does not give the checkpoint.
     """
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise CheckpointError(f"{path} is a file: expected the directory of a checkpoint")
+    try:
+        path = Path(model).expanduser()
+        if path.is_dir():
+            return path
+        if path.exists():
+            raise CheckpointError(f"{path} is a file: expected the directory of a checkpoint")
+    except (OSError, RuntimeError) as e:
+        raise CheckpointError(f"{str(model)[:200]!r} cannot be opened as a directory: {e}") from None
     if isinstance(model, Path) or not _HUB_ID.fullmatch(model):
         raise CheckpointError(
             f"no directory {path}: expected that of a Hugging Face checkpoint, or a hub id like org/name"
@@ -86,7 +89,7 @@ def resolve(model: str | Path) -> Path:
         return Path(
             huggingface_hub.snapshot_download(model, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"])
         )
-    except (OSError, ValueError, huggingface_hub.errors.EntryNotFoundError) as e:
+    except Exception as e:  # its own errors, and those of the system and of its HTTP library
         reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise CheckpointError(
             f"there is no directory {model}, and the hub does not give a model of that id: {reason}"

@@ -33,12 +33,11 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
 
     Raises `ConfigError`, listing the known ones, when it names none.
     """
-    architectures = hf_config.get("architectures") or []
-    model_type = hf_config.get("model_type")
-    for name in architectures:
-        if name in _ARCHITECTURES:
+    architectures, model_type = hf_config.get("architectures"), hf_config.get("model_type")
+    for name in architectures if isinstance(architectures, list) else []:
+        if isinstance(name, str) and name in _ARCHITECTURES:
             return FAMILIES[_ARCHITECTURES[name]]
-    if model_type in FAMILIES:
+    if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]
     raise ConfigError(
         f"unknown model family (architectures {architectures}, model_type {model_type!r}):"

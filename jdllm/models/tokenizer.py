@@ -91,9 +91,14 @@ class Tokenizer:
             raise RequestError(
                 f"the tokenizer of {self._path} has no chat template: give the prompt as plain text"
             )
+        if not messages:
+            raise RequestError("there is no message to answer: give at least one")
         for i, message in enumerate(messages):
-            if not all(isinstance(message.get(key), str) for key in ("role", "content")):
-                raise RequestError(f"message {i} is {dict(message)!r}, expected texts 'role' and 'content'")
+            fields = message if isinstance(message, Mapping) else {}
+            if not all(isinstance(fields.get(key), str) for key in ("role", "content")):
+                raise RequestError(
+                    f"message {i} is {message!r}, expected an object with texts 'role' and 'content'"
+                )
         try:
             rendered = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
