@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from jdllm.demo.tasks import MAX_LENGTH
 from jdllm.demo.tokenizer import BOS, EOS, EOT, MASK, VOCAB_SIZE, write_tokenizer
@@ -97,7 +97,7 @@ def write_checkpoint(out: Path, hf_values: dict[str, Any], params: Params) -> No
     try:
         (temporary / "config.json").write_text(json.dumps(hf_values, indent=2) + "\n")
         tensors = official_tensors(ModelConfig.from_hf(hf_values), params)
-        save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
+        (temporary / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
         write_tokenizer(temporary)
         temporary.chmod(0o755)
         temporary.rename(out)

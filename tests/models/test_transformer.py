@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from jdllm.models.config import ModelConfig
+from jdllm.models.layers import rms_norm
 from jdllm.models.module import Transformer
 from jdllm.models.rotary import cos_sin
 from jdllm.models.transformer import (
@@ -29,13 +30,14 @@ from jdllm.serving.packing import lay_out
 from tests.models import numpy_transformer
 from tests.pallas.jaxprs import largest_intermediate
 
+WHOLE = ChunkConfig()
 Arrays = dict[str, np.ndarray]
 
 close = functools.partial(np.testing.assert_allclose, atol=2e-4, rtol=1e-4)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "chunks"))
-def evaluate(params: Params, config: ModelConfig, tokens, rows: Rows, chunks: ChunkConfig = ChunkConfig()):
+def evaluate(params: Params, config: ModelConfig, tokens, rows: Rows, chunks: ChunkConfig = WHOLE):
     return logits(params, config, forward(params, config, tokens, rows, chunks=chunks))
 
 
@@ -46,6 +48,17 @@ def packed_logits(
     tokens, rows, starts = lay_out(sequences)
     out = np.asarray(evaluate(params, config, tokens, rows, **options))
     return [out[start : start + len(ids)] for start, ids in zip(starts, sequences, strict=True)]
+
+
+def test_norm_rounds_before_it_multiplies_by_the_weight():
+    rng = np.random.default_rng(0)
+    x, weight = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((50, 64), 64))
+    exact = np.asarray(x, np.float64)
+    normed = exact / np.sqrt((exact**2).mean(axis=-1, keepdims=True) + 1e-5)
+    rounded = np.asarray(normed.astype(x.dtype), np.float64) * np.asarray(weight, np.float64)
+    actual = rms_norm(x, weight, 1e-5)
+    # f32 may round a normed value to the other side: allow that one in a thousand
+    assert (np.asarray(actual) == rounded.astype(x.dtype)).mean() > 0.999
 
 
 @pytest.mark.parametrize("name", ["fwd_b1", "fwd_batch", "fwd_nomask"])
@@ -151,7 +164,7 @@ class TestAgainstNumpy:
             assert np.abs(expected).max() > 1
 
 
-@pytest.mark.parametrize(("ffn", "query"), [(2, 3), (7, 1), (1, 7)])
+@pytest.mark.parametrize(("ffn", "query"), [(7, 3), (2, 7)])
 def test_chunks_change_nothing_but_rounding(
     ffn: int, query: int, params: Params, config: ModelConfig, goldens: Arrays
 ):
@@ -166,7 +179,7 @@ class TestMemory:
     rows = 4096
 
     def largest(self, config: ModelConfig, chunks: ChunkConfig) -> int:
-        column = jax.ShapeDtypeStruct((self.rows,), jnp.int32)
+        column = np.zeros(self.rows, np.int32)
         params = abstract_params(config, "float32")
 
         def run(params, tokens, rows):
@@ -192,15 +205,13 @@ class TestModule:
     def test_params_round_trip(self, params: Params, config: ModelConfig):
         out = Transformer(config, params).params()
         assert jax.tree.structure(out) == jax.tree.structure(params)
-        for a, b in zip(jax.tree.leaves(out), jax.tree.leaves(params), strict=True):
-            np.testing.assert_array_equal(a, b)
+        jax.tree.map(np.testing.assert_array_equal, out, params)
 
     def test_split_and_merge(self, gqa_model: Transformer):
         graph, state = nnx.split(gqa_model)
         merged = nnx.merge(graph, state)
         assert merged.config == gqa_model.config
-        same = jax.tree.map(lambda a, b: bool((a == b).all()), merged.params(), gqa_model.params())
-        assert all(jax.tree.leaves(same))
+        jax.tree.map(np.testing.assert_array_equal, merged.params(), gqa_model.params())
 
     def test_params_follow_the_variables(self, params: Params, config: ModelConfig):
         model = Transformer(config, params)

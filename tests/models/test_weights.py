@@ -69,7 +69,7 @@ def test_a_tied_head_has_no_tensor(config: ModelConfig):
 
 @pytest.fixture(scope="module")
 def drawn(config: ModelConfig) -> Params:
-    return init_params(config, jax.random.key(0), "float32")
+    return jax.jit(init_params, static_argnums=(0, 2))(config, jax.random.key(0), "float32")
 
 
 def test_initial_scales(drawn: Params):
