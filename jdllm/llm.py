@@ -189,8 +189,9 @@ class LLM:
         config = ModelConfig.from_hf({**read_config(path), **overrides})
         params = load_params(path, config, resolve_dtype(path, config, dtype), progress=progress)
         self.tokenizer = load_tokenizer(path)
-        if self.tokenizer is not None and config.eot_id is None:
-            config = dataclasses.replace(config, eot_id=self.tokenizer.eot_id)
+        if self.tokenizer is not None:
+            eot_id = self.tokenizer.eot_id if config.eot_id is None else config.eot_id
+            config = dataclasses.replace(config, eot_id=eot_id, token_limit=len(self.tokenizer))
         return Transformer(config, params)
 
     def _chunks_for(self, rows: int, head: int) -> ChunkConfig:

@@ -5,10 +5,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jdllm.decoding.batch import PADDING_BANS, Batch, HeadRows, SegmentParams
-from jdllm.decoding.noise import seed_words
+from jdllm.decoding.batch import Batch, HeadRows, SegmentParams
 from jdllm.models.transformer import Rows
 from jdllm.serving.request import Request
+
+MAX_STEPS_PER_DISPATCH = 64
 
 _SMALLEST_ROWS = 128
 _LARGEST_RATIO_STEP = 32768
@@ -89,25 +90,17 @@ def head_rows(row: np.ndarray, unguided: np.ndarray, segment: np.ndarray, paddin
 
 
 def _segment_params(requests: Sequence[Request], size: int) -> SegmentParams:
-    def column(values: list, dtype: type, fill: int = 0) -> np.ndarray:
-        array = np.asarray(values, dtype)
-        padding = np.full((size - len(requests), *array.shape[1:]), fill, dtype)
-        return np.concatenate([array, padding])
-
-    sampling = [r.sampling for r in requests]
-    quotas = [divmod(r.block.masks, r.block.steps) for r in requests]
+    """One row per request, padded with inactive segments."""
+    rows = [r.segment for r in requests]
+    columns: dict[str, np.ndarray] = {name: np.asarray([row[name] for row in rows]) for name in rows[0]}
+    left = [r.table_left(MAX_STEPS_PER_DISPATCH) for r in requests]
+    columns |= {
+        "step": np.array([r.steps for r in requests], np.int32),
+        "steps_left": np.array([r.steps_left for r in requests], np.int32),
+        "quota": np.stack([table.quota for table in left]),
+        "fraction": np.stack([table.fraction for table in left]),
+    }
+    missing = size - len(requests)
     return SegmentParams(
-        seed=column([seed_words(s.seed) for s in sampling], np.uint32),
-        step=column([r.steps for r in requests], np.int32),
-        block_step=column([r.block_step for r in requests], np.int32),
-        block_steps=column([r.block.steps for r in requests], np.int32),
-        quota=column([q for q, _ in quotas], np.int32),
-        remainder=column([r for _, r in quotas], np.int32),
-        temperature=column([s.temperature for s in sampling], np.float32),
-        guidance=column([s.cfg_scale for s in sampling], np.float32),
-        random_order=column([s.remasking == "random" for s in sampling], np.bool_),
-        coarse_confidence=column([s.confidence_dtype == "model" for s in sampling], np.bool_),
-        stop_last=column([s.confidence_eos_eot_inf == "fixed" for s in sampling], np.bool_),
-        token_bans=column([r.token_bans for r in requests], np.int32, PADDING_BANS),
-        confidence_bans=column([r.confidence_bans for r in requests], np.int32, PADDING_BANS),
+        **{name: np.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)) for name, x in columns.items()}
     )
