@@ -1,13 +1,17 @@
 """jdllm: diffusion language models in JAX, Flax and Pallas."""
 
-from jdllm.decoding.sampling import SamplingParams
-from jdllm.errors import CheckpointError, ConfigError, JdllmError, RequestError
-from jdllm.llm import LLM
-from jdllm.models.config import ModelConfig
-from jdllm.models.module import Transformer
-from jdllm.outputs import RequestOutput
-from jdllm.planning.chunks import ChunkConfig
-from jdllm.serving.engine import StepUpdate
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jdllm.decoding.sampling import SamplingParams
+    from jdllm.errors import CheckpointError, ConfigError, JdllmError, RequestError
+    from jdllm.llm import LLM
+    from jdllm.models.config import ModelConfig
+    from jdllm.models.module import Transformer
+    from jdllm.outputs import RequestOutput
+    from jdllm.planning.chunks import ChunkConfig
+    from jdllm.serving.engine import StepUpdate
 
 __all__ = [
     "LLM",
@@ -22,3 +26,24 @@ __all__ = [
     "StepUpdate",
     "Transformer",
 ]
+
+_MODULES = {
+    "LLM": "jdllm.llm",
+    "CheckpointError": "jdllm.errors",
+    "ChunkConfig": "jdllm.planning.chunks",
+    "ConfigError": "jdllm.errors",
+    "JdllmError": "jdllm.errors",
+    "ModelConfig": "jdllm.models.config",
+    "RequestError": "jdllm.errors",
+    "RequestOutput": "jdllm.outputs",
+    "SamplingParams": "jdllm.decoding.sampling",
+    "StepUpdate": "jdllm.serving.engine",
+    "Transformer": "jdllm.models.module",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import public names on first use, so that the command line starts without loading JAX."""
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
+    raise AttributeError(f"module 'jdllm' has no attribute {name!r}")

@@ -152,6 +152,7 @@ class LLM:
         """
         if mc_num < 1 or batch_size < 1:
             raise RequestError(f"mc_num {mc_num} and batch_size {batch_size} must be positive")
+        SamplingParams(cfg_scale=cfg_scale, seed=seed)  # refuses what a generation would refuse
         prompt_ids, answer_ids = (self._encode(x) if isinstance(x, str) else x for x in (prompt, answer))
         if not len(answer_ids):
             raise RequestError("the answer is empty: give at least one token to score")

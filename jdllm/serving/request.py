@@ -212,6 +212,11 @@ def mask_id_of(config: ModelConfig) -> int:
             "the model has no mask id (mask_token_id in config.json): it cannot denoise;"
             " name it with hf_overrides={'mask_token_id': ...} if the checkpoint has one"
         )
+    if config.mask_id >= config.vocab_size:
+        raise RequestError(
+            f"the mask id {config.mask_id} (mask_token_id in config.json) is outside the vocabulary"
+            f" (0 to {config.vocab_size - 1})"
+        )
     return config.mask_id
 
 

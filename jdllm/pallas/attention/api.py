@@ -1,9 +1,11 @@
 """Packed attention: the entry point and the merge of partial results."""
 
+import functools
 from collections.abc import Sequence
 from typing import Literal
 
 import jax.numpy as jnp
+from jax import lax
 
 from jdllm.pallas.attention.reference import attention_reference
 from jdllm.pallas.attention.types import AttentionOutput, Bounds, Keys, Queries
@@ -38,8 +40,11 @@ def attention(
         raise ValueError(
             f"attention: {q.shape[1]} query heads are no multiple of {k.shape[1]} key-value heads"
         )
-    form = attention_reference if implementation == "reference" else attention_xla
-    return form(q, k, v, k_start, k_end, scale=scale)
+    if implementation == "reference":
+        return attention_reference(q, k, v, k_start, k_end, scale=scale)
+    # A CPU gains nothing from large tiles, and packed short segments lose by them.
+    small, large = (functools.partial(attention_xla, scale=scale, block=block) for block in (128, 512))
+    return lax.platform_dependent(q, k, v, k_start, k_end, cpu=small, default=large)
 
 
 def merge(parts: Sequence[AttentionOutput]) -> AttentionOutput:

@@ -6,11 +6,9 @@ from jaxtyping import Array, Float
 
 from jdllm.pallas.attention.types import AttentionOutput, Bounds, Keys, Queries
 
-_BLOCK = 512
-
 
 def attention_xla(
-    q: Queries, k: Keys, v: Keys, k_start: Bounds, k_end: Bounds, *, scale: float, block: int = _BLOCK
+    q: Queries, k: Keys, v: Keys, k_start: Bounds, k_end: Bounds, *, scale: float, block: int
 ) -> AttentionOutput:
     """Portable form of `jdllm.pallas.attention.attention`.
 

@@ -1,0 +1,90 @@
+"""Timing, ceilings and result files shared by all benchmarks."""
+
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclasses.dataclass(frozen=True)
+class Ceilings:
+    """What the card reaches in this run: bf16 matrix products in FLOP/s, device copies in bytes/s."""
+
+    flops: float
+    bytes: float
+
+
+def median_seconds(run: Callable[[], Any], repeats: int = 5, warm_up: int = 2) -> float:
+    """Median time of `run`, which returns arrays that are waited for."""
+    for _ in range(warm_up):
+        jax.block_until_ready(run())
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def measure_ceilings(size: int = 8192, copy_bytes: int = 4 << 30, inner: int = 8) -> Ceilings:
+    """Measure both ceilings with random data and several repetitions inside one executable."""
+    a, b = (jax.random.normal(jax.random.key(i), (size, size), jnp.bfloat16) for i in range(2))
+
+    @jax.jit
+    def products(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, inner, lambda _, x: (x @ b) * jnp.bfloat16(0.01), a)
+
+    @jax.jit
+    def copies(x: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, inner, lambda i, y: y + i.astype(jnp.uint32), x)
+
+    flops = 2 * size**3 * inner / median_seconds(lambda: products(a, b))
+    x = jnp.arange(copy_bytes // 4, dtype=jnp.uint32)
+    return Ceilings(flops, 2 * copy_bytes * inner / median_seconds(lambda: copies(x)))
+
+
+def environment() -> dict[str, Any]:
+    """Device, versions, command and date of this run."""
+    device = jax.devices()[0]
+    packages = ("jax", "jaxlib", "flax", "jdllm", "tokamax")
+    versions = {}
+    for package in packages:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "versions": versions,
+        "command": " ".join(["python3", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+
+
+def record(name: str, rows: Sequence[dict[str, Any]], out: Path | None, **extra: Any) -> None:
+    """Print `rows` as a table and write them, with the environment, to `<out>/<name>.json`."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    table = [columns, *([_text(row.get(c, "")) for c in columns] for row in rows)]
+    widths = [max(len(line[i]) for line in table) for i in range(len(columns))]
+    for line in table:
+        print("  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)))
+    directory = out or RESULTS
+    directory.mkdir(parents=True, exist_ok=True)
+    content = {"benchmark": name, **environment(), **extra, "rows": list(rows)}
+    (directory / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _text(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

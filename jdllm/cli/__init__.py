@@ -1,0 +1,25 @@
+"""The command line: one module for each command.
+
+Standard output carries results only; warnings, progress and errors go to standard error. A user's mistake is
+one line there and exit code 2. JAX is imported only once a command needs it.
+"""
+
+import typer
+
+from jdllm.cli import evaluate, generate
+from jdllm.cli.report import Commands
+
+app = typer.Typer(
+    cls=Commands,
+    help="Diffusion language models in JAX.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its tables cut long option names off
+)
+app.command("generate")(generate.generate)
+app.command("eval")(evaluate.evaluate)
+
+
+def main() -> None:
+    """Entry point of the `jdllm` command."""
+    app()

@@ -1,0 +1,106 @@
+"""Write a demo checkpoint in the layout of the published LLaDA ones."""
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import save
+
+from jdllm.demo.tasks import MAX_LENGTH
+from jdllm.demo.tokenizer import BOS, EOS, EOT, MASK, VOCAB_SIZE, write_tokenizer
+from jdllm.errors import CheckpointError
+from jdllm.models.config import ModelConfig
+from jdllm.models.weights import Params, is_spec, spec_tree
+
+
+def hf_config(hidden_size: int, num_layers: int, num_heads: int, intermediate_size: int) -> dict[str, Any]:
+    """The `config.json` of a demo model, with the official keys.
+
+    `eot_token_id` is an addition: the published configuration has no key for it. The embedding has a
+    multiple of 8 rows, a few more than the tokenizer has ids.
+    """
+    return {
+        "activation_type": "silu",
+        "alibi": False,
+        "architectures": ["LLaDAModelLM"],
+        "attention_dropout": 0.0,
+        "attention_layer_norm": False,
+        "bias_for_layer_norm": False,
+        "block_group_size": 1,
+        "block_type": "llama",
+        "bos_token_id": BOS,
+        "d_model": hidden_size,
+        "embedding_dropout": 0.0,
+        "embedding_size": -(-VOCAB_SIZE // 8) * 8,
+        "eos_token_id": EOS,
+        "eot_token_id": EOT,
+        "include_bias": False,
+        "include_qkv_bias": False,
+        "input_emb_norm": False,
+        "layer_norm_type": "rms",
+        "layer_norm_with_affine": True,
+        "mask_token_id": MASK,
+        "max_sequence_length": 2 * MAX_LENGTH,
+        "mlp_hidden_size": intermediate_size,
+        "model_type": "llada",
+        "n_heads": num_heads,
+        "n_kv_heads": num_heads,
+        "n_layers": num_layers,
+        "pad_token_id": EOS,
+        "residual_dropout": 0.0,
+        "rms_norm_eps": 1e-5,
+        "rope": True,
+        "rope_full_precision": True,
+        "rope_theta": 10000.0,
+        "scale_logits": False,
+        "torch_dtype": "bfloat16",
+        "use_cache": False,
+        "vocab_size": VOCAB_SIZE,
+        "weight_tying": False,
+    }
+
+
+def official_tensors(config: ModelConfig, params: Params) -> dict[str, np.ndarray]:
+    """The weights in bfloat16 by their official names, unstacked."""
+    specs, leaves = jax.tree.leaves(spec_tree(config), is_leaf=is_spec), jax.tree.leaves(params)
+    return {
+        name: np.ascontiguousarray(np.asarray(leaf.astype(jnp.bfloat16))[place])
+        for spec, leaf in zip(specs, leaves, strict=True)
+        for name, place in spec.sources()
+    }
+
+
+def require_free(out: Path) -> None:
+    """Raise `CheckpointError` where `out` exists: a checkpoint is never overwritten."""
+    if out.exists():
+        raise CheckpointError(f"{out} exists already: name a directory that does not")
+
+
+def write_checkpoint(out: Path, hf_values: dict[str, Any], params: Params) -> None:
+    """Write `config.json`, `model.safetensors` and the tokenizer files; all of them or nothing.
+
+    Arguments:
+    - `out`: the directory to create.
+    - `hf_values`: the contents of `config.json`.
+    - `params`: the weights, of any float dtype; stored in bfloat16.
+
+    Raises `CheckpointError` where `out` exists.
+    """
+    require_free(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
+    try:
+        (temporary / "config.json").write_text(json.dumps(hf_values, indent=2) + "\n")
+        tensors = official_tensors(ModelConfig.from_hf(hf_values), params)
+        (temporary / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
+        write_tokenizer(temporary)
+        temporary.chmod(0o755)
+        temporary.rename(out)
+    except BaseException:
+        shutil.rmtree(temporary)
+        raise

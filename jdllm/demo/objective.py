@@ -1,0 +1,190 @@
+"""The LLaDA training objective on packed rows, with an attention that has a gradient."""
+
+import functools
+import itertools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jdllm.demo.tokenizer import MASK
+from jdllm.models.config import ModelConfig
+from jdllm.models.rotary import cos_sin
+from jdllm.models.transformer import AttentionFn, Rows, block, logits
+from jdllm.models.weights import Params
+from jdllm.planning.chunks import ChunkConfig
+
+type Shape = tuple[int, int]
+"""(examples, tokens of each) of one dense part of the packed rows."""
+
+_LOWEST_RATIO = 0.02
+
+
+class Layout(NamedTuple):
+    """Where the rows of dense parts lie in the packed rows. All arrays are static.
+
+    - `shapes`: the parts, one after another.
+    - `example`: example that each row belongs to, counted over all parts.
+    - `position`: position of each row in its example.
+    - `start`: first row of each example.
+    """
+
+    shapes: tuple[Shape, ...]
+    example: Int[np.ndarray, " rows"]
+    position: Int[np.ndarray, " rows"]
+    start: Int[np.ndarray, " examples"]
+
+    def rows(self, total_length: Int[Array, " examples"]) -> Rows:
+        """Positions and key ranges: each row sees its own example up to `total_length`."""
+        start = self.start[self.example]
+        return Rows(jnp.asarray(self.position), jnp.asarray(start), start + total_length[self.example])
+
+
+def dense_layout(shapes: tuple[Shape, ...]) -> Layout:
+    """The layout of dense parts of the given shapes."""
+    lengths = np.concatenate([np.full(count, length) for count, length in shapes])
+    start = np.cumsum(lengths) - lengths
+    example = np.repeat(np.arange(len(lengths)), lengths)
+    return Layout(shapes, example, np.arange(len(example)) - start[example], start)
+
+
+def dense_attention(shapes: tuple[Shape, ...]) -> AttentionFn:
+    """Attention over packed rows that are dense parts of the given shapes; differentiable.
+
+    The key ranges must be those of `Layout.rows`. The softmax residuals of the contract are not computed:
+    both are zero.
+    """
+
+    def attention(
+        q: Float[Array, "rows heads d"],
+        k: Float[Array, "rows kv_heads d"],
+        v: Float[Array, "rows kv_heads d"],
+        k_start: Int[Array, " rows"],
+        k_end: Int[Array, " rows"],
+        *,
+        scale: float,
+    ) -> tuple[Array, Array, Array]:
+        bounds = itertools.accumulate((count * length for count, length in shapes), initial=0)
+        parts = []
+        for (count, length), (first, last) in zip(shapes, itertools.pairwise(bounds), strict=True):
+            dense = [x[first:last].reshape(count, length, *x.shape[1:]) for x in (q, k, v)]
+            seen = (k_end - k_start)[first:last:length]
+            o = jax.nn.dot_product_attention(*dense, scale=scale, key_value_seq_lengths=seen)
+            parts.append(o.reshape(count * length, *q.shape[1:]))
+        nothing = jnp.zeros(q.shape[:2])
+        return jnp.concatenate(parts), nothing, nothing
+
+    return attention
+
+
+def all_logits(
+    params: Params, config: ModelConfig, tokens: Int[Array, " rows"], rows: Rows, shapes: tuple[Shape, ...]
+) -> Float[Array, "rows vocab"]:
+    """f32 logits of every row.
+
+    The layers are the transformer's own. The embedding is a product with one-hot rows instead of a lookup,
+    because the gradient of a lookup adds up all rows of one token in the dtype of the weights.
+    """
+    one_hot = jax.nn.one_hot(tokens, config.vocab_size, dtype=params["embed"].dtype)
+    h = one_hot @ params["embed"]
+    rotation = cos_sin(config.rope, config.head_dim, rows.positions)
+    attention = dense_attention(shapes)
+
+    def body(h: Array, layer: dict[str, Array]) -> tuple[Array, None]:
+        return block(layer, config, h, rotation, rows, ChunkConfig(), attention), None
+
+    return logits(params, config, lax.scan(body, h, params["layers"])[0])
+
+
+def draw_masks(
+    key: Array, layout: Layout, response: Bool[Array, " rows"]
+) -> tuple[Bool[Array, " rows"], Float[Array, " examples"]]:
+    """Mask each response row with its example's probability.
+
+    Arguments:
+    - `key`: of the draws.
+    - `layout`: of the rows.
+    - `response`: rows that may be masked.
+
+    Returns the masked rows and each example's probability, which is uniform over (0.02, 1) and stratified
+    over the examples; the floor bounds the loss weights.
+    """
+    ratio_key, mask_key = jax.random.split(key)
+    examples = len(layout.start)
+    # A stride coprime to the count spreads the strata over examples that are drawn in order of their bucket.
+    stride = next(s for s in range(int(examples * 0.618) + 1, 2 * examples + 2) if np.gcd(s, examples) == 1)
+    strata = jnp.asarray(np.arange(examples) * stride % examples / examples, jnp.float32)
+    uniform = (strata + jax.random.uniform(ratio_key)) % 1.0
+    ratio = _LOWEST_RATIO + (1 - _LOWEST_RATIO) * uniform
+    draws = jax.random.uniform(mask_key, layout.example.shape)
+    return response & (draws < ratio[layout.example]), ratio
+
+
+def masked_loss(
+    params: Params,
+    config: ModelConfig,
+    layout: Layout,
+    tokens: Int[Array, " rows"],
+    prompt_length: Int[Array, " examples"],
+    total_length: Int[Array, " examples"],
+    key: Array,
+) -> Float[Array, ""]:
+    """The LLaDA objective: cross entropy of masked response tokens, weighted by 1 / mask probability.
+
+    Arguments:
+    - `params`: in the dtype to compute in.
+    - `config`, `layout`: static.
+    - `tokens`, `prompt_length`, `total_length`: as in `jdllm.demo.data.Batches`, of one step, int32.
+    - `key`: of the masks.
+
+    Returns the mean over examples of the loss per response token, in nats; f32. Source: section 2.3 of
+    Nie et al. 2025 (arXiv 2502.09992).
+    """
+    example = layout.example
+    position = jnp.asarray(layout.position)
+    response = (position >= prompt_length[example]) & (position < total_length[example])
+    masked, ratio = draw_masks(key, layout, response)
+    shown = jnp.where(masked, MASK, tokens)
+    predicted = all_logits(params, config, shown, layout.rows(total_length), layout.shapes)
+    right = jnp.take_along_axis(predicted, tokens[:, None], axis=1)[:, 0]
+    nats = jax.nn.logsumexp(predicted, axis=1) - right
+    weight = 1.0 / (ratio * (total_length - prompt_length))
+    return jnp.sum(jnp.where(masked, nats * weight[example], 0.0)) / len(layout.start)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "steps"))
+def denoise(
+    params: Params,
+    config: ModelConfig,
+    tokens: Int[Array, "batch length"],
+    total_length: Int[Array, " batch"],
+    steps: int,
+) -> Int[Array, "batch length"]:
+    """Fill the mask tokens, the most confident one per forward evaluation.
+
+    Arguments:
+    - `params`: weights in the dtype to compute in.
+    - `config`: static.
+    - `tokens`: prompts and masks; padding after `total_length`.
+    - `total_length`: tokens up to the end of the response.
+    - `steps`: forward evaluations; static.
+
+    Returns the tokens after `steps` evaluations: LLaDA's sampler with low-confidence remasking in one block
+    at temperature 0, without its options.
+    """
+    layout = dense_layout(((tokens.shape[0], tokens.shape[1]),))
+    rows = layout.rows(total_length)
+
+    def step(_: Any, state: Array) -> Array:
+        predicted = all_logits(params, config, state.reshape(-1), rows, layout.shapes)
+        best = jnp.max(predicted, axis=1) - jax.nn.logsumexp(predicted, axis=1)
+        confidence = jnp.where(state == MASK, best.reshape(state.shape), -jnp.inf)
+        at = jnp.argmax(confidence, axis=1)
+        chosen = jnp.argmax(predicted, axis=1).reshape(state.shape)
+        here = (jnp.arange(state.shape[1]) == at[:, None]) & (state == MASK)
+        return jnp.where(here, chosen, state)
+
+    return lax.fori_loop(0, steps, step, tokens)

@@ -1,0 +1,295 @@
+"""Train the demo model: `python -m jdllm.demo.train --out DIR`.
+
+Needs optax (the `train` extra). The bundled checkpoint was trained by this script on one H200.
+"""
+
+import dataclasses
+import functools
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import typer
+from jax import lax
+from jaxtyping import Array, Float
+
+from jdllm.demo.data import DEMO_BUCKETS, Batches, Bucket, layout_example, prefetch
+from jdllm.demo.export import hf_config, require_free, write_checkpoint
+from jdllm.demo.objective import Layout, denoise, dense_layout, masked_loss
+from jdllm.demo.tasks import GEN_LENGTH, TASKS, Instance, test_instances
+from jdllm.demo.tokenizer import EOS, MASK, answer_text
+from jdllm.errors import JdllmError, RequestError
+from jdllm.models.config import ModelConfig
+from jdllm.models.weights import Params, init_params, is_spec, spec_tree
+
+_EVAL_BATCH = 128
+_EVAL_SEED = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainSettings:
+    """What determines a training run, apart from the machine.
+
+    - `hidden_size`, `num_layers`, `num_heads`, `intermediate_size`: of the model.
+    - `buckets`: the examples of every step.
+    - `minutes`: wall-clock budget in all, compilation included and the final evaluation excluded.
+    - `steps`: most optimizer steps; the learning rate follows whichever of the two budgets is further spent.
+    - `steps_per_dispatch`: optimizer steps in one executable call.
+    - `learning_rate`: peak, reached after 3 % of the budget and then lowered along a cosine.
+    - `weight_decay`: of matrices.
+    - `dtype`: of the forward and backward pass; the weights that are trained are f32.
+    - `reports`: progress reports with held-out figures, evenly spread.
+    - `report_instances`, `final_instances`: held-out instances of each task in a report and at the end.
+    - `seed`: of weights, masks and examples.
+    - `workers`: processes that draw examples.
+    """
+
+    hidden_size: int = 256
+    num_layers: int = 6
+    num_heads: int = 8
+    intermediate_size: int = 448
+    buckets: tuple[Bucket, ...] = DEMO_BUCKETS
+    minutes: float = 8.0
+    steps: int = 1_000_000
+    steps_per_dispatch: int = 8
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.05
+    dtype: str = "bfloat16"
+    reports: int = 12
+    report_instances: int = _EVAL_BATCH
+    final_instances: int = 1000
+    seed: int = 0
+    workers: int = dataclasses.field(default_factory=lambda: max((os.cpu_count() or 1) - 2, 1))
+
+    def tasks(self) -> list[str]:
+        """The tasks that the buckets hold, in the order of `TASKS`."""
+        used = {name for bucket in self.buckets for name, _ in bucket.mixture}
+        return [name for name in TASKS if name in used]
+
+
+class TrainState(NamedTuple):
+    params: Params
+    optimizer: Any
+    key: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainReport:
+    """What a run did.
+
+    - `steps`: optimizer steps.
+    - `losses`: mean loss of each dispatch, in nats per response token.
+    - `exact`: share of held-out instances that the written weights, loaded as f32, answer exactly with one
+      token per step.
+    - `seconds`: wall time, without the final evaluation.
+    """
+
+    steps: int
+    losses: list[float]
+    exact: dict[str, float]
+    seconds: float
+
+
+def make_optimizer(config: ModelConfig, weight_decay: float) -> optax.GradientTransformation:
+    """AdamW without its learning rate: the caller scales the update. Norm weights do not decay."""
+    matrices = jax.tree.map(lambda spec: spec.init_std > 0, spec_tree(config), is_leaf=is_spec)
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.scale_by_adam(b1=0.9, b2=0.98),
+        optax.add_decayed_weights(weight_decay, mask=matrices),
+    )
+
+
+def learning_rate_at(progress: Float[Array, ""], peak: float) -> Float[Array, ""]:
+    """Linear warm-up over the first 3 % of the budget, then a cosine to 1 % of `peak`."""
+    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, 30, 1000, end_value=0.01 * peak)
+    return jnp.asarray(schedule(1000 * progress))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "settings", "shapes"), donate_argnums=0)
+def train_steps(
+    state: TrainState,
+    batches: Batches,
+    progress: Float[Array, ""],
+    config: ModelConfig,
+    settings: TrainSettings,
+    shapes: tuple[tuple[int, int], ...],
+) -> tuple[TrainState, Float[Array, ""]]:
+    """Run one optimizer step for each of the batches.
+
+    Arguments:
+    - `state`: donated.
+    - `batches`: uint16, see `Batches`.
+    - `progress`: spent share of the budget, in [0, 1].
+    - `config`, `settings`, `shapes`: static; `shapes` are (batch, length) of the buckets.
+
+    Returns the new state and the mean loss.
+    """
+    layout = dense_layout(shapes)
+    optimizer = make_optimizer(config, settings.weight_decay)
+    rate = learning_rate_at(progress, settings.learning_rate)
+
+    def step(state: TrainState, batch: Batches) -> tuple[TrainState, Array]:
+        key, mask_key = jax.random.split(state.key)
+        value, grads = jax.value_and_grad(_cast_loss)(
+            state.params, config, layout, batch, mask_key, settings.dtype
+        )
+        updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
+        params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
+        return TrainState(params, optimizer_state, key), value
+
+    state, losses = lax.scan(step, state, batches)
+    return state, losses.mean()
+
+
+def _cast_loss(
+    params: Params, config: ModelConfig, layout: Layout, batch: Batches, key: Array, dtype: str
+) -> Float[Array, ""]:
+    cast = jax.tree.map(lambda p: p.astype(dtype), params)
+    tokens, prompt_length, total_length = (jnp.asarray(x, jnp.int32) for x in batch)
+    return masked_loss(cast, config, layout, tokens, prompt_length, total_length, key)
+
+
+def exact_match(params: Params, config: ModelConfig, instances: Sequence[Instance]) -> float:
+    """Share of the instances that `denoise` answers exactly from a plain prompt, one token per step."""
+    prompts = [layout_example(instance, False, GEN_LENGTH)[0] for instance in instances]
+    length = -(-max(map(len, prompts)) // 32) * 32 + GEN_LENGTH
+    batch = min(_EVAL_BATCH, len(prompts))
+    right = 0
+    for first in range(0, len(prompts), batch):
+        group = prompts[first : first + batch]
+        tokens = np.full((batch, length), EOS, np.int32)
+        for row, prompt in zip(tokens, group, strict=False):
+            row[: len(prompt) + GEN_LENGTH] = prompt + [MASK] * GEN_LENGTH
+        ends = np.array([len(p) + GEN_LENGTH for p in group] + [length] * (batch - len(group)), np.int32)
+        filled = np.asarray(denoise(params, config, tokens, ends, GEN_LENGTH))
+        for row, prompt, instance in zip(filled, group, instances[first:], strict=False):
+            response = row[len(prompt) : len(prompt) + GEN_LENGTH].tolist()
+            right += answer_text(response) == instance.answer
+    return right / len(instances)
+
+
+def held_out(params: Params, config: ModelConfig, tasks: Sequence[str], count: int) -> dict[str, float]:
+    """`exact_match` of each task on `count` test instances."""
+    return {task: exact_match(params, config, test_instances(task, count, _EVAL_SEED)) for task in tasks}
+
+
+def train(settings: TrainSettings, out: Path, log: Callable[[str], None] = print) -> TrainReport:
+    """Train a demo model and write its checkpoint.
+
+    Arguments:
+    - `settings`: of the run.
+    - `out`: the directory to create; see `write_checkpoint`.
+    - `log`: takes progress lines.
+
+    Raises `CheckpointError` where `out` exists, before anything else happens.
+    """
+    require_free(out)
+    began = time.monotonic()
+    values = hf_config(
+        settings.hidden_size, settings.num_layers, settings.num_heads, settings.intermediate_size
+    )
+    config = ModelConfig.from_hf(values)
+    params = init_params(config, jax.random.key(settings.seed), "float32")
+    log(f"{sum(p.size for p in jax.tree.leaves(params))} weights, {_describe(settings)}")
+    with closing(
+        prefetch(settings.buckets, settings.steps_per_dispatch, settings.seed, settings.workers)
+    ) as source:
+        params, losses, seconds = _optimise(settings, config, params, source, began, log)
+    write_checkpoint(out, values, params)
+    written = jax.tree.map(lambda p: p.astype(jnp.bfloat16).astype(jnp.float32), params)
+    exact = held_out(written, config, settings.tasks(), settings.final_instances)
+    log(f"written to {out}; one token per step, f32, {settings.final_instances} test instances a task:")
+    log(_figures(exact))
+    return TrainReport(len(losses) * settings.steps_per_dispatch, losses, exact, seconds)
+
+
+def _optimise(
+    settings: TrainSettings, config: ModelConfig, params: Params, source: Any, began: float, log: Callable
+) -> tuple[Params, list[float], float]:
+    optimizer = make_optimizer(config, settings.weight_decay)
+    state = TrainState(params, optimizer.init(params), jax.random.key(settings.seed + 1))
+    shapes = tuple((bucket.batch, bucket.length) for bucket in settings.buckets)
+    batches = next(source)
+    compiled = train_steps.lower(state, batches, np.float32(0), config, settings, shapes).compile()
+    ready = time.monotonic()
+    log(f"ready after {ready - began:.0f} s")
+    budget = max(60 * settings.minutes - (ready - began), 1e-9)
+    losses: list[Array] = []
+    reported = 0
+    while True:
+        elapsed = time.monotonic() - ready
+        progress = max(len(losses) * settings.steps_per_dispatch / settings.steps, elapsed / budget)
+        if int(progress * settings.reports) > reported or progress >= 1:
+            reported = int(progress * settings.reports)
+            log(_progress_line(settings, config, state.params, losses, elapsed, progress))
+        if progress >= 1:
+            break
+        state, loss = compiled(state, batches, np.float32(progress))
+        losses.append(loss)
+        batches = next(source)
+        # One dispatch may run while the next is queued; more would make the clock meaningless.
+        losses[max(len(losses) - 2, 0)].block_until_ready()
+    return state.params, [float(loss) for loss in losses], time.monotonic() - began
+
+
+def _progress_line(
+    settings: TrainSettings,
+    config: ModelConfig,
+    params: Params,
+    losses: list[Array],
+    elapsed: float,
+    progress: float,
+) -> str:
+    cast = jax.tree.map(lambda p: p.astype(settings.dtype), params)
+    exact = held_out(cast, config, settings.tasks(), settings.report_instances)
+    steps = len(losses) * settings.steps_per_dispatch
+    examples = steps * sum(bucket.batch for bucket in settings.buckets)
+    recent = np.mean([float(loss) for loss in losses[-50:]]) if losses else float("nan")
+    return (
+        f"{progress:4.0%} step {steps} {elapsed:.0f} s {examples / max(elapsed, 1e-9):.0f} examples/s"
+        f" loss {recent:.4f} | {_figures(exact)}"
+    )
+
+
+def _figures(exact: dict[str, float]) -> str:
+    return " ".join(f"{task} {100 * share:.1f}" for task, share in exact.items())
+
+
+def _describe(settings: TrainSettings) -> str:
+    rows = sum(bucket.batch * bucket.length for bucket in settings.buckets)
+    return (
+        f"{sum(bucket.batch for bucket in settings.buckets)} examples in {rows} rows a step,"
+        f" {settings.dtype}, {settings.workers} workers, at most {settings.minutes} minutes"
+        f" and {settings.steps} steps"
+    )
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Directory to create for the checkpoint.")],
+    minutes: Annotated[float, typer.Option(help="Wall-clock budget, final evaluation excluded.")] = 8.0,
+    steps: Annotated[int, typer.Option(help="Most optimizer steps.")] = 1_000_000,
+    seed: Annotated[int, typer.Option(help="Seed of weights, masks and examples.")] = 0,
+) -> None:
+    """Train the bundled demo model on tasks that it generates itself."""
+    try:
+        if minutes <= 0 or steps <= 0:
+            raise RequestError(f"minutes {minutes} and steps {steps}: both must be positive")
+        train(
+            TrainSettings(minutes=minutes, steps=steps, seed=seed), out, lambda line: print(line, flush=True)
+        )
+    except JdllmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,75 @@
+"""Fixtures that many files share: the recorded LLaDA data, and models that are compiled once a session."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+
+from jdllm.decoding.executables import Executables
+from jdllm.llm import LLM
+from jdllm.models.config import ModelConfig
+from jdllm.models.loading import load_params
+from jdllm.models.module import Transformer
+from jdllm.models.weights import Params
+from tests.helpers import Golden
+
+LLADA = Golden("llada")
+STOPS = {"eos_token_id": 228, "eot_token_id": 227}
+"""Ids that the tiny checkpoint generates often."""
+
+MAX_POSITIONS = 80
+"""What `stopping_llm` states."""
+
+# Fixtures run steps of at most 64 rows: few shapes to compile, and batches that do not fit at once.
+BUDGET = 64
+
+settings.register_profile("jdllm", deadline=None, derandomize=True)
+settings.load_profile("jdllm")
+
+
+@pytest.fixture(scope="session")
+def goldens() -> dict[str, np.ndarray]:
+    """Inputs, logits and hidden states of the published code on the tiny checkpoint."""
+    return LLADA.tensors()
+
+
+@pytest.fixture(scope="session")
+def trajectories() -> dict[str, np.ndarray]:
+    """Every step of the published samplers on the tiny checkpoint."""
+    return LLADA.tensors("trajectories")
+
+
+@pytest.fixture(scope="session")
+def cases() -> dict[str, dict[str, Any]]:
+    """The settings of each recorded trajectory."""
+    return LLADA.json("trajectories")["cases"]
+
+
+@pytest.fixture(scope="session")
+def config() -> ModelConfig:
+    return ModelConfig.from_hf(LLADA.directory)
+
+
+@pytest.fixture(scope="session")
+def params(config: ModelConfig) -> Params:
+    return load_params(LLADA.directory, config, "float32")
+
+
+@pytest.fixture(scope="session")
+def executables() -> Executables:
+    """Compiled functions of `config`, shared by tests that build their own engines."""
+    return Executables("cpu")
+
+
+@pytest.fixture(scope="session")
+def llm(config: ModelConfig, params: Params) -> LLM:
+    """The tiny checkpoint in f32, from memory."""
+    return LLM(Transformer(config, params), max_num_batched_tokens=BUDGET)
+
+
+@pytest.fixture(scope="session")
+def stopping_llm() -> LLM:
+    """The same from its directory, with the ids of `STOPS` for the ends and few positions."""
+    overrides = {**STOPS, "max_sequence_length": MAX_POSITIONS}
+    return LLM(LLADA.directory, dtype="float32", max_num_batched_tokens=BUDGET, hf_overrides=overrides)

@@ -1,0 +1,186 @@
+"""The sampler against a slow re-implementation in float64, at every step of every request."""
+
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.llm import LLM
+from jdllm.models.config import ModelConfig
+from jdllm.models.module import Transformer
+from jdllm.models.weights import Params
+from jdllm.outputs import RequestOutput
+from jdllm.serving.engine import MAX_STEPS_PER_DISPATCH
+from tests.conftest import BUDGET, STOPS
+from tests.decoding import oracle
+
+IDS = oracle.Ids(mask=510, eos=STOPS["eos_token_id"], eot=STOPS["eot_token_id"])
+
+
+def sampled(**options) -> SamplingParams:
+    return SamplingParams(**{"gen_length": 8, "early_stop": False, "return_history": True, **options})
+
+
+def prompts(count: int, seed: int = 0) -> list[np.ndarray]:
+    """Ids of various lengths; with 8 ids generated after each, a batch has at most 32 head rows."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 500, rng.integers(8, 20)) for _ in range(count)]
+
+
+def logits_of(model: LLM) -> Callable[[np.ndarray], np.ndarray]:
+    return lambda ids: model.logits(ids[None])[0]
+
+
+def check(outputs: list[RequestOutput], expected: list[list[np.ndarray]]) -> None:
+    assert len(outputs) == len(expected)
+    for output, states in zip(outputs, expected, strict=True):
+        np.testing.assert_array_equal(output.history, states)
+        assert output.nfe == len(states)
+
+
+RAGGED = {
+    "plain": sampled(),
+    "blocks": sampled(steps=4, block_length=4),
+    "one step": sampled(steps=1),
+    "more steps than masks": sampled(gen_length=4, steps=9),
+    "uneven": sampled(steps=6, block_length=4),
+    "guided": sampled(steps=4, block_length=4, cfg_scale=0.7),
+    "temperature": sampled(temperature=1.0, seed=3),
+    "low temperature, guided": sampled(temperature=0.4, seed=2**63 + 11, cfg_scale=1.5, block_length=4),
+    "random order": sampled(remasking="random", seed=8, block_length=4),
+    "random order and tokens": sampled(remasking="random", temperature=2.0, seed=9, steps=4),
+    "no end": sampled(logits_eos_inf=True, block_length=4),
+    "no end, hot": sampled(logits_eos_inf=True, temperature=1.5, seed=4),
+    "ends last": sampled(confidence_eos_eot_inf="fixed"),
+    "ends last, hot": sampled(confidence_eos_eot_inf="fixed", temperature=1.0, seed=5),
+    "ends last, random order": sampled(confidence_eos_eot_inf="fixed", remasking="random", seed=6),
+    "official ends": sampled(confidence_eos_eot_inf="official"),
+    "official ends, hot": sampled(confidence_eos_eot_inf="official", temperature=1.0, seed=7),
+}
+
+
+def test_ragged_batch_of_different_parameters(stopping_llm: LLM):
+    ids, sampling = prompts(len(RAGGED)), list(RAGGED.values())
+    outputs = stopping_llm.generate(prompt_token_ids=ids, sampling=sampling)
+    logits = logits_of(stopping_llm)
+    check(outputs, [oracle.generate(logits, x, s, IDS) for x, s in zip(ids, sampling, strict=True)])
+
+
+@pytest.mark.parametrize("name", ["off_g32_s20_b16_uneven", "off_g16_s16_b8_cfg", "off_conf_eos_eot_inf"])
+def test_the_oracle_reproduces_the_recordings(name: str, trajectories, cases, stopping_llm: LLM):
+    case = cases[name]
+    fields = ("gen_length", "steps", "block_length", "cfg_scale")
+    ends = "official" if case.get("confidence_eos_eot_inf") else None
+    sampling = sampled(**{f: case[f] for f in fields}, confidence_eos_eot_inf=ends)
+    states = oracle.generate(logits_of(stopping_llm), trajectories[f"{name}.prompt"][0], sampling, IDS)
+    np.testing.assert_array_equal(states, trajectories[f"{name}.states"][:, 0])
+
+
+def test_a_block_longer_than_a_dispatch(llm: LLM):
+    length = MAX_STEPS_PER_DISPATCH + 6
+    sampling = sampled(gen_length=length, remasking="random", seed=1)
+    outputs = llm.generate(prompt_token_ids=[[1, 2, 3]], sampling=sampling)
+    assert outputs[0].nfe == length
+    check(outputs, [oracle.generate(logits_of(llm), np.array([1, 2, 3]), sampling, IDS)])
+
+
+class TestEndsInTheConfidence:
+    """`confidence_eos_eot_inf`, on enough prompts that each rule for the softmax decides somewhere."""
+
+    @pytest.mark.parametrize("mode", ["fixed", "official"])
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    def test_softmax(self, mode: Literal["fixed", "official"], temperature: float, stopping_llm: LLM):
+        ids = prompts(16, seed=4)
+        sampling = sampled(confidence_eos_eot_inf=mode, steps=4, temperature=temperature)
+        outputs = stopping_llm.generate(prompt_token_ids=ids, sampling=sampling)
+        logits = logits_of(stopping_llm)
+        check(outputs, [oracle.generate(logits, x, sampling, IDS) for x in ids])
+
+    def test_positions_that_hold_an_end_commit_after_all_others(self, stopping_llm: LLM):
+        ids = prompts(6, seed=2)
+        seen = 0
+        updates = []
+        fixed = sampled(confidence_eos_eot_inf="fixed", steps=4)
+        stopping_llm.generate(prompt_token_ids=ids, sampling=fixed, on_step=updates.append)
+        for update in updates:
+            ends = np.isin(update.provisional, list(STOPS.values()))
+            if (ends & update.committed).any():
+                assert update.committed[~ends].all()
+            seen += (ends & ~update.committed).any()
+        assert seen
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 1}, {"cfg_scale": 1.0}])
+def test_early_stop_keeps_the_text_of_the_full_run(stopping_llm: LLM, options: dict):
+    ids = prompts(10, seed=1)
+    full = stopping_llm.generate(
+        prompt_token_ids=ids, sampling=sampled(gen_length=12, block_length=3, **options)
+    )
+    early = SamplingParams(gen_length=12, block_length=3, **options)
+    short = stopping_llm.generate(prompt_token_ids=ids, sampling=early)
+    for whole, cut in zip(full, short, strict=True):
+        ends = [at for at, token in enumerate(whole.token_ids) if token in STOPS.values()]
+        kept = ends[0] + 1 if ends else len(whole.token_ids)
+        assert cut.token_ids == whole.token_ids[:kept]
+        assert cut.nfe == (kept + 2) // 3 * 3
+        assert cut.finish_reason == whole.finish_reason == ("stop" if ends else "length")
+    assert any(cut.nfe < whole.nfe for whole, cut in zip(full, short, strict=True))
+
+
+INFILLS = {
+    "one block": sampled(),
+    "blocks of masks": sampled(block_length=4),
+    "few steps": sampled(block_length=4, steps=6),
+    "one step a block": sampled(block_length=5, steps=3),
+    "guided": sampled(block_length=4, cfg_scale=1.0),
+    "drawn": sampled(block_length=4, temperature=1.0, remasking="random", seed=5),
+}
+
+
+def test_infill_denoises_the_masks_in_groups(stopping_llm: LLM):
+    rng = np.random.default_rng(3)
+    sequences = []
+    for _ in INFILLS:
+        sequence = rng.integers(0, 500, 26)
+        sequence[rng.choice(26, 12, replace=False)] = IDS.mask
+        sequences.append(sequence)
+    sampling = list(INFILLS.values())
+    outputs = stopping_llm.infill(token_ids=sequences, sampling=sampling)
+    logits = logits_of(stopping_llm)
+    expected = [oracle.infill(logits, x, s, IDS) for x, s in zip(sequences, sampling, strict=True)]
+    check(outputs, expected)
+    for output, sequence, states in zip(outputs, sequences, expected, strict=True):
+        given = sequence != IDS.mask
+        assert output.prompt_token_ids == sequence.tolist()
+        np.testing.assert_array_equal(output.token_ids, states[-1])
+        np.testing.assert_array_equal(np.asarray(output.token_ids)[given], sequence[given])
+
+
+@pytest.fixture(scope="module")
+def coarse_llm(config: ModelConfig, params: Params) -> LLM:
+    """bfloat16, with a head so sharp that most confidences round to 1."""
+    weights = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params | {"head": params["head"] * 6})
+    return LLM(Transformer(config, weights), max_num_batched_tokens=BUDGET)
+
+
+def test_confidences_rounded_to_the_dtype_of_the_model_tie(coarse_llm: LLM):
+    ids = prompts(9, seed=0)
+    coarse = sampled(confidence_dtype="model", steps=4)
+    outputs = coarse_llm.generate(prompt_token_ids=ids, sampling=coarse)
+    logits = logits_of(coarse_llm)
+    check(outputs, [oracle.generate(logits, x, coarse, oracle.Ids(mask=510)) for x in ids])
+    fine = coarse_llm.generate(prompt_token_ids=ids, sampling=sampled(steps=4))
+    assert any((a.history != b.history).any() for a, b in zip(outputs, fine, strict=True))
+
+
+def test_f32_models_round_nothing(llm: LLM):
+    ids = prompts(3)
+    runs = [
+        llm.generate(prompt_token_ids=ids, sampling=sampled(confidence_dtype=d)) for d in ("model", "float32")
+    ]
+    for a, b in zip(*runs, strict=True):
+        np.testing.assert_array_equal(a.history, b.history)

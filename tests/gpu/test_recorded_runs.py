@@ -1,0 +1,27 @@
+"""The recorded runs of the official sampler again, on a card: f32 products must not fall back to TF32."""
+
+import jax
+import numpy as np
+import pytest
+
+from jdllm.llm import LLM
+from tests.decoding import test_trajectories as recorded
+
+pytestmark = pytest.mark.gpu
+
+case, model = recorded.case, recorded.model
+
+
+@pytest.fixture(autouse=True)
+def card():
+    assert jax.default_backend() == "gpu", "this lane needs a card"
+
+
+@pytest.mark.parametrize("name", recorded.RECORDED)
+def test_every_token_of_every_step(name, case, model, trajectories):
+    recorded.test_every_token_of_every_step(name, case, model, trajectories)
+
+
+def test_logits(llm: LLM, goldens: dict[str, np.ndarray]):
+    logits = llm.logits(goldens["fwd_batch.input_ids"])
+    np.testing.assert_allclose(logits, goldens["fwd_batch.logits"], atol=2e-4, rtol=1e-4)

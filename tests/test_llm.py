@@ -1,0 +1,225 @@
+"""The public class: inputs, errors, outputs and step updates."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.decoding.schedule import transfer_schedule
+from jdllm.errors import CheckpointError, ConfigError, RequestError
+from jdllm.llm import LLM
+from jdllm.serving.engine import StepUpdate
+from tests.conftest import LLADA, MAX_POSITIONS, STOPS
+
+MASK = 510
+SHORT = SamplingParams(gen_length=8, steps=4)
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8]]
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({}, "either prompts or prompt_token_ids"),
+            ({"prompts": ["a"], "prompt_token_ids": [[1]]}, "either prompts or prompt_token_ids"),
+            ({"prompts": ["a"]}, "tokenizer.json"),
+            ({"prompt_token_ids": [[1], []]}, "empty"),
+            ({"prompt_token_ids": [1, 2]}, "one list for each prompt"),
+            ({"prompt_token_ids": [[1, 512]]}, "512 at position 1 is outside the vocabulary"),
+            ({"prompt_token_ids": [[1, MASK]]}, "mask id 510 at position 1"),
+            ({"sampling": SamplingParams(gen_length=8, block_length=3)}, "not divisible by block_length 3"),
+            ({"sampling": SamplingParams(gen_length=8, block_length=4, steps=3)}, "number of blocks 2"),
+            ({"sampling": [SHORT]}, "1 sampling parameters for 2 prompts"),
+            ({"sampling": [SHORT] * 3}, "3 sampling parameters for 2 prompts"),
+            ({"sampling": SamplingParams(confidence_eos_eot_inf="fixed")}, "eot_token_id"),
+        ],
+    )
+    def test_generate(self, arguments: dict[str, Any], message: str, llm: LLM):
+        if set(arguments) == {"sampling"}:
+            arguments = {"prompt_token_ids": PROMPTS, **arguments}
+        with pytest.raises(RequestError, match=message):
+            llm.generate(**arguments)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({}, "either texts or token_ids"),
+            ({"texts": ["a"], "token_ids": [[MASK]]}, "either texts or token_ids"),
+            ({"texts": "a"}, "tokenizer.json"),
+            ({"token_ids": [[1, 2]]}, "nothing to infill"),
+            ({"token_ids": [[]]}, "empty"),
+            ({"token_ids": [[1, MASK, -2]]}, "-2 at position 2"),
+        ],
+    )
+    def test_infill(self, arguments: dict[str, Any], message: str, llm: LLM):
+        with pytest.raises(RequestError, match=message):
+            llm.infill(**arguments)
+
+    @pytest.mark.parametrize(
+        ("ids", "message"),
+        [
+            ([[1, 2], [1]], r"shape \[batch, length\]"),
+            ([1, 2], r"shape \[batch, length\]"),
+            ([[]], r"shape \[batch, length\]"),
+            ([], r"shape \[batch, length\]"),
+            ([[1, 600]], "600 .*outside the vocabulary"),
+            ([[-1, 6]], "-1 .*outside the vocabulary"),
+        ],
+    )
+    def test_logits(self, ids: list, message: str, llm: LLM):
+        with pytest.raises(RequestError, match=message):
+            llm.logits(ids)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (([1], []), "answer is empty"),
+            (([1], [600]), "600 .*outside the vocabulary"),
+            (([-1], [6]), "-1 .*outside the vocabulary"),
+            (("text", [6]), "tokenizer.json"),
+        ],
+    )
+    def test_score(self, arguments: tuple, message: str, llm: LLM):
+        with pytest.raises(RequestError, match=message):
+            llm.score(*arguments)
+
+    @pytest.mark.parametrize("option", [{"mc_num": 0}, {"batch_size": 0}])
+    def test_counts_of_score(self, option: dict[str, int], llm: LLM):
+        with pytest.raises(RequestError, match="must be positive"):
+            llm.score([1], [2], **option)
+
+    @pytest.mark.parametrize("option", [{"cfg_scale": -1.0}, {"cfg_scale": float("nan")}, {"seed": -1}])
+    def test_sampling_options_of_score(self, option: dict[str, Any], llm: LLM):
+        with pytest.raises(RequestError, match=rf"{next(iter(option))} is .*expected"):
+            llm.score([1], [2], **option)
+
+    def test_a_chat_without_a_tokenizer(self, llm: LLM):
+        with pytest.raises(RequestError, match="chat template needs tokenizer files"):
+            llm.chat_prompt("hello")
+
+    def test_a_model_without_a_mask_id(self):
+        model = LLM(LLADA.directory, hf_overrides={"mask_token_id": None})
+        assert model.config.mask_id is None
+        for call in (
+            lambda: model.generate(prompt_token_ids=PROMPTS),
+            lambda: model.infill(token_ids=PROMPTS),
+            lambda: model.score([1], [2]),
+        ):
+            with pytest.raises(RequestError, match=r"no mask id .*mask_token_id"):
+                call()
+
+    @pytest.mark.parametrize("name", ["max_num_batched_tokens", "max_num_logits"])
+    def test_limits_below_one(self, name: str):
+        limit: dict[str, Any] = {name: 0}
+        with pytest.raises(ConfigError, match=f"{name} is 0, expected a positive integer"):
+            LLM(LLADA.directory, **limit)
+
+    def test_a_directory_that_is_not_there(self):
+        with pytest.raises(CheckpointError, match="no directory"):
+            LLM("./nowhere")
+
+
+class TestOutputs:
+    def test_fields(self, llm: LLM):
+        outputs = llm.generate(prompt_token_ids=PROMPTS, sampling=SHORT)
+        for prompt, output in zip(PROMPTS, outputs, strict=True):
+            assert output.prompt is None
+            assert output.text is None
+            assert output.prompt_token_ids == prompt
+            assert len(output.token_ids) == 8
+            assert MASK not in output.token_ids
+            assert output.finish_reason == "length"
+            assert output.nfe == 4
+            assert output.history is None
+            assert output.timings.total >= output.timings.running > 0
+
+    def test_arrays_and_lists_are_the_same_ids(self, llm: LLM):
+        prompts = np.array([[1, 2, 3], [7, 8, 9]])
+        a, b = (llm.generate(prompt_token_ids=p, sampling=SHORT) for p in (list(prompts), prompts.tolist()))
+        assert [x.token_ids for x in a] == [x.token_ids for x in b]
+
+    def test_nothing_to_generate(self, llm: LLM):
+        assert llm.generate(prompt_token_ids=[]) == []
+        assert llm.generate(prompts=[]) == []
+
+    def test_an_end_is_kept_and_reported(self, stopping_llm: LLM):
+        rng = np.random.default_rng(1)
+        prompts = [rng.integers(0, 500, 7) for _ in range(12)]
+        outputs = stopping_llm.generate(prompt_token_ids=prompts, sampling=SamplingParams(gen_length=8))
+        ended = [output for output in outputs if output.finish_reason == "stop"]
+        assert ended
+        for output in outputs:
+            assert not set(output.token_ids[:-1]) & set(STOPS.values())
+            assert (output.token_ids[-1] in STOPS.values()) == (output in ended)
+
+    @pytest.mark.parametrize("fixture", ["llm", "stopping_llm"])
+    @pytest.mark.parametrize("name", ["fwd_b1", "fwd_batch", "fwd_nomask"])
+    def test_logits(
+        self, name: str, fixture: str, request: pytest.FixtureRequest, goldens: dict[str, np.ndarray]
+    ):
+        logits = request.getfixturevalue(fixture).logits(goldens[f"{name}.input_ids"])
+        assert logits.dtype == np.float32
+        np.testing.assert_allclose(logits, goldens[f"{name}.logits"], atol=2e-4, rtol=1e-4)
+
+
+class TestLength:
+    def test_beyond_the_positions_of_the_model_warns(self, stopping_llm: LLM):
+        longest = MAX_POSITIONS - 8
+        with pytest.warns(UserWarning, match="sequence of 81 tokens .* 80 positions") as caught:
+            stopping_llm.generate(prompt_token_ids=[[1], list(range(longest + 1))], sampling=SHORT)
+        assert caught[0].filename == __file__
+        with pytest.warns(UserWarning, match="sequence of 90 tokens"):
+            stopping_llm.infill(token_ids=[[MASK, *range(89)]])
+
+    def test_up_to_them_does_not(self, stopping_llm: LLM):
+        longest = MAX_POSITIONS - 8
+        stopping_llm.generate(prompt_token_ids=[[1], list(range(longest))], sampling=SHORT)
+
+
+class TestStepUpdates:
+    sampling = SamplingParams(gen_length=8, block_length=4, steps=6, return_history=True, early_stop=False)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def updates(cls, llm: LLM) -> tuple[list[StepUpdate], list[np.ndarray]]:
+        """All updates of a batch of two, and the history of each request."""
+        updates: list[StepUpdate] = []
+        outputs = llm.generate(prompt_token_ids=PROMPTS, sampling=cls.sampling, on_step=updates.append)
+        return updates, [np.asarray(output.history) for output in outputs]
+
+    def test_one_for_each_request_and_step_as_they_happen(self, updates):
+        assert [(u.step, u.request) for u in updates[0]] == [(s, r) for s in range(6) for r in (0, 1)]
+
+    def test_committed_tokens_rebuild_the_history(self, updates):
+        for index, prompt in enumerate(PROMPTS):
+            state = np.array(prompt + [MASK] * 8)
+            for update, after in zip(
+                (u for u in updates[0] if u.request == index), updates[1][index], strict=True
+            ):
+                state[update.positions[update.committed]] = update.provisional[update.committed]
+                np.testing.assert_array_equal(state, after)
+
+    def test_evaluated_positions_are_the_masks_up_to_the_end_of_the_block(self, updates):
+        for index, prompt in enumerate(PROMPTS):
+            before = np.array(prompt + [MASK] * 8)
+            for update in (u for u in updates[0] if u.request == index):
+                stop = len(prompt) + (4 if update.step < 3 else 8)
+                np.testing.assert_array_equal(update.positions, np.flatnonzero(before[:stop] == MASK))
+                assert not (update.provisional == MASK).any()
+                before = updates[1][index][update.step]
+
+    def test_every_step_commits_its_quota(self, updates):
+        quotas = [*transfer_schedule(4, 3), *transfer_schedule(4, 3)]
+        for update in updates[0]:
+            assert update.committed.sum() == quotas[update.step]
+
+    def test_provisional_tokens_may_change_until_they_are_committed(self, updates):
+        first = next(u for u in updates[0] if u.request == 0)
+        assert not first.committed.all()
+
+    def test_infill_reports_too(self, llm: LLM):
+        seen: list[StepUpdate] = []
+        llm.infill(token_ids=[[1, MASK, 2, MASK]], on_step=seen.append)
+        assert seen[0].positions.tolist() == [1, 3]
+        assert sum(int(u.committed.sum()) for u in seen) == 2
