@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import importlib.metadata
 import json
+import re
 import statistics
 import sys
 import time
@@ -57,6 +58,7 @@ def measure_ceilings(size: int = 8192, copy_bytes: int = 4 << 30, inner: int = 8
 def environment() -> dict[str, Any]:
     """Device, versions, command and date of this run."""
     device = jax.devices()[0]
+    arguments = re.sub(r"--out +\S+ *", "", " ".join(sys.argv[1:]))
     packages = ("jax", "jaxlib", "flax", "jdllm", "tokamax")
     versions = {}
     for package in packages:
@@ -68,7 +70,7 @@ def environment() -> dict[str, Any]:
         "device": device.device_kind,
         "platform": device.platform,
         "versions": versions,
-        "command": " ".join(["python3", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+        "command": f"python3 -m benchmarks.{Path(sys.argv[0]).stem} {arguments}".strip(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
 

@@ -21,6 +21,7 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.step import denoise
 from jdllm.models.module import Transformer
 from jdllm.models.weights import Params, param_bytes
+from jdllm.pallas.masked_logits import Level
 from jdllm.planning.chunks import ChunkConfig
 from jdllm.serving.packing import pack
 from jdllm.serving.request import generation_request
@@ -35,12 +36,12 @@ def measure(params: Params, shape: str, rows: int, ceilings: Ceilings) -> dict[s
     executables = Executables(jax.devices()[0].platform)
     sampling = SamplingParams(gen_length=rows // 2)
     prompt = np.random.default_rng(0).integers(0, 100_000, rows - rows // 2)
-    batch = pack([generation_request(0, prompt, sampling, config)]).batch
+    batch = pack([generation_request(0, prompt, sampling, config)], config).batch
     static = {
         "config": config,
         "mask_id": config.mask_id,
         "chunks": ChunkConfig(logits=math.ceil(batch.head.row.shape[0] / MAX_NUM_LOGITS)),
-        "capacity": 64,
+        "level": Level.TOP,
     }
     batch = jax.device_put(batch)
     start = time.perf_counter()

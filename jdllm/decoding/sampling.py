@@ -10,6 +10,7 @@ Remasking = Literal["low_confidence", "random"]
 Transfer = Literal["schedule", "threshold", "factor", "entropy_bound", "margin"]
 DreamAlgorithm = Literal["origin", "maskgit_plus", "topk_margin", "entropy", "confidence_threshold"]
 
+_LARGEST = 1e6  # far beyond use, and far from overflow in f32
 _DREAM_ONLY = {"alg_temp": 0.0, "top_p": None, "top_k": None, "quota": "row"}
 
 
@@ -26,8 +27,7 @@ class SamplingParams:
       divides `gen_length`.
     - `early_stop` (True): stop after the block in which the text ends, and cut `token_ids` after the first
       end-of-sequence or end-of-turn id. The kept text is that of the full run (quirk Q7), because a block
-      cannot change once it is finished. False runs every block like the official code and returns all
-      `gen_length` ids.
+      cannot change once it is finished. False runs every block and returns all `gen_length` ids.
 
     Tokens
     - `temperature` (0.0): 0 takes the argmax, otherwise tokens are drawn from softmax(logits / temperature)
@@ -115,7 +115,7 @@ class SamplingParams:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise RequestError(f"{name} is {value!r}, expected a positive integer")
         for name in ("temperature", "cfg_scale", "alg_temp", "factor", "entropy_bound", "threshold"):
-            _in_range(name, getattr(self, name), 0)
+            _in_range(name, getattr(self, name), 0, _LARGEST)
         _in_range("eps", self.eps, 0, 1)
         if self.top_p is not None:
             _in_range("top_p", self.top_p, 0, 1)
@@ -158,8 +158,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
 }
 
 
-def _in_range(name: str, value: object, low: float, high: float = math.inf) -> None:
+def _in_range(name: str, value: object, low: float, high: float) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not number or not low <= value <= high:
-        at_most = "" if math.isinf(high) else f" and at most {high:g}"
-        raise RequestError(f"{name} is {value!r}, expected a finite number of at least {low:g}{at_most}")
+        raise RequestError(f"{name} is {value!r}, expected a number from {low:g} to {high:g}")

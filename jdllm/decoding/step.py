@@ -68,7 +68,7 @@ def denoise(
         index = trace.steps
         hidden = forward(params, config, tokens, batch.rows, chunks=chunks)
         masked = masked_rows(tokens)
-        # Unmasked rows never meet the head: the masked ones are moved to the front, evaluated, and moved back.
+        # Only masked rows meet the head: they are moved to the front, evaluated, and moved back.
         front = jnp.argsort(~masked, stable=True)
         rows, at = jax.tree.map(lambda x: jnp.asarray(x)[front], (head, positions))
         now = segments.step + index
@@ -113,9 +113,7 @@ def _candidates(
     return Candidates(masked, head.segment, choice.confidence, order, uniform(bits))
 
 
-def _rule_params(
-    segments: SegmentParams, index: Array, masked: Int[Array, " segments"]
-) -> RuleParams:
+def _rule_params(segments: SegmentParams, index: Array, masked: Int[Array, " segments"]) -> RuleParams:
     fraction = jnp.asarray(segments.fraction)[:, index]
     quota = jnp.asarray(segments.quota)[:, index] + jnp.where(segments.plus_masked, masked, 0)
     by_fraction = (_pooled(masked, jnp.asarray(segments.pooled)) * fraction).astype(jnp.int32)

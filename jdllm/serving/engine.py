@@ -17,6 +17,7 @@ from jdllm.planning.chunks import ChunkConfig
 from jdllm.serving.packing import MAX_STEPS_PER_DISPATCH, pack
 from jdllm.serving.request import Request
 
+
 class StepUpdate(NamedTuple):
     """What one denoising step did to one request.
 
@@ -84,7 +85,7 @@ class Engine:
             running.append(request)
 
     def _dispatch(self, requests: list[Request], max_steps: int) -> Iterator[StepUpdate]:
-        batch, candidates = pack(requests)
+        batch, candidates = pack(requests, self._config)
         trace = self._executables.call(
             denoise,
             self._params,

@@ -6,7 +6,9 @@ from typing import NamedTuple
 import numpy as np
 
 from jdllm.decoding.batch import Batch, HeadRows, SegmentParams
+from jdllm.models.config import ModelConfig
 from jdllm.models.transformer import Rows
+from jdllm.models.visibility import key_ranges
 from jdllm.serving.request import Request
 
 MAX_STEPS_PER_DISPATCH = 64
@@ -21,7 +23,7 @@ _SMALLEST_SEGMENTS = 8
 def row_bucket(rows: int) -> int:
     """The smallest compiled number of packed rows that holds `rows`.
 
-    Sizes grow by at most a quarter up to 32k rows, in multiples of 32 (128 from 1k on), then by 4096.
+    Sizes grow by at most a quarter up to 32k rows, in multiples of 32 (of 128 above 1056), then by 4096.
     """
     size = _SMALLEST_ROWS
     while size < rows and size < _LARGEST_RATIO_STEP:
@@ -49,7 +51,7 @@ class Packed(NamedTuple):
     candidates: list[np.ndarray]
 
 
-def lay_out(sequences: Sequence[np.ndarray]) -> tuple[np.ndarray, Rows, np.ndarray]:
+def lay_out(sequences: Sequence[np.ndarray], config: ModelConfig) -> tuple[np.ndarray, Rows, np.ndarray]:
     """Put sequences one after another into a bucket of rows, each a segment that sees itself only.
 
     Returns int32 tokens `[rows]`, their `Rows`, and the first row of each sequence. Padding sees no keys.
@@ -61,15 +63,15 @@ def lay_out(sequences: Sequence[np.ndarray]) -> tuple[np.ndarray, Rows, np.ndarr
     for ids, start, length in zip(sequences, starts, lengths, strict=False):
         rows = slice(start, start + length)
         tokens[rows], positions[rows] = ids, np.arange(length)
-        k_start[rows], k_end[rows] = rows.start, rows.stop
+        k_start[rows], k_end[rows] = key_ranges(config, int(start), length)
     return tokens, Rows(positions, k_start, k_end), starts[:-1]
 
 
-def pack(requests: Sequence[Request]) -> Packed:
+def pack(requests: Sequence[Request], config: ModelConfig) -> Packed:
     """Lay the requests out one after another, each followed by its unguided copy where it has guidance."""
     candidates = [r.candidates() for r in requests]
     sequences = [[r.tokens, r.unguided_tokens()] if r.guided else [r.tokens] for r in requests]
-    tokens, rows, starts = lay_out([copy for copies in sequences for copy in copies])
+    tokens, rows, starts = lay_out([copy for copies in sequences for copy in copies], config)
     first = np.cumsum([0, *(len(copies) for copies in sequences)])
     parts = [
         (starts[first[i]] + masked, starts[first[i + 1] - 1] + masked, np.full_like(masked, i))

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.rules import segment_row, step_table
+from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.schedule import StepTable, block_steps
 from jdllm.errors import RequestError
 from jdllm.models.config import ModelConfig

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from typer.testing import CliRunner, Result
 
 from jdllm import cli
-from jdllm.convert_cli import convert
+from jdllm.cli.convert import convert
 from jdllm.models.native import is_native, read_manifest
 from tests.helpers import Golden
 

@@ -1,6 +1,5 @@
 """Fast-dLLM's factor rule: a threshold that depends on how many rows commit together."""
 
-import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from jdllm.decoding.transfer.ranking import Ranked, RuleParams

@@ -40,6 +40,8 @@ def attention(
         raise ValueError(
             f"attention: {q.shape[1]} query heads are no multiple of {k.shape[1]} key-value heads"
         )
+    if implementation not in (None, "xla", "reference"):
+        raise NotImplementedError(f"attention has no implementation {implementation!r}")
     if implementation == "reference":
         return attention_reference(q, k, v, k_start, k_end, scale=scale)
     # A CPU gains nothing from large tiles, and packed short segments lose by them.
