@@ -6,6 +6,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jdllm.decoding.batch import Batch, HeadRows, SegmentParams
+from jdllm.decoding.rules import segment_row
+from jdllm.decoding.sampling import SamplingParams
 from jdllm.models.config import ModelConfig
 from jdllm.models.transformer import Rows
 from jdllm.models.visibility import key_ranges
@@ -13,6 +15,7 @@ from jdllm.serving.request import Request
 
 MAX_STEPS_PER_DISPATCH = 64
 
+_KERNEL_TILES_FROM = 512
 _SMALLEST_ROWS = 128
 _LARGEST_RATIO_STEP = 32768
 _STRIDE = 4096
@@ -23,12 +26,14 @@ _SMALLEST_SEGMENTS = 8
 def row_bucket(rows: int) -> int:
     """The smallest compiled number of packed rows that holds `rows`.
 
-    Sizes grow by at most a quarter up to 32k rows, in multiples of 32 (of 128 above 1056), then by 4096.
+    Sizes grow by at most a quarter up to 32k rows, in multiples of 32 (of 128 from 512
+    on, which is what kernels tile by), then by 4096.
     """
     size = _SMALLEST_ROWS
     while size < rows and size < _LARGEST_RATIO_STEP:
-        multiple = 32 if size < 1024 else 128
-        size = min(size * 5 // 4 // multiple * multiple, _LARGEST_RATIO_STEP)
+        larger = size * 5 // 4
+        multiple = 32 if larger < _KERNEL_TILES_FROM else 128
+        size = min(larger // multiple * multiple, _LARGEST_RATIO_STEP)
     return size if size >= rows else -(-rows // _STRIDE) * _STRIDE
 
 
@@ -80,7 +85,7 @@ def pack(requests: Sequence[Request], config: ModelConfig) -> Packed:
     segments = power_bucket(len(requests), _SMALLEST_SEGMENTS)
     row, unguided, segment = (np.concatenate(column) for column in zip(*parts, strict=True))
     head = head_rows(row, unguided, segment, segments)
-    batch = Batch(tokens, rows, head, _segment_params(requests, segments))
+    batch = Batch(tokens, rows, head, _segment_params(requests, segments, config))
     return Packed(batch, candidates)
 
 
@@ -91,18 +96,17 @@ def head_rows(row: np.ndarray, unguided: np.ndarray, segment: np.ndarray, paddin
     return HeadRows(*(np.pad(x.astype(np.int32), (0, padding), constant_values=fill) for x, fill in columns))
 
 
-def _segment_params(requests: Sequence[Request], size: int) -> SegmentParams:
-    """One row per request, padded with inactive segments."""
-    rows = [r.segment for r in requests]
+def _segment_params(requests: Sequence[Request], size: int, config: ModelConfig) -> SegmentParams:
+    """One row per request, padded with inactive segments that ask for nothing."""
+    missing = size - len(requests)
+    rows = [r.segment for r in requests] + [segment_row(SamplingParams(), config)] * missing
     columns: dict[str, np.ndarray] = {name: np.asarray([row[name] for row in rows]) for name in rows[0]}
     left = [r.table_left(MAX_STEPS_PER_DISPATCH) for r in requests]
-    columns |= {
+    progress = {
         "step": np.array([r.steps for r in requests], np.int32),
         "steps_left": np.array([r.steps_left for r in requests], np.int32),
         "quota": np.stack([table.quota for table in left]),
         "fraction": np.stack([table.fraction for table in left]),
     }
-    missing = size - len(requests)
-    return SegmentParams(
-        **{name: np.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)) for name, x in columns.items()}
-    )
+    padded = {name: np.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)) for name, x in progress.items()}
+    return SegmentParams(**columns, **padded)
