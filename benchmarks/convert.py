@@ -18,7 +18,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from benchmarks.load import _reset_peak, _status_bytes
+from benchmarks.load import reset_peak, status_bytes
 from benchmarks.random_checkpoint import llada_hf_config, write_random_checkpoint
 from benchmarks.record import record
 from benchmarks.shapes import SHAPES
@@ -49,7 +49,7 @@ def measure(source: Path, scratch: Path) -> list[dict[str, float | int | str]]:
     ]
     rows = []
     for part, run, expected in parts:
-        before = _reset_peak()
+        before = reset_peak()
         start = time.perf_counter()
         run()
         seconds = time.perf_counter() - start
@@ -59,7 +59,7 @@ def measure(source: Path, scratch: Path) -> list[dict[str, float | int | str]]:
                 "stored_bytes": sum(sizes),
                 "seconds": seconds,
                 "gb_per_s": sum(sizes) / seconds / 1e9,
-                "host_peak_bytes": _status_bytes("VmHWM") - before - expected,
+                "host_peak_bytes": status_bytes("VmHWM") - before - expected,
                 "largest_tensor_bytes": max(sizes),
                 "largest_leaf_bytes": max(math.prod(spec.shape) for spec in specs) * np.dtype(dtype).itemsize,
             }

@@ -19,8 +19,10 @@ from benchmarks.shapes import SHAPES, step_flops
 from jdllm.decoding.executables import Executables
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.step import denoise
+from jdllm.models.config import ModelConfig
 from jdllm.models.module import Transformer
 from jdllm.models.weights import Params, param_bytes
+from jdllm.pallas.attention.tokamax_adapter import check_tokamax
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.chunks import ChunkConfig
 from jdllm.serving.packing import pack
@@ -28,6 +30,16 @@ from jdllm.serving.request import generation_request
 
 STEPS = 4
 MAX_NUM_LOGITS = 512
+
+
+def attention_form(config: ModelConfig) -> str:
+    """The attention that a step runs by default here."""
+    q = jax.ShapeDtypeStruct((1, config.num_heads, config.head_dim), jnp.bfloat16)
+    try:
+        check_tokamax(q, on_cuda=jax.default_backend() == "gpu")
+    except NotImplementedError:
+        return "xla"
+    return "tokamax"
 
 
 def measure(params: Params, shape: str, rows: int, ceilings: Ceilings) -> dict[str, float | int | str]:
@@ -54,6 +66,7 @@ def measure(params: Params, shape: str, rows: int, ceilings: Ceilings) -> dict[s
         "shape": shape,
         "rows": rows,
         "masked": rows // 2,
+        "attention": attention_form(config),
         "step_ms": 1e3 * seconds,
         "floor_ms": 1e3 * floor,
         "share_of_ceiling": floor / seconds,
@@ -72,7 +85,13 @@ def main() -> None:
     ceilings = measure_ceilings()
     params = Transformer(SHAPES[args.shape], rngs=nnx.Rngs(0), dtype="bfloat16").params()
     table = [measure(params, args.shape, rows, ceilings) for rows in args.rows]
-    record("step", table, args.out, ceiling_tflops=ceilings.flops / 1e12, ceiling_tb_s=ceilings.bytes / 1e12)
+    record(
+        f"step_{args.shape}",
+        table,
+        args.out,
+        ceiling_tflops=ceilings.flops / 1e12,
+        ceiling_tb_s=ceilings.bytes / 1e12,
+    )
 
 
 if __name__ == "__main__":

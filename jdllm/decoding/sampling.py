@@ -1,7 +1,6 @@
 """What a request asks of the sampler."""
 
 import dataclasses
-import math
 from typing import Literal, get_args
 
 from jdllm.errors import RequestError
@@ -138,6 +137,8 @@ class SamplingParams:
             for name, default in _DREAM_ONLY.items():
                 if getattr(self, name) != default:
                     raise RequestError(f"{name} belongs to Dream's sampler: set alg as well")
+            if self.remasking == "random" and self.transfer in ("margin", "entropy_bound"):
+                raise RequestError(f"transfer {self.transfer!r} brings its own order: leave remasking alone")
             return
         if self.transfer != "schedule" or self.remasking != "low_confidence":
             raise RequestError(f"alg {self.alg!r} brings its own order: leave transfer and remasking alone")
@@ -159,6 +160,5 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
 
 
 def _in_range(name: str, value: object, low: float, high: float) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or not low <= value <= high:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
         raise RequestError(f"{name} is {value!r}, expected a number from {low:g} to {high:g}")

@@ -71,7 +71,7 @@ def denoise(
         # Only masked rows meet the head: they are moved to the front, evaluated, and moved back.
         front = jnp.argsort(~masked, stable=True)
         rows, at = jax.tree.map(lambda x: jnp.asarray(x)[front], (head, positions))
-        now = segments.step + index
+        now = jnp.asarray(segments.step) + index
         choice = choose(
             params,
             config,
@@ -99,7 +99,8 @@ def denoise(
 
 
 def _count(masked: Bool[Array, " head"], head: HeadRows, segments: int) -> Int[Array, " segments"]:
-    return jnp.zeros(segments + 1, jnp.int32).at[head.segment].add(masked)[:segments]
+    counts = jnp.zeros(segments + 1, jnp.int32).at[head.segment].add(masked.astype(jnp.int32))
+    return counts[:segments]
 
 
 def _candidates(

@@ -168,7 +168,9 @@ def generation_request(
     block_length = sampling.block_length or gen_length
     steps = block_steps(gen_length, sampling.steps or gen_length, block_length)
     start = len(prompt)
-    table = step_table(sampling, block_length, steps, start + gen_length)
+    # Dream's sampler has one block, which counts the masks of the prompt too.
+    masks = block_length if sampling.alg is None else block_length + int((prompt == mask_id).sum())
+    table = step_table(sampling, masks, steps, start + gen_length)
     blocks = [
         Block(at, at + block_length, block_length, table)
         for at in range(start, start + gen_length, block_length)

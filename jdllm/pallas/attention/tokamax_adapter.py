@@ -3,6 +3,7 @@
 Source: `PallasMosaicGpuFlashAttention` of tokamax 0.0.14 (a private module: pinned by the extra `kernels`).
 """
 
+import jax
 import jax.numpy as jnp
 
 from jdllm.pallas.attention.types import AttentionOutput, Bounds, Keys, Queries
@@ -11,7 +12,7 @@ HEAD_DIMS = (64, 128, 256)
 _TILE = 128
 
 
-def check_tokamax(q: Queries, on_cuda: bool) -> None:
+def check_tokamax(q: Queries | jax.ShapeDtypeStruct, on_cuda: bool) -> None:
     """Raise `NotImplementedError`, naming the limit, where tokamax cannot run attention of `q`."""
     if not on_cuda:
         raise NotImplementedError("tokamax attention runs on CUDA only")

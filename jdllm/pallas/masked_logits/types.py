@@ -5,7 +5,9 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-Ids = Int[Array, "rows bans"]
+from jdllm.arrays import Tensor
+
+Ids = Int[Tensor, "rows bans"]
 
 
 class Level(enum.IntEnum):
@@ -34,12 +36,12 @@ class RowSampling(NamedTuple):
     """
 
     keys: tuple[UInt32[Array, " rows"], UInt32[Array, " rows"]]
-    positions: Int[Array, " rows"]
-    temperature: Float[Array, " rows"]
-    tempered: Bool[Array, " rows"]
-    top_k: Int[Array, " rows"]
-    top_p: Float[Array, " rows"]
-    limit: Int[Array, " rows"]
+    positions: Int[Tensor, " rows"]
+    temperature: Float[Tensor, " rows"]
+    tempered: Bool[Tensor, " rows"]
+    top_k: Int[Tensor, " rows"]
+    top_p: Float[Tensor, " rows"]
+    limit: Int[Tensor, " rows"]
     token_bans: Ids
     confidence_bans: Ids
 

@@ -35,7 +35,7 @@ def masked_logits(
         logits = _filtered(logits, divisor, rows)
 
     def noised() -> Array:
-        bits = vocabulary_bits(rows.keys, rows.positions, head.shape[0])
+        bits = vocabulary_bits(rows.keys, jnp.asarray(rows.positions), head.shape[0])
         # argmax inside the branch, so that the noised logits need no buffer of their own
         scale = rows.temperature[:, None]
         return jnp.argmax(jnp.where(scale > 0, logits + scale * gumbel(bits), logits), axis=-1)
