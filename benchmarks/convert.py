@@ -18,7 +18,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from benchmarks.load import reset_peak, status_bytes
+from benchmarks.load import reset_peak, start_device, status_bytes
 from benchmarks.random_checkpoint import llada_hf_config, write_random_checkpoint
 from benchmarks.record import record
 from benchmarks.shapes import SHAPES
@@ -86,6 +86,7 @@ def main() -> None:
         )
         writer.start()
         writer.join()
+        start_device(Path(scratch))
         rows = measure(source, Path(scratch))
     record("convert", [{"shape": args.shape, "layers": shape.num_layers, **row} for row in rows], args.out)
 

@@ -47,6 +47,15 @@ def measure(directory: Path, dtype: str) -> dict[str, float | int | str]:
     }
 
 
+def start_device(scratch: Path, dtype: str = "auto") -> None:
+    """Load something small, so that the device's libraries are not counted with what is measured."""
+    small = dataclasses.replace(
+        SHAPES["llada-8b"], vocab_size=1024, hidden_size=512, intermediate_size=512, num_layers=1
+    )
+    small = dataclasses.replace(small, num_heads=4, num_kv_heads=4)
+    measure(write_random_checkpoint(scratch / "small", llada_hf_config(small)), dtype)
+
+
 def reset_peak() -> int:
     """Forget this process's peak resident memory; returns the resident bytes now."""
     Path("/proc/self/clear_refs").write_text("5")
@@ -73,12 +82,7 @@ def main() -> None:
     shape = SHAPES[args.shape]
     shape = dataclasses.replace(shape, num_layers=args.layers or shape.num_layers)
     with tempfile.TemporaryDirectory(dir=args.directory) as scratch:
-        # The first load also starts the device's libraries, which is not what the second one measures.
-        small = dataclasses.replace(
-            shape, vocab_size=1024, hidden_size=512, intermediate_size=512, num_layers=1
-        )
-        small = dataclasses.replace(small, num_heads=4, num_kv_heads=4)
-        measure(write_random_checkpoint(Path(scratch) / "small", llada_hf_config(small)), args.dtype)
+        start_device(Path(scratch), args.dtype)
         directory = write_random_checkpoint(Path(scratch) / args.shape, llada_hf_config(shape))
         row = {"shape": args.shape, "layers": shape.num_layers, **measure(directory, args.dtype)}
     record("load", [row], args.out)
