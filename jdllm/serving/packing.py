@@ -15,10 +15,8 @@ from jdllm.serving.request import Request
 
 MAX_STEPS_PER_DISPATCH = 64
 
-_KERNEL_TILES_FROM = 512
 _SMALLEST_ROWS = 128
-_LARGEST_RATIO_STEP = 32768
-_STRIDE = 4096
+_LARGEST_STRIDE = 4096
 _SMALLEST_HEAD = 32
 _SMALLEST_SEGMENTS = 8
 
@@ -26,15 +24,13 @@ _SMALLEST_SEGMENTS = 8
 def row_bucket(rows: int) -> int:
     """The smallest compiled number of packed rows that holds `rows`.
 
-    Sizes grow by at most a quarter up to 32k rows, in multiples of 32 (of 128 from 512
-    on, which is what kernels tile by), then by 4096.
+    Each power of two up to 32k is reached in four equal strides, so that sizes grow by at most a quarter and
+    are multiples of 32 (from 512 rows on of 128, which is what kernels tile by); beyond, strides are 4096.
     """
-    size = _SMALLEST_ROWS
-    while size < rows and size < _LARGEST_RATIO_STEP:
-        larger = size * 5 // 4
-        multiple = 32 if larger < _KERNEL_TILES_FROM else 128
-        size = min(larger // multiple * multiple, _LARGEST_RATIO_STEP)
-    return size if size >= rows else -(-rows // _STRIDE) * _STRIDE
+    rows = max(rows, _SMALLEST_ROWS)
+    below = 1 << (rows - 1).bit_length() - 1
+    stride = min(below // 4, _LARGEST_STRIDE)
+    return -(-rows // stride) * stride
 
 
 def power_bucket(count: int, smallest: int) -> int:
