@@ -7,12 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer
 from safetensors.numpy import load_file
 from typer.testing import CliRunner, Result
 
 from jdllm import cli
-from jdllm.cli.convert import convert
 from jdllm.models.native import is_native, read_manifest
 from tests.helpers import Golden
 
@@ -23,10 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 def run(*args: str | Path) -> Result:
     """Run `jdllm convert` with the error handling of the command line."""
-    app = typer.Typer(cls=cli._Commands)
-    app.callback()(lambda: None)
-    app.command()(convert)
-    return CliRunner().invoke(app, ["convert", *map(str, args)])
+    return CliRunner().invoke(cli.app, ["convert", *map(str, args)])
 
 
 @pytest.fixture
