@@ -7,6 +7,7 @@ arithmetic does; ties and values that equal their bound are frequent.
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -58,8 +59,10 @@ class Case:
         commit = np.zeros(ROWS, bool)
         for segment, (rule, params) in enumerate(zip(self.rules, self.params, strict=True)):
             rows = self.rows_of(segment)
-            columns = ([column[row] for row in rows] for column in (self.confidence, self.order, self.draw))
-            commit[[rows[i] for i in committed(rule, *columns, params)]] = True
+            confidence, order, draw = (
+                [column[row] for row in rows] for column in (self.confidence, self.order, self.draw)
+            )
+            commit[[rows[i] for i in committed(rule, confidence, order, draw, params)]] = True
         return commit
 
     def actual(self, masked: list[bool] | None = None) -> np.ndarray:
@@ -86,13 +89,13 @@ def run(
     """`select` with everything masked, in one segment and ordered by confidence unless given."""
     count = len(confidence)
     candidates = Candidates(
-        masked=np.asarray(np.ones(count) if masked is None else masked, bool),
-        segment=np.asarray(np.zeros(count) if segment is None else segment, np.int32),
-        confidence=np.asarray(confidence, np.float32),
-        order=np.asarray(confidence if order is None else order, np.float32),
-        draw=np.asarray(np.zeros(count) if draw is None else draw, np.float32),
+        masked=jnp.asarray(np.ones(count) if masked is None else masked, bool),
+        segment=jnp.asarray(np.zeros(count) if segment is None else segment, jnp.int32),
+        confidence=jnp.asarray(confidence, jnp.float32),
+        order=jnp.asarray(confidence if order is None else order, jnp.float32),
+        draw=jnp.asarray(np.zeros(count) if draw is None else draw, jnp.float32),
     )
-    dtypes = RuleParams(np.int32, np.float32, np.float32, np.bool_, np.float32, np.bool_, np.float32)
+    dtypes = (np.int32, np.float32, np.float32, np.bool_, np.float32, np.bool_, np.float32)
     columns = (np.array(c, d) for c, d in zip(zip(*params, strict=True), dtypes, strict=True))
     return np.asarray(jitted(candidates, np.array(rules, np.int32), RuleParams(*columns)))
 

@@ -44,6 +44,16 @@ def test_masks_in_the_prompt_are_candidates_of_every_block(config: ModelConfig):
     assert request.blocks[0].masks == 3
 
 
+def test_dreams_quota_counts_masks_in_the_prompt(config: ModelConfig):
+    prompt = np.array([1, MASK, MASK])
+    sampling = params(alg="confidence_threshold", steps=4, prompt_masks="official")
+    request = generation_request(0, prompt, sampling, config)
+    masks = len(request.candidates())
+    assert masks == 8
+    assert (request.block.table.quota + masks)[:4].tolist() == [2, 4, 6, 8]  # while nothing commits
+    assert len(request.block.table) >= masks
+
+
 class TestEndOfText:
     def generated(self, config: ModelConfig, tokens: list[int], **options):
         request = generation_request(0, np.array([EOS, 1]), params(**options), config)
@@ -100,6 +110,13 @@ class TestRefused:
             generation_request(0, np.array([1]), params(block_length=3, steps=3), config)
         with pytest.raises(RequestError, match=r"number of blocks 2 \(3 masks / block_length 2\)"):
             infill_request(0, np.array([1, MASK, MASK, MASK]), params(block_length=2, steps=3), config)
+
+    def test_steps_that_do_not_divide_the_masks_of_a_deferring_rule(self, config: ModelConfig):
+        sampling = params(alg="confidence_threshold", steps=4)
+        with pytest.raises(RequestError, match="6 is not divisible by 4"):
+            generation_request(0, np.array([1]), sampling, config)
+        with pytest.raises(RequestError, match="3 is not divisible by 4"):
+            infill_request(0, np.array([MASK, MASK, 1, MASK]), sampling, config)
 
     def test_nothing_to_infill(self, config: ModelConfig):
         with pytest.raises(RequestError, match=r"nothing to infill.*510"):

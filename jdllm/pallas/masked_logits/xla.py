@@ -47,6 +47,10 @@ def masked_logits(
     logit = jnp.take_along_axis(logits / divisor, token[:, None], axis=-1)[:, 0]
     second = negative_entropy = jnp.zeros_like(maximum)
     if level >= Level.MOMENTS:
+        # The level follows from what all rows of a batch ask for. Without the barrier the sums above would be
+        # fused differently at this one, and a row's confidence would depend on its company in the last bit.
+        logits, maximum, total = lax.optimization_barrier((logits, maximum, total))
+        measured = _without(logits / divisor, ids, rows.confidence_bans)
         second = jnp.where(ids == jnp.argmax(measured, axis=-1)[:, None], -jnp.inf, measured).max(axis=-1)
         p = jnp.exp(measured - maximum[:, None]) / total[:, None]
         negative_entropy = (p * jnp.log(p + 1e-10)).sum(axis=-1)
