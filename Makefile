@@ -40,7 +40,8 @@ test-gpu:  ## tests on a card; uses the python on the path, which needs jax with
 
 bench:  ## benchmarks on a card; uses the python on the path, which needs jax with CUDA
 	python3 -m benchmarks.load
-	python3 -m benchmarks.step
+	for shape in llada-8b dream-7b llada-moe-7b; do python3 -m benchmarks.step --shape $$shape; done
+	python3 -m benchmarks.convert
 
 lint: $(VENV)/.ready  ## ruff and pyright
 	$(BIN)/ruff check

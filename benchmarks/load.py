@@ -33,7 +33,7 @@ def measure(directory: Path, dtype: str) -> dict[str, float | int | str]:
     dtype = resolve_dtype(directory, config, dtype)
     sizes = [stored.bytes for stored in read_index(directory).values()]
     on_host = param_bytes(config, dtype) if jax.default_backend() == "cpu" else 0
-    before = _reset_peak()
+    before = reset_peak()
     start = time.perf_counter()
     load_params(directory, config, dtype, progress=True)
     seconds = time.perf_counter() - start
@@ -42,18 +42,27 @@ def measure(directory: Path, dtype: str) -> dict[str, float | int | str]:
         "stored_bytes": sum(sizes),
         "seconds": seconds,
         "gb_per_s": sum(sizes) / seconds / 1e9,
-        "host_peak_above_weights_bytes": _status_bytes("VmHWM") - before - on_host,
+        "host_peak_above_weights_bytes": status_bytes("VmHWM") - before - on_host,
         "largest_tensor_bytes": max(sizes),
     }
 
 
-def _reset_peak() -> int:
+def start_device(scratch: Path, dtype: str = "auto") -> None:
+    """Load something small, so that the device's libraries are not counted with what is measured."""
+    small = dataclasses.replace(
+        SHAPES["llada-8b"], vocab_size=1024, hidden_size=512, intermediate_size=512, num_layers=1
+    )
+    small = dataclasses.replace(small, num_heads=4, num_kv_heads=4)
+    measure(write_random_checkpoint(scratch / "small", llada_hf_config(small)), dtype)
+
+
+def reset_peak() -> int:
     """Forget this process's peak resident memory; returns the resident bytes now."""
     Path("/proc/self/clear_refs").write_text("5")
-    return _status_bytes("VmRSS")
+    return status_bytes("VmRSS")
 
 
-def _status_bytes(key: str) -> int:
+def status_bytes(key: str) -> int:
     found = re.search(rf"^{key}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
     if found is None:
         raise OSError(f"/proc/self/status has no {key}")
@@ -73,12 +82,7 @@ def main() -> None:
     shape = SHAPES[args.shape]
     shape = dataclasses.replace(shape, num_layers=args.layers or shape.num_layers)
     with tempfile.TemporaryDirectory(dir=args.directory) as scratch:
-        # The first load also starts the device's libraries, which is not what the second one measures.
-        small = dataclasses.replace(
-            shape, vocab_size=1024, hidden_size=512, intermediate_size=512, num_layers=1
-        )
-        small = dataclasses.replace(small, num_heads=4, num_kv_heads=4)
-        measure(write_random_checkpoint(Path(scratch) / "small", llada_hf_config(small)), args.dtype)
+        start_device(Path(scratch), args.dtype)
         directory = write_random_checkpoint(Path(scratch) / args.shape, llada_hf_config(shape))
         row = {"shape": args.shape, "layers": shape.num_layers, **measure(directory, args.dtype)}
     record("load", [row], args.out)

@@ -19,8 +19,11 @@ from benchmarks.shapes import SHAPES, step_flops
 from jdllm.decoding.executables import Executables
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.step import denoise
+from jdllm.models.config import ModelConfig
 from jdllm.models.module import Transformer
 from jdllm.models.weights import Params, param_bytes
+from jdllm.pallas.attention.tokamax_adapter import check_tokamax
+from jdllm.pallas.masked_logits import Level
 from jdllm.planning.chunks import ChunkConfig
 from jdllm.serving.packing import pack
 from jdllm.serving.request import generation_request
@@ -29,18 +32,28 @@ STEPS = 4
 MAX_NUM_LOGITS = 512
 
 
+def attention_form(config: ModelConfig) -> str:
+    """The attention that a step runs by default here."""
+    q = jax.ShapeDtypeStruct((1, config.num_heads, config.head_dim), jnp.bfloat16)
+    try:
+        check_tokamax(q, on_cuda=jax.default_backend() == "gpu")
+    except NotImplementedError:
+        return "xla"
+    return "tokamax"
+
+
 def measure(params: Params, shape: str, rows: int, ceilings: Ceilings) -> dict[str, float | int | str]:
     """One row of the table: a request of `rows` tokens whose second half is masked, in one block."""
     config = SHAPES[shape]
     executables = Executables(jax.devices()[0].platform)
     sampling = SamplingParams(gen_length=rows // 2)
     prompt = np.random.default_rng(0).integers(0, 100_000, rows - rows // 2)
-    batch = pack([generation_request(0, prompt, sampling, config)]).batch
+    batch = pack([generation_request(0, prompt, sampling, config)], config).batch
     static = {
         "config": config,
         "mask_id": config.mask_id,
         "chunks": ChunkConfig(logits=math.ceil(batch.head.row.shape[0] / MAX_NUM_LOGITS)),
-        "capacity": 64,
+        "level": Level.TOP,
     }
     batch = jax.device_put(batch)
     start = time.perf_counter()
@@ -53,6 +66,7 @@ def measure(params: Params, shape: str, rows: int, ceilings: Ceilings) -> dict[s
         "shape": shape,
         "rows": rows,
         "masked": rows // 2,
+        "attention": attention_form(config),
         "step_ms": 1e3 * seconds,
         "floor_ms": 1e3 * floor,
         "share_of_ceiling": floor / seconds,
@@ -71,7 +85,13 @@ def main() -> None:
     ceilings = measure_ceilings()
     params = Transformer(SHAPES[args.shape], rngs=nnx.Rngs(0), dtype="bfloat16").params()
     table = [measure(params, args.shape, rows, ceilings) for rows in args.rows]
-    record("step", table, args.out, ceiling_tflops=ceilings.flops / 1e12, ceiling_tb_s=ceilings.bytes / 1e12)
+    record(
+        f"step_{args.shape}",
+        table,
+        args.out,
+        ceiling_tflops=ceilings.flops / 1e12,
+        ceiling_tb_s=ceilings.bytes / 1e12,
+    )
 
 
 if __name__ == "__main__":

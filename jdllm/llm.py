@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from jdllm.errors import ConfigError, RequestError
 from jdllm.models.config import ModelConfig, read_config
 from jdllm.models.loading import load_params, resolve, resolve_dtype
 from jdllm.models.module import Transformer
-from jdllm.models.tokenizer import Tokenizer, load_tokenizer
+from jdllm.models.tokenizer import Tokenizer, complete_ids, load_tokenizer
 from jdllm.outputs import RequestOutput
 from jdllm.planning.chunks import ChunkConfig
 from jdllm.scoring import Scorer
@@ -62,10 +62,13 @@ class LLM:
             ("max_num_batched_tokens", max_num_batched_tokens),
             ("max_num_logits", max_num_logits),
         ):
-            if value < 1:
-                raise ConfigError(f"{name} is {value}, expected a positive integer")
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} is {value!r}, expected a positive integer")
         self.tokenizer: Tokenizer | None = None
-        if not isinstance(model, Transformer):
+        if isinstance(model, Transformer):
+            if dtype != "auto" or hf_overrides:
+                raise ConfigError("dtype and hf_overrides are for checkpoints: a Transformer has its own")
+        else:
             model = self._load(model, dtype, hf_overrides or {}, progress)
         self.config = model.config
         params = model.params()
@@ -190,8 +193,9 @@ class LLM:
         config = ModelConfig.from_hf({**read_config(path), **overrides})
         params = load_params(path, config, resolve_dtype(path, config, dtype), progress=progress)
         self.tokenizer = load_tokenizer(path)
-        if self.tokenizer is not None and config.eot_id is None:
-            config = dataclasses.replace(config, eot_id=self.tokenizer.eot_id)
+        if self.tokenizer is not None:
+            config = complete_ids(config, self.tokenizer)
+            config = dataclasses.replace(config, token_limit=len(self.tokenizer))
         return Transformer(config, params)
 
     def _chunks_for(self, rows: int, head: int) -> ChunkConfig:
@@ -204,6 +208,9 @@ class LLM:
         texts_name: str,
         ids_name: str,
     ) -> tuple[Sequence[str | None], Sequence[TokenIds]]:
+        for name, value in ((texts_name, texts), (ids_name, ids)):
+            if not isinstance(value, Iterable | None):
+                raise RequestError(f"{name} is {value!r}, expected one entry for each prompt")
         if texts is not None and ids is None:
             texts = [texts] if isinstance(texts, str) else texts
             return texts, [self._encode(text) for text in texts]
@@ -224,7 +231,9 @@ class LLM:
     def _requests(
         self, make: Callable[..., Request], ids: Sequence[TokenIds], sampling: Sampling
     ) -> list[Request]:
-        each = [sampling] * len(ids) if isinstance(sampling, SamplingParams) else list(sampling)
+        each = [sampling] * len(ids) if isinstance(sampling, SamplingParams) else sampling
+        if not isinstance(each, Sequence) or not all(isinstance(s, SamplingParams) for s in each):
+            raise RequestError("sampling must be SamplingParams: one for all prompts, or one for each")
         if len(each) != len(ids):
             raise RequestError(
                 f"{len(each)} sampling parameters for {len(ids)} prompts: give one for all or each"

@@ -68,7 +68,7 @@ class Scorer:
             perturbed = np.where(mask, mask_id, answer)
             sequences += [np.concatenate([prompt, perturbed])]
             sequences += [np.concatenate([np.full_like(prompt, mask_id), perturbed])] * (copies - 1)
-        tokens, rows, starts = lay_out(sequences)
+        tokens, rows, starts = lay_out(sequences, self._config)
         segment, column = np.nonzero(masks)
         row = starts[segment * copies] + len(prompt) + column
         unguided = starts[segment * copies + copies - 1] + len(prompt) + column
@@ -90,7 +90,7 @@ class Scorer:
 
     def logits(self, token_ids: np.ndarray) -> np.ndarray:
         """f32 `[batch, length, vocab]` of int32 ids `[batch, length]`, before any shift."""
-        tokens, rows, _ = lay_out(list(token_ids))
+        tokens, rows, _ = lay_out(list(token_ids), self._config)
         out = self._executables.call(
             all_logits, self._params, tokens, rows, config=self._config, chunks=ChunkConfig()
         )

@@ -14,7 +14,7 @@ from jdllm.models.module import Transformer
 from jdllm.models.weights import Params
 from tests.helpers import Golden
 
-LLADA = Golden("llada")
+LLADA, DREAM = Golden("llada"), Golden("dream")
 STOPS = {"eos_token_id": 228, "eot_token_id": 227}
 """Ids that the tiny checkpoint generates often."""
 
@@ -23,6 +23,8 @@ MAX_POSITIONS = 80
 
 # Fixtures run steps of at most 64 rows: few shapes to compile, and batches that do not fit at once.
 BUDGET = 64
+# Two short requests of Dream, or a long one: at most 32 rows of the head.
+DREAM_BUDGET = 50
 
 settings.register_profile("jdllm", deadline=None, derandomize=True)
 settings.load_profile("jdllm")
@@ -73,3 +75,25 @@ def stopping_llm() -> LLM:
     """The same from its directory, with the ids of `STOPS` for the ends and few positions."""
     overrides = {**STOPS, "max_sequence_length": MAX_POSITIONS}
     return LLM(LLADA.directory, dtype="float32", max_num_batched_tokens=BUDGET, hf_overrides=overrides)
+
+
+@pytest.fixture(scope="session")
+def dream_config() -> ModelConfig:
+    return ModelConfig.from_hf(DREAM.directory)
+
+
+@pytest.fixture(scope="session")
+def dream_params(dream_config: ModelConfig) -> Params:
+    return load_params(DREAM.directory, dream_config, "float32")
+
+
+@pytest.fixture(scope="session")
+def dream_llm(dream_config: ModelConfig, dream_params: Params) -> LLM:
+    """The tiny Dream, whose logits are shifted, in f32."""
+    return LLM(Transformer(dream_config, dream_params), max_num_batched_tokens=DREAM_BUDGET)
+
+
+@pytest.fixture(scope="session")
+def moe_llm() -> LLM:
+    """The tiny LLaDA-MoE in f32, one request at a time."""
+    return LLM(Golden("llada_moe").directory, dtype="float32", max_num_batched_tokens=1)

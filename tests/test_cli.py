@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from typer.testing import CliRunner, Result
 
 from jdllm.cli import app
-from jdllm.cli.evaluate import generator
+from jdllm.cli.evaluate import evaluate, generator
 from jdllm.cli.generate import generate
 from jdllm.cli.live import LiveResponse
 from jdllm.decoding.sampling import SamplingParams
@@ -154,6 +154,70 @@ def test_every_sampling_parameter_is_an_option():
     assert {name: parameters[name].default for name in fields} == fields
 
 
+class Listener:
+    """Stands in for a model: keeps what it is asked for and has nothing to say."""
+
+    tokenizer = None
+
+    def __init__(self) -> None:
+        self.asked: list[SamplingParams] = []
+
+    def generate(self, *_: Any, sampling: SamplingParams, **__: Any) -> list[RequestOutput]:
+        self.asked.append(sampling)
+        return []
+
+
+LLADA_OPTIONS = {
+    "gen_length": 24,
+    "steps": 6,
+    "block_length": 8,
+    "temperature": 0.5,
+    "cfg_scale": 1.5,
+    "remasking": "random",
+    "transfer": "threshold",
+    "threshold": 0.75,
+    "threshold_strict": True,
+    "factor": 1.25,
+    "factor_end": "fixed",
+    "entropy_bound": 0.5,
+    "undefined_tokens": "official",
+    "seed": 2**63,
+}
+DREAM_OPTIONS = {
+    "gen_length": 24,
+    "alg": "topk_margin",
+    "alg_temp": 0.25,
+    "eps": 0.01,
+    "top_p": 0.5,
+    "top_k": 7,
+    "quota": "batch",
+}
+
+
+def as_arguments(options: dict[str, Any]) -> list[str]:
+    """`{"top_k": 7, "threshold_strict": True}` as `--top-k 7 --threshold-strict`."""
+    given = [[f"--{name.replace('_', '-')}", str(value)] for name, value in options.items()]
+    return [part for pair in given for part in (pair[:1] if pair[1] == "True" else pair)]
+
+
+@pytest.mark.parametrize("options", [LLADA_OPTIONS, DREAM_OPTIONS], ids=["llada", "dream"])
+@pytest.mark.parametrize("command", ["generate", "eval"])
+def test_options_become_sampling_parameters(command: str, options: dict[str, Any], use_model: UseModel):
+    defaults = dataclasses.asdict(SamplingParams())
+    assert all(defaults[name] != value for name, value in options.items())
+    listener = Listener()
+    use_model(listener)
+    where = IDS if command == "generate" else ["--task", "addition", "--instances", "1"]
+    CliRunner().invoke(app, [command, *where, *as_arguments(options)])
+    assert listener.asked[-1] == SamplingParams(**options, early_stop=command == "generate")
+
+
+def test_the_options_of_both_commands_are_all_tried():
+    tried = LLADA_OPTIONS.keys() | DREAM_OPTIONS.keys()
+    fields = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert fields & inspect.signature(evaluate).parameters.keys() == tried
+
+
 def test_ids_without_a_tokenizer_are_printed_a_prompt_a_line(llm: LLM, use_model: UseModel):
     use_model(llm)
     args = ["--token-ids", "[[5,6,7],[8]]", *SHORT]
@@ -225,6 +289,15 @@ def test_chat_applies_the_template(loaded_speaking: LLM, use_model: UseModel):
         ([*IDS, "--confidence-eos-eot-inf", "yes"], ["confidence_eos_eot_inf is 'yes'"]),
         ([*IDS, "--confidence-dtype", "int8"], ["confidence_dtype is 'int8'"]),
         ([*IDS, "--seed", "-1"], ["seed is -1"]),
+        ([*IDS, "--transfer", "fastest"], ["transfer is 'fastest'", "'entropy_bound'"]),
+        ([*IDS, "--alg", "fastest"], ["alg is 'fastest'", "'maskgit_plus'"]),
+        ([*IDS, "--alg", "entropy", "--transfer", "factor"], ["alg 'entropy' brings its own order"]),
+        ([*IDS, "--alg", "entropy", "--block-length", "8"], ["alg 'entropy' has no blocks"]),
+        ([*IDS, "--top-k", "5"], ["top_k belongs to Dream's sampler"]),
+        ([*IDS, "--alg", "confidence_threshold", "--steps", "100"], ["128 is not divisible by 100"]),
+        ([*IDS, "--top-p", "1.5", "--alg", "entropy"], ["top_p is 1.5", "from 0 to 1"]),
+        ([*IDS, "--threshold", "2e6"], ["threshold is 2000000.0"]),
+        ([*IDS, "--undefined-tokens", "all"], ["undefined_tokens is 'all'"]),
         ([*IDS, "--dtype", "int8"], ["dtype is 'int8'"]),
         ([*IDS, "--gen-length", "many"], ["--gen-length"]),
         ([*IDS, "--no-such-option"], ["--no-such-option"]),

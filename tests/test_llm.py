@@ -1,14 +1,19 @@
 """The public class: inputs, errors, outputs and step updates."""
 
+import shutil
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models
 
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.schedule import transfer_schedule
 from jdllm.errors import CheckpointError, ConfigError, RequestError
 from jdllm.llm import LLM
+from jdllm.models.config import ModelConfig
+from jdllm.models.module import Transformer
+from jdllm.models.weights import Params
 from jdllm.serving.engine import StepUpdate
 from tests.conftest import LLADA, MAX_POSITIONS, STOPS
 
@@ -115,6 +120,34 @@ class TestRefused:
         with pytest.raises(ConfigError, match=f"{name} is 0, expected a positive integer"):
             LLM(LLADA.directory, **limit)
 
+    @pytest.mark.parametrize("name", ["max_num_batched_tokens", "max_num_logits"])
+    @pytest.mark.parametrize("value", [1.5, "64", None, -3])
+    def test_limits_that_are_no_counts(self, name: str, value: Any):
+        limit: dict[str, Any] = {name: value}
+        with pytest.raises(ConfigError, match=f"{name} is {value!r}, expected a positive integer"):
+            LLM(LLADA.directory, **limit)
+
+    @pytest.mark.parametrize("option", [{"dtype": "float32"}, {"hf_overrides": {"eos_token_id": 7}}])
+    def test_checkpoint_options_for_a_model_in_memory(
+        self, option: dict[str, Any], config: ModelConfig, params: Params
+    ):
+        with pytest.raises(ConfigError, match="dtype and hf_overrides are for checkpoints"):
+            LLM(Transformer(config, params), **option)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"prompts": 5}, "prompts is 5, expected one entry for each prompt"),
+            ({"prompt_token_ids": 5}, "prompt_token_ids is 5, expected one entry"),
+            ({"prompt_token_ids": PROMPTS, "sampling": None}, "must be SamplingParams"),
+            ({"prompt_token_ids": PROMPTS, "sampling": {"gen_length": 8}}, "must be SamplingParams"),
+            ({"prompt_token_ids": PROMPTS, "sampling": [SHORT, 7]}, "must be SamplingParams"),
+        ],
+    )
+    def test_arguments_of_a_wrong_type(self, arguments: dict[str, Any], message: str, llm: LLM):
+        with pytest.raises(RequestError, match=message):
+            llm.generate(**arguments)
+
     def test_a_directory_that_is_not_there(self):
         with pytest.raises(CheckpointError, match="no directory"):
             LLM("./nowhere")
@@ -161,6 +194,55 @@ class TestOutputs:
         logits = request.getfixturevalue(fixture).logits(goldens[f"{name}.input_ids"])
         assert logits.dtype == np.float32
         np.testing.assert_allclose(logits, goldens[f"{name}.logits"], atol=2e-4, rtol=1e-4)
+
+
+class TestUndefinedIds:
+    """A tokenizer of 400 ids beside an embedding of 512, and tokens drawn almost evenly."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def short(cls, tmp_path_factory: pytest.TempPathFactory) -> LLM:
+        directory = tmp_path_factory.mktemp("short")
+        for name in ("config.json", "model.safetensors"):
+            shutil.copy(LLADA.directory / name, directory)
+        words = models.WordLevel({f"w{i}": i for i in range(400)}, unk_token="w0")
+        Tokenizer(words).save(str(directory / "tokenizer.json"))
+        return LLM(directory, dtype="float32", max_num_batched_tokens=64)
+
+    def seen(self, llm: LLM, **options) -> set[int]:
+        """Every id that some position held provisionally."""
+        sampling = [
+            SamplingParams(gen_length=16, temperature=1000.0, seed=seed, early_stop=False, **options)
+            for seed in range(12)
+        ]
+        ids: set[int] = set()
+        llm.generate(
+            prompt_token_ids=[[1, 2, 3]] * 12,
+            sampling=sampling,
+            on_step=lambda update: ids.update(update.provisional.tolist()),
+        )
+        return ids
+
+    def test_the_length_of_the_tokenizer_is_known(self, short: LLM):
+        assert (short.config.token_limit, short.config.vocab_size) == (400, 512)
+
+    @pytest.mark.parametrize(
+        "options", [{"transfer": "factor"}, {"undefined_tokens": "banned"}, {"transfer": "threshold"}]
+    )
+    def test_are_kept_out(self, options: dict[str, Any], short: LLM):
+        seen = self.seen(short, **options)
+        assert len(seen) > 50
+        assert max(seen) < 400
+
+    @pytest.mark.parametrize("options", [{}, {"undefined_tokens": "official", "transfer": "factor"}])
+    def test_may_be_chosen_as_published(self, options: dict[str, Any], short: LLM):
+        assert max(self.seen(short, **options)) >= 400
+
+    def test_the_mask_is_one_of_them_where_all_ids_are_defined(self, llm: LLM):
+        assert MASK in self.seen(llm)
+        banned = self.seen(llm, undefined_tokens="banned")
+        assert MASK not in banned
+        assert max(banned) > 400
 
 
 class TestLength:

@@ -6,7 +6,7 @@ one line there and exit code 2. JAX is imported only once a command needs it.
 
 import typer
 
-from jdllm.cli import evaluate, generate
+from jdllm.cli import convert, evaluate, generate
 from jdllm.cli.report import Commands
 
 app = typer.Typer(
@@ -18,6 +18,7 @@ app = typer.Typer(
 )
 app.command("generate")(generate.generate)
 app.command("eval")(evaluate.evaluate)
+app.command("convert")(convert.convert)
 
 
 def main() -> None:

@@ -33,6 +33,38 @@ CfgScale = Annotated[float, typer.Option(help="Strength of classifier-free guida
 Remasking = Annotated[
     str, typer.Option(metavar="low_confidence|random", help="Which tokens are committed first.")
 ]
+Transfer = Annotated[
+    str,
+    typer.Option(
+        metavar="schedule|threshold|factor|entropy_bound|margin", help="Which tokens a step commits."
+    ),
+]
+Threshold = Annotated[float, typer.Option(help="Confidence that --transfer threshold asks for.")]
+ThresholdStrict = Annotated[
+    bool, typer.Option("--threshold-strict", help="Confidences have to exceed the threshold.")
+]
+Factor = Annotated[float, typer.Option(help="Slope of --transfer factor.")]
+FactorEnd = Annotated[str, typer.Option(metavar="official|fixed", help="End of the factor rule's loop.")]
+EntropyBound = Annotated[float, typer.Option(help="Nats that --transfer entropy_bound spends in a step.")]
+Alg = Annotated[
+    str | None,
+    typer.Option(
+        metavar="origin|maskgit_plus|topk_margin|entropy|confidence_threshold",
+        help="Dream's sampler instead of LLaDA's.",
+    ),
+]
+AlgTemp = Annotated[float, typer.Option(help="Above 0, Dream's order is drawn at this temperature.")]
+Eps = Annotated[float, typer.Option(help="Where Dream's timetable ends.")]
+TopP = Annotated[float | None, typer.Option(help="Dream's nucleus filter.")]
+TopK = Annotated[int | None, typer.Option(help="Dream's top-k filter.")]
+Quota = Annotated[str, typer.Option(metavar="row|batch", help="Masks that Dream's timetable counts.")]
+UndefinedTokens = Annotated[
+    str | None,
+    typer.Option(
+        metavar="official|banned",
+        help="Whether the mask id and ids without a meaning may be chosen. [default: by --transfer]",
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Of all random draws.")]
 
 

@@ -30,31 +30,54 @@ class HeadRows(NamedTuple):
 class SegmentParams(NamedTuple):
     """What each segment asks of the sampler: arrays, so that one executable serves any mix.
 
+    Progress
     - `seed`: two words of the request's seed.
     - `step`: denoising steps that the request has behind it.
-    - `block_step`, `block_steps`: steps done in the current block, and steps that it has; 0 for padding.
-    - `quota`: tokens that each step of the block commits, before the remainder.
-    - `remainder`: the first so many steps of the block commit one more.
+    - `steps_left`: steps left in the current block; 0 for padding.
+
+    Token and confidence
     - `temperature`, `guidance`: token temperature and classifier-free guidance scale.
-    - `random_order`: confidences are uniform draws.
+    - `tempered`, `top_k`, `top_p`, `limit`, `token_bans`, `confidence_bans`: as in `RowSampling`.
+    - `measure`: a `Measure`.
     - `coarse_confidence`: confidences are rounded to the dtype of the weights.
     - `stop_last`: rows whose token is one of `confidence_bans` rank last; the softmax is left alone.
-    - `token_bans`, `confidence_bans`: as in `masked_logits`.
+    - `order_temperature`: where above 0, rows are drawn by softmax(confidence / order_temperature).
+
+    Transfer rule
+    - `rule`: a `Rule`.
+    - `quota`, `fraction`: the block's `StepTable` from the current step on.
+    - `plus_masked`: the quota counts from the rows that are still masked.
+    - `by_fraction`: the quota is `fraction` of the masked rows, truncated.
+    - `pooled`: for such a quota the masked rows are averaged over all pooled segments.
+    - `threshold`, `strict`, `factor`, `open_end`, `entropy_bound`: as in `RuleParams`.
     """
 
     seed: UInt32[Tensor, "segments 2"]
     step: Int[Tensor, " segments"]
-    block_step: Int[Tensor, " segments"]
-    block_steps: Int[Tensor, " segments"]
-    quota: Int[Tensor, " segments"]
-    remainder: Int[Tensor, " segments"]
+    steps_left: Int[Tensor, " segments"]
     temperature: Float[Tensor, " segments"]
     guidance: Float[Tensor, " segments"]
-    random_order: Bool[Tensor, " segments"]
-    coarse_confidence: Bool[Tensor, " segments"]
-    stop_last: Bool[Tensor, " segments"]
+    tempered: Bool[Tensor, " segments"]
+    top_k: Int[Tensor, " segments"]
+    top_p: Float[Tensor, " segments"]
+    limit: Int[Tensor, " segments"]
     token_bans: Int[Tensor, "segments bans"]
     confidence_bans: Int[Tensor, "segments bans"]
+    measure: Int[Tensor, " segments"]
+    coarse_confidence: Bool[Tensor, " segments"]
+    stop_last: Bool[Tensor, " segments"]
+    order_temperature: Float[Tensor, " segments"]
+    rule: Int[Tensor, " segments"]
+    quota: Int[Tensor, "segments capacity"]
+    fraction: Float[Tensor, "segments capacity"]
+    plus_masked: Bool[Tensor, " segments"]
+    by_fraction: Bool[Tensor, " segments"]
+    pooled: Bool[Tensor, " segments"]
+    threshold: Float[Tensor, " segments"]
+    strict: Bool[Tensor, " segments"]
+    factor: Float[Tensor, " segments"]
+    open_end: Bool[Tensor, " segments"]
+    entropy_bound: Float[Tensor, " segments"]
 
 
 class Batch(NamedTuple):

@@ -10,12 +10,13 @@ from jaxtyping import Array, Float, Int
 from jdllm.arrays import Tensor
 from jdllm.decoding.batch import HeadRows, SegmentParams
 from jdllm.decoding.noise import Purpose, position_bits, step_keys, uniform
+from jdllm.decoding.transfer import Measure
 from jdllm.models.config import ModelConfig
 from jdllm.models.transformer import Hidden, final_norm
 from jdllm.models.weights import Params, head_weights
-from jdllm.pallas.masked_logits import RowDecision, TokenNoise, masked_logits
+from jdllm.pallas.masked_logits import Level, RowDecision, RowSampling, masked_logits
 
-_LAST = -1.0
+_LAST = -1e30
 
 
 class Choice(NamedTuple):
@@ -26,15 +27,22 @@ class Choice(NamedTuple):
 
 
 def gather_guided(
-    params: Params, config: ModelConfig, hidden: Hidden, head: HeadRows, guidance: Float[Array, " head"]
+    params: Params,
+    config: ModelConfig,
+    hidden: Hidden,
+    head: HeadRows,
+    positions: Int[Array, " head"],
+    guidance: Float[Array, " head"],
 ) -> Float[Array, "head hidden"]:
-    """Normed hidden rows of `head`, with classifier-free guidance applied.
+    """Normed hidden rows that predict the tokens of `head`, with classifier-free guidance applied.
 
+    With shifted logits a token is predicted by the row before it; the first row of a sequence keeps its own.
     The head is linear, so combining normed hidden rows as u + (scale + 1)(c - u) gives the guided logits
     with one product instead of two. Without guidance u is c itself and the row is unchanged.
     """
-    guided = final_norm(params, config, hidden[head.row])
-    unguided = final_norm(params, config, hidden[head.unguided])
+    back = jnp.where(positions > 0, 1, 0) if config.logits_shift else 0
+    guided = final_norm(params, config, hidden[head.row - back])
+    unguided = final_norm(params, config, hidden[head.unguided - back])
     scale = (guidance + 1).astype(jnp.float32)[:, None]
     u = unguided.astype(jnp.float32)
     combined = u + scale * (guided.astype(jnp.float32) - u)
@@ -50,7 +58,9 @@ def choose(
     segments: SegmentParams,
     step: Int[Tensor, " segments"],
     count: Int[Array, ""],
+    *,
     chunks: int,
+    level: Level,
 ) -> Choice:
     """Evaluate the first `count` head rows; the others are neither computed nor meaningful.
 
@@ -60,6 +70,7 @@ def choose(
     - `segments`, `step`: parameters of the segments and the denoising step that each is in.
     - `count`: rows to evaluate; chunks beyond it are skipped on the device.
     - `chunks`: into how many chunks the head rows are cut; logits exist for one chunk at a time.
+    - `level`: what the segments' measures and filters need; static.
     """
     total = head.row.shape[0]
     size = -(-total // chunks)
@@ -70,11 +81,11 @@ def choose(
     def evaluate(index: Array, out: Choice) -> Choice:
         start = jnp.minimum(index * size, total - size)
         rows, at = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), (head, positions))
-        part, keys, order = jax.tree.map(lambda x: x[rows.segment], (segments, token_keys, order_keys))
-        h = gather_guided(params, config, hidden, rows, part.guidance)
-        softmax_bans = jnp.where(part.stop_last[:, None], -1, part.confidence_bans)
-        noise = TokenNoise(keys, at, part.temperature)
-        decision = masked_logits(h, head_weights(params), noise, part.token_bans, softmax_bans)
+        part, keys, order = jax.tree.map(
+            lambda x: jnp.asarray(x)[rows.segment], (segments, token_keys, order_keys)
+        )
+        h = gather_guided(params, config, hidden, rows, at, part.guidance)
+        decision = masked_logits(h, head_weights(params), _row_sampling(part, keys, at), level)
         draw = uniform(position_bits(order, at))
         chosen = Choice(decision.token, _confidence(decision, part, draw, hidden.dtype))
         return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, start, 0), out, chosen)
@@ -83,13 +94,34 @@ def choose(
     return lax.fori_loop(0, (count + size - 1) // size, evaluate, empty)
 
 
+def _row_sampling(part: SegmentParams, keys: tuple[Array, Array], positions: Array) -> RowSampling:
+    return RowSampling(
+        keys=keys,
+        positions=positions,
+        temperature=part.temperature,
+        tempered=part.tempered,
+        top_k=part.top_k,
+        top_p=part.top_p,
+        limit=part.limit,
+        token_bans=part.token_bans,
+        confidence_bans=jnp.where(part.stop_last[:, None], -1, part.confidence_bans),
+    )
+
+
 def _confidence(
     decision: RowDecision, part: SegmentParams, draw: Float[Array, " rows"], dtype: jnp.dtype
 ) -> Float[Array, " rows"]:
     probability = jnp.exp(decision.logit - decision.maximum) / decision.total
     banned = jnp.any(decision.token[:, None] == part.confidence_bans, axis=1)
     probability = jnp.where(banned & ~part.stop_last, 0.0, probability)
-    coarse = probability.astype(dtype).astype(jnp.float32)
-    confidence = jnp.where(part.coarse_confidence, coarse, probability)
-    confidence = jnp.where(part.random_order, draw, confidence)
+    margin = (1 - jnp.exp(decision.second - decision.maximum)) / decision.total
+    by_measure = {
+        Measure.PROBABILITY: probability,
+        Measure.MARGIN: margin,
+        Measure.ENTROPY: decision.negative_entropy,
+    }
+    confidence = draw
+    for measure, values in by_measure.items():
+        rounded = jnp.where(part.coarse_confidence, values.astype(dtype).astype(jnp.float32), values)
+        confidence = jnp.where(part.measure == measure, rounded, confidence)
     return jnp.where(banned & part.stop_last, _LAST, confidence)

@@ -1,12 +1,16 @@
 """What a request asks of the sampler."""
 
 import dataclasses
-import math
-from typing import Literal
+from typing import Literal, get_args
 
 from jdllm.errors import RequestError
 
 Remasking = Literal["low_confidence", "random"]
+Transfer = Literal["schedule", "threshold", "factor", "entropy_bound", "margin"]
+DreamAlgorithm = Literal["origin", "maskgit_plus", "topk_margin", "entropy", "confidence_threshold"]
+
+_LARGEST = 1e6  # far beyond use, and far from overflow in f32
+_DREAM_ONLY = {"alg_temp": 0.0, "top_p": None, "top_k": None, "quota": "row"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,33 +18,64 @@ class SamplingParams:
     """How one request is denoised. The defaults are the official LLaDA sampler's behaviour (exact in f32
     at temperature 0: every token equals the official code's), except that `early_stop` is on.
 
+    Lengths
     - `gen_length` (128): tokens to generate after the prompt.
-    - `steps` (`None`: `gen_length`): denoising steps in all; a multiple of the number of blocks.
+    - `steps` (`None`: `gen_length`): denoising steps in all; a multiple of the number of blocks. Rules that
+      commit by confidence ("threshold", "factor", "entropy_bound") take as many steps as they need.
     - `block_length` (`None`: `gen_length`): length of the blocks that are finished from left to right;
       divides `gen_length`.
+    - `early_stop` (True): stop after the block in which the text ends, and cut `token_ids` after the first
+      end-of-sequence or end-of-turn id. The kept text is that of the full run (quirk Q7), because a block
+      cannot change once it is finished. False runs every block and returns all `gen_length` ids.
+
+    Tokens
     - `temperature` (0.0): 0 takes the argmax, otherwise tokens are drawn from softmax(logits / temperature)
-      by Gumbel noise. The confidence is that of the clean logits either way.
+      by Gumbel noise. LLaDA's confidence is that of the clean logits either way, Dream's (`alg`) that of the
+      tempered ones.
     - `cfg_scale` (0.0): classifier-free guidance; logits = u + (cfg_scale + 1)(c - u), where u sees the
       prompt masked. Doubles the rows of a step. Works with prompts of any length, padded or not (the
       official function fails without an explicit attention mask, quirk Q2).
-    - `remasking` ("low_confidence"): which tokens are committed first; "random" draws the order.
     - `seed` (0): of all random draws of this request, 64 bits. The same seed gives the same tokens in any
       batch. Uniforms lie strictly inside (0, 1), where the official code may draw 0 (quirk Q5).
-    - `early_stop` (True): stop after the block in which the text ends, and cut `token_ids` after the first
-      end-of-sequence or end-of-turn id. The kept text is that of the full run (quirk Q7), because a block
-      cannot change once it is finished. False runs every block like the official code and returns all
-      `gen_length` ids.
     - `logits_eos_inf` (False): never choose the end-of-sequence id.
+    - `undefined_tokens` (`None`): "official" may choose the mask id and ids that the tokenizer does not
+      define, as the published code may; "banned" removes them from every distribution (quirk Q12). `None`
+      is "official" for the published LLaDA and Dream samplers and "banned" for the other transfer rules.
+
+    Order
+    - `transfer` ("schedule"): which tokens a step commits. "schedule": LLaDA's quota of the surest ones;
+      "threshold": all at least as sure as `threshold`, and the surest (Fast-dLLM); "factor": as many as their
+      number justifies by `factor` (Fast-dLLM); "entropy_bound": the lowest entropies while those before sum
+      to at most `entropy_bound`; "margin": the schedule, ordered by the margin of the best over the
+      second-best probability.
+    - `threshold` (0.9), `threshold_strict` (False): confidence to reach, or to exceed where strict (the
+      published samplers differ, quirk Q11).
+    - `factor` (1.0), `factor_end` ("official"): slope of the factor rule. The published loop overlooks a
+      failure at its very last row (quirk Q8); "fixed" does not.
+    - `entropy_bound` (0.1): nats.
+    - `remasking` ("low_confidence"): what orders the tokens; "random" draws the order.
     - `confidence_eos_eot_inf` (`None`): commit end ids as late as possible. "official" reproduces the
       published behaviour: the end ids leave the softmax after the argmax, so a position that holds one has
       confidence 0 and all others gain; with a temperature only the end-of-turn id is affected (quirk Q1).
       "fixed" leaves all other confidences as they are and ranks positions that hold either id last.
-    - `prompt_masks` ("error"): what to do with a mask id inside the prompt. "official" fills it as the
-      official sampler does: from the first block on, at the expense of the block's own quota, so that
-      some masks may be left at the end (quirks Q3, Q6). `LLM.infill` has a cleaner definition.
     - `confidence_dtype` ("float32"): "model" rounds confidences to the dtype of the weights as the official
       code does; in bfloat16 many then tie, and ties go to the lowest position (quirk Q4). The two are the
       same for f32 weights.
+
+    Dream's published sampler (`transfer` and `remasking` stay at their defaults, there are no blocks)
+    - `alg` (`None`: LLaDA's rules): "origin" commits by chance, "maskgit_plus" by probability, "topk_margin"
+      by margin, "entropy" by negative entropy, each by Dream's timetable; "confidence_threshold" is
+      Fast-dLLM's rule for Dream: gen_length / steps tokens a step, those below `threshold` put off.
+    - `eps` (1e-3): where the timetable ends.
+    - `alg_temp` (0.0): above 0, positions are drawn from softmax(confidence / alg_temp).
+    - `top_p` (`None`), `top_k` (`None`): filters, applied before the confidence is taken, as published.
+    - `quota` ("row"): the timetable counts each request's own masks; "batch" averages them over all such
+      requests of the batch, as published (quirk Q18), but never commits more than a row has masks.
+
+    Prompt
+    - `prompt_masks` ("error"): what to do with a mask id inside the prompt. "official" fills it as the
+      official sampler does: from the first block on, at the expense of the block's own quota, so that
+      some masks may be left at the end (quirks Q3, Q6). `LLM.infill` has a cleaner definition.
     - `return_history` (False): keep the sequence after every step in `RequestOutput.history`.
     """
 
@@ -56,27 +91,74 @@ class SamplingParams:
     confidence_eos_eot_inf: Literal["official", "fixed"] | None = None
     prompt_masks: Literal["error", "official"] = "error"
     confidence_dtype: Literal["float32", "model"] = "float32"
+    undefined_tokens: Literal["official", "banned"] | None = None
+    transfer: Transfer = "schedule"
+    threshold: float = 0.9
+    threshold_strict: bool = False
+    factor: float = 1.0
+    factor_end: Literal["official", "fixed"] = "official"
+    entropy_bound: float = 0.1
+    alg: DreamAlgorithm | None = None
+    alg_temp: float = 0.0
+    eps: float = 1e-3
+    top_p: float | None = None
+    top_k: int | None = None
+    quota: Literal["row", "batch"] = "row"
     return_history: bool = False
 
     def __post_init__(self):
-        for name in ("gen_length", "steps", "block_length"):
+        for name in ("gen_length", "steps", "block_length", "top_k"):
             value = getattr(self, name)
             if value is None and name != "gen_length":
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise RequestError(f"{name} is {value!r}, expected a positive integer")
-        for name in ("temperature", "cfg_scale"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-                raise RequestError(f"{name} is {value!r}, expected a finite number of at least 0")
-        _one_of("remasking", self.remasking, ("low_confidence", "random"))
-        _one_of("confidence_eos_eot_inf", self.confidence_eos_eot_inf, (None, "official", "fixed"))
-        _one_of("prompt_masks", self.prompt_masks, ("error", "official"))
-        _one_of("confidence_dtype", self.confidence_dtype, ("float32", "model"))
+        for name in ("temperature", "cfg_scale", "alg_temp", "factor", "entropy_bound", "threshold"):
+            _in_range(name, getattr(self, name), 0, _LARGEST)
+        _in_range("eps", self.eps, 0, 1)
+        if self.top_p is not None:
+            _in_range("top_p", self.top_p, 0, 1)
+        for name, allowed in _CHOICES.items():
+            if getattr(self, name) not in allowed:
+                expected = ", ".join(map(repr, allowed))
+                raise RequestError(f"{name} is {getattr(self, name)!r}, expected one of {expected}")
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
             raise RequestError(f"seed is {self.seed!r}, expected an integer from 0 to 2**64 - 1")
+        self._check_together()
+
+    @property
+    def bans_undefined(self) -> bool:
+        """Whether the mask id and ids that the tokenizer does not define are kept out."""
+        published = self.transfer == "schedule"
+        return (self.undefined_tokens or ("official" if published else "banned")) == "banned"
+
+    def _check_together(self) -> None:
+        if self.alg is None:
+            for name, default in _DREAM_ONLY.items():
+                if getattr(self, name) != default:
+                    raise RequestError(f"{name} belongs to Dream's sampler: set alg as well")
+            if self.remasking == "random" and self.transfer in ("margin", "entropy_bound"):
+                raise RequestError(f"transfer {self.transfer!r} brings its own order: leave remasking alone")
+            return
+        if self.transfer != "schedule" or self.remasking != "low_confidence":
+            raise RequestError(f"alg {self.alg!r} brings its own order: leave transfer and remasking alone")
+        if self.block_length not in (None, self.gen_length):
+            raise RequestError(f"alg {self.alg!r} has no blocks: leave block_length alone")
 
 
-def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    if value not in allowed:
-        raise RequestError(f"{name} is {value!r}, expected one of {', '.join(map(repr, allowed))}")
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "remasking": get_args(Remasking),
+    "transfer": get_args(Transfer),
+    "alg": (None, *get_args(DreamAlgorithm)),
+    "confidence_eos_eot_inf": (None, "official", "fixed"),
+    "prompt_masks": ("error", "official"),
+    "confidence_dtype": ("float32", "model"),
+    "undefined_tokens": (None, "official", "banned"),
+    "factor_end": ("official", "fixed"),
+    "quota": ("row", "batch"),
+}
+
+
+def _in_range(name: str, value: object, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise RequestError(f"{name} is {value!r}, expected a number from {low:g} to {high:g}")

@@ -64,15 +64,16 @@ def token_logprobs(
     Logits exist for one of `chunks.logits` chunks of the head rows at a time.
     """
     hidden = forward(params, config, tokens, rows, chunks=chunks)
+    positions = jnp.asarray(rows.positions)[head.row]
     total = targets.shape[0]
     size = -(-total // chunks.logits)
 
     def evaluate(index: Array, out: Array) -> Array:
         start = jnp.minimum(index * size, total - size)
-        part, scale, target = jax.tree.map(
-            lambda x: lax.dynamic_slice_in_dim(x, start, size), (head, guidance, targets)
+        part, at, scale, target = jax.tree.map(
+            lambda x: lax.dynamic_slice_in_dim(x, start, size), (head, positions, guidance, targets)
         )
-        row_logits = head_logits(gather_guided(params, config, hidden, part, scale), head_weights(params))
+        row_logits = head_logits(gather_guided(params, config, hidden, part, at, scale), head_weights(params))
         chosen = jnp.take_along_axis(row_logits, target[:, None], axis=-1)[:, 0]
         logprob = chosen - jax.nn.logsumexp(row_logits, axis=-1)
         return lax.dynamic_update_slice_in_dim(out, logprob, start, 0)

@@ -1,17 +1,30 @@
 """The denoising step, and the device loop over the steps of a dispatch."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from jdllm.decoding.batch import Batch, HeadRows, Trace
+from jdllm.decoding.batch import Batch, HeadRows, SegmentParams, Trace
 from jdllm.decoding.head import Choice, choose
-from jdllm.decoding.transfer import select_top
+from jdllm.decoding.noise import Purpose, gumbel, position_bits, step_keys, uniform
+from jdllm.decoding.transfer import Candidates, RuleParams, select
 from jdllm.models.config import ModelConfig
 from jdllm.models.transformer import forward
 from jdllm.models.weights import Params
+from jdllm.pallas.masked_logits import Level
 from jdllm.planning.chunks import ChunkConfig
+
+SelectionBits = Callable[[Array, Array, Array, Array], Array]
+"""(seed [segments, 2], step [segments], segment [rows], position [rows]) -> uint32 [rows]."""
+
+
+def keyed_bits(seed: Array, step: Array, segment: Array, positions: Array) -> Array:
+    """Random bits for the draws that select rows, keyed as `jdllm.decoding.noise` describes."""
+    keys = step_keys(seed, Purpose.SELECTION, step)
+    return position_bits((keys[0][segment], keys[1][segment]), positions)
 
 
 def denoise(
@@ -22,7 +35,8 @@ def denoise(
     config: ModelConfig,
     mask_id: int,
     chunks: ChunkConfig,
-    capacity: int,
+    level: Level,
+    selection_bits: SelectionBits = keyed_bits,
 ) -> Trace:
     """Run up to `max_steps` denoising steps; stop as soon as any segment has finished its block.
 
@@ -30,60 +44,95 @@ def denoise(
     - `params`: stacked weights.
     - `batch`: the packed batch. `batch.head` lists the rows of every segment up to the end of its current
       block that are masked now, in rising order of position; later rows cannot commit and are not evaluated.
-    - `max_steps`: int32, at most `capacity`. Tokens do not depend on it.
-    - `config`, `mask_id`, `chunks`: static.
-    - `capacity`: static length of the trace.
+    - `max_steps`: int32, at most the columns of the segments' step tables. Tokens do not depend on it.
+    - `config`, `mask_id`, `chunks`, `level`: static.
+    - `selection_bits`: static; where the draws that select rows come from.
 
-    Returns the trace. Exact: the steps are those of the official LLaDA sampler.
+    Returns the trace. Exact: the steps are those of the official LLaDA and Dream samplers.
     """
     head, segments = batch.head, batch.segments
-    positions = batch.rows.positions[head.row]
-    size = segments.quota.shape[0]
+    positions = jnp.asarray(batch.rows.positions)[head.row]
+    size, capacity = segments.quota.shape
 
     def masked_rows(tokens: Array) -> Bool[Array, " head"]:
         return (tokens[head.row] == mask_id) & (head.segment < size)
 
     def unfinished(carry: tuple[Array, Trace]) -> Bool[Array, ""]:
         tokens, trace = carry
-        left = jnp.zeros(size + 1, bool).at[head.segment].max(masked_rows(tokens))[:size]
-        in_block = segments.block_step + trace.steps < segments.block_steps
-        active = segments.block_steps > 0
-        return (trace.steps < max_steps) & jnp.all((left & in_block) | ~active)
+        left = _count(masked_rows(tokens), head, size) > 0
+        active = segments.steps_left > 0
+        return (trace.steps < max_steps) & jnp.all((left & (trace.steps < segments.steps_left)) | ~active)
 
     def step(carry: tuple[Array, Trace]) -> tuple[Array, Trace]:
         tokens, trace = carry
         index = trace.steps
         hidden = forward(params, config, tokens, batch.rows, chunks=chunks)
         masked = masked_rows(tokens)
-        choice = _choose_masked(params, config, hidden, batch, positions, masked, index, chunks.logits)
-        quota = segments.quota + (segments.block_step + index < segments.remainder)
-        commit = select_top(choice.confidence, masked, head.segment, quota)
+        # Only masked rows meet the head: they are moved to the front, evaluated, and moved back.
+        front = jnp.argsort(~masked, stable=True)
+        rows, at = jax.tree.map(lambda x: jnp.asarray(x)[front], (head, positions))
+        now = jnp.asarray(segments.step) + index
+        choice = choose(
+            params,
+            config,
+            hidden,
+            rows,
+            at,
+            segments,
+            now,
+            masked.sum(),
+            chunks=chunks.logits,
+            level=level,
+        )
+        choice = jax.tree.map(lambda x: jnp.zeros_like(x).at[front].set(x), choice)
+        bits = selection_bits(jnp.asarray(segments.seed), now, jnp.asarray(head.segment), positions)
+        candidates = _candidates(choice, masked, head, segments, bits)
+        commit = select(candidates, segments.rule, _rule_params(segments, index, _count(masked, head, size)))
         tokens = _commit(tokens, head, commit, choice.token)
         return tokens, Trace(
             index + 1, trace.tokens.at[index].set(choice.token), trace.committed.at[index].set(commit)
         )
 
-    rows = head.row.shape[0]
-    empty = Trace(jnp.int32(0), jnp.zeros((capacity, rows), jnp.int32), jnp.zeros((capacity, rows), bool))
+    shape = (capacity, head.row.shape[0])
+    empty = Trace(jnp.int32(0), jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool))
     return lax.while_loop(unfinished, step, (jnp.asarray(batch.tokens), empty))[1]
 
 
-def _choose_masked(
-    params: Params,
-    config: ModelConfig,
-    hidden: Array,
-    batch: Batch,
-    positions: Array,
-    masked: Bool[Array, " head"],
-    index: Array,
-    chunks: int,
-) -> Choice:
-    """Evaluate the masked head rows only: they are moved to the front, evaluated, and moved back."""
-    front = jnp.argsort(~masked, stable=True)
-    head, at = jax.tree.map(lambda x: x[front], (batch.head, positions))
-    segments = batch.segments
-    choice = choose(params, config, hidden, head, at, segments, segments.step + index, masked.sum(), chunks)
-    return jax.tree.map(lambda x: jnp.zeros_like(x).at[front].set(x), choice)
+def _count(masked: Bool[Array, " head"], head: HeadRows, segments: int) -> Int[Array, " segments"]:
+    counts = jnp.zeros(segments + 1, jnp.int32).at[head.segment].add(masked.astype(jnp.int32))
+    return counts[:segments]
+
+
+def _candidates(
+    choice: Choice, masked: Array, head: HeadRows, segments: SegmentParams, bits: Array
+) -> Candidates:
+    """The head rows as the transfer rules see them; a drawn order is the Gumbel form of a draw without
+    replacement from softmax(confidence / order_temperature)."""
+    temperature = jnp.asarray(segments.order_temperature)[head.segment]
+    drawn = choice.confidence / jnp.where(temperature > 0, temperature, 1) + gumbel(bits)
+    order = jnp.where(temperature > 0, drawn, choice.confidence)
+    return Candidates(masked, head.segment, choice.confidence, order, uniform(bits))
+
+
+def _rule_params(segments: SegmentParams, index: Array, masked: Int[Array, " segments"]) -> RuleParams:
+    fraction = jnp.asarray(segments.fraction)[:, index]
+    quota = jnp.asarray(segments.quota)[:, index] + jnp.where(segments.plus_masked, masked, 0)
+    by_fraction = (_pooled(masked, jnp.asarray(segments.pooled)) * fraction).astype(jnp.int32)
+    return RuleParams(
+        quota=jnp.where(segments.by_fraction, by_fraction, quota),
+        fraction=fraction,
+        threshold=segments.threshold,
+        strict=segments.strict,
+        factor=segments.factor,
+        open_end=segments.open_end,
+        entropy_bound=segments.entropy_bound,
+    )
+
+
+def _pooled(masked: Int[Array, " segments"], pooled: Bool[Array, " segments"]) -> Float[Array, " segments"]:
+    """Masked rows of each segment, or their mean over the pooled segments for those."""
+    mean = jnp.where(pooled, masked, 0).sum() / jnp.maximum(pooled.sum(), 1).astype(jnp.float32)
+    return jnp.where(pooled, mean, masked.astype(jnp.float32))
 
 
 def _commit(

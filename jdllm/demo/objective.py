@@ -13,8 +13,9 @@ from jaxtyping import Array, Bool, Float, Int
 from jdllm.demo.tokenizer import MASK
 from jdllm.models.config import ModelConfig
 from jdllm.models.rotary import cos_sin
-from jdllm.models.transformer import AttentionFn, Rows, block, logits
+from jdllm.models.transformer import AttentionFn, Rows, block, logits, scan_layers
 from jdllm.models.weights import Params
+from jdllm.pallas.grouped_matmul import grouped_matmul
 from jdllm.planning.chunks import ChunkConfig
 
 type Shape = tuple[int, int]
@@ -93,10 +94,10 @@ def all_logits(
     rotation = cos_sin(config.rope, config.head_dim, rows.positions)
     attention = dense_attention(shapes)
 
-    def body(h: Array, layer: dict[str, Array]) -> tuple[Array, None]:
-        return block(layer, config, h, rotation, rows, ChunkConfig(), attention), None
+    def body(h: Array, layer: dict[str, Array]) -> Array:
+        return block(layer, config, h, rotation, rows, ChunkConfig(), attention, grouped_matmul)
 
-    return logits(params, config, lax.scan(body, h, params["layers"])[0])
+    return logits(params, config, scan_layers(params, config, h, body))
 
 
 def draw_masks(

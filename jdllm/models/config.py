@@ -12,12 +12,37 @@ from jdllm.models.rotary import RopeConfig
 
 
 @dataclasses.dataclass(frozen=True)
+class MoeConfig:
+    """Feed-forward layers made of experts, of which every row uses a few.
+
+    - `experts`: experts in a layer.
+    - `top_k`: experts that a row uses: those of its largest router probabilities, which weigh them unscaled.
+    - `expert_size`: inner width of an expert.
+    - `expert_bias`: a bias is added to the router probabilities, before the choice and in the weights.
+    - `dense_layers`: indices of layers without experts, rising; their width is `intermediate_size`.
+    """
+
+    experts: int
+    top_k: int
+    expert_size: int
+    expert_bias: bool = False
+    dense_layers: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Shape and behaviour of one transformer. Hashable: a static argument of every executable.
 
     Families differ in these values and in their weight names only. Sizes count elements; `vocab_size`
     is the number of embedding rows, which may exceed the tokenizer's length. Ids and the weights' `dtype`
     are `None` where the checkpoint does not state them.
+
+    - `qkv_bias`: query, key and value projections have a bias.
+    - `qk_norm`: queries and keys are normed per head, before the rotary embedding.
+    - `attention`: which rows see each other; `jdllm.models.visibility.key_ranges` turns it into ranges.
+    - `sliding_window`: a row of a causal model sees the latest so many rows, itself included.
+    - `logits_shift`: the logits of row j - 1 predict token j; row 0 predicts itself.
+    - `moe`: of a mixture of experts.
     """
 
     family: str
@@ -32,11 +57,22 @@ class ModelConfig:
     rms_norm_eps: float
     rope: RopeConfig
     tied_head: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
     attention: Literal["full", "causal"] = "full"
+    sliding_window: int | None = None
+    logits_shift: bool = False
+    moe: MoeConfig | None = None
     mask_id: int | None = None
     eos_id: int | None = None
     eot_id: int | None = None
     dtype: str | None = None
+    token_limit: int | None = None
+
+    @property
+    def defined_ids(self) -> int:
+        """Ids below this one have a meaning: those of the tokenizer, where its length is known."""
+        return min(self.token_limit or self.vocab_size, self.vocab_size)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -130,6 +166,15 @@ class HfFields:
                 f"config.json: {key} is {value!r}, which jdllm's {self._family} does not support"
                 f" (supported: {', '.join(map(repr, allowed))})"
             )
+
+    def require_each(self, key: str, allowed: str) -> None:
+        """Refuse a list (of one entry per layer) with any entry but `allowed`; it may be absent."""
+        for value in self.get(key, list, []):
+            if value != allowed:
+                raise ConfigError(
+                    f"config.json: {key} has {value!r}, which jdllm's {self._family} does not support"
+                    f" here (supported: {allowed!r})"
+                )
 
     def head_layout(self, heads_key: str, kv_heads_key: str, hidden_key: str) -> tuple[int, int, int]:
         """(query heads, key-value heads, head size), checked to divide as the layout demands."""

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 from jdllm.planning.chunks import chunk_bounds
 
 
-def rms_norm(x: Float[Array, "rows d"], weight: Float[Array, " d"], eps: float) -> Float[Array, "rows d"]:
+def rms_norm(x: Float[Array, "*rows d"], weight: Float[Array, " d"], eps: float) -> Float[Array, "*rows d"]:
     """Root-mean-square norm: normalised in f32, cast to the dtype of `x`, then multiplied by the weight.
 
     The order matters in low precision; it is that of the published models.
@@ -18,9 +18,12 @@ def rms_norm(x: Float[Array, "rows d"], weight: Float[Array, " d"], eps: float) 
     return (x32 * scale).astype(x.dtype) * weight
 
 
-def linear(x: Float[Array, "rows i"], weight: Float[Array, "o i"]) -> Float[Array, "rows o"]:
-    """x @ weight.T in the dtype of `x`, with full f32 products where that is f32."""
-    return lax.dot_general(x, weight, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
+def linear(
+    x: Float[Array, "rows i"], weight: Float[Array, "o i"], bias: Float[Array, " o"] | None = None
+) -> Float[Array, "rows o"]:
+    """x @ weight.T + bias in the dtype of `x`, with full f32 products where that is f32."""
+    y = lax.dot_general(x, weight, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
+    return y if bias is None else y + bias
 
 
 def head_logits(x: Float[Array, "rows d"], head: Float[Array, "vocab d"]) -> Float[Array, "rows vocab"]:

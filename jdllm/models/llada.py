@@ -9,6 +9,9 @@ from typing import Any
 from jdllm.models.config import HfFields, ModelConfig
 from jdllm.models.rotary import RopeConfig
 
+MASK_TOKEN = "<|mdm_mask|>"
+TURN_END = "<|eot_id|>"
+
 _BLOCK = "model.transformer.blocks.{layer}."
 
 TENSOR_NAMES: dict[str, str] = {

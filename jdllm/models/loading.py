@@ -9,8 +9,9 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Sharding
 from safetensors import SafetensorError, safe_open
 
 from jdllm.errors import CheckpointError, ConfigError
@@ -97,16 +99,21 @@ def resolve(model: str | Path) -> Path:
 
 
 def read_index(directory: Path) -> Index:
-    """Read which tensors a checkpoint holds, from the headers of its safetensors files.
+    """Read which tensors a checkpoint holds, from the headers of its files alone.
 
     Arguments:
-    - `directory`: holds `model.safetensors`, or `model.safetensors.index.json` and the files it names.
+    - `directory`: holds `model.safetensors`, or `model.safetensors.index.json` and the files it names, or is
+      a native checkpoint (`jdllm.models.native`).
 
-    Returns every tensor by its stored name.
+    Returns every tensor by its Hugging Face name.
 
     Raises `CheckpointError` for files that are missing, truncated or damaged, and for tensors that the index
     promises and no file holds.
     """
+    from jdllm.models import native
+
+    if native.is_native(directory):
+        return native.read_index(directory)
     if (directory / _SINGLE).is_file():
         return _read_header(directory / _SINGLE)
     if not (directory / _INDEX).is_file():
@@ -114,10 +121,10 @@ def read_index(directory: Path) -> Index:
     file_of = _read_weight_map(directory / _INDEX)
     files = [directory / name for name in sorted(set(file_of.values()))]
     if absent := [file.name for file in files if not file.is_file()]:
-        raise CheckpointError(f"{directory} lacks files that {_INDEX} names: {_listed(absent)}")
+        raise CheckpointError(f"{directory} lacks files that {_INDEX} names: {listed(absent)}")
     headers = {file.name: _read_header(file) for file in files}
     if lost := [f"{tensor} in {file}" for tensor, file in file_of.items() if tensor not in headers[file]]:
-        raise CheckpointError(f"{directory / _INDEX} names tensors that their files lack: {_listed(lost)}")
+        raise CheckpointError(f"{directory / _INDEX} names tensors that their files lack: {listed(lost)}")
     index: Index = {tensor: stored for header in headers.values() for tensor, stored in header.items()}
     return index | {tensor: headers[file][tensor] for tensor, file in file_of.items()}
 
@@ -151,9 +158,10 @@ def check(config: ModelConfig, index: Index) -> None:
         ("of another shape", sorted(shapes)),
         (f"of another type than {', '.join(DTYPES)}", sorted(types)),
     )
-    problems = [f"{len(names)} {kind}: {_listed(names)}" for kind, names in kinds if names]
+    problems = [f"{len(names)} {kind}: {listed(names)}" for kind, names in kinds if names]
     if problems:
-        where = next(iter(index.values())).file.parent if index else "the checkpoint"
+        files = [stored.file.parent for stored in index.values()]
+        where = os.path.commonpath(files) if files else "the checkpoint"
         raise CheckpointError(
             f"tensors of {where} do not fit its config.json ({config.family}): " + "; ".join(problems)
         )
@@ -184,18 +192,25 @@ def resolve_dtype(path: str | Path, config: ModelConfig, dtype: str) -> str:
 
 
 def load_params(
-    path: str | Path, config: ModelConfig, dtype: str, *, progress: bool | Progress = False
+    path: str | Path,
+    config: ModelConfig,
+    dtype: str,
+    *,
+    progress: bool | Progress = False,
+    sharding: Sharding | Params | None = None,
 ) -> Params:
-    """Load a checkpoint's weights onto the default device.
+    """Load a checkpoint's weights, Hugging Face or native, onto one device or several.
 
-    Every leaf is allocated once and filled in place. The host holds a handful of pieces of at most 8 MiB:
-    less than two tensors of any model whose memory matters.
+    Every leaf is allocated once and filled in place: no device ever holds more than its own shards. The host
+    holds a handful of pieces of at most 8 MiB: less than two tensors of any model whose memory matters.
 
     Arguments:
     - `path`: the directory of the checkpoint.
     - `config`: the model.
     - `dtype`: of the weights on the device, where the cast happens (rounding to nearest even).
     - `progress`: `True` draws a bar on stderr where that is a terminal; a function is called with bytes.
+    - `sharding`: of every leaf, or a tree of them by the keys of the parameter tree; a node that is no dict
+      holds for all that is below it. The default device takes everything if `None`.
 
     Returns the parameter tree of `jdllm.models.weights.spec_tree`. Values equal the stored ones exactly
     where the types are equal.
@@ -208,10 +223,11 @@ def load_params(
     leaves = _leaves(config)
     total = sum(index[name].bytes for _, spec in leaves for name, _ in spec.sources())
     params: Params = {}
-    with _reporter(progress, total) as advance:
+    with reporter(progress, total, "loading weights") as advance:
         for keys, spec in leaves:
             node = functools.reduce(lambda tree, key: tree.setdefault(key, {}), keys[:-1], params)
-            node[keys[-1]] = _load_leaf(spec, index, dtype, advance)
+            of_leaf = functools.reduce(lambda n, key: n[key] if isinstance(n, dict) else n, keys, sharding)
+            node[keys[-1]] = _load_leaf(spec, index, dtype, of_leaf, advance)
     return params
 
 
@@ -220,21 +236,74 @@ def _leaves(config: ModelConfig) -> list[tuple[tuple[str, ...], TensorSpec]]:
     return [(tuple(key.key for key in path), spec) for path, spec in leaves]
 
 
-def _load_leaf(spec: TensorSpec, index: Index, dtype: str, advance: Callable[[int], None]) -> jax.Array:
-    leaf = jnp.zeros(spec.shape, dtype)
+def _load_leaf(
+    spec: TensorSpec,
+    index: Index,
+    dtype: str,
+    sharding: Sharding | None,
+    advance: Callable[[int], None],
+) -> jax.Array:
+    shards = _allocate(spec, dtype, sharding)
     for name, place in spec.sources():
         for row, piece in _read_pieces(index[name]):
             # The last write is awaited only after the next piece was read: both overlap, and two pieces live.
-            leaf.block_until_ready()
-            leaf = _write(leaf, piece, np.array([*place, row, *[0] * (piece.ndim - 1)], np.int32))
+            jax.block_until_ready([shard.buffer for shard in shards])
+            block = piece.reshape((1,) * len(place) + piece.shape)
+            for shard in shards:
+                shard.take(block, (*place, row, *[0] * (piece.ndim - 1)))
         advance(index[name].bytes)
-    return leaf.block_until_ready()
+    buffers = jax.block_until_ready([shard.buffer for shard in shards])
+    if sharding is None:
+        return buffers[0]
+    return jax.make_array_from_single_device_arrays(spec.shape, sharding, buffers)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _write(leaf: jax.Array, piece: jax.Array, start: jax.Array) -> jax.Array:
-    piece = piece.astype(leaf.dtype).reshape((1,) * (leaf.ndim - piece.ndim) + piece.shape)
-    return lax.dynamic_update_slice(leaf, piece, list(start))
+@dataclasses.dataclass
+class _Shard:
+    """What one device holds of a leaf: the elements from `start` on.
+
+    Where the leaf's sources are transposed, the device transposes; all places are in the source's order.
+    """
+
+    start: tuple[int, ...]
+    buffer: jax.Array
+    transposed: bool
+
+    def take(self, block: np.ndarray, origin: tuple[int, ...]) -> None:
+        """Write those elements that are in a block whose first element is at `origin`."""
+        shape, start = (self._source_order(axes) for axes in (self.buffer.shape, self.start))
+        bounds = zip(origin, block.shape, start, shape, strict=True)
+        overlap = [(max(o, s), min(o + n, s + m)) for o, n, s, m in bounds]
+        if all(low < high for low, high in overlap):
+            cut = tuple(slice(low - o, high - o) for (low, high), o in zip(overlap, origin, strict=True))
+            place = self._source_order([low - s for (low, _), s in zip(overlap, start, strict=True)])
+            self.buffer = _write(
+                self.buffer, block[cut], np.array(place, np.int32), transposed=self.transposed
+            )
+
+    def _source_order(self, axes: Sequence[int]) -> list[int]:
+        """Values of all axes from the leaf's order to the source's, or back."""
+        return [*axes[:-2], axes[-1], axes[-2]] if self.transposed else [*axes]
+
+
+def _allocate(spec: TensorSpec, dtype: str, sharding: Sharding | None) -> list[_Shard]:
+    shape = spec.shape
+    if sharding is None:
+        return [_Shard((0,) * len(shape), jnp.zeros(shape, dtype), spec.transposed)]
+    local = sharding.shard_shape(shape)
+    return [
+        _Shard(
+            tuple(part.start or 0 for part in parts), jnp.zeros(local, dtype, device=device), spec.transposed
+        )
+        for device, parts in sharding.addressable_devices_indices_map(shape).items()
+        if parts is not None
+    ]
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnames="transposed")
+def _write(leaf: jax.Array, piece: jax.Array, start: jax.Array, *, transposed: bool) -> jax.Array:
+    piece = piece.astype(leaf.dtype)
+    return lax.dynamic_update_slice(leaf, piece.mT if transposed else piece, list(start))
 
 
 def _read_pieces(stored: StoredTensor) -> Iterator[tuple[int, np.ndarray]]:
@@ -287,14 +356,21 @@ def _redundant(config: ModelConfig, name: str) -> bool:
     return tied or name.endswith(_COMPUTED)
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """The names for a message: at most 20 of them, and how many follow."""
     rest = len(names) - _MOST_LISTED
     return ", ".join(names[:_MOST_LISTED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 @contextlib.contextmanager
-def _reporter(progress: bool | Progress, total: int) -> Iterator[Callable[[int], None]]:
-    """A function that takes the bytes of each tensor as it was read."""
+def reporter(progress: bool | Progress, total: int, title: str) -> Iterator[Callable[[int], None]]:
+    """Yields a function that takes the bytes of each tensor when it is done.
+
+    Arguments:
+    - `progress`: `True` draws a bar on stderr where that is a terminal; a function is called with bytes.
+    - `total`: bytes in all.
+    - `title`: of the bar.
+    """
     if callable(progress):
         done = 0
 
@@ -310,7 +386,7 @@ def _reporter(progress: bool | Progress, total: int) -> Iterator[Callable[[int],
     from rich.console import Console
 
     console = Console(stderr=True)
-    columns = (bars.TextColumn("loading weights"), bars.BarColumn(), bars.DownloadColumn())
+    columns = (bars.TextColumn(title), bars.BarColumn(), bars.DownloadColumn())
     hidden = not (progress and console.is_terminal)
     with bars.Progress(*columns, console=console, transient=True, disable=hidden) as bar:
         task = bar.add_task("", total=total)

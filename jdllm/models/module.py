@@ -1,12 +1,14 @@
 """The Flax module around the transformer: what users read, initialise and convert."""
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jdllm.models.config import ModelConfig
 from jdllm.models.transformer import Rows, forward, logits
-from jdllm.models.weights import Params, init_params
+from jdllm.models.visibility import key_ranges
+from jdllm.models.weights import Params, init_params, layer_stacks
 
 
 class Transformer(nnx.Module):
@@ -30,7 +32,8 @@ class Transformer(nnx.Module):
             params = init_params(config, (rngs or nnx.Rngs(0)).params(), dtype)
         self.config = config
         self.embed = nnx.Param(params["embed"])
-        self.layers = nnx.Dict({name: nnx.Param(leaf) for name, leaf in params["layers"].items()})
+        for stack in layer_stacks(config):
+            setattr(self, stack, nnx.Dict({name: nnx.Param(leaf) for name, leaf in params[stack].items()}))
         self.final_norm = nnx.Param(params["final_norm"])
         if "head" in params:
             self.head = nnx.Param(params["head"])
@@ -42,8 +45,8 @@ class Transformer(nnx.Module):
     def __call__(self, tokens: Int[Array, "batch length"]) -> Float[Array, "batch length vocab"]:
         """f32 logits of every position of a batch without padding, before any shift."""
         batch, length = tokens.shape
-        start = jnp.repeat(jnp.arange(batch) * length, length)
-        rows = Rows(jnp.tile(jnp.arange(length), batch), start, start + length)
+        ranges = [key_ranges(self.config, i * length, length) for i in range(batch)]
+        rows = Rows(np.tile(np.arange(length), batch), *map(np.concatenate, zip(*ranges, strict=True)))
         params = self.params()
         hidden = forward(params, self.config, tokens.reshape(-1), rows)
         return logits(params, self.config, hidden).reshape(batch, length, -1)

@@ -1,17 +1,20 @@
 """The checkpoint's tokenizer and chat template."""
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jdllm.errors import CheckpointError, RequestError
+from jdllm.models.config import ModelConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _FILE = "tokenizer.json"
+_BYTE_PAIR_FILES = ("vocab.json", "merges.txt")
 _END_OF_TURN = "<|eot_id|>"
 
 
@@ -21,19 +24,39 @@ def load_tokenizer(path: str | Path) -> "Tokenizer | None":
     Arguments:
     - `path`: the directory of the checkpoint.
 
-    Returns the tokenizer, or `None` where the directory has no `tokenizer.json`: token ids still work.
+    Returns the tokenizer, or `None` where the directory has neither `tokenizer.json` nor `vocab.json` with
+    `merges.txt`, which are read as Qwen2's byte-pair encoding (Dream's): token ids still work.
 
     Raises `CheckpointError` for tokenizer files that cannot be read.
     """
     path = Path(path)
-    if not (path / _FILE).is_file():
+    single = (path / _FILE).is_file()
+    if not single and not all((path / name).is_file() for name in _BYTE_PAIR_FILES):
         return None
     with _without_framework_advice():
-        from transformers import PreTrainedTokenizerFast
+        from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
     try:
-        return Tokenizer(path, PreTrainedTokenizerFast.from_pretrained(path))
+        reader = PreTrainedTokenizerFast if single else Qwen2Tokenizer
+        return Tokenizer(path, reader.from_pretrained(path))
     except Exception as e:  # the library raises a bare Exception for a damaged file
         raise CheckpointError(f"the tokenizer files of {path} cannot be read: {e}") from None
+
+
+def complete_ids(config: ModelConfig, tokenizer: "Tokenizer") -> ModelConfig:
+    """Look up the mask and end-of-turn ids that a checkpoint's `config.json` does not state.
+
+    Arguments:
+    - `config`: the model; an id that it has is kept.
+    - `tokenizer`: the checkpoint's; the family knows the text of its tokens.
+
+    Returns the configuration with the ids that were found; the others stay `None`.
+    """
+    from jdllm.models.registry import FAMILIES
+
+    family = FAMILIES[config.family]
+    tokens = {"mask_id": family.mask_token, "eot_id": family.turn_end}
+    absent = {key: token for key, token in tokens.items() if token and getattr(config, key) is None}
+    return dataclasses.replace(config, **{key: tokenizer.token_id(token) for key, token in absent.items()})
 
 
 class Tokenizer:

@@ -1,11 +1,14 @@
 """One spec tree for every weight: shape, logical axes, initial scale and source tensors.
 
 Initialisation, loading, conversion, sharding and byte counts all read this tree. A leaf under `layers`
-is stacked over the layers, so that the transformer can scan it; every matrix keeps the published
-`[outputs, inputs]` order, so that loading is a plain copy.
+is stacked over the layers, so that the transformer can scan it; in a model that has layers with and without
+experts, `dense_layers` is a second stack, of those without. Every matrix keeps the published
+`[outputs, inputs]` order, so that loading is a plain copy. Experts alone are `[inputs, outputs]`: the grouped
+product reads them in this order, and would copy a transposed view of all experts in every layer.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -25,34 +28,58 @@ class TensorSpec:
     """One leaf of the parameter tree.
 
     - `shape`, `axes`: sizes and logical names of all axes, stacking included.
-    - `source`: Hugging Face tensor name, with `{layer}` where the leaf is stacked over layers.
+    - `source`: Hugging Face tensor name, with `{layer}` where the leaf is stacked over layers and `{expert}`
+      where it is stacked over experts too.
     - `init_std`: standard deviation of a random initialisation; 0 means all ones (norm weights).
+    - `layers`: the model's layers that a stacked leaf holds, in order.
+    - `transposed`: the source is a matrix in the other order.
     """
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     source: str
     init_std: float
-
-    @property
-    def stacked(self) -> bool:
-        return self.axes[0] == "layers"
+    layers: tuple[int, ...] = ()
+    transposed: bool = False
 
     @property
     def source_shape(self) -> tuple[int, ...]:
         """Shape of each source tensor."""
-        return self.shape[1:] if self.stacked else self.shape
+        shape = self.shape[self._stacking :]
+        return shape[::-1] if self.transposed else shape
 
     def sources(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """(source tensor name, index of its place in the leaf) for every source tensor."""
-        if not self.stacked:
-            yield self.source, ()
-            return
-        for layer in range(self.shape[0]):
-            yield self.source.format(layer=layer), (layer,)
+        for place in np.ndindex(self.shape[: self._stacking]):
+            layer = self.layers[place[0]] if place else None
+            yield self.source.format(layer=layer, expert=place[-1] if place else None), place
+
+    @property
+    def _stacking(self) -> int:
+        """Leading axes that the leaf has and its sources have not."""
+        return ("{layer}" in self.source) + ("{expert}" in self.source)
 
     def struct(self, dtype: jnp.dtype | str) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(self.shape, jnp.dtype(dtype))
+
+
+def layer_stacks(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The stacks of the parameter tree, and the layers that each holds."""
+    dense = config.moe.dense_layers if config.moe else ()
+    stacks = {"layers": tuple(layer for layer in range(config.num_layers) if layer not in dense)}
+    return stacks | ({"dense_layers": dense} if dense else {})
+
+
+def layer_runs(config: ModelConfig) -> list[tuple[str, int, int]]:
+    """All layers in order, as runs (stack, first, end) of places [first, end) within a stack."""
+    place = {
+        layer: (name, index)
+        for name, layers in layer_stacks(config).items()
+        for index, layer in enumerate(layers)
+    }
+    in_order = [place[layer] for layer in range(config.num_layers)]
+    runs = [list(run) for _, run in itertools.groupby(in_order, key=lambda at: at[0])]
+    return [(run[0][0], run[0][1], run[-1][1] + 1) for run in runs]
 
 
 def spec_tree(config: ModelConfig) -> Tree[TensorSpec]:
@@ -60,38 +87,79 @@ def spec_tree(config: ModelConfig) -> Tree[TensorSpec]:
     from jdllm.models.registry import FAMILIES
 
     names = FAMILIES[config.family].tensor_names
-    hidden, ffn, layers = config.hidden_size, config.intermediate_size, config.num_layers
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
 
-    def leaf(path: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> TensorSpec:
-        std = 0.0 if path.endswith("norm") else 0.02
-        if path in ("layers/o", "layers/down"):
-            std /= math.sqrt(2 * layers)
-        if path.startswith("layers/"):
-            shape, axes = (layers, *shape), ("layers", *axes)
-        return TensorSpec(shape, axes, names[path], std)
+    def leaf(name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> TensorSpec:
+        return TensorSpec(shape, axes, names[name], _init_std(config, name))
 
-    tree: Tree[TensorSpec] = {
-        "embed": leaf("embed", (config.vocab_size, hidden), ("vocab", "hidden")),
-        "layers": {
-            name: leaf(f"layers/{name}", shape, axes)
-            for name, shape, axes in (
-                ("attn_norm", (hidden,), ("hidden",)),
-                ("q", (q_size, hidden), ("heads", "hidden")),
-                ("k", (kv_size, hidden), ("kv_heads", "hidden")),
-                ("v", (kv_size, hidden), ("kv_heads", "hidden")),
-                ("o", (hidden, q_size), ("hidden", "heads")),
-                ("ffn_norm", (hidden,), ("hidden",)),
-                ("gate", (ffn, hidden), ("ffn", "hidden")),
-                ("up", (ffn, hidden), ("ffn", "hidden")),
-                ("down", (hidden, ffn), ("hidden", "ffn")),
+    def stack(layers: tuple[int, ...], leaves: list[_Leaf]) -> dict[str, TensorSpec]:
+        return {
+            name: dataclasses.replace(
+                leaf(f"layers/{name}", (len(layers), *shape), ("layers", *axes)),
+                layers=layers,
+                transposed=name.startswith("experts_"),
             )
-        },
-        "final_norm": leaf("final_norm", (hidden,), ("hidden",)),
-    }
+            for name, shape, axes in leaves
+        }
+
+    stacks = layer_stacks(config)
+    matrix, axes = (config.vocab_size, config.hidden_size), ("vocab", "hidden")
+    tree: Tree[TensorSpec] = {"embed": leaf("embed", matrix, axes)}
+    tree["layers"] = stack(stacks["layers"], _attention(config) + (_experts(config) or _dense_ffn(config)))
+    if "dense_layers" in stacks:
+        tree["dense_layers"] = stack(stacks["dense_layers"], _attention(config) + _dense_ffn(config))
+    tree["final_norm"] = leaf("final_norm", (config.hidden_size,), ("hidden",))
     if not config.tied_head:
-        tree["head"] = leaf("head", (config.vocab_size, hidden), ("vocab", "hidden"))
+        tree["head"] = leaf("head", matrix, axes)
     return tree
+
+
+type _Leaf = tuple[str, tuple[int, ...], tuple[str, ...]]
+
+
+def _attention(config: ModelConfig) -> list[_Leaf]:
+    hidden, head_dim = config.hidden_size, config.head_dim
+    q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
+    projections = [("q", q_size, "heads"), ("k", kv_size, "kv_heads"), ("v", kv_size, "kv_heads")]
+    leaves: list[_Leaf] = [("attn_norm", (hidden,), ("hidden",))]
+    leaves += [(name, (size, hidden), (axis, "hidden")) for name, size, axis in projections]
+    if config.qkv_bias:
+        leaves += [(f"{name}_bias", (size,), (axis,)) for name, size, axis in projections]
+    if config.qk_norm:
+        leaves += [(name, (head_dim,), ("head_dim",)) for name in ("q_norm", "k_norm")]
+    leaves.append(("o", (hidden, q_size), ("hidden", "heads")))
+    leaves.append(("ffn_norm", (hidden,), ("hidden",)))
+    return leaves
+
+
+def _dense_ffn(config: ModelConfig) -> list[_Leaf]:
+    hidden, ffn = config.hidden_size, config.intermediate_size
+    return [
+        ("gate", (ffn, hidden), ("ffn", "hidden")),
+        ("up", (ffn, hidden), ("ffn", "hidden")),
+        ("down", (hidden, ffn), ("hidden", "ffn")),
+    ]
+
+
+def _experts(config: ModelConfig) -> list[_Leaf]:
+    """Leaves of a layer with experts; none where the model has no such layer."""
+    if config.moe is None:
+        return []
+    experts, hidden, ffn = config.moe.experts, config.hidden_size, config.moe.expert_size
+    leaves: list[_Leaf] = [("router", (experts, hidden), ("experts", "hidden"))]
+    if config.moe.expert_bias:
+        leaves.append(("expert_bias", (experts,), ("experts",)))
+    leaves += [
+        (f"experts_{name}", (experts, hidden, ffn), ("experts", "hidden", "ffn")) for name in ("gate", "up")
+    ]
+    leaves.append(("experts_down", (experts, ffn, hidden), ("experts", "ffn", "hidden")))
+    return leaves
+
+
+def _init_std(config: ModelConfig, name: str) -> float:
+    if name.endswith("norm"):
+        return 0.0
+    into_residual = name in ("layers/o", "layers/down", "layers/experts_down")
+    return 0.02 / math.sqrt(2 * config.num_layers) if into_residual else 0.02
 
 
 def is_spec(node: object) -> bool:

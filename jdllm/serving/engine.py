@@ -9,14 +9,13 @@ import jax
 import numpy as np
 
 from jdllm.decoding.executables import Executables
+from jdllm.decoding.rules import head_level
 from jdllm.decoding.step import denoise
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.planning.chunks import ChunkConfig
-from jdllm.serving.packing import pack
+from jdllm.serving.packing import MAX_STEPS_PER_DISPATCH, pack
 from jdllm.serving.request import Request
-
-MAX_STEPS_PER_DISPATCH = 64
 
 
 class StepUpdate(NamedTuple):
@@ -86,7 +85,7 @@ class Engine:
             running.append(request)
 
     def _dispatch(self, requests: list[Request], max_steps: int) -> Iterator[StepUpdate]:
-        batch, candidates = pack(requests)
+        batch, candidates = pack(requests, self._config)
         trace = self._executables.call(
             denoise,
             self._params,
@@ -95,7 +94,7 @@ class Engine:
             config=self._config,
             mask_id=requests[0].mask_id,
             chunks=self._chunks(batch.tokens.shape[0], batch.head.row.shape[0]),
-            capacity=MAX_STEPS_PER_DISPATCH,
+            level=max(head_level(r.sampling) for r in requests),
         )
         steps, tokens, committed = jax.device_get(trace)
         ends = np.cumsum([len(positions) for positions in candidates])[:-1]

@@ -5,14 +5,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jdllm.decoding.batch import PADDING_BANS, Batch, HeadRows, SegmentParams
-from jdllm.decoding.noise import seed_words
+from jdllm.decoding.batch import Batch, HeadRows, SegmentParams
+from jdllm.decoding.rules import segment_row
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.models.config import ModelConfig
 from jdllm.models.transformer import Rows
+from jdllm.models.visibility import key_ranges
 from jdllm.serving.request import Request
 
+MAX_STEPS_PER_DISPATCH = 64
+
 _SMALLEST_ROWS = 128
-_LARGEST_RATIO_STEP = 32768
-_STRIDE = 4096
+_LARGEST_STRIDE = 4096
 _SMALLEST_HEAD = 32
 _SMALLEST_SEGMENTS = 8
 
@@ -20,13 +24,13 @@ _SMALLEST_SEGMENTS = 8
 def row_bucket(rows: int) -> int:
     """The smallest compiled number of packed rows that holds `rows`.
 
-    Sizes grow by at most a quarter up to 32k rows, in multiples of 32 (128 from 1k on), then by 4096.
+    Each power of two up to 32k is reached in four equal strides, so that sizes grow by at most a quarter and
+    are multiples of 32 (from 512 rows on of 128, which is what kernels tile by); beyond, strides are 4096.
     """
-    size = _SMALLEST_ROWS
-    while size < rows and size < _LARGEST_RATIO_STEP:
-        multiple = 32 if size < 1024 else 128
-        size = min(size * 5 // 4 // multiple * multiple, _LARGEST_RATIO_STEP)
-    return size if size >= rows else -(-rows // _STRIDE) * _STRIDE
+    rows = max(rows, _SMALLEST_ROWS)
+    below = 1 << (rows - 1).bit_length() - 1
+    stride = min(below // 4, _LARGEST_STRIDE)
+    return -(-rows // stride) * stride
 
 
 def power_bucket(count: int, smallest: int) -> int:
@@ -48,7 +52,7 @@ class Packed(NamedTuple):
     candidates: list[np.ndarray]
 
 
-def lay_out(sequences: Sequence[np.ndarray]) -> tuple[np.ndarray, Rows, np.ndarray]:
+def lay_out(sequences: Sequence[np.ndarray], config: ModelConfig) -> tuple[np.ndarray, Rows, np.ndarray]:
     """Put sequences one after another into a bucket of rows, each a segment that sees itself only.
 
     Returns int32 tokens `[rows]`, their `Rows`, and the first row of each sequence. Padding sees no keys.
@@ -60,15 +64,15 @@ def lay_out(sequences: Sequence[np.ndarray]) -> tuple[np.ndarray, Rows, np.ndarr
     for ids, start, length in zip(sequences, starts, lengths, strict=False):
         rows = slice(start, start + length)
         tokens[rows], positions[rows] = ids, np.arange(length)
-        k_start[rows], k_end[rows] = rows.start, rows.stop
+        k_start[rows], k_end[rows] = key_ranges(config, int(start), length)
     return tokens, Rows(positions, k_start, k_end), starts[:-1]
 
 
-def pack(requests: Sequence[Request]) -> Packed:
+def pack(requests: Sequence[Request], config: ModelConfig) -> Packed:
     """Lay the requests out one after another, each followed by its unguided copy where it has guidance."""
     candidates = [r.candidates() for r in requests]
     sequences = [[r.tokens, r.unguided_tokens()] if r.guided else [r.tokens] for r in requests]
-    tokens, rows, starts = lay_out([copy for copies in sequences for copy in copies])
+    tokens, rows, starts = lay_out([copy for copies in sequences for copy in copies], config)
     first = np.cumsum([0, *(len(copies) for copies in sequences)])
     parts = [
         (starts[first[i]] + masked, starts[first[i + 1] - 1] + masked, np.full_like(masked, i))
@@ -77,7 +81,7 @@ def pack(requests: Sequence[Request]) -> Packed:
     segments = power_bucket(len(requests), _SMALLEST_SEGMENTS)
     row, unguided, segment = (np.concatenate(column) for column in zip(*parts, strict=True))
     head = head_rows(row, unguided, segment, segments)
-    batch = Batch(tokens, rows, head, _segment_params(requests, segments))
+    batch = Batch(tokens, rows, head, _segment_params(requests, segments, config))
     return Packed(batch, candidates)
 
 
@@ -88,26 +92,17 @@ def head_rows(row: np.ndarray, unguided: np.ndarray, segment: np.ndarray, paddin
     return HeadRows(*(np.pad(x.astype(np.int32), (0, padding), constant_values=fill) for x, fill in columns))
 
 
-def _segment_params(requests: Sequence[Request], size: int) -> SegmentParams:
-    def column(values: list, dtype: type, fill: int = 0) -> np.ndarray:
-        array = np.asarray(values, dtype)
-        padding = np.full((size - len(requests), *array.shape[1:]), fill, dtype)
-        return np.concatenate([array, padding])
-
-    sampling = [r.sampling for r in requests]
-    quotas = [divmod(r.block.masks, r.block.steps) for r in requests]
-    return SegmentParams(
-        seed=column([seed_words(s.seed) for s in sampling], np.uint32),
-        step=column([r.steps for r in requests], np.int32),
-        block_step=column([r.block_step for r in requests], np.int32),
-        block_steps=column([r.block.steps for r in requests], np.int32),
-        quota=column([q for q, _ in quotas], np.int32),
-        remainder=column([r for _, r in quotas], np.int32),
-        temperature=column([s.temperature for s in sampling], np.float32),
-        guidance=column([s.cfg_scale for s in sampling], np.float32),
-        random_order=column([s.remasking == "random" for s in sampling], np.bool_),
-        coarse_confidence=column([s.confidence_dtype == "model" for s in sampling], np.bool_),
-        stop_last=column([s.confidence_eos_eot_inf == "fixed" for s in sampling], np.bool_),
-        token_bans=column([r.token_bans for r in requests], np.int32, PADDING_BANS),
-        confidence_bans=column([r.confidence_bans for r in requests], np.int32, PADDING_BANS),
-    )
+def _segment_params(requests: Sequence[Request], size: int, config: ModelConfig) -> SegmentParams:
+    """One row per request, padded with inactive segments that ask for nothing."""
+    missing = size - len(requests)
+    rows = [r.segment for r in requests] + [segment_row(SamplingParams(), config)] * missing
+    columns: dict[str, np.ndarray] = {name: np.asarray([row[name] for row in rows]) for name in rows[0]}
+    left = [r.table_left(MAX_STEPS_PER_DISPATCH) for r in requests]
+    progress = {
+        "step": np.array([r.steps for r in requests], np.int32),
+        "steps_left": np.array([r.steps_left for r in requests], np.int32),
+        "quota": np.stack([table.quota for table in left]),
+        "fraction": np.stack([table.fraction for table in left]),
+    }
+    padded = {name: np.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)) for name, x in progress.items()}
+    return SegmentParams(**columns, **padded)

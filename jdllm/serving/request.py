@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jdllm.decoding.batch import BANS, PADDING_BANS
+from jdllm.decoding.rules import segment_row, step_table
 from jdllm.decoding.sampling import SamplingParams
-from jdllm.decoding.schedule import block_steps
+from jdllm.decoding.schedule import StepTable, block_steps
 from jdllm.errors import RequestError
 from jdllm.models.config import ModelConfig
 
@@ -19,13 +19,13 @@ class Block(NamedTuple):
 
     - `start`, `stop`: its positions; masks before `start` may commit in it too, later ones may not.
     - `masks`: masked positions inside it when the request is made.
-    - `steps`: its denoising steps.
+    - `table`: what its denoising steps may commit.
     """
 
     start: int
     stop: int
     masks: int
-    steps: int
+    table: StepTable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +48,7 @@ class Request:
     - `initial_masks`: bool `[length]`, positions that were masked at the start; all others count as prompt.
     - `blocks`: what is denoised, from left to right.
     - `returned`: the part of the sequence that is the result.
+    - `segment`: what the step needs to know of the sampling parameters.
     - `steps`: denoising steps done, each one forward evaluation.
     """
 
@@ -68,6 +69,7 @@ class Request:
         self.returned = slice(len(prompt) if gen_length else 0, len(self.tokens))
         self.blocks = blocks
         self.sampling = sampling
+        self.segment = segment_row(sampling, config)
         self.stop_ids = config.stop_ids if gen_length else ()
         self.steps = 0
         self.block_step = 0
@@ -76,7 +78,6 @@ class Request:
         self.started: float | None = None
         self.ended: float | None = None
         self._block = 0
-        self._bans = _bans(sampling, config)
 
     @property
     def guided(self) -> bool:
@@ -97,12 +98,14 @@ class Request:
         return self._block == len(self.blocks)
 
     @property
-    def token_bans(self) -> tuple[int, ...]:
-        return self._bans[0]
+    def steps_left(self) -> int:
+        """Steps left in the current block."""
+        return len(self.block.table) - self.block_step
 
-    @property
-    def confidence_bans(self) -> tuple[int, ...]:
-        return self._bans[1]
+    def table_left(self, capacity: int) -> StepTable:
+        """The next `capacity` steps of the current block's table, padded with zeros."""
+        rows = (column[self.block_step :][:capacity] for column in self.block.table)
+        return StepTable(*(np.pad(row, (0, capacity - len(row))) for row in rows))
 
     def candidates(self) -> np.ndarray:
         """Positions that are masked and may commit in the current block, rising."""
@@ -139,7 +142,7 @@ class Request:
         return Timings(queued=started - self.created, running=ended - started)
 
     def _block_is_over(self) -> bool:
-        return self.block_step >= self.block.steps or not len(self.candidates())
+        return self.steps_left <= 0 or not len(self.candidates())
 
     def _text_is_over(self) -> bool:
         return self.sampling.early_stop and self.end_of_text() is not None
@@ -165,8 +168,11 @@ def generation_request(
     block_length = sampling.block_length or gen_length
     steps = block_steps(gen_length, sampling.steps or gen_length, block_length)
     start = len(prompt)
+    # Dream's sampler has one block, which counts the masks of the prompt too.
+    masks = block_length if sampling.alg is None else block_length + int((prompt == mask_id).sum())
+    table = step_table(sampling, masks, steps, start + gen_length)
     blocks = [
-        Block(at, at + block_length, block_length, steps)
+        Block(at, at + block_length, block_length, table)
         for at in range(start, start + gen_length, block_length)
     ]
     return Request(index, prompt, gen_length, blocks, sampling, config)
@@ -193,10 +199,11 @@ def infill_request(
             f"steps {sampling.steps} is not divisible by the number of blocks {len(groups)}"
             f" ({len(masks)} masks / block_length {length})"
         )
-    blocks = [
-        Block(int(g[0]), int(g[-1]) + 1, len(g), sampling.steps // len(groups) if sampling.steps else len(g))
-        for g in groups
-    ]
+    blocks = []
+    for group in groups:
+        steps = sampling.steps // len(groups) if sampling.steps else len(group)
+        table = step_table(sampling, len(group), steps, len(masks))
+        blocks.append(Block(int(group[0]), int(group[-1]) + 1, len(group), table))
     return Request(index, tokens, 0, blocks, sampling, config)
 
 
@@ -232,27 +239,3 @@ def checked_ids(ids: Sequence[int] | np.ndarray, config: ModelConfig) -> np.ndar
             f"token id {ids[at]} at position {at} is outside the vocabulary (0 to {config.vocab_size - 1})"
         )
     return ids.astype(np.int32)
-
-
-def _bans(sampling: SamplingParams, config: ModelConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(ids never chosen, ids kept out of the confidence), each padded to `BANS`."""
-    tokens: list[int] = []
-    confidence: list[int] = []
-    if sampling.logits_eos_inf:
-        tokens.append(_known(config.eos_id, "logits_eos_inf", "end-of-sequence", "eos_token_id"))
-    mode = sampling.confidence_eos_eot_inf
-    if mode is not None:
-        eot = _known(config.eot_id, "confidence_eos_eot_inf", "end-of-turn", "eot_token_id")
-        confidence.append(eot)
-        if mode == "fixed" or sampling.temperature == 0:
-            confidence.append(
-                _known(config.eos_id, "confidence_eos_eot_inf", "end-of-sequence", "eos_token_id")
-            )
-    pad = (PADDING_BANS,) * BANS
-    return (*tokens, *pad)[:BANS], (*confidence, *pad)[:BANS]
-
-
-def _known(value: int | None, option: str, what: str, key: str) -> int:
-    if value is None:
-        raise RequestError(f"{option} needs the {what} id, which the checkpoint does not name ({key})")
-    return value

@@ -10,6 +10,7 @@ from benchmarks.shapes import SHAPES
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.step import denoise
 from jdllm.models.weights import abstract_params, param_bytes
+from jdllm.pallas.masked_logits import Level
 from jdllm.planning.aot import compile_for
 from jdllm.planning.chunks import ChunkConfig
 from jdllm.serving.packing import pack
@@ -25,7 +26,7 @@ MIB = 2**20
 def executable():
     """One step of 1024 rows, a block of 32 of them masked."""
     sampling = SamplingParams(gen_length=32)
-    batch = pack([generation_request(0, np.arange(992), sampling, CONFIG)]).batch
+    batch = pack([generation_request(0, np.arange(992), sampling, CONFIG)], CONFIG).batch
     return compile_for(
         "h200",
         denoise,
@@ -35,7 +36,7 @@ def executable():
         config=CONFIG,
         mask_id=CONFIG.mask_id,
         chunks=ChunkConfig(),
-        capacity=64,
+        level=Level.TOP,
     )
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-TOKEN, ORDER = 0, 1
+TOKEN, ORDER, SELECTION = 0, 1, 2
 
 
 def threefry(key: tuple, counter: tuple) -> tuple[np.ndarray, np.ndarray]:
@@ -39,7 +39,15 @@ def gumbel(bits: np.ndarray) -> np.ndarray:
     return -np.log(-np.log((bits.astype(np.float64) + 0.5) / 2**32))
 
 
+def position_bits(seed: int, purpose: int, step: int, position: int) -> np.ndarray:
+    return threefry(step_key(seed, purpose, step), (position, 0))[0]
+
+
+def uniform(bits: np.ndarray) -> float:
+    """float64 (bits + 1/2) / 2^32."""
+    return (float(bits) + 0.5) / 2**32
+
+
 def order_uniform(seed: int, step: int, position: int) -> float:
     """float64 draw that orders one position."""
-    bits = threefry(step_key(seed, ORDER, step), (position, 0))[0]
-    return (float(bits) + 0.5) / 2**32
+    return uniform(position_bits(seed, ORDER, step, position))

@@ -1,6 +1,7 @@
 """The sampler against a slow re-implementation in float64, at every step of every request."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Literal
 
 import jax
@@ -68,6 +69,77 @@ def test_ragged_batch_of_different_parameters(stopping_llm: LLM):
     outputs = stopping_llm.generate(prompt_token_ids=ids, sampling=sampling)
     logits = logits_of(stopping_llm)
     check(outputs, [oracle.generate(logits, x, s, IDS) for x, s in zip(ids, sampling, strict=True)])
+
+
+# Thresholds and bounds at which the tiny model commits now one token and now several.
+RULES = {
+    "threshold": sampled(transfer="threshold", threshold=0.3),
+    "threshold, strict, in blocks": sampled(
+        transfer="threshold", threshold=0.25, threshold_strict=True, block_length=4
+    ),
+    "threshold, guided": sampled(transfer="threshold", threshold=0.5, cfg_scale=1.0),
+    "threshold, hot": sampled(transfer="threshold", threshold=0.1, temperature=1.0, seed=1),
+    "threshold, random order": sampled(transfer="threshold", threshold=0.6, remasking="random", seed=2),
+    "factor": sampled(transfer="factor", factor=2.0),
+    "factor, in blocks": sampled(transfer="factor", factor=1.5, block_length=4),
+    "factor, fixed end": sampled(transfer="factor", factor=1.5, block_length=4, factor_end="fixed"),
+    "factor, hot": sampled(transfer="factor", factor=2.2, temperature=0.7, seed=3),
+    "entropy bound": sampled(transfer="entropy_bound", entropy_bound=2.5),
+    "entropy bound, in blocks": sampled(transfer="entropy_bound", entropy_bound=4.0, block_length=4),
+    "entropy bound, hot": sampled(transfer="entropy_bound", entropy_bound=4.0, temperature=1.0, seed=4),
+    "margin": sampled(transfer="margin", steps=4),
+    "margin, hot, in blocks": sampled(
+        transfer="margin", steps=4, block_length=4, temperature=1.0, seed=5, undefined_tokens="official"
+    ),
+    "ends last, threshold": sampled(confidence_eos_eot_inf="fixed", transfer="threshold", threshold=0.2),
+    "ends last, entropy bound": sampled(
+        confidence_eos_eot_inf="fixed", transfer="entropy_bound", entropy_bound=4.0
+    ),
+    "official ends, margin": sampled(confidence_eos_eot_inf="official", transfer="margin", steps=4),
+    "schedule, banned": sampled(undefined_tokens="banned", temperature=3.0, seed=6),
+}
+DREAM_RULES = {
+    f"{alg}, {label}": sampled(alg=alg, seed=seed, **options)
+    for alg in ("origin", "maskgit_plus", "topk_margin", "entropy", "confidence_threshold")
+    for seed, (label, options) in enumerate(
+        {
+            "cold": {"steps": 4},
+            "one a step": {"threshold": 0.4},
+            "hot": {"steps": 4, "temperature": 0.8, "threshold": 0.2},
+            "nucleus": {"steps": 4, "top_p": 0.6, "threshold": 0.4},
+            "top k": {"steps": 4, "top_k": 3, "threshold": 0.5},
+            "filtered and hot": {"steps": 4, "top_p": 0.8, "top_k": 20, "temperature": 1.3, "threshold": 0.3},
+            "drawn order": {"steps": 4, "alg_temp": 0.2, "threshold": 0.4},
+            "eps": {"steps": 8, "eps": 0.2, "threshold": 0.4},
+            "guided": {"steps": 4, "cfg_scale": 0.8, "threshold": 0.4},
+        }.items()
+    )
+}
+
+
+@pytest.mark.parametrize("rules", [RULES, DREAM_RULES], ids=["transfer", "alg"])
+def test_every_rule_in_one_ragged_batch(rules: dict[str, SamplingParams], stopping_llm: LLM):
+    ids, sampling = prompts(len(rules), seed=5), list(rules.values())
+    outputs = stopping_llm.generate(prompt_token_ids=ids, sampling=sampling)
+    logits = logits_of(stopping_llm)
+    check(outputs, [oracle.generate(logits, x, s, IDS) for x, s in zip(ids, sampling, strict=True)])
+
+
+@pytest.mark.parametrize("rules", [RULES, DREAM_RULES], ids=["transfer", "alg"])
+def test_every_rule_with_shifted_logits(rules: dict[str, SamplingParams], dream_llm: LLM):
+    sampling = [s for s in rules.values() if s.confidence_eos_eot_inf is None]
+    ids = prompts(len(sampling), seed=6)
+    outputs = dream_llm.generate(prompt_token_ids=ids, sampling=sampling)
+    logits, known = logits_of(dream_llm), oracle.Ids(mask=509, shift=True)
+    check(outputs, [oracle.generate(logits, x, s, known) for x, s in zip(ids, sampling, strict=True)])
+
+
+def test_rules_commit_now_one_token_and_now_several(stopping_llm: LLM):
+    """What makes the comparison with the oracle worth something."""
+    for name in ("threshold", "factor", "entropy bound", "threshold, hot"):
+        outputs = stopping_llm.generate(prompt_token_ids=prompts(8, seed=5), sampling=RULES[name])
+        took = [int((a != b).sum()) for o in outputs for a, b in pairwise(np.asarray(o.history))]
+        assert {1, 2} <= set(took), name
 
 
 @pytest.mark.parametrize("name", ["off_g32_s20_b16_uneven", "off_g16_s16_b8_cfg", "off_conf_eos_eot_inf"])

@@ -52,14 +52,15 @@ def test_guided_logits_equal_the_official_ones(
 ):
     ids, prompt = goldens["cfg.input_ids"], goldens["cfg.prompt_index"].astype(bool)
     batch, length = ids.shape
-    tokens, rows, starts = lay_out([*ids, *np.where(prompt, MASK, ids)])
+    tokens, rows, starts = lay_out([*ids, *np.where(prompt, MASK, ids)], config)
     row = (starts[:batch, None] + np.arange(length)).ravel()
     head = HeadRows(row, row + batch * length, np.repeat(np.arange(batch), length))
+    positions = jnp.asarray(rows.positions)[row]
 
     @jax.jit
     def guided(params: Params) -> jax.Array:
         hidden = forward(params, config, tokens, rows)
-        combined = gather_guided(params, config, hidden, head, jnp.full(len(row), 1.5))
+        combined = gather_guided(params, config, hidden, head, positions, jnp.full(len(row), 1.5))
         return head_logits(combined, head_weights(params))
 
     actual = np.asarray(guided(params))

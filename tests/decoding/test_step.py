@@ -13,8 +13,8 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.step import denoise
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params, abstract_params
+from jdllm.pallas.masked_logits import Level
 from jdllm.planning.chunks import ChunkConfig
-from jdllm.serving.engine import MAX_STEPS_PER_DISPATCH
 from jdllm.serving.packing import pack
 from jdllm.serving.request import Request, generation_request
 from tests.pallas.jaxprs import largest_intermediate
@@ -37,7 +37,7 @@ def run(params: Params, config: ModelConfig, executables: Executables):
             config=config,
             mask_id=MASK,
             chunks=ChunkConfig(),
-            capacity=MAX_STEPS_PER_DISPATCH,
+            level=Level.TOP,
         )
         return jax.device_get(trace)
 
@@ -55,24 +55,24 @@ def run(params: Params, config: ModelConfig, executables: Executables):
 def test_stops_when_any_segment_finishes_its_block(
     options: list[dict], expected: int, run, config: ModelConfig
 ):
-    trace = run(pack([request(config, **o) for o in options]).batch, 64)
+    trace = run(pack([request(config, **o) for o in options], config).batch, 64)
     assert trace.steps == expected
 
 
 @pytest.mark.parametrize("max_steps", [0, 1, 3])
 def test_stops_after_max_steps(max_steps: int, run, config: ModelConfig):
-    trace = run(pack([request(config)]).batch, max_steps)
+    trace = run(pack([request(config)], config).batch, max_steps)
     assert trace.steps == max_steps
     assert trace.committed.sum() == max_steps
     assert not trace.committed[max_steps:].any()
 
 
 def test_stops_when_nothing_is_masked_any_more(run, config: ModelConfig):
-    assert run(pack([request(config, gen_length=3, steps=9)]).batch, 64).steps == 3
+    assert run(pack([request(config, gen_length=3, steps=9)], config).batch, 64).steps == 3
 
 
 def test_padding_never_commits_and_masked_rows_commit_once(run, config: ModelConfig):
-    packed = pack([request(config, steps=2), request(config, steps=2, cfg_scale=1.0)])
+    packed = pack([request(config, steps=2), request(config, steps=2, cfg_scale=1.0)], config)
     trace = run(packed.batch, 64)
     real = sum(map(len, packed.candidates))
     assert real < packed.batch.head.row.shape[0]
@@ -86,14 +86,15 @@ class TestMemory:
 
     vocab, head = 32768, 1024
 
+    @pytest.mark.parametrize("level", Level)
     @pytest.mark.parametrize("chunks", [1, 2, 8])
-    def test_the_largest_array_is_a_chunk_of_logits(self, chunks: int, config: ModelConfig):
+    def test_the_largest_array_is_a_chunk_of_logits(self, chunks: int, level: Level, config: ModelConfig):
         wide = dataclasses.replace(config, vocab_size=self.vocab)
         sampling = SamplingParams(gen_length=self.head)
-        batch = pack([generation_request(0, np.zeros(3072, int), sampling, wide)]).batch
+        batch = pack([generation_request(0, np.zeros(3072, int), sampling, wide)], wide).batch
         assert batch.head.row.shape == (self.head,)
         assert len(batch.tokens) >= 4096
         split = ChunkConfig(logits=chunks)
-        run = functools.partial(denoise, config=wide, mask_id=MASK, chunks=split, capacity=64)
+        run = functools.partial(denoise, config=wide, mask_id=MASK, chunks=split, level=level)
         largest = largest_intermediate(run, abstract_params(wide, "float32"), batch, np.int32(64))
         assert largest == self.head // chunks * self.vocab

@@ -1,4 +1,4 @@
-"""Every recorded run of the official LLaDA sampler, token by token at every step."""
+"""Every recorded run of the official samplers, token by token at every step."""
 
 from typing import Any
 
@@ -7,48 +7,86 @@ import pytest
 
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.llm import LLM
-from tests.conftest import LLADA, STOPS
+from tests.conftest import DREAM, LLADA, STOPS
+from tests.helpers import Golden
 
-RECORDED = [name for name in LLADA.json("trajectories")["cases"] if name.startswith("off_")]
+LLADA_MOE = Golden("llada_moe")
+
+# Fast-dLLM's run of Dream took the default of transformers' GenerationConfig for what the call left open.
+# That the recordings are filtered shows in two of them: without it, or with at most 40 or at least 60, they
+# come out differently.
+TOP_K_LEFT_OPEN = 50
 
 
-def sampling_of(case: dict[str, Any]) -> SamplingParams:
+def llada_sampling(case: dict[str, Any]) -> dict[str, Any]:
+    """LLaDA's own sampler, and Fast-dLLM's without a cache, which ignores `steps` where it has a rule."""
+    options = {"block_length": case["block_length"], "steps": case["steps"]}
+    for rule in ("threshold", "factor"):
+        if case.get(rule) is not None:
+            options |= {"transfer": rule, rule: case[rule]}
+    return options | {
+        "cfg_scale": case.get("cfg_scale", 0.0),
+        "logits_eos_inf": case.get("logits_eos_inf", False),
+        "confidence_eos_eot_inf": "official" if case.get("confidence_eos_eot_inf") else None,
+        "prompt_masks": "official",
+    }
+
+
+def dream_sampling(case: dict[str, Any]) -> dict[str, Any]:
+    if case["algo"] == "fast_dllm_dream_confidence_threshold":
+        own = {"alg": "confidence_threshold", "threshold": case["threshold"], "top_k": TOP_K_LEFT_OPEN}
+    else:
+        assert case.get("top_p") is None
+        own = {"alg": case["alg"], "eps": case["eps"], "top_k": case.get("top_k")}
+    return own | {"steps": case["steps"], "alg_temp": case.get("alg_temp", 0.0)}
+
+
+def sampling_of(family: str, case: dict[str, Any]) -> SamplingParams:
+    options = dream_sampling(case) if family == "dream" else llada_sampling(case)
     return SamplingParams(
         gen_length=case["gen_length"],
-        steps=case["steps"],
-        block_length=case["block_length"],
-        cfg_scale=case["cfg_scale"],
         temperature=case["temperature"],
-        logits_eos_inf=case.get("logits_eos_inf", False),
-        confidence_eos_eot_inf="official" if case.get("confidence_eos_eot_inf") else None,
         early_stop=False,
-        prompt_masks="official",
         return_history=True,
+        **options,
     )
 
 
+def cases_of(golden: Golden, *prefixes: str) -> list[tuple[str, str]]:
+    names = golden.json("trajectories")["cases"]
+    return [(golden.family, name) for name in names if name.startswith(prefixes)]
+
+
+LLADA_RUNS = cases_of(LLADA, "off_", "fast_none_", "fastv1_none_")
+DREAM_RUNS = cases_of(DREAM, "maskgit_plus_", "topk_margin_", "entropy_", "fast_nocache_")
+MOE_RUNS = cases_of(LLADA_MOE, "off_")
+RECORDED = [*LLADA_RUNS, *DREAM_RUNS, *MOE_RUNS]
+
+
 @pytest.fixture
-def model(case: dict[str, Any], request: pytest.FixtureRequest) -> LLM:
+def case(family: str, name: str) -> dict[str, Any]:
+    return Golden(family).json("trajectories")["cases"][name]
+
+
+@pytest.fixture
+def model(family: str, case: dict[str, Any], request: pytest.FixtureRequest) -> LLM:
     """The model with the end ids that the case was recorded with."""
     if "eos_id" not in case:
-        return request.getfixturevalue("llm")
+        fixture = {"llada": "llm", "dream": "dream_llm", "llada_moe": "moe_llm"}[family]
+        return request.getfixturevalue(fixture)
     ids = {"eos_token_id": case["eos_id"], "eot_token_id": case["eot_id"]}
     if ids == STOPS:
         return request.getfixturevalue("stopping_llm")
     return LLM(LLADA.directory, dtype="float32", hf_overrides=ids)
 
 
-@pytest.fixture
-def case(name: str, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    return cases[name]
-
-
-@pytest.mark.parametrize("name", RECORDED)
-def test_every_token_of_every_step(name: str, case: dict, model: LLM, trajectories: dict[str, np.ndarray]):
-    prompts, states = trajectories[f"{name}.prompt"], trajectories[f"{name}.states"]
-    real = trajectories.get(f"{name}.attention_mask", np.ones_like(prompts)).astype(bool)
+@pytest.mark.parametrize(("family", "name"), RECORDED)
+def test_every_token_of_every_step(family: str, name: str, case: dict[str, Any], model: LLM):
+    tensors = Golden(family).tensors("trajectories")
+    prompts, states = tensors[f"{name}.prompt"], tensors[f"{name}.states"]
+    real = tensors.get(f"{name}.attention_mask", np.ones_like(prompts)).astype(bool)
     ids = [row[keep] for row, keep in zip(prompts, real, strict=True)]
-    outputs = model.generate(prompt_token_ids=ids, sampling=sampling_of(case))
+    outputs = model.generate(prompt_token_ids=ids, sampling=sampling_of(family, case))
     assert len(outputs) == states.shape[1]
     for row, output in enumerate(outputs):
         unpadded = states[:, row, (~real[row]).sum() :]
@@ -58,7 +96,30 @@ def test_every_token_of_every_step(name: str, case: dict, model: LLM, trajectori
         assert output.nfe == case["nfe"]
 
 
-def test_the_recordings_cover_the_options():
-    assert {"off_leftpad_cfg", "off_mask_in_prompt", "off_both_eos", "off_batch2_cfg_g16_s8_b8"} <= set(
-        RECORDED
+@pytest.mark.parametrize("other", [None, 40, 60])
+def test_the_filter_of_the_recordings_shows(other: int | None, dream_llm: LLM):
+    name = "fast_nocache_p9_g32_s16_thr0.4"
+    sampling = SamplingParams(
+        gen_length=32,
+        steps=16,
+        alg="confidence_threshold",
+        threshold=0.4,
+        top_k=other,
+        early_stop=False,
+        return_history=True,
     )
+    tensors = DREAM.tensors("trajectories")
+    (output,) = dream_llm.generate(prompt_token_ids=list(tensors[f"{name}.prompt"]), sampling=sampling)
+    states = tensors[f"{name}.states"][:, 0]
+    assert output.history is not None
+    assert output.history.shape != states.shape or (output.history != states).any()
+
+
+def test_the_recordings_cover_the_options():
+    llada = {name for _, name in LLADA_RUNS}
+    assert {"off_leftpad_cfg", "off_mask_in_prompt", "off_both_eos", "off_batch2_cfg_g16_s8_b8"} <= llada
+    assert sum(name.startswith("fast") for name in llada) == 18
+    dream = {name for _, name in DREAM_RUNS}
+    assert {"maskgit_plus_leftpad", "topk_margin_b3_p8_g20_s8", "entropy_eps0.05"} <= dream
+    assert sum(name.startswith("fast_nocache") for name in dream) == 4
+    assert len(MOE_RUNS) == 4

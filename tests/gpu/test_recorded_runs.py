@@ -1,4 +1,6 @@
-"""The recorded runs of the official sampler again, on a card: f32 products must not fall back to TF32."""
+"""The recorded runs of the official samplers again, on a card: f32 products must not fall back to TF32."""
+
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,9 +19,9 @@ def card():
     assert jax.default_backend() == "gpu", "this lane needs a card"
 
 
-@pytest.mark.parametrize("name", recorded.RECORDED)
-def test_every_token_of_every_step(name, case, model, trajectories):
-    recorded.test_every_token_of_every_step(name, case, model, trajectories)
+@pytest.mark.parametrize(("family", "name"), recorded.RECORDED)
+def test_every_token_of_every_step(family: str, name: str, case: dict[str, Any], model: LLM):
+    recorded.test_every_token_of_every_step(family, name, case, model)
 
 
 def test_logits(llm: LLM, goldens: dict[str, np.ndarray]):

@@ -25,6 +25,7 @@ from jdllm.models.transformer import (
 )
 from jdllm.models.weights import Params, TensorSpec, abstract_params, is_spec, spec_tree
 from jdllm.pallas.attention import attention
+from jdllm.pallas.grouped_matmul import grouped_matmul
 from jdllm.planning.chunks import ChunkConfig
 from jdllm.serving.packing import lay_out
 from tests.models import numpy_transformer
@@ -45,7 +46,7 @@ def packed_logits(
     params: Params, config: ModelConfig, sequences: list[np.ndarray], **options
 ) -> list[np.ndarray]:
     """Logits of each sequence, all evaluated in one packed batch."""
-    tokens, rows, starts = lay_out(sequences)
+    tokens, rows, starts = lay_out(sequences, config)
     out = np.asarray(evaluate(params, config, tokens, rows, **options))
     return [out[start : start + len(ids)] for start, ids in zip(starts, sequences, strict=True)]
 
@@ -86,7 +87,7 @@ def test_every_branch_of_every_layer(params: Params, config: ModelConfig, golden
             layer = {name: leaf[i] for name, leaf in params["layers"].items()}
             keys_values = project_keys_values(layer, config, h, rotation)
             attended = attention_branch(layer, config, h, rotation, rows, keys_values, attention)
-            fed = ffn_branch(layer, config, h + attended)
+            fed = ffn_branch(layer, config, h + attended, grouped_matmul)
             h = h + attended + fed
             out |= {f"layer{i}.attn_out": attended, f"layer{i}.ff_out": fed, f"layer{i}": h}
         return out | {"final_norm": final_norm(params, config, h)}

@@ -1,4 +1,4 @@
-"""The masked head against float64, its bans, ties and sampling."""
+"""The masked head against float64: its bans, ties, filters, measures and sampling."""
 
 from typing import NamedTuple
 
@@ -6,14 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy import stats
 
 from jdllm.decoding.noise import Purpose, seed_words, step_keys
-from jdllm.pallas.masked_logits import RowDecision, TokenNoise, masked_logits
+from jdllm.pallas.masked_logits import Level, RowDecision, RowSampling, masked_logits
 from tests.decoding import numpy_noise
 
 VOCAB = 300
 NONE = -1
+UNFILTERED = 2.0
+jitted = jax.jit(masked_logits, static_argnums=3)
 
 
 class Expected(NamedTuple):
@@ -21,37 +25,82 @@ class Expected(NamedTuple):
     logit: np.ndarray
     maximum: np.ndarray
     total: np.ndarray
-
-
-def noise(temperature: np.ndarray, seed: int = 0, step: int = 0) -> TokenNoise:
-    rows = len(temperature)
-    keys = step_keys(jnp.asarray([seed_words(seed)]), Purpose.TOKEN, jnp.asarray([step]))
-    per_row = jax.tree.map(lambda word: jnp.repeat(word, rows), keys)
-    return TokenNoise(per_row, jnp.arange(rows), jnp.asarray(temperature, jnp.float32))
-
-
-def oracle(logits: np.ndarray, token_bans: np.ndarray, confidence_bans: np.ndarray) -> Expected:
-    """Temperature 0, row by row, in float64."""
-    rows = []
-    for row, banned, unmeasured in zip(logits, token_bans, confidence_bans, strict=True):
-        allowed = row.astype(np.float64)
-        allowed[banned[banned != NONE]] = -np.inf
-        measured = allowed.copy()
-        measured[unmeasured[unmeasured != NONE]] = -np.inf
-        token = int(allowed.argmax())
-        rows.append((token, allowed[token], measured.max(), np.exp(measured - measured.max()).sum()))
-    return Expected(*map(np.array, zip(*rows, strict=True)))
+    second: np.ndarray
+    negative_entropy: np.ndarray
 
 
 def no_bans(rows: int) -> np.ndarray:
     return np.full((rows, 2), NONE)
 
 
-def decide(logits: np.ndarray, token_noise: TokenNoise, token_bans=None, confidence_bans=None) -> RowDecision:
+def asked(rows: int, *, seed: int = 0, step: int = 0, vocab: int = VOCAB, **columns) -> RowSampling:
+    """Rows that ask for nothing but `columns`, each one value or one for every row."""
+    keys = step_keys(jnp.asarray([seed_words(seed)]), Purpose.TOKEN, jnp.asarray([step]))
+    plain = {
+        "temperature": np.float32(0),
+        "tempered": False,
+        "top_k": np.int32(vocab),
+        "top_p": np.float32(UNFILTERED),
+        "limit": np.int32(vocab),
+    }
+    for name, value in plain.items():
+        plain[name] = np.full(rows, columns.pop(name, value), np.asarray(value).dtype)
+    bans = {name: columns.pop(name, no_bans(rows)) for name in ("token_bans", "confidence_bans")}
+    assert not columns
+    per_row = jax.tree.map(lambda word: jnp.repeat(word, rows), keys)
+    return RowSampling(keys=per_row, positions=jnp.arange(rows), **plain, **bans)
+
+
+def oracle(logits: np.ndarray, rows: RowSampling, noise: np.ndarray | float = 0.0) -> Expected:
+    """Row by row in float64; `noise` is added before the argmax."""
+    out = []
+    noise = np.broadcast_to(noise, logits.shape)
+    for i, row in enumerate(np.asarray(logits, np.float64)):
+        allowed = row.copy()
+        allowed[rows.limit[i] :] = -np.inf
+        allowed[rows.token_bans[i][rows.token_bans[i] != NONE]] = -np.inf
+        temperature = float(rows.temperature[i])
+        divisor = temperature if rows.tempered[i] and temperature > 0 else 1.0
+        allowed[~kept(allowed / divisor, float(rows.top_p[i]), int(rows.top_k[i]))] = -np.inf
+        measured = allowed / divisor
+        measured[rows.confidence_bans[i][rows.confidence_bans[i] != NONE]] = -np.inf
+        p = np.exp(measured - measured.max())
+        total = p.sum()
+        p /= total
+        token = int((allowed + noise[i]).argmax())
+        second = np.sort(measured)[-2]
+        entropy = (p * np.log(p + 1e-10)).sum()
+        out.append((token, allowed[token] / divisor, measured.max(), total, second, entropy))
+    return Expected(*map(np.array, zip(*out, strict=True)))
+
+
+def kept(logits: np.ndarray, top_p: float, top_k: int) -> np.ndarray:
+    """The first token and those before which the probabilities sum to at most `top_p`; of these `top_k`."""
+    weights = np.exp(logits - logits.max())
+    weights /= weights.sum()
+    out = np.zeros(len(logits), bool)
+    spent = 0.0
+    for token in np.argsort(-logits, kind="stable")[:top_k]:
+        if top_p < 1 and spent > top_p:
+            break
+        out[token] = True
+        spent += weights[token]
+    return out
+
+
+def decide(logits: np.ndarray, rows: RowSampling, level: Level = Level.TOP) -> RowDecision:
     """`masked_logits` for given logits: an identity matrix stands for the head."""
-    bans = [no_bans(len(logits)) if b is None else b for b in (token_bans, confidence_bans)]
     head = jnp.eye(logits.shape[1], dtype=jnp.float32)
-    return jax.jit(masked_logits)(jnp.asarray(logits, jnp.float32), head, token_noise, *bans)
+    return jitted(jnp.asarray(logits, jnp.float32), head, rows, level)
+
+
+def check(actual: RowDecision, expected: Expected, level: Level = Level.TOP) -> None:
+    np.testing.assert_array_equal(actual.token, expected.token)
+    for name in ["logit", "maximum", "total"] + ["second"] * (level >= Level.MOMENTS):
+        np.testing.assert_allclose(getattr(actual, name), getattr(expected, name), rtol=2e-6, err_msg=name)
+    if level >= Level.MOMENTS:
+        entropies = actual.negative_entropy, expected.negative_entropy
+        np.testing.assert_allclose(*entropies, rtol=2e-6, atol=2e-6)
 
 
 @pytest.fixture
@@ -59,28 +108,21 @@ def logits() -> np.ndarray:
     return np.random.default_rng(1).normal(0, 4, (12, VOCAB)).astype(np.float32)
 
 
-def check(actual: RowDecision, expected: Expected) -> None:
-    np.testing.assert_array_equal(actual.token, expected.token)
-    for name in ("logit", "maximum", "total"):
-        np.testing.assert_allclose(getattr(actual, name), getattr(expected, name), rtol=2e-6, err_msg=name)
-
-
 def test_product_with_the_head():
     rng = np.random.default_rng(0)
     hidden, head = rng.normal(size=(9, 32)), rng.normal(size=(VOCAB, 32))
     hidden, head = hidden.astype(np.float32), head.astype(np.float32)
-    expected = oracle(hidden.astype(np.float64) @ head.T.astype(np.float64), no_bans(9), no_bans(9))
-    check(jax.jit(masked_logits)(hidden, head, noise(np.zeros(9)), no_bans(9), no_bans(9)), expected)
+    expected = oracle(hidden.astype(np.float64) @ head.T.astype(np.float64), asked(9))
+    check(jitted(hidden, head, asked(9), Level.MOMENTS), expected, Level.MOMENTS)
 
 
 def test_bfloat16_operands_give_f32_logits():
     rng = np.random.default_rng(0)
     hidden, head = (jnp.asarray(rng.normal(size=(n, 32)), jnp.bfloat16) for n in (9, VOCAB))
     exact = np.asarray(hidden, np.float64) @ np.asarray(head, np.float64).T
-    expected = oracle(exact, no_bans(9), no_bans(9))
-    actual = jax.jit(masked_logits)(hidden, head, noise(np.zeros(9)), no_bans(9), no_bans(9))
+    actual = jitted(hidden, head, asked(9), Level.TOP)
     assert actual.logit.dtype == jnp.float32
-    check(actual, expected)
+    check(actual, oracle(exact, asked(9)))
 
 
 def test_banned_tokens_leave_the_distribution(logits: np.ndarray):
@@ -88,8 +130,9 @@ def test_banned_tokens_leave_the_distribution(logits: np.ndarray):
     bans = no_bans(len(logits))
     bans[::2, 0] = best[::2, 0]
     bans[::4, 1] = best[::4, 1]
-    actual = decide(logits, noise(np.zeros(len(logits))), token_bans=bans)
-    check(actual, oracle(logits, bans, no_bans(len(logits))))
+    rows = asked(len(logits), token_bans=bans)
+    actual = decide(logits, rows)
+    check(actual, oracle(logits, rows))
     assert actual.token[0] == best[0, 2]
 
 
@@ -97,8 +140,9 @@ def test_confidence_bans_leave_the_softmax_only(logits: np.ndarray):
     bans = no_bans(len(logits))
     bans[::2, 0] = logits[::2].argmax(axis=1)
     bans[1::2, 1] = 7
-    actual = decide(logits, noise(np.zeros(len(logits))), confidence_bans=bans)
-    check(actual, oracle(logits, no_bans(len(logits)), bans))
+    rows = asked(len(logits), confidence_bans=bans)
+    actual = decide(logits, rows)
+    check(actual, oracle(logits, rows))
     np.testing.assert_array_equal(actual.token, logits.argmax(axis=1))
     assert (np.asarray(actual.maximum)[::2] < logits[::2].max(axis=1)).all()
 
@@ -106,41 +150,61 @@ def test_confidence_bans_leave_the_softmax_only(logits: np.ndarray):
 def test_both_bans_together(logits: np.ndarray):
     rng = np.random.default_rng(4)
     bans = [rng.integers(NONE, VOCAB, (len(logits), 2)) for _ in range(2)]
-    check(decide(logits, noise(np.zeros(len(logits))), *bans), oracle(logits, *bans))
+    rows = asked(len(logits), token_bans=bans[0], confidence_bans=bans[1])
+    check(decide(logits, rows, Level.MOMENTS), oracle(logits, rows), Level.MOMENTS)
+
+
+def test_ids_from_the_limit_on_leave_the_distribution(logits: np.ndarray):
+    limit = np.linspace(1, VOCAB, len(logits)).astype(np.int32)
+    rows = asked(len(logits), limit=limit)
+    actual = decide(logits, rows)
+    check(actual, oracle(logits, rows))
+    assert (np.asarray(actual.token) < limit).all()
+    assert (logits.argmax(axis=1) >= limit).any()
 
 
 def test_ties_go_to_the_lowest_id():
     logits = np.zeros((3, VOCAB), np.float32)
     logits[0, [40, 7, 299]] = 5
     logits[1, [299, 298]] = 5
-    np.testing.assert_array_equal(decide(logits, noise(np.zeros(3))).token, [7, 298, 0])
+    np.testing.assert_array_equal(decide(logits, asked(3)).token, [7, 298, 0])
 
 
-def test_noise_is_that_of_the_key_and_leaves_the_measure_clean(logits: np.ndarray):
+def test_the_second_value_may_equal_the_first():
+    logits = np.zeros((2, VOCAB), np.float32)
+    logits[0, [40, 7]] = 5
+    logits[1, 9] = 5
+    np.testing.assert_array_equal(decide(logits, asked(2), Level.MOMENTS).second, [5, 0])
+
+
+def drawn(seed: int, step: int, rows: int) -> np.ndarray:
+    return np.stack([numpy_noise.gumbel(numpy_noise.token_bits(seed, step, r, VOCAB)) for r in range(rows)])
+
+
+@pytest.mark.parametrize("tempered", [False, True])
+def test_noise_is_that_of_the_key_and_leaves_the_measure_clean(logits: np.ndarray, tempered: bool):
     temperature = np.tile([0.0, 0.5, 1.0, 3.0], 3)
-    actual = decide(logits, noise(temperature, seed=2**50 + 3, step=6))
-    drawn = np.stack(
-        [numpy_noise.gumbel(numpy_noise.token_bits(2**50 + 3, 6, row, VOCAB)) for row in range(len(logits))]
-    )
-    token = (logits + temperature[:, None] * drawn).argmax(axis=1)
-    clean = oracle(logits, no_bans(len(logits)), no_bans(len(logits)))
-    assert (token != logits.argmax(axis=1)).any()
-    check(actual, clean._replace(token=token, logit=logits[np.arange(len(logits)), token]))
+    rows = asked(len(logits), seed=2**50 + 3, step=6, temperature=temperature, tempered=tempered)
+    noise = temperature[:, None] * drawn(2**50 + 3, 6, len(logits))
+    expected = oracle(logits, rows, noise)
+    assert (expected.token != logits.argmax(axis=1)).any()
+    check(decide(logits, rows, Level.MOMENTS), expected, Level.MOMENTS)
 
 
 def test_a_row_without_temperature_ignores_its_neighbours(logits: np.ndarray):
     temperature = np.zeros(len(logits))
     temperature[1::2] = 2.0
-    mixed = decide(logits, noise(temperature))
+    mixed = decide(logits, asked(len(logits), temperature=temperature, tempered=True))
     np.testing.assert_array_equal(np.asarray(mixed.token)[::2], logits[::2].argmax(axis=1))
+    np.testing.assert_array_equal(np.asarray(mixed.maximum)[::2], logits[::2].max(axis=1))
 
 
 def test_banned_tokens_are_never_drawn():
-    logits = np.zeros((400, 5), np.float32)
+    logits = np.zeros((400, 7), np.float32)
     bans = no_bans(400)
     bans[:, 0], bans[:, 1] = 2, 4
-    token = decide(logits, noise(np.full(400, 5.0)), token_bans=bans).token
-    assert set(np.asarray(token).tolist()) == {0, 1, 3}
+    token = decide(logits, asked(400, vocab=7, temperature=5.0, token_bans=bans, limit=6)).token
+    assert set(np.asarray(token).tolist()) == {0, 1, 3, 5}
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -148,7 +212,91 @@ def test_banned_tokens_are_never_drawn():
 def test_samples_follow_the_softmax(seed: int, temperature: float):
     logits = np.array([0.3, -1.0, 1.5, 0.0, 2.0, -2.0, 0.7])
     rows = 20_000
-    token = decide(np.tile(logits, (rows, 1)), noise(np.full(rows, temperature), seed)).token
+    token = decide(np.tile(logits, (rows, 1)), asked(rows, seed=seed, vocab=7, temperature=temperature)).token
     weights = np.exp(logits / temperature)
     counts = np.bincount(token, minlength=len(logits))
     assert stats.chisquare(counts, rows * weights / weights.sum()).pvalue > 1e-3
+
+
+class TestFilters:
+    @given(
+        st.integers(0, 2**32 - 1),
+        st.lists(st.sampled_from([0.0, 0.3, 0.8, 0.95, 1.0, UNFILTERED]), min_size=6, max_size=6),
+        st.lists(st.sampled_from([1, 2, 5, 40, VOCAB]), min_size=6, max_size=6),
+        st.lists(st.sampled_from([0.0, 0.5, 1.7]), min_size=6, max_size=6),
+        st.sampled_from([0.5, 4.0]),
+    )
+    def test_equal_float64(self, seed, top_p, top_k, temperature, spread):
+        rng = np.random.default_rng(seed)
+        logits = rng.normal(0, spread, (6, VOCAB)).astype(np.float32)
+        bans = rng.integers(NONE, VOCAB, (6, 2))
+        rows = asked(
+            6,
+            seed=seed,
+            top_p=top_p,
+            top_k=top_k,
+            temperature=temperature,
+            tempered=rng.random(6) < 0.8,
+            limit=rng.integers(VOCAB // 2, VOCAB, 6),
+            token_bans=bans,
+        )
+        noise = np.array(temperature)[:, None] * drawn(seed, 0, 6)
+        check(decide(logits, rows, Level.FILTERED), oracle(logits, rows, noise), Level.FILTERED)
+
+    @pytest.mark.parametrize(
+        ("top_p", "count"), [(0.0, 1), (0.39, 1), (0.41, 2), (0.69, 2), (0.71, 3), (0.9, 4)]
+    )
+    def test_the_token_that_crosses_top_p_is_kept(self, top_p: float, count: int):
+        weights = np.array([[0.1, 0.4, 0.2, 0.3]], np.float32)
+        actual = decide(np.log(weights), asked(1, vocab=4, top_p=top_p), Level.FILTERED)
+        kept_mass = np.sort(weights[0])[::-1][:count].sum()
+        assert float(actual.total[0]) == pytest.approx(kept_mass / 0.4, rel=1e-5)
+
+    def test_top_p_comes_first_and_sees_the_tempered_distribution(self):
+        weights = np.array([[0.5, 0.25, 0.125, 0.0625, 0.0625]] * 3, np.float32)
+        rows = asked(3, vocab=5, top_p=0.6, top_k=4, temperature=[2, 2, 0], tempered=[True, False, True])
+        tempered = np.sort(weights[0] ** 0.5)[::-1]
+        spent = np.cumsum(tempered) / tempered.sum()
+        count = 1 + int((spent <= 0.6).sum())
+        assert count == 3  # 2 in the distribution that is not tempered
+        totals = np.asarray(decide(np.log(weights), rows, Level.FILTERED).total)
+        np.testing.assert_allclose(totals, [tempered[:3].sum() / tempered[0], 1.5, 1.5], rtol=1e-5)
+
+    def test_equal_values_at_the_end_of_top_k_all_stay(self):
+        logits = np.array([[1.0, 3.0, 2.0, 2.0, 2.0, 0.0]], np.float32)
+        actual = decide(logits, asked(1, vocab=6, top_k=2), Level.FILTERED)
+        assert float(actual.total[0]) == pytest.approx(1 + 3 * np.exp(-1), rel=1e-6)
+
+    def test_one_survivor_has_no_second(self):
+        logits = np.array([[1.0, 3.0, 2.0]], np.float32)
+        actual = decide(logits, asked(1, vocab=3, top_k=1), Level.FILTERED)
+        assert (actual.total[0], actual.second[0], actual.negative_entropy[0]) == (1, -np.inf, 0)
+
+    def test_samples_stay_inside_and_keep_their_proportions(self):
+        weights, rows = np.array([0.05, 0.3, 0.1, 0.35, 0.2]), 20_000
+        logits = np.tile(np.log(weights), (rows, 1))
+        token = decide(logits, asked(rows, vocab=5, temperature=1.0, top_k=3, seed=3), Level.FILTERED).token
+        counts = np.bincount(token, minlength=5)
+        assert counts[[0, 2]].sum() == 0
+        assert stats.chisquare(counts[[1, 3, 4]], rows * weights[[1, 3, 4]] / 0.85).pvalue > 1e-3
+
+
+class TestLevels:
+    @pytest.mark.parametrize("tempered", [False, True])
+    def test_a_higher_level_changes_nothing_that_a_lower_one_gives(self, logits: np.ndarray, tempered: bool):
+        rng = np.random.default_rng(5)
+        rows = asked(
+            len(logits),
+            temperature=np.tile([0.0, 1.0, 0.6], 4),
+            tempered=tempered,
+            token_bans=rng.integers(NONE, VOCAB, (len(logits), 2)),
+            confidence_bans=rng.integers(NONE, VOCAB, (len(logits), 2)),
+        )
+        top, moments, filtered = (decide(logits, rows, level) for level in Level)
+        for name in ("token", "logit", "maximum", "total"):
+            for other in (moments, filtered):
+                np.testing.assert_array_equal(getattr(other, name), getattr(top, name))
+        np.testing.assert_array_equal(filtered.second, moments.second)
+        np.testing.assert_array_equal(filtered.negative_entropy, moments.negative_entropy)
+        assert not np.asarray(top.second).any()
+        assert not np.asarray(top.negative_entropy).any()

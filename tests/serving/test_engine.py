@@ -54,7 +54,7 @@ def waves_of(engine_of, executables: Executables):
         order = iter([update.request for update in updates])
         out = []
         for batch in recorder.batches:
-            active = int((batch.segments.block_steps > 0).sum())
+            active = int((batch.segments.steps_left > 0).sum())
             rows = int((batch.rows.k_start < batch.rows.k_end).sum())
             out.append(([next(order) for _ in range(active)], rows))
         assert next(order, None) is None

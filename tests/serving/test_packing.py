@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from jdllm.decoding.batch import PADDING_BANS
 from jdllm.decoding.sampling import SamplingParams
+from jdllm.decoding.transfer import Measure
 from jdllm.models.config import ModelConfig
-from jdllm.serving.packing import lay_out, pack, power_bucket, row_bucket
+from jdllm.serving.packing import MAX_STEPS_PER_DISPATCH, lay_out, pack, power_bucket, row_bucket
 from jdllm.serving.request import Request, generation_request
 
 MASK = 510
@@ -52,9 +53,9 @@ sequences = st.lists(st.integers(1, 60), min_size=1, max_size=6)
 
 
 @given(sequences)
-def test_segments_see_themselves_only_and_padding_sees_nothing(lengths: list[int]):
+def test_segments_see_themselves_only_and_padding_sees_nothing(config: ModelConfig, lengths: list[int]):
     ids = [np.arange(length) + 100 * i for i, length in enumerate(lengths)]
-    tokens, rows, starts = lay_out(ids)
+    tokens, rows, starts = lay_out(ids, config)
     assert len(tokens) == row_bucket(sum(lengths))
     assert starts.tolist() == np.cumsum([0, *lengths])[:-1].tolist()
     for start, segment in zip(starts, ids, strict=True):
@@ -104,7 +105,7 @@ class TestPack:
     @given(request_lists())
     def test_rows_are_the_requests_and_their_unguided_copies(self, config: ModelConfig, drawn: list[dict]):
         requests = requests_of(drawn, config)
-        batch, _ = pack(requests)
+        batch, _ = pack(requests, config)
         at = 0
         for request in requests:
             length = len(request.tokens)
@@ -122,7 +123,7 @@ class TestPack:
         self, config: ModelConfig, drawn: list[dict]
     ):
         requests = requests_of(drawn, config)
-        batch, candidates = pack(requests)
+        batch, candidates = pack(requests, config)
         head, size = batch.head, len(batch.segments.quota)
         expected = []
         at = 0
@@ -141,19 +142,19 @@ class TestPack:
     @given(request_lists())
     def test_segment_parameters_and_their_padding(self, config: ModelConfig, drawn: list[dict]):
         requests = requests_of(drawn, config)
-        segments = pack(requests).batch.segments
+        segments = pack(requests, config).batch.segments
         for i, (request, fields) in enumerate(zip(requests, drawn, strict=True)):
             sampling = fields["sampling"]
             assert int(segments.seed[i, 0]) << 32 | int(segments.seed[i, 1]) == sampling.seed
             assert segments.step[i] == fields["done"]
-            assert segments.block_step[i] == fields["done"] % sampling.block_length
-            assert segments.block_steps[i] == sampling.block_length
-            assert segments.quota[i] * request.block.steps + segments.remainder[i] == sampling.block_length
+            left = sampling.block_length - fields["done"] % sampling.block_length
+            assert segments.steps_left[i] == request.steps_left == left
+            assert segments.quota[i].tolist() == [1] * left + [0] * (MAX_STEPS_PER_DISPATCH - left)
             assert segments.guidance[i] == sampling.cfg_scale
             assert segments.temperature[i] == pytest.approx(sampling.temperature)
-            assert segments.random_order[i] == (sampling.remasking == "random")
+            assert (segments.measure[i] == Measure.RANDOM) == (sampling.remasking == "random")
         padding = slice(len(requests), None)
         assert len(segments.quota) == power_bucket(len(requests), 8)
-        assert not segments.block_steps[padding].any()
+        assert not segments.steps_left[padding].any()
         assert (segments.token_bans[padding] == PADDING_BANS).all()
         assert (segments.confidence_bans[padding] == PADDING_BANS).all()

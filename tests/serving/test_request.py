@@ -17,9 +17,14 @@ def params(**options) -> SamplingParams:
     return SamplingParams(**{"gen_length": 6, **options})
 
 
+def spans(blocks: list[Block]) -> list[tuple[int, int, int, list[int]]]:
+    """Start, stop, masks and tokens of each step."""
+    return [(b.start, b.stop, b.masks, b.table.quota.tolist()) for b in blocks]
+
+
 def test_blocks_of_a_generation(config: ModelConfig):
     request = generation_request(0, np.arange(4), params(block_length=3, steps=4), config)
-    assert request.blocks == [Block(4, 7, 3, 2), Block(7, 10, 3, 2)]
+    assert spans(request.blocks) == [(4, 7, 3, [2, 1]), (7, 10, 3, [2, 1])]
     assert request.tokens.tolist() == [0, 1, 2, 3] + [MASK] * 6
     assert request.candidates().tolist() == [4, 5, 6]
 
@@ -27,9 +32,9 @@ def test_blocks_of_a_generation(config: ModelConfig):
 def test_blocks_of_an_infill_count_masks_not_positions(config: ModelConfig):
     tokens = np.array([MASK, 1, MASK, 2, 3, MASK, MASK, 4, MASK])
     request = infill_request(0, tokens, params(block_length=2), config)
-    assert request.blocks == [Block(0, 3, 2, 2), Block(5, 7, 2, 2), Block(8, 9, 1, 1)]
+    assert spans(request.blocks) == [(0, 3, 2, [1, 1]), (5, 7, 2, [1, 1]), (8, 9, 1, [1])]
     whole = infill_request(0, tokens, params(steps=3), config)
-    assert whole.blocks == [Block(0, 9, 5, 3)]
+    assert spans(whole.blocks) == [(0, 9, 5, [2, 2, 1])]
 
 
 def test_masks_in_the_prompt_are_candidates_of_every_block(config: ModelConfig):
@@ -37,6 +42,16 @@ def test_masks_in_the_prompt_are_candidates_of_every_block(config: ModelConfig):
     request = generation_request(0, prompt, params(block_length=3, prompt_masks="official"), config)
     assert request.candidates().tolist() == [1, 3, 4, 5]
     assert request.blocks[0].masks == 3
+
+
+def test_dreams_quota_counts_masks_in_the_prompt(config: ModelConfig):
+    prompt = np.array([1, MASK, MASK])
+    sampling = params(alg="confidence_threshold", steps=4, prompt_masks="official")
+    request = generation_request(0, prompt, sampling, config)
+    masks = len(request.candidates())
+    assert masks == 8
+    assert (request.block.table.quota + masks)[:4].tolist() == [2, 4, 6, 8]  # while nothing commits
+    assert len(request.block.table) >= masks
 
 
 class TestEndOfText:
@@ -95,6 +110,13 @@ class TestRefused:
             generation_request(0, np.array([1]), params(block_length=3, steps=3), config)
         with pytest.raises(RequestError, match=r"number of blocks 2 \(3 masks / block_length 2\)"):
             infill_request(0, np.array([1, MASK, MASK, MASK]), params(block_length=2, steps=3), config)
+
+    def test_steps_that_do_not_divide_the_masks_of_a_deferring_rule(self, config: ModelConfig):
+        sampling = params(alg="confidence_threshold", steps=4)
+        with pytest.raises(RequestError, match="6 is not divisible by 4"):
+            generation_request(0, np.array([1]), sampling, config)
+        with pytest.raises(RequestError, match="3 is not divisible by 4"):
+            infill_request(0, np.array([MASK, MASK, 1, MASK]), sampling, config)
 
     def test_nothing_to_infill(self, config: ModelConfig):
         with pytest.raises(RequestError, match=r"nothing to infill.*510"):

@@ -4,14 +4,16 @@ import functools
 from collections.abc import Sequence
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jdllm.pallas.attention.reference import attention_reference
+from jdllm.pallas.attention.tokamax_adapter import attention_tokamax, check_tokamax
 from jdllm.pallas.attention.types import AttentionOutput, Bounds, Keys, Queries
 from jdllm.pallas.attention.xla import attention_xla
 
-Implementation = Literal["xla", "reference"]
+Implementation = Literal["tokamax", "xla", "reference"]
 
 
 def attention(
@@ -23,6 +25,7 @@ def attention(
     *,
     scale: float,
     implementation: Implementation | None = None,
+    platform: str | None = None,
 ) -> AttentionOutput:
     """Softmax attention of packed rows, each over its own range of keys.
 
@@ -32,16 +35,30 @@ def attention(
     - `k_start`, `k_end`: int32 range [start, end) of key rows that each query row sees. Full, causal,
       block-causal and sliding-window attention differ in these ranges only; an empty range is allowed.
     - `scale`: factor of the scores, usually head_dim ** -0.5.
-    - `implementation`: "xla" (portable, the default) or "reference" (dense oracle).
+    - `implementation`: "tokamax" (Mosaic GPU kernel for Hopper), "xla" (portable) or "reference" (dense
+      oracle). By default tokamax on CUDA where it can run, and xla anywhere else.
+    - `platform`: what will run it, "cpu" or "cuda"; by default JAX's default backend.
 
     Returns (o, m, l) as `AttentionOutput` describes; scores and softmax are f32.
+
+    Raises `NotImplementedError` where the given implementation cannot run, naming its limit.
     """
     if q.shape[1] % k.shape[1]:
         raise ValueError(
             f"attention: {q.shape[1]} query heads are no multiple of {k.shape[1]} key-value heads"
         )
+    on_cuda = (platform or jax.default_backend()) in ("gpu", "cuda")
+    if implementation not in (None, "tokamax", "xla", "reference"):
+        raise NotImplementedError(f"attention has no implementation {implementation!r}")
     if implementation == "reference":
         return attention_reference(q, k, v, k_start, k_end, scale=scale)
+    if implementation == "tokamax" or (implementation is None and on_cuda):
+        try:
+            check_tokamax(q, on_cuda)
+            return attention_tokamax(q, k, v, k_start, k_end, scale=scale)
+        except NotImplementedError:
+            if implementation is not None:
+                raise
     # A CPU gains nothing from large tiles, and packed short segments lose by them.
     small, large = (functools.partial(attention_xla, scale=scale, block=block) for block in (128, 512))
     return lax.platform_dependent(q, k, v, k_start, k_end, cpu=small, default=large)

@@ -1,77 +1,77 @@
 """Masked logits, portable form: one matrix product over a bounded chunk of rows, reduced at once."""
 
-from typing import NamedTuple
-
+import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Float
 
 from jdllm.decoding.noise import gumbel, vocabulary_bits
 from jdllm.models.layers import head_logits
+from jdllm.pallas.masked_logits.types import Ids, Level, RowDecision, RowSampling
 
-Ids = Int[Array, "rows bans"]
-
-
-class TokenNoise(NamedTuple):
-    """What keys the token noise of each row, and its temperature (0: no noise)."""
-
-    keys: tuple[UInt32[Array, " rows"], UInt32[Array, " rows"]]
-    positions: Int[Array, " rows"]
-    temperature: Float[Array, " rows"]
-
-
-class RowDecision(NamedTuple):
-    """What is kept of a row's logits.
-
-    - `token`: argmax of the noised logits, the lowest id on ties.
-    - `logit`: the clean f32 logit of `token`.
-    - `maximum`, `total`: the largest clean logit and the sum of exp(logit - maximum), f32, so that the
-      probability of `token` is exp(logit - maximum) / total.
-    """
-
-    token: Int[Array, " rows"]
-    logit: Float[Array, " rows"]
-    maximum: Float[Array, " rows"]
-    total: Float[Array, " rows"]
+Logits = Float[Array, "rows vocab"]
 
 
 def masked_logits(
-    hidden: Float[Array, "rows d"],
-    head: Float[Array, "vocab d"],
-    noise: TokenNoise,
-    token_bans: Ids,
-    confidence_bans: Ids,
+    hidden: Float[Array, "rows d"], head: Float[Array, "vocab d"], rows: RowSampling, level: Level
 ) -> RowDecision:
-    """Choose a token for each row and measure the model's probability of it.
+    """Choose a token for each row and measure the model's distribution.
 
     Arguments:
     - `hidden`: normed hidden rows, a bounded chunk: the logits of the chunk exist in f32.
     - `head`: the output matrix.
-    - `noise`: token t of a row is argmax(logits + temperature * Gumbel), a sample of
+    - `rows`: how each row is drawn; its token is argmax(logits + temperature * Gumbel), a sample of
       softmax(logits / temperature).
-    - `token_bans`: ids removed from a row's distribution altogether; -1 stands for none.
-    - `confidence_bans`: ids further removed from `maximum` and `total` only; -1 stands for none.
+    - `level`: static; at least what any row's measure and filters need.
 
     Returns a `RowDecision` of `[rows]` arrays.
     """
     ids = jnp.arange(head.shape[0])
-    logits = _without(head_logits(hidden, head), ids, token_bans)
+    logits = _without(head_logits(hidden, head), ids, rows.token_bans)
+    logits = jnp.where(ids < rows.limit[:, None], logits, -jnp.inf)
+    tempered = rows.tempered & (rows.temperature > 0)
+    divisor = jnp.where(tempered, rows.temperature, 1.0)[:, None]
+    if level >= Level.FILTERED:
+        logits = _filtered(logits, divisor, rows)
 
     def noised() -> Array:
-        bits = vocabulary_bits(noise.keys, noise.positions, head.shape[0])
+        bits = vocabulary_bits(rows.keys, jnp.asarray(rows.positions), head.shape[0])
         # argmax inside the branch, so that the noised logits need no buffer of their own
-        scale = noise.temperature[:, None]
+        scale = rows.temperature[:, None]
         return jnp.argmax(jnp.where(scale > 0, logits + scale * gumbel(bits), logits), axis=-1)
 
-    token = lax.cond(jnp.any(noise.temperature > 0), noised, lambda: jnp.argmax(logits, axis=-1))
-    logit = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
-    measured = _without(logits, ids, confidence_bans)
+    token = lax.cond(jnp.any(rows.temperature > 0), noised, lambda: jnp.argmax(logits, axis=-1))
+    measured = _without(logits / divisor, ids, rows.confidence_bans)
     maximum = measured.max(axis=-1)
     total = jnp.exp(measured - maximum[:, None]).sum(axis=-1)
-    return RowDecision(token.astype(jnp.int32), logit, maximum, total)
+    logit = jnp.take_along_axis(logits / divisor, token[:, None], axis=-1)[:, 0]
+    second = negative_entropy = jnp.zeros_like(maximum)
+    if level >= Level.MOMENTS:
+        # The level follows from what all rows of a batch ask for. Without the barrier the sums above would be
+        # fused differently at this one, and a row's confidence would depend on its company in the last bit.
+        logits, maximum, total = lax.optimization_barrier((logits, maximum, total))
+        measured = _without(logits / divisor, ids, rows.confidence_bans)
+        second = jnp.where(ids == jnp.argmax(measured, axis=-1)[:, None], -jnp.inf, measured).max(axis=-1)
+        p = jnp.exp(measured - maximum[:, None]) / total[:, None]
+        negative_entropy = (p * jnp.log(p + 1e-10)).sum(axis=-1)
+    return RowDecision(token.astype(jnp.int32), logit, maximum, total, second, negative_entropy)
 
 
-def _without(logits: Array, ids: Array, bans: Ids) -> Array:
+def _without(logits: Logits, ids: Array, bans: Ids) -> Logits:
     for column in range(bans.shape[1]):
         logits = jnp.where(ids == bans[:, column, None], -jnp.inf, logits)
     return logits
+
+
+def _filtered(logits: Logits, divisor: Array, rows: RowSampling) -> Logits:
+    """Keep the shortest head of the sorted distribution that exceeds `top_p`, and at most `top_k` of it.
+
+    Values equal to the last kept one stay too.
+    """
+    falling = -jnp.sort(-logits, axis=-1)
+    p = jax.nn.softmax(falling / divisor, axis=-1)
+    kept = jnp.sum(jnp.cumsum(p, axis=-1) - p <= rows.top_p[:, None], axis=-1)
+    kept = jnp.where(rows.top_p < 1, kept, logits.shape[-1])
+    last = jnp.clip(jnp.minimum(kept, rows.top_k), 1, logits.shape[-1]) - 1
+    cut = jnp.take_along_axis(falling, last[:, None], axis=-1)
+    return jnp.where(logits >= cut, logits, -jnp.inf)

@@ -1,0 +1,55 @@
+"""`jdllm convert`: Hugging Face checkpoints to native ones, back, and the check of their checksums."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jdllm.errors import RequestError
+
+
+def convert(
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="Checkpoint directory, or a hub id.", show_default=False)
+    ],
+    target: Annotated[
+        Path | None, typer.Argument(metavar="[DST]", help="Directory to make.", show_default=False)
+    ] = None,
+    to: Annotated[
+        str | None,
+        typer.Option(metavar="native|hf", help="Format of DST. [default: the one that SRC does not have]"),
+    ] = None,
+    dtype: Annotated[
+        str,
+        typer.Option(metavar="auto|float32|bfloat16|float16", help="Cast weights; auto keeps their types."),
+    ] = "auto",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint at DST.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare the checksums of the native SRC, and write nothing.")
+    ] = False,
+) -> None:
+    """Convert a checkpoint to the native format, or a native one back to Hugging Face safetensors.
+
+    The native format is an Orbax checkpoint of the stacked weights, beside the configuration and the
+    tokenizer. A conversion that was interrupted continues when the same command runs again.
+    """
+    from jdllm.models import conversion, native
+    from jdllm.models.loading import resolve
+
+    if to not in (None, "native", "hf"):
+        raise RequestError(f"--to is {to!r}, expected native or hf")
+    if verify == (target is not None):
+        raise RequestError("give SRC and DST, or --verify and SRC alone")
+    path = resolve(source)
+    if target is None:
+        manifest = native.verify(path, progress=True)
+        typer.echo(f"{path}: {len(manifest.tensors)} tensors, {manifest.bytes:,} bytes, all intact")
+        return
+    to = to or ("hf" if native.is_native(path) else "native")
+    if to == "native":
+        manifest = conversion.to_native(path, target, dtype=dtype, overwrite=overwrite, progress=True)
+    elif dtype != "auto":
+        raise RequestError("--dtype casts on the way to native only: the way back keeps the types")
+    else:
+        manifest = conversion.to_hf(path, target, overwrite=overwrite, progress=True)
+    typer.echo(f"{target}: {len(manifest.tensors)} tensors, {manifest.bytes:,} bytes")

@@ -1,0 +1,134 @@
+"""From `SamplingParams` to the arrays that the step takes."""
+
+import numpy as np
+
+from jdllm.decoding.batch import BANS, PADDING_BANS
+from jdllm.decoding.noise import seed_words
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.decoding.schedule import StepTable, deferred_quota, dream_fractions, transfer_schedule
+from jdllm.decoding.transfer import Measure, Rule
+from jdllm.errors import RequestError
+from jdllm.models.config import ModelConfig
+from jdllm.pallas.masked_logits import Level
+
+_RULES = {
+    "schedule": Rule.QUOTA,
+    "margin": Rule.QUOTA,
+    "threshold": Rule.THRESHOLD,
+    "factor": Rule.FACTOR,
+    "entropy_bound": Rule.ENTROPY_BOUND,
+    "origin": Rule.ORIGIN,
+    "maskgit_plus": Rule.QUOTA,
+    "topk_margin": Rule.QUOTA,
+    "entropy": Rule.QUOTA,
+    "confidence_threshold": Rule.DEFERRED,
+}
+_MEASURES = {
+    "margin": Measure.MARGIN,
+    "topk_margin": Measure.MARGIN,
+    "entropy_bound": Measure.ENTROPY,
+    "entropy": Measure.ENTROPY,
+}
+_BY_TIMETABLE = ("origin", "maskgit_plus", "topk_margin", "entropy")
+
+
+def rule_of(sampling: SamplingParams) -> Rule:
+    """The transfer rule of a request."""
+    return _RULES[sampling.alg or sampling.transfer]
+
+
+def measure_of(sampling: SamplingParams) -> Measure:
+    """What orders the rows of a request."""
+    if sampling.remasking == "random":
+        return Measure.RANDOM
+    return _MEASURES.get(sampling.alg or sampling.transfer, Measure.PROBABILITY)
+
+
+def head_level(sampling: SamplingParams) -> Level:
+    """How much of each row's distribution a request needs."""
+    if sampling.top_k is not None or _filters(sampling.top_p):
+        return Level.FILTERED
+    return Level.MOMENTS if measure_of(sampling) in (Measure.MARGIN, Measure.ENTROPY) else Level.TOP
+
+
+def step_table(sampling: SamplingParams, masks: int, steps: int, most: int) -> StepTable:
+    """What the steps of a block may commit.
+
+    Arguments:
+    - `masks`: masked positions of the block; `steps`: its share of the request's steps.
+    - `most`: masked positions that may be left when the block is entered. Rules without a quota commit at
+      least one of them a step, so they never need more steps.
+    """
+    rule = rule_of(sampling)
+    if rule is Rule.DEFERRED:
+        quota = deferred_quota(masks, steps)
+    elif rule is Rule.QUOTA and sampling.alg is None:
+        quota = transfer_schedule(masks, steps)
+    else:
+        quota = np.zeros(steps if sampling.alg else most, np.int32)
+    fraction = np.zeros(len(quota), np.float32)
+    if sampling.alg in _BY_TIMETABLE:
+        fraction = dream_fractions(steps, sampling.eps)
+    return StepTable(quota, fraction)
+
+
+def segment_row(sampling: SamplingParams, config: ModelConfig) -> dict[str, np.ndarray | np.generic]:
+    """The entries of `SegmentParams` that do not change while a request runs."""
+    token_bans, confidence_bans = bans(sampling, config)
+    rule = rule_of(sampling)
+    return {
+        "seed": seed_words(sampling.seed),
+        "temperature": np.float32(sampling.temperature),
+        "guidance": np.float32(sampling.cfg_scale),
+        "tempered": np.bool_(sampling.alg is not None),
+        "top_k": np.int32(min(sampling.top_k or config.vocab_size, config.vocab_size)),
+        "top_p": np.float32(sampling.top_p if _filters(sampling.top_p) else 2),
+        "limit": np.int32(config.defined_ids if sampling.bans_undefined else config.vocab_size),
+        "token_bans": token_bans,
+        "confidence_bans": confidence_bans,
+        "measure": np.int32(measure_of(sampling)),
+        "coarse_confidence": np.bool_(sampling.confidence_dtype == "model"),
+        "stop_last": np.bool_(sampling.confidence_eos_eot_inf == "fixed"),
+        "order_temperature": np.float32(sampling.alg_temp if sampling.alg != "origin" else 0),
+        "rule": np.int32(rule),
+        "plus_masked": np.bool_(rule is Rule.DEFERRED),
+        "by_fraction": np.bool_(sampling.alg in _BY_TIMETABLE),
+        "pooled": np.bool_(sampling.quota == "batch"),
+        "threshold": np.float32(sampling.threshold),
+        "strict": np.bool_(sampling.threshold_strict),
+        "factor": np.float32(sampling.factor),
+        "open_end": np.bool_(sampling.factor_end == "official"),
+        "entropy_bound": np.float32(sampling.entropy_bound),
+    }
+
+
+def bans(sampling: SamplingParams, config: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
+    """(ids never chosen, ids kept out of the confidence), int32 `[BANS]` each.
+
+    Raises `RequestError` where an option needs an id that the checkpoint does not name.
+    """
+    tokens: list[int] = []
+    confidence: list[int] = []
+    if sampling.bans_undefined and config.mask_id is not None:
+        tokens.append(config.mask_id)
+    if sampling.logits_eos_inf:
+        tokens.append(_known(config.eos_id, "logits_eos_inf", "end-of-sequence", "eos_token_id"))
+    mode = sampling.confidence_eos_eot_inf
+    if mode is not None:
+        confidence.append(_known(config.eot_id, "confidence_eos_eot_inf", "end-of-turn", "eot_token_id"))
+        if mode == "fixed" or sampling.temperature == 0:
+            confidence.append(
+                _known(config.eos_id, "confidence_eos_eot_inf", "end-of-sequence", "eos_token_id")
+            )
+    pad = [PADDING_BANS] * BANS
+    return np.array((tokens + pad)[:BANS], np.int32), np.array((confidence + pad)[:BANS], np.int32)
+
+
+def _known(value: int | None, option: str, what: str, key: str) -> int:
+    if value is None:
+        raise RequestError(f"{option} needs the {what} id, which the checkpoint does not name ({key})")
+    return value
+
+
+def _filters(top_p: float | None) -> bool:
+    return top_p is not None and top_p < 1

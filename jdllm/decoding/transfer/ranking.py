@@ -1,0 +1,103 @@
+"""What a transfer rule sees: the candidates of every segment, ranked."""
+
+import enum
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jdllm.arrays import Tensor
+
+Rows = Float[Array, " rows"]
+
+
+class Measure(enum.IntEnum):
+    """How sure the sampler is of a row's token; higher commits first.
+
+    - `PROBABILITY`: the model's probability of the token.
+    - `RANDOM`: a uniform draw.
+    - `MARGIN`: the largest probability less the second largest.
+    - `ENTROPY`: the negative entropy, sum of p ln(p + 1e-10), in nats.
+    """
+
+    PROBABILITY = 0
+    RANDOM = 1
+    MARGIN = 2
+    ENTROPY = 3
+
+
+class RuleParams(NamedTuple):
+    """Parameters of the rules for this step, one entry per segment; a rule reads its own.
+
+    - `quota`: tokens to commit.
+    - `fraction`: share of the masked rows to commit, in [0, 1].
+    - `threshold`, `strict`: confidence to reach, or to exceed where strict.
+    - `factor`, `open_end`: slope of the factor rule, and whether its last row passes unseen.
+    - `entropy_bound`: nats.
+    """
+
+    quota: Int[Tensor, " segments"]
+    fraction: Float[Tensor, " segments"]
+    threshold: Float[Tensor, " segments"]
+    strict: Bool[Tensor, " segments"]
+    factor: Float[Tensor, " segments"]
+    open_end: Bool[Tensor, " segments"]
+    entropy_bound: Float[Tensor, " segments"]
+
+
+class Candidates(NamedTuple):
+    """The evaluated rows, in any order.
+
+    - `masked`: rows that may commit.
+    - `segment`: the segment of each row; any value where it is not masked.
+    - `confidence`: by the segment's measure.
+    - `order`: what ranks the rows: the confidence, unless the order itself is drawn.
+    - `draw`: a uniform draw in (0, 1).
+    """
+
+    masked: Bool[Array, " rows"]
+    segment: Int[Tensor, " rows"]
+    confidence: Rows
+    order: Rows
+    draw: Rows
+
+
+class Ranked(NamedTuple):
+    """Candidates by segment and falling order; rows that are no candidates come last.
+
+    - `row`: where each came from.
+    - `segment`: the number of segments for rows that are no candidates.
+    - `rank`: place within the segment, from 0; equal orders go to the lowest row.
+    - `count`: candidates of the row's segment.
+    - `confidence`, `draw`: as in `Candidates`.
+    """
+
+    row: Int[Array, " rows"]
+    segment: Int[Array, " rows"]
+    rank: Int[Array, " rows"]
+    count: Int[Array, " rows"]
+    confidence: Rows
+    draw: Rows
+
+    def first_rank(self, where: Bool[Array, " rows"], segments: int) -> Int[Array, " rows"]:
+        """For each row the lowest rank of its segment at which `where` holds; `count` if there is none."""
+        lowest = jnp.full(segments + 1, self.rank.shape[0])
+        lowest = lowest.at[self.segment].min(jnp.where(where, self.rank, self.rank.shape[0]))
+        return jnp.minimum(lowest[self.segment], self.count)
+
+
+def rank_candidates(candidates: Candidates, segments: int) -> Ranked:
+    """Sort the rows by (segment, falling order, row)."""
+    rows = candidates.order.shape[0]
+    group = jnp.where(candidates.masked, candidates.segment, segments)
+    group, _, row = lax.sort((group, -candidates.order, jnp.arange(rows)), num_keys=3)
+    first = jnp.searchsorted(group, jnp.arange(segments + 2))
+    return Ranked(
+        row=row,
+        segment=group,
+        rank=jnp.arange(rows) - first[group],
+        count=(first[1:] - first[:-1])[group],
+        confidence=candidates.confidence[row],
+        draw=candidates.draw[row],
+    )

@@ -1,0 +1,75 @@
+"""What the families in the layout of Llama share: keys of `config.json` and tensor names."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jdllm.models.config import HfFields, ModelConfig
+from jdllm.models.rotary import RopeConfig
+
+_LAYER = "model.layers.{layer}."
+
+TENSOR_NAMES: dict[str, str] = {
+    "embed": "model.embed_tokens.weight",
+    "layers/attn_norm": _LAYER + "input_layernorm.weight",
+    "layers/q": _LAYER + "self_attn.q_proj.weight",
+    "layers/k": _LAYER + "self_attn.k_proj.weight",
+    "layers/v": _LAYER + "self_attn.v_proj.weight",
+    "layers/q_bias": _LAYER + "self_attn.q_proj.bias",
+    "layers/k_bias": _LAYER + "self_attn.k_proj.bias",
+    "layers/v_bias": _LAYER + "self_attn.v_proj.bias",
+    "layers/q_norm": _LAYER + "self_attn.q_norm.weight",
+    "layers/k_norm": _LAYER + "self_attn.k_norm.weight",
+    "layers/o": _LAYER + "self_attn.o_proj.weight",
+    "layers/ffn_norm": _LAYER + "post_attention_layernorm.weight",
+    "layers/gate": _LAYER + "mlp.gate_proj.weight",
+    "layers/up": _LAYER + "mlp.up_proj.weight",
+    "layers/down": _LAYER + "mlp.down_proj.weight",
+    "final_norm": "model.norm.weight",
+    "head": "lm_head.weight",
+}
+
+
+def decoder_config(
+    values: Mapping[str, Any],
+    fields: HfFields,
+    *,
+    default_theta: float,
+    ffn_key: str = "intermediate_size",
+    layer_type: str = "full_attention",
+    **differences: Any,
+) -> ModelConfig:
+    """Translate the keys that all these families have.
+
+    Arguments:
+    - `values`, `fields`: the parsed `config.json`, and typed access to it.
+    - `default_theta`: base of the rotary embedding where the configuration has none.
+    - `ffn_key`: holds the width of the feed-forward layer.
+    - `layer_type`: the only kind of layer that `layer_types` may list.
+    - `differences`: fields of `ModelConfig` that the family sets itself.
+
+    Raises `ConfigError` for a key that is missing, impossible or asks for what the transformer lacks.
+    """
+    fields.require("hidden_act", ("silu",))
+    fields.require("mlp_bias", (False,))
+    fields.require("pretraining_tp", (1,))
+    fields.require_each("layer_types", layer_type)
+    heads, kv_heads, head_dim = fields.head_layout(
+        "num_attention_heads", "num_key_value_heads", "hidden_size"
+    )
+    return ModelConfig(
+        vocab_size=fields.size("vocab_size"),
+        hidden_size=fields.size("hidden_size"),
+        num_layers=fields.size("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=fields.size(ffn_key),
+        max_positions=fields.size("max_position_embeddings"),
+        rms_norm_eps=fields.get("rms_norm_eps", float),
+        rope=RopeConfig.from_hf(values, default_theta=default_theta),
+        tied_head=fields.get("tie_word_embeddings", bool, False),
+        mask_id=fields.token_id("mask_token_id"),
+        eos_id=fields.token_id("eos_token_id"),
+        dtype=fields.dtype(),
+        **differences,
+    )

@@ -1,0 +1,97 @@
+"""The feed-forward layer of a mixture of experts: routing, grouping by expert, and the weighted sum."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Float32, Int, Int32
+
+from jdllm.models.layers import head_logits
+
+GroupedMatmulFn = Callable[..., Array]
+
+
+class Experts(NamedTuple):
+    """Weights of the experts of all layers of a stack, and where those of one layer begin.
+
+    The stack is never sliced by layer: an operator that is no XLA product would be given a copy.
+
+    - `gate`, `up`: `[layers x experts, hidden, ffn]`; `down`: `[layers x experts, ffn, hidden]`.
+    - `first`: index of the layer's first expert.
+    - `per_layer`: experts in a layer.
+    """
+
+    gate: Float[Array, "all_experts hidden ffn"]
+    up: Float[Array, "all_experts hidden ffn"]
+    down: Float[Array, "all_experts ffn hidden"]
+    first: Int[Array, ""] | int
+    per_layer: int
+
+    def of_layer(self, place: Int[Array, ""] | int) -> "Experts":
+        """The experts of the layer at `place` in the stack."""
+        return self._replace(first=place * self.per_layer)
+
+
+def experts_of(stack: dict[str, Array]) -> Experts | None:
+    """Take the experts out of a stack of layers; `None` where it has none."""
+    if "experts_gate" not in stack:
+        return None
+    leaves = [stack.pop(f"experts_{name}") for name in ("gate", "up", "down")]
+    gate, up, down = (leaf.reshape(-1, *leaf.shape[2:]) for leaf in leaves)
+    return Experts(gate, up, down, 0, leaves[0].shape[1])
+
+
+def route(
+    x: Float[Array, "rows hidden"],
+    router: Float[Array, "experts hidden"],
+    bias: Float[Array, " experts"] | None,
+    top_k: int,
+) -> tuple[Float32[Array, "rows top_k"], Int32[Array, "rows top_k"]]:
+    """Choose each row's experts.
+
+    Arguments:
+    - `x`: normed rows.
+    - `router`, `bias`: weights of the router, and what is added to its probabilities.
+    - `top_k`: experts per row.
+
+    Returns weights and experts, by falling weight (of equal ones the lower expert first). Logits and softmax
+    over all experts are f32. The weights are the probabilities themselves, bias included: they do not add
+    up to one. Source: LLaDAMoESparseMoeBlock of modeling_lladamoe.py.
+    """
+    probabilities = jax.nn.softmax(head_logits(x, router), axis=-1)
+    if bias is not None:
+        probabilities = probabilities + bias.astype(jnp.float32)
+    weights, experts = lax.top_k(probabilities, top_k)
+    return weights, experts
+
+
+def moe_ffn(
+    x: Float[Array, "rows hidden"],
+    router: Float[Array, "experts hidden"],
+    bias: Float[Array, " experts"] | None,
+    experts: Experts,
+    top_k: int,
+    grouped_matmul: GroupedMatmulFn,
+) -> Float[Array, "rows hidden"]:
+    """The weighted sum of each row's experts, every one a gated feed-forward layer.
+
+    Rows are sorted by expert, so that each product reads an expert's weights once. Weights are cast to the
+    dtype of `x` as in the published model; the sum is f32.
+    """
+    rows, hidden = x.shape
+    weights, chosen = route(x, router, bias, top_k)
+    chosen = chosen.reshape(-1)
+    order = jnp.argsort(chosen)
+    place = jnp.zeros_like(order).at[order].set(jnp.arange(rows * top_k), unique_indices=True)
+    sizes = jnp.bincount(chosen, length=router.shape[0])
+
+    def product(x: Array, matrices: Array) -> Array:
+        return grouped_matmul(x, matrices, sizes, first_group=experts.first)
+
+    by_expert = x[order // top_k]
+    inner = jax.nn.silu(product(by_expert, experts.gate)) * product(by_expert, experts.up)
+    y = product(inner, experts.down)[place].reshape(rows, top_k, hidden)
+    weighted = y * weights.astype(x.dtype)[:, :, None]
+    return weighted.sum(axis=1, dtype=jnp.float32).astype(x.dtype)

@@ -1,0 +1,19 @@
+"""Every row times every matrix: the oracle of the other forms."""
+
+import jax.numpy as jnp
+from jax import lax
+
+from jdllm.pallas.grouped_matmul.types import FirstGroup, GroupSizes, Product, Weights, X
+
+
+def grouped_matmul_reference(
+    x: X, weights: Weights, group_sizes: GroupSizes, first_group: FirstGroup
+) -> Product:
+    """Dense form of `jdllm.pallas.grouped_matmul.grouped_matmul`; memory grows with rows x groups x n."""
+    groups = group_sizes.shape[0]
+    own = lax.dynamic_slice_in_dim(weights, first_group, groups)
+    every = jnp.einsum(
+        "rk,gkn->rgn", x, own, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+    )
+    group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(x.shape[0]), side="right")
+    return jnp.take_along_axis(every, group[:, None, None], axis=1)[:, 0].astype(x.dtype)

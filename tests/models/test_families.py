@@ -1,0 +1,191 @@
+"""Every family against the recorded outputs of its published code: logits, layers, routing, greedy runs."""
+
+import functools
+import itertools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdllm.models.config import ModelConfig
+from jdllm.models.layers import head_logits, rms_norm
+from jdllm.models.loading import load_params
+from jdllm.models.module import Transformer
+from jdllm.models.moe import route
+from jdllm.models.rotary import cos_sin
+from jdllm.models.transformer import (
+    Rows,
+    attention_branch,
+    embed,
+    ffn_branch,
+    final_norm,
+    forward,
+    logits,
+    project_keys_values,
+)
+from jdllm.models.visibility import key_ranges
+from jdllm.models.weights import Params, abstract_params
+from jdllm.pallas.attention import attention
+from jdllm.pallas.grouped_matmul import grouped_matmul
+from tests.helpers import Golden
+from tests.models.layer_by_layer import layers_in_order
+
+CAUSAL = ["llama", "llama31_rope", "mistral", "mistral_swa", "qwen2"]
+FAMILIES = ["dream", "llada_moe", *CAUSAL]
+close = functools.partial(np.testing.assert_allclose, atol=2e-4, rtol=1e-4)
+
+
+class Recorded(NamedTuple):
+    """One family: what was recorded, and what is computed of it in one packed call.
+
+    - `places`: case -> the packed rows of each of its sequences.
+    - `computed`: "logits" and the hidden states by their recorded names, of all packed rows.
+    """
+
+    config: ModelConfig
+    tensors: dict[str, np.ndarray]
+    places: dict[str, list[slice]]
+    computed: dict[str, np.ndarray]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def recorded(family) -> Recorded:
+    golden = Golden(family)
+    tensors = golden.tensors()
+    config = ModelConfig.from_hf(golden.directory)
+    sequences = {case: unpadded(tensors, case) for case in cases(tensors)}
+    places, start = {}, 0
+    for case, rows in sequences.items():
+        ends = start + np.cumsum([0, *map(len, rows)])
+        places[case] = [slice(a, b) for a, b in itertools.pairwise(ends)]
+        start = int(ends[-1])
+    tokens = np.concatenate([ids for rows in sequences.values() for ids in rows])
+    packed = [p for slices in places.values() for p in slices]
+    ranges = [key_ranges(config, p.start, p.stop - p.start) for p in packed]
+    positions = np.concatenate([np.arange(p.stop - p.start) for p in packed])
+    rows = Rows(positions, *map(np.concatenate, zip(*ranges, strict=True)))
+    params = load_params(golden.directory, config, "float32")
+    run = jax.jit(functools.partial(evaluate, config=config))
+    return Recorded(config, tensors, places, jax.tree.map(np.asarray, run(params, tokens, rows)))
+
+
+def cases(tensors: dict[str, np.ndarray]) -> list[str]:
+    return sorted({name.split(".")[0] for name in tensors})
+
+
+def unpadded(tensors: dict[str, np.ndarray], case: str) -> list[np.ndarray]:
+    """The sequences of a case; of a greedy run those with its tokens."""
+    ids = tensors.get(f"{case}.output", tensors.get(f"{case}.input_ids"))
+    assert ids is not None
+    padding = np.zeros(len(ids), int)
+    if f"{case}.attention_mask" in tensors:
+        padding = (tensors[f"{case}.attention_mask"] == 0).sum(axis=1)
+    return [row[pad:] for row, pad in zip(ids, padding, strict=True)]
+
+
+def evaluate(params: Params, tokens, rows: Rows, *, config: ModelConfig) -> dict[str, jax.Array]:
+    """Logits by `forward`, and every hidden state by walking the layers."""
+    out = {"logits": logits(params, config, forward(params, config, tokens, rows))}
+    rotation = cos_sin(config.rope, config.head_dim, rows.positions)
+    h = out["embed"] = embed(params, tokens)
+    for i, layer in enumerate(layers_in_order(params, config)):
+        keys_values = project_keys_values(layer, config, h, rotation)
+        attended = attention_branch(layer, config, h, rotation, rows, keys_values, attention)
+        h = h + attended
+        if config.moe is not None:
+            x = rms_norm(h, layer["ffn_norm"], config.rms_norm_eps)
+            out[f"layer{i}.router_logits"] = head_logits(x, layer["router"])
+            weights, chosen = route(x, layer["router"], None, config.moe.top_k)
+            out |= {f"layer{i}.topk_weights": weights, f"layer{i}.topk_ids": chosen}
+        fed = ffn_branch(layer, config, h, grouped_matmul)
+        h = h + fed
+        out |= {f"layer{i}.attn": attended, f"layer{i}.mlp": fed, f"layer{i}": h}
+    out["final_norm"] = final_norm(params, config, h)
+    return out
+
+
+def test_logits_of_every_forward(recorded):
+    compared = 0
+    for case, places in recorded.places.items():
+        expected = recorded.tensors.get(f"{case}.logits", recorded.tensors.get(f"{case}.logits_last8"))
+        if expected is None:
+            continue
+        for row, place in enumerate(places):
+            theirs = expected[row, -(place.stop - place.start) :]
+            close(recorded.computed["logits"][place][-len(theirs) :], theirs, err_msg=case)
+            compared += len(theirs)
+    assert compared > 100
+
+
+def test_hidden_states_of_every_layer(recorded):
+    prefix = "fwd_b1.hidden."
+    names = [name.removeprefix(prefix) for name in recorded.tensors if name.startswith(prefix)]
+    assert len(names) >= 8
+    (place,) = recorded.places["fwd_b1"]
+    for name in names:
+        ours, theirs = recorded.computed[name][place], recorded.tensors[prefix + name]
+        theirs = theirs.reshape(-1, theirs.shape[-1])
+        if name.endswith("topk_ids"):
+            np.testing.assert_array_equal(ours, theirs, err_msg=name)
+        else:
+            close(ours, theirs, err_msg=name)
+
+
+@pytest.mark.parametrize("family", CAUSAL, scope="module")
+def test_greedy_continuations(recorded):
+    """Logits of a whole recorded run choose each of its tokens, so that the run would be repeated."""
+    tested = 0
+    for case, places in recorded.places.items():
+        if f"{case}.output" not in recorded.tensors:
+            continue
+        masks = recorded.tensors[f"{case}.attention_mask"]
+        for place, ids, mask in zip(places, unpadded(recorded.tensors, case), masks, strict=True):
+            chosen = recorded.computed["logits"][place].argmax(axis=-1)[mask.sum() - 1 : -1]
+            np.testing.assert_array_equal(chosen, ids[mask.sum() :])
+            assert len(chosen) == 32
+            tested += 1
+    assert tested == 7
+
+
+def test_the_module_sees_what_the_family_sees():
+    golden = Golden("mistral_swa")
+    config = ModelConfig.from_hf(golden.directory)
+    model = Transformer(config, load_params(golden.directory, config, "float32"))
+    tensors = golden.tensors()
+    close(model(jnp.asarray(tensors["fwd_batch.input_ids"])), tensors["fwd_batch.logits"])
+
+
+@pytest.mark.parametrize("family", ["dream", "llada_moe"], scope="module")
+def test_sixteen_bit_rows_stay_sixteen_bit(family):
+    config = ModelConfig.from_hf(Golden(family).directory)
+    params = abstract_params(config, "bfloat16")
+    ints = np.zeros(9, np.int32)
+    hidden = jax.eval_shape(lambda p, t, r: forward(p, config, t, r), params, ints, Rows(ints, ints, ints))
+    assert (hidden.shape, hidden.dtype) == ((9, 64), jnp.bfloat16)
+
+
+def test_experts_are_stacked_in_the_order_of_the_product():
+    golden = Golden("llada_moe")
+    config = ModelConfig.from_hf(golden.directory)
+    layers = load_params(golden.directory, config, "float32")["layers"]
+    for name, stored in golden.tensors("model").items():
+        if ".experts." in name:
+            parts = name.split(".")
+            leaf = layers[f"experts_{parts[6].removesuffix('_proj')}"]
+            np.testing.assert_array_equal(leaf[int(parts[2]), int(parts[5])], stored.T)
+
+
+@pytest.mark.parametrize("family", FAMILIES, scope="module")
+def test_ids_are_those_of_the_checkpoint(family):
+    golden = Golden(family)
+    ids = golden.json("goldens")
+    config = ModelConfig.from_hf(golden.directory)
+    assert (config.mask_id, config.eos_id) == (ids.get("mask_id"), ids["eos_id"])
+    assert ModelConfig.from_hf(golden.json("config") | {"mask_token_id": 5}).mask_id == 5

@@ -1,0 +1,205 @@
+"""What each family reads from its `config.json`, and what it refuses."""
+
+import pytest
+
+from benchmarks.shapes import SHAPES
+from jdllm.errors import ConfigError
+from jdllm.models.config import ModelConfig, MoeConfig
+from jdllm.models.rotary import RopeConfig
+from jdllm.models.weights import param_bytes
+from tests.helpers import Golden
+
+VALUES = {
+    name: Golden(name).json("config")
+    for name in ("dream", "llada_moe", "llama", "llama31_rope", "mistral", "mistral_swa", "qwen2")
+}
+DREAM_7B = VALUES["dream"] | {
+    "hidden_size": 3584,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "vocab_size": 152064,
+    "mask_token_id": 151666,
+    "eos_token_id": 151643,
+    "torch_dtype": "bfloat16",
+}
+
+
+def test_dream_is_translated():
+    assert ModelConfig.from_hf(VALUES["dream"]) == ModelConfig(
+        family="dream",
+        vocab_size=512,
+        hidden_size=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        intermediate_size=160,
+        max_positions=131072,
+        rms_norm_eps=1e-6,
+        rope=RopeConfig(1e6),
+        qkv_bias=True,
+        logits_shift=True,
+        mask_id=509,
+        eos_id=500,
+        dtype="float32",
+    )
+
+
+def test_llada_moe_is_translated():
+    assert ModelConfig.from_hf(VALUES["llada_moe"]) == ModelConfig(
+        family="llada_moe",
+        vocab_size=512,
+        hidden_size=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=16,
+        intermediate_size=160,
+        max_positions=8192,
+        rms_norm_eps=1e-5,
+        rope=RopeConfig(50000.0),
+        qk_norm=True,
+        moe=MoeConfig(experts=8, top_k=2, expert_size=28),
+        mask_id=511,
+        eos_id=508,
+        dtype="float32",
+    )
+
+
+def test_the_causal_families_differ_where_they_should():
+    configs = {name: ModelConfig.from_hf(values) for name, values in VALUES.items()}
+    causal = {name for name, config in configs.items() if config.attention == "causal"}
+    assert causal == {"llama", "llama31_rope", "mistral", "mistral_swa", "qwen2"}
+    assert {name for name, config in configs.items() if config.qkv_bias} == {"dream", "qwen2"}
+    assert {name for name, config in configs.items() if config.tied_head} == {"llama31_rope", "qwen2"}
+    assert {name: c.sliding_window for name, c in configs.items() if c.sliding_window} == {"mistral_swa": 12}
+    assert {name for name, config in configs.items() if config.logits_shift} == {"dream"}
+    assert configs["llama31_rope"].rope.kind == "llama3"
+    assert all(config.mask_id is None for name, config in configs.items() if name in causal)
+
+
+def test_dream_7b_has_the_published_bytes():
+    config = ModelConfig.from_hf(DREAM_7B)
+    assert param_bytes(config, "bfloat16") == 15_231_233_024
+
+
+def test_bytes_of_a_mixture_include_all_experts():
+    config = SHAPES["llada-moe-7b"]
+    expert = 3 * 2048 * 1024
+    attention = 4 * 2048 * 2048 + 2 * 128 + 2 * 2048
+    elements = 16 * (64 * expert + 64 * 2048 + attention) + 2 * 157184 * 2048 + 2048
+    assert param_bytes(config, "bfloat16") == 2 * elements
+
+
+@pytest.mark.parametrize(
+    ("scaling", "context"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
+        ({"type": "linear", "factor": 2.0}, 262144),
+        ({"rope_type": "ntk", "factor": 2.0}, 262144),
+        ({"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 2048}, 4096),
+    ],
+)
+@pytest.mark.parametrize("name", ["dream", "qwen2"])
+def test_scaled_contexts(name, scaling, context):
+    values = VALUES[name] | {"rope_scaling": scaling, "max_position_embeddings": 131072}
+    config = ModelConfig.from_hf(values)
+    assert config.rope.theta == 1e6
+    assert config.rope.kind == (scaling.get("rope_type") or scaling["type"])
+    assert config.rope.effective_context(config.max_positions) == context
+
+
+def test_an_absent_mask_id_stays_absent():
+    values = {key: value for key, value in VALUES["llada_moe"].items() if key != "mask_token_id"}
+    assert ModelConfig.from_hf(values).mask_id is None
+    assert ModelConfig.from_hf(values | {"mask_token_id": 156895}).mask_id == 156895
+
+
+def test_norm_topk_prob_has_no_effect():
+    assert ModelConfig.from_hf(VALUES["llada_moe"] | {"norm_topk_prob": True}) == ModelConfig.from_hf(
+        VALUES["llada_moe"]
+    )
+
+
+def test_layers_without_experts_and_the_bias_are_read():
+    values = VALUES["llada_moe"] | {"moe_layer_freq": [0, 1], "moe_router_enable_expert_bias": True}
+    moe = ModelConfig.from_hf(values).moe
+    assert moe == MoeConfig(experts=8, top_k=2, expert_size=28, expert_bias=True, dense_layers=(0,))
+    assert ModelConfig.from_hf(VALUES["llada_moe"] | {"moe_layer_freq": [0, 0]}).moe is None
+
+
+@pytest.mark.parametrize(
+    ("architectures", "model_type", "family"),
+    [
+        (["LLaDAMoEModelLM"], "llada", "llada_moe"),
+        (["LLaDAMoEModel"], None, "llada_moe"),
+        (None, "lladamoe", "llada_moe"),
+        (["Unknown", "DreamModel"], "Dream", "dream"),
+        ([], "Dream", "dream"),
+        (None, "llama", "llama"),
+        (None, "mistral", "mistral"),
+        (None, "qwen2", "qwen2"),
+    ],
+)
+def test_the_architecture_decides_before_the_model_type(architectures, model_type, family):
+    names = {"architectures": architectures, "model_type": model_type}
+    assert ModelConfig.from_hf(VALUES[family] | names).family == family
+
+
+COMMON = [
+    ("hidden_size", -64),
+    ("hidden_size", None),
+    ("num_attention_heads", 0),
+    ("num_key_value_heads", 3),
+    ("rms_norm_eps", None),
+    ("max_position_embeddings", None),
+    ("vocab_size", "many"),
+    ("hidden_act", "gelu"),
+    ("mlp_bias", True),
+    ("pretraining_tp", 2),
+    ("layer_types", ["full_attention", "linear_attention"]),
+    ("layer_types", "full_attention"),
+    ("rope_scaling", {"rope_type": "spiral", "factor": 2.0}),
+]
+OWN = {
+    "dream": [("use_sliding_window", True), ("intermediate_size", None), ("mask_token_id", "<|mask|>")],
+    "llama": [("attention_bias", True)],
+    "mistral": [("sliding_window", 0), ("layer_types", ["sliding_attention"] * 2)],
+    "qwen2": [("use_sliding_window", True)],
+    "llada_moe": [
+        ("attention_bias", True),
+        ("clip_qkv", 8.0),
+        ("shared_expert_intermediate_size", 1024),
+        ("moe_router_score_function", "sigmoid"),
+        ("routed_scaling_factor", 2.5),
+        ("router_num_group", 8),
+        ("router_topk_group", 4),
+        ("moe_layer_freq", None),
+        ("moe_layer_freq", [1]),
+        ("moe_layer_freq", [1, 2]),
+        ("num_experts", 0),
+        ("num_experts_per_tok", 9),
+        ("expert_intermediate_size", None),
+        ("dense_intermediate_size", 0),
+        ("moe_router_enable_expert_bias", 1),
+        ("partial_rotary_factor", -1),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"), [(name, *case) for name, own in OWN.items() for case in COMMON + own]
+)
+def test_what_cannot_be_run_is_named(name, key, value):
+    named = "rope_type" if key == "rope_scaling" else key
+    with pytest.raises(ConfigError, match=named):
+        ModelConfig.from_hf(VALUES[name] | {key: value})
+
+
+def test_a_sliding_window_fits_its_layer_types():
+    values = VALUES["mistral_swa"] | {"layer_types": ["sliding_attention"] * 2}
+    assert ModelConfig.from_hf(values).sliding_window == 12
+    with pytest.raises(ConfigError, match="layer_types"):
+        ModelConfig.from_hf(values | {"layer_types": ["sliding_attention", "full_attention"]})

@@ -1,0 +1,46 @@
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jdllm.models.config import ModelConfig
+from jdllm.models.visibility import key_ranges
+from tests.helpers import Golden
+
+FULL = ModelConfig.from_hf(Golden("dream").directory)
+CAUSAL = ModelConfig.from_hf(Golden("llama").directory)
+WINDOW = ModelConfig.from_hf(Golden("mistral_swa").directory)
+
+
+def mask(config: ModelConfig, start: int, length: int, total: int, **options) -> np.ndarray:
+    """The ranges as the matrix of which row sees which key."""
+    k_start, k_end = key_ranges(config, start, length, **options)
+    assert k_start.dtype == k_end.dtype == np.int32
+    key = np.arange(total)
+    return (key >= k_start[:, None]) & (key < k_end[:, None])
+
+
+@pytest.mark.parametrize("length", [1, 11, 12, 13, 40])
+@pytest.mark.parametrize("start", [0, 7])
+def test_each_pattern_is_its_definition(start, length):
+    total = start + length + 3
+    q, k = np.arange(length)[:, None], np.arange(total) - start
+    inside = (k >= 0) & (k < length)
+    np.testing.assert_array_equal(mask(FULL, start, length, total), np.broadcast_to(inside, (length, total)))
+    np.testing.assert_array_equal(mask(CAUSAL, start, length, total), inside & (k <= q))
+    np.testing.assert_array_equal(
+        mask(WINDOW, start, length, total), inside & (k <= q) & (k > q - WINDOW.sliding_window)
+    )
+
+
+@pytest.mark.parametrize("config", [FULL, CAUSAL])
+@pytest.mark.parametrize("block", [1, 4, 32, 64])
+def test_blocks_see_themselves_and_those_before(config, block):
+    q, k = np.arange(42)[:, None], np.arange(50) - 5
+    expected = (k >= 0) & (k < 42) & (k // block <= q // block)
+    np.testing.assert_array_equal(mask(config, 5, 42, 50, block_length=block), expected)
+
+
+def test_a_window_longer_than_the_sequence_changes_nothing():
+    wide = dataclasses.replace(WINDOW, sliding_window=40)
+    np.testing.assert_array_equal(mask(wide, 3, 40, 50), mask(CAUSAL, 3, 40, 50))
