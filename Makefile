@@ -20,7 +20,7 @@ $(VENV)/.ready: pyproject.toml
 
 $(AOT_VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(AOT_VENV)
-	$(AOT_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,cuda13]'
+	$(AOT_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,cuda13,kernels]'
 	@touch $@
 
 demo: $(VENV)/.ready  ## generate text with the bundled model on the CPU

@@ -23,6 +23,7 @@ from jdllm.models.config import ModelConfig
 from jdllm.models.module import Transformer
 from jdllm.models.weights import Params, param_bytes
 from jdllm.pallas.attention.tokamax_adapter import check_tokamax
+from jdllm.pallas.device import target
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.chunks import ChunkConfig
 from jdllm.serving.packing import pack
@@ -36,7 +37,7 @@ def attention_form(config: ModelConfig) -> str:
     """The attention that a step runs by default here."""
     q = jax.ShapeDtypeStruct((1, config.num_heads, config.head_dim), jnp.bfloat16)
     try:
-        check_tokamax(q, on_cuda=jax.default_backend() == "gpu")
+        check_tokamax(q, target())
     except NotImplementedError:
         return "xla"
     return "tokamax"

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jdllm.arrays import Tensor
-from jdllm.models.transformer import Rows
+from jdllm.models.block import Rows
 
 PADDING_BANS = -1
 """A ban id that bans nothing."""

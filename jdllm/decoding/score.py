@@ -10,9 +10,10 @@ from jaxtyping import Array, Float, Int
 
 from jdllm.decoding.batch import HeadRows
 from jdllm.decoding.head import gather_guided
+from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.layers import head_logits
-from jdllm.models.transformer import Rows, forward, logits
+from jdllm.models.transformer import forward, logits
 from jdllm.models.weights import Params, head_weights
 from jdllm.planning.chunks import ChunkConfig
 

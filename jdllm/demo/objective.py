@@ -11,12 +11,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jdllm.demo.tokenizer import MASK
+from jdllm.models.block import AttentionFn, Layer, Rows, block
 from jdllm.models.config import ModelConfig
 from jdllm.models.rotary import cos_sin
-from jdllm.models.transformer import AttentionFn, Rows, block, logits, scan_layers
+from jdllm.models.transformer import logits, scan_layers
 from jdllm.models.weights import Params
 from jdllm.pallas.grouped_matmul import grouped_matmul
-from jdllm.planning.chunks import ChunkConfig
 
 type Shape = tuple[int, int]
 """(examples, tokens of each) of one dense part of the packed rows."""
@@ -94,8 +94,8 @@ def all_logits(
     rotation = cos_sin(config.rope, config.head_dim, rows.positions)
     attention = dense_attention(shapes)
 
-    def body(h: Array, layer: dict[str, Array]) -> Array:
-        return block(layer, config, h, rotation, rows, ChunkConfig(), attention, grouped_matmul)
+    def body(h: Array, layer: Layer) -> Array:
+        return block(layer, config, h, rotation, rows, attention, grouped_matmul)
 
     return logits(params, config, scan_layers(params, config, h, body))
 

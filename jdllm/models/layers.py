@@ -5,8 +5,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jdllm.planning.chunks import chunk_bounds
-
 
 def rms_norm(x: Float[Array, "*rows d"], weight: Float[Array, " d"], eps: float) -> Float[Array, "*rows d"]:
     """Root-mean-square norm: normalised in f32, cast to the dtype of `x`, then multiplied by the weight.
@@ -45,18 +43,3 @@ def swiglu(
 ) -> Float[Array, "rows d"]:
     """The gated feed-forward layer, down(silu(gate x) * up x)."""
     return linear(jax.nn.silu(linear(x, gate)) * linear(x, up), down)
-
-
-def add_by_chunks(h: Float[Array, "rows d"], branch, count: int) -> Float[Array, "rows d"]:
-    """h + branch, where `branch(start, stop)` gives rows [start, stop) of the branch.
-
-    Each chunk is added in place before the next is needed, so that only one chunk's temporaries are alive.
-    The loop is unrolled: a device loop inside a scan over stacked weights would copy the layer's weights.
-    """
-    bounds = chunk_bounds(h.shape[0], count)
-    if len(bounds) == 1:
-        return h + branch(0, h.shape[0])
-    for start, stop in bounds:
-        rows = lax.slice_in_dim(h, start, stop) + branch(start, stop)
-        h = lax.dynamic_update_slice_in_dim(h, rows, start, 0)
-    return h

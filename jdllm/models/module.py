@@ -5,8 +5,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
-from jdllm.models.transformer import Rows, forward, logits
+from jdllm.models.transformer import forward, logits
 from jdllm.models.visibility import key_ranges
 from jdllm.models.weights import Params, init_params, layer_stacks
 

@@ -5,8 +5,9 @@ are those of the card, except for choices that need a run on it (autotuning, cuD
 `cuda13` extra, and no driver.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,4 +54,18 @@ def compile_for(
     sharding = target_sharding(target)
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
     jitted = jax.jit(lambda *a: function(*a, **static), compiler_options=compiler_options("cuda"))
-    return jitted.lower(*placed).compile()
+    (device,) = sharding.device_set
+    with jax.default_device(device), _cross_compiling():
+        return jitted.lower(*placed).compile()
+
+
+@contextlib.contextmanager
+def _cross_compiling() -> Iterator[None]:
+    """Let tokamax, where it is installed, trace kernels for a device that is not there."""
+    try:
+        from tokamax import config  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        yield
+        return
+    with config.cross_compile(True):
+        yield

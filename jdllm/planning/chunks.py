@@ -1,6 +1,9 @@
-"""How the operators of one step are cut into row chunks."""
+"""How the operators of one step are cut into chunks."""
 
 import dataclasses
+
+_ALIGNMENT = 128
+"""Rows by which kernels tile: a chunk of whole tiles is never padded."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -9,14 +12,19 @@ class ChunkConfig:
 
     - `ffn`: chunks of all rows through the feed-forward layer.
     - `query`: chunks of all rows through query projection, attention and output projection.
+    - `kv`: chunks of all rows through the projection of keys and values.
+    - `heads`: groups of key-value heads that go through attention one after another, so that the keys and
+      values of one group exist at a time; it must divide the key-value heads.
     - `logits`: chunks of the masked rows through the head.
 
     A count of 1 leaves the operator whole. Counts change memory and speed, never results: every chunk
-    computes the rows that it holds exactly as the whole operator would.
+    computes what it holds exactly as the whole operator would.
     """
 
     ffn: int = 1
     query: int = 1
+    kv: int = 1
+    heads: int = 1
     logits: int = 1
 
     def __post_init__(self):
@@ -26,8 +34,13 @@ class ChunkConfig:
                     f"ChunkConfig.{field.name} is {getattr(self, field.name)}, expected at least 1"
                 )
 
+    @property
+    def layers_whole(self) -> bool:
+        """Whether no operator inside a layer is cut."""
+        return self.ffn == self.query == self.kv == self.heads == 1
 
-def chunk_bounds(rows: int, count: int) -> list[tuple[int, int]]:
-    """Cut `rows` into at most `count` near-equal ranges [start, stop), none empty."""
-    size = -(-rows // min(count, rows))
-    return [(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+def chunk_rows(rows: int, count: int) -> int:
+    """Rows of a chunk where `rows` are cut into at most `count`: whole tiles of 128, or all rows."""
+    size = -(-rows // count)
+    return min(rows, -(-size // _ALIGNMENT) * _ALIGNMENT)

@@ -8,8 +8,8 @@ import numpy as np
 from jdllm.decoding.batch import Batch, HeadRows, SegmentParams
 from jdllm.decoding.rules import segment_row
 from jdllm.decoding.sampling import SamplingParams
+from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
-from jdllm.models.transformer import Rows
 from jdllm.models.visibility import key_ranges
 from jdllm.serving.request import Request
 

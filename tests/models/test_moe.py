@@ -8,11 +8,12 @@ from safetensors.numpy import load_file
 
 from benchmarks.random_checkpoint import write_random_checkpoint
 from benchmarks.shapes import SHAPES
+from jdllm.models.block import Rows, block
 from jdllm.models.config import ModelConfig
 from jdllm.models.loading import load_params
 from jdllm.models.moe import Experts, moe_ffn, route
 from jdllm.models.rotary import cos_sin
-from jdllm.models.transformer import Rows, block, embed, forward
+from jdllm.models.transformer import embed, forward
 from jdllm.models.weights import Params, abstract_params, init_params, layer_runs
 from jdllm.pallas.attention import attention
 from jdllm.pallas.grouped_matmul import grouped_matmul
@@ -122,7 +123,7 @@ def one_by_one(params: Params, config: ModelConfig, tokens: np.ndarray, rows: Ro
     rotation = cos_sin(config.rope, config.head_dim, rows.positions)
     h = embed(params, tokens)
     for layer in layers_in_order(params, config):
-        h = block(layer, config, h, rotation, rows, ChunkConfig(), attention, grouped_matmul)
+        h = block(layer, config, h, rotation, rows, attention, grouped_matmul)
     return h
 
 

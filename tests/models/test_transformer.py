@@ -9,20 +9,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jdllm.models.block import Rows, attention_branch, ffn_branch, project_keys_values
 from jdllm.models.config import ModelConfig
 from jdllm.models.layers import rms_norm
 from jdllm.models.module import Transformer
 from jdllm.models.rotary import cos_sin
-from jdllm.models.transformer import (
-    Rows,
-    attention_branch,
-    embed,
-    ffn_branch,
-    final_norm,
-    forward,
-    logits,
-    project_keys_values,
-)
+from jdllm.models.transformer import embed, final_norm, forward, logits
 from jdllm.models.weights import Params, TensorSpec, abstract_params, is_spec, spec_tree
 from jdllm.pallas.attention import attention
 from jdllm.pallas.grouped_matmul import grouped_matmul
@@ -165,15 +157,39 @@ class TestAgainstNumpy:
             assert np.abs(expected).max() > 1
 
 
-@pytest.mark.parametrize(("ffn", "query"), [(7, 3), (2, 7)])
-def test_chunks_change_nothing_but_rounding(
-    ffn: int, query: int, params: Params, config: ModelConfig, goldens: Arrays
-):
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch):
+    """Chunks of single rows, so that a few rows are cut into many."""
+    monkeypatch.setattr("jdllm.planning.chunks._ALIGNMENT", 1)
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [{"ffn": 7}, {"query": 3}, {"kv": 5}, {"heads": 2}, {"ffn": 2, "query": 7, "kv": 3, "heads": 2}],
+    ids=str,
+)
+class TestChunks:
     # Products of other shapes may sum in another order: a few ulps of values up to 22.
-    sequences = list(goldens["fwd_batch.input_ids"])
-    whole = packed_logits(params, config, sequences)
-    cut = packed_logits(params, config, sequences, chunks=ChunkConfig(ffn=ffn, query=query))
-    np.testing.assert_allclose(cut, whole, atol=2e-5, rtol=0)
+
+    def test_recorded_batch(
+        self, counts: dict[str, int], params: Params, config: ModelConfig, goldens: Arrays, small_tiles
+    ):
+        sequences = list(goldens["fwd_batch.input_ids"])
+        whole = packed_logits(params, config, sequences)
+        jax.clear_caches()
+        cut = packed_logits(params, config, sequences, chunks=ChunkConfig(**counts))
+        np.testing.assert_allclose(cut, whole, atol=2e-5, rtol=0)
+
+    def test_grouped_query_heads(self, counts: dict[str, int], gqa_model: Transformer, small_tiles):
+        params, config = gqa_model.params(), gqa_model.config
+        ids = np.random.default_rng(6).integers(0, 90, 37)
+        cut = packed_logits(params, config, [ids], chunks=ChunkConfig(**counts))[0]
+        np.testing.assert_allclose(cut, numpy_transformer.logits(params, config, ids), atol=1e-4, rtol=1e-4)
+
+
+def test_head_groups_must_divide_the_heads(params: Params, config: ModelConfig):
+    with pytest.raises(ValueError, match="3 head groups do not divide"):
+        packed_logits(params, config, [np.arange(5)], chunks=ChunkConfig(heads=3))
 
 
 class TestMemory:

@@ -4,21 +4,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdllm.planning.chunks import ChunkConfig, chunk_bounds
+from jdllm.planning.chunks import ChunkConfig, chunk_rows
 
 
-@given(st.integers(1, 5000), st.integers(1, 600))
-def test_chunks_cover_all_rows_once_and_evenly(rows: int, count: int):
-    bounds = chunk_bounds(rows, count)
-    assert [row for start, stop in bounds for row in range(start, stop)] == list(range(rows))
-    assert 1 <= len(bounds) <= count
-    sizes = [stop - start for start, stop in bounds]
-    assert min(sizes) >= 1
-    assert max(sizes) == -(-rows // min(count, rows))
-    assert len(set(sizes[:-1])) <= 1
+@given(st.integers(1, 500_000), st.integers(1, 600))
+def test_chunks_are_whole_tiles_and_no_more_than_asked_for(rows: int, count: int):
+    size = chunk_rows(rows, count)
+    assert 1 <= size <= rows
+    assert -(-rows // size) <= count
+    assert size == rows or size % 128 == 0
+    assert size - 128 < -(-rows // count), "no tile more than it takes"
 
 
-@pytest.mark.parametrize("field", ["ffn", "query", "logits"])
+@pytest.mark.parametrize("field", ["ffn", "query", "kv", "heads", "logits"])
 @pytest.mark.parametrize("count", [0, -3])
 def test_a_count_below_one_is_refused(field: str, count: int):
     with pytest.raises(ValueError, match=rf"ChunkConfig\.{field} is {count}"):
@@ -26,5 +24,10 @@ def test_a_count_below_one_is_refused(field: str, count: int):
 
 
 def test_equal_configurations_are_one_static_argument():
-    assert hash(ChunkConfig(2, 3, 4)) == hash(ChunkConfig(ffn=2, query=3, logits=4))
-    assert ChunkConfig(2, 3, 4) != ChunkConfig(3, 2, 4)
+    assert hash(ChunkConfig(ffn=2, query=3)) == hash(ChunkConfig(ffn=2, query=3))
+    assert ChunkConfig(ffn=2, query=3) != ChunkConfig(ffn=3, query=2)
+
+
+def test_layers_are_whole_where_only_logits_are_cut():
+    assert ChunkConfig(logits=7).layers_whole
+    assert not any(ChunkConfig(**{name: 2}).layers_whole for name in ("ffn", "query", "kv", "heads"))

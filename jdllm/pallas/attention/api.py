@@ -4,7 +4,6 @@ import functools
 from collections.abc import Sequence
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -12,6 +11,7 @@ from jdllm.pallas.attention.reference import attention_reference
 from jdllm.pallas.attention.tokamax_adapter import attention_tokamax, check_tokamax
 from jdllm.pallas.attention.types import AttentionOutput, Bounds, Keys, Queries
 from jdllm.pallas.attention.xla import attention_xla
+from jdllm.pallas.device import target
 
 Implementation = Literal["tokamax", "xla", "reference"]
 
@@ -36,8 +36,8 @@ def attention(
       block-causal and sliding-window attention differ in these ranges only; an empty range is allowed.
     - `scale`: factor of the scores, usually head_dim ** -0.5.
     - `implementation`: "tokamax" (Mosaic GPU kernel for Hopper), "xla" (portable) or "reference" (dense
-      oracle). By default tokamax on CUDA where it can run, and xla anywhere else.
-    - `platform`: what will run it, "cpu" or "cuda"; by default JAX's default backend.
+      oracle). By default tokamax on Hopper where it can run, and xla anywhere else.
+    - `platform`: what will run it, "cpu" or "cuda"; by default the platform of JAX's default device.
 
     Returns (o, m, l) as `AttentionOutput` describes; scores and softmax are f32.
 
@@ -47,14 +47,14 @@ def attention(
         raise ValueError(
             f"attention: {q.shape[1]} query heads are no multiple of {k.shape[1]} key-value heads"
         )
-    on_cuda = (platform or jax.default_backend()) in ("gpu", "cuda")
+    device = target(platform)
     if implementation not in (None, "tokamax", "xla", "reference"):
         raise NotImplementedError(f"attention has no implementation {implementation!r}")
     if implementation == "reference":
         return attention_reference(q, k, v, k_start, k_end, scale=scale)
-    if implementation == "tokamax" or (implementation is None and on_cuda):
+    if implementation == "tokamax" or (implementation is None and device.on_cuda):
         try:
-            check_tokamax(q, on_cuda)
+            check_tokamax(q, device)
             return attention_tokamax(q, k, v, k_start, k_end, scale=scale)
         except NotImplementedError:
             if implementation is not None:

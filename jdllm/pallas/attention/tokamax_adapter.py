@@ -7,15 +7,16 @@ import jax
 import jax.numpy as jnp
 
 from jdllm.pallas.attention.types import AttentionOutput, Bounds, Keys, Queries
+from jdllm.pallas.device import Target
 
 HEAD_DIMS = (64, 128, 256)
 _TILE = 128
 
 
-def check_tokamax(q: Queries | jax.ShapeDtypeStruct, on_cuda: bool) -> None:
-    """Raise `NotImplementedError`, naming the limit, where tokamax cannot run attention of `q`."""
-    if not on_cuda:
-        raise NotImplementedError("tokamax attention runs on CUDA only")
+def check_tokamax(q: Queries | jax.ShapeDtypeStruct, device: Target) -> None:
+    """Raise `NotImplementedError`, naming the limit, where tokamax cannot attend `q` on `device`."""
+    if not device.hopper:
+        raise NotImplementedError("tokamax attention runs on Hopper only")
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(f"tokamax attention takes bfloat16 and float16, not {q.dtype}")
     if q.shape[-1] not in HEAD_DIMS:

@@ -65,7 +65,8 @@ def attention_xla(
         )
         return o, m, total
 
-    out = (jnp.zeros_like(q), jnp.zeros((rows, heads)), jnp.zeros((rows, heads)))
+    m, total = (lax.empty((rows, heads), jnp.float32) for _ in range(2))
+    out = (lax.empty(q.shape, q.dtype), m, total)
     return AttentionOutput(*lax.fori_loop(0, -(-rows // row_block), store, out))
 
 

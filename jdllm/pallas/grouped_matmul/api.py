@@ -3,9 +3,9 @@
 import warnings
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 
+from jdllm.pallas.device import target
 from jdllm.pallas.grouped_matmul.padded import grouped_matmul_padded
 from jdllm.pallas.grouped_matmul.reference import grouped_matmul_reference
 from jdllm.pallas.grouped_matmul.tokamax_adapter import grouped_matmul_tokamax
@@ -18,7 +18,6 @@ _FORMS = {
     "padded": grouped_matmul_padded,
     "reference": grouped_matmul_reference,
 }
-_CUDA = ("gpu", "cuda")
 
 
 def grouped_matmul(
@@ -41,14 +40,13 @@ def grouped_matmul(
     - `implementation`: "tokamax" (Mosaic GPU kernels, 16-bit types), "padded" (portable) or "reference"
       (dense oracle). By default tokamax on CUDA, padded anywhere else, and padded with a warning on CUDA
       where tokamax cannot run. `lax.ragged_dot` is none of them: it multiplies every row with every matrix.
-    - `platform`: what will run it, "cpu" or "cuda"; by default JAX's default backend. Give it where a
-      function is compiled for another platform than it is traced on.
+    - `platform`: what will run it, "cpu" or "cuda"; by default the platform of JAX's default device.
 
     Returns the products in the dtype of `x`, accumulated in f32.
 
     Raises `NotImplementedError` where the given implementation cannot run, naming its limit.
     """
-    on_cuda = (platform or jax.default_backend()) in _CUDA
+    on_cuda = target(platform).on_cuda
     if implementation is not None:
         if implementation == "tokamax":
             _check_tokamax(x, on_cuda)

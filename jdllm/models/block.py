@@ -1,0 +1,99 @@
+"""One layer of the transformer, in parts: projections, attention branch and feed-forward branch."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jdllm.arrays import Tensor
+from jdllm.models.config import ModelConfig
+from jdllm.models.layers import linear, rms_norm, swiglu
+from jdllm.models.moe import GroupedMatmulFn, moe_ffn
+from jdllm.models.rotary import rotate
+
+Hidden = Float[Array, "rows hidden"]
+RowInts = Int[Tensor, " rows"]
+Layer = Mapping[str, Any]
+AttentionFn = Callable[..., tuple[Array, Array, Array]]
+
+
+class Rows(NamedTuple):
+    """What each packed row is, beside its token.
+
+    - `positions`: absolute position in its sequence, for the rotary embedding.
+    - `k_start`, `k_end`: the range of rows whose keys it sees; empty for padding.
+    """
+
+    positions: RowInts
+    k_start: RowInts
+    k_end: RowInts
+
+
+def block(
+    layer: Layer,
+    config: ModelConfig,
+    h: Hidden,
+    rotation: tuple[Array, Array],
+    rows: Rows,
+    attention: AttentionFn,
+    grouped_matmul: GroupedMatmulFn,
+) -> Hidden:
+    """One layer: attention and feed-forward branches, each added to the residual stream."""
+    keys_values = project_keys_values(layer, config, h, rotation)
+    h = h + attention_branch(layer, config, h, rotation, rows, keys_values, attention)
+    return h + ffn_branch(layer, config, h, grouped_matmul)
+
+
+def project_keys_values(
+    layer: Layer, config: ModelConfig, h: Hidden, rotation: tuple[Array, Array]
+) -> tuple[Array, Array]:
+    """Rotated keys and values of `h`, each `[rows, kv_heads, head_dim]`."""
+    x = rms_norm(h, layer["attn_norm"], config.rms_norm_eps)
+    k, v = (project_heads(layer, config, name, x, (0, config.num_kv_heads)) for name in ("k", "v"))
+    return rotate(k, *rotation), v
+
+
+def attention_branch(
+    layer: Layer,
+    config: ModelConfig,
+    h: Hidden,
+    rotation: tuple[Array, Array],
+    rows: Rows,
+    keys_values: tuple[Array, Array],
+    attention: AttentionFn,
+) -> Hidden:
+    """Attention of the rows `h` over `keys_values`, projected back; the residual is not added."""
+    x = rms_norm(h, layer["attn_norm"], config.rms_norm_eps)
+    q = rotate(project_heads(layer, config, "q", x, (0, config.num_heads)), *rotation)
+    o, _, _ = attention(q, *keys_values, rows.k_start, rows.k_end, scale=config.head_dim**-0.5)
+    return linear(o.reshape(h.shape[0], -1), layer["o"])
+
+
+def project_heads(
+    layer: Layer, config: ModelConfig, name: str, x: Hidden, heads: tuple[Int[Array, ""] | int, int]
+) -> Float[Array, "rows heads head_dim"]:
+    """Some heads of a projection, with bias and norm where the model has them; not rotated.
+
+    Arguments:
+    - `name`: "q", "k" or "v".
+    - `x`: normed rows.
+    - `heads`: the first head, which may be known on the device only, and how many.
+    """
+    start, size = heads[0] * config.head_dim, heads[1] * config.head_dim
+    weight, bias = layer[name], layer.get(f"{name}_bias")
+    if size < weight.shape[0]:
+        weight = lax.dynamic_slice_in_dim(weight, start, size)
+        bias = None if bias is None else lax.dynamic_slice_in_dim(bias, start, size)
+    y = linear(x, weight, bias).reshape(x.shape[0], heads[1], config.head_dim)
+    norm = layer.get(f"{name}_norm")
+    return y if norm is None else rms_norm(y, norm, config.rms_norm_eps)
+
+
+def ffn_branch(layer: Layer, config: ModelConfig, h: Hidden, grouped_matmul: GroupedMatmulFn) -> Hidden:
+    """Feed-forward of the rows `h`, dense or by experts; the residual is not added."""
+    x = rms_norm(h, layer["ffn_norm"], config.rms_norm_eps)
+    if config.moe is None or "experts" not in layer:
+        return swiglu(x, layer["gate"], layer["up"], layer["down"])
+    bias = layer.get("expert_bias")
+    return moe_ffn(x, layer["router"], bias, layer["experts"], config.moe.top_k, grouped_matmul)

@@ -1,0 +1,33 @@
+"""The device that a function is being traced for."""
+
+from typing import NamedTuple
+
+from jax.extend import backend
+
+
+class Target(NamedTuple):
+    """What a choice of kernels depends on.
+
+    - `on_cuda`: whether it is an NVIDIA GPU.
+    - `capability`: its compute capability, 9.0 for Hopper; `None` where that is not known.
+    """
+
+    on_cuda: bool
+    capability: float | None
+
+    @property
+    def hopper(self) -> bool:
+        """Whether kernels for Hopper run on it; a device of unknown capability is taken for one."""
+        return self.on_cuda and (self.capability is None or 9 <= self.capability < 10)
+
+
+def target(platform: str | None = None) -> Target:
+    """JAX's default device, which is the described one while `jdllm.planning.aot` compiles for a card.
+
+    Arguments:
+    - `platform`: "cpu" or "cuda" instead of the default device's platform.
+    """
+    device = backend.get_default_device()
+    capability = getattr(device, "compute_capability", None)
+    on_cuda = (platform or device.platform) in ("gpu", "cuda")
+    return Target(on_cuda, float(capability) if on_cuda and capability else None)
