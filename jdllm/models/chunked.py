@@ -75,6 +75,7 @@ def run_layers(
     """
     if config.num_kv_heads % chunks.heads:
         raise ValueError(f"{chunks.heads} head groups do not divide {config.num_kv_heads} key-value heads")
+    chunks = chunks.in_loops()
     attend = _attend_whole if chunks.heads == 1 else _attend_by_groups
     for name, start, end in layer_runs(config):
         for place in range(start, end):

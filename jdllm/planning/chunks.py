@@ -39,6 +39,14 @@ class ChunkConfig:
         """Whether no operator inside a layer is cut."""
         return self.ffn == self.query == self.kv == self.heads == 1
 
+    def in_loops(self) -> "ChunkConfig":
+        """The counts that run where any operator inside a layer is cut: at least two chunks of rows in each.
+
+        A whole operator between loops would not work in place: XLA would keep a second residual stream.
+        """
+        ffn, query, kv = (max(count, 2) for count in (self.ffn, self.query, self.kv))
+        return dataclasses.replace(self, ffn=ffn, query=query, kv=kv)
+
 
 def chunk_rows(rows: int, count: int) -> int:
     """Rows of a chunk where `rows` are cut into at most `count`: whole tiles of 128, or all rows."""

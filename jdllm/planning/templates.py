@@ -1,0 +1,178 @@
+"""The graph template of a denoising step: what XLA keeps for each operator of the transformer.
+
+Two layers and the head stand for the whole step, because every layer needs the same. Which tensors share
+memory, and what a matrix product needs beside its result, follow what the compiler does for NVIDIA GPUs;
+`tests/aot/test_plan.py` holds the two together.
+"""
+
+import functools
+from typing import NamedTuple
+
+from jdllm.models.config import ModelConfig
+from jdllm.pallas.masked_logits import Level
+from jdllm.planning.graph import GraphTemplate, Size, ceil_div, dim, maximum, minimum
+
+LAYERS = 2
+COMPONENTS = ("logits", "ffn", "query", "kv", "heads")
+"""What may be cut, in rising order of what it costs in latency."""
+
+_WORKSPACE = 32 << 20
+"""Bytes that cuBLAS asks for beside a product; XLA allots them like any tensor."""
+_XLA_TILE = 512
+_TILE = 128
+_LOGITS = {Level.TOP: 3, Level.MOMENTS: 3, Level.FILTERED: 4}
+"""f32 arrays of head rows x vocabulary that are alive at once: logits and random bits, or a sort."""
+
+
+class StepKind(NamedTuple):
+    """What decides the shape of a step's graph, beside the model.
+
+    - `itemsize`: bytes of a number in weights and activations.
+    - `flash`: whether attention is one kernel; otherwise tiles of scores exist in memory.
+    - `level`: what the head computes for a row.
+    """
+
+    itemsize: int
+    flash: bool
+    level: Level = Level.TOP
+
+
+@functools.lru_cache(maxsize=64)
+def step_template(config: ModelConfig, kind: StepKind) -> GraphTemplate:
+    """The template of one model's step, over the dimensions T (packed rows), M (head rows) and the counts.
+
+    Arguments:
+    - `config`: the model; only its sizes matter.
+    - `kind`: as `StepKind` says.
+    """
+    graph = GraphTemplate(config.family)
+    rows = dim("T")
+    graph.add_input("row integers", rows * 16, keep=True)
+    graph.add_op("embed", outputs={"h": rows * (config.hidden_size * kind.itemsize)})
+    for layer in range(LAYERS):
+        _add_attention(graph, config, kind, f"layer {layer}")
+        _add_feed_forward(graph, config, kind, f"layer {layer}")
+    _add_head(graph, config, kind)
+    return graph
+
+
+def _chunk(rows: Size, count: str) -> Size:
+    """Rows of a chunk, as `jdllm.planning.chunks.chunk_rows` cuts them."""
+    at_least = 1 + _cut("ffn", "query", "kv", "heads")
+    return minimum(rows, ceil_div(ceil_div(rows, maximum(dim(count), at_least)), _TILE) * _TILE)
+
+
+def _cut(*counts: str) -> Size:
+    """1 where any of these counts is above 1, else 0."""
+    most: Size = dim(counts[0])
+    for count in counts[1:]:
+        most = maximum(most, dim(count))
+    return minimum(most + -1, 1)
+
+
+def _add_attention(graph: GraphTemplate, config: ModelConfig, kind: StepKind, layer: str) -> None:
+    rows, groups = dim("T"), dim("heads")
+    hidden = config.hidden_size * kind.itemsize
+    q_width, kv_width = (n * config.head_dim * kind.itemsize for n in (config.num_heads, config.num_kv_heads))
+    angles = 2 * 4 * (config.rope.rotated_dim(config.head_dim) // 2)
+    part = _chunk(rows, "kv")
+    store, linear = ceil_div(rows * kv_width, groups), ceil_div(part * kv_width, groups)
+    names = {name: f"{layer} {name}" for name in ("k", "v", "x for k v", "linear k", "linear v", "attended")}
+    cut = ("kv", "heads")
+
+    attended = rows * q_width * _cut("heads")
+    graph.add_op(
+        f"{layer} norm for k v",
+        ["h"],
+        {names["x for k v"]: part * hidden, names["attended"]: attended},
+        owners=cut,
+    )
+    graph.add_op(
+        f"{layer} project k", [names["x for k v"]], {names["linear k"]: linear}, _WORKSPACE, owners=cut
+    )
+    graph.add_op(
+        f"{layer} rotate k",
+        [names["linear k"]],
+        {names["k"]: store, f"{layer} angles for k": part * angles},
+        owners=cut,
+    )
+    graph.add_op(
+        f"{layer} project v",
+        [names["x for k v"], names["linear k"]],
+        {names["v"]: store},
+        _WORKSPACE + linear * _cut("ffn", "query", "kv", "heads"),
+        owners=cut,
+    )
+
+    part = _chunk(rows, "query")
+    width = ceil_div(part * q_width, groups)
+    cut = ("query", "heads")
+    x, linear_q, q, o = (f"{layer} {name}" for name in ("x for q", "linear q", "q", "o"))
+    graph.add_op(f"{layer} norm for q", ["h"], {x: part * hidden}, owners=cut)
+    # A product with a bias does not read its weight in place inside a loop.
+    copied = _cut("ffn", "query", "kv", "heads") * (config.hidden_size * q_width if config.qkv_bias else 0)
+    graph.add_op(
+        f"{layer} project q", [x], {linear_q: width, f"{layer} weight q": copied}, _WORKSPACE, owners=cut
+    )
+    # In a loop XLA does not place q where x was.
+    graph.add_op(
+        f"{layer} rotate q",
+        [x, linear_q, f"{layer} weight q"],
+        {q: width, f"{layer} angles for q": part * angles},
+        owners=cut,
+    )
+    residuals = ceil_div(part * (2 * 4 * config.num_heads), groups)
+    tiles = 0 if kind.flash else 2 * 4 * _XLA_TILE * _XLA_TILE * config.num_heads
+    graph.add_op(f"{layer} attention", [q, names["k"], names["v"]], {o: width}, residuals + tiles, owners=cut)
+    graph.add_barrier(f"{layer} last group", [names["k"], names["v"], o])
+    graph.add_op(f"{layer} project o", [o, "h", names["attended"]], {}, _WORKSPACE, owners=cut)
+    graph.add_alias(f"{layer} h attended", "h")
+
+
+def _add_feed_forward(graph: GraphTemplate, config: ModelConfig, kind: StepKind, layer: str) -> None:
+    part = _chunk(dim("T"), "ffn")
+    x = f"{layer} x"
+    graph.add_op(f"{layer} norm", ["h"], {x: part * (config.hidden_size * kind.itemsize)}, owners=("ffn",))
+    if config.moe is None:
+        width = part * (config.intermediate_size * kind.itemsize)
+        gate, up, product = (f"{layer} {name}" for name in ("gate", "up", "product"))
+        graph.add_op(f"{layer} project gate", [x], {gate: width}, _WORKSPACE, owners=("ffn",))
+        graph.add_op(f"{layer} project up", [x], {up: width}, _WORKSPACE, owners=("ffn",))
+        graph.add_op(f"{layer} multiply", [gate, up], {product: width}, owners=("ffn",))
+        graph.add_op(f"{layer} project down", [product, "h"], {}, _WORKSPACE, owners=("ffn",))
+        return
+    moe = config.moe
+    wide = part * (moe.top_k * config.hidden_size * kind.itemsize)
+    inner = part * (moe.top_k * moe.expert_size * kind.itemsize)
+    scores, order, by_expert, gate, up, down = (
+        f"{layer} {name}" for name in ("router", "order", "rows by expert", "gate", "up", "down")
+    )
+    graph.add_op(f"{layer} route", [x], {scores: part * (3 * 4 * moe.experts)}, _WORKSPACE, owners=("ffn",))
+    graph.add_op(f"{layer} sort", [scores], {order: part * (4 * 4 * moe.top_k)}, owners=("ffn",))
+    graph.add_op(f"{layer} gather", [x, order], {by_expert: wide}, owners=("ffn",))
+    graph.add_op(f"{layer} experts gate", [by_expert], {gate: inner}, owners=("ffn",))
+    graph.add_op(f"{layer} experts up", [by_expert], {up: inner}, owners=("ffn",))
+    graph.add_op(f"{layer} multiply", [gate, up], owners=("ffn",))
+    graph.add_op(f"{layer} experts down", [up], {down: wide}, owners=("ffn",))
+    graph.add_op(f"{layer} combine", [down, order, "h"], owners=("ffn",))
+
+
+def _add_head(graph: GraphTemplate, config: ModelConfig, kind: StepKind) -> None:
+    part = ceil_div(dim("M"), dim("logits"))
+    graph.add_op("order masked rows", outputs={"masked rows": dim("M") * 48})
+    graph.add_op(
+        "gather head rows",
+        ["h", "masked rows"],
+        {"head rows": part * (2 * config.hidden_size * kind.itemsize)},
+        owners=("logits",),
+    )
+    graph.add_op(
+        "project logits",
+        ["head rows"],
+        {"logits": part * (4 * config.vocab_size)},
+        _WORKSPACE,
+        owners=("logits",),
+    )
+    extra = (_LOGITS[kind.level] - 1) * 4 * config.vocab_size
+    graph.add_op("choose", ["logits"], {"decisions": part * 32}, part * extra, owners=("logits",))
+    graph.add_barrier("commit", ["h", "masked rows", "decisions"])
