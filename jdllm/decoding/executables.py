@@ -32,15 +32,24 @@ class Executables:
     def __len__(self) -> int:
         return len(self._compiled)
 
-    def call(self, function: Callable[..., Any], *args: Any, **static: Hashable) -> Any:
-        """`function(*args, **static)` by the executable for the shapes of `args` and for `static`."""
-        return self.compile(function, *args, **static)(*args)
+    def call(
+        self, function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = (), **static: Hashable
+    ) -> Any:
+        """`function(*args, **static)` by the executable for the shapes of `args` and for `static`.
 
-    def compile(self, function: Callable[..., Any], *args: Any, **static: Hashable) -> Any:
+        The arguments at the places `donate` give their memory to results, and cannot be used again.
+        """
+        return self.compile(function, *args, donate=donate, **static)(*args)
+
+    def compile(
+        self, function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = (), **static: Hashable
+    ) -> Any:
         """The executable itself; `args` may be abstract (`jax.ShapeDtypeStruct`)."""
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(args))
-        key = (function, shapes, tuple(sorted(static.items())))
+        key = (function, donate, shapes, tuple(sorted(static.items())))
         if key not in self._compiled:
-            jitted = jax.jit(lambda *a: function(*a, **static), compiler_options=self._options)
+            jitted = jax.jit(
+                lambda *a: function(*a, **static), donate_argnums=donate, compiler_options=self._options
+            )
             self._compiled[key] = jitted.lower(*args).compile()
         return self._compiled[key]

@@ -35,19 +35,39 @@ def gather_guided(
     positions: Int[Array, " head"],
     guidance: Float[Array, " head"],
 ) -> Float[Array, "head hidden"]:
-    """Normed hidden rows that predict the tokens of `head`, with classifier-free guidance applied.
+    """Normed hidden rows that predict the tokens of `head`, with classifier-free guidance applied."""
+    guided, unguided = source_rows(config, head, positions)
+    return guide(params, config, hidden[guided], hidden[unguided], guidance)
+
+
+def source_rows(
+    config: ModelConfig, head: HeadRows, positions: Int[Tensor, " head"]
+) -> tuple[Int[Array, " head"], Int[Array, " head"]]:
+    """The rows whose hidden states predict the tokens of `head`, and those of their unguided copies.
 
     With shifted logits a token is predicted by the row before it; the first row of a sequence keeps its own.
+    """
+    back = jnp.where(positions > 0, 1, 0) if config.logits_shift else 0
+    return jnp.asarray(head.row) - back, jnp.asarray(head.unguided) - back
+
+
+def guide(
+    params: Params,
+    config: ModelConfig,
+    guided: Float[Array, "head hidden"],
+    unguided: Float[Array, "head hidden"],
+    guidance: Float[Array, " head"],
+) -> Float[Array, "head hidden"]:
+    """Norm hidden rows and apply classifier-free guidance.
+
     The head is linear, so combining normed hidden rows as u + (scale + 1)(c - u) gives the guided logits
     with one product instead of two. Without guidance u is c itself and the row is unchanged.
     """
-    back = jnp.where(positions > 0, 1, 0) if config.logits_shift else 0
-    guided = final_norm(params, config, hidden[head.row - back])
-    unguided = final_norm(params, config, hidden[head.unguided - back])
+    guided, unguided = (final_norm(params, config, h) for h in (guided, unguided))
     scale = (guidance + 1).astype(jnp.float32)[:, None]
     u = unguided.astype(jnp.float32)
     combined = u + scale * (guided.astype(jnp.float32) - u)
-    return jnp.where((guidance > 0)[:, None], combined.astype(hidden.dtype), guided)
+    return jnp.where((guidance > 0)[:, None], combined.astype(guided.dtype), guided)
 
 
 def choose(
@@ -75,24 +95,43 @@ def choose(
     """
     total = head.row.shape[0]
     size = -(-total // chunks)
-    seeds = jnp.asarray(segments.seed)
-    token_keys = step_keys(seeds, Purpose.TOKEN, step)
-    order_keys = step_keys(seeds, Purpose.ORDER, step)
 
     def evaluate(index: Array, out: Choice) -> Choice:
         start = jnp.minimum(index * size, total - size)
         rows, at = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), (head, positions))
-        part, keys, order = jax.tree.map(
-            lambda x: jnp.asarray(x)[rows.segment], (segments, token_keys, order_keys)
-        )
-        h = gather_guided(params, config, hidden, rows, at, part.guidance)
-        decision = masked_logits(h, head_weights(params), _row_sampling(part, keys, at), level)
-        draw = uniform(position_bits(order, at))
-        chosen = Choice(decision.token, _confidence(decision, part, draw, hidden.dtype))
+        guidance = jnp.asarray(segments.guidance)[rows.segment]
+        h = gather_guided(params, config, hidden, rows, at, guidance)
+        chosen = decide(params, h, rows.segment, at, segments, step, level=level)
         return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, start, 0), out, chosen)
 
     empty = Choice(jnp.zeros(total, jnp.int32), jnp.zeros(total))
     return lax.fori_loop(0, (count + size - 1) // size, evaluate, empty)
+
+
+def decide(
+    params: Params,
+    h: Float[Array, "head hidden"],
+    segment: Int[Array, " head"],
+    positions: Int[Array, " head"],
+    segments: SegmentParams,
+    step: Int[Tensor, " segments"],
+    *,
+    level: Level,
+) -> Choice:
+    """Evaluate normed hidden rows, whose logits exist at once.
+
+    Arguments:
+    - `h`: rows that predict tokens, as `guide` makes them.
+    - `segment`, `positions`: of the tokens.
+    - `segments`, `step`, `level`: as in `choose`.
+    """
+    seeds = jnp.asarray(segments.seed)
+    token_keys = step_keys(seeds, Purpose.TOKEN, step)
+    order_keys = step_keys(seeds, Purpose.ORDER, step)
+    part, keys, order = jax.tree.map(lambda x: jnp.asarray(x)[segment], (segments, token_keys, order_keys))
+    decision = masked_logits(h, head_weights(params), _row_sampling(part, keys, positions), level)
+    draw = uniform(position_bits(order, positions))
+    return Choice(decision.token, _confidence(decision, part, draw, h.dtype))
 
 
 def _row_sampling(part: SegmentParams, keys: tuple[Array, Array], positions: Array) -> RowSampling:

@@ -50,52 +50,94 @@ def denoise(
 
     Returns the trace. Exact: the steps are those of the official LLaDA and Dream samplers.
     """
-    head, segments = batch.head, batch.segments
-    positions = jnp.asarray(batch.rows.positions)[head.row]
-    size, capacity = segments.quota.shape
-
-    def masked_rows(tokens: Array) -> Bool[Array, " head"]:
-        return (tokens[head.row] == mask_id) & (head.segment < size)
 
     def unfinished(carry: tuple[Array, Trace]) -> Bool[Array, ""]:
         tokens, trace = carry
-        left = _count(masked_rows(tokens), head, size) > 0
-        active = segments.steps_left > 0
-        return (trace.steps < max_steps) & jnp.all((left & (trace.steps < segments.steps_left)) | ~active)
+        masked = masked_rows(tokens, batch, mask_id)
+        return (trace.steps < max_steps) & may_step(masked, batch, trace.steps)
 
     def step(carry: tuple[Array, Trace]) -> tuple[Array, Trace]:
         tokens, trace = carry
-        index = trace.steps
         hidden = forward(params, config, tokens, batch.rows, chunks=chunks)
-        masked = masked_rows(tokens)
-        # Only masked rows meet the head: they are moved to the front, evaluated, and moved back.
-        front = jnp.argsort(~masked, stable=True)
-        rows, at = jax.tree.map(lambda x: jnp.asarray(x)[front], (head, positions))
-        now = jnp.asarray(segments.step) + index
+        masked = masked_rows(tokens, batch, mask_id)
+        order, rows, positions = masked_first(masked, batch)
         choice = choose(
             params,
             config,
             hidden,
             rows,
-            at,
-            segments,
-            now,
+            positions,
+            batch.segments,
+            jnp.asarray(batch.segments.step) + trace.steps,
             masked.sum(),
             chunks=chunks.logits,
             level=level,
         )
-        choice = jax.tree.map(lambda x: jnp.zeros_like(x).at[front].set(x), choice)
-        bits = selection_bits(jnp.asarray(segments.seed), now, jnp.asarray(head.segment), positions)
-        candidates = _candidates(choice, masked, head, segments, bits)
-        commit = select(candidates, segments.rule, _rule_params(segments, index, _count(masked, head, size)))
-        tokens = _commit(tokens, head, commit, choice.token)
-        return tokens, Trace(
-            index + 1, trace.tokens.at[index].set(choice.token), trace.committed.at[index].set(commit)
-        )
+        return transfer(tokens, trace, batch, masked, order, choice, selection_bits)
 
-    shape = (capacity, head.row.shape[0])
-    empty = Trace(jnp.int32(0), jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool))
-    return lax.while_loop(unfinished, step, (jnp.asarray(batch.tokens), empty))[1]
+    return lax.while_loop(unfinished, step, (jnp.asarray(batch.tokens), empty_trace(batch)))[1]
+
+
+def masked_rows(tokens: Int[Array, " rows"], batch: Batch, mask_id: int) -> Bool[Array, " head"]:
+    """Which head rows are still masked; padding is not."""
+    return (tokens[batch.head.row] == mask_id) & (batch.head.segment < batch.segments.quota.shape[0])
+
+
+def may_step(masked: Bool[Array, " head"], batch: Batch, steps: Int[Array, ""] | int) -> Bool[Array, ""]:
+    """Whether no segment has finished its block after `steps` steps of this dispatch."""
+    segments = batch.segments
+    left = _count(masked, batch.head, segments.quota.shape[0]) > 0
+    return jnp.all((left & (steps < segments.steps_left)) | ~(segments.steps_left > 0))
+
+
+def masked_first(
+    masked: Bool[Array, " head"], batch: Batch
+) -> tuple[Int[Array, " head"], HeadRows, Int[Array, " head"]]:
+    """An order of the head rows that begins with the masked ones, and the rows and their positions in it.
+
+    Only masked rows meet the head; `transfer` takes what it finds in this order.
+    """
+    order = jnp.argsort(~masked, stable=True)
+    rows = jax.tree.map(lambda x: jnp.asarray(x)[order], batch.head)
+    return order, rows, jnp.asarray(batch.rows.positions)[rows.row]
+
+
+def empty_trace(batch: Batch) -> Trace:
+    """The trace before the first step."""
+    shape = (batch.segments.quota.shape[1], batch.head.row.shape[0])
+    return Trace(jnp.int32(0), jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool))
+
+
+def transfer(
+    tokens: Int[Array, " rows"],
+    trace: Trace,
+    batch: Batch,
+    masked: Bool[Array, " head"],
+    order: Int[Array, " head"],
+    choice: Choice,
+    selection_bits: SelectionBits,
+) -> tuple[Int[Array, " rows"], Trace]:
+    """Let each segment's rule commit some choices; the end of a step.
+
+    Arguments:
+    - `tokens`, `trace`: before the step.
+    - `masked`: head rows that may commit.
+    - `order`, `choice`: an order of the head rows, and what the head chose in that order.
+
+    Returns tokens and trace after the step.
+    """
+    head, segments, index = batch.head, batch.segments, trace.steps
+    choice = jax.tree.map(lambda x: jnp.zeros_like(x).at[order].set(x), choice)
+    positions = jnp.asarray(batch.rows.positions)[head.row]
+    now = jnp.asarray(segments.step) + index
+    bits = selection_bits(jnp.asarray(segments.seed), now, jnp.asarray(head.segment), positions)
+    candidates = _candidates(choice, masked, head, segments, bits)
+    counts = _count(masked, head, segments.quota.shape[0])
+    commit = select(candidates, segments.rule, _rule_params(segments, index, counts))
+    tokens = _commit(tokens, head, commit, choice.token)
+    return tokens, Trace(
+        index + 1, trace.tokens.at[index].set(choice.token), trace.committed.at[index].set(commit)
+    )
 
 
 def _count(masked: Bool[Array, " head"], head: HeadRows, segments: int) -> Int[Array, " segments"]:

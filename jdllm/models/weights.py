@@ -193,4 +193,4 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype | str) -> 
 
 def head_weights(params: Params) -> jax.Array:
     """The `[vocab, hidden]` output matrix: the embedding where the head is tied to it."""
-    return params.get("head", params["embed"])
+    return params["head"] if "head" in params else params["embed"]

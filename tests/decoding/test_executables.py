@@ -26,6 +26,16 @@ def test_compiles_once_for_each_shape_dtype_and_static_argument():
     assert len(executables) == 4
 
 
+def test_donated_arguments_are_used_up_and_others_are_not():
+    executables = Executables("cpu")
+    x, y = jnp.arange(3.0), jnp.arange(3.0)
+    executables.call(scaled, x, factor=2)
+    np.testing.assert_array_equal(executables.call(scaled, y, donate=(0,), factor=2), [0, 2, 4])
+    assert y.is_deleted()
+    assert not x.is_deleted()
+    assert len(executables) == 2
+
+
 def test_functions_are_told_apart():
     def negated(x, *, factor: int):
         return -x * factor

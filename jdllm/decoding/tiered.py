@@ -1,0 +1,184 @@
+"""The denoising step for contexts that do not fit on the device: the host drives it, chunk by chunk."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jdllm.decoding.batch import Batch, HeadRows, SegmentParams, Trace
+from jdllm.decoding.executables import Executables
+from jdllm.decoding.head import Choice, decide, guide, source_rows
+from jdllm.decoding.step import (
+    SelectionBits,
+    empty_trace,
+    keyed_bits,
+    masked_first,
+    masked_rows,
+    may_step,
+    transfer,
+)
+from jdllm.models.config import ModelConfig
+from jdllm.models.host_memory import IN_FLIGHT, to_device
+from jdllm.models.tiered import forward_tiered
+from jdllm.models.tiers import HostTiers
+from jdllm.models.transformer import Hidden
+from jdllm.models.weights import Params, head_weights
+from jdllm.pallas.masked_logits import Level
+
+_KEPT_CHUNKS = IN_FLIGHT - 1
+"""Hidden chunks that stay on the device: those of the guided and of the unguided rows last used."""
+
+
+def denoise_tiered(
+    params: Params,
+    batch: Batch,
+    *,
+    config: ModelConfig,
+    mask_id: int,
+    tiers: HostTiers,
+    logits_chunks: int,
+    level: Level,
+    executables: Executables,
+    selection_bits: SelectionBits = keyed_bits,
+) -> Trace:
+    """Run one denoising step, or none where a segment has already finished its block.
+
+    Arguments:
+    - `params`: stacked weights; with `tiers.weights` what `jdllm.models.host_memory.weights_to_host` returns.
+    - `batch`: the packed batch as NumPy arrays, as of `jdllm.decoding.step.denoise`.
+    - `tiers`: what is in host memory, and the sizes of chunks.
+    - `logits_chunks`: into how many chunks the head rows are cut; logits exist for one at a time.
+    - `config`, `mask_id`, `level`, `selection_bits`: as of `denoise`.
+    - `executables`: where the parts of the step are kept.
+
+    Returns the trace of at most one step. Exact: tokens and commitments are those of `denoise`.
+    """
+    masked, order, rows, positions, may = jax.device_get(executables.call(_masked, batch, mask_id=mask_id))
+    if not may:
+        return empty_trace(batch)
+    hidden = forward_tiered(params, config, batch.tokens, batch.rows, tiers=tiers, call=executables.call)
+    choice = _choose(
+        params,
+        config,
+        hidden,
+        rows,
+        positions,
+        batch.segments,
+        masked.sum(),
+        chunk_rows=tiers.chunk_rows,
+        chunks=logits_chunks,
+        level=level,
+        executables=executables,
+    )
+    return executables.call(_transfer, batch, masked, order, choice, selection_bits=selection_bits)
+
+
+def head_buffers(
+    config: ModelConfig, tiers: HostTiers, head_rows: int, logits_chunks: int, dtype: jnp.dtype | str
+) -> dict[str, int]:
+    """Bytes of all arrays that are on the device while `head_rows` head rows are evaluated.
+
+    Returns bytes by name. Not among them: weights that stay on the device, and temporaries inside
+    executables.
+    """
+    width = config.hidden_size * jnp.dtype(dtype).itemsize
+    buffers = {
+        "hidden chunks": (_KEPT_CHUNKS + 1) * tiers.chunk_rows * width,
+        "hidden rows": 2 * -(-head_rows // logits_chunks) * width,
+    }
+    return buffers | ({"head": (config.vocab_size + 1) * width} if tiers.weights else {})
+
+
+def _choose(
+    params: Params,
+    config: ModelConfig,
+    hidden: list[Hidden],
+    head: HeadRows,
+    positions: np.ndarray,
+    segments: SegmentParams,
+    count: int,
+    *,
+    chunk_rows: int,
+    chunks: int,
+    level: Level,
+    executables: Executables,
+) -> Choice:
+    """`jdllm.decoding.head.choose` of hidden rows in host memory, chunks of `chunk_rows`."""
+    (device,) = hidden[0].devices()
+    weights = to_device({"final_norm": params["final_norm"], "head": head_weights(params)}, device)
+    total = len(head.row)
+    size = -(-total // chunks)
+    guided, unguided = jax.device_get(source_rows(config, head, positions))
+    load = functools.lru_cache(_KEPT_CHUNKS)(lambda index: to_device(hidden[index], device))
+
+    def gather(sources: np.ndarray) -> Hidden:
+        rows = jnp.zeros((size, config.hidden_size), hidden[0].dtype, device=device)
+        for index in np.unique(sources // chunk_rows):
+            places = sources - np.int32(index * chunk_rows)
+            rows = executables.call(_take, rows, load(index), places, donate=(0,))
+            jax.block_until_ready(rows)  # a chunk is not fetched before the one in front was read
+        return rows
+
+    tokens, confidence = np.zeros(total, np.int32), np.zeros(total, np.float32)
+    for start in range(0, count, size):
+        start = min(start, total - size)
+        window = slice(start, start + size)
+        # Rows from `count` on mean nothing: they repeat another, so that no chunk is fetched for them.
+        used = np.minimum(np.arange(total)[window], count - 1)
+        sources = [guided[used]] if np.array_equal(guided, unguided) else [guided[used], unguided[used]]
+        part = executables.call(
+            _decide,
+            weights,
+            [gather(rows) for rows in sources],
+            head.segment[window],
+            positions[window],
+            segments,
+            config=config,
+            level=level,
+        )
+        tokens[window], confidence[window] = jax.device_get(part)
+    return Choice(jnp.asarray(tokens), jnp.asarray(confidence))
+
+
+def _masked(
+    batch: Batch, *, mask_id: int
+) -> tuple[Array, Int[Array, " head"], HeadRows, Int[Array, " head"], Array]:
+    """What is masked, the order in which it comes first, and whether there may be a step."""
+    masked = masked_rows(jnp.asarray(batch.tokens), batch, mask_id)
+    return masked, *masked_first(masked, batch), may_step(masked, batch, 0)
+
+
+def _take(rows: Hidden, chunk: Hidden, places: Int[Array, " rows"]) -> Hidden:
+    """Replace the rows whose place lies in `chunk`."""
+    inside = (places >= 0) & (places < chunk.shape[0])
+    return jnp.where(inside[:, None], chunk[jnp.clip(places, 0, chunk.shape[0] - 1)], rows)
+
+
+def _decide(
+    weights: Params,
+    sources: list[Float[Array, "head hidden"]],
+    segment: Int[Array, " head"],
+    positions: Int[Array, " head"],
+    segments: SegmentParams,
+    *,
+    config: ModelConfig,
+    level: Level,
+) -> Choice:
+    """`sources` are the hidden rows that predict the tokens, and, if they differ, the unguided ones."""
+    guidance = jnp.asarray(segments.guidance)[segment]
+    h = guide(weights, config, sources[0], sources[-1], guidance)
+    return decide(weights, h, segment, positions, segments, segments.step, level=level)
+
+
+def _transfer(
+    batch: Batch,
+    masked: Array,
+    order: Int[Array, " head"],
+    choice: Choice,
+    *,
+    selection_bits: SelectionBits,
+) -> Trace:
+    tokens = jnp.asarray(batch.tokens)
+    return transfer(tokens, empty_trace(batch), batch, masked, order, choice, selection_bits)[1]
