@@ -19,11 +19,11 @@ from jdllm.decoding.step import (
     may_step,
     transfer,
 )
+from jdllm.models.block import Hidden
 from jdllm.models.config import ModelConfig
 from jdllm.models.host_memory import IN_FLIGHT, to_device
 from jdllm.models.tiered import forward_tiered
 from jdllm.models.tiers import HostTiers
-from jdllm.models.transformer import Hidden
 from jdllm.models.weights import Params, head_weights
 from jdllm.pallas.masked_logits import Level
 

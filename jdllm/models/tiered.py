@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from jdllm.models.block import AttentionFn, Hidden, Layer, RowInts, Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.host_memory import Device, pipeline, to_device, to_host
 from jdllm.models.moe import GroupedMatmulFn
@@ -30,7 +31,7 @@ from jdllm.models.tiered_parts import (
     take_layer,
 )
 from jdllm.models.tiers import HostTiers
-from jdllm.models.transformer import AttentionFn, Hidden, Layer, RowInts, Rows, embed
+from jdllm.models.transformer import embed
 from jdllm.models.weights import Params, layer_runs
 from jdllm.pallas.attention import AttentionOutput
 from jdllm.pallas.attention import attention as default_attention

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jdllm.models.block import AttentionFn, Hidden, Layer, RowInts, Rows, ffn_branch, project_heads
 from jdllm.models.config import ModelConfig
 from jdllm.models.layers import linear, rms_norm
 from jdllm.models.moe import Experts, GroupedMatmulFn
 from jdllm.models.rotary import cos_sin, rotate
-from jdllm.models.transformer import AttentionFn, Hidden, Layer, RowInts, Rows, ffn_branch
 from jdllm.pallas.attention import AttentionOutput, merge
 
 Heads = Float[Array, "rows heads head_dim"]
@@ -123,17 +123,3 @@ def _queries(
     x = rms_norm(h, layer["attn_norm"], config.rms_norm_eps)
     q = project_heads(layer, config, "q", x, (group * heads, heads))
     return rotate(q, *cos_sin(config.rope, config.head_dim, positions))
-
-
-def project_heads(
-    layer: Layer, config: ModelConfig, name: str, x: Hidden, heads: tuple[Scalar, int]
-) -> Heads:
-    """Some heads of the projection `name`, given by the first and their number; not rotated."""
-    first, size = heads[0] * config.head_dim, heads[1] * config.head_dim
-    weight = lax.dynamic_slice_in_dim(layer[name], first, size)
-    bias = layer.get(f"{name}_bias")
-    if bias is not None:
-        bias = lax.dynamic_slice_in_dim(bias, first, size)
-    y = linear(x, weight, bias).reshape(x.shape[0], heads[1], config.head_dim)
-    norm = layer.get(f"{name}_norm")
-    return y if norm is None else rms_norm(y, norm, config.rms_norm_eps)

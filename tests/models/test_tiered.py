@@ -12,12 +12,13 @@ import pytest
 
 from benchmarks.shapes import SHAPES
 from jdllm.decoding.executables import Executables
+from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig, MoeConfig
 from jdllm.models.host_memory import IN_FLIGHT, pipeline, weights_to_host
 from jdllm.models.tiered import forward_tiered
 from jdllm.models.tiered_parts import accumulate
 from jdllm.models.tiers import HostTiers, device_buffers, host_buffers, transfer_bytes
-from jdllm.models.transformer import Rows, embed, forward
+from jdllm.models.transformer import embed, forward
 from jdllm.models.visibility import key_ranges
 from jdllm.models.weights import Params, is_spec, param_bytes, spec_tree
 from jdllm.pallas.attention.reference import attention_reference
