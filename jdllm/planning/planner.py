@@ -22,7 +22,7 @@ class PlannedTensor(NamedTuple):
     """One tensor of a plan.
 
     - `bytes`, `offset`: its place; both are multiples of 256.
-    - `first`, `last`: the operators (inclusive) between which it is alive, indices into `MemoryPlan.ops`.
+    - `first`, `last`: the operators (inclusive) between which it is alive, indices into `ActivationPlan.ops`.
     - `cut_by`: the chunk counts that its size depends on.
     """
 
@@ -35,7 +35,7 @@ class PlannedTensor(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class MemoryPlan:
+class ActivationPlan:
     """The transient memory of one step.
 
     - `peak_bytes`: what the tensors need together, placed.
@@ -64,17 +64,17 @@ class MemoryPlan:
         return self.stop_reason == "fits"
 
 
-def make_plan(graph: Graph, counts: Mapping[str, int], stop_reason: str, layout: Layout) -> MemoryPlan:
+def make_plan(graph: Graph, counts: Mapping[str, int], stop_reason: str, layout: Layout) -> ActivationPlan:
     """The plan of one instantiated graph.
 
     Arguments:
     - `graph`: sizes and lifetimes, instantiated with `counts`.
     - `counts`: the chunk count of each component.
-    - `stop_reason`: as `MemoryPlan` states it.
+    - `stop_reason`: as `ActivationPlan` states it.
     - `layout`: the place of each of the graph's tensors.
     """
     columns = (graph.tensors, graph.sizes.tolist(), graph.first, graph.last, layout.offsets, graph.cut_by)
-    return MemoryPlan(
+    return ActivationPlan(
         peak_bytes=layout.peak,
         peak_op=graph.peak_op,
         average_bytes=graph.average,

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from jdllm.errors import JdllmError
-from jdllm.planning.planner import MemoryPlan, PlannedTensor
+from jdllm.planning.planner import ActivationPlan, PlannedTensor
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +23,7 @@ class PeakRow(NamedTuple):
     share: float
 
 
-def peak_table(plan: MemoryPlan) -> list[PeakRow]:
+def peak_table(plan: ActivationPlan) -> list[PeakRow]:
     """The tensors that are alive during the operator with the most live bytes, the largest first."""
     peak = plan.ops.index(plan.peak_op)
     alive = [tensor for tensor in plan.tensors if tensor.first <= peak <= tensor.last and tensor.bytes]
@@ -32,7 +32,7 @@ def peak_table(plan: MemoryPlan) -> list[PeakRow]:
     return sorted(rows, key=lambda row: -row.bytes)
 
 
-def format_peak_table(plan: MemoryPlan) -> str:
+def format_peak_table(plan: ActivationPlan) -> str:
     """`peak_table` as text, one line for each tensor, under a line that names the operator."""
     rows = peak_table(plan)
     width = max((len(row.tensor) for row in rows), default=0)
@@ -48,7 +48,7 @@ def format_bytes(count: int) -> str:
     return f"{count} B"
 
 
-def live_by_count(plan: MemoryPlan) -> dict[str, Int64[np.ndarray, " ops"]]:
+def live_by_count(plan: ActivationPlan) -> dict[str, Int64[np.ndarray, " ops"]]:
     """Live bytes per operator, apart for each set of chunk counts that cuts a tensor.
 
     Returns int64 `[ops]` by the names of the counts, such as "ffn" or "query, heads"; those of tensors that
@@ -65,7 +65,7 @@ def _group(tensor: PlannedTensor) -> str:
     return ", ".join(tensor.cut_by) or "not chunked"
 
 
-def timeline(plan_before: MemoryPlan, plan_after: MemoryPlan, out_path: Path, budget: int) -> None:
+def timeline(plan_before: ActivationPlan, plan_after: ActivationPlan, out_path: Path, budget: int) -> None:
     """Draw live bytes over the operators of two plans of one template, one above the other.
 
     Arguments:
@@ -90,7 +90,7 @@ def timeline(plan_before: MemoryPlan, plan_after: MemoryPlan, out_path: Path, bu
     partial.replace(out_path)
 
 
-def _draw(plan_before: MemoryPlan, plan_after: MemoryPlan, budget: int) -> "Figure":
+def _draw(plan_before: ActivationPlan, plan_after: ActivationPlan, budget: int) -> "Figure":
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -106,7 +106,7 @@ def _draw(plan_before: MemoryPlan, plan_after: MemoryPlan, budget: int) -> "Figu
     return figure
 
 
-def _draw_plan(axes: "Axes", plan: MemoryPlan, budget: int, colors: dict[str, str]) -> None:
+def _draw_plan(axes: "Axes", plan: ActivationPlan, budget: int, colors: dict[str, str]) -> None:
     live = live_by_count(plan)
     gib = np.array([np.append(row, row[-1]) for row in live.values()]) / 2**30
     edges = np.arange(len(plan.ops) + 1)

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from jdllm.planning.graph import GraphTemplate
-from jdllm.planning.planner import MemoryPlan, first_fit, make_plan
+from jdllm.planning.planner import ActivationPlan, first_fit, make_plan
 
 Ladders = Mapping[str, Sequence[int]]
 
 
-def search(template: GraphTemplate, dims: Mapping[str, int], ladders: Ladders, budget: int) -> MemoryPlan:
+def search(template: GraphTemplate, dims: Mapping[str, int], ladders: Ladders, budget: int) -> ActivationPlan:
     """Raise chunk counts one step at a time until the plan fits.
 
     Each step looks at the operator with the most live bytes and raises one of its owners: the first (the
@@ -131,7 +131,7 @@ class _Search:
 
 def brute_force(
     template: GraphTemplate, dims: Mapping[str, int], ladders: Ladders, budget: int
-) -> MemoryPlan | None:
+) -> ActivationPlan | None:
     """The plan that fits with the fewest steps on its ladders in all, by trying every combination.
 
     For comparison with `search`, whose arguments it takes; ties go to the first combination. Returns None

@@ -51,8 +51,9 @@ def step_template(config: ModelConfig, kind: StepKind) -> GraphTemplate:
     graph.add_op("embed", outputs={"h": rows * (config.hidden_size * kind.itemsize)})
     for layer in range(LAYERS):
         _add_attention(graph, config, kind, f"layer {layer}")
-        _add_feed_forward(graph, config, kind, f"layer {layer}")
-    _add_head(graph, config, kind)
+        dense = config.moe is None or (layer == 0 and bool(config.moe.dense_layers))
+        add_feed_forward(graph, config, kind, f"layer {layer}", _chunk(dim("T"), "ffn"), dense)
+    add_head(graph, config, kind, "h")
     return graph
 
 
@@ -129,11 +130,14 @@ def _add_attention(graph: GraphTemplate, config: ModelConfig, kind: StepKind, la
     graph.add_alias(f"{layer} h attended", "h")
 
 
-def _add_feed_forward(graph: GraphTemplate, config: ModelConfig, kind: StepKind, layer: str) -> None:
-    part = _chunk(dim("T"), "ffn")
+def add_feed_forward(
+    graph: GraphTemplate, config: ModelConfig, kind: StepKind, layer: str, part: Size | int, dense: bool
+) -> None:
+    """Operators of one layer's feed-forward branch for a chunk of `part` rows of "h", dense or by experts."""
     x = f"{layer} x"
     graph.add_op(f"{layer} norm", ["h"], {x: part * (config.hidden_size * kind.itemsize)}, owners=("ffn",))
-    if config.moe is None:
+    moe = config.moe
+    if dense or moe is None:
         width = part * (config.intermediate_size * kind.itemsize)
         gate, up, product = (f"{layer} {name}" for name in ("gate", "up", "product"))
         graph.add_op(f"{layer} project gate", [x], {gate: width}, _WORKSPACE, owners=("ffn",))
@@ -141,7 +145,6 @@ def _add_feed_forward(graph: GraphTemplate, config: ModelConfig, kind: StepKind,
         graph.add_op(f"{layer} multiply", [gate, up], {product: width}, owners=("ffn",))
         graph.add_op(f"{layer} project down", [product, "h"], {}, _WORKSPACE, owners=("ffn",))
         return
-    moe = config.moe
     wide = part * (moe.top_k * config.hidden_size * kind.itemsize)
     inner = part * (moe.top_k * moe.expert_size * kind.itemsize)
     scores, order, by_expert, gate, up, down = (
@@ -157,12 +160,13 @@ def _add_feed_forward(graph: GraphTemplate, config: ModelConfig, kind: StepKind,
     graph.add_op(f"{layer} combine", [down, order, "h"], owners=("ffn",))
 
 
-def _add_head(graph: GraphTemplate, config: ModelConfig, kind: StepKind) -> None:
+def add_head(graph: GraphTemplate, config: ModelConfig, kind: StepKind, hidden: str) -> None:
+    """Operators of the head, which reads the rows in `hidden`, over the dimensions M and logits."""
     part = ceil_div(dim("M"), dim("logits"))
     graph.add_op("order masked rows", outputs={"masked rows": dim("M") * 48})
     graph.add_op(
         "gather head rows",
-        ["h", "masked rows"],
+        [hidden, "masked rows"],
         {"head rows": part * (2 * config.hidden_size * kind.itemsize)},
         owners=("logits",),
     )
@@ -175,4 +179,4 @@ def _add_head(graph: GraphTemplate, config: ModelConfig, kind: StepKind) -> None
     )
     extra = (_LOGITS[kind.level] - 1) * 4 * config.vocab_size
     graph.add_op("choose", ["logits"], {"decisions": part * 32}, part * extra, owners=("logits",))
-    graph.add_barrier("commit", ["h", "masked rows", "decisions"])
+    graph.add_barrier("commit", [hidden, "masked rows", "decisions"])

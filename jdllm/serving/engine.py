@@ -14,7 +14,7 @@ from jdllm.decoding.step import denoise
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.planning.chunks import ChunkConfig
-from jdllm.serving.packing import MAX_STEPS_PER_DISPATCH, pack
+from jdllm.serving.packing import pack
 from jdllm.serving.request import Request
 
 
@@ -73,7 +73,7 @@ class Engine:
         running: list[Request] = []
         while waiting or running:
             self._admit(waiting, running)
-            yield from self._dispatch(running, 1 if every_step else MAX_STEPS_PER_DISPATCH)
+            yield from self._dispatch(running, every_step)
             running = [r for r in running if not r.finished]
 
     def _admit(self, waiting: deque[Request], running: list[Request]) -> None:
@@ -84,13 +84,13 @@ class Engine:
             rows += request.rows
             running.append(request)
 
-    def _dispatch(self, requests: list[Request], max_steps: int) -> Iterator[StepUpdate]:
+    def _dispatch(self, requests: list[Request], every_step: bool) -> Iterator[StepUpdate]:
         batch, candidates = pack(requests, self._config)
         trace = self._executables.call(
             denoise,
             self._params,
             batch,
-            np.int32(max_steps),
+            np.int32(1 if every_step else batch.segments.quota.shape[1]),
             config=self._config,
             mask_id=requests[0].mask_id,
             chunks=self._chunks(batch.tokens.shape[0], batch.head.row.shape[0]),

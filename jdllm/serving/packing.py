@@ -11,34 +11,10 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.visibility import key_ranges
+from jdllm.planning.buckets import head_bucket, power_bucket, row_bucket, steps_per_dispatch
 from jdllm.serving.request import Request
 
-MAX_STEPS_PER_DISPATCH = 64
-
-_SMALLEST_ROWS = 128
-_LARGEST_STRIDE = 4096
-_SMALLEST_HEAD = 32
 _SMALLEST_SEGMENTS = 8
-
-
-def row_bucket(rows: int) -> int:
-    """The smallest compiled number of packed rows that holds `rows`.
-
-    Each power of two up to 32k is reached in four equal strides, so that sizes grow by at most a quarter and
-    are multiples of 32 (from 512 rows on of 128, which is what kernels tile by); beyond, strides are 4096.
-    """
-    rows = max(rows, _SMALLEST_ROWS)
-    below = 1 << (rows - 1).bit_length() - 1
-    stride = min(below // 4, _LARGEST_STRIDE)
-    return -(-rows // stride) * stride
-
-
-def power_bucket(count: int, smallest: int) -> int:
-    """The smallest power of two times `smallest` that holds `count`."""
-    size = smallest
-    while size < count:
-        size *= 2
-    return size
 
 
 class Packed(NamedTuple):
@@ -81,23 +57,24 @@ def pack(requests: Sequence[Request], config: ModelConfig) -> Packed:
     segments = power_bucket(len(requests), _SMALLEST_SEGMENTS)
     row, unguided, segment = (np.concatenate(column) for column in zip(*parts, strict=True))
     head = head_rows(row, unguided, segment, segments)
-    batch = Batch(tokens, rows, head, _segment_params(requests, segments, config))
+    steps = steps_per_dispatch(len(head.row))
+    batch = Batch(tokens, rows, head, _segment_params(requests, segments, steps, config))
     return Packed(batch, candidates)
 
 
 def head_rows(row: np.ndarray, unguided: np.ndarray, segment: np.ndarray, padding_segment: int) -> HeadRows:
     """The head rows of a batch, padded to a bucket."""
-    padding = power_bucket(len(row), _SMALLEST_HEAD) - len(row)
+    padding = head_bucket(len(row)) - len(row)
     columns = ((row, 0), (unguided, 0), (segment, padding_segment))
     return HeadRows(*(np.pad(x.astype(np.int32), (0, padding), constant_values=fill) for x, fill in columns))
 
 
-def _segment_params(requests: Sequence[Request], size: int, config: ModelConfig) -> SegmentParams:
-    """One row per request, padded with inactive segments that ask for nothing."""
+def _segment_params(requests: Sequence[Request], size: int, steps: int, config: ModelConfig) -> SegmentParams:
+    """One row per request with a table of `steps`, padded with inactive segments that ask for nothing."""
     missing = size - len(requests)
     rows = [r.segment for r in requests] + [segment_row(SamplingParams(), config)] * missing
     columns: dict[str, np.ndarray] = {name: np.asarray([row[name] for row in rows]) for name in rows[0]}
-    left = [r.table_left(MAX_STEPS_PER_DISPATCH) for r in requests]
+    left = [r.table_left(steps) for r in requests]
     progress = {
         "step": np.array([r.steps for r in requests], np.int32),
         "steps_left": np.array([r.steps_left for r in requests], np.int32),

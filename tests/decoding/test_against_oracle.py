@@ -15,7 +15,7 @@ from jdllm.models.config import ModelConfig
 from jdllm.models.module import Transformer
 from jdllm.models.weights import Params
 from jdllm.outputs import RequestOutput
-from jdllm.serving.engine import MAX_STEPS_PER_DISPATCH
+from jdllm.planning.buckets import MAX_STEPS_PER_DISPATCH
 from tests.conftest import BUDGET, STOPS
 from tests.decoding import oracle
 

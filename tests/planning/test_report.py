@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jdllm.errors import JdllmError
-from jdllm.planning.planner import MemoryPlan, first_fit, make_plan
+from jdllm.planning.planner import ActivationPlan, first_fit, make_plan
 from jdllm.planning.report import (
     PeakRow,
     _draw,
@@ -21,7 +21,7 @@ from jdllm.planning.search import search
 from tests.planning.test_graph import WHOLE, llada_like
 from tests.planning.test_planner import blocks
 
-Plans = tuple[MemoryPlan, MemoryPlan]
+Plans = tuple[ActivationPlan, ActivationPlan]
 
 DIMS = {"T": 8192, "M": 4000}
 BUDGET = 2**28

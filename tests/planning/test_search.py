@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jdllm.planning.exact import exact
 from jdllm.planning.graph import GraphTemplate, ceil_div, dim, maximum, minimum
-from jdllm.planning.planner import MemoryPlan, first_fit
+from jdllm.planning.planner import ActivationPlan, first_fit
 from jdllm.planning.search import brute_force, largest, search
 from tests.planning.test_graph import WHOLE, llada_like
 from tests.planning.test_planner import WASTEFUL, block_template
@@ -65,7 +65,7 @@ def by_unit_steps(
         level[owner] += 1
 
 
-def assert_keeps(plan: MemoryPlan, budget: int):
+def assert_keeps(plan: ActivationPlan, budget: int):
     """A plan that says it fits does, and its tensors lie apart."""
     assert plan.lower_bound <= plan.peak_bytes <= 1.02 * plan.lower_bound
     assert plan.fits == (plan.peak_bytes <= budget)

@@ -11,7 +11,8 @@ from jdllm.decoding.batch import PADDING_BANS
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.transfer import Measure
 from jdllm.models.config import ModelConfig
-from jdllm.serving.packing import MAX_STEPS_PER_DISPATCH, lay_out, pack, power_bucket, row_bucket
+from jdllm.planning.buckets import MAX_STEPS_PER_DISPATCH, power_bucket, row_bucket
+from jdllm.serving.packing import lay_out, pack
 from jdllm.serving.request import Request, generation_request
 
 MASK = 510

@@ -1,0 +1,275 @@
+"""`plan_memory`: what a step needs on the device, how it is cut to fit, and the longest context that fits."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Iterator
+from typing import Literal
+
+import jax.numpy as jnp
+
+from jdllm.errors import ConfigError
+from jdllm.models.config import ModelConfig
+from jdllm.models.tiers import HostTiers, host_buffers
+from jdllm.models.weights import param_bytes
+from jdllm.pallas.masked_logits import Level
+from jdllm.planning.buckets import head_bucket, row_bucket, steps_per_dispatch
+from jdllm.planning.budget import DEFAULT_OVERHEAD, MemoryBudgetError
+from jdllm.planning.chunks import ChunkConfig
+from jdllm.planning.planner import ActivationPlan
+from jdllm.planning.search import largest, search
+from jdllm.planning.templates import COMPONENTS, StepKind, step_template
+from jdllm.planning.tier_template import tier_template
+
+CachePolicy = Literal["none", "prefix", "dual", "selective", "sparse", "head_sparse"]
+WHOLE_CACHES = ("prefix", "dual", "selective")
+SPARSE_CACHES = ("sparse", "head_sparse")
+
+_PAGE = 64
+_MOST_CHUNKS = 512
+_LONGEST = 1 << 24
+"""Positions are exact in f32 below this."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What is to be planned for.
+
+    - `config`, `dtype`: the model, and the type of its weights and activations.
+    - `flash`: whether attention is one kernel on the target (Hopper with tokamax).
+    - `mask_ratio`: masked rows per row.
+    - `level`: what the head computes for a row.
+    - `cache_policy`, `block_length`, `retention`: decide the size of the KV pool.
+    - `max_num_logits`: head rows whose logits may exist at a time; `None` for as many as fit.
+    """
+
+    config: ModelConfig
+    dtype: str = "bfloat16"
+    flash: bool = True
+    mask_ratio: float = 0.5
+    level: Level = Level.TOP
+    cache_policy: CachePolicy = "none"
+    block_length: int = 32
+    retention: float = 0.5
+    max_num_logits: int | None = None
+
+    def __post_init__(self):
+        if not 0 < self.mask_ratio <= 1 or not 0 < self.retention <= 1:
+            raise ConfigError(
+                f"mask ratio {self.mask_ratio:g} and retention {self.retention:g}:"
+                " expected numbers above 0, at most 1"
+            )
+        if self.block_length < 1:
+            raise ConfigError(f"block length is {self.block_length}, expected at least 1")
+        if self.cache_policy not in ("none", *WHOLE_CACHES, *SPARSE_CACHES):
+            known = ", ".join(("none", *WHOLE_CACHES, *SPARSE_CACHES))
+            raise ConfigError(f"unknown cache policy {self.cache_policy!r}: expected one of {known}")
+
+    @property
+    def kind(self) -> StepKind:
+        return StepKind(jnp.dtype(self.dtype).itemsize, self.flash, self.level)
+
+    def kv_pool_bytes(self, context: int) -> int:
+        """Bytes of the keys and values of all layers that the cache policy keeps, in whole pages."""
+        kept = {"none": 0}.get(self.cache_policy, context)
+        if self.cache_policy in SPARSE_CACHES:
+            kept = -(-int(max(context - self.block_length, 0) * self.retention) // 1)
+        pages = -(-kept // _PAGE) * _PAGE
+        config = self.config
+        return pages * config.num_layers * 2 * config.num_kv_heads * config.head_dim * self.kind.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """What may be used.
+
+    - `device`: bytes of the device, the weights and `overhead` included.
+    - `overhead`: bytes that the CUDA context and libraries take outside XLA's pool.
+    - `host`: bytes of pinned host memory for the tiers.
+    """
+
+    device: int
+    overhead: int = DEFAULT_OVERHEAD
+    host: int = 128 << 30
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan:
+    """The memory of one step.
+
+    - `context`, `rows`, `head_rows`: tokens, and the compiled sizes that hold them.
+    - `budget`: what may be used.
+    - `weights_bytes`, `kv_pool_bytes`, `batch_bytes`: what stays on the device during a step; the batch
+      counts its inputs and the trace that comes back.
+    - `activation`: the plan of everything else.
+    - `chunks`: the chunk counts to run with; with `tiers` only that of the logits matters.
+    - `tiers`: what is in host memory, or `None`; `host_bytes` of it.
+    - `seconds`: how long planning took.
+    """
+
+    context: int
+    rows: int
+    head_rows: int
+    budget: Budget
+    weights_bytes: int
+    kv_pool_bytes: int
+    batch_bytes: int
+    activation: ActivationPlan
+    chunks: ChunkConfig
+    tiers: HostTiers | None
+    host_bytes: int
+    seconds: float
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Device bytes that no chunk count changes."""
+        return self.budget.overhead + self.weights_bytes + self.kv_pool_bytes + self.batch_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The whole device need, overhead included."""
+        return self.fixed_bytes + self.activation.peak_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.budget.device and self.host_bytes <= self.budget.host
+
+    @property
+    def host_tiers(self) -> list[str]:
+        """Names of what is in host memory."""
+        if self.tiers is None:
+            return []
+        return ["residual", *(["kv"] if self.tiers.kv else []), *(["weights"] if self.tiers.weights else [])]
+
+
+def plan_memory(workload: Workload, context: int, budget: Budget, *, host_tiers: bool = True) -> MemoryPlan:
+    """Plan one step: the cheapest way in latency that fits.
+
+    Arguments:
+    - `workload`, `budget`: what is planned for, and what may be used.
+    - `context`: tokens of the sequence, masks included.
+    - `host_tiers`: whether host memory may be used where the device is too small.
+
+    Returns the plan; where nothing fits, the last that was tried, with `fits` false.
+    Source: Mosaic (global memory planning and dynamic peak taming), and host tiers beyond it.
+    """
+    if not 1 <= context <= _LONGEST:
+        raise ConfigError(f"context is {context}, expected 1 to {_LONGEST} tokens")
+    plan = _plan_on_device(workload, context, budget)
+    if plan.fits or not host_tiers:
+        return plan
+    for tiers in _rungs(workload.config):
+        plan = _plan_tiered(workload, context, budget, tiers)
+        if plan.fits:
+            break
+    return plan
+
+
+def max_context(workload: Workload, budget: Budget, *, host_tiers: bool = True) -> int:
+    """The longest context that fits, a value of the row ladder, by bisection; 0 where none does."""
+    ladder = _row_ladder()
+    fits = functools.partial(plan_memory, workload, budget=budget, host_tiers=host_tiers)
+    return largest(lambda rows: fits(rows).fits, ladder) or 0
+
+
+def check(workload: Workload, plan: MemoryPlan) -> MemoryPlan:
+    """Return `plan`, or raise `MemoryBudgetError` where it does not fit."""
+    if plan.fits:
+        return plan
+    longest = max_context(workload, plan.budget, host_tiers=plan.tiers is not None)
+    what = f"a context of {plan.context} tokens"
+    raise MemoryBudgetError(what, plan.peak_bytes, plan.budget.device, longest)
+
+
+@functools.cache
+def _row_ladder() -> list[int]:
+    rows, ladder = 1, []
+    while rows <= _LONGEST:
+        ladder.append(row_bucket(rows))
+        rows = ladder[-1] + 1
+    return ladder
+
+
+def ladders(workload: Workload, rows: int, head_rows: int) -> dict[str, list[int]]:
+    """The counts that each component may take for a bucket, the least first."""
+    config = workload.config
+    first = 1 if workload.max_num_logits is None else -(-head_rows // workload.max_num_logits)
+    cuts = list(range(1, max(1, min(_MOST_CHUNKS, rows // 128)) + 1))
+    groups = [1]
+    for count in range(2, config.num_kv_heads + 1):
+        # The outputs of all groups are kept, so a few groups may need more than none.
+        saved = 2 * config.num_kv_heads * (count - 1) / count
+        if config.num_kv_heads % count == 0 and saved > config.num_heads:
+            groups.append(count)
+    powers = [first * 2**i for i in range(32) if first * 2**i <= max(first, head_rows)]
+    return {"logits": powers, "ffn": cuts, "query": cuts, "kv": cuts, "heads": groups}
+
+
+def _plan_on_device(workload: Workload, context: int, budget: Budget) -> MemoryPlan:
+    start = time.perf_counter()
+    weights = param_bytes(workload.config, workload.dtype)
+    rows, head_rows, batch = _sizes(workload, context)
+    fixed = budget.overhead + weights + workload.kv_pool_bytes(context) + batch
+    template = step_template(workload.config, workload.kind)
+    dims = {"T": rows, "M": head_rows}
+    activation = search(template, dims, ladders(workload, rows, head_rows), budget.device - fixed)
+    chunks = ChunkConfig(**{name: activation.counts[name] for name in COMPONENTS})
+    return MemoryPlan(
+        context,
+        rows,
+        head_rows,
+        budget,
+        weights,
+        workload.kv_pool_bytes(context),
+        batch,
+        activation,
+        chunks,
+        None,
+        0,
+        time.perf_counter() - start,
+    )
+
+
+def _plan_tiered(workload: Workload, context: int, budget: Budget, tiers: HostTiers) -> MemoryPlan:
+    start = time.perf_counter()
+    config, dtype = workload.config, workload.dtype
+    weights = 0 if tiers.weights else param_bytes(config, dtype)
+    rows, head_rows, batch = _sizes(workload, context)
+    batch = min(batch, 64 * head_rows)
+    fixed = budget.overhead + weights + workload.kv_pool_bytes(context) + batch
+    template = tier_template(config, workload.kind, tiers, rows, dtype)
+    logits = ladders(workload, rows, head_rows)["logits"]
+    activation = search(template, {"M": head_rows}, {"logits": logits}, budget.device - fixed)
+    host = sum(host_buffers(config, tiers, rows, dtype).values())
+    return MemoryPlan(
+        context,
+        rows,
+        head_rows,
+        budget,
+        weights,
+        workload.kv_pool_bytes(context),
+        batch,
+        activation,
+        ChunkConfig(logits=activation.counts["logits"]),
+        tiers,
+        host,
+        time.perf_counter() - start,
+    )
+
+
+def _sizes(workload: Workload, context: int) -> tuple[int, int, int]:
+    """Rows and head rows of the bucket, and bytes of the batch and its trace."""
+    rows = row_bucket(context)
+    head_rows = head_bucket(max(1, round(context * workload.mask_ratio)))
+    trace = 5 * steps_per_dispatch(head_rows) * head_rows
+    return rows, head_rows, 16 * rows + 12 * head_rows + trace + (64 << 10)
+
+
+def _rungs(config: ModelConfig) -> Iterator[HostTiers]:
+    """Host tiers in rising order of their cost."""
+    for groups in range(1, config.num_kv_heads + 1):
+        if config.num_kv_heads % groups == 0:
+            yield HostTiers(chunk_rows=4096, head_groups=groups)
+    for weights in (False, True):
+        for chunk_rows in (16384, 4096, 1024):
+            yield HostTiers(chunk_rows=chunk_rows, kv=True, weights=weights)
