@@ -190,11 +190,20 @@ def _row_ladder() -> list[int]:
     return ladder
 
 
+@functools.cache
+def _cuts(most: int) -> list[int]:
+    """Counts from 1 to `most`: every one at first, then steps of at most an eighth."""
+    cuts = [1]
+    while cuts[-1] < most:
+        cuts.append(min(most, cuts[-1] + max(1, cuts[-1] // 8)))
+    return cuts
+
+
 def ladders(workload: Workload, rows: int, head_rows: int) -> dict[str, list[int]]:
     """The counts that each component may take for a bucket, the least first."""
     config = workload.config
     first = 1 if workload.max_num_logits is None else -(-head_rows // workload.max_num_logits)
-    cuts = list(range(1, max(1, min(_MOST_CHUNKS, rows // 128)) + 1))
+    cuts = _cuts(max(1, min(_MOST_CHUNKS, rows // 128)))
     groups = [1]
     for count in range(2, config.num_kv_heads + 1):
         # The outputs of all groups are kept, so a few groups may need more than none.
