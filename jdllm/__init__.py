@@ -10,35 +10,49 @@ if TYPE_CHECKING:
     from jdllm.models.config import ModelConfig
     from jdllm.models.module import Transformer
     from jdllm.outputs import RequestOutput
+    from jdllm.planning.budget import Budget, MemoryBudgetError
     from jdllm.planning.chunks import ChunkConfig
+    from jdllm.planning.plan import MemoryPlan, Workload, max_context, plan_memory
     from jdllm.serving.engine import StepUpdate
 
 __all__ = [
     "LLM",
+    "Budget",
     "CheckpointError",
     "ChunkConfig",
     "ConfigError",
     "JdllmError",
+    "MemoryBudgetError",
+    "MemoryPlan",
     "ModelConfig",
     "RequestError",
     "RequestOutput",
     "SamplingParams",
     "StepUpdate",
     "Transformer",
+    "Workload",
+    "max_context",
+    "plan_memory",
 ]
 
 _MODULES = {
     "LLM": "jdllm.llm",
+    "Budget": "jdllm.planning.budget",
     "CheckpointError": "jdllm.errors",
     "ChunkConfig": "jdllm.planning.chunks",
     "ConfigError": "jdllm.errors",
     "JdllmError": "jdllm.errors",
+    "MemoryBudgetError": "jdllm.planning.budget",
+    "MemoryPlan": "jdllm.planning.plan",
     "ModelConfig": "jdllm.models.config",
     "RequestError": "jdllm.errors",
     "RequestOutput": "jdllm.outputs",
     "SamplingParams": "jdllm.decoding.sampling",
     "StepUpdate": "jdllm.serving.engine",
     "Transformer": "jdllm.models.module",
+    "Workload": "jdllm.planning.plan",
+    "max_context": "jdllm.planning.plan",
+    "plan_memory": "jdllm.planning.plan",
 }
 
 

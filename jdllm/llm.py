@@ -1,7 +1,6 @@
 """`LLM`: a model from a checkpoint directory to text."""
 
 import dataclasses
-import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,10 +18,12 @@ from jdllm.models.loading import load_params, resolve, resolve_dtype
 from jdllm.models.module import Transformer
 from jdllm.models.tokenizer import Tokenizer, complete_ids, load_tokenizer
 from jdllm.outputs import RequestOutput
+from jdllm.planning.budget import device_budget
 from jdllm.planning.chunks import ChunkConfig
 from jdllm.scoring import Scorer
 from jdllm.serving.engine import Engine, StepUpdate
 from jdllm.serving.request import Request, checked_ids, generation_request, infill_request, mask_id_of
+from jdllm.serving.runner import StepRunner
 
 TokenIds = Sequence[int] | np.ndarray
 Sampling = SamplingParams | Sequence[SamplingParams]
@@ -39,12 +40,17 @@ class LLM:
     - `dtype`: "float32", "bfloat16", "float16", or "auto" for that of the checkpoint. Results equal the
       official sampler's token by token in float32 at temperature 0.
     - `max_num_batched_tokens`: packed rows of one step over all requests; a longer request runs alone.
-    - `max_num_logits`: masked rows whose logits exist at a time.
-    - `chunks`: fixed chunk counts for every step, instead of those that follow from `max_num_logits`.
+    - `max_num_logits`: masked rows whose logits may exist at a time; by default as many as fit, and 512 on a
+      CPU without `memory`.
+    - `memory`: what the device may hold in all, weights and CUDA context included, in bytes or as "24GiB"; by
+      default everything that XLA may allot. Every step is planned and compiled within it before it runs.
+    - `host_memory`: pinned host memory that a step may use where the device is too small; "0" for none.
+    - `chunks`: fixed chunk counts for every step, instead of planned ones.
     - `hf_overrides`: values that replace those of `config.json`, such as `{"eos_token_id": 7}`.
     - `progress`: show a progress bar while loading, where standard error is a terminal.
 
-    Raises `ConfigError` or `CheckpointError` for a model that cannot be run or read.
+    Raises `ConfigError` or `CheckpointError` for a model that cannot be run or read. A call whose step does
+    not fit `memory` raises `MemoryBudgetError` before anything of that step has run.
     """
 
     def __init__(
@@ -53,14 +59,16 @@ class LLM:
         *,
         dtype: str = "auto",
         max_num_batched_tokens: int = 8192,
-        max_num_logits: int = 512,
+        max_num_logits: int | None = None,
+        memory: int | str | None = None,
+        host_memory: int | str = "64GiB",
         chunks: ChunkConfig | None = None,
         hf_overrides: Mapping[str, Any] | None = None,
         progress: bool = True,
     ):
         for name, value in (
             ("max_num_batched_tokens", max_num_batched_tokens),
-            ("max_num_logits", max_num_logits),
+            ("max_num_logits", 1 if max_num_logits is None else max_num_logits),
         ):
             if not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} is {value!r}, expected a positive integer")
@@ -72,12 +80,18 @@ class LLM:
             model = self._load(model, dtype, hf_overrides or {}, progress)
         self.config = model.config
         params = model.params()
-        self._chunks = chunks
-        self._max_num_logits = max_num_logits
-        platform = next(iter(jax.tree.leaves(params)[0].devices())).platform
-        executables = Executables(platform)
-        self._engine = Engine(params, self.config, executables, self._chunks_for, max_num_batched_tokens)
-        self._scorer = Scorer(params, self.config, executables, max_num_batched_tokens, max_num_logits)
+        device = next(iter(jax.tree.leaves(params)[0].devices()))
+        executables = Executables(device.platform)
+        runner = StepRunner(
+            params,
+            self.config,
+            executables,
+            budget=device_budget(device, memory, host_memory),
+            chunks=chunks,
+            max_num_logits=max_num_logits,
+        )
+        self._engine = Engine(runner, self.config, max_num_batched_tokens)
+        self._scorer = Scorer(params, self.config, executables, max_num_batched_tokens, max_num_logits or 512)
 
     def generate(
         self,
@@ -197,9 +211,6 @@ class LLM:
             config = complete_ids(config, self.tokenizer)
             config = dataclasses.replace(config, token_limit=len(self.tokenizer))
         return Transformer(config, params)
-
-    def _chunks_for(self, rows: int, head: int) -> ChunkConfig:
-        return self._chunks or ChunkConfig(logits=math.ceil(head / self._max_num_logits))
 
     def _inputs(
         self,

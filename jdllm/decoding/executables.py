@@ -18,6 +18,12 @@ def compiler_options(platform: str) -> dict[str, bool | int]:
     return {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
 
 
+def temp_bytes(executable: jax.stages.Compiled) -> int:
+    """Device bytes that an executable needs beside its arguments and results."""
+    memory = executable.memory_analysis()
+    return 0 if memory is None else memory.temp_size_in_bytes
+
+
 class Executables:
     """Compiles on first use and keeps what it compiled.
 
@@ -26,6 +32,7 @@ class Executables:
     """
 
     def __init__(self, platform: str):
+        self.platform = platform
         self._options = compiler_options(platform)
         self._compiled: dict[Hashable, Any] = {}
 

@@ -63,14 +63,13 @@ def vocabulary_bits(
     """32 random bits for every row and vocabulary index.
 
     One generator call gives two words. Index v takes the first or the second word as bit 7 of v is 0 or 1,
-    with a counter made of the other bits, so that a tile of 256 indices needs 128 calls.
+    with a counter made of the other bits, so that a tile of 256 indices needs 128 calls. Here every index
+    makes its own call: XLA fuses that into what reads the bits, and writes none of them to memory.
     """
-    groups = -(-vocab_size // (2 * _LANES))
-    counters = jnp.arange(groups * _LANES, dtype=jnp.uint32)[None, :]
+    index = jnp.arange(vocab_size, dtype=jnp.uint32)[None, :]
+    counters = index // (2 * _LANES) * _LANES + index % _LANES
     words = threefry((keys[0][:, None], keys[1][:, None]), (positions.astype(jnp.uint32)[:, None], counters))
-    rows = positions.shape[0]
-    paired = jnp.stack([word.reshape(rows, groups, _LANES) for word in words], axis=2)
-    return paired.reshape(rows, groups * 2 * _LANES)[:, :vocab_size]
+    return jnp.where(index // _LANES % 2 == 0, *words)
 
 
 def position_bits(keys: tuple[Array, Array], positions: Array) -> UInt32[Array, " rows"]:

@@ -1,6 +1,7 @@
 """What a device may hold: budgets as users write them, and what the runtime takes for itself."""
 
 import ctypes
+import dataclasses
 import re
 from typing import Any, NamedTuple
 
@@ -37,6 +38,20 @@ def parse_bytes(value: int | str, name: str = "memory") -> int:
     ):
         raise ConfigError(f"{name} is {value!r}, expected bytes such as 17179869184 or '24GiB'")
     return size
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """What may be used.
+
+    - `device`: bytes of the device, the weights and `overhead` included.
+    - `overhead`: bytes that the CUDA context and libraries take outside XLA's pool.
+    - `host`: bytes of pinned host memory for the tiers.
+    """
+
+    device: int
+    overhead: int = DEFAULT_OVERHEAD
+    host: int = 128 << 30
 
 
 class MemoryBudgetError(ConfigError):
@@ -104,3 +119,28 @@ def _used_bytes(index: int) -> int | None:
     )
     nvml.nvmlShutdown()
     return None if failed else int(memory.used)
+
+
+def device_budget(device: Any, memory: int | str | None, host_memory: int | str) -> Budget | None:
+    """The budget of a device.
+
+    Arguments:
+    - `device`: a JAX device.
+    - `memory`: bytes of it that may be used, or `None` for all that XLA may allot.
+    - `host_memory`: bytes of host memory for the tiers, or "0".
+
+    Returns the budget, or `None` for a CPU without `memory`.
+    Raises `ConfigError` for a budget beyond what the device has.
+    """
+    host = 0 if str(host_memory).strip() == "0" else parse_bytes(host_memory, "host_memory")
+    measured = device_memory(device)
+    if measured is None:
+        return None if memory is None else Budget(parse_bytes(memory), 0, host)
+    most = measured.limit + measured.overhead
+    given = most if memory is None else parse_bytes(memory)
+    if given > most:
+        raise ConfigError(
+            f"memory is {given} bytes, and XLA may use {most} of this device: ask for less, or raise"
+            " XLA_PYTHON_CLIENT_MEM_FRACTION"
+        )
+    return Budget(given, measured.overhead, host)

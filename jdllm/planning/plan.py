@@ -3,8 +3,8 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Iterable, Iterator
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 
@@ -14,11 +14,12 @@ from jdllm.models.tiers import HostTiers, host_buffers
 from jdllm.models.weights import param_bytes
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.buckets import head_bucket, row_bucket, steps_per_dispatch
-from jdllm.planning.budget import DEFAULT_OVERHEAD, MemoryBudgetError
+from jdllm.planning.budget import Budget
 from jdllm.planning.chunks import ChunkConfig
+from jdllm.planning.graph import GraphTemplate
 from jdllm.planning.planner import ActivationPlan
 from jdllm.planning.search import largest, search
-from jdllm.planning.templates import COMPONENTS, StepKind, step_template
+from jdllm.planning.templates import StepKind, step_template
 from jdllm.planning.tier_template import tier_template
 
 CachePolicy = Literal["none", "prefix", "dual", "selective", "sparse", "head_sparse"]
@@ -80,20 +81,6 @@ class Workload:
 
 
 @dataclasses.dataclass(frozen=True)
-class Budget:
-    """What may be used.
-
-    - `device`: bytes of the device, the weights and `overhead` included.
-    - `overhead`: bytes that the CUDA context and libraries take outside XLA's pool.
-    - `host`: bytes of pinned host memory for the tiers.
-    """
-
-    device: int
-    overhead: int = DEFAULT_OVERHEAD
-    host: int = 128 << 30
-
-
-@dataclasses.dataclass(frozen=True)
 class MemoryPlan:
     """The memory of one step.
 
@@ -142,6 +129,20 @@ class MemoryPlan:
         return ["residual", *(["kv"] if self.tiers.kv else []), *(["weights"] if self.tiers.weights else [])]
 
 
+class Bucket(NamedTuple):
+    """Tokens, and the compiled sizes that hold them and their masked rows."""
+
+    context: int
+    rows: int
+    head_rows: int
+
+    @property
+    def batch_bytes(self) -> int:
+        """Bytes of the batch and of the trace that comes back."""
+        trace = 5 * steps_per_dispatch(self.head_rows) * self.head_rows
+        return 16 * self.rows + 12 * self.head_rows + trace + (64 << 10)
+
+
 def plan_memory(workload: Workload, context: int, budget: Budget, *, host_tiers: bool = True) -> MemoryPlan:
     """Plan one step: the cheapest way in latency that fits.
 
@@ -155,11 +156,18 @@ def plan_memory(workload: Workload, context: int, budget: Budget, *, host_tiers:
     """
     if not 1 <= context <= _LONGEST:
         raise ConfigError(f"context is {context}, expected 1 to {_LONGEST} tokens")
-    plan = _plan_on_device(workload, context, budget)
-    if plan.fits or not host_tiers:
-        return plan
-    for tiers in _rungs(workload.config):
-        plan = _plan_tiered(workload, context, budget, tiers)
+    head_rows = head_bucket(max(1, round(context * workload.mask_ratio)))
+    bucket = Bucket(context, row_bucket(context), head_rows)
+    return plan_bucket(workload, bucket, budget, rungs(workload.config) if host_tiers else ())
+
+
+def plan_bucket(
+    workload: Workload, bucket: Bucket, budget: Budget, tiers: Iterable[HostTiers] = ()
+) -> MemoryPlan:
+    """`plan_memory` for compiled sizes; `tiers` are tried in order where the device is too small."""
+    plan = _plan_on_device(workload, bucket, budget)
+    for rung in () if plan.fits else tiers:
+        plan = _plan_tiered(workload, bucket, budget, rung)
         if plan.fits:
             break
     return plan
@@ -170,15 +178,6 @@ def max_context(workload: Workload, budget: Budget, *, host_tiers: bool = True) 
     ladder = _row_ladder()
     fits = functools.partial(plan_memory, workload, budget=budget, host_tiers=host_tiers)
     return largest(lambda rows: fits(rows).fits, ladder) or 0
-
-
-def check(workload: Workload, plan: MemoryPlan) -> MemoryPlan:
-    """Return `plan`, or raise `MemoryBudgetError` where it does not fit."""
-    if plan.fits:
-        return plan
-    longest = max_context(workload, plan.budget, host_tiers=plan.tiers is not None)
-    what = f"a context of {plan.context} tokens"
-    raise MemoryBudgetError(what, plan.peak_bytes, plan.budget.device, longest)
 
 
 @functools.cache
@@ -214,68 +213,50 @@ def ladders(workload: Workload, rows: int, head_rows: int) -> dict[str, list[int
     return {"logits": powers, "ffn": cuts, "query": cuts, "kv": cuts, "heads": groups}
 
 
-def _plan_on_device(workload: Workload, context: int, budget: Budget) -> MemoryPlan:
+def _plan_on_device(workload: Workload, bucket: Bucket, budget: Budget) -> MemoryPlan:
     start = time.perf_counter()
-    weights = param_bytes(workload.config, workload.dtype)
-    rows, head_rows, batch = _sizes(workload, context)
-    fixed = budget.overhead + weights + workload.kv_pool_bytes(context) + batch
     template = step_template(workload.config, workload.kind)
-    dims = {"T": rows, "M": head_rows}
-    activation = search(template, dims, ladders(workload, rows, head_rows), budget.device - fixed)
-    chunks = ChunkConfig(**{name: activation.counts[name] for name in COMPONENTS})
-    return MemoryPlan(
-        context,
-        rows,
-        head_rows,
-        budget,
-        weights,
-        workload.kv_pool_bytes(context),
-        batch,
-        activation,
-        chunks,
-        None,
-        0,
-        time.perf_counter() - start,
-    )
+    return _planned(workload, bucket, budget, template, None, start)
 
 
-def _plan_tiered(workload: Workload, context: int, budget: Budget, tiers: HostTiers) -> MemoryPlan:
+def _plan_tiered(workload: Workload, bucket: Bucket, budget: Budget, tiers: HostTiers) -> MemoryPlan:
     start = time.perf_counter()
+    template = tier_template(workload.config, workload.kind, tiers, bucket.rows, workload.dtype)
+    return _planned(workload, bucket, budget, template, tiers, start)
+
+
+def _planned(
+    workload: Workload,
+    bucket: Bucket,
+    budget: Budget,
+    template: GraphTemplate,
+    tiers: HostTiers | None,
+    start: float,
+) -> MemoryPlan:
     config, dtype = workload.config, workload.dtype
-    weights = 0 if tiers.weights else param_bytes(config, dtype)
-    rows, head_rows, batch = _sizes(workload, context)
-    batch = min(batch, 64 * head_rows)
-    fixed = budget.overhead + weights + workload.kv_pool_bytes(context) + batch
-    template = tier_template(config, workload.kind, tiers, rows, dtype)
-    logits = ladders(workload, rows, head_rows)["logits"]
-    activation = search(template, {"M": head_rows}, {"logits": logits}, budget.device - fixed)
-    host = sum(host_buffers(config, tiers, rows, dtype).values())
+    counts = ladders(workload, bucket.rows, bucket.head_rows)
+    if tiers is not None:
+        counts = {"logits": counts["logits"]}
+    weights = 0 if tiers is not None and tiers.weights else param_bytes(config, dtype)
+    pool = workload.kv_pool_bytes(bucket.context)
+    left = budget.device - budget.overhead - weights - pool - bucket.batch_bytes
+    activation = search(template, {"T": bucket.rows, "M": bucket.head_rows}, counts, left)
     return MemoryPlan(
-        context,
-        rows,
-        head_rows,
-        budget,
-        weights,
-        workload.kv_pool_bytes(context),
-        batch,
-        activation,
-        ChunkConfig(logits=activation.counts["logits"]),
-        tiers,
-        host,
-        time.perf_counter() - start,
+        *bucket,
+        budget=budget,
+        weights_bytes=weights,
+        kv_pool_bytes=pool,
+        batch_bytes=bucket.batch_bytes,
+        activation=activation,
+        chunks=ChunkConfig(**activation.counts),
+        tiers=tiers,
+        host_bytes=0 if tiers is None else sum(host_buffers(config, tiers, bucket.rows, dtype).values()),
+        seconds=time.perf_counter() - start,
     )
 
 
-def _sizes(workload: Workload, context: int) -> tuple[int, int, int]:
-    """Rows and head rows of the bucket, and bytes of the batch and its trace."""
-    rows = row_bucket(context)
-    head_rows = head_bucket(max(1, round(context * workload.mask_ratio)))
-    trace = 5 * steps_per_dispatch(head_rows) * head_rows
-    return rows, head_rows, 16 * rows + 12 * head_rows + trace + (64 << 10)
-
-
-def _rungs(config: ModelConfig) -> Iterator[HostTiers]:
-    """Host tiers in rising order of their cost."""
+def rungs(config: ModelConfig) -> Iterator[HostTiers]:
+    """Host tiers in rising order of their cost in latency."""
     for groups in range(1, config.num_kv_heads + 1):
         if config.num_kv_heads % groups == 0:
             yield HostTiers(chunk_rows=4096, head_groups=groups)

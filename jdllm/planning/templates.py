@@ -6,6 +6,7 @@ memory, and what a matrix product needs beside its result, follow what the compi
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 from jdllm.models.config import ModelConfig
@@ -13,15 +14,12 @@ from jdllm.pallas.masked_logits import Level
 from jdllm.planning.graph import GraphTemplate, Size, ceil_div, dim, maximum, minimum
 
 LAYERS = 2
-COMPONENTS = ("logits", "ffn", "query", "kv", "heads")
-"""What may be cut, in rising order of what it costs in latency."""
-
 _WORKSPACE = 32 << 20
 """Bytes that cuBLAS asks for beside a product; XLA allots them like any tensor."""
 _XLA_TILE = 512
 _TILE = 128
-_LOGITS = {Level.TOP: 3, Level.MOMENTS: 3, Level.FILTERED: 4}
-"""f32 arrays of head rows x vocabulary that are alive at once: logits and random bits, or a sort."""
+_LOGITS = {Level.TOP: 2.0, Level.MOMENTS: 2.0, Level.FILTERED: 3.13}
+"""f32 arrays of head rows x vocabulary alive at once: before and after the bans, or around a sort."""
 
 
 class StepKind(NamedTuple):
@@ -133,7 +131,11 @@ def _add_attention(graph: GraphTemplate, config: ModelConfig, kind: StepKind, la
 def add_feed_forward(
     graph: GraphTemplate, config: ModelConfig, kind: StepKind, layer: str, part: Size | int, dense: bool
 ) -> None:
-    """Operators of one layer's feed-forward branch for a chunk of `part` rows of "h", dense or by experts."""
+    """Operators of one layer's feed-forward branch for a chunk of `part` rows of "h", dense or by experts.
+
+    A symbolic `part` is a chunk of a device loop, whose buffers XLA places with a gap of a chunk of experts'
+    inputs.
+    """
     x = f"{layer} x"
     graph.add_op(f"{layer} norm", ["h"], {x: part * (config.hidden_size * kind.itemsize)}, owners=("ffn",))
     moe = config.moe
@@ -152,9 +154,12 @@ def add_feed_forward(
     )
     graph.add_op(f"{layer} route", [x], {scores: part * (3 * 4 * moe.experts)}, _WORKSPACE, owners=("ffn",))
     graph.add_op(f"{layer} sort", [scores], {order: part * (4 * 4 * moe.top_k)}, owners=("ffn",))
-    graph.add_op(f"{layer} gather", [x, order], {by_expert: wide}, owners=("ffn",))
+    gap = f"{layer} gap"
+    loop = _cut("ffn", "query", "kv", "heads") if isinstance(part, Size) else 0
+    gap_bytes = part * (config.hidden_size * kind.itemsize) * loop
+    graph.add_op(f"{layer} gather", [x, order], {by_expert: wide, gap: gap_bytes}, owners=("ffn",))
     graph.add_op(f"{layer} experts gate", [by_expert], {gate: inner}, owners=("ffn",))
-    graph.add_op(f"{layer} experts up", [by_expert], {up: inner}, owners=("ffn",))
+    graph.add_op(f"{layer} experts up", [by_expert, gap], {up: inner}, owners=("ffn",))
     graph.add_op(f"{layer} multiply", [gate, up], owners=("ffn",))
     graph.add_op(f"{layer} experts down", [up], {down: wide}, owners=("ffn",))
     graph.add_op(f"{layer} combine", [down, order, "h"], owners=("ffn",))
@@ -177,6 +182,6 @@ def add_head(graph: GraphTemplate, config: ModelConfig, kind: StepKind, hidden: 
         _WORKSPACE,
         owners=("logits",),
     )
-    extra = (_LOGITS[kind.level] - 1) * 4 * config.vocab_size
+    extra = math.ceil((_LOGITS[kind.level] - 1) * 4 * config.vocab_size)
     graph.add_op("choose", ["logits"], {"decisions": part * 32}, part * extra, owners=("logits",))
     graph.add_barrier("commit", [hidden, "masked rows", "decisions"])

@@ -2,20 +2,17 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from jdllm.decoding.executables import Executables
 from jdllm.decoding.rules import head_level
-from jdllm.decoding.step import denoise
 from jdllm.models.config import ModelConfig
-from jdllm.models.weights import Params
-from jdllm.planning.chunks import ChunkConfig
 from jdllm.serving.packing import pack
 from jdllm.serving.request import Request
+from jdllm.serving.runner import StepRunner
 
 
 class StepUpdate(NamedTuple):
@@ -39,24 +36,14 @@ class Engine:
     """Denoises many requests at once, first come first served.
 
     Arguments:
-    - `params`, `config`: the model.
-    - `executables`: where compiled steps are kept.
-    - `chunks`: how the operators are cut for (rows, head rows) of a bucket.
+    - `runner`: runs the steps of the model.
+    - `config`: the model.
     - `max_num_batched_tokens`: packed rows of one step; a request that needs more runs alone.
     """
 
-    def __init__(
-        self,
-        params: Params,
-        config: ModelConfig,
-        executables: Executables,
-        chunks: Callable[[int, int], ChunkConfig],
-        max_num_batched_tokens: int,
-    ):
-        self._params = params
+    def __init__(self, runner: StepRunner, config: ModelConfig, max_num_batched_tokens: int):
+        self._runner = runner
         self._config = config
-        self._executables = executables
-        self._chunks = chunks
         self._budget = max_num_batched_tokens
 
     def run(self, requests: Sequence[Request], *, every_step: bool = False) -> Iterator[StepUpdate]:
@@ -86,16 +73,9 @@ class Engine:
 
     def _dispatch(self, requests: list[Request], every_step: bool) -> Iterator[StepUpdate]:
         batch, candidates = pack(requests, self._config)
-        trace = self._executables.call(
-            denoise,
-            self._params,
-            batch,
-            np.int32(1 if every_step else batch.segments.quota.shape[1]),
-            config=self._config,
-            mask_id=requests[0].mask_id,
-            chunks=self._chunks(batch.tokens.shape[0], batch.head.row.shape[0]),
-            level=max(head_level(r.sampling) for r in requests),
-        )
+        max_steps = 1 if every_step else batch.segments.quota.shape[1]
+        level = max(head_level(r.sampling) for r in requests)
+        trace = self._runner.run(batch, max_steps, requests[0].mask_id, level)
         steps, tokens, committed = jax.device_get(trace)
         ends = np.cumsum([len(positions) for positions in candidates])[:-1]
         tokens, committed = (

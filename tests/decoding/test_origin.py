@@ -12,9 +12,9 @@ from jdllm.decoding.step import SelectionBits
 from jdllm.llm import LLM
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
-from jdllm.planning.chunks import ChunkConfig
 from jdllm.serving.engine import Engine
 from jdllm.serving.request import generation_request
+from jdllm.serving.runner import StepRunner
 from tests.decoding.test_trajectories import DREAM, cases_of, sampling_of
 
 MASK = 509
@@ -58,7 +58,7 @@ def test_every_token_of_every_step(
     sampling = sampling_of("dream", case)
     requests = [generation_request(i, ids, sampling, dream_config) for i, ids in enumerate(prompts)]
     drawing = Drawing(executables, bits)
-    engine = Engine(dream_params, dream_config, drawing, lambda rows, head: ChunkConfig(), 128)
+    engine = Engine(StepRunner(dream_params, dream_config, drawing), dream_config, 128)
     for _ in engine.run(requests):
         pass
     for row, request in enumerate(requests):

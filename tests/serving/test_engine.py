@@ -13,9 +13,9 @@ from jdllm.decoding.executables import Executables
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
-from jdllm.planning.chunks import ChunkConfig
 from jdllm.serving.engine import Engine
 from jdllm.serving.request import Request, generation_request
+from jdllm.serving.runner import StepRunner
 
 
 def make(config: ModelConfig, lengths: list[int], **options) -> list[Request]:
@@ -39,7 +39,7 @@ class Recorder(Executables):
 @pytest.fixture(scope="module")
 def engine_of(params: Params, config: ModelConfig, executables: Executables):
     def build(budget: int, compiled: Executables = executables) -> Engine:
-        return Engine(params, config, compiled, lambda rows, head: ChunkConfig(), budget)
+        return Engine(StepRunner(params, config, compiled), config, budget)
 
     return build
 

@@ -16,6 +16,7 @@ from jdllm.models.weights import Params
 from jdllm.planning.chunks import ChunkConfig
 from jdllm.serving.engine import Engine
 from jdllm.serving.request import generation_request
+from jdllm.serving.runner import StepRunner
 
 Histories = list[np.ndarray]
 Run = Callable[..., Histories]
@@ -72,7 +73,7 @@ def model_of(params: Params, config: ModelConfig, executables: Executables) -> M
         which: Sequence[str], chunks: ChunkConfig = WHOLE, budget: int = 128, every_step: bool = False
     ) -> Histories:
         requests = [generation_request(n, PROMPTS[i], SAMPLING[i], config) for n, i in enumerate(which)]
-        engine = Engine(params, config, executables, lambda rows, head: chunks, budget)
+        engine = Engine(StepRunner(params, config, executables, chunks=chunks), config, budget)
         for _ in engine.run(requests, every_step=every_step):
             pass
         return [np.stack(request.history) for request in requests]
@@ -129,7 +130,7 @@ def test_seeds_and_nothing_else_tell_equal_requests_apart(
 ):
     sampling = [SamplingParams(gen_length=6, temperature=1.0, seed=seed) for seed in (1, 1, 2, 1)]
     requests = [generation_request(i, np.arange(4), s, config) for i, s in enumerate(sampling)]
-    engine = Engine(params, config, executables, lambda rows, head: WHOLE, 128)
+    engine = Engine(StepRunner(params, config, executables), config, 128)
     for _ in engine.run(requests):
         pass
     first, again, other, third = (request.tokens.tolist() for request in requests)

@@ -1,0 +1,53 @@
+"""Plans held against the compiler: the memory that XLA allots to a step for a card that need not be there."""
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from jdllm.decoding.batch import Batch
+from jdllm.decoding.executables import temp_bytes
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.decoding.step import denoise
+from jdllm.models.config import ModelConfig
+from jdllm.models.weights import abstract_params
+from jdllm.planning.aot import compile_for
+from jdllm.planning.plan import MemoryPlan, Workload
+from jdllm.planning.templates import LAYERS
+from jdllm.serving.packing import pack
+from jdllm.serving.request import generation_request
+
+
+def compiler_temp_bytes(
+    workload: Workload, plan: MemoryPlan, target: str, *, layers: int = LAYERS
+) -> int | None:
+    """Compile the planned step for a described card.
+
+    Arguments:
+    - `workload`, `plan`: what was planned.
+    - `target`: the card, as `jdllm.planning.aot.target_sharding` names it.
+    - `layers`: layers to compile; every layer reuses the memory of the one before.
+
+    Returns the bytes of its temporaries, the compiler's word for `plan.activation.peak_bytes`; `None` where
+    there is no compiler for the target (the `cuda13` extra) or the step is not one executable (host tiers).
+    """
+    if plan.tiers is not None:
+        return None
+    config = dataclasses.replace(workload.config, num_layers=layers)
+    step = functools.partial(
+        denoise, config=config, mask_id=config.mask_id or 0, chunks=plan.chunks, level=workload.level
+    )
+    try:
+        compiled = compile_for(
+            target, step, abstract_params(config, workload.dtype), _batch(config, plan), np.int32(1)
+        )
+    except NotImplementedError:
+        return None
+    return temp_bytes(compiled)
+
+
+def _batch(config: ModelConfig, plan: MemoryPlan) -> Batch:
+    """A batch of one request with the sizes of the plan's bucket."""
+    masked = min(plan.head_rows, plan.rows - 1)
+    prompt = np.zeros(plan.rows - masked, np.int32)
+    return pack([generation_request(0, prompt, SamplingParams(gen_length=masked), config)], config).batch

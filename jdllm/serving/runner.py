@@ -1,0 +1,120 @@
+"""Runs a packed batch within the memory budget: plan, compile, compare, run."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from jdllm.decoding.batch import Batch, Trace
+from jdllm.decoding.executables import Executables, temp_bytes
+from jdllm.decoding.step import denoise
+from jdllm.decoding.tiered import denoise_tiered
+from jdllm.models.config import ModelConfig
+from jdllm.models.tiers import HostTiers
+from jdllm.models.weights import Params
+from jdllm.pallas.device import target
+from jdllm.pallas.masked_logits import Level
+from jdllm.planning.budget import MemoryBudgetError
+from jdllm.planning.chunks import ChunkConfig
+from jdllm.planning.plan import Bucket, Budget, Workload, max_context, plan_bucket, rungs
+
+_ATTEMPTS = 4
+_UNPLANNED_LOGITS = 512
+
+
+class StepRunner:
+    """Runs steps of one model on one device.
+
+    Arguments:
+    - `params`, `config`: the model, with its weights on the device.
+    - `executables`: where compiled steps are kept.
+    - `budget`: what a step may use; without one nothing is planned, and only the logits are cut.
+    - `chunks`: fixed chunk counts instead of planned ones; they are held against the budget all the same.
+    - `max_num_logits`: head rows whose logits may exist at a time; by default as many as fit the budget,
+      and 512 without one.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        config: ModelConfig,
+        executables: Executables,
+        *,
+        budget: Budget | None = None,
+        chunks: ChunkConfig | None = None,
+        max_num_logits: int | None = None,
+    ):
+        self._params = params
+        self._config = config
+        self._executables = executables
+        self._budget = budget
+        self._chunks = chunks
+        self._max_num_logits = max_num_logits
+        self._choices: dict[tuple[Bucket, Level], tuple[ChunkConfig, HostTiers | None]] = {}
+
+    def run(self, batch: Batch, max_steps: int, mask_id: int, level: Level) -> Trace:
+        """Up to `max_steps` steps of `batch`, NumPy arrays; one at most where host memory is needed.
+
+        Raises `MemoryBudgetError` where the step does not fit, before anything has run.
+        """
+        chunks, tiers = self._choice(batch, mask_id, level)
+        if tiers is not None:
+            return denoise_tiered(
+                self._params,
+                batch,
+                config=self._config,
+                mask_id=mask_id,
+                tiers=tiers,
+                logits_chunks=chunks.logits,
+                level=level,
+                executables=self._executables,
+            )
+        static = self._static(mask_id, level, chunks)
+        return self._executables.call(denoise, self._params, batch, np.int32(max_steps), **static)
+
+    def _static(self, mask_id: int, level: Level, chunks: ChunkConfig) -> dict[str, Any]:
+        return {"config": self._config, "mask_id": mask_id, "chunks": chunks, "level": level}
+
+    def _choice(self, batch: Batch, mask_id: int, level: Level) -> tuple[ChunkConfig, HostTiers | None]:
+        rows, head_rows = batch.tokens.shape[0], batch.head.row.shape[0]
+        if self._budget is None:
+            most = self._max_num_logits or _UNPLANNED_LOGITS
+            return self._chunks or ChunkConfig(logits=-(-head_rows // most)), None
+        bucket = Bucket(rows, rows, head_rows)
+        if (bucket, level) not in self._choices:
+            self._choices[bucket, level] = self._choose(batch, mask_id, level, bucket, self._budget)
+        return self._choices[bucket, level]
+
+    def _workload(self, level: Level) -> Workload:
+        dtype = str(self._params["final_norm"].dtype)
+        flash = target(self._executables.platform).hopper and dtype != "float32"
+        return Workload(self._config, dtype, flash, level=level, max_num_logits=self._max_num_logits)
+
+    def _choose(
+        self, batch: Batch, mask_id: int, level: Level, bucket: Bucket, budget: Budget
+    ) -> tuple[ChunkConfig, HostTiers | None]:
+        """Plan, and let the compiler confirm it; a misfit is planned again with as much less."""
+        workload = self._workload(level)
+        tiers = [rung for rung in rungs(self._config) if not rung.weights]
+        device = budget.device
+        for _ in range(_ATTEMPTS):
+            plan = plan_bucket(workload, bucket, dataclasses.replace(budget, device=device), tiers)
+            chunks = self._chunks or plan.chunks
+            if plan.tiers is not None and self._chunks is None:
+                if not plan.fits:
+                    break
+                return chunks, plan.tiers
+            static = self._static(mask_id, level, chunks)
+            executable = self._executables.compile(denoise, self._params, batch, np.int32(1), **static)
+            excess = plan.fixed_bytes + temp_bytes(executable) - budget.device
+            if excess <= 0:
+                return chunks, None
+            device -= excess
+        else:
+            plan = dataclasses.replace(plan, budget=budget)
+        raise MemoryBudgetError(
+            f"a step of {bucket.rows} rows, {bucket.head_rows} of them masked,",
+            plan.peak_bytes,
+            budget.device,
+            max_context(workload, budget),
+        )

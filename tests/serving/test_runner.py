@@ -1,0 +1,123 @@
+"""Steps within a memory budget: tokens do not depend on it, and what cannot fit is refused beforehand."""
+
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from jdllm import LLM
+from jdllm.decoding.executables import Executables
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.errors import ConfigError
+from jdllm.models.config import ModelConfig
+from jdllm.models.weights import Params, param_bytes
+from jdllm.planning.budget import Budget, MemoryBudgetError
+from jdllm.serving.engine import Engine
+from jdllm.serving.request import generation_request
+from jdllm.serving.runner import StepRunner
+from tests.conftest import LLADA
+
+PROMPT = np.arange(300) % 90
+MIB = 2**20
+
+
+class Run(NamedTuple):
+    """Tokens of a request that ran within a budget, and the choices that were made for it."""
+
+    tokens: list[int]
+    choices: list
+
+
+def run(params: Params, config: ModelConfig, executables: Executables, budget: Budget | None) -> Run:
+    runner = StepRunner(params, config, executables, budget=budget)
+    request = generation_request(0, PROMPT, SamplingParams(gen_length=64, steps=4), config)
+    for _ in Engine(runner, config, 1024).run([request]):
+        pass
+    return Run(request.tokens.tolist(), list(runner._choices.values()))
+
+
+@pytest.fixture(scope="module")
+def unplanned(params: Params, config: ModelConfig, executables: Executables) -> Run:
+    return run(params, config, executables, None)
+
+
+@pytest.fixture
+def small(params: Params, config: ModelConfig, monkeypatch: pytest.MonkeyPatch):
+    """Budgets in bytes above the weights, where products need no workspace."""
+    monkeypatch.setattr("jdllm.planning.templates._WORKSPACE", 0)
+    return lambda extra, host=0: Budget(param_bytes(config, "float32") + extra, 0, host)
+
+
+def test_a_large_budget_cuts_nothing(params, config, executables, unplanned, small):
+    planned = run(params, config, executables, small(2**40))
+    assert planned.tokens == unplanned.tokens
+    assert all(tiers is None and set(dataclasses.astuple(chunks)) == {1} for chunks, tiers in planned.choices)
+
+
+def test_a_small_budget_cuts_and_changes_no_token(
+    params, config, executables, unplanned, small, monkeypatch: pytest.MonkeyPatch
+):
+    # What the CPU's compiler says of its temporaries is not what is planned for.
+    monkeypatch.setattr("jdllm.serving.runner.temp_bytes", lambda executable: 0)
+    budgets = [small(extra * 2**10) for extra in range(1500, 200, -20)]
+    cut = set()
+    for budget in budgets:
+        try:
+            planned = run(params, config, executables, budget)
+        except MemoryBudgetError:
+            break
+        assert planned.tokens == unplanned.tokens
+        cut |= {
+            name for chunks, _ in planned.choices for name, n in dataclasses.asdict(chunks).items() if n > 1
+        }
+    assert {"logits", "ffn"} <= cut
+
+
+def test_what_does_not_fit_is_refused_with_the_longest_context(params, config, executables, small):
+    budget = small(300 * 2**10)
+    with pytest.raises(MemoryBudgetError, match=r"longest context that fits|no context fits") as error:
+        run(params, config, executables, budget)
+    assert error.value.needed_bytes > error.value.available_bytes == budget.device
+
+
+def test_a_misfit_of_the_compiler_raises_the_counts(
+    params, config, executables, unplanned, small, monkeypatch: pytest.MonkeyPatch
+):
+    claims = iter([2000 * 2**10])
+    monkeypatch.setattr("jdllm.serving.runner.temp_bytes", lambda executable: next(claims, 0))
+    planned = run(params, config, executables, small(1900 * 2**10))
+    assert planned.tokens == unplanned.tokens
+    assert any(max(dataclasses.astuple(chunks)) > 1 for chunks, _ in planned.choices)
+
+
+def test_a_compiler_that_never_agrees_is_refused(params, config, executables, small, monkeypatch):
+    monkeypatch.setattr("jdllm.serving.runner.temp_bytes", lambda executable: 2**40)
+    with pytest.raises(MemoryBudgetError):
+        run(params, config, executables, small(8 * MIB))
+
+
+def test_host_memory_is_used_where_the_device_is_too_small(params, config, executables, unplanned, small):
+    found = None
+    for extra in range(100, 2000, 50):
+        try:
+            planned = run(params, config, executables, small(extra * 2**10, host=2**30))
+        except MemoryBudgetError:
+            continue
+        assert planned.tokens == unplanned.tokens
+        found = planned.choices[0][1]
+        break
+    assert found is not None, "the smallest budget that fits at all uses host memory"
+
+
+@pytest.mark.parametrize("memory", ["24 parsecs", -3, "0GiB", ""])
+def test_a_budget_that_is_no_size_is_refused(memory):
+    with pytest.raises(ConfigError, match="memory is"):
+        LLM(LLADA.directory, memory=memory)
+
+
+def test_llm_plans_within_its_memory():
+    with pytest.raises(MemoryBudgetError, match=r"longest context that fits is [0-9]+ tokens"):
+        LLM(LLADA.directory, dtype="float32", memory="42MiB", host_memory="0").generate(
+            prompt_token_ids=[[1] * 20_000], sampling=SamplingParams(gen_length=20_000, steps=1)
+        )
