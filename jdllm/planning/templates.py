@@ -121,7 +121,8 @@ def _add_attention(graph: GraphTemplate, config: ModelConfig, kind: StepKind, la
         owners=cut,
     )
     residuals = ceil_div(part * (2 * 4 * config.num_heads), groups)
-    tiles = 0 if kind.flash else 2 * 4 * _XLA_TILE * _XLA_TILE * config.num_heads
+    tile = minimum(part, _XLA_TILE) * minimum(rows, _XLA_TILE)
+    tiles = 0 if kind.flash else ceil_div(tile * (2 * 4 * config.num_heads), groups)
     graph.add_op(f"{layer} attention", [q, names["k"], names["v"]], {o: width}, residuals + tiles, owners=cut)
     graph.add_barrier(f"{layer} last group", [names["k"], names["v"], o])
     graph.add_op(f"{layer} project o", [o, "h", names["attended"]], {}, _WORKSPACE, owners=cut)
