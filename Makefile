@@ -15,7 +15,7 @@ help:  ## show the targets
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12) and "jdllm needs Python 3.12 or newer")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,train,convert]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,train,convert,plot]'
 	@touch $@
 
 $(AOT_VENV)/.ready: pyproject.toml

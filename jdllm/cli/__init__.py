@@ -6,7 +6,7 @@ one line there and exit code 2. JAX is imported only once a command needs it.
 
 import typer
 
-from jdllm.cli import convert, evaluate, generate
+from jdllm.cli import convert, evaluate, generate, plan
 from jdllm.cli.report import Commands
 
 app = typer.Typer(
@@ -19,6 +19,7 @@ app = typer.Typer(
 app.command("generate")(generate.generate)
 app.command("eval")(evaluate.evaluate)
 app.command("convert")(convert.convert)
+app.command("plan")(plan.plan)
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ are those of the card, except for choices that need a run on it (autotuning, cuD
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,23 @@ from jdllm.errors import ConfigError
 _TARGETS = Path(__file__).parent / "targets"
 
 
+def _description(target: str) -> str:
+    known = {path.stem: path for path in _TARGETS.glob("*.textproto")}
+    if target not in known:
+        raise ConfigError(f"unknown target {target!r}: expected one of {', '.join(sorted(known))}")
+    return known[target].read_text()
+
+
+def is_hopper(target: str) -> bool:
+    """Whether kernels for Hopper run on a described card.
+
+    Arguments:
+    - `target`: as `target_sharding` takes it.
+    """
+    capability = re.search(r"cuda_compute_capability\s*{\s*major:\s*(\d+)", _description(target))
+    return capability is not None and capability[1] == "9"
+
+
 @functools.cache
 def target_sharding(target: str) -> NamedSharding:
     """The placement of arrays on one described card.
@@ -30,11 +48,8 @@ def target_sharding(target: str) -> NamedSharding:
 
     Raises `ConfigError` for any other name.
     """
-    path = _TARGETS / f"{target}.textproto"
-    if not path.is_file():
-        known = ", ".join(sorted(p.stem for p in _TARGETS.glob("*.textproto")))
-        raise ConfigError(f"unknown target {target!r}: expected one of {known}")
-    topology = topologies.get_topology_desc(platform="cuda", target_config=path.read_text(), topology="1x1x1")
+    description = _description(target)
+    topology = topologies.get_topology_desc(platform="cuda", target_config=description, topology="1x1x1")
     mesh = topologies.make_mesh(topology, (1,), ("device",))
     return NamedSharding(mesh, PartitionSpec())
 
