@@ -112,10 +112,17 @@ def _add(h: Hidden, start: Start, branch: Hidden) -> Hidden:
     return lax.dynamic_update_slice_in_dim(h, part + branch, start, 0)
 
 
-def _empty_pair(h: Hidden, kv_heads: int, config: ModelConfig) -> tuple[Array, Array]:
-    """Room for keys and values. Zeros would be one constant that stays alive beside both."""
-    k, v = (lax.empty((h.shape[0], kv_heads, config.head_dim), h.dtype) for _ in range(2))
-    return k, v
+def _room(h: Hidden, shape: tuple[int, ...], place: int = 0) -> Array:
+    """An array to be overwritten, which XLA cannot allot before it has `h`.
+
+    An empty or constant array depends on nothing: it would be made, and kept, long before it is needed.
+    """
+    return jnp.broadcast_to(h[0, place], shape)
+
+
+def _room_for_keys_values(h: Hidden, kv_heads: int, config: ModelConfig) -> tuple[Array, Array]:
+    shape = (h.shape[0], kv_heads, config.head_dim)
+    return _room(h, shape, 0), _room(h, shape, 1)
 
 
 def _attend_whole(
@@ -131,7 +138,9 @@ def _attend_whole(
         )
         return k, v
 
-    keys_values = over_chunks(h.shape[0], chunks.kv, project, _empty_pair(h, config.num_kv_heads, config))
+    keys_values = over_chunks(
+        h.shape[0], chunks.kv, project, _room_for_keys_values(h, config.num_kv_heads, config)
+    )
 
     def attend(h: Hidden, start: Start, size: int) -> Hidden:
         h_part, rows_part = _window((h, rows), start, size)
@@ -168,7 +177,7 @@ def _attend_by_groups(
             )
             return k, v
 
-        keys_values = over_chunks(h.shape[0], chunks.kv, project, _empty_pair(h, kv_heads, config))
+        keys_values = over_chunks(h.shape[0], chunks.kv, project, _room_for_keys_values(h, kv_heads, config))
 
         def attend(attended: Array, start: Start, count: int) -> Array:
             q = rotate(projected("q", heads, start, count), *_rotation(config, rows, start, count))
@@ -179,7 +188,7 @@ def _attend_by_groups(
 
         return over_chunks(h.shape[0], chunks.query, attend, attended)
 
-    attended = lax.empty((h.shape[0], config.num_heads * config.head_dim), h.dtype)
+    attended = _room(h, (h.shape[0], config.num_heads * config.head_dim), 2)
     attended = lax.fori_loop(0, chunks.heads, attend_group, attended)
 
     def project_back(h: Hidden, start: Start, count: int) -> Hidden:

@@ -21,8 +21,11 @@ _UNITS = {
     "tib": 2**40,
 }
 
-DEFAULT_OVERHEAD = 768 << 20
-"""Bytes outside XLA's pool on an H200, rounded up: the CUDA context, loaded kernels and library handles."""
+GUARD = 128 << 20
+"""Bytes that a plan leaves free: the pool rounds sizes, and has gaps."""
+
+DEFAULT_OVERHEAD = (768 << 20) + GUARD
+"""Bytes outside XLA's pool on an H200, rounded up (CUDA context, kernels, library handles), and the guard."""
 
 
 def parse_bytes(value: int | str, name: str = "memory") -> int:
@@ -45,7 +48,7 @@ class Budget:
     """What may be used.
 
     - `device`: bytes of the device, the weights and `overhead` included.
-    - `overhead`: bytes that the CUDA context and libraries take outside XLA's pool.
+    - `overhead`: bytes that the CUDA context and libraries take outside XLA's pool, and a guard band.
     - `host`: bytes of pinned host memory for the tiers.
     """
 
@@ -143,4 +146,4 @@ def device_budget(device: Any, memory: int | str | None, host_memory: int | str)
             f"memory is {given} bytes, and XLA may use {most} of this device: ask for less, or raise"
             " XLA_PYTHON_CLIENT_MEM_FRACTION"
         )
-    return Budget(given, measured.overhead, host)
+    return Budget(given, measured.overhead + GUARD, host)

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-_ALIGNMENT = 128
+TILE = 128
 """Rows by which kernels tile: a chunk of whole tiles is never padded."""
 
 
@@ -51,4 +51,4 @@ class ChunkConfig:
 def chunk_rows(rows: int, count: int) -> int:
     """Rows of a chunk where `rows` are cut into at most `count`: whole tiles of 128, or all rows."""
     size = -(-rows // count)
-    return min(rows, -(-size // _ALIGNMENT) * _ALIGNMENT)
+    return min(rows, -(-size // TILE) * TILE)

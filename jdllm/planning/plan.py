@@ -14,8 +14,8 @@ from jdllm.models.tiers import HostTiers, host_buffers
 from jdllm.models.weights import param_bytes
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.buckets import head_bucket, row_bucket, steps_per_dispatch
-from jdllm.planning.budget import Budget
-from jdllm.planning.chunks import ChunkConfig
+from jdllm.planning.budget import Budget, MemoryBudgetError
+from jdllm.planning.chunks import TILE, ChunkConfig
 from jdllm.planning.graph import GraphTemplate
 from jdllm.planning.planner import ActivationPlan
 from jdllm.planning.search import largest, search
@@ -28,6 +28,7 @@ SPARSE_CACHES = ("sparse", "head_sparse")
 
 _PAGE = 64
 _MOST_CHUNKS = 512
+_LOOK_AHEAD = 8
 _LONGEST = 1 << 24
 """Positions are exact in f32 below this."""
 
@@ -174,10 +175,31 @@ def plan_bucket(
 
 
 def max_context(workload: Workload, budget: Budget, *, host_tiers: bool = True) -> int:
-    """The longest context that fits, a value of the row ladder, by bisection; 0 where none does."""
+    """The longest context that fits, a value of the row ladder; 0 where none does.
+
+    By bisection, and then a look ahead: rows that divide into many equal chunks may fit where fewer do not.
+    """
     ladder = _row_ladder()
-    fits = functools.partial(plan_memory, workload, budget=budget, host_tiers=host_tiers)
-    return largest(lambda rows: fits(rows).fits, ladder) or 0
+
+    def fits(rows: int) -> bool:
+        return plan_memory(workload, rows, budget, host_tiers=host_tiers).fits
+
+    longest = largest(fits, ladder)
+    if longest is None:
+        return 0
+    above = ladder[ladder.index(longest) + 1 :]
+    while found := [i for i, rows in enumerate(above[:_LOOK_AHEAD]) if fits(rows)]:
+        longest, above = above[found[-1]], above[found[-1] + 1 :]
+    return longest
+
+
+def check(workload: Workload, plan: MemoryPlan) -> MemoryPlan:
+    """Return `plan`, or raise `MemoryBudgetError` where it does not fit."""
+    if plan.fits:
+        return plan
+    longest = max_context(workload, plan.budget, host_tiers=plan.tiers is not None)
+    what = f"a step of {plan.rows} rows, {plan.head_rows} of them masked,"
+    raise MemoryBudgetError(what, plan.peak_bytes, plan.budget.device, longest)
 
 
 @functools.cache
@@ -190,19 +212,20 @@ def _row_ladder() -> list[int]:
 
 
 @functools.cache
-def _cuts(most: int) -> list[int]:
-    """Counts from 1 to `most`: every one at first, then steps of at most an eighth."""
-    cuts = [1]
-    while cuts[-1] < most:
-        cuts.append(min(most, cuts[-1] + max(1, cuts[-1] // 8)))
-    return cuts
+def _cuts(rows: int) -> list[int]:
+    """Counts that cut `rows` into equal chunks of whole tiles.
+
+    A shorter last chunk would run outside the loop of the others, where XLA may compute parts of it early.
+    """
+    tiles = max(1, rows // TILE)
+    return [count for count in range(1, min(_MOST_CHUNKS, tiles) + 1) if tiles % count == 0]
 
 
 def ladders(workload: Workload, rows: int, head_rows: int) -> dict[str, list[int]]:
     """The counts that each component may take for a bucket, the least first."""
     config = workload.config
     first = 1 if workload.max_num_logits is None else -(-head_rows // workload.max_num_logits)
-    cuts = _cuts(max(1, min(_MOST_CHUNKS, rows // 128)))
+    cuts = _cuts(rows)
     groups = [1]
     for count in range(2, config.num_kv_heads + 1):
         # The outputs of all groups are kept, so a few groups may need more than none.

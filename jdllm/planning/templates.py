@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 from jdllm.models.config import ModelConfig
 from jdllm.pallas.masked_logits import Level
+from jdllm.planning.chunks import TILE
 from jdllm.planning.graph import GraphTemplate, Size, ceil_div, dim, maximum, minimum
 
 LAYERS = 2
 _WORKSPACE = 32 << 20
 """Bytes that cuBLAS asks for beside a product; XLA allots them like any tensor."""
 _XLA_TILE = 512
-_TILE = 128
 _LOGITS = {Level.TOP: 2.0, Level.MOMENTS: 2.0, Level.FILTERED: 3.13}
 """f32 arrays of head rows x vocabulary alive at once: before and after the bans, or around a sort."""
 
@@ -58,7 +58,7 @@ def step_template(config: ModelConfig, kind: StepKind) -> GraphTemplate:
 def _chunk(rows: Size, count: str) -> Size:
     """Rows of a chunk, as `jdllm.planning.chunks.chunk_rows` cuts them."""
     at_least = 1 + _cut("ffn", "query", "kv", "heads")
-    return minimum(rows, ceil_div(ceil_div(rows, maximum(dim(count), at_least)), _TILE) * _TILE)
+    return minimum(rows, ceil_div(ceil_div(rows, maximum(dim(count), at_least)), TILE) * TILE)
 
 
 def _cut(*counts: str) -> Size:

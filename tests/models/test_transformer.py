@@ -160,7 +160,7 @@ class TestAgainstNumpy:
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch):
     """Chunks of single rows, so that a few rows are cut into many."""
-    monkeypatch.setattr("jdllm.planning.chunks._ALIGNMENT", 1)
+    monkeypatch.setattr("jdllm.planning.chunks.TILE", 1)
 
 
 @pytest.mark.parametrize(
