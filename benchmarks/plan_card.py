@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from benchmarks.shapes import SHAPES
-from benchmarks.step import MAX_NUM_LOGITS, attention_form
+from benchmarks.step import attention_form
 from benchmarks.tiers import random_params
 from jdllm.decoding.batch import Batch
 from jdllm.decoding.executables import Executables
@@ -183,25 +183,23 @@ def cost(rows: int = 32768) -> list[Row]:
     Head and feed-forward layer are measured with all layers. For the slower compilations eight layers run,
     and what they take longer is extrapolated to all layers, so that the head has its weight.
     """
-    logits = math.ceil(rows // 2 / MAX_NUM_LOGITS)
-    base = ChunkConfig(logits=logits)
     full, part = SHAPES["llada-8b"], dataclasses.replace(SHAPES["llada-8b"], num_layers=8)
     whole = step_seconds(
         full,
         rows,
         {
-            "unplanned": base,
-            "logits x 4": ChunkConfig(logits=4 * logits),
-            "ffn 4": ChunkConfig(4, logits=logits),
+            "unplanned": ChunkConfig(),
+            "logits 4": ChunkConfig(logits=4),
+            "ffn 4": ChunkConfig(ffn=4),
         },
     )
     fewer = step_seconds(
         part,
         rows,
         {
-            "unplanned": base,
-            "query, kv 4": ChunkConfig(query=4, kv=4, logits=logits),
-            "heads 4": ChunkConfig(heads=4, logits=logits),
+            "unplanned": ChunkConfig(),
+            "query, kv 4": ChunkConfig(query=4, kv=4),
+            "heads 4": ChunkConfig(heads=4),
         },
     )
     table = _cost_rows(whole, full.num_layers, 1, whole["unplanned"])

@@ -4,6 +4,9 @@ Standard output carries results only; warnings, progress and errors go to standa
 one line there and exit code 2. JAX is imported only once a command needs it.
 """
 
+import os
+from pathlib import Path
+
 import typer
 
 from jdllm.cli import convert, evaluate, generate, plan
@@ -23,5 +26,7 @@ app.command("plan")(plan.plan)
 
 
 def main() -> None:
-    """Entry point of the `jdllm` command."""
+    """Entry point of the `jdllm` command. What it compiles is kept for the next time, as JAX keeps it."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jdllm" / "compiled"
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
     app()

@@ -80,10 +80,12 @@ def _add_attention(graph: GraphTemplate, config: ModelConfig, kind: StepKind, la
     cut = ("kv", "heads")
 
     attended = rows * q_width * _cut("heads")
+    # With a bias, XLA places the normed rows twice in a loop, and copies the weight of q.
+    twice = _cut("ffn", "query", "kv", "heads") if config.qkv_bias else 0
     graph.add_op(
         f"{layer} norm for k v",
         ["h"],
-        {names["x for k v"]: part * hidden, names["attended"]: attended},
+        {names["x for k v"]: part * hidden * (1 + twice), names["attended"]: attended},
         owners=cut,
     )
     graph.add_op(
@@ -108,8 +110,7 @@ def _add_attention(graph: GraphTemplate, config: ModelConfig, kind: StepKind, la
     cut = ("query", "heads")
     x, linear_q, q, o = (f"{layer} {name}" for name in ("x for q", "linear q", "q", "o"))
     graph.add_op(f"{layer} norm for q", ["h"], {x: part * hidden}, owners=cut)
-    # A product with a bias does not read its weight in place inside a loop.
-    copied = _cut("ffn", "query", "kv", "heads") * (config.hidden_size * q_width if config.qkv_bias else 0)
+    copied = config.hidden_size * q_width * twice
     graph.add_op(
         f"{layer} project q", [x], {linear_q: width, f"{layer} weight q": copied}, _WORKSPACE, owners=cut
     )
