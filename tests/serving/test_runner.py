@@ -66,7 +66,7 @@ def test_a_small_budget_cuts_and_changes_no_token(
 ):
     # What the CPU's compiler says of its temporaries is not what is planned for.
     monkeypatch.setattr("jdllm.serving.runner.temp_bytes", lambda executable: 0)
-    budgets = [small(extra * 2**10) for extra in range(5200, 400, -600)]
+    budgets = [small(extra * 2**10) for extra in range(5200, 400, -1200)]
     cut = set()
     for budget in budgets:
         try:
@@ -103,6 +103,7 @@ def test_a_compiler_that_never_agrees_is_refused(params, config, executables, sm
         run(params, config, executables, small(8 * MIB))
 
 
+@pytest.mark.slow
 def test_host_memory_is_used_where_the_device_is_too_small(params, config, executables, small, monkeypatch):
     rung = HostTiers(chunk_rows=128, kv=True)
     monkeypatch.setattr("jdllm.serving.runner.rungs", lambda config: [rung])

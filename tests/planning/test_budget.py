@@ -1,0 +1,52 @@
+"""Budgets as users write them, and the refusal of a step."""
+
+import jax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jdllm.errors import ConfigError
+from jdllm.planning.budget import Budget, MemoryBudgetError, device_budget, device_memory, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("24GiB", 24 * 2**30),
+        ("24 GB", 24 * 10**9),
+        ("1.5gib", 3 * 2**29),
+        (" 512 MiB ", 2**29),
+        ("7", 7),
+        (7, 7),
+    ],
+)
+def test_sizes(text: str | int, size: int):
+    assert parse_bytes(text) == size
+
+
+@given(st.integers(1, 2**50))
+def test_plain_numbers_are_bytes(size: int):
+    assert parse_bytes(size) == parse_bytes(str(size)) == parse_bytes(f"{size}B") == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "0", "0.1B", "24 parsecs", "1e9", "nan", "24GiB 3"])
+def test_what_is_no_size_is_refused(text: str):
+    with pytest.raises(ConfigError, match="host_memory is"):
+        parse_bytes(text, "host_memory")
+
+
+def test_a_cpu_has_no_budget_of_its_own():
+    device = jax.devices("cpu")[0]
+    assert device_memory(device) is None
+    assert device_budget(device, None, "1GiB") is None
+    assert device_budget(device, "2GiB", "0") == Budget(2 * 2**30, 0, 0)
+
+
+def test_a_refusal_says_what_would_fit():
+    error = MemoryBudgetError("a step of 9 rows", 3 * 2**30, 2**30, 4096)
+    assert str(error) == (
+        "a step of 9 rows needs 3.00 GiB on the device, and the budget is 1.00 GiB:"
+        " the longest context that fits is 4096 tokens"
+    )
+    assert (error.needed_bytes, error.available_bytes, error.max_context) == (3 * 2**30, 2**30, 4096)
+    assert str(MemoryBudgetError("a step", 2, 1, 0)).endswith("no context fits")
