@@ -42,6 +42,8 @@ bench:  ## benchmarks on a card; uses the python on the path, which needs jax wi
 	python3 -m benchmarks.load
 	for shape in llada-8b dream-7b llada-moe-7b; do python3 -m benchmarks.step --shape $$shape; done
 	python3 -m benchmarks.convert
+	for part in lmax latency latency_exact average error cost lazy allocators; do python3 -m benchmarks.plan --part $$part; done
+	python3 -m benchmarks.tiers --check --rows 32768 --layers 4 --groups 4
 
 lint: $(VENV)/.ready  ## ruff and pyright
 	$(BIN)/ruff check

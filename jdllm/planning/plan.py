@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -144,13 +144,15 @@ class Bucket(NamedTuple):
         return 16 * self.rows + 12 * self.head_rows + trace + (64 << 10)
 
 
-def plan_memory(workload: Workload, context: int, budget: Budget, *, host_tiers: bool = True) -> MemoryPlan:
+def plan_memory(
+    workload: Workload, context: int, budget: Budget, *, host_tiers: bool | Sequence[HostTiers] = True
+) -> MemoryPlan:
     """Plan one step: the cheapest way in latency that fits.
 
     Arguments:
     - `workload`, `budget`: what is planned for, and what may be used.
     - `context`: tokens of the sequence, masks included.
-    - `host_tiers`: whether host memory may be used where the device is too small.
+    - `host_tiers`: whether host memory may be used where the device is too small, or which tiers to try.
 
     Returns the plan; where nothing fits, the last that was tried, with `fits` false.
     Source: Mosaic (global memory planning and dynamic peak taming), and host tiers beyond it.
@@ -159,7 +161,8 @@ def plan_memory(workload: Workload, context: int, budget: Budget, *, host_tiers:
         raise ConfigError(f"context is {context}, expected 1 to {_LONGEST} tokens")
     head_rows = head_bucket(max(1, round(context * workload.mask_ratio)))
     bucket = Bucket(context, row_bucket(context), head_rows)
-    return plan_bucket(workload, bucket, budget, rungs(workload.config) if host_tiers else ())
+    tiers = rungs(workload.config) if host_tiers is True else host_tiers or ()
+    return plan_bucket(workload, bucket, budget, tiers)
 
 
 def plan_bucket(
@@ -174,7 +177,7 @@ def plan_bucket(
     return plan
 
 
-def max_context(workload: Workload, budget: Budget, *, host_tiers: bool = True) -> int:
+def max_context(workload: Workload, budget: Budget, *, host_tiers: bool | Sequence[HostTiers] = True) -> int:
     """The longest context that fits, a value of the row ladder; 0 where none does.
 
     By bisection, and then a look ahead: rows that divide into many equal chunks may fit where fewer do not.

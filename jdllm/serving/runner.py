@@ -116,5 +116,5 @@ class StepRunner:
             f"a step of {bucket.rows} rows, {bucket.head_rows} of them masked,",
             plan.peak_bytes,
             budget.device,
-            max_context(workload, budget),
+            max_context(workload, budget, host_tiers=tiers),
         )
