@@ -194,7 +194,7 @@ def test_tables_for_people(llada: Path):
     table = {line[:12].strip(): line[12:].strip() for line in lines[2:8]}
     assert table["weights"] == f"{got['weights_bytes'] / GIB:.2f} GiB"
     assert table["activations"] == f"{got['activation_peak_bytes'] / GIB:.2f} GiB"
-    assert (table["KV pool"], table["overhead"], table["host memory"]) == ("0 B", "768.00 MiB", "0 B")
+    assert (table["KV pool"], table["overhead"], table["host memory"]) == ("0 B", "896.00 MiB", "0 B")
     assert "chunks: " + ", ".join(f"{name} {count}" for name, count in got["chunks"].items()) in lines
     assert "host tiers: none" in lines
     assert any(line.startswith(f"{got['peak_op']}: ") for line in lines)
