@@ -3,7 +3,7 @@
 MAX_STEPS_PER_DISPATCH = 64
 
 _SMALLEST_ROWS = 128
-_LARGEST_STRIDE = 4096
+_LARGE_STRIDE = 4096
 _SMALLEST_HEAD = 32
 _LARGEST_TRACE = 1 << 20
 
@@ -12,11 +12,12 @@ def row_bucket(rows: int) -> int:
     """The smallest compiled number of packed rows that holds `rows`.
 
     Each power of two up to 32k is reached in four equal strides, so that sizes grow by at most a quarter and
-    are multiples of 32 (from 512 rows on of 128, which is what kernels tile by); beyond, strides are 4096.
+    are multiples of 32 (from 512 rows on of 128, which is what kernels tile by); then strides are 4096, and
+    from 128k on each power of two is reached in 32 strides: all sizes divide into many equal chunks.
     """
     rows = max(rows, _SMALLEST_ROWS)
     below = 1 << (rows - 1).bit_length() - 1
-    stride = min(below // 4, _LARGEST_STRIDE)
+    stride = max(min(below // 4, _LARGE_STRIDE), below // 32)
     return -(-rows // stride) * stride
 
 

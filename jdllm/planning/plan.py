@@ -28,7 +28,7 @@ SPARSE_CACHES = ("sparse", "head_sparse")
 
 _PAGE = 64
 _MOST_CHUNKS = 512
-_LOOK_AHEAD = 8
+_LOOK_BACK = 8
 _LONGEST = 1 << 24
 """Positions are exact in f32 below this."""
 
@@ -180,7 +180,8 @@ def plan_bucket(
 def max_context(workload: Workload, budget: Budget, *, host_tiers: bool | Sequence[HostTiers] = True) -> int:
     """The longest context that fits, a value of the row ladder; 0 where none does.
 
-    By bisection, and then a look ahead: rows that divide into many equal chunks may fit where fewer do not.
+    By bisection, and then a look back: how rows divide into equal chunks may leave a gap below the longest,
+    and everything up to the result should fit.
     """
     ladder = _row_ladder()
 
@@ -190,10 +191,9 @@ def max_context(workload: Workload, budget: Budget, *, host_tiers: bool | Sequen
     longest = largest(fits, ladder)
     if longest is None:
         return 0
-    above = ladder[ladder.index(longest) + 1 :]
-    while found := [i for i, rows in enumerate(above[:_LOOK_AHEAD]) if fits(rows)]:
-        longest, above = above[found[-1]], above[found[-1] + 1 :]
-    return longest
+    place = ladder.index(longest)
+    gaps = [i for i in range(max(0, place - _LOOK_BACK), place) if not fits(ladder[i])]
+    return ladder[gaps[0] - 1] if gaps else longest
 
 
 def check(workload: Workload, plan: MemoryPlan) -> MemoryPlan:
