@@ -12,20 +12,10 @@ from jdllm.pallas.masked_logits.types import Ids, Level, RowDecision, RowSamplin
 Logits = Float[Array, "rows vocab"]
 
 
-def masked_logits(
+def masked_logits_xla(
     hidden: Float[Array, "rows d"], head: Float[Array, "vocab d"], rows: RowSampling, level: Level
 ) -> RowDecision:
-    """Choose a token for each row and measure the model's distribution.
-
-    Arguments:
-    - `hidden`: normed hidden rows, a bounded chunk: the logits of the chunk exist in f32.
-    - `head`: the output matrix.
-    - `rows`: how each row is drawn; its token is argmax(logits + temperature * Gumbel), a sample of
-      softmax(logits / temperature).
-    - `level`: static; at least what any row's measure and filters need.
-
-    Returns a `RowDecision` of `[rows]` arrays.
-    """
+    """Portable form of `jdllm.pallas.masked_logits.masked_logits`; the logits of all rows exist in f32."""
     ids = jnp.arange(head.shape[0])
     logits = _without(head_logits(hidden, head), ids, rows.token_bans)
     logits = jnp.where(ids < rows.limit[:, None], logits, -jnp.inf)

@@ -1,0 +1,56 @@
+"""Masked logits: the entry point."""
+
+from typing import Literal
+
+from jaxtyping import Array, Float, Int
+
+from jdllm.pallas.device import target
+from jdllm.pallas.masked_logits.limits import check_mosaic_gpu
+from jdllm.pallas.masked_logits.types import Level, RowDecision, RowSampling
+from jdllm.pallas.masked_logits.xla import masked_logits_xla
+
+Implementation = Literal["mosaic_gpu", "xla"]
+
+
+def masked_logits(
+    hidden: Float[Array, "rows d"],
+    head: Float[Array, "vocab d"],
+    rows: RowSampling,
+    level: Level,
+    *,
+    count: Int[Array, ""] | int | None = None,
+    implementation: Implementation | None = None,
+) -> RowDecision:
+    """Choose a token for each row and measure the model's distribution.
+
+    Arguments:
+    - `hidden`: normed hidden rows, a bounded chunk.
+    - `head`: the output matrix.
+    - `rows`: how each row is drawn; its token is argmax(logits + temperature * Gumbel), a sample of
+      softmax(logits / temperature).
+    - `level`: static; at least what any row's measure and filters need.
+    - `count`: rows from here on need not be computed, and what they return is unspecified; by default, and
+      where it exceeds them, all rows are.
+    - `implementation`: "mosaic_gpu" (a kernel for Hopper that holds no logits) or "xla" (portable; the logits
+      of all rows exist in f32), which is the default: memory plans count its logits.
+
+    Returns a `RowDecision` of `[rows]` arrays. The forms differ by rounding; tokens are the same unless two
+    logits, with their noise, are as close as that.
+
+    Raises `NotImplementedError` where the given implementation cannot run, naming its limit.
+    """
+    if implementation not in (None, "mosaic_gpu", "xla"):
+        raise NotImplementedError(f"masked logits have no implementation {implementation!r}")
+    if implementation == "mosaic_gpu":
+        _check_hopper()
+        check_mosaic_gpu(hidden, head, level)
+        # Pallas for GPUs takes a while to import: only where it runs.
+        from jdllm.pallas.masked_logits.mosaic_gpu import masked_logits_mosaic_gpu
+
+        return masked_logits_mosaic_gpu(hidden, head, rows, level, count=count)
+    return masked_logits_xla(hidden, head, rows, level)
+
+
+def _check_hopper() -> None:
+    if not target().hopper:
+        raise NotImplementedError("the mosaic_gpu form of masked logits runs on Hopper only")

@@ -1,0 +1,115 @@
+"""What the kernel must know of each row, as one array of 32-bit words."""
+
+import enum
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int, UInt32
+
+from jdllm.pallas.masked_logits.tiles import WARPGROUP_ROWS, Tiles, id_of
+from jdllm.pallas.masked_logits.types import RowSampling
+
+
+class Mark(enum.IntFlag):
+    """What a warpgroup's rows need in a tile beyond the plain reduction.
+
+    - `REMOVED`: some row has a ban or its limit among the tile's ids.
+    - `NOISE`: some row has a temperature.
+    """
+
+    REMOVED = 1
+    NOISE = 2
+
+
+class Field(enum.IntEnum):
+    """Lines of the table of words; from `BANS` on, bans of the token, then bans of the confidence."""
+
+    KEY_0 = 0
+    KEY_1 = 1
+    POSITION = 2
+    LIMIT = 3
+    TEMPERATURE = 4
+    SCALE = 5  # of differences of logits, to the base 2
+    BANS = 6
+
+
+class RowTable(NamedTuple):
+    """The rows of one launch; inside the kernel, references to them.
+
+    - `words`: a line for each `Field`.
+    - `marks`: for each tile of ids and each 64 rows the `Mark`s.
+    """
+
+    words: Int[Array, "fields padded_rows"]
+    marks: Int[Array, "splits groups"]
+
+
+def divisors(rows: RowSampling) -> Float[Array, " rows"]:
+    """What each row's logits are divided by before they are measured."""
+    temperature = jnp.asarray(rows.temperature, jnp.float32)
+    return jnp.where(jnp.asarray(rows.tempered) & (temperature > 0), temperature, 1.0)
+
+
+def row_table(rows: RowSampling, count: Int[Array, ""], vocab: int, tiles: Tiles) -> RowTable:
+    """Gather what the kernel needs; rows from `count` on, and those added as padding, ask for nothing."""
+    number = len(rows.positions)
+    padding = (0, tiles.padded_rows(number) - number)
+    live = jnp.arange(number) < count
+
+    def padded(line: Any, neutral: float = 0) -> Array:
+        return jnp.pad(jnp.where(live, line, neutral), padding, constant_values=neutral)
+
+    limit = padded(jnp.minimum(jnp.asarray(rows.limit), vocab), vocab)
+    temperature = padded(jnp.asarray(rows.temperature, jnp.float32))
+    scale = padded(math.log2(math.e) / divisors(rows))
+    bans = [padded(ban, -1) for ban in (*rows.token_bans.T, *rows.confidence_bans.T)]
+    keyed = map(padded, (*rows.keys, rows.positions))
+    words = jnp.stack([_as_int(line) for line in (*keyed, limit, temperature, scale, *bans)])
+    return RowTable(words, _marks(limit, temperature, bans, vocab, tiles))
+
+
+def _marks(
+    limit: Int[Array, " padded_rows"],
+    temperature: Float[Array, " padded_rows"],
+    bans: Sequence[Int[Array, " padded_rows"]],
+    vocab: int,
+    tiles: Tiles,
+) -> Int[Array, "splits groups"]:
+    limits, temperatures, *bans = (line.reshape(-1, WARPGROUP_ROWS) for line in (limit, temperature, *bans))
+    splits = jnp.arange(tiles.splits(vocab))[:, None]
+    last_ids = jnp.asarray(id_of(tiles.counter(splits, tiles.pairs - 1), 1))
+    removed = last_ids >= limits.min(axis=1)
+    for ban in bans:
+        removed |= jnp.any(tiles.split_of(ban) == splits[:, :, None], axis=-1)
+    noisy = temperatures.max(axis=1) > 0
+    return jnp.where(removed, int(Mark.REMOVED), 0) + jnp.where(noisy, int(Mark.NOISE), 0)
+
+
+def _as_int(line: Any) -> Int[Array, " rows"]:
+    line = jnp.asarray(line)
+    return line if line.dtype == jnp.int32 else lax.bitcast_convert_type(line, jnp.int32)
+
+
+class Rows:
+    """The fields of a warpgroup's rows, read inside the kernel."""
+
+    def __init__(self, table: Any, first: Int[Array, ""], token_bans: int):
+        self._table = table
+        self._rows = pl.ds(first, WARPGROUP_ROWS)
+        self.token_bans = range(Field.BANS, Field.BANS + token_bans)
+        self.confidence_bans = range(self.token_bans.stop, table.shape[0])
+
+    def integers(self, line: Int[Array, ""] | int) -> Int[Array, " warpgroup_rows"]:
+        line_of_rows = self._table.at[line, self._rows]
+        return plgpu.load(line_of_rows, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+
+    def words(self, field: Field) -> UInt32[Array, " warpgroup_rows"]:
+        return self.integers(field).astype(jnp.uint32)
+
+    def floats(self, field: Field) -> Float[Array, " warpgroup_rows"]:
+        return lax.bitcast_convert_type(self.integers(field), jnp.float32)

@@ -1,0 +1,97 @@
+"""Rows for the masked head, and what float64 makes of them."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdllm.decoding.noise import Purpose, seed_words, step_keys
+from jdllm.pallas.masked_logits import Level, RowDecision, RowSampling
+from tests.decoding import numpy_noise
+
+VOCAB = 300
+NONE = -1
+UNFILTERED = 2.0
+
+
+class Expected(NamedTuple):
+    token: np.ndarray
+    logit: np.ndarray
+    maximum: np.ndarray
+    total: np.ndarray
+    second: np.ndarray
+    negative_entropy: np.ndarray
+
+
+def no_bans(rows: int) -> np.ndarray:
+    return np.full((rows, 2), NONE)
+
+
+def asked(rows: int, *, seed: int = 0, step: int = 0, vocab: int = VOCAB, **columns) -> RowSampling:
+    """Rows that ask for nothing but `columns`, each one value or one for every row."""
+    keys = step_keys(jnp.asarray([seed_words(seed)]), Purpose.TOKEN, jnp.asarray([step]))
+    plain = {
+        "temperature": np.float32(0),
+        "tempered": False,
+        "top_k": np.int32(vocab),
+        "top_p": np.float32(UNFILTERED),
+        "limit": np.int32(vocab),
+    }
+    for name, value in plain.items():
+        plain[name] = np.full(rows, columns.pop(name, value), np.asarray(value).dtype)
+    bans = {name: columns.pop(name, no_bans(rows)) for name in ("token_bans", "confidence_bans")}
+    assert not columns
+    per_row = jax.tree.map(lambda word: jnp.repeat(word, rows), keys)
+    return RowSampling(keys=per_row, positions=jnp.arange(rows), **plain, **bans)
+
+
+def oracle(logits: np.ndarray, rows: RowSampling, noise: np.ndarray | float = 0.0) -> Expected:
+    """Row by row in float64; `noise` is added before the argmax."""
+    out = []
+    noise = np.broadcast_to(noise, logits.shape)
+    for i, row in enumerate(np.asarray(logits, np.float64)):
+        allowed = row.copy()
+        allowed[rows.limit[i] :] = -np.inf
+        allowed[rows.token_bans[i][rows.token_bans[i] != NONE]] = -np.inf
+        temperature = float(rows.temperature[i])
+        divisor = temperature if rows.tempered[i] and temperature > 0 else 1.0
+        allowed[~kept(allowed / divisor, float(rows.top_p[i]), int(rows.top_k[i]))] = -np.inf
+        measured = allowed / divisor
+        measured[rows.confidence_bans[i][rows.confidence_bans[i] != NONE]] = -np.inf
+        p = np.exp(measured - measured.max())
+        total = p.sum()
+        p /= total
+        token = int((allowed + noise[i]).argmax())
+        second = np.sort(measured)[-2]
+        entropy = (p * np.log(p + 1e-10)).sum()
+        out.append((token, allowed[token] / divisor, measured.max(), total, second, entropy))
+    return Expected(*np.reshape(out, (-1, len(Expected._fields))).T)
+
+
+def kept(logits: np.ndarray, top_p: float, top_k: int) -> np.ndarray:
+    """The first token and those before which the probabilities sum to at most `top_p`; of these `top_k`."""
+    weights = np.exp(logits - logits.max())
+    weights /= weights.sum()
+    out = np.zeros(len(logits), bool)
+    spent = 0.0
+    for token in np.argsort(-logits, kind="stable")[:top_k]:
+        if top_p < 1 and spent > top_p:
+            break
+        out[token] = True
+        spent += weights[token]
+    return out
+
+
+def check(actual: RowDecision, expected: Expected, level: Level = Level.TOP) -> None:
+    np.testing.assert_array_equal(actual.token, expected.token)
+    for name in ["logit", "maximum", "total"] + ["second"] * (level >= Level.MOMENTS):
+        np.testing.assert_allclose(getattr(actual, name), getattr(expected, name), rtol=2e-6, err_msg=name)
+    if level >= Level.MOMENTS:
+        entropies = actual.negative_entropy, expected.negative_entropy
+        np.testing.assert_allclose(*entropies, rtol=2e-6, atol=2e-6)
+
+
+def drawn(seed: int, step: int, rows: int, vocab: int = VOCAB) -> np.ndarray:
+    """float64 noise of rows at positions 0, 1, ..."""
+    return np.stack([numpy_noise.gumbel(numpy_noise.token_bits(seed, step, r, vocab)) for r in range(rows)])
