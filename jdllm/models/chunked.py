@@ -38,7 +38,6 @@ class LayerView(Mapping[str, Any]):
     Arguments:
     - `stack`: stacked leaves `[layers, ...]`.
     - `place`: the layer's place in the stack.
-    - `rows`: for leaves by name, the range [start, start + size) of their first axis that is meant.
     """
 
     def __init__(self, stack: Mapping[str, Any], place: int):

@@ -75,7 +75,7 @@ class Workload:
         """Bytes of the keys and values of all layers that the cache policy keeps, in whole pages."""
         kept = {"none": 0}.get(self.cache_policy, context)
         if self.cache_policy in SPARSE_CACHES:
-            kept = -(-int(max(context - self.block_length, 0) * self.retention) // 1)
+            kept = int(max(context - self.block_length, 0) * self.retention)
         pages = -(-kept // _PAGE) * _PAGE
         config = self.config
         return pages * config.num_layers * 2 * config.num_kv_heads * config.head_dim * self.kind.itemsize
@@ -200,9 +200,16 @@ def check(workload: Workload, plan: MemoryPlan) -> MemoryPlan:
     """Return `plan`, or raise `MemoryBudgetError` where it does not fit."""
     if plan.fits:
         return plan
-    longest = max_context(workload, plan.budget, host_tiers=plan.tiers is not None)
+    raise refusal(workload, plan, plan.budget, plan.tiers is not None)
+
+
+def refusal(
+    workload: Workload, plan: MemoryPlan, budget: Budget, host_tiers: bool | Sequence[HostTiers]
+) -> MemoryBudgetError:
+    """The error for a plan that does not fit `budget`; `host_tiers` as in `max_context`."""
     what = f"a step of {plan.rows} rows, {plan.head_rows} of them masked,"
-    raise MemoryBudgetError(what, plan.peak_bytes, plan.budget.device, longest)
+    longest = max_context(workload, budget, host_tiers=host_tiers)
+    return MemoryBudgetError(what, plan.peak_bytes, budget.device, longest)
 
 
 @functools.cache

@@ -15,6 +15,9 @@ from jdllm.planning.chunks import TILE
 from jdllm.planning.graph import GraphTemplate, Size, ceil_div, dim, maximum, minimum
 
 LAYERS = 2
+_LAYER_COUNTS = ("ffn", "query", "kv", "heads")
+"""Where any of these is above 1, all operators of a layer run in loops."""
+
 _WORKSPACE = 32 << 20
 """Bytes that cuBLAS asks for beside a product; XLA allots them like any tensor."""
 _XLA_TILE = 512
@@ -57,7 +60,7 @@ def step_template(config: ModelConfig, kind: StepKind) -> GraphTemplate:
 
 def _chunk(rows: Size, count: str) -> Size:
     """Rows of a chunk, as `jdllm.planning.chunks.chunk_rows` cuts them."""
-    at_least = 1 + _cut("ffn", "query", "kv", "heads")
+    at_least = 1 + _cut(*_LAYER_COUNTS)
     return minimum(rows, ceil_div(ceil_div(rows, maximum(dim(count), at_least)), TILE) * TILE)
 
 
@@ -76,12 +79,12 @@ def _add_attention(graph: GraphTemplate, config: ModelConfig, kind: StepKind, la
     angles = 2 * 4 * (config.rope.rotated_dim(config.head_dim) // 2)
     part = _chunk(rows, "kv")
     store, linear = ceil_div(rows * kv_width, groups), ceil_div(part * kv_width, groups)
-    names = {name: f"{layer} {name}" for name in ("k", "v", "x for k v", "linear k", "linear v", "attended")}
+    names = {name: f"{layer} {name}" for name in ("k", "v", "x for k v", "linear k", "attended")}
     cut = ("kv", "heads")
 
     attended = rows * q_width * _cut("heads")
     # With a bias, XLA places the normed rows twice in a loop, and copies the weight of q.
-    twice = _cut("ffn", "query", "kv", "heads") if config.qkv_bias else 0
+    twice = _cut(*_LAYER_COUNTS) if config.qkv_bias else 0
     graph.add_op(
         f"{layer} norm for k v",
         ["h"],
@@ -101,7 +104,7 @@ def _add_attention(graph: GraphTemplate, config: ModelConfig, kind: StepKind, la
         f"{layer} project v",
         [names["x for k v"], names["linear k"]],
         {names["v"]: store},
-        _WORKSPACE + linear * _cut("ffn", "query", "kv", "heads"),
+        _WORKSPACE + linear * _cut(*_LAYER_COUNTS),
         owners=cut,
     )
 
@@ -127,7 +130,6 @@ def _add_attention(graph: GraphTemplate, config: ModelConfig, kind: StepKind, la
     graph.add_op(f"{layer} attention", [q, names["k"], names["v"]], {o: width}, residuals + tiles, owners=cut)
     graph.add_barrier(f"{layer} last group", [names["k"], names["v"], o])
     graph.add_op(f"{layer} project o", [o, "h", names["attended"]], {}, _WORKSPACE, owners=cut)
-    graph.add_alias(f"{layer} h attended", "h")
 
 
 def add_feed_forward(
@@ -157,7 +159,7 @@ def add_feed_forward(
     graph.add_op(f"{layer} route", [x], {scores: part * (3 * 4 * moe.experts)}, _WORKSPACE, owners=("ffn",))
     graph.add_op(f"{layer} sort", [scores], {order: part * (4 * 4 * moe.top_k)}, owners=("ffn",))
     gap = f"{layer} gap"
-    loop = _cut("ffn", "query", "kv", "heads") if isinstance(part, Size) else 0
+    loop = _cut(*_LAYER_COUNTS) if isinstance(part, Size) else 0
     gap_bytes = part * (config.hidden_size * kind.itemsize) * loop
     graph.add_op(f"{layer} gather", [x, order], {by_expert: wide, gap: gap_bytes}, owners=("ffn",))
     graph.add_op(f"{layer} experts gate", [by_expert], {gate: inner}, owners=("ffn",))

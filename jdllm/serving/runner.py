@@ -14,9 +14,8 @@ from jdllm.models.tiers import HostTiers
 from jdllm.models.weights import Params
 from jdllm.pallas.device import target
 from jdllm.pallas.masked_logits import Level
-from jdllm.planning.budget import MemoryBudgetError
 from jdllm.planning.chunks import ChunkConfig
-from jdllm.planning.plan import Bucket, Budget, Workload, max_context, plan_bucket, rungs
+from jdllm.planning.plan import Bucket, Budget, Workload, plan_bucket, refusal, rungs
 
 _ATTEMPTS = 4
 _UNPLANNED_LOGITS = 512
@@ -110,11 +109,4 @@ class StepRunner:
             if excess <= 0:
                 return chunks, None
             device -= excess
-        else:
-            plan = dataclasses.replace(plan, budget=budget)
-        raise MemoryBudgetError(
-            f"a step of {bucket.rows} rows, {bucket.head_rows} of them masked,",
-            plan.peak_bytes,
-            budget.device,
-            max_context(workload, budget, host_tiers=tiers),
-        )
+        raise refusal(workload, plan, budget, tiers)
