@@ -147,11 +147,11 @@ def _workload(config: "ModelConfig", target: str, dtype: str, **rest: Any) -> "W
     names = [known.name for known in DTYPES.values()]
     if dtype not in names:
         raise ConfigError(f"--dtype is {dtype!r}, expected one of {', '.join(names)}")
-    flash = is_hopper(target) and dtype != "float32" and config.head_dim in HEAD_DIMS
+    hopper = is_hopper(target) and dtype != "float32" and config.head_dim in HEAD_DIMS
     if config.mask_id is None:
         # Some families name it in the tokenizer. Memory does not depend on it, but compiling needs one.
         config = dataclasses.replace(config, mask_id=config.vocab_size - 1)
-    return Workload(config, dtype, flash, **rest)
+    return Workload(config, dtype, hopper, **rest)
 
 
 def _compile(workload: "Workload", found: "MemoryPlan", target: str) -> int | None:

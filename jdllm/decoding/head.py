@@ -15,7 +15,7 @@ from jdllm.models.block import Hidden
 from jdllm.models.config import ModelConfig
 from jdllm.models.transformer import final_norm
 from jdllm.models.weights import Params, head_weights
-from jdllm.pallas.masked_logits import Level, RowDecision, RowSampling, masked_logits
+from jdllm.pallas.masked_logits import Level, RowDecision, RowSampling, masked_logits, rows_at_once
 
 _LAST = -1e30
 
@@ -90,18 +90,19 @@ def choose(
     - `head`, `positions`: the rows to evaluate and their absolute positions.
     - `segments`, `step`: parameters of the segments and the denoising step that each is in.
     - `count`: rows to evaluate; chunks beyond it are skipped on the device.
-    - `chunks`: into how many chunks the head rows are cut; logits exist for one chunk at a time.
+    - `chunks`: into how many chunks the head rows are cut where logits exist, which they do for one chunk at
+      a time; static.
     - `level`: what the segments' measures and filters need; static.
     """
     total = head.row.shape[0]
-    size = -(-total // chunks)
+    size = rows_at_once(total, chunks, head_weights(params), level)
 
     def evaluate(index: Array, out: Choice) -> Choice:
         start = jnp.minimum(index * size, total - size)
         rows, at = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), (head, positions))
         guidance = jnp.asarray(segments.guidance)[rows.segment]
         h = gather_guided(params, config, hidden, rows, at, guidance)
-        chosen = decide(params, h, rows.segment, at, segments, step, level=level)
+        chosen = decide(params, h, rows.segment, at, segments, step, count - start, level=level)
         return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, start, 0), out, chosen)
 
     empty = Choice(jnp.zeros(total, jnp.int32), jnp.zeros(total))
@@ -115,21 +116,24 @@ def decide(
     positions: Int[Array, " head"],
     segments: SegmentParams,
     step: Int[Tensor, " segments"],
+    count: Int[Array, ""] | int,
     *,
     level: Level,
 ) -> Choice:
-    """Evaluate normed hidden rows, whose logits exist at once.
+    """Evaluate the first `count` of a chunk of normed hidden rows.
 
     Arguments:
     - `h`: rows that predict tokens, as `guide` makes them.
     - `segment`, `positions`: of the tokens.
     - `segments`, `step`, `level`: as in `choose`.
+    - `count`: may exceed the rows.
     """
     seeds = jnp.asarray(segments.seed)
     token_keys = step_keys(seeds, Purpose.TOKEN, step)
     order_keys = step_keys(seeds, Purpose.ORDER, step)
     part, keys, order = jax.tree.map(lambda x: jnp.asarray(x)[segment], (segments, token_keys, order_keys))
-    decision = masked_logits(h, head_weights(params), _row_sampling(part, keys, positions), level)
+    sampling = _row_sampling(part, keys, positions)
+    decision = masked_logits(h, head_weights(params), sampling, level, count=count)
     draw = uniform(position_bits(order, positions))
     return Choice(decision.token, _confidence(decision, part, draw, h.dtype))
 

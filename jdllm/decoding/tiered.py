@@ -25,7 +25,7 @@ from jdllm.models.host_memory import IN_FLIGHT, to_device
 from jdllm.models.tiered import forward_tiered
 from jdllm.models.tiers import HostTiers
 from jdllm.models.weights import Params, head_weights
-from jdllm.pallas.masked_logits import Level
+from jdllm.pallas.masked_logits import Level, rows_at_once
 
 _KEPT_CHUNKS = IN_FLIGHT - 1
 """Hidden chunks that stay on the device: those of the guided and of the unguided rows last used."""
@@ -76,9 +76,9 @@ def denoise_tiered(
 
 
 def head_buffers(
-    config: ModelConfig, tiers: HostTiers, head_rows: int, logits_chunks: int, dtype: jnp.dtype | str
+    config: ModelConfig, tiers: HostTiers, head_rows: int, dtype: jnp.dtype | str
 ) -> dict[str, int]:
-    """Bytes of all arrays that are on the device while `head_rows` head rows are evaluated.
+    """Bytes of all arrays that are on the device while a chunk of `head_rows` head rows is evaluated.
 
     Returns bytes by name. Not among them: weights that stay on the device, and temporaries inside
     executables.
@@ -86,7 +86,7 @@ def head_buffers(
     width = config.hidden_size * jnp.dtype(dtype).itemsize
     buffers = {
         "hidden chunks": (_KEPT_CHUNKS + 1) * tiers.chunk_rows * width,
-        "hidden rows": 2 * -(-head_rows // logits_chunks) * width,
+        "hidden rows": 2 * head_rows * width,
     }
     return buffers | ({"head": (config.vocab_size + 1) * width} if tiers.weights else {})
 
@@ -109,7 +109,7 @@ def _choose(
     (device,) = hidden[0].devices()
     weights = to_device({"final_norm": params["final_norm"], "head": head_weights(params)}, device)
     total = len(head.row)
-    size = -(-total // chunks)
+    size = rows_at_once(total, chunks, head_weights(params), level)
     guided, unguided = jax.device_get(source_rows(config, head, positions))
     load = functools.lru_cache(_KEPT_CHUNKS)(lambda index: to_device(hidden[index], device))
 
@@ -135,6 +135,7 @@ def _choose(
             head.segment[window],
             positions[window],
             segments,
+            np.int32(count - start),
             config=config,
             level=level,
         )
@@ -162,6 +163,7 @@ def _decide(
     segment: Int[Array, " head"],
     positions: Int[Array, " head"],
     segments: SegmentParams,
+    count: Int[Array, ""],
     *,
     config: ModelConfig,
     level: Level,
@@ -169,7 +171,7 @@ def _decide(
     """`sources` are the hidden rows that predict the tokens, and, if they differ, the unguided ones."""
     guidance = jnp.asarray(segments.guidance)[segment]
     h = guide(weights, config, sources[0], sources[-1], guidance)
-    return decide(weights, h, segment, positions, segments, segments.step, level=level)
+    return decide(weights, h, segment, positions, segments, segments.step, count, level=level)
 
 
 def _transfer(

@@ -38,7 +38,7 @@ class Workload:
     """What is to be planned for.
 
     - `config`, `dtype`: the model, and the type of its weights and activations.
-    - `flash`: whether attention is one kernel on the target (Hopper with tokamax).
+    - `hopper`: whether Hopper's kernels run on the target, as `StepKind` says.
     - `mask_ratio`: masked rows per row.
     - `level`: what the head computes for a row.
     - `cache_policy`, `block_length`, `retention`: decide the size of the KV pool.
@@ -47,7 +47,7 @@ class Workload:
 
     config: ModelConfig
     dtype: str = "bfloat16"
-    flash: bool = True
+    hopper: bool = True
     mask_ratio: float = 0.5
     level: Level = Level.TOP
     cache_policy: CachePolicy = "none"
@@ -69,7 +69,7 @@ class Workload:
 
     @property
     def kind(self) -> StepKind:
-        return StepKind(jnp.dtype(self.dtype).itemsize, self.flash, self.level)
+        return StepKind(jnp.dtype(self.dtype).itemsize, self.hopper, self.level)
 
     def kv_pool_bytes(self, context: int) -> int:
         """Bytes of the keys and values of all layers that the cache policy keeps, in whole pages."""

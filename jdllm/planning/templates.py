@@ -9,8 +9,12 @@ import functools
 import math
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
+
 from jdllm.models.config import ModelConfig
 from jdllm.pallas.masked_logits import Level
+from jdllm.pallas.masked_logits.limits import FUSED_UNIT, fused_rows, partial_bytes
 from jdllm.planning.chunks import TILE
 from jdllm.planning.graph import GraphTemplate, Size, ceil_div, dim, maximum, minimum
 
@@ -29,12 +33,13 @@ class StepKind(NamedTuple):
     """What decides the shape of a step's graph, beside the model.
 
     - `itemsize`: bytes of a number in weights and activations.
-    - `flash`: whether attention is one kernel; otherwise tiles of scores exist in memory.
+    - `hopper`: whether Hopper's kernels run, which take 16-bit numbers; otherwise tiles of attention scores
+      and logits exist in memory.
     - `level`: what the head computes for a row.
     """
 
     itemsize: int
-    flash: bool
+    hopper: bool
     level: Level = Level.TOP
 
 
@@ -126,7 +131,7 @@ def _add_attention(graph: GraphTemplate, config: ModelConfig, kind: StepKind, la
     )
     residuals = ceil_div(part * (2 * 4 * config.num_heads), groups)
     tile = minimum(part, _XLA_TILE) * minimum(rows, _XLA_TILE)
-    tiles = 0 if kind.flash else ceil_div(tile * (2 * 4 * config.num_heads), groups)
+    tiles = 0 if kind.hopper else ceil_div(tile * (2 * 4 * config.num_heads), groups)
     graph.add_op(f"{layer} attention", [q, names["k"], names["v"]], {o: width}, residuals + tiles, owners=cut)
     graph.add_barrier(f"{layer} last group", [names["k"], names["v"], o])
     graph.add_op(f"{layer} project o", [o, "h", names["attended"]], {}, _WORKSPACE, owners=cut)
@@ -171,21 +176,28 @@ def add_feed_forward(
 
 def add_head(graph: GraphTemplate, config: ModelConfig, kind: StepKind, hidden: str) -> None:
     """Operators of the head, which reads the rows in `hidden`, over the dimensions M and logits."""
-    part = ceil_div(dim("M"), dim("logits"))
+    output = jax.ShapeDtypeStruct(
+        (config.vocab_size, config.hidden_size), jnp.bfloat16 if kind.itemsize == 2 else jnp.float32
+    )
+    fused = fused_rows(output, kind.level) if kind.hopper else None
+    part = ceil_div(dim("M"), dim("logits")) if fused is None else minimum(dim("M"), fused)
     graph.add_op("order masked rows", outputs={"masked rows": dim("M") * 48})
     graph.add_op(
         "gather head rows",
         [hidden, "masked rows"],
         {"head rows": part * (2 * config.hidden_size * kind.itemsize)},
-        owners=("logits",),
+        owners=("logits",) if fused is None else (),
     )
-    graph.add_op(
-        "project logits",
-        ["head rows"],
-        {"logits": part * (4 * config.vocab_size)},
-        _WORKSPACE,
-        owners=("logits",),
-    )
-    extra = math.ceil((_LOGITS[kind.level] - 1) * 4 * config.vocab_size)
-    graph.add_op("choose", ["logits"], {"decisions": part * 32}, part * extra, owners=("logits",))
+    if fused is None:
+        _add_logits(graph, config, kind, part)
+    else:
+        of_tiles = ceil_div(part, FUSED_UNIT) * (FUSED_UNIT * partial_bytes(config.vocab_size, kind.level))
+        graph.add_op("choose", ["head rows"], {"decisions": part * 32}, of_tiles)
     graph.add_barrier("commit", [hidden, "masked rows", "decisions"])
+
+
+def _add_logits(graph: GraphTemplate, config: ModelConfig, kind: StepKind, part: Size) -> None:
+    row = 4 * config.vocab_size
+    graph.add_op("project logits", ["head rows"], {"logits": part * row}, _WORKSPACE, owners=("logits",))
+    extra = math.ceil((_LOGITS[kind.level] - 1) * row)
+    graph.add_op("choose", ["logits"], {"decisions": part * 32}, part * extra, owners=("logits",))

@@ -86,8 +86,8 @@ class StepRunner:
 
     def _workload(self, level: Level) -> Workload:
         dtype = str(self._params["final_norm"].dtype)
-        flash = target(self._executables.platform).hopper and dtype != "float32"
-        return Workload(self._config, dtype, flash, level=level, max_num_logits=self._max_num_logits)
+        hopper = target(self._executables.platform).hopper and dtype != "float32"
+        return Workload(self._config, dtype, hopper, level=level, max_num_logits=self._max_num_logits)
 
     def _choose(
         self, batch: Batch, mask_id: int, level: Level, bucket: Bucket, budget: Budget

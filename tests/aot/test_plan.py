@@ -43,7 +43,7 @@ CASES = [
 def planned(
     shape: str, target: str, context: int, mask_ratio: float, gib: float
 ) -> tuple[Workload, MemoryPlan]:
-    workload = Workload(SHAPES[shape], flash=target == "h200", mask_ratio=mask_ratio)
+    workload = Workload(SHAPES[shape], hopper=target == "h200", mask_ratio=mask_ratio)
     budget = Budget(int(gib * GIB))
     context = context or max_context(workload, budget, host_tiers=False)
     return workload, plan_memory(workload, context, budget, host_tiers=False)

@@ -79,7 +79,7 @@ def everything(rows: int, vocab: int) -> RowSampling:
         vocab=vocab,
         seed=SEED,
         step=STEP,
-        temperature=np.resize([0.0, 0.7, 1.3], rows),
+        temperature=np.resize([0.0, 0.7, 4.0], rows),
         tempered=rng.random(rows) < 0.5,
         limit=rng.integers(vocab // 3, vocab + 1, rows),
         token_bans=rng.integers(NONE, vocab, (rows, 2)),
@@ -241,7 +241,6 @@ class TestOnACard:
     def test_plain(self, rows: int, count: int):
         check_plain(*operands(rows, 20_008, depth=512), count, None)
 
-    @pytest.mark.xfail(reason="bans and noise together do not agree on a card yet: issue 5", strict=False)
     @pytest.mark.parametrize("level", [Level.TOP, Level.MOMENTS])
     @pytest.mark.parametrize("rows", [5, 64, 128, 300])
     def test_everything(self, rows: int, level: Level):

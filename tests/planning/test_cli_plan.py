@@ -303,7 +303,7 @@ def test_the_compilers_word(llada: Path, monkeypatch: pytest.MonkeyPatch):
     asked = []
 
     def compiler_temp_bytes(workload: Any, plan: Any, target: str) -> int:
-        asked.append((workload.config.hidden_size, workload.flash, plan.context, target))
+        asked.append((workload.config.hidden_size, workload.hopper, plan.context, target))
         return plan.activation.peak_bytes - GIB
 
     monkeypatch.setattr("jdllm.planning.verify.compiler_temp_bytes", compiler_temp_bytes)

@@ -1,11 +1,12 @@
-"""Masked logits: the entry point."""
+"""Masked logits: the entry point and the choice of a form."""
 
 from typing import Literal
 
+import jax
 from jaxtyping import Array, Float, Int
 
 from jdllm.pallas.device import target
-from jdllm.pallas.masked_logits.limits import check_mosaic_gpu
+from jdllm.pallas.masked_logits.limits import check_mosaic_gpu, fused_rows
 from jdllm.pallas.masked_logits.types import Level, RowDecision, RowSampling
 from jdllm.pallas.masked_logits.xla import masked_logits_xla
 
@@ -32,7 +33,7 @@ def masked_logits(
     - `count`: rows from here on need not be computed, and what they return is unspecified; by default, and
       where it exceeds them, all rows are.
     - `implementation`: "mosaic_gpu" (a kernel for Hopper that holds no logits) or "xla" (portable; the logits
-      of all rows exist in f32), which is the default: memory plans count its logits.
+      of all rows exist in f32). By default mosaic_gpu on Hopper where it can run, and xla anywhere else.
 
     Returns a `RowDecision` of `[rows]` arrays. The forms differ by rounding; tokens are the same unless two
     logits, with their noise, are as close as that.
@@ -41,14 +42,32 @@ def masked_logits(
     """
     if implementation not in (None, "mosaic_gpu", "xla"):
         raise NotImplementedError(f"masked logits have no implementation {implementation!r}")
-    if implementation == "mosaic_gpu":
-        _check_hopper()
-        check_mosaic_gpu(hidden, head, level)
-        # Pallas for GPUs takes a while to import: only where it runs.
-        from jdllm.pallas.masked_logits.mosaic_gpu import masked_logits_mosaic_gpu
+    if implementation != "xla":
+        try:
+            _check_hopper()
+            check_mosaic_gpu(hidden, head, level)
+        except NotImplementedError:
+            if implementation is not None:
+                raise
+        else:
+            # Pallas for GPUs takes a while to import: only where it runs.
+            from jdllm.pallas.masked_logits.mosaic_gpu import masked_logits_mosaic_gpu
 
-        return masked_logits_mosaic_gpu(hidden, head, rows, level, count=count)
+            return masked_logits_mosaic_gpu(hidden, head, rows, level, count=count)
     return masked_logits_xla(hidden, head, rows, level)
+
+
+def rows_at_once(
+    rows: int, chunks: int, head: Float[Array, "vocab d"] | jax.ShapeDtypeStruct, level: Level
+) -> int:
+    """How many of `rows` rows a call of `masked_logits` should take here.
+
+    Arguments:
+    - `chunks`: into how many parts the plan cuts logits, which counts only where logits exist.
+    - `head`, `level`: as of `masked_logits`.
+    """
+    most = fused_rows(head, level) if target().hopper else None
+    return -(-rows // chunks) if most is None else min(rows, most)
 
 
 def _check_hopper() -> None:

@@ -11,6 +11,9 @@ WARPGROUP_ROWS = 64
 DEPTH = 64
 """Hidden dimensions per pipeline stage: 128 bytes, the widest swizzle."""
 
+MAX_COLUMNS = 256
+"""Columns of the widest tile: the widest product that one warpgroup can ask for."""
+
 STRIP = 8
 """Columns that a warpgroup reduces at a time, and rows of a swizzled block in shared memory."""
 
@@ -35,7 +38,7 @@ class Tiles:
     of them, a cluster `row_blocks` x `column_blocks` blocks. Blocks of a cluster that need the same tile of
     an operand load it once between them.
 
-    - `columns`: multiple of 16, at most 256.
+    - `columns`: multiple of 16, at most `MAX_COLUMNS`.
     - `stages`: pairs of operand tiles in flight.
     - `processors`: how many blocks run at once.
 
@@ -56,7 +59,7 @@ class Tiles:
     processors: int = PROCESSORS
 
     def __post_init__(self):
-        if not 0 < self.columns <= 256 or self.columns % (2 * STRIP):
+        if not 0 < self.columns <= MAX_COLUMNS or self.columns % (2 * STRIP):
             raise NotImplementedError(f"a tile has a multiple of 16 columns, at most 256, not {self.columns}")
         for shared in (self.run / self.row_blocks, self.block_rows / self.column_blocks):
             if shared % STRIP:
@@ -155,4 +158,4 @@ def default_tiles(rows: int) -> Tiles:
         return Tiles(192, row_groups=1, column_groups=1, row_blocks=1, column_blocks=1, stages=7)
     if rows <= 2 * WARPGROUP_ROWS:
         return Tiles(192, row_groups=2, column_groups=1, row_blocks=1, column_blocks=2, stages=5)
-    return Tiles(256, row_groups=2, column_groups=1, row_blocks=2, column_blocks=1, stages=4)
+    return Tiles(MAX_COLUMNS, row_groups=2, column_groups=1, row_blocks=2, column_blocks=1, stages=4)

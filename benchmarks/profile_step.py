@@ -1,0 +1,175 @@
+"""Where the device time of one full denoising step goes, by kernel.
+
+Run as `python3 -m benchmarks.profile_step [--shape llada-8b] [--rows 4096] [--steps 4] [--trace DIR]` on a
+card. The step is that of `benchmarks.step`: random weights, half of the rows masked and evaluated. Times are
+those of the device's streams; what the streams wait for is in `wall_ms` only.
+"""
+
+import argparse
+import collections
+import gzip
+import json
+import math
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+
+from benchmarks.record import median_seconds, record
+from benchmarks.shapes import SHAPES
+from benchmarks.step import MAX_NUM_LOGITS
+from jdllm.decoding.executables import Executables
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.decoding.step import denoise
+from jdllm.models.config import ModelConfig
+from jdllm.models.module import Transformer
+from jdllm.models.weights import Params
+from jdllm.pallas.masked_logits import Level
+from jdllm.planning.chunks import ChunkConfig
+from jdllm.serving.packing import pack
+from jdllm.serving.request import generation_request
+
+SHOWN = 25
+
+
+class KernelEvent(NamedTuple):
+    """One execution on the device: kernel name, the HLO instruction it belongs to ("" if unknown), and times.
+
+    `start` and `duration` are microseconds.
+    """
+
+    name: str
+    operation: str
+    start: float
+    duration: float
+
+
+def read_events(directory: Path) -> list[KernelEvent]:
+    """The device's events in the trace that `jax.profiler.trace` left below `directory`.
+
+    Without an accelerator these are the operators of the CPU client's threads. Raises `FileNotFoundError`
+    where there is no trace, and `ValueError` for one without device events.
+    """
+    files = sorted(directory.glob("**/*.trace.json.gz"))
+    if not files:
+        raise FileNotFoundError(f"no *.trace.json.gz below {directory}")
+    with gzip.open(files[-1], "rt") as file:
+        trace = json.load(file)["traceEvents"]
+    events = list(device_events(trace))
+    if not events:
+        threads = [event["args"]["name"] for event in trace if event.get("name") == "thread_name"]
+        raise ValueError(f"no device events in {files[-1]}; its threads are {threads}")
+    return events
+
+
+def device_events(events: Sequence[dict[str, Any]]) -> Iterator[KernelEvent]:
+    """Kernels and copies of the accelerators' streams; of a trace without accelerators, the operators.
+
+    Beside its streams an accelerator has threads that repeat their events by operator, module or step.
+    """
+    names: dict[tuple[int, int | None], str] = {}
+    for event in events:
+        if event.get("ph") == "M" and event["name"] in ("process_name", "thread_name"):
+            thread = event.get("tid") if event["name"] == "thread_name" else None
+            names[event["pid"], thread] = event["args"]["name"]
+    on_device = any("/device:" in name for (_, thread), name in names.items() if thread is None)
+    for event in events:
+        if event.get("ph") != "X":
+            continue
+        args = event.get("args") or {}
+        operation = str(args.get("hlo_op", ""))
+        device = "/device:" in names.get((event["pid"], None), "")
+        stream = names.get((event["pid"], event.get("tid")), "").startswith("Stream")
+        if (device and stream) if on_device else operation:
+            yield KernelEvent(event["name"], operation, float(event["ts"]), float(event.get("dur", 0)))
+
+
+def busy_us(events: Sequence[KernelEvent]) -> float:
+    """Microseconds in which at least one event runs."""
+    busy, end = 0.0, -math.inf
+    for event in sorted(events, key=lambda event: event.start):
+        stop = event.start + event.duration
+        busy += max(0.0, stop - max(event.start, end))
+        end = max(end, stop)
+    return busy
+
+
+def by_kernel(events: Sequence[KernelEvent], steps: int) -> list[dict[str, Any]]:
+    """A row for each kernel name, the costliest first: count and time per step, share of the device time.
+
+    `operations` names up to three of the HLO instructions that ran it.
+    """
+    groups: dict[str, list[KernelEvent]] = collections.defaultdict(list)
+    for event in events:
+        groups[event.name].append(event)
+    total = sum(event.duration for event in events)
+    rows = []
+    for name, group in groups.items():
+        duration = sum(event.duration for event in group)
+        operations = dict.fromkeys(event.operation for event in group if event.operation not in ("", name))
+        rows.append(
+            {
+                "kernel": name,
+                "count": len(group) / steps,
+                "ms": duration / steps / 1e3,
+                "share": duration / total,
+                "operations": " ".join(list(operations)[:3]),
+            }
+        )
+    return sorted(rows, key=lambda row: -row["ms"])
+
+
+def profile(
+    params: Params, config: ModelConfig, rows: int, steps: int, directory: Path
+) -> tuple[list[KernelEvent], float]:
+    """Trace one dispatch of `steps` steps; its events, and the seconds of a dispatch that is not traced."""
+    sampling = SamplingParams(gen_length=rows // 2)
+    prompt = np.random.default_rng(0).integers(0, config.defined_ids // 2, rows - rows // 2)
+    batch = pack([generation_request(0, prompt, sampling, config)], config).batch
+    static = {
+        "config": config,
+        "mask_id": config.mask_id,
+        "chunks": ChunkConfig(logits=math.ceil(batch.head.row.shape[0] / MAX_NUM_LOGITS)),
+        "level": Level.TOP,
+    }
+    batch = jax.device_put(batch)
+    executables = Executables(jax.devices()[0].platform)
+    executable = executables.compile(denoise, params, batch, np.int32(steps), **static)
+    seconds = median_seconds(lambda: executable(params, batch, np.int32(steps)))
+    with jax.profiler.trace(directory):
+        jax.block_until_ready(executable(params, batch, np.int32(steps)))
+    return read_events(directory), seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="llada-8b")
+    parser.add_argument("--rows", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--trace", type=Path, help="where to leave the trace; by default nowhere")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    config = SHAPES[args.shape]
+    params = Transformer(config, rngs=nnx.Rngs(0), dtype="bfloat16").params()
+    with tempfile.TemporaryDirectory() as scratch:
+        events, seconds = profile(params, config, args.rows, args.steps, args.trace or Path(scratch))
+    busy, wall = busy_us(events) / args.steps / 1e3, 1e3 * seconds / args.steps
+    table = by_kernel(events, args.steps)
+    record(
+        f"profile_step_{args.shape}_{args.rows}",
+        table[:SHOWN],
+        args.out,
+        steps=args.steps,
+        busy_ms=busy,
+        wall_ms=wall,
+        kernels=len(table),
+    )
+    print(f"device busy {busy:.3f} ms a step, which takes {wall:.3f} ms without the profiler")
+
+
+if __name__ == "__main__":
+    main()
