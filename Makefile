@@ -40,7 +40,10 @@ test-gpu:  ## tests on a card; uses the python on the path, which needs jax with
 
 bench:  ## benchmarks on a card; uses the python on the path, which needs jax with CUDA
 	python3 -m benchmarks.load
-	for shape in llada-8b dream-7b llada-moe-7b; do python3 -m benchmarks.step --shape $$shape; done
+	for shape in llada-8b dream-7b llada-moe-7b; do python3 -m benchmarks.step --shape $$shape --peers; done
+	python3 -m benchmarks.cached_step --split xla mosaic_gpu
+	for rows in 1024 4096; do python3 -m benchmarks.profile_step --rows $$rows; done
+	python3 -m benchmarks.peers.torch_kernels
 	python3 -m benchmarks.convert
 	for part in lmax latency latency_exact average error cost lazy allocators; do python3 -m benchmarks.plan --part $$part; done
 	python3 -m benchmarks.tiers --check --rows 32768 --layers 4 --groups 4

@@ -140,7 +140,7 @@ def step_memory(case: Case) -> Row:
 
 def planned(config: ModelConfig, context: int, mask_ratio: float, budget_gib: float) -> MemoryPlan:
     """The plan of a step on this device without host tiers; `MemoryBudgetError` where it does not fit."""
-    workload = Workload(config, hopper=attention_form(config) == "tokamax", mask_ratio=mask_ratio)
+    workload = Workload(config, hopper=attention_form(config) == "mosaic_gpu", mask_ratio=mask_ratio)
     return check(workload, plan_memory(workload, context, Budget(int(budget_gib * GIB)), host_tiers=False))
 
 

@@ -21,17 +21,10 @@ from flax import nnx
 
 from benchmarks.record import median_seconds, record
 from benchmarks.shapes import SHAPES
-from benchmarks.step import MAX_NUM_LOGITS
-from jdllm.decoding.executables import Executables
-from jdllm.decoding.sampling import SamplingParams
-from jdllm.decoding.step import denoise
+from benchmarks.step import compile_step
 from jdllm.models.config import ModelConfig
 from jdllm.models.module import Transformer
 from jdllm.models.weights import Params
-from jdllm.pallas.masked_logits import Level
-from jdllm.planning.chunks import ChunkConfig
-from jdllm.serving.packing import pack
-from jdllm.serving.request import generation_request
 
 SHOWN = 25
 
@@ -127,18 +120,7 @@ def profile(
     params: Params, config: ModelConfig, rows: int, steps: int, directory: Path
 ) -> tuple[list[KernelEvent], float]:
     """Trace one dispatch of `steps` steps; its events, and the seconds of a dispatch that is not traced."""
-    sampling = SamplingParams(gen_length=rows // 2)
-    prompt = np.random.default_rng(0).integers(0, config.defined_ids // 2, rows - rows // 2)
-    batch = pack([generation_request(0, prompt, sampling, config)], config).batch
-    static = {
-        "config": config,
-        "mask_id": config.mask_id,
-        "chunks": ChunkConfig(logits=math.ceil(batch.head.row.shape[0] / MAX_NUM_LOGITS)),
-        "level": Level.TOP,
-    }
-    batch = jax.device_put(batch)
-    executables = Executables(jax.devices()[0].platform)
-    executable = executables.compile(denoise, params, batch, np.int32(steps), **static)
+    executable, batch = compile_step(params, config, rows)
     seconds = median_seconds(lambda: executable(params, batch, np.int32(steps)))
     with jax.profiler.trace(directory):
         jax.block_until_ready(executable(params, batch, np.int32(steps)))

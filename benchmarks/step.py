@@ -1,28 +1,38 @@
 """Time of one full denoising step with random weights, half of the rows masked and evaluated.
 
-Run as `python3 -m benchmarks.step [--shape llada-8b] [--rows 1024 4096] [--out DIR]` on a card.
+Run as `python3 -m benchmarks.step [--shape llada-8b] [--rows 1024 4096] [--peers] [--out DIR]` on a card.
 The floor is the larger of flops over the measured matrix rate and weight bytes over the measured copy rate.
+`--peers` measures the same step in plain JAX and, where it is installed, in torch; `ratio` is a peer's time
+over ours.
 """
 
 import argparse
+import json
 import math
+import os
+import subprocess
+import sys
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from benchmarks.peers import jax_step
 from benchmarks.record import Ceilings, measure_ceilings, median_seconds, record
 from benchmarks.shapes import SHAPES, step_flops
-from jdllm.decoding.executables import Executables
+from jdllm.decoding.batch import Batch
+from jdllm.decoding.executables import Executables, temp_bytes
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.step import denoise
 from jdllm.models.config import ModelConfig
 from jdllm.models.module import Transformer
 from jdllm.models.weights import Params, param_bytes
-from jdllm.pallas.attention.tokamax_adapter import check_tokamax
+from jdllm.pallas.attention.limits import check_mosaic_gpu
 from jdllm.pallas.device import target
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.chunks import ChunkConfig
@@ -31,24 +41,29 @@ from jdllm.serving.request import generation_request
 
 STEPS = 4
 MAX_NUM_LOGITS = 512
+OURS = "jdllm"
 
 
 def attention_form(config: ModelConfig) -> str:
     """The attention that a step runs by default here."""
+    if not target().hopper:
+        return "xla"
     q = jax.ShapeDtypeStruct((1, config.num_heads, config.head_dim), jnp.bfloat16)
     try:
-        check_tokamax(q, target())
+        check_mosaic_gpu(q, config.head_dim**-0.5)
     except NotImplementedError:
         return "xla"
-    return "tokamax"
+    return "mosaic_gpu"
 
 
-def measure(params: Params, shape: str, rows: int, ceilings: Ceilings) -> dict[str, float | int | str]:
-    """One row of the table: a request of `rows` tokens whose second half is masked, in one block."""
-    config = SHAPES[shape]
-    executables = Executables(jax.devices()[0].platform)
+def compile_step(params: Params, config: ModelConfig, rows: int) -> tuple[jax.stages.Compiled, Batch]:
+    """The executable of `denoise` for a request of `rows` tokens whose second half is masked, in one block.
+
+    Returns the executable, which takes (params, batch, steps), and the batch on the device.
+    """
     sampling = SamplingParams(gen_length=rows // 2)
-    prompt = np.random.default_rng(0).integers(0, 100_000, rows - rows // 2)
+    ids = min(100_000, config.vocab_size // 2)
+    prompt = np.random.default_rng(0).integers(0, ids, rows - rows // 2)
     batch = pack([generation_request(0, prompt, sampling, config)], config).batch
     static = {
         "config": config,
@@ -57,8 +72,15 @@ def measure(params: Params, shape: str, rows: int, ceilings: Ceilings) -> dict[s
         "level": Level.TOP,
     }
     batch = jax.device_put(batch)
+    executables = Executables(jax.devices()[0].platform)
+    return executables.compile(denoise, params, batch, np.int32(1), **static), batch
+
+
+def measure(params: Params, shape: str, rows: int, ceilings: Ceilings) -> dict[str, float | int | str]:
+    """One row of the table."""
+    config = SHAPES[shape]
     start = time.perf_counter()
-    executable = executables.compile(denoise, params, batch, np.int32(1), **static)
+    executable, batch = compile_step(params, config, rows)
     compile_seconds = time.perf_counter() - start
     seconds = median_seconds(lambda: executable(params, batch, np.int32(STEPS))) / STEPS
     flops = step_flops(config, rows, rows // 2)
@@ -72,23 +94,77 @@ def measure(params: Params, shape: str, rows: int, ceilings: Ceilings) -> dict[s
         "floor_ms": 1e3 * floor,
         "share_of_ceiling": floor / seconds,
         "tflops": flops / seconds / 1e12,
-        "temp_mib": executable.memory_analysis().temp_size_in_bytes / 2**20,
+        "temp_mib": temp_bytes(executable) / 2**20,
         "compile_s": compile_seconds,
     }
+
+
+def jax_rows(params: Params, shape: str, rows: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """The rows of plain JAX; none, with a printed line, where it cannot run the shape."""
+    for count in rows:
+        try:
+            measured = jax_step.measure(params, SHAPES[shape], count, STEPS)
+        except NotImplementedError as e:
+            print(f"jax: no row for {shape}: {e}")
+            return
+        yield {"shape": shape, "rows": count, "masked": count // 2, "system": "jax", **measured}
+
+
+def torch_rows(shape: str, rows: Sequence[int]) -> list[dict[str, Any]]:
+    """The rows of torch, from a process of its own; what it says in words is printed."""
+    command = [sys.executable, "-m", "benchmarks.peers.torch_step", "--shape", shape]
+    command += ["--rows", *map(str, rows)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    measured = list(parse_rows(process.stdout))
+    if process.wait():
+        print(f"{' '.join(command[1:])} ended with status {process.returncode}")
+    return measured
+
+
+def parse_rows(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The rows among the lines that a peer's process prints; all lines are passed on as they come."""
+    for line in lines:
+        print(line, end="", flush=True)
+        if line.startswith("{"):
+            yield json.loads(line)
+
+
+def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`rows` by count of rows, ours first; those of peers with their time over ours."""
+    ours = {row["rows"]: row["step_ms"] for row in rows if row["system"] == OURS}
+
+    def compared(row: dict[str, Any]) -> dict[str, Any]:
+        return row if row["system"] == OURS else row | {"ratio": row["step_ms"] / ours[row["rows"]]}
+
+    return sorted(map(compared, rows), key=lambda row: row["rows"])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="llada-8b")
     parser.add_argument("--rows", type=int, nargs="+", default=[1024, 4096])
+    parser.add_argument("--peers", action="store_true", help="measure the same step elsewhere too")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.peers:
+        # The pool is never given back: torch gets what is left of the card.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     ceilings = measure_ceilings()
     params = Transformer(SHAPES[args.shape], rngs=nnx.Rngs(0), dtype="bfloat16").params()
-    table = [measure(params, args.shape, rows, ceilings) for rows in args.rows]
+    table = []
+    for rows in args.rows:
+        table.append({"system": OURS, **measure(params, args.shape, rows, ceilings)})
+        print(json.dumps(table[-1]), flush=True)
+    if args.peers:
+        for row in jax_rows(params, args.shape, args.rows):
+            table.append(row)
+            print(json.dumps(row), flush=True)
+        del params
+        table += torch_rows(args.shape, args.rows)
     record(
         f"step_{args.shape}",
-        table,
+        with_ratios(table),
         args.out,
         ceiling_tflops=ceilings.flops / 1e12,
         ceiling_tb_s=ceilings.bytes / 1e12,

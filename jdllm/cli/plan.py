@@ -140,7 +140,7 @@ def _read_model(model: str) -> "ModelConfig":
 def _workload(config: "ModelConfig", target: str, dtype: str, **rest: Any) -> "Workload":
     """What is planned for; `rest` are fields of `Workload` as they are."""
     from jdllm.models.loading import DTYPES
-    from jdllm.pallas.attention.tokamax_adapter import HEAD_DIMS
+    from jdllm.pallas.attention.limits import HEAD_DIMS
     from jdllm.planning.aot import is_hopper
     from jdllm.planning.plan import Workload
 

@@ -79,6 +79,11 @@ def moe_ffn(
 
     Rows are sorted by expert, so that each product reads an expert's weights once. Weights are cast to the
     dtype of `x` as in the published model; the sum is f32.
+
+    Arguments:
+    - `x`, `router`, `bias`, `top_k`: as of `route`.
+    - `experts`: of this layer.
+    - `grouped_matmul`: with the contract of `jdllm.pallas.grouped_matmul.grouped_matmul`, `gate` included.
     """
     rows, hidden = x.shape
     weights, chosen = route(x, router, bias, top_k)
@@ -87,11 +92,9 @@ def moe_ffn(
     place = jnp.zeros_like(order).at[order].set(jnp.arange(rows * top_k), unique_indices=True)
     sizes = jnp.bincount(chosen, length=router.shape[0])
 
-    def product(x: Array, matrices: Array) -> Array:
-        return grouped_matmul(x, matrices, sizes, first_group=experts.first)
-
     by_expert = x[order // top_k]
-    inner = jax.nn.silu(product(by_expert, experts.gate)) * product(by_expert, experts.up)
-    y = product(inner, experts.down)[place].reshape(rows, top_k, hidden)
+    inner = grouped_matmul(by_expert, experts.up, sizes, first_group=experts.first, gate=experts.gate)
+    y = grouped_matmul(inner, experts.down, sizes, first_group=experts.first)
+    y = y[place].reshape(rows, top_k, hidden)
     weighted = y * weights.astype(x.dtype)[:, :, None]
     return weighted.sum(axis=1, dtype=jnp.float32).astype(x.dtype)

@@ -7,13 +7,13 @@ from typing import Literal
 import jax.numpy as jnp
 from jax import lax
 
+from jdllm.pallas.attention.limits import check_mosaic_gpu
 from jdllm.pallas.attention.reference import attention_reference
-from jdllm.pallas.attention.tokamax_adapter import attention_tokamax, check_tokamax
 from jdllm.pallas.attention.types import AttentionOutput, Bounds, Keys, Queries
 from jdllm.pallas.attention.xla import attention_xla
 from jdllm.pallas.device import target
 
-Implementation = Literal["tokamax", "xla", "reference"]
+Implementation = Literal["mosaic_gpu", "xla", "reference"]
 
 
 def attention(
@@ -35,8 +35,8 @@ def attention(
     - `k_start`, `k_end`: int32 range [start, end) of key rows that each query row sees. Full, causal,
       block-causal and sliding-window attention differ in these ranges only; an empty range is allowed.
     - `scale`: factor of the scores, usually head_dim ** -0.5.
-    - `implementation`: "tokamax" (Mosaic GPU kernel for Hopper), "xla" (portable) or "reference" (dense
-      oracle). By default tokamax on Hopper where it can run, and xla anywhere else.
+    - `implementation`: "mosaic_gpu" (a kernel for Hopper), "xla" (portable) or "reference" (dense oracle). By
+      default mosaic_gpu on Hopper where it can run, and xla anywhere else.
     - `platform`: what will run it, "cpu" or "cuda"; by default the platform of JAX's default device.
 
     Returns (o, m, l) as `AttentionOutput` describes; scores and softmax are f32.
@@ -47,18 +47,24 @@ def attention(
         raise ValueError(
             f"attention: {q.shape[1]} query heads are no multiple of {k.shape[1]} key-value heads"
         )
-    device = target(platform)
-    if implementation not in (None, "tokamax", "xla", "reference"):
+    hopper = target(platform).hopper
+    if implementation not in (None, "mosaic_gpu", "xla", "reference"):
         raise NotImplementedError(f"attention has no implementation {implementation!r}")
     if implementation == "reference":
         return attention_reference(q, k, v, k_start, k_end, scale=scale)
-    if implementation == "tokamax" or (implementation is None and device.on_cuda):
+    if implementation == "mosaic_gpu" and not hopper:
+        raise NotImplementedError("the mosaic_gpu form of attention runs on Hopper only")
+    if implementation == "mosaic_gpu" or (implementation is None and hopper):
         try:
-            check_tokamax(q, device)
-            return attention_tokamax(q, k, v, k_start, k_end, scale=scale)
+            check_mosaic_gpu(q, scale)
         except NotImplementedError:
             if implementation is not None:
                 raise
+        else:
+            # Pallas for GPUs takes a while to import: only where it runs.
+            from jdllm.pallas.attention.mosaic_gpu import attention_mosaic_gpu
+
+            return attention_mosaic_gpu(q, k, v, k_start, k_end, scale=scale)
     # A CPU gains nothing from large tiles, and packed short segments lose by them.
     small, large = (functools.partial(attention_xla, scale=scale, block=block) for block in (128, 512))
     return lax.platform_dependent(q, k, v, k_start, k_end, cpu=small, default=large)

@@ -3,7 +3,8 @@
 A block takes 128 rows of one head. One warpgroup loads keys and values by TMA into a ring of stages; two
 others take 64 rows each. Two things overlap (FlashAttention-3, section 3): while one warpgroup occupies the
 tensor cores, the other one does its softmax; and a warpgroup's softmax of a block of keys runs while its own
-product of the probabilities before with their values is still under way.
+product of the probabilities before with their values is still under way. Two blocks of a cluster load each
+tile of keys and values once between them.
 """
 
 import dataclasses
@@ -18,46 +19,51 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from jdllm.pallas.attention.products import Output, Products, Scores
 from jdllm.pallas.attention.types import Keys, Queries
 
 WARPGROUP_ROWS = 64
 CONSUMERS = 2
 BLOCK_ROWS = CONSUMERS * WARPGROUP_ROWS
+CLUSTER = 2
+CLUSTER_ROWS = CLUSTER * BLOCK_ROWS
 
-_STRIP = 8  # columns of which each thread holds two
+STRIP = 8
+"""Columns of which each thread holds two, and rows of a swizzled block in shared memory."""
+
+_SWIZZLE = 128
 _LOADER_REGISTERS = 24
 _CONSUMER_REGISTERS = 240
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
 
 Scalar = Int[Array, ""]
-Scores = Float[Array, "warpgroup_rows block_keys"]
 PerRow = Float[Array, " warpgroup_rows"]
+RowInts = Int[Array, " warpgroup_rows"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
     """How the keys are cut.
 
-    - `keys`: of one block, a multiple of 64, or of 32 with `value_swizzle` 64.
+    - `keys`: of one block, a multiple of 64.
     - `stages`: blocks of keys, and as many of values, in flight.
-    - `value_swizzle`: bytes of a row of values that are shuffled together in shared memory.
     """
 
     keys: int = 128
     stages: int = 2
-    value_swizzle: int = 128
 
 
 class Ranges(NamedTuple):
-    """Which keys the rows see, padded to whole blocks of rows; inside the kernel, references.
+    """Which keys the rows see, padded to whole clusters; inside the kernel, references.
 
     - `rows`: the first key of each row, and the one after its last.
-    - `blocks`: for each block of rows the lowest and the highest first key, the lowest and the highest end;
-      rows that see nothing count in the second and third only, as an empty range at 0.
+    - `clusters`: for each cluster's rows the lowest first key, rounded down to a multiple of 8, the highest
+      first key, the lowest end and the highest end; rows that see nothing count in the second and third only,
+      as an empty range at 0.
     """
 
     rows: Int[Array, "2 padded_rows"]
-    blocks: Int[Array, "4 row_blocks"]
+    clusters: Int[Array, "4 clusters"]
 
 
 class _State(NamedTuple):
@@ -69,8 +75,8 @@ class _State(NamedTuple):
     - `l`: sums of probabilities, each thread its own columns.
     """
 
-    o: Float[Array, "warpgroup_rows head_dim"]
-    p: Float[Array, "warpgroup_rows block_keys"]
+    o: Output
+    p: Scores
     m: PerRow
     l: Float[Array, "warpgroup_rows strip"]  # noqa: E741
 
@@ -89,19 +95,52 @@ class _Memory(NamedTuple):
     turn: Any
 
 
+class _Span(NamedTuple):
+    """The keys that a cluster visits: the first one, and how many blocks, at least one."""
+
+    first: Scalar
+    steps: Scalar
+
+
+@dataclasses.dataclass(frozen=True)
+class _Launch:
+    """What every warpgroup knows before it starts; `scale` is that of scores to the base 2."""
+
+    tiles: Tiles
+    products: Products
+    scale: float
+    group: int
+
+    def stage(self, step: Scalar) -> Scalar:
+        return lax.rem(step, jnp.int32(self.tiles.stages))
+
+    def span(self, ranges: Ranges) -> _Span:
+        cluster = lax.axis_index("cluster")
+        first, end = ranges.clusters[0, cluster], ranges.clusters[3, cluster]
+        steps = lax.div(end - first + (self.tiles.keys - 1), jnp.int32(self.tiles.keys))
+        return _Span(first, jnp.maximum(steps, 1))
+
+
 def attend(
-    q: Queries, k: Keys, v: Keys, ranges: Ranges, scale: float, tiles: Tiles
+    q: Queries, k: Keys, v: Keys, ranges: Ranges, scale: float, tiles: Tiles, products: Products
 ) -> tuple[Queries, Float[Array, "heads padded_rows"], Float[Array, "heads padded_rows"]]:
-    """Attention of packed rows; `o`, `m` and `l` as of `AttentionOutput`, the last two by head."""
-    rows, heads, head_dim = q.shape
-    blocks = pl.cdiv(rows, BLOCK_ROWS)
-    residual = jax.ShapeDtypeStruct((heads, blocks * BLOCK_ROWS), jnp.float32)
+    """Attention of packed rows; `o`, `m` and `l` as of `AttentionOutput`, the last two by head.
+
+    Arguments:
+    - `q`, `k`, `v`: bfloat16 or float16; rows and keys multiples of 8.
+    - `products`: how tiles are multiplied.
+    """
+    heads, head_dim = q.shape[1:]
+    launch = _Launch(tiles, products, scale * math.log2(math.e), heads // k.shape[1])
+    residual = jax.ShapeDtypeStruct((heads, ranges.rows.shape[1]), jnp.float32)
     kernel = plgpu.kernel(
-        functools.partial(_kernel, scale=scale * math.log2(math.e), tiles=tiles, group=heads // k.shape[1]),
+        functools.partial(_kernel, launch=launch),
         out_type=[jax.ShapeDtypeStruct(q.shape, q.dtype), residual, residual],
         scratch_types=list(_memory(tiles, head_dim, q.dtype)),
-        grid=(heads, blocks),
-        grid_names=("head", "block"),
+        grid=(heads, ranges.clusters.shape[1]),
+        grid_names=("head", "cluster"),
+        cluster=(CLUSTER,),
+        cluster_names=("block",),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
@@ -113,156 +152,143 @@ def attend(
 
 
 def _memory(tiles: Tiles, head_dim: int, dtype: jnp.dtype) -> _Memory:
-    def buffer(shape: tuple[int, ...], swizzle: int = 128) -> plgpu.SMEM:
-        transforms = (
-            plgpu.TilingTransform((8, swizzle // 2)),  # pyright: ignore[reportAbstractUsage]
-            plgpu.SwizzleTransform(swizzle),  # pyright: ignore[reportAbstractUsage]
-        )
-        return plgpu.SMEM(shape, dtype=dtype, transforms=transforms)
-
-    def barriers(arrivals: int, number: int) -> plgpu.Barrier:
-        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=number)
-
+    transforms = (
+        plgpu.TilingTransform((STRIP, _SWIZZLE // 2)),  # pyright: ignore[reportAbstractUsage]
+        plgpu.SwizzleTransform(_SWIZZLE),  # pyright: ignore[reportAbstractUsage]
+    )
+    buffer = functools.partial(plgpu.SMEM, dtype=dtype, transforms=transforms)
+    # A stage is free when both blocks that its copies reach are done with it.
+    free = functools.partial(plgpu.ClusterBarrier, collective_axes=("block",), num_arrivals=CONSUMERS)
     stages = tiles.stages
     return _Memory(
         q=buffer((CONSUMERS, WARPGROUP_ROWS, head_dim)),
         k=buffer((stages, tiles.keys, head_dim)),
-        v=buffer((stages, tiles.keys, head_dim), tiles.value_swizzle),
-        q_full=barriers(1, CONSUMERS),
-        k_full=barriers(1, stages),
-        v_full=barriers(1, stages),
-        k_free=barriers(CONSUMERS, stages),
-        v_free=barriers(CONSUMERS, stages),
-        turn=barriers(1, CONSUMERS),
+        v=buffer((stages, tiles.keys, head_dim)),
+        q_full=plgpu.Barrier(num_barriers=CONSUMERS),
+        k_full=plgpu.Barrier(num_barriers=stages),
+        v_full=plgpu.Barrier(num_barriers=stages),
+        k_free=free(num_barriers=stages),
+        v_free=free(num_barriers=stages),
+        turn=plgpu.Barrier(num_barriers=CONSUMERS),
     )
 
 
-def _kernel(q, k, v, row_ranges, block_ranges, o, m, l, *memory, scale: float, tiles: Tiles, group: int):  # noqa: E741
-    memory = _Memory(*memory)
-    ranges = Ranges(row_ranges, block_ranges)
-    block = lax.axis_index("block")
-    first = ranges.blocks[0, block]
-    steps = jnp.maximum(lax.div(ranges.blocks[3, block] - first + (tiles.keys - 1), jnp.int32(tiles.keys)), 1)
+def _kernel(q, k, v, row_ranges, cluster_ranges, *refs, launch: _Launch) -> None:
+    out, memory = refs[: -len(_Memory._fields)], _Memory(*refs[-len(_Memory._fields) :])
+    ranges = Ranges(row_ranges, cluster_ranges)
+    span = launch.span(ranges)
     warpgroup = lax.axis_index("warpgroup")
 
     @pl.when(warpgroup == CONSUMERS)
     def _loader():
         plgpu.set_max_registers(_LOADER_REGISTERS, action="decrease")
-        _load(q, k, v, memory, first, steps, tiles, group)
+        _load(q, k, v, memory, span, launch)
 
     @pl.when(warpgroup < CONSUMERS)
     def _consumer():
         plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
-        state = _consume(memory, ranges, first, steps, scale, tiles, q.dtype)
-        _store(state, memory.q.at[warpgroup], o, m, l)
+        _store(_consume(memory, ranges, span, launch), memory.q.at[warpgroup], *out)
 
 
-def _load(q, k, v, memory: _Memory, first: Scalar, steps: Scalar, tiles: Tiles, group: int) -> None:
-    head = lax.axis_index("head")
-    kv_head = lax.div(head, jnp.int32(group))
+def _load(q, k, v, memory: _Memory, span: _Span, launch: _Launch) -> None:
+    """Fetch this block's rows, and its half of each block of keys and values as soon as there is room."""
+    tiles, head = launch.tiles, lax.axis_index("head")
     for part in range(CONSUMERS):
-        row = lax.axis_index("block") * BLOCK_ROWS + part * WARPGROUP_ROWS
-        rows = q.at[pl.ds(row, WARPGROUP_ROWS), head]
-        plgpu.copy_gmem_to_smem(rows, memory.q.at[part], memory.q_full.at[part])
+        rows = pl.ds(_first_row() + part * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        plgpu.copy_gmem_to_smem(q.at[rows, head], memory.q.at[part], memory.q_full.at[part])
 
     def step(j: Scalar, _: None) -> None:
-        stage = lax.rem(j, jnp.int32(tiles.stages))
-        keys = pl.ds(first + j * tiles.keys, tiles.keys)
+        stage = launch.stage(j)
+        keys = pl.ds(span.first + j * tiles.keys, tiles.keys)
         for source, to, full, free in (
             (k, memory.k, memory.k_full, memory.k_free),
             (v, memory.v, memory.v_full, memory.v_free),
         ):
             pl.when(j >= tiles.stages)(lambda free=free: plgpu.barrier_wait(free.at[stage]))
-            plgpu.copy_gmem_to_smem(source.at[keys, kv_head], to.at[stage], full.at[stage])
+            part = source.at[keys, lax.div(head, jnp.int32(launch.group))]
+            plgpu.copy_gmem_to_smem(part, to.at[stage], full.at[stage], collective_axes="block")
 
-    lax.fori_loop(0, steps, step, None)
+    lax.fori_loop(0, span.steps, step, None)
+
+    def drain(j: Scalar, _: None) -> None:
+        plgpu.barrier_wait(memory.k_free.at[launch.stage(j)])
+        plgpu.barrier_wait(memory.v_free.at[launch.stage(j)])
+
+    # A block must not end while the other one may still signal it.
+    lax.fori_loop(jnp.maximum(span.steps - tiles.stages, 0), span.steps, drain, None)
 
 
-def _consume(
-    memory: _Memory, ranges: Ranges, first: Scalar, steps: Scalar, scale: float, tiles: Tiles, dtype: jnp.dtype
-) -> _State:
+def _consume(memory: _Memory, ranges: Ranges, span: _Span, launch: _Launch) -> _State:
     """Attention of this warpgroup's rows, not yet divided by the sum of probabilities."""
-    warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
-    other = CONSUMERS - 1 - warpgroup
-    q = memory.q.at[warpgroup]
-    start, end = (_row_bounds(ranges, line) for line in range(2))
-    highest_start, lowest_end = ranges.blocks[1, block], ranges.blocks[2, block]
+    warpgroup, products = lax.axis_index("warpgroup"), launch.products
+    q, keys = memory.q.at[warpgroup], launch.tiles.keys
+    bounds = [_row_bounds(ranges, line) for line in range(2)]
 
-    def stage(j: Scalar | int) -> Scalar:
-        return lax.rem(jnp.int32(j), jnp.int32(tiles.stages))
-
-    def seen(scores: Scores, j: Scalar | int) -> Scores:
-        """The scores, -inf where a row does not see a key."""
-        key = first + j * tiles.keys
-
-        def hide() -> Scores:
-            column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA) + key
-            visible = (column >= _across(start, scores)) & (column < _across(end, scores))
-            return jnp.where(visible, scores, -jnp.inf)
-
-        partly = (key < highest_start) | (key + tiles.keys > lowest_end)
-        return lax.cond(partly, hide, lambda: scores)
-
-    def softmax(scores: Scores, m: PerRow) -> tuple[Scores, PerRow, PerRow]:
-        """Probabilities relative to the new largest score, that score, and the factor of what came before."""
-        new_m = jnp.maximum(m, scores.max(axis=1) * scale)
-        finite = jnp.where(new_m == -jnp.inf, 0.0, new_m)
-        return jnp.exp2(scores * scale - _across(finite, scores)), new_m, jnp.exp2(m - finite)
-
-    def first_block(scores_ref) -> tuple[Scores, PerRow]:
-        plgpu.barrier_wait(memory.k_full.at[stage(0)])
+    def await_turn(j: Scalar) -> Any:
+        plgpu.barrier_wait(memory.k_full.at[launch.stage(j)])
         plgpu.barrier_wait(memory.turn.at[warpgroup])
-        plgpu.wgmma(scores_ref, q, memory.k.at[stage(0)].transpose((1, 0)))
-        plgpu.barrier_arrive(memory.turn.at[other])
-        scores = seen(scores_ref[...], 0)
-        plgpu.barrier_arrive(memory.k_free.at[stage(0)])
-        p, m, _ = softmax(scores, plgpu.layout_cast(jnp.full(WARPGROUP_ROWS, -jnp.inf, jnp.float32), _ROWS))
-        return p, m
+        return memory.k.at[launch.stage(j)]
+
+    def pass_turn() -> None:
+        plgpu.barrier_arrive(memory.turn.at[CONSUMERS - 1 - warpgroup])
+
+    def values(j: Scalar) -> Any:
+        plgpu.barrier_wait(memory.v_full.at[launch.stage(j)])
+        return memory.v.at[launch.stage(j)]
+
+    def probabilities(scores: Scores, j: Scalar, m: PerRow) -> tuple[Scores, PerRow, PerRow]:
+        plgpu.barrier_arrive(memory.k_free.at[launch.stage(j)])
+        return _softmax(_seen(scores, span.first + j * keys, bounds, ranges), m, launch.scale)
+
+    def first_block() -> _State:
+        scores = products.scores(q, await_turn(jnp.int32(0)), pass_turn)
+        p, m, _ = probabilities(scores, jnp.int32(0), _constant((WARPGROUP_ROWS,), -jnp.inf))
+        return _State(_constant(q.shape, 0.0), p.astype(q.dtype), m, _by_thread(p))
 
     def next_block(j: Scalar, state: _State) -> _State:
-        def multiply(refs) -> None:
-            scores_ref, o_ref, p_ref, m_ref, l_ref = refs
-            plgpu.barrier_wait(memory.k_full.at[stage(j)])
-            plgpu.barrier_wait(memory.turn.at[warpgroup])
-            plgpu.wgmma(scores_ref, q, memory.k.at[stage(j)].transpose((1, 0)))
-            plgpu.barrier_wait(memory.v_full.at[stage(j - 1)])
-            plgpu.wgmma(o_ref, state.p, memory.v.at[stage(j - 1)])
-            plgpu.barrier_arrive(memory.turn.at[other])
-            scores = seen(plgpu.wgmma_accumulator_load(scores_ref, wait_n=1), j)
-            plgpu.barrier_arrive(memory.k_free.at[stage(j)])
-            p, m, decay = softmax(scores, state.m)
-            l_ref[...] = state.l * _across(decay, state.l) + _by_thread(p)
-            m_ref[...] = m
-            o = plgpu.wgmma_accumulator_load(o_ref, wait_n=0)
-            plgpu.barrier_arrive(memory.v_free.at[stage(j - 1)])
-            o_ref[...] = o * _across(decay, o)
-            p_ref[...] = p.astype(dtype)
+        def use(scores: Scores) -> tuple[Scores, PerRow, PerRow, Array]:
+            p, m, decay = probabilities(scores, j, state.m)
+            return p, m, decay, state.l * _across(decay, state.l) + _by_thread(p)
 
-        empty = plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, tiles.keys), jnp.float32), plgpu.Layout.WGMMA)
-        refs = (plgpu.ACC.init(empty), plgpu.ACC.init(state.o), state.p, state.m, state.l)
-        return _State(*pl.run_state(multiply)(refs)[1:])
+        like = (_constant(state.p.shape, 0.0), state.m, state.m, state.l)
+        o, (p, m, decay, total) = products.both(
+            q, await_turn(j), state.o, state.p, lambda: values(j - 1), pass_turn, use, like
+        )
+        plgpu.barrier_arrive(memory.v_free.at[launch.stage(j - 1)])
+        return _State(o * _across(decay, o), p.astype(q.dtype), m, total)
 
-    pl.when(warpgroup == 1)(lambda: plgpu.barrier_arrive(memory.turn.at[0]))
+    pl.when(warpgroup == 1)(pass_turn)
     plgpu.barrier_wait(memory.q_full.at[warpgroup])
-    scores_type = plgpu.ACC((WARPGROUP_ROWS, tiles.keys), jnp.float32)
-    p, m = pl.run_scoped(first_block, scores_type)
-    head_dim = memory.q.shape[-1]
-    o = plgpu.layout_cast(jnp.zeros((WARPGROUP_ROWS, head_dim), jnp.float32), plgpu.Layout.WGMMA)
-    state = _State(o, p.astype(dtype), m, _by_thread(p))
-    state = lax.fori_loop(1, steps, next_block, state)
-
-    def last_product(o_ref) -> None:
-        plgpu.barrier_wait(memory.v_full.at[stage(steps - 1)])
-        plgpu.wgmma(o_ref, state.p, memory.v.at[stage(steps - 1)])
-
-    return state._replace(o=pl.run_state(last_product)(plgpu.ACC.init(state.o)))
+    state = lax.fori_loop(1, span.steps, next_block, first_block())
+    o = products.accumulate(state.o, state.p, values(span.steps - 1))
+    plgpu.barrier_arrive(memory.v_free.at[launch.stage(span.steps - 1)])
+    pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(memory.turn.at[0]))
+    return state._replace(o=o)
 
 
-def _store(state: _State, buffer, o, m, l) -> None:  # noqa: E741
+def _seen(scores: Scores, key: Scalar, bounds: list[RowInts], ranges: Ranges) -> Scores:
+    """The scores with keys from `key` on, -inf where a row does not see one."""
+
+    def hide() -> Scores:
+        column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA) + key
+        start, end = (_across(bound, scores) for bound in bounds)
+        return jnp.where((column >= start) & (column < end), scores, -jnp.inf)
+
+    cluster = lax.axis_index("cluster")
+    partly = (key < ranges.clusters[1, cluster]) | (key + scores.shape[1] > ranges.clusters[2, cluster])
+    return lax.cond(partly, hide, lambda: scores)
+
+
+def _softmax(scores: Scores, m: PerRow, scale: float) -> tuple[Scores, PerRow, PerRow]:
+    """Probabilities relative to the new largest score, that score, and the factor of what came before."""
+    new_m = jnp.maximum(m, scores.max(axis=1) * scale)
+    finite = jnp.where(new_m == -jnp.inf, 0.0, new_m)
+    return jnp.exp2(scores * scale - _across(finite, scores)), new_m, jnp.exp2(m - finite)
+
+
+def _store(state: _State, buffer: Any, o, m, l) -> None:  # noqa: E741
     """Write this warpgroup's rows; `buffer` is shared memory that nobody reads any more."""
-    head = lax.axis_index("head")
-    row = lax.axis_index("block") * BLOCK_ROWS + lax.axis_index("warpgroup") * WARPGROUP_ROWS
-    rows = pl.ds(row, WARPGROUP_ROWS)
+    head, rows = lax.axis_index("head"), _rows()
     total = state.l.sum(axis=1)
     m[head, rows] = state.m * math.log(2)
     l[head, rows] = total
@@ -273,17 +299,31 @@ def _store(state: _State, buffer, o, m, l) -> None:  # noqa: E741
     plgpu.wait_smem_to_gmem(0)
 
 
-def _row_bounds(ranges: Ranges, line: int) -> Int[Array, " warpgroup_rows"]:
-    row = lax.axis_index("block") * BLOCK_ROWS + lax.axis_index("warpgroup") * WARPGROUP_ROWS
-    rows = ranges.rows.at[line, pl.ds(row, WARPGROUP_ROWS)]
-    return plgpu.load(rows, layout=_ROWS, optimized=False)
+def _first_row() -> Scalar:
+    """The first row of this block."""
+    return lax.axis_index("cluster") * CLUSTER_ROWS + lax.axis_index("block") * BLOCK_ROWS
+
+
+def _row_bounds(ranges: Ranges, line: int) -> RowInts:
+    bounds: Any = ranges.rows.at[line, _rows()]
+    return plgpu.load(bounds, layout=_ROWS, optimized=False)
+
+
+def _rows() -> pl.Slice:
+    """The rows of this warpgroup."""
+    return pl.ds(_first_row() + lax.axis_index("warpgroup") * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
 
 def _by_thread(p: Scores) -> Float[Array, "warpgroup_rows strip"]:
     """Sums of columns that a thread holds."""
-    strips = [p[:, column : column + _STRIP] for column in range(0, p.shape[1], _STRIP)]
+    strips = [p[:, column : column + STRIP] for column in range(0, p.shape[1], STRIP)]
     return functools.reduce(jnp.add, strips)
 
 
-def _across(values: PerRow, like: Array) -> Array:
+def _constant(shape: tuple[int, ...], value: float) -> Array:
+    layout = _ROWS if len(shape) == 1 else plgpu.Layout.WGMMA
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def _across(values: Array, like: Array) -> Array:
     return lax.broadcast_in_dim(values, like.shape, [0])

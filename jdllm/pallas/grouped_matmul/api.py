@@ -5,19 +5,14 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from jdllm.pallas.device import target
+from jdllm.pallas.device import Target, target
+from jdllm.pallas.grouped_matmul.limits import check_mosaic_gpu
 from jdllm.pallas.grouped_matmul.padded import grouped_matmul_padded
 from jdllm.pallas.grouped_matmul.reference import grouped_matmul_reference
 from jdllm.pallas.grouped_matmul.tokamax_adapter import grouped_matmul_tokamax
-from jdllm.pallas.grouped_matmul.types import FirstGroup, GroupSizes, Product, Weights, X
+from jdllm.pallas.grouped_matmul.types import FirstGroup, Gate, GroupSizes, Product, Weights, X
 
-Implementation = Literal["tokamax", "padded", "reference"]
-
-_FORMS = {
-    "tokamax": grouped_matmul_tokamax,
-    "padded": grouped_matmul_padded,
-    "reference": grouped_matmul_reference,
-}
+Implementation = Literal["mosaic_gpu", "tokamax", "padded", "reference"]
 
 
 def grouped_matmul(
@@ -26,6 +21,7 @@ def grouped_matmul(
     group_sizes: GroupSizes,
     *,
     first_group: FirstGroup = 0,
+    gate: Gate = None,
     implementation: Implementation | None = None,
     platform: str | None = None,
 ) -> Product:
@@ -37,27 +33,59 @@ def grouped_matmul(
       such as those of all layers, so that nobody has to slice it.
     - `group_sizes`: rows in each group, which add up to all rows; a group may be empty.
     - `first_group`: index in `weights` of the first group's matrix.
-    - `implementation`: "tokamax" (Mosaic GPU kernels, 16-bit types), "padded" (portable) or "reference"
-      (dense oracle). By default tokamax on CUDA, padded anywhere else, and padded with a warning on CUDA
-      where tokamax cannot run. `lax.ragged_dot` is none of them: it multiplies every row with every matrix.
+    - `gate`: a second matrix per group. With it the result is silu(x gate) * (x weights), both products
+      rounded to the dtype of `x`; "mosaic_gpu" never writes them, the other forms do.
+    - `implementation`: "mosaic_gpu" (a kernel for Hopper, 16-bit types), "tokamax" (Mosaic GPU kernels,
+      16-bit types), "padded" (portable) or "reference" (dense oracle). By default the first of the first two
+      that can run on CUDA, padded anywhere else, and padded with a warning on CUDA where neither can.
+      `lax.ragged_dot` is none of them: it multiplies every row with every matrix.
     - `platform`: what will run it, "cpu" or "cuda"; by default the platform of JAX's default device.
 
     Returns the products in the dtype of `x`, accumulated in f32.
 
     Raises `NotImplementedError` where the given implementation cannot run, naming its limit.
     """
-    on_cuda = target(platform).on_cuda
+    device = target(platform)
     if implementation is not None:
-        if implementation == "tokamax":
-            _check_tokamax(x, on_cuda)
-        return _FORMS[implementation](x, weights, group_sizes, first_group)
-    if on_cuda:
-        try:
-            _check_tokamax(x, on_cuda)
-            return grouped_matmul_tokamax(x, weights, group_sizes, first_group)
-        except NotImplementedError as e:
-            warnings.warn(f"experts are multiplied by a slow, portable form: {e}", stacklevel=2)
-    return grouped_matmul_padded(x, weights, group_sizes, first_group)
+        return _run(implementation, device, x, weights, group_sizes, first_group, gate)
+    if device.on_cuda:
+        limits = []
+        for form in ("mosaic_gpu", "tokamax"):
+            try:
+                return _run(form, device, x, weights, group_sizes, first_group, gate)
+            except NotImplementedError as e:
+                limits.append(str(e))
+        reasons = "; ".join(limits)
+        warnings.warn(f"experts are multiplied by a slow, portable form: {reasons}", stacklevel=2)
+    return grouped_matmul_padded(x, weights, group_sizes, first_group, gate)
+
+
+def _run(
+    implementation: Implementation,
+    device: Target,
+    x: X,
+    weights: Weights,
+    group_sizes: GroupSizes,
+    first_group: FirstGroup,
+    gate: Gate,
+) -> Product:
+    match implementation:
+        case "mosaic_gpu":
+            if not device.hopper:
+                raise NotImplementedError("the mosaic_gpu form of grouped products runs on Hopper only")
+            check_mosaic_gpu(x, weights, gate)
+            # Pallas for GPUs takes a while to import: only where it runs.
+            from jdllm.pallas.grouped_matmul.mosaic_gpu import grouped_matmul_mosaic_gpu as form
+        case "tokamax":
+            _check_tokamax(x, device.on_cuda)
+            form = grouped_matmul_tokamax
+        case "padded":
+            form = grouped_matmul_padded
+        case "reference":
+            form = grouped_matmul_reference
+        case _:
+            raise NotImplementedError(f"grouped products have no implementation {implementation!r}")
+    return form(x, weights, group_sizes, first_group, gate)
 
 
 def _check_tokamax(x: X, on_cuda: bool) -> None:

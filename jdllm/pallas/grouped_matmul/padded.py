@@ -4,12 +4,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
+from jdllm.pallas.grouped_matmul.gated import gated_by_two_products
 from jdllm.pallas.grouped_matmul.types import FirstGroup, GroupSizes, Product, Weights, X
 
 _BLOCK = 128
 _BATCH = 8
 
 
+@gated_by_two_products
 def grouped_matmul_padded(
     x: X, weights: Weights, group_sizes: GroupSizes, first_group: FirstGroup
 ) -> Product:

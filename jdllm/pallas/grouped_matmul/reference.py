@@ -3,9 +3,11 @@
 import jax.numpy as jnp
 from jax import lax
 
+from jdllm.pallas.grouped_matmul.gated import gated_by_two_products
 from jdllm.pallas.grouped_matmul.types import FirstGroup, GroupSizes, Product, Weights, X
 
 
+@gated_by_two_products
 def grouped_matmul_reference(
     x: X, weights: Weights, group_sizes: GroupSizes, first_group: FirstGroup
 ) -> Product:

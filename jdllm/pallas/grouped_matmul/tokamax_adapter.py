@@ -6,9 +6,11 @@ Source: tokamax.ragged_dot of tokamax 0.0.14, whose kernel for Hopper reads matr
 import jax.numpy as jnp
 from jax import lax
 
+from jdllm.pallas.grouped_matmul.gated import gated_by_two_products
 from jdllm.pallas.grouped_matmul.types import FirstGroup, GroupSizes, Product, Weights, X
 
 
+@gated_by_two_products
 def grouped_matmul_tokamax(
     x: X, weights: Weights, group_sizes: GroupSizes, first_group: FirstGroup
 ) -> Product:

@@ -1,0 +1,155 @@
+"""Time of one denoising step of a block of fresh rows against cached keys and values, with random weights.
+
+Run as `python3 -m benchmarks.cached_step [--shape llada-8b] [--fresh 32] [--cached 4096] [--split xla]` on a
+card. Several steps run inside one executable, each on the tokens of the one before. The floor is the bytes of
+the weights, without the embedding, and of the cache over the measured copy rate.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from benchmarks.kernels import sampling
+from benchmarks.record import Ceilings, measure_ceilings, median_seconds, record
+from benchmarks.shapes import SHAPES
+from jdllm.decoding.executables import Executables, temp_bytes
+from jdllm.models.block import Hidden, Layer, Rows, attention_branch, ffn_branch, project_keys_values
+from jdllm.models.config import ModelConfig
+from jdllm.models.module import Transformer
+from jdllm.models.rotary import cos_sin
+from jdllm.models.transformer import embed, final_norm
+from jdllm.models.weights import Params, head_weights, param_bytes
+from jdllm.pallas.attention import AttentionOutput, attention, merge
+from jdllm.pallas.grouped_matmul import grouped_matmul
+from jdllm.pallas.masked_logits import Level, masked_logits
+from jdllm.pallas.split_attention import PageTable, dense_table, split_attention
+
+STEPS = 16
+Split = Literal["mosaic_gpu", "xla"]
+Head = Literal["mosaic_gpu", "xla"]
+
+Pool = Float[Array, "layers pages kv_heads page_rows head_dim"]
+
+
+def cached_attention(
+    k_pool: Pool, v_pool: Pool, table: PageTable, layer: Int[Array, ""], split: Split
+) -> Callable[..., AttentionOutput]:
+    """Attention as a layer calls it, over what is cached for the layer and over the fresh rows themselves.
+
+    The few fresh rows take the dense form: a loop over blocks would cost its launches.
+    """
+
+    def attend(q: Array, k: Array, v: Array, start: Array, end: Array, *, scale: float) -> AttentionOutput:
+        cached = split_attention(
+            q[None], k_pool, v_pool, table, layer=layer, scale=scale, implementation=split
+        )
+        fresh = attention(q, k, v, start, end, scale=scale, implementation="reference")
+        return merge([AttentionOutput(*(part[0] for part in cached)), fresh])
+
+    return attend
+
+
+def denoise(
+    params: Params,
+    k_pool: Pool,
+    v_pool: Pool,
+    table: PageTable,
+    tokens: Int[Array, " fresh"],
+    cached: Int[Array, ""],
+    *,
+    config: ModelConfig,
+    split: Split,
+    head: Head,
+    steps: int,
+) -> Int[Array, " fresh"]:
+    """`steps` steps of one request, whose fresh rows follow `cached` rows; every row takes its new token."""
+    fresh = tokens.shape[0]
+    rows = Rows(cached + jnp.arange(fresh), jnp.zeros(fresh, jnp.int32), jnp.full(fresh, fresh))
+    rotation = cos_sin(config.rope, config.head_dim, rows.positions)
+    asked = sampling(fresh, config.vocab_size, noise=False)
+
+    def run_layer(h: Hidden, at: tuple[Layer, Array]) -> tuple[Hidden, None]:
+        layer, place = at
+        attend = cached_attention(k_pool, v_pool, table, place, split)
+        keys_values = project_keys_values(layer, config, h, rotation)
+        h = h + attention_branch(layer, config, h, rotation, rows, keys_values, attend)
+        return h + ffn_branch(layer, config, h, grouped_matmul), None
+
+    def step(_: int, tokens: Int[Array, " fresh"]) -> Int[Array, " fresh"]:
+        places = jnp.arange(config.num_layers)
+        h = lax.scan(run_layer, embed(params, tokens), (params["layers"], places))[0]
+        h = final_norm(params, config, h)
+        return masked_logits(h, head_weights(params), asked, Level.TOP, implementation=head).token
+
+    return lax.fori_loop(0, steps, step, tokens)
+
+
+def random_cache(config: ModelConfig, rows: int, page_rows: int, dtype: str) -> tuple[Pool, Pool, PageTable]:
+    """Keys and values of one request of `rows` cached rows, whose pages lie anywhere in the pool."""
+    pages = -(-rows // page_rows)
+    shape = config.num_layers, pages, config.num_kv_heads, page_rows, config.head_dim
+    draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
+    k_pool, v_pool = (draw(jax.random.key(i), shape, jnp.dtype(dtype)) for i in range(2))
+    table = dense_table(np.array([rows], np.int32), pages, page_rows)
+    order = np.random.default_rng(0).permutation(pages).astype(np.int32)
+    return k_pool, v_pool, table._replace(pages=jnp.asarray(order))
+
+
+def measure(params: Params, args: argparse.Namespace, split: Split, ceilings: Ceilings) -> dict[str, Any]:
+    """One row of the table."""
+    config = SHAPES[args.shape]
+    k_pool, v_pool, table = random_cache(config, args.cached, args.page_rows, "bfloat16")
+    tokens = jax.random.randint(jax.random.key(2), args.fresh, 0, config.defined_ids)
+    inputs = params, k_pool, v_pool, table, tokens, jnp.int32(args.cached)
+    executables = Executables(jax.devices()[0].platform)
+    start = time.perf_counter()
+    executable = executables.compile(
+        denoise, *inputs, config=config, split=split, head=args.head, steps=STEPS
+    )
+    compile_seconds = time.perf_counter() - start
+    seconds = median_seconds(lambda: executable(*inputs)) / STEPS
+    moved = param_bytes(config, jnp.bfloat16) - params["embed"].nbytes + k_pool.nbytes + v_pool.nbytes
+    return {
+        "shape": args.shape,
+        "fresh": args.fresh,
+        "cached": args.cached,
+        "page_rows": args.page_rows,
+        "split": split,
+        "head": args.head,
+        "step_ms": 1e3 * seconds,
+        "floor_ms": 1e3 * moved / ceilings.bytes,
+        "share_of_floor": moved / ceilings.bytes / seconds,
+        "temp_mib": temp_bytes(executable) / 2**20,
+        "compile_s": compile_seconds,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    # Of a model with experts a step reads those that its rows choose: the floor would not be this one.
+    dense = [name for name, config in SHAPES.items() if config.moe is None]
+    parser.add_argument("--shape", choices=dense, default="llada-8b")
+    parser.add_argument("--fresh", type=int, default=32)
+    parser.add_argument("--cached", type=int, default=4096)
+    parser.add_argument("--page-rows", type=int, default=64)
+    parser.add_argument("--split", choices=get_args(Split), nargs="+", default=["mosaic_gpu"])
+    parser.add_argument("--head", choices=get_args(Head), default="mosaic_gpu")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    ceilings = measure_ceilings()
+    params = Transformer(SHAPES[args.shape], rngs=nnx.Rngs(0), dtype="bfloat16").params()
+    table = [measure(params, args, split, ceilings) for split in args.split]
+    record(f"cached_step_{args.shape}", table, args.out, steps=STEPS, ceiling_tb_s=ceilings.bytes / 1e12)
+
+
+if __name__ == "__main__":
+    main()

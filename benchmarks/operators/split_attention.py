@@ -1,0 +1,200 @@
+"""Time of Split-S attention against the bandwidth of a device copy.
+
+Run as `python3 -m benchmarks.operators.split_attention [--sweep] [--shapes 32x32 32x8] [--keys 4096 16384]
+[--page-rows 64] [--requests 1] [--implementations mosaic_gpu]` on a card. One executable attends to each
+layer of a pool that is larger than the L2 cache, again and again. Each form is measured with contiguous keys
+and with as many in four scattered segments whose last pages are partial. `--sweep` tries the cuts of
+`candidates`.
+"""
+
+import argparse
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from benchmarks.record import median_seconds, record
+from jdllm.decoding.executables import compiler_options
+from jdllm.pallas.attention import AttentionOutput
+from jdllm.pallas.split_attention import PageTable, split_attention
+from jdllm.pallas.split_attention.limits import padded_queries
+from jdllm.pallas.split_attention.mosaic_gpu import split_attention_mosaic_gpu
+from jdllm.pallas.split_attention.tiles import Tiles, default_tiles
+
+BYTES_PER_SECOND = 4.3e12
+POOL_BYTES = 256 * 2**20  # of keys and values: four times the L2 cache
+LEAST_SECONDS = 5e-3  # of one call: what starts it does not count
+SEGMENTS = (0.1, 0.2, 0.3, 0.4)
+QUERIES, HEAD_DIM = 32, 128
+HEADS = ("32x32", "32x8", "28x4", "32x4")
+KEYS = (4096, 16384, 65536, 131072)
+
+Form = Callable[..., AttentionOutput]
+
+
+def make_table(keys: int, page_rows: int, segments: Sequence[float], requests: int) -> tuple[PageTable, int]:
+    """A table with `keys` keys for each request, and the pages that the pool must have.
+
+    Each segment has its share of the keys and lies in a run of pages; several are in a random order, with a
+    gap after each.
+    """
+    rng = np.random.default_rng(0)
+    cuts = [round(keys * share) for share in np.cumsum([0, *segments])]
+    lengths = np.diff(cuts).tolist() * requests
+    starts, at = {}, 0
+    for index in rng.permutation(len(lengths)) if len(segments) > 1 else range(len(lengths)):
+        starts[index] = at
+        at += -(-lengths[index] // page_rows) + (len(segments) > 1)
+    pages, valid, first = [], [], [0]
+    for index, length in enumerate(lengths):
+        used = -(-length // page_rows)
+        pages += range(starts[index], starts[index] + used)
+        valid += [min(page_rows, length - i * page_rows) for i in range(used)]
+        if index % len(segments) == len(segments) - 1:
+            first.append(len(pages))
+    return PageTable(*(np.array(x, np.int32) for x in (pages, valid, first))), at
+
+
+def repeated(form: Form, layers: int, repeats: int) -> Callable[..., list[AttentionOutput]]:
+    """Attend to every layer, `repeats` times over."""
+    traced_once = jax.jit(form)
+
+    def once(q: jax.Array, k: jax.Array, v: jax.Array, table: PageTable) -> list[AttentionOutput]:
+        return [traced_once(q, k, v, table, layer=jnp.int32(layer)) for layer in range(layers)]
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, table: PageTable) -> list[AttentionOutput]:
+        def body(_: int, last: list[AttentionOutput]) -> list[AttentionOutput]:
+            again, _ = lax.optimization_barrier((q, last))  # nothing moves out of the loop
+            return once(again, k, v, table)
+
+        return lax.fori_loop(0, repeats - 1, body, once(q, k, v, table))
+
+    return run
+
+
+def errors(actual: AttentionOutput, expected: AttentionOutput) -> dict[str, float]:
+    """Relative error of the output, and the largest difference of the log-sum-exp."""
+    o, reference = (np.asarray(x.o, np.float64) for x in (actual, expected))
+    lse, reference_lse = (np.asarray(x.m + jnp.log(x.l), np.float64) for x in (actual, expected))
+    return {
+        "error": float(np.linalg.norm(o - reference) / np.linalg.norm(reference)),
+        "lse_error": float(np.abs(lse - reference_lse).max()),
+    }
+
+
+def measure(
+    heads: int,
+    kv_heads: int,
+    keys: int,
+    *,
+    queries: int = QUERIES,
+    head_dim: int = HEAD_DIM,
+    page_rows: int = 64,
+    requests: int = 1,
+    implementations: Sequence[str] = ("mosaic_gpu", "xla"),
+    tilings: Sequence[Tiles] = (),
+) -> list[dict[str, Any]]:
+    """Rows of the table: contiguous and scattered keys, each form, and the kernel under each of `tilings`."""
+    scale = head_dim**-0.5
+    forms: list[tuple[dict[str, Any], Form]] = [
+        (
+            {"implementation": name},
+            functools.partial(split_attention, implementation=cast(Any, name), scale=scale),
+        )
+        for name in implementations
+    ]
+    forms += [
+        (
+            {"implementation": "mosaic_gpu", **dataclasses.asdict(tiles)},
+            functools.partial(split_attention_mosaic_gpu, tiles=tiles, scale=scale),
+        )
+        for tiles in tilings
+    ]
+    rows = []
+    for segments in ((1.0,), SEGMENTS):
+        table, pages = make_table(keys, page_rows, segments, requests)
+        moved = 4 * requests * keys * kv_heads * head_dim
+        layers = -(-POOL_BYTES // moved)
+        shape = (layers, pages, kv_heads, page_rows, head_dim)
+        q, k, v = (
+            jax.random.normal(jax.random.key(i), s, jnp.bfloat16)
+            for i, s in enumerate([(requests, queries, heads, head_dim), shape, shape])
+        )
+        reference = split_attention(q, k, v, table, layer=layers - 1, scale=scale, implementation="reference")
+        for columns, form in forms:
+            repeats = math.ceil(LEAST_SECONDS / (layers * (moved / BYTES_PER_SECOND + 1e-5)))
+            run: Any = jax.jit(
+                repeated(form, layers, repeats), compiler_options=compiler_options(jax.devices()[0].platform)
+            )
+            executable = run.lower(q, k, v, table).compile()
+            call = functools.partial(executable, q, k, v, table)
+            seconds = median_seconds(call) / (layers * repeats)
+            rows.append(
+                {
+                    "kv_heads": kv_heads,
+                    "heads": heads,
+                    "keys": keys,
+                    "segments": len(segments),
+                    "requests": requests,
+                    "page_rows": page_rows,
+                    **columns,
+                    "us": 1e6 * seconds,
+                    "tb_s": moved / seconds / 1e12,
+                    "share_of_copy": moved / seconds / BYTES_PER_SECOND,
+                    **errors(call()[-1], reference),
+                }
+            )
+    return rows
+
+
+def candidates(rows: int) -> list[Tiles]:
+    """Cuts worth trying for `rows` folded rows, the default first."""
+    default = default_tiles(rows, HEAD_DIM)
+    change = functools.partial(dataclasses.replace, default)
+    if rows <= 64:
+        cuts = [{"stages": 5}, {"stages": 4}, {"key_groups": 2}, {"step_tiles": 2, "stages": 3}]
+        cuts += [{"min_tiles": 4}, {"min_tiles": 8}]
+    else:
+        cuts = [{"step_tiles": 1, "stages": 6}, {"min_tiles": 1}, {"min_tiles": 4}, {"min_tiles": 8}]
+        cuts += [{"stages": 2}, {"processors": 128}]
+    return [default, *(change(**cut) for cut in cuts)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", default=HEADS, help="query heads x key-value heads")
+    parser.add_argument("--keys", type=int, nargs="+", default=KEYS)
+    parser.add_argument("--queries", type=int, default=QUERIES)
+    parser.add_argument("--page-rows", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=1)
+    parser.add_argument("--implementations", nargs="*", default=("mosaic_gpu", "xla"))
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    rows = []
+    for heads, kv_heads in (map(int, shape.split("x")) for shape in args.shapes):
+        folded = padded_queries(args.queries) * heads // kv_heads
+        for keys in args.keys:
+            rows += measure(
+                heads,
+                kv_heads,
+                keys,
+                queries=args.queries,
+                page_rows=args.page_rows,
+                requests=args.requests,
+                implementations=() if args.sweep else args.implementations,
+                tilings=candidates(folded) if args.sweep else (),
+            )
+            print(*rows[-1:], flush=True)
+    record("split_attention_sweep" if args.sweep else "split_attention", rows, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,18 @@
+"""What the Hopper form of attention can take."""
+
+import jax
+import jax.numpy as jnp
+
+from jdllm.pallas.attention.types import Queries
+
+HEAD_DIMS = (64, 128)
+
+
+def check_mosaic_gpu(q: Queries | jax.ShapeDtypeStruct, scale: float) -> None:
+    """Raise `NotImplementedError`, naming the limit, where the Hopper kernel cannot attend `q`."""
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        raise NotImplementedError(f"attention on Hopper takes bfloat16 and float16, not {q.dtype}")
+    if q.shape[-1] not in HEAD_DIMS:
+        raise NotImplementedError(f"attention on Hopper takes heads of {HEAD_DIMS}, not of {q.shape[-1]}")
+    if scale <= 0:
+        raise NotImplementedError(f"attention on Hopper takes a scale above 0, not {scale}")

@@ -1,0 +1,26 @@
+"""What the Hopper form of grouped products can take."""
+
+import jax.numpy as jnp
+
+from jdllm.pallas.grouped_matmul.tiles import CHUNK, DEPTH
+from jdllm.pallas.grouped_matmul.types import Gate, Weights, X
+
+
+def check_mosaic_gpu(x: X, weights: Weights, gate: Gate) -> None:
+    """Raise `NotImplementedError`, naming the limit, where the Hopper form cannot take these operands."""
+    dtypes = {x.dtype, weights.dtype} | ({gate.dtype} if gate is not None else set())
+    if len(dtypes) > 1 or x.dtype not in (jnp.bfloat16, jnp.float16):
+        names = ", ".join(sorted(str(dtype) for dtype in dtypes))
+        raise NotImplementedError(
+            f"the Hopper form multiplies groups of all bfloat16 or all float16, not of {names}"
+        )
+    _, k, n = weights.shape
+    if k % DEPTH or n % CHUNK or 0 in (k, n):
+        raise NotImplementedError(
+            f"the Hopper form takes matrices whose sides are multiples of {DEPTH} and {CHUNK}, "
+            f"not {k} and {n}"
+        )
+    if gate is not None and gate.shape != weights.shape:
+        raise NotImplementedError(
+            f"the Hopper form takes gates of the shape of the matrices, not {gate.shape} and {weights.shape}"
+        )

@@ -1,0 +1,96 @@
+"""Split-S attention: the entry point."""
+
+import functools
+import math
+from typing import Literal
+
+from jax import lax
+from jaxtyping import Array, Int
+
+from jdllm.pallas.attention.types import AttentionOutput
+from jdllm.pallas.device import target
+from jdllm.pallas.split_attention.limits import check_mosaic_gpu
+from jdllm.pallas.split_attention.reference import split_attention_reference
+from jdllm.pallas.split_attention.tiles import TILE
+from jdllm.pallas.split_attention.types import PageTable, Pool, Queries
+from jdllm.pallas.split_attention.xla import split_attention_xla
+
+Implementation = Literal["mosaic_gpu", "xla", "reference"]
+
+
+def split_attention(
+    q: Queries,
+    k_pool: Pool,
+    v_pool: Pool,
+    table: PageTable,
+    *,
+    layer: Int[Array, ""] | int = 0,
+    scale: float,
+    implementation: Implementation | None = None,
+) -> AttentionOutput:
+    """Softmax attention of each request's queries over its cached keys, all of which every query sees.
+
+    Arguments:
+    - `q`: rotated queries; query head h reads key-value head h // (heads / kv_heads).
+    - `k_pool`, `v_pool`: rotated keys and values of all layers, in pages whose rows are a multiple of 64.
+      Values that are not live must be finite (those of a pool that starts as zeros are). Pages count as a
+      whole when work is shared out, so that small ones balance better.
+    - `table`: the pages of each request.
+    - `layer`: which layer of the pool; the pool is never sliced, which would copy it.
+    - `scale`: factor of the scores, usually head_dim ** -0.5; positive.
+    - `implementation`: "mosaic_gpu" (a kernel for Hopper), "xla" (portable) or "reference" (dense oracle). By
+      default the kernel on Hopper where it can run, and xla anywhere else.
+
+    Returns (o, m, l) as `AttentionOutput` describes, with `[requests, queries]` for its rows, to be merged
+    with attention over other keys by `jdllm.pallas.attention.merge`; scores and softmax are f32.
+
+    Raises `ValueError` for shapes that do not fit together, and `NotImplementedError` where the given
+    implementation cannot run, naming its limit.
+    """
+    _check_shapes(q, k_pool, v_pool, table, scale)
+    if implementation not in (None, "mosaic_gpu", "xla", "reference"):
+        raise NotImplementedError(f"split attention has no implementation {implementation!r}")
+    if implementation == "reference":
+        return split_attention_reference(q, k_pool, v_pool, table, layer=layer, scale=scale)
+    if implementation == "mosaic_gpu" or (implementation is None and target().hopper):
+        try:
+            _check_hopper()
+            check_mosaic_gpu(q, k_pool)
+            # Pallas for GPUs takes a while to import: only where it runs.
+            from jdllm.pallas.split_attention.mosaic_gpu import split_attention_mosaic_gpu
+
+            return split_attention_mosaic_gpu(q, k_pool, v_pool, table, layer=layer, scale=scale)
+        except NotImplementedError:
+            if implementation is not None:
+                raise
+    # Few keys at a time suit the caches of a CPU; a GPU needs many to be busy.
+    small, large = (
+        functools.partial(split_attention_xla, layer=layer, scale=scale, keys=keys) for keys in (512, 4096)
+    )
+    return lax.platform_dependent(q, k_pool, v_pool, table, cpu=small, default=large)
+
+
+def _check_hopper() -> None:
+    if not target().hopper:
+        raise NotImplementedError("the mosaic_gpu form of split attention runs on Hopper only")
+
+
+def _check_shapes(q: Queries, k_pool: Pool, v_pool: Pool, table: PageTable, scale: float) -> None:
+    if k_pool.shape != v_pool.shape or k_pool.dtype != v_pool.dtype:
+        raise ValueError(f"split attention: keys {k_pool.shape} and values {v_pool.shape} differ")
+    _, _, kv_heads, page_rows, head_dim = k_pool.shape
+    requests, _, heads, query_dim = q.shape
+    if heads % kv_heads or query_dim != head_dim:
+        raise ValueError(
+            f"split attention: {heads} query heads of {query_dim} do not fit {kv_heads} key-value heads of "
+            f"{head_dim}"
+        )
+    if page_rows % TILE or not page_rows:
+        raise ValueError(f"split attention: pages have a multiple of {TILE} rows, not {page_rows}")
+    if len(table.first) != requests + 1 or len(table.pages) != len(table.valid):
+        raise ValueError(
+            f"split attention: a table of {len(table.first) - 1} requests, {len(table.pages)} pages and "
+            f"{len(table.valid)} counts does not fit {requests} requests"
+        )
+    if not 0 < scale < math.inf:
+        raise ValueError(f"split attention: the scale is positive, not {scale}")

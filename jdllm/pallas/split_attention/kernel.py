@@ -1,0 +1,382 @@
+"""The Hopper kernel of Split-S attention, in Pallas for Mosaic GPU.
+
+One warpgroup of a block loads keys and values by TMA into a ring of stages; the others multiply (wgmma) and
+keep an online softmax in registers. The heads of a group are folded into the rows of one tile, so that keys
+are read once. Blocks are persistent: a worker walks over an equal part of all keys (`work`) and leaves the
+unnormalised output, the maximum and the sum of each piece, which `merge` puts together.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from jdllm.pallas.split_attention.products import Products
+from jdllm.pallas.split_attention.tiles import (
+    LOADER_REGISTERS,
+    STRIP,
+    SWIZZLE_COLUMNS,
+    TILE,
+    WARPGROUP_ROWS,
+    Tiles,
+)
+from jdllm.pallas.split_attention.work import Piece, Scalar, Shape, pair_of, piece_of, share_of
+
+LOWEST = -1e30
+"""The maximum of no scores: finite, so that differences are numbers."""
+
+Rows = Float[Array, " warpgroup_rows"]
+
+
+class Partials(NamedTuple):
+    """What is known of each piece; unspecified for pieces that no worker has.
+
+    - `o`: the sum of 2^(score - m) times values, f32.
+    - `m`: the largest score times log2(e); `LOWEST` times some factor where there was none.
+    - `l`: the sum of 2^(score - m).
+    """
+
+    o: Float[Array, "pieces rows head_dim"]
+    m: Float[Array, "pieces rows"]
+    l: Float[Array, "pieces rows"]  # noqa: E741
+
+
+class Inputs(NamedTuple):
+    """What the kernel reads; inside it, references.
+
+    - `q`: rows are request x query, columns head x head dimension.
+    - `k`, `v`: the pools, rows are layer x page x head x row of the page.
+    """
+
+    q: Float[Array, "queries columns"]
+    k: Float[Array, "pool_rows head_dim"]
+    v: Float[Array, "pool_rows head_dim"]
+    pages: Int[Array, " entries"]
+    valid: Int[Array, " entries"]
+    first: Int[Array, " requests+1"]
+    layer: Int[Array, " 1"]
+
+
+class _Ring(NamedTuple):
+    """Operands in shared memory, and barriers that say when they are there and when their place is free.
+
+    - `turn`: where two warpgroups take turns at the tensor cores, each waits for the other one here.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    q_full: Any
+    q_free: Any
+    full: Any
+    free: Any
+    turn: Any
+
+
+class _State(NamedTuple):
+    """An online softmax; `m` is the largest score, not scaled yet."""
+
+    o: Float[Array, "warpgroup_rows head_dim"]
+    m: Rows
+    l: Rows  # noqa: E741
+
+
+@dataclasses.dataclass(frozen=True)
+class _Launch:
+    """What every warpgroup knows before it starts."""
+
+    tiles: Tiles
+    shape: Shape
+    scale: float
+    products: Products
+
+    @property
+    def run(self) -> int:
+        """Folded rows that are queries of one head and lie in one block, from each multiple of it on."""
+        return math.gcd(self.shape.queries, self.tiles.block_rows)
+
+    @property
+    def alternates(self) -> bool:
+        """Whether two warpgroups take turns at the tensor cores."""
+        return self.tiles.row_groups == 2
+
+    def stage(self, step: Scalar) -> Scalar:
+        return lax.rem(step, jnp.int32(self.tiles.stages))
+
+    def for_each_piece(
+        self, first: Any, visit: Callable[[Piece, Scalar, Scalar], Scalar]
+    ) -> tuple[Scalar, Scalar]:
+        """Call `visit(piece, pieces before, steps before)`, which returns the steps so far, for each piece.
+
+        Returns the number of pieces and that of all their steps.
+        """
+        share, worker = share_of(first, self.shape, self.tiles), lax.axis_index("worker")
+        begin, end = share.begin(worker), share.begin(worker + 1)
+        first_pair = pair_of(begin, share, first, self.shape)
+        last_pair = pair_of(jnp.maximum(end - 1, begin), share, first, self.shape)
+
+        def body(pair: Scalar, carry: tuple[Scalar, Scalar]) -> tuple[Scalar, Scalar]:
+            pieces, steps = carry
+            piece = piece_of(pair, begin, end, share, first, self.shape)
+            any_tile = piece.begin < piece.end
+            steps = lax.cond(any_tile, lambda: visit(piece, pieces, steps), lambda: steps)
+            return pieces + any_tile.astype(jnp.int32), steps
+
+        pairs = jnp.where(begin < end, last_pair + 1, first_pair)
+        return lax.fori_loop(first_pair, pairs, body, (jnp.int32(0), jnp.int32(0)))
+
+    def live_rows(self, piece: Piece, step: Scalar, valid: Any) -> list[Scalar]:
+        """How many rows of each tile of a step are live."""
+        counts = []
+        for tile in (piece.begin + step * self.tiles.step_tiles + i for i in range(self.tiles.step_tiles)):
+            entry, place = self.place(jnp.minimum(tile, piece.end - 1))
+            rows = jnp.clip(valid[entry] - place * TILE, 0, TILE)
+            counts.append(jnp.where(tile < piece.end, rows, 0))
+        return counts
+
+    def place(self, tile: Scalar) -> tuple[Scalar, Scalar]:
+        """The entry that a tile of a head belongs to, and which of its tiles it is."""
+        page_tiles = jnp.int32(self.shape.page_tiles)
+        return lax.div(tile, page_tiles), lax.rem(tile, page_tiles)
+
+    def steps(self, piece: Piece) -> Scalar:
+        return lax.div(
+            piece.end - piece.begin + (self.tiles.step_tiles - 1), jnp.int32(self.tiles.step_tiles)
+        )
+
+
+def attention_partials(
+    inputs: Inputs, shape: Shape, tiles: Tiles, scale: float, products: Products
+) -> Partials:
+    """Attend to the pieces of all workers.
+
+    Arguments:
+    - `inputs`: bfloat16 or float16 operands.
+    - `shape`: with at most `tiles.rows` folded rows.
+    - `tiles`: the cut.
+    - `scale`: factor of the scores.
+    - `products`: how tiles are multiplied.
+    """
+    launch = _Launch(tiles, shape, scale, products)
+    pieces = shape.pieces(tiles)
+    per_row = jax.ShapeDtypeStruct((pieces, tiles.rows), jnp.float32)
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, launch=launch),
+        out_type=[jax.ShapeDtypeStruct((*per_row.shape, shape.head_dim), jnp.float32), per_row, per_row],
+        scratch_types=_ring(launch, inputs.q.dtype),
+        grid=(tiles.workers,),
+        grid_names=("worker",),
+        cluster=(tiles.row_blocks,),
+        cluster_names=("row_block",),
+        num_threads=tiles.consumers + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        kernel_name="split_attention",
+    )
+    return Partials(*kernel(*inputs))
+
+
+def _ring(launch: _Launch, dtype: jnp.dtype) -> list[Any]:
+    tiles, head_dim = launch.tiles, launch.shape.head_dim
+    layout = (
+        plgpu.TilingTransform((STRIP, SWIZZLE_COLUMNS)),  # pyright: ignore[reportAbstractUsage]
+        plgpu.SwizzleTransform(2 * SWIZZLE_COLUMNS),  # pyright: ignore[reportAbstractUsage]
+    )
+    smem = functools.partial(plgpu.SMEM, dtype=dtype, transforms=layout)
+    if tiles.row_blocks == 1:
+        free = plgpu.Barrier(num_arrivals=tiles.row_groups, num_barriers=tiles.stages)
+    else:
+        # A stage is free when all blocks that its copies reach are done with it.
+        free = plgpu.ClusterBarrier(
+            collective_axes=("row_block",), num_arrivals=tiles.row_groups, num_barriers=tiles.stages
+        )
+    return list(
+        _Ring(
+            q=smem((tiles.block_rows, head_dim)),
+            k=smem((tiles.stages, tiles.step_keys, head_dim)),
+            v=smem((tiles.stages, tiles.step_keys, head_dim)),
+            q_full=plgpu.Barrier(num_arrivals=tiles.block_rows // launch.run),
+            q_free=plgpu.Barrier(num_arrivals=tiles.consumers),
+            full=plgpu.Barrier(num_arrivals=2 * tiles.step_tiles, num_barriers=tiles.stages),
+            free=free,
+            turn=plgpu.Barrier(num_arrivals=2),
+        )
+    )
+
+
+def _kernel(*refs, launch: _Launch) -> None:
+    inputs, refs = Inputs(*refs[: len(Inputs._fields)]), refs[len(Inputs._fields) :]
+    out, ring = Partials(*refs[: len(Partials._fields)]), _Ring(*refs[len(Partials._fields) :])
+    tiles, warpgroup = launch.tiles, lax.axis_index("warpgroup")
+
+    @pl.when(warpgroup == tiles.consumers)
+    def _loader():
+        plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
+        _load(inputs, ring, launch)
+
+    @pl.when(warpgroup < tiles.consumers)
+    def _consumer():
+        plgpu.set_max_registers(tiles.consumer_registers, action="increase")
+        _consume(inputs, ring, out, launch)
+
+
+def _load(inputs: Inputs, ring: _Ring, launch: _Launch) -> None:
+    """Fetch the queries of each piece and its live steps, each as soon as there is room."""
+    tiles, shape = launch.tiles, launch.shape
+    pool_page = inputs.layer[0] * shape.pages
+
+    def fill(piece: Piece, step: Scalar, count: Scalar) -> None:
+        stage = launch.stage(count)
+        pl.when(count >= tiles.stages)(lambda: plgpu.barrier_wait(ring.free.at[stage]))
+        for i in range(tiles.step_tiles):
+            # A tile beyond the piece is masked, but its values must be numbers: the last one, once more.
+            tile = jnp.minimum(piece.begin + step * tiles.step_tiles + i, piece.end - 1)
+            entry, place = launch.place(tile)
+            page = (pool_page + inputs.pages[entry]) * shape.kv_heads + piece.head
+            row = page * shape.page_rows + place * TILE
+            for pool, to in ((inputs.k, ring.k), (inputs.v, ring.v)):
+                source: Any = pool.at[pl.ds(row, TILE)]
+                target = to.at[stage, pl.ds(i * TILE, TILE)]
+                plgpu.copy_gmem_to_smem(source, target, ring.full.at[stage], collective_axes="row_block")
+
+    def visit(piece: Piece, pieces: Scalar, steps: Scalar) -> Scalar:
+        pl.when(pieces > 0)(lambda: plgpu.barrier_wait(ring.q_free))
+        _load_queries(inputs.q, piece, ring, launch)
+
+        def step(k: Scalar, count: Scalar) -> Scalar:
+            live = functools.reduce(jnp.add, launch.live_rows(piece, k, inputs.valid)) > 0
+            pl.when(live)(lambda: fill(piece, k, count))
+            return count + live.astype(jnp.int32)
+
+        return lax.fori_loop(0, launch.steps(piece), step, steps)
+
+    pieces, steps = launch.for_each_piece(inputs.first, visit)
+    pl.when(pieces > 0)(lambda: plgpu.barrier_wait(ring.q_free))
+    # A block must not end while another one of its cluster may still signal it.
+    lax.fori_loop(
+        jnp.maximum(steps - tiles.stages, 0),
+        steps,
+        lambda step, _: plgpu.barrier_wait(ring.free.at[launch.stage(step)]),
+        None,
+    )
+
+
+def _load_queries(q: Any, piece: Piece, ring: _Ring, launch: _Launch) -> None:
+    """Fold the queries of the piece's heads into the rows of this block; rows beyond repeat the last ones."""
+    tiles, shape, run = launch.tiles, launch.shape, launch.run
+    for begin in range(0, tiles.block_rows, run):
+        row = jnp.minimum(lax.axis_index("row_block") * tiles.block_rows + begin, shape.rows - run)
+        head = piece.head * shape.group + lax.div(row, jnp.int32(shape.queries))
+        query = piece.request * shape.queries + lax.rem(row, jnp.int32(shape.queries))
+        source = q.at[pl.ds(query, run), pl.ds(head * shape.head_dim, shape.head_dim)]
+        plgpu.copy_gmem_to_smem(source, ring.q.at[pl.ds(begin, run)], ring.q_full)
+
+
+def _consume(inputs: Inputs, ring: _Ring, out: Partials, launch: _Launch) -> None:
+    """Attend with this warpgroup's rows to its steps of every piece."""
+    tiles, warpgroup = launch.tiles, lax.axis_index("warpgroup")
+    row_group = lax.rem(warpgroup, jnp.int32(tiles.row_groups))
+    key_group = lax.div(warpgroup, jnp.int32(tiles.row_groups))
+    rows = pl.ds(row_group * WARPGROUP_ROWS, WARPGROUP_ROWS)
+    row = lax.axis_index("row_block") * tiles.block_rows + row_group * WARPGROUP_ROWS
+
+    def take_turn() -> None:
+        if launch.alternates:
+            plgpu.barrier_arrive(ring.turn)
+            plgpu.barrier_wait(ring.turn)
+
+    def visit(piece: Piece, pieces: Scalar, steps: Scalar) -> Scalar:
+        plgpu.barrier_wait(ring.q_full)
+        q = plgpu.load(ring.q.at[rows], layout=plgpu.Layout.WGMMA)
+        plgpu.commit_smem()  # copies must not overtake this load
+        plgpu.barrier_arrive(ring.q_free)
+
+        def step(
+            k: Scalar, carry: tuple[Scalar, list[Scalar], _State]
+        ) -> tuple[Scalar, list[Scalar], _State]:
+            count, live_rows, state = carry
+            next_rows = launch.live_rows(piece, k + 1, inputs.valid)  # arrives while this step is computed
+            live = functools.reduce(jnp.add, live_rows) > 0
+            mine = live & (lax.rem(count, jnp.int32(tiles.key_groups)) == key_group)
+            stage = launch.stage(count)
+
+            def attend(state: _State) -> _State:
+                return _attend(q, state, live_rows, ring, stage, take_turn, launch)
+
+            state = lax.cond(mine, attend, lambda state: state, state)
+            return count + live.astype(jnp.int32), next_rows, state
+
+        start = (steps, launch.live_rows(piece, jnp.int32(0), inputs.valid), _no_state(launch.shape.head_dim))
+        count, _, state = lax.fori_loop(0, launch.steps(piece), step, start)
+        slot = (lax.axis_index("worker") + piece.pair) * tiles.key_groups + key_group
+        at = pl.ds(row, WARPGROUP_ROWS)
+        out.o[slot, at] = state.o
+        out.m[slot, at] = state.m * (launch.scale * math.log2(math.e))
+        out.l[slot, at] = state.l
+        return count
+
+    # The second warpgroup is half a step behind: one multiplies while the other one is at its softmax.
+    pl.when(row_group == 1)(take_turn)
+    launch.for_each_piece(inputs.first, visit)
+    pl.when((row_group == 0) & launch.alternates)(take_turn)
+
+
+def _attend(
+    q: Float[Array, "warpgroup_rows head_dim"],
+    state: _State,
+    live_rows: Sequence[Scalar],
+    ring: _Ring,
+    stage: Scalar,
+    take_turn: Callable[[], None],
+    launch: _Launch,
+) -> _State:
+    """Add the keys of one stage to an online softmax."""
+    factor = launch.scale * math.log2(math.e)
+    plgpu.barrier_wait(ring.full.at[stage])
+    scores = launch.products.scores(q, ring.k.at[stage], take_turn)
+    partial = functools.reduce(jnp.minimum, live_rows) < TILE
+    scores = lax.cond(partial, functools.partial(_masked, live_rows=live_rows), lambda x: x, scores)
+    m = jnp.maximum(state.m, scores.max(axis=1))
+    p = jnp.exp2(scores * factor - _across(m * factor, scores.shape[1]))
+    decay = jnp.exp2((state.m - m) * factor)
+    o = state.o * _across(decay, state.o.shape[1])
+    total = state.l * decay + p.sum(axis=1)
+    p = p.astype(q.dtype)
+    o, m, total, p = lax.optimization_barrier((o, m, total, p))
+    take_turn()
+    o = launch.products.accumulate(o, p, ring.v.at[stage])
+    plgpu.barrier_arrive(ring.free.at[stage])
+    return _State(o, m, total)
+
+
+def _masked(
+    scores: Float[Array, "warpgroup_rows keys"], live_rows: Sequence[Scalar]
+) -> Float[Array, "warpgroup_rows keys"]:
+    """The scores, those of rows that are not live as far below all others as can be."""
+    column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
+    seen = column < live_rows[0]
+    for i, rows in enumerate(live_rows[1:], 1):
+        seen = lax.select(column < i * TILE, seen, column < rows + i * TILE)
+    return jnp.where(seen, scores, -jnp.inf)
+
+
+def _no_state(head_dim: int) -> _State:
+    def splat(shape: tuple[int, ...], value: float, layout: Any) -> Array:
+        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+    per_row = functools.partial(splat, (WARPGROUP_ROWS,), layout=plgpu.Layout.WGMMA.reduce(1))
+    return _State(splat((WARPGROUP_ROWS, head_dim), 0.0, plgpu.Layout.WGMMA), per_row(LOWEST), per_row(0.0))
+
+
+def _across(values: Rows, columns: int) -> Array:
+    return lax.broadcast_in_dim(values, (WARPGROUP_ROWS, columns), [0])

@@ -1,0 +1,34 @@
+"""What the Hopper form of Split-S attention can take."""
+
+import jax
+import jax.numpy as jnp
+
+from jdllm.pallas.split_attention.tiles import MAX_ROWS, STRIP
+from jdllm.pallas.split_attention.types import Pool, Queries
+
+HEAD_DIMS = (64, 128)
+
+
+def padded_queries(queries: int) -> int:
+    """Queries of a request, rounded up to whole blocks of shared memory."""
+    return -(-queries // STRIP) * STRIP
+
+
+def check_mosaic_gpu(q: Queries | jax.ShapeDtypeStruct, k_pool: Pool | jax.ShapeDtypeStruct) -> None:
+    """Raise `NotImplementedError`, naming the limit, where the Hopper kernel cannot attend `q`."""
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or q.dtype != k_pool.dtype:
+        raise NotImplementedError(
+            "the Hopper form of split attention takes queries and a pool that are both bfloat16 or both "
+            f"float16, not {q.dtype} and {k_pool.dtype}"
+        )
+    _, queries, heads, head_dim = q.shape
+    if head_dim not in HEAD_DIMS:
+        raise NotImplementedError(
+            f"the Hopper form of split attention takes heads of {HEAD_DIMS}, not of {head_dim}"
+        )
+    rows = padded_queries(queries) * heads // k_pool.shape[2]
+    if rows > MAX_ROWS:
+        raise NotImplementedError(
+            f"the Hopper form of split attention takes at most {MAX_ROWS} rows of queries per key-value "
+            f"head, not {rows}"
+        )

@@ -1,0 +1,65 @@
+"""Split-S attention on Hopper: one kernel attends to pieces, a small one merges them."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jdllm.pallas.attention.types import AttentionOutput
+from jdllm.pallas.device import target
+from jdllm.pallas.split_attention.kernel import Inputs, attention_partials
+from jdllm.pallas.split_attention.limits import check_mosaic_gpu, padded_queries
+from jdllm.pallas.split_attention.merge import merge_partials
+from jdllm.pallas.split_attention.products import Interpreted, TensorCores
+from jdllm.pallas.split_attention.tiles import SHARED_BYTES, Tiles, default_tiles
+from jdllm.pallas.split_attention.types import PageTable, Pool, Queries
+from jdllm.pallas.split_attention.work import Shape
+
+
+def split_attention_mosaic_gpu(
+    q: Queries,
+    k_pool: Pool,
+    v_pool: Pool,
+    table: PageTable,
+    *,
+    layer: Int[Array, ""] | int,
+    scale: float,
+    tiles: Tiles | None = None,
+) -> AttentionOutput:
+    """Hopper form of `jdllm.pallas.split_attention.split_attention`.
+
+    Arguments:
+    - `tiles`: the cut; by default one that suits the number of queries per key-value head.
+
+    Raises `NotImplementedError`, naming the limit, for operands that it cannot take.
+    """
+    check_mosaic_gpu(q, k_pool)
+    _, pages, kv_heads, page_rows, head_dim = k_pool.shape
+    requests, queries, heads, _ = q.shape
+    padding = padded_queries(queries) - queries
+    shape = Shape(requests, queries + padding, kv_heads, heads // kv_heads, head_dim, pages, page_rows)
+    tiles = tiles or default_tiles(shape.rows, head_dim)
+    _check_cut(shape, tiles)
+    if padding:
+        q = jnp.pad(q, ((0, 0), (0, padding), (0, 0), (0, 0)))
+    inputs = Inputs(
+        q.reshape(-1, heads * head_dim),
+        k_pool.reshape(-1, head_dim),
+        v_pool.reshape(-1, head_dim),
+        jnp.asarray(table.pages, jnp.int32),
+        jnp.asarray(table.valid, jnp.int32),
+        jnp.asarray(table.first, jnp.int32),
+        jnp.asarray(layer, jnp.int32).reshape(1),
+    )
+    products = TensorCores if target().on_cuda else Interpreted
+    partials = attention_partials(inputs, shape, tiles, scale, products)
+    o, m, total = merge_partials(partials, inputs.first, shape, tiles, q.dtype)
+    return AttentionOutput(o[:, :queries], m[:, :queries], total[:, :queries])
+
+
+def _check_cut(shape: Shape, tiles: Tiles) -> None:
+    if shape.rows > tiles.rows:
+        raise NotImplementedError(f"a cut for {tiles.rows} rows cannot take {shape.rows}")
+    if tiles.shared_bytes(shape.head_dim) > SHARED_BYTES:
+        raise NotImplementedError(
+            f"{tiles.stages} stages need {tiles.shared_bytes(shape.head_dim)} bytes, more than the "
+            f"{SHARED_BYTES} of shared memory"
+        )

@@ -1,0 +1,117 @@
+"""How the keys of all requests are shared out between workers.
+
+The tiles of all key-value heads and requests lie on one line, head by head and within a head in the order of
+the table. Each worker takes an equal run of them. A run is cut where it leaves a pair of head and request;
+what a worker finds of one pair is a piece, number worker + pair. Along the line at least one of the two grows
+from piece to piece, and within a pair the worker by one, so that a pair's pieces are side by side.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
+
+from jdllm.pallas.split_attention.tiles import TILE, Tiles
+
+Scalar = Int[Array, ""]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Static sizes of one launch; queries are padded to whole blocks of shared memory."""
+
+    requests: int
+    queries: int
+    kv_heads: int
+    group: int
+    head_dim: int
+    pages: int
+    page_rows: int
+
+    @property
+    def pairs(self) -> int:
+        return self.requests * self.kv_heads
+
+    @property
+    def rows(self) -> int:
+        """Folded rows of a pair: the queries of the group's first head, then those of the next."""
+        return self.group * self.queries
+
+    @property
+    def page_tiles(self) -> int:
+        return self.page_rows // TILE
+
+    def pieces(self, tiles: Tiles) -> int:
+        """Room for what all workers find."""
+        return (tiles.workers + self.pairs) * tiles.key_groups
+
+
+class Share(NamedTuple):
+    """Who takes which tiles of the line: the first `longer` workers one more than the rest.
+
+    - `head_tiles`: tiles of one head, of all requests together.
+    - `workers`: those with anything to do.
+    - `least`: what each of them has at least.
+    """
+
+    head_tiles: Scalar
+    workers: Scalar
+    least: Scalar
+    longer: Scalar
+
+    def begin(self, worker: Scalar) -> Scalar:
+        """The first tile of a worker, and where the one before ends; all workers beyond have nothing."""
+        worker = jnp.minimum(worker, self.workers)
+        return worker * self.least + jnp.minimum(worker, self.longer)
+
+    def worker_of(self, tile: Scalar) -> Scalar:
+        of_longer = self.longer * (self.least + 1)
+        inside = lax.div(tile, self.least + 1)
+        beyond = self.longer + lax.div(tile - of_longer, jnp.maximum(self.least, 1))
+        return jnp.where(tile < of_longer, inside, beyond)
+
+
+def share_of(first: Any, shape: Shape, tiles: Tiles) -> Share:
+    """Share out the tiles of `first`, a reference to the table's."""
+    head_tiles = first[shape.requests] * shape.page_tiles
+    total = head_tiles * shape.kv_heads
+    workers = jnp.clip(lax.div(total, jnp.int32(tiles.min_tiles)), 1, tiles.workers)
+    return Share(head_tiles, workers, lax.div(total, workers), lax.rem(total, workers))
+
+
+class Piece(NamedTuple):
+    """Tiles [begin, end) of one head that belong to one request; empty where begin >= end."""
+
+    pair: Scalar
+    head: Scalar
+    request: Scalar
+    begin: Scalar
+    end: Scalar
+
+
+def pair_of(tile: Scalar, share: Share, first: Any, shape: Shape) -> Scalar:
+    """The pair that a tile of the line belongs to."""
+    head_tiles = jnp.maximum(share.head_tiles, 1)
+    entry = lax.div(lax.rem(tile, head_tiles), jnp.int32(shape.page_tiles))
+    request = jnp.int32(0)
+    for bit in reversed(range((shape.requests - 1).bit_length())):
+        middle = request + (1 << bit)
+        inside = (middle < shape.requests) & (first[jnp.minimum(middle, shape.requests)] <= entry)
+        request = jnp.where(inside, middle, request)
+    return lax.div(tile, head_tiles) * shape.requests + request
+
+
+def piece_of(pair: Scalar, begin: Scalar, end: Scalar, share: Share, first: Any, shape: Shape) -> Piece:
+    """What the tiles [begin, end) of the line have of a pair."""
+    head = lax.div(pair, jnp.int32(shape.requests))
+    request = lax.rem(pair, jnp.int32(shape.requests))
+    before = head * share.head_tiles
+    return Piece(
+        pair,
+        head,
+        request,
+        jnp.maximum(begin - before, first[request] * shape.page_tiles),
+        jnp.minimum(end - before, first[request + 1] * shape.page_tiles),
+    )

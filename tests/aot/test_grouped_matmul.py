@@ -1,0 +1,65 @@
+"""LLaDA-MoE's grouped products compiled for an H200, without one."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from jdllm.decoding.executables import temp_bytes
+from jdllm.models.moe import Experts, moe_ffn
+from jdllm.pallas.grouped_matmul import grouped_matmul
+from jdllm.pallas.grouped_matmul.mosaic_gpu import grouped_matmul_mosaic_gpu
+from jdllm.planning.aot import compile_for
+
+pytestmark = pytest.mark.aot
+
+LAYERS, EXPERTS, TOP_K, HIDDEN, FFN = 3, 64, 8, 2048, 1024
+TOKENS = 1024
+ROWS = TOP_K * TOKENS
+
+
+def shape(*sizes: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+@pytest.mark.parametrize(("k", "n", "gated"), [(HIDDEN, FFN, True), (FFN, HIDDEN, False)])
+def test_the_kernel_keeps_to_registers(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], k: int, n: int, gated: bool
+):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    weights = shape(LAYERS * EXPERTS, k, n)
+    gates = (weights,) if gated else ()
+    sizes = shape(EXPERTS, dtype=jnp.int32)
+    executable = compile_for(
+        "h200",
+        lambda x, weights, sizes, *gate: grouped_matmul_mosaic_gpu(x, weights, sizes, EXPERTS, *gate),
+        shape(ROWS, k),
+        weights,
+        sizes,
+        *gates,
+    )
+    printed = "".join(capfd.readouterr())
+    assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", printed) == [("0", "0")], printed
+    assert temp_bytes(executable) < 64 * 1024  # the units of rows
+
+
+def test_a_layer_keeps_one_array_of_wide_rows_and_one_of_narrow_ones():
+    """In a scan over layers: no copy of weights, and neither gates nor what they multiply."""
+
+    def layers(x, routers, gate, up, down):
+        def layer(x, at):
+            place, router = at
+            experts = Experts(gate, up, down, 0, EXPERTS).of_layer(place)
+            return x + moe_ffn(x, router, None, experts, TOP_K, grouped_matmul), None
+
+        return lax.scan(layer, x, (jnp.arange(LAYERS), routers))[0]
+
+    wide, narrow = (shape(LAYERS * EXPERTS, *s) for s in ((FFN, HIDDEN), (HIDDEN, FFN)))
+    executable = compile_for(
+        "h200", layers, shape(TOKENS, HIDDEN), shape(LAYERS, EXPERTS, HIDDEN), narrow, narrow, wide
+    )
+    assert (executable.as_text() or "").count('custom_call_target="mosaic_gpu_v2"') == 2
+    activations = 2 * ROWS * (HIDDEN + FFN)
+    assert temp_bytes(executable) < activations + 2**20

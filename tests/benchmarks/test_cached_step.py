@@ -1,0 +1,63 @@
+"""The cached step computes what the transformer computes over all rows."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.cached_step import denoise
+from jdllm.models.block import Rows, block, project_keys_values
+from jdllm.models.config import ModelConfig
+from jdllm.models.rotary import cos_sin
+from jdllm.models.transformer import embed, logits
+from jdllm.models.weights import Params, init_params
+from jdllm.pallas.attention import attention
+from jdllm.pallas.grouped_matmul import grouped_matmul
+from jdllm.pallas.split_attention import dense_table
+from tests.benchmarks.shapes import small
+
+CACHED, FRESH, PAGE_ROWS = 100, 8, 64
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def full(
+    params: Params, config: ModelConfig, tokens: np.ndarray
+) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
+    """Best tokens of the fresh rows, and every layer's keys and values of the cached rows.
+
+    Fresh rows see all rows, cached rows the cached ones.
+    """
+    positions = np.arange(CACHED + FRESH)
+    ends = np.where(positions < CACHED, CACHED, CACHED + FRESH)
+    rows = Rows(positions, np.zeros_like(positions), ends)
+    rotation = cos_sin(config.rope, config.head_dim, jnp.asarray(positions))
+    h, cache = embed(params, tokens), []
+    for index in range(config.num_layers):
+        layer = jax.tree.map(lambda leaf, index=index: leaf[index], params["layers"])
+        k, v = project_keys_values(layer, config, h, rotation)
+        cache.append((k[:CACHED], v[:CACHED]))
+        h = block(layer, config, h, rotation, rows, attention, grouped_matmul)
+    return logits(params, config, h[CACHED:]).argmax(axis=1), cache
+
+
+def test_two_steps_against_the_cache_are_those_over_all_rows():
+    config = small("dream-7b")
+    params = jax.tree.map(lambda x: 4 * x, init_params(config, jax.random.key(1), "float32"))
+    tokens = np.random.default_rng(0).integers(0, 80, CACHED + FRESH)
+    pages = -(-CACHED // PAGE_ROWS)
+    order = np.arange(pages)[::-1].astype(np.int32)
+    once, cache = full(params, config, tokens)
+    heads = config.num_kv_heads, config.head_dim
+    pools = np.zeros((2, config.num_layers, pages * PAGE_ROWS, *heads), np.float32)
+    for place, keys_values in enumerate(cache):
+        pools[:, place, :CACHED] = np.stack(keys_values)
+    pools = pools.reshape(2, config.num_layers, pages, PAGE_ROWS, *heads)
+    k_pool, v_pool = jnp.asarray(np.swapaxes(pools, 3, 4)[:, :, order])
+    table = dense_table(np.array([CACHED], np.int32), pages, PAGE_ROWS)._replace(pages=order)
+    twice, _ = full(params, config, np.concatenate([tokens[:CACHED], once]))
+
+    run = jax.jit(functools.partial(denoise, config=config, split="xla", head="xla", steps=2))
+    actual = run(params, k_pool, v_pool, table, tokens[CACHED:], CACHED)
+    np.testing.assert_array_equal(actual, twice)
+    assert (once != twice).any()

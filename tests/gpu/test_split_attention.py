@@ -1,0 +1,114 @@
+"""Split-S attention on a card against f32 of the highest precision. The implementation is always named."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdllm.pallas.attention import AttentionOutput
+from jdllm.pallas.split_attention import PageTable, split_attention
+from jdllm.pallas.split_attention.mosaic_gpu import split_attention_mosaic_gpu
+from jdllm.pallas.split_attention.tiles import Tiles
+from tests.pallas.split_cases import BF16_RELATIVE, Case, case, relative
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def card():
+    assert jax.default_backend() == "gpu", "this lane needs a card"
+
+
+def check(c: Case, actual: AttentionOutput) -> None:
+    expected = split_attention(*c[:4], layer=c.layer, scale=c.scale, implementation="reference")
+    some = np.asarray(expected.l) > 0
+    assert relative(np.asarray(actual.o)[some], np.asarray(expected.o)[some]) < BF16_RELATIVE
+    m, total, m_ref, total_ref = (np.asarray(x, np.float64) for x in (*actual[1:], *expected[1:]))
+    np.testing.assert_allclose(m[some], m_ref[some], atol=1e-4)
+    np.testing.assert_allclose((m + np.log(total))[some], (m_ref + np.log(total_ref))[some], atol=1e-4)
+    assert np.isneginf(m[~some]).all()
+    assert (total[~some] == 0).all()
+    assert (np.asarray(actual.o, np.float32)[~some] == 0).all()
+
+
+def attend(c: Case, implementation: Any) -> AttentionOutput:
+    return split_attention(*c[:4], layer=c.layer, scale=c.scale, implementation=implementation)
+
+
+def lengths(counts: list[int], page_rows: int = 64) -> list[list[int]]:
+    """Pages of requests with these many rows, in one segment each."""
+    return [[min(page_rows, n - at) for at in range(0, n, page_rows)] for n in counts]
+
+
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", "xla"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 32), (32, 8), (28, 4), (32, 4), (16, 16)])
+def test_model_shapes(heads: int, kv_heads: int, implementation: str):
+    c = case(lengths([4096]), queries=32, heads=heads, kv_heads=kv_heads, head_dim=128)
+    check(c, attend(c, implementation))
+
+
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", "xla"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (16, 4), (28, 4)])
+def test_ragged_requests(heads: int, kv_heads: int, implementation: str):
+    counts = lengths([1, 3000, 0, 65, 64, 700, 0, 5000, 12])
+    counts[1][7:12] = [3, 0, 64, 9, 1]
+    c = case(counts, queries=32, heads=heads, kv_heads=kv_heads, head_dim=128, layers=3)
+    check(c, attend(c, implementation))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("queries", [1, 16, 20, 64])
+def test_queries_types_and_head_dims(queries: int, head_dim: int, dtype):
+    c = case(lengths([900, 33]), queries=queries, heads=4, kv_heads=2, head_dim=head_dim, dtype=dtype)
+    check(c, attend(c, "mosaic_gpu"))
+
+
+@pytest.mark.parametrize("page_rows", [128, 192, 1024])
+@pytest.mark.parametrize("heads", [4, 14])
+def test_large_pages(page_rows: int, heads: int):
+    counts = lengths([4000, 1, 2500], page_rows)
+    c = case(counts, queries=32, heads=heads, kv_heads=2, head_dim=128, page_rows=page_rows)
+    check(c, attend(c, "mosaic_gpu"))
+
+
+@pytest.mark.parametrize(
+    ("tiles", "heads"),
+    [
+        (Tiles(key_groups=2), 2),
+        (Tiles(step_tiles=2, stages=3), 2),
+        (Tiles(row_groups=2), 8),
+        (Tiles(row_blocks=2), 8),
+        (Tiles(row_groups=2, row_blocks=2), 14),
+        (Tiles(min_tiles=1), 2),
+        (Tiles(min_tiles=64), 2),
+    ],
+)
+def test_cuts(tiles: Tiles, heads: int):
+    c = case(lengths([3000, 0, 130, 900]), queries=32, heads=heads, kv_heads=2, head_dim=128)
+    check(c, split_attention_mosaic_gpu(*c[:4], layer=c.layer, scale=c.scale, tiles=tiles))
+
+
+def test_many_calls_in_a_row_agree_bit_by_bit():
+    """What a race would spoil now and then; the order of sums does not depend on timing."""
+    c = case(lengths([5000, 70, 1200]), queries=32, heads=28, kv_heads=4, head_dim=128)
+    first = attend(c, "mosaic_gpu")
+    for _ in range(50):
+        for a, b in zip(first, attend(c, "mosaic_gpu"), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_pages_in_any_order_give_the_same_bits():
+    c = case(lengths([5000]), queries=32, heads=8, kv_heads=8, head_dim=128)
+    pages = np.asarray(c.table.pages)
+    used = len(c.table.pages) - 2
+    order = np.arange(c.k.shape[1])
+    order[:used] = pages[:used]
+    order[used:] = np.setdiff1d(np.arange(c.k.shape[1]), pages[:used])
+    k, v = (pool[:, order] for pool in (c.k, c.v))
+    in_order = PageTable(np.minimum(np.arange(len(pages)), used - 1).astype(np.int32), *c.table[1:])
+    moved = c._replace(k=k, v=v, table=in_order)
+    for a, b in zip(attend(c, "mosaic_gpu"), attend(moved, "mosaic_gpu"), strict=True):
+        np.testing.assert_array_equal(a, b)

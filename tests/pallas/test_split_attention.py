@@ -1,0 +1,323 @@
+"""Split-S attention against float64: the portable forms, and the Hopper kernel in interpret mode."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jdllm.pallas.attention import AttentionOutput, attention, merge
+from jdllm.pallas.device import Target
+from jdllm.pallas.split_attention import PageTable, api, dense_table, split_attention
+from jdllm.pallas.split_attention.limits import check_mosaic_gpu
+from jdllm.pallas.split_attention.mosaic_gpu import split_attention_mosaic_gpu
+from jdllm.pallas.split_attention.tiles import LOADER_REGISTERS, SHARED_BYTES, Tiles, default_tiles
+from jdllm.pallas.split_attention.types import request_of
+from jdllm.pallas.split_attention.work import Shape, pair_of, piece_of, share_of
+from jdllm.pallas.split_attention.xla import split_attention_xla
+from tests.pallas.split_cases import Case, case, check, keys_of, oracle
+
+BF16, F32 = 2e-2, 1e-5
+RAGGED = [[64, 10, 64], [], [0, 33], [1]]
+SMALL = Tiles(stages=2, min_tiles=1, processors=2)
+# A name for each cut that differs in how it shares out rows or keys.
+CUTS = {
+    "one": SMALL,
+    "turns": dataclasses.replace(SMALL, key_groups=2),
+    "wide": dataclasses.replace(SMALL, step_tiles=2),
+    "rows": dataclasses.replace(SMALL, row_groups=2),
+    "blocks": dataclasses.replace(SMALL, row_blocks=2, processors=4),
+    "all": Tiles(row_groups=2, row_blocks=2, step_tiles=2, stages=2, min_tiles=3, processors=6),
+}
+
+
+def slow(*values: object):
+    """A case for the longer lane: interpreting a kernel takes seconds."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.fixture
+def interpreted(capsys: pytest.CaptureFixture[str]):
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        yield
+    assert "RACE" not in capsys.readouterr().out
+
+
+def run(c: Case, implementation, **changes) -> AttentionOutput:
+    operands = c._replace(**changes)
+    return split_attention(*operands[:4], layer=operands.layer, scale=c.scale, implementation=implementation)
+
+
+def kernel(c: Case, tiles: Tiles | None) -> AttentionOutput:
+    return split_attention_mosaic_gpu(*c[:4], layer=c.layer, scale=c.scale, tiles=tiles)
+
+
+class TestPortable:
+    @pytest.mark.parametrize("implementation", ["reference", "xla"])
+    @pytest.mark.parametrize(("heads", "kv_heads", "queries"), [(2, 2, 5), (6, 2, 3)])
+    def test_ragged_requests(self, implementation, heads: int, kv_heads: int, queries: int):
+        c = case(RAGGED, heads=heads, kv_heads=kv_heads, queries=queries, dtype=jnp.float32)
+        actual = run(c, implementation)
+        check(actual, oracle(c), F32)
+        assert not np.asarray(actual.o[1]).any()
+        assert np.isneginf(actual.m[1]).all()
+
+    @pytest.mark.parametrize("keys", [slow(64), 128, slow(1024)])
+    def test_runs_of_pages(self, keys: int):
+        c = case([[64] * 5, [7, 64, 3]], dtype=jnp.float32)
+        check(split_attention_xla(*c[:4], layer=c.layer, scale=c.scale, keys=keys), oracle(c), F32)
+
+    def test_the_default_off_a_hopper_card_is_xla(self):
+        c = case(RAGGED)
+        for default, xla in zip(run(c, None), run(c, "xla"), strict=True):
+            np.testing.assert_array_equal(default, xla)
+
+    def test_the_default_on_a_hopper_card_is_xla_where_the_kernel_cannot_run(self, monkeypatch):
+        monkeypatch.setattr(api, "target", lambda: Target(on_cuda=True, capability=9.0))
+        c = case(RAGGED, dtype=jnp.float32)
+        for default, xla in zip(run(c, None), run(c, "xla"), strict=True):
+            np.testing.assert_array_equal(default, xla)
+        with pytest.raises(NotImplementedError, match="not float32"):
+            run(c, "mosaic_gpu")
+
+    def test_a_traced_layer_and_a_traced_table(self):
+        c = case(RAGGED, layers=3, dtype=jnp.float32)
+        jitted = jax.jit(functools.partial(split_attention, scale=c.scale))
+        for layer in range(3):
+            check(jitted(*c[:4], layer=jnp.int32(layer)), oracle(c._replace(layer=layer)), F32)
+
+    def test_rows_that_are_not_live_may_be_no_numbers(self):
+        c = case([[5], [64]], dtype=jnp.float32)
+        (page,) = np.asarray(c.table.pages[:1])
+        v = c.v.at[:, page, :, 5:].set(jnp.nan)
+        check(run(c, "xla", v=v), oracle(c), F32)
+
+    def test_merged_with_a_fresh_block_it_is_attention_over_both(self):
+        c = case([[64, 20], [9], []], queries=4, heads=4, kv_heads=2, dtype=jnp.float32)
+        rng = np.random.default_rng(1)
+        fresh_k, fresh_v = (rng.normal(size=(3, 4, 2, 64)) for _ in range(2))
+        rows = np.arange(12, dtype=np.int32) // 4 * 4
+        q, k, v = (jnp.asarray(x.reshape(12, *x.shape[2:]), jnp.float32) for x in (c.q, fresh_k, fresh_v))
+        fresh = attention(q, k, v, rows, rows + 4, scale=c.scale, implementation="reference")
+        cached = AttentionOutput(*(x.reshape(12, *x.shape[2:]) for x in run(c, "xla")))
+        both = AttentionOutput(*(x.reshape(3, 4, *x.shape[1:]) for x in merge([cached, fresh])))
+        check(both, oracle(c, (fresh_k, fresh_v)), F32)
+
+
+class TestPages:
+    def test_the_order_of_pages_in_the_pool_does_not_matter(self):
+        """Four scattered segments against the same rows in contiguous pages."""
+        c = case([[64, 64, 20, 64, 1, 64, 64, 9]], dtype=jnp.float32)
+        k, v = (np.moveaxis(x, 0, 1) for x in keys_of(c, 0))
+        length, pages = k.shape[1], 6
+        pools = np.zeros((2, 1, pages, 1, 64, 64), np.float32)
+        for pool, rows in zip(pools, (k, v), strict=True):
+            for at in range(0, length, 64):
+                pool[0, at // 64, :, : length - at] = rows[:, at : at + 64]
+        table = dense_table(np.array([length], np.int32), pages, 64)
+        contiguous = run(c, "xla", k=jnp.asarray(pools[0]), v=jnp.asarray(pools[1]), table=table, layer=0)
+        scattered = run(c, "xla")
+        for a, b in zip(contiguous, scattered, strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+
+    @settings(max_examples=15)
+    @given(st.lists(st.integers(0, 300), min_size=2, max_size=3), st.sampled_from([64, 320]))
+    def test_dense_table(self, lengths: list[int], page_rows: int):
+        per_request = -(-300 // page_rows)
+        table = PageTable(*map(np.asarray, dense_table(np.array(lengths, np.int32), per_request, page_rows)))
+        assert len(table.pages) == len(lengths) * per_request
+        for r, length in enumerate(lengths):
+            owned = slice(table.first[r], table.first[r + 1])
+            expected = [min(page_rows, length - at) for at in range(0, length, page_rows)]
+            assert table.valid[owned].tolist() == expected
+            np.testing.assert_array_equal(table.pages[owned], r * per_request + np.arange(len(expected)))
+
+    def test_the_owner_of_an_entry_skips_empty_requests(self):
+        first = np.array([0, 0, 2, 2, 3, 3], np.int32)
+        np.testing.assert_array_equal(request_of(jnp.arange(5), first), [1, 1, 3, 4, 4])
+
+
+class TestWork:
+    @settings(max_examples=25)
+    @given(
+        st.lists(st.integers(0, 40), min_size=1, max_size=6),
+        st.integers(1, 5),
+        st.integers(1, 3),
+        st.integers(1, 4),
+        st.integers(1, 9),
+    )
+    def test_every_tile_has_one_worker_and_every_piece_its_place(
+        self, entries: list[int], kv_heads: int, page_tiles: int, min_tiles: int, processors: int
+    ):
+        first = jnp.asarray(np.cumsum([0, *entries]), jnp.int32)
+        shape = Shape(len(entries), 8, kv_heads, 1, 64, 64, 64 * page_tiles)
+        tiles = Tiles(min_tiles=min_tiles, processors=processors)
+        with jax.disable_jit():
+            share = share_of(first, shape, tiles)
+            line, slots = [], {}
+            sizes = []
+            for worker in map(jnp.int32, range(processors)):
+                begin, end = (int(share.begin(worker + i)) for i in range(2))
+                sizes.append(end - begin)
+                if begin == end:
+                    continue
+                pairs = [int(pair_of(jnp.int32(tile), share, first, shape)) for tile in (begin, end - 1)]
+                for pair in range(pairs[0], pairs[1] + 1):
+                    piece = piece_of(jnp.int32(pair), jnp.int32(begin), jnp.int32(end), share, first, shape)
+                    found = [(int(piece.head), tile) for tile in range(int(piece.begin), int(piece.end))]
+                    line += found
+                    if found:
+                        assert {int(share.worker_of(jnp.int32(begin)))} == {int(worker)}
+                        slots.setdefault(pair, []).append(int(worker) + pair)
+        per_head = int(first[-1]) * page_tiles
+        assert line == [(head, tile) for head in range(kv_heads) for tile in range(per_head)]
+        taken = [slot for of_pair in slots.values() for slot in of_pair]
+        assert len(set(taken)) == len(taken)
+        assert all(slot < shape.pieces(tiles) for slot in taken)
+        for of_pair in slots.values():
+            assert of_pair == list(range(of_pair[0], of_pair[-1] + 1))
+        busy = [size for size in sizes if size]
+        assert not busy or max(busy) - min(busy) <= 1
+        assert len(busy) == 1 or not busy or min(busy) >= min_tiles
+
+
+class TestKernel:
+    """In interpret mode with the race detector; the products alone are not those of the card."""
+
+    @pytest.fixture(autouse=True)
+    def _interpreted(self, interpreted: None):
+        pass
+
+    @pytest.mark.parametrize(
+        "cut", ["one", slow("turns"), slow("wide"), slow("rows"), slow("blocks"), slow("all")]
+    )
+    def test_ragged_requests(self, cut: str):
+        c = case(RAGGED, queries=8, heads=4, kv_heads=2)
+        check(kernel(c, CUTS[cut]), oracle(c), BF16)
+
+    @pytest.mark.parametrize(
+        ("cut", "queries", "heads"),
+        [
+            slow("rows", 8, 9),
+            slow("blocks", 24, 4),
+            slow("all", 24, 10),
+            slow("all", 40, 5),
+            slow("all", 8, 32),
+        ],
+    )
+    def test_many_rows(self, cut: str, queries: int, heads: int):
+        c = case([[64, 5, 64, 30]], queries=queries, heads=heads)
+        check(kernel(c, CUTS[cut]), oracle(c), BF16)
+
+    @pytest.mark.parametrize("cut", ["wide", slow("one"), slow("turns")])
+    def test_pages_of_many_tiles_with_dead_ones_inside(self, cut: str):
+        c = case([[192, 70, 0, 64], [1, 192]], page_rows=192)
+        check(kernel(c, CUTS[cut]), oracle(c), BF16)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("queries", [1, 5, 17])
+    def test_queries_that_fill_no_block_of_shared_memory(self, queries: int):
+        c = case([[64, 9], [3]], queries=queries, heads=2, kv_heads=2)
+        check(kernel(c, SMALL), oracle(c), BF16)
+
+    @pytest.mark.slow
+    def test_wide_heads_and_float16(self):
+        c = case([[64, 9], [3]], head_dim=128, dtype=jnp.float16)
+        check(kernel(c, None), oracle(c), BF16)
+
+    @pytest.mark.slow
+    def test_a_worker_for_each_tile(self):
+        c = case([[64] * 3, [64] * 2])
+        check(kernel(c, dataclasses.replace(SMALL, processors=9)), oracle(c), BF16)
+
+    @pytest.mark.slow
+    def test_no_keys_at_all(self):
+        c = case([[], [0]])
+        actual = kernel(c, SMALL)
+        check(actual, oracle(c), BF16)
+        assert np.isneginf(actual.m).all()
+
+    @pytest.mark.slow
+    def test_a_traced_layer(self):
+        c = case([[64, 9]], layers=3)
+        jitted = jax.jit(lambda layer: kernel(c._replace(layer=layer), SMALL))
+        for layer in range(3):
+            check(jitted(jnp.int32(layer)), oracle(c._replace(layer=layer)), BF16)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("change", "reason"),
+        [
+            ({"dtype": jnp.float32}, "not float32 and float32"),
+            ({"head_dim": 32}, r"heads of \(64, 128\), not of 32"),
+            ({"queries": 33, "heads": 7}, "at most 256 rows of queries per key-value head, not 280"),
+        ],
+    )
+    def test_the_limits_of_the_kernel(self, change: dict, reason: str):
+        c = case([[1]], **change)
+        with pytest.raises(NotImplementedError, match=reason):
+            check_mosaic_gpu(c.q, c.k)
+
+    def test_the_kernel_is_for_hopper(self):
+        with pytest.raises(NotImplementedError, match="Hopper only"):
+            run(case([[1]]), "mosaic_gpu")
+
+    def test_unknown_names(self):
+        with pytest.raises(NotImplementedError, match="no implementation 'triton'"):
+            run(case([[1]]), "triton")
+
+    @pytest.mark.parametrize(
+        ("change", "reason"),
+        [
+            ({"q": jnp.zeros((1, 8, 3, 32))}, "3 query heads of 32 do not fit 1 key-value heads of 64"),
+            ({"v": jnp.zeros((2, 2, 1, 64, 32))}, "differ"),
+            ({"q": jnp.zeros((2, 8, 2, 64))}, "does not fit 2 requests"),
+            (dict.fromkeys("kv", jnp.zeros((2, 2, 1, 96, 64))), "multiple of 64 rows, not 96"),
+        ],
+    )
+    def test_shapes_that_do_not_fit(self, change: dict, reason: str):
+        with pytest.raises(ValueError, match=reason):
+            run(case([[1]]), None, **change)
+
+    @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan")])
+    def test_scales(self, scale: float):
+        with pytest.raises(ValueError, match="positive"):
+            run(case([[1]])._replace(scale=scale), "xla")
+
+    @pytest.mark.parametrize(
+        ("cut", "reason"),
+        [
+            ({"row_groups": 2, "key_groups": 2}, "at most 2 consumers, not 4"),
+            ({"step_tiles": 3}, "not 3"),
+            ({"key_groups": 2, "stages": 3}, "cannot share 3 stages"),
+        ],
+    )
+    def test_cuts(self, cut: dict, reason: str):
+        with pytest.raises(NotImplementedError, match=reason):
+            Tiles(**cut)
+
+    def test_a_cut_that_is_too_small(self):
+        with pytest.raises(NotImplementedError, match="64 rows cannot take 72"):
+            kernel(case([[1]], heads=9), SMALL)
+
+    def test_a_cut_that_does_not_fit_shared_memory(self):
+        with pytest.raises(NotImplementedError, match="14 stages need"):
+            kernel(case([[1]]), Tiles(stages=14))
+
+
+@given(st.integers(1, 256), st.sampled_from([64, 128]))
+def test_default_cuts_fit_the_card(rows: int, head_dim: int):
+    tiles = default_tiles(rows, head_dim)
+    assert tiles.rows >= rows
+    assert tiles.shared_bytes(head_dim) <= SHARED_BYTES
+    in_flight = tiles.shared_bytes(head_dim) - 2 * head_dim * tiles.block_rows
+    assert in_flight >= 160 * 1024
+    initial = {1: 256, 2: 168}[tiles.consumers]
+    asked_for = LOADER_REGISTERS + tiles.consumers * tiles.consumer_registers
+    assert asked_for <= (tiles.consumers + 1) * initial
