@@ -12,7 +12,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdllm.models.config import ModelConfig
+from jdllm.models.config import ModelConfig, MoeConfig
+from jdllm.pallas.grouped_matmul.limits import check_mosaic_gpu as check_grouped
 from jdllm.pallas.masked_logits import Level
 from jdllm.pallas.masked_logits.limits import FUSED_UNIT, fused_rows, partial_bytes
 from jdllm.planning.chunks import TILE
@@ -167,18 +168,36 @@ def add_feed_forward(
     loop = _cut(*_LAYER_COUNTS) if isinstance(part, Size) else 0
     gap_bytes = part * (config.hidden_size * kind.itemsize) * loop
     graph.add_op(f"{layer} gather", [x, order], {by_expert: wide, gap: gap_bytes}, owners=("ffn",))
-    graph.add_op(f"{layer} experts gate", [by_expert], {gate: inner}, owners=("ffn",))
-    graph.add_op(f"{layer} experts up", [by_expert, gap], {up: inner}, owners=("ffn",))
-    graph.add_op(f"{layer} multiply", [gate, up], owners=("ffn",))
+    if _gates_in_kernel(moe, config.hidden_size, kind):
+        graph.add_op(f"{layer} experts gate and up", [by_expert, gap], {up: inner}, owners=("ffn",))
+    else:
+        graph.add_op(f"{layer} experts gate", [by_expert], {gate: inner}, owners=("ffn",))
+        graph.add_op(f"{layer} experts up", [by_expert, gap], {up: inner}, owners=("ffn",))
+        graph.add_op(f"{layer} multiply", [gate, up], owners=("ffn",))
     graph.add_op(f"{layer} experts down", [up], {down: wide}, owners=("ffn",))
     graph.add_op(f"{layer} combine", [down, order, "h"], owners=("ffn",))
 
 
+def _gates_in_kernel(moe: MoeConfig, hidden_size: int, kind: StepKind) -> bool:
+    """Whether the experts' gate and up products exist only as the product of both."""
+    rows, matrices = (
+        jax.ShapeDtypeStruct(shape, _dtype(kind))
+        for shape in ((1, hidden_size), (moe.experts, hidden_size, moe.expert_size))
+    )
+    try:
+        check_grouped(rows, matrices, matrices)
+    except NotImplementedError:
+        return False
+    return kind.hopper
+
+
+def _dtype(kind: StepKind) -> jnp.dtype:
+    return jnp.dtype(jnp.bfloat16 if kind.itemsize == 2 else jnp.float32)
+
+
 def add_head(graph: GraphTemplate, config: ModelConfig, kind: StepKind, hidden: str) -> None:
     """Operators of the head, which reads the rows in `hidden`, over the dimensions M and logits."""
-    output = jax.ShapeDtypeStruct(
-        (config.vocab_size, config.hidden_size), jnp.bfloat16 if kind.itemsize == 2 else jnp.float32
-    )
+    output = jax.ShapeDtypeStruct((config.vocab_size, config.hidden_size), _dtype(kind))
     fused = fused_rows(output, kind.level) if kind.hopper else None
     part = ceil_div(dim("M"), dim("logits")) if fused is None else minimum(dim("M"), fused)
     graph.add_op("order masked rows", outputs={"masked rows": dim("M") * 48})

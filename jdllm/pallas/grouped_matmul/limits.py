@@ -1,12 +1,17 @@
 """What the Hopper form of grouped products can take."""
 
+import jax
 import jax.numpy as jnp
 
 from jdllm.pallas.grouped_matmul.tiles import CHUNK, DEPTH
 from jdllm.pallas.grouped_matmul.types import Gate, Weights, X
 
 
-def check_mosaic_gpu(x: X, weights: Weights, gate: Gate) -> None:
+def check_mosaic_gpu(
+    x: X | jax.ShapeDtypeStruct,
+    weights: Weights | jax.ShapeDtypeStruct,
+    gate: Gate | jax.ShapeDtypeStruct,
+) -> None:
     """Raise `NotImplementedError`, naming the limit, where the Hopper form cannot take these operands."""
     dtypes = {x.dtype, weights.dtype} | ({gate.dtype} if gate is not None else set())
     if len(dtypes) > 1 or x.dtype not in (jnp.bfloat16, jnp.float16):
