@@ -15,3 +15,7 @@ class CheckpointError(JdllmError):
 
 class RequestError(JdllmError):
     """A prompt or a sampling parameter that cannot be served."""
+
+
+class KvPoolError(JdllmError):
+    """Keys and values that do not fit the pool, or pages asked of a request that does not hold them."""

@@ -33,7 +33,12 @@ _BY_TIMETABLE = ("origin", "maskgit_plus", "topk_margin", "entropy")
 
 
 def rule_of(sampling: SamplingParams) -> Rule:
-    """The transfer rule of a request."""
+    """The transfer rule of a request.
+
+    In blocks, which Dream's sampler has with a cache only, Fast-dLLM's rule puts nothing off.
+    """
+    if sampling.alg == "confidence_threshold" and sampling.cache != "none":
+        return Rule.THRESHOLD
     return _RULES[sampling.alg or sampling.transfer]
 
 
@@ -65,7 +70,7 @@ def step_table(sampling: SamplingParams, masks: int, steps: int, most: int) -> S
     elif rule is Rule.QUOTA and sampling.alg is None:
         quota = transfer_schedule(masks, steps)
     else:
-        quota = np.zeros(steps if sampling.alg else most, np.int32)
+        quota = np.zeros(steps if sampling.alg in _BY_TIMETABLE else most, np.int32)
     fraction = np.zeros(len(quota), np.float32)
     if sampling.alg in _BY_TIMETABLE:
         fraction = dream_fractions(steps, sampling.eps)

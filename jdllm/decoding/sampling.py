@@ -7,6 +7,7 @@ from jdllm.errors import RequestError
 
 Remasking = Literal["low_confidence", "random"]
 Transfer = Literal["schedule", "threshold", "factor", "entropy_bound", "margin"]
+Cache = Literal["none", "prefix", "dual", "selective", "sparse", "head_sparse"]
 DreamAlgorithm = Literal["origin", "maskgit_plus", "topk_margin", "entropy", "confidence_threshold"]
 
 _LARGEST = 1e6  # far beyond use, and far from overflow in f32
@@ -62,7 +63,23 @@ class SamplingParams:
       code does; in bfloat16 many then tie, and ties go to the lowest position (quirk Q4). The two are the
       same for f32 weights.
 
-    Dream's published sampler (`transfer` and `remasking` stay at their defaults, there are no blocks)
+    Cache
+    - `cache` ("none"): "none" evaluates the whole sequence in every step and is exact. All others are
+      approximate: a refresh stores keys and values, and until the next one only the remaining rows are
+      evaluated. "prefix": what is left of the block; "dual": what is outside it (Fast-dLLM); "selective": the
+      prompt and what is decoded (dKV-Cache); "sparse": of what is outside the block the share `retention`
+      that the block attends to most (Sparse-dLLM); "head_sparse": the same for each key-value head
+      (dLLM-Serve).
+    - `retention` (0.5): share of the rows that the sparse policies keep.
+    - `pool_kernel` (3): odd width of the max pool over their scores, 1 for none.
+    - `refresh_delay` (`None`: 1 for sparse, head_sparse and selective, else 0): step of a block, counted from
+      0, that refreshes; those before it evaluate everything.
+    - `refresh_interval` (`None`: 8 for selective, else never): further refreshes, at the multiples of it.
+    - `official_forcing` (False): with Dream the published cached samplers commit the first token of every
+      block in its first step, whatever its confidence, and the steps that reuse do not evaluate the row
+      before the block (quirk of Fast-dLLM and Sparse-dLLM). False evaluates that row.
+
+    Dream's published sampler (`transfer` and `remasking` stay at their defaults; blocks need a cache)
     - `alg` (`None`: LLaDA's rules): "origin" commits by chance, "maskgit_plus" by probability, "topk_margin"
       by margin, "entropy" by negative entropy, each by Dream's timetable; "confidence_threshold" is
       Fast-dLLM's rule for Dream: gen_length / steps tokens a step, those below `threshold` put off.
@@ -105,6 +122,12 @@ class SamplingParams:
     top_k: int | None = None
     quota: Literal["row", "batch"] = "row"
     return_history: bool = False
+    cache: Cache = "none"
+    retention: float = 0.5
+    pool_kernel: int = 3
+    refresh_delay: int | None = None
+    refresh_interval: int | None = None
+    official_forcing: bool = False
 
     def __post_init__(self):
         for name in ("gen_length", "steps", "block_length", "top_k"):
@@ -124,6 +147,7 @@ class SamplingParams:
                 raise RequestError(f"{name} is {getattr(self, name)!r}, expected one of {expected}")
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
             raise RequestError(f"seed is {self.seed!r}, expected an integer from 0 to 2**64 - 1")
+        self._check_cache()
         self._check_together()
 
     @property
@@ -131,6 +155,27 @@ class SamplingParams:
         """Whether the mask id and ids that the tokenizer does not define are kept out."""
         published = self.transfer == "schedule"
         return (self.undefined_tokens or ("official" if published else "banned")) == "banned"
+
+    def _check_cache(self) -> None:
+        for name in ("refresh_delay", "refresh_interval"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+                raise RequestError(f"{name} is {value!r}, expected an integer from 0 on")
+        _in_range("retention", self.retention, 0, 1)
+        if self.retention == 0:
+            raise RequestError("retention is 0, expected a number above 0, at most 1")
+        if not isinstance(self.pool_kernel, int) or self.pool_kernel < 1 or self.pool_kernel % 2 == 0:
+            raise RequestError(f"pool_kernel is {self.pool_kernel!r}, expected an odd positive integer")
+        if self.cache == "none":
+            return
+        if self.cfg_scale > 0:
+            raise RequestError(f"cache {self.cache!r} has no classifier-free guidance: set cfg_scale=0")
+        if self.prompt_masks != "error":
+            raise RequestError(f"cache {self.cache!r} does not fill masks in the prompt: use infill for them")
+        if self.quota == "batch":
+            raise RequestError(
+                f"quota 'batch' counts over requests in step: cache {self.cache!r} has none such"
+            )
 
     def _check_together(self) -> None:
         if self.alg is None:
@@ -142,12 +187,13 @@ class SamplingParams:
             return
         if self.transfer != "schedule" or self.remasking != "low_confidence":
             raise RequestError(f"alg {self.alg!r} brings its own order: leave transfer and remasking alone")
-        if self.block_length not in (None, self.gen_length):
-            raise RequestError(f"alg {self.alg!r} has no blocks: leave block_length alone")
+        if self.cache == "none" and self.block_length not in (None, self.gen_length):
+            raise RequestError(f"alg {self.alg!r} has blocks only with a cache: leave block_length alone")
 
 
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "remasking": get_args(Remasking),
+    "cache": get_args(Cache),
     "transfer": get_args(Transfer),
     "alg": (None, *get_args(DreamAlgorithm)),
     "confidence_eos_eot_inf": (None, "official", "fixed"),

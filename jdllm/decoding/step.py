@@ -11,6 +11,7 @@ from jdllm.decoding.batch import Batch, HeadRows, SegmentParams, Trace
 from jdllm.decoding.head import Choice, choose
 from jdllm.decoding.noise import Purpose, gumbel, position_bits, step_keys, uniform
 from jdllm.decoding.transfer import Candidates, RuleParams, select
+from jdllm.models.block import Hidden
 from jdllm.models.config import ModelConfig
 from jdllm.models.transformer import forward
 from jdllm.models.weights import Params
@@ -51,6 +52,38 @@ def denoise(
     Returns the trace. Exact: the steps are those of the official LLaDA and Dream samplers.
     """
 
+    return run_steps(
+        lambda tokens: forward(params, config, tokens, batch.rows, chunks=chunks),
+        params,
+        batch,
+        max_steps,
+        config=config,
+        mask_id=mask_id,
+        logits_chunks=chunks.logits,
+        level=level,
+        selection_bits=selection_bits,
+    )
+
+
+def run_steps(
+    hidden_of: Callable[[Int[Array, " rows"]], Hidden],
+    params: Params,
+    batch: Batch,
+    max_steps: Int[Array, ""],
+    *,
+    config: ModelConfig,
+    mask_id: int,
+    logits_chunks: int,
+    level: Level,
+    selection_bits: SelectionBits,
+) -> Trace:
+    """The device loop of `denoise`, for any way to the hidden rows.
+
+    Arguments:
+    - `hidden_of`: from the tokens of the packed rows to their hidden rows after the last layer.
+    - the others: as of `denoise`.
+    """
+
     def unfinished(carry: tuple[Array, Trace]) -> Bool[Array, ""]:
         tokens, trace = carry
         masked = masked_rows(tokens, batch, mask_id)
@@ -58,24 +91,55 @@ def denoise(
 
     def step(carry: tuple[Array, Trace]) -> tuple[Array, Trace]:
         tokens, trace = carry
-        hidden = forward(params, config, tokens, batch.rows, chunks=chunks)
-        masked = masked_rows(tokens, batch, mask_id)
-        order, rows, positions = masked_first(masked, batch)
-        choice = choose(
+        hidden = hidden_of(tokens)
+        masked, order, choice = evaluate(
             params,
             config,
             hidden,
-            rows,
-            positions,
-            batch.segments,
-            jnp.asarray(batch.segments.step) + trace.steps,
-            masked.sum(),
-            chunks=chunks.logits,
+            tokens,
+            batch,
+            trace.steps,
+            mask_id=mask_id,
+            chunks=logits_chunks,
             level=level,
         )
         return transfer(tokens, trace, batch, masked, order, choice, selection_bits)
 
     return lax.while_loop(unfinished, step, (jnp.asarray(batch.tokens), empty_trace(batch)))[1]
+
+
+def evaluate(
+    params: Params,
+    config: ModelConfig,
+    hidden: Hidden,
+    tokens: Int[Array, " rows"],
+    batch: Batch,
+    steps: Int[Array, ""] | int,
+    *,
+    mask_id: int,
+    chunks: int,
+    level: Level,
+) -> tuple[Bool[Array, " head"], Int[Array, " head"], Choice]:
+    """What the head makes of the hidden rows, `steps` steps into a dispatch.
+
+    Returns what `transfer` takes: which head rows are masked, an order, and the choices in that order.
+    """
+    masked = masked_rows(tokens, batch, mask_id)
+    order, rows, positions = masked_first(masked, batch)
+    now = jnp.asarray(batch.segments.step) + steps
+    choice = choose(
+        params,
+        config,
+        hidden,
+        rows,
+        positions,
+        batch.segments,
+        now,
+        masked.sum(),
+        chunks=chunks,
+        level=level,
+    )
+    return masked, order, choice
 
 
 def masked_rows(tokens: Int[Array, " rows"], batch: Batch, mask_id: int) -> Bool[Array, " head"]:

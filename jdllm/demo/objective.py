@@ -94,7 +94,7 @@ def all_logits(
     rotation = cos_sin(config.rope, config.head_dim, rows.positions)
     attention = dense_attention(shapes)
 
-    def body(h: Array, layer: Layer) -> Array:
+    def body(h: Array, layer: Layer, _: Array) -> Array:
         return block(layer, config, h, rotation, rows, attention, grouped_matmul)
 
     return logits(params, config, scan_layers(params, config, h, body))

@@ -54,31 +54,36 @@ def forward(
         return run_layers(params, config, h, rows, chunks, attention, grouped_matmul)
     rotation = cos_sin(config.rope, config.head_dim, rows.positions)
 
-    def body(h: Hidden, layer: Layer) -> Hidden:
+    def body(h: Hidden, layer: Layer, _: Array) -> Hidden:
         return block(layer, config, h, rotation, rows, attention, grouped_matmul)
 
     return scan_layers(params, config, h, body)
 
 
-def scan_layers(
-    params: Params, config: ModelConfig, h: Hidden, body: Callable[[Hidden, Layer], Hidden]
-) -> Hidden:
-    """Apply `body(h, layer)` for every layer in order: one device loop for each run of like layers.
+def scan_layers[Carry](
+    params: Params, config: ModelConfig, carry: Carry, body: Callable[[Carry, Layer, Array], Carry]
+) -> Carry:
+    """Apply `body(carry, layer, number)` for every layer in order: a device loop for each run of like layers.
 
     A run that is a whole stack (as all are where every layer is alike, or the first few differ) reads the
     stack in place; of an interleaved model each run's part is copied, but for the experts.
     """
+    before = 0
     for name, start, end in layer_runs(config):
         stack = dict(params[name])
         experts = experts_of(stack)
         part = jax.tree.map(lambda leaf, start=start, end=end: leaf[start:end], stack)
 
-        def step(h: Hidden, at: tuple[Layer, Array], experts=experts) -> tuple[Hidden, None]:
+        def step(
+            carry: Carry, at: tuple[Layer, Array], experts=experts, offset=before - start
+        ) -> tuple[Carry, None]:
             layer, place = at
-            return body(h, {**layer, "experts": experts.of_layer(place)} if experts else layer), None
+            layer = {**layer, "experts": experts.of_layer(place)} if experts else layer
+            return body(carry, layer, place + offset), None
 
-        h, _ = lax.scan(step, h, (part, jnp.arange(start, end)))
-    return h
+        carry, _ = lax.scan(step, carry, (part, jnp.arange(start, end)))
+        before += end - start
+    return carry
 
 
 def embed(params: Params, tokens: RowInts) -> Hidden:

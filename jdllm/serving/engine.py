@@ -1,5 +1,6 @@
 """The engine: admits requests, packs a step, runs it and hands out what it committed."""
 
+import functools
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -8,8 +9,11 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from jdllm.decoding.batch import Trace
+from jdllm.decoding.caches import Phase
 from jdllm.decoding.rules import head_level
 from jdllm.models.config import ModelConfig
+from jdllm.serving.cached_runner import CachedRunner
 from jdllm.serving.packing import pack
 from jdllm.serving.request import Request
 from jdllm.serving.runner import StepRunner
@@ -46,6 +50,10 @@ class Engine:
         self._config = config
         self._budget = max_num_batched_tokens
 
+    @functools.cached_property
+    def _cache(self) -> CachedRunner:
+        return self._runner.cached(self._budget)
+
     def run(self, requests: Sequence[Request], *, every_step: bool = False) -> Iterator[StepUpdate]:
         """Denoise all requests to their end.
 
@@ -54,28 +62,39 @@ class Engine:
         - `every_step`: return to the host after every step, so that updates arrive as they happen;
           otherwise the device runs to the end of a block. Tokens are the same.
 
-        Yields one update for each request and step.
+        Yields one update for each request and step. Raises `KvPoolError` for a request whose cache does not
+        fit the pool.
         """
         waiting = deque(requests)
         running: list[Request] = []
-        while waiting or running:
-            self._admit(waiting, running)
-            yield from self._dispatch(running, every_step)
-            running = [r for r in running if not r.finished]
+        try:
+            while waiting or running:
+                self._admit(waiting, running)
+                for group in _by_phase(running):
+                    yield from self._dispatch(group, every_step)
+                for request in running:
+                    if request.finished and request.cached:
+                        self._cache.release(request)
+                running = [r for r in running if not r.finished]
+        finally:
+            for request in running:
+                if request.cached:
+                    self._cache.release(request)
 
     def _admit(self, waiting: deque[Request], running: list[Request]) -> None:
         rows = sum(r.rows for r in running)
         while waiting and (not running or rows + waiting[0].rows <= self._budget):
-            request = waiting.popleft()
+            request = waiting[0]
+            holding = any(r.cached for r in running)
+            if request.cached and not self._cache.admit(request, alone=not holding):
+                return
+            waiting.popleft()
             request.started = time.perf_counter()
             rows += request.rows
             running.append(request)
 
     def _dispatch(self, requests: list[Request], every_step: bool) -> Iterator[StepUpdate]:
-        batch, candidates = pack(requests, self._config)
-        max_steps = 1 if every_step else batch.segments.quota.shape[1]
-        level = max(head_level(r.sampling) for r in requests)
-        trace = self._runner.run(batch, max_steps, requests[0].mask_id, level)
+        trace, candidates = self._run(requests, every_step)
         steps, tokens, committed = jax.device_get(trace)
         ends = np.cumsum([len(positions) for positions in candidates])[:-1]
         tokens, committed = (
@@ -85,9 +104,28 @@ class Engine:
             for request, positions, choice, took in zip(requests, candidates, tokens, committed, strict=True):
                 yield self._take_in(request, positions, choice[step], took[step])
 
+    def _run(self, requests: list[Request], every_step: bool) -> tuple[Trace, list[np.ndarray]]:
+        level = max(head_level(r.sampling) for r in requests)
+        if not requests[0].cached:
+            batch, candidates = pack(requests, self._config)
+            max_steps = 1 if every_step else batch.segments.quota.shape[1]
+            return self._runner.run(batch, max_steps, requests[0].mask_id, level), candidates
+        if requests[0].phase is not Phase.REUSE:
+            return self._cache.refresh(requests, level)
+        max_steps = 1 if every_step else min(r.reuse_steps for r in requests)
+        return self._cache.reuse(requests, max_steps, level)
+
     @staticmethod
     def _take_in(request: Request, positions: np.ndarray, choice: np.ndarray, took: np.ndarray) -> StepUpdate:
         masked = request.tokens[positions] == request.mask_id
         update = StepUpdate(request.index, request.steps, positions[masked], choice[masked], took[masked])
         request.advance(positions[took], choice[took])
         return update
+
+
+def _by_phase(requests: Sequence[Request]) -> list[list[Request]]:
+    """Requests that one dispatch can serve: those without a cache, those to refresh, those that reuse."""
+    groups: list[list[Request]] = [[], [], []]
+    for request in requests:
+        groups[0 if not request.cached else 2 if request.phase is Phase.REUSE else 1].append(request)
+    return [group for group in groups if group]

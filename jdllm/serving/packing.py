@@ -54,12 +54,17 @@ def pack(requests: Sequence[Request], config: ModelConfig) -> Packed:
         (starts[first[i]] + masked, starts[first[i + 1] - 1] + masked, np.full_like(masked, i))
         for i, masked in enumerate(candidates)
     ]
-    segments = power_bucket(len(requests), _SMALLEST_SEGMENTS)
+    segments = segments_bucket(len(requests))
     row, unguided, segment = (np.concatenate(column) for column in zip(*parts, strict=True))
     head = head_rows(row, unguided, segment, segments)
     steps = steps_per_dispatch(len(head.row))
-    batch = Batch(tokens, rows, head, _segment_params(requests, segments, steps, config))
+    batch = Batch(tokens, rows, head, segment_params(requests, segments, steps, config))
     return Packed(batch, candidates)
+
+
+def segments_bucket(requests: int) -> int:
+    """Segments of a batch of `requests` requests."""
+    return power_bucket(requests, _SMALLEST_SEGMENTS)
 
 
 def head_rows(row: np.ndarray, unguided: np.ndarray, segment: np.ndarray, padding_segment: int) -> HeadRows:
@@ -69,7 +74,7 @@ def head_rows(row: np.ndarray, unguided: np.ndarray, segment: np.ndarray, paddin
     return HeadRows(*(np.pad(x.astype(np.int32), (0, padding), constant_values=fill) for x, fill in columns))
 
 
-def _segment_params(requests: Sequence[Request], size: int, steps: int, config: ModelConfig) -> SegmentParams:
+def segment_params(requests: Sequence[Request], size: int, steps: int, config: ModelConfig) -> SegmentParams:
     """One row per request with a table of `steps`, padded with inactive segments that ask for nothing."""
     missing = size - len(requests)
     rows = [r.segment for r in requests] + [segment_row(SamplingParams(), config)] * missing

@@ -7,9 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jdllm.decoding.caches import Phase, View, phase, policy_of
 from jdllm.decoding.rules import segment_row, step_table
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.schedule import StepTable, block_steps
+from jdllm.decoding.transfer import Rule
 from jdllm.errors import RequestError
 from jdllm.models.config import ModelConfig
 
@@ -48,8 +50,9 @@ class Request:
     - `initial_masks`: bool `[length]`, positions that were masked at the start; all others count as prompt.
     - `blocks`: what is denoised, from left to right.
     - `returned`: the part of the sequence that is the result.
-    - `segment`: what the step needs to know of the sampling parameters.
     - `steps`: denoising steps done, each one forward evaluation.
+    - `forwarded`: with a cache the positions that steps of `Phase.REUSE` evaluate, rising; `stored`: how many
+      rows of each layer they find stored.
     """
 
     def __init__(
@@ -69,7 +72,8 @@ class Request:
         self.returned = slice(len(prompt) if gen_length else 0, len(self.tokens))
         self.blocks = blocks
         self.sampling = sampling
-        self.segment = segment_row(sampling, config)
+        self.forwarded = np.arange(len(self.tokens))
+        self.stored = 0
         self.stop_ids = config.stop_ids if gen_length else ()
         self.steps = 0
         self.block_step = 0
@@ -78,6 +82,49 @@ class Request:
         self.started: float | None = None
         self.ended: float | None = None
         self._block = 0
+        self._segment = segment_row(sampling, config)
+        self._shifted = config.logits_shift
+
+    @property
+    def segment(self) -> dict[str, np.ndarray | np.generic]:
+        """What the next step needs to know of the sampling parameters."""
+        if not self._forced:
+            return self._segment
+        surest = {
+            "rule": np.int32(Rule.QUOTA),
+            "plus_masked": np.bool_(False),
+            "by_fraction": np.bool_(False),
+        }
+        return self._segment | surest
+
+    @property
+    def phase(self) -> Phase:
+        """What the next step evaluates."""
+        return phase(self.sampling, self.block_step)
+
+    @property
+    def cached(self) -> bool:
+        return policy_of(self.sampling) is not None
+
+    @property
+    def reuse_steps(self) -> int:
+        """Steps from the next one on until the block may have to be refreshed."""
+        steps = range(self.block_step, self.block_step + self.steps_left)
+        return next(
+            (i for i, step in enumerate(steps) if phase(self.sampling, step) != Phase.REUSE), len(steps)
+        )
+
+    @property
+    def _forced(self) -> bool:
+        """Whether the next step commits the block's first token, and no other."""
+        first = self.sampling.official_forcing and self._shifted and self.cached and self.block_step == 0
+        return first and bool(self.tokens[self.block.start] == self.mask_id)
+
+    def view(self) -> View:
+        """The sequence as a cache policy sees it."""
+        exact = self._shifted and not self.sampling.official_forcing
+        start = max(self.block.start - 1, 0) if exact else self.block.start
+        return View(len(self.tokens), start, self.block.stop, self.tokens == self.mask_id, exact)
 
     @property
     def guided(self) -> bool:
@@ -104,11 +151,17 @@ class Request:
 
     def table_left(self, capacity: int) -> StepTable:
         """The next `capacity` steps of the current block's table, padded with zeros."""
+        if self._forced:
+            only = np.zeros(capacity, np.int32)
+            only[0] = 1
+            return StepTable(only, np.zeros(capacity, np.float32))
         rows = (column[self.block_step :][:capacity] for column in self.block.table)
         return StepTable(*(np.pad(row, (0, capacity - len(row))) for row in rows))
 
     def candidates(self) -> np.ndarray:
-        """Positions that are masked and may commit in the current block, rising."""
+        """Positions that are masked and may commit in the next step, rising."""
+        if self._forced:
+            return np.array([self.block.start])
         return np.flatnonzero(self.tokens[: self.block.stop] == self.mask_id)
 
     def unguided_tokens(self) -> np.ndarray:
@@ -142,7 +195,7 @@ class Request:
         return Timings(queued=started - self.created, running=ended - started)
 
     def _block_is_over(self) -> bool:
-        return self.steps_left <= 0 or not len(self.candidates())
+        return self.steps_left <= 0 or not (self.tokens[: self.block.stop] == self.mask_id).any()
 
     def _text_is_over(self) -> bool:
         return self.sampling.early_stop and self.end_of_text() is not None
@@ -168,7 +221,7 @@ def generation_request(
     block_length = sampling.block_length or gen_length
     steps = block_steps(gen_length, sampling.steps or gen_length, block_length)
     start = len(prompt)
-    # Dream's sampler has one block, which counts the masks of the prompt too.
+    # Dream's sampler without a cache has one block, which counts the masks of the prompt too.
     masks = block_length if sampling.alg is None else block_length + int((prompt == mask_id).sum())
     table = step_table(sampling, masks, steps, start + gen_length)
     blocks = [

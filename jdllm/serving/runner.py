@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jdllm.decoding.batch import Batch, Trace
@@ -14,8 +15,11 @@ from jdllm.models.tiers import HostTiers
 from jdllm.models.weights import Params
 from jdllm.pallas.device import target
 from jdllm.pallas.masked_logits import Level
+from jdllm.planning.buckets import head_bucket, row_bucket
 from jdllm.planning.chunks import ChunkConfig
 from jdllm.planning.plan import Bucket, Budget, Workload, plan_bucket, refusal, rungs
+from jdllm.serving.cached_runner import PAGE_ROWS, CachedRunner
+from jdllm.serving.kv_pool import pages_within
 
 _ATTEMPTS = 4
 _UNPLANNED_LOGITS = 512
@@ -71,6 +75,26 @@ class StepRunner:
         static = self._static(mask_id, level, chunks)
         return self._executables.call(denoise, self._params, batch, np.int32(max_steps), **static)
 
+    def cached(self, rows: int) -> CachedRunner:
+        """A runner of cached steps, whose pool leaves room for a full step of `rows` packed rows."""
+        pages = None
+        if self._budget is not None:
+            bucket = Bucket(rows, row_bucket(rows), head_bucket(rows))
+            plan = plan_bucket(self._workload(Level.TOP), bucket, self._budget)
+            left = self._budget.device - plan.peak_bytes
+            pages = max(pages_within(self._config, str(self._dtype), PAGE_ROWS, left), 1)
+        return CachedRunner(
+            self._params,
+            self._config,
+            self._executables,
+            max_pages=pages,
+            max_num_logits=self._max_num_logits or _UNPLANNED_LOGITS,
+        )
+
+    @property
+    def _dtype(self) -> jnp.dtype:
+        return self._params["final_norm"].dtype
+
     def _static(self, mask_id: int, level: Level, chunks: ChunkConfig) -> dict[str, Any]:
         return {"config": self._config, "mask_id": mask_id, "chunks": chunks, "level": level}
 
@@ -85,7 +109,7 @@ class StepRunner:
         return self._choices[bucket, level]
 
     def _workload(self, level: Level) -> Workload:
-        dtype = str(self._params["final_norm"].dtype)
+        dtype = str(self._dtype)
         hopper = target(self._executables.platform).hopper and dtype != "float32"
         return Workload(self._config, dtype, hopper, level=level, max_num_logits=self._max_num_logits)
 

@@ -1,0 +1,112 @@
+"""The transformer with a pool of keys and values: a refresh stores them, the steps that reuse read them."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+from jdllm.models.selection import Selection, candidate_ranks, destinations, store
+
+from jdllm.models.block import AttentionFn, Hidden, Layer, RowInts, Rows, block
+from jdllm.models.config import ModelConfig
+from jdllm.models.moe import GroupedMatmulFn
+from jdllm.models.rotary import cos_sin
+from jdllm.models.transformer import embed, scan_layers
+from jdllm.models.weights import Params
+from jdllm.pallas.attention import AttentionOutput, merge
+from jdllm.pallas.attention import attention as default_attention
+from jdllm.pallas.grouped_matmul import grouped_matmul as default_grouped_matmul
+from jdllm.pallas.split_attention import PageTable, split_attention
+
+
+class KeyValuePool(NamedTuple):
+    """Rotated keys and values of all layers and requests, in pages. Page 0 is scratch."""
+
+    k: Float[Array, "layers pages kv_heads page_rows head_dim"]
+    v: Float[Array, "layers pages kv_heads page_rows head_dim"]
+
+
+def forward_refresh(
+    params: Params,
+    config: ModelConfig,
+    tokens: RowInts,
+    rows: Rows,
+    pool: KeyValuePool,
+    selection: Selection,
+    table: PageTable,
+    *,
+    half_width: int,
+    attention: AttentionFn = default_attention,
+    grouped_matmul: GroupedMatmulFn = default_grouped_matmul,
+) -> tuple[Hidden, KeyValuePool]:
+    """Run all layers over whole sequences and store what each layer selects.
+
+    Arguments:
+    - `params`, `config`, `tokens`, `rows`, `attention`, `grouped_matmul`: as of
+      `jdllm.models.transformer.forward`.
+    - `pool`: carried through the layers and written in place; donate it.
+    - `selection`: which rows may be stored, and how many.
+    - `table`: the pages of each segment; how many of their rows are live does not matter here.
+    - `half_width`: as of `candidate_ranks`; static.
+
+    Returns the hidden rows, which storing does not change, and the pool.
+    """
+    rotation = cos_sin(config.rope, config.head_dim, rows.positions)
+    page_rows = pool.k.shape[3]
+
+    def body(carry: tuple[Hidden, KeyValuePool], layer: Layer, number: Array) -> tuple[Hidden, KeyValuePool]:
+        h, pool = carry
+        stored: list[KeyValuePool] = []
+
+        def attend(q: Array, k: Array, v: Array, *bounds: RowInts, scale: float) -> Any:
+            ranks = candidate_ranks(q, k, selection, half_width=half_width)
+            at = destinations(ranks, selection, table, page_rows)
+            stored.append(KeyValuePool(*store(*pool, number, k, v, selection, *at)))
+            return attention(q, k, v, *bounds, scale=scale)
+
+        h = block(layer, config, h, rotation, rows, attend, grouped_matmul)
+        return h, stored[0]
+
+    return scan_layers(params, config, (embed(params, tokens), pool), body)
+
+
+def forward_reuse(
+    params: Params,
+    config: ModelConfig,
+    tokens: RowInts,
+    rows: Rows,
+    pool: KeyValuePool,
+    table: PageTable,
+    *,
+    attention: AttentionFn = default_attention,
+    grouped_matmul: GroupedMatmulFn = default_grouped_matmul,
+) -> Hidden:
+    """Run all layers over some rows of each sequence, against themselves and what is stored.
+
+    Arguments:
+    - `rows`: key ranges among the packed rows; what is stored is seen in addition.
+    - `pool`: read only.
+    - `table`: the packed rows are cut evenly into as many tiles as it has requests; each tile sees its own
+      pages. All rows of a tile belong to one segment.
+    - the others: as of `jdllm.models.transformer.forward`.
+
+    Returns the hidden rows.
+    """
+    rotation = cos_sin(config.rope, config.head_dim, rows.positions)
+    tiles = table.first.shape[0] - 1
+
+    def body(h: Hidden, layer: Layer, number: Array) -> Hidden:
+        def attend(q: Array, k: Array, v: Array, *bounds: RowInts, scale: float) -> AttentionOutput:
+            by_tile = q.reshape(tiles, -1, *q.shape[1:])
+            cached = split_attention(by_tile, *pool, table, layer=number, scale=scale)
+            fresh = AttentionOutput(*attention(q, k, v, *bounds, scale=scale))
+            return merge([AttentionOutput(*(x.reshape(q.shape[0], *x.shape[2:]) for x in cached)), fresh])
+
+        return block(layer, config, h, rotation, rows, attend, grouped_matmul)
+
+    return scan_layers(params, config, embed(params, tokens), body)
+
+
+def empty_pool(config: ModelConfig, pages: int, page_rows: int, dtype: jnp.dtype | str) -> KeyValuePool:
+    """A pool of zeros."""
+    shape = (config.num_layers, pages, config.num_kv_heads, page_rows, config.head_dim)
+    return KeyValuePool(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))

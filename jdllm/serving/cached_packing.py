@@ -1,0 +1,118 @@
+"""Packs the requests of one cached dispatch: whole sequences to refresh, or rows that a reuse forwards."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jdllm.decoding.batch import Batch
+from jdllm.decoding.caches import Phase, kept, policy_of
+from jdllm.models.block import Rows
+from jdllm.models.config import ModelConfig
+from jdllm.models.selection import Selection
+from jdllm.pallas.split_attention import PageTable
+from jdllm.planning.buckets import power_bucket, steps_per_dispatch
+from jdllm.serving.kv_pool import KvPool
+from jdllm.serving.packing import Packed, head_rows, pack, segment_params, segments_bucket
+from jdllm.serving.request import Request
+
+TILE_ROWS = 32
+"""Rows that read the pool together; those of a request are padded to a multiple."""
+
+_SMALLEST_TILES = 4
+_SMALLEST_ENTRIES = 8
+
+
+class RefreshBatch(NamedTuple):
+    """A packed batch of whole sequences, and what of them is stored.
+
+    - `packed`: as of `jdllm.serving.packing.pack`.
+    - `selection`, `table`, `half_width`: as of `jdllm.decoding.cached.refresh`.
+    """
+
+    packed: Packed
+    selection: Selection
+    table: PageTable
+    half_width: int
+
+
+class ReuseBatch(NamedTuple):
+    """A packed batch of the rows that are forwarded, and the pages that each tile of them reads."""
+
+    packed: Packed
+    table: PageTable
+
+
+def pack_refresh(requests: Sequence[Request], config: ModelConfig, pool: KvPool) -> RefreshBatch:
+    """Lay out whole sequences, and say which rows each layer may store.
+
+    What a request forwards until its next refresh is noted in `forwarded` and `stored`.
+    """
+    packed = pack(requests, config)
+    rows, segments = len(packed.batch.tokens), segments_bucket(len(requests))
+    starts = np.cumsum([0, *(len(r.tokens) for r in requests)])
+    block_segment = np.full(rows, segments, np.int32)
+    columns = {name: np.zeros(segments, np.int32) for name in ("keep", "scored", "per_head", "width")}
+    columns["width"][:] = 1
+    candidate_rows, candidate_segments = [], []
+    for index, (request, start) in enumerate(zip(requests, starts, strict=False)):
+        block_segment[start + request.block.start : start + request.block.stop] = index
+        policy = policy_of(request.sampling)
+        if policy is None or request.phase is not Phase.REFRESH:
+            continue
+        candidates = policy.candidates(request.view())
+        request.forwarded = np.setdiff1d(np.arange(len(request.tokens)), candidates)
+        request.stored = kept(request.sampling, len(candidates))
+        candidate_rows.append(start + candidates)
+        candidate_segments.append(np.full(len(candidates), index))
+        columns["keep"][index] = request.stored
+        columns["scored"][index], columns["per_head"][index] = policy.scored, policy.per_head
+        columns["width"][index] = request.sampling.pool_kernel if policy.scored else 1
+    selection = Selection(
+        block_segment,
+        _padded(candidate_rows, rows, 0),
+        _padded(candidate_segments, rows, segments),
+        columns["keep"],
+        columns["scored"].astype(bool),
+        columns["per_head"].astype(bool),
+        columns["width"],
+    )
+    table = _table(
+        pool, [(r.index, int(keep)) for r, keep in zip(requests, columns["keep"], strict=False)], segments
+    )
+    return RefreshBatch(packed, selection, table, int(columns["width"].max()) // 2)
+
+
+def pack_reuse(requests: Sequence[Request], config: ModelConfig, pool: KvPool) -> ReuseBatch:
+    """Lay out the forwarded rows of each request in whole tiles, and list what each tile reads."""
+    tiles_of = [-(-len(r.forwarded) // TILE_ROWS) for r in requests]
+    starts = np.cumsum([0, *tiles_of]) * TILE_ROWS
+    tiles = power_bucket(sum(tiles_of), _SMALLEST_TILES)
+    tokens, positions, k_start, k_end = (np.zeros(tiles * TILE_ROWS, np.int32) for _ in range(4))
+    parts = []
+    for index, (request, start) in enumerate(zip(requests, starts, strict=False)):
+        stop = start + len(request.forwarded)
+        tokens[start:stop], positions[start:stop] = request.tokens[request.forwarded], request.forwarded
+        k_start[start:stop], k_end[start:stop] = start, stop
+        row = start + np.searchsorted(request.forwarded, request.candidates())
+        parts.append((row, np.full_like(row, index)))
+    segments = segments_bucket(len(requests))
+    row, segment = (np.concatenate(column) for column in zip(*parts, strict=True))
+    head = head_rows(row, row, segment, segments)
+    params = segment_params(requests, segments, steps_per_dispatch(len(head.row)), config)
+    batch = Batch(tokens, Rows(positions, k_start, k_end), head, params)
+    reads = [(r.index, r.stored) for r, count in zip(requests, tiles_of, strict=True) for _ in range(count)]
+    return ReuseBatch(Packed(batch, [r.candidates() for r in requests]), _table(pool, reads, tiles))
+
+
+def _table(pool: KvPool, reads: Sequence[tuple[int, int]], size: int) -> PageTable:
+    """The pages of each (request, live rows), and of none for what is missing to `size`."""
+    entries = sum(pool.pages_for(rows) for _, rows in reads)
+    bound = power_bucket(entries, _SMALLEST_ENTRIES)
+    table = pool.page_table([request for request, _ in reads], [rows for _, rows in reads], bound)
+    return table._replace(first=np.pad(np.asarray(table.first), (0, size - len(reads)), mode="edge"))
+
+
+def _padded(parts: Sequence[np.ndarray], size: int, fill: int) -> np.ndarray:
+    joined = np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int32)
+    return np.pad(joined, (0, size - len(joined)), constant_values=fill)

@@ -1,0 +1,120 @@
+"""Runs cached steps: owns the KV pool on the device and the account of its pages."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jdllm.decoding.batch import Trace
+from jdllm.decoding.cached import refresh, reuse
+from jdllm.decoding.caches import most_stored
+from jdllm.decoding.executables import Executables
+from jdllm.models.cached import KeyValuePool, empty_pool
+from jdllm.models.config import ModelConfig
+from jdllm.models.weights import Params
+from jdllm.pallas.masked_logits import Level
+from jdllm.planning.buckets import power_bucket
+from jdllm.serving.cached_packing import pack_refresh, pack_reuse
+from jdllm.serving.kv_pool import KvPool
+from jdllm.serving.request import Request
+
+PAGE_ROWS = 64
+_SMALLEST_POOL = 16
+
+
+class CachedRunner:
+    """Refreshes and reuses the keys and values of requests that cache.
+
+    Arguments:
+    - `params`, `config`, `executables`: as of `jdllm.serving.runner.StepRunner`.
+    - `max_pages`: pages that the pool may have, scratch included; `None` for as many as are asked for.
+    - `max_num_logits`: head rows whose logits may exist at a time.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        config: ModelConfig,
+        executables: Executables,
+        *,
+        max_pages: int | None,
+        max_num_logits: int,
+    ):
+        self._params = params
+        self._config = config
+        self._executables = executables
+        self._max_pages = max_pages
+        self._max_num_logits = max_num_logits
+        self._pages = KvPool.empty(1, PAGE_ROWS)
+        self._pool: KeyValuePool | None = None
+
+    def admit(self, request: Request, *, alone: bool) -> bool:
+        """Give `request` the pages that it may ever need; `False` where they are not free now.
+
+        Raises `KvPoolError` where it could not have them even `alone`. The pool grows while nobody uses it.
+        """
+        rows = most_stored(request.sampling, len(request.tokens))
+        if alone and self._pages.pages_for(rows) >= self._pages.pages:
+            self._grow(self._pages.pages_for(rows) + 1)
+        if not alone and self._pages.pages_for(rows) > self._pages.free_pages:
+            return False
+        self._pages = self._pages.allocate(request.index, rows)
+        return True
+
+    def release(self, request: Request) -> None:
+        """Free the pages of a finished request."""
+        self._pages = self._pages.release(request.index)
+
+    def refresh(self, requests: Sequence[Request], level: Level) -> tuple[Trace, list[np.ndarray]]:
+        """One step of whole sequences; what each policy asks for is stored.
+
+        Returns the trace, and for each request the positions of its head rows.
+        """
+        (batch, candidates), selection, table, half_width = pack_refresh(requests, self._config, self._pages)
+        trace, self._pool = self._executables.call(
+            refresh,
+            self._params,
+            batch,
+            selection,
+            table,
+            self._device_pool(),
+            donate=(4,),
+            half_width=half_width,
+            **self._static(requests, len(batch.head.row), level),
+        )
+        return trace, candidates
+
+    def reuse(
+        self, requests: Sequence[Request], max_steps: int, level: Level
+    ) -> tuple[Trace, list[np.ndarray]]:
+        """Up to `max_steps` steps of what each request forwards; as `refresh` otherwise."""
+        (batch, candidates), table = pack_reuse(requests, self._config, self._pages)
+        trace = self._executables.call(
+            reuse,
+            self._params,
+            batch,
+            table,
+            self._device_pool(),
+            np.int32(max_steps),
+            **self._static(requests, len(batch.head.row), level),
+        )
+        return trace, candidates
+
+    def _static(self, requests: Sequence[Request], head_rows: int, level: Level) -> dict[str, Any]:
+        return {
+            "config": self._config,
+            "mask_id": requests[0].mask_id,
+            "logits_chunks": -(-head_rows // self._max_num_logits),
+            "level": level,
+        }
+
+    def _device_pool(self) -> KeyValuePool:
+        if self._pool is None:
+            dtype = self._params["final_norm"].dtype
+            self._pool = empty_pool(self._config, self._pages.pages, PAGE_ROWS, dtype)
+        return self._pool
+
+    def _grow(self, pages: int) -> None:
+        pages = power_bucket(pages, _SMALLEST_POOL)
+        self._pages = KvPool.empty(min(pages, self._max_pages or pages), PAGE_ROWS)
+        self._pool = None

@@ -1,0 +1,238 @@
+"""Which pages of the KV pool belong to which request.
+
+On the device the pool is two arrays `[layers, pages, kv_heads, page_rows, head_dim]`, rotated keys and values
+of all requests. The host keeps a `KvPool`: a value, of which every operation makes another one. Row i of a
+request lies in row i % page_rows of its page number i // page_rows.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+from jdllm.errors import KvPoolError
+from jdllm.models.config import ModelConfig
+from jdllm.pallas.split_attention import PageTable
+from jdllm.pallas.split_attention.tiles import TILE
+
+SCRATCH_PAGE = 0
+"""Padding rows write here; no request ever holds it."""
+
+_WORD = 512
+"""Pages in a word of the set of free pages."""
+
+
+class Destinations(NamedTuple):
+    """Where rows are written: keys `[rows, kv_heads, head_dim]` by `pool.at[layer, page, :, row].set(keys)`.
+
+    - `page`: int32, the page of each row.
+    - `row`: int32, its row in that page.
+    """
+
+    page: Int[np.ndarray, " rows"]
+    row: Int[np.ndarray, " rows"]
+
+
+@dataclasses.dataclass(frozen=True)
+class KvPool:
+    """The pages that each request holds, and those that are free.
+
+    An operation costs as much as the pages that change hands, plus a word for each 512 pages of the pool and
+    a reference for each request. Rows are counted from the first row of a request on; a request may hold no
+    pages. Everything raises `KvPoolError` for a negative number of rows.
+
+    - `pages`: pages of the pool, the scratch page included.
+    - `page_rows`: rows of a page, a multiple of 64.
+    - `free`: a set of pages; bit i of word w is page 512 w + i.
+    - `owned`: the pages of each request in the order of its rows, as the bytes of int32.
+    """
+
+    pages: int
+    page_rows: int
+    free: tuple[int, ...] = dataclasses.field(repr=False)
+    owned: Mapping[int, bytes] = dataclasses.field(repr=False)
+
+    @classmethod
+    def empty(cls, pages: int, page_rows: int) -> "KvPool":
+        """A pool of `pages` pages, of which all but the scratch page are free.
+
+        Raises `KvPoolError` where there is no scratch page or `page_rows` is no multiple of 64.
+        """
+        _check_page_rows(page_rows)
+        if pages < 1:
+            raise KvPoolError(f"a KV pool of {pages} pages: expected at least 1, the scratch page")
+        words = (0,) * -(-pages // _WORD)
+        return cls(pages, page_rows, _with(words, range(SCRATCH_PAGE + 1, pages)), MappingProxyType({}))
+
+    @property
+    def free_pages(self) -> int:
+        """How many pages nobody holds."""
+        return sum(word.bit_count() for word in self.free)
+
+    def pages_for(self, rows: int) -> int:
+        """How many pages `rows` rows take."""
+        if rows < 0:
+            raise KvPoolError(f"{rows} rows of the KV pool: expected 0 or more")
+        return -(-rows // self.page_rows)
+
+    def pages_of(self, request: int) -> Int[np.ndarray, " pages"]:
+        """The pages of `request` in the order of its rows, int32 and read-only.
+
+        Raises `KvPoolError` where it was never allocated any.
+        """
+        if request not in self.owned:
+            raise KvPoolError(f"request {request} is not in the KV pool: allocate its pages first")
+        return np.frombuffer(self.owned[request], np.int32)
+
+    def allocate(self, request: int, rows: int) -> "KvPool":
+        """Give `request` the lowest free pages, as many as `rows` rows take.
+
+        Raises `KvPoolError` where too few are free, and where the request is in the pool already.
+        """
+        if request in self.owned:
+            raise KvPoolError(
+                f"request {request} holds {len(self.pages_of(request))} pages of the KV pool already:"
+                " resize it, or release it first"
+            )
+        return self._extend(request, b"", rows)
+
+    def resize(self, request: int, rows: int) -> "KvPool":
+        """Let `request` hold as many pages as `rows` rows take.
+
+        It keeps its first pages, so that what they hold stays valid; the last ones become free, or the lowest
+        free ones follow. Raises `KvPoolError` where too few are free, and where it is not in the pool.
+        """
+        held, needed = self.pages_of(request), self.pages_for(rows)
+        if needed > len(held):
+            return self._extend(request, held.tobytes(), rows)
+        return self._changed(_with(self.free, held[needed:].tolist()), {request: held[:needed].tobytes()})
+
+    def release(self, request: int) -> "KvPool":
+        """Free the pages of `request`, which leaves the pool; `KvPoolError` where it is not in it."""
+        free = _with(self.free, self.pages_of(request).tolist())
+        owned = {other: pages for other, pages in self.owned.items() if other != request}
+        return dataclasses.replace(self, free=free, owned=MappingProxyType(owned))
+
+    def page_table(self, requests: Sequence[int], rows: Sequence[int], bound: int) -> PageTable:
+        """The first rows of some requests, as attention reads them.
+
+        Arguments:
+        - `requests`: those that attend, in the order of their queries.
+        - `rows`: how many rows of each are live, at most those of its pages.
+        - `bound`: entries of the table, at least the pages with live rows.
+
+        Returns NumPy arrays, int32: `pages` and `valid` `[bound]`, `first` `[requests + 1]`. Entries that
+        nobody owns are the scratch page with no live rows.
+
+        Raises `KvPoolError` for rows beyond a request's pages, or more entries than `bound`.
+        """
+        held = [self._pages_with(*live) for live in zip(requests, rows, strict=True)]
+        counts = np.array([len(pages) for pages in held], np.int32)
+        first = np.cumsum([0, *counts], dtype=np.int32)
+        before = (np.arange(first[-1]) - np.repeat(first[:-1], counts)) * self.page_rows
+        valid = np.minimum(np.repeat(np.asarray(rows, np.int32), counts) - before, self.page_rows)
+        return PageTable(_padded(held, bound, "pages"), _padded([valid], bound, "pages"), first)
+
+    def destinations(self, request: int, rows: int) -> Destinations:
+        """Where the first `rows` rows of `request` are written, `[rows]`.
+
+        Raises `KvPoolError` for rows beyond its pages.
+        """
+        return self.packed_destinations([request], [rows], rows)
+
+    def packed_destinations(self, requests: Sequence[int], rows: Sequence[int], bound: int) -> Destinations:
+        """Where packed rows are written: the first `rows[0]` of one request, then those of the next.
+
+        Returns arrays `[bound]`, which ends in padding that goes to row 0 of the scratch page. Raises
+        `KvPoolError` for rows beyond a request's pages, or more rows than `bound`.
+        """
+        held = [self._pages_with(*live) for live in zip(requests, rows, strict=True)]
+        index = [np.arange(count) for count in rows]
+        page = [pages[i // self.page_rows] for pages, i in zip(held, index, strict=True)]
+        row = [i % self.page_rows for i in index]
+        return Destinations(_padded(page, bound, "rows"), _padded(row, bound, "rows"))
+
+    def _pages_with(self, request: int, rows: int) -> Int[np.ndarray, " pages"]:
+        """The pages of `request` that hold its first `rows` rows."""
+        held, needed = self.pages_of(request), self.pages_for(rows)
+        if needed > len(held):
+            raise KvPoolError(
+                f"request {request} holds {len(held)} pages of the KV pool, room for"
+                f" {len(held) * self.page_rows} rows, not {rows}: resize it first"
+            )
+        return held[:needed]
+
+    def _extend(self, request: int, held: bytes, rows: int) -> "KvPool":
+        """Let `request` hold `held` and then the lowest free pages."""
+        more = self.pages_for(rows) - len(held) // np.dtype(np.int32).itemsize
+        free = self.free_pages
+        if more > free:
+            raise KvPoolError(
+                f"request {request} needs {more}{' more' if held else ''} pages of the KV pool for {rows}"
+                f" rows, and {free} of {self.pages - 1} are free: wait until others are released, or use"
+                " fewer rows"
+            )
+        taken, left = _without_lowest(self.free, more)
+        return self._changed(left, {request: held + np.array(taken, np.int32).tobytes()})
+
+    def _changed(self, free: tuple[int, ...], owned: Mapping[int, bytes]) -> "KvPool":
+        return dataclasses.replace(self, free=free, owned=MappingProxyType({**self.owned, **owned}))
+
+
+def pool_shape(config: ModelConfig, pages: int, page_rows: int) -> tuple[int, int, int, int, int]:
+    """The shape of the pool's keys, and of its values: `[layers, pages, kv_heads, page_rows, head_dim]`.
+
+    Raises `KvPoolError` where `page_rows` is no multiple of 64.
+    """
+    _check_page_rows(page_rows)
+    return (config.num_layers, pages, config.num_kv_heads, page_rows, config.head_dim)
+
+
+def pool_bytes(config: ModelConfig, dtype: str, pages: int, page_rows: int) -> int:
+    """Bytes of a pool's keys and values of type `dtype`, the scratch page's among them."""
+    return 2 * math.prod(pool_shape(config, pages, page_rows)) * jnp.dtype(dtype).itemsize
+
+
+def pages_within(config: ModelConfig, dtype: str, page_rows: int, budget_bytes: int) -> int:
+    """How many whole pages, the scratch page included, a pool of at most `budget_bytes` bytes has."""
+    return max(budget_bytes, 0) // pool_bytes(config, dtype, 1, page_rows)
+
+
+def _check_page_rows(page_rows: int) -> None:
+    if page_rows < TILE or page_rows % TILE:
+        raise KvPoolError(f"pages of {page_rows} rows: expected a positive multiple of {TILE}")
+
+
+def _with(words: tuple[int, ...], pages: Iterable[int]) -> tuple[int, ...]:
+    """A set of pages, and `pages` too."""
+    out = list(words)
+    for page in pages:
+        out[page // _WORD] |= 1 << page % _WORD
+    return tuple(out)
+
+
+def _without_lowest(words: tuple[int, ...], count: int) -> tuple[list[int], tuple[int, ...]]:
+    """The `count` lowest of a set of pages, and the set without them."""
+    pages, out = [], list(words)
+    for index, word in enumerate(words):
+        while word and len(pages) < count:
+            pages.append(index * _WORD + (word & -word).bit_length() - 1)
+            word &= word - 1
+        out[index] = word
+        if len(pages) == count:
+            break
+    return pages, tuple(out)
+
+
+def _padded(parts: Sequence[np.ndarray], bound: int, what: str) -> Int[np.ndarray, " bound"]:
+    """The parts one after another as int32, then zeros; zero is the scratch page."""
+    out, total = np.zeros(bound, np.int32), sum(map(len, parts))
+    if total > bound:
+        raise KvPoolError(f"{total} {what} of the KV pool do not fit {bound} entries: use a larger bound")
+    out[:total] = np.concatenate([out[:0], *parts])
+    return out

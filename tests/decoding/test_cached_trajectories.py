@@ -1,0 +1,65 @@
+"""Every recorded run of the official cached samplers, token by token."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.llm import LLM
+from tests.conftest import DREAM, LLADA
+from tests.decoding.test_trajectories import TOP_K_LEFT_OPEN, cases_of
+from tests.helpers import Golden
+
+LLADA_RUNS = cases_of(LLADA, "fast_prefix_", "fast_dual_", "fastv1_prefix_", "fastv1_dual_", "sparse_")
+DREAM_RUNS = cases_of(DREAM, "fast_prefix_", "fast_dual_", "sparse_")
+
+
+def sampling_of(family: str, case: dict[str, Any]) -> SamplingParams:
+    options: dict[str, Any] = {"cache": case.get("cache", "sparse"), "steps": case["steps"]}
+    if options["cache"] == "sparse":
+        options |= {"retention": case["keep_ratio"], "pool_kernel": case["kernel_size"] or 1}
+    if family == "dream":
+        options |= {"alg": case["alg"], "eps": case["eps"], "official_forcing": True}
+        options |= {"top_k": TOP_K_LEFT_OPEN, "threshold": case.get("threshold") or 0.9}
+    else:
+        for rule in ("threshold", "factor"):
+            if case.get(rule) is not None:
+                options |= {"transfer": rule, rule: case[rule]}
+    return SamplingParams(
+        gen_length=case["gen_length"],
+        block_length=case["block_length"],
+        early_stop=False,
+        return_history=True,
+        **options,
+    )
+
+
+def changes(states: np.ndarray) -> np.ndarray:
+    """The states without those that are equal to the one before."""
+    return states[np.append(True, (states[1:] != states[:-1]).any(axis=1))]
+
+
+@pytest.mark.parametrize(("family", "name"), [*LLADA_RUNS, *DREAM_RUNS])
+def test_every_token_of_every_step(family: str, name: str, llm: LLM, dream_llm: LLM):
+    case = Golden(family).json("trajectories")["cases"][name]
+    tensors = Golden(family).tensors("trajectories")
+    model = dream_llm if family == "dream" else llm
+    prompts, states = tensors[f"{name}.prompt"], tensors[f"{name}.states"][:, 0]
+    (output,) = model.generate(prompt_token_ids=list(prompts), sampling=sampling_of(family, case))
+    assert output.history is not None
+    if case["algo"] == "fast_dllm_2025-06" and case["threshold"] is not None:
+        # That loop evaluates the block once more when its first step has already finished it.
+        assert output.nfe <= case["nfe"]
+        np.testing.assert_array_equal(changes(output.history), changes(states))
+        return
+    np.testing.assert_array_equal(output.history, states)
+    assert output.nfe == case["nfe"]
+
+
+def test_the_recordings_cover_the_policies():
+    names = [name for _, name in LLADA_RUNS]
+    assert len(names) == 41
+    assert sum("sparse" in name for name in names) == 3
+    assert sum("sparse" in name for _, name in DREAM_RUNS) == 4
+    assert len(DREAM_RUNS) == 16

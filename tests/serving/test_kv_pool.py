@@ -1,0 +1,361 @@
+"""Who holds which page of the KV pool, and where rows are written and read."""
+
+import dataclasses
+import random
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from jdllm.errors import JdllmError, KvPoolError
+from jdllm.models.config import ModelConfig
+from jdllm.pallas.split_attention import PageTable, split_attention
+from jdllm.serving.kv_pool import KvPool, pages_within, pool_bytes, pool_shape
+
+ROWS = 64
+"""Rows of a page, where a test needs no others."""
+
+PROBE = -1
+"""A request that is given all free pages to see which ones they are."""
+
+Owned = dict[int, list[int]]
+
+
+def held(pool: KvPool) -> Owned:
+    return {request: pool.pages_of(request).tolist() for request in pool.owned}
+
+
+def free(pool: KvPool) -> list[int]:
+    """The free pages in the order in which they would be given out."""
+    return pool.allocate(PROBE, pool.free_pages * pool.page_rows).pages_of(PROBE).tolist()
+
+
+def pool_with(*rows: int, pages: int = 10) -> KvPool:
+    """Requests 0, 1, ... with so many rows each, one after another."""
+    pool = KvPool.empty(pages, ROWS)
+    for request, count in enumerate(rows):
+        pool = pool.allocate(request, count)
+    return pool
+
+
+class Model:
+    """The same bookkeeping with lists and sets."""
+
+    def __init__(self, pages: int):
+        self.free = set(range(1, pages))
+        self.owned: Owned = {}
+
+    def hold(self, request: int, count: int) -> bool:
+        """Let a request hold `count` pages; whether that is possible."""
+        pages = self.owned.get(request, [])
+        missing = max(count - len(pages), 0)
+        if missing > len(self.free):
+            return False
+        pages = pages + sorted(self.free)[:missing]
+        self.free -= set(pages)
+        self.free |= set(pages[count:])
+        self.owned[request] = pages[:count]
+        return True
+
+    def release(self, request: int) -> bool:
+        """Free what a request holds; whether it was known."""
+        self.free |= set(self.owned.get(request, []))
+        return self.owned.pop(request, None) is not None
+
+    def check(self, pool: KvPool) -> None:
+        pages = sorted([0, *free(pool), *(page for own in held(pool).values() for page in own)])
+        assert pages == list(range(pool.pages))
+        assert held(pool) == self.owned
+        assert free(pool) == sorted(self.free)
+
+
+def random_operation(pool: KvPool, model: Model, rng: random.Random) -> KvPool:
+    """Do the same to both; where the model says that it cannot be, the pool must refuse."""
+    request, count = rng.randrange(8), rng.choice([0, 1, 1, 2, 3, 5, 8])
+    rows = max(count * ROWS - rng.randrange(ROWS), 0)
+    match rng.choice(["allocate", "resize", "resize", "release"]):
+        case "allocate":
+            possible = request not in model.owned and model.hold(request, count)
+            operation = partial(pool.allocate, request, rows)
+        case "resize":
+            possible = request in model.owned and model.hold(request, count)
+            operation = partial(pool.resize, request, rows)
+        case _:
+            possible = model.release(request)
+            operation = partial(pool.release, request)
+    if possible:
+        return operation()
+    with pytest.raises(KvPoolError):
+        operation()
+    return pool
+
+
+class TestPages:
+    def test_any_operations_keep_every_page_in_one_place(self):
+        rng = random.Random(0)
+        pool, model = KvPool.empty(24, ROWS), Model(24)
+        sampled: list[tuple[KvPool, Owned]] = []
+        refused = 0
+        for step in range(100_000):
+            before, pool = pool, random_operation(pool, model, rng)
+            refused += pool is before
+            model.check(pool)
+            if step % 1000 == 0:
+                sampled.append((pool, held(pool)))
+        assert 20_000 < refused < 60_000
+        for old, owned in sampled:
+            assert held(old) == owned
+            assert free(old) == sorted(set(range(1, 24)).difference(*owned.values()))
+
+    @pytest.mark.parametrize("pages", [511, 512, 513, 1500])
+    def test_pages_of_large_pools(self, pages: int):
+        pool = KvPool.empty(pages, ROWS)
+        assert pool.free_pages == pages - 1
+        pool = pool.allocate(0, 500 * ROWS).allocate(1, (pages - 501) * ROWS)
+        assert pool.pages_of(1).tolist() == list(range(501, pages))
+        assert pool.free_pages == 0
+        assert free(pool.release(1).resize(0, ROWS)) == list(range(2, pages))
+
+    def test_whole_pages_lowest_first(self):
+        pool = pool_with(1, 2 * ROWS, 2 * ROWS + 1)
+        assert held(pool) == {0: [1], 1: [2, 3], 2: [4, 5, 6]}
+        pool = pool.release(1).release(0).allocate(7, 4 * ROWS)
+        assert held(pool) == {2: [4, 5, 6], 7: [1, 2, 3, 7]}
+        assert pool.free_pages == 2
+
+    def test_resizing_keeps_the_first_pages(self):
+        pool = pool_with(ROWS, 2 * ROWS).release(0)
+        larger = pool.resize(1, 4 * ROWS)
+        assert larger.pages_of(1).tolist() == [2, 3, 1, 4]
+        assert larger.resize(1, 2 * ROWS) == pool
+        assert larger.resize(1, 2 * ROWS + 1).pages_of(1).tolist() == [2, 3, 1]
+
+    def test_a_request_may_hold_no_pages(self):
+        pool = pool_with(0)
+        assert held(pool) == {0: []}
+        assert pool.resize(0, ROWS).resize(0, 0) == pool
+        assert pool.release(0) == KvPool.empty(10, ROWS)
+
+    @pytest.mark.parametrize(("rows", "pages"), [(0, 0), (1, 1), (128, 1), (129, 2), (1280, 10)])
+    def test_pages_for_rows(self, rows: int, pages: int):
+        assert KvPool.empty(2, 128).pages_for(rows) == pages
+
+    def test_a_pool_cannot_be_changed(self):
+        pool = pool_with(ROWS)
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            pool.pages = 3  # pyright: ignore[reportAttributeAccessIssue]
+        with pytest.raises(TypeError, match="item assignment"):
+            pool.owned[0] = b""  # pyright: ignore[reportIndexIssue]
+        pages = pool.pages_of(0)
+        assert pages.dtype == np.int32
+        with pytest.raises(ValueError, match="read-only"):
+            pages[0] = 3
+
+
+class Rows(RuleBasedStateMachine):
+    """Keys and values that are written through destinations and read through page tables."""
+
+    def __init__(self):
+        super().__init__()
+        self.page_rows = ROWS
+        self.pool = KvPool.empty(9, self.page_rows)
+        self.keys = np.zeros((2, self.pool.pages, 3, self.page_rows, 1))
+        self.written: dict[int, np.ndarray] = {}
+        self.fresh = 0
+
+    def room(self, request: int) -> int:
+        return len(self.pool.pages_of(request)) * self.page_rows
+
+    def new_rows(self, count: int) -> np.ndarray:
+        """Numbers that were never in the pool, `[2 layers, count, 3 heads, 1]`."""
+        rows = self.fresh + np.arange(1.0, 2 * count * 3 + 1).reshape(2, count, 3, 1)
+        self.fresh += rows.size
+        return rows
+
+    def write(self, page: np.ndarray, row: np.ndarray, rows: np.ndarray) -> None:
+        for layer in range(2):
+            self.keys[layer, page, :, row] = rows[layer]
+
+    @rule(request=st.integers(0, 3), rows=st.integers(0, 4 * ROWS + 1))
+    def hold(self, request: int, rows: int):
+        held = request in self.pool.owned
+        try:
+            self.pool = self.pool.resize(request, rows) if held else self.pool.allocate(request, rows)
+        except KvPoolError:
+            more = self.pool.pages_for(rows) - (len(self.pool.pages_of(request)) if held else 0)
+            assert more > self.pool.free_pages
+            return
+        kept = self.written.get(request, np.zeros((2, 0, 3, 1)))
+        self.written[request] = kept[:, : self.room(request)]
+
+    @precondition(lambda self: self.written)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject):
+        request = data.draw(st.sampled_from(sorted(self.written)))
+        self.pool = self.pool.release(request)
+        del self.written[request]
+
+    @precondition(lambda self: self.written)
+    @rule(data=st.data())
+    def write_one(self, data: st.DataObject):
+        request = data.draw(st.sampled_from(sorted(self.written)))
+        count = data.draw(st.integers(0, self.room(request)))
+        page, row = self.pool.destinations(request, count)
+        assert page.dtype == row.dtype == np.int32
+        rows = self.new_rows(count)
+        self.write(page, row, rows)
+        self.written[request] = np.concatenate([rows, self.written[request][:, count:]], axis=1)
+
+    @rule(data=st.data(), padding=st.integers(0, 5))
+    def write_packed(self, data: st.DataObject, padding: int):
+        requests = data.draw(st.permutations(sorted(self.written)))
+        counts = [data.draw(st.integers(0, self.room(request))) for request in requests]
+        page, row = self.pool.packed_destinations(requests, counts, sum(counts) + padding)
+        assert page.dtype == row.dtype == np.int32
+        assert page[sum(counts) :].tolist() == row[sum(counts) :].tolist() == [0] * padding
+        rows = self.new_rows(sum(counts) + padding)
+        self.write(page, row, rows)
+        for request, count, end in zip(requests, counts, np.cumsum(counts), strict=True):
+            kept = self.written[request][:, count:]
+            self.written[request] = np.concatenate([rows[:, end - count : end], kept], axis=1)
+
+    @rule(data=st.data(), spare=st.integers(0, 3))
+    def read(self, data: st.DataObject, spare: int):
+        requests = data.draw(st.permutations(sorted(self.written)))
+        counts = [data.draw(st.integers(0, self.written[r].shape[1])) for r in requests]
+        entries = sum(-(-count // self.page_rows) for count in counts)
+        table = self.pool.page_table(requests, counts, entries + spare)
+        assert isinstance(table, PageTable)
+        assert [x.dtype for x in table] == [np.int32] * 3
+        pages, valid, first = (np.asarray(x) for x in table)
+        assert len(pages) == len(valid) == first[-1] + spare == entries + spare
+        assert not pages[entries:].any()
+        assert not valid[entries:].any()
+        for i, (request, count) in enumerate(zip(requests, counts, strict=True)):
+            own = range(first[i], first[i + 1])
+            gathered = [self.keys[:, pages[e], :, : valid[e]].swapaxes(1, 2) for e in own]
+            rows = np.concatenate([np.zeros((2, 0, 3, 1)), *gathered], axis=1)
+            np.testing.assert_array_equal(rows, self.written[request][:, :count])
+
+    @invariant()
+    def row_i_is_in_page_i_over_page_rows(self):
+        for request, rows in self.written.items():
+            pages = self.pool.page_table([request], [rows.shape[1]], self.pool.pages).pages
+            for i in {0, self.page_rows - 1, self.page_rows, rows.shape[1] - 1} & set(range(rows.shape[1])):
+                found = self.keys[:, pages[i // self.page_rows], :, i % self.page_rows]
+                np.testing.assert_array_equal(found, rows[:, i])
+
+
+TestRows = Rows.TestCase
+TestRows.settings = settings(max_examples=40, stateful_step_count=30)
+
+
+class TestTables:
+    def test_a_table_by_hand(self):
+        pool = pool_with(100, 0, 130, ROWS)
+        table = pool.page_table([2, 1, 0, 3], [129, 0, ROWS, ROWS], 7)
+        assert table.pages.tolist() == [3, 4, 5, 1, 6, 0, 0]
+        assert table.valid.tolist() == [64, 64, 1, 64, 64, 0, 0]
+        assert table.first.tolist() == [0, 3, 3, 4, 5]
+
+    def test_destinations_by_hand(self):
+        pool = KvPool.empty(10, 128).allocate(0, 1).allocate(1, 129).release(0).resize(1, 300)
+        page, row = pool.destinations(1, 258)
+        assert page.tolist() == [2] * 128 + [3] * 128 + [1] * 2
+        assert row.tolist() == [*range(128), *range(128), 0, 1]
+
+    def test_no_requests(self):
+        pool = KvPool.empty(4, ROWS)
+        assert [x.tolist() for x in pool.page_table([], [], 2)] == [[0, 0], [0, 0], [0]]
+        assert [x.tolist() for x in pool.packed_destinations([], [], 2)] == [[0, 0], [0, 0]]
+
+    def test_attention_reads_what_was_written(self, config: ModelConfig):
+        """A request whose pages are scattered sees its own keys, as in a pool where they are in order."""
+        config = dataclasses.replace(config, num_layers=2, num_kv_heads=2, head_dim=8)
+        rng = np.random.default_rng(0)
+        rows = 2 * ROWS + 9
+        k, v = rng.normal(size=(2, 2, rows, 2, 8)).astype(np.float32)
+        q = rng.normal(size=(1, 4, 4, 8)).astype(np.float32)
+
+        def attend(pool: KvPool, request: int) -> np.ndarray:
+            page, row = pool.destinations(request, rows)
+            layers = np.arange(2)[:, None]
+            keys, values = np.full((2, *pool_shape(config, pool.pages, ROWS)), 100.0, np.float32)
+            keys[layers, page, :, row], values[layers, page, :, row] = k, v
+            table = pool.page_table([request], [rows], 8)
+            return np.asarray(jax.jit(partial(split_attention, layer=1, scale=1.0))(q, keys, values, table).o)
+
+        scattered = pool_with(ROWS, ROWS, ROWS, ROWS).release(1).release(0).resize(3, rows)
+        assert scattered.pages_of(3).tolist() == [4, 1, 2]
+        np.testing.assert_allclose(attend(scattered, 3), attend(pool_with(rows), 0), rtol=1e-5)
+
+
+class TestBytes:
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+    @pytest.mark.parametrize("page_rows", [64, 320])
+    def test_a_pool_takes_what_its_arrays_take(self, config: ModelConfig, dtype: str, page_rows: int):
+        config = dataclasses.replace(config, num_layers=3, num_heads=10, num_kv_heads=5, head_dim=7)
+        shape = pool_shape(config, 2, page_rows)
+        assert shape == (3, 2, 5, page_rows, 7)
+        taken = sum(np.zeros(shape, jnp.dtype(dtype)).nbytes for _ in "kv")
+        assert pool_bytes(config, dtype, 2, page_rows) == taken
+        assert pages_within(config, dtype, page_rows, taken) == 2
+        assert pages_within(config, dtype, page_rows, taken - 1) == 1
+        assert pages_within(config, dtype, page_rows, 10 * taken) == 20
+
+    def test_nothing_fits_no_budget(self, config: ModelConfig):
+        assert pages_within(config, "bfloat16", 64, 100) == 0
+        assert pages_within(config, "bfloat16", 64, -(10**9)) == 0
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("operation", "message"),
+        [
+            (
+                lambda p, _: p.allocate(5, 7 * ROWS),
+                "request 5 needs 7 pages .* 448 rows, and 6 of 9 are free",
+            ),
+            (lambda p, _: p.resize(1, 9 * ROWS), "request 1 needs 7 more pages .* and 6 of 9 are free: wait"),
+            (lambda p, _: p.allocate(1, 1), "request 1 holds 2 pages .* already: resize it, or release it"),
+            (lambda p, _: p.allocate(1, 99 * ROWS), "request 1 holds 2 pages .* already"),
+            (lambda p, _: p.resize(5, 1), "request 5 is not in the KV pool: allocate"),
+            (lambda p, _: p.release(5), "request 5 is not in the KV pool"),
+            (lambda p, _: p.release(1).release(1), "request 1 is not in the KV pool"),
+            (lambda p, _: p.pages_of(5), "request 5 is not in the KV pool"),
+            (lambda p, _: p.page_table([0, 5], [1, 1], 9), "request 5 is not in the KV pool"),
+            (
+                lambda p, _: p.page_table([1], [129], 9),
+                "request 1 holds 2 pages .* 128 rows, not 129: resize",
+            ),
+            (
+                lambda p, _: p.page_table([0, 1], [1, 65], 2),
+                "3 pages .* do not fit 2 entries: .* larger bound",
+            ),
+            (lambda p, _: p.destinations(1, 129), "request 1 holds 2 pages .* 128 rows, not 129"),
+            (lambda p, _: p.packed_destinations([0, 1], [3, 4], 6), "7 rows .* do not fit 6 entries"),
+            (lambda p, _: p.allocate(5, -1), "-1 rows of the KV pool: expected 0 or more"),
+            (lambda p, _: p.resize(1, -1), "-1 rows"),
+            (lambda p, _: p.page_table([1], [-1], 9), "-1 rows"),
+            (lambda p, _: p.destinations(1, -1), "-1 rows"),
+            (lambda p, _: KvPool.empty(0, 64), "a KV pool of 0 pages: expected at least 1, the scratch page"),
+            (lambda p, _: KvPool.empty(2, 0), "pages of 0 rows: expected a positive multiple of 64"),
+            (lambda p, _: KvPool.empty(2, -64), "pages of -64 rows"),
+            (lambda p, config: pool_shape(config, 2, 96), "pages of 96 rows: expected a .* multiple of 64"),
+            (lambda p, config: pages_within(config, "bfloat16", 32, 10**9), "pages of 32 rows"),
+        ],
+    )
+    def test_messages(self, config: ModelConfig, operation: Callable, message: str):
+        pool = pool_with(ROWS, 2 * ROWS)
+        owned = held(pool)
+        with pytest.raises(KvPoolError, match=message) as raised:
+            operation(pool, config)
+        assert isinstance(raised.value, JdllmError)
+        assert held(pool) == owned
+        assert free(pool) == [4, 5, 6, 7, 8, 9]
