@@ -20,7 +20,7 @@ $(VENV)/.ready: pyproject.toml
 
 $(AOT_VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(AOT_VENV)
-	$(AOT_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,cuda13,kernels]'
+	$(AOT_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,cuda13]'
 	@touch $@
 
 demo: $(VENV)/.ready  ## generate text with the bundled model on the CPU
@@ -43,6 +43,7 @@ bench:  ## benchmarks on a card; uses the python on the path, which needs jax wi
 	for shape in llada-8b dream-7b llada-moe-7b; do python3 -m benchmarks.step --shape $$shape --peers; done
 	python3 -m benchmarks.cached_step --split xla mosaic_gpu
 	for rows in 1024 4096; do python3 -m benchmarks.profile_step --rows $$rows; done
+	python3 -m benchmarks.kernels
 	python3 -m benchmarks.peers.torch_kernels
 	python3 -m benchmarks.convert
 	for part in lmax latency latency_exact average error cost lazy allocators; do python3 -m benchmarks.plan --part $$part; done

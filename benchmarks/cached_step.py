@@ -18,7 +18,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from benchmarks.kernels import sampling
+from benchmarks.operators.masked_logits import sampling
 from benchmarks.record import Ceilings, measure_ceilings, median_seconds, record
 from benchmarks.shapes import SHAPES
 from jdllm.decoding.executables import Executables, temp_bytes

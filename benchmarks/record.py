@@ -5,7 +5,9 @@ import datetime
 import importlib.metadata
 import json
 import re
+import shutil
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -36,6 +38,26 @@ def median_seconds(run: Callable[[], Any], repeats: int = 5, warm_up: int = 2) -
         jax.block_until_ready(run())
         times.append(time.perf_counter() - start)
     return statistics.median(times)
+
+
+def card_state(run: Callable[[], Any]) -> dict[str, float]:
+    """Clock and power of the first card at work.
+
+    Arguments:
+    - `run`: the work; it is repeated, and its arrays waited for, until nvidia-smi has answered.
+
+    Returns `sm_mhz`, and `watts` as nvidia-smi averages them; nothing where it is missing or does not know.
+    """
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return {}
+    query = [program, "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader"]
+    with subprocess.Popen(query, stdout=subprocess.PIPE, text=True) as process:
+        while process.poll() is None:
+            jax.block_until_ready(run())
+        answer, _ = process.communicate()
+    known = re.match(r"(\d+) MHz, ([\d.]+) W", answer)
+    return {"sm_mhz": float(known[1]), "watts": float(known[2])} if known else {}
 
 
 def measure_ceilings(size: int = 8192, copy_bytes: int = 4 << 30, inner: int = 8) -> Ceilings:
@@ -70,9 +92,15 @@ def environment() -> dict[str, Any]:
         "device": device.device_kind,
         "platform": device.platform,
         "versions": versions,
-        "command": f"python3 -m benchmarks.{Path(sys.argv[0]).stem} {arguments}".strip(),
+        "command": f"python3 {_program()} {arguments}".strip(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
+
+
+def _program() -> str:
+    """What Python was asked to run: `-m` and a module's full name, or a file."""
+    spec = sys.modules["__main__"].__spec__
+    return sys.argv[0] if spec is None else f"-m {spec.name}"
 
 
 def record(name: str, rows: Sequence[dict[str, Any]], out: Path | None, **extra: Any) -> None:

@@ -167,7 +167,7 @@ def candidates(rows: int) -> list[Tiles]:
     return [default, *(change(**cut) for cut in cuts)]
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=HEADS, help="query heads x key-value heads")
     parser.add_argument("--keys", type=int, nargs="+", default=KEYS)
@@ -177,7 +177,7 @@ def main() -> None:
     parser.add_argument("--implementations", nargs="*", default=("mosaic_gpu", "xla"))
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     rows = []
     for heads, kv_heads in (map(int, shape.split("x")) for shape in args.shapes):
         folded = padded_queries(args.queries) * heads // kv_heads

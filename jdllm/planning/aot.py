@@ -5,10 +5,9 @@ are those of the card, except for choices that need a run on it (autotuning, cuD
 `cuda13` extra, and no driver.
 """
 
-import contextlib
 import functools
 import re
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
@@ -70,17 +69,5 @@ def compile_for(
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
     jitted = jax.jit(lambda *a: function(*a, **static), compiler_options=compiler_options("cuda"))
     (device,) = sharding.device_set
-    with jax.default_device(device), _cross_compiling():
+    with jax.default_device(device):
         return jitted.lower(*placed).compile()
-
-
-@contextlib.contextmanager
-def _cross_compiling() -> Iterator[None]:
-    """Let tokamax, where it is installed, trace kernels for a device that is not there."""
-    try:
-        from tokamax import config  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        yield
-        return
-    with config.cross_compile(True):
-        yield

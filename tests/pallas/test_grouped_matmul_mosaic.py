@@ -221,43 +221,55 @@ class TestRefusals:
 class TestChoice:
     @pytest.fixture
     def chosen(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-        """The forms that were asked, which all refuse but the last."""
+        """The forms that were asked to multiply."""
         names: list[str] = []
-
-        def refuse(name: str, *_: object) -> None:
-            names.append(name)
-            raise NotImplementedError(f"not {name}")
-
-        monkeypatch.setattr(mosaic_gpu, "grouped_matmul_mosaic_gpu", functools.partial(refuse, "mosaic_gpu"))
-        monkeypatch.setattr(api, "grouped_matmul_tokamax", functools.partial(refuse, "tokamax"))
-        monkeypatch.setattr(api, "grouped_matmul_padded", lambda *_: names.append("padded"))
+        monkeypatch.setattr(
+            mosaic_gpu, "grouped_matmul_mosaic_gpu", lambda *_: names.append("mosaic_gpu") or "product"
+        )
+        monkeypatch.setattr(api, "grouped_matmul_padded", lambda *_: names.append("padded") or "product")
         return names
 
     @staticmethod
     def call(dtype=jnp.bfloat16, implementation: Implementation | None = None) -> None:
         x, weights = jnp.ones((3, 64), dtype), jnp.ones((2, 64, 64), dtype)
-        grouped_matmul(x, weights, jnp.asarray([1, 2]), implementation=implementation)
+        assert grouped_matmul(x, weights, jnp.asarray([1, 2]), implementation=implementation) == "product"
 
     @pytest.mark.parametrize(
-        ("device", "dtype", "order"),
+        ("device", "dtype", "form"),
         [
-            (Target(True, 9.0), jnp.bfloat16, ["mosaic_gpu", "tokamax", "padded"]),
-            (Target(True, None), jnp.float16, ["mosaic_gpu", "tokamax", "padded"]),
-            (Target(True, 8.0), jnp.bfloat16, ["tokamax", "padded"]),
-            (Target(True, 9.0), jnp.float32, ["padded"]),
+            (Target(True, 9.0), jnp.bfloat16, "mosaic_gpu"),
+            (Target(True, None), jnp.float16, "mosaic_gpu"),
+            (Target(False, None), jnp.bfloat16, "padded"),
+            (Target(False, None), jnp.float32, "padded"),
         ],
     )
-    def test_by_default_the_fastest_that_can_run(self, chosen, monkeypatch, device, dtype, order):
+    def test_by_default_the_fastest_that_can_run(self, chosen, monkeypatch, device, dtype, form):
         monkeypatch.setattr(api, "target", lambda _: device)
-        with pytest.warns(UserWarning, match="slow, portable form"):
-            self.call(dtype)
-        assert chosen == order
+        self.call(dtype)
+        assert chosen == [form]
 
-    def test_an_explicit_choice_is_not_replaced(self, chosen, monkeypatch):
+    @pytest.mark.parametrize(
+        ("device", "dtype", "reason"),
+        [
+            (Target(True, 8.0), jnp.bfloat16, "Hopper only"),
+            (Target(True, 10.0), jnp.bfloat16, "Hopper only"),
+            (Target(True, 9.0), jnp.float32, "not of float32"),
+        ],
+    )
+    def test_a_card_that_cannot_run_the_kernel_is_warned_about(
+        self, chosen, monkeypatch, device, dtype, reason
+    ):
+        monkeypatch.setattr(api, "target", lambda _: device)
+        with pytest.warns(UserWarning, match=f"slow, portable form.*{reason}") as warned:
+            self.call(dtype)
+        assert chosen == ["padded"]
+        assert warned[0].filename == __file__
+
+    @pytest.mark.parametrize("form", ["mosaic_gpu", "padded"])
+    def test_an_explicit_choice_is_made(self, chosen, monkeypatch, form: Implementation):
         monkeypatch.setattr(api, "target", lambda _: Target(True, 9.0))
-        with pytest.raises(NotImplementedError, match="not mosaic_gpu"):
-            self.call(implementation="mosaic_gpu")
-        assert chosen == ["mosaic_gpu"]
+        self.call(implementation=form)
+        assert chosen == [form]
 
     @pytest.mark.parametrize("device", [Target(True, 8.0), Target(False, None)])
     def test_it_runs_on_hopper_only(self, monkeypatch, device):

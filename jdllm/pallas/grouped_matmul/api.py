@@ -3,16 +3,13 @@
 import warnings
 from typing import Literal
 
-import jax.numpy as jnp
-
 from jdllm.pallas.device import Target, target
 from jdllm.pallas.grouped_matmul.limits import check_mosaic_gpu
 from jdllm.pallas.grouped_matmul.padded import grouped_matmul_padded
 from jdllm.pallas.grouped_matmul.reference import grouped_matmul_reference
-from jdllm.pallas.grouped_matmul.tokamax_adapter import grouped_matmul_tokamax
 from jdllm.pallas.grouped_matmul.types import FirstGroup, Gate, GroupSizes, Product, Weights, X
 
-Implementation = Literal["mosaic_gpu", "tokamax", "padded", "reference"]
+Implementation = Literal["mosaic_gpu", "padded", "reference"]
 
 
 def grouped_matmul(
@@ -35,10 +32,9 @@ def grouped_matmul(
     - `first_group`: index in `weights` of the first group's matrix.
     - `gate`: a second matrix per group. With it the result is silu(x gate) * (x weights), both products
       rounded to the dtype of `x`; "mosaic_gpu" never writes them, the other forms do.
-    - `implementation`: "mosaic_gpu" (a kernel for Hopper, 16-bit types), "tokamax" (Mosaic GPU kernels,
-      16-bit types), "padded" (portable) or "reference" (dense oracle). By default the first of the first two
-      that can run on CUDA, padded anywhere else, and padded with a warning on CUDA where neither can.
-      `lax.ragged_dot` is none of them: it multiplies every row with every matrix.
+    - `implementation`: "mosaic_gpu" (a kernel for Hopper, 16-bit types), "padded" (portable) or "reference"
+      (dense oracle). By default mosaic_gpu where it can run, padded with a warning on CUDA where it cannot,
+      and padded anywhere else. `lax.ragged_dot` is none of them: it multiplies every row with every matrix.
     - `platform`: what will run it, "cpu" or "cuda"; by default the platform of JAX's default device.
 
     Returns the products in the dtype of `x`, accumulated in f32.
@@ -46,50 +42,32 @@ def grouped_matmul(
     Raises `NotImplementedError` where the given implementation cannot run, naming its limit.
     """
     device = target(platform)
-    if implementation is not None:
-        return _run(implementation, device, x, weights, group_sizes, first_group, gate)
-    if device.on_cuda:
-        limits = []
-        for form in ("mosaic_gpu", "tokamax"):
-            try:
-                return _run(form, device, x, weights, group_sizes, first_group, gate)
-            except NotImplementedError as e:
-                limits.append(str(e))
-        reasons = "; ".join(limits)
-        warnings.warn(f"experts are multiplied by a slow, portable form: {reasons}", stacklevel=2)
-    return grouped_matmul_padded(x, weights, group_sizes, first_group, gate)
-
-
-def _run(
-    implementation: Implementation,
-    device: Target,
-    x: X,
-    weights: Weights,
-    group_sizes: GroupSizes,
-    first_group: FirstGroup,
-    gate: Gate,
-) -> Product:
-    match implementation:
+    match implementation or _default(device, x, weights, gate):
         case "mosaic_gpu":
-            if not device.hopper:
-                raise NotImplementedError("the mosaic_gpu form of grouped products runs on Hopper only")
-            check_mosaic_gpu(x, weights, gate)
+            _check_mosaic_gpu(device, x, weights, gate)
             # Pallas for GPUs takes a while to import: only where it runs.
             from jdllm.pallas.grouped_matmul.mosaic_gpu import grouped_matmul_mosaic_gpu as form
-        case "tokamax":
-            _check_tokamax(x, device.on_cuda)
-            form = grouped_matmul_tokamax
         case "padded":
             form = grouped_matmul_padded
         case "reference":
             form = grouped_matmul_reference
-        case _:
-            raise NotImplementedError(f"grouped products have no implementation {implementation!r}")
+        case unknown:
+            raise NotImplementedError(f"grouped products have no implementation {unknown!r}")
     return form(x, weights, group_sizes, first_group, gate)
 
 
-def _check_tokamax(x: X, on_cuda: bool) -> None:
-    if not on_cuda:
-        raise NotImplementedError("tokamax multiplies groups on CUDA only")
-    if x.dtype not in (jnp.bfloat16, jnp.float16):
-        raise NotImplementedError(f"tokamax multiplies groups of bfloat16 and float16 only, not of {x.dtype}")
+def _default(device: Target, x: X, weights: Weights, gate: Gate) -> Implementation:
+    if not device.on_cuda:
+        return "padded"
+    try:
+        _check_mosaic_gpu(device, x, weights, gate)
+    except NotImplementedError as e:
+        warnings.warn(f"experts are multiplied by a slow, portable form: {e}", stacklevel=3)
+        return "padded"
+    return "mosaic_gpu"
+
+
+def _check_mosaic_gpu(device: Target, x: X, weights: Weights, gate: Gate) -> None:
+    if not device.hopper:
+        raise NotImplementedError("the mosaic_gpu form of grouped products runs on Hopper only")
+    check_mosaic_gpu(x, weights, gate)

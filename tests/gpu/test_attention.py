@@ -1,4 +1,4 @@
-"""The Hopper kernels against float64, on a card. The implementation is named, so no other can stand in."""
+"""Attention on Hopper against float64, on a card. The implementation is named, so no other can stand in."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from jdllm.pallas.attention import attention
-from jdllm.pallas.grouped_matmul import grouped_matmul
 
 pytestmark = pytest.mark.gpu
 
@@ -23,7 +22,7 @@ def relative(out: jax.Array, reference: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 32, 128), (28, 4, 128), (8, 8, 64)])
-@pytest.mark.parametrize("rows", [96, 1000, 1056, 3001])
+@pytest.mark.parametrize("rows", [96, 300, 1000, 1056])
 def test_attention(heads: int, kv_heads: int, head_dim: int, rows: int):
     rng = np.random.default_rng(rows)
     q, k, v = (
@@ -49,16 +48,3 @@ def test_attention(heads: int, kv_heads: int, head_dim: int, rows: int):
     assert (np.asarray(out.o, np.float32)[~full] == 0).all()
     assert (np.asarray(out.l)[~full] == 0).all()
     assert np.isneginf(np.asarray(out.m)[~full]).all()
-
-
-def test_grouped_matmul_with_skewed_and_empty_groups():
-    rng = np.random.default_rng(0)
-    sizes = np.array([0, 700, 1, 0, 67, 256, 0, 0], np.int32)
-    x = jnp.asarray(rng.normal(size=(sizes.sum(), 256)), jnp.bfloat16)
-    weights = jnp.asarray(rng.normal(size=(3 * len(sizes), 256, 128)), jnp.bfloat16)
-    out = grouped_matmul(x, weights, sizes, first_group=len(sizes), implementation="tokamax")
-    group = np.repeat(np.arange(len(sizes)), sizes) + len(sizes)
-    reference = np.einsum(
-        "rk,rkn->rn", np.asarray(x, np.float64), np.asarray(weights, np.float64)[group], optimize=True
-    )
-    assert relative(out, reference) < BF16_RELATIVE

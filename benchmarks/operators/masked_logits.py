@@ -1,0 +1,196 @@
+"""Time of masked logits against their floor and their portable form, with random data.
+
+Run as `python3 -m benchmarks.operators.masked_logits [--shape llada-8b] [--rows 32 2048] [--noise]
+[--level MOMENTS] [--sweep]` on a card. Every figure is the mean over repetitions inside one executable, the
+median of five calls. The floor is the larger of bytes over 4.3 TB/s and flops over 700 TFLOP/s. `--noise`
+draws every row's token at temperature 1. `--sweep` tries the cuts of `candidates`.
+"""
+
+import argparse
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from benchmarks.record import median_seconds, record
+from benchmarks.shapes import SHAPES
+from jdllm.decoding.executables import compiler_options
+from jdllm.decoding.noise import gumbel, vocabulary_bits
+from jdllm.pallas.masked_logits import Level, RowDecision, RowSampling, masked_logits
+from jdllm.pallas.masked_logits.limits import MAX_ROWS
+from jdllm.pallas.masked_logits.mosaic_gpu import masked_logits_mosaic_gpu
+from jdllm.pallas.masked_logits.tiles import WARPGROUP_ROWS, Tiles, default_tiles
+
+BYTES_PER_SECOND = 4.3e12
+FLOPS_PER_SECOND = 700e12
+LOGIT_SPREAD = 3.0
+# The two forms add products in different orders: what f32 sums of 4096 terms may differ by.
+TOLERANCE = 1e-4
+
+Form = Callable[[jax.Array, jax.Array, RowSampling], RowDecision]
+
+
+def sampling(rows: int, vocab: int, noise: bool) -> RowSampling:
+    """Rows without bans or filters."""
+    words = jnp.arange(rows, dtype=jnp.uint32)
+    bans = jnp.full((rows, 2), -1)
+    return RowSampling(
+        keys=(words, words + 1),
+        positions=jnp.arange(rows),
+        temperature=jnp.full(rows, float(noise)),
+        tempered=jnp.zeros(rows, bool),
+        top_k=jnp.full(rows, vocab),
+        top_p=jnp.ones(rows),
+        limit=jnp.full(rows, vocab),
+        token_bans=bans,
+        confidence_bans=bans,
+    )
+
+
+def in_chunks(form: Form, hidden: jax.Array, head: jax.Array, rows: RowSampling, size: int) -> RowDecision:
+    """Rows beyond what one call may hold, a chunk after the other."""
+    parts = [
+        form(hidden[at : at + size], head, jax.tree.map(lambda x, at=at: x[at : at + size], rows))
+        for at in range(0, len(hidden), size)
+    ]
+    return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """One form's result, the time of one repetition, and the bytes of temporaries."""
+
+    decision: RowDecision
+    seconds: float
+    temporaries: int
+
+
+def measure_form(form: Form, hidden: jax.Array, head: jax.Array, rows: RowSampling, size: int) -> Measured:
+    """Repeat `form` inside one executable."""
+    inner = max(4, 8192 // len(hidden))
+
+    def repeat(hidden: jax.Array, head: jax.Array, rows: RowSampling) -> RowDecision:
+        def body(_: int, last: RowDecision) -> RowDecision:
+            again, _ = lax.optimization_barrier((hidden, last))  # nothing moves out of the loop
+            return in_chunks(form, again, head, rows, size)
+
+        return lax.fori_loop(0, inner, body, in_chunks(form, hidden, head, rows, size))
+
+    options = compiler_options(jax.devices()[0].platform)
+    executable: Any = jax.jit(repeat, compiler_options=options).lower(hidden, head, rows).compile()
+    decision = executable(hidden, head, rows)
+    seconds = median_seconds(lambda: executable(hidden, head, rows)) / (inner + 1)
+    return Measured(decision, seconds, executable.memory_analysis().temp_size_in_bytes)
+
+
+def disagreement(
+    ours: RowDecision, theirs: RowDecision, hidden: jax.Array, head: jax.Array, rows: RowSampling
+) -> str:
+    """What is wrong with `ours`, empty if nothing is; tokens may differ where their scores are equal."""
+    problems = []
+    for name in ("maximum", "total", "second", "negative_entropy"):
+        a, b = (np.asarray(getattr(decision, name), np.float64) for decision in (ours, theirs))
+        error = np.max(np.abs(a - b) / np.maximum(np.abs(b), 1))
+        if not error < TOLERANCE:
+            problems.append(f"{name} off by {error:.1e}")
+    for row in np.flatnonzero(np.asarray(ours.token) != np.asarray(theirs.token)):
+        ids = np.array([ours.token[row], theirs.token[row]])
+        at = jax.tree.map(lambda x, row=row: x[row : row + 1], rows)
+        noise = gumbel(vocabulary_bits(at.keys, at.positions, len(head)))[0, ids]
+        pair = np.asarray(head[ids], np.float64) @ np.asarray(hidden[row], np.float64)
+        pair += float(at.temperature[0]) * np.asarray(noise, np.float64)
+        if not abs(pair[0] - pair[1]) < TOLERANCE:
+            problems.append(f"row {row}: ids {ids} with scores {pair}")
+    return "; ".join(problems[:4])
+
+
+def floor_seconds(rows: int, depth: int, vocab: int, size: int) -> float:
+    flops, moved = 2.0 * rows * depth * vocab, 2.0 * depth * (vocab * math.ceil(rows / size) + rows)
+    return max(flops / FLOPS_PER_SECOND, moved / BYTES_PER_SECOND)
+
+
+def candidates(rows: int) -> list[Tiles]:
+    """Cuts worth trying for a chunk of `rows` rows, the default first."""
+    if rows <= WARPGROUP_ROWS:
+        others = ["256,1,1,1,1,5", "128,1,1,1,1,8", "96,1,1,1,1,8", "192,1,1,1,2,7"]
+    elif rows <= 2 * WARPGROUP_ROWS:
+        others = ["256,2,1,1,2,4", "256,2,1,1,1,4", "192,2,1,1,1,5", "128,2,1,1,2,7"]
+    else:
+        others = ["192,2,1,2,1,5", "256,2,1,1,2,4", "256,2,1,1,1,4", "128,2,1,2,1,7"]
+        # Clusters of four: not every group of processors is a multiple of them.
+        others += ["256,2,1,2,2,4,128"] + ["256,2,1,4,1,4,128"] * (rows > 4 * WARPGROUP_ROWS)
+    return [default_tiles(rows), *map(parse_tiles, others)]
+
+
+def measure(
+    tilings: Sequence[Tiles], hidden: jax.Array, head: jax.Array, level: Level, noise: bool
+) -> Iterator[dict[str, Any]]:
+    """A row of the table for each cut; the portable form is measured once."""
+    (rows, depth), vocab = hidden.shape, head.shape[0]
+    size = min(rows, MAX_ROWS[level])
+    asked = sampling(rows, vocab, noise)
+    portable = functools.partial(masked_logits, level=level, implementation="xla")
+    xla = measure_form(portable, hidden, head, asked, size)
+    floor = floor_seconds(rows, depth, vocab, size)
+    for tiles in tilings:
+        kernel = functools.partial(masked_logits_mosaic_gpu, level=level, tiles=tiles)
+        ours = measure_form(kernel, hidden, head, asked, size)
+        yield {
+            "rows": rows,
+            "level": level.name,
+            "noise": noise,
+            **dataclasses.asdict(tiles),
+            "ms": 1e3 * ours.seconds,
+            "xla_ms": 1e3 * xla.seconds,
+            "floor_ms": 1e3 * floor,
+            "share_of_floor": floor / ours.seconds,
+            "tflops": 2e-12 * rows * depth * vocab / ours.seconds,
+            "temp_mib": ours.temporaries / 2**20,
+            "xla_temp_mib": xla.temporaries / 2**20,
+            "wrong": disagreement(ours.decision, xla.decision, hidden, head, asked),
+        }
+
+
+def parse_tiles(text: str) -> Tiles:
+    """`columns,row_groups,column_groups,row_blocks,column_blocks,stages[,processors]`."""
+    return Tiles(*map(int, text.split(",")))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="llada-8b")
+    parser.add_argument("--rows", type=int, nargs="+", default=[32, 256, 1024, 2048, 4096])
+    parser.add_argument("--level", choices=[Level.TOP.name, Level.MOMENTS.name], default=Level.TOP.name)
+    parser.add_argument("--noise", action="store_true", help="draw tokens at temperature 1")
+    parser.add_argument("--tiles", type=parse_tiles, nargs="+", help=parse_tiles.__doc__)
+    parser.add_argument("--sweep", action="store_true", help="all candidate cuts, fastest first")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(arguments)
+    config, level = SHAPES[args.shape], Level[args.level]
+    scale = LOGIT_SPREAD / math.sqrt(config.hidden_size)
+    head = scale * jax.random.normal(jax.random.key(0), (config.vocab_size, config.hidden_size), jnp.bfloat16)
+    table = []
+    for rows in args.rows:
+        hidden = jax.random.normal(jax.random.key(rows), (rows, config.hidden_size), jnp.bfloat16)
+        chunk = min(rows, MAX_ROWS[level])
+        tilings = args.tiles or (candidates(chunk) if args.sweep else [default_tiles(chunk)])
+        measured = []
+        for row in measure(tilings, hidden, head, level, args.noise):
+            print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+            measured.append(row)
+        table += sorted(measured, key=lambda row: row["ms"])
+    suffix = f"_{args.level.lower()}" + "_noise" * args.noise + "_sweep" * args.sweep
+    record(f"masked_logits_{args.shape}{suffix}", table, args.out)
+    if any(row["wrong"] for row in table):
+        raise SystemExit("results differ from those of the portable form")
+
+
+if __name__ == "__main__":
+    main()

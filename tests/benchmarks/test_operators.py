@@ -1,0 +1,130 @@
+"""The operators' benchmarks in miniature: what they measure is right, peers may be missing, ours may not."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import kernels
+from benchmarks.operators import attention, grouped_matmul
+
+
+@pytest.fixture(autouse=True)
+def miniature(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(grouped_matmul, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(attention, "LEAST_SECONDS", 1e-3)
+    monkeypatch.setattr(attention, "CALL_SECONDS", 3e-5)
+    monkeypatch.setattr(attention, "HEAD_DIM", 16)
+    monkeypatch.setattr(attention, "PACKED", (20, 1, 19))
+    monkeypatch.setattr(attention, "card_state", lambda run: {"watts": float(run().size)})
+    monkeypatch.setattr(grouped_matmul, "SIDES", {"gated": (24, 16), "down": (16, 24)})
+    monkeypatch.setattr(grouped_matmul, "GROUPS", 4)
+    monkeypatch.setitem(sys.modules, "tokamax", None)
+
+
+class TestAttention:
+    def test_shapes_and_forms(self, capsys: pytest.CaptureFixture[str]):
+        table = attention.measure([40, 8], [(4, 2)], ["tokamax", "xla"])
+        assert [(row["rows"], row["segments"]) for row in table] == [(40, 1), (8, 1), (40, 3)]
+        flops = [4 * pairs * 4 * 16 for pairs in (40**2, 8**2, 20**2 + 1 + 19**2)]
+        for row, count in zip(table, flops, strict=True):
+            assert row["form"] == "xla"
+            assert row["tflops"] == pytest.approx(1e-9 * count / row["ms"])
+            assert row["watts"] == row["rows"] * 4 * 16
+            assert 0 < row["error"] < 4e-3
+            assert "ratio" not in row
+        assert capsys.readouterr().out.count("tokamax: no row") == 3
+
+    def test_errors_are_those_of_the_form(self, monkeypatch: pytest.MonkeyPatch):
+        exact = attention.attend
+
+        def spoilt(form: str, *operands: jax.Array) -> jax.Array:
+            return exact(form, *operands) * (1 if form == "reference" else jnp.bfloat16(1.5))
+
+        monkeypatch.setattr(attention, "attend", spoilt)
+        [row] = attention.measure([8], [(4, 2)], ["xla"])
+        assert row["error"] == pytest.approx(0.5, abs=4e-3)
+
+    def test_packed_rows_see_their_segment(self):
+        q, k, v, start, end = attention.draw([2, 1, 3], 4, 2)
+        assert (q.shape, k.shape, v.shape) == ((6, 4, 16), (6, 2, 16), (6, 2, 16))
+        np.testing.assert_array_equal(start, [0, 0, 2, 3, 3, 3])
+        np.testing.assert_array_equal(end, [2, 2, 3, 6, 6, 6])
+
+    def test_queries_keep_their_values(self):
+        """Outputs fed back would average values until all scores are equal."""
+        operands = attention.draw([40], 4, 2)
+        outputs = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(attention, "card_state", lambda run: outputs.append(run()) or {})
+            attention.time_form("xla", operands, 1.0)
+        np.testing.assert_array_equal(outputs[0], jax.jit(lambda *x: attention.attend("xla", *x))(*operands))
+
+    def test_which_forms_take_which_segments(self):
+        measured = {
+            (form, lengths)
+            for form in attention.FORMS
+            for lengths in [(4096,), (2048, 2048), (16384,)]
+            if attention.can_measure(form, lengths)
+        }
+        everywhere = {(f, s) for f in ("mosaic_gpu", "tokamax") for s in [(4096,), (2048, 2048), (16384,)]}
+        assert measured == everywhere | {
+            ("cudnn", (4096,)),
+            ("cudnn", (16384,)),
+            ("xla", (4096,)),
+            ("xla", (2048, 2048)),
+        }
+
+    def test_ratio_is_the_time_of_cudnn_over_that_of_the_form_at_the_same_shape(self):
+        def row(form: str, rows: int, heads: int, segments: int, ms: float) -> dict[str, Any]:
+            shape = {"rows": rows, "heads": heads, "kv_heads": 4, "segments": segments}
+            return shape | {"form": form, "ms": ms}
+
+        table = [row("mosaic_gpu", 8, 4, 1, 2.0), row("cudnn", 8, 4, 1, 3.0), row("mosaic_gpu", 8, 4, 5, 1.0)]
+        table += [row("cudnn", 8, 28, 1, 6.0), row("xla", 8, 28, 1, 12.0), row("xla", 16, 28, 1, 9.0)]
+        ratios = [r.get("ratio") for r in attention.with_ratios(table)]
+        assert ratios == [1.5, 1.0, None, 1.0, 0.5, None]
+
+    def test_ours_must_run(self):
+        with pytest.raises(NotImplementedError, match="Hopper only"):
+            attention.measure([8], [(4, 2)], ["mosaic_gpu"])
+
+    def test_command_line(self, tmp_path: Path):
+        attention.main(["--rows", "8", "16", "--heads", "4x2", "--forms", "xla", "--out", str(tmp_path)])
+        written = json.loads((tmp_path / "attention.json").read_text())
+        assert [(r["rows"], r["heads"], r["kv_heads"]) for r in written["rows"]] == [(8, 4, 2), (16, 4, 2)]
+
+
+class TestGroupedMatmul:
+    def test_without_tokamax_its_rows_are_left_out(self, capsys: pytest.CaptureFixture[str]):
+        table = grouped_matmul.measure([40], ["gated", "down"], ["tokamax", "padded"])
+        assert [(row["form"], row["implementation"]) for row in table] == [
+            ("gated", "padded"),
+            ("down", "padded"),
+        ]
+        assert all(0 < row["error"] < 8e-3 for row in table)
+        assert capsys.readouterr().out.count("tokamax: no row") == 2
+
+    def test_ours_must_run(self):
+        with pytest.raises(NotImplementedError, match="Hopper only"):
+            grouped_matmul.measure([40], ["down"], ["mosaic_gpu"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], [("masked_logits", []), ("attention", []), ("split_attention", []), ("grouped_matmul", [])]),
+        (["--operators", "attention", "--out", "x"], [("attention", ["--out", "x"])]),
+    ],
+)
+def test_all_operators_run_in_turn(monkeypatch: pytest.MonkeyPatch, arguments, expected):
+    ran = []
+    for name in kernels.OPERATORS:
+        monkeypatch.setitem(kernels.OPERATORS, name, lambda given, name=name: ran.append((name, list(given))))
+    kernels.main(arguments)
+    assert ran == expected
