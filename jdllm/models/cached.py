@@ -4,12 +4,12 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
-from jdllm.models.selection import Selection, candidate_ranks, destinations, store
 
 from jdllm.models.block import AttentionFn, Hidden, Layer, RowInts, Rows, block
 from jdllm.models.config import ModelConfig
 from jdllm.models.moe import GroupedMatmulFn
 from jdllm.models.rotary import cos_sin
+from jdllm.models.selection import Selection, candidate_ranks, destinations, store
 from jdllm.models.transformer import embed, scan_layers
 from jdllm.models.weights import Params
 from jdllm.pallas.attention import AttentionOutput, merge
