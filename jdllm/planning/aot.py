@@ -54,20 +54,27 @@ def target_sharding(target: str) -> NamedSharding:
 
 
 def compile_for(
-    target: str, function: Callable[..., Any], *args: Any, **static: Hashable
+    target: str,
+    function: Callable[..., Any],
+    *args: Any,
+    donate: tuple[int, ...] = (),
+    **static: Hashable,
 ) -> jax.stages.Compiled:
     """Compile `function(*args, **static)` for a described card.
 
     Arguments:
     - `target`: as `target_sharding` takes it.
     - `args`: trees of anything with a shape and a dtype, such as `jax.ShapeDtypeStruct`.
+    - `donate`: places of the arguments whose memory results may take.
     - `static`: keyword arguments that are no arrays.
 
     Returns the executable, whose `memory_analysis()` and `as_text()` answer for the card. It cannot run.
     """
     sharding = target_sharding(target)
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
-    jitted = jax.jit(lambda *a: function(*a, **static), compiler_options=compiler_options("cuda"))
+    jitted = jax.jit(
+        lambda *a: function(*a, **static), donate_argnums=donate, compiler_options=compiler_options("cuda")
+    )
     (device,) = sharding.device_set
     with jax.default_device(device):
         return jitted.lower(*placed).compile()

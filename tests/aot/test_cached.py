@@ -1,0 +1,68 @@
+"""Cached steps of LLaDA-8B compiled for an H200: the pool is written in place, or only read."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.shapes import SHAPES
+from jdllm.decoding.cached import refresh, reuse
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.models.cached import KeyValuePool
+from jdllm.models.weights import abstract_params
+from jdllm.pallas.masked_logits import Level
+from jdllm.planning.aot import compile_for
+from jdllm.serving.cached_packing import pack_refresh, pack_reuse
+from jdllm.serving.cached_runner import PAGE_ROWS
+from jdllm.serving.kv_pool import KvPool, pool_shape
+from jdllm.serving.request import Request, generation_request
+
+pytestmark = pytest.mark.aot
+
+CONFIG = SHAPES["llada-8b"]
+MIB = 2**20
+LENGTH, REQUESTS = 1024, 4
+PAGES = 1 + 16 * REQUESTS * LENGTH // PAGE_ROWS  # a layer's keys are half a GiB
+STATIC = {"config": CONFIG, "mask_id": CONFIG.mask_id, "logits_chunks": 1, "level": Level.TOP}
+
+
+def requests(cache: str) -> tuple[list[Request], KvPool]:
+    sampling = SamplingParams(gen_length=256, block_length=32, cache=cache, refresh_delay=0)  # pyright: ignore
+    pages = KvPool.empty(PAGES, PAGE_ROWS)
+    out = [generation_request(i, np.arange(LENGTH - 256), sampling, CONFIG) for i in range(REQUESTS)]
+    for request in out:
+        pages = pages.allocate(request.index, LENGTH)
+    return out, pages
+
+
+def abstract_pool(pages: KvPool) -> KeyValuePool:
+    array = jax.ShapeDtypeStruct(pool_shape(CONFIG, pages.pages, PAGE_ROWS), jnp.bfloat16)
+    return KeyValuePool(array, array)
+
+
+def layer_bytes(pages: KvPool) -> int:
+    """Keys of one layer."""
+    return int(np.prod(pool_shape(CONFIG, pages.pages, PAGE_ROWS)[1:])) * 2
+
+
+@pytest.mark.parametrize("cache", ["dual", "head_sparse"])
+def test_a_refresh_copies_no_layer_of_the_pool(cache: str):
+    asked, pages = requests(cache)
+    (batch, _), selection, table, half_width = pack_refresh(asked, CONFIG, pages)
+    params = abstract_params(CONFIG, "bfloat16")
+    pool = abstract_pool(pages)
+    arguments = (params, batch, selection, table, pool)
+    compiled = compile_for("h200", refresh, *arguments, donate=(4,), half_width=half_width, **STATIC)
+    memory = compiled.memory_analysis()
+    gate_up_product = 3 * REQUESTS * LENGTH * CONFIG.intermediate_size * 2
+    assert memory.temp_size_in_bytes < gate_up_product + 100 * MIB < layer_bytes(pages)
+    assert memory.alias_size_in_bytes >= 2 * CONFIG.num_layers * layer_bytes(pages)
+
+
+def test_a_reuse_copies_no_layer_of_the_pool():
+    asked, pages = requests("dual")
+    pack_refresh(asked, CONFIG, pages)
+    (batch, _), table = pack_reuse(asked, CONFIG, pages)
+    arguments = (abstract_params(CONFIG, "bfloat16"), batch, table, abstract_pool(pages), np.int32(1))
+    compiled = compile_for("h200", reuse, *arguments, **STATIC)
+    assert compiled.memory_analysis().temp_size_in_bytes < 64 * MIB
