@@ -39,7 +39,6 @@ def plan(
         str,
         typer.Option(metavar="none|prefix|dual|selective|sparse|head_sparse", help="What the KV pool keeps."),
     ] = "none",
-    block_length: Annotated[int, typer.Option(help="Length of the blocks.")] = 32,
     retention: Annotated[float, typer.Option(help="Share of the keys that a sparse policy keeps.")] = 0.5,
     dtype: Annotated[
         str, typer.Option(metavar="float32|bfloat16|float16", help="Type of weights and activations.")
@@ -83,7 +82,6 @@ def plan(
         dtype,
         mask_ratio=mask_ratio,
         cache_policy=cast("CachePolicy", cache_policy),
-        block_length=block_length,
         retention=retention,
         max_num_logits=max_num_logits,
     )

@@ -41,7 +41,7 @@ class Workload:
     - `hopper`: whether Hopper's kernels run on the target, as `StepKind` says.
     - `mask_ratio`: masked rows per row.
     - `level`: what the head computes for a row.
-    - `cache_policy`, `block_length`, `retention`: decide the size of the KV pool.
+    - `cache_policy`, `retention`: decide the size of the KV pool.
     - `max_num_logits`: head rows whose logits may exist at a time; `None` for as many as fit.
     """
 
@@ -51,7 +51,6 @@ class Workload:
     mask_ratio: float = 0.5
     level: Level = Level.TOP
     cache_policy: CachePolicy = "none"
-    block_length: int = 32
     retention: float = 0.5
     max_num_logits: int | None = None
 
@@ -61,8 +60,6 @@ class Workload:
                 f"mask ratio {self.mask_ratio:g} and retention {self.retention:g}:"
                 " expected numbers above 0, at most 1"
             )
-        if self.block_length < 1:
-            raise ConfigError(f"block length is {self.block_length}, expected at least 1")
         if self.cache_policy not in ("none", *WHOLE_CACHES, *SPARSE_CACHES):
             known = ", ".join(("none", *WHOLE_CACHES, *SPARSE_CACHES))
             raise ConfigError(f"unknown cache policy {self.cache_policy!r}: expected one of {known}")
@@ -73,12 +70,12 @@ class Workload:
 
     def kv_pool_bytes(self, context: int) -> int:
         """Bytes of the keys and values of all layers that the cache policy keeps, in whole pages."""
-        kept = {"none": 0}.get(self.cache_policy, context)
-        if self.cache_policy in SPARSE_CACHES:
-            kept = int(max(context - self.block_length, 0) * self.retention)
-        pages = -(-kept // _PAGE) * _PAGE
+        if self.cache_policy == "none":
+            return 0
+        kept = int(context * self.retention) if self.cache_policy in SPARSE_CACHES else context
+        rows = (1 + -(-kept // _PAGE)) * _PAGE  # the first page is scratch
         config = self.config
-        return pages * config.num_layers * 2 * config.num_kv_heads * config.head_dim * self.kind.itemsize
+        return rows * config.num_layers * 2 * config.num_kv_heads * config.head_dim * self.kind.itemsize
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,6 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,17 +24,6 @@ SCRATCH_PAGE = 0
 
 _WORD = 512
 """Pages in a word of the set of free pages."""
-
-
-class Destinations(NamedTuple):
-    """Where rows are written: keys `[rows, kv_heads, head_dim]` by `pool.at[layer, page, :, row].set(keys)`.
-
-    - `page`: int32, the page of each row.
-    - `row`: int32, its row in that page.
-    """
-
-    page: Int[np.ndarray, " rows"]
-    row: Int[np.ndarray, " rows"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,25 +125,6 @@ class KvPool:
         before = (np.arange(first[-1]) - np.repeat(first[:-1], counts)) * self.page_rows
         valid = np.minimum(np.repeat(np.asarray(rows, np.int32), counts) - before, self.page_rows)
         return PageTable(_padded(held, bound, "pages"), _padded([valid], bound, "pages"), first)
-
-    def destinations(self, request: int, rows: int) -> Destinations:
-        """Where the first `rows` rows of `request` are written, `[rows]`.
-
-        Raises `KvPoolError` for rows beyond its pages.
-        """
-        return self.packed_destinations([request], [rows], rows)
-
-    def packed_destinations(self, requests: Sequence[int], rows: Sequence[int], bound: int) -> Destinations:
-        """Where packed rows are written: the first `rows[0]` of one request, then those of the next.
-
-        Returns arrays `[bound]`, which ends in padding that goes to row 0 of the scratch page. Raises
-        `KvPoolError` for rows beyond a request's pages, or more rows than `bound`.
-        """
-        held = [self._pages_with(*live) for live in zip(requests, rows, strict=True)]
-        index = [np.arange(count) for count in rows]
-        page = [pages[i // self.page_rows] for pages, i in zip(held, index, strict=True)]
-        row = [i % self.page_rows for i in index]
-        return Destinations(_padded(page, bound, "rows"), _padded(row, bound, "rows"))
 
     def _pages_with(self, request: int, rows: int) -> Int[np.ndarray, " pages"]:
         """The pages of `request` that hold its first `rows` rows."""

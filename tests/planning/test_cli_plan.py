@@ -148,9 +148,9 @@ def test_more_memory_is_never_a_shorter_context(configs: dict[str, Path], family
 
 def test_a_policy_keeps_the_keys_and_values_of_all_layers(llada: Path):
     rows = 2 * 32 * 4096 * 2
-    assert facts(llada, "--cache-policy", "dual", context=4096)["kv_pool_bytes"] == 4096 * rows
-    sparse = ("--cache-policy", "sparse", "--retention", "0.25", "--block-length", "1024")
-    assert facts(llada, *sparse, context=4096)["kv_pool_bytes"] == (4096 - 1024) // 4 * rows
+    assert facts(llada, "--cache-policy", "dual", context=4096)["kv_pool_bytes"] == (64 + 4096) * rows
+    sparse = ("--cache-policy", "sparse", "--retention", "0.25")
+    assert facts(llada, *sparse, context=4096)["kv_pool_bytes"] == (64 + 4096 // 4) * rows
 
 
 def test_the_options_reach_the_plan(llada: Path):

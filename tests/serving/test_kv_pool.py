@@ -158,8 +158,14 @@ class TestPages:
             pages[0] = 3
 
 
+def places(pool: KvPool, request: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """The page of each row, and its row in that page."""
+    row = np.arange(rows)
+    return pool.pages_of(request)[row // pool.page_rows], row % pool.page_rows
+
+
 class Rows(RuleBasedStateMachine):
-    """Keys and values that are written through destinations and read through page tables."""
+    """Keys and values that are written row by row and read through page tables."""
 
     def __init__(self):
         super().__init__()
@@ -203,27 +209,13 @@ class Rows(RuleBasedStateMachine):
 
     @precondition(lambda self: self.written)
     @rule(data=st.data())
-    def write_one(self, data: st.DataObject):
+    def write_rows(self, data: st.DataObject):
         request = data.draw(st.sampled_from(sorted(self.written)))
         count = data.draw(st.integers(0, self.room(request)))
-        page, row = self.pool.destinations(request, count)
-        assert page.dtype == row.dtype == np.int32
+        page, row = places(self.pool, request, count)
         rows = self.new_rows(count)
         self.write(page, row, rows)
         self.written[request] = np.concatenate([rows, self.written[request][:, count:]], axis=1)
-
-    @rule(data=st.data(), padding=st.integers(0, 5))
-    def write_packed(self, data: st.DataObject, padding: int):
-        requests = data.draw(st.permutations(sorted(self.written)))
-        counts = [data.draw(st.integers(0, self.room(request))) for request in requests]
-        page, row = self.pool.packed_destinations(requests, counts, sum(counts) + padding)
-        assert page.dtype == row.dtype == np.int32
-        assert page[sum(counts) :].tolist() == row[sum(counts) :].tolist() == [0] * padding
-        rows = self.new_rows(sum(counts) + padding)
-        self.write(page, row, rows)
-        for request, count, end in zip(requests, counts, np.cumsum(counts), strict=True):
-            kept = self.written[request][:, count:]
-            self.written[request] = np.concatenate([rows[:, end - count : end], kept], axis=1)
 
     @rule(data=st.data(), spare=st.integers(0, 3))
     def read(self, data: st.DataObject, spare: int):
@@ -264,16 +256,9 @@ class TestTables:
         assert table.valid.tolist() == [64, 64, 1, 64, 64, 0, 0]
         assert table.first.tolist() == [0, 3, 3, 4, 5]
 
-    def test_destinations_by_hand(self):
-        pool = KvPool.empty(10, 128).allocate(0, 1).allocate(1, 129).release(0).resize(1, 300)
-        page, row = pool.destinations(1, 258)
-        assert page.tolist() == [2] * 128 + [3] * 128 + [1] * 2
-        assert row.tolist() == [*range(128), *range(128), 0, 1]
-
     def test_no_requests(self):
         pool = KvPool.empty(4, ROWS)
         assert [x.tolist() for x in pool.page_table([], [], 2)] == [[0, 0], [0, 0], [0]]
-        assert [x.tolist() for x in pool.packed_destinations([], [], 2)] == [[0, 0], [0, 0]]
 
     def test_attention_reads_what_was_written(self, config: ModelConfig):
         """A request whose pages are scattered sees its own keys, as in a pool where they are in order."""
@@ -284,7 +269,7 @@ class TestTables:
         q = rng.normal(size=(1, 4, 4, 8)).astype(np.float32)
 
         def attend(pool: KvPool, request: int) -> np.ndarray:
-            page, row = pool.destinations(request, rows)
+            page, row = places(pool, request, rows)
             layers = np.arange(2)[:, None]
             keys, values = np.full((2, *pool_shape(config, pool.pages, ROWS)), 100.0, np.float32)
             keys[layers, page, :, row], values[layers, page, :, row] = k, v
@@ -338,12 +323,9 @@ class TestErrors:
                 lambda p, _: p.page_table([0, 1], [1, 65], 2),
                 "3 pages .* do not fit 2 entries: .* larger bound",
             ),
-            (lambda p, _: p.destinations(1, 129), "request 1 holds 2 pages .* 128 rows, not 129"),
-            (lambda p, _: p.packed_destinations([0, 1], [3, 4], 6), "7 rows .* do not fit 6 entries"),
             (lambda p, _: p.allocate(5, -1), "-1 rows of the KV pool: expected 0 or more"),
             (lambda p, _: p.resize(1, -1), "-1 rows"),
             (lambda p, _: p.page_table([1], [-1], 9), "-1 rows"),
-            (lambda p, _: p.destinations(1, -1), "-1 rows"),
             (lambda p, _: KvPool.empty(0, 64), "a KV pool of 0 pages: expected at least 1, the scratch page"),
             (lambda p, _: KvPool.empty(2, 0), "pages of 0 rows: expected a positive multiple of 64"),
             (lambda p, _: KvPool.empty(2, -64), "pages of -64 rows"),
