@@ -254,7 +254,6 @@ def test_weights_alone_are_too_much(llada: Path):
         (("--cache-policy", "triple"), ("'triple'", "prefix")),
         (("--mask-ratio", "0"), ("mask ratio",)),
         (("--retention", "2"), ("retention",)),
-        (("--block-length", "0"), ("block length",)),
         (("--max-num-logits", "0"), ("--max-num-logits",)),
         (("--host-memory", "much"), ("--host-memory is 'much'", "24GiB")),
         (("--memory", "-1"), ("--memory is '-1'",)),
