@@ -48,16 +48,22 @@ class CachedRunner:
         self._pages = KvPool.empty(1, PAGE_ROWS)
         self._pool: KeyValuePool | None = None
 
-    def admit(self, request: Request, *, alone: bool) -> bool:
-        """Give `request` the pages that it may ever need; `False` where they are not free now.
+    def make_room(self, requests: Sequence[Request]) -> None:
+        """Let the pool hold all `requests` at once, or as much as it may; nobody may hold pages now."""
+        pages = 1 + sum(map(self._pages_for, requests))
+        if pages > self._pages.pages:
+            pages = power_bucket(pages, _SMALLEST_POOL)
+            self._pages = KvPool.empty(min(pages, self._max_pages or pages), PAGE_ROWS)
+            self._pool = None
 
-        Raises `KvPoolError` where it could not have them even `alone`. The pool grows while nobody uses it.
+    def admit(self, request: Request) -> bool:
+        """Give `request` the pages that it may ever need; `False` where others hold too many of them.
+
+        Raises `KvPoolError` where the pool could not hold it alone.
         """
-        rows = most_stored(request.sampling, len(request.tokens))
-        if alone and self._pages.pages_for(rows) >= self._pages.pages:
-            self._grow(self._pages.pages_for(rows) + 1)
-        if not alone and self._pages.pages_for(rows) > self._pages.free_pages:
+        if self._pages.owned and self._pages_for(request) > self._pages.free_pages:
             return False
+        rows = most_stored(request.sampling, len(request.tokens))
         self._pages = self._pages.allocate(request.index, rows)
         return True
 
@@ -114,7 +120,5 @@ class CachedRunner:
             self._pool = empty_pool(self._config, self._pages.pages, PAGE_ROWS, dtype)
         return self._pool
 
-    def _grow(self, pages: int) -> None:
-        pages = power_bucket(pages, _SMALLEST_POOL)
-        self._pages = KvPool.empty(min(pages, self._max_pages or pages), PAGE_ROWS)
-        self._pool = None
+    def _pages_for(self, request: Request) -> int:
+        return self._pages.pages_for(most_stored(request.sampling, len(request.tokens)))

@@ -1,6 +1,7 @@
 """The engine: admits requests, packs a step, runs it and hands out what it committed."""
 
 import functools
+import itertools
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -83,14 +84,16 @@ class Engine:
 
     def _admit(self, waiting: deque[Request], running: list[Request]) -> None:
         rows = sum(r.rows for r in running)
-        while waiting and (not running or rows + waiting[0].rows <= self._budget):
-            request = waiting[0]
-            holding = any(r.cached for r in running)
-            if request.cached and not self._cache.admit(request, alone=not holding):
+        totals = rows + np.cumsum([r.rows for r in waiting])
+        fitting = int(np.searchsorted(totals, self._budget, side="right"))
+        admissible = list(itertools.islice(waiting, fitting if running else max(fitting, 1)))
+        if any(r.cached for r in admissible) and not any(r.cached for r in running):
+            self._cache.make_room([r for r in admissible if r.cached])
+        for request in admissible:
+            if request.cached and not self._cache.admit(request):
                 return
             waiting.popleft()
             request.started = time.perf_counter()
-            rows += request.rows
             running.append(request)
 
     def _dispatch(self, requests: list[Request], every_step: bool) -> Iterator[StepUpdate]:

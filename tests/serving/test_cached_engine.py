@@ -111,6 +111,12 @@ def requests(config, lengths: list[int]) -> list[Request]:
     return [generation_request(i, np.arange(1, n + 1), sampling, config) for i, n in enumerate(lengths)]
 
 
+def test_requests_share_a_dispatch(runner, config):
+    """Each step of one is followed by the same step of the others, not by its own next one."""
+    order = [update.request for update in Engine(runner, config, 4096).run(requests(config, [60, 60, 50]))]
+    assert order[:6] == [0, 1, 2, 0, 1, 2]
+
+
 def test_requests_wait_for_pages(runner, params, config, monkeypatch):
     engine = limited(runner, params, config, monkeypatch, pages=3)
     asked = requests(config, [60, 60, 50])  # of two pages, two and one: the pool has two

@@ -1,0 +1,83 @@
+"""Tokens per second of whole generations with random weights, and what one step of each kind takes.
+
+Run as `python3 -m benchmarks.generate [--cache dual] [--batch 1 8] [--prompt 512] [--shape llada-8b]` on a
+card: 256 tokens in 256 steps, blocks of 32, as the published comparisons do. Each setting runs twice; the
+second run is timed, so that nothing is compiled. `steps_ms` is the mean over a request's forward evaluations.
+"""
+
+import argparse
+import itertools
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from benchmarks.record import record
+from benchmarks.shapes import SHAPES
+from jdllm.decoding.caches import POLICIES
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.llm import LLM
+from jdllm.models.module import Transformer
+
+GEN_LENGTH, BLOCK_LENGTH = 256, 32
+
+
+def measure(llm: LLM, batch: int, prompt: int, sampling: SamplingParams) -> dict[str, Any]:
+    """One row of the table: `batch` equal requests of `prompt` random tokens."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, llm.config.vocab_size // 2, prompt) for _ in range(batch)]
+    seconds = 0.0
+    for _ in range(2):
+        start = time.perf_counter()
+        outputs = llm.generate(prompt_token_ids=prompts, sampling=sampling)
+        seconds = time.perf_counter() - start
+    return {
+        "batch": batch,
+        "prompt": prompt,
+        "cache": sampling.cache,
+        "retention": sampling.retention if sampling.cache in ("sparse", "head_sparse") else 1.0,
+        "delay": sampling.refresh_delay,
+        "tokens_s": batch * sampling.gen_length / seconds,
+        "seconds": seconds,
+        "steps": outputs[0].nfe,
+        "steps_ms": 1e3 * seconds / outputs[0].nfe,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="llada-8b")
+    parser.add_argument("--cache", nargs="+", choices=["none", *POLICIES], default=["dual"])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1])
+    parser.add_argument("--prompt", type=int, nargs="+", default=[512])
+    parser.add_argument("--retention", type=float, default=0.5)
+    parser.add_argument("--delay", type=int, nargs="+", help="of the refresh; by default that of the policy")
+    parser.add_argument("--steps", type=int, default=GEN_LENGTH, help="denoising steps of a request")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    model = Transformer(SHAPES[args.shape], rngs=nnx.Rngs(0), dtype="bfloat16")
+    rows = max(args.batch) * (max(args.prompt) + GEN_LENGTH)
+    llm = LLM(model, max_num_batched_tokens=rows, progress=False)
+    table = []
+    for cache, batch, prompt, delay in itertools.product(
+        args.cache, args.batch, args.prompt, args.delay or [None]
+    ):
+        sampling = SamplingParams(
+            gen_length=GEN_LENGTH,
+            steps=args.steps,
+            block_length=BLOCK_LENGTH,
+            cache=cache,
+            retention=args.retention,
+            refresh_delay=delay,
+            early_stop=False,
+        )
+        table.append({"shape": args.shape, **measure(llm, batch, prompt, sampling)})
+        print(json.dumps(table[-1]), flush=True)
+    record(f"generate_{args.shape}", table, args.out)
+
+
+if __name__ == "__main__":
+    main()
