@@ -1,25 +1,40 @@
 """Runs cached steps: owns the KV pool on the device and the account of its pages."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from jdllm.decoding.batch import Trace
 from jdllm.decoding.cached import refresh, reuse
 from jdllm.decoding.caches import most_stored
-from jdllm.decoding.executables import Executables
+from jdllm.decoding.executables import Executables, temp_bytes
 from jdllm.models.cached import KeyValuePool, empty_pool
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.buckets import power_bucket
+from jdllm.planning.budget import MemoryBudgetError
 from jdllm.serving.cached_packing import pack_refresh, pack_reuse
-from jdllm.serving.kv_pool import KvPool
+from jdllm.serving.kv_pool import KvPool, pool_bytes
 from jdllm.serving.request import Request
 
 PAGE_ROWS = 64
 _SMALLEST_POOL = 16
+
+
+class Limit(NamedTuple):
+    """What a cached step is held against before it runs.
+
+    - `device`: bytes that the device may hold in all.
+    - `fixed`: what is on it beside the pool and a step's temporaries.
+    - `longest`: the longest context that fits without a cache, for the error.
+    """
+
+    device: int
+    fixed: int
+    longest: int
 
 
 class CachedRunner:
@@ -29,6 +44,7 @@ class CachedRunner:
     - `params`, `config`, `executables`: as of `jdllm.serving.runner.StepRunner`.
     - `max_pages`: pages that the pool may have, scratch included; `None` for as many as are asked for.
     - `max_num_logits`: head rows whose logits may exist at a time.
+    - `limit`: the memory budget; `None` for none.
     """
 
     def __init__(
@@ -39,12 +55,14 @@ class CachedRunner:
         *,
         max_pages: int | None,
         max_num_logits: int,
+        limit: Limit | None = None,
     ):
         self._params = params
         self._config = config
         self._executables = executables
         self._max_pages = max_pages
         self._max_num_logits = max_num_logits
+        self._limit = limit
         self._pages = KvPool.empty(1, PAGE_ROWS)
         self._pool: KeyValuePool | None = None
 
@@ -74,10 +92,11 @@ class CachedRunner:
     def refresh(self, requests: Sequence[Request], level: Level) -> tuple[Trace, list[np.ndarray]]:
         """One step of whole sequences; what each policy asks for is stored.
 
-        Returns the trace, and for each request the positions of its head rows.
+        Returns the trace, and for each request the positions of its head rows. Raises `MemoryBudgetError` where
+        the step does not fit, before it has run.
         """
         (batch, candidates), selection, table, half_width = pack_refresh(requests, self._config, self._pages)
-        trace, self._pool = self._executables.call(
+        trace, self._pool = self._run(
             refresh,
             self._params,
             batch,
@@ -95,16 +114,28 @@ class CachedRunner:
     ) -> tuple[Trace, list[np.ndarray]]:
         """Up to `max_steps` steps of what each request forwards; as `refresh` otherwise."""
         (batch, candidates), table = pack_reuse(requests, self._config, self._pages)
-        trace = self._executables.call(
+        trace = self._run(
             reuse,
             self._params,
             batch,
             table,
             self._device_pool(),
-            np.int32(max_steps),
+            np.int32(min(max_steps, batch.segments.quota.shape[1])),
             **self._static(requests, len(batch.head.row), level),
         )
         return trace, candidates
+
+    def _run(
+        self, function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = (), **static: Any
+    ) -> Any:
+        executable = self._executables.compile(function, *args, donate=donate, **static)
+        if self._limit is not None:
+            pool = pool_bytes(self._config, str(self._dtype), self._pages.pages, PAGE_ROWS)
+            needed = self._limit.fixed + pool + temp_bytes(executable)
+            if needed > self._limit.device:
+                what = f"a cached step with a pool of {self._pages.pages} pages"
+                raise MemoryBudgetError(what, needed, self._limit.device, self._limit.longest)
+        return executable(*args)
 
     def _static(self, requests: Sequence[Request], head_rows: int, level: Level) -> dict[str, Any]:
         return {
@@ -116,9 +147,12 @@ class CachedRunner:
 
     def _device_pool(self) -> KeyValuePool:
         if self._pool is None:
-            dtype = self._params["final_norm"].dtype
-            self._pool = empty_pool(self._config, self._pages.pages, PAGE_ROWS, dtype)
+            self._pool = empty_pool(self._config, self._pages.pages, PAGE_ROWS, self._dtype)
         return self._pool
+
+    @property
+    def _dtype(self) -> jnp.dtype:
+        return self._params["final_norm"].dtype
 
     def _pages_for(self, request: Request) -> int:
         return self._pages.pages_for(most_stored(request.sampling, len(request.tokens)))

@@ -17,8 +17,8 @@ from jdllm.pallas.device import target
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.buckets import head_bucket, row_bucket
 from jdllm.planning.chunks import ChunkConfig
-from jdllm.planning.plan import Bucket, Budget, Workload, plan_bucket, refusal, rungs
-from jdllm.serving.cached_runner import PAGE_ROWS, CachedRunner
+from jdllm.planning.plan import Bucket, Budget, Workload, max_context, plan_bucket, refusal, rungs
+from jdllm.serving.cached_runner import PAGE_ROWS, CachedRunner, Limit
 from jdllm.serving.kv_pool import pages_within
 
 _ATTEMPTS = 4
@@ -77,18 +77,21 @@ class StepRunner:
 
     def cached(self, rows: int) -> CachedRunner:
         """A runner of cached steps, whose pool leaves room for a full step of `rows` packed rows."""
-        pages = None
+        pages = limit = None
         if self._budget is not None:
-            bucket = Bucket(rows, row_bucket(rows), head_bucket(rows))
-            plan = plan_bucket(self._workload(Level.TOP), bucket, self._budget)
+            workload, bucket = self._workload(Level.TOP), Bucket(rows, row_bucket(rows), head_bucket(rows))
+            plan = plan_bucket(workload, bucket, self._budget)
             left = self._budget.device - plan.peak_bytes
             pages = max(pages_within(self._config, str(self._dtype), PAGE_ROWS, left), 1)
+            longest = max_context(workload, self._budget, host_tiers=False)
+            limit = Limit(self._budget.device, plan.fixed_bytes, longest)
         return CachedRunner(
             self._params,
             self._config,
             self._executables,
             max_pages=pages,
             max_num_logits=self._max_num_logits or _UNPLANNED_LOGITS,
+            limit=limit,
         )
 
     @property

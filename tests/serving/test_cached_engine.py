@@ -14,7 +14,9 @@ from jdllm.models.config import ModelConfig
 from jdllm.models.module import Transformer
 from jdllm.models.weights import Params
 from jdllm.outputs import RequestOutput
-from jdllm.serving.cached_runner import CachedRunner
+from jdllm.planning.buckets import MAX_STEPS_PER_DISPATCH
+from jdllm.planning.budget import Budget, MemoryBudgetError
+from jdllm.serving.cached_runner import CachedRunner, Limit
 from jdllm.serving.engine import Engine
 from jdllm.serving.request import Request, generation_request
 from jdllm.serving.runner import StepRunner
@@ -79,6 +81,15 @@ def test_caches_change_something(llm: LLM, together: list[RequestOutput]):
     assert any(a.token_ids != b.token_ids for a, b in zip(outputs, together, strict=True))
 
 
+def test_blocks_of_more_steps_than_a_dispatch_may_do(llm: LLM):
+    sampling = dataclasses.replace(PLAIN, cache="dual", gen_length=80, block_length=80)
+    prompt = [np.arange(1, 9)]
+    (alone,) = llm.generate(prompt_token_ids=prompt, sampling=sampling)
+    (stepwise,) = llm.generate(prompt_token_ids=prompt, sampling=sampling, on_step=lambda _: None)
+    assert alone.nfe == 80 > MAX_STEPS_PER_DISPATCH
+    same(alone, stepwise)
+
+
 def test_keeping_everything_is_a_dual_cache(llm: LLM):
     prompt = [np.random.default_rng(1).integers(1, 100, 40)]
     dual = dataclasses.replace(PLAIN, cache="dual")
@@ -140,3 +151,20 @@ def test_an_abandoned_run_frees_its_pages(runner, params, config, monkeypatch):
     del run
     gc.collect()
     assert engine._cache._pages.free_pages == engine._cache._pages.pages - 1
+
+
+def test_a_budget_bounds_the_pool_and_the_steps(params, config):
+    """A budget with room for little more than the weights has no room for a pool."""
+    roomy = StepRunner(params, config, Executables("cpu"), budget=Budget(64 << 20, overhead=0))
+    assert list(Engine(roomy, config, 256).run(requests(config, [20])))
+    tight = StepRunner(params, config, Executables("cpu"), budget=Budget(10 << 20, overhead=0))
+    with pytest.raises((KvPoolError, MemoryBudgetError)):
+        list(Engine(tight, config, 256).run(requests(config, [100])))
+
+
+def test_a_step_that_exceeds_the_limit_is_refused(runner, params, config, monkeypatch):
+    limit = Limit(device=1 << 20, fixed=(1 << 20) - 1, longest=77)
+    cache = CachedRunner(params, config, Executables("cpu"), max_pages=None, max_num_logits=64, limit=limit)
+    monkeypatch.setattr(runner, "cached", lambda rows: cache)
+    with pytest.raises(MemoryBudgetError, match="a pool of 16 pages .* the longest .* is 77 tokens"):
+        list(Engine(runner, config, 4096).run(requests(config, [20])))
