@@ -92,8 +92,8 @@ class CachedRunner:
     def refresh(self, requests: Sequence[Request], level: Level) -> tuple[Trace, list[np.ndarray]]:
         """One step of whole sequences; what each policy asks for is stored.
 
-        Returns the trace, and for each request the positions of its head rows. Raises `MemoryBudgetError` where
-        the step does not fit, before it has run.
+        Returns the trace, and for each request the positions of its head rows. Raises `MemoryBudgetError`
+        where the step does not fit, before it has run.
         """
         (batch, candidates), selection, table, half_width = pack_refresh(requests, self._config, self._pages)
         trace, self._pool = self._run(

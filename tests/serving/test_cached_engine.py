@@ -166,5 +166,5 @@ def test_a_step_that_exceeds_the_limit_is_refused(runner, params, config, monkey
     limit = Limit(device=1 << 20, fixed=(1 << 20) - 1, longest=77)
     cache = CachedRunner(params, config, Executables("cpu"), max_pages=None, max_num_logits=64, limit=limit)
     monkeypatch.setattr(runner, "cached", lambda rows: cache)
-    with pytest.raises(MemoryBudgetError, match="a pool of 16 pages .* the longest .* is 77 tokens"):
+    with pytest.raises(MemoryBudgetError, match=r"a pool of 16 pages .* the longest .* is 77 tokens"):
         list(Engine(runner, config, 4096).run(requests(config, [20])))
