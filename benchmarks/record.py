@@ -110,6 +110,11 @@ def record(name: str, rows: Sequence[dict[str, Any]], out: Path | None, **extra:
     widths = [max(len(line[i]) for line in table) for i in range(len(columns))]
     for line in table:
         print("  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)))
+    write(name, rows, out, **extra)
+
+
+def write(name: str, rows: Sequence[dict[str, Any]], out: Path | None, **extra: Any) -> None:
+    """Write `rows` and `extra`, with the environment, to `<out>/<name>.json`."""
     directory = out or RESULTS
     directory.mkdir(parents=True, exist_ok=True)
     content = {"benchmark": name, **environment(), **extra, "rows": list(rows)}

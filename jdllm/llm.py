@@ -24,6 +24,7 @@ from jdllm.scoring import Scorer
 from jdllm.serving.engine import Engine, StepUpdate
 from jdllm.serving.request import Request, checked_ids, generation_request, infill_request, mask_id_of
 from jdllm.serving.runner import StepRunner
+from jdllm.serving.verifier import load_verifier
 
 TokenIds = Sequence[int] | np.ndarray
 Sampling = SamplingParams | Sequence[SamplingParams]
@@ -47,10 +48,17 @@ class LLM:
     - `host_memory`: pinned host memory that a step may use where the device is too small; "0" for none.
     - `chunks`: fixed chunk counts for every step, instead of planned ones.
     - `hf_overrides`: values that replace those of `config.json`, such as `{"eos_token_id": 7}`.
+    - `verifier`: an autoregressive model (Qwen2 for Dream) for `SamplingParams(transfer="adaptive")`: its
+      checkpoint directory or hub id, loaded in the dtype of the model, or a `Transformer`. Its weights stay
+      on the device beside the model's and count against `memory`. It must have the model's tokenizer; either
+      may define further ids after the common ones.
+    - `verifier_shares_ids`: where not both tokenizers are known (token ids only, or a `Transformer`), take
+      vocabularies of different sizes to agree up to the end of the smaller one.
     - `progress`: show a progress bar while loading, where standard error is a terminal.
 
-    Raises `ConfigError` or `CheckpointError` for a model that cannot be run or read. A call whose step does
-    not fit `memory` raises `MemoryBudgetError` before anything of that step has run.
+    Raises `ConfigError` or `CheckpointError` for a model that cannot be run or read, and for a verifier that
+    is not causal or has another tokenizer. A call whose step does not fit `memory` raises `MemoryBudgetError`
+    before anything of that step has run.
     """
 
     def __init__(
@@ -64,6 +72,8 @@ class LLM:
         host_memory: int | str = "64GiB",
         chunks: ChunkConfig | None = None,
         hf_overrides: Mapping[str, Any] | None = None,
+        verifier: str | Path | Transformer | None = None,
+        verifier_shares_ids: bool = False,
         progress: bool = True,
     ):
         for name, value in (
@@ -89,6 +99,16 @@ class LLM:
             budget=device_budget(device, memory, host_memory),
             chunks=chunks,
             max_num_logits=max_num_logits,
+            verifier=None
+            if verifier is None
+            else load_verifier(
+                verifier,
+                self.config,
+                self.tokenizer,
+                params["final_norm"].dtype.name,
+                shares_ids=verifier_shares_ids,
+                progress=progress,
+            ),
         )
         self._engine = Engine(runner, self.config, max_num_batched_tokens)
         self._scorer = Scorer(params, self.config, executables, max_num_batched_tokens, max_num_logits or 512)

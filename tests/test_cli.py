@@ -192,6 +192,17 @@ DREAM_OPTIONS = {
     "top_k": 7,
     "quota": "batch",
 }
+CACHE_OPTIONS = {
+    "gen_length": 24,
+    "block_length": 8,
+    "cache": "head_sparse",
+    "retention": 0.25,
+    "pool_kernel": 5,
+    "refresh_delay": 2,
+    "refresh_interval": 4,
+    "official_forcing": True,
+}
+OPTIONS = {"llada": LLADA_OPTIONS, "dream": DREAM_OPTIONS, "cache": CACHE_OPTIONS}
 
 
 def as_arguments(options: dict[str, Any]) -> list[str]:
@@ -200,7 +211,7 @@ def as_arguments(options: dict[str, Any]) -> list[str]:
     return [part for pair in given for part in (pair[:1] if pair[1] == "True" else pair)]
 
 
-@pytest.mark.parametrize("options", [LLADA_OPTIONS, DREAM_OPTIONS], ids=["llada", "dream"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("command", ["generate", "eval"])
 def test_options_become_sampling_parameters(command: str, options: dict[str, Any], use_model: UseModel):
     defaults = dataclasses.asdict(SamplingParams())
@@ -213,7 +224,7 @@ def test_options_become_sampling_parameters(command: str, options: dict[str, Any
 
 
 def test_the_options_of_both_commands_are_all_tried():
-    tried = LLADA_OPTIONS.keys() | DREAM_OPTIONS.keys()
+    tried = {name for options in OPTIONS.values() for name in options}
     fields = {field.name for field in dataclasses.fields(SamplingParams)}
     assert fields & inspect.signature(evaluate).parameters.keys() == tried
 
@@ -292,12 +303,18 @@ def test_chat_applies_the_template(loaded_speaking: LLM, use_model: UseModel):
         ([*IDS, "--transfer", "fastest"], ["transfer is 'fastest'", "'entropy_bound'"]),
         ([*IDS, "--alg", "fastest"], ["alg is 'fastest'", "'maskgit_plus'"]),
         ([*IDS, "--alg", "entropy", "--transfer", "factor"], ["alg 'entropy' brings its own order"]),
-        ([*IDS, "--alg", "entropy", "--block-length", "8"], ["alg 'entropy' has no blocks"]),
+        ([*IDS, "--alg", "entropy", "--block-length", "8"], ["alg 'entropy' has blocks only with a cache"]),
         ([*IDS, "--top-k", "5"], ["top_k belongs to Dream's sampler"]),
         ([*IDS, "--alg", "confidence_threshold", "--steps", "100"], ["128 is not divisible by 100"]),
         ([*IDS, "--top-p", "1.5", "--alg", "entropy"], ["top_p is 1.5", "from 0 to 1"]),
         ([*IDS, "--threshold", "2e6"], ["threshold is 2000000.0"]),
         ([*IDS, "--undefined-tokens", "all"], ["undefined_tokens is 'all'"]),
+        ([*IDS, "--cache", "window"], ["cache is 'window'", "'head_sparse'"]),
+        ([*IDS, "--cache", "dual", "--cfg-scale", "1"], ["cache 'dual'", "set cfg_scale=0"]),
+        ([*IDS, "--retention", "0"], ["retention is 0", "above 0"]),
+        ([*IDS, "--pool-kernel", "2"], ["pool_kernel is 2", "odd"]),
+        ([*IDS, "--refresh-delay", "-1"], ["refresh_delay is -1"]),
+        ([*IDS, "--refresh-interval", "-1"], ["refresh_interval is -1"]),
         ([*IDS, "--dtype", "int8"], ["dtype is 'int8'"]),
         ([*IDS, "--gen-length", "many"], ["--gen-length"]),
         ([*IDS, "--no-such-option"], ["--no-such-option"]),
@@ -511,7 +528,20 @@ def test_eval_prints_a_table(use_model: UseModel):
     assert [row[1:3] for row in rows[1:]] == [["3", "100.0%"], ["3", "100.0%"]]
 
 
-def test_the_timed_run_of_an_evaluation_compiles_nothing(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("options", "forwards"),
+    [
+        ({}, 4 * 4),
+        ({"cache": "sparse", "refresh_delay": 0}, 4 * 4),
+        ({"cache": "dual", "transfer": "threshold", "threshold": 0.05}, None),
+    ],
+    ids=["none", "sparse", "dual-threshold"],
+)
+def test_the_timed_run_of_an_evaluation_compiles_nothing(
+    options: dict[str, Any], forwards: int | None, monkeypatch: pytest.MonkeyPatch
+):
+    # A pool that starts small grows for the longest prompt, which comes last.
+    monkeypatch.setattr("jdllm.serving.cached_runner._SMALLEST_POOL", 1)
     llm = LLM(LLADA, dtype="float32", max_num_batched_tokens=64)
     compiled: list[int] = []
     plain = llm.generate
@@ -522,13 +552,14 @@ def test_the_timed_run_of_an_evaluation_compiles_nothing(monkeypatch: pytest.Mon
         return outputs
 
     monkeypatch.setattr(llm, "generate", generate_and_count)
-    sampling = SamplingParams(gen_length=16, block_length=8, steps=4, early_stop=False)
+    sampling = SamplingParams(gen_length=16, block_length=8, steps=4, early_stop=False, **options)
     prompts = [[5] * n for n in (3, 40, 9, 170)]
     generation = generator(llm, sampling)(prompts)
-    assert compiled[0] == compiled[1] > 1
+    assert compiled[-2] == compiled[-1] > 1
     expected = plain(prompt_token_ids=prompts, sampling=sampling)
     assert generation.outputs == [o.token_ids for o in expected]
-    assert (generation.committed, generation.forwards) == (64, 16)
+    assert generation.committed == 64
+    assert generation.forwards == (forwards or sum(o.nfe for o in expected))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from jdllm.cli.options import (
     Alg,
     AlgTemp,
     BlockLength,
+    Cache,
     CfgScale,
     Dtype,
     EntropyBound,
@@ -20,8 +21,13 @@ from jdllm.cli.options import (
     FactorEnd,
     Json,
     Model,
+    OfficialForcing,
+    PoolKernel,
     Quota,
+    RefreshDelay,
+    RefreshInterval,
     Remasking,
+    Retention,
     Seed,
     Steps,
     Temperature,
@@ -93,6 +99,12 @@ def generate(
     confidence_dtype: Annotated[
         str, typer.Option(metavar="float32|model", help="Type that confidences are rounded to.")
     ] = DEFAULTS.confidence_dtype,
+    cache: Cache = DEFAULTS.cache,
+    retention: Retention = DEFAULTS.retention,
+    pool_kernel: PoolKernel = DEFAULTS.pool_kernel,
+    refresh_delay: RefreshDelay = DEFAULTS.refresh_delay,
+    refresh_interval: RefreshInterval = DEFAULTS.refresh_interval,
+    official_forcing: OfficialForcing = DEFAULTS.official_forcing,
 ) -> None:
     """Generate text after a prompt.
 

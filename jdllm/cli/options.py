@@ -66,6 +66,35 @@ UndefinedTokens = Annotated[
     ),
 ]
 Seed = Annotated[int, typer.Option(help="Of all random draws.")]
+Cache = Annotated[
+    str,
+    typer.Option(
+        metavar="none|prefix|dual|selective|sparse|head_sparse",
+        help="Keys and values that steps reuse; all but none are approximate.",
+    ),
+]
+Retention = Annotated[float, typer.Option(help="Share of the rows that the sparse caches keep.")]
+PoolKernel = Annotated[
+    int, typer.Option(help="Odd width of the max pool over the sparse caches' scores; 1 for none.")
+]
+RefreshDelay = Annotated[
+    int | None,
+    typer.Option(
+        help="Step of a block, from 0 on, that refreshes the cache."
+        " [default: 1 for sparse, head_sparse and selective, else 0]"
+    ),
+]
+RefreshInterval = Annotated[
+    int | None,
+    typer.Option(help="Refresh at the multiples of it, too; 0 for never. [default: 8 for selective, else 0]"),
+]
+OfficialForcing = Annotated[
+    bool,
+    typer.Option(
+        "--official-forcing",
+        help="With Dream and a cache, commit a block's first token in its first step, as published.",
+    ),
+]
 
 
 def sampling_params(ctx: typer.Context, **fixed: Any) -> SamplingParams:

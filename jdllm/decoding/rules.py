@@ -33,7 +33,7 @@ _BY_TIMETABLE = ("origin", "maskgit_plus", "topk_margin", "entropy")
 
 
 def rule_of(sampling: SamplingParams) -> Rule:
-    """The transfer rule of a request.
+    """The transfer rule of a request; adaptive parallel decoding has none.
 
     In blocks, which Dream's sampler has with a cache only, Fast-dLLM's rule puts nothing off.
     """
@@ -64,7 +64,7 @@ def step_table(sampling: SamplingParams, masks: int, steps: int, most: int) -> S
     - `most`: masked positions that may be left when the block is entered. Rules without a quota commit at
       least one of them a step, so they never need more steps.
     """
-    rule = rule_of(sampling)
+    rule = None if sampling.adaptive else rule_of(sampling)
     if rule is Rule.DEFERRED:
         quota = deferred_quota(masks, steps)
     elif rule is Rule.QUOTA and sampling.alg is None:
@@ -88,7 +88,7 @@ def segment_row(sampling: SamplingParams, config: ModelConfig) -> dict[str, np.n
         "tempered": np.bool_(sampling.alg is not None),
         "top_k": np.int32(min(sampling.top_k or config.vocab_size, config.vocab_size)),
         "top_p": np.float32(sampling.top_p if _filters(sampling.top_p) else 2),
-        "limit": np.int32(config.defined_ids if sampling.bans_undefined else config.vocab_size),
+        "limit": _limit(sampling, config),
         "token_bans": token_bans,
         "confidence_bans": confidence_bans,
         "measure": np.int32(measure_of(sampling)),
@@ -104,6 +104,17 @@ def segment_row(sampling: SamplingParams, config: ModelConfig) -> dict[str, np.n
         "factor": np.float32(sampling.factor),
         "open_end": np.bool_(sampling.factor_end == "official"),
         "entropy_bound": np.float32(sampling.entropy_bound),
+    }
+
+
+def adaptive_row(sampling: SamplingParams, config: ModelConfig) -> dict[str, np.ndarray | np.generic]:
+    """The entries of `AdaptiveSegments` that do not change while a request runs."""
+    return {
+        "seed": seed_words(sampling.seed),
+        "temperature": np.float32(sampling.temperature),
+        "limit": _limit(sampling, config),
+        "token_bans": bans(sampling, config)[0],
+        "mixture_weight": np.float32(sampling.mixture_weight),
     }
 
 
@@ -133,6 +144,11 @@ def _known(value: int | None, option: str, what: str, key: str) -> int:
     if value is None:
         raise RequestError(f"{option} needs the {what} id, which the checkpoint does not name ({key})")
     return value
+
+
+def _limit(sampling: SamplingParams, config: ModelConfig) -> np.int32:
+    """Ids from here on are never chosen."""
+    return np.int32(config.defined_ids if sampling.bans_undefined else config.vocab_size)
 
 
 def _filters(top_p: float | None) -> bool:

@@ -6,12 +6,22 @@ from typing import Literal, get_args
 from jdllm.errors import RequestError
 
 Remasking = Literal["low_confidence", "random"]
-Transfer = Literal["schedule", "threshold", "factor", "entropy_bound", "margin"]
+Transfer = Literal["schedule", "threshold", "factor", "entropy_bound", "margin", "adaptive"]
 Cache = Literal["none", "prefix", "dual", "selective", "sparse", "head_sparse"]
 DreamAlgorithm = Literal["origin", "maskgit_plus", "topk_margin", "entropy", "confidence_threshold"]
 
 _LARGEST = 1e6  # far beyond use, and far from overflow in f32
 _DREAM_ONLY = {"alg_temp": 0.0, "top_p": None, "top_k": None, "quota": "row"}
+
+_NOT_ADAPTIVE = {
+    "cfg_scale": (0.0, "has no classifier-free guidance"),
+    "cache": ("none", "evaluates whole sequences"),
+    "block_length": (None, "has no blocks"),
+    "remasking": ("low_confidence", "goes from left to right"),
+    "confidence_eos_eot_inf": (None, "goes from left to right"),
+    "prompt_masks": ("error", "does not fill masks in the prompt (infill does)"),
+}
+"""What adaptive parallel decoding has not: each option's default, and why."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +32,7 @@ class SamplingParams:
     Lengths
     - `gen_length` (128): tokens to generate after the prompt.
     - `steps` (`None`: `gen_length`): denoising steps in all; a multiple of the number of blocks. Rules that
-      commit by confidence ("threshold", "factor", "entropy_bound") take as many steps as they need.
+      commit by confidence ("threshold", "factor", "entropy_bound") or "adaptive" take as many as they need.
     - `block_length` (`None`: `gen_length`): length of the blocks that are finished from left to right;
       divides `gen_length`.
     - `early_stop` (True): stop after the block in which the text ends, and cut `token_ids` after the first
@@ -48,7 +58,8 @@ class SamplingParams:
       "threshold": all at least as sure as `threshold`, and the surest (Fast-dLLM); "factor": as many as their
       number justifies by `factor` (Fast-dLLM); "entropy_bound": the lowest entropies while those before sum
       to at most `entropy_bound`; "margin": the schedule, ordered by the margin of the best over the
-      second-best probability.
+      second-best probability; "adaptive": from left to right, as far as an autoregressive verifier goes along
+      (below).
     - `threshold` (0.9), `threshold_strict` (False): confidence to reach, or to exceed where strict (the
       published samplers differ, quirk Q11).
     - `factor` (1.0), `factor_end` ("official"): slope of the factor rule. The published loop overlooks a
@@ -78,6 +89,16 @@ class SamplingParams:
     - `official_forcing` (False): with Dream the published cached samplers commit the first token of every
       block in its first step, whatever its confidence, and the steps that reuse do not evaluate the row
       before the block (quirk of Fast-dLLM and Sparse-dLLM). False evaluates that row.
+
+    Adaptive parallel decoding (`transfer` "adaptive"; `LLM` needs a `verifier`)
+    - A step drafts the next masked positions and accepts them up to the first where the mixture of both
+      models' logits would have chosen another token, but always one. Draft and mixture share their Gumbel
+      noise, which the published code forgets with a temperature (quirk Q17). Both models evaluate whole
+      sequences; ids beyond the smaller vocabulary are never chosen. With `early_stop` it ends with the step
+      that accepts an end id in the generated part.
+    - `mixture_weight` (0.5): the diffusion model's share of the mixture; 1 accepts every draft, 0 what the
+      verifier would have chosen itself.
+    - `max_lookahead` (32): masked positions that a step drafts.
 
     Dream's published sampler (`transfer` and `remasking` stay at their defaults; blocks need a cache)
     - `alg` (`None`: LLaDA's rules): "origin" commits by chance, "maskgit_plus" by probability, "topk_margin"
@@ -128,17 +149,20 @@ class SamplingParams:
     refresh_delay: int | None = None
     refresh_interval: int | None = None
     official_forcing: bool = False
+    mixture_weight: float = 0.5
+    max_lookahead: int = 32
 
     def __post_init__(self):
-        for name in ("gen_length", "steps", "block_length", "top_k"):
+        for name in ("gen_length", "steps", "block_length", "top_k", "max_lookahead"):
             value = getattr(self, name)
-            if value is None and name != "gen_length":
+            if value is None and name not in ("gen_length", "max_lookahead"):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise RequestError(f"{name} is {value!r}, expected a positive integer")
         for name in ("temperature", "cfg_scale", "alg_temp", "factor", "entropy_bound", "threshold"):
             _in_range(name, getattr(self, name), 0, _LARGEST)
         _in_range("eps", self.eps, 0, 1)
+        _in_range("mixture_weight", self.mixture_weight, 0, 1)
         if self.top_p is not None:
             _in_range("top_p", self.top_p, 0, 1)
         for name, allowed in _CHOICES.items():
@@ -148,7 +172,13 @@ class SamplingParams:
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
             raise RequestError(f"seed is {self.seed!r}, expected an integer from 0 to 2**64 - 1")
         self._check_cache()
+        self._check_adaptive()
         self._check_together()
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether a verifier decides what is accepted."""
+        return self.transfer == "adaptive"
 
     @property
     def bans_undefined(self) -> bool:
@@ -176,6 +206,13 @@ class SamplingParams:
             raise RequestError(
                 f"quota 'batch' counts over requests in step: cache {self.cache!r} has none such"
             )
+
+    def _check_adaptive(self) -> None:
+        for name, (default, why) in _NOT_ADAPTIVE.items() if self.adaptive else ():
+            if getattr(self, name) != default:
+                raise RequestError(
+                    f"transfer 'adaptive' {why}: leave {name} at {default!r} (it is {getattr(self, name)!r})"
+                )
 
     def _check_together(self) -> None:
         if self.alg is None:

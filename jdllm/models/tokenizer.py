@@ -76,6 +76,11 @@ class Tokenizer:
         return len(self._tokenizer)
 
     @property
+    def vocabulary(self) -> dict[str, int]:
+        """Every token that it defines, with its id."""
+        return self._tokenizer.get_vocab()
+
+    @property
     def eot_id(self) -> int | None:
         """Id of `<|eot_id|>`, which ends a turn, or `None`; LLaDA's `config.json` does not state it."""
         return self.token_id(_END_OF_TURN)

@@ -18,6 +18,7 @@ from jdllm.serving.cached_runner import CachedRunner
 from jdllm.serving.packing import pack
 from jdllm.serving.request import Request
 from jdllm.serving.runner import StepRunner
+from jdllm.serving.verifier import check_verifiable
 
 
 class StepUpdate(NamedTuple):
@@ -64,8 +65,10 @@ class Engine:
           otherwise the device runs to the end of a block. Tokens are the same.
 
         Yields one update for each request and step. Raises `KvPoolError` for a request whose cache does not
-        fit the pool.
+        fit the pool, and `RequestError` for one that the verifier cannot serve, before anything has run.
         """
+        for request in requests:
+            check_verifiable(request, self._runner.verifier)
         waiting = deque(requests)
         running: list[Request] = []
         try:
@@ -108,6 +111,8 @@ class Engine:
                 yield self._take_in(request, positions, choice[step], took[step])
 
     def _run(self, requests: list[Request], every_step: bool) -> tuple[Trace, list[np.ndarray]]:
+        if requests[0].adaptive:
+            return self._runner.adaptive.run(requests)
         level = max(head_level(r.sampling) for r in requests)
         if not requests[0].cached:
             batch, candidates = pack(requests, self._config)
@@ -127,8 +132,10 @@ class Engine:
 
 
 def _by_phase(requests: Sequence[Request]) -> list[list[Request]]:
-    """Requests that one dispatch can serve: those without a cache, those to refresh, those that reuse."""
-    groups: list[list[Request]] = [[], [], []]
+    """Requests that one dispatch can serve: those without a cache, those to refresh, those that reuse, and
+    those with a verifier."""
+    groups: list[list[Request]] = [[], [], [], []]
     for request in requests:
-        groups[0 if not request.cached else 2 if request.phase is Phase.REUSE else 1].append(request)
+        uncached = 3 if request.adaptive else 0
+        groups[uncached if not request.cached else 2 if request.phase is Phase.REUSE else 1].append(request)
     return [group for group in groups if group]

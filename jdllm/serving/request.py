@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jdllm.decoding.caches import Phase, View, phase, policy_of
-from jdllm.decoding.rules import segment_row, step_table
+from jdllm.decoding.rules import adaptive_row, segment_row, step_table
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.schedule import StepTable, block_steps
 from jdllm.decoding.transfer import Rule
@@ -82,7 +82,7 @@ class Request:
         self.started: float | None = None
         self.ended: float | None = None
         self._block = 0
-        self._segment = segment_row(sampling, config)
+        self._segment = (adaptive_row if sampling.adaptive else segment_row)(sampling, config)
         self._shifted = config.logits_shift
 
     @property
@@ -105,6 +105,11 @@ class Request:
     @property
     def cached(self) -> bool:
         return policy_of(self.sampling) is not None
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether its steps are those of adaptive parallel decoding."""
+        return self.sampling.adaptive
 
     @property
     def reuse_steps(self) -> int:
@@ -162,7 +167,8 @@ class Request:
         """Positions that are masked and may commit in the next step, rising."""
         if self._forced:
             return np.array([self.block.start])
-        return np.flatnonzero(self.tokens[: self.block.stop] == self.mask_id)
+        masked = np.flatnonzero(self.tokens[: self.block.stop] == self.mask_id)
+        return masked[: self.sampling.max_lookahead] if self.adaptive else masked
 
     def unguided_tokens(self) -> np.ndarray:
         """The sequence with everything masked that was not masked at the start."""
@@ -195,7 +201,8 @@ class Request:
         return Timings(queued=started - self.created, running=ended - started)
 
     def _block_is_over(self) -> bool:
-        return self.steps_left <= 0 or not (self.tokens[: self.block.stop] == self.mask_id).any()
+        filled = not (self.tokens[: self.block.stop] == self.mask_id).any()
+        return self.steps_left <= 0 or filled or (self.adaptive and self._text_is_over())
 
     def _text_is_over(self) -> bool:
         return self.sampling.early_stop and self.end_of_text() is not None

@@ -1,8 +1,11 @@
 """Runs a packed batch within the memory budget: plan, compile, compare, run."""
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -18,8 +21,10 @@ from jdllm.pallas.masked_logits import Level
 from jdllm.planning.buckets import head_bucket, row_bucket
 from jdllm.planning.chunks import ChunkConfig
 from jdllm.planning.plan import Bucket, Budget, Workload, max_context, plan_bucket, refusal, rungs
+from jdllm.serving.adaptive_runner import AdaptiveRunner, Compile
 from jdllm.serving.cached_runner import PAGE_ROWS, CachedRunner, Limit
 from jdllm.serving.kv_pool import pages_within
+from jdllm.serving.verifier import Verifier
 
 _ATTEMPTS = 4
 _UNPLANNED_LOGITS = 512
@@ -35,6 +40,7 @@ class StepRunner:
     - `chunks`: fixed chunk counts instead of planned ones; they are held against the budget all the same.
     - `max_num_logits`: head rows whose logits may exist at a time; by default as many as fit the budget,
       and 512 without one.
+    - `verifier`: for adaptive parallel decoding; its weights count against every step's budget.
     """
 
     def __init__(
@@ -46,7 +52,12 @@ class StepRunner:
         budget: Budget | None = None,
         chunks: ChunkConfig | None = None,
         max_num_logits: int | None = None,
+        verifier: Verifier | None = None,
     ):
+        if budget is not None and verifier is not None:
+            size = sum(leaf.nbytes for leaf in jax.tree.leaves(verifier.params))
+            budget = dataclasses.replace(budget, overhead=budget.overhead + size)
+        self.verifier = verifier
         self._params = params
         self._config = config
         self._executables = executables
@@ -74,6 +85,15 @@ class StepRunner:
             )
         static = self._static(mask_id, level, chunks)
         return self._executables.call(denoise, self._params, batch, np.int32(max_steps), **static)
+
+    @functools.cached_property
+    def adaptive(self) -> AdaptiveRunner:
+        """A runner of adaptive parallel decoding, for which there must be a verifier."""
+        if self.verifier is None:
+            raise ValueError("adaptive parallel decoding needs a verifier")
+        return AdaptiveRunner(
+            self._params, self._config, self._executables, self.verifier, self._adaptive_chunks
+        )
 
     def cached(self, rows: int) -> CachedRunner:
         """A runner of cached steps, whose pool leaves room for a full step of `rows` packed rows."""
@@ -119,9 +139,30 @@ class StepRunner:
     def _choose(
         self, batch: Batch, mask_id: int, level: Level, bucket: Bucket, budget: Budget
     ) -> tuple[ChunkConfig, HostTiers | None]:
-        """Plan, and let the compiler confirm it; a misfit is planned again with as much less."""
-        workload = self._workload(level)
+        def compiled(chunks: ChunkConfig) -> jax.stages.Compiled:
+            static = self._static(mask_id, level, chunks)
+            return self._executables.compile(denoise, self._params, batch, np.int32(1), **static)
+
         tiers = [rung for rung in rungs(self._config) if not rung.weights]
+        return self._fit(self._workload(level), bucket, budget, tiers, compiled)
+
+    def _adaptive_chunks(self, bucket: Bucket, compiled: Compile) -> ChunkConfig:
+        most = self._max_num_logits or _UNPLANNED_LOGITS
+        if self._budget is None:
+            return self._chunks or ChunkConfig(logits=-(-bucket.head_rows // most))
+        # Logits of two models and their mixture: about what a filter keeps.
+        workload = dataclasses.replace(self._workload(Level.FILTERED), max_num_logits=most)
+        return self._fit(workload, bucket, self._budget, (), compiled)[0]
+
+    def _fit(
+        self,
+        workload: Workload,
+        bucket: Bucket,
+        budget: Budget,
+        tiers: Sequence[HostTiers],
+        compiled: Compile,
+    ) -> tuple[ChunkConfig, HostTiers | None]:
+        """Plan, and let the compiler confirm it; a misfit is planned again with as much less."""
         device = budget.device
         for _ in range(_ATTEMPTS):
             plan = plan_bucket(workload, bucket, dataclasses.replace(budget, device=device), tiers)
@@ -130,9 +171,7 @@ class StepRunner:
                 if not plan.fits:
                     break
                 return chunks, plan.tiers
-            static = self._static(mask_id, level, chunks)
-            executable = self._executables.compile(denoise, self._params, batch, np.int32(1), **static)
-            excess = plan.fixed_bytes + temp_bytes(executable) - budget.device
+            excess = plan.fixed_bytes + temp_bytes(compiled(chunks)) - budget.device
             if excess <= 0:
                 return chunks, None
             device -= excess

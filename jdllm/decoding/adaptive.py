@@ -1,0 +1,183 @@
+"""Adaptive parallel decoding: the diffusion model drafts, an autoregressive model says how far to believe it.
+
+Left to right: of the next masked positions the draft is accepted up to the first one where the mixture of
+both models would have chosen another token. Draft and mixture share their noise, so that with a temperature
+agreement couples the two distributions (the published code forgets the noise of the mixture, quirk Q17).
+Source: "Accelerating diffusion LLMs via adaptive parallel decoding", and danielmisrael/apd.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from jdllm.arrays import Tensor
+from jdllm.decoding.batch import HeadRows, Trace
+from jdllm.decoding.head import source_rows
+from jdllm.decoding.noise import Purpose, gumbel, step_keys, vocabulary_bits
+from jdllm.models.block import Rows
+from jdllm.models.config import ModelConfig
+from jdllm.models.transformer import forward, logits
+from jdllm.models.weights import Params
+from jdllm.planning.chunks import ChunkConfig
+
+Keys = tuple[UInt32[Array, " head"], UInt32[Array, " head"]]
+Cut = Callable[[Array], Array]
+"""Cuts the rows of one chunk out of a column of all head rows."""
+
+
+class AdaptiveSegments(NamedTuple):
+    """What each segment asks for.
+
+    - `seed`, `step`, `temperature`: as in `jdllm.decoding.batch.SegmentParams`.
+    - `limit`, `token_bans`: ids that are never chosen, as in `RowSampling`.
+    - `mixture_weight`: share of the diffusion model's logits in the mixture, from 0 to 1.
+    """
+
+    seed: UInt32[Tensor, "segments 2"]
+    step: Int[Tensor, " segments"]
+    temperature: Float[Tensor, " segments"]
+    limit: Int[Tensor, " segments"]
+    token_bans: Int[Tensor, "segments bans"]
+    mixture_weight: Float[Tensor, " segments"]
+
+
+class AdaptiveBatch(NamedTuple):
+    """One packed batch for both models.
+
+    - `tokens`: of all segments, masks included.
+    - `rows`: as the diffusion model sees them.
+    - `causal`: as the verifier sees them; rows from a segment's last head row on see nothing.
+    - `head`: each segment's window, its next masked rows, rising; `unguided` is not read.
+    - `segments`: their parameters.
+    """
+
+    tokens: Int[Tensor, " rows"]
+    rows: Rows
+    causal: Rows
+    head: HeadRows
+    segments: AdaptiveSegments
+
+
+def denoise_adaptive(
+    params: Params,
+    verifier: Params,
+    batch: AdaptiveBatch,
+    *,
+    config: ModelConfig,
+    verifier_config: ModelConfig,
+    chunks: ChunkConfig,
+    verifier_chunks: ChunkConfig,
+) -> Trace:
+    """One iteration: draft the window of every segment, verify it and accept a prefix.
+
+    Arguments:
+    - `params`, `verifier`: stacked weights of the diffusion model and of the autoregressive one.
+    - `batch`: the packed batch.
+    - `config`, `verifier_config`, `chunks`, `verifier_chunks`: static. Of the chunk counts of logits that of
+      `chunks` counts: logits of both models exist for one chunk of the head rows at a time.
+
+    Returns a trace of one step: the draft, and which of it was accepted, at least the first of each segment.
+    Tokens are those of the smaller vocabulary. Exact: both models evaluate whole sequences.
+    """
+    head, segments = batch.head, batch.segments
+    total = head.row.shape[0]
+    size = -(-total // chunks.logits)
+    real = jnp.asarray(head.segment) < segments.step.shape[0]
+    positions = jnp.asarray(batch.rows.positions)[head.row]
+    keys = step_keys(jnp.asarray(segments.seed), Purpose.TOKEN, jnp.asarray(segments.step))
+    of_row: tuple[AdaptiveSegments, Keys] = jax.tree.map(
+        lambda x: jnp.asarray(x)[head.segment], (segments, keys)
+    )
+    drafted_from, _ = source_rows(config, head, positions)
+    verified_from = jnp.asarray(head.row) - jnp.where(positions > 0, 1, 0)
+    common = min(config.vocab_size, verifier_config.vocab_size)
+    hidden = forward(params, config, batch.tokens, batch.rows, chunks=chunks)
+
+    def in_chunks(choose: Callable[[Cut], Array]) -> Int[Array, " head"]:
+        return _in_chunks(choose, total, size, real.sum())
+
+    def draft_logits(part: Cut) -> Float[Array, "part common"]:
+        return logits(params, config, hidden[part(drafted_from)])[:, :common]
+
+    def draft(part: Cut) -> Int[Array, " part"]:
+        return _draw(draft_logits(part), part(positions), *jax.tree.map(part, of_row))
+
+    def target(part: Cut) -> Int[Array, " part"]:
+        verified = logits(verifier, verifier_config, hidden_of_draft[part(verified_from)])[:, :common]
+        weight = part(jnp.asarray(of_row[0].mixture_weight))[:, None]
+        mixture = weight * draft_logits(part) + (1 - weight) * verified
+        return _draw(mixture, part(positions), *jax.tree.map(part, of_row))
+
+    drafts = in_chunks(draft)
+    tokens = _with_draft(batch.tokens, head, real, drafts, verifier_config.vocab_size)
+    hidden_of_draft = forward(verifier, verifier_config, tokens, batch.causal, chunks=verifier_chunks)
+    accepted = real & _agreeing_prefix(drafts == in_chunks(target), head.segment)
+    return Trace(jnp.int32(1), drafts[None], accepted[None])
+
+
+def _in_chunks(
+    choose: Callable[[Cut], Array], total: int, size: int, count: Int[Array, ""]
+) -> Int[Array, " head"]:
+    """`choose` for chunks of `size` of the head rows, of which only the first `count` are needed.
+
+    A single chunk is no loop, so that XLA keeps the draft's logits for the mixture instead of computing them
+    twice.
+    """
+    if size == total:
+        return choose(lambda x: x)
+
+    def body(index: Array, out: Array) -> Array:
+        start = jnp.minimum(index * size, total - size)
+        chosen = choose(lambda x: lax.dynamic_slice_in_dim(x, start, size))
+        return lax.dynamic_update_slice_in_dim(out, chosen, start, 0)
+
+    return lax.fori_loop(0, (count + size - 1) // size, body, jnp.zeros(total, jnp.int32))
+
+
+def _draw(
+    values: Float[Array, "part common"], positions: Int[Array, " part"], part: AdaptiveSegments, keys: Keys
+) -> Int[Array, " part"]:
+    """argmax of the values with their bans and their noise, the lowest id on ties.
+
+    The noise depends on the request, its step, the position and the id only: it is the same whatever is drawn
+    from.
+    """
+    ids = jnp.arange(values.shape[1])
+    banned = ids >= part.limit[:, None]
+    for column in range(part.token_bans.shape[1]):
+        banned |= ids == part.token_bans[:, column, None]
+    values = jnp.where(banned, -jnp.inf, values)
+
+    def noised() -> Array:
+        bits = vocabulary_bits(keys, positions, values.shape[1])
+        scale = part.temperature[:, None]
+        return jnp.argmax(jnp.where(scale > 0, values + scale * gumbel(bits), values), axis=-1)
+
+    drawn = lax.cond(jnp.any(part.temperature > 0), noised, lambda: jnp.argmax(values, axis=-1))
+    return drawn.astype(jnp.int32)
+
+
+def _with_draft(
+    tokens: Int[Tensor, " rows"],
+    head: HeadRows,
+    real: Bool[Array, " head"],
+    draft: Int[Array, " head"],
+    vocab_size: int,
+) -> Int[Array, " rows"]:
+    """The rows with the draft in them. No row sees the masks beyond it, whose id the verifier may lack."""
+    nowhere = tokens.shape[0]
+    tokens = jnp.asarray(tokens).at[jnp.where(real, head.row, nowhere)].set(draft, mode="drop")
+    return jnp.minimum(tokens, vocab_size - 1)
+
+
+def _agreeing_prefix(agrees: Bool[Array, " head"], segment: Int[Tensor, " head"]) -> Bool[Array, " head"]:
+    """The rows of each segment before its first disagreement; a segment's first row counts as agreeing."""
+    segment = jnp.asarray(segment)
+    first = jnp.concatenate([jnp.ones(1, bool), segment[1:] != segment[:-1]])
+    failures = jnp.cumsum(~(agrees | first))
+    before = lax.cummax(jnp.where(first, failures, 0))
+    return failures == before

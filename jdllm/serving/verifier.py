@@ -1,0 +1,103 @@
+"""The autoregressive model that verifies drafts: which one will do, and what it can serve."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from jdllm.errors import ConfigError, RequestError
+from jdllm.models.config import ModelConfig, read_config
+from jdllm.models.loading import load_params, resolve
+from jdllm.models.module import Transformer
+from jdllm.models.tokenizer import Tokenizer, load_tokenizer
+from jdllm.models.weights import Params
+from jdllm.serving.request import Request
+
+
+class Verifier(NamedTuple):
+    """A causal model whose ids mean what they mean to the diffusion model."""
+
+    params: Params
+    config: ModelConfig
+
+
+def load_verifier(
+    source: str | Path | Transformer,
+    config: ModelConfig,
+    tokenizer: Tokenizer | None,
+    dtype: str,
+    *,
+    shares_ids: bool = False,
+    progress: bool = False,
+) -> Verifier:
+    """Load a verifier, or take one that is in memory.
+
+    Arguments:
+    - `source`: a Hugging Face checkpoint directory or hub id, or a `Transformer`, which keeps its dtype.
+    - `config`, `tokenizer`: of the diffusion model.
+    - `dtype`: of the weights of a checkpoint.
+    - `shares_ids`: as of `check_verifier`.
+    - `progress`: show a progress bar while loading, where standard error is a terminal.
+
+    Raises what `check_verifier` raises, before any weight is read, and `CheckpointError` for a checkpoint
+    that cannot be read.
+    """
+    if isinstance(source, Transformer):
+        check_verifier(source.config, None, config, tokenizer, shares_ids=shares_ids)
+        return Verifier(source.params(), source.config)
+    path = resolve(source)
+    verifier = ModelConfig.from_hf(read_config(path))
+    check_verifier(verifier, load_tokenizer(path), config, tokenizer, shares_ids=shares_ids)
+    return Verifier(load_params(path, verifier, dtype, progress=progress), verifier)
+
+
+def check_verifier(
+    verifier: ModelConfig,
+    verifier_tokenizer: Tokenizer | None,
+    config: ModelConfig,
+    tokenizer: Tokenizer | None,
+    *,
+    shares_ids: bool,
+) -> None:
+    """Refuse a model that cannot verify, with a `ConfigError`.
+
+    Arguments:
+    - `verifier`, `config`: the autoregressive model and the diffusion model.
+    - `verifier_tokenizer`, `tokenizer`: theirs, where they are known. Then every id that both define must be
+      the same token; either vocabulary may have more rows, and either tokenizer more tokens.
+    - `shares_ids`: where a tokenizer is not known, take vocabularies of different sizes to agree up to the
+      end of the smaller one; those of one size are taken to agree anyway.
+    """
+    if verifier.attention != "causal":
+        raise ConfigError(
+            f"the verifier is a {verifier.family} model, whose attention is not causal: expected an"
+            " autoregressive model, such as Qwen2"
+        )
+    if tokenizer is not None and verifier_tokenizer is not None:
+        _check_tokenizers(verifier_tokenizer, tokenizer)
+    elif verifier.vocab_size != config.vocab_size and not shares_ids:
+        raise ConfigError(
+            f"the verifier has {verifier.vocab_size} ids and the model {config.vocab_size}, and not both"
+            " tokenizers are known: set verifier_shares_ids if common ids mean the same in both"
+        )
+
+
+def _check_tokenizers(verifier: Tokenizer, tokenizer: Tokenizer) -> None:
+    theirs, ours = ({i: token for token, i in t.vocabulary.items()} for t in (verifier, tokenizer))
+    for i in sorted(theirs.keys() & ours.keys()):
+        if theirs[i] != ours[i]:
+            raise ConfigError(
+                f"the verifier has another tokenizer: id {i} is {theirs[i]!r}, and {ours[i]!r} to the model"
+            )
+
+
+def check_verifiable(request: Request, verifier: Verifier | None) -> None:
+    """Raise `RequestError` for an adaptive request without a verifier, or whose ids the verifier lacks."""
+    if not request.adaptive:
+        return
+    if verifier is None:
+        raise RequestError(
+            "transfer 'adaptive' needs an autoregressive verifier: load LLM(..., verifier=...)"
+        )
+    size = verifier.config.vocab_size
+    unknown = [int(i) for i in request.prompt if i >= size and i != request.mask_id]
+    if unknown:
+        raise RequestError(f"token id {unknown[0]} is unknown to the verifier (0 to {size - 1})")
