@@ -105,6 +105,15 @@ def generate(
     refresh_delay: RefreshDelay = DEFAULTS.refresh_delay,
     refresh_interval: RefreshInterval = DEFAULTS.refresh_interval,
     official_forcing: OfficialForcing = DEFAULTS.official_forcing,
+    verifier: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Autoregressive model for --transfer adaptive.")
+    ] = None,
+    mixture_weight: Annotated[
+        float, typer.Option(help="Adaptive: the diffusion model's share of the mixture.")
+    ] = DEFAULTS.mixture_weight,
+    max_lookahead: Annotated[
+        int, typer.Option(help="Adaptive: masked positions that a step drafts.")
+    ] = DEFAULTS.max_lookahead,
 ) -> None:
     """Generate text after a prompt.
 
@@ -116,7 +125,7 @@ def generate(
     given = read_prompt(prompt, file, token_ids)
     if chat and given.text is None:
         raise RequestError("--chat applies to a prompt of text, not to --token-ids")
-    llm = load_model(model, dtype)
+    llm = load_model(model, dtype, verifier)
     if chat and given.text is not None:
         given = Prompt(llm.chat_prompt(given.text), None)
     outputs = _generate(llm, given, sampling, live=not as_json and sys.stdout.isatty())

@@ -111,9 +111,9 @@ def sampling_params(ctx: typer.Context, **fixed: Any) -> SamplingParams:
     return SamplingParams(**{**given, **fixed})
 
 
-def load_model(model: str | None, dtype: str) -> "LLM":
-    """Load a checkpoint, or the demo model for `None`; raises as `LLM` does."""
+def load_model(model: str | None, dtype: str, verifier: str | None = None) -> "LLM":
+    """Load a checkpoint, or the demo model for `None`, and its verifier; raises as `LLM` does."""
     from jdllm.demo import checkpoint_path
     from jdllm.llm import LLM
 
-    return LLM(checkpoint_path() if model is None else model, dtype=dtype)
+    return LLM(checkpoint_path() if model is None else model, dtype=dtype, verifier=verifier)
