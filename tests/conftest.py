@@ -1,7 +1,9 @@
 """Fixtures that many files share: the recorded LLaDA data, and models that are compiled once a session."""
 
+import os
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -25,6 +27,11 @@ MAX_POSITIONS = 80
 BUDGET = 64
 # Two short requests of Dream, or a long one: at most 32 rows of the head.
 DREAM_BUDGET = 50
+
+# The interpreter of kernels runs a computation for each warpgroup, and these wait for each other: with fewer
+# threads than warpgroups they would wait forever. Both are read when the backend starts.
+os.environ.setdefault("NPROC", "16")
+jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 settings.register_profile("jdllm", deadline=None, derandomize=True)
 settings.load_profile("jdllm")

@@ -87,7 +87,7 @@ def test_an_algorithm_of_dream_brings_its_own_order(option: dict[str, Any]):
 
 
 def test_dream_has_no_blocks():
-    with pytest.raises(RequestError, match="alg 'origin' has no blocks: leave block_length"):
+    with pytest.raises(RequestError, match="alg 'origin' has blocks only with a cache: leave block_length"):
         SamplingParams(alg="origin", gen_length=32, block_length=16)
     assert SamplingParams(alg="origin", gen_length=32, block_length=32).block_length == 32
 
