@@ -110,7 +110,7 @@ def _add_attention(graph: GraphTemplate, config: ModelConfig, kind: StepKind, la
         f"{layer} project v",
         [names["x for k v"], names["linear k"]],
         {names["v"]: store},
-        _WORKSPACE + linear * _cut(*_LAYER_COUNTS),
+        _WORKSPACE + part * angles * _cut(*_LAYER_COUNTS),
         owners=cut,
     )
 
@@ -123,10 +123,9 @@ def _add_attention(graph: GraphTemplate, config: ModelConfig, kind: StepKind, la
     graph.add_op(
         f"{layer} project q", [x], {linear_q: width, f"{layer} weight q": copied}, _WORKSPACE, owners=cut
     )
-    # In a loop XLA does not place q where x was.
     graph.add_op(
         f"{layer} rotate q",
-        [x, linear_q, f"{layer} weight q"],
+        [linear_q, f"{layer} weight q"],
         {q: width, f"{layer} angles for q": part * angles},
         owners=cut,
     )

@@ -22,7 +22,7 @@ def attend(q, k, v, table, layer):
 
     def body(index, carry):
         q, k, v = carry
-        return split_attention(q, k, v, table, layer=layer + index, scale=0.1).o, k, v
+        return split_attention(q, k, v, table, layer=layer + index, scale=0.1, implementation="mosaic_gpu").o, k, v
 
     return jax.lax.fori_loop(0, 2, body, (q, k, v))[0]
 

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jdllm.pallas.attention import AttentionOutput, attention
 from jdllm.pallas.attention.kernel import Tiles
 from jdllm.pallas.attention.mosaic_gpu import attention_mosaic_gpu
-from jdllm.pallas.attention.products import Interpreted
+from jdllm.pallas.products import Interpreted
 from tests.pallas.test_attention import Inputs, inputs, oracle
 
 HEAD_DIM = 64

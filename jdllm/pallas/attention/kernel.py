@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from jdllm.pallas.attention.products import Output, Products, Scores
+from jdllm.pallas.products import Output, Products, Scores
 from jdllm.pallas.attention.types import Keys, Queries
 
 WARPGROUP_ROWS = 64

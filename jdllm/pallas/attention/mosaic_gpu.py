@@ -5,7 +5,7 @@ from jaxtyping import Array, Int
 
 from jdllm.pallas.attention.kernel import CLUSTER_ROWS, STRIP, Ranges, Tiles, attend
 from jdllm.pallas.attention.limits import check_mosaic_gpu
-from jdllm.pallas.attention.products import Products, TensorCores
+from jdllm.pallas.products import Products, TensorCores
 from jdllm.pallas.attention.types import AttentionOutput, Bounds, Keys, Queries
 
 _TILES = Tiles()

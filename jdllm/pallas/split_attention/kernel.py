@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from jdllm.pallas.split_attention.products import Products
+from jdllm.pallas.products import Products
 from jdllm.pallas.split_attention.tiles import (
     LOADER_REGISTERS,
     STRIP,
@@ -250,15 +250,18 @@ def _load(inputs: Inputs, ring: _Ring, launch: _Launch) -> None:
                 plgpu.copy_gmem_to_smem(source, target, ring.full.at[stage], collective_axes="row_block")
 
     def visit(piece: Piece, pieces: Scalar, steps: Scalar) -> Scalar:
-        pl.when(pieces > 0)(lambda: plgpu.barrier_wait(ring.q_free))
-        _load_queries(inputs.q, piece, ring, launch)
-
         def step(k: Scalar, count: Scalar) -> Scalar:
             live = functools.reduce(jnp.add, launch.live_rows(piece, k, inputs.valid)) > 0
             pl.when(live)(lambda: fill(piece, k, count))
             return count + live.astype(jnp.int32)
 
-        return lax.fori_loop(0, launch.steps(piece), step, steps)
+        # As many keys as there are stages need no more than that the piece before is done with, queries too.
+        all_steps = launch.steps(piece)
+        ahead = jnp.minimum(all_steps, tiles.stages)
+        steps = lax.fori_loop(0, ahead, step, steps)
+        pl.when(pieces > 0)(lambda: plgpu.barrier_wait(ring.q_free))
+        _load_queries(inputs.q, piece, ring, launch)
+        return lax.fori_loop(ahead, all_steps, step, steps)
 
     pieces, steps = launch.for_each_piece(inputs.first, visit)
     pl.when(pieces > 0)(lambda: plgpu.barrier_wait(ring.q_free))
@@ -297,9 +300,8 @@ def _consume(inputs: Inputs, ring: _Ring, out: Partials, launch: _Launch) -> Non
 
     def visit(piece: Piece, pieces: Scalar, steps: Scalar) -> Scalar:
         plgpu.barrier_wait(ring.q_full)
-        q = plgpu.load(ring.q.at[rows], layout=plgpu.Layout.WGMMA)
-        plgpu.commit_smem()  # copies must not overtake this load
-        plgpu.barrier_arrive(ring.q_free)
+        # The second warpgroup is half a step behind: one multiplies while the other one is at its softmax.
+        pl.when(row_group == 1)(take_turn)
 
         def step(
             k: Scalar, carry: tuple[Scalar, list[Scalar], _State]
@@ -311,13 +313,15 @@ def _consume(inputs: Inputs, ring: _Ring, out: Partials, launch: _Launch) -> Non
             stage = launch.stage(count)
 
             def attend(state: _State) -> _State:
-                return _attend(q, state, live_rows, ring, stage, take_turn, launch)
+                return _attend(ring.q.at[rows], state, live_rows, ring, stage, take_turn, launch)
 
             state = lax.cond(mine, attend, lambda state: state, state)
             return count + live.astype(jnp.int32), next_rows, state
 
         start = (steps, launch.live_rows(piece, jnp.int32(0), inputs.valid), _no_state(launch.shape.head_dim))
         count, _, state = lax.fori_loop(0, launch.steps(piece), step, start)
+        pl.when(row_group == 0)(take_turn)
+        plgpu.barrier_arrive(ring.q_free)
         slot = (lax.axis_index("worker") + piece.pair) * tiles.key_groups + key_group
         at = pl.ds(row, WARPGROUP_ROWS)
         out.o[slot, at] = state.o
@@ -325,14 +329,11 @@ def _consume(inputs: Inputs, ring: _Ring, out: Partials, launch: _Launch) -> Non
         out.l[slot, at] = state.l
         return count
 
-    # The second warpgroup is half a step behind: one multiplies while the other one is at its softmax.
-    pl.when(row_group == 1)(take_turn)
     launch.for_each_piece(inputs.first, visit)
-    pl.when((row_group == 0) & launch.alternates)(take_turn)
 
 
 def _attend(
-    q: Float[Array, "warpgroup_rows head_dim"],
+    q: Any,
     state: _State,
     live_rows: Sequence[Scalar],
     ring: _Ring,

@@ -8,7 +8,7 @@ from jdllm.pallas.device import target
 from jdllm.pallas.split_attention.kernel import Inputs, attention_partials
 from jdllm.pallas.split_attention.limits import check_mosaic_gpu, padded_queries
 from jdllm.pallas.split_attention.merge import merge_partials
-from jdllm.pallas.split_attention.products import Interpreted, TensorCores
+from jdllm.pallas.products import Interpreted, TensorCores
 from jdllm.pallas.split_attention.tiles import SHARED_BYTES, Tiles, default_tiles
 from jdllm.pallas.split_attention.types import PageTable, Pool, Queries
 from jdllm.pallas.split_attention.work import Shape
