@@ -28,10 +28,10 @@ from jdllm.models.module import Transformer
 from jdllm.models.rotary import cos_sin
 from jdllm.models.transformer import embed, final_norm
 from jdllm.models.weights import Params, head_weights, param_bytes
-from jdllm.pallas.attention import AttentionOutput, attention, merge
+from jdllm.pallas.attention import AttentionOutput
 from jdllm.pallas.grouped_matmul import grouped_matmul
 from jdllm.pallas.masked_logits import Level, masked_logits
-from jdllm.pallas.split_attention import PageTable, dense_table, split_attention
+from jdllm.pallas.split_attention import PageTable, dense_table, split_attention, with_fresh_rows
 
 STEPS = 16
 Split = Literal["mosaic_gpu", "xla"]
@@ -43,17 +43,12 @@ Pool = Float[Array, "layers pages kv_heads page_rows head_dim"]
 def cached_attention(
     k_pool: Pool, v_pool: Pool, table: PageTable, layer: Int[Array, ""], split: Split
 ) -> Callable[..., AttentionOutput]:
-    """Attention as a layer calls it, over what is cached for the layer and over the fresh rows themselves.
+    """Attention as a layer calls it, over what is cached for the layer and over the fresh rows themselves."""
 
-    The few fresh rows take the dense form: a loop over blocks would cost its launches.
-    """
-
-    def attend(q: Array, k: Array, v: Array, start: Array, end: Array, *, scale: float) -> AttentionOutput:
-        cached = split_attention(
-            q[None], k_pool, v_pool, table, layer=layer, scale=scale, implementation=split
+    def attend(q: Array, k: Array, v: Array, *_: Array, scale: float) -> AttentionOutput:
+        return split_attention(
+            q[None], k_pool, v_pool, table, fresh=(k, v), layer=layer, scale=scale, implementation=split
         )
-        fresh = attention(q, k, v, start, end, scale=scale, implementation="reference")
-        return merge([AttentionOutput(*(part[0] for part in cached)), fresh])
 
     return attend
 
@@ -73,7 +68,8 @@ def denoise(
 ) -> Int[Array, " fresh"]:
     """`steps` steps of one request, whose fresh rows follow `cached` rows; every row takes its new token."""
     fresh = tokens.shape[0]
-    rows = Rows(cached + jnp.arange(fresh), jnp.zeros(fresh, jnp.int32), jnp.full(fresh, fresh))
+    unused = jnp.zeros(fresh, jnp.int32)
+    rows = Rows(cached + jnp.arange(fresh), unused, unused)
     rotation = cos_sin(config.rope, config.head_dim, rows.positions)
     asked = sampling(fresh, config.vocab_size, noise=False)
 
@@ -93,21 +89,27 @@ def denoise(
     return lax.fori_loop(0, steps, step, tokens)
 
 
-def random_cache(config: ModelConfig, rows: int, page_rows: int, dtype: str) -> tuple[Pool, Pool, PageTable]:
-    """Keys and values of one request of `rows` cached rows, whose pages lie anywhere in the pool."""
+def random_cache(
+    config: ModelConfig, rows: int, fresh: int, page_rows: int, dtype: str
+) -> tuple[Pool, Pool, PageTable]:
+    """Keys and values of one request of `rows` cached rows, whose pages lie anywhere in the pool.
+
+    The table has the `fresh` rows that ask, too.
+    """
     pages = -(-rows // page_rows)
     shape = config.num_layers, pages, config.num_kv_heads, page_rows, config.head_dim
     draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
     k_pool, v_pool = (draw(jax.random.key(i), shape, jnp.dtype(dtype)) for i in range(2))
     table = dense_table(np.array([rows], np.int32), pages, page_rows)
     order = np.random.default_rng(0).permutation(pages).astype(np.int32)
-    return k_pool, v_pool, table._replace(pages=jnp.asarray(order))
+    table = with_fresh_rows(table._replace(pages=order), np.array([0]), np.array([fresh]), page_rows)
+    return k_pool, v_pool, jax.tree.map(jnp.asarray, table)
 
 
 def measure(params: Params, args: argparse.Namespace, split: Split, ceilings: Ceilings) -> dict[str, Any]:
     """One row of the table."""
     config = SHAPES[args.shape]
-    k_pool, v_pool, table = random_cache(config, args.cached, args.page_rows, "bfloat16")
+    k_pool, v_pool, table = random_cache(config, args.cached, args.fresh, args.page_rows, "bfloat16")
     tokens = jax.random.randint(jax.random.key(2), args.fresh, 0, config.defined_ids)
     inputs = params, k_pool, v_pool, table, tokens, jnp.int32(args.cached)
     executables = Executables(jax.devices()[0].platform)

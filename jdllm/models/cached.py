@@ -12,7 +12,7 @@ from jdllm.models.rotary import cos_sin
 from jdllm.models.selection import Selection, candidate_ranks, destinations, store
 from jdllm.models.transformer import embed, scan_layers
 from jdllm.models.weights import Params
-from jdllm.pallas.attention import AttentionOutput, merge
+from jdllm.pallas.attention import AttentionOutput
 from jdllm.pallas.attention import attention as default_attention
 from jdllm.pallas.grouped_matmul import grouped_matmul as default_grouped_matmul
 from jdllm.pallas.split_attention import PageTable, split_attention
@@ -77,16 +77,15 @@ def forward_reuse(
     pool: KeyValuePool,
     table: PageTable,
     *,
-    attention: AttentionFn = default_attention,
     grouped_matmul: GroupedMatmulFn = default_grouped_matmul,
 ) -> Hidden:
     """Run all layers over some rows of each sequence, against themselves and what is stored.
 
     Arguments:
-    - `rows`: key ranges among the packed rows; what is stored is seen in addition.
+    - `rows`: their key ranges do not matter here.
     - `pool`: read only.
     - `table`: the packed rows are cut evenly into as many tiles as it has requests; each tile sees its own
-      pages. All rows of a tile belong to one segment.
+      pages and, as fresh rows, some of the packed ones. All rows of a tile belong to one segment.
     - the others: as of `jdllm.models.transformer.forward`.
 
     Returns the hidden rows.
@@ -95,11 +94,9 @@ def forward_reuse(
     tiles = table.first.shape[0] - 1
 
     def body(h: Hidden, layer: Layer, number: Array) -> Hidden:
-        def attend(q: Array, k: Array, v: Array, *bounds: RowInts, scale: float) -> AttentionOutput:
+        def attend(q: Array, k: Array, v: Array, *_: RowInts, scale: float) -> AttentionOutput:
             by_tile = q.reshape(tiles, -1, *q.shape[1:])
-            cached = split_attention(by_tile, *pool, table, layer=number, scale=scale)
-            fresh = AttentionOutput(*attention(q, k, v, *bounds, scale=scale))
-            return merge([AttentionOutput(*(x.reshape(q.shape[0], *x.shape[2:]) for x in cached)), fresh])
+            return split_attention(by_tile, *pool, table, fresh=(k, v), layer=number, scale=scale)
 
         return block(layer, config, h, rotation, rows, attend, grouped_matmul)
 

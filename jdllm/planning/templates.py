@@ -106,11 +106,12 @@ def _add_attention(graph: GraphTemplate, config: ModelConfig, kind: StepKind, la
         {names["k"]: store, f"{layer} angles for k": part * angles},
         owners=cut,
     )
+    # Where heads are in groups, XLA copies a chunk of h before it norms it, here and for q.
     graph.add_op(
         f"{layer} project v",
-        [names["x for k v"], names["linear k"]],
+        [names["x for k v"]],
         {names["v"]: store},
-        _WORKSPACE + part * angles * _cut(*_LAYER_COUNTS),
+        maximum(linear + _WORKSPACE, part * hidden * _cut("heads")) + part * angles * _cut(*_LAYER_COUNTS),
         owners=cut,
     )
 
@@ -118,7 +119,7 @@ def _add_attention(graph: GraphTemplate, config: ModelConfig, kind: StepKind, la
     width = ceil_div(part * q_width, groups)
     cut = ("query", "heads")
     x, linear_q, q, o = (f"{layer} {name}" for name in ("x for q", "linear q", "q", "o"))
-    graph.add_op(f"{layer} norm for q", ["h"], {x: part * hidden}, owners=cut)
+    graph.add_op(f"{layer} norm for q", ["h"], {x: part * hidden}, part * hidden * _cut("heads"), owners=cut)
     copied = config.hidden_size * q_width * twice
     graph.add_op(
         f"{layer} project q", [x], {linear_q: width, f"{layer} weight q": copied}, _WORKSPACE, owners=cut
@@ -143,7 +144,7 @@ def add_feed_forward(
     """Operators of one layer's feed-forward branch for a chunk of `part` rows of "h", dense or by experts.
 
     A symbolic `part` is a chunk of a device loop, whose buffers XLA places with a gap of a chunk of experts'
-    inputs.
+    inputs, and up to a workspace more where one kernel makes the gated product.
     """
     x = f"{layer} x"
     graph.add_op(f"{layer} norm", ["h"], {x: part * (config.hidden_size * kind.itemsize)}, owners=("ffn",))
@@ -165,9 +166,11 @@ def add_feed_forward(
     graph.add_op(f"{layer} sort", [scores], {order: part * (4 * 4 * moe.top_k)}, owners=("ffn",))
     gap = f"{layer} gap"
     loop = _cut(*_LAYER_COUNTS) if isinstance(part, Size) else 0
-    gap_bytes = part * (config.hidden_size * kind.itemsize) * loop
+    gates = _gates_in_kernel(moe, config.hidden_size, kind)
+    inputs = part * (config.hidden_size * kind.itemsize)
+    gap_bytes = (inputs + minimum(inputs, _WORKSPACE * gates)) * loop
     graph.add_op(f"{layer} gather", [x, order], {by_expert: wide, gap: gap_bytes}, owners=("ffn",))
-    if _gates_in_kernel(moe, config.hidden_size, kind):
+    if gates:
         graph.add_op(f"{layer} experts gate and up", [by_expert, gap], {up: inner}, owners=("ffn",))
     else:
         graph.add_op(f"{layer} experts gate", [by_expert], {gate: inner}, owners=("ffn",))

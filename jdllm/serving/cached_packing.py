@@ -10,7 +10,7 @@ from jdllm.decoding.caches import Phase, kept, policy_of
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.selection import Selection
-from jdllm.pallas.split_attention import PageTable
+from jdllm.pallas.split_attention import PageTable, with_fresh_rows
 from jdllm.planning.buckets import power_bucket, steps_per_dispatch
 from jdllm.serving.kv_pool import KvPool
 from jdllm.serving.packing import Packed, head_rows, pack, segment_params, segments_bucket
@@ -77,40 +77,52 @@ def pack_refresh(requests: Sequence[Request], config: ModelConfig, pool: KvPool)
         columns["per_head"].astype(bool),
         columns["width"],
     )
-    table = _table(
-        pool, [(r.index, int(keep)) for r, keep in zip(requests, columns["keep"], strict=False)], segments
-    )
-    return RefreshBatch(packed, selection, table, int(columns["width"].max()) // 2)
+    table = _table(pool, [(r.index, int(keep)) for r, keep in zip(requests, columns["keep"], strict=False)])
+    return RefreshBatch(packed, selection, _in_bucket(table, segments), int(columns["width"].max()) // 2)
 
 
 def pack_reuse(requests: Sequence[Request], config: ModelConfig, pool: KvPool) -> ReuseBatch:
-    """Lay out the forwarded rows of each request in whole tiles, and list what each tile reads."""
+    """Lay out the forwarded rows of each request in whole tiles, and list what each tile reads.
+
+    It reads what is stored of its request, and all the rows of it that are forwarded.
+    """
     tiles_of = [-(-len(r.forwarded) // TILE_ROWS) for r in requests]
     starts = np.cumsum([0, *tiles_of]) * TILE_ROWS
     tiles = power_bucket(sum(tiles_of), _SMALLEST_TILES)
-    tokens, positions, k_start, k_end = (np.zeros(tiles * TILE_ROWS, np.int32) for _ in range(4))
-    parts = []
+    tokens, positions, unused = (np.zeros(tiles * TILE_ROWS, np.int32) for _ in range(3))
+    parts, candidates = [], [request.candidates() for request in requests]
     for index, (request, start) in enumerate(zip(requests, starts, strict=False)):
         stop = start + len(request.forwarded)
         tokens[start:stop], positions[start:stop] = request.tokens[request.forwarded], request.forwarded
-        k_start[start:stop], k_end[start:stop] = start, stop
-        row = start + np.searchsorted(request.forwarded, request.candidates())
+        row = start + np.searchsorted(request.forwarded, candidates[index])
         parts.append((row, np.full_like(row, index)))
     segments = segments_bucket(len(requests))
     row, segment = (np.concatenate(column) for column in zip(*parts, strict=True))
     head = head_rows(row, row, segment, segments)
     params = segment_params(requests, segments, steps_per_dispatch(len(head.row)), config)
-    batch = Batch(tokens, Rows(positions, k_start, k_end), head, params)
-    reads = [(r.index, r.stored) for r, count in zip(requests, tiles_of, strict=True) for _ in range(count)]
-    return ReuseBatch(Packed(batch, [r.candidates() for r in requests]), _table(pool, reads, tiles))
+    batch = Batch(tokens, Rows(positions, unused, unused), head, params)
+    owner = np.repeat(np.arange(len(requests)), tiles_of)
+    table = _table(pool, [(r.index, r.stored) for r in (requests[i] for i in owner.tolist())])
+    forwarded = np.array([len(r.forwarded) for r in requests])
+    table = with_fresh_rows(table, starts[owner], forwarded[owner], pool.page_rows)
+    return ReuseBatch(Packed(batch, candidates), _in_bucket(table, tiles))
 
 
-def _table(pool: KvPool, reads: Sequence[tuple[int, int]], size: int) -> PageTable:
-    """The pages of each (request, live rows), and of none for what is missing to `size`."""
+def _table(pool: KvPool, reads: Sequence[tuple[int, int]]) -> PageTable:
+    """The pages of each (request, live rows)."""
     entries = sum(pool.pages_for(rows) for _, rows in reads)
-    bound = power_bucket(entries, _SMALLEST_ENTRIES)
-    table = pool.page_table([request for request, _ in reads], [rows for _, rows in reads], bound)
-    return table._replace(first=np.pad(np.asarray(table.first), (0, size - len(reads)), mode="edge"))
+    return pool.page_table([request for request, _ in reads], [rows for _, rows in reads], entries)
+
+
+def _in_bucket(table: PageTable, size: int) -> PageTable:
+    """The table padded to `size` requests, which own nothing, and to a bucket of entries."""
+    pages, valid, first = map(np.asarray, table)
+    missing = power_bucket(len(pages), _SMALLEST_ENTRIES) - len(pages)
+    return PageTable(
+        np.pad(pages, (0, missing)),
+        np.pad(valid, (0, missing)),
+        np.pad(first, (0, size + 1 - len(first)), mode="edge"),
+    )
 
 
 def _padded(parts: Sequence[np.ndarray], size: int, fill: int) -> np.ndarray:

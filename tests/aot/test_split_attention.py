@@ -1,5 +1,6 @@
 """The Split-S kernels compiled for an H200, without one."""
 
+import functools
 import re
 from typing import Any
 
@@ -17,12 +18,15 @@ LAYERS, PAGES, PAGE_ROWS, HEAD_DIM, REQUESTS, QUERIES = 4, 2048, 64, 128, 4, 32
 MIB = 2**20
 
 
-def attend(q, k, v, table, layer):
+attention = functools.partial(split_attention, scale=0.1, implementation="mosaic_gpu")
+
+
+def attend(q, k, v, fresh, table, layer):
     """A loop over layers that carries the pool, as a step does."""
 
     def body(index, carry):
         q, k, v = carry
-        return split_attention(q, k, v, table, layer=layer + index, scale=0.1, implementation="mosaic_gpu").o, k, v
+        return attention(q, k, v, table, fresh=(fresh, fresh), layer=layer + index).o, k, v
 
     return jax.lax.fori_loop(0, 2, body, (q, k, v))[0]
 
@@ -31,8 +35,9 @@ def attend(q, k, v, table, layer):
 def test_the_kernel_reads_the_pool_in_place(heads: int, kv_heads: int):
     pool = jax.ShapeDtypeStruct((LAYERS, PAGES, kv_heads, PAGE_ROWS, HEAD_DIM), jnp.bfloat16)
     q = jax.ShapeDtypeStruct((REQUESTS, QUERIES, heads, HEAD_DIM), jnp.bfloat16)
+    fresh = jax.ShapeDtypeStruct((REQUESTS * QUERIES, kv_heads, HEAD_DIM), jnp.bfloat16)
     table = PageTable(*(np.zeros(n, np.int32) for n in (PAGES, PAGES, REQUESTS + 1)))
-    executable: Any = compile_for("h200", attend, q, pool, pool, table, np.int32(0))
+    executable: Any = compile_for("h200", attend, q, pool, pool, fresh, table, np.int32(0))
     assert re.search(r"custom-call\(.*mosaic_gpu", executable.as_text())
     one_layer = 2 * PAGES * kv_heads * PAGE_ROWS * HEAD_DIM
     assert executable.memory_analysis().temp_size_in_bytes < min(one_layer, 32 * MIB)

@@ -1,5 +1,6 @@
 """Operands of Split-S attention, and what float64 makes of them."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -7,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdllm.pallas.attention import AttentionOutput
-from jdllm.pallas.split_attention import PageTable
+from jdllm.pallas.split_attention import PageTable, with_fresh_rows
 
 BF16_RELATIVE = 4e-3
+
+PerRequest = Sequence[np.ndarray] | np.ndarray
 
 
 class Case(NamedTuple):
@@ -58,6 +61,27 @@ def case(
     return Case(q, k, v, table, layers - 1, head_dim**-0.5)
 
 
+def with_fresh(
+    c: Case, counts: list[int]
+) -> tuple[Case, tuple[jax.Array, jax.Array], tuple[PerRequest, PerRequest]]:
+    """The case with `counts` fresh rows for its requests, those rows, and what each request sees of them.
+
+    No rows follow the last request's; those between two requests hold a large number.
+    """
+    rng = np.random.default_rng(1)
+    kv_heads, page_rows, head_dim = c.k.shape[2:]
+    start = np.cumsum([0, *(-(-n // 8) * 8 for n in counts)])
+    fresh = np.full((2, start[-1], kv_heads, head_dim), 1000.0)
+    for at, n in zip(start, counts, strict=False):
+        fresh[:, at : at + n] = rng.normal(size=(2, n, kv_heads, head_dim))
+    k, v = (jnp.asarray(x, c.k.dtype) for x in fresh)
+    seen = [
+        [np.asarray(x, np.float64)[at : at + n] for at, n in zip(start, counts, strict=False)] for x in (k, v)
+    ]
+    table = with_fresh_rows(c.table, start[:-1], np.array(counts), page_rows)
+    return c._replace(table=table), (k, v), (seen[0], seen[1])
+
+
 def keys_of(c: Case, request: int) -> tuple[np.ndarray, np.ndarray]:
     """The live keys and values of a request, one page after the other: `[keys, kv_heads, head_dim]`."""
     pages, valid, first = (np.asarray(x) for x in c.table)
@@ -71,8 +95,8 @@ def keys_of(c: Case, request: int) -> tuple[np.ndarray, np.ndarray]:
     return gather(c.k), gather(c.v)
 
 
-def oracle(c: Case, extra: tuple[np.ndarray, np.ndarray] | None = None) -> AttentionOutput:
-    """Softmax attention in float64; `extra`: more keys and values, `[requests, keys, kv_heads, head_dim]`."""
+def oracle(c: Case, extra: tuple[PerRequest, PerRequest] | None = None) -> AttentionOutput:
+    """Softmax attention in float64; `extra`: more keys and values of each request."""
     q = np.asarray(c.q, np.float64)
     requests, _, heads, _ = q.shape
     o, m, total = np.zeros(q.shape), np.full(q.shape[:3], -np.inf), np.zeros(q.shape[:3])

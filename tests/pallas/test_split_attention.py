@@ -13,17 +13,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jdllm.pallas.attention import AttentionOutput, attention, merge
 from jdllm.pallas.device import Target
-from jdllm.pallas.split_attention import PageTable, api, dense_table, split_attention
+from jdllm.pallas.split_attention import PageTable, api, dense_table, split_attention, with_fresh_rows
 from jdllm.pallas.split_attention.limits import check_mosaic_gpu
 from jdllm.pallas.split_attention.mosaic_gpu import split_attention_mosaic_gpu
 from jdllm.pallas.split_attention.tiles import LOADER_REGISTERS, SHARED_BYTES, Tiles, default_tiles
 from jdllm.pallas.split_attention.types import request_of
 from jdllm.pallas.split_attention.work import Shape, pair_of, piece_of, share_of
 from jdllm.pallas.split_attention.xla import split_attention_xla
-from tests.pallas.split_cases import Case, case, check, keys_of, oracle
+from tests.pallas.split_cases import Case, case, check, keys_of, oracle, with_fresh
 
 BF16, F32 = 2e-2, 1e-5
 RAGGED = [[64, 10, 64], [], [0, 33], [1]]
+FRESH = [70, 5, 0, 20]
 SMALL = Tiles(stages=2, min_tiles=1, processors=2)
 # A name for each cut that differs in how it shares out rows or keys.
 CUTS = {
@@ -53,8 +54,8 @@ def run(c: Case, implementation, **changes) -> AttentionOutput:
     return split_attention(*operands[:4], layer=operands.layer, scale=c.scale, implementation=implementation)
 
 
-def kernel(c: Case, tiles: Tiles | None) -> AttentionOutput:
-    return split_attention_mosaic_gpu(*c[:4], layer=c.layer, scale=c.scale, tiles=tiles)
+def kernel(c: Case, tiles: Tiles | None, fresh=None) -> AttentionOutput:
+    return split_attention_mosaic_gpu(*c[:4], fresh=fresh, layer=c.layer, scale=c.scale, tiles=tiles)
 
 
 class TestPortable:
@@ -108,8 +109,23 @@ class TestPortable:
         both = AttentionOutput(*(x.reshape(3, 4, *x.shape[1:]) for x in merge([cached, fresh])))
         check(both, oracle(c, (fresh_k, fresh_v)), F32)
 
+    @pytest.mark.parametrize("implementation", ["reference", "xla"])
+    @pytest.mark.parametrize("page_rows", [64, 128])
+    def test_fresh_rows_of_the_table_count_as_cached_ones(self, implementation, page_rows: int):
+        c = case(RAGGED, heads=4, kv_heads=2, page_rows=page_rows, dtype=jnp.float32)
+        bare, (c, fresh, seen) = c, with_fresh(c, FRESH)
+        actual = split_attention(
+            *c[:4], fresh=fresh, layer=c.layer, scale=c.scale, implementation=implementation
+        )
+        check(actual, oracle(bare, seen), F32)
+
 
 class TestPages:
+    def test_fresh_rows_begin_at_whole_blocks(self):
+        table = PageTable(*(np.array(x, np.int32) for x in ([3], [64], [0, 1])))
+        with pytest.raises(ValueError, match="multiples of 8, not at"):
+            with_fresh_rows(table, np.array([4]), np.array([8]), 64)
+
     def test_the_order_of_pages_in_the_pool_does_not_matter(self):
         """Four scattered segments against the same rows in contiguous pages."""
         c = case([[64, 64, 20, 64, 1, 64, 64, 9]], dtype=jnp.float32)
@@ -213,6 +229,12 @@ class TestKernel:
     def test_many_rows(self, cut: str, queries: int, heads: int):
         c = case([[64, 5, 64, 30]], queries=queries, heads=heads)
         check(kernel(c, CUTS[cut]), oracle(c), BF16)
+
+    @pytest.mark.parametrize("cut", ["wide", slow("one"), slow("blocks"), slow("all")])
+    def test_fresh_rows(self, cut: str):
+        c = case(RAGGED, heads=4, kv_heads=2)
+        bare, (c, fresh, seen) = c, with_fresh(c, FRESH)
+        check(kernel(c, CUTS[cut], fresh), oracle(bare, seen), BF16)
 
     @pytest.mark.parametrize("cut", ["wide", slow("one"), slow("turns")])
     def test_pages_of_many_tiles_with_dead_ones_inside(self, cut: str):

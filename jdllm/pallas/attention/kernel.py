@@ -19,8 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from jdllm.pallas.products import Output, Products, Scores
 from jdllm.pallas.attention.types import Keys, Queries
+from jdllm.pallas.products import Output, Products, Scores
 
 WARPGROUP_ROWS = 64
 CONSUMERS = 2

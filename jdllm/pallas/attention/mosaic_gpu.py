@@ -5,8 +5,8 @@ from jaxtyping import Array, Int
 
 from jdllm.pallas.attention.kernel import CLUSTER_ROWS, STRIP, Ranges, Tiles, attend
 from jdllm.pallas.attention.limits import check_mosaic_gpu
-from jdllm.pallas.products import Products, TensorCores
 from jdllm.pallas.attention.types import AttentionOutput, Bounds, Keys, Queries
+from jdllm.pallas.products import Products, TensorCores
 
 _TILES = Tiles()
 

@@ -1,6 +1,6 @@
-"""Split-S attention: queries of a block over cached keys that lie in pages, scattered or not."""
+"""Split-S attention: queries of a block over cached keys in pages, scattered or not, and over fresh ones."""
 
 from jdllm.pallas.split_attention.api import split_attention
-from jdllm.pallas.split_attention.types import PageTable, dense_table
+from jdllm.pallas.split_attention.types import PageTable, dense_table, with_fresh_rows
 
-__all__ = ["PageTable", "dense_table", "split_attention"]
+__all__ = ["PageTable", "dense_table", "split_attention", "with_fresh_rows"]

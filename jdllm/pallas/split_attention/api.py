@@ -12,7 +12,7 @@ from jdllm.pallas.device import target
 from jdllm.pallas.split_attention.limits import check_mosaic_gpu, proven_on_a_card
 from jdllm.pallas.split_attention.reference import split_attention_reference
 from jdllm.pallas.split_attention.tiles import TILE
-from jdllm.pallas.split_attention.types import PageTable, Pool, Queries
+from jdllm.pallas.split_attention.types import Fresh, PageTable, Pool, Queries
 from jdllm.pallas.split_attention.xla import split_attention_xla
 
 Implementation = Literal["mosaic_gpu", "xla", "reference"]
@@ -24,18 +24,21 @@ def split_attention(
     v_pool: Pool,
     table: PageTable,
     *,
+    fresh: tuple[Fresh, Fresh] | None = None,
     layer: Int[Array, ""] | int = 0,
     scale: float,
     implementation: Implementation | None = None,
 ) -> AttentionOutput:
-    """Softmax attention of each request's queries over its cached keys, all of which every query sees.
+    """Softmax attention of each request's queries over the keys of its table, all of which every query sees.
 
     Arguments:
     - `q`: rotated queries; query head h reads key-value head h // (heads / kv_heads).
     - `k_pool`, `v_pool`: rotated keys and values of all layers, in pages whose rows are a multiple of 64.
       Values that are not live must be finite (those of a pool that starts as zeros are). Pages count as a
       whole when work is shared out, so that small ones balance better.
-    - `table`: the pages of each request.
+    - `table`: the pages and fresh rows of each request.
+    - `fresh`: keys and values that are not in the pool, of its type: those of the rows that ask. Needed where
+      the table has any.
     - `layer`: which layer of the pool; the pool is never sliced, which would copy it.
     - `scale`: factor of the scores, usually head_dim ** -0.5; positive.
     - `implementation`: "mosaic_gpu" (a kernel for Hopper), "xla" (portable) or "reference" (dense oracle). By
@@ -48,10 +51,11 @@ def split_attention(
     implementation cannot run, naming its limit.
     """
     _check_shapes(q, k_pool, v_pool, table, scale)
+    _check_fresh(k_pool, fresh)
     if implementation not in (None, "mosaic_gpu", "xla", "reference"):
         raise NotImplementedError(f"split attention has no implementation {implementation!r}")
     if implementation == "reference":
-        return split_attention_reference(q, k_pool, v_pool, table, layer=layer, scale=scale)
+        return split_attention_reference(q, k_pool, v_pool, table, fresh=fresh, layer=layer, scale=scale)
     proven = target().hopper and proven_on_a_card(q, k_pool)
     if implementation == "mosaic_gpu" or (implementation is None and proven):
         try:
@@ -60,7 +64,7 @@ def split_attention(
             # Pallas for GPUs takes a while to import: only where it runs.
             from jdllm.pallas.split_attention.mosaic_gpu import split_attention_mosaic_gpu
 
-            return split_attention_mosaic_gpu(q, k_pool, v_pool, table, layer=layer, scale=scale)
+            return split_attention_mosaic_gpu(q, k_pool, v_pool, table, fresh=fresh, layer=layer, scale=scale)
         except NotImplementedError:
             if implementation is not None:
                 raise
@@ -68,7 +72,7 @@ def split_attention(
     small, large = (
         functools.partial(split_attention_xla, layer=layer, scale=scale, keys=keys) for keys in (512, 4096)
     )
-    return lax.platform_dependent(q, k_pool, v_pool, table, cpu=small, default=large)
+    return lax.platform_dependent(q, k_pool, v_pool, table, fresh, cpu=small, default=large)
 
 
 def _check_hopper() -> None:
@@ -95,3 +99,12 @@ def _check_shapes(q: Queries, k_pool: Pool, v_pool: Pool, table: PageTable, scal
         )
     if not 0 < scale < math.inf:
         raise ValueError(f"split attention: the scale is positive, not {scale}")
+
+
+def _check_fresh(pool: Pool, fresh: tuple[Fresh, Fresh] | None) -> None:
+    for rows in fresh or ():
+        if rows.shape[1:] != (pool.shape[2], pool.shape[4]) or rows.dtype != pool.dtype:
+            raise ValueError(
+                f"split attention: fresh rows {rows.dtype} {rows.shape} do not fit a pool {pool.dtype} "
+                f"{pool.shape}"
+            )

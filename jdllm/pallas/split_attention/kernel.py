@@ -28,6 +28,7 @@ from jdllm.pallas.split_attention.tiles import (
     WARPGROUP_ROWS,
     Tiles,
 )
+from jdllm.pallas.split_attention.types import FRESH_UNIT
 from jdllm.pallas.split_attention.work import Piece, Scalar, Shape, pair_of, piece_of, share_of
 
 LOWEST = -1e30
@@ -54,6 +55,7 @@ class Inputs(NamedTuple):
 
     - `q`: rows are request x query, columns head x head dimension.
     - `k`, `v`: the pools, rows are layer x page x head x row of the page.
+    - `fresh_k`, `fresh_v`: what the table has besides, if anything; columns are head x head dimension.
     """
 
     q: Float[Array, "queries columns"]
@@ -63,6 +65,8 @@ class Inputs(NamedTuple):
     valid: Int[Array, " entries"]
     first: Int[Array, " requests+1"]
     layer: Int[Array, " 1"]
+    fresh_k: Float[Array, "fresh_rows columns"] | None = None
+    fresh_v: Float[Array, "fresh_rows columns"] | None = None
 
 
 class _Ring(NamedTuple):
@@ -183,7 +187,7 @@ def attention_partials(
         ),
         kernel_name="split_attention",
     )
-    return Partials(*kernel(*inputs))
+    return Partials(*kernel(*(x for x in inputs if x is not None)))
 
 
 def _ring(launch: _Launch, dtype: jnp.dtype) -> list[Any]:
@@ -215,7 +219,8 @@ def _ring(launch: _Launch, dtype: jnp.dtype) -> list[Any]:
 
 
 def _kernel(*refs, launch: _Launch) -> None:
-    inputs, refs = Inputs(*refs[: len(Inputs._fields)]), refs[len(Inputs._fields) :]
+    given = len(refs) - len(Partials._fields) - len(_Ring._fields)
+    inputs, refs = Inputs(*refs[:given]), refs[given:]
     out, ring = Partials(*refs[: len(Partials._fields)]), _Ring(*refs[len(Partials._fields) :])
     tiles, warpgroup = launch.tiles, lax.axis_index("warpgroup")
 
@@ -232,8 +237,7 @@ def _kernel(*refs, launch: _Launch) -> None:
 
 def _load(inputs: Inputs, ring: _Ring, launch: _Launch) -> None:
     """Fetch the queries of each piece and its live steps, each as soon as there is room."""
-    tiles, shape = launch.tiles, launch.shape
-    pool_page = inputs.layer[0] * shape.pages
+    tiles = launch.tiles
 
     def fill(piece: Piece, step: Scalar, count: Scalar) -> None:
         stage = launch.stage(count)
@@ -241,13 +245,7 @@ def _load(inputs: Inputs, ring: _Ring, launch: _Launch) -> None:
         for i in range(tiles.step_tiles):
             # A tile beyond the piece is masked, but its values must be numbers: the last one, once more.
             tile = jnp.minimum(piece.begin + step * tiles.step_tiles + i, piece.end - 1)
-            entry, place = launch.place(tile)
-            page = (pool_page + inputs.pages[entry]) * shape.kv_heads + piece.head
-            row = page * shape.page_rows + place * TILE
-            for pool, to in ((inputs.k, ring.k), (inputs.v, ring.v)):
-                source: Any = pool.at[pl.ds(row, TILE)]
-                target = to.at[stage, pl.ds(i * TILE, TILE)]
-                plgpu.copy_gmem_to_smem(source, target, ring.full.at[stage], collective_axes="row_block")
+            _load_tile(inputs, piece, tile, (stage, pl.ds(i * TILE, TILE)), ring, launch)
 
     def visit(piece: Piece, pieces: Scalar, steps: Scalar) -> Scalar:
         def step(k: Scalar, count: Scalar) -> Scalar:
@@ -272,6 +270,34 @@ def _load(inputs: Inputs, ring: _Ring, launch: _Launch) -> None:
         lambda step, _: plgpu.barrier_wait(ring.free.at[launch.stage(step)]),
         None,
     )
+
+
+def _load_tile(
+    inputs: Inputs, piece: Piece, tile: Scalar, at: tuple[Scalar, pl.Slice], ring: _Ring, launch: _Launch
+) -> None:
+    """Fetch a tile's keys and values from where its entry says."""
+    shape = launch.shape
+    entry, place = launch.place(tile)
+    page = inputs.pages[entry]
+
+    def copy(k: Any, v: Any) -> None:
+        for source, to in ((k, ring.k), (v, ring.v)):
+            plgpu.copy_gmem_to_smem(source, to.at[at], ring.full.at[at[0]], collective_axes="row_block")
+
+    def from_pool() -> None:
+        page_of_layer = inputs.layer[0] * shape.pages + page
+        rows = pl.ds((page_of_layer * shape.kv_heads + piece.head) * shape.page_rows + place * TILE, TILE)
+        copy(inputs.k.at[rows], inputs.v.at[rows])
+
+    def from_fresh(k: Any, v: Any) -> None:
+        rows = pl.ds(~page * FRESH_UNIT + place * TILE, TILE)
+        columns = pl.ds(piece.head * shape.head_dim, shape.head_dim)
+        copy(k.at[rows, columns], v.at[rows, columns])
+
+    if inputs.fresh_k is None:
+        from_pool()
+    else:
+        lax.cond(page >= 0, from_pool, functools.partial(from_fresh, inputs.fresh_k, inputs.fresh_v))
 
 
 def _load_queries(q: Any, piece: Piece, ring: _Ring, launch: _Launch) -> None:

@@ -5,12 +5,12 @@ from jaxtyping import Array, Int
 
 from jdllm.pallas.attention.types import AttentionOutput
 from jdllm.pallas.device import target
+from jdllm.pallas.products import Interpreted, TensorCores
 from jdllm.pallas.split_attention.kernel import Inputs, attention_partials
 from jdllm.pallas.split_attention.limits import check_mosaic_gpu, padded_queries
 from jdllm.pallas.split_attention.merge import merge_partials
-from jdllm.pallas.products import Interpreted, TensorCores
 from jdllm.pallas.split_attention.tiles import SHARED_BYTES, Tiles, default_tiles
-from jdllm.pallas.split_attention.types import PageTable, Pool, Queries
+from jdllm.pallas.split_attention.types import FRESH_UNIT, Fresh, PageTable, Pool, Queries
 from jdllm.pallas.split_attention.work import Shape
 
 
@@ -20,6 +20,7 @@ def split_attention_mosaic_gpu(
     v_pool: Pool,
     table: PageTable,
     *,
+    fresh: tuple[Fresh, Fresh] | None = None,
     layer: Int[Array, ""] | int,
     scale: float,
     tiles: Tiles | None = None,
@@ -48,11 +49,16 @@ def split_attention_mosaic_gpu(
         jnp.asarray(table.valid, jnp.int32),
         jnp.asarray(table.first, jnp.int32),
         jnp.asarray(layer, jnp.int32).reshape(1),
+        *(_whole_blocks(rows).reshape(-1, kv_heads * head_dim) for rows in fresh or ()),
     )
     products = TensorCores if target().on_cuda else Interpreted
     partials = attention_partials(inputs, shape, tiles, scale, products)
     o, m, total = merge_partials(partials, inputs.first, shape, tiles, q.dtype)
     return AttentionOutput(o[:, :queries], m[:, :queries], total[:, :queries])
+
+
+def _whole_blocks(rows: Fresh) -> Fresh:
+    return jnp.pad(rows, ((0, -rows.shape[0] % FRESH_UNIT), (0, 0), (0, 0)))
 
 
 def _check_cut(shape: Shape, tiles: Tiles) -> None:

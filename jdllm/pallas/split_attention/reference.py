@@ -5,11 +5,18 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from jdllm.pallas.attention.types import AttentionOutput
-from jdllm.pallas.split_attention.types import PageTable, Pool, Queries
+from jdllm.pallas.split_attention.types import Fresh, PageTable, Pool, Queries, gathered
 
 
 def split_attention_reference(
-    q: Queries, k_pool: Pool, v_pool: Pool, table: PageTable, *, layer: Int[Array, ""] | int, scale: float
+    q: Queries,
+    k_pool: Pool,
+    v_pool: Pool,
+    table: PageTable,
+    *,
+    fresh: tuple[Fresh, Fresh] | None,
+    layer: Int[Array, ""] | int,
+    scale: float,
 ) -> AttentionOutput:
     """Dense form of `jdllm.pallas.split_attention.split_attention`; memory grows with requests x all keys."""
     _, _, kv_heads, page_rows, head_dim = k_pool.shape
@@ -20,11 +27,11 @@ def split_attention_reference(
     live = jnp.arange(page_rows) < valid[:, None]
     seen = (owned[:, :, None] & live).reshape(requests, -1)
 
-    def gather(pool: Pool) -> Array:
-        rows = jnp.moveaxis(pool[layer, pages], 1, 0).reshape(kv_heads, -1, head_dim).astype(jnp.float32)
-        return jnp.where(live.reshape(-1, 1), rows, 0)
+    def gather(pool: Pool, fresh: Fresh | None) -> Array:
+        rows = jnp.moveaxis(gathered(pool, fresh, layer, pages), 1, 0)
+        return jnp.where(live.reshape(-1, 1), rows.reshape(kv_heads, -1, head_dim).astype(jnp.float32), 0)
 
-    k, v = gather(k_pool), gather(v_pool)
+    k, v = map(gather, (k_pool, v_pool), fresh or (None, None))
     grouped = q.reshape(requests, queries, kv_heads, heads // kv_heads, head_dim).astype(jnp.float32)
     scores = scale * jnp.einsum("rqhgd,hsd->rqhgs", grouped, k, precision=lax.Precision.HIGHEST)
     scores = jnp.where(seen[:, None, None, None, :], scores, -jnp.inf)

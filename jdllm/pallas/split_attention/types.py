@@ -3,27 +3,45 @@
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jdllm.arrays import Tensor
 
 Queries = Float[Array, "requests queries heads head_dim"]
 Pool = Float[Array, "layers pages kv_heads page_rows head_dim"]
+Fresh = Float[Array, "fresh_rows kv_heads head_dim"]
+
+FRESH_UNIT = 8
+"""Fresh rows of an entry begin at a multiple of this, a block of shared memory."""
 
 
 class PageTable(NamedTuple):
-    """Which rows of the pool each request sees, in compressed sparse rows.
+    """Which rows of the pool, and which fresh ones, each request sees, in compressed sparse rows.
 
     Request r sees the entries [first[r], first[r + 1]): those of all its segments, one after another.
 
-    - `pages`: int32, the page of each entry; from `first[-1]` on nothing is read.
-    - `valid`: int32, how many rows of that page are live, from its first on; 0 to all of them, anywhere.
+    - `pages`: int32, the page of each entry; ~n, which is below 0, for fresh rows from `FRESH_UNIT` * n on,
+      as many as a page has. From `first[-1]` on nothing is read.
+    - `valid`: int32, how many rows of an entry are live, from its first on; 0 to all of them, anywhere.
     - `first`: int32, rising from 0; known on the device only.
     """
 
     pages: Int[Tensor, " entries"]
     valid: Int[Tensor, " entries"]
     first: Int[Tensor, " requests+1"]
+
+
+def gathered(
+    pool: Pool, fresh: Fresh | None, layer: Int[Array, ""] | int, pages: Int[Array, " entries"]
+) -> Float[Array, "entries kv_heads page_rows head_dim"]:
+    """The rows of some entries of a table; those of an entry that lie beyond the last fresh row repeat it."""
+    stored = pool[layer, jnp.maximum(pages, 0)]
+    if fresh is None:
+        return stored
+    row = FRESH_UNIT * ~pages[:, None] + jnp.arange(pool.shape[3])
+    rows = jnp.moveaxis(fresh[jnp.clip(row, 0, fresh.shape[0] - 1)], 1, 2)
+    return jnp.where((pages < 0)[:, None, None, None], rows, stored)
 
 
 def dense_table(lengths: Int[Tensor, " requests"], pages_per_request: int, page_rows: int) -> PageTable:
@@ -46,6 +64,33 @@ def dense_table(lengths: Int[Tensor, " requests"], pages_per_request: int, page_
     page = entry - first[request]
     valid = jnp.clip(lengths[request] - page * page_rows, 0, page_rows)
     return PageTable(request * pages_per_request + jnp.minimum(page, pages_per_request - 1), valid, first)
+
+
+def with_fresh_rows(
+    table: PageTable, start: Int[np.ndarray, " requests"], count: Int[np.ndarray, " requests"], page_rows: int
+) -> PageTable:
+    """A table on the host, in which each request sees fresh rows after its pages.
+
+    Arguments:
+    - `start`: the first fresh row of each request, a multiple of `FRESH_UNIT`.
+    - `count`: how many it sees from there on.
+    - `page_rows`: rows of an entry.
+
+    Raises `ValueError` where a request's rows begin elsewhere.
+    """
+    start, count, (pages, valid, first) = np.asarray(start), np.asarray(count), map(np.asarray, table)
+    if (start % FRESH_UNIT).any():
+        raise ValueError(f"fresh rows begin at multiples of {FRESH_UNIT}, not at {start}")
+    entries = -(-count // page_rows)
+    before = np.cumsum([0, *entries])
+    owner = np.repeat(np.arange(len(entries)), entries)
+    skipped = (np.arange(before[-1]) - before[owner]) * page_rows
+    place = first[1:][owner]
+    return PageTable(
+        np.insert(pages, place, ~((start[owner] + skipped) // FRESH_UNIT)).astype(np.int32),
+        np.insert(valid, place, np.minimum(count[owner] - skipped, page_rows)).astype(np.int32),
+        (first + before).astype(np.int32),
+    )
 
 
 def request_of(entry: Int[Array, "..."], first: Int[Tensor, " requests+1"]) -> Int[Array, "..."]:

@@ -5,7 +5,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jdllm.pallas.attention.types import AttentionOutput
-from jdllm.pallas.split_attention.types import PageTable, Pool, Queries
+from jdllm.pallas.split_attention.types import Fresh, PageTable, Pool, Queries, gathered
 
 Carry = tuple[Array, Array, Array]
 
@@ -15,6 +15,7 @@ def split_attention_xla(
     k_pool: Pool,
     v_pool: Pool,
     table: PageTable,
+    fresh: tuple[Fresh, Fresh] | None = None,
     *,
     layer: Int[Array, ""] | int,
     scale: float,
@@ -29,6 +30,7 @@ def split_attention_xla(
     requests, queries, heads, _ = q.shape
     group = heads // kv_heads
     pages, valid, first = (jnp.asarray(x) for x in table)
+    k_fresh, v_fresh = fresh or (None, None)
     run = max(keys // page_rows, 1)
     layer = jnp.asarray(layer, jnp.int32)
 
@@ -43,8 +45,8 @@ def split_attention_xla(
             at = jnp.minimum(entry, end - 1)
             live = jnp.arange(page_rows) < jnp.where(entry < end, valid[at], 0)[:, None]
             # Rows that are not live may hold anything, and 0 times infinity is no number.
-            v = jnp.where(live[:, None, :, None], v_pool[layer, pages[at]], 0)
-            scores = scale * _dot("qhgd,phsd->hgqps", query, k_pool[layer, pages[at]])
+            v = jnp.where(live[:, None, :, None], gathered(v_pool, v_fresh, layer, pages[at]), 0)
+            scores = scale * _dot("qhgd,phsd->hgqps", query, gathered(k_pool, k_fresh, layer, pages[at]))
             scores = jnp.where(live, scores, -jnp.inf)
             new_m = jnp.maximum(m, scores.max(axis=(-2, -1)))
             finite_m = jnp.where(jnp.isneginf(new_m), 0.0, new_m)
