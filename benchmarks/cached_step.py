@@ -66,7 +66,10 @@ def denoise(
     head: Head,
     steps: int,
 ) -> Int[Array, " fresh"]:
-    """`steps` steps of one request, whose fresh rows follow `cached` rows; every row takes its new token."""
+    """`steps` steps of one request, whose fresh rows follow `cached` rows; every row takes its new token.
+
+    `table` lists the cached pages and then the fresh rows.
+    """
     fresh = tokens.shape[0]
     unused = jnp.zeros(fresh, jnp.int32)
     rows = Rows(cached + jnp.arange(fresh), unused, unused)

@@ -14,7 +14,7 @@ from jdllm.models.transformer import embed, logits
 from jdllm.models.weights import Params, init_params
 from jdllm.pallas.attention import attention
 from jdllm.pallas.grouped_matmul import grouped_matmul
-from jdllm.pallas.split_attention import dense_table
+from jdllm.pallas.split_attention import dense_table, with_fresh_rows
 from tests.benchmarks.shapes import small
 
 CACHED, FRESH, PAGE_ROWS = 100, 8, 64
@@ -55,6 +55,7 @@ def test_two_steps_against_the_cache_are_those_over_all_rows():
     pools = pools.reshape(2, config.num_layers, pages, PAGE_ROWS, *heads)
     k_pool, v_pool = jnp.asarray(np.swapaxes(pools, 3, 4)[:, :, order])
     table = dense_table(np.array([CACHED], np.int32), pages, PAGE_ROWS)._replace(pages=order)
+    table = with_fresh_rows(table, np.array([0]), np.array([FRESH]), PAGE_ROWS)
     twice, _ = full(params, config, np.concatenate([tokens[:CACHED], once]))
 
     run = jax.jit(functools.partial(denoise, config=config, split="xla", head="xla", steps=2))
