@@ -23,10 +23,11 @@ from benchmarks.record import median_seconds, record
 from benchmarks.shapes import SHAPES
 from jdllm.decoding.executables import compiler_options
 from jdllm.decoding.noise import gumbel, vocabulary_bits
+from jdllm.pallas.hopper import WARPGROUP_ROWS
 from jdllm.pallas.masked_logits import Level, RowDecision, RowSampling, masked_logits
 from jdllm.pallas.masked_logits.limits import MAX_ROWS
 from jdllm.pallas.masked_logits.mosaic_gpu import masked_logits_mosaic_gpu
-from jdllm.pallas.masked_logits.tiles import WARPGROUP_ROWS, Tiles, default_tiles
+from jdllm.pallas.masked_logits.tiles import Tiles, default_tiles
 
 BYTES_PER_SECOND = 4.3e12
 FLOPS_PER_SECOND = 700e12

@@ -20,6 +20,11 @@ class Target(NamedTuple):
         """Whether kernels for Hopper run on it; a device of unknown capability is taken for one."""
         return self.on_cuda and (self.capability is None or 9 <= self.capability < 10)
 
+    def check_hopper(self, what: str) -> None:
+        """Raise `NotImplementedError`, naming the operator, where its kernel for Hopper cannot run."""
+        if not self.hopper:
+            raise NotImplementedError(f"the mosaic_gpu form of {what} runs on Hopper only")
+
 
 def target(platform: str | None = None) -> Target:
     """JAX's default device, which is the described one while `jdllm.planning.aot` compiles for a card.

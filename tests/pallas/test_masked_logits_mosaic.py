@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jdllm.decoding import noise
+from jdllm.pallas.hopper import WARPGROUP_ROWS
 from jdllm.pallas.masked_logits import Level, RowSampling
 from jdllm.pallas.masked_logits.gumbel import gumbel
 from jdllm.pallas.masked_logits.kernel import head_partials
@@ -18,14 +19,7 @@ from jdllm.pallas.masked_logits.limits import MAX_ROWS
 from jdllm.pallas.masked_logits.mosaic_gpu import masked_logits_mosaic_gpu
 from jdllm.pallas.masked_logits.reduction import Partials
 from jdllm.pallas.masked_logits.row_table import row_table
-from jdllm.pallas.masked_logits.tiles import (
-    LOADER_REGISTERS,
-    WARPGROUP_ROWS,
-    Tiles,
-    counter_of,
-    default_tiles,
-    id_of,
-)
+from jdllm.pallas.masked_logits.tiles import LOADER_REGISTERS, Tiles, counter_of, default_tiles, id_of
 from tests.decoding import numpy_noise
 from tests.pallas.masked_rows import NONE, asked, check, drawn, oracle
 

@@ -13,10 +13,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jdllm.pallas.attention import AttentionOutput, attention, merge
 from jdllm.pallas.device import Target
+from jdllm.pallas.hopper import SHARED_BYTES
 from jdllm.pallas.split_attention import PageTable, api, dense_table, split_attention, with_fresh_rows
 from jdllm.pallas.split_attention.limits import check_mosaic_gpu
 from jdllm.pallas.split_attention.mosaic_gpu import split_attention_mosaic_gpu
-from jdllm.pallas.split_attention.tiles import LOADER_REGISTERS, SHARED_BYTES, Tiles, default_tiles
+from jdllm.pallas.split_attention.tiles import LOADER_REGISTERS, Tiles, default_tiles
 from jdllm.pallas.split_attention.types import request_of
 from jdllm.pallas.split_attention.work import Shape, pair_of, piece_of, share_of
 from jdllm.pallas.split_attention.xla import split_attention_xla

@@ -47,15 +47,14 @@ def attention(
         raise ValueError(
             f"attention: {q.shape[1]} query heads are no multiple of {k.shape[1]} key-value heads"
         )
-    hopper = target(platform).hopper
+    device = target(platform)
     if implementation not in (None, "mosaic_gpu", "xla", "reference"):
         raise NotImplementedError(f"attention has no implementation {implementation!r}")
     if implementation == "reference":
         return attention_reference(q, k, v, k_start, k_end, scale=scale)
-    if implementation == "mosaic_gpu" and not hopper:
-        raise NotImplementedError("the mosaic_gpu form of attention runs on Hopper only")
-    if implementation == "mosaic_gpu" or (implementation is None and hopper):
+    if implementation == "mosaic_gpu" or (implementation is None and device.hopper):
         try:
+            device.check_hopper("attention")
             check_mosaic_gpu(q, scale)
         except NotImplementedError:
             if implementation is not None:

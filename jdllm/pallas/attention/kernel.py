@@ -20,20 +20,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from jdllm.pallas.attention.types import Keys, Queries
+from jdllm.pallas.hopper import STRIP, WARPGROUP_ROWS, consumer_registers
 from jdllm.pallas.products import Output, Products, Scores
+from jdllm.pallas.ring import drain, free_barriers, swizzled
 
-WARPGROUP_ROWS = 64
 CONSUMERS = 2
 BLOCK_ROWS = CONSUMERS * WARPGROUP_ROWS
 CLUSTER = 2
 CLUSTER_ROWS = CLUSTER * BLOCK_ROWS
 
-STRIP = 8
-"""Columns of which each thread holds two, and rows of a swizzled block in shared memory."""
-
-_SWIZZLE = 128
 _LOADER_REGISTERS = 24
-_CONSUMER_REGISTERS = 240
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
 
 Scalar = Int[Array, ""]
@@ -152,23 +148,17 @@ def attend(
 
 
 def _memory(tiles: Tiles, head_dim: int, dtype: jnp.dtype) -> _Memory:
-    transforms = (
-        plgpu.TilingTransform((STRIP, _SWIZZLE // 2)),  # pyright: ignore[reportAbstractUsage]
-        plgpu.SwizzleTransform(_SWIZZLE),  # pyright: ignore[reportAbstractUsage]
-    )
-    buffer = functools.partial(plgpu.SMEM, dtype=dtype, transforms=transforms)
-    # A stage is free when both blocks that its copies reach are done with it.
-    free = functools.partial(plgpu.ClusterBarrier, collective_axes=("block",), num_arrivals=CONSUMERS)
-    stages = tiles.stages
+    stages, keys = tiles.stages, swizzled((tiles.stages, tiles.keys, head_dim), dtype)
+    free = free_barriers(stages, CONSUMERS, (CLUSTER,), ("block",))
     return _Memory(
-        q=buffer((CONSUMERS, WARPGROUP_ROWS, head_dim)),
-        k=buffer((stages, tiles.keys, head_dim)),
-        v=buffer((stages, tiles.keys, head_dim)),
+        q=swizzled((CONSUMERS, WARPGROUP_ROWS, head_dim), dtype),
+        k=keys,
+        v=keys,
         q_full=plgpu.Barrier(num_barriers=CONSUMERS),
         k_full=plgpu.Barrier(num_barriers=stages),
         v_full=plgpu.Barrier(num_barriers=stages),
-        k_free=free(num_barriers=stages),
-        v_free=free(num_barriers=stages),
+        k_free=free,
+        v_free=free,
         turn=plgpu.Barrier(num_barriers=CONSUMERS),
     )
 
@@ -186,7 +176,7 @@ def _kernel(q, k, v, row_ranges, cluster_ranges, *refs, launch: _Launch) -> None
 
     @pl.when(warpgroup < CONSUMERS)
     def _consumer():
-        plgpu.set_max_registers(_CONSUMER_REGISTERS, action="increase")
+        plgpu.set_max_registers(consumer_registers(CONSUMERS, _LOADER_REGISTERS), action="increase")
         _store(_consume(memory, ranges, span, launch), memory.q.at[warpgroup], *out)
 
 
@@ -210,12 +200,7 @@ def _load(q, k, v, memory: _Memory, span: _Span, launch: _Launch) -> None:
 
     lax.fori_loop(0, span.steps, step, None)
 
-    def drain(j: Scalar, _: None) -> None:
-        plgpu.barrier_wait(memory.k_free.at[launch.stage(j)])
-        plgpu.barrier_wait(memory.v_free.at[launch.stage(j)])
-
-    # A block must not end while the other one may still signal it.
-    lax.fori_loop(jnp.maximum(span.steps - tiles.stages, 0), span.steps, drain, None)
+    drain(span.steps, tiles.stages, memory.k_free, memory.v_free)
 
 
 def _consume(memory: _Memory, ranges: Ranges, span: _Span, launch: _Launch) -> _State:

@@ -3,9 +3,10 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jdllm.pallas.attention.kernel import CLUSTER_ROWS, STRIP, Ranges, Tiles, attend
+from jdllm.pallas.attention.kernel import CLUSTER_ROWS, Ranges, Tiles, attend
 from jdllm.pallas.attention.limits import check_mosaic_gpu
 from jdllm.pallas.attention.types import AttentionOutput, Bounds, Keys, Queries
+from jdllm.pallas.hopper import STRIP
 from jdllm.pallas.products import Products, TensorCores
 
 _TILES = Tiles()

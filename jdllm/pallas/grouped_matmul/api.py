@@ -68,6 +68,5 @@ def _default(device: Target, x: X, weights: Weights, gate: Gate) -> Implementati
 
 
 def _check_mosaic_gpu(device: Target, x: X, weights: Weights, gate: Gate) -> None:
-    if not device.hopper:
-        raise NotImplementedError("the mosaic_gpu form of grouped products runs on Hopper only")
+    device.check_hopper("grouped products")
     check_mosaic_gpu(x, weights, gate)

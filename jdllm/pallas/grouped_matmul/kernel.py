@@ -21,8 +21,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from jdllm.pallas.grouped_matmul.row_units import RowUnits
-from jdllm.pallas.grouped_matmul.tiles import CHUNK, DEPTH, LOADER_REGISTERS, STRIP, WARPGROUP_ROWS, Tiles
+from jdllm.pallas.grouped_matmul.tiles import CHUNK, DEPTH, LOADER_REGISTERS, Tiles
 from jdllm.pallas.grouped_matmul.types import Product, Weights, X
+from jdllm.pallas.hopper import WARPGROUP_ROWS
+from jdllm.pallas.ring import drain, free_barriers, swizzled
 
 _GATED = 16
 """Columns that are gated together."""
@@ -132,29 +134,14 @@ def unit_products(x: X, matrices: Sequence[Weights], units: RowUnits, rows: int,
 
 
 def _shared(tiles: Tiles, dtype: jnp.dtype) -> list[Any]:
-    def smem(shape: tuple[int, ...], strip: int) -> Any:
-        layout = (
-            plgpu.TilingTransform((strip, DEPTH)),  # pyright: ignore[reportAbstractUsage]
-            plgpu.SwizzleTransform(2 * DEPTH),  # pyright: ignore[reportAbstractUsage]
-        )
-        return plgpu.SMEM(shape, dtype=dtype, transforms=layout)
-
-    if tiles.row_blocks * tiles.column_blocks == 1:
-        free = plgpu.Barrier(num_arrivals=tiles.consumers, num_barriers=tiles.stages)
-    else:
-        # A stage is free when all blocks that its copies may reach are done with it.
-        free = plgpu.ClusterBarrier(
-            collective_axes=("row_block", "column_block"),
-            num_arrivals=tiles.consumers,
-            num_barriers=tiles.stages,
-        )
+    cluster, axes = (tiles.row_blocks, tiles.column_blocks), ("row_block", "column_block")
     return [
-        smem((tiles.stages, tiles.block_rows, DEPTH), STRIP),
-        *[smem((tiles.stages, DEPTH, tiles.block_columns), STRIP)] * tiles.matrices,
+        swizzled((tiles.stages, tiles.block_rows, DEPTH), dtype),
+        *[swizzled((tiles.stages, DEPTH, tiles.block_columns), dtype)] * tiles.matrices,
         # Parts of it leave row by row.
-        smem((tiles.consumers, tiles.slots, WARPGROUP_ROWS, CHUNK), 1),
+        swizzled((tiles.consumers, tiles.slots, WARPGROUP_ROWS, CHUNK), dtype, strip=1),
         plgpu.Barrier(num_arrivals=1 + tiles.matrices, num_barriers=tiles.stages),
-        free,
+        free_barriers(tiles.stages, tiles.consumers, cluster, axes),
     ]
 
 
@@ -200,13 +187,7 @@ def _load(x, matrices: Sequence[Any], shared: _Shared, units: RowUnits, launch: 
         lax.fori_loop(0, launch.steps, step, None)
 
     steps, _ = launch.for_each_tile(units, visit, None)
-    # A block must not end while another one of its cluster may still signal it.
-    lax.fori_loop(
-        jnp.maximum(steps - tiles.stages, 0),
-        steps,
-        lambda step, _: plgpu.barrier_wait(shared.free.at[launch.stage(step)]),
-        None,
-    )
+    drain(steps, tiles.stages, shared.free)
 
 
 def _consume(shared: _Shared, units: RowUnits, out, launch: _Launch) -> None:

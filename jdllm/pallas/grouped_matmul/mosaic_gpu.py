@@ -5,8 +5,9 @@ import jax.numpy as jnp
 from jdllm.pallas.grouped_matmul.kernel import unit_products
 from jdllm.pallas.grouped_matmul.limits import check_mosaic_gpu
 from jdllm.pallas.grouped_matmul.row_units import row_units
-from jdllm.pallas.grouped_matmul.tiles import STRIP, Tiles, default_tiles
+from jdllm.pallas.grouped_matmul.tiles import Tiles, default_tiles
 from jdllm.pallas.grouped_matmul.types import FirstGroup, Gate, GroupSizes, Product, Weights, X
+from jdllm.pallas.hopper import STRIP
 
 
 def grouped_matmul_mosaic_gpu(

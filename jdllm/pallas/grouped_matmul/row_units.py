@@ -5,8 +5,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from jdllm.pallas.grouped_matmul.tiles import STRIP
 from jdllm.pallas.grouped_matmul.types import FirstGroup, GroupSizes
+from jdllm.pallas.hopper import STRIP
 
 
 class RowUnits(NamedTuple):

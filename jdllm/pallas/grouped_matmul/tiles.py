@@ -2,26 +2,16 @@
 
 import dataclasses
 
-WARPGROUP_ROWS = 64
-DEPTH = 64
-"""Inputs per pipeline stage: 128 bytes, the widest swizzle."""
+from jdllm.pallas.hopper import PROCESSORS, SHARED_BYTES, SWIZZLE_COLUMNS, WARPGROUP_ROWS, consumer_registers
 
-CHUNK = 64
-"""Columns that leave together: 128 bytes as well."""
+DEPTH = SWIZZLE_COLUMNS
+"""Inputs per pipeline stage."""
 
-STRIP = 8
-"""Rows of a swizzled block in shared memory; copies of `x` start at multiples of it."""
-
-PROCESSORS = 132
-"""Streaming multiprocessors of an H100 or H200."""
-
-SHARED_BYTES = 224 * 1024
-"""Shared memory of a block that tiles may take; 3 KiB more hold barriers."""
+CHUNK = SWIZZLE_COLUMNS
+"""Columns that leave together."""
 
 LOADER_REGISTERS = 24
 
-_THREADS = 128  # of a warpgroup
-_REGISTERS = 65536  # of a processor
 _ACCUMULATED = 256  # columns, of all matrices, whose sums a warpgroup can hold
 
 
@@ -73,14 +63,7 @@ class Tiles:
 
     @property
     def consumer_registers(self) -> int:
-        """What a thread of a consumer may have while one of the loader has `LOADER_REGISTERS`.
-
-        A block starts with the same number for every thread, a multiple of 8 as any. Warpgroups can pass on
-        only what these make together: who asks for more waits forever.
-        """
-        warpgroups = self.consumers + 1
-        initial = min(_REGISTERS // (warpgroups * _THREADS) // 8 * 8, 256)
-        return min((warpgroups * initial - LOADER_REGISTERS) // self.consumers // 8 * 8, 240)
+        return consumer_registers(self.consumers, LOADER_REGISTERS)
 
     @property
     def block_rows(self) -> int:

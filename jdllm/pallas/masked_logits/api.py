@@ -44,7 +44,7 @@ def masked_logits(
         raise NotImplementedError(f"masked logits have no implementation {implementation!r}")
     if implementation != "xla":
         try:
-            _check_hopper()
+            target().check_hopper("masked logits")
             check_mosaic_gpu(hidden, head, level)
         except NotImplementedError:
             if implementation is not None:
@@ -68,8 +68,3 @@ def rows_at_once(
     """
     most = fused_rows(head, level) if target().hopper else None
     return -(-rows // chunks) if most is None else min(rows, most)
-
-
-def _check_hopper() -> None:
-    if not target().hopper:
-        raise NotImplementedError("the mosaic_gpu form of masked logits runs on Hopper only")

@@ -18,10 +18,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from jdllm.pallas.hopper import WARPGROUP_ROWS
 from jdllm.pallas.masked_logits.reduction import Logits, Moments, Partials, reduce_tile
 from jdllm.pallas.masked_logits.row_table import Field, Rows, RowTable
-from jdllm.pallas.masked_logits.tiles import DEPTH, LOADER_REGISTERS, STRIP, WARPGROUP_ROWS, Tiles
+from jdllm.pallas.masked_logits.tiles import DEPTH, LOADER_REGISTERS, Tiles
 from jdllm.pallas.masked_logits.types import Level
+from jdllm.pallas.ring import drain, free_barriers, swizzled
 
 Scalar = Int[Array, ""]
 
@@ -115,27 +117,14 @@ def head_partials(
 
 
 def _ring(tiles: Tiles, dtype: jnp.dtype) -> list[Any]:
-    layout = (
-        plgpu.TilingTransform((STRIP, DEPTH)),  # pyright: ignore[reportAbstractUsage]
-        plgpu.SwizzleTransform(2 * DEPTH),  # pyright: ignore[reportAbstractUsage]
-    )
-    smem = functools.partial(plgpu.SMEM, dtype=dtype, transforms=layout)
     copies = 1 + tiles.column_groups * (tiles.columns // tiles.run)
-    if tiles.row_blocks * tiles.column_blocks == 1:
-        free = plgpu.Barrier(num_arrivals=tiles.consumers, num_barriers=tiles.stages)
-    else:
-        # A stage is free when all blocks that its copies may reach are done with it.
-        free = plgpu.ClusterBarrier(
-            collective_axes=("row_block", "column_block"),
-            num_arrivals=tiles.consumers,
-            num_barriers=tiles.stages,
-        )
+    cluster, axes = (tiles.row_blocks, tiles.column_blocks), ("row_block", "column_block")
     return list(
         _Ring(
-            hidden=smem((tiles.stages, tiles.block_rows, DEPTH)),
-            head=smem((tiles.stages, tiles.block_columns, DEPTH)),
+            hidden=swizzled((tiles.stages, tiles.block_rows, DEPTH), dtype),
+            head=swizzled((tiles.stages, tiles.block_columns, DEPTH), dtype),
             full=plgpu.Barrier(num_arrivals=copies, num_barriers=tiles.stages),
-            free=free,
+            free=free_barriers(tiles.stages, tiles.consumers, cluster, axes),
         )
     )
 
@@ -177,13 +166,7 @@ def _load(hidden, head, ring: _Ring, count: Scalar, launch: _Launch) -> None:
         lax.fori_loop(0, launch.steps, step, None)
 
     steps = launch.for_each_unit(count, visit)
-    # A block must not end while another one of its cluster may still signal it.
-    lax.fori_loop(
-        jnp.maximum(steps - tiles.stages, 0),
-        steps,
-        lambda step, _: plgpu.barrier_wait(ring.free.at[launch.stage(step)]),
-        None,
-    )
+    drain(steps, tiles.stages, ring.free)
 
 
 def _consume(ring: _Ring, table: RowTable, out: Sequence[Any], count: Scalar, launch: _Launch) -> None:

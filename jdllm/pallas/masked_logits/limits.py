@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jdllm.pallas.masked_logits.tiles import DEPTH, MAX_COLUMNS, STRIP
+from jdllm.pallas.hopper import STRIP
+from jdllm.pallas.masked_logits.tiles import DEPTH, MAX_COLUMNS
 from jdllm.pallas.masked_logits.types import Level
 
 MAX_ROWS = {Level.TOP: 2048, Level.MOMENTS: 1024}

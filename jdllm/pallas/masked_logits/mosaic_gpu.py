@@ -7,11 +7,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jdllm.pallas.hopper import STRIP
 from jdllm.pallas.masked_logits.kernel import head_partials
 from jdllm.pallas.masked_logits.limits import check_mosaic_gpu
 from jdllm.pallas.masked_logits.reduction import LOWEST, NO_ID, NOTHING, Moments, Partials
 from jdllm.pallas.masked_logits.row_table import divisors, row_table
-from jdllm.pallas.masked_logits.tiles import STRIP, Tiles, default_tiles
+from jdllm.pallas.masked_logits.tiles import Tiles, default_tiles
 from jdllm.pallas.masked_logits.types import Level, RowDecision, RowSampling
 
 PerRow = Float[Array, " rows"]

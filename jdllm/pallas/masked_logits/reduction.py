@@ -10,9 +10,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from jdllm.decoding.noise import threefry
+from jdllm.pallas.hopper import STRIP, WARPGROUP_ROWS
 from jdllm.pallas.masked_logits.gumbel import gumbel
 from jdllm.pallas.masked_logits.row_table import Field, Mark, Rows
-from jdllm.pallas.masked_logits.tiles import STRIP, WARPGROUP_ROWS, Index, Tiles, id_of
+from jdllm.pallas.masked_logits.tiles import Index, Tiles, id_of
 from jdllm.pallas.masked_logits.types import Level
 
 Scalar = Int[Array, ""]

@@ -11,7 +11,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, UInt32
 
-from jdllm.pallas.masked_logits.tiles import WARPGROUP_ROWS, Tiles, id_of
+from jdllm.pallas.hopper import WARPGROUP_ROWS
+from jdllm.pallas.masked_logits.tiles import Tiles, id_of
 from jdllm.pallas.masked_logits.types import RowSampling
 
 

@@ -5,29 +5,26 @@ import math
 
 from jaxtyping import Array, Int
 
+from jdllm.pallas.hopper import (
+    PROCESSORS,
+    SHARED_BYTES,
+    STRIP,
+    SWIZZLE_COLUMNS,
+    WARPGROUP_ROWS,
+    consumer_registers,
+)
+
 Index = Int[Array, "..."] | int
 
-WARPGROUP_ROWS = 64
-DEPTH = 64
-"""Hidden dimensions per pipeline stage: 128 bytes, the widest swizzle."""
+DEPTH = SWIZZLE_COLUMNS
+"""Hidden dimensions per pipeline stage."""
 
 MAX_COLUMNS = 256
 """Columns of the widest tile: the widest product that one warpgroup can ask for."""
 
-STRIP = 8
-"""Columns that a warpgroup reduces at a time, and rows of a swizzled block in shared memory."""
-
-PROCESSORS = 132
-"""Streaming multiprocessors of an H100 or H200."""
-
-SHARED_BYTES = 224 * 1024
-"""Shared memory of a block that operands may take; 3 KiB more hold barriers and scratch of reductions."""
-
 LOADER_REGISTERS = 24
 
 _LANES = 128
-_THREADS = 128  # of a warpgroup
-_REGISTERS = 65536  # of a processor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,14 +83,7 @@ class Tiles:
 
     @property
     def consumer_registers(self) -> int:
-        """What a thread of a consumer may have while one of the loader has `LOADER_REGISTERS`.
-
-        A block starts with the same number for every thread, a multiple of 8 as any. Warpgroups can pass on
-        only what these make together: who asks for more waits forever.
-        """
-        warpgroups = self.consumers + 1
-        initial = _REGISTERS // (warpgroups * _THREADS) // 8 * 8
-        return min((warpgroups * initial - LOADER_REGISTERS) // self.consumers // 8 * 8, 256)
+        return consumer_registers(self.consumers, LOADER_REGISTERS)
 
     @property
     def block_rows(self) -> int:

@@ -59,7 +59,7 @@ def split_attention(
     proven = target().hopper and proven_on_a_card(q, k_pool)
     if implementation == "mosaic_gpu" or (implementation is None and proven):
         try:
-            _check_hopper()
+            target().check_hopper("split attention")
             check_mosaic_gpu(q, k_pool)
             # Pallas for GPUs takes a while to import: only where it runs.
             from jdllm.pallas.split_attention.mosaic_gpu import split_attention_mosaic_gpu
@@ -73,11 +73,6 @@ def split_attention(
         functools.partial(split_attention_xla, layer=layer, scale=scale, keys=keys) for keys in (512, 4096)
     )
     return lax.platform_dependent(q, k_pool, v_pool, table, fresh, cpu=small, default=large)
-
-
-def _check_hopper() -> None:
-    if not target().hopper:
-        raise NotImplementedError("the mosaic_gpu form of split attention runs on Hopper only")
 
 
 def _check_shapes(q: Queries, k_pool: Pool, v_pool: Pool, table: PageTable, scale: float) -> None:

@@ -19,15 +19,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from jdllm.pallas.hopper import WARPGROUP_ROWS
 from jdllm.pallas.products import Products
-from jdllm.pallas.split_attention.tiles import (
-    LOADER_REGISTERS,
-    STRIP,
-    SWIZZLE_COLUMNS,
-    TILE,
-    WARPGROUP_ROWS,
-    Tiles,
-)
+from jdllm.pallas.ring import drain, free_barriers, swizzled
+from jdllm.pallas.split_attention.tiles import LOADER_REGISTERS, TILE, Tiles
 from jdllm.pallas.split_attention.types import FRESH_UNIT
 from jdllm.pallas.split_attention.work import Piece, Scalar, Shape, pair_of, piece_of, share_of
 
@@ -192,27 +187,16 @@ def attention_partials(
 
 def _ring(launch: _Launch, dtype: jnp.dtype) -> list[Any]:
     tiles, head_dim = launch.tiles, launch.shape.head_dim
-    layout = (
-        plgpu.TilingTransform((STRIP, SWIZZLE_COLUMNS)),  # pyright: ignore[reportAbstractUsage]
-        plgpu.SwizzleTransform(2 * SWIZZLE_COLUMNS),  # pyright: ignore[reportAbstractUsage]
-    )
-    smem = functools.partial(plgpu.SMEM, dtype=dtype, transforms=layout)
-    if tiles.row_blocks == 1:
-        free = plgpu.Barrier(num_arrivals=tiles.row_groups, num_barriers=tiles.stages)
-    else:
-        # A stage is free when all blocks that its copies reach are done with it.
-        free = plgpu.ClusterBarrier(
-            collective_axes=("row_block",), num_arrivals=tiles.row_groups, num_barriers=tiles.stages
-        )
+    keys = (tiles.stages, tiles.step_keys, head_dim)
     return list(
         _Ring(
-            q=smem((tiles.block_rows, head_dim)),
-            k=smem((tiles.stages, tiles.step_keys, head_dim)),
-            v=smem((tiles.stages, tiles.step_keys, head_dim)),
+            q=swizzled((tiles.block_rows, head_dim), dtype),
+            k=swizzled(keys, dtype),
+            v=swizzled(keys, dtype),
             q_full=plgpu.Barrier(num_arrivals=tiles.block_rows // launch.run),
             q_free=plgpu.Barrier(num_arrivals=tiles.consumers),
             full=plgpu.Barrier(num_arrivals=2 * tiles.step_tiles, num_barriers=tiles.stages),
-            free=free,
+            free=free_barriers(tiles.stages, tiles.row_groups, (tiles.row_blocks,), ("row_block",)),
             turn=plgpu.Barrier(num_arrivals=2),
         )
     )
@@ -263,13 +247,7 @@ def _load(inputs: Inputs, ring: _Ring, launch: _Launch) -> None:
 
     pieces, steps = launch.for_each_piece(inputs.first, visit)
     pl.when(pieces > 0)(lambda: plgpu.barrier_wait(ring.q_free))
-    # A block must not end while another one of its cluster may still signal it.
-    lax.fori_loop(
-        jnp.maximum(steps - tiles.stages, 0),
-        steps,
-        lambda step, _: plgpu.barrier_wait(ring.free.at[launch.stage(step)]),
-        None,
-    )
+    drain(steps, tiles.stages, ring.free)
 
 
 def _load_tile(

@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from jdllm.pallas.split_attention.tiles import MAX_ROWS, STRIP, WARPGROUP_ROWS
+from jdllm.pallas.hopper import STRIP, WARPGROUP_ROWS
+from jdllm.pallas.split_attention.tiles import MAX_ROWS
 from jdllm.pallas.split_attention.types import Pool, Queries
 
 HEAD_DIMS = (64, 128)

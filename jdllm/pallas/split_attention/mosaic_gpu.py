@@ -5,11 +5,12 @@ from jaxtyping import Array, Int
 
 from jdllm.pallas.attention.types import AttentionOutput
 from jdllm.pallas.device import target
+from jdllm.pallas.hopper import SHARED_BYTES
 from jdllm.pallas.products import Interpreted, TensorCores
 from jdllm.pallas.split_attention.kernel import Inputs, attention_partials
 from jdllm.pallas.split_attention.limits import check_mosaic_gpu, padded_queries
 from jdllm.pallas.split_attention.merge import merge_partials
-from jdllm.pallas.split_attention.tiles import SHARED_BYTES, Tiles, default_tiles
+from jdllm.pallas.split_attention.tiles import Tiles, default_tiles
 from jdllm.pallas.split_attention.types import FRESH_UNIT, Fresh, PageTable, Pool, Queries
 from jdllm.pallas.split_attention.work import Shape
 

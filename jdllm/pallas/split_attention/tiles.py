@@ -2,32 +2,17 @@
 
 import dataclasses
 
-WARPGROUP_ROWS = 64
-"""Folded query rows of a warpgroup."""
+from jdllm.pallas.hopper import PROCESSORS, WARPGROUP_ROWS, consumer_registers
 
 TILE = 64
 """Keys that are loaded by one copy."""
 
-STRIP = 8
-"""Rows of a swizzled block in shared memory."""
-
-SWIZZLE_COLUMNS = 64
-"""Head dimensions of a swizzled block: 128 bytes, the widest swizzle."""
-
 MAX_ROWS = 256
 """Folded rows of one pair of request and key-value head."""
-
-PROCESSORS = 132
-"""Streaming multiprocessors of an H100 or H200."""
-
-SHARED_BYTES = 224 * 1024
-"""Shared memory of a block that operands may take; 3 KiB more hold barriers and scratch of reductions."""
 
 LOADER_REGISTERS = 40
 
 _MAX_CONSUMERS = 2  # queries, scores and outputs of a warpgroup stay in registers
-_THREADS = 128  # of a warpgroup
-_REGISTERS = 65536  # of a processor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,14 +56,7 @@ class Tiles:
 
     @property
     def consumer_registers(self) -> int:
-        """What a thread of a consumer may have while one of the loader has `LOADER_REGISTERS`.
-
-        A block starts with the same number for every thread, a multiple of 8 as any. Warpgroups can pass on
-        only what these make together: who asks for more waits forever.
-        """
-        warpgroups = self.consumers + 1
-        initial = _REGISTERS // (warpgroups * _THREADS) // 8 * 8
-        return min((warpgroups * initial - LOADER_REGISTERS) // self.consumers // 8 * 8, 256)
+        return consumer_registers(self.consumers, LOADER_REGISTERS)
 
     @property
     def workers(self) -> int:

@@ -7,13 +7,14 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jdllm.arrays import Tensor
+from jdllm.pallas.hopper import STRIP
 
 Queries = Float[Array, "requests queries heads head_dim"]
 Pool = Float[Array, "layers pages kv_heads page_rows head_dim"]
 Fresh = Float[Array, "fresh_rows kv_heads head_dim"]
 
-FRESH_UNIT = 8
-"""Fresh rows of an entry begin at a multiple of this, a block of shared memory."""
+FRESH_UNIT = STRIP
+"""Fresh rows of an entry begin at a multiple of this."""
 
 
 class PageTable(NamedTuple):

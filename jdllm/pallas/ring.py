@@ -1,0 +1,50 @@
+"""Rings of stages in shared memory, through which one warpgroup of a block passes operands to the others."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Int
+
+from jdllm.pallas.hopper import STRIP, SWIZZLE, SWIZZLE_COLUMNS
+
+
+def swizzled(shape: tuple[int, ...], dtype: jnp.dtype, strip: int = STRIP) -> Any:
+    """Shared memory for a 16-bit operand of the tensor cores.
+
+    Arguments:
+    - `strip`: 1 where rows are copied one by one.
+    """
+    layout = (
+        plgpu.TilingTransform((strip, SWIZZLE_COLUMNS)),  # pyright: ignore[reportAbstractUsage]
+        plgpu.SwizzleTransform(SWIZZLE),  # pyright: ignore[reportAbstractUsage]
+    )
+    return plgpu.SMEM(shape, dtype=dtype, transforms=layout)
+
+
+def free_barriers(stages: int, arrivals: int, cluster: tuple[int, ...], axes: tuple[str, ...]) -> Any:
+    """Barriers that say when a stage is free: when all blocks that its copies may reach are done with it.
+
+    Arguments:
+    - `arrivals`: warpgroups of a block that read a stage.
+    - `cluster`, `axes`: the shape of a cluster and the names of its axes.
+    """
+    if all(size == 1 for size in cluster):
+        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages)
+    return plgpu.ClusterBarrier(collective_axes=axes, num_arrivals=arrivals, num_barriers=stages)
+
+
+def drain(steps: Int[Array, ""], stages: int, *free: Any) -> None:
+    """Wait until all stages are free: a block must not end while another one may still signal it.
+
+    Arguments:
+    - `steps`: how many the loader has filled, which waited for each that it filled again.
+    - `free`: barriers of one ring or of several that went through the same steps.
+    """
+
+    def wait(step: Int[Array, ""], _: None) -> None:
+        for barriers in free:
+            plgpu.barrier_wait(barriers.at[lax.rem(step, jnp.int32(stages))])
+
+    lax.fori_loop(jnp.maximum(steps - stages, 0), steps, wait, None)
