@@ -10,10 +10,9 @@ from jdllm.models.config import ModelConfig
 from jdllm.models.moe import GroupedMatmulFn
 from jdllm.models.rotary import cos_sin
 from jdllm.models.selection import Selection, candidate_ranks, destinations, store
-from jdllm.models.transformer import embed, scan_layers
+from jdllm.models.transformer import attention_over, embed, scan_layers
 from jdllm.models.weights import Params
 from jdllm.pallas.attention import AttentionOutput
-from jdllm.pallas.attention import attention as default_attention
 from jdllm.pallas.grouped_matmul import grouped_matmul as default_grouped_matmul
 from jdllm.pallas.split_attention import PageTable, split_attention
 
@@ -35,7 +34,7 @@ def forward_refresh(
     table: PageTable,
     *,
     half_width: int,
-    attention: AttentionFn = default_attention,
+    attention: AttentionFn | None = None,
     grouped_matmul: GroupedMatmulFn = default_grouped_matmul,
 ) -> tuple[Hidden, KeyValuePool]:
     """Run all layers over whole sequences and store what each layer selects.
@@ -52,6 +51,7 @@ def forward_refresh(
     """
     rotation = cos_sin(config.rope, config.head_dim, rows.positions)
     page_rows = pool.k.shape[3]
+    attention = attention or attention_over(rows)
 
     def body(carry: tuple[Hidden, KeyValuePool], layer: Layer, number: Array) -> tuple[Hidden, KeyValuePool]:
         h, pool = carry

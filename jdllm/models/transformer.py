@@ -4,6 +4,7 @@ Every array has a flat row axis that holds the rows of all segments one after an
 attends to is its range [k_start, k_end) of rows. Nothing here knows about batches or padding.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -19,6 +20,7 @@ from jdllm.models.moe import GroupedMatmulFn, experts_of
 from jdllm.models.rotary import cos_sin
 from jdllm.models.weights import Params, head_weights, layer_runs
 from jdllm.pallas.attention import attention as default_attention
+from jdllm.pallas.attention.ranges import ranges_of
 from jdllm.pallas.grouped_matmul import grouped_matmul as default_grouped_matmul
 from jdllm.planning.chunks import ChunkConfig
 
@@ -32,7 +34,7 @@ def forward(
     rows: Rows,
     *,
     chunks: ChunkConfig = _WHOLE,
-    attention: AttentionFn = default_attention,
+    attention: AttentionFn | None = None,
     grouped_matmul: GroupedMatmulFn = default_grouped_matmul,
 ) -> Hidden:
     """Run all layers over packed rows.
@@ -43,7 +45,8 @@ def forward(
     - `tokens`: int32 ids of all rows.
     - `rows`: positions and key ranges; `jdllm.models.visibility.key_ranges` gives those of one sequence.
     - `chunks`: chunk counts; static.
-    - `attention`: the attention to use, with the contract of `jdllm.pallas.attention.attention`.
+    - `attention`: the attention to use, with the contract of `jdllm.pallas.attention.attention`, which is the
+      default.
     - `grouped_matmul`: the product of rows with their experts, with the contract of
       `jdllm.pallas.grouped_matmul.grouped_matmul`; models without experts do not call it.
 
@@ -51,13 +54,20 @@ def forward(
     """
     h = embed(params, tokens)
     if not chunks.layers_whole:
-        return run_layers(params, config, h, rows, chunks, attention, grouped_matmul)
+        return run_layers(params, config, h, rows, chunks, attention or default_attention, grouped_matmul)
+    attention = attention or attention_over(rows)
     rotation = cos_sin(config.rope, config.head_dim, rows.positions)
 
     def body(h: Hidden, layer: Layer, _: Array) -> Hidden:
         return block(layer, config, h, rotation, rows, attention, grouped_matmul)
 
     return scan_layers(params, config, h, body)
+
+
+def attention_over(rows: Rows) -> AttentionFn:
+    """The default attention, for layers that all have the key ranges of `rows` among each other."""
+    ranges = ranges_of(rows.k_start, rows.k_end, rows.k_start.shape[0])
+    return functools.partial(default_attention, ranges=ranges)
 
 
 def scan_layers[Carry](

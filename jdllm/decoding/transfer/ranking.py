@@ -92,7 +92,8 @@ def rank_candidates(candidates: Candidates, segments: int) -> Ranked:
     rows = candidates.order.shape[0]
     group = jnp.where(candidates.masked, candidates.segment, segments)
     group, _, row = lax.sort((group, -candidates.order, jnp.arange(rows)), num_keys=3)
-    first = jnp.searchsorted(group, jnp.arange(segments + 2))
+    # One fused comparison; a binary search is a device loop.
+    first = jnp.searchsorted(group, jnp.arange(segments + 2), method="compare_all")
     return Ranked(
         row=row,
         segment=group,

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jdllm.pallas.attention.limits import check_mosaic_gpu
+from jdllm.pallas.attention.ranges import Ranges
 from jdllm.pallas.attention.reference import attention_reference
 from jdllm.pallas.attention.types import AttentionOutput, Bounds, Keys, Queries
 from jdllm.pallas.attention.xla import attention_xla
@@ -24,6 +25,7 @@ def attention(
     k_end: Bounds,
     *,
     scale: float,
+    ranges: Ranges | None = None,
     implementation: Implementation | None = None,
     platform: str | None = None,
 ) -> AttentionOutput:
@@ -35,6 +37,7 @@ def attention(
     - `k_start`, `k_end`: int32 range [start, end) of key rows that each query row sees. Full, causal,
       block-causal and sliding-window attention differ in these ranges only; an empty range is allowed.
     - `scale`: factor of the scores, usually head_dim ** -0.5.
+    - `ranges`: `ranges_of` the bounds, for callers that have the same ones in many calls.
     - `implementation`: "mosaic_gpu" (a kernel for Hopper), "xla" (portable) or "reference" (dense oracle). By
       default mosaic_gpu on Hopper where it can run, and xla anywhere else.
     - `platform`: what will run it, "cpu" or "cuda"; by default the platform of JAX's default device.
@@ -63,7 +66,7 @@ def attention(
             # Pallas for GPUs takes a while to import: only where it runs.
             from jdllm.pallas.attention.mosaic_gpu import attention_mosaic_gpu
 
-            return attention_mosaic_gpu(q, k, v, k_start, k_end, scale=scale)
+            return attention_mosaic_gpu(q, k, v, k_start, k_end, scale=scale, ranges=ranges)
     # A CPU gains nothing from large tiles, and packed short segments lose by them.
     small, large = (functools.partial(attention_xla, scale=scale, block=block) for block in (128, 512))
     return lax.platform_dependent(q, k, v, k_start, k_end, cpu=small, default=large)

@@ -19,15 +19,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from jdllm.pallas.attention.ranges import BLOCK_ROWS, CLUSTER, CLUSTER_ROWS, CONSUMERS, Ranges
 from jdllm.pallas.attention.types import Keys, Queries
 from jdllm.pallas.hopper import STRIP, WARPGROUP_ROWS, consumer_registers
 from jdllm.pallas.products import Output, Products, Scores
 from jdllm.pallas.ring import drain, free_barriers, swizzled
-
-CONSUMERS = 2
-BLOCK_ROWS = CONSUMERS * WARPGROUP_ROWS
-CLUSTER = 2
-CLUSTER_ROWS = CLUSTER * BLOCK_ROWS
 
 _LOADER_REGISTERS = 24
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
@@ -47,19 +43,6 @@ class Tiles:
 
     keys: int = 128
     stages: int = 2
-
-
-class Ranges(NamedTuple):
-    """Which keys the rows see, padded to whole clusters; inside the kernel, references.
-
-    - `rows`: the first key of each row, and the one after its last.
-    - `clusters`: for each cluster's rows the lowest first key, rounded down to a multiple of 8, the highest
-      first key, the lowest end and the highest end; rows that see nothing count in the second and third only,
-      as an empty range at 0.
-    """
-
-    rows: Int[Array, "2 padded_rows"]
-    clusters: Int[Array, "4 clusters"]
 
 
 class _State(NamedTuple):
