@@ -45,6 +45,7 @@ bench:  ## benchmarks on a card; uses the python on the path, which needs jax wi
 	python3 -m benchmarks.generate --cache dual head_sparse --batch 8 --prompt 2048
 	python3 -m benchmarks.cached_step --split xla mosaic_gpu
 	for rows in 1024 4096; do python3 -m benchmarks.profile_step --rows $$rows; done
+	python3 -m benchmarks.profile_step --cached 4096
 	python3 -m benchmarks.kernels
 	python3 -m benchmarks.peers.torch_kernels
 	python3 -m benchmarks.convert

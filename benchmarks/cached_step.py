@@ -9,7 +9,7 @@ import argparse
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -109,20 +109,52 @@ def random_cache(
     return k_pool, v_pool, jax.tree.map(jnp.asarray, table)
 
 
+class Compiled(NamedTuple):
+    """An executable of `STEPS` steps, and what it takes."""
+
+    executable: jax.stages.Compiled
+    inputs: tuple[Any, ...]
+
+    def __call__(self) -> Any:
+        return self.executable(*self.inputs)
+
+
+def compile_step(
+    params: Params,
+    config: ModelConfig,
+    *,
+    fresh: int,
+    cached: int,
+    page_rows: int = 64,
+    split: Split = "mosaic_gpu",
+    head: Head = "mosaic_gpu",
+) -> Compiled:
+    """`STEPS` steps of `fresh` random tokens against `cached` random keys and values."""
+    pools_and_table = random_cache(config, cached, fresh, page_rows, "bfloat16")
+    tokens = jax.random.randint(jax.random.key(2), (fresh,), 0, config.defined_ids)
+    inputs = params, *pools_and_table, tokens, jnp.int32(cached)
+    executables = Executables(jax.devices()[0].platform)
+    static = {"config": config, "split": split, "head": head, "steps": STEPS}
+    return Compiled(executables.compile(denoise, *inputs, **static), inputs)
+
+
 def measure(params: Params, args: argparse.Namespace, split: Split, ceilings: Ceilings) -> dict[str, Any]:
     """One row of the table."""
     config = SHAPES[args.shape]
-    k_pool, v_pool, table = random_cache(config, args.cached, args.fresh, args.page_rows, "bfloat16")
-    tokens = jax.random.randint(jax.random.key(2), args.fresh, 0, config.defined_ids)
-    inputs = params, k_pool, v_pool, table, tokens, jnp.int32(args.cached)
-    executables = Executables(jax.devices()[0].platform)
     start = time.perf_counter()
-    executable = executables.compile(
-        denoise, *inputs, config=config, split=split, head=args.head, steps=STEPS
+    run = compile_step(
+        params,
+        config,
+        fresh=args.fresh,
+        cached=args.cached,
+        page_rows=args.page_rows,
+        split=split,
+        head=args.head,
     )
     compile_seconds = time.perf_counter() - start
-    seconds = median_seconds(lambda: executable(*inputs)) / STEPS
-    moved = param_bytes(config, jnp.bfloat16) - params["embed"].nbytes + k_pool.nbytes + v_pool.nbytes
+    seconds = median_seconds(run) / STEPS
+    pool_bytes = sum(pool.nbytes for pool in run.inputs[1:3])
+    moved = param_bytes(config, jnp.bfloat16) - params["embed"].nbytes + pool_bytes
     return {
         "shape": args.shape,
         "fresh": args.fresh,
@@ -133,7 +165,7 @@ def measure(params: Params, args: argparse.Namespace, split: Split, ceilings: Ce
         "step_ms": 1e3 * seconds,
         "floor_ms": 1e3 * moved / ceilings.bytes,
         "share_of_floor": moved / ceilings.bytes / seconds,
-        "temp_mib": temp_bytes(executable) / 2**20,
+        "temp_mib": temp_bytes(run.executable) / 2**20,
         "compile_s": compile_seconds,
     }
 

@@ -1,8 +1,9 @@
-"""Where the device time of one full denoising step goes, by kernel.
+"""Where the device time of one denoising step goes, by kernel.
 
-Run as `python3 -m benchmarks.profile_step [--shape llada-8b] [--rows 4096] [--steps 4] [--trace DIR]` on a
-card. The step is that of `benchmarks.step`: random weights, half of the rows masked and evaluated. Times are
-those of the device's streams; what the streams wait for is in `wall_ms` only.
+Run as `python3 -m benchmarks.profile_step [--shape llada-8b] [--rows 4096 | --cached 4096] [--trace DIR]` on
+a card. With `--rows` the step is that of `benchmarks.step`: random weights, half of the rows masked and
+evaluated. With `--cached` it is that of `benchmarks.cached_step`: 32 rows against so many cached ones. Times
+are those of the device's streams; what the streams wait for is in `wall_ms` only.
 """
 
 import argparse
@@ -11,7 +12,7 @@ import gzip
 import json
 import math
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,9 +20,9 @@ import jax
 import numpy as np
 from flax import nnx
 
+from benchmarks import cached_step, step
 from benchmarks.record import median_seconds, record
 from benchmarks.shapes import SHAPES
-from benchmarks.step import compile_step
 from jdllm.models.config import ModelConfig
 from jdllm.models.module import Transformer
 from jdllm.models.weights import Params
@@ -116,36 +117,47 @@ def by_kernel(events: Sequence[KernelEvent], steps: int) -> list[dict[str, Any]]
     return sorted(rows, key=lambda row: -row["ms"])
 
 
-def profile(
-    params: Params, config: ModelConfig, rows: int, steps: int, directory: Path
-) -> tuple[list[KernelEvent], float]:
-    """Trace one dispatch of `steps` steps; its events, and the seconds of a dispatch that is not traced."""
-    executable, batch = compile_step(params, config, rows)
-    seconds = median_seconds(lambda: executable(params, batch, np.int32(steps)))
+def profile(dispatch: Callable[[], Any], directory: Path) -> tuple[list[KernelEvent], float]:
+    """Trace one dispatch; its events, and the seconds of a dispatch that is not traced."""
+    seconds = median_seconds(dispatch)
     with jax.profiler.trace(directory):
-        jax.block_until_ready(executable(params, batch, np.int32(steps)))
+        jax.block_until_ready(dispatch())
     return read_events(directory), seconds
+
+
+def full_step(params: Params, config: ModelConfig, rows: int) -> Callable[[], Any]:
+    """A dispatch of `step.STEPS` full steps."""
+    executable, batch = step.compile_step(params, config, rows)
+    return lambda: executable(params, batch, np.int32(step.STEPS))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="llada-8b")
-    parser.add_argument("--rows", type=int, default=4096)
-    parser.add_argument("--steps", type=int, default=4)
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--rows", type=int, default=4096)
+    kind.add_argument("--cached", type=int)
+    parser.add_argument("--fresh", type=int, default=32, help="rows of a cached step")
     parser.add_argument("--trace", type=Path, help="where to leave the trace; by default nowhere")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     config = SHAPES[args.shape]
     params = Transformer(config, rngs=nnx.Rngs(0), dtype="bfloat16").params()
+    if args.cached:
+        dispatch = cached_step.compile_step(params, config, fresh=args.fresh, cached=args.cached)
+        name, steps = f"profile_cached_step_{args.shape}_{args.cached}", cached_step.STEPS
+    else:
+        dispatch = full_step(params, config, args.rows)
+        name, steps = f"profile_step_{args.shape}_{args.rows}", step.STEPS
     with tempfile.TemporaryDirectory() as scratch:
-        events, seconds = profile(params, config, args.rows, args.steps, args.trace or Path(scratch))
-    busy, wall = busy_us(events) / args.steps / 1e3, 1e3 * seconds / args.steps
-    table = by_kernel(events, args.steps)
+        events, seconds = profile(dispatch, args.trace or Path(scratch))
+    busy, wall = busy_us(events) / steps / 1e3, 1e3 * seconds / steps
+    table = by_kernel(events, steps)
     record(
-        f"profile_step_{args.shape}_{args.rows}",
+        name,
         table[:SHOWN],
         args.out,
-        steps=args.steps,
+        steps=steps,
         busy_ms=busy,
         wall_ms=wall,
         kernels=len(table),
