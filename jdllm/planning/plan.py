@@ -41,7 +41,8 @@ class Workload:
     - `hopper`: whether Hopper's kernels run on the target, as `StepKind` says.
     - `mask_ratio`: masked rows per row.
     - `level`: what the head computes for a row.
-    - `cache_policy`, `retention`: decide the size of the KV pool.
+    - `cache_policy`, `retention`: decide the size of the KV pool. With a cache, layers run whole and on the
+      device.
     - `max_num_logits`: head rows whose logits may exist at a time; `None` for as many as fit.
     """
 
@@ -65,12 +66,16 @@ class Workload:
             raise ConfigError(f"unknown cache policy {self.cache_policy!r}: expected one of {known}")
 
     @property
+    def caches(self) -> bool:
+        return self.cache_policy != "none"
+
+    @property
     def kind(self) -> StepKind:
         return StepKind(jnp.dtype(self.dtype).itemsize, self.hopper, self.level)
 
     def kv_pool_bytes(self, context: int) -> int:
         """Bytes of the keys and values of all layers that the cache policy keeps, in whole pages."""
-        if self.cache_policy == "none":
+        if not self.caches:
             return 0
         kept = int(context * self.retention) if self.cache_policy in SPARSE_CACHES else context
         rows = (1 + -(-kept // _PAGE)) * _PAGE  # the first page is scratch
@@ -167,7 +172,7 @@ def plan_bucket(
 ) -> MemoryPlan:
     """`plan_memory` for compiled sizes; `tiers` are tried in order where the device is too small."""
     plan = _plan_on_device(workload, bucket, budget)
-    for rung in () if plan.fits else tiers:
+    for rung in () if plan.fits or workload.caches else tiers:
         plan = _plan_tiered(workload, bucket, budget, rung)
         if plan.fits:
             break
@@ -232,6 +237,9 @@ def ladders(workload: Workload, rows: int, head_rows: int) -> dict[str, list[int
     """The counts that each component may take for a bucket, the least first."""
     config = workload.config
     first = 1 if workload.max_num_logits is None else -(-head_rows // workload.max_num_logits)
+    powers = [first * 2**i for i in range(32) if first * 2**i <= max(first, head_rows)]
+    if workload.caches:
+        return {"logits": powers, "ffn": [1], "query": [1], "kv": [1], "heads": [1]}
     cuts = _cuts(rows)
     groups = [1]
     for count in range(2, config.num_kv_heads + 1):
@@ -239,7 +247,6 @@ def ladders(workload: Workload, rows: int, head_rows: int) -> dict[str, list[int
         saved = 2 * config.num_kv_heads * (count - 1) / count
         if config.num_kv_heads % count == 0 and saved > config.num_heads:
             groups.append(count)
-    powers = [first * 2**i for i in range(32) if first * 2**i <= max(first, head_rows)]
     return {"logits": powers, "ffn": cuts, "query": cuts, "kv": cuts, "heads": groups}
 
 

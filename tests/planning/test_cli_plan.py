@@ -153,6 +153,14 @@ def test_a_policy_keeps_the_keys_and_values_of_all_layers(llada: Path):
     assert facts(llada, *sparse, context=4096)["kv_pool_bytes"] == (64 + 4096 // 4) * rows
 
 
+def test_a_step_with_a_cache_runs_whole_and_on_the_device(llada: Path):
+    exact = facts(llada, memory="18GiB")
+    assert exact["chunks"]["ffn"] > 1
+    cached = facts(llada, "--cache-policy", "dual", code=3, memory="36GiB", context=131072)
+    assert (set(cached["chunks"].values()), cached["host_tiers"]) == ({1}, [])
+    assert 0 < cached["max_context"] == cached["max_context_without_host_tiers"] < 131072
+
+
 def test_the_options_reach_the_plan(llada: Path):
     got = facts(
         llada, "--mask-ratio", "0.25", "--max-num-logits", "512", "--dtype", "float32", memory="60GiB"
