@@ -14,8 +14,9 @@ from jdllm.cli.report import print_result
 from jdllm.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
+    from jdllm.decoding.sampling import Cache
     from jdllm.models.config import ModelConfig
-    from jdllm.planning.plan import CachePolicy, MemoryPlan, Workload
+    from jdllm.planning.plan import MemoryPlan, Workload
 
 DOES_NOT_FIT = 3
 
@@ -81,7 +82,7 @@ def plan(
         target,
         dtype,
         mask_ratio=mask_ratio,
-        cache_policy=cast("CachePolicy", cache_policy),
+        cache_policy=cast("Cache", cache_policy),
         retention=retention,
         max_num_logits=max_num_logits,
     )

@@ -5,8 +5,9 @@ from jaxtyping import Array, Int
 
 from jdllm.decoding.batch import Batch, Trace
 from jdllm.decoding.step import SelectionBits, empty_trace, evaluate, keyed_bits, run_steps, transfer
-from jdllm.models.cached import KeyValuePool, forward_refresh, forward_reuse
+from jdllm.models.cached import forward_refresh, forward_reuse
 from jdllm.models.config import ModelConfig
+from jdllm.models.pool import KeyValuePool
 from jdllm.models.selection import Selection
 from jdllm.models.weights import Params
 from jdllm.pallas.masked_logits import Level

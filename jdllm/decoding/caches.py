@@ -140,13 +140,8 @@ def phase(sampling: SamplingParams, block_step: int) -> Phase:
 
 
 def kept(sampling: SamplingParams, candidates: int) -> int:
-    """How many of a refresh's candidates are stored."""
+    """How many of a refresh's candidates are stored; of a whole sequence, at most so many ever are."""
     policy = policy_of(sampling)
     if policy is None:
         return 0
     return int(candidates * sampling.retention) if policy.scored else candidates
-
-
-def most_stored(sampling: SamplingParams, length: int) -> int:
-    """Rows that any refresh of a sequence of `length` may store."""
-    return kept(sampling, length)

@@ -1,13 +1,13 @@
 """The transformer with a pool of keys and values: a refresh stores them, the steps that reuse read them."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jdllm.models.block import AttentionFn, Hidden, Layer, RowInts, Rows, block
 from jdllm.models.config import ModelConfig
 from jdllm.models.moe import GroupedMatmulFn
+from jdllm.models.pool import KeyValuePool
 from jdllm.models.rotary import cos_sin
 from jdllm.models.selection import Selection, candidate_ranks, destinations, store
 from jdllm.models.transformer import attention_over, embed, scan_layers
@@ -15,13 +15,6 @@ from jdllm.models.weights import Params
 from jdllm.pallas.attention import AttentionOutput
 from jdllm.pallas.grouped_matmul import grouped_matmul as default_grouped_matmul
 from jdllm.pallas.split_attention import PageTable, split_attention
-
-
-class KeyValuePool(NamedTuple):
-    """Rotated keys and values of all layers and requests, in pages. Page 0 is scratch."""
-
-    k: Float[Array, "layers pages kv_heads page_rows head_dim"]
-    v: Float[Array, "layers pages kv_heads page_rows head_dim"]
 
 
 def forward_refresh(
@@ -101,9 +94,3 @@ def forward_reuse(
         return block(layer, config, h, rotation, rows, attend, grouped_matmul)
 
     return scan_layers(params, config, embed(params, tokens), body)
-
-
-def empty_pool(config: ModelConfig, pages: int, page_rows: int, dtype: jnp.dtype | str) -> KeyValuePool:
-    """A pool of zeros."""
-    shape = (config.num_layers, pages, config.num_kv_heads, page_rows, config.head_dim)
-    return KeyValuePool(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))

@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from jdllm.arrays import Tensor
+from jdllm.models.pool import SCRATCH_PAGE
 from jdllm.pallas.split_attention import PageTable
 
 Queries = Float[Array, "rows heads head_dim"]
@@ -18,7 +19,6 @@ Keys = Float[Array, "rows kv_heads head_dim"]
 Pool = Float[Array, "layers pages kv_heads page_rows head_dim"]
 PerHead = Int32[Array, "candidates kv_heads"]
 
-_SCRATCH_PAGE = 0
 _ROWS_PER_TURN = 8
 
 
@@ -90,7 +90,7 @@ def destinations(
     owner = jnp.minimum(segment, keep.size - 1)
     kept = (ranks < keep[owner][:, None]) & (segment < keep.size)[:, None]
     page = pages[first[owner][:, None] + jnp.where(kept, ranks // page_rows, 0)]
-    page, slot = jnp.where(kept, page, _SCRATCH_PAGE), jnp.where(kept, ranks % page_rows, 0)
+    page, slot = jnp.where(kept, page, SCRATCH_PAGE), jnp.where(kept, ranks % page_rows, 0)
     return page.astype(jnp.int32), slot.astype(jnp.int32)
 
 

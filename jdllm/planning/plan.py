@@ -4,12 +4,15 @@ import dataclasses
 import functools
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from jdllm.decoding.caches import POLICIES, kept
+from jdllm.decoding.sampling import Cache, SamplingParams
 from jdllm.errors import ConfigError
 from jdllm.models.config import ModelConfig
+from jdllm.models.pool import PAGE_ROWS, pool_bytes
 from jdllm.models.tiers import HostTiers, host_buffers
 from jdllm.models.weights import param_bytes
 from jdllm.pallas.masked_logits import Level
@@ -22,11 +25,6 @@ from jdllm.planning.search import largest, search
 from jdllm.planning.templates import StepKind, step_template
 from jdllm.planning.tier_template import tier_template
 
-CachePolicy = Literal["none", "prefix", "dual", "selective", "sparse", "head_sparse"]
-WHOLE_CACHES = ("prefix", "dual", "selective")
-SPARSE_CACHES = ("sparse", "head_sparse")
-
-_PAGE = 64
 _MOST_CHUNKS = 512
 _LOOK_BACK = 8
 _LONGEST = 1 << 24
@@ -51,7 +49,7 @@ class Workload:
     hopper: bool = True
     mask_ratio: float = 0.5
     level: Level = Level.TOP
-    cache_policy: CachePolicy = "none"
+    cache_policy: Cache = "none"
     retention: float = 0.5
     max_num_logits: int | None = None
 
@@ -61,9 +59,10 @@ class Workload:
                 f"mask ratio {self.mask_ratio:g} and retention {self.retention:g}:"
                 " expected numbers above 0, at most 1"
             )
-        if self.cache_policy not in ("none", *WHOLE_CACHES, *SPARSE_CACHES):
-            known = ", ".join(("none", *WHOLE_CACHES, *SPARSE_CACHES))
-            raise ConfigError(f"unknown cache policy {self.cache_policy!r}: expected one of {known}")
+        known = ("none", *POLICIES)
+        if self.cache_policy not in known:
+            expected = ", ".join(known)
+            raise ConfigError(f"unknown cache policy {self.cache_policy!r}: expected one of {expected}")
 
     @property
     def caches(self) -> bool:
@@ -77,10 +76,9 @@ class Workload:
         """Bytes of the keys and values of all layers that the cache policy keeps, in whole pages."""
         if not self.caches:
             return 0
-        kept = int(context * self.retention) if self.cache_policy in SPARSE_CACHES else context
-        rows = (1 + -(-kept // _PAGE)) * _PAGE  # the first page is scratch
-        config = self.config
-        return rows * config.num_layers * 2 * config.num_kv_heads * config.head_dim * self.kind.itemsize
+        stored = kept(SamplingParams(cache=self.cache_policy, retention=self.retention), context)
+        pages = 1 + -(-stored // PAGE_ROWS)  # one is scratch
+        return pool_bytes(self.config, self.dtype, pages, PAGE_ROWS)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,19 +8,18 @@ import numpy as np
 
 from jdllm.decoding.batch import Trace
 from jdllm.decoding.cached import refresh, reuse
-from jdllm.decoding.caches import most_stored
+from jdllm.decoding.caches import kept
 from jdllm.decoding.executables import Executables, temp_bytes
-from jdllm.models.cached import KeyValuePool, empty_pool
 from jdllm.models.config import ModelConfig
+from jdllm.models.pool import PAGE_ROWS, KeyValuePool, empty_pool, pool_bytes
 from jdllm.models.weights import Params
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.buckets import power_bucket
 from jdllm.planning.budget import MemoryBudgetError
 from jdllm.serving.cached_packing import pack_refresh, pack_reuse
-from jdllm.serving.kv_pool import KvPool, pool_bytes
+from jdllm.serving.kv_pool import KvPool
 from jdllm.serving.request import Request
 
-PAGE_ROWS = 64
 _SMALLEST_POOL = 16
 
 
@@ -81,7 +80,7 @@ class CachedRunner:
         """
         if self._pages.owned and self._pages_for(request) > self._pages.free_pages:
             return False
-        rows = most_stored(request.sampling, len(request.tokens))
+        rows = kept(request.sampling, len(request.tokens))
         self._pages = self._pages.allocate(request.index, rows)
         return True
 
@@ -155,4 +154,4 @@ class CachedRunner:
         return self._params["final_norm"].dtype
 
     def _pages_for(self, request: Request) -> int:
-        return self._pages.pages_for(most_stored(request.sampling, len(request.tokens)))
+        return self._pages.pages_for(kept(request.sampling, len(request.tokens)))

@@ -6,21 +6,16 @@ request lies in row i % page_rows of its page number i // page_rows.
 """
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
 from jdllm.errors import KvPoolError
 from jdllm.models.config import ModelConfig
+from jdllm.models.pool import SCRATCH_PAGE, check_page_rows, pool_bytes
 from jdllm.pallas.split_attention import PageTable
-from jdllm.pallas.split_attention.tiles import TILE
-
-SCRATCH_PAGE = 0
-"""Padding rows write here; no request ever holds it."""
 
 _WORD = 512
 """Pages in a word of the set of free pages."""
@@ -51,7 +46,7 @@ class KvPool:
 
         Raises `KvPoolError` where there is no scratch page or `page_rows` is no multiple of 64.
         """
-        _check_page_rows(page_rows)
+        check_page_rows(page_rows)
         if pages < 1:
             raise KvPoolError(f"a KV pool of {pages} pages: expected at least 1, the scratch page")
         words = (0,) * -(-pages // _WORD)
@@ -85,20 +80,17 @@ class KvPool:
         if request in self.owned:
             raise KvPoolError(
                 f"request {request} holds {len(self.pages_of(request))} pages of the KV pool already:"
-                " resize it, or release it first"
+                " release it first"
             )
-        return self._extend(request, b"", rows)
-
-    def resize(self, request: int, rows: int) -> "KvPool":
-        """Let `request` hold as many pages as `rows` rows take.
-
-        It keeps its first pages, so that what they hold stays valid; the last ones become free, or the lowest
-        free ones follow. Raises `KvPoolError` where too few are free, and where it is not in the pool.
-        """
-        held, needed = self.pages_of(request), self.pages_for(rows)
-        if needed > len(held):
-            return self._extend(request, held.tobytes(), rows)
-        return self._changed(_with(self.free, held[needed:].tolist()), {request: held[:needed].tobytes()})
+        needed, free = self.pages_for(rows), self.free_pages
+        if needed > free:
+            raise KvPoolError(
+                f"request {request} needs {needed} pages of the KV pool for {rows} rows, and {free} of"
+                f" {self.pages - 1} are free: wait until others are released, or use fewer rows"
+            )
+        taken, left = _without_lowest(self.free, needed)
+        owned = {**self.owned, request: np.array(taken, np.int32).tobytes()}
+        return dataclasses.replace(self, free=left, owned=MappingProxyType(owned))
 
     def release(self, request: int) -> "KvPool":
         """Free the pages of `request`, which leaves the pool; `KvPoolError` where it is not in it."""
@@ -132,49 +124,14 @@ class KvPool:
         if needed > len(held):
             raise KvPoolError(
                 f"request {request} holds {len(held)} pages of the KV pool, room for"
-                f" {len(held) * self.page_rows} rows, not {rows}: resize it first"
+                f" {len(held) * self.page_rows} rows, not {rows}: allocate pages for all of them"
             )
         return held[:needed]
-
-    def _extend(self, request: int, held: bytes, rows: int) -> "KvPool":
-        """Let `request` hold `held` and then the lowest free pages."""
-        more = self.pages_for(rows) - len(held) // np.dtype(np.int32).itemsize
-        free = self.free_pages
-        if more > free:
-            raise KvPoolError(
-                f"request {request} needs {more}{' more' if held else ''} pages of the KV pool for {rows}"
-                f" rows, and {free} of {self.pages - 1} are free: wait until others are released, or use"
-                " fewer rows"
-            )
-        taken, left = _without_lowest(self.free, more)
-        return self._changed(left, {request: held + np.array(taken, np.int32).tobytes()})
-
-    def _changed(self, free: tuple[int, ...], owned: Mapping[int, bytes]) -> "KvPool":
-        return dataclasses.replace(self, free=free, owned=MappingProxyType({**self.owned, **owned}))
-
-
-def pool_shape(config: ModelConfig, pages: int, page_rows: int) -> tuple[int, int, int, int, int]:
-    """The shape of the pool's keys, and of its values: `[layers, pages, kv_heads, page_rows, head_dim]`.
-
-    Raises `KvPoolError` where `page_rows` is no multiple of 64.
-    """
-    _check_page_rows(page_rows)
-    return (config.num_layers, pages, config.num_kv_heads, page_rows, config.head_dim)
-
-
-def pool_bytes(config: ModelConfig, dtype: str, pages: int, page_rows: int) -> int:
-    """Bytes of a pool's keys and values of type `dtype`, the scratch page's among them."""
-    return 2 * math.prod(pool_shape(config, pages, page_rows)) * jnp.dtype(dtype).itemsize
 
 
 def pages_within(config: ModelConfig, dtype: str, page_rows: int, budget_bytes: int) -> int:
     """How many whole pages, the scratch page included, a pool of at most `budget_bytes` bytes has."""
     return max(budget_bytes, 0) // pool_bytes(config, dtype, 1, page_rows)
-
-
-def _check_page_rows(page_rows: int) -> None:
-    if page_rows < TILE or page_rows % TILE:
-        raise KvPoolError(f"pages of {page_rows} rows: expected a positive multiple of {TILE}")
 
 
 def _with(words: tuple[int, ...], pages: Iterable[int]) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from jdllm.decoding.executables import Executables, temp_bytes
 from jdllm.decoding.step import denoise
 from jdllm.decoding.tiered import denoise_tiered
 from jdllm.models.config import ModelConfig
+from jdllm.models.pool import PAGE_ROWS
 from jdllm.models.tiers import HostTiers
 from jdllm.models.weights import Params
 from jdllm.pallas.device import target
@@ -22,7 +23,7 @@ from jdllm.planning.buckets import head_bucket, row_bucket
 from jdllm.planning.chunks import ChunkConfig
 from jdllm.planning.plan import Bucket, Budget, Workload, max_context, plan_bucket, refusal, rungs
 from jdllm.serving.adaptive_runner import AdaptiveRunner, Compile
-from jdllm.serving.cached_runner import PAGE_ROWS, CachedRunner, Limit
+from jdllm.serving.cached_runner import CachedRunner, Limit
 from jdllm.serving.kv_pool import pages_within
 from jdllm.serving.verifier import Verifier
 

@@ -11,14 +11,13 @@ from benchmarks.shapes import SHAPES
 from jdllm.decoding.cached import refresh, reuse
 from jdllm.decoding.executables import temp_bytes
 from jdllm.decoding.sampling import SamplingParams
-from jdllm.models.cached import KeyValuePool
+from jdllm.models.pool import PAGE_ROWS, KeyValuePool, pool_shape
 from jdllm.models.weights import abstract_params
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.aot import compile_for
 from jdllm.planning.plan import Bucket, Budget, Workload, plan_bucket
 from jdllm.serving.cached_packing import pack_refresh, pack_reuse
-from jdllm.serving.cached_runner import PAGE_ROWS
-from jdllm.serving.kv_pool import KvPool, pool_shape
+from jdllm.serving.kv_pool import KvPool
 from jdllm.serving.request import Request, generation_request
 
 pytestmark = pytest.mark.aot

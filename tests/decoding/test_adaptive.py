@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from itertools import batched
 from typing import Any, NamedTuple
 
 import jax
@@ -46,6 +47,7 @@ DREAM = dataclasses.replace(LLADA, family="dream", qkv_bias=True, logits_shift=T
 CAUSAL = dataclasses.replace(
     DREAM, family="qwen2", attention="causal", logits_shift=False, mask_id=None, num_kv_heads=1
 )
+SLOW = pytest.mark.slow
 PROMPTS = [np.random.default_rng(n).integers(0, 250, n).tolist() for n in (3, 11, 6)]
 
 
@@ -132,20 +134,22 @@ def check(updates: list[StepUpdate], history: np.ndarray, iterations: list[Itera
         assert update.committed.tolist() == [n < iteration.accepted for n in range(len(iteration.window))]
 
 
+@pytest.mark.parametrize("together", [4, pytest.param(16, marks=SLOW)])
 @pytest.mark.parametrize("family", ["llada", "dream"])
-def test_every_iteration_equals_the_slow_copy(family: str, request: pytest.FixtureRequest):
+def test_every_iteration_equals_the_slow_copy(family: str, together: int, request: pytest.FixtureRequest):
     pair: Pair = request.getfixturevalue(family)
-    updates: list[StepUpdate] = []
-    asked = [(prompt, s) for s in CASES.values() for prompt in PROMPTS[:2]]
-    outputs = pair.generate([s for _, s in asked], [p for p, _ in asked], on_step=updates.append)
+    asked = [(s, prompt) for s in CASES.values() for prompt in PROMPTS[:2]]
     partly = 0
-    for n, ((prompt, sampling), output) in enumerate(zip(asked, outputs, strict=True)):
-        iterations = expected(pair.models, prompt, sampling)
-        assert output.history is not None
-        check([u for u in updates if u.request == n], output.history, iterations)
-        assert output.nfe == len(iterations)
-        assert output.token_ids == iterations[-1].sequence[len(prompt) :].tolist()
-        partly += sum(1 < i.accepted < len(i.window) for i in iterations)
+    for some in batched(asked, together):
+        updates: list[StepUpdate] = []
+        outputs = pair.generate(*map(list, zip(*some, strict=True)), on_step=updates.append)
+        for n, ((sampling, prompt), output) in enumerate(zip(some, outputs, strict=True)):
+            iterations = expected(pair.models, prompt, sampling)
+            assert output.history is not None
+            check([u for u in updates if u.request == n], output.history, iterations)
+            assert output.nfe == len(iterations)
+            assert output.token_ids == iterations[-1].sequence[len(prompt) :].tolist()
+            partly += sum(1 < i.accepted < len(i.window) for i in iterations)
     assert partly > 10, "prefixes are cut in the middle too"
 
 
@@ -161,17 +165,19 @@ def test_the_diffusion_model_alone_accepts_whole_windows(
         assert left == [14, 8, 2, 0]
 
 
+@pytest.fixture(scope="module", params=[LLADA, DREAM], ids=["llada", "dream"])
+def agreed(request: pytest.FixtureRequest) -> LLM:
+    """A model and a verifier of the same opinion."""
+    model = wordwise(request.param)
+    return LLM(model, verifier=wordwise(CAUSAL, model))
+
+
 @pytest.mark.parametrize("share", [0.0, 0.3])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("config", [LLADA, DREAM], ids=["llada", "dream"])
-def test_a_verifier_of_the_same_opinion_accepts_whole_windows(
-    config: ModelConfig, temperature: float, share: float
-):
+def test_a_verifier_of_the_same_opinion_accepts_whole_windows(agreed: LLM, temperature: float, share: float):
     """Without the draft's noise in the target (quirk Q17) drawn tokens would be rejected."""
-    model = wordwise(config)
-    llm = LLM(model, verifier=wordwise(CAUSAL, model))
     sampling = adaptive(mixture_weight=share, temperature=temperature, max_lookahead=8)
-    output = llm.generate(prompt_token_ids=[[1, 2]], sampling=sampling)[0]
+    output = agreed.generate(prompt_token_ids=[[1, 2]], sampling=sampling)[0]
     assert output.nfe == 3
     assert len(set(output.token_ids)) == 1 if temperature == 0 else len(set(output.token_ids)) > 5
 
@@ -202,21 +208,27 @@ def test_vocabularies_of_different_sizes(vocab: int):
         return logits(ids)[:, :common]
 
     models = pair.models._replace(diffusion=cut)
-    hot = adaptive(temperature=30.0, mixture_weight=0.9, gen_length=40, max_lookahead=40)
+    hot = adaptive(temperature=30.0, mixture_weight=0.9, gen_length=32, max_lookahead=32)
     for sampling in (adaptive(), hot):
-        for prompt, output in zip(PROMPTS, pair.generate(sampling), strict=True):
+        for prompt in PROMPTS:
+            (output,) = pair.generate(sampling, [prompt])
             iterations = expected(models, prompt, sampling)
             assert output.token_ids == iterations[-1].sequence[len(prompt) :].tolist()
             assert max(output.token_ids) < common
 
 
+@pytest.fixture(scope="module")
+def short() -> LLM:
+    """Its tokenizer defines the first 200 ids."""
+    return LLM(tiny(dataclasses.replace(LLADA, token_limit=200)), verifier=tiny(CAUSAL))
+
+
 @pytest.mark.parametrize("options", [{}, {"undefined_tokens": "banned"}])
-def test_ids_without_a_meaning_are_kept_out(options: dict[str, Any]):
-    llm = LLM(tiny(dataclasses.replace(LLADA, token_limit=200)), verifier=tiny(CAUSAL))
+def test_ids_without_a_meaning_are_kept_out(options: dict[str, Any], short: LLM):
     sampling = adaptive(temperature=50.0, mixture_weight=1.0, gen_length=60, **options)
-    assert max(llm.generate(prompt_token_ids=[[1]], sampling=sampling)[0].token_ids) < 200
+    assert max(short.generate(prompt_token_ids=[[1]], sampling=sampling)[0].token_ids) < 200
     free = dataclasses.replace(sampling, undefined_tokens="official")
-    assert max(llm.generate(prompt_token_ids=[[1]], sampling=free)[0].token_ids) >= 200
+    assert max(short.generate(prompt_token_ids=[[1]], sampling=free)[0].token_ids) >= 200
 
 
 @pytest.mark.parametrize("family", ["llada", "dream"])
@@ -236,24 +248,31 @@ def test_infill(masked: list[int], family: str, request: pytest.FixtureRequest):
 class TestCompany:
     """Nothing but a request's own parameters decides its tokens."""
 
-    sampling = (
-        *CASES.values(),
+    others = (
         SamplingParams(gen_length=6, return_history=True),
         SamplingParams(gen_length=6, cache="dual", block_length=3, return_history=True),
     )
 
-    @pytest.mark.parametrize("family", ["llada", pytest.param("dream", marks=pytest.mark.slow)])
-    def test_alone_or_together(self, family: str, request: pytest.FixtureRequest):
+    @pytest.mark.parametrize(
+        ("family", "names"),
+        [
+            ("llada", ["greedy, mostly diffusion", "drawn, cool", "one at a time"]),
+            pytest.param("llada", list(CASES), marks=SLOW),
+            pytest.param("dream", list(CASES), marks=SLOW),
+        ],
+        ids=["llada-few", "llada-all", "dream-all"],
+    )
+    def test_alone_or_together(self, family: str, names: list[str], request: pytest.FixtureRequest):
         llm = request.getfixturevalue(family).llm
-        prompts = [PROMPTS[n % 3] for n in range(len(self.sampling))]
+        sampling = [*(CASES[name] for name in names), *self.others]
+        prompts = [PROMPTS[n % 3] for n in range(len(sampling))]
         alone = [
-            llm.generate(prompt_token_ids=[p], sampling=s)[0]
-            for p, s in zip(prompts, self.sampling, strict=True)
+            llm.generate(prompt_token_ids=[p], sampling=s)[0] for p, s in zip(prompts, sampling, strict=True)
         ]
         for order in (range(len(prompts)), reversed(range(len(prompts)))):
             order = list(order)
             together = llm.generate(
-                prompt_token_ids=[prompts[i] for i in order], sampling=[self.sampling[i] for i in order]
+                prompt_token_ids=[prompts[i] for i in order], sampling=[sampling[i] for i in order]
             )
             for i, output in zip(order, together, strict=True):
                 np.testing.assert_array_equal(output.history, alone[i].history)
@@ -261,18 +280,17 @@ class TestCompany:
     @pytest.mark.parametrize(
         "options",
         [
-            pytest.param(
-                {"chunks": ChunkConfig(ffn=3, query=2, kv=2, heads=2, logits=5)}, marks=pytest.mark.slow
-            ),
+            pytest.param({"chunks": ChunkConfig(ffn=3, query=2, kv=2, heads=2, logits=5)}, marks=SLOW),
             {"max_num_logits": 7},
             {"memory": "4GiB"},
             {"max_num_batched_tokens": 1},
         ],
     )
-    def test_chunks_budget_and_splits(self, options: dict[str, Any], dream: Pair):
+    @pytest.mark.parametrize("copies", [1, pytest.param(4, marks=SLOW)])
+    def test_chunks_budget_and_splits(self, copies: int, options: dict[str, Any], dream: Pair):
         other = LLM(tiny(DREAM), verifier=tiny(CAUSAL), **options)
-        sampling = list(CASES.values())[:3] * 4
-        prompts = PROMPTS * 4
+        sampling = list(CASES.values())[:3] * copies
+        prompts = PROMPTS * copies
         for a, b in zip(
             dream.generate(sampling, prompts),
             other.generate(prompt_token_ids=prompts, sampling=sampling),

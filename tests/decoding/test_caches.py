@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdllm.decoding.caches import POLICIES, Phase, View, kept, most_stored, phase, policy_of
+from jdllm.decoding.caches import POLICIES, Phase, View, kept, phase, policy_of
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
 
@@ -91,7 +91,7 @@ def test_candidates_leave_out_all_that_may_commit(cache, length, data, retention
     in_block = np.arange(start, stop)[masked[start:stop]]
     assert np.isin(in_block, forwarded).all()
     sampling = SamplingParams(cache=cache, retention=retention)
-    assert 0 <= kept(sampling, len(candidates)) <= most_stored(sampling, length) <= length
+    assert 0 <= kept(sampling, len(candidates)) <= kept(sampling, length) <= length
 
 
 def test_sparse_caches_keep_a_share():

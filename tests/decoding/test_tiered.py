@@ -41,6 +41,10 @@ DREAM = [
 LOGITS_CHUNKS = 3
 
 
+def slow(tiers: HostTiers):
+    return pytest.param(tiers, marks=pytest.mark.slow)
+
+
 @pytest.fixture(scope="module")
 def executables() -> Executables:
     return Executables("cpu")
@@ -101,14 +105,14 @@ def compare(
             request.advance(positions[taken], np.asarray(actual.tokens)[0, part][taken])
 
 
-@pytest.mark.parametrize("tiers", [RESIDUAL, GROUPS, KEYS_VALUES, ALL])
+@pytest.mark.parametrize("tiers", [RESIDUAL, slow(GROUPS), slow(KEYS_VALUES), ALL])
 def test_guidance_and_temperature(
     tiers: HostTiers, params: Params, config: ModelConfig, executables: Executables
 ):
     compare(params, config, LLADA, tiers, executables)
 
 
-@pytest.mark.parametrize("tiers", [GROUPS, ALL])
+@pytest.mark.parametrize("tiers", [GROUPS, slow(ALL)])
 def test_shifted_logits(
     tiers: HostTiers, dream_params: Params, dream_config: ModelConfig, executables: Executables
 ):

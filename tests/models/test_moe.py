@@ -189,7 +189,7 @@ def test_random_weights_have_both_stacks():
 @pytest.mark.aot
 @pytest.mark.parametrize("rows", [1024, 8192])
 def test_no_layer_of_experts_is_copied_on_a_card(rows):
-    """The portable form on an H200: temporaries are a batch of matrices, and at most 84 KiB for each row."""
+    """With the kernels of an H200. A layer's experts are 768 MiB, more than the temporaries may be."""
     config = SHAPES["llada-moe-7b"]
     ints = np.zeros(rows, np.int32)
     executable = compile_for(
@@ -199,7 +199,6 @@ def test_no_layer_of_experts_is_copied_on_a_card(rows):
         ints,
         Rows(ints, ints, ints),
     )
-    batch_of_matrices = 8 * 2048 * 1024 * 2
     analysis = executable.memory_analysis()
     assert analysis is not None
-    assert analysis.temp_size_in_bytes < rows * 84 * 1024 + 2 * batch_of_matrices
+    assert analysis.temp_size_in_bytes < rows * 84 * 1024 + (64 << 20)

@@ -38,6 +38,10 @@ SEQUENCES = [RNG.integers(0, 500, length) for length in (5, 210, 90)]
 """320 rows in their bucket: chunks of 128 and of 256 leave a rest, and segments cross their bounds."""
 
 
+def slow(value: object):
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 @pytest.fixture(scope="module")
 def executables() -> Executables:
     return Executables("cpu")
@@ -73,12 +77,12 @@ def check(params: Params, config: ModelConfig, tokens, rows: Rows, tiers: HostTi
 
 
 class TestEqualsForward:
-    @pytest.mark.parametrize("name", TIERS)
+    @pytest.mark.parametrize("name", ["residual", slow("groups"), slow("kv"), slow("weights"), "all"])
     def test_llada(self, name: str, params: Params, config: ModelConfig, executables: Executables):
         tokens, rows, _ = lay_out(SEQUENCES, config)
         check(params, config, tokens, rows, TIERS[name], executables.call)
 
-    @pytest.mark.parametrize("name", ["groups", "all"])
+    @pytest.mark.parametrize("name", ["groups", slow("all")])
     def test_biases_and_shared_heads(
         self, name: str, dream_params: Params, dream_config: ModelConfig, executables: Executables
     ):
@@ -87,7 +91,7 @@ class TestEqualsForward:
         tokens, rows, _ = lay_out(SEQUENCES, dream_config)
         check(dream_params, dream_config, tokens, rows, TIERS[name], executables.call)
 
-    @pytest.mark.parametrize("tiers", [HostTiers(128), HostTiers(128, kv=True, weights=True)])
+    @pytest.mark.parametrize("tiers", [slow(HostTiers(128)), HostTiers(128, kv=True, weights=True)])
     def test_layers_with_and_without_experts(
         self, tiers: HostTiers, config: ModelConfig, executables: Executables
     ):

@@ -163,14 +163,16 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("jdllm.planning.chunks.TILE", 1)
 
 
-@pytest.mark.parametrize(
-    "counts",
-    [{"ffn": 7}, {"query": 3}, {"kv": 5}, {"heads": 2}, {"ffn": 2, "query": 7, "kv": 3, "heads": 2}],
-    ids=str,
-)
+ONE_CUT = [{"ffn": 7}, {"query": 3}, {"kv": 5}, {"heads": 2}]
+ALL_CUTS = {"ffn": 2, "query": 7, "kv": 3, "heads": 2}
+
+
 class TestChunks:
     # Products of other shapes may sum in another order: a few ulps of values up to 22.
 
+    @pytest.mark.parametrize(
+        "counts", [*(pytest.param(c, marks=pytest.mark.slow) for c in ONE_CUT), ALL_CUTS], ids=str
+    )
     def test_recorded_batch(
         self, counts: dict[str, int], params: Params, config: ModelConfig, goldens: Arrays, small_tiles
     ):
@@ -180,6 +182,7 @@ class TestChunks:
         cut = packed_logits(params, config, sequences, chunks=ChunkConfig(**counts))
         np.testing.assert_allclose(cut, whole, atol=2e-5, rtol=0)
 
+    @pytest.mark.parametrize("counts", [*ONE_CUT, ALL_CUTS], ids=str)
     def test_grouped_query_heads(self, counts: dict[str, int], gqa_model: Transformer, small_tiles):
         params, config = gqa_model.params(), gqa_model.config
         ids = np.random.default_rng(6).integers(0, 90, 37)

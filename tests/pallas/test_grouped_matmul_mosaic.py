@@ -73,13 +73,13 @@ class TestProducts:
     @pytest.mark.parametrize(
         "tiles",
         [
-            ONE,
-            GATED,
+            slow(ONE),
+            slow(GATED),
             slow(WIDE),
             slow(COLUMN_GROUPS),
-            ROW_PAIR,
+            slow(ROW_PAIR),
             slow(COLUMN_PAIR),
-            slow(GATED_PAIR),
+            GATED_PAIR,
             slow(None),
         ],
     )

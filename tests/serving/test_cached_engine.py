@@ -2,6 +2,8 @@
 
 import dataclasses
 import gc
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -34,10 +36,21 @@ SETTINGS = [
 ]
 
 
-def mixed() -> tuple[list[np.ndarray], list[SamplingParams]]:
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(1, 100, 5 + 17 * i) for i in range(len(SETTINGS))]
-    return prompts, [dataclasses.replace(PLAIN, **options) for options in SETTINGS]
+# Every size of batch and every pool width is an executable of seconds; the last of the few fills two pages.
+COMPANIES = {"few": (0, 3, 4, 6), "all": tuple(range(len(SETTINGS)))}
+
+
+class Company(NamedTuple):
+    """Requests, and what they give in one batch."""
+
+    prompts: list[np.ndarray]
+    sampling: list[SamplingParams]
+    outputs: list[RequestOutput]
+
+
+def mixed(which: Sequence[int]) -> tuple[list[np.ndarray], list[SamplingParams]]:
+    prompts = [np.random.default_rng(i).integers(1, 100, 5 + 17 * i) for i in which]
+    return prompts, [dataclasses.replace(PLAIN, **SETTINGS[i]) for i in which]
 
 
 def same(a: RequestOutput, b: RequestOutput) -> None:
@@ -51,21 +64,20 @@ def llm(config: ModelConfig, params: Params) -> LLM:
     return LLM(Transformer(config, params), max_num_batched_tokens=2048)
 
 
-@pytest.fixture(scope="module")
-def together(llm: LLM) -> list[RequestOutput]:
-    prompts, sampling = mixed()
-    return llm.generate(prompt_token_ids=prompts, sampling=sampling)
+@pytest.fixture(scope="module", params=["few", pytest.param("all", marks=pytest.mark.slow)])
+def company(request: pytest.FixtureRequest, llm: LLM) -> Company:
+    prompts, sampling = mixed(COMPANIES[request.param])
+    return Company(prompts, sampling, llm.generate(prompt_token_ids=prompts, sampling=sampling))
 
 
-@pytest.mark.parametrize("index", range(len(SETTINGS)))
-def test_a_request_is_the_same_alone_and_in_company(index: int, llm: LLM, together: list[RequestOutput]):
-    prompts, sampling = mixed()
-    (alone,) = llm.generate(prompt_token_ids=[prompts[index]], sampling=sampling[index])
-    same(alone, together[index])
+def test_a_request_is_the_same_alone_and_in_company(llm: LLM, company: Company):
+    for prompt, sampling, together in zip(*company, strict=True):
+        (alone,) = llm.generate(prompt_token_ids=[prompt], sampling=sampling)
+        same(alone, together)
 
 
-def test_order_and_the_length_of_dispatches_do_not_matter(llm: LLM, together: list[RequestOutput]):
-    prompts, sampling = mixed()
+def test_order_and_the_length_of_dispatches_do_not_matter(llm: LLM, company: Company):
+    prompts, sampling, together = company
     updates = []
     outputs = llm.generate(prompt_token_ids=prompts[::-1], sampling=sampling[::-1], on_step=updates.append)
     for a, b in zip(outputs[::-1], together, strict=True):
@@ -73,12 +85,15 @@ def test_order_and_the_length_of_dispatches_do_not_matter(llm: LLM, together: li
     assert len(updates) == sum(o.nfe for o in outputs)
 
 
-def test_caches_change_something(llm: LLM, together: list[RequestOutput]):
+def test_caches_change_something(llm: LLM, company: Company):
     """Else nothing here would notice a cache that is not used."""
-    prompts, sampling = mixed()
-    exact = [dataclasses.replace(s, cache="none") for s in sampling]
-    outputs = llm.generate(prompt_token_ids=prompts, sampling=exact)
-    assert any(a.token_ids != b.token_ids for a, b in zip(outputs, together, strict=True))
+
+    def changed(prompt: np.ndarray, sampling: SamplingParams, cached: RequestOutput) -> bool:
+        exact = dataclasses.replace(sampling, cache="none")
+        (output,) = llm.generate(prompt_token_ids=[prompt], sampling=exact)
+        return output.token_ids != cached.token_ids
+
+    assert any(changed(*request) for request in zip(*company, strict=True))
 
 
 def test_blocks_of_more_steps_than_a_dispatch_may_do(llm: LLM):
@@ -106,15 +121,20 @@ def test_refreshing_at_every_step_is_exact(llm: LLM):
 
 
 @pytest.fixture
-def runner(params, config) -> StepRunner:
-    return StepRunner(params, config, Executables("cpu"))
+def runner(params: Params, config: ModelConfig, executables: Executables) -> StepRunner:
+    return StepRunner(params, config, executables)
 
 
-def limited(runner: StepRunner, params, config, monkeypatch: pytest.MonkeyPatch, pages: int) -> Engine:
-    """An engine whose pool has at most `pages` pages."""
-    cache = CachedRunner(params, config, Executables("cpu"), max_pages=pages, max_num_logits=64)
-    monkeypatch.setattr(runner, "cached", lambda rows: cache)
-    return Engine(runner, config, 4096)
+@pytest.fixture
+def limited(runner: StepRunner, params, config, executables, monkeypatch: pytest.MonkeyPatch):
+    """Builds engines whose pool has at most so many pages, or whose steps have a limit."""
+
+    def build(pages: int | None, limit: Limit | None = None) -> Engine:
+        cache = CachedRunner(params, config, executables, max_pages=pages, max_num_logits=64, limit=limit)
+        monkeypatch.setattr(runner, "cached", lambda rows: cache)
+        return Engine(runner, config, 4096)
+
+    return build
 
 
 def requests(config, lengths: list[int]) -> list[Request]:
@@ -124,12 +144,12 @@ def requests(config, lengths: list[int]) -> list[Request]:
 
 def test_requests_share_a_dispatch(runner, config):
     """Each step of one is followed by the same step of the others, not by its own next one."""
-    order = [update.request for update in Engine(runner, config, 4096).run(requests(config, [60, 60, 50]))]
+    order = [update.request for update in Engine(runner, config, 4096).run(requests(config, [20, 20, 10]))]
     assert order[:6] == [0, 1, 2, 0, 1, 2]
 
 
-def test_requests_wait_for_pages(runner, params, config, monkeypatch):
-    engine = limited(runner, params, config, monkeypatch, pages=3)
+def test_requests_wait_for_pages(limited, config):
+    engine = limited(pages=3)
     asked = requests(config, [60, 60, 50])  # of two pages, two and one: the pool has two
     order = [update.request for update in engine.run(asked)]
     assert all(r.finished for r in asked)
@@ -137,34 +157,33 @@ def test_requests_wait_for_pages(runner, params, config, monkeypatch):
     assert engine._cache._pages.free_pages == engine._cache._pages.pages - 1
 
 
-def test_a_request_that_can_never_fit_is_refused(runner, params, config, monkeypatch):
-    engine = limited(runner, params, config, monkeypatch, pages=3)
+def test_a_request_that_can_never_fit_is_refused(limited, config):
+    engine = limited(pages=3)
     with pytest.raises(KvPoolError, match="needs 3 pages of the KV pool for 138 rows, and 2 of 2 are free"):
         list(engine.run(requests(config, [130])))
     assert engine._cache._pages.free_pages == 2
 
 
-def test_an_abandoned_run_frees_its_pages(runner, params, config, monkeypatch):
-    engine = limited(runner, params, config, monkeypatch, pages=9)
-    run = engine.run(requests(config, [60, 60]))
+def test_an_abandoned_run_frees_its_pages(limited, config):
+    engine = limited(pages=3)
+    run = engine.run(requests(config, [20, 20]))
     next(run)
+    assert engine._cache._pages.free_pages == 0
     del run
     gc.collect()
     assert engine._cache._pages.free_pages == engine._cache._pages.pages - 1
 
 
-def test_a_budget_bounds_the_pool_and_the_steps(params, config):
+def test_a_budget_bounds_the_pool_and_the_steps(params, config, executables):
     """A budget with room for little more than the weights has no room for a pool."""
-    roomy = StepRunner(params, config, Executables("cpu"), budget=Budget(64 << 20, overhead=0))
+    roomy = StepRunner(params, config, executables, budget=Budget(64 << 20, overhead=0))
     assert list(Engine(roomy, config, 256).run(requests(config, [20])))
-    tight = StepRunner(params, config, Executables("cpu"), budget=Budget(10 << 20, overhead=0))
+    tight = StepRunner(params, config, executables, budget=Budget(10 << 20, overhead=0))
     with pytest.raises((KvPoolError, MemoryBudgetError)):
         list(Engine(tight, config, 256).run(requests(config, [100])))
 
 
-def test_a_step_that_exceeds_the_limit_is_refused(runner, params, config, monkeypatch):
-    limit = Limit(device=1 << 20, fixed=(1 << 20) - 1, longest=77)
-    cache = CachedRunner(params, config, Executables("cpu"), max_pages=None, max_num_logits=64, limit=limit)
-    monkeypatch.setattr(runner, "cached", lambda rows: cache)
+def test_a_step_that_exceeds_the_limit_is_refused(limited, config):
+    engine = limited(pages=None, limit=Limit(device=1 << 20, fixed=(1 << 20) - 1, longest=77))
     with pytest.raises(MemoryBudgetError, match=r"a pool of 16 pages .* the longest .* is 77 tokens"):
-        list(Engine(runner, config, 4096).run(requests(config, [20])))
+        list(engine.run(requests(config, [20])))

@@ -91,12 +91,16 @@ def dream(dream_params: Params, dream_config: ModelConfig, executables: Executab
     return model_of(dream_params, dream_config, executables)
 
 
+def slow(value: object):
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 def check(model: Model, which: Sequence[str], **options: Any) -> None:
     for actual, name in zip(model.run(which, **options), which, strict=True):
         np.testing.assert_array_equal(actual, model.alone[name])
 
 
-@pytest.mark.parametrize("family", ["llada", "dream"])
+@pytest.mark.parametrize("family", ["llada", slow("dream")])
 def test_any_company_in_any_order(family: str, request: pytest.FixtureRequest):
     model: Model = request.getfixturevalue(family)
 
@@ -108,13 +112,13 @@ def test_any_company_in_any_order(family: str, request: pytest.FixtureRequest):
     check_company()
 
 
-@pytest.mark.parametrize("chunks", [ChunkConfig(ffn=3, query=2, logits=5), ChunkConfig(logits=32)])
+@pytest.mark.parametrize("chunks", [ChunkConfig(ffn=3, query=2, logits=5), slow(ChunkConfig(logits=32))])
 def test_any_chunks(chunks: ChunkConfig, llada: Model):
     for group in GROUPS:
         check(llada, group, chunks=chunks)
 
 
-@pytest.mark.parametrize("family", ["llada", "dream"])
+@pytest.mark.parametrize("family", ["llada", slow("dream")])
 def test_one_step_a_dispatch(family: str, request: pytest.FixtureRequest):
     for group in GROUPS:
         check(request.getfixturevalue(family), group, every_step=True)

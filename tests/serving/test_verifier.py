@@ -70,7 +70,7 @@ def test_from_directories_as_from_memory(checkpoint: Checkpoint):
     assert (loaded.token_ids, loaded.nfe) == (given.token_ids, given.nfe)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_a_checkpoint_is_loaded_in_the_type_of_the_model(dtype: str):
     verifier = load_verifier(QWEN2, ModelConfig.from_hf(DREAM), None, dtype)
     assert {str(leaf.dtype) for leaf in (verifier.params["embed"], verifier.params["final_norm"])} == {dtype}
@@ -112,10 +112,10 @@ def test_a_verifier_that_is_not_there():
         LLM(transformer(DREAM), verifier=Path("/nowhere"))
 
 
-def test_the_verifier_is_no_part_of_other_requests():
+def test_the_verifier_is_no_part_of_other_requests(dream_llm: LLM):
     sampling = SamplingParams(gen_length=8)
+    verified = LLM(transformer(DREAM), verifier=transformer(QWEN2))
     alone, beside = (
-        LLM(transformer(DREAM), verifier=verifier).generate(prompt_token_ids=[[5, 6]], sampling=sampling)[0]
-        for verifier in (None, transformer(QWEN2))
+        llm.generate(prompt_token_ids=[[5, 6]], sampling=sampling)[0] for llm in (dream_llm, verified)
     )
     assert alone.token_ids == beside.token_ids

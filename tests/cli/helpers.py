@@ -1,0 +1,45 @@
+"""Runs commands in this process or in one of their own, and checks how they end."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner, Result
+
+from jdllm.cli import app
+from tests.conftest import LLADA as GOLDEN
+
+LLADA = GOLDEN.directory
+IDS = ["--token-ids", "[[5,6,7]]"]
+SHORT = ["--gen-length", "8", "--dtype", "float32", "--no-early-stop"]
+
+Checkpoint = Callable[..., Path]
+UseModel = Callable[[Any], None]
+
+
+def run(*args: str, model: Path | None = LLADA, stdin: str | bytes = "") -> Result:
+    where = [] if model is None else ["--model", str(model)]
+    return CliRunner().invoke(app, ["generate", *where, *args], input=stdin)
+
+
+def outputs(result: Result) -> list[dict[str, Any]]:
+    assert (result.exit_code, result.stderr) == (0, "")
+    return json.loads(result.stdout)["outputs"]
+
+
+def process(*args: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    defaults: dict[str, Any] = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
+    return subprocess.run([sys.executable, "-m", "jdllm", *args], timeout=120, **(defaults | options))
+
+
+def assert_mistake(result: Result | subprocess.CompletedProcess[str], *words: str) -> None:
+    code = result.exit_code if isinstance(result, Result) else result.returncode
+    assert (code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.endswith("\n")
+    assert result.stderr.count("\n") == 1
+    for word in words:
+        assert word in result.stderr

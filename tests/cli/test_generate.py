@@ -1,0 +1,86 @@
+"""`jdllm generate`: where prompts come from, and what is printed where."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jdllm.llm import LLM
+from tests.cli.helpers import LLADA, SHORT, UseModel, outputs, process, run
+
+
+def test_json_of_a_recorded_run(trajectories: dict[str, np.ndarray]):
+    prompt = trajectories["off_g16_s16_b16.prompt"][0].tolist()
+    final = trajectories["off_g16_s16_b16.states"][-1, 0].tolist()
+    shape = ["--gen-length", "16", "--steps", "16", "--block-length", "16"]
+    result = process(
+        *("generate", "--model", str(LLADA), "--token-ids", json.dumps([prompt]), *shape),
+        *("--dtype", "float32", "--no-early-stop", "--json"),
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    (output,) = json.loads(result.stdout)["outputs"]
+    timings = output.pop("timings")
+    assert output == {
+        "prompt": None,
+        "prompt_token_ids": prompt,
+        "token_ids": final[len(prompt) :],
+        "text": None,
+        "finish_reason": "length",
+        "nfe": 16,
+    }
+    assert set(timings) == {"queued", "running", "total"}
+    assert timings["running"] > 0
+    assert timings["total"] == pytest.approx(timings["queued"] + timings["running"])
+
+
+def test_sampling_options_reach_the_sampler(
+    trajectories: dict[str, np.ndarray], llm: LLM, use_model: UseModel
+):
+    use_model(llm)
+    prompt = trajectories["off_g16_s16_b8_cfg.prompt"][0].tolist()
+    final = trajectories["off_g16_s16_b8_cfg.states"][-1, 0].tolist()
+    result = run(
+        *("--token-ids", json.dumps([prompt]), "--gen-length", "16", "--steps", "16", "--block-length", "8"),
+        *("--cfg-scale", "1.5", "--dtype", "float32", "--no-early-stop", "--json"),
+    )
+    assert outputs(result)[0]["token_ids"] == final[len(prompt) :]
+
+
+def test_ids_without_a_tokenizer_are_printed_a_prompt_a_line(llm: LLM, use_model: UseModel):
+    use_model(llm)
+    args = ["--token-ids", "[[5,6,7],[8]]", *SHORT]
+    result, structured = run(*args), run(*args, "--json")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert [json.loads(line) for line in result.stdout.splitlines()] == [
+        o["token_ids"] for o in outputs(structured)
+    ]
+
+
+@pytest.mark.parametrize("source", ["argument", "file", "stdin"])
+def test_text_from_every_source(source: str, loaded_speaking: LLM, use_model: UseModel, tmp_path: Path):
+    use_model(loaded_speaking)
+    file = tmp_path / "prompt.txt"
+    file.write_text("w5 w6\nw7\n")
+    given, stdin = {
+        "argument": (["w5 w6\nw7"], ""),
+        "file": (["--file", str(file)], "w9"),
+        "stdin": ([], "w5 w6\nw7\r\n"),
+    }[source]
+    (output,) = outputs(run(*given, *SHORT, "--json", stdin=stdin))
+    assert (output["prompt"], output["prompt_token_ids"]) == ("w5 w6\nw7", [5, 6, 7])
+    assert output["text"] == " ".join(f"w{i}" for i in output["token_ids"])
+
+
+def test_piped_output_is_the_text_alone(loaded_speaking: LLM, use_model: UseModel):
+    use_model(loaded_speaking)
+    args = ["w5 w6 w7", *SHORT]
+    result = run(*args)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout == outputs(run(*args, "--json"))[0]["text"] + "\n"
+
+
+def test_chat_applies_the_template(loaded_speaking: LLM, use_model: UseModel):
+    use_model(loaded_speaking)
+    (output,) = outputs(run("w5 w6", "--chat", *SHORT, "--json"))
+    assert (output["prompt"], output["prompt_token_ids"]) == ("w1 w5 w6 w2", [1, 5, 6, 2])

@@ -1,0 +1,126 @@
+"""The command line in a process of its own: warnings, signals, pipes and its display in a terminal."""
+
+import json
+import os
+import pty
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from jdllm.cli.live import LiveResponse
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.llm import LLM
+from jdllm.serving.engine import StepUpdate
+from tests.cli.helpers import IDS, LLADA, SHORT, Checkpoint, assert_mistake, process
+
+
+def test_an_overlong_prompt_warns(checkpoint: Checkpoint):
+    directory = checkpoint(max_sequence_length=10)
+    result = process("generate", "--model", str(directory), *IDS, *SHORT, "--json")
+    assert result.returncode == 0
+    assert len(json.loads(result.stdout)["outputs"][0]["token_ids"]) == 8
+    assert result.stderr.startswith("warning: ")
+    assert "10 positions" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_help_does_not_load_jax():
+    code = (
+        "import sys; from typer.testing import CliRunner; from jdllm.cli import app;"
+        "result = CliRunner().invoke(app, ['generate', '--help']);"
+        "assert '--gen-length' in result.stdout; assert 'jax' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_terminal_without_a_prompt_is_not_waited_for():
+    master, slave = pty.openpty()
+    try:
+        assert_mistake(process("generate", "--model", str(LLADA), stdin=slave), "no prompt")
+    finally:
+        os.close(master)
+        os.close(slave)
+
+
+def test_ctrl_c_exits_quietly(tmp_path: Path):
+    os.mkfifo(tmp_path / "prompt")
+    command = [sys.executable, "-m", "jdllm", "generate", "--file", str(tmp_path / "prompt")]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child,
+        (tmp_path / "prompt").open("w"),  # opens only once the command reads
+    ):
+        child.send_signal(signal.SIGINT)
+        stdout, stderr = child.communicate(timeout=60)
+    assert (child.returncode, stdout, stderr) == (130, b"", b"")
+
+
+def test_a_closed_pipe_is_no_traceback():
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        result = process(
+            *("generate", "--model", str(LLADA), *IDS, *SHORT),
+            capture_output=False,
+            stdout=writer,
+            stderr=subprocess.PIPE,
+        )
+    finally:
+        os.close(writer)
+    assert (result.returncode, result.stderr) == (1, "")
+
+
+def test_the_text_fills_in_in_a_terminal(speaking: Path, loaded_speaking: LLM, tmp_path: Path):
+    directory = tmp_path / "short context"
+    shutil.copytree(speaking, directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"max_sequence_length": 10}))
+    master, slave = pty.openpty()
+    environment = {"TERM": "xterm", "COLUMNS": "200", "PATH": os.environ["PATH"]}
+    command = [sys.executable, "-m", "jdllm", "generate", "--model", str(directory), "w5 w6 w7", *SHORT]
+    with subprocess.Popen(
+        command, stdin=slave, stdout=slave, stderr=subprocess.PIPE, env=environment
+    ) as child:
+        os.close(slave)
+        shown = _read_terminal(master).replace("\r\n", "\n")
+        assert child.stderr is not None
+        assert child.stderr.read().startswith(b"warning: ")
+    assert child.returncode == 0
+    assert "░" * 8 in shown
+    assert "\x1b[2m" in shown
+    sampling = SamplingParams(gen_length=8, early_stop=False)
+    (expected,) = loaded_speaking.generate("w5 w6 w7", sampling=sampling)
+    assert shown.endswith(f"{expected.text}\n")
+
+
+def _read_terminal(master: int) -> str:
+    chunks = []
+    while True:
+        try:
+            chunk = os.read(master, 65536)
+        except OSError:  # how Linux reports that the other side was closed
+            chunk = b""
+        if not chunk:
+            os.close(master)
+            return b"".join(chunks).decode()
+        chunks.append(chunk)
+
+
+def test_live_response_keeps_committed_and_provisional_apart():
+    response = LiveResponse(lambda ids: "".join(map(chr, ids)), start=2, length=5)
+    response.take(_update([1, 2, 3, 4], "xabc", [True, False, True, False]))
+    response.take(_update([2, 4], "AC", [True, False]))
+    text = response.__rich__()
+    assert text.plain == "AbC░░"
+    styles = [text.get_style_at_offset(Console(), i).dim for i in range(5)]
+    assert styles == [None, None, True, True, True]
+
+
+def _update(positions: list[int], tokens: str, committed: list[bool]) -> StepUpdate:
+    return StepUpdate(
+        0, 0, np.array(positions, np.int32), np.array([ord(t) for t in tokens], np.int32), np.array(committed)
+    )
