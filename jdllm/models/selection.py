@@ -25,7 +25,7 @@ _ROWS_PER_TURN = 8
 class Selection(NamedTuple):
     """Which rows a refresh may store, and how many of them.
 
-    - `block_segment`: the segment whose current block a packed row belongs to; `segments` for rows in none.
+    - `block_first`, `block_rows`: the packed rows of each segment's current block.
     - `row`: packed rows that may be stored, by rising segment, in each by rising position; padding is last.
     - `segment`: the segment of each candidate; `segments` for padding.
     - `keep`: how many candidates of each segment are kept, at most as many as it has.
@@ -35,7 +35,8 @@ class Selection(NamedTuple):
       the block are neighbours, as in both sources.
     """
 
-    block_segment: Int[Tensor, " rows"]
+    block_first: Int[Tensor, " segments"]
+    block_rows: Int[Tensor, " segments"]
     row: Int[Tensor, " candidates"]
     segment: Int[Tensor, " candidates"]
     keep: Int[Tensor, " segments"]
@@ -134,14 +135,12 @@ def _mean_queries(q: Queries, selection: Selection) -> Float32[Array, "segments 
     Rows are added one after the other, in loops of as many turns as the longest block needs: the sum is the
     same in any company, which scattered additions on a GPU are not.
     """
-    order = jnp.argsort(selection.block_segment)
-    starts = _starts(selection.block_segment, selection.keep.size)
-    count = jnp.diff(starts)
+    count = selection.block_rows
 
     def add(turn: Int[Array, ""], total: Array) -> Array:
         for offset in range(_ROWS_PER_TURN):
             i = turn * _ROWS_PER_TURN + offset
-            row = order[jnp.minimum(starts[:-1] + i, order.size - 1)]
+            row = jnp.minimum(selection.block_first + i, q.shape[0] - 1)
             total += jnp.where((i < count)[:, None, None], q[row].astype(jnp.float32), 0)
         return total
 

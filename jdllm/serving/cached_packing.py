@@ -51,12 +51,13 @@ def pack_refresh(requests: Sequence[Request], config: ModelConfig, pool: KvPool)
     packed = pack(requests, config)
     rows, segments = len(packed.batch.tokens), segments_bucket(len(requests))
     starts = np.cumsum([0, *(len(r.tokens) for r in requests)])
-    block_segment = np.full(rows, segments, np.int32)
-    columns = {name: np.zeros(segments, np.int32) for name in ("keep", "scored", "per_head", "width")}
+    names = ("block_first", "block_rows", "keep", "scored", "per_head", "width")
+    columns = {name: np.zeros(segments, np.int32) for name in names}
     columns["width"][:] = 1
     candidate_rows, candidate_segments = [], []
     for index, (request, start) in enumerate(zip(requests, starts, strict=False)):
-        block_segment[start + request.block.start : start + request.block.stop] = index
+        first, stop = request.block.start, request.block.stop
+        columns["block_first"][index], columns["block_rows"][index] = start + first, stop - first
         policy = policy_of(request.sampling)
         if policy is None or request.phase is not Phase.REFRESH:
             continue
@@ -69,7 +70,8 @@ def pack_refresh(requests: Sequence[Request], config: ModelConfig, pool: KvPool)
         columns["scored"][index], columns["per_head"][index] = policy.scored, policy.per_head
         columns["width"][index] = request.sampling.pool_kernel if policy.scored else 1
     selection = Selection(
-        block_segment,
+        columns["block_first"],
+        columns["block_rows"],
         _padded(candidate_rows, rows, 0),
         _padded(candidate_segments, rows, segments),
         columns["keep"],

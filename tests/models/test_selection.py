@@ -74,8 +74,6 @@ def random_segment(
     rows = block_rows + int(rng.integers(0, 25))
     start = int(rng.integers(0, rows - block_rows + 1))
     block = np.arange(start, start + block_rows)
-    if rng.random() < 0.2:
-        block = np.sort(rng.permutation(rows)[:block_rows])
     candidates = np.setdiff1d(np.arange(rows), block)
     if rng.random() < 0.2:
         candidates = candidates[: len(candidates) // 2]
@@ -111,13 +109,14 @@ def pack(
         np.concatenate([*parts, np.full((padding, *parts[0].shape[1:]), np.nan, np.float32)])
         for parts in ([s.q for s in segments], [s.k for s in segments])
     )
-    block_segment = np.full(rows, len(segments), np.int32)
-    for i, s in enumerate(segments):
-        block_segment[bases[i] + s.block] = i
+    block_first = [
+        base + (s.block[0] if len(s.block) else 0) for base, s in zip(bases, segments, strict=False)
+    ]
     candidates = [bases[i] + s.candidates for i, s in enumerate(segments)]
     owners = np.repeat(np.arange(len(segments)), [len(c) for c in candidates])
     selection = Selection(
-        block_segment,
+        np.array(block_first, np.int32),
+        np.array([len(s.block) for s in segments], np.int32),
         np.concatenate([*candidates, np.full(padding, rows - 1)]).astype(np.int32),
         np.concatenate([owners, np.full(padding, len(segments))]).astype(np.int32),
         np.array([s.keep for s in segments], np.int32),
