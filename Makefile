@@ -48,6 +48,7 @@ bench:  ## benchmarks on a card; uses the python on the path, which needs jax wi
 	python3 -m benchmarks.profile_step --cached 4096
 	python3 -m benchmarks.kernels
 	python3 -m benchmarks.peers.torch_kernels
+	python3 -m benchmarks.company
 	python3 -m benchmarks.convert
 	for part in lmax latency latency_exact average error cost lazy allocators; do python3 -m benchmarks.plan --part $$part; done
 	python3 -m benchmarks.tiers --check --rows 32768 --layers 4 --groups 4
