@@ -17,14 +17,15 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from jdllm.arrays import Tensor
 from jdllm.decoding.batch import HeadRows, Trace
 from jdllm.decoding.head import source_rows
-from jdllm.decoding.noise import Purpose, gumbel, step_keys, vocabulary_bits
+from jdllm.decoding.noise import Purpose, step_keys
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.transformer import forward, logits
 from jdllm.models.weights import Params
+from jdllm.pallas.masked_logits.types import Keys
+from jdllm.pallas.masked_logits.xla import allowed, drawn
 from jdllm.planning.chunks import ChunkConfig
 
-Keys = tuple[UInt32[Array, " head"], UInt32[Array, " head"]]
 Cut = Callable[[Array], Array]
 """Cuts the rows of one chunk out of a column of all head rows."""
 
@@ -141,24 +142,8 @@ def _in_chunks(
 def _draw(
     values: Float[Array, "part common"], positions: Int[Array, " part"], part: AdaptiveSegments, keys: Keys
 ) -> Int[Array, " part"]:
-    """argmax of the values with their bans and their noise, the lowest id on ties.
-
-    The noise depends on the request, its step, the position and the id only: it is the same whatever is drawn
-    from.
-    """
-    ids = jnp.arange(values.shape[1])
-    banned = ids >= part.limit[:, None]
-    for column in range(part.token_bans.shape[1]):
-        banned |= ids == part.token_bans[:, column, None]
-    values = jnp.where(banned, -jnp.inf, values)
-
-    def noised() -> Array:
-        bits = vocabulary_bits(keys, positions, values.shape[1])
-        scale = part.temperature[:, None]
-        return jnp.argmax(jnp.where(scale > 0, values + scale * gumbel(bits), values), axis=-1)
-
-    drawn = lax.cond(jnp.any(part.temperature > 0), noised, lambda: jnp.argmax(values, axis=-1))
-    return drawn.astype(jnp.int32)
+    """What each row takes of the values, without its bans and with its noise."""
+    return drawn(allowed(values, part.limit, part.token_bans), part.temperature, keys, positions)
 
 
 def _with_draft(

@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from jdllm.arrays import Tensor
 
 Ids = Int[Tensor, "rows bans"]
+Keys = tuple[UInt32[Array, " rows"], UInt32[Array, " rows"]]
 
 
 class Level(enum.IntEnum):
@@ -35,7 +36,7 @@ class RowSampling(NamedTuple):
     - `confidence_bans`: ids further removed from `maximum` and `total` only; -1 stands for none.
     """
 
-    keys: tuple[UInt32[Array, " rows"], UInt32[Array, " rows"]]
+    keys: Keys
     positions: Int[Tensor, " rows"]
     temperature: Float[Tensor, " rows"]
     tempered: Bool[Tensor, " rows"]

@@ -3,11 +3,12 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+from jdllm.arrays import Tensor
 from jdllm.decoding.noise import gumbel, vocabulary_bits
 from jdllm.models.layers import head_logits
-from jdllm.pallas.masked_logits.types import Ids, Level, RowDecision, RowSampling
+from jdllm.pallas.masked_logits.types import Ids, Keys, Level, RowDecision, RowSampling
 
 Logits = Float[Array, "rows vocab"]
 
@@ -17,20 +18,12 @@ def masked_logits_xla(
 ) -> RowDecision:
     """Portable form of `jdllm.pallas.masked_logits.masked_logits`; the logits of all rows exist in f32."""
     ids = jnp.arange(head.shape[0])
-    logits = _without(head_logits(hidden, head), ids, rows.token_bans)
-    logits = jnp.where(ids < rows.limit[:, None], logits, -jnp.inf)
+    logits = allowed(head_logits(hidden, head), rows.limit, rows.token_bans)
     tempered = rows.tempered & (rows.temperature > 0)
     divisor = jnp.where(tempered, rows.temperature, 1.0)[:, None]
     if level >= Level.FILTERED:
         logits = _filtered(logits, divisor, rows)
-
-    def noised() -> Array:
-        bits = vocabulary_bits(rows.keys, jnp.asarray(rows.positions), head.shape[0])
-        # argmax inside the branch, so that the noised logits need no buffer of their own
-        scale = rows.temperature[:, None]
-        return jnp.argmax(jnp.where(scale > 0, logits + scale * gumbel(bits), logits), axis=-1)
-
-    token = lax.cond(jnp.any(rows.temperature > 0), noised, lambda: jnp.argmax(logits, axis=-1))
+    token = drawn(logits, rows.temperature, rows.keys, jnp.asarray(rows.positions))
     measured = _without(logits / divisor, ids, rows.confidence_bans)
     maximum = measured.max(axis=-1)
     total = jnp.exp(measured - maximum[:, None]).sum(axis=-1)
@@ -44,7 +37,31 @@ def masked_logits_xla(
         second = jnp.where(ids == jnp.argmax(measured, axis=-1)[:, None], -jnp.inf, measured).max(axis=-1)
         p = jnp.exp(measured - maximum[:, None]) / total[:, None]
         negative_entropy = (p * jnp.log(p + 1e-10)).sum(axis=-1)
-    return RowDecision(token.astype(jnp.int32), logit, maximum, total, second, negative_entropy)
+    return RowDecision(token, logit, maximum, total, second, negative_entropy)
+
+
+def allowed(logits: Logits, limit: Int[Tensor, " rows"], token_bans: Ids) -> Logits:
+    """The logits, -inf for ids from `limit` on and for those banned."""
+    ids = jnp.arange(logits.shape[1])
+    return jnp.where(ids < limit[:, None], _without(logits, ids, token_bans), -jnp.inf)
+
+
+def drawn(
+    logits: Logits, temperature: Float[Tensor, " rows"], keys: Keys, positions: Int[Array, " rows"]
+) -> Int[Array, " rows"]:
+    """argmax of each row, with its noise where its temperature is above 0; int32, the lowest id on ties.
+
+    The noise depends on the key, the position and the id only: it is the same whatever is drawn from.
+    """
+
+    def noised() -> Array:
+        bits = vocabulary_bits(keys, positions, logits.shape[1])
+        # argmax inside the branch, so that the noised logits need no buffer of their own
+        scale = temperature[:, None]
+        return jnp.argmax(jnp.where(scale > 0, logits + scale * gumbel(bits), logits), axis=-1)
+
+    token = lax.cond(jnp.any(temperature > 0), noised, lambda: jnp.argmax(logits, axis=-1))
+    return token.astype(jnp.int32)
 
 
 def _without(logits: Logits, ids: Array, bans: Ids) -> Logits:
