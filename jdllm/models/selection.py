@@ -28,6 +28,7 @@ class Selection(NamedTuple):
     - `block_first`, `block_rows`: the packed rows of each segment's current block.
     - `row`: packed rows that may be stored, by rising segment, in each by rising position; padding is last.
     - `segment`: the segment of each candidate; `segments` for padding.
+    - `place`: which of its segment's candidates it is; any for padding.
     - `keep`: how many candidates of each segment are kept, at most as many as it has.
     - `scored`: whether the best are kept; otherwise the first ones are.
     - `per_head`: whether each key-value head has scores of its own; otherwise all share one.
@@ -39,10 +40,16 @@ class Selection(NamedTuple):
     block_rows: Int[Tensor, " segments"]
     row: Int[Tensor, " candidates"]
     segment: Int[Tensor, " candidates"]
+    place: Int[Tensor, " candidates"]
     keep: Int[Tensor, " segments"]
     scored: Bool[Tensor, " segments"]
     per_head: Bool[Tensor, " segments"]
     width: Int[Tensor, " segments"]
+
+    @property
+    def owner(self) -> Int[Array, " candidates"]:
+        """`segment`, with the last one for padding."""
+        return jnp.minimum(self.segment, self.keep.size - 1)
 
 
 def candidate_ranks(q: Queries, k: Keys, selection: Selection, *, half_width: int) -> PerHead:
@@ -61,15 +68,13 @@ def candidate_ranks(q: Queries, k: Keys, selection: Selection, *, half_width: in
     nothing.
     """
     selection = Selection(*map(jnp.asarray, selection))
-    starts = _starts(selection.segment, selection.keep.size)
-    place = jnp.arange(selection.segment.size) - starts[selection.segment]
 
     def ranked() -> PerHead:
         scores = _pooled(_scores(q, k, selection), selection, half_width)
-        return _ranks(scores, selection.segment, place).T
+        return _ranks(scores, selection.segment, selection.place).T
 
     def in_order() -> PerHead:
-        return jnp.broadcast_to(place[:, None], (place.size, k.shape[1]))
+        return jnp.broadcast_to(selection.place[:, None], (selection.place.size, k.shape[1]))
 
     return lax.cond(selection.scored.any(), ranked, in_order)
 
@@ -88,9 +93,8 @@ def destinations(
     """
     pages, first = jnp.asarray(table.pages), jnp.asarray(table.first)
     segment, keep = jnp.asarray(selection.segment), jnp.asarray(selection.keep)
-    owner = jnp.minimum(segment, keep.size - 1)
-    kept = (ranks < keep[owner][:, None]) & (segment < keep.size)[:, None]
-    page = pages[first[owner][:, None] + jnp.where(kept, ranks // page_rows, 0)]
+    kept = (ranks < keep[selection.owner][:, None]) & (segment < keep.size)[:, None]
+    page = pages[first[selection.owner][:, None] + jnp.where(kept, ranks // page_rows, 0)]
     page, slot = jnp.where(kept, page, SCRATCH_PAGE), jnp.where(kept, ranks % page_rows, 0)
     return page.astype(jnp.int32), slot.astype(jnp.int32)
 
@@ -123,12 +127,6 @@ def store(
     return pool_k, pool_v
 
 
-def _starts(segment: Int[Tensor, " members"], segments: int) -> Int32[Array, " segments+1"]:
-    """How many members come before those of each segment, and before padding, once they are grouped."""
-    # One fused comparison; a binary search is a device loop.
-    return jnp.searchsorted(segment, jnp.arange(segments + 1), method="compare_all").astype(jnp.int32)
-
-
 def _mean_queries(q: Queries, selection: Selection) -> Float32[Array, "segments heads head_dim"]:
     """The mean query of each segment's block.
 
@@ -151,7 +149,7 @@ def _mean_queries(q: Queries, selection: Selection) -> Float32[Array, "segments 
 
 def _scores(q: Queries, k: Keys, selection: Selection) -> Float32[Array, "kv_heads candidates"]:
     """What each candidate is worth before pooling; 0 in segments that are not scored."""
-    owner = jnp.minimum(selection.segment, selection.keep.size - 1)
+    owner = selection.owner
     query = _mean_queries(q, selection).reshape(selection.keep.size, k.shape[1], -1, k.shape[2])
     # A product and a sum fuse with both gathers; a matrix product would be given the gathered queries.
     products = query[owner] * k[selection.row][:, :, None]
@@ -166,7 +164,7 @@ def _pooled(
 ) -> Float32[Array, "kv_heads candidates"]:
     """The maximum over the candidates of the same segment that lie within half its width."""
     segment, candidates = selection.segment, selection.segment.size
-    half = selection.width[jnp.minimum(segment, selection.keep.size - 1)] // 2
+    half = selection.width[selection.owner] // 2
     index = jnp.arange(candidates)
     pooled = scores
     for distance in range(1, half_width + 1):
@@ -181,7 +179,7 @@ def _pooled(
 def _ranks(
     scores: Float32[Array, "kv_heads candidates"],
     segment: Int[Tensor, " candidates"],
-    place: Int32[Array, " candidates"],
+    place: Int[Tensor, " candidates"],
 ) -> Int32[Array, "kv_heads candidates"]:
     """Ranks by falling score within each segment, of equal ones the first candidate first."""
     segment, index = (jnp.broadcast_to(x, scores.shape) for x in (segment, jnp.arange(scores.shape[1])))

@@ -54,7 +54,7 @@ def pack_refresh(requests: Sequence[Request], config: ModelConfig, pool: KvPool)
     names = ("block_first", "block_rows", "keep", "scored", "per_head", "width")
     columns = {name: np.zeros(segments, np.int32) for name in names}
     columns["width"][:] = 1
-    candidate_rows, candidate_segments = [], []
+    candidate_rows, candidate_segments, candidate_places = [], [], []
     for index, (request, start) in enumerate(zip(requests, starts, strict=False)):
         first, stop = request.block.start, request.block.stop
         columns["block_first"][index], columns["block_rows"][index] = start + first, stop - first
@@ -66,6 +66,7 @@ def pack_refresh(requests: Sequence[Request], config: ModelConfig, pool: KvPool)
         request.stored = kept(request.sampling, len(candidates))
         candidate_rows.append(start + candidates)
         candidate_segments.append(np.full(len(candidates), index))
+        candidate_places.append(np.arange(len(candidates)))
         columns["keep"][index] = request.stored
         columns["scored"][index], columns["per_head"][index] = policy.scored, policy.per_head
         columns["width"][index] = request.sampling.pool_kernel if policy.scored else 1
@@ -74,13 +75,14 @@ def pack_refresh(requests: Sequence[Request], config: ModelConfig, pool: KvPool)
         columns["block_rows"],
         _padded(candidate_rows, rows, 0),
         _padded(candidate_segments, rows, segments),
+        _padded(candidate_places, rows, 0),
         columns["keep"],
         columns["scored"].astype(bool),
         columns["per_head"].astype(bool),
         columns["width"],
     )
-    table = _table(pool, [(r.index, int(keep)) for r, keep in zip(requests, columns["keep"], strict=False)])
-    return RefreshBatch(packed, selection, _in_bucket(table, segments), int(columns["width"].max()) // 2)
+    reads = [(r.index, int(keep)) for r, keep in zip(requests, columns["keep"], strict=False)]
+    return RefreshBatch(packed, selection, _table(pool, reads, segments), int(columns["width"].max()) // 2)
 
 
 def pack_reuse(requests: Sequence[Request], config: ModelConfig, pool: KvPool) -> ReuseBatch:
@@ -104,27 +106,23 @@ def pack_reuse(requests: Sequence[Request], config: ModelConfig, pool: KvPool) -
     params = segment_params(requests, segments, steps_per_dispatch(len(head.row)), config)
     batch = Batch(tokens, Rows(positions, unused, unused), head, params)
     owner = np.repeat(np.arange(len(requests)), tiles_of)
-    table = _table(pool, [(r.index, r.stored) for r in (requests[i] for i in owner.tolist())])
     forwarded = np.array([len(r.forwarded) for r in requests])
-    table = with_fresh_rows(table, starts[owner], forwarded[owner], pool.page_rows)
-    return ReuseBatch(Packed(batch, candidates), _in_bucket(table, tiles))
+    first_row, seen = (np.pad(x[owner], (0, tiles - len(owner))) for x in (starts, forwarded))
+    reads = [(r.index, r.stored) for r in (requests[i] for i in owner.tolist())]
+    table = _table(pool, reads, tiles, sum(map(pool.pages_for, seen.tolist())))
+    table = with_fresh_rows(table, first_row, seen, pool.page_rows)
+    return ReuseBatch(Packed(batch, candidates), table)
 
 
-def _table(pool: KvPool, reads: Sequence[tuple[int, int]]) -> PageTable:
-    """The pages of each (request, live rows)."""
+def _table(pool: KvPool, reads: Sequence[tuple[int, int]], size: int, more: int = 0) -> PageTable:
+    """The pages of each (request, live rows), and of none for what is missing to `size`.
+
+    With the `more` entries that will be added it has those of a bucket.
+    """
     entries = sum(pool.pages_for(rows) for _, rows in reads)
-    return pool.page_table([request for request, _ in reads], [rows for _, rows in reads], entries)
-
-
-def _in_bucket(table: PageTable, size: int) -> PageTable:
-    """The table padded to `size` requests, which own nothing, and to a bucket of entries."""
-    pages, valid, first = map(np.asarray, table)
-    missing = power_bucket(len(pages), _SMALLEST_ENTRIES) - len(pages)
-    return PageTable(
-        np.pad(pages, (0, missing)),
-        np.pad(valid, (0, missing)),
-        np.pad(first, (0, size + 1 - len(first)), mode="edge"),
-    )
+    bound = power_bucket(entries + more, _SMALLEST_ENTRIES) - more
+    table = pool.page_table([request for request, _ in reads], [rows for _, rows in reads], bound)
+    return table._replace(first=np.pad(np.asarray(table.first), (0, size - len(reads)), mode="edge"))
 
 
 def _padded(parts: Sequence[np.ndarray], size: int, fill: int) -> np.ndarray:

@@ -119,6 +119,7 @@ def pack(
         np.array([len(s.block) for s in segments], np.int32),
         np.concatenate([*candidates, np.full(padding, rows - 1)]).astype(np.int32),
         np.concatenate([owners, np.full(padding, len(segments))]).astype(np.int32),
+        np.concatenate([*(np.arange(len(c)) for c in candidates), np.zeros(padding)]).astype(np.int32),
         np.array([s.keep for s in segments], np.int32),
         np.array([s.scored for s in segments]),
         np.array([s.per_head for s in segments]),
