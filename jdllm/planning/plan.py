@@ -4,11 +4,11 @@ import dataclasses
 import functools
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import jax.numpy as jnp
 
-from jdllm.decoding.caches import POLICIES, kept
+from jdllm.decoding.caches import kept
 from jdllm.decoding.sampling import Cache, SamplingParams
 from jdllm.errors import ConfigError
 from jdllm.models.config import ModelConfig
@@ -59,10 +59,9 @@ class Workload:
                 f"mask ratio {self.mask_ratio:g} and retention {self.retention:g}:"
                 " expected numbers above 0, at most 1"
             )
-        known = ("none", *POLICIES)
-        if self.cache_policy not in known:
-            expected = ", ".join(known)
-            raise ConfigError(f"unknown cache policy {self.cache_policy!r}: expected one of {expected}")
+        if self.cache_policy not in get_args(Cache):
+            known = ", ".join(get_args(Cache))
+            raise ConfigError(f"unknown cache policy {self.cache_policy!r}: expected one of {known}")
 
     @property
     def caches(self) -> bool:

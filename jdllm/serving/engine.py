@@ -134,8 +134,10 @@ class Engine:
 def _by_phase(requests: Sequence[Request]) -> list[list[Request]]:
     """Requests that one dispatch can serve: those without a cache, those to refresh, those that reuse, and
     those with a verifier."""
-    groups: list[list[Request]] = [[], [], [], []]
-    for request in requests:
-        uncached = 3 if request.adaptive else 0
-        groups[uncached if not request.cached else 2 if request.phase is Phase.REUSE else 1].append(request)
-    return [group for group in groups if group]
+
+    def place(request: Request) -> int:
+        if request.cached:
+            return 2 if request.phase is Phase.REUSE else 1
+        return 3 if request.adaptive else 0
+
+    return [list(group) for _, group in itertools.groupby(sorted(requests, key=place), place)]

@@ -111,7 +111,7 @@ class StepRunner:
             self._config,
             self._executables,
             max_pages=pages,
-            max_num_logits=self._max_num_logits or _UNPLANNED_LOGITS,
+            max_num_logits=self._most_logits,
             limit=limit,
         )
 
@@ -119,14 +119,21 @@ class StepRunner:
     def _dtype(self) -> jnp.dtype:
         return self._params["final_norm"].dtype
 
+    @property
+    def _most_logits(self) -> int:
+        """Head rows whose logits may exist at a time where no plan says so."""
+        return self._max_num_logits or _UNPLANNED_LOGITS
+
+    def _unplanned(self, head_rows: int) -> ChunkConfig:
+        return self._chunks or ChunkConfig(logits=-(-head_rows // self._most_logits))
+
     def _static(self, mask_id: int, level: Level, chunks: ChunkConfig) -> dict[str, Any]:
         return {"config": self._config, "mask_id": mask_id, "chunks": chunks, "level": level}
 
     def _choice(self, batch: Batch, mask_id: int, level: Level) -> tuple[ChunkConfig, HostTiers | None]:
         rows, head_rows = batch.tokens.shape[0], batch.head.row.shape[0]
         if self._budget is None:
-            most = self._max_num_logits or _UNPLANNED_LOGITS
-            return self._chunks or ChunkConfig(logits=-(-head_rows // most)), None
+            return self._unplanned(head_rows), None
         bucket = Bucket(rows, rows, head_rows)
         if (bucket, level) not in self._choices:
             self._choices[bucket, level] = self._choose(batch, mask_id, level, bucket, self._budget)
@@ -148,11 +155,10 @@ class StepRunner:
         return self._fit(self._workload(level), bucket, budget, tiers, compiled)
 
     def _adaptive_chunks(self, bucket: Bucket, compiled: Compile) -> ChunkConfig:
-        most = self._max_num_logits or _UNPLANNED_LOGITS
         if self._budget is None:
-            return self._chunks or ChunkConfig(logits=-(-bucket.head_rows // most))
+            return self._unplanned(bucket.head_rows)
         # Logits of two models and their mixture: about what a filter keeps.
-        workload = dataclasses.replace(self._workload(Level.FILTERED), max_num_logits=most)
+        workload = dataclasses.replace(self._workload(Level.FILTERED), max_num_logits=self._most_logits)
         return self._fit(workload, bucket, self._budget, (), compiled)[0]
 
     def _fit(
