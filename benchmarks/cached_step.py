@@ -19,9 +19,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from benchmarks.operators.masked_logits import sampling
-from benchmarks.record import Ceilings, measure_ceilings, median_seconds, record
+from benchmarks.record import Ceilings, compiled, measure_ceilings, median_seconds, record
 from benchmarks.shapes import SHAPES
-from jdllm.decoding.executables import Executables, temp_bytes
+from jdllm.decoding.executables import temp_bytes
 from jdllm.models.block import Hidden, Layer, Rows, attention_branch, ffn_branch, project_keys_values
 from jdllm.models.config import ModelConfig
 from jdllm.models.module import Transformer
@@ -133,9 +133,8 @@ def compile_step(
     pools_and_table = random_cache(config, cached, fresh, page_rows, "bfloat16")
     tokens = jax.random.randint(jax.random.key(2), (fresh,), 0, config.defined_ids)
     inputs = params, *pools_and_table, tokens, jnp.int32(cached)
-    executables = Executables(jax.devices()[0].platform)
     static = {"config": config, "split": split, "head": head, "steps": STEPS}
-    return Compiled(executables.compile(denoise, *inputs, **static), inputs)
+    return Compiled(compiled(denoise, *inputs, **static), inputs)
 
 
 def measure(params: Params, args: argparse.Namespace, split: Split, ceilings: Ceilings) -> dict[str, Any]:

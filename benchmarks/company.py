@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.quality import RULES, draw_instances, same_tokens
+from benchmarks.quality import ALL_POLICIES, RULES, draw_instances, same_tokens
 from benchmarks.record import record
-from jdllm.decoding.caches import POLICIES
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.demo import checkpoint_path
 from jdllm.demo.tasks import GEN_LENGTH
@@ -23,12 +22,11 @@ from jdllm.demo.tokenizer import plain_ids
 from jdllm.llm import LLM
 
 BLOCK_LENGTH = 8
-CACHES = ("none", *POLICIES)
 
 
 def settings(count: int) -> list[SamplingParams]:
     """The sampling of `count` requests."""
-    kinds = itertools.cycle(itertools.product(("schedule", "threshold"), CACHES))
+    kinds = itertools.cycle(itertools.product(("schedule", "threshold"), ALL_POLICIES))
     return [
         SamplingParams(
             gen_length=GEN_LENGTH,
@@ -53,7 +51,7 @@ def measure(llm: LLM, prompts: Sequence[Sequence[int]], dtype: str) -> list[dict
     ]
     sides = [np.array([output.token_ids for output in side], np.int32) for side in (alone, together)]
     rows = []
-    for cache in CACHES:
+    for cache in ALL_POLICIES:
         members = [i for i, s in enumerate(sampling) if s.cache == cache]
         first, second = (side[members] for side in sides)
         rows.append(

@@ -10,15 +10,14 @@ import itertools
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from flax import nnx
 
 from benchmarks.record import record
 from benchmarks.shapes import SHAPES
-from jdllm.decoding.caches import POLICIES
-from jdllm.decoding.sampling import SamplingParams
+from jdllm.decoding.sampling import Cache, SamplingParams
 from jdllm.llm import LLM
 from jdllm.models.module import Transformer
 
@@ -50,7 +49,7 @@ def measure(llm: LLM, batch: int, prompt: int, sampling: SamplingParams) -> dict
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="llada-8b")
-    parser.add_argument("--cache", nargs="+", choices=["none", *POLICIES], default=["dual"])
+    parser.add_argument("--cache", nargs="+", choices=get_args(Cache), default=["dual"])
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--prompt", type=int, nargs="+", default=[512])
     parser.add_argument("--retention", type=float, default=0.5)

@@ -17,7 +17,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jdllm.decoding.executables import Executables
+
 RESULTS = Path(__file__).parent / "results"
+
+BYTES_PER_SECOND = 4.3e12
+FLOPS_PER_SECOND = 700e12
+"""The floor of an operator is at these rates, whatever the run reaches."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +64,11 @@ def card_state(run: Callable[[], Any]) -> dict[str, float]:
         answer, _ = process.communicate()
     known = re.match(r"(\d+) MHz, ([\d.]+) W", answer)
     return {"sm_mhz": float(known[1]), "watts": float(known[2])} if known else {}
+
+
+def compiled(function: Callable[..., Any], *args: Any, **static: Any) -> Any:
+    """The executable of `function(*args, **static)`, with the options of all executables of jdllm."""
+    return Executables(jax.devices()[0].platform).compile(function, *args, **static)
 
 
 def measure_ceilings(size: int = 8192, copy_bytes: int = 4 << 30, inner: int = 8) -> Ceilings:

@@ -23,10 +23,10 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.peers import jax_step
-from benchmarks.record import Ceilings, measure_ceilings, median_seconds, record
+from benchmarks.record import Ceilings, compiled, measure_ceilings, median_seconds, record
 from benchmarks.shapes import SHAPES, step_flops
 from jdllm.decoding.batch import Batch
-from jdllm.decoding.executables import Executables, temp_bytes
+from jdllm.decoding.executables import temp_bytes
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.step import denoise
 from jdllm.models.config import ModelConfig
@@ -72,8 +72,7 @@ def compile_step(params: Params, config: ModelConfig, rows: int) -> tuple[jax.st
         "level": Level.TOP,
     }
     batch = jax.device_put(batch)
-    executables = Executables(jax.devices()[0].platform)
-    return executables.compile(denoise, params, batch, np.int32(1), **static), batch
+    return compiled(denoise, params, batch, np.int32(1), **static), batch
 
 
 def measure(params: Params, shape: str, rows: int, ceilings: Ceilings) -> dict[str, float | int | str]:

@@ -21,12 +21,10 @@ import numpy as np
 from jax import lax
 
 from benchmarks.peers.tokamax_attention import attention_tokamax
-from benchmarks.record import card_state, median_seconds, record
+from benchmarks.record import FLOPS_PER_SECOND, card_state, compiled, median_seconds, record
 from benchmarks.shapes import SHAPES
-from jdllm.decoding.executables import compiler_options
 from jdllm.pallas.attention import attention
 
-FLOPS_PER_SECOND = 700e12
 LAUNCH_SECONDS = 1e-5
 CALL_SECONDS = 0.03
 """Of an executable at that rate: what starts it does not count."""
@@ -91,8 +89,7 @@ def time_form(form: str, operands: Operands, flops: float) -> tuple[float, dict[
 
         return lax.fori_loop(0, inner, body, jnp.zeros_like(q))
 
-    options = compiler_options(jax.devices()[0].platform)
-    executable: Any = jax.jit(repeat, compiler_options=options).lower(*operands).compile()
+    executable = compiled(repeat, *operands)
     run = functools.partial(executable, *operands)
     calls = math.ceil(LEAST_SECONDS / median_seconds(run, repeats=1, warm_up=1))
     seconds = median_seconds(run, repeats=max(5, calls), warm_up=calls)

@@ -20,14 +20,11 @@ import numpy as np
 from jax import lax
 
 from benchmarks.peers.tokamax_grouped import grouped_matmul_tokamax
-from benchmarks.record import median_seconds, record
-from jdllm.decoding.executables import compiler_options
+from benchmarks.record import BYTES_PER_SECOND, FLOPS_PER_SECOND, compiled, median_seconds, record
 from jdllm.pallas.grouped_matmul import grouped_matmul
 from jdllm.pallas.grouped_matmul.mosaic_gpu import grouped_matmul_mosaic_gpu
 from jdllm.pallas.grouped_matmul.tiles import Tiles, default_tiles
 
-BYTES_PER_SECOND = 4.3e12
-FLOPS_PER_SECOND = 700e12
 GROUPS, LAYERS, HIDDEN, FFN = 64, 4, 2048, 1024
 PADDED_ROWS = 8192
 """The portable form is measured with so many rows only: it takes ten times as long."""
@@ -82,8 +79,7 @@ def seconds_of(form: Form, operands: Operands, floor: float) -> float:
         shape = (operands.x.shape[0], operands.weights.shape[2])
         return lax.fori_loop(0, inner, body, jnp.zeros(shape, operands.x.dtype))
 
-    options = compiler_options(jax.devices()[0].platform)
-    executable: Any = jax.jit(repeat, compiler_options=options).lower(operands).compile()
+    executable = compiled(repeat, operands)
     return median_seconds(lambda: executable(operands)) / inner
 
 

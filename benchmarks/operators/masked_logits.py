@@ -19,9 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.record import median_seconds, record
+from benchmarks.record import BYTES_PER_SECOND, FLOPS_PER_SECOND, compiled, median_seconds, record
 from benchmarks.shapes import SHAPES
-from jdllm.decoding.executables import compiler_options
 from jdllm.decoding.noise import gumbel, vocabulary_bits
 from jdllm.pallas.hopper import WARPGROUP_ROWS
 from jdllm.pallas.masked_logits import Level, RowDecision, RowSampling, masked_logits
@@ -29,8 +28,6 @@ from jdllm.pallas.masked_logits.limits import MAX_ROWS
 from jdllm.pallas.masked_logits.mosaic_gpu import masked_logits_mosaic_gpu
 from jdllm.pallas.masked_logits.tiles import Tiles, default_tiles
 
-BYTES_PER_SECOND = 4.3e12
-FLOPS_PER_SECOND = 700e12
 LOGIT_SPREAD = 3.0
 # The two forms add products in different orders: what f32 sums of 4096 terms may differ by.
 TOLERANCE = 1e-4
@@ -84,8 +81,7 @@ def measure_form(form: Form, hidden: jax.Array, head: jax.Array, rows: RowSampli
 
         return lax.fori_loop(0, inner, body, in_chunks(form, hidden, head, rows, size))
 
-    options = compiler_options(jax.devices()[0].platform)
-    executable: Any = jax.jit(repeat, compiler_options=options).lower(hidden, head, rows).compile()
+    executable = compiled(repeat, hidden, head, rows)
     decision = executable(hidden, head, rows)
     seconds = median_seconds(lambda: executable(hidden, head, rows)) / (inner + 1)
     return Measured(decision, seconds, executable.memory_analysis().temp_size_in_bytes)

@@ -20,15 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.record import median_seconds, record
-from jdllm.decoding.executables import compiler_options
+from benchmarks.record import BYTES_PER_SECOND, compiled, median_seconds, record
 from jdllm.pallas.attention import AttentionOutput
 from jdllm.pallas.split_attention import PageTable, split_attention
 from jdllm.pallas.split_attention.limits import padded_queries
 from jdllm.pallas.split_attention.mosaic_gpu import split_attention_mosaic_gpu
 from jdllm.pallas.split_attention.tiles import Tiles, default_tiles
 
-BYTES_PER_SECOND = 4.3e12
 POOL_BYTES = 256 * 2**20  # of keys and values: four times the L2 cache
 LEAST_SECONDS = 5e-3  # of one call: what starts it does not count
 SEGMENTS = (0.1, 0.2, 0.3, 0.4)
@@ -130,10 +128,7 @@ def measure(
         reference = split_attention(q, k, v, table, layer=layers - 1, scale=scale, implementation="reference")
         for columns, form in forms:
             repeats = math.ceil(LEAST_SECONDS / (layers * (moved / BYTES_PER_SECOND + 1e-5)))
-            run: Any = jax.jit(
-                repeated(form, layers, repeats), compiler_options=compiler_options(jax.devices()[0].platform)
-            )
-            executable = run.lower(q, k, v, table).compile()
+            executable = compiled(repeated(form, layers, repeats), q, k, v, table)
             call = functools.partial(executable, q, k, v, table)
             seconds = median_seconds(call) / (layers * repeats)
             rows.append(

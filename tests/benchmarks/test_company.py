@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.company import CACHES, measure, settings
+from benchmarks.company import measure, settings
+from benchmarks.quality import ALL_POLICIES
 from jdllm.demo.tokenizer import EOS
 
 
@@ -20,14 +21,14 @@ class Stub:
 
 
 def test_each_cache_is_paired_with_both_rules():
-    kinds = {(s.cache, s.transfer) for s in settings(2 * len(CACHES))}
-    assert len(kinds) == 2 * len(CACHES)
+    kinds = {(s.cache, s.transfer) for s in settings(2 * len(ALL_POLICIES))}
+    assert len(kinds) == 2 * len(ALL_POLICIES)
 
 
 def test_a_lost_token_shows_in_its_cache_only():
     stub: Any = Stub()
-    rows = measure(stub, [[i] for i in range(2 * len(CACHES))], "bfloat16")
-    assert [row["requests"] for row in rows] == [2] * len(CACHES)
+    rows = measure(stub, [[i] for i in range(2 * len(ALL_POLICIES))], "bfloat16")
+    assert [row["requests"] for row in rows] == [2] * len(ALL_POLICIES)
     by_cache = {row["cache"]: (row["same_tokens"], row["same_answers"]) for row in rows}
-    assert by_cache.pop(CACHES[1]) == (5 / 6, 0.5)
+    assert by_cache.pop(ALL_POLICIES[1]) == (5 / 6, 0.5)
     assert set(by_cache.values()) == {(1.0, 1.0)}
