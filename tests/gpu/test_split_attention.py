@@ -11,7 +11,7 @@ from jdllm.pallas.attention import AttentionOutput
 from jdllm.pallas.split_attention import PageTable, split_attention
 from jdllm.pallas.split_attention.mosaic_gpu import split_attention_mosaic_gpu
 from jdllm.pallas.split_attention.tiles import Tiles
-from tests.pallas.split_cases import BF16_RELATIVE, Case, case, relative
+from tests.pallas.split_cases import BF16_RELATIVE, Case, case, relative, with_fresh
 
 pytestmark = pytest.mark.gpu
 
@@ -21,8 +21,10 @@ def card():
     assert jax.default_backend() == "gpu", "this lane needs a card"
 
 
-def check(c: Case, actual: AttentionOutput) -> None:
-    expected = split_attention(*c[:4], layer=c.layer, scale=c.scale, implementation="reference")
+def check(c: Case, actual: AttentionOutput, fresh: tuple[jax.Array, jax.Array] | None = None) -> None:
+    expected = split_attention(
+        *c[:4], fresh=fresh, layer=c.layer, scale=c.scale, implementation="reference"
+    )
     some = np.asarray(expected.l) > 0
     assert relative(np.asarray(actual.o)[some], np.asarray(expected.o)[some]) < BF16_RELATIVE
     m, total, m_ref, total_ref = (np.asarray(x, np.float64) for x in (*actual[1:], *expected[1:]))
@@ -57,6 +59,17 @@ def test_ragged_requests(heads: int, kv_heads: int, implementation: str):
     counts[1][7:12] = [3, 0, 64, 9, 1]
     c = case(counts, queries=32, heads=heads, kv_heads=kv_heads, head_dim=128, layers=3)
     check(c, attend(c, implementation))
+
+
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", "xla"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (28, 4)])
+def test_fresh_rows(heads: int, kv_heads: int, implementation: Any):
+    bare = case(lengths([1, 3000, 0, 65]), queries=32, heads=heads, kv_heads=kv_heads, head_dim=128)
+    c, fresh, _ = with_fresh(bare, [32, 7, 0, 100])
+    actual = split_attention(
+        *c[:4], fresh=fresh, layer=c.layer, scale=c.scale, implementation=implementation
+    )
+    check(c, actual, fresh)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
