@@ -8,7 +8,7 @@ from jdllm.decoding.step import SelectionBits, empty_trace, evaluate, keyed_bits
 from jdllm.models.cached import forward_refresh, forward_reuse
 from jdllm.models.config import ModelConfig
 from jdllm.models.pool import KeyValuePool
-from jdllm.models.selection import Selection
+from jdllm.models.selection import Scoring, Selection
 from jdllm.models.weights import Params
 from jdllm.pallas.masked_logits import Level
 from jdllm.pallas.split_attention import PageTable
@@ -25,14 +25,14 @@ def refresh(
     mask_id: int,
     logits_chunks: int,
     level: Level,
-    half_width: int,
+    scoring: Scoring | None,
     selection_bits: SelectionBits = keyed_bits,
 ) -> tuple[Trace, KeyValuePool]:
     """One denoising step of whole sequences, whose keys and values are stored.
 
     Arguments:
     - `params`, `batch`, `config`, `mask_id`, `level`, `selection_bits`: as of `jdllm.decoding.step.denoise`.
-    - `selection`, `table`, `pool`, `half_width`: as of `forward_refresh`; a segment that stores nothing keeps
+    - `selection`, `table`, `pool`, `scoring`: as of `forward_refresh`; a segment that stores nothing keeps
       none of its candidates.
     - `logits_chunks`: into how many chunks the head rows are cut where logits exist; static.
 
@@ -40,12 +40,12 @@ def refresh(
     """
     tokens = jnp.asarray(batch.tokens)
     hidden, pool = forward_refresh(
-        params, config, tokens, batch.rows, pool, selection, table, half_width=half_width
+        params, config, tokens, batch.rows, pool, selection, table, scoring=scoring
     )
     masked, order, choice = evaluate(
         params, config, hidden, tokens, batch, 0, mask_id=mask_id, chunks=logits_chunks, level=level
     )
-    trace = transfer(tokens, empty_trace(batch), batch, masked, order, choice, selection_bits)[1]
+    trace = transfer(tokens, empty_trace(batch), batch, masked, order, choice, selection_bits, level)[1]
     return trace, pool
 
 

@@ -89,7 +89,7 @@ def choose(
     - `hidden`: rows after the last layer.
     - `head`, `positions`: the rows to evaluate and their absolute positions.
     - `segments`, `step`: parameters of the segments and the denoising step that each is in.
-    - `count`: rows to evaluate; chunks beyond it are skipped on the device.
+    - `count`: rows to evaluate; of several chunks those beyond it are skipped on the device.
     - `chunks`: into how many chunks the head rows are cut where logits exist, which they do for one chunk at
       a time; static.
     - `level`: what the segments' measures and filters need; static.
@@ -97,16 +97,22 @@ def choose(
     total = head.row.shape[0]
     size = rows_at_once(total, chunks, head_weights(params), level)
 
-    def evaluate(index: Array, out: Choice) -> Choice:
-        start = jnp.minimum(index * size, total - size)
-        rows, at = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), (head, positions))
+    def evaluate(rows: HeadRows, at: Int[Array, " chunk"], live: Int[Array, ""]) -> Choice:
         guidance = jnp.asarray(segments.guidance)[rows.segment]
         h = gather_guided(params, config, hidden, rows, at, guidance)
-        chosen = decide(params, h, rows.segment, at, segments, step, count - start, level=level)
+        return decide(params, h, rows.segment, at, segments, step, live, level=level)
+
+    if size == total:
+        return evaluate(head, positions, count)
+
+    def chunk(index: Array, out: Choice) -> Choice:
+        start = jnp.minimum(index * size, total - size)
+        rows, at = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), (head, positions))
+        chosen = evaluate(rows, at, count - start)
         return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, start, 0), out, chosen)
 
     empty = Choice(jnp.zeros(total, jnp.int32), jnp.zeros(total))
-    return lax.fori_loop(0, (count + size - 1) // size, evaluate, empty)
+    return lax.fori_loop(0, (count + size - 1) // size, chunk, empty)
 
 
 def decide(

@@ -103,7 +103,7 @@ def run_steps(
             chunks=logits_chunks,
             level=level,
         )
-        return transfer(tokens, trace, batch, masked, order, choice, selection_bits)
+        return transfer(tokens, trace, batch, masked, order, choice, selection_bits, level)
 
     return lax.while_loop(unfinished, step, (jnp.asarray(batch.tokens), empty_trace(batch)))[1]
 
@@ -180,6 +180,7 @@ def transfer(
     order: Int[Array, " head"],
     choice: Choice,
     selection_bits: SelectionBits,
+    level: Level,
 ) -> tuple[Int[Array, " rows"], Trace]:
     """Let each segment's rule commit some choices; the end of a step.
 
@@ -197,7 +198,8 @@ def transfer(
     bits = selection_bits(jnp.asarray(segments.seed), now, jnp.asarray(head.segment), positions)
     candidates = _candidates(choice, masked, head, segments, bits)
     counts = _count(masked, head, segments.quota.shape[0])
-    commit = select(candidates, segments.rule, _rule_params(segments, index, counts))
+    params = _rule_params(segments, index, counts)
+    commit = select(candidates, segments.rule, params, entropies=level >= Level.MOMENTS)
     tokens = _commit(tokens, head, commit, choice.token)
     return tokens, Trace(
         index + 1, trace.tokens.at[index].set(choice.token), trace.committed.at[index].set(commit)

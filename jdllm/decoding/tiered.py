@@ -72,7 +72,9 @@ def denoise_tiered(
         level=level,
         executables=executables,
     )
-    return executables.call(_transfer, batch, masked, order, choice, selection_bits=selection_bits)
+    return executables.call(
+        _transfer, batch, masked, order, choice, selection_bits=selection_bits, level=level
+    )
 
 
 def head_buffers(
@@ -181,6 +183,7 @@ def _transfer(
     choice: Choice,
     *,
     selection_bits: SelectionBits,
+    level: Level,
 ) -> Trace:
     tokens = jnp.asarray(batch.tokens)
-    return transfer(tokens, empty_trace(batch), batch, masked, order, choice, selection_bits)[1]
+    return transfer(tokens, empty_trace(batch), batch, masked, order, choice, selection_bits, level)[1]

@@ -9,7 +9,7 @@ from jdllm.models.config import ModelConfig
 from jdllm.models.moe import GroupedMatmulFn
 from jdllm.models.pool import KeyValuePool
 from jdllm.models.rotary import cos_sin
-from jdllm.models.selection import Selection, candidate_ranks, destinations, store
+from jdllm.models.selection import Scoring, Selection, candidate_ranks, destinations, store
 from jdllm.models.transformer import attention_over, embed, scan_layers
 from jdllm.models.weights import Params
 from jdllm.pallas.attention import AttentionOutput
@@ -26,7 +26,7 @@ def forward_refresh(
     selection: Selection,
     table: PageTable,
     *,
-    half_width: int,
+    scoring: Scoring | None,
     attention: AttentionFn | None = None,
     grouped_matmul: GroupedMatmulFn = default_grouped_matmul,
 ) -> tuple[Hidden, KeyValuePool]:
@@ -38,7 +38,7 @@ def forward_refresh(
     - `pool`: carried through the layers and written in place; donate it.
     - `selection`: which rows may be stored, and how many.
     - `table`: the pages of each segment; how many of their rows are live does not matter here.
-    - `half_width`: as of `candidate_ranks`; static.
+    - `scoring`: as of `candidate_ranks`; static.
 
     Returns the hidden rows, which storing does not change, and the pool.
     """
@@ -51,7 +51,7 @@ def forward_refresh(
         stored: list[KeyValuePool] = []
 
         def attend(q: Array, k: Array, v: Array, *bounds: RowInts, scale: float) -> Any:
-            ranks = candidate_ranks(q, k, selection, half_width=half_width)
+            ranks = candidate_ranks(q, k, selection, scoring)
             at = destinations(ranks, selection, table, page_rows)
             stored.append(KeyValuePool(*store(*pool, number, k, v, selection, *at)))
             return attention(q, k, v, *bounds, scale=scale)

@@ -52,31 +52,37 @@ class Selection(NamedTuple):
         return jnp.minimum(self.segment, self.keep.size - 1)
 
 
-def candidate_ranks(q: Queries, k: Keys, selection: Selection, *, half_width: int) -> PerHead:
+class Scoring(NamedTuple):
+    """What bounds the work of scoring in a batch; static.
+
+    - `half_width`: at least the largest `width // 2`.
+    - `block_rows`: at least the rows of the longest block.
+    """
+
+    half_width: int
+    block_rows: int
+
+
+def candidate_ranks(q: Queries, k: Keys, selection: Selection, scoring: Scoring | None) -> PerHead:
     """The order in which the candidates of each segment are kept, for each key-value head.
 
     Scores are products of keys with the mean query of all rows of the segment's block, masked or not, in f32:
     their mean over all query heads, or their maximum over the query heads of a group. A candidate counts as
-    much as the best one in its max pool; of equal ones the first is kept. Where no segment is scored, queries
-    and keys are not read. Ranks of a segment do not depend on the others in the batch.
+    much as the best one in its max pool; of equal ones the first is kept. Ranks of a segment do not depend on
+    the others in the batch.
 
     Arguments:
     - `q`, `k`: rotated.
-    - `half_width`: the largest `width // 2` of the batch.
+    - `scoring`: `None` where no segment is scored: queries and keys are not read then.
 
     Returns int32 ranks from 0 on within each segment; those below `keep` are kept. Those of padding mean
     nothing.
     """
     selection = Selection(*map(jnp.asarray, selection))
-
-    def ranked() -> PerHead:
-        scores = _pooled(_scores(q, k, selection), selection, half_width)
-        return _ranks(scores, selection.segment, selection.place).T
-
-    def in_order() -> PerHead:
+    if scoring is None:
         return jnp.broadcast_to(selection.place[:, None], (selection.place.size, k.shape[1]))
-
-    return lax.cond(selection.scored.any(), ranked, in_order)
+    scores = _pooled(_scores(q, k, selection, scoring.block_rows), selection, scoring.half_width)
+    return _ranks(scores, selection.segment, selection.place).T
 
 
 def destinations(
@@ -127,11 +133,13 @@ def store(
     return pool_k, pool_v
 
 
-def _mean_queries(q: Queries, selection: Selection) -> Float32[Array, "segments heads head_dim"]:
+def _mean_queries(
+    q: Queries, selection: Selection, block_rows: int
+) -> Float32[Array, "segments heads head_dim"]:
     """The mean query of each segment's block.
 
-    Rows are added one after the other, in loops of as many turns as the longest block needs: the sum is the
-    same in any company, which scattered additions on a GPU are not.
+    Rows are added one after the other, in as many turns as the longest block needs: the sum is the same in
+    any company, which scattered additions on a GPU are not.
     """
     count = selection.block_rows
 
@@ -142,15 +150,17 @@ def _mean_queries(q: Queries, selection: Selection) -> Float32[Array, "segments 
             total += jnp.where((i < count)[:, None, None], q[row].astype(jnp.float32), 0)
         return total
 
-    turns = -(-count.max() // _ROWS_PER_TURN)
+    turns = -(-block_rows // _ROWS_PER_TURN)
     total = lax.fori_loop(0, turns, add, jnp.zeros((count.size, *q.shape[1:]), jnp.float32))
     return total / jnp.maximum(count, 1)[:, None, None]
 
 
-def _scores(q: Queries, k: Keys, selection: Selection) -> Float32[Array, "kv_heads candidates"]:
+def _scores(
+    q: Queries, k: Keys, selection: Selection, block_rows: int
+) -> Float32[Array, "kv_heads candidates"]:
     """What each candidate is worth before pooling; 0 in segments that are not scored."""
     owner = selection.owner
-    query = _mean_queries(q, selection).reshape(selection.keep.size, k.shape[1], -1, k.shape[2])
+    query = _mean_queries(q, selection, block_rows).reshape(selection.keep.size, k.shape[1], -1, k.shape[2])
     # A product and a sum fuse with both gathers; a matrix product would be given the gathered queries.
     products = query[owner] * k[selection.row][:, :, None]
     scores = products.sum(axis=-1)

@@ -1,6 +1,6 @@
 """Packs the requests of one cached dispatch: whole sequences to refresh, or rows that a reuse forwards."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +9,7 @@ from jdllm.decoding.batch import Batch
 from jdllm.decoding.caches import Phase, kept, policy_of
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
-from jdllm.models.selection import Selection
+from jdllm.models.selection import Scoring, Selection
 from jdllm.pallas.split_attention import PageTable, with_fresh_rows
 from jdllm.planning.buckets import power_bucket, steps_per_dispatch
 from jdllm.serving.kv_pool import KvPool
@@ -19,21 +19,21 @@ from jdllm.serving.request import Request
 TILE_ROWS = 32
 """Rows that read the pool together; those of a request are padded to a multiple."""
 
-_SMALLEST_TILES = 4
 _SMALLEST_ENTRIES = 8
+_SMALLEST_BLOCK = 32
 
 
 class RefreshBatch(NamedTuple):
     """A packed batch of whole sequences, and what of them is stored.
 
     - `packed`: as of `jdllm.serving.packing.pack`.
-    - `selection`, `table`, `half_width`: as of `jdllm.decoding.cached.refresh`.
+    - `selection`, `table`, `scoring`: as of `jdllm.decoding.cached.refresh`.
     """
 
     packed: Packed
     selection: Selection
     table: PageTable
-    half_width: int
+    scoring: Scoring | None
 
 
 class ReuseBatch(NamedTuple):
@@ -82,7 +82,14 @@ def pack_refresh(requests: Sequence[Request], config: ModelConfig, pool: KvPool)
         columns["width"],
     )
     reads = [(r.index, int(keep)) for r, keep in zip(requests, columns["keep"], strict=False)]
-    return RefreshBatch(packed, selection, _table(pool, reads, segments), int(columns["width"].max()) // 2)
+    return RefreshBatch(packed, selection, _table(pool, reads, segments), _scoring(columns))
+
+
+def _scoring(columns: Mapping[str, np.ndarray]) -> Scoring | None:
+    if not columns["scored"].any():
+        return None
+    block_rows = power_bucket(int(columns["block_rows"].max()), _SMALLEST_BLOCK)
+    return Scoring(int(columns["width"].max()) // 2, block_rows)
 
 
 def pack_reuse(requests: Sequence[Request], config: ModelConfig, pool: KvPool) -> ReuseBatch:
@@ -92,7 +99,7 @@ def pack_reuse(requests: Sequence[Request], config: ModelConfig, pool: KvPool) -
     """
     tiles_of = [-(-len(r.forwarded) // TILE_ROWS) for r in requests]
     starts = np.cumsum([0, *tiles_of]) * TILE_ROWS
-    tiles = power_bucket(sum(tiles_of), _SMALLEST_TILES)
+    tiles = power_bucket(sum(tiles_of), 1)
     tokens, positions, unused = (np.zeros(tiles * TILE_ROWS, np.int32) for _ in range(3))
     parts, candidates = [], [request.candidates() for request in requests]
     for index, (request, start) in enumerate(zip(requests, starts, strict=False)):

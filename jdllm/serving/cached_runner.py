@@ -94,7 +94,7 @@ class CachedRunner:
         Returns the trace, and for each request the positions of its head rows. Raises `MemoryBudgetError`
         where the step does not fit, before it has run.
         """
-        (batch, candidates), selection, table, half_width = pack_refresh(requests, self._config, self._pages)
+        (batch, candidates), selection, table, scoring = pack_refresh(requests, self._config, self._pages)
         trace, self._pool = self._run(
             refresh,
             self._params,
@@ -103,7 +103,7 @@ class CachedRunner:
             table,
             self._device_pool(),
             donate=(4,),
-            half_width=half_width,
+            scoring=scoring,
             **self._static(requests, len(batch.head.row), level),
         )
         return trace, candidates

@@ -57,11 +57,11 @@ def plan_for(cache: Any, rows: int, head_rows: int) -> int:
 @pytest.mark.parametrize("cache", ["dual", "head_sparse"])
 def test_a_refresh_is_as_planned_and_copies_no_layer_of_the_pool(cache: str):
     asked, pages = requests(cache)
-    (batch, _), selection, table, half_width = pack_refresh(asked, CONFIG, pages)
+    (batch, _), selection, table, scoring = pack_refresh(asked, CONFIG, pages)
     params = abstract_params(CONFIG, "bfloat16")
     pool = abstract_pool(pages)
     arguments = (params, batch, selection, table, pool)
-    compiled = compile_for("h200", refresh, *arguments, donate=(4,), half_width=half_width, **STATIC)
+    compiled = compile_for("h200", refresh, *arguments, donate=(4,), scoring=scoring, **STATIC)
     memory = compiled.memory_analysis()
     assert memory is not None
     planned = plan_for(cache, REQUESTS * LENGTH, len(batch.head.row))

@@ -22,9 +22,7 @@ def card():
 
 
 def check(c: Case, actual: AttentionOutput, fresh: tuple[jax.Array, jax.Array] | None = None) -> None:
-    expected = split_attention(
-        *c[:4], fresh=fresh, layer=c.layer, scale=c.scale, implementation="reference"
-    )
+    expected = split_attention(*c[:4], fresh=fresh, layer=c.layer, scale=c.scale, implementation="reference")
     some = np.asarray(expected.l) > 0
     assert relative(np.asarray(actual.o)[some], np.asarray(expected.o)[some]) < BF16_RELATIVE
     m, total, m_ref, total_ref = (np.asarray(x, np.float64) for x in (*actual[1:], *expected[1:]))
@@ -66,9 +64,7 @@ def test_ragged_requests(heads: int, kv_heads: int, implementation: str):
 def test_fresh_rows(heads: int, kv_heads: int, implementation: Any):
     bare = case(lengths([1, 3000, 0, 65]), queries=32, heads=heads, kv_heads=kv_heads, head_dim=128)
     c, fresh, _ = with_fresh(bare, [32, 7, 0, 100])
-    actual = split_attention(
-        *c[:4], fresh=fresh, layer=c.layer, scale=c.scale, implementation=implementation
-    )
+    actual = split_attention(*c[:4], fresh=fresh, layer=c.layer, scale=c.scale, implementation=implementation)
     check(c, actual, fresh)
 
 

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdllm.models.selection import Selection, candidate_ranks, destinations, store
+from jdllm.models.selection import Scoring, Selection, candidate_ranks, destinations, store
 from jdllm.pallas.split_attention import PageTable
 
 HEAD_DIM, PAGE_ROWS = 8, 4
 GROUPS = [(4, 2), (3, 3), (4, 1)]
 
-ranks_of = jax.jit(candidate_ranks, static_argnames="half_width")
+ranks_of = jax.jit(candidate_ranks, static_argnames="scoring")
 
 
 def slow(*values: object):
@@ -128,10 +128,17 @@ def pack(
     return jnp.asarray(q, dtype), jnp.asarray(k, dtype), selection
 
 
+def scoring_of(segments: Sequence[Segment]) -> Scoring | None:
+    """The tightest bounds."""
+    if not any(s.scored for s in segments):
+        return None
+    return Scoring(max(s.width // 2 for s in segments), max(len(s.block) for s in segments))
+
+
 def ranks_by_segment(segments: Sequence[Segment], padding: int = 0) -> list[np.ndarray]:
     """What `candidate_ranks` says of each segment."""
     q, k, selection = pack(segments, padding)
-    ranks = ranks_of(q, k, selection, half_width=max(s.width // 2 for s in segments))
+    ranks = ranks_of(q, k, selection, scoring_of(segments))
     assert ranks.dtype == jnp.int32
     assert ranks.shape == (len(selection.row), k.shape[1])
     counts = np.cumsum([len(s.candidates) for s in segments])
@@ -177,7 +184,7 @@ def test_sixteen_bit_rows_are_scored_in_f32():
         for s in segments
     ]
     q, k, selection = pack(segments, dtype=jnp.bfloat16)
-    ranks = ranks_of(q, k, selection, half_width=2)
+    ranks = ranks_of(q, k, selection, scoring_of(segments))
     np.testing.assert_array_equal(ranks, np.concatenate([s.ranks() for s in rounded]))
 
 
@@ -206,10 +213,20 @@ def test_segments_that_are_not_scored_keep_their_order_whatever_their_rows_hold(
 
 
 def test_rows_are_read_only_where_a_segment_is_scored():
-    batch = pack(random_batch(0, "normal", segments=2))
-    jaxpr = jax.make_jaxpr(functools.partial(candidate_ranks, half_width=2))(*batch).jaxpr
-    readers = [e.primitive.name for e in jaxpr.eqns for rows in jaxpr.invars[:2] if rows in e.invars]
-    assert readers == ["cond", "cond"]
+    batch = pack(random_batch(0, "normal", segments=2, scored=False))
+    jaxpr = jax.make_jaxpr(functools.partial(candidate_ranks, scoring=None))(*batch).jaxpr
+    assert not [e for e in jaxpr.eqns for rows in jaxpr.invars[:2] if rows in e.invars]
+
+
+def test_a_device_does_not_wait_for_the_host():
+    """Neither a condition nor a loop whose turns the device counts, in any layer of a refresh."""
+    segments = random_batch(0, "normal", segments=2, scored=True)
+    text = str(
+        jax.make_jaxpr(functools.partial(candidate_ranks, scoring=scoring_of(segments)))(*pack(segments))
+    )
+    assert "scan[" in text
+    assert "cond[" not in text
+    assert "while[" not in text
 
 
 def page_table(rng: np.random.Generator, keep: np.ndarray) -> tuple[PageTable, int]:
@@ -232,7 +249,7 @@ def test_stored_rows_are_those_of_a_model_with_lists(seed):
 
     @jax.jit
     def refresh(pool_k, pool_v, layer, q, k, v, selection, table):
-        ranks = candidate_ranks(q, k, selection, half_width=2)
+        ranks = candidate_ranks(q, k, selection, scoring_of(segments))
         page, slot = destinations(ranks, selection, table, PAGE_ROWS)
         return store(pool_k, pool_v, layer, k, v, selection, page, slot), page, slot
 
@@ -267,7 +284,7 @@ def test_stored_rows_take_the_type_of_the_pool():
     _, k, selection = pack([segment])
     pool = jnp.zeros((1, 2, k.shape[1], PAGE_ROWS, HEAD_DIM), jnp.bfloat16)
     table = PageTable(np.array([1]), np.array([3]), np.array([0, 1]))
-    ranks = candidate_ranks(k, k, selection, half_width=0)
+    ranks = candidate_ranks(k, k, selection, None)
     page, slot = destinations(ranks, selection, table, PAGE_ROWS)
     _, got = store(pool, pool, 0, k, 2 * k, selection, page, slot)
     expected = 2 * k[selection.row[:3]].astype(jnp.bfloat16)

@@ -1,6 +1,7 @@
 """The transfer rules: one row each."""
 
 import enum
+import functools
 from collections.abc import Callable
 
 import jax
@@ -37,7 +38,11 @@ RULES: dict[Rule, Accept] = {
 
 
 def select(
-    candidates: Candidates, rule: Int[Tensor, " segments"], params: RuleParams
+    candidates: Candidates,
+    rule: Int[Tensor, " segments"],
+    params: RuleParams,
+    *,
+    entropies: bool = True,
 ) -> Bool[Array, " rows"]:
     """The rows that commit, each segment by its own rule.
 
@@ -45,22 +50,26 @@ def select(
     - `candidates`: the evaluated rows.
     - `rule`: a `Rule` per segment.
     - `params`: the rules' parameters per segment.
+    - `entropies`: whether confidences may be entropies; static. Without them no segment has the rule that
+      needs them, whose sums are a loop over all rows.
 
-    Returns the rows that commit, in the order of `candidates`; only masked rows do. A rule that no segment
-    uses is not run.
+    Returns the rows that commit, in the order of `candidates`; only masked rows do.
     """
     rule = jnp.asarray(rule)
     segments = rule.shape[0]
     ranked = rank_candidates(candidates, segments)
     own_rule = rule[ranked.segment]
     own_params = jax.tree.map(lambda x: jnp.asarray(x)[ranked.segment], params)
-    commit = jnp.zeros(ranked.rank.shape, bool)
+    commit = nothing = jnp.zeros(ranked.rank.shape, bool)
     for code, accept in RULES.items():
-        used = lax.cond(
-            jnp.any(rule == code),
-            lambda accept=accept: accept(ranked, own_params, segments),
-            lambda: jnp.zeros(ranked.rank.shape, bool),
-        )
-        commit = jnp.where(own_rule == code, used, commit)
+        if code is Rule.ENTROPY_BOUND and not entropies:
+            continue
+        run = functools.partial(accept, ranked, own_params, segments)
+        # A device waits for the host at every condition: not for a few comparisons.
+        if code is Rule.ENTROPY_BOUND:
+            accepted = lax.cond(jnp.any(rule == code), run, lambda: nothing)
+        else:
+            accepted = run()
+        commit = jnp.where(own_rule == code, accepted, commit)
     commit &= ranked.segment < segments
     return jnp.zeros_like(commit).at[ranked.row].set(commit)

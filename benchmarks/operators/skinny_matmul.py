@@ -1,0 +1,190 @@
+"""Time of the products of a layer with few rows against the bandwidth of a device copy.
+
+Run as `python3 -m benchmarks.operators.skinny_matmul [--shapes llada-8b dream-7b] [--rows 32]
+[--implementations mosaic_gpu xla] [--sweep]` on a card. One executable multiplies with layer after layer of
+stacks that are larger than the L2 cache, again and again; XLA's products scan over the stacks, as the models
+do. `--sweep` tries the cuts of `candidates`.
+"""
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from benchmarks.record import BYTES_PER_SECOND, compiled, median_seconds, record
+from benchmarks.shapes import SHAPES
+from jdllm.models.config import ModelConfig
+from jdllm.models.layers import linear
+from jdllm.pallas.skinny_matmul import skinny_matmul
+from jdllm.pallas.skinny_matmul.mosaic_gpu import skinny_matmul_mosaic_gpu
+from jdllm.pallas.skinny_matmul.tiles import Tiles, default_tiles
+
+STACK_BYTES = 512 * 2**20  # of all layers: ten times the L2 cache
+LEAST_SECONDS = 8e-3  # of one call: what starts it does not count
+IMPLEMENTATIONS = ("mosaic_gpu", "xla")
+
+Results = tuple[jax.Array, ...]
+Form = Callable[[jax.Array, tuple[jax.Array, ...], jax.Array, tuple[jax.Array, ...]], Results]
+"""From rows, the stacks of all layers, the layer and its own matrices."""
+
+
+class Product(NamedTuple):
+    """Outputs and inputs of each weight, how many weights share their rows, and whether two are gated."""
+
+    n: int
+    k: int
+    weights: int
+    gated: bool = False
+
+    def bytes_moved(self, rows: int) -> int:
+        results = 1 if self.gated else self.weights
+        return 2 * (self.weights * self.n * self.k + rows * (self.k + results * self.n))
+
+
+def products_of(config: ModelConfig) -> dict[str, Product]:
+    """The products of a dense layer."""
+    hidden, ffn = config.hidden_size, config.intermediate_size
+    heads, kv_heads = (config.head_dim * number for number in (config.num_heads, config.num_kv_heads))
+    if heads == kv_heads:
+        attention = {"qkv": Product(heads, hidden, 3)}
+    else:
+        attention = {"q": Product(heads, hidden, 1), "kv": Product(kv_heads, hidden, 2)}
+    return attention | {
+        "o": Product(hidden, heads, 1),
+        "gate_up": Product(ffn, hidden, 2, gated=True),
+        "down": Product(hidden, ffn, 1),
+    }
+
+
+def draw(product: Product, rows: int) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Normal rows and stacks of weights that keep the size of what they multiply."""
+    one_layer = 2 * product.weights * product.n * product.k
+    shape = (max(2, -(-STACK_BYTES // one_layer)), product.n, product.k)
+    keys = jax.random.split(jax.random.key(rows), 1 + product.weights)
+    scale = jnp.bfloat16(product.k**-0.5)
+    x = jax.random.normal(keys[0], (rows, product.k), jnp.bfloat16)
+    return x, tuple(jax.random.normal(key, shape, jnp.bfloat16) * scale for key in keys[1:])
+
+
+def by_xla(x: jax.Array, own: Sequence[jax.Array], gated: bool) -> Results:
+    """The products as the models write them."""
+    products = tuple(linear(x, w) for w in own)
+    return (jax.nn.silu(products[0]) * products[1],) if gated else products
+
+
+def form_of(implementation: str, gated: bool, tiles: Tiles | None = None) -> tuple[Form, bool]:
+    """A form, and whether it takes a layer's own matrices rather than the stacks."""
+    if implementation == "xla":
+        return lambda x, stacks, layer, own: by_xla(x, own, gated), True
+    if tiles is not None:
+        kernel = functools.partial(skinny_matmul_mosaic_gpu, tiles=tiles)
+    else:
+        kernel = functools.partial(skinny_matmul, implementation="mosaic_gpu")
+    return lambda x, stacks, layer, own: kernel(x, stacks, layer=layer, gated=gated), False
+
+
+def repeated(form: Form, sliced: bool, repeats: int) -> Callable[..., Results]:
+    """Multiply with every layer, `repeats` times over."""
+
+    def run(x: jax.Array, stacks: tuple[jax.Array, ...]) -> Results:
+        layers = jnp.arange(stacks[0].shape[0])
+
+        def layer(last: Results, at: tuple[jax.Array, tuple[jax.Array, ...]]) -> tuple[Results, None]:
+            again, _ = lax.optimization_barrier((x, last))  # nothing moves out of the loop
+            return form(again, stacks, *at), None
+
+        def once(_: int, last: Results) -> Results:
+            return lax.scan(layer, last, (layers, stacks if sliced else ()))[0]
+
+        results = jax.eval_shape(lambda: form(x, stacks, layers[0], tuple(w[0] for w in stacks)))
+        return lax.fori_loop(0, repeats, once, tuple(jnp.zeros(r.shape, r.dtype) for r in results))
+
+    return run
+
+
+def relative_error(actual: Results, x: jax.Array, stacks: Sequence[jax.Array], gated: bool) -> float:
+    """Of the last layer's results, against f32 of the highest precision, in the norm."""
+    expected = by_xla(x.astype(jnp.float32), [w[-1].astype(jnp.float32) for w in stacks], gated)
+    a, b = (np.concatenate([np.asarray(v, np.float64) for v in each]) for each in (actual, expected))
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+def candidates(product: Product, rows: int) -> list[Tiles]:
+    """Cuts worth trying, the default first: others around it with all stages, and itself with fewer."""
+    default = default_tiles(rows, *product)
+    cuts = [dataclasses.replace(default, stages=s) for s in (default.stages, default.stages * 2 // 3)]
+    factors = itertools.product((0.5, 0.75, 1, 1.25, 1.5, 2), (1,) if product.gated else (0.5, 1, 2))
+    for wider, more in factors:
+        columns, splits = int(default.columns * wider) // 16 * 16, math.ceil(default.splits * more)
+        for stages in range(24, 2, -1):
+            try:
+                tiles = Tiles(columns, splits, stages)
+                tiles.check(product.k, product.weights, product.gated)
+            except NotImplementedError:
+                continue
+            cuts.append(tiles)
+            break
+    return list(dict.fromkeys(cuts))
+
+
+def measure(
+    shape: str,
+    rows: int = 32,
+    implementations: Sequence[str] = IMPLEMENTATIONS,
+    sweep: bool = False,
+) -> list[dict[str, Any]]:
+    """A row of the table for each product of a layer and each form, or each of its cuts."""
+    table = []
+    for name, product in products_of(SHAPES[shape]).items():
+        x, stacks = draw(product, rows)
+        moved = product.bytes_moved(rows)
+        repeats = math.ceil(LEAST_SECONDS * BYTES_PER_SECOND / (len(stacks[0]) * moved))
+        cuts: list[tuple[str, Tiles | None]] = [(implementation, None) for implementation in implementations]
+        if sweep:
+            cuts = [("mosaic_gpu", tiles) for tiles in candidates(product, rows)]
+        for implementation, tiles in cuts:
+            run = repeated(*form_of(implementation, product.gated, tiles), repeats)
+            call = functools.partial(compiled(run, x, stacks), x, stacks)
+            seconds = median_seconds(call) / (len(stacks[0]) * repeats)
+            table.append(
+                {
+                    "shape": shape,
+                    "product": name,
+                    "rows": rows,
+                    "implementation": implementation,
+                    **(dataclasses.asdict(tiles) if tiles else {}),
+                    "us": 1e6 * seconds,
+                    "tb_s": moved / seconds / 1e12,
+                    "share_of_copy": moved / seconds / BYTES_PER_SECOND,
+                    "error": relative_error(call(), x, stacks, product.gated),
+                }
+            )
+            print(table[-1], flush=True)
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["llada-8b", "dream-7b"])
+    parser.add_argument("--rows", type=int, nargs="+", default=[32])
+    parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=IMPLEMENTATIONS)
+    parser.add_argument("--sweep", action="store_true", help="all candidate cuts")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(arguments)
+    table = []
+    for shape, rows in itertools.product(args.shapes, args.rows):
+        table += measure(shape, rows, args.implementations, args.sweep)
+    record("skinny_matmul" + "_sweep" * args.sweep, table, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Products of a few rows: the entry point and the choice of a form."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from jdllm.pallas.device import target
+from jdllm.pallas.skinny_matmul.limits import check_mosaic_gpu
+from jdllm.pallas.skinny_matmul.types import Layer, Product, Stack, X
+from jdllm.pallas.skinny_matmul.xla import skinny_matmul_xla
+
+Implementation = Literal["mosaic_gpu", "xla"]
+
+_MOST_WEIGHTS = 3
+
+
+def skinny_matmul(
+    x: X,
+    weights: Sequence[Stack],
+    *,
+    layer: Layer = 0,
+    gated: bool = False,
+    implementation: Implementation | None = None,
+) -> tuple[Product, ...]:
+    """Multiply a few rows with one layer's matrices, a matter of streaming these.
+
+    Arguments:
+    - `x`: the rows.
+    - `weights`: one to three stacks of one shape, each with a matrix per layer whose rows make the outputs.
+    - `layer`: which matrix of each stack; the stacks are never sliced, which would copy them.
+    - `gated`: whether the result is one, silu(x gate) * (x up), of two stacks, first the gates.
+    - `implementation`: "mosaic_gpu" (a kernel for Hopper, 16-bit types, at most 64 rows) or "xla" (portable).
+      By default the kernel where it can run, and xla anywhere else.
+
+    Returns x @ w[layer].T for each stack `w`, or the gated product alone, in the dtype of `x`. Sums are f32;
+    a gated product is one of products that were rounded to the dtype of `x`.
+
+    Raises `ValueError` for shapes that do not fit together, and `NotImplementedError` where the given
+    implementation cannot run, naming its limit.
+    """
+    _check_shapes(x, weights, gated)
+    if implementation not in (None, "mosaic_gpu", "xla"):
+        raise NotImplementedError(f"products of a few rows have no implementation {implementation!r}")
+    if implementation == "mosaic_gpu" or (implementation is None and target().hopper):
+        try:
+            target().check_hopper("products of a few rows")
+            check_mosaic_gpu(x, weights)
+            # Pallas for GPUs takes a while to import: only where it runs.
+            from jdllm.pallas.skinny_matmul.mosaic_gpu import skinny_matmul_mosaic_gpu
+
+            return skinny_matmul_mosaic_gpu(x, weights, layer=layer, gated=gated)
+        except NotImplementedError:
+            if implementation is not None:
+                raise
+    return skinny_matmul_xla(x, weights, layer=layer, gated=gated)
+
+
+def _check_shapes(x: X, weights: Sequence[Stack], gated: bool) -> None:
+    if not 1 <= len(weights) <= _MOST_WEIGHTS:
+        raise ValueError(f"products of a few rows take 1 to {_MOST_WEIGHTS} weights, not {len(weights)}")
+    if gated and len(weights) != 2:
+        raise ValueError(f"a gated product takes two weights, not {len(weights)}")
+    shapes = {w.shape for w in weights}
+    if len(shapes) > 1:
+        raise ValueError(f"products of a few rows take weights of one shape, not of {sorted(shapes)}")
+    if weights[0].shape[2] != x.shape[1]:
+        raise ValueError(f"rows of {x.shape[1]} do not fit weights {weights[0].shape}")

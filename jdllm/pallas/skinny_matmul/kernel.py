@@ -1,0 +1,209 @@
+"""The Hopper kernel of products of a few rows, in Pallas for Mosaic GPU.
+
+One warpgroup of a block streams the rows and the block's columns of every weight by TMA through a ring of
+stages; the other multiplies (wgmma). A product has 64 rows: those that nothing was loaded for hold anything,
+and their results do not leave.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from jdllm.pallas.grouped_matmul.kernel import _gated
+from jdllm.pallas.hopper import STRIP, SWIZZLE, WARPGROUP_ROWS
+from jdllm.pallas.ring import drain, swizzled
+from jdllm.pallas.skinny_matmul.tiles import CONSUMER_REGISTERS, DEPTH, LOADER_REGISTERS, Tiles
+from jdllm.pallas.skinny_matmul.types import Stack, X
+
+_GATED = 16  # columns that are gated together
+
+Scalar = Int[Array, ""]
+Tile = Float[Array, "64 columns"]
+
+
+class _Shared(NamedTuple):
+    """Tiles in shared memory, and the barriers that say when a stage is full and when it is free."""
+
+    x: Any
+    weights: Any
+    leaving: Any
+    full: Any
+    free: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Launch:
+    """What every warpgroup knows before it starts."""
+
+    tiles: Tiles
+    rows: int
+    steps: int
+    weights: int
+    gated: bool
+
+    def stage(self, step: Scalar | int) -> Scalar:
+        return lax.rem(jnp.int32(step), jnp.int32(self.tiles.stages))
+
+    def own_steps(self) -> tuple[Scalar, Scalar]:
+        """The first step of this block and their number."""
+        begin, end = (self.tiles.first_step(lax.axis_index("split") + i, self.steps) for i in range(2))
+        return begin, end - begin
+
+    def column(self) -> Scalar:
+        return lax.axis_index("column_block") * self.tiles.columns
+
+
+def block_products(
+    x: X, weights: Sequence[Stack], layer: Scalar, tiles: Tiles, gated: bool
+) -> list[Float[Array, "splits rows n"]]:
+    """Multiply the rows with the layer's matrix of each stack.
+
+    Arguments:
+    - `x`: bfloat16 or float16, a multiple of 8 rows, at most 64.
+    - `weights`: of the dtype of `x`; `n` a multiple of 16, `k` of 64.
+    - `layer`: index of the matrices.
+    - `tiles`: the cut, which passed `Tiles.check`.
+    - `gated`: whether the one result is silu of the first product times the second.
+
+    Returns a product for each stack, or the gated one: in the dtype of `x` where the inputs are whole, else
+    f32 sums of each part of them.
+    """
+    rows, (_, n, k) = x.shape[0], weights[0].shape
+    launch = _Launch(tiles, rows, k // DEPTH, len(weights), gated)
+    products = 1 if gated else len(weights)
+    dtype = x.dtype if tiles.splits == 1 else jnp.dtype(jnp.float32)
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, launch=launch),
+        out_type=[jax.ShapeDtypeStruct((tiles.splits, rows, n), dtype)] * products,
+        scratch_types=_shared(launch, x.dtype, products, _leaving_run(tiles.columns, n, dtype), dtype),
+        grid=(-(-n // tiles.columns), tiles.splits),
+        grid_names=("column_block", "split"),
+        num_threads=2,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        kernel_name="skinny_matmul",
+    )
+    return kernel(x, *weights, layer.reshape(1))
+
+
+def _leaving_run(columns: int, n: int, dtype: jnp.dtype) -> int:
+    """How many columns of a result make one swizzled row: they divide those of a tile and of the result."""
+    return math.gcd(columns, n, SWIZZLE // dtype.itemsize)
+
+
+def _shared(launch: _Launch, dtype: jnp.dtype, products: int, run: int, out_dtype: jnp.dtype) -> list[Any]:
+    tiles = launch.tiles
+    leaving = plgpu.SMEM(
+        (products, WARPGROUP_ROWS, tiles.columns),
+        dtype=out_dtype,
+        transforms=(
+            plgpu.TilingTransform((STRIP, run)),  # pyright: ignore[reportAbstractUsage]
+            plgpu.SwizzleTransform(run * out_dtype.itemsize),  # pyright: ignore[reportAbstractUsage]
+        ),
+    )
+    return list(
+        _Shared(
+            x=swizzled((tiles.stages, WARPGROUP_ROWS, DEPTH), dtype),
+            weights=swizzled((tiles.stages, launch.weights * tiles.columns, DEPTH), dtype),
+            leaving=leaving,
+            full=plgpu.Barrier(num_arrivals=1 + launch.weights, num_barriers=tiles.stages),
+            free=plgpu.Barrier(num_arrivals=1, num_barriers=tiles.stages),
+        )
+    )
+
+
+def _kernel(x, *refs, launch: _Launch) -> None:
+    weights, layer, rest = refs[: launch.weights], refs[launch.weights], refs[launch.weights + 1 :]
+    out, shared = rest[: -len(_Shared._fields)], _Shared(*rest[-len(_Shared._fields) :])
+    warpgroup = lax.axis_index("warpgroup")
+
+    @pl.when(warpgroup == 1)
+    def _loader():
+        plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
+        _load(x, weights, layer[0], shared, launch)
+
+    @pl.when(warpgroup == 0)
+    def _consumer():
+        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+        _store(_multiply(shared, launch), shared.leaving, out, launch)
+
+
+def _load(x, weights: Sequence[Any], layer: Scalar, shared: _Shared, launch: _Launch) -> None:
+    """Fill the ring's stages, each as soon as it is free."""
+    tiles = launch.tiles
+    begin, steps = launch.own_steps()
+    outputs = pl.ds(launch.column(), tiles.columns)
+
+    def step(i: Scalar, _: None) -> None:
+        stage = launch.stage(i)
+        full, depth = shared.full.at[stage], pl.ds((begin + i) * DEPTH, DEPTH)
+        pl.when(i >= tiles.stages)(lambda: plgpu.barrier_wait(shared.free.at[stage]))
+        for index, weight in enumerate(weights):
+            to = shared.weights.at[stage, pl.ds(index * tiles.columns, tiles.columns)]
+            plgpu.copy_gmem_to_smem(weight.at[layer, outputs, depth], to, full)
+        plgpu.copy_gmem_to_smem(x.at[:, depth], shared.x.at[stage, pl.ds(0, launch.rows)], full)
+
+    lax.fori_loop(0, steps, step, None)
+    drain(steps, tiles.stages, shared.free)
+
+
+def _multiply(shared: _Shared, launch: _Launch) -> list[Tile]:
+    """The products of the rows with the block's columns of each weight, in f32."""
+    tiles = launch.tiles
+    _, steps = launch.own_steps()
+
+    def accumulate(*accumulators: Any) -> list[Tile]:
+        def issue(i: Scalar | int) -> None:
+            stage = launch.stage(i)
+            plgpu.barrier_wait(shared.full.at[stage])
+            for index, accumulator in enumerate(accumulators):
+                weight = shared.weights.at[stage, pl.ds(index * tiles.columns, tiles.columns)]
+                plgpu.wgmma(accumulator, shared.x.at[stage], weight.transpose((1, 0)))
+
+        def release(i: Scalar) -> None:
+            plgpu.barrier_arrive(shared.free.at[launch.stage(i)])
+
+        def step(i: Scalar, _: None) -> None:
+            issue(i)
+            plgpu.wgmma_wait(launch.weights)  # of the steps, only this one is still under way
+            release(i - 1)
+
+        issue(0)
+        lax.fori_loop(1, steps, step, None)
+        sums = [accumulator[...] for accumulator in accumulators]
+        release(steps - 1)
+        return sums
+
+    accumulator = plgpu.WGMMAAccumulatorRef((WARPGROUP_ROWS, tiles.columns))
+    return pl.run_scoped(accumulate, *[accumulator] * launch.weights)
+
+
+def _store(sums: Sequence[Tile], leaving: Any, out: Sequence[Any], launch: _Launch) -> None:
+    """Round what is complete, and write the rows that were loaded."""
+    results = [x.astype(out[0].dtype) for x in sums]
+    if launch.gated:
+        results = [_gated_tile(*results)]
+    for index, result in enumerate(results):
+        leaving[index] = result
+    plgpu.commit_smem()
+    split, columns = lax.axis_index("split"), pl.ds(launch.column(), launch.tiles.columns)
+    for index, ref in enumerate(out):
+        plgpu.copy_smem_to_gmem(leaving.at[index, pl.ds(0, launch.rows)], ref.at[split, :, columns])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _gated_tile(gate: Tile, up: Tile) -> Tile:
+    """silu(gate) * up, few columns at a time: everything in f32 at once would not fit into registers."""
+    strips = [slice(at, at + _GATED) for at in range(0, gate.shape[1], _GATED)]
+    return jnp.concatenate([_gated(gate[:, strip], up[:, strip]) for strip in strips], axis=1)

@@ -1,0 +1,35 @@
+"""What the Hopper form of products of a few rows can take."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jdllm.pallas.hopper import STRIP, WARPGROUP_ROWS
+from jdllm.pallas.skinny_matmul.tiles import COLUMN_UNIT, DEPTH
+from jdllm.pallas.skinny_matmul.types import Stack, X
+
+
+def padded_rows(rows: int) -> int:
+    """`rows`, rounded up to whole blocks of shared memory."""
+    return -(-rows // STRIP) * STRIP
+
+
+def check_mosaic_gpu(
+    x: X | jax.ShapeDtypeStruct, weights: Sequence[Stack] | Sequence[jax.ShapeDtypeStruct]
+) -> None:
+    """Raise `NotImplementedError`, naming the limit, where the Hopper form cannot take these operands."""
+    dtypes = {x.dtype, *(w.dtype for w in weights)}
+    if len(dtypes) > 1 or x.dtype not in (jnp.bfloat16, jnp.float16):
+        names = ", ".join(sorted(str(dtype) for dtype in dtypes))
+        raise NotImplementedError(
+            f"the Hopper form multiplies few rows of all bfloat16 or all float16, not of {names}"
+        )
+    if not 1 <= x.shape[0] <= WARPGROUP_ROWS:
+        raise NotImplementedError(f"the Hopper form takes 1 to {WARPGROUP_ROWS} rows, not {x.shape[0]}")
+    _, n, k = weights[0].shape
+    if n % COLUMN_UNIT or k % DEPTH or 0 in (n, k):
+        raise NotImplementedError(
+            f"the Hopper form takes weights whose sides are multiples of {COLUMN_UNIT} and {DEPTH}, "
+            f"not {n} and {k}"
+        )

@@ -1,0 +1,130 @@
+"""How products of a few rows are cut for the Hopper kernel."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
+
+from jdllm.pallas.hopper import (
+    PROCESSORS,
+    SHARED_BYTES,
+    STRIP,
+    SWIZZLE_COLUMNS,
+    WARPGROUP_ROWS,
+    consumer_registers,
+)
+
+Scalar = Int[Array, ""]
+
+DEPTH = SWIZZLE_COLUMNS
+"""Inputs per pipeline stage."""
+
+COLUMN_UNIT = 2 * STRIP
+"""Columns of a tile are multiples of it: results leave in swizzled rows of 32 bytes at least."""
+
+LOADER_REGISTERS = 24
+CONSUMER_REGISTERS = consumer_registers(1, LOADER_REGISTERS)
+
+MAX_COLUMNS = 256
+"""Columns of the widest product that a warpgroup can ask for."""
+
+MAX_ACCUMULATED = 320
+"""Columns, of all weights, whose sums a warpgroup can hold."""
+
+MAX_SPLITS = 8
+
+_SPLIT_COLUMNS = 128  # f32 sums of more would take too much shared memory from the ring
+
+# What a byte of partial sums costs, in bytes of weights: it is written, then read by another kernel, while
+# nothing streams.
+_PARTIAL_COST = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """The cut of one launch: each block takes some columns of every weight, and a part of the inputs.
+
+    - `columns`: outputs of a block of each weight, a multiple of 16.
+    - `splits`: parts of the inputs; with more than one, partial sums leave the kernel.
+    - `stages`: tiles of all operands in flight.
+
+    Raises `NotImplementedError` for cuts outside of the kernel's limits.
+    """
+
+    columns: int
+    splits: int
+    stages: int
+
+    def __post_init__(self):
+        if not 0 < self.columns <= MAX_COLUMNS or self.columns % COLUMN_UNIT:
+            raise NotImplementedError(
+                f"a block has a multiple of {COLUMN_UNIT} columns, at most {MAX_COLUMNS}, not {self.columns}"
+            )
+        if not 1 <= self.splits <= MAX_SPLITS:
+            raise NotImplementedError(f"inputs are split into 1 to {MAX_SPLITS} parts, not {self.splits}")
+        if self.stages < 1:
+            raise NotImplementedError(f"a ring has stages, not {self.stages}")
+
+    def first_step(self, split: Scalar, steps: int) -> Scalar:
+        """Where part `split` of `steps` steps begins; parts differ by one step at most."""
+        return lax.div(split * steps, jnp.int32(self.splits))
+
+    def shared_bytes(self, weights: int, gated: bool) -> int:
+        """Shared memory of a block that multiplies with so many weights."""
+        return self.stages * _stage_bytes(self.columns, weights) + _leaving_bytes(
+            self.columns, self.splits, 1 if gated else weights
+        )
+
+    def check(self, k: int, weights: int, gated: bool) -> None:
+        """Raise `NotImplementedError`, naming the limit, where a block cannot take this cut."""
+        if gated and self.splits > 1:
+            raise NotImplementedError(f"a gated product takes its inputs whole, not in {self.splits} parts")
+        if self.splits * DEPTH > k:
+            raise NotImplementedError(f"{k} inputs do not make {self.splits} parts of {DEPTH} or more")
+        if weights * self.columns > MAX_ACCUMULATED:
+            raise NotImplementedError(
+                f"a block sums at most {MAX_ACCUMULATED} columns, not {self.columns} of {weights} weights"
+            )
+        if self.shared_bytes(weights, gated) > SHARED_BYTES:
+            raise NotImplementedError(
+                f"{self.stages} stages need {self.shared_bytes(weights, gated)} bytes, more than the "
+                f"{SHARED_BYTES} of shared memory"
+            )
+
+
+def default_tiles(rows: int, n: int, k: int, weights: int, gated: bool) -> Tiles:
+    """The cut that gives the busiest processor the least to move, with as many stages as there is room for.
+
+    Arguments:
+    - `rows`: of the operand, at most 64.
+    - `n`, `k`: outputs and inputs of each weight, multiples of 16 and 64.
+    - `weights`: how many there are, all of this shape.
+    - `gated`: whether the result is a gated product.
+    """
+    most_splits = 1 if gated else min(MAX_SPLITS, k // DEPTH)
+    widest = min(MAX_COLUMNS, MAX_ACCUMULATED // weights, n)
+    cuts = [
+        (splits, columns)
+        for splits in range(1, most_splits + 1)
+        for columns in range(COLUMN_UNIT, min(widest, _SPLIT_COLUMNS if splits > 1 else n) + 1, COLUMN_UNIT)
+    ]
+    splits, columns = min(cuts, key=lambda cut: (_moved(rows, n, k, weights, *cut), cut))
+    leaving = _leaving_bytes(columns, splits, 1 if gated else weights)
+    return Tiles(columns, splits, (SHARED_BYTES - leaving) // _stage_bytes(columns, weights))
+
+
+def _moved(rows: int, n: int, k: int, weights: int, splits: int, columns: int) -> int:
+    """Bytes that the busiest processor moves, partial sums at their cost."""
+    waves = -(-(-(-n // columns) * splits) // PROCESSORS)
+    streamed = (weights * columns + rows) * DEPTH * 2 * -(-k // (DEPTH * splits))
+    partials = 4 * rows * weights * columns if splits > 1 else 0
+    return waves * (streamed + _PARTIAL_COST * partials)
+
+
+def _stage_bytes(columns: int, weights: int) -> int:
+    return (WARPGROUP_ROWS + weights * columns) * DEPTH * 2
+
+
+def _leaving_bytes(columns: int, splits: int, products: int) -> int:
+    return products * WARPGROUP_ROWS * columns * (4 if splits > 1 else 2)

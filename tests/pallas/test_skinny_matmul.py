@@ -1,0 +1,311 @@
+"""Products of a few rows against float64: the portable form, and the Hopper kernel in interpret mode."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jdllm.models.layers import linear
+from jdllm.pallas.device import Target
+from jdllm.pallas.hopper import PROCESSORS, SHARED_BYTES
+from jdllm.pallas.skinny_matmul import Implementation, api, skinny_matmul
+from jdllm.pallas.skinny_matmul.limits import check_mosaic_gpu
+from jdllm.pallas.skinny_matmul.mosaic_gpu import skinny_matmul_mosaic_gpu
+from jdllm.pallas.skinny_matmul.tiles import (
+    CONSUMER_REGISTERS,
+    DEPTH,
+    LOADER_REGISTERS,
+    MAX_ACCUMULATED,
+    Tiles,
+    default_tiles,
+)
+
+LAYERS, LAYER = 3, 1
+
+
+@pytest.fixture
+def interpreted(capsys: pytest.CaptureFixture[str]):
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        yield
+    assert "RACE" not in capsys.readouterr().out
+
+
+def operands(
+    rows: int, n: int, k: int, weights: int, gated: bool = False, dtype=jnp.bfloat16
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Rows and stacks whose products are exact in `dtype`; those with gates are within +-4 mostly.
+
+    All layers but `LAYER` hold large numbers.
+    """
+    rng = np.random.default_rng(rows)
+    x = jnp.asarray(rng.integers(-1, 2, (rows, k)), dtype)
+    stacks = [np.full((LAYERS, n, k), 999.0) for _ in range(weights)]
+    for index, stack in enumerate(stacks):
+        stack[LAYER] = rng.integers(-1, 2, (n, k)) / (8 if gated and index == 0 else 1)
+    return x, tuple(jnp.asarray(stack, dtype) for stack in stacks)
+
+
+def check(
+    actual: tuple[jax.Array, ...],
+    x: jax.Array,
+    stacks: tuple[jax.Array, ...],
+    gated: bool = False,
+    layer: int = LAYER,
+) -> None:
+    exact = [np.asarray(x, np.float64) @ np.asarray(w[layer], np.float64).T for w in stacks]
+    rounding = 0.0
+    if gated:
+        gate, up = exact
+        exact = [gate / (1 + np.exp(-gate)) * up]
+        rounding = 1.01 * float(jnp.finfo(x.dtype).eps)  # half of it by the silu, half by the product
+    for product, expected in zip(actual, exact, strict=True):
+        assert product.dtype == x.dtype
+        np.testing.assert_allclose(np.asarray(product, np.float64), expected, rtol=rounding)
+
+
+@pytest.mark.usefixtures("interpreted")
+class TestKernel:
+    @pytest.mark.parametrize(
+        ("weights", "gated", "tiles"),
+        [
+            (1, False, Tiles(32, 1, 2)),
+            (1, False, Tiles(32, 2, 2)),
+            (1, False, Tiles(80, 5, 1)),
+            (2, False, Tiles(48, 3, 2)),
+            (3, False, Tiles(32, 1, 8)),
+            (2, True, Tiles(48, 1, 3)),
+            (2, True, Tiles(96, 1, 2)),
+            (1, False, None),
+            (3, False, None),
+            (2, True, None),
+        ],
+    )
+    def test_cuts(self, weights: int, gated: bool, tiles: Tiles | None):
+        """The last block has columns beyond the weights, and parts of five steps differ."""
+        x, stacks = operands(20, 80, 5 * DEPTH, weights, gated)
+        check(skinny_matmul_mosaic_gpu(x, stacks, layer=LAYER, gated=gated, tiles=tiles), x, stacks, gated)
+
+    @pytest.mark.parametrize("rows", [1, 8, 32, 64])
+    @pytest.mark.parametrize(("gated", "tiles"), [(True, Tiles(32, 1, 2)), (False, Tiles(32, 2, 2))])
+    def test_rows(self, rows: int, gated: bool, tiles: Tiles):
+        x, stacks = operands(rows, 64, 128, 2, gated)
+        check(skinny_matmul_mosaic_gpu(x, stacks, layer=LAYER, gated=gated, tiles=tiles), x, stacks, gated)
+
+    @pytest.mark.parametrize(("gated", "tiles"), [(True, Tiles(32, 1, 2)), (False, Tiles(32, 2, 2))])
+    def test_float16(self, gated: bool, tiles: Tiles):
+        x, stacks = operands(9, 32, 128, 2, gated, jnp.float16)
+        check(skinny_matmul_mosaic_gpu(x, stacks, layer=LAYER, gated=gated, tiles=tiles), x, stacks, gated)
+
+    def test_a_traced_layer(self):
+        rng = np.random.default_rng(0)
+        x = jnp.asarray(rng.integers(-1, 2, (8, 128)), jnp.bfloat16)
+        stacks = (jnp.asarray(rng.integers(-1, 2, (LAYERS, 16, 128)), jnp.bfloat16),)
+        jitted = jax.jit(lambda layer: skinny_matmul_mosaic_gpu(x, stacks, layer=layer))
+        for layer in range(LAYERS):
+            check(jitted(jnp.int32(layer)), x, stacks, layer=layer)
+
+    def test_a_row_does_not_depend_on_what_the_others_hold(self):
+        rng = np.random.default_rng(0)
+        x, w = (jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in ((16, 192), (1, 64, 192)))
+        other = x.at[:4].multiply(3).at[9].set(0)
+        whole, changed = (skinny_matmul_mosaic_gpu(v, (w,), layer=0)[0] for v in (x, other))
+        kept = np.r_[4:9, 10:16]
+        np.testing.assert_array_equal(np.asarray(whole)[kept], np.asarray(changed)[kept])
+
+
+class TestPortable:
+    @pytest.mark.parametrize(("weights", "gated"), [(1, False), (3, False), (2, True)])
+    @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+    def test_products(self, weights: int, gated: bool, dtype):
+        x, stacks = operands(20, 24, 100, weights, gated, dtype)
+        actual = skinny_matmul(x, stacks, layer=LAYER, gated=gated, implementation="xla")
+        if gated:  # silu in 16 bits rounds more often
+            gate, up = (linear(x, w[LAYER]) for w in stacks)
+            np.testing.assert_array_equal(actual[0], jax.nn.silu(gate) * up)
+        else:
+            check(actual, x, stacks)
+
+    def test_any_number_of_rows_in_full_precision(self):
+        rng = np.random.default_rng(0)
+        x, w = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((70, 10), (2, 6, 10)))
+        (actual,) = skinny_matmul(x, (w,), layer=1)
+        exact = np.asarray(x, np.float64) @ np.asarray(w[1], np.float64).T
+        np.testing.assert_allclose(actual, exact, rtol=1e-4, atol=1e-5)
+
+
+class TestTiles:
+    @given(
+        st.sampled_from([8, 16, 32, 40, 64]),
+        st.integers(1, 1200).map(lambda i: 16 * i),
+        st.integers(1, 300).map(lambda i: DEPTH * i),
+        st.sampled_from([(1, False), (2, False), (3, False), (2, True)]),
+    )
+    def test_default_cuts_fit_the_card(self, rows: int, n: int, k: int, form: tuple[int, bool]):
+        tiles = default_tiles(rows, n, k, *form)
+        tiles.check(k, *form)
+        assert tiles.shared_bytes(*form) <= SHARED_BYTES
+        assert form[0] * tiles.columns <= MAX_ACCUMULATED
+        assert tiles.stages >= 3
+
+    @given(st.integers(1, 400), st.integers(1, 8))
+    def test_every_step_has_one_part(self, steps: int, splits: int):
+        tiles = Tiles(16, splits, 2)
+        begins = [int(tiles.first_step(jnp.int32(split), steps)) for split in range(splits + 1)]
+        sizes = np.diff(begins)
+        assert (begins[0], begins[-1]) == (0, steps)
+        assert sizes.max() - sizes.min() <= 1
+
+    def test_warpgroups_ask_for_no_more_registers_than_their_block_has(self):
+        sums = MAX_ACCUMULATED // 2  # of 64 rows, in each of 128 threads
+        assert sums + 64 <= CONSUMER_REGISTERS
+        assert LOADER_REGISTERS + CONSUMER_REGISTERS <= 2 * 256
+
+    @pytest.mark.parametrize(
+        ("n", "k", "weights", "gated", "columns", "splits"),
+        [
+            (4096, 4096, 3, False, 32, 1),
+            (4096, 4096, 1, False, 128, 4),
+            (12288, 4096, 2, True, 96, 1),
+            (4096, 12288, 1, False, 128, 4),
+            (3584, 3584, 1, False, 112, 4),
+            (512, 3584, 2, False, 32, 8),
+            (18944, 3584, 2, True, 144, 1),
+            (3584, 18944, 1, False, 112, 4),
+        ],
+    )
+    def test_products_of_a_layer_take_one_wave(
+        self, n: int, k: int, weights: int, gated: bool, columns: int, splits: int
+    ):
+        tiles = default_tiles(32, n, k, weights, gated)
+        assert (tiles.columns, tiles.splits) == (columns, splits)
+        assert 120 < -(-n // columns) * splits <= PROCESSORS
+
+    @pytest.mark.parametrize(
+        ("cut", "reason"),
+        [
+            ((24, 1, 2), "multiple of 16 columns, at most 256, not 24"),
+            ((272, 1, 2), "not 272"),
+            ((32, 9, 2), "into 1 to 8 parts, not 9"),
+            ((32, 1, 0), "not 0"),
+        ],
+    )
+    def test_cuts_that_are_none(self, cut: tuple[int, int, int], reason: str):
+        with pytest.raises(NotImplementedError, match=reason):
+            Tiles(*cut)
+
+    @pytest.mark.parametrize(
+        ("cut", "weights", "gated", "reason"),
+        [
+            ((32, 2, 2), 2, True, "whole, not in 2 parts"),
+            ((32, 3, 2), 1, False, "128 inputs do not make 3 parts of 64"),
+            ((112, 1, 2), 3, False, "at most 320 columns, not 112 of 3 weights"),
+            ((128, 1, 9), 1, False, "9 stages need 237568 bytes"),
+        ],
+    )
+    def test_cuts_that_a_block_cannot_take(
+        self, cut: tuple[int, int, int], weights: int, gated: bool, reason: str
+    ):
+        x, stacks = operands(8, 16, 128, weights)
+        with pytest.raises(NotImplementedError, match=reason):
+            skinny_matmul_mosaic_gpu(x, stacks, layer=0, gated=gated, tiles=Tiles(*cut))
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("rows", "n", "k", "dtype", "reason"),
+        [
+            (8, 16, 64, jnp.float32, "not of float32"),
+            (65, 16, 64, jnp.bfloat16, "1 to 64 rows, not 65"),
+            (0, 16, 64, jnp.bfloat16, "1 to 64 rows, not 0"),
+            (8, 24, 64, jnp.bfloat16, "multiples of 16 and 64, not 24 and 64"),
+            (8, 16, 96, jnp.bfloat16, "not 16 and 96"),
+        ],
+    )
+    def test_the_limits_of_the_kernel(self, rows: int, n: int, k: int, dtype, reason: str):
+        x, w = jnp.ones((rows, k), dtype), jnp.ones((1, n, k), dtype)
+        with pytest.raises(NotImplementedError, match=reason):
+            check_mosaic_gpu(x, (w,))
+
+    def test_operands_of_two_types(self):
+        x, w = jnp.ones((8, 64), jnp.float16), jnp.ones((1, 16, 64), jnp.bfloat16)
+        with pytest.raises(NotImplementedError, match="bfloat16, float16"):
+            check_mosaic_gpu(x, (w,))
+
+    @pytest.mark.parametrize(
+        ("shapes", "gated", "reason"),
+        [
+            ([], False, "1 to 3 weights, not 0"),
+            ([(1, 16, 64)] * 4, False, "not 4"),
+            ([(1, 16, 64)] * 3, True, "two weights, not 3"),
+            ([(1, 16, 64), (1, 32, 64)], False, "of one shape, not of"),
+            ([(1, 16, 128)], False, "rows of 64 do not fit"),
+        ],
+    )
+    def test_shapes_that_do_not_fit(self, shapes: list[tuple[int, ...]], gated: bool, reason: str):
+        x, stacks = jnp.ones((8, 64), jnp.bfloat16), [jnp.ones(s, jnp.bfloat16) for s in shapes]
+        with pytest.raises(ValueError, match=reason):
+            skinny_matmul(x, stacks, gated=gated)
+
+    def test_unknown_names(self):
+        x, stacks = operands(8, 16, 64, 1)
+        with pytest.raises(NotImplementedError, match="no implementation 'triton'"):
+            skinny_matmul(x, stacks, implementation="triton")  # pyright: ignore[reportArgumentType]
+
+
+class TestChoice:
+    @pytest.fixture
+    def chosen(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+        """The forms that were asked to multiply."""
+        from jdllm.pallas.skinny_matmul import mosaic_gpu
+
+        names: list[str] = []
+        forms = [
+            (mosaic_gpu, "skinny_matmul_mosaic_gpu", "mosaic_gpu"),
+            (api, "skinny_matmul_xla", "xla"),
+        ]
+        for module, function, name in forms:
+            monkeypatch.setattr(module, function, lambda *_, name=name, **__: names.append(name) or ())
+        return names
+
+    @staticmethod
+    def call(dtype=jnp.bfloat16, implementation: Implementation | None = None) -> None:
+        x, stacks = operands(8, 16, 64, 1, dtype=dtype)
+        assert skinny_matmul(x, stacks, implementation=implementation) == ()
+
+    @pytest.mark.parametrize(
+        ("device", "dtype", "form"),
+        [
+            (Target(True, 9.0), jnp.bfloat16, "mosaic_gpu"),
+            (Target(True, None), jnp.float16, "mosaic_gpu"),
+            (Target(True, 9.0), jnp.float32, "xla"),
+            (Target(True, 8.0), jnp.bfloat16, "xla"),
+            (Target(False, None), jnp.bfloat16, "xla"),
+        ],
+    )
+    def test_by_default_the_kernel_where_it_can_run(self, chosen, monkeypatch, device, dtype, form):
+        monkeypatch.setattr(api, "target", lambda: device)
+        self.call(dtype)
+        assert chosen == [form]
+
+    @pytest.mark.parametrize(
+        ("device", "dtype", "reason"),
+        [
+            (Target(True, 8.0), jnp.bfloat16, "Hopper only"),
+            (Target(False, None), jnp.bfloat16, "Hopper only"),
+            (Target(True, 9.0), jnp.float32, "not of float32"),
+        ],
+    )
+    def test_a_choice_that_cannot_run(self, chosen, monkeypatch, device, dtype, reason: str):
+        monkeypatch.setattr(api, "target", lambda: device)
+        with pytest.raises(NotImplementedError, match=reason):
+            self.call(dtype, "mosaic_gpu")
+        assert not chosen
+
+    def test_an_explicit_choice_is_made(self, chosen, monkeypatch):
+        monkeypatch.setattr(api, "target", lambda: Target(True, 9.0))
+        for form in ("mosaic_gpu", "xla"):
+            self.call(implementation=form)
+        assert chosen == ["mosaic_gpu", "xla"]
