@@ -22,11 +22,11 @@ from benchmarks.operators.masked_logits import sampling
 from benchmarks.record import Ceilings, compiled, measure_ceilings, median_seconds, record
 from benchmarks.shapes import SHAPES
 from jdllm.decoding.executables import temp_bytes
-from jdllm.models.block import Hidden, Layer, Rows, attention_branch, ffn_branch, project_keys_values
+from jdllm.models.block import Hidden, Layer, Rows, block
 from jdllm.models.config import ModelConfig
 from jdllm.models.module import Transformer
 from jdllm.models.rotary import cos_sin
-from jdllm.models.transformer import embed, final_norm
+from jdllm.models.transformer import embed, final_norm, scan_layers
 from jdllm.models.weights import Params, head_weights, param_bytes
 from jdllm.pallas.attention import AttentionOutput
 from jdllm.pallas.grouped_matmul import grouped_matmul
@@ -76,16 +76,12 @@ def denoise(
     rotation = cos_sin(config.rope, config.head_dim, rows.positions)
     asked = sampling(fresh, config.vocab_size, noise=False)
 
-    def run_layer(h: Hidden, at: tuple[Layer, Array]) -> tuple[Hidden, None]:
-        layer, place = at
+    def run_layer(h: Hidden, layer: Layer, place: Array) -> Hidden:
         attend = cached_attention(k_pool, v_pool, table, place, split)
-        keys_values = project_keys_values(layer, config, h, rotation)
-        h = h + attention_branch(layer, config, h, rotation, rows, keys_values, attend)
-        return h + ffn_branch(layer, config, h, grouped_matmul), None
+        return block(layer, config, h, rotation, rows, attend, grouped_matmul)
 
     def step(_: int, tokens: Int[Array, " fresh"]) -> Int[Array, " fresh"]:
-        places = jnp.arange(config.num_layers)
-        h = lax.scan(run_layer, embed(params, tokens), (params["layers"], places))[0]
+        h = scan_layers(params, config, embed(params, tokens), run_layer, few_rows=fresh)
         h = final_norm(params, config, h)
         return masked_logits(h, head_weights(params), asked, Level.TOP, implementation=head).token
 

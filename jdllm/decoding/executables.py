@@ -36,6 +36,8 @@ class Executables:
         self._options = compiler_options(platform)
         self._compiled: dict[Hashable, Any] = {}
 
+        self._temp_bytes: dict[int, int] = {}
+
     def __len__(self) -> int:
         return len(self._compiled)
 
@@ -60,3 +62,9 @@ class Executables:
             )
             self._compiled[key] = jitted.lower(*args).compile()
         return self._compiled[key]
+
+    def temp_bytes(self, executable: jax.stages.Compiled) -> int:
+        """`temp_bytes` of one of these executables, which takes milliseconds, found out once."""
+        if id(executable) not in self._temp_bytes:
+            self._temp_bytes[id(executable)] = temp_bytes(executable)
+        return self._temp_bytes[id(executable)]

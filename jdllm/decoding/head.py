@@ -118,7 +118,7 @@ def choose(
 def decide(
     params: Params,
     h: Float[Array, "head hidden"],
-    segment: Int[Array, " head"],
+    segment: Int[Tensor, " head"],
     positions: Int[Array, " head"],
     segments: SegmentParams,
     step: Int[Tensor, " segments"],

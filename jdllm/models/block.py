@@ -40,18 +40,31 @@ def block(
     grouped_matmul: GroupedMatmulFn,
 ) -> Hidden:
     """One layer: attention and feed-forward branches, each added to the residual stream."""
-    keys_values = project_keys_values(layer, config, h, rotation)
-    h = h + attention_branch(layer, config, h, rotation, rows, keys_values, attention)
+    k, v, q = project(layer, config, h, rotation, ("k", "v", "q"))
+    h = h + attend(layer, config, q, (k, v), rows, attention)
     return h + ffn_branch(layer, config, h, grouped_matmul)
+
+
+def project(
+    layer: Layer, config: ModelConfig, h: Hidden, rotation: tuple[Array, Array], names: tuple[str, ...]
+) -> tuple[Array, ...]:
+    """Some projections of `h`, each `[rows, heads, head_dim]`: "q" and "k" rotated, and "v"."""
+    x = rms_norm(h, layer["attn_norm"], config.rms_norm_eps)
+    streamed = layer.get("streamed")
+    if streamed is not None and streamed.projections is not None:
+        products = zip(names, streamed.project(x, names), strict=True)
+        heads = [as_heads(layer, config, name, y + layer.get(f"{name}_bias", 0)) for name, y in products]
+    else:
+        heads = [project_heads(layer, config, name, x, (0, _heads(config, name))) for name in names]
+    return tuple(y if name == "v" else rotate(y, *rotation) for name, y in zip(names, heads, strict=True))
 
 
 def project_keys_values(
     layer: Layer, config: ModelConfig, h: Hidden, rotation: tuple[Array, Array]
 ) -> tuple[Array, Array]:
     """Rotated keys and values of `h`, each `[rows, kv_heads, head_dim]`."""
-    x = rms_norm(h, layer["attn_norm"], config.rms_norm_eps)
-    k, v = (project_heads(layer, config, name, x, (0, config.num_kv_heads)) for name in ("k", "v"))
-    return rotate(k, *rotation), v
+    k, v = project(layer, config, h, rotation, ("k", "v"))
+    return k, v
 
 
 def attention_branch(
@@ -64,10 +77,21 @@ def attention_branch(
     attention: AttentionFn,
 ) -> Hidden:
     """Attention of the rows `h` over `keys_values`, projected back; the residual is not added."""
-    x = rms_norm(h, layer["attn_norm"], config.rms_norm_eps)
-    q = rotate(project_heads(layer, config, "q", x, (0, config.num_heads)), *rotation)
+    (q,) = project(layer, config, h, rotation, ("q",))
+    return attend(layer, config, q, keys_values, rows, attention)
+
+
+def attend(
+    layer: Layer,
+    config: ModelConfig,
+    q: Float[Array, "rows heads head_dim"],
+    keys_values: tuple[Array, Array],
+    rows: Rows,
+    attention: AttentionFn,
+) -> Hidden:
+    """Attention of rotated queries over `keys_values`, projected back; the residual is not added."""
     o, _, _ = attention(q, *keys_values, rows.k_start, rows.k_end, scale=config.head_dim**-0.5)
-    return linear(o.reshape(h.shape[0], -1), layer["o"])
+    return linear(o.reshape(q.shape[0], -1), layer["o"])
 
 
 def project_heads(
@@ -85,7 +109,14 @@ def project_heads(
     if size < weight.shape[0]:
         weight = lax.dynamic_slice_in_dim(weight, start, size)
         bias = None if bias is None else lax.dynamic_slice_in_dim(bias, start, size)
-    y = linear(x, weight, bias).reshape(x.shape[0], heads[1], config.head_dim)
+    return as_heads(layer, config, name, linear(x, weight, bias))
+
+
+def as_heads(
+    layer: Layer, config: ModelConfig, name: str, y: Float[Array, "rows outputs"]
+) -> Float[Array, "rows heads head_dim"]:
+    """A projection by heads, normed where the model norms it."""
+    y = y.reshape(y.shape[0], -1, config.head_dim)
     norm = layer.get(f"{name}_norm")
     return y if norm is None else rms_norm(y, norm, config.rms_norm_eps)
 
@@ -93,7 +124,14 @@ def project_heads(
 def ffn_branch(layer: Layer, config: ModelConfig, h: Hidden, grouped_matmul: GroupedMatmulFn) -> Hidden:
     """Feed-forward of the rows `h`, dense or by experts; the residual is not added."""
     x = rms_norm(h, layer["ffn_norm"], config.rms_norm_eps)
+    streamed = layer.get("streamed")
+    if streamed is not None and streamed.gates is not None:
+        return linear(streamed.gated(x), layer["down"])
     if config.moe is None or "experts" not in layer:
         return swiglu(x, layer["gate"], layer["up"], layer["down"])
     bias = layer.get("expert_bias")
     return moe_ffn(x, layer["router"], bias, layer["experts"], config.moe.top_k, grouped_matmul)
+
+
+def _heads(config: ModelConfig, name: str) -> int:
+    return config.num_heads if name == "q" else config.num_kv_heads

@@ -93,4 +93,4 @@ def forward_reuse(
 
         return block(layer, config, h, rotation, rows, attend, grouped_matmul)
 
-    return scan_layers(params, config, embed(params, tokens), body)
+    return scan_layers(params, config, embed(params, tokens), body, few_rows=tokens.shape[0])

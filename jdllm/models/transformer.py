@@ -18,6 +18,7 @@ from jdllm.models.config import ModelConfig
 from jdllm.models.layers import head_logits, rms_norm
 from jdllm.models.moe import GroupedMatmulFn, experts_of
 from jdllm.models.rotary import cos_sin
+from jdllm.models.streamed import streamed_of
 from jdllm.models.weights import Params, head_weights, layer_runs
 from jdllm.pallas.attention import attention as default_attention
 from jdllm.pallas.attention.ranges import ranges_of
@@ -71,9 +72,18 @@ def attention_over(rows: Rows) -> AttentionFn:
 
 
 def scan_layers[Carry](
-    params: Params, config: ModelConfig, carry: Carry, body: Callable[[Carry, Layer, Array], Carry]
+    params: Params,
+    config: ModelConfig,
+    carry: Carry,
+    body: Callable[[Carry, Layer, Array], Carry],
+    *,
+    few_rows: int | None = None,
 ) -> Carry:
     """Apply `body(carry, layer, number)` for every layer in order: a device loop for each run of like layers.
+
+    Arguments:
+    - `few_rows`: how many rows the layers are applied to, where that may be so few that a kernel streams
+      their weights (`jdllm.models.streamed`).
 
     A run that is a whole stack (as all are where every layer is alike, or the first few differ) reads the
     stack in place; of an interleaved model each run's part is copied, but for the experts.
@@ -82,13 +92,15 @@ def scan_layers[Carry](
     for name, start, end in layer_runs(config):
         stack = dict(params[name])
         experts = experts_of(stack)
+        streamed = None if few_rows is None else streamed_of(stack, few_rows)
+        wholes = {name: x for name, x in (("experts", experts), ("streamed", streamed)) if x is not None}
         part = jax.tree.map(lambda leaf, start=start, end=end: leaf[start:end], stack)
 
         def step(
-            carry: Carry, at: tuple[Layer, Array], experts=experts, offset=before - start
+            carry: Carry, at: tuple[Layer, Array], wholes=wholes, offset=before - start
         ) -> tuple[Carry, None]:
             layer, place = at
-            layer = {**layer, "experts": experts.of_layer(place)} if experts else layer
+            layer = {**layer, **{name: whole.of_layer(place) for name, whole in wholes.items()}}
             return body(carry, layer, place + offset), None
 
         carry, _ = lax.scan(step, carry, (part, jnp.arange(start, end)))

@@ -9,7 +9,7 @@ import numpy as np
 from jdllm.decoding.batch import Trace
 from jdllm.decoding.cached import refresh, reuse
 from jdllm.decoding.caches import kept
-from jdllm.decoding.executables import Executables, temp_bytes
+from jdllm.decoding.executables import Executables
 from jdllm.models.config import ModelConfig
 from jdllm.models.pool import PAGE_ROWS, KeyValuePool, empty_pool, pool_bytes
 from jdllm.models.weights import Params
@@ -130,7 +130,7 @@ class CachedRunner:
         executable = self._executables.compile(function, *args, donate=donate, **static)
         if self._limit is not None:
             pool = pool_bytes(self._config, str(self._dtype), self._pages.pages, PAGE_ROWS)
-            needed = self._limit.fixed + pool + temp_bytes(executable)
+            needed = self._limit.fixed + pool + self._executables.temp_bytes(executable)
             if needed > self._limit.device:
                 what = f"a cached step with a pool of {self._pages.pages} pages"
                 raise MemoryBudgetError(what, needed, self._limit.device, self._limit.longest)

@@ -9,7 +9,6 @@ same time read the same rows and the matrices of few groups.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,14 +19,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from jdllm.pallas.gating import gated
 from jdllm.pallas.grouped_matmul.row_units import RowUnits
 from jdllm.pallas.grouped_matmul.tiles import CHUNK, DEPTH, LOADER_REGISTERS, Tiles
 from jdllm.pallas.grouped_matmul.types import Product, Weights, X
 from jdllm.pallas.hopper import WARPGROUP_ROWS
 from jdllm.pallas.ring import drain, free_barriers, swizzled
-
-_GATED = 16
-"""Columns that are gated together."""
 
 Scalar = Int[Array, ""]
 Tile = Float[Array, "64 columns"]
@@ -276,23 +273,12 @@ def _skip(shared: _Shared, first_step: Scalar, launch: _Launch) -> None:
     lax.fori_loop(0, launch.steps, step, None)
 
 
-def _gated(gate: Tile, up: Tile) -> Tile:
-    """silu(gate) * up, rounded as often as in two operations."""
-    dtype = gate.dtype
-    gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
-    # 1 / (1 + exp(-gate)) without a division, which would take ten times as many instructions.
-    root = lax.rsqrt(1 + jnp.exp2(gate * -math.log2(math.e)))
-    silu = (gate * (root * root)).astype(dtype).astype(jnp.float32)
-    return (silu * up).astype(dtype)
-
-
 def _finished(products: Sequence[Tile], first: int) -> Tile:
     """The columns of a chunk from `first` on, ready to leave."""
     if len(products) == 1:
         return products[0][:, first : first + CHUNK]
-    # Few columns at a time: everything in f32 at once would not fit into registers.
-    strips = [[x[:, at : at + _GATED] for x in products] for at in range(first, first + CHUNK, _GATED)]
-    return jnp.concatenate([_gated(gate, up) for gate, up in strips], axis=1)
+    gate, up = (x[:, first : first + CHUNK] for x in products)
+    return gated(gate, up)
 
 
 def _store(leaving: _Leaving, shared: Any, out: Any, tiles: Tiles) -> None:

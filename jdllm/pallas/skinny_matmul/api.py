@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Literal
 
+import jax
+
 from jdllm.pallas.device import target
 from jdllm.pallas.skinny_matmul.limits import check_mosaic_gpu
 from jdllm.pallas.skinny_matmul.types import Layer, Product, Stack, X
@@ -40,18 +42,30 @@ def skinny_matmul(
     _check_shapes(x, weights, gated)
     if implementation not in (None, "mosaic_gpu", "xla"):
         raise NotImplementedError(f"products of a few rows have no implementation {implementation!r}")
-    if implementation == "mosaic_gpu" or (implementation is None and target().hopper):
-        try:
-            target().check_hopper("products of a few rows")
-            check_mosaic_gpu(x, weights)
-            # Pallas for GPUs takes a while to import: only where it runs.
-            from jdllm.pallas.skinny_matmul.mosaic_gpu import skinny_matmul_mosaic_gpu
+    if implementation == "xla" or (implementation is None and not streams(x, weights)):
+        return skinny_matmul_xla(x, weights, layer=layer, gated=gated)
+    _check_mosaic_gpu(x, weights)
+    # Pallas for GPUs takes a while to import: only where it runs.
+    from jdllm.pallas.skinny_matmul.mosaic_gpu import skinny_matmul_mosaic_gpu
 
-            return skinny_matmul_mosaic_gpu(x, weights, layer=layer, gated=gated)
-        except NotImplementedError:
-            if implementation is not None:
-                raise
-    return skinny_matmul_xla(x, weights, layer=layer, gated=gated)
+    return skinny_matmul_mosaic_gpu(x, weights, layer=layer, gated=gated)
+
+
+def streams(x: X | jax.ShapeDtypeStruct, weights: Sequence[Stack]) -> bool:
+    """Whether `skinny_matmul` takes the kernel for Hopper by default.
+
+    Where it does not, matrices that were sliced from their stacks do as well.
+    """
+    try:
+        _check_mosaic_gpu(x, weights)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def _check_mosaic_gpu(x: X | jax.ShapeDtypeStruct, weights: Sequence[Stack]) -> None:
+    target().check_hopper("products of a few rows")
+    check_mosaic_gpu(x, weights)
 
 
 def _check_shapes(x: X, weights: Sequence[Stack], gated: bool) -> None:

@@ -18,13 +18,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from jdllm.pallas.grouped_matmul.kernel import _gated
+from jdllm.pallas.gating import gated
 from jdllm.pallas.hopper import STRIP, SWIZZLE, WARPGROUP_ROWS
 from jdllm.pallas.ring import drain, swizzled
 from jdllm.pallas.skinny_matmul.tiles import CONSUMER_REGISTERS, DEPTH, LOADER_REGISTERS, Tiles
 from jdllm.pallas.skinny_matmul.types import Stack, X
-
-_GATED = 16  # columns that are gated together
 
 Scalar = Int[Array, ""]
 Tile = Float[Array, "64 columns"]
@@ -193,7 +191,7 @@ def _store(sums: Sequence[Tile], leaving: Any, out: Sequence[Any], launch: _Laun
     """Round what is complete, and write the rows that were loaded."""
     results = [x.astype(out[0].dtype) for x in sums]
     if launch.gated:
-        results = [_gated_tile(*results)]
+        results = [gated(*results)]
     for index, result in enumerate(results):
         leaving[index] = result
     plgpu.commit_smem()
@@ -201,9 +199,3 @@ def _store(sums: Sequence[Tile], leaving: Any, out: Sequence[Any], launch: _Laun
     for index, ref in enumerate(out):
         plgpu.copy_smem_to_gmem(leaving.at[index, pl.ds(0, launch.rows)], ref.at[split, :, columns])
     plgpu.wait_smem_to_gmem(0)
-
-
-def _gated_tile(gate: Tile, up: Tile) -> Tile:
-    """silu(gate) * up, few columns at a time: everything in f32 at once would not fit into registers."""
-    strips = [slice(at, at + _GATED) for at in range(0, gate.shape[1], _GATED)]
-    return jnp.concatenate([_gated(gate[:, strip], up[:, strip]) for strip in strips], axis=1)
