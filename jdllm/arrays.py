@@ -5,3 +5,10 @@ import numpy as np
 
 Tensor = jax.Array | np.ndarray
 """An argument of an executable: made on the host as a NumPy array, seen as a JAX array when traced."""
+
+
+def padded(x: np.ndarray, size: int, fill: int = 0) -> np.ndarray:
+    """`x` with `fill` appended along its first axis until that is `size`; `numpy.pad` is much slower."""
+    out = np.full((size, *x.shape[1:]), fill, x.dtype)
+    out[: len(x)] = x
+    return out

@@ -9,7 +9,7 @@ from jdllm.models.config import ModelConfig
 from jdllm.models.moe import GroupedMatmulFn
 from jdllm.models.pool import KeyValuePool
 from jdllm.models.rotary import cos_sin
-from jdllm.models.selection import Scoring, Selection, candidate_ranks, destinations, store
+from jdllm.models.selection import Scoring, Selection, slots_of, sources, store
 from jdllm.models.transformer import attention_over, embed, scan_layers
 from jdllm.models.weights import Params
 from jdllm.pallas.attention import AttentionOutput
@@ -38,12 +38,12 @@ def forward_refresh(
     - `pool`: carried through the layers and written in place; donate it.
     - `selection`: which rows may be stored, and how many.
     - `table`: the pages of each segment; how many of their rows are live does not matter here.
-    - `scoring`: as of `candidate_ranks`; static.
+    - `scoring`: as of `sources`; static.
 
     Returns the hidden rows, which storing does not change, and the pool.
     """
     rotation = cos_sin(config.rope, config.head_dim, rows.positions)
-    page_rows = pool.k.shape[3]
+    slots = slots_of(selection, table, pool.k.shape[3])
     attention = attention or attention_over(rows)
 
     def body(carry: tuple[Hidden, KeyValuePool], layer: Layer, number: Array) -> tuple[Hidden, KeyValuePool]:
@@ -51,9 +51,8 @@ def forward_refresh(
         stored: list[KeyValuePool] = []
 
         def attend(q: Array, k: Array, v: Array, *bounds: RowInts, scale: float) -> Any:
-            ranks = candidate_ranks(q, k, selection, scoring)
-            at = destinations(ranks, selection, table, page_rows)
-            stored.append(KeyValuePool(*store(*pool, number, k, v, selection, *at)))
+            source = sources(q, k, selection, slots, scoring)
+            stored.append(KeyValuePool(*store(*pool, number, k, v, slots.page, source)))
             return attention(q, k, v, *bounds, scale=scale)
 
         h = block(layer, config, h, rotation, rows, attend, grouped_matmul)

@@ -11,7 +11,7 @@ from jdllm.models.config import ModelConfig
 from jdllm.pallas.split_attention.tiles import TILE
 
 SCRATCH_PAGE = 0
-"""Padding rows write here; no request ever holds it."""
+"""What the padding of page tables names; no request ever holds it."""
 
 PAGE_ROWS = 64
 """Rows of a page."""

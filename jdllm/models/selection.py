@@ -11,13 +11,13 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from jdllm.arrays import Tensor
-from jdllm.models.pool import SCRATCH_PAGE
 from jdllm.pallas.split_attention import PageTable
 
 Queries = Float[Array, "rows heads head_dim"]
 Keys = Float[Array, "rows kv_heads head_dim"]
 Pool = Float[Array, "layers pages kv_heads page_rows head_dim"]
-PerHead = Int32[Array, "candidates kv_heads"]
+Order = Int32[Array, "kv_heads candidates"]
+Sources = Int32[Array, "entries #kv_heads page_rows"]
 
 _ROWS_PER_TURN = 8
 
@@ -28,7 +28,6 @@ class Selection(NamedTuple):
     - `block_first`, `block_rows`: the packed rows of each segment's current block.
     - `row`: packed rows that may be stored, by rising segment, in each by rising position; padding is last.
     - `segment`: the segment of each candidate; `segments` for padding.
-    - `place`: which of its segment's candidates it is; any for padding.
     - `keep`: how many candidates of each segment are kept, at most as many as it has.
     - `scored`: whether the best are kept; otherwise the first ones are.
     - `per_head`: whether each key-value head has scores of its own; otherwise all share one.
@@ -40,7 +39,6 @@ class Selection(NamedTuple):
     block_rows: Int[Tensor, " segments"]
     row: Int[Tensor, " candidates"]
     segment: Int[Tensor, " candidates"]
-    place: Int[Tensor, " candidates"]
     keep: Int[Tensor, " segments"]
     scored: Bool[Tensor, " segments"]
     per_head: Bool[Tensor, " segments"]
@@ -63,46 +61,77 @@ class Scoring(NamedTuple):
     block_rows: int
 
 
-def candidate_ranks(q: Queries, k: Keys, selection: Selection, scoring: Scoring | None) -> PerHead:
-    """The order in which the candidates of each segment are kept, for each key-value head.
+class Slots(NamedTuple):
+    """What the slots of a page table take, as far as it is the same in every layer.
 
-    Scores are products of keys with the mean query of all rows of the segment's block, masked or not, in f32:
-    their mean over all query heads, or their maximum over the query heads of a group. A candidate counts as
-    much as the best one in its max pool; of equal ones the first is kept. Ranks of a segment do not depend on
-    the others in the batch.
-
-    Arguments:
-    - `q`, `k`: rotated.
-    - `scoring`: `None` where no segment is scored: queries and keys are not read then.
-
-    Returns int32 ranks from 0 on within each segment; those below `keep` are kept. Those of padding mean
-    nothing.
+    - `page`: the page that each entry is written to; beyond any pool, and no two the same, where it is none.
+    - `place`: where in the candidates' order a slot's row is. Slots beyond what is kept repeat the last one.
+    - `source`: the packed row of each slot where the order is that of the candidates themselves.
     """
-    selection = Selection(*map(jnp.asarray, selection))
-    if scoring is None:
-        return jnp.broadcast_to(selection.place[:, None], (selection.place.size, k.shape[1]))
-    scores = _pooled(_scores(q, k, selection, scoring.block_rows), selection, scoring.half_width)
-    return _ranks(scores, selection.segment, selection.place).T
+
+    page: Int32[Array, " entries"]
+    place: Int32[Array, "entries page_rows"]
+    source: Int32[Array, "entries 1 page_rows"]
 
 
-def destinations(
-    ranks: PerHead, selection: Selection, table: PageTable, page_rows: int
-) -> tuple[PerHead, PerHead]:
-    """Where each candidate is stored: rank r in slot `r % page_rows` of a segment's page `r // page_rows`.
+def slots_of(selection: Selection, table: PageTable, page_rows: int) -> Slots:
+    """Lay out what each segment keeps: rank r in slot `r % page_rows` of its page `r // page_rows`.
 
     Arguments:
-    - `ranks`: as `candidate_ranks` returns them.
     - `table`: the pages of each segment, with room for the candidates that it keeps.
     - `page_rows`: rows of a page.
 
-    Returns int32 pages and slots. What is not kept, padding included, goes to slot 0 of the scratch page.
+    Entries that nobody owns, and those beyond what their segment keeps, are not written.
     """
+    selection = Selection(*map(jnp.asarray, selection))
     pages, first = jnp.asarray(table.pages), jnp.asarray(table.first)
-    segment, keep = jnp.asarray(selection.segment), jnp.asarray(selection.keep)
-    kept = (ranks < keep[selection.owner][:, None]) & (segment < keep.size)[:, None]
-    page = pages[first[selection.owner][:, None] + jnp.where(kept, ranks // page_rows, 0)]
-    page, slot = jnp.where(kept, page, SCRATCH_PAGE), jnp.where(kept, ranks % page_rows, 0)
-    return page.astype(jnp.int32), slot.astype(jnp.int32)
+    segments, entry = selection.keep.size, jnp.arange(pages.size)
+    # The default method is a device loop that waits for the host.
+    owner = jnp.searchsorted(first[1:], entry, side="right", method="compare_all")
+    begin = jnp.searchsorted(selection.segment, jnp.arange(segments), method="compare_all")
+    segment = jnp.minimum(owner, segments - 1)
+    rank = (entry - first[segment])[:, None] * page_rows + jnp.arange(page_rows)
+    keep = selection.keep[segment][:, None]
+    used = (owner < segments)[:, None] & (rank[:, :1] < keep)
+    place = jnp.where(used, begin[segment][:, None] + jnp.minimum(rank, keep - 1), 0).astype(jnp.int32)
+    page = jnp.where(used[:, 0], pages, jnp.iinfo(jnp.int32).max - entry).astype(jnp.int32)
+    return Slots(page, place, selection.row[place][:, None].astype(jnp.int32))
+
+
+def sources(q: Queries, k: Keys, selection: Selection, slots: Slots, scoring: Scoring | None) -> Sources:
+    """The packed row that each slot takes, for each key-value head.
+
+    Arguments:
+    - `q`, `k`, `scoring`: as of `candidate_order`. `scoring` is `None` where no segment is scored: queries
+      and keys are not read then.
+    - `slots`: as `slots_of` returns them.
+
+    Returns int32 rows, with one head for all where they are the same.
+    """
+    if scoring is None:
+        return slots.source
+    order = candidate_order(q, k, selection, scoring)
+    return jnp.moveaxis(jnp.asarray(selection.row)[order[:, slots.place]], 0, 1).astype(jnp.int32)
+
+
+def candidate_order(q: Queries, k: Keys, selection: Selection, scoring: Scoring) -> Order:
+    """The candidates in the order in which each segment keeps them, for each key-value head.
+
+    Scores are products of keys with the mean query of all rows of the segment's block, masked or not, in f32:
+    their mean over all query heads, or their maximum over the query heads of a group. A candidate counts as
+    much as the best one in its max pool; of equal ones the first is kept. Candidates of segments that are not
+    scored stay in order. The order within a segment does not depend on the others in the batch.
+
+    Arguments:
+    - `q`, `k`: rotated.
+
+    Returns int32 indices into the candidates, by rising segment; padding is last.
+    """
+    selection = Selection(*map(jnp.asarray, selection))
+    scores = _pooled(_scores(q, k, selection, scoring.block_rows), selection, scoring.half_width)
+    index = jnp.arange(scores.shape[1], dtype=jnp.int32)
+    segment, index = (jnp.broadcast_to(x, scores.shape) for x in (selection.segment, index))
+    return lax.sort((segment, -scores, index), num_keys=3)[2]
 
 
 def store(
@@ -111,23 +140,28 @@ def store(
     layer: Int[Array, ""] | int,
     k: Keys,
     v: Keys,
-    selection: Selection,
-    page: PerHead,
-    slot: PerHead,
+    page: Int32[Array, " entries"],
+    source: Sources,
 ) -> tuple[Pool, Pool]:
-    """Write the candidates' keys and values into the pool of one layer.
+    """Write keys and values into whole pages of the pool of one layer.
 
     Arguments:
     - `pool_k`, `pool_v`: written in place where the caller donates or carries them.
     - `layer`: which layer of the pools.
     - `k`, `v`: rotated keys, and values, of all packed rows.
-    - `page`, `slot`: as `destinations` returns them.
+    - `page`: the page of each entry, as in `Slots`.
+    - `source`: as `sources` returns it.
 
-    Returns both pools. What the scratch page then holds is not determined.
+    Returns both pools.
     """
-    row, head = jnp.asarray(selection.row), jnp.arange(k.shape[1])
+    head = jnp.arange(k.shape[1])[:, None]
+    # Only a scatter of unique indices is plain stores; others exchange and compare every element.
     pool_k, pool_v = (
-        pool.at[layer, page, head, slot].set(rows[row].astype(pool.dtype))
+        pool.at[layer, page].set(
+            rows.at[source, head].get(mode="promise_in_bounds").astype(pool.dtype),
+            mode="drop",
+            unique_indices=True,
+        )
         for pool, rows in ((pool_k, k), (pool_v, v))
     )
     return pool_k, pool_v
@@ -184,16 +218,3 @@ def _pooled(
             inside &= segment[neighbour] == segment
             pooled = jnp.where(inside, jnp.maximum(pooled, scores[:, neighbour]), pooled)
     return pooled
-
-
-def _ranks(
-    scores: Float32[Array, "kv_heads candidates"],
-    segment: Int[Tensor, " candidates"],
-    place: Int[Tensor, " candidates"],
-) -> Int32[Array, "kv_heads candidates"]:
-    """Ranks by falling score within each segment, of equal ones the first candidate first."""
-    segment, index = (jnp.broadcast_to(x, scores.shape) for x in (segment, jnp.arange(scores.shape[1])))
-    _, _, order = lax.sort((segment, -scores, index), num_keys=3)
-    # Sorting leaves each segment where it was, so the places within it are the ranks.
-    heads = jnp.arange(scores.shape[0])[:, None]
-    return jnp.zeros_like(order).at[heads, order].set(place, unique_indices=True)

@@ -7,8 +7,6 @@ attends to is its range [k_start, k_end) of rows. Nothing here knows about batch
 import functools
 from collections.abc import Callable
 
-import jax
-import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
@@ -26,6 +24,7 @@ from jdllm.pallas.grouped_matmul import grouped_matmul as default_grouped_matmul
 from jdllm.planning.chunks import ChunkConfig
 
 _WHOLE = ChunkConfig()
+_UNROLLED = 4  # layers of few rows: the start of a turn would be a fiftieth of a layer
 
 
 def forward(
@@ -85,8 +84,7 @@ def scan_layers[Carry](
     - `few_rows`: how many rows the layers are applied to, where that may be so few that a kernel streams
       their weights (`jdllm.models.streamed`).
 
-    A run that is a whole stack (as all are where every layer is alike, or the first few differ) reads the
-    stack in place; of an interleaved model each run's part is copied, but for the experts.
+    XLA's products read a layer's weights where they lie in their stack.
     """
     before = 0
     for name, start, end in layer_runs(config):
@@ -94,16 +92,17 @@ def scan_layers[Carry](
         experts = experts_of(stack)
         streamed = None if few_rows is None else streamed_of(stack, few_rows)
         wholes = {name: x for name, x in (("experts", experts), ("streamed", streamed)) if x is not None}
-        part = jax.tree.map(lambda leaf, start=start, end=end: leaf[start:end], stack)
 
-        def step(
-            carry: Carry, at: tuple[Layer, Array], wholes=wholes, offset=before - start
-        ) -> tuple[Carry, None]:
-            layer, place = at
-            layer = {**layer, **{name: whole.of_layer(place) for name, whole in wholes.items()}}
-            return body(carry, layer, place + offset), None
+        def step(place: Array, carry: Carry, stack=stack, wholes=wholes, offset=before - start) -> Carry:
+            layer = {
+                name: lax.dynamic_index_in_dim(leaf, place, keepdims=False) for name, leaf in stack.items()
+            }
+            layer |= {name: whole.of_layer(place) for name, whole in wholes.items()}
+            return body(carry, layer, place + offset)
 
-        carry, _ = lax.scan(step, carry, (part, jnp.arange(start, end)))
+        carry = lax.fori_loop(
+            start, end, step, carry, unroll=1 if few_rows is None else min(_UNROLLED, end - start)
+        )
         before += end - start
     return carry
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jdllm.arrays import padded
 from jdllm.decoding.adaptive import AdaptiveBatch, AdaptiveSegments
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
@@ -48,7 +49,4 @@ def _segments(requests: Sequence[Request], size: int) -> AdaptiveSegments:
     """One row per request, padded with segments that ask for nothing."""
     rows = [{**r.segment, "step": np.int32(r.steps)} for r in requests]
     columns = {name: np.asarray([row[name] for row in rows]) for name in rows[0]}
-    missing = size - len(requests)
-    return AdaptiveSegments(
-        **{name: np.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)) for name, x in columns.items()}
-    )
+    return AdaptiveSegments(**{name: padded(x, size) for name, x in columns.items()})

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jdllm.arrays import padded
 from jdllm.decoding.batch import Batch
 from jdllm.decoding.caches import Phase, kept, policy_of
 from jdllm.models.block import Rows
@@ -54,7 +55,7 @@ def pack_refresh(requests: Sequence[Request], config: ModelConfig, pool: KvPool)
     names = ("block_first", "block_rows", "keep", "scored", "per_head", "width")
     columns = {name: np.zeros(segments, np.int32) for name in names}
     columns["width"][:] = 1
-    candidate_rows, candidate_segments, candidate_places = [], [], []
+    candidate_rows, candidate_segments = [], []
     for index, (request, start) in enumerate(zip(requests, starts, strict=False)):
         first, stop = request.block.start, request.block.stop
         columns["block_first"][index], columns["block_rows"][index] = start + first, stop - first
@@ -62,27 +63,29 @@ def pack_refresh(requests: Sequence[Request], config: ModelConfig, pool: KvPool)
         if policy is None or request.phase is not Phase.REFRESH:
             continue
         candidates = policy.candidates(request.view())
-        request.forwarded = np.setdiff1d(np.arange(len(request.tokens)), candidates)
+        forwarded = np.ones(len(request.tokens), bool)
+        forwarded[candidates] = False
+        request.forwarded = np.flatnonzero(forwarded)
         request.stored = kept(request.sampling, len(candidates))
         candidate_rows.append(start + candidates)
         candidate_segments.append(np.full(len(candidates), index))
-        candidate_places.append(np.arange(len(candidates)))
         columns["keep"][index] = request.stored
         columns["scored"][index], columns["per_head"][index] = policy.scored, policy.per_head
         columns["width"][index] = request.sampling.pool_kernel if policy.scored else 1
     selection = Selection(
         columns["block_first"],
         columns["block_rows"],
-        _padded(candidate_rows, rows, 0),
-        _padded(candidate_segments, rows, segments),
-        _padded(candidate_places, rows, 0),
+        _joined(candidate_rows, rows, 0),
+        _joined(candidate_segments, rows, segments),
         columns["keep"],
         columns["scored"].astype(bool),
         columns["per_head"].astype(bool),
         columns["width"],
     )
     reads = [(r.index, int(keep)) for r, keep in zip(requests, columns["keep"], strict=False)]
-    return RefreshBatch(packed, selection, _table(pool, reads, segments), _scoring(columns))
+    # As many as these rows can fill: entries that nobody owns are written nowhere, but still gathered.
+    table = _table(pool, reads, segments, rows // pool.page_rows + segments)
+    return RefreshBatch(packed, selection, table, _scoring(columns))
 
 
 def _scoring(columns: Mapping[str, np.ndarray]) -> Scoring | None:
@@ -114,24 +117,21 @@ def pack_reuse(requests: Sequence[Request], config: ModelConfig, pool: KvPool) -
     batch = Batch(tokens, Rows(positions, unused, unused), head, params)
     owner = np.repeat(np.arange(len(requests)), tiles_of)
     forwarded = np.array([len(r.forwarded) for r in requests])
-    first_row, seen = (np.pad(x[owner], (0, tiles - len(owner))) for x in (starts, forwarded))
+    first_row, seen = (padded(x[owner], tiles) for x in (starts, forwarded))
     reads = [(r.index, r.stored) for r in (requests[i] for i in owner.tolist())]
-    table = _table(pool, reads, tiles, sum(map(pool.pages_for, seen.tolist())))
+    fresh = sum(map(pool.pages_for, seen.tolist()))
+    entries = power_bucket(fresh + sum(pool.pages_for(rows) for _, rows in reads), _SMALLEST_ENTRIES)
+    table = _table(pool, reads, tiles, entries - fresh)
     table = with_fresh_rows(table, first_row, seen, pool.page_rows)
     return ReuseBatch(Packed(batch, candidates), table)
 
 
-def _table(pool: KvPool, reads: Sequence[tuple[int, int]], size: int, more: int = 0) -> PageTable:
-    """The pages of each (request, live rows), and of none for what is missing to `size`.
-
-    With the `more` entries that will be added it has those of a bucket.
-    """
-    entries = sum(pool.pages_for(rows) for _, rows in reads)
-    bound = power_bucket(entries + more, _SMALLEST_ENTRIES) - more
-    table = pool.page_table([request for request, _ in reads], [rows for _, rows in reads], bound)
-    return table._replace(first=np.pad(np.asarray(table.first), (0, size - len(reads)), mode="edge"))
+def _table(pool: KvPool, reads: Sequence[tuple[int, int]], size: int, entries: int) -> PageTable:
+    """The pages of each (request, live rows), and of none for what is missing to `size`."""
+    table = pool.page_table([request for request, _ in reads], [rows for _, rows in reads], entries)
+    first = np.asarray(table.first)
+    return table._replace(first=padded(first, size + 1, int(first[-1])))
 
 
-def _padded(parts: Sequence[np.ndarray], size: int, fill: int) -> np.ndarray:
-    joined = np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int32)
-    return np.pad(joined, (0, size - len(joined)), constant_values=fill)
+def _joined(parts: Sequence[np.ndarray], size: int, fill: int) -> np.ndarray:
+    return padded(np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int32), size, fill)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jdllm.arrays import padded
 from jdllm.decoding.batch import Batch, HeadRows, SegmentParams
 from jdllm.decoding.rules import segment_row
 from jdllm.decoding.sampling import SamplingParams
@@ -69,9 +70,9 @@ def segments_bucket(requests: int) -> int:
 
 def head_rows(row: np.ndarray, unguided: np.ndarray, segment: np.ndarray, padding_segment: int) -> HeadRows:
     """The head rows of a batch, padded to a bucket."""
-    padding = head_bucket(len(row)) - len(row)
+    size = head_bucket(len(row))
     columns = ((row, 0), (unguided, 0), (segment, padding_segment))
-    return HeadRows(*(np.pad(x.astype(np.int32), (0, padding), constant_values=fill) for x, fill in columns))
+    return HeadRows(*(padded(x.astype(np.int32), size, fill) for x, fill in columns))
 
 
 def segment_params(requests: Sequence[Request], size: int, steps: int, config: ModelConfig) -> SegmentParams:
@@ -86,5 +87,4 @@ def segment_params(requests: Sequence[Request], size: int, steps: int, config: M
         "quota": np.stack([table.quota for table in left]),
         "fraction": np.stack([table.fraction for table in left]),
     }
-    padded = {name: np.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)) for name, x in progress.items()}
-    return SegmentParams(**columns, **padded)
+    return SegmentParams(**columns, **{name: padded(x, size) for name, x in progress.items()})

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jdllm.arrays import padded
 from jdllm.decoding.caches import Phase, View, phase, policy_of
 from jdllm.decoding.rules import adaptive_row, segment_row, step_table
 from jdllm.decoding.sampling import SamplingParams
@@ -161,7 +162,7 @@ class Request:
             only[0] = 1
             return StepTable(only, np.zeros(capacity, np.float32))
         rows = (column[self.block_step :][:capacity] for column in self.block.table)
-        return StepTable(*(np.pad(row, (0, capacity - len(row))) for row in rows))
+        return StepTable(*(padded(row, capacity) for row in rows))
 
     def candidates(self) -> np.ndarray:
         """Positions that are masked and may commit in the next step, rising."""

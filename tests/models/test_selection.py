@@ -7,13 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdllm.models.selection import Scoring, Selection, candidate_ranks, destinations, store
+from jdllm.models.selection import Scoring, Selection, slots_of, sources, store
 from jdllm.pallas.split_attention import PageTable
 
 HEAD_DIM, PAGE_ROWS = 8, 4
 GROUPS = [(4, 2), (3, 3), (4, 1)]
 
-ranks_of = jax.jit(candidate_ranks, static_argnames="scoring")
+
+@functools.partial(jax.jit, static_argnames="scoring")
+def sources_of(q, k, selection, table, scoring):
+    return sources(q, k, selection, slots_of(selection, table, PAGE_ROWS), scoring)
 
 
 def slow(*values: object):
@@ -34,16 +37,15 @@ class Segment:
     per_head: bool
     width: int
 
-    def ranks(self) -> np.ndarray:
-        """Ranks `[candidates, kv_heads]` by the definition, one score after the other in f64."""
+    def order(self) -> np.ndarray:
+        """Rows `[candidates, kv_heads]` in the order of the definition, one score after another in f64."""
         n, kv_heads = len(self.candidates), self.k.shape[1]
         if not self.scored:
-            return np.repeat(np.arange(n)[:, None], kv_heads, axis=1)
-        ranks = np.zeros((n, kv_heads), int)
+            return np.repeat(self.candidates[:, None], kv_heads, axis=1)
+        order = np.zeros((n, kv_heads), int)
         for head, pooled in enumerate(self.pooled()):
-            for rank, j in enumerate(sorted(range(n), key=lambda j: (-pooled[j], j))):
-                ranks[j, head] = rank
-        return ranks
+            order[:, head] = self.candidates[sorted(range(n), key=lambda j: (-pooled[j], j))]
+        return order
 
     def pooled(self) -> np.ndarray:
         """Pooled scores `[kv_heads, candidates]`."""
@@ -119,7 +121,6 @@ def pack(
         np.array([len(s.block) for s in segments], np.int32),
         np.concatenate([*candidates, np.full(padding, rows - 1)]).astype(np.int32),
         np.concatenate([owners, np.full(padding, len(segments))]).astype(np.int32),
-        np.concatenate([*(np.arange(len(c)) for c in candidates), np.zeros(padding)]).astype(np.int32),
         np.array([s.keep for s in segments], np.int32),
         np.array([s.scored for s in segments]),
         np.array([s.per_head for s in segments]),
@@ -135,44 +136,57 @@ def scoring_of(segments: Sequence[Segment]) -> Scoring | None:
     return Scoring(max(s.width // 2 for s in segments), max(len(s.block) for s in segments))
 
 
-def ranks_by_segment(segments: Sequence[Segment], padding: int = 0) -> list[np.ndarray]:
-    """What `candidate_ranks` says of each segment."""
-    q, k, selection = pack(segments, padding)
-    ranks = ranks_of(q, k, selection, scoring_of(segments))
-    assert ranks.dtype == jnp.int32
-    assert ranks.shape == (len(selection.row), k.shape[1])
-    counts = np.cumsum([len(s.candidates) for s in segments])
-    return np.split(np.asarray(ranks)[: counts[-1]], counts[:-1])
+def table_for(pages: np.ndarray, counts: np.ndarray) -> PageTable:
+    """So many of the pages for each segment, one after another; no refresh reads how many rows are live."""
+    first = np.cumsum([0, *counts]).astype(np.int32)
+    return PageTable(pages.astype(np.int32), np.zeros(len(pages), np.int32), first)
 
 
-def assert_ranks(segments: Sequence[Segment], padding: int = 0) -> None:
-    for got, segment in zip(ranks_by_segment(segments, padding), segments, strict=True):
-        np.testing.assert_array_equal(got, segment.ranks())
+def order_by_segment(segments: Sequence[Segment], padding: int = 0, dtype=np.float32) -> list[np.ndarray]:
+    """What `sources` says of each segment where all are kept: its rows `[candidates, kv_heads]`."""
+    q, k, selection = pack(segments, padding, dtype)
+    keep = np.array([len(s.candidates) for s in segments], np.int32)
+    counts = -(-keep // PAGE_ROWS)
+    table = table_for(1 + np.arange(counts.sum()), counts)
+    got = sources_of(q, k, selection._replace(keep=keep), table, scoring_of(segments))
+    assert got.dtype == jnp.int32
+    assert got.shape[1:] in ((k.shape[1], PAGE_ROWS), (1, PAGE_ROWS))
+    rows = np.broadcast_to(got, (len(got), k.shape[1], PAGE_ROWS)).swapaxes(1, 2)
+    bases = np.cumsum([0, *(len(s.q) for s in segments)])
+    return [
+        rows[table.first[i] : table.first[i + 1]].reshape(-1, k.shape[1])[: keep[i]] - bases[i]
+        for i in range(len(segments))
+    ]
+
+
+def assert_order(segments: Sequence[Segment], padding: int = 0) -> None:
+    for got, segment in zip(order_by_segment(segments, padding), segments, strict=True):
+        np.testing.assert_array_equal(got, segment.order())
 
 
 @pytest.mark.parametrize("padding", [slow(0), 7])
 @pytest.mark.parametrize(("heads", "kv_heads"), GROUPS)
-def test_ranks_with_ties_are_the_definition(heads, kv_heads, padding):
+def test_the_order_with_ties_is_the_definition(heads, kv_heads, padding):
     segments = random_batch(heads + 10 * kv_heads, "ties", heads, kv_heads)
     shared = [len(s.candidates) - len(np.unique(s.pooled()[0])) for s in segments if s.scored]
     assert sum(shared) > 5, "the case has no ties"
-    assert_ranks(segments, padding)
+    assert_order(segments, padding)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), slow(3, 3), slow(4, 1)])
-def test_ranks_of_any_scores_are_the_definition(heads, kv_heads):
+def test_the_order_of_any_scores_is_the_definition(heads, kv_heads):
     segments = random_batch(heads + 10 * kv_heads, "normal", heads, kv_heads)
     for s in segments:
         for scores in s.pooled():
             gaps = np.diff(np.unique(scores)).tolist()
             assert min(gaps, default=1) > 1e-5, "f32 may order these scores in another way"
-    assert_ranks(segments, padding=3)
+    assert_order(segments, padding=3)
 
 
 @pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize("width", [1, 3, 5])
 def test_each_policy_alone_in_a_batch(width, per_head):
-    assert_ranks(random_batch(width, "ties", scored=True, per_head=per_head, width=width))
+    assert_order(random_batch(width, "ties", scored=True, per_head=per_head, width=width))
 
 
 def test_sixteen_bit_rows_are_scored_in_f32():
@@ -183,22 +197,21 @@ def test_sixteen_bit_rows_are_scored_in_f32():
         )
         for s in segments
     ]
-    q, k, selection = pack(segments, dtype=jnp.bfloat16)
-    ranks = ranks_of(q, k, selection, scoring_of(segments))
-    np.testing.assert_array_equal(ranks, np.concatenate([s.ranks() for s in rounded]))
+    for got, segment in zip(order_by_segment(segments, dtype=jnp.bfloat16), rounded, strict=True):
+        np.testing.assert_array_equal(got, segment.order())
 
 
 @pytest.mark.parametrize("seed", [0, slow(1), slow(2)])
-def test_company_changes_no_rank(seed):
+def test_company_changes_no_order(seed):
     """Rounding decides the order of these candidates, so that any other order of addition would show."""
     segments = random_batch(seed, "near", scored=True)
-    together = ranks_by_segment(segments)
-    assert any((got != s.ranks()).any() for got, s in zip(together, segments, strict=True))
+    together = order_by_segment(segments)
+    assert any((got != s.order()).any() for got, s in zip(together, segments, strict=True))
     order = np.random.default_rng(seed).permutation(len(segments))
-    permuted = ranks_by_segment([segments[i] for i in order], padding=5)
+    permuted = order_by_segment([segments[i] for i in order], padding=5)
     for place, i in enumerate(order):
         np.testing.assert_array_equal(permuted[place], together[i])
-    np.testing.assert_array_equal(ranks_by_segment(segments[-1:])[0], together[-1])
+    np.testing.assert_array_equal(order_by_segment(segments[-1:])[0], together[-1])
 
 
 @pytest.mark.parametrize("scored_too", [False, True])
@@ -209,33 +222,41 @@ def test_segments_that_are_not_scored_keep_their_order_whatever_their_rows_hold(
     ]
     if scored_too:
         segments[1:1] = random_batch(2, "ties", segments=1, scored=True)
-    assert_ranks(segments, padding=4)
+    assert_order(segments, padding=4)
 
 
 def test_rows_are_read_only_where_a_segment_is_scored():
-    batch = pack(random_batch(0, "normal", segments=2, scored=False))
-    jaxpr = jax.make_jaxpr(functools.partial(candidate_ranks, scoring=None))(*batch).jaxpr
-    assert not [e for e in jaxpr.eqns for rows in jaxpr.invars[:2] if rows in e.invars]
+    q, k, selection = pack(random_batch(0, "normal", segments=2, scored=False))
+    slots = slots_of(selection, table_for(np.arange(9), np.array([4, 4])), PAGE_ROWS)
+    jaxpr = jax.make_jaxpr(functools.partial(sources, scoring=None))(q, k, selection, slots).jaxpr
+    assert not jaxpr.eqns
 
 
 def test_a_device_does_not_wait_for_the_host():
     """Neither a condition nor a loop whose turns the device counts, in any layer of a refresh."""
     segments = random_batch(0, "normal", segments=2, scored=True)
-    text = str(
-        jax.make_jaxpr(functools.partial(candidate_ranks, scoring=scoring_of(segments)))(*pack(segments))
-    )
-    assert "scan[" in text
+    q, k, selection = pack(segments)
+    table = table_for(np.arange(9), np.array([4, 4]))
+    pool = jnp.zeros((1, 9, k.shape[1], PAGE_ROWS, HEAD_DIM))
+
+    def refresh(pool, q, k, selection, table):
+        slots = slots_of(selection, table, PAGE_ROWS)
+        source = sources(q, k, selection, slots, scoring_of(segments))
+        return slots, store(pool, pool, 0, k, k, slots.page, source)
+
+    text = str(jax.make_jaxpr(refresh)(pool, q, k, selection, table))
+    # The one loop adds the rows of a block, whose turns are static.
+    assert text.count("scan[") == 1
     assert "cond[" not in text
     assert "while[" not in text
 
 
 def page_table(rng: np.random.Generator, keep: np.ndarray) -> tuple[PageTable, int]:
-    """Pages for so many rows of each segment, scattered over a pool; returns how many pages it has."""
-    needed = -(-keep // PAGE_ROWS)
-    first = np.cumsum([0, *needed]).astype(np.int32)
-    pages = 1 + rng.permutation(first[-1] + 3).astype(np.int32)
+    """Pages for so many rows of each segment and a few more, scattered over a pool of how many pages."""
+    counts = -(-keep // PAGE_ROWS) + rng.integers(0, 3, len(keep))
     # Entries beyond the last segment's are there, and nobody owns them.
-    return PageTable(pages[:-1], np.zeros(len(pages) - 1, np.int32), first), len(pages) + 1
+    pages = 1 + rng.permutation(counts.sum() + 3)
+    return table_for(pages[:-1], counts), len(pages) + 1
 
 
 @pytest.mark.parametrize("seed", [0, slow(1), slow(2), slow(3)])
@@ -243,49 +264,58 @@ def test_stored_rows_are_those_of_a_model_with_lists(seed):
     rng = np.random.default_rng(seed)
     segments = random_batch(seed, "ties")
     q, k, selection = pack(segments, padding=int(rng.integers(0, 6)))
-    v = jnp.asarray(rng.normal(size=k.shape), jnp.float32)
+    v = jnp.where(jnp.isnan(k), jnp.nan, jnp.asarray(rng.normal(size=k.shape), jnp.float32))
     table, pages = page_table(rng, np.asarray(selection.keep))
     pools = [rng.normal(size=(2, pages, k.shape[1], PAGE_ROWS, HEAD_DIM)).astype(np.float32) for _ in "kv"]
 
     @jax.jit
     def refresh(pool_k, pool_v, layer, q, k, v, selection, table):
-        ranks = candidate_ranks(q, k, selection, scoring_of(segments))
-        page, slot = destinations(ranks, selection, table, PAGE_ROWS)
-        return store(pool_k, pool_v, layer, k, v, selection, page, slot), page, slot
+        slots = slots_of(selection, table, PAGE_ROWS)
+        source = sources(q, k, selection, slots, scoring_of(segments))
+        return store(pool_k, pool_v, layer, k, v, slots.page, source), slots.page
 
-    (got_k, got_v), page, slot = refresh(*pools, 1, q, k, v, selection, table)
-    assert page.dtype == slot.dtype == jnp.int32
+    (got_k, got_v), page = refresh(*pools, 1, q, k, v, selection, table)
+    assert page.dtype == jnp.int32
 
     expected = [pool.copy() for pool in pools]
-    place, base = 0, 0
+    stored, free = np.zeros(len(table.pages), int), np.zeros((pages, PAGE_ROWS), bool)
+    base = 0
     for i, s in enumerate(segments):
-        ranks = s.ranks()
-        for head in range(k.shape[1]):
-            by_rank = {int(rank): j for j, rank in enumerate(ranks[:, head])}
-            kept = [by_rank[rank] for rank in range(s.keep)]
-            for at, j in enumerate(kept):
-                where = (table.pages[table.first[i] + at // PAGE_ROWS], at % PAGE_ROWS)
-                assert (page[place + j, head], slot[place + j, head]) == where
-                for pool, rows in zip(expected, (k, v), strict=True):
-                    pool[1, where[0], head, where[1]] = rows[base + s.candidates[j], head]
-            for j in set(range(len(s.candidates))) - set(kept):
-                assert (page[place + j, head], slot[place + j, head]) == (0, 0)
-        place, base = place + len(s.candidates), base + len(s.q)
-    assert not page[place:].any()
-    assert not slot[place:].any()
+        kept = s.order()[: s.keep]
+        for at in range(s.keep):
+            entry = table.first[i] + at // PAGE_ROWS
+            stored[entry] = table.pages[entry]
+            for pool, rows in zip(expected, (k, v), strict=True):
+                for head in range(k.shape[1]):
+                    pool[1, stored[entry], head, at % PAGE_ROWS] = rows[base + kept[at, head], head]
+        if s.keep % PAGE_ROWS:
+            free[stored[table.first[i] + s.keep // PAGE_ROWS], s.keep % PAGE_ROWS :] = True
+        base += len(s.q)
+    np.testing.assert_array_equal(np.where(page < pages, page, 0), stored)
+    assert len(set(page.tolist())) == len(page)
     for got, pool in zip((got_k, got_v), expected, strict=True):
-        np.testing.assert_array_equal(got[:, 1:], pool[:, 1:])
-        np.testing.assert_array_equal(got[:, 0, :, 1:], pool[:, 0, :, 1:])
+        assert np.isfinite(got).all()
         np.testing.assert_array_equal(got[0], pool[0])
+        got_rows, rows = (np.asarray(x[1]).swapaxes(1, 2)[~free] for x in (got, pool))
+        np.testing.assert_array_equal(got_rows, rows)
+
+
+def test_pages_are_untouched_where_no_segment_stores():
+    segments = [dataclasses.replace(s, keep=0) for s in random_batch(0, "normal")]
+    q, k, selection = pack(segments, padding=2)
+    table = table_for(np.arange(1, 12), np.array([1, 0, 2, 1, 2, 1]))
+    pool = jnp.ones((1, 12, k.shape[1], PAGE_ROWS, HEAD_DIM))
+    slots = slots_of(selection, table, PAGE_ROWS)
+    source = sources(q, k, selection, slots, scoring_of(segments))
+    for got in store(pool, pool, 0, k, k, slots.page, source):
+        np.testing.assert_array_equal(got, pool)
 
 
 def test_stored_rows_take_the_type_of_the_pool():
     (segment,) = random_batch(0, "normal", segments=1, scored=False, keep=3)
     _, k, selection = pack([segment])
     pool = jnp.zeros((1, 2, k.shape[1], PAGE_ROWS, HEAD_DIM), jnp.bfloat16)
-    table = PageTable(np.array([1]), np.array([3]), np.array([0, 1]))
-    ranks = candidate_ranks(k, k, selection, None)
-    page, slot = destinations(ranks, selection, table, PAGE_ROWS)
-    _, got = store(pool, pool, 0, k, 2 * k, selection, page, slot)
+    slots = slots_of(selection, table_for(np.array([1]), np.array([1])), PAGE_ROWS)
+    _, got = store(pool, pool, 0, k, 2 * k, slots.page, slots.source)
     expected = 2 * k[selection.row[:3]].astype(jnp.bfloat16)
     np.testing.assert_array_equal(got[0, 1, :, :3].swapaxes(0, 1), expected)
