@@ -21,7 +21,8 @@ def linear(
 ) -> Float[Array, "rows o"]:
     """x @ weight.T + bias in the dtype of `x`, with full f32 products where that is f32."""
     y = lax.dot_general(x, weight, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
-    return y if bias is None else y + bias
+    # A product that adds the bias itself cannot read a layer's weights in their stack: XLA would copy them.
+    return y if bias is None else lax.optimization_barrier(y) + bias
 
 
 def head_logits(x: Float[Array, "rows d"], head: Float[Array, "vocab d"]) -> Float[Array, "rows vocab"]:

@@ -89,12 +89,10 @@ def _add_attention(graph: GraphTemplate, config: ModelConfig, kind: StepKind, la
     cut = ("kv", "heads")
 
     attended = rows * q_width * _cut("heads")
-    # With a bias, XLA places the normed rows twice in a loop, and copies the weight of q.
-    twice = _cut(*_LAYER_COUNTS) if config.qkv_bias else 0
     graph.add_op(
         f"{layer} norm for k v",
         ["h"],
-        {names["x for k v"]: part * hidden * (1 + twice), names["attended"]: attended},
+        {names["x for k v"]: part * hidden, names["attended"]: attended},
         owners=cut,
     )
     graph.add_op(
@@ -120,13 +118,10 @@ def _add_attention(graph: GraphTemplate, config: ModelConfig, kind: StepKind, la
     cut = ("query", "heads")
     x, linear_q, q, o = (f"{layer} {name}" for name in ("x for q", "linear q", "q", "o"))
     graph.add_op(f"{layer} norm for q", ["h"], {x: part * hidden}, part * hidden * _cut("heads"), owners=cut)
-    copied = config.hidden_size * q_width * twice
-    graph.add_op(
-        f"{layer} project q", [x], {linear_q: width, f"{layer} weight q": copied}, _WORKSPACE, owners=cut
-    )
+    graph.add_op(f"{layer} project q", [x], {linear_q: width}, _WORKSPACE, owners=cut)
     graph.add_op(
         f"{layer} rotate q",
-        [linear_q, f"{layer} weight q"],
+        [linear_q],
         {q: width, f"{layer} angles for q": part * angles},
         owners=cut,
     )
