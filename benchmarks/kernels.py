@@ -8,13 +8,14 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.operators import attention, grouped_matmul, masked_logits, split_attention
+from benchmarks.operators import attention, grouped_matmul, masked_logits, skinny_matmul, split_attention
 
 OPERATORS = {
     "masked_logits": masked_logits.main,
     "attention": attention.main,
     "split_attention": split_attention.main,
     "grouped_matmul": grouped_matmul.main,
+    "skinny_matmul": skinny_matmul.main,
 }
 
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from benchmarks import kernels
-from benchmarks.operators import attention, grouped_matmul
+from benchmarks.operators import attention, grouped_matmul, skinny_matmul
+from tests.benchmarks.shapes import small
 
 
 @pytest.fixture(autouse=True)
@@ -115,10 +116,32 @@ class TestGroupedMatmul:
             grouped_matmul.measure([40], ["down"], ["mosaic_gpu"])
 
 
+class TestSkinnyMatmul:
+    @pytest.fixture(autouse=True)
+    def miniature(self, monkeypatch: pytest.MonkeyPatch):
+        shapes = {name: small(name) for name in ("llada-8b", "dream-7b")}
+        monkeypatch.setattr(skinny_matmul, "SHAPES", shapes)
+        monkeypatch.setattr(skinny_matmul, "STACK_BYTES", 1 << 13)
+        monkeypatch.setattr(skinny_matmul, "LEAST_SECONDS", 1e-9)
+
+    @pytest.mark.parametrize(
+        ("shape", "products"),
+        [("llada-8b", ["qkv", "o", "gate_up", "down"]), ("dream-7b", ["q", "kv", "o", "gate_up", "down"])],
+    )
+    def test_products_of_a_layer(self, shape: str, products: list[str]):
+        table = skinny_matmul.measure(shape, 8, ["xla"])
+        assert [row["product"] for row in table] == products
+        assert all(0 < row["error"] < 8e-3 for row in table)
+
+    def test_ours_must_run(self):
+        with pytest.raises(NotImplementedError, match="Hopper only"):
+            skinny_matmul.measure("llada-8b", 8, ["mosaic_gpu"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ([], [("masked_logits", []), ("attention", []), ("split_attention", []), ("grouped_matmul", [])]),
+        ([], [(name, []) for name in kernels.OPERATORS]),
         (["--operators", "attention", "--out", "x"], [("attention", ["--out", "x"])]),
     ],
 )

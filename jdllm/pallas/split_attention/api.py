@@ -9,7 +9,7 @@ from jaxtyping import Array, Int
 
 from jdllm.pallas.attention.types import AttentionOutput
 from jdllm.pallas.device import target
-from jdllm.pallas.split_attention.limits import check_mosaic_gpu, proven_on_a_card
+from jdllm.pallas.split_attention.limits import check_mosaic_gpu
 from jdllm.pallas.split_attention.reference import split_attention_reference
 from jdllm.pallas.split_attention.tiles import TILE
 from jdllm.pallas.split_attention.types import Fresh, PageTable, Pool, Queries
@@ -42,7 +42,7 @@ def split_attention(
     - `layer`: which layer of the pool; the pool is never sliced, which would copy it.
     - `scale`: factor of the scores, usually head_dim ** -0.5; positive.
     - `implementation`: "mosaic_gpu" (a kernel for Hopper), "xla" (portable) or "reference" (dense oracle). By
-      default the kernel on Hopper for shapes that it was found right for on a card, and xla anywhere else.
+      default the kernel on Hopper where it can run, and xla anywhere else.
 
     Returns (o, m, l) as `AttentionOutput` describes, with `[requests, queries]` for its rows, to be merged
     with attention over other keys by `jdllm.pallas.attention.merge`; scores and softmax are f32.
@@ -56,8 +56,7 @@ def split_attention(
         raise NotImplementedError(f"split attention has no implementation {implementation!r}")
     if implementation == "reference":
         return split_attention_reference(q, k_pool, v_pool, table, fresh=fresh, layer=layer, scale=scale)
-    proven = target().hopper and proven_on_a_card(q, k_pool)
-    if implementation == "mosaic_gpu" or (implementation is None and proven):
+    if implementation == "mosaic_gpu" or (implementation is None and target().hopper):
         try:
             target().check_hopper("split attention")
             check_mosaic_gpu(q, k_pool)

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jdllm.pallas.hopper import STRIP, WARPGROUP_ROWS
+from jdllm.pallas.hopper import STRIP
 from jdllm.pallas.split_attention.tiles import MAX_ROWS
 from jdllm.pallas.split_attention.types import Pool, Queries
 
@@ -33,13 +33,3 @@ def check_mosaic_gpu(q: Queries | jax.ShapeDtypeStruct, k_pool: Pool | jax.Shape
             f"the Hopper form of split attention takes at most {MAX_ROWS} rows of queries per key-value "
             f"head, not {rows}"
         )
-
-
-def proven_on_a_card(q: Queries | jax.ShapeDtypeStruct, k_pool: Pool | jax.ShapeDtypeStruct) -> bool:
-    """Whether the kernel's results for such shapes were found right on an H200.
-
-    With more folded rows, and with heads of 64, some came out wrong there while queries were in registers;
-    they have not run there since.
-    """
-    _, queries, heads, head_dim = q.shape
-    return head_dim == 128 and padded_queries(queries) * heads // k_pool.shape[2] <= WARPGROUP_ROWS
