@@ -157,7 +157,7 @@ def rotate(
     pairs = cos.shape[-1]
     halves = x[..., : 2 * pairs].reshape(*x.shape[:-1], 2, pairs).astype(jnp.float32)
     # Element by element, so that XLA rotates queries and keys in one kernel.
-    turned = halves[..., ::-1, :] * np.float32([[-1], [1]])
+    turned = halves[..., ::-1, :] * np.array([[-1], [1]], np.float32)
     rotated = (halves * cos[:, None, None] + turned * sin[:, None, None]).astype(x.dtype)
     return jnp.concatenate([rotated.reshape(*x.shape[:-1], -1), x[..., 2 * pairs :]], axis=-1)
 
