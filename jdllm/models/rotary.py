@@ -155,11 +155,10 @@ def rotate(
     unchanged.
     """
     pairs = cos.shape[-1]
-    halves = x[..., : 2 * pairs].reshape(*x.shape[:-1], 2, pairs).astype(jnp.float32)
-    # Element by element, so that XLA rotates queries and keys in one kernel.
-    turned = halves[..., ::-1, :] * np.array([[-1], [1]], np.float32)
-    rotated = (halves * cos[:, None, None] + turned * sin[:, None, None]).astype(x.dtype)
-    return jnp.concatenate([rotated.reshape(*x.shape[:-1], -1), x[..., 2 * pairs :]], axis=-1)
+    a, b = (x[..., part].astype(jnp.float32) for part in (slice(pairs), slice(pairs, 2 * pairs)))
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    rotated = [(a * cos - b * sin).astype(x.dtype), (b * cos + a * sin).astype(x.dtype)]
+    return jnp.concatenate([*rotated, x[..., 2 * pairs :]], axis=-1)
 
 
 def _periods(theta: float, dim: int) -> np.ndarray:

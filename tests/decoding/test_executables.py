@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jdllm.decoding.executables import Executables, compiler_options
 
@@ -44,6 +45,15 @@ def test_functions_are_told_apart():
     x = jnp.arange(3.0)
     executables.call(scaled, x, factor=2)
     np.testing.assert_array_equal(executables.call(negated, x, factor=2), [0, -2, -4])
+
+
+def test_temporaries_are_looked_up_once(monkeypatch: pytest.MonkeyPatch):
+    asked = []
+    monkeypatch.setattr("jdllm.decoding.executables.temp_bytes", lambda e: asked.append(e) or len(asked))
+    executables = Executables("cpu")
+    one, two = (executables.compile(scaled, np.zeros(n), factor=2) for n in (3, 4))
+    assert [executables.temp_bytes(e) for e in (one, two, one, two)] == [1, 2, 1, 2]
+    assert asked == [one, two]
 
 
 def test_only_gpus_get_compiler_options():

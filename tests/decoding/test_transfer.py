@@ -18,7 +18,7 @@ from tests.decoding.slow_rules import Asked, committed
 
 ROWS, SEGMENTS = 24, 4
 NOT_DREAM = [Rule.QUOTA, Rule.THRESHOLD, Rule.FACTOR, Rule.ENTROPY_BOUND, Rule.DEFERRED]
-jitted = jax.jit(select)
+jitted = jax.jit(select, static_argnames="entropies")
 
 asked = st.builds(
     Asked,
@@ -65,7 +65,7 @@ class Case:
             commit[[rows[i] for i in committed(rule, confidence, order, draw, params)]] = True
         return commit
 
-    def actual(self, masked: list[bool] | None = None) -> np.ndarray:
+    def actual(self, masked: list[bool] | None = None, entropies: bool = True) -> np.ndarray:
         return run(
             self.rules,
             self.params,
@@ -74,6 +74,7 @@ class Case:
             self.segment,
             self.order,
             self.draw,
+            entropies,
         )
 
 
@@ -85,6 +86,7 @@ def run(
     segment: Any = None,
     order: Any = None,
     draw: Any = None,
+    entropies: bool = True,
 ) -> np.ndarray:
     """`select` with everything masked, in one segment and ordered by confidence unless given."""
     count = len(confidence)
@@ -97,7 +99,8 @@ def run(
     )
     dtypes = (np.int32, np.float32, np.float32, np.bool_, np.float32, np.bool_, np.float32)
     columns = (np.array(c, d) for c, d in zip(zip(*params, strict=True), dtypes, strict=True))
-    return np.asarray(jitted(candidates, np.array(rules, np.int32), RuleParams(*columns)))
+    rule = np.array(rules, np.int32)
+    return np.asarray(jitted(candidates, rule, RuleParams(*columns), entropies=entropies))
 
 
 def cases(rules: st.SearchStrategy[Rule]) -> st.SearchStrategy[Case]:
@@ -133,6 +136,11 @@ def test_a_mix_gives_what_each_segment_gives_alone(case: Case):
         own = set(case.rows_of(segment))
         alone = case.actual(masked=[row in own for row in range(ROWS)])
         assert set(np.flatnonzero(alone)) == own & set(np.flatnonzero(together))
+
+
+@given(cases(st.sampled_from([rule for rule in Rule if rule is not Rule.ENTROPY_BOUND])))
+def test_without_entropies_other_rules_are_the_same(case: Case):
+    np.testing.assert_array_equal(case.actual(entropies=False), case.expected())
 
 
 @given(cases(st.sampled_from(NOT_DREAM)))
