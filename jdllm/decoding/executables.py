@@ -35,7 +35,6 @@ class Executables:
         self.platform = platform
         self._options = compiler_options(platform)
         self._compiled: dict[Hashable, Any] = {}
-
         self._temp_bytes: dict[int, int] = {}
 
     def __len__(self) -> int:

@@ -1,6 +1,6 @@
 """One layer of the transformer, in parts: projections, attention branch and feed-forward branch."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from jax import lax
@@ -50,9 +50,8 @@ def project(
 ) -> tuple[Array, ...]:
     """Some projections of `h`, each `[rows, heads, head_dim]`: "q" and "k" rotated, and "v"."""
     x = rms_norm(h, layer["attn_norm"], config.rms_norm_eps)
-    streamed = layer.get("streamed")
-    if streamed is not None and streamed.projections is not None:
-        products = zip(names, streamed.project(x, names), strict=True)
+    if names[0] in _streamed(layer):
+        products = zip(names, layer["streamed"].products(x, names), strict=True)
         heads = [as_heads(layer, config, name, y + layer.get(f"{name}_bias", 0)) for name, y in products]
     else:
         heads = [project_heads(layer, config, name, x, (0, _heads(config, name))) for name in names]
@@ -124,13 +123,17 @@ def as_heads(
 def ffn_branch(layer: Layer, config: ModelConfig, h: Hidden, grouped_matmul: GroupedMatmulFn) -> Hidden:
     """Feed-forward of the rows `h`, dense or by experts; the residual is not added."""
     x = rms_norm(h, layer["ffn_norm"], config.rms_norm_eps)
-    streamed = layer.get("streamed")
-    if streamed is not None and streamed.gates is not None:
-        return linear(streamed.gated(x), layer["down"])
+    if "gate" in _streamed(layer):
+        return linear(layer["streamed"].products(x, ("gate", "up"), gated=True)[0], layer["down"])
     if config.moe is None or "experts" not in layer:
         return swiglu(x, layer["gate"], layer["up"], layer["down"])
     bias = layer.get("expert_bias")
     return moe_ffn(x, layer["router"], bias, layer["experts"], config.moe.top_k, grouped_matmul)
+
+
+def _streamed(layer: Layer) -> Collection[str]:
+    """Weights of the layer that are read from the stack of all layers (`jdllm.models.streamed`)."""
+    return layer["streamed"].weights if "streamed" in layer else ()
 
 
 def _heads(config: ModelConfig, name: str) -> int:
