@@ -37,4 +37,4 @@ def test_answers_in_bf16(policy: str, alone: bool, demo: LLM):
     sampling, instances = cell.sampling(block_length=8), draw_instances(8 if alone else 48)
     groups = [[instance] for instance in instances] if alone else [instances]
     right = [answer for group in groups for answer in measure(demo, group, sampling).right]
-    assert sum(right) >= 0.8 * len(right)
+    assert sum(right) >= 0.7 * len(right)
