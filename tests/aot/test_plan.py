@@ -30,8 +30,8 @@ CASES = [
     *[(shape, "a100", 32768, 0.5, budget) for shape, budget in ((LLADA, 20), (DREAM, 20), (MOE, 20))],
     *[(shape, "h200", 131072, r, budget) for shape, r, budget in (
         (LLADA, 0.1, 24), (LLADA, 0.5, 20), (LLADA, 0.5, 80), (LLADA, 0.5, 18.7),
-        (DREAM, 0.5, 24), (DREAM, 0.5, 80), (DREAM, 0.5, 16.7),
-        (MOE, 0.1, 24), (MOE, 0.5, 20), (MOE, 0.5, 80), (MOE, 0.5, 16.2),
+        (DREAM, 0.5, 24), (DREAM, 0.5, 16.7),
+        (MOE, 0.1, 24), (MOE, 0.5, 20), (MOE, 0.5, 16.2),
     )],
     *[(shape, "a100", 131072, 0.5, 40) for shape in (LLADA, DREAM, MOE)],
     *[(shape, "h200", 0, 0.5, budget) for shape in (LLADA, DREAM, MOE) for budget in (20, 24)],
