@@ -22,8 +22,8 @@ from jax import lax
 
 from benchmarks.record import BYTES_PER_SECOND, compiled, median_seconds, record
 from jdllm.pallas.attention import AttentionOutput
+from jdllm.pallas.hopper import padded_rows
 from jdllm.pallas.split_attention import PageTable, split_attention
-from jdllm.pallas.split_attention.limits import padded_queries
 from jdllm.pallas.split_attention.mosaic_gpu import split_attention_mosaic_gpu
 from jdllm.pallas.split_attention.tiles import Tiles, default_tiles
 
@@ -175,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     rows = []
     for heads, kv_heads in (map(int, shape.split("x")) for shape in args.shapes):
-        folded = padded_queries(args.queries) * heads // kv_heads
+        folded = padded_rows(args.queries) * heads // kv_heads
         for keys in args.keys:
             rows += measure(
                 heads,

@@ -24,6 +24,11 @@ _REGISTERS = 65536  # of a processor
 _MOST_REGISTERS = 256  # of a thread
 
 
+def padded_rows(rows: int) -> int:
+    """`rows`, rounded up to whole blocks of shared memory."""
+    return -(-rows // STRIP) * STRIP
+
+
 def consumer_registers(consumers: int, loader_registers: int) -> int:
     """What a thread may have in a block of so many consumers and one loader.
 

@@ -12,6 +12,7 @@ from types import MappingProxyType
 import numpy as np
 from jaxtyping import Int
 
+from jdllm.arrays import padded
 from jdllm.errors import KvPoolError
 from jdllm.models.config import ModelConfig
 from jdllm.models.pool import SCRATCH_PAGE, check_page_rows, pool_bytes
@@ -116,7 +117,7 @@ class KvPool:
         first = np.cumsum([0, *counts], dtype=np.int32)
         before = (np.arange(first[-1]) - np.repeat(first[:-1], counts)) * self.page_rows
         valid = np.minimum(np.repeat(np.asarray(rows, np.int32), counts) - before, self.page_rows)
-        return PageTable(_padded(held, bound, "pages"), _padded([valid], bound, "pages"), first)
+        return PageTable(_joined(held, bound, "pages"), _joined([valid], bound, "pages"), first)
 
     def _pages_with(self, request: int, rows: int) -> Int[np.ndarray, " pages"]:
         """The pages of `request` that hold its first `rows` rows."""
@@ -155,10 +156,9 @@ def _without_lowest(words: tuple[int, ...], count: int) -> tuple[list[int], tupl
     return pages, tuple(out)
 
 
-def _padded(parts: Sequence[np.ndarray], bound: int, what: str) -> Int[np.ndarray, " bound"]:
+def _joined(parts: Sequence[np.ndarray], bound: int, what: str) -> Int[np.ndarray, " bound"]:
     """The parts one after another as int32, then zeros; zero is the scratch page."""
-    out, total = np.zeros(bound, np.int32), sum(map(len, parts))
+    total = sum(map(len, parts))
     if total > bound:
         raise KvPoolError(f"{total} {what} of the KV pool do not fit {bound} entries: use a larger bound")
-    out[:total] = np.concatenate([out[:0], *parts])
-    return out
+    return padded(np.concatenate([np.zeros(0, np.int32), *parts]).astype(np.int32), bound)

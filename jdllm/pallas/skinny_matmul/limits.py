@@ -5,14 +5,9 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jdllm.pallas.hopper import STRIP, WARPGROUP_ROWS
+from jdllm.pallas.hopper import WARPGROUP_ROWS
 from jdllm.pallas.skinny_matmul.tiles import COLUMN_UNIT, DEPTH
 from jdllm.pallas.skinny_matmul.types import Stack, X
-
-
-def padded_rows(rows: int) -> int:
-    """`rows`, rounded up to whole blocks of shared memory."""
-    return -(-rows // STRIP) * STRIP
 
 
 def check_mosaic_gpu(

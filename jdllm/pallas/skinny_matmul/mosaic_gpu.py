@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
+from jdllm.pallas.hopper import padded_rows
 from jdllm.pallas.skinny_matmul.kernel import block_products
-from jdllm.pallas.skinny_matmul.limits import check_mosaic_gpu, padded_rows
+from jdllm.pallas.skinny_matmul.limits import check_mosaic_gpu
 from jdllm.pallas.skinny_matmul.tiles import Tiles, default_tiles
 from jdllm.pallas.skinny_matmul.types import Layer, Product, Stack, X
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import jax
 from jax import lax
 
+from jdllm.models.layers import linear
 from jdllm.pallas.skinny_matmul.types import Layer, Product, Stack, X
 
 
@@ -13,8 +14,7 @@ def skinny_matmul_xla(
 ) -> tuple[Product, ...]:
     """Portable form of `jdllm.pallas.skinny_matmul.skinny_matmul`."""
     own = (lax.dynamic_index_in_dim(w, layer, keepdims=False) for w in weights)
-    contract = (((1,), (1,)), ((), ()))
-    products = tuple(lax.dot_general(x, w, contract, precision=lax.Precision.HIGHEST) for w in own)
+    products = tuple(linear(x, w) for w in own)
     if not gated:
         return products
     gate, up = products

@@ -3,16 +3,11 @@
 import jax
 import jax.numpy as jnp
 
-from jdllm.pallas.hopper import STRIP
+from jdllm.pallas.hopper import padded_rows
 from jdllm.pallas.split_attention.tiles import MAX_ROWS
 from jdllm.pallas.split_attention.types import Pool, Queries
 
 HEAD_DIMS = (64, 128)
-
-
-def padded_queries(queries: int) -> int:
-    """Queries of a request, rounded up to whole blocks of shared memory."""
-    return -(-queries // STRIP) * STRIP
 
 
 def check_mosaic_gpu(q: Queries | jax.ShapeDtypeStruct, k_pool: Pool | jax.ShapeDtypeStruct) -> None:
@@ -27,7 +22,7 @@ def check_mosaic_gpu(q: Queries | jax.ShapeDtypeStruct, k_pool: Pool | jax.Shape
         raise NotImplementedError(
             f"the Hopper form of split attention takes heads of {HEAD_DIMS}, not of {head_dim}"
         )
-    rows = padded_queries(queries) * heads // k_pool.shape[2]
+    rows = padded_rows(queries) * heads // k_pool.shape[2]
     if rows > MAX_ROWS:
         raise NotImplementedError(
             f"the Hopper form of split attention takes at most {MAX_ROWS} rows of queries per key-value "

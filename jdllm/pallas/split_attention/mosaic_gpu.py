@@ -5,10 +5,10 @@ from jaxtyping import Array, Int
 
 from jdllm.pallas.attention.types import AttentionOutput
 from jdllm.pallas.device import target
-from jdllm.pallas.hopper import SHARED_BYTES
+from jdllm.pallas.hopper import SHARED_BYTES, padded_rows
 from jdllm.pallas.products import Interpreted, TensorCores
 from jdllm.pallas.split_attention.kernel import Inputs, attention_partials
-from jdllm.pallas.split_attention.limits import check_mosaic_gpu, padded_queries
+from jdllm.pallas.split_attention.limits import check_mosaic_gpu
 from jdllm.pallas.split_attention.merge import merge_partials
 from jdllm.pallas.split_attention.tiles import Tiles, default_tiles
 from jdllm.pallas.split_attention.types import FRESH_UNIT, Fresh, PageTable, Pool, Queries
@@ -36,7 +36,7 @@ def split_attention_mosaic_gpu(
     check_mosaic_gpu(q, k_pool)
     _, pages, kv_heads, page_rows, head_dim = k_pool.shape
     requests, queries, heads, _ = q.shape
-    padding = padded_queries(queries) - queries
+    padding = padded_rows(queries) - queries
     shape = Shape(requests, queries + padding, kv_heads, heads // kv_heads, head_dim, pages, page_rows)
     tiles = tiles or default_tiles(shape.rows, head_dim)
     _check_cut(shape, tiles)
