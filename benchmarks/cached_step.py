@@ -1,11 +1,14 @@
 """Time of one denoising step of a block of fresh rows against cached keys and values, with random weights.
 
-Run as `python3 -m benchmarks.cached_step [--shape llada-8b] [--fresh 32] [--cached 4096] [--split xla]` on a
-card. Several steps run inside one executable, each on the tokens of the one before. The floor is the bytes of
-the weights, without the embedding, and of the cache over the measured copy rate.
+Run as `python3 -m benchmarks.cached_step [--shape llada-8b] [--fresh 32] [--cached 4096]
+[--form chain layers xla]` on a card: the layers as the chain of kernels that they are by default, as kernels
+of which each waits for the one before, and so with XLA's attention. Several steps run inside one executable,
+each on the tokens of the one before. The floor is the bytes of the weights, without the embedding, and of the
+cache over the measured copy rate.
 """
 
 import argparse
+import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,35 +25,27 @@ from benchmarks.operators.masked_logits import sampling
 from benchmarks.record import Ceilings, compiled, measure_ceilings, median_seconds, record
 from benchmarks.shapes import SHAPES
 from jdllm.decoding.executables import temp_bytes
-from jdllm.models.block import Hidden, Layer, Rows, block
+from jdllm.models.block import Rows
+from jdllm.models.cached import forward_reuse
 from jdllm.models.config import ModelConfig
 from jdllm.models.module import Transformer
-from jdllm.models.rotary import cos_sin
-from jdllm.models.transformer import embed, final_norm, scan_layers
+from jdllm.models.pool import KeyValuePool
+from jdllm.models.transformer import final_norm
 from jdllm.models.weights import Params, head_weights, param_bytes
 from jdllm.pallas.attention import AttentionOutput
-from jdllm.pallas.grouped_matmul import grouped_matmul
 from jdllm.pallas.masked_logits import Level, masked_logits
 from jdllm.pallas.split_attention import PageTable, dense_table, split_attention, with_fresh_rows
 
 STEPS = 16
-Split = Literal["mosaic_gpu", "xla"]
-Head = Literal["mosaic_gpu", "xla"]
+
+Form = Literal["chain", "layers", "xla"]
+_ATTENTION: dict[Form, Callable[..., AttentionOutput] | None] = {
+    "chain": None,
+    "layers": split_attention,
+    "xla": functools.partial(split_attention, implementation="xla"),
+}
 
 Pool = Float[Array, "layers pages kv_heads page_rows head_dim"]
-
-
-def cached_attention(
-    k_pool: Pool, v_pool: Pool, table: PageTable, layer: Int[Array, ""], split: Split
-) -> Callable[..., AttentionOutput]:
-    """Attention as a layer calls it, over what is cached for the layer and over the fresh rows themselves."""
-
-    def attend(q: Array, k: Array, v: Array, *_: Array, scale: float) -> AttentionOutput:
-        return split_attention(
-            q[None], k_pool, v_pool, table, fresh=(k, v), layer=layer, scale=scale, implementation=split
-        )
-
-    return attend
 
 
 def denoise(
@@ -62,8 +57,7 @@ def denoise(
     cached: Int[Array, ""],
     *,
     config: ModelConfig,
-    split: Split,
-    head: Head,
+    form: Form,
     steps: int,
 ) -> Int[Array, " fresh"]:
     """`steps` steps of one request, whose fresh rows follow `cached` rows; every row takes its new token.
@@ -73,17 +67,12 @@ def denoise(
     fresh = tokens.shape[0]
     unused = jnp.zeros(fresh, jnp.int32)
     rows = Rows(cached + jnp.arange(fresh), unused, unused)
-    rotation = cos_sin(config.rope, config.head_dim, rows.positions)
     asked = sampling(fresh, config.vocab_size, noise=False)
 
-    def run_layer(h: Hidden, layer: Layer, place: Array) -> Hidden:
-        attend = cached_attention(k_pool, v_pool, table, place, split)
-        return block(layer, config, h, rotation, rows, attend, grouped_matmul)
-
     def step(_: int, tokens: Int[Array, " fresh"]) -> Int[Array, " fresh"]:
-        h = scan_layers(params, config, embed(params, tokens), run_layer, few_rows=fresh)
-        h = final_norm(params, config, h)
-        return masked_logits(h, head_weights(params), asked, Level.TOP, implementation=head).token
+        pool = KeyValuePool(k_pool, v_pool)
+        h = forward_reuse(params, config, tokens, rows, pool, table, attention=_ATTENTION[form])
+        return masked_logits(final_norm(params, config, h), head_weights(params), asked, Level.TOP).token
 
     return lax.fori_loop(0, steps, step, tokens)
 
@@ -122,18 +111,17 @@ def compile_step(
     fresh: int,
     cached: int,
     page_rows: int = 64,
-    split: Split = "mosaic_gpu",
-    head: Head = "mosaic_gpu",
+    form: Form = "chain",
 ) -> Compiled:
     """`STEPS` steps of `fresh` random tokens against `cached` random keys and values."""
     pools_and_table = random_cache(config, cached, fresh, page_rows, "bfloat16")
     tokens = jax.random.randint(jax.random.key(2), (fresh,), 0, config.defined_ids)
     inputs = params, *pools_and_table, tokens, jnp.int32(cached)
-    static = {"config": config, "split": split, "head": head, "steps": STEPS}
-    return Compiled(compiled(denoise, *inputs, **static), inputs)
+    static = {"config": config, "form": form, "steps": STEPS}
+    return Compiled(compiled(denoise, *inputs, chained=form == "chain", **static), inputs)
 
 
-def measure(params: Params, args: argparse.Namespace, split: Split, ceilings: Ceilings) -> dict[str, Any]:
+def measure(params: Params, args: argparse.Namespace, form: Form, ceilings: Ceilings) -> dict[str, Any]:
     """One row of the table."""
     config = SHAPES[args.shape]
     start = time.perf_counter()
@@ -143,8 +131,7 @@ def measure(params: Params, args: argparse.Namespace, split: Split, ceilings: Ce
         fresh=args.fresh,
         cached=args.cached,
         page_rows=args.page_rows,
-        split=split,
-        head=args.head,
+        form=form,
     )
     compile_seconds = time.perf_counter() - start
     seconds = median_seconds(run) / STEPS
@@ -155,8 +142,7 @@ def measure(params: Params, args: argparse.Namespace, split: Split, ceilings: Ce
         "fresh": args.fresh,
         "cached": args.cached,
         "page_rows": args.page_rows,
-        "split": split,
-        "head": args.head,
+        "form": form,
         "step_ms": 1e3 * seconds,
         "floor_ms": 1e3 * moved / ceilings.bytes,
         "share_of_floor": moved / ceilings.bytes / seconds,
@@ -173,13 +159,12 @@ def main() -> None:
     parser.add_argument("--fresh", type=int, default=32)
     parser.add_argument("--cached", type=int, default=4096)
     parser.add_argument("--page-rows", type=int, default=64)
-    parser.add_argument("--split", choices=get_args(Split), nargs="+", default=["mosaic_gpu"])
-    parser.add_argument("--head", choices=get_args(Head), default="mosaic_gpu")
+    parser.add_argument("--form", choices=get_args(Form), nargs="+", default=["chain"])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     ceilings = measure_ceilings()
     params = Transformer(SHAPES[args.shape], rngs=nnx.Rngs(0), dtype="bfloat16").params()
-    table = [measure(params, args, split, ceilings) for split in args.split]
+    table = [measure(params, args, form, ceilings) for form in args.form]
     record(f"cached_step_{args.shape}", table, args.out, steps=STEPS, ceiling_tb_s=ceilings.bytes / 1e12)
 
 

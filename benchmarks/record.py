@@ -66,9 +66,9 @@ def card_state(run: Callable[[], Any]) -> dict[str, float]:
     return {"sm_mhz": float(known[1]), "watts": float(known[2])} if known else {}
 
 
-def compiled(function: Callable[..., Any], *args: Any, **static: Any) -> Any:
-    """The executable of `function(*args, **static)`, with the options of all executables of jdllm."""
-    return Executables(jax.devices()[0].platform).compile(function, *args, **static)
+def compiled(function: Callable[..., Any], *args: Any, chained: bool = False, **static: Any) -> Any:
+    """The executable of `function(*args, **static)`, with the options of jdllm's executables."""
+    return Executables(jax.devices()[0].platform).compile(function, *args, chained=chained, **static)
 
 
 def measure_ceilings(size: int = 8192, copy_bytes: int = 2 << 30, inner: int = 8) -> Ceilings:

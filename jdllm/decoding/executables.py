@@ -5,17 +5,24 @@ from typing import Any
 
 import jax
 
+_IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,DYNAMIC_SLICE_FUSION"  # but no CUSTOM_CALL
 
-def compiler_options(platform: str) -> dict[str, bool | int]:
-    """Options of every executable, by platform.
+
+def compiler_options(platform: str, *, chained: bool = False) -> dict[str, bool | int | str]:
+    """Options of an executable, by platform and by whether it has chains of kernels (`jdllm.pallas.chain`).
 
     Triton matrix products cannot read a slice of stacked weights in place: with them, each layer of a scan
     copies its weights first. The dot merger concatenates the weights of products that share an operand, which
-    is a copy of them in every layer too.
+    is a copy of them in every layer too. Kernels of a chain are launched one by one: in a graph, none would
+    start before the one before it has ended.
     """
     if platform not in ("gpu", "cuda"):
         return {}
-    return {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
+    options: dict[str, bool | int | str] = {
+        "xla_gpu_enable_triton_gemm": False,
+        "xla_gpu_dot_merger_threshold_mb": 0,
+    }
+    return options | ({"xla_gpu_enable_command_buffer": _IN_GRAPHS} if chained else {})
 
 
 def temp_bytes(executable: jax.stages.Compiled) -> int:
@@ -33,7 +40,6 @@ class Executables:
 
     def __init__(self, platform: str):
         self.platform = platform
-        self._options = compiler_options(platform)
         self._compiled: dict[Hashable, Any] = {}
         self._temp_bytes: dict[int, int] = {}
 
@@ -50,14 +56,23 @@ class Executables:
         return self.compile(function, *args, donate=donate, **static)(*args)
 
     def compile(
-        self, function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = (), **static: Hashable
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        donate: tuple[int, ...] = (),
+        chained: bool = False,
+        **static: Hashable,
     ) -> Any:
-        """The executable itself; `args` may be abstract (`jax.ShapeDtypeStruct`)."""
+        """The executable itself; `args` may be abstract (`jax.ShapeDtypeStruct`).
+
+        `chained` says that the function has chains of kernels (`jdllm.pallas.chain`).
+        """
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(args))
-        key = (function, donate, shapes, tuple(sorted(static.items())))
+        key = (function, donate, chained, shapes, tuple(sorted(static.items())))
         if key not in self._compiled:
+            options = compiler_options(self.platform, chained=chained)
             jitted = jax.jit(
-                lambda *a: function(*a, **static), donate_argnums=donate, compiler_options=self._options
+                lambda *a: function(*a, **static), donate_argnums=donate, compiler_options=options
             )
             self._compiled[key] = jitted.lower(*args).compile()
         return self._compiled[key]

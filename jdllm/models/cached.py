@@ -1,10 +1,12 @@
 """The transformer with a pool of keys and values: a refresh stores them, the steps that reuse read them."""
 
+from collections.abc import Callable
 from typing import Any
 
 from jaxtyping import Array
 
 from jdllm.models.block import AttentionFn, Hidden, Layer, RowInts, Rows, block
+from jdllm.models.chain import chains, run_chain
 from jdllm.models.config import ModelConfig
 from jdllm.models.moe import GroupedMatmulFn
 from jdllm.models.pool import KeyValuePool
@@ -69,6 +71,7 @@ def forward_reuse(
     pool: KeyValuePool,
     table: PageTable,
     *,
+    attention: Callable[..., AttentionOutput] | None = None,
     grouped_matmul: GroupedMatmulFn = default_grouped_matmul,
 ) -> Hidden:
     """Run all layers over some rows of each sequence, against themselves and what is stored.
@@ -78,18 +81,27 @@ def forward_reuse(
     - `pool`: read only.
     - `table`: the packed rows are cut evenly into as many tiles as it has requests; each tile sees its own
       pages and, as fresh rows, some of the packed ones. All rows of a tile belong to one segment.
+    - `attention`: the attention to use, with the contract of `jdllm.pallas.split_attention.split_attention`,
+      which is the default; with another one the layers are no chain.
     - the others: as of `jdllm.models.transformer.forward`.
 
     Returns the hidden rows.
     """
     rotation = cos_sin(config.rope, config.head_dim, rows.positions)
-    tiles = table.first.shape[0] - 1
+    h, scale, tiles = embed(params, tokens), config.head_dim**-0.5, table.first.shape[0] - 1
+    attend_to = attention or split_attention
+
+    def attend(q: Array, k: Array, v: Array, **options: Any) -> AttentionOutput:
+        by_tile = q.reshape(tiles, -1, *q.shape[1:])
+        return attend_to(by_tile, *pool, table, fresh=(k, v), scale=scale, **options)
+
+    if attention is None and chains(params, config, len(tokens)):
+        return run_chain(params, config, h, rotation, lambda *qkv, **options: attend(*qkv, **options).o)
 
     def body(h: Hidden, layer: Layer, number: Array) -> Hidden:
-        def attend(q: Array, k: Array, v: Array, *_: RowInts, scale: float) -> AttentionOutput:
-            by_tile = q.reshape(tiles, -1, *q.shape[1:])
-            return split_attention(by_tile, *pool, table, fresh=(k, v), layer=number, scale=scale)
+        def attend_layer(q: Array, k: Array, v: Array, *_: RowInts, scale: float) -> AttentionOutput:
+            return attend(q, k, v, layer=number)
 
-        return block(layer, config, h, rotation, rows, attend, grouped_matmul)
+        return block(layer, config, h, rotation, rows, attend_layer, grouped_matmul)
 
-    return scan_layers(params, config, embed(params, tokens), body, few_rows=tokens.shape[0])
+    return scan_layers(params, config, h, body, few_rows=len(tokens))

@@ -10,6 +10,7 @@ from jdllm.decoding.batch import Trace
 from jdllm.decoding.cached import refresh, reuse
 from jdllm.decoding.caches import kept
 from jdllm.decoding.executables import Executables
+from jdllm.models.chain import chains
 from jdllm.models.config import ModelConfig
 from jdllm.models.pool import PAGE_ROWS, KeyValuePool, empty_pool, pool_bytes
 from jdllm.models.weights import Params
@@ -120,14 +121,20 @@ class CachedRunner:
             table,
             self._device_pool(),
             np.int32(min(max_steps, batch.segments.quota.shape[1])),
+            chained=chains(self._params, self._config, len(batch.tokens)),
             **self._static(requests, len(batch.head.row), level),
         )
         return trace, candidates
 
     def _run(
-        self, function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = (), **static: Any
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        donate: tuple[int, ...] = (),
+        chained: bool = False,
+        **static: Any,
     ) -> Any:
-        executable = self._executables.compile(function, *args, donate=donate, **static)
+        executable = self._executables.compile(function, *args, donate=donate, chained=chained, **static)
         if self._limit is not None:
             pool = pool_bytes(self._config, str(self._dtype), self._pages.pages, PAGE_ROWS)
             needed = self._limit.fixed + pool + self._executables.temp_bytes(executable)

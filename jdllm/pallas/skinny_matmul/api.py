@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import jax
+from jaxtyping import Array, Float32
 
 from jdllm.pallas.device import target
 from jdllm.pallas.skinny_matmul.limits import check_mosaic_gpu
@@ -21,6 +22,7 @@ def skinny_matmul(
     *,
     layer: Layer = 0,
     gated: bool = False,
+    chained: bool = False,
     implementation: Implementation | None = None,
 ) -> tuple[Product, ...]:
     """Multiply a few rows with one layer's matrices, a matter of streaming these.
@@ -30,6 +32,8 @@ def skinny_matmul(
     - `weights`: one to three stacks of one shape, each with a matrix per layer whose rows make the outputs.
     - `layer`: which matrix of each stack; the stacks are never sliced, which would copy them.
     - `gated`: whether the result is one, silu(x gate) * (x up), of two stacks, first the gates.
+    - `chained`: whether the kernel for Hopper is part of a chain (`jdllm.pallas.chain`): then the stacks and
+      the layer are older than it.
     - `implementation`: "mosaic_gpu" (a kernel for Hopper, 16-bit types, at most 64 rows) or "xla" (portable).
       By default the kernel where it can run, and xla anywhere else.
 
@@ -48,7 +52,22 @@ def skinny_matmul(
     # Pallas for GPUs takes a while to import: only where it runs.
     from jdllm.pallas.skinny_matmul.mosaic_gpu import skinny_matmul_mosaic_gpu
 
-    return skinny_matmul_mosaic_gpu(x, weights, layer=layer, gated=gated)
+    return skinny_matmul_mosaic_gpu(x, weights, layer=layer, gated=gated, chained=chained)
+
+
+def skinny_parts(
+    x: X, weight: Stack, *, layer: Layer = 0, chained: bool = False
+) -> Float32[Array, "parts rows n"]:
+    """A product whose sums are left in parts, for who reads it next to add them; for Hopper only.
+
+    Arguments as of `skinny_matmul`. Returns parts that sum to x @ weight[layer].T, one or several as it suits
+    the shapes. Raises `NotImplementedError` where the kernel cannot run, naming its limit.
+    """
+    _check_shapes(x, [weight], gated=False)
+    _check_mosaic_gpu(x, [weight])
+    from jdllm.pallas.skinny_matmul.mosaic_gpu import skinny_parts_mosaic_gpu
+
+    return skinny_parts_mosaic_gpu(x, weight, layer=layer, chained=chained)
 
 
 def streams(x: X | jax.ShapeDtypeStruct, weights: Sequence[Stack]) -> bool:

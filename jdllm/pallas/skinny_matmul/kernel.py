@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from jdllm.pallas.chain import let_next_start, wait_for_kernel_before
 from jdllm.pallas.gating import gated
 from jdllm.pallas.hopper import STRIP, SWIZZLE, WARPGROUP_ROWS
 from jdllm.pallas.ring import drain, swizzled
@@ -47,6 +48,7 @@ class _Launch:
     steps: int
     weights: int
     gated: bool
+    chained: bool
 
     def stage(self, step: Scalar | int) -> Scalar:
         return lax.rem(jnp.int32(step), jnp.int32(self.tiles.stages))
@@ -61,7 +63,7 @@ class _Launch:
 
 
 def block_products(
-    x: X, weights: Sequence[Stack], layer: Scalar, tiles: Tiles, gated: bool
+    x: X, weights: Sequence[Stack], layer: Scalar, tiles: Tiles, *, gated: bool, chained: bool
 ) -> list[Float[Array, "splits rows n"]]:
     """Multiply the rows with the layer's matrix of each stack.
 
@@ -71,12 +73,13 @@ def block_products(
     - `layer`: index of the matrices.
     - `tiles`: the cut, which passed `Tiles.check`.
     - `gated`: whether the one result is silu of the first product times the second.
+    - `chained`: as in `jdllm.pallas.chain`; `weights` and `layer` are older than the chain.
 
     Returns a product for each stack, or the gated one: in the dtype of `x` where the inputs are whole, else
     f32 sums of each part of them.
     """
     rows, (_, n, k) = x.shape[0], weights[0].shape
-    launch = _Launch(tiles, rows, k // DEPTH, len(weights), gated)
+    launch = _Launch(tiles, rows, k // DEPTH, len(weights), gated, chained)
     products = 1 if gated else len(weights)
     dtype = x.dtype if tiles.splits == 1 else jnp.dtype(jnp.float32)
     kernel = plgpu.kernel(
@@ -124,6 +127,7 @@ def _shared(launch: _Launch, dtype: jnp.dtype, products: int, run: int, out_dtyp
 def _kernel(x, *refs, launch: _Launch) -> None:
     weights, layer, rest = refs[: launch.weights], refs[launch.weights], refs[launch.weights + 1 :]
     out, shared = rest[: -len(_Shared._fields)], _Shared(*rest[-len(_Shared._fields) :])
+    let_next_start(launch.chained)
     warpgroup = lax.axis_index("warpgroup")
 
     @pl.when(warpgroup == 1)
@@ -138,21 +142,34 @@ def _kernel(x, *refs, launch: _Launch) -> None:
 
 
 def _load(x, weights: Sequence[Any], layer: Scalar, shared: _Shared, launch: _Launch) -> None:
-    """Fill the ring's stages, each as soon as it is free."""
+    """Fill the ring's stages, each as soon as it is free; in a chain, the first with weights before there are
+    rows."""
     tiles = launch.tiles
     begin, steps = launch.own_steps()
     outputs = pl.ds(launch.column(), tiles.columns)
 
-    def step(i: Scalar, _: None) -> None:
-        stage = launch.stage(i)
-        full, depth = shared.full.at[stage], pl.ds((begin + i) * DEPTH, DEPTH)
-        pl.when(i >= tiles.stages)(lambda: plgpu.barrier_wait(shared.free.at[stage]))
+    def load_weights(i: Scalar, _: None = None) -> None:
+        stage, depth = launch.stage(i), pl.ds((begin + i) * DEPTH, DEPTH)
         for index, weight in enumerate(weights):
             to = shared.weights.at[stage, pl.ds(index * tiles.columns, tiles.columns)]
-            plgpu.copy_gmem_to_smem(weight.at[layer, outputs, depth], to, full)
-        plgpu.copy_gmem_to_smem(x.at[:, depth], shared.x.at[stage, pl.ds(0, launch.rows)], full)
+            plgpu.copy_gmem_to_smem(weight.at[layer, outputs, depth], to, shared.full.at[stage])
 
-    lax.fori_loop(0, steps, step, None)
+    def load_rows(i: Scalar, _: None = None) -> None:
+        stage, depth = launch.stage(i), pl.ds((begin + i) * DEPTH, DEPTH)
+        to = shared.x.at[stage, pl.ds(0, launch.rows)]
+        plgpu.copy_gmem_to_smem(x.at[:, depth], to, shared.full.at[stage])
+
+    def load(i: Scalar, _: None) -> None:
+        pl.when(i >= tiles.stages)(lambda: plgpu.barrier_wait(shared.free.at[launch.stage(i)]))
+        load_weights(i)
+        load_rows(i)
+
+    ahead = jnp.minimum(steps, tiles.stages) if launch.chained else 0
+    if launch.chained:
+        lax.fori_loop(0, ahead, load_weights, None)
+        wait_for_kernel_before(launch.chained)
+        lax.fori_loop(0, ahead, load_rows, None)
+    lax.fori_loop(ahead, steps, load, None)
     drain(steps, tiles.stages, shared.free)
 
 

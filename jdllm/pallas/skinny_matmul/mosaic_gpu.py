@@ -4,6 +4,7 @@ import functools
 from collections.abc import Sequence
 
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
 
 from jdllm.pallas.hopper import padded_rows
 from jdllm.pallas.skinny_matmul.kernel import block_products
@@ -13,7 +14,13 @@ from jdllm.pallas.skinny_matmul.types import Layer, Product, Stack, X
 
 
 def skinny_matmul_mosaic_gpu(
-    x: X, weights: Sequence[Stack], *, layer: Layer, gated: bool = False, tiles: Tiles | None = None
+    x: X,
+    weights: Sequence[Stack],
+    *,
+    layer: Layer,
+    gated: bool = False,
+    chained: bool = False,
+    tiles: Tiles | None = None,
 ) -> tuple[Product, ...]:
     """Hopper form of `jdllm.pallas.skinny_matmul.skinny_matmul`, for bfloat16 and float16.
 
@@ -22,10 +29,26 @@ def skinny_matmul_mosaic_gpu(
     bit of the silu.
 
     Arguments:
+    - `chained`: as in `jdllm.pallas.chain`; `weights` and `layer` are older than the chain.
     - `tiles`: the cut; by default one that suits the shapes.
 
     Raises `NotImplementedError`, naming the limit, for operands and cuts that it cannot take.
     """
+    products = _parts(x, weights, layer, tiles, gated=gated, chained=chained)
+    return tuple(functools.reduce(jnp.add, parts).astype(x.dtype) for parts in products)
+
+
+def skinny_parts_mosaic_gpu(
+    x: X, weight: Stack, *, layer: Layer, chained: bool = False, tiles: Tiles | None = None
+) -> Float32[Array, "parts rows n"]:
+    """Hopper form of `jdllm.pallas.skinny_matmul.skinny_parts`; `tiles` as of `skinny_matmul_mosaic_gpu`."""
+    (parts,) = _parts(x, [weight], layer, tiles, gated=False, chained=chained)
+    return parts.astype(jnp.float32)
+
+
+def _parts(
+    x: X, weights: Sequence[Stack], layer: Layer, tiles: Tiles | None, *, gated: bool, chained: bool
+) -> list[Float[Array, "parts rows n"]]:
     check_mosaic_gpu(x, weights)
     rows, (_, n, k) = x.shape[0], weights[0].shape
     padded = padded_rows(rows)
@@ -33,5 +56,6 @@ def skinny_matmul_mosaic_gpu(
     tiles.check(k, len(weights), gated)
     if padded > rows:
         x = jnp.pad(x, ((0, padded - rows), (0, 0)))
-    products = block_products(x, weights, jnp.asarray(layer, jnp.int32), tiles, gated)
-    return tuple(functools.reduce(jnp.add, parts[:, :rows]).astype(x.dtype) for parts in products)
+    layer = jnp.asarray(layer, jnp.int32)
+    products = block_products(x, weights, layer, tiles, gated=gated, chained=chained)
+    return [parts[:, :rows] for parts in products]

@@ -27,6 +27,7 @@ def split_attention(
     fresh: tuple[Fresh, Fresh] | None = None,
     layer: Int[Array, ""] | int = 0,
     scale: float,
+    chained: bool = False,
     implementation: Implementation | None = None,
 ) -> AttentionOutput:
     """Softmax attention of each request's queries over the keys of its table, all of which every query sees.
@@ -41,6 +42,8 @@ def split_attention(
       the table has any.
     - `layer`: which layer of the pool; the pool is never sliced, which would copy it.
     - `scale`: factor of the scores, usually head_dim ** -0.5; positive.
+    - `chained`: whether the kernel for Hopper is part of a chain (`jdllm.pallas.chain`): then the pools, the
+      table and the layer are older than it.
     - `implementation`: "mosaic_gpu" (a kernel for Hopper), "xla" (portable) or "reference" (dense oracle). By
       default the kernel on Hopper where it can run, and xla anywhere else.
 
@@ -63,7 +66,9 @@ def split_attention(
             # Pallas for GPUs takes a while to import: only where it runs.
             from jdllm.pallas.split_attention.mosaic_gpu import split_attention_mosaic_gpu
 
-            return split_attention_mosaic_gpu(q, k_pool, v_pool, table, fresh=fresh, layer=layer, scale=scale)
+            return split_attention_mosaic_gpu(
+                q, k_pool, v_pool, table, fresh=fresh, layer=layer, scale=scale, chained=chained
+            )
         except NotImplementedError:
             if implementation is not None:
                 raise

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from jdllm.pallas.chain import let_next_start, wait_for_kernel_before
 from jdllm.pallas.hopper import WARPGROUP_ROWS
 from jdllm.pallas.products import Products
 from jdllm.pallas.ring import drain, free_barriers, swizzled
@@ -96,6 +97,7 @@ class _Launch:
     shape: Shape
     scale: float
     products: Products
+    chained: bool
 
     @property
     def run(self) -> int:
@@ -153,7 +155,7 @@ class _Launch:
 
 
 def attention_partials(
-    inputs: Inputs, shape: Shape, tiles: Tiles, scale: float, products: Products
+    inputs: Inputs, shape: Shape, tiles: Tiles, scale: float, products: Products, *, chained: bool
 ) -> Partials:
     """Attend to the pieces of all workers.
 
@@ -163,8 +165,9 @@ def attention_partials(
     - `tiles`: the cut.
     - `scale`: factor of the scores.
     - `products`: how tiles are multiplied.
+    - `chained`: as in `jdllm.pallas.chain`; all but queries and fresh rows is older than the chain.
     """
-    launch = _Launch(tiles, shape, scale, products)
+    launch = _Launch(tiles, shape, scale, products, chained)
     pieces = shape.pieces(tiles)
     per_row = jax.ShapeDtypeStruct((pieces, tiles.rows), jnp.float32)
     kernel = plgpu.kernel(
@@ -207,6 +210,7 @@ def _kernel(*refs, launch: _Launch) -> None:
     inputs, refs = Inputs(*refs[:given]), refs[given:]
     out, ring = Partials(*refs[: len(Partials._fields)]), _Ring(*refs[len(Partials._fields) :])
     tiles, warpgroup = launch.tiles, lax.axis_index("warpgroup")
+    let_next_start(launch.chained)
 
     @pl.when(warpgroup == tiles.consumers)
     def _loader():
@@ -246,6 +250,7 @@ def _load(inputs: Inputs, ring: _Ring, launch: _Launch) -> None:
         return lax.fori_loop(ahead, all_steps, step, steps)
 
     pieces, steps = launch.for_each_piece(inputs.first, visit)
+    wait_for_kernel_before(launch.chained)  # whatever there is to do: the next kernel relies on it
     pl.when(pieces > 0)(lambda: plgpu.barrier_wait(ring.q_free))
     drain(steps, tiles.stages, ring.free)
 
@@ -268,6 +273,7 @@ def _load_tile(
         copy(inputs.k.at[rows], inputs.v.at[rows])
 
     def from_fresh(k: Any, v: Any) -> None:
+        wait_for_kernel_before(launch.chained)
         rows = pl.ds(~page * FRESH_UNIT + place * TILE, TILE)
         columns = pl.ds(piece.head * shape.head_dim, shape.head_dim)
         copy(k.at[rows, columns], v.at[rows, columns])
@@ -281,6 +287,7 @@ def _load_tile(
 def _load_queries(q: Any, piece: Piece, ring: _Ring, launch: _Launch) -> None:
     """Fold the queries of the piece's heads into the rows of this block; rows beyond repeat the last ones."""
     tiles, shape, run = launch.tiles, launch.shape, launch.run
+    wait_for_kernel_before(launch.chained)
     for begin in range(0, tiles.block_rows, run):
         row = jnp.minimum(lax.axis_index("row_block") * tiles.block_rows + begin, shape.rows - run)
         head = piece.head * shape.group + lax.div(row, jnp.int32(shape.queries))

@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from jdllm.pallas.attention.types import AttentionOutput
+from jdllm.pallas.chain import let_next_start, wait_for_kernel_before
 from jdllm.pallas.split_attention.kernel import LOWEST, Partials
 from jdllm.pallas.split_attention.tiles import Tiles
 from jdllm.pallas.split_attention.work import Scalar, Shape, share_of
@@ -25,20 +26,21 @@ _ROWS, _LANES = 4, 32  # a row for each warp
 
 
 def merge_partials(
-    partials: Partials, first: jax.Array, shape: Shape, tiles: Tiles, dtype: jnp.dtype
+    partials: Partials, first: jax.Array, shape: Shape, tiles: Tiles, dtype: jnp.dtype, *, chained: bool
 ) -> AttentionOutput:
     """Merge by log-sum-exp.
 
     Arguments:
     - `partials`: what the workers left, for the same `first`, `shape` and `tiles`.
     - `dtype`: of the output.
+    - `chained`: as in `jdllm.pallas.chain`; `first` is older than the chain.
 
     Returns (o, m, l) for all padded queries.
     """
     queries = (shape.requests, shape.queries, shape.kv_heads * shape.group)
     per_query = jax.ShapeDtypeStruct(queries, jnp.float32)
     kernel = plgpu.kernel(
-        functools.partial(_kernel, shape=shape, tiles=tiles),
+        functools.partial(_kernel, shape=shape, tiles=tiles, chained=chained),
         out_type=[jax.ShapeDtypeStruct((*queries, shape.head_dim), dtype), per_query, per_query],
         grid=(shape.pairs, shape.rows // _ROWS),
         grid_names=("pair", "rows"),
@@ -50,10 +52,14 @@ def merge_partials(
     return AttentionOutput(*kernel(*partials, first))
 
 
-def _kernel(o_parts, m_parts, l_parts, first, o_ref, m_ref, l_ref, *, shape: Shape, tiles: Tiles) -> None:
+def _kernel(
+    o_parts, m_parts, l_parts, first, o_ref, m_ref, l_ref, *, shape: Shape, tiles: Tiles, chained: bool
+) -> None:
+    let_next_start(chained)
     pair, row = lax.axis_index("pair"), lax.axis_index("rows") * _ROWS
     head, request = lax.div(pair, jnp.int32(shape.requests)), lax.rem(pair, jnp.int32(shape.requests))
     slot, count = _pieces(pair, head, request, first, shape, tiles)
+    wait_for_kernel_before(chained)
     rows, layout = pl.ds(row, _ROWS), _layout(shape.head_dim)
     per_row = layout.reduce(1)
 

@@ -24,11 +24,13 @@ def split_attention_mosaic_gpu(
     fresh: tuple[Fresh, Fresh] | None = None,
     layer: Int[Array, ""] | int,
     scale: float,
+    chained: bool = False,
     tiles: Tiles | None = None,
 ) -> AttentionOutput:
     """Hopper form of `jdllm.pallas.split_attention.split_attention`.
 
     Arguments:
+    - `chained`: as in `jdllm.pallas.chain`; pools, `table` and `layer` are older than the chain.
     - `tiles`: the cut; by default one that suits the number of queries per key-value head.
 
     Raises `NotImplementedError`, naming the limit, for operands that it cannot take.
@@ -53,8 +55,8 @@ def split_attention_mosaic_gpu(
         *(_whole_blocks(rows).reshape(-1, kv_heads * head_dim) for rows in fresh or ()),
     )
     products = TensorCores if target().on_cuda else Interpreted
-    partials = attention_partials(inputs, shape, tiles, scale, products)
-    o, m, total = merge_partials(partials, inputs.first, shape, tiles, q.dtype)
+    partials = attention_partials(inputs, shape, tiles, scale, products, chained=chained)
+    o, m, total = merge_partials(partials, inputs.first, shape, tiles, q.dtype, chained=chained)
     return AttentionOutput(o[:, :queries], m[:, :queries], total[:, :queries])
 
 

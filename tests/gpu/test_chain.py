@@ -1,0 +1,77 @@
+"""Layers of a few rows as a chain of kernels: whether each one really waits for what it reads."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from benchmarks.cached_step import random_cache
+from benchmarks.shapes import SHAPES
+from jdllm.decoding.executables import Executables
+from jdllm.models.block import Rows
+from jdllm.models.cached import forward_reuse
+from jdllm.models.chain import chains
+from jdllm.models.config import ModelConfig
+from jdllm.models.module import Transformer
+from jdllm.models.pool import KeyValuePool
+from jdllm.pallas.split_attention import split_attention
+
+pytestmark = pytest.mark.gpu
+
+WIDE = dataclasses.replace(SHAPES["llada-8b"], num_layers=6)
+NARROW = dataclasses.replace(
+    WIDE, hidden_size=512, num_heads=4, num_kv_heads=4, intermediate_size=1024, num_layers=20
+)
+REPEATS = 50
+
+
+@pytest.fixture(autouse=True)
+def card():
+    assert jax.default_backend() == "gpu", "this lane needs a card"
+
+
+@pytest.fixture(
+    scope="module", params=[(WIDE, 4000), (WIDE, 70), (NARROW, 300)], ids=["long", "wide", "narrow"]
+)
+def operands(request: pytest.FixtureRequest) -> tuple[ModelConfig, tuple[Any, ...]]:
+    config, cached = request.param
+    params = Transformer(config, rngs=nnx.Rngs(0), dtype="bfloat16").params()
+    k_pool, v_pool, table = random_cache(config, cached, 32, 64, "bfloat16")
+    tokens = jax.random.randint(jax.random.key(2), (32,), 0, config.defined_ids)
+    unused = jnp.zeros(32, jnp.int32)
+    rows = Rows(cached + jnp.arange(32), unused, unused)
+    assert chains(params, config, 32)
+    return config, (params, tokens, rows, KeyValuePool(k_pool, v_pool), table)
+
+
+def chain(params, tokens, rows, pool, table, *, config):
+    return forward_reuse(params, config, tokens, rows, pool, table)
+
+
+def layers(params, tokens, rows, pool, table, *, config):
+    return forward_reuse(params, config, tokens, rows, pool, table, attention=split_attention)
+
+
+def test_a_chain_gives_the_same_bits_every_time_and_those_of_kernels_that_do_not_overlap(operands):
+    config, inputs = operands
+    compile = functools.partial(Executables("gpu").compile, chain, *inputs, config=config)
+    overlapping, in_a_graph = compile(chained=True), compile(chained=False)
+    expected = np.asarray(in_a_graph(*inputs)).view(np.uint16)
+    results = [overlapping(*inputs) for _ in range(REPEATS)]
+    for result in results:
+        np.testing.assert_array_equal(np.asarray(result).view(np.uint16), expected)
+
+
+def test_a_chain_is_as_good_as_other_kernels(operands):
+    config, inputs = operands
+    executables = Executables("gpu")
+    actual, expected = (
+        np.asarray(executables.compile(form, *inputs, config=config)(*inputs), np.float64)
+        for form in (chain, layers)
+    )
+    assert np.linalg.norm(actual - expected) < 0.03 * np.linalg.norm(expected)
