@@ -5,12 +5,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from jdllm.decoding.adaptive import AdaptiveBatch, denoise_adaptive
-from jdllm.decoding.batch import Trace
-from jdllm.decoding.executables import Executables
+from jdllm.decoding.encoded_trace import EncodedTrace, encoding
+from jdllm.decoding.executables import Executable, Executables
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.planning.chunks import ChunkConfig
@@ -19,7 +18,9 @@ from jdllm.serving.adaptive_packing import pack_adaptive
 from jdllm.serving.request import Request
 from jdllm.serving.verifier import Verifier
 
-Compile = Callable[[ChunkConfig], jax.stages.Compiled]
+_denoise_adaptive = encoding(denoise_adaptive)
+
+Compile = Callable[[ChunkConfig], Executable]
 """The executable that runs with given chunk counts, for its memory."""
 
 
@@ -47,7 +48,7 @@ class AdaptiveRunner:
         self._choose = choose
         self._chosen: dict[Bucket, ChunkConfig] = {}
 
-    def run(self, requests: Sequence[Request]) -> tuple[Trace, list[np.ndarray]]:
+    def run(self, requests: Sequence[Request]) -> tuple[EncodedTrace, list[np.ndarray]]:
         """One iteration.
 
         Returns the trace, and for each request the positions of its window. Raises `MemoryBudgetError` where
@@ -55,13 +56,13 @@ class AdaptiveRunner:
         """
         batch, candidates = pack_adaptive(requests, self._config, self._verifier.config)
         static = self._static(self._chunks(batch))
-        trace = self._executables.call(denoise_adaptive, *self._arguments(batch), **static)
+        trace = self._executables.call(_denoise_adaptive, *self._arguments(batch), **static)
         return trace, candidates
 
     def _chunks(self, batch: AdaptiveBatch) -> ChunkConfig:
-        def compiled(chunks: ChunkConfig) -> jax.stages.Compiled:
+        def compiled(chunks: ChunkConfig) -> Executable:
             return self._executables.compile(
-                denoise_adaptive, *self._arguments(batch), **self._static(chunks)
+                _denoise_adaptive, *self._arguments(batch), **self._static(chunks)
             )
 
         bucket = Bucket(len(batch.tokens), len(batch.tokens), len(batch.head.row))

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jdllm.decoding.batch import Trace
 from jdllm.decoding.cached import refresh, reuse
 from jdllm.decoding.caches import kept
+from jdllm.decoding.encoded_trace import EncodedTrace, encoding
 from jdllm.decoding.executables import Executables
 from jdllm.models.chain import chains
 from jdllm.models.config import ModelConfig
@@ -22,6 +22,7 @@ from jdllm.serving.kv_pool import KvPool
 from jdllm.serving.request import Request
 
 _SMALLEST_POOL = 16
+_refresh, _reuse = encoding(refresh), encoding(reuse)
 
 
 class Limit(NamedTuple):
@@ -89,7 +90,7 @@ class CachedRunner:
         """Free the pages of a finished request."""
         self._pages = self._pages.release(request.index)
 
-    def refresh(self, requests: Sequence[Request], level: Level) -> tuple[Trace, list[np.ndarray]]:
+    def refresh(self, requests: Sequence[Request], level: Level) -> tuple[EncodedTrace, list[np.ndarray]]:
         """One step of whole sequences; what each policy asks for is stored.
 
         Returns the trace, and for each request the positions of its head rows. Raises `MemoryBudgetError`
@@ -97,7 +98,7 @@ class CachedRunner:
         """
         (batch, candidates), selection, table, scoring = pack_refresh(requests, self._config, self._pages)
         trace, self._pool = self._run(
-            refresh,
+            _refresh,
             self._params,
             batch,
             selection,
@@ -111,11 +112,11 @@ class CachedRunner:
 
     def reuse(
         self, requests: Sequence[Request], max_steps: int, level: Level
-    ) -> tuple[Trace, list[np.ndarray]]:
+    ) -> tuple[EncodedTrace, list[np.ndarray]]:
         """Up to `max_steps` steps of what each request forwards; as `refresh` otherwise."""
         (batch, candidates), table = pack_reuse(requests, self._config, self._pages)
         trace = self._run(
-            reuse,
+            _reuse,
             self._params,
             batch,
             table,

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jdllm.decoding.batch import Trace
 from jdllm.decoding.caches import Phase
+from jdllm.decoding.encoded_trace import EncodedTrace, decode
 from jdllm.decoding.rules import head_level
 from jdllm.models.config import ModelConfig
 from jdllm.serving.cached_runner import CachedRunner
@@ -73,7 +73,8 @@ class Engine:
         running: list[Request] = []
         try:
             while waiting or running:
-                self._admit(waiting, running)
+                if waiting:
+                    self._admit(waiting, running)
                 for group in _by_phase(running):
                     yield from self._dispatch(group, every_step)
                 for request in running:
@@ -101,16 +102,13 @@ class Engine:
 
     def _dispatch(self, requests: list[Request], every_step: bool) -> Iterator[StepUpdate]:
         trace, candidates = self._run(requests, every_step)
-        steps, tokens, committed = jax.device_get(trace)
-        ends = np.cumsum([len(positions) for positions in candidates])[:-1]
-        tokens, committed = (
-            np.split(x[:steps, : sum(map(len, candidates))], ends, 1) for x in (tokens, committed)
-        )
-        for step in range(steps):
-            for request, positions, choice, took in zip(requests, candidates, tokens, committed, strict=True):
-                yield self._take_in(request, positions, choice[step], took[step])
+        stops = itertools.accumulate(map(len, candidates))
+        parts = [slice(stop - len(own), stop) for own, stop in zip(candidates, stops, strict=True)]
+        for tokens, committed in zip(*decode(jax.device_get(trace)), strict=True):
+            for request, positions, part in zip(requests, candidates, parts, strict=True):
+                yield self._take_in(request, positions, tokens[part], committed[part])
 
-    def _run(self, requests: list[Request], every_step: bool) -> tuple[Trace, list[np.ndarray]]:
+    def _run(self, requests: list[Request], every_step: bool) -> tuple[EncodedTrace, list[np.ndarray]]:
         if requests[0].adaptive:
             return self._runner.adaptive.run(requests)
         level = max(head_level(r.sampling) for r in requests)

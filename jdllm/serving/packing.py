@@ -1,5 +1,6 @@
 """Packs the requests of one dispatch into the arrays of a bucket."""
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -78,7 +79,7 @@ def head_rows(row: np.ndarray, unguided: np.ndarray, segment: np.ndarray, paddin
 def segment_params(requests: Sequence[Request], size: int, steps: int, config: ModelConfig) -> SegmentParams:
     """One row per request with a table of `steps`, padded with inactive segments that ask for nothing."""
     missing = size - len(requests)
-    rows = [r.segment for r in requests] + [segment_row(SamplingParams(), config)] * missing
+    rows = [r.segment for r in requests] + [_padding_row(config)] * missing
     columns: dict[str, np.ndarray] = {name: np.asarray([row[name] for row in rows]) for name in rows[0]}
     left = [r.table_left(steps) for r in requests]
     progress = {
@@ -88,3 +89,8 @@ def segment_params(requests: Sequence[Request], size: int, steps: int, config: M
         "fraction": np.stack([table.fraction for table in left]),
     }
     return SegmentParams(**columns, **{name: padded(x, size) for name, x in progress.items()})
+
+
+@functools.cache
+def _padding_row(config: ModelConfig) -> dict[str, np.ndarray | np.generic]:
+    return segment_row(SamplingParams(), config)

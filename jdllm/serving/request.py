@@ -191,7 +191,7 @@ class Request:
     def end_of_text(self) -> int | None:
         """Where in the result the text ends: at its first stop id, if nothing is masked before it."""
         start = self.returned.start
-        ends = np.flatnonzero(np.isin(self.tokens[start:], self.stop_ids))
+        ends = np.flatnonzero((self.tokens[start:, None] == self.stop_ids).any(1))
         if not len(ends) or (self.tokens[: start + ends[0]] == self.mask_id).any():
             return None
         return int(ends[0])
@@ -202,7 +202,7 @@ class Request:
         return Timings(queued=started - self.created, running=ended - started)
 
     def _block_is_over(self) -> bool:
-        filled = not (self.tokens[: self.block.stop] == self.mask_id).any()
+        filled = self.mask_id not in self.tokens[: self.block.stop]
         return self.steps_left <= 0 or filled or (self.adaptive and self._text_is_over())
 
     def _text_is_over(self) -> bool:

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdllm.decoding.batch import Batch, Trace
-from jdllm.decoding.executables import Executables, temp_bytes
+from jdllm.decoding.batch import Batch
+from jdllm.decoding.encoded_trace import EncodedTrace, encode, encoding
+from jdllm.decoding.executables import Executable, Executables, temp_bytes
 from jdllm.decoding.step import denoise
 from jdllm.decoding.tiered import denoise_tiered
 from jdllm.models.config import ModelConfig
@@ -29,6 +30,7 @@ from jdllm.serving.verifier import Verifier
 
 _ATTEMPTS = 4
 _UNPLANNED_LOGITS = 512
+_denoise = encoding(denoise)
 
 
 class StepRunner:
@@ -67,14 +69,14 @@ class StepRunner:
         self._max_num_logits = max_num_logits
         self._choices: dict[tuple[Bucket, Level], tuple[ChunkConfig, HostTiers | None]] = {}
 
-    def run(self, batch: Batch, max_steps: int, mask_id: int, level: Level) -> Trace:
+    def run(self, batch: Batch, max_steps: int, mask_id: int, level: Level) -> EncodedTrace:
         """Up to `max_steps` steps of `batch`, NumPy arrays; one at most where host memory is needed.
 
         Raises `MemoryBudgetError` where the step does not fit, before anything has run.
         """
         chunks, tiers = self._choice(batch, mask_id, level)
         if tiers is not None:
-            return denoise_tiered(
+            trace = denoise_tiered(
                 self._params,
                 batch,
                 config=self._config,
@@ -84,8 +86,9 @@ class StepRunner:
                 level=level,
                 executables=self._executables,
             )
+            return encode(trace)
         static = self._static(mask_id, level, chunks)
-        return self._executables.call(denoise, self._params, batch, np.int32(max_steps), **static)
+        return self._executables.call(_denoise, self._params, batch, np.int32(max_steps), **static)
 
     @functools.cached_property
     def adaptive(self) -> AdaptiveRunner:
@@ -147,9 +150,9 @@ class StepRunner:
     def _choose(
         self, batch: Batch, mask_id: int, level: Level, bucket: Bucket, budget: Budget
     ) -> tuple[ChunkConfig, HostTiers | None]:
-        def compiled(chunks: ChunkConfig) -> jax.stages.Compiled:
+        def compiled(chunks: ChunkConfig) -> Executable:
             static = self._static(mask_id, level, chunks)
-            return self._executables.compile(denoise, self._params, batch, np.int32(1), **static)
+            return self._executables.compile(_denoise, self._params, batch, np.int32(1), **static)
 
         tiers = [rung for rung in rungs(self._config) if not rung.weights]
         return self._fit(self._workload(level), bucket, budget, tiers, compiled)

@@ -1,10 +1,11 @@
 """One executable for each set of shapes and static arguments."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdllm.decoding.executables import Executables, compiler_options
+from jdllm.decoding.executables import Executables, compiler_options, temp_bytes
 
 
 def scaled(x, *, factor: int):
@@ -35,6 +36,48 @@ def test_donated_arguments_are_used_up_and_others_are_not():
     assert y.is_deleted()
     assert not x.is_deleted()
     assert len(executables) == 2
+
+
+def mixed(pool, host, weights):
+    words, flags, scale = host
+    return pool.at[0].add(words.sum()), (weights * scale, flags)
+
+
+def test_host_arguments_among_donated_and_other_ones():
+    executables = Executables("cpu")
+    host = np.arange(4, dtype=np.int32), np.array([True, False]), np.float32(0.5)
+    pool, weights = jnp.zeros(2, jnp.int32), jnp.arange(3.0)
+    for expected in (6, 12):
+        before = pool
+        pool, (products, flags) = executables.call(mixed, before, host, weights, donate=(0,))
+        assert before.is_deleted()
+        np.testing.assert_array_equal(pool, [expected, 0])
+        np.testing.assert_array_equal(products, [0, 0.5, 1])
+        np.testing.assert_array_equal(flags, host[1])
+    assert not weights.is_deleted()
+    assert len(executables) == 1
+
+
+def test_host_arguments_need_an_executable_of_their_own():
+    executables = Executables("cpu")
+    for x in (np.arange(3, dtype=np.int32), jnp.arange(3), np.arange(1, 4, dtype=np.int32)):
+        np.testing.assert_array_equal(executables.call(scaled, x, factor=2), 2 * np.asarray(x))
+    assert len(executables) == 2
+
+
+def test_abstract_arguments_are_those_on_the_device():
+    executables = Executables("cpu")
+    executable = executables.compile(scaled, jax.ShapeDtypeStruct((3,), jnp.int32), factor=2)
+    np.testing.assert_array_equal(executables.call(scaled, jnp.arange(3), factor=2), [0, 2, 4])
+    np.testing.assert_array_equal(executable(np.arange(3, dtype=np.int32)), [0, 2, 4])
+    assert len(executables) == 1
+    assert temp_bytes(executable) == executables.temp_bytes(executable) >= 0
+
+
+def test_arguments_of_another_structure_are_refused():
+    executable = Executables("cpu").compile(lambda pair: pair[0], (jnp.zeros(2), jnp.zeros(2)))
+    with pytest.raises(TypeError, match="compiled for arguments"):
+        executable([jnp.zeros(2), jnp.zeros(2)])
 
 
 def test_functions_are_told_apart():
