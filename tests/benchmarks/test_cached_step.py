@@ -58,7 +58,7 @@ def test_two_steps_against_the_cache_are_those_over_all_rows():
     table = with_fresh_rows(table, np.array([0]), np.array([FRESH]), PAGE_ROWS)
     twice, _ = full(params, config, np.concatenate([tokens[:CACHED], once]))
 
-    run = jax.jit(functools.partial(denoise, config=config, split="xla", head="xla", steps=2))
+    run = jax.jit(functools.partial(denoise, config=config, form="xla", steps=2))
     actual = run(params, k_pool, v_pool, table, tokens[CACHED:], CACHED)
     np.testing.assert_array_equal(actual, twice)
     assert (once != twice).any()
