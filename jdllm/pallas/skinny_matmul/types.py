@@ -1,9 +1,8 @@
 """The arrays of every product of a few rows."""
 
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Int
 
 X = Float[Array, "rows k"]
 Stack = Float[Array, "layers n k"]
 Layer = Int[Array, ""] | int
 Product = Float[Array, "rows n"]
-Rotation = tuple[Float32[Array, "rows pairs"], Float32[Array, "rows pairs"]]
