@@ -93,7 +93,9 @@ class Executables:
     ) -> Executable:
         """The executable itself; `args` may be abstract (`jax.ShapeDtypeStruct`).
 
-        `chained` says that the function has chains of kernels (`jdllm.pallas.chain`).
+        Arguments:
+        - `donate`: places of the arguments whose memory results may take.
+        - `chained`: whether the function has chains of kernels (`jdllm.pallas.chain`).
         """
         kinds = tuple((leaf.shape, leaf.dtype, on_host(leaf)) for leaf in jax.tree.leaves(args))
         key = (function, donate, chained, kinds, tuple(sorted(static.items())))

@@ -58,6 +58,7 @@ def compile_for(
     function: Callable[..., Any],
     *args: Any,
     donate: tuple[int, ...] = (),
+    chained: bool = False,
     **static: Hashable,
 ) -> jax.stages.Compiled:
     """Compile `function(*args, **static)` for a described card.
@@ -65,16 +66,15 @@ def compile_for(
     Arguments:
     - `target`: as `target_sharding` takes it.
     - `args`: trees of anything with a shape and a dtype, such as `jax.ShapeDtypeStruct`.
-    - `donate`: places of the arguments whose memory results may take.
+    - `donate`, `chained`: as of `jdllm.decoding.executables.Executables.compile`.
     - `static`: keyword arguments that are no arrays.
 
     Returns the executable, whose `memory_analysis()` and `as_text()` answer for the card. It cannot run.
     """
     sharding = target_sharding(target)
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
-    jitted = jax.jit(
-        lambda *a: function(*a, **static), donate_argnums=donate, compiler_options=compiler_options("cuda")
-    )
+    options = compiler_options("cuda", chained=chained)
+    jitted = jax.jit(lambda *a: function(*a, **static), donate_argnums=donate, compiler_options=options)
     (device,) = sharding.device_set
     with jax.default_device(device):
         return jitted.lower(*placed).compile()

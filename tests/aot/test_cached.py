@@ -1,5 +1,6 @@
 """Cached steps of LLaDA-8B compiled for an H200: the pool is written in place, or only read."""
 
+import re
 from typing import Any
 
 import jax
@@ -29,10 +30,10 @@ PAGES = 1 + 16 * REQUESTS * LENGTH // PAGE_ROWS  # a layer's keys are half a GiB
 STATIC = {"config": CONFIG, "mask_id": CONFIG.mask_id, "logits_chunks": 1, "level": Level.TOP}
 
 
-def requests(cache: str) -> tuple[list[Request], KvPool]:
+def requests(cache: str, count: int = REQUESTS) -> tuple[list[Request], KvPool]:
     sampling = SamplingParams(gen_length=256, block_length=32, cache=cache, refresh_delay=0)  # pyright: ignore
     pages = KvPool.empty(PAGES, PAGE_ROWS)
-    out = [generation_request(i, np.arange(LENGTH - 256), sampling, CONFIG) for i in range(REQUESTS)]
+    out = [generation_request(i, np.arange(LENGTH - 256), sampling, CONFIG) for i in range(count)]
     for request in out:
         pages = pages.allocate(request.index, LENGTH)
     return out, pages
@@ -77,3 +78,28 @@ def test_a_reuse_copies_no_layer_of_the_pool():
     arguments = (abstract_params(CONFIG, "bfloat16"), batch, table, abstract_pool(pages), np.int32(1))
     compiled = compile_for("h200", reuse, *arguments, **STATIC)
     assert temp_bytes(compiled) < 64 * MIB
+
+
+def test_nothing_stands_between_the_kernels_of_a_chain(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    """Two requests have few enough rows; every kernel keeps to its registers."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    asked, pages = requests("dual", 2)
+    pack_refresh(asked, CONFIG, pages)
+    (batch, _), table = pack_reuse(asked, CONFIG, pages)
+    arguments = (abstract_params(CONFIG, "bfloat16"), batch, table, abstract_pool(pages), np.int32(1))
+    compiled = compile_for("h200", reuse, *arguments, chained=True, **STATIC)
+    assert temp_bytes(compiled) < 16 * MIB
+    text = compiled.as_text() or ""
+    (body,) = (part for part in text.split("\n\n") if "/add_norm/" in part)
+    kernels = [line for line in body.splitlines() if re.search(r" (fusion|copy|while|custom-call)\(", line)]
+    of_layers = ["(layer)" in line and "mosaic_gpu" in line for line in kernels]
+    begin, end = of_layers.index(True), len(kernels) - of_layers[::-1].index(True)
+    assert sum(of_layers) == 9 * CONFIG.num_layers
+    apart = [line for line, own in zip(kernels[begin:end], of_layers[begin:end], strict=True) if not own]
+    assert all(re.search(r"/(cos|sin)\"", line) for line in apart), apart  # in the first layer, no chain yet
+    printed = "".join(capfd.readouterr())
+    spilled = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", printed)
+    assert spilled
+    assert set(spilled) == {("0", "0")}, printed

@@ -13,7 +13,7 @@ from jdllm.pallas.device import Target
 from jdllm.pallas.hopper import PROCESSORS, SHARED_BYTES
 from jdllm.pallas.skinny_matmul import Implementation, api, skinny_matmul
 from jdllm.pallas.skinny_matmul.limits import check_mosaic_gpu
-from jdllm.pallas.skinny_matmul.mosaic_gpu import skinny_matmul_mosaic_gpu
+from jdllm.pallas.skinny_matmul.mosaic_gpu import skinny_matmul_mosaic_gpu, skinny_parts_mosaic_gpu
 from jdllm.pallas.skinny_matmul.tiles import (
     CONSUMER_REGISTERS,
     DEPTH,
@@ -83,10 +83,12 @@ class TestKernel:
             (2, True, None),
         ],
     )
-    def test_cuts(self, weights: int, gated: bool, tiles: Tiles | None):
+    @pytest.mark.parametrize("chained", [False, True])
+    def test_cuts(self, weights: int, gated: bool, tiles: Tiles | None, chained: bool):
         """The last block has columns beyond the weights, and parts of five steps differ."""
         x, stacks = operands(20, 80, 5 * DEPTH, weights, gated)
-        check(skinny_matmul_mosaic_gpu(x, stacks, layer=LAYER, gated=gated, tiles=tiles), x, stacks, gated)
+        actual = skinny_matmul_mosaic_gpu(x, stacks, layer=LAYER, gated=gated, chained=chained, tiles=tiles)
+        check(actual, x, stacks, gated)
 
     @pytest.mark.parametrize("rows", [1, 8, 32, 64])
     @pytest.mark.parametrize(("gated", "tiles"), [(True, Tiles(32, 1, 2)), (False, Tiles(32, 2, 2))])
@@ -114,6 +116,14 @@ class TestKernel:
         whole, changed = (skinny_matmul_mosaic_gpu(v, (w,), layer=0)[0] for v in (x, other))
         kept = np.r_[4:9, 10:16]
         np.testing.assert_array_equal(np.asarray(whole)[kept], np.asarray(changed)[kept])
+
+    @pytest.mark.parametrize("tiles", [Tiles(32, 1, 2), Tiles(32, 2, 2), None])
+    def test_sums_in_parts(self, tiles: Tiles | None):
+        x, (stack,) = operands(20, 64, 5 * DEPTH, 1)
+        parts = skinny_parts_mosaic_gpu(x, stack, layer=LAYER, chained=True, tiles=tiles)
+        assert parts.dtype == jnp.float32
+        exact = np.asarray(x, np.float64) @ np.asarray(stack[LAYER], np.float64).T
+        np.testing.assert_array_equal(np.asarray(parts, np.float64).sum(0), exact)
 
 
 class TestPortable:

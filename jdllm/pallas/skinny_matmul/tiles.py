@@ -23,7 +23,7 @@ DEPTH = SWIZZLE_COLUMNS
 COLUMN_UNIT = 2 * STRIP
 """Columns of a tile are multiples of it: results leave in swizzled rows of 32 bytes at least."""
 
-LOADER_REGISTERS = 24
+LOADER_REGISTERS = 72  # its loops that fill the ring ahead are unrolled
 CONSUMER_REGISTERS = consumer_registers(1, LOADER_REGISTERS)
 
 MAX_COLUMNS = 256
