@@ -36,16 +36,18 @@ def card():
 
 
 @pytest.fixture(
-    scope="module", params=[(WIDE, 4000), (WIDE, 70), (NARROW, 300)], ids=["long", "wide", "narrow"]
+    scope="module",
+    params=[(WIDE, 4000, 32), (WIDE, 70, 64), (NARROW, 300, 32)],
+    ids=["long", "short", "narrow"],
 )
 def operands(request: pytest.FixtureRequest) -> tuple[ModelConfig, tuple[Any, ...]]:
-    config, cached = request.param
+    config, cached, fresh = request.param
     params = Transformer(config, rngs=nnx.Rngs(0), dtype="bfloat16").params()
-    k_pool, v_pool, table = random_cache(config, cached, 32, 64, "bfloat16")
-    tokens = jax.random.randint(jax.random.key(2), (32,), 0, config.defined_ids)
-    unused = jnp.zeros(32, jnp.int32)
-    rows = Rows(cached + jnp.arange(32), unused, unused)
-    assert chains(params, config, 32)
+    k_pool, v_pool, table = random_cache(config, cached, fresh, 64, "bfloat16")
+    tokens = jax.random.randint(jax.random.key(2), (fresh,), 0, config.defined_ids)
+    unused = jnp.zeros(fresh, jnp.int32)
+    rows = Rows(cached + jnp.arange(fresh), unused, unused)
+    assert chains(params, config, fresh)
     return config, (params, tokens, rows, KeyValuePool(k_pool, v_pool), table)
 
 
