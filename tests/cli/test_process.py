@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +55,7 @@ def test_ctrl_c_exits_quietly(tmp_path: Path):
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child,
         (tmp_path / "prompt").open("w"),  # opens only once the command reads
     ):
+        time.sleep(1)  # a signal between the opening and the reading would be noticed after the reading only
         child.send_signal(signal.SIGINT)
         stdout, stderr = child.communicate(timeout=60)
     assert (child.returncode, stdout, stderr) == (130, b"", b"")
