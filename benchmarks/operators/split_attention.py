@@ -1,10 +1,10 @@
 """Time of Split-S attention against the bandwidth of a device copy.
 
 Run as `python3 -m benchmarks.operators.split_attention [--sweep] [--shapes 32x32 32x8] [--keys 4096 16384]
-[--page-rows 64] [--requests 1] [--implementations mosaic_gpu]` on a card. One executable attends to each
-layer of a pool that is larger than the L2 cache, again and again. Each form is measured with contiguous keys
-and with as many in four scattered segments whose last pages are partial. `--sweep` tries the cuts of
-`candidates`.
+[--page-rows 64] [--requests 1] [--implementations chained mosaic_gpu]` on a card. One executable attends to
+each layer of a pool that is larger than the L2 cache, again and again. Each form is measured with contiguous
+keys and with as many in four scattered segments whose last pages are partial; "chained" is the kernel as part
+of a chain (`jdllm.pallas.chain`). `--sweep` tries the cuts of `candidates`.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,12 @@ SEGMENTS = (0.1, 0.2, 0.3, 0.4)
 QUERIES, HEAD_DIM = 32, 128
 HEADS = ("32x32", "32x8", "28x4", "32x4")
 KEYS = (4096, 16384, 65536, 131072)
+
+FORMS: dict[str, dict[str, Any]] = {
+    "chained": {"implementation": "mosaic_gpu", "chained": True},
+    "mosaic_gpu": {"implementation": "mosaic_gpu"},
+    "xla": {"implementation": "xla"},
+}
 
 Form = Callable[..., AttentionOutput]
 
@@ -96,7 +102,7 @@ def measure(
     head_dim: int = HEAD_DIM,
     page_rows: int = 64,
     requests: int = 1,
-    implementations: Sequence[str] = ("mosaic_gpu", "xla"),
+    implementations: Sequence[str] = tuple(FORMS),
     tilings: Sequence[Tiles] = (),
 ) -> list[dict[str, Any]]:
     """Rows of the table: contiguous and scattered keys, each form, and the kernel under each of `tilings`."""
@@ -104,7 +110,7 @@ def measure(
     forms: list[tuple[dict[str, Any], Form]] = [
         (
             {"implementation": name},
-            functools.partial(split_attention, implementation=cast(Any, name), scale=scale),
+            functools.partial(split_attention, **FORMS[name], scale=scale),
         )
         for name in implementations
     ]
@@ -128,7 +134,8 @@ def measure(
         reference = split_attention(q, k, v, table, layer=layers - 1, scale=scale, implementation="reference")
         for columns, form in forms:
             repeats = math.ceil(LEAST_SECONDS / (layers * (moved / BYTES_PER_SECOND + 1e-5)))
-            executable = compiled(repeated(form, layers, repeats), q, k, v, table)
+            chained = columns["implementation"] == "chained"
+            executable = compiled(repeated(form, layers, repeats), q, k, v, table, chained=chained)
             call = functools.partial(executable, q, k, v, table)
             seconds = median_seconds(call) / (layers * repeats)
             rows.append(
@@ -169,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--queries", type=int, default=QUERIES)
     parser.add_argument("--page-rows", type=int, default=64)
     parser.add_argument("--requests", type=int, default=1)
-    parser.add_argument("--implementations", nargs="*", default=("mosaic_gpu", "xla"))
+    parser.add_argument("--implementations", nargs="*", choices=FORMS, default=list(FORMS))
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(arguments)
