@@ -89,7 +89,7 @@ def run_chain(
         q, k, v = (y.reshape(y.shape[0], -1, config.head_dim) for y in products(x, _QKV))
         q, k = rotate_rows(q, k, *rotation, chained=chained)
         o = attention(q, k, v, layer=place, chained=chained)
-        h, x = add(h, o.reshape(h.shape), "o", "ffn_norm", place)
+        h, x = add(h, o.reshape(h.shape[0], -1), "o", "ffn_norm", place)
         (y,) = products(x, _GATES, gated=True)
         return add(h, y, "down", "attn_norm", place if last else place + 1)
 
