@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -48,14 +47,20 @@ def test_a_terminal_without_a_prompt_is_not_waited_for():
         os.close(slave)
 
 
+def heed_ctrl_c() -> None:
+    """Shells start what runs in the background with this signal ignored, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_ctrl_c_exits_quietly(tmp_path: Path):
     os.mkfifo(tmp_path / "prompt")
     command = [sys.executable, "-m", "jdllm", "generate", "--file", str(tmp_path / "prompt")]
     with (
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heed_ctrl_c
+        ) as child,
         (tmp_path / "prompt").open("w"),  # opens only once the command reads
     ):
-        time.sleep(1)  # a signal between the opening and the reading would be noticed after the reading only
         child.send_signal(signal.SIGINT)
         stdout, stderr = child.communicate(timeout=60)
     assert (child.returncode, stdout, stderr) == (130, b"", b"")
