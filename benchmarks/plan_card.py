@@ -153,6 +153,7 @@ def compiled_step(
     request = generation_request(0, prompt, SamplingParams(gen_length=masked), config)
     batch = jax.device_put(pack([request], config).batch)
     static = {"config": config, "mask_id": config.mask_id, "chunks": chunks, "level": Level.TOP}
+    static |= {"guided": False}
     executables = Executables(jax.devices()[0].platform)
     params = abstract_params(config, "bfloat16")
     return executables.compile(denoise, params, batch, np.int32(1), **static), batch

@@ -70,6 +70,7 @@ def compile_step(params: Params, config: ModelConfig, rows: int) -> tuple[jax.st
         "mask_id": config.mask_id,
         "chunks": ChunkConfig(logits=math.ceil(batch.head.row.shape[0] / MAX_NUM_LOGITS)),
         "level": Level.TOP,
+        "guided": False,
     }
     batch = jax.device_put(batch)
     return compiled(denoise, params, batch, np.int32(1), **static), batch

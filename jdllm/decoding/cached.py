@@ -4,7 +4,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jdllm.decoding.batch import Batch, Trace
-from jdllm.decoding.step import SelectionBits, empty_trace, evaluate, keyed_bits, run_steps, transfer
+from jdllm.decoding.step import (
+    SelectionBits,
+    asked_rows,
+    empty_trace,
+    evaluate,
+    keyed_bits,
+    run_steps,
+    transfer,
+    wanted_of,
+)
 from jdllm.models.cached import forward_refresh, forward_reuse
 from jdllm.models.config import ModelConfig
 from jdllm.models.pool import KeyValuePool
@@ -36,16 +45,17 @@ def refresh(
       none of its candidates.
     - `logits_chunks`: into how many chunks the head rows are cut where logits exist; static.
 
-    Returns the trace of one step, and the pool. The step itself is exact: it evaluates everything.
+    No row has an unguided copy. Returns the trace of one step, and the pool. The step itself is exact: it
+    evaluates everything.
     """
     tokens = jnp.asarray(batch.tokens)
+    asked = asked_rows(config, tokens, batch, mask_id)
+    wanted, sources = wanted_of(asked, guided=False)
     hidden, pool = forward_refresh(
-        params, config, tokens, batch.rows, pool, selection, table, scoring=scoring
+        params, config, tokens, batch.rows, pool, selection, table, scoring=scoring, wanted=wanted
     )
-    masked, order, choice = evaluate(
-        params, config, hidden, tokens, batch, 0, mask_id=mask_id, chunks=logits_chunks, level=level
-    )
-    trace = transfer(tokens, empty_trace(batch), batch, masked, order, choice, selection_bits, level)[1]
+    choice = evaluate(params, config, hidden, sources, asked, batch, 0, chunks=logits_chunks, level=level)
+    trace = transfer(tokens, empty_trace(batch), batch, asked, choice, selection_bits, level)[1]
     return trace, pool
 
 
@@ -72,7 +82,10 @@ def reuse(
     Returns the trace. Approximate: what is stored is as old as the last refresh.
     """
     return run_steps(
-        lambda tokens: forward_reuse(params, config, tokens, batch.rows, pool, table),
+        lambda tokens, asked: (
+            forward_reuse(params, config, tokens, batch.rows, pool, table),
+            asked.sources,
+        ),
         params,
         batch,
         max_steps,

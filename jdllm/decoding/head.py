@@ -20,6 +20,13 @@ from jdllm.pallas.masked_logits import Level, RowDecision, RowSampling, masked_l
 _LAST = -1e30
 
 
+class Sources(NamedTuple):
+    """Rows whose hidden states predict the tokens of the head rows, and those of their unguided copies."""
+
+    guided: Int[Array, " head"]
+    unguided: Int[Array, " head"]
+
+
 class Choice(NamedTuple):
     """The token of each head row, and how sure the sampler is of it (higher commits first)."""
 
@@ -40,15 +47,13 @@ def gather_guided(
     return guide(params, config, hidden[guided], hidden[unguided], guidance)
 
 
-def source_rows(
-    config: ModelConfig, head: HeadRows, positions: Int[Tensor, " head"]
-) -> tuple[Int[Array, " head"], Int[Array, " head"]]:
-    """The rows whose hidden states predict the tokens of `head`, and those of their unguided copies.
+def source_rows(config: ModelConfig, head: HeadRows, positions: Int[Tensor, " head"]) -> Sources:
+    """The packed rows that predict the tokens of `head`.
 
     With shifted logits a token is predicted by the row before it; the first row of a sequence keeps its own.
     """
     back = jnp.where(positions > 0, 1, 0) if config.logits_shift else 0
-    return jnp.asarray(head.row) - back, jnp.asarray(head.unguided) - back
+    return Sources(jnp.asarray(head.row) - back, jnp.asarray(head.unguided) - back)
 
 
 def guide(
@@ -74,6 +79,7 @@ def choose(
     params: Params,
     config: ModelConfig,
     hidden: Hidden,
+    sources: Sources,
     head: HeadRows,
     positions: Int[Array, " head"],
     segments: SegmentParams,
@@ -87,6 +93,7 @@ def choose(
 
     Arguments:
     - `hidden`: rows after the last layer.
+    - `sources`: which of them predict the tokens of `head`.
     - `head`, `positions`: the rows to evaluate and their absolute positions.
     - `segments`, `step`: parameters of the segments and the denoising step that each is in.
     - `count`: rows to evaluate; of several chunks those beyond it are skipped on the device.
@@ -97,18 +104,20 @@ def choose(
     total = head.row.shape[0]
     size = rows_at_once(total, chunks, head_weights(params), level)
 
-    def evaluate(rows: HeadRows, at: Int[Array, " chunk"], live: Int[Array, ""]) -> Choice:
+    def evaluate(part: tuple[HeadRows, Array, Sources], live: Int[Array, ""]) -> Choice:
+        rows, at, (guided, unguided) = part
         guidance = jnp.asarray(segments.guidance)[rows.segment]
-        h = gather_guided(params, config, hidden, rows, at, guidance)
+        h = guide(params, config, hidden[guided], hidden[unguided], guidance)
         return decide(params, h, rows.segment, at, segments, step, live, level=level)
 
+    everything = head, positions, sources
     if size == total:
-        return evaluate(head, positions, count)
+        return evaluate(everything, count)
 
     def chunk(index: Array, out: Choice) -> Choice:
         start = jnp.minimum(index * size, total - size)
-        rows, at = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), (head, positions))
-        chosen = evaluate(rows, at, count - start)
+        part = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), everything)
+        chosen = evaluate(part, count - start)
         return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, start, 0), out, chosen)
 
     empty = Choice(jnp.zeros(total, jnp.int32), jnp.zeros(total))

@@ -1,6 +1,7 @@
 """The denoising step, and the device loop over the steps of a dispatch."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,18 +9,33 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jdllm.decoding.batch import Batch, HeadRows, SegmentParams, Trace
-from jdllm.decoding.head import Choice, choose
+from jdllm.decoding.head import Choice, Sources, choose, source_rows
 from jdllm.decoding.noise import Purpose, gumbel, position_bits, step_keys, uniform
 from jdllm.decoding.transfer import Candidates, RuleParams, select
 from jdllm.models.block import Hidden
 from jdllm.models.config import ModelConfig
-from jdllm.models.transformer import forward
+from jdllm.models.transformer import Wanted, forward, forward_wanted
 from jdllm.models.weights import Params
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.chunks import ChunkConfig
 
 SelectionBits = Callable[[Array, Array, Array, Array], Array]
 """(seed [segments, 2], step [segments], segment [rows], position [rows]) -> uint32 [rows]."""
+
+
+class Asked(NamedTuple):
+    """What a step asks the head for, the masked head rows first.
+
+    - `masked`: which head rows are masked, in their given order.
+    - `order`: the place of each of the following in that order.
+    - `rows`, `positions`, `sources`: head rows, their positions, and the packed rows that predict them.
+    """
+
+    masked: Bool[Array, " head"]
+    order: Int[Array, " head"]
+    rows: HeadRows
+    positions: Int[Array, " head"]
+    sources: Sources
 
 
 def keyed_bits(seed: Array, step: Array, segment: Array, positions: Array) -> Array:
@@ -37,6 +53,7 @@ def denoise(
     mask_id: int,
     chunks: ChunkConfig,
     level: Level,
+    guided: bool,
     selection_bits: SelectionBits = keyed_bits,
 ) -> Trace:
     """Run up to `max_steps` denoising steps; stop as soon as any segment has finished its block.
@@ -47,13 +64,20 @@ def denoise(
       block that are masked now, in rising order of position; later rows cannot commit and are not evaluated.
     - `max_steps`: int32, at most the columns of the segments' step tables. Tokens do not depend on it.
     - `config`, `mask_id`, `chunks`, `level`: static.
+    - `guided`: whether any head row has an unguided copy; static.
     - `selection_bits`: static; where the draws that select rows come from.
 
     Returns the trace. Exact: the steps are those of the official LLaDA and Dream samplers.
     """
 
+    def hidden_of(tokens: Int[Array, " rows"], asked: Asked) -> tuple[Hidden, Sources]:
+        if not chunks.layers_whole:
+            return forward(params, config, tokens, batch.rows, chunks=chunks), asked.sources
+        wanted, sources = wanted_of(asked, guided=guided)
+        return forward_wanted(params, config, tokens, batch.rows, wanted), sources
+
     return run_steps(
-        lambda tokens: forward(params, config, tokens, batch.rows, chunks=chunks),
+        hidden_of,
         params,
         batch,
         max_steps,
@@ -66,7 +90,7 @@ def denoise(
 
 
 def run_steps(
-    hidden_of: Callable[[Int[Array, " rows"]], Hidden],
+    hidden_of: Callable[[Int[Array, " rows"], Asked], tuple[Hidden, Sources]],
     params: Params,
     batch: Batch,
     max_steps: Int[Array, ""],
@@ -80,7 +104,8 @@ def run_steps(
     """The device loop of `denoise`, for any way to the hidden rows.
 
     Arguments:
-    - `hidden_of`: from the tokens of the packed rows to their hidden rows after the last layer.
+    - `hidden_of`: from the tokens of the packed rows and what is asked for to hidden rows after the last
+      layer, and which of them predict tokens.
     - the others: as of `denoise`.
     """
 
@@ -91,55 +116,69 @@ def run_steps(
 
     def step(carry: tuple[Array, Trace]) -> tuple[Array, Trace]:
         tokens, trace = carry
-        hidden = hidden_of(tokens)
-        masked, order, choice = evaluate(
-            params,
-            config,
-            hidden,
-            tokens,
-            batch,
-            trace.steps,
-            mask_id=mask_id,
-            chunks=logits_chunks,
-            level=level,
+        asked = asked_rows(config, tokens, batch, mask_id)
+        hidden, sources = hidden_of(tokens, asked)
+        choice = evaluate(
+            params, config, hidden, sources, asked, batch, trace.steps, chunks=logits_chunks, level=level
         )
-        return transfer(tokens, trace, batch, masked, order, choice, selection_bits, level)
+        return transfer(tokens, trace, batch, asked, choice, selection_bits, level)
 
     return lax.while_loop(unfinished, step, (jnp.asarray(batch.tokens), empty_trace(batch)))[1]
+
+
+def asked_rows(config: ModelConfig, tokens: Int[Array, " rows"], batch: Batch, mask_id: int) -> Asked:
+    """What there is to evaluate: only masked rows meet the head. `transfer` takes what it finds so."""
+    masked = masked_rows(tokens, batch, mask_id)
+    order = jnp.argsort(~masked, stable=True)
+    rows = jax.tree.map(lambda x: jnp.asarray(x)[order], batch.head)
+    positions = jnp.asarray(batch.rows.positions)[rows.row]
+    return Asked(masked, order, rows, positions, source_rows(config, rows, positions))
+
+
+def wanted_of(asked: Asked, *, guided: bool) -> tuple[Wanted, Sources]:
+    """The rows that predict what is asked for, and where they are among these.
+
+    Arguments:
+    - `guided`: whether any of them has an unguided copy; static.
+    """
+    size = len(asked.order)
+    place = jnp.arange(size)
+    live = place < asked.masked.sum()
+    if not guided:
+        return Wanted(asked.sources.guided, live), Sources(place, place)
+    return Wanted(jnp.concatenate(asked.sources), jnp.tile(live, 2)), Sources(place, size + place)
 
 
 def evaluate(
     params: Params,
     config: ModelConfig,
     hidden: Hidden,
-    tokens: Int[Array, " rows"],
+    sources: Sources,
+    asked: Asked,
     batch: Batch,
     steps: Int[Array, ""] | int,
     *,
-    mask_id: int,
     chunks: int,
     level: Level,
-) -> tuple[Bool[Array, " head"], Int[Array, " head"], Choice]:
-    """What the head makes of the hidden rows, `steps` steps into a dispatch.
+) -> Choice:
+    """What the head makes of the hidden rows, `steps` steps into a dispatch, in the order of `asked`.
 
-    Returns what `transfer` takes: which head rows are masked, an order, and the choices in that order.
+    Arguments:
+    - `sources`: which of `hidden` predict the rows of `asked`.
     """
-    masked = masked_rows(tokens, batch, mask_id)
-    order, rows, positions = masked_first(masked, batch)
-    now = jnp.asarray(batch.segments.step) + steps
-    choice = choose(
+    return choose(
         params,
         config,
         hidden,
-        rows,
-        positions,
+        sources,
+        asked.rows,
+        asked.positions,
         batch.segments,
-        now,
-        masked.sum(),
+        jnp.asarray(batch.segments.step) + steps,
+        asked.masked.sum(),
         chunks=chunks,
         level=level,
     )
-    return masked, order, choice
 
 
 def masked_rows(tokens: Int[Array, " rows"], batch: Batch, mask_id: int) -> Bool[Array, " head"]:
@@ -154,18 +193,6 @@ def may_step(masked: Bool[Array, " head"], batch: Batch, steps: Int[Array, ""] |
     return jnp.all((left & (steps < segments.steps_left)) | ~(segments.steps_left > 0))
 
 
-def masked_first(
-    masked: Bool[Array, " head"], batch: Batch
-) -> tuple[Int[Array, " head"], HeadRows, Int[Array, " head"]]:
-    """An order of the head rows that begins with the masked ones, and the rows and their positions in it.
-
-    Only masked rows meet the head; `transfer` takes what it finds in this order.
-    """
-    order = jnp.argsort(~masked, stable=True)
-    rows = jax.tree.map(lambda x: jnp.asarray(x)[order], batch.head)
-    return order, rows, jnp.asarray(batch.rows.positions)[rows.row]
-
-
 def empty_trace(batch: Batch) -> Trace:
     """The trace before the first step."""
     shape = (batch.segments.quota.shape[1], batch.head.row.shape[0])
@@ -176,8 +203,7 @@ def transfer(
     tokens: Int[Array, " rows"],
     trace: Trace,
     batch: Batch,
-    masked: Bool[Array, " head"],
-    order: Int[Array, " head"],
+    asked: Asked,
     choice: Choice,
     selection_bits: SelectionBits,
     level: Level,
@@ -186,13 +212,13 @@ def transfer(
 
     Arguments:
     - `tokens`, `trace`: before the step.
-    - `masked`: head rows that may commit.
-    - `order`, `choice`: an order of the head rows, and what the head chose in that order.
+    - `asked`, `choice`: what the head was asked for, and what it chose in that order.
 
     Returns tokens and trace after the step.
     """
     head, segments, index = batch.head, batch.segments, trace.steps
-    choice = jax.tree.map(lambda x: jnp.zeros_like(x).at[order].set(x), choice)
+    masked = asked.masked
+    choice = jax.tree.map(lambda x: jnp.zeros_like(x).at[asked.order].set(x), choice)
     positions = jnp.asarray(batch.rows.positions)[head.row]
     now = jnp.asarray(segments.step) + index
     bits = selection_bits(jnp.asarray(segments.seed), now, jnp.asarray(head.segment), positions)

@@ -5,17 +5,17 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from jdllm.decoding.batch import Batch, HeadRows, SegmentParams, Trace
+from jdllm.decoding.batch import Batch, SegmentParams, Trace
 from jdllm.decoding.executables import Executables
-from jdllm.decoding.head import Choice, decide, guide, source_rows
+from jdllm.decoding.head import Choice, decide, guide
 from jdllm.decoding.step import (
+    Asked,
     SelectionBits,
+    asked_rows,
     empty_trace,
     keyed_bits,
-    masked_first,
-    masked_rows,
     may_step,
     transfer,
 )
@@ -55,7 +55,7 @@ def denoise_tiered(
 
     Returns the trace of at most one step. Exact: tokens and commitments are those of `denoise`.
     """
-    masked, order, rows, positions, may = jax.device_get(executables.call(_masked, batch, mask_id=mask_id))
+    asked, may = jax.device_get(executables.call(_asked, batch, config=config, mask_id=mask_id))
     if not may:
         return empty_trace(batch)
     hidden = forward_tiered(params, config, batch.tokens, batch.rows, tiers=tiers, call=executables.call)
@@ -63,18 +63,14 @@ def denoise_tiered(
         params,
         config,
         hidden,
-        rows,
-        positions,
+        asked,
         batch.segments,
-        masked.sum(),
         chunk_rows=tiers.chunk_rows,
         chunks=logits_chunks,
         level=level,
         executables=executables,
     )
-    return executables.call(
-        _transfer, batch, masked, order, choice, selection_bits=selection_bits, level=level
-    )
+    return executables.call(_transfer, batch, asked, choice, selection_bits=selection_bits, level=level)
 
 
 def head_buffers(
@@ -97,10 +93,8 @@ def _choose(
     params: Params,
     config: ModelConfig,
     hidden: list[Hidden],
-    head: HeadRows,
-    positions: np.ndarray,
+    asked: Asked,
     segments: SegmentParams,
-    count: int,
     *,
     chunk_rows: int,
     chunks: int,
@@ -110,9 +104,9 @@ def _choose(
     """`jdllm.decoding.head.choose` of hidden rows in host memory, chunks of `chunk_rows`."""
     (device,) = hidden[0].devices()
     weights = to_device({"final_norm": params["final_norm"], "head": head_weights(params)}, device)
-    total = len(head.row)
+    total, count = len(asked.order), asked.masked.sum()
     size = rows_at_once(total, chunks, head_weights(params), level)
-    guided, unguided = jax.device_get(source_rows(config, head, positions))
+    guided, unguided = (np.asarray(rows) for rows in asked.sources)
     load = functools.lru_cache(_KEPT_CHUNKS)(lambda index: to_device(hidden[index], device))
 
     def gather(sources: np.ndarray) -> Hidden:
@@ -134,8 +128,8 @@ def _choose(
             _decide,
             weights,
             [gather(rows) for rows in sources],
-            head.segment[window],
-            positions[window],
+            asked.rows.segment[window],
+            asked.positions[window],
             segments,
             np.int32(count - start),
             config=config,
@@ -145,12 +139,10 @@ def _choose(
     return Choice(jnp.asarray(tokens), jnp.asarray(confidence))
 
 
-def _masked(
-    batch: Batch, *, mask_id: int
-) -> tuple[Array, Int[Array, " head"], HeadRows, Int[Array, " head"], Array]:
-    """What is masked, the order in which it comes first, and whether there may be a step."""
-    masked = masked_rows(jnp.asarray(batch.tokens), batch, mask_id)
-    return masked, *masked_first(masked, batch), may_step(masked, batch, 0)
+def _asked(batch: Batch, *, config: ModelConfig, mask_id: int) -> tuple[Asked, Bool[Array, ""]]:
+    """What a step asks for, and whether there may be one."""
+    asked = asked_rows(config, jnp.asarray(batch.tokens), batch, mask_id)
+    return asked, may_step(asked.masked, batch, 0)
 
 
 def _take(rows: Hidden, chunk: Hidden, places: Int[Array, " rows"]) -> Hidden:
@@ -178,12 +170,11 @@ def _decide(
 
 def _transfer(
     batch: Batch,
-    masked: Array,
-    order: Int[Array, " head"],
+    asked: Asked,
     choice: Choice,
     *,
     selection_bits: SelectionBits,
     level: Level,
 ) -> Trace:
     tokens = jnp.asarray(batch.tokens)
-    return transfer(tokens, empty_trace(batch), batch, masked, order, choice, selection_bits, level)[1]
+    return transfer(tokens, empty_trace(batch), batch, asked, choice, selection_bits, level)[1]

@@ -5,14 +5,14 @@ from typing import Any
 
 from jaxtyping import Array
 
-from jdllm.models.block import AttentionFn, Hidden, Layer, RowInts, Rows, block
+from jdllm.models.block import AttentionFn, Hidden, Layer, RowInts, Rows, block, project_keys_values
 from jdllm.models.chain import chains, run_chain
 from jdllm.models.config import ModelConfig
 from jdllm.models.moe import GroupedMatmulFn
 from jdllm.models.pool import KeyValuePool
 from jdllm.models.rotary import cos_sin
 from jdllm.models.selection import Scoring, Selection, slots_of, sources, store
-from jdllm.models.transformer import attention_over, embed, scan_layers
+from jdllm.models.transformer import Wanted, attention_over, embed, last_block, scan_layers
 from jdllm.models.weights import Params
 from jdllm.pallas.attention import AttentionOutput
 from jdllm.pallas.grouped_matmul import grouped_matmul as default_grouped_matmul
@@ -29,6 +29,7 @@ def forward_refresh(
     table: PageTable,
     *,
     scoring: Scoring | None,
+    wanted: Wanted,
     attention: AttentionFn | None = None,
     grouped_matmul: GroupedMatmulFn = default_grouped_matmul,
 ) -> tuple[Hidden, KeyValuePool]:
@@ -41,8 +42,9 @@ def forward_refresh(
     - `selection`: which rows may be stored, and how many.
     - `table`: the pages of each segment; how many of their rows are live does not matter here.
     - `scoring`: as of `sources`; static.
+    - `wanted`: as of `jdllm.models.transformer.forward_wanted`.
 
-    Returns the hidden rows, which storing does not change, and the pool.
+    Returns the hidden rows of `wanted`, which storing does not change, and the pool.
     """
     rotation = cos_sin(config.rope, config.head_dim, rows.positions)
     slots = slots_of(selection, table, pool.k.shape[3])
@@ -60,7 +62,16 @@ def forward_refresh(
         h = block(layer, config, h, rotation, rows, attend, grouped_matmul)
         return h, stored[0]
 
-    return scan_layers(params, config, (embed(params, tokens), pool), body)
+    def last(carry: tuple[Hidden, KeyValuePool], layer: Layer, number: Array) -> tuple[Hidden, KeyValuePool]:
+        h, pool = carry
+        if scoring is not None:  # by queries of rows that nobody wants
+            h, pool = body(carry, layer, number)
+            return h[wanted.rows], pool
+        k, v = project_keys_values(layer, config, h, rotation)
+        pool = KeyValuePool(*store(*pool, number, k, v, slots.page, slots.source))
+        return last_block(layer, config, h, rotation, rows, wanted, grouped_matmul, (k, v)), pool
+
+    return scan_layers(params, config, (embed(params, tokens), pool), body, last=last)
 
 
 def forward_reuse(

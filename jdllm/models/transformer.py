@@ -6,11 +6,23 @@ attends to is its range [k_start, k_end) of rows. Nothing here knows about batch
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
+import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
-from jdllm.models.block import AttentionFn, Hidden, Layer, RowInts, Rows, block
+from jdllm.models.block import (
+    AttentionFn,
+    Hidden,
+    Layer,
+    RowInts,
+    Rows,
+    attention_branch,
+    block,
+    ffn_branch,
+    project_keys_values,
+)
 from jdllm.models.chunked import run_layers
 from jdllm.models.config import ModelConfig
 from jdllm.models.layers import head_logits, rms_norm
@@ -24,6 +36,15 @@ from jdllm.pallas.grouped_matmul import grouped_matmul as default_grouped_matmul
 from jdllm.planning.chunks import ChunkConfig
 
 _WHOLE = ChunkConfig()
+
+
+class Wanted(NamedTuple):
+    """Rows whose hidden states are wanted, and which of them really are; the others may hold anything."""
+
+    rows: Int[Array, " wanted"]
+    live: Bool[Array, " wanted"]
+
+
 _UNROLLED = 4  # layers of few rows: the start of a turn would be a fiftieth of a layer
 
 
@@ -64,9 +85,51 @@ def forward(
     return scan_layers(params, config, h, body)
 
 
-def attention_over(rows: Rows) -> AttentionFn:
-    """The default attention, for layers that all have the key ranges of `rows` among each other."""
-    ranges = ranges_of(rows.k_start, rows.k_end, rows.k_start.shape[0])
+def forward_wanted(
+    params: Params, config: ModelConfig, tokens: RowInts, rows: Rows, wanted: Wanted
+) -> Hidden:
+    """`forward` for the rows that somebody wants: of the others the last layer makes keys and values only.
+
+    Arguments as of `forward`. Returns the hidden rows of `wanted`, in its order.
+    """
+    rotation, attention = cos_sin(config.rope, config.head_dim, rows.positions), attention_over(rows)
+
+    def body(h: Hidden, layer: Layer, _: Array) -> Hidden:
+        return block(layer, config, h, rotation, rows, attention, default_grouped_matmul)
+
+    def last(h: Hidden, layer: Layer, _: Array) -> Hidden:
+        return last_block(layer, config, h, rotation, rows, wanted, default_grouped_matmul)
+
+    return scan_layers(params, config, embed(params, tokens), body, last=last)
+
+
+def last_block(
+    layer: Layer,
+    config: ModelConfig,
+    h: Hidden,
+    rotation: tuple[Array, Array],
+    rows: Rows,
+    wanted: Wanted,
+    grouped_matmul: GroupedMatmulFn,
+    keys_values: tuple[Array, Array] | None = None,
+) -> Hidden:
+    """The last layer for the rows of `wanted`; `keys_values` are those of all rows, where they are there."""
+    keys_values = keys_values or project_keys_values(layer, config, h, rotation)
+    own = Rows(*(jnp.asarray(x)[wanted.rows] for x in rows))
+    own = own._replace(k_end=jnp.where(wanted.live, own.k_end, own.k_start))
+    h, rotation = h[wanted.rows], (rotation[0][wanted.rows], rotation[1][wanted.rows])
+    attention = attention_over(own, keys_values[0].shape[0])
+    h = h + attention_branch(layer, config, h, rotation, own, keys_values, attention)
+    return h + ffn_branch(layer, config, h, grouped_matmul)
+
+
+def attention_over(rows: Rows, keys: int | None = None) -> AttentionFn:
+    """The default attention, for layers that all have the key ranges of `rows`, among each other by default.
+
+    Arguments:
+    - `keys`: of how many.
+    """
+    ranges = ranges_of(rows.k_start, rows.k_end, keys or rows.k_start.shape[0])
     return functools.partial(default_attention, ranges=ranges)
 
 
@@ -77,12 +140,14 @@ def scan_layers[Carry](
     body: Callable[[Carry, Layer, Array], Carry],
     *,
     few_rows: int | None = None,
+    last: Callable[[Carry, Layer, Array], Carry] | None = None,
 ) -> Carry:
     """Apply `body(carry, layer, number)` for every layer in order: a device loop for each run of like layers.
 
     Arguments:
     - `few_rows`: how many rows the layers are applied to, where that may be so few that a kernel streams
       their weights (`jdllm.models.streamed`).
+    - `last`: for the last layer, in place of `body`.
 
     XLA's products read a layer's weights where they lie in their stack.
     """
@@ -93,16 +158,20 @@ def scan_layers[Carry](
         streamed = None if few_rows is None else streamed_of(stack, few_rows)
         wholes = {name: x for name, x in (("experts", experts), ("streamed", streamed)) if x is not None}
 
-        def step(place: Array, carry: Carry, stack=stack, wholes=wholes, offset=before - start) -> Carry:
+        def step(
+            place: Array, carry: Carry, body=body, stack=stack, wholes=wholes, offset=before - start
+        ) -> Carry:
             layer = {
                 name: lax.dynamic_index_in_dim(leaf, place, keepdims=False) for name, leaf in stack.items()
             }
             layer |= {name: whole.of_layer(place) for name, whole in wholes.items()}
             return body(carry, layer, place + offset)
 
-        carry = lax.fori_loop(
-            start, end, step, carry, unroll=1 if few_rows is None else min(_UNROLLED, end - start)
-        )
+        like = end - (last is not None and before + end - start == config.num_layers)
+        unroll = 1 if few_rows is None else min(_UNROLLED, like - start)
+        carry = lax.fori_loop(start, like, step, carry, unroll=unroll)
+        if like < end:
+            carry = step(jnp.int32(like), carry, last)
         before += end - start
     return carry
 

@@ -35,7 +35,12 @@ def compiler_temp_bytes(
         return None
     config = dataclasses.replace(workload.config, num_layers=layers)
     step = functools.partial(
-        denoise, config=config, mask_id=config.mask_id or 0, chunks=plan.chunks, level=workload.level
+        denoise,
+        config=config,
+        mask_id=config.mask_id or 0,
+        chunks=plan.chunks,
+        level=workload.level,
+        guided=False,
     )
     try:
         compiled = compile_for(

@@ -67,7 +67,7 @@ class StepRunner:
         self._budget = budget
         self._chunks = chunks
         self._max_num_logits = max_num_logits
-        self._choices: dict[tuple[Bucket, Level], tuple[ChunkConfig, HostTiers | None]] = {}
+        self._choices: dict[tuple[Bucket, Level, bool], tuple[ChunkConfig, HostTiers | None]] = {}
 
     def run(self, batch: Batch, max_steps: int, mask_id: int, level: Level) -> EncodedTrace:
         """Up to `max_steps` steps of `batch`, NumPy arrays; one at most where host memory is needed.
@@ -87,7 +87,7 @@ class StepRunner:
                 executables=self._executables,
             )
             return encode(trace)
-        static = self._static(mask_id, level, chunks)
+        static = self._static(batch, mask_id, level, chunks)
         return self._executables.call(_denoise, self._params, batch, np.int32(max_steps), **static)
 
     @functools.cached_property
@@ -130,17 +130,19 @@ class StepRunner:
     def _unplanned(self, head_rows: int) -> ChunkConfig:
         return self._chunks or ChunkConfig(logits=-(-head_rows // self._most_logits))
 
-    def _static(self, mask_id: int, level: Level, chunks: ChunkConfig) -> dict[str, Any]:
-        return {"config": self._config, "mask_id": mask_id, "chunks": chunks, "level": level}
+    def _static(self, batch: Batch, mask_id: int, level: Level, chunks: ChunkConfig) -> dict[str, Any]:
+        static = {"config": self._config, "mask_id": mask_id, "chunks": chunks, "level": level}
+        return static | {"guided": _guided(batch)}
 
     def _choice(self, batch: Batch, mask_id: int, level: Level) -> tuple[ChunkConfig, HostTiers | None]:
         rows, head_rows = batch.tokens.shape[0], batch.head.row.shape[0]
         if self._budget is None:
             return self._unplanned(head_rows), None
         bucket = Bucket(rows, rows, head_rows)
-        if (bucket, level) not in self._choices:
-            self._choices[bucket, level] = self._choose(batch, mask_id, level, bucket, self._budget)
-        return self._choices[bucket, level]
+        case = bucket, level, _guided(batch)
+        if case not in self._choices:
+            self._choices[case] = self._choose(batch, mask_id, level, bucket, self._budget)
+        return self._choices[case]
 
     def _workload(self, level: Level) -> Workload:
         dtype = str(self._dtype)
@@ -151,7 +153,7 @@ class StepRunner:
         self, batch: Batch, mask_id: int, level: Level, bucket: Bucket, budget: Budget
     ) -> tuple[ChunkConfig, HostTiers | None]:
         def compiled(chunks: ChunkConfig) -> Executable:
-            static = self._static(mask_id, level, chunks)
+            static = self._static(batch, mask_id, level, chunks)
             return self._executables.compile(_denoise, self._params, batch, np.int32(1), **static)
 
         tiers = [rung for rung in rungs(self._config) if not rung.weights]
@@ -186,3 +188,7 @@ class StepRunner:
                 return chunks, None
             device -= excess
         raise refusal(workload, plan, budget, tiers)
+
+
+def _guided(batch: Batch) -> bool:
+    return bool((np.asarray(batch.segments.guidance) > 0).any())

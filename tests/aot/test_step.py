@@ -46,6 +46,7 @@ def step(request: pytest.FixtureRequest) -> Step:
         mask_id=config.mask_id,
         chunks=ChunkConfig(),
         level=Level.TOP,
+        guided=False,
     )
     return Step(config, executable)
 

@@ -38,6 +38,7 @@ def run(params: Params, config: ModelConfig, executables: Executables):
             mask_id=MASK,
             chunks=ChunkConfig(),
             level=Level.TOP,
+            guided=True,
         )
         return jax.device_get(trace)
 
@@ -95,6 +96,7 @@ class TestMemory:
         assert batch.head.row.shape == (self.head,)
         assert len(batch.tokens) >= 4096
         split = ChunkConfig(logits=chunks)
-        run = functools.partial(denoise, config=wide, mask_id=MASK, chunks=split, level=level)
+        static = {"config": wide, "mask_id": MASK, "chunks": split, "level": level}
+        run = functools.partial(denoise, **static, guided=False)
         largest = largest_intermediate(run, abstract_params(wide, "float32"), batch, np.int32(64))
         assert largest == self.head // chunks * self.vocab

@@ -73,7 +73,7 @@ def step(
     static = {"config": config, "mask_id": config.mask_id, "level": Level.MOMENTS}
     if tiers is None:
         chunks = ChunkConfig(logits=LOGITS_CHUNKS)
-        trace = executables.call(denoise, params, batch, np.int32(1), chunks=chunks, **static)
+        trace = executables.call(denoise, params, batch, np.int32(1), chunks=chunks, guided=True, **static)
     else:
         trace = denoise_tiered(
             params, batch, tiers=tiers, logits_chunks=LOGITS_CHUNKS, executables=executables, **static
