@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jdllm.decoding.batch import Batch
-from jdllm.decoding.head import Choice, choose
+from jdllm.decoding.head import Choice, choose, source_rows
 from jdllm.decoding.rules import head_level
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.models.config import ModelConfig
@@ -40,9 +40,9 @@ def evaluated(
     positions = jnp.asarray(batch.rows.positions)[batch.head.row]
     step = jnp.full(len(batch.segments.rule), STEP)
     count = jnp.int32(len(batch.head.row))
-    return choose(
-        params, config, hidden, batch.head, positions, batch.segments, step, count, chunks=chunks, level=level
-    )
+    sources = source_rows(config, batch.head, positions)
+    rows = sources, batch.head, positions
+    return choose(params, config, hidden, *rows, batch.segments, step, count, chunks=chunks, level=level)
 
 
 def packed(samplings: Sequence[SamplingParams], config: ModelConfig) -> tuple[Batch, int]:
