@@ -36,6 +36,7 @@ from jdllm.pallas.grouped_matmul import grouped_matmul as default_grouped_matmul
 from jdllm.planning.chunks import ChunkConfig
 
 _WHOLE = ChunkConfig()
+_UNROLLED = 4  # layers of few rows: the start of a turn would be a fiftieth of a layer
 
 
 class Wanted(NamedTuple):
@@ -43,9 +44,6 @@ class Wanted(NamedTuple):
 
     rows: Int[Array, " wanted"]
     live: Bool[Array, " wanted"]
-
-
-_UNROLLED = 4  # layers of few rows: the start of a turn would be a fiftieth of a layer
 
 
 def forward(
