@@ -7,9 +7,11 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pytest
 from rich.console import Console
 
 from jdllm.cli.live import LiveResponse
@@ -47,18 +49,20 @@ def test_a_terminal_without_a_prompt_is_not_waited_for():
         os.close(slave)
 
 
-def heed_ctrl_c() -> None:
-    """Shells start what runs in the background with this signal ignored, and children inherit that."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+@pytest.fixture
+def ctrl_c_heeded() -> Iterator[None]:
+    """Shells start what runs in the background with this signal ignored, which children inherit."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.usefixtures("ctrl_c_heeded")
 def test_ctrl_c_exits_quietly(tmp_path: Path):
     os.mkfifo(tmp_path / "prompt")
     command = [sys.executable, "-m", "jdllm", "generate", "--file", str(tmp_path / "prompt")]
     with (
-        subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heed_ctrl_c
-        ) as child,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child,
         (tmp_path / "prompt").open("w"),  # opens only once the command reads
     ):
         child.send_signal(signal.SIGINT)
