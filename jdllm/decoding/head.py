@@ -38,13 +38,11 @@ def gather_guided(
     params: Params,
     config: ModelConfig,
     hidden: Hidden,
-    head: HeadRows,
-    positions: Int[Array, " head"],
+    sources: Sources,
     guidance: Float[Array, " head"],
 ) -> Float[Array, "head hidden"]:
-    """Normed hidden rows that predict the tokens of `head`, with classifier-free guidance applied."""
-    guided, unguided = source_rows(config, head, positions)
-    return guide(params, config, hidden[guided], hidden[unguided], guidance)
+    """Normed hidden rows of `sources`, with classifier-free guidance applied."""
+    return guide(params, config, hidden[sources.guided], hidden[sources.unguided], guidance)
 
 
 def source_rows(config: ModelConfig, head: HeadRows, positions: Int[Tensor, " head"]) -> Sources:
@@ -105,9 +103,9 @@ def choose(
     size = rows_at_once(total, chunks, head_weights(params), level)
 
     def evaluate(part: tuple[HeadRows, Array, Sources], live: Int[Array, ""]) -> Choice:
-        rows, at, (guided, unguided) = part
+        rows, at, own = part
         guidance = jnp.asarray(segments.guidance)[rows.segment]
-        h = guide(params, config, hidden[guided], hidden[unguided], guidance)
+        h = gather_guided(params, config, hidden, own, guidance)
         return decide(params, h, rows.segment, at, segments, step, live, level=level)
 
     everything = head, positions, sources

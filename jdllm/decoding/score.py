@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jdllm.decoding.batch import HeadRows
-from jdllm.decoding.head import gather_guided
+from jdllm.decoding.head import gather_guided, source_rows
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.layers import head_logits
@@ -74,7 +74,8 @@ def token_logprobs(
         part, at, scale, target = jax.tree.map(
             lambda x: lax.dynamic_slice_in_dim(x, start, size), (head, positions, guidance, targets)
         )
-        row_logits = head_logits(gather_guided(params, config, hidden, part, at, scale), head_weights(params))
+        h = gather_guided(params, config, hidden, source_rows(config, part, at), scale)
+        row_logits = head_logits(h, head_weights(params))
         chosen = jnp.take_along_axis(row_logits, target[:, None], axis=-1)[:, 0]
         logprob = chosen - jax.nn.logsumexp(row_logits, axis=-1)
         return lax.dynamic_update_slice_in_dim(out, logprob, start, 0)

@@ -69,7 +69,7 @@ def forward_refresh(
             return h[wanted.rows], pool
         k, v = project_keys_values(layer, config, h, rotation)
         pool = KeyValuePool(*store(*pool, number, k, v, slots.page, slots.source))
-        return last_block(layer, config, h, rotation, rows, wanted, grouped_matmul, (k, v)), pool
+        return last_block(layer, config, h, rotation, rows, (k, v), wanted, grouped_matmul), pool
 
     return scan_layers(params, config, (embed(params, tokens), pool), body, last=last)
 

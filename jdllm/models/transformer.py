@@ -96,7 +96,8 @@ def forward_wanted(
         return block(layer, config, h, rotation, rows, attention, default_grouped_matmul)
 
     def last(h: Hidden, layer: Layer, _: Array) -> Hidden:
-        return last_block(layer, config, h, rotation, rows, wanted, default_grouped_matmul)
+        keys_values = project_keys_values(layer, config, h, rotation)
+        return last_block(layer, config, h, rotation, rows, keys_values, wanted, default_grouped_matmul)
 
     return scan_layers(params, config, embed(params, tokens), body, last=last)
 
@@ -107,12 +108,11 @@ def last_block(
     h: Hidden,
     rotation: tuple[Array, Array],
     rows: Rows,
+    keys_values: tuple[Array, Array],
     wanted: Wanted,
     grouped_matmul: GroupedMatmulFn,
-    keys_values: tuple[Array, Array] | None = None,
 ) -> Hidden:
-    """The last layer for the rows of `wanted`; `keys_values` are those of all rows, where they are there."""
-    keys_values = keys_values or project_keys_values(layer, config, h, rotation)
+    """The last layer for the rows of `wanted`, over the keys and values of all rows."""
     own = Rows(*(jnp.asarray(x)[wanted.rows] for x in rows))
     own = own._replace(k_end=jnp.where(wanted.live, own.k_end, own.k_start))
     h, rotation = h[wanted.rows], (rotation[0][wanted.rows], rotation[1][wanted.rows])

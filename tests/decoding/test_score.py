@@ -11,7 +11,7 @@ from scipy.special import log_softmax
 
 from jdllm.decoding.batch import HeadRows
 from jdllm.decoding.executables import Executables
-from jdllm.decoding.head import gather_guided
+from jdllm.decoding.head import gather_guided, source_rows
 from jdllm.decoding.score import Perturbation, perturb
 from jdllm.llm import LLM
 from jdllm.models.config import ModelConfig
@@ -60,7 +60,9 @@ def test_guided_logits_equal_the_official_ones(
     @jax.jit
     def guided(params: Params) -> jax.Array:
         hidden = forward(params, config, tokens, rows)
-        combined = gather_guided(params, config, hidden, head, positions, jnp.full(len(row), 1.5))
+        combined = gather_guided(
+            params, config, hidden, source_rows(config, head, positions), jnp.full(len(row), 1.5)
+        )
         return head_logits(combined, head_weights(params))
 
     actual = np.asarray(guided(params))

@@ -14,12 +14,13 @@ from jdllm.models.config import ModelConfig
 from jdllm.models.layers import rms_norm
 from jdllm.models.module import Transformer
 from jdllm.models.rotary import cos_sin
-from jdllm.models.transformer import embed, final_norm, forward, logits
-from jdllm.models.weights import Params, TensorSpec, abstract_params, is_spec, spec_tree
+from jdllm.models.transformer import Wanted, embed, final_norm, forward, forward_wanted, logits
+from jdllm.models.weights import Params, TensorSpec, abstract_params, init_params, is_spec, spec_tree
 from jdllm.pallas.attention import attention
 from jdllm.pallas.grouped_matmul import grouped_matmul
 from jdllm.planning.chunks import ChunkConfig
 from jdllm.serving.packing import lay_out
+from tests.benchmarks.shapes import small
 from tests.models import numpy_transformer
 from tests.pallas.jaxprs import largest_intermediate
 
@@ -255,3 +256,27 @@ class TestModule:
         first, again, other = (embedding(jax.random.key(seed)) for seed in (1, 1, 2))
         np.testing.assert_array_equal(first, again)
         assert (np.asarray(first) != np.asarray(other)).any()
+
+
+@pytest.mark.parametrize("shape", ["llada-8b", "dream-7b", "llada-moe-7b"])
+def test_wanted_rows_are_those_of_all_rows_for_less_work(shape: str):
+    config = small(shape)
+    params = init_params(config, jax.random.key(0), "float32")
+    tokens, rows, _ = lay_out([np.arange(20), np.arange(30)], config)
+    wanted = np.array([45, 3, 3, 19, 20, 8])
+    live = np.array([True, True, True, True, True, False])
+
+    @jax.jit
+    def everything(params: Params) -> jax.Array:
+        return forward(params, config, tokens, rows)
+
+    @jax.jit
+    def some(params: Params) -> jax.Array:
+        return forward_wanted(params, config, tokens, rows, Wanted(jnp.asarray(wanted), jnp.asarray(live)))
+
+    actual = np.asarray(some(params))
+    close(actual[live], np.asarray(everything(params))[wanted[live]])
+    assert np.isfinite(actual).all()
+    costs = [f.lower(params).compile().cost_analysis() for f in (some, everything)]
+    narrow, whole = (cost["flops"] for cost in costs if cost is not None)
+    assert narrow < 1.7 * whole  # XLA counts a loop's layers once: another whole layer would double that
