@@ -6,7 +6,7 @@ between them either.
 """
 
 import functools
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jdllm.models.block import Hidden
 from jdllm.models.config import ModelConfig
 from jdllm.models.layers import rms_norm
 from jdllm.models.weights import Params, layer_runs
-from jdllm.pallas.rowwise import add_norm, check_rowwise, rotate_rows
+from jdllm.pallas.add_norm import add_norm, check_add_norm
 from jdllm.pallas.skinny_matmul import skinny_matmul, skinny_parts, streams
 
 _QKV, _GATES = ("q", "k", "v"), ("gate", "up")
@@ -35,15 +35,17 @@ class ChainedAttention(Protocol):
 def chains(params: Params, config: ModelConfig, rows: int) -> bool:
     """Whether `run_chain` can take so many rows of this model, on the device at hand.
 
-    It cannot take experts, biases, norms of queries and keys, nor fewer heads of keys than of queries.
+    It cannot take experts, biases, norms of queries and keys, heads that are rotated in part, nor fewer heads
+    of keys than of queries.
     """
     ((name, _, _), *more) = layer_runs(config)
     stack = params[name]
     if more or set(stack) != _WEIGHTS or stack["q"].shape != stack["k"].shape:
         return False
+    if config.head_dim % 32 or config.rope.rotated_dim(config.head_dim) < config.head_dim:
+        return False
     try:
-        pairs = config.rope.rotated_dim(config.head_dim) // 2
-        check_rowwise(stack["o"].dtype, config.hidden_size, (config.num_heads, config.num_kv_heads), pairs)
+        check_add_norm(stack["o"].dtype, config.hidden_size)
     except NotImplementedError:
         return False
 
@@ -51,9 +53,7 @@ def chains(params: Params, config: ModelConfig, rows: int) -> bool:
         weights = [stack[name] for name in names]
         return streams(jax.ShapeDtypeStruct((rows, weights[0].shape[2]), weights[0].dtype), weights)
 
-    return 2 * pairs == config.head_dim and all(
-        streamed(*names) for names in (_QKV, _GATES, ("o",), ("down",))
-    )
+    return all(streamed(*names) for names in (_QKV, _GATES, ("o",), ("down",)))
 
 
 def run_chain(
@@ -78,16 +78,16 @@ def run_chain(
 
     @functools.partial(jax.jit, static_argnames=("chained", "last"))
     def layer(h: Hidden, x: Hidden, place: Array, *, chained: bool, last: bool) -> tuple[Hidden, Hidden]:
-        def products(x: Hidden, names: tuple[str, ...], *, gated: bool = False) -> tuple[Array, ...]:
+        def products(x: Hidden, names: tuple[str, ...], **options: Any) -> tuple[Array, ...]:
             weights = [stack[name] for name in names]
-            return skinny_matmul(x, weights, layer=place, gated=gated, chained=chained)
+            return skinny_matmul(x, weights, layer=place, chained=chained, **options)
 
         def add(h: Hidden, y: Hidden, weight: str, norm: str, of_layer: Array) -> tuple[Hidden, Hidden]:
             parts = skinny_parts(y, stack[weight], layer=place, chained=chained)
             return add_norm(h, parts, stack[norm], of_layer, eps=config.rms_norm_eps, chained=chained)
 
-        q, k, v = (y.reshape(y.shape[0], -1, config.head_dim) for y in products(x, _QKV))
-        q, k = rotate_rows(q, k, *rotation, chained=chained)
+        qkv = products(x, _QKV, rotation=rotation)
+        q, k, v = (y.reshape(y.shape[0], -1, config.head_dim) for y in qkv)
         o = attention(q, k, v, layer=place, chained=chained)
         h, x = add(h, o.reshape(h.shape[0], -1), "o", "ffn_norm", place)
         (y,) = products(x, _GATES, gated=True)

@@ -101,6 +101,27 @@ class TestKernel:
         x, stacks = operands(9, 32, 128, 2, gated, jnp.float16)
         check(skinny_matmul_mosaic_gpu(x, stacks, layer=LAYER, gated=gated, tiles=tiles), x, stacks, gated)
 
+    @pytest.mark.parametrize(
+        ("head_dim", "tiles"), [(64, Tiles(32, 1, 2)), (128, Tiles(64, 1, 3)), (128, None)]
+    )
+    @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+    def test_rotated_queries_and_keys(self, head_dim: int, tiles: Tiles | None, dtype):
+        x, stacks = operands(13, 256, 128, 3, dtype=dtype)
+        angles = jnp.asarray(np.random.default_rng(0).uniform(0, 6, (13, head_dim // 2)), jnp.float32)
+        rotation = jnp.cos(angles), jnp.sin(angles)
+        actual = skinny_matmul_mosaic_gpu(x, stacks, layer=LAYER, rotation=rotation, tiles=tiles)
+        expected = skinny_matmul(x, stacks, layer=LAYER, rotation=rotation, implementation="xla")
+        for index, forms in enumerate(zip(actual, expected, strict=True)):
+            pairs = np.asarray(x, np.float64) @ np.asarray(stacks[index][LAYER], np.float64).T
+            pairs = pairs.reshape(13, -1, 2, head_dim // 2)
+            turn = np.exp(1j * np.asarray(angles, np.float64) * (index < 2))[:, None]
+            z = (pairs[:, :, 0] + 1j * pairs[:, :, 1]) * turn
+            exact = np.stack([z.real, z.imag], 2).reshape(13, -1)
+            for form in forms:
+                np.testing.assert_allclose(
+                    np.asarray(form, np.float64), exact, rtol=float(jnp.finfo(dtype).eps), atol=1e-4
+                )
+
     def test_a_traced_layer(self):
         rng = np.random.default_rng(0)
         x = jnp.asarray(rng.integers(-1, 2, (8, 128)), jnp.bfloat16)

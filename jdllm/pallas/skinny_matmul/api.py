@@ -8,7 +8,7 @@ from jaxtyping import Array, Float32
 
 from jdllm.pallas.device import target
 from jdllm.pallas.skinny_matmul.limits import check_mosaic_gpu
-from jdllm.pallas.skinny_matmul.types import Layer, Product, Stack, X
+from jdllm.pallas.skinny_matmul.types import Layer, Product, Rotation, Stack, X
 from jdllm.pallas.skinny_matmul.xla import skinny_matmul_xla
 
 Implementation = Literal["mosaic_gpu", "xla"]
@@ -22,6 +22,7 @@ def skinny_matmul(
     *,
     layer: Layer = 0,
     gated: bool = False,
+    rotation: Rotation | None = None,
     chained: bool = False,
     implementation: Implementation | None = None,
 ) -> tuple[Product, ...]:
@@ -32,8 +33,10 @@ def skinny_matmul(
     - `weights`: one to three stacks of one shape, each with a matrix per layer whose rows make the outputs.
     - `layer`: which matrix of each stack; the stacks are never sliced, which would copy them.
     - `gated`: whether the result is one, silu(x gate) * (x up), of two stacks, first the gates.
-    - `chained`: whether the kernel for Hopper is part of a chain (`jdllm.pallas.chain`): then the stacks and
-      the layer are older than it.
+    - `rotation`: cosine and sine of each row, where the weights are those of queries, keys and values: all
+      products but the last are rotated as `jdllm.models.rotary.rotate` does, whole heads of twice the pairs.
+    - `chained`: whether the kernel for Hopper is part of a chain (`jdllm.pallas.chain`): then all but the
+      rows is older than it.
     - `implementation`: "mosaic_gpu" (a kernel for Hopper, 16-bit types, at most 64 rows) or "xla" (portable).
       By default the kernel where it can run, and xla anywhere else.
 
@@ -44,15 +47,16 @@ def skinny_matmul(
     implementation cannot run, naming its limit.
     """
     _check_shapes(x, weights, gated)
+    _check_rotation(x, weights, rotation)
     if implementation not in (None, "mosaic_gpu", "xla"):
         raise NotImplementedError(f"products of a few rows have no implementation {implementation!r}")
     if implementation == "xla" or (implementation is None and not streams(x, weights)):
-        return skinny_matmul_xla(x, weights, layer=layer, gated=gated)
+        return skinny_matmul_xla(x, weights, layer=layer, gated=gated, rotation=rotation)
     _check_mosaic_gpu(x, weights)
     # Pallas for GPUs takes a while to import: only where it runs.
     from jdllm.pallas.skinny_matmul.mosaic_gpu import skinny_matmul_mosaic_gpu
 
-    return skinny_matmul_mosaic_gpu(x, weights, layer=layer, gated=gated, chained=chained)
+    return skinny_matmul_mosaic_gpu(x, weights, layer=layer, gated=gated, rotation=rotation, chained=chained)
 
 
 def skinny_parts(
@@ -97,3 +101,11 @@ def _check_shapes(x: X, weights: Sequence[Stack], gated: bool) -> None:
         raise ValueError(f"products of a few rows take weights of one shape, not of {sorted(shapes)}")
     if weights[0].shape[2] != x.shape[1]:
         raise ValueError(f"rows of {x.shape[1]} do not fit weights {weights[0].shape}")
+
+
+def _check_rotation(x: X, weights: Sequence[Stack], rotation: Rotation | None) -> None:
+    for angles in rotation or ():
+        if angles.shape[0] != x.shape[0] or weights[0].shape[1] % (2 * angles.shape[1]):
+            raise ValueError(
+                f"a rotation of {angles.shape} does not fit {x.shape[0]} rows of {weights[0].shape[1]}"
+            )

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from jdllm.pallas.hopper import padded_rows
+from jdllm.pallas.hopper import WARPGROUP_ROWS, padded_rows
 from jdllm.pallas.skinny_matmul.kernel import block_products
 from jdllm.pallas.skinny_matmul.limits import check_mosaic_gpu
 from jdllm.pallas.skinny_matmul.tiles import Tiles, default_tiles
-from jdllm.pallas.skinny_matmul.types import Layer, Product, Stack, X
+from jdllm.pallas.skinny_matmul.types import Layer, Product, Rotation, Stack, X
 
 
 def skinny_matmul_mosaic_gpu(
@@ -19,6 +19,7 @@ def skinny_matmul_mosaic_gpu(
     *,
     layer: Layer,
     gated: bool = False,
+    rotation: Rotation | None = None,
     chained: bool = False,
     tiles: Tiles | None = None,
 ) -> tuple[Product, ...]:
@@ -29,12 +30,12 @@ def skinny_matmul_mosaic_gpu(
     bit of the silu.
 
     Arguments:
-    - `chained`: as in `jdllm.pallas.chain`; `weights` and `layer` are older than the chain.
+    - `chained`: as in `jdllm.pallas.chain`; all but `x` is older than the chain.
     - `tiles`: the cut; by default one that suits the shapes.
 
     Raises `NotImplementedError`, naming the limit, for operands and cuts that it cannot take.
     """
-    products = _parts(x, weights, layer, tiles, gated=gated, chained=chained)
+    products = _parts(x, weights, layer, tiles, gated=gated, rotation=rotation, chained=chained)
     return tuple(functools.reduce(jnp.add, parts).astype(x.dtype) for parts in products)
 
 
@@ -42,20 +43,34 @@ def skinny_parts_mosaic_gpu(
     x: X, weight: Stack, *, layer: Layer, chained: bool = False, tiles: Tiles | None = None
 ) -> Float32[Array, "parts rows n"]:
     """Hopper form of `jdllm.pallas.skinny_matmul.skinny_parts`; `tiles` as of `skinny_matmul_mosaic_gpu`."""
-    (parts,) = _parts(x, [weight], layer, tiles, gated=False, chained=chained)
+    (parts,) = _parts(x, [weight], layer, tiles, chained=chained)
     return parts.astype(jnp.float32)
 
 
 def _parts(
-    x: X, weights: Sequence[Stack], layer: Layer, tiles: Tiles | None, *, gated: bool, chained: bool
+    x: X,
+    weights: Sequence[Stack],
+    layer: Layer,
+    tiles: Tiles | None,
+    *,
+    gated: bool = False,
+    rotation: Rotation | None = None,
+    chained: bool,
 ) -> list[Float[Array, "parts rows n"]]:
     check_mosaic_gpu(x, weights)
     rows, (_, n, k) = x.shape[0], weights[0].shape
     padded = padded_rows(rows)
-    tiles = tiles or default_tiles(padded, n, k, len(weights), gated)
-    tiles.check(k, len(weights), gated)
+    head_dim = None if rotation is None else 2 * rotation[0].shape[1]
+    tiles = tiles or default_tiles(padded, n, k, len(weights), gated, head_dim)
+    tiles.check(k, len(weights), gated, head_dim)
+    if rotation is not None:
+        rotation = _of_all_rows(rotation[0]), _of_all_rows(rotation[1])
     if padded > rows:
         x = jnp.pad(x, ((0, padded - rows), (0, 0)))
     layer = jnp.asarray(layer, jnp.int32)
-    products = block_products(x, weights, layer, tiles, gated=gated, chained=chained)
+    products = block_products(x, weights, layer, tiles, gated=gated, rotation=rotation, chained=chained)
     return [parts[:, :rows] for parts in products]
+
+
+def _of_all_rows(angles: Float32[Array, "rows pairs"]) -> Float32[Array, "product_rows pairs"]:
+    return jnp.pad(angles, ((0, WARPGROUP_ROWS - angles.shape[0]), (0, 0)))

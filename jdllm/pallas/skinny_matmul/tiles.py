@@ -76,10 +76,20 @@ class Tiles:
             self.columns, self.splits, 1 if gated else weights
         )
 
-    def check(self, k: int, weights: int, gated: bool) -> None:
-        """Raise `NotImplementedError`, naming the limit, where a block cannot take this cut."""
-        if gated and self.splits > 1:
-            raise NotImplementedError(f"a gated product takes its inputs whole, not in {self.splits} parts")
+    def check(self, k: int, weights: int, gated: bool, head_dim: int | None = None) -> None:
+        """Raise `NotImplementedError`, naming the limit, where a block cannot take this cut.
+
+        Arguments:
+        - `head_dim`: of products that are rotated.
+        """
+        whole = "gated" if gated else "rotated" if head_dim else None
+        if whole and self.splits > 1:
+            raise NotImplementedError(f"a {whole} product takes its inputs whole, not in {self.splits} parts")
+        if head_dim and (self.columns % (2 * COLUMN_UNIT) or head_dim % self.columns):
+            raise NotImplementedError(
+                f"a block of rotated products has a multiple of {2 * COLUMN_UNIT} columns that divides the "
+                f"{head_dim} of a head, not {self.columns}"
+            )
         if self.splits * DEPTH > k:
             raise NotImplementedError(f"{k} inputs do not make {self.splits} parts of {DEPTH} or more")
         if weights * self.columns > MAX_ACCUMULATED:
@@ -93,7 +103,7 @@ class Tiles:
             )
 
 
-def default_tiles(rows: int, n: int, k: int, weights: int, gated: bool) -> Tiles:
+def default_tiles(rows: int, n: int, k: int, weights: int, gated: bool, head_dim: int | None = None) -> Tiles:
     """The cut that gives the busiest processor the least to move, with as many stages as there is room for.
 
     Arguments:
@@ -101,13 +111,16 @@ def default_tiles(rows: int, n: int, k: int, weights: int, gated: bool) -> Tiles
     - `n`, `k`: outputs and inputs of each weight, multiples of 16 and 64.
     - `weights`: how many there are, all of this shape.
     - `gated`: whether the result is a gated product.
+    - `head_dim`: of products that are rotated, whose heads are whole numbers of blocks.
     """
-    most_splits = 1 if gated else min(MAX_SPLITS, k // DEPTH)
+    most_splits = 1 if gated or head_dim else min(MAX_SPLITS, k // DEPTH)
     widest = min(MAX_COLUMNS, MAX_ACCUMULATED // weights, n)
+    unit = 2 * COLUMN_UNIT if head_dim else COLUMN_UNIT
     cuts = [
         (splits, columns)
         for splits in range(1, most_splits + 1)
-        for columns in range(COLUMN_UNIT, min(widest, _SPLIT_COLUMNS if splits > 1 else n) + 1, COLUMN_UNIT)
+        for columns in range(unit, min(widest, _SPLIT_COLUMNS if splits > 1 else n) + 1, unit)
+        if head_dim is None or head_dim % columns == 0
     ]
     splits, columns = min(cuts, key=lambda cut: (_moved(rows, n, k, weights, *cut), cut))
     leaving = _leaving_bytes(columns, splits, 1 if gated else weights)

@@ -1,8 +1,9 @@
 """The arrays of every product of a few rows."""
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float32, Int
 
 X = Float[Array, "rows k"]
 Stack = Float[Array, "layers n k"]
 Layer = Int[Array, ""] | int
 Product = Float[Array, "rows n"]
+Rotation = tuple[Float32[Array, "rows pairs"], Float32[Array, "rows pairs"]]

@@ -1,0 +1,66 @@
+"""The Hopper kernel of addition and norm, in Pallas for Mosaic GPU: a block of one warpgroup for each row."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from jdllm.pallas.chain import let_next_start, wait_for_kernel_before
+from jdllm.pallas.hopper import SHARED_BYTES
+
+_VECTOR = 4
+# Unused: with more than half of the shared memory each block has a processor for itself. Blocks that start
+# early find room on few processors only, those that the kernel before leaves idle, and would crowd there.
+_ALONE = plgpu.SMEM((SHARED_BYTES // 2 + 4096,), jnp.int8)
+
+Row = Float[Array, " d"]
+
+
+def add_norm_mosaic_gpu(
+    h: Float[Array, "rows d"],
+    parts: Float[Array, "parts rows d"],
+    norms: Float[Array, "layers d"],
+    layer: Int[Array, ""],
+    *,
+    eps: float,
+    chained: bool,
+) -> tuple[Float[Array, "rows d"], Float[Array, "rows d"]]:
+    """Hopper form of `jdllm.pallas.add_norm.add_norm`."""
+    rows, d = h.shape
+    result = jax.ShapeDtypeStruct((rows, d), h.dtype)
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, eps=eps, chained=chained),
+        out_type=[result, result],
+        scratch_types=[_ALONE],
+        grid=(rows,),
+        grid_names=("row",),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        kernel_name="add_norm",
+    )
+    return tuple(kernel(h, parts, norms, layer.reshape(1)))
+
+
+def _kernel(h_ref, parts, norms, layer, sum_ref, normed_ref, _, *, eps: float, chained: bool) -> None:
+    let_next_start(chained)
+    row, d = lax.axis_index("row"), h_ref.shape[1]
+    layout = plgpu.Layout.WG_STRIDED((d,), vec_size=_VECTOR)
+
+    def load(ref: Any) -> Row:
+        return plgpu.load(ref, layout=layout, optimized=False)
+
+    weight = load(norms.at[layer[0]])
+    wait_for_kernel_before(chained)
+    h = load(h_ref.at[row])
+    added = functools.reduce(jnp.add, [load(parts.at[part, row]) for part in range(parts.shape[0])])
+    total = h.astype(jnp.float32) + added.astype(h.dtype).astype(jnp.float32)
+    h = total.astype(h.dtype)
+    sum_ref[row] = h
+    h32 = h.astype(jnp.float32)
+    scale = lax.rsqrt(jnp.sum(h32 * h32) * (1 / d) + eps)
+    normed_ref[row] = (h32 * scale).astype(h.dtype) * weight
