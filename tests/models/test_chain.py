@@ -17,8 +17,8 @@ from jdllm.models.chain import chains
 from jdllm.models.config import ModelConfig
 from jdllm.models.pool import KeyValuePool
 from jdllm.models.weights import abstract_params, init_params
+from jdllm.pallas.add_norm import api as add_norm_api
 from jdllm.pallas.device import Target
-from jdllm.pallas.rowwise import api as rowwise_api
 from jdllm.pallas.skinny_matmul import api as skinny_api
 from jdllm.pallas.split_attention import api as split_api
 from jdllm.pallas.split_attention import split_attention
@@ -42,7 +42,7 @@ FRESH, CACHED = 32, 100
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch):
     """Kernels are chosen as on a Hopper card, and made for the interpreter."""
-    for module in (rowwise_api, skinny_api, split_api):
+    for module in (add_norm_api, skinny_api, split_api):
         monkeypatch.setattr(module, "target", lambda: Target(True, 9.0))
 
 
