@@ -82,13 +82,12 @@ def _marks(
     tiles: Tiles,
 ) -> Int[Array, "splits groups"]:
     limits, temperatures, *bans = (line.reshape(-1, WARPGROUP_ROWS) for line in (limit, temperature, *bans))
-    splits = jnp.arange(tiles.splits(vocab))[:, None]
-    last_ids = jnp.asarray(id_of(tiles.counter(splits, tiles.pairs - 1), 1))
-    removed = last_ids >= limits.min(axis=1)
+    splits = jnp.arange(tiles.splits(vocab))[:, None, None]
+    removed = jnp.asarray(id_of(tiles.counter(splits, tiles.pairs - 1), 1)) >= limits
     for ban in bans:
-        removed |= jnp.any(tiles.split_of(ban) == splits[:, :, None], axis=-1)
-    noisy = temperatures.max(axis=1) > 0
-    return jnp.where(removed, int(Mark.REMOVED), 0) + jnp.where(noisy, int(Mark.NOISE), 0)
+        removed |= tiles.split_of(ban) == splits
+    marks = jnp.where(removed, int(Mark.REMOVED), 0) | jnp.where(temperatures > 0, int(Mark.NOISE), 0)
+    return jnp.bitwise_or.reduce(marks, axis=-1)
 
 
 def _as_int(line: Any) -> Int[Array, " rows"]:

@@ -23,7 +23,7 @@ from jdllm.pallas.chain import let_next_start, wait_for_kernel_before
 from jdllm.pallas.gating import gated
 from jdllm.pallas.hopper import STRIP, SWIZZLE, WARPGROUP_ROWS
 from jdllm.pallas.ring import drain, swizzled
-from jdllm.pallas.skinny_matmul.tiles import CONSUMER_REGISTERS, DEPTH, LOADER_REGISTERS, Tiles
+from jdllm.pallas.skinny_matmul.tiles import DEPTH, Tiles
 from jdllm.pallas.skinny_matmul.types import Rotation, Stack, X
 
 Scalar = Int[Array, ""]
@@ -162,12 +162,10 @@ def _kernel(x, *refs, launch: _Launch) -> None:
 
     @pl.when(warpgroup == 1)
     def _loader():
-        plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
         _load(x, weights, layer[0], shared, launch)
 
     @pl.when(warpgroup == 0)
     def _consumer():
-        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
         angles = None if rotation is None else _angles(rotation, launch)  # loaded while weights are
         _store(_multiply(shared, launch), angles, shared.leaving, out, launch)
 

@@ -12,7 +12,6 @@ from jdllm.pallas.hopper import (
     STRIP,
     SWIZZLE_COLUMNS,
     WARPGROUP_ROWS,
-    consumer_registers,
 )
 
 Scalar = Int[Array, ""]
@@ -22,9 +21,6 @@ DEPTH = SWIZZLE_COLUMNS
 
 COLUMN_UNIT = 2 * STRIP
 """Columns of a tile are multiples of it: results leave in swizzled rows of 32 bytes at least."""
-
-LOADER_REGISTERS = 72  # its loops that fill the ring ahead are unrolled
-CONSUMER_REGISTERS = consumer_registers(1, LOADER_REGISTERS)
 
 MAX_COLUMNS = 256
 """Columns of the widest product that a warpgroup can ask for."""

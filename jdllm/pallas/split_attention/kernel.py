@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -212,14 +212,18 @@ def _kernel(*refs, launch: _Launch) -> None:
     tiles, warpgroup = launch.tiles, lax.axis_index("warpgroup")
     let_next_start(launch.chained)
 
+    def pass_registers(number: int, action: Literal["increase", "decrease"]) -> None:
+        if tiles.consumers > 1:  # a single one has enough; asking would take all that the processor has
+            plgpu.set_max_registers(number, action=action)
+
     @pl.when(warpgroup == tiles.consumers)
     def _loader():
-        plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
+        pass_registers(LOADER_REGISTERS, "decrease")
         _load(inputs, ring, launch)
 
     @pl.when(warpgroup < tiles.consumers)
     def _consumer():
-        plgpu.set_max_registers(tiles.consumer_registers, action="increase")
+        pass_registers(tiles.consumer_registers, "increase")
         _consume(inputs, ring, out, launch)
 
 

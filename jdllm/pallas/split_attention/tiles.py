@@ -56,6 +56,7 @@ class Tiles:
 
     @property
     def consumer_registers(self) -> int:
+        """What each thread of several consumers asks for."""
         return consumer_registers(self.consumers, LOADER_REGISTERS)
 
     @property
