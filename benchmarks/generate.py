@@ -75,8 +75,8 @@ def main() -> None:
         )
         table.append({"shape": args.shape, **measure(llm, batch, prompt, sampling)})
         print(json.dumps(table[-1]), flush=True)
-    sizes = ("-".join(map(str, numbers)) for numbers in (args.batch, args.prompt))
-    record("generate_{}_b{}_p{}".format(args.shape, *sizes), table, args.out)
+    kinds = ("-".join(map(str, kind)) for kind in (args.cache, args.batch, args.prompt))
+    record("generate_{}_{}_b{}_p{}".format(args.shape, *kinds), table, args.out)
 
 
 if __name__ == "__main__":

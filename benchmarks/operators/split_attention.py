@@ -4,7 +4,7 @@ Run as `python3 -m benchmarks.operators.split_attention [--sweep] [--shapes 32x3
 [--page-rows 64] [--requests 1] [--implementations chained mosaic_gpu]` on a card. One executable attends to
 each layer of a pool that is larger than the L2 cache, again and again. Each form is measured with contiguous
 keys and with as many in four scattered segments whose last pages are partial; "chained" is the kernel as part
-of a chain (`jdllm.pallas.chain`). `--sweep` tries the cuts of `candidates`.
+of a chain (`jdllm.pallas.chain`). `--sweep` tries the cuts of `candidates`. Each shape has its file of results.
 """
 
 import argparse
@@ -180,9 +180,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(arguments)
-    rows = []
-    for heads, kv_heads in (map(int, shape.split("x")) for shape in args.shapes):
+    name = "split_attention_sweep" if args.sweep else "split_attention"
+    for shape in args.shapes:
+        heads, kv_heads = map(int, shape.split("x"))
         folded = padded_rows(args.queries) * heads // kv_heads
+        rows = []
         for keys in args.keys:
             rows += measure(
                 heads,
@@ -194,8 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 implementations=() if args.sweep else args.implementations,
                 tilings=candidates(folded) if args.sweep else (),
             )
-            print(*rows[-1:], flush=True)
-    record("split_attention_sweep" if args.sweep else "split_attention", rows, args.out)
+        record(f"{name}_{shape}", rows, args.out)
 
 
 if __name__ == "__main__":
