@@ -4,7 +4,7 @@ Run as `python3 -m benchmarks.operators.split_attention [--sweep] [--shapes 32x3
 [--page-rows 64] [--requests 1] [--implementations chained mosaic_gpu]` on a card. One executable attends to
 each layer of a pool that is larger than the L2 cache, again and again. Each form is measured with contiguous
 keys and with as many in four scattered segments whose last pages are partial; "chained" is the kernel as part
-of a chain (`jdllm.pallas.chain`). `--sweep` tries the cuts of `candidates`. Each shape has its file of results.
+of a chain (`jdllm.pallas.chain`). `--sweep` tries the cuts of `candidates`. Each shape has its own file.
 """
 
 import argparse
