@@ -233,8 +233,8 @@ def transfer(
 
 
 def _count(masked: Bool[Array, " head"], head: HeadRows, segments: int) -> Int[Array, " segments"]:
-    counts = jnp.zeros(segments + 1, jnp.int32).at[head.segment].add(masked.astype(jnp.int32))
-    return counts[:segments]
+    own = jnp.asarray(head.segment)[:, None] == jnp.arange(segments)
+    return (own & masked[:, None]).sum(axis=0, dtype=jnp.int32)
 
 
 def _candidates(
