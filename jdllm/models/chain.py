@@ -42,18 +42,20 @@ def chains(params: Params, config: ModelConfig, rows: int) -> bool:
     stack = params[name]
     if more or set(stack) != _WEIGHTS or stack["q"].shape != stack["k"].shape:
         return False
-    if config.head_dim % 32 or config.rope.rotated_dim(config.head_dim) < config.head_dim:
+    if config.rope.rotated_dim(config.head_dim) < config.head_dim:
         return False
     try:
         check_add_norm(stack["o"].dtype, config.hidden_size)
     except NotImplementedError:
         return False
 
-    def streamed(*names: str) -> bool:
+    def streamed(*names: str, head_dim: int | None = None) -> bool:
         weights = [stack[name] for name in names]
-        return streams(jax.ShapeDtypeStruct((rows, weights[0].shape[2]), weights[0].dtype), weights)
+        x = jax.ShapeDtypeStruct((rows, weights[0].shape[2]), weights[0].dtype)
+        return streams(x, weights, head_dim)
 
-    return all(streamed(*names) for names in (_QKV, _GATES, ("o",), ("down",)))
+    rotated = streamed(*_QKV, head_dim=config.head_dim)
+    return rotated and all(streamed(*names) for names in (_GATES, ("o",), ("down",)))
 
 
 def run_chain(

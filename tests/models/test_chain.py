@@ -61,6 +61,7 @@ def test_what_a_chain_can_take():
     assert not holds(SHAPES["llada-moe-7b"])
     assert not holds(dataclasses.replace(SMALL, num_kv_heads=2))
     assert not holds(dataclasses.replace(SMALL, hidden_size=640, num_heads=5, num_kv_heads=5))
+    assert not holds(dataclasses.replace(SMALL, head_dim=48))
     half = dataclasses.replace(SMALL.rope, fraction=0.5)
     assert not holds(dataclasses.replace(SMALL, rope=half))
 

@@ -253,6 +253,17 @@ class TestRefusals:
         with pytest.raises(NotImplementedError, match=reason):
             check_mosaic_gpu(x, (w,))
 
+    def test_heads_that_no_block_can_rotate(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(api, "target", lambda: Target(True, 9.0))
+        x, stacks = operands(8, 96, 64, 3)
+        angles = jnp.ones((8, 24))
+        rotation = jnp.cos(angles), jnp.sin(angles)
+        with pytest.raises(NotImplementedError, match="heads of multiples of 32, not of 48"):
+            skinny_matmul(x, stacks, rotation=rotation, implementation="mosaic_gpu")
+        portable = skinny_matmul(x, stacks, rotation=rotation, implementation="xla")
+        for actual, expected in zip(skinny_matmul(x, stacks, rotation=rotation), portable, strict=True):
+            np.testing.assert_array_equal(actual, expected)
+
     def test_operands_of_two_types(self):
         x, w = jnp.ones((8, 64), jnp.float16), jnp.ones((1, 16, 64), jnp.bfloat16)
         with pytest.raises(NotImplementedError, match="bfloat16, float16"):

@@ -50,9 +50,10 @@ def skinny_matmul(
     _check_rotation(x, weights, rotation)
     if implementation not in (None, "mosaic_gpu", "xla"):
         raise NotImplementedError(f"products of a few rows have no implementation {implementation!r}")
-    if implementation == "xla" or (implementation is None and not streams(x, weights)):
+    head_dim = None if rotation is None else 2 * rotation[0].shape[1]
+    if implementation == "xla" or (implementation is None and not streams(x, weights, head_dim)):
         return skinny_matmul_xla(x, weights, layer=layer, gated=gated, rotation=rotation)
-    _check_mosaic_gpu(x, weights)
+    _check_mosaic_gpu(x, weights, head_dim)
     # Pallas for GPUs takes a while to import: only where it runs.
     from jdllm.pallas.skinny_matmul.mosaic_gpu import skinny_matmul_mosaic_gpu
 
@@ -74,21 +75,26 @@ def skinny_parts(
     return skinny_parts_mosaic_gpu(x, weight, layer=layer, chained=chained)
 
 
-def streams(x: X | jax.ShapeDtypeStruct, weights: Sequence[Stack]) -> bool:
+def streams(x: X | jax.ShapeDtypeStruct, weights: Sequence[Stack], head_dim: int | None = None) -> bool:
     """Whether `skinny_matmul` takes the kernel for Hopper by default.
 
     Where it does not, matrices that were sliced from their stacks do as well.
+
+    Arguments:
+    - `head_dim`: of products that are rotated.
     """
     try:
-        _check_mosaic_gpu(x, weights)
+        _check_mosaic_gpu(x, weights, head_dim)
     except NotImplementedError:
         return False
     return True
 
 
-def _check_mosaic_gpu(x: X | jax.ShapeDtypeStruct, weights: Sequence[Stack]) -> None:
+def _check_mosaic_gpu(
+    x: X | jax.ShapeDtypeStruct, weights: Sequence[Stack], head_dim: int | None = None
+) -> None:
     target().check_hopper("products of a few rows")
-    check_mosaic_gpu(x, weights)
+    check_mosaic_gpu(x, weights, head_dim)
 
 
 def _check_shapes(x: X, weights: Sequence[Stack], gated: bool) -> None:

@@ -6,14 +6,20 @@ import jax
 import jax.numpy as jnp
 
 from jdllm.pallas.hopper import WARPGROUP_ROWS
-from jdllm.pallas.skinny_matmul.tiles import COLUMN_UNIT, DEPTH
+from jdllm.pallas.skinny_matmul.tiles import COLUMN_UNIT, DEPTH, ROTATED_UNIT
 from jdllm.pallas.skinny_matmul.types import Stack, X
 
 
 def check_mosaic_gpu(
-    x: X | jax.ShapeDtypeStruct, weights: Sequence[Stack] | Sequence[jax.ShapeDtypeStruct]
+    x: X | jax.ShapeDtypeStruct,
+    weights: Sequence[Stack] | Sequence[jax.ShapeDtypeStruct],
+    head_dim: int | None = None,
 ) -> None:
-    """Raise `NotImplementedError`, naming the limit, where the Hopper form cannot take these operands."""
+    """Raise `NotImplementedError`, naming the limit, where the Hopper form cannot take these operands.
+
+    Arguments:
+    - `head_dim`: of products that are rotated.
+    """
     dtypes = {x.dtype, *(w.dtype for w in weights)}
     if len(dtypes) > 1 or x.dtype not in (jnp.bfloat16, jnp.float16):
         names = ", ".join(sorted(str(dtype) for dtype in dtypes))
@@ -27,4 +33,8 @@ def check_mosaic_gpu(
         raise NotImplementedError(
             f"the Hopper form takes weights whose sides are multiples of {COLUMN_UNIT} and {DEPTH}, "
             f"not {n} and {k}"
+        )
+    if head_dim and head_dim % ROTATED_UNIT:
+        raise NotImplementedError(
+            f"the Hopper form rotates heads of multiples of {ROTATED_UNIT}, not of {head_dim}"
         )

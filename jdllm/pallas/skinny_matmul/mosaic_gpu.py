@@ -57,10 +57,10 @@ def _parts(
     rotation: Rotation | None = None,
     chained: bool,
 ) -> list[Float[Array, "parts rows n"]]:
-    check_mosaic_gpu(x, weights)
+    head_dim = None if rotation is None else 2 * rotation[0].shape[1]
+    check_mosaic_gpu(x, weights, head_dim)
     rows, (_, n, k) = x.shape[0], weights[0].shape
     padded = padded_rows(rows)
-    head_dim = None if rotation is None else 2 * rotation[0].shape[1]
     tiles = tiles or default_tiles(padded, n, k, len(weights), gated, head_dim)
     tiles.check(k, len(weights), gated, head_dim)
     if rotation is not None:

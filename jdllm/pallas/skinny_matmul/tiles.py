@@ -22,6 +22,9 @@ DEPTH = SWIZZLE_COLUMNS
 COLUMN_UNIT = 2 * STRIP
 """Columns of a tile are multiples of it: results leave in swizzled rows of 32 bytes at least."""
 
+ROTATED_UNIT = 2 * COLUMN_UNIT
+"""The same where products are rotated: a tile has both numbers of each pair."""
+
 MAX_COLUMNS = 256
 """Columns of the widest product that a warpgroup can ask for."""
 
@@ -81,9 +84,9 @@ class Tiles:
         whole = "gated" if gated else "rotated" if head_dim else None
         if whole and self.splits > 1:
             raise NotImplementedError(f"a {whole} product takes its inputs whole, not in {self.splits} parts")
-        if head_dim and (self.columns % (2 * COLUMN_UNIT) or head_dim % self.columns):
+        if head_dim and (self.columns % ROTATED_UNIT or head_dim % self.columns):
             raise NotImplementedError(
-                f"a block of rotated products has a multiple of {2 * COLUMN_UNIT} columns that divides the "
+                f"a block of rotated products has a multiple of {ROTATED_UNIT} columns that divides the "
                 f"{head_dim} of a head, not {self.columns}"
             )
         if self.splits * DEPTH > k:
@@ -111,7 +114,7 @@ def default_tiles(rows: int, n: int, k: int, weights: int, gated: bool, head_dim
     """
     most_splits = 1 if gated or head_dim else min(MAX_SPLITS, k // DEPTH)
     widest = min(MAX_COLUMNS, MAX_ACCUMULATED // weights, n)
-    unit = 2 * COLUMN_UNIT if head_dim else COLUMN_UNIT
+    unit = ROTATED_UNIT if head_dim else COLUMN_UNIT
     cuts = [
         (splits, columns)
         for splits in range(1, most_splits + 1)
