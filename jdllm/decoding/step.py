@@ -37,6 +37,11 @@ class Asked(NamedTuple):
     positions: Int[Array, " head"]
     sources: Sources
 
+    @property
+    def count(self) -> Int[Array, ""]:
+        """How many of them are asked for."""
+        return self.masked.sum()
+
 
 def keyed_bits(seed: Array, step: Array, segment: Array, positions: Array) -> Array:
     """Random bits for the draws that select rows, keyed as `jdllm.decoding.noise` describes."""
@@ -143,7 +148,7 @@ def wanted_of(asked: Asked, *, guided: bool) -> tuple[Wanted, Sources]:
     """
     size = len(asked.order)
     place = jnp.arange(size)
-    live = place < asked.masked.sum()
+    live = place < asked.count
     if not guided:
         return Wanted(asked.sources.guided, live), Sources(place, place)
     return Wanted(jnp.concatenate(asked.sources), jnp.tile(live, 2)), Sources(place, size + place)
@@ -175,7 +180,7 @@ def evaluate(
         asked.positions,
         batch.segments,
         jnp.asarray(batch.segments.step) + steps,
-        asked.masked.sum(),
+        asked.count,
         chunks=chunks,
         level=level,
     )

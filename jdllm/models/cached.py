@@ -64,14 +64,15 @@ def forward_refresh(
 
     def last(carry: tuple[Hidden, KeyValuePool], layer: Layer, number: Array) -> tuple[Hidden, KeyValuePool]:
         h, pool = carry
-        if scoring is not None:  # by queries of rows that nobody wants
-            h, pool = body(carry, layer, number)
-            return h[wanted.rows], pool
         k, v = project_keys_values(layer, config, h, rotation)
         pool = KeyValuePool(*store(*pool, number, k, v, slots.page, slots.source))
         return last_block(layer, config, h, rotation, rows, (k, v), wanted, grouped_matmul), pool
 
-    return scan_layers(params, config, (embed(params, tokens), pool), body, last=last)
+    start = embed(params, tokens), pool
+    if scoring is None:
+        return scan_layers(params, config, start, body, last=last)
+    h, pool = scan_layers(params, config, start, body)  # scores need queries of rows that nobody wants
+    return h[wanted.rows], pool
 
 
 def forward_reuse(
