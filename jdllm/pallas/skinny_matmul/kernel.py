@@ -175,11 +175,12 @@ def _load(x, weights: Sequence[Any], layer: Scalar, shared: _Shared, launch: _La
     rows."""
     tiles = launch.tiles
     begin, steps = launch.own_steps()
+    runs = launch.runs()
 
     def load_weights(i: Scalar, _: None = None) -> None:
         stage, depth = launch.stage(i), pl.ds((begin + i) * DEPTH, DEPTH)
         for index, weight in enumerate(weights):
-            for place, outputs in launch.runs():
+            for place, outputs in runs:
                 to = shared.weights.at[stage, pl.ds(index * tiles.columns + place, launch.run)]
                 plgpu.copy_gmem_to_smem(weight.at[layer, outputs, depth], to, shared.full.at[stage])
 
@@ -244,19 +245,20 @@ def _store(
     sums: Sequence[Tile], angles: Rotation | None, leaving: Any, out: Sequence[Any], launch: _Launch
 ) -> None:
     """Round what is complete, and write the rows that were loaded."""
+    runs = launch.runs()
     results = [x.astype(out[0].dtype) for x in sums]
     if launch.gated:
         results = [gated(*results)]
     for index, result in enumerate(results):
-        runs = [result[:, place : place + launch.run] for place, _ in launch.runs()]
+        values = [result[:, place : place + launch.run] for place, _ in runs]
         if angles is not None and index < len(results) - 1:
-            runs = _rotated(runs[0], runs[1], *angles)
-        for run, value in enumerate(runs):
+            values = _rotated(values[0], values[1], *angles)
+        for run, value in enumerate(values):
             leaving[index, run] = value
     plgpu.commit_smem()
     split, rows = lax.axis_index("split"), pl.ds(0, launch.rows)
     for index, ref in enumerate(out):
-        for run, (_, columns) in enumerate(launch.runs()):
+        for run, (_, columns) in enumerate(runs):
             plgpu.copy_smem_to_gmem(leaving.at[index, run, rows], ref.at[split, :, columns])
     plgpu.wait_smem_to_gmem(0)
 
