@@ -38,41 +38,40 @@ Form = Callable[[jax.Array, tuple[jax.Array, ...], jax.Array, tuple[jax.Array, .
 
 
 class Product(NamedTuple):
-    """Outputs and inputs of each weight, how many weights share their rows, and whether two are gated."""
+    """Outputs of each weight that the rows are multiplied with, their inputs, and whether two are gated."""
 
-    n: int
+    outputs: tuple[int, ...]
     k: int
-    weights: int
     gated: bool = False
 
     def bytes_moved(self, rows: int) -> int:
-        results = 1 if self.gated else self.weights
-        return 2 * (self.weights * self.n * self.k + rows * (self.k + results * self.n))
+        results = self.outputs[:1] if self.gated else self.outputs
+        return 2 * (sum(self.outputs) * self.k + rows * (self.k + sum(results)))
 
 
 def products_of(config: ModelConfig) -> dict[str, Product]:
     """The products of a dense layer."""
     hidden, ffn = config.hidden_size, config.intermediate_size
     heads, kv_heads = (config.head_dim * number for number in (config.num_heads, config.num_kv_heads))
-    if heads == kv_heads:
-        attention = {"qkv": Product(heads, hidden, 3)}
-    else:
-        attention = {"q": Product(heads, hidden, 1), "kv": Product(kv_heads, hidden, 2)}
-    return attention | {
-        "o": Product(hidden, heads, 1),
-        "gate_up": Product(ffn, hidden, 2, gated=True),
-        "down": Product(hidden, ffn, 1),
+    return {
+        "qkv": Product((heads, kv_heads, kv_heads), hidden),
+        "o": Product((hidden,), heads),
+        "gate_up": Product((ffn, ffn), hidden, gated=True),
+        "down": Product((hidden,), ffn),
     }
 
 
 def draw(product: Product, rows: int) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Normal rows and stacks of weights that keep the size of what they multiply."""
-    one_layer = 2 * product.weights * product.n * product.k
-    shape = (max(2, -(-STACK_BYTES // one_layer)), product.n, product.k)
-    keys = jax.random.split(jax.random.key(rows), 1 + product.weights)
+    one_layer = 2 * sum(product.outputs) * product.k
+    layers = max(2, -(-STACK_BYTES // one_layer))
+    keys = jax.random.split(jax.random.key(rows), 1 + len(product.outputs))
     scale = jnp.bfloat16(product.k**-0.5)
     x = jax.random.normal(keys[0], (rows, product.k), jnp.bfloat16)
-    return x, tuple(jax.random.normal(key, shape, jnp.bfloat16) * scale for key in keys[1:])
+    weights = zip(keys[1:], product.outputs, strict=True)
+    return x, tuple(
+        jax.random.normal(key, (layers, n, product.k), jnp.bfloat16) * scale for key, n in weights
+    )
 
 
 def by_xla(x: jax.Array, own: Sequence[jax.Array], gated: bool) -> Results:
@@ -114,13 +113,13 @@ def repeated(form: Form, sliced: bool, repeats: int) -> Callable[..., Results]:
 def relative_error(actual: Results, x: jax.Array, stacks: Sequence[jax.Array], gated: bool) -> float:
     """Of the last layer's results, against f32 of the highest precision, in the norm."""
     expected = by_xla(x.astype(jnp.float32), [w[-1].astype(jnp.float32) for w in stacks], gated)
-    a, b = (np.concatenate([np.asarray(v, np.float64) for v in each]) for each in (actual, expected))
+    a, b = (np.concatenate([np.asarray(v, np.float64) for v in each], 1) for each in (actual, expected))
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
 def candidates(product: Product, rows: int) -> list[Tiles]:
     """Cuts worth trying, the default first: others around it with all stages, and itself with fewer."""
-    default = default_tiles(rows, *product)
+    default = default_tiles(rows, product.outputs, product.k, gated=product.gated)
     cuts = [dataclasses.replace(default, stages=s) for s in (default.stages, default.stages * 2 // 3)]
     factors = itertools.product((0.5, 0.75, 1, 1.25, 1.5, 2), (1,) if product.gated else (0.5, 1, 2))
     for wider, more in factors:
@@ -128,7 +127,7 @@ def candidates(product: Product, rows: int) -> list[Tiles]:
         for stages in range(24, 2, -1):
             try:
                 tiles = Tiles(columns, splits, stages)
-                tiles.check(product.k, product.weights, product.gated)
+                tiles.check(product.outputs, product.k, gated=product.gated, biased=False)
             except NotImplementedError:
                 continue
             cuts.append(tiles)

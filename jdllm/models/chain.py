@@ -21,6 +21,7 @@ from jdllm.pallas.skinny_matmul import skinny_matmul, skinny_parts, streams
 
 _QKV, _GATES = ("q", "k", "v"), ("gate", "up")
 _WEIGHTS = {"attn_norm", "ffn_norm", "o", "down", *_QKV, *_GATES}
+_BIASES = tuple(f"{name}_bias" for name in _QKV)
 
 
 class ChainedAttention(Protocol):
@@ -35,12 +36,11 @@ class ChainedAttention(Protocol):
 def chains(params: Params, config: ModelConfig, rows: int) -> bool:
     """Whether `run_chain` can take so many rows of this model, on the device at hand.
 
-    It cannot take experts, biases, norms of queries and keys, heads that are rotated in part, nor fewer heads
-    of keys than of queries.
+    It cannot take experts, norms of queries and keys, nor heads that are rotated in part.
     """
     ((name, _, _), *more) = layer_runs(config)
     stack = params[name]
-    if more or set(stack) != _WEIGHTS or stack["q"].shape != stack["k"].shape:
+    if more or set(stack) not in (_WEIGHTS, _WEIGHTS | set(_BIASES)):
         return False
     if config.rope.rotated_dim(config.head_dim) < config.head_dim:
         return False
@@ -77,6 +77,8 @@ def run_chain(
     """
     ((name, begin, end),) = layer_runs(config)
     stack = params[name]
+    biases = [stack[name] for name in _BIASES if name in stack]
+    bias = jnp.concatenate(biases, axis=1) if biases else None
 
     @functools.partial(jax.jit, static_argnames=("chained", "last"))
     def layer(h: Hidden, x: Hidden, place: Array, *, chained: bool, last: bool) -> tuple[Hidden, Hidden]:
@@ -88,7 +90,7 @@ def run_chain(
             parts = skinny_parts(y, stack[weight], layer=place, chained=chained)
             return add_norm(h, parts, stack[norm], of_layer, eps=config.rms_norm_eps, chained=chained)
 
-        qkv = products(x, _QKV, rotation=rotation)
+        qkv = products(x, _QKV, bias=bias, rotation=rotation)
         q, k, v = (y.reshape(y.shape[0], -1, config.head_dim) for y in qkv)
         o = attention(q, k, v, layer=place, chained=chained)
         h, x = add(h, o.reshape(h.shape[0], -1), "o", "ffn_norm", place)

@@ -35,14 +35,14 @@ class Streamed(NamedTuple):
 def streamed_of(stack: dict[str, Array], rows: int) -> Streamed | None:
     """Take the weights that `rows` rows had better stream out of a stack of layers; `None` for none.
 
-    Those of queries, keys and values are among them where they are of one shape, and those of a gate. Outputs
-    that are added to the residual are not: they are too few to keep all processors busy without partial sums,
-    and XLA's products are faster.
+    Those of queries, keys and values are among them, and those of a gate. Outputs that are added to the
+    residual are not: they are too few to keep all processors busy without partial sums, and XLA's products
+    are faster.
     """
     weights: dict[str, Stack] = {}
     for names in _TOGETHER:
         found = [stack[name] for name in names if name in stack]
-        if len(found) < len(names) or len({w.shape for w in found}) > 1:
+        if len(found) < len(names):
             continue
         if streams(jax.ShapeDtypeStruct((rows, found[0].shape[2]), found[0].dtype), found):
             weights |= {name: stack.pop(name) for name in names}

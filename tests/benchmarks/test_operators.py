@@ -124,13 +124,10 @@ class TestSkinnyMatmul:
         monkeypatch.setattr(skinny_matmul, "STACK_BYTES", 1 << 13)
         monkeypatch.setattr(skinny_matmul, "LEAST_SECONDS", 1e-9)
 
-    @pytest.mark.parametrize(
-        ("shape", "products"),
-        [("llada-8b", ["qkv", "o", "gate_up", "down"]), ("dream-7b", ["q", "kv", "o", "gate_up", "down"])],
-    )
-    def test_products_of_a_layer(self, shape: str, products: list[str]):
+    @pytest.mark.parametrize("shape", ["llada-8b", "dream-7b"])
+    def test_products_of_a_layer(self, shape: str):
         table = skinny_matmul.measure(shape, 8, ["xla"])
-        assert [row["product"] for row in table] == products
+        assert [row["product"] for row in table] == ["qkv", "o", "gate_up", "down"]
         assert all(0 < row["error"] < 8e-3 for row in table)
 
     def test_ours_must_run(self):

@@ -27,6 +27,7 @@ WIDE = dataclasses.replace(SHAPES["llada-8b"], num_layers=6)
 NARROW = dataclasses.replace(
     WIDE, hidden_size=512, num_heads=4, num_kv_heads=4, intermediate_size=1024, num_layers=20
 )
+GROUPED = dataclasses.replace(SHAPES["dream-7b"], num_layers=6)
 REPEATS = 50
 
 
@@ -37,8 +38,8 @@ def card():
 
 @pytest.fixture(
     scope="module",
-    params=[(WIDE, 4000, 32), (WIDE, 70, 64), (NARROW, 300, 32)],
-    ids=["long", "short", "narrow"],
+    params=[(WIDE, 4000, 32), (WIDE, 70, 64), (NARROW, 300, 32), (GROUPED, 4000, 32)],
+    ids=["long", "short", "narrow", "groups"],
 )
 def operands(request: pytest.FixtureRequest) -> tuple[ModelConfig, tuple[Any, ...]]:
     config, cached, fresh = request.param

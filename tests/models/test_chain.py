@@ -23,19 +23,20 @@ from jdllm.pallas.skinny_matmul import api as skinny_api
 from jdllm.pallas.split_attention import api as split_api
 from jdllm.pallas.split_attention import split_attention
 
-SMALL = dataclasses.replace(
-    SHAPES["llada-8b"],
-    hidden_size=512,
-    num_heads=4,
-    num_kv_heads=4,
-    intermediate_size=128,
-    num_layers=2,
-    vocab_size=100,
-    token_limit=100,
-    mask_id=99,
-    eos_id=98,
-    eot_id=97,
-)
+SIZES = {
+    "hidden_size": 512,
+    "num_heads": 4,
+    "num_kv_heads": 4,
+    "intermediate_size": 128,
+    "num_layers": 2,
+    "vocab_size": 100,
+    "token_limit": 100,
+    "mask_id": 99,
+    "eos_id": 98,
+    "eot_id": 97,
+}
+SMALL = dataclasses.replace(SHAPES["llada-8b"], **SIZES)
+GROUPED = dataclasses.replace(SHAPES["dream-7b"], **SIZES | {"num_kv_heads": 2})
 FRESH, CACHED = 32, 100
 
 
@@ -57,9 +58,9 @@ def test_what_a_chain_can_take():
     assert holds(SMALL)
     assert not holds(SHAPES["llada-8b"], 65)
     assert not holds(SHAPES["llada-8b"], dtype="float32")
-    assert not holds(SHAPES["dream-7b"])
+    assert holds(SHAPES["dream-7b"])
     assert not holds(SHAPES["llada-moe-7b"])
-    assert not holds(dataclasses.replace(SMALL, num_kv_heads=2))
+    assert holds(dataclasses.replace(SMALL, num_kv_heads=2))
     assert not holds(dataclasses.replace(SMALL, hidden_size=640, num_heads=5, num_kv_heads=5))
     assert not holds(dataclasses.replace(SMALL, head_dim=48))
     half = dataclasses.replace(SMALL.rope, fraction=0.5)
@@ -72,16 +73,21 @@ def test_none_elsewhere():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("hopper")
-def test_the_chain_computes_what_the_layers_do(capsys: pytest.CaptureFixture[str]):
-    params = init_params(SMALL, jax.random.key(0), "bfloat16")
-    k_pool, v_pool, table = random_cache(SMALL, CACHED, FRESH, 64, "bfloat16")
+@pytest.mark.parametrize("config", [SMALL, GROUPED], ids=["every-head", "groups-and-biases"])
+def test_the_chain_computes_what_the_layers_do(config: ModelConfig, capsys: pytest.CaptureFixture[str]):
+    params = init_params(config, jax.random.key(0), "bfloat16")
+    for name in ("q_bias", "k_bias", "v_bias"):
+        if name in params["layers"]:
+            shape, key = params["layers"][name].shape, jax.random.key(len(name))
+            params["layers"][name] = jax.random.normal(key, shape, "bfloat16")
+    k_pool, v_pool, table = random_cache(config, CACHED, FRESH, 64, "bfloat16")
     tokens, unused = jnp.arange(FRESH) % 90, jnp.zeros(FRESH, jnp.int32)
     inputs = tokens, Rows(CACHED + jnp.arange(FRESH), unused, unused), KeyValuePool(k_pool, v_pool), table
-    assert chains(params, SMALL, FRESH)
+    assert chains(params, config, FRESH)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-        actual = np.asarray(forward_reuse(params, SMALL, *inputs), np.float64)
+        actual = np.asarray(forward_reuse(params, config, *inputs), np.float64)
     assert "RACE" not in capsys.readouterr().out
     xla = functools.partial(split_attention, implementation="xla")
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), (params, inputs[2]))
-    exact = np.asarray(forward_reuse(wide[0], SMALL, *inputs[:2], wide[1], table, attention=xla), np.float64)
+    exact = np.asarray(forward_reuse(wide[0], config, *inputs[:2], wide[1], table, attention=xla), np.float64)
     assert np.linalg.norm(actual - exact) < 0.02 * np.linalg.norm(exact)

@@ -1,5 +1,7 @@
 """Products of a few rows against float64: the portable form, and the Hopper kernel in interpret mode."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jdllm.models.layers import linear
+from jdllm.models.rotary import rotate
 from jdllm.pallas.device import Target
 from jdllm.pallas.hopper import PROCESSORS, SHARED_BYTES
 from jdllm.pallas.skinny_matmul import Implementation, api, skinny_matmul
@@ -18,6 +21,7 @@ from jdllm.pallas.skinny_matmul.tiles import (
     DEPTH,
     MAX_ACCUMULATED,
     Tiles,
+    blocks_of,
     default_tiles,
 )
 
@@ -44,6 +48,19 @@ def operands(
     for index, stack in enumerate(stacks):
         stack[LAYER] = rng.integers(-1, 2, (n, k)) / (8 if gated and index == 0 else 1)
     return x, tuple(jnp.asarray(stack, dtype) for stack in stacks)
+
+
+def different_outputs(
+    outputs: tuple[int, ...], biased: bool
+) -> tuple[jax.Array, list[np.ndarray], list[jax.Array], jax.Array | None]:
+    """Rows, exact products with weights of so many outputs, these, and what is added if anything is."""
+    x, stacks = operands(13, max(outputs), 5 * DEPTH, len(outputs))
+    own = [w[:, :n] for w, n in zip(stacks, outputs, strict=True)]
+    bias = np.random.default_rng(1).integers(-9, 10, (LAYERS, sum(outputs))) * biased
+    added = np.split(bias[LAYER], np.cumsum(outputs)[:-1])
+    rows, weights = np.asarray(x, np.float64), [np.asarray(w[LAYER], np.float64) for w in own]
+    exact = [rows @ w.T + b for w, b in zip(weights, added, strict=True)]
+    return x, exact, own, jnp.asarray(bias, x.dtype) if biased else None
 
 
 def check(
@@ -120,6 +137,32 @@ class TestKernel:
                     np.asarray(form, np.float64), exact, rtol=float(jnp.finfo(dtype).eps), atol=1e-4
                 )
 
+    @pytest.mark.parametrize("outputs", [(64, 32), (48, 16, 80)])
+    @pytest.mark.parametrize("biased", [False, True])
+    def test_weights_of_different_outputs(self, outputs: tuple[int, ...], biased: bool):
+        """Blocks of one weight each, the last of each with columns beyond it."""
+        x, exact, stacks, bias = different_outputs(outputs, biased)
+        for tiles in (Tiles(16 if biased else 32, 1, 2), None):
+            actual = skinny_matmul_mosaic_gpu(x, stacks, layer=LAYER, bias=bias, chained=True, tiles=tiles)
+            for product, expected in zip(actual, exact, strict=True):
+                np.testing.assert_array_equal(np.asarray(product, np.float64), expected)
+
+    def test_rotated_queries_and_keys_of_fewer_heads_with_a_bias(self):
+        x, exact, stacks, bias = different_outputs((256, 64, 64), biased=True)
+        angles = jnp.asarray(np.random.default_rng(0).uniform(0, 6, (len(x), 32)), jnp.float32)
+        options = {"layer": LAYER, "bias": bias, "rotation": (jnp.cos(angles), jnp.sin(angles))}
+        expected = [rotate(jnp.asarray(y).reshape(len(x), -1, 64), *options["rotation"]) for y in exact[:2]]
+        for form in (
+            skinny_matmul_mosaic_gpu(x, stacks, **options, tiles=Tiles(32, 1, 2)),
+            skinny_matmul_mosaic_gpu(x, stacks, **options),
+            skinny_matmul(x, stacks, **options, implementation="xla"),
+        ):
+            for product, wanted in zip(form, (*expected, exact[2]), strict=True):
+                wanted = np.asarray(wanted, np.float64).reshape(product.shape)
+                np.testing.assert_allclose(
+                    np.asarray(product, np.float64), wanted, rtol=float(jnp.finfo(x.dtype).eps), atol=1e-4
+                )
+
     def test_a_traced_layer(self):
         rng = np.random.default_rng(0)
         x = jnp.asarray(rng.integers(-1, 2, (8, 128)), jnp.bfloat16)
@@ -168,15 +211,20 @@ class TestPortable:
 class TestTiles:
     @given(
         st.sampled_from([8, 16, 32, 40, 64]),
-        st.integers(1, 1200).map(lambda i: 16 * i),
+        st.lists(st.integers(1, 1200).map(lambda i: 16 * i), min_size=1, max_size=3),
         st.integers(1, 300).map(lambda i: DEPTH * i),
-        st.sampled_from([(1, False), (2, False), (3, False), (2, True)]),
+        st.booleans(),
+        st.booleans(),
     )
-    def test_default_cuts_fit_the_card(self, rows: int, n: int, k: int, form: tuple[int, bool]):
-        tiles = default_tiles(rows, n, k, *form)
-        tiles.check(k, *form)
-        assert tiles.shared_bytes(*form) <= SHARED_BYTES
-        assert form[0] * tiles.columns <= MAX_ACCUMULATED
+    def test_default_cuts_fit_the_card(
+        self, rows: int, outputs: list[int], k: int, gated: bool, biased: bool
+    ):
+        if gated:
+            outputs, biased = outputs[:1] * 2, False
+        tiles = default_tiles(rows, outputs, k, gated=gated, biased=biased)
+        tiles.check(outputs, k, gated=gated, biased=biased)
+        assert tiles.shared_bytes(gated) <= SHARED_BYTES
+        assert (2 if gated else 1) * tiles.columns <= MAX_ACCUMULATED
         assert tiles.stages >= 3
 
     @given(st.integers(1, 400), st.integers(1, 8))
@@ -188,24 +236,25 @@ class TestTiles:
         assert sizes.max() - sizes.min() <= 1
 
     @pytest.mark.parametrize(
-        ("n", "k", "weights", "gated", "columns", "splits"),
+        ("outputs", "k", "options", "columns", "splits", "blocks"),
         [
-            (4096, 4096, 3, False, 32, 1),
-            (4096, 4096, 1, False, 128, 4),
-            (12288, 4096, 2, True, 96, 1),
-            (4096, 12288, 1, False, 128, 4),
-            (3584, 3584, 1, False, 112, 4),
-            (512, 3584, 2, False, 32, 8),
-            (18944, 3584, 2, True, 144, 1),
-            (3584, 18944, 1, False, 112, 4),
+            ([4096] * 3, 4096, {}, 96, 1, 129),
+            ([4096] * 3, 4096, {"head_dim": 128}, 128, 1, 96),
+            ([4096], 4096, {}, 128, 4, 128),
+            ([12288] * 2, 4096, {"gated": True}, 96, 1, 128),
+            ([4096], 12288, {}, 128, 4, 128),
+            ([3584, 512, 512], 3584, {"head_dim": 128, "biased": True}, 64, 1, 72),
+            ([3584], 3584, {}, 112, 4, 128),
+            ([18944] * 2, 3584, {"gated": True}, 144, 1, 132),
+            ([3584], 18944, {}, 112, 4, 128),
         ],
     )
     def test_products_of_a_layer_take_one_wave(
-        self, n: int, k: int, weights: int, gated: bool, columns: int, splits: int
+        self, outputs: list[int], k: int, options: dict[str, Any], columns: int, splits: int, blocks: int
     ):
-        tiles = default_tiles(32, n, k, weights, gated)
+        tiles = default_tiles(32, outputs, k, **options)
         assert (tiles.columns, tiles.splits) == (columns, splits)
-        assert 120 < -(-n // columns) * splits <= PROCESSORS
+        assert sum(blocks_of(outputs, columns, options.get("gated", False))) * splits == blocks <= PROCESSORS
 
     @pytest.mark.parametrize(
         ("cut", "reason"),
@@ -225,7 +274,7 @@ class TestTiles:
         [
             ((32, 2, 2), 2, True, "whole, not in 2 parts"),
             ((32, 3, 2), 1, False, "128 inputs do not make 3 parts of 64"),
-            ((112, 1, 2), 3, False, "at most 320 columns, not 112 of 3 weights"),
+            ((176, 1, 2), 2, True, "at most 320 columns, not 176 of both weights"),
             ((128, 1, 9), 1, False, "9 stages need 237568 bytes"),
         ],
     )
@@ -275,7 +324,8 @@ class TestRefusals:
             ([], False, "1 to 3 weights, not 0"),
             ([(1, 16, 64)] * 4, False, "not 4"),
             ([(1, 16, 64)] * 3, True, "two weights, not 3"),
-            ([(1, 16, 64), (1, 32, 64)], False, "of one shape, not of"),
+            ([(1, 16, 64), (1, 32, 64)], True, "of one shape, not"),
+            ([(1, 16, 64), (2, 16, 64)], False, "of as many layers and inputs, not"),
             ([(1, 16, 128)], False, "rows of 64 do not fit"),
         ],
     )
@@ -283,6 +333,18 @@ class TestRefusals:
         x, stacks = jnp.ones((8, 64), jnp.bfloat16), [jnp.ones(s, jnp.bfloat16) for s in shapes]
         with pytest.raises(ValueError, match=reason):
             skinny_matmul(x, stacks, gated=gated)
+
+    def test_a_cut_whose_last_block_has_nothing_to_add(self):
+        x, _, stacks, bias = different_outputs((64, 48), biased=True)
+        with pytest.raises(NotImplementedError, match=r"divide its outputs: 32 not \[64, 48\]"):
+            skinny_matmul_mosaic_gpu(x, stacks, layer=0, bias=bias, tiles=Tiles(32, 1, 2))
+
+    def test_what_is_added_does_not_fit(self):
+        x, stacks = operands(8, 16, 64, 2)
+        with pytest.raises(ValueError, match=r"bias of \(3, 16\) does not fit products that take one of"):
+            skinny_matmul(x, stacks, bias=jnp.ones((LAYERS, 16), x.dtype))
+        with pytest.raises(ValueError, match="does not fit a gated product"):
+            skinny_matmul(x, stacks, gated=True, bias=jnp.ones((LAYERS, 32), x.dtype))
 
     def test_unknown_names(self):
         x, stacks = operands(8, 16, 64, 1)

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float32
 
 from jdllm.pallas.device import target
 from jdllm.pallas.skinny_matmul.limits import check_mosaic_gpu
-from jdllm.pallas.skinny_matmul.types import Layer, Product, Rotation, Stack, X
+from jdllm.pallas.skinny_matmul.types import Bias, Layer, Product, Rotation, Stack, X
 from jdllm.pallas.skinny_matmul.xla import skinny_matmul_xla
 
 Implementation = Literal["mosaic_gpu", "xla"]
@@ -22,6 +22,7 @@ def skinny_matmul(
     *,
     layer: Layer = 0,
     gated: bool = False,
+    bias: Bias | None = None,
     rotation: Rotation | None = None,
     chained: bool = False,
     implementation: Implementation | None = None,
@@ -30,9 +31,11 @@ def skinny_matmul(
 
     Arguments:
     - `x`: the rows.
-    - `weights`: one to three stacks of one shape, each with a matrix per layer whose rows make the outputs.
+    - `weights`: one to three stacks, each with a matrix per layer whose rows make the outputs.
     - `layer`: which matrix of each stack; the stacks are never sliced, which would copy them.
-    - `gated`: whether the result is one, silu(x gate) * (x up), of two stacks, first the gates.
+    - `gated`: whether the result is one, silu(x gate) * (x up), of two stacks of one shape,
+      first the gates.
+    - `bias`: what is added to the products of each layer, one product after the other.
     - `rotation`: cosine and sine of each row, where the weights are those of queries, keys and values: all
       products but the last are rotated as `jdllm.models.rotary.rotate` does, whole heads of twice the pairs.
     - `chained`: whether the kernel for Hopper is part of a chain (`jdllm.pallas.chain`): then all but the
@@ -47,17 +50,20 @@ def skinny_matmul(
     implementation cannot run, naming its limit.
     """
     _check_shapes(x, weights, gated)
+    _check_added(weights, gated, bias)
     _check_rotation(x, weights, rotation)
     if implementation not in (None, "mosaic_gpu", "xla"):
         raise NotImplementedError(f"products of a few rows have no implementation {implementation!r}")
     head_dim = None if rotation is None else 2 * rotation[0].shape[1]
     if implementation == "xla" or (implementation is None and not streams(x, weights, head_dim)):
-        return skinny_matmul_xla(x, weights, layer=layer, gated=gated, rotation=rotation)
+        return skinny_matmul_xla(x, weights, layer=layer, gated=gated, bias=bias, rotation=rotation)
     _check_mosaic_gpu(x, weights, head_dim)
     # Pallas for GPUs takes a while to import: only where it runs.
     from jdllm.pallas.skinny_matmul.mosaic_gpu import skinny_matmul_mosaic_gpu
 
-    return skinny_matmul_mosaic_gpu(x, weights, layer=layer, gated=gated, rotation=rotation, chained=chained)
+    return skinny_matmul_mosaic_gpu(
+        x, weights, layer=layer, gated=gated, bias=bias, rotation=rotation, chained=chained
+    )
 
 
 def skinny_parts(
@@ -102,16 +108,23 @@ def _check_shapes(x: X, weights: Sequence[Stack], gated: bool) -> None:
         raise ValueError(f"products of a few rows take 1 to {_MOST_WEIGHTS} weights, not {len(weights)}")
     if gated and len(weights) != 2:
         raise ValueError(f"a gated product takes two weights, not {len(weights)}")
-    shapes = {w.shape for w in weights}
+    shapes = {w.shape if gated else (w.shape[0], w.shape[2]) for w in weights}
     if len(shapes) > 1:
-        raise ValueError(f"products of a few rows take weights of one shape, not of {sorted(shapes)}")
+        what = "of one shape" if gated else "of as many layers and inputs"
+        raise ValueError(f"products of a few rows take weights {what}, not {[w.shape for w in weights]}")
     if weights[0].shape[2] != x.shape[1]:
         raise ValueError(f"rows of {x.shape[1]} do not fit weights {weights[0].shape}")
 
 
+def _check_added(weights: Sequence[Stack], gated: bool, bias: Bias | None) -> None:
+    expected = weights[0].shape[0], sum(w.shape[1] for w in weights)
+    if bias is not None and (gated or bias.shape != expected):
+        what = "a gated product" if gated else f"products that take one of {expected}"
+        raise ValueError(f"a bias of {bias.shape} does not fit {what}")
+
+
 def _check_rotation(x: X, weights: Sequence[Stack], rotation: Rotation | None) -> None:
     for angles in rotation or ():
-        if angles.shape[0] != x.shape[0] or weights[0].shape[1] % (2 * angles.shape[1]):
-            raise ValueError(
-                f"a rotation of {angles.shape} does not fit {x.shape[0]} rows of {weights[0].shape[1]}"
-            )
+        outputs = [w.shape[1] for w in weights]
+        if angles.shape[0] != x.shape[0] or any(n % (2 * angles.shape[1]) for n in outputs):
+            raise ValueError(f"a rotation of {angles.shape} does not fit {x.shape[0]} rows of {outputs}")

@@ -1,15 +1,16 @@
 """The Hopper kernel of products of a few rows, in Pallas for Mosaic GPU.
 
-One warpgroup of a block streams the rows and the block's columns of every weight by TMA through a ring of
-stages; the other multiplies (wgmma). A product has 64 rows: those that nothing was loaded for hold anything,
-and their results do not leave. Where queries and keys are rotated, the columns of a block are two runs of one
-head, so that both numbers of a pair are at hand.
+One warpgroup of a block streams the rows and the block's columns of a weight, or of both weights of a gated
+product, by TMA through a ring of stages; the other multiplies (wgmma). A product has 64 rows: those that
+nothing was loaded for hold anything, and their results do not leave. Where queries and keys are rotated, the
+columns of a block are two runs of one head, so that both numbers of a pair are at hand.
 """
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,8 +24,8 @@ from jdllm.pallas.chain import let_next_start, wait_for_kernel_before
 from jdllm.pallas.gating import gated
 from jdllm.pallas.hopper import STRIP, SWIZZLE, WARPGROUP_ROWS
 from jdllm.pallas.ring import drain, swizzled
-from jdllm.pallas.skinny_matmul.tiles import DEPTH, Tiles
-from jdllm.pallas.skinny_matmul.types import Rotation, Stack, X
+from jdllm.pallas.skinny_matmul.tiles import DEPTH, Tiles, blocks_of, summed_columns
+from jdllm.pallas.skinny_matmul.types import Bias, Rotation, Stack, X
 
 Scalar = Int[Array, ""]
 Tile = Float[Array, "64 columns"]
@@ -47,10 +48,16 @@ class _Launch:
     tiles: Tiles
     rows: int
     steps: int
-    weights: int
+    outputs: tuple[int, ...]
     gated: bool
+    biased: bool
     pairs: int | None
     chained: bool
+
+    @property
+    def blocks(self) -> list[int]:
+        """How many blocks each weight takes."""
+        return blocks_of(self.outputs, self.tiles.columns, self.gated)
 
     def stage(self, step: Scalar | int) -> Scalar:
         return lax.rem(jnp.int32(step), jnp.int32(self.tiles.stages))
@@ -65,13 +72,35 @@ class _Launch:
         """How many of a block's columns are side by side."""
         return self.tiles.columns // (1 if self.pairs is None else 2)
 
-    def runs(self) -> list[tuple[int, pl.Slice]]:
-        """Runs of the block's columns: where they are among these, and where among all."""
+    @property
+    def results(self) -> tuple[int, ...]:
+        """Outputs of each result."""
+        return self.outputs[: len(self.blocks)]
+
+    def for_own_weight(self, visit: Callable[[int], None]) -> None:
+        """Call `visit` with the index of the weight whose columns the block takes."""
+        if len(self.blocks) == 1:
+            return visit(0)
+        ends = list(itertools.accumulate(self.blocks))
         block = lax.axis_index("column_block")
+        for index, end in enumerate(ends):
+            mine = (end - self.blocks[index] <= block) & (block < end)
+            pl.when(mine)(functools.partial(visit, index))
+
+    def before(self, sizes: Sequence[int]) -> Scalar:
+        """The sum of the sizes of those weights that come before the block's own."""
+        total, block = jnp.int32(0), lax.axis_index("column_block")
+        for end, size in zip(itertools.accumulate(self.blocks[:-1]), sizes, strict=False):
+            total += jnp.where(block >= end, size, 0)
+        return total
+
+    def runs(self) -> list[tuple[int, pl.Slice]]:
+        """Runs of the block's columns: where they are among these, and where among those of the weight."""
+        place = lax.axis_index("column_block") - self.before(self.blocks)
         if self.pairs is None:
-            return [(0, pl.ds(block * self.run, self.run))]
+            return [(0, pl.ds(place * self.run, self.run))]
         in_head = self.pairs // self.run
-        first = lax.div(block, jnp.int32(in_head)) * 2 * self.pairs + self.first_pair()
+        first = lax.div(place, jnp.int32(in_head)) * 2 * self.pairs + self.first_pair()
         return [(i * self.run, pl.ds(first + i * self.pairs, self.run)) for i in range(2)]
 
     def first_pair(self) -> Scalar:
@@ -87,6 +116,7 @@ def block_products(
     tiles: Tiles,
     *,
     gated: bool,
+    bias: Bias | None,
     rotation: Rotation | None,
     chained: bool,
 ) -> list[Float[Array, "splits rows n"]]:
@@ -94,26 +124,27 @@ def block_products(
 
     Arguments:
     - `x`: bfloat16 or float16, a multiple of 8 rows, at most 64.
-    - `weights`: of the dtype of `x`; `n` a multiple of 16, `k` of 64.
+    - `weights`: of the dtype of `x`, `k` a multiple of 64; each has its own `n`, a multiple of 16.
     - `layer`: index of the matrices.
     - `tiles`: the cut, which passed `Tiles.check`.
     - `gated`: whether the one result is silu of the first product times the second.
+    - `bias`: what is added to the products of each layer, one product after the other.
     - `rotation`: cosine and sine, of 64 rows each: all products but the last are rotated.
     - `chained`: as in `jdllm.pallas.chain`; all but `x` is older than the chain.
 
     Returns a product for each stack, or the gated one: in the dtype of `x` where the inputs are whole, else
     f32 sums of each part of them.
     """
-    rows, (_, n, k) = x.shape[0], weights[0].shape
+    rows, (_, _, k) = x.shape[0], weights[0].shape
+    outputs = tuple(w.shape[1] for w in weights)
     pairs = None if rotation is None else rotation[0].shape[1]
-    launch = _Launch(tiles, rows, k // DEPTH, len(weights), gated, pairs, chained)
-    products = 1 if gated else len(weights)
+    launch = _Launch(tiles, rows, k // DEPTH, outputs, gated, bias is not None, pairs, chained)
     dtype = x.dtype if tiles.splits == 1 else jnp.dtype(jnp.float32)
     kernel = plgpu.kernel(
         functools.partial(_kernel, launch=launch),
-        out_type=[jax.ShapeDtypeStruct((tiles.splits, rows, n), dtype)] * products,
-        scratch_types=_shared(launch, x.dtype, products, _leaving_run(launch.run, n, dtype), dtype),
-        grid=(-(-n // tiles.columns), tiles.splits),
+        out_type=[jax.ShapeDtypeStruct((tiles.splits, rows, n), dtype) for n in launch.results],
+        scratch_types=_shared(launch, x.dtype, dtype),
+        grid=(sum(launch.blocks), tiles.splits),
         grid_names=("column_block", "split"),
         num_threads=2,
         thread_name="warpgroup",
@@ -122,41 +153,40 @@ def block_products(
         ),
         kernel_name="skinny_matmul",
     )
-    return kernel(x, *weights, layer.reshape(1), *(rotation or ()))
+    return kernel(x, layer.reshape(1), *weights, *(() if bias is None else (bias,)), *(rotation or ()))
 
 
-def _leaving_run(columns: int, n: int, dtype: jnp.dtype) -> int:
-    """How many columns of a result make one swizzled row: they divide those of a run and of the result."""
-    return math.gcd(columns, n, SWIZZLE // dtype.itemsize)
-
-
-def _shared(launch: _Launch, dtype: jnp.dtype, products: int, run: int, out_dtype: jnp.dtype) -> list[Any]:
+def _shared(launch: _Launch, dtype: jnp.dtype, out_dtype: jnp.dtype) -> list[Any]:
     tiles = launch.tiles
+    # How many columns of a result make one swizzled row: they divide those of a run and of each result.
+    row = math.gcd(launch.run, *launch.outputs, SWIZZLE // out_dtype.itemsize)
+    columns, runs = summed_columns(tiles.columns, launch.gated), tiles.columns // launch.run
     leaving = plgpu.SMEM(
-        (products, tiles.columns // launch.run, WARPGROUP_ROWS, launch.run),
+        (runs, WARPGROUP_ROWS, launch.run),
         dtype=out_dtype,
         transforms=(
-            plgpu.TilingTransform((STRIP, run)),  # pyright: ignore[reportAbstractUsage]
-            plgpu.SwizzleTransform(run * out_dtype.itemsize),  # pyright: ignore[reportAbstractUsage]
+            plgpu.TilingTransform((STRIP, row)),  # pyright: ignore[reportAbstractUsage]
+            plgpu.SwizzleTransform(row * out_dtype.itemsize),  # pyright: ignore[reportAbstractUsage]
         ),
     )
     return list(
         _Shared(
             x=swizzled((tiles.stages, WARPGROUP_ROWS, DEPTH), dtype),
-            weights=swizzled((tiles.stages, launch.weights * tiles.columns, DEPTH), dtype),
+            weights=swizzled((tiles.stages, columns, DEPTH), dtype),
             leaving=leaving,
-            full=plgpu.Barrier(
-                num_arrivals=1 + launch.weights * tiles.columns // launch.run, num_barriers=tiles.stages
-            ),
+            full=plgpu.Barrier(num_arrivals=1 + columns // launch.run, num_barriers=tiles.stages),
             free=plgpu.Barrier(num_arrivals=1, num_barriers=tiles.stages),
         )
     )
 
 
-def _kernel(x, *refs, launch: _Launch) -> None:
-    weights, layer, rest = refs[: launch.weights], refs[launch.weights], refs[launch.weights + 1 :]
-    rotation, rest = (None, rest) if launch.pairs is None else (rest[:2], rest[2:])
-    out, shared = rest[: -len(_Shared._fields)], _Shared(*rest[-len(_Shared._fields) :])
+def _kernel(x, layer, *refs, launch: _Launch) -> None:
+    given = iter(refs)
+    weights = list(itertools.islice(given, len(launch.outputs)))
+    added = next(given) if launch.biased else None
+    rotation = list(itertools.islice(given, 0 if launch.pairs is None else 2))
+    out = list(itertools.islice(given, len(launch.results)))
+    shared = _Shared(*given)
     let_next_start(launch.chained)
     warpgroup = lax.axis_index("warpgroup")
 
@@ -166,8 +196,20 @@ def _kernel(x, *refs, launch: _Launch) -> None:
 
     @pl.when(warpgroup == 0)
     def _consumer():
-        angles = None if rotation is None else _angles(rotation, launch)  # loaded while weights are
-        _store(_multiply(shared, launch), angles, shared.leaving, out, launch)
+        # Loaded while weights are.
+        angles = _angles(rotation, launch) if rotation else None
+        bias = None if added is None else _bias(added.at[layer[0]], launch)
+        sums = _multiply(shared, launch)
+        whole = gated(*(x.astype(out[0].dtype) for x in sums)) if launch.gated else sums[0]
+        runs = [whole[:, begin : begin + launch.run] for begin, _ in launch.runs()]
+        if bias is not None:
+            runs = [run + lax.broadcast_in_dim(b, run.shape, [1]) for run, b in zip(runs, bias, strict=True)]
+
+        def store(index: int) -> None:
+            turned = index < len(weights) - 1
+            _store(runs, angles if turned else None, shared.leaving, out[index], launch)
+
+        launch.for_own_weight(store)
 
 
 def _load(x, weights: Sequence[Any], layer: Scalar, shared: _Shared, launch: _Launch) -> None:
@@ -179,10 +221,15 @@ def _load(x, weights: Sequence[Any], layer: Scalar, shared: _Shared, launch: _La
 
     def load_weights(i: Scalar, _: None = None) -> None:
         stage, depth = launch.stage(i), pl.ds((begin + i) * DEPTH, DEPTH)
-        for index, weight in enumerate(weights):
+
+        def load_columns(index: int, slot: int = 0) -> None:
             for place, outputs in runs:
-                to = shared.weights.at[stage, pl.ds(index * tiles.columns + place, launch.run)]
-                plgpu.copy_gmem_to_smem(weight.at[layer, outputs, depth], to, shared.full.at[stage])
+                to = shared.weights.at[stage, pl.ds(slot * tiles.columns + place, launch.run)]
+                plgpu.copy_gmem_to_smem(weights[index].at[layer, outputs, depth], to, shared.full.at[stage])
+
+        launch.for_own_weight(load_columns)
+        if launch.gated:
+            load_columns(1, slot=1)
 
     def load_rows(i: Scalar, _: None = None) -> None:
         stage, depth = launch.stage(i), pl.ds((begin + i) * DEPTH, DEPTH)
@@ -204,7 +251,7 @@ def _load(x, weights: Sequence[Any], layer: Scalar, shared: _Shared, launch: _La
 
 
 def _multiply(shared: _Shared, launch: _Launch) -> list[Tile]:
-    """The products of the rows with the block's columns of each weight, in f32."""
+    """The products of the rows with the block's columns of a weight, or of both, in f32."""
     tiles = launch.tiles
     _, steps = launch.own_steps()
 
@@ -221,7 +268,7 @@ def _multiply(shared: _Shared, launch: _Launch) -> list[Tile]:
 
         def step(i: Scalar, _: None) -> None:
             issue(i)
-            plgpu.wgmma_wait(launch.weights)  # of the steps, only this one is still under way
+            plgpu.wgmma_wait(len(accumulators))  # of the steps, only this one is still under way
             release(i - 1)
 
         issue(0)
@@ -231,7 +278,7 @@ def _multiply(shared: _Shared, launch: _Launch) -> list[Tile]:
         return sums
 
     accumulator = plgpu.WGMMAAccumulatorRef((WARPGROUP_ROWS, tiles.columns))
-    return pl.run_scoped(accumulate, *[accumulator] * launch.weights)
+    return pl.run_scoped(accumulate, *[accumulator] * (2 if launch.gated else 1))
 
 
 def _angles(rotation: Sequence[Any], launch: _Launch) -> Rotation:
@@ -241,25 +288,25 @@ def _angles(rotation: Sequence[Any], launch: _Launch) -> Rotation:
     return cos, sin
 
 
-def _store(
-    sums: Sequence[Tile], angles: Rotation | None, leaving: Any, out: Sequence[Any], launch: _Launch
-) -> None:
-    """Round what is complete, and write the rows that were loaded."""
+def _bias(bias: Any, launch: _Launch) -> list[Float[Array, " run"]]:
+    """What is added to each row of the block's runs."""
+    before, layout = launch.before(launch.outputs), plgpu.Layout.WGMMA.reduce(0)
+    runs = [pl.ds(before + columns.start, launch.run) for _, columns in launch.runs()]
+    return [plgpu.load(bias.at[run], layout=layout, optimized=False).astype(jnp.float32) for run in runs]
+
+
+def _store(sums: Sequence[Tile], angles: Rotation | None, leaving: Any, out: Any, launch: _Launch) -> None:
+    """Round and rotate what is complete, and write the rows that were loaded."""
     runs = launch.runs()
-    results = [x.astype(out[0].dtype) for x in sums]
-    if launch.gated:
-        results = [gated(*results)]
-    for index, result in enumerate(results):
-        values = [result[:, place : place + launch.run] for place, _ in runs]
-        if angles is not None and index < len(results) - 1:
-            values = _rotated(values[0], values[1], *angles)
-        for run, value in enumerate(values):
-            leaving[index, run] = value
+    values = [run.astype(out.dtype) for run in sums]
+    if angles is not None:
+        values = _rotated(values[0], values[1], *angles)
+    for run, value in enumerate(values):
+        leaving[run] = value
     plgpu.commit_smem()
     split, rows = lax.axis_index("split"), pl.ds(0, launch.rows)
-    for index, ref in enumerate(out):
-        for run, (_, columns) in enumerate(runs):
-            plgpu.copy_smem_to_gmem(leaving.at[index, run, rows], ref.at[split, :, columns])
+    for run, (_, columns) in enumerate(runs):
+        plgpu.copy_smem_to_gmem(leaving.at[run, rows], out.at[split, :, columns])
     plgpu.wait_smem_to_gmem(0)
 
 

@@ -10,7 +10,7 @@ from jdllm.pallas.hopper import WARPGROUP_ROWS, padded_rows
 from jdllm.pallas.skinny_matmul.kernel import block_products
 from jdllm.pallas.skinny_matmul.limits import check_mosaic_gpu
 from jdllm.pallas.skinny_matmul.tiles import Tiles, default_tiles
-from jdllm.pallas.skinny_matmul.types import Layer, Product, Rotation, Stack, X
+from jdllm.pallas.skinny_matmul.types import Bias, Layer, Product, Rotation, Stack, X
 
 
 def skinny_matmul_mosaic_gpu(
@@ -19,6 +19,7 @@ def skinny_matmul_mosaic_gpu(
     *,
     layer: Layer,
     gated: bool = False,
+    bias: Bias | None = None,
     rotation: Rotation | None = None,
     chained: bool = False,
     tiles: Tiles | None = None,
@@ -35,7 +36,7 @@ def skinny_matmul_mosaic_gpu(
 
     Raises `NotImplementedError`, naming the limit, for operands and cuts that it cannot take.
     """
-    products = _parts(x, weights, layer, tiles, gated=gated, rotation=rotation, chained=chained)
+    products = _parts(x, weights, layer, tiles, gated=gated, bias=bias, rotation=rotation, chained=chained)
     return tuple(functools.reduce(jnp.add, parts).astype(x.dtype) for parts in products)
 
 
@@ -54,21 +55,25 @@ def _parts(
     tiles: Tiles | None,
     *,
     gated: bool = False,
+    bias: Bias | None = None,
     rotation: Rotation | None = None,
     chained: bool,
 ) -> list[Float[Array, "parts rows n"]]:
     head_dim = None if rotation is None else 2 * rotation[0].shape[1]
     check_mosaic_gpu(x, weights, head_dim)
-    rows, (_, n, k) = x.shape[0], weights[0].shape
-    padded = padded_rows(rows)
-    tiles = tiles or default_tiles(padded, n, k, len(weights), gated, head_dim)
-    tiles.check(k, len(weights), gated, head_dim)
+    rows, k, padded = *x.shape, padded_rows(x.shape[0])
+    outputs = [w.shape[1] for w in weights]
+    options = {"gated": gated, "biased": bias is not None, "head_dim": head_dim}
+    tiles = tiles or default_tiles(padded, outputs, k, **options)
+    tiles.check(outputs, k, **options)
     if rotation is not None:
         rotation = _of_all_rows(rotation[0]), _of_all_rows(rotation[1])
     if padded > rows:
         x = jnp.pad(x, ((0, padded - rows), (0, 0)))
     layer = jnp.asarray(layer, jnp.int32)
-    products = block_products(x, weights, layer, tiles, gated=gated, rotation=rotation, chained=chained)
+    products = block_products(
+        x, weights, layer, tiles, gated=gated, bias=bias, rotation=rotation, chained=chained
+    )
     return [parts[:, :rows] for parts in products]
 
 

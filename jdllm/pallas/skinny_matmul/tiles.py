@@ -1,6 +1,7 @@
 """How products of a few rows are cut for the Hopper kernel."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jax import lax
@@ -29,7 +30,7 @@ MAX_COLUMNS = 256
 """Columns of the widest product that a warpgroup can ask for."""
 
 MAX_ACCUMULATED = 320
-"""Columns, of all weights, whose sums a warpgroup can hold."""
+"""Columns, of both weights of a gated product, whose sums a warpgroup can hold."""
 
 MAX_SPLITS = 8
 
@@ -42,9 +43,10 @@ _PARTIAL_COST = 6
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """The cut of one launch: each block takes some columns of every weight, and a part of the inputs.
+    """The cut of one launch: each block takes some columns of a weight, or of both of a gated product, and a
+    part of the inputs.
 
-    - `columns`: outputs of a block of each weight, a multiple of 16.
+    - `columns`: outputs of a block, a multiple of 16.
     - `splits`: parts of the inputs; with more than one, partial sums leave the kernel.
     - `stages`: tiles of all operands in flight.
 
@@ -69,19 +71,19 @@ class Tiles:
         """Where part `split` of `steps` steps begins; parts differ by one step at most."""
         return lax.div(split * steps, jnp.int32(self.splits))
 
-    def shared_bytes(self, weights: int, gated: bool) -> int:
-        """Shared memory of a block that multiplies with so many weights."""
-        return self.stages * _stage_bytes(self.columns, weights) + _leaving_bytes(
-            self.columns, self.splits, 1 if gated else weights
-        )
+    def shared_bytes(self, gated: bool) -> int:
+        """Shared memory of a block."""
+        leaving = _leaving_bytes(self.columns, self.splits)
+        return self.stages * _stage_bytes(summed_columns(self.columns, gated)) + leaving
 
-    def check(self, k: int, weights: int, gated: bool, head_dim: int | None = None) -> None:
+    def check(
+        self, outputs: Sequence[int], k: int, *, gated: bool, biased: bool, head_dim: int | None = None
+    ) -> None:
         """Raise `NotImplementedError`, naming the limit, where a block cannot take this cut.
 
-        Arguments:
-        - `head_dim`: of products that are rotated.
+        Arguments as of `default_tiles`.
         """
-        whole = "gated" if gated else "rotated" if head_dim else None
+        whole = "gated" if gated else "rotated" if head_dim else "biased" if biased else None
         if whole and self.splits > 1:
             raise NotImplementedError(f"a {whole} product takes its inputs whole, not in {self.splits} parts")
         if head_dim and (self.columns % ROTATED_UNIT or head_dim % self.columns):
@@ -89,54 +91,80 @@ class Tiles:
                 f"a block of rotated products has a multiple of {ROTATED_UNIT} columns that divides the "
                 f"{head_dim} of a head, not {self.columns}"
             )
+        if biased and any(n % self.columns for n in outputs):
+            raise NotImplementedError(
+                f"the columns of a biased product's block divide its outputs: {self.columns} not {outputs}"
+            )
         if self.splits * DEPTH > k:
             raise NotImplementedError(f"{k} inputs do not make {self.splits} parts of {DEPTH} or more")
-        if weights * self.columns > MAX_ACCUMULATED:
+        if summed_columns(self.columns, gated) > MAX_ACCUMULATED:
             raise NotImplementedError(
-                f"a block sums at most {MAX_ACCUMULATED} columns, not {self.columns} of {weights} weights"
+                f"a block sums at most {MAX_ACCUMULATED} columns, not {self.columns} of both weights"
             )
-        if self.shared_bytes(weights, gated) > SHARED_BYTES:
+        if self.shared_bytes(gated) > SHARED_BYTES:
             raise NotImplementedError(
-                f"{self.stages} stages need {self.shared_bytes(weights, gated)} bytes, more than the "
+                f"{self.stages} stages need {self.shared_bytes(gated)} bytes, more than the "
                 f"{SHARED_BYTES} of shared memory"
             )
 
 
-def default_tiles(rows: int, n: int, k: int, weights: int, gated: bool, head_dim: int | None = None) -> Tiles:
+def default_tiles(
+    rows: int,
+    outputs: Sequence[int],
+    k: int,
+    *,
+    gated: bool = False,
+    biased: bool = False,
+    head_dim: int | None = None,
+) -> Tiles:
     """The cut that gives the busiest processor the least to move, with as many stages as there is room for.
 
     Arguments:
     - `rows`: of the operand, at most 64.
-    - `n`, `k`: outputs and inputs of each weight, multiples of 16 and 64.
-    - `weights`: how many there are, all of this shape.
-    - `gated`: whether the result is a gated product.
+    - `outputs`: of each weight, multiples of 16.
+    - `k`: inputs, a multiple of 64.
+    - `gated`: whether the result is a gated product of two weights.
+    - `biased`: whether something is added to the products.
     - `head_dim`: of products that are rotated, whose heads are whole numbers of blocks.
     """
-    most_splits = 1 if gated or head_dim else min(MAX_SPLITS, k // DEPTH)
-    widest = min(MAX_COLUMNS, MAX_ACCUMULATED // weights, n)
+    whole = gated or biased or head_dim or len(outputs) > 1
+    most_splits = 1 if whole else min(MAX_SPLITS, k // DEPTH)
+    most_columns = min(MAX_COLUMNS, MAX_ACCUMULATED // summed_columns(1, gated), max(outputs))
     unit = ROTATED_UNIT if head_dim else COLUMN_UNIT
     cuts = [
         (splits, columns)
         for splits in range(1, most_splits + 1)
-        for columns in range(unit, min(widest, _SPLIT_COLUMNS if splits > 1 else n) + 1, unit)
-        if head_dim is None or head_dim % columns == 0
+        for columns in range(unit, min(most_columns, _SPLIT_COLUMNS if splits > 1 else MAX_COLUMNS) + 1, unit)
+        if (head_dim is None or head_dim % columns == 0)
+        and (not biased or all(n % columns == 0 for n in outputs))
     ]
-    splits, columns = min(cuts, key=lambda cut: (_moved(rows, n, k, weights, *cut), cut))
-    leaving = _leaving_bytes(columns, splits, 1 if gated else weights)
-    return Tiles(columns, splits, (SHARED_BYTES - leaving) // _stage_bytes(columns, weights))
+    splits, columns = min(cuts, key=lambda cut: (_moved(rows, outputs, k, gated, *cut), cut))
+    leaving = _leaving_bytes(columns, splits)
+    return Tiles(columns, splits, (SHARED_BYTES - leaving) // _stage_bytes(summed_columns(columns, gated)))
 
 
-def _moved(rows: int, n: int, k: int, weights: int, splits: int, columns: int) -> int:
+def blocks_of(outputs: Sequence[int], columns: int, gated: bool) -> list[int]:
+    """How many blocks each weight takes; those of a gated product share all."""
+    blocks = [-(-n // columns) for n in outputs]
+    return blocks[:1] if gated else blocks
+
+
+def summed_columns(columns: int, gated: bool) -> int:
+    """How many columns a block sums whose outputs are so many."""
+    return columns * (2 if gated else 1)
+
+
+def _moved(rows: int, outputs: Sequence[int], k: int, gated: bool, splits: int, columns: int) -> int:
     """Bytes that the busiest processor moves, partial sums at their cost."""
-    waves = -(-(-(-n // columns) * splits) // PROCESSORS)
-    streamed = (weights * columns + rows) * DEPTH * 2 * -(-k // (DEPTH * splits))
-    partials = 4 * rows * weights * columns if splits > 1 else 0
+    waves = -(-sum(blocks_of(outputs, columns, gated)) * splits // PROCESSORS)
+    streamed = (summed_columns(columns, gated) + rows) * DEPTH * 2 * -(-k // (DEPTH * splits))
+    partials = 4 * rows * columns if splits > 1 else 0
     return waves * (streamed + _PARTIAL_COST * partials)
 
 
-def _stage_bytes(columns: int, weights: int) -> int:
-    return (WARPGROUP_ROWS + weights * columns) * DEPTH * 2
+def _stage_bytes(columns: int) -> int:
+    return (WARPGROUP_ROWS + columns) * DEPTH * 2
 
 
-def _leaving_bytes(columns: int, splits: int, products: int) -> int:
-    return products * WARPGROUP_ROWS * columns * (4 if splits > 1 else 2)
+def _leaving_bytes(columns: int, splits: int) -> int:
+    return WARPGROUP_ROWS * columns * (4 if splits > 1 else 2)

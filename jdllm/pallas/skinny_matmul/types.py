@@ -7,3 +7,4 @@ Stack = Float[Array, "layers n k"]
 Layer = Int[Array, ""] | int
 Product = Float[Array, "rows n"]
 Rotation = tuple[Float32[Array, "rows pairs"], Float32[Array, "rows pairs"]]
+Bias = Float[Array, "layers outputs"]

@@ -1,13 +1,15 @@
 """Products of a few rows by XLA, on any device."""
 
+import itertools
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jdllm.models.layers import linear
 from jdllm.models.rotary import rotate
-from jdllm.pallas.skinny_matmul.types import Layer, Product, Rotation, Stack, X
+from jdllm.pallas.skinny_matmul.types import Bias, Layer, Product, Rotation, Stack, X
 
 
 def skinny_matmul_xla(
@@ -16,11 +18,16 @@ def skinny_matmul_xla(
     *,
     layer: Layer,
     gated: bool = False,
+    bias: Bias | None = None,
     rotation: Rotation | None = None,
 ) -> tuple[Product, ...]:
     """Portable form of `jdllm.pallas.skinny_matmul.skinny_matmul`."""
     own = (lax.dynamic_index_in_dim(w, layer, keepdims=False) for w in weights)
     products = tuple(linear(x, w) for w in own)
+    if bias is not None:
+        added = lax.dynamic_index_in_dim(bias, layer, keepdims=False)
+        ends = itertools.accumulate(w.shape[1] for w in weights[:-1])
+        products = tuple(y + b for y, b in zip(products, jnp.split(added, list(ends)), strict=True))
     if rotation is not None:
         head_dim = 2 * rotation[0].shape[1]
         turned = (rotate(y.reshape(len(y), -1, head_dim), *rotation).reshape(y.shape) for y in products[:-1])
