@@ -12,6 +12,7 @@ from benchmarks.shapes import SHAPES
 from jdllm.decoding.cached import refresh, reuse
 from jdllm.decoding.executables import temp_bytes
 from jdllm.decoding.sampling import SamplingParams
+from jdllm.models.config import ModelConfig
 from jdllm.models.pool import PAGE_ROWS, KeyValuePool, pool_shape
 from jdllm.models.weights import abstract_params
 from jdllm.pallas.masked_logits import Level
@@ -30,17 +31,17 @@ PAGES = 1 + 16 * REQUESTS * LENGTH // PAGE_ROWS  # a layer's keys are half a GiB
 STATIC = {"config": CONFIG, "mask_id": CONFIG.mask_id, "logits_chunks": 1, "level": Level.TOP}
 
 
-def requests(cache: str, count: int = REQUESTS) -> tuple[list[Request], KvPool]:
+def requests(cache: str, count: int = REQUESTS, config: ModelConfig = CONFIG) -> tuple[list[Request], KvPool]:
     sampling = SamplingParams(gen_length=256, block_length=32, cache=cache, refresh_delay=0)  # pyright: ignore
     pages = KvPool.empty(PAGES, PAGE_ROWS)
-    out = [generation_request(i, np.arange(LENGTH - 256), sampling, CONFIG) for i in range(count)]
+    out = [generation_request(i, np.arange(LENGTH - 256), sampling, config) for i in range(count)]
     for request in out:
         pages = pages.allocate(request.index, LENGTH)
     return out, pages
 
 
-def abstract_pool(pages: KvPool) -> KeyValuePool:
-    array: Any = jax.ShapeDtypeStruct(pool_shape(CONFIG, pages.pages, PAGE_ROWS), jnp.bfloat16)
+def abstract_pool(pages: KvPool, config: ModelConfig = CONFIG) -> KeyValuePool:
+    array: Any = jax.ShapeDtypeStruct(pool_shape(config, pages.pages, PAGE_ROWS), jnp.bfloat16)
     return KeyValuePool(array, array)
 
 
@@ -80,23 +81,26 @@ def test_a_reuse_copies_no_layer_of_the_pool():
     assert temp_bytes(compiled) < 64 * MIB
 
 
+@pytest.mark.parametrize(("shape", "count"), [("llada-8b", 2), ("dream-7b", 1)])
 def test_nothing_stands_between_the_kernels_of_a_chain(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    shape: str, count: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    """Two requests have few enough rows; every kernel keeps to its registers."""
+    """So many requests have few enough rows; every kernel keeps to its registers."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    asked, pages = requests("dual", 2)
-    pack_refresh(asked, CONFIG, pages)
-    (batch, _), table = pack_reuse(asked, CONFIG, pages)
-    arguments = (abstract_params(CONFIG, "bfloat16"), batch, table, abstract_pool(pages), np.int32(1))
-    compiled = compile_for("h200", reuse, *arguments, chained=True, **STATIC)
+    config = SHAPES[shape]
+    asked, pages = requests("dual", count, config)
+    pack_refresh(asked, config, pages)
+    (batch, _), table = pack_reuse(asked, config, pages)
+    pool, static = abstract_pool(pages, config), STATIC | {"config": config, "mask_id": config.mask_id}
+    arguments = (abstract_params(config, "bfloat16"), batch, table, pool, np.int32(1))
+    compiled = compile_for("h200", reuse, *arguments, chained=True, **static)
     assert temp_bytes(compiled) < 16 * MIB
     text = compiled.as_text() or ""
     (body,) = (part for part in text.split("\n\n") if "jit(layer)/add_norm" in part)
     kernels = [line for line in body.splitlines() if re.search(r" (fusion|copy|while|custom-call)\(", line)]
     of_layers = ["(layer)" in line and "mosaic_gpu" in line for line in kernels]
     begin, end = of_layers.index(True), len(kernels) - of_layers[::-1].index(True)
-    assert sum(of_layers) == 8 * CONFIG.num_layers
+    assert sum(of_layers) == 8 * config.num_layers
     apart = [line for line, own in zip(kernels[begin:end], of_layers[begin:end], strict=True) if not own]
     assert not apart
     printed = "".join(capfd.readouterr())
