@@ -34,11 +34,26 @@ Tile = Float[Array, "64 columns"]
 class _Shared(NamedTuple):
     """Tiles in shared memory, and the barriers that say when a stage is full and when it is free."""
 
-    x: Any
-    weights: Any
-    leaving: Any
+    ring: Any
     full: Any
     free: Any
+
+    @property
+    def x(self) -> Any:
+        """Rows of all stages, one below the other."""
+        (x, _), _ = self.ring
+        return x
+
+    @property
+    def weights(self) -> Any:
+        (_, weights), _ = self.ring
+        return weights
+
+    @property
+    def leaving(self) -> Any:
+        """Results; in the place of the ring, which is done with by then."""
+        _, leaving = self.ring
+        return leaving
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,11 +184,12 @@ def _shared(launch: _Launch, dtype: jnp.dtype, out_dtype: jnp.dtype) -> list[Any
             plgpu.SwizzleTransform(row * out_dtype.itemsize),  # pyright: ignore[reportAbstractUsage]
         ),
     )
+    # A product takes 64 rows: those that nothing was loaded for are of the stages that follow.
+    x = swizzled(((tiles.stages - 1) * launch.rows + WARPGROUP_ROWS, DEPTH), dtype)
+    weights = swizzled((tiles.stages, columns, DEPTH), dtype)
     return list(
         _Shared(
-            x=swizzled((tiles.stages, WARPGROUP_ROWS, DEPTH), dtype),
-            weights=swizzled((tiles.stages, columns, DEPTH), dtype),
-            leaving=leaving,
+            ring=plgpu.RefUnion((x, weights), leaving),
             full=plgpu.Barrier(num_arrivals=1 + columns // launch.run, num_barriers=tiles.stages),
             free=plgpu.Barrier(num_arrivals=1, num_barriers=tiles.stages),
         )
@@ -233,7 +249,7 @@ def _load(x, weights: Sequence[Any], layer: Scalar, shared: _Shared, launch: _La
 
     def load_rows(i: Scalar, _: None = None) -> None:
         stage, depth = launch.stage(i), pl.ds((begin + i) * DEPTH, DEPTH)
-        to = shared.x.at[stage, pl.ds(0, launch.rows)]
+        to = shared.x.at[pl.ds(stage * launch.rows, launch.rows)]
         plgpu.copy_gmem_to_smem(x.at[:, depth], to, shared.full.at[stage])
 
     def load(i: Scalar, _: None) -> None:
@@ -258,10 +274,11 @@ def _multiply(shared: _Shared, launch: _Launch) -> list[Tile]:
     def accumulate(*accumulators: Any) -> list[Tile]:
         def issue(i: Scalar | int) -> None:
             stage = launch.stage(i)
+            x = shared.x.at[pl.ds(stage * launch.rows, WARPGROUP_ROWS)]
             plgpu.barrier_wait(shared.full.at[stage])
             for index, accumulator in enumerate(accumulators):
                 weight = shared.weights.at[stage, pl.ds(index * tiles.columns, tiles.columns)]
-                plgpu.wgmma(accumulator, shared.x.at[stage], weight.transpose((1, 0)))
+                plgpu.wgmma(accumulator, x, weight.transpose((1, 0)))
 
         def release(i: Scalar) -> None:
             plgpu.barrier_arrive(shared.free.at[launch.stage(i)])

@@ -65,7 +65,7 @@ def _parts(
     outputs = [w.shape[1] for w in weights]
     options = {"gated": gated, "biased": bias is not None, "head_dim": head_dim}
     tiles = tiles or default_tiles(padded, outputs, k, **options)
-    tiles.check(outputs, k, **options)
+    tiles.check(padded, outputs, k, **options)
     if rotation is not None:
         rotation = _of_all_rows(rotation[0]), _of_all_rows(rotation[1])
     if padded > rows:

@@ -34,11 +34,9 @@ MAX_ACCUMULATED = 320
 
 MAX_SPLITS = 8
 
-_SPLIT_COLUMNS = 128  # f32 sums of more would take too much shared memory from the ring
-
 # What a byte of partial sums costs, in bytes of weights: it is written, then read by another kernel, while
 # nothing streams.
-_PARTIAL_COST = 6
+_PARTIAL_COST = 12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,13 +69,20 @@ class Tiles:
         """Where part `split` of `steps` steps begins; parts differ by one step at most."""
         return lax.div(split * steps, jnp.int32(self.splits))
 
-    def shared_bytes(self, gated: bool) -> int:
-        """Shared memory of a block."""
-        leaving = _leaving_bytes(self.columns, self.splits)
-        return self.stages * _stage_bytes(summed_columns(self.columns, gated)) + leaving
+    def shared_bytes(self, rows: int, gated: bool) -> int:
+        """Shared memory of a block: its results take the place of the ring."""
+        ring = self.stages * _stage_bytes(rows, self.columns, gated) + _unloaded_bytes(rows)
+        return max(ring, WARPGROUP_ROWS * self.columns * (4 if self.splits > 1 else 2))
 
     def check(
-        self, outputs: Sequence[int], k: int, *, gated: bool, biased: bool, head_dim: int | None = None
+        self,
+        rows: int,
+        outputs: Sequence[int],
+        k: int,
+        *,
+        gated: bool,
+        biased: bool,
+        head_dim: int | None = None,
     ) -> None:
         """Raise `NotImplementedError`, naming the limit, where a block cannot take this cut.
 
@@ -101,9 +106,9 @@ class Tiles:
             raise NotImplementedError(
                 f"a block sums at most {MAX_ACCUMULATED} columns, not {self.columns} of both weights"
             )
-        if self.shared_bytes(gated) > SHARED_BYTES:
+        if self.shared_bytes(rows, gated) > SHARED_BYTES:
             raise NotImplementedError(
-                f"{self.stages} stages need {self.shared_bytes(gated)} bytes, more than the "
+                f"{self.stages} stages need {self.shared_bytes(rows, gated)} bytes, more than the "
                 f"{SHARED_BYTES} of shared memory"
             )
 
@@ -134,13 +139,13 @@ def default_tiles(
     cuts = [
         (splits, columns)
         for splits in range(1, most_splits + 1)
-        for columns in range(unit, min(most_columns, _SPLIT_COLUMNS if splits > 1 else MAX_COLUMNS) + 1, unit)
+        for columns in range(unit, most_columns + 1, unit)
         if (head_dim is None or head_dim % columns == 0)
         and (not biased or all(n % columns == 0 for n in outputs))
     ]
     splits, columns = min(cuts, key=lambda cut: (_moved(rows, outputs, k, gated, *cut), cut))
-    leaving = _leaving_bytes(columns, splits)
-    return Tiles(columns, splits, (SHARED_BYTES - leaving) // _stage_bytes(summed_columns(columns, gated)))
+    room = SHARED_BYTES - _unloaded_bytes(rows)
+    return Tiles(columns, splits, room // _stage_bytes(rows, columns, gated))
 
 
 def blocks_of(outputs: Sequence[int], columns: int, gated: bool) -> list[int]:
@@ -162,9 +167,10 @@ def _moved(rows: int, outputs: Sequence[int], k: int, gated: bool, splits: int, 
     return waves * (streamed + _PARTIAL_COST * partials)
 
 
-def _stage_bytes(columns: int) -> int:
-    return (WARPGROUP_ROWS + columns) * DEPTH * 2
+def _stage_bytes(rows: int, columns: int, gated: bool) -> int:
+    return (rows + summed_columns(columns, gated)) * DEPTH * 2
 
 
-def _leaving_bytes(columns: int, splits: int) -> int:
-    return WARPGROUP_ROWS * columns * (4 if splits > 1 else 2)
+def _unloaded_bytes(rows: int) -> int:
+    """What the last stage's product reads beyond its rows."""
+    return (WARPGROUP_ROWS - rows) * DEPTH * 2
