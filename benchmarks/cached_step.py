@@ -3,8 +3,8 @@
 Run as `python3 -m benchmarks.cached_step [--shape llada-8b] [--fresh 32] [--cached 4096]
 [--form chain layers xla]` on a card: the layers as the chain of kernels that they are by default, as kernels
 of which each waits for the one before, and so with XLA's attention. Several steps run inside one executable,
-each on the tokens of the one before. The floor is the bytes of the weights, without the embedding, and of the
-cache over the measured copy rate.
+each on the tokens of the one before. The floor is the bytes of the weights that a step reads (`weight_bytes`)
+and of the cache over the measured copy rate.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from jdllm.models.config import ModelConfig
 from jdllm.models.module import Transformer
 from jdllm.models.pool import KeyValuePool
 from jdllm.models.transformer import final_norm
-from jdllm.models.weights import Params, head_weights, param_bytes
+from jdllm.models.weights import Params, head_weights
 from jdllm.pallas.attention import AttentionOutput
 from jdllm.pallas.masked_logits import Level, masked_logits
 from jdllm.pallas.split_attention import PageTable, dense_table, split_attention, with_fresh_rows
@@ -121,6 +121,18 @@ def compile_step(
     return Compiled(compiled(denoise, *inputs, chained=form == "chain", **static), inputs)
 
 
+def weight_bytes(params: Params, config: ModelConfig, fresh: int) -> float:
+    """Bytes of the weights that a step reads: all but the embedding, of which it reads single rows.
+
+    Of the experts those that some row chooses: as many as are to be expected if all are as likely.
+    """
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) - params["embed"].nbytes
+    if config.moe is None:
+        return total
+    experts = [leaf.nbytes for name, leaf in params["layers"].items() if name.startswith("experts_")]
+    return total - sum(experts) * (1 - config.moe.top_k / config.moe.experts) ** fresh
+
+
 def measure(params: Params, args: argparse.Namespace, form: Form, ceilings: Ceilings) -> dict[str, Any]:
     """One row of the table."""
     config = SHAPES[args.shape]
@@ -136,7 +148,7 @@ def measure(params: Params, args: argparse.Namespace, form: Form, ceilings: Ceil
     compile_seconds = time.perf_counter() - start
     seconds = median_seconds(run) / STEPS
     pool_bytes = sum(pool.nbytes for pool in run.inputs[1:3])
-    moved = param_bytes(config, jnp.bfloat16) - params["embed"].nbytes + pool_bytes
+    moved = weight_bytes(params, config, args.fresh) + pool_bytes
     return {
         "shape": args.shape,
         "fresh": args.fresh,
@@ -153,9 +165,7 @@ def measure(params: Params, args: argparse.Namespace, form: Form, ceilings: Ceil
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    # Of a model with experts a step reads those that its rows choose: the floor would not be this one.
-    dense = [name for name, config in SHAPES.items() if config.moe is None]
-    parser.add_argument("--shape", choices=dense, default="llada-8b")
+    parser.add_argument("--shape", choices=SHAPES, default="llada-8b")
     parser.add_argument("--fresh", type=int, default=32)
     parser.add_argument("--cached", type=int, default=4096)
     parser.add_argument("--page-rows", type=int, default=64)

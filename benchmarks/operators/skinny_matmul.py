@@ -127,7 +127,7 @@ def candidates(product: Product, rows: int) -> list[Tiles]:
         for stages in range(24, 2, -1):
             try:
                 tiles = Tiles(columns, splits, stages)
-                tiles.check(product.outputs, product.k, gated=product.gated, biased=False)
+                tiles.check(rows, product.outputs, product.k, gated=product.gated, biased=False)
             except NotImplementedError:
                 continue
             cuts.append(tiles)

@@ -89,10 +89,11 @@ def moe_ffn(
     weights, chosen = route(x, router, bias, top_k)
     chosen = chosen.reshape(-1)
     order = jnp.argsort(chosen)
-    place = jnp.zeros_like(order).at[order].set(jnp.arange(rows * top_k), unique_indices=True)
-    sizes = jnp.bincount(chosen, length=router.shape[0])
+    # Into an array of which nothing stays: a new one would be copied in every turn of a loop over layers.
+    place = chosen.at[order].set(jnp.arange(rows * top_k), unique_indices=True)
+    sizes = (chosen[:, None] == jnp.arange(router.shape[0])).sum(axis=0, dtype=jnp.int32)
 
-    by_expert = x[order // top_k]
+    by_expert = x[lax.div(order, jnp.int32(top_k))]
     inner = grouped_matmul(by_expert, experts.up, sizes, first_group=experts.first, gate=experts.gate)
     y = grouped_matmul(inner, experts.down, sizes, first_group=experts.first)
     y = y[place].reshape(rows, top_k, hidden)

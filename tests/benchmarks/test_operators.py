@@ -12,6 +12,8 @@ import pytest
 
 from benchmarks import kernels
 from benchmarks.operators import attention, grouped_matmul, skinny_matmul
+from benchmarks.shapes import SHAPES
+from jdllm.pallas.skinny_matmul.tiles import default_tiles
 from tests.benchmarks.shapes import small
 
 
@@ -129,6 +131,15 @@ class TestSkinnyMatmul:
         table = skinny_matmul.measure(shape, 8, ["xla"])
         assert [row["product"] for row in table] == ["qkv", "o", "gate_up", "down"]
         assert all(0 < row["error"] < 8e-3 for row in table)
+
+    @pytest.mark.parametrize("shape", ["llada-8b", "dream-7b"])
+    def test_a_sweep_has_the_default_and_cuts_that_a_block_can_take(self, shape: str):
+        for product in skinny_matmul.products_of(SHAPES[shape]).values():
+            first, *others = skinny_matmul.candidates(product, 32)
+            assert first == default_tiles(32, product.outputs, product.k, gated=product.gated)
+            assert len(others) > 2
+            for tiles in others:
+                tiles.check(32, product.outputs, product.k, gated=product.gated, biased=False)
 
     def test_ours_must_run(self):
         with pytest.raises(NotImplementedError, match="Hopper only"):

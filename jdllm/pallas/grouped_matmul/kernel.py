@@ -82,7 +82,8 @@ class _Launch:
         tiles = self.tiles
         per_unit = jnp.int32(self.columns // tiles.unit_columns)
         cluster = lax.axis_index("cluster")
-        mine = lax.div(units.count[0] * per_unit - cluster + (tiles.clusters - 1), jnp.int32(tiles.clusters))
+        count = units.ends[units.ends.shape[0] - 1]
+        mine = lax.div(count * per_unit - cluster + (tiles.clusters - 1), jnp.int32(tiles.clusters))
 
         def read(i: Scalar | int) -> _Unit:
             index = lax.div(cluster + i * tiles.clusters, per_unit)

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Int32
 
 from jdllm.pallas.grouped_matmul.types import FirstGroup, GroupSizes
@@ -10,19 +11,19 @@ from jdllm.pallas.hopper import STRIP
 
 
 class RowUnits(NamedTuple):
-    """Runs of rows of one group each, `unit_rows` long; entries from `count` on are no units.
+    """Runs of rows of one group each, `unit_rows` long; entries beyond the last group's are no units.
 
     - `matrix`: index of the group's matrix.
     - `row`: first row that is loaded, a multiple of 8; rows before `first` belong to other groups.
     - `first`, `last`: rows of the group, the second exclusive.
-    - `count`: how many units there are.
+    - `ends`: how many units there are up to the end of each group.
     """
 
     matrix: Int32[Array, " units"]
     row: Int32[Array, " units"]
     first: Int32[Array, " units"]
     last: Int32[Array, " units"]
-    count: Int32[Array, " 1"]
+    ends: Int32[Array, " groups"]
 
 
 def row_units(group_sizes: GroupSizes, first_group: FirstGroup, rows: int, unit_rows: int) -> RowUnits:
@@ -34,17 +35,23 @@ def row_units(group_sizes: GroupSizes, first_group: FirstGroup, rows: int, unit_
     """
     sizes = jnp.asarray(group_sizes, jnp.int32)
     groups = sizes.shape[0]
-    last = jnp.cumsum(sizes)
+    last = _sums(sizes)
     first = last - sizes
-    start = first // STRIP * STRIP
-    units = jnp.where(sizes > 0, -(-(last - start) // unit_rows), 0)
-    end = jnp.cumsum(units)
-    begin = end - units
+    start = first & -STRIP
+    units = jnp.where(sizes > 0, lax.div(last - start + (unit_rows - 1), jnp.int32(unit_rows)), 0)
+    ends = _sums(units)
+    begin = ends - units
     bound = (rows + min(groups, rows) * (unit_rows + STRIP - 2)) // unit_rows
     index = jnp.arange(bound, dtype=jnp.int32)[:, None]
-    in_group = (begin <= index) & (index < end)
+    in_group = (begin <= index) & (index < ends)
     matrix = jnp.arange(groups, dtype=jnp.int32) + jnp.asarray(first_group, jnp.int32)
     row = start + (index - begin) * unit_rows
     # Sums instead of a search and gathers: all of them are one kernel.
     fields = [jnp.where(in_group, field, 0).sum(axis=1) for field in (matrix, row, first, last)]
-    return RowUnits(*fields, count=units.sum().reshape(1))
+    return RowUnits(*fields, ends=ends)
+
+
+def _sums(values: Int32[Array, " groups"]) -> Int32[Array, " groups"]:
+    """Running sums: one kernel, where `cumsum` takes two."""
+    group = jnp.arange(len(values))
+    return jnp.where(group <= group[:, None], values, 0).sum(axis=1)
