@@ -45,7 +45,8 @@ bench:  ## benchmarks on a card; uses the python on the path, which needs jax wi
 	python3 -m benchmarks.generate --cache dual --batch 16 --prompt 512
 	python3 -m benchmarks.generate --cache dual --batch 8 --prompt 2048
 	python3 -m benchmarks.generate --cache head_sparse --delay 0 1 --batch 8 --prompt 2048
-	python3 -m benchmarks.cached_step --form chain layers xla
+	for shape in llada-8b dream-7b; do python3 -m benchmarks.cached_step --shape $$shape --form chain layers xla; done
+	python3 -m benchmarks.cached_step --shape llada-moe-7b --form layers xla
 	for rows in 1024 4096; do python3 -m benchmarks.profile_step --rows $$rows; done
 	python3 -m benchmarks.profile_step --cached 4096
 	python3 -m benchmarks.kernels

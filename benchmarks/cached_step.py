@@ -1,16 +1,16 @@
 """Time of one denoising step of a block of fresh rows against cached keys and values, with random weights.
 
-Run as `python3 -m benchmarks.cached_step [--shape llada-8b] [--fresh 32] [--cached 4096]
-[--form chain layers xla]` on a card: the layers as the chain of kernels that they are by default, as kernels
-of which each waits for the one before, and so with XLA's attention. Several steps run inside one executable,
-each on the tokens of the one before. The floor is the bytes of the weights that a step reads (`weight_bytes`)
-and of the cache over the measured copy rate.
+Run as `python3 -m benchmarks.cached_step [--shape llada-8b] [--fresh 32] [--cached 4096] [--form chain layers
+xla]` on a card: the layers as the chain of kernels that they are by default, where they can be one, as
+kernels of which each waits for the one before, and so with XLA's attention. Several steps run inside one
+executable, each on the tokens of the one before. The floor is the bytes of the weights that a step reads
+(`weight_bytes`) and of the cache over the measured copy rate.
 """
 
 import argparse
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -27,11 +27,12 @@ from benchmarks.shapes import SHAPES
 from jdllm.decoding.executables import temp_bytes
 from jdllm.models.block import Rows
 from jdllm.models.cached import forward_reuse
+from jdllm.models.chain import chains
 from jdllm.models.config import ModelConfig
 from jdllm.models.module import Transformer
 from jdllm.models.pool import KeyValuePool
 from jdllm.models.transformer import final_norm
-from jdllm.models.weights import Params, head_weights
+from jdllm.models.weights import Params, abstract_params, head_weights
 from jdllm.pallas.attention import AttentionOutput
 from jdllm.pallas.masked_logits import Level, masked_logits
 from jdllm.pallas.split_attention import PageTable, dense_table, split_attention, with_fresh_rows
@@ -163,18 +164,23 @@ def measure(params: Params, args: argparse.Namespace, form: Form, ceilings: Ceil
     }
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="llada-8b")
     parser.add_argument("--fresh", type=int, default=32)
     parser.add_argument("--cached", type=int, default=4096)
     parser.add_argument("--page-rows", type=int, default=64)
-    parser.add_argument("--form", choices=get_args(Form), nargs="+", default=["chain"])
+    parser.add_argument("--form", choices=get_args(Form), nargs="+")
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
+    config = SHAPES[args.shape]
+    chain = chains(abstract_params(config, "bfloat16"), config, args.fresh)
+    forms: list[Form] = args.form or ["chain" if chain else "layers"]
+    if "chain" in forms and not chain:
+        parser.error(f"on this device {args.fresh} rows of {args.shape} make no chain; take layers or xla")
     ceilings = measure_ceilings()
-    params = Transformer(SHAPES[args.shape], rngs=nnx.Rngs(0), dtype="bfloat16").params()
-    table = [measure(params, args, form, ceilings) for form in args.form]
+    params = Transformer(config, rngs=nnx.Rngs(0), dtype="bfloat16").params()
+    table = [measure(params, args, form, ceilings) for form in forms]
     record(f"cached_step_{args.shape}", table, args.out, steps=STEPS, ceiling_tb_s=ceilings.bytes / 1e12)
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.cached_step import denoise, weight_bytes
+from benchmarks.cached_step import denoise, main, weight_bytes
 from jdllm.models.block import Rows, block, project_keys_values
 from jdllm.models.config import ModelConfig
 from jdllm.models.rotary import cos_sin
@@ -80,3 +80,9 @@ def test_the_weights_that_a_step_reads():
     one = 2 * sparse.num_layers * 3 * sparse.hidden_size * moe.expert_size
     unchosen = weight_bytes(params, sparse, 10**6) - weight_bytes(params, sparse, 2)
     assert unchosen == pytest.approx(one * (moe.experts - np.mean(chosen)), rel=0.05)
+
+
+def test_a_chain_is_refused_where_there_is_none(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(["--shape", "llada-moe-7b", "--form", "chain"])
+    assert "32 rows of llada-moe-7b make no chain; take layers or xla" in capsys.readouterr().err
