@@ -24,6 +24,7 @@ from benchmarks.record import BYTES_PER_SECOND, compiled, median_seconds, record
 from benchmarks.shapes import SHAPES
 from jdllm.models.config import ModelConfig
 from jdllm.models.layers import linear
+from jdllm.pallas.hopper import padded_rows
 from jdllm.pallas.skinny_matmul import skinny_matmul
 from jdllm.pallas.skinny_matmul.mosaic_gpu import skinny_matmul_mosaic_gpu
 from jdllm.pallas.skinny_matmul.tiles import Tiles, default_tiles
@@ -119,7 +120,8 @@ def relative_error(actual: Results, x: jax.Array, stacks: Sequence[jax.Array], g
 
 def candidates(product: Product, rows: int) -> list[Tiles]:
     """Cuts worth trying, the default first: others around it with all stages, and itself with fewer."""
-    default = default_tiles(rows, product.outputs, product.k, gated=product.gated)
+    padded = padded_rows(rows)
+    default = default_tiles(padded, product.outputs, product.k, gated=product.gated)
     cuts = [dataclasses.replace(default, stages=s) for s in (default.stages, default.stages * 2 // 3)]
     factors = itertools.product((0.5, 0.75, 1, 1.25, 1.5, 2), (1,) if product.gated else (0.5, 1, 2))
     for wider, more in factors:
@@ -127,7 +129,7 @@ def candidates(product: Product, rows: int) -> list[Tiles]:
         for stages in range(24, 2, -1):
             try:
                 tiles = Tiles(columns, splits, stages)
-                tiles.check(rows, product.outputs, product.k, gated=product.gated, biased=False)
+                tiles.check(padded, product.outputs, product.k, gated=product.gated)
             except NotImplementedError:
                 continue
             cuts.append(tiles)

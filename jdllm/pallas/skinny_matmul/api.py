@@ -8,7 +8,7 @@ from jaxtyping import Array, Float32
 
 from jdllm.pallas.device import target
 from jdllm.pallas.skinny_matmul.limits import check_mosaic_gpu
-from jdllm.pallas.skinny_matmul.types import Bias, Layer, Product, Rotation, Stack, X
+from jdllm.pallas.skinny_matmul.types import Bias, Layer, Product, Rotation, Stack, X, head_dim_of
 from jdllm.pallas.skinny_matmul.xla import skinny_matmul_xla
 
 Implementation = Literal["mosaic_gpu", "xla"]
@@ -33,8 +33,7 @@ def skinny_matmul(
     - `x`: the rows.
     - `weights`: one to three stacks, each with a matrix per layer whose rows make the outputs.
     - `layer`: which matrix of each stack; the stacks are never sliced, which would copy them.
-    - `gated`: whether the result is one, silu(x gate) * (x up), of two stacks of one shape,
-      first the gates.
+    - `gated`: whether the result is one, silu(x gate) * (x up), of two stacks of one shape, first the gates.
     - `bias`: what is added to the products of each layer, one product after the other.
     - `rotation`: cosine and sine of each row, where the weights are those of queries, keys and values: all
       products but the last are rotated as `jdllm.models.rotary.rotate` does, whole heads of twice the pairs.
@@ -54,7 +53,7 @@ def skinny_matmul(
     _check_rotation(x, weights, rotation)
     if implementation not in (None, "mosaic_gpu", "xla"):
         raise NotImplementedError(f"products of a few rows have no implementation {implementation!r}")
-    head_dim = None if rotation is None else 2 * rotation[0].shape[1]
+    head_dim = head_dim_of(rotation)
     if implementation == "xla" or (implementation is None and not streams(x, weights, head_dim)):
         return skinny_matmul_xla(x, weights, layer=layer, gated=gated, bias=bias, rotation=rotation)
     _check_mosaic_gpu(x, weights, head_dim)

@@ -213,17 +213,18 @@ def _kernel(x, layer, *refs, launch: _Launch) -> None:
     @pl.when(warpgroup == 0)
     def _consumer():
         # Loaded while weights are.
+        columns = [outputs for _, outputs in launch.runs()]
         angles = _angles(rotation, launch) if rotation else None
-        bias = None if added is None else _bias(added.at[layer[0]], launch)
+        bias = None if added is None else _bias(added.at[layer[0]], columns, launch)
         sums = _multiply(shared, launch)
         whole = gated(*(x.astype(out[0].dtype) for x in sums)) if launch.gated else sums[0]
-        runs = [whole[:, begin : begin + launch.run] for begin, _ in launch.runs()]
+        runs = [whole[:, begin : begin + launch.run] for begin in range(0, launch.tiles.columns, launch.run)]
         if bias is not None:
             runs = [run + lax.broadcast_in_dim(b, run.shape, [1]) for run, b in zip(runs, bias, strict=True)]
 
         def store(index: int) -> None:
             turned = index < len(weights) - 1
-            _store(runs, angles if turned else None, shared.leaving, out[index], launch)
+            _store(runs, angles if turned else None, shared.leaving, out[index], columns, launch)
 
         launch.for_own_weight(store)
 
@@ -305,16 +306,22 @@ def _angles(rotation: Sequence[Any], launch: _Launch) -> Rotation:
     return cos, sin
 
 
-def _bias(bias: Any, launch: _Launch) -> list[Float[Array, " run"]]:
+def _bias(bias: Any, columns: Sequence[pl.Slice], launch: _Launch) -> list[Float[Array, " run"]]:
     """What is added to each row of the block's runs."""
     before, layout = launch.before(launch.outputs), plgpu.Layout.WGMMA.reduce(0)
-    runs = [pl.ds(before + columns.start, launch.run) for _, columns in launch.runs()]
+    runs = [pl.ds(before + run.start, launch.run) for run in columns]
     return [plgpu.load(bias.at[run], layout=layout, optimized=False).astype(jnp.float32) for run in runs]
 
 
-def _store(sums: Sequence[Tile], angles: Rotation | None, leaving: Any, out: Any, launch: _Launch) -> None:
+def _store(
+    sums: Sequence[Tile],
+    angles: Rotation | None,
+    leaving: Any,
+    out: Any,
+    columns: Sequence[pl.Slice],
+    launch: _Launch,
+) -> None:
     """Round and rotate what is complete, and write the rows that were loaded."""
-    runs = launch.runs()
     values = [run.astype(out.dtype) for run in sums]
     if angles is not None:
         values = _rotated(values[0], values[1], *angles)
@@ -322,8 +329,8 @@ def _store(sums: Sequence[Tile], angles: Rotation | None, leaving: Any, out: Any
         leaving[run] = value
     plgpu.commit_smem()
     split, rows = lax.axis_index("split"), pl.ds(0, launch.rows)
-    for run, (_, columns) in enumerate(runs):
-        plgpu.copy_smem_to_gmem(leaving.at[run, rows], out.at[split, :, columns])
+    for run, place in enumerate(columns):
+        plgpu.copy_smem_to_gmem(leaving.at[run, rows], out.at[split, :, place])
     plgpu.wait_smem_to_gmem(0)
 
 

@@ -30,12 +30,11 @@ def check_mosaic_gpu(
         raise NotImplementedError(f"the Hopper form takes 1 to {WARPGROUP_ROWS} rows, not {x.shape[0]}")
     k = weights[0].shape[2]
     for n in (w.shape[1] for w in weights):
-        if n % COLUMN_UNIT == 0 and k % DEPTH == 0 and 0 not in (n, k):
-            continue
-        raise NotImplementedError(
-            f"the Hopper form takes weights whose sides are multiples of {COLUMN_UNIT} and {DEPTH}, "
-            f"not {n} and {k}"
-        )
+        if n % COLUMN_UNIT or k % DEPTH or 0 in (n, k):
+            raise NotImplementedError(
+                f"the Hopper form takes weights whose sides are multiples of {COLUMN_UNIT} and {DEPTH}, "
+                f"not {n} and {k}"
+            )
     if head_dim and head_dim % ROTATED_UNIT:
         raise NotImplementedError(
             f"the Hopper form rotates heads of multiples of {ROTATED_UNIT}, not of {head_dim}"

@@ -10,7 +10,7 @@ from jdllm.pallas.hopper import WARPGROUP_ROWS, padded_rows
 from jdllm.pallas.skinny_matmul.kernel import block_products
 from jdllm.pallas.skinny_matmul.limits import check_mosaic_gpu
 from jdllm.pallas.skinny_matmul.tiles import Tiles, default_tiles
-from jdllm.pallas.skinny_matmul.types import Bias, Layer, Product, Rotation, Stack, X
+from jdllm.pallas.skinny_matmul.types import Bias, Layer, Product, Rotation, Stack, X, head_dim_of
 
 
 def skinny_matmul_mosaic_gpu(
@@ -59,7 +59,7 @@ def _parts(
     rotation: Rotation | None = None,
     chained: bool,
 ) -> list[Float[Array, "parts rows n"]]:
-    head_dim = None if rotation is None else 2 * rotation[0].shape[1]
+    head_dim = head_dim_of(rotation)
     check_mosaic_gpu(x, weights, head_dim)
     rows, k, padded = *x.shape, padded_rows(x.shape[0])
     outputs = [w.shape[1] for w in weights]

@@ -80,8 +80,8 @@ class Tiles:
         outputs: Sequence[int],
         k: int,
         *,
-        gated: bool,
-        biased: bool,
+        gated: bool = False,
+        biased: bool = False,
         head_dim: int | None = None,
     ) -> None:
         """Raise `NotImplementedError`, naming the limit, where a block cannot take this cut.
@@ -125,7 +125,7 @@ def default_tiles(
     """The cut that gives the busiest processor the least to move, with as many stages as there is room for.
 
     Arguments:
-    - `rows`: of the operand, at most 64.
+    - `rows`: of the operand, a multiple of 8, at most 64.
     - `outputs`: of each weight, multiples of 16.
     - `k`: inputs, a multiple of 64.
     - `gated`: whether the result is a gated product of two weights.
