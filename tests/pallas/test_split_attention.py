@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jdllm.pallas.attention import AttentionOutput, attention, merge
 from jdllm.pallas.device import Target
-from jdllm.pallas.hopper import SHARED_BYTES
+from jdllm.pallas.hopper import PROCESSORS, SHARED_BYTES
 from jdllm.pallas.split_attention import PageTable, api, dense_table, split_attention, with_fresh_rows
 from jdllm.pallas.split_attention.limits import check_mosaic_gpu
 from jdllm.pallas.split_attention.mosaic_gpu import split_attention_mosaic_gpu
@@ -201,6 +201,31 @@ class TestWork:
         busy = [size for size in sizes if size]
         assert not busy or max(busy) - min(busy) <= 1
         assert len(busy) == 1 or not busy or min(busy) >= min_tiles
+
+    @pytest.mark.parametrize(
+        ("entries", "kv_heads", "row_blocks", "workers"),
+        [([65], 32, 1, 128), ([1030], 8, 1, 128), ([70, 70], 32, 1, 128), ([67], 4, 2, 64)],
+    )
+    def test_workers_of_equal_requests_have_one_piece_and_keep_step(
+        self, entries: list[int], kv_heads: int, row_blocks: int, workers: int
+    ):
+        first = jnp.asarray(np.cumsum([0, *entries]), jnp.int32)
+        shape = Shape(len(entries), 32, kv_heads, 1, 128, 2048, 64)
+        tiles = Tiles(row_blocks=row_blocks)
+        with jax.disable_jit():
+            share = share_of(first, shape, tiles)
+            begins = np.array([int(share.begin(jnp.int32(i))) for i in range(tiles.workers + 1)])
+        assert int(share.workers) == workers
+        of_pair = begins[:workers].reshape(shape.pairs, -1)
+        assert (of_pair - of_pair[:, :1] == of_pair[0]).all()
+        assert (of_pair[:, 0] == np.arange(shape.pairs) * entries[0]).all()
+        assert (begins[workers:] == entries[0] * shape.pairs).all()
+
+    def test_workers_that_do_not_fit_the_pairs_are_all_at_work(self):
+        shape = Shape(3, 32, 32, 1, 128, 2048, 64)
+        with jax.disable_jit():
+            share = share_of(jnp.asarray([0, 65, 130, 195], jnp.int32), shape, Tiles())
+        assert int(share.workers) == PROCESSORS
 
 
 class TestKernel:

@@ -19,9 +19,9 @@ from jdllm.pallas.attention.types import AttentionOutput
 from jdllm.pallas.chain import let_next_start, wait_for_kernel_before
 from jdllm.pallas.split_attention.kernel import LOWEST, Partials
 from jdllm.pallas.split_attention.tiles import Tiles
-from jdllm.pallas.split_attention.work import Scalar, Shape, share_of
+from jdllm.pallas.split_attention.work import Scalar, Shape, in_step, share_of
 
-_AT_ONCE = 8  # pieces whose loads are in flight together
+_MOST_AT_ONCE = 20  # pieces whose loads are in flight together: of one, a lane has four numbers and more
 _ROWS, _LANES = 4, 32  # a row for each warp
 
 
@@ -62,13 +62,17 @@ def _kernel(
     wait_for_kernel_before(chained)
     rows, layout = pl.ds(row, _ROWS), _layout(shape.head_dim)
     per_row = layout.reduce(1)
+    # Pairs of one length have no more pieces: as many as workers, or whole ones and those at both ends.
+    workers = in_step(tiles.workers, shape.pairs)
+    most = workers // shape.pairs + (2 if workers % shape.pairs else 0)
+    at_once = min(most * tiles.key_groups, _MOST_AT_ONCE)
 
     def load(ref: Any, index: Scalar, to: Any) -> Array:
         return plgpu.load(ref.at[slot + jnp.minimum(index, count - 1), rows], layout=to, optimized=False)
 
     def visit(i: Scalar, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         o, m, total = state
-        indices = [i * _AT_ONCE + j for j in range(_AT_ONCE)]
+        indices = [i * at_once + j for j in range(at_once)]
         outputs = [load(o_parts, index, layout) for index in indices]
         maxima = [load(m_parts, index, per_row) for index in indices]
         totals = [load(l_parts, index, per_row) for index in indices]
@@ -90,7 +94,7 @@ def _kernel(
         splat(LOWEST, (_ROWS,), per_row),
         splat(0.0, (_ROWS,), per_row),
     )
-    rounds = lax.div(count + (_AT_ONCE - 1), jnp.int32(_AT_ONCE))
+    rounds = lax.div(count + (at_once - 1), jnp.int32(at_once))
     o, m, total = lax.fori_loop(0, rounds, visit, empty)
     seen = total > 0
     head = head * shape.group + lax.div(row, jnp.int32(shape.queries))

@@ -49,36 +49,41 @@ class Shape:
 
 
 class Share(NamedTuple):
-    """Who takes which tiles of the line: the first `longer` workers one more than the rest.
+    """Who takes which tiles of the line: the workers' numbers differ by one at most.
 
     - `head_tiles`: tiles of one head, of all requests together.
+    - `tiles`: those of all heads.
     - `workers`: those with anything to do.
-    - `least`: what each of them has at least.
     """
 
     head_tiles: Scalar
+    tiles: Scalar
     workers: Scalar
-    least: Scalar
-    longer: Scalar
 
     def begin(self, worker: Scalar) -> Scalar:
         """The first tile of a worker, and where the one before ends; all workers beyond have nothing."""
-        worker = jnp.minimum(worker, self.workers)
-        return worker * self.least + jnp.minimum(worker, self.longer)
+        return lax.div(jnp.minimum(worker, self.workers) * self.tiles, self.workers)
 
     def worker_of(self, tile: Scalar) -> Scalar:
-        of_longer = self.longer * (self.least + 1)
-        inside = lax.div(tile, self.least + 1)
-        beyond = self.longer + lax.div(tile - of_longer, jnp.maximum(self.least, 1))
-        return jnp.where(tile < of_longer, inside, beyond)
+        return lax.div((tile + 1) * self.workers - 1, jnp.maximum(self.tiles, 1))
 
 
 def share_of(first: Any, shape: Shape, tiles: Tiles) -> Share:
     """Share out the tiles of `first`, a reference to the table's."""
     head_tiles = first[shape.requests] * shape.page_tiles
     total = head_tiles * shape.kv_heads
-    workers = jnp.clip(lax.div(total, jnp.int32(tiles.min_tiles)), 1, tiles.workers)
-    return Share(head_tiles, workers, lax.div(total, workers), lax.rem(total, workers))
+    most = in_step(tiles.workers, shape.pairs)
+    return Share(head_tiles, total, jnp.clip(lax.div(total, jnp.int32(tiles.min_tiles)), 1, most))
+
+
+def in_step(workers: int, pairs: int) -> int:
+    """As many workers on each pair, where that leaves few idle.
+
+    Then each has one piece of requests of equal length, and those that read the same pages, whose heads lie
+    side by side, read them at the same time.
+    """
+    whole = workers // pairs * pairs
+    return whole if 16 * whole >= 15 * workers else workers
 
 
 class Piece(NamedTuple):
