@@ -4,7 +4,8 @@ Run as `python3 -m benchmarks.cached_step [--shape llada-8b] [--fresh 32] [--cac
 xla]` on a card: the layers as the chain of kernels that they are by default, where they can be one, as
 kernels of which each waits for the one before, and so with XLA's attention. Several steps run inside one
 executable, each on the tokens of the one before. The floor is the bytes of the weights that a step reads
-(`weight_bytes`) and of the cache over the measured copy rate.
+(`weight_bytes`) and of the cache over the measured copy rate. A card that streams weights is at its power
+limit: its clock and power are those of many such executables, one after the other.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from benchmarks.operators.masked_logits import sampling
-from benchmarks.record import Ceilings, compiled, measure_ceilings, median_seconds, record
+from benchmarks.record import Ceilings, card_state, compiled, measure_ceilings, median_seconds, record
 from benchmarks.shapes import SHAPES
 from jdllm.decoding.executables import temp_bytes
 from jdllm.models.block import Rows
@@ -161,6 +162,7 @@ def measure(params: Params, args: argparse.Namespace, form: Form, ceilings: Ceil
         "share_of_floor": moved / ceilings.bytes / seconds,
         "temp_mib": temp_bytes(run.executable) / 2**20,
         "compile_s": compile_seconds,
+        **card_state(run),
     }
 
 
