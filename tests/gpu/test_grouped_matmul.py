@@ -65,7 +65,7 @@ def exact(x: jax.Array, weights: jax.Array, sizes: np.ndarray) -> np.ndarray:
         if size:
             padded_size = max(64, 1 << int(size - 1).bit_length())
             product = _group_product(padded, weights[FIRST + group], jnp.int32(first), padded_size)
-            parts.append(np.asarray(product[:size]))
+            parts.append(np.asarray(product)[:size])
     return np.concatenate(parts)
 
 
