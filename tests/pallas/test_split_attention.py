@@ -19,7 +19,7 @@ from jdllm.pallas.split_attention.limits import check_mosaic_gpu
 from jdllm.pallas.split_attention.mosaic_gpu import split_attention_mosaic_gpu
 from jdllm.pallas.split_attention.tiles import LOADER_REGISTERS, Tiles, default_tiles
 from jdllm.pallas.split_attention.types import request_of
-from jdllm.pallas.split_attention.work import Shape, pair_of, piece_of, share_of
+from jdllm.pallas.split_attention.work import Shape, pair_of, piece_of, share_of, usual_pieces
 from jdllm.pallas.split_attention.xla import split_attention_xla
 from tests.pallas.split_cases import Case, case, check, keys_of, oracle, with_fresh
 
@@ -216,6 +216,7 @@ class TestWork:
             share = share_of(first, shape, tiles)
             begins = np.array([int(share.begin(jnp.int32(i))) for i in range(tiles.workers + 1)])
         assert int(share.workers) == workers
+        assert usual_pieces(shape, tiles) == workers // shape.pairs
         of_pair = begins[:workers].reshape(shape.pairs, -1)
         assert (of_pair - of_pair[:, :1] == of_pair[0]).all()
         assert (of_pair[:, 0] == np.arange(shape.pairs) * entries[0]).all()
@@ -225,7 +226,10 @@ class TestWork:
         shape = Shape(3, 32, 32, 1, 128, 2048, 64)
         with jax.disable_jit():
             share = share_of(jnp.asarray([0, 65, 130, 195], jnp.int32), shape, Tiles())
+            begins = np.array([int(share.begin(jnp.int32(i))) for i in range(PROCESSORS + 1)])
         assert int(share.workers) == PROCESSORS
+        of_pairs = [((begins[:-1] < end) & (begins[1:] > end - 65)).sum() for end in range(65, 65 * 97, 65)]
+        assert max(of_pairs) == usual_pieces(shape, Tiles())
 
 
 class TestKernel:
@@ -353,6 +357,12 @@ class TestRefusals:
     def test_a_cut_that_is_too_small(self):
         with pytest.raises(NotImplementedError, match="64 rows cannot take 72"):
             kernel(case([[1]], heads=9), SMALL)
+
+    def test_a_table_whose_tiles_cannot_be_counted(self):
+        entries = 2**31 // (32 * PROCESSORS) + 1
+        table = PageTable(np.zeros(entries, np.int32), np.ones(entries, np.int32), np.array([0, entries]))
+        with pytest.raises(NotImplementedError, match=f"at most {entries - 1} entries, not {entries}"):
+            kernel(case([[1]], heads=32, kv_heads=32)._replace(table=table), None)
 
     def test_a_cut_that_does_not_fit_shared_memory(self):
         with pytest.raises(NotImplementedError, match="14 stages need"):

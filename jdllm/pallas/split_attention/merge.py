@@ -19,7 +19,7 @@ from jdllm.pallas.attention.types import AttentionOutput
 from jdllm.pallas.chain import let_next_start, wait_for_kernel_before
 from jdllm.pallas.split_attention.kernel import LOWEST, Partials
 from jdllm.pallas.split_attention.tiles import Tiles
-from jdllm.pallas.split_attention.work import Scalar, Shape, in_step, share_of
+from jdllm.pallas.split_attention.work import Scalar, Shape, share_of, usual_pieces
 
 _MOST_AT_ONCE = 20  # pieces whose loads are in flight together: of one, a lane has four numbers and more
 _ROWS, _LANES = 4, 32  # a row for each warp
@@ -62,10 +62,7 @@ def _kernel(
     wait_for_kernel_before(chained)
     rows, layout = pl.ds(row, _ROWS), _layout(shape.head_dim)
     per_row = layout.reduce(1)
-    # Pairs of one length have no more pieces: as many as workers, or whole ones and those at both ends.
-    workers = in_step(tiles.workers, shape.pairs)
-    most = workers // shape.pairs + (2 if workers % shape.pairs else 0)
-    at_once = min(most * tiles.key_groups, _MOST_AT_ONCE)
+    at_once = min(usual_pieces(shape, tiles), _MOST_AT_ONCE)
 
     def load(ref: Any, index: Scalar, to: Any) -> Array:
         return plgpu.load(ref.at[slot + jnp.minimum(index, count - 1), rows], layout=to, optimized=False)

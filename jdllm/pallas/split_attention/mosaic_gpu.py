@@ -41,7 +41,7 @@ def split_attention_mosaic_gpu(
     padding = padded_rows(queries) - queries
     shape = Shape(requests, queries + padding, kv_heads, heads // kv_heads, head_dim, pages, page_rows)
     tiles = tiles or default_tiles(shape.rows, head_dim)
-    _check_cut(shape, tiles)
+    _check_cut(shape, tiles, len(table.pages))
     if padding:
         q = jnp.pad(q, ((0, 0), (0, padding), (0, 0), (0, 0)))
     inputs = Inputs(
@@ -64,7 +64,7 @@ def _whole_blocks(rows: Fresh) -> Fresh:
     return jnp.pad(rows, ((0, -rows.shape[0] % FRESH_UNIT), (0, 0), (0, 0)))
 
 
-def _check_cut(shape: Shape, tiles: Tiles) -> None:
+def _check_cut(shape: Shape, tiles: Tiles, entries: int) -> None:
     if shape.rows > tiles.rows:
         raise NotImplementedError(f"a cut for {tiles.rows} rows cannot take {shape.rows}")
     if tiles.shared_bytes(shape.head_dim) > SHARED_BYTES:
@@ -72,3 +72,7 @@ def _check_cut(shape: Shape, tiles: Tiles) -> None:
             f"{tiles.stages} stages need {tiles.shared_bytes(shape.head_dim)} bytes, more than the "
             f"{SHARED_BYTES} of shared memory"
         )
+    # Sharing out multiplies the number of a tile with that of a worker, in 32 bits.
+    most = (2**31 - 1) // (shape.page_tiles * shape.kv_heads * tiles.workers)
+    if entries > most:
+        raise NotImplementedError(f"here a table has at most {most} entries, not {entries}")

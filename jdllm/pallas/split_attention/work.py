@@ -86,6 +86,16 @@ def in_step(workers: int, pairs: int) -> int:
     return whole if 16 * whole >= 15 * workers else workers
 
 
+def usual_pieces(shape: Shape, tiles: Tiles) -> int:
+    """At most so many pieces has each of equal pairs, where all workers are at work; others may have more.
+
+    Either its own workers find them, or those that have nothing else and one at each end.
+    """
+    workers = in_step(tiles.workers, shape.pairs)
+    ends = 2 if workers % shape.pairs else 0
+    return (workers // shape.pairs + ends) * tiles.key_groups
+
+
 class Piece(NamedTuple):
     """Tiles [begin, end) of one head that belong to one request; empty where begin >= end."""
 
