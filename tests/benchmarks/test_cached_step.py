@@ -1,5 +1,6 @@
 """The cached step computes what the transformer computes over all rows."""
 
+import argparse
 import functools
 
 import jax
@@ -7,7 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import cached_step
 from benchmarks.cached_step import denoise, main, weight_bytes
+from benchmarks.record import Ceilings
+from benchmarks.shapes import SHAPES
 from jdllm.models.block import Rows, block, project_keys_values
 from jdllm.models.config import ModelConfig
 from jdllm.models.rotary import cos_sin
@@ -80,6 +84,17 @@ def test_the_weights_that_a_step_reads():
     one = 2 * sparse.num_layers * 3 * sparse.hidden_size * moe.expert_size
     unchosen = weight_bytes(params, sparse, 10**6) - weight_bytes(params, sparse, 2)
     assert unchosen == pytest.approx(one * (moe.experts - np.mean(chosen)), rel=0.05)
+
+
+def test_a_measured_step_has_the_state_of_the_card_at_work(monkeypatch: pytest.MonkeyPatch):
+    config = small("dream-7b")
+    monkeypatch.setitem(SHAPES, "small", config)
+    monkeypatch.setattr(cached_step, "card_state", lambda run: {"watts": float(run().size)})
+    args = argparse.Namespace(shape="small", fresh=FRESH, cached=CACHED, page_rows=PAGE_ROWS)
+    params = init_params(config, jax.random.key(0), "bfloat16")
+    row = cached_step.measure(params, args, "xla", Ceilings(flops=1e12, bytes=1e11))
+    assert row["watts"] == FRESH
+    assert row["share_of_floor"] == pytest.approx(row["floor_ms"] / row["step_ms"])
 
 
 def test_a_chain_is_refused_where_there_is_none(capsys: pytest.CaptureFixture[str]):

@@ -22,7 +22,7 @@ def card():
     assert jax.default_backend() == "gpu", "this lane needs a card"
 
 
-# One compilation for each shape: of its operations one by one each would take one.
+# Compiled whole: each of its operations would be compiled for itself.
 exact = jax.jit(functools.partial(split_attention, implementation="reference"), static_argnames="scale")
 
 

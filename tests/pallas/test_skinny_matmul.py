@@ -12,10 +12,7 @@ from jdllm.pallas.device import Target
 from jdllm.pallas.skinny_matmul import Implementation, api, skinny_matmul
 from jdllm.pallas.skinny_matmul.limits import check_mosaic_gpu
 from jdllm.pallas.skinny_matmul.mosaic_gpu import skinny_matmul_mosaic_gpu, skinny_parts_mosaic_gpu
-from jdllm.pallas.skinny_matmul.tiles import (
-    DEPTH,
-    Tiles,
-)
+from jdllm.pallas.skinny_matmul.tiles import DEPTH, Tiles
 
 LAYERS, LAYER = 3, 1
 
