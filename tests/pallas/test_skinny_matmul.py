@@ -204,7 +204,7 @@ class TestRefusals:
             ((32, 2, 2), 2, True, "whole, not in 2 parts"),
             ((32, 3, 2), 1, False, "128 inputs do not make 3 parts of 64"),
             ((176, 1, 2), 2, True, "at most 320 columns, not 176 of both weights"),
-            ((128, 1, 13), 1, False, "13 stages need 233472 bytes"),
+            ((128, 1, 14), 1, False, "14 stages need 243712 bytes"),
         ],
     )
     def test_cuts_that_a_block_cannot_take(

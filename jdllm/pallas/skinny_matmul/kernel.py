@@ -1,15 +1,16 @@
 """The Hopper kernel of products of a few rows, in Pallas for Mosaic GPU.
 
 One warpgroup of a block streams the rows and the block's columns of a weight, or of both weights of a gated
-product, by TMA through a ring of stages; the other multiplies (wgmma). A product has 64 rows: those that
-nothing was loaded for hold anything, and their results do not leave. Where queries and keys are rotated, the
-columns of a block are two runs of one head, so that both numbers of a pair are at hand.
+product, by TMA through a ring of stages; the other multiplies (wgmma). Weights are the left operand, of which
+a product takes 64 columns at a time, and the rows the right one, of which it takes as many as there are: the
+other way round it would be of 64 rows, most of which nobody asked for. Sums turn round in shared memory on
+their way out. Where queries and keys are rotated, the columns of a block are two runs of one head, so that
+both numbers of a pair are at hand.
 """
 
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,13 +23,22 @@ from jaxtyping import Array, Float, Int
 
 from jdllm.pallas.chain import let_next_start, wait_for_kernel_before
 from jdllm.pallas.gating import gated
-from jdllm.pallas.hopper import STRIP, SWIZZLE, WARPGROUP_ROWS
+from jdllm.pallas.hopper import STRIP
 from jdllm.pallas.ring import drain, swizzled
-from jdllm.pallas.skinny_matmul.tiles import DEPTH, Tiles, blocks_of, summed_columns
+from jdllm.pallas.skinny_matmul.tiles import (
+    COLUMN_UNIT,
+    DEPTH,
+    SUMS_PADDING,
+    Tiles,
+    blocks_of,
+    product_columns,
+    summed_columns,
+)
 from jdllm.pallas.skinny_matmul.types import Bias, Rotation, Stack, X
 
 Scalar = Int[Array, ""]
-Tile = Float[Array, "64 columns"]
+Sums = Float[Array, "product_columns rows"]
+Strip = Float[Array, "rows 16"]
 
 
 class _Shared(NamedTuple):
@@ -46,14 +56,15 @@ class _Shared(NamedTuple):
 
     @property
     def weights(self) -> Any:
+        """Columns of all stages, one below the other."""
         (_, weights), _ = self.ring
         return weights
 
     @property
-    def leaving(self) -> Any:
-        """Results; in the place of the ring, which is done with by then."""
-        _, leaving = self.ring
-        return leaving
+    def sums(self) -> Any:
+        """In the place of the ring, which is done with by then."""
+        _, sums = self.ring
+        return sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +97,11 @@ class _Launch:
     def run(self) -> int:
         """How many of a block's columns are side by side."""
         return self.tiles.columns // (1 if self.pairs is None else 2)
+
+    @property
+    def summed(self) -> int:
+        """How many columns of weights a stage holds."""
+        return summed_columns(self.tiles.columns, self.gated)
 
     @property
     def results(self) -> tuple[int, ...]:
@@ -144,7 +160,7 @@ def block_products(
     - `tiles`: the cut, which passed `Tiles.check`.
     - `gated`: whether the one result is silu of the first product times the second.
     - `bias`: what is added to the products of each layer, one product after the other.
-    - `rotation`: cosine and sine, of 64 rows each: all products but the last are rotated.
+    - `rotation`: cosine and sine of each row: all products but the last are rotated.
     - `chained`: as in `jdllm.pallas.chain`; all but `x` is older than the chain.
 
     Returns a product for each stack, or the gated one: in the dtype of `x` where the inputs are whole, else
@@ -158,7 +174,7 @@ def block_products(
     kernel = plgpu.kernel(
         functools.partial(_kernel, launch=launch),
         out_type=[jax.ShapeDtypeStruct((tiles.splits, rows, n), dtype) for n in launch.results],
-        scratch_types=_shared(launch, x.dtype, dtype),
+        scratch_types=_shared(launch, x.dtype),
         grid=(sum(launch.blocks), tiles.splits),
         grid_names=("column_block", "split"),
         num_threads=2,
@@ -171,26 +187,16 @@ def block_products(
     return kernel(x, layer.reshape(1), *weights, *(() if bias is None else (bias,)), *(rotation or ()))
 
 
-def _shared(launch: _Launch, dtype: jnp.dtype, out_dtype: jnp.dtype) -> list[Any]:
-    tiles = launch.tiles
-    # How many columns of a result make one swizzled row: they divide those of a run and of each result.
-    row = math.gcd(launch.run, *launch.outputs, SWIZZLE // out_dtype.itemsize)
-    columns, runs = summed_columns(tiles.columns, launch.gated), tiles.columns // launch.run
-    leaving = plgpu.SMEM(
-        (runs, WARPGROUP_ROWS, launch.run),
-        dtype=out_dtype,
-        transforms=(
-            plgpu.TilingTransform((STRIP, row)),  # pyright: ignore[reportAbstractUsage]
-            plgpu.SwizzleTransform(row * out_dtype.itemsize),  # pyright: ignore[reportAbstractUsage]
-        ),
-    )
-    # A product takes 64 rows: those that nothing was loaded for are of the stages that follow.
-    x = swizzled(((tiles.stages - 1) * launch.rows + WARPGROUP_ROWS, DEPTH), dtype)
-    weights = swizzled((tiles.stages, columns, DEPTH), dtype)
+def _shared(launch: _Launch, dtype: jnp.dtype) -> list[Any]:
+    tiles, product = launch.tiles, product_columns(launch.summed)
+    x = swizzled((tiles.stages * launch.rows, DEPTH), dtype)
+    # A product takes multiples of 64 columns: those beyond a stage's are of the stages that follow.
+    weights = swizzled(((tiles.stages - 1) * launch.summed + product, DEPTH), dtype)
+    sums = plgpu.SMEM((product, launch.rows + SUMS_PADDING), dtype=jnp.float32)
     return list(
         _Shared(
-            ring=plgpu.RefUnion((x, weights), leaving),
-            full=plgpu.Barrier(num_arrivals=1 + columns // launch.run, num_barriers=tiles.stages),
+            ring=plgpu.RefUnion((x, weights), sums),
+            full=plgpu.Barrier(num_arrivals=1 + launch.summed // launch.run, num_barriers=tiles.stages),
             free=plgpu.Barrier(num_arrivals=1, num_barriers=tiles.stages),
         )
     )
@@ -216,15 +222,11 @@ def _kernel(x, layer, *refs, launch: _Launch) -> None:
         columns = [outputs for _, outputs in launch.runs()]
         angles = _angles(rotation, launch) if rotation else None
         bias = None if added is None else _bias(added.at[layer[0]], columns, launch)
-        sums = _multiply(shared, launch)
-        whole = gated(*(x.astype(out[0].dtype) for x in sums)) if launch.gated else sums[0]
-        runs = [whole[:, begin : begin + launch.run] for begin in range(0, launch.tiles.columns, launch.run)]
-        if bias is not None:
-            runs = [run + lax.broadcast_in_dim(b, run.shape, [1]) for run, b in zip(runs, bias, strict=True)]
+        shared.sums[:, : launch.rows] = _multiply(shared, launch)
 
         def store(index: int) -> None:
             turned = index < len(weights) - 1
-            _store(runs, angles if turned else None, shared.leaving, out[index], columns, launch)
+            _store(shared.sums, angles if turned else None, bias, out[index], columns, launch)
 
         launch.for_own_weight(store)
 
@@ -241,7 +243,9 @@ def _load(x, weights: Sequence[Any], layer: Scalar, shared: _Shared, launch: _La
 
         def load_columns(index: int, slot: int = 0) -> None:
             for place, outputs in runs:
-                to = shared.weights.at[stage, pl.ds(slot * tiles.columns + place, launch.run)]
+                to = shared.weights.at[
+                    pl.ds(stage * launch.summed + slot * tiles.columns + place, launch.run)
+                ]
                 plgpu.copy_gmem_to_smem(weights[index].at[layer, outputs, depth], to, shared.full.at[stage])
 
         launch.for_own_weight(load_columns)
@@ -267,73 +271,109 @@ def _load(x, weights: Sequence[Any], layer: Scalar, shared: _Shared, launch: _La
     drain(steps, tiles.stages, shared.free)
 
 
-def _multiply(shared: _Shared, launch: _Launch) -> list[Tile]:
+def _multiply(shared: _Shared, launch: _Launch) -> Sums:
     """The products of the rows with the block's columns of a weight, or of both, in f32."""
-    tiles = launch.tiles
     _, steps = launch.own_steps()
+    product = product_columns(launch.summed)
 
-    def accumulate(*accumulators: Any) -> list[Tile]:
+    def accumulate(sums: Any) -> Sums:
         def issue(i: Scalar | int) -> None:
             stage = launch.stage(i)
-            x = shared.x.at[pl.ds(stage * launch.rows, WARPGROUP_ROWS)]
+            weights = shared.weights.at[pl.ds(stage * launch.summed, product)]
+            x = shared.x.at[pl.ds(stage * launch.rows, launch.rows)]
             plgpu.barrier_wait(shared.full.at[stage])
-            for index, accumulator in enumerate(accumulators):
-                weight = shared.weights.at[stage, pl.ds(index * tiles.columns, tiles.columns)]
-                plgpu.wgmma(accumulator, x, weight.transpose((1, 0)))
+            plgpu.wgmma(sums, weights, x.transpose((1, 0)))
 
         def release(i: Scalar) -> None:
             plgpu.barrier_arrive(shared.free.at[launch.stage(i)])
 
         def step(i: Scalar, _: None) -> None:
             issue(i)
-            plgpu.wgmma_wait(len(accumulators))  # of the steps, only this one is still under way
+            plgpu.wgmma_wait(1)  # of the steps, only this one is still under way
             release(i - 1)
 
         issue(0)
         lax.fori_loop(1, steps, step, None)
-        sums = [accumulator[...] for accumulator in accumulators]
+        whole = sums[...]
         release(steps - 1)
-        return sums
+        return whole
 
-    accumulator = plgpu.WGMMAAccumulatorRef((WARPGROUP_ROWS, tiles.columns))
-    return pl.run_scoped(accumulate, *[accumulator] * (2 if launch.gated else 1))
-
-
-def _angles(rotation: Sequence[Any], launch: _Launch) -> Rotation:
-    """Cosine and sine of the block's pairs."""
-    pairs = pl.ds(launch.first_pair(), launch.run)
-    cos, sin = (plgpu.load(x.at[:, pairs], layout=plgpu.Layout.WGMMA, optimized=False) for x in rotation)
-    return cos, sin
+    return pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef((product, launch.rows)))
 
 
-def _bias(bias: Any, columns: Sequence[pl.Slice], launch: _Launch) -> list[Float[Array, " run"]]:
-    """What is added to each row of the block's runs."""
-    before, layout = launch.before(launch.outputs), plgpu.Layout.WGMMA.reduce(0)
-    runs = [pl.ds(before + run.start, launch.run) for run in columns]
-    return [plgpu.load(bias.at[run], layout=layout, optimized=False).astype(jnp.float32) for run in runs]
+def _angles(rotation: Sequence[Any], launch: _Launch) -> list[Rotation]:
+    """Cosine and sine of the block's pairs, a strip after the other."""
+    first = launch.first_pair()
+    strips = [pl.ds(first + begin, COLUMN_UNIT) for begin in range(0, launch.run, COLUMN_UNIT)]
+    cos, sin = ([_load_strip(x.at[:, strip]) for strip in strips] for x in rotation)
+    return list(zip(cos, sin, strict=True))
+
+
+def _bias(bias: Any, columns: Sequence[pl.Slice], launch: _Launch) -> list[list[Float[Array, " 16"]]]:
+    """What is added to each row of the block's runs, a strip after the other."""
+    before, layout = launch.before(launch.outputs), _STRIP_LAYOUT.reduce(0)
+
+    def strip(begin: Scalar) -> Float[Array, " 16"]:
+        values = bias.at[pl.ds(before + begin, COLUMN_UNIT)]
+        return plgpu.load(values, layout=layout, optimized=False).astype(jnp.float32)
+
+    begins = range(0, launch.run, COLUMN_UNIT)
+    return [[strip(run.start + begin) for begin in begins] for run in columns]
 
 
 def _store(
-    sums: Sequence[Tile],
-    angles: Rotation | None,
-    leaving: Any,
+    sums: Any,
+    angles: Sequence[Rotation] | None,
+    bias: Sequence[Sequence[Float[Array, " 16"]]] | None,
     out: Any,
     columns: Sequence[pl.Slice],
     launch: _Launch,
 ) -> None:
-    """Round and rotate what is complete, and write the rows that were loaded."""
-    values = [run.astype(out.dtype) for run in sums]
-    if angles is not None:
-        values = _rotated(values[0], values[1], *angles)
-    for run, value in enumerate(values):
-        leaving[run] = value
-    plgpu.commit_smem()
-    split, rows = lax.axis_index("split"), pl.ds(0, launch.rows)
-    for run, place in enumerate(columns):
-        plgpu.copy_smem_to_gmem(leaving.at[run, rows], out.at[split, :, place])
-    plgpu.wait_smem_to_gmem(0)
+    """Round, gate and rotate what is complete, and write what the weight has, strip by strip."""
+    split = lax.axis_index("split")
+
+    def sums_of(column: int) -> Strip:
+        strip = sums.at[pl.ds(column, COLUMN_UNIT), pl.ds(0, launch.rows)]
+        return _load_strip(strip.transpose((1, 0)))
+
+    for strip, begin in enumerate(range(0, launch.run, COLUMN_UNIT)):
+        values = [sums_of(run * launch.run + begin) for run in range(len(columns))]
+        if bias is not None:
+            values = [x + _down(of_run[strip], launch.rows) for x, of_run in zip(values, bias, strict=True)]
+        values = [x.astype(out.dtype) for x in values]
+        if launch.gated:
+            values = [gated(values[0], sums_of(launch.tiles.columns + begin).astype(out.dtype))]
+        if angles is not None:
+            values = _rotated(values[0], values[1], *angles[strip])
+        for run, value in zip(columns, values, strict=True):
+            first = run.start + begin
+
+            def store(value: Strip = value, first: Scalar = first) -> None:
+                out[split, :, pl.ds(first, COLUMN_UNIT)] = value
+
+            # Of the last block some columns may be beyond the weight.
+            whole = out.shape[2] % launch.tiles.columns == 0
+            store() if whole else pl.when(first < out.shape[2])(store)
 
 
-def _rotated(a: Tile, b: Tile, cos: Tile, sin: Tile) -> list[Tile]:
+def _rotated(a: Strip, b: Strip, cos: Strip, sin: Strip) -> list[Strip]:
     x, y = a.astype(jnp.float32), b.astype(jnp.float32)
     return [(x * cos - y * sin).astype(a.dtype), (y * cos + x * sin).astype(a.dtype)]
+
+
+# Of 8 rows and a strip's columns, each warp has two rows: it reads sums from different banks and writes whole
+# sectors of memory.
+_STRIP_LAYOUT = plgpu.Layout.TILED(
+    plgpu.Tiling(((STRIP, COLUMN_UNIT), (2, COLUMN_UNIT), (1,))),
+    warp_dims=(-5,),
+    lane_dims=(-3, -2),
+    vector_dim=-1,
+)
+
+
+def _load_strip(values: Any) -> Strip:
+    return plgpu.load(values, layout=_STRIP_LAYOUT, optimized=False)
+
+
+def _down(values: Float[Array, " 16"], rows: int) -> Strip:
+    return plgpu.layout_cast(lax.broadcast_in_dim(values, (rows, COLUMN_UNIT), [1]), _STRIP_LAYOUT)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from jdllm.pallas.hopper import WARPGROUP_ROWS, padded_rows
+from jdllm.pallas.hopper import padded_rows
 from jdllm.pallas.skinny_matmul.kernel import block_products
 from jdllm.pallas.skinny_matmul.limits import check_mosaic_gpu
 from jdllm.pallas.skinny_matmul.tiles import Tiles, default_tiles
@@ -66,16 +66,11 @@ def _parts(
     options = {"gated": gated, "biased": bias is not None, "head_dim": head_dim}
     tiles = tiles or default_tiles(padded, outputs, k, **options)
     tiles.check(padded, outputs, k, **options)
-    if rotation is not None:
-        rotation = _of_all_rows(rotation[0]), _of_all_rows(rotation[1])
     if padded > rows:
-        x = jnp.pad(x, ((0, padded - rows), (0, 0)))
+        x, *angles = (jnp.pad(y, ((0, padded - rows), (0, 0))) for y in (x, *(rotation or ())))
+        rotation = (angles[0], angles[1]) if angles else None
     layer = jnp.asarray(layer, jnp.int32)
     products = block_products(
         x, weights, layer, tiles, gated=gated, bias=bias, rotation=rotation, chained=chained
     )
     return [parts[:, :rows] for parts in products]
-
-
-def _of_all_rows(angles: Float32[Array, "rows pairs"]) -> Float32[Array, "product_rows pairs"]:
-    return jnp.pad(angles, ((0, WARPGROUP_ROWS - angles.shape[0]), (0, 0)))

@@ -10,7 +10,6 @@ from jaxtyping import Array, Int
 from jdllm.pallas.hopper import (
     PROCESSORS,
     SHARED_BYTES,
-    STRIP,
     SWIZZLE_COLUMNS,
     WARPGROUP_ROWS,
 )
@@ -20,17 +19,20 @@ Scalar = Int[Array, ""]
 DEPTH = SWIZZLE_COLUMNS
 """Inputs per pipeline stage."""
 
-COLUMN_UNIT = 2 * STRIP
-"""Columns of a tile are multiples of it: results leave in swizzled rows of 32 bytes at least."""
+COLUMN_UNIT = 16
+"""Columns of a tile are multiples of it: results leave in strips of so many, whole sectors of memory."""
 
 ROTATED_UNIT = 2 * COLUMN_UNIT
 """The same where products are rotated: a tile has both numbers of each pair."""
 
 MAX_COLUMNS = 256
-"""Columns of the widest product that a warpgroup can ask for."""
+"""Columns of the widest copy."""
 
 MAX_ACCUMULATED = 320
 """Columns, of both weights of a gated product, whose sums a warpgroup can hold."""
+
+SUMS_PADDING = 4
+"""Numbers between the sums of two columns in shared memory: they are written one way and read the other."""
 
 MAX_SPLITS = 8
 
@@ -70,9 +72,9 @@ class Tiles:
         return lax.div(split * steps, jnp.int32(self.splits))
 
     def shared_bytes(self, rows: int, gated: bool) -> int:
-        """Shared memory of a block: its results take the place of the ring."""
-        ring = self.stages * _stage_bytes(rows, self.columns, gated) + _unloaded_bytes(rows)
-        return max(ring, WARPGROUP_ROWS * self.columns * (4 if self.splits > 1 else 2))
+        """Shared memory of a block: its sums take the place of the ring."""
+        ring = self.stages * _stage_bytes(rows, self.columns, gated) + _unloaded_bytes(self.columns, gated)
+        return max(ring, product_columns(summed_columns(self.columns, gated)) * (rows + SUMS_PADDING) * 4)
 
     def check(
         self,
@@ -144,7 +146,7 @@ def default_tiles(
         and (not biased or all(n % columns == 0 for n in outputs))
     ]
     splits, columns = min(cuts, key=lambda cut: (_moved(rows, outputs, k, gated, *cut), cut))
-    room = SHARED_BYTES - _unloaded_bytes(rows)
+    room = SHARED_BYTES - _unloaded_bytes(columns, gated)
     return Tiles(columns, splits, room // _stage_bytes(rows, columns, gated))
 
 
@@ -159,6 +161,11 @@ def summed_columns(columns: int, gated: bool) -> int:
     return columns * (2 if gated else 1)
 
 
+def product_columns(summed: int) -> int:
+    """How many columns a product has that sums so many."""
+    return -(-summed // WARPGROUP_ROWS) * WARPGROUP_ROWS
+
+
 def _moved(rows: int, outputs: Sequence[int], k: int, gated: bool, splits: int, columns: int) -> int:
     """Bytes that the busiest processor moves, partial sums at their cost."""
     waves = -(-sum(blocks_of(outputs, columns, gated)) * splits // PROCESSORS)
@@ -171,6 +178,7 @@ def _stage_bytes(rows: int, columns: int, gated: bool) -> int:
     return (rows + summed_columns(columns, gated)) * DEPTH * 2
 
 
-def _unloaded_bytes(rows: int) -> int:
-    """What the last stage's product reads beyond its rows."""
-    return (WARPGROUP_ROWS - rows) * DEPTH * 2
+def _unloaded_bytes(columns: int, gated: bool) -> int:
+    """What the last stage's product reads beyond its columns."""
+    summed = summed_columns(columns, gated)
+    return (product_columns(summed) - summed) * DEPTH * 2
