@@ -3,9 +3,10 @@
 Run as `python3 -m benchmarks.cached_step [--shape llada-8b] [--fresh 32] [--cached 4096] [--form chain layers
 xla]` on a card: the layers as the chain of kernels that they are by default, where they can be one, as
 kernels of which each waits for the one before, and so with XLA's attention. Several steps run inside one
-executable, each on the tokens of the one before. The floor is the bytes of the weights that a step reads
-(`weight_bytes`) and of the cache over the measured copy rate. A card that streams weights is at its power
-limit: its clock and power are those of many such executables, one after the other.
+executable, each on the tokens of the one before; `waited_ms` is a step's share of one such executable until
+the host has its tokens, `step_ms` of one that follows another. The floor is the bytes of the weights that a
+step reads (`weight_bytes`) and of the cache over the measured copy rate. The card's clock and power are those
+of many such executables, one after the other.
 """
 
 import argparse
@@ -23,7 +24,15 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from benchmarks.operators.masked_logits import sampling
-from benchmarks.record import Ceilings, card_state, compiled, measure_ceilings, median_seconds, record
+from benchmarks.record import (
+    Ceilings,
+    card_state,
+    compiled,
+    measure_ceilings,
+    median_seconds,
+    record,
+    waited_seconds,
+)
 from benchmarks.shapes import SHAPES
 from jdllm.decoding.executables import temp_bytes
 from jdllm.models.block import Rows
@@ -158,6 +167,7 @@ def measure(params: Params, args: argparse.Namespace, form: Form, ceilings: Ceil
         "page_rows": args.page_rows,
         "form": form,
         "step_ms": 1e3 * seconds,
+        "waited_ms": 1e3 * waited_seconds(run) / STEPS,
         "floor_ms": 1e3 * moved / ceilings.bytes,
         "share_of_floor": moved / ceilings.bytes / seconds,
         "temp_mib": temp_bytes(run.executable) / 2**20,

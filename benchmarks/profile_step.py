@@ -21,7 +21,7 @@ import numpy as np
 from flax import nnx
 
 from benchmarks import cached_step, step
-from benchmarks.record import median_seconds, record
+from benchmarks.record import record, waited_seconds
 from benchmarks.shapes import SHAPES
 from jdllm.models.config import ModelConfig
 from jdllm.models.module import Transformer
@@ -119,7 +119,7 @@ def by_kernel(events: Sequence[KernelEvent], steps: int) -> list[dict[str, Any]]
 
 def profile(dispatch: Callable[[], Any], directory: Path) -> tuple[list[KernelEvent], float]:
     """Trace one dispatch; its events, and the seconds of a dispatch that is not traced."""
-    seconds = median_seconds(dispatch)
+    seconds = waited_seconds(dispatch)
     with jax.profiler.trace(directory):
         jax.block_until_ready(dispatch())
     return read_events(directory), seconds

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.record import card_state, environment
+from benchmarks import record
+from benchmarks.record import card_state, environment, median_seconds, waited_seconds
 
 PROGRAM = "from benchmarks.record import environment\ncommand = environment()['command']\n"
 
@@ -63,3 +64,40 @@ class TestCardState:
     @pytest.mark.usefixtures("answer")
     def test_is_left_out_without_nvidia_smi(self):
         assert card_state(lambda: None) == {}
+
+
+class TestSeconds:
+    """A device that starts a call 1 ms late or after the one before, and tells of an end 0.5 ms late."""
+
+    class Device:
+        now, idle_from = 0.0, 0.0
+
+        def __init__(self, seconds: float):
+            self.seconds, self.calls = seconds, 0
+
+        def run(self) -> float:
+            self.calls += 1
+            self.idle_from = max(self.now + 1e-3, self.idle_from) + self.seconds
+            return self.idle_from
+
+        def wait(self, end: float) -> None:
+            self.now = max(self.now, end) + 5e-4
+
+    @pytest.fixture(params=[1e-5, 4e-3, 0.3])
+    def device(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Device:
+        device = self.Device(request.param)
+        monkeypatch.setattr(record.time, "perf_counter", lambda: device.now)
+        monkeypatch.setattr(record.jax, "block_until_ready", device.wait)
+        return device
+
+    def test_of_the_device_are_what_further_calls_take(self, device: Device):
+        assert median_seconds(device.run) == pytest.approx(device.seconds)
+
+    def test_waited_for_have_the_start_and_the_news_of_the_end(self, device: Device):
+        assert waited_seconds(device.run) == pytest.approx(device.seconds + 1.5e-3)
+        assert device.calls == 7
+
+    def test_of_calls_that_take_long_are_waited_for(self, device: Device):
+        device.seconds = 2.0
+        assert median_seconds(device.run, repeats=3, warm_up=1) == pytest.approx(2.0015)
+        assert device.calls == 5

@@ -313,7 +313,7 @@ def _bias(bias: Any, columns: Sequence[pl.Slice], launch: _Launch) -> list[list[
     """What is added to each row of the block's runs, a strip after the other."""
     before, layout = launch.before(launch.outputs), _STRIP_LAYOUT.reduce(0)
 
-    def strip(begin: Scalar) -> Float[Array, " 16"]:
+    def strip(begin: Scalar | int) -> Float[Array, " 16"]:
         values = bias.at[pl.ds(before + begin, COLUMN_UNIT)]
         return plgpu.load(values, layout=layout, optimized=False).astype(jnp.float32)
 
@@ -347,13 +347,13 @@ def _store(
             values = _rotated(values[0], values[1], *angles[strip])
         for run, value in zip(columns, values, strict=True):
             first = run.start + begin
-
-            def store(value: Strip = value, first: Scalar = first) -> None:
-                out[split, :, pl.ds(first, COLUMN_UNIT)] = value
-
             # Of the last block some columns may be beyond the weight.
-            whole = out.shape[2] % launch.tiles.columns == 0
-            store() if whole else pl.when(first < out.shape[2])(store)
+            inside = True if out.shape[2] % launch.tiles.columns == 0 else first < out.shape[2]
+            pl.when(inside)(functools.partial(_write, out.at[split, :, pl.ds(first, COLUMN_UNIT)], value))
+
+
+def _write(to: Any, value: Strip) -> None:
+    to[...] = value
 
 
 def _rotated(a: Strip, b: Strip, cos: Strip, sin: Strip) -> list[Strip]:
