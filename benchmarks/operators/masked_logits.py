@@ -120,10 +120,11 @@ def candidates(rows: int) -> list[Tiles]:
     elif rows <= 2 * WARPGROUP_ROWS:
         others = ["256,2,1,1,2,4", "256,2,1,1,1,4", "192,2,1,1,1,5", "128,2,1,1,2,7"]
     else:
-        others = ["192,2,1,2,1,5", "256,2,1,1,2,4", "256,2,1,1,1,4", "128,2,1,2,1,7"]
+        others = ["192,2,1,2,1,5", "256,2,1,1,2,4", "256,2,1,1,1,4", "256,2,1,2,1,4", "128,2,1,2,1,7"]
+        others += ["240,2,1,1,1,4", "192,2,1,1,1,5"]
         # Clusters of four: not every group of processors is a multiple of them.
         others += ["256,2,1,2,2,4,128"] + ["256,2,1,4,1,4,128"] * (rows > 4 * WARPGROUP_ROWS)
-    return [default_tiles(rows), *map(parse_tiles, others)]
+    return list(dict.fromkeys([default_tiles(rows), *map(parse_tiles, others)]))
 
 
 def measure(

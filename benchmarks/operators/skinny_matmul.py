@@ -30,7 +30,7 @@ from jdllm.pallas.skinny_matmul.mosaic_gpu import skinny_matmul_mosaic_gpu
 from jdllm.pallas.skinny_matmul.tiles import Tiles, default_tiles
 
 STACK_BYTES = 512 * 2**20  # of all layers: ten times the L2 cache
-LEAST_SECONDS = 8e-3  # of one call: what starts it does not count
+LEAST_SECONDS = 8e-3  # of one call
 IMPLEMENTATIONS = ("mosaic_gpu", "xla")
 
 Results = tuple[jax.Array, ...]

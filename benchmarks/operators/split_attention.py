@@ -28,7 +28,7 @@ from jdllm.pallas.split_attention.mosaic_gpu import split_attention_mosaic_gpu
 from jdllm.pallas.split_attention.tiles import Tiles, default_tiles
 
 POOL_BYTES = 256 * 2**20  # of keys and values: four times the L2 cache
-LEAST_SECONDS = 5e-3  # of one call: what starts it does not count
+LEAST_SECONDS = 5e-3  # of one call
 SEGMENTS = (0.1, 0.2, 0.3, 0.4)
 QUERIES, HEAD_DIM = 32, 128
 HEADS = ("32x32", "32x8", "28x4", "32x4")

@@ -19,8 +19,8 @@ LAYERS, ROWS, HIDDEN, FFN = 4, 32, 4096, 12288
 
 @pytest.mark.parametrize(
     ("n", "k", "weights", "gated"),
-    [(FFN, HIDDEN, 2, True), (HIDDEN, FFN, 1, False)],
-    ids=["gate_up", "down"],
+    [(FFN, HIDDEN, 2, True), (HIDDEN, FFN, 1, False), (256, 256, 3, False)],
+    ids=["gate_up", "down", "narrow"],  # of narrow weights, shared memory has room for any number of stages
 )
 def test_the_kernel_keeps_to_registers_and_reads_the_stacks_in_place(
     monkeypatch: pytest.MonkeyPatch,

@@ -66,7 +66,8 @@ def test_products_of_a_layer_take_one_wave(
         ((24, 1, 2), "multiple of 16 columns, at most 256, not 24"),
         ((272, 1, 2), "not 272"),
         ((32, 9, 2), "into 1 to 8 parts, not 9"),
-        ((32, 1, 0), "not 0"),
+        ((32, 1, 0), "1 to 32 stages, not 0"),
+        ((32, 1, 33), "1 to 32 stages, not 33"),
     ],
 )
 def test_cuts_that_are_none(cut: tuple[int, int, int], reason: str):

@@ -142,10 +142,11 @@ def default_tiles(rows: int) -> Tiles:
     """The cut for a chunk of `rows` rows.
 
     Few rows are a matter of streaming the head, so that one warpgroup per block and many bytes in flight do.
-    From 128 rows on, a block takes 128 of them; beyond, two blocks share the tiles of the head.
+    From 128 rows on, a block takes 128 of them; beyond 256, two blocks share the tiles of the head.
     """
     if rows <= WARPGROUP_ROWS:
         return Tiles(192, row_groups=1, column_groups=1, row_blocks=1, column_blocks=1, stages=7)
     if rows <= 2 * WARPGROUP_ROWS:
         return Tiles(192, row_groups=2, column_groups=1, row_blocks=1, column_blocks=2, stages=5)
-    return Tiles(MAX_COLUMNS, row_groups=2, column_groups=1, row_blocks=2, column_blocks=1, stages=4)
+    row_blocks = 1 if rows <= 4 * WARPGROUP_ROWS else 2
+    return Tiles(MAX_COLUMNS, row_groups=2, column_groups=1, row_blocks=row_blocks, column_blocks=1, stages=4)

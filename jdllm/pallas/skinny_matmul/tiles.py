@@ -34,6 +34,9 @@ MAX_ACCUMULATED = 320
 SUMS_PADDING = 4
 """Numbers between the sums of two columns in shared memory: they are written one way and read the other."""
 
+MAX_STAGES = 32
+"""A group of barriers has no more."""
+
 MAX_SPLITS = 8
 
 # What a byte of partial sums costs, in bytes of weights: it is written, then read by another kernel, while
@@ -64,8 +67,8 @@ class Tiles:
             )
         if not 1 <= self.splits <= MAX_SPLITS:
             raise NotImplementedError(f"inputs are split into 1 to {MAX_SPLITS} parts, not {self.splits}")
-        if self.stages < 1:
-            raise NotImplementedError(f"a ring has stages, not {self.stages}")
+        if not 1 <= self.stages <= MAX_STAGES:
+            raise NotImplementedError(f"a ring has 1 to {MAX_STAGES} stages, not {self.stages}")
 
     def first_step(self, split: Scalar, steps: int) -> Scalar:
         """Where part `split` of `steps` steps begins; parts differ by one step at most."""
@@ -147,7 +150,7 @@ def default_tiles(
     ]
     splits, columns = min(cuts, key=lambda cut: (_moved(rows, outputs, k, gated, *cut), cut))
     room = SHARED_BYTES - _unloaded_bytes(columns, gated)
-    return Tiles(columns, splits, room // _stage_bytes(rows, columns, gated))
+    return Tiles(columns, splits, min(room // _stage_bytes(rows, columns, gated), MAX_STAGES))
 
 
 def blocks_of(outputs: Sequence[int], columns: int, gated: bool) -> list[int]:
