@@ -3,10 +3,10 @@
 Run as `python3 -m benchmarks.cached_step [--shape llada-8b] [--fresh 32] [--cached 4096] [--form chain layers
 xla]` on a card: the layers as the chain of kernels that they are by default, where they can be one, as
 kernels of which each waits for the one before, and so with XLA's attention. Several steps run inside one
-executable, each on the tokens of the one before; `waited_ms` is a step's share of one such executable until
-the host has its tokens, `step_ms` of one that follows another. The floor is the bytes of the weights that a
-step reads (`weight_bytes`) and of the cache over the measured copy rate. The card's clock and power are those
-of many such executables, one after the other.
+executable, each on the tokens of the one before. `step_ms` is a step's share of one that follows another,
+`waited_ms` of one whose tokens the host waits for, `sustained_ms` of many that run for seconds, with the mean
+clock and power of the card meanwhile. The floor is the bytes of the weights that a step reads
+(`weight_bytes`) and of the cache over the measured copy rate.
 """
 
 import argparse
@@ -26,11 +26,11 @@ from jaxtyping import Array, Float, Int
 from benchmarks.operators.masked_logits import sampling
 from benchmarks.record import (
     Ceilings,
-    card_state,
     compiled,
     measure_ceilings,
     median_seconds,
     record,
+    sustained,
     waited_seconds,
 )
 from benchmarks.shapes import SHAPES
@@ -158,6 +158,7 @@ def measure(params: Params, args: argparse.Namespace, form: Form, ceilings: Ceil
     )
     compile_seconds = time.perf_counter() - start
     seconds = median_seconds(run) / STEPS
+    for_long = sustained(run)
     pool_bytes = sum(pool.nbytes for pool in run.inputs[1:3])
     moved = weight_bytes(params, config, args.fresh) + pool_bytes
     return {
@@ -168,11 +169,12 @@ def measure(params: Params, args: argparse.Namespace, form: Form, ceilings: Ceil
         "form": form,
         "step_ms": 1e3 * seconds,
         "waited_ms": 1e3 * waited_seconds(run) / STEPS,
+        "sustained_ms": 1e3 * for_long.seconds / STEPS,
         "floor_ms": 1e3 * moved / ceilings.bytes,
         "share_of_floor": moved / ceilings.bytes / seconds,
         "temp_mib": temp_bytes(run.executable) / 2**20,
         "compile_s": compile_seconds,
-        **card_state(run),
+        **for_long.state,
     }
 
 

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ FLOPS_PER_SECOND = 700e12
 """The floor of an operator is at these rates, whatever the run reaches."""
 
 _QUEUED_SECONDS, _LONG_SECONDS = 0.05, 1.0
+_SETTLING_SECONDS, _SUSTAINED_SECONDS = 0.5, 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,24 +67,41 @@ def _seconds_of(run: Callable[[], Any], calls: int) -> float:
     return time.perf_counter() - start
 
 
-def card_state(run: Callable[[], Any]) -> dict[str, float]:
-    """Clock and power of the first card at work.
+class Sustained(NamedTuple):
+    """What a call takes that is repeated for seconds, and the first card's state meanwhile.
 
-    Arguments:
-    - `run`: the work; it is repeated, and its arrays waited for, until nvidia-smi has answered.
-
-    Returns `sm_mhz`, and `watts` as nvidia-smi averages them; nothing where it is missing or does not know.
+    - `seconds`: of one call.
+    - `state`: `sm_mhz` and `watts`, means of what nvidia-smi says; empty where it cannot say.
     """
+
+    seconds: float
+    state: dict[str, float]
+
+
+def sustained(run: Callable[[], Any]) -> Sustained:
+    """Repeat `run`, which returns arrays; for a moment only where there is no nvidia-smi."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        return {}
-    query = [program, "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader"]
-    with subprocess.Popen(query, stdout=subprocess.PIPE, text=True) as process:
-        while process.poll() is None:
-            jax.block_until_ready(run())
-        answer, _ = process.communicate()
-    known = re.match(r"(\d+) MHz, ([\d.]+) W", answer)
-    return {"sm_mhz": float(known[1]), "watts": float(known[2])} if known else {}
+        return Sustained(_repeat(run, 0.0), {})
+    _repeat(run, _SETTLING_SECONDS)
+    query = [program, "-i", "0", "--query-gpu=clocks.sm,power.draw.instant", "--format=csv,noheader"]
+    with subprocess.Popen([*query, "-lms", "100"], stdout=subprocess.PIPE, text=True) as process:
+        seconds = _repeat(run, _SUSTAINED_SECONDS)
+        process.terminate()
+        said, _ = process.communicate()
+    samples = [(float(mhz), float(watts)) for mhz, watts in re.findall(r"(\d+) MHz, ([\d.]+) W", said)]
+    means = [statistics.fmean(values) for values in zip(*samples, strict=True)]
+    return Sustained(seconds, dict(zip(("sm_mhz", "watts"), means, strict=False)))
+
+
+def _repeat(run: Callable[[], Any], seconds: float) -> float:
+    """Call `run` for so long, each time before the last call has ended; the seconds of a call."""
+    start, calls, last = time.perf_counter(), 1, run()
+    while time.perf_counter() - start < seconds:
+        before, last, calls = last, run(), calls + 1
+        jax.block_until_ready(before)
+    jax.block_until_ready(last)
+    return (time.perf_counter() - start) / calls
 
 
 def compiled(function: Callable[..., Any], *args: Any, chained: bool = False, **static: Any) -> Any:

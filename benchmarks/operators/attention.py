@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from benchmarks.peers.tokamax_attention import attention_tokamax
-from benchmarks.record import FLOPS_PER_SECOND, card_state, compiled, median_seconds, record
+from benchmarks.record import FLOPS_PER_SECOND, compiled, median_seconds, record, sustained
 from benchmarks.shapes import SHAPES
 from jdllm.pallas.attention import attention
 
@@ -93,7 +93,7 @@ def time_form(form: str, operands: Operands, flops: float) -> tuple[float, dict[
     run = functools.partial(executable, *operands)
     calls = math.ceil(LEAST_SECONDS / median_seconds(run, repeats=1, warm_up=1))
     seconds = median_seconds(run, repeats=max(5, calls), warm_up=calls)
-    return seconds / inner, card_state(run)
+    return seconds / inner, sustained(run).state
 
 
 def relative_error(form: str, operands: Operands) -> float:

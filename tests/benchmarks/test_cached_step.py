@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import cached_step
 from benchmarks.cached_step import denoise, main, weight_bytes
-from benchmarks.record import Ceilings
+from benchmarks.record import Ceilings, Sustained
 from benchmarks.shapes import SHAPES
 from jdllm.models.block import Rows, block, project_keys_values
 from jdllm.models.config import ModelConfig
@@ -89,7 +89,7 @@ def test_the_weights_that_a_step_reads():
 def test_a_measured_step_has_the_state_of_the_card_at_work(monkeypatch: pytest.MonkeyPatch):
     config = small("dream-7b")
     monkeypatch.setitem(SHAPES, "small", config)
-    monkeypatch.setattr(cached_step, "card_state", lambda run: {"watts": float(run().size)})
+    monkeypatch.setattr(cached_step, "sustained", lambda run: Sustained(0.032, {"watts": float(run().size)}))
     args = argparse.Namespace(shape="small", fresh=FRESH, cached=CACHED, page_rows=PAGE_ROWS)
     params = init_params(config, jax.random.key(0), "bfloat16")
     row = cached_step.measure(params, args, "xla", Ceilings(flops=1e12, bytes=1e11))

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks import kernels
 from benchmarks.operators import attention, grouped_matmul, skinny_matmul
+from benchmarks.record import Sustained
 from benchmarks.shapes import SHAPES
 from jdllm.pallas.skinny_matmul.tiles import default_tiles
 from tests.benchmarks.shapes import small
@@ -24,7 +25,7 @@ def miniature(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(attention, "CALL_SECONDS", 3e-5)
     monkeypatch.setattr(attention, "HEAD_DIM", 16)
     monkeypatch.setattr(attention, "PACKED", (20, 1, 19))
-    monkeypatch.setattr(attention, "card_state", lambda run: {"watts": float(run().size)})
+    monkeypatch.setattr(attention, "sustained", lambda run: Sustained(1.0, {"watts": float(run().size)}))
     monkeypatch.setattr(grouped_matmul, "SIDES", {"gated": (24, 16), "down": (16, 24)})
     monkeypatch.setattr(grouped_matmul, "GROUPS", 4)
     monkeypatch.setitem(sys.modules, "tokamax", None)
@@ -64,7 +65,7 @@ class TestAttention:
         operands = attention.draw([40], 4, 2)
         outputs = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(attention, "card_state", lambda run: outputs.append(run()) or {})
+            patch.setattr(attention, "sustained", lambda run: outputs.append(run()) or Sustained(1.0, {}))
             attention.time_form("xla", operands, 1.0)
         np.testing.assert_array_equal(outputs[0], jax.jit(lambda *x: attention.attend("xla", *x))(*operands))
 

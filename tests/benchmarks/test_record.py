@@ -2,12 +2,13 @@
 
 import runpy
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from benchmarks import record
-from benchmarks.record import card_state, environment, median_seconds, waited_seconds
+from benchmarks.record import environment, median_seconds, sustained, waited_seconds
 
 PROGRAM = "from benchmarks.record import environment\ncommand = environment()['command']\n"
 
@@ -37,33 +38,41 @@ def test_the_command_of_a_file_names_the_file(monkeypatch: pytest.MonkeyPatch):
     assert environment()["command"] == "python3 benchmarks/step.py --peers"
 
 
-class TestCardState:
+class TestSustained:
     @pytest.fixture
     def answer(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-        """Put an nvidia-smi on the path that prints a text a moment later, where it is asked what we ask."""
+        """Put an nvidia-smi on the path that says two lines and no more, where it is asked what we ask."""
 
-        def install(text: str) -> None:
+        def install(first: str, second: str) -> None:
             program = tmp_path / "nvidia-smi"
-            asked = "--query-gpu=clocks.sm,power.draw --format=csv,noheader"
-            program.write_text(f'#!/bin/sh\n/bin/sleep 0.2\n[ "$*" = "{asked}" ] && printf "{text}"\n')
+            asked = "-i 0 --query-gpu=clocks.sm,power.draw.instant --format=csv,noheader -lms 100"
+            lines = f'echo "{first}"\necho "{second}"\nexec /bin/sleep 60'
+            program.write_text(f'#!/bin/sh\n[ "$*" = "{asked}" ] || exit 1\n{lines}\n')
             program.chmod(0o755)
 
         monkeypatch.setenv("PATH", str(tmp_path))
+        monkeypatch.setattr(record, "_SETTLING_SECONDS", 0.0)
+        monkeypatch.setattr(record, "_SUSTAINED_SECONDS", 0.5)
         return install
 
-    def test_is_read_while_the_work_goes_on(self, answer):
-        answer("1605 MHz, 698.12 W\\n210 MHz, 70.00 W\\n")
+    def test_means_of_what_is_said_while_the_work_goes_on(self, answer):
+        answer("1605 MHz, 698.12 W", "1505 MHz, 690 W")
         runs = []
-        assert card_state(lambda: runs.append(1)) == {"sm_mhz": 1605, "watts": 698.12}
-        assert runs
+        seconds, state = sustained(lambda: time.sleep(0.01) or runs.append(1))
+        assert state == pytest.approx({"sm_mhz": 1555, "watts": 694.06})
+        assert 10 < len(runs) < 60
+        assert seconds == pytest.approx(0.5 / len(runs), rel=0.3)
 
     def test_what_the_card_does_not_know_is_left_out(self, answer):
-        answer("[N/A], [N/A]\\n")
-        assert card_state(lambda: None) == {}
+        answer("[N/A], [N/A]", "[N/A], [N/A]")
+        assert sustained(lambda: None).state == {}
 
     @pytest.mark.usefixtures("answer")
-    def test_is_left_out_without_nvidia_smi(self):
-        assert card_state(lambda: None) == {}
+    def test_without_nvidia_smi_a_single_call_does(self):
+        runs = []
+        seconds, state = sustained(lambda: time.sleep(0.01) or runs.append(1))
+        assert (state, runs) == ({}, [1])
+        assert seconds >= 0.01
 
 
 class TestSeconds:

@@ -1,0 +1,121 @@
+"""Cached steps of several versions of jdllm, by turns in one process on one card.
+
+Run as `python3 -m benchmarks.versions DIR DIR... [--shape llada-8b] [--fresh 32] [--cached 4096]` on a card,
+each `DIR` a checkout of this repository (`git worktree add --detach DIR COMMIT` makes one). One card differs
+from another by more than most changes do, and from one minute to the next: only what takes turns can be
+compared. Each version's steps are those of its own `benchmarks.cached_step`; the weights are made once. The
+last columns are of each version alone for seconds, with the energy of a step.
+"""
+
+import argparse
+import contextlib
+import importlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+from flax import nnx
+
+from benchmarks.record import record, sustained
+from benchmarks.shapes import SHAPES
+from jdllm.models.module import Transformer
+
+ROUNDS = 16
+QUEUED = 2  # calls of one turn
+
+_OURS = ("benchmarks", "jdllm")
+
+
+@contextlib.contextmanager
+def version(directory: Path) -> Iterator[ModuleType]:
+    """`benchmarks.cached_step` of a checkout, whose modules are the ones that imports find meanwhile."""
+
+    def ours() -> dict[str, ModuleType]:
+        return {name: module for name, module in sys.modules.items() if name.split(".")[0] in _OURS}
+
+    path, modules = list(sys.path), ours()
+    for name in modules:
+        del sys.modules[name]
+    sys.path[:] = [str(directory), *(entry for entry in path if not _is_checkout(entry))]
+    try:
+        yield importlib.import_module("benchmarks.cached_step")
+    finally:
+        for name in ours():
+            del sys.modules[name]
+        sys.modules |= modules
+        sys.path[:] = path
+
+
+def _is_checkout(entry: str | Path) -> bool:
+    return all(Path(entry, name).is_dir() for name in _OURS)
+
+
+def by_turns(runs: Sequence[Callable[[], Any]], rounds: int = ROUNDS) -> list[list[float]]:
+    """Seconds of a call of each of `runs`, in every round, behind another call of it."""
+    times: list[list[float]] = [[] for _ in runs]
+    for _ in range(rounds):
+        for run, own in zip(runs, times, strict=True):
+            run()
+            jax.block_until_ready(run())
+            start = time.perf_counter()
+            jax.block_until_ready([run() for _ in range(QUEUED)])
+            own.append((time.perf_counter() - start) / QUEUED)
+    return times
+
+
+def measure(directories: Sequence[Path], shape: str, fresh: int, cached: int) -> list[dict[str, Any]]:
+    """A row of the table for each version."""
+    config = SHAPES[shape]
+    params = Transformer(config, rngs=nnx.Rngs(0), dtype="bfloat16").params()
+    runs, steps = [], []
+    for directory in directories:
+        with version(directory) as module:
+            its_config = module.SHAPES[shape]
+            run = module.compile_step(params, its_config, fresh=fresh, cached=cached)
+            jax.block_until_ready(run())
+            runs.append(run)
+            steps.append(module.STEPS)
+    table = []
+    for directory, run, count, times in zip(directories, runs, steps, by_turns(runs), strict=True):
+        alone = sustained(run)
+        step_ms = [1e3 * seconds / count for seconds in times]
+        joules = {"joules": alone.seconds / count * alone.state["watts"]} if alone.state else {}
+        table.append(
+            {
+                "version": str(directory),
+                "shape": shape,
+                "fresh": fresh,
+                "cached": cached,
+                "step_ms": statistics.median(step_ms),
+                "least_ms": min(step_ms),
+                "most_ms": max(step_ms),
+                "sustained_ms": 1e3 * alone.seconds / count,
+                **alone.state,
+                **joules,
+            }
+        )
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directories", type=Path, nargs="+", metavar="DIR")
+    parser.add_argument("--shape", choices=SHAPES, default="llada-8b")
+    parser.add_argument("--fresh", type=int, default=32)
+    parser.add_argument("--cached", type=int, default=4096)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(arguments)
+    for directory in args.directories:
+        if not _is_checkout(directory):
+            parser.error(f"{directory} is no checkout of this repository: it has no {' and no '.join(_OURS)}")
+    table = measure([d.absolute() for d in args.directories], args.shape, args.fresh, args.cached)
+    record(f"versions_{args.shape}", table, args.out)
+
+
+if __name__ == "__main__":
+    main()
