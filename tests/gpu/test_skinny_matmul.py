@@ -16,7 +16,7 @@ from jdllm.pallas.skinny_matmul.tiles import Tiles
 
 pytestmark = pytest.mark.gpu
 
-LAYERS, LAYER = 2, 1
+LAYERS, LAYER, MOST_ROWS = 2, 1, 64
 PRODUCTS = {
     "llada-qkv": ((4096, 4096, 4096), 4096, False),
     "llada-o": ((4096,), 4096, False),
@@ -67,25 +67,26 @@ def check(
     gated: bool = False,
     bias: jax.Array | None = None,
 ) -> None:
+    """`actual` are products of the first rows of `x`."""
     exact = exact_products(x, stacks, bias, gated=gated)
     for product, expected in zip(actual, exact, strict=True):
-        a, b = (np.asarray(v, np.float64) for v in (product, expected))
+        a, b = (np.asarray(v, np.float64) for v in (product, expected[: len(product)]))
         assert np.linalg.norm(a - b) < (6e-3 if gated else 3e-3) * np.linalg.norm(b)
         assert np.abs(a - b).max() < 0.03 * np.abs(b).max()
 
 
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "xla"])
-@pytest.mark.parametrize("rows", [32, 8, 64, 13])
+@pytest.mark.parametrize("rows", [32, 8, MOST_ROWS, 13])
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_model_shapes(product: str, rows: int, implementation: Any):
     outputs, k, gated = PRODUCTS[product]
-    x, stacks = operands(rows, outputs, k)
+    x, stacks = operands(MOST_ROWS, outputs, k)  # as many for all, so that they are compiled once
     run = jax.jit(
         lambda x, stacks, layer: skinny_matmul(
             x, stacks, layer=layer, gated=gated, implementation=implementation
         )
     )
-    check(run(x, stacks, jnp.int32(LAYER)), x, stacks, gated)
+    check(run(x[:rows], stacks, jnp.int32(LAYER)), x, stacks, gated)
 
 
 @pytest.mark.parametrize(
