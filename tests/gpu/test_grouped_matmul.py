@@ -41,6 +41,7 @@ def skewed(rows: int) -> np.ndarray:
     return sizes.astype(np.int32)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def draw(rows: int, k: int, n: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     keys = jax.random.split(jax.random.key(rows + k), 3)
     x = jax.random.normal(keys[0], (rows, k), jnp.bfloat16)

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jdllm.pallas.hopper import WARPGROUP_ROWS
-from jdllm.pallas.skinny_matmul.tiles import COLUMN_UNIT, DEPTH, ROTATED_UNIT
+from jdllm.pallas.skinny_matmul.tiles import COLUMN_UNIT, DEPTH, MAX_ROWS, ROTATED_UNIT
 from jdllm.pallas.skinny_matmul.types import Stack, X
 
 
@@ -26,8 +25,8 @@ def check_mosaic_gpu(
         raise NotImplementedError(
             f"the Hopper form multiplies few rows of all bfloat16 or all float16, not of {names}"
         )
-    if not 1 <= x.shape[0] <= WARPGROUP_ROWS:
-        raise NotImplementedError(f"the Hopper form takes 1 to {WARPGROUP_ROWS} rows, not {x.shape[0]}")
+    if not 1 <= x.shape[0] <= MAX_ROWS:
+        raise NotImplementedError(f"the Hopper form takes 1 to {MAX_ROWS} rows, not {x.shape[0]}")
     k = weights[0].shape[2]
     for n in (w.shape[1] for w in weights):
         if n % COLUMN_UNIT or k % DEPTH or 0 in (n, k):

@@ -19,6 +19,9 @@ Scalar = Int[Array, ""]
 DEPTH = SWIZZLE_COLUMNS
 """Inputs per pipeline stage."""
 
+MAX_ROWS = 64
+"""Every block reads all rows beside its columns, and of more it would read more than of these."""
+
 COLUMN_UNIT = 16
 """Columns of a tile are multiples of it: results leave in strips of so many, whole sectors of memory."""
 
@@ -130,7 +133,7 @@ def default_tiles(
     """The cut that gives the busiest processor the least to move, with as many stages as there is room for.
 
     Arguments:
-    - `rows`: of the operand, a multiple of 8, at most 64.
+    - `rows`: of the operand, a multiple of 8, at most `MAX_ROWS`.
     - `outputs`: of each weight, multiples of 16.
     - `k`: inputs, a multiple of 64.
     - `gated`: whether the result is a gated product of two weights.
