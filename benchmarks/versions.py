@@ -41,7 +41,7 @@ def version(directory: Path) -> Iterator[ModuleType]:
     path, modules = list(sys.path), ours()
     for name in modules:
         del sys.modules[name]
-    sys.path[:] = [str(directory), *(entry for entry in path if not _is_checkout(entry))]
+    sys.path[:] = [str(directory.absolute()), *(entry for entry in path if not _is_checkout(entry))]
     try:
         yield importlib.import_module("benchmarks.cached_step")
     finally:
@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for directory in args.directories:
         if not _is_checkout(directory):
             parser.error(f"{directory} is no checkout of this repository: it has no {' and no '.join(_OURS)}")
-    table = measure([d.absolute() for d in args.directories], args.shape, args.fresh, args.cached)
+    table = measure(args.directories, args.shape, args.fresh, args.cached)
     record(f"versions_{args.shape}", table, args.out)
 
 
