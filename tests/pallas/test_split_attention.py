@@ -166,7 +166,7 @@ class TestWork:
         st.integers(1, 5),
         st.integers(1, 3),
         st.integers(1, 4),
-        st.integers(1, 9),
+        st.sampled_from([*range(1, 10), 17, 34]),
     )
     def test_every_tile_has_one_worker_and_every_piece_its_place(
         self, entries: list[int], kv_heads: int, page_tiles: int, min_tiles: int, processors: int
@@ -216,20 +216,32 @@ class TestWork:
             share = share_of(first, shape, tiles)
             begins = np.array([int(share.begin(jnp.int32(i))) for i in range(tiles.workers + 1)])
         assert int(share.workers) == workers
-        assert usual_pieces(shape, tiles) == workers // shape.pairs
+        assert 0 <= usual_pieces(shape, tiles) - workers // shape.pairs <= 2
         of_pair = begins[:workers].reshape(shape.pairs, -1)
         assert (of_pair - of_pair[:, :1] == of_pair[0]).all()
         assert (of_pair[:, 0] == np.arange(shape.pairs) * entries[0]).all()
         assert (begins[workers:] == entries[0] * shape.pairs).all()
 
-    def test_workers_that_do_not_fit_the_pairs_are_all_at_work(self):
-        shape = Shape(3, 32, 32, 1, 128, 2048, 64)
+    @pytest.mark.parametrize(
+        ("entries", "kv_heads", "tiles", "most"),
+        [
+            ([65] * 3, 32, Tiles(), 48),  # 96 pairs
+            ([66], 8, Tiles(), 4),  # of 128 workers, 16 would take 5 tiles
+            ([65], 4, Tiles(row_blocks=2, step_tiles=2, stages=3), 4),
+        ],
+    )
+    def test_workers_that_do_not_fit_the_pairs_or_would_take_longer_are_all_at_work(
+        self, entries: list[int], kv_heads: int, tiles: Tiles, most: int
+    ):
+        shape = Shape(len(entries), 32, kv_heads, 1, 128, 2048, 64)
         with jax.disable_jit():
-            share = share_of(jnp.asarray([0, 65, 130, 195], jnp.int32), shape, Tiles())
-            begins = np.array([int(share.begin(jnp.int32(i))) for i in range(PROCESSORS + 1)])
-        assert int(share.workers) == PROCESSORS
-        of_pairs = [((begins[:-1] < end) & (begins[1:] > end - 65)).sum() for end in range(65, 65 * 97, 65)]
-        assert max(of_pairs) == usual_pieces(shape, Tiles())
+            share = share_of(jnp.asarray(np.cumsum([0, *entries]), jnp.int32), shape, tiles)
+            begins = np.array([int(share.begin(jnp.int32(i))) for i in range(tiles.workers + 1)])
+        assert int(share.workers) == tiles.workers
+        assert np.diff(begins).max() == most
+        ends = np.arange(1, shape.pairs + 1) * entries[0]
+        pieces = [((begins[:-1] < end) & (begins[1:] > end - entries[0])).sum() for end in ends]
+        assert max(pieces) <= usual_pieces(shape, tiles)
 
 
 class TestKernel:
@@ -286,6 +298,13 @@ class TestKernel:
     def test_a_worker_for_each_tile(self):
         c = case([[64] * 3, [64] * 2])
         check(kernel(c, dataclasses.replace(SMALL, processors=9)), oracle(c), BF16)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("pages", [8, 17])
+    def test_many_workers_on_each_head_that_keep_step_or_do_not(self, pages: int):
+        """16 of 17 take a tile each, or all of them two."""
+        c = case([[64] * (pages - 1) + [17]], heads=4, kv_heads=2)
+        check(kernel(c, dataclasses.replace(SMALL, processors=17)), oracle(c), BF16)
 
     @pytest.mark.slow
     def test_no_keys_at_all(self):

@@ -73,17 +73,32 @@ def share_of(first: Any, shape: Shape, tiles: Tiles) -> Share:
     head_tiles = first[shape.requests] * shape.page_tiles
     total = head_tiles * shape.kv_heads
     most = in_step(tiles.workers, shape.pairs)
+    if _has_many(most, shape):
+        slower = 15 * _most_steps(total, most, tiles) > 16 * _most_steps(total, tiles.workers, tiles)
+        most = jnp.where(slower, tiles.workers, most)
     return Share(head_tiles, total, jnp.clip(lax.div(total, jnp.int32(tiles.min_tiles)), 1, most))
 
 
 def in_step(workers: int, pairs: int) -> int:
-    """As many workers on each pair, where that leaves few idle.
+    """As many workers on each pair, where that leaves few idle, else all.
 
     Then each has one piece of requests of equal length, and those that read the same pages, whose heads lie
-    side by side, read them at the same time.
+    side by side, read them at the same time. Where a pair has many workers, all are at work nevertheless if
+    the busiest would have to do more otherwise.
     """
     whole = workers // pairs * pairs
     return whole if 16 * whole >= 15 * workers else workers
+
+
+def _has_many(workers: int, shape: Shape) -> bool:
+    """Whether a pair has so many workers that two pieces more of it are few."""
+    return workers >= 8 * shape.pairs
+
+
+def _most_steps(total: Scalar, workers: int, tiles: Tiles) -> Scalar:
+    """Steps of the busiest of so many workers."""
+    most_tiles = lax.div(total + (workers - 1), jnp.int32(workers))
+    return lax.div(most_tiles + (tiles.step_tiles - 1), jnp.int32(tiles.step_tiles))
 
 
 def usual_pieces(shape: Shape, tiles: Tiles) -> int:
@@ -92,7 +107,7 @@ def usual_pieces(shape: Shape, tiles: Tiles) -> int:
     Either its own workers find them, or those that have nothing else and one at each end.
     """
     workers = in_step(tiles.workers, shape.pairs)
-    ends = 2 if workers % shape.pairs else 0
+    ends = 2 if workers % shape.pairs or _has_many(workers, shape) else 0
     return (workers // shape.pairs + ends) * tiles.key_groups
 
 
