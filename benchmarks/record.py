@@ -41,8 +41,8 @@ class Ceilings:
 def waited_seconds(run: Callable[[], Any], repeats: int = 5, warm_up: int = 2) -> float:
     """Median time of a call of `run`, which returns arrays, until these are there."""
     for _ in range(warm_up):
-        _seconds_of(run, 1)
-    return statistics.median(_seconds_of(run, 1) for _ in range(repeats))
+        seconds_of(run, 1)
+    return statistics.median(seconds_of(run, 1) for _ in range(repeats))
 
 
 def median_seconds(run: Callable[[], Any], repeats: int = 5, warm_up: int = 2) -> float:
@@ -55,11 +55,12 @@ def median_seconds(run: Callable[[], Any], repeats: int = 5, warm_up: int = 2) -
     if alone >= _LONG_SECONDS:
         return waited_seconds(run, repeats, warm_up=0)
     further = math.ceil(_QUEUED_SECONDS / alone)
-    times = [(_seconds_of(run, 1 + further) - _seconds_of(run, 1)) / further for _ in range(repeats)]
+    times = [(seconds_of(run, 1 + further) - seconds_of(run, 1)) / further for _ in range(repeats)]
     return statistics.median(times)
 
 
-def _seconds_of(run: Callable[[], Any], calls: int) -> float:
+def seconds_of(run: Callable[[], Any], calls: int) -> float:
+    """Time of so many calls of `run`, one behind the other, until the last one's arrays are there."""
     start = time.perf_counter()
     for _ in range(calls):
         last = run()
@@ -86,8 +87,10 @@ def sustained(run: Callable[[], Any]) -> Sustained:
     _repeat(run, _SETTLING_SECONDS)
     query = [program, "-i", "0", "--query-gpu=clocks.sm,power.draw.instant", "--format=csv,noheader"]
     with subprocess.Popen([*query, "-lms", "100"], stdout=subprocess.PIPE, text=True) as process:
-        seconds = _repeat(run, _SUSTAINED_SECONDS)
-        process.terminate()
+        try:
+            seconds = _repeat(run, _SUSTAINED_SECONDS)
+        finally:
+            process.terminate()  # it would go on for ever, and be waited for
         said, _ = process.communicate()
     samples = [(float(mhz), float(watts)) for mhz, watts in re.findall(r"(\d+) MHz, ([\d.]+) W", said)]
     means = [statistics.fmean(values) for values in zip(*samples, strict=True)]

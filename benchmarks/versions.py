@@ -12,7 +12,6 @@ import contextlib
 import importlib
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +20,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from benchmarks.record import record, sustained
+from benchmarks.record import record, seconds_of, sustained
 from benchmarks.shapes import SHAPES
 from jdllm.models.module import Transformer
 
@@ -56,15 +55,12 @@ def _is_checkout(entry: str | Path) -> bool:
 
 
 def by_turns(runs: Sequence[Callable[[], Any]], rounds: int = ROUNDS) -> list[list[float]]:
-    """Seconds of a call of each of `runs`, in every round, behind another call of it."""
+    """Seconds of a call of each of `runs`, in every round, of several behind each other."""
     times: list[list[float]] = [[] for _ in runs]
     for _ in range(rounds):
         for run, own in zip(runs, times, strict=True):
-            run()
-            jax.block_until_ready(run())
-            start = time.perf_counter()
-            jax.block_until_ready([run() for _ in range(QUEUED)])
-            own.append((time.perf_counter() - start) / QUEUED)
+            seconds_of(run, QUEUED)
+            own.append(seconds_of(run, QUEUED) / QUEUED)
     return times
 
 

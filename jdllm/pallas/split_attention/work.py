@@ -69,7 +69,11 @@ class Share(NamedTuple):
 
 
 def share_of(first: Any, shape: Shape, tiles: Tiles) -> Share:
-    """Share out the tiles of `first`, a reference to the table's."""
+    """Share out the tiles of `first`, a reference to the table's.
+
+    Workers keep step (`in_step`); where a pair has many, all are at work nevertheless if the busiest would
+    otherwise have more to do.
+    """
     head_tiles = first[shape.requests] * shape.page_tiles
     total = head_tiles * shape.kv_heads
     most = in_step(tiles.workers, shape.pairs)
@@ -83,8 +87,7 @@ def in_step(workers: int, pairs: int) -> int:
     """As many workers on each pair, where that leaves few idle, else all.
 
     Then each has one piece of requests of equal length, and those that read the same pages, whose heads lie
-    side by side, read them at the same time. Where a pair has many workers, all are at work nevertheless if
-    the busiest would have to do more otherwise.
+    side by side, read them at the same time.
     """
     whole = workers // pairs * pairs
     return whole if 16 * whole >= 15 * workers else workers
