@@ -87,10 +87,8 @@ def sustained(run: Callable[[], Any]) -> Sustained:
     _repeat(run, _SETTLING_SECONDS)
     query = [program, "-i", "0", "--query-gpu=clocks.sm,power.draw.instant", "--format=csv,noheader"]
     with subprocess.Popen([*query, "-lms", "100"], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            seconds = _repeat(run, _SUSTAINED_SECONDS)
-        finally:
-            process.terminate()  # it would go on for ever, and be waited for
+        seconds = _repeat(run, _SUSTAINED_SECONDS)
+        process.terminate()
         said, _ = process.communicate()
     samples = [(float(mhz), float(watts)) for mhz, watts in re.findall(r"(\d+) MHz, ([\d.]+) W", said)]
     means = [statistics.fmean(values) for values in zip(*samples, strict=True)]
