@@ -33,11 +33,10 @@ CfgScale = Annotated[float, typer.Option(help="Strength of classifier-free guida
 Remasking = Annotated[
     str, typer.Option(metavar="low_confidence|random", help="Which tokens are committed first.")
 ]
-Transfer = Annotated[
-    str,
-    typer.Option(
-        metavar="schedule|threshold|factor|entropy_bound|margin", help="Which tokens a step commits."
-    ),
+_TRANSFERS = "schedule|threshold|factor|entropy_bound|margin"
+Transfer = Annotated[str, typer.Option(metavar=_TRANSFERS, help="Which tokens a step commits.")]
+TransferOrAdaptive = Annotated[
+    str, typer.Option(metavar=f"{_TRANSFERS}|adaptive", help="Which tokens a step commits.")
 ]
 Threshold = Annotated[float, typer.Option(help="Confidence that --transfer threshold asks for.")]
 ThresholdStrict = Annotated[

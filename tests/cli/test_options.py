@@ -2,7 +2,8 @@
 
 import dataclasses
 import inspect
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 from typer.testing import CliRunner
@@ -20,6 +21,24 @@ def test_every_sampling_parameter_is_an_option():
     fields = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
     del fields["return_history"]  # the output of every step is for Python
     assert {name: parameters[name].default for name in fields} == fields
+
+
+def literals(annotation: Any) -> Iterator[Any]:
+    for part in (annotation, *get_args(annotation)):
+        if get_origin(part) is Literal:
+            yield part
+
+
+def test_help_names_every_choice():
+    parameters = inspect.signature(generate).parameters
+    choices = {
+        name: get_args(choice)
+        for name, kind in get_type_hints(SamplingParams).items()
+        for choice in literals(kind)
+    }
+    assert "transfer" in choices
+    shown = {name: parameters[name].annotation.__metadata__[0].metavar for name in choices}
+    assert shown == {name: "|".join(values) for name, values in choices.items()}
 
 
 class Listener:
