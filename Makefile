@@ -5,6 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 AOT_VENV := .venv-aot
 CPU := JAX_PLATFORMS=cpu
+# A process takes up to 3 GB.
+SPREAD := -n auto --maxprocesses 4
+# Tests of a file share models and what these compile.
+BY_FILE := $(SPREAD) --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow test-aot test-gpu bench lint format clean
@@ -27,13 +31,13 @@ demo: $(VENV)/.ready  ## generate text with the bundled model on the CPU
 	@$(CPU) $(BIN)/python -m jdllm.demo
 
 test: $(VENV)/.ready lint  ## lint and the default tests, on the CPU
-	$(CPU) $(BIN)/python -m pytest -m 'not slow and not aot and not gpu'
+	$(CPU) $(BIN)/python -m pytest $(BY_FILE) -m 'not slow and not aot and not gpu'
 
 test-slow: $(VENV)/.ready  ## the longer tests, on the CPU
-	$(CPU) $(BIN)/python -m pytest -m 'slow and not aot and not gpu'
+	$(CPU) $(BIN)/python -m pytest $(BY_FILE) -m 'slow and not aot and not gpu'
 
 test-aot: $(AOT_VENV)/.ready  ## compile for GPUs without one
-	$(CPU) $(AOT_VENV)/bin/python -m pytest -m aot
+	$(CPU) $(AOT_VENV)/bin/python -m pytest $(SPREAD) --dist worksteal -m aot
 
 test-gpu:  ## tests on a card; uses the python on the path, which needs jax with CUDA
 	python3 -m pytest -m gpu

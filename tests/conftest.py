@@ -33,6 +33,18 @@ DREAM_BUDGET = 50
 os.environ.setdefault("NPROC", "16")
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compiled programs are kept between runs, and what one process compiles others take from it."""
+    options = {
+        "jax_compilation_cache_dir": str(config.cache.mkdir("xla")),
+        "jax_persistent_cache_min_compile_time_secs": 0.2,
+    }
+    for name, value in options.items():
+        jax.config.update(name, value)
+        os.environ.setdefault(name.upper(), str(value))
+
+
 settings.register_profile("jdllm", deadline=None, derandomize=True)
 settings.load_profile("jdllm")
 

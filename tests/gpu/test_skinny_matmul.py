@@ -70,9 +70,13 @@ def check(
     """`actual` are products of the first rows of `x`."""
     exact = exact_products(x, stacks, bias, gated=gated)
     for product, expected in zip(actual, exact, strict=True):
-        a, b = (np.asarray(v, np.float64) for v in (product, expected[: len(product)]))
-        assert np.linalg.norm(a - b) < (6e-3 if gated else 3e-3) * np.linalg.norm(b)
-        assert np.abs(a - b).max() < 0.03 * np.abs(b).max()
+        check_close(product, expected[: len(product)], 6e-3 if gated else 3e-3)
+
+
+def check_close(actual: Any, expected: Any, tolerance: float = 3e-3) -> None:
+    a, b = (np.asarray(v, np.float64) for v in (actual, expected))
+    assert np.linalg.norm(a - b) < tolerance * np.linalg.norm(b)
+    assert np.abs(a - b).max() < 0.03 * np.abs(b).max()
 
 
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "xla"])
@@ -117,6 +121,25 @@ def test_a_bias(implementation: Any):
     bias = jax.random.normal(jax.random.key(1), (LAYERS, sum(outputs)), x.dtype)
     actual = skinny_matmul(x, stacks, layer=LAYER, bias=bias, implementation=implementation)
     check(actual, x, stacks, bias=bias)
+
+
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", "xla"])
+@pytest.mark.parametrize(("product", "biased"), [("llada-qkv", False), ("dream-qkv", True)])
+def test_rotated_queries_and_keys(product: str, biased: bool, implementation: Any):
+    outputs, k, _ = PRODUCTS[product]
+    x, stacks = operands(32, outputs, k)
+    bias = jax.random.normal(jax.random.key(1), (LAYERS, sum(outputs)), x.dtype) if biased else None
+    angles = jax.random.uniform(jax.random.key(2), (32, 64), maxval=6)
+    rotation = jnp.cos(angles), jnp.sin(angles)
+    run = jax.jit(functools.partial(skinny_matmul, layer=LAYER, implementation=implementation))
+    *turned, values = run(x, stacks, bias=bias, rotation=rotation)
+    *pairs, exact_values = exact_products(x, stacks, bias, gated=False)
+    check_close(values, exact_values)
+    turn = np.exp(1j * np.asarray(angles, np.float64))[:, None]
+    for product, exact in zip(turned, pairs, strict=True):
+        a, b = np.moveaxis(np.asarray(exact, np.float64).reshape(32, -1, 2, 64), 2, 0)
+        z = (a + 1j * b) * turn
+        check_close(product, np.stack([z.real, z.imag], 2).reshape(32, -1))
 
 
 @pytest.mark.parametrize("gated", [False, True])
