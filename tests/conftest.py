@@ -36,6 +36,8 @@ jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 def pytest_configure(config: pytest.Config) -> None:
     """Compiled programs are kept between runs, and what one process compiles others take from it."""
+    if not config.pluginmanager.hasplugin("cacheprovider"):
+        return
     options = {
         "jax_compilation_cache_dir": str(config.cache.mkdir("xla")),
         "jax_persistent_cache_min_compile_time_secs": 0.2,
