@@ -5,10 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 AOT_VENV := .venv-aot
 CPU := JAX_PLATFORMS=cpu
-# A process takes up to 3 GB.
+# A process takes up to 3 GB. Tests of a file share models; long tests are handed out one by one.
 SPREAD := -n auto --maxprocesses 4
-# Tests of a file share models and what these compile.
-BY_FILE := $(SPREAD) --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow test-aot test-gpu bench lint format clean
@@ -31,10 +29,10 @@ demo: $(VENV)/.ready  ## generate text with the bundled model on the CPU
 	@$(CPU) $(BIN)/python -m jdllm.demo
 
 test: $(VENV)/.ready lint  ## lint and the default tests, on the CPU
-	$(CPU) $(BIN)/python -m pytest $(BY_FILE) -m 'not slow and not aot and not gpu'
+	$(CPU) $(BIN)/python -m pytest $(SPREAD) --dist loadfile -m 'not slow and not aot and not gpu'
 
 test-slow: $(VENV)/.ready  ## the longer tests, on the CPU
-	$(CPU) $(BIN)/python -m pytest $(BY_FILE) -m 'slow and not aot and not gpu'
+	$(CPU) $(BIN)/python -m pytest $(SPREAD) --dist worksteal -m 'slow and not aot and not gpu'
 
 test-aot: $(AOT_VENV)/.ready  ## compile for GPUs without one
 	$(CPU) $(AOT_VENV)/bin/python -m pytest $(SPREAD) --dist worksteal -m aot
