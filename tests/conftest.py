@@ -38,13 +38,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Compiled programs are kept between runs, and what one process compiles others take from it."""
     if not config.pluginmanager.hasplugin("cacheprovider"):
         return
-    options = {
-        "jax_compilation_cache_dir": str(config.cache.mkdir("xla")),
-        "jax_persistent_cache_min_compile_time_secs": 0.2,
-    }
-    for name, value in options.items():
-        jax.config.update(name, value)
-        os.environ.setdefault(name.upper(), str(value))
+    jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("xla")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 settings.register_profile("jdllm", deadline=None, derandomize=True)
