@@ -13,6 +13,7 @@ from jdllm.pallas.skinny_matmul import Implementation, api, skinny_matmul
 from jdllm.pallas.skinny_matmul.limits import check_mosaic_gpu
 from jdllm.pallas.skinny_matmul.mosaic_gpu import skinny_matmul_mosaic_gpu, skinny_parts_mosaic_gpu
 from jdllm.pallas.skinny_matmul.tiles import DEPTH, Tiles
+from tests.pallas.rotation import turned
 
 LAYERS, LAYER = 3, 1
 
@@ -116,11 +117,8 @@ class TestKernel:
         actual = skinny_matmul_mosaic_gpu(x, stacks, layer=LAYER, rotation=rotation, tiles=tiles)
         expected = skinny_matmul(x, stacks, layer=LAYER, rotation=rotation, implementation="xla")
         for index, forms in enumerate(zip(actual, expected, strict=True)):
-            pairs = np.asarray(x, np.float64) @ np.asarray(stacks[index][LAYER], np.float64).T
-            pairs = pairs.reshape(13, -1, 2, head_dim // 2)
-            turn = np.exp(1j * np.asarray(angles, np.float64) * (index < 2))[:, None]
-            z = (pairs[:, :, 0] + 1j * pairs[:, :, 1]) * turn
-            exact = np.stack([z.real, z.imag], 2).reshape(13, -1)
+            product = np.asarray(x, np.float64) @ np.asarray(stacks[index][LAYER], np.float64).T
+            exact = turned(product, angles * (index < 2))
             for form in forms:
                 np.testing.assert_allclose(
                     np.asarray(form, np.float64), exact, rtol=float(jnp.finfo(dtype).eps), atol=1e-4
