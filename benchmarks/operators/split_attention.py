@@ -132,7 +132,7 @@ def measure(
             for i, s in enumerate([(requests, queries, heads, head_dim), shape, shape])
         )
         exact = functools.partial(split_attention, layer=layers - 1, scale=scale, implementation="reference")
-        reference = jax.jit(exact)(q, k, v, table)
+        reference = compiled(exact, q, k, v, table)(q, k, v, table)
         for columns, form in forms:
             repeats = math.ceil(LEAST_SECONDS / (layers * (moved / BYTES_PER_SECOND + 1e-5)))
             chained = columns["implementation"] == "chained"

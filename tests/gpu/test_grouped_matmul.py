@@ -59,15 +59,18 @@ def _group_product(x: jax.Array, matrix: jax.Array, first: jax.Array, size: int)
 def exact(x: jax.Array, weights: jax.Array, sizes: np.ndarray) -> np.ndarray:
     """Products in f32, one group after the other; slices are padded, so that few sizes are compiled."""
     firsts = np.cumsum(sizes) - sizes
-    largest = 1 << int(sizes.max()).bit_length()
-    padded = jnp.pad(x, ((0, largest), (0, 0)))
+    padded_sizes = [max(64, 1 << int(size - 1).bit_length()) for size in sizes]
+    padded = jnp.pad(x, ((0, max(padded_sizes)), (0, 0)))
     parts = []
     for group, (first, size) in enumerate(zip(firsts, sizes, strict=True)):
         if size:
-            padded_size = max(64, 1 << int(size - 1).bit_length())
-            product = _group_product(padded, weights[FIRST + group], jnp.int32(first), padded_size)
+            product = _group_product(padded, weights[FIRST + group], jnp.int32(first), padded_sizes[group])
             parts.append(np.asarray(product)[:size])
     return np.concatenate(parts)
+
+
+def rounded(values: np.ndarray) -> np.ndarray:
+    return values.astype(jnp.bfloat16).astype(np.float32)
 
 
 def check(actual: jax.Array, expected: np.ndarray, tolerance: float = ROUNDING) -> None:
@@ -93,11 +96,9 @@ def test_products(sizes: np.ndarray, k: int, n: int):
 def test_gated_products(sizes: np.ndarray):
     x, weights, gate = draw(int(sizes.sum()), *SIDES[0])
     actual = jax.jit(mosaic_gpu)(x, weights, jnp.asarray(sizes), gate=gate)
-    gates, up = (
-        np.asarray(jnp.asarray(exact(x, w, sizes), jnp.bfloat16), np.float32) for w in (gate, weights)
-    )
+    gates, up = (rounded(exact(x, w, sizes)) for w in (gate, weights))
     # Products next to a tie round either way, and where silu is small it multiplies a gate's rounding by 5.
-    check(actual, gates / (1 + np.exp(-gates)) * up, 8 * ROUNDING)
+    check(actual, rounded(gates / (1 + np.exp(-gates))) * up, 8 * ROUNDING)
 
 
 @pytest.mark.parametrize(
