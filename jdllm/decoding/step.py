@@ -27,12 +27,12 @@ class Asked(NamedTuple):
     """What a step asks the head for, the masked head rows first.
 
     - `masked`: which head rows are masked, in their given order.
-    - `order`: the place of each of the following in that order.
+    - `place`: where each of those is among the following.
     - `rows`, `positions`, `sources`: head rows, their positions, and the packed rows that predict them.
     """
 
     masked: Bool[Array, " head"]
-    order: Int[Array, " head"]
+    place: Int[Array, " head"]
     rows: HeadRows
     positions: Int[Array, " head"]
     sources: Sources
@@ -135,9 +135,11 @@ def asked_rows(config: ModelConfig, tokens: Int[Array, " rows"], batch: Batch, m
     """What there is to evaluate: only masked rows meet the head. `transfer` takes what it finds so."""
     masked = masked_rows(tokens, batch, mask_id)
     order = jnp.argsort(~masked, stable=True)
+    before = jnp.cumsum(masked) - masked
+    place = jnp.where(masked, before, masked.sum() + jnp.arange(len(masked)) - before)
     rows = jax.tree.map(lambda x: jnp.asarray(x)[order], batch.head)
     positions = jnp.asarray(batch.rows.positions)[rows.row]
-    return Asked(masked, order, rows, positions, source_rows(config, rows, positions))
+    return Asked(masked, place, rows, positions, source_rows(config, rows, positions))
 
 
 def wanted_of(asked: Asked, *, guided: bool) -> tuple[Wanted, Sources]:
@@ -146,7 +148,7 @@ def wanted_of(asked: Asked, *, guided: bool) -> tuple[Wanted, Sources]:
     Arguments:
     - `guided`: whether any of them has an unguided copy; static.
     """
-    size = len(asked.order)
+    size = len(asked.place)
     place = jnp.arange(size)
     live = place < asked.count
     if not guided:
@@ -223,7 +225,7 @@ def transfer(
     """
     head, segments, index = batch.head, batch.segments, trace.steps
     masked = asked.masked
-    choice = jax.tree.map(lambda x: jnp.zeros_like(x).at[asked.order].set(x), choice)
+    choice = jax.tree.map(lambda x: x[asked.place], choice)
     positions = jnp.asarray(batch.rows.positions)[head.row]
     now = jnp.asarray(segments.step) + index
     bits = selection_bits(jnp.asarray(segments.seed), now, jnp.asarray(head.segment), positions)
@@ -278,7 +280,5 @@ def _commit(
     tokens: Int[Array, " rows"], head: HeadRows, commit: Bool[Array, " head"], choice: Int[Array, " head"]
 ) -> Int[Array, " rows"]:
     """Write the committed tokens into the rows and into their unguided copies."""
-    nowhere = tokens.shape[0]
-    for rows in (head.row, head.unguided):
-        tokens = tokens.at[jnp.where(commit, rows, nowhere)].set(choice, mode="drop")
-    return tokens
+    rows = jnp.where(commit, jnp.stack([head.row, head.unguided]), tokens.shape[0])
+    return tokens.at[rows].set(choice, mode="drop")
