@@ -37,8 +37,8 @@ test-slow: $(VENV)/.ready  ## the longer tests, on the CPU
 test-aot: $(AOT_VENV)/.ready  ## compile for GPUs without one
 	$(CPU) $(AOT_VENV)/bin/python -m pytest $(SPREAD) --dist worksteal -m aot
 
-test-gpu:  ## tests on a card; uses the python on the path, which needs jax with CUDA
-	python3 -m pytest -m gpu
+test-gpu:  ## tests on a card; uses the python on the path, which needs jax with CUDA and pytest-xdist
+	XLA_PYTHON_CLIENT_PREALLOCATE=false python3 -m pytest $(SPREAD) --dist worksteal -m gpu
 
 bench:  ## benchmarks on a card; uses the python on the path, which needs jax with CUDA
 	python3 -m benchmarks.load

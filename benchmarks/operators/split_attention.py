@@ -11,7 +11,7 @@ import argparse
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,7 @@ def measure(
     requests: int = 1,
     implementations: Sequence[str] = tuple(FORMS),
     tilings: Sequence[Tiles] = (),
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """Rows of the table: contiguous and scattered keys, each form, and the kernel under each of `tilings`."""
     scale = head_dim**-0.5
     forms: list[tuple[dict[str, Any], Form]] = [
@@ -121,7 +121,6 @@ def measure(
         )
         for tiles in tilings
     ]
-    rows = []
     for segments in ((1.0,), SEGMENTS):
         table, pages = make_table(keys, page_rows, segments, requests)
         moved = 4 * requests * keys * kv_heads * head_dim
@@ -139,22 +138,19 @@ def measure(
             executable = compiled(repeated(form, layers, repeats), q, k, v, table, chained=chained)
             call = functools.partial(executable, q, k, v, table)
             seconds = median_seconds(call) / (layers * repeats)
-            rows.append(
-                {
-                    "kv_heads": kv_heads,
-                    "heads": heads,
-                    "keys": keys,
-                    "segments": len(segments),
-                    "requests": requests,
-                    "page_rows": page_rows,
-                    **columns,
-                    "us": 1e6 * seconds,
-                    "tb_s": moved / seconds / 1e12,
-                    "share_of_copy": moved / seconds / BYTES_PER_SECOND,
-                    **errors(call()[-1], reference),
-                }
-            )
-    return rows
+            yield {
+                "kv_heads": kv_heads,
+                "heads": heads,
+                "keys": keys,
+                "segments": len(segments),
+                "requests": requests,
+                "page_rows": page_rows,
+                **columns,
+                "us": 1e6 * seconds,
+                "tb_s": moved / seconds / 1e12,
+                "share_of_copy": moved / seconds / BYTES_PER_SECOND,
+                **errors(call()[-1], reference),
+            }
 
 
 def candidates(rows: int) -> list[Tiles]:
@@ -187,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         folded = padded_rows(args.queries) * heads // kv_heads
         rows = []
         for keys in args.keys:
-            rows += measure(
+            for row in measure(
                 heads,
                 kv_heads,
                 keys,
@@ -196,7 +192,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 requests=args.requests,
                 implementations=() if args.sweep else args.implementations,
                 tilings=candidates(folded) if args.sweep else (),
-            )
+            ):
+                print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+                rows.append(row)
         record(f"{name}_{shape}", rows, args.out)
 
 
