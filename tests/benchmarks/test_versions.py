@@ -1,5 +1,6 @@
 """Versions that take turns: each runs its own code."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -48,6 +49,35 @@ def test_each_version_runs_its_own_code_and_leaves_ours_as_it_was(checkouts: lis
     assert all(sys.modules[name] is module for name, module in modules.items())
     assert not any(str(checkouts[0].parent) in str(module) for module in sys.modules.values())
     assert sys.path == path
+
+
+OPERATOR = """
+import argparse, json, pathlib
+from jdllm import SECONDS
+def main(arguments):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rows", type=int)
+    parser.add_argument("--out", type=pathlib.Path)
+    args = parser.parse_args(arguments)
+    (args.out / "its.json").write_text(json.dumps({"rows": [{"rows": args.rows, "ms": 1e3 * SECONDS}]}))
+"""
+
+
+def test_an_operator_of_each_version(checkouts: list[Path], tmp_path: Path):
+    for directory in checkouts:
+        (directory / "benchmarks" / "operators").mkdir()
+        (directory / "benchmarks" / "operators" / "masked_logits.py").write_text(OPERATOR)
+    command = [*map(str, checkouts), "--out", str(tmp_path), "--operator", "masked_logits", "--rows", "256"]
+    versions.main(command)
+    rows = json.loads((tmp_path / "versions_masked_logits.json").read_text())["rows"]
+    old, new = ({"version": str(d), "rows": 256, "ms": ms} for d, ms in zip(checkouts, (2, 4), strict=True))
+    assert rows == [{"turn": turn, **row} for turn in range(2) for row in (old, new)]
+
+
+def test_no_operator(checkouts: list[Path], capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        versions.main([str(checkouts[0]), "--operator", "--rows", "256"])
+    assert "there is no operator '--rows': expected one of masked_logits, " in capsys.readouterr().err
 
 
 def test_turns_alternate():
