@@ -152,6 +152,11 @@ def _program() -> str:
     return sys.argv[0] if spec is None else f"-m {spec.name}"
 
 
+def print_row(row: dict[str, Any]) -> None:
+    """Say what was measured before the table is whole."""
+    print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+
+
 def record(name: str, rows: Sequence[dict[str, Any]], out: Path | None, **extra: Any) -> None:
     """Print `rows` as a table and write them, with the environment, to `<out>/<name>.json`."""
     columns = list(dict.fromkeys(key for row in rows for key in row))

@@ -38,21 +38,21 @@ _OURS = ("benchmarks", "jdllm")
 
 
 @contextlib.contextmanager
-def version(directory: Path, name: str = "benchmarks.cached_step") -> Iterator[ModuleType]:
+def version(directory: Path, module: str = "benchmarks.cached_step") -> Iterator[ModuleType]:
     """A module of a checkout, whose modules are the ones that imports find meanwhile."""
 
     def ours() -> dict[str, ModuleType]:
         return {name: module for name, module in sys.modules.items() if name.split(".")[0] in _OURS}
 
     path, modules = list(sys.path), ours()
-    for own in modules:
-        del sys.modules[own]
+    for name in modules:
+        del sys.modules[name]
     sys.path[:] = [str(directory.absolute()), *(entry for entry in path if not _is_checkout(entry))]
     try:
-        yield importlib.import_module(name)
+        yield importlib.import_module(module)
     finally:
-        for own in ours():
-            del sys.modules[own]
+        for name in ours():
+            del sys.modules[name]
         sys.modules |= modules
         sys.path[:] = path
 
@@ -131,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--fresh", type=int, default=32)
     parser.add_argument("--cached", type=int, default=4096)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--operator", nargs=argparse.REMAINDER, metavar=("NAME", "OPTION"))
+    parser.add_argument("--operator", nargs=argparse.REMAINDER, help="its name, and options of its benchmark")
     args = parser.parse_args(arguments)
     for directory in args.directories:
         if not _is_checkout(directory):

@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from benchmarks.peers.tokamax_attention import attention_tokamax
-from benchmarks.record import FLOPS_PER_SECOND, compiled, median_seconds, record, sustained
+from benchmarks.record import FLOPS_PER_SECOND, compiled, median_seconds, print_row, record, sustained
 from benchmarks.shapes import SHAPES
 from jdllm.pallas.attention import attention
 
@@ -152,7 +152,7 @@ def _measured(form: str, operands: Operands, flops: float, shape: dict[str, int]
     row = {**shape, "form": form, "ms": 1e3 * seconds, "tflops": 1e-12 * flops / seconds, **state}
     if shape["rows"] <= CHECKED_ROWS:
         row["error"] = relative_error(form, operands)
-    print({key: round(x, 4) if isinstance(x, float) else x for key, x in row.items()}, flush=True)
+    print_row(row)
     return row
 
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.record import BYTES_PER_SECOND, FLOPS_PER_SECOND, compiled, median_seconds, record
+from benchmarks.record import BYTES_PER_SECOND, FLOPS_PER_SECOND, compiled, median_seconds, print_row, record
 from benchmarks.shapes import SHAPES
 from jdllm.decoding.noise import gumbel, vocabulary_bits
 from jdllm.pallas.hopper import WARPGROUP_ROWS
@@ -181,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tilings = args.tiles or (candidates(chunk) if args.sweep else [default_tiles(chunk)])
         measured = []
         for row in measure(tilings, hidden, head, level, args.noise):
-            print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+            print_row(row)
             measured.append(row)
         table += sorted(measured, key=lambda row: row["ms"])
     suffix = f"_{args.level.lower()}" + "_noise" * args.noise + "_sweep" * args.sweep

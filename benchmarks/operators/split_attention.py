@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.record import BYTES_PER_SECOND, compiled, median_seconds, record
+from benchmarks.record import BYTES_PER_SECOND, compiled, median_seconds, print_row, record
 from jdllm.pallas.attention import AttentionOutput
 from jdllm.pallas.hopper import padded_rows
 from jdllm.pallas.split_attention import PageTable, split_attention
@@ -193,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 implementations=() if args.sweep else args.implementations,
                 tilings=candidates(folded) if args.sweep else (),
             ):
-                print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+                print_row(row)
                 rows.append(row)
         record(f"{name}_{shape}", rows, args.out)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jax
 
-from benchmarks.record import record
+from benchmarks.record import print_row, record
 
 OPERATORS = ("prefill", "decode", "head", "products")
 
@@ -31,7 +31,7 @@ def main() -> None:
     table = []
     for name in args.operators:
         for row in torch_operators.OPERATORS[name]():
-            print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
+            print_row(row)
             table.append(row)
     jax.config.update("jax_platforms", "cpu")  # the card is torch's in this process
     record(

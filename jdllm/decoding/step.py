@@ -148,7 +148,7 @@ def wanted_of(asked: Asked, *, guided: bool) -> tuple[Wanted, Sources]:
     Arguments:
     - `guided`: whether any of them has an unguided copy; static.
     """
-    size = len(asked.place)
+    size = len(asked.masked)
     place = jnp.arange(size)
     live = place < asked.count
     if not guided:

@@ -104,7 +104,7 @@ def _choose(
     """`jdllm.decoding.head.choose` of hidden rows in host memory, chunks of `chunk_rows`."""
     (device,) = hidden[0].devices()
     weights = to_device({"final_norm": params["final_norm"], "head": head_weights(params)}, device)
-    total, count = len(asked.place), asked.count
+    total, count = len(asked.masked), asked.count
     size = rows_at_once(total, chunks, head_weights(params), level)
     guided, unguided = (np.asarray(rows) for rows in asked.sources)
     load = functools.lru_cache(_KEPT_CHUNKS)(lambda index: to_device(hidden[index], device))
