@@ -327,4 +327,4 @@ def _compile(names: Sequence[_Tensor], owners: Sequence[tuple[str, ...]]) -> _Co
 
 
 def _aligned(sizes: Int64[np.ndarray, "*shape"]) -> Int64[np.ndarray, "*shape"]:
-    return -(-sizes // ALIGNMENT) * ALIGNMENT
+    return (sizes + (ALIGNMENT - 1)) & -ALIGNMENT
