@@ -88,7 +88,7 @@ def draw_reversal(rng: np.random.Generator, room: int) -> tuple[str, str]:
 
 
 def draw_constrained_copy(rng: np.random.Generator, room: int) -> tuple[str, str]:
-    """Copy a text without one letter, which occurs in it."""
+    """Copy a text without one letter, which occurs in it: of a text of that letter alone nothing is left."""
     text = letters(rng, int(rng.integers(4, 13)), letters(rng, 5))
     dropped = text[int(rng.integers(len(text)))]
     return f"copy {text} without {dropped}=", text.replace(dropped, "")

@@ -2,7 +2,7 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jdllm.demo import tasks
@@ -64,13 +64,15 @@ def oracle(task: str, prompt: str) -> str:
 
 @pytest.mark.parametrize("task", TASKS)
 @given(seed=st.integers(0, 2**32 - 1))
+@example(seed=3110)  # "copy aaaa without a="
 @settings(max_examples=50, deadline=None)
 def test_answers_are_right_and_fit(task: str, seed: int):
     source = stream(task, "train", np.random.default_rng(seed))
     for instance in (next(source) for _ in range(5)):
         assert instance.answer == oracle(task, instance.prompt)
         assert len(instance.prompt) + GEN_LENGTH <= MAX_LENGTH
-        assert 0 < len(instance.answer) < GEN_LENGTH - 1
+        assert instance.answer or task == "constrained copy"
+        assert len(instance.answer) < GEN_LENGTH - 1
         assert instance.prompt.isascii()
 
 

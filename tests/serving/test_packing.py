@@ -1,5 +1,6 @@
 """Bucket sizes and the layout of packed batches."""
 
+import math
 from itertools import pairwise
 
 import numpy as np
@@ -37,9 +38,16 @@ class TestBuckets:
         assert small[-1] == 32768
         assert all(b / a <= 1.25 for a, b in pairwise(small))
 
-    @given(st.integers(32769, 300_000))
+    @given(st.integers(32769, 262144))
     def test_large_buckets_are_the_next_multiple_of_4096(self, rows: int):
         assert row_bucket(rows) == -(-rows // 4096) * 4096
+
+    @pytest.mark.parametrize("power", [1 << 18, 1 << 19, 1 << 20])
+    @given(st.floats(0, 1, exclude_min=True))
+    def test_beyond_32_strides_reach_the_next_power_of_two(self, power: int, share: float):
+        rows = power + math.ceil(power * share)
+        stride = power // 32
+        assert row_bucket(rows) == -(-rows // stride) * stride
 
     @given(st.integers(0, 10_000), st.sampled_from([8, 32]))
     def test_power_buckets(self, count: int, smallest: int):
