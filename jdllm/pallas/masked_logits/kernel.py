@@ -8,6 +8,7 @@ axis, so that clusters that run at the same time read the same part of the head.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -92,7 +93,7 @@ def head_partials(
     """
     vocab, depth = head.shape
     launch = _Launch(tiles, level, vocab, depth // DEPTH, token_bans)
-    shape = (tiles.splits(vocab), tiles.padded_rows(hidden.shape[0]))
+    shape = (tiles.padded_splits(vocab), tiles.padded_rows(hidden.shape[0]))
     fields = Partials._fields + Moments._fields * (level >= Level.MOMENTS)
     dtypes = [jnp.int32 if field == "token" else jnp.float32 for field in fields]
     kernel = plgpu.kernel(
@@ -184,7 +185,7 @@ def _consume(ring: _Ring, table: RowTable, out: Sequence[Any], count: Scalar, la
             rows = Rows(table.words, row, launch.token_bans)
             # These arrive while the products are computed.
             mark = table.marks[split, lax.div(row, jnp.int32(WARPGROUP_ROWS))]
-            scale = rows.floats(Field.SCALE)
+            scale = math.log2(math.e) / rows.floats(Field.DIVISOR)
             logits = _multiply(ring, first_step, row_group, column_group, launch)
             results = reduce_tile(logits, split, mark, scale, rows, tiles, launch.level)
             for ref, result in zip(out, results, strict=True):

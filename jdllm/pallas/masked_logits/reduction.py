@@ -35,7 +35,7 @@ _UNROLLED = 4  # strips per round of noise: a straight line of them would not st
 
 
 class Partials(NamedTuple):
-    """Each row's logits over one tile of ids; unspecified for rows that are not live.
+    """Each row's logits over one tile of ids; unspecified for other rows than live ones and behind the tiles.
 
     - `score`: the largest logit, after noise was added where the row has a temperature.
     - `token`, `logit`: the lowest id with that score, and its logit without noise.
@@ -44,11 +44,11 @@ class Partials(NamedTuple):
     Measured logits are those without the confidence's bans; they are not divided by a temperature yet.
     """
 
-    score: Float[Array, "splits padded_rows"]
-    token: Int[Array, "splits padded_rows"]
-    logit: Float[Array, "splits padded_rows"]
-    maximum: Float[Array, "splits padded_rows"]
-    total: Float[Array, "splits padded_rows"]
+    score: Float[Array, "padded_splits padded_rows"]
+    token: Int[Array, "padded_splits padded_rows"]
+    logit: Float[Array, "padded_splits padded_rows"]
+    maximum: Float[Array, "padded_splits padded_rows"]
+    total: Float[Array, "padded_splits padded_rows"]
 
 
 class Moments(NamedTuple):
@@ -58,8 +58,8 @@ class Moments(NamedTuple):
     - `weighted`: the sum of `Partials.total`, each term times its exponent.
     """
 
-    second: Float[Array, "splits padded_rows"]
-    weighted: Float[Array, "splits padded_rows"]
+    second: Float[Array, "padded_splits padded_rows"]
+    weighted: Float[Array, "padded_splits padded_rows"]
 
 
 class _Best(NamedTuple):

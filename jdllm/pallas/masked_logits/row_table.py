@@ -1,7 +1,6 @@
 """What the kernel must know of each row, as one array of 32-bit words."""
 
 import enum
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -35,7 +34,7 @@ class Field(enum.IntEnum):
     POSITION = 2
     LIMIT = 3
     TEMPERATURE = 4
-    SCALE = 5  # of differences of logits, to the base 2
+    DIVISOR = 5
     BANS = 6
 
 
@@ -67,10 +66,10 @@ def row_table(rows: RowSampling, count: Int[Array, ""], vocab: int, tiles: Tiles
 
     limit = padded(jnp.minimum(jnp.asarray(rows.limit), vocab), vocab)
     temperature = padded(jnp.asarray(rows.temperature, jnp.float32))
-    scale = padded(math.log2(math.e) / divisors(rows))
+    divisor = padded(divisors(rows), 1)
     bans = [padded(ban, -1) for ban in (*rows.token_bans.T, *rows.confidence_bans.T)]
     keyed = map(padded, (*rows.keys, rows.positions))
-    words = jnp.stack([_as_int(line) for line in (*keyed, limit, temperature, scale, *bans)])
+    words = jnp.stack([_as_int(line) for line in (*keyed, limit, temperature, divisor, *bans)])
     return RowTable(words, _marks(limit, temperature, bans, vocab, tiles))
 
 

@@ -24,6 +24,9 @@ MAX_COLUMNS = 256
 
 LOADER_REGISTERS = 24
 
+CHUNK = WARPGROUP_ROWS
+"""Tiles of ids that are merged at a time: an operand's number of rows, whose layout in registers this is."""
+
 _LANES = 128
 
 
@@ -114,6 +117,10 @@ class Tiles:
     def splits(self, vocab: int) -> int:
         """Into how many tiles the vocabulary is cut."""
         return self.column_units(vocab) * self.column_groups * self.column_blocks
+
+    def padded_splits(self, vocab: int) -> int:
+        """The same, rounded up to what is merged at a time."""
+        return -(-self.splits(vocab) // CHUNK) * CHUNK
 
     def split_of(self, ids: Index) -> Index:
         """The tile of an id; no tile for -1."""
