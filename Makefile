@@ -37,8 +37,11 @@ test-slow: $(VENV)/.ready  ## the longer tests, on the CPU
 test-aot: $(AOT_VENV)/.ready  ## compile for GPUs without one
 	$(CPU) $(AOT_VENV)/bin/python -m pytest $(SPREAD) --dist worksteal -m aot
 
+# Budgets count what any process has on the card.
+test-gpu: export XLA_PYTHON_CLIENT_PREALLOCATE=false
 test-gpu:  ## tests on a card; uses the python on the path, which needs jax with CUDA and pytest-xdist
-	XLA_PYTHON_CLIENT_PREALLOCATE=false python3 -m pytest $(SPREAD) --dist worksteal -m gpu
+	python3 -m pytest -p no:benchmark $(SPREAD) --dist worksteal -m gpu --ignore tests/gpu/test_budget.py
+	python3 -m pytest -m gpu tests/gpu/test_budget.py
 
 bench:  ## benchmarks on a card; uses the python on the path, which needs jax with CUDA
 	python3 -m benchmarks.load
