@@ -103,7 +103,7 @@ def test_nothing_stands_between_the_kernels_of_a_chain(
     assert sum(of_layers) == 8 * config.num_layers
     apart = [line for line, own in zip(kernels[begin:end], of_layers[begin:end], strict=True) if not own]
     assert not apart
-    assert len(kernels) - sum(of_layers) <= 40  # the next step waits for them
+    assert len(kernels) - sum(of_layers) <= 32  # the next step waits for them
     printed = "".join(capfd.readouterr())
     spilled = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", printed)
     assert spilled

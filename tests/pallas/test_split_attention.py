@@ -203,15 +203,19 @@ class TestWork:
         assert len(busy) == 1 or not busy or min(busy) >= min_tiles
 
     @pytest.mark.parametrize(
-        ("entries", "kv_heads", "row_blocks", "workers"),
-        [([65], 32, 1, 128), ([1030], 8, 1, 128), ([70, 70], 32, 1, 128), ([67], 4, 2, 64)],
+        ("entries", "kv_heads", "tiles", "workers"),
+        [
+            ([65], 32, Tiles(), 128),
+            ([70, 70], 32, Tiles(), 128),
+            ([258], 8, default_tiles(128, 128), 128),  # 9 steps, where all would take 8
+            ([258], 4, default_tiles(224, 128), 64),
+        ],
     )
     def test_workers_of_equal_requests_have_one_piece_and_keep_step(
-        self, entries: list[int], kv_heads: int, row_blocks: int, workers: int
+        self, entries: list[int], kv_heads: int, tiles: Tiles, workers: int
     ):
         first = jnp.asarray(np.cumsum([0, *entries]), jnp.int32)
         shape = Shape(len(entries), 32, kv_heads, 1, 128, 2048, 64)
-        tiles = Tiles(row_blocks=row_blocks)
         with jax.disable_jit():
             share = share_of(first, shape, tiles)
             begins = np.array([int(share.begin(jnp.int32(i))) for i in range(tiles.workers + 1)])
@@ -226,8 +230,8 @@ class TestWork:
         ("entries", "kv_heads", "tiles", "most"),
         [
             ([65] * 3, 32, Tiles(), 48),  # 96 pairs
-            ([66], 8, Tiles(), 4),  # of 128 workers, 16 would take 5 tiles
-            ([65], 4, Tiles(row_blocks=2, step_tiles=2, stages=3), 4),
+            ([66], 8, default_tiles(128, 128), 4),  # two steps; of 128 workers, 16 would take three
+            ([65], 4, default_tiles(224, 128), 4),
         ],
     )
     def test_workers_that_do_not_fit_the_pairs_or_would_take_longer_are_all_at_work(

@@ -72,13 +72,13 @@ def share_of(first: Any, shape: Shape, tiles: Tiles) -> Share:
     """Share out the tiles of `first`, a reference to the table's.
 
     Workers keep step (`in_step`); where a pair has many, all are at work nevertheless if the busiest would
-    otherwise have more to do.
+    otherwise have half as much to do again.
     """
     head_tiles = first[shape.requests] * shape.page_tiles
     total = head_tiles * shape.kv_heads
     most = in_step(tiles.workers, shape.pairs)
     if _has_many(most, shape):
-        slower = 15 * _most_steps(total, most, tiles) > 16 * _most_steps(total, tiles.workers, tiles)
+        slower = 2 * _most_steps(total, most, tiles) >= 3 * _most_steps(total, tiles.workers, tiles)
         most = jnp.where(slower, tiles.workers, most)
     return Share(head_tiles, total, jnp.clip(lax.div(total, jnp.int32(tiles.min_tiles)), 1, most))
 
