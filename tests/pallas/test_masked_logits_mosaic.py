@@ -16,10 +16,11 @@ from jdllm.pallas.masked_logits import Level, RowSampling
 from jdllm.pallas.masked_logits.gumbel import gumbel
 from jdllm.pallas.masked_logits.kernel import head_partials
 from jdllm.pallas.masked_logits.limits import MAX_ROWS
+from jdllm.pallas.masked_logits.merge import merge_tiles
 from jdllm.pallas.masked_logits.mosaic_gpu import masked_logits_mosaic_gpu
-from jdllm.pallas.masked_logits.reduction import Partials
+from jdllm.pallas.masked_logits.reduction import NO_ID, Moments, Partials
 from jdllm.pallas.masked_logits.row_table import row_table
-from jdllm.pallas.masked_logits.tiles import LOADER_REGISTERS, Tiles, counter_of, default_tiles, id_of
+from jdllm.pallas.masked_logits.tiles import CHUNK, LOADER_REGISTERS, Tiles, counter_of, default_tiles, id_of
 from tests.decoding import numpy_noise
 from tests.pallas.masked_rows import NONE, asked, check, drawn, oracle
 
@@ -176,6 +177,53 @@ def test_the_kernel_draws_the_documented_bits(columns: int):
         np.testing.assert_array_equal(actual.token[split, :rows], ids[draws[:, ids].argmax(axis=1)])
         assert (np.abs(actual.score[split, :rows] - best) <= 3 * ulp(best)).all()
         assert not np.asarray(actual.logit[split, :rows]).any()
+
+
+@pytest.mark.parametrize("level", [Level.TOP, Level.MOMENTS])
+def test_the_merge_of_many_tiles(level: Level):
+    """As many as two rounds of loads take, with equal scores in different tiles."""
+    splits, rows, tiles, rng = 5 * CHUNK + 3, 13, ONE, np.random.default_rng(0)
+    vocab = splits * ONE.columns
+    asked_for = asked(rows, vocab=vocab, temperature=np.linspace(0.5, 2, rows), tempered=True)
+    live = jnp.int32(11)
+    table = row_table(asked_for, live, vocab, tiles)
+
+    def written(values: np.ndarray) -> jax.Array:
+        unwritten = -1 if values.dtype == np.int32 else np.nan
+        whole = np.full((tiles.padded_splits(vocab), tiles.padded_rows(rows)), unwritten, values.dtype)
+        whole[:splits, :rows] = values
+        return jnp.asarray(whole)
+
+    shape = (splits, rows)
+    score = rng.integers(-9, 2, shape).astype(np.float32)
+    maximum = rng.normal(size=shape).astype(np.float32)
+    token = rng.permuted(np.arange(splits * rows, dtype=np.int32).reshape(rows, splits), axis=1).T
+    logit, total, below, weighted = (rng.uniform(1, 9, shape).astype(np.float32) for _ in range(4))
+    # The largest two: in one tile, in tiles that a thread sees both, and in others; then of equal ones.
+    maximum[50, 0], below[50, 0] = 20, 0.5
+    for row, (first, other) in enumerate([(7, 7 + CHUNK), (7, 300), (9, 9 + CHUNK), (9, 300)], start=1):
+        maximum[first, row], maximum[other, row] = 20, 19.5 if row < 3 else 20
+    partials = Partials(*map(written, (score, token, logit, maximum, total)))
+    moments = Moments(written(maximum - below), written(-weighted)) if level >= Level.MOMENTS else None
+    actual = merge_tiles(partials, moments, table.words, live, 16, splits)
+
+    divisor = np.asarray(asked_for.temperature, np.float64)
+    best = np.where(score == score.max(axis=0), token, NO_ID).argmin(axis=0)
+    below_top = (maximum - maximum.max(axis=0)) / divisor
+    sums = (total * np.exp(below_top)).sum(axis=0)
+    mean = ((-weighted * np.log(2) + below_top * total) * np.exp(below_top)).sum(axis=0) / sums
+    second = np.sort(np.concatenate([maximum, maximum - below]), axis=0)[-2]
+    expected = {
+        "token": np.take_along_axis(token, best[None], axis=0)[0],
+        "logit": np.take_along_axis(logit, best[None], axis=0)[0] / divisor,
+        "maximum": maximum.max(axis=0) / divisor,
+        "total": sums,
+        "second": second / divisor if moments else np.zeros(rows),
+        "negative_entropy": mean - np.log(sums) if moments else np.zeros(rows),
+    }
+    for name, values in expected.items():
+        result = np.asarray(getattr(actual, name), np.float64)
+        np.testing.assert_allclose(result[:live], values[:live], rtol=1e-5, err_msg=name)
 
 
 @pytest.mark.slow
