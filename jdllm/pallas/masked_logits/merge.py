@@ -69,15 +69,14 @@ def merge_tiles(
 
 
 class _Seen(NamedTuple):
-    """`Partials` and `Moments` of the tiles that a thread has seen; the last two only with moments."""
+    """`Partials` and `Moments` of the tiles that a thread has seen."""
 
     score: Chunk
     token: Ids
     logit: Chunk
     maximum: Chunk
     total: Chunk
-    second: Chunk | None = None
-    weighted: Chunk | None = None
+    moments: Moments | None
 
 
 _NONE = (-math.inf, NO_ID, LOWEST, LOWEST, 0.0, LOWEST, 0.0)  # of no tiles at all
@@ -102,7 +101,7 @@ def _kernel(*refs, splits: int, fields: int) -> None:
 
 def _chunks(tiles: Sequence[Any], rows: Any, splits: int) -> Iterator[_Seen]:
     """Chunks of tiles; nothing was written behind the last tile."""
-    position = _positions()
+    position, nothing = _positions(), _NONE[: len(tiles)]
 
     def load(ref: Any, start: int, none: float) -> Array:
         values = plgpu.load(ref.at[pl.ds(start, CHUNK), rows], layout=_LAYOUT, optimized=False)
@@ -110,10 +109,11 @@ def _chunks(tiles: Sequence[Any], rows: Any, splits: int) -> Iterator[_Seen]:
         return values if whole else lax.select(position < splits - start, values, _splat(none, values.dtype))
 
     for starts in itertools.batched(range(0, splits, CHUNK), _IN_FLIGHT):
-        yield from [
-            _Seen(*(load(ref, start, none) for ref, none in zip(tiles, _NONE, strict=False)))
-            for start in starts
+        loaded = [
+            [load(ref, start, none) for ref, none in zip(tiles, nothing, strict=True)] for start in starts
         ]
+        for score, token, logit, maximum, total, *moments in loaded:
+            yield _Seen(score, token, logit, maximum, total, Moments(*moments) if moments else None)
 
 
 def _joined(a: _Seen, b: _Seen, scale: Chunk) -> _Seen:
@@ -121,21 +121,24 @@ def _joined(a: _Seen, b: _Seen, scale: Chunk) -> _Seen:
     better = (b.score > a.score) | ((b.score == a.score) & (b.token < a.token))
     score, token, logit = (lax.select(better, new, old) for new, old in zip(b[:3], a[:3], strict=True))
     maximum = jnp.maximum(a.maximum, b.maximum)
-    (total, weighted), (more, more_weighted) = (_raised(x, maximum, scale) for x in (a, b))
-    if a.second is None or b.second is None:
-        return _Seen(score, token, logit, maximum, total + more)
-    second = jnp.maximum(jnp.minimum(a.maximum, b.maximum), jnp.maximum(a.second, b.second))
-    return _Seen(score, token, logit, maximum, total + more, second, weighted + more_weighted)
+    old, new = (_raised(x, maximum, scale) for x in (a, b))
+    moments = None
+    if old.moments is not None and new.moments is not None:
+        second = jnp.maximum(old.moments.second, new.moments.second)
+        second = jnp.maximum(second, jnp.minimum(a.maximum, b.maximum))
+        moments = Moments(second, old.moments.weighted + new.moments.weighted)
+    return _Seen(score, token, logit, maximum, old.total + new.total, moments)
 
 
-def _raised(seen: _Seen, maximum: Chunk, scale: Chunk) -> tuple[Chunk, Chunk]:
-    """`total` and `weighted` as they are with this larger `maximum`."""
+def _raised(seen: _Seen, maximum: Chunk, scale: Chunk) -> _Seen:
+    """The same with this larger `maximum`."""
     exponent = (seen.maximum - maximum) * scale
     decay = jnp.exp2(exponent)
-    total = seen.total * decay
-    if seen.weighted is None:
-        return total, total
-    return total, (seen.weighted + seen.total * jnp.maximum(exponent, NOTHING)) * decay
+    moments = seen.moments
+    if moments is not None:
+        weighted = (moments.weighted + seen.total * jnp.maximum(exponent, NOTHING)) * decay
+        moments = moments._replace(weighted=weighted)
+    return seen._replace(maximum=maximum, total=seen.total * decay, moments=moments)
 
 
 def _over_threads(seen: _Seen, divisor: PerRow, scale: Chunk) -> list[Array]:
@@ -145,14 +148,14 @@ def _over_threads(seen: _Seen, divisor: PerRow, scale: Chunk) -> list[Array]:
     token = lax.select(best, seen.token, no_id).min(axis=0)
     logit = lax.select(seen.token == _across(token), seen.logit, lowest).max(axis=0)
     maximum = seen.maximum.max(axis=0)
-    total, weighted = (x.sum(axis=0) for x in _raised(seen, _across(maximum), scale))
-    results = [token, logit / divisor, maximum / divisor, total]
-    if seen.second is None:
+    raised = _raised(seen, _across(maximum), scale)
+    results = [token, logit / divisor, maximum / divisor, raised.total.sum(axis=0)]
+    if raised.moments is None:
         return results
     top = lax.select(seen.maximum == _across(maximum), _positions(), _splat(CHUNK, jnp.int32)).min(axis=0)
-    second = lax.select(_positions() == _across(top), seen.second, seen.maximum).max(axis=0)
+    second = lax.select(_positions() == _across(top), raised.moments.second, seen.maximum).max(axis=0)
     none = second == LOWEST
-    return [*results, jnp.where(none, -jnp.inf, second / divisor), weighted]
+    return [*results, jnp.where(none, -jnp.inf, second / divisor), raised.moments.weighted.sum(axis=0)]
 
 
 def _positions() -> Ids:
