@@ -20,7 +20,15 @@ from jdllm.pallas.masked_logits.merge import merge_tiles
 from jdllm.pallas.masked_logits.mosaic_gpu import masked_logits_mosaic_gpu
 from jdllm.pallas.masked_logits.reduction import NO_ID, Moments, Partials
 from jdllm.pallas.masked_logits.row_table import row_table
-from jdllm.pallas.masked_logits.tiles import CHUNK, LOADER_REGISTERS, Tiles, counter_of, default_tiles, id_of
+from jdllm.pallas.masked_logits.tiles import (
+    CHUNK,
+    LOADER_REGISTERS,
+    Tiles,
+    counter_of,
+    default_tiles,
+    id_of,
+    padded_splits,
+)
 from tests.decoding import numpy_noise
 from tests.pallas.masked_rows import NONE, asked, check, drawn, oracle
 
@@ -190,7 +198,7 @@ def test_the_merge_of_many_tiles(level: Level):
 
     def written(values: np.ndarray) -> jax.Array:
         unwritten = -1 if values.dtype == np.int32 else np.nan
-        whole = np.full((tiles.padded_splits(vocab), tiles.padded_rows(rows)), unwritten, values.dtype)
+        whole = np.full((padded_splits(splits), tiles.padded_rows(rows)), unwritten, values.dtype)
         whole[:splits, :rows] = values
         return jnp.asarray(whole)
 

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 from jdllm.pallas.hopper import WARPGROUP_ROWS
 from jdllm.pallas.masked_logits.reduction import Logits, Moments, Partials, reduce_tile
 from jdllm.pallas.masked_logits.row_table import Field, Rows, RowTable
-from jdllm.pallas.masked_logits.tiles import DEPTH, LOADER_REGISTERS, Tiles
+from jdllm.pallas.masked_logits.tiles import DEPTH, LOADER_REGISTERS, Tiles, padded_splits
 from jdllm.pallas.masked_logits.types import Level
 from jdllm.pallas.ring import drain, free_barriers, swizzled
 
@@ -93,7 +93,7 @@ def head_partials(
     """
     vocab, depth = head.shape
     launch = _Launch(tiles, level, vocab, depth // DEPTH, token_bans)
-    shape = (tiles.padded_splits(vocab), tiles.padded_rows(hidden.shape[0]))
+    shape = (padded_splits(tiles.splits(vocab)), tiles.padded_rows(hidden.shape[0]))
     fields = Partials._fields + Moments._fields * (level >= Level.MOMENTS)
     dtypes = [jnp.int32 if field == "token" else jnp.float32 for field in fields]
     kernel = plgpu.kernel(

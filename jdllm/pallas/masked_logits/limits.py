@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jdllm.pallas.hopper import STRIP
-from jdllm.pallas.masked_logits.tiles import CHUNK, DEPTH, MAX_COLUMNS
+from jdllm.pallas.masked_logits.tiles import DEPTH, MAX_COLUMNS, padded_splits
 from jdllm.pallas.masked_logits.types import Level
 
 MAX_ROWS = {Level.TOP: 2048, Level.MOMENTS: 1024}
@@ -38,8 +38,7 @@ def fused_rows(head: Operand, level: Level) -> int | None:
 def partial_bytes(vocab: int, level: Level) -> int:
     """Bytes that a call on Hopper keeps for each padded row: a few numbers of every tile of ids."""
     fields = 7 if level >= Level.MOMENTS else 5
-    splits = -(-vocab // MAX_COLUMNS)
-    return -(-splits // CHUNK) * CHUNK * fields * 4
+    return padded_splits(-(-vocab // MAX_COLUMNS)) * fields * 4
 
 
 def _check_operands(dtype: jnp.dtype, head: Operand, level: Level) -> None:

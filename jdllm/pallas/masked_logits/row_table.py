@@ -1,4 +1,4 @@
-"""What the kernel must know of each row, as one array of 32-bit words."""
+"""What the kernels must know of each row, as one array of 32-bit words."""
 
 import enum
 from collections.abc import Sequence

@@ -118,10 +118,6 @@ class Tiles:
         """Into how many tiles the vocabulary is cut."""
         return self.column_units(vocab) * self.column_groups * self.column_blocks
 
-    def padded_splits(self, vocab: int) -> int:
-        """The same, rounded up to what is merged at a time."""
-        return -(-self.splits(vocab) // CHUNK) * CHUNK
-
     def split_of(self, ids: Index) -> Index:
         """The tile of an id; no tile for -1."""
         return counter_of(ids) // self.pairs
@@ -133,6 +129,11 @@ class Tiles:
     def first_id(self, split: Index, column: int) -> Index:
         """The id of a column; the ids of `run` columns from a multiple of it on are consecutive."""
         return id_of(self.counter(split, column % self.pairs), column // self.pairs)
+
+
+def padded_splits(splits: int) -> int:
+    """`splits`, rounded up to what is merged at a time."""
+    return -(-splits // CHUNK) * CHUNK
 
 
 def counter_of(ids: Index) -> Index:
