@@ -158,7 +158,7 @@ def rows_forwarded(
             reused = len(request.tokens) - len(policy.candidates(request.view()))
         rows += reused if request.phase is Phase.REUSE else len(request.tokens)
         changed = np.flatnonzero(after != request.tokens)
-        request.advance(changed, after[changed])
+        request.advance(changed, after[changed], np.zeros(len(changed)))
     return rows
 
 

@@ -17,5 +17,9 @@ class RequestError(JdllmError):
     """A prompt or a sampling parameter that cannot be served."""
 
 
+class NonFiniteError(JdllmError):
+    """Values of the model that are infinite or not numbers: nothing is sampled from them."""
+
+
 class KvPoolError(JdllmError):
     """Keys and values that do not fit the pool, or pages asked of a request that does not hold them."""

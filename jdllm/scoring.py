@@ -1,12 +1,15 @@
 """Scores of given text: the Monte Carlo likelihood, and logits for checking."""
 
 import math
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 
 from jdllm.decoding.executables import Executables
+from jdllm.decoding.non_finite import origin
 from jdllm.decoding.score import Perturbation, all_logits, token_logprobs
+from jdllm.errors import NonFiniteError
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.planning.chunks import ChunkConfig
@@ -48,6 +51,8 @@ class Scorer:
         - `cfg_scale`: classifier-free guidance, 0 for none.
 
         Exact for given masks. Source: get_log_likelihood.py of ML-GSAI/LLaDA.
+
+        Raises `NonFiniteError` where values of the model are infinite or not numbers.
         """
         masks = perturbation.masked.reshape(-1, len(answer))
         sums = np.zeros(len(masks))
@@ -86,10 +91,18 @@ class Scorer:
             config=self._config,
             chunks=ChunkConfig(logits=math.ceil(len(targets) / self._max_logits)),
         )
-        return np.bincount(segment, np.asarray(logprobs, np.float64)[: len(row)], len(masks))
+        found = np.asarray(logprobs, np.float64)[: len(row)]
+        if not np.isfinite(found).all():
+            raise self._non_finite(sequences)
+        return np.bincount(segment, found, len(masks))
+
+    def _non_finite(self, sequences: Sequence[np.ndarray]) -> NonFiniteError:
+        places = (origin(self._params, self._config, x, self._executables) for x in sequences)
+        found = next(filter(None, places), "the log-likelihood is infinite or not a number")
+        return NonFiniteError(f"score: {found}")
 
     def logits(self, token_ids: np.ndarray) -> np.ndarray:
-        """f32 `[batch, length, vocab]` of int32 ids `[batch, length]`, before any shift."""
+        """f32 `[batch, length, vocab]` of int32 ids `[batch, length]`, before any shift, finite or not."""
         tokens, rows, _ = lay_out(list(token_ids), self._config)
         out = self._executables.call(
             all_logits, self._params, tokens, rows, config=self._config, chunks=ChunkConfig()

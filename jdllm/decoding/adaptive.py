@@ -30,6 +30,13 @@ Cut = Callable[[Array], Array]
 """Cuts the rows of one chunk out of a column of all head rows."""
 
 
+class Drawn(NamedTuple):
+    """What each row takes, and the log-probability of that, or of another token that was asked for."""
+
+    token: Int[Array, " rows"]
+    logprob: Float[Array, " rows"]
+
+
 class AdaptiveSegments(NamedTuple):
     """What each segment asks for.
 
@@ -98,31 +105,33 @@ def denoise_adaptive(
     common = min(config.vocab_size, verifier_config.vocab_size)
     hidden = forward(params, config, batch.tokens, batch.rows, chunks=chunks)
 
-    def in_chunks(choose: Callable[[Cut], Array]) -> Int[Array, " head"]:
+    def in_chunks(choose: Callable[[Cut], Drawn]) -> Drawn:
         return _in_chunks(choose, total, size, real.sum())
 
     def draft_logits(part: Cut) -> Float[Array, "part common"]:
         return logits(params, config, hidden[part(drafted_from)])[:, :common]
 
-    def draft(part: Cut) -> Int[Array, " part"]:
-        return _draw(draft_logits(part), part(positions), *jax.tree.map(part, of_row))
+    def draw(values: Float[Array, "part common"], part: Cut, of: Int[Array, " head"] | None = None) -> Drawn:
+        return _draw(values, part(positions), *jax.tree.map(part, of_row), None if of is None else part(of))
 
-    def target(part: Cut) -> Int[Array, " part"]:
+    def draft(part: Cut) -> Drawn:
+        return draw(draft_logits(part), part)
+
+    def target(part: Cut) -> Drawn:
         verified = logits(verifier, verifier_config, hidden_of_draft[part(verified_from)])[:, :common]
         weight = part(jnp.asarray(of_row[0].mixture_weight))[:, None]
         mixture = weight * draft_logits(part) + (1 - weight) * verified
-        return _draw(mixture, part(positions), *jax.tree.map(part, of_row))
+        return draw(mixture, part, drafts)
 
-    drafts = in_chunks(draft)
+    drafts = in_chunks(draft).token
     tokens = _with_draft(batch.tokens, head, real, drafts, verifier_config.vocab_size)
     hidden_of_draft = forward(verifier, verifier_config, tokens, batch.causal, chunks=verifier_chunks)
-    accepted = real & _agreeing_prefix(drafts == in_chunks(target), head.segment)
-    return Trace(jnp.int32(1), drafts[None], accepted[None])
+    targets = in_chunks(target)
+    accepted = real & _agreeing_prefix(drafts == targets.token, head.segment)
+    return Trace(jnp.int32(1), drafts[None], accepted[None], targets.logprob[None])
 
 
-def _in_chunks(
-    choose: Callable[[Cut], Array], total: int, size: int, count: Int[Array, ""]
-) -> Int[Array, " head"]:
+def _in_chunks(choose: Callable[[Cut], Drawn], total: int, size: int, count: Int[Array, ""]) -> Drawn:
     """`choose` for chunks of `size` of the head rows, of which only the first `count` are needed.
 
     A single chunk is no loop, so that XLA keeps the draft's logits for the mixture instead of computing them
@@ -131,19 +140,31 @@ def _in_chunks(
     if size == total:
         return choose(lambda x: x)
 
-    def body(index: Array, out: Array) -> Array:
+    def body(index: Array, out: Drawn) -> Drawn:
         start = jnp.minimum(index * size, total - size)
         chosen = choose(lambda x: lax.dynamic_slice_in_dim(x, start, size))
-        return lax.dynamic_update_slice_in_dim(out, chosen, start, 0)
+        return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, start, 0), out, chosen)
 
-    return lax.fori_loop(0, (count + size - 1) // size, body, jnp.zeros(total, jnp.int32))
+    nothing = Drawn(jnp.zeros(total, jnp.int32), jnp.zeros(total))
+    return lax.fori_loop(0, (count + size - 1) // size, body, nothing)
 
 
 def _draw(
-    values: Float[Array, "part common"], positions: Int[Array, " part"], part: AdaptiveSegments, keys: Keys
-) -> Int[Array, " part"]:
-    """What each row takes of the values, without its bans and with its noise."""
-    return drawn(allowed(values, part.limit, part.token_bans), part.temperature, keys, positions)
+    values: Float[Array, "part common"],
+    positions: Int[Array, " part"],
+    part: AdaptiveSegments,
+    keys: Keys,
+    of: Int[Array, " part"] | None,
+) -> Drawn:
+    """What each row takes of the values, without its bans and with its noise.
+
+    Arguments:
+    - `of`: the tokens whose log-probabilities are returned instead of those of what is taken.
+    """
+    values = allowed(values, part.limit, part.token_bans)
+    token = drawn(values, part.temperature, keys, positions)
+    chosen = jnp.take_along_axis(values, (token if of is None else of)[:, None], axis=1)[:, 0]
+    return Drawn(token, chosen - jax.nn.logsumexp(values, axis=1))
 
 
 def _with_draft(

@@ -93,10 +93,13 @@ class Trace(NamedTuple):
     """What a dispatch did, step by step, for the head rows in their given order.
 
     - `steps`: denoising steps that ran.
-    - `tokens`: the choice for every head row at each step; meaningful where the row was masked.
+    - `tokens`: the choice for every head row at each step; 0 where the row was not masked.
     - `committed`: the rows whose choice was committed at each step.
+    - `logprobs`: f32, the log-probability of each choice in the distribution that probabilities are measured
+      on; 0 where the row was not masked, and not finite where the model's values were not.
     """
 
     steps: Int[Array, ""]
     tokens: Int[Array, "capacity head"]
     committed: Bool[Array, "capacity head"]
+    logprobs: Float[Array, "capacity head"]

@@ -28,10 +28,12 @@ class Sources(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The token of each head row, and how sure the sampler is of it (higher commits first)."""
+    """The token of each head row, how sure the sampler is of it (higher commits first), and its
+    log-probability in the distribution that probabilities are measured on."""
 
     token: Int[Array, " head"]
     confidence: Float[Array, " head"]
+    logprob: Float[Array, " head"]
 
 
 def gather_guided(
@@ -118,7 +120,7 @@ def choose(
         chosen = evaluate(part, count - start)
         return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, start, 0), out, chosen)
 
-    empty = Choice(jnp.zeros(total, jnp.int32), jnp.zeros(total))
+    empty = Choice(jnp.zeros(total, jnp.int32), jnp.zeros(total), jnp.zeros(total))
     return lax.fori_loop(0, (count + size - 1) // size, chunk, empty)
 
 
@@ -148,7 +150,9 @@ def decide(
     sampling = _row_sampling(part, keys, positions)
     decision = masked_logits(h, head_weights(params), sampling, level, count=count)
     draw = uniform(position_bits(order, positions))
-    return Choice(decision.token, _confidence(decision, part, draw, h.dtype))
+    # Ids that are kept out of the confidence may be above all others: at most certain.
+    logprob = jnp.minimum(decision.logit - decision.maximum - jnp.log(decision.total), 0)
+    return Choice(decision.token, _confidence(decision, part, draw, h.dtype), logprob)
 
 
 def _row_sampling(part: SegmentParams, keys: tuple[Array, Array], positions: Array) -> RowSampling:

@@ -203,7 +203,7 @@ def may_step(masked: Bool[Array, " head"], batch: Batch, steps: Int[Array, ""] |
 def empty_trace(batch: Batch) -> Trace:
     """The trace before the first step."""
     shape = (batch.segments.quota.shape[1], batch.head.row.shape[0])
-    return Trace(jnp.int32(0), jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool))
+    return Trace(jnp.int32(0), jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool), jnp.zeros(shape))
 
 
 def transfer(
@@ -225,7 +225,8 @@ def transfer(
     """
     head, segments, index = batch.head, batch.segments, trace.steps
     masked = asked.masked
-    choice = jax.tree.map(lambda x: x[asked.place], choice)
+    # A kernel leaves undefined what nobody asked for.
+    choice = jax.tree.map(lambda x: jnp.where(masked, x[asked.place], 0), choice)
     positions = jnp.asarray(batch.rows.positions)[head.row]
     now = jnp.asarray(segments.step) + index
     bits = selection_bits(jnp.asarray(segments.seed), now, jnp.asarray(head.segment), positions)
@@ -235,7 +236,10 @@ def transfer(
     commit = select(candidates, segments.rule, params, entropies=level >= Level.MOMENTS)
     tokens = _commit(tokens, head, commit, choice.token)
     return tokens, Trace(
-        index + 1, trace.tokens.at[index].set(choice.token), trace.committed.at[index].set(commit)
+        index + 1,
+        trace.tokens.at[index].set(choice.token),
+        trace.committed.at[index].set(commit),
+        trace.logprobs.at[index].set(choice.logprob),
     )
 
 

@@ -117,7 +117,7 @@ def _choose(
             jax.block_until_ready(rows)  # a chunk is not fetched before the one in front was read
         return rows
 
-    tokens, confidence = np.zeros(total, np.int32), np.zeros(total, np.float32)
+    choice = Choice(np.zeros(total, np.int32), np.zeros(total, np.float32), np.zeros(total, np.float32))
     for start in range(0, count, size):
         start = min(start, total - size)
         window = slice(start, start + size)
@@ -135,8 +135,9 @@ def _choose(
             config=config,
             level=level,
         )
-        tokens[window], confidence[window] = jax.device_get(part)
-    return Choice(jnp.asarray(tokens), jnp.asarray(confidence))
+        for whole, own in zip(choice, jax.device_get(part), strict=True):
+            whole[window] = own
+    return choice
 
 
 def _asked(batch: Batch, *, config: ModelConfig, mask_id: int) -> tuple[Asked, Bool[Array, ""]]:

@@ -5,6 +5,7 @@ its body: XLA reads a slice at a constant place without a copy. A device loop in
 would copy each layer's weights. Everything that grows with the rows is updated in place.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -72,6 +73,20 @@ def run_layers(
 
     Raises `ValueError` where `chunks.heads` does not divide the key-value heads.
     """
+    after = layer_by_layer(params, config, h, rows, chunks, attention, grouped_matmul)
+    return deque(after, maxlen=1).pop()
+
+
+def layer_by_layer(
+    params: Params,
+    config: ModelConfig,
+    h: Hidden,
+    rows: Rows,
+    chunks: ChunkConfig,
+    attention: AttentionFn,
+    grouped_matmul: GroupedMatmulFn,
+) -> Iterator[Hidden]:
+    """The hidden rows after each layer, as of `run_layers`."""
     if config.num_kv_heads % chunks.heads:
         raise ValueError(f"{chunks.heads} head groups do not divide {config.num_kv_heads} key-value heads")
     chunks = chunks.in_loops()
@@ -81,7 +96,7 @@ def run_layers(
             layer = LayerView(params[name], place)
             h = attend(layer, config, h, rows, chunks, attention)
             h = _feed_forward(layer, config, h, chunks.ffn, grouped_matmul)
-    return h
+            yield h
 
 
 def over_chunks[Carry](

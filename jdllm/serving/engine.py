@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jdllm.decoding.caches import Phase
-from jdllm.decoding.encoded_trace import EncodedTrace, decode
+from jdllm.decoding.encoded_trace import EncodedTrace, Steps, decode
 from jdllm.decoding.rules import head_level
 from jdllm.models.config import ModelConfig
 from jdllm.serving.cached_runner import CachedRunner
@@ -29,6 +29,8 @@ class StepUpdate(NamedTuple):
     - `positions`: int32 `[evaluated]`, positions of the sequence that were masked and evaluated, rising.
     - `provisional`: int32 `[evaluated]`, the token chosen for each of them in this step.
     - `committed`: bool `[evaluated]`, which of them were committed for good.
+    - `logprobs`: f32 `[evaluated]`, the log-probability of each provisional token in the distribution that
+      its confidence is measured on.
     """
 
     request: int
@@ -36,6 +38,7 @@ class StepUpdate(NamedTuple):
     positions: np.ndarray
     provisional: np.ndarray
     committed: np.ndarray
+    logprobs: np.ndarray
 
 
 class Engine:
@@ -45,12 +48,15 @@ class Engine:
     - `runner`: runs the steps of the model.
     - `config`: the model.
     - `max_num_batched_tokens`: packed rows of one step; a request that needs more runs alone.
+
+    `evaluated` counts the forward evaluations of the model, as the device reports them.
     """
 
     def __init__(self, runner: StepRunner, config: ModelConfig, max_num_batched_tokens: int):
         self._runner = runner
         self._config = config
         self._budget = max_num_batched_tokens
+        self.evaluated = 0
 
     @functools.cached_property
     def _cache(self) -> CachedRunner:
@@ -65,7 +71,8 @@ class Engine:
           otherwise the device runs to the end of a block. Tokens are the same.
 
         Yields one update for each request and step. Raises `KvPoolError` for a request whose cache does not
-        fit the pool, and `RequestError` for one that the verifier cannot serve, before anything has run.
+        fit the pool, and `RequestError` for one that the verifier cannot serve, before anything has run; and
+        `NonFiniteError` instead of the first update of a request whose values are infinite or not numbers.
         """
         for request in requests:
             check_verifiable(request, self._runner.verifier)
@@ -104,9 +111,11 @@ class Engine:
         trace, candidates = self._run(requests, every_step)
         stops = itertools.accumulate(map(len, candidates))
         parts = [slice(stop - len(own), stop) for own, stop in zip(candidates, stops, strict=True)]
-        for tokens, committed in zip(*decode(jax.device_get(trace)), strict=True):
+        steps = decode(jax.device_get(trace))
+        self.evaluated += len(steps.tokens)
+        for step in map(Steps, *steps):
             for request, positions, part in zip(requests, candidates, parts, strict=True):
-                yield self._take_in(request, positions, tokens[part], committed[part])
+                yield self._take_in(request, positions, Steps(*(x[part] for x in step)))
 
     def _run(self, requests: list[Request], every_step: bool) -> tuple[EncodedTrace, list[np.ndarray]]:
         if requests[0].adaptive:
@@ -121,11 +130,13 @@ class Engine:
         max_steps = 1 if every_step else min(r.reuse_steps for r in requests)
         return self._cache.reuse(requests, max_steps, level)
 
-    @staticmethod
-    def _take_in(request: Request, positions: np.ndarray, choice: np.ndarray, took: np.ndarray) -> StepUpdate:
+    def _take_in(self, request: Request, positions: np.ndarray, step: Steps) -> StepUpdate:
         masked = request.tokens[positions] == request.mask_id
-        update = StepUpdate(request.index, request.steps, positions[masked], choice[masked], took[masked])
-        request.advance(positions[took], choice[took])
+        update = StepUpdate(request.index, request.steps, positions[masked], *(x[masked] for x in step))
+        if not np.isfinite(update.logprobs).all():
+            raise self._runner.non_finite(request)
+        took = step.committed
+        request.advance(positions[took], step.tokens[took], step.logprobs[took])
         return update
 
 

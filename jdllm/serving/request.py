@@ -51,6 +51,8 @@ class Request:
     - `initial_masks`: bool `[length]`, positions that were masked at the start; all others count as prompt.
     - `blocks`: what is denoised, from left to right.
     - `returned`: the part of the sequence that is the result.
+    - `logprobs`: f32 `[length]`, the log-probability of each committed token, 0 for others; `committed_in`:
+      int32 `[length]`, the denoising step that committed it, -1 for others.
     - `steps`: denoising steps done, each one forward evaluation.
     - `forwarded`: with a cache the positions that steps of `Phase.REUSE` evaluate, rising; `stored`: how many
       rows of each layer they find stored.
@@ -76,6 +78,8 @@ class Request:
         self.forwarded = np.arange(len(self.tokens))
         self.stored = 0
         self.stop_ids = config.stop_ids if gen_length else ()
+        self.logprobs = np.zeros(len(self.tokens), np.float32)
+        self.committed_in = np.full(len(self.tokens), -1, np.int32)
         self.steps = 0
         self.block_step = 0
         self.history: list[np.ndarray] = []
@@ -175,9 +179,11 @@ class Request:
         """The sequence with everything masked that was not masked at the start."""
         return np.where(self.initial_masks, self.tokens, self.mask_id)
 
-    def advance(self, positions: np.ndarray, tokens: np.ndarray) -> None:
-        """Take in the tokens that one denoising step committed."""
+    def advance(self, positions: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        """Take in the tokens that one denoising step committed, and their log-probabilities."""
         self.tokens[positions] = tokens
+        self.logprobs[positions] = logprobs
+        self.committed_in[positions] = self.steps
         self.steps += 1
         self.block_step += 1
         if self.sampling.return_history:

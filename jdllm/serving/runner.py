@@ -12,8 +12,10 @@ import numpy as np
 from jdllm.decoding.batch import Batch
 from jdllm.decoding.encoded_trace import EncodedTrace, encode, encoding
 from jdllm.decoding.executables import Executable, Executables, temp_bytes
+from jdllm.decoding.non_finite import origin
 from jdllm.decoding.step import denoise
 from jdllm.decoding.tiered import denoise_tiered
+from jdllm.errors import NonFiniteError
 from jdllm.models.config import ModelConfig
 from jdllm.models.pool import PAGE_ROWS
 from jdllm.models.tiers import HostTiers
@@ -26,6 +28,7 @@ from jdllm.planning.plan import Bucket, Budget, Workload, max_context, plan_buck
 from jdllm.serving.adaptive_runner import AdaptiveRunner, Compile
 from jdllm.serving.cached_runner import CachedRunner, Limit
 from jdllm.serving.kv_pool import pages_within
+from jdllm.serving.request import Request
 from jdllm.serving.verifier import Verifier
 
 _ATTEMPTS = 4
@@ -89,6 +92,22 @@ class StepRunner:
             return encode(trace)
         static = self._static(batch, mask_id, level, chunks)
         return self._executables.call(_denoise, self._params, batch, np.int32(max_steps), **static)
+
+    def non_finite(self, request: Request) -> NonFiniteError:
+        """What to raise for a request whose values are infinite or not numbers: it says where they began."""
+        evaluated = [request.tokens, *([request.unguided_tokens()] if request.guided else [])]
+        models = [("", self._params, self._config)]
+        if request.adaptive and self.verifier is not None:
+            models.append(("the verifier's ", self.verifier.params, self.verifier.config))
+        for whose, params, config in models:
+            for tokens in evaluated:
+                place = origin(params, config, np.minimum(tokens, config.vocab_size - 1), self._executables)
+                if place is not None:
+                    return NonFiniteError(f"request {request.index}: {whose}{place}")
+        return NonFiniteError(
+            f"request {request.index}: a step gave infinite values or none, and its sequence alone does not:"
+            " they come from another request of the batch, or from keys and values of a cache"
+        )
 
     @functools.cached_property
     def adaptive(self) -> AdaptiveRunner:

@@ -132,6 +132,5 @@ def test_live_response_keeps_committed_and_provisional_apart():
 
 
 def _update(positions: list[int], tokens: str, committed: list[bool]) -> StepUpdate:
-    return StepUpdate(
-        0, 0, np.array(positions, np.int32), np.array([ord(t) for t in tokens], np.int32), np.array(committed)
-    )
+    ids = np.array([ord(t) for t in tokens], np.int32)
+    return StepUpdate(0, 0, np.array(positions, np.int32), ids, np.array(committed), np.zeros(len(ids)))

@@ -102,7 +102,9 @@ def compare(
         for request, positions in zip(running, candidates, strict=True):
             part = slice(first, first := first + len(positions))
             taken = actual.committed[0, part]
-            request.advance(positions[taken], np.asarray(actual.tokens)[0, part][taken])
+            request.advance(
+                positions[taken], *(np.asarray(x)[0, part][taken] for x in (actual.tokens, actual.logprobs))
+            )
 
 
 @pytest.mark.parametrize("tiers", [RESIDUAL, slow(GROUPS), slow(KEYS_VALUES), ALL])

@@ -105,7 +105,7 @@ def requests_of(drawn: list[dict], config: ModelConfig) -> list[Request]:
     for index, fields in enumerate(drawn):
         request = generation_request(index, np.array(fields["prompt"]), fields["sampling"], config)
         for _ in range(fields["done"]):
-            request.advance(request.candidates()[-1:], np.array([7]))
+            request.advance(request.candidates()[-1:], np.array([7]), np.zeros(1))
         requests.append(request)
     return requests
 

@@ -74,7 +74,7 @@ class TestEndOfText:
 
     def test_an_infill_has_no_end(self, config: ModelConfig):
         request = infill_request(0, np.array([1, EOS, MASK]), params(), config)
-        request.advance(np.array([2]), np.array([EOS]))
+        request.advance(np.array([2]), np.array([EOS]), np.zeros(1))
         assert request.finished
         assert request.end_of_text() is None
 

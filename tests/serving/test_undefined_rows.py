@@ -1,0 +1,66 @@
+"""Rows that nobody asked for hold anything: no step is lost by them, and no token decided."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdllm.decoding import head
+from jdllm.decoding.executables import Executables
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.models.config import ModelConfig
+from jdllm.models.weights import Params
+from jdllm.pallas.masked_logits import RowDecision, masked_logits
+from jdllm.serving.engine import Engine
+from jdllm.serving.request import Request, generation_request
+from jdllm.serving.runner import StepRunner
+from tests.conftest import BUDGET
+
+LARGEST = 2**31 - 1
+STEPS, BLOCK = 12, 8
+CACHES: list[dict[str, Any]] = [{}, {"cache": "dual"}, {"temperature": 0.7, "transfer": "margin"}]
+
+
+def poisoned(token: int, value: float) -> Any:
+    """`masked_logits` whose rows from the count on hold what a kernel may leave there."""
+
+    def run(hidden: Any, weights: Any, rows: Any, level: Any, *, count: Any) -> RowDecision:
+        decision = masked_logits(hidden, weights, rows, level, count=count)
+        live = jnp.arange(len(decision.token)) < count
+        return RowDecision(
+            jnp.where(live, decision.token, token), *(jnp.where(live, x, value) for x in decision[1:])
+        )
+
+    return run
+
+
+def run(params: Params, config: ModelConfig, options: dict[str, Any]) -> tuple[list[Request], int]:
+    sampling = SamplingParams(
+        gen_length=2 * BLOCK,
+        block_length=BLOCK,
+        steps=STEPS,
+        early_stop=False,
+        return_history=True,
+        **options,
+    )
+    requests = [generation_request(i, np.arange(3 + i, 9), sampling, config) for i in range(2)]
+    engine = Engine(StepRunner(params, config, Executables("cpu")), config, BUDGET)
+    for _ in engine.run(requests):
+        pass
+    return requests, engine.evaluated
+
+
+@pytest.mark.parametrize("options", CACHES)
+def test_a_generation_of_n_steps_evaluates_n(
+    options: dict[str, Any], params: Params, config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+):
+    expected, evaluated = run(params, config, options)
+    assert evaluated == STEPS
+    for token, value in ((-LARGEST - 1, np.nan), (LARGEST, np.inf)):
+        monkeypatch.setattr(head, "masked_logits", poisoned(token, value))
+        actual, evaluated = run(params, config, options)
+        assert evaluated == STEPS
+        for ours, theirs in zip(actual, expected, strict=True):
+            np.testing.assert_array_equal(ours.history, theirs.history)
+            np.testing.assert_array_equal(ours.logprobs, theirs.logprobs)
