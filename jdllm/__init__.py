@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jdllm.decoding.sampling import SamplingParams
-    from jdllm.errors import CheckpointError, ConfigError, JdllmError, RequestError
+    from jdllm.errors import CheckpointError, ConfigError, JdllmError, NonFiniteError, RequestError
     from jdllm.llm import LLM
     from jdllm.models.config import ModelConfig
     from jdllm.models.module import Transformer
@@ -25,6 +25,7 @@ __all__ = [
     "MemoryBudgetError",
     "MemoryPlan",
     "ModelConfig",
+    "NonFiniteError",
     "RequestError",
     "RequestOutput",
     "SamplingParams",
@@ -45,6 +46,7 @@ _MODULES = {
     "MemoryBudgetError": "jdllm.planning.budget",
     "MemoryPlan": "jdllm.planning.plan",
     "ModelConfig": "jdllm.models.config",
+    "NonFiniteError": "jdllm.errors",
     "RequestError": "jdllm.errors",
     "RequestOutput": "jdllm.outputs",
     "SamplingParams": "jdllm.decoding.sampling",

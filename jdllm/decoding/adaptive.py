@@ -112,7 +112,8 @@ def denoise_adaptive(
         return logits(params, config, hidden[part(drafted_from)])[:, :common]
 
     def draw(values: Float[Array, "part common"], part: Cut, of: Int[Array, " head"] | None = None) -> Drawn:
-        return _draw(values, part(positions), *jax.tree.map(part, of_row), None if of is None else part(of))
+        chosen = None if of is None else part(of)
+        return _draw(values, part(positions), *jax.tree.map(part, of_row), of=chosen)
 
     def draft(part: Cut) -> Drawn:
         return draw(draft_logits(part), part)
@@ -154,7 +155,7 @@ def _draw(
     positions: Int[Array, " part"],
     part: AdaptiveSegments,
     keys: Keys,
-    of: Int[Array, " part"] | None,
+    of: Int[Array, " part"] | None = None,
 ) -> Drawn:
     """What each row takes of the values, without its bans and with its noise.
 

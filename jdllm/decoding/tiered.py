@@ -117,7 +117,7 @@ def _choose(
             jax.block_until_ready(rows)  # a chunk is not fetched before the one in front was read
         return rows
 
-    choice = Choice(np.zeros(total, np.int32), np.zeros(total, np.float32), np.zeros(total, np.float32))
+    whole = np.zeros(total, np.int32), np.zeros(total, np.float32), np.zeros(total, np.float32)
     for start in range(0, count, size):
         start = min(start, total - size)
         window = slice(start, start + size)
@@ -135,9 +135,9 @@ def _choose(
             config=config,
             level=level,
         )
-        for whole, own in zip(choice, jax.device_get(part), strict=True):
-            whole[window] = own
-    return choice
+        for column, values in zip(whole, jax.device_get(part), strict=True):
+            column[window] = values
+    return Choice(*map(jnp.asarray, whole))
 
 
 def _asked(batch: Batch, *, config: ModelConfig, mask_id: int) -> tuple[Asked, Bool[Array, ""]]:
