@@ -1,13 +1,13 @@
 """The model configuration that every family is translated into."""
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from jdllm.errors import ConfigError
+from jdllm.json_files import read_object
 from jdllm.models.rotary import RopeConfig
 
 
@@ -100,17 +100,9 @@ class ModelConfig:
 def read_config(path: Path) -> dict[str, Any]:
     """Read `config.json` at `path`, a file or the directory that holds it; `ConfigError` if unreadable."""
     path = path / "config.json" if path.is_dir() else path
-    try:
-        values = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ConfigError(
-            f"no config.json at {path.parent}: expected a Hugging Face model directory"
-        ) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
-        raise ConfigError(f"{path} is not readable as JSON: {e}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds a {type(values).__name__}: expected a JSON object")
-    return values
+    if not path.exists():
+        raise ConfigError(f"no config.json at {path.parent}: expected a Hugging Face model directory")
+    return read_object(path, ConfigError)
 
 
 class HfFields:

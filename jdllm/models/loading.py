@@ -7,13 +7,11 @@ pieces that are written in place on the device, so that the host holds a few pie
 import contextlib
 import dataclasses
 import functools
-import json
 import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +21,7 @@ from jax.sharding import Sharding
 from safetensors import SafetensorError, safe_open
 
 from jdllm.errors import CheckpointError, ConfigError
+from jdllm.json_files import parse_object, read_object
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params, TensorSpec, is_spec, spec_tree
 
@@ -328,7 +327,7 @@ def _read_header(file: Path) -> Index:
         raise CheckpointError(f"{file} is damaged, truncated or no safetensors file: {e}") from None
     with file.open("rb") as f:
         length = int.from_bytes(f.read(8), "little")
-        header: dict[str, Any] = json.loads(f.read(length))
+        header = parse_object(f.read(length), file)
     header.pop("__metadata__", None)
     return {
         name: StoredTensor(file, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
@@ -337,15 +336,13 @@ def _read_header(file: Path) -> Index:
 
 
 def _read_weight_map(path: Path) -> Mapping[str, str]:
-    try:
-        weight_map = json.loads(path.read_text())["weight_map"]
-        if all(Path(file).name == file for file in weight_map.values()):
-            return weight_map
-        reason = "a file lies outside the directory"
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
-        reason = str(e)
-    except (KeyError, TypeError, AttributeError):
+    weight_map = read_object(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         reason = "it lacks an object 'weight_map' of tensor and file names"
+    elif outside := [file for file in weight_map.values() if Path(file).name != file]:
+        reason = f"the file {outside[0]!r} lies outside the directory"
+    else:
+        return weight_map
     raise CheckpointError(f"{path} is no index of a checkpoint: {reason}")
 
 

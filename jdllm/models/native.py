@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from jdllm.errors import CheckpointError
+from jdllm.json_files import read_object
 from jdllm.models.loading import DTYPES, Index, Progress, StoredTensor, listed, reporter
 from jdllm.models.weights import TensorSpec
 
@@ -88,14 +89,12 @@ def read_manifest(directory: Path) -> Manifest:
     Raises `CheckpointError` for a manifest that is unreadable, malformed, or of a later format.
     """
     path = directory / MANIFEST
+    values = read_object(path)
     try:
-        values = json.loads(path.read_text())
         if values["format"] != FORMAT:
             raise ValueError(f"its format is {values['format']!r}, not {FORMAT!r}")
         if values["version"] == FORMAT_VERSION:
             return _parse(values)
-    except OSError as e:
-        raise CheckpointError(f"{path} cannot be read: {e.strerror}") from None
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise CheckpointError(f"{path} is no manifest of a native checkpoint: {e!r}") from None
     raise CheckpointError(

@@ -247,13 +247,13 @@ def test_a_tensor_that_cannot_be_is_refused(copy, change):
     manifest = json.loads((copy / "manifest.json").read_text())
     manifest["tensors"][3] |= change
     (copy / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match="no manifest of a native checkpoint"):
+    with pytest.raises(CheckpointError, match=r"manifest\.json is (no|not)"):
         read_manifest(copy)
 
 
 def test_a_manifest_that_is_cut_is_refused(copy):
     os.truncate(copy / "manifest.json", 1000)
-    with pytest.raises(CheckpointError, match="no manifest of a native checkpoint"):
+    with pytest.raises(CheckpointError, match=r"manifest\.json is (no|not)"):
         load_params(copy, CONFIG, "float32")
 
 

@@ -1,0 +1,50 @@
+import json
+import math
+
+import pytest
+
+from jdllm.errors import CheckpointError, ConfigError
+from jdllm.json_files import read_object
+
+DEEP = b"[" * 200_000
+
+
+def test_an_object_is_read_as_python_reads_it(tmp_path):
+    values = {"a": [1, -2.5, None, True, "\u00e4"], "b": {"c": {}}, "big": 10**30}
+    (tmp_path / "x.json").write_text(json.dumps(values))
+    assert read_object(tmp_path / "x.json") == values
+
+
+@pytest.mark.parametrize("number", ["1" + "0" * 400, "9" * 5000, "-" + "9" * 5000, "1e400"])
+def test_a_number_beyond_the_range_of_a_float_is_infinite(tmp_path, number):
+    (tmp_path / "x.json").write_text(f'{{"a": {number}}}')
+    assert abs(read_object(tmp_path / "x.json")["a"]) == math.inf
+
+
+@pytest.mark.parametrize("error", [CheckpointError, ConfigError])
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (DEEP, "nests too deeply"),
+        (b'{"a": ' * 200_000, "nests too deeply"),
+        (b"", "Expecting value"),
+        (b"{", "not readable as JSON"),
+        (b"[1, 2]", "holds a list"),
+        (b"null", "holds a NoneType"),
+        (b"\xff\xfe", "no UTF-8"),
+        (b'{"a": 1, "b": {"size": 1, "size": 2}}', "key 'size' twice"),
+    ],
+)
+def test_anything_else_is_one_line_that_names_the_file(tmp_path, content, reason, error):
+    path = tmp_path / "x.json"
+    path.write_bytes(content)
+    with pytest.raises(error, match=reason) as raised:
+        read_object(path, error)
+    assert str(path) in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["absent.json", "."])
+def test_a_file_that_cannot_be_read_is_named(tmp_path, name):
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_object(tmp_path / name)
