@@ -44,14 +44,7 @@ test-gpu:  ## tests on a card; uses the python on the path, which needs jax with
 	python3 -m pytest -m gpu tests/gpu/test_budget.py
 
 bench:  ## benchmarks on a card; uses the python on the path, which needs jax with CUDA
-	python3 -m benchmarks.load
-	for shape in llada-8b dream-7b llada-moe-7b; do python3 -m benchmarks.step --shape $$shape --peers; done
-	python3 -m benchmarks.generate --cache none dual head_sparse --batch 1 --prompt 512
-	python3 -m benchmarks.generate --cache dual --batch 16 --prompt 512
-	python3 -m benchmarks.generate --cache dual --batch 8 --prompt 2048
-	python3 -m benchmarks.generate --cache head_sparse --delay 0 1 --batch 8 --prompt 2048
-	for shape in llada-8b dream-7b; do python3 -m benchmarks.cached_step --shape $$shape --form chain layers xla; done
-	python3 -m benchmarks.cached_step --shape llada-moe-7b --form layers xla
+	python3 -m benchmarks.rerun --record || true  # what the README quotes; it ends with how many moved
 	for rows in 1024 4096; do python3 -m benchmarks.profile_step --rows $$rows; done
 	python3 -m benchmarks.profile_step --cached 4096
 	python3 -m benchmarks.kernels

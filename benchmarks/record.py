@@ -5,6 +5,7 @@ import datetime
 import importlib.metadata
 import json
 import math
+import os
 import re
 import shutil
 import statistics
@@ -127,7 +128,7 @@ def measure_ceilings(size: int = 8192, copy_bytes: int = 2 << 30, inner: int = 8
 
 
 def environment() -> dict[str, Any]:
-    """Device, versions, command and date of this run."""
+    """Device, versions, commit, command and date of this run."""
     device = jax.devices()[0]
     arguments = re.sub(r"--out +\S+ *", "", " ".join(sys.argv[1:]))
     packages = ("jax", "jaxlib", "flax", "jdllm", "tokamax")
@@ -141,9 +142,23 @@ def environment() -> dict[str, Any]:
         "device": device.device_kind,
         "platform": device.platform,
         "versions": versions,
+        "commit": commit(),
         "command": f"python3 {_program()} {arguments}".strip(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
+
+
+def commit() -> str | None:
+    """What git says of the code that runs, "-dirty" behind it where files differ.
+
+    Where there is no git, as on a machine that was sent the files alone, what `JDLLM_COMMIT` says.
+    """
+    describe = ["git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    try:
+        done = subprocess.run(describe, cwd=RESULTS.parent, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("JDLLM_COMMIT")
 
 
 def _program() -> str:
