@@ -5,23 +5,34 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jdllm.decoding.sampling import SamplingParams
-    from jdllm.errors import CheckpointError, ConfigError, JdllmError, NonFiniteError, RequestError
+    from jdllm.errors import (
+        CheckpointError,
+        ConfigError,
+        JdllmError,
+        KvPoolError,
+        NonFiniteError,
+        RequestError,
+    )
     from jdllm.llm import LLM
     from jdllm.models.config import ModelConfig
     from jdllm.models.module import Transformer
-    from jdllm.outputs import RequestOutput
+    from jdllm.outputs import CompletionOutput, RequestOutput
     from jdllm.planning.budget import Budget, MemoryBudgetError
     from jdllm.planning.chunks import ChunkConfig
     from jdllm.planning.plan import MemoryPlan, Workload, max_context, plan_memory
     from jdllm.serving.engine import StepUpdate
+
+    __version__: str
 
 __all__ = [
     "LLM",
     "Budget",
     "CheckpointError",
     "ChunkConfig",
+    "CompletionOutput",
     "ConfigError",
     "JdllmError",
+    "KvPoolError",
     "MemoryBudgetError",
     "MemoryPlan",
     "ModelConfig",
@@ -32,6 +43,7 @@ __all__ = [
     "StepUpdate",
     "Transformer",
     "Workload",
+    "__version__",
     "max_context",
     "plan_memory",
 ]
@@ -41,8 +53,10 @@ _MODULES = {
     "Budget": "jdllm.planning.budget",
     "CheckpointError": "jdllm.errors",
     "ChunkConfig": "jdllm.planning.chunks",
+    "CompletionOutput": "jdllm.outputs",
     "ConfigError": "jdllm.errors",
     "JdllmError": "jdllm.errors",
+    "KvPoolError": "jdllm.errors",
     "MemoryBudgetError": "jdllm.planning.budget",
     "MemoryPlan": "jdllm.planning.plan",
     "ModelConfig": "jdllm.models.config",
@@ -60,6 +74,14 @@ _MODULES = {
 
 def __getattr__(name: str) -> object:
     """Import public names on first use, so that the command line starts without loading JAX."""
+    if name == "__version__":
+        from importlib import metadata
+
+        return metadata.version("jdllm")
     if name in _MODULES:
         return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'jdllm' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
