@@ -1,10 +1,12 @@
 """`LLM`: a model from a checkpoint directory to text."""
 
 import dataclasses
+import reprlib
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -17,20 +19,28 @@ from jdllm.models.config import ModelConfig, read_config
 from jdllm.models.loading import load_params, resolve, resolve_dtype
 from jdllm.models.module import Transformer
 from jdllm.models.tokenizer import Tokenizer, complete_ids, load_tokenizer
-from jdllm.outputs import RequestOutput
+from jdllm.outputs import RequestOutput, completion
 from jdllm.planning.budget import device_budget
 from jdllm.planning.chunks import ChunkConfig
+from jdllm.progress import shown
+from jdllm.prompts import (
+    Conversation,
+    Prompt,
+    PromptLike,
+    TokenIds,
+    naming_prompt,
+    read_conversations,
+    read_prompts,
+    sampling_for_each,
+)
 from jdllm.scoring import Scorer
 from jdllm.serving.engine import Engine, StepUpdate
 from jdllm.serving.request import Request, checked_ids, generation_request, infill_request, mask_id_of
 from jdllm.serving.runner import StepRunner
 from jdllm.serving.verifier import load_verifier
 
-TokenIds = Sequence[int] | np.ndarray
-Sampling = SamplingParams | Sequence[SamplingParams]
+Sampling = SamplingParams | Iterable[SamplingParams]
 OnStep = Callable[[StepUpdate], None]
-
-_DEFAULT = SamplingParams()
 
 
 class LLM:
@@ -76,12 +86,18 @@ class LLM:
         verifier_shares_ids: bool = False,
         progress: bool = True,
     ):
-        for name, value in (
-            ("max_num_batched_tokens", max_num_batched_tokens),
-            ("max_num_logits", 1 if max_num_logits is None else max_num_logits),
-        ):
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} is {value!r}, expected a positive integer")
+        max_num_batched_tokens = _count("max_num_batched_tokens", max_num_batched_tokens)
+        if max_num_logits is not None:
+            max_num_logits = _count("max_num_logits", max_num_logits)
+        _check_types(
+            model=(model, str | Path | Transformer),
+            dtype=(dtype, str),
+            chunks=(chunks, ChunkConfig | None),
+            hf_overrides=(hf_overrides, Mapping | None),
+            verifier=(verifier, str | Path | Transformer | None),
+            verifier_shares_ids=(verifier_shares_ids, bool),
+            progress=(progress, bool),
+        )
         self.tokenizer: Tokenizer | None = None
         if isinstance(model, Transformer):
             if dtype != "auto" or hf_overrides:
@@ -92,11 +108,12 @@ class LLM:
         params = model.params()
         device = next(iter(jax.tree.leaves(params)[0].devices()))
         executables = Executables(device.platform)
+        self._budget = device_budget(device, memory, host_memory)
         runner = StepRunner(
             params,
             self.config,
             executables,
-            budget=device_budget(device, memory, host_memory),
+            budget=self._budget,
             chunks=chunks,
             max_num_logits=max_num_logits,
             verifier=None
@@ -112,42 +129,95 @@ class LLM:
         )
         self._engine = Engine(runner, self.config, max_num_batched_tokens)
         self._scorer = Scorer(params, self.config, executables, max_num_batched_tokens, max_num_logits or 512)
+        self._device = device
+        self._weights = [(leaf.dtype.name, leaf.size, leaf.nbytes) for leaf in jax.tree.leaves(params)]
+
+    def __repr__(self) -> str:
+        parameters = sum(size for _, size, _ in self._weights)
+        gib = sum(nbytes for _, _, nbytes in self._weights) / 2**30
+        dtype = max(self._weights, key=lambda leaf: leaf[1])[0]
+        memory = f"{gib:.2f} GiB of weights"
+        if self._budget is not None:
+            memory += f" in {self._budget.device / 2**30:.2f} GiB"
+        return (
+            f"LLM({self.config.family}, {parameters / 1e9:.3g}B parameters, {dtype},"
+            f" {self._device.device_kind}, {memory})"
+        )
 
     def generate(
         self,
-        prompts: str | Sequence[str] | None = None,
+        prompts: PromptLike | Iterable[PromptLike] | None = None,
+        sampling_params: Sampling | None = None,
         *,
-        prompt_token_ids: Sequence[TokenIds] | None = None,
-        sampling: Sampling = _DEFAULT,
+        sampling: Sampling | None = None,
+        prompt_token_ids: Iterable[TokenIds] | None = None,
         on_step: OnStep | None = None,
+        parse_special: bool = False,
+        progress: bool = False,
     ) -> list[RequestOutput]:
         """Generate after each prompt.
 
         Arguments:
-        - `prompts`: texts (or one text), encoded as they are: apply `chat_prompt` first where the model
-          expects a chat.
+        - `prompts`: texts, `{"prompt": text}` or `{"prompt_token_ids": ids}`, one of them or any iterable of
+          them, encoded as they are: `chat` is for models that expect a conversation.
+        - `sampling_params`, or `sampling`: for all prompts, or one for each; by default `default_sampling()`.
         - `prompt_token_ids`: ids instead of texts, one list for each prompt.
-        - `sampling`: for all prompts, or one for each.
         - `on_step`: called with a `StepUpdate` after each step of each request, as it happens; without it
           the device runs a block at a time. Tokens do not depend on it, nor on the other prompts.
+        - `parse_special`: special tokens in the texts become their ids; otherwise they are plain text.
+        - `progress`: show how far it has come, where standard error is a terminal.
 
         Returns one output for each prompt, in order. Exact as `SamplingParams` says.
 
-        Raises `RequestError` for a prompt or parameter that cannot be served.
+        Raises `RequestError` for a prompt or parameter that cannot be served, before anything has run.
         """
-        given, ids = self._inputs(prompts, prompt_token_ids, "prompts", "prompt_token_ids")
-        requests = self._requests(generation_request, ids, sampling)
-        self._warn_of_length(requests)
-        self._run(requests, on_step)
-        return [self._output(r, text) for r, text in zip(requests, given, strict=True)]
+        given = read_prompts(
+            prompts,
+            prompt_token_ids,
+            lambda text: self._encode(text, parse_special=parse_special),
+            ("prompts", "prompt_token_ids"),
+        )
+        return self._answer(generation_request, given, sampling_params, sampling, on_step, progress)
+
+    def chat(
+        self,
+        messages: Conversation | Iterable[Conversation],
+        sampling_params: Sampling | None = None,
+        *,
+        sampling: Sampling | None = None,
+        on_step: OnStep | None = None,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or each of several, by the model's chat template.
+
+        Arguments:
+        - `messages`: one conversation: the text of a user, or messages with `role` and `content`, whose
+          content is a text or a list of `{"type": "text", "text": ...}`; or a list of such lists.
+        - others: as for `generate`.
+
+        Returns one output for each conversation, in order; its `prompt` is the rendered template. Special
+        tokens in the messages are plain text: only what the template itself says is special.
+
+        Raises `RequestError` as `generate` does, and where there is no template or it refuses the messages.
+        """
+        tokenizer = self._needs_tokenizer("a chat template")
+        conversations = read_conversations(messages)
+        given = []
+        for i, conversation in enumerate(conversations):
+            with naming_prompt(i, len(conversations)):
+                given.append(Prompt(*tokenizer.encode_chat(conversation)))
+        return self._answer(generation_request, given, sampling_params, sampling, on_step, progress)
 
     def infill(
         self,
-        texts: str | Sequence[str] | None = None,
+        texts: PromptLike | Iterable[PromptLike] | None = None,
+        sampling_params: Sampling | None = None,
         *,
-        token_ids: Sequence[TokenIds] | None = None,
-        sampling: Sampling = _DEFAULT,
+        sampling: Sampling | None = None,
+        token_ids: Iterable[TokenIds] | None = None,
         on_step: OnStep | None = None,
+        parse_special: bool = False,
+        progress: bool = False,
     ) -> list[RequestOutput]:
         """Fill the masks inside each sequence.
 
@@ -155,15 +225,22 @@ class LLM:
         denoised in its share of `steps` (one a mask by default) before the next; see
         `jdllm.serving.request.infill_request`. Not a mode of the official sampler; its rules per step are.
 
-        Arguments as for `generate`; a text holds the tokenizer's mask token where something is missing.
+        Arguments as for `generate`; a text holds the tokenizer's mask token where something is missing, the
+        one special token that is parsed in any case.
 
         Returns one output for each sequence, whose `token_ids` and `text` are the whole sequence.
         """
-        given, ids = self._inputs(texts, token_ids, "texts", "token_ids")
-        requests = self._requests(infill_request, ids, sampling)
-        self._warn_of_length(requests)
-        self._run(requests, on_step)
-        return [self._output(r, text) for r, text in zip(requests, given, strict=True)]
+        given = read_prompts(
+            texts,
+            token_ids,
+            lambda text: self._encode(text, parse_special=parse_special, parsed=self._mask_token()),
+            ("texts", "token_ids"),
+        )
+        return self._answer(infill_request, given, sampling_params, sampling, on_step, progress)
+
+    def default_sampling(self) -> SamplingParams:
+        """What applies where a call gives no sampling parameters."""
+        return SamplingParams()
 
     def score(
         self,
@@ -174,6 +251,7 @@ class LLM:
         batch_size: int = 16,
         cfg_scale: float = 0.0,
         seed: int = 0,
+        parse_special: bool = False,
     ) -> float:
         """Estimate log p(answer | prompt), natural logarithm, by stratified Monte Carlo.
 
@@ -183,6 +261,7 @@ class LLM:
           in which the number of masks is stratified.
         - `cfg_scale`: classifier-free guidance.
         - `seed`: of the masks.
+        - `parse_special`: as for `generate`.
 
         Returns an estimate of the model's bound; more copies, less variance. The same masks give the
         official script's value. Source: get_log_likelihood.py of ML-GSAI/LLaDA.
@@ -190,7 +269,10 @@ class LLM:
         if mc_num < 1 or batch_size < 1:
             raise RequestError(f"mc_num {mc_num} and batch_size {batch_size} must be positive")
         SamplingParams(cfg_scale=cfg_scale, seed=seed)  # refuses what a generation would refuse
-        prompt_ids, answer_ids = (self._encode(x) if isinstance(x, str) else x for x in (prompt, answer))
+        prompt_ids, answer_ids = (
+            self._encode(x, parse_special=parse_special) if isinstance(x, str) else x
+            for x in (prompt, answer)
+        )
         if not len(answer_ids):
             raise RequestError("the answer is empty: give at least one token to score")
         ids = checked_ids([*prompt_ids, *answer_ids], self.config)
@@ -214,11 +296,14 @@ class LLM:
             raise RequestError("logits takes ids of shape [batch, length], all rows of one length")
         return self._scorer.logits(checked_ids(ids.reshape(-1), self.config).reshape(ids.shape))
 
-    def chat_prompt(self, messages: str | Sequence[Mapping[str, str]]) -> str:
-        """Render messages (or one user message) with the model's chat template, ready for `generate`."""
-        if isinstance(messages, str):
-            messages = [{"role": "user", "content": messages}]
-        return self._needs_tokenizer("a chat template").apply_chat_template(messages)
+    def chat_prompt(self, messages: Conversation) -> str:
+        """Render messages (or one user message) with the model's chat template.
+
+        `generate` needs `parse_special=True` for the text, and then takes special tokens in the messages for
+        real ones: prefer `chat`.
+        """
+        (conversation,) = read_conversations(messages)
+        return self._needs_tokenizer("a chat template").apply_chat_template(conversation)
 
     def _load(
         self, model: str | Path, dtype: str, overrides: Mapping[str, Any], progress: bool
@@ -232,25 +317,16 @@ class LLM:
             config = dataclasses.replace(config, token_limit=len(self.tokenizer))
         return Transformer(config, params)
 
-    def _inputs(
-        self,
-        texts: str | Sequence[str] | None,
-        ids: Sequence[TokenIds] | None,
-        texts_name: str,
-        ids_name: str,
-    ) -> tuple[Sequence[str | None], Sequence[TokenIds]]:
-        for name, value in ((texts_name, texts), (ids_name, ids)):
-            if not isinstance(value, Iterable | None):
-                raise RequestError(f"{name} is {value!r}, expected one entry for each prompt")
-        if texts is not None and ids is None:
-            texts = [texts] if isinstance(texts, str) else texts
-            return texts, [self._encode(text) for text in texts]
-        if ids is not None and texts is None:
-            return [None] * len(ids), ids
-        raise RequestError(f"give either {texts_name} or {ids_name}")
+    def _encode(self, text: str, *, parse_special: bool, parsed: Sequence[str] = ()) -> list[int]:
+        tokenizer = self._needs_tokenizer("a text prompt")
+        return tokenizer.encode(text, parse_special=parse_special, parsed=parsed)
 
-    def _encode(self, text: str) -> list[int]:
-        return self._needs_tokenizer("a text prompt").encode(text)
+    def _mask_token(self) -> list[str]:
+        """The text of the mask token, if there is one."""
+        if self.tokenizer is None or self.config.mask_id is None:
+            return []
+        token = self.tokenizer.token(self.config.mask_id)
+        return [] if token is None else [token]
 
     def _needs_tokenizer(self, what: str) -> Tokenizer:
         if self.tokenizer is None:
@@ -259,17 +335,32 @@ class LLM:
             )
         return self.tokenizer
 
-    def _requests(
-        self, make: Callable[..., Request], ids: Sequence[TokenIds], sampling: Sampling
-    ) -> list[Request]:
-        each = [sampling] * len(ids) if isinstance(sampling, SamplingParams) else sampling
-        if not isinstance(each, Sequence) or not all(isinstance(s, SamplingParams) for s in each):
-            raise RequestError("sampling must be SamplingParams: one for all prompts, or one for each")
-        if len(each) != len(ids):
-            raise RequestError(
-                f"{len(each)} sampling parameters for {len(ids)} prompts: give one for all or each"
-            )
-        return [make(i, x, s, self.config) for i, (x, s) in enumerate(zip(ids, each, strict=True))]
+    def _answer(
+        self,
+        make: Callable[..., Request],
+        prompts: list[Prompt],
+        sampling_params: Sampling | None,
+        sampling: Sampling | None,
+        on_step: OnStep | None,
+        progress: bool,
+    ) -> list[RequestOutput]:
+        given = _given_once(sampling_params, sampling)
+        each = sampling_for_each(self.default_sampling() if given is None else given, len(prompts))
+        decode = None if self.tokenizer is None else self.tokenizer.decode
+        requests = []
+        for i, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
+            with naming_prompt(i, len(prompts)):
+                requests.append(make(i, prompt.ids, params, self.config))
+        self._warn_of_length(requests)
+        with shown(requests, progress) as show:
+            for update in self._engine.run(requests, every_step=on_step is not None):
+                show(update)
+                if on_step is not None:
+                    on_step(update)
+        return [
+            RequestOutput(p.text, r.prompt.tolist(), r.sampling.seed, [completion(r, 0, decode)])
+            for p, r in zip(prompts, requests, strict=True)
+        ]
 
     def _warn_of_length(self, requests: list[Request]) -> None:
         longest = max((len(r.tokens) for r in requests), default=0)
@@ -278,27 +369,26 @@ class LLM:
             warnings.warn(
                 f"a sequence of {longest} tokens is longer than the {limit} positions of the model:"
                 " quality beyond them is not assured",
-                stacklevel=3,
+                stacklevel=4,
             )
 
-    def _run(self, requests: list[Request], on_step: OnStep | None) -> None:
-        for update in self._engine.run(requests, every_step=on_step is not None):
-            if on_step is not None:
-                on_step(update)
 
-    def _output(self, request: Request, prompt: str | None) -> RequestOutput:
-        end = request.end_of_text()
-        text = request.tokens[request.returned][:end]
-        kept = request.tokens[request.returned]
-        if end is not None and request.sampling.early_stop:
-            kept = kept[: end + 1]
-        return RequestOutput(
-            prompt=prompt,
-            prompt_token_ids=request.prompt.tolist(),
-            token_ids=kept.tolist(),
-            text=None if self.tokenizer is None else self.tokenizer.decode(text.tolist()),
-            finish_reason="length" if end is None else "stop",
-            nfe=request.steps,
-            timings=request.timings(),
-            history=np.stack(request.history) if request.sampling.return_history else None,
-        )
+def _given_once(sampling_params: Sampling | None, sampling: Sampling | None) -> Sampling | None:
+    if sampling_params is not None and sampling is not None:
+        raise RequestError("sampling and sampling_params are one and the same: give either")
+    return sampling if sampling_params is None else sampling_params
+
+
+def _count(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise ConfigError(f"{name} is {value!r}, expected a positive integer")
+    return int(value)
+
+
+def _check_types(**arguments: tuple[object, Any]) -> None:
+    for name, (value, kinds) in arguments.items():
+        if not isinstance(value, kinds):
+            expected = getattr(kinds, "__name__", None) or " or ".join(
+                "None" if kind is NoneType else kind.__name__ for kind in get_args(kinds)
+            )
+            raise ConfigError(f"{name} is {reprlib.repr(value)}, expected {expected}")

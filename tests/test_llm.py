@@ -1,8 +1,10 @@
 """The public class: inputs, errors, outputs and step updates."""
 
+import re
 import shutil
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
@@ -90,7 +92,7 @@ class TestRefused:
             llm.score(*arguments)
 
     @pytest.mark.parametrize("option", [{"mc_num": 0}, {"batch_size": 0}])
-    def test_counts_of_score(self, option: dict[str, int], llm: LLM):
+    def test_counts_of_score(self, option: dict[str, Any], llm: LLM):
         with pytest.raises(RequestError, match="must be positive"):
             llm.score([1], [2], **option)
 
@@ -121,11 +123,31 @@ class TestRefused:
             LLM(LLADA.directory, **limit)
 
     @pytest.mark.parametrize("name", ["max_num_batched_tokens", "max_num_logits"])
-    @pytest.mark.parametrize("value", [1.5, "64", -3])
+    @pytest.mark.parametrize("value", [1.5, "64", -3, True, np.bool_(True), np.int64(0)])
     def test_limits_that_are_no_counts(self, name: str, value: Any):
         limit: dict[str, Any] = {name: value}
-        with pytest.raises(ConfigError, match=f"{name} is {value!r}, expected a positive integer"):
+        with pytest.raises(ConfigError, match=re.escape(f"{name} is {value!r}, expected a positive integer")):
             LLM(LLADA.directory, **limit)
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            {"model": 5},
+            {"model": None},
+            {"dtype": 32},
+            {"chunks": 4},
+            {"hf_overrides": "eos_token_id"},
+            {"verifier": 7},
+            {"verifier_shares_ids": "false"},
+            {"progress": 1},
+            {"memory": True},
+            {"host_memory": False},
+        ],
+    )
+    def test_arguments_of_the_class_of_a_wrong_type(self, arguments: dict[str, Any]):
+        (name, value), *_ = arguments.items()
+        with pytest.raises(ConfigError, match=re.escape(f"{name} is {value!r}, expected ")):
+            LLM(**{"model": LLADA.directory, **arguments})
 
     @pytest.mark.parametrize("option", [{"dtype": "float32"}, {"hf_overrides": {"eos_token_id": 7}}])
     def test_checkpoint_options_for_a_model_in_memory(
@@ -139,7 +161,6 @@ class TestRefused:
         [
             ({"prompts": 5}, "prompts is 5, expected one entry for each prompt"),
             ({"prompt_token_ids": 5}, "prompt_token_ids is 5, expected one entry"),
-            ({"prompt_token_ids": PROMPTS, "sampling": None}, "must be SamplingParams"),
             ({"prompt_token_ids": PROMPTS, "sampling": {"gen_length": 8}}, "must be SamplingParams"),
             ({"prompt_token_ids": PROMPTS, "sampling": [SHORT, 7]}, "must be SamplingParams"),
         ],
@@ -194,6 +215,14 @@ class TestOutputs:
         logits = request.getfixturevalue(fixture).logits(goldens[f"{name}.input_ids"])
         assert logits.dtype == np.float32
         np.testing.assert_allclose(logits, goldens[f"{name}.logits"], atol=2e-4, rtol=1e-4)
+
+
+def test_a_model_describes_itself(llm: LLM, params: Params):
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    size = f"{4 * count / 2**30:.2f} GiB of weights"
+    assert repr(llm) == f"LLM(llada, {count / 1e9:.3g}B parameters, float32, cpu, {size})"
+    bounded = LLM(LLADA.directory, dtype="bfloat16", memory="3GiB")
+    assert re.search(r"bfloat16, cpu, .* of weights in 3\.00 GiB\)", repr(bounded))
 
 
 class TestUndefinedIds:

@@ -128,7 +128,7 @@ def generate(
     llm = load_model(model, dtype, verifier)
     if chat and given.text is not None:
         given = Prompt(llm.chat_prompt(given.text), None)
-    outputs = _generate(llm, given, sampling, live=not as_json and sys.stdout.isatty())
+    outputs = _generate(llm, given, sampling, live=not as_json and sys.stdout.isatty(), parse_special=chat)
     if as_json:
         print_result(json.dumps({"outputs": [_json_fields(o) for o in outputs]}))
     else:
@@ -136,17 +136,25 @@ def generate(
             print_result(str(o.token_ids) if o.text is None else o.text)
 
 
-def _generate(llm: "LLM", prompt: Prompt, sampling: SamplingParams, live: bool) -> list["RequestOutput"]:
+def _generate(
+    llm: "LLM", prompt: Prompt, sampling: SamplingParams, live: bool, parse_special: bool
+) -> list["RequestOutput"]:
     text, ids = prompt
     if live and llm.tokenizer is not None:
-        sequences = [llm.tokenizer.encode(text)] if text is not None else ids or []
+        tokenizer = llm.tokenizer
+        sequences = ids or [] if text is None else [tokenizer.encode(text, parse_special=parse_special)]
         if len(sequences) == 1:
-            return _generate_live(llm, llm.tokenizer, prompt, len(sequences[0]), sampling)
-    return llm.generate(text, prompt_token_ids=ids, sampling=sampling)
+            return _generate_live(llm, tokenizer, prompt, len(sequences[0]), sampling, parse_special)
+    return llm.generate(text, prompt_token_ids=ids, sampling=sampling, parse_special=parse_special)
 
 
 def _generate_live(
-    llm: "LLM", tokenizer: "Tokenizer", prompt: Prompt, start: int, sampling: SamplingParams
+    llm: "LLM",
+    tokenizer: "Tokenizer",
+    prompt: Prompt,
+    start: int,
+    sampling: SamplingParams,
+    parse_special: bool,
 ) -> list["RequestOutput"]:
     from rich.live import Live
 
@@ -156,7 +164,11 @@ def _generate_live(
     # Elsewhere than in the terminal, standard error has to stay what it is.
     with Live(response, transient=True, redirect_stderr=sys.stderr.isatty()):
         return llm.generate(
-            prompt.text, prompt_token_ids=prompt.token_ids, sampling=sampling, on_step=response.take
+            prompt.text,
+            prompt_token_ids=prompt.token_ids,
+            sampling=sampling,
+            on_step=response.take,
+            parse_special=parse_special,
         )
 
 

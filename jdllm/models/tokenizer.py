@@ -2,13 +2,15 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jdllm.errors import CheckpointError, RequestError
 from jdllm.models.config import ModelConfig
+from jdllm.models.special_tokens import SpecialTokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
 _FILE = "tokenizer.json"
 _BYTE_PAIR_FILES = ("vocab.json", "merges.txt")
 _END_OF_TURN = "<|eot_id|>"
+
+Message = Mapping[str, Any]
+"""`role` and `content`, the latter a text or a list of parts, each `{"type": "text", "text": ...}`."""
 
 
 def load_tokenizer(path: str | Path) -> "Tokenizer | None":
@@ -89,51 +94,132 @@ class Tokenizer:
         """Id of a token by its exact text, or `None` where it is not in the vocabulary."""
         return self._tokenizer.get_vocab().get(token)
 
-    def encode(self, text: str) -> list[int]:
+    def token(self, index: int) -> str | None:
+        """Text of the token with an id, or `None` where the tokenizer does not define it."""
+        return self._tokenizer.backend_tokenizer.id_to_token(index)
+
+    def encode(self, text: str, *, parse_special: bool = False, parsed: Collection[str] = ()) -> list[int]:
         """Token ids of `text`, with the special tokens that the tokenizer adds by itself.
 
-        They are not added to a text that begins with the BOS token, as a rendered chat template does.
+        Arguments:
+        - `parse_special`: special tokens in `text` become their ids; otherwise they are plain text. Then none
+          is added to a text that begins with the BOS token, as a rendered chat template does.
+        - `parsed`: special tokens that become their ids all the same.
+
+        Raises `RequestError` for a lone surrogate, which is no text.
         """
-        bos = self._tokenizer.bos_token
-        special = not (bos and text.startswith(str(bos)))
-        return self._tokenizer.encode(text, add_special_tokens=special)
+        _check_surrogates(text)
+        return self._ids(text if parse_special else self._special.protect(text, parsed), raw=parse_special)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids` without special tokens; ids that the tokenizer does not define give no text."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def encode_chat(self, messages: Sequence[Message]) -> tuple[str, list[int]]:
+        """Render a conversation up to the point where the model's answer begins, and encode it.
+
+        Arguments:
+        - `messages`: see `Message`; several texts of one message are joined by line breaks.
+
+        Returns the rendered text and its ids, in which only what the template itself says is special: special
+        tokens inside a message are plain text.
+
+        Raises what `apply_chat_template` raises.
+        """
+        rendered = self._render(messages, protected=True)
+        return self._special.restore(rendered), self._ids(rendered, raw=False)
+
+    def apply_chat_template(self, messages: Sequence[Message]) -> str:
         """Render a conversation up to the point where the model's answer begins.
 
         Arguments:
-        - `messages`: objects with `role` and `content`, both text.
+        - `messages`: see `Message`.
 
-        Returns the text to `encode`.
+        Returns the text, to `encode` with `parse_special`.
 
-        Raises `RequestError` where the checkpoint has no chat template (base models have none), or the
-        template refuses the messages.
+        Raises `RequestError` where the checkpoint has no chat template (base models have none), a message is
+        none, or the template refuses the messages.
         """
-        from jinja2 import TemplateError
+        return self._render(messages, protected=False)
 
+    def _render(self, messages: Sequence[Message], *, protected: bool) -> str:
         if not self._tokenizer.chat_template:
             raise RequestError(
                 f"the tokenizer of {self._path} has no chat template: give the prompt as plain text"
             )
         if not messages:
             raise RequestError("there is no message to answer: give at least one")
-        for i, message in enumerate(messages):
-            fields = message if isinstance(message, Mapping) else {}
-            if not all(isinstance(fields.get(key), str) for key in ("role", "content")):
-                raise RequestError(
-                    f"message {i} is {message!r}, expected an object with texts 'role' and 'content'"
-                )
+        plain = [_plain_message(i, message) for i, message in enumerate(messages)]
+        if protected:
+            plain = [{key: self._protect(value) for key, value in message.items()} for message in plain]
         try:
-            rendered = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-            )
-        except TemplateError as e:
+            rendered = self._tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
+        except Exception as e:  # a template is a program: it may fail in any way
             raise RequestError(f"the chat template of {self._path} refuses the messages: {e}") from None
         return str(rendered)
+
+    def _protect(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._special.protect(value)
+        if isinstance(value, Mapping):
+            return {key: self._protect(entry) for key, entry in value.items()}
+        return [self._protect(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+    def _ids(self, text: str, *, raw: bool) -> list[int]:
+        """Ids of a text as it is (`raw`), or of a protected one."""
+        bos = self._tokenizer.bos_token
+        adds_special = not (bos and text.startswith(str(bos)))
+        if raw:
+            return self._tokenizer.encode(text, add_special_tokens=adds_special)
+        return self._special.encode(text, adds_special=adds_special)
+
+    @functools.cached_property
+    def _special(self) -> SpecialTokens:
+        added = self._tokenizer.added_tokens_decoder.values()
+        unknown = self._tokenizer.unk_token
+        return SpecialTokens(
+            self._tokenizer.backend_tokenizer,
+            {token.content for token in added if token.special},
+            None if unknown is None else str(unknown),
+        )
+
+
+def _plain_message(index: int, message: Message) -> dict[str, Any]:
+    """A message whose content is one text; `RequestError` where there is none."""
+    fields = dict(message) if isinstance(message, Mapping) else {}
+    content = fields.get("content")
+    if isinstance(content, list | tuple):
+        fields["content"] = "\n".join(_part(index, i, part) for i, part in enumerate(content))
+    if not all(isinstance(fields.get(key), str) for key in ("role", "content")):
+        raise RequestError(
+            f"message {index} is {message!r}, expected an object with texts 'role' and 'content'"
+        )
+    try:
+        for key in ("role", "content"):
+            _check_surrogates(fields[key])
+    except RequestError as e:
+        raise RequestError(f"message {index}: {e}") from None
+    return fields
+
+
+def _part(index: int, at: int, part: object) -> str:
+    fields = part if isinstance(part, Mapping) else {}
+    text = fields.get("text")
+    if fields.get("type") != "text" or not isinstance(text, str):
+        raise RequestError(
+            f"message {index}: content part {at} is {part!r}, expected {{'type': 'text', 'text': ...}}"
+        )
+    return text
+
+
+def _check_surrogates(text: str) -> None:
+    """Raise `RequestError` for half of a UTF-16 pair, which no encoding of text can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise RequestError(
+            f"the text has a lone surrogate, U+{ord(text[e.start]):04X}, at character {e.start}"
+        ) from None
 
 
 @contextlib.contextmanager

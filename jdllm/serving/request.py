@@ -42,6 +42,10 @@ class Timings:
     def total(self) -> float:
         return self.queued + self.running
 
+    def to_dict(self) -> dict[str, float]:
+        """All three, ready for JSON."""
+        return {"queued": self.queued, "running": self.running, "total": self.total}
+
 
 class Request:
     """The mutable state of one request. The engine alone changes it.

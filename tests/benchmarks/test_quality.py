@@ -26,7 +26,7 @@ from jdllm.demo.tasks import TASKS, Instance, split_of
 from jdllm.demo.tokenizer import EOS
 from jdllm.llm import LLM
 from jdllm.models.config import ModelConfig
-from jdllm.outputs import RequestOutput
+from jdllm.outputs import CompletionOutput, RequestOutput
 from jdllm.serving import cached_packing, packing
 from jdllm.serving.request import Request, Timings
 
@@ -205,7 +205,8 @@ class Guesser:
         for step, state in enumerate(history):
             state[: len(prompt) + step + 1] = tokens[: len(prompt) + step + 1]
         kept = tokens[len(prompt) :].tolist()
-        return RequestOutput(None, prompt, kept, None, "stop", 32, Timings(0, 0), history)
+        output = CompletionOutput(0, None, kept, "stop", 32, Timings(0, 0), history)
+        return RequestOutput(None, prompt, 0, [output])
 
 
 @pytest.fixture

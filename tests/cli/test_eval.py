@@ -12,7 +12,7 @@ from jdllm.cli.evaluate import generator
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.demo.tokenizer import EOS
 from jdllm.llm import LLM
-from jdllm.outputs import RequestOutput
+from jdllm.outputs import CompletionOutput, RequestOutput
 from jdllm.serving.request import Timings
 from tests.cli.helpers import LLADA, UseModel, assert_mistake
 
@@ -32,7 +32,8 @@ class Calculator:
         answer = [*str(int(a) + int(sign + b)).encode()]
         end = [EOS] * (sampling.gen_length - len(answer))
         assert sampling.steps is not None
-        return RequestOutput(None, ids, answer + end, None, "stop", 2 * sampling.steps, Timings(0, 0))
+        output = CompletionOutput(0, None, answer + end, "stop", 2 * sampling.steps, Timings(0, 0))
+        return RequestOutput(None, ids, 0, [output])
 
 
 def test_eval_scores_answers_and_counts_forwards(use_model: UseModel):

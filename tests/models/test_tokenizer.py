@@ -65,7 +65,7 @@ def test_bos_is_added_as_the_tokenizer_says_and_never_twice(tmp_path, adds_bos):
     vocab = save(tmp_path, adds_bos=adds_bos)
     tokenizer = loaded(tmp_path)
     assert tokenizer.encode("hello") == [vocab[BOS]] * adds_bos + [vocab["hello"]]
-    assert tokenizer.encode(f"{BOS}hello") == [vocab[BOS], vocab["hello"]]
+    assert tokenizer.encode(f"{BOS}hello", parse_special=True) == [vocab[BOS], vocab["hello"]]
 
 
 def test_a_conversation_is_rendered_up_to_the_answer(tmp_path):
@@ -74,7 +74,9 @@ def test_a_conversation_is_rendered_up_to_the_answer(tmp_path):
     text = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}])
     assert text == f"{BOS}user hello {EOT}assistant "
     tokens = [BOS, "user", "hello", EOT, "assistant"]
-    assert tokenizer.encode(text) == [vocab[token] for token in tokens]
+    ids = [vocab[token] for token in tokens]
+    assert tokenizer.encode(text, parse_special=True) == ids
+    assert tokenizer.encode_chat([{"role": "user", "content": "hello"}]) == (text, ids)
 
 
 @pytest.mark.parametrize("eot", [True, False])
@@ -98,12 +100,40 @@ def test_without_a_template_a_conversation_is_refused(tmp_path):
         ([{"role": "user", "content": 5}], "message 0"),
         (["hello"], "message 0"),
         ([], "no message"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
+            "message 0: content part 0",
+        ),
+        ([{"role": "user", "content": ["hello"]}], "message 0: content part 0 is 'hello'"),
+        ([{"role": "user", "content": "a\ud800b"}], r"message 0: .*lone surrogate, U\+D800, at character 1"),
     ],
 )
-def test_messages_that_cannot_be_rendered_are_refused(tmp_path, messages, named):
+@pytest.mark.parametrize("render", ["apply_chat_template", "encode_chat"])
+def test_messages_that_cannot_be_rendered_are_refused(tmp_path, messages, named, render):
     save(tmp_path, template=TEMPLATE)
     with pytest.raises(RequestError, match=named):
-        loaded(tmp_path).apply_chat_template(messages)
+        getattr(loaded(tmp_path), render)(messages)
+
+
+@pytest.mark.parametrize(
+    ("template", "named"),
+    [
+        ("{{ 1 // 0 }}", "division"),
+        ("{{ messages[0].content + 5 }}", "str"),
+        ("{{ messages[3].content }}", "no element 3"),
+        ("{% for %}", "Expected"),
+    ],
+)
+def test_a_template_that_fails_is_a_refusal(tmp_path, template, named):
+    save(tmp_path, template=template)
+    with pytest.raises(RequestError, match=f"chat template of {tmp_path} refuses the messages: .*{named}"):
+        loaded(tmp_path).encode_chat([{"role": "user", "content": "hello"}])
+
+
+def test_a_vocabulary_that_makes_special_tokens_of_plain_text_is_refused(tmp_path):
+    save(tmp_path)  # a word-level model: the words are all it knows
+    with pytest.raises(RequestError, match=r"the text holds '<\|eot_id\|>', .*parse_special=True"):
+        loaded(tmp_path).encode(f"hello {EOT} world")
 
 
 def test_a_directory_without_tokenizer_files_has_no_tokenizer(tmp_path):

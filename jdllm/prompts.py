@@ -1,0 +1,105 @@
+"""What a caller gives as prompts, read into token ids."""
+
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.errors import RequestError
+from jdllm.models.tokenizer import Message
+
+TokenIds = Sequence[int] | np.ndarray
+PromptLike = str | Mapping[str, Any]
+"""A text, `{"prompt": text}` or `{"prompt_token_ids": ids}`."""
+Conversation = str | Sequence[Message]
+"""Messages, or the text of one user message."""
+
+
+class Prompt(NamedTuple):
+    """A prompt as text, where it came as text, and its ids, unchecked."""
+
+    text: str | None
+    ids: TokenIds
+
+
+def read_prompts(
+    prompts: PromptLike | Iterable[PromptLike] | None,
+    token_ids: Iterable[TokenIds] | None,
+    encode: Callable[[str], list[int]],
+    names: tuple[str, str],
+) -> list[Prompt]:
+    """Read one prompt or many, from any iterable.
+
+    Arguments:
+    - `prompts`, `token_ids`: texts (or dicts), or lists of ids; one of the two.
+    - `encode`: text to ids.
+    - `names`: of these two arguments, for messages.
+
+    Raises `RequestError` for anything else; it names the entry.
+    """
+    if (prompts is None) == (token_ids is None):
+        raise RequestError(f"give either {names[0]} or {names[1]}")
+    if prompts is None:
+        return [Prompt(None, ids) for ids in _entries(token_ids, names[1])]
+    one = isinstance(prompts, str | Mapping)
+    entries = [prompts] if one else _entries(prompts, names[0])
+    read = []
+    for i, entry in enumerate(entries):
+        with naming_prompt(i, len(entries)):
+            read.append(_read(entry, names[0] if one else f"{names[0]}[{i}]", encode))
+    return read
+
+
+def read_conversations(messages: Conversation | Iterable[Conversation]) -> list[Sequence[Message]]:
+    """One conversation or many; their messages are not checked. `RequestError` for what is neither."""
+    if isinstance(messages, str):
+        return [[{"role": "user", "content": messages}]]
+    entries = _entries(messages, "messages")
+    if entries and all(isinstance(entry, list | tuple) for entry in entries):
+        return entries
+    return [entries]
+
+
+def sampling_for_each(
+    sampling: SamplingParams | Iterable[SamplingParams], count: int
+) -> list[SamplingParams]:
+    """Sampling parameters of each of `count` prompts, from one for all or one for each."""
+    if isinstance(sampling, SamplingParams):
+        return [sampling] * count
+    each = list(sampling) if isinstance(sampling, Iterable) else []
+    if not isinstance(sampling, Iterable) or not all(isinstance(s, SamplingParams) for s in each):
+        raise RequestError("sampling must be SamplingParams: one for all prompts, or one for each")
+    if len(each) != count:
+        raise RequestError(f"{len(each)} sampling parameters for {count} prompts: give one for all or each")
+    return each
+
+
+@contextmanager
+def naming_prompt(index: int, count: int) -> Iterator[None]:
+    """Put the index of the prompt before the message of a `RequestError`, where there are several."""
+    try:
+        yield
+    except RequestError as e:
+        raise RequestError(f"prompt {index}: {e}" if count > 1 else str(e)) from None
+
+
+def _entries(value: object, name: str) -> list[Any]:
+    if not isinstance(value, Iterable) or isinstance(value, str | bytes | bytearray | Mapping):
+        raise RequestError(f"{name} is {reprlib.repr(value)}, expected one entry for each prompt")
+    return list(value)
+
+
+def _read(entry: object, name: str, encode: Callable[[str], list[int]]) -> Prompt:
+    match entry:
+        case {"prompt": str(text), **others} if not others:
+            return Prompt(text, encode(text))
+        case {"prompt_token_ids": ids, **others} if not others:
+            return Prompt(None, ids)
+        case str(text):
+            return Prompt(text, encode(text))
+    raise RequestError(
+        f"{name} is {reprlib.repr(entry)}, expected a text, {{'prompt': text}} or {{'prompt_token_ids': ids}}"
+    )
