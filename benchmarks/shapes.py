@@ -56,16 +56,3 @@ SHAPES: dict[str, ModelConfig] = {
         eos_id=156892,
     ),
 }
-
-
-def step_flops(config: ModelConfig, rows: int, head_rows: int) -> float:
-    """Floating-point operations of one full step of one segment that sees itself whole."""
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    widths = config.num_layers * config.intermediate_size
-    if config.moe is not None:
-        sparse = config.num_layers - len(config.moe.dense_layers)
-        per_row = config.moe.top_k * config.moe.expert_size + config.moe.experts / 3
-        widths = sparse * per_row + len(config.moe.dense_layers) * config.intermediate_size
-    projections = config.hidden_size * (config.num_layers * (2 * q + 2 * kv) + 3 * widths)
-    attention = config.num_layers * 2 * rows * rows * q
-    return 2.0 * (rows * projections + attention + head_rows * config.hidden_size * config.vocab_size)

@@ -24,7 +24,7 @@ from flax import nnx
 
 from benchmarks.peers import jax_step
 from benchmarks.record import Ceilings, compiled, measure_ceilings, median_seconds, record
-from benchmarks.shapes import SHAPES, step_flops
+from benchmarks.shapes import SHAPES
 from jdllm.decoding.batch import Batch
 from jdllm.decoding.executables import temp_bytes
 from jdllm.decoding.sampling import SamplingParams
@@ -36,6 +36,7 @@ from jdllm.pallas.attention.limits import check_mosaic_gpu
 from jdllm.pallas.device import target
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.chunks import ChunkConfig
+from jdllm.planning.step_time import step_flops
 from jdllm.serving.packing import pack
 from jdllm.serving.request import generation_request
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -16,7 +15,8 @@ from jdllm.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from jdllm.decoding.sampling import Cache
     from jdllm.models.config import ModelConfig
-    from jdllm.planning.plan import MemoryPlan, Workload
+    from jdllm.planning.card import Card
+    from jdllm.planning.plan import Workload
 
 DOES_NOT_FIT = 3
 
@@ -30,23 +30,45 @@ def plan(
             show_default=False,
         ),
     ],
-    context: Annotated[int, typer.Option(help="Tokens of the sequence, masks included.", show_default=False)],
+    context: Annotated[
+        int | None,
+        typer.Option(help="Tokens of the sequence, masks included.", show_default="the longest that fits"),
+    ] = None,
     memory: Annotated[
-        str, typer.Option(metavar="BYTES", help="Memory of the device, such as 24GiB.", show_default=False)
-    ],
+        str | None,
+        typer.Option(
+            metavar="BYTES",
+            help="Memory of the device, as 24GiB, 24G (the same), 24GB (decimal) or in bytes.",
+            show_default="what XLA may allot of the card",
+        ),
+    ] = None,
     mask_ratio: Annotated[float, typer.Option(help="Masked tokens per token.")] = 0.5,
-    target: Annotated[str, typer.Option(metavar="h200|a100|l40s", help="The card.")] = "h200",
+    target: Annotated[
+        str | None,
+        typer.Option(
+            metavar="h200|a100|l40s", help="The card.", show_default="the one that is here, or h200"
+        ),
+    ] = None,
     cache_policy: Annotated[
         str,
-        typer.Option(metavar="none|prefix|dual|selective|sparse|head_sparse", help="What the KV pool keeps."),
+        typer.Option(
+            "--cache",
+            "--cache-policy",
+            metavar="none|prefix|dual|selective|sparse|head_sparse",
+            help="What the KV pool keeps.",
+        ),
     ] = "none",
     retention: Annotated[float, typer.Option(help="Share of the keys that a sparse policy keeps.")] = 0.5,
     dtype: Annotated[
-        str, typer.Option(metavar="float32|bfloat16|float16", help="Type of weights and activations.")
-    ] = "bfloat16",
+        str,
+        typer.Option(
+            metavar="auto|float32|bfloat16|float16",
+            help="Type of weights and activations; auto: the checkpoint's, bfloat16 where it states none.",
+        ),
+    ] = "auto",
     host_memory: Annotated[
-        str, typer.Option(metavar="BYTES", help="Host memory for what the device cannot hold.")
-    ] = "128GiB",
+        str, typer.Option(metavar="BYTES", help="Host memory for what the device cannot hold; 0 for none.")
+    ] = "64GiB",
     host_tiers: Annotated[
         bool, typer.Option("--host-tiers/--no-host-tiers", help="Whether host memory may be used.")
     ] = True,
@@ -74,78 +96,92 @@ def plan(
 
     Needs a configuration only: no weights and no GPU. A context that does not fit ends with exit code 3.
     """
-    from jdllm.planning.budget import parse_bytes
-    from jdllm.planning.plan import Budget, max_context, plan_memory
+    from jdllm.cli import plan_report
+    from jdllm.planning.budget import Budget, parse_bytes, parse_host_memory
 
+    card = _card(target, memory)
     workload = _workload(
-        _read_model(model),
-        target,
+        _config_path(model),
+        card.target,
         dtype,
         mask_ratio=mask_ratio,
         cache_policy=cast("Cache", cache_policy),
         retention=retention,
         max_num_logits=max_num_logits,
     )
-    budget = Budget(parse_bytes(memory, "--memory"), host=parse_bytes(host_memory, "--host-memory"))
-    found = plan_memory(workload, context, budget, host_tiers=host_tiers)
-    on_device = max_context(workload, budget, host_tiers=False)
-    longest = max_context(workload, budget) if host_tiers else on_device
-    check = not as_json if check is None else check
+    host = parse_host_memory(host_memory, "--host-memory")
+    device = card.default_memory if memory is None else parse_bytes(memory, "--memory")
+    budget = Budget(device, host=host if host_tiers else 0)
+    report = plan_report.make_report(workload, card, budget, context)
     if plot is not None:
-        _draw(workload, found, plot)
-    compiled = _compile(workload, found, target) if check else None
+        plan_report.draw(report, plot, memory)
+    check = not as_json if check is None else check
+    compiled = plan_report.compiled_bytes(report) if check else None
     if as_json:
-        facts = {
-            "target": target,
-            "cache_policy": cache_policy,
-            **_facts(found),
-            "max_context": longest,
-            "max_context_without_host_tiers": on_device,
-            "compiler_peak_bytes": None if compiled is None else found.fixed_bytes + compiled,
-        }
-        print_result(json.dumps(facts))
+        print_result(json.dumps(plan_report.facts(report, compiled)))
     else:
-        contexts = f"{longest} tokens" + (f" ({on_device} without host tiers)" if host_tiers else "")
-        compared = _compared(found, compiled, check)
-        print_result(f"{_describe(found, target)}\n\n{compared}\nlongest context: {contexts}")
-    if not found.fits:
-        fitting = f"the longest context that fits is {longest} tokens" if longest else "no context fits"
-        typer.echo(f"error: {_need(found)}: {fitting}", err=True)
+        assumed = _assumed(target, memory, card)
+        print_result(
+            "\n".join([*assumed, plan_report.describe(report), plan_report.compared(report, compiled, check)])
+        )
+    if report.refusal is not None:
+        typer.echo(f"error: {report.refusal}", err=True)
         raise typer.Exit(DOES_NOT_FIT)
 
 
-def _read_model(model: str) -> "ModelConfig":
-    """The configuration of a checkpoint, of which nothing else is read or downloaded."""
-    from jdllm.models.config import ModelConfig
+def _card(target: str | None, memory: str | None) -> "Card":
+    """The card that is here, unless another is asked for; nothing is asked where both options are given."""
+    from jdllm.planning.card import DEFAULT_TARGET, described_card, visible_card
+
+    described = described_card(target or DEFAULT_TARGET)
+    if target is not None and memory is not None:
+        return described
+    here = visible_card()
+    return here if here is not None and target in (None, here.target) else described
+
+
+def _assumed(target: str | None, memory: str | None, card: "Card") -> list[str]:
+    """Lines that say what was taken for options that were not given."""
+    from jdllm.planning.budget import format_bytes
+
+    lines = []
+    if target is None:
+        here = "no CUDA device is visible" if card.name == card.target else f"{card.name} is here"
+        lines.append(f"{here}: planned for {card.target} (--target)")
+    if memory is None:
+        allotted = format_bytes(card.default_memory)
+        lines.append(f"memory is the {allotted} that XLA may allot by default of {card.name} (--memory)")
+    return [*lines, ""] if lines else []
+
+
+def _config_path(model: str) -> Path:
+    """The config.json of a checkpoint, of which nothing else is read or downloaded."""
     from jdllm.models.loading import resolve
 
     path = os.path.expanduser(model)
     if os.path.isfile(path):
-        return ModelConfig.from_hf(path)
+        return Path(path)
     if os.path.isdir(path) or model.count("/") != 1 or model.startswith((".", "/", "~")):
-        return ModelConfig.from_hf(resolve(model))
+        return resolve(model)
     import huggingface_hub
 
     try:
-        return ModelConfig.from_hf(Path(huggingface_hub.hf_hub_download(model, "config.json")))
-    except ConfigError:
-        raise
+        return Path(huggingface_hub.hf_hub_download(model, "config.json"))
     except Exception as e:  # the hub's own errors, and those of the system and of its HTTP library
         raise CheckpointError(
             f"there is no file or directory {model}, and the hub does not give a config.json of that id: {e}"
         ) from None
 
 
-def _workload(config: "ModelConfig", target: str, dtype: str, **rest: Any) -> "Workload":
+def _workload(path: Path, target: str, dtype: str, **rest: Any) -> "Workload":
     """What is planned for; `rest` are fields of `Workload` as they are."""
-    from jdllm.models.loading import DTYPES
+    from jdllm.models.config import ModelConfig
     from jdllm.pallas.attention.limits import HEAD_DIMS
     from jdllm.planning.aot import is_hopper
     from jdllm.planning.plan import Workload
 
-    names = [known.name for known in DTYPES.values()]
-    if dtype not in names:
-        raise ConfigError(f"--dtype is {dtype!r}, expected one of {', '.join(names)}")
+    config = ModelConfig.from_hf(path)
+    dtype = _dtype(path, config, dtype)
     hopper = is_hopper(target) and dtype != "float32" and config.head_dim in HEAD_DIMS
     if config.mask_id is None:
         # Some families name it in the tokenizer. Memory does not depend on it, but compiling needs one.
@@ -153,111 +189,14 @@ def _workload(config: "ModelConfig", target: str, dtype: str, **rest: Any) -> "W
     return Workload(config, dtype, hopper, **rest)
 
 
-def _compile(workload: "Workload", found: "MemoryPlan", target: str) -> int | None:
-    """Bytes that the compiler allots to the activations, or `None` where it cannot be asked."""
-    import jax
+def _dtype(path: Path, config: "ModelConfig", dtype: str) -> str:
+    """The type that `LLM` would load the weights in; that of no weights and no word of them is bfloat16."""
+    from jdllm.models.loading import DTYPES, resolve_dtype
 
-    from jdllm.planning.verify import compiler_temp_bytes
-
-    # A card that happens to be here is not needed: JAX would reserve most of its memory.
-    jax.config.update("jax_platforms", "cpu")
-    logging.getLogger("absl").setLevel(logging.ERROR)
-    return compiler_temp_bytes(workload, found, target)
-
-
-def _draw(workload: "Workload", found: "MemoryPlan", path: Path) -> None:
-    """The timeline of the plan below that of the same step with nothing cut."""
-    from jdllm.planning.report import timeline
-    from jdllm.planning.search import search
-    from jdllm.planning.templates import step_template
-    from jdllm.planning.tier_template import tier_template
-
-    config, kind, dims = workload.config, workload.kind, {"T": found.rows, "M": found.head_rows}
-    template = step_template(config, kind)
-    if found.tiers is not None:
-        template = tier_template(config, kind, found.tiers, found.rows, workload.dtype)
-    available = max(0, found.budget.device - found.fixed_bytes)
-    whole = search(template, dims, dict.fromkeys(found.activation.counts, (1,)), available)
-    timeline(whole, found.activation, path, available)
-
-
-def _facts(found: "MemoryPlan") -> dict[str, Any]:
-    activation = found.activation
-    enough_host = found.host_bytes <= found.budget.host
-    return {
-        "fits": found.fits,
-        "context": found.context,
-        "rows": found.rows,
-        "head_rows": found.head_rows,
-        "budget_bytes": found.budget.device,
-        "peak_bytes": found.peak_bytes,
-        "weights_bytes": found.weights_bytes,
-        "kv_pool_bytes": found.kv_pool_bytes,
-        "overhead_bytes": found.budget.overhead,
-        "batch_bytes": found.batch_bytes,
-        "activation_peak_bytes": activation.peak_bytes,
-        "peak_op": activation.peak_op,
-        "peak_to_average": activation.peak_to_average,
-        "chunks": dataclasses.asdict(found.chunks),
-        "host_tiers": found.host_tiers,
-        "host_bytes": found.host_bytes,
-        "host_budget_bytes": found.budget.host,
-        "stop_reason": activation.stop_reason if enough_host else "host memory is too small",
-        "plan_seconds": found.seconds,
-    }
-
-
-def _describe(found: "MemoryPlan", target: str) -> str:
-    """The verdict, where the bytes go, how the step is cut, and the tensors at the peak."""
-    from jdllm.planning.report import format_bytes, format_peak_table
-
-    account = {
-        "weights": found.weights_bytes,
-        "KV pool": found.kv_pool_bytes,
-        "overhead": found.budget.overhead,
-        "batch": found.batch_bytes,
-        "activations": found.activation.peak_bytes,
-        "host memory": found.host_bytes,
-    }
-    chunks = ", ".join(f"{name} {count}" for name, count in dataclasses.asdict(found.chunks).items())
-    tiers = "none"
-    if found.tiers is not None:
-        tiers = f"{', '.join(found.host_tiers)} ({found.tiers.chunk_rows} rows at a time)"
-    return "\n".join(
-        [
-            f"{'fits' if found.fits else 'does not fit'} on {target}: {_need(found)}",
-            "",
-            *[f"{name:<12}{format_bytes(size):>12}" for name, size in account.items()],
-            "",
-            f"chunks: {chunks}",
-            f"host tiers: {tiers}",
-            "",
-            format_peak_table(found.activation),
-        ]
-    )
-
-
-def _compared(found: "MemoryPlan", compiled: int | None, asked: bool) -> str:
-    """The predicted activations beside those of the compiler."""
-    from jdllm.planning.report import format_bytes
-
-    planned = found.activation.peak_bytes
-    if compiled is not None:
-        compiler = f"{format_bytes(compiled)} (plan {planned / compiled - 1:+.1%})"
-    elif not asked:
-        compiler = "not checked"
-    elif found.tiers is not None:
-        compiler = "not checked (with host tiers the step is many executables)"
-    else:
-        compiler = "not checked (needs the cuda13 extra)"
-    return f"predicted peak of activations: {format_bytes(planned)}\ncompiler: {compiler}"
-
-
-def _need(found: "MemoryPlan") -> str:
-    from jdllm.planning.report import format_bytes
-
-    peak, available = format_bytes(found.peak_bytes), format_bytes(found.budget.device)
-    need = f"{found.context} tokens need {peak} of the device's {available}"
-    if found.tiers is not None:
-        need += f" and {format_bytes(found.host_bytes)} of {format_bytes(found.budget.host)} host memory"
-    return need
+    names = ["auto", *(known.name for known in DTYPES.values())]
+    if dtype not in names:
+        raise ConfigError(f"--dtype is {dtype!r}, expected one of {', '.join(names)}")
+    try:
+        return resolve_dtype(path if path.is_dir() else path.parent, config, dtype)
+    except CheckpointError:
+        return "bfloat16"

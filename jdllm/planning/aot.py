@@ -2,10 +2,11 @@
 
 XLA can compile for a card that is only described (`targets/*.textproto`): kernels, schedules and memory
 are those of the card, except for choices that need a run on it (autotuning, cuDNN workspaces). Needs the
-`cuda13` extra, and no driver.
+`cuda13` or the `cuda12` extra, and no driver.
 """
 
 import functools
+import importlib.util
 import re
 from collections.abc import Callable, Hashable
 from pathlib import Path
@@ -28,14 +29,29 @@ def _description(target: str) -> str:
     return known[target].read_text()
 
 
-def is_hopper(target: str) -> bool:
-    """Whether kernels for Hopper run on a described card.
+def capability_of(target: str) -> tuple[int, int]:
+    """The compute capability of a described card, (9, 0) for Hopper; arguments as of `target_sharding`."""
+    stated = re.search(r"cuda_compute_capability\s*{([^}]*)}", _description(target))
+    numbers = dict(re.findall(r"(major|minor):\s*(\d+)", stated[1] if stated else ""))
+    return int(numbers.get("major", 0)), int(numbers.get("minor", 0))
 
-    Arguments:
-    - `target`: as `target_sharding` takes it.
-    """
-    capability = re.search(r"cuda_compute_capability\s*{\s*major:\s*(\d+)", _description(target))
-    return capability is not None and capability[1] == "9"
+
+def memory_of(target: str) -> int:
+    """Bytes of memory of a described card; arguments as of `target_sharding`."""
+    stated = re.search(r"device_memory_size:\s*(\d+)", _description(target))
+    return int(stated[1]) if stated else 0
+
+
+def is_hopper(target: str) -> bool:
+    """Whether kernels for Hopper run on a described card; arguments as of `target_sharding`."""
+    return capability_of(target)[0] == 9
+
+
+def has_compiler() -> bool:
+    """Whether a compiler for CUDA is installed, that of the `cuda13` or of the `cuda12` extra."""
+    if importlib.util.find_spec("jax_plugins") is None:
+        return False
+    return any(importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13))
 
 
 @functools.cache

@@ -2,45 +2,62 @@
 
 import ctypes
 import dataclasses
+import math
 import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 
 from jdllm.errors import ConfigError
 
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
+_UNITS = {"": 1, "b": 1} | {
+    prefix + suffix: base**power
+    for power, prefix in enumerate("kmgt", 1)
+    for suffix, base in (("b", 1000), ("ib", 1024), ("", 1024))
 }
+
+CUDA_CONTEXT = 768 << 20
+"""Bytes outside XLA's pool on an H200, rounded up: CUDA context, kernels, library handles."""
 
 GUARD = 128 << 20
 """Bytes that a plan leaves free: the pool rounds sizes, and has gaps."""
 
-DEFAULT_OVERHEAD = (768 << 20) + GUARD
-"""Bytes outside XLA's pool on an H200, rounded up (CUDA context, kernels, library handles), and the guard."""
+DEFAULT_OVERHEAD = CUDA_CONTEXT + GUARD
+
+DEFAULT_HOST_MEMORY = "64GiB"
 
 
 def parse_bytes(value: int | str, name: str = "memory") -> int:
-    """A number of bytes, such as 17179869184, "16GiB" or "24 GB".
+    """A number of bytes, such as 17179869184, "16GiB", "16G" (the same) or "24 GB" (decimal).
 
     Raises `ConfigError`, naming `name`, for anything else and for what is not positive.
     """
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", str(value))
+    match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", str(value))
     if (
         match is None
         or match[2].lower() not in _UNITS
         or (size := int(float(match[1]) * _UNITS[match[2].lower()])) < 1
     ):
-        raise ConfigError(f"{name} is {value!r}, expected bytes such as 17179869184 or '24GiB'")
+        raise ConfigError(f"{name} is {value!r}, expected bytes such as 17179869184, '24G' or '24GiB'")
     return size
+
+
+def parse_host_memory(value: int | str, name: str = "host_memory") -> int:
+    """As `parse_bytes`, but "0" is none."""
+    return 0 if str(value).strip() == "0" else parse_bytes(value, name)
+
+
+def format_bytes(count: int, rounded: Callable[[float], int] = round) -> str:
+    """A number of bytes in the largest binary unit that it reaches, such as "3.08 GiB".
+
+    Arguments:
+    - `rounded`: to hundredths; `math.ceil` and `math.floor` never say too little or too much.
+    """
+    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if count >= 1024**power:
+            return f"{rounded(100 * count / 1024**power) / 100:.2f} {unit}"
+    return f"{count} B"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,27 +71,31 @@ class Budget:
 
     device: int
     overhead: int = DEFAULT_OVERHEAD
-    host: int = 128 << 30
+    host: int = parse_bytes(DEFAULT_HOST_MEMORY)
 
 
 class MemoryBudgetError(ConfigError):
     """A step that does not fit the budget.
 
-    - `needed_bytes`, `available_bytes`: what the step needs on the device, and what there is.
+    Arguments:
+    - `what`: the step, the subject of the message.
+    - `needed_bytes`: the least budget of the device that would do, weights and overhead included.
+    - `available_bytes`: the budget.
     - `max_context`: the longest context that fits, in tokens; 0 where not even the weights do.
+    - `longest`: which contexts that one is the longest of.
     """
 
-    def __init__(self, what: str, needed_bytes: int, available_bytes: int, max_context: int):
+    def __init__(
+        self, what: str, needed_bytes: int, available_bytes: int, max_context: int, longest: str = "context"
+    ):
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes
         self.max_context = max_context
-        longest = (
-            f"the longest context that fits is {max_context} tokens" if max_context else "no context fits"
-        )
-        gib = 2**30
+        fitting = f"the longest {longest} that fits is {max_context} tokens"
         super().__init__(
-            f"{what} needs {needed_bytes / gib:.2f} GiB on the device, and the budget is"
-            f" {available_bytes / gib:.2f} GiB: {longest}"
+            f"{what} needs at least {format_bytes(needed_bytes, math.ceil)} on the device, weights included,"
+            f" and the budget is {format_bytes(available_bytes, math.floor)}:"
+            f" {fitting if max_context else f'no {longest} fits'}"
         )
 
 
@@ -135,7 +156,7 @@ def device_budget(device: Any, memory: int | str | None, host_memory: int | str)
     Returns the budget, or `None` for a CPU without `memory`.
     Raises `ConfigError` for a budget beyond what the device has.
     """
-    host = 0 if str(host_memory).strip() == "0" else parse_bytes(host_memory, "host_memory")
+    host = parse_host_memory(host_memory)
     measured = device_memory(device)
     if measured is None:
         return None if memory is None else Budget(parse_bytes(memory), 0, host)

@@ -1,9 +1,10 @@
 """`plan_memory`: what a step needs on the device, how it is cut to fit, and the longest context that fits."""
 
+import bisect
 import dataclasses
 import functools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, get_args
 
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from jdllm.planning.tier_template import tier_template
 
 _MOST_CHUNKS = 512
 _LOOK_BACK = 8
+_TIER_ROWS = (16384, 4096, 1024)
 _LONGEST = 1 << 24
 """Positions are exact in f32 below this."""
 
@@ -108,6 +110,10 @@ class MemoryPlan:
     seconds: float
 
     @property
+    def bucket(self) -> "Bucket":
+        return Bucket(self.context, self.rows, self.head_rows)
+
+    @property
     def fixed_bytes(self) -> int:
         """Device bytes that no chunk count changes."""
         return self.budget.overhead + self.weights_bytes + self.kv_pool_bytes + self.batch_bytes
@@ -151,7 +157,8 @@ def plan_memory(
     Arguments:
     - `workload`, `budget`: what is planned for, and what may be used.
     - `context`: tokens of the sequence, masks included.
-    - `host_tiers`: whether host memory may be used where the device is too small, or which tiers to try.
+    - `host_tiers`: whether host memory may be used where the device is too small, as `LLM` would, or which
+      tiers to try.
 
     Returns the plan; where nothing fits, the last that was tried, with `fits` false.
     Source: Mosaic (global memory planning and dynamic peak taming), and host tiers beyond it.
@@ -195,20 +202,52 @@ def max_context(workload: Workload, budget: Budget, *, host_tiers: bool | Sequen
     return ladder[gaps[0] - 1] if gaps else longest
 
 
+def least_device_bytes(
+    workload: Workload, bucket: Bucket, budget: Budget, tiers: Sequence[HostTiers] = ()
+) -> int:
+    """The smallest budget of the device that a step fits which does not fit `budget`; arguments as above."""
+
+    def fits(device: int) -> bool:
+        return plan_bucket(workload, bucket, dataclasses.replace(budget, device=device), tiers).fits
+
+    whole = _plan_on_device(workload, bucket, dataclasses.replace(budget, device=1 << 62))
+    return bisect.bisect_left(range(whole.peak_bytes), True, lo=max(0, budget.device + 1), key=fits)
+
+
 def check(workload: Workload, plan: MemoryPlan) -> MemoryPlan:
     """Return `plan`, or raise `MemoryBudgetError` where it does not fit."""
     if plan.fits:
         return plan
-    raise refusal(workload, plan, plan.budget, plan.tiers is not None)
+    raise refusal(workload, plan.bucket, plan.budget, rungs(workload.config) if plan.tiers else ())
 
 
 def refusal(
-    workload: Workload, plan: MemoryPlan, budget: Budget, host_tiers: bool | Sequence[HostTiers]
+    workload: Workload,
+    bucket: Bucket,
+    budget: Budget,
+    tiers: Sequence[HostTiers],
+    *,
+    what: str | None = None,
+    surplus: int = 0,
+    compiled: int = 0,
 ) -> MemoryBudgetError:
-    """The error for a plan that does not fit `budget`; `host_tiers` as in `max_context`."""
-    what = f"a step of {plan.rows} rows, {plan.head_rows} of them masked,"
-    longest = max_context(workload, budget, host_tiers=host_tiers)
-    return MemoryBudgetError(what, plan.peak_bytes, budget.device, longest)
+    """The error for a step that does not fit.
+
+    Arguments:
+    - `workload`, `bucket`, `budget`, `tiers`: as of `plan_bucket`.
+    - `what`: the step, by default by its rows.
+    - `surplus`: bytes that the compiler asks for beyond what is planned.
+    - `compiled`: what it asks for in all, where it was asked.
+    """
+    left = dataclasses.replace(budget, device=budget.device - surplus)
+    needed = max(compiled, surplus + least_device_bytes(workload, bucket, left, tiers))
+    alike = dataclasses.replace(workload, mask_ratio=min(1.0, bucket.head_rows / bucket.rows))
+    return MemoryBudgetError(
+        what or f"a step of {bucket.rows} rows, {bucket.head_rows} of them masked,",
+        needed,
+        budget.device,
+        max_context(alike, left, host_tiers=tiers),
+    )
 
 
 @functools.cache
@@ -289,11 +328,15 @@ def _planned(
     )
 
 
-def rungs(config: ModelConfig) -> Iterator[HostTiers]:
+def rungs(config: ModelConfig) -> list[HostTiers]:
     """Host tiers in rising order of their cost in latency."""
-    for groups in range(1, config.num_kv_heads + 1):
-        if config.num_kv_heads % groups == 0:
-            yield HostTiers(chunk_rows=4096, head_groups=groups)
-    for weights in (False, True):
-        for chunk_rows in (16384, 4096, 1024):
-            yield HostTiers(chunk_rows=chunk_rows, kv=True, weights=weights)
+    groups = [count for count in range(1, config.num_kv_heads + 1) if config.num_kv_heads % count == 0]
+    return [
+        *(HostTiers(chunk_rows=4096, head_groups=count) for count in groups),
+        *(HostTiers(chunk_rows=rows, kv=True) for rows in _TIER_ROWS),
+    ]
+
+
+def weight_rungs() -> list[HostTiers]:
+    """Further tiers, with the weights in host memory: layers run so, but `LLM` does not load a model so."""
+    return [HostTiers(chunk_rows=rows, kv=True, weights=True) for rows in _TIER_ROWS]

@@ -11,7 +11,7 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.step import denoise
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import abstract_params
-from jdllm.planning.aot import compile_for
+from jdllm.planning.aot import compile_for, has_compiler
 from jdllm.planning.plan import MemoryPlan, Workload
 from jdllm.planning.templates import LAYERS
 from jdllm.serving.packing import pack
@@ -29,9 +29,9 @@ def compiler_temp_bytes(
     - `layers`: layers to compile; every layer reuses the memory of the one before.
 
     Returns the bytes of its temporaries, the compiler's word for `plan.activation.peak_bytes`; `None` where
-    there is no compiler for the target (the `cuda13` extra) or the step is not one executable (host tiers).
+    there is no compiler for the target (`has_compiler`) or the step is not one executable (host tiers).
     """
-    if plan.tiers is not None:
+    if plan.tiers is not None or not has_compiler():
         return None
     config = dataclasses.replace(workload.config, num_layers=layers)
     step = functools.partial(
@@ -42,13 +42,8 @@ def compiler_temp_bytes(
         level=workload.level,
         guided=False,
     )
-    try:
-        compiled = compile_for(
-            target, step, abstract_params(config, workload.dtype), _batch(config, plan), np.int32(1)
-        )
-    except NotImplementedError:
-        return None
-    return temp_bytes(compiled)
+    params, batch = abstract_params(config, workload.dtype), _batch(config, plan)
+    return temp_bytes(compile_for(target, step, params, batch, np.int32(1)))
 
 
 def _batch(config: ModelConfig, plan: MemoryPlan) -> Batch:

@@ -141,7 +141,8 @@ class CachedRunner:
             needed = self._limit.fixed + pool + self._executables.temp_bytes(executable)
             if needed > self._limit.device:
                 what = f"a cached step with a pool of {self._pages.pages} pages"
-                raise MemoryBudgetError(what, needed, self._limit.device, self._limit.longest)
+                longest = "context without a cache"
+                raise MemoryBudgetError(what, needed, self._limit.device, self._limit.longest, longest)
         return executable(*args)
 
     def _static(self, requests: Sequence[Request], head_rows: int, level: Level) -> dict[str, Any]:

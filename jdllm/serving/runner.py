@@ -175,8 +175,7 @@ class StepRunner:
             static = self._static(batch, mask_id, level, chunks)
             return self._executables.compile(_denoise, self._params, batch, np.int32(1), **static)
 
-        tiers = [rung for rung in rungs(self._config) if not rung.weights]
-        return self._fit(self._workload(level), bucket, budget, tiers, compiled)
+        return self._fit(self._workload(level), bucket, budget, rungs(self._config), compiled)
 
     def _adaptive_chunks(self, bucket: Bucket, compiled: Compile) -> ChunkConfig:
         if self._budget is None:
@@ -194,19 +193,22 @@ class StepRunner:
         compiled: Compile,
     ) -> tuple[ChunkConfig, HostTiers | None]:
         """Plan, and let the compiler confirm it; a misfit is planned again with as much less."""
-        device = budget.device
+        surplus = needed = 0
         for _ in range(_ATTEMPTS):
-            plan = plan_bucket(workload, bucket, dataclasses.replace(budget, device=device), tiers)
+            left = dataclasses.replace(budget, device=budget.device - surplus)
+            plan = plan_bucket(workload, bucket, left, tiers)
             chunks = self._chunks or plan.chunks
             if plan.tiers is not None and self._chunks is None:
                 if not plan.fits:
                     break
                 return chunks, plan.tiers
-            excess = plan.fixed_bytes + temp_bytes(compiled(chunks)) - budget.device
-            if excess <= 0:
+            needed = plan.fixed_bytes + temp_bytes(compiled(chunks))
+            if needed <= budget.device:
                 return chunks, None
-            device -= excess
-        raise refusal(workload, plan, budget, tiers)
+            if self._chunks is not None or not plan.fits:
+                break
+            surplus += needed - budget.device
+        raise refusal(workload, bucket, budget, tiers, surplus=surplus, compiled=needed)
 
 
 def _guided(batch: Batch) -> bool:

@@ -1,7 +1,10 @@
 """`jdllm plan`: what it prints, to which stream, and with which exit code."""
 
+import dataclasses
+import inspect
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +12,16 @@ import huggingface_hub
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
+from jdllm import LLM
 from jdllm.cli import app
 from jdllm.errors import ConfigError
 from jdllm.planning.aot import is_hopper
 from jdllm.planning.buckets import row_bucket
+from jdllm.planning.budget import Budget, parse_bytes
+from jdllm.planning.card import Card
 from tests.helpers import Golden
 
 GIB = 2**30
@@ -30,6 +37,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "mlp_hidden_size": 12288,
         "vocab_size": 126464,
         "embedding_size": 126464,
+        "torch_dtype": "bfloat16",
     },
     "dream": {
         "hidden_size": 3584,
@@ -37,6 +45,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 28,
         "num_key_value_heads": 4,
         "intermediate_size": 18944,
+        "torch_dtype": "bfloat16",
         "vocab_size": 152064,
     },
     "llada_moe": {
@@ -48,6 +57,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "expert_intermediate_size": 1024,
         "moe_layer_freq": [1] * 16,
         "num_experts": 64,
+        "torch_dtype": "bfloat16",
         "num_experts_per_tok": 8,
         "vocab_size": 157184,
         "mask_token_id": None,
@@ -59,7 +69,9 @@ KEYS = {
     *("fits", "peak_bytes", "activation_peak_bytes", "weights_bytes", "kv_pool_bytes", "overhead_bytes"),
     *("batch_bytes", "budget_bytes", "peak_op", "peak_to_average", "chunks", "host_tiers", "host_bytes"),
     *("host_budget_bytes", "context", "rows", "head_rows", "max_context", "max_context_without_host_tiers"),
-    *("plan_seconds", "stop_reason", "target", "cache_policy", "compiler_peak_bytes"),
+    *("plan_seconds", "stop_reason", "target", "cache_policy", "compiler_peak_bytes", "card", "dtype"),
+    *("positions", "needed_bytes", "weights_tier_would_fit", "step_seconds", "step_seconds_at_measured_rate"),
+    *("max_context_step_seconds", "max_context_without_host_tiers_step_seconds"),
 }
 
 
@@ -79,9 +91,20 @@ def llada(configs: dict[str, Path]) -> Path:
     return configs["llada"]
 
 
+@pytest.fixture(autouse=True)
+def no_card(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("jdllm.planning.card.visible_card", lambda: None)
+
+
+def invoke(model: Path | str, *options: str) -> Result:
+    return CliRunner().invoke(app, ["plan", str(model), *options])
+
+
 def run(model: Path | str, *options: str, context: int = 32768, memory: str = "24GiB") -> Result:
     shape = ("--context", str(context), "--memory", memory)
-    return CliRunner().invoke(app, ["plan", str(model), *shape, *options])
+    if "--target" not in options:
+        options += ("--target", "h200")
+    return invoke(model, *shape, *options)
 
 
 def facts(model: Path | str, *options: str, code: int = 0, **shape: Any) -> dict[str, Any]:
@@ -138,7 +161,7 @@ def test_more_memory_is_never_a_shorter_context(configs: dict[str, Path], family
     for size in sorted(gib):
         result = run(configs[family], "--json", memory=f"{size}GiB")
         got = json.loads(result.stdout)
-        enough = got["peak_bytes"] <= size * GIB and got["host_bytes"] <= 128 * GIB
+        enough = got["peak_bytes"] <= size * GIB and got["host_bytes"] <= 64 * GIB
         assert got["fits"] == enough == (result.exit_code == 0)
         longest.append((got["max_context_without_host_tiers"], got["max_context"]))
     for fewer, more in itertools.pairwise(longest):
@@ -198,8 +221,9 @@ def test_tables_for_people(llada: Path):
     got = facts(llada, context=131072)
     lines = result.stdout.splitlines()
     peak = got["peak_bytes"] / GIB
-    assert lines[0] == f"fits on h200: 131072 tokens need {peak:.2f} GiB of the device's 24.00 GiB"
-    table = {line[:12].strip(): line[12:].strip() for line in lines[2:8]}
+    beyond = "(beyond the 4096 positions of the model)"
+    assert lines[0] == f"fits on h200: 131072 tokens {beyond} need {peak:.2f} GiB of the device's 24.00 GiB"
+    table = {line[:12].strip(): line[12:24].strip() for line in lines[3:9]}
     assert table["weights"] == f"{got['weights_bytes'] / GIB:.2f} GiB"
     assert table["activations"] == f"{got['activation_peak_bytes'] / GIB:.2f} GiB"
     assert (table["KV pool"], table["overhead"], table["host memory"]) == ("0 B", "896.00 MiB", "0 B")
@@ -209,17 +233,56 @@ def test_tables_for_people(llada: Path):
     assert f"predicted peak of activations: {table['activations']}" in lines
     assert "compiler: not checked" in lines
     without = got["max_context_without_host_tiers"]
-    assert lines[-1] == f"longest context: {got['max_context']} tokens ({without} without host tiers)"
-    assert run(llada, "--no-check", "--no-host-tiers").stdout.endswith(f"longest context: {without} tokens\n")
+    assert lines[-2].startswith(f"longest context: {got['max_context']} tokens {beyond}, ")
+    alone = (
+        f"{without} tokens {beyond}, {got['max_context_without_host_tiers_step_seconds'] / 60:.1f} min a step"
+    )
+    assert lines[-1] == f"longest context without host memory: {alone}"
+    for none in (("--no-host-tiers",), ("--host-memory", "0")):
+        assert run(llada, "--no-check", *none).stdout.endswith(f"\nlongest context: {alone}\n")
+
+
+def test_the_overhead_is_explained(llada: Path):
+    (line,) = [x for x in run(llada, "--no-check").stdout.splitlines() if x.startswith("overhead")]
+    assert re.split(r"  +", line)[2] == (
+        "CUDA context and libraries 768.00 MiB, kept free for gaps in XLA's pool 128.00 MiB"
+    )
+
+
+@pytest.mark.parametrize(("context", "marked"), [(4096, False), (4097, True)])
+def test_contexts_beyond_the_positions_are_marked(llada: Path, context: int, marked: bool):
+    first = run(llada, "--no-check", context=context).stdout.splitlines()[0]
+    assert ("beyond the 4096 positions of the model" in first) == marked
+
+
+def test_a_scaled_context_is_within_the_positions(llada: Path, tmp_path: Path):
+    values = json.loads((llada / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps(values | {"rope_scaling": {"rope_type": "linear", "factor": 16.0}})
+    )
+    assert facts(tmp_path)["positions"] == 65536
+    assert "beyond" not in run(tmp_path, "--no-check").stdout.splitlines()[0]
 
 
 def test_what_is_in_host_memory(llada: Path):
     got = facts(llada, context=1 << 20)
     assert got["host_tiers"] == ["residual"]
-    assert 0 < got["host_bytes"] <= got["host_budget_bytes"] == 128 * GIB
+    assert 0 < got["host_bytes"] <= got["host_budget_bytes"] == 64 * GIB
     result = run(llada, "--no-check", context=1 << 20)
     assert "host tiers: residual (4096 rows at a time)" in result.stdout.splitlines()
-    assert facts(llada, memory="8GiB")["host_tiers"] == ["residual", "kv", "weights"]
+
+
+def test_a_tier_that_the_library_does_not_run_is_no_fit(llada: Path):
+    got = facts(llada, memory="8GiB", code=3)
+    assert not got["fits"]
+    assert got["weights_tier_would_fit"]
+    assert (got["max_context"], got["max_context_without_host_tiers"]) == (0, 0)
+    assert "weights" not in got["host_tiers"]
+    result = run(llada, "--no-check", memory="8GiB")
+    assert result.exit_code == 3
+    (line,) = [line for line in result.stdout.splitlines() if "weights in host memory" in line]
+    assert line.endswith("would do: LLM does not run this tier yet")
+    assert not facts(llada, "--host-memory", "0", memory="8GiB", code=3)["weights_tier_would_fit"]
 
 
 @pytest.mark.parametrize("as_json", [True, False])
@@ -228,30 +291,89 @@ def test_a_context_that_does_not_fit_is_one_line_and_exit_code_3(llada: Path, as
     result = run(llada, *options, context=1 << 20)
     got = facts(llada, "--no-host-tiers", context=1 << 20, code=3)
     assert result.exit_code == 3
-    assert result.stderr == (
-        f"error: 1048576 tokens need {got['peak_bytes'] / GIB:.2f} GiB of the device's 24.00 GiB:"
-        f" the longest context that fits is {got['max_context']} tokens\n"
+    match = re.fullmatch(
+        r"error: a step of 1048576 tokens needs at least (\S+ GiB) on the device, weights included, and the"
+        r" budget is 24\.00 GiB: the longest context that fits is (\d+) tokens\n",
+        result.stderr,
     )
+    assert match is not None
+    assert int(match[2]) == got["max_context"]
+    assert facts(llada, "--no-host-tiers", context=1 << 20, memory=match[1])["fits"]
     if as_json:
         assert json.loads(result.stdout)["fits"] is False
     else:
-        assert result.stdout.startswith("does not fit on h200: 1048576 tokens need")
+        assert result.stdout.startswith("does not fit on h200: 1048576 tokens")
 
 
 def test_too_little_host_memory(llada: Path):
-    result = run(llada, "--json", "--host-memory", "1GiB", context=1 << 20)
-    got = json.loads(result.stdout)
-    assert result.exit_code == 3
-    assert got["peak_bytes"] <= got["budget_bytes"]
+    got = facts(llada, "--host-memory", "1GiB", context=1 << 20, code=3)
     assert got["stop_reason"] == "host memory is too small"
-    host = f"{got['host_bytes'] / GIB:.2f} GiB of 1.00 GiB host memory"
-    assert f" and {host}: the longest context that fits is {got['max_context']} tokens\n" in result.stderr
+    assert got["needed_bytes"] > got["budget_bytes"]
+    assert facts(llada, "--host-memory", "1GiB", context=1 << 20, memory=str(got["needed_bytes"]))["fits"]
 
 
 def test_weights_alone_are_too_much(llada: Path):
     result = run(llada, "--json", "--no-host-tiers", memory="8GiB")
     assert (result.exit_code, json.loads(result.stdout)["max_context"]) == (3, 0)
-    assert result.stderr.endswith("GiB of the device's 8.00 GiB: no context fits\n")
+    assert result.stderr.endswith("and the budget is 8.00 GiB: no context fits\n")
+    assert run(llada, "--no-check", memory="8GiB").stdout.endswith("longest context: none fits\n")
+
+
+def test_without_a_context_the_longest_is_planned(llada: Path):
+    result = invoke(llada, "--memory", "24GiB", "--json")
+    got = json.loads(result.stdout)
+    assert (result.exit_code, got["context"]) == (0, got["max_context"])
+    assert got["step_seconds"] == got["max_context_step_seconds"]
+    nothing = invoke(llada, "--memory", "8GiB", "--json")
+    assert (nothing.exit_code, json.loads(nothing.stdout)["fits"]) == (3, False)
+
+
+def test_spellings_of_a_size(llada: Path):
+    same = {facts(llada, memory=text)["budget_bytes"] for text in ("24G", "24GiB", "24 gib", str(24 * GIB))}
+    assert same == {24 * GIB}
+
+
+def test_options_and_defaults_are_those_of_the_library():
+    planned = {option.name: option for option in get_command(app).commands["plan"].params}  # type: ignore[attr-defined]
+    library = inspect.signature(LLM).parameters
+    for name in ("dtype", "max_num_logits", "memory", "host_memory"):
+        assert planned[name].default == library[name].default
+    fields = {field.name: field for field in dataclasses.fields(Budget)}
+    assert fields["host"].default == parse_bytes(library["host_memory"].default)
+
+
+def test_the_type_is_that_of_the_checkpoint(llada: Path, tmp_path: Path):
+    values = json.loads((llada / "config.json").read_text())
+    for stated, expected in (("float32", "float32"), ("float16", "float16"), (None, "bfloat16")):
+        (tmp_path / "config.json").write_text(json.dumps(values | {"torch_dtype": stated}))
+        assert facts(tmp_path / "config.json", memory="60GiB")["dtype"] == expected
+    assert facts(tmp_path, "--dtype", "float16")["dtype"] == "float16"
+
+
+H100 = Card("NVIDIA H100 80GB HBM3", "h200", 80 * GIB)
+
+
+def test_card_and_memory_default_to_the_card_that_is_here(llada: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("jdllm.planning.card.visible_card", lambda: H100)
+    result = invoke(llada, "--no-check", "--context", "4096")
+    got = json.loads(invoke(llada, "--json", "--context", "4096").stdout)
+    assert (got["card"], got["target"]) == (H100.name, "h200")
+    assert got["budget_bytes"] == 60 * GIB + (768 << 20)
+    assert result.stdout.splitlines()[:2] == [
+        f"{H100.name} is here: planned for h200 (--target)",
+        f"memory is the 60.75 GiB that XLA may allot by default of {H100.name} (--memory)",
+    ]
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    assert json.loads(invoke(llada, "--json").stdout)["budget_bytes"] == 40 * GIB + (768 << 20)
+    other = json.loads(invoke(llada, "--json", "--target", "a100").stdout)
+    assert (other["card"], other["budget_bytes"]) == ("a100", 85100068864 // 2 + (768 << 20))
+
+
+def test_without_a_card_the_description_of_one_is_taken_and_named(llada: Path):
+    result = invoke(llada, "--no-check", "--memory", "24GiB", "--context", "4096")
+    assert result.stdout.splitlines()[0] == "no CUDA device is visible: planned for h200 (--target)"
+    got = json.loads(invoke(llada, "--json").stdout)
+    assert got["budget_bytes"] == 150109880320 * 3 // 4 + (768 << 20)
 
 
 @pytest.mark.parametrize(
@@ -273,10 +395,6 @@ def test_weights_alone_are_too_much(llada: Path):
 )
 def test_wrong_options(llada: Path, options: tuple[str, ...], words: tuple[str, ...]):
     assert_mistake(run(llada, "--json", "--no-host-tiers", *options), *words)
-
-
-def test_missing_options(llada: Path):
-    assert_mistake(CliRunner().invoke(app, ["plan", str(llada), "--context", "1"]), "--memory")
 
 
 def test_a_model_is_a_directory_or_a_file_or_a_hub_id(
@@ -313,7 +431,7 @@ def test_the_compilers_word(llada: Path, monkeypatch: pytest.MonkeyPatch):
         asked.append((workload.config.hidden_size, workload.hopper, plan.context, target))
         return plan.activation.peak_bytes - GIB
 
-    monkeypatch.setattr("jdllm.planning.verify.compiler_temp_bytes", compiler_temp_bytes)
+    monkeypatch.setattr("jdllm.cli.plan_report.compiler_temp_bytes", compiler_temp_bytes)
     quiet = facts(llada, "--target", "a100")
     assert (asked, quiet["compiler_peak_bytes"]) == ([], None)
     got = facts(llada, "--target", "a100", "--check")
@@ -325,9 +443,9 @@ def test_the_compilers_word(llada: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_without_a_compiler(llada: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("jdllm.planning.verify.compiler_temp_bytes", lambda *_: None)
+    monkeypatch.setattr("jdllm.cli.plan_report.compiler_temp_bytes", lambda *_: None)
     assert facts(llada, "--check")["compiler_peak_bytes"] is None
-    assert "compiler: not checked (needs the cuda13 extra)\n" in run(llada).stdout
+    assert "compiler: not checked (needs the cuda13 or the cuda12 extra)\n" in run(llada).stdout
     tiered = "compiler: not checked (with host tiers the step is many executables)\n"
     assert tiered in run(llada, context=1 << 20).stdout
 
@@ -335,7 +453,7 @@ def test_without_a_compiler(llada: Path, monkeypatch: pytest.MonkeyPatch):
 def test_the_check_needs_a_mask_id_and_gets_one(configs: dict[str, Path], monkeypatch: pytest.MonkeyPatch):
     ids = []
     monkeypatch.setattr(
-        "jdllm.planning.verify.compiler_temp_bytes", lambda workload, *_: ids.append(workload.config.mask_id)
+        "jdllm.cli.plan_report.compiler_temp_bytes", lambda workload, *_: ids.append(workload.config.mask_id)
     )
     facts(configs["llada_moe"], "--check")
     assert ids == [157183]

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from jdllm.errors import JdllmError
+from jdllm.planning.budget import format_bytes
 from jdllm.planning.planner import ActivationPlan, first_fit, make_plan
 from jdllm.planning.report import (
+    Frame,
     PeakRow,
     _draw,
-    format_bytes,
     format_peak_table,
     live_by_count,
     peak_table,
@@ -25,6 +26,7 @@ Plans = tuple[ActivationPlan, ActivationPlan]
 
 DIMS = {"T": 8192, "M": 4000}
 BUDGET = 2**28
+FRAME = Frame("a model on a card", 3 * BUDGET, "768M", {"weights": 2 * BUDGET - 2**20, "overhead": 2**20})
 
 
 @pytest.fixture(scope="module")
@@ -58,20 +60,6 @@ def test_nothing_alive_is_an_empty_table():
     assert format_peak_table(plan) == "op0: 0 B alive"
 
 
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (1023, "1023 B"),
-        (1024, "1.00 KiB"),
-        (1536 * 1024, "1.50 MiB"),
-        (2**30, "1.00 GiB"),
-        (2**41, "2048.00 GiB"),
-    ],
-)
-def test_bytes_in_the_largest_unit_reached(count: int, text: str):
-    assert format_bytes(count) == text
-
-
 def test_live_bytes_are_told_apart_by_the_counts_that_cut_them(plans: Plans):
     graph = llada_like().instantiate({**DIMS, **plans[1].counts})
     live = live_by_count(plans[1])
@@ -84,21 +72,30 @@ def test_live_bytes_are_told_apart_by_the_counts_that_cut_them(plans: Plans):
     assert live["logits"][gate] == live["kv"][gate] == 0
 
 
-def test_the_picture_shows_both_plans_their_peaks_and_the_budget(plans: Plans):
+def test_the_picture_shows_both_plans_their_peaks_what_stays_and_the_budget(plans: Plans):
     pytest.importorskip("matplotlib")
-    figure = _draw(*plans, BUDGET)
+    figure = _draw(*plans, FRAME)
+    assert figure.get_suptitle() == FRAME.title
     assert len(figure.axes) == 2
-    for axes, plan in zip(figure.axes, plans, strict=True):
-        stacks = [np.array(area.get_paths()[0].vertices) for area in axes.collections]
-        top = max(stack[:, 1].max() for stack in stacks)
-        assert top == pytest.approx(plan.lower_bound / 2**30)
+    assert figure.axes[0].get_ylim() == figure.axes[1].get_ylim()
+    assert figure.axes[0].get_ylim()[1] >= (2 * BUDGET + plans[0].lower_bound) / 2**30
+    for axes, plan, name in zip(figure.axes, plans, ("nothing cut", "as planned"), strict=True):
+        stacks = {str(area.get_label()): np.array(area.get_paths()[0].vertices) for area in axes.collections}
+        assert list(stacks)[:2] == ["weights", "overhead"]
+        assert stacks["weights"][:, 1].max() == pytest.approx(FRAME.resident["weights"] / 2**30)
+        top = max(stack[:, 1].max() for stack in stacks.values())
+        assert top == pytest.approx((2 * BUDGET + plan.lower_bound) / 2**30)
         assert [text.get_text() for text in axes.texts] == [
-            f"{plan.peak_op}: {format_bytes(plan.lower_bound)}"
+            f"{plan.peak_op}: {format_bytes(plan.lower_bound)} of activations"
         ]
         (line,) = axes.lines
-        assert np.all(np.asarray(line.get_ydata()) == BUDGET / 2**30)
+        assert np.all(np.asarray(line.get_ydata()) == 3 * BUDGET / 2**30)
+        assert line.get_label() == "budget 768M"
+        title = axes.get_title(loc="left")
+        assert title.startswith(name)
+        assert format_bytes(2 * BUDGET + plan.peak_bytes) in title
         for component, count in plan.counts.items():
-            assert f"{component} {count}" in axes.get_title(loc="left")
+            assert f"{component} {count}" in title
     assert [tick.get_text() for tick in figure.axes[1].get_xticklabels()] == list(plans[0].ops)
 
 
@@ -106,7 +103,7 @@ def test_the_picture_shows_both_plans_their_peaks_and_the_budget(plans: Plans):
 def test_the_picture_is_written_whole(plans: Plans, tmp_path: Path, name: str, magic: bytes):
     pytest.importorskip("matplotlib")
     (tmp_path / name).write_text("old")
-    timeline(*plans, tmp_path / name, BUDGET)
+    timeline(*plans, tmp_path / name, FRAME)
     assert (tmp_path / name).read_bytes().startswith(magic)
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
@@ -114,9 +111,9 @@ def test_the_picture_is_written_whole(plans: Plans, tmp_path: Path, name: str, m
 def test_a_picture_that_cannot_be_written_is_refused(plans: Plans, tmp_path: Path):
     pytest.importorskip("matplotlib")
     with pytest.raises(JdllmError, match=r"plan\.doc: expected a name that ends in one of .*png.*svg"):
-        timeline(*plans, tmp_path / "plan.doc", BUDGET)
+        timeline(*plans, tmp_path / "plan.doc", FRAME)
     with pytest.raises(JdllmError, match="missing is not a directory"):
-        timeline(*plans, tmp_path / "missing" / "plan.png", BUDGET)
+        timeline(*plans, tmp_path / "missing" / "plan.png", FRAME)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -125,4 +122,4 @@ def test_without_matplotlib_the_message_says_how_to_install_it(
 ):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(JdllmError, match=r"needs matplotlib: pip install 'jdllm\[plot\]'"):
-        timeline(*plans, tmp_path / "plan.png", BUDGET)
+        timeline(*plans, tmp_path / "plan.png", FRAME)

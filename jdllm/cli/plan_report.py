@@ -1,0 +1,255 @@
+"""What `jdllm plan` says of a step and of the longest contexts: in words, in JSON and as a picture."""
+
+import dataclasses
+import logging
+import math
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from jdllm.planning.budget import CUDA_CONTEXT, GUARD, Budget, MemoryBudgetError, format_bytes
+from jdllm.planning.card import Card
+from jdllm.planning.plan import (
+    MemoryPlan,
+    Workload,
+    least_device_bytes,
+    max_context,
+    plan_memory,
+    rungs,
+    weight_rungs,
+)
+from jdllm.planning.report import Frame, format_peak_table, timeline
+from jdllm.planning.search import search
+from jdllm.planning.step_time import format_seconds, step_time
+from jdllm.planning.templates import step_template
+from jdllm.planning.tier_template import tier_template
+from jdllm.planning.verify import compiler_temp_bytes
+
+
+class Longest(NamedTuple):
+    """The longest context that fits, 0 where none does, and the estimated seconds of a step of it."""
+
+    context: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """The answer to one question.
+
+    - `workload`, `card`, `budget`: what was asked.
+    - `plan`: of the step; where it does not fit, of the same step in the least budget that would do.
+    - `refusal`: why it does not fit; `stop_reason` is "fits", or names what no chunk count lowers further.
+    - `longest`, `on_device`: with host memory as the budget has it, and without.
+    - `with_weights`: a plan that would fit with the weights in host memory, which `LLM` does not run.
+    """
+
+    workload: Workload
+    card: Card
+    budget: Budget
+    plan: MemoryPlan
+    refusal: MemoryBudgetError | None
+    stop_reason: str
+    longest: Longest
+    on_device: Longest
+    with_weights: MemoryPlan | None = None
+
+    @property
+    def positions(self) -> int:
+        """Positions that the model is made for."""
+        config = self.workload.config
+        return config.rope.effective_context(config.max_positions)
+
+
+def make_report(workload: Workload, card: Card, budget: Budget, context: int | None) -> Report:
+    """Plan a step of `context` tokens, by default of as many as fit."""
+
+    def timed(length: int, host: bool) -> Longest:
+        if not length:
+            return Longest(0, 0.0)
+        found = plan_memory(workload, length, budget, host_tiers=host)
+        return Longest(length, step_time(workload, found, card.target).seconds)
+
+    tiers = rungs(workload.config) if budget.host and not workload.caches else []
+    on_device = timed(max_context(workload, budget, host_tiers=False), False)
+    longest = timed(max_context(workload, budget, host_tiers=tiers), True) if tiers else on_device
+    context = context if context is not None else max(1, longest.context)
+    found = plan_memory(workload, context, budget, host_tiers=tiers)
+    if found.fits:
+        return Report(workload, card, budget, found, None, "fits", longest, on_device)
+    enough_host = found.host_bytes <= budget.host
+    needed = least_device_bytes(workload, found.bucket, budget, tiers)
+    weights = plan_memory(workload, context, budget, host_tiers=weight_rungs()) if tiers else found
+    return Report(
+        workload,
+        card,
+        budget,
+        plan_memory(workload, context, dataclasses.replace(budget, device=needed), host_tiers=tiers),
+        MemoryBudgetError(f"a step of {context} tokens", needed, budget.device, longest.context),
+        found.activation.stop_reason if enough_host else "host memory is too small",
+        longest,
+        on_device,
+        weights if weights.fits else None,
+    )
+
+
+def compiled_bytes(report: Report) -> int | None:
+    """Bytes that the compiler allots to the activations, or `None` where it cannot be asked."""
+    # A card that happens to be here is not needed: JAX would reserve most of its memory.
+    jax.config.update("jax_platforms", "cpu")
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    return compiler_temp_bytes(report.workload, report.plan, report.card.target)
+
+
+def facts(report: Report, compiled: int | None) -> dict[str, Any]:
+    """The report as one JSON object."""
+    found, activation = report.plan, report.plan.activation
+    estimate = step_time(report.workload, found, report.card.target)
+    return {
+        "target": report.card.target,
+        "card": report.card.name,
+        "cache_policy": report.workload.cache_policy,
+        "dtype": report.workload.dtype,
+        "fits": report.refusal is None,
+        "context": found.context,
+        "rows": found.rows,
+        "head_rows": found.head_rows,
+        "positions": report.positions,
+        "budget_bytes": report.budget.device,
+        "needed_bytes": found.peak_bytes if report.refusal is None else report.refusal.needed_bytes,
+        "peak_bytes": found.peak_bytes,
+        "weights_bytes": found.weights_bytes,
+        "kv_pool_bytes": found.kv_pool_bytes,
+        "overhead_bytes": report.budget.overhead,
+        "batch_bytes": found.batch_bytes,
+        "activation_peak_bytes": activation.peak_bytes,
+        "peak_op": activation.peak_op,
+        "peak_to_average": activation.peak_to_average,
+        "chunks": dataclasses.asdict(found.chunks),
+        "host_tiers": found.host_tiers,
+        "host_bytes": found.host_bytes,
+        "host_budget_bytes": report.budget.host,
+        "weights_tier_would_fit": report.with_weights is not None,
+        "stop_reason": report.stop_reason,
+        "step_seconds": estimate.seconds,
+        "step_seconds_at_measured_rate": estimate.measured,
+        "plan_seconds": found.seconds,
+        "max_context": report.longest.context,
+        "max_context_step_seconds": report.longest.seconds,
+        "max_context_without_host_tiers": report.on_device.context,
+        "max_context_without_host_tiers_step_seconds": report.on_device.seconds,
+        "compiler_peak_bytes": None if compiled is None else found.fixed_bytes + compiled,
+    }
+
+
+def describe(report: Report) -> str:
+    """The verdict, where the bytes go, how the step is cut, and the tensors at the peak."""
+    found = report.plan
+    account = {
+        "weights": format_bytes(found.weights_bytes),
+        "KV pool": format_bytes(found.kv_pool_bytes),
+        "overhead": format_bytes(found.budget.overhead),
+        "batch": format_bytes(found.batch_bytes),
+        "activations": format_bytes(found.activation.peak_bytes),
+        "host memory": format_bytes(found.host_bytes),
+    }
+    notes = {
+        "overhead": f"CUDA context and libraries {format_bytes(CUDA_CONTEXT)},"
+        f" kept free for gaps in XLA's pool {format_bytes(GUARD)}",
+        "host memory": f"of {format_bytes(report.budget.host)}",
+    }
+    chunks = ", ".join(f"{name} {count}" for name, count in dataclasses.asdict(found.chunks).items())
+    tiers = "none"
+    if found.tiers is not None:
+        tiers = f"{', '.join(found.host_tiers)} ({found.tiers.chunk_rows} rows at a time)"
+    lines = [
+        *_verdict(report),
+        f"a full step takes {step_time(report.workload, found, report.card.target)}",
+        "",
+        *[f"{name:<12}{size:>12}  {notes.get(name, '')}".rstrip() for name, size in account.items()],
+        "",
+        f"chunks: {chunks}",
+        f"host tiers: {tiers}",
+        "",
+        format_peak_table(found.activation),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _verdict(report: Report) -> list[str]:
+    found, available = report.plan, format_bytes(report.budget.device)
+    beyond = _beyond(report, found.context)
+    if report.refusal is None:
+        peak = format_bytes(found.peak_bytes)
+        need = f"{found.context} tokens{beyond} need {peak} of the device's {available}"
+        if found.tiers is not None:
+            need += f" and {format_bytes(found.host_bytes)} of {format_bytes(report.budget.host)} host memory"
+        return [f"fits on {report.card.target}: {need}"]
+    lines = [
+        f"does not fit on {report.card.target}: {found.context} tokens{beyond} need at least"
+        f" {format_bytes(report.refusal.needed_bytes, math.ceil)} of the device's {available}:"
+        " the plan below is for that"
+    ]
+    if report.with_weights is not None:
+        lines.append(
+            f"with the weights in host memory too, {format_bytes(report.with_weights.peak_bytes)} would do:"
+            " LLM does not run this tier yet"
+        )
+    return lines
+
+
+def compared(report: Report, compiled: int | None, asked: bool) -> str:
+    """The predicted activations beside those of the compiler, and the longest contexts."""
+    planned = report.plan.activation.peak_bytes
+    if compiled is not None:
+        compiler = f"{format_bytes(compiled)} (plan {planned / compiled - 1:+.1%})"
+    elif not asked:
+        compiler = "not checked"
+    elif report.plan.tiers is not None:
+        compiler = "not checked (with host tiers the step is many executables)"
+    else:
+        compiler = "not checked (needs the cuda13 or the cuda12 extra)"
+    lines = [
+        f"predicted peak of activations: {format_bytes(planned)}",
+        f"compiler: {compiler}",
+        f"longest context: {_longest(report, report.longest)}",
+    ]
+    if report.longest != report.on_device:
+        lines.append(f"longest context without host memory: {_longest(report, report.on_device)}")
+    return "\n".join(lines)
+
+
+def _longest(report: Report, longest: Longest) -> str:
+    if not longest.context:
+        return "none fits"
+    beyond, seconds = _beyond(report, longest.context), format_seconds(longest.seconds)
+    return f"{longest.context} tokens{beyond}, {seconds} a step"
+
+
+def _beyond(report: Report, context: int) -> str:
+    return f" (beyond the {report.positions} positions of the model)" if context > report.positions else ""
+
+
+def draw(report: Report, path: Path, memory: str | None) -> None:
+    """The timeline of the plan below that of the same step with nothing cut; `memory` as it was typed."""
+    workload, found = report.workload, report.plan
+    config, kind, dims = workload.config, workload.kind, {"T": found.rows, "M": found.head_rows}
+    template = step_template(config, kind)
+    if found.tiers is not None:
+        template = tier_template(config, kind, found.tiers, found.rows, workload.dtype)
+    available = max(0, found.budget.device - found.fixed_bytes)
+    whole = search(template, dims, dict.fromkeys(found.activation.counts, (1,)), available)
+    resident = {
+        "weights": found.weights_bytes,
+        "KV pool": found.kv_pool_bytes,
+        "overhead, batch": found.budget.overhead + found.batch_bytes,
+    }
+    frame = Frame(
+        f"{config.family}: one step of {found.context} tokens in {workload.dtype} on {report.card.target}",
+        report.budget.device,
+        format_bytes(report.budget.device) if memory is None else memory.strip(),
+        {name: size for name, size in resident.items() if size},
+    )
+    timeline(whole, found.activation, path, frame)

@@ -1,0 +1,87 @@
+"""How long a step takes, estimated from its arithmetic and from what a card reaches."""
+
+from typing import NamedTuple
+
+from jdllm.models.config import ModelConfig
+from jdllm.models.tiers import transfer_bytes
+from jdllm.planning.plan import MemoryPlan, Workload
+
+
+class Rates(NamedTuple):
+    """What a card does in a second.
+
+    - `flops`: operations of 16-bit matrix products; `flops_f32` of products in full float32.
+    - `bytes`: of its own memory; `host_bytes` to it from pinned host memory.
+    - `measured`: whether 16-bit steps of jdllm reach this; otherwise they are the data sheet's numbers.
+    """
+
+    flops: float
+    flops_f32: float
+    bytes: float
+    host_bytes: float
+    measured: bool = False
+
+
+RATES = {
+    "h200": Rates(650e12, 67e12, 4.3e12, 51e9, measured=True),
+    "a100": Rates(312e12, 19.5e12, 2.039e12, 31.5e9),
+    "l40s": Rates(362e12, 91.6e12, 0.864e12, 31.5e9),
+}
+
+
+class StepTime(NamedTuple):
+    """An estimate: `seconds` of a step whose products run at `flops` a second; `measured` as of `Rates`."""
+
+    seconds: float
+    flops: float
+    measured: bool
+
+    def __str__(self) -> str:
+        bound, source = ("about", "measured") if self.measured else ("at least", "data-sheet")
+        rate = f"the {source} rate, {self.flops / 1e12:g} TFLOP/s"
+        return f"{bound} {format_seconds(self.seconds)} (estimate at {rate})"
+
+
+def step_time(workload: Workload, plan: MemoryPlan, target: str) -> StepTime:
+    """Estimate a full step, a cache's refresh included.
+
+    Arguments:
+    - `workload`, `plan`: what was planned.
+    - `target`: a card that `RATES` has.
+
+    Returns the longest of the times that products, reading the weights, and transfers from host memory would
+    take alone.
+    """
+    config, rates = workload.config, RATES[target]
+    full = workload.dtype == "float32"
+    flops = rates.flops_f32 if full else rates.flops
+    moved = 0
+    if plan.tiers is not None:
+        moved = config.num_layers * max(transfer_bytes(config, plan.tiers, plan.rows, workload.dtype))
+    seconds = max(
+        step_flops(config, plan.rows, plan.head_rows) / flops,
+        plan.weights_bytes / rates.bytes,
+        moved / rates.host_bytes,
+    )
+    return StepTime(seconds, flops, rates.measured and not full)
+
+
+def step_flops(config: ModelConfig, rows: int, head_rows: int) -> float:
+    """Floating-point operations of one full step of one segment that sees itself whole."""
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    widths = config.num_layers * config.intermediate_size
+    if config.moe is not None:
+        sparse = config.num_layers - len(config.moe.dense_layers)
+        per_row = config.moe.top_k * config.moe.expert_size + config.moe.experts / 3
+        widths = sparse * per_row + len(config.moe.dense_layers) * config.intermediate_size
+    projections = config.hidden_size * (config.num_layers * (2 * q + 2 * kv) + 3 * widths)
+    attention = config.num_layers * 2 * rows * rows * q
+    return 2.0 * (rows * projections + attention + head_rows * config.hidden_size * config.vocab_size)
+
+
+def format_seconds(seconds: float) -> str:
+    """A time in the unit that leaves at least one digit before the point, such as "104 ms" or "2.3 min"."""
+    for size, unit in ((86400, "days"), (3600, "h"), (60, "min"), (1, "s")):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{1000 * seconds:.3g} ms"
