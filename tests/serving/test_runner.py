@@ -14,6 +14,7 @@ from jdllm.models.config import ModelConfig
 from jdllm.models.tiers import HostTiers
 from jdllm.models.weights import Params, param_bytes
 from jdllm.planning.budget import Budget, MemoryBudgetError
+from jdllm.planning.chunks import ChunkConfig
 from jdllm.planning.templates import step_template
 from jdllm.serving.engine import Engine
 from jdllm.serving.request import generation_request
@@ -85,6 +86,21 @@ def test_what_does_not_fit_is_refused_with_the_longest_context(params, config, e
     with pytest.raises(MemoryBudgetError, match=r"longest context that fits|no context fits") as error:
         run(params, config, executables, budget)
     assert error.value.needed_bytes > error.value.available_bytes == budget.device
+
+
+@pytest.mark.slow
+def test_fixed_counts_that_do_not_fit_name_their_own_need(params, config, executables, small):
+    budget = small(300 * 2**10)
+    request = generation_request(0, PROMPT, SamplingParams(gen_length=64, steps=4), config)
+
+    def steps(budget: Budget) -> int:
+        runner = StepRunner(params, config, executables, budget=budget, chunks=ChunkConfig(ffn=2))
+        return len(list(Engine(runner, config, 4096).run([request])))
+
+    with pytest.raises(MemoryBudgetError) as error:
+        steps(budget)
+    assert error.value.needed_bytes > budget.device
+    assert steps(dataclasses.replace(budget, device=error.value.needed_bytes))
 
 
 def test_a_misfit_of_the_compiler_raises_the_counts(
