@@ -42,6 +42,7 @@ from jdllm.cli.options import (
 )
 from jdllm.cli.report import print_result
 from jdllm.decoding.sampling import SamplingParams
+from jdllm.demo.tasks import MAX_INSTANCES
 
 if TYPE_CHECKING:
     from jdllm.demo.evaluate import Generate, Generation
@@ -54,7 +55,9 @@ def evaluate(
     task: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="May be repeated.", show_default="all tasks")
     ] = None,
-    instances: Annotated[int, typer.Option(help="Held-out test instances of each task.")] = 1000,
+    instances: Annotated[
+        int, typer.Option(min=1, max=MAX_INSTANCES, help="Held-out test instances of each task.")
+    ] = 1000,
     dtype: Dtype = "auto",
     as_json: Json = False,
     gen_length: Annotated[

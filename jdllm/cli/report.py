@@ -1,5 +1,8 @@
 """What the commands write to which stream, and their exit codes."""
 
+import contextlib
+import errno
+import os
 import sys
 import warnings
 from typing import Any
@@ -11,6 +14,10 @@ from jdllm.errors import JdllmError
 
 USER_MISTAKE = 2
 
+_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EBADF, errno.EIO)
+_TEXTS = {"prompt"}
+"""Arguments that are texts, which may begin with a dash."""
+
 
 class Commands(TyperGroup):
     """Reports a user's mistake, of the command line or of the library, as one line and exit code 2."""
@@ -19,12 +26,20 @@ class Commands(TyperGroup):
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             try:
+                if sys.stdout is None:
+                    raise JdllmError("standard output is closed: nothing could be printed")
                 code = super().main(*args, standalone_mode=False, **extra)
             except typer.TyperException as e:
-                _say("error", e.format_message())
+                _say("error", e.format_message() + _dash_hint(e))
                 code = USER_MISTAKE
             except JdllmError as e:
                 _say("error", str(e))
+                code = USER_MISTAKE
+            except OSError as e:
+                if e.errno not in _WRITE_ERRORS or e.filename is not None:
+                    raise
+                _drop_output()
+                _say("error", f"the output cannot be written: {e.strerror}")
                 code = USER_MISTAKE
         sys.exit(code)
 
@@ -35,8 +50,28 @@ def print_result(text: str) -> None:
     print(text, flush=True)
 
 
+def _drop_output() -> None:
+    """Drop what standard output has refused: the interpreter flushes it once more when it ends."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _dash_hint(error: typer.TyperException) -> str:
+    """How a text that begins with a dash is given, where it was taken for an option."""
+    context = getattr(error, "ctx", None)
+    if not hasattr(error, "option_name") or context is None:
+        return ""
+    names = {parameter.name for parameter in context.command.params}
+    return " (put -- before a text that begins with a dash)" if names & _TEXTS else ""
+
+
 def _say(kind: str, message: str) -> None:
-    print(f"{kind}: {' '.join(message.split())}", file=sys.stderr)
+    # There may be no standard error either: `print` would take standard output for None.
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):
+            print(f"{kind}: {' '.join(message.split())}", file=sys.stderr)
 
 
 def _show_warning(message: Warning | str, *_: Any) -> None:

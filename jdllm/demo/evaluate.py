@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from jaxtyping import Float32
 
-from jdllm.demo.tasks import TASKS, Instance, distinct_instances, test_instances
+from jdllm.demo.tasks import MAX_INSTANCES, TASKS, Instance, distinct_instances, test_instances
 from jdllm.demo.tokenizer import answer_text, plain_ids
 from jdllm.errors import RequestError
 
@@ -71,16 +71,16 @@ def evaluate(
     Arguments:
     - `generate`: the sampler; called once for each task.
     - `tasks`: keys of `TASKS`.
-    - `count`: test instances of each task, always the first of the same list.
-    - `baseline_instances`: training instances that the baseline knows.
+    - `count`: test instances of each task, at most `MAX_INSTANCES`; always the first of the same list.
+    - `baseline_instances`: training instances that the baseline knows, at most as many.
 
     Returns one result for each task.
 
-    Raises `RequestError` for an unknown task or a count that is not positive.
+    Raises `RequestError` for an unknown task or a count that is not positive or too large.
     """
-    if count < 1 or baseline_instances < 1:
+    if not (1 <= count <= MAX_INSTANCES and 1 <= baseline_instances <= MAX_INSTANCES):
         raise RequestError(
-            f"count {count}, baseline_instances {baseline_instances}: expected at least 1 each"
+            f"count {count}, baseline_instances {baseline_instances}: expected 1 to {MAX_INSTANCES} each"
         )
     return [_evaluate_task(generate, task, count, baseline_instances) for task in tasks]
 

@@ -112,7 +112,8 @@ def test_the_timed_run_of_an_evaluation_compiles_nothing(
     ("args", "words"),
     [
         (["--task", "cooking"], ["unknown demo task 'cooking'", "addition"]),
-        (["--instances", "0"], ["count 0"]),
+        (["--instances", "0"], ["--instances", "or equal to 1"]),
+        (["--instances", "99999999999"], ["--instances", "10000"]),
         (["--steps", "0"], ["steps is 0"]),
         (["--gen-length", "16", "--block-length", "32"], ["not divisible by block_length 32"]),
         (["--model", "no such directory"], ["no such directory"]),

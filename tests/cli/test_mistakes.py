@@ -60,6 +60,7 @@ from tests.cli.helpers import IDS, LLADA, Checkpoint, assert_mistake, process, r
         ([*IDS, "--dtype", "int8"], ["dtype is 'int8'"]),
         ([*IDS, "--gen-length", "many"], ["--gen-length"]),
         ([*IDS, "--no-such-option"], ["--no-such-option"]),
+        (["-5+3="], ["No such option: -5", "put -- before"]),
         (["w5", "w6"], ["w6"]),
     ],
 )
