@@ -32,6 +32,7 @@ def miniature(monkeypatch: pytest.MonkeyPatch):
 
 
 class TestAttention:
+    @pytest.mark.slow
     def test_shapes_and_forms(self, capsys: pytest.CaptureFixture[str]):
         table = attention.measure([40, 8], [(4, 2)], ["tokamax", "xla"])
         assert [(row["rows"], row["segments"]) for row in table] == [(40, 1), (8, 1), (40, 3)]

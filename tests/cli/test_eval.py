@@ -77,7 +77,7 @@ def test_eval_prints_a_table(use_model: UseModel):
 @pytest.mark.parametrize(
     ("options", "forwards"),
     [
-        ({}, 4 * 4),
+        pytest.param({}, 4 * 4, marks=pytest.mark.slow),
         pytest.param({"cache": "sparse", "refresh_delay": 0}, 4 * 4, marks=pytest.mark.slow),
         ({"cache": "dual", "transfer": "threshold", "threshold": 0.05}, None),
     ],

@@ -121,6 +121,7 @@ def test_shifted_logits(
     compare(dream_params, dream_config, DREAM, tiers, executables)
 
 
+@pytest.mark.slow
 def test_experts(executables: Executables):
     config = ModelConfig.from_hf(Golden("llada_moe").directory)
     params = load_params(Golden("llada_moe").directory, config, "float32")

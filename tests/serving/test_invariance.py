@@ -100,7 +100,8 @@ def check(model: Model, which: Sequence[str], **options: Any) -> None:
         np.testing.assert_array_equal(actual, model.alone[name])
 
 
-@pytest.mark.parametrize("family", ["llada", slow("dream")])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llada", "dream"])
 def test_any_company_in_any_order(family: str, request: pytest.FixtureRequest):
     model: Model = request.getfixturevalue(family)
 

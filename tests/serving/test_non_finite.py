@@ -20,6 +20,10 @@ PROMPT = list(range(5, 12))
 SAMPLING = SamplingParams(gen_length=8, block_length=4)
 
 
+def slow(*values: object):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def damaged(params: Params, leaf: str, layer: int | None, value: float) -> Params:
     """The weights with one value replaced."""
     tree: dict[str, Any] = jax.tree.map(np.array, params)
@@ -32,9 +36,9 @@ def damaged(params: Params, leaf: str, layer: int | None, value: float) -> Param
     ("leaf", "layer", "value", "words"),
     [
         ("down", 1, np.nan, ["'down' of layer 1", "damaged"]),
-        ("q", 0, np.inf, ["'q' of layer 0"]),
-        ("head", None, -np.inf, ["'head'"]),
-        ("ffn_norm", 1, 1e38, ["layer 1"]),
+        slow("q", 0, np.inf, ["'q' of layer 0"]),
+        slow("head", None, -np.inf, ["'head'"]),
+        slow("ffn_norm", 1, 1e38, ["layer 1"]),
     ],
 )
 def test_generation_and_scores_name_where_it_began(
@@ -58,6 +62,7 @@ def test_cached_steps_too(params: Params, config: ModelConfig):
         llm.generate(prompt_token_ids=[PROMPT], sampling=dataclasses.replace(SAMPLING, cache="dual"))
 
 
+@pytest.mark.slow
 def test_float16_overflow_is_told_from_damage(params: Params, config: ModelConfig):
     large = jax.tree.map(lambda x: x.astype("float16"), params)
     large["layers"]["down"] = large["layers"]["down"].at[1].set(60000.0)

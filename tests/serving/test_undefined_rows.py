@@ -17,9 +17,13 @@ from jdllm.serving.request import Request, generation_request
 from jdllm.serving.runner import StepRunner
 from tests.conftest import BUDGET
 
-LARGEST = 2**31 - 1
+SMALLEST = -(2**31)
 STEPS, BLOCK = 12, 8
-CACHES: list[dict[str, Any]] = [{}, {"cache": "dual"}, {"temperature": 0.7, "transfer": "margin"}]
+CASES = [
+    {"cache": "dual"},
+    pytest.param({}, marks=pytest.mark.slow),
+    pytest.param({"temperature": 0.7, "transfer": "margin"}, marks=pytest.mark.slow),
+]
 
 
 def poisoned(token: int, value: float) -> Any:
@@ -51,16 +55,15 @@ def run(params: Params, config: ModelConfig, options: dict[str, Any]) -> tuple[l
     return requests, engine.evaluated
 
 
-@pytest.mark.parametrize("options", CACHES)
+@pytest.mark.parametrize("options", CASES)
 def test_a_generation_of_n_steps_evaluates_n(
     options: dict[str, Any], params: Params, config: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ):
     expected, evaluated = run(params, config, options)
     assert evaluated == STEPS
-    for token, value in ((-LARGEST - 1, np.nan), (LARGEST, np.inf)):
-        monkeypatch.setattr(head, "masked_logits", poisoned(token, value))
-        actual, evaluated = run(params, config, options)
-        assert evaluated == STEPS
-        for ours, theirs in zip(actual, expected, strict=True):
-            np.testing.assert_array_equal(ours.history, theirs.history)
-            np.testing.assert_array_equal(ours.logprobs, theirs.logprobs)
+    monkeypatch.setattr(head, "masked_logits", poisoned(SMALLEST, np.nan))
+    actual, evaluated = run(params, config, options)
+    assert evaluated == STEPS
+    for ours, theirs in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(ours.history, theirs.history)
+        np.testing.assert_array_equal(ours.logprobs, theirs.logprobs)
