@@ -149,16 +149,23 @@ def environment() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """What git says of the code that runs, "-dirty" behind it where files differ.
+    """The commit of the code that runs, "-dirty" behind it where files other than records differ.
 
     Where there is no git, as on a machine that was sent the files alone, what `JDLLM_COMMIT` says.
     """
-    describe = ["git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(RESULTS.parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
     try:
-        done = subprocess.run(describe, cwd=RESULTS.parent, capture_output=True, text=True, check=True)
-        return done.stdout.strip()
+        head = git("rev-parse", "HEAD")
+        changed = git(
+            "status", "--porcelain", "--untracked-files=no", "--", ":/", f":(exclude){RESULTS.name}"
+        )
     except (OSError, subprocess.CalledProcessError):
         return os.environ.get("JDLLM_COMMIT")
+    return f"{head}-dirty" if changed else head
 
 
 def _program() -> str:

@@ -2,14 +2,17 @@
 
 Run as `python3 -m benchmarks.rerun [NAME...] [--quick] [--against DIR] [--record]` on a card. Each record
 names the command that made it; that command runs again, in a process of its own, and every row of its table
-stands beside the record's. What differs by more than 5 % is marked. With `--against`, a second checkout of
-this repository runs the same command by turns with this one on the same card, which is what tells a change
-from another card or another day. `--quick` takes the records of some five minutes.
+stands beside the record's, if that is of such a card. What differs by more than 5 % is marked, and so is a
+generation for which the device evaluated other than its steps. With `--against`, a second checkout of this
+repository runs the same command by turns with this one on the same card, twice each, which is what tells a
+change from another card or another day. `--quick` takes the records of some five minutes, without peers;
+`--long` adds the longest contexts. A benchmark that fails is named at the end and stops no other.
 """
 
 import argparse
 import json
 import shlex
+import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -37,7 +40,13 @@ QUOTED = {
 }
 """The records that the README quotes, and the column of each that it does."""
 
-QUICK = (*tuple(QUOTED)[:3], "cached_step_llada-8b")
+LONG = {"plan_longest": "step_s", "tiers_llada-8b_residual_1048576": "layer_s"}
+"""Those that take minutes for a step."""
+
+QUICK = (*tuple(QUOTED)[:3], "cached_step_llada-8b", "step_llada-8b")
+
+TURNS = 2
+"""How often each of two checkouts runs a command."""
 
 _NOISE = ("warning", "autotun")
 
@@ -45,13 +54,18 @@ Row = Mapping[str, Any]
 
 
 class Figure(NamedTuple):
-    """One row of a table: what it is of, what it was, and what it is now."""
+    """One row of a table: what it is of, what it was, and what it is now.
+
+    `steps` are those of a generation and `evaluated` those that the device ran, where a row tells.
+    """
 
     benchmark: str
     case: str
     record: float | None
     against: float | None
     now: float
+    steps: int | None = None
+    evaluated: int | None = None
 
     @property
     def moved(self) -> list[str]:
@@ -61,6 +75,11 @@ class Figure(NamedTuple):
             for name, before in (("record", self.record), ("against", self.against))
             if before is not None and abs(self.now / before - 1) > MOVED
         ]
+
+    @property
+    def astray(self) -> bool:
+        """Whether the device evaluated other than the steps."""
+        return self.evaluated is not None and self.evaluated != self.steps
 
 
 def case_of(row: Row) -> str:
@@ -72,11 +91,26 @@ def case_of(row: Row) -> str:
 def compare(
     benchmark: str, record: Sequence[Row], against: Sequence[Row], now: Sequence[Row]
 ) -> list[Figure]:
-    """A figure for each row of `now`, beside those of the same case elsewhere."""
-    column = QUOTED[benchmark]
-    before, other = ({case_of(row): float(row[column]) for row in rows} for rows in (record, against))
-    cases = [(case_of(row), float(row[column])) for row in now]
-    return [Figure(benchmark, case, before.get(case), other.get(case), value) for case, value in cases]
+    """A figure for each case of `now`, beside those of the same case elsewhere.
+
+    Rows of one case, from several turns, count by their median, and by the turn that evaluated most.
+    """
+    column = (QUOTED | LONG)[benchmark]
+    before, other, ours = (_medians(rows, column) for rows in (record, against, now))
+    most = {case_of(row): row for row in sorted(now, key=lambda row: row.get("evaluated", 0))}
+
+    def figure(case: str) -> Figure:
+        steps, evaluated = (most[case].get(column) for column in ("steps", "evaluated"))
+        return Figure(benchmark, case, before.get(case), other.get(case), ours[case], steps, evaluated)
+
+    return [figure(case) for case in ours]
+
+
+def _medians(rows: Sequence[Row], column: str) -> dict[str, float]:
+    values: dict[str, list[float]] = {}
+    for row in rows:
+        values.setdefault(case_of(row), []).append(float(row[column]))
+    return {case: statistics.median(own) for case, own in values.items()}
 
 
 def run(command: str, checkout: Path, name: str) -> dict[str, Any]:
@@ -94,19 +128,34 @@ def run(command: str, checkout: Path, name: str) -> dict[str, Any]:
                     print(f"  {line.rstrip()}", flush=True)
         if process.returncode:
             raise RuntimeError(f"{command} in {checkout} ended with {process.returncode}")
-        return json.loads((Path(out) / f"{name}.json").read_text())
+        written = Path(out) / f"{name}.json"
+        if not written.exists():
+            raise RuntimeError(f"{command} in {checkout} wrote no {written.name}")
+        return json.loads(written.read_text())
 
 
-def rerun(name: str, against: Path | None, *, record: bool) -> list[Figure]:
-    """Measure one record again."""
+def rerun(name: str, against: Path | None, *, peers: bool, record: bool) -> list[Figure]:
+    """Measure one record again, by turns with the checkout `against`.
+
+    Without `peers` the command leaves out torch and plain JAX. Raises `RuntimeError` where a run failed.
+    """
     path = RESULTS / f"{name}.json"
     before = json.loads(path.read_text())
+    command = before["command"] if peers else before["command"].replace(" --peers", "")
     here = Path(__file__).parents[1]
-    other = [] if against is None else run(before["command"], against, name)["rows"]
-    now = run(before["command"], here, name)
+    other, ours = [], []
+    for _ in range(TURNS if against else 1):
+        if against:
+            other += run(command, against, name)["rows"]
+        now = run(command, here, name)
+        ours += now["rows"]
     if record:
         path.write_text(json.dumps(now, indent=1) + "\n")
-    return compare(name, before["rows"], other, now["rows"])
+    recorded = before["rows"]
+    if now["device"] != before["device"]:
+        print(f"the record is of {before['device']}, this is {now['device']}: not compared", flush=True)
+        recorded = []
+    return compare(name, recorded, other, ours)
 
 
 def table_line(figure: Figure) -> str:
@@ -115,32 +164,51 @@ def table_line(figure: Figure) -> str:
     for name, before in (("record", figure.record), ("against", figure.against)):
         if before is not None:
             columns.append(f"{name} {before:.4g} ({figure.now / before:.3f}x)")
+    if figure.evaluated is not None:
+        columns.append(f"evaluated {figure.evaluated} for {figure.steps} steps")
     mark = f"  MOVED against {' and '.join(figure.moved)}" if figure.moved else ""
-    return f"{figure.benchmark}: {figure.case}: {', '.join(columns)}{mark}"
+    return f"{figure.benchmark}: {figure.case}: {', '.join(columns)}{mark}{'  NOT ITS STEPS' * figure.astray}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns how many figures moved, 255 at most."""
+    """Returns how many figures are marked and benchmarks failed, 255 at most."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(QUOTED)}; by default all")
-    parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}")
+    every = QUOTED | LONG
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(every)}")
+    parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}, without peers")
+    parser.add_argument("--long", action="store_true", help=f"{', '.join(LONG)} too")
+    parser.add_argument("--no-peers", action="store_true", help="full steps without torch and plain JAX")
     parser.add_argument("--against", type=Path, metavar="DIR", help="another checkout, measured by turns")
     parser.add_argument("--record", action="store_true", help="replace the records by what is measured")
     args = parser.parse_args(arguments)
-    names = args.names or (QUICK if args.quick else tuple(QUOTED))
-    if unknown := set(names) - set(QUOTED):
-        parser.error(f"{', '.join(sorted(unknown))}: expected names of {', '.join(QUOTED)}")
+    names = args.names or [*(QUICK if args.quick else QUOTED), *(LONG if args.long else ())]
+    peers = not (args.quick or args.no_peers)
+    if unknown := set(names) - set(every):
+        parser.error(f"{', '.join(sorted(unknown))}: expected names of {', '.join(every)}")
     if args.against is not None and not (args.against / "benchmarks").is_dir():
         parser.error(f"{args.against} is no checkout of this repository: it has no benchmarks")
+    if args.record and not peers:
+        parser.error("--record keeps whole records: leave out --quick and --no-peers")
+    against = args.against and args.against.resolve()
     figures: list[Figure] = []
+    failed: list[str] = []
     for name in names:
         print(name, flush=True)
-        figures += rerun(name, args.against, record=args.record)
-        print("\n".join(table_line(f) for f in figures if f.benchmark == name), flush=True)
-    moved = [figure for figure in figures if figure.moved]
-    print(f"\n{len(figures)} figures, {len(moved)} moved by more than {MOVED:.0%}")
-    print("\n".join(map(table_line, figures)))
-    return min(len(moved), 255)
+        try:
+            new = rerun(name, against, peers=peers, record=args.record)
+        except RuntimeError as e:
+            failed.append(f"{name}: {e}")
+            print(failed[-1], flush=True)
+            continue
+        figures += new
+        print("\n".join(map(table_line, new)), flush=True)
+    marked = [figure for figure in figures if figure.moved or figure.astray]
+    moved = sum(bool(figure.moved) for figure in figures)
+    print(
+        f"\n{len(figures)} figures, {moved} moved by more than {MOVED:.0%}, {len(failed)} benchmarks failed"
+    )
+    print("\n".join([*map(table_line, figures), *failed]))
+    return min(len(marked) + len(failed), 255)
 
 
 if __name__ == "__main__":
