@@ -4,8 +4,8 @@ Run as `python3 -m benchmarks.rerun [NAME...] [--quick] [--against DIR] [--recor
 names the command that made it; that command runs again, in a process of its own, and every row of its table
 stands beside the record's, if that is of such a card. What differs by more than 5 % is marked, and so is a
 generation for which the device evaluated other than its steps. With `--against`, a second checkout of this
-repository runs the same command by turns with this one on the same card, twice each, which is what tells a
-change from another card or another day. `--quick` takes the records of some five minutes, without peers;
+repository runs the same command by turns with this one on the same card, which is what tells a change from
+another card or another day. `--quick` takes the records of some five minutes, without peers;
 `--long` adds the longest contexts. A benchmark that fails is named at the end and stops no other.
 """
 
@@ -44,9 +44,6 @@ LONG = {"plan_longest": "step_s", "tiers_llada-8b_residual_1048576": "layer_s"}
 """Those that take minutes for a step."""
 
 QUICK = (*tuple(QUOTED)[:3], "cached_step_llada-8b", "step_llada-8b")
-
-TURNS = 2
-"""How often each of two checkouts runs a command."""
 
 _NOISE = ("warning", "autotun")
 
@@ -134,8 +131,8 @@ def run(command: str, checkout: Path, name: str) -> dict[str, Any]:
         return json.loads(written.read_text())
 
 
-def rerun(name: str, against: Path | None, *, peers: bool, record: bool) -> list[Figure]:
-    """Measure one record again, by turns with the checkout `against`.
+def rerun(name: str, against: Path | None, turns: int, *, peers: bool, record: bool) -> list[Figure]:
+    """Measure one record again so many times, by turns with the checkout `against`.
 
     Without `peers` the command leaves out torch and plain JAX. Raises `RuntimeError` where a run failed.
     """
@@ -143,8 +140,8 @@ def rerun(name: str, against: Path | None, *, peers: bool, record: bool) -> list
     before = json.loads(path.read_text())
     command = before["command"] if peers else before["command"].replace(" --peers", "")
     here = Path(__file__).parents[1]
-    other, ours = [], []
-    for _ in range(TURNS if against else 1):
+    other, ours, now = [], [], before
+    for _ in range(turns):
         if against:
             other += run(command, against, name)["rows"]
         now = run(command, here, name)
@@ -179,6 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--long", action="store_true", help=f"{', '.join(LONG)} too")
     parser.add_argument("--no-peers", action="store_true", help="full steps without torch and plain JAX")
     parser.add_argument("--against", type=Path, metavar="DIR", help="another checkout, measured by turns")
+    parser.add_argument("--turns", type=int, help="runs of each, by default 1, and 2 with --against")
     parser.add_argument("--record", action="store_true", help="replace the records by what is measured")
     args = parser.parse_args(arguments)
     names = args.names or [*(QUICK if args.quick else QUOTED), *(LONG if args.long else ())]
@@ -190,12 +188,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.record and not peers:
         parser.error("--record keeps whole records: leave out --quick and --no-peers")
     against = args.against and args.against.resolve()
+    turns = (2 if against else 1) if args.turns is None else args.turns
+    if turns < 1:
+        parser.error(f"--turns {turns}: expected 1 or more")
     figures: list[Figure] = []
     failed: list[str] = []
     for name in names:
         print(name, flush=True)
         try:
-            new = rerun(name, against, peers=peers, record=args.record)
+            new = rerun(name, against, turns, peers=peers, record=args.record)
         except RuntimeError as e:
             failed.append(f"{name}: {e}")
             print(failed[-1], flush=True)

@@ -78,6 +78,12 @@ def test_checkouts_take_turns_and_their_medians_are_compared(
 
 
 @pytest.mark.usefixtures("here")
+def test_a_single_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    main([NAME, "--turns", "1", "--against", str(checkout(tmp_path / "other", 8.6))])
+    assert "load: shape=a: 8, record 10 (0.800x), against 8.6 (0.930x)" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("here")
 def test_steps_that_were_lost_are_marked(capsys: pytest.CaptureFixture[str]):
     assert main([NAME, "--no-peers"]) == 2
     assert "evaluated 94 for 62 steps  NOT ITS STEPS\n" in capsys.readouterr().out
@@ -130,6 +136,7 @@ def test_a_benchmark_that_fails_is_named_and_stops_no_other(
     [
         (["nothing"], "nothing"),
         (["--against", "."], "checkout"),
+        (["--turns", "0"], "--turns 0: expected 1 or more"),
         (["--quick", "--record"], "--record keeps whole records"),
     ],
 )
