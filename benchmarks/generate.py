@@ -38,7 +38,7 @@ def measure(llm: LLM, batch: int, prompt: int, sampling: SamplingParams) -> dict
         "batch": batch,
         "prompt": prompt,
         "cache": sampling.cache,
-        "retention": sampling.retention if sampling.cache in ("sparse", "head_sparse") else 1.0,
+        "retention": sampling.effective("retention") if _selects(sampling.cache) else 1.0,
         "delay": sampling.refresh_delay,
         "tokens_s": batch * sampling.gen_length / seconds,
         "seconds": seconds,
@@ -46,6 +46,11 @@ def measure(llm: LLM, batch: int, prompt: int, sampling: SamplingParams) -> dict
         "evaluated": llm._engine.evaluated - before,
         "steps_ms": 1e3 * seconds / outputs[0].nfe,
     }
+
+
+def _selects(cache: Cache) -> bool:
+    """Whether a cache keeps a share of its rows."""
+    return cache in ("sparse", "head_sparse")
 
 
 def main() -> None:
@@ -71,7 +76,7 @@ def main() -> None:
             steps=args.steps,
             block_length=BLOCK_LENGTH,
             cache=cache,
-            retention=args.retention,
+            retention=args.retention if _selects(cache) else None,
             refresh_delay=delay,
             early_stop=False,
         )

@@ -109,10 +109,10 @@ def generate(
         str | None, typer.Option(metavar="DIR", help="Autoregressive model for --transfer adaptive.")
     ] = None,
     mixture_weight: Annotated[
-        float, typer.Option(help="Adaptive: the diffusion model's share of the mixture.")
+        float | None, typer.Option(help="Adaptive: the diffusion model's share of the mixture.")
     ] = DEFAULTS.mixture_weight,
     max_lookahead: Annotated[
-        int, typer.Option(help="Adaptive: masked positions that a step drafts.")
+        int | None, typer.Option(help="Adaptive: masked positions that a step drafts.")
     ] = DEFAULTS.max_lookahead,
 ) -> None:
     """Generate text after a prompt.

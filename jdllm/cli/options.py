@@ -38,13 +38,17 @@ Transfer = Annotated[str, typer.Option(metavar=_TRANSFERS, help="Which tokens a 
 TransferOrAdaptive = Annotated[
     str, typer.Option(metavar=f"{_TRANSFERS}|adaptive", help="Which tokens a step commits.")
 ]
-Threshold = Annotated[float, typer.Option(help="Confidence that --transfer threshold asks for.")]
+Threshold = Annotated[float | None, typer.Option(help="Confidence that --transfer threshold asks for.")]
 ThresholdStrict = Annotated[
-    bool, typer.Option("--threshold-strict", help="Confidences have to exceed the threshold.")
+    bool | None, typer.Option("--threshold-strict", help="Confidences have to exceed the threshold.")
 ]
-Factor = Annotated[float, typer.Option(help="Slope of --transfer factor.")]
-FactorEnd = Annotated[str, typer.Option(metavar="official|fixed", help="End of the factor rule's loop.")]
-EntropyBound = Annotated[float, typer.Option(help="Nats that --transfer entropy_bound spends in a step.")]
+Factor = Annotated[float | None, typer.Option(help="Slope of --transfer factor.")]
+FactorEnd = Annotated[
+    str | None, typer.Option(metavar="official|fixed", help="End of the factor rule's loop.")
+]
+EntropyBound = Annotated[
+    float | None, typer.Option(help="Nats that --transfer entropy_bound spends in a step.")
+]
 Alg = Annotated[
     str | None,
     typer.Option(
@@ -52,11 +56,11 @@ Alg = Annotated[
         help="Dream's sampler instead of LLaDA's.",
     ),
 ]
-AlgTemp = Annotated[float, typer.Option(help="Above 0, Dream's order is drawn at this temperature.")]
-Eps = Annotated[float, typer.Option(help="Where Dream's timetable ends.")]
+AlgTemp = Annotated[float | None, typer.Option(help="Above 0, Dream's order is drawn at this temperature.")]
+Eps = Annotated[float | None, typer.Option(help="Where Dream's timetable ends.")]
 TopP = Annotated[float | None, typer.Option(help="Dream's nucleus filter.")]
 TopK = Annotated[int | None, typer.Option(help="Dream's top-k filter.")]
-Quota = Annotated[str, typer.Option(metavar="row|batch", help="Masks that Dream's timetable counts.")]
+Quota = Annotated[str | None, typer.Option(metavar="row|batch", help="Masks that Dream's timetable counts.")]
 UndefinedTokens = Annotated[
     str | None,
     typer.Option(
@@ -64,7 +68,7 @@ UndefinedTokens = Annotated[
         help="Whether the mask id and ids without a meaning may be chosen. [default: by --transfer]",
     ),
 ]
-Seed = Annotated[int, typer.Option(help="Of all random draws.")]
+Seed = Annotated[int | None, typer.Option(help="Of all random draws.")]
 Cache = Annotated[
     str,
     typer.Option(
@@ -72,9 +76,9 @@ Cache = Annotated[
         help="Keys and values that steps reuse; all but none are approximate.",
     ),
 ]
-Retention = Annotated[float, typer.Option(help="Share of the rows that the sparse caches keep.")]
+Retention = Annotated[float | None, typer.Option(help="Share of the rows that the sparse caches keep.")]
 PoolKernel = Annotated[
-    int, typer.Option(help="Odd width of the max pool over the sparse caches' scores; 1 for none.")
+    int | None, typer.Option(help="Odd width of the max pool over the sparse caches' scores; 1 for none.")
 ]
 RefreshDelay = Annotated[
     int | None,
@@ -88,7 +92,7 @@ RefreshInterval = Annotated[
     typer.Option(help="Refresh at the multiples of it, too; 0 for never. [default: 8 for selective, else 0]"),
 ]
 OfficialForcing = Annotated[
-    bool,
+    bool | None,
     typer.Option(
         "--official-forcing",
         help="With Dream and a cache, commit a block's first token in its first step, as published.",

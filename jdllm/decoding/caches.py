@@ -144,4 +144,4 @@ def kept(sampling: SamplingParams, candidates: int) -> int:
     policy = policy_of(sampling)
     if policy is None:
         return 0
-    return int(candidates * sampling.retention) if policy.scored else candidates
+    return int(candidates * sampling.effective("retention")) if policy.scored else candidates

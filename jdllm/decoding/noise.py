@@ -7,6 +7,7 @@ in plain elementwise operations so that a kernel can run it too.
 """
 
 import enum
+import secrets
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +26,7 @@ class Purpose(enum.IntEnum):
     TOKEN = 0
     ORDER = 1
     SELECTION = 2
+    SAMPLE = 3
 
 
 def threefry(
@@ -43,8 +45,20 @@ def threefry(
     return x0, x1
 
 
-def seed_words(seed: int) -> np.ndarray:
-    """The two uint32 words of a request's 64-bit seed."""
+def sample_seed(seed: int, sample: int) -> int:
+    """The 64-bit seed of one of a request's samples: of sample 0 the request's own, else drawn from it."""
+    if sample == 0:
+        return seed
+    words = jnp.asarray(seed_words(seed))
+    counter = jnp.asarray([Purpose.SAMPLE, sample], jnp.uint32)
+    high, low = threefry((words[0], words[1]), (counter[0], counter[1]))
+    return int(high) << 32 | int(low)
+
+
+def seed_words(seed: int | None) -> np.ndarray:
+    """The two uint32 words of a request's 64-bit seed; fresh ones for `None`."""
+    if seed is None:
+        seed = secrets.randbits(64)
     return np.array([seed >> 32 & 0xFFFFFFFF, seed & 0xFFFFFFFF], np.uint32)
 
 

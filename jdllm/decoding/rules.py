@@ -73,7 +73,7 @@ def step_table(sampling: SamplingParams, masks: int, steps: int, most: int) -> S
         quota = np.zeros(steps if sampling.alg in _BY_TIMETABLE else most, np.int32)
     fraction = np.zeros(len(quota), np.float32)
     if sampling.alg in _BY_TIMETABLE:
-        fraction = dream_fractions(steps, sampling.eps)
+        fraction = dream_fractions(steps, sampling.effective("eps"))
     return StepTable(quota, fraction)
 
 
@@ -94,16 +94,16 @@ def segment_row(sampling: SamplingParams, config: ModelConfig) -> dict[str, np.n
         "measure": np.int32(measure_of(sampling)),
         "coarse_confidence": np.bool_(sampling.confidence_dtype == "model"),
         "stop_last": np.bool_(sampling.confidence_eos_eot_inf == "fixed"),
-        "order_temperature": np.float32(sampling.alg_temp if sampling.alg != "origin" else 0),
+        "order_temperature": np.float32(sampling.effective("alg_temp")),
         "rule": np.int32(rule),
         "plus_masked": np.bool_(rule is Rule.DEFERRED),
         "by_fraction": np.bool_(sampling.alg in _BY_TIMETABLE),
         "pooled": np.bool_(sampling.quota == "batch"),
-        "threshold": np.float32(sampling.threshold),
-        "strict": np.bool_(sampling.threshold_strict),
-        "factor": np.float32(sampling.factor),
-        "open_end": np.bool_(sampling.factor_end == "official"),
-        "entropy_bound": np.float32(sampling.entropy_bound),
+        "threshold": np.float32(sampling.effective("threshold")),
+        "strict": np.bool_(sampling.effective("threshold_strict")),
+        "factor": np.float32(sampling.effective("factor")),
+        "open_end": np.bool_(sampling.effective("factor_end") == "official"),
+        "entropy_bound": np.float32(sampling.effective("entropy_bound")),
     }
 
 
@@ -114,7 +114,7 @@ def adaptive_row(sampling: SamplingParams, config: ModelConfig) -> dict[str, np.
         "temperature": np.float32(sampling.temperature),
         "limit": _limit(sampling, config),
         "token_bans": bans(sampling, config)[0],
-        "mixture_weight": np.float32(sampling.mixture_weight),
+        "mixture_weight": np.float32(sampling.effective("mixture_weight")),
     }
 
 

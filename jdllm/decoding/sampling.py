@@ -1,7 +1,24 @@
-"""What a request asks of the sampler."""
+"""What a request asks of the sampler: one declaration for the library, the command line and any schema."""
 
 import dataclasses
-from typing import Literal, get_args
+import reprlib
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+import numpy as np
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic.dataclasses import dataclass
+from pydantic_core import ArgsKwargs, PydanticCustomError
 
 from jdllm.errors import RequestError
 
@@ -10,8 +27,80 @@ Transfer = Literal["schedule", "threshold", "factor", "entropy_bound", "margin",
 Cache = Literal["none", "prefix", "dual", "selective", "sparse", "head_sparse"]
 DreamAlgorithm = Literal["origin", "maskgit_plus", "topk_margin", "entropy", "confidence_threshold"]
 
+LONGEST = 2**24
+"""Positions that a request can ask for: rotary positions are whole numbers in f32 up to here."""
+
 _LARGEST = 1e6  # far beyond use, and far from overflow in f32
-_DREAM_ONLY = {"alg_temp": 0.0, "top_p": None, "top_k": None, "quota": "row"}
+_OFFICIAL_TOP_K = 50
+
+
+def _odd(value: int) -> int:
+    if value % 2 == 0:
+        raise PydanticCustomError("expected", "an odd positive integer")
+    return value
+
+
+def _tuple(value: object) -> object:
+    """A single string, a list or an array as a tuple; nothing as an empty one."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return tuple(_plain(part) for part in value)
+    return () if value is None else (value,)
+
+
+def _switch(value: object) -> object:
+    """vLLM's counts as a switch: 0 and 1 mean the token itself."""
+    return True if type(value) is int and value in (0, 1) else value or False
+
+
+def _plain(value: object) -> object:
+    """NumPy's scalars as Python's."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
+_Length = Annotated[int, Field(ge=1, le=LONGEST)]
+_Step = Annotated[int, Field(ge=0, le=LONGEST)]
+_Scale = Annotated[float, Field(ge=0, le=_LARGEST)]
+_Share = Annotated[float, Field(ge=0, le=1)]
+_TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class _Option(NamedTuple):
+    """A parameter that only some samplers use.
+
+    - `default`: what it is where it is `None`.
+    - `users`: the values of other parameters that use it, any of them.
+    """
+
+    default: Any
+    users: Mapping[str, tuple[str, ...]]
+
+
+_BY_THRESHOLD = {"transfer": ("threshold",), "alg": ("confidence_threshold",)}
+_BY_FACTOR = {"transfer": ("factor",)}
+_ADAPTIVE = {"transfer": ("adaptive",)}
+_BY_TIMETABLE = ("origin", "maskgit_plus", "topk_margin", "entropy")
+_SCORED = {"cache": ("sparse", "head_sparse")}
+_CACHED = {"cache": ("prefix", "dual", "selective", "sparse", "head_sparse")}
+
+_OPTIONS: dict[str, _Option] = {
+    "threshold": _Option(0.9, _BY_THRESHOLD),
+    "threshold_strict": _Option(False, _BY_THRESHOLD),
+    "factor": _Option(1.0, _BY_FACTOR),
+    "factor_end": _Option("official", _BY_FACTOR),
+    "entropy_bound": _Option(0.1, {"transfer": ("entropy_bound",)}),
+    "alg_temp": _Option(0.0, {"alg": (*_BY_TIMETABLE[1:], "confidence_threshold")}),
+    "eps": _Option(1e-3, {"alg": _BY_TIMETABLE}),
+    "quota": _Option("row", {"alg": _BY_TIMETABLE[1:]}),
+    "retention": _Option(0.5, _SCORED),
+    "pool_kernel": _Option(3, _SCORED),
+    "refresh_delay": _Option(None, _CACHED),
+    "refresh_interval": _Option(None, _CACHED),
+    "official_forcing": _Option(False, _CACHED),
+    "mixture_weight": _Option(0.5, _ADAPTIVE),
+    "max_lookahead": _Option(32, _ADAPTIVE),
+}
 
 _NOT_ADAPTIVE = {
     "cfg_scale": (0.0, "has no classifier-free guidance"),
@@ -19,18 +108,36 @@ _NOT_ADAPTIVE = {
     "block_length": (None, "has no blocks"),
     "remasking": ("low_confidence", "goes from left to right"),
     "confidence_eos_eot_inf": (None, "goes from left to right"),
+    "top_p": (None, "draws from whole distributions"),
+    "top_k": (None, "draws from whole distributions"),
+    "min_p": (None, "draws from whole distributions"),
     "prompt_masks": ("error", "does not fill masks in the prompt (infill does)"),
 }
 """What adaptive parallel decoding has not: each option's default, and why."""
 
 
-@dataclasses.dataclass(frozen=True)
+_FILTERS = {"top_p": 1, "top_k": None, "min_p": 0}
+"""The filters of a distribution, with the value that lets everything pass."""
+
+
+def filters(fields: Mapping[str, Any], name: str) -> bool:
+    """Whether one of the filters takes anything away."""
+    return fields[name] not in (None, _FILTERS[name])
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
 class SamplingParams:
     """How one request is denoised. The defaults are the official LLaDA sampler's behaviour (exact in f32
     at temperature 0: every token equals the official code's), except that `early_stop` is on.
 
+    Every value is checked when it is made; what is wrong raises `RequestError`. NumPy's scalars are taken as
+    Python's; booleans are no numbers, and numbers no booleans. A parameter that belongs to one rule or cache
+    is `None` unless it is set, which stands for the default given below, and refused where nothing uses it.
+
     Lengths
     - `gen_length` (128): tokens to generate after the prompt.
+    - `max_tokens` (`None`): tokens to return at most. Where `gen_length` is left out, it is this number,
+      rounded up to whole blocks; elsewhere it may not exceed `gen_length`.
     - `steps` (`None`: `gen_length`): denoising steps in all; a multiple of the number of blocks. Rules that
       commit by confidence ("threshold", "factor", "entropy_bound") or "adaptive" take as many as they need.
     - `block_length` (`None`: `gen_length`): length of the blocks that are finished from left to right;
@@ -38,16 +145,28 @@ class SamplingParams:
     - `early_stop` (True): stop after the block in which the text ends, and cut `token_ids` after the first
       end-of-sequence or end-of-turn id. The kept text is that of the full run (quirk Q7), because a block
       cannot change once it is finished. False runs every block and returns all `gen_length` ids.
+    - `stop` (none), `stop_token_ids` (none): texts and ids that end the answer, a single one or a list.
+
+    Answers
+    - `n` (1): samples of each prompt. Sample i has the key (`seed`, i), sample 0 thus the plain seed.
+    - `logprobs` (False): report the log-probability of each token at the step that committed it, and that
+      step. 0 and 1 are True, as in vLLM: the token itself, without others.
 
     Tokens
     - `temperature` (0.0): 0 takes the argmax, otherwise tokens are drawn from softmax(logits / temperature)
       by Gumbel noise. LLaDA's confidence is that of the clean logits either way, Dream's (`alg`) that of the
       tempered ones.
+    - `top_p`, `top_k`, `min_p` (`None`): keep the likeliest ids only: the fewest that together exceed
+      `top_p`, at most `top_k` of them, and those at least `min_p` times as likely as the likeliest, by
+      softmax(logits / temperature). They filter what tokens are drawn from and so need a temperature or
+      `alg`. LLaDA's confidence stays that of the clean logits; with `alg` they are applied before the
+      confidence is taken, as published.
     - `cfg_scale` (0.0): classifier-free guidance; logits = u + (cfg_scale + 1)(c - u), where u sees the
       prompt masked. Doubles the rows of a step. Works with prompts of any length, padded or not (the
       official function fails without an explicit attention mask, quirk Q2).
-    - `seed` (0): of all random draws of this request, 64 bits. The same seed gives the same tokens in any
-      batch. Uniforms lie strictly inside (0, 1), where the official code may draw 0 (quirk Q5).
+    - `seed` (0): of all random draws of this request, 64 bits; `None` draws one for each request. The same
+      seed gives the same tokens in any batch. Uniforms lie strictly inside (0, 1), where the official code
+      may draw 0 (quirk Q5).
     - `logits_eos_inf` (False): never choose the end-of-sequence id.
     - `undefined_tokens` (`None`): "official" may choose the mask id and ids that the tokenizer does not
       define, as the published code may; "banned" removes them from every distribution (quirk Q12). `None`
@@ -85,7 +204,8 @@ class SamplingParams:
     - `pool_kernel` (3): odd width of the max pool over their scores, 1 for none.
     - `refresh_delay` (`None`: 1 for sparse, head_sparse and selective, else 0): step of a block, counted from
       0, that refreshes; those before it evaluate everything.
-    - `refresh_interval` (`None`: 8 for selective, else never): further refreshes, at the multiples of it.
+    - `refresh_interval` (`None`: 8 for selective, else 0, which is never): further
+      refreshes, at the multiples of it.
     - `official_forcing` (False): with Dream the published cached samplers commit the first token of every
       block in its first step, whatever its confidence, and the steps that reuse do not evaluate the row
       before the block (quirk of Fast-dLLM and Sparse-dLLM). False evaluates that row.
@@ -100,13 +220,13 @@ class SamplingParams:
       verifier would have chosen itself.
     - `max_lookahead` (32): masked positions that a step drafts.
 
-    Dream's published sampler (`transfer` and `remasking` stay at their defaults; blocks need a cache)
+    Dream's published sampler (`transfer` and `remasking` stay at their defaults; blocks need a cache).
+    `official` makes the published call, whose `top_k` is 50.
     - `alg` (`None`: LLaDA's rules): "origin" commits by chance, "maskgit_plus" by probability, "topk_margin"
       by margin, "entropy" by negative entropy, each by Dream's timetable; "confidence_threshold" is
       Fast-dLLM's rule for Dream: gen_length / steps tokens a step, those below `threshold` put off.
     - `eps` (1e-3): where the timetable ends.
     - `alg_temp` (0.0): above 0, positions are drawn from softmax(confidence / alg_temp).
-    - `top_p` (`None`), `top_k` (`None`): filters, applied before the confidence is taken, as published.
     - `quota` ("row"): the timetable counts each request's own masks; "batch" averages them over all such
       requests of the batch, as published (quirk Q18), but never commits more than a row has masks.
 
@@ -117,63 +237,108 @@ class SamplingParams:
     - `return_history` (False): keep the sequence after every step in `RequestOutput.history`.
     """
 
-    gen_length: int = 128
-    steps: int | None = None
-    block_length: int | None = None
-    temperature: float = 0.0
-    cfg_scale: float = 0.0
-    remasking: Remasking = "low_confidence"
-    seed: int = 0
+    max_tokens: _Length | None = None
+    steps: _Length | None = None
+    block_length: _Length | None = None
+    gen_length: _Length = 128
+    n: Annotated[int, Field(ge=1, le=1024)] = 1
+    stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_tuple)] = ()
+    stop_token_ids: Annotated[tuple[_TokenId, ...], BeforeValidator(_tuple)] = ()
     early_stop: bool = True
+    logprobs: Annotated[bool, BeforeValidator(_switch)] = False
+    temperature: _Scale = 0.0
+    top_p: _Share | None = None
+    top_k: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    min_p: _Share | None = None
+    cfg_scale: _Scale = 0.0
+    remasking: Remasking = "low_confidence"
+    seed: Annotated[int, Field(ge=0, lt=2**64)] | None = 0
     logits_eos_inf: bool = False
     confidence_eos_eot_inf: Literal["official", "fixed"] | None = None
     prompt_masks: Literal["error", "official"] = "error"
     confidence_dtype: Literal["float32", "model"] = "float32"
     undefined_tokens: Literal["official", "banned"] | None = None
     transfer: Transfer = "schedule"
-    threshold: float = 0.9
-    threshold_strict: bool = False
-    factor: float = 1.0
-    factor_end: Literal["official", "fixed"] = "official"
-    entropy_bound: float = 0.1
+    threshold: _Scale | None = None
+    threshold_strict: bool | None = None
+    factor: _Scale | None = None
+    factor_end: Literal["official", "fixed"] | None = None
+    entropy_bound: _Scale | None = None
     alg: DreamAlgorithm | None = None
-    alg_temp: float = 0.0
-    eps: float = 1e-3
-    top_p: float | None = None
-    top_k: int | None = None
-    quota: Literal["row", "batch"] = "row"
+    alg_temp: _Scale | None = None
+    eps: _Share | None = None
+    quota: Literal["row", "batch"] | None = None
     return_history: bool = False
     cache: Cache = "none"
-    retention: float = 0.5
-    pool_kernel: int = 3
-    refresh_delay: int | None = None
-    refresh_interval: int | None = None
-    official_forcing: bool = False
-    mixture_weight: float = 0.5
-    max_lookahead: int = 32
+    retention: Annotated[float, Field(gt=0, le=1)] | None = None
+    pool_kernel: Annotated[int, Field(ge=1, le=LONGEST), AfterValidator(_odd)] | None = None
+    refresh_delay: _Step | None = None
+    refresh_interval: _Step | None = None
+    official_forcing: bool | None = None
+    mixture_weight: _Share | None = None
+    max_lookahead: _Length | None = None
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _explained(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            made = handler(data)
+        except ValidationError as error:
+            raise RequestError(explain(error, cls)) from None
+        given = (data.kwargs or {}) if isinstance(data, ArgsKwargs) else data
+        if made.max_tokens is not None and "gen_length" not in given:
+            block = made.block_length or 1
+            object.__setattr__(made, "gen_length", -(-made.max_tokens // block) * block)
+        if made.max_tokens is not None and made.max_tokens > made.gen_length:
+            raise RequestError(
+                f"max_tokens is {made.max_tokens}, more than gen_length {made.gen_length}:"
+                " leave gen_length out"
+            )
+        return made
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _plain_scalar(cls, value: object) -> object:
+        return _plain(value)
 
     def __post_init__(self):
-        for name in ("gen_length", "steps", "block_length", "top_k", "max_lookahead"):
-            value = getattr(self, name)
-            if value is None and name not in ("gen_length", "max_lookahead"):
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise RequestError(f"{name} is {value!r}, expected a positive integer")
-        for name in ("temperature", "cfg_scale", "alg_temp", "factor", "entropy_bound", "threshold"):
-            _in_range(name, getattr(self, name), 0, _LARGEST)
-        _in_range("eps", self.eps, 0, 1)
-        _in_range("mixture_weight", self.mixture_weight, 0, 1)
-        if self.top_p is not None:
-            _in_range("top_p", self.top_p, 0, 1)
-        for name, allowed in _CHOICES.items():
-            if getattr(self, name) not in allowed:
-                expected = ", ".join(map(repr, allowed))
-                raise RequestError(f"{name} is {getattr(self, name)!r}, expected one of {expected}")
-        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
-            raise RequestError(f"seed is {self.seed!r}, expected an integer from 0 to 2**64 - 1")
+        self._check_effect()
         self._check_cache()
         self._check_adaptive()
         self._check_together()
+
+    @classmethod
+    def official(cls, alg: DreamAlgorithm = "origin", **options: Any) -> Self:
+        """Dream's published call with its defaults, `top_k` 50 included.
+
+        That number stands in no file of Dream's: the call builds its generation configuration from the
+        model's, which in transformers 4.46 carries `top_k` 50 where nobody set it, so that the published
+        sampler keeps 50 logits before it takes any confidence. Without it several confidences, and thus
+        orders and tokens, differ.
+
+        Arguments:
+        - `alg`: Dream's algorithm, by default the published default.
+        - `options`: other fields; they replace the preset's.
+        """
+        return cls(**{"alg": alg, "top_k": _OFFICIAL_TOP_K, **options})
+
+    def changed(self, **options: Any) -> Self:
+        """A copy with other values.
+
+        Fields of this one that lose their effect by it go back to their defaults, and `gen_length` follows
+        a new `max_tokens`. Raises `RequestError` as the class itself does.
+        """
+        kept = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        if "max_tokens" in options:
+            del kept["gen_length"]
+        together = kept | options
+        idle = [name for name in _idle(together) if name not in options]
+        return type(self)(**{name: value for name, value in together.items() if name not in idle})
+
+    def effective(self, name: str) -> Any:
+        """The value of a field, or its default where it is `None`."""
+        value = getattr(self, name)
+        return _OPTIONS[name].default if value is None else value
 
     @property
     def adaptive(self) -> bool:
@@ -186,16 +351,16 @@ class SamplingParams:
         published = self.transfer == "schedule"
         return (self.undefined_tokens or ("official" if published else "banned")) == "banned"
 
+    def _check_effect(self) -> None:
+        for name in _idle(vars(self)):
+            if name in _OPTIONS:
+                users = _OPTIONS[name].users.items()
+                needs = " or ".join(f"{user} {_listed(values)}" for user, values in users)
+            else:
+                needs = "a temperature above 0 or alg"
+            raise RequestError(f"{name} has no effect here: it needs {needs}")
+
     def _check_cache(self) -> None:
-        for name in ("refresh_delay", "refresh_interval"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-                raise RequestError(f"{name} is {value!r}, expected an integer from 0 on")
-        _in_range("retention", self.retention, 0, 1)
-        if self.retention == 0:
-            raise RequestError("retention is 0, expected a number above 0, at most 1")
-        if not isinstance(self.pool_kernel, int) or self.pool_kernel < 1 or self.pool_kernel % 2 == 0:
-            raise RequestError(f"pool_kernel is {self.pool_kernel!r}, expected an odd positive integer")
         if self.cache == "none":
             return
         if self.cfg_scale > 0:
@@ -216,9 +381,6 @@ class SamplingParams:
 
     def _check_together(self) -> None:
         if self.alg is None:
-            for name, default in _DREAM_ONLY.items():
-                if getattr(self, name) != default:
-                    raise RequestError(f"{name} belongs to Dream's sampler: set alg as well")
             if self.remasking == "random" and self.transfer in ("margin", "entropy_bound"):
                 raise RequestError(f"transfer {self.transfer!r} brings its own order: leave remasking alone")
             return
@@ -228,20 +390,59 @@ class SamplingParams:
             raise RequestError(f"alg {self.alg!r} has blocks only with a cache: leave block_length alone")
 
 
-_CHOICES: dict[str, tuple[str | None, ...]] = {
-    "remasking": get_args(Remasking),
-    "cache": get_args(Cache),
-    "transfer": get_args(Transfer),
-    "alg": (None, *get_args(DreamAlgorithm)),
-    "confidence_eos_eot_inf": (None, "official", "fixed"),
-    "prompt_masks": ("error", "official"),
-    "confidence_dtype": ("float32", "model"),
-    "undefined_tokens": (None, "official", "banned"),
-    "factor_end": ("official", "fixed"),
-    "quota": ("row", "batch"),
-}
+def _idle(fields: Mapping[str, Any]) -> list[str]:
+    """The parameters among `fields` that are set and that nothing uses."""
+    idle = [
+        name
+        for name, option in _OPTIONS.items()
+        if fields[name] is not None
+        and not any(fields[user] in values for user, values in option.users.items())
+    ]
+    drawn = fields["temperature"] > 0 or fields["alg"] is not None or fields["transfer"] == "adaptive"
+    return idle if drawn else [*idle, *(name for name in _FILTERS if filters(fields, name))]
 
 
-def _in_range(name: str, value: object, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise RequestError(f"{name} is {value!r}, expected a number from {low:g} to {high:g}")
+def explain(error: ValidationError, declaration: type) -> str:
+    """The first thing wrong with what a declaration was given: the field, its value and what is expected."""
+    first = error.errors(include_url=False)[0]
+    name = str(first["loc"][0]) if first["loc"] else ""
+    properties = TypeAdapter(declaration).json_schema()["properties"]
+    if name not in properties:
+        return f"there is no parameter {name or shortened(first['input'])}"
+    expected = first["msg"] if first["type"] == "expected" else _described(properties[name])
+    return f"{name} is {shortened(first['input'])}, expected {expected}"
+
+
+def shortened(value: object) -> str:
+    """`value` as Python writes it, on one line of bounded length."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # Python does not write integers beyond some thousand digits
+        return f"an integer of {int(value).bit_length()} bits" if isinstance(value, int) else "unprintable"
+
+
+def _described(schema: Mapping[str, Any]) -> str:
+    """What a JSON schema allows, in words."""
+    if "anyOf" in schema:
+        return " or ".join(_described(part) for part in schema["anyOf"])
+    if "enum" in schema:
+        return f"one of {', '.join(map(repr, schema['enum']))}"
+    if "exclusiveMinimum" in schema:
+        return f"a number above {schema['exclusiveMinimum']:g}, at most {schema['maximum']:g}"
+    match schema["type"]:
+        case "integer":
+            most = schema.get("maximum", schema.get("exclusiveMaximum", 0) - 1)
+            return f"an integer from {schema['minimum']} to {most}"
+        case "number":
+            return f"a number from {schema['minimum']:g} to {schema['maximum']:g}"
+        case "boolean":
+            return "True or False"
+        case "string":
+            return "a text of at least one character"
+        case "array":
+            return f"{_described(schema['items'])}, or a list of such"
+    return "None"
+
+
+def _listed(values: tuple[str, ...]) -> str:
+    return " or ".join(map(repr, values))

@@ -71,7 +71,7 @@ def pack_refresh(requests: Sequence[Request], config: ModelConfig, pool: KvPool)
         candidate_segments.append(np.full(len(candidates), index))
         columns["keep"][index] = request.stored
         columns["scored"][index], columns["per_head"][index] = policy.scored, policy.per_head
-        columns["width"][index] = request.sampling.pool_kernel if policy.scored else 1
+        columns["width"][index] = request.sampling.effective("pool_kernel") if policy.scored else 1
     selection = Selection(
         columns["block_first"],
         columns["block_rows"],

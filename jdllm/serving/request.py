@@ -131,12 +131,17 @@ class Request:
     @property
     def _forced(self) -> bool:
         """Whether the next step commits the block's first token, and no other."""
-        first = self.sampling.official_forcing and self._shifted and self.cached and self.block_step == 0
+        first = (
+            self.sampling.effective("official_forcing")
+            and self._shifted
+            and self.cached
+            and self.block_step == 0
+        )
         return first and bool(self.tokens[self.block.start] == self.mask_id)
 
     def view(self) -> View:
         """The sequence as a cache policy sees it."""
-        exact = self._shifted and not self.sampling.official_forcing
+        exact = self._shifted and not self.sampling.effective("official_forcing")
         start = max(self.block.start - 1, 0) if exact else self.block.start
         return View(len(self.tokens), start, self.block.stop, self.tokens == self.mask_id, exact)
 
@@ -177,7 +182,7 @@ class Request:
         if self._forced:
             return np.array([self.block.start])
         masked = np.flatnonzero(self.tokens[: self.block.stop] == self.mask_id)
-        return masked[: self.sampling.max_lookahead] if self.adaptive else masked
+        return masked[: self.sampling.effective("max_lookahead")] if self.adaptive else masked
 
     def unguided_tokens(self) -> np.ndarray:
         """The sequence with everything masked that was not masked at the start."""

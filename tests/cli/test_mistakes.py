@@ -46,7 +46,7 @@ from tests.cli.helpers import IDS, LLADA, Checkpoint, assert_mistake, process, r
         ([*IDS, "--alg", "fastest"], ["alg is 'fastest'", "'maskgit_plus'"]),
         ([*IDS, "--alg", "entropy", "--transfer", "factor"], ["alg 'entropy' brings its own order"]),
         ([*IDS, "--alg", "entropy", "--block-length", "8"], ["alg 'entropy' has blocks only with a cache"]),
-        ([*IDS, "--top-k", "5"], ["top_k belongs to Dream's sampler"]),
+        ([*IDS, "--top-k", "5"], ["top_k has no effect here"]),
         ([*IDS, "--alg", "confidence_threshold", "--steps", "100"], ["128 is not divisible by 100"]),
         ([*IDS, "--top-p", "1.5", "--alg", "entropy"], ["top_p is 1.5", "from 0 to 1"]),
         ([*IDS, "--threshold", "2e6"], ["threshold is 2000000.0"]),

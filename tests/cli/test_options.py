@@ -15,11 +15,14 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.outputs import RequestOutput
 from tests.cli.helpers import IDS, UseModel
 
+FOR_PYTHON = ("return_history", "max_tokens", "n", "stop", "stop_token_ids", "logprobs", "min_p")
+
 
 def test_every_sampling_parameter_is_an_option():
     parameters = inspect.signature(generate).parameters
     fields = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
-    del fields["return_history"]  # the output of every step is for Python
+    for name in FOR_PYTHON:
+        del fields[name]
     assert {name: parameters[name].default for name in fields} == fields
 
 
@@ -61,12 +64,6 @@ LLADA_OPTIONS = {
     "temperature": 0.5,
     "cfg_scale": 1.5,
     "remasking": "random",
-    "transfer": "threshold",
-    "threshold": 0.75,
-    "threshold_strict": True,
-    "factor": 1.25,
-    "factor_end": "fixed",
-    "entropy_bound": 0.5,
     "undefined_tokens": "official",
     "seed": 2**63,
 }
@@ -89,7 +86,16 @@ CACHE_OPTIONS = {
     "refresh_interval": 4,
     "official_forcing": True,
 }
-OPTIONS = {"llada": LLADA_OPTIONS, "dream": DREAM_OPTIONS, "cache": CACHE_OPTIONS}
+RULE_OPTIONS = {
+    "threshold": {"transfer": "threshold", "threshold": 0.75, "threshold_strict": True},
+    "factor": {"transfer": "factor", "factor": 1.25, "factor_end": "fixed"},
+    "entropy bound": {"transfer": "entropy_bound", "entropy_bound": 0.5},
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "llada": LLADA_OPTIONS,
+    "dream": DREAM_OPTIONS,
+    "cache": CACHE_OPTIONS,
+} | {name: {"gen_length": 24, **options} for name, options in RULE_OPTIONS.items()}
 
 
 def as_arguments(options: dict[str, Any]) -> list[str]:

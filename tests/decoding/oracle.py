@@ -93,10 +93,17 @@ def _steps(
         while True:
             quota = (masks // steps if i < steps else 0) + put_off
             before = left()
-            yield Rule.DEFERRED, Asked(quota, threshold=sampling.threshold, strict=sampling.threshold_strict)
+            yield (
+                Rule.DEFERRED,
+                Asked(
+                    quota,
+                    threshold=sampling.effective("threshold"),
+                    strict=sampling.effective("threshold_strict"),
+                ),
+            )
             put_off, i = quota - (before - left()), i + 1
     if sampling.alg is not None:
-        times = np.linspace(1, sampling.eps, steps + 1)
+        times = np.linspace(1, sampling.effective("eps"), steps + 1)
         for i in range(steps):
             share = 1 - times[i + 1] / times[i] if i < steps - 1 else 1.0
             rule = Rule.ORIGIN if sampling.alg == "origin" else Rule.QUOTA
@@ -106,11 +113,11 @@ def _steps(
             yield (
                 CONFIDENCE_RULES[sampling.transfer],
                 Asked(
-                    threshold=sampling.threshold,
-                    strict=sampling.threshold_strict,
-                    factor=sampling.factor,
-                    open_end=sampling.factor_end == "official",
-                    entropy_bound=sampling.entropy_bound,
+                    threshold=sampling.effective("threshold"),
+                    strict=sampling.effective("threshold_strict"),
+                    factor=sampling.effective("factor"),
+                    open_end=sampling.effective("factor_end") == "official",
+                    entropy_bound=sampling.effective("entropy_bound"),
                 ),
             )
     else:
@@ -123,14 +130,19 @@ def _order(
 ) -> tuple[list[float], list[float]]:
     """What ranks the candidates, and their own uniform draws."""
     bits = [
-        numpy_noise.position_bits(sampling.seed, numpy_noise.SELECTION, step, position)
+        numpy_noise.position_bits(seed_of(sampling), numpy_noise.SELECTION, step, position)
         for position in positions
     ]
     draws = [numpy_noise.uniform(b) for b in bits]
-    if sampling.alg_temp == 0 or sampling.alg == "origin":
+    if not sampling.alg_temp or sampling.alg == "origin":
         return confidence, draws
     noise = [float(numpy_noise.gumbel(b)) for b in bits]
     return [c / sampling.alg_temp + g for c, g in zip(confidence, noise, strict=True)], draws
+
+
+def seed_of(sampling: SamplingParams) -> int:
+    assert sampling.seed is not None
+    return sampling.seed
 
 
 def choose(
@@ -147,11 +159,11 @@ def choose(
         logits = _filtered(logits, sampling)
     noised = logits
     if sampling.temperature > 0:
-        bits = numpy_noise.token_bits(sampling.seed, step, position, len(logits))
+        bits = numpy_noise.token_bits(seed_of(sampling), step, position, len(logits))
         noised = logits + sampling.temperature * numpy_noise.gumbel(bits)
     token = int(noised.argmax())
     if sampling.remasking == "random":
-        confidence = numpy_noise.order_uniform(sampling.seed, step, position)
+        confidence = numpy_noise.order_uniform(seed_of(sampling), step, position)
     else:
         confidence = _confidence(logits, token, sampling, ids)
     if sampling.confidence_eos_eot_inf == "fixed" and token in (ids.eos, ids.eot):

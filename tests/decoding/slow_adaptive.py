@@ -39,7 +39,9 @@ def decode(models: Models, sequence: np.ndarray, sampling: SamplingParams) -> li
     start = int(np.flatnonzero(x == models.mask)[0])
     done: list[Iteration] = []
     while models.mask in x:
-        window = [at for at, token in enumerate(x) if token == models.mask][: sampling.max_lookahead]
+        window = [at for at, token in enumerate(x) if token == models.mask][
+            : sampling.effective("max_lookahead")
+        ]
         d = models.diffusion(x).astype(np.float64)
         if models.shift:
             d = np.concatenate([d[:1], d[:-1]])
@@ -52,7 +54,7 @@ def decode(models: Models, sequence: np.ndarray, sampling: SamplingParams) -> li
             while accepted < len(window):
                 at = window[accepted]
                 common = min(d.shape[1], v.shape[1])
-                share = sampling.mixture_weight
+                share = sampling.effective("mixture_weight")
                 mixture = share * d[at, :common] + (1 - share) * v[at - 1, :common]
                 if _draw(mixture, at, len(done), sampling, models.mask) != draft[accepted]:
                     break
@@ -69,6 +71,7 @@ def _draw(logits: np.ndarray, position: int, step: int, sampling: SamplingParams
     if mask < len(logits):
         logits[mask] = -np.inf
     if sampling.temperature > 0:
+        assert sampling.seed is not None
         noise = numpy_noise.gumbel(numpy_noise.token_bits(sampling.seed, step, position, len(logits)))
         logits = logits / sampling.temperature + noise
     return int(logits.argmax())

@@ -295,8 +295,7 @@ class TestRefusals:
         [
             ({"mixture_weight": 1.5}, r"mixture_weight is 1\.5, expected a number from 0 to 1"),
             ({"mixture_weight": float("nan")}, "mixture_weight is nan"),
-            ({"max_lookahead": 0}, "max_lookahead is 0, expected a positive integer"),
-            ({"max_lookahead": None}, "max_lookahead is None"),
+            ({"max_lookahead": 0}, "max_lookahead is 0, expected an integer from 1"),
             ({"alg": "entropy"}, "alg 'entropy' brings its own order"),
         ],
     )

@@ -98,8 +98,14 @@ RULES = {
     "official ends, margin": sampled(confidence_eos_eot_inf="official", transfer="margin", steps=4),
     "schedule, banned": sampled(undefined_tokens="banned", temperature=3.0, seed=6),
 }
+UNUSED = dict.fromkeys(("maskgit_plus", "topk_margin", "entropy"), ("threshold",)) | {
+    "origin": ("threshold", "alg_temp"),
+    "confidence_threshold": ("eps",),
+}
 DREAM_RULES = {
-    f"{alg}, {label}": sampled(alg=alg, seed=seed, **options)
+    f"{alg}, {label}": sampled(
+        alg=alg, seed=seed, **{k: v for k, v in options.items() if k not in UNUSED[alg]}
+    )
     for alg in ("origin", "maskgit_plus", "topk_margin", "entropy", "confidence_threshold")
     for seed, (label, options) in enumerate(
         {

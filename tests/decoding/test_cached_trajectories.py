@@ -20,8 +20,8 @@ def sampling_of(family: str, case: dict[str, Any]) -> SamplingParams:
     if options["cache"] == "sparse":
         options |= {"retention": case["keep_ratio"], "pool_kernel": case["kernel_size"] or 1}
     if family == "dream":
-        options |= {"alg": case["alg"], "eps": case["eps"], "official_forcing": True}
-        options |= {"top_k": TOP_K_LEFT_OPEN, "threshold": case.get("threshold") or 0.9}
+        own = {"threshold": case.get("threshold")} if by_confidence(case) else {"eps": case["eps"]}
+        options |= {"alg": case["alg"], "official_forcing": True, "top_k": TOP_K_LEFT_OPEN, **own}
     else:
         for rule in ("threshold", "factor"):
             if case.get(rule) is not None:
@@ -33,6 +33,10 @@ def sampling_of(family: str, case: dict[str, Any]) -> SamplingParams:
         return_history=True,
         **options,
     )
+
+
+def by_confidence(case: dict[str, Any]) -> bool:
+    return case["alg"] == "confidence_threshold"
 
 
 def changes(states: np.ndarray) -> np.ndarray:

@@ -90,24 +90,20 @@ def test_candidates_leave_out_all_that_may_commit(cache, length, data, retention
     forwarded = np.setdiff1d(np.arange(length), candidates)
     in_block = np.arange(start, stop)[masked[start:stop]]
     assert np.isin(in_block, forwarded).all()
-    sampling = SamplingParams(cache=cache, retention=retention)
+    share = retention if POLICIES[cache].scored else None
+    sampling = SamplingParams(cache=cache, retention=share)
     assert 0 <= kept(sampling, len(candidates)) <= kept(sampling, length) <= length
 
 
 def test_sparse_caches_keep_a_share():
     assert kept(SamplingParams(cache="head_sparse", retention=0.3), 9) == 2
-    assert kept(SamplingParams(cache="dual", retention=0.3), 9) == 9
+    assert kept(SamplingParams(cache="dual"), 9) == 9
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
         ({"cache": "triple"}, "cache is 'triple', expected one of 'none', 'prefix'"),
-        ({"retention": 0}, "retention is 0, expected a number above 0"),
-        ({"retention": 1.5}, "retention is 1.5, expected a number from 0 to 1"),
-        ({"pool_kernel": 4}, "pool_kernel is 4, expected an odd positive integer"),
-        ({"refresh_delay": -1}, "refresh_delay is -1, expected an integer from 0 on"),
-        ({"refresh_interval": 2.5}, "refresh_interval is 2.5, expected an integer from 0 on"),
         ({"cache": "dual", "cfg_scale": 1.0}, "cache 'dual' has no classifier-free guidance"),
         ({"cache": "dual", "prompt_masks": "official"}, "does not fill masks in the prompt"),
         ({"cache": "dual", "alg": "entropy", "quota": "batch"}, "cache 'dual' has none such"),

@@ -13,6 +13,7 @@ from jdllm.decoding.noise import (
     Purpose,
     gumbel,
     position_bits,
+    sample_seed,
     seed_words,
     step_keys,
     threefry,
@@ -84,7 +85,9 @@ def test_seed_step_position_and_purpose_each_change_the_draw():
         token_bits(1, 0, [6], 256),
     ):
         assert (base != other).mean() > 0.99
-    assert len({int(row_bits(key_of(1, purpose, 0), np.array([5]))[0]) for purpose in Purpose}) == 3
+    assert len({int(row_bits(key_of(1, purpose, 0), np.array([5]))[0]) for purpose in Purpose}) == len(
+        Purpose
+    )
     assert len(np.unique(base)) == base.size
 
 
@@ -154,3 +157,18 @@ class TestUniform:
         bits = row_bits(keys_of(9, Purpose.ORDER, 4, 20_000), np.arange(20_000))
         draws = np.asarray(uniform(bits), np.float64)
         assert stats.kstest(draws, "uniform").pvalue > 1e-3
+
+
+@given(SEED, st.integers(1, 1023))
+def test_the_seed_of_a_sample_is_drawn_from_the_key_of_both(seed: int, sample: int):
+    high, low = numpy_noise.threefry((seed >> 32, seed & 0xFFFFFFFF), (3, sample))
+    assert sample_seed(seed, sample) == int(high) << 32 | int(low)
+
+
+def test_the_first_sample_has_the_plain_seed_and_no_two_the_same():
+    assert sample_seed(5, 0) == 5
+    assert len({sample_seed(seed, sample) for seed in (5, 6) for sample in range(20)}) == 40
+
+
+def test_no_seed_is_a_fresh_one():
+    assert (seed_words(None) != seed_words(None)).any()

@@ -1,8 +1,11 @@
 """What a request may ask for."""
 
+import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
+from pydantic import TypeAdapter
 
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import JdllmError, RequestError
@@ -15,6 +18,37 @@ from jdllm.errors import JdllmError, RequestError
         ("gen_length", 1.5),
         ("gen_length", None),
         ("gen_length", True),
+        ("gen_length", 10**9),
+        ("gen_length", 10**20),
+        pytest.param("gen_length", 10**5000, id="gen_length-digits"),
+        ("gen_length", np.float32(8)),
+        ("steps", 2**24 + 1),
+        ("max_tokens", 0),
+        ("max_tokens", "64"),
+        ("max_lookahead", 10**9),
+        ("pool_kernel", 2**24 + 1),
+        ("pool_kernel", 4),
+        ("retention", 0),
+        ("retention", 1.5),
+        ("refresh_delay", -1),
+        ("refresh_interval", 2.5),
+        ("early_stop", "false"),
+        ("early_stop", 0),
+        ("early_stop", np.int64(1)),
+        ("return_history", None),
+        ("logits_eos_inf", 1.0),
+        ("threshold_strict", "true"),
+        ("official_forcing", 1),
+        ("n", 0),
+        ("n", 10**6),
+        ("logprobs", 5),
+        ("logprobs", "yes"),
+        ("stop", ""),
+        ("stop", b"x"),
+        ("stop", ["x", 3]),
+        ("stop_token_ids", -1),
+        ("stop_token_ids", ["x"]),
+        ("min_p", 1.5),
         ("steps", 0),
         ("steps", -4),
         ("block_length", 0),
@@ -52,7 +86,6 @@ from jdllm.errors import JdllmError, RequestError
         ("alg_temp", 1.1e6),
         ("eps", -0.001),
         ("eps", 1.5),
-        ("eps", None),
         ("top_p", -0.1),
         ("top_p", 1.01),
         ("top_p", "0.5"),
@@ -65,15 +98,112 @@ from jdllm.errors import JdllmError, RequestError
     ],
 )
 def test_a_bad_value_is_named_with_its_field(field: str, value: object):
-    with pytest.raises(RequestError, match=f"^{field} is .*expected"):
+    with pytest.raises(RequestError, match=f"^{field} is .{{1,60}}, expected [^\n]+$"):
         SamplingParams(**{field: value})  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("option", [{"alg_temp": 0.5}, {"top_p": 0.9}, {"top_k": 5}, {"quota": "batch"}])
-def test_options_of_dream_need_its_algorithm(option: dict[str, Any]):
-    with pytest.raises(RequestError, match=rf"^{next(iter(option))} belongs to Dream's sampler: set alg"):
-        SamplingParams(**option)
-    assert SamplingParams(alg="entropy", **option).alg == "entropy"
+EFFECTS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    ({"threshold": 0.9}, {}, {"transfer": "threshold"}),
+    ({"threshold": 0.9}, {"alg": "entropy"}, {"alg": "confidence_threshold"}),
+    ({"threshold_strict": False}, {"transfer": "factor"}, {"transfer": "threshold"}),
+    ({"factor": 1.0}, {"transfer": "threshold"}, {"transfer": "factor"}),
+    ({"factor_end": "official"}, {}, {"transfer": "factor"}),
+    ({"entropy_bound": 0.1}, {"transfer": "margin"}, {"transfer": "entropy_bound"}),
+    ({"mixture_weight": 0.5}, {}, {"transfer": "adaptive"}),
+    ({"max_lookahead": 32}, {"transfer": "factor"}, {"transfer": "adaptive"}),
+    ({"retention": 0.5}, {"cache": "dual"}, {"cache": "sparse"}),
+    ({"pool_kernel": 1001}, {}, {"cache": "head_sparse"}),
+    ({"refresh_delay": 0}, {}, {"cache": "prefix"}),
+    ({"refresh_interval": 0}, {}, {"cache": "selective"}),
+    ({"official_forcing": False}, {}, {"cache": "dual"}),
+    ({"alg_temp": 0.5}, {"alg": "origin"}, {"alg": "confidence_threshold"}),
+    ({"eps": 1e-3}, {"alg": "confidence_threshold"}, {"alg": "origin"}),
+    ({"quota": "batch"}, {"alg": "origin"}, {"alg": "entropy"}),
+    ({"top_p": 0.9}, {}, {"temperature": 0.5}),
+    ({"top_k": 5}, {}, {"alg": "entropy"}),
+    ({"min_p": 0.1}, {"transfer": "threshold"}, {"temperature": 1}),
+]
+
+
+@pytest.mark.parametrize(("option", "without", "with_it"), EFFECTS)
+def test_a_parameter_without_effect_is_refused(
+    option: dict[str, Any], without: dict[str, Any], with_it: dict[str, Any]
+):
+    (name,) = option
+    with pytest.raises(RequestError, match=rf"^{name} has no effect here: it needs [^\n]+$"):
+        SamplingParams(**option, **without)
+    assert getattr(SamplingParams(**option, **with_it), name) == option[name]
+    assert SamplingParams(**option, **with_it).changed(**{**dict.fromkeys(with_it), **BARE, **without}) == (
+        SamplingParams(**without)
+    )
+
+
+BARE = {"transfer": "schedule", "cache": "none", "temperature": 0.0, "alg": None}
+
+
+def test_filters_that_let_everything_pass_need_nothing():
+    assert SamplingParams(top_p=1, min_p=0).top_p == 1
+
+
+def test_max_tokens_asks_for_whole_blocks():
+    assert SamplingParams(max_tokens=50).gen_length == 50
+    assert SamplingParams(max_tokens=50, block_length=32).gen_length == 64
+    assert SamplingParams(max_tokens=50, gen_length=96).gen_length == 96
+    with pytest.raises(RequestError, match="max_tokens is 50, more than gen_length 32: leave gen_length out"):
+        SamplingParams(max_tokens=50, gen_length=32)
+    assert SamplingParams(block_length=8).changed(max_tokens=300).gen_length == 304
+
+
+def test_the_official_preset_filters_as_the_published_call_does():
+    assert SamplingParams.official() == SamplingParams(alg="origin", top_k=50)
+    assert SamplingParams.official("entropy", top_k=None, steps=8) == SamplingParams(alg="entropy", steps=8)
+    assert SamplingParams(alg="entropy").top_k is None
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(RequestError, match=r"^there is no parameter tempreture$"):
+        SamplingParams(tempreture=1)  # pyright: ignore[reportCallIssue]
+
+
+def test_numpy_scalars_are_those_of_python():
+    made = SamplingParams(
+        gen_length=np.int64(16),  # pyright: ignore[reportArgumentType]
+        temperature=np.float32(0.5),  # pyright: ignore[reportArgumentType]
+        early_stop=np.bool_(False),  # pyright: ignore[reportArgumentType]
+        stop_token_ids=np.array([3, 4]),  # pyright: ignore[reportArgumentType]
+        remasking=np.str_("random"),  # pyright: ignore[reportArgumentType]
+    )
+    plain = SamplingParams(
+        gen_length=16, temperature=0.5, early_stop=False, stop_token_ids=(3, 4), remasking="random"
+    )
+    assert made == plain
+    assert hash(made) == hash(plain)
+    assert type(made.gen_length) is int
+    assert made.early_stop is False
+
+
+def test_stops_are_one_or_several():
+    assert SamplingParams(stop="x").stop == ("x",)  # pyright: ignore[reportArgumentType]
+    assert SamplingParams(stop=["x", "y"]).stop == ("x", "y")  # pyright: ignore[reportArgumentType]
+    assert SamplingParams(stop=None, stop_token_ids=7).stop == ()  # pyright: ignore[reportArgumentType]
+    for count in (0, 1):
+        assert SamplingParams(logprobs=count).logprobs is True  # pyright: ignore[reportArgumentType]
+    assert SamplingParams(logprobs=None).logprobs is False  # pyright: ignore[reportArgumentType]
+
+
+def test_a_schema_of_the_same_declaration_has_the_bounds():
+    schema = TypeAdapter(SamplingParams).json_schema()["properties"]
+    assert schema["gen_length"]["maximum"] == 2**24
+    assert schema["transfer"]["enum"][0] == "schedule"
+    names = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert names == schema.keys()
+    unbounded = {
+        name
+        for name, part in schema.items()
+        for kind in part.get("anyOf", [part])
+        if kind.get("type") in ("integer", "number") and not {"maximum", "exclusiveMaximum"} & kind.keys()
+    }
+    assert not unbounded
 
 
 @pytest.mark.parametrize(

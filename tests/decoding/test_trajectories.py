@@ -38,7 +38,7 @@ def dream_sampling(case: dict[str, Any]) -> dict[str, Any]:
     else:
         assert case.get("top_p") is None
         own = {"alg": case["alg"], "eps": case["eps"], "top_k": case.get("top_k")}
-    return own | {"steps": case["steps"], "alg_temp": case.get("alg_temp", 0.0)}
+    return own | {"steps": case["steps"], "alg_temp": case.get("alg_temp")}
 
 
 def sampling_of(family: str, case: dict[str, Any]) -> SamplingParams:

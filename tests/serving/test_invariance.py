@@ -33,9 +33,9 @@ LLADA_RULES = {
     "margin": {"transfer": "margin", "steps": 4},
 }
 DREAM_RULES = {
-    alg: {"alg": alg, "steps": 3, "threshold": 0.3}
-    for alg in ("origin", "maskgit_plus", "topk_margin", "entropy", "confidence_threshold")
+    alg: {"alg": alg, "steps": 3} for alg in ("origin", "maskgit_plus", "topk_margin", "entropy")
 } | {
+    "confidence_threshold": {"alg": "confidence_threshold", "steps": 3, "threshold": 0.3},
     "drawn order": {"alg": "entropy", "steps": 3, "alg_temp": 0.5},
     "filtered": {"alg": "maskgit_plus", "top_p": 0.8, "top_k": 9, "cfg_scale": 0.5},
 }
