@@ -15,7 +15,7 @@ from jdllm.decoding.executables import Executables
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.score import perturb
 from jdllm.errors import ConfigError, RequestError
-from jdllm.models.config import ModelConfig, read_config
+from jdllm.models.config import ModelConfig
 from jdllm.models.loading import load_params, resolve, resolve_dtype
 from jdllm.models.module import Transformer
 from jdllm.models.tokenizer import Tokenizer, complete_ids, load_tokenizer
@@ -309,7 +309,7 @@ class LLM:
         self, model: str | Path, dtype: str, overrides: Mapping[str, Any], progress: bool
     ) -> Transformer:
         path = resolve(model)
-        config = ModelConfig.from_hf({**read_config(path), **overrides})
+        config = ModelConfig.from_checkpoint(path, overrides)
         params = load_params(path, config, resolve_dtype(path, config, dtype), progress=progress)
         self.tokenizer = load_tokenizer(path)
         if self.tokenizer is not None:

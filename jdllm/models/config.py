@@ -4,11 +4,22 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, NoReturn, cast
 
 from jdllm.errors import ConfigError
 from jdllm.json_files import read_object
 from jdllm.models.rotary import RopeConfig
+
+LARGEST_SIZE = 2**31 - 1
+"""No size or id is larger: devices count in 32 bits."""
+
+MOST_LAYERS = MOST_EXPERTS = 4096
+"""Every layer and expert has tensors whose names are listed before anything is read."""
+
+_LARGEST_HEAD = 1 << 16
+
+QUANTIZED = "quantized weights cannot be loaded; a checkpoint in bfloat16, float16 or float32 can"
+"""Why a configuration with `quantization_config` is refused."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +54,7 @@ class ModelConfig:
     - `sliding_window`: a row of a causal model sees the latest so many rows, itself included.
     - `logits_shift`: the logits of row j - 1 predict token j; row 0 predicts itself.
     - `moe`: of a mixture of experts.
+    - `more_eos_ids`: end a text as `eos_id` does; `eos_id` is the first that the checkpoint states.
     """
 
     family: str
@@ -65,6 +77,7 @@ class ModelConfig:
     moe: MoeConfig | None = None
     mask_id: int | None = None
     eos_id: int | None = None
+    more_eos_ids: tuple[int, ...] = ()
     eot_id: int | None = None
     dtype: str | None = None
     token_limit: int | None = None
@@ -75,9 +88,15 @@ class ModelConfig:
         return min(self.token_limit or self.vocab_size, self.vocab_size)
 
     @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Ids of the end of sequence, in the checkpoint's order."""
+        return () if self.eos_id is None else (self.eos_id, *self.more_eos_ids)
+
+    @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end a text: end of sequence and, where the model has one, end of turn."""
-        return tuple(dict.fromkeys(i for i in (self.eos_id, self.eot_id) if i is not None))
+        """Ids that end a text: all ends of sequence and, where the model has one, end of turn."""
+        turn_end = () if self.eot_id is None else (self.eot_id,)
+        return tuple(dict.fromkeys(self.eos_ids + turn_end))
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any] | str | Path) -> "ModelConfig":
@@ -96,6 +115,26 @@ class ModelConfig:
         values = config if isinstance(config, Mapping) else read_config(Path(config))
         return family_of(values).config_from_hf(values)
 
+    @classmethod
+    def from_checkpoint(cls, directory: Path, overrides: Mapping[str, Any] | None = None) -> "ModelConfig":
+        """Translate the configuration of a checkpoint whose texts are to end where it says.
+
+        Arguments:
+        - `directory`: holds `config.json` and, perhaps, `generation_config.json`, whose `eos_token_id` adds
+          to that of `config.json`.
+        - `overrides`: keys that replace those of `config.json`; with `eos_token_id`, no other ids count.
+
+        Raises `ConfigError` for what `from_hf` refuses, and for a `generation_config.json` of the same kind.
+        """
+        overrides = overrides or {}
+        config = cls.from_hf({**read_config(directory), **overrides})
+        path = directory / "generation_config.json"
+        if "eos_token_id" in overrides or not path.is_file():
+            return config
+        fields = HfFields(read_object(path, ConfigError), config.family, file=path.name)
+        first, *more = (*config.eos_ids, *fields.token_ids("eos_token_id")) or (None,)
+        return dataclasses.replace(config, eos_id=first, more_eos_ids=tuple(dict.fromkeys(more)))
+
 
 def read_config(path: Path) -> dict[str, Any]:
     """Read `config.json` at `path`, a file or the directory that holds it; `ConfigError` if unreadable."""
@@ -106,41 +145,68 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 class HfFields:
-    """Typed access to a parsed `config.json`: every failure names the key and what would be right."""
+    """Typed access to a parsed `config.json`: every failure names the key and what would be right.
 
-    def __init__(self, values: Mapping[str, Any], family: str):
-        self._values = values
+    Arguments:
+    - `values`, `family`: the parsed file, and whose it is, for messages.
+    - `defaults`: values that the published configuration class has for keys that are absent (a null is
+      not absent).
+    - `file`: its name.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        family: str,
+        defaults: Mapping[str, Any] | None = None,
+        file: str = "config.json",
+    ):
+        self._given = values
+        self._defaults = defaults or {}
+        self._values = {**self._defaults, **values}
         self._family = family
+        self._file = file
 
     def get[T](self, key: str, kind: type[T], default: T | None = None) -> T:
         """The value of `key` as `kind`; `default` where it is absent or null, an error if there is none."""
         value = self._values.get(key)
         if value is None:
             if default is None:
-                raise ConfigError(f"config.json of a {self._family} model lacks {key!r} ({kind.__name__})")
+                raise ConfigError(f"{self._file} of a {self._family} model lacks {key!r} ({kind.__name__})")
             return default
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            return kind(value)
+            value = float(value) if abs(value) <= LARGEST_SIZE else math.inf
         boolean, finite = isinstance(value, bool), not isinstance(value, float) or math.isfinite(value)
         if not isinstance(value, kind) or not finite or (boolean and kind is int):
-            raise ConfigError(f"config.json: {key} is {value!r}, expected a value of type {kind.__name__}")
+            self._refuse(key, f"expected a value of type {kind.__name__}")
         return cast(T, value)
 
-    def size(self, key: str, default: int | None = None) -> int:
-        """A positive integer."""
+    def size(self, key: str, default: int | None = None, *, most: int = LARGEST_SIZE) -> int:
+        """A positive integer of at most `most`."""
         value = self.get(key, int, default)
-        if value <= 0:
-            raise ConfigError(f"config.json: {key} is {value}, expected a positive integer")
+        if not 0 < value <= most:
+            self._refuse(key, f"expected a positive integer of at most {most}")
         return value
 
-    def token_id(self, key: str) -> int | None:
-        """A token id, or `None`; of a list of ids (as `eos_token_id` may be) the first."""
+    def positive(self, key: str, default: float | None = None) -> float:
+        """A number above zero."""
+        value = self.get(key, float, default)
+        if value <= 0:
+            self._refuse(key, "expected a number above 0")
+        return value
+
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        """Token ids: of a list (as `eos_token_id` may be) all, once each; none where it is null or absent."""
         value = self._values.get(key)
-        if isinstance(value, list) and value:
-            value = value[0]
-        if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
-            return value
-        raise ConfigError(f"config.json: {key} is {value!r}, expected a token id")
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        for i in ids:
+            if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i <= LARGEST_SIZE:
+                self._refuse(key, "expected a token id")
+        return tuple(dict.fromkeys(ids))
+
+    def token_id(self, key: str) -> int | None:
+        """A token id, or `None`; of a list of ids the first."""
+        return next(iter(self.token_ids(key)), None)
 
     def dtype(self) -> str | None:
         """The weights' type by `dtype` or `torch_dtype` (its older name), or `None`."""
@@ -148,23 +214,26 @@ class HfFields:
         value = self._values.get(key)
         if value in (None, "bfloat16", "float16", "float32"):
             return value
-        raise ConfigError(f"config.json: {key} is {value!r}, expected bfloat16, float16 or float32")
+        self._refuse(key, "expected bfloat16, float16 or float32")
 
     def require(self, key: str, allowed: tuple[Any, ...]) -> None:
-        """Refuse a feature that the transformer does not have."""
+        """Refuse a feature that the transformer does not have; null is allowed where there is no default."""
         value = self._values.get(key)
-        if value is not None and value not in allowed:
-            raise ConfigError(
-                f"config.json: {key} is {value!r}, which jdllm's {self._family} does not support"
-                f" (supported: {', '.join(map(repr, allowed))})"
-            )
+        if value not in allowed and (value is not None or key in self._defaults):
+            known = f" (supported: {', '.join(map(repr, allowed))})"
+            self._refuse(key, f"which jdllm's {self._family} does not support{known}")
+
+    def refuse(self, key: str, reason: str) -> None:
+        """Refuse a key that holds anything but null, an empty object or list, or false."""
+        if self._values.get(key):
+            raise ConfigError(f"{self._file} has {key}: {reason}")
 
     def require_each(self, key: str, allowed: str) -> None:
         """Refuse a list (of one entry per layer) with any entry but `allowed`; it may be absent."""
         for value in self.get(key, list, []):
             if value != allowed:
                 raise ConfigError(
-                    f"config.json: {key} has {value!r}, which jdllm's {self._family} does not support"
+                    f"{self._file}: {key} has {value!r}, which jdllm's {self._family} does not support"
                     f" here (supported: {allowed!r})"
                 )
 
@@ -173,9 +242,15 @@ class HfFields:
         heads = self.size(heads_key)
         kv_heads = self.size(kv_heads_key, heads)
         hidden = self.size(hidden_key)
-        head_dim = self.size("head_dim", max(hidden // heads, 1))
+        head_dim = self.size("head_dim", max(hidden // heads, 1), most=_LARGEST_HEAD)
         if heads % kv_heads:
-            raise ConfigError(f"config.json: {heads_key} {heads} is no multiple of {kv_heads_key} {kv_heads}")
+            raise ConfigError(
+                f"{self._file}: {heads_key} {heads} is no multiple of {kv_heads_key} {kv_heads}"
+            )
         if self._values.get("head_dim") is None and hidden % heads:
-            raise ConfigError(f"config.json: {hidden_key} {hidden} is no multiple of {heads_key} {heads}")
+            raise ConfigError(f"{self._file}: {hidden_key} {hidden} is no multiple of {heads_key} {heads}")
         return heads, kv_heads, head_dim
+
+    def _refuse(self, key: str, expected: str) -> NoReturn:
+        whose = "" if key in self._given else " (the published default where it is absent)"
+        raise ConfigError(f"{self._file}: {key} is {self._values.get(key)!r}{whose}, {expected}")

@@ -18,6 +18,7 @@ from jdllm.models.loading import (
     Index,
     Progress,
     check,
+    check_tied_head,
     listed,
     read_index,
     reporter,
@@ -65,6 +66,7 @@ def to_native(
     _refuse_overlap(source, target)
     config, index = ModelConfig.from_hf(source), read_index(source)
     check(config, index)
+    check_tied_head(config, index)
     loaded = resolve_dtype(source, config, dtype)
     leaves = _leaves(config, index, None if dtype == "auto" else loaded)
     plan = _plan(leaves, index)

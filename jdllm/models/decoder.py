@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jdllm.models.config import HfFields, ModelConfig
+from jdllm.models.config import MOST_LAYERS, QUANTIZED, HfFields, ModelConfig
 from jdllm.models.rotary import RopeConfig
 
 _LAYER = "model.layers.{layer}."
@@ -36,6 +36,7 @@ def decoder_config(
     default_theta: float,
     ffn_key: str = "intermediate_size",
     layer_type: str = "full_attention",
+    partial_rotary: bool = False,
     **differences: Any,
 ) -> ModelConfig:
     """Translate the keys that all these families have.
@@ -45,10 +46,12 @@ def decoder_config(
     - `default_theta`: base of the rotary embedding where the configuration has none.
     - `ffn_key`: holds the width of the feed-forward layer.
     - `layer_type`: the only kind of layer that `layer_types` may list.
+    - `partial_rotary`: `partial_rotary_factor` has the effect that it names.
     - `differences`: fields of `ModelConfig` that the family sets itself.
 
     Raises `ConfigError` for a key that is missing, impossible or asks for what the transformer lacks.
     """
+    fields.refuse("quantization_config", QUANTIZED)
     fields.require("hidden_act", ("silu",))
     fields.require("mlp_bias", (False,))
     fields.require("pretraining_tp", (1,))
@@ -59,17 +62,27 @@ def decoder_config(
     return ModelConfig(
         vocab_size=fields.size("vocab_size"),
         hidden_size=fields.size("hidden_size"),
-        num_layers=fields.size("num_hidden_layers"),
+        num_layers=fields.size("num_hidden_layers", most=MOST_LAYERS),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         intermediate_size=fields.size(ffn_key),
         max_positions=fields.size("max_position_embeddings"),
-        rms_norm_eps=fields.get("rms_norm_eps", float),
-        rope=RopeConfig.from_hf(values, default_theta=default_theta),
+        rms_norm_eps=fields.positive("rms_norm_eps"),
+        rope=RopeConfig.from_hf(values, default_theta=default_theta, partial=partial_rotary),
         tied_head=fields.get("tie_word_embeddings", bool, False),
         mask_id=fields.token_id("mask_token_id"),
         eos_id=fields.token_id("eos_token_id"),
+        more_eos_ids=fields.token_ids("eos_token_id")[1:],
         dtype=fields.dtype(),
         **differences,
     )
+
+
+def causal_config(values: Mapping[str, Any], fields: HfFields, **differences: Any) -> ModelConfig:
+    """`decoder_config` of the causal families, whose code is that of transformers itself."""
+    fields.require("is_causal", (True,))
+    fields.refuse(
+        "auto_map", "the model has code of its own, which jdllm does not run; without it, remove the key"
+    )
+    return decoder_config(values, fields, attention="causal", **differences)

@@ -11,10 +11,11 @@ from jdllm.models.decoder import decoder_config
 
 MASK_TOKEN = "<|mask|>"
 TURN_END = "<|im_end|>"
+CLASS_DEFAULTS = {"num_key_value_heads": 32}
 
 
 def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
     """Translate a parsed Dream `config.json`; `ConfigError` names a key that is missing or unsupported."""
-    fields = HfFields(values, "Dream")
+    fields = HfFields(values, "Dream", CLASS_DEFAULTS)
     fields.require("use_sliding_window", (False,))
-    return decoder_config(values, fields, family="dream", default_theta=1e6, qkv_bias=True, logits_shift=True)
+    return decoder_config(values, fields, family="dream", default_theta=1e4, qkv_bias=True, logits_shift=True)

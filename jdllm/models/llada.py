@@ -6,11 +6,22 @@ Source: the configuration and the safetensors index of the GSAI-ML/LLaDA-8B chec
 from collections.abc import Mapping
 from typing import Any
 
-from jdllm.models.config import HfFields, ModelConfig
+from jdllm.models.config import MOST_LAYERS, QUANTIZED, HfFields, ModelConfig
 from jdllm.models.rotary import RopeConfig
 
 MASK_TOKEN = "<|mdm_mask|>"
 TURN_END = "<|eot_id|>"
+
+CLASS_DEFAULTS = {
+    "activation_type": "swiglu",
+    "block_type": "sequential",
+    "embedding_size": 50304,
+    "layer_norm_type": "default",
+    "max_sequence_length": 1024,
+    "rope": False,
+    "weight_tying": True,
+}
+"""Of LLaDAConfig: what the published code takes where a key is absent, and the checkpoints state."""
 
 _BLOCK = "model.transformer.blocks.{layer}."
 
@@ -31,8 +42,12 @@ TENSOR_NAMES: dict[str, str] = {
 
 
 def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
-    """Translate a parsed LLaDA `config.json`; `ConfigError` names a key that is missing or unsupported."""
-    fields = HfFields(values, "LLaDA")
+    """Translate a parsed LLaDA `config.json`; `ConfigError` names a key that is missing or unsupported.
+
+    `rope_scaling` is an extension: the published code has none, and takes the key for nothing.
+    """
+    fields = HfFields(values, "LLaDA", CLASS_DEFAULTS)
+    fields.refuse("quantization_config", QUANTIZED)
     fields.require("block_type", ("llama",))
     fields.require("layer_norm_type", ("rms",))
     fields.require("activation_type", ("silu",))
@@ -57,17 +72,18 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
         family="llada",
         vocab_size=fields.size("embedding_size", fields.size("vocab_size")),
         hidden_size=hidden,
-        num_layers=fields.size("n_layers"),
+        num_layers=fields.size("n_layers", most=MOST_LAYERS),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         intermediate_size=fields.size("mlp_hidden_size", fields.size("mlp_ratio", 4) * hidden),
-        max_positions=fields.size("max_sequence_length", 4096),
-        rms_norm_eps=fields.get("rms_norm_eps", float, 1e-5),
-        rope=RopeConfig.from_hf(values, default_theta=10000.0),
-        tied_head=fields.get("weight_tying", bool, False),
+        max_positions=fields.size("max_sequence_length"),
+        rms_norm_eps=fields.positive("rms_norm_eps", 1e-5),
+        rope=RopeConfig.from_hf(values, default_theta=10000.0, partial=False),
+        tied_head=fields.get("weight_tying", bool),
         mask_id=fields.token_id("mask_token_id"),
         eos_id=fields.token_id("eos_token_id"),
+        more_eos_ids=fields.token_ids("eos_token_id")[1:],
         eot_id=fields.token_id("eot_token_id"),
         dtype=fields.dtype(),
     )

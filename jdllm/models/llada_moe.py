@@ -9,7 +9,7 @@ from typing import Any
 
 from jdllm.errors import ConfigError
 from jdllm.models import decoder
-from jdllm.models.config import HfFields, ModelConfig, MoeConfig
+from jdllm.models.config import MOST_EXPERTS, MOST_LAYERS, HfFields, ModelConfig, MoeConfig
 
 MASK_TOKEN = "<|mask|>"
 TURN_END = "<|role_end|>"
@@ -40,6 +40,7 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
         fields,
         family="llada_moe",
         default_theta=50000.0,
+        partial_rotary=True,
         ffn_key="dense_intermediate_size",
         qk_norm=fields.get("qk_layernorm", bool, False),
         moe=_moe(fields),
@@ -47,7 +48,7 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
 
 
 def _moe(fields: HfFields) -> MoeConfig | None:
-    layers = fields.size("num_hidden_layers")
+    layers = fields.size("num_hidden_layers", most=MOST_LAYERS)
     has_experts = fields.get("moe_layer_freq", list)
     if len(has_experts) != layers or any(flag not in (0, 1) for flag in has_experts):
         raise ConfigError(
@@ -57,7 +58,7 @@ def _moe(fields: HfFields) -> MoeConfig | None:
     dense = tuple(layer for layer, flag in enumerate(has_experts) if not flag)
     if len(dense) == layers:
         return None
-    experts, top_k = fields.size("num_experts"), fields.size("num_experts_per_tok")
+    experts, top_k = fields.size("num_experts", most=MOST_EXPERTS), fields.size("num_experts_per_tok")
     if top_k > experts:
         raise ConfigError(f"config.json: num_experts_per_tok {top_k} exceeds num_experts {experts}")
     return MoeConfig(

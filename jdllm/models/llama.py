@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from jdllm.models.config import HfFields, ModelConfig
-from jdllm.models.decoder import decoder_config
+from jdllm.models.decoder import causal_config
 
 TURN_END = "<|eot_id|>"
+CLASS_DEFAULTS = {"eos_token_id": 2}
 
 
 def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
     """Translate a parsed Llama `config.json`; `ConfigError` names a key that is missing or unsupported."""
-    fields = HfFields(values, "Llama")
+    fields = HfFields(values, "Llama", CLASS_DEFAULTS)
     fields.require("attention_bias", (False,))
-    return decoder_config(values, fields, family="llama", default_theta=10000.0, attention="causal")
+    return causal_config(values, fields, family="llama", default_theta=10000.0)

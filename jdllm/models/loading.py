@@ -166,6 +166,28 @@ def check(config: ModelConfig, index: Index) -> None:
         )
 
 
+def check_tied_head(config: ModelConfig, index: Index) -> None:
+    """Compare the bytes of a stored head with those of the embedding that the configuration ties it to.
+
+    Raises `CheckpointError` where they differ: transformers then takes the stored head after all, and a
+    reader that follows the configuration takes the embedding.
+    """
+    from jdllm.models.registry import FAMILIES
+
+    names = FAMILIES[config.family].tensor_names
+    if not config.tied_head or names["head"] not in index:
+        return
+    head, embedding = index[names["head"]], index[names["embed"]]
+    if (head.shape, head.dtype) == (embedding.shape, embedding.dtype):
+        pairs = zip(_read_pieces(head), _read_pieces(embedding), strict=True)
+        if all(a.tobytes() == b.tobytes() for (_, a), (_, b) in pairs):
+            return
+    raise CheckpointError(
+        f"{names['head']} in {head.file} differs from {names['embed']}, and config.json ties them:"
+        " say there that they are not tied, or take the head out of the file"
+    )
+
+
 def resolve_dtype(path: str | Path, config: ModelConfig, dtype: str) -> str:
     """The type that weights are loaded in.
 
@@ -214,11 +236,12 @@ def load_params(
     Returns the parameter tree of `jdllm.models.weights.spec_tree`. Values equal the stored ones exactly
     where the types are equal.
 
-    Raises `CheckpointError` for everything that `read_index` and `check` find, before any memory is spent,
-    and for a file that shrinks while it is read.
+    Raises `CheckpointError` for everything that `read_index`, `check` and `check_tied_head` find, before any
+    memory is spent, and for a file that shrinks while it is read.
     """
     index = read_index(Path(path))
     check(config, index)
+    check_tied_head(config, index)
     leaves = _leaves(config)
     total = sum(index[name].bytes for _, spec in leaves for name, _ in spec.sources())
     params: Params = {}

@@ -17,7 +17,13 @@ from jdllm.arrays import Tensor
 from jdllm.errors import ConfigError
 
 _POSITIONS_KEYS = ("max_position_embeddings", "max_sequence_length")
-_NEED_ORIGINAL = ("dynamic", "yarn", "llama3")
+_NEED_ORIGINAL = ("yarn", "llama3")
+_LARGEST = 1e12
+_NO_DYNAMIC = (
+    "config.json: rope_type 'dynamic' has other frequencies for every length, and jdllm has one set for all:"
+    " up to the positions that the model states they are those of 'default', so leave rope_scaling away;"
+    " for longer contexts state 'ntk' with the same factor"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +34,7 @@ class RopeConfig:
     - `fraction`: part of each head that is rotated, from its first dimension on.
     - `kind`: a key of `KINDS`, the names that `rope_type` has in `config.json`.
     - `factor`: how much longer the context becomes; unused by "default".
-    - `original_positions`: context before scaling, 0 if unknown; "dynamic", "yarn" and "llama3" need it.
+    - `original_positions`: context before scaling, 0 if unknown; "yarn" and "llama3" need it.
     - `attention_factor`: multiplies cos and sin, hence its square the scores; other than 1 for "yarn" only.
     - `beta_fast`, `beta_slow`, `truncate`: rotations over the original context above which "yarn" keeps a
       frequency and below which it interpolates it, and whether these bounds are widened to whole dimensions.
@@ -56,27 +62,38 @@ class RopeConfig:
             )
 
     @classmethod
-    def from_hf(cls, values: Mapping[str, Any], default_theta: float) -> "RopeConfig":
+    def from_hf(
+        cls, values: Mapping[str, Any], default_theta: float, *, partial: bool = True
+    ) -> "RopeConfig":
         """Read the rotary part of a parsed `config.json`.
 
         Arguments:
         - `values`: the configuration; the base is `rope_theta`, scaling is `rope_scaling` (with `rope_type`
           or `type`) or `rope_parameters`, which may hold `rope_theta` and `partial_rotary_factor` too.
         - `default_theta`: the base where the configuration has none.
+        - `partial`: the model's code can rotate a part of each head; otherwise it must be all of it.
 
         A LLaDA checkpoint trained for longer contexts (UltraLLaDA) carries its base in `rope_theta`, and its
         public evaluation changes nothing else. To extend a checkpoint without training, multiply `rope_theta`
         (as LongLLaDA does) or set `rope_scaling` to `{"rope_type": "ntk", "factor": longer / trained}`.
 
-        Raises `ConfigError` for an unknown type and for a missing or impossible value.
+        Raises `ConfigError` for an unknown type, for "dynamic" (its frequencies change with the length of the
+        sequence), for two objects that differ, and for a missing or impossible value.
         """
         scaling = _scaling_dict(values)
         kind = _kind(scaling)
+        if kind == "dynamic":
+            raise ConfigError(_NO_DYNAMIC)
         number = _Numbers({**values, **{k: v for k, v in scaling.items() if v is not None}})
         theta = number("rope_theta", default_theta, above=1.0)
         fraction = number("partial_rotary_factor", 1.0, above=0.0)
         if fraction > 1:
             raise ConfigError(f"config.json: partial_rotary_factor is {fraction}, expected at most 1")
+        if fraction < 1 and not partial:
+            raise ConfigError(
+                f"config.json: partial_rotary_factor is {fraction}, which this model's code does not have"
+                " (it rotates whole heads: 1)"
+            )
         if kind == "default":
             return cls(theta, fraction)
         number = _Numbers(scaling, f" of rope_type {kind!r}")
@@ -115,18 +132,15 @@ class RopeConfig:
         return dim
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int, length: int | None = None) -> np.ndarray:
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     """Angle per position of each rotated pair.
 
     Arguments:
     - `rope`, `head_dim`: the embedding and the head size.
-    - `length`: sequence length in tokens, which only "dynamic" depends on; by default the effective
-      context, so that a compiled function has one set of frequencies for all lengths. transformers uses
-      the current length, and the unscaled frequencies up to the original context.
 
     Returns f32 `[rotated_dim / 2]`.
     """
-    return KINDS[rope.kind](rope, rope.rotated_dim(head_dim), length)
+    return KINDS[rope.kind](rope, rope.rotated_dim(head_dim))
 
 
 def cos_sin(
@@ -167,33 +181,25 @@ def _periods(theta: float, dim: int) -> np.ndarray:
     return np.power(np.float64(np.float32(theta)), exponents.astype(np.float64)).astype(np.float32)
 
 
-def _default(rope: RopeConfig, dim: int, length: int | None) -> np.ndarray:
+def _default(rope: RopeConfig, dim: int) -> np.ndarray:
     return 1 / _periods(rope.theta, dim)
 
 
-def _linear(rope: RopeConfig, dim: int, length: int | None) -> np.ndarray:
+def _linear(rope: RopeConfig, dim: int) -> np.ndarray:
     """Position interpolation (Chen et al. 2023, arXiv 2306.15595)."""
-    return _default(rope, dim, length) / np.float32(rope.factor)
+    return _default(rope, dim) / np.float32(rope.factor)
 
 
-def _ntk(rope: RopeConfig, dim: int, length: int | None) -> np.ndarray:
+def _ntk(rope: RopeConfig, dim: int) -> np.ndarray:
     """NTK-aware change of base: the lowest frequency is interpolated, the highest kept (YaRN, 3.1)."""
     return 1 / _periods(rope.theta * rope.factor ** _ntk_exponent(dim), dim)
-
-
-def _dynamic(rope: RopeConfig, dim: int, length: int | None) -> np.ndarray:
-    """NTK-aware change of base by sequence length, as transformers defines it."""
-    original = rope.original_positions
-    length = max(length or rope.effective_context(original), original)
-    stretch = rope.factor * length / original - (rope.factor - 1)
-    return 1 / _periods(rope.theta * stretch ** _ntk_exponent(dim), dim)
 
 
 def _ntk_exponent(dim: int) -> float:
     return dim / (dim - 2) if dim > 2 else 1.0
 
 
-def _yarn(rope: RopeConfig, dim: int, length: int | None) -> np.ndarray:
+def _yarn(rope: RopeConfig, dim: int) -> np.ndarray:
     """NTK-by-parts interpolation (YaRN, Peng et al. 2023, arXiv 2309.00071, section 3.2)."""
 
     def pair_turning(rotations: float) -> float:
@@ -211,20 +217,19 @@ def _yarn(rope: RopeConfig, dim: int, length: int | None) -> np.ndarray:
     return keep * (1 / periods) + (1 - keep) * (1 / (np.float32(rope.factor) * periods))
 
 
-def _llama3(rope: RopeConfig, dim: int, length: int | None) -> np.ndarray:
+def _llama3(rope: RopeConfig, dim: int) -> np.ndarray:
     """Interpolation by wavelength, as the Llama 3.1 reference code defines it."""
-    inverse = _default(rope, dim, length)
+    inverse = _default(rope, dim)
     rotations = np.float32(rope.original_positions) / (np.float32(2 * math.pi) / inverse)
     band = np.float32(rope.high_freq_factor - rope.low_freq_factor)
     keep = np.clip((rotations - np.float32(rope.low_freq_factor)) / band, 0, 1)
     return (1 - keep) * inverse / np.float32(rope.factor) + keep * inverse
 
 
-KINDS: dict[str, Callable[[RopeConfig, int, int | None], np.ndarray]] = {
+KINDS: dict[str, Callable[[RopeConfig, int], np.ndarray]] = {
     "default": _default,
     "linear": _linear,
     "ntk": _ntk,
-    "dynamic": _dynamic,
     "yarn": _yarn,
     "llama3": _llama3,
 }
@@ -243,24 +248,29 @@ class _Numbers:
         value = self._values.get(key)
         value = default if value is None else value
         limit = max(above, at_least)
-        expected = f"a number {'above' if above == limit else 'of at least'} {limit:g}"
+        expected = (
+            f"a number {'above' if above == limit else 'of at least'} {limit:g} and at most {_LARGEST:g}"
+        )
         if value is None:
             raise ConfigError(f"config.json: {key}{self._where} is missing, expected {expected}")
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not number or value <= above or value < at_least:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not -_LARGEST <= value <= _LARGEST or value <= above or value < at_least:
             raise ConfigError(f"config.json: {key}{self._where} is {value!r}, expected {expected}")
         return float(value)
 
 
 def _scaling_dict(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    for key in ("rope_parameters", "rope_scaling"):
-        scaling = values.get(key)
-        if scaling is None:
-            continue
+    """`rope_scaling` or `rope_parameters`; of an empty one nothing is taken."""
+    given = {key: values[key] for key in ("rope_scaling", "rope_parameters") if values.get(key)}
+    for key, scaling in given.items():
         if not isinstance(scaling, Mapping) or any(isinstance(v, Mapping) for v in scaling.values()):
             raise ConfigError(f"config.json: {key} is {scaling!r}, expected one object with a rope_type")
-        return scaling
-    return {}
+    if len(given) == 2 and given["rope_scaling"] != given["rope_parameters"]:
+        raise ConfigError(
+            "config.json has rope_scaling and rope_parameters, and they differ: transformers takes all of"
+            " rope_scaling and nothing of rope_parameters; keep the one that is meant"
+        )
+    return next(iter(given.values()), {})
 
 
 def _kind(scaling: Mapping[str, Any]) -> str:
@@ -269,9 +279,11 @@ def _kind(scaling: Mapping[str, Any]) -> str:
 
 
 def _original_positions(values: Mapping[str, Any], scaling: Mapping[str, Any], kind: str) -> int:
+    """For "yarn" and "llama3" a value beside the scaling goes before one in it, as in transformers."""
     key = "original_max_position_embeddings"
+    beside = values.get(key) if kind in _NEED_ORIGINAL else None
     stated = None if kind == "llama3" else next((values[k] for k in _POSITIONS_KEYS if values.get(k)), None)
-    number = _Numbers({key: scaling.get(key) or stated}, f" of rope_type {kind!r}")
+    number = _Numbers({key: beside or scaling.get(key) or stated}, f" of rope_type {kind!r}")
     return int(number(key, 0.0, at_least=0.0))
 
 
@@ -284,8 +296,8 @@ def _with_yarn(rope: RopeConfig, scaling: Mapping[str, Any], number: _Numbers) -
     fast, slow = number("beta_fast", 32.0, above=0.0), number("beta_slow", 1.0, above=0.0)
     if fast < slow:
         raise ConfigError(f"config.json: beta_fast {fast:g} must not be below beta_slow {slow:g}")
-    truncate = scaling.get("truncate")
-    if truncate not in (None, True, False):
+    truncate = scaling.get("truncate", True)
+    if not isinstance(truncate, bool):
         raise ConfigError(
             f"config.json: truncate of rope_type 'yarn' is {truncate!r}, expected true or false"
         )
@@ -294,5 +306,5 @@ def _with_yarn(rope: RopeConfig, scaling: Mapping[str, Any], number: _Numbers) -
         attention_factor=number("attention_factor", default, above=0.0),
         beta_fast=fast,
         beta_slow=slow,
-        truncate=truncate is not False,
+        truncate=truncate,
     )

@@ -1,4 +1,6 @@
+import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
@@ -74,7 +76,8 @@ def test_optional_keys():
             "dtype": "float32",
         }
     )
-    assert config.stop_ids == (7, 9)
+    assert config.eos_id == 7
+    assert config.stop_ids == (7, 8, 9)
     assert config.num_kv_heads == 2
     assert config.tied_head
     assert config.rope.effective_context(config.max_positions) == 131072
@@ -88,10 +91,80 @@ def test_a_missing_size_is_named(key):
 
 
 @pytest.mark.parametrize(
-    "key", ["n_kv_heads", "mlp_ratio", "rms_norm_eps", "max_sequence_length", "weight_tying"]
+    ("key", "changed"),
+    [
+        ("n_kv_heads", {}),
+        ("mlp_ratio", {}),
+        ("rms_norm_eps", {}),
+        ("max_sequence_length", {"max_positions": 1024}),
+        ("weight_tying", {"tied_head": True}),
+        ("rope_theta", {"rope": RopeConfig(10000.0)}),
+        ("embedding_size", {"vocab_size": 50304}),
+    ],
 )
-def test_other_keys_have_the_published_defaults(key):
-    assert ModelConfig.from_hf(without(key)) == ModelConfig.from_hf(TINY)
+def test_other_keys_have_the_published_defaults(key, changed):
+    expected = dataclasses.replace(ModelConfig.from_hf(TINY), **changed)
+    assert ModelConfig.from_hf(without(key)) == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "default"),
+    [
+        ("layer_norm_type", "default"),
+        ("block_type", "sequential"),
+        ("activation_type", "swiglu"),
+        ("rope", False),
+    ],
+)
+def test_an_absent_key_is_what_the_published_class_takes(key, default):
+    with pytest.raises(ConfigError, match=f"{key} is {default!r} .the published default where it is absent"):
+        ModelConfig.from_hf(without(key))
+    with pytest.raises(ConfigError, match=f"{key} is None"):
+        ModelConfig.from_hf(TINY | {key: None})
+
+
+def checkpoint(directory: Path, eos, generation_eos) -> Path:
+    for name, values in (("config", TINY | {"eos_token_id": eos}), ("generation_config", generation_eos)):
+        (directory / f"{name}.json").write_text(json.dumps(values))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("eos", "generation", "stops"),
+    [
+        (7, {"eos_token_id": [9, 7, 8]}, (7, 9, 8)),
+        ([7, 8], {"eos_token_id": 5}, (7, 8, 5)),
+        (None, {"eos_token_id": [9, 8]}, (9, 8)),
+        (7, {"temperature": 0.5}, (7,)),
+        (None, {"eos_token_id": None}, ()),
+    ],
+)
+def test_all_ends_of_sequence_of_a_checkpoint_end_a_text(tmp_path, eos, generation, stops):
+    config = ModelConfig.from_checkpoint(checkpoint(tmp_path, eos, generation))
+    assert config.stop_ids == stops
+    assert config.eos_id == (stops[0] if stops else None)
+
+
+def test_an_override_of_the_end_of_sequence_is_alone(tmp_path):
+    directory = checkpoint(tmp_path, 7, {"eos_token_id": [8]})
+    assert ModelConfig.from_checkpoint(directory, {"eos_token_id": 3}).stop_ids == (3,)
+
+
+def test_a_malformed_end_of_sequence_names_its_file(tmp_path):
+    directory = checkpoint(tmp_path, 7, {"eos_token_id": "</s>"})
+    with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id is '</s>'"):
+        ModelConfig.from_checkpoint(directory)
+
+
+@pytest.mark.parametrize(
+    ("key", "number"),
+    [("n_layers", "1" + "0" * 30), ("d_model", "9" * 5000), ("rope_theta", "1" + "0" * 400)],
+)
+def test_numbers_without_end_name_their_key(tmp_path, key, number):
+    text = json.dumps(TINY | {key: "NUMBER"}).replace('"NUMBER"', number)
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=f"config.json: {key}"):
+        ModelConfig.from_hf(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -105,6 +178,9 @@ def test_other_keys_have_the_published_defaults(key):
         ("n_heads", 3),
         ("n_kv_heads", 3),
         ("rms_norm_eps", "small"),
+        ("rms_norm_eps", -1e-5),
+        ("quantization_config", {"quant_method": "awq"}),
+        ("partial_rotary_factor", 0.5),
         ("rms_norm_eps", True),
         ("weight_tying", 1),
         ("mask_token_id", "<mask>"),

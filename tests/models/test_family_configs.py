@@ -99,7 +99,6 @@ def test_bytes_of_a_mixture_include_all_experts():
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
         ({"type": "linear", "factor": 2.0}, 262144),
         ({"rope_type": "ntk", "factor": 2.0}, 262144),
-        ({"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 2048}, 4096),
     ],
 )
 @pytest.mark.parametrize("name", ["dream", "qwen2"])
@@ -156,6 +155,13 @@ COMMON = [
     ("rms_norm_eps", None),
     ("max_position_embeddings", None),
     ("vocab_size", "many"),
+    ("vocab_size", 2**31),
+    ("num_hidden_layers", 10**30),
+    ("rms_norm_eps", -1e-6),
+    ("rms_norm_eps", 0),
+    ("rms_norm_eps", 10**400),
+    ("eos_token_id", [1, 10**30]),
+    ("quantization_config", {"quant_method": "gptq", "bits": 4}),
     ("hidden_act", "gelu"),
     ("mlp_bias", True),
     ("pretraining_tp", 2),
@@ -163,11 +169,17 @@ COMMON = [
     ("layer_types", "full_attention"),
     ("rope_scaling", {"rope_type": "spiral", "factor": 2.0}),
 ]
+CAUSAL = [("is_causal", False), ("auto_map", {"AutoModel": "modeling.Own"}), ("partial_rotary_factor", 0.5)]
 OWN = {
-    "dream": [("use_sliding_window", True), ("intermediate_size", None), ("mask_token_id", "<|mask|>")],
-    "llama": [("attention_bias", True)],
-    "mistral": [("sliding_window", 0), ("layer_types", ["sliding_attention"] * 2)],
-    "qwen2": [("use_sliding_window", True)],
+    "dream": [
+        ("partial_rotary_factor", 0.5),
+        ("use_sliding_window", True),
+        ("intermediate_size", None),
+        ("mask_token_id", "<|mask|>"),
+    ],
+    "llama": [*CAUSAL, ("attention_bias", True)],
+    "mistral": [*CAUSAL, ("sliding_window", 0), ("layer_types", ["sliding_attention"] * 2)],
+    "qwen2": [*CAUSAL, ("use_sliding_window", True)],
     "llada_moe": [
         ("attention_bias", True),
         ("clip_qkv", 8.0),
@@ -180,6 +192,7 @@ OWN = {
         ("moe_layer_freq", [1]),
         ("moe_layer_freq", [1, 2]),
         ("num_experts", 0),
+        ("num_experts", 10**30),
         ("num_experts_per_tok", 9),
         ("expert_intermediate_size", None),
         ("dense_intermediate_size", 0),

@@ -13,6 +13,7 @@ from jdllm.errors import ConfigError
 from jdllm.models.rotary import RopeConfig, cos_sin, inverse_frequencies, rotate
 from tests.helpers import Golden
 
+NO_POSITIONS = {"max_position_embeddings": None}
 BASE = {"rope_theta": 500000.0, "max_position_embeddings": 4096}
 
 
@@ -87,12 +88,11 @@ LLAMA3 = {
         (scaled(rope_type="default"), plain(5e5, 128)),
         (scaled(type="linear", factor=4.0), [f / 4 for f in plain(5e5, 128)]),
         (scaled(rope_type="ntk", factor=8.0), ntk_by_hand(5e5, 128, 8.0)),
-        (scaled(rope_type="dynamic", factor=2.0), ntk_by_hand(5e5, 128, 2.0 * 2.0 - 1.0)),
         (scaled(**YARN), yarn_by_hand(5e5, 128, 4.0, 32768, whole=True)),
         (scaled(**YARN, truncate=False), yarn_by_hand(5e5, 128, 4.0, 32768, whole=False)),
         (scaled(**LLAMA3), llama3_by_hand(5e5, 128, 8.0, 1.0, 4.0, 8192)),
     ],
-    ids=["none", "default", "linear", "ntk", "dynamic", "yarn", "yarn-untruncated", "llama3"],
+    ids=["none", "default", "linear", "ntk", "yarn", "yarn-untruncated", "llama3"],
 )
 def test_frequencies_follow_their_definition(rope, expected):
     actual = inverse_frequencies(rope, 128)
@@ -104,14 +104,6 @@ def test_ntk_keeps_the_highest_frequency_and_interpolates_the_lowest():
     before, after = (inverse_frequencies(r, 128) for r in (from_hf(), scaled(rope_type="ntk", factor=32.0)))
     assert after[0] == before[0]
     np.testing.assert_allclose(after[-1], before[-1] / 32, rtol=1e-6)
-
-
-@pytest.mark.parametrize(("length", "stretch"), [(100, 1.0), (4096, 1.0), (6144, 2.0), (12288, 5.0)])
-def test_dynamic_scaling_follows_the_length(length, stretch):
-    rope = scaled(rope_type="dynamic", factor=2.0)
-    np.testing.assert_allclose(
-        inverse_frequencies(rope, 64, length), ntk_by_hand(5e5, 64, stretch), rtol=4e-7
-    )
 
 
 @pytest.mark.parametrize(
@@ -197,8 +189,6 @@ def test_rope_parameters_are_read_like_their_older_spelling():
         (from_hf(rope_theta=5e7), 4096),
         (scaled(rope_type="linear", factor=2.5), 10240),
         (scaled(rope_type="ntk", factor=4), 16384),
-        (scaled(rope_type="dynamic", factor=2.0), 8192),
-        (scaled(rope_type="dynamic", factor=2.0, original_max_position_embeddings=1000), 2000),
         (scaled(**YARN), 131072),
         (scaled(**LLAMA3), 4096),
         (RopeConfig(1e4, kind="ntk", factor=2.0), 8192),
@@ -227,8 +217,18 @@ def test_effective_context(rope, context):
             "original_max_position_embeddings",
         ),
         (
-            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": None},
-            "original_max_position_embeddings",
+            {"rope_scaling": {**YARN, "original_max_position_embeddings": None}, **NO_POSITIONS},
+            "original_max",
+        ),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic' has other frequencies"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 10**400}}, "factor"),
+        ({"rope_theta": 10**400}, "rope_theta"),
+        ({"rope_theta": 1e300}, "rope_theta"),
+        ({"rope_theta": math.nan}, "rope_theta"),
+        ({"rope_scaling": {**YARN, "truncate": None}}, "truncate"),
+        (
+            {"rope_scaling": YARN, "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+            "rope_scaling and rope_parameters",
         ),
         ({"rope_scaling": {**YARN, "beta_fast": 1.0, "beta_slow": 2.0}}, "beta_fast"),
         ({"rope_scaling": {**YARN, "truncate": "no"}}, "truncate"),
