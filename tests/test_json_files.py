@@ -1,10 +1,15 @@
 import json
 import math
+import shutil
 
 import pytest
 
-from jdllm.errors import CheckpointError, ConfigError
+from jdllm.errors import CheckpointError, ConfigError, JdllmError
 from jdllm.json_files import read_object
+from jdllm.models.config import ModelConfig
+from jdllm.models.loading import read_index
+from jdllm.models.native import read_manifest
+from tests.helpers import Golden
 
 DEEP = b"[" * 200_000
 
@@ -48,3 +53,20 @@ def test_anything_else_is_one_line_that_names_the_file(tmp_path, content, reason
 def test_a_file_that_cannot_be_read_is_named(tmp_path, name):
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_object(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "reader"),
+    [
+        ("config.json", ModelConfig.from_hf),
+        ("model.safetensors.index.json", read_index),
+        ("manifest.json", read_manifest),
+        ("generation_config.json", ModelConfig.from_checkpoint),
+    ],
+)
+def test_every_file_of_a_checkpoint_is_read_so(tmp_path, name, reader):
+    if name == "generation_config.json":
+        shutil.copy(Golden("llada").directory / "config.json", tmp_path)
+    (tmp_path / name).write_bytes(DEEP)
+    with pytest.raises(JdllmError, match=f"{name} is not readable as JSON: it nests too deeply"):
+        reader(tmp_path)

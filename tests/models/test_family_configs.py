@@ -47,6 +47,13 @@ def test_dream_is_translated():
     )
 
 
+def test_an_absent_key_of_dream_is_what_its_class_takes():
+    absent = ("rope_theta", "num_key_value_heads", "tie_word_embeddings")
+    values = {key: value for key, value in VALUES["dream"].items() if key not in absent}
+    config = ModelConfig.from_hf(values | {"num_attention_heads": 32, "hidden_size": 512})
+    assert (config.rope.theta, config.num_kv_heads, config.tied_head) == (10000.0, 32, False)
+
+
 def test_llada_moe_is_translated():
     assert ModelConfig.from_hf(VALUES["llada_moe"]) == ModelConfig(
         family="llada_moe",
