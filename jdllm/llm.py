@@ -14,12 +14,12 @@ import numpy as np
 from jdllm.decoding.executables import Executables
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.score import perturb
-from jdllm.errors import ConfigError, RequestError
+from jdllm.errors import ConfigError, JdllmError, RequestError
 from jdllm.models.config import ModelConfig
 from jdllm.models.loading import load_params, resolve, resolve_dtype
 from jdllm.models.module import Transformer
 from jdllm.models.tokenizer import Tokenizer, complete_ids, load_tokenizer
-from jdllm.outputs import RequestOutput, completion
+from jdllm.outputs import RequestOutput, request_output
 from jdllm.planning.budget import device_budget
 from jdllm.planning.chunks import ChunkConfig
 from jdllm.progress import shown
@@ -28,6 +28,7 @@ from jdllm.prompts import (
     Prompt,
     PromptLike,
     TokenIds,
+    ask,
     naming_prompt,
     read_conversations,
     read_prompts,
@@ -86,9 +87,9 @@ class LLM:
         verifier_shares_ids: bool = False,
         progress: bool = True,
     ):
-        max_num_batched_tokens = _count("max_num_batched_tokens", max_num_batched_tokens)
+        max_num_batched_tokens = _count("max_num_batched_tokens", max_num_batched_tokens, ConfigError)
         if max_num_logits is not None:
-            max_num_logits = _count("max_num_logits", max_num_logits)
+            max_num_logits = _count("max_num_logits", max_num_logits, ConfigError)
         _check_types(
             model=(model, str | Path | Transformer),
             dtype=(dtype, str),
@@ -163,7 +164,8 @@ class LLM:
         - `sampling_params`, or `sampling`: for all prompts, or one for each; by default `default_sampling()`.
         - `prompt_token_ids`: ids instead of texts, one list for each prompt.
         - `on_step`: called with a `StepUpdate` after each step of each request, as it happens; without it
-          the device runs a block at a time. Tokens do not depend on it, nor on the other prompts.
+          the device runs a block at a time. Tokens do not depend on it, nor on the other prompts. Each of a
+          prompt's `n` samples is a request; they are counted in order of the prompts.
         - `parse_special`: special tokens in the texts become their ids; otherwise they are plain text.
         - `progress`: show how far it has come, where standard error is a terminal.
 
@@ -177,7 +179,7 @@ class LLM:
             lambda text: self._encode(text, parse_special=parse_special),
             ("prompts", "prompt_token_ids"),
         )
-        return self._answer(generation_request, given, sampling_params, sampling, on_step, progress)
+        return self._answer(self._generation_request, given, sampling_params, sampling, on_step, progress)
 
     def chat(
         self,
@@ -206,7 +208,7 @@ class LLM:
         for i, conversation in enumerate(conversations):
             with naming_prompt(i, len(conversations)):
                 given.append(Prompt(*tokenizer.encode_chat(conversation)))
-        return self._answer(generation_request, given, sampling_params, sampling, on_step, progress)
+        return self._answer(self._generation_request, given, sampling_params, sampling, on_step, progress)
 
     def infill(
         self,
@@ -266,8 +268,8 @@ class LLM:
         Returns an estimate of the model's bound; more copies, less variance. The same masks give the
         official script's value. Source: get_log_likelihood.py of ML-GSAI/LLaDA.
         """
-        if mc_num < 1 or batch_size < 1:
-            raise RequestError(f"mc_num {mc_num} and batch_size {batch_size} must be positive")
+        mc_num = _count("mc_num", mc_num, RequestError)
+        batch_size = _count("batch_size", batch_size, RequestError)
         SamplingParams(cfg_scale=cfg_scale, seed=seed)  # refuses what a generation would refuse
         prompt_ids, answer_ids = (
             self._encode(x, parse_special=parse_special) if isinstance(x, str) else x
@@ -344,23 +346,26 @@ class LLM:
         on_step: OnStep | None,
         progress: bool,
     ) -> list[RequestOutput]:
+        if not (on_step is None or callable(on_step)):
+            raise RequestError(f"on_step is {reprlib.repr(on_step)}, expected a function")
         given = _given_once(sampling_params, sampling)
         each = sampling_for_each(self.default_sampling() if given is None else given, len(prompts))
-        decode = None if self.tokenizer is None else self.tokenizer.decode
-        requests = []
-        for i, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
-            with naming_prompt(i, len(prompts)):
-                requests.append(make(i, prompt.ids, params, self.config))
+        asked = ask(prompts, each, lambda *request: make(*request, self.config))
+        requests = [request for one in asked for request in one.requests]
         self._warn_of_length(requests)
         with shown(requests, progress) as show:
             for update in self._engine.run(requests, every_step=on_step is not None):
                 show(update)
                 if on_step is not None:
                     on_step(update)
-        return [
-            RequestOutput(p.text, r.prompt.tolist(), r.sampling.seed, [completion(r, 0, decode)])
-            for p, r in zip(prompts, requests, strict=True)
-        ]
+        return [request_output(one.text, one.seed, one.requests, self._decode) for one in asked]
+
+    @property
+    def _decode(self) -> Callable[[Sequence[int]], str] | None:
+        return None if self.tokenizer is None else self.tokenizer.decode
+
+    def _generation_request(self, *args: Any) -> Request:
+        return generation_request(*args, decode=self._decode)
 
     def _warn_of_length(self, requests: list[Request]) -> None:
         longest = max((len(r.tokens) for r in requests), default=0)
@@ -379,9 +384,9 @@ def _given_once(sampling_params: Sampling | None, sampling: Sampling | None) -> 
     return sampling if sampling_params is None else sampling_params
 
 
-def _count(name: str, value: object) -> int:
+def _count(name: str, value: object, error: type[JdllmError]) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-        raise ConfigError(f"{name} is {value!r}, expected a positive integer")
+        raise error(f"{name} is {value!r}, expected a positive integer")
     return int(value)
 
 

@@ -17,13 +17,18 @@ class CompletionOutput:
     """One sample of a request. Equal to another that holds the same result, whatever time it took.
 
     - `index`: which of the request's samples it is.
-    - `text`: `token_ids` up to the first end id, decoded without special tokens; `None` without a tokenizer.
-    - `token_ids`: the generated ids. With early stop they end with the first end-of-sequence or end-of-turn
-      id, which is included; without, all `gen_length` ids are there. For infilling: the whole sequence.
-    - `finish_reason`: "stop" where an end id was generated with nothing masked before it, else "length".
+    - `text`: `token_ids` up to the first end id or stop string, decoded without special tokens; `None`
+      without a tokenizer.
+    - `token_ids`: the generated ids, at most `max_tokens`. With early stop they end with the token that ends
+      the text, which is included: the first end-of-sequence, end-of-turn or other stop id, or what completes
+      a stop string; without, all `gen_length` ids are there. For infilling: the whole sequence.
+    - `finish_reason`: "stop" where the text ended with nothing masked before its end, else "length".
     - `nfe`: forward evaluations of the model.
     - `timings`: seconds.
     - `history`: int32 `[nfe, length]`, the whole sequence after every step, where it was asked for.
+    - `logprobs`, `committed_in`: of each of `token_ids`, where they were asked for: its log-probability in
+      the step that committed it, in the distribution that its confidence is measured on, and that step;
+      `None` for a token that was given.
     """
 
     index: int
@@ -33,6 +38,8 @@ class CompletionOutput:
     nfe: int
     timings: Timings
     history: np.ndarray | None = None
+    logprobs: list[float | None] | None = None
+    committed_in: list[int | None] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain Python values, ready for JSON; the history as lists."""
@@ -53,9 +60,9 @@ class RequestOutput:
 
     - `prompt`: the prompt text, where it was given as text.
     - `prompt_token_ids`: the ids that were denoised from (for infilling the whole sequence with its masks).
-    - `seed`: of its random draws.
-    - `outputs`: its samples. `text`, `token_ids`, `finish_reason`, `nfe`, `timings` and `history` are those
-      of the first.
+    - `seed`: of its random draws; a fresh one where it was `None`.
+    - `outputs`: its `n` samples. `text`, `token_ids`, `finish_reason`, `nfe`, `timings`, `history`,
+      `logprobs` and `committed_in` are those of the first.
     """
 
     prompt: str | None
@@ -89,6 +96,14 @@ class RequestOutput:
     def history(self) -> np.ndarray | None:
         return self.outputs[0].history
 
+    @property
+    def logprobs(self) -> list[float | None] | None:
+        return self.outputs[0].logprobs
+
+    @property
+    def committed_in(self) -> list[int | None] | None:
+        return self.outputs[0].committed_in
+
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain Python values, ready for JSON."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -99,17 +114,40 @@ class RequestOutput:
         return json.dumps(self.to_dict())
 
 
-def completion(request: Request, index: int, decode: Decode | None) -> CompletionOutput:
-    """The result of a finished request, sample `index` of its prompt; `decode`: ids to text."""
+def request_output(
+    prompt: str | None, seed: int, requests: Sequence[Request], decode: Decode | None
+) -> RequestOutput:
+    """The result of a prompt, from the finished request of each of its samples; `decode`: ids to text."""
+    outputs = [_completion(i, request, decode) for i, request in enumerate(requests)]
+    return RequestOutput(prompt, requests[0].prompt.tolist(), seed, outputs)
+
+
+def _completion(index: int, request: Request, decode: Decode | None) -> CompletionOutput:
     end = request.end_of_text()
     result = request.tokens[request.returned]
     kept = result if end is None or not request.sampling.early_stop else result[: end + 1]
+    positions = slice(request.returned.start, request.returned.start + len(kept))
+    logprobs, steps = request.logprobs[positions].tolist(), request.committed_in[positions].tolist()
+    asked = request.sampling.logprobs
     return CompletionOutput(
         index=index,
-        text=None if decode is None else decode(result[:end].tolist()),
+        text=None if decode is None else _text(request, end, decode),
         token_ids=kept.tolist(),
         finish_reason="length" if end is None else "stop",
         nfe=request.steps,
         timings=request.timings(),
         history=np.stack(request.history) if request.sampling.return_history else None,
+        logprobs=[x if i >= 0 else None for x, i in zip(logprobs, steps, strict=True)] if asked else None,
+        committed_in=[i if i >= 0 else None for i in steps] if asked else None,
     )
+
+
+def _text(request: Request, end: int | None, decode: Decode) -> str:
+    """The text up to its end, which is not part of it."""
+    result = request.tokens[request.returned].tolist()
+    if end is None:
+        return decode(result)
+    if result[end] in request.stop_ids:
+        return decode(result[:end])
+    text = decode(result[: end + 1])
+    return text[: min(text.find(string) for string in request.sampling.stop if string in text)]

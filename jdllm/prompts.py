@@ -1,15 +1,20 @@
-"""What a caller gives as prompts, read into token ids."""
+"""What a caller gives as prompts, read into token ids and made into requests."""
 
+import dataclasses
+import itertools
 import reprlib
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from jdllm.decoding.noise import sample_seed
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
 from jdllm.models.tokenizer import Message
+from jdllm.serving.request import Request
 
 TokenIds = Sequence[int] | np.ndarray
 PromptLike = str | Mapping[str, Any]
@@ -75,6 +80,38 @@ def sampling_for_each(
     if len(each) != count:
         raise RequestError(f"{len(each)} sampling parameters for {count} prompts: give one for all or each")
     return each
+
+
+class Asked(NamedTuple):
+    """One prompt's text, where it has one, the seed of its draws, and a request for each sample."""
+
+    text: str | None
+    seed: int
+    requests: list[Request]
+
+
+def ask(
+    prompts: Sequence[Prompt],
+    sampling: Sequence[SamplingParams],
+    make: Callable[[int, TokenIds, SamplingParams], Request],
+) -> list[Asked]:
+    """Make the requests of a call.
+
+    Arguments:
+    - `prompts`, `sampling`: one for each prompt. A seed of `None` becomes a fresh one.
+    - `make`: a request, from its index in the call, its ids and parameters.
+
+    Raises `RequestError` for what cannot be served; it names the prompt.
+    """
+    asked = []
+    index = itertools.count()
+    for i, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        samples = [dataclasses.replace(params, n=1, seed=sample_seed(seed, k)) for k in range(params.n)]
+        with naming_prompt(i, len(prompts)):
+            requests = [make(next(index), prompt.ids, sample) for sample in samples]
+        asked.append(Asked(prompt.text, seed, requests))
+    return asked
 
 
 @contextmanager

@@ -91,9 +91,9 @@ class TestRefused:
         with pytest.raises(RequestError, match=message):
             llm.score(*arguments)
 
-    @pytest.mark.parametrize("option", [{"mc_num": 0}, {"batch_size": 0}])
+    @pytest.mark.parametrize("option", [{"mc_num": 0}, {"batch_size": 0}, {"mc_num": True}, {"mc_num": "8"}])
     def test_counts_of_score(self, option: dict[str, Any], llm: LLM):
-        with pytest.raises(RequestError, match="must be positive"):
+        with pytest.raises(RequestError, match=r"is .*, expected a positive integer"):
             llm.score([1], [2], **option)
 
     @pytest.mark.parametrize("option", [{"cfg_scale": -1.0}, {"cfg_scale": float("nan")}, {"seed": -1}])
@@ -163,6 +163,7 @@ class TestRefused:
             ({"prompt_token_ids": 5}, "prompt_token_ids is 5, expected one entry"),
             ({"prompt_token_ids": PROMPTS, "sampling": {"gen_length": 8}}, "must be SamplingParams"),
             ({"prompt_token_ids": PROMPTS, "sampling": [SHORT, 7]}, "must be SamplingParams"),
+            ({"prompt_token_ids": PROMPTS, "on_step": 7}, "on_step is 7, expected a function"),
         ],
     )
     def test_arguments_of_a_wrong_type(self, arguments: dict[str, Any], message: str, llm: LLM):
@@ -328,6 +329,14 @@ class TestStepUpdates:
     def test_provisional_tokens_may_change_until_they_are_committed(self, updates):
         first = next(u for u in updates[0] if u.request == 0)
         assert not first.committed.all()
+
+    def test_they_compare_and_refuse_to_be_hashed(self, updates):
+        first, second = updates[0][:2]
+        assert first == first._replace(positions=first.positions.copy())
+        assert first != second
+        assert first != tuple(second)
+        with pytest.raises(TypeError, match="unhashable"):
+            hash(first)
 
     def test_infill_reports_too(self, llm: LLM):
         seen: list[StepUpdate] = []

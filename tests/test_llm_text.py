@@ -113,6 +113,18 @@ class TestChat:
             speaking.chat([[right], [right, {"role": "user"}]])
 
 
+def test_stop_strings_end_a_generation(speaking: LLM):
+    options = {"gen_length": 32, "block_length": 8, "undefined_tokens": "banned", "temperature": 1.0}
+    (whole,) = speaking.generate("ab", SamplingParams(**options, early_stop=False))
+    assert whole.text is not None
+    stop = next(c for c in whole.text[8:] if c.isascii() and c not in whole.text[:8])
+    (stopped,) = speaking.generate("ab", SamplingParams(**options, stop=(stop,)))
+    assert (stopped.text, stopped.finish_reason) == (whole.text.split(stop)[0], "stop")
+    assert stopped.token_ids == whole.token_ids[: len(stopped.token_ids)]
+    assert stopped.token_ids[-1] == ord(stop)
+    assert stopped.nfe == -(-len(stopped.token_ids) // 8) * 8
+
+
 class TestSamplingParams:
     def test_both_names_are_one(self, speaking: LLM):
         by_position, by_name = speaking.generate("ab", SHORT), speaking.generate("ab", sampling=SHORT)
@@ -121,3 +133,9 @@ class TestSamplingParams:
         for call in (speaking.generate, speaking.infill, speaking.chat):
             with pytest.raises(RequestError, match="sampling and sampling_params are one"):
                 call("ab", SHORT, sampling=SHORT)
+
+    def test_without_any_those_of_the_model_apply(self, speaking: LLM, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(speaking, "default_sampling", lambda: SHORT)
+        assert speaking.generate("ab") == speaking.generate("ab", SHORT)
+        assert speaking.chat("ab") == speaking.chat("ab", SHORT)
+        assert speaking.infill(f"ab{MASK}") == speaking.infill(f"ab{MASK}", SHORT)

@@ -16,7 +16,8 @@ HISTORY = np.array([[1, 510, 510], [1, 2, 510], [1, 2, 3]], np.int32)
 
 def output(*, timings: Timings | None = None, **fields: Any) -> RequestOutput:
     given = {"text": "bc", "token_ids": [2, 3], "finish_reason": "stop", "nfe": 3, "history": HISTORY.copy()}
-    sample = CompletionOutput(index=0, timings=timings or Timings(0.5, 1.5), **(given | fields))
+    given |= {"logprobs": [-0.5, -0.25], "committed_in": [1, 0], **fields}
+    sample = CompletionOutput(index=0, timings=timings or Timings(0.5, 1.5), **given)
     return RequestOutput("a", [1], 2**64 - 1, [sample])
 
 
@@ -37,6 +38,8 @@ def test_equal_results_are_equal_whatever_time_they_took():
         {"text": None},
         {"finish_reason": "length"},
         {"nfe": 4},
+        {"logprobs": [-0.5, -0.5]},
+        {"committed_in": [0, 1]},
     ],
 )
 def test_other_results_are_not(fields: dict[str, Any]):
@@ -68,6 +71,8 @@ def test_json():
         "nfe": 3,
         "timings": {"queued": 0.5, "running": 1.5, "total": 2.0},
         "history": HISTORY.tolist(),
+        "logprobs": [-0.5, -0.25],
+        "committed_in": [1, 0],
     }
     expected = {"prompt": "a", "prompt_token_ids": [1], "seed": 2**64 - 1, "outputs": [sample]}
     assert json.loads(output().to_json()) == expected

@@ -27,9 +27,9 @@ class SpecialTokens:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self._tokens = sorted(tokens, key=len, reverse=True)
+        self._tokens = sorted(filter(None, tokens), key=len, reverse=True)
         self._unknown = unknown
-        firsts = [_ESCAPE, *sorted({token[0] for token in tokens if token})]
+        firsts = [_ESCAPE, *sorted({token[0] for token in self._tokens})]
         self._marks = {first: _ESCAPE + chr(_MARKS + i) for i, first in enumerate(firsts)}
 
     def protect(self, text: str, parsed: Collection[str] = ()) -> str:

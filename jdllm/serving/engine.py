@@ -40,6 +40,14 @@ class StepUpdate(NamedTuple):
     committed: np.ndarray
     logprobs: np.ndarray
 
+    __hash__ = None  # type: ignore[assignment]  # arrays inside
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StepUpdate) and all(map(np.array_equal, self, other))
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
 
 class Engine:
     """Denoises many requests at once, first come first served.

@@ -1,8 +1,9 @@
 """One request: its tokens, its blocks and how far it has come."""
 
+import bisect
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -55,6 +56,7 @@ class Request:
     - `initial_masks`: bool `[length]`, positions that were masked at the start; all others count as prompt.
     - `blocks`: what is denoised, from left to right.
     - `returned`: the part of the sequence that is the result.
+    - `stop_ids`: ids that end its text; `decode`: ids to text, for the stop strings of `sampling`.
     - `logprobs`: f32 `[length]`, the log-probability of each committed token, 0 for others; `committed_in`:
       int32 `[length]`, the denoising step that committed it, -1 for others.
     - `steps`: denoising steps done, each one forward evaluation.
@@ -70,18 +72,21 @@ class Request:
         blocks: list[Block],
         sampling: SamplingParams,
         config: ModelConfig,
+        decode: Callable[[Sequence[int]], str] | None = None,
     ):
         self.index = index
         self.prompt = prompt
         self.mask_id = mask_id_of(config)
         self.tokens = np.concatenate([prompt, np.full(gen_length, self.mask_id, np.int32)])
         self.initial_masks = self.tokens == self.mask_id
-        self.returned = slice(len(prompt) if gen_length else 0, len(self.tokens))
+        kept = min(sampling.max_tokens or gen_length, gen_length)
+        self.returned = slice(len(prompt), len(prompt) + kept) if gen_length else slice(0, len(prompt))
         self.blocks = blocks
         self.sampling = sampling
         self.forwarded = np.arange(len(self.tokens))
         self.stored = 0
-        self.stop_ids = config.stop_ids if gen_length else ()
+        self.stop_ids = (*config.stop_ids, *sampling.stop_token_ids) if gen_length else ()
+        self.decode = decode
         self.logprobs = np.zeros(len(self.tokens), np.float32)
         self.committed_in = np.full(len(self.tokens), -1, np.int32)
         self.steps = 0
@@ -204,12 +209,29 @@ class Request:
             self.ended = time.perf_counter()
 
     def end_of_text(self) -> int | None:
-        """Where in the result the text ends: at its first stop id, if nothing is masked before it."""
-        start = self.returned.start
-        ends = np.flatnonzero((self.tokens[start:, None] == self.stop_ids).any(1))
-        if not len(ends) or (self.tokens[: start + ends[0]] == self.mask_id).any():
+        """Where in the result the text ends, if nothing is masked before: at its first stop id, or at the
+        token that completes the first of its stop strings."""
+        if self.mask_id in self.tokens[: self.returned.start]:
             return None
-        return int(ends[0])
+        result = self.tokens[self.returned]
+        filled = result[: _first(result == self.mask_id)]
+        end = _first((filled[:, None] == self.stop_ids).any(1))
+        completed = self._stop_string_ends(filled[:end])
+        return end if completed is None else completed
+
+    def _stop_string_ends(self, ids: np.ndarray) -> int | None:
+        """The index of the id that completes a stop string."""
+        decode, stop = self.decode, self.sampling.stop
+        if not stop or decode is None:
+            return None
+
+        def stopped(count: int) -> bool:
+            text = decode(ids[:count].tolist())
+            return any(string in text for string in stop)
+
+        counts = range(len(ids) + 1)
+        first = bisect.bisect_left(counts, True, key=stopped)
+        return first - 1 if first in counts else None
 
     def timings(self) -> Timings:
         ended = self.ended or time.perf_counter()
@@ -218,20 +240,37 @@ class Request:
 
     def _block_is_over(self) -> bool:
         filled = self.mask_id not in self.tokens[: self.block.stop]
-        return self.steps_left <= 0 or filled or (self.adaptive and self._text_is_over())
+        return self.steps_left <= 0 or filled or (self.adaptive and self._result_is_complete())
+
+    def _result_is_complete(self) -> bool:
+        return self._text_is_over() or self.mask_id not in self.tokens[: self.returned.stop]
 
     def _text_is_over(self) -> bool:
         return self.sampling.early_stop and self.end_of_text() is not None
 
 
 def generation_request(
-    index: int, prompt: Sequence[int] | np.ndarray, sampling: SamplingParams, config: ModelConfig
+    index: int,
+    prompt: Sequence[int] | np.ndarray,
+    sampling: SamplingParams,
+    config: ModelConfig,
+    decode: Callable[[Sequence[int]], str] | None = None,
 ) -> Request:
-    """A request that appends `sampling.gen_length` masks to `prompt` and fills them block by block.
+    """A request that appends `sampling.gen_length` masks to `prompt` and fills them block by block, as far as
+    `max_tokens` reaches.
+
+    `decode`: ids to text, for stop strings.
 
     Raises `RequestError` for an empty prompt, an id outside the vocabulary, a mask id in the prompt (unless
-    `prompt_masks` is "official") or lengths that do not divide.
+    `prompt_masks` is "official"), lengths that do not divide, or stop strings without `decode`.
     """
+    if sampling.stop and decode is None:
+        raise RequestError("stop strings need tokenizer files, which this model has not: use stop_token_ids")
+    for i in sampling.stop_token_ids:
+        if i >= config.vocab_size:
+            raise RequestError(
+                f"stop_token_ids has {i}, outside the vocabulary (0 to {config.vocab_size - 1})"
+            )
     prompt = checked_ids(prompt, config)
     mask_id = mask_id_of(config)
     if sampling.prompt_masks == "error" and (prompt == mask_id).any():
@@ -249,21 +288,26 @@ def generation_request(
     table = step_table(sampling, masks, steps, start + gen_length)
     blocks = [
         Block(at, at + block_length, block_length, table)
-        for at in range(start, start + gen_length, block_length)
+        for at in range(start, start + (sampling.max_tokens or gen_length), block_length)
     ]
-    return Request(index, prompt, gen_length, blocks, sampling, config)
+    return Request(index, prompt, gen_length, blocks, sampling, config, decode)
 
 
 def infill_request(
-    index: int, tokens: Sequence[int] | np.ndarray, sampling: SamplingParams, config: ModelConfig
+    index: int,
+    tokens: Sequence[int] | np.ndarray,
+    sampling: SamplingParams,
+    config: ModelConfig,
 ) -> Request:
     """A request that fills the masks inside `tokens`.
 
     The masked positions, in order, are cut into blocks of `block_length` masks (the last may be shorter);
-    each block is finished before the next. `gen_length` and `early_stop` do not apply; `steps` defaults to
-    one a mask, and is otherwise a multiple of the number of blocks. Raises `RequestError` as
-    `generation_request` does, and where nothing is masked.
+    each block is finished before the next. `gen_length`, `max_tokens` and `early_stop` do not apply; `steps`
+    defaults to one a mask, and is otherwise a multiple of the number of blocks. Raises `RequestError` as
+    `generation_request` does, where nothing is masked, and for stop strings or ids.
     """
+    if sampling.stop or sampling.stop_token_ids:
+        raise RequestError("a sequence to infill has no end to stop at: leave stop and stop_token_ids out")
     tokens = checked_ids(tokens, config)
     masks = np.flatnonzero(tokens == mask_id_of(config))
     if not len(masks):
@@ -281,6 +325,11 @@ def infill_request(
         table = step_table(sampling, len(group), steps, len(masks))
         blocks.append(Block(int(group[0]), int(group[-1]) + 1, len(group), table))
     return Request(index, tokens, 0, blocks, sampling, config)
+
+
+def _first(found: np.ndarray) -> int | None:
+    """The index of the first True, if there is one."""
+    return int(found.argmax()) if found.any() else None
 
 
 def mask_id_of(config: ModelConfig) -> int:

@@ -80,6 +80,19 @@ def test_special_tokens_are_single_ids_and_no_text(directory):
     assert tokenizer.encode(prompt, parse_special=True)[0] == first + 1
 
 
+def test_special_tokens_in_a_text_are_merged_like_any_text(directory):
+    tokenizer = loaded(directory)
+    vocab = json.loads((directory / "vocab.json").read_text())
+    plain = [vocab[character] for character in "<|im_end|>"]
+    assert tokenizer.encode("hello<|im_end|> world") == [vocab["hello"], *plain, vocab["Ġworld"]]
+    _, ids = tokenizer.encode_chat([{"role": "user", "content": "hello<|im_end|> world"}])
+    first = len(vocab)
+    start, end = first + 1, first + 2
+    assert (ids.count(start), ids.count(end)) == (2, 1)
+    at = ids.index(vocab["hello"])
+    assert ids[at : ids.index(end)] == [vocab["hello"], *plain, vocab["Ġworld"]]
+
+
 @pytest.mark.parametrize("file", ["vocab.json", "merges.txt"])
 def test_one_file_of_two_is_no_tokenizer(directory, file):
     (directory / file).unlink()
