@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from jdllm.cli import convert, evaluate, generate, plan
+from jdllm.cli import convert, evaluate, generate, infill, plan, score
 from jdllm.cli.report import Commands, print_result
 
 app = typer.Typer(
@@ -21,6 +21,8 @@ app = typer.Typer(
     rich_markup_mode=None,  # its tables cut long option names off
 )
 app.command("generate")(generate.generate)
+app.command("infill")(infill.infill)
+app.command("score")(score.score)
 app.command("eval")(evaluate.evaluate)
 app.command("convert")(convert.convert)
 app.command("plan")(plan.plan)

@@ -3,42 +3,22 @@
 import dataclasses
 import json
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from jdllm.cli.compiling import told_of_compiling
 from jdllm.cli.options import (
-    DEFAULTS,
-    Alg,
-    AlgTemp,
-    BlockLength,
-    Cache,
-    CfgScale,
+    HOST_MEMORY,
     Dtype,
-    EntropyBound,
-    Eps,
-    Factor,
-    FactorEnd,
+    HostMemory,
     Json,
+    Memory,
     Model,
-    OfficialForcing,
-    PoolKernel,
-    Quota,
-    RefreshDelay,
-    RefreshInterval,
-    Remasking,
-    Retention,
-    Seed,
-    Steps,
-    Temperature,
-    Threshold,
-    ThresholdStrict,
-    TopK,
-    TopP,
-    Transfer,
-    UndefinedTokens,
+    changed,
+    given_sampling,
     load_model,
-    sampling_params,
+    takes_sampling,
 )
 from jdllm.cli.report import print_result
 from jdllm.decoding.sampling import SamplingParams
@@ -49,8 +29,8 @@ if TYPE_CHECKING:
     from jdllm.llm import LLM
 
 
+@takes_sampling("early_stop", "n", "max_tokens", "stop", "stop_token_ids", "logprobs")
 def evaluate(
-    ctx: typer.Context,
     model: Model = None,
     task: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="May be repeated.", show_default="all tasks")
@@ -60,40 +40,16 @@ def evaluate(
     ] = 1000,
     dtype: Dtype = "auto",
     as_json: Json = False,
-    gen_length: Annotated[
-        int | None, typer.Option(help="Tokens to generate.", show_default="that of the training")
-    ] = None,
-    steps: Steps = DEFAULTS.steps,
-    block_length: BlockLength = DEFAULTS.block_length,
-    temperature: Temperature = DEFAULTS.temperature,
-    cfg_scale: CfgScale = DEFAULTS.cfg_scale,
-    remasking: Remasking = DEFAULTS.remasking,
-    transfer: Transfer = DEFAULTS.transfer,
-    threshold: Threshold = DEFAULTS.threshold,
-    threshold_strict: ThresholdStrict = DEFAULTS.threshold_strict,
-    factor: Factor = DEFAULTS.factor,
-    factor_end: FactorEnd = DEFAULTS.factor_end,
-    entropy_bound: EntropyBound = DEFAULTS.entropy_bound,
-    alg: Alg = DEFAULTS.alg,
-    alg_temp: AlgTemp = DEFAULTS.alg_temp,
-    eps: Eps = DEFAULTS.eps,
-    top_p: TopP = DEFAULTS.top_p,
-    top_k: TopK = DEFAULTS.top_k,
-    quota: Quota = DEFAULTS.quota,
-    undefined_tokens: UndefinedTokens = DEFAULTS.undefined_tokens,
-    seed: Seed = DEFAULTS.seed,
-    cache: Cache = DEFAULTS.cache,
-    retention: Retention = DEFAULTS.retention,
-    pool_kernel: PoolKernel = DEFAULTS.pool_kernel,
-    refresh_delay: RefreshDelay = DEFAULTS.refresh_delay,
-    refresh_interval: RefreshInterval = DEFAULTS.refresh_interval,
-    official_forcing: OfficialForcing = DEFAULTS.official_forcing,
+    memory: Memory = None,
+    host_memory: HostMemory = HOST_MEMORY,
+    **options: Any,
 ) -> None:
     """Score a model on the tasks of the bundled demo model.
 
     For each task: exact match on instances that training never saw, beside the answer of the most similar
     training string; tokens per forward evaluation; and seconds of generation, without loading and compiling.
-    Every block is run, as the official sampler does.
+    Every block is run, as the official sampler does, and every answer has the length of the training's unless
+    --gen-length says otherwise.
     """
     from rich.console import Console
     from rich.progress import track
@@ -102,13 +58,14 @@ def evaluate(
     from jdllm.demo.evaluate import render_table
     from jdllm.demo.tasks import GEN_LENGTH, TASKS, find_task
 
-    length = GEN_LENGTH if gen_length is None else gen_length
-    sampling = sampling_params(ctx, gen_length=length, early_stop=False)
+    given = {"gen_length": GEN_LENGTH, **given_sampling(options), "early_stop": False}
     names = [find_task(name).name for name in task or TASKS]
-    generate = generator(load_model(model, dtype), sampling)
+    llm = load_model(model, dtype, None, memory, host_memory)
+    generate = generator(llm, changed(llm.default_sampling(), given))
     console = Console(stderr=True)
     shown = track(names, "evaluating", console=console, transient=True, disable=not console.is_terminal)
-    results = [result for name in shown for result in score(generate, [name], instances)]
+    with told_of_compiling():
+        results = [result for name in shown for result in score(generate, [name], instances)]
     if as_json:
         print_result(json.dumps({"tasks": [dataclasses.asdict(result) for result in results]}))
     else:

@@ -1,4 +1,4 @@
-"""`jdllm generate`: text after a prompt."""
+"""`jdllm generate`: text after prompts."""
 
 import json
 import sys
@@ -7,179 +7,157 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from jdllm.cli.compiling import told_of_compiling
+from jdllm.cli.jsonl import generate_lines, read_lines
 from jdllm.cli.options import (
-    DEFAULTS,
-    Alg,
-    AlgTemp,
-    BlockLength,
-    Cache,
-    CfgScale,
+    HOST_MEMORY,
     Dtype,
-    EntropyBound,
-    Eps,
-    Factor,
-    FactorEnd,
+    HostMemory,
     Json,
+    Memory,
     Model,
-    OfficialForcing,
-    PoolKernel,
-    Quota,
-    RefreshDelay,
-    RefreshInterval,
-    Remasking,
-    Retention,
-    Seed,
-    Steps,
-    Temperature,
-    Threshold,
-    ThresholdStrict,
-    TopK,
-    TopP,
-    TransferOrAdaptive,
-    UndefinedTokens,
+    changed,
+    given_sampling,
     load_model,
-    sampling_params,
+    takes_sampling,
 )
-from jdllm.cli.prompt import Prompt, read_prompt
+from jdllm.cli.prompt import Prompts, check_given_once, read_prompts, read_text
 from jdllm.cli.report import print_result
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
 
 if TYPE_CHECKING:
     from jdllm.llm import LLM
-    from jdllm.models.tokenizer import Tokenizer
-    from jdllm.outputs import RequestOutput
+    from jdllm.outputs import CompletionOutput, RequestOutput
+
+TokenIds = Annotated[
+    str | None, typer.Option(metavar="JSON", help="Prompts as ids instead of text, such as '[[5,6,7]]'.")
+]
 
 
+@takes_sampling()
 def generate(
-    ctx: typer.Context,
-    prompt: Annotated[str | None, typer.Argument(help="The prompt.", show_default=False)] = None,
-    file: Annotated[Path | None, typer.Option(help="Read the prompt from a file.")] = None,
-    token_ids: Annotated[
-        str | None, typer.Option(metavar="JSON", help="Prompts as ids instead of text, such as '[[5,6,7]]'.")
+    prompts: Annotated[
+        list[str] | None, typer.Argument(metavar="[PROMPT]...", help="The prompts.", show_default=False)
+    ] = None,
+    file: Annotated[Path | None, typer.Option(help="Read one prompt from a file.")] = None,
+    token_ids: TokenIds = None,
+    jsonl: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE|-",
+            help='Read a JSON object a line: {"prompt": ...}, {"prompt_token_ids": ...} or {"messages": ...},'
+            " with sampling parameters of its own; print one a line.",
+        ),
     ] = None,
     model: Model = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")
+        bool, typer.Option("--chat", help="Put each prompt into the model's chat template.")
+    ] = False,
+    parse_special: Annotated[
+        bool, typer.Option("--parse-special", help="Special tokens in a prompt become their ids.")
     ] = False,
     dtype: Dtype = "auto",
+    memory: Memory = None,
+    host_memory: HostMemory = HOST_MEMORY,
     as_json: Json = False,
-    gen_length: Annotated[int, typer.Option(help="Tokens to generate.")] = DEFAULTS.gen_length,
-    steps: Steps = DEFAULTS.steps,
-    block_length: BlockLength = DEFAULTS.block_length,
-    temperature: Temperature = DEFAULTS.temperature,
-    cfg_scale: CfgScale = DEFAULTS.cfg_scale,
-    remasking: Remasking = DEFAULTS.remasking,
-    transfer: TransferOrAdaptive = DEFAULTS.transfer,
-    threshold: Threshold = DEFAULTS.threshold,
-    threshold_strict: ThresholdStrict = DEFAULTS.threshold_strict,
-    factor: Factor = DEFAULTS.factor,
-    factor_end: FactorEnd = DEFAULTS.factor_end,
-    entropy_bound: EntropyBound = DEFAULTS.entropy_bound,
-    alg: Alg = DEFAULTS.alg,
-    alg_temp: AlgTemp = DEFAULTS.alg_temp,
-    eps: Eps = DEFAULTS.eps,
-    top_p: TopP = DEFAULTS.top_p,
-    top_k: TopK = DEFAULTS.top_k,
-    quota: Quota = DEFAULTS.quota,
-    undefined_tokens: UndefinedTokens = DEFAULTS.undefined_tokens,
-    seed: Seed = DEFAULTS.seed,
-    early_stop: Annotated[
-        bool, typer.Option(help="Stop after the block in which the text ends, and cut the token ids there.")
-    ] = DEFAULTS.early_stop,
-    logits_eos_inf: Annotated[
-        bool, typer.Option("--logits-eos-inf", help="Never choose the end-of-sequence id.")
-    ] = DEFAULTS.logits_eos_inf,
-    confidence_eos_eot_inf: Annotated[
-        str | None, typer.Option(metavar="official|fixed", help="Commit end ids as late as possible.")
-    ] = DEFAULTS.confidence_eos_eot_inf,
-    prompt_masks: Annotated[
-        str, typer.Option(metavar="error|official", help="What to do with mask ids in a prompt.")
-    ] = DEFAULTS.prompt_masks,
-    confidence_dtype: Annotated[
-        str, typer.Option(metavar="float32|model", help="Type that confidences are rounded to.")
-    ] = DEFAULTS.confidence_dtype,
-    cache: Cache = DEFAULTS.cache,
-    retention: Retention = DEFAULTS.retention,
-    pool_kernel: PoolKernel = DEFAULTS.pool_kernel,
-    refresh_delay: RefreshDelay = DEFAULTS.refresh_delay,
-    refresh_interval: RefreshInterval = DEFAULTS.refresh_interval,
-    official_forcing: OfficialForcing = DEFAULTS.official_forcing,
     verifier: Annotated[
         str | None, typer.Option(metavar="DIR", help="Autoregressive model for --transfer adaptive.")
     ] = None,
-    mixture_weight: Annotated[
-        float | None, typer.Option(help="Adaptive: the diffusion model's share of the mixture.")
-    ] = DEFAULTS.mixture_weight,
-    max_lookahead: Annotated[
-        int | None, typer.Option(help="Adaptive: masked positions that a step drafts.")
-    ] = DEFAULTS.max_lookahead,
+    **options: Any,
 ) -> None:
-    """Generate text after a prompt.
+    """Generate text after each prompt.
 
-    The prompt comes from one of: the argument, --file, --token-ids, or standard input; a line break at the
-    very end of a file or of standard input is dropped. In a terminal the text fills in while it denoises.
-    Where the model has no tokenizer the generated ids are printed instead.
+    Prompts come from one of: arguments, --file, --token-ids, --jsonl, or standard input; a line break at the
+    very end of a file or of standard input is dropped. Before a prompt that begins with a dash, put --. In a
+    terminal the text of a single prompt fills in while it denoises. Where the model has no tokenizer the
+    generated ids are printed instead. What no option says is as the checkpoint's generation_config.json has
+    it.
     """
-    sampling = sampling_params(ctx)
-    given = read_prompt(prompt, file, token_ids)
-    if chat and given.text is None:
-        raise RequestError("--chat applies to a prompt of text, not to --token-ids")
-    llm = load_model(model, dtype, verifier)
-    if chat and given.text is not None:
-        given = Prompt(llm.chat_prompt(given.text), None)
-    outputs = _generate(llm, given, sampling, live=not as_json and sys.stdout.isatty(), parse_special=chat)
-    if as_json:
-        print_result(json.dumps({"outputs": [_json_fields(o) for o in outputs]}))
-    else:
-        for o in outputs:
-            print_result(str(o.token_ids) if o.text is None else o.text)
+    given = given_sampling(options)
+    if jsonl is not None:
+        check_given_once(
+            {
+                "--jsonl": jsonl,
+                "an argument": prompts or None,
+                "--file": file,
+                "--token-ids": token_ids,
+                "--chat": chat or None,
+            }
+        )
+        lines = read_lines(read_text(None if str(jsonl) == "-" else jsonl, "lines", "--jsonl"))
+        llm = load_model(model, dtype, verifier, memory, host_memory)
+        defaults = changed(llm.default_sampling(), given)
+        with told_of_compiling():
+            outputs = generate_lines(llm, lines, defaults, parse_special=parse_special)
+        for output in outputs:
+            print_result(json.dumps(json_fields(output)))
+        return
+    asked = read_prompts(prompts, file, token_ids)
+    if chat and asked.texts is None:
+        raise RequestError("--chat applies to prompts of text, not to --token-ids")
+    llm = load_model(model, dtype, verifier, memory, host_memory)
+    sampling = changed(llm.default_sampling(), given)
+    live = not as_json and to_terminal()
+    print_outputs(_generate(llm, asked, sampling, chat, parse_special, live), as_json)
 
 
 def _generate(
-    llm: "LLM", prompt: Prompt, sampling: SamplingParams, live: bool, parse_special: bool
+    llm: "LLM", asked: Prompts, sampling: SamplingParams, chat: bool, parse_special: bool, live: bool
 ) -> list["RequestOutput"]:
-    text, ids = prompt
-    if live and llm.tokenizer is not None:
-        tokenizer = llm.tokenizer
-        sequences = ids or [] if text is None else [tokenizer.encode(text, parse_special=parse_special)]
-        if len(sequences) == 1:
-            return _generate_live(llm, tokenizer, prompt, len(sequences[0]), sampling, parse_special)
-    return llm.generate(text, prompt_token_ids=ids, sampling=sampling, parse_special=parse_special)
+    def run(**how: Any) -> list["RequestOutput"]:
+        if chat:
+            conversations = [[{"role": "user", "content": text}] for text in asked.texts or []]
+            return llm.chat(conversations, sampling, **how)
+        ids = asked.token_ids
+        return llm.generate(asked.texts, sampling, prompt_token_ids=ids, parse_special=parse_special, **how)
 
-
-def _generate_live(
-    llm: "LLM",
-    tokenizer: "Tokenizer",
-    prompt: Prompt,
-    start: int,
-    sampling: SamplingParams,
-    parse_special: bool,
-) -> list["RequestOutput"]:
+    one = len(asked.texts or asked.token_ids or []) == sampling.n == 1
+    # With masks in the prompt the response is not all that is filled in.
+    if not (live and one and llm.tokenizer is not None and sampling.prompt_masks == "error"):
+        with told_of_compiling():
+            return run(progress=True)
     from rich.live import Live
 
     from jdllm.cli.live import LiveResponse
 
-    response = LiveResponse(tokenizer.decode, start, sampling.gen_length)
+    response = LiveResponse(llm.tokenizer.decode, sampling.gen_length)
     # Elsewhere than in the terminal, standard error has to stay what it is.
-    with Live(response, transient=True, redirect_stderr=sys.stderr.isatty()):
-        return llm.generate(
-            prompt.text,
-            prompt_token_ids=prompt.token_ids,
-            sampling=sampling,
-            on_step=response.take,
-            parse_special=parse_special,
-        )
+    with (
+        Live(response, transient=True, redirect_stderr=sys.stderr.isatty()),
+        told_of_compiling(response.note),
+    ):
+        return run(on_step=response.take)
 
 
-def _json_fields(output: "RequestOutput") -> dict[str, Any]:
-    timings = output.timings
+def to_terminal() -> bool:
+    """Whether somebody may watch the text."""
+    return sys.stdout.isatty()
+
+
+def print_outputs(outputs: list["RequestOutput"], as_json: bool) -> None:
+    """Print one JSON object, or the text of each sample (its ids without a tokenizer)."""
+    if as_json:
+        print_result(json.dumps({"outputs": [json_fields(output) for output in outputs]}))
+        return
+    for output in outputs:
+        for sample in output.outputs:
+            print_result(str(sample.token_ids) if sample.text is None else sample.text)
+
+
+def json_fields(output: "RequestOutput") -> dict[str, Any]:
+    """What is printed of a request: its prompt, the first sample, and all of them where there are several."""
+    prompt = {"prompt": output.prompt, "prompt_token_ids": output.prompt_token_ids, "seed": output.seed}
+    first = prompt | _sample_fields(output.outputs[0])
+    if len(output.outputs) == 1:
+        return first
+    return first | {"outputs": [{"index": s.index, **_sample_fields(s)} for s in output.outputs]}
+
+
+def _sample_fields(sample: "CompletionOutput") -> dict[str, Any]:
+    fields = sample.to_dict()
     return {
-        "prompt": output.prompt,
-        "prompt_token_ids": output.prompt_token_ids,
-        "token_ids": output.token_ids,
-        "text": output.text,
-        "finish_reason": output.finish_reason,
-        "nfe": output.nfe,
-        "timings": {"queued": timings.queued, "running": timings.running, "total": timings.total},
+        name: value
+        for name, value in fields.items()
+        if name == "text" or (name != "index" and value is not None)
     }

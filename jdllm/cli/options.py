@@ -1,7 +1,11 @@
 """Options that commands share, and what they are turned into."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Annotated, Any
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -9,8 +13,6 @@ from jdllm.decoding.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from jdllm.llm import LLM
-
-DEFAULTS = SamplingParams()
 
 Model = Annotated[
     str | None,
@@ -22,101 +24,162 @@ Model = Annotated[
 ]
 Dtype = Annotated[str, typer.Option(metavar="auto|float32|bfloat16|float16", help="Type of the weights.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-
-Steps = Annotated[int | None, typer.Option(help="Denoising steps in all.", show_default="gen-length")]
-BlockLength = Annotated[
-    int | None,
-    typer.Option(help="Length of the blocks, finished from left to right.", show_default="gen-length"),
-]
-Temperature = Annotated[float, typer.Option(help="Of the token draws; 0 takes the argmax.")]
-CfgScale = Annotated[float, typer.Option(help="Strength of classifier-free guidance.")]
-Remasking = Annotated[
-    str, typer.Option(metavar="low_confidence|random", help="Which tokens are committed first.")
-]
-_TRANSFERS = "schedule|threshold|factor|entropy_bound|margin"
-Transfer = Annotated[str, typer.Option(metavar=_TRANSFERS, help="Which tokens a step commits.")]
-TransferOrAdaptive = Annotated[
-    str, typer.Option(metavar=f"{_TRANSFERS}|adaptive", help="Which tokens a step commits.")
-]
-Threshold = Annotated[float | None, typer.Option(help="Confidence that --transfer threshold asks for.")]
-ThresholdStrict = Annotated[
-    bool | None, typer.Option("--threshold-strict", help="Confidences have to exceed the threshold.")
-]
-Factor = Annotated[float | None, typer.Option(help="Slope of --transfer factor.")]
-FactorEnd = Annotated[
-    str | None, typer.Option(metavar="official|fixed", help="End of the factor rule's loop.")
-]
-EntropyBound = Annotated[
-    float | None, typer.Option(help="Nats that --transfer entropy_bound spends in a step.")
-]
-Alg = Annotated[
+Memory = Annotated[
     str | None,
     typer.Option(
-        metavar="origin|maskgit_plus|topk_margin|entropy|confidence_threshold",
-        help="Dream's sampler instead of LLaDA's.",
+        metavar="BYTES",
+        help="What the device may hold in all, such as 24GiB.",
+        show_default="what XLA may allot",
     ),
 ]
-AlgTemp = Annotated[float | None, typer.Option(help="Above 0, Dream's order is drawn at this temperature.")]
-Eps = Annotated[float | None, typer.Option(help="Where Dream's timetable ends.")]
-TopP = Annotated[float | None, typer.Option(help="Dream's nucleus filter.")]
-TopK = Annotated[int | None, typer.Option(help="Dream's top-k filter.")]
-Quota = Annotated[str | None, typer.Option(metavar="row|batch", help="Masks that Dream's timetable counts.")]
-UndefinedTokens = Annotated[
-    str | None,
-    typer.Option(
-        metavar="official|banned",
-        help="Whether the mask id and ids without a meaning may be chosen. [default: by --transfer]",
-    ),
-]
-Seed = Annotated[int | None, typer.Option(help="Of all random draws.")]
-Cache = Annotated[
+HostMemory = Annotated[
     str,
-    typer.Option(
-        metavar="none|prefix|dual|selective|sparse|head_sparse",
-        help="Keys and values that steps reuse; all but none are approximate.",
-    ),
+    typer.Option(metavar="BYTES", help="Host memory that a step may use where the device is too small."),
 ]
-Retention = Annotated[float | None, typer.Option(help="Share of the rows that the sparse caches keep.")]
-PoolKernel = Annotated[
-    int | None, typer.Option(help="Odd width of the max pool over the sparse caches' scores; 1 for none.")
-]
-RefreshDelay = Annotated[
-    int | None,
-    typer.Option(
-        help="Step of a block, from 0 on, that refreshes the cache."
-        " [default: 1 for sparse, head_sparse and selective, else 0]"
-    ),
-]
-RefreshInterval = Annotated[
-    int | None,
-    typer.Option(help="Refresh at the multiples of it, too; 0 for never. [default: 8 for selective, else 0]"),
-]
-OfficialForcing = Annotated[
-    bool | None,
-    typer.Option(
-        "--official-forcing",
-        help="With Dream and a cache, commit a block's first token in its first step, as published.",
-    ),
-]
+HOST_MEMORY = "64GiB"
+
+OPTION_NAMES = [f.name for f in dataclasses.fields(SamplingParams) if f.name != "return_history"]
+"""Fields that are options; a history is for Python alone."""
 
 
-def sampling_params(ctx: typer.Context, **fixed: Any) -> SamplingParams:
-    """The sampling parameters among a command's options, which have the same names.
+def takes_sampling(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command an option for every field of `SamplingParams`.
 
     Arguments:
-    - `ctx`: of the command.
-    - `fixed`: values that replace those of the options.
+    - `left_out`: fields that the command decides itself.
 
-    Raises `RequestError` for a value that no request can have.
+    The command takes them as `**options`, as they were typed: see `given_sampling`.
     """
-    names = {field.name for field in dataclasses.fields(SamplingParams)}
-    given = {name: value for name, value in ctx.params.items() if name in names}
-    return SamplingParams(**{**given, **fixed})
+
+    def add(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command)
+        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        options = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+            for name, annotation in _annotations().items()
+            if name not in left_out
+        ]
+        command.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+        return command
+
+    return add
 
 
-def load_model(model: str | None, dtype: str, verifier: str | None = None) -> "LLM":
+def given_sampling(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `SamplingParams` from the options that were typed; what is no number stays a text, which the
+    declaration refuses in its own words."""
+    kinds = get_type_hints(SamplingParams)
+    return {name: _value(kinds[name], typed) for name, typed in options.items() if typed not in (None, [])}
+
+
+def changed(defaults: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
+    """`defaults` with other values; `RequestError` for one that no request can have."""
+    return defaults.changed(**given)
+
+
+def load_model(
+    model: str | None,
+    dtype: str,
+    verifier: str | None = None,
+    memory: str | None = None,
+    host_memory: str = HOST_MEMORY,
+) -> "LLM":
     """Load a checkpoint, or the demo model for `None`, and its verifier; raises as `LLM` does."""
     from jdllm.demo import checkpoint_path
     from jdllm.llm import LLM
 
-    return LLM(checkpoint_path() if model is None else model, dtype=dtype, verifier=verifier)
+    path = checkpoint_path() if model is None else model
+    return LLM(path, dtype=dtype, verifier=verifier, memory=memory, host_memory=host_memory)
+
+
+def as_option(name: str) -> str:
+    """`gen_length` as `--gen-length`."""
+    return f"--{name.replace('_', '-')}"
+
+
+_LONG_NAMES = [name for name in OPTION_NAMES if "_" in name]
+_ANY = "|".join(OPTION_NAMES)
+_VALUE = r"""=(?:'([^']*)'|([\w.]+))"""
+# A name of one word is a word of other sentences too: it has to stand where the library puts a field.
+_NAMED = re.compile(
+    rf"\b(?<!')({'|'.join(_LONG_NAMES)})\b(?:{_VALUE})?"
+    rf"|(?:^|(?<=: )|(?<=leave )|(?<=set )|(?<=needs )|(?<= and )|(?<= or ))({_ANY})\b(?:{_VALUE})?"
+    rf"|\b({_ANY})(?= '|=)(?:{_VALUE})?"
+)
+
+
+def in_option_words(message: str) -> str:
+    """A message of the library with its fields as options: `set cfg_scale=0` as `set --cfg-scale 0`."""
+
+    def option(found: re.Match[str]) -> str:
+        name, *values = [part for part in found.groups() if part is not None]
+        return " ".join([as_option(name), *values])
+
+    return _NAMED.sub(option, message.replace("prompt_token_ids", "--token-ids"))
+
+
+def _annotations() -> dict[str, Any]:
+    """The option of each field: its type, its choices and its help, as `SamplingParams` states them."""
+    helps = _descriptions(SamplingParams.__doc__ or "")
+    kinds = get_type_hints(SamplingParams)
+    return {name: _option(name, kinds[name], helps.get(name, "")) for name in OPTION_NAMES}
+
+
+def _option(name: str, kind: Any, text: str) -> Any:
+    flag = as_option(name)
+    if bool in _leaves(kind):
+        off = f"--no-{flag[2:]}"
+        return Annotated[bool | None, typer.Option(f"{flag}/{off}", help=text, show_default=False)]
+    several = any(get_origin(part) is tuple for part in (kind, *get_args(kind)))
+    option = typer.Option(flag, metavar=_metavar(kind), help=text, show_default=False)
+    return Annotated[list[str] | None, option] if several else Annotated[str | None, option]
+
+
+def _metavar(kind: Any) -> str:
+    leaves = _leaves(kind)
+    choices = [leaf for leaf in leaves if isinstance(leaf, str)]
+    if choices:
+        return "|".join(choices)
+    return "INTEGER" if int in leaves else "NUMBER" if float in leaves else "TEXT"
+
+
+def _value(kind: Any, typed: Any) -> Any:
+    leaves = _leaves(kind)
+    if isinstance(typed, list):
+        return tuple(_value(tuple(leaves), one) for one in typed)
+    if isinstance(typed, bool) or typed in leaves:
+        return typed
+    if typed == "none" and NoneType in leaves:
+        return None
+    for number in (int, float):
+        if number in leaves:
+            try:
+                return number(typed)
+            except ValueError:
+                continue
+    return typed
+
+
+def _leaves(kind: Any) -> list[Any]:
+    """The plain types in an annotation, and the values of its `Literal`s."""
+    if get_origin(kind) is Literal:
+        return list(get_args(kind))
+    parts = kind if isinstance(kind, tuple) else get_args(kind)
+    return [leaf for part in parts for leaf in _leaves(part)] if parts else [kind]
+
+
+def _descriptions(docstring: str) -> dict[str, str]:
+    """The first sentence on each field; several fields may share an entry."""
+    found = {}
+    for entry in re.split(r"\n\s*- ", docstring):
+        heads = re.match(r"(`\w+`( \((`[^`]*`|[^()`])*\))?(, )?)+: ", entry)
+        if heads is None:
+            continue
+        sentence = re.split(r"[.;](?:\s|$)", entry[heads.end() :], maxsplit=1)[0]
+        text = re.sub(r" \([^()]*quirk[^()]*\)", "", " ".join(sentence.replace("`", "").split()))
+        for name, default in re.findall(r"`(\w+)`(?: \(([^`()]+|`None`:[^()]+)\))?", heads[0]):
+            shown = default.removeprefix("`None`: ").replace("`", "").strip('"')
+            hidden = shown in ("", "False", "True", "none")
+            whole = f"{text[0].upper()}{text[1:]}." + ("" if hidden else f" [default: {shown}]")
+            found[name] = re.sub(rf"\b({'|'.join(_LONG_NAMES)})\b", lambda m: as_option(m[0]), whole)
+    return found

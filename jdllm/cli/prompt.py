@@ -1,4 +1,4 @@
-"""Where a prompt comes from."""
+"""Where prompts come from."""
 
 import itertools
 import json
@@ -8,51 +8,56 @@ from typing import NamedTuple
 
 from jdllm.errors import RequestError
 
-_SOURCES = "an argument, --file, --token-ids or standard input"
+_SOURCES = "an argument, --file, --token-ids, --jsonl or standard input"
 
 
-class Prompt(NamedTuple):
-    """One text, or a list of ids for each prompt; the other is `None`."""
+class Prompts(NamedTuple):
+    """Texts, or a list of ids for each prompt; the other is `None`."""
 
-    text: str | None
+    texts: list[str] | None
     token_ids: list[list[int]] | None
 
 
-def read_prompt(argument: str | None, file: Path | None, token_ids: str | None) -> Prompt:
-    """Read the prompt from the one source that was given, else from standard input if that is no terminal.
+def read_prompts(arguments: list[str] | None, file: Path | None, token_ids: str | None) -> Prompts:
+    """Read prompts from the one source that was given, else from standard input if that is no terminal.
 
     Arguments:
-    - `argument`: the text itself.
-    - `file`: holds the text. One line break at the end is dropped, as for standard input.
+    - `arguments`: the texts themselves.
+    - `file`: holds one text. One line break at the end is dropped, as for standard input.
     - `token_ids`: JSON, a list with one list of ids for each prompt.
 
     Raises `RequestError` for no source or several, an empty text, bytes that are not UTF-8, a file that
     cannot be read and ids of another form.
     """
-    given = {"an argument": argument, "--file": file, "--token-ids": token_ids}
-    names = [name for name, value in given.items() if value is not None]
+    check_given_once({"an argument": arguments or None, "--file": file, "--token-ids": token_ids})
+    if token_ids is not None:
+        return Prompts(None, _parse_ids(token_ids))
+    if arguments:
+        texts = [_decode(text.encode(errors="surrogateescape"), "the prompt") for text in arguments]
+    else:
+        texts = [_without_line_end(read_text(file, "the prompt"))]
+    if not all(texts):
+        raise RequestError(f"the prompt is empty: give it by {_SOURCES}")
+    return Prompts(texts, None)
+
+
+def check_given_once(sources: dict[str, object]) -> None:
+    """Refuse several sources of prompts; one that was not given is `None`."""
+    names = [name for name, value in sources.items() if value is not None]
     if len(names) > 1:
         raise RequestError(f"the prompt is given by {' and '.join(names)}: give it once")
-    if token_ids is not None:
-        return Prompt(None, _parse_ids(token_ids))
-    if argument is not None:
-        text = _decode(argument.encode(errors="surrogateescape"), "the prompt")
-    elif file is not None:
-        text = _without_line_end(_decode(_read(file), f"--file {file}"))
-    elif sys.stdin is not None and not sys.stdin.isatty():
-        text = _without_line_end(_decode(sys.stdin.buffer.read(), "standard input"))
-    else:
-        raise RequestError(f"no prompt: give it by {_SOURCES}")
-    if not text:
-        raise RequestError(f"the prompt is empty: give it by {_SOURCES}")
-    return Prompt(text, None)
 
 
-def _read(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as e:
-        raise RequestError(f"--file {file} cannot be read: {e.strerror}") from None
+def read_text(file: Path | None, what: str, option: str = "--file") -> str:
+    """The text of a file, or of standard input for `None` unless that is a terminal."""
+    if file is not None:
+        try:
+            return _decode(file.read_bytes(), f"{option} {file}")
+        except OSError as e:
+            raise RequestError(f"{option} {file} cannot be read: {e.strerror}") from None
+    if sys.stdin is None or sys.stdin.isatty():
+        raise RequestError(f"no prompt: give {what} by {_SOURCES}")
+    return _decode(sys.stdin.buffer.read(), "standard input")
 
 
 def _decode(data: bytes, where: str) -> str:

@@ -10,13 +10,18 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from jdllm.errors import JdllmError
+from jdllm.cli.options import in_option_words
+from jdllm.errors import JdllmError, RequestError
 
 USER_MISTAKE = 2
 
 _WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EBADF, errno.EIO)
-_TEXTS = {"prompt"}
+_TEXTS = {"prompts", "texts", "prompt"}
 """Arguments that are texts, which may begin with a dash."""
+
+
+class LineError(RequestError):
+    """A mistake in a line of input, in the words of that line's own keys."""
 
 
 class Commands(TyperGroup):
@@ -33,7 +38,7 @@ class Commands(TyperGroup):
                 _say("error", e.format_message() + _dash_hint(e))
                 code = USER_MISTAKE
             except JdllmError as e:
-                _say("error", str(e))
+                _say("error", str(e) if isinstance(e, LineError) else in_option_words(str(e)))
                 code = USER_MISTAKE
             except OSError as e:
                 if e.errno not in _WRITE_ERRORS or e.filename is not None:

@@ -23,6 +23,9 @@ class Calculator:
     def __init__(self) -> None:
         self.calls: list[SamplingParams] = []
 
+    def default_sampling(self) -> SamplingParams:
+        return SamplingParams()
+
     def generate(self, *, prompt_token_ids: list[list[int]], sampling: SamplingParams) -> list[RequestOutput]:
         self.calls.append(sampling)
         return [self._answer(ids, sampling) for ids in prompt_token_ids]
@@ -115,7 +118,7 @@ def test_the_timed_run_of_an_evaluation_compiles_nothing(
         (["--instances", "0"], ["--instances", "or equal to 1"]),
         (["--instances", "99999999999"], ["--instances", "10000"]),
         (["--steps", "0"], ["steps is 0"]),
-        (["--gen-length", "16", "--block-length", "32"], ["not divisible by block_length 32"]),
+        (["--gen-length", "16", "--block-length", "32"], ["not divisible by --block-length 32"]),
         (["--model", "no such directory"], ["no such directory"]),
     ],
 )

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jdllm.llm import LLM
-from tests.cli.helpers import LLADA, SHORT, UseModel, outputs, process, run
+from tests.cli.helpers import IDS, LLADA, SHORT, UseModel, assert_mistake, outputs, process, run
 
 
 def test_json_of_a_recorded_run(trajectories: dict[str, np.ndarray]):
@@ -24,6 +24,7 @@ def test_json_of_a_recorded_run(trajectories: dict[str, np.ndarray]):
     assert output == {
         "prompt": None,
         "prompt_token_ids": prompt,
+        "seed": 0,
         "token_ids": final[len(prompt) :],
         "text": None,
         "finish_reason": "length",
@@ -84,3 +85,35 @@ def test_chat_applies_the_template(loaded_speaking: LLM, use_model: UseModel):
     use_model(loaded_speaking)
     (output,) = outputs(run("w5 w6", "--chat", *SHORT, "--json"))
     assert (output["prompt"], output["prompt_token_ids"]) == ("w1 w5 w6 w2", [1, 5, 6, 2])
+
+
+def test_several_prompts_are_answered_in_order(loaded_speaking: LLM, use_model: UseModel):
+    use_model(loaded_speaking)
+    both = outputs(run("w5 w6 w7", "w8", *SHORT, "--json"))
+    alone = [outputs(run(text, *SHORT, "--json"))[0] for text in ("w5 w6 w7", "w8")]
+    assert [o["prompt"] for o in both] == ["w5 w6 w7", "w8"]
+    assert [o["token_ids"] for o in both] == [o["token_ids"] for o in alone]
+
+
+def test_a_prompt_that_begins_with_a_dash(loaded_speaking: LLM, use_model: UseModel):
+    use_model(loaded_speaking)
+    (output,) = outputs(run(*SHORT, "--json", "--", "-w5"))
+    assert output["prompt"] == "-w5"
+
+
+@pytest.mark.parametrize(
+    "args", [["w5", "--n", "2"], ["w5 w510", "--parse-special", "--prompt-masks", "official"]]
+)
+def test_what_the_live_display_cannot_show_is_generated_without_it(
+    args: list[str], loaded_speaking: LLM, use_model: UseModel, monkeypatch: pytest.MonkeyPatch
+):
+    use_model(loaded_speaking)
+    piped = run(*args, *SHORT)
+    monkeypatch.setattr("jdllm.cli.generate.to_terminal", lambda: True)
+    shown = run(*args, *SHORT)
+    assert (shown.exit_code, shown.stderr, shown.stdout) == (0, "", piped.stdout)
+
+
+def test_memory_reaches_the_model():
+    assert_mistake(run(*IDS, *SHORT, "--memory", "1KiB"), "KiB")
+    assert_mistake(run(*IDS, *SHORT, "--host-memory", "much"), "much")

@@ -11,19 +11,35 @@ from typer.testing import CliRunner
 from jdllm.cli import app
 from jdllm.cli.evaluate import evaluate
 from jdllm.cli.generate import generate
+from jdllm.cli.options import in_option_words
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.outputs import RequestOutput
 from tests.cli.helpers import IDS, UseModel
 
-FOR_PYTHON = ("return_history", "max_tokens", "n", "stop", "stop_token_ids", "logprobs", "min_p")
-
 
 def test_every_sampling_parameter_is_an_option():
     parameters = inspect.signature(generate).parameters
-    fields = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
-    for name in FOR_PYTHON:
-        del fields[name]
-    assert {name: parameters[name].default for name in fields} == fields
+    fields = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert fields - parameters.keys() == {"return_history"}  # the output of every step is for Python
+    assert all(parameters[name].default is None for name in fields & parameters.keys())
+
+
+def test_every_option_is_explained():
+    parameters = inspect.signature(generate).parameters
+    for field in dataclasses.fields(SamplingParams):
+        if field.name != "return_history":
+            assert parameters[field.name].annotation.__metadata__[0].help, field.name
+
+
+def test_defaults_of_the_documentation_are_those_of_the_fields():
+    """What --help says of a default is read off a docstring, which may not differ from the field."""
+    parameters = inspect.signature(generate).parameters
+    for field in dataclasses.fields(SamplingParams):
+        if field.default in (None, (), True, False) or field.name == "cache":
+            continue
+        text = parameters[field.name].annotation.__metadata__[0].help
+        shown = text.rpartition("[default: ")[2].removesuffix("]")
+        assert type(field.default)(shown) == field.default, text
 
 
 def literals(annotation: Any) -> Iterator[Any]:
@@ -44,17 +60,36 @@ def test_help_names_every_choice():
     assert shown == {name: "|".join(values) for name, values in choices.items()}
 
 
+def test_the_librarys_fields_are_named_as_options():
+    assert in_option_words("cache 'dual' has no guidance: set cfg_scale=0") == (
+        "--cache 'dual' has no guidance: set --cfg-scale 0"
+    )
+    assert in_option_words("prompt 2: seed is -1, no cache") == "prompt 2: --seed is -1, no cache"
+    assert in_option_words("the factor of a seed") == "the factor of a seed"
+
+
 class Listener:
     """Stands in for a model: keeps what it is asked for and has nothing to say."""
 
     tokenizer = None
 
-    def __init__(self) -> None:
+    def __init__(self, defaults: SamplingParams | None = None) -> None:
+        self.defaults = defaults or SamplingParams()
         self.asked: list[SamplingParams] = []
 
-    def generate(self, *_: Any, sampling: SamplingParams, **__: Any) -> list[RequestOutput]:
-        self.asked.append(sampling)
+    def default_sampling(self) -> SamplingParams:
+        return self.defaults
+
+    def generate(self, *given: Any, sampling: SamplingParams | None = None, **_: Any) -> list[RequestOutput]:
+        self.asked.append(sampling or given[1])
         return []
+
+
+def test_options_that_are_not_set_are_the_checkpoints(use_model: UseModel):
+    listener = Listener(SamplingParams(gen_length=48, steps=12, temperature=0.5))
+    use_model(listener)
+    CliRunner().invoke(app, ["generate", *IDS, "--steps", "none", "--temperature", "0.25"])
+    assert listener.asked == [SamplingParams(gen_length=48, temperature=0.25)]
 
 
 LLADA_OPTIONS = {
@@ -116,7 +151,12 @@ def test_options_become_sampling_parameters(command: str, options: dict[str, Any
     assert listener.asked[-1] == SamplingParams(**options, early_stop=command == "generate")
 
 
-def test_the_options_of_both_commands_are_all_tried():
-    tried = {name for options in OPTIONS.values() for name in options}
+def test_an_evaluation_decides_itself_what_is_returned():
+    """Every block is run and one answer scored; all other options are those of a generation."""
+    generated = inspect.signature(generate).parameters.keys()
+    evaluated = inspect.signature(evaluate).parameters.keys()
     fields = {field.name for field in dataclasses.fields(SamplingParams)}
-    assert fields & inspect.signature(evaluate).parameters.keys() == tried
+    decided = {"early_stop", "n", "max_tokens", "stop", "stop_token_ids", "logprobs"}
+    assert (generated & fields) - evaluated <= decided
+    assert not decided & evaluated
+    assert fields & evaluated <= generated

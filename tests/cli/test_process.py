@@ -10,14 +10,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
-from rich.console import Console
 
-from jdllm.cli.live import LiveResponse
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.llm import LLM
-from jdllm.serving.engine import StepUpdate
 from tests.cli.helpers import IDS, LLADA, SHORT, Checkpoint, assert_mistake, process
 
 
@@ -119,18 +115,3 @@ def _read_terminal(master: int) -> str:
             os.close(master)
             return b"".join(chunks).decode()
         chunks.append(chunk)
-
-
-def test_live_response_keeps_committed_and_provisional_apart():
-    response = LiveResponse(lambda ids: "".join(map(chr, ids)), start=2, length=5)
-    response.take(_update([1, 2, 3, 4], "xabc", [True, False, True, False]))
-    response.take(_update([2, 4], "AC", [True, False]))
-    text = response.__rich__()
-    assert text.plain == "AbC░░"
-    styles = [text.get_style_at_offset(Console(), i).dim for i in range(5)]
-    assert styles == [None, None, True, True, True]
-
-
-def _update(positions: list[int], tokens: str, committed: list[bool]) -> StepUpdate:
-    ids = np.array([ord(t) for t in tokens], np.int32)
-    return StepUpdate(0, 0, np.array(positions, np.int32), ids, np.array(committed), np.zeros(len(ids)))

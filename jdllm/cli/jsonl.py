@@ -1,0 +1,101 @@
+"""Prompts as JSON lines: one object each, with sampling parameters of its own where it names some."""
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jdllm.cli.options import OPTION_NAMES, changed
+from jdllm.cli.report import LineError
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.errors import RequestError
+
+if TYPE_CHECKING:
+    from jdllm.llm import LLM
+    from jdllm.outputs import RequestOutput
+
+_KINDS = ("prompt", "prompt_token_ids", "messages")
+
+
+class Line(NamedTuple):
+    """One prompt: its line number, the key that holds it, its value, and sampling parameters by name."""
+
+    number: int
+    kind: str
+    value: Any
+    fields: dict[str, Any]
+
+
+def read_lines(text: str) -> list[Line]:
+    """Read the lines that are not blank; `LineError` for no object, or one without exactly one prompt."""
+    lines = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        with _naming(number):
+            lines.append(_read(number, line))
+    if not lines:
+        raise RequestError('--jsonl has no line: expected such as {"prompt": "1+1="}')
+    return lines
+
+
+def generate_lines(
+    llm: "LLM", lines: list[Line], defaults: SamplingParams, *, parse_special: bool
+) -> list["RequestOutput"]:
+    """An output for each line, all in one batch.
+
+    Arguments:
+    - `defaults`: what applies where a line does not name a parameter.
+    - `parse_special`: whether special tokens in `prompt` become their ids.
+
+    Raises `LineError` for what a line cannot ask, before anything runs.
+    """
+    prompts, sampling = [], []
+    for line in lines:
+        with _naming(line.number):
+            sampling.append(changed(defaults, line.fields))
+            prompts.append(_prompt(llm, line))
+    try:
+        return llm.generate(prompts, sampling, parse_special=parse_special, progress=True)
+    except RequestError as e:
+        # The library counts prompts from 0, and does not where there is only one.
+        named = re.fullmatch(r"(?:prompt (\d+): )?(.*)", str(e), re.DOTALL)
+        index = int(named[1]) if named and named[1] else 0
+        if len(lines) > 1 and (named is None or named[1] is None):
+            raise
+        raise LineError(f"line {lines[index].number}: {named[2] if named else e}") from None
+
+
+def _prompt(llm: "LLM", line: Line) -> Any:
+    if line.kind != "messages":
+        return {line.kind: line.value}
+    if llm.tokenizer is None:
+        raise RequestError("messages need tokenizer files (tokenizer.json), which this model has not")
+    return {"prompt_token_ids": llm.tokenizer.encode_chat(line.value)[1]}
+
+
+def _read(number: int, line: str) -> Line:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError) as e:
+        raise RequestError(f"not JSON ({e})") from None
+    kinds = [kind for kind in _KINDS if isinstance(entry, dict) and kind in entry]
+    if not isinstance(entry, dict) or len(kinds) != 1:
+        raise RequestError(f"expected an object with one of {', '.join(_KINDS)}")
+    (kind,) = kinds
+    value = entry.pop(kind)
+    if not isinstance(value, str if kind == "prompt" else list):
+        raise RequestError(f"{kind} must be a {'text' if kind == 'prompt' else 'list'}")
+    unknown = [name for name in entry if name not in OPTION_NAMES]
+    if unknown:
+        raise RequestError(f"there is no parameter {unknown[0]!r}")
+    return Line(number, kind, value, entry)
+
+
+@contextlib.contextmanager
+def _naming(number: int) -> Iterator[None]:
+    try:
+        yield
+    except RequestError as e:
+        raise LineError(f"line {number}: {e}") from None

@@ -1,0 +1,60 @@
+"""`jdllm infill` and `jdllm score`."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from jdllm.cli import app
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.llm import LLM
+from tests.cli.helpers import UseModel, assert_mistake, outputs
+
+MASKED = "w5 w510 w6 w510 w510"  # 510 is the mask id of the tiny checkpoint
+
+
+def run(*args: str) -> Result:
+    return CliRunner().invoke(app, [*args])
+
+
+def test_infill_fills_masks_alone(loaded_speaking: LLM, use_model: UseModel):
+    use_model(loaded_speaking)
+    (output,) = outputs(run("infill", MASKED, "--block-length", "1", "--json"))
+    filled = output["token_ids"]
+    assert (filled[0], filled[2], len(filled)) == (5, 6, 5)
+    assert 510 not in filled
+    (expected,) = loaded_speaking.infill(MASKED, SamplingParams(block_length=1))
+    assert (filled, output["nfe"]) == (expected.token_ids, 3)
+    assert run("infill", MASKED, "--block-length", "1").stdout == f"{expected.text}\n"
+
+
+def test_infill_of_ids(llm: LLM, use_model: UseModel):
+    use_model(llm)
+    result = run("infill", "--token-ids", "[[5,510,6],[510,7]]", "--seed", "1")
+    assert (result.exit_code, result.stderr) == (0, "")
+    first, second = map(json.loads, result.stdout.splitlines())
+    assert (first[0], first[2], second[1]) == (5, 6, 7)
+
+
+def test_mistakes_in_an_infilling(loaded_speaking: LLM, use_model: UseModel):
+    use_model(loaded_speaking)
+    assert_mistake(run("infill", "w5 w6"), "nothing to infill")
+    assert_mistake(run("infill", MASKED, "--gen-length", "8"), "--gen-length")
+    assert_mistake(run("infill"), "empty")
+
+
+def test_score_is_that_of_the_library(loaded_speaking: LLM, use_model: UseModel):
+    use_model(loaded_speaking)
+    args = ["score", "w5 w6", "w7 w8", "--mc-num", "4", "--batch-size", "2", "--seed", "1"]
+    expected = loaded_speaking.score("w5 w6", "w7 w8", mc_num=4, batch_size=2, seed=1)
+    plain, structured = run(*args), run(*args, "--json")
+    assert float(plain.stdout) == pytest.approx(expected, rel=1e-5)
+    assert json.loads(structured.stdout) == {"log_likelihood": expected}
+    assert (plain.exit_code, plain.stderr, structured.stderr) == (0, "", "")
+
+
+def test_mistakes_in_a_score(loaded_speaking: LLM, use_model: UseModel):
+    use_model(loaded_speaking)
+    assert_mistake(run("score", "w5", ""), "answer is empty")
+    assert_mistake(run("score", "w5", "w6", "--mc-num", "0"), "--mc-num")
+    assert_mistake(run("score", "w5", "w6", "--cfg-scale", "-1"), "--cfg-scale is -1")

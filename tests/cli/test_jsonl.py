@@ -1,0 +1,82 @@
+"""`jdllm generate --jsonl`: a prompt and an output a line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.llm import LLM
+from tests.cli.helpers import LLADA, SHORT, UseModel, assert_mistake, run
+
+
+def lines(*entries: dict[str, Any]) -> str:
+    return "".join(json.dumps(entry) + "\n" for entry in entries)
+
+
+ENTRIES = (
+    {"prompt": "w5 w6 w7"},
+    {"prompt_token_ids": [8], "gen_length": 4, "temperature": 1.0, "seed": 3},
+    {"messages": [{"role": "user", "content": "w5 w6"}], "block_length": 4},
+)
+
+
+@pytest.mark.parametrize("source", ["file", "stdin"])
+def test_a_line_out_for_a_line_in(source: str, loaded_speaking: LLM, use_model: UseModel, tmp_path: Path):
+    use_model(loaded_speaking)
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(lines(*ENTRIES) + "\n")
+    given = ["--jsonl", "-" if source == "stdin" else str(file)]
+    result = run(*given, *SHORT, stdin=lines(*ENTRIES) if source == "stdin" else "")
+    assert (result.exit_code, result.stderr) == (0, "")
+    found = [json.loads(line) for line in result.stdout.splitlines()]
+    plain = SamplingParams(gen_length=8, early_stop=False)
+    drawn = SamplingParams(gen_length=4, early_stop=False, temperature=1.0, seed=3)
+    blocks = SamplingParams(gen_length=8, early_stop=False, block_length=4)
+    expected = [
+        *loaded_speaking.generate("w5 w6 w7", plain),
+        *loaded_speaking.generate(prompt_token_ids=[[8]], sampling=drawn),
+        *loaded_speaking.chat("w5 w6", blocks),
+    ]
+    assert [o["token_ids"] for o in found] == [o.token_ids for o in expected]
+    assert [o["prompt_token_ids"] for o in found] == [[5, 6, 7], [8], [1, 5, 6, 2]]
+    assert [o["seed"] for o in found] == [0, 3, 0]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", ["not JSON"]),
+        ("[" * 100_000, ["not JSON"]),
+        ("5", ["an object with one of prompt, prompt_token_ids, messages"]),
+        ('{"text": "w5"}', ["an object with one of"]),
+        ('{"prompt": "w5", "messages": []}', ["an object with one of"]),
+        ('{"prompt": 5}', ["prompt must be a text"]),
+        ('{"prompt": ""}', ["empty"]),
+        ('{"prompt_token_ids": "w5"}', ["prompt_token_ids must be a list"]),
+        ('{"prompt_token_ids": [512]}', ["token id 512"]),
+        ('{"messages": []}', ["message"]),
+        ('{"prompt": "w5", "gen_length": 0}', ["gen_length is 0"]),
+        ('{"prompt": "w5", "steps": 3, "block_length": 4}', ["steps 3 is not divisible"]),
+        ('{"prompt": "w5", "return_history": true}', ["no parameter 'return_history'"]),
+        ('{"prompt": "w5", "temprature": 1}', ["no parameter 'temprature'"]),
+    ],
+)
+@pytest.mark.parametrize("company", ["alone", "among others"])
+def test_mistakes_name_the_line(
+    line: str, words: list[str], company: str, loaded_speaking: LLM, use_model: UseModel
+):
+    use_model(loaded_speaking)
+    before, number = ("\n", 2) if company == "alone" else ('{"prompt": "w5"}\n\n{"prompt": "w6"}\n', 4)
+    result = run("--jsonl", "-", *SHORT, stdin=f"{before}{line}\n")
+    assert_mistake(result, f"error: line {number}: ", *words)
+
+
+def test_mistakes_in_the_source(tmp_path: Path):
+    assert_mistake(run("--jsonl", "-"), "--jsonl has no line")
+    assert_mistake(run("--jsonl", str(tmp_path / "absent")), "--jsonl", "absent", "No such file")
+    assert_mistake(run("--jsonl", "-", "w5"), "--jsonl and an argument")
+    assert_mistake(run("--jsonl", "-", "--gen-length", "0", stdin=lines(ENTRIES[1])), "--gen-length is 0")
+    message = lines({"messages": [{"role": "user", "content": "w5"}]})
+    assert_mistake(run("--jsonl", "-", model=LLADA, stdin=message), "line 1: messages need tokenizer files")
