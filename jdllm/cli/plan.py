@@ -58,7 +58,10 @@ def plan(
             help="What the KV pool keeps.",
         ),
     ] = "none",
-    retention: Annotated[float, typer.Option(help="Share of the keys that a sparse policy keeps.")] = 0.5,
+    retention: Annotated[
+        float | None,
+        typer.Option(help="Share of the keys that a sparse policy keeps.", show_default="0.5"),
+    ] = None,
     dtype: Annotated[
         str,
         typer.Option(

@@ -41,8 +41,8 @@ class Workload:
     - `hopper`: whether Hopper's kernels run on the target, as `StepKind` says.
     - `mask_ratio`: masked rows per row.
     - `level`: what the head computes for a row.
-    - `cache_policy`, `retention`: decide the size of the KV pool. With a cache, layers run whole and on the
-      device.
+    - `cache_policy`, `retention`: decide the size of the KV pool, as in `SamplingParams`. With a cache,
+      layers run whole and on the device.
     - `max_num_logits`: head rows whose logits may exist at a time; `None` for as many as fit.
     """
 
@@ -52,18 +52,19 @@ class Workload:
     mask_ratio: float = 0.5
     level: Level = Level.TOP
     cache_policy: Cache = "none"
-    retention: float = 0.5
+    retention: float | None = None
     max_num_logits: int | None = None
 
     def __post_init__(self):
-        if not 0 < self.mask_ratio <= 1 or not 0 < self.retention <= 1:
-            raise ConfigError(
-                f"mask ratio {self.mask_ratio:g} and retention {self.retention:g}:"
-                " expected numbers above 0, at most 1"
-            )
+        if not 0 < self.mask_ratio <= 1:
+            raise ConfigError(f"mask ratio {self.mask_ratio:g}: expected a number above 0, at most 1")
         if self.cache_policy not in get_args(Cache):
             known = ", ".join(get_args(Cache))
             raise ConfigError(f"unknown cache policy {self.cache_policy!r}: expected one of {known}")
+        self._sampling()  # refuses what a generation would refuse
+
+    def _sampling(self) -> SamplingParams:
+        return SamplingParams(cache=self.cache_policy, retention=self.retention)
 
     @property
     def caches(self) -> bool:
@@ -77,7 +78,7 @@ class Workload:
         """Bytes of the keys and values of all layers that the cache policy keeps, in whole pages."""
         if not self.caches:
             return 0
-        stored = kept(SamplingParams(cache=self.cache_policy, retention=self.retention), context)
+        stored = kept(self._sampling(), context)
         pages = 1 + -(-stored // PAGE_ROWS)  # one is scratch
         return pool_bytes(self.config, self.dtype, pages, PAGE_ROWS)
 
