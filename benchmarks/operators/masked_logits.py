@@ -46,6 +46,7 @@ def sampling(rows: int, vocab: int, noise: bool) -> RowSampling:
         tempered=jnp.zeros(rows, bool),
         top_k=jnp.full(rows, vocab),
         top_p=jnp.ones(rows),
+        min_p=jnp.zeros(rows),
         limit=jnp.full(rows, vocab),
         token_bans=bans,
         confidence_bans=bans,

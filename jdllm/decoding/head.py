@@ -163,6 +163,7 @@ def _row_sampling(part: SegmentParams, keys: tuple[Array, Array], positions: Arr
         tempered=part.tempered,
         top_k=part.top_k,
         top_p=part.top_p,
+        min_p=part.min_p,
         limit=part.limit,
         token_bans=part.token_bans,
         confidence_bans=jnp.where(part.stop_last[:, None], -1, part.confidence_bans),

@@ -51,7 +51,7 @@ def measure_of(sampling: SamplingParams) -> Measure:
 
 def head_level(sampling: SamplingParams) -> Level:
     """How much of each row's distribution a request needs."""
-    if sampling.top_k is not None or _filters(sampling.top_p):
+    if sampling.filtered:
         return Level.FILTERED
     return Level.MOMENTS if measure_of(sampling) in (Measure.MARGIN, Measure.ENTROPY) else Level.TOP
 
@@ -87,7 +87,8 @@ def segment_row(sampling: SamplingParams, config: ModelConfig) -> dict[str, np.n
         "guidance": np.float32(sampling.cfg_scale),
         "tempered": np.bool_(sampling.alg is not None),
         "top_k": np.int32(min(sampling.top_k or config.vocab_size, config.vocab_size)),
-        "top_p": np.float32(sampling.top_p if _filters(sampling.top_p) else 2),
+        "top_p": np.float32(2 if sampling.top_p in (None, 1) else sampling.top_p),
+        "min_p": np.float32(sampling.min_p or 0),
         "limit": _limit(sampling, config),
         "token_bans": token_bans,
         "confidence_bans": confidence_bans,
@@ -149,7 +150,3 @@ def _known(value: int | None, option: str, what: str, key: str) -> int:
 def _limit(sampling: SamplingParams, config: ModelConfig) -> np.int32:
     """Ids from here on are never chosen."""
     return np.int32(config.defined_ids if sampling.bans_undefined else config.vocab_size)
-
-
-def _filters(top_p: float | None) -> bool:
-    return top_p is not None and top_p < 1

@@ -120,7 +120,7 @@ _FILTERS = {"top_p": 1, "top_k": None, "min_p": 0}
 """The filters of a distribution, with the value that lets everything pass."""
 
 
-def filters(fields: Mapping[str, Any], name: str) -> bool:
+def _filters(fields: Mapping[str, Any], name: str) -> bool:
     """Whether one of the filters takes anything away."""
     return fields[name] not in (None, _FILTERS[name])
 
@@ -332,7 +332,7 @@ class SamplingParams:
         if "max_tokens" in options:
             del kept["gen_length"]
         together = kept | options
-        idle = [name for name in _idle(together) if name not in options]
+        idle = [name for name in without_effect(together) if name not in options]
         return type(self)(**{name: value for name, value in together.items() if name not in idle})
 
     def effective(self, name: str) -> Any:
@@ -346,13 +346,18 @@ class SamplingParams:
         return self.transfer == "adaptive"
 
     @property
+    def filtered(self) -> bool:
+        """Whether tokens are drawn from less than the whole distribution."""
+        return any(_filters(vars(self), name) for name in _FILTERS)
+
+    @property
     def bans_undefined(self) -> bool:
         """Whether the mask id and ids that the tokenizer does not define are kept out."""
         published = self.transfer == "schedule"
         return (self.undefined_tokens or ("official" if published else "banned")) == "banned"
 
     def _check_effect(self) -> None:
-        for name in _idle(vars(self)):
+        for name in without_effect(vars(self)):
             if name in _OPTIONS:
                 users = _OPTIONS[name].users.items()
                 needs = " or ".join(f"{user} {_listed(values)}" for user, values in users)
@@ -390,7 +395,7 @@ class SamplingParams:
             raise RequestError(f"alg {self.alg!r} has blocks only with a cache: leave block_length alone")
 
 
-def _idle(fields: Mapping[str, Any]) -> list[str]:
+def without_effect(fields: Mapping[str, Any]) -> list[str]:
     """The parameters among `fields` that are set and that nothing uses."""
     idle = [
         name
@@ -398,8 +403,8 @@ def _idle(fields: Mapping[str, Any]) -> list[str]:
         if fields[name] is not None
         and not any(fields[user] in values for user, values in option.users.items())
     ]
-    drawn = fields["temperature"] > 0 or fields["alg"] is not None or fields["transfer"] == "adaptive"
-    return idle if drawn else [*idle, *(name for name in _FILTERS if filters(fields, name))]
+    drawn = fields["temperature"] != 0 or fields["alg"] is not None or fields["transfer"] == "adaptive"
+    return idle if drawn else [*idle, *(name for name in _FILTERS if _filters(fields, name))]
 
 
 def explain(error: ValidationError, declaration: type) -> str:

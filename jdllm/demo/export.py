@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save
 
-from jdllm.demo.tasks import MAX_LENGTH
+from jdllm.demo.tasks import GEN_LENGTH, MAX_LENGTH
 from jdllm.demo.tokenizer import BOS, EOS, EOT, MASK, VOCAB_SIZE, write_tokenizer
 from jdllm.errors import CheckpointError
 from jdllm.models.config import ModelConfig
@@ -82,7 +82,7 @@ def require_free(out: Path) -> None:
 
 
 def write_checkpoint(out: Path, hf_values: dict[str, Any], params: Params) -> None:
-    """Write `config.json`, `model.safetensors` and the tokenizer files; all of them or nothing.
+    """Write `model.safetensors`, its configurations and the tokenizer files; all of them or nothing.
 
     Arguments:
     - `out`: the directory to create.
@@ -95,7 +95,9 @@ def write_checkpoint(out: Path, hf_values: dict[str, Any], params: Params) -> No
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
-        (temporary / "config.json").write_text(json.dumps(hf_values, indent=2) + "\n")
+        generation = {"gen_length": GEN_LENGTH}
+        for name, values in (("config.json", hf_values), ("generation_config.json", generation)):
+            (temporary / name).write_text(json.dumps(values, indent=2) + "\n")
         tensors = official_tensors(ModelConfig.from_hf(hf_values), params)
         (temporary / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
         write_tokenizer(temporary)

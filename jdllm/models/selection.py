@@ -53,11 +53,9 @@ class Selection(NamedTuple):
 class Scoring(NamedTuple):
     """What bounds the work of scoring in a batch; static.
 
-    - `half_width`: at least the largest `width // 2`.
     - `block_rows`: at least the rows of the longest block.
     """
 
-    half_width: int
     block_rows: int
 
 
@@ -128,7 +126,7 @@ def candidate_order(q: Queries, k: Keys, selection: Selection, scoring: Scoring)
     Returns int32 indices into the candidates, by rising segment; padding is last.
     """
     selection = Selection(*map(jnp.asarray, selection))
-    scores = _pooled(_scores(q, k, selection, scoring.block_rows), selection, scoring.half_width)
+    scores = _pooled(_scores(q, k, selection, scoring.block_rows), selection)
     index = jnp.arange(scores.shape[1], dtype=jnp.int32)
     segment, index = (jnp.broadcast_to(x, scores.shape) for x in (selection.segment, index))
     return lax.sort((segment, -scores, index), num_keys=3)[2]
@@ -204,17 +202,25 @@ def _scores(
 
 
 def _pooled(
-    scores: Float32[Array, "kv_heads candidates"], selection: Selection, half_width: int
+    scores: Float32[Array, "kv_heads candidates"], selection: Selection
 ) -> Float32[Array, "kv_heads candidates"]:
-    """The maximum over the candidates of the same segment that lie within half its width."""
-    segment, candidates = selection.segment, selection.segment.size
-    half = selection.width[selection.owner] // 2
-    index = jnp.arange(candidates)
-    pooled = scores
-    for distance in range(1, half_width + 1):
-        for neighbour in (index - distance, index + distance):
-            inside = (neighbour >= 0) & (neighbour < candidates) & (distance <= half)
-            neighbour = jnp.clip(neighbour, 0, candidates - 1)
-            inside &= segment[neighbour] == segment
-            pooled = jnp.where(inside, jnp.maximum(pooled, scores[:, neighbour]), pooled)
+    """The maximum over the candidates of the same segment that lie within half its width.
+
+    Two spans of 1, 2, 4, ... candidates cover any span. How many such lengths there are depends on the
+    candidates alone, so that one executable serves every width.
+    """
+    segments, candidates = selection.keep.size, selection.segment.size
+    begin = jnp.searchsorted(selection.segment, jnp.arange(segments + 1), method="compare_all")
+    owner, index = selection.owner, jnp.arange(candidates)
+    half = selection.width[owner] // 2
+    first = jnp.maximum(begin[owner], index - half)
+    stop = jnp.minimum(begin[owner + 1], index + half + 1)
+    from_each = pooled = scores
+    length = 1
+    while length < candidates:
+        # From now on the maximum over `2 * length` candidates, or as many as there are, from each one on.
+        following = jnp.concatenate([from_each[:, length:], from_each[:, -length:]], axis=1)
+        from_each, length = jnp.maximum(from_each, following), 2 * length
+        covered = jnp.maximum(from_each[:, first], from_each[:, jnp.maximum(stop - length, 0)])
+        pooled = jnp.where(stop - first >= length, covered, pooled)
     return pooled

@@ -92,7 +92,7 @@ def _scoring(columns: Mapping[str, np.ndarray]) -> Scoring | None:
     if not columns["scored"].any():
         return None
     block_rows = power_bucket(int(columns["block_rows"].max()), _SMALLEST_BLOCK)
-    return Scoring(int(columns["width"].max()) // 2, block_rows)
+    return Scoring(block_rows)
 
 
 def pack_reuse(requests: Sequence[Request], config: ModelConfig, pool: KvPool) -> ReuseBatch:

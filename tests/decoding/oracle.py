@@ -155,12 +155,13 @@ def choose(
     if sampling.bans_undefined:
         logits[ids.mask] = -np.inf
         logits[len(logits) if ids.limit is None else ids.limit :] = -np.inf
+    choices = _filtered(logits, sampling)
     if sampling.alg is not None:
-        logits = _filtered(logits, sampling)
-    noised = logits
+        logits = choices
+    noised = choices
     if sampling.temperature > 0:
         bits = numpy_noise.token_bits(seed_of(sampling), step, position, len(logits))
-        noised = logits + sampling.temperature * numpy_noise.gumbel(bits)
+        noised = choices + sampling.temperature * numpy_noise.gumbel(bits)
     token = int(noised.argmax())
     if sampling.remasking == "random":
         confidence = numpy_noise.order_uniform(seed_of(sampling), step, position)
@@ -172,7 +173,8 @@ def choose(
 
 
 def _filtered(logits: np.ndarray, sampling: SamplingParams) -> np.ndarray:
-    """Dream: of the tempered distribution the shortest head beyond top_p, and of that the first top_k."""
+    """Of the tempered distribution the shortest head beyond top_p, of that the first top_k, and what is at
+    least min_p times as likely as the likeliest."""
     falling = np.argsort(-logits, kind="stable")
     weights = _softmax(logits / (sampling.temperature or 1.0))[falling]
     kept = len(logits)
@@ -181,6 +183,7 @@ def _filtered(logits: np.ndarray, sampling: SamplingParams) -> np.ndarray:
         while kept < len(logits) and weights[:kept].sum() <= sampling.top_p:
             kept += 1
     kept = min(kept, sampling.top_k or kept)
+    kept = min(kept, int((weights >= (sampling.min_p or 0) * weights[0]).sum()))
     out = np.full_like(logits, -np.inf)
     out[falling[:kept]] = logits[falling[:kept]]
     return out

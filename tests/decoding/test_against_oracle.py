@@ -96,6 +96,10 @@ RULES = {
         confidence_eos_eot_inf="fixed", transfer="entropy_bound", entropy_bound=4.0
     ),
     "official ends, margin": sampled(confidence_eos_eot_inf="official", transfer="margin", steps=4),
+    "schedule, nucleus": sampled(top_p=0.7, temperature=1.5, seed=8),
+    "threshold, few": sampled(
+        transfer="threshold", threshold=0.2, top_k=3, min_p=0.05, temperature=2.0, seed=9, block_length=4
+    ),
     "schedule, banned": sampled(undefined_tokens="banned", temperature=3.0, seed=6),
 }
 UNUSED = dict.fromkeys(("maskgit_plus", "topk_margin", "entropy"), ("threshold",)) | {
@@ -115,6 +119,7 @@ DREAM_RULES = {
             "nucleus": {"steps": 4, "top_p": 0.6, "threshold": 0.4},
             "top k": {"steps": 4, "top_k": 3, "threshold": 0.5},
             "filtered and hot": {"steps": 4, "top_p": 0.8, "top_k": 20, "temperature": 1.3, "threshold": 0.3},
+            "min p": {"steps": 4, "min_p": 0.3, "threshold": 0.4},
             "drawn order": {"steps": 4, "alg_temp": 0.2, "threshold": 0.4},
             "eps": {"steps": 8, "eps": 0.2, "threshold": 0.4},
             "guided": {"steps": 4, "cfg_scale": 0.8, "threshold": 0.4},

@@ -8,7 +8,7 @@ import pytest
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.llm import LLM
 from tests.conftest import DREAM, LLADA
-from tests.decoding.test_trajectories import TOP_K_LEFT_OPEN, cases_of
+from tests.decoding.test_trajectories import cases_of
 from tests.helpers import Golden
 
 LLADA_RUNS = cases_of(LLADA, "fast_prefix_", "fast_dual_", "fastv1_prefix_", "fastv1_dual_", "sparse_")
@@ -21,7 +21,12 @@ def sampling_of(family: str, case: dict[str, Any]) -> SamplingParams:
         options |= {"retention": case["keep_ratio"], "pool_kernel": case["kernel_size"] or 1}
     if family == "dream":
         own = {"threshold": case.get("threshold")} if by_confidence(case) else {"eps": case["eps"]}
-        options |= {"alg": case["alg"], "official_forcing": True, "top_k": TOP_K_LEFT_OPEN, **own}
+        options |= {
+            "alg": case["alg"],
+            "official_forcing": True,
+            "top_k": SamplingParams.official().top_k,
+            **own,
+        }
     else:
         for rule in ("threshold", "factor"):
             if case.get(rule) is not None:

@@ -12,11 +12,6 @@ from tests.helpers import Golden
 
 LLADA_MOE = Golden("llada_moe")
 
-# Fast-dLLM's run of Dream took the default of transformers' GenerationConfig for what the call left open.
-# That the recordings are filtered shows in two of them: without it, or with at most 40 or at least 60, they
-# come out differently.
-TOP_K_LEFT_OPEN = 50
-
 
 def llada_sampling(case: dict[str, Any]) -> dict[str, Any]:
     """LLaDA's own sampler, and Fast-dLLM's without a cache, which ignores `steps` where it has a rule."""
@@ -34,7 +29,9 @@ def llada_sampling(case: dict[str, Any]) -> dict[str, Any]:
 
 def dream_sampling(case: dict[str, Any]) -> dict[str, Any]:
     if case["algo"] == "fast_dllm_dream_confidence_threshold":
-        own = {"alg": "confidence_threshold", "threshold": case["threshold"], "top_k": TOP_K_LEFT_OPEN}
+        # The call left its generation configuration open, and took what the official preset stands for.
+        preset = SamplingParams.official("confidence_threshold")
+        own = {"alg": preset.alg, "threshold": case["threshold"], "top_k": preset.top_k}
     else:
         assert case.get("top_p") is None
         own = {"alg": case["alg"], "eps": case["eps"], "top_k": case.get("top_k")}
@@ -97,17 +94,18 @@ def test_every_token_of_every_step(family: str, name: str, case: dict[str, Any],
 
 
 @pytest.mark.parametrize("other", [None, 40, 60])
-def test_the_filter_of_the_recordings_shows(other: int | None, dream_llm: LLM):
+def test_the_filter_of_the_published_call_shows(other: int | None, dream_llm: LLM):
+    """No file states the 50 of the preset: the recordings do, which come out differently with another."""
     name = "fast_nocache_p9_g32_s16_thr0.4"
-    sampling = SamplingParams(
+    published = SamplingParams.official(
+        "confidence_threshold",
         gen_length=32,
         steps=16,
-        alg="confidence_threshold",
         threshold=0.4,
-        top_k=other,
         early_stop=False,
         return_history=True,
     )
+    sampling = published.changed(top_k=other)
     tensors = DREAM.tensors("trajectories")
     (output,) = dream_llm.generate(prompt_token_ids=list(tensors[f"{name}.prompt"]), sampling=sampling)
     states = tensors[f"{name}.states"][:, 0]

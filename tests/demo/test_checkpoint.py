@@ -17,7 +17,13 @@ from jdllm.models.weights import is_spec, spec_tree
 
 def test_size_and_files():
     sizes = {path.name: path.stat().st_size for path in checkpoint_path().iterdir()}
-    assert set(sizes) == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert set(sizes) == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
     assert sum(sizes.values()) < 8e6
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from jdllm.decoding.generation_defaults import default_sampling
 from jdllm.demo.data import DEMO_BUCKETS, Bucket, make_batches, prefetch
 from jdllm.demo.export import hf_config, write_checkpoint
 from jdllm.demo.tasks import GEN_LENGTH, TASKS, Instance, split_of, stream
@@ -111,10 +112,12 @@ def test_checkpoint_has_the_official_tensors_and_loads(tmp_path: Path):
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), loaded, rounded)))
     assert sorted(p.name for p in tmp_path.rglob("*") if p.is_file()) == [
         "config.json",
+        "generation_config.json",
         "model.safetensors",
         "tokenizer.json",
         "tokenizer_config.json",
     ]
+    assert default_sampling(tmp_path / "a" / "demo").gen_length == GEN_LENGTH
     with pytest.raises(CheckpointError, match="exists already"):
         write_checkpoint(tmp_path / "a" / "demo", values, params)
 

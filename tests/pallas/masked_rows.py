@@ -36,6 +36,7 @@ def asked(rows: int, *, seed: int = 0, step: int = 0, vocab: int = VOCAB, **colu
         "tempered": False,
         "top_k": np.int32(vocab),
         "top_p": np.float32(UNFILTERED),
+        "min_p": np.float32(0),
         "limit": np.int32(vocab),
     }
     for name, value in plain.items():
@@ -55,28 +56,34 @@ def oracle(logits: np.ndarray, rows: RowSampling, noise: np.ndarray | float = 0.
         allowed[rows.limit[i] :] = -np.inf
         allowed[rows.token_bans[i][rows.token_bans[i] != NONE]] = -np.inf
         temperature = float(rows.temperature[i])
-        divisor = temperature if rows.tempered[i] and temperature > 0 else 1.0
-        allowed[~kept(allowed / divisor, float(rows.top_p[i]), int(rows.top_k[i]))] = -np.inf
+        scale = temperature if temperature > 0 else 1.0
+        divisor = scale if rows.tempered[i] else 1.0
+        choices = allowed.copy()
+        inside = kept(allowed / scale, float(rows.top_p[i]), int(rows.top_k[i]), float(rows.min_p[i]))
+        choices[~inside] = -np.inf
+        if rows.tempered[i]:
+            allowed = choices
         measured = allowed / divisor
         measured[rows.confidence_bans[i][rows.confidence_bans[i] != NONE]] = -np.inf
         p = np.exp(measured - measured.max())
         total = p.sum()
         p /= total
-        token = int((allowed + noise[i]).argmax())
+        token = int((choices + noise[i]).argmax())
         second = np.sort(measured)[-2]
         entropy = (p * np.log(p + 1e-10)).sum()
         out.append((token, allowed[token] / divisor, measured.max(), total, second, entropy))
     return Expected(*np.reshape(out, (-1, len(Expected._fields))).T)
 
 
-def kept(logits: np.ndarray, top_p: float, top_k: int) -> np.ndarray:
-    """The first token and those before which the probabilities sum to at most `top_p`; of these `top_k`."""
+def kept(logits: np.ndarray, top_p: float, top_k: int, min_p: float) -> np.ndarray:
+    """The first token and those before which the probabilities sum to at most `top_p`; of these `top_k`,
+    and of these those whose probability is at least `min_p` times the largest."""
     weights = np.exp(logits - logits.max())
     weights /= weights.sum()
     out = np.zeros(len(logits), bool)
     spent = 0.0
     for token in np.argsort(-logits, kind="stable")[:top_k]:
-        if top_p < 1 and spent > top_p:
+        if (top_p < 1 and spent > top_p) or weights[token] < min_p * weights.max():
             break
         out[token] = True
         spent += weights[token]

@@ -137,10 +137,11 @@ class TestFilters:
         st.integers(0, 2**32 - 1),
         st.lists(st.sampled_from([0.0, 0.3, 0.8, 0.95, 1.0, UNFILTERED]), min_size=6, max_size=6),
         st.lists(st.sampled_from([1, 2, 5, 40, VOCAB]), min_size=6, max_size=6),
+        st.lists(st.sampled_from([0.0, 0.01, 0.3, 1.0]), min_size=6, max_size=6),
         st.lists(st.sampled_from([0.0, 0.5, 1.7]), min_size=6, max_size=6),
         st.sampled_from([0.5, 4.0]),
     )
-    def test_equal_float64(self, seed, top_p, top_k, temperature, spread):
+    def test_equal_float64(self, seed, top_p, top_k, min_p, temperature, spread):
         rng = np.random.default_rng(seed)
         logits = rng.normal(0, spread, (6, VOCAB)).astype(np.float32)
         bans = rng.integers(NONE, VOCAB, (6, 2))
@@ -149,6 +150,7 @@ class TestFilters:
             seed=seed,
             top_p=top_p,
             top_k=top_k,
+            min_p=min_p,
             temperature=temperature,
             tempered=rng.random(6) < 0.8,
             limit=rng.integers(VOCAB // 2, VOCAB, 6),
@@ -162,7 +164,7 @@ class TestFilters:
     )
     def test_the_token_that_crosses_top_p_is_kept(self, top_p: float, count: int):
         weights = np.array([[0.1, 0.4, 0.2, 0.3]], np.float32)
-        actual = decide(np.log(weights), asked(1, vocab=4, top_p=top_p), Level.FILTERED)
+        actual = decide(np.log(weights), asked(1, vocab=4, top_p=top_p, tempered=True), Level.FILTERED)
         kept_mass = np.sort(weights[0])[::-1][:count].sum()
         assert float(actual.total[0]) == pytest.approx(kept_mass / 0.4, rel=1e-5)
 
@@ -174,16 +176,34 @@ class TestFilters:
         count = 1 + int((spent <= 0.6).sum())
         assert count == 3  # 2 in the distribution that is not tempered
         totals = np.asarray(decide(np.log(weights), rows, Level.FILTERED).total)
-        np.testing.assert_allclose(totals, [tempered[:3].sum() / tempered[0], 1.5, 1.5], rtol=1e-5)
+        np.testing.assert_allclose(totals, [tempered[:3].sum() / tempered[0], 2, 1.5], rtol=1e-5)
+
+    def test_confidences_that_are_not_tempered_see_no_filter(self):
+        weights = np.array([0.05, 0.3, 0.1, 0.35, 0.2], np.float32)
+        rows = asked(200, vocab=5, temperature=5.0, top_p=0.5, seed=3)
+        decision = decide(np.tile(np.log(weights), (200, 1)), rows, Level.FILTERED)
+        assert set(np.asarray(decision.token).tolist()) == {1, 3, 4}  # hot, these are beyond a half first
+        np.testing.assert_allclose(
+            np.exp(decision.logit - decision.maximum) / decision.total, weights[decision.token], rtol=1e-5
+        )
+
+    @pytest.mark.parametrize(
+        ("min_p", "count"), [(0.0, 4), (0.24, 4), (0.26, 3), (0.6, 2), (0.8, 1), (1.0, 1)]
+    )
+    def test_min_p_is_relative_to_the_likeliest(self, min_p: float, count: int):
+        weights = np.array([[0.1, 0.4, 0.2, 0.3]], np.float32)
+        actual = decide(np.log(weights), asked(1, vocab=4, min_p=min_p, tempered=True), Level.FILTERED)
+        kept_mass = np.sort(weights[0])[::-1][:count].sum()
+        assert float(actual.total[0]) == pytest.approx(kept_mass / 0.4, rel=1e-5)
 
     def test_equal_values_at_the_end_of_top_k_all_stay(self):
         logits = np.array([[1.0, 3.0, 2.0, 2.0, 2.0, 0.0]], np.float32)
-        actual = decide(logits, asked(1, vocab=6, top_k=2), Level.FILTERED)
+        actual = decide(logits, asked(1, vocab=6, top_k=2, tempered=True), Level.FILTERED)
         assert float(actual.total[0]) == pytest.approx(1 + 3 * np.exp(-1), rel=1e-6)
 
     def test_one_survivor_has_no_second(self):
         logits = np.array([[1.0, 3.0, 2.0]], np.float32)
-        actual = decide(logits, asked(1, vocab=3, top_k=1), Level.FILTERED)
+        actual = decide(logits, asked(1, vocab=3, top_k=1, tempered=True), Level.FILTERED)
         assert (actual.total[0], actual.second[0], actual.negative_entropy[0]) == (1, -np.inf, 0)
 
     def test_samples_stay_inside_and_keep_their_proportions(self):

@@ -47,8 +47,8 @@ def test_a_reuse_has_the_rows_of_its_blocks(count: int, rows: int):
     ("caches", "options", "expected"),
     [
         (["dual", "prefix"], {}, None),
-        (["dual", "sparse"], {}, Scoring(half_width=1, block_rows=32)),
-        (["head_sparse"], {"pool_kernel": 5}, Scoring(half_width=2, block_rows=32)),
+        (["dual", "sparse"], {}, Scoring(block_rows=32)),
+        (["head_sparse"], {"pool_kernel": 1001}, Scoring(block_rows=32)),
     ],
 )
 def test_what_scoring_is_bounded_by(caches: list[str], options: dict[str, int], expected: Scoring | None):

@@ -16,7 +16,7 @@ class Level(enum.IntEnum):
 
     - `TOP`: what the token's own probability needs.
     - `MOMENTS`: the second largest value and the entropy too.
-    - `FILTERED`: top-k and top-p filters are applied first, which sorts the logits.
+    - `FILTERED`: top-k, top-p and min-p filters are applied first, which sorts the logits.
     """
 
     TOP = 0
@@ -30,7 +30,9 @@ class RowSampling(NamedTuple):
     - `keys`, `positions`: key the noise.
     - `temperature`: 0 for no noise.
     - `tempered`: measure confidences on logits / temperature (where that is not 0) instead of clean logits.
-    - `top_k`, `top_p`: filters on the measured logits; the vocabulary size and at least 1 filter nothing.
+    - `top_k`, `top_p`, `min_p`: filters on what is drawn from, by logits / temperature (where that is not 0);
+      the vocabulary size, at least 1, and 0 filter nothing. Confidences of tempered rows are measured after
+      them, others before.
     - `limit`: ids from here on are removed from the distribution.
     - `token_bans`: ids removed from the distribution; -1 stands for none.
     - `confidence_bans`: ids further removed from `maximum` and `total` only; -1 stands for none.
@@ -42,13 +44,14 @@ class RowSampling(NamedTuple):
     tempered: Bool[Tensor, " rows"]
     top_k: Int[Tensor, " rows"]
     top_p: Float[Tensor, " rows"]
+    min_p: Float[Tensor, " rows"]
     limit: Int[Tensor, " rows"]
     token_bans: Ids
     confidence_bans: Ids
 
 
 class RowDecision(NamedTuple):
-    """What is kept of a row's logits, after bans, tempering and filters.
+    """What is kept of a row's logits, after bans and, where it is tempered, temperature and filters.
 
     - `token`: argmax of the noised logits, the lowest id on ties.
     - `logit`: the logit of `token`, without noise.

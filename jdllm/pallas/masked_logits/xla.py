@@ -19,11 +19,13 @@ def masked_logits_xla(
     """Portable form of `jdllm.pallas.masked_logits.masked_logits`; the logits of all rows exist in f32."""
     ids = jnp.arange(head.shape[0])
     logits = allowed(head_logits(hidden, head), rows.limit, rows.token_bans)
-    tempered = rows.tempered & (rows.temperature > 0)
-    divisor = jnp.where(tempered, rows.temperature, 1.0)[:, None]
+    scale = jnp.where(rows.temperature > 0, rows.temperature, 1.0)
+    divisor = jnp.where(rows.tempered, scale, 1.0)[:, None]
+    choices = logits
     if level >= Level.FILTERED:
-        logits = _filtered(logits, divisor, rows)
-    token = drawn(logits, rows.temperature, rows.keys, jnp.asarray(rows.positions))
+        choices = _filtered(logits, scale[:, None], rows)
+        logits = jnp.where(rows.tempered[:, None], choices, logits)
+    token = drawn(choices, rows.temperature, rows.keys, jnp.asarray(rows.positions))
     measured = _without(logits / divisor, ids, rows.confidence_bans)
     maximum = measured.max(axis=-1)
     total = jnp.exp(measured - maximum[:, None]).sum(axis=-1)
@@ -71,7 +73,8 @@ def _without(logits: Logits, ids: Array, bans: Ids) -> Logits:
 
 
 def _filtered(logits: Logits, divisor: Array, rows: RowSampling) -> Logits:
-    """Keep the shortest head of the sorted distribution that exceeds `top_p`, and at most `top_k` of it.
+    """Keep the shortest head of the sorted distribution that exceeds `top_p`, at most `top_k` of it, and what
+    is at least `min_p` times as likely as the likeliest.
 
     Values equal to the last kept one stay too.
     """
@@ -81,4 +84,5 @@ def _filtered(logits: Logits, divisor: Array, rows: RowSampling) -> Logits:
     kept = jnp.where(rows.top_p < 1, kept, logits.shape[-1])
     last = jnp.clip(jnp.minimum(kept, rows.top_k), 1, logits.shape[-1]) - 1
     cut = jnp.take_along_axis(falling, last[:, None], axis=-1)
+    cut = jnp.maximum(cut, falling[:, :1] + divisor * jnp.log(rows.min_p)[:, None])
     return jnp.where(logits >= cut, logits, -jnp.inf)
