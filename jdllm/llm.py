@@ -5,16 +5,17 @@ import reprlib
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import NoneType
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import numpy as np
 
+from jdllm.arguments import check_types, positive
 from jdllm.decoding.executables import Executables
+from jdllm.decoding.generation_defaults import default_sampling
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.score import perturb
-from jdllm.errors import ConfigError, JdllmError, RequestError
+from jdllm.errors import ConfigError, RequestError
 from jdllm.models.config import ModelConfig
 from jdllm.models.loading import load_params, resolve, resolve_dtype
 from jdllm.models.module import Transformer
@@ -87,10 +88,10 @@ class LLM:
         verifier_shares_ids: bool = False,
         progress: bool = True,
     ):
-        max_num_batched_tokens = _count("max_num_batched_tokens", max_num_batched_tokens, ConfigError)
+        max_num_batched_tokens = positive("max_num_batched_tokens", max_num_batched_tokens, ConfigError)
         if max_num_logits is not None:
-            max_num_logits = _count("max_num_logits", max_num_logits, ConfigError)
-        _check_types(
+            max_num_logits = positive("max_num_logits", max_num_logits, ConfigError)
+        check_types(
             model=(model, str | Path | Transformer),
             dtype=(dtype, str),
             chunks=(chunks, ChunkConfig | None),
@@ -100,6 +101,7 @@ class LLM:
             progress=(progress, bool),
         )
         self.tokenizer: Tokenizer | None = None
+        self._default_sampling = SamplingParams()
         if isinstance(model, Transformer):
             if dtype != "auto" or hf_overrides:
                 raise ConfigError("dtype and hf_overrides are for checkpoints: a Transformer has its own")
@@ -179,7 +181,8 @@ class LLM:
             lambda text: self._encode(text, parse_special=parse_special),
             ("prompts", "prompt_token_ids"),
         )
-        return self._answer(self._generation_request, given, sampling_params, sampling, on_step, progress)
+        asked = _given_once(sampling_params, sampling, self.default_sampling())
+        return self._answer(self._generation_request, given, asked, on_step, progress)
 
     def chat(
         self,
@@ -208,7 +211,8 @@ class LLM:
         for i, conversation in enumerate(conversations):
             with naming_prompt(i, len(conversations)):
                 given.append(Prompt(*tokenizer.encode_chat(conversation)))
-        return self._answer(self._generation_request, given, sampling_params, sampling, on_step, progress)
+        asked = _given_once(sampling_params, sampling, self.default_sampling())
+        return self._answer(self._generation_request, given, asked, on_step, progress)
 
     def infill(
         self,
@@ -228,7 +232,8 @@ class LLM:
         `jdllm.serving.request.infill_request`. Not a mode of the official sampler; its rules per step are.
 
         Arguments as for `generate`; a text holds the tokenizer's mask token where something is missing, the
-        one special token that is parsed in any case.
+        one special token that is parsed in any case. Of `default_sampling()` all but `steps` and
+        `block_length` apply.
 
         Returns one output for each sequence, whose `token_ids` and `text` are the whole sequence.
         """
@@ -238,11 +243,15 @@ class LLM:
             lambda text: self._encode(text, parse_special=parse_special, parsed=self._mask_token()),
             ("texts", "token_ids"),
         )
-        return self._answer(infill_request, given, sampling_params, sampling, on_step, progress)
+        # The checkpoint's own steps and blocks are for its `gen_length`, not for the masks of this text.
+        default = self.default_sampling().changed(steps=None, block_length=None)
+        asked = _given_once(sampling_params, sampling, default)
+        return self._answer(infill_request, given, asked, on_step, progress)
 
     def default_sampling(self) -> SamplingParams:
-        """What applies where a call gives no sampling parameters."""
-        return SamplingParams()
+        """What applies where a call gives no sampling parameters: what the checkpoint's
+        `generation_config.json` says, and otherwise the defaults of `SamplingParams`."""
+        return self._default_sampling
 
     def score(
         self,
@@ -268,8 +277,8 @@ class LLM:
         Returns an estimate of the model's bound; more copies, less variance. The same masks give the
         official script's value. Source: get_log_likelihood.py of ML-GSAI/LLaDA.
         """
-        mc_num = _count("mc_num", mc_num, RequestError)
-        batch_size = _count("batch_size", batch_size, RequestError)
+        mc_num = positive("mc_num", mc_num, RequestError)
+        batch_size = positive("batch_size", batch_size, RequestError)
         SamplingParams(cfg_scale=cfg_scale, seed=seed)  # refuses what a generation would refuse
         prompt_ids, answer_ids = (
             self._encode(x, parse_special=parse_special) if isinstance(x, str) else x
@@ -312,6 +321,7 @@ class LLM:
     ) -> Transformer:
         path = resolve(model)
         config = ModelConfig.from_checkpoint(path, overrides)
+        self._default_sampling = default_sampling(path)
         params = load_params(path, config, resolve_dtype(path, config, dtype), progress=progress)
         self.tokenizer = load_tokenizer(path)
         if self.tokenizer is not None:
@@ -341,15 +351,13 @@ class LLM:
         self,
         make: Callable[..., Request],
         prompts: list[Prompt],
-        sampling_params: Sampling | None,
-        sampling: Sampling | None,
+        sampling: Sampling,
         on_step: OnStep | None,
         progress: bool,
     ) -> list[RequestOutput]:
         if not (on_step is None or callable(on_step)):
             raise RequestError(f"on_step is {reprlib.repr(on_step)}, expected a function")
-        given = _given_once(sampling_params, sampling)
-        each = sampling_for_each(self.default_sampling() if given is None else given, len(prompts))
+        each = sampling_for_each(sampling, len(prompts))
         asked = ask(prompts, each, lambda *request: make(*request, self.config))
         requests = [request for one in asked for request in one.requests]
         self._warn_of_length(requests)
@@ -378,22 +386,10 @@ class LLM:
             )
 
 
-def _given_once(sampling_params: Sampling | None, sampling: Sampling | None) -> Sampling | None:
+def _given_once(
+    sampling_params: Sampling | None, sampling: Sampling | None, default: SamplingParams
+) -> Sampling:
+    """What was given under one of two names, or the default."""
     if sampling_params is not None and sampling is not None:
         raise RequestError("sampling and sampling_params are one and the same: give either")
-    return sampling if sampling_params is None else sampling_params
-
-
-def _count(name: str, value: object, error: type[JdllmError]) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-        raise error(f"{name} is {value!r}, expected a positive integer")
-    return int(value)
-
-
-def _check_types(**arguments: tuple[object, Any]) -> None:
-    for name, (value, kinds) in arguments.items():
-        if not isinstance(value, kinds):
-            expected = getattr(kinds, "__name__", None) or " or ".join(
-                "None" if kind is NoneType else kind.__name__ for kind in get_args(kinds)
-            )
-            raise ConfigError(f"{name} is {reprlib.repr(value)}, expected {expected}")
+    return next((given for given in (sampling_params, sampling) if given is not None), default)

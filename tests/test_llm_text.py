@@ -25,6 +25,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = json.loads((LLADA.directory / "config.json").read_text())
     ids = {"mask_token_id": demo.MASK, "eos_token_id": demo.EOS, "eot_token_id": demo.EOT}
     (path / "config.json").write_text(json.dumps({**config, **ids}))
+    (path / "generation_config.json").write_text(json.dumps({"gen_length": 8, "steps": 4}))
     demo.write_tokenizer(path)
     return path
 
@@ -134,8 +135,14 @@ class TestSamplingParams:
             with pytest.raises(RequestError, match="sampling and sampling_params are one"):
                 call("ab", SHORT, sampling=SHORT)
 
-    def test_without_any_those_of_the_model_apply(self, speaking: LLM, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(speaking, "default_sampling", lambda: SHORT)
+    def test_without_any_those_of_the_checkpoint_apply(self, speaking: LLM):
+        assert speaking.default_sampling() == SHORT
         assert speaking.generate("ab") == speaking.generate("ab", SHORT)
         assert speaking.chat("ab") == speaking.chat("ab", SHORT)
-        assert speaking.infill(f"ab{MASK}") == speaking.infill(f"ab{MASK}", SHORT)
+        assert len(speaking.generate("ab", SamplingParams(steps=4))[0].token_ids) > 8
+
+    def test_infill_takes_as_many_steps_as_masks(self, speaking: LLM):
+        assert [speaking.infill(f"a{MASK * n}")[0].nfe for n in (1, 5)] == [1, 5]
+
+    def test_a_model_in_memory_has_those_of_the_class(self, llm: LLM):
+        assert llm.default_sampling() == SamplingParams()

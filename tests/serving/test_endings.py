@@ -87,9 +87,8 @@ def test_each_of_several_stop_ids_ends_it(config: ModelConfig):
 
 
 def test_all_end_ids_of_the_model_end_it(config: ModelConfig):
-    several = dataclasses.replace(config, eos_id=EOS, eot_id=SPECIAL)
-    assert several.stop_ids == (EOS, SPECIAL)
-    for end in several.stop_ids:
+    several = dataclasses.replace(config, eos_id=EOS, more_eos_ids=(400, 401), eot_id=SPECIAL)
+    for end in (EOS, 400, 401, SPECIAL):
         assert run(several, [97, end, 99])[1].token_ids == [97, end]
 
 
