@@ -15,7 +15,7 @@ from jdllm.cli.options import (
     Json,
     Memory,
     Model,
-    changed,
+    asked_sampling,
     given_sampling,
     load_model,
     takes_sampling,
@@ -60,8 +60,8 @@ def evaluate(
 
     given = {"gen_length": GEN_LENGTH, **given_sampling(options), "early_stop": False}
     names = [find_task(name).name for name in task or TASKS]
-    llm = load_model(model, dtype, None, memory, host_memory)
-    generate = generator(llm, changed(llm.default_sampling(), given))
+    sampling = asked_sampling(model, given)
+    generate = generator(load_model(model, dtype, None, memory, host_memory), sampling)
     console = Console(stderr=True)
     shown = track(names, "evaluating", console=console, transient=True, disable=not console.is_terminal)
     with told_of_compiling():

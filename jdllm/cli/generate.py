@@ -16,7 +16,7 @@ from jdllm.cli.options import (
     Json,
     Memory,
     Model,
-    changed,
+    asked_sampling,
     given_sampling,
     load_model,
     takes_sampling,
@@ -86,8 +86,8 @@ def generate(
             }
         )
         lines = read_lines(read_text(None if str(jsonl) == "-" else jsonl, "lines", "--jsonl"))
+        defaults = asked_sampling(model, given)
         llm = load_model(model, dtype, verifier, memory, host_memory)
-        defaults = changed(llm.default_sampling(), given)
         with told_of_compiling():
             outputs = generate_lines(llm, lines, defaults, parse_special=parse_special)
         for output in outputs:
@@ -96,8 +96,8 @@ def generate(
     asked = read_prompts(prompts, file, token_ids)
     if chat and asked.texts is None:
         raise RequestError("--chat applies to prompts of text, not to --token-ids")
+    sampling = asked_sampling(model, given)
     llm = load_model(model, dtype, verifier, memory, host_memory)
-    sampling = changed(llm.default_sampling(), given)
     live = not as_json and to_terminal()
     print_outputs(_generate(llm, asked, sampling, chat, parse_special, live), as_json)
 

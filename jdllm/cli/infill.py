@@ -14,7 +14,7 @@ from jdllm.cli.options import (
     Json,
     Memory,
     Model,
-    changed,
+    asked_sampling,
     given_sampling,
     load_model,
     takes_sampling,
@@ -42,8 +42,8 @@ def infill(
     Texts come from one of: arguments, --file, --token-ids, or standard input.
     """
     asked = read_prompts(texts, file, token_ids)
+    sampling = asked_sampling(model, given_sampling(options))
     llm = load_model(model, dtype, None, memory, host_memory)
-    sampling = changed(llm.default_sampling(), given_sampling(options))
     with told_of_compiling():
         outputs = llm.infill(asked.texts, sampling, token_ids=asked.token_ids, progress=True)
     print_outputs(outputs, as_json)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jdllm.cli.options import OPTION_NAMES, changed
+from jdllm.cli.options import OPTION_NAMES
 from jdllm.cli.report import LineError
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
@@ -54,7 +54,7 @@ def generate_lines(
     prompts, sampling = [], []
     for line in lines:
         with _naming(line.number):
-            sampling.append(changed(defaults, line.fields))
+            sampling.append(defaults.changed(**line.fields))
             prompts.append(_prompt(llm, line))
     try:
         return llm.generate(prompts, sampling, parse_special=parse_special, progress=True)

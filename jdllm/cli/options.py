@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -72,9 +73,14 @@ def given_sampling(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _value(kinds[name], typed) for name, typed in options.items() if typed not in (None, [])}
 
 
-def changed(defaults: SamplingParams, given: Mapping[str, Any]) -> SamplingParams:
-    """`defaults` with other values; `RequestError` for one that no request can have."""
-    return defaults.changed(**given)
+def asked_sampling(model: str | None, given: Mapping[str, Any]) -> SamplingParams:
+    """The defaults of a checkpoint, which `load_model` need not have loaded, with other values.
+
+    Raises `RequestError` for a value that no request can have, and as `LLM` does for the checkpoint.
+    """
+    from jdllm.decoding.generation_defaults import default_sampling
+
+    return default_sampling(_directory(model)).changed(**given)
 
 
 def load_model(
@@ -85,11 +91,16 @@ def load_model(
     host_memory: str = HOST_MEMORY,
 ) -> "LLM":
     """Load a checkpoint, or the demo model for `None`, and its verifier; raises as `LLM` does."""
-    from jdllm.demo import checkpoint_path
     from jdllm.llm import LLM
 
-    path = checkpoint_path() if model is None else model
-    return LLM(path, dtype=dtype, verifier=verifier, memory=memory, host_memory=host_memory)
+    return LLM(_directory(model), dtype=dtype, verifier=verifier, memory=memory, host_memory=host_memory)
+
+
+def _directory(model: str | None) -> Path:
+    from jdllm.demo import checkpoint_path
+    from jdllm.models.loading import resolve
+
+    return checkpoint_path() if model is None else resolve(model)
 
 
 def as_option(name: str) -> str:

@@ -2,7 +2,9 @@
 
 import dataclasses
 import inspect
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
@@ -14,7 +16,7 @@ from jdllm.cli.generate import generate
 from jdllm.cli.options import in_option_words
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.outputs import RequestOutput
-from tests.cli.helpers import IDS, UseModel
+from tests.cli.helpers import IDS, UseModel, assert_mistake
 
 
 def test_every_sampling_parameter_is_an_option():
@@ -73,23 +75,32 @@ class Listener:
 
     tokenizer = None
 
-    def __init__(self, defaults: SamplingParams | None = None) -> None:
-        self.defaults = defaults or SamplingParams()
+    def __init__(self) -> None:
         self.asked: list[SamplingParams] = []
-
-    def default_sampling(self) -> SamplingParams:
-        return self.defaults
 
     def generate(self, *given: Any, sampling: SamplingParams | None = None, **_: Any) -> list[RequestOutput]:
         self.asked.append(sampling or given[1])
         return []
 
 
-def test_options_that_are_not_set_are_the_checkpoints(use_model: UseModel):
-    listener = Listener(SamplingParams(gen_length=48, steps=12, temperature=0.5))
+def test_options_that_are_not_set_are_the_checkpoints(use_model: UseModel, tmp_path: Path):
+    stated = {"gen_length": 48, "steps": 12, "temperature": 0.5}
+    (tmp_path / "generation_config.json").write_text(json.dumps(stated))
+    listener = Listener()
     use_model(listener)
-    CliRunner().invoke(app, ["generate", *IDS, "--steps", "none", "--temperature", "0.25"])
+    options = ["--model", str(tmp_path), *IDS, "--steps", "none", "--temperature", "0.25"]
+    CliRunner().invoke(app, ["generate", *options])
     assert listener.asked == [SamplingParams(gen_length=48, temperature=0.25)]
+
+
+def test_a_mistake_in_an_option_is_told_before_anything_is_loaded(tmp_path: Path):
+    options = ["--model", str(tmp_path), *IDS, "--gen-length", "0"]
+    result = CliRunner().invoke(app, ["generate", *options])
+    assert_mistake(result, "--gen-length")
+
+
+def test_the_bundled_model_answers_at_the_length_that_it_was_trained_at():
+    assert CliRunner().invoke(app, ["generate", "1+1=", "--dtype", "float32"]).stdout == "2\n"
 
 
 LLADA_OPTIONS = {
