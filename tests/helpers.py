@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
-GOLDENS = Path(__file__).parent / "goldens"
+ROOT = Path(__file__).parent.parent
+GOLDENS = ROOT / "tests" / "goldens"
 
 
 @dataclasses.dataclass(frozen=True)
