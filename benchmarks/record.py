@@ -151,8 +151,10 @@ def environment() -> dict[str, Any]:
 def commit() -> str | None:
     """The commit of the code that runs, "-dirty" behind it where files other than records differ.
 
-    Where there is no git, as on a machine that was sent the files alone, what `JDLLM_COMMIT` says.
+    What `JDLLM_COMMIT` says goes before: files that were sent to a machine come without their history.
     """
+    if stated := os.environ.get("JDLLM_COMMIT"):
+        return stated
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(RESULTS.parent), *arguments]
@@ -164,7 +166,7 @@ def commit() -> str | None:
             "status", "--porcelain", "--untracked-files=no", "--", ":/", f":(exclude){RESULTS.name}"
         )
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("JDLLM_COMMIT")
+        return None
     return f"{head}-dirty" if changed else head
 
 

@@ -163,7 +163,7 @@ class TestCommit:
         for path in (results / "load.json", tmp_path / "code.py"):
             path.write_text("")
         monkeypatch.setattr(record, "RESULTS", results)
-        monkeypatch.setenv("JDLLM_COMMIT", "abc")
+        monkeypatch.delenv("JDLLM_COMMIT", raising=False)
         return tmp_path
 
     @staticmethod
@@ -184,10 +184,21 @@ class TestCommit:
         (repository / "code.py").write_text("another code")
         assert record.environment()["commit"] == f"{head}-dirty"
 
-    def test_is_what_the_environment_says_where_git_knows_none(
+    def test_is_unknown_without_git_unless_the_environment_says_it(
         self, repository: Path, monkeypatch: pytest.MonkeyPatch
     ):
         monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(repository.parent))
-        assert record.environment()["commit"] == "abc"
+        assert record.environment()["commit"] is None
         monkeypatch.setenv("PATH", str(repository))
+        assert record.environment()["commit"] is None
+        monkeypatch.setenv("JDLLM_COMMIT", "abc")
+        assert record.environment()["commit"] == "abc"
+
+    def test_is_what_the_environment_says_where_the_history_is_of_other_files(
+        self, repository: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        self.git(repository, "init")
+        self.git(repository, "add", ".")
+        self.git(repository, "commit", "-m", "all")
+        monkeypatch.setenv("JDLLM_COMMIT", "abc")
         assert record.environment()["commit"] == "abc"
