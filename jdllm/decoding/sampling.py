@@ -1,7 +1,6 @@
 """What a request asks of the sampler: one declaration for the library, the command line and any schema."""
 
 import dataclasses
-import reprlib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
@@ -12,7 +11,6 @@ from pydantic import (
     ConfigDict,
     Field,
     ModelWrapValidatorHandler,
-    TypeAdapter,
     ValidationError,
     field_validator,
     model_validator,
@@ -20,6 +18,7 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs, PydanticCustomError
 
+from jdllm.declarations import explain
 from jdllm.errors import RequestError
 
 Remasking = Literal["low_confidence", "random"]
@@ -405,48 +404,6 @@ def without_effect(fields: Mapping[str, Any]) -> list[str]:
     ]
     drawn = fields["temperature"] != 0 or fields["alg"] is not None or fields["transfer"] == "adaptive"
     return idle if drawn else [*idle, *(name for name in _FILTERS if _filters(fields, name))]
-
-
-def explain(error: ValidationError, declaration: type) -> str:
-    """The first thing wrong with what a declaration was given: the field, its value and what is expected."""
-    first = error.errors(include_url=False)[0]
-    name = str(first["loc"][0]) if first["loc"] else ""
-    properties = TypeAdapter(declaration).json_schema()["properties"]
-    if name not in properties:
-        return f"there is no parameter {name or shortened(first['input'])}"
-    expected = first["msg"] if first["type"] == "expected" else _described(properties[name])
-    return f"{name} is {shortened(first['input'])}, expected {expected}"
-
-
-def shortened(value: object) -> str:
-    """`value` as Python writes it, on one line of bounded length."""
-    try:
-        return reprlib.repr(value)
-    except ValueError:  # Python does not write integers beyond some thousand digits
-        return f"an integer of {int(value).bit_length()} bits" if isinstance(value, int) else "unprintable"
-
-
-def _described(schema: Mapping[str, Any]) -> str:
-    """What a JSON schema allows, in words."""
-    if "anyOf" in schema:
-        return " or ".join(_described(part) for part in schema["anyOf"])
-    if "enum" in schema:
-        return f"one of {', '.join(map(repr, schema['enum']))}"
-    if "exclusiveMinimum" in schema:
-        return f"a number above {schema['exclusiveMinimum']:g}, at most {schema['maximum']:g}"
-    match schema["type"]:
-        case "integer":
-            most = schema.get("maximum", schema.get("exclusiveMaximum", 0) - 1)
-            return f"an integer from {schema['minimum']} to {most}"
-        case "number":
-            return f"a number from {schema['minimum']:g} to {schema['maximum']:g}"
-        case "boolean":
-            return "True or False"
-        case "string":
-            return "a text of at least one character"
-        case "array":
-            return f"{_described(schema['items'])}, or a list of such"
-    return "None"
 
 
 def _listed(values: tuple[str, ...]) -> str:

@@ -12,16 +12,15 @@ from safetensors import safe_open
 
 from jdllm.errors import CheckpointError, ConfigError
 from jdllm.models import native
+from jdllm.models.byte_progress import Progress, reporter
 from jdllm.models.config import ModelConfig, read_config
 from jdllm.models.loading import (
     DTYPES,
     Index,
-    Progress,
     check,
     check_tied_head,
     listed,
     read_index,
-    reporter,
     resolve_dtype,
 )
 from jdllm.models.native import Manifest, NativeTensor

@@ -4,7 +4,6 @@ Sizes are counted in bytes. A checkpoint is checked from its headers alone; then
 pieces that are written in place on the device, so that the host holds a few pieces at a time.
 """
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -22,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 
 from jdllm.errors import CheckpointError, ConfigError
 from jdllm.json_files import parse_object, read_object
+from jdllm.models.byte_progress import Progress, reporter
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params, TensorSpec, is_spec, spec_tree
 
@@ -30,9 +30,6 @@ DTYPES: dict[str, np.dtype] = {
     for name, dtype in (("BF16", jnp.bfloat16), ("F16", jnp.float16), ("F32", jnp.float32))
 }
 """Stored types that can be loaded, by their name in a safetensors header."""
-
-Progress = Callable[[int, int], None]
-"""Called with (bytes read so far, bytes in all) after every tensor."""
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -380,34 +377,3 @@ def listed(names: list[str]) -> str:
     """The names for a message: at most 20 of them, and how many follow."""
     rest = len(names) - _MOST_LISTED
     return ", ".join(names[:_MOST_LISTED]) + (f" and {rest} more" if rest > 0 else "")
-
-
-@contextlib.contextmanager
-def reporter(progress: bool | Progress, total: int, title: str) -> Iterator[Callable[[int], None]]:
-    """Yields a function that takes the bytes of each tensor when it is done.
-
-    Arguments:
-    - `progress`: `True` draws a bar on stderr where that is a terminal; a function is called with bytes.
-    - `total`: bytes in all.
-    - `title`: of the bar.
-    """
-    if callable(progress):
-        done = 0
-
-        def report(count: int) -> None:
-            nonlocal done
-            done += count
-            progress(done, total)
-
-        yield report
-        return
-
-    from rich import progress as bars
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    columns = (bars.TextColumn(title), bars.BarColumn(), bars.DownloadColumn())
-    hidden = not (progress and console.is_terminal)
-    with bars.Progress(*columns, console=console, transient=True, disable=hidden) as bar:
-        task = bar.add_task("", total=total)
-        yield functools.partial(bar.advance, task)

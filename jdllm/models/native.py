@@ -19,7 +19,8 @@ import numpy as np
 
 from jdllm.errors import CheckpointError
 from jdllm.json_files import read_object
-from jdllm.models.loading import DTYPES, Index, Progress, StoredTensor, listed, reporter
+from jdllm.models.byte_progress import Progress, reporter
+from jdllm.models.loading import DTYPES, Index, StoredTensor, listed
 from jdllm.models.weights import TensorSpec
 
 FORMAT = "jdllm-native"

@@ -91,12 +91,16 @@ class MemoryBudgetError(ConfigError):
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes
         self.max_context = max_context
+        self._made_of = what, needed_bytes, available_bytes, max_context, longest
         fitting = f"the longest {longest} that fits is {max_context} tokens"
         super().__init__(
             f"{what} needs at least {format_bytes(needed_bytes, math.ceil)} on the device, weights included,"
             f" and the budget is {format_bytes(available_bytes, math.floor)}:"
             f" {fitting if max_context else f'no {longest} fits'}"
         )
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return type(self), self._made_of
 
 
 class DeviceMemory(NamedTuple):

@@ -1,5 +1,6 @@
 """Budgets as users write them, and the refusal of a step."""
 
+import pickle
 import re
 
 import jax
@@ -95,3 +96,9 @@ def test_a_refusal_never_rounds_its_need_to_the_budget(budget: int, more: int):
 )
 def test_bytes_in_the_largest_unit_reached(count: int, text: str):
     assert format_bytes(count) == text
+
+
+def test_a_refusal_is_pickled_with_what_it_says():
+    refusal = MemoryBudgetError("a step", 3 * 2**30, 2**30, 7, "context without a cache")
+    copy = pickle.loads(pickle.dumps(refusal))
+    assert (str(copy), copy.needed_bytes, copy.max_context) == (str(refusal), 3 * 2**30, 7)
