@@ -1,10 +1,11 @@
 """What pydantic says of a value that a declaration does not allow, in one line for a user."""
 
-import reprlib
 from collections.abc import Mapping
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
+
+from jdllm.arguments import shortened
 
 
 def explain(error: ValidationError, declaration: type) -> str:
@@ -16,14 +17,6 @@ def explain(error: ValidationError, declaration: type) -> str:
         return f"there is no parameter {name or shortened(first['input'])}"
     expected = first["msg"] if first["type"] == "expected" else _described(properties[name])
     return f"{name} is {shortened(first['input'])}, expected {expected}"
-
-
-def shortened(value: object) -> str:
-    """`value` as Python writes it, on one line of bounded length."""
-    try:
-        return reprlib.repr(value)
-    except ValueError:  # Python does not write integers beyond some thousand digits
-        return f"an integer of {int(value).bit_length()} bits" if isinstance(value, int) else "unprintable"
 
 
 def _described(schema: Mapping[str, Any]) -> str:

@@ -1,7 +1,6 @@
 """`LLM`: a model from a checkpoint directory to text."""
 
 import dataclasses
-import reprlib
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdllm.arguments import check_types, positive
+from jdllm.arguments import check_types, positive, shortened
 from jdllm.decoding.executables import Executables
 from jdllm.decoding.generation_defaults import default_sampling
 from jdllm.decoding.sampling import SamplingParams
@@ -21,7 +20,7 @@ from jdllm.models.loading import load_params, resolve, resolve_dtype
 from jdllm.models.module import Transformer
 from jdllm.models.tokenizer import Tokenizer, complete_ids, load_tokenizer
 from jdllm.outputs import RequestOutput, request_output
-from jdllm.planning.budget import device_budget
+from jdllm.planning.budget import DEFAULT_HOST_MEMORY, device_budget
 from jdllm.planning.chunks import ChunkConfig
 from jdllm.progress import shown
 from jdllm.prompts import (
@@ -81,7 +80,7 @@ class LLM:
         max_num_batched_tokens: int = 8192,
         max_num_logits: int | None = None,
         memory: int | str | None = None,
-        host_memory: int | str = "64GiB",
+        host_memory: int | str = DEFAULT_HOST_MEMORY,
         chunks: ChunkConfig | None = None,
         hf_overrides: Mapping[str, Any] | None = None,
         verifier: str | Path | Transformer | None = None,
@@ -356,7 +355,7 @@ class LLM:
         progress: bool,
     ) -> list[RequestOutput]:
         if not (on_step is None or callable(on_step)):
-            raise RequestError(f"on_step is {reprlib.repr(on_step)}, expected a function")
+            raise RequestError(f"on_step is {shortened(on_step)}, expected a function")
         each = sampling_for_each(sampling, len(prompts))
         asked = ask(prompts, each, lambda *request: make(*request, self.config))
         requests = [request for one in asked for request in one.requests]

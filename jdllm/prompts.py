@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import reprlib
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jdllm.arguments import shortened
 from jdllm.decoding.noise import sample_seed
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
@@ -125,7 +125,7 @@ def naming_prompt(index: int, count: int) -> Iterator[None]:
 
 def _entries(value: object, name: str) -> list[Any]:
     if not isinstance(value, Iterable) or isinstance(value, str | bytes | bytearray | Mapping):
-        raise RequestError(f"{name} is {reprlib.repr(value)}, expected one entry for each prompt")
+        raise RequestError(f"{name} is {shortened(value)}, expected one entry for each prompt")
     return list(value)
 
 
@@ -138,5 +138,5 @@ def _read(entry: object, name: str, encode: Callable[[str], list[int]]) -> Promp
         case str(text):
             return Prompt(text, encode(text))
     raise RequestError(
-        f"{name} is {reprlib.repr(entry)}, expected a text, {{'prompt': text}} or {{'prompt_token_ids': ids}}"
+        f"{name} is {shortened(entry)}, expected a text, {{'prompt': text}} or {{'prompt_token_ids': ids}}"
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from jdllm.cli.options import Json
+from jdllm.cli.options import HOST_MEMORY, Json
 from jdllm.cli.report import print_result
 from jdllm.errors import CheckpointError, ConfigError
 
@@ -71,7 +71,7 @@ def plan(
     ] = "auto",
     host_memory: Annotated[
         str, typer.Option(metavar="BYTES", help="Host memory for what the device cannot hold; 0 for none.")
-    ] = "64GiB",
+    ] = HOST_MEMORY,
     host_tiers: Annotated[
         bool, typer.Option("--host-tiers/--no-host-tiers", help="Whether host memory may be used.")
     ] = True,

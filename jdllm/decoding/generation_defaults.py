@@ -7,8 +7,7 @@ from typing import Any
 from jdllm.decoding.sampling import SamplingParams, without_effect
 from jdllm.errors import CheckpointError, RequestError
 from jdllm.json_files import read_object
-
-FILE = "generation_config.json"
+from jdllm.models.config import GENERATION_CONFIG
 
 _OWN = {field.name for field in dataclasses.fields(SamplingParams)}
 _PUBLISHED = ("temperature", "top_p", "top_k", "min_p", "eps", "alg_temp")
@@ -28,7 +27,7 @@ def default_sampling(directory: str | Path) -> SamplingParams:
 
     Raises `CheckpointError`, naming file and key, where the file is no JSON object or a value is not allowed.
     """
-    path = Path(directory) / FILE
+    path = Path(directory) / GENERATION_CONFIG
     if not path.is_file():
         return SamplingParams()
     stated = {key: value for key, value in read_object(path).items() if value is not None}

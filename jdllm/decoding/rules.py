@@ -4,7 +4,7 @@ import numpy as np
 
 from jdllm.decoding.batch import BANS, PADDING_BANS
 from jdllm.decoding.noise import seed_words
-from jdllm.decoding.sampling import SamplingParams
+from jdllm.decoding.sampling import BY_TIMETABLE, SamplingParams
 from jdllm.decoding.schedule import StepTable, deferred_quota, dream_fractions, transfer_schedule
 from jdllm.decoding.transfer import Measure, Rule
 from jdllm.errors import RequestError
@@ -29,7 +29,6 @@ _MEASURES = {
     "entropy_bound": Measure.ENTROPY,
     "entropy": Measure.ENTROPY,
 }
-_BY_TIMETABLE = ("origin", "maskgit_plus", "topk_margin", "entropy")
 
 
 def rule_of(sampling: SamplingParams) -> Rule:
@@ -70,9 +69,9 @@ def step_table(sampling: SamplingParams, masks: int, steps: int, most: int) -> S
     elif rule is Rule.QUOTA and sampling.alg is None:
         quota = transfer_schedule(masks, steps)
     else:
-        quota = np.zeros(steps if sampling.alg in _BY_TIMETABLE else most, np.int32)
+        quota = np.zeros(steps if sampling.alg in BY_TIMETABLE else most, np.int32)
     fraction = np.zeros(len(quota), np.float32)
-    if sampling.alg in _BY_TIMETABLE:
+    if sampling.alg in BY_TIMETABLE:
         fraction = dream_fractions(steps, sampling.effective("eps"))
     return StepTable(quota, fraction)
 
@@ -98,7 +97,7 @@ def segment_row(sampling: SamplingParams, config: ModelConfig) -> dict[str, np.n
         "order_temperature": np.float32(sampling.effective("alg_temp")),
         "rule": np.int32(rule),
         "plus_masked": np.bool_(rule is Rule.DEFERRED),
-        "by_fraction": np.bool_(sampling.alg in _BY_TIMETABLE),
+        "by_fraction": np.bool_(sampling.alg in BY_TIMETABLE),
         "pooled": np.bool_(sampling.quota == "batch"),
         "threshold": np.float32(sampling.effective("threshold")),
         "strict": np.bool_(sampling.effective("threshold_strict")),

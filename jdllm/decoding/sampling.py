@@ -79,7 +79,7 @@ class _Option(NamedTuple):
 _BY_THRESHOLD = {"transfer": ("threshold",), "alg": ("confidence_threshold",)}
 _BY_FACTOR = {"transfer": ("factor",)}
 _ADAPTIVE = {"transfer": ("adaptive",)}
-_BY_TIMETABLE = ("origin", "maskgit_plus", "topk_margin", "entropy")
+BY_TIMETABLE = ("origin", "maskgit_plus", "topk_margin", "entropy")  # Dream's own algorithms
 _SCORED = {"cache": ("sparse", "head_sparse")}
 _CACHED = {"cache": ("prefix", "dual", "selective", "sparse", "head_sparse")}
 
@@ -89,9 +89,9 @@ _OPTIONS: dict[str, _Option] = {
     "factor": _Option(1.0, _BY_FACTOR),
     "factor_end": _Option("official", _BY_FACTOR),
     "entropy_bound": _Option(0.1, {"transfer": ("entropy_bound",)}),
-    "alg_temp": _Option(0.0, {"alg": (*_BY_TIMETABLE[1:], "confidence_threshold")}),
-    "eps": _Option(1e-3, {"alg": _BY_TIMETABLE}),
-    "quota": _Option("row", {"alg": _BY_TIMETABLE[1:]}),
+    "alg_temp": _Option(0.0, {"alg": (*BY_TIMETABLE[1:], "confidence_threshold")}),
+    "eps": _Option(1e-3, {"alg": BY_TIMETABLE}),
+    "quota": _Option("row", {"alg": BY_TIMETABLE[1:]}),
     "retention": _Option(0.5, _SCORED),
     "pool_kernel": _Option(3, _SCORED),
     "refresh_delay": _Option(None, _CACHED),

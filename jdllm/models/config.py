@@ -10,6 +10,9 @@ from jdllm.errors import ConfigError
 from jdllm.json_files import read_object
 from jdllm.models.rotary import RopeConfig
 
+GENERATION_CONFIG = "generation_config.json"
+"""What a checkpoint says of generations, beside `config.json`."""
+
 LARGEST_SIZE = 2**31 - 1
 """No size or id is larger: devices count in 32 bits."""
 
@@ -128,7 +131,7 @@ class ModelConfig:
         """
         overrides = overrides or {}
         config = cls.from_hf({**read_config(directory), **overrides})
-        path = directory / "generation_config.json"
+        path = directory / GENERATION_CONFIG
         if "eos_token_id" in overrides or not path.is_file():
             return config
         fields = HfFields(read_object(path, ConfigError), config.family, file=path.name)
