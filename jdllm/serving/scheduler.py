@@ -1,0 +1,268 @@
+"""Which requests run next: a count of rows, pages and turns, without tokens or arrays.
+
+**Admission** looks ahead. A request starts when the pages of its whole life are free, so that nobody is ever
+preempted and nobody who runs can lack memory. Requests start in the order of their arrival.
+
+**Turns.** The ready request that was served least recently has the first pick, ties go to the earlier
+arrival. Reuses are cheap and pick next, the other kinds after them, each in the order of turns. Who does not
+fit what is left is passed over, but not for ever:
+
+- Where the first pick does not fit beside what is in flight, nobody is served until it does. Every plan
+  therefore serves the first pick, or waits for a part to end; at most three parts of other kinds can be in
+  flight. A request that n running requests precede in turn is served within 4 (n + 1) plans, counting plans
+  in which the request is ready, its kind is not busy and a part has ended since a plan that served nobody.
+- Refreshes that are due at once are spread over several iterations. Two iterations in a row serve more rows
+  than one has room for, because the first refresh that an iteration passes over is the first that the next
+  one serves. Where each iteration has room for L rows of refreshes and none of them is longer, a refresh is
+  served after at most ceil(2 D / L) iterations: D is its rows and those of all that precede it. Where a limit
+  on head rows is reached too, the same quotient for head rows is added to 2 D / L.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from jdllm.errors import RequestError
+
+
+class Kind(enum.IntEnum):
+    """What a part of an iteration runs; each kind is an executable of its own."""
+
+    FULL = 0
+    """Whole sequences, nothing stored."""
+    REFRESH = 1
+    """Whole sequences, whose keys and values are stored."""
+    REUSE = 2
+    """Only the positions that are forwarded, against what is stored."""
+    ADAPTIVE = 3
+    """A draft and its verification."""
+
+
+SUBMITTED = (Kind.REUSE, Kind.REFRESH, Kind.FULL, Kind.ADAPTIVE)
+"""The order of the parts of an iteration: the host prepares the next reuse while the others run."""
+
+
+class Life(NamedTuple):
+    """What a request needs at most, over its whole life.
+
+    - `rows`: packed rows of its largest step.
+    - `pages`: pages of the KV pool, 0 without a cache.
+    """
+
+    rows: int
+    pages: int
+
+
+class Demand(NamedTuple):
+    """What the next step of a request takes.
+
+    - `kind`: the executable that runs it.
+    - `rows`: packed rows.
+    - `head_rows`: rows that meet the head.
+    - `entries`: entries of the page table, 0 except for a reuse.
+    """
+
+    kind: Kind
+    rows: int
+    head_rows: int
+    entries: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What the engine has room for.
+
+    - `max_num_batched_tokens`: packed rows of one iteration, all its parts together.
+    - `max_num_seqs`: running requests, hence also the requests of one part.
+    - `max_num_logits`: head rows of one part.
+    - `entries`: page table entries of one part.
+    - `pages`: pages that requests may hold in all, the scratch page excluded.
+    - `longest`: packed rows of a request that runs alone, at least `max_num_batched_tokens`.
+    """
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_num_logits: int
+    entries: int
+    pages: int
+    longest: int
+
+
+class Part(NamedTuple):
+    """Requests that one executable serves together, in the order of their arrival."""
+
+    kind: Kind
+    ids: tuple[int, ...]
+
+
+@dataclasses.dataclass(slots=True)
+class _Running:
+    """A running request: its place in the order of arrival, and the number of the last plan that served it,
+    or before the first the number of the last plan before its admission."""
+
+    life: Life
+    arrival: int
+    served: int
+
+
+@dataclasses.dataclass(slots=True)
+class _Draft:
+    """A part that is being filled."""
+
+    ids: list[int] = dataclasses.field(default_factory=list)
+    head_rows: int = 0
+    entries: int = 0
+
+    def holds(self, demand: Demand, limits: Limits) -> bool:
+        """Whether `demand` fits too. A part that is empty holds everything."""
+        return not self.ids or (
+            self.head_rows + demand.head_rows <= limits.max_num_logits
+            and self.entries + demand.entries <= limits.entries
+        )
+
+    def add(self, request: int, demand: Demand) -> None:
+        self.ids.append(request)
+        self.head_rows += demand.head_rows
+        self.entries += demand.entries
+
+
+class Scheduler:
+    """Decides who starts and who is served next, first come first served.
+
+    Ids are the caller's; one that was added is not added again.
+
+    Arguments:
+    - `limits`: what the engine has room for.
+    """
+
+    def __init__(self, limits: Limits):
+        self._limits = limits
+        self._waiting: dict[int, Life] = {}
+        self._running: dict[int, _Running] = {}
+        self._free_pages = limits.pages
+        self._uncached_rows = 0
+        self._admissions = 0
+        self._plans = 0
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """Requests that have not started, in the order of their arrival."""
+        return tuple(self._waiting)
+
+    @property
+    def running(self) -> tuple[int, ...]:
+        """Requests that have started, in the order of their arrival."""
+        return tuple(self._running)
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that no running request holds."""
+        return self._free_pages
+
+    def add(self, request: int, life: Life) -> None:
+        """Let `request` wait behind all others.
+
+        Arguments:
+        - `request`: its id.
+        - `life`: what it needs at most.
+
+        Raises `RequestError` where it could not run even alone.
+        """
+        if life.pages > self._limits.pages:
+            raise RequestError(
+                f"request {request} needs {life.pages} pages of the KV pool, which has {self._limits.pages}:"
+                " shorten its prompt or its generation, or make the pool larger"
+            )
+        if life.rows > self._limits.longest:
+            raise RequestError(
+                f"request {request} has a step of {life.rows} rows, and at most {self._limits.longest} fit:"
+                " shorten its prompt or its generation, or give more memory"
+            )
+        self._waiting[request] = life
+
+    def remove(self, request: int) -> None:
+        """Forget `request`, waiting or running, and free its pages. It may be in flight."""
+        if request in self._waiting:
+            del self._waiting[request]
+            return
+        life = self._running.pop(request).life
+        self._free_pages += life.pages
+        self._uncached_rows -= _uncached_rows(life)
+
+    def admit(self) -> list[int]:
+        """Start the requests that have waited longest, up to the first that does not fit.
+
+        A request fits where fewer than `max_num_seqs` run and its pages are free. All that run without pages
+        fit one iteration together, unless one of them is longer than an iteration and the only one.
+
+        Returns those that now run, in the order of their arrival.
+        """
+        admitted = []
+        for request, life in self._waiting.items():
+            if not self._has_room(life):
+                break
+            self._running[request] = _Running(life, self._admissions, self._plans)
+            self._admissions += 1
+            self._free_pages -= life.pages
+            self._uncached_rows += _uncached_rows(life)
+            admitted.append(request)
+        for request in admitted:
+            del self._waiting[request]
+        return admitted
+
+    def _has_room(self, life: Life) -> bool:
+        rows = self._uncached_rows + _uncached_rows(life)
+        return (
+            len(self._running) < self._limits.max_num_seqs
+            and life.pages <= self._free_pages
+            and (life.pages > 0 or not self._uncached_rows or rows <= self._limits.max_num_batched_tokens)
+        )
+
+    def plan(
+        self, ready: Mapping[int, Demand], busy: Collection[Kind] = (), in_flight_rows: int = 0
+    ) -> list[Part]:
+        """Choose what is submitted next.
+
+        Arguments:
+        - `ready`: the next step of each running request that is not in flight.
+        - `busy`: kinds of which a part is in flight. They get no other: requests that are one step apart
+          would else stay apart for ever.
+        - `in_flight_rows`: rows of the parts in flight.
+
+        Returns at most one part of each kind, in the order of `SUBMITTED`. Together with what is in flight
+        they have at most `max_num_batched_tokens` rows, except that a longer request is served when nothing
+        else is in flight, and then alone. One whose head rows or entries exceed those of a part is alone in
+        its part.
+        """
+        self._plans += 1
+        turns = sorted(
+            (request for request, demand in ready.items() if demand.kind not in busy), key=self._turn
+        )
+        left = self._limits.max_num_batched_tokens - in_flight_rows
+        if not turns or (busy and ready[turns[0]].rows > left):
+            return []
+        first, *others = turns
+        others.sort(key=lambda request: ready[request].kind is not Kind.REUSE)
+        drafts = {kind: _Draft() for kind in SUBMITTED}
+        for request in (first, *others):
+            demand = ready[request]
+            draft = drafts[demand.kind]
+            if request == first or (demand.rows <= left and draft.holds(demand, self._limits)):
+                draft.add(request, demand)
+                left -= demand.rows
+        return [self._serve(kind, draft.ids) for kind, draft in drafts.items() if draft.ids]
+
+    def _turn(self, request: int) -> tuple[int, int]:
+        running = self._running[request]
+        return running.served, running.arrival
+
+    def _serve(self, kind: Kind, ids: list[int]) -> Part:
+        for request in ids:
+            self._running[request].served = self._plans
+        return Part(kind, tuple(sorted(ids, key=self._turn)))
+
+
+def _uncached_rows(life: Life) -> int:
+    """Rows that count towards those of all requests without a cache."""
+    return 0 if life.pages else life.rows

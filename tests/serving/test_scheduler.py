@@ -1,0 +1,253 @@
+"""The scheduler's rules, one by one."""
+
+import dataclasses
+from collections.abc import Collection
+from fractions import Fraction
+from math import ceil
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jdllm.errors import RequestError
+from jdllm.serving.scheduler import SUBMITTED, Demand, Kind, Life, Limits, Part, Scheduler
+
+FULL, REFRESH, REUSE, ADAPTIVE = Kind
+LIMITS = Limits(
+    max_num_batched_tokens=100, max_num_seqs=8, max_num_logits=60, entries=20, pages=50, longest=150
+)
+
+
+def full(rows: int, head_rows: int = 1) -> Demand:
+    return Demand(FULL, rows, head_rows, 0)
+
+
+def refresh(rows: int, head_rows: int = 1) -> Demand:
+    return Demand(REFRESH, rows, head_rows, 0)
+
+
+def reuse(rows: int, head_rows: int = 1, entries: int = 1) -> Demand:
+    return Demand(REUSE, rows, head_rows, entries)
+
+
+def adaptive(rows: int) -> Demand:
+    return Demand(ADAPTIVE, rows, 1, 0)
+
+
+def with_lives(*lives: Life, limits: Limits = LIMITS) -> Scheduler:
+    """Requests 0, 1, ... wait."""
+    scheduler = Scheduler(limits)
+    for request, life in enumerate(lives):
+        scheduler.add(request, life)
+    return scheduler
+
+
+class Plans:
+    """Requests 0, 1, ... run and want `demands`; each of them holds a page."""
+
+    def __init__(self, *demands: Demand, limits: Limits = LIMITS):
+        limits = dataclasses.replace(limits, max_num_seqs=max(limits.max_num_seqs, len(demands)))
+        self.scheduler = with_lives(*[Life(1, 1)] * len(demands), limits=limits)
+        self.scheduler.admit()
+        self.ready = dict(enumerate(demands))
+
+    def plan(self, busy: Collection[Kind] = (), rows: int = 0) -> dict[Kind, tuple[int, ...]]:
+        return dict(self.scheduler.plan(self.ready, busy, rows))
+
+
+class TestAdd:
+    def test_more_pages_than_the_pool_has_are_refused(self):
+        scheduler = with_lives(Life(1, 50))
+        with pytest.raises(
+            RequestError, match="request 7 needs 51 pages of the KV pool, which has 50: shorten"
+        ):
+            scheduler.add(7, Life(1, 51))
+        assert scheduler.waiting == (0,)
+
+    @pytest.mark.parametrize("pages", [0, 1])
+    def test_more_rows_than_run_alone_are_refused(self, pages: int):
+        scheduler = with_lives(Life(150, pages))
+        with pytest.raises(
+            RequestError, match="request 7 has a step of 151 rows, and at most 150 fit: shorten"
+        ):
+            scheduler.add(7, Life(151, pages))
+        assert scheduler.waiting == (0,)
+
+
+class TestAdmission:
+    def test_pages_are_those_of_the_whole_life(self):
+        scheduler = with_lives(Life(10, 20), Life(10, 25), Life(10, 6), Life(10, 5))
+        assert scheduler.admit() == [0, 1]
+        assert scheduler.free_pages == 5
+        assert (scheduler.running, scheduler.waiting) == ((0, 1), (2, 3))
+
+    def test_nobody_overtakes(self):
+        scheduler = with_lives(Life(10, 30), Life(10, 30), Life(10, 1), Life(10, 0))
+        assert scheduler.admit() == [0]
+        assert scheduler.admit() == []
+        scheduler.remove(0)
+        assert scheduler.admit() == [1, 2, 3]
+
+    def test_at_most_max_num_seqs_run(self):
+        scheduler = with_lives(*[Life(1, i % 2) for i in range(10)])
+        assert scheduler.admit() == list(range(8))
+        scheduler.remove(3)
+        scheduler.remove(4)
+        assert scheduler.admit() == [8, 9]
+        assert scheduler.running == (0, 1, 2, 5, 6, 7, 8, 9)
+
+    def test_requests_without_pages_fit_one_iteration_together(self):
+        scheduler = with_lives(Life(60, 0), Life(150, 9), Life(40, 0), Life(1, 0))
+        assert scheduler.admit() == [0, 1, 2]
+        scheduler.remove(0)
+        assert scheduler.admit() == [3]
+
+    def test_a_longer_request_without_pages_is_the_only_one(self):
+        scheduler = with_lives(Life(1, 0), Life(101, 0), Life(1, 0))
+        assert scheduler.admit() == [0]
+        scheduler.remove(0)
+        assert scheduler.admit() == [1]
+        assert scheduler.admit() == []
+        scheduler.remove(1)
+        assert scheduler.admit() == [2]
+
+    def test_an_aborted_request_makes_room_waiting_or_running(self):
+        scheduler = with_lives(Life(10, 50), Life(10, 50), Life(10, 50))
+        scheduler.admit()
+        scheduler.remove(1)
+        assert scheduler.waiting == (2,)
+        scheduler.remove(0)
+        assert scheduler.free_pages == 50
+        assert scheduler.admit() == [2]
+        assert scheduler.free_pages == 0
+
+
+class TestParts:
+    def test_one_part_of_each_kind_the_reuse_first(self):
+        plans = Plans(full(10), adaptive(10), refresh(10), reuse(10), full(10), reuse(10))
+        found = plans.scheduler.plan(plans.ready)
+        assert found == [Part(REUSE, (3, 5)), Part(REFRESH, (2,)), Part(FULL, (0, 4)), Part(ADAPTIVE, (1,))]
+        assert [part.kind for part in found] == list(SUBMITTED)
+
+    def test_nothing_is_ready(self):
+        assert Plans().plan() == {}
+
+    def test_a_kind_in_flight_gets_no_other_part(self):
+        assert Plans(refresh(10), reuse(10), full(10)).plan({REFRESH, FULL}, 20) == {REUSE: (1,)}
+        assert Plans(refresh(10)).plan([REFRESH], 10) == {}
+
+    def test_rows_in_flight_count(self):
+        assert Plans(reuse(30), reuse(10), full(15)).plan([REFRESH], 50) == {REUSE: (0, 1)}
+
+    def test_smaller_requests_pass_larger_ones(self):
+        assert Plans(refresh(60), refresh(50), refresh(40), refresh(1)).plan() == {REFRESH: (0, 2)}
+
+    def test_head_rows_of_a_part(self):
+        found = Plans(full(1, 40), full(1, 21), full(1, 20), refresh(1, 60)).plan()
+        assert found == {FULL: (0, 2), REFRESH: (3,)}
+
+    def test_entries_of_a_part(self):
+        found = Plans(reuse(1, 1, 15), reuse(1, 1, 6), reuse(1, 1, 5)).plan()
+        assert found == {REUSE: (0, 2)}
+
+    @pytest.mark.parametrize("large", [reuse(1, 61, 1), reuse(1, 1, 21)])
+    def test_more_than_a_part_holds_is_alone_in_its_part(self, large: Demand):
+        plans = Plans(large, reuse(1), large, refresh(1))
+        assert plans.plan() == {REUSE: (0,), REFRESH: (3,)}
+        assert plans.plan() == {REUSE: (1,), REFRESH: (3,)}
+        assert plans.plan() == {REUSE: (2,), REFRESH: (3,)}
+        assert plans.plan() == {REUSE: (0,), REFRESH: (3,)}
+
+
+class TestTurns:
+    def test_who_was_served_least_recently_comes_first(self):
+        plans = Plans(full(60), full(60), full(60))
+        assert [plans.plan()[FULL] for _ in range(5)] == [(0,), (1,), (2,), (0,), (1,)]
+
+    def test_ties_go_to_the_earlier_arrival(self):
+        plans = Plans(full(40), full(40), full(40))
+        assert [plans.plan()[FULL] for _ in range(3)] == [(0, 1), (0, 2), (0, 1)]
+
+    def test_parts_are_in_the_order_of_arrival_whatever_the_ids(self):
+        scheduler = Scheduler(LIMITS)
+        for request in (9, 3, 5):
+            scheduler.add(request, Life(40, 1))
+        scheduler.admit()
+        ready = {3: full(40), 5: full(40), 9: full(40)}
+        assert [scheduler.plan(ready)[0].ids for _ in range(3)] == [(9, 3), (9, 5), (9, 3)]
+
+    def test_a_new_request_waits_behind_those_that_ran_before(self):
+        plans = Plans(full(60), full(60))
+        assert plans.plan() == {FULL: (0,)}
+        plans.scheduler.add(2, Life(60, 1))
+        plans.scheduler.admit()
+        plans.ready[2] = full(60)
+        assert [plans.plan()[FULL] for _ in range(4)] == [(1,), (0,), (2,), (1,)]
+
+    def test_reuses_pick_before_refreshes(self):
+        plans = Plans(refresh(60), refresh(40), reuse(20), reuse(20))
+        assert plans.plan() == {REUSE: (2, 3), REFRESH: (0,)}
+        assert plans.plan() == {REUSE: (2, 3), REFRESH: (1,)}
+
+    def test_the_oldest_picks_before_reuses(self):
+        plans = Plans(reuse(50), reuse(50), refresh(60))
+        assert plans.plan() == {REUSE: (0, 1)}
+        assert plans.plan() == {REFRESH: (2,)}
+        assert plans.plan() == {REUSE: (0, 1)}
+
+    def test_nobody_passes_the_oldest_that_waits_for_what_is_in_flight(self):
+        plans = Plans(refresh(60), full(20), adaptive(20))
+        assert plans.plan([REUSE], 50) == {}
+        assert plans.plan([REUSE], 40) == {REFRESH: (0,)}
+
+    def test_the_oldest_of_a_kind_in_flight_holds_nobody_up(self):
+        assert Plans(refresh(90), full(20)).plan([REFRESH], 50) == {FULL: (1,)}
+
+
+class TestLongRequests:
+    def test_one_runs_alone_when_it_is_the_oldest(self):
+        plans = Plans(refresh(120), reuse(1), full(1))
+        assert plans.plan() == {REFRESH: (0,)}
+        assert plans.plan() == {REUSE: (1,), FULL: (2,)}
+        assert plans.plan() == {REFRESH: (0,)}
+
+    def test_others_wait_until_nothing_else_is_in_flight(self):
+        plans = Plans(refresh(120), reuse(1), full(1))
+        assert plans.plan([ADAPTIVE], 1) == {}
+        assert plans.plan() == {REFRESH: (0,)}
+
+    def test_nothing_joins_it_in_flight(self):
+        plans = Plans(refresh(120), reuse(1), full(1))
+        plans.plan()
+        del plans.ready[0]
+        assert plans.plan([REFRESH], 120) == {}
+        assert plans.plan() == {REUSE: (1,), FULL: (2,)}
+
+
+class TestRefreshesAreSpread:
+    @given(
+        due=st.lists(st.tuples(st.integers(1, 60), st.integers(0, 80)), min_size=1, max_size=12),
+        reuses=st.lists(st.integers(1, 20), max_size=2),
+        head_limit=st.sampled_from([10**6, 60]),
+    )
+    def test_each_waits_as_long_as_next_fit_says(
+        self, due: list[tuple[int, int]], reuses: list[int], head_limit: int
+    ):
+        """The bound that the module states, beside reuses that run in every iteration."""
+        demands = [*(refresh(*x) for x in due), *map(reuse, reuses)]
+        plans = Plans(*demands, limits=dataclasses.replace(LIMITS, max_num_logits=head_limit))
+        room = 100 - sum(reuses)
+        iterations, used = 0, Fraction()
+        waits = {}
+        while len(waits) < len(due):
+            iterations += 1
+            for request in plans.plan().get(REFRESH, ()):
+                waits[request] = iterations
+                del plans.ready[request]
+        for request, (rows, head_rows) in enumerate(due):
+            used += Fraction(2 * rows, room) + Fraction(2 * min(head_rows, head_limit), head_limit)
+            assert waits[request] <= ceil(used)
+
+    def test_refreshes_that_fit_exactly_leave_no_gap(self):
+        plans = Plans(*[refresh(50)] * 6)
+        assert [plans.plan()[REFRESH] for _ in range(3)] == [(0, 1), (2, 3), (4, 5)]
