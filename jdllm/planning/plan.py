@@ -29,8 +29,8 @@ from jdllm.planning.tier_template import tier_template
 _MOST_CHUNKS = 512
 _LOOK_BACK = 8
 _TIER_ROWS = (16384, 4096, 1024)
-_LONGEST = 1 << 24
-"""Positions are exact in f32 below this."""
+LONGEST = 1 << 24
+"""The longest context in tokens: positions are exact in f32 below this."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,8 +164,8 @@ def plan_memory(
     Returns the plan; where nothing fits, the last that was tried, with `fits` false.
     Source: Mosaic (global memory planning and dynamic peak taming), and host tiers beyond it.
     """
-    if not 1 <= context <= _LONGEST:
-        raise ConfigError(f"context is {context}, expected 1 to {_LONGEST} tokens")
+    if not 1 <= context <= LONGEST:
+        raise ConfigError(f"context is {context}, expected 1 to {LONGEST} tokens")
     head_rows = head_bucket(max(1, round(context * workload.mask_ratio)))
     bucket = Bucket(context, row_bucket(context), head_rows)
     tiers = rungs(workload.config) if host_tiers is True else host_tiers or ()
@@ -190,7 +190,7 @@ def max_context(workload: Workload, budget: Budget, *, host_tiers: bool | Sequen
     By bisection, and then a look back: how rows divide into equal chunks may leave a gap below the longest,
     and everything up to the result should fit.
     """
-    ladder = _row_ladder()
+    ladder = row_ladder()
 
     def fits(rows: int) -> bool:
         return plan_memory(workload, rows, budget, host_tiers=host_tiers).fits
@@ -252,9 +252,10 @@ def refusal(
 
 
 @functools.cache
-def _row_ladder() -> list[int]:
+def row_ladder() -> list[int]:
+    """All compiled numbers of rows, up to that of the longest context."""
     rows, ladder = 1, []
-    while rows <= _LONGEST:
+    while rows <= LONGEST:
         ladder.append(row_bucket(rows))
         rows = ladder[-1] + 1
     return ladder
