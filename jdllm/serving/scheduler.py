@@ -3,14 +3,14 @@
 **Admission** looks ahead. A request starts when the pages of its whole life are free, so that nobody is ever
 preempted and nobody who runs can lack memory. Requests start in the order of their arrival.
 
-**Turns.** The ready request that was served least recently has the first pick, ties go to the earlier
-arrival. Reuses are cheap and pick next, the other kinds after them, each in the order of turns. Who does not
-fit what is left is passed over, but not for ever:
+**Turns.** Among the ready requests whose kind is not in flight, the one that was served least recently has
+the first pick; ties go to the earlier arrival. Reuses are cheap and pick next, the other kinds after them,
+each in the order of turns. Who does not fit what is left is passed over, but not for ever:
 
 - Where the first pick does not fit beside what is in flight, nobody is served until it does. Every plan
-  therefore serves the first pick, or waits for a part to end; at most three parts of other kinds can be in
-  flight. A request that n running requests precede in turn is served within 4 (n + 1) plans, counting plans
-  in which the request is ready, its kind is not busy and a part has ended since a plan that served nobody.
+  therefore serves the first pick, or waits for one of at most three parts of other kinds. A request that n
+  running requests precede in turn is served within 4 (n + 1) plans in which it is ready and its kind is not
+  busy. A second plan that serves nobody before a part has ended is not counted.
 - Refreshes that are due at once are spread over several iterations. Two iterations in a row serve more rows
   than one has room for, because the first refresh that an iteration passes over is the first that the next
   one serves. Where each iteration has room for L rows of refreshes and none of them is longer, a refresh is

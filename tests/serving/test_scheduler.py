@@ -156,7 +156,7 @@ class TestParts:
         assert plans.plan() == {REUSE: (0,), REFRESH: (3,)}
         assert plans.plan() == {REUSE: (1,), REFRESH: (3,)}
         assert plans.plan() == {REUSE: (2,), REFRESH: (3,)}
-        assert plans.plan() == {REUSE: (0,), REFRESH: (3,)}
+        assert Plans(refresh(1), large).plan() == {REUSE: (1,), REFRESH: (0,)}
 
 
 class TestTurns:

@@ -1,0 +1,308 @@
+"""The scheduler under random arrivals, aborts and failures, against counters of the test's own."""
+
+import itertools
+from collections import deque
+from collections.abc import Collection, Iterable
+from typing import ClassVar, NamedTuple
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from jdllm.errors import RequestError
+from jdllm.serving.scheduler import SUBMITTED, Demand, Kind, Life, Limits, Part, Scheduler
+
+PAGE_ROWS = 4
+OTHER_KINDS = len(Kind) - 1
+MOST_WAITING, FEWEST_FOR_ABORT = 6, 4
+
+
+class Script(NamedTuple):
+    """A request: its life, and its steps from the first to the last."""
+
+    life: Life
+    steps: tuple[Demand, ...]
+
+
+def uncached(kind: Kind, rows: int, head_rows: int, steps: int) -> Script:
+    return Script(Life(rows, 0), (Demand(kind, rows, min(head_rows, rows), 0),) * steps)
+
+
+def cached(rows: int, head_rows: int, window: int, reuses: list[int]) -> Script:
+    """A block is a refresh and some reuses."""
+    pages, window = -(-rows // PAGE_ROWS), min(window, rows)
+    refresh = Demand(Kind.REFRESH, rows, min(head_rows, rows), 0)
+    reuse = Demand(Kind.REUSE, window, min(head_rows, window), pages)
+    return Script(Life(rows, pages), tuple(step for n in reuses for step in (refresh, *(reuse,) * n)))
+
+
+@st.composite
+def some_limits(draw: st.DrawFn) -> Limits:
+    budget, seqs, logits, entries, pages, beyond = draw(
+        st.tuples(*(st.integers(*ends) for ends in ((8, 48), (1, 12), (1, 40), (1, 16), (2, 24), (0, 24))))
+    )
+    return Limits(budget, seqs, logits, entries, pages, longest=budget + beyond)
+
+
+ROWS = st.integers(1, 16) | st.integers(1, 60)
+SCRIPTS = st.one_of(
+    st.builds(uncached, st.sampled_from([Kind.FULL, Kind.ADAPTIVE]), ROWS, ROWS, st.integers(1, 12)),
+    st.builds(cached, ROWS, ROWS, st.integers(1, 12), st.lists(st.integers(0, 4), min_size=1, max_size=4)),
+)
+
+
+class Arrivals(RuleBasedStateMachine):
+    """An engine that runs nothing: it plays scripts, and parts end in the order of their submission."""
+
+    operations: ClassVar[int] = 0
+    """What rules did in all examples: arrivals, aborts, admissions, plans, parts that ended or failed."""
+
+    @initialize(limits=some_limits())
+    def start(self, limits: Limits):
+        self.limits = limits
+        self.scheduler = Scheduler(limits)
+        self.arrivals = itertools.count()
+        self.arrived: dict[int, int] = {}
+        self.scripts: dict[int, Script] = {}
+        self.waiting: deque[int] = deque()
+        self.steps_done: dict[int, int] = {}
+        self.in_flight: deque[tuple[Part, int]] = deque()
+        self.turns = itertools.count()
+        self.last_turn: dict[int, int] = {}
+        self.waited: dict[int, int] = {}
+        self.bound: dict[int, int] = {}
+        self.stalled = False
+        self.count = 0
+
+    # What the test knows by its own counting.
+
+    @property
+    def running(self) -> list[int]:
+        return sorted(self.steps_done, key=self.arrived.__getitem__)
+
+    @property
+    def rows_in_flight(self) -> int:
+        return sum(rows for _, rows in self.in_flight)
+
+    @property
+    def busy(self) -> set[Kind]:
+        return {part.kind for part, _ in self.in_flight}
+
+    def ready(self) -> dict[int, Demand]:
+        flying = {request for part, _ in self.in_flight for request in part.ids}
+        return {r: self.scripts[r].steps[n] for r, n in self.steps_done.items() if r not in flying}
+
+    def turn(self, request: int) -> tuple[int, int]:
+        return self.last_turn[request], self.arrived[request]
+
+    def fits_life(self, life: Life) -> bool:
+        lives = [self.scripts[r].life for r in self.steps_done]
+        without_pages = [other.rows for other in lives if not other.pages]
+        return (
+            len(lives) < self.limits.max_num_seqs
+            and sum(other.pages for other in lives) + life.pages <= self.limits.pages
+            and (
+                life.pages > 0
+                or not without_pages
+                or sum(without_pages) + life.rows <= self.limits.max_num_batched_tokens
+            )
+        )
+
+    def fits_plan(self, demand: Demand, ahead: Collection[Demand]) -> bool:
+        """Whether `demand` fits beside what is in flight and `ahead`."""
+        part = [other for other in ahead if other.kind is demand.kind]
+        rows = self.rows_in_flight + sum(other.rows for other in ahead) + demand.rows
+        return rows <= self.limits.max_num_batched_tokens and (not part or self.one_part([*part, demand]))
+
+    def one_part(self, demands: Iterable[Demand]) -> bool:
+        _, _, head_rows, entries = zip(*demands, strict=True)
+        return sum(head_rows) <= self.limits.max_num_logits and sum(entries) <= self.limits.entries
+
+    def forget(self, request: int) -> None:
+        if request in self.waiting:
+            self.waiting.remove(request)
+        else:
+            del self.steps_done[request]
+        self.scheduler.remove(request)
+
+    def becomes_ready(self, request: int) -> None:
+        """From here on the bound that the module states holds."""
+        before = sum(self.turn(other) < self.turn(request) for other in self.steps_done)
+        self.waited[request], self.bound[request] = 0, (OTHER_KINDS + 1) * (before + 1)
+
+    # What may happen.
+
+    @precondition(lambda self: len(self.waiting) < MOST_WAITING)
+    @rule(scripts=st.lists(SCRIPTS, min_size=1, max_size=6))
+    def arrive(self, scripts: list[Script]):
+        for script in scripts:
+            self.add(script)
+
+    def add(self, script: Script) -> None:
+        self.count += 1
+        arrival = next(self.arrivals)
+        request = -arrival
+        self.arrived[request], self.scripts[request] = arrival, script
+        try:
+            self.scheduler.add(request, script.life)
+        except RequestError:
+            assert script.life.pages > self.limits.pages or script.life.rows > self.limits.longest
+        else:
+            assert script.life.pages <= self.limits.pages
+            assert script.life.rows <= self.limits.longest
+            self.waiting.append(request)
+
+    @precondition(lambda self: len(self.steps_done) + len(self.waiting) >= FEWEST_FOR_ABORT)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject):
+        self.count += 1
+        self.forget(data.draw(st.sampled_from([*self.waiting, *self.running])))
+
+    @precondition(lambda self: self.waiting or self.steps_done)
+    @rule(parts=st.integers(0, 3))
+    def iterate(self, parts: int):
+        """What an engine does in every iteration."""
+        self.admit()
+        self.plan()
+        for _ in range(min(parts, len(self.in_flight))):
+            self.end()
+
+    @precondition(lambda self: self.waiting)
+    @rule()
+    def admit(self):
+        self.count += 1
+        for request in self.scheduler.admit():
+            assert request == self.waiting.popleft()
+            assert self.fits_life(self.scripts[request].life)
+            self.steps_done[request] = 0
+            self.last_turn[request] = next(self.turns)
+            self.becomes_ready(request)
+        assert not self.waiting or not self.fits_life(self.scripts[self.waiting[0]].life)
+
+    @precondition(lambda self: self.steps_done)
+    @rule()
+    def plan(self):
+        self.count += 1
+        ready, busy = self.ready(), self.busy
+        parts = self.scheduler.plan(ready, busy, self.rows_in_flight)
+        served = {request: ready[request] for part in parts for request in part.ids}
+        candidates = {r: demand for r, demand in ready.items() if demand.kind not in busy}
+        self.check_parts(parts, ready, busy)
+        self.check_choice(served, candidates)
+        turn = next(self.turns)
+        for request in served:
+            self.last_turn[request] = turn
+        for request in candidates if served or not self.stalled else ():
+            self.waited[request] += 1
+            assert self.waited[request] <= self.bound[request]
+        self.stalled = not served
+        self.in_flight += [(part, sum(ready[r].rows for r in part.ids)) for part in parts]
+        in_flight = [request for part, _ in self.in_flight for request in part.ids]
+        assert self.rows_in_flight <= self.limits.max_num_batched_tokens or len(in_flight) == 1
+
+    def check_parts(self, parts: list[Part], ready: dict[int, Demand], busy: set[Kind]) -> None:
+        kinds = [part.kind for part in parts]
+        assert kinds == [kind for kind in SUBMITTED if kind in kinds]
+        assert not busy.intersection(kinds)
+        ids = [request for part in parts for request in part.ids]
+        assert len(ids) == len(set(ids))
+        for part in parts:
+            assert {ready[request].kind for request in part.ids} == {part.kind}
+            assert list(part.ids) == sorted(part.ids, key=self.arrived.__getitem__)
+            assert len(part.ids) <= self.limits.max_num_seqs
+            assert len(part.ids) == 1 or self.one_part(ready[request] for request in part.ids)
+
+    def check_choice(self, served: dict[int, Demand], candidates: dict[int, Demand]) -> None:
+        """The first pick is served or everybody waits for it; nobody else is left out who fits beside those
+        that pick before."""
+        if not candidates:
+            return
+        first = min(candidates, key=self.turn)
+        if not served:
+            assert self.in_flight
+            assert not self.fits_plan(candidates[first], [])
+            return
+        assert first in served
+
+        def pick(request: int) -> tuple:
+            return request != first, candidates[request].kind is not Kind.REUSE, self.turn(request)
+
+        for request in candidates.keys() - served.keys():
+            ahead = [demand for other, demand in served.items() if pick(other) < pick(request)]
+            assert not self.fits_plan(candidates[request], ahead)
+
+    @precondition(lambda self: self.in_flight)
+    @rule()
+    def end(self):
+        """The oldest part in flight ends; those of its requests that are still there have done a step."""
+        self.count += 1
+        part, _ = self.in_flight.popleft()
+        self.stalled = False
+        for request in part.ids:
+            if request not in self.steps_done:
+                continue
+            self.steps_done[request] += 1
+            if self.steps_done[request] == len(self.scripts[request].steps):
+                self.forget(request)
+            else:
+                self.becomes_ready(request)
+
+    @precondition(lambda self: self.in_flight)
+    @rule()
+    def fail(self):
+        """The oldest part in flight fails, and its requests with it."""
+        self.count += 1
+        part, _ = self.in_flight.popleft()
+        self.stalled = False
+        for request in part.ids:
+            if request in self.steps_done:
+                self.forget(request)
+
+    @invariant()
+    def queues_and_pages_are_those_of_the_test(self):
+        assert self.scheduler.waiting == tuple(self.waiting)
+        assert self.scheduler.running == tuple(self.running)
+        assert len(self.running) <= self.limits.max_num_seqs
+        held = sum(self.scripts[request].life.pages for request in self.running)
+        assert self.scheduler.free_pages == self.limits.pages - held >= 0
+
+    def teardown(self):
+        """Whoever arrived finishes, and then everything is free."""
+        if not hasattr(self, "scheduler"):
+            return
+        Arrivals.operations += self.count
+        left = [
+            len(self.scripts[r].steps) - self.steps_done.get(r, 0) for r in (*self.waiting, *self.running)
+        ]
+        for _ in range(sum(left) + len(self.in_flight)):
+            self.admit()
+            self.plan()
+            if self.in_flight:
+                self.end()
+        assert not self.in_flight
+        assert self.scheduler.waiting == self.scheduler.running == ()
+        self.scheduler.add(1, Life(self.limits.longest, self.limits.pages))
+        assert self.scheduler.admit() == [1]
+        self.scheduler.remove(1)
+        self.scheduler.add(2, Life(self.limits.longest, 0))
+        assert self.scheduler.admit() == [2]
+
+
+TestArrivals = Arrivals.TestCase
+TestArrivals.settings = settings(max_examples=40, stateful_step_count=40)
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_operations():
+    Arrivals.operations = 0
+    many = settings(max_examples=900, stateful_step_count=150, suppress_health_check=[HealthCheck.too_slow])
+    run_state_machine_as_test(Arrivals, settings=many)
+    assert Arrivals.operations >= 100_000
