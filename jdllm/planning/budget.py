@@ -1,6 +1,5 @@
 """What a device may hold: budgets as users write them, and what the runtime takes for itself."""
 
-import ctypes
 import dataclasses
 import math
 import re
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jdllm.errors import ConfigError
+from jdllm.planning.driver import card_state
 
 _UNITS = {"": 1, "b": 1} | {
     prefix + suffix: base**power
@@ -108,10 +108,12 @@ class DeviceMemory(NamedTuple):
 
     - `limit`: bytes that XLA may allot in all.
     - `overhead`: bytes in use outside XLA's pool: the CUDA context, libraries, other processes.
+    - `arrays`: bytes of this process's arrays.
     """
 
     limit: int
     overhead: int
+    arrays: int
 
 
 def device_memory(device: Any) -> DeviceMemory | None:
@@ -124,51 +126,37 @@ def device_memory(device: Any) -> DeviceMemory | None:
         return None
     jax.block_until_ready(jax.device_put(0, device) + 1)
     stats = device.memory_stats()
-    used = _used_bytes(device.local_hardware_id)
-    overhead = DEFAULT_OVERHEAD if used is None else max(0, used - stats.get("pool_bytes", 0))
-    return DeviceMemory(stats["bytes_limit"], overhead)
+    state = card_state(device.local_hardware_id)
+    overhead = DEFAULT_OVERHEAD if state is None else max(0, state.used - stats.get("pool_bytes", 0))
+    return DeviceMemory(stats["bytes_limit"], overhead, stats["bytes_in_use"])
 
 
-def _used_bytes(index: int) -> int | None:
-    """Bytes of a card that are in use by anything, as its driver says."""
-
-    class Memory(ctypes.Structure):
-        _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
-
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return None
-    handle, memory = ctypes.c_void_p(), Memory()
-    if nvml.nvmlInit_v2():
-        return None
-    failed = nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) or nvml.nvmlDeviceGetMemoryInfo(
-        handle, ctypes.byref(memory)
-    )
-    nvml.nvmlShutdown()
-    return None if failed else int(memory.used)
-
-
-def device_budget(device: Any, memory: int | str | None, host_memory: int | str) -> Budget | None:
+def device_budget(
+    device: Any, memory: int | str | None, host_memory: int | str, *, held: int | None = None
+) -> Budget | None:
     """The budget of a device.
 
     Arguments:
     - `device`: a JAX device.
     - `memory`: bytes of it that may be used, or `None` for all that XLA may allot.
     - `host_memory`: bytes of host memory for the tiers, or "0".
+    - `held`: bytes of arrays that the budget is for, such as weights; other arrays of the process take from
+      what there is. `None` leaves arrays out of account.
 
     Returns the budget, or `None` for a CPU without `memory`.
-    Raises `ConfigError` for a budget beyond what the device has.
+    Raises `ConfigError` for a budget beyond what the device has left.
     """
     host = parse_host_memory(host_memory)
     measured = device_memory(device)
     if measured is None:
         return None if memory is None else Budget(parse_bytes(memory), 0, host)
-    most = measured.limit + measured.overhead
+    others = 0 if held is None else max(0, measured.arrays - held)
+    most = measured.limit + measured.overhead - others
     given = most if memory is None else parse_bytes(memory)
     if given > most:
+        taken = f" beside {others} bytes of other arrays in this process" if others else ""
         raise ConfigError(
-            f"memory is {given} bytes, and XLA may use {most} of this device: ask for less, or raise"
+            f"memory is {given} bytes, and XLA may use {most} of this device{taken}: ask for less, or raise"
             " XLA_PYTHON_CLIENT_MEM_FRACTION"
         )
     return Budget(given, measured.overhead + GUARD, host)

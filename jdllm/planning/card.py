@@ -1,6 +1,5 @@
 """Cards to plan for: the one that is there, asked without taking any of its memory, and described ones."""
 
-import ctypes
 import os
 from typing import NamedTuple
 
@@ -8,11 +7,10 @@ import jax
 
 from jdllm.planning.aot import capability_of, memory_of
 from jdllm.planning.budget import CUDA_CONTEXT
+from jdllm.planning.driver import card_state
 
 DEFAULT_TARGET = "h200"
 _XLA_FRACTION = 0.75
-_MAJOR, _MINOR = 75, 76
-"""The driver's numbers of the attributes that make a compute capability."""
 
 
 class Card(NamedTuple):
@@ -46,23 +44,8 @@ def visible_card() -> Card | None:
     """
     if _platforms() == "cpu":
         return None
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    name, size = ctypes.create_string_buffer(256), ctypes.c_size_t()
-    device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
-    failed = (
-        cuda.cuInit(0)
-        or cuda.cuDeviceGet(ctypes.byref(device), 0)
-        or cuda.cuDeviceGetName(name, len(name), device)
-        or cuda.cuDeviceTotalMem_v2(ctypes.byref(size), device)
-        or cuda.cuDeviceGetAttribute(ctypes.byref(major), _MAJOR, device)
-        or cuda.cuDeviceGetAttribute(ctypes.byref(minor), _MINOR, device)
-    )
-    if failed:
-        return None
-    return Card(name.value.decode(), target_for((major.value, minor.value)), size.value)
+    state = card_state(0)
+    return None if state is None else Card(state.name, target_for(state.capability), state.memory)
 
 
 def _platforms() -> str | None:

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from jdllm.errors import ConfigError
 from jdllm.planning.budget import (
+    DEFAULT_OVERHEAD,
+    GUARD,
     Budget,
     MemoryBudgetError,
     device_budget,
@@ -18,6 +20,9 @@ from jdllm.planning.budget import (
     parse_bytes,
     parse_host_memory,
 )
+from tests.planning.fake_drivers import FakeCard, FakeDrivers
+
+GIB = 2**30
 
 
 @pytest.mark.parametrize(
@@ -57,6 +62,51 @@ def test_a_cpu_has_no_budget_of_its_own():
     assert device_memory(device) is None
     assert device_budget(device, None, "1GiB") is None
     assert device_budget(device, "2GiB", "0") == Budget(2 * 2**30, 0, 0)
+
+
+class Device:
+    """What JAX says of a card: CUDA's number, and bytes that XLA may allot, holds, and has given out."""
+
+    platform = "gpu"
+
+    def __init__(self, ordinal: int, arrays: int = 0):
+        self.local_hardware_id, self.arrays = ordinal, arrays
+
+    def memory_stats(self) -> dict[str, int]:
+        return {"bytes_limit": 30 * GIB, "pool_bytes": 2 * GIB, "bytes_in_use": self.arrays}
+
+
+@pytest.fixture
+def cards(monkeypatch: pytest.MonkeyPatch):
+    """CUDA shows the second of two cards only."""
+    other, shown = (
+        FakeCard("other", (9, 0), 80 * GIB, 0, 70 * GIB),
+        FakeCard("shown", (9, 0), 40 * GIB, 0, 3 * GIB),
+    )
+    monkeypatch.setattr("jdllm.planning.budget.jax.device_put", lambda x, device: x)
+    FakeDrivers(monkeypatch, visible=[shown], present=[other, shown])
+
+
+@pytest.mark.usefixtures("cards")
+def test_the_overhead_is_what_the_driver_counts_beyond_the_pool():
+    assert device_memory(Device(0)) == (30 * GIB, GIB, 0)
+    unknown = device_memory(Device(1))
+    assert unknown is not None
+    assert unknown.overhead == DEFAULT_OVERHEAD
+
+
+@pytest.mark.usefixtures("cards")
+def test_a_budget_is_what_other_arrays_leave():
+    assert device_budget(Device(0, 5 * GIB), None, 0) == Budget(31 * GIB, GIB + GUARD, 0)
+    assert device_budget(Device(0, 5 * GIB), None, 0, held=4 * GIB) == Budget(30 * GIB, GIB + GUARD, 0)
+    with pytest.raises(
+        ConfigError, match=f"memory is {31 * GIB} bytes, and XLA may use {30 * GIB} .* beside {GIB}"
+    ):
+        device_budget(Device(0, 5 * GIB), "31GiB", 0, held=4 * GIB)
+    with pytest.raises(
+        ConfigError, match=f"memory is {32 * GIB} bytes, and XLA may use {31 * GIB} of this device: "
+    ):
+        device_budget(Device(0), "32GiB", 0)
 
 
 def test_no_host_memory_is_a_size():

@@ -8,6 +8,7 @@ import pytest
 from jdllm.errors import ConfigError
 from jdllm.planning import card
 from jdllm.planning.aot import capability_of, has_compiler, memory_of
+from tests.planning.fake_drivers import FakeCard, FakeDrivers
 
 
 @pytest.mark.parametrize(
@@ -26,20 +27,26 @@ def test_cards_without_a_description():
         card.described_card("b200")
 
 
-def test_a_card_that_jax_may_not_use_is_not_visible(monkeypatch: pytest.MonkeyPatch):
-    def load(name: str):
-        raise AssertionError("the driver was asked")
+def test_the_card_that_cuda_shows_first(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(card, "_platforms", lambda: None)
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    ada, hopper = FakeCard("ada", (8, 9), 50, 3, 20), FakeCard("hopper", (9, 0), 1 << 37, 1 << 29, 7)
+    FakeDrivers(monkeypatch, visible=[hopper], present=[ada, hopper])
+    found = card.visible_card()
+    assert found is not None
+    assert found == card.Card("hopper", "h200", (1 << 37) - (1 << 29))
+    assert found.default_memory == 0.75 * found.memory + (768 << 20)
 
-    monkeypatch.setattr(card.ctypes, "CDLL", load)
+
+def test_a_card_that_jax_may_not_use_is_not_asked(monkeypatch: pytest.MonkeyPatch):
+    hopper = FakeCard("hopper", (9, 0), 1 << 37, 0, 0)
+    FakeDrivers(monkeypatch, visible=[hopper], present=[hopper])
     monkeypatch.setattr(card, "_platforms", lambda: "cpu")
     assert card.visible_card() is None
 
 
 def test_no_driver_is_no_card(monkeypatch: pytest.MonkeyPatch):
-    def load(name: str):
-        raise OSError(name)
-
-    monkeypatch.setattr(card.ctypes, "CDLL", load)
+    FakeDrivers(monkeypatch, visible=None, present=None)
     monkeypatch.setattr(card, "_platforms", lambda: None)
     assert card.visible_card() is None
 
