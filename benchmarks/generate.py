@@ -10,6 +10,7 @@ import argparse
 import itertools
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -27,25 +28,48 @@ GEN_LENGTH, BLOCK_LENGTH = 256, 32
 
 def measure(llm: LLM, batch: int, prompt: int, sampling: SamplingParams) -> dict[str, Any]:
     """One row of the table: `batch` equal requests of `prompt` random tokens."""
+    return {"batch": batch, "prompt": prompt, **measure_prompts(llm, [prompt] * batch, sampling)}
+
+
+def measure_prompts(llm: LLM, lengths: Sequence[int], sampling: SamplingParams) -> dict[str, Any]:
+    """What the second of two generations took, all requests at once.
+
+    Arguments:
+    - `lengths`: tokens of each prompt, which are random ids of the lower half of the vocabulary.
+    - `sampling`: of all requests, without `early_stop`.
+
+    Returns the settings, tokens/s, seconds, the steps of a request, and the evaluations of the device.
+    """
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, llm.config.vocab_size // 2, prompt) for _ in range(batch)]
+    prompts = [rng.integers(0, llm.config.vocab_size // 2, length) for length in lengths]
     seconds, before = 0.0, 0
     for _ in range(2):
         before, start = llm._engine.evaluated, time.perf_counter()
         outputs = llm.generate(prompt_token_ids=prompts, sampling=sampling)
         seconds = time.perf_counter() - start
     return {
-        "batch": batch,
-        "prompt": prompt,
         "cache": sampling.cache,
         "retention": sampling.effective("retention") if _selects(sampling.cache) else 1.0,
         "delay": sampling.refresh_delay,
-        "tokens_s": batch * sampling.gen_length / seconds,
+        "tokens_s": len(lengths) * sampling.gen_length / seconds,
         "seconds": seconds,
         "steps": outputs[0].nfe,
         "evaluated": llm._engine.evaluated - before,
         "steps_ms": 1e3 * seconds / outputs[0].nfe,
     }
+
+
+def generation(cache: Cache, retention: float, delay: int | None, steps: int = GEN_LENGTH) -> SamplingParams:
+    """The published comparisons' parameters; `retention` is for caches that keep a share of their rows."""
+    return SamplingParams(
+        gen_length=GEN_LENGTH,
+        steps=steps,
+        block_length=BLOCK_LENGTH,
+        cache=cache,
+        retention=retention if _selects(cache) else None,
+        refresh_delay=delay,
+        early_stop=False,
+    )
 
 
 def _selects(cache: Cache) -> bool:
@@ -71,15 +95,7 @@ def main() -> None:
     for cache, batch, prompt, delay in itertools.product(
         args.cache, args.batch, args.prompt, args.delay or [None]
     ):
-        sampling = SamplingParams(
-            gen_length=GEN_LENGTH,
-            steps=args.steps,
-            block_length=BLOCK_LENGTH,
-            cache=cache,
-            retention=args.retention if _selects(cache) else None,
-            refresh_delay=delay,
-            early_stop=False,
-        )
+        sampling = generation(cache, args.retention, delay, args.steps)
         table.append({"shape": args.shape, **measure(llm, batch, prompt, sampling)})
         print(json.dumps(table[-1]), flush=True)
     kinds = ("-".join(map(str, kind)) for kind in (args.cache, args.batch, args.prompt))

@@ -1,0 +1,28 @@
+"""The floor of ragged requests, counted by hand."""
+
+import numpy as np
+import pytest
+
+from benchmarks.generate import generation
+from benchmarks.ragged import generation_flops, prompt_lengths
+from benchmarks.shapes import SHAPES
+
+
+def test_the_workload_is_that_of_the_published_comparison():
+    lengths = prompt_lengths()
+    assert (len(lengths), round(np.mean(lengths)), max(lengths)) == (32, 876, 1953)
+
+
+@pytest.mark.parametrize(
+    ("cache", "whole", "keys"), [("none", 32, 0), ("dual", 2, 1.0), ("head_sparse", 2, 0.5)]
+)
+def test_the_floor_of_one_request(cache, whole: int, keys: float):
+    """Products of every row with the layers' matrices, of queries with keys and values, and of the head."""
+    config, length, block = SHAPES["llada-8b"], 512 + 256, 32
+    layers = 32 * (4 * 4096**2 + 3 * 4096 * 12288)
+    rows = whole * length + (32 - whole) * block
+    pairs = whole * length**2 + (32 - whole) * block * (block + keys * (length - block))
+    head = sum(range(1, 33)) * 4096 * 126464
+    expected = 8 * 2 * (rows * layers + 2 * 32 * 4096 * pairs + head)
+    sampling = generation(cache, 0.5, None if cache == "none" else 1)
+    assert generation_flops(config, sampling, 512) == pytest.approx(expected)
