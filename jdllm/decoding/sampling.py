@@ -207,7 +207,7 @@ class SamplingParams:
       refreshes, at the multiples of it.
     - `official_forcing` (False): with Dream the published cached samplers commit the first token of every
       block in its first step, whatever its confidence, and the steps that reuse do not evaluate the row
-      before the block (quirk of Fast-dLLM and Sparse-dLLM). False evaluates that row.
+      before the block (quirk Q30). False evaluates that row.
 
     Adaptive parallel decoding (`transfer` "adaptive"; `LLM` needs a `verifier`)
     - A step drafts the next masked positions and accepts them up to the first where the mixture of both

@@ -58,7 +58,7 @@ def route(
 
     Returns weights and experts, by falling weight (of equal ones the lower expert first). Logits and softmax
     over all experts are f32. The weights are the probabilities themselves, bias included: they do not add
-    up to one. Source: LLaDAMoESparseMoeBlock of modeling_lladamoe.py.
+    up to one (quirk Q35). Source: LLaDAMoESparseMoeBlock of modeling_lladamoe.py.
     """
     probabilities = jax.nn.softmax(head_logits(x, router), axis=-1)
     if bias is not None:
