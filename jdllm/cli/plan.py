@@ -79,6 +79,9 @@ def plan(
         int | None,
         typer.Option(min=1, help="Rows whose logits may exist at a time.", show_default="as many as fit"),
     ] = None,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(min=1, help="Packed rows of one step of `LLM`.")
+    ] = 8192,
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -95,7 +98,7 @@ def plan(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Plan the memory of one denoising step, and find the longest context that fits.
+    """Plan the memory of one denoising step, the longest context that fits, and the KV pool of `LLM`.
 
     Needs a configuration only: no weights and no GPU. A context that does not fit ends with exit code 3.
     """
@@ -115,7 +118,7 @@ def plan(
     host = parse_host_memory(host_memory, "--host-memory")
     device = card.default_memory if memory is None else parse_bytes(memory, "--memory")
     budget = Budget(device, host=host if host_tiers else 0)
-    report = plan_report.make_report(workload, card, budget, context)
+    report = plan_report.make_report(workload, card, budget, context, max_num_batched_tokens)
     if plot is not None:
         plan_report.draw(report, plot, memory)
     check = not as_json if check is None else check
@@ -124,9 +127,8 @@ def plan(
         print_result(json.dumps(plan_report.facts(report, compiled)))
     else:
         assumed = _assumed(target, memory, card)
-        print_result(
-            "\n".join([*assumed, plan_report.describe(report), plan_report.compared(report, compiled, check)])
-        )
+        parts = plan_report.describe(report), plan_report.compared(report, compiled, check)
+        print_result("\n".join([*assumed, *parts, "", plan_report.describe_engine(report)]))
     if report.refusal is not None:
         typer.echo(f"error: {report.refusal}", err=True)
         raise typer.Exit(DOES_NOT_FIT)

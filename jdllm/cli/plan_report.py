@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jdllm.planning.account import Account, make_account
 from jdllm.planning.budget import CUDA_CONTEXT, GUARD, Budget, MemoryBudgetError, format_bytes
 from jdllm.planning.card import Card
 from jdllm.planning.plan import (
@@ -26,6 +27,8 @@ from jdllm.planning.templates import step_template
 from jdllm.planning.tier_template import tier_template
 from jdllm.planning.verify import compiler_temp_bytes
 
+_REQUESTS = (1024, 4096, 16384)
+
 
 class Longest(NamedTuple):
     """The longest context that fits, 0 where none does, and the estimated seconds of a step of it."""
@@ -42,6 +45,7 @@ class Report:
     - `plan`: of the step; where it does not fit, of the same step in the least budget that would do.
     - `refusal`: why it does not fit; `stop_reason` is "fits", or names what no chunk count lowers further.
     - `longest`, `on_device`: with host memory as the budget has it, and without.
+    - `engine`: the account of an engine in this budget, or `None` where not even its smallest step fits.
     - `with_weights`: a plan that would fit with the weights in host memory, which `LLM` does not run.
     """
 
@@ -53,6 +57,7 @@ class Report:
     stop_reason: str
     longest: Longest
     on_device: Longest
+    engine: Account | None
     with_weights: MemoryPlan | None = None
 
     @property
@@ -62,8 +67,10 @@ class Report:
         return config.rope.effective_context(config.max_positions)
 
 
-def make_report(workload: Workload, card: Card, budget: Budget, context: int | None) -> Report:
-    """Plan a step of `context` tokens, by default of as many as fit."""
+def make_report(
+    workload: Workload, card: Card, budget: Budget, context: int | None, max_num_batched_tokens: int
+) -> Report:
+    """Plan a step of `context` tokens, by default of as many as fit, and an engine."""
 
     def timed(length: int, host: bool) -> Longest:
         if not length:
@@ -76,8 +83,9 @@ def make_report(workload: Workload, card: Card, budget: Budget, context: int | N
     longest = timed(max_context(workload, budget, host_tiers=tiers), True) if tiers else on_device
     context = context if context is not None else max(1, longest.context)
     found = plan_memory(workload, context, budget, host_tiers=tiers)
+    engine = _engine(workload, budget, max_num_batched_tokens) if longest.context else None
     if found.fits:
-        return Report(workload, card, budget, found, None, "fits", longest, on_device)
+        return Report(workload, card, budget, found, None, "fits", longest, on_device, engine)
     enough_host = found.host_bytes <= budget.host
     needed = least_device_bytes(workload, found.bucket, budget, tiers)
     weights = plan_memory(workload, context, budget, host_tiers=weight_rungs()) if tiers else found
@@ -90,8 +98,23 @@ def make_report(workload: Workload, card: Card, budget: Budget, context: int | N
         found.activation.stop_reason if enough_host else "host memory is too small",
         longest,
         on_device,
+        engine,
         weights if weights.fits else None,
     )
+
+
+def _engine(workload: Workload, budget: Budget, max_num_batched_tokens: int) -> Account | None:
+    try:
+        return make_account(
+            workload.config,
+            workload.dtype,
+            budget,
+            hopper=workload.hopper,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_logits=workload.max_num_logits,
+        )
+    except MemoryBudgetError:
+        return None
 
 
 def compiled_bytes(report: Report) -> int | None:
@@ -140,7 +163,31 @@ def facts(report: Report, compiled: int | None) -> dict[str, Any]:
         "max_context_without_host_tiers": report.on_device.context,
         "max_context_without_host_tiers_step_seconds": report.on_device.seconds,
         "compiler_peak_bytes": None if compiled is None else found.fixed_bytes + compiled,
+        "engine": None if report.engine is None else _engine_facts(report.workload, report.engine),
     }
+
+
+def _engine_facts(workload: Workload, account: Account) -> dict[str, Any]:
+    return {
+        "rows": account.rows,
+        "largest_step_bytes": account.largest_step,
+        "kv_pool_pages": account.pages,
+        "kv_pool_bytes": account.pool_bytes,
+        "cached_requests": {str(tokens): count for tokens, count in _held(workload, account).items()},
+        "max_context": account.max_context,
+        "max_cached_context": account.max_refresh,
+        "max_context_without_pool": account.longest,
+    }
+
+
+def _held(workload: Workload, account: Account) -> dict[int, int]:
+    """How many requests of so many tokens the KV pool holds, for some numbers of tokens."""
+    cached = workload if workload.caches else dataclasses.replace(workload, cache_policy="dual")
+    held = {}
+    for tokens in _REQUESTS:
+        pages = cached.kv_pool_bytes(tokens) // account.page_bytes - 1
+        held[tokens] = (account.pages - 1) // pages if tokens <= account.max_refresh else 0
+    return held
 
 
 def describe(report: Report) -> str:
@@ -221,11 +268,32 @@ def compared(report: Report, compiled: int | None, asked: bool) -> str:
     return "\n".join(lines)
 
 
+def describe_engine(report: Report) -> str:
+    """The largest step of an engine in this budget, what its KV pool holds, and its longest contexts."""
+    account = report.engine
+    if account is None:
+        return "LLM in this budget: no step fits"
+    held = [f"{count} requests of {tokens}" for tokens, count in _held(report.workload, account).items()]
+    policy = report.workload.cache_policy if report.workload.caches else "dual"
+    lines = [
+        f"LLM in this budget: steps of up to {account.rows} rows, the largest"
+        f" {format_bytes(account.largest_step)}",
+        f"KV pool: {account.pages} pages, {format_bytes(account.pool_bytes)}: {', '.join(held[:-1])} or"
+        f" {held[-1]} tokens (cache {policy})",
+        f"longest context beside the pool: {_tokens(report, account.max_context)}",
+        f"longest context once the pool is given up: {_tokens(report, account.longest)}",
+    ]
+    return "\n".join(lines)
+
+
 def _longest(report: Report, longest: Longest) -> str:
     if not longest.context:
         return "none fits"
-    beyond, seconds = _beyond(report, longest.context), format_seconds(longest.seconds)
-    return f"{longest.context} tokens{beyond}, {seconds} a step"
+    return f"{_tokens(report, longest.context)}, {format_seconds(longest.seconds)} a step"
+
+
+def _tokens(report: Report, context: int) -> str:
+    return f"{context} tokens{_beyond(report, context)}"
 
 
 def _beyond(report: Report, context: int) -> str:

@@ -5,6 +5,7 @@ pool of keys and values, which never grows.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 
@@ -246,20 +247,12 @@ class _Model:
         """Head rows whose logits exist at a time in a step of `rows` rows that no plan cuts."""
         if self.max_num_logits is not None:
             return self.max_num_logits
-        least = self._whole(rows, _LOGITS_ROWS[-1])
-        return next(count for count in _LOGITS_ROWS if self._whole(rows, count) <= least)
+        least = _whole(self, rows, _LOGITS_ROWS[-1])
+        return next(count for count in _LOGITS_ROWS if _whole(self, rows, count) <= least)
 
     def whole(self, rows: int) -> int:
         """Bytes of a step of `rows` rows in which no operator of a layer is cut, whatever is sampled."""
-        return self._whole(rows, self.logits_rows(rows))
-
-    def _whole(self, rows: int, logits_rows: int) -> int:
-        workloads = (
-            dataclasses.replace(self.workload(level), cache_policy="dual", max_num_logits=logits_rows)
-            for level in Level
-        )
-        unlimited = Budget(1 << 62, 0, 0)
-        return max(_step_bytes(plan_bucket(workload, _bucket(rows), unlimited)) for workload in workloads)
+        return _whole(self, rows, self.logits_rows(rows))
 
     def full(self, rows: int, budget: Budget) -> int:
         """Bytes of a full step of `rows` rows that is cut to fit, whatever is sampled."""
@@ -276,6 +269,17 @@ class _Model:
         """The longest context that fits by the default workload, with host memory; 0 where none does."""
         workload = Workload(self.config, self.dtype, self.hopper, max_num_logits=self.max_num_logits)
         return max_context(workload, budget)
+
+
+@functools.lru_cache(maxsize=4096)
+def _whole(model: _Model, rows: int, logits_rows: int) -> int:
+    """`_Model.whole` with so many rows of logits at a time; sharing out asks for the same rows repeatedly."""
+    workloads = (
+        dataclasses.replace(model.workload(level), cache_policy="dual", max_num_logits=logits_rows)
+        for level in Level
+    )
+    unlimited = Budget(1 << 62, 0, 0)
+    return max(_step_bytes(plan_bucket(workload, _bucket(rows), unlimited)) for workload in workloads)
 
 
 def _step_bytes(plan: MemoryPlan) -> int:

@@ -1,68 +1,22 @@
-"""`jdllm plan`: what it prints, to which stream, and with which exit code."""
+"""The answers of `jdllm plan`: what fits, how, and what does not."""
 
-import dataclasses
-import inspect
 import itertools
 import json
 import re
 from pathlib import Path
-from typing import Any
 
-import huggingface_hub
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.main import get_command
-from typer.testing import CliRunner, Result
 
-from jdllm import LLM
-from jdllm.cli import app
 from jdllm.errors import ConfigError
 from jdllm.planning.aot import is_hopper
 from jdllm.planning.buckets import row_bucket
-from jdllm.planning.budget import Budget, parse_bytes
-from jdllm.planning.card import Card
-from tests.helpers import Golden
+from tests.planning.plan_command import GIB, SHAPES, facts, invoke, run
 
-GIB = 2**30
+pytestmark = pytest.mark.usefixtures("no_card")
+
 LONGEST = 1 << 24
-
-# Sizes of the published models, in the words of each family's config.json.
-SHAPES: dict[str, dict[str, Any]] = {
-    "llada": {
-        "d_model": 4096,
-        "n_layers": 32,
-        "n_heads": 32,
-        "n_kv_heads": 32,
-        "mlp_hidden_size": 12288,
-        "vocab_size": 126464,
-        "embedding_size": 126464,
-        "torch_dtype": "bfloat16",
-    },
-    "dream": {
-        "hidden_size": 3584,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "intermediate_size": 18944,
-        "torch_dtype": "bfloat16",
-        "vocab_size": 152064,
-    },
-    "llada_moe": {
-        "hidden_size": 2048,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "dense_intermediate_size": 8192,
-        "expert_intermediate_size": 1024,
-        "moe_layer_freq": [1] * 16,
-        "num_experts": 64,
-        "torch_dtype": "bfloat16",
-        "num_experts_per_tok": 8,
-        "vocab_size": 157184,
-        "mask_token_id": None,
-    },
-}
 # Parameters of the published models, as their cards round them.
 BILLIONS = {"llada": 8.02, "dream": 7.62, "llada_moe": 7.36}
 KEYS = {
@@ -71,55 +25,8 @@ KEYS = {
     *("host_budget_bytes", "context", "rows", "head_rows", "max_context", "max_context_without_host_tiers"),
     *("plan_seconds", "stop_reason", "target", "cache_policy", "compiler_peak_bytes", "card", "dtype"),
     *("positions", "needed_bytes", "weights_tier_would_fit", "step_seconds", "step_seconds_at_measured_rate"),
-    *("max_context_step_seconds", "max_context_without_host_tiers_step_seconds"),
+    *("max_context_step_seconds", "max_context_without_host_tiers_step_seconds", "engine"),
 }
-
-
-@pytest.fixture(scope="module")
-def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A directory for each family, with a config.json of the published shape and nothing else."""
-    directories = {}
-    for family, sizes in SHAPES.items():
-        values = json.loads((Golden(family).directory / "config.json").read_text())
-        directories[family] = tmp_path_factory.mktemp(family)
-        (directories[family] / "config.json").write_text(json.dumps({**values, **sizes}))
-    return directories
-
-
-@pytest.fixture
-def llada(configs: dict[str, Path]) -> Path:
-    return configs["llada"]
-
-
-@pytest.fixture(autouse=True)
-def no_card(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("jdllm.planning.card.visible_card", lambda: None)
-
-
-def invoke(model: Path | str, *options: str) -> Result:
-    return CliRunner().invoke(app, ["plan", str(model), *options])
-
-
-def run(model: Path | str, *options: str, context: int = 32768, memory: str = "24GiB") -> Result:
-    shape = ("--context", str(context), "--memory", memory)
-    if "--target" not in options:
-        options += ("--target", "h200")
-    return invoke(model, *shape, *options)
-
-
-def facts(model: Path | str, *options: str, code: int = 0, **shape: Any) -> dict[str, Any]:
-    result = run(model, *options, "--json", **shape)
-    assert result.exit_code == code
-    assert (result.stderr == "") == (code == 0)
-    return json.loads(result.stdout)
-
-
-def assert_mistake(result: Result, *words: str) -> None:
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr.startswith("error: ")
-    assert result.stderr.count("\n") == 1
-    for word in words:
-        assert word in result.stderr
 
 
 @pytest.mark.parametrize("family", SHAPES)
@@ -154,7 +61,7 @@ def test_the_longest_context_fits_and_the_next_does_not(configs: dict[str, Path]
     assert got["stop_reason"] != "fits"
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(st.sampled_from(sorted(SHAPES)), st.lists(st.integers(1, 140), min_size=2, max_size=2, unique=True))
 def test_more_memory_is_never_a_shorter_context(configs: dict[str, Path], family: str, gib: list[int]):
     longest = []
@@ -193,83 +100,10 @@ def test_the_options_reach_the_plan(llada: Path):
     assert got["weights_bytes"] / 4e9 == pytest.approx(BILLIONS["llada"], rel=0.002)
 
 
-@pytest.mark.parametrize(
-    ("target", "dtype", "in_tiles"),
-    [("h200", "bfloat16", 0), ("h200", "float32", 1), ("a100", "bfloat16", 1), ("l40s", "float16", 1)],
-)
-def test_tiles_of_scores_exist_where_attention_is_not_one_kernel(
-    llada: Path, target: str, dtype: str, in_tiles: int
-):
-    result = run(
-        *(llada, "--target", target, "--dtype", dtype, "--mask-ratio", "0.01", "--no-check"),
-        context=512,
-        memory="80GiB",
-    )
-    assert (result.exit_code, result.stderr) == (0, "")
-    assert result.stdout.count("attention.scratch") == in_tiles
-
-
 def test_which_targets_are_hopper():
     assert [is_hopper(target) for target in ("h200", "a100", "l40s")] == [True, False, False]
     with pytest.raises(ConfigError, match="unknown target 'h201': expected one of a100, h200, l40s"):
         is_hopper("h201")
-
-
-def test_tables_for_people(llada: Path):
-    result = run(llada, "--no-check", context=131072)
-    assert (result.exit_code, result.stderr) == (0, "")
-    got = facts(llada, context=131072)
-    lines = result.stdout.splitlines()
-    peak = got["peak_bytes"] / GIB
-    beyond = "(beyond the 4096 positions of the model)"
-    assert lines[0] == f"fits on h200: 131072 tokens {beyond} need {peak:.2f} GiB of the device's 24.00 GiB"
-    table = {line[:12].strip(): line[12:24].strip() for line in lines[3:9]}
-    assert table["weights"] == f"{got['weights_bytes'] / GIB:.2f} GiB"
-    assert table["activations"] == f"{got['activation_peak_bytes'] / GIB:.2f} GiB"
-    assert (table["KV pool"], table["overhead"], table["host memory"]) == ("0 B", "896.00 MiB", "0 B")
-    assert "chunks: " + ", ".join(f"{name} {count}" for name, count in got["chunks"].items()) in lines
-    assert "host tiers: none" in lines
-    assert any(line.startswith(f"{got['peak_op']}: ") for line in lines)
-    assert f"predicted peak of activations: {table['activations']}" in lines
-    assert "compiler: not checked" in lines
-    without = got["max_context_without_host_tiers"]
-    assert lines[-2].startswith(f"longest context: {got['max_context']} tokens {beyond}, ")
-    alone = (
-        f"{without} tokens {beyond}, {got['max_context_without_host_tiers_step_seconds'] / 60:.1f} min a step"
-    )
-    assert lines[-1] == f"longest context without host memory: {alone}"
-    for none in (("--no-host-tiers",), ("--host-memory", "0")):
-        assert run(llada, "--no-check", *none).stdout.endswith(f"\nlongest context: {alone}\n")
-
-
-def test_the_overhead_is_explained(llada: Path):
-    (line,) = [x for x in run(llada, "--no-check").stdout.splitlines() if x.startswith("overhead")]
-    assert re.split(r"  +", line)[2] == (
-        "CUDA context and libraries 768.00 MiB, kept free for gaps in XLA's pool 128.00 MiB"
-    )
-
-
-@pytest.mark.parametrize(("context", "marked"), [(4096, False), (4097, True)])
-def test_contexts_beyond_the_positions_are_marked(llada: Path, context: int, marked: bool):
-    first = run(llada, "--no-check", context=context).stdout.splitlines()[0]
-    assert ("beyond the 4096 positions of the model" in first) == marked
-
-
-def test_a_scaled_context_is_within_the_positions(llada: Path, tmp_path: Path):
-    values = json.loads((llada / "config.json").read_text())
-    (tmp_path / "config.json").write_text(
-        json.dumps(values | {"rope_scaling": {"rope_type": "linear", "factor": 16.0}})
-    )
-    assert facts(tmp_path)["positions"] == 65536
-    assert "beyond" not in run(tmp_path, "--no-check").stdout.splitlines()[0]
-
-
-def test_what_is_in_host_memory(llada: Path):
-    got = facts(llada, context=1 << 20)
-    assert got["host_tiers"] == ["residual"]
-    assert 0 < got["host_bytes"] <= got["host_budget_bytes"] == 64 * GIB
-    result = run(llada, "--no-check", context=1 << 20)
-    assert "host tiers: residual (4096 rows at a time)" in result.stdout.splitlines()
 
 
 def test_a_tier_that_the_library_does_not_run_is_no_fit(llada: Path):
@@ -316,7 +150,8 @@ def test_weights_alone_are_too_much(llada: Path):
     result = run(llada, "--json", "--no-host-tiers", memory="8GiB")
     assert (result.exit_code, json.loads(result.stdout)["max_context"]) == (3, 0)
     assert result.stderr.endswith("and the budget is 8.00 GiB: no context fits\n")
-    assert run(llada, "--no-check", memory="8GiB").stdout.endswith("longest context: none fits\n")
+    lines = run(llada, "--no-check", "--no-host-tiers", memory="8GiB").stdout.splitlines()
+    assert lines[-3:] == ["longest context: none fits", "", "LLM in this budget: no step fits"]
 
 
 def test_without_a_context_the_longest_is_planned(llada: Path):
@@ -328,141 +163,30 @@ def test_without_a_context_the_longest_is_planned(llada: Path):
     assert (nothing.exit_code, json.loads(nothing.stdout)["fits"]) == (3, False)
 
 
-def test_spellings_of_a_size(llada: Path):
-    same = {facts(llada, memory=text)["budget_bytes"] for text in ("24G", "24GiB", "24 gib", str(24 * GIB))}
-    assert same == {24 * GIB}
+def test_an_engine_in_the_budget(llada: Path):
+    engine = facts(llada)["engine"]
+    assert engine["rows"] == 8192
+    page = 2 * 64 * 32 * 4096 * 2
+    assert engine["kv_pool_bytes"] == engine["kv_pool_pages"] * page
+    free = (engine["kv_pool_pages"] - 1) * 64
+    assert engine["cached_requests"] == {"1024": free // 1024, "4096": free // 4096, "16384": 0}
+    assert engine["max_context_without_pool"] == facts(llada)["max_context"]
+    assert engine["rows"] <= engine["max_cached_context"] <= engine["max_context"]
+    held = engine["kv_pool_bytes"] + engine["largest_step_bytes"]
+    assert 0 <= 24 * GIB - held - facts(llada)["weights_bytes"] - (896 << 20) < engine["kv_pool_bytes"] / 8
+    alone = facts(llada, context=engine["max_context"], memory=str(24 * GIB - engine["kv_pool_bytes"]))
+    assert (alone["fits"], alone["host_tiers"]) == (True, [])
 
 
-def test_options_and_defaults_are_those_of_the_library():
-    planned = {option.name: option for option in get_command(app).commands["plan"].params}  # type: ignore[attr-defined]
-    library = inspect.signature(LLM).parameters
-    for name in ("dtype", "max_num_logits", "memory", "host_memory"):
-        assert planned[name].default == library[name].default
-    fields = {field.name: field for field in dataclasses.fields(Budget)}
-    assert fields["host"].default == parse_bytes(library["host_memory"].default)
+def test_the_options_reach_the_engine(llada: Path):
+    usual, sparse = facts(llada)["engine"], facts(llada, "--cache", "sparse", "--retention", "0.25")["engine"]
+    assert sparse["kv_pool_pages"] == usual["kv_pool_pages"]
+    assert sparse["cached_requests"]["1024"] == (usual["kv_pool_pages"] - 1) // 4
+    small = facts(llada, "--max-num-batched-tokens", "1024")["engine"]
+    assert small["rows"] == 1024
+    assert small["largest_step_bytes"] < usual["largest_step_bytes"] / 4
+    assert small["kv_pool_pages"] >= usual["kv_pool_pages"]
 
 
-def test_the_type_is_that_of_the_checkpoint(llada: Path, tmp_path: Path):
-    values = json.loads((llada / "config.json").read_text())
-    for stated, expected in (("float32", "float32"), ("float16", "float16"), (None, "bfloat16")):
-        (tmp_path / "config.json").write_text(json.dumps(values | {"torch_dtype": stated}))
-        assert facts(tmp_path / "config.json", memory="60GiB")["dtype"] == expected
-    assert facts(tmp_path, "--dtype", "float16")["dtype"] == "float16"
-
-
-H100 = Card("NVIDIA H100 80GB HBM3", "h200", 80 * GIB)
-
-
-def test_card_and_memory_default_to_the_card_that_is_here(llada: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("jdllm.planning.card.visible_card", lambda: H100)
-    result = invoke(llada, "--no-check", "--context", "4096")
-    got = json.loads(invoke(llada, "--json", "--context", "4096").stdout)
-    assert (got["card"], got["target"]) == (H100.name, "h200")
-    assert got["budget_bytes"] == 60 * GIB + (768 << 20)
-    assert result.stdout.splitlines()[:2] == [
-        f"{H100.name} is here: planned for h200 (--target)",
-        f"memory is the 60.75 GiB that XLA may allot by default of {H100.name} (--memory)",
-    ]
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
-    assert json.loads(invoke(llada, "--json").stdout)["budget_bytes"] == 40 * GIB + (768 << 20)
-    other = json.loads(invoke(llada, "--json", "--target", "a100").stdout)
-    assert (other["card"], other["budget_bytes"]) == ("a100", 85100068864 // 2 + (768 << 20))
-
-
-def test_without_a_card_the_description_of_one_is_taken_and_named(llada: Path):
-    result = invoke(llada, "--no-check", "--memory", "24GiB", "--context", "4096")
-    assert result.stdout.splitlines()[0] == "no CUDA device is visible: planned for h200 (--target)"
-    got = json.loads(invoke(llada, "--json").stdout)
-    assert got["budget_bytes"] == 150109880320 * 3 // 4 + (768 << 20)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--target", "b200"), ("'b200'", "a100, h200, l40s")),
-        (("--dtype", "int8"), ("--dtype is 'int8'", "bfloat16")),
-        (("--cache-policy", "triple"), ("'triple'", "prefix")),
-        (("--mask-ratio", "0"), ("mask ratio",)),
-        (("--retention", "2"), ("retention",)),
-        (("--max-num-logits", "0"), ("--max-num-logits",)),
-        (("--host-memory", "much"), ("--host-memory is 'much'", "24GiB")),
-        (("--memory", "-1"), ("--memory is '-1'",)),
-        (("--context", "0"), ("context is 0",)),
-        (("--context", str(LONGEST + 1)), ("context is", str(LONGEST))),
-        (("--plot", "no/where.png"), ("no is not a directory",)),
-        (("--plot", "picture.docx"), ("picture.docx", "png")),
-    ],
-)
-def test_wrong_options(llada: Path, options: tuple[str, ...], words: tuple[str, ...]):
-    assert_mistake(run(llada, "--json", "--no-host-tiers", *options), *words)
-
-
-def test_a_model_is_a_directory_or_a_file_or_a_hub_id(
-    llada: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    lone = tmp_path / "any name.json"
-    lone.write_text((llada / "config.json").read_text())
-
-    def download(repo_id: str, filename: str) -> str:
-        assert (repo_id, filename) == ("org/name", "config.json")
-        return str(llada / "config.json")
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    models = (llada, llada / "config.json", lone, "org/name")
-    same = [facts(model, "--no-host-tiers") | {"plan_seconds": 0} for model in models]
-    assert all(got == same[0] for got in same)
-
-
-def test_models_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    assert_mistake(run("nobody/nothing"), "nobody/nothing", "hub")
-    assert_mistake(run("./nobody"), "no directory nobody")
-    assert_mistake(run("~no-such-user/model"), "~no-such-user/model")
-    assert_mistake(run(tmp_path), "config.json")
-    (tmp_path / "config.json").write_text("{")
-    assert_mistake(run(tmp_path / "config.json"), "not readable as JSON")
-
-
-def test_the_compilers_word(llada: Path, monkeypatch: pytest.MonkeyPatch):
-    asked = []
-
-    def compiler_temp_bytes(workload: Any, plan: Any, target: str) -> int:
-        asked.append((workload.config.hidden_size, workload.hopper, plan.context, target))
-        return plan.activation.peak_bytes - GIB
-
-    monkeypatch.setattr("jdllm.cli.plan_report.compiler_temp_bytes", compiler_temp_bytes)
-    quiet = facts(llada, "--target", "a100")
-    assert (asked, quiet["compiler_peak_bytes"]) == ([], None)
-    got = facts(llada, "--target", "a100", "--check")
-    assert asked == [(4096, False, 32768, "a100")]
-    assert got["compiler_peak_bytes"] == got["peak_bytes"] - GIB
-    lines = run(llada, "--target", "a100").stdout.splitlines()
-    planned = got["activation_peak_bytes"] / GIB
-    assert f"compiler: {planned - 1:.2f} GiB (plan +{1 / (planned - 1):.1%})" in lines
-
-
-def test_without_a_compiler(llada: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("jdllm.cli.plan_report.compiler_temp_bytes", lambda *_: None)
-    assert facts(llada, "--check")["compiler_peak_bytes"] is None
-    assert "compiler: not checked (needs the cuda13 or the cuda12 extra)\n" in run(llada).stdout
-    tiered = "compiler: not checked (with host tiers the step is many executables)\n"
-    assert tiered in run(llada, context=1 << 20).stdout
-
-
-def test_the_check_needs_a_mask_id_and_gets_one(configs: dict[str, Path], monkeypatch: pytest.MonkeyPatch):
-    ids = []
-    monkeypatch.setattr(
-        "jdllm.cli.plan_report.compiler_temp_bytes", lambda workload, *_: ids.append(workload.config.mask_id)
-    )
-    facts(configs["llada_moe"], "--check")
-    assert ids == [157183]
-
-
-@pytest.mark.parametrize("context", [131072, 1 << 20])
-def test_the_timeline_is_drawn(llada: Path, tmp_path: Path, context: int):
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "timeline.svg"
-    facts(llada, "--plot", str(picture), context=context)
-    assert picture.read_text().rstrip().endswith("</svg>")
-    assert list(tmp_path.iterdir()) == [picture]
+def test_no_engine_in_too_little(llada: Path):
+    assert facts(llada, "--no-host-tiers", memory="8GiB", code=3)["engine"] is None

@@ -1,0 +1,117 @@
+"""Options of `jdllm plan`: what stands for those that are not given, and mistakes."""
+
+import dataclasses
+import inspect
+import json
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from typer.main import get_command
+
+from jdllm import LLM
+from jdllm.cli import app
+from jdllm.planning.budget import Budget, parse_bytes
+from jdllm.planning.card import Card
+from tests.planning.plan_command import GIB, assert_mistake, facts, invoke, run
+
+pytestmark = pytest.mark.usefixtures("no_card")
+
+LONGEST = 1 << 24
+
+
+def test_spellings_of_a_size(llada: Path):
+    same = {facts(llada, memory=text)["budget_bytes"] for text in ("24G", "24GiB", "24 gib", str(24 * GIB))}
+    assert same == {24 * GIB}
+
+
+def test_options_and_defaults_are_those_of_the_library():
+    planned = {option.name: option for option in get_command(app).commands["plan"].params}  # type: ignore[attr-defined]
+    library = inspect.signature(LLM).parameters
+    for name in ("dtype", "max_num_batched_tokens", "max_num_logits", "memory", "host_memory"):
+        assert planned[name].default == library[name].default
+    fields = {field.name: field for field in dataclasses.fields(Budget)}
+    assert fields["host"].default == parse_bytes(library["host_memory"].default)
+
+
+def test_the_type_is_that_of_the_checkpoint(llada: Path, tmp_path: Path):
+    values = json.loads((llada / "config.json").read_text())
+    for stated, expected in (("float32", "float32"), ("float16", "float16"), (None, "bfloat16")):
+        (tmp_path / "config.json").write_text(json.dumps(values | {"torch_dtype": stated}))
+        assert facts(tmp_path / "config.json", memory="60GiB")["dtype"] == expected
+    assert facts(tmp_path, "--dtype", "float16")["dtype"] == "float16"
+
+
+H100 = Card("NVIDIA H100 80GB HBM3", "h200", 80 * GIB)
+
+
+def test_card_and_memory_default_to_the_card_that_is_here(llada: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("jdllm.planning.card.visible_card", lambda: H100)
+    result = invoke(llada, "--no-check", "--context", "4096")
+    got = json.loads(invoke(llada, "--json", "--context", "4096").stdout)
+    assert (got["card"], got["target"]) == (H100.name, "h200")
+    assert got["budget_bytes"] == 60 * GIB + (768 << 20)
+    assert result.stdout.splitlines()[:2] == [
+        f"{H100.name} is here: planned for h200 (--target)",
+        f"memory is the 60.75 GiB that XLA may allot by default of {H100.name} (--memory)",
+    ]
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    assert json.loads(invoke(llada, "--json").stdout)["budget_bytes"] == 40 * GIB + (768 << 20)
+    other = json.loads(invoke(llada, "--json", "--target", "a100").stdout)
+    assert (other["card"], other["budget_bytes"]) == ("a100", 85100068864 // 2 + (768 << 20))
+
+
+def test_without_a_card_the_description_of_one_is_taken_and_named(llada: Path):
+    result = invoke(llada, "--no-check", "--memory", "24GiB", "--context", "4096")
+    assert result.stdout.splitlines()[0] == "no CUDA device is visible: planned for h200 (--target)"
+    got = json.loads(invoke(llada, "--json").stdout)
+    assert got["budget_bytes"] == 150109880320 * 3 // 4 + (768 << 20)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--target", "b200"), ("'b200'", "a100, h200, l40s")),
+        (("--dtype", "int8"), ("--dtype is 'int8'", "bfloat16")),
+        (("--cache-policy", "triple"), ("'triple'", "prefix")),
+        (("--mask-ratio", "0"), ("mask ratio",)),
+        (("--retention", "2"), ("retention",)),
+        (("--max-num-logits", "0"), ("--max-num-logits",)),
+        (("--max-num-batched-tokens", "0"), ("--max-num-batched-tokens",)),
+        (("--host-memory", "much"), ("--host-memory is 'much'", "24GiB")),
+        (("--memory", "-1"), ("--memory is '-1'",)),
+        (("--context", "0"), ("context is 0",)),
+        (("--context", str(LONGEST + 1)), ("context is", str(LONGEST))),
+        (("--plot", "no/where.png"), ("no is not a directory",)),
+        (("--plot", "picture.docx"), ("picture.docx", "png")),
+    ],
+)
+def test_wrong_options(llada: Path, options: tuple[str, ...], words: tuple[str, ...]):
+    assert_mistake(run(llada, "--json", "--no-host-tiers", *options), *words)
+
+
+def test_a_model_is_a_directory_or_a_file_or_a_hub_id(
+    llada: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    lone = tmp_path / "any name.json"
+    lone.write_text((llada / "config.json").read_text())
+
+    def download(repo_id: str, filename: str) -> str:
+        assert (repo_id, filename) == ("org/name", "config.json")
+        return str(llada / "config.json")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    models = (llada, llada / "config.json", lone, "org/name")
+    same = [facts(model, "--no-host-tiers") | {"plan_seconds": 0} for model in models]
+    assert all(got == same[0] for got in same)
+
+
+def test_models_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    assert_mistake(run("nobody/nothing"), "nobody/nothing", "hub")
+    assert_mistake(run("./nobody"), "no directory nobody")
+    assert_mistake(run("~no-such-user/model"), "~no-such-user/model")
+    assert_mistake(run(tmp_path), "config.json")
+    (tmp_path / "config.json").write_text("{")
+    assert_mistake(run(tmp_path / "config.json"), "not readable as JSON")
