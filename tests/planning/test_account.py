@@ -160,6 +160,20 @@ def test_steps_fit_in_tight_budgets(mib: int):
     assert account.pages > account.rows / 64  # a pool for fewer tokens than a step has is of little use
 
 
+@pytest.mark.parametrize("mib", [20480, 24576])
+def test_logits_need_no_more_than_the_rest_of_a_step(mib: int):
+    account = llada(mib)
+
+    def step(logits_rows: int) -> int:
+        workload = Workload(
+            SHAPES["llada-8b"], level=Level.FILTERED, cache_policy="dual", max_num_logits=logits_rows
+        )
+        return plan_bucket(workload, bucket(account.rows), Budget(1 << 60)).activation.peak_bytes
+
+    assert step(account.max_num_logits) == step(1) < step(2 * account.max_num_logits)
+    assert llada(mib, max_num_logits=100).max_num_logits == 100
+
+
 def test_more_memory_is_no_smaller_pool():
     accounts = [llada(mib) for mib in (16800, 16900, 24576)]
     for less, more in itertools.pairwise(accounts):
@@ -238,13 +252,18 @@ def test_a_step_beyond_the_pool_may_use_its_bytes():
     assert dict(account.table())["verifier"] == GIB
 
 
-def test_weights_count_as_they_are():
-    planned, more = llada(24576), llada(24576, weights_bytes=weights_of(SHAPES["llada-8b"], "bfloat16") + GIB)
-    assert more.pages <= planned.pages - 28
-    assert more.weights == planned.weights + GIB
-    budget = more.step_budget(LONGEST)
-    assert budget is not None
-    assert budget.overhead == Budget(1).overhead + GIB
+@pytest.mark.parametrize(
+    "options", [{"verifier_bytes": GIB}, {"weights_bytes": weights_of(SHAPES["llada-8b"], "bfloat16") + GIB}]
+)
+def test_what_else_is_on_the_device_counts(options: dict[str, int]):
+    planned, less = llada(24576), llada(24576, **options)
+    assert less.pages <= planned.pages - 28
+    assert sum(size for _, size in less.table()) == 24 * GIB
+    alone = less.step_budget(LONGEST)
+    assert alone is not None
+    assert alone.overhead == Budget(1).overhead + GIB
+    case = Case(SHAPES["llada-8b"], "bfloat16", less, Budget(24 * GIB), None, verifier=GIB)
+    case.check(less.max_refresh, less.max_context, less.longest)
 
 
 def test_without_a_budget_the_pool_has_a_gib():
