@@ -1,0 +1,127 @@
+"""The compiled sizes of an engine: a fixed ladder, so that what it has compiled once serves every request."""
+
+import dataclasses
+from collections.abc import Container, Sequence
+from typing import NamedTuple
+
+from jdllm.planning.buckets import head_bucket, power_bucket, row_bucket, steps_per_dispatch
+
+TILE_ROWS = 32
+"""Rows that read the pool together; those of a request are padded to a multiple."""
+
+MAX_SEGMENTS = 64
+"""Requests of one part of an iteration."""
+
+_FULL, _WIDE, _REFRESH, _MOST_TILES = 14, 3, 8, 64
+_UNIT = 128
+_STANDS_IN = 4
+
+
+class Entry(NamedTuple):
+    """The sizes of one executable.
+
+    - `rows`: packed rows, padding included.
+    - `head_rows`: rows that meet the head. A guided one counts twice.
+    - `segments`: requests.
+    - `steps`: denoising steps of a dispatch at most.
+    """
+
+    rows: int
+    head_rows: int
+    segments: int
+    steps: int
+
+    def holds(self, rows: int, head_rows: int, segments: int) -> bool:
+        return rows <= self.rows and head_rows <= self.head_rows and segments <= self.segments
+
+
+@dataclasses.dataclass(frozen=True)
+class Ladder:
+    """The entries of each kind of step, by rising rows.
+
+    - `full`: whole sequences; some entries have as many head rows as rows, the others few.
+    - `refresh`: whole sequences whose keys and values are stored, one step each.
+    - `reuse`: rows in tiles of `TILE_ROWS`.
+    """
+
+    full: tuple[Entry, ...]
+    refresh: tuple[Entry, ...]
+    reuse: tuple[Entry, ...]
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of the largest step of rows that reuse."""
+        return self.reuse[-1].rows // TILE_ROWS
+
+
+def make_ladder(max_num_batched_tokens: int) -> Ladder:
+    """The ladder of an engine whose steps have at most so many packed rows.
+
+    Its largest entries hold exactly these, in whole tiles. Longer sequences run in entries of their own
+    (`entry_for`).
+    """
+    narrow = [_entry(rows, _few(rows)) for rows in _sizes(max_num_batched_tokens, _FULL)]
+    wide = [_entry(rows, rows) for rows in _sizes(max_num_batched_tokens, _WIDE)]
+    refresh = [
+        _entry(rows, _few(rows))._replace(steps=1) for rows in _sizes(max_num_batched_tokens, _REFRESH)
+    ]
+    reuse = [
+        _entry(tiles * TILE_ROWS, tiles * TILE_ROWS)._replace(segments=max(8, min(tiles, MAX_SEGMENTS)))
+        for tiles in _powers(min(_MOST_TILES, -(-max_num_batched_tokens // TILE_ROWS)))
+    ]
+    return Ladder(tuple(sorted((*narrow, *wide))), tuple(refresh), tuple(reuse))
+
+
+def entry_for(
+    entries: Sequence[Entry],
+    rows: int,
+    head_rows: int,
+    segments: int,
+    compiled: Container[Entry] = (),
+) -> Entry:
+    """The smallest of `entries` that holds a batch, or one of its own for what none of them holds.
+
+    Arguments:
+    - `compiled`: entries that are compiled. One of them stands in for a smaller one that is not, where it has
+      at most four times its rows: compiling takes longer than many steps of padding.
+    """
+    holding = [entry for entry in entries if entry.holds(rows, head_rows, segments)]
+    if not holding:
+        own = bucket_entry(rows, head_rows, segments)
+        return own._replace(steps=min(own.steps, max(entry.steps for entry in entries)))
+    ready = (e for e in holding if e in compiled and e.rows <= _STANDS_IN * holding[0].rows)
+    return next(ready, holding[0])
+
+
+def bucket_entry(rows: int, head_rows: int, segments: int = 1) -> Entry:
+    """The sizes of a batch that is on no ladder."""
+    head_rows = head_bucket(head_rows)
+    return Entry(row_bucket(rows), head_rows, power_bucket(segments, 8), steps_per_dispatch(head_rows))
+
+
+def _entry(rows: int, head_rows: int) -> Entry:
+    segments = max(8, min(rows // _UNIT, MAX_SEGMENTS))
+    return Entry(rows, head_rows, segments, steps_per_dispatch(head_rows))
+
+
+def _few(rows: int) -> int:
+    """Head rows of requests that denoise a block at a time: shorter sequences have a larger share of them."""
+    share = 2 if rows < 512 else 4 if rows < 2048 else 8
+    return -(-rows // (share * TILE_ROWS)) * TILE_ROWS
+
+
+def _sizes(most: int, count: int) -> list[int]:
+    """At most `count` numbers of rows up to `most`, in equal ratios, that divide into many equal chunks."""
+    last = -(-most // _UNIT) * _UNIT
+    ratio = (last / _UNIT) ** (1 / max(1, count - 1))
+    return sorted({last, *(min(last, _round(round(last / ratio**i, 6))) for i in range(1, count))})
+
+
+def _round(rows: float) -> int:
+    """The next number of whole tiles that has few binary digits."""
+    unit = max(_UNIT, 1 << max(0, int(rows).bit_length() - 4))
+    return -int(-rows // unit) * unit
+
+
+def _powers(most: int) -> list[int]:
+    return [2**i for i in range((most - 1).bit_length() + 1)]

@@ -1,0 +1,77 @@
+"""The ladder of compiled sizes: few, and everything fits one of them."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jdllm.planning.buckets import row_bucket
+from jdllm.planning.ladder import MAX_SEGMENTS, TILE_ROWS, Entry, Ladder, entry_for, make_ladder
+
+MOST_EXECUTABLES = 48
+BUDGETS = st.integers(1, 1 << 17)
+
+
+def executables(ladder: Ladder) -> int:
+    """Refreshes with and without scores, reuses at two levels."""
+    return len(ladder.full) + 2 * len(ladder.refresh) + 2 * len(ladder.reuse)
+
+
+@given(BUDGETS)
+def test_a_served_model_has_few_executables(budget: int):
+    ladder = make_ladder(budget)
+    assert executables(ladder) <= MOST_EXECUTABLES
+    assert len({*ladder.full}) == len(ladder.full)
+
+
+@given(BUDGETS, st.floats(0, 1), st.floats(0, 1), st.integers(1, MAX_SEGMENTS))
+def test_whatever_fits_the_budget_has_an_entry(budget: int, rows: float, head: float, segments: int):
+    ladder = make_ladder(budget)
+    asked = max(1, round(budget * rows))
+    masked = max(1, round(asked * head))
+    segments = min(segments, asked // 128 + 1, 8)
+    entry = entry_for(ladder.full, asked, masked, segments)
+    assert entry in ladder.full
+    assert entry.holds(asked, masked, segments)
+    assert not any(e.rows < entry.rows and e.holds(asked, masked, segments) for e in ladder.full)
+
+
+@given(BUDGETS)
+def test_the_largest_entries_hold_the_budget_and_hardly_more(budget: int):
+    ladder = make_ladder(budget)
+    for entries in (ladder.full, ladder.refresh):
+        assert budget <= entries[-1].rows < budget + 128
+    assert all(entry.rows % 128 == 0 for entry in (*ladder.full, *ladder.refresh))
+    assert [entry.rows for entry in ladder.reuse] == [TILE_ROWS * 2**i for i in range(len(ladder.reuse))]
+
+
+@pytest.mark.parametrize(("budget", "padding"), [(2048, 1.5), (8192, 1.6), (65536, 2)])
+def test_steps_of_many_rows_have_bounded_padding(budget: int, padding: float):
+    rows = sorted({entry.rows for entry in make_ladder(budget).full})
+    assert all(b <= padding * a for a, b in pairwise(rows) if a >= 256)
+
+
+def test_a_refresh_is_one_step():
+    assert {entry.steps for entry in make_ladder(8192).refresh} == {1}
+
+
+@given(st.integers(8193, 1 << 20), st.floats(0, 1))
+def test_what_is_longer_has_sizes_of_its_own(rows: int, head: float):
+    ladder = make_ladder(8192)
+    masked = max(1, round(rows * head))
+    for entries in (ladder.full, ladder.refresh):
+        entry = entry_for(entries, rows, masked, 1)
+        assert entry.rows == row_bucket(rows)
+        assert entry.holds(rows, masked, 1)
+        assert entry.steps <= entries[0].steps
+
+
+def test_what_is_compiled_stands_in_for_what_is_not():
+    entries = [Entry(rows, rows, 8, 64) for rows in (128, 256, 512, 1024)]
+    small, _, large, largest = entries
+    assert entry_for(entries, 100, 10, 1) == small
+    assert entry_for(entries, 100, 10, 1, {large, largest}) == large
+    assert entry_for(entries, 100, 10, 1, {small, large}) == small
+    assert entry_for(entries, 100, 10, 1, {largest}) == small  # too much padding
+    assert entry_for(entries, 300, 10, 1, {small}) == large
