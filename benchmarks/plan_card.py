@@ -31,9 +31,11 @@ from jdllm.models.weights import abstract_params
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.budget import DEFAULT_OVERHEAD
 from jdllm.planning.chunks import ChunkConfig
+from jdllm.planning.ladder import bucket_entry
 from jdllm.planning.plan import Budget, MemoryPlan, Workload, check, plan_memory
-from jdllm.serving.packing import pack
-from jdllm.serving.request import generation_request
+from jdllm.serving.packing import demand, pack
+from jdllm.serving.request import Request
+from jdllm.serving.spec import generation_spec
 
 GIB, MIB = 2**30, 2**20
 Row = dict[str, float | int | str]
@@ -150,10 +152,9 @@ def compiled_step(
     """The executable for a request of `context` tokens in one block, and its batch on the device."""
     masked = round(context * mask_ratio)
     prompt = np.random.default_rng(0).integers(0, 100_000, context - masked)
-    request = generation_request(0, prompt, SamplingParams(gen_length=masked), config)
-    batch = jax.device_put(pack([request], config).batch)
+    request = Request(generation_spec(prompt, SamplingParams(gen_length=masked), config))
+    batch = jax.device_put(pack([request], config, bucket_entry(*demand(request))).batch)
     static = {"config": config, "mask_id": config.mask_id, "chunks": chunks, "level": Level.TOP}
-    static |= {"guided": False}
     executables = Executables(jax.devices()[0].platform)
     params = abstract_params(config, "bfloat16")
     return executables.compile(denoise, params, batch, np.int32(1), **static), batch

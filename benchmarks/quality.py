@@ -30,7 +30,8 @@ from jdllm.demo.tokenizer import EOS, EOT, answer_text, plain_ids
 from jdllm.errors import ConfigError, JdllmError, RequestError
 from jdllm.llm import LLM
 from jdllm.models.config import ModelConfig
-from jdllm.serving.request import generation_request
+from jdllm.serving.request import Request
+from jdllm.serving.spec import generation_spec
 
 NAME = "quality_demo"
 SEED = 1
@@ -151,7 +152,7 @@ def rows_forwarded(
     - `history`: int32 `[steps, length]`, the sequence after every step.
     - `sampling`, `config`: of the run.
     """
-    request, policy, rows = generation_request(0, prompt, sampling, config), policy_of(sampling), 0
+    request, policy, rows = Request(generation_spec(prompt, sampling, config)), policy_of(sampling), 0
     reused = len(request.tokens)
     for after in history:
         if request.phase is Phase.REFRESH and policy is not None:

@@ -36,9 +36,11 @@ from jdllm.pallas.attention.limits import check_mosaic_gpu
 from jdllm.pallas.device import target
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.chunks import ChunkConfig
+from jdllm.planning.ladder import bucket_entry
 from jdllm.planning.step_time import step_flops
-from jdllm.serving.packing import pack
-from jdllm.serving.request import generation_request
+from jdllm.serving.packing import demand, pack
+from jdllm.serving.request import Request
+from jdllm.serving.spec import generation_spec
 
 STEPS = 4
 MAX_NUM_LOGITS = 512
@@ -65,13 +67,13 @@ def compile_step(params: Params, config: ModelConfig, rows: int) -> tuple[jax.st
     sampling = SamplingParams(gen_length=rows // 2)
     ids = min(100_000, config.vocab_size // 2)
     prompt = np.random.default_rng(0).integers(0, ids, rows - rows // 2)
-    batch = pack([generation_request(0, prompt, sampling, config)], config).batch
+    request = Request(generation_spec(prompt, sampling, config))
+    batch = pack([request], config, bucket_entry(*demand(request))).batch
     static = {
         "config": config,
         "mask_id": config.mask_id,
         "chunks": ChunkConfig(logits=math.ceil(batch.head.row.shape[0] / MAX_NUM_LOGITS)),
         "level": Level.TOP,
-        "guided": False,
     }
     batch = jax.device_put(batch)
     return compiled(denoise, params, batch, np.int32(1), **static), batch

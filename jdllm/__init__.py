@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from jdllm.planning.budget import Budget, MemoryBudgetError
     from jdllm.planning.chunks import ChunkConfig
     from jdllm.planning.plan import MemoryPlan, Workload, max_context, plan_memory
-    from jdllm.serving.engine import StepUpdate
+    from jdllm.serving.updates import StepUpdate
 
     __version__: str
 
@@ -64,7 +64,7 @@ _MODULES = {
     "RequestError": "jdllm.errors",
     "RequestOutput": "jdllm.outputs",
     "SamplingParams": "jdllm.decoding.sampling",
-    "StepUpdate": "jdllm.serving.engine",
+    "StepUpdate": "jdllm.serving.updates",
     "Transformer": "jdllm.models.module",
     "Workload": "jdllm.planning.plan",
     "max_context": "jdllm.planning.plan",

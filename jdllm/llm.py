@@ -2,9 +2,9 @@
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,16 +14,20 @@ from jdllm.decoding.executables import Executables
 from jdllm.decoding.generation_defaults import default_sampling
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.score import perturb
-from jdllm.errors import ConfigError, RequestError
+from jdllm.errors import ConfigError, NonFiniteError, RequestError
 from jdllm.models.config import ModelConfig
 from jdllm.models.loading import load_params, resolve, resolve_dtype
 from jdllm.models.module import Transformer
 from jdllm.models.tokenizer import Tokenizer, complete_ids, load_tokenizer
+from jdllm.models.weights import Params, tree_bytes
 from jdllm.outputs import RequestOutput, request_output
-from jdllm.planning.budget import DEFAULT_HOST_MEMORY, device_budget
+from jdllm.pallas.device import target
+from jdllm.planning.account import make_account
+from jdllm.planning.budget import DEFAULT_HOST_MEMORY, device_budget, parse_bytes
 from jdllm.planning.chunks import ChunkConfig
 from jdllm.progress import shown
 from jdllm.prompts import (
+    Asked,
     Conversation,
     Prompt,
     PromptLike,
@@ -35,13 +39,22 @@ from jdllm.prompts import (
     sampling_for_each,
 )
 from jdllm.scoring import Scorer
-from jdllm.serving.engine import Engine, StepUpdate
-from jdllm.serving.request import Request, checked_ids, generation_request, infill_request, mask_id_of
-from jdllm.serving.runner import StepRunner
-from jdllm.serving.verifier import load_verifier
+from jdllm.serving.build import make_engine
+from jdllm.serving.engine import Engine
+from jdllm.serving.request import Request
+from jdllm.serving.spec import RequestSpec, checked_ids, generation_spec, infill_spec, mask_id_of
+from jdllm.serving.updates import StepUpdate, Update
+from jdllm.serving.verifier import Verifier, load_verifier
 
 Sampling = SamplingParams | Iterable[SamplingParams]
 OnStep = Callable[[StepUpdate], None]
+
+
+class _Parts(NamedTuple):
+    """What of an `LLM` holds memory of the device."""
+
+    engine: Engine
+    scorer: Scorer
 
 
 class LLM:
@@ -57,6 +70,10 @@ class LLM:
     - `memory`: what the device may hold in all, weights and CUDA context included, in bytes or as "24GiB"; by
       default everything that XLA may allot. Every step is planned and compiled within it before it runs.
     - `host_memory`: pinned host memory that a step may use where the device is too small; "0" for none.
+    - `max_context`: the longest sequence that runs beside the KV pool, by default `max_num_batched_tokens`. A
+      longer one without a cache runs while no request with a cache does: the pool makes room for it.
+    - `kv_pool`: bytes of the KV pool, or "8GiB"; by default what `memory` leaves beside weights and the
+      largest step, and 1 GiB on a CPU without `memory`.
     - `chunks`: fixed chunk counts for every step, instead of planned ones.
     - `hf_overrides`: values that replace those of `config.json`, such as `{"eos_token_id": 7}`.
     - `verifier`: an autoregressive model (Qwen2 for Dream) for `SamplingParams(transfer="adaptive")`: its
@@ -68,8 +85,11 @@ class LLM:
     - `progress`: show a progress bar while loading, where standard error is a terminal.
 
     Raises `ConfigError` or `CheckpointError` for a model that cannot be run or read, and for a verifier that
-    is not causal or has another tokenizer. A call whose step does not fit `memory` raises `MemoryBudgetError`
-    before anything of that step has run.
+    is not causal or has another tokenizer, and `MemoryBudgetError` where `memory` has no room for it beside
+    what others hold. A call whose step does not fit `memory` raises it before anything of that step has run.
+
+    Several threads may call one `LLM`: their requests run together. `close`, or leaving a `with` block, frees
+    the KV pool and the weights.
     """
 
     def __init__(
@@ -81,6 +101,8 @@ class LLM:
         max_num_logits: int | None = None,
         memory: int | str | None = None,
         host_memory: int | str = DEFAULT_HOST_MEMORY,
+        max_context: int | None = None,
+        kv_pool: int | str | None = None,
         chunks: ChunkConfig | None = None,
         hf_overrides: Mapping[str, Any] | None = None,
         verifier: str | Path | Transformer | None = None,
@@ -111,28 +133,56 @@ class LLM:
         device = next(iter(jax.tree.leaves(params)[0].devices()))
         executables = Executables(device.platform)
         self._budget = device_budget(device, memory, host_memory)
-        runner = StepRunner(
+        beside = None if verifier is None else self._verifier(verifier, params, verifier_shares_ids, progress)
+        self.account = make_account(
+            self.config,
+            params["final_norm"].dtype.name,
+            self._budget,
+            hopper=target(device.platform).hopper,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_logits=max_num_logits,
+            max_context=max_context,
+            kv_pool=None if kv_pool is None else parse_bytes(kv_pool, "kv_pool"),
+            verifier_bytes=0 if beside is None else tree_bytes(beside.params),
+            weights_bytes=tree_bytes(params),
+        )
+        engine = make_engine(
             params,
             self.config,
             executables,
-            budget=self._budget,
+            self.account,
             chunks=chunks,
             max_num_logits=max_num_logits,
-            verifier=None
-            if verifier is None
-            else load_verifier(
-                verifier,
-                self.config,
-                self.tokenizer,
-                params["final_norm"].dtype.name,
-                shares_ids=verifier_shares_ids,
-                progress=progress,
-            ),
+            verifier=beside,
         )
-        self._engine = Engine(runner, self.config, max_num_batched_tokens)
-        self._scorer = Scorer(params, self.config, executables, max_num_batched_tokens, max_num_logits or 512)
+        scorer = Scorer(
+            params, self.config, executables, self.account, engine.between_parts, max_num_logits or 512
+        )
+        self._parts: _Parts | None = _Parts(engine, scorer)
         self._device = device
         self._weights = [(leaf.dtype.name, leaf.size, leaf.nbytes) for leaf in jax.tree.leaves(params)]
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the device: what runs ends, and nothing can be asked afterwards."""
+        if self._parts is not None:
+            self._parts.engine.close()
+            self._parts = None
+
+    @property
+    def _engine(self) -> Engine:
+        return self._open.engine
+
+    @property
+    def _open(self) -> _Parts:
+        if self._parts is None:
+            raise ConfigError("this LLM is closed: make another one")
+        return self._parts
 
     def __repr__(self) -> str:
         parameters = sum(size for _, size, _ in self._weights)
@@ -181,7 +231,33 @@ class LLM:
             ("prompts", "prompt_token_ids"),
         )
         asked = _given_once(sampling_params, sampling, self.default_sampling())
-        return self._answer(self._generation_request, given, asked, on_step, progress)
+        return self._answer(self._generation_spec, given, asked, on_step, progress)
+
+    def stream(
+        self,
+        prompts: PromptLike | Iterable[PromptLike] | None = None,
+        sampling_params: Sampling | None = None,
+        *,
+        sampling: Sampling | None = None,
+        prompt_token_ids: Iterable[TokenIds] | None = None,
+        parse_special: bool = False,
+    ) -> Iterator[StepUpdate | RequestOutput]:
+        """`generate`, as it happens.
+
+        Arguments and errors: as of `generate`, before anything has run.
+
+        Yields a `StepUpdate` after each step of each request, and the output of a prompt as soon as its
+        samples are finished. Leaving the iteration ends what is left.
+        """
+        given = read_prompts(
+            prompts,
+            prompt_token_ids,
+            lambda text: self._encode(text, parse_special=parse_special),
+            ("prompts", "prompt_token_ids"),
+        )
+        each = _given_once(sampling_params, sampling, self.default_sampling())
+        asked = self._ask(self._generation_spec, given, each)
+        return (update for _, update in self._run(asked, every_step=True))
 
     def chat(
         self,
@@ -211,7 +287,7 @@ class LLM:
             with naming_prompt(i, len(conversations)):
                 given.append(Prompt(*tokenizer.encode_chat(conversation)))
         asked = _given_once(sampling_params, sampling, self.default_sampling())
-        return self._answer(self._generation_request, given, asked, on_step, progress)
+        return self._answer(self._generation_spec, given, asked, on_step, progress)
 
     def infill(
         self,
@@ -228,7 +304,7 @@ class LLM:
 
         The masked positions, in order, form blocks of `block_length` masks (all of them by default), each
         denoised in its share of `steps` (one a mask by default) before the next; see
-        `jdllm.serving.request.infill_request`. Not a mode of the official sampler; its rules per step are.
+        `jdllm.serving.spec.infill_spec`. Not a mode of the official sampler; its rules per step are.
 
         Arguments as for `generate`; a text holds the tokenizer's mask token where something is missing, the
         one special token that is parsed in any case. Of `default_sampling()` all but `steps` and
@@ -245,7 +321,7 @@ class LLM:
         # The checkpoint's own steps and blocks are for its `gen_length`, not for the masks of this text.
         default = self.default_sampling().changed(steps=None, block_length=None)
         asked = _given_once(sampling_params, sampling, default)
-        return self._answer(infill_request, given, asked, on_step, progress)
+        return self._answer(infill_spec, given, asked, on_step, progress)
 
     def default_sampling(self) -> SamplingParams:
         """What applies where a call gives no sampling parameters: what the checkpoint's
@@ -288,7 +364,9 @@ class LLM:
         ids = checked_ids([*prompt_ids, *answer_ids], self.config)
         prompt_ids, answer_ids = np.split(ids, [len(prompt_ids)])
         masks = perturb(len(answer_ids), mc_num, min(batch_size, mc_num), seed)
-        return self._scorer.log_likelihood(prompt_ids, answer_ids, masks, cfg_scale, mask_id_of(self.config))
+        return self._open.scorer.log_likelihood(
+            prompt_ids, answer_ids, masks, cfg_scale, mask_id_of(self.config)
+        )
 
     def logits(self, token_ids: Sequence[TokenIds] | np.ndarray) -> np.ndarray:
         """Logits of every position, for checking.
@@ -304,7 +382,7 @@ class LLM:
             ids = np.empty(0)
         if ids.ndim != 2 or not ids.size:
             raise RequestError("logits takes ids of shape [batch, length], all rows of one length")
-        return self._scorer.logits(checked_ids(ids.reshape(-1), self.config).reshape(ids.shape))
+        return self._open.scorer.logits(checked_ids(ids.reshape(-1), self.config).reshape(ids.shape))
 
     def chat_prompt(self, messages: Conversation) -> str:
         """Render messages (or one user message) with the model's chat template.
@@ -314,6 +392,14 @@ class LLM:
         """
         (conversation,) = read_conversations(messages)
         return self._needs_tokenizer("a chat template").apply_chat_template(conversation)
+
+    def _verifier(
+        self, source: str | Path | Transformer, params: Params, shares_ids: bool, progress: bool
+    ) -> Verifier:
+        dtype = params["final_norm"].dtype.name
+        return load_verifier(
+            source, self.config, self.tokenizer, dtype, shares_ids=shares_ids, progress=progress
+        )
 
     def _load(
         self, model: str | Path, dtype: str, overrides: Mapping[str, Any], progress: bool
@@ -348,7 +434,7 @@ class LLM:
 
     def _answer(
         self,
-        make: Callable[..., Request],
+        make: Callable[..., RequestSpec],
         prompts: list[Prompt],
         sampling: Sampling,
         on_step: OnStep | None,
@@ -356,32 +442,61 @@ class LLM:
     ) -> list[RequestOutput]:
         if not (on_step is None or callable(on_step)):
             raise RequestError(f"on_step is {shortened(on_step)}, expected a function")
+        asked = self._ask(make, prompts, sampling)
+        outputs: dict[int, RequestOutput] = {}
+        with shown(sum(len(one.specs) for one in asked), progress) as show:
+            for prompt, update in self._run(asked, every_step=on_step is not None, show=show):
+                if isinstance(update, RequestOutput):
+                    outputs[prompt] = update
+                elif on_step is not None:
+                    on_step(update)
+        return [outputs[i] for i in range(len(asked))]
+
+    def _run(
+        self, asked: list[Asked], *, every_step: bool, show: Callable[[Update], None] = lambda _: None
+    ) -> Iterator[tuple[int, StepUpdate | RequestOutput]]:
+        """Updates of all requests and the outputs of finished prompts, each with the index of its prompt."""
+        specs = [(prompt, spec) for prompt, one in enumerate(asked) for spec in one.specs]
+        ended: dict[int, dict[int, Request]] = {prompt: {} for prompt, _ in specs}
+        for update in self._engine.run([spec for _, spec in specs], every_step=every_step):
+            show(update)
+            prompt = specs[update.request][0]
+            if isinstance(update, StepUpdate):
+                yield prompt, update
+                continue
+            if isinstance(update.error, NonFiniteError):
+                raise NonFiniteError(f"request {update.request}: {update.error}") from None
+            if update.error is not None:
+                raise update.error
+            ended[prompt][update.request] = update.state
+            one, samples = asked[prompt], ended[prompt]
+            if len(samples) == len(one.specs):
+                requests = [samples[i] for i in sorted(samples)]
+                yield prompt, request_output(one.text, one.seed, requests, self._decode)
+
+    def _ask(
+        self, make: Callable[..., RequestSpec], prompts: list[Prompt], sampling: Sampling
+    ) -> list[Asked]:
         each = sampling_for_each(sampling, len(prompts))
         asked = ask(prompts, each, lambda *request: make(*request, self.config))
-        requests = [request for one in asked for request in one.requests]
-        self._warn_of_length(requests)
-        with shown(requests, progress) as show:
-            for update in self._engine.run(requests, every_step=on_step is not None):
-                show(update)
-                if on_step is not None:
-                    on_step(update)
-        return [request_output(one.text, one.seed, one.requests, self._decode) for one in asked]
+        self._warn_of_length([spec for one in asked for spec in one.specs])
+        return asked
 
     @property
     def _decode(self) -> Callable[[Sequence[int]], str] | None:
         return None if self.tokenizer is None else self.tokenizer.decode
 
-    def _generation_request(self, *args: Any) -> Request:
-        return generation_request(*args, decode=self._decode)
+    def _generation_spec(self, *args: Any) -> RequestSpec:
+        return generation_spec(*args, decode=self._decode)
 
-    def _warn_of_length(self, requests: list[Request]) -> None:
-        longest = max((len(r.tokens) for r in requests), default=0)
+    def _warn_of_length(self, specs: list[RequestSpec]) -> None:
+        longest = max((len(spec.tokens) for spec in specs), default=0)
         limit = self.config.rope.effective_context(self.config.max_positions)
         if longest > limit:
             warnings.warn(
                 f"a sequence of {longest} tokens is longer than the {limit} positions of the model:"
                 " quality beyond them is not assured",
-                stacklevel=4,
+                skip_file_prefixes=(str(Path(__file__).parent),),
             )
 
 

@@ -147,7 +147,7 @@ def _text(request: Request, end: int | None, decode: Decode) -> str:
     result = request.tokens[request.returned].tolist()
     if end is None:
         return decode(result)
-    if result[end] in request.stop_ids:
+    if result[end] in request.spec.stop_ids:
         return decode(result[:end])
     text = decode(result[: end + 1])
     return text[: min(text.find(string) for string in request.sampling.stop if string in text)]

@@ -1,14 +1,13 @@
 """How far a call has come, for a terminal."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
-from jdllm.serving.engine import StepUpdate
-from jdllm.serving.request import Request
+from jdllm.serving.updates import Ended, Update
 
 
 @contextlib.contextmanager
-def shown(requests: Sequence[Request], progress: bool) -> Iterator[Callable[[StepUpdate], None]]:
+def shown(requests: int, progress: bool) -> Iterator[Callable[[Update], None]]:
     """Yields a function that takes each update; with `progress`, and where standard error is a terminal,
     a bar counts finished requests and committed tokens."""
     if not progress:
@@ -27,12 +26,15 @@ def shown(requests: Sequence[Request], progress: bool) -> Iterator[Callable[[Ste
         bars.TimeElapsedColumn(),
     )
     with bars.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=len(requests), tokens=0)
+        task = bar.add_task("", total=requests, tokens=0)
         tokens = 0
 
-        def take(update: StepUpdate) -> None:
+        def take(update: Update) -> None:
             nonlocal tokens
-            tokens += int(update.committed.sum())
-            bar.update(task, completed=sum(r.finished for r in requests), tokens=tokens)
+            if isinstance(update, Ended):
+                bar.advance(task)
+            else:
+                tokens += int(update.committed.sum())
+                bar.update(task, tokens=tokens)
 
         yield take

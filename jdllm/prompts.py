@@ -1,7 +1,6 @@
 """What a caller gives as prompts, read into token ids and made into requests."""
 
 import dataclasses
-import itertools
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from jdllm.decoding.noise import sample_seed
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
 from jdllm.models.tokenizer import Message
-from jdllm.serving.request import Request
+from jdllm.serving.spec import RequestSpec
 
 TokenIds = Sequence[int] | np.ndarray
 PromptLike = str | Mapping[str, Any]
@@ -83,34 +82,33 @@ def sampling_for_each(
 
 
 class Asked(NamedTuple):
-    """One prompt's text, where it has one, the seed of its draws, and a request for each sample."""
+    """One prompt's text, where it has one, the seed of its draws, and what each sample asks for."""
 
     text: str | None
     seed: int
-    requests: list[Request]
+    specs: list[RequestSpec]
 
 
 def ask(
     prompts: Sequence[Prompt],
     sampling: Sequence[SamplingParams],
-    make: Callable[[int, TokenIds, SamplingParams], Request],
+    make: Callable[[TokenIds, SamplingParams], RequestSpec],
 ) -> list[Asked]:
-    """Make the requests of a call.
+    """What the requests of a call ask for.
 
     Arguments:
     - `prompts`, `sampling`: one for each prompt. A seed of `None` becomes a fresh one.
-    - `make`: a request, from its index in the call, its ids and parameters.
+    - `make`: a request, from its ids and parameters.
 
     Raises `RequestError` for what cannot be served; it names the prompt.
     """
     asked = []
-    index = itertools.count()
     for i, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
         seed = secrets.randbits(64) if params.seed is None else params.seed
         samples = [dataclasses.replace(params, n=1, seed=sample_seed(seed, k)) for k in range(params.n)]
         with naming_prompt(i, len(prompts)):
-            requests = [make(next(index), prompt.ids, sample) for sample in samples]
-        asked.append(Asked(prompt.text, seed, requests))
+            specs = [make(prompt.ids, sample) for sample in samples]
+        asked.append(Asked(prompt.text, seed, specs))
     return asked
 
 

@@ -1,7 +1,8 @@
 """Scores of given text: the Monte Carlo likelihood, and logits for checking."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,7 +13,11 @@ from jdllm.decoding.score import Perturbation, all_logits, token_logprobs
 from jdllm.errors import NonFiniteError
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
+from jdllm.planning.account import Account
+from jdllm.planning.buckets import head_bucket
 from jdllm.planning.chunks import ChunkConfig
+from jdllm.planning.ladder import Entry
+from jdllm.serving.fitting import check_fits
 from jdllm.serving.packing import head_rows, lay_out
 
 
@@ -22,17 +27,25 @@ class Scorer:
     Arguments:
     - `params`, `config`: the model, which must have a mask id for likelihoods.
     - `executables`: where compiled functions are kept.
-    - `max_rows`: packed rows of one evaluation; a longer sequence runs alone.
+    - `account`: the memory of the device, and packed rows of one evaluation; a longer sequence runs alone.
+    - `run`: calls a function while nothing else runs on the device.
     - `max_logits`: rows whose logits exist at a time.
     """
 
     def __init__(
-        self, params: Params, config: ModelConfig, executables: Executables, max_rows: int, max_logits: int
+        self,
+        params: Params,
+        config: ModelConfig,
+        executables: Executables,
+        account: Account,
+        run: Callable[[Callable[[], jax.Array]], jax.Array],
+        max_logits: int,
     ):
         self._params = params
         self._config = config
         self._executables = executables
-        self._max_rows = max_rows
+        self._account = account
+        self._run = run
         self._max_logits = max_logits
 
     def log_likelihood(
@@ -57,7 +70,7 @@ class Scorer:
         masks = perturbation.masked.reshape(-1, len(answer))
         sums = np.zeros(len(masks))
         copies = 2 if cfg_scale > 0 else 1
-        size = max(self._max_rows // (copies * (len(prompt) + len(answer))), 1)
+        size = max(self._account.rows // (copies * (len(prompt) + len(answer))), 1)
         for start in range(0, len(masks), size):
             part = slice(start, start + size)
             sums[part] = self._masked_logprobs(prompt, answer, masks[part], cfg_scale, mask_id)
@@ -77,12 +90,12 @@ class Scorer:
         segment, column = np.nonzero(masks)
         row = starts[segment * copies] + len(prompt) + column
         unguided = starts[segment * copies + copies - 1] + len(prompt) + column
-        head = head_rows(row, unguided, segment, len(masks))
+        entry = Entry(len(tokens), head_bucket(len(row)), len(masks), 1)
+        head = head_rows(row, unguided, segment, entry)
         targets = np.zeros_like(head.row)
         targets[: len(row)] = answer[column]
-        logprobs = self._executables.call(
+        logprobs = self._call(
             token_logprobs,
-            self._params,
             tokens,
             rows,
             head,
@@ -101,11 +114,16 @@ class Scorer:
         found = next(filter(None, places), "the log-likelihood is infinite or not a number")
         return NonFiniteError(f"score: {found}")
 
+    def _call(self, function: Callable[..., jax.Array], tokens: np.ndarray, *args: Any, **static: Any) -> Any:
+        """Raises `MemoryBudgetError` where it does not fit, before it runs."""
+        arguments = self._params, tokens, *args
+        executable = self._executables.compile(function, *arguments, **static)
+        check_fits(self._account, f"an evaluation of {len(tokens)} rows", len(tokens), executable)
+        return self._run(lambda: executable(*arguments))
+
     def logits(self, token_ids: np.ndarray) -> np.ndarray:
         """f32 `[batch, length, vocab]` of int32 ids `[batch, length]`, before any shift, finite or not."""
         tokens, rows, _ = lay_out(list(token_ids), self._config)
-        out = self._executables.call(
-            all_logits, self._params, tokens, rows, config=self._config, chunks=ChunkConfig()
-        )
+        out = self._call(all_logits, tokens, rows, config=self._config, chunks=ChunkConfig())
         batch, length = token_ids.shape
         return jax.device_get(out)[: batch * length].reshape(batch, length, -1)

@@ -14,6 +14,7 @@ from jdllm.models.config import ModelConfig
 from jdllm.models.loading import load_params
 from jdllm.models.module import Transformer
 from jdllm.models.weights import Params
+from jdllm.planning import account
 from tests.helpers import Golden
 
 LLADA, DREAM = Golden("llada"), Golden("dream")
@@ -41,6 +42,9 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("xla")))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
+
+# Every engine of a CPU has a pool of its own; those of tests hold a few thousand tokens.
+account.UNPLANNED_POOL = 16 << 20
 
 settings.register_profile("jdllm", deadline=None, derandomize=True)
 settings.load_profile("jdllm")

@@ -61,7 +61,7 @@ def test_texts_dicts_and_ids_mix(speaking: LLM):
 
 
 def test_nothing_runs_where_the_last_prompt_is_wrong(speaking: LLM, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(speaking, "_engine", None)
+    monkeypatch.setattr(speaking, "_parts", None)
     with pytest.raises(RequestError, match=r"prompts\[2\] is None"):
         speaking.generate((text for text in ["a", "b", None]), SHORT)  # pyright: ignore
     with pytest.raises(RequestError, match=r"prompt 1: .*U\+DC80, at character 2"):
@@ -84,7 +84,7 @@ def test_score_takes_texts_as_they_are(speaking: LLM, monkeypatch: pytest.Monkey
         scored.append([*prompt.tolist(), *answer.tolist()])
         return 0.0
 
-    monkeypatch.setattr(speaking._scorer, "log_likelihood", note)
+    monkeypatch.setattr(speaking._open.scorer, "log_likelihood", note)
     speaking.score("a", "<|eot_id|>")
     speaking.score("a", "<|eot_id|>", parse_special=True)
     assert scored == [list(b"a<|eot_id|>"), [ord("a"), demo.EOT]]

@@ -6,22 +6,25 @@ import pytest
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.models.config import ModelConfig
 from jdllm.progress import shown
-from jdllm.serving.engine import StepUpdate
-from jdllm.serving.request import Request, generation_request
+from jdllm.serving.request import Request
+from jdllm.serving.updates import Ended, StepUpdate
+from tests.engines import generation_request
 
 
 def run(config: ModelConfig, progress: bool) -> None:
     """Two requests of two tokens, the first of which gets both and the second one."""
     sampling = SamplingParams(gen_length=2)
     requests = [generation_request(i, np.array([1]), sampling, config) for i in range(2)]
-    with shown(requests, progress) as take:
+    with shown(2, progress) as take:
         for request in (*requests, requests[0]):
             take(commit(request))
+            if request.finished:
+                take(Ended(request.id, request, None))
 
 
 def commit(request: Request) -> StepUpdate:
     position = request.candidates()[:1]
-    update = StepUpdate(request.index, request.steps, position, np.array([5]), np.array([True]), np.zeros(1))
+    update = StepUpdate(request.id, request.steps, position, np.array([5]), np.array([True]), np.zeros(1))
     request.advance(position, update.provisional, update.logprobs)
     return update
 

@@ -9,7 +9,7 @@ import pytest
 from jdllm.decoding.noise import sample_seed
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.llm import LLM
-from jdllm.serving.engine import StepUpdate
+from jdllm.serving.updates import StepUpdate
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8]]
 DRAWN = SamplingParams(gen_length=8, steps=4, temperature=1.0, seed=5)

@@ -11,7 +11,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from jdllm.serving.engine import StepUpdate
+    from jdllm.serving.updates import StepUpdate
 
 
 class _State(Enum):

@@ -17,7 +17,7 @@ from jdllm.decoding.step import (
 from jdllm.models.cached import forward_refresh, forward_reuse
 from jdllm.models.config import ModelConfig
 from jdllm.models.pool import KeyValuePool
-from jdllm.models.selection import Scoring, Selection
+from jdllm.models.selection import Selection
 from jdllm.models.weights import Params
 from jdllm.pallas.masked_logits import Level
 from jdllm.pallas.split_attention import PageTable
@@ -34,25 +34,25 @@ def refresh(
     mask_id: int,
     logits_chunks: int,
     level: Level,
-    scoring: Scoring | None,
+    scored: bool,
     selection_bits: SelectionBits = keyed_bits,
 ) -> tuple[Trace, KeyValuePool]:
     """One denoising step of whole sequences, whose keys and values are stored.
 
     Arguments:
     - `params`, `batch`, `config`, `mask_id`, `level`, `selection_bits`: as of `jdllm.decoding.step.denoise`.
-    - `selection`, `table`, `pool`, `scoring`: as of `forward_refresh`; a segment that stores nothing keeps
+    - `selection`, `table`, `pool`, `scored`: as of `forward_refresh`; a segment that stores nothing keeps
       none of its candidates.
     - `logits_chunks`: into how many chunks the head rows are cut where logits exist; static.
 
-    No row has an unguided copy. Returns the trace of one step, and the pool. The step itself is exact: it
+    Returns the trace of one step, and the pool. The step itself is exact: it
     evaluates everything.
     """
     tokens = jnp.asarray(batch.tokens)
-    asked = asked_rows(config, tokens, batch, mask_id)
-    wanted, sources = wanted_of(asked, guided=False)
+    asked = asked_rows(config, tokens, batch, mask_id, level)
+    wanted, sources = wanted_of(asked)
     hidden, pool = forward_refresh(
-        params, config, tokens, batch.rows, pool, selection, table, scoring=scoring, wanted=wanted
+        params, config, tokens, batch.rows, pool, selection, table, scored=scored, wanted=wanted
     )
     choice = evaluate(params, config, hidden, sources, asked, batch, 0, chunks=logits_chunks, level=level)
     trace = transfer(tokens, empty_trace(batch), batch, asked, choice, selection_bits, level)[1]

@@ -85,6 +85,7 @@ def choose(
     segments: SegmentParams,
     step: Int[Tensor, " segments"],
     count: Int[Array, ""],
+    plain: Int[Array, ""],
     *,
     chunks: int,
     level: Level,
@@ -97,31 +98,45 @@ def choose(
     - `head`, `positions`: the rows to evaluate and their absolute positions.
     - `segments`, `step`: parameters of the segments and the denoising step that each is in.
     - `count`: rows to evaluate; of several chunks those beyond it are skipped on the device.
+    - `plain`: how many of them, the first, have no filter.
     - `chunks`: into how many chunks the head rows are cut where logits exist, which they do for one chunk at
       a time; static.
-    - `level`: what the segments' measures and filters need; static.
+    - `level`: what the segments' measures and filters need; static. Rows without a filter never meet one.
     """
     total = head.row.shape[0]
-    size = rows_at_once(total, chunks, head_weights(params), level)
+    everything = head, positions, sources
 
-    def evaluate(part: tuple[HeadRows, Array, Sources], live: Int[Array, ""]) -> Choice:
+    def evaluate(part: tuple[HeadRows, Array, Sources], live: Int[Array, ""], level: Level) -> Choice:
         rows, at, own = part
         guidance = jnp.asarray(segments.guidance)[rows.segment]
         h = gather_guided(params, config, hidden, own, guidance)
         return decide(params, h, rows.segment, at, segments, step, live, level=level)
 
-    everything = head, positions, sources
-    if size == total:
-        return evaluate(everything, count)
+    def in_chunks(begin: Array | int, end: Array, level: Level, out: Choice) -> Choice:
+        """Rows [begin, end) into `out`."""
+        size = rows_at_once(total, chunks, head_weights(params), level)
 
-    def chunk(index: Array, out: Choice) -> Choice:
-        start = jnp.minimum(index * size, total - size)
-        part = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), everything)
-        chosen = evaluate(part, count - start)
-        return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, start, 0), out, chosen)
+        def chunk(index: Array, out: Choice) -> Choice:
+            start = jnp.minimum(begin + index * size, total - size)
+            part = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size), everything)
+            chosen = evaluate(part, end - start, level)
+            own = start + jnp.arange(size) >= begin
 
-    empty = Choice(jnp.zeros(total, jnp.int32), jnp.zeros(total), jnp.zeros(total))
-    return lax.fori_loop(0, (count + size - 1) // size, chunk, empty)
+            def put(whole: Array, new: Array) -> Array:
+                new = jnp.where(own, new, lax.dynamic_slice_in_dim(whole, start, size))
+                return lax.dynamic_update_slice_in_dim(whole, new, start, 0)
+
+            return jax.tree.map(put, out, chosen)
+
+        return lax.fori_loop(0, (end - begin + size - 1) // size, chunk, out)
+
+    unfiltered = min(level, Level.MOMENTS)
+    if rows_at_once(total, chunks, head_weights(params), unfiltered) == total:
+        out = evaluate(everything, plain, unfiltered)
+    else:
+        empty = Choice(jnp.zeros(total, jnp.int32), jnp.zeros(total), jnp.zeros(total))
+        out = in_chunks(0, plain, unfiltered, empty)
+    return out if level < Level.FILTERED else in_chunks(plain, count, level, out)
 
 
 def decide(

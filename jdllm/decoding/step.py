@@ -24,15 +24,17 @@ SelectionBits = Callable[[Array, Array, Array, Array], Array]
 
 
 class Asked(NamedTuple):
-    """What a step asks the head for, the masked head rows first.
+    """What a step asks the head for, the masked head rows first, and of these the unfiltered ones.
 
     - `masked`: which head rows are masked, in their given order.
     - `place`: where each of those is among the following.
+    - `plain`: how many of them have no filter.
     - `rows`, `positions`, `sources`: head rows, their positions, and the packed rows that predict them.
     """
 
     masked: Bool[Array, " head"]
     place: Int[Array, " head"]
+    plain: Int[Array, ""]
     rows: HeadRows
     positions: Int[Array, " head"]
     sources: Sources
@@ -58,7 +60,6 @@ def denoise(
     mask_id: int,
     chunks: ChunkConfig,
     level: Level,
-    guided: bool,
     selection_bits: SelectionBits = keyed_bits,
 ) -> Trace:
     """Run up to `max_steps` denoising steps; stop as soon as any segment has finished its block.
@@ -68,8 +69,8 @@ def denoise(
     - `batch`: the packed batch. `batch.head` lists the rows of every segment up to the end of its current
       block that are masked now, in rising order of position; later rows cannot commit and are not evaluated.
     - `max_steps`: int32, at most the columns of the segments' step tables. Tokens do not depend on it.
+      Those with an unguided copy are at most half as many as there is room for.
     - `config`, `mask_id`, `chunks`, `level`: static.
-    - `guided`: whether any head row has an unguided copy; static.
     - `selection_bits`: static; where the draws that select rows come from.
 
     Returns the trace. Exact: the steps are those of the official LLaDA and Dream samplers.
@@ -78,7 +79,7 @@ def denoise(
     def hidden_of(tokens: Int[Array, " rows"], asked: Asked) -> tuple[Hidden, Sources]:
         if not chunks.layers_whole:
             return forward(params, config, tokens, batch.rows, chunks=chunks), asked.sources
-        wanted, sources = wanted_of(asked, guided=guided)
+        wanted, sources = wanted_of(asked)
         return forward_wanted(params, config, tokens, batch.rows, wanted), sources
 
     return run_steps(
@@ -121,7 +122,7 @@ def run_steps(
 
     def step(carry: tuple[Array, Trace]) -> tuple[Array, Trace]:
         tokens, trace = carry
-        asked = asked_rows(config, tokens, batch, mask_id)
+        asked = asked_rows(config, tokens, batch, mask_id, level)
         hidden, sources = hidden_of(tokens, asked)
         choice = evaluate(
             params, config, hidden, sources, asked, batch, trace.steps, chunks=logits_chunks, level=level
@@ -131,29 +132,45 @@ def run_steps(
     return lax.while_loop(unfinished, step, (jnp.asarray(batch.tokens), empty_trace(batch)))[1]
 
 
-def asked_rows(config: ModelConfig, tokens: Int[Array, " rows"], batch: Batch, mask_id: int) -> Asked:
+def asked_rows(
+    config: ModelConfig, tokens: Int[Array, " rows"], batch: Batch, mask_id: int, level: Level
+) -> Asked:
     """What there is to evaluate: only masked rows meet the head. `transfer` takes what it finds so."""
     masked = masked_rows(tokens, batch, mask_id)
-    order = jnp.argsort(~masked, stable=True)
-    before = jnp.cumsum(masked) - masked
-    place = jnp.where(masked, before, masked.sum() + jnp.arange(len(masked)) - before)
+    order, place = _in_front(masked)
+    plain = masked
+    if level >= Level.FILTERED:
+        segment = jnp.minimum(batch.head.segment, batch.segments.step.shape[0] - 1)
+        plain = masked & ~filtered(batch.segments, config)[segment]
+        order = jnp.argsort(jnp.where(plain, 0, jnp.where(masked, 1, 2)), stable=True)
+        place = jnp.argsort(order)
     rows = jax.tree.map(lambda x: jnp.asarray(x)[order], batch.head)
     positions = jnp.asarray(batch.rows.positions)[rows.row]
-    return Asked(masked, place, rows, positions, source_rows(config, rows, positions))
+    return Asked(masked, place, plain.sum(), rows, positions, source_rows(config, rows, positions))
 
 
-def wanted_of(asked: Asked, *, guided: bool) -> tuple[Wanted, Sources]:
-    """The rows that predict what is asked for, and where they are among these.
+def filtered(segments: SegmentParams, config: ModelConfig) -> Bool[Array, " segments"]:
+    """Which segments draw from a filtered distribution."""
+    top_k, top_p, min_p = (jnp.asarray(x) for x in (segments.top_k, segments.top_p, segments.min_p))
+    return (top_k < config.vocab_size) | (top_p <= 1) | (min_p > 0)
 
-    Arguments:
-    - `guided`: whether any of them has an unguided copy; static.
-    """
-    size = len(asked.masked)
-    place = jnp.arange(size)
-    live = place < asked.count
-    if not guided:
-        return Wanted(asked.sources.guided, live), Sources(place, place)
-    return Wanted(jnp.concatenate(asked.sources), jnp.tile(live, 2)), Sources(place, size + place)
+
+def wanted_of(asked: Asked) -> tuple[Wanted, Sources]:
+    """The rows that predict what is asked for, unguided copies last, and where they are among these."""
+    place = jnp.arange(len(asked.masked))
+    copied = (asked.sources.guided != asked.sources.unguided) & (place < asked.count)
+    order, copies = _in_front(copied)
+    before = asked.count
+    own = jnp.where(place < before, asked.sources.guided, asked.sources.unguided[order][place - before])
+    live = place < before + copied.sum()
+    return Wanted(own, live), Sources(place, jnp.where(copied, before + copies, place))
+
+
+def _in_front(flags: Bool[Array, " n"]) -> tuple[Int[Array, " n"], Int[Array, " n"]]:
+    """The order in which those that are flagged come first, and the place of each in it."""
+    before = jnp.cumsum(flags) - flags
+    place = jnp.where(flags, before, flags.sum() + jnp.arange(len(flags)) - before)
+    return jnp.argsort(~flags, stable=True), place
 
 
 def evaluate(
@@ -183,6 +200,7 @@ def evaluate(
         batch.segments,
         jnp.asarray(batch.segments.step) + steps,
         asked.count,
+        asked.plain,
         chunks=chunks,
         level=level,
     )

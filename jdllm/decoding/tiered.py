@@ -142,7 +142,7 @@ def _choose(
 
 def _asked(batch: Batch, *, config: ModelConfig, mask_id: int) -> tuple[Asked, Bool[Array, ""]]:
     """What a step asks for, and whether there may be one."""
-    asked = asked_rows(config, jnp.asarray(batch.tokens), batch, mask_id)
+    asked = asked_rows(config, jnp.asarray(batch.tokens), batch, mask_id, Level.TOP)
     return asked, may_step(asked.masked, batch, 0)
 
 

@@ -11,7 +11,7 @@ from jdllm.models.config import ModelConfig
 from jdllm.models.moe import GroupedMatmulFn
 from jdllm.models.pool import KeyValuePool
 from jdllm.models.rotary import cos_sin
-from jdllm.models.selection import Scoring, Selection, slots_of, sources, store
+from jdllm.models.selection import Selection, slots_of, sources, store
 from jdllm.models.transformer import Wanted, attention_over, embed, last_block, scan_layers
 from jdllm.models.weights import Params
 from jdllm.pallas.attention import AttentionOutput
@@ -28,7 +28,7 @@ def forward_refresh(
     selection: Selection,
     table: PageTable,
     *,
-    scoring: Scoring | None,
+    scored: bool,
     wanted: Wanted,
     attention: AttentionFn | None = None,
     grouped_matmul: GroupedMatmulFn = default_grouped_matmul,
@@ -41,7 +41,7 @@ def forward_refresh(
     - `pool`: carried through the layers and written in place; donate it.
     - `selection`: which rows may be stored, and how many.
     - `table`: the pages of each segment; how many of their rows are live does not matter here.
-    - `scoring`: as of `sources`; static.
+    - `scored`: as of `sources`; static.
     - `wanted`: as of `jdllm.models.transformer.forward_wanted`.
 
     Returns the hidden rows of `wanted`, which storing does not change, and the pool.
@@ -55,7 +55,7 @@ def forward_refresh(
         stored: list[KeyValuePool] = []
 
         def attend(q: Array, k: Array, v: Array, *bounds: RowInts, scale: float) -> Any:
-            source = sources(q, k, selection, slots, scoring)
+            source = sources(q, k, selection, slots, scored=scored)
             stored.append(KeyValuePool(*store(*pool, number, k, v, slots.page, source)))
             return attention(q, k, v, *bounds, scale=scale)
 
@@ -69,7 +69,7 @@ def forward_refresh(
         return last_block(layer, config, h, rotation, rows, (k, v), wanted, grouped_matmul), pool
 
     start = embed(params, tokens), pool
-    if scoring is None:
+    if not scored:
         return scan_layers(params, config, start, body, last=last)
     h, pool = scan_layers(params, config, start, body)  # scores need queries of rows that nobody wants
     return h[wanted.rows], pool

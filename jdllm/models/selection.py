@@ -19,7 +19,7 @@ Pool = Float[Array, "layers pages kv_heads page_rows head_dim"]
 Order = Int32[Array, "kv_heads candidates"]
 Sources = Int32[Array, "entries #kv_heads page_rows"]
 
-_ROWS_PER_TURN = 8
+_ROWS_PER_TURN, _USUAL_TURNS, _COUNTED_TURNS = 8, 4, 8
 
 
 class Selection(NamedTuple):
@@ -48,15 +48,6 @@ class Selection(NamedTuple):
     def owner(self) -> Int[Array, " candidates"]:
         """`segment`, with the last one for padding."""
         return jnp.minimum(self.segment, self.keep.size - 1)
-
-
-class Scoring(NamedTuple):
-    """What bounds the work of scoring in a batch; static.
-
-    - `block_rows`: at least the rows of the longest block.
-    """
-
-    block_rows: int
 
 
 class Slots(NamedTuple):
@@ -96,23 +87,23 @@ def slots_of(selection: Selection, table: PageTable, page_rows: int) -> Slots:
     return Slots(page, place, selection.row[place][:, None].astype(jnp.int32))
 
 
-def sources(q: Queries, k: Keys, selection: Selection, slots: Slots, scoring: Scoring | None) -> Sources:
+def sources(q: Queries, k: Keys, selection: Selection, slots: Slots, *, scored: bool) -> Sources:
     """The packed row that each slot takes, for each key-value head.
 
     Arguments:
-    - `q`, `k`, `scoring`: as of `candidate_order`. `scoring` is `None` where no segment is scored: queries
-      and keys are not read then.
+    - `q`, `k`: as of `candidate_order`.
     - `slots`: as `slots_of` returns them.
+    - `scored`: whether any segment may be scored, static; queries and keys are not read otherwise.
 
     Returns int32 rows, with one head for all where they are the same.
     """
-    if scoring is None:
+    if not scored:
         return slots.source
-    order = candidate_order(q, k, selection, scoring)
+    order = candidate_order(q, k, selection)
     return jnp.moveaxis(jnp.asarray(selection.row)[order[:, slots.place]], 0, 1).astype(jnp.int32)
 
 
-def candidate_order(q: Queries, k: Keys, selection: Selection, scoring: Scoring) -> Order:
+def candidate_order(q: Queries, k: Keys, selection: Selection) -> Order:
     """The candidates in the order in which each segment keeps them, for each key-value head.
 
     Scores are products of keys with the mean query of all rows of the segment's block, masked or not, in f32:
@@ -126,7 +117,7 @@ def candidate_order(q: Queries, k: Keys, selection: Selection, scoring: Scoring)
     Returns int32 indices into the candidates, by rising segment; padding is last.
     """
     selection = Selection(*map(jnp.asarray, selection))
-    scores = _pooled(_scores(q, k, selection, scoring.block_rows), selection)
+    scores = _pooled(_scores(q, k, selection), selection)
     index = jnp.arange(scores.shape[1], dtype=jnp.int32)
     segment, index = (jnp.broadcast_to(x, scores.shape) for x in (selection.segment, index))
     return lax.sort((segment, -scores, index), num_keys=3)[2]
@@ -165,13 +156,12 @@ def store(
     return pool_k, pool_v
 
 
-def _mean_queries(
-    q: Queries, selection: Selection, block_rows: int
-) -> Float32[Array, "segments heads head_dim"]:
+def _mean_queries(q: Queries, selection: Selection) -> Float32[Array, "segments heads head_dim"]:
     """The mean query of each segment's block.
 
     Rows are added one after the other, in as many turns as the longest block needs: the sum is the same in
-    any company, which scattered additions on a GPU are not.
+    any company, which scattered additions on a GPU are not. A loop whose turns the device counts waits for
+    the host, so that the turns of usual blocks are not counted.
     """
     count = selection.block_rows
 
@@ -182,17 +172,22 @@ def _mean_queries(
             total += jnp.where((i < count)[:, None, None], q[row].astype(jnp.float32), 0)
         return total
 
-    turns = -(-block_rows // _ROWS_PER_TURN)
-    total = lax.fori_loop(0, turns, add, jnp.zeros((count.size, *q.shape[1:]), jnp.float32))
+    total = jnp.zeros((count.size, *q.shape[1:]), jnp.float32)
+    total = lax.fori_loop(0, _USUAL_TURNS, add, total)
+
+    def more(counted: Int[Array, ""], total: Array) -> Array:
+        begin = _USUAL_TURNS + counted * _COUNTED_TURNS
+        return lax.fori_loop(0, _COUNTED_TURNS, lambda turn, total: add(begin + turn, total), total)
+
+    left = count.max() - _USUAL_TURNS * _ROWS_PER_TURN
+    total = lax.fori_loop(0, -(-left // (_COUNTED_TURNS * _ROWS_PER_TURN)), more, total)
     return total / jnp.maximum(count, 1)[:, None, None]
 
 
-def _scores(
-    q: Queries, k: Keys, selection: Selection, block_rows: int
-) -> Float32[Array, "kv_heads candidates"]:
+def _scores(q: Queries, k: Keys, selection: Selection) -> Float32[Array, "kv_heads candidates"]:
     """What each candidate is worth before pooling; 0 in segments that are not scored."""
     owner = selection.owner
-    query = _mean_queries(q, selection, block_rows).reshape(selection.keep.size, k.shape[1], -1, k.shape[2])
+    query = _mean_queries(q, selection).reshape(selection.keep.size, k.shape[1], -1, k.shape[2])
     # A product and a sum fuse with both gathers; a matrix product would be given the gathered queries.
     products = query[owner] * k[selection.row][:, :, None]
     scores = products.sum(axis=-1)

@@ -178,6 +178,11 @@ def param_bytes(config: ModelConfig, dtype: jnp.dtype | str) -> int:
     return sum(math.prod(spec.shape) for spec in leaves) * np.dtype(dtype).itemsize
 
 
+def tree_bytes(params: Params) -> int:
+    """Bytes of the weights that are there."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+
+
 def init_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype | str) -> Params:
     """Random weights: normal with each leaf's `init_std`, norm weights one."""
     specs, treedef = jax.tree.flatten(spec_tree(config), is_leaf=is_spec)

@@ -12,10 +12,12 @@ from jdllm.decoding.step import denoise
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import abstract_params
 from jdllm.planning.aot import compile_for, has_compiler
+from jdllm.planning.ladder import bucket_entry
 from jdllm.planning.plan import MemoryPlan, Workload
 from jdllm.planning.templates import LAYERS
 from jdllm.serving.packing import pack
-from jdllm.serving.request import generation_request
+from jdllm.serving.request import Request
+from jdllm.serving.spec import generation_spec
 
 
 def compiler_temp_bytes(
@@ -40,7 +42,6 @@ def compiler_temp_bytes(
         mask_id=config.mask_id or 0,
         chunks=plan.chunks,
         level=workload.level,
-        guided=False,
     )
     params, batch = abstract_params(config, workload.dtype), _batch(config, plan)
     return temp_bytes(compile_for(target, step, params, batch, np.int32(1)))
@@ -50,4 +51,6 @@ def _batch(config: ModelConfig, plan: MemoryPlan) -> Batch:
     """A batch of one request with the sizes of the plan's bucket."""
     masked = min(plan.head_rows, plan.rows - 1)
     prompt = np.zeros(plan.rows - masked, np.int32)
-    return pack([generation_request(0, prompt, SamplingParams(gen_length=masked), config)], config).batch
+    request = Request(generation_spec(prompt, SamplingParams(gen_length=masked), config))
+    entry = bucket_entry(plan.rows, plan.head_rows)
+    return pack([request], config, entry).batch

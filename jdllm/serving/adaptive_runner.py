@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,10 @@ from jdllm.decoding.executables import Executable, Executables
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.planning.chunks import ChunkConfig
-from jdllm.planning.plan import Bucket
+from jdllm.planning.ladder import Entry, Ladder, entry_for
 from jdllm.serving.adaptive_packing import pack_adaptive
+from jdllm.serving.launch import Launch
+from jdllm.serving.packing import demand
 from jdllm.serving.request import Request
 from jdllm.serving.verifier import Verifier
 
@@ -28,9 +30,9 @@ class AdaptiveRunner:
     """Runs iterations of one diffusion model with one verifier.
 
     Arguments:
-    - `params`, `config`, `executables`: as of `jdllm.serving.runner.StepRunner`.
+    - `params`, `config`, `executables`, `ladder`: as of `jdllm.serving.full_runner.FullRunner`.
     - `verifier`: the autoregressive model.
-    - `choose`: chooses the chunk counts of a bucket; raises `MemoryBudgetError` where none fit.
+    - `choose`: chooses the chunk counts of an entry; raises `MemoryBudgetError` where none fit.
     """
 
     def __init__(
@@ -38,37 +40,39 @@ class AdaptiveRunner:
         params: Params,
         config: ModelConfig,
         executables: Executables,
+        ladder: Ladder,
         verifier: Verifier,
-        choose: Callable[[Bucket, Compile], ChunkConfig],
+        choose: Callable[[Entry, Compile], ChunkConfig],
     ):
         self._params = params
         self._config = config
         self._executables = executables
+        self._ladder = ladder
         self._verifier = verifier
         self._choose = choose
-        self._chosen: dict[Bucket, ChunkConfig] = {}
+        self._chosen: dict[Entry, ChunkConfig] = {}
 
-    def run(self, requests: Sequence[Request]) -> tuple[EncodedTrace, list[np.ndarray]]:
-        """One iteration.
+    def launch(self, requests: list[Request], max_steps: int) -> Launch:
+        """One iteration, as of `Launcher`; host memory is not used."""
+        rows, head_rows = np.sum([demand(r) for r in requests], axis=0).tolist()
+        entry = entry_for(self._ladder.full, rows, head_rows, len(requests), self._chosen)
+        batch, candidates = pack_adaptive(requests, self._config, self._verifier.config, entry)
+        static = self._static(self._chunks(batch, entry))
 
-        Returns the trace, and for each request the positions of its window. Raises `MemoryBudgetError` where
-        it does not fit the device, before anything has run; host memory is not used.
-        """
-        batch, candidates = pack_adaptive(requests, self._config, self._verifier.config)
-        static = self._static(self._chunks(batch))
-        trace = self._executables.call(_denoise_adaptive, *self._arguments(batch), **static)
-        return trace, candidates
+        def run() -> EncodedTrace:
+            return self._executables.call(_denoise_adaptive, *self._arguments(batch), **static)
 
-    def _chunks(self, batch: AdaptiveBatch) -> ChunkConfig:
+        return Launch(run, candidates, [None] * len(requests))
+
+    def _chunks(self, batch: AdaptiveBatch, entry: Entry) -> ChunkConfig:
         def compiled(chunks: ChunkConfig) -> Executable:
             return self._executables.compile(
                 _denoise_adaptive, *self._arguments(batch), **self._static(chunks)
             )
 
-        bucket = Bucket(len(batch.tokens), len(batch.tokens), len(batch.head.row))
-        if bucket not in self._chosen:
-            self._chosen[bucket] = self._choose(bucket, compiled)
-        return self._chosen[bucket]
+        if entry not in self._chosen:
+            self._chosen[entry] = self._choose(entry, compiled)
+        return self._chosen[entry]
 
     def _arguments(self, batch: AdaptiveBatch) -> tuple[Params, Params, AdaptiveBatch]:
         return self._params, self._verifier.params, batch

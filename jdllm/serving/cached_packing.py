@@ -1,6 +1,6 @@
 """Packs the requests of one cached dispatch: whole sequences to refresh, or rows that a reuse forwards."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,31 +10,37 @@ from jdllm.decoding.batch import Batch
 from jdllm.decoding.caches import Phase, kept, policy_of
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
-from jdllm.models.selection import Scoring, Selection
+from jdllm.models.selection import Selection
 from jdllm.pallas.split_attention import PageTable, with_fresh_rows
-from jdllm.planning.buckets import power_bucket, steps_per_dispatch
+from jdllm.planning.ladder import TILE_ROWS, Entry
 from jdllm.serving.kv_pool import KvPool
-from jdllm.serving.packing import Packed, head_rows, pack, segment_params, segments_bucket
+from jdllm.serving.packing import Packed, head_rows, pack, segment_params
 from jdllm.serving.request import Request
 
-TILE_ROWS = 32
-"""Rows that read the pool together; those of a request are padded to a multiple."""
 
-_SMALLEST_ENTRIES = 8
-_SMALLEST_BLOCK = 32
+class Stored(NamedTuple):
+    """What a request finds after a refresh.
+
+    - `forwarded`: the positions that it forwards until the next one, rising.
+    - `rows`: how many rows of each layer are stored.
+    """
+
+    forwarded: np.ndarray
+    rows: int
 
 
 class RefreshBatch(NamedTuple):
     """A packed batch of whole sequences, and what of them is stored.
 
     - `packed`: as of `jdllm.serving.packing.pack`.
-    - `selection`, `table`, `scoring`: as of `jdllm.decoding.cached.refresh`.
+    - `selection`, `table`: as of `jdllm.decoding.cached.refresh`.
+    - `stored`: for each request what is stored of it, `None` where nothing is.
     """
 
     packed: Packed
     selection: Selection
     table: PageTable
-    scoring: Scoring | None
+    stored: list[Stored | None]
 
 
 class ReuseBatch(NamedTuple):
@@ -44,13 +50,13 @@ class ReuseBatch(NamedTuple):
     table: PageTable
 
 
-def pack_refresh(requests: Sequence[Request], config: ModelConfig, pool: KvPool) -> RefreshBatch:
-    """Lay out whole sequences, and say which rows each layer may store.
-
-    What a request forwards until its next refresh is noted in `forwarded` and `stored`.
-    """
-    packed = pack(requests, config)
-    rows, segments = len(packed.batch.tokens), segments_bucket(len(requests))
+def pack_refresh(
+    requests: Sequence[Request], config: ModelConfig, pool: KvPool, entry: Entry
+) -> RefreshBatch:
+    """Lay out whole sequences, and say which rows each layer may store."""
+    packed = pack(requests, config, entry)
+    rows, segments = entry.rows, entry.segments
+    stored: list[Stored | None] = [None] * len(requests)
     starts = np.cumsum([0, *(len(r.tokens) for r in requests)])
     names = ("block_first", "block_rows", "keep", "scored", "per_head", "width")
     columns = {name: np.zeros(segments, np.int32) for name in names}
@@ -65,11 +71,11 @@ def pack_refresh(requests: Sequence[Request], config: ModelConfig, pool: KvPool)
         candidates = policy.candidates(request.view())
         forwarded = np.ones(len(request.tokens), bool)
         forwarded[candidates] = False
-        request.forwarded = np.flatnonzero(forwarded)
-        request.stored = kept(request.sampling, len(candidates))
+        keep = kept(request.sampling, len(candidates))
+        stored[index] = Stored(np.flatnonzero(forwarded), keep)
         candidate_rows.append(start + candidates)
         candidate_segments.append(np.full(len(candidates), index))
-        columns["keep"][index] = request.stored
+        columns["keep"][index] = keep
         columns["scored"][index], columns["per_head"][index] = policy.scored, policy.per_head
         columns["width"][index] = request.sampling.effective("pool_kernel") if policy.scored else 1
     selection = Selection(
@@ -82,45 +88,47 @@ def pack_refresh(requests: Sequence[Request], config: ModelConfig, pool: KvPool)
         columns["per_head"].astype(bool),
         columns["width"],
     )
-    reads = [(r.index, int(keep)) for r, keep in zip(requests, columns["keep"], strict=False)]
+    reads = [(r.id, int(keep)) for r, keep in zip(requests, columns["keep"], strict=False)]
     # As many as these rows can fill: entries that nobody owns are written nowhere, but still gathered.
     table = _table(pool, reads, segments, rows // pool.page_rows + segments)
-    return RefreshBatch(packed, selection, table, _scoring(columns))
+    return RefreshBatch(packed, selection, table, stored)
 
 
-def _scoring(columns: Mapping[str, np.ndarray]) -> Scoring | None:
-    if not columns["scored"].any():
-        return None
-    block_rows = power_bucket(int(columns["block_rows"].max()), _SMALLEST_BLOCK)
-    return Scoring(block_rows)
+def reuse_demand(request: Request, page_rows: int) -> tuple[int, int, int]:
+    """Packed rows, head rows and entries of the page table of a request that reuses."""
+    tiles = -(-len(request.forwarded) // TILE_ROWS)
+    pages = -(-request.stored // page_rows) + -(-len(request.forwarded) // page_rows)
+    return tiles * TILE_ROWS, len(request.candidates()), tiles * pages
 
 
-def pack_reuse(requests: Sequence[Request], config: ModelConfig, pool: KvPool) -> ReuseBatch:
+def pack_reuse(
+    requests: Sequence[Request], config: ModelConfig, pool: KvPool, entry: Entry, entries: int
+) -> ReuseBatch:
     """Lay out the forwarded rows of each request in whole tiles, and list what each tile reads.
 
     It reads what is stored of its request, and all the rows of it that are forwarded.
+
+    Arguments:
+    - `entries`: of the page table.
     """
     tiles_of = [-(-len(r.forwarded) // TILE_ROWS) for r in requests]
     starts = np.cumsum([0, *tiles_of]) * TILE_ROWS
-    tiles = power_bucket(sum(tiles_of), 1)
-    tokens, positions, unused = (np.zeros(tiles * TILE_ROWS, np.int32) for _ in range(3))
+    tiles = entry.rows // TILE_ROWS
+    tokens, positions, unused = (np.zeros(entry.rows, np.int32) for _ in range(3))
     parts, candidates = [], [request.candidates() for request in requests]
     for index, (request, start) in enumerate(zip(requests, starts, strict=False)):
         stop = start + len(request.forwarded)
         tokens[start:stop], positions[start:stop] = request.tokens[request.forwarded], request.forwarded
         row = start + np.searchsorted(request.forwarded, candidates[index])
         parts.append((row, np.full_like(row, index)))
-    segments = segments_bucket(len(requests))
     row, segment = (np.concatenate(column) for column in zip(*parts, strict=True))
-    head = head_rows(row, row, segment, segments)
-    params = segment_params(requests, segments, steps_per_dispatch(len(head.row)), config)
-    batch = Batch(tokens, Rows(positions, unused, unused), head, params)
+    head = head_rows(row, row, segment, entry)
+    batch = Batch(tokens, Rows(positions, unused, unused), head, segment_params(requests, entry, config))
     owner = np.repeat(np.arange(len(requests)), tiles_of)
     forwarded = np.array([len(r.forwarded) for r in requests])
     first_row, seen = (padded(x[owner], tiles) for x in (starts, forwarded))
-    reads = [(r.index, r.stored) for r in (requests[i] for i in owner.tolist())]
+    reads = [(r.id, r.stored) for r in (requests[i] for i in owner.tolist())]
     fresh = sum(map(pool.pages_for, seen.tolist()))
-    entries = power_bucket(fresh + sum(pool.pages_for(rows) for _, rows in reads), _SMALLEST_ENTRIES)
     table = _table(pool, reads, tiles, entries - fresh)
     table = with_fresh_rows(table, first_row, seen, pool.page_rows)
     return ReuseBatch(Packed(batch, candidates), table)

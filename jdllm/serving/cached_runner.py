@@ -1,51 +1,42 @@
 """Runs cached steps: owns the KV pool on the device and the account of its pages."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
 from jdllm.decoding.cached import refresh, reuse
-from jdllm.decoding.caches import kept
+from jdllm.decoding.caches import policy_of
 from jdllm.decoding.encoded_trace import EncodedTrace, encoding
-from jdllm.decoding.executables import Executables
+from jdllm.decoding.executables import Executable, Executables
+from jdllm.decoding.rules import head_level
 from jdllm.models.chain import chains
 from jdllm.models.config import ModelConfig
-from jdllm.models.pool import PAGE_ROWS, KeyValuePool, empty_pool, pool_bytes
+from jdllm.models.pool import PAGE_ROWS, KeyValuePool, empty_pool
 from jdllm.models.weights import Params
 from jdllm.pallas.masked_logits import Level
+from jdllm.planning.account import Account
 from jdllm.planning.buckets import power_bucket
-from jdllm.planning.budget import MemoryBudgetError
-from jdllm.serving.cached_packing import pack_refresh, pack_reuse
+from jdllm.planning.ladder import TILE_ROWS, Entry, Ladder, entry_for
+from jdllm.serving.cached_packing import pack_refresh, pack_reuse, reuse_demand
+from jdllm.serving.fitting import check_fits
 from jdllm.serving.kv_pool import KvPool
+from jdllm.serving.launch import Launch
+from jdllm.serving.packing import demand
 from jdllm.serving.request import Request
 
-_SMALLEST_POOL = 16
 _refresh, _reuse = encoding(refresh), encoding(reuse)
-
-
-class Limit(NamedTuple):
-    """What a cached step is held against before it runs.
-
-    - `device`: bytes that the device may hold in all.
-    - `fixed`: what is on it beside the pool and a step's temporaries.
-    - `longest`: the longest context that fits without a cache, for the error.
-    """
-
-    device: int
-    fixed: int
-    longest: int
 
 
 class CachedRunner:
     """Refreshes and reuses the keys and values of requests that cache.
 
     Arguments:
-    - `params`, `config`, `executables`: as of `jdllm.serving.runner.StepRunner`.
-    - `max_pages`: pages that the pool may have, scratch included; `None` for as many as are asked for.
-    - `max_num_logits`: head rows whose logits may exist at a time.
-    - `limit`: the memory budget; `None` for none.
+    - `params`, `config`, `executables`, `ladder`, `account`: as of `jdllm.serving.full_runner.FullRunner`.
+
+    The pool has the account's pages from first to last. It is on the device from the first part that needs it
+    until `free`, and made again in the same shape.
     """
 
     def __init__(
@@ -53,114 +44,127 @@ class CachedRunner:
         params: Params,
         config: ModelConfig,
         executables: Executables,
-        *,
-        max_pages: int | None,
-        max_num_logits: int,
-        limit: Limit | None = None,
+        ladder: Ladder,
+        account: Account,
     ):
         self._params = params
         self._config = config
         self._executables = executables
-        self._max_pages = max_pages
-        self._max_num_logits = max_num_logits
-        self._limit = limit
-        self._pages = KvPool.empty(1, PAGE_ROWS)
+        self._ladder = ladder
+        self._account = account
+        self._pages = KvPool.empty(account.pages, PAGE_ROWS)
         self._pool: KeyValuePool | None = None
+        self._compiled_refresh: dict[bool, set[Entry]] = {False: set(), True: set()}
+        self._compiled_reuse: dict[Level, set[Entry]] = {level: set() for level in Level}
+        self._abstract_pool = jax.eval_shape(self._empty_pool)
 
-    def make_room(self, requests: Sequence[Request]) -> None:
-        """Let the pool hold all `requests` at once, or as much as it may; nobody may hold pages now."""
-        pages = 1 + sum(map(self._pages_for, requests))
-        if pages > self._pages.pages:
-            pages = power_bucket(pages, _SMALLEST_POOL)
-            self._pages = KvPool.empty(min(pages, self._max_pages or pages), PAGE_ROWS)
-            self._pool = None
+    @property
+    def free_pages(self) -> int:
+        return self._pages.free_pages
 
-    def admit(self, request: Request) -> bool:
-        """Give `request` the pages that it may ever need; `False` where others hold too many of them.
+    @property
+    def pages(self) -> int:
+        """Pages that requests may hold in all."""
+        return self._account.pages - 1
 
-        Raises `KvPoolError` where the pool could not hold it alone.
-        """
-        if self._pages.owned and self._pages_for(request) > self._pages.free_pages:
+    @property
+    def lost(self) -> bool:
+        """Whether the pool was given to an executable that failed."""
+        if self._pool is None:
             return False
-        rows = kept(request.sampling, len(request.tokens))
-        self._pages = self._pages.allocate(request.index, rows)
-        return True
+        try:
+            jax.block_until_ready(self._pool)
+        except Exception:
+            return True
+        return self._pool.k.is_deleted() or self._pool.v.is_deleted()
+
+    def entries(self, tiles: int) -> int:
+        """Entries of the page table of so many tiles: requests of up to two tiles may fill the pool."""
+        return 2 * self._account.pages + 4 * tiles
+
+    def admit(self, request: Request) -> None:
+        """Give `request` the pages that it may ever need; raises `KvPoolError` where they are not free."""
+        self._pages = self._pages.allocate(request.id, request.spec.stored_rows)
 
     def release(self, request: Request) -> None:
-        """Free the pages of a finished request."""
-        self._pages = self._pages.release(request.index)
+        """Free the pages of a request."""
+        self._pages = self._pages.release(request.id)
 
-    def refresh(self, requests: Sequence[Request], level: Level) -> tuple[EncodedTrace, list[np.ndarray]]:
-        """One step of whole sequences; what each policy asks for is stored.
+    def free(self) -> None:
+        """Free the pool on the device: what it held is lost."""
+        self._pool = None
 
-        Returns the trace, and for each request the positions of its head rows. Raises `MemoryBudgetError`
-        where the step does not fit, before it has run.
-        """
-        (batch, candidates), selection, table, scoring = pack_refresh(requests, self._config, self._pages)
-        trace, self._pool = self._run(
-            _refresh,
-            self._params,
-            batch,
-            selection,
-            table,
-            self._device_pool(),
-            donate=(4,),
-            scoring=scoring,
-            **self._static(requests, len(batch.head.row), level),
+    def refresh(self, requests: list[Request], max_steps: int) -> Launch:
+        """One step of whole sequences; what each policy asks for is stored. As of `Launcher`."""
+        rows, head_rows = np.sum([demand(r) for r in requests], axis=0).tolist()
+        scored = any(_scored(r) for r in requests)
+        compiled = self._compiled_refresh[scored]
+        entry = entry_for(self._ladder.refresh, rows, head_rows, len(requests), compiled)
+        packed, selection, table, stored = pack_refresh(requests, self._config, self._pages, entry)
+        static = self._static(requests, entry, Level.FILTERED) | {"scored": scored}
+        arguments = self._params, packed.batch, selection, table
+        executable = self._compiled(entry, _refresh, *arguments, self._abstract_pool, donate=(4,), **static)
+        compiled.add(entry)
+
+        def run() -> EncodedTrace:
+            trace, self._pool = executable(*arguments, self._device_pool())
+            return trace
+
+        return Launch(run, packed.candidates, stored)
+
+    def reuse(self, requests: list[Request], max_steps: int) -> Launch:
+        """Up to `max_steps` steps of what each request forwards. As of `Launcher`."""
+        rows, head_rows, needed = np.sum([reuse_demand(r, PAGE_ROWS) for r in requests], axis=0).tolist()
+        level = _reuse_level(requests)
+        compiled = self._compiled_reuse[level]
+        entry = entry_for(self._ladder.reuse, rows, head_rows, len(requests), compiled)
+        usual = self.entries(entry.rows // TILE_ROWS)
+        entries = usual if needed <= usual else power_bucket(needed, usual)
+        packed, table = pack_reuse(requests, self._config, self._pages, entry, entries)
+        static = self._static(requests, entry, level)
+        arguments = self._params, packed.batch, table
+        steps = np.int32(min(max_steps, entry.steps))
+        chained = chains(self._params, self._config, entry.rows)
+        executable = self._compiled(
+            entry, _reuse, *arguments, self._abstract_pool, steps, chained=chained, **static
         )
-        return trace, candidates
-
-    def reuse(
-        self, requests: Sequence[Request], max_steps: int, level: Level
-    ) -> tuple[EncodedTrace, list[np.ndarray]]:
-        """Up to `max_steps` steps of what each request forwards; as `refresh` otherwise."""
-        (batch, candidates), table = pack_reuse(requests, self._config, self._pages)
-        trace = self._run(
-            _reuse,
-            self._params,
-            batch,
-            table,
-            self._device_pool(),
-            np.int32(min(max_steps, batch.segments.quota.shape[1])),
-            chained=chains(self._params, self._config, len(batch.tokens)),
-            **self._static(requests, len(batch.head.row), level),
+        compiled.add(entry)
+        return Launch(
+            lambda: executable(*arguments, self._device_pool(), steps),
+            packed.candidates,
+            [None] * len(requests),
         )
-        return trace, candidates
 
-    def _run(
-        self,
-        function: Callable[..., Any],
-        *args: Any,
-        donate: tuple[int, ...] = (),
-        chained: bool = False,
-        **static: Any,
-    ) -> Any:
-        executable = self._executables.compile(function, *args, donate=donate, chained=chained, **static)
-        if self._limit is not None:
-            pool = pool_bytes(self._config, str(self._dtype), self._pages.pages, PAGE_ROWS)
-            needed = self._limit.fixed + pool + self._executables.temp_bytes(executable)
-            if needed > self._limit.device:
-                what = f"a cached step with a pool of {self._pages.pages} pages"
-                longest = "context without a cache"
-                raise MemoryBudgetError(what, needed, self._limit.device, self._limit.longest, longest)
-        return executable(*args)
+    def _compiled(self, entry: Entry, function: Callable[..., Any], *args: Any, **options: Any) -> Executable:
+        executable = self._executables.compile(function, *args, **options)
+        what = f"a cached step of {entry.rows} rows beside a pool of {self._account.pages} pages"
+        check_fits(self._account, what, entry.rows, executable)
+        return executable
 
-    def _static(self, requests: Sequence[Request], head_rows: int, level: Level) -> dict[str, Any]:
+    def _static(self, requests: list[Request], entry: Entry, level: Level) -> dict[str, Any]:
         return {
             "config": self._config,
             "mask_id": requests[0].mask_id,
-            "logits_chunks": -(-head_rows // self._max_num_logits),
+            "logits_chunks": -(-entry.head_rows // self._account.max_num_logits),
             "level": level,
         }
 
     def _device_pool(self) -> KeyValuePool:
         if self._pool is None:
-            self._pool = empty_pool(self._config, self._pages.pages, PAGE_ROWS, self._dtype)
+            self._pool = self._empty_pool()
         return self._pool
 
-    @property
-    def _dtype(self) -> jnp.dtype:
-        return self._params["final_norm"].dtype
+    def _empty_pool(self) -> KeyValuePool:
+        return empty_pool(self._config, self._account.pages, PAGE_ROWS, self._params["final_norm"].dtype)
 
-    def _pages_for(self, request: Request) -> int:
-        return self._pages.pages_for(kept(request.sampling, len(request.tokens)))
+
+def _reuse_level(requests: list[Request]) -> Level:
+    """One of the two levels that reuses are compiled for: usual ones end sooner at the lower."""
+    usual = all(head_level(r.sampling) is Level.TOP for r in requests)
+    return Level.TOP if usual else Level.FILTERED
+
+
+def _scored(request: Request) -> bool:
+    """Whether its refreshes keep the best of their candidates."""
+    policy = policy_of(request.sampling)
+    return policy is not None and policy.scored

@@ -1,160 +1,331 @@
-"""The engine: admits requests, packs a step, runs it and hands out what it committed."""
+"""The engine: takes requests in, runs their steps together, and tells what was committed."""
 
-import functools
+import contextlib
 import itertools
+import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
 from jdllm.decoding.caches import Phase
-from jdllm.decoding.encoded_trace import EncodedTrace, Steps, decode
-from jdllm.decoding.rules import head_level
-from jdllm.models.config import ModelConfig
+from jdllm.decoding.encoded_trace import Steps
+from jdllm.errors import NonFiniteError, RequestError
+from jdllm.models.pool import PAGE_ROWS
+from jdllm.serving.cached_packing import reuse_demand
 from jdllm.serving.cached_runner import CachedRunner
-from jdllm.serving.packing import pack
+from jdllm.serving.packing import demand
 from jdllm.serving.request import Request
-from jdllm.serving.runner import StepRunner
-from jdllm.serving.verifier import check_verifiable
+from jdllm.serving.runner import Pending, Runner
+from jdllm.serving.scheduler import Demand, Kind, Life, Part, Scheduler
+from jdllm.serving.spec import RequestSpec
+from jdllm.serving.updates import Ended, Stats, StepUpdate, Update
+
+_ids = itertools.count()
 
 
-class StepUpdate(NamedTuple):
-    """What one denoising step did to one request.
+class _Entry(NamedTuple):
+    """A request of the engine.
 
-    - `request`: index of the request in its call.
-    - `step`: the step that was done, counted from 0 over the request.
-    - `positions`: int32 `[evaluated]`, positions of the sequence that were masked and evaluated, rising.
-    - `provisional`: int32 `[evaluated]`, the token chosen for each of them in this step.
-    - `committed`: bool `[evaluated]`, which of them were committed for good.
-    - `logprobs`: f32 `[evaluated]`, the log-probability of each provisional token in the distribution that
-      its confidence is measured on.
+    - `every_step`: whether its updates are wanted as they happen.
+    - `deliver`: takes its updates too.
     """
 
-    request: int
-    step: int
-    positions: np.ndarray
-    provisional: np.ndarray
-    committed: np.ndarray
-    logprobs: np.ndarray
-
-    __hash__ = None  # type: ignore[assignment]  # arrays inside
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, StepUpdate) and all(map(np.array_equal, self, other))
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
+    request: Request
+    every_step: bool
+    deliver: Callable[[Update], None] | None
 
 
 class Engine:
     """Denoises many requests at once, first come first served.
 
     Arguments:
-    - `runner`: runs the steps of the model.
-    - `config`: the model.
-    - `max_num_batched_tokens`: packed rows of one step; a request that needs more runs alone.
+    - `runner`: runs parts of iterations.
+    - `cache`: the KV pool.
+    - `scheduler`: says what runs next.
+    - `check`: raises `RequestError` or `MemoryBudgetError` for a request that this engine cannot serve.
+    - `non_finite`: what a request fails with whose values are infinite or not numbers.
 
-    `evaluated` counts the forward evaluations of the model, as the device reports them.
+    `add`, `abort`, `run` and `stats` may be called by any thread; `step` by one at a time. A request fails
+    alone where its values are not finite, and with the other requests of its part where an executable fails.
+    Such a failure may take the KV pool with it: then it is made again, and requests whose keys were in it go
+    back to their last refresh and repeat their steps, to the same tokens.
     """
 
-    def __init__(self, runner: StepRunner, config: ModelConfig, max_num_batched_tokens: int):
+    def __init__(
+        self,
+        runner: Runner,
+        cache: CachedRunner,
+        scheduler: Scheduler,
+        *,
+        check: Callable[[RequestSpec], None],
+        non_finite: Callable[[Request], NonFiniteError],
+    ):
         self._runner = runner
-        self._config = config
-        self._budget = max_num_batched_tokens
-        self.evaluated = 0
+        self._cache = cache
+        self._scheduler = scheduler
+        self._check = check
+        self._non_finite = non_finite
+        self._lock = threading.RLock()
+        self._arrivals: deque[_Entry] = deque()
+        self._aborts: deque[int] = deque()
+        self._entries: dict[int, _Entry] = {}
+        self._in_flight: deque[Pending] = deque()
+        self._delivered: dict[int, int] = {}
+        self._counts: Counter[str] = Counter()
 
-    @functools.cached_property
-    def _cache(self) -> CachedRunner:
-        return self._runner.cached(self._budget)
+    @property
+    def evaluated(self) -> int:
+        """Forward evaluations of the model, as the device reports them."""
+        return self._counts["evaluated"]
 
-    def run(self, requests: Sequence[Request], *, every_step: bool = False) -> Iterator[StepUpdate]:
-        """Denoise all requests to their end.
+    def add(
+        self,
+        spec: RequestSpec,
+        *,
+        every_step: bool = False,
+        deliver: Callable[[Update], None] | None = None,
+    ) -> int:
+        """Take a request in; it starts with one of the next steps.
 
         Arguments:
-        - `requests`: fresh requests, in order of arrival. They hold the results afterwards.
-        - `every_step`: return to the host after every step, so that updates arrive as they happen;
-          otherwise the device runs to the end of a block. Tokens are the same.
+        - `every_step`: return to the host after every step of it, so that its updates arrive as they happen;
+          otherwise the device may run to the end of a block. Tokens are the same.
+        - `deliver`: called with each of its updates, by whoever calls `step`.
 
-        Yields one update for each request and step. Raises `KvPoolError` for a request whose cache does not
-        fit the pool, and `RequestError` for one that the verifier cannot serve, before anything has run; and
-        `NonFiniteError` instead of the first update of a request whose values are infinite or not numbers.
+        Returns its id, unique in the process. Raises `RequestError` or `KvPoolError` for what can never run.
         """
-        for request in requests:
-            check_verifiable(request, self._runner.verifier)
-        waiting = deque(requests)
-        running: list[Request] = []
+        request = Request(spec, next(_ids))
+        self._check(spec)
+        self._scheduler.check(_life(spec))
+        self._arrivals.append(_Entry(request, every_step, deliver))
+        return request.id
+
+    def abort(self, request: int) -> None:
+        """Forget a request, wherever it is; one that has ended is none. It gets no further updates."""
+        self._aborts.append(request)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._take_arrivals()
+            finally:
+                self._lock.release()
+
+    def stats(self) -> Stats:
+        """Counts since the engine was made, and what it holds now."""
+        count = self._counts
+        return Stats(
+            waiting=len(self._scheduler.waiting) + len(self._arrivals),
+            running=len(self._scheduler.running),
+            finished=count["finished"],
+            failed=count["failed"],
+            aborted=count["aborted"],
+            evaluated=count["evaluated"],
+            free_pages=self._cache.free_pages,
+            pages=self._cache.pages,
+            rebuilt=count["rebuilt"],
+        )
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is left."""
+        return not (self._entries or self._arrivals)
+
+    def run(self, specs: Sequence[RequestSpec], *, every_step: bool = False) -> Iterator[Update]:
+        """Denoise requests to their end, beside those of others; whoever waits drives the engine.
+
+        Arguments:
+        - `specs`: in order of arrival.
+        - `every_step`: as of `add`.
+
+        Yields the updates of these requests, which are named by their index in `specs`. Leaving it aborts
+        what is left of them. Raises what `add` raises, before anything of them has run.
+        """
+        mine: deque[Update] = deque()
+        left: dict[int, int] = {}
         try:
-            while waiting or running:
-                if waiting:
-                    self._admit(waiting, running)
-                for group in _by_phase(running):
-                    yield from self._dispatch(group, every_step)
-                for request in running:
-                    if request.finished and request.cached:
-                        self._cache.release(request)
-                running = [r for r in running if not r.finished]
+            for index, spec in enumerate(specs):
+                with _naming(index, len(specs)):
+                    left[self.add(spec, every_step=every_step, deliver=mine.append)] = index
+            while left:
+                while mine:
+                    update = mine.popleft()
+                    index = left[update.request]
+                    if isinstance(update, Ended):
+                        del left[update.request]
+                    yield update._replace(request=index)
+                with self._lock:
+                    if left and not mine:
+                        self.step()
         finally:
-            for request in running:
-                if request.cached:
-                    self._cache.release(request)
+            for request in left:
+                self.abort(request)
 
-    def _admit(self, waiting: deque[Request], running: list[Request]) -> None:
-        rows = sum(r.rows for r in running)
-        totals = rows + np.cumsum([r.rows for r in waiting])
-        fitting = int(np.searchsorted(totals, self._budget, side="right"))
-        admissible = list(itertools.islice(waiting, fitting if running else max(fitting, 1)))
-        if any(r.cached for r in admissible) and not any(r.cached for r in running):
-            self._cache.make_room([r for r in admissible if r.cached])
-        for request in admissible:
-            if request.cached and not self._cache.admit(request):
-                return
-            waiting.popleft()
-            request.started = time.perf_counter()
-            running.append(request)
+    def step(self) -> list[Update]:
+        """Submit what can run, and collect the part that was submitted first.
 
-    def _dispatch(self, requests: list[Request], every_step: bool) -> Iterator[StepUpdate]:
-        trace, candidates = self._run(requests, every_step)
-        stops = itertools.accumulate(map(len, candidates))
-        parts = [slice(stop - len(own), stop) for own, stop in zip(candidates, stops, strict=True)]
-        steps = decode(jax.device_get(trace))
-        self.evaluated += len(steps.tokens)
+        Returns the updates of this step, of all requests; none where nothing is left to do.
+        """
+        with self._lock:
+            self._take_arrivals()
+            failed = self._submit()
+            if not self._in_flight:
+                return failed
+            return [*failed, *self._collect(self._in_flight[0])]
+
+    def fail(self, error: Exception) -> None:
+        """End all requests with `error`."""
+        with self._lock:
+            self._take_arrivals()
+            self._drain()
+            self._cache.free()
+            for entry in list(self._entries.values()):
+                self._end(entry.request, error)
+
+    def between_parts[T](self, function: Callable[[], T]) -> T:
+        """`function()`, while no part of the engine runs."""
+        return self._runner.between_parts(function)
+
+    def close(self) -> None:
+        """Wait for what runs, forget all requests and free the KV pool."""
+        with self._lock:
+            self._take_arrivals()
+            for request in list(self._entries):
+                self._leave(request, "aborted")
+            self._drain()
+            self._runner.close()
+            self._cache.free()
+
+    def _take_arrivals(self) -> None:
+        while self._arrivals:
+            entry = self._arrivals.popleft()
+            self._entries[entry.request.id] = entry
+            self._delivered[entry.request.id] = 0
+            self._scheduler.add(entry.request.id, _life(entry.request.spec))
+        while self._aborts:
+            request = self._aborts.popleft()
+            if request in self._entries:
+                self._leave(request, "aborted")
+
+    def _leave(self, request: int, how: str) -> Request:
+        state = self._entries.pop(request).request
+        del self._delivered[request]
+        if state.cached and request in self._scheduler.running:
+            self._cache.release(state)
+        self._scheduler.remove(request)
+        self._counts[how] += 1
+        return state
+
+    def _submit(self) -> list[Update]:
+        for request in self._scheduler.admit():
+            state = self._entries[request].request
+            state.started = time.perf_counter()
+            if state.cached:
+                self._cache.admit(state)
+        busy = {request.id for pending in self._in_flight for request in pending.requests}
+        ready = {i: _demand(self._entries[i].request) for i in self._scheduler.running if i not in busy}
+        kinds = [pending.kind for pending in self._in_flight]
+        rows = sum(_demand(r).rows for pending in self._in_flight for r in pending.requests)
+        failed: list[Update] = []
+        for part in self._scheduler.plan(ready, kinds, rows):
+            requests = [self._entries[i].request for i in part.ids]
+            try:
+                self._in_flight.append(self._runner.submit(part.kind, requests, self._steps(part)))
+            except Exception as error:
+                failed += [self._end(request, error) for request in requests]
+        return failed
+
+    def _steps(self, part: Part) -> int:
+        """Steps that a part may do before others of its company have to be served."""
+        alone = len(part.ids) == len(self._scheduler.running)
+        if not alone or any(self._entries[i].every_step for i in part.ids):
+            return 1
+        requests = [self._entries[i].request for i in part.ids]
+        return min(r.reuse_steps if part.kind is Kind.REUSE else r.steps_left for r in requests)
+
+    def _collect(self, pending: Pending) -> list[Update]:
+        try:
+            steps = self._runner.collect(pending)
+        except Exception as error:
+            self._drain()
+            self._rebuild_lost_pool()
+            return [self._end(r, error) for r in pending.requests if r.id in self._entries]
+        self._in_flight.popleft()
+        self._counts["evaluated"] += len(steps.tokens)
+        for request, stored in zip(pending.requests, pending.launch.stored, strict=True):
+            if stored is not None:
+                request.store(*stored)
+        return list(self._take_in(pending, steps))
+
+    def _take_in(self, pending: Pending, steps: Steps) -> Iterator[Update]:
+        candidates = pending.launch.candidates
+        stops = list(itertools.accumulate(map(len, candidates)))
         for step in map(Steps, *steps):
-            for request, positions, part in zip(requests, candidates, parts, strict=True):
-                yield self._take_in(request, positions, Steps(*(x[part] for x in step)))
+            for request, positions, stop in zip(pending.requests, candidates, stops, strict=True):
+                if request.id not in self._entries:
+                    continue
+                part = slice(stop - len(positions), stop)
+                yield from self._advance(request, positions, Steps(*(x[part] for x in step)))
 
-    def _run(self, requests: list[Request], every_step: bool) -> tuple[EncodedTrace, list[np.ndarray]]:
-        if requests[0].adaptive:
-            return self._runner.adaptive.run(requests)
-        level = max(head_level(r.sampling) for r in requests)
-        if not requests[0].cached:
-            batch, candidates = pack(requests, self._config)
-            max_steps = 1 if every_step else batch.segments.quota.shape[1]
-            return self._runner.run(batch, max_steps, requests[0].mask_id, level), candidates
-        if requests[0].phase is not Phase.REUSE:
-            return self._cache.refresh(requests, level)
-        max_steps = 1 if every_step else min(r.reuse_steps for r in requests)
-        return self._cache.reuse(requests, max_steps, level)
-
-    def _take_in(self, request: Request, positions: np.ndarray, step: Steps) -> StepUpdate:
+    def _advance(self, request: Request, positions: np.ndarray, step: Steps) -> Iterator[Update]:
         masked = request.tokens[positions] == request.mask_id
-        update = StepUpdate(request.index, request.steps, positions[masked], *(x[masked] for x in step))
+        update = StepUpdate(request.id, request.steps, positions[masked], *(x[masked] for x in step))
         if not np.isfinite(update.logprobs).all():
-            raise self._runner.non_finite(request)
+            yield self._end(request, self._non_finite(request))
+            return
         took = step.committed
         request.advance(positions[took], step.tokens[took], step.logprobs[took])
+        if update.step >= self._delivered[request.id]:
+            self._delivered[request.id] += 1
+            yield self._tell(update)
+        if request.finished:
+            yield self._end(request, None)
+
+    def _end(self, request: Request, error: Exception | None) -> Update:
+        ended = self._tell(Ended(request.id, request, error))
+        self._leave(request.id, "finished" if error is None else "failed")
+        return ended
+
+    def _tell(self, update: Update) -> Update:
+        deliver = self._entries[update.request].deliver
+        if deliver is not None:
+            deliver(update)
         return update
 
+    def _rebuild_lost_pool(self) -> None:
+        """Where a failed executable took the KV pool with it, make it again."""
+        if self._cache.lost:
+            self._cache.free()
+            self._counts["rebuilt"] += 1
+            for entry in self._entries.values():
+                if entry.request.cached:
+                    entry.request.go_back()
 
-def _by_phase(requests: Sequence[Request]) -> list[list[Request]]:
-    """Requests that one dispatch can serve: those without a cache, those to refresh, those that reuse, and
-    those with a verifier."""
+    def _drain(self) -> None:
+        """Wait for what was submitted, and forget it: whoever is left repeats it."""
+        while self._in_flight:
+            wait([self._in_flight.popleft().trace])
 
-    def place(request: Request) -> int:
-        if request.cached:
-            return 2 if request.phase is Phase.REUSE else 1
-        return 3 if request.adaptive else 0
 
-    return [list(group) for _, group in itertools.groupby(sorted(requests, key=place), place)]
+@contextlib.contextmanager
+def _naming(index: int, count: int) -> Iterator[None]:
+    """Put the index of the request before the message of a refusal, where there are several."""
+    try:
+        yield
+    except RequestError as e:
+        raise RequestError(f"request {index}: {e}" if count > 1 else str(e)) from None
+
+
+def _life(spec: RequestSpec) -> Life:
+    pages = -(-spec.stored_rows // PAGE_ROWS) if spec.cached else 0
+    return Life(spec.rows, pages)
+
+
+def _demand(request: Request) -> Demand:
+    """What the next step of a request costs."""
+    if request.cached and request.phase is Phase.REUSE:
+        return Demand(Kind.REUSE, *reuse_demand(request, PAGE_ROWS))
+    kind = Kind.REFRESH if request.cached else Kind.ADAPTIVE if request.adaptive else Kind.FULL
+    return Demand(kind, *demand(request), 0)

@@ -13,16 +13,15 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.visibility import key_ranges
-from jdllm.planning.buckets import head_bucket, power_bucket, row_bucket, steps_per_dispatch
+from jdllm.planning.buckets import row_bucket
+from jdllm.planning.ladder import Entry
 from jdllm.serving.request import Request
-
-_SMALLEST_SEGMENTS = 8
 
 
 class Packed(NamedTuple):
     """A packed batch and where its head rows come from.
 
-    - `batch`: NumPy arrays of bucket sizes. Padding rows see no keys and are never head rows.
+    - `batch`: NumPy arrays of the sizes of an entry. Padding rows see no keys and are never head rows.
     - `candidates`: for each request the positions of its head rows, which follow one another in the batch.
     """
 
@@ -30,14 +29,19 @@ class Packed(NamedTuple):
     candidates: list[np.ndarray]
 
 
-def lay_out(sequences: Sequence[np.ndarray], config: ModelConfig) -> tuple[np.ndarray, Rows, np.ndarray]:
-    """Put sequences one after another into a bucket of rows, each a segment that sees itself only.
+def lay_out(
+    sequences: Sequence[np.ndarray], config: ModelConfig, size: int | None = None
+) -> tuple[np.ndarray, Rows, np.ndarray]:
+    """Put sequences one after another into `size` rows, each a segment that sees itself only.
+
+    Arguments:
+    - `size`: by default a bucket that holds them.
 
     Returns int32 tokens `[rows]`, their `Rows`, and the first row of each sequence. Padding sees no keys.
     """
     lengths = [len(s) for s in sequences]
     starts = np.cumsum([0, *lengths])
-    size = row_bucket(int(starts[-1]))
+    size = size or row_bucket(int(starts[-1]))
     tokens, positions, k_start, k_end = (np.zeros(size, np.int32) for _ in range(4))
     for ids, start, length in zip(sequences, starts, lengths, strict=False):
         rows = slice(start, start + length)
@@ -46,38 +50,36 @@ def lay_out(sequences: Sequence[np.ndarray], config: ModelConfig) -> tuple[np.nd
     return tokens, Rows(positions, k_start, k_end), starts[:-1]
 
 
-def pack(requests: Sequence[Request], config: ModelConfig) -> Packed:
+def demand(request: Request) -> tuple[int, int]:
+    """Packed rows and head rows of a request whose whole sequence is evaluated; guidance counts twice."""
+    return request.rows, len(request.candidates()) * (2 if request.guided else 1)
+
+
+def pack(requests: Sequence[Request], config: ModelConfig, entry: Entry) -> Packed:
     """Lay the requests out one after another, each followed by its unguided copy where it has guidance."""
     candidates = [r.candidates() for r in requests]
     sequences = [[r.tokens, r.unguided_tokens()] if r.guided else [r.tokens] for r in requests]
-    tokens, rows, starts = lay_out([copy for copies in sequences for copy in copies], config)
+    tokens, rows, starts = lay_out([copy for copies in sequences for copy in copies], config, entry.rows)
     first = np.cumsum([0, *(len(copies) for copies in sequences)])
     parts = [
         (starts[first[i]] + masked, starts[first[i + 1] - 1] + masked, np.full_like(masked, i))
         for i, masked in enumerate(candidates)
     ]
-    segments = segments_bucket(len(requests))
     row, unguided, segment = (np.concatenate(column) for column in zip(*parts, strict=True))
-    head = head_rows(row, unguided, segment, segments)
-    steps = steps_per_dispatch(len(head.row))
-    batch = Batch(tokens, rows, head, segment_params(requests, segments, steps, config))
-    return Packed(batch, candidates)
+    head = head_rows(row, unguided, segment, entry)
+    return Packed(Batch(tokens, rows, head, segment_params(requests, entry, config)), candidates)
 
 
-def segments_bucket(requests: int) -> int:
-    """Segments of a batch of `requests` requests."""
-    return power_bucket(requests, _SMALLEST_SEGMENTS)
+def head_rows(row: np.ndarray, unguided: np.ndarray, segment: np.ndarray, entry: Entry) -> HeadRows:
+    """The head rows of a batch, padded to those of its entry."""
+    columns = ((row, 0), (unguided, 0), (segment, entry.segments))
+    return HeadRows(*(padded(x.astype(np.int32), entry.head_rows, fill) for x, fill in columns))
 
 
-def head_rows(row: np.ndarray, unguided: np.ndarray, segment: np.ndarray, padding_segment: int) -> HeadRows:
-    """The head rows of a batch, padded to a bucket."""
-    size = head_bucket(len(row))
-    columns = ((row, 0), (unguided, 0), (segment, padding_segment))
-    return HeadRows(*(padded(x.astype(np.int32), size, fill) for x, fill in columns))
-
-
-def segment_params(requests: Sequence[Request], size: int, steps: int, config: ModelConfig) -> SegmentParams:
-    """One row per request with a table of `steps`, padded with inactive segments that ask for nothing."""
+def segment_params(requests: Sequence[Request], entry: Entry, config: ModelConfig) -> SegmentParams:
+    """One row per request with a table of the entry's steps, padded with inactive segments that ask for
+    nothing."""
+    size, steps = entry.segments, entry.steps
     missing = size - len(requests)
     rows = [r.segment for r in requests] + [_padding_row(config)] * missing
     columns: dict[str, np.ndarray] = {name: np.asarray([row[name] for row in rows]) for name in rows[0]}

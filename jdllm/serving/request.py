@@ -1,35 +1,19 @@
-"""One request: its tokens, its blocks and how far it has come."""
+"""One request as it runs: its tokens and how far it has come."""
 
 import bisect
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from jdllm.arrays import padded
-from jdllm.decoding.caches import Phase, View, phase, policy_of
-from jdllm.decoding.rules import adaptive_row, segment_row, step_table
+from jdllm.decoding.caches import Phase, View, phase
 from jdllm.decoding.sampling import SamplingParams
-from jdllm.decoding.schedule import StepTable, block_steps
+from jdllm.decoding.schedule import StepTable
 from jdllm.decoding.transfer import Rule
-from jdllm.errors import RequestError
-from jdllm.models.config import ModelConfig
-
-
-class Block(NamedTuple):
-    """A block of semi-autoregressive remasking.
-
-    - `start`, `stop`: its positions; masks before `start` may commit in it too, later ones may not.
-    - `masks`: masked positions inside it when the request is made.
-    - `table`: what its denoising steps may commit.
-    """
-
-    start: int
-    stop: int
-    masks: int
-    table: StepTable
+from jdllm.serving.spec import Block, RequestSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,15 +32,24 @@ class Timings:
         return {"queued": self.queued, "running": self.running, "total": self.total}
 
 
-class Request:
-    """The mutable state of one request. The engine alone changes it.
+class Progress(NamedTuple):
+    """How far a request was at a moment: enough to go on from there."""
 
-    - `prompt`: int32 ids that the request came with; masks among them are to be filled.
-    - `tokens`: int32 `[length]`, the whole sequence as it stands: the prompt, then what is generated.
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    committed_in: np.ndarray
+    steps: int
+    block_step: int
+    block: int
+
+
+class Request:
+    """The state of one request, which only a commit changes: `advance`, `store` and `go_back`.
+
+    - `id`: of the request in its engine.
+    - `spec`: what was asked for.
+    - `tokens`: int32 `[length]`, the whole sequence as it stands.
     - `initial_masks`: bool `[length]`, positions that were masked at the start; all others count as prompt.
-    - `blocks`: what is denoised, from left to right.
-    - `returned`: the part of the sequence that is the result.
-    - `stop_ids`: ids that end its text; `decode`: ids to text, for the stop strings of `sampling`.
     - `logprobs`: f32 `[length]`, the log-probability of each committed token, 0 for others; `committed_in`:
       int32 `[length]`, the denoising step that committed it, -1 for others.
     - `steps`: denoising steps done, each one forward evaluation.
@@ -64,29 +57,13 @@ class Request:
       rows of each layer they find stored.
     """
 
-    def __init__(
-        self,
-        index: int,
-        prompt: np.ndarray,
-        gen_length: int,
-        blocks: list[Block],
-        sampling: SamplingParams,
-        config: ModelConfig,
-        decode: Callable[[Sequence[int]], str] | None = None,
-    ):
-        self.index = index
-        self.prompt = prompt
-        self.mask_id = mask_id_of(config)
-        self.tokens = np.concatenate([prompt, np.full(gen_length, self.mask_id, np.int32)])
-        self.initial_masks = self.tokens == self.mask_id
-        kept = min(sampling.max_tokens or gen_length, gen_length)
-        self.returned = slice(len(prompt), len(prompt) + kept) if gen_length else slice(0, len(prompt))
-        self.blocks = blocks
-        self.sampling = sampling
+    def __init__(self, spec: RequestSpec, id: int = 0):
+        self.id = id
+        self.spec = spec
+        self.tokens = spec.tokens.copy()
+        self.initial_masks = self.tokens == spec.mask_id
         self.forwarded = np.arange(len(self.tokens))
         self.stored = 0
-        self.stop_ids = (*config.stop_ids, *sampling.stop_token_ids) if gen_length else ()
-        self.decode = decode
         self.logprobs = np.zeros(len(self.tokens), np.float32)
         self.committed_in = np.full(len(self.tokens), -1, np.int32)
         self.steps = 0
@@ -96,34 +73,60 @@ class Request:
         self.started: float | None = None
         self.ended: float | None = None
         self._block = 0
-        self._segment = (adaptive_row if sampling.adaptive else segment_row)(sampling, config)
-        self._shifted = config.logits_shift
+        self._refreshed = self._progress()
 
     @property
-    def segment(self) -> dict[str, np.ndarray | np.generic]:
+    def prompt(self) -> np.ndarray:
+        return self.spec.prompt
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.spec.sampling
+
+    @property
+    def mask_id(self) -> int:
+        return self.spec.mask_id
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        return self.spec.blocks
+
+    @property
+    def returned(self) -> slice:
+        return self.spec.returned
+
+    @property
+    def cached(self) -> bool:
+        return self.spec.cached
+
+    @property
+    def adaptive(self) -> bool:
+        return self.spec.adaptive
+
+    @property
+    def guided(self) -> bool:
+        return self.spec.guided
+
+    @property
+    def rows(self) -> int:
+        return self.spec.rows
+
+    @property
+    def segment(self) -> Mapping[str, np.ndarray | np.generic]:
         """What the next step needs to know of the sampling parameters."""
         if not self._forced:
-            return self._segment
+            return self.spec.segment
         surest = {
             "rule": np.int32(Rule.QUOTA),
             "plus_masked": np.bool_(False),
             "by_fraction": np.bool_(False),
         }
-        return self._segment | surest
+        return {**self.spec.segment, **surest}
 
     @property
     def phase(self) -> Phase:
         """What the next step evaluates."""
         return phase(self.sampling, self.block_step)
-
-    @property
-    def cached(self) -> bool:
-        return policy_of(self.sampling) is not None
-
-    @property
-    def adaptive(self) -> bool:
-        """Whether its steps are those of adaptive parallel decoding."""
-        return self.sampling.adaptive
 
     @property
     def reuse_steps(self) -> int:
@@ -138,7 +141,7 @@ class Request:
         """Whether the next step commits the block's first token, and no other."""
         first = (
             self.sampling.effective("official_forcing")
-            and self._shifted
+            and self.spec.shifted
             and self.cached
             and self.block_step == 0
         )
@@ -146,19 +149,9 @@ class Request:
 
     def view(self) -> View:
         """The sequence as a cache policy sees it."""
-        exact = self._shifted and not self.sampling.effective("official_forcing")
+        exact = self.spec.shifted and not self.sampling.effective("official_forcing")
         start = max(self.block.start - 1, 0) if exact else self.block.start
         return View(len(self.tokens), start, self.block.stop, self.tokens == self.mask_id, exact)
-
-    @property
-    def guided(self) -> bool:
-        """Whether each step also evaluates a copy that does not see the prompt."""
-        return self.sampling.cfg_scale > 0
-
-    @property
-    def rows(self) -> int:
-        """Packed rows of one step."""
-        return len(self.tokens) * (2 if self.guided else 1)
 
     @property
     def block(self) -> Block:
@@ -208,6 +201,31 @@ class Request:
         if self.finished:
             self.ended = time.perf_counter()
 
+    def store(self, forwarded: np.ndarray, stored: int) -> None:
+        """Take in what a refresh stored, before the step that it was: `go_back` leads here."""
+        self.forwarded, self.stored = forwarded, stored
+        self._refreshed = self._progress()
+
+    def go_back(self) -> None:
+        """Be where the last refresh began, or the request where there was none: what it stored is lost.
+
+        Steps from there on, whose noise is keyed by their number, commit the same tokens again.
+        """
+        now = self._refreshed
+        self.tokens, self.logprobs, self.committed_in = (x.copy() for x in now[:3])
+        self.steps, self.block_step, self._block = now[3:]
+        del self.history[self.steps :]
+
+    def _progress(self) -> Progress:
+        return Progress(
+            self.tokens.copy(),
+            self.logprobs.copy(),
+            self.committed_in.copy(),
+            self.steps,
+            self.block_step,
+            self._block,
+        )
+
     def end_of_text(self) -> int | None:
         """Where in the result the text ends, if nothing is masked before: at its first stop id, or at the
         token that completes the first of its stop strings."""
@@ -215,13 +233,13 @@ class Request:
             return None
         result = self.tokens[self.returned]
         filled = result[: _first(result == self.mask_id)]
-        end = _first((filled[:, None] == self.stop_ids).any(1))
+        end = _first((filled[:, None] == self.spec.stop_ids).any(1))
         completed = self._stop_string_ends(filled[:end])
         return end if completed is None else completed
 
     def _stop_string_ends(self, ids: np.ndarray) -> int | None:
         """The index of the id that completes a stop string."""
-        decode, stop = self.decode, self.sampling.stop
+        decode, stop = self.spec.decode, self.sampling.stop
         if not stop or decode is None:
             return None
 
@@ -249,118 +267,6 @@ class Request:
         return self.sampling.early_stop and self.end_of_text() is not None
 
 
-def generation_request(
-    index: int,
-    prompt: Sequence[int] | np.ndarray,
-    sampling: SamplingParams,
-    config: ModelConfig,
-    decode: Callable[[Sequence[int]], str] | None = None,
-) -> Request:
-    """A request that appends `sampling.gen_length` masks to `prompt` and fills them block by block, as far as
-    `max_tokens` reaches.
-
-    `decode`: ids to text, for stop strings.
-
-    Raises `RequestError` for an empty prompt, an id outside the vocabulary, a mask id in the prompt (unless
-    `prompt_masks` is "official"), lengths that do not divide, or stop strings without `decode`.
-    """
-    if sampling.stop and decode is None:
-        raise RequestError("stop strings need tokenizer files, which this model has not: use stop_token_ids")
-    for i in sampling.stop_token_ids:
-        if i >= config.vocab_size:
-            raise RequestError(
-                f"stop_token_ids has {i}, outside the vocabulary (0 to {config.vocab_size - 1})"
-            )
-    prompt = checked_ids(prompt, config)
-    mask_id = mask_id_of(config)
-    if sampling.prompt_masks == "error" and (prompt == mask_id).any():
-        at = int(np.flatnonzero(prompt == mask_id)[0])
-        raise RequestError(
-            f"the prompt contains the mask id {mask_id} at position {at}: remove it, use infill, or set"
-            " prompt_masks='official' to have it filled as the official sampler does"
-        )
-    gen_length = sampling.gen_length
-    block_length = sampling.block_length or gen_length
-    steps = block_steps(gen_length, sampling.steps or gen_length, block_length)
-    start = len(prompt)
-    # Dream's sampler without a cache has one block, which counts the masks of the prompt too.
-    masks = block_length if sampling.alg is None else block_length + int((prompt == mask_id).sum())
-    table = step_table(sampling, masks, steps, start + gen_length)
-    blocks = [
-        Block(at, at + block_length, block_length, table)
-        for at in range(start, start + (sampling.max_tokens or gen_length), block_length)
-    ]
-    return Request(index, prompt, gen_length, blocks, sampling, config, decode)
-
-
-def infill_request(
-    index: int,
-    tokens: Sequence[int] | np.ndarray,
-    sampling: SamplingParams,
-    config: ModelConfig,
-) -> Request:
-    """A request that fills the masks inside `tokens`.
-
-    The masked positions, in order, are cut into blocks of `block_length` masks (the last may be shorter);
-    each block is finished before the next. `gen_length`, `max_tokens` and `early_stop` do not apply; `steps`
-    defaults to one a mask, and is otherwise a multiple of the number of blocks. Raises `RequestError` as
-    `generation_request` does, where nothing is masked, and for stop strings or ids.
-    """
-    if sampling.stop or sampling.stop_token_ids:
-        raise RequestError("a sequence to infill has no end to stop at: leave stop and stop_token_ids out")
-    tokens = checked_ids(tokens, config)
-    masks = np.flatnonzero(tokens == mask_id_of(config))
-    if not len(masks):
-        raise RequestError(f"nothing to infill: the sequence has no mask id {config.mask_id}")
-    length = sampling.block_length or len(masks)
-    groups = [masks[at : at + length] for at in range(0, len(masks), length)]
-    if sampling.steps is not None and sampling.steps % len(groups):
-        raise RequestError(
-            f"steps {sampling.steps} is not divisible by the number of blocks {len(groups)}"
-            f" ({len(masks)} masks / block_length {length})"
-        )
-    blocks = []
-    for group in groups:
-        steps = sampling.steps // len(groups) if sampling.steps else len(group)
-        table = step_table(sampling, len(group), steps, len(masks))
-        blocks.append(Block(int(group[0]), int(group[-1]) + 1, len(group), table))
-    return Request(index, tokens, 0, blocks, sampling, config)
-
-
 def _first(found: np.ndarray) -> int | None:
     """The index of the first True, if there is one."""
     return int(found.argmax()) if found.any() else None
-
-
-def mask_id_of(config: ModelConfig) -> int:
-    """The mask id, or `RequestError` where the checkpoint does not name one."""
-    if config.mask_id is None:
-        raise RequestError(
-            "the model has no mask id (mask_token_id in config.json): it cannot denoise;"
-            " name it with hf_overrides={'mask_token_id': ...} if the checkpoint has one"
-        )
-    if config.mask_id >= config.vocab_size:
-        raise RequestError(
-            f"the mask id {config.mask_id} (mask_token_id in config.json) is outside the vocabulary"
-            f" (0 to {config.vocab_size - 1})"
-        )
-    return config.mask_id
-
-
-def checked_ids(ids: Sequence[int] | np.ndarray, config: ModelConfig) -> np.ndarray:
-    """`ids` as int32 `[length]`; `RequestError` where they are no flat list of ids of the vocabulary."""
-    try:
-        ids = np.asarray(ids)
-    except ValueError:
-        ids = np.empty((0, 0))
-    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
-        raise RequestError("token ids must be a flat list of integers, one list for each prompt")
-    if not ids.size:
-        raise RequestError("the prompt is empty: give at least one token")
-    outside = (ids < 0) | (ids >= config.vocab_size)
-    if outside.any():
-        at = int(np.flatnonzero(outside)[0])
-        raise RequestError(
-            f"token id {ids[at]} at position {at} is outside the vocabulary (0 to {config.vocab_size - 1})"
-        )
-    return ids.astype(np.int32)

@@ -78,7 +78,10 @@ class Limits:
     - `max_num_logits`: head rows of one part.
     - `entries`: page table entries of one part.
     - `pages`: pages that requests may hold in all, the scratch page excluded.
-    - `longest`: packed rows of a request that runs alone, at least `max_num_batched_tokens`.
+    - `longest`: packed rows of a request that runs alone, at least `max_num_batched_tokens`;
+      `longest_refresh` of one with pages.
+    - `beside_pool`: packed rows up to which a request without pages runs while others hold some; a longer one
+      takes the room of the pool.
     """
 
     max_num_batched_tokens: int
@@ -87,6 +90,8 @@ class Limits:
     entries: int
     pages: int
     longest: int
+    longest_refresh: int
+    beside_pool: int
 
 
 class Part(NamedTuple):
@@ -161,25 +166,29 @@ class Scheduler:
         return self._free_pages
 
     def add(self, request: int, life: Life) -> None:
-        """Let `request` wait behind all others.
+        """Let `request` wait behind all others; raises what `check` raises.
 
         Arguments:
         - `request`: its id.
         - `life`: what it needs at most.
-
-        Raises `RequestError` where it could not run even alone.
         """
-        if life.pages > self._limits.pages:
+        self.check(life)
+        self._waiting[request] = life
+
+    def check(self, life: Life) -> None:
+        """Raise `RequestError` for a request that could not run even alone. Any thread may ask."""
+        limits = self._limits
+        if life.pages > limits.pages:
             raise RequestError(
-                f"request {request} needs {life.pages} pages of the KV pool, which has {self._limits.pages}:"
+                f"a request needs {life.pages} pages of the KV pool, which has {limits.pages}:"
                 " shorten its prompt or its generation, or make the pool larger"
             )
-        if life.rows > self._limits.longest:
+        longest = limits.longest_refresh if life.pages else limits.longest
+        if life.rows > longest:
             raise RequestError(
-                f"request {request} has a step of {life.rows} rows, and at most {self._limits.longest} fit:"
+                f"a request has a step of {life.rows} rows, and at most {longest} fit:"
                 " shorten its prompt or its generation, or give more memory"
             )
-        self._waiting[request] = life
 
     def remove(self, request: int) -> None:
         """Forget `request`, waiting or running, and free its pages. It may be in flight."""
@@ -194,7 +203,8 @@ class Scheduler:
         """Start the requests that have waited longest, up to the first that does not fit.
 
         A request fits where fewer than `max_num_seqs` run and its pages are free. All that run without pages
-        fit one iteration together, unless one of them is longer than an iteration and the only one.
+        fit one iteration together, unless one of them is longer than an iteration and the only one. One that
+        takes the room of the pool runs while nobody holds pages, and nobody gets any while it runs.
 
         Returns those that now run, in the order of their arrival.
         """
@@ -217,7 +227,12 @@ class Scheduler:
             len(self._running) < self._limits.max_num_seqs
             and life.pages <= self._free_pages
             and (life.pages > 0 or not self._uncached_rows or rows <= self._limits.max_num_batched_tokens)
+            and not (self._takes_pool(life) and self._free_pages < self._limits.pages)
+            and not (life.pages and any(self._takes_pool(other.life) for other in self._running.values()))
         )
+
+    def _takes_pool(self, life: Life) -> bool:
+        return life.pages == 0 and life.rows > self._limits.beside_pool
 
     def plan(
         self, ready: Mapping[int, Demand], busy: Collection[Kind] = (), in_flight_rows: int = 0

@@ -9,7 +9,7 @@ from jdllm.models.loading import load_params, resolve
 from jdllm.models.module import Transformer
 from jdllm.models.tokenizer import Tokenizer, load_tokenizer
 from jdllm.models.weights import Params
-from jdllm.serving.request import Request
+from jdllm.serving.spec import RequestSpec
 
 
 class Verifier(NamedTuple):
@@ -89,7 +89,7 @@ def _check_tokenizers(verifier: Tokenizer, tokenizer: Tokenizer) -> None:
             )
 
 
-def check_verifiable(request: Request, verifier: Verifier | None) -> None:
+def check_verifiable(request: RequestSpec, verifier: Verifier | None) -> None:
     """Raise `RequestError` for an adaptive request without a verifier, or whose ids the verifier lacks."""
     if not request.adaptive:
         return

@@ -17,10 +17,12 @@ from jdllm.models.pool import PAGE_ROWS, KeyValuePool, pool_shape
 from jdllm.models.weights import abstract_params
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.aot import compile_for
+from jdllm.planning.ladder import entry_for, make_ladder
 from jdllm.planning.plan import Bucket, Budget, Workload, plan_bucket
-from jdllm.serving.cached_packing import pack_refresh, pack_reuse
+from jdllm.serving.cached_packing import ReuseBatch, pack_refresh, pack_reuse, reuse_demand
 from jdllm.serving.kv_pool import KvPool
-from jdllm.serving.request import Request, generation_request
+from jdllm.serving.request import Request
+from tests.engines import entry_of, generation_request
 
 pytestmark = pytest.mark.aot
 
@@ -36,7 +38,7 @@ def requests(cache: str, count: int = REQUESTS, config: ModelConfig = CONFIG) ->
     pages = KvPool.empty(PAGES, PAGE_ROWS)
     out = [generation_request(i, np.arange(LENGTH - 256), sampling, config) for i in range(count)]
     for request in out:
-        pages = pages.allocate(request.index, LENGTH)
+        pages = pages.allocate(request.id, LENGTH)
     return out, pages
 
 
@@ -59,11 +61,11 @@ def plan_for(cache: Any, rows: int, head_rows: int) -> int:
 @pytest.mark.parametrize("cache", ["dual", "head_sparse"])
 def test_a_refresh_is_as_planned_and_copies_no_layer_of_the_pool(cache: str):
     asked, pages = requests(cache)
-    (batch, _), selection, table, scoring = pack_refresh(asked, CONFIG, pages)
+    (batch, _), selection, table, _ = pack_refresh(asked, CONFIG, pages, entry_of(asked))
     params = abstract_params(CONFIG, "bfloat16")
     pool = abstract_pool(pages)
     arguments = (params, batch, selection, table, pool)
-    compiled = compile_for("h200", refresh, *arguments, donate=(4,), scoring=scoring, **STATIC)
+    compiled = compile_for("h200", refresh, *arguments, donate=(4,), scored=cache == "head_sparse", **STATIC)
     memory = compiled.memory_analysis()
     assert memory is not None
     planned = plan_for(cache, REQUESTS * LENGTH, len(batch.head.row))
@@ -72,10 +74,20 @@ def test_a_refresh_is_as_planned_and_copies_no_layer_of_the_pool(cache: str):
     assert memory.alias_size_in_bytes >= 2 * CONFIG.num_layers * layer_bytes(pages)
 
 
+def packed_reuse(asked: list[Request], pages: KvPool, config: ModelConfig) -> ReuseBatch:
+    """The part that follows a refresh of all."""
+    refreshed = pack_refresh(asked, config, pages, entry_of(asked))
+    for request, stored in zip(asked, refreshed.stored, strict=True):
+        assert stored is not None
+        request.store(*stored)
+    rows, head_rows, _ = (sum(x) for x in zip(*(reuse_demand(r, PAGE_ROWS) for r in asked), strict=True))
+    entry = entry_for(make_ladder(8192).reuse, rows, head_rows, len(asked))
+    return pack_reuse(asked, config, pages, entry, 2 * PAGES)
+
+
 def test_a_reuse_copies_no_layer_of_the_pool():
     asked, pages = requests("dual")
-    pack_refresh(asked, CONFIG, pages)
-    (batch, _), table = pack_reuse(asked, CONFIG, pages)
+    (batch, _), table = packed_reuse(asked, pages, CONFIG)
     arguments = (abstract_params(CONFIG, "bfloat16"), batch, table, abstract_pool(pages), np.int32(1))
     compiled = compile_for("h200", reuse, *arguments, **STATIC)
     assert temp_bytes(compiled) < 64 * MIB
@@ -89,8 +101,7 @@ def test_nothing_stands_between_the_kernels_of_a_chain(
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     config = SHAPES[shape]
     asked, pages = requests("dual", count, config)
-    pack_refresh(asked, config, pages)
-    (batch, _), table = pack_reuse(asked, config, pages)
+    (batch, _), table = packed_reuse(asked, pages, config)
     pool, static = abstract_pool(pages, config), STATIC | {"config": config, "mask_id": config.mask_id}
     arguments = (abstract_params(config, "bfloat16"), batch, table, pool, np.int32(1))
     compiled = compile_for("h200", reuse, *arguments, chained=True, **static)

@@ -16,8 +16,7 @@ from jdllm.models.weights import abstract_params, param_bytes
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.aot import compile_for
 from jdllm.planning.chunks import ChunkConfig
-from jdllm.serving.packing import pack
-from jdllm.serving.request import generation_request
+from tests.engines import generation_request, pack_all
 
 pytestmark = pytest.mark.aot
 
@@ -35,7 +34,7 @@ def step(request: pytest.FixtureRequest) -> Step:
     """One step with a block of 32 masked rows."""
     config = SHAPES[request.param]
     sampling = SamplingParams(gen_length=32)
-    batch = pack([generation_request(0, np.arange(ROWS - 32), sampling, config)], config).batch
+    batch = pack_all([generation_request(0, np.arange(ROWS - 32), sampling, config)], config).batch
     executable = compile_for(
         "h200",
         denoise,
@@ -46,7 +45,6 @@ def step(request: pytest.FixtureRequest) -> Step:
         mask_id=config.mask_id,
         chunks=ChunkConfig(),
         level=Level.TOP,
-        guided=False,
     )
     return Step(config, executable)
 

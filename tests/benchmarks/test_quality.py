@@ -107,15 +107,15 @@ class TestRows:
         packed: list[int] = []
         pack, pack_reuse = packing.pack, cached_packing.pack_reuse
 
-        def count_whole(requests: Sequence[Request], config: ModelConfig) -> Any:
+        def count_whole(requests: Sequence[Request], *others: Any) -> Any:
             packed.append(sum(len(r.tokens) for r in requests))
-            return pack(requests, config)
+            return pack(requests, *others)
 
         def count_reused(requests: Sequence[Request], *others: Any) -> Any:
             packed.append(sum(len(r.forwarded) for r in requests))
             return pack_reuse(requests, *others)
 
-        monkeypatch.setattr("jdllm.serving.engine.pack", count_whole)
+        monkeypatch.setattr("jdllm.serving.full_runner.pack", count_whole)
         monkeypatch.setattr("jdllm.serving.cached_packing.pack", count_whole)
         monkeypatch.setattr("jdllm.serving.cached_runner.pack_reuse", count_reused)
         sampling = SamplingParams(

@@ -89,15 +89,13 @@ def test_eval_prints_a_table(use_model: UseModel):
 def test_the_timed_run_of_an_evaluation_compiles_nothing(
     options: dict[str, Any], forwards: int | None, monkeypatch: pytest.MonkeyPatch
 ):
-    # A pool that starts small grows for the longest prompt, which comes last.
-    monkeypatch.setattr("jdllm.serving.cached_runner._SMALLEST_POOL", 1)
     llm = LLM(LLADA, dtype="float32", max_num_batched_tokens=64)
     compiled: list[int] = []
     plain = llm.generate
 
     def generate_and_count(**kwargs: Any) -> list[RequestOutput]:
         outputs = plain(**kwargs)
-        compiled.append(len(llm._engine._runner._executables))
+        compiled.append(len(llm._engine._cache._executables))
         return outputs
 
     monkeypatch.setattr(llm, "generate", generate_and_count)

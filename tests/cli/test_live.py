@@ -6,7 +6,7 @@ import numpy as np
 from rich.console import Console
 
 from jdllm.cli.live import LiveResponse
-from jdllm.serving.engine import StepUpdate
+from jdllm.serving.updates import StepUpdate
 
 
 def update(positions: list[int], tokens: str, committed: list[bool]) -> StepUpdate:

@@ -16,8 +16,7 @@ from jdllm.models.weights import abstract_params, param_bytes
 from jdllm.planning.budget import MemoryBudgetError
 from jdllm.planning.chunks import ChunkConfig
 from jdllm.serving.adaptive_packing import pack_adaptive
-from jdllm.serving.engine import StepUpdate
-from jdllm.serving.request import generation_request
+from jdllm.serving.updates import StepUpdate
 from tests.decoding import slow_adaptive
 from tests.decoding.adaptive_models import (
     CAUSAL,
@@ -32,6 +31,7 @@ from tests.decoding.adaptive_models import (
     wordwise,
 )
 from tests.decoding.slow_adaptive import Iteration, Models
+from tests.engines import entry_of, generation_request
 from tests.pallas.jaxprs import largest_intermediate
 
 SLOW = pytest.mark.slow
@@ -327,7 +327,7 @@ class TestMemory:
         wide, causal = (dataclasses.replace(c, vocab_size=self.vocab) for c in (DREAM, CAUSAL))
         sampling = adaptive(gen_length=40, max_lookahead=32)
         requests = [generation_request(i, np.zeros(90, int), sampling, wide) for i in range(8)]
-        batch = pack_adaptive(requests, wide, causal).batch
+        batch = pack_adaptive(requests, wide, causal, entry_of(requests)).batch
         assert batch.head.row.shape == (256,)
         cut = ChunkConfig(logits=chunks)
         run = functools.partial(
@@ -343,6 +343,6 @@ class TestMemory:
         llm = LLM(tiny(LLADA), verifier=tiny(CAUSAL), memory=memory, host_memory="0")
         llm.generate(prompt_token_ids=[[1]], sampling=sampling)
         large = dataclasses.replace(CAUSAL, vocab_size=300_000)  # 73 MiB
-        llm = LLM(tiny(LLADA), verifier=tiny(large), verifier_shares_ids=True, memory=memory, host_memory="0")
-        with pytest.raises(MemoryBudgetError):
-            llm.generate(prompt_token_ids=[[1]], sampling=sampling)
+        options: dict[str, Any] = {"verifier_shares_ids": True, "memory": memory, "host_memory": "0"}
+        with pytest.raises(MemoryBudgetError, match="memory="):
+            LLM(tiny(LLADA), verifier=tiny(large), **options)

@@ -13,7 +13,7 @@ from jdllm.models.config import ModelConfig
 from jdllm.models.module import Transformer
 from jdllm.models.weights import Params
 from jdllm.outputs import RequestOutput
-from jdllm.serving.engine import StepUpdate
+from jdllm.serving.updates import StepUpdate
 
 MASK = 509
 PROMPT = [3, 14, 15, 92]

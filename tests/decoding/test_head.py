@@ -16,11 +16,11 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params, head_weights
 from jdllm.pallas.masked_logits import Level
-from jdllm.serving.packing import pack
-from jdllm.serving.request import infill_request, mask_id_of
+from jdllm.serving.spec import mask_id_of
 from tests.conftest import STOPS
 from tests.decoding import oracle
 from tests.decoding.test_against_oracle import DREAM_RULES, RAGGED, RULES
+from tests.engines import infill_request, pack_all
 
 STEP = 7
 ALL = [*RAGGED.values(), *RULES.values(), *DREAM_RULES.values()]
@@ -42,14 +42,16 @@ def evaluated(
     count = jnp.int32(len(batch.head.row))
     sources = source_rows(config, batch.head, positions)
     rows = sources, batch.head, positions
-    return choose(params, config, hidden, *rows, batch.segments, step, count, chunks=chunks, level=level)
+    plain = count if level < Level.FILTERED else jnp.int32(0)
+    counts = count, plain
+    return choose(params, config, hidden, *rows, batch.segments, step, *counts, chunks=chunks, level=level)
 
 
 def packed(samplings: Sequence[SamplingParams], config: ModelConfig) -> tuple[Batch, int]:
     """One short infill for each, with a mask at the very start, and the number of true head rows."""
     sequence = np.arange(12)
     sequence[[0, 1, 2, 4, 7, 8, 9, 11]] = mask_id_of(config)
-    batch, candidates = pack(
+    batch, candidates = pack_all(
         [infill_request(i, sequence, s, config) for i, s in enumerate(samplings)], config
     )
     return batch, sum(map(len, candidates))

@@ -12,10 +12,8 @@ from jdllm.decoding.step import SelectionBits
 from jdllm.llm import LLM
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
-from jdllm.serving.engine import Engine
-from jdllm.serving.request import generation_request
-from jdllm.serving.runner import StepRunner
 from tests.decoding.test_trajectories import DREAM, cases_of, sampling_of
+from tests.engines import engine_of, finish, generation_request
 
 MASK = 509
 RECORDED = [name for _, name in cases_of(DREAM, "origin_")]
@@ -61,9 +59,8 @@ def test_every_token_of_every_step(
     sampling = sampling_of("dream", case)
     requests = [generation_request(i, ids, sampling, dream_config) for i, ids in enumerate(prompts)]
     drawing = Drawing(executables, bits)
-    engine = Engine(StepRunner(dream_params, dream_config, drawing), dream_config, 128)
-    for _ in engine.run(requests):
-        pass
+    engine = engine_of(dream_params, dream_config, drawing, 128)
+    _, requests = finish(engine, requests)
     for row, request in enumerate(requests):
         np.testing.assert_array_equal(np.stack(request.history), states[:, row])
         assert request.steps == case["nfe"]

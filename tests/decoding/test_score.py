@@ -18,6 +18,7 @@ from jdllm.models.config import ModelConfig
 from jdllm.models.layers import head_logits
 from jdllm.models.transformer import forward
 from jdllm.models.weights import Params, head_weights
+from jdllm.planning.account import make_account
 from jdllm.scoring import Scorer
 from jdllm.serving.packing import lay_out
 
@@ -41,7 +42,9 @@ def test_equals_the_official_value(
     trajectories: dict[str, np.ndarray],
     cases: dict,
 ):
-    scorer = Scorer(params, config, executables, *limits)
+    rows, logits = limits
+    account = make_account(config, "float32", None, hopper=False, max_num_batched_tokens=rows)
+    scorer = Scorer(params, config, executables, account, lambda run: run(), logits)
     prompt, answer, masks = recorded(trajectories, name)
     value = scorer.log_likelihood(prompt, answer, masks, cases[name]["cfg_scale"], MASK)
     assert value == pytest.approx(cases[name]["value"], rel=1e-4)

@@ -15,8 +15,8 @@ from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params, abstract_params
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.chunks import ChunkConfig
-from jdllm.serving.packing import pack
-from jdllm.serving.request import Request, generation_request
+from jdllm.serving.request import Request
+from tests.engines import generation_request, pack_all
 from tests.pallas.jaxprs import largest_intermediate
 
 MASK = 510
@@ -38,7 +38,6 @@ def run(params: Params, config: ModelConfig, executables: Executables):
             mask_id=MASK,
             chunks=ChunkConfig(),
             level=Level.TOP,
-            guided=True,
         )
         return jax.device_get(trace)
 
@@ -56,24 +55,24 @@ def run(params: Params, config: ModelConfig, executables: Executables):
 def test_stops_when_any_segment_finishes_its_block(
     options: list[dict], expected: int, run, config: ModelConfig
 ):
-    trace = run(pack([request(config, **o) for o in options], config).batch, 64)
+    trace = run(pack_all([request(config, **o) for o in options], config).batch, 64)
     assert trace.steps == expected
 
 
 @pytest.mark.parametrize("max_steps", [0, 1, 3])
 def test_stops_after_max_steps(max_steps: int, run, config: ModelConfig):
-    trace = run(pack([request(config)], config).batch, max_steps)
+    trace = run(pack_all([request(config)], config).batch, max_steps)
     assert trace.steps == max_steps
     assert trace.committed.sum() == max_steps
     assert not trace.committed[max_steps:].any()
 
 
 def test_stops_when_nothing_is_masked_any_more(run, config: ModelConfig):
-    assert run(pack([request(config, gen_length=3, steps=9)], config).batch, 64).steps == 3
+    assert run(pack_all([request(config, gen_length=3, steps=9)], config).batch, 64).steps == 3
 
 
 def test_padding_never_commits_and_masked_rows_commit_once(run, config: ModelConfig):
-    packed = pack([request(config, steps=2), request(config, steps=2, cfg_scale=1.0)], config)
+    packed = pack_all([request(config, steps=2), request(config, steps=2, cfg_scale=1.0)], config)
     trace = run(packed.batch, 64)
     real = sum(map(len, packed.candidates))
     assert real < packed.batch.head.row.shape[0]
@@ -92,11 +91,11 @@ class TestMemory:
     def test_the_largest_array_is_a_chunk_of_logits(self, chunks: int, level: Level, config: ModelConfig):
         wide = dataclasses.replace(config, vocab_size=self.vocab)
         sampling = SamplingParams(gen_length=self.head)
-        batch = pack([generation_request(0, np.zeros(3072, int), sampling, wide)], wide).batch
+        batch = pack_all([generation_request(0, np.zeros(3072, int), sampling, wide)], wide).batch
         assert batch.head.row.shape == (self.head,)
         assert len(batch.tokens) >= 4096
         split = ChunkConfig(logits=chunks)
         static = {"config": wide, "mask_id": MASK, "chunks": split, "level": level}
-        run = functools.partial(denoise, **static, guided=False)
+        run = functools.partial(denoise, **static)
         largest = largest_intermediate(run, abstract_params(wide, "float32"), batch, np.int32(64))
         assert largest == self.head // chunks * self.vocab

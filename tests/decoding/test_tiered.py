@@ -19,8 +19,8 @@ from jdllm.models.tiers import HostTiers
 from jdllm.models.weights import Params
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.chunks import ChunkConfig
-from jdllm.serving.packing import pack
-from jdllm.serving.request import Request, generation_request
+from jdllm.serving.request import Request
+from tests.engines import generation_request, pack_all
 from tests.helpers import Golden
 
 RESIDUAL = HostTiers(128)
@@ -73,7 +73,7 @@ def step(
     static = {"config": config, "mask_id": config.mask_id, "level": Level.MOMENTS}
     if tiers is None:
         chunks = ChunkConfig(logits=LOGITS_CHUNKS)
-        trace = executables.call(denoise, params, batch, np.int32(1), chunks=chunks, guided=True, **static)
+        trace = executables.call(denoise, params, batch, np.int32(1), chunks=chunks, **static)
     else:
         trace = denoise_tiered(
             params, batch, tiers=tiers, logits_chunks=LOGITS_CHUNKS, executables=executables, **static
@@ -88,7 +88,7 @@ def compare(
     running = requests(config, options)
     weights = placed(params, config, tiers)
     for _ in range(2):
-        batch, candidates = pack(running, config)
+        batch, candidates = pack_all(running, config)
         expected = step(params, config, batch, None, executables)
         actual = step(weights, config, batch, tiers, executables)
         assert actual.steps == expected.steps == 1
@@ -131,7 +131,7 @@ def test_experts(executables: Executables):
 def test_no_step_where_a_segment_has_finished_its_block(
     params: Params, config: ModelConfig, executables: Executables
 ):
-    batch = pack(requests(config, LLADA), config).batch
+    batch = pack_all(requests(config, LLADA), config).batch
     filled = np.where(np.arange(len(batch.tokens)) < 200, 7, batch.tokens)
     for tiers in (None, RESIDUAL):
         trace = step(params, config, batch._replace(tokens=filled), tiers, executables)
@@ -143,7 +143,7 @@ def test_no_step_where_a_segment_has_finished_its_block(
 def test_arrays_on_the_device_are_those_listed(
     tiers: HostTiers, params: Params, config: ModelConfig, executables: Executables, monkeypatch
 ):
-    batch = pack(requests(config, LLADA), config).batch
+    batch = pack_all(requests(config, LLADA), config).batch
     weights = placed(params, config, tiers)
     peak, call = 0, executables.call
 

@@ -7,16 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdllm.models.selection import Scoring, Selection, slots_of, sources, store
+from jdllm.models.selection import Selection, slots_of, sources, store
 from jdllm.pallas.split_attention import PageTable
 
 HEAD_DIM, PAGE_ROWS = 8, 4
 GROUPS = [(4, 2), (3, 3), (4, 1)]
 
 
-@functools.partial(jax.jit, static_argnames="scoring")
-def sources_of(q, k, selection, table, scoring):
-    return sources(q, k, selection, slots_of(selection, table, PAGE_ROWS), scoring)
+@functools.partial(jax.jit, static_argnames="scored")
+def sources_of(q, k, selection, table, scored):
+    return sources(q, k, selection, slots_of(selection, table, PAGE_ROWS), scored=scored)
 
 
 def slow(*values: object):
@@ -129,11 +129,8 @@ def pack(
     return jnp.asarray(q, dtype), jnp.asarray(k, dtype), selection
 
 
-def scoring_of(segments: Sequence[Segment]) -> Scoring | None:
-    """The tightest bounds."""
-    if not any(s.scored for s in segments):
-        return None
-    return Scoring(max(len(s.block) for s in segments))
+def scored_of(segments: Sequence[Segment]) -> bool:
+    return any(s.scored for s in segments)
 
 
 def table_for(pages: np.ndarray, counts: np.ndarray) -> PageTable:
@@ -148,7 +145,7 @@ def order_by_segment(segments: Sequence[Segment], padding: int = 0, dtype=np.flo
     keep = np.array([len(s.candidates) for s in segments], np.int32)
     counts = -(-keep // PAGE_ROWS)
     table = table_for(1 + np.arange(counts.sum()), counts)
-    got = sources_of(q, k, selection._replace(keep=keep), table, scoring_of(segments))
+    got = sources_of(q, k, selection._replace(keep=keep), table, scored_of(segments))
     assert got.dtype == jnp.int32
     assert got.shape[1:] in ((k.shape[1], PAGE_ROWS), (1, PAGE_ROWS))
     rows = np.broadcast_to(got, (len(got), k.shape[1], PAGE_ROWS)).swapaxes(1, 2)
@@ -228,12 +225,12 @@ def test_segments_that_are_not_scored_keep_their_order_whatever_their_rows_hold(
 def test_rows_are_read_only_where_a_segment_is_scored():
     q, k, selection = pack(random_batch(0, "normal", segments=2, scored=False))
     slots = slots_of(selection, table_for(np.arange(9), np.array([4, 4])), PAGE_ROWS)
-    jaxpr = jax.make_jaxpr(functools.partial(sources, scoring=None))(q, k, selection, slots).jaxpr
+    jaxpr = jax.make_jaxpr(functools.partial(sources, scored=False))(q, k, selection, slots).jaxpr
     assert not jaxpr.eqns
 
 
 def test_a_device_does_not_wait_for_the_host():
-    """Neither a condition nor a loop whose turns the device counts, in any layer of a refresh."""
+    """In no layer of a refresh, but for rows of a block beyond the usual: only their turns does it count."""
     segments = random_batch(0, "normal", segments=2, scored=True)
     q, k, selection = pack(segments)
     table = table_for(np.arange(9), np.array([4, 4]))
@@ -241,14 +238,15 @@ def test_a_device_does_not_wait_for_the_host():
 
     def refresh(pool, q, k, selection, table):
         slots = slots_of(selection, table, PAGE_ROWS)
-        source = sources(q, k, selection, slots, scoring_of(segments))
+        source = sources(q, k, selection, slots, scored=scored_of(segments))
         return slots, store(pool, pool, 0, k, k, slots.page, source)
 
     text = str(jax.make_jaxpr(refresh)(pool, q, k, selection, table))
-    # The one loop adds the rows of a block, whose turns are static.
-    assert text.count("scan[") == 1
     assert "cond[" not in text
-    assert "while[" not in text
+    assert text.count("while[") == 1
+    usual, counted = text.split("while[")
+    assert usual.count("scan[") == 1
+    assert counted.count("scan[") == 1
 
 
 def page_table(rng: np.random.Generator, keep: np.ndarray) -> tuple[PageTable, int]:
@@ -271,7 +269,7 @@ def test_stored_rows_are_those_of_a_model_with_lists(seed):
     @jax.jit
     def refresh(pool_k, pool_v, layer, q, k, v, selection, table):
         slots = slots_of(selection, table, PAGE_ROWS)
-        source = sources(q, k, selection, slots, scoring_of(segments))
+        source = sources(q, k, selection, slots, scored=scored_of(segments))
         return store(pool_k, pool_v, layer, k, v, slots.page, source), slots.page
 
     (got_k, got_v), page = refresh(*pools, 1, q, k, v, selection, table)
@@ -306,7 +304,7 @@ def test_pages_are_untouched_where_no_segment_stores():
     table = table_for(np.arange(1, 12), np.array([1, 0, 2, 1, 2, 1]))
     pool = jnp.ones((1, 12, k.shape[1], PAGE_ROWS, HEAD_DIM))
     slots = slots_of(selection, table, PAGE_ROWS)
-    source = sources(q, k, selection, slots, scoring_of(segments))
+    source = sources(q, k, selection, slots, scored=scored_of(segments))
     for got in store(pool, pool, 0, k, k, slots.page, source):
         np.testing.assert_array_equal(got, pool)
 

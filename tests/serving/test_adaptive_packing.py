@@ -6,8 +6,8 @@ import numpy as np
 
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.serving.adaptive_packing import pack_adaptive
-from jdllm.serving.request import generation_request, infill_request
 from tests.decoding.test_adaptive import CAUSAL, LLADA, MASK
+from tests.engines import entry_of, generation_request, infill_request
 
 
 def test_windows_are_packed_for_both_models():
@@ -17,7 +17,7 @@ def test_windows_are_packed_for_both_models():
         generation_request(0, np.arange(4), sampling, LLADA),
         infill_request(1, np.array([1, MASK, 2, MASK, 3]), sampling, LLADA),
     ]
-    batch, candidates = pack_adaptive(requests, LLADA, window)
+    batch, candidates = pack_adaptive(requests, LLADA, window, entry_of(requests))
     assert [c.tolist() for c in candidates] == [[4, 5], [1, 3]]
     assert batch.head.row[:4].tolist() == [4, 5, 10, 12]
     assert batch.head.segment[:5].tolist() == [0, 0, 1, 1, 8]

@@ -1,27 +1,19 @@
 """Cached requests in one engine: company, waiting and refusals."""
 
 import dataclasses
-import gc
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 
-from jdllm.decoding.executables import Executables
 from jdllm.decoding.sampling import SamplingParams
-from jdllm.errors import KvPoolError
 from jdllm.llm import LLM
 from jdllm.models.config import ModelConfig
 from jdllm.models.module import Transformer
 from jdllm.models.weights import Params
 from jdllm.outputs import RequestOutput
 from jdllm.planning.buckets import MAX_STEPS_PER_DISPATCH
-from jdllm.planning.budget import Budget, MemoryBudgetError
-from jdllm.serving.cached_runner import CachedRunner, Limit
-from jdllm.serving.engine import Engine
-from jdllm.serving.request import Request, generation_request
-from jdllm.serving.runner import StepRunner
 
 PLAIN = SamplingParams(gen_length=16, block_length=8, early_stop=False, return_history=True)
 SETTINGS = [
@@ -118,72 +110,3 @@ def test_refreshing_at_every_step_is_exact(llm: LLM):
     always = dataclasses.replace(PLAIN, cache="dual", refresh_interval=1)
     (a,), (b,) = (llm.generate(prompt_token_ids=prompt, sampling=s) for s in (PLAIN, always))
     same(a, b)
-
-
-@pytest.fixture
-def runner(params: Params, config: ModelConfig, executables: Executables) -> StepRunner:
-    return StepRunner(params, config, executables)
-
-
-@pytest.fixture
-def limited(runner: StepRunner, params, config, executables, monkeypatch: pytest.MonkeyPatch):
-    """Builds engines whose pool has at most so many pages, or whose steps have a limit."""
-
-    def build(pages: int | None, limit: Limit | None = None) -> Engine:
-        cache = CachedRunner(params, config, executables, max_pages=pages, max_num_logits=64, limit=limit)
-        monkeypatch.setattr(runner, "cached", lambda rows: cache)
-        return Engine(runner, config, 4096)
-
-    return build
-
-
-def requests(config, lengths: list[int]) -> list[Request]:
-    sampling = dataclasses.replace(PLAIN, cache="dual", gen_length=8)
-    return [generation_request(i, np.arange(1, n + 1), sampling, config) for i, n in enumerate(lengths)]
-
-
-def test_requests_share_a_dispatch(runner, config):
-    """Each step of one is followed by the same step of the others, not by its own next one."""
-    order = [update.request for update in Engine(runner, config, 4096).run(requests(config, [20, 20, 10]))]
-    assert order[:6] == [0, 1, 2, 0, 1, 2]
-
-
-def test_requests_wait_for_pages(limited, config):
-    engine = limited(pages=3)
-    asked = requests(config, [60, 60, 50])  # of two pages, two and one: the pool has two
-    order = [update.request for update in engine.run(asked)]
-    assert all(r.finished for r in asked)
-    assert order == sorted(order)
-    assert engine._cache._pages.free_pages == engine._cache._pages.pages - 1
-
-
-def test_a_request_that_can_never_fit_is_refused(limited, config):
-    engine = limited(pages=3)
-    with pytest.raises(KvPoolError, match="needs 3 pages of the KV pool for 138 rows, and 2 of 2 are free"):
-        list(engine.run(requests(config, [130])))
-    assert engine._cache._pages.free_pages == 2
-
-
-def test_an_abandoned_run_frees_its_pages(limited, config):
-    engine = limited(pages=3)
-    run = engine.run(requests(config, [20, 20]))
-    next(run)
-    assert engine._cache._pages.free_pages == 0
-    del run
-    gc.collect()
-    assert engine._cache._pages.free_pages == engine._cache._pages.pages - 1
-
-
-def test_a_budget_bounds_the_pool_and_the_steps(params, config, executables):
-    """A budget with room for little more than the weights has no room for a pool."""
-    roomy = StepRunner(params, config, executables, budget=Budget(64 << 20, overhead=0))
-    assert list(Engine(roomy, config, 256).run(requests(config, [20])))
-    tight = StepRunner(params, config, executables, budget=Budget(10 << 20, overhead=0))
-    with pytest.raises((KvPoolError, MemoryBudgetError)):
-        list(Engine(tight, config, 256).run(requests(config, [100])))
-
-
-def test_a_step_that_exceeds_the_limit_is_refused(limited, config):
-    engine = limited(pages=None, limit=Limit(device=1 << 20, fixed=(1 << 20) - 1, longest=77))
-    with pytest.raises(MemoryBudgetError, match=r"a pool of 16 pages .* the longest .* is 77 tokens"):
-        list(engine.run(requests(config, [20])))

@@ -1,4 +1,4 @@
-"""Batches of cached dispatches: as few rows as can be, and what scoring is bounded by."""
+"""Batches of cached dispatches: as few rows as can be."""
 
 from typing import Any
 
@@ -8,11 +8,12 @@ import pytest
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.models.config import ModelConfig
 from jdllm.models.pool import PAGE_ROWS
-from jdllm.models.selection import Scoring
+from jdllm.planning.ladder import Entry
 from jdllm.serving.cached_packing import pack_refresh, pack_reuse
 from jdllm.serving.kv_pool import KvPool
-from jdllm.serving.request import Request, generation_request
+from jdllm.serving.request import Request
 from tests.benchmarks.shapes import small
+from tests.engines import entry_of, generation_request
 
 PROMPT, GENERATED = 100, 64
 CONFIG: ModelConfig = small("llada-8b")
@@ -29,11 +30,25 @@ def requests(*caches: str, **options: Any) -> tuple[list[Request], KvPool]:
     return out, pool
 
 
+def store_all(asked: list[Request], pool: KvPool) -> None:
+    """A refresh of all, as the engine takes it in."""
+    for request, stored in zip(asked, pack_refresh(asked, CONFIG, pool, entry_of(asked)).stored, strict=True):
+        assert stored is not None
+        request.store(*stored)
+
+
+def test_packing_changes_no_request():
+    asked, pool = requests("dual", "selective")
+    pack_refresh(asked, CONFIG, pool, entry_of(asked))
+    assert [(len(r.forwarded), r.stored) for r in asked] == [(PROMPT + GENERATED, 0)] * 2
+
+
 @pytest.mark.parametrize(("count", "rows"), [(1, 32), (2, 64), (3, 128)])
 def test_a_reuse_has_the_rows_of_its_blocks(count: int, rows: int):
     asked, pool = requests(*["dual"] * count)
-    pack_refresh(asked, CONFIG, pool)
-    (batch, candidates), table = pack_reuse(asked, CONFIG, pool)
+    store_all(asked, pool)
+    entry = Entry(rows, rows, 8, 64)
+    (batch, candidates), table = pack_reuse(asked, CONFIG, pool, entry, 100)
     assert len(batch.tokens) == rows
     assert len(table.first) == rows // 32 + 1
     assert [len(c) for c in candidates] == [32] * count
@@ -43,23 +58,10 @@ def test_a_reuse_has_the_rows_of_its_blocks(count: int, rows: int):
         np.testing.assert_array_equal(positions, request.forwarded)
 
 
-@pytest.mark.parametrize(
-    ("caches", "options", "expected"),
-    [
-        (["dual", "prefix"], {}, None),
-        (["dual", "sparse"], {}, Scoring(block_rows=32)),
-        (["head_sparse"], {"pool_kernel": 1001}, Scoring(block_rows=32)),
-    ],
-)
-def test_what_scoring_is_bounded_by(caches: list[str], options: dict[str, int], expected: Scoring | None):
-    asked, pool = requests(*caches, **options)
-    assert pack_refresh(asked, CONFIG, pool).scoring == expected
-
-
 @pytest.mark.parametrize("count", [1, 5])
 def test_the_table_of_a_refresh_holds_all_that_its_rows_can_fill(count: int):
     asked, pool = requests(*["dual"] * count)
-    packed, selection, table, _ = pack_refresh(asked, CONFIG, pool)
+    packed, selection, table, _ = pack_refresh(asked, CONFIG, pool, entry_of(asked))
     rows, segments = len(packed.batch.tokens), len(selection.keep)
     assert len(table.pages) == rows // PAGE_ROWS + segments
     owned = np.diff(np.asarray(table.first))

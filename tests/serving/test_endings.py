@@ -11,7 +11,8 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
 from jdllm.models.config import ModelConfig
 from jdllm.outputs import CompletionOutput, request_output
-from jdllm.serving.request import Request, generation_request, infill_request
+from jdllm.serving.request import Request
+from tests.engines import generation_request, infill_request
 
 EOS, SPECIAL = 505, 300
 TEXT = "one two.\nthree four\n\nfive"

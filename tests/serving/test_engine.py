@@ -1,127 +1,291 @@
-"""Admission: first come, first served, within the budget of packed rows."""
+"""What the engine submits, what its updates tell, and whom a failure touches."""
 
+import gc
+import threading
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from jdllm.decoding.batch import Batch
 from jdllm.decoding.executables import Executables
 from jdllm.decoding.sampling import SamplingParams
+from jdllm.errors import KvPoolError, RequestError
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.serving.engine import Engine
-from jdllm.serving.request import Request, generation_request
-from jdllm.serving.runner import StepRunner
+from jdllm.serving.request import Request
+from jdllm.serving.scheduler import Kind
+from jdllm.serving.updates import Ended, StepUpdate
+from tests.engines import engine_of, finish, generation_request
 
 
-def make(config: ModelConfig, lengths: list[int], **options) -> list[Request]:
-    """Requests with prompts of the given lengths that generate four tokens."""
-    sampling = SamplingParams(gen_length=4, early_stop=False, **options)
-    return [generation_request(i, np.arange(n), sampling, config) for i, n in enumerate(lengths)]
-
-
-class Recorder(Executables):
-    """Executables that note the batch of every call."""
-
-    def __init__(self, executables: Executables):
-        self._executables = executables
-        self.batches: list[Batch] = []
-
-    def call(self, function, *args: Any, **static) -> Any:
-        self.batches.append(args[1])
-        return self._executables.call(function, *args, **static)
+def make(config: ModelConfig, lengths: Sequence[int], **options: Any) -> list[Request]:
+    """Requests with prompts of the given lengths that generate eight tokens in blocks of four."""
+    given = {"gen_length": 8, "block_length": 4, "early_stop": False, "return_history": True, **options}
+    sampling = SamplingParams(**given)
+    return [generation_request(i, np.arange(1, n + 1), sampling, config) for i, n in enumerate(lengths)]
 
 
 @pytest.fixture(scope="module")
-def engine_of(params: Params, config: ModelConfig, executables: Executables):
-    def build(budget: int, compiled: Executables = executables) -> Engine:
-        return Engine(StepRunner(params, config, compiled), config, budget)
+def build(params: Params, config: ModelConfig, executables: Executables):
+    def build(rows: int = 128, **options: Any) -> Engine:
+        return engine_of(params, config, executables, rows, **options)
 
     return build
 
 
-@pytest.fixture
-def waves_of(engine_of, executables: Executables):
-    """Runs requests one step a dispatch; gives the requests of every packed step, and its rows in use."""
+def submitted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Kind, list[int], int]]:
+    """Notes every part: its kind, the lengths of its requests and the steps that it may do."""
+    parts, submit = [], engine._runner.submit
 
-    def waves(requests: list[Request], budget: int) -> list[tuple[list[int], int]]:
-        recorder = Recorder(executables)
-        updates = engine_of(budget, recorder).run(requests, every_step=True)
-        order = iter([update.request for update in updates])
-        out = []
-        for batch in recorder.batches:
-            active = int((batch.segments.steps_left > 0).sum())
-            rows = int((batch.rows.k_start < batch.rows.k_end).sum())
-            out.append(([next(order) for _ in range(active)], rows))
-        assert next(order, None) is None
-        return out
+    def note(kind: Kind, requests: list[Request], max_steps: int) -> Any:
+        parts.append((kind, [len(r.prompt) for r in requests], max_steps))
+        return submit(kind, requests, max_steps)
 
-    return waves
+    monkeypatch.setattr(engine._runner, "submit", note)
+    return parts
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    st.lists(st.integers(1, 50), min_size=1, max_size=7),
-    st.lists(st.sampled_from([1, 2, 4]), min_size=7, max_size=7),
-    st.integers(1, 120),
-)
-def test_admission(waves_of, config: ModelConfig, lengths: list[int], steps: list[int], budget: int):
-    requests = [make(config, [n] * (i + 1), steps=steps[i])[i] for i, n in enumerate(lengths)]
-    left = {i: steps[i] for i in range(len(lengths))}
-    admitted: list[int] = []
-    for wave, rows in waves_of(requests, budget):
-        waiting = [i for i in left if i not in admitted]
-        running = [i for i in admitted if left[i]]
-        while waiting and (not running or sum(lengths[i] + 4 for i in (*running, waiting[0])) <= budget):
-            running.append(waiting.pop(0))
-        assert wave == running
-        admitted += [i for i in running if i not in admitted]
-        for i in running:
-            left[i] -= 1
-        assert rows == sum(lengths[i] + 4 for i in wave)
-        assert rows <= budget or len(wave) == 1
-    assert not any(left.values())
+def histories(states: Sequence[Request]) -> list[np.ndarray]:
+    return [np.stack(state.history) for state in states]
 
 
-def test_a_request_beyond_the_budget_runs_alone_and_in_its_turn(waves_of, config: ModelConfig):
-    waves = waves_of(make(config, [10, 90, 10], steps=2), 40)
-    assert [wave for wave, _ in groupby(waves)] == [([0], 14), ([1], 94), ([2], 14)]
+def same(some: Sequence[Request], others: Sequence[Request]) -> None:
+    for a, b in zip(histories(some), histories(others), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
-def test_guidance_counts_twice(waves_of, config: ModelConfig):
-    waves = waves_of(make(config, [12, 12, 12], steps=2, cfg_scale=1.0), 64)
-    assert [wave for wave, _ in groupby(waves)] == [([0, 1], 64), ([2], 32)]
+def test_a_request_beyond_the_budget_runs_alone_and_in_its_turn(build, config, monkeypatch):
+    engine = build(40)
+    parts = submitted(engine, monkeypatch)
+    finish(engine, make(config, [10, 90, 11]))
+    assert [lengths for lengths, _ in groupby(lengths for _, lengths, _ in parts)] == [[10], [90], [11]]
 
 
-def test_requests_hold_their_results_and_times(engine_of, config: ModelConfig):
-    requests = make(config, [3, 60, 60])
-    list(engine_of(64).run(requests))
-    for request in requests:
+def test_guidance_counts_twice(build, config, monkeypatch):
+    engine = build(80)
+    parts = submitted(engine, monkeypatch)
+    finish(engine, make(config, [12, 11, 10], cfg_scale=1.0))
+    assert [lengths for lengths, _ in groupby(lengths for _, lengths, _ in parts)] == [[12, 11], [10]]
+
+
+def test_all_in_step_run_to_the_end_of_a_block(build, config, monkeypatch):
+    engine = build()
+    parts = submitted(engine, monkeypatch)
+    finish(engine, make(config, [5, 9], cache="dual"))
+    assert parts == 2 * [(Kind.REFRESH, [5, 9], 4), (Kind.REUSE, [5, 9], 3)]
+
+
+def test_who_arrives_later_joins_and_nobody_runs_alone(build, config, monkeypatch):
+    """The second request starts three steps behind the first one; they share every step from then on."""
+    engine = build()
+    first, second = make(config, [5, 9], cache="dual", block_length=8)
+    engine.add(first.spec, every_step=True)
+    for _ in range(3):
+        engine.step()
+    parts = submitted(engine, monkeypatch)
+    engine.add(second.spec, every_step=True)
+    while not engine.idle:
+        engine.step()
+    reuses = [lengths for kind, lengths, _ in parts if kind is Kind.REUSE]
+    assert sum(len(lengths) == 2 for lengths in reuses) >= 3
+    assert sum(map(len, reuses)) == 2 * 7 - 2  # a refresh and seven reuses each, two of them done
+
+
+def test_requests_hold_their_results_and_times(build, config):
+    _, states = finish(build(64), make(config, [3, 50, 49]))
+    for request in states:
         assert request.finished
-        assert request.steps == 4
+        assert request.steps == 8
         assert not (request.tokens == request.mask_id).any()
         times = request.timings()
         assert times.queued >= 0
         assert times.running > 0
         assert times.total == times.queued + times.running
-    assert requests[1].timings().queued > requests[0].timings().queued
+    assert states[1].timings().queued > states[0].timings().queued
 
 
-def test_updates_of_a_whole_block_come_step_by_step(engine_of, config: ModelConfig):
-    runs = [
-        list(engine_of(128).run(make(config, [5, 9], block_length=2), every_step=every))
-        for every in (False, True)
-    ]
-    assert [(u.request, u.step) for u in runs[0]] == [(r, s) for s in range(4) for r in (0, 1)]
-    for whole, single in zip(*runs, strict=True):
-        assert whole[:2] == single[:2]
-        for a, b in zip(whole[2:], single[2:], strict=True):
-            np.testing.assert_array_equal(a, b)
+def test_updates_of_a_whole_block_come_step_by_step(build, config):
+    runs = [finish(build(), make(config, [5, 9]), every_step=every)[0] for every in (False, True)]
+    assert [(u.request, u.step) for u in runs[0]] == [(r, s) for s in range(8) for r in (0, 1)]
+    assert runs[0] == runs[1]
 
 
-def test_nothing_to_do(engine_of):
-    assert list(engine_of(64).run([])) == []
+def test_nothing_to_do(build):
+    engine = build()
+    assert finish(engine, []) == ([], [])
+    assert engine.step() == []
+
+
+def test_ids_are_unique_in_the_process(build, config):
+    engines = [build(), build()]
+    ids = [engine.add(r.spec) for engine in engines for r in make(config, [3, 4])]
+    assert len(set(ids)) == 4
+    for engine in engines:
+        while not engine.idle:
+            engine.step()
+        assert engine.stats().finished == 2
+
+
+class Failing:
+    """Executables of which the calls of one kind fail when told to; the arguments are lost as on a device."""
+
+    def __init__(self, engine: Engine, kind: Kind, monkeypatch: pytest.MonkeyPatch):
+        self.left = 0
+        launch = engine._runner._launchers[kind]
+
+        def failing(requests: list[Request], max_steps: int) -> Any:
+            launched = launch(requests, max_steps)
+            if not self.left:
+                return launched
+            self.left -= 1
+
+            def fail() -> Any:
+                pool = engine._cache._pool
+                if kind is Kind.REFRESH and pool is not None:
+                    pool.k.delete()
+                raise RuntimeError("the device failed")
+
+            return launched._replace(run=fail)
+
+        monkeypatch.setitem(engine._runner._launchers, kind, failing)
+
+
+@pytest.mark.parametrize("kind", [Kind.REFRESH, Kind.REUSE])
+def test_a_failed_executable_touches_its_own_requests(build, config, kind: Kind, monkeypatch):
+    """One has its keys in the pool when the step of another fails and takes the pool with it."""
+    settings = [{"cache": "dual"}, {"cache": "prefix"}, {}]
+    asked = [make(config, [9 + i], **options)[0] for i, options in enumerate(settings)]
+    _, expected = finish(build(), asked)
+    engine = build()
+    failing = Failing(engine, kind, monkeypatch)
+    updates: list[Any] = []
+    lone = engine.add(asked[0].spec, every_step=True, deliver=updates.append)
+    for _ in range(3):
+        engine.step()
+    ids = [engine.add(request.spec, deliver=updates.append) for request in asked[2:]]
+    lost = engine.add(asked[1].spec, deliver=updates.append)
+    if kind is Kind.REUSE:
+        engine.abort(lone)
+        ids = ids[:1]
+    else:
+        ids = [lone, *ids]
+    failing.left = 1
+    while not engine.idle:
+        engine.step()
+    ended = {u.request: u for u in updates if isinstance(u, Ended)}
+    assert str(ended[lost].error) == "the device failed"
+    by_length = {len(r.prompt): r for r in expected}
+    for request in ids:
+        assert ended[request].error is None
+        same([ended[request].state], [by_length[len(ended[request].state.prompt)]])
+        steps = [u.step for u in updates if isinstance(u, StepUpdate) and u.request == request]
+        assert steps == list(range(8))
+    stats = engine.stats()
+    assert (stats.failed, stats.rebuilt) == (1, int(kind is Kind.REFRESH))
+    assert stats.free_pages == stats.pages
+    _, again = finish(engine, asked)
+    same(again, expected)
+
+
+def test_aborted_requests_leave_the_others_alone(build, config):
+    asked = make(config, [5, 9, 20, 21], cache="dual")
+    _, expected = finish(build(), asked)
+    engine = build(64)
+    states: dict[int, Request] = {}
+    ids = [engine.add(r.spec, every_step=True) for r in asked]
+    engine.abort(ids[2])
+    for step in range(100):
+        for update in engine.step():
+            if isinstance(update, Ended):
+                states[update.request] = update.state
+        if step == 2:
+            engine.abort(ids[0])
+        if engine.idle:
+            break
+    assert set(states) == {ids[1], ids[3]}
+    same([states[ids[1]], states[ids[3]]], [expected[1], expected[3]])
+    stats = engine.stats()
+    assert (stats.finished, stats.aborted, stats.free_pages) == (2, 2, stats.pages)
+
+
+def test_an_abandoned_run_frees_its_pages(build, config):
+    engine = build(pages=3)
+    run = engine.run([r.spec for r in make(config, [20, 21], cache="dual")])
+    next(run)
+    assert engine.stats().free_pages == 0
+    del run
+    gc.collect()
+    assert engine.stats().free_pages == 2
+
+
+def test_requests_wait_for_pages(build, config):
+    engine = build(pages=3)
+    asked = make(config, [60, 61, 50], cache="dual")  # of two pages, two and one: the pool has two
+    updates, states = finish(engine, asked)
+    assert all(r.finished for r in states)
+    order = [update.request for update in updates]
+    assert order == sorted(order)
+
+
+def test_what_can_never_fit_is_refused_before_anything_runs(build, config, monkeypatch):
+    engine = build(pages=3)
+    parts = submitted(engine, monkeypatch)
+    with pytest.raises((RequestError, KvPoolError), match=r"needs 3 pages of the KV pool, which has 2"):
+        finish(engine, make(config, [20, 130], cache="dual"))
+    assert parts == []
+    assert engine.stats().free_pages == 2
+    assert engine.idle or not engine.step()
+
+
+def test_two_threads_share_one_engine(build, config):
+    asked = [make(config, [n], cache="dual", gen_length=32)[0] for n in (9, 70)]
+    expected = [finish(build(), [request])[1][0] for request in asked]
+    engine = build(256)
+    found: list[Any] = [None, None]
+
+    def run(i: int) -> None:
+        found[i] = finish(engine, [asked[i]], every_step=True)[1][0]
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    same(found, expected)
+
+
+def test_a_run_inside_a_run(build, config):
+    outer, inner = make(config, [9, 20], cache="dual")
+    expected = [finish(build(), [request])[1][0] for request in (outer, inner)]
+    engine = build()
+    states = []
+    for update in engine.run([outer.spec], every_step=True):
+        if isinstance(update, StepUpdate) and update.step == 2:
+            states += finish(engine, [inner])[1]
+        if isinstance(update, Ended):
+            states.append(update.state)
+    same(states, expected[::-1])
+
+
+def test_an_interrupt_leaves_an_engine_that_works(build, config, monkeypatch):
+    asked = make(config, [9, 20], cache="dual")
+    _, expected = finish(build(), asked)
+    engine = build()
+    collect = engine._runner.collect
+    calls = iter([False, False, True])
+
+    def interrupted(pending: Any) -> Any:
+        if next(calls, False):
+            raise KeyboardInterrupt
+        return collect(pending)
+
+    monkeypatch.setattr(engine._runner, "collect", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        finish(engine, asked)
+    _, states = finish(engine, asked)
+    same(states, expected)
+    stats = engine.stats()
+    assert (stats.aborted, stats.finished, stats.free_pages) == (2, 2, stats.pages)

@@ -14,9 +14,7 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.planning.chunks import ChunkConfig
-from jdllm.serving.engine import Engine
-from jdllm.serving.request import generation_request
-from jdllm.serving.runner import StepRunner
+from tests.engines import engine_of, finish, generation_request
 
 Histories = list[np.ndarray]
 Run = Callable[..., Histories]
@@ -73,9 +71,8 @@ def model_of(params: Params, config: ModelConfig, executables: Executables) -> M
         which: Sequence[str], chunks: ChunkConfig = WHOLE, budget: int = 128, every_step: bool = False
     ) -> Histories:
         requests = [generation_request(n, PROMPTS[i], SAMPLING[i], config) for n, i in enumerate(which)]
-        engine = Engine(StepRunner(params, config, executables, chunks=chunks), config, budget)
-        for _ in engine.run(requests, every_step=every_step):
-            pass
+        engine = engine_of(params, config, executables, budget, chunks=chunks)
+        _, requests = finish(engine, requests, every_step=every_step)
         return [np.stack(request.history) for request in requests]
 
     return Model(run, {name: run([name])[0] for name in NAMES})
@@ -135,8 +132,6 @@ def test_seeds_and_nothing_else_tell_equal_requests_apart(
 ):
     sampling = [SamplingParams(gen_length=6, temperature=1.0, seed=seed) for seed in (1, 1, 2, 1)]
     requests = [generation_request(i, np.arange(4), s, config) for i, s in enumerate(sampling)]
-    engine = Engine(StepRunner(params, config, executables), config, 128)
-    for _ in engine.run(requests):
-        pass
+    _, requests = finish(engine_of(params, config, executables, 128), requests)
     first, again, other, third = (request.tokens.tolist() for request in requests)
     assert first == again == third != other

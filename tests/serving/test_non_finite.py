@@ -13,7 +13,7 @@ from jdllm.llm import LLM
 from jdllm.models.config import ModelConfig
 from jdllm.models.module import Transformer
 from jdllm.models.weights import Params
-from jdllm.serving.engine import StepUpdate
+from jdllm.serving.updates import StepUpdate
 from tests.conftest import BUDGET
 
 PROMPT = list(range(5, 12))

@@ -13,8 +13,9 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.transfer import Measure
 from jdllm.models.config import ModelConfig
 from jdllm.planning.buckets import MAX_STEPS_PER_DISPATCH, power_bucket, row_bucket
-from jdllm.serving.packing import lay_out, pack
-from jdllm.serving.request import Request, generation_request
+from jdllm.serving.packing import demand, lay_out
+from jdllm.serving.request import Request
+from tests.engines import generation_request, pack_all
 
 MASK = 510
 LADDER = sorted({row_bucket(rows) for rows in range(1, 70_000, 7)} | {row_bucket(1), row_bucket(32768)})
@@ -114,7 +115,7 @@ class TestPack:
     @given(request_lists())
     def test_rows_are_the_requests_and_their_unguided_copies(self, config: ModelConfig, drawn: list[dict]):
         requests = requests_of(drawn, config)
-        batch, _ = pack(requests, config)
+        batch, _ = pack_all(requests, config)
         at = 0
         for request in requests:
             length = len(request.tokens)
@@ -132,7 +133,7 @@ class TestPack:
         self, config: ModelConfig, drawn: list[dict]
     ):
         requests = requests_of(drawn, config)
-        batch, candidates = pack(requests, config)
+        batch, candidates = pack_all(requests, config)
         head, size = batch.head, len(batch.segments.quota)
         expected = []
         at = 0
@@ -146,12 +147,12 @@ class TestPack:
         count = len(expected)
         assert list(zip(*(x[:count].tolist() for x in head), strict=True)) == expected
         assert (head.segment[count:] == size).all()
-        assert len(head.row) == power_bucket(count, 32)
+        assert len(head.row) == power_bucket(sum(demand(r)[1] for r in requests), 32)
 
     @given(request_lists())
     def test_segment_parameters_and_their_padding(self, config: ModelConfig, drawn: list[dict]):
         requests = requests_of(drawn, config)
-        segments = pack(requests, config).batch.segments
+        segments = pack_all(requests, config).batch.segments
         for i, (request, fields) in enumerate(zip(requests, drawn, strict=True)):
             sampling = fields["sampling"]
             assert int(segments.seed[i, 0]) << 32 | int(segments.seed[i, 1]) == sampling.seed

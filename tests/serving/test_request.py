@@ -1,6 +1,7 @@
 """The blocks of a request, where its text ends, and what is refused."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -8,7 +9,8 @@ import pytest
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
 from jdllm.models.config import ModelConfig
-from jdllm.serving.request import Block, generation_request, infill_request
+from jdllm.serving.spec import Block
+from tests.engines import generation_request, infill_request
 
 MASK, EOS = 510, 505
 
@@ -17,7 +19,7 @@ def params(**options) -> SamplingParams:
     return SamplingParams(**{"gen_length": 6, **options})
 
 
-def spans(blocks: list[Block]) -> list[tuple[int, int, int, list[int]]]:
+def spans(blocks: Sequence[Block]) -> list[tuple[int, int, int, list[int]]]:
     """Start, stop, masks and tokens of each step."""
     return [(b.start, b.stop, b.masks, b.table.quota.tolist()) for b in blocks]
 

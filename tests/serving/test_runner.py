@@ -1,7 +1,7 @@
 """Steps within a memory budget: tokens do not depend on it, and what cannot fit is refused beforehand."""
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -17,9 +17,9 @@ from jdllm.planning.budget import Budget, MemoryBudgetError
 from jdllm.planning.chunks import ChunkConfig
 from jdllm.planning.templates import step_template
 from jdllm.serving.engine import Engine
-from jdllm.serving.request import generation_request
-from jdllm.serving.runner import StepRunner
+from jdllm.serving.scheduler import Kind
 from tests.conftest import LLADA
+from tests.engines import engine_of, finish, generation_request
 
 PROMPT = np.arange(300) % 90
 MIB = 2**20
@@ -35,11 +35,15 @@ class Run(NamedTuple):
 def run(
     params: Params, config: ModelConfig, executables: Executables, budget: Budget | None, prompt=PROMPT
 ) -> Run:
-    runner = StepRunner(params, config, executables, budget=budget)
     request = generation_request(0, prompt, SamplingParams(gen_length=64, steps=4), config)
-    for _ in Engine(runner, config, 4096).run([request]):
-        pass
-    return Run(request.tokens.tolist(), list(runner._choices.values()))
+    engine = engine_of(params, config, executables, 4096, budget=budget)
+    _, (ended,) = finish(engine, [request])
+    return Run(ended.tokens.tolist(), choices_of(engine))
+
+
+def choices_of(engine: Engine) -> list:
+    launch: Any = engine._runner._launchers[Kind.FULL]
+    return list(launch.__self__._choices.values())
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +70,7 @@ def test_a_small_budget_cuts_and_changes_no_token(
     params, config, executables, unplanned, small, monkeypatch: pytest.MonkeyPatch
 ):
     # What the CPU's compiler says of its temporaries is not what is planned for.
-    monkeypatch.setattr("jdllm.serving.runner.temp_bytes", lambda executable: 0)
+    monkeypatch.setattr("jdllm.serving.full_runner.temp_bytes", lambda executable: 0)
     budgets = [small(extra * 2**10) for extra in range(5200, 400, -1200)]
     cut = set()
     for budget in budgets:
@@ -94,8 +98,8 @@ def test_fixed_counts_that_do_not_fit_name_their_own_need(params, config, execut
     request = generation_request(0, PROMPT, SamplingParams(gen_length=64, steps=4), config)
 
     def steps(budget: Budget) -> int:
-        runner = StepRunner(params, config, executables, budget=budget, chunks=ChunkConfig(ffn=2))
-        return len(list(Engine(runner, config, 4096).run([request])))
+        engine = engine_of(params, config, executables, 4096, budget=budget, chunks=ChunkConfig(ffn=2))
+        return len(finish(engine, [request])[0])
 
     with pytest.raises(MemoryBudgetError) as error:
         steps(budget)
@@ -107,14 +111,14 @@ def test_a_misfit_of_the_compiler_raises_the_counts(
     params, config, executables, unplanned, small, monkeypatch: pytest.MonkeyPatch
 ):
     claims = iter([2000 * 2**10])
-    monkeypatch.setattr("jdllm.serving.runner.temp_bytes", lambda executable: next(claims, 0))
+    monkeypatch.setattr("jdllm.serving.full_runner.temp_bytes", lambda executable: next(claims, 0))
     planned = run(params, config, executables, small(1900 * 2**10))
     assert planned.tokens == unplanned.tokens
     assert any(max(dataclasses.astuple(chunks)) > 1 for chunks, _ in planned.choices)
 
 
 def test_a_compiler_that_never_agrees_is_refused(params, config, executables, small, monkeypatch):
-    monkeypatch.setattr("jdllm.serving.runner.temp_bytes", lambda executable: 2**40)
+    monkeypatch.setattr("jdllm.serving.full_runner.temp_bytes", lambda executable: 2**40)
     with pytest.raises(MemoryBudgetError):
         run(params, config, executables, small(8 * MIB))
 
@@ -122,7 +126,7 @@ def test_a_compiler_that_never_agrees_is_refused(params, config, executables, sm
 @pytest.mark.slow
 def test_host_memory_is_used_where_the_device_is_too_small(params, config, executables, small, monkeypatch):
     rung = HostTiers(chunk_rows=128, kv=True)
-    monkeypatch.setattr("jdllm.serving.runner.rungs", lambda config: [rung])
+    monkeypatch.setattr("jdllm.serving.full_runner.rungs", lambda config: [rung])
     prompt = np.resize(PROMPT, 1200)
     expected = run(params, config, executables, None, prompt).tokens
     for extra in range(300, 3000, 30):

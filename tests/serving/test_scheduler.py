@@ -14,7 +14,14 @@ from jdllm.serving.scheduler import SUBMITTED, Demand, Kind, Life, Limits, Part,
 
 FULL, REFRESH, REUSE, ADAPTIVE = Kind
 LIMITS = Limits(
-    max_num_batched_tokens=100, max_num_seqs=8, max_num_logits=60, entries=20, pages=50, longest=150
+    max_num_batched_tokens=100,
+    max_num_seqs=8,
+    max_num_logits=60,
+    entries=20,
+    pages=50,
+    longest=150,
+    longest_refresh=140,
+    beside_pool=130,
 )
 
 
@@ -59,18 +66,18 @@ class TestAdd:
     def test_more_pages_than_the_pool_has_are_refused(self):
         scheduler = with_lives(Life(1, 50))
         with pytest.raises(
-            RequestError, match="request 7 needs 51 pages of the KV pool, which has 50: shorten"
+            RequestError, match="a request needs 51 pages of the KV pool, which has 50: shorten"
         ):
             scheduler.add(7, Life(1, 51))
         assert scheduler.waiting == (0,)
 
-    @pytest.mark.parametrize("pages", [0, 1])
-    def test_more_rows_than_run_alone_are_refused(self, pages: int):
-        scheduler = with_lives(Life(150, pages))
+    @pytest.mark.parametrize(("pages", "longest"), [(0, 150), (1, 140)])
+    def test_more_rows_than_run_alone_are_refused(self, pages: int, longest: int):
+        scheduler = with_lives(Life(longest, pages))
         with pytest.raises(
-            RequestError, match="request 7 has a step of 151 rows, and at most 150 fit: shorten"
+            RequestError, match=f"a step of {longest + 1} rows, and at most {longest} fit: shorten"
         ):
-            scheduler.add(7, Life(151, pages))
+            scheduler.add(7, Life(longest + 1, pages))
         assert scheduler.waiting == (0,)
 
 
@@ -97,10 +104,20 @@ class TestAdmission:
         assert scheduler.running == (0, 1, 2, 5, 6, 7, 8, 9)
 
     def test_requests_without_pages_fit_one_iteration_together(self):
-        scheduler = with_lives(Life(60, 0), Life(150, 9), Life(40, 0), Life(1, 0))
+        scheduler = with_lives(Life(60, 0), Life(140, 9), Life(40, 0), Life(1, 0))
         assert scheduler.admit() == [0, 1, 2]
         scheduler.remove(0)
         assert scheduler.admit() == [3]
+
+    def test_what_takes_the_room_of_the_pool_runs_while_nobody_holds_pages(self):
+        scheduler = with_lives(Life(10, 1), Life(131, 0), Life(10, 1))
+        assert scheduler.admit() == [0]
+        scheduler.remove(0)
+        assert scheduler.admit() == [1]
+        assert scheduler.admit() == []
+        scheduler.remove(1)
+        assert scheduler.admit() == [2]
+        assert with_lives(Life(10, 1), Life(130, 0), Life(10, 1)).admit() == [0, 1, 2]
 
     def test_a_longer_request_without_pages_is_the_only_one(self):
         scheduler = with_lives(Life(1, 0), Life(101, 0), Life(1, 0))

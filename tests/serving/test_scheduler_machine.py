@@ -46,10 +46,10 @@ def cached(rows: int, head_rows: int, window: int, reuses: list[int]) -> Script:
 
 @st.composite
 def some_limits(draw: st.DrawFn) -> Limits:
-    budget, seqs, logits, entries, pages, beyond = draw(
-        st.tuples(*(st.integers(*ends) for ends in ((8, 48), (1, 12), (1, 40), (1, 16), (2, 24), (0, 24))))
-    )
-    return Limits(budget, seqs, logits, entries, pages, longest=budget + beyond)
+    ends = ((8, 48), (1, 12), (1, 40), (1, 16), (2, 24), (0, 24), (0, 24), (0, 24))
+    budget, seqs, logits, entries, pages, *beyond = draw(st.tuples(*(st.integers(*end) for end in ends)))
+    beside, refresh, longest = (budget + n for n in sorted(beyond))
+    return Limits(budget, seqs, logits, entries, pages, longest, refresh, beside)
 
 
 ROWS = st.integers(1, 16) | st.integers(1, 60)
@@ -105,6 +105,10 @@ class Arrivals(RuleBasedStateMachine):
 
     def fits_life(self, life: Life) -> bool:
         lives = [self.scripts[r].life for r in self.steps_done]
+
+        def takes_pool(life: Life) -> bool:
+            return life.pages == 0 and life.rows > self.limits.beside_pool
+
         without_pages = [other.rows for other in lives if not other.pages]
         return (
             len(lives) < self.limits.max_num_seqs
@@ -114,6 +118,8 @@ class Arrivals(RuleBasedStateMachine):
                 or not without_pages
                 or sum(without_pages) + life.rows <= self.limits.max_num_batched_tokens
             )
+            and not (takes_pool(life) and any(other.pages for other in lives))
+            and not (life.pages and any(map(takes_pool, lives)))
         )
 
     def fits_plan(self, demand: Demand, ahead: Collection[Demand]) -> bool:
@@ -151,13 +157,14 @@ class Arrivals(RuleBasedStateMachine):
         arrival = next(self.arrivals)
         request = -arrival
         self.arrived[request], self.scripts[request] = arrival, script
+        longest = self.limits.longest_refresh if script.life.pages else self.limits.longest
         try:
             self.scheduler.add(request, script.life)
         except RequestError:
-            assert script.life.pages > self.limits.pages or script.life.rows > self.limits.longest
+            assert script.life.pages > self.limits.pages or script.life.rows > longest
         else:
             assert script.life.pages <= self.limits.pages
-            assert script.life.rows <= self.limits.longest
+            assert script.life.rows <= longest
             self.waiting.append(request)
 
     @precondition(lambda self: len(self.steps_done) + len(self.waiting) >= FEWEST_FOR_ABORT)
@@ -289,7 +296,7 @@ class Arrivals(RuleBasedStateMachine):
                 self.end()
         assert not self.in_flight
         assert self.scheduler.waiting == self.scheduler.running == ()
-        self.scheduler.add(1, Life(self.limits.longest, self.limits.pages))
+        self.scheduler.add(1, Life(self.limits.longest_refresh, self.limits.pages))
         assert self.scheduler.admit() == [1]
         self.scheduler.remove(1)
         self.scheduler.add(2, Life(self.limits.longest, 0))

@@ -12,10 +12,9 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.pallas.masked_logits import RowDecision, masked_logits
-from jdllm.serving.engine import Engine
-from jdllm.serving.request import Request, generation_request
-from jdllm.serving.runner import StepRunner
+from jdllm.serving.request import Request
 from tests.conftest import BUDGET
+from tests.engines import engine_of, finish, generation_request
 
 SMALLEST = -(2**31)
 STEPS, BLOCK = 12, 8
@@ -49,9 +48,8 @@ def run(params: Params, config: ModelConfig, options: dict[str, Any]) -> tuple[l
         **options,
     )
     requests = [generation_request(i, np.arange(3 + i, 9), sampling, config) for i in range(2)]
-    engine = Engine(StepRunner(params, config, Executables("cpu")), config, BUDGET)
-    for _ in engine.run(requests):
-        pass
+    engine = engine_of(params, config, Executables("cpu"), BUDGET)
+    _, requests = finish(engine, requests)
     return requests, engine.evaluated
 
 

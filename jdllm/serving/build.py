@@ -1,0 +1,72 @@
+"""An engine from its parts."""
+
+from jdllm.decoding.executables import Executables
+from jdllm.models.config import ModelConfig
+from jdllm.models.weights import Params
+from jdllm.planning.account import Account
+from jdllm.planning.chunks import ChunkConfig
+from jdllm.planning.ladder import MAX_SEGMENTS, make_ladder
+from jdllm.serving.adaptive_runner import AdaptiveRunner
+from jdllm.serving.cached_runner import CachedRunner
+from jdllm.serving.diagnosis import Diagnosis
+from jdllm.serving.engine import Engine
+from jdllm.serving.full_runner import FullRunner
+from jdllm.serving.launch import Launcher
+from jdllm.serving.runner import Runner
+from jdllm.serving.scheduler import Kind, Limits, Scheduler
+from jdllm.serving.spec import RequestSpec
+from jdllm.serving.verifier import Verifier, check_verifiable
+
+
+def make_engine(
+    params: Params,
+    config: ModelConfig,
+    executables: Executables,
+    account: Account,
+    *,
+    chunks: ChunkConfig | None = None,
+    max_num_logits: int | None = None,
+    verifier: Verifier | None = None,
+) -> Engine:
+    """An engine for one model on one device.
+
+    Arguments:
+    - `params`, `config`: the model, with its weights on the device.
+    - `executables`: where compiled steps are kept.
+    - `account`: the memory of the device, and thus the largest step and the KV pool.
+    - `chunks`, `max_num_logits`: as of `FullRunner`.
+    - `verifier`: for adaptive parallel decoding.
+    """
+    ladder = make_ladder(account.rows)
+    model = params, config, executables, ladder
+    cached = CachedRunner(*model, account)
+    full = FullRunner(*model, account, make_room=cached.free, chunks=chunks, max_num_logits=max_num_logits)
+    launchers: dict[Kind, Launcher] = {
+        Kind.FULL: full.launch,
+        Kind.REFRESH: cached.refresh,
+        Kind.REUSE: cached.reuse,
+    }
+    if verifier is not None:
+        launchers[Kind.ADAPTIVE] = AdaptiveRunner(*model, verifier, full.adaptive_chunks).launch
+    limits = Limits(
+        max_num_batched_tokens=account.rows,
+        max_num_seqs=MAX_SEGMENTS,
+        max_num_logits=ladder.refresh[-1].head_rows,
+        entries=cached.entries(ladder.tiles),
+        pages=cached.pages,
+        longest=account.longest,
+        longest_refresh=account.max_refresh,
+        beside_pool=account.max_context,
+    )
+
+    def check(spec: RequestSpec) -> None:
+        check_verifiable(spec, verifier)
+        full.check(spec)
+
+    return Engine(
+        Runner(launchers),
+        cached,
+        Scheduler(limits),
+        check=check,
+        non_finite=Diagnosis(params, config, executables, verifier),
+    )

@@ -1,0 +1,50 @@
+"""Where values that are infinite or not numbers begin."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jdllm.decoding.executables import Executables
+from jdllm.decoding.non_finite import origin
+from jdllm.errors import NonFiniteError
+from jdllm.models.config import ModelConfig
+from jdllm.models.weights import Params
+from jdllm.serving.request import Request
+from jdllm.serving.verifier import Verifier
+
+
+class Diagnosis:
+    """Runs the sequence of a request once more, layer by layer.
+
+    Arguments:
+    - `params`, `config`, `executables`: as of `jdllm.serving.full_runner.FullRunner`.
+    - `verifier`: of adaptive requests.
+    """
+
+    def __init__(
+        self, params: Params, config: ModelConfig, executables: Executables, verifier: Verifier | None = None
+    ):
+        self._params = params
+        self._config = config
+        self._executables = executables
+        self._verifier = verifier
+
+    def __call__(self, request: Request) -> NonFiniteError:
+        """What to raise for a request whose values are infinite or not numbers."""
+        evaluated = [request.tokens, *([request.unguided_tokens()] if request.guided else [])]
+        models = [("", self._params, self._config)]
+        if request.adaptive and self._verifier is not None:
+            models.append(("the verifier's ", self._verifier.params, self._verifier.config))
+        for whose, params, config in models:
+            place = self._origin(params, config, evaluated)
+            if place is not None:
+                return NonFiniteError(f"{whose}{place}")
+        return NonFiniteError(
+            "a step gave infinite values or none, and its sequence alone does not:"
+            " they come from another request of the batch, or from keys and values of a cache"
+        )
+
+    def _origin(self, params: Params, config: ModelConfig, evaluated: Sequence[np.ndarray]) -> str | None:
+        known = (np.minimum(tokens, config.vocab_size - 1) for tokens in evaluated)
+        places = (origin(params, config, tokens, self._executables) for tokens in known)
+        return next(filter(None, places), None)

@@ -1,0 +1,26 @@
+"""Whether an executable fits beside what is on the device, asked before it runs."""
+
+from jdllm.decoding.executables import Executable
+from jdllm.planning.account import Account
+from jdllm.planning.budget import MemoryBudgetError
+
+
+def check_fits(account: Account, what: str, rows: int, executable: Executable) -> None:
+    """Raise `MemoryBudgetError` for an executable that does not fit.
+
+    Arguments:
+    - `what`: the subject of the message.
+    - `rows`: its packed rows, which say whether it runs beside the KV pool.
+    - `executable`: with the weights among its arguments, and the pool where it reads or writes it.
+    """
+    budget = account.step_budget(rows)
+    if budget is None:
+        return
+    memory = executable.memory_analysis()
+    if memory is None:
+        return
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    weights = account.weights - account.unlike_planned
+    needed = budget.overhead + weights + memory.temp_size_in_bytes + results
+    if needed > budget.device:
+        raise MemoryBudgetError(what, needed, budget.device, account.longest, "context without a cache")

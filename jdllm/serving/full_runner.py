@@ -1,0 +1,182 @@
+"""Steps that evaluate whole sequences and store nothing, within the memory budget: plan, compile, compare."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jdllm.decoding.batch import Batch
+from jdllm.decoding.encoded_trace import EncodedTrace, encode, encoding
+from jdllm.decoding.executables import Executable, Executables, temp_bytes
+from jdllm.decoding.rules import head_level
+from jdllm.decoding.step import denoise
+from jdllm.decoding.tiered import denoise_tiered
+from jdllm.models.config import ModelConfig
+from jdllm.models.tiers import HostTiers
+from jdllm.models.weights import Params
+from jdllm.pallas.device import target
+from jdllm.pallas.masked_logits import Level
+from jdllm.planning.account import Account
+from jdllm.planning.buckets import head_bucket, row_bucket
+from jdllm.planning.chunks import ChunkConfig
+from jdllm.planning.ladder import Entry, Ladder, entry_for
+from jdllm.planning.plan import Bucket, Budget, Workload, plan_bucket, refusal, rungs
+from jdllm.serving.launch import Launch
+from jdllm.serving.packing import demand, pack
+from jdllm.serving.request import Request
+from jdllm.serving.spec import RequestSpec
+
+_ATTEMPTS = 4
+_UNPLANNED_LOGITS = 512
+_denoise = encoding(denoise)
+
+
+class FullRunner:
+    """Runs steps of one model on one device.
+
+    Arguments:
+    - `params`, `config`: the model, with its weights on the device.
+    - `executables`: where compiled steps are kept.
+    - `ladder`: their sizes.
+    - `account`: what a step may use; without a budget nothing is planned, and only the logits are cut.
+    - `make_room`: called before a step that needs the room of the KV pool.
+    - `chunks`: fixed chunk counts instead of planned ones; they are held against the budget all the same.
+    - `max_num_logits`: head rows whose logits may exist at a time; by default as many as fit the budget,
+      and 512 without one.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        config: ModelConfig,
+        executables: Executables,
+        ladder: Ladder,
+        account: Account,
+        *,
+        make_room: Callable[[], None],
+        chunks: ChunkConfig | None = None,
+        max_num_logits: int | None = None,
+    ):
+        self._params = params
+        self._config = config
+        self._executables = executables
+        self._ladder = ladder
+        self._account = account
+        self._make_room = make_room
+        self._chunks = chunks
+        self._max_num_logits = max_num_logits
+        self._choices: dict[Entry, tuple[ChunkConfig, HostTiers | None]] = {}
+
+    def check(self, spec: RequestSpec) -> None:
+        """Raise `MemoryBudgetError` for a request without a cache that is too long for the device."""
+        if spec.cached or spec.rows <= self._account.longest:
+            return
+        budget = self._account.step_budget(spec.rows)
+        if budget is not None:
+            masked = int((spec.tokens == spec.mask_id).sum())
+            bucket = Bucket(spec.rows, row_bucket(spec.rows), head_bucket(masked))
+            raise refusal(self.workload(Level.TOP), bucket, budget, rungs(self._config))
+
+    def launch(self, requests: list[Request], max_steps: int) -> Launch:
+        """As of `jdllm.serving.launch.Launcher`; where host memory is needed, at most one step runs."""
+        rows, head_rows = np.sum([demand(r) for r in requests], axis=0).tolist()
+        entry = entry_for(self._ladder.full, rows, head_rows, len(requests), self._choices)
+        batch, candidates = pack(requests, self._config, entry)
+        mask_id = requests[0].mask_id
+        if entry not in self._choices:
+            self._choices[entry] = self._choose(batch, mask_id, entry)
+        chunks, tiers = self._choices[entry]
+
+        def run() -> EncodedTrace:
+            if entry.rows > self._account.max_context:
+                self._make_room()
+            if tiers is not None:
+                return encode(self._tiered(batch, mask_id, chunks, tiers, max(map(_level, requests))))
+            steps = np.int32(min(max_steps, entry.steps))
+            static = self._static(mask_id, chunks)
+            return self._executables.call(_denoise, self._params, batch, steps, **static)
+
+        return Launch(run, candidates, [None] * len(requests))
+
+    def _tiered(self, batch: Batch, mask_id: int, chunks: ChunkConfig, tiers: HostTiers, level: Level) -> Any:
+        return denoise_tiered(
+            self._params,
+            batch,
+            config=self._config,
+            mask_id=mask_id,
+            tiers=tiers,
+            logits_chunks=chunks.logits,
+            level=level,
+            executables=self._executables,
+        )
+
+    def _static(self, mask_id: int, chunks: ChunkConfig) -> dict[str, Any]:
+        return {"config": self._config, "mask_id": mask_id, "chunks": chunks, "level": Level.FILTERED}
+
+    def _choose(self, batch: Batch, mask_id: int, entry: Entry) -> tuple[ChunkConfig, HostTiers | None]:
+        def compiled(chunks: ChunkConfig) -> Executable:
+            static = self._static(mask_id, chunks)
+            return self._executables.compile(_denoise, self._params, batch, np.int32(1), **static)
+
+        budget = self._account.step_budget(entry.rows)
+        if budget is None:
+            return self._unplanned(entry.head_rows), None
+        workload = self.workload(Level.FILTERED)
+        return self._fit(workload, entry, budget, rungs(self._config), compiled)
+
+    def adaptive_chunks(self, entry: Entry, compiled: Callable[[ChunkConfig], Executable]) -> ChunkConfig:
+        """Chunk counts for steps of adaptive parallel decoding; raises `MemoryBudgetError`."""
+        budget = self._account.step_budget(entry.rows)
+        if budget is None:
+            return self._unplanned(entry.head_rows)
+        # Logits of two models and their mixture: about what a filter keeps.
+        most = self._max_num_logits or _UNPLANNED_LOGITS
+        workload = dataclasses.replace(self.workload(Level.FILTERED), max_num_logits=most)
+        return self._fit(workload, entry, budget, (), compiled)[0]
+
+    def workload(self, level: Level) -> Workload:
+        """What steps are planned for."""
+        dtype = str(self._dtype)
+        hopper = target(self._executables.platform).hopper and dtype != "float32"
+        return Workload(self._config, dtype, hopper, level=level, max_num_logits=self._max_num_logits)
+
+    @property
+    def _dtype(self) -> jnp.dtype:
+        return self._params["final_norm"].dtype
+
+    def _unplanned(self, head_rows: int) -> ChunkConfig:
+        most = self._max_num_logits or _UNPLANNED_LOGITS
+        return self._chunks or ChunkConfig(logits=-(-head_rows // most))
+
+    def _fit(
+        self,
+        workload: Workload,
+        entry: Entry,
+        budget: Budget,
+        tiers: Sequence[HostTiers],
+        compiled: Callable[[ChunkConfig], Executable],
+    ) -> tuple[ChunkConfig, HostTiers | None]:
+        """Plan, and let the compiler confirm it; a misfit is planned again with as much less."""
+        bucket = Bucket(entry.rows, entry.rows, entry.head_rows)
+        surplus = needed = 0
+        for _ in range(_ATTEMPTS):
+            left = dataclasses.replace(budget, device=budget.device - surplus)
+            plan = plan_bucket(workload, bucket, left, tiers)
+            chunks = self._chunks or plan.chunks
+            if plan.tiers is not None and self._chunks is None:
+                if not plan.fits:
+                    break
+                return chunks, plan.tiers
+            needed = plan.fixed_bytes + temp_bytes(compiled(chunks))
+            if needed <= budget.device:
+                return chunks, None
+            if self._chunks is not None or not plan.fits:
+                break
+            surplus += needed - budget.device
+        raise refusal(workload, bucket, budget, tiers, surplus=surplus, compiled=needed)
+
+
+def _level(request: Request) -> Level:
+    return head_level(request.sampling)

@@ -1,0 +1,33 @@
+"""What a runner of one kind of part hands over: a packed part, ready to run."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from jdllm.decoding.encoded_trace import EncodedTrace
+from jdllm.serving.cached_packing import Stored
+from jdllm.serving.request import Request
+
+
+class Launch(NamedTuple):
+    """A packed part.
+
+    - `run`: puts it on the device's queue and returns its trace, which may not be there yet.
+    - `candidates`: for each request the positions of its head rows, which follow one another in the trace.
+    - `stored`: for each request what a refresh stores of it, `None` where nothing is.
+    """
+
+    run: Callable[[], EncodedTrace]
+    candidates: list[np.ndarray]
+    stored: Sequence[Stored | None]
+
+
+class Launcher(Protocol):
+    """Packs requests for parts of one kind, and changes none of them.
+
+    `max_steps`: denoising steps at most. Raises `MemoryBudgetError` where the part does not fit, before
+    anything of it has run.
+    """
+
+    def __call__(self, requests: list[Request], max_steps: int) -> Launch: ...
