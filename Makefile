@@ -44,15 +44,15 @@ test-gpu:  ## tests on a card; uses the python on the path, which needs jax with
 	python3 -m pytest -m gpu tests/gpu/test_budget.py
 
 bench:  ## benchmarks on a card; uses the python on the path, which needs jax with CUDA
-	python3 -m benchmarks.rerun --record || true  # what the README quotes; it ends with how many moved
-	for rows in 1024 4096; do python3 -m benchmarks.profile_step --rows $$rows; done
-	python3 -m benchmarks.profile_step --cached 4096
-	python3 -m benchmarks.kernels
-	python3 -m benchmarks.peers.torch_kernels
-	python3 -m benchmarks.company
-	python3 -m benchmarks.convert
-	for part in lmax latency latency_exact average error cost lazy allocators; do python3 -m benchmarks.plan --part $$part; done
-	python3 -m benchmarks.tiers --check --rows 32768 --layers 4 --groups 4
+	python3 -m benchmarks rerun --record || true  # what the README quotes; it ends with how many moved
+	for rows in 1024 4096; do python3 -m benchmarks profile --rows $$rows; done
+	python3 -m benchmarks profile --cached 4096
+	for operator in masked_logits attention split_attention grouped_matmul skinny_matmul torch_kernels; do \
+	  python3 -m benchmarks $$operator; done
+	for case in company convert; do python3 -m benchmarks $$case; done
+	for part in lmax latency latency_exact average error cost lazy allocators; do \
+	  python3 -m benchmarks plan --part $$part; done
+	python3 -m benchmarks tiers --check --rows 32768 --layers 4 --groups 4
 
 lint: $(VENV)/.ready  ## ruff and pyright
 	$(BIN)/ruff check

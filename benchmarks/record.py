@@ -171,9 +171,9 @@ def commit() -> str | None:
 
 
 def _program() -> str:
-    """What Python was asked to run: `-m` and a module's full name, or a file."""
+    """What Python was asked to run: `-m` and a module's or package's full name, or a file."""
     spec = sys.modules["__main__"].__spec__
-    return sys.argv[0] if spec is None else f"-m {spec.name}"
+    return sys.argv[0] if spec is None else f"-m {spec.name.removesuffix('.__main__')}"
 
 
 def print_row(row: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
 """Evaluation with the residual stream, keys and values, or weights in host memory: errors, or time a layer.
 
 Run on a card, whose memory XLA_PYTHON_CLIENT_MEM_FRACTION limits, as
-`python3 -m benchmarks.tiers --check --rows 32768 --layers 4`, or
-`python3 -m benchmarks.tiers --rows 1048576 --layers 1 --tier residual --groups 4 --memory-gib 24`.
+`python3 -m benchmarks tiers --check --rows 32768 --layers 4`, or
+`python3 -m benchmarks tiers --rows 1048576 --layers 1 --tier residual --groups 4 --memory-gib 24`.
 The weights of all layers are drawn and stay on the device but for the last tier; `--layers` are evaluated.
 """
 
@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks.record import median_seconds, record
 from benchmarks.shapes import SHAPES
-from benchmarks.step import attention_form
+from benchmarks.steps.full import attention_form
 from jdllm.decoding.executables import Executables
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
@@ -230,7 +230,7 @@ def _memory(name: str) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python3 -m benchmarks tiers", description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="llada-8b")
     parser.add_argument("--check", action="store_true", help="compare with the whole model")
     parser.add_argument("--rows", type=int, default=32768)

@@ -1,6 +1,6 @@
 """Time of packed attention at the models' shapes beside cuDNN's, tokamax's and the portable form.
 
-Run as `python3 -m benchmarks.operators.attention [--rows 1024 4096] [--heads 32x32 28x4] [--forms mosaic_gpu]
+Run as `python3 -m benchmarks attention [--rows 1024 4096] [--heads 32x32 28x4] [--forms mosaic_gpu]
 [--out DIR]` on a card. One segment holds all rows; 4096 rows are measured in five segments too. Every figure
 is the mean over whole calls, with what prepares the ranges, inside one executable with random data, and the
 median of repetitions at the clock that the card keeps up under its power limit: `sm_mhz` and `watts` are read
@@ -8,11 +8,9 @@ right after them while it still runs. `ratio` is cuDNN's time over that of the f
 tokamax needs the extra `bench`.
 """
 
-import argparse
 import functools
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import jax
@@ -20,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.peers.tokamax_attention import attention_tokamax
+from benchmarks.cases import case_parser
+from benchmarks.peers.tokamax_operators import attention_tokamax
 from benchmarks.record import FLOPS_PER_SECOND, compiled, median_seconds, print_row, record, sustained
 from benchmarks.shapes import SHAPES
 from jdllm.pallas.attention import attention
@@ -173,14 +172,9 @@ def parse_heads(text: str) -> tuple[int, int]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = case_parser("attention", __doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--heads", type=parse_heads, nargs="+", default=HEADS, help=parse_heads.__doc__)
     parser.add_argument("--forms", choices=FORMS, nargs="+", default=FORMS)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args(arguments)
     record("attention", measure(args.rows, args.heads, args.forms), args.out)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,17 +1,15 @@
 """Time of grouped products of LLaDA-MoE's experts against their floor, with random data.
 
-Run as `python3 -m benchmarks.operators.grouped_matmul [--rows 8192 32768 131072] [--forms gate_up down gated]
+Run as `python3 -m benchmarks grouped_matmul [--rows 8192 32768 131072] [--forms gate_up down gated]
 [--implementations mosaic_gpu tokamax] [--sweep] [--tiles ...]` on a card. Every figure is the mean over
 products with the weights of one layer after the other inside one executable, the median of five calls. The
 floor is the larger of bytes over 4.3 TB/s and flops over 700 TFLOP/s. `--sweep` tries the cuts of
 `candidates`. tokamax, a peer, needs the extra `bench`.
 """
 
-import argparse
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -19,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.peers.tokamax_grouped import grouped_matmul_tokamax
+from benchmarks.cases import case_parser
+from benchmarks.peers.tokamax_operators import grouped_matmul_tokamax
 from benchmarks.record import BYTES_PER_SECOND, FLOPS_PER_SECOND, compiled, median_seconds, record
 from jdllm.pallas.grouped_matmul import grouped_matmul
 from jdllm.pallas.grouped_matmul.mosaic_gpu import grouped_matmul_mosaic_gpu
@@ -182,13 +181,12 @@ def parse_tiles(text: str) -> Tiles:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = case_parser("grouped_matmul", __doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[8192, 32768, 131072])
     parser.add_argument("--forms", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=IMPLEMENTATIONS)
     parser.add_argument("--sweep", action="store_true", help="all candidate cuts, fastest first")
     parser.add_argument("--tiles", type=parse_tiles, nargs="+", help=parse_tiles.__doc__)
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args(arguments)
     tilings = candidates if args.sweep else None
     if args.tiles:
@@ -197,7 +195,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if tilings is not None:
         table.sort(key=lambda row: (row["form"], row["rows"], row["ms"]))
     record("grouped_matmul" + "_sweep" * (tilings is not None), table, args.out)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,17 +1,15 @@
 """Time of masked logits against their floor and their portable form, with random data.
 
-Run as `python3 -m benchmarks.operators.masked_logits [--shape llada-8b] [--rows 32 2048] [--noise]
+Run as `python3 -m benchmarks masked_logits [--shape llada-8b] [--rows 32 2048] [--noise]
 [--level MOMENTS] [--sweep]` on a card. Every figure is the mean over repetitions inside one executable, the
 median of five calls. The floor is the larger of bytes over 4.3 TB/s and flops over 700 TFLOP/s. `--noise`
 draws every row's token at temperature 1. `--sweep` tries the cuts of `candidates`.
 """
 
-import argparse
 import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from benchmarks.cases import case_parser
 from benchmarks.record import BYTES_PER_SECOND, FLOPS_PER_SECOND, compiled, median_seconds, print_row, record
 from benchmarks.shapes import SHAPES
 from jdllm.decoding.noise import gumbel, vocabulary_bits
@@ -163,14 +162,13 @@ def parse_tiles(text: str) -> Tiles:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = case_parser("masked_logits", __doc__)
     parser.add_argument("--shape", choices=SHAPES, default="llada-8b")
     parser.add_argument("--rows", type=int, nargs="+", default=[32, 256, 1024, 2048, 4096])
     parser.add_argument("--level", choices=[Level.TOP.name, Level.MOMENTS.name], default=Level.TOP.name)
     parser.add_argument("--noise", action="store_true", help="draw tokens at temperature 1")
     parser.add_argument("--tiles", type=parse_tiles, nargs="+", help=parse_tiles.__doc__)
     parser.add_argument("--sweep", action="store_true", help="all candidate cuts, fastest first")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args(arguments)
     config, level = SHAPES[args.shape], Level[args.level]
     scale = LOGIT_SPREAD / math.sqrt(config.hidden_size)
@@ -189,7 +187,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     record(f"masked_logits_{args.shape}{suffix}", table, args.out)
     if any(row["wrong"] for row in table):
         raise SystemExit("results differ from those of the portable form")
-
-
-if __name__ == "__main__":
-    main()

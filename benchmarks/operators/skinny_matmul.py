@@ -1,18 +1,16 @@
 """Time of the products of a layer with few rows against the bandwidth of a device copy.
 
-Run as `python3 -m benchmarks.operators.skinny_matmul [--shapes llada-8b dream-7b] [--rows 32]
+Run as `python3 -m benchmarks skinny_matmul [--shapes llada-8b dream-7b] [--rows 32]
 [--implementations mosaic_gpu xla] [--sweep]` on a card. One executable multiplies with layer after layer of
 stacks that are larger than the L2 cache, again and again; XLA's products scan over the stacks, as the models
 do. `--sweep` tries the cuts of `candidates`.
 """
 
-import argparse
 import dataclasses
 import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from benchmarks.cases import case_parser
 from benchmarks.record import BYTES_PER_SECOND, compiled, median_seconds, record
 from benchmarks.shapes import SHAPES
 from jdllm.models.config import ModelConfig
@@ -174,18 +173,13 @@ def measure(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = case_parser("skinny_matmul", __doc__)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["llada-8b", "dream-7b"])
     parser.add_argument("--rows", type=int, nargs="+", default=[32])
     parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=IMPLEMENTATIONS)
     parser.add_argument("--sweep", action="store_true", help="all candidate cuts")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args(arguments)
     table = []
     for shape, rows in itertools.product(args.shapes, args.rows):
         table += measure(shape, rows, args.implementations, args.sweep)
     record("skinny_matmul" + "_sweep" * args.sweep, table, args.out)
-
-
-if __name__ == "__main__":
-    main()

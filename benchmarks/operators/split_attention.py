@@ -1,18 +1,16 @@
 """Time of Split-S attention against the bandwidth of a device copy.
 
-Run as `python3 -m benchmarks.operators.split_attention [--sweep] [--shapes 32x32 32x8] [--keys 4096 16384]
+Run as `python3 -m benchmarks split_attention [--sweep] [--shapes 32x32 32x8] [--keys 4096 16384]
 [--page-rows 64] [--requests 1] [--implementations chained mosaic_gpu]` on a card. One executable attends to
 each layer of a pool that is larger than the L2 cache, again and again. Each form is measured with contiguous
 keys and with as many in four scattered segments whose last pages are partial; "chained" is the kernel as part
 of a chain (`jdllm.pallas.chain`). `--sweep` tries the cuts of `candidates`. Each shape has its own file.
 """
 
-import argparse
 import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from benchmarks.cases import case_parser
 from benchmarks.record import BYTES_PER_SECOND, compiled, median_seconds, print_row, record
 from jdllm.pallas.attention import AttentionOutput
 from jdllm.pallas.hopper import padded_rows
@@ -167,7 +166,7 @@ def candidates(rows: int) -> list[Tiles]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = case_parser("split_attention", __doc__)
     parser.add_argument("--shapes", nargs="+", default=HEADS, help="query heads x key-value heads")
     parser.add_argument("--keys", type=int, nargs="+", default=KEYS)
     parser.add_argument("--queries", type=int, default=QUERIES)
@@ -175,7 +174,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--requests", type=int, default=1)
     parser.add_argument("--implementations", nargs="*", choices=FORMS, default=list(FORMS))
     parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args(arguments)
     name = "split_attention_sweep" if args.sweep else "split_attention"
     for shape in args.shapes:
@@ -196,7 +194,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print_row(row)
                 rows.append(row)
         record(f"{name}_{shape}", rows, args.out)
-
-
-if __name__ == "__main__":
-    main()

@@ -3,7 +3,7 @@
 Two forms of the same step. `compiled_step` is as strong as we could make it: one product for queries, keys
 and values and one for both halves of the gated layer, the fastest attention of torch, grouped products for
 experts, the head for masked rows only, all under torch.compile. `eager_step` is written as the official
-samplers are.
+samplers are. What times them, and other calls of torch, stands at the end.
 """
 
 # pyright: reportMissingImports=false, reportInvalidTypeForm=false
@@ -11,14 +11,14 @@ samplers are.
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.peers.torch_timing import event_seconds, reason
 from jdllm.models.config import ModelConfig
 from jdllm.models.rotary import inverse_frequencies
 
@@ -272,3 +272,40 @@ def fastest_attention(config: ModelConfig, rows: int) -> Attention:
     if not usable:
         raise RuntimeError(f"neither of {', '.join(BACKENDS)} attends {rows} rows of this model")
     return min(usable, key=lambda way: way[0])[1]
+
+
+def event_seconds(run: Callable[[], Any], inner: int = 4, repeats: int = 5, warm_up: int = 2) -> float:
+    """Median time of `run`, by events around `inner` calls of it; nothing else may use the device."""
+    for _ in range(warm_up):
+        run()
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(inner):
+            run()
+        end.record()
+        end.synchronize()
+        times.append(1e-3 * start.elapsed_time(end) / inner)
+    return statistics.median(times)
+
+
+def graph_seconds(calls: Sequence[Callable[[], Any]]) -> float:
+    """Mean time of one of `calls`, all of them replayed from one CUDA graph: without the host's share."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return event_seconds(graph.replay) / len(calls)
+
+
+def reason(error: RuntimeError) -> str:
+    """The first line of an error of torch, whose messages are long."""
+    return next(iter(str(error).splitlines()), type(error).__name__)

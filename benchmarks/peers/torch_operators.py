@@ -12,8 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch.nn.attention import sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 
-from benchmarks.peers.torch_model import BACKENDS, Tensor
-from benchmarks.peers.torch_timing import graph_seconds, reason
+from benchmarks.peers.torch_model import BACKENDS, Tensor, graph_seconds, reason
 
 HEADS, HEAD_DIM = 32, 128
 HIDDEN, FFN, VOCAB = 4096, 12288, 126464

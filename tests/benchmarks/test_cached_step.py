@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import cached_step
-from benchmarks.cached_step import denoise, main, weight_bytes
 from benchmarks.record import Ceilings, Sustained
 from benchmarks.shapes import SHAPES
+from benchmarks.steps import cached as cached_step
+from benchmarks.steps.cached import denoise, main, weight_bytes
 from jdllm.models.block import Rows, block, project_keys_values
 from jdllm.models.config import ModelConfig
 from jdllm.models.rotary import cos_sin
@@ -46,6 +46,7 @@ def full(
     return logits(params, config, h[CACHED:]).argmax(axis=1), cache
 
 
+@pytest.mark.slow
 def test_two_steps_against_the_cache_are_those_over_all_rows():
     config = small("dream-7b")
     params = jax.tree.map(lambda x: 4 * x, init_params(config, jax.random.key(1), "float32"))
@@ -69,6 +70,7 @@ def test_two_steps_against_the_cache_are_those_over_all_rows():
     assert (once != twice).any()
 
 
+@pytest.mark.slow
 def test_the_weights_that_a_step_reads():
     dense, sparse = small("dream-7b"), small("llada-moe-7b")
     params = init_params(dense, jax.random.key(0), "bfloat16")
@@ -86,6 +88,7 @@ def test_the_weights_that_a_step_reads():
     assert unchosen == pytest.approx(one * (moe.experts - np.mean(chosen)), rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_measured_step_has_the_state_of_the_card_at_work(monkeypatch: pytest.MonkeyPatch):
     config = small("dream-7b")
     monkeypatch.setitem(SHAPES, "small", config)

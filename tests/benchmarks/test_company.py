@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.company import measure, settings
-from benchmarks.quality import ALL_POLICIES
+from benchmarks.quality.cells import ALL_POLICIES
+from benchmarks.quality.company import measure, settings
 from jdllm.demo.tokenizer import EOS
 
 

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import kernels
 from benchmarks.operators import attention, grouped_matmul, skinny_matmul
 from benchmarks.record import Sustained
 from benchmarks.shapes import SHAPES
@@ -45,6 +44,7 @@ class TestAttention:
             assert "ratio" not in row
         assert capsys.readouterr().out.count("tokamax: no row") == 3
 
+    @pytest.mark.slow
     def test_errors_are_those_of_the_form(self, monkeypatch: pytest.MonkeyPatch):
         exact = attention.attend
 
@@ -61,6 +61,7 @@ class TestAttention:
         np.testing.assert_array_equal(start, [0, 0, 2, 3, 3, 3])
         np.testing.assert_array_equal(end, [2, 2, 3, 6, 6, 6])
 
+    @pytest.mark.slow
     def test_queries_keep_their_values(self):
         """Outputs fed back would average values until all scores are equal."""
         operands = attention.draw([40], 4, 2)
@@ -99,6 +100,7 @@ class TestAttention:
         with pytest.raises(NotImplementedError, match="Hopper only"):
             attention.measure([8], [(4, 2)], ["mosaic_gpu"])
 
+    @pytest.mark.slow
     def test_command_line(self, tmp_path: Path):
         attention.main(["--rows", "8", "16", "--heads", "4x2", "--forms", "xla", "--out", str(tmp_path)])
         written = json.loads((tmp_path / "attention.json").read_text())
@@ -106,6 +108,7 @@ class TestAttention:
 
 
 class TestGroupedMatmul:
+    @pytest.mark.slow
     def test_without_tokamax_its_rows_are_left_out(self, capsys: pytest.CaptureFixture[str]):
         table = grouped_matmul.measure([40], ["gated", "down"], ["tokamax", "padded"])
         assert [(row["form"], row["implementation"]) for row in table] == [
@@ -128,6 +131,7 @@ class TestSkinnyMatmul:
         monkeypatch.setattr(skinny_matmul, "STACK_BYTES", 1 << 13)
         monkeypatch.setattr(skinny_matmul, "LEAST_SECONDS", 1e-9)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("shape", ["llada-8b", "dream-7b"])
     def test_products_of_a_layer(self, shape: str):
         table = skinny_matmul.measure(shape, 8, ["xla"])
@@ -147,18 +151,3 @@ class TestSkinnyMatmul:
     def test_ours_must_run(self):
         with pytest.raises(NotImplementedError, match="Hopper only"):
             skinny_matmul.measure("llada-8b", 8, ["mosaic_gpu"])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ([], [(name, []) for name in kernels.OPERATORS]),
-        (["--operators", "attention", "--out", "x"], [("attention", ["--out", "x"])]),
-    ],
-)
-def test_all_operators_run_in_turn(monkeypatch: pytest.MonkeyPatch, arguments, expected):
-    ran = []
-    for name in kernels.OPERATORS:
-        monkeypatch.setitem(kernels.OPERATORS, name, lambda given, name=name: ran.append((name, list(given))))
-    kernels.main(arguments)
-    assert ran == expected

@@ -91,6 +91,7 @@ def test_torch_commits_what_the_model_says(
     np.testing.assert_array_equal(after, expected_tokens(params, config, tokens))
 
 
+@pytest.mark.slow
 def test_jax_commits_what_the_model_says(params: Params, config: ModelConfig, tokens: np.ndarray):
     args = params, config, jnp.asarray(tokens), jnp.asarray(MASKED), TRANSFERRED, "xla"
     if config.moe is not None:

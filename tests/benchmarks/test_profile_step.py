@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.profile_step import KernelEvent, busy_us, by_kernel, device_events, read_events
+from benchmarks.steps.profile import KernelEvent, busy_us, by_kernel, device_events, read_events
 
 
 def named(kind: str, pid: int, name: str, tid: int | None = None) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import quality
-from benchmarks.quality import (
+from benchmarks.quality import cells as quality
+from benchmarks.quality.cells import (
     Answers,
     Cell,
     draw_instances,
@@ -19,7 +19,7 @@ from benchmarks.quality import (
     rows_forwarded,
     same_tokens,
 )
-from benchmarks.quality_tables import comparisons, tables
+from benchmarks.quality.tables import comparisons, tables
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.demo import checkpoint_path
 from jdllm.demo.tasks import TASKS, Instance, split_of
@@ -72,6 +72,10 @@ class TestCells:
         assert len(set(instances)) == len(instances)
 
 
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 PROMPT, BLOCKS, BLOCK = 20, 2, 8
 LENGTH = PROMPT + BLOCKS * BLOCK
 
@@ -80,12 +84,12 @@ class TestRows:
     @pytest.mark.parametrize(
         ("cache", "options", "expected"),
         [
-            ("none", {}, [LENGTH] * 16),
-            ("dual", {}, ([LENGTH] + [BLOCK] * 7) * 2),
-            ("prefix", {}, [LENGTH] + [2 * BLOCK] * 7 + [LENGTH] + [BLOCK] * 7),
-            ("sparse", {}, ([LENGTH] * 2 + [BLOCK] * 6) * 2),
-            ("head_sparse", {"refresh_delay": 0}, ([LENGTH] + [BLOCK] * 7) * 2),
-            ("dual", {"refresh_interval": 3}, ([LENGTH, *[BLOCK] * 2] * 2 + [LENGTH, BLOCK]) * 2),
+            slow("none", {}, [LENGTH] * 16),
+            slow("dual", {}, ([LENGTH] + [BLOCK] * 7) * 2),
+            slow("prefix", {}, [LENGTH] + [2 * BLOCK] * 7 + [LENGTH] + [BLOCK] * 7),
+            slow("sparse", {}, ([LENGTH] * 2 + [BLOCK] * 6) * 2),
+            slow("head_sparse", {"refresh_delay": 0}, ([LENGTH] + [BLOCK] * 7) * 2),
+            slow("dual", {"refresh_interval": 3}, ([LENGTH, *[BLOCK] * 2] * 2 + [LENGTH, BLOCK]) * 2),
             # At a block's second step all but one of the block and all to its right are masked.
             ("selective", {}, [LENGTH] * 2 + [15] * 6 + [LENGTH] * 2 + [7] * 6),
         ],

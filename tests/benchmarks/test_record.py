@@ -17,13 +17,14 @@ PROGRAM = "from benchmarks.record import environment\ncommand = environment()['c
     ("module", "arguments", "command"),
     [
         ("jdllm_test_bench.operators.inner", ["--rows", "3", "--out", "x"], "--rows 3"),
-        ("jdllm_test_bench.outer", [], ""),
+        ("jdllm_test_package", ["load", "--out", "x"], "load"),
     ],
 )
 def test_the_command_names_the_whole_module(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, module: str, arguments: list[str], command: str
 ):
-    path = tmp_path.joinpath(*module.split(".")).with_suffix(".py")
+    package = "." not in module
+    path = tmp_path.joinpath(*module.split("."), *["__main__"] * package).with_suffix(".py")
     path.parent.mkdir(parents=True)
     path.write_text(PROGRAM)
     monkeypatch.syspath_prepend(tmp_path)

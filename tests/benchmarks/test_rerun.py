@@ -8,23 +8,24 @@ import pytest
 
 from benchmarks import record, rerun
 from benchmarks.record import RESULTS
-from benchmarks.rerun import LONG, QUOTED, compare, main
+from benchmarks.rerun import MEASURED, Quoted, compare, main
 
 NAME = "load"
 FAKE = """
 import argparse, json, pathlib
 parser = argparse.ArgumentParser()
+parser.add_argument("case", nargs="?")
 parser.add_argument("--peers", action="store_true")
 parser.add_argument("--out", type=pathlib.Path)
 args = parser.parse_args()
 print("W0000 some autotuning warning")
-print("peers" if args.peers else "alone", "in", pathlib.Path.cwd().name)
+print("peers" if args.peers else "alone", args.case, "in", pathlib.Path.cwd().name)
 figures = pathlib.Path("figures")
 first, _, rest = figures.read_text().partition(" ")
 figures.write_text(rest)
 rows = [{"shape": "a", "gb_per_s": float(first)}]
 rows += [{"shape": "b", "gb_per_s": 2.0, "steps": 62, "evaluated": 62 if args.peers else 94}]
-record = {"command": "python3 -m benchmarks.fake --peers", "device": "card", "rows": rows}
+record = {"device": "card", "rows": rows}
 (args.out / "load.json").write_text(json.dumps(record))
 """
 
@@ -32,7 +33,7 @@ record = {"command": "python3 -m benchmarks.fake --peers", "device": "card", "ro
 def checkout(directory: Path, *figures: float) -> Path:
     """One that reaches each of `figures` in turn."""
     (directory / "benchmarks" / "results").mkdir(parents=True)
-    (directory / "benchmarks" / "fake.py").write_text(FAKE)
+    (directory / "benchmarks" / "__main__.py").write_text(FAKE)
     (directory / "figures").write_text(" ".join(map(str, figures)))
     return directory
 
@@ -40,10 +41,11 @@ def checkout(directory: Path, *figures: float) -> Path:
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkout whose record is 10.0 and which reaches 8.0 and then 8.2 now."""
+    monkeypatch.setitem(MEASURED, NAME, Quoted("gb_per_s", "load --peers"))
     directory = checkout(tmp_path / "here", 8.0, 8.2)
     results = directory / "benchmarks" / "results"
     rows = [{"shape": "a", "gb_per_s": 10.0}, {"shape": "b", "gb_per_s": 2.05}]
-    record = {"command": "python3 -m benchmarks.fake --peers", "device": "card", "rows": rows}
+    record = {"device": "card", "rows": rows}
     (results / "load.json").write_text(json.dumps(record))
     monkeypatch.setattr(rerun, "RESULTS", results)
     monkeypatch.setattr(rerun, "__file__", str(directory / "benchmarks" / "rerun.py"))
@@ -71,16 +73,24 @@ def test_checkouts_take_turns_and_their_medians_are_compared(
     other = checkout(tmp_path / "other", 8.6, 8.8)
     assert main([NAME, "--against", str(other)]) == 1
     out = capsys.readouterr().out
-    turns = [line.split()[-1] for line in out.splitlines() if line.startswith("  peers in")]
+    turns = [line.split()[-1] for line in out.splitlines() if line.startswith("  peers load in")]
     assert turns == ["other", "here", "other", "here"]
     marks = "MOVED against record and against"
     assert f"load: shape=a: 8.1, record 10 (0.810x), against 8.7 (0.931x)  {marks}\n" in out
 
 
 @pytest.mark.usefixtures("here")
-def test_a_single_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    main([NAME, "--turns", "1", "--against", str(checkout(tmp_path / "other", 8.6))])
-    assert "load: shape=a: 8, record 10 (0.800x), against 8.6 (0.930x)" in capsys.readouterr().out
+def test_an_older_checkout_runs_what_its_own_record_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    older = checkout(tmp_path / "older", 8.6)
+    (older / "benchmarks" / "__main__.py").rename(older / "benchmarks" / "fake.py")
+    main([NAME, "--turns", "1", "--against", str(older)])
+    assert f"{older} has neither cases nor a record load" in capsys.readouterr().out
+    record = {"command": "python3 -m benchmarks.fake"}
+    (older / "benchmarks" / "results" / "load.json").write_text(json.dumps(record))
+    main([NAME, "--turns", "1", "--against", str(older)])
+    out = capsys.readouterr().out
+    assert "alone None in older" in out
+    assert "load: shape=a: 8, record 10 (0.800x), against 8.6 (0.930x)" in out
 
 
 @pytest.mark.usefixtures("here")
@@ -111,7 +121,7 @@ def test_records_are_replaced_on_request(here: Path):
 
 FAILING = {
     "raise SystemExit(3)": "ended with 3",
-    "": "wrote no load.json",
+    "pass": "wrote no failing.json",
 }
 
 
@@ -119,16 +129,14 @@ FAILING = {
 def test_a_benchmark_that_fails_is_named_and_stops_no_other(
     here: Path, program: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    (here / "benchmarks" / "failing.py").write_text(program)
-    record = json.loads((here / "benchmarks/results/load.json").read_text())
-    record["command"] = "python3 -m benchmarks.failing"
-    (here / "benchmarks/results/failing.json").write_text(json.dumps(record))
-    monkeypatch.setitem(QUOTED, "failing", "gb_per_s")
-    program = FAILING[program].replace("load", "failing")
+    runner = here / "benchmarks" / "__main__.py"
+    runner.write_text(f"import sys\nif sys.argv[1] == 'failing':\n    {program}\nelse:\n    exec({FAKE!r})")
+    monkeypatch.setitem(MEASURED, "failing", Quoted("gb_per_s", "failing"))
+    program = FAILING[program]
     assert main(["failing", NAME]) == 2
     out = capsys.readouterr().out
     assert "2 figures, 1 moved by more than 5%, 1 benchmarks failed\n" in out
-    assert f"failing: python3 -m benchmarks.failing in {here} {program}\n" in out
+    assert f"failing: python3 -m benchmarks failing in {here} {program}\n" in out
 
 
 @pytest.mark.parametrize(
@@ -147,7 +155,7 @@ def test_mistakes(arguments: list[str], words: str, capsys: pytest.CaptureFixtur
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", QUOTED | LONG)
+@pytest.mark.parametrize("name", [name for name in MEASURED if (RESULTS / f"{name}.json").exists()])
 def test_every_quoted_record_compares_with_itself_row_by_row(name: str):
     rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
     figures = compare(name, rows, rows, rows)

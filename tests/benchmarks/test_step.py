@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.step import parse_rows, with_ratios
+from benchmarks.steps.full import parse_rows, with_ratios
 
 
 def test_rows_of_a_peer_are_the_json_lines_and_all_lines_are_shown(capsys: pytest.CaptureFixture[str]):

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.peers.tokamax_attention import attention_tokamax
-from benchmarks.peers.tokamax_grouped import grouped_matmul_tokamax
+from benchmarks.peers.tokamax_operators import attention_tokamax, grouped_matmul_tokamax
 from jdllm.pallas.attention import attention
 from jdllm.pallas.grouped_matmul import grouped_matmul
 
@@ -80,6 +79,7 @@ def test_groups_of_other_layers_are_empty_ones(asked):
 
 
 @pytest.mark.usefixtures("asked")
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [128, 150])
 def test_attention_of_any_number_of_rows(rows: int):
     q, k, v = normal(rows, 4, 16), normal(rows + 1, 2, 16), normal(rows + 1, 2, 16)

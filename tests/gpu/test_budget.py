@@ -1,4 +1,4 @@
-"""A memory budget on a card: it changes no token, or refuses beforehand. `benchmarks.plan` measures peaks."""
+"""A memory budget on a card: it changes no token, or refuses beforehand. The case `plan` measures peaks."""
 
 import jax
 import numpy as np

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from benchmarks.quality import Cell, draw_instances, measure
+from benchmarks.quality.cells import Cell, draw_instances, measure
 from jdllm import LLM
 from jdllm.demo import checkpoint_path
 from tests.decoding import test_cached_trajectories as recorded

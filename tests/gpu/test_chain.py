@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks.cached_step import random_cache
 from benchmarks.shapes import SHAPES
+from benchmarks.steps.cached import random_cache
 from jdllm.decoding.executables import Executables
 from jdllm.models.block import Rows
 from jdllm.models.cached import forward_reuse

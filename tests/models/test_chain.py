@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from benchmarks.cached_step import random_cache
 from benchmarks.shapes import SHAPES
+from benchmarks.steps.cached import random_cache
 from jdllm.models.block import Rows
 from jdllm.models.cached import forward_reuse
 from jdllm.models.chain import chains

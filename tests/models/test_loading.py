@@ -381,8 +381,8 @@ def test_host_memory_above_the_weights_stays_under_two_tensors(tmp_path):
     values |= {"vocab_size": 32768, "embedding_size": 32768}
     directory = write_random_checkpoint(tmp_path / "big", values, shard_bytes=100_000_000)
     code = (
-        "import json, sys; from pathlib import Path; from benchmarks.load import measure;"
-        "print(json.dumps(measure(Path(sys.argv[1]), 'auto')))"
+        "import json, sys; from pathlib import Path; from benchmarks.checkpoints import measure_load;"
+        "print(json.dumps(measure_load(Path(sys.argv[1]), 'auto')))"
     )
     run = subprocess.run(
         [sys.executable, "-c", code, str(directory)],

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from benchmarks.paired import discordance
+from benchmarks.quality.paired import discordance
 
 LEVEL = 0.95
 
@@ -12,7 +12,7 @@ def comparisons(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """head_sparse against sparse, wherever both were evaluated with one rule, retention and delay.
 
     Arguments:
-    - `rows`: cells as `benchmarks.quality.row` gives them, all over the same instances.
+    - `rows`: cells as `benchmarks.quality.cells.row` gives them, all over the same instances.
 
     Returns for each: the setting; `head_sparse_only` and `sparse_only`, the instances that only one of the
     two got right; `difference` of the shares of right answers, positive where head_sparse has more; `low` and

@@ -1,6 +1,6 @@
 """Time of one denoising step of a block of fresh rows against cached keys and values, with random weights.
 
-Run as `python3 -m benchmarks.cached_step [--shape llada-8b] [--fresh 32] [--cached 4096] [--form chain layers
+Run as `python3 -m benchmarks cached_step [--shape llada-8b] [--fresh 32] [--cached 4096] [--form chain layers
 xla]` on a card: the layers as the chain of kernels that they are by default, where they can be one, as
 kernels of which each waits for the one before, and so with XLA's attention. Several steps run inside one
 executable, each on the tokens of the one before. `step_ms` is a step's share of one that follows another,
@@ -13,7 +13,6 @@ import argparse
 import functools
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -23,6 +22,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from benchmarks.cases import case_parser
 from benchmarks.operators.masked_logits import sampling
 from benchmarks.record import (
     Ceilings,
@@ -179,13 +179,12 @@ def measure(params: Params, args: argparse.Namespace, form: Form, ceilings: Ceil
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = case_parser("cached_step", __doc__)
     parser.add_argument("--shape", choices=SHAPES, default="llada-8b")
     parser.add_argument("--fresh", type=int, default=32)
     parser.add_argument("--cached", type=int, default=4096)
     parser.add_argument("--page-rows", type=int, default=64)
     parser.add_argument("--form", choices=get_args(Form), nargs="+")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args(arguments)
     config = SHAPES[args.shape]
     chain = chains(abstract_params(config, "bfloat16"), config, args.fresh)
@@ -196,7 +195,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     params = Transformer(config, rngs=nnx.Rngs(0), dtype="bfloat16").params()
     table = [measure(params, args, form, ceilings) for form in forms]
     record(f"cached_step_{args.shape}", table, args.out, steps=STEPS, ceiling_tb_s=ceilings.bytes / 1e12)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,12 +1,11 @@
 """Time of one full denoising step with random weights, half of the rows masked and evaluated.
 
-Run as `python3 -m benchmarks.step [--shape llada-8b] [--rows 1024 4096] [--peers] [--out DIR]` on a card.
+Run as `python3 -m benchmarks step [--shape llada-8b] [--rows 1024 4096] [--peers] [--out DIR]` on a card.
 The floor is the larger of flops over the measured matrix rate and weight bytes over the measured copy rate.
 `--peers` measures the same step in plain JAX and, where it is installed, in torch; `ratio` is a peer's time
 over ours.
 """
 
-import argparse
 import json
 import math
 import os
@@ -14,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from benchmarks.cases import case_parser
 from benchmarks.peers import jax_step
 from benchmarks.record import Ceilings, compiled, measure_ceilings, median_seconds, record
 from benchmarks.shapes import SHAPES
@@ -115,7 +114,7 @@ def jax_rows(params: Params, shape: str, rows: Sequence[int]) -> Iterator[dict[s
 
 def torch_rows(shape: str, rows: Sequence[int]) -> list[dict[str, Any]]:
     """The rows of torch, from a process of its own; what it says in words is printed."""
-    command = [sys.executable, "-m", "benchmarks.peers.torch_step", "--shape", shape]
+    command = [sys.executable, "-m", "benchmarks", "torch_step", "--shape", shape]
     command += ["--rows", *map(str, rows)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -143,13 +142,12 @@ def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(map(compared, rows), key=lambda row: row["rows"])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = case_parser("step", __doc__)
     parser.add_argument("--shape", choices=SHAPES, default="llada-8b")
     parser.add_argument("--rows", type=int, nargs="+", default=[1024, 4096])
     parser.add_argument("--peers", action="store_true", help="measure the same step elsewhere too")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if args.peers:
         # The pool is never given back: torch gets what is left of the card.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -172,7 +170,3 @@ def main() -> None:
         ceiling_tflops=ceilings.flops / 1e12,
         ceiling_tb_s=ceilings.bytes / 1e12,
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,12 +1,11 @@
 """Where the device time of one denoising step goes, by kernel.
 
-Run as `python3 -m benchmarks.profile_step [--shape llada-8b] [--rows 4096 | --cached 4096] [--trace DIR]` on
-a card. With `--rows` the step is that of `benchmarks.step`: random weights, half of the rows masked and
-evaluated. With `--cached` it is that of `benchmarks.cached_step`: 32 rows against so many cached ones. Times
+Run as `python3 -m benchmarks profile [--shape llada-8b] [--rows 4096 | --cached 4096] [--trace DIR]` on
+a card. With `--rows` the step is that of `benchmarks.steps.full`: random weights, half of the rows masked and
+evaluated. With `--cached` it is that of `benchmarks.steps.cached`: 32 rows against so many cached ones. Times
 are those of the device's streams; what the streams wait for is in `wall_ms` only.
 """
 
-import argparse
 import collections
 import gzip
 import json
@@ -20,9 +19,10 @@ import jax
 import numpy as np
 from flax import nnx
 
-from benchmarks import cached_step, step
+from benchmarks.cases import case_parser
 from benchmarks.record import record, waited_seconds
 from benchmarks.shapes import SHAPES
+from benchmarks.steps import cached, full
 from jdllm.models.config import ModelConfig
 from jdllm.models.module import Transformer
 from jdllm.models.weights import Params
@@ -126,29 +126,28 @@ def profile(dispatch: Callable[[], Any], directory: Path) -> tuple[list[KernelEv
 
 
 def full_step(params: Params, config: ModelConfig, rows: int) -> Callable[[], Any]:
-    """A dispatch of `step.STEPS` full steps."""
-    executable, batch = step.compile_step(params, config, rows)
-    return lambda: executable(params, batch, np.int32(step.STEPS))
+    """A dispatch of `full.STEPS` full steps."""
+    executable, batch = full.compile_step(params, config, rows)
+    return lambda: executable(params, batch, np.int32(full.STEPS))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = case_parser("profile", __doc__)
     parser.add_argument("--shape", choices=SHAPES, default="llada-8b")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--rows", type=int, default=4096)
     kind.add_argument("--cached", type=int)
     parser.add_argument("--fresh", type=int, default=32, help="rows of a cached step")
     parser.add_argument("--trace", type=Path, help="where to leave the trace; by default nowhere")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     config = SHAPES[args.shape]
     params = Transformer(config, rngs=nnx.Rngs(0), dtype="bfloat16").params()
     if args.cached:
-        dispatch = cached_step.compile_step(params, config, fresh=args.fresh, cached=args.cached)
-        name, steps = f"profile_cached_step_{args.shape}_{args.cached}", cached_step.STEPS
+        dispatch = cached.compile_step(params, config, fresh=args.fresh, cached=args.cached)
+        name, steps = f"profile_cached_step_{args.shape}_{args.cached}", cached.STEPS
     else:
         dispatch = full_step(params, config, args.rows)
-        name, steps = f"profile_step_{args.shape}_{args.rows}", step.STEPS
+        name, steps = f"profile_step_{args.shape}_{args.rows}", full.STEPS
     with tempfile.TemporaryDirectory() as scratch:
         events, seconds = profile(dispatch, args.trace or Path(scratch))
     busy, wall = busy_us(events) / steps / 1e3, 1e3 * seconds / steps
@@ -163,7 +162,3 @@ def main() -> None:
         kernels=len(table),
     )
     print(f"device busy {busy:.3f} ms a step, which takes {wall:.3f} ms without the profiler")
-
-
-if __name__ == "__main__":
-    main()

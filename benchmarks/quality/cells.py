@@ -1,6 +1,6 @@
 """Quality and work of the cached modes on the bundled demo model, against the exact mode.
 
-Run as `python3 -m benchmarks.quality [--rules schedule] [--policies sparse head_sparse] [--delays 0 1]
+Run as `python3 -m benchmarks quality [--rules schedule] [--policies sparse head_sparse] [--delays 0 1]
 [--retentions 0.1 0.5] [--instances 2000] [--append FILE ...]`. A cell is a transfer rule with a cache policy,
 for sparse and head_sparse with a retention and a refresh delay as well; all cells answer the same held-out
 instances, the first of `jdllm eval`. The exact mode is evaluated for every rule, because the others are
@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.quality_tables import comparisons, tables
-from benchmarks.record import RESULTS, environment, write
+from benchmarks.cases import case_parser
+from benchmarks.quality.tables import comparisons, tables
+from benchmarks.record import environment, write
 from jdllm.decoding.caches import POLICIES, Phase, policy_of
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.schedule import block_steps
@@ -242,7 +243,7 @@ def load_model(max_num_batched_tokens: int) -> LLM:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = case_parser("quality", __doc__)
     parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
     parser.add_argument("--policies", nargs="+", choices=ALL_POLICIES, default=ALL_POLICIES)
     parser.add_argument("--retentions", nargs="+", type=float, default=RETENTIONS)
@@ -251,7 +252,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--block-length", type=int, default=8)
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--append", nargs="+", type=Path, default=[], help="files of other parts")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     return parser
 
 
@@ -294,7 +294,3 @@ def planned(args: argparse.Namespace) -> list[tuple[Cell, SamplingParams]]:
     block_steps(GEN_LENGTH, GEN_LENGTH, args.block_length)
     cells = grid(args.rules, args.policies, args.retentions, args.delays)
     return [(cell, cell.sampling(args.block_length)) for cell in cells]
-
-
-if __name__ == "__main__":
-    main()

@@ -1,19 +1,18 @@
 """How often a request's tokens alone are those in company, by cache and dtype, on the bundled demo model.
 
-Run as `python3 -m benchmarks.company [--dtypes float32 bfloat16] [--instances 128] [--out DIR]`. All requests
+Run as `python3 -m benchmarks company [--dtypes float32 bfloat16] [--instances 128] [--out DIR]`. All requests
 run at once, each with one of the caches in turn and every other one with a threshold, and then one by one. In
 f32 all tokens are the same; in bf16 a product's rounding may depend on how many rows it has.
 """
 
-import argparse
 import itertools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.quality import ALL_POLICIES, RULES, draw_instances, same_tokens
+from benchmarks.cases import case_parser
+from benchmarks.quality.cells import ALL_POLICIES, RULES, draw_instances, same_tokens
 from benchmarks.record import record
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.demo import checkpoint_path
@@ -66,15 +65,14 @@ def measure(llm: LLM, prompts: Sequence[Sequence[int]], dtype: str) -> list[dict
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = case_parser("company", __doc__)
     parser.add_argument(
         "--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"]
     )
     parser.add_argument("--instances", type=int, default=128)
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     prompts = [plain_ids(instance.prompt) for instance in draw_instances(args.instances)]
     prompts = [prompts[i] for i in np.random.default_rng(0).permutation(len(prompts))]
     table = []
@@ -87,7 +85,3 @@ def main() -> None:
         )
         table += measure(llm, prompts, dtype)
     record("company_demo", table, args.out)
-
-
-if __name__ == "__main__":
-    main()

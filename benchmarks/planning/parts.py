@@ -1,22 +1,21 @@
 """Evidence for the memory planner: what fits, how fast it plans, and whether a card agrees.
 
-Run as `python3 -m benchmarks.plan --part lmax [--out DIR]`. The parts `lmax`, `latency` and `average` need no
-card; those of `benchmarks.plan_card` do.
+Run as `python3 -m benchmarks plan --part lmax [--out DIR]`. The parts `lmax`, `latency` and `average` need no
+card; the others do.
 """
 
-import argparse
 import functools
 import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks import plan_card
-from benchmarks.plan_card import Row
+from benchmarks.cases import case_parser
+from benchmarks.planning import card
+from benchmarks.planning.card import Row
 from benchmarks.record import record
 from benchmarks.shapes import SHAPES
 from jdllm.models.config import ModelConfig
@@ -210,22 +209,17 @@ PARTS: dict[str, Callable[[], list[Row]]] = {
     "latency": latency,
     "latency_exact": latency_exact,
     "average": average,
-    "error": plan_card.error,
-    "cost": plan_card.cost,
-    "lazy": plan_card.lazy,
-    "allocators": plan_card.allocators,
+    "error": card.error,
+    "cost": card.cost,
+    "lazy": card.lazy,
+    "allocators": card.allocators,
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = case_parser("plan", __doc__)
     parser.add_argument("--part", choices=(*PARTS, "longest"), required=True)
     parser.add_argument("--context", type=int, default=400_000, help="tokens of the part `longest`")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args(arguments)
-    table = plan_card.longest(args.context) if args.part == "longest" else PARTS[args.part]()
+    table = card.longest(args.context) if args.part == "longest" else PARTS[args.part]()
     record(f"plan_{args.part}", table, args.out)
-
-
-if __name__ == "__main__":
-    main()

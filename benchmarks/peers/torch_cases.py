@@ -1,23 +1,26 @@
-"""Time of one full denoising step in torch, at the shapes of `benchmarks.step`.
+"""Times in torch on a card: full denoising steps at the shapes of ours, and single operators.
 
-Run as `python3 -m benchmarks.peers.torch_step [--shape llada-8b] [--rows 1024 4096] [--systems torch-eager]`
-on a card. Prints a JSON line for each row of the table, and in words what could not be measured;
-`benchmarks.step --peers` runs it.
+Torch is imported where it is used: what can be said without it is said.
 """
 
 # pyright: reportMissingImports=false
 
-import argparse
+import importlib.metadata
 import importlib.util
 import json
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
+
+from benchmarks.cases import case_parser
+from benchmarks.record import print_row, record
 from benchmarks.shapes import SHAPES
 from jdllm.models.config import ModelConfig
 
 SYSTEMS = ("torch-compiled", "torch-eager")
+OPERATORS = ("prefill", "decode", "head", "products")
 TRANSFERRED = 1
 
 
@@ -25,8 +28,7 @@ def measure(shape: str, rows: Sequence[int], systems: Sequence[str]) -> Iterator
     """A row of the table for each count of rows and each system; half of the rows are masked."""
     import torch
 
-    from benchmarks.peers.torch_model import random_weights
-    from benchmarks.peers.torch_timing import reason
+    from benchmarks.peers.torch_model import random_weights, reason
 
     config = SHAPES[shape]
     torch.manual_seed(0)
@@ -49,8 +51,7 @@ def measure(shape: str, rows: Sequence[int], systems: Sequence[str]) -> Iterator
 
 
 def _measure_compiled(weights: Any, config: ModelConfig, masked: Any, tokens: Any) -> dict[str, Any]:
-    from benchmarks.peers.torch_model import compiled_step, fastest_attention
-    from benchmarks.peers.torch_timing import event_seconds
+    from benchmarks.peers.torch_model import compiled_step, event_seconds, fastest_attention
 
     attention = fastest_attention(config, len(tokens))
     step = compiled_step(weights, config, masked, TRANSFERRED, attention)
@@ -63,19 +64,23 @@ def _measure_compiled(weights: Any, config: ModelConfig, masked: Any, tokens: An
 
 
 def _measure_eager(weights: Any, config: ModelConfig, masked: Any, tokens: Any) -> dict[str, Any]:
-    from benchmarks.peers.torch_model import eager_step
-    from benchmarks.peers.torch_timing import event_seconds
+    from benchmarks.peers.torch_model import eager_step, event_seconds
 
     step = eager_step(weights, config, masked, TRANSFERRED)
     return {"attention": "torch's choice", "step_ms": 1e3 * event_seconds(lambda: step(tokens))}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def step(arguments: Sequence[str]) -> None:
+    """A full step: `python3 -m benchmarks torch_step [--shape llada-8b] [--rows 1024 4096]` on a card.
+
+    Prints a JSON line for each row of the table, and in words what could not be measured. `step --peers` runs
+    it.
+    """
+    parser = case_parser("torch_step", step.__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="llada-8b")
     parser.add_argument("--rows", type=int, nargs="+", default=[1024, 4096])
     parser.add_argument("--systems", choices=SYSTEMS, nargs="+", default=SYSTEMS)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if importlib.util.find_spec("torch") is None:
         print("torch is not installed here: no rows of torch")
         return
@@ -83,5 +88,33 @@ def main() -> None:
         print(json.dumps(row), flush=True)
 
 
-if __name__ == "__main__":
-    main()
+def kernels(arguments: Sequence[str]) -> None:
+    """Single operators: `python3 -m benchmarks torch_kernels [--operators prefill decode]` on a card.
+
+    Figures are means over the calls of one CUDA graph, medians of five; operands smaller than four times the
+    L2 cache are rotated over copies. `tb_s` counts keys and values or matrices, read once.
+    """
+    parser = case_parser("torch_kernels", kernels.__doc__)
+    parser.add_argument("--operators", choices=OPERATORS, nargs="+", default=OPERATORS)
+    args = parser.parse_args(arguments)
+    if importlib.util.find_spec("torch") is None:
+        print("torch is not installed here: no rows of torch")
+        return
+    from benchmarks.peers import torch_operators
+
+    torch_operators.torch.manual_seed(0)
+    table = []
+    for name in args.operators:
+        for row in torch_operators.OPERATORS[name]():
+            print_row(row)
+            table.append(row)
+    jax.config.update("jax_platforms", "cpu")  # the card is torch's in this process
+    record(
+        "torch_kernels",
+        table,
+        args.out,
+        device=torch_operators.torch.cuda.get_device_name(),
+        platform="gpu",
+        command="python3 -m benchmarks torch_kernels --operators " + " ".join(args.operators),
+        versions={"torch": importlib.metadata.version("torch")},
+    )

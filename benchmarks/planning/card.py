@@ -1,7 +1,7 @@
-"""The parts of `benchmarks.plan` that run steps on a card, with random weights.
+"""The parts of the case `plan` that run steps on a card, with random weights.
 
-The peak statistic of a process is never reset, so a measured peak has a process for itself: this module, run
-as `python3 -m benchmarks.plan_card JSON`, prints one line of JSON.
+The peak statistic of a process is never reset, so a measured peak has a process for itself:
+`python3 -m benchmarks plan_peak JSON` prints one line of JSON.
 """
 
 import dataclasses
@@ -12,15 +12,16 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from benchmarks.cases import case_parser
 from benchmarks.shapes import SHAPES
-from benchmarks.step import attention_form
+from benchmarks.steps.full import attention_form
 from benchmarks.tiers import random_params
 from jdllm.decoding.batch import Batch
 from jdllm.decoding.executables import Executables
@@ -94,7 +95,7 @@ def allocators() -> list[Row]:
 
 def in_process(case: Case, environment: Mapping[str, str]) -> Row:
     """The result of `step_memory` in a process of its own, or how that failed."""
-    command = [sys.executable, "-m", "benchmarks.plan_card", json.dumps(case)]
+    command = [sys.executable, "-m", "benchmarks", "plan_peak", json.dumps(case)]
     done = subprocess.run(
         command, env={**os.environ, **environment}, capture_output=True, text=True, check=False
     )
@@ -297,5 +298,8 @@ def longest(context: int) -> list[Row]:
     ]
 
 
-if __name__ == "__main__":
-    print(json.dumps(step_memory(Case(*json.loads(sys.argv[1])))))
+def print_peak(arguments: Sequence[str]) -> None:
+    """Print what `step_memory` says of a case: `python3 -m benchmarks plan_peak JSON`."""
+    parser = case_parser("plan_peak", print_peak.__doc__)
+    parser.add_argument("case", type=json.loads, help="the values of a `Case`")
+    print(json.dumps(step_memory(Case(*parser.parse_args(arguments).case))))

@@ -1,0 +1,60 @@
+"""The cases that `python3 -m benchmarks` runs, and what their command lines have in common."""
+
+import argparse
+import importlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+Main = Callable[[Sequence[str]], int | None]
+
+
+class Case(NamedTuple):
+    """One benchmark.
+
+    - `place`: module and function, which takes the options and may return an exit code.
+    - `what`: one line of `--list`.
+    """
+
+    place: str
+    what: str
+
+    def load(self) -> Main:
+        """The function; its module is imported now, and JAX or torch with it."""
+        module, _, function = self.place.partition(":")
+        return getattr(importlib.import_module(module), function)
+
+
+CASES = {
+    "generate": Case("benchmarks.generations:generate", "whole generations of equal requests"),
+    "ragged": Case("benchmarks.generations:ragged", "32 requests of different lengths at once"),
+    "step": Case("benchmarks.steps.full:main", "a full step, beside torch and plain JAX"),
+    "cached_step": Case("benchmarks.steps.cached:main", "a step of a block against cached rows"),
+    "profile": Case("benchmarks.steps.profile:main", "where the time of a step goes, by kernel"),
+    "masked_logits": Case("benchmarks.operators.masked_logits:main", "head with reductions"),
+    "attention": Case("benchmarks.operators.attention:main", "packed attention, beside cuDNN and tokamax"),
+    "split_attention": Case("benchmarks.operators.split_attention:main", "attention over the KV pool"),
+    "grouped_matmul": Case("benchmarks.operators.grouped_matmul:main", "products of experts"),
+    "skinny_matmul": Case("benchmarks.operators.skinny_matmul:main", "products of few rows"),
+    "plan": Case("benchmarks.planning.parts:main", "what fits, how fast it plans, whether a card agrees"),
+    "plan_peak": Case("benchmarks.planning.card:print_peak", "the peak of one step, for `plan`"),
+    "tiers": Case("benchmarks.tiers:main", "layers with host memory"),
+    "quality": Case("benchmarks.quality.cells:main", "answers of the bundled model by cache and rule"),
+    "company": Case("benchmarks.quality.company:main", "tokens alone against those in company"),
+    "load": Case("benchmarks.checkpoints:load", "loading a checkpoint"),
+    "convert": Case("benchmarks.checkpoints:convert", "converting a checkpoint and back"),
+    "torch_step": Case("benchmarks.peers.torch_cases:step", "a full step in torch, for `step --peers`"),
+    "torch_kernels": Case("benchmarks.peers.torch_cases:kernels", "single operators in torch"),
+    "rerun": Case("benchmarks.rerun:main", "what the README quotes, measured again"),
+}
+
+
+def case_parser(case: str, description: str | None) -> argparse.ArgumentParser:
+    """A parser of a case's options, with `--out`, the directory of its records."""
+    parser = argparse.ArgumentParser(
+        prog=f"python3 -m benchmarks {case}",
+        description=description,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument("--out", type=Path, help="directory of the records, by default benchmarks/results")
+    return parser
