@@ -82,6 +82,8 @@ class LLM:
       may define further ids after the common ones.
     - `verifier_shares_ids`: where not both tokenizers are known (token ids only, or a `Transformer`), take
       vocabularies of different sizes to agree up to the end of the smaller one.
+    - `warmup`: compile all that requests of up to `max_num_batched_tokens` rows may need, now and not when
+      they ask for it.
     - `progress`: show a progress bar while loading, where standard error is a terminal.
 
     Raises `ConfigError` or `CheckpointError` for a model that cannot be run or read, and for a verifier that
@@ -107,6 +109,7 @@ class LLM:
         hf_overrides: Mapping[str, Any] | None = None,
         verifier: str | Path | Transformer | None = None,
         verifier_shares_ids: bool = False,
+        warmup: bool = False,
         progress: bool = True,
     ):
         max_num_batched_tokens = positive("max_num_batched_tokens", max_num_batched_tokens, ConfigError)
@@ -119,6 +122,7 @@ class LLM:
             hf_overrides=(hf_overrides, Mapping | None),
             verifier=(verifier, str | Path | Transformer | None),
             verifier_shares_ids=(verifier_shares_ids, bool),
+            warmup=(warmup, bool),
             progress=(progress, bool),
         )
         self.tokenizer: Tokenizer | None = None
@@ -132,8 +136,10 @@ class LLM:
         params = model.params()
         device = next(iter(jax.tree.leaves(params)[0].devices()))
         executables = Executables(device.platform)
-        self._budget = device_budget(device, memory, host_memory)
         beside = None if verifier is None else self._verifier(verifier, params, verifier_shares_ids, progress)
+        verifier_bytes = 0 if beside is None else tree_bytes(beside.params)
+        held = tree_bytes(params) + verifier_bytes
+        self._budget = device_budget(device, memory, host_memory, held=held)
         self.account = make_account(
             self.config,
             params["final_norm"].dtype.name,
@@ -143,7 +149,7 @@ class LLM:
             max_num_logits=max_num_logits,
             max_context=max_context,
             kv_pool=None if kv_pool is None else parse_bytes(kv_pool, "kv_pool"),
-            verifier_bytes=0 if beside is None else tree_bytes(beside.params),
+            verifier_bytes=verifier_bytes,
             weights_bytes=tree_bytes(params),
         )
         engine = make_engine(
@@ -154,11 +160,14 @@ class LLM:
             chunks=chunks,
             max_num_logits=max_num_logits,
             verifier=beside,
+            eager_pool=device.platform != "cpu",
         )
         scorer = Scorer(
             params, self.config, executables, self.account, engine.between_parts, max_num_logits or 512
         )
         self._parts: _Parts | None = _Parts(engine, scorer)
+        if warmup:
+            self.warmup()
         self._device = device
         self._weights = [(leaf.dtype.name, leaf.size, leaf.nbytes) for leaf in jax.tree.leaves(params)]
 
@@ -322,6 +331,10 @@ class LLM:
         default = self.default_sampling().changed(steps=None, block_length=None)
         asked = _given_once(sampling_params, sampling, default)
         return self._answer(infill_spec, given, asked, on_step, progress)
+
+    def warmup(self) -> None:
+        """Compile what `LLM(warmup=True)` compiles."""
+        self._engine.warm()
 
     def default_sampling(self) -> SamplingParams:
         """What applies where a call gives no sampling parameters: what the checkpoint's

@@ -27,6 +27,7 @@ def make_engine(
     chunks: ChunkConfig | None = None,
     max_num_logits: int | None = None,
     verifier: Verifier | None = None,
+    eager_pool: bool = False,
 ) -> Engine:
     """An engine for one model on one device.
 
@@ -36,6 +37,7 @@ def make_engine(
     - `account`: the memory of the device, and thus the largest step and the KV pool.
     - `chunks`, `max_num_logits`: as of `FullRunner`.
     - `verifier`: for adaptive parallel decoding.
+    - `eager_pool`: put the KV pool on the device now, not with the first request that needs it.
     """
     ladder = make_ladder(account.rows)
     model = params, config, executables, ladder
@@ -63,10 +65,13 @@ def make_engine(
         check_verifiable(spec, verifier)
         full.check(spec)
 
+    if eager_pool:
+        cached.make()
     return Engine(
         Runner(launchers),
         cached,
         Scheduler(limits),
         check=check,
+        compiled=(full, cached),
         non_finite=Diagnosis(params, config, executables, verifier),
     )

@@ -1,6 +1,6 @@
 """Runs cached steps: owns the KV pool on the device and the account of its pages."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -22,11 +22,16 @@ from jdllm.planning.ladder import TILE_ROWS, Entry, Ladder, entry_for
 from jdllm.serving.cached_packing import pack_refresh, pack_reuse, reuse_demand
 from jdllm.serving.fitting import check_fits
 from jdllm.serving.kv_pool import KvPool
-from jdllm.serving.launch import Launch
-from jdllm.serving.packing import demand
+from jdllm.serving.launch import Launch, Program
+from jdllm.serving.packing import demand, smallest_request
 from jdllm.serving.request import Request
+from jdllm.serving.spec import mask_id_of
 
 _refresh, _reuse = encoding(refresh), encoding(reuse)
+_POOL = (4,)
+"""Where the pool is among the arguments of a refresh, which gives it back."""
+
+_REUSE_LEVELS = (Level.TOP, Level.FILTERED)
 
 
 class CachedRunner:
@@ -55,7 +60,7 @@ class CachedRunner:
         self._pages = KvPool.empty(account.pages, PAGE_ROWS)
         self._pool: KeyValuePool | None = None
         self._compiled_refresh: dict[bool, set[Entry]] = {False: set(), True: set()}
-        self._compiled_reuse: dict[Level, set[Entry]] = {level: set() for level in Level}
+        self._compiled_reuse: dict[Level, set[Entry]] = {level: set() for level in _REUSE_LEVELS}
         self._abstract_pool = jax.eval_shape(self._empty_pool)
 
     @property
@@ -94,6 +99,38 @@ class CachedRunner:
         """Free the pool on the device: what it held is lost."""
         self._pool = None
 
+    def make(self) -> None:
+        """Put the pool on the device now."""
+        self._device_pool()
+
+    def programs(self) -> Iterator[Program]:
+        """What the ladder needs compiled; nothing where requests cannot be cached."""
+        if not self._account.max_refresh:
+            return
+        request, pages = smallest_request(self._config), self._pages.allocate(-1, 2)
+        request.id = -1
+        for entry in self._ladder.refresh:
+            packed, selection, table, _ = pack_refresh([request], self._config, pages, entry)
+            for scored in self._compiled_refresh:
+                args = self._params, packed.batch, selection, table, self._abstract_pool
+                yield Program(_refresh, args, self._refresh_static(entry, scored), donate=_POOL)
+        for entry in self._ladder.reuse:
+            entries = self.entries(entry.rows // TILE_ROWS)
+            packed, table = pack_reuse([request], self._config, pages, entry, entries)
+            args = self._params, packed.batch, table, self._abstract_pool, np.int32(1)
+            for level in self._compiled_reuse:
+                chained = chains(self._params, self._config, entry.rows)
+                yield Program(_reuse, args, self._static(entry, level), chained=chained)
+
+    def warm(self) -> None:
+        """Compile every entry of the ladder."""
+        for function, args, static, donate, chained in self.programs():
+            self._executables.compile(function, *args, donate=donate, chained=chained, **static)
+        for compiled in self._compiled_refresh.values():
+            compiled.update(self._ladder.refresh)
+        for compiled in self._compiled_reuse.values():
+            compiled.update(self._ladder.reuse)
+
     def refresh(self, requests: list[Request], max_steps: int) -> Launch:
         """One step of whole sequences; what each policy asks for is stored. As of `Launcher`."""
         rows, head_rows = np.sum([demand(r) for r in requests], axis=0).tolist()
@@ -101,9 +138,9 @@ class CachedRunner:
         compiled = self._compiled_refresh[scored]
         entry = entry_for(self._ladder.refresh, rows, head_rows, len(requests), compiled)
         packed, selection, table, stored = pack_refresh(requests, self._config, self._pages, entry)
-        static = self._static(requests, entry, Level.FILTERED) | {"scored": scored}
+        static = self._refresh_static(entry, scored)
         arguments = self._params, packed.batch, selection, table
-        executable = self._compiled(entry, _refresh, *arguments, self._abstract_pool, donate=(4,), **static)
+        executable = self._compiled(entry, _refresh, *arguments, self._abstract_pool, donate=_POOL, **static)
         compiled.add(entry)
 
         def run() -> EncodedTrace:
@@ -121,7 +158,7 @@ class CachedRunner:
         usual = self.entries(entry.rows // TILE_ROWS)
         entries = usual if needed <= usual else power_bucket(needed, usual)
         packed, table = pack_reuse(requests, self._config, self._pages, entry, entries)
-        static = self._static(requests, entry, level)
+        static = self._static(entry, level)
         arguments = self._params, packed.batch, table
         steps = np.int32(min(max_steps, entry.steps))
         chained = chains(self._params, self._config, entry.rows)
@@ -141,10 +178,13 @@ class CachedRunner:
         check_fits(self._account, what, entry.rows, executable)
         return executable
 
-    def _static(self, requests: list[Request], entry: Entry, level: Level) -> dict[str, Any]:
+    def _refresh_static(self, entry: Entry, scored: bool) -> dict[str, Any]:
+        return self._static(entry, Level.FILTERED) | {"scored": scored}
+
+    def _static(self, entry: Entry, level: Level) -> dict[str, Any]:
         return {
             "config": self._config,
-            "mask_id": requests[0].mask_id,
+            "mask_id": mask_id_of(self._config),
             "logits_chunks": -(-entry.head_rows // self._account.max_num_logits),
             "level": level,
         }
@@ -161,7 +201,7 @@ class CachedRunner:
 def _reuse_level(requests: list[Request]) -> Level:
     """One of the two levels that reuses are compiled for: usual ones end sooner at the lower."""
     usual = all(head_level(r.sampling) is Level.TOP for r in requests)
-    return Level.TOP if usual else Level.FILTERED
+    return _REUSE_LEVELS[0] if usual else _REUSE_LEVELS[1]
 
 
 def _scored(request: Request) -> bool:

@@ -15,8 +15,10 @@ from jdllm.decoding.caches import Phase
 from jdllm.decoding.encoded_trace import Steps
 from jdllm.errors import NonFiniteError, RequestError
 from jdllm.models.pool import PAGE_ROWS
+from jdllm.planning.buckets import row_bucket
 from jdllm.serving.cached_packing import reuse_demand
 from jdllm.serving.cached_runner import CachedRunner
+from jdllm.serving.launch import Compiled, Program
 from jdllm.serving.packing import demand
 from jdllm.serving.request import Request
 from jdllm.serving.runner import Pending, Runner
@@ -47,6 +49,7 @@ class Engine:
     - `cache`: the KV pool.
     - `scheduler`: says what runs next.
     - `check`: raises `RequestError` or `MemoryBudgetError` for a request that this engine cannot serve.
+    - `compiled`: what `warm` compiles.
     - `non_finite`: what a request fails with whose values are infinite or not numbers.
 
     `add`, `abort`, `run` and `stats` may be called by any thread; `step` by one at a time. A request fails
@@ -62,12 +65,14 @@ class Engine:
         scheduler: Scheduler,
         *,
         check: Callable[[RequestSpec], None],
+        compiled: Sequence[Compiled],
         non_finite: Callable[[Request], NonFiniteError],
     ):
         self._runner = runner
         self._cache = cache
         self._scheduler = scheduler
         self._check = check
+        self._compiled = compiled
         self._non_finite = non_finite
         self._lock = threading.RLock()
         self._arrivals: deque[_Entry] = deque()
@@ -100,7 +105,7 @@ class Engine:
         """
         request = Request(spec, next(_ids))
         self._check(spec)
-        self._scheduler.check(_life(spec))
+        self._scheduler.check(self._life(spec))
         self._arrivals.append(_Entry(request, every_step, deliver))
         return request.id
 
@@ -184,6 +189,16 @@ class Engine:
             for entry in list(self._entries.values()):
                 self._end(entry.request, error)
 
+    def programs(self) -> list[Program]:
+        """What the ladder of this engine needs compiled."""
+        return [program for kind in self._compiled for program in kind.programs()]
+
+    def warm(self) -> None:
+        """Compile the whole ladder: nothing that fits it compiles afterwards."""
+        with self._lock:
+            for kind in self._compiled:
+                kind.warm()
+
     def between_parts[T](self, function: Callable[[], T]) -> T:
         """`function()`, while no part of the engine runs."""
         return self._runner.between_parts(function)
@@ -203,7 +218,7 @@ class Engine:
             entry = self._arrivals.popleft()
             self._entries[entry.request.id] = entry
             self._delivered[entry.request.id] = 0
-            self._scheduler.add(entry.request.id, _life(entry.request.spec))
+            self._scheduler.add(entry.request.id, self._life(entry.request.spec))
         while self._aborts:
             request = self._aborts.popleft()
             if request in self._entries:
@@ -288,6 +303,12 @@ class Engine:
         self._leave(request.id, "finished" if error is None else "failed")
         return ended
 
+    def _life(self, spec: RequestSpec) -> Life:
+        """What a request needs; beyond the ladder its rows are those that are compiled for it."""
+        usual = spec.rows <= self._scheduler.limits.max_num_batched_tokens
+        pages = -(-spec.stored_rows // PAGE_ROWS) if spec.cached else 0
+        return Life(spec.rows if usual else row_bucket(spec.rows), pages)
+
     def _tell(self, update: Update) -> Update:
         deliver = self._entries[update.request].deliver
         if deliver is not None:
@@ -316,11 +337,6 @@ def _naming(index: int, count: int) -> Iterator[None]:
         yield
     except RequestError as e:
         raise RequestError(f"request {index}: {e}" if count > 1 else str(e)) from None
-
-
-def _life(spec: RequestSpec) -> Life:
-    pages = -(-spec.stored_rows // PAGE_ROWS) if spec.cached else 0
-    return Life(spec.rows, pages)
 
 
 def _demand(request: Request) -> Demand:

@@ -1,7 +1,8 @@
 """Steps that evaluate whole sequences and store nothing, within the memory budget: plan, compile, compare."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,10 +24,10 @@ from jdllm.planning.buckets import head_bucket, row_bucket
 from jdllm.planning.chunks import ChunkConfig
 from jdllm.planning.ladder import Entry, Ladder, entry_for
 from jdllm.planning.plan import Bucket, Budget, Workload, plan_bucket, refusal, rungs
-from jdllm.serving.launch import Launch
-from jdllm.serving.packing import demand, pack
+from jdllm.serving.launch import Launch, Program
+from jdllm.serving.packing import demand, pack, smallest_request
 from jdllm.serving.request import Request
-from jdllm.serving.spec import RequestSpec
+from jdllm.serving.spec import RequestSpec, mask_id_of
 
 _ATTEMPTS = 4
 _UNPLANNED_LOGITS = 512
@@ -84,13 +85,13 @@ class FullRunner:
         rows, head_rows = np.sum([demand(r) for r in requests], axis=0).tolist()
         entry = entry_for(self._ladder.full, rows, head_rows, len(requests), self._choices)
         batch, candidates = pack(requests, self._config, entry)
-        mask_id = requests[0].mask_id
+        mask_id = mask_id_of(self._config)
         if entry not in self._choices:
             self._choices[entry] = self._choose(batch, mask_id, entry)
         chunks, tiers = self._choices[entry]
 
         def run() -> EncodedTrace:
-            if entry.rows > self._account.max_context:
+            if self._takes_pool(entry):
                 self._make_room()
             if tiers is not None:
                 return encode(self._tiered(batch, mask_id, chunks, tiers, max(map(_level, requests))))
@@ -99,6 +100,36 @@ class FullRunner:
             return self._executables.call(_denoise, self._params, batch, steps, **static)
 
         return Launch(run, candidates, [None] * len(requests))
+
+    def programs(self) -> Iterator[Program]:
+        """What the ladder needs compiled, as far as plans tell before."""
+        for entry, batch in self._empty():
+            budget = self._account.step_budget(entry.rows)
+            chunks = self._unplanned(entry.head_rows)
+            if budget is not None:
+                plan = plan_bucket(self.workload(Level.FILTERED), _bucket(entry), budget)
+                chunks = self._chunks or plan.chunks
+            args = self._params, batch, np.int32(1)
+            yield Program(_denoise, args, self._static(mask_id_of(self._config), chunks))
+
+    def warm(self) -> None:
+        """Compile every entry of the ladder."""
+        for entry, batch in self._empty():
+            if entry not in self._choices:
+                self._choices[entry] = self._choose(batch, mask_id_of(self._config), entry)
+            chunks, tiers = self._choices[entry]
+            if tiers is None:
+                self._compiled(batch, mask_id_of(self._config), chunks)
+
+    def _empty(self) -> Iterator[tuple[Entry, Batch]]:
+        """A batch that asks for little, of the sizes of each entry."""
+        request = smallest_request(self._config)
+        for entry in self._ladder.full:
+            yield entry, pack([request], self._config, entry).batch
+
+    def _takes_pool(self, entry: Entry) -> bool:
+        """Whether a step needs the room of the KV pool; none of the ladder does."""
+        return entry not in self._ladder.full and entry.rows > self._account.max_context
 
     def _tiered(self, batch: Batch, mask_id: int, chunks: ChunkConfig, tiers: HostTiers, level: Level) -> Any:
         return denoise_tiered(
@@ -116,15 +147,15 @@ class FullRunner:
         return {"config": self._config, "mask_id": mask_id, "chunks": chunks, "level": Level.FILTERED}
 
     def _choose(self, batch: Batch, mask_id: int, entry: Entry) -> tuple[ChunkConfig, HostTiers | None]:
-        def compiled(chunks: ChunkConfig) -> Executable:
-            static = self._static(mask_id, chunks)
-            return self._executables.compile(_denoise, self._params, batch, np.int32(1), **static)
-
         budget = self._account.step_budget(entry.rows)
         if budget is None:
             return self._unplanned(entry.head_rows), None
-        workload = self.workload(Level.FILTERED)
+        workload, compiled = self.workload(Level.FILTERED), functools.partial(self._compiled, batch, mask_id)
         return self._fit(workload, entry, budget, rungs(self._config), compiled)
+
+    def _compiled(self, batch: Batch, mask_id: int, chunks: ChunkConfig) -> Executable:
+        static = self._static(mask_id, chunks)
+        return self._executables.compile(_denoise, self._params, batch, np.int32(1), **static)
 
     def adaptive_chunks(self, entry: Entry, compiled: Callable[[ChunkConfig], Executable]) -> ChunkConfig:
         """Chunk counts for steps of adaptive parallel decoding; raises `MemoryBudgetError`."""
@@ -159,7 +190,7 @@ class FullRunner:
         compiled: Callable[[ChunkConfig], Executable],
     ) -> tuple[ChunkConfig, HostTiers | None]:
         """Plan, and let the compiler confirm it; a misfit is planned again with as much less."""
-        bucket = Bucket(entry.rows, entry.rows, entry.head_rows)
+        bucket = _bucket(entry)
         surplus = needed = 0
         for _ in range(_ATTEMPTS):
             left = dataclasses.replace(budget, device=budget.device - surplus)
@@ -176,6 +207,10 @@ class FullRunner:
                 break
             surplus += needed - budget.device
         raise refusal(workload, bucket, budget, tiers, surplus=surplus, compiled=needed)
+
+
+def _bucket(entry: Entry) -> Bucket:
+    return Bucket(entry.rows, entry.rows, entry.head_rows)
 
 
 def _level(request: Request) -> Level:

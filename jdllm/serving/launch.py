@@ -1,7 +1,7 @@
 """What a runner of one kind of part hands over: a packed part, ready to run."""
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -21,6 +21,28 @@ class Launch(NamedTuple):
     run: Callable[[], EncodedTrace]
     candidates: list[np.ndarray]
     stored: Sequence[Stored | None]
+
+
+class Program(NamedTuple):
+    """A function to compile, as `jdllm.decoding.executables.Executables.compile` takes it."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    static: Mapping[str, Any]
+    donate: tuple[int, ...] = ()
+    chained: bool = False
+
+
+class Compiled(Protocol):
+    """What compiles the entries of a ladder.
+
+    - `programs`: what they need, as far as plans tell before anything is compiled.
+    - `warm`: compile all that is not compiled yet.
+    """
+
+    def programs(self) -> Iterator[Program]: ...
+
+    def warm(self) -> None: ...
 
 
 class Launcher(Protocol):

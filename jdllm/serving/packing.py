@@ -16,6 +16,7 @@ from jdllm.models.visibility import key_ranges
 from jdllm.planning.buckets import row_bucket
 from jdllm.planning.ladder import Entry
 from jdllm.serving.request import Request
+from jdllm.serving.spec import generation_spec
 
 
 class Packed(NamedTuple):
@@ -27,6 +28,11 @@ class Packed(NamedTuple):
 
     batch: Batch
     candidates: list[np.ndarray]
+
+
+def smallest_request(config: ModelConfig) -> Request:
+    """A request of two tokens, for batches whose sizes alone matter."""
+    return Request(generation_spec([0], SamplingParams(gen_length=1), config))
 
 
 def lay_out(

@@ -151,6 +151,10 @@ class Scheduler:
         self._plans = 0
 
     @property
+    def limits(self) -> Limits:
+        return self._limits
+
+    @property
     def waiting(self) -> tuple[int, ...]:
         """Requests that have not started, in the order of their arrival."""
         return tuple(self._waiting)

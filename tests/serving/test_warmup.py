@@ -1,0 +1,52 @@
+"""After the ladder is compiled, nothing compiles."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jdllm.decoding.executables import Executables
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.models.config import ModelConfig
+from jdllm.models.weights import Params
+from tests.engines import engine_of, finish, generation_request
+
+CHOICES: list[dict[str, Any]] = [
+    {},
+    {"cache": "dual"},
+    {"cache": "head_sparse", "retention": 0.4, "refresh_delay": 0},
+    {"cache": "selective", "refresh_interval": 3},
+    {"cache": "sparse", "transfer": "threshold", "threshold": 0.2},
+    {"cfg_scale": 0.5},
+    {"temperature": 0.7, "top_p": 0.8},
+    {"cache": "prefix", "transfer": "margin", "min_p": 0.1, "temperature": 1.0},
+    {"transfer": "entropy_bound"},
+    {"alg": "entropy", "steps": 5},
+]
+
+
+def drawn(rng: np.random.Generator, most: int) -> tuple[np.ndarray, SamplingParams]:
+    length = int(rng.integers(2, most))
+    blocks, block = int(rng.integers(1, 3)), int(rng.integers(1, 9))
+    options = dict(CHOICES[rng.integers(len(CHOICES))])
+    if "alg" in options:
+        blocks = 1
+    prompt = rng.integers(1, 200, max(1, length - blocks * block))
+    given: dict[str, Any] = {"gen_length": blocks * block, "block_length": block, "seed": 1, **options}
+    if "alg" in options:
+        del given["block_length"]
+    return prompt, SamplingParams(**given)
+
+
+@pytest.mark.slow
+def test_requests_of_any_kind_compile_nothing(params: Params, config: ModelConfig):
+    executables = Executables("cpu")
+    engine = engine_of(params, config, executables, 256)
+    engine.warm()
+    compiled = len(executables)
+    assert compiled == len(engine.programs()) <= 48
+    rng = np.random.default_rng(0)
+    for _ in range(10):
+        asked = [generation_request(i, *drawn(rng, 120), config) for i in range(20)]
+        finish(engine, asked)
+    assert len(executables) == compiled
