@@ -28,6 +28,8 @@ class Case(NamedTuple):
 CASES = {
     "generate": Case("benchmarks.generations:generate", "whole generations of equal requests"),
     "ragged": Case("benchmarks.generations:ragged", "32 requests of different lengths at once"),
+    "overhead": Case("benchmarks.engine:overhead", "what a generation costs beside the device's time"),
+    "traffic": Case("benchmarks.engine:traffic", "random requests: what compiles, what memory grows"),
     "step": Case("benchmarks.steps.full:main", "a full step, beside torch and plain JAX"),
     "cached_step": Case("benchmarks.steps.cached:main", "a step of a block against cached rows"),
     "profile": Case("benchmarks.steps.profile:main", "where the time of a step goes, by kernel"),

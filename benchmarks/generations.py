@@ -41,13 +41,12 @@ def measure_prompts(llm: LLM, lengths: Sequence[int], sampling: SamplingParams) 
     """What the second of two generations took, all requests at once.
 
     Arguments:
-    - `lengths`: tokens of each prompt, which are random ids of the lower half of the vocabulary.
+    - `lengths`: tokens of each prompt.
     - `sampling`: of all requests, without `early_stop`.
 
     Returns the settings, tokens/s, seconds, the steps of a request, and the evaluations of the device.
     """
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, llm.config.vocab_size // 2, length) for length in lengths]
+    prompts = random_prompts(llm.config, lengths)
     seconds, before = 0.0, 0
     for _ in range(2):
         before, start = llm._engine.evaluated, time.perf_counter()
@@ -63,6 +62,12 @@ def measure_prompts(llm: LLM, lengths: Sequence[int], sampling: SamplingParams) 
         "evaluated": llm._engine.evaluated - before,
         "steps_ms": 1e3 * seconds / outputs[0].nfe,
     }
+
+
+def random_prompts(config: ModelConfig, lengths: Sequence[int]) -> list[np.ndarray]:
+    """Prompts of these lengths, of ids from the lower half of the vocabulary, in which nothing is special."""
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, config.vocab_size // 2, length) for length in lengths]
 
 
 def generation(cache: Cache, retention: float, delay: int | None, steps: int = GEN_LENGTH) -> SamplingParams:
@@ -96,9 +101,10 @@ def generate(arguments: Sequence[str]) -> None:
     parser.add_argument("--retention", type=float, default=0.5)
     parser.add_argument("--delay", type=int, nargs="+", help="of the refresh; by default that of the policy")
     parser.add_argument("--steps", type=int, default=GEN_LENGTH, help="denoising steps of a request")
+    parser.add_argument("--max-num-batched-tokens", type=int, help="by default the rows of all requests")
     args = parser.parse_args(arguments)
     model = Transformer(SHAPES[args.shape], rngs=nnx.Rngs(0), dtype="bfloat16")
-    rows = max(args.batch) * (max(args.prompt) + GEN_LENGTH)
+    rows = args.max_num_batched_tokens or max(args.batch) * (max(args.prompt) + GEN_LENGTH)
     llm = LLM(model, max_num_batched_tokens=rows, progress=False)
     table = []
     for cache, batch, prompt, delay in itertools.product(
@@ -108,7 +114,8 @@ def generate(arguments: Sequence[str]) -> None:
         table.append({"shape": args.shape, **measure(llm, batch, prompt, sampling)})
         print_row(table[-1])
     kinds = ("-".join(map(str, kind)) for kind in (args.cache, args.batch, args.prompt))
-    record("generate_{}_{}_b{}_p{}".format(args.shape, *kinds), table, args.out)
+    name = "generate_{}_{}_b{}_p{}".format(args.shape, *kinds)
+    record(name, table, args.out, max_num_batched_tokens=rows)
 
 
 def prompt_lengths() -> list[int]:
@@ -158,15 +165,14 @@ def ragged(arguments: Sequence[str]) -> None:
     model = Transformer(config, rngs=nnx.Rngs(0), dtype="bfloat16")
     table = []
     for max_num_batched_tokens in args.max_num_batched_tokens:
-        llm = LLM(model, max_num_batched_tokens=max_num_batched_tokens, progress=False)
-        for cache, delay in itertools.product(args.cache, args.delay):
-            sampling = generation(cache, args.retention, None if cache == "none" else delay)
-            floor = sum(generation_flops(config, sampling, length) for length in lengths) / rate
-            asked = {"shape": args.shape, "requests": len(lengths), "batched_tokens": max_num_batched_tokens}
-            row = asked | measure_prompts(llm, lengths, sampling)
-            row["floor_tokens_s"] = len(lengths) * sampling.gen_length / floor
-            row["share_of_floor"] = floor / row["seconds"]
-            table.append(row)
-            print_row(row)
-        del llm
+        asked = {"shape": args.shape, "requests": len(lengths), "batched_tokens": max_num_batched_tokens}
+        with LLM(model, max_num_batched_tokens=max_num_batched_tokens, progress=False) as llm:
+            for cache, delay in itertools.product(args.cache, args.delay):
+                sampling = generation(cache, args.retention, None if cache == "none" else delay)
+                floor = sum(generation_flops(config, sampling, length) for length in lengths) / rate
+                row = asked | measure_prompts(llm, lengths, sampling)
+                row["floor_tokens_s"] = len(lengths) * sampling.gen_length / floor
+                row["share_of_floor"] = floor / row["seconds"]
+                table.append(row)
+                print_row(row)
     record(f"ragged_{args.shape}", table, args.out, floor_tflops=rate / 1e12)
