@@ -99,10 +99,10 @@ def measure_overhead(
     prompts = random_prompts(llm.config, lengths)
     times, before = [], 0
     for _ in range(1 + repeats):
-        before, start = llm._engine.evaluated, time.perf_counter()
+        before, start = llm.engine.evaluated, time.perf_counter()
         llm.generate(prompt_token_ids=prompts, sampling=sampling)
         times.append(time.perf_counter() - start)
-    evaluated = llm._engine.evaluated - before
+    evaluated = llm.engine.evaluated - before
     with one_by_one() as device:
         llm.generate(prompt_token_ids=prompts, sampling=sampling)
     seconds = statistics.median(times[1:])
@@ -113,7 +113,7 @@ def measure_overhead(
         "calls": device.calls,
         "host_ms_a_call": 1e3 * device.host_seconds / device.calls,
         "evaluated": evaluated,
-        "evaluated_alone": llm._engine.evaluated - before - evaluated,
+        "evaluated_alone": llm.engine.evaluated - before - evaluated,
     }
 
 

@@ -49,7 +49,7 @@ def measure_prompts(llm: LLM, lengths: Sequence[int], sampling: SamplingParams) 
     prompts = random_prompts(llm.config, lengths)
     seconds, before = 0.0, 0
     for _ in range(2):
-        before, start = llm._engine.evaluated, time.perf_counter()
+        before, start = llm.engine.evaluated, time.perf_counter()
         outputs = llm.generate(prompt_token_ids=prompts, sampling=sampling)
         seconds = time.perf_counter() - start
     return {
@@ -59,7 +59,7 @@ def measure_prompts(llm: LLM, lengths: Sequence[int], sampling: SamplingParams) 
         "tokens_s": len(lengths) * sampling.gen_length / seconds,
         "seconds": seconds,
         "steps": outputs[0].nfe,
-        "evaluated": llm._engine.evaluated - before,
+        "evaluated": llm.engine.evaluated - before,
         "steps_ms": 1e3 * seconds / outputs[0].nfe,
     }
 

@@ -20,17 +20,21 @@ if TYPE_CHECKING:
     from jdllm.planning.budget import Budget, MemoryBudgetError
     from jdllm.planning.chunks import ChunkConfig
     from jdllm.planning.plan import MemoryPlan, Workload, max_context, plan_memory
-    from jdllm.serving.updates import StepUpdate
+    from jdllm.serving.async_engine import AsyncEngine
+    from jdllm.serving.spec import generation_spec, infill_spec
+    from jdllm.serving.updates import Ended, StepUpdate
 
     __version__: str
 
 __all__ = [
     "LLM",
+    "AsyncEngine",
     "Budget",
     "CheckpointError",
     "ChunkConfig",
     "CompletionOutput",
     "ConfigError",
+    "Ended",
     "JdllmError",
     "KvPoolError",
     "MemoryBudgetError",
@@ -44,6 +48,8 @@ __all__ = [
     "Transformer",
     "Workload",
     "__version__",
+    "generation_spec",
+    "infill_spec",
     "max_context",
     "plan_memory",
 ]
@@ -64,7 +70,11 @@ _MODULES = {
     "RequestError": "jdllm.errors",
     "RequestOutput": "jdllm.outputs",
     "SamplingParams": "jdllm.decoding.sampling",
+    "AsyncEngine": "jdllm.serving.async_engine",
+    "Ended": "jdllm.serving.updates",
     "StepUpdate": "jdllm.serving.updates",
+    "generation_spec": "jdllm.serving.spec",
+    "infill_spec": "jdllm.serving.spec",
     "Transformer": "jdllm.models.module",
     "Workload": "jdllm.planning.plan",
     "max_context": "jdllm.planning.plan",

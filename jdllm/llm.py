@@ -184,7 +184,8 @@ class LLM:
             self._parts = None
 
     @property
-    def _engine(self) -> Engine:
+    def engine(self) -> Engine:
+        """What runs the requests of this model; raises `ConfigError` once it is closed."""
         return self._open.engine
 
     @property
@@ -334,7 +335,7 @@ class LLM:
 
     def warmup(self) -> None:
         """Compile what `LLM(warmup=True)` compiles."""
-        self._engine.warm()
+        self.engine.warm()
 
     def default_sampling(self) -> SamplingParams:
         """What applies where a call gives no sampling parameters: what the checkpoint's
@@ -471,7 +472,7 @@ class LLM:
         """Updates of all requests and the outputs of finished prompts, each with the index of its prompt."""
         specs = [(prompt, spec) for prompt, one in enumerate(asked) for spec in one.specs]
         ended: dict[int, dict[int, Request]] = {prompt: {} for prompt, _ in specs}
-        for update in self._engine.run([spec for _, spec in specs], every_step=every_step):
+        for update in self.engine.run([spec for _, spec in specs], every_step=every_step):
             show(update)
             prompt = specs[update.request][0]
             if isinstance(update, StepUpdate):

@@ -44,9 +44,14 @@ def engine_of(
     *,
     budget: Budget | None = None,
     pages: int | None = None,
+    max_context: int | None = None,
     **options: Any,
 ) -> Engine:
-    """An engine of at most `rows` packed rows; `pages` are those of its pool, the scratch page included."""
+    """An engine of at most `rows` packed rows.
+
+    Arguments:
+    - `pages`, `max_context`: instead of those of the account, as of `Account`.
+    """
     account = make_account(
         config,
         params["final_norm"].dtype.name,
@@ -55,8 +60,8 @@ def engine_of(
         max_num_batched_tokens=rows,
         weights_bytes=tree_bytes(params),
     )
-    if pages is not None:
-        account = dataclasses.replace(account, pages=pages)
+    given = {"pages": pages, "max_context": max_context}
+    account = dataclasses.replace(account, **{name: x for name, x in given.items() if x is not None})
     return make_engine(params, config, executables, account, **options)
 
 

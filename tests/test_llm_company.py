@@ -67,7 +67,7 @@ def test_a_stream_that_is_left_leaves_nothing_behind(llm: LLM, alone: list[list[
     del stream
     (output,) = llm.generate(prompt_token_ids=[PROMPTS[1]], sampling=DUAL)
     assert output.token_ids == alone[1]
-    stats = llm._engine.stats()
+    stats = llm.engine.stats()
     assert (stats.running, stats.waiting, stats.free_pages) == (0, 0, stats.pages)
 
 

@@ -30,7 +30,7 @@ def test_a_generation_of_n_steps_evaluates_n(cache: Cache, model: Transformer):
     llm = LLM(model, max_num_batched_tokens=16 * 768)
     outputs = llm.generate(prompt_token_ids=PROMPTS, sampling=dataclasses.replace(SAMPLING, cache=cache))
     assert [o.nfe for o in outputs] == [64] * 16
-    assert llm._engine.evaluated == 64
+    assert llm.engine.evaluated == 64
 
 
 @pytest.mark.parametrize("cache", ["none", "dual"])

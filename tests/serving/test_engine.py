@@ -289,3 +289,30 @@ def test_an_interrupt_leaves_an_engine_that_works(build, config, monkeypatch):
     same(states, expected)
     stats = engine.stats()
     assert (stats.aborted, stats.finished, stats.free_pages) == (2, 2, stats.pages)
+
+
+def test_a_long_exact_request_takes_the_room_of_the_pool_and_gives_it_back(
+    params, config, executables, monkeypatch
+):
+    """It waits until nobody holds pages; the pool is made again in the same shape for who comes after it."""
+    before, long, after = (
+        make(config, [n], gen_length=8, cache=cache)[0]
+        for n, cache in ((20, "dual"), (200, "none"), (30, "dual"))
+    )
+    expected = [finish(engine_of(params, config, executables, 64), [r])[1][0] for r in (before, long, after)]
+    engine = engine_of(params, config, executables, 64, max_context=128)
+    parts = submitted(engine, monkeypatch)
+    there: list[bool] = []
+    collect = engine._runner.collect
+
+    def note(pending: Any) -> Any:
+        done = collect(pending)
+        there.append(engine._cache._pool is not None)
+        return done
+
+    monkeypatch.setattr(engine._runner, "collect", note)
+    _, states = finish(engine, [before, long, after])
+    same(states, expected)
+    lengths = [lengths for _, lengths, _ in parts]
+    assert [own for own, _ in groupby(lengths)] == [[20], [200], [30]]
+    assert there == [own != [200] for own in lengths]
