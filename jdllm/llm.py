@@ -40,7 +40,7 @@ from jdllm.prompts import (
 )
 from jdllm.scoring import Scorer
 from jdllm.serving.build import make_engine
-from jdllm.serving.engine import Engine
+from jdllm.serving.engine import Engine, Updates
 from jdllm.serving.request import Request
 from jdllm.serving.spec import RequestSpec, checked_ids, generation_spec, infill_spec, mask_id_of
 from jdllm.serving.updates import StepUpdate, Update
@@ -267,7 +267,7 @@ class LLM:
         )
         each = _given_once(sampling_params, sampling, self.default_sampling())
         asked = self._ask(self._generation_spec, given, each)
-        return (update for _, update in self._run(asked, every_step=True))
+        return (update for _, update in self._run(asked, updates="every"))
 
     def chat(
         self,
@@ -458,8 +458,9 @@ class LLM:
             raise RequestError(f"on_step is {shortened(on_step)}, expected a function")
         asked = self._ask(make, prompts, sampling)
         outputs: dict[int, RequestOutput] = {}
+        updates: Updates = "every" if on_step is not None else "later" if progress else "none"
         with shown(sum(len(one.specs) for one in asked), progress) as show:
-            for prompt, update in self._run(asked, every_step=on_step is not None, show=show):
+            for prompt, update in self._run(asked, updates=updates, show=show):
                 if isinstance(update, RequestOutput):
                     outputs[prompt] = update
                 elif on_step is not None:
@@ -467,12 +468,12 @@ class LLM:
         return [outputs[i] for i in range(len(asked))]
 
     def _run(
-        self, asked: list[Asked], *, every_step: bool, show: Callable[[Update], None] = lambda _: None
+        self, asked: list[Asked], *, updates: Updates, show: Callable[[Update], None] = lambda _: None
     ) -> Iterator[tuple[int, StepUpdate | RequestOutput]]:
         """Updates of all requests and the outputs of finished prompts, each with the index of its prompt."""
         specs = [(prompt, spec) for prompt, one in enumerate(asked) for spec in one.specs]
         ended: dict[int, dict[int, Request]] = {prompt: {} for prompt, _ in specs}
-        for update in self.engine.run([spec for _, spec in specs], every_step=every_step):
+        for update in self.engine.run([spec for _, spec in specs], updates=updates):
             show(update)
             prompt = specs[update.request][0]
             if isinstance(update, StepUpdate):

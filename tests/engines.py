@@ -11,7 +11,7 @@ from jdllm.planning.account import make_account
 from jdllm.planning.budget import Budget
 from jdllm.planning.ladder import Entry, bucket_entry
 from jdllm.serving.build import make_engine
-from jdllm.serving.engine import Engine
+from jdllm.serving.engine import Engine, Updates
 from jdllm.serving.packing import Packed, demand, pack
 from jdllm.serving.request import Request
 from jdllm.serving.spec import generation_spec, infill_spec
@@ -66,15 +66,15 @@ def engine_of(
 
 
 def finish(
-    engine: Engine, requests: Sequence[Request], *, every_step: bool = False
+    engine: Engine, requests: Sequence[Request], *, updates: Updates = "later"
 ) -> tuple[list[StepUpdate], list[Request]]:
     """Run what `requests` ask for to their end: the updates, and the requests as they ended."""
-    updates, states = [], {}
-    for update in engine.run([request.spec for request in requests], every_step=every_step):
+    told, states = [], {}
+    for update in engine.run([request.spec for request in requests], updates=updates):
         if isinstance(update, Ended):
             if update.error is not None:
                 raise update.error
             states[update.request] = update.state
         else:
-            updates.append(update)
-    return updates, [states[i] for i in range(len(requests))]
+            told.append(update)
+    return told, [states[i] for i in range(len(requests))]

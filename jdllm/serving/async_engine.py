@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator
 
-from jdllm.serving.engine import Engine
+from jdllm.serving.engine import Engine, Updates
 from jdllm.serving.spec import RequestSpec
 from jdllm.serving.updates import Ended, Update
 
@@ -23,29 +23,29 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self._drive, name="jdllm-engine", daemon=True)
         self._thread.start()
 
-    async def run(self, spec: RequestSpec, *, every_step: bool = False) -> AsyncGenerator[Update]:
+    async def run(self, spec: RequestSpec, *, updates: Updates = "later") -> AsyncGenerator[Update]:
         """Denoise one request.
 
         Arguments:
-        - `spec`, `every_step`: as of `Engine.add`.
+        - `spec`, `updates`: as of `Engine.add`.
 
         Yields its updates; the last one is `Ended`, which has the error of a request that failed. Leaving
         the iteration, or cancelling the task that waits in it, aborts the request. Raises what `Engine.add`
         raises.
         """
-        loop, updates = asyncio.get_running_loop(), asyncio.Queue[Update]()
+        loop, told = asyncio.get_running_loop(), asyncio.Queue[Update]()
 
         def deliver(update: Update) -> None:
             if not loop.is_closed():
-                loop.call_soon_threadsafe(updates.put_nowait, update)
+                loop.call_soon_threadsafe(told.put_nowait, update)
 
-        request = self._engine.add(spec, every_step=every_step, deliver=deliver)
+        request = self._engine.add(spec, updates=updates, deliver=deliver)
         with self._work:
             self._work.notify()
         ended = False
         try:
             while not ended:
-                update = await updates.get()
+                update = await told.get()
                 ended = isinstance(update, Ended)
                 yield update
         finally:

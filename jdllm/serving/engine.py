@@ -7,7 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -26,18 +26,20 @@ from jdllm.serving.scheduler import Demand, Kind, Life, Part, Scheduler
 from jdllm.serving.spec import RequestSpec
 from jdllm.serving.updates import Ended, Stats, StepUpdate, Update
 
+Updates = Literal["every", "later", "none"]
+
 _ids = itertools.count()
 
 
 class _Entry(NamedTuple):
     """A request of the engine.
 
-    - `every_step`: whether its updates are wanted as they happen.
+    - `updates`: whether its steps are told: "every" as they happen, "later", or "none".
     - `deliver`: takes its updates too.
     """
 
     request: Request
-    every_step: bool
+    updates: Updates
     deliver: Callable[[Update], None] | None
 
 
@@ -91,14 +93,15 @@ class Engine:
         self,
         spec: RequestSpec,
         *,
-        every_step: bool = False,
+        updates: Updates = "later",
         deliver: Callable[[Update], None] | None = None,
     ) -> int:
         """Take a request in; it starts with one of the next steps.
 
         Arguments:
-        - `every_step`: return to the host after every step of it, so that its updates arrive as they happen;
-          otherwise the device may run to the end of a block. Tokens are the same.
+        - `updates`: "every" returns to the host after every step of it, so that its updates arrive as they
+          happen; otherwise the device may run to the end of a block, and `StepUpdate`s come "later" or not at
+          all, which saves time. Tokens are the same.
         - `deliver`: called with each of its updates, by whoever calls `step`.
 
         Returns its id, unique in the process. Raises `RequestError` or `KvPoolError` for what can never run.
@@ -106,7 +109,7 @@ class Engine:
         request = Request(spec, next(_ids))
         self._check(spec)
         self._scheduler.check(self._life(spec))
-        self._arrivals.append(_Entry(request, every_step, deliver))
+        self._arrivals.append(_Entry(request, updates, deliver))
         return request.id
 
     def abort(self, request: int) -> None:
@@ -138,12 +141,12 @@ class Engine:
         """Whether no request is left."""
         return not (self._entries or self._arrivals)
 
-    def run(self, specs: Sequence[RequestSpec], *, every_step: bool = False) -> Iterator[Update]:
+    def run(self, specs: Sequence[RequestSpec], *, updates: Updates = "later") -> Iterator[Update]:
         """Denoise requests to their end, beside those of others; whoever waits drives the engine.
 
         Arguments:
         - `specs`: in order of arrival.
-        - `every_step`: as of `add`.
+        - `updates`: as of `add`.
 
         Yields the updates of these requests, which are named by their index in `specs`. Leaving it aborts
         what is left of them. Raises what `add` raises, before anything of them has run.
@@ -153,7 +156,7 @@ class Engine:
         try:
             for index, spec in enumerate(specs):
                 with _naming(index, len(specs)):
-                    left[self.add(spec, every_step=every_step, deliver=mine.append)] = index
+                    left[self.add(spec, updates=updates, deliver=mine.append)] = index
             while left:
                 while mine:
                     update = mine.popleft()
@@ -255,7 +258,7 @@ class Engine:
     def _steps(self, part: Part) -> int:
         """Steps that a part may do before others of its company have to be served."""
         alone = len(part.ids) == len(self._scheduler.running)
-        if not alone or any(self._entries[i].every_step for i in part.ids):
+        if not alone or any(self._entries[i].updates == "every" for i in part.ids):
             return 1
         requests = [self._entries[i].request for i in part.ids]
         return min(r.reuse_steps if part.kind is Kind.REUSE else r.steps_left for r in requests)
@@ -276,13 +279,26 @@ class Engine:
 
     def _take_in(self, pending: Pending, steps: Steps) -> Iterator[Update]:
         candidates = pending.launch.candidates
-        stops = list(itertools.accumulate(map(len, candidates)))
+        stops = itertools.accumulate(map(len, candidates))
+        told: list[tuple[Request, np.ndarray, slice]] = []
+        for request, positions, stop in zip(pending.requests, candidates, stops, strict=True):
+            part = slice(stop - len(positions), stop)
+            if request.id in self._entries and self._entries[request.id].updates == "none":
+                yield from self._advance_silently(request, positions, Steps(*(x[:, part] for x in steps)))
+            else:
+                told.append((request, positions, part))
         for step in map(Steps, *steps):
-            for request, positions, stop in zip(pending.requests, candidates, stops, strict=True):
-                if request.id not in self._entries:
-                    continue
-                part = slice(stop - len(positions), stop)
-                yield from self._advance(request, positions, Steps(*(x[part] for x in step)))
+            for request, positions, part in told:
+                if request.id in self._entries:
+                    yield from self._advance(request, positions, Steps(*(x[part] for x in step)))
+
+    def _advance_silently(self, request: Request, positions: np.ndarray, steps: Steps) -> Iterator[Update]:
+        if not np.isfinite(steps.logprobs).all():
+            yield self._end(request, self._non_finite(request))
+            return
+        request.advance_many(positions, steps)
+        if request.finished:
+            yield self._end(request, None)
 
     def _advance(self, request: Request, positions: np.ndarray, step: Steps) -> Iterator[Update]:
         masked = request.tokens[positions] == request.mask_id

@@ -10,6 +10,7 @@ import numpy as np
 
 from jdllm.arrays import padded
 from jdllm.decoding.caches import Phase, View, phase
+from jdllm.decoding.encoded_trace import Steps
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.schedule import StepTable
 from jdllm.decoding.transfer import Rule
@@ -44,7 +45,7 @@ class Progress(NamedTuple):
 
 
 class Request:
-    """The state of one request, which only a commit changes: `advance`, `store` and `go_back`.
+    """The state of one request, which only commits change: `advance`, `advance_many`, `store`, `go_back`.
 
     - `id`: of the request in its engine.
     - `spec`: what was asked for.
@@ -188,11 +189,37 @@ class Request:
 
     def advance(self, positions: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
         """Take in the tokens that one denoising step committed, and their log-probabilities."""
+        self._commit(1, 0, positions, tokens, logprobs)
+
+    def advance_many(self, positions: np.ndarray, steps: Steps) -> None:
+        """Take in several denoising steps of one block.
+
+        Arguments:
+        - `positions`: int32 `[head]`, those of the head rows.
+        - `steps`: what the device did with them; the block is not over before the last one.
+        """
+        if self.sampling.return_history:
+            for tokens, committed, logprobs in zip(*steps, strict=True):
+                self.advance(positions[committed], tokens[committed], logprobs[committed])
+            return
+        step, row = np.nonzero(steps.committed)
+        tokens, logprobs = steps.tokens[step, row], steps.logprobs[step, row]
+        self._commit(len(steps.tokens), step, positions[row], tokens, logprobs)
+
+    def _commit(
+        self,
+        count: int,
+        step: np.ndarray | int,
+        positions: np.ndarray,
+        tokens: np.ndarray,
+        logprobs: np.ndarray,
+    ) -> None:
+        """Take in `count` steps; `step` says in which of them each of `positions` was committed."""
         self.tokens[positions] = tokens
         self.logprobs[positions] = logprobs
-        self.committed_in[positions] = self.steps
-        self.steps += 1
-        self.block_step += 1
+        self.committed_in[positions] = self.steps + step
+        self.steps += count
+        self.block_step += count
         if self.sampling.return_history:
             self.history.append(self.tokens.copy())
         while not self.finished and self._block_is_over():

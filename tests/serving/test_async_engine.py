@@ -30,7 +30,7 @@ def asked(config: ModelConfig) -> list[Request]:
 
 
 async def ended(engine: AsyncEngine, request: Request) -> Ended:
-    async for update in engine.run(request.spec, every_step=True):
+    async for update in engine.run(request.spec, updates="every"):
         if isinstance(update, Ended):
             return update
     raise AssertionError("no end")
@@ -59,7 +59,7 @@ def test_many_at_once_give_what_each_gives_alone(engine: Engine, asked: list[Req
 
 def test_leaving_or_cancelling_aborts(engine: Engine, asked: list[Request]):
     async def main(driver: AsyncEngine, asked: Sequence[Request]) -> int:
-        first = driver.run(asked[0].spec, every_step=True)
+        first = driver.run(asked[0].spec, updates="every")
         assert isinstance(await anext(first), StepUpdate)
         await first.aclose()
         task = asyncio.create_task(ended(driver, asked[1]))

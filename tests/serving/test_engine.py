@@ -82,11 +82,11 @@ def test_who_arrives_later_joins_and_nobody_runs_alone(build, config, monkeypatc
     """The second request starts three steps behind the first one; they share every step from then on."""
     engine = build()
     first, second = make(config, [5, 9], cache="dual", block_length=8)
-    engine.add(first.spec, every_step=True)
+    engine.add(first.spec, updates="every")
     for _ in range(3):
         engine.step()
     parts = submitted(engine, monkeypatch)
-    engine.add(second.spec, every_step=True)
+    engine.add(second.spec, updates="every")
     while not engine.idle:
         engine.step()
     reuses = [lengths for kind, lengths, _ in parts if kind is Kind.REUSE]
@@ -108,9 +108,24 @@ def test_requests_hold_their_results_and_times(build, config):
 
 
 def test_updates_of_a_whole_block_come_step_by_step(build, config):
-    runs = [finish(build(), make(config, [5, 9]), every_step=every)[0] for every in (False, True)]
+    runs = [
+        finish(build(), make(config, [5, 9]), updates="every" if every else "later")[0]
+        for every in (False, True)
+    ]
     assert [(u.request, u.step) for u in runs[0]] == [(r, s) for s in range(8) for r in (0, 1)]
     assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("options", [{}, {"cache": "dual", "logprobs": True}, {"return_history": False}])
+def test_steps_that_nobody_asks_for_commit_the_same(build, config, options: dict[str, Any]):
+    asked = make(config, [5, 9], transfer="threshold", threshold=0.01, **options)
+    (told, expected), (silent, states) = (finish(build(), asked, updates=u) for u in ("later", "none"))
+    assert told
+    assert silent == []
+    for a, b in zip(states, expected, strict=True):
+        assert (a.steps, len(a.history)) == (b.steps, len(b.history))
+        for name in ("tokens", "logprobs", "committed_in"):
+            np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
 
 
 def test_nothing_to_do(build):
@@ -162,7 +177,7 @@ def test_a_failed_executable_touches_its_own_requests(build, config, kind: Kind,
     engine = build()
     failing = Failing(engine, kind, monkeypatch)
     updates: list[Any] = []
-    lone = engine.add(asked[0].spec, every_step=True, deliver=updates.append)
+    lone = engine.add(asked[0].spec, updates="every", deliver=updates.append)
     for _ in range(3):
         engine.step()
     ids = [engine.add(request.spec, deliver=updates.append) for request in asked[2:]]
@@ -195,7 +210,7 @@ def test_aborted_requests_leave_the_others_alone(build, config):
     _, expected = finish(build(), asked)
     engine = build(64)
     states: dict[int, Request] = {}
-    ids = [engine.add(r.spec, every_step=True) for r in asked]
+    ids = [engine.add(r.spec, updates="every") for r in asked]
     engine.abort(ids[2])
     for step in range(100):
         for update in engine.step():
@@ -247,7 +262,7 @@ def test_two_threads_share_one_engine(build, config):
     found: list[Any] = [None, None]
 
     def run(i: int) -> None:
-        found[i] = finish(engine, [asked[i]], every_step=True)[1][0]
+        found[i] = finish(engine, [asked[i]], updates="every")[1][0]
 
     threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
     for thread in threads:
@@ -262,7 +277,7 @@ def test_a_run_inside_a_run(build, config):
     expected = [finish(build(), [request])[1][0] for request in (outer, inner)]
     engine = build()
     states = []
-    for update in engine.run([outer.spec], every_step=True):
+    for update in engine.run([outer.spec], updates="every"):
         if isinstance(update, StepUpdate) and update.step == 2:
             states += finish(engine, [inner])[1]
         if isinstance(update, Ended):

@@ -72,7 +72,7 @@ def model_of(params: Params, config: ModelConfig, executables: Executables) -> M
     ) -> Histories:
         requests = [generation_request(n, PROMPTS[i], SAMPLING[i], config) for n, i in enumerate(which)]
         engine = engine_of(params, config, executables, budget, chunks=chunks)
-        _, requests = finish(engine, requests, every_step=every_step)
+        _, requests = finish(engine, requests, updates="every" if every_step else "none")
         return [np.stack(request.history) for request in requests]
 
     return Model(run, {name: run([name])[0] for name in NAMES})
