@@ -30,6 +30,7 @@ CASES = {
     "ragged": Case("benchmarks.generations:ragged", "32 requests of different lengths at once"),
     "overhead": Case("benchmarks.engine:overhead", "what a generation costs beside the device's time"),
     "traffic": Case("benchmarks.engine:traffic", "random requests: what compiles, what memory grows"),
+    "first_token": Case("benchmarks.first_token:main", "from LLM(...) to a first block, in new processes"),
     "step": Case("benchmarks.steps.full:main", "a full step, beside torch and plain JAX"),
     "cached_step": Case("benchmarks.steps.cached:main", "a step of a block against cached rows"),
     "profile": Case("benchmarks.steps.profile:main", "where the time of a step goes, by kernel"),
@@ -47,6 +48,7 @@ CASES = {
     "convert": Case("benchmarks.checkpoints:convert", "converting a checkpoint and back"),
     "torch_step": Case("benchmarks.peers.torch_cases:step", "a full step in torch, for `step --peers`"),
     "torch_kernels": Case("benchmarks.peers.torch_cases:kernels", "single operators in torch"),
+    "results": Case("benchmarks.tables:main", "write docs/results.md and the README's figures"),
     "rerun": Case("benchmarks.rerun:main", "what the README quotes, measured again"),
 }
 

@@ -247,22 +247,24 @@ def traffic(arguments: Sequence[str]) -> None:
     """Requests of random lengths, rules and caches through one engine: what compiles, and what memory grows.
 
     `python3 -m benchmarks traffic [--portions 5] [--requests 250] [--longest 400] [--same] [--shape SHAPE]`,
-    by default with the bundled model. The first portion warms up. `grown_mib` is how much more the last
-    quarter of the portions holds than the second; it needs eight portions or more.
+    by default with the bundled model. The first portion warms up, or `--warmup` does so before
+    it. `grown_mib` is how much more the last quarter of the portions holds than the second; it needs eight
+    portions or more.
     """
     parser = case_parser("traffic", traffic.__doc__)
     parser.add_argument("--shape", choices=SHAPES, help="random bf16 weights instead of the bundled model")
     parser.add_argument("--portions", type=int, default=5)
     parser.add_argument("--requests", type=int, default=250, help="of a portion")
     parser.add_argument("--longest", type=int, default=400, help="tokens of a prompt")
+    parser.add_argument("--warmup", action="store_true", help="compile everything before the first request")
     parser.add_argument("--same", action="store_true", help="the same requests in every portion")
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     args = parser.parse_args(arguments)
     model = checkpoint_path()
     if args.shape:
         model = Transformer(SHAPES[args.shape], rngs=nnx.Rngs(0), dtype="bfloat16")
-    table = []
-    with LLM(model, max_num_batched_tokens=args.max_num_batched_tokens, progress=False) as llm:
+    table, rows = [], args.max_num_batched_tokens
+    with LLM(model, max_num_batched_tokens=rows, warmup=args.warmup, progress=False) as llm:
         for row in serve(llm, args.portions, args.requests, args.longest, same=args.same):
             table.append(row)
             print_row(row)
@@ -274,6 +276,7 @@ def traffic(arguments: Sequence[str]) -> None:
         compiled_after_the_first=sum(row["compiled"] for row in table[1:]),
         grown_mib=grown_mib,
         longest=args.longest,
-        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_num_batched_tokens=rows,
+        warmup=args.warmup,
     )
     print(f"compiled after the first portion: {sum(row['compiled'] for row in table[1:])}; grown {grown_mib}")

@@ -71,13 +71,13 @@ def _cells(rows: Sequence[dict[str, Any]]) -> str:
         )
         for row in rows
     )
-    return _markdown(header, body, 2)
+    return markdown(header, body, 2)
 
 
 def _tasks(rows: Sequence[dict[str, Any]]) -> str:
     names = list(rows[0]["tasks"])
     body = ((*_setting(row), *(f"{row['tasks'][name]:.1%}" for name in names)) for row in rows)
-    return _markdown(("rule", "cache", "retention", "delay", *names), body, 2)
+    return markdown(("rule", "cache", "retention", "delay", *names), body, 2)
 
 
 def _setting(row: dict[str, Any]) -> tuple[str, ...]:
@@ -104,10 +104,10 @@ def _compared(rows: Sequence[dict[str, Any]]) -> str:
         f"Intervals are Tango's for paired proportions. Comparisons: {len(rows)}; where nothing differs"
         f" {(1 - LEVEL) * len(rows):.1f} of them exclude 0 by chance."
     )
-    return f"{_markdown(header, body, 1)}\n\n{note}"
+    return f"{markdown(header, body, 1)}\n\n{note}"
 
 
-def _markdown(header: Sequence[str], body: Iterable[Sequence[str]], left: int) -> str:
+def markdown(header: Sequence[str], body: Iterable[Sequence[str]], left: int) -> str:
     """A table whose first `left` columns are flush left, the others flush right."""
     rule = ["---" if i < left else "---:" for i in range(len(header))]
     return "\n".join("| " + " | ".join(line) + " |" for line in (header, rule, *body))

@@ -1,0 +1,268 @@
+"""docs/results.md and the figures of the README, made from the records in benchmarks/results."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.cases import case_parser
+from benchmarks.quality.tables import markdown
+from benchmarks.quality.tables import tables as quality_tables
+from benchmarks.record import RESULTS
+
+ROOT = RESULTS.parents[1]
+DOCUMENT = ROOT / "docs" / "results.md"
+README = ROOT / "README.md"
+BEGIN, END = "<!-- figures: python3 -m benchmarks results -->", "<!-- end of figures -->"
+
+Record = dict[str, Any]
+
+
+class Section(NamedTuple):
+    """Records that belong together: those whose names match one of `patterns` and no earlier section's."""
+
+    title: str
+    text: str
+    patterns: tuple[str, ...]
+
+
+SECTIONS = (
+    Section(
+        "Full steps",
+        "One denoising step of a whole sequence. Half of its rows are masked and evaluated. `ratio` is the"
+        " time of a peer over that of jdllm in the same run. The floor is the larger of two times: the"
+        " arithmetic at the matrix rate, and the bytes of the weights at the copy rate, as the run measured.",
+        ("step_*",),
+    ),
+    Section(
+        "Cached steps",
+        "One step of a block of fresh rows against cached ones. The floor is the bytes of weights and cache"
+        " at the measured copy rate. `waited_ms` is a step whose tokens the host waits for, `sustained_ms`"
+        " one of many that run for seconds. In a chain a kernel starts while the one before it still runs.",
+        ("cached_step_*",),
+    ),
+    Section(
+        "Whole generations",
+        "256 tokens in 256 steps, in blocks of 32, with random weights. `evaluated` counts the forward"
+        " evaluations of the device. `delay` is the step of a block that refreshes the cache, blank for the"
+        " default of the cache.",
+        ("generate_*", "ragged_*", "fast_dllm_*"),
+    ),
+    Section(
+        "Engine",
+        "What the engine takes beside the device, how soon the first block is there, and what thousands of"
+        " requests leave behind.",
+        ("overhead_*", "traffic_*", "first_token_*", "compile_*"),
+    ),
+    Section(
+        "Operators",
+        "Single kernels with random data beside XLA's form and other libraries.",
+        ("masked_logits_*", "attention", "split_attention_*", "grouped_matmul*", "skinny_matmul*", "torch_*"),
+    ),
+    Section(
+        "Memory planning",
+        "What fits a budget, how long a plan takes, and whether a card agrees with it.",
+        ("plan_*",),
+    ),
+    Section(
+        "Host memory",
+        "Layers whose residual stream, keys and values, or weights lie in host memory.",
+        ("tiers_*",),
+    ),
+    Section(
+        "The bundled model",
+        "Answers to instances that training never saw, by cache and transfer rule, and how often a request's"
+        " tokens are the same alone and in company.",
+        ("quality_*", "company_*", "eval_*"),
+    ),
+    Section("Checkpoints", "Loading and converting 16 GB of random weights.", ("load*", "convert*")),
+    Section("Others", "Records that belong to no section above.", ("*",)),
+)
+
+
+class Figure(NamedTuple):
+    """A figure of the README.
+
+    - `label`: what it is of.
+    - `record`, `row`: where it stands: the one row that has these values.
+    - `say`: the figure, and what stands beside it, from the row and all rows of the record.
+    """
+
+    label: str
+    record: str
+    row: dict[str, Any]
+    say: Callable[[dict[str, Any], Sequence[dict[str, Any]]], tuple[str, str]]
+
+
+def _beside_bytes(row: dict[str, Any], _: Sequence[dict[str, Any]]) -> tuple[str, str]:
+    return f"{row['step_ms']:.3g} ms", f"its bytes alone {row['floor_ms']:.3g} ms"
+
+
+def _beside_torch(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> tuple[str, str]:
+    [torch] = [r for r in rows if r["rows"] == row["rows"] and r["system"] == "torch-compiled"]
+    return f"{row['step_ms']:.3g} ms", f"torch.compile {torch['step_ms']:.3g} ms"
+
+
+def _beside_fast_dllm(row: dict[str, Any], _: Sequence[dict[str, Any]]) -> tuple[str, str]:
+    peers = read("fast_dllm_llada-8b")["rows"]
+    [peer] = [r for r in peers if (r["batch"], r["prompt"]) == (row["batch"], row["prompt"])]
+    return _tokens(row["tokens_s"]), f"Fast-dLLM {_tokens(peer['tokens_s'])}"
+
+
+def _beside_floor(row: dict[str, Any], _: Sequence[dict[str, Any]]) -> tuple[str, str]:
+    return _tokens(row["tokens_s"]), f"its arithmetic alone {_tokens(row['floor_tokens_s'])}"
+
+
+def _longest(row: dict[str, Any], _: Sequence[dict[str, Any]]) -> tuple[str, str]:
+    return (
+        f"{row['context']:,} tokens",
+        f"with host memory {row['tiered_context']:,}; official code {row['official_bf16']:,}",
+    )
+
+
+def _first_block(row: dict[str, Any], _: Sequence[dict[str, Any]]) -> tuple[str, str]:
+    return f"{row['beyond_load_s']:.3g} s", f"loading {row['load_s']:.3g} s"
+
+
+def _right(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> tuple[str, str]:
+    [exact] = [r for r in rows if r["policy"] == "none"]
+    return f"{row['exact_match']:.1%} right", f"without a cache {exact['exact_match']:.1%}"
+
+
+def _loading(row: dict[str, Any], _: Sequence[dict[str, Any]]) -> tuple[str, str]:
+    return f"{row['seconds']:.3g} s", f"{row['host_peak_above_weights_bytes'] / 1e6:.0f} MB of host memory"
+
+
+def _tokens(value: float) -> str:
+    return f"{value:.0f} tokens/s"
+
+
+_GENERATION = 'generation, `cache="dual"`, '
+FIGURES = (
+    Figure("full step, 4096 rows", "step_llada-8b", {"system": "jdllm", "rows": 4096}, _beside_torch),
+    Figure("cached step, 32 rows against 4096", "cached_step_llada-8b", {"form": "chain"}, _beside_bytes),
+    Figure(
+        _GENERATION + "1 prompt of 512",
+        "generate_llada-8b_dual-none-head_sparse_b1_p512",
+        {"cache": "dual"},
+        _beside_fast_dllm,
+    ),
+    Figure(
+        _GENERATION + "8 prompts of 2048",
+        "generate_llada-8b_dual-head_sparse_b8_p2048",
+        {"cache": "dual"},
+        _beside_fast_dllm,
+    ),
+    Figure(_GENERATION + "16 prompts of 512", "generate_llada-8b_dual_b16_p512", {}, _beside_fast_dllm),
+    Figure(
+        '32 requests of 169 to 1953 tokens, `cache="head_sparse"`',
+        "ragged_llada-8b",
+        {"cache": "head_sparse", "delay": 1},
+        _beside_floor,
+    ),
+    Figure("longest context in 24 GiB", "plan_lmax", {"shape": "llada-8b", "budget_gib": 24}, _longest),
+    Figure("loading from the page cache", "load", {}, _loading),
+    Figure(
+        "first block of a new process, beyond loading",
+        "first_token_llada-8b",
+        {"process": "second"},
+        _first_block,
+    ),
+    Figure('bundled model, `cache="dual"`', "quality_demo_schedule", {"policy": "dual"}, _right),
+)
+
+
+def read(name: str) -> Record:
+    """A record."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def figures() -> str:
+    """The README's table, without the figures whose records do not exist yet.
+
+    Raises `ValueError` where a figure's row is not one row of its record.
+    """
+    body = []
+    for figure in FIGURES:
+        if not (RESULTS / f"{figure.record}.json").exists():
+            continue
+        rows = read(figure.record)["rows"]
+        found = [row for row in rows if figure.row.items() <= row.items()]
+        if len(found) != 1:
+            raise ValueError(f"{figure.record} has {len(found)} rows {figure.row}, expected one")
+        body.append((figure.label, *figure.say(found[0], rows)))
+    return markdown(("LLaDA-8B, one H200, bf16", "jdllm", "beside it"), body, 1)
+
+
+def document() -> str:
+    """The text of docs/results.md: a table for every record, by section."""
+    left = sorted(path.stem for path in RESULTS.glob("*.json"))
+    parts = [
+        "# Results",
+        "Made by `python3 -m benchmarks results` from the records in `benchmarks/results`, not by hand."
+        " Weights are random, of the published shapes, in bf16, where nothing else is said. Columns that are"
+        " the same in a whole table stand in front of it. Times of different runs may differ by 5 % because"
+        " cards do.",
+    ]
+    for section in SECTIONS:
+        names = [name for name in left if any(fnmatch(name, pattern) for pattern in section.patterns)]
+        left = [name for name in left if name not in names]
+        if names:
+            parts += [f"## {section.title}", section.text]
+        for name in names:
+            parts += record_parts(name, read(name))
+    return "\n\n".join(parts) + "\n"
+
+
+def record_parts(name: str, record: Record) -> Iterator[str]:
+    """Heading, origin, common columns and table of one record."""
+    rows = record["rows"]
+    commit = f"commit {record['commit'][:10]}" if record.get("commit") else ""
+    versions = (f"{package} {version}" for package, version in record["versions"].items())
+    origin = f"`{record['command']}`", record["device"], record["date"], commit, *versions
+    yield f"### {name}"
+    yield ", ".join(filter(None, origin)) + "." + f" {record.get('note', '')}".rstrip()
+    if name.startswith("quality_"):
+        yield quality_tables(rows)
+        return
+    flat = [{key: value for key, value in row.items() if not isinstance(value, dict)} for row in rows]
+    columns = list(dict.fromkeys(key for row in flat for key in row))
+    common = [c for c in columns if len(flat) > 1 and len({shown(row.get(c)) for row in flat}) == 1]
+    if common:
+        yield (
+            "In all rows: " + ", ".join(f"{c} {shown(flat[0][c])}" for c in common if shown(flat[0][c])) + "."
+        )
+    kept = [column for column in columns if column not in common]
+    texts = sum(any(isinstance(row.get(c), str) for row in flat) for c in kept[:2])
+    yield markdown(kept, ([shown(row.get(c)) for c in kept] for row in flat), texts)
+
+
+def shown(value: Any) -> str:
+    """A value of a record as the tables show it: four digits of a fraction, nothing for `None`."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float) and abs(value) >= 1000:
+        return f"{value:.0f}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def write(document_path: Path = DOCUMENT, readme: Path = README) -> None:
+    """Write docs/results.md, and the figures between the README's two marks.
+
+    Raises `ValueError` where the README has not both marks.
+    """
+    text = readme.read_text()
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"{readme} has no {BEGIN} with {END} behind it")
+    readme.write_text(f"{before}{BEGIN}\n{figures()}\n{END}{after}")
+    document_path.write_text(document())
+
+
+def main(arguments: Sequence[str]) -> None:
+    case_parser("results", __doc__).parse_args(arguments)
+    write()
