@@ -56,9 +56,10 @@ bench:  ## benchmarks on a card; uses the python on the path, which needs jax wi
 	for case in overhead traffic first_token; do python3 -m benchmarks $$case; done
 	python3 -m benchmarks results
 
-lint: $(VENV)/.ready  ## ruff and pyright
+lint: $(VENV)/.ready  ## ruff, import-linter and pyright
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/pyright
 
 format: $(VENV)/.ready  ## format the code

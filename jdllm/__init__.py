@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from jdllm.chunks import ChunkConfig
     from jdllm.decoding.sampling import SamplingParams
     from jdllm.errors import (
         CheckpointError,
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from jdllm.models.module import Transformer
     from jdllm.outputs import CompletionOutput, RequestOutput
     from jdllm.planning.budget import Budget, MemoryBudgetError
-    from jdllm.planning.chunks import ChunkConfig
     from jdllm.planning.plan import MemoryPlan, Workload, max_context, plan_memory
     from jdllm.serving.async_engine import AsyncEngine
     from jdllm.serving.spec import generation_spec, infill_spec
@@ -58,7 +58,7 @@ _MODULES = {
     "LLM": "jdllm.llm",
     "Budget": "jdllm.planning.budget",
     "CheckpointError": "jdllm.errors",
-    "ChunkConfig": "jdllm.planning.chunks",
+    "ChunkConfig": "jdllm.chunks",
     "CompletionOutput": "jdllm.outputs",
     "ConfigError": "jdllm.errors",
     "JdllmError": "jdllm.errors",

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jdllm.arguments import check_types, positive, shortened
+from jdllm.chunks import ChunkConfig
 from jdllm.decoding.executables import Executables
 from jdllm.decoding.generation_defaults import default_sampling
 from jdllm.decoding.sampling import SamplingParams
@@ -24,7 +25,6 @@ from jdllm.outputs import RequestOutput, request_output
 from jdllm.pallas.device import target
 from jdllm.planning.account import make_account
 from jdllm.planning.budget import DEFAULT_HOST_MEMORY, device_budget, parse_bytes
-from jdllm.planning.chunks import ChunkConfig
 from jdllm.progress import shown
 from jdllm.prompts import (
     Asked,

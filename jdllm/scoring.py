@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jdllm.chunks import ChunkConfig
 from jdllm.decoding.executables import Executables
 from jdllm.decoding.non_finite import origin
 from jdllm.decoding.score import Perturbation, all_logits, token_logprobs
@@ -15,7 +16,6 @@ from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.planning.account import Account
 from jdllm.planning.buckets import head_bucket
-from jdllm.planning.chunks import ChunkConfig
 from jdllm.planning.ladder import Entry
 from jdllm.serving.fitting import check_fits
 from jdllm.serving.packing import head_rows, lay_out

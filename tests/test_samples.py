@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from jdllm.decoding.noise import sample_seed
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.llm import LLM
+from jdllm.noise import sample_seed
 from jdllm.serving.updates import StepUpdate
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8]]

@@ -21,8 +21,8 @@ from jax import lax
 from benchmarks.cases import case_parser
 from benchmarks.record import BYTES_PER_SECOND, compiled, median_seconds, record
 from benchmarks.shapes import SHAPES
+from jdllm.layers import linear
 from jdllm.models.config import ModelConfig
-from jdllm.models.layers import linear
 from jdllm.pallas.hopper import padded_rows
 from jdllm.pallas.skinny_matmul import skinny_matmul
 from jdllm.pallas.skinny_matmul.mosaic_gpu import skinny_matmul_mosaic_gpu

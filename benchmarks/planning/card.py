@@ -23,6 +23,7 @@ from benchmarks.cases import case_parser
 from benchmarks.shapes import SHAPES
 from benchmarks.steps.full import attention_form
 from benchmarks.tiers import random_params
+from jdllm.chunks import ChunkConfig
 from jdllm.decoding.batch import Batch
 from jdllm.decoding.executables import Executables
 from jdllm.decoding.sampling import SamplingParams
@@ -31,7 +32,6 @@ from jdllm.models.config import ModelConfig
 from jdllm.models.weights import abstract_params
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.budget import DEFAULT_OVERHEAD
-from jdllm.planning.chunks import ChunkConfig
 from jdllm.planning.ladder import bucket_entry
 from jdllm.planning.plan import Budget, MemoryPlan, Workload, check, plan_memory
 from jdllm.serving.packing import demand, pack

@@ -19,7 +19,7 @@ from benchmarks.planning.card import Row
 from benchmarks.record import record
 from benchmarks.shapes import SHAPES
 from jdllm.models.config import ModelConfig
-from jdllm.planning.exact import exact
+from jdllm.planning.checks.exact import exact
 from jdllm.planning.plan import Budget, MemoryPlan, Workload, ladders, max_context, plan_memory
 from jdllm.planning.planner import ActivationPlan, first_fit
 from jdllm.planning.search import Ladders, brute_force, largest, search

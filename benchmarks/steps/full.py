@@ -24,6 +24,7 @@ from benchmarks.cases import case_parser
 from benchmarks.peers import jax_step
 from benchmarks.record import Ceilings, compiled, measure_ceilings, median_seconds, record
 from benchmarks.shapes import SHAPES
+from jdllm.chunks import ChunkConfig
 from jdllm.decoding.batch import Batch
 from jdllm.decoding.executables import temp_bytes
 from jdllm.decoding.sampling import SamplingParams
@@ -34,7 +35,6 @@ from jdllm.models.weights import Params, param_bytes
 from jdllm.pallas.attention.limits import check_mosaic_gpu
 from jdllm.pallas.device import target
 from jdllm.pallas.masked_logits import Level
-from jdllm.planning.chunks import ChunkConfig
 from jdllm.planning.ladder import bucket_entry
 from jdllm.planning.step_time import step_flops
 from jdllm.serving.packing import demand, pack

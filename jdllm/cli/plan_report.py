@@ -11,6 +11,7 @@ import jax
 from jdllm.planning.account import Account, make_account
 from jdllm.planning.budget import CUDA_CONTEXT, GUARD, Budget, MemoryBudgetError, format_bytes
 from jdllm.planning.card import Card
+from jdllm.planning.checks.compiler import compiler_temp_bytes
 from jdllm.planning.plan import (
     MemoryPlan,
     Workload,
@@ -25,7 +26,6 @@ from jdllm.planning.search import search
 from jdllm.planning.step_time import format_seconds, step_time
 from jdllm.planning.templates import step_template
 from jdllm.planning.tier_template import tier_template
-from jdllm.planning.verify import compiler_temp_bytes
 
 _REQUESTS = (1024, 4096, 16384)
 

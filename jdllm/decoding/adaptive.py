@@ -15,16 +15,16 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jdllm.arrays import Tensor
+from jdllm.chunks import ChunkConfig
 from jdllm.decoding.batch import HeadRows, Trace
 from jdllm.decoding.head import source_rows
-from jdllm.decoding.noise import Purpose, step_keys
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.transformer import forward, logits
 from jdllm.models.weights import Params
+from jdllm.noise import Purpose, step_keys
 from jdllm.pallas.masked_logits.types import Keys
 from jdllm.pallas.masked_logits.xla import allowed, drawn
-from jdllm.planning.chunks import ChunkConfig
 
 Cut = Callable[[Array], Array]
 """Cuts the rows of one chunk out of a column of all head rows."""

@@ -6,6 +6,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
+from jdllm.chunks import ChunkConfig
 from jdllm.decoding.executables import Executables
 from jdllm.models.block import Rows
 from jdllm.models.chunked import layer_by_layer
@@ -15,7 +16,6 @@ from jdllm.models.visibility import key_ranges
 from jdllm.models.weights import Params, layer_runs
 from jdllm.pallas.attention import attention
 from jdllm.pallas.grouped_matmul import grouped_matmul
-from jdllm.planning.chunks import ChunkConfig
 
 _CHUNK = 1024
 _HEAD_ROWS = 64

@@ -3,12 +3,12 @@
 import numpy as np
 
 from jdllm.decoding.batch import BANS, PADDING_BANS
-from jdllm.decoding.noise import seed_words
 from jdllm.decoding.sampling import BY_TIMETABLE, SamplingParams
 from jdllm.decoding.schedule import StepTable, deferred_quota, dream_fractions, transfer_schedule
 from jdllm.decoding.transfer import Measure, Rule
 from jdllm.errors import RequestError
 from jdllm.models.config import ModelConfig
+from jdllm.noise import seed_words
 from jdllm.pallas.masked_logits import Level
 
 _RULES = {

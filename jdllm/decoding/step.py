@@ -8,16 +8,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jdllm.chunks import ChunkConfig
 from jdllm.decoding.batch import Batch, HeadRows, SegmentParams, Trace
 from jdllm.decoding.head import Choice, Sources, choose, source_rows
-from jdllm.decoding.noise import Purpose, gumbel, position_bits, step_keys, uniform
 from jdllm.decoding.transfer import Candidates, RuleParams, select
 from jdllm.models.block import Hidden
 from jdllm.models.config import ModelConfig
 from jdllm.models.transformer import Wanted, forward, forward_wanted
 from jdllm.models.weights import Params
+from jdllm.noise import Purpose, gumbel, position_bits, step_keys, uniform
 from jdllm.pallas.masked_logits import Level
-from jdllm.planning.chunks import ChunkConfig
 
 SelectionBits = Callable[[Array, Array, Array, Array], Array]
 """(seed [segments, 2], step [segments], segment [rows], position [rows]) -> uint32 [rows]."""
@@ -46,7 +46,7 @@ class Asked(NamedTuple):
 
 
 def keyed_bits(seed: Array, step: Array, segment: Array, positions: Array) -> Array:
-    """Random bits for the draws that select rows, keyed as `jdllm.decoding.noise` describes."""
+    """Random bits for the draws that select rows, keyed as `jdllm.noise` describes."""
     keys = step_keys(seed, Purpose.SELECTION, step)
     return position_bits((keys[0][segment], keys[1][segment]), positions)
 

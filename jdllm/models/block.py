@@ -7,10 +7,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jdllm.arrays import Tensor
+from jdllm.layers import linear, rms_norm, rotate, swiglu
 from jdllm.models.config import ModelConfig
-from jdllm.models.layers import linear, rms_norm, swiglu
 from jdllm.models.moe import GroupedMatmulFn, moe_ffn
-from jdllm.models.rotary import rotate
 
 Hidden = Float[Array, "rows hidden"]
 RowInts = Int[Tensor, " rows"]

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from jdllm.layers import rms_norm
 from jdllm.models.block import Hidden
 from jdllm.models.config import ModelConfig
-from jdllm.models.layers import rms_norm
 from jdllm.models.weights import Params, layer_runs
 from jdllm.pallas.add_norm import add_norm, check_add_norm
 from jdllm.pallas.skinny_matmul import skinny_matmul, skinny_parts, streams

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jdllm.chunks import ChunkConfig, chunk_rows
+from jdllm.layers import linear, rms_norm, rotate
 from jdllm.models.block import (
     AttentionFn,
     Hidden,
@@ -24,11 +26,9 @@ from jdllm.models.block import (
     project_keys_values,
 )
 from jdllm.models.config import ModelConfig
-from jdllm.models.layers import linear, rms_norm
 from jdllm.models.moe import GroupedMatmulFn, experts_of
-from jdllm.models.rotary import cos_sin, rotate
+from jdllm.models.rotary import cos_sin
 from jdllm.models.weights import Params, layer_runs
-from jdllm.planning.chunks import ChunkConfig, chunk_rows
 
 Start = Int[Array, ""] | int
 

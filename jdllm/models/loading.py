@@ -23,6 +23,7 @@ from jdllm.errors import CheckpointError, ConfigError
 from jdllm.json_files import parse_object, read_object
 from jdllm.models.byte_progress import Progress, reporter
 from jdllm.models.config import ModelConfig
+from jdllm.models.registry import FAMILIES
 from jdllm.models.weights import Params, TensorSpec, is_spec, spec_tree
 
 DTYPES: dict[str, np.dtype] = {
@@ -169,8 +170,6 @@ def check_tied_head(config: ModelConfig, index: Index) -> None:
     Raises `CheckpointError` where they differ: transformers then takes the stored head after all, and a
     reader that follows the configuration takes the embedding.
     """
-    from jdllm.models.registry import FAMILIES
-
     names = FAMILIES[config.family].tensor_names
     if not config.tied_head or names["head"] not in index:
         return
@@ -367,8 +366,6 @@ def _read_weight_map(path: Path) -> Mapping[str, str]:
 
 
 def _redundant(config: ModelConfig, name: str) -> bool:
-    from jdllm.models.registry import FAMILIES
-
     tied = config.tied_head and name == FAMILIES[config.family].tensor_names["head"]
     return tied or name.endswith(_COMPUTED)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int, Int32
 
-from jdllm.models.layers import head_logits
+from jdllm.layers import head_logits
 
 GroupedMatmulFn = Callable[..., Array]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float32, Int
 
 from jdllm.arrays import Tensor
 from jdllm.errors import ConfigError
@@ -156,23 +156,6 @@ def cos_sin(
     """
     angles = jnp.asarray(positions, jnp.float32)[:, None] * inverse_frequencies(rope, head_dim)
     return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
-
-
-def rotate(
-    x: Float[Array, "rows heads head_dim"],
-    cos: Float32[Array, "rows pairs"],
-    sin: Float32[Array, "rows pairs"],
-) -> Float[Array, "rows heads head_dim"]:
-    """Rotate queries or keys, in f32, cast back to the dtype of `x`.
-
-    Dimension i is paired with i + pairs (the rotate-half convention); dimensions from 2 pairs on pass
-    unchanged.
-    """
-    pairs = cos.shape[-1]
-    a, b = (x[..., part].astype(jnp.float32) for part in (slice(pairs), slice(pairs, 2 * pairs)))
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    rotated = [(a * cos - b * sin).astype(x.dtype), (b * cos + a * sin).astype(x.dtype)]
-    return jnp.concatenate([*rotated, x[..., 2 * pairs :]], axis=-1)
 
 
 def _periods(theta: float, dim: int) -> np.ndarray:

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jdllm.layers import linear, rms_norm, rotate
 from jdllm.models.block import AttentionFn, Hidden, Layer, RowInts, Rows, ffn_branch, project_heads
 from jdllm.models.config import ModelConfig
-from jdllm.models.layers import linear, rms_norm
 from jdllm.models.moe import Experts, GroupedMatmulFn
-from jdllm.models.rotary import cos_sin, rotate
+from jdllm.models.rotary import cos_sin
 from jdllm.pallas.attention import AttentionOutput, merge
 
 Heads = Float[Array, "rows heads head_dim"]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jdllm.errors import CheckpointError, RequestError
 from jdllm.models.config import ModelConfig
+from jdllm.models.registry import FAMILIES
 from jdllm.models.special_tokens import SpecialTokens
 
 if TYPE_CHECKING:
@@ -56,8 +57,6 @@ def complete_ids(config: ModelConfig, tokenizer: "Tokenizer") -> ModelConfig:
 
     Returns the configuration with the ids that were found; the others stay `None`.
     """
-    from jdllm.models.registry import FAMILIES
-
     family = FAMILIES[config.family]
     tokens = {"mask_id": family.mask_token, "eot_id": family.turn_end}
     absent = {key: token for key, token in tokens.items() if token and getattr(config, key) is None}

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jdllm.chunks import ChunkConfig
+from jdllm.layers import head_logits, rms_norm
 from jdllm.models.block import (
     AttentionFn,
     Hidden,
@@ -25,7 +27,6 @@ from jdllm.models.block import (
 )
 from jdllm.models.chunked import run_layers
 from jdllm.models.config import ModelConfig
-from jdllm.models.layers import head_logits, rms_norm
 from jdllm.models.moe import GroupedMatmulFn, experts_of
 from jdllm.models.rotary import cos_sin
 from jdllm.models.streamed import streamed_of
@@ -33,7 +34,6 @@ from jdllm.models.weights import Params, head_weights, layer_runs
 from jdllm.pallas.attention import attention as default_attention
 from jdllm.pallas.attention.ranges import ranges_of
 from jdllm.pallas.grouped_matmul import grouped_matmul as default_grouped_matmul
-from jdllm.planning.chunks import ChunkConfig
 
 _WHOLE = ChunkConfig()
 _UNROLLED = 4  # layers of few rows: the start of a turn would be a fiftieth of a layer

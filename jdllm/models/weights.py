@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdllm.models.config import ModelConfig
+from jdllm.models.registry import FAMILIES
 
 type Tree[T] = dict[str, T | dict[str, T]]
 Params = dict[str, Any]
@@ -84,8 +85,6 @@ def layer_runs(config: ModelConfig) -> list[tuple[str, int, int]]:
 
 def spec_tree(config: ModelConfig) -> Tree[TensorSpec]:
     """The parameter tree of `config` with a `TensorSpec` at each leaf."""
-    from jdllm.models.registry import FAMILIES
-
     names = FAMILIES[config.family].tensor_names
 
     def leaf(name: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> TensorSpec:

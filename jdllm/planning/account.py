@@ -9,6 +9,7 @@ import functools
 import math
 from collections.abc import Mapping
 
+from jdllm.chunks import TILE
 from jdllm.errors import ConfigError
 from jdllm.models.config import ModelConfig
 from jdllm.models.pool import PAGE_ROWS, pool_bytes
@@ -16,7 +17,6 @@ from jdllm.models.weights import param_bytes
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.buckets import head_bucket, row_bucket
 from jdllm.planning.budget import Budget, MemoryBudgetError, format_bytes
-from jdllm.planning.chunks import TILE
 from jdllm.planning.plan import (
     LONGEST,
     Bucket,

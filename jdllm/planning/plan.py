@@ -9,6 +9,7 @@ from typing import NamedTuple, get_args
 
 import jax.numpy as jnp
 
+from jdllm.chunks import TILE, ChunkConfig
 from jdllm.decoding.caches import kept
 from jdllm.decoding.sampling import Cache, SamplingParams
 from jdllm.errors import ConfigError
@@ -19,7 +20,6 @@ from jdllm.models.weights import param_bytes
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.buckets import head_bucket, row_bucket, steps_per_dispatch
 from jdllm.planning.budget import Budget, MemoryBudgetError
-from jdllm.planning.chunks import TILE, ChunkConfig
 from jdllm.planning.graph import GraphTemplate
 from jdllm.planning.planner import ActivationPlan
 from jdllm.planning.search import largest, search

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jdllm.chunks import TILE
 from jdllm.models.config import ModelConfig, MoeConfig
 from jdllm.pallas.grouped_matmul.limits import check_mosaic_gpu as check_grouped
 from jdllm.pallas.masked_logits import Level
 from jdllm.pallas.masked_logits.limits import FUSED_UNIT, fused_rows, partial_bytes
-from jdllm.planning.chunks import TILE
 from jdllm.planning.graph import GraphTemplate, Size, ceil_div, dim, maximum, minimum
 
 LAYERS = 2
@@ -65,7 +65,7 @@ def step_template(config: ModelConfig, kind: StepKind) -> GraphTemplate:
 
 
 def _chunk(rows: Size, count: str) -> Size:
-    """Rows of a chunk, as `jdllm.planning.chunks.chunk_rows` cuts them."""
+    """Rows of a chunk, as `jdllm.chunks.chunk_rows` cuts them."""
     at_least = 1 + _cut(*_LAYER_COUNTS)
     return minimum(rows, ceil_div(ceil_div(rows, maximum(dim(count), at_least)), TILE) * TILE)
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from jdllm.chunks import ChunkConfig
 from jdllm.decoding.adaptive import AdaptiveBatch, denoise_adaptive
 from jdllm.decoding.encoded_trace import EncodedTrace, encoding
 from jdllm.decoding.executables import Executable, Executables
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
-from jdllm.planning.chunks import ChunkConfig
 from jdllm.planning.ladder import Entry, Ladder, entry_for
 from jdllm.serving.adaptive_packing import pack_adaptive
 from jdllm.serving.launch import Launch

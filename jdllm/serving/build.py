@@ -1,10 +1,10 @@
 """An engine from its parts."""
 
+from jdllm.chunks import ChunkConfig
 from jdllm.decoding.executables import Executables
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.planning.account import Account
-from jdllm.planning.chunks import ChunkConfig
 from jdllm.planning.ladder import MAX_SEGMENTS, make_ladder
 from jdllm.serving.adaptive_runner import AdaptiveRunner
 from jdllm.serving.cached_runner import CachedRunner

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jdllm.chunks import ChunkConfig
 from jdllm.decoding.batch import Batch
 from jdllm.decoding.encoded_trace import EncodedTrace, encode, encoding
 from jdllm.decoding.executables import Executable, Executables, temp_bytes
@@ -21,7 +22,6 @@ from jdllm.pallas.device import target
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.account import Account
 from jdllm.planning.buckets import head_bucket, row_bucket
-from jdllm.planning.chunks import ChunkConfig
 from jdllm.planning.ladder import Entry, Ladder, entry_for
 from jdllm.planning.plan import Bucket, Budget, Workload, plan_bucket, refusal, rungs
 from jdllm.serving.launch import Launch, Program

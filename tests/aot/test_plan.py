@@ -7,8 +7,8 @@ import pytest
 
 from benchmarks.shapes import SHAPES
 from jdllm.pallas.masked_logits import Level
+from jdllm.planning.checks.compiler import compiler_temp_bytes
 from jdllm.planning.plan import Budget, MemoryPlan, Workload, max_context, plan_memory
-from jdllm.planning.verify import compiler_temp_bytes
 
 pytestmark = pytest.mark.aot
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from benchmarks.shapes import SHAPES
+from jdllm.chunks import ChunkConfig
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.step import denoise
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import abstract_params, param_bytes
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.aot import compile_for
-from jdllm.planning.chunks import ChunkConfig
 from tests.engines import generation_request, pack_all
 
 pytestmark = pytest.mark.aot

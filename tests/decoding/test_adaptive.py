@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jdllm.chunks import ChunkConfig
 from jdllm.decoding.adaptive import denoise_adaptive
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
 from jdllm.llm import LLM
 from jdllm.models.weights import abstract_params, param_bytes
 from jdllm.planning.budget import MemoryBudgetError
-from jdllm.planning.chunks import ChunkConfig
 from jdllm.serving.adaptive_packing import pack_adaptive
 from jdllm.serving.updates import StepUpdate
 from tests.decoding import slow_adaptive

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jax.extend.random import threefry2x32_p
 from scipy import stats
 
-from jdllm.decoding.noise import (
+from jdllm.noise import (
     Purpose,
     gumbel,
     position_bits,

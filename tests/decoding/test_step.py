@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from jdllm.chunks import ChunkConfig
 from jdllm.decoding.batch import Batch, Trace
 from jdllm.decoding.executables import Executables
 from jdllm.decoding.sampling import SamplingParams
@@ -14,7 +15,6 @@ from jdllm.decoding.step import denoise
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params, abstract_params
 from jdllm.pallas.masked_logits import Level
-from jdllm.planning.chunks import ChunkConfig
 from jdllm.serving.request import Request
 from tests.engines import generation_request, pack_all
 from tests.pallas.jaxprs import largest_intermediate

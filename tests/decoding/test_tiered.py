@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from jdllm.chunks import ChunkConfig
 from jdllm.decoding import tiered
 from jdllm.decoding.batch import Batch, Trace
 from jdllm.decoding.executables import Executables
@@ -18,7 +19,6 @@ from jdllm.models.loading import load_params
 from jdllm.models.tiers import HostTiers
 from jdllm.models.weights import Params
 from jdllm.pallas.masked_logits import Level
-from jdllm.planning.chunks import ChunkConfig
 from jdllm.serving.request import Request
 from tests.engines import generation_request, pack_all
 from tests.helpers import Golden

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jdllm.layers import head_logits, rms_norm
 from jdllm.models.block import Rows, attention_branch, ffn_branch, project_keys_values
 from jdllm.models.config import ModelConfig
-from jdllm.models.layers import head_logits, rms_norm
 from jdllm.models.loading import load_params
 from jdllm.models.module import Transformer
 from jdllm.models.moe import route

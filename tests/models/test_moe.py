@@ -8,6 +8,7 @@ from safetensors.numpy import load_file
 
 from benchmarks.random_checkpoint import write_random_checkpoint
 from benchmarks.shapes import SHAPES
+from jdllm.chunks import ChunkConfig
 from jdllm.models.block import Rows, block
 from jdllm.models.config import ModelConfig
 from jdllm.models.loading import load_params
@@ -18,7 +19,6 @@ from jdllm.models.weights import Params, abstract_params, init_params, layer_run
 from jdllm.pallas.attention import attention
 from jdllm.pallas.grouped_matmul import grouped_matmul
 from jdllm.planning.aot import compile_for
-from jdllm.planning.chunks import ChunkConfig
 from tests.helpers import Golden
 from tests.models.layer_by_layer import layers_in_order
 

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jdllm.errors import ConfigError
-from jdllm.models.rotary import RopeConfig, cos_sin, inverse_frequencies, rotate
+from jdllm.layers import rotate
+from jdllm.models.rotary import RopeConfig, cos_sin, inverse_frequencies
 from tests.helpers import Golden
 
 NO_POSITIONS = {"max_position_embeddings": None}

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jdllm.chunks import ChunkConfig
+from jdllm.layers import rms_norm
 from jdllm.models.block import Rows, attention_branch, ffn_branch, project_keys_values
 from jdllm.models.config import ModelConfig
-from jdllm.models.layers import rms_norm
 from jdllm.models.module import Transformer
 from jdllm.models.rotary import cos_sin
 from jdllm.models.transformer import Wanted, embed, final_norm, forward, forward_wanted, logits
 from jdllm.models.weights import Params, TensorSpec, abstract_params, init_params, is_spec, spec_tree
 from jdllm.pallas.attention import attention
 from jdllm.pallas.grouped_matmul import grouped_matmul
-from jdllm.planning.chunks import ChunkConfig
 from jdllm.serving.packing import lay_out
 from tests.benchmarks.shapes import small
 from tests.models import numpy_transformer
@@ -161,7 +161,7 @@ class TestAgainstNumpy:
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch):
     """Chunks of single rows, so that a few rows are cut into many."""
-    monkeypatch.setattr("jdllm.planning.chunks.TILE", 1)
+    monkeypatch.setattr("jdllm.chunks.TILE", 1)
 
 
 ONE_CUT = [{"ffn": 7}, {"query": 3}, {"kv": 5}, {"heads": 2}]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdllm.decoding.noise import Purpose, seed_words, step_keys
+from jdllm.noise import Purpose, seed_words, step_keys
 from jdllm.pallas.masked_logits import Level, RowDecision, RowSampling
 from tests.decoding import numpy_noise
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jdllm.models.layers import rms_norm
+from jdllm.layers import rms_norm
 from jdllm.pallas.add_norm import add_norm, api, check_add_norm
 from jdllm.pallas.add_norm.mosaic_gpu import add_norm_mosaic_gpu
 from jdllm.pallas.device import Target

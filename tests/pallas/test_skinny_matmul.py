@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jdllm.models.layers import linear
-from jdllm.models.rotary import rotate
+from jdllm.layers import linear, rotate
 from jdllm.pallas.device import Target
 from jdllm.pallas.skinny_matmul import Implementation, api, skinny_matmul
 from jdllm.pallas.skinny_matmul.limits import check_mosaic_gpu

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdllm.planning.chunks import ChunkConfig, chunk_rows
+from jdllm.chunks import ChunkConfig, chunk_rows
 
 
 @given(st.integers(1, 500_000), st.integers(1, 600))

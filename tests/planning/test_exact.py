@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jdllm.planning.exact import exact
+from jdllm.planning.checks.exact import exact
 from jdllm.planning.graph import Graph
 from jdllm.planning.planner import first_fit
 from tests.planning.test_graph import WHOLE, llada_like

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jdllm.planning.exact import exact
+from jdllm.planning.checks.exact import exact
 from jdllm.planning.graph import GraphTemplate, ceil_div, dim, maximum, minimum
 from jdllm.planning.planner import ActivationPlan, first_fit
 from jdllm.planning.search import brute_force, largest, search

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jdllm.chunks import ChunkConfig
 from jdllm.decoding.executables import Executables
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
-from jdllm.planning.chunks import ChunkConfig
 from tests.engines import engine_of, finish, generation_request
 
 Histories = list[np.ndarray]

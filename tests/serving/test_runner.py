@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jdllm import LLM
+from jdllm.chunks import ChunkConfig
 from jdllm.decoding.executables import Executables
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import ConfigError
@@ -14,7 +15,6 @@ from jdllm.models.config import ModelConfig
 from jdllm.models.tiers import HostTiers
 from jdllm.models.weights import Params, param_bytes
 from jdllm.planning.budget import Budget, MemoryBudgetError
-from jdllm.planning.chunks import ChunkConfig
 from jdllm.planning.templates import step_template
 from jdllm.serving.engine import Engine
 from jdllm.serving.scheduler import Kind

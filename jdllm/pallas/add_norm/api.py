@@ -1,6 +1,6 @@
 """Addition and norm of a few rows: the entry point, for Hopper only.
 
-Elsewhere an addition and `jdllm.models.layers.rms_norm` do the same.
+Elsewhere an addition and `jdllm.layers.rms_norm` do the same.
 """
 
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ def add_norm(
     - `chained`: whether the kernel is part of a chain (`jdllm.pallas.chain`): then `norms` and `layer` are
       older than it.
 
-    Returns the sum, and the sum normed as `jdllm.models.layers.rms_norm` does, in the dtype of `h`.
+    Returns the sum, and the sum normed as `jdllm.layers.rms_norm` does, in the dtype of `h`.
 
     Raises `NotImplementedError` where the kernel cannot run, naming its limit.
     """

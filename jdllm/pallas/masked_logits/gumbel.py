@@ -1,6 +1,6 @@
 """Gumbel noise from multiplications, additions and bit operations, for a kernel with fast approximations.
 
-The same draws as `jdllm.decoding.noise.gumbel`; the two differ by rounding, at most 2 units in the last
+The same draws as `jdllm.noise.gumbel`; the two differ by rounding, at most 2 units in the last
 place of max(1, |noise|).
 """
 

@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from jdllm.decoding.noise import threefry
+from jdllm.noise import threefry
 from jdllm.pallas.hopper import STRIP, WARPGROUP_ROWS
 from jdllm.pallas.masked_logits.gumbel import gumbel
 from jdllm.pallas.masked_logits.row_table import Field, Mark, Rows

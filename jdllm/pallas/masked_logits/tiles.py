@@ -43,7 +43,7 @@ class Tiles:
     - `processors`: how many blocks run at once.
 
     The ids of a tile are not consecutive. Noise draws two words per counter, for ids that differ in bit 7
-    (`jdllm.decoding.noise.vocabulary_bits`): a tile has `columns / 2` consecutive counters and both ids of
+    (`jdllm.noise.vocabulary_bits`): a tile has `columns / 2` consecutive counters and both ids of
     each, first those of the first word.
 
     Raises `NotImplementedError` for cuts whose parts are no whole blocks of 8 rows of shared memory, or that

@@ -6,8 +6,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jdllm.arrays import Tensor
-from jdllm.decoding.noise import gumbel, vocabulary_bits
-from jdllm.models.layers import head_logits
+from jdllm.layers import head_logits
+from jdllm.noise import gumbel, vocabulary_bits
 from jdllm.pallas.masked_logits.types import Ids, Keys, Level, RowDecision, RowSampling
 
 Logits = Float[Array, "rows vocab"]

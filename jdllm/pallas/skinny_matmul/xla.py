@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jdllm.models.layers import linear
-from jdllm.models.rotary import rotate
+from jdllm.layers import linear, rotate
 from jdllm.pallas.skinny_matmul.types import Bias, Layer, Product, Rotation, Stack, X
 
 

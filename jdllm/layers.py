@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
 
 def rms_norm(x: Float[Array, "*rows d"], weight: Float[Array, " d"], eps: float) -> Float[Array, "*rows d"]:
@@ -44,3 +44,20 @@ def swiglu(
 ) -> Float[Array, "rows d"]:
     """The gated feed-forward layer, down(silu(gate x) * up x)."""
     return linear(jax.nn.silu(linear(x, gate)) * linear(x, up), down)
+
+
+def rotate(
+    x: Float[Array, "rows heads head_dim"],
+    cos: Float32[Array, "rows pairs"],
+    sin: Float32[Array, "rows pairs"],
+) -> Float[Array, "rows heads head_dim"]:
+    """Rotate queries or keys, in f32, cast back to the dtype of `x`.
+
+    Dimension i is paired with i + pairs (the rotate-half convention); dimensions from 2 pairs on pass
+    unchanged.
+    """
+    pairs = cos.shape[-1]
+    a, b = (x[..., part].astype(jnp.float32) for part in (slice(pairs), slice(pairs, 2 * pairs)))
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    rotated = [(a * cos - b * sin).astype(x.dtype), (b * cos + a * sin).astype(x.dtype)]
+    return jnp.concatenate([*rotated, x[..., 2 * pairs :]], axis=-1)

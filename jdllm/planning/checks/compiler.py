@@ -5,19 +5,18 @@ import functools
 
 import numpy as np
 
-from jdllm.decoding.batch import Batch
+from jdllm.decoding.batch import Batch, HeadRows, SegmentParams
 from jdllm.decoding.executables import temp_bytes
+from jdllm.decoding.rules import segment_row
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.step import denoise
+from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import abstract_params
 from jdllm.planning.aot import compile_for, has_compiler
 from jdllm.planning.ladder import bucket_entry
 from jdllm.planning.plan import MemoryPlan, Workload
 from jdllm.planning.templates import LAYERS
-from jdllm.serving.packing import pack
-from jdllm.serving.request import Request
-from jdllm.serving.spec import generation_spec
 
 
 def compiler_temp_bytes(
@@ -48,9 +47,15 @@ def compiler_temp_bytes(
 
 
 def _batch(config: ModelConfig, plan: MemoryPlan) -> Batch:
-    """A batch of one request with the sizes of the plan's bucket."""
-    masked = min(plan.head_rows, plan.rows - 1)
-    prompt = np.zeros(plan.rows - masked, np.int32)
-    request = Request(generation_spec(prompt, SamplingParams(gen_length=masked), config))
+    """A batch of the plan's sizes that asks for nothing."""
     entry = bucket_entry(plan.rows, plan.head_rows)
-    return pack([request], config, entry).batch
+    rows, head = (np.zeros(size, np.int32) for size in (entry.rows, entry.head_rows))
+    segment, table = np.zeros(entry.segments, np.int32), np.zeros((entry.segments, entry.steps), np.int32)
+    asked = {
+        name: np.stack([value] * entry.segments)
+        for name, value in segment_row(SamplingParams(), config).items()
+    }
+    segments = SegmentParams(
+        **asked, step=segment, steps_left=segment, quota=table, fraction=table.astype(np.float32)
+    )
+    return Batch(rows, Rows(rows, rows, rows), HeadRows(head, head, head), segments)

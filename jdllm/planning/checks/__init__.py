@@ -1,0 +1,1 @@
+"""What only checks plans: an exact optimum, and the compiler."""
