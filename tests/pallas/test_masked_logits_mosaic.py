@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jdllm.decoding import noise
+from jdllm import noise
 from jdllm.pallas.hopper import WARPGROUP_ROWS
 from jdllm.pallas.masked_logits import Level, RowSampling
 from jdllm.pallas.masked_logits.gumbel import gumbel
