@@ -53,12 +53,13 @@ CASES = {
 }
 
 
-def case_parser(case: str, description: str | None) -> argparse.ArgumentParser:
-    """A parser of a case's options, with `--out`, the directory of its records."""
+def case_parser(case: str, description: str | None, *, records: bool = True) -> argparse.ArgumentParser:
+    """A parser of a case's options; where it `records`, with `--out`, the directory for that."""
     parser = argparse.ArgumentParser(
         prog=f"python3 -m benchmarks {case}",
         description=description,
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    parser.add_argument("--out", type=Path, help="directory of the records, by default benchmarks/results")
+    if records:
+        parser.add_argument("--out", type=Path, help="directory of the records (benchmarks/results)")
     return parser

@@ -221,7 +221,7 @@ def table_line(figure: Figure) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns how many figures are marked and benchmarks failed, 255 at most."""
-    parser = case_parser("rerun", __doc__)
+    parser = case_parser("rerun", __doc__, records=False)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(MEASURED)}")
     parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}, without peers")
     parser.add_argument("--long", action="store_true", help=f"{', '.join(LONG)} too")

@@ -264,5 +264,5 @@ def write(document_path: Path = DOCUMENT, readme: Path = README) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    case_parser("results", __doc__).parse_args(arguments)
+    case_parser("results", __doc__, records=False).parse_args(arguments)
     write()

@@ -76,7 +76,7 @@ def step(arguments: Sequence[str]) -> None:
     Prints a JSON line for each row of the table, and in words what could not be measured. `step --peers` runs
     it.
     """
-    parser = case_parser("torch_step", step.__doc__)
+    parser = case_parser("torch_step", step.__doc__, records=False)
     parser.add_argument("--shape", choices=SHAPES, default="llada-8b")
     parser.add_argument("--rows", type=int, nargs="+", default=[1024, 4096])
     parser.add_argument("--systems", choices=SYSTEMS, nargs="+", default=SYSTEMS)

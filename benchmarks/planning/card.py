@@ -300,6 +300,6 @@ def longest(context: int) -> list[Row]:
 
 def print_peak(arguments: Sequence[str]) -> None:
     """Print what `step_memory` says of a case: `python3 -m benchmarks plan_peak JSON`."""
-    parser = case_parser("plan_peak", print_peak.__doc__)
+    parser = case_parser("plan_peak", print_peak.__doc__, records=False)
     parser.add_argument("case", type=json.loads, help="the values of a `Case`")
     print(json.dumps(step_memory(Case(*parser.parse_args(arguments).case))))
