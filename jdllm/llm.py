@@ -25,6 +25,7 @@ from jdllm.outputs import RequestOutput, request_output
 from jdllm.pallas.device import target
 from jdllm.planning.account import make_account
 from jdllm.planning.budget import DEFAULT_HOST_MEMORY, device_budget, parse_bytes
+from jdllm.planning.templates import runs_kernels
 from jdllm.progress import shown
 from jdllm.prompts import (
     Asked,
@@ -144,7 +145,9 @@ class LLM:
             self.config,
             params["final_norm"].dtype.name,
             self._budget,
-            hopper=target(device.platform).hopper,
+            hopper=runs_kernels(
+                self.config, params["final_norm"].dtype.name, hopper=target(device.platform).hopper
+            ),
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_logits=max_num_logits,
             max_context=max_context,

@@ -32,11 +32,11 @@ from jdllm.decoding.step import denoise
 from jdllm.models.config import ModelConfig
 from jdllm.models.module import Transformer
 from jdllm.models.weights import Params, param_bytes
-from jdllm.pallas.attention.limits import check_mosaic_gpu
 from jdllm.pallas.device import target
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.ladder import bucket_entry
 from jdllm.planning.step_time import step_flops
+from jdllm.planning.templates import runs_kernels
 from jdllm.serving.packing import demand, pack
 from jdllm.serving.request import Request
 from jdllm.serving.spec import generation_spec
@@ -48,14 +48,7 @@ OURS = "jdllm"
 
 def attention_form(config: ModelConfig) -> str:
     """The attention that a step runs by default here."""
-    if not target().hopper:
-        return "xla"
-    q = jax.ShapeDtypeStruct((1, config.num_heads, config.head_dim), jnp.bfloat16)
-    try:
-        check_mosaic_gpu(q, config.head_dim**-0.5)
-    except NotImplementedError:
-        return "xla"
-    return "mosaic_gpu"
+    return "mosaic_gpu" if runs_kernels(config, "bfloat16", hopper=target().hopper) else "xla"
 
 
 def compile_step(params: Params, config: ModelConfig, rows: int) -> tuple[jax.stages.Compiled, Batch]:

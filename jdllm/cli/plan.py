@@ -181,13 +181,13 @@ def _config_path(model: str) -> Path:
 def _workload(path: Path, target: str, dtype: str, **rest: Any) -> "Workload":
     """What is planned for; `rest` are fields of `Workload` as they are."""
     from jdllm.models.config import ModelConfig
-    from jdllm.pallas.attention.limits import HEAD_DIMS
     from jdllm.planning.aot import is_hopper
     from jdllm.planning.plan import Workload
+    from jdllm.planning.templates import runs_kernels
 
     config = ModelConfig.from_hf(path)
     dtype = _dtype(path, config, dtype)
-    hopper = is_hopper(target) and dtype != "float32" and config.head_dim in HEAD_DIMS
+    hopper = runs_kernels(config, dtype, hopper=is_hopper(target))
     if config.mask_id is None:
         # Some families name it in the tokenizer. Memory does not depend on it, but compiling needs one.
         config = dataclasses.replace(config, mask_id=config.vocab_size - 1)

@@ -17,6 +17,7 @@ from jdllm.models.block import Hidden
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params, layer_runs
 from jdllm.pallas.add_norm import add_norm, check_add_norm
+from jdllm.pallas.dispatch import limit
 from jdllm.pallas.skinny_matmul import skinny_matmul, skinny_parts, streams
 
 _QKV, _GATES = ("q", "k", "v"), ("gate", "up")
@@ -44,9 +45,7 @@ def chains(params: Params, config: ModelConfig, rows: int) -> bool:
         return False
     if config.rope.rotated_dim(config.head_dim) < config.head_dim:
         return False
-    try:
-        check_add_norm(stack["o"].dtype, config.hidden_size)
-    except NotImplementedError:
+    if limit(lambda: check_add_norm(stack["o"].dtype, config.hidden_size)) is not None:
         return False
 
     def streamed(*names: str, head_dim: int | None = None) -> bool:

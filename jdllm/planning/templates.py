@@ -14,6 +14,8 @@ import jax.numpy as jnp
 
 from jdllm.chunks import TILE
 from jdllm.models.config import ModelConfig, MoeConfig
+from jdllm.pallas.attention.limits import check_mosaic_gpu as check_attention
+from jdllm.pallas.dispatch import limit
 from jdllm.pallas.grouped_matmul.limits import check_mosaic_gpu as check_grouped
 from jdllm.pallas.masked_logits import Level
 from jdllm.pallas.masked_logits.limits import FUSED_UNIT, fused_rows, partial_bytes
@@ -42,6 +44,17 @@ class StepKind(NamedTuple):
     itemsize: int
     hopper: bool
     level: Level = Level.TOP
+
+
+def runs_kernels(config: ModelConfig, dtype: str, *, hopper: bool) -> bool:
+    """Whether a model's steps run Hopper's kernels: as the attention itself chooses.
+
+    Arguments:
+    - `dtype`: of weights and activations.
+    - `hopper`: whether the device is one.
+    """
+    q = jax.ShapeDtypeStruct((1, config.num_heads, config.head_dim), dtype)
+    return hopper and limit(lambda: check_attention(q, config.head_dim**-0.5)) is None
 
 
 @functools.lru_cache(maxsize=64)
@@ -181,11 +194,7 @@ def _gates_in_kernel(moe: MoeConfig, hidden_size: int, kind: StepKind) -> bool:
         jax.ShapeDtypeStruct(shape, _dtype(kind))
         for shape in ((1, hidden_size), (moe.experts, hidden_size, moe.expert_size))
     )
-    try:
-        check_grouped(rows, matrices, matrices)
-    except NotImplementedError:
-        return False
-    return kind.hopper
+    return kind.hopper and limit(lambda: check_grouped(rows, matrices, matrices)) is None
 
 
 def _dtype(kind: StepKind) -> jnp.dtype:

@@ -24,6 +24,7 @@ from jdllm.planning.account import Account
 from jdllm.planning.buckets import head_bucket, row_bucket
 from jdllm.planning.ladder import Entry, Ladder, entry_for
 from jdllm.planning.plan import Bucket, Budget, Workload, plan_bucket, refusal, rungs
+from jdllm.planning.templates import runs_kernels
 from jdllm.serving.launch import Launch, Program
 from jdllm.serving.packing import demand, pack, smallest_request
 from jdllm.serving.request import Request
@@ -170,7 +171,7 @@ class FullRunner:
     def workload(self, level: Level) -> Workload:
         """What steps are planned for."""
         dtype = str(self._dtype)
-        hopper = target(self._executables.platform).hopper and dtype != "float32"
+        hopper = runs_kernels(self._config, dtype, hopper=target(self._executables.platform).hopper)
         return Workload(self._config, dtype, hopper, level=level, max_num_logits=self._max_num_logits)
 
     @property

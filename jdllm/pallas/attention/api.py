@@ -13,6 +13,7 @@ from jdllm.pallas.attention.reference import attention_reference
 from jdllm.pallas.attention.types import AttentionOutput, Bounds, Keys, Queries
 from jdllm.pallas.attention.xla import attention_xla
 from jdllm.pallas.device import target
+from jdllm.pallas.dispatch import always, choose
 
 Implementation = Literal["mosaic_gpu", "xla", "reference"]
 
@@ -50,23 +51,19 @@ def attention(
         raise ValueError(
             f"attention: {q.shape[1]} query heads are no multiple of {k.shape[1]} key-value heads"
         )
-    device = target(platform)
-    if implementation not in (None, "mosaic_gpu", "xla", "reference"):
-        raise NotImplementedError(f"attention has no implementation {implementation!r}")
-    if implementation == "reference":
-        return attention_reference(q, k, v, k_start, k_end, scale=scale)
-    if implementation == "mosaic_gpu" or (implementation is None and device.hopper):
-        try:
-            device.check_hopper("attention")
-            check_mosaic_gpu(q, scale)
-        except NotImplementedError:
-            if implementation is not None:
-                raise
-        else:
-            # Pallas for GPUs takes a while to import: only where it runs.
-            from jdllm.pallas.attention.mosaic_gpu import attention_mosaic_gpu
 
-            return attention_mosaic_gpu(q, k, v, k_start, k_end, scale=scale, ranges=ranges)
+    def check() -> None:
+        target(platform).check_hopper("attention")
+        check_mosaic_gpu(q, scale)
+
+    form = choose("attention", {"mosaic_gpu": check, "xla": always, "reference": always}, implementation)
+    if form == "reference":
+        return attention_reference(q, k, v, k_start, k_end, scale=scale)
+    if form == "mosaic_gpu":
+        # Pallas for GPUs takes a while to import: only where it runs.
+        from jdllm.pallas.attention.mosaic_gpu import attention_mosaic_gpu
+
+        return attention_mosaic_gpu(q, k, v, k_start, k_end, scale=scale, ranges=ranges)
     # A CPU gains nothing from large tiles, and packed short segments lose by them.
     small, large = (functools.partial(attention_xla, scale=scale, block=block) for block in (128, 512))
     return lax.platform_dependent(q, k, v, k_start, k_end, cpu=small, default=large)

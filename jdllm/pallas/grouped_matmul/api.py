@@ -3,7 +3,8 @@
 import warnings
 from typing import Literal
 
-from jdllm.pallas.device import Target, target
+from jdllm.pallas.device import target
+from jdllm.pallas.dispatch import always, choose, limit
 from jdllm.pallas.grouped_matmul.limits import check_mosaic_gpu
 from jdllm.pallas.grouped_matmul.padded import grouped_matmul_padded
 from jdllm.pallas.grouped_matmul.reference import grouped_matmul_reference
@@ -42,31 +43,21 @@ def grouped_matmul(
     Raises `NotImplementedError` where the given implementation cannot run, naming its limit.
     """
     device = target(platform)
-    match implementation or _default(device, x, weights, gate):
-        case "mosaic_gpu":
-            _check_mosaic_gpu(device, x, weights, gate)
-            # Pallas for GPUs takes a while to import: only where it runs.
-            from jdllm.pallas.grouped_matmul.mosaic_gpu import grouped_matmul_mosaic_gpu as form
-        case "padded":
-            form = grouped_matmul_padded
-        case "reference":
-            form = grouped_matmul_reference
-        case unknown:
-            raise NotImplementedError(f"grouped products have no implementation {unknown!r}")
-    return form(x, weights, group_sizes, first_group, gate)
 
+    def check() -> None:
+        device.check_hopper("grouped products")
+        check_mosaic_gpu(x, weights, gate)
 
-def _default(device: Target, x: X, weights: Weights, gate: Gate) -> Implementation:
-    if not device.on_cuda:
-        return "padded"
-    try:
-        _check_mosaic_gpu(device, x, weights, gate)
-    except NotImplementedError as e:
-        warnings.warn(f"experts are multiplied by a slow, portable form: {e}", stacklevel=3)
-        return "padded"
-    return "mosaic_gpu"
+    forms = {"mosaic_gpu": check, "padded": always, "reference": always}
+    form = choose("grouped products", forms, implementation)
+    arguments = x, weights, group_sizes, first_group, gate
+    if form == "mosaic_gpu":
+        # Pallas for GPUs takes a while to import: only where it runs.
+        from jdllm.pallas.grouped_matmul.mosaic_gpu import grouped_matmul_mosaic_gpu
 
-
-def _check_mosaic_gpu(device: Target, x: X, weights: Weights, gate: Gate) -> None:
-    device.check_hopper("grouped products")
-    check_mosaic_gpu(x, weights, gate)
+        return grouped_matmul_mosaic_gpu(*arguments)
+    if form == "reference":
+        return grouped_matmul_reference(*arguments)
+    if implementation is None and device.on_cuda:
+        warnings.warn(f"experts are multiplied by a slow, portable form: {limit(check)}", stacklevel=2)
+    return grouped_matmul_padded(*arguments)

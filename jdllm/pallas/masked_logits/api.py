@@ -6,6 +6,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from jdllm.pallas.device import target
+from jdllm.pallas.dispatch import always, choose
 from jdllm.pallas.masked_logits.limits import check_mosaic_gpu, fused_rows
 from jdllm.pallas.masked_logits.types import Level, RowDecision, RowSampling
 from jdllm.pallas.masked_logits.xla import masked_logits_xla
@@ -40,20 +41,16 @@ def masked_logits(
 
     Raises `NotImplementedError` where the given implementation cannot run, naming its limit.
     """
-    if implementation not in (None, "mosaic_gpu", "xla"):
-        raise NotImplementedError(f"masked logits have no implementation {implementation!r}")
-    if implementation != "xla":
-        try:
-            target().check_hopper("masked logits")
-            check_mosaic_gpu(hidden, head, level)
-        except NotImplementedError:
-            if implementation is not None:
-                raise
-        else:
-            # Pallas for GPUs takes a while to import: only where it runs.
-            from jdllm.pallas.masked_logits.mosaic_gpu import masked_logits_mosaic_gpu
 
-            return masked_logits_mosaic_gpu(hidden, head, rows, level, count=count)
+    def check() -> None:
+        target().check_hopper("masked logits")
+        check_mosaic_gpu(hidden, head, level)
+
+    if choose("masked logits", {"mosaic_gpu": check, "xla": always}, implementation) == "mosaic_gpu":
+        # Pallas for GPUs takes a while to import: only where it runs.
+        from jdllm.pallas.masked_logits.mosaic_gpu import masked_logits_mosaic_gpu
+
+        return masked_logits_mosaic_gpu(hidden, head, rows, level, count=count)
     return masked_logits_xla(hidden, head, rows, level)
 
 

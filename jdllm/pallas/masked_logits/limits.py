@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jdllm.pallas.dispatch import limit
 from jdllm.pallas.hopper import STRIP
 from jdllm.pallas.masked_logits.tiles import DEPTH, MAX_COLUMNS, padded_splits
 from jdllm.pallas.masked_logits.types import Level
@@ -28,11 +29,7 @@ def check_mosaic_gpu(hidden: Operand, head: Operand, level: Level) -> None:
 
 def fused_rows(head: Operand, level: Level) -> int | None:
     """Rows that a call on Hopper can take with this output matrix; `None` if it can take none."""
-    try:
-        _check_operands(head.dtype, head, level)
-    except NotImplementedError:
-        return None
-    return MAX_ROWS[level]
+    return MAX_ROWS[level] if limit(lambda: _check_operands(head.dtype, head, level)) is None else None
 
 
 def partial_bytes(vocab: int, level: Level) -> int:

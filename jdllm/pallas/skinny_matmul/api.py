@@ -1,5 +1,6 @@
 """Products of a few rows: the entry point and the choice of a form."""
 
+import functools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -7,6 +8,7 @@ import jax
 from jaxtyping import Array, Float32
 
 from jdllm.pallas.device import target
+from jdllm.pallas.dispatch import always, choose, limit
 from jdllm.pallas.skinny_matmul.limits import check_mosaic_gpu
 from jdllm.pallas.skinny_matmul.types import Bias, Layer, Product, Rotation, Stack, X, head_dim_of
 from jdllm.pallas.skinny_matmul.xla import skinny_matmul_xla
@@ -51,12 +53,9 @@ def skinny_matmul(
     _check_shapes(x, weights, gated)
     _check_added(weights, gated, bias)
     _check_rotation(x, weights, rotation)
-    if implementation not in (None, "mosaic_gpu", "xla"):
-        raise NotImplementedError(f"products of a few rows have no implementation {implementation!r}")
-    head_dim = head_dim_of(rotation)
-    if implementation == "xla" or (implementation is None and not streams(x, weights, head_dim)):
+    check = functools.partial(_check_mosaic_gpu, x, weights, head_dim_of(rotation))
+    if choose("products of a few rows", {"mosaic_gpu": check, "xla": always}, implementation) == "xla":
         return skinny_matmul_xla(x, weights, layer=layer, gated=gated, bias=bias, rotation=rotation)
-    _check_mosaic_gpu(x, weights, head_dim)
     # Pallas for GPUs takes a while to import: only where it runs.
     from jdllm.pallas.skinny_matmul.mosaic_gpu import skinny_matmul_mosaic_gpu
 
@@ -88,11 +87,7 @@ def streams(x: X | jax.ShapeDtypeStruct, weights: Sequence[Stack], head_dim: int
     Arguments:
     - `head_dim`: of products that are rotated.
     """
-    try:
-        _check_mosaic_gpu(x, weights, head_dim)
-    except NotImplementedError:
-        return False
-    return True
+    return limit(lambda: _check_mosaic_gpu(x, weights, head_dim)) is None
 
 
 def _check_mosaic_gpu(

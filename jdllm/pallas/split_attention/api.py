@@ -9,6 +9,7 @@ from jaxtyping import Array, Int
 
 from jdllm.pallas.attention.types import AttentionOutput
 from jdllm.pallas.device import target
+from jdllm.pallas.dispatch import always, choose
 from jdllm.pallas.split_attention.limits import check_mosaic_gpu
 from jdllm.pallas.split_attention.reference import split_attention_reference
 from jdllm.pallas.split_attention.tiles import TILE
@@ -55,23 +56,22 @@ def split_attention(
     """
     _check_shapes(q, k_pool, v_pool, table, scale)
     _check_fresh(k_pool, fresh)
-    if implementation not in (None, "mosaic_gpu", "xla", "reference"):
-        raise NotImplementedError(f"split attention has no implementation {implementation!r}")
-    if implementation == "reference":
-        return split_attention_reference(q, k_pool, v_pool, table, fresh=fresh, layer=layer, scale=scale)
-    if implementation == "mosaic_gpu" or (implementation is None and target().hopper):
-        try:
-            target().check_hopper("split attention")
-            check_mosaic_gpu(q, k_pool)
-            # Pallas for GPUs takes a while to import: only where it runs.
-            from jdllm.pallas.split_attention.mosaic_gpu import split_attention_mosaic_gpu
 
-            return split_attention_mosaic_gpu(
-                q, k_pool, v_pool, table, fresh=fresh, layer=layer, scale=scale, chained=chained
-            )
-        except NotImplementedError:
-            if implementation is not None:
-                raise
+    def check() -> None:
+        target().check_hopper("split attention")
+        check_mosaic_gpu(q, k_pool)
+
+    forms = {"mosaic_gpu": check, "xla": always, "reference": always}
+    form = choose("split attention", forms, implementation)
+    if form == "reference":
+        return split_attention_reference(q, k_pool, v_pool, table, fresh=fresh, layer=layer, scale=scale)
+    if form == "mosaic_gpu":
+        # Pallas for GPUs takes a while to import: only where it runs.
+        from jdllm.pallas.split_attention.mosaic_gpu import split_attention_mosaic_gpu
+
+        return split_attention_mosaic_gpu(
+            q, k_pool, v_pool, table, fresh=fresh, layer=layer, scale=scale, chained=chained
+        )
     # Few keys at a time suit the caches of a CPU; a GPU needs many to be busy.
     small, large = (
         functools.partial(split_attention_xla, layer=layer, scale=scale, keys=keys) for keys in (512, 4096)

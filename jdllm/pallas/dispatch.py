@@ -1,0 +1,91 @@
+"""The one rule by which operators choose among their forms.
+
+An operator lists its forms in order of preference, each with a check of what it can take. The check is asked
+before the form is called. So what a form itself raises, such as a gap in the lowering of a kernel, is never
+taken for a reason to run a slower one.
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+Check = Callable[[], None]
+"""Raises `NotImplementedError`, naming the limit, where a form cannot run."""
+
+_log = logging.getLogger("jdllm")
+_MOST_KEPT = 1024
+
+
+class Choice(NamedTuple):
+    """The form of an operator that runs, and why those before it in the order of preference do not.
+
+    - `operator`, `form`: names.
+    - `passed_over`: names and reasons.
+    """
+
+    operator: str
+    form: str
+    passed_over: tuple[tuple[str, str], ...]
+
+
+_choices: dict[Choice, None] = {}
+
+
+def choose(operator: str, forms: Mapping[str, Check], implementation: str | None) -> str:
+    """Choose a form.
+
+    Arguments:
+    - `operator`: its name, for messages.
+    - `forms`: names and checks, the preferred first.
+    - `implementation`: the form that the caller wants; `None` for the first that can run.
+
+    Returns its name. Raises `NotImplementedError` where the wanted form is unknown or cannot run, naming its
+    limit, and where none can run. A form that was passed over is logged, each reason once.
+    """
+    if implementation is not None:
+        if implementation not in forms:
+            raise NotImplementedError(
+                f"{operator}: no implementation {implementation!r}, expected one of {', '.join(forms)}"
+            )
+        forms[implementation]()
+        return implementation
+    passed_over = []
+    for form, check in forms.items():
+        reason = limit(check)
+        if reason is None:
+            _keep(Choice(operator, form, tuple(passed_over)))
+            return form
+        passed_over.append((form, reason))
+    raise NotImplementedError(f"{operator}: no form can run: " + "; ".join(why for _, why in passed_over))
+
+
+def limit(check: Check) -> str | None:
+    """Why a form cannot run; `None` where it can."""
+    try:
+        check()
+    except NotImplementedError as e:
+        return str(e)
+    return None
+
+
+def always() -> None:
+    """The check of a form that runs everywhere."""
+
+
+def choices() -> list[Choice]:
+    """The different choices of this process so far, the oldest first."""
+    return list(_choices)
+
+
+def _keep(choice: Choice) -> None:
+    if choice in _choices or len(_choices) == _MOST_KEPT:
+        return
+    _choices[choice] = None
+    for form, reason in choice.passed_over:
+        _log_once(f"{choice.operator} runs as {choice.form}, not as {form}: {reason}")
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+    _log.info(message)
