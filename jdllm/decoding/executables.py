@@ -1,78 +1,75 @@
 """Ahead-of-time compiled functions, one for each set of shapes and static arguments."""
 
-import dataclasses
-import functools
-from collections.abc import Callable, Hashable
-from typing import Any
+import collections
+import concurrent.futures
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
-from jdllm.decoding.host_arguments import HostArguments, on_host
+from jdllm.decoding.executable import (
+    Device,
+    Executable,
+    Lowered,
+    Program,
+    compiler_options,
+    finish,
+    from_bytes,
+    lower,
+    temp_bytes,
+    to_bytes,
+)
+from jdllm.decoding.executable_key import program_key
+from jdllm.decoding.executable_store import ExecutableStore
+from jdllm.decoding.host_arguments import on_host
 
-_IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,DYNAMIC_SLICE_FUSION"  # but no CUSTOM_CALL
+__all__ = ["Executable", "Executables", "Prepared", "Program", "compiler_options", "temp_bytes"]
 
+CAPACITY = 128
+"""Executables that are kept in memory: those of two ladders, and what single requests need beside them."""
 
-def compiler_options(platform: str, *, chained: bool = False) -> dict[str, bool | int | str]:
-    """Options of an executable, by platform and by whether it has chains of kernels (`jdllm.pallas.chain`).
-
-    Triton matrix products cannot read a slice of stacked weights in place: with them, each layer of a scan
-    copies its weights first. The dot merger concatenates the weights of products that share an operand, which
-    is a copy of them in every layer too. Kernels of a chain are launched one by one: in a graph, none would
-    start before the one before it has ended.
-    """
-    if platform not in ("gpu", "cuda"):
-        return {}
-    options: dict[str, bool | int | str] = {
-        "xla_gpu_enable_triton_gemm": False,
-        "xla_gpu_dot_merger_threshold_mb": 0,
-    }
-    return options | ({"xla_gpu_enable_command_buffer": _IN_GRAPHS} if chained else {})
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Executable:
-    """A compiled function, called with arguments like those that it was compiled for.
-
-    - `compiled`: takes the words of all merged leaves of the arguments, then the other leaves.
-    - `tree`: of the arguments; `host`: which of its leaves are merged.
-    """
-
-    compiled: jax.stages.Compiled
-    tree: Any
-    host: HostArguments
-
-    def __call__(self, *args: Any) -> Any:
-        leaves, tree = jax.tree.flatten(args)
-        if tree != self.tree:
-            raise TypeError(f"compiled for arguments {self.tree}, called with {tree}")
-        words, others = self.host.merge(leaves)
-        return self.compiled(words, *others)
-
-    def memory_analysis(self) -> Any:
-        """As of `jax.stages.Compiled`."""
-        return self.compiled.memory_analysis()
+_CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
 
-def temp_bytes(executable: jax.stages.Compiled | Executable) -> int:
-    """Device bytes that an executable needs beside its arguments and results."""
-    memory = executable.memory_analysis()
-    return 0 if memory is None else memory.temp_size_in_bytes
+class Prepared(NamedTuple):
+    """How many executables were compiled and loaded, and the seconds that it took."""
+
+    compiled: int
+    loaded: int
+    seconds: float
+
+
+Progress = Callable[[int], None]
+"""Takes how many programs are prepared."""
 
 
 class Executables:
-    """Compiles on first use and keeps what it compiled.
+    """Compiles on first use and keeps what it compiled; several threads may share it.
 
     Arguments:
     - `platform`: the platform of the arrays that will be passed, for the compiler options.
+    - `store`: where executables are kept for other processes; nowhere by default.
+    - `capacity`: how many are kept in memory; those go first that were used least recently.
+
+    `compiled` and `loaded` count how many were compiled, and taken from the store.
     """
 
-    def __init__(self, platform: str):
+    def __init__(self, platform: str, store: ExecutableStore | None = None, capacity: int = CAPACITY):
         self.platform = platform
-        self._compiled: dict[Hashable, Executable] = {}
-        self._temp_bytes: dict[int, int] = {}
+        self.store = store
+        self.capacity = capacity
+        self.compiled = self.loaded = 0
+        self._kept: collections.OrderedDict[Hashable, Executable] = collections.OrderedDict()
+        self._awaited: dict[Hashable, concurrent.futures.Future[Executable]] = {}
+        self._lock = threading.Lock()
+        self._lowering = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._compiled)
+        return len(self._kept)
 
     def call(
         self, function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = (), **static: Any
@@ -91,40 +88,151 @@ class Executables:
         chained: bool = False,
         **static: Hashable,
     ) -> Executable:
-        """The executable itself; `args` may be abstract (`jax.ShapeDtypeStruct`).
-
-        Arguments:
-        - `donate`: places of the arguments whose memory results may take.
-        - `chained`: whether the function has chains of kernels (`jdllm.pallas.chain`).
-        """
-        kinds = tuple((leaf.shape, leaf.dtype, on_host(leaf)) for leaf in jax.tree.leaves(args))
-        key = (function, donate, chained, kinds, tuple(sorted(static.items())))
-        if key not in self._compiled:
-            options = compiler_options(self.platform, chained=chained)
-            self._compiled[key] = _build(functools.partial(function, **static), args, donate, options)
-        return self._compiled[key]
+        """The executable itself; arguments as of `Program`."""
+        return self._get(Program(function, args, static, donate, chained), self._lower)
 
     def temp_bytes(self, executable: Executable) -> int:
-        """`temp_bytes` of one of these executables, which takes milliseconds, found out once."""
-        if id(executable) not in self._temp_bytes:
-            self._temp_bytes[id(executable)] = temp_bytes(executable)
-        return self._temp_bytes[id(executable)]
+        """`temp_bytes` of one of these executables, found out once."""
+        return executable.temp_bytes
+
+    def prepare(
+        self,
+        programs: Sequence[Program],
+        progress: Progress = lambda _: None,
+        rest: Callable[[], Any] = lambda: None,
+        threads: int | None = None,
+    ) -> Prepared:
+        """Compile or load all programs that are not yet kept.
+
+        Tracing and lowering hold the interpreter's lock and run one after another; the backend compiles and
+        loads in threads meanwhile.
+
+        Arguments:
+        - `progress`: called in this thread whenever a program is ready.
+        - `rest`: called at the end; what it compiles is counted too.
+        - `threads`: of the backend; by default one for each processor, at most 16.
+
+        Raises what the first program raises that cannot be compiled; those that have begun are finished.
+        """
+        start, compiled, loaded = time.perf_counter(), self.compiled, self.loaded
+        pool = concurrent.futures.ThreadPoolExecutor(threads or min(16, os.cpu_count() or 1))
+        with _ended(pool):
+            futures = [pool.submit(self._get, program, self._lower) for program in programs]
+            for done, future in enumerate(concurrent.futures.as_completed(futures), 1):
+                future.result()
+                progress(done)
+        rest()
+        return Prepared(self.compiled - compiled, self.loaded - loaded, time.perf_counter() - start)
+
+    def _get(self, program: Program, lowering: Callable[[Program], Lowered]) -> Executable:
+        """The executable that is kept, or that another thread is making, or else a new one."""
+        key = _key(program)
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+            awaited = self._awaited.get(key)
+            if awaited is None:
+                own = self._awaited[key] = concurrent.futures.Future()
+        if awaited is not None:
+            return awaited.result()
+        try:
+            executable = self._make(program, lowering)
+        except BaseException as e:
+            with self._lock:
+                del self._awaited[key]
+            own.set_exception(e)
+            raise
+        with self._lock:
+            del self._awaited[key]
+            self._kept[key] = executable
+            while len(self._kept) > self.capacity:
+                self._kept.popitem(last=False)
+        own.set_result(executable)
+        return executable
+
+    def _make(self, program: Program, lowering: Callable[[Program], Lowered]) -> Executable:
+        """The executable from the store; where it has none, compiled, and kept there."""
+        devices = _devices(program, self.platform)
+        kept_as = None
+        if self.store is not None:
+            kept_as = program_key(program, self._options(program), devices)
+            if kept_as is not None and (found := self._load(kept_as, program, devices)) is not None:
+                return found
+        lowered = lowering(program)
+        with _cache_hits() as hits:
+            executable = finish(program, lowered)
+        with self._lock:
+            self.compiled += 1
+        # What JAX's own cache has loaded cannot be serialised again: it would fail when it runs.
+        if self.store is not None and kept_as is not None and not hits:
+            content = to_bytes(executable)
+            if content is not None:
+                self.store.save(kept_as, content)
+        return executable
+
+    def _load(self, key: str, program: Program, devices: tuple[Device, ...]) -> Executable | None:
+        """What the store has under a key; an entry that cannot be loaded is forgotten."""
+        assert self.store is not None
+        content = self.store.load(key)
+        if content is None:
+            return None
+        try:
+            executable = from_bytes(content, program, devices)
+        except Exception:  # whatever unpickling raises, or XLA: the entry is made again
+            self.store.drop(key)
+            return None
+        with self._lock:
+            self.loaded += 1
+        return executable
+
+    def _lower(self, program: Program) -> Lowered:
+        with self._lowering:
+            return lower(program, self._options(program))
+
+    def _options(self, program: Program) -> Any:
+        return compiler_options(self.platform, chained=program.chained)
 
 
-def _build(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    donate: tuple[int, ...],
-    options: dict[str, bool | int | str],
-) -> Executable:
-    leaves, tree = jax.tree.flatten(args)
-    host = HostArguments.of(leaves)
-    owners = [i for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
-    passed = [owner for owner, part in zip(owners, host.parts, strict=True) if part is None]
-    jitted = jax.jit(
-        lambda words, *others: function(*jax.tree.unflatten(tree, host.split(words, others))),
-        donate_argnums=tuple(1 + i for i, owner in enumerate(passed) if owner in donate),
-        compiler_options=options,
-    )
-    words, others = host.merge(leaves)
-    return Executable(jitted.lower(words, *others).compile(), tree, host)
+def _key(program: Program) -> Hashable:
+    """What tells executables of this process apart; values of arrays are no part of it."""
+    function, args, static, donate, chained = program
+    kinds = tuple((leaf.shape, leaf.dtype, on_host(leaf)) for leaf in jax.tree.leaves(args))
+    return function, donate, chained, kinds, tuple(sorted(static.items()))
+
+
+def _devices(program: Program, platform: str) -> tuple[Device, ...]:
+    """Where the program's arrays are: all devices of the first one that is on any."""
+    for leaf in jax.tree.leaves(program.args):
+        sharding = getattr(leaf, "sharding", None)
+        if sharding is not None:
+            return tuple(sorted(sharding.device_set, key=lambda device: device.id))
+    default = jax.config.jax_default_device
+    return (default if isinstance(default, jax.Device) else jax.local_devices(backend=platform)[0],)
+
+
+@contextlib.contextmanager
+def _cache_hits() -> Iterator[list[str]]:
+    """Yields the hits of JAX's compilation cache in this thread, as they happen."""
+    hits, thread = [], threading.get_ident()
+
+    def note(event: str, **_: Any) -> None:
+        if event == _CACHE_HIT and threading.get_ident() == thread:
+            hits.append(event)
+
+    jax.monitoring.register_event_listener(note)
+    try:
+        yield hits
+    finally:
+        jax.monitoring.unregister_event_listener(note)
+
+
+@contextlib.contextmanager
+def _ended(pool: concurrent.futures.ThreadPoolExecutor) -> Iterator[None]:
+    """Wait for what a pool has begun; what it has not begun is given up after an error."""
+    try:
+        yield
+    except BaseException:
+        pool.shutdown(cancel_futures=True)
+        raise
+    pool.shutdown()

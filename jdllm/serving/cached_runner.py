@@ -9,7 +9,7 @@ import numpy as np
 from jdllm.decoding.cached import refresh, reuse
 from jdllm.decoding.caches import policy_of
 from jdllm.decoding.encoded_trace import EncodedTrace, encoding
-from jdllm.decoding.executables import Executable, Executables
+from jdllm.decoding.executables import Executable, Executables, Program
 from jdllm.decoding.rules import head_level
 from jdllm.models.chain import chains
 from jdllm.models.config import ModelConfig
@@ -22,7 +22,7 @@ from jdllm.planning.ladder import TILE_ROWS, Entry, Ladder, entry_for
 from jdllm.serving.cached_packing import pack_refresh, pack_reuse, reuse_demand
 from jdllm.serving.fitting import check_fits
 from jdllm.serving.kv_pool import KvPool
-from jdllm.serving.launch import Launch, Program
+from jdllm.serving.launch import Launch
 from jdllm.serving.packing import demand, smallest_request
 from jdllm.serving.request import Request
 from jdllm.serving.spec import mask_id_of

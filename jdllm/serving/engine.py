@@ -13,12 +13,13 @@ import numpy as np
 
 from jdllm.decoding.caches import Phase
 from jdllm.decoding.encoded_trace import Steps
+from jdllm.decoding.executables import Program
 from jdllm.errors import NonFiniteError, RequestError
 from jdllm.models.pool import PAGE_ROWS
 from jdllm.planning.buckets import row_bucket
 from jdllm.serving.cached_packing import reuse_demand
 from jdllm.serving.cached_runner import CachedRunner
-from jdllm.serving.launch import Compiled, Program
+from jdllm.serving.launch import Compiled
 from jdllm.serving.packing import demand
 from jdllm.serving.request import Request
 from jdllm.serving.runner import Pending, Runner

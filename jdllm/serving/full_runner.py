@@ -11,7 +11,7 @@ import numpy as np
 from jdllm.chunks import ChunkConfig
 from jdllm.decoding.batch import Batch
 from jdllm.decoding.encoded_trace import EncodedTrace, encode, encoding
-from jdllm.decoding.executables import Executable, Executables, temp_bytes
+from jdllm.decoding.executables import Executable, Executables, Program, temp_bytes
 from jdllm.decoding.rules import head_level
 from jdllm.decoding.step import denoise
 from jdllm.decoding.tiered import denoise_tiered
@@ -25,7 +25,7 @@ from jdllm.planning.buckets import head_bucket, row_bucket
 from jdllm.planning.ladder import Entry, Ladder, entry_for
 from jdllm.planning.plan import Bucket, Budget, Workload, plan_bucket, refusal, rungs
 from jdllm.planning.templates import runs_kernels
-from jdllm.serving.launch import Launch, Program
+from jdllm.serving.launch import Launch
 from jdllm.serving.packing import demand, pack, smallest_request
 from jdllm.serving.request import Request
 from jdllm.serving.spec import RequestSpec, mask_id_of

@@ -1,11 +1,12 @@
 """What a runner of one kind of part hands over: a packed part, ready to run."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from jdllm.decoding.encoded_trace import EncodedTrace
+from jdllm.decoding.executable import Program
 from jdllm.serving.cached_packing import Stored
 from jdllm.serving.request import Request
 
@@ -21,16 +22,6 @@ class Launch(NamedTuple):
     run: Callable[[], EncodedTrace]
     candidates: list[np.ndarray]
     stored: Sequence[Stored | None]
-
-
-class Program(NamedTuple):
-    """A function to compile, as `jdllm.decoding.executables.Executables.compile` takes it."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    static: Mapping[str, Any]
-    donate: tuple[int, ...] = ()
-    chained: bool = False
 
 
 class Compiled(Protocol):

@@ -1,11 +1,15 @@
 """One executable for each set of shapes and static arguments."""
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdllm.decoding.executables import Executables, compiler_options, temp_bytes
+from jdllm.decoding.executables import Executable, Executables, Program, compiler_options, temp_bytes
 
 
 def scaled(x, *, factor: int):
@@ -92,11 +96,81 @@ def test_functions_are_told_apart():
 
 def test_temporaries_are_looked_up_once(monkeypatch: pytest.MonkeyPatch):
     asked = []
-    monkeypatch.setattr("jdllm.decoding.executables.temp_bytes", lambda e: asked.append(e) or len(asked))
+    monkeypatch.setattr("jdllm.decoding.executable.temp_bytes", lambda e: asked.append(e) or len(asked))
     executables = Executables("cpu")
     one, two = (executables.compile(scaled, np.zeros(n), factor=2) for n in (3, 4))
     assert [executables.temp_bytes(e) for e in (one, two, one, two)] == [1, 2, 1, 2]
-    assert asked == [one, two]
+    assert asked == [one.compiled, two.compiled]
+
+
+def test_those_used_least_recently_are_let_go():
+    executables = Executables("cpu", capacity=2)
+    for n in (3, 4, 3, 5, 3):
+        executables.compile(scaled, np.zeros(n), factor=2)
+    assert (len(executables), executables.compiled) == (2, 3)
+    executables.compile(scaled, np.zeros(4), factor=2)
+    assert (len(executables), executables.compiled) == (2, 4)
+
+
+def test_threads_that_ask_for_one_executable_compile_it_once():
+    traces, asked, released = [], threading.Barrier(5), threading.Event()
+
+    def slow(x):
+        traces.append(x)
+        assert released.wait(timeout=30)
+        return 2 * x
+
+    executables = Executables("cpu")
+
+    def compile_slow() -> Executable:
+        asked.wait(timeout=30)
+        return executables.compile(slow, np.zeros(3, np.float32))
+
+    with ThreadPoolExecutor(4) as pool:
+        futures = [pool.submit(compile_slow) for _ in range(4)]
+        asked.wait(timeout=30)
+        time.sleep(0.05)
+        released.set()
+    assert len({future.result() for future in futures}) == len(traces) == executables.compiled == 1
+
+
+def test_what_cannot_be_compiled_fails_for_every_asker_and_may_be_asked_again():
+    fails = [True]
+
+    def refused(x):
+        if fails:
+            raise ValueError(f"{fails.pop()}")
+        return x
+
+    executables = Executables("cpu")
+    with pytest.raises(ValueError, match="True"):
+        executables.compile(refused, np.zeros(3))
+    assert executables.call(refused, np.float32(3)) == 3
+    assert (len(executables), executables.compiled) == (1, 1)
+
+
+def test_programs_are_prepared_once_each():
+    executables = Executables("cpu")
+    executables.compile(scaled, np.zeros(2, np.float32), factor=2)
+    shapes = [np.zeros(n, np.float32) for n in (2, 3, 4, 3)]
+    programs = [Program(scaled, (x,), {"factor": 2}) for x in shapes]
+    steps = []
+    prepared = executables.prepare(
+        programs, steps.append, lambda: executables.compile(scaled, np.zeros(5), factor=2), threads=2
+    )
+    assert (prepared.compiled, prepared.loaded, len(executables)) == (3, 0, 4)
+    assert prepared.seconds > 0
+    assert steps == [1, 2, 3, 4]
+    np.testing.assert_array_equal(executables.call(scaled, np.ones(4, np.float32), factor=2), [2, 2, 2, 2])
+    assert executables.compiled == 4
+
+
+def test_a_program_that_cannot_be_prepared_is_told():
+    executables = Executables("cpu")
+    programs = [Program(scaled, (np.zeros(n),), {"factor": 2}) for n in (3, 4)]
+    broken = Program(lambda x: jnp.reshape(x, (7,)), (np.zeros(3),), {})
+    with pytest.raises(TypeError, match="reshape"):
+        executables.prepare([*programs[:1], broken, *programs[1:]], threads=1)
 
 
 def test_only_gpus_get_compiler_options():

@@ -1,0 +1,190 @@
+"""One ahead-of-time compiled function: how it is lowered, compiled, called, and written as bytes."""
+
+import dataclasses
+import functools
+import io
+import pickle
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import serialize_executable
+
+from jdllm.decoding.host_arguments import HostArguments
+
+_IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,DYNAMIC_SLICE_FUSION"  # but no CUSTOM_CALL
+
+Options = dict[str, bool | int | str]
+
+Device = Any
+"""A `jax.Device`, which has no static type."""
+
+
+def compiler_options(platform: str, *, chained: bool = False) -> Options:
+    """Options of an executable, by platform and by whether it has chains of kernels (`jdllm.pallas.chain`).
+
+    Triton matrix products cannot read a slice of stacked weights in place: with them, each layer of a scan
+    copies its weights first. The dot merger concatenates the weights of products that share an operand, which
+    is a copy of them in every layer too. Kernels of a chain are launched one by one: in a graph, none would
+    start before the one before it has ended.
+    """
+    if platform not in ("gpu", "cuda"):
+        return {}
+    options: Options = {
+        "xla_gpu_enable_triton_gemm": False,
+        "xla_gpu_dot_merger_threshold_mb": 0,
+    }
+    return options | ({"xla_gpu_enable_command_buffer": _IN_GRAPHS} if chained else {})
+
+
+class Program(NamedTuple):
+    """What an executable is compiled from.
+
+    - `function`: called as `function(*args, **static)`.
+    - `args`: trees of NumPy arrays, of JAX arrays, or of `jax.ShapeDtypeStruct` for arrays on the device.
+    - `static`: keyword arguments that are no arrays.
+    - `donate`: places of the arguments whose memory results may take.
+    - `chained`: whether the function has chains of kernels (`jdllm.pallas.chain`).
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    static: Mapping[str, Hashable]
+    donate: tuple[int, ...] = ()
+    chained: bool = False
+
+
+class Flat(NamedTuple):
+    """A program as a function of arrays.
+
+    - `run`: takes the words of all merged leaves of the arguments, then the other leaves; returns the leaves
+      of the results.
+    - `donated`: places of the donated ones among what `run` takes.
+    - `args`: what it takes.
+    - `tree`, `host`: of the program's arguments, and which leaves are merged.
+    """
+
+    run: Callable[..., list[Any]]
+    donated: tuple[int, ...]
+    args: tuple[Any, ...]
+    tree: Any
+    host: HostArguments
+
+    @classmethod
+    def of(cls, program: Program, results: list[Any]) -> "Flat":
+        """Tracing `run` appends the tree of the results to `results`."""
+        leaves, tree = jax.tree.flatten(program.args)
+        host = HostArguments.of(leaves)
+        owners = [i for i, arg in enumerate(program.args) for _ in jax.tree.leaves(arg)]
+        passed = [owner for owner, part in zip(owners, host.parts, strict=True) if part is None]
+        donated = tuple(1 + i for i, owner in enumerate(passed) if owner in program.donate)
+        function = functools.partial(program.function, **program.static)
+
+        def run(words: Any, *others: Any) -> list[Any]:
+            out, out_tree = jax.tree.flatten(function(*jax.tree.unflatten(tree, host.split(words, others))))
+            results.append(out_tree)
+            return out
+
+        words, others = host.merge(leaves)
+        return cls(run, donated, (words, *others), tree, host)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Executable:
+    """A compiled function, called with arguments like those that it was compiled for.
+
+    - `compiled`: of `Flat.run`.
+    - `tree`, `host`: as of `Flat`; `out_tree`: of the results.
+    - `kept_temp_bytes`: `temp_bytes`, for an executable that was loaded: XLA need not know it then.
+    """
+
+    compiled: jax.stages.Compiled
+    tree: Any
+    host: HostArguments
+    out_tree: Any
+    kept_temp_bytes: int | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        leaves, tree = jax.tree.flatten(args)
+        if tree != self.tree:
+            raise TypeError(f"compiled for arguments {self.tree}, called with {tree}")
+        words, others = self.host.merge(leaves)
+        return jax.tree.unflatten(self.out_tree, self.compiled(words, *others))
+
+    @functools.cached_property
+    def temp_bytes(self) -> int:
+        """Device bytes that it needs beside its arguments and results; found out once, in milliseconds."""
+        return temp_bytes(self.compiled) if self.kept_temp_bytes is None else self.kept_temp_bytes
+
+    def memory_analysis(self) -> Any:
+        """As of `jax.stages.Compiled`."""
+        return self.compiled.memory_analysis()
+
+
+def temp_bytes(executable: jax.stages.Compiled | Executable) -> int:
+    """Device bytes that an executable needs beside its arguments and results."""
+    memory = executable.memory_analysis()
+    return 0 if memory is None else memory.temp_size_in_bytes
+
+
+class Lowered(NamedTuple):
+    """A program that only the backend has to compile; `out_tree` is of its results."""
+
+    stage: jax.stages.Lowered
+    out_tree: Any
+
+
+def lower(program: Program, options: Options) -> Lowered:
+    """Trace and lower a program, with options as of `compiler_options`."""
+    results: list[Any] = []
+    flat = Flat.of(program, results)
+    jitted = jax.jit(flat.run, donate_argnums=flat.donated, compiler_options=options)
+    stage = jitted.lower(*flat.args)
+    return Lowered(stage, results[-1])
+
+
+def finish(program: Program, lowered: Lowered) -> Executable:
+    """Have the backend compile what `lower` returned."""
+    leaves, tree = jax.tree.flatten(program.args)
+    return Executable(lowered.stage.compile(), tree, HostArguments.of(leaves), lowered.out_tree)
+
+
+class _Pickler(serialize_executable._JaxPjrtPickler):
+    """As JAX's own, but that the executable is serialised as JAX's compilation cache does it: the other way
+    refuses sorts on a CPU."""
+
+    def __init__(self, file: Any, runtime: Any):
+        super().__init__(file)
+        self._runtime = runtime
+
+    def persistent_id(self, obj: Any) -> Any:
+        return ("exec", obj.serialize()) if obj is self._runtime else super().persistent_id(obj)
+
+
+def to_bytes(executable: Executable) -> bytes | None:
+    """An executable as `from_bytes` takes it; `None` where its constants or its backend do not allow that."""
+    compiled: Any = executable.compiled
+    if compiled._params.const_args:
+        return None
+    described = compiled._executable._unloaded_executable, jax.tree.leaves(compiled.args_info), True
+    file = io.BytesIO()
+    try:
+        _Pickler(file, compiled.runtime_executable()).dump(described)
+    except jax.errors.JaxRuntimeError:
+        return None
+    trees = jax.tree.structure(compiled.args_info), compiled.out_tree, executable.out_tree
+    return pickle.dumps((file.getvalue(), *trees, executable.temp_bytes))
+
+
+def from_bytes(content: bytes, program: Program, devices: Sequence[Device]) -> Executable:
+    """The executable of `program` that was compiled for these devices, or for others like them.
+
+    Runs code that `content` names: it has to be this user's own. Raises what unpickling raises, or XLA, where
+    it is not as `to_bytes` made it.
+    """
+    serialised, in_tree, flat_tree, out_tree, temp = pickle.loads(content)
+    compiled = serialize_executable.deserialize_and_load(
+        serialised, in_tree, flat_tree, devices[0].client, devices
+    )
+    leaves, tree = jax.tree.flatten(program.args)
+    return Executable(compiled, tree, HostArguments.of(leaves), out_tree, temp)
