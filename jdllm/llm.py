@@ -11,7 +11,8 @@ import numpy as np
 
 from jdllm.arguments import check_types, positive, shortened
 from jdllm.chunks import ChunkConfig
-from jdllm.decoding.executables import Executables
+from jdllm.decoding.executable_store import ExecutableStore
+from jdllm.decoding.executables import Executables, Prepared
 from jdllm.decoding.generation_defaults import default_sampling
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.score import perturb
@@ -26,7 +27,7 @@ from jdllm.pallas.device import target
 from jdllm.planning.account import make_account
 from jdllm.planning.budget import DEFAULT_HOST_MEMORY, device_budget, parse_bytes
 from jdllm.planning.templates import runs_kernels
-from jdllm.progress import shown
+from jdllm.progress import counted, shown
 from jdllm.prompts import (
     Asked,
     Conversation,
@@ -85,7 +86,9 @@ class LLM:
       vocabularies of different sizes to agree up to the end of the smaller one.
     - `warmup`: compile all that requests of up to `max_num_batched_tokens` rows may need, now and not when
       they ask for it.
-    - `progress`: show a progress bar while loading, where standard error is a terminal.
+    - `cache_dir`: where executables are kept for the next process, which need not compile them; a directory
+      that is the user's alone (mode 0700), made where there is none. Nothing is kept by default.
+    - `progress`: show a progress bar while loading and warming up, where standard error is a terminal.
 
     Raises `ConfigError` or `CheckpointError` for a model that cannot be run or read, and for a verifier that
     is not causal or has another tokenizer, and `MemoryBudgetError` where `memory` has no room for it beside
@@ -111,6 +114,7 @@ class LLM:
         verifier: str | Path | Transformer | None = None,
         verifier_shares_ids: bool = False,
         warmup: bool = False,
+        cache_dir: str | Path | None = None,
         progress: bool = True,
     ):
         max_num_batched_tokens = positive("max_num_batched_tokens", max_num_batched_tokens, ConfigError)
@@ -124,6 +128,7 @@ class LLM:
             verifier=(verifier, str | Path | Transformer | None),
             verifier_shares_ids=(verifier_shares_ids, bool),
             warmup=(warmup, bool),
+            cache_dir=(cache_dir, str | Path | None),
             progress=(progress, bool),
         )
         self.tokenizer: Tokenizer | None = None
@@ -136,7 +141,8 @@ class LLM:
         self.config = model.config
         params = model.params()
         device = next(iter(jax.tree.leaves(params)[0].devices()))
-        executables = Executables(device.platform)
+        store = None if cache_dir is None else ExecutableStore(Path(cache_dir))
+        self._executables = executables = Executables(device.platform, store)
         beside = None if verifier is None else self._verifier(verifier, params, verifier_shares_ids, progress)
         verifier_bytes = 0 if beside is None else tree_bytes(beside.params)
         held = tree_bytes(params) + verifier_bytes
@@ -170,7 +176,7 @@ class LLM:
         )
         self._parts: _Parts | None = _Parts(engine, scorer)
         if warmup:
-            self.warmup()
+            self.warmup(progress)
         self._device = device
         self._weights = [(leaf.dtype.name, leaf.size, leaf.nbytes) for leaf in jax.tree.leaves(params)]
 
@@ -336,9 +342,15 @@ class LLM:
         asked = _given_once(sampling_params, sampling, default)
         return self._answer(infill_spec, given, asked, on_step, progress)
 
-    def warmup(self) -> None:
-        """Compile what `LLM(warmup=True)` compiles."""
-        self.engine.warm()
+    def warmup(self, progress: bool = True) -> Prepared:
+        """Compile or load what `LLM(warmup=True)` does; says how many executables that were.
+
+        Arguments:
+        - `progress`: show a progress bar, where standard error is a terminal.
+        """
+        programs = self.engine.programs()
+        with counted("compiling", len(programs), progress) as take:
+            return self._executables.prepare(programs, take, self.engine.warm)
 
     def default_sampling(self) -> SamplingParams:
         """What applies where a call gives no sampling parameters: what the checkpoint's
