@@ -49,6 +49,7 @@ CASES = {
     "torch_step": Case("benchmarks.peers.torch_cases:step", "a full step in torch, for `step --peers`"),
     "torch_kernels": Case("benchmarks.peers.torch_cases:kernels", "single operators in torch"),
     "results": Case("benchmarks.tables:main", "write docs/results.md and the README's figures"),
+    "compile": Case("benchmarks.compile:main", "first calls: what is compiled, what is loaded"),
     "rerun": Case("benchmarks.rerun:main", "what the README quotes, measured again"),
 }
 

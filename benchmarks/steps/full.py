@@ -51,10 +51,10 @@ def attention_form(config: ModelConfig) -> str:
     return "mosaic_gpu" if runs_kernels(config, "bfloat16", hopper=target().hopper) else "xla"
 
 
-def compile_step(params: Params, config: ModelConfig, rows: int) -> tuple[jax.stages.Compiled, Batch]:
-    """The executable of `denoise` for a request of `rows` tokens whose second half is masked, in one block.
+def arguments(config: ModelConfig, rows: int) -> tuple[Batch, dict[str, Any]]:
+    """The batch, on the device, and the static arguments of `denoise` for a request of `rows` tokens.
 
-    Returns the executable, which takes (params, batch, steps), and the batch on the device.
+    Its second half is masked, in one block.
     """
     sampling = SamplingParams(gen_length=rows // 2)
     ids = min(100_000, config.vocab_size // 2)
@@ -67,7 +67,12 @@ def compile_step(params: Params, config: ModelConfig, rows: int) -> tuple[jax.st
         "chunks": ChunkConfig(logits=math.ceil(batch.head.row.shape[0] / MAX_NUM_LOGITS)),
         "level": Level.TOP,
     }
-    batch = jax.device_put(batch)
+    return jax.device_put(batch), static
+
+
+def compile_step(params: Params, config: ModelConfig, rows: int) -> tuple[jax.stages.Compiled, Batch]:
+    """The executable for `arguments`, which takes (params, batch, steps), and the batch."""
+    batch, static = arguments(config, rows)
     return compiled(denoise, params, batch, np.int32(1), **static), batch
 
 
