@@ -21,10 +21,10 @@ from benchmarks.cases import case_parser
 from benchmarks.random_checkpoint import llada_hf_config, write_random_checkpoint
 from benchmarks.record import record
 from benchmarks.shapes import SHAPES
+from jdllm.checkpoints.conversion import to_hf, to_native
+from jdllm.checkpoints.loading import load_params, read_index, resolve_dtype
+from jdllm.checkpoints.native import verify
 from jdllm.models.config import ModelConfig
-from jdllm.models.conversion import to_hf, to_native
-from jdllm.models.loading import load_params, read_index, resolve_dtype
-from jdllm.models.native import verify
 from jdllm.models.weights import is_spec, param_bytes, spec_tree
 
 

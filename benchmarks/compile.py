@@ -38,8 +38,8 @@ from jdllm.decoding.executable import (
     to_bytes,
 )
 from jdllm.decoding.sampling import SamplingParams
+from jdllm.execution.module import Transformer
 from jdllm.llm import LLM
-from jdllm.models.module import Transformer
 from jdllm.models.weights import Params
 
 

@@ -23,8 +23,8 @@ from benchmarks.shapes import SHAPES
 from jdllm.decoding.executables import Executable, Executables
 from jdllm.decoding.sampling import Cache, SamplingParams
 from jdllm.demo import checkpoint_path
+from jdllm.execution.module import Transformer
 from jdllm.llm import LLM
-from jdllm.models.module import Transformer
 
 MIB = 2**20
 _SMALL_BYTES = 1 << 16

@@ -18,10 +18,10 @@ from benchmarks.generations import BLOCK_LENGTH, random_prompts
 from benchmarks.random_checkpoint import llada_hf_config, write_random_checkpoint
 from benchmarks.record import record
 from benchmarks.shapes import SHAPES
+from jdllm.checkpoints.loading import load_params, resolve_dtype
 from jdllm.decoding.sampling import Cache, SamplingParams
 from jdllm.llm import LLM
 from jdllm.models.config import ModelConfig
-from jdllm.models.loading import load_params, resolve_dtype
 
 CACHE: Cache = "dual"
 

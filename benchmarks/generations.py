@@ -20,9 +20,9 @@ from benchmarks.record import print_row, record
 from benchmarks.shapes import SHAPES
 from jdllm.decoding.caches import Phase, kept, phase
 from jdllm.decoding.sampling import Cache, SamplingParams
+from jdllm.execution.module import Transformer
 from jdllm.llm import LLM
 from jdllm.models.config import ModelConfig
-from jdllm.models.module import Transformer
 from jdllm.planning.step_time import RATES, step_flops
 
 GEN_LENGTH, BLOCK_LENGTH = 256, 32

@@ -14,8 +14,8 @@ from typing import Any, BinaryIO
 import jax
 import numpy as np
 
+from jdllm.checkpoints.loading import DTYPES
 from jdllm.models.config import ModelConfig
-from jdllm.models.loading import DTYPES
 from jdllm.models.weights import TensorSpec, is_spec, spec_tree
 
 _POOL_ELEMENTS = 4_000_037  # a prime, so that no two tensors begin at the same offset for long

@@ -25,13 +25,13 @@ from benchmarks.record import median_seconds, record
 from benchmarks.shapes import SHAPES
 from benchmarks.steps.full import attention_form
 from jdllm.decoding.executables import Executables
+from jdllm.execution.offload.forward import forward_tiered
+from jdllm.execution.offload.host_memory import to_device, to_host, weights_to_host
+from jdllm.execution.offload.parts import take_layer
+from jdllm.execution.offload.tiers import HostTiers, device_buffers, host_buffers, transfer_bytes
+from jdllm.execution.transformer import forward
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
-from jdllm.models.host_memory import to_device, to_host, weights_to_host
-from jdllm.models.tiered import forward_tiered
-from jdllm.models.tiered_parts import take_layer
-from jdllm.models.tiers import HostTiers, device_buffers, host_buffers, transfer_bytes
-from jdllm.models.transformer import forward
 from jdllm.models.weights import Params, is_spec, layer_stacks, param_bytes, spec_tree
 
 DTYPE = jnp.bfloat16

@@ -8,9 +8,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from jdllm.checkpoints.conversion import to_native
+from jdllm.checkpoints.loading import resolve
 from jdllm.errors import JdllmError
-from jdllm.models.conversion import to_native
-from jdllm.models.loading import resolve
 
 
 def main() -> None:

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
         NonFiniteError,
         RequestError,
     )
+    from jdllm.execution.module import Transformer
     from jdllm.llm import LLM
     from jdllm.models.config import ModelConfig
-    from jdllm.models.module import Transformer
     from jdllm.outputs import CompletionOutput, RequestOutput
     from jdllm.planning.budget import Budget, MemoryBudgetError
     from jdllm.planning.plan import MemoryPlan, Workload, max_context, plan_memory
@@ -75,7 +75,7 @@ _MODULES = {
     "StepUpdate": "jdllm.serving.updates",
     "generation_spec": "jdllm.serving.spec",
     "infill_spec": "jdllm.serving.spec",
-    "Transformer": "jdllm.models.module",
+    "Transformer": "jdllm.execution.module",
     "Workload": "jdllm.planning.plan",
     "max_context": "jdllm.planning.plan",
     "plan_memory": "jdllm.planning.plan",

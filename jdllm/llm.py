@@ -10,6 +10,8 @@ import jax
 import numpy as np
 
 from jdllm.arguments import check_types, positive, shortened
+from jdllm.checkpoints.loading import load_params, resolve, resolve_dtype
+from jdllm.checkpoints.tokenizer import Tokenizer, complete_ids, load_tokenizer
 from jdllm.chunks import ChunkConfig
 from jdllm.decoding.executable_store import ExecutableStore
 from jdllm.decoding.executables import Executables, Prepared
@@ -17,10 +19,8 @@ from jdllm.decoding.generation_defaults import default_sampling
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.score import perturb
 from jdllm.errors import ConfigError, NonFiniteError, RequestError
+from jdllm.execution.module import Transformer
 from jdllm.models.config import ModelConfig
-from jdllm.models.loading import load_params, resolve, resolve_dtype
-from jdllm.models.module import Transformer
-from jdllm.models.tokenizer import Tokenizer, complete_ids, load_tokenizer
 from jdllm.models.weights import Params, tree_bytes
 from jdllm.outputs import RequestOutput, request_output
 from jdllm.pallas.device import target

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jdllm.arguments import shortened
+from jdllm.checkpoints.tokenizer import Message
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
-from jdllm.models.tokenizer import Message
 from jdllm.noise import sample_seed
 from jdllm.serving.spec import RequestSpec
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
+from jdllm.checkpoints.loading import load_params
 from jdllm.decoding.executables import Executables
+from jdllm.execution.module import Transformer
 from jdllm.llm import LLM
 from jdllm.models.config import ModelConfig
-from jdllm.models.loading import load_params
-from jdllm.models.module import Transformer
 from jdllm.models.weights import Params
 from jdllm.planning import account
 from tests.helpers import Golden

@@ -4,11 +4,11 @@ import shutil
 
 import pytest
 
+from jdllm.checkpoints.loading import read_index
+from jdllm.checkpoints.native import read_manifest
 from jdllm.errors import CheckpointError, ConfigError, JdllmError
 from jdllm.json_files import read_object
 from jdllm.models.config import ModelConfig
-from jdllm.models.loading import read_index
-from jdllm.models.native import read_manifest
 from tests.helpers import Golden
 
 DEEP = b"[" * 200_000

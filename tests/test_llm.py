@@ -12,9 +12,9 @@ from tokenizers import Tokenizer, models
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.schedule import transfer_schedule
 from jdllm.errors import CheckpointError, ConfigError, RequestError
+from jdllm.execution.module import Transformer
 from jdllm.llm import LLM
 from jdllm.models.config import ModelConfig
-from jdllm.models.module import Transformer
 from jdllm.models.weights import Params
 from jdllm.serving.updates import StepUpdate
 from tests.conftest import LLADA, MAX_POSITIONS, STOPS

@@ -8,9 +8,9 @@ import pytest
 
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import ConfigError
+from jdllm.execution.module import Transformer
 from jdllm.llm import LLM
 from jdllm.models.config import ModelConfig
-from jdllm.models.module import Transformer
 from jdllm.models.weights import Params
 from jdllm.outputs import RequestOutput
 from jdllm.serving.updates import StepUpdate

@@ -35,13 +35,13 @@ from benchmarks.record import (
 )
 from benchmarks.shapes import SHAPES
 from jdllm.decoding.executables import temp_bytes
+from jdllm.execution.few_rows.chain import chains
+from jdllm.execution.module import Transformer
+from jdllm.execution.paged.forward import forward_reuse
+from jdllm.execution.paged.pool import KeyValuePool
+from jdllm.execution.transformer import final_norm
 from jdllm.models.block import Rows
-from jdllm.models.cached import forward_reuse
-from jdllm.models.chain import chains
 from jdllm.models.config import ModelConfig
-from jdllm.models.module import Transformer
-from jdllm.models.pool import KeyValuePool
-from jdllm.models.transformer import final_norm
 from jdllm.models.weights import Params, abstract_params, head_weights
 from jdllm.pallas.attention import AttentionOutput
 from jdllm.pallas.masked_logits import Level, masked_logits

@@ -29,8 +29,8 @@ from jdllm.decoding.batch import Batch
 from jdllm.decoding.executables import temp_bytes
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.step import denoise
+from jdllm.execution.module import Transformer
 from jdllm.models.config import ModelConfig
-from jdllm.models.module import Transformer
 from jdllm.models.weights import Params, param_bytes
 from jdllm.pallas.device import target
 from jdllm.pallas.masked_logits import Level

@@ -23,8 +23,8 @@ from benchmarks.cases import case_parser
 from benchmarks.record import record, waited_seconds
 from benchmarks.shapes import SHAPES
 from benchmarks.steps import cached, full
+from jdllm.execution.module import Transformer
 from jdllm.models.config import ModelConfig
-from jdllm.models.module import Transformer
 from jdllm.models.weights import Params
 
 SHOWN = 25

@@ -33,8 +33,8 @@ def convert(
     The native format is an Orbax checkpoint of the stacked weights, beside the configuration and the
     tokenizer. A conversion that was interrupted continues when the same command runs again.
     """
-    from jdllm.models import conversion, native
-    from jdllm.models.loading import resolve
+    from jdllm.checkpoints import conversion, native
+    from jdllm.checkpoints.loading import resolve
 
     if to not in (None, "native", "hf"):
         raise RequestError(f"--to is {to!r}, expected native or hf")

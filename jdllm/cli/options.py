@@ -97,8 +97,8 @@ def load_model(
 
 
 def _directory(model: str | None) -> Path:
+    from jdllm.checkpoints.loading import resolve
     from jdllm.demo import checkpoint_path
-    from jdllm.models.loading import resolve
 
     return checkpoint_path() if model is None else resolve(model)
 

@@ -161,7 +161,7 @@ def _assumed(target: str | None, memory: str | None, card: "Card") -> list[str]:
 
 def _config_path(model: str) -> Path:
     """The config.json of a checkpoint, of which nothing else is read or downloaded."""
-    from jdllm.models.loading import resolve
+    from jdllm.checkpoints.loading import resolve
 
     path = os.path.expanduser(model)
     if os.path.isfile(path):
@@ -196,7 +196,7 @@ def _workload(path: Path, target: str, dtype: str, **rest: Any) -> "Workload":
 
 def _dtype(path: Path, config: "ModelConfig", dtype: str) -> str:
     """The type that `LLM` would load the weights in; that of no weights and no word of them is bfloat16."""
-    from jdllm.models.loading import DTYPES, resolve_dtype
+    from jdllm.checkpoints.loading import DTYPES, resolve_dtype
 
     names = ["auto", *(known.name for known in DTYPES.values())]
     if dtype not in names:

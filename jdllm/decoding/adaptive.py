@@ -18,9 +18,9 @@ from jdllm.arrays import Tensor
 from jdllm.chunks import ChunkConfig
 from jdllm.decoding.batch import HeadRows, Trace
 from jdllm.decoding.head import source_rows
+from jdllm.execution.transformer import forward, logits
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
-from jdllm.models.transformer import forward, logits
 from jdllm.models.weights import Params
 from jdllm.noise import Purpose, step_keys
 from jdllm.pallas.masked_logits.types import Keys

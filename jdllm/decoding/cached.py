@@ -14,10 +14,10 @@ from jdllm.decoding.step import (
     transfer,
     wanted_of,
 )
-from jdllm.models.cached import forward_refresh, forward_reuse
+from jdllm.execution.paged.forward import forward_refresh, forward_reuse
+from jdllm.execution.paged.pool import KeyValuePool
+from jdllm.execution.paged.selection import Selection
 from jdllm.models.config import ModelConfig
-from jdllm.models.pool import KeyValuePool
-from jdllm.models.selection import Selection
 from jdllm.models.weights import Params
 from jdllm.pallas.masked_logits import Level
 from jdllm.pallas.split_attention import PageTable

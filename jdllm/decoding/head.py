@@ -10,9 +10,9 @@ from jaxtyping import Array, Float, Int
 from jdllm.arrays import Tensor
 from jdllm.decoding.batch import HeadRows, SegmentParams
 from jdllm.decoding.transfer import Measure
+from jdllm.execution.transformer import final_norm
 from jdllm.models.block import Hidden
 from jdllm.models.config import ModelConfig
-from jdllm.models.transformer import final_norm
 from jdllm.models.weights import Params, head_weights
 from jdllm.noise import Purpose, position_bits, step_keys, uniform
 from jdllm.pallas.masked_logits import Level, RowDecision, RowSampling, masked_logits, rows_at_once

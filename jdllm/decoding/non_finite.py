@@ -8,10 +8,10 @@ from jaxtyping import Array, Bool, Int
 
 from jdllm.chunks import ChunkConfig
 from jdllm.decoding.executables import Executables
+from jdllm.execution.chunked import layer_by_layer
+from jdllm.execution.transformer import embed, logits
 from jdllm.models.block import Rows
-from jdllm.models.chunked import layer_by_layer
 from jdllm.models.config import ModelConfig
-from jdllm.models.transformer import embed, logits
 from jdllm.models.visibility import key_ranges
 from jdllm.models.weights import Params, layer_runs
 from jdllm.pallas.attention import attention

@@ -11,10 +11,10 @@ from jaxtyping import Array, Float, Int
 from jdllm.chunks import ChunkConfig
 from jdllm.decoding.batch import HeadRows
 from jdllm.decoding.head import gather_guided, source_rows
+from jdllm.execution.transformer import forward, logits
 from jdllm.layers import head_logits
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
-from jdllm.models.transformer import forward, logits
 from jdllm.models.weights import Params, head_weights
 
 

@@ -12,9 +12,9 @@ from jdllm.chunks import ChunkConfig
 from jdllm.decoding.batch import Batch, HeadRows, SegmentParams, Trace
 from jdllm.decoding.head import Choice, Sources, choose, source_rows
 from jdllm.decoding.transfer import Candidates, RuleParams, select
+from jdllm.execution.transformer import Wanted, forward, forward_wanted
 from jdllm.models.block import Hidden
 from jdllm.models.config import ModelConfig
-from jdllm.models.transformer import Wanted, forward, forward_wanted
 from jdllm.models.weights import Params
 from jdllm.noise import Purpose, gumbel, position_bits, step_keys, uniform
 from jdllm.pallas.masked_logits import Level

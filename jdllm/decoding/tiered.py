@@ -19,11 +19,11 @@ from jdllm.decoding.step import (
     may_step,
     transfer,
 )
+from jdllm.execution.offload.forward import forward_tiered
+from jdllm.execution.offload.host_memory import IN_FLIGHT, to_device
+from jdllm.execution.offload.tiers import HostTiers
 from jdllm.models.block import Hidden
 from jdllm.models.config import ModelConfig
-from jdllm.models.host_memory import IN_FLIGHT, to_device
-from jdllm.models.tiered import forward_tiered
-from jdllm.models.tiers import HostTiers
 from jdllm.models.weights import Params, head_weights
 from jdllm.pallas.masked_logits import Level, rows_at_once
 
@@ -46,7 +46,8 @@ def denoise_tiered(
     """Run one denoising step, or none where a segment has already finished its block.
 
     Arguments:
-    - `params`: stacked weights; with `tiers.weights` what `jdllm.models.host_memory.weights_to_host` returns.
+    - `params`: stacked weights; with `tiers.weights` what
+      `jdllm.execution.offload.host_memory.weights_to_host` returns.
     - `batch`: the packed batch as NumPy arrays, as of `jdllm.decoding.step.denoise`.
     - `tiers`: what is in host memory, and the sizes of chunks.
     - `logits_chunks`: into how many chunks the head rows are cut; logits exist for one at a time.

@@ -11,10 +11,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jdllm.demo.tokenizer import MASK
+from jdllm.execution.transformer import logits, scan_layers
 from jdllm.models.block import AttentionFn, Layer, Rows, block
 from jdllm.models.config import ModelConfig
 from jdllm.models.rotary import cos_sin
-from jdllm.models.transformer import logits, scan_layers
 from jdllm.models.weights import Params
 from jdllm.pallas.grouped_matmul import grouped_matmul
 

@@ -131,7 +131,7 @@ def ffn_branch(layer: Layer, config: ModelConfig, h: Hidden, grouped_matmul: Gro
 
 
 def _streamed(layer: Layer) -> Collection[str]:
-    """Weights of the layer that are read from the stack of all layers (`jdllm.models.streamed`)."""
+    """Weights of the layer that are read from the stack of all (`jdllm.execution.few_rows.streamed`)."""
     return layer["streamed"].weights if "streamed" in layer else ()
 
 

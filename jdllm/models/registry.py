@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from jdllm.errors import ConfigError
-from jdllm.models import decoder, dream, llada, llada_moe, llama, mistral, qwen2
 from jdllm.models.config import ModelConfig
+from jdllm.models.families import decoder, dream, llada, llada_moe, llama, mistral, qwen2
 
 
 class Family(NamedTuple):

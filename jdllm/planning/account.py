@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 from jdllm.chunks import TILE
 from jdllm.errors import ConfigError
+from jdllm.execution.paged.pool import PAGE_ROWS, pool_bytes
 from jdllm.models.config import ModelConfig
-from jdllm.models.pool import PAGE_ROWS, pool_bytes
 from jdllm.models.weights import param_bytes
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.buckets import head_bucket, row_bucket

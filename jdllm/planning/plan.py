@@ -13,9 +13,9 @@ from jdllm.chunks import TILE, ChunkConfig
 from jdllm.decoding.caches import kept
 from jdllm.decoding.sampling import Cache, SamplingParams
 from jdllm.errors import ConfigError
+from jdllm.execution.offload.tiers import HostTiers, host_buffers
+from jdllm.execution.paged.pool import PAGE_ROWS, pool_bytes
 from jdllm.models.config import ModelConfig
-from jdllm.models.pool import PAGE_ROWS, pool_bytes
-from jdllm.models.tiers import HostTiers, host_buffers
 from jdllm.models.weights import param_bytes
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.buckets import head_bucket, row_bucket, steps_per_dispatch

@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
+from jdllm.execution.offload.tiers import transfer_bytes
 from jdllm.models.config import ModelConfig
-from jdllm.models.tiers import transfer_bytes
 from jdllm.planning.plan import MemoryPlan, Workload
 
 

@@ -1,11 +1,11 @@
 """The graph template of a layer and the head where the residual stream is in host memory.
 
-The host drives small executables (`jdllm.models.tiered`): the arrays that they exchange are inputs of this
-graph, and what each needs while it runs is an operator's scratch.
+The host drives small executables (`jdllm.execution.offload.forward`): the arrays that they exchange are
+inputs of this graph, and what each needs while it runs is an operator's scratch.
 """
 
+from jdllm.execution.offload.tiers import HostTiers, device_buffers
 from jdllm.models.config import ModelConfig
-from jdllm.models.tiers import HostTiers, device_buffers
 from jdllm.planning.graph import GraphTemplate
 from jdllm.planning.templates import StepKind, add_feed_forward, add_head
 

@@ -8,9 +8,9 @@ import numpy as np
 from jdllm.arrays import padded
 from jdllm.decoding.batch import Batch
 from jdllm.decoding.caches import Phase, kept, policy_of
+from jdllm.execution.paged.selection import Selection
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
-from jdllm.models.selection import Selection
 from jdllm.pallas.split_attention import PageTable, with_fresh_rows
 from jdllm.planning.ladder import TILE_ROWS, Entry
 from jdllm.serving.kv_pool import KvPool

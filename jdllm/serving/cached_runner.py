@@ -11,9 +11,9 @@ from jdllm.decoding.caches import policy_of
 from jdllm.decoding.encoded_trace import EncodedTrace, encoding
 from jdllm.decoding.executables import Executable, Executables, Program
 from jdllm.decoding.rules import head_level
-from jdllm.models.chain import chains
+from jdllm.execution.few_rows.chain import chains
+from jdllm.execution.paged.pool import PAGE_ROWS, KeyValuePool, empty_pool
 from jdllm.models.config import ModelConfig
-from jdllm.models.pool import PAGE_ROWS, KeyValuePool, empty_pool
 from jdllm.models.weights import Params
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.account import Account

@@ -15,7 +15,7 @@ from jdllm.decoding.caches import Phase
 from jdllm.decoding.encoded_trace import Steps
 from jdllm.decoding.executables import Program
 from jdllm.errors import NonFiniteError, RequestError
-from jdllm.models.pool import PAGE_ROWS
+from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.planning.buckets import row_bucket
 from jdllm.serving.cached_packing import reuse_demand
 from jdllm.serving.cached_runner import CachedRunner

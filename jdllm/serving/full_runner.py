@@ -15,8 +15,8 @@ from jdllm.decoding.executables import Executable, Executables, Program, temp_by
 from jdllm.decoding.rules import head_level
 from jdllm.decoding.step import denoise
 from jdllm.decoding.tiered import denoise_tiered
+from jdllm.execution.offload.tiers import HostTiers
 from jdllm.models.config import ModelConfig
-from jdllm.models.tiers import HostTiers
 from jdllm.models.weights import Params
 from jdllm.pallas.device import target
 from jdllm.pallas.masked_logits import Level

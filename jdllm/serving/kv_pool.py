@@ -14,8 +14,8 @@ from jaxtyping import Int
 
 from jdllm.arrays import padded
 from jdllm.errors import KvPoolError
+from jdllm.execution.paged.pool import SCRATCH_PAGE, check_page_rows, pool_bytes
 from jdllm.models.config import ModelConfig
-from jdllm.models.pool import SCRATCH_PAGE, check_page_rows, pool_bytes
 from jdllm.pallas.split_attention import PageTable
 
 _WORD = 512

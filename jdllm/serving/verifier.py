@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import NamedTuple
 
+from jdllm.checkpoints.loading import load_params, resolve
+from jdllm.checkpoints.tokenizer import Tokenizer, load_tokenizer
 from jdllm.errors import ConfigError, RequestError
+from jdllm.execution.module import Transformer
 from jdllm.models.config import ModelConfig, read_config
-from jdllm.models.loading import load_params, resolve
-from jdllm.models.module import Transformer
-from jdllm.models.tokenizer import Tokenizer, load_tokenizer
 from jdllm.models.weights import Params
 from jdllm.serving.spec import RequestSpec
 

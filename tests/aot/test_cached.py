@@ -12,8 +12,8 @@ from benchmarks.shapes import SHAPES
 from jdllm.decoding.cached import refresh, reuse
 from jdllm.decoding.executables import temp_bytes
 from jdllm.decoding.sampling import SamplingParams
+from jdllm.execution.paged.pool import PAGE_ROWS, KeyValuePool, pool_shape
 from jdllm.models.config import ModelConfig
-from jdllm.models.pool import PAGE_ROWS, KeyValuePool, pool_shape
 from jdllm.models.weights import abstract_params
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.aot import compile_for

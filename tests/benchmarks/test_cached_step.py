@@ -12,10 +12,10 @@ from benchmarks.record import Ceilings, Sustained
 from benchmarks.shapes import SHAPES
 from benchmarks.steps import cached as cached_step
 from benchmarks.steps.cached import denoise, main, weight_bytes
+from jdllm.execution.transformer import embed, logits
 from jdllm.models.block import Rows, block, project_keys_values
 from jdllm.models.config import ModelConfig
 from jdllm.models.rotary import cos_sin
-from jdllm.models.transformer import embed, logits
 from jdllm.models.weights import Params, init_params
 from jdllm.pallas.attention import attention
 from jdllm.pallas.grouped_matmul import grouped_matmul

@@ -7,8 +7,8 @@ from flax import nnx
 from benchmarks.generations import generation, generation_flops, measure, prompt_lengths
 from benchmarks.shapes import SHAPES
 from jdllm.decoding.sampling import SamplingParams
+from jdllm.execution.module import Transformer
 from jdllm.llm import LLM
-from jdllm.models.module import Transformer
 from tests.benchmarks.shapes import small
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.peers import jax_step
 from benchmarks.shapes import SHAPES
+from jdllm.execution.module import Transformer
 from jdllm.models.config import ModelConfig
-from jdllm.models.module import Transformer
 from jdllm.models.weights import Params, init_params
 from tests.benchmarks.shapes import MASK_ID, small
 

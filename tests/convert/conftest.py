@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.random_checkpoint import llada_hf_config, write_random_checkpoint
+from jdllm.checkpoints.conversion import to_native
 from jdllm.models.config import ModelConfig
-from jdllm.models.conversion import to_native
 from tests.helpers import Golden
 
 

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from typer.testing import CliRunner, Result
 
 from jdllm import cli
-from jdllm.models.native import is_native, read_manifest
+from jdllm.checkpoints.native import is_native, read_manifest
 from tests.helpers import Golden
 
 GOLDEN = Golden("llada")

@@ -12,11 +12,11 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+from jdllm.checkpoints.conversion import to_hf, to_native
+from jdllm.checkpoints.loading import load_params
+from jdllm.checkpoints.native import read_manifest, verify
 from jdllm.errors import CheckpointError, ConfigError, JdllmError
 from jdllm.models.config import ModelConfig
-from jdllm.models.conversion import to_hf, to_native
-from jdllm.models.loading import load_params
-from jdllm.models.native import read_manifest, verify
 from tests.convert.helpers import contents, tensors_of
 from tests.helpers import Golden
 

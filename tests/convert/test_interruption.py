@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.random_checkpoint import llada_hf_config, write_random_checkpoint
+from jdllm.checkpoints.conversion import to_hf, to_native
+from jdllm.checkpoints.native import read_manifest, verify
 from jdllm.errors import CheckpointError
 from jdllm.models.config import ModelConfig
-from jdllm.models.conversion import to_hf, to_native
-from jdllm.models.native import read_manifest, verify
 from tests.convert.helpers import contents, tensors_of
 from tests.helpers import Golden
 
@@ -57,7 +57,7 @@ def test_a_source_that_shrinks_leaves_no_checkpoint(tmp_path, source):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from jdllm.models import conversion
+from jdllm.checkpoints import conversion
 calls = 0
 def die(done, total):
     global calls

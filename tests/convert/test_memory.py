@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 MEASURE = """
 import json, re, sys
 from pathlib import Path
-from jdllm.models import conversion
+from jdllm.checkpoints import conversion
 
 def status(key):
     return int(re.search(rf"^{key}:\\s+(\\d+) kB$", Path("/proc/self/status").read_text(), re.M)[1]) * 1024

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jdllm.execution.module import Transformer
 from jdllm.llm import LLM
 from jdllm.models.config import ModelConfig
-from jdllm.models.module import Transformer
 from jdllm.models.rotary import RopeConfig
 from tests.decoding.slow_adaptive import Models
 

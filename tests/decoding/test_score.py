@@ -13,10 +13,10 @@ from jdllm.decoding.batch import HeadRows
 from jdllm.decoding.executables import Executables
 from jdllm.decoding.head import gather_guided, source_rows
 from jdllm.decoding.score import Perturbation, perturb
+from jdllm.execution.transformer import forward
 from jdllm.layers import head_logits
 from jdllm.llm import LLM
 from jdllm.models.config import ModelConfig
-from jdllm.models.transformer import forward
 from jdllm.models.weights import Params, head_weights
 from jdllm.planning.account import make_account
 from jdllm.scoring import Scorer

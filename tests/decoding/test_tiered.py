@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from jdllm.checkpoints.loading import load_params
 from jdllm.chunks import ChunkConfig
 from jdllm.decoding import tiered
 from jdllm.decoding.batch import Batch, Trace
@@ -13,10 +14,9 @@ from jdllm.decoding.executables import Executables
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.step import denoise
 from jdllm.decoding.tiered import denoise_tiered, head_buffers
+from jdllm.execution.offload.host_memory import weights_to_host
+from jdllm.execution.offload.tiers import HostTiers
 from jdllm.models.config import ModelConfig
-from jdllm.models.host_memory import weights_to_host
-from jdllm.models.loading import load_params
-from jdllm.models.tiers import HostTiers
 from jdllm.models.weights import Params
 from jdllm.pallas.masked_logits import Level
 from jdllm.serving.request import Request

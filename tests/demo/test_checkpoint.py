@@ -5,13 +5,13 @@ import json
 import jax
 import pytest
 
+from jdllm.checkpoints.loading import load_params, read_index
 from jdllm.demo import checkpoint_path
 from jdllm.demo.export import hf_config
 from jdllm.demo.tasks import TASKS, distinct_instances
 from jdllm.demo.tokenizer import write_tokenizer
 from jdllm.demo.train import TrainSettings, exact_match
 from jdllm.models.config import ModelConfig
-from jdllm.models.loading import load_params, read_index
 from jdllm.models.weights import is_spec, spec_tree
 
 

@@ -6,9 +6,9 @@ import pytest
 from jdllm.demo.export import hf_config
 from jdllm.demo.objective import all_logits, denoise, dense_layout, draw_masks, masked_loss
 from jdllm.demo.tokenizer import MASK
+from jdllm.execution.transformer import forward, logits
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
-from jdllm.models.transformer import forward, logits
 from jdllm.models.weights import Params, init_params
 
 CONFIG = ModelConfig.from_hf(hf_config(hidden_size=32, num_layers=2, num_heads=2, intermediate_size=48))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from jdllm.checkpoints.loading import load_params
 from jdllm.decoding.generation_defaults import default_sampling
 from jdllm.demo.data import DEMO_BUCKETS, Bucket, make_batches, prefetch
 from jdllm.demo.export import hf_config, write_checkpoint
@@ -19,7 +20,6 @@ from jdllm.demo.tokenizer import BOS, EOS, EOT
 from jdllm.demo.train import TrainSettings, exact_match, learning_rate_at, train
 from jdllm.errors import CheckpointError
 from jdllm.models.config import ModelConfig
-from jdllm.models.loading import load_params
 from jdllm.models.weights import init_params, is_spec, param_bytes, spec_tree
 
 SMALL = TrainSettings(

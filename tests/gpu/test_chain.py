@@ -12,12 +12,12 @@ from flax import nnx
 from benchmarks.shapes import SHAPES
 from benchmarks.steps.cached import random_cache
 from jdllm.decoding.executables import Executables
+from jdllm.execution.few_rows.chain import chains
+from jdllm.execution.module import Transformer
+from jdllm.execution.paged.forward import forward_reuse
+from jdllm.execution.paged.pool import KeyValuePool
 from jdllm.models.block import Rows
-from jdllm.models.cached import forward_reuse
-from jdllm.models.chain import chains
 from jdllm.models.config import ModelConfig
-from jdllm.models.module import Transformer
-from jdllm.models.pool import KeyValuePool
 from jdllm.pallas.split_attention import split_attention
 
 pytestmark = pytest.mark.gpu

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jdllm.checkpoints.loading import load_params
+from jdllm.execution.module import Transformer
+from jdllm.execution.transformer import embed, final_norm, forward, logits
 from jdllm.layers import head_logits, rms_norm
 from jdllm.models.block import Rows, attention_branch, ffn_branch, project_keys_values
 from jdllm.models.config import ModelConfig
-from jdllm.models.loading import load_params
-from jdllm.models.module import Transformer
 from jdllm.models.moe import route
 from jdllm.models.rotary import cos_sin
-from jdllm.models.transformer import embed, final_norm, forward, logits
 from jdllm.models.visibility import key_ranges
 from jdllm.models.weights import Params, abstract_params
 from jdllm.pallas.attention import attention

@@ -8,13 +8,13 @@ from safetensors.numpy import load_file
 
 from benchmarks.random_checkpoint import write_random_checkpoint
 from benchmarks.shapes import SHAPES
+from jdllm.checkpoints.loading import load_params
 from jdllm.chunks import ChunkConfig
+from jdllm.execution.transformer import embed, forward
 from jdllm.models.block import Rows, block
 from jdllm.models.config import ModelConfig
-from jdllm.models.loading import load_params
 from jdllm.models.moe import Experts, moe_ffn, route
 from jdllm.models.rotary import cos_sin
-from jdllm.models.transformer import embed, forward
 from jdllm.models.weights import Params, abstract_params, init_params, layer_runs
 from jdllm.pallas.attention import attention
 from jdllm.pallas.grouped_matmul import grouped_matmul

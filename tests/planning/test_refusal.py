@@ -7,7 +7,7 @@ import re
 import pytest
 
 from benchmarks.shapes import SHAPES
-from jdllm.models.tiers import HostTiers
+from jdllm.execution.offload.tiers import HostTiers
 from jdllm.planning.budget import Budget, MemoryBudgetError, parse_bytes
 from jdllm.planning.plan import MemoryPlan, Workload, check, max_context, plan_memory, refusal, rungs
 

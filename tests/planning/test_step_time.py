@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from benchmarks.shapes import SHAPES
-from jdllm.models.tiers import HostTiers
+from jdllm.execution.offload.tiers import HostTiers
 from jdllm.planning.budget import Budget
 from jdllm.planning.plan import Workload, plan_memory
 from jdllm.planning.step_time import RATES, format_seconds, step_time

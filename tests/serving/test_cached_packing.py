@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jdllm.decoding.sampling import SamplingParams
+from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.models.config import ModelConfig
-from jdllm.models.pool import PAGE_ROWS
 from jdllm.planning.ladder import Entry
 from jdllm.serving.cached_packing import pack_refresh, pack_reuse
 from jdllm.serving.kv_pool import KvPool

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from jdllm.errors import JdllmError, KvPoolError
+from jdllm.execution.paged.pool import pool_bytes, pool_shape
 from jdllm.models.config import ModelConfig
-from jdllm.models.pool import pool_bytes, pool_shape
 from jdllm.pallas.split_attention import PageTable, split_attention
 from jdllm.serving.kv_pool import KvPool, pages_within
 

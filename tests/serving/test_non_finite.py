@@ -9,9 +9,9 @@ import pytest
 
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import NonFiniteError
+from jdllm.execution.module import Transformer
 from jdllm.llm import LLM
 from jdllm.models.config import ModelConfig
-from jdllm.models.module import Transformer
 from jdllm.models.weights import Params
 from jdllm.serving.updates import StepUpdate
 from tests.conftest import BUDGET

@@ -11,8 +11,8 @@ from jdllm.chunks import ChunkConfig
 from jdllm.decoding.executables import Executables
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import ConfigError
+from jdllm.execution.offload.tiers import HostTiers
 from jdllm.models.config import ModelConfig
-from jdllm.models.tiers import HostTiers
 from jdllm.models.weights import Params, param_bytes
 from jdllm.planning.budget import Budget, MemoryBudgetError
 from jdllm.planning.templates import step_template

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from jdllm.checkpoints.loading import load_params
+from jdllm.checkpoints.tokenizer import load_tokenizer
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import CheckpointError, ConfigError
+from jdllm.execution.module import Transformer
 from jdllm.llm import LLM
 from jdllm.models.config import ModelConfig
-from jdllm.models.loading import load_params
-from jdllm.models.module import Transformer
-from jdllm.models.tokenizer import load_tokenizer
 from jdllm.serving.verifier import load_verifier
 from tests.helpers import Golden
 

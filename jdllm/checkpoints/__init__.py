@@ -1,0 +1,1 @@
+"""Checkpoints on disk: their index and tensors, native ones, conversion, and the tokenizer."""

@@ -1,0 +1,220 @@
+"""Conversion of Hugging Face checkpoints to native ones and back, one tensor at a time."""
+
+import dataclasses
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+from safetensors import safe_open
+
+from jdllm.checkpoints import native
+from jdllm.checkpoints.byte_progress import Progress, reporter
+from jdllm.checkpoints.loading import (
+    DTYPES,
+    Index,
+    check,
+    check_tied_head,
+    listed,
+    read_index,
+    resolve_dtype,
+)
+from jdllm.checkpoints.native import Manifest, NativeTensor
+from jdllm.checkpoints.staging import Stage, staged, synced
+from jdllm.errors import CheckpointError, ConfigError
+from jdllm.models.config import ModelConfig, read_config
+from jdllm.models.weights import TensorSpec, is_spec, spec_tree
+
+_KEPT = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+
+type Leaves = dict[tuple[str, ...], tuple[TensorSpec, str]]
+
+
+def to_native(
+    source: Path,
+    target: Path,
+    *,
+    dtype: str = "auto",
+    overwrite: bool = False,
+    progress: bool | Progress = False,
+) -> Manifest:
+    """Convert a Hugging Face checkpoint to a native one (`jdllm.checkpoints.native`).
+
+    The host holds two pieces of 8 MiB at a time. A run that was killed or met an error is continued by the
+    same call, as long as neither `source` nor jdllm's format has changed.
+
+    Arguments:
+    - `source`: the directory of the Hugging Face checkpoint.
+    - `target`: the directory to make; it appears when it is complete.
+    - `dtype`: "bfloat16", "float16" or "float32" casts every tensor; "auto" keeps each in its type.
+    - `overwrite`: replace a checkpoint at `target`, at the very end.
+    - `progress`: as for `jdllm.checkpoints.loading.load_params`.
+
+    Returns the manifest. Bytes equal the source's where the type is kept; a cast rounds to nearest even. A
+    tied head and rotary frequencies, which the model computes, are left out and named in the manifest.
+
+    Raises `ConfigError` and `CheckpointError` for a source that jdllm cannot run, before anything is written,
+    and `CheckpointError` for a target that exists or cannot be written.
+    """
+    if native.is_native(source):
+        raise CheckpointError(f"{source} is a native checkpoint already")
+    _refuse_overlap(source, target)
+    config, index = ModelConfig.from_hf(source), read_index(source)
+    check(config, index)
+    check_tied_head(config, index)
+    loaded = resolve_dtype(source, config, dtype)
+    leaves = _leaves(config, index, None if dtype == "auto" else loaded)
+    plan = _plan(leaves, index)
+    identity = _identity(source, index)
+    job = {"to": native.FORMAT, "version": native.FORMAT_VERSION, "dtype": dtype, "source": identity}
+    with staged(target, job, overwrite=overwrite) as stage:
+        tensors = _write_chunks(stage, plan, index, progress)
+        native.write_orbax_metadata(stage.directory, leaves)
+        _copy_files(source, stage.directory)
+        if config.dtype not in (None, loaded):
+            _restate_dtype(stage.directory / "config.json", loaded)
+        files = {name: _metadata(source / name) for name in dict.fromkeys(t.file for t in tensors)}
+        omitted = sorted(index.keys() - {tensor.name for tensor in tensors})
+        manifest = Manifest(config.family, loaded, tuple(tensors), files, tuple(omitted))
+        native.write_manifest(stage.directory, manifest)
+    return manifest
+
+
+def to_hf(
+    source: Path, target: Path, *, overwrite: bool = False, progress: bool | Progress = False
+) -> Manifest:
+    """Convert a native checkpoint back to the safetensors files that it came from.
+
+    Files have the names and tensors of the original ones, in the same order; with the types kept, those that
+    the safetensors library wrote come out equal byte by byte. The host holds one piece of 8 MiB at a time.
+
+    Arguments:
+    - `source`: the directory of the native checkpoint.
+    - `target`, `overwrite`, `progress`: as for `to_native`; a killed run continues with its next file.
+
+    Returns the manifest of `source`.
+
+    Raises `CheckpointError` for a source that is not native or damaged (every checksum is compared), and for
+    a target that exists or cannot be written.
+    """
+    if not native.is_native(source):
+        raise CheckpointError(f"{source} is no native checkpoint: it has no {native.MANIFEST}")
+    _refuse_overlap(source, target)
+    manifest, index = native.read_manifest(source), native.read_index(source)
+    files: dict[str, list[NativeTensor]] = {}
+    for tensor in manifest.tensors:
+        files.setdefault(tensor.file, []).append(tensor)
+    identity = hashlib.sha256((source / native.MANIFEST).read_bytes()).hexdigest()
+    with staged(target, {"to": "hf", "source": identity}, overwrite=overwrite) as stage:
+        with reporter(progress, manifest.bytes, "converting") as advance:
+            for file, tensors in files.items():
+                if not stage.has(file):
+                    _write_safetensors(stage.directory / file, tensors, index, manifest.files[file])
+                    stage.record(file, file)
+                advance(sum(tensor.bytes for tensor in tensors))
+        if files.keys() != {_SINGLE}:
+            weight_map = {tensor.name: tensor.file for tensor in manifest.tensors}
+            content = {"metadata": {"total_size": manifest.bytes}, "weight_map": weight_map}
+            (stage.directory / _INDEX).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+        _copy_files(source, stage.directory)
+    return manifest
+
+
+def _refuse_overlap(source: Path, target: Path) -> None:
+    if target.resolve() in (source.resolve(), *source.resolve().parents):
+        raise CheckpointError(f"{target} is or contains the source {source}: give another name")
+
+
+def _leaves(config: ModelConfig, index: Index, cast: str | None) -> Leaves:
+    """Every leaf with the type that it is stored in, in the words of a safetensors header."""
+    names = {dtype.name: name for name, dtype in DTYPES.items()}
+    leaves: Leaves = {}
+    mixed = []
+    for keys, spec in jax.tree.leaves_with_path(spec_tree(config), is_leaf=is_spec):
+        types = {index[name].dtype for name, _ in spec.sources()}
+        path = tuple(key.key for key in keys)
+        leaves[path] = (spec, names[cast] if cast else min(types))
+        if len(types) > 1 and not cast:
+            mixed.append(f"{'.'.join(path)} ({', '.join(sorted(types))})")
+    if mixed:
+        raise ConfigError(f"tensors that are stacked have several types, so give a dtype: {listed(mixed)}")
+    return leaves
+
+
+def _identity(source: Path, index: Index) -> str:
+    """Changes when the configuration or a weight file does, as far as sizes and times of change tell."""
+    files = {stored.file for stored in index.values()}
+    states = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(files)]
+    return hashlib.sha256(json.dumps([states, read_config(source)]).encode()).hexdigest()
+
+
+def _plan(leaves: Leaves, index: Index) -> list[NativeTensor]:
+    """All tensors in the order of their places in the source, which is read once from front to back."""
+    tensors = [
+        NativeTensor(
+            name, dtype, index[name].shape, index[name].file.name, native.chunk_of(path, spec, place)
+        )
+        for path, (spec, dtype) in leaves.items()
+        for name, place in spec.sources()
+    ]
+    return sorted(tensors, key=lambda tensor: (tensor.file, index[tensor.name].offset))
+
+
+def _write_chunks(
+    stage: Stage, plan: list[NativeTensor], index: Index, progress: bool | Progress
+) -> list[NativeTensor]:
+    """Write the chunks that are not complete yet. Returns the tensors with their checksums."""
+    with reporter(progress, sum(index[tensor.name].bytes for tensor in plan), "converting") as advance:
+        for tensor in plan:
+            stored = index[tensor.name]
+            if not stage.has(tensor.name):
+                file = stage.directory / tensor.chunk
+                file.parent.mkdir(exist_ok=True)
+                with synced(file) as out:
+                    checksum = native.stream(stored, out.write, tensor.dtype)
+                stage.record(tensor.name, tensor.chunk, checksum)
+            advance(stored.bytes)
+    return [dataclasses.replace(tensor, sha256=stage.value(tensor.name)) for tensor in plan]
+
+
+def _write_safetensors(
+    path: Path, tensors: list[NativeTensor], index: Index, metadata: dict[str, str]
+) -> None:
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    end = 0
+    for tensor in tensors:
+        start, end = end, end + tensor.bytes
+        header[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with synced(path) as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors:
+            if native.stream(index[tensor.name], out.write) != tensor.sha256:
+                raise CheckpointError(
+                    f"{index[tensor.name].file} ({tensor.name}) is damaged: its checksum differs"
+                )
+
+
+def _metadata(file: Path) -> dict[str, str]:
+    with safe_open(file, framework="numpy") as opened:
+        return opened.metadata() or {}
+
+
+def _copy_files(source: Path, target: Path) -> None:
+    """Configuration, tokenizer, chat template and model code: all but the weights."""
+    for pattern in _KEPT:
+        for file in source.glob(pattern):
+            if file.is_file() and file.name not in (native.MANIFEST, _INDEX):
+                shutil.copyfile(file, target / file.name)
+
+
+def _restate_dtype(path: Path, dtype: str) -> None:
+    """A configuration that states the type of weights that were cast would misstate it."""
+    values = read_config(path)
+    key = "dtype" if values.get("dtype") is not None else "torch_dtype"
+    path.write_text(json.dumps(values | {key: dtype}, indent=2) + "\n")

@@ -1,0 +1,376 @@
+"""Hugging Face checkpoints: where they are, what they hold, and the way into the stacked buffers.
+
+Sizes are counted in bytes. A checkpoint is checked from its headers alone; then every tensor is read in
+pieces that are written in place on the device, so that the host holds a few pieces at a time.
+"""
+
+import dataclasses
+import functools
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Sharding
+from safetensors import SafetensorError, safe_open
+
+from jdllm.checkpoints.byte_progress import Progress, reporter
+from jdllm.errors import CheckpointError, ConfigError
+from jdllm.json_files import parse_object, read_object
+from jdllm.models.config import ModelConfig
+from jdllm.models.registry import FAMILIES
+from jdllm.models.weights import Params, TensorSpec, is_spec, spec_tree
+
+DTYPES: dict[str, np.dtype] = {
+    name: np.dtype(dtype)
+    for name, dtype in (("BF16", jnp.bfloat16), ("F16", jnp.float16), ("F32", jnp.float32))
+}
+"""Stored types that can be loaded, by their name in a safetensors header."""
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_PIECE_BYTES = 8 << 20
+_MOST_LISTED = 20
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "tokenizer.model"]
+_COMPUTED = (".rotary_emb.inv_freq",)
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """Where one tensor lies: `dtype` is its type in the words of the header, `offset` its place in `file`."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its data; 0 for a type that cannot be loaded."""
+        return math.prod(self.shape) * (DTYPES[self.dtype].itemsize if self.dtype in DTYPES else 0)
+
+
+type Index = dict[str, StoredTensor]
+
+
+def resolve(model: str | Path) -> Path:
+    """Find the directory of a checkpoint, downloading it where `model` is a hub id.
+
+    Arguments:
+    - `model`: a local directory, or a hub id "organisation/name". A string that starts with ".", "/" or "~",
+      or has any other number of slashes, is only ever a directory.
+
+    Returns the directory; of a hub checkpoint, the one in the hub's cache.
+
+    Raises `CheckpointError` if there is no such directory, or the hub does not give the checkpoint.
+    """
+    try:
+        path = Path(model).expanduser()
+        if path.is_dir():
+            return path
+        if path.exists():
+            raise CheckpointError(f"{path} is a file: expected the directory of a checkpoint")
+    except (OSError, RuntimeError) as e:
+        raise CheckpointError(f"{str(model)[:200]!r} cannot be opened as a directory: {e}") from None
+    if isinstance(model, Path) or not _HUB_ID.fullmatch(model):
+        raise CheckpointError(
+            f"no directory {path}: expected that of a Hugging Face checkpoint, or a hub id like org/name"
+        )
+    import huggingface_hub
+
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(model, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"])
+        )
+    except Exception as e:  # its own errors, and those of the system and of its HTTP library
+        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+        raise CheckpointError(
+            f"there is no directory {model}, and the hub does not give a model of that id: {reason}"
+        ) from None
+
+
+def read_index(directory: Path) -> Index:
+    """Read which tensors a checkpoint holds, from the headers of its files alone.
+
+    Arguments:
+    - `directory`: holds `model.safetensors`, or `model.safetensors.index.json` and the files it names, or is
+      a native checkpoint (`jdllm.checkpoints.native`).
+
+    Returns every tensor by its Hugging Face name.
+
+    Raises `CheckpointError` for files that are missing, truncated or damaged, and for tensors that the index
+    promises and no file holds.
+    """
+    from jdllm.checkpoints import native
+
+    if native.is_native(directory):
+        return native.read_index(directory)
+    if (directory / _SINGLE).is_file():
+        return _read_header(directory / _SINGLE)
+    if not (directory / _INDEX).is_file():
+        raise CheckpointError(f"no {_SINGLE} and no {_INDEX} in {directory}: only safetensors can be loaded")
+    file_of = _read_weight_map(directory / _INDEX)
+    files = [directory / name for name in sorted(set(file_of.values()))]
+    if absent := [file.name for file in files if not file.is_file()]:
+        raise CheckpointError(f"{directory} lacks files that {_INDEX} names: {listed(absent)}")
+    headers = {file.name: _read_header(file) for file in files}
+    if lost := [f"{tensor} in {file}" for tensor, file in file_of.items() if tensor not in headers[file]]:
+        raise CheckpointError(f"{directory / _INDEX} names tensors that their files lack: {listed(lost)}")
+    index: Index = {tensor: stored for header in headers.values() for tensor, stored in header.items()}
+    return index | {tensor: headers[file][tensor] for tensor, file in file_of.items()}
+
+
+def check(config: ModelConfig, index: Index) -> None:
+    """Compare a checkpoint's tensors with the model's, all at once.
+
+    Arguments:
+    - `config`: the model.
+    - `index`: the stored tensors.
+
+    Rotary frequencies are tolerated, for they are computed, and so is a head that the configuration ties to
+    the embedding.
+
+    Raises `CheckpointError` that names every missing, unknown and mis-shaped tensor, and every type that
+    cannot be loaded (lists are cut after 20 names, and say how many follow).
+    """
+    expected = {name: spec.source_shape for _, spec in _leaves(config) for name, _ in spec.sources()}
+    missing = [f"{name} {list(shape)}" for name, shape in expected.items() if name not in index]
+    unknown = [name for name in index if name not in expected and not _redundant(config, name)]
+    shapes, types = [], []
+    for name in expected.keys() & index.keys():
+        stored = index[name]
+        if stored.shape != expected[name]:
+            shapes.append(f"{name} is {list(stored.shape)}, expected {list(expected[name])}")
+        if stored.dtype not in DTYPES:
+            types.append(f"{name} is {stored.dtype}")
+    kinds = (
+        ("missing", missing),
+        ("unknown", unknown),
+        ("of another shape", sorted(shapes)),
+        (f"of another type than {', '.join(DTYPES)}", sorted(types)),
+    )
+    problems = [f"{len(names)} {kind}: {listed(names)}" for kind, names in kinds if names]
+    if problems:
+        files = [stored.file.parent for stored in index.values()]
+        where = os.path.commonpath(files) if files else "the checkpoint"
+        raise CheckpointError(
+            f"tensors of {where} do not fit its config.json ({config.family}): " + "; ".join(problems)
+        )
+
+
+def check_tied_head(config: ModelConfig, index: Index) -> None:
+    """Compare the bytes of a stored head with those of the embedding that the configuration ties it to.
+
+    Raises `CheckpointError` where they differ: transformers then takes the stored head after all, and a
+    reader that follows the configuration takes the embedding.
+    """
+    names = FAMILIES[config.family].tensor_names
+    if not config.tied_head or names["head"] not in index:
+        return
+    head, embedding = index[names["head"]], index[names["embed"]]
+    if (head.shape, head.dtype) == (embedding.shape, embedding.dtype):
+        pairs = zip(_read_pieces(head), _read_pieces(embedding), strict=True)
+        if all(a.tobytes() == b.tobytes() for (_, a), (_, b) in pairs):
+            return
+    raise CheckpointError(
+        f"{names['head']} in {head.file} differs from {names['embed']}, and config.json ties them:"
+        " say there that they are not tied, or take the head out of the file"
+    )
+
+
+def resolve_dtype(path: str | Path, config: ModelConfig, dtype: str) -> str:
+    """The type that weights are loaded in.
+
+    Arguments:
+    - `path`, `config`: the checkpoint.
+    - `dtype`: "bfloat16", "float16", "float32", or "auto": the type that the configuration states, else the
+      one that most of the stored bytes have.
+
+    Returns one of the three names; raises `ConfigError` for any other, and what `read_index` raises.
+    """
+    if dtype == "auto" and config.dtype is not None:
+        dtype = config.dtype
+    if dtype == "auto":
+        sizes = dict.fromkeys(DTYPES, 0)
+        for stored in read_index(Path(path)).values():
+            if stored.dtype in sizes:
+                sizes[stored.dtype] += stored.bytes
+        return DTYPES[max(sizes, key=lambda name: sizes[name])].name
+    names = [known.name for known in DTYPES.values()]
+    if dtype not in names:
+        raise ConfigError(f"dtype is {dtype!r}, expected 'auto' or one of {', '.join(names)}")
+    return dtype
+
+
+def load_params(
+    path: str | Path,
+    config: ModelConfig,
+    dtype: str,
+    *,
+    progress: bool | Progress = False,
+    sharding: Sharding | Params | None = None,
+) -> Params:
+    """Load a checkpoint's weights, Hugging Face or native, onto one device or several.
+
+    Every leaf is allocated once and filled in place: no device ever holds more than its own shards. The host
+    holds a handful of pieces of at most 8 MiB: less than two tensors of any model whose memory matters.
+
+    Arguments:
+    - `path`: the directory of the checkpoint.
+    - `config`: the model.
+    - `dtype`: of the weights on the device, where the cast happens (rounding to nearest even).
+    - `progress`: `True` draws a bar on stderr where that is a terminal; a function is called with bytes.
+    - `sharding`: of every leaf, or a tree of them by the keys of the parameter tree; a node that is no dict
+      holds for all that is below it. The default device takes everything if `None`.
+
+    Returns the parameter tree of `jdllm.models.weights.spec_tree`. Values equal the stored ones exactly
+    where the types are equal.
+
+    Raises `CheckpointError` for everything that `read_index`, `check` and `check_tied_head` find, before any
+    memory is spent, and for a file that shrinks while it is read.
+    """
+    index = read_index(Path(path))
+    check(config, index)
+    check_tied_head(config, index)
+    leaves = _leaves(config)
+    total = sum(index[name].bytes for _, spec in leaves for name, _ in spec.sources())
+    params: Params = {}
+    with reporter(progress, total, "loading weights") as advance:
+        for keys, spec in leaves:
+            node = functools.reduce(lambda tree, key: tree.setdefault(key, {}), keys[:-1], params)
+            of_leaf = functools.reduce(lambda n, key: n[key] if isinstance(n, dict) else n, keys, sharding)
+            node[keys[-1]] = _load_leaf(spec, index, dtype, of_leaf, advance)
+    return params
+
+
+def _leaves(config: ModelConfig) -> list[tuple[tuple[str, ...], TensorSpec]]:
+    leaves, _ = jax.tree.flatten_with_path(spec_tree(config), is_leaf=is_spec)
+    return [(tuple(key.key for key in path), spec) for path, spec in leaves]
+
+
+def _load_leaf(
+    spec: TensorSpec,
+    index: Index,
+    dtype: str,
+    sharding: Sharding | None,
+    advance: Callable[[int], None],
+) -> jax.Array:
+    shards = _allocate(spec, dtype, sharding)
+    for name, place in spec.sources():
+        for row, piece in _read_pieces(index[name]):
+            # The last write is awaited only after the next piece was read: both overlap, and two pieces live.
+            jax.block_until_ready([shard.buffer for shard in shards])
+            block = piece.reshape((1,) * len(place) + piece.shape)
+            for shard in shards:
+                shard.take(block, (*place, row, *[0] * (piece.ndim - 1)))
+        advance(index[name].bytes)
+    buffers = jax.block_until_ready([shard.buffer for shard in shards])
+    if sharding is None:
+        return buffers[0]
+    return jax.make_array_from_single_device_arrays(spec.shape, sharding, buffers)
+
+
+@dataclasses.dataclass
+class _Shard:
+    """What one device holds of a leaf: the elements from `start` on.
+
+    Where the leaf's sources are transposed, the device transposes; all places are in the source's order.
+    """
+
+    start: tuple[int, ...]
+    buffer: jax.Array
+    transposed: bool
+
+    def take(self, block: np.ndarray, origin: tuple[int, ...]) -> None:
+        """Write those elements that are in a block whose first element is at `origin`."""
+        shape, start = (self._source_order(axes) for axes in (self.buffer.shape, self.start))
+        bounds = zip(origin, block.shape, start, shape, strict=True)
+        overlap = [(max(o, s), min(o + n, s + m)) for o, n, s, m in bounds]
+        if all(low < high for low, high in overlap):
+            cut = tuple(slice(low - o, high - o) for (low, high), o in zip(overlap, origin, strict=True))
+            place = self._source_order([low - s for (low, _), s in zip(overlap, start, strict=True)])
+            self.buffer = _write(
+                self.buffer, block[cut], np.array(place, np.int32), transposed=self.transposed
+            )
+
+    def _source_order(self, axes: Sequence[int]) -> list[int]:
+        """Values of all axes from the leaf's order to the source's, or back."""
+        return [*axes[:-2], axes[-1], axes[-2]] if self.transposed else [*axes]
+
+
+def _allocate(spec: TensorSpec, dtype: str, sharding: Sharding | None) -> list[_Shard]:
+    shape = spec.shape
+    if sharding is None:
+        return [_Shard((0,) * len(shape), jnp.zeros(shape, dtype), spec.transposed)]
+    local = sharding.shard_shape(shape)
+    return [
+        _Shard(
+            tuple(part.start or 0 for part in parts), jnp.zeros(local, dtype, device=device), spec.transposed
+        )
+        for device, parts in sharding.addressable_devices_indices_map(shape).items()
+        if parts is not None
+    ]
+
+
+@functools.partial(jax.jit, donate_argnums=0, static_argnames="transposed")
+def _write(leaf: jax.Array, piece: jax.Array, start: jax.Array, *, transposed: bool) -> jax.Array:
+    piece = piece.astype(leaf.dtype)
+    return lax.dynamic_update_slice(leaf, piece.mT if transposed else piece, list(start))
+
+
+def _read_pieces(stored: StoredTensor) -> Iterator[tuple[int, np.ndarray]]:
+    """(first row, rows) of the pieces, all of one shape: the last may repeat rows of the one before."""
+    rows, row_bytes = stored.shape[0], stored.bytes // stored.shape[0]
+    size = min(rows, max(1, _PIECE_BYTES // row_bytes))
+    with stored.file.open("rb", buffering=0) as file:
+        for row in range(0, rows, size):
+            row = min(row, rows - size)
+            piece = np.empty((size, *stored.shape[1:]), DTYPES[stored.dtype])
+            file.seek(stored.offset + row * row_bytes)
+            if file.readinto(piece.reshape(-1).view(np.uint8)) != piece.nbytes:
+                raise CheckpointError(f"{stored.file} ended too early: it was changed while it was read")
+            yield row, piece
+
+
+def _read_header(file: Path) -> Index:
+    try:
+        with safe_open(file, framework="numpy"):
+            pass
+    except (SafetensorError, OSError) as e:
+        raise CheckpointError(f"{file} is damaged, truncated or no safetensors file: {e}") from None
+    with file.open("rb") as f:
+        length = int.from_bytes(f.read(8), "little")
+        header = parse_object(f.read(length), file)
+    header.pop("__metadata__", None)
+    return {
+        name: StoredTensor(file, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+        for name, entry in header.items()
+    }
+
+
+def _read_weight_map(path: Path) -> Mapping[str, str]:
+    weight_map = read_object(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        reason = "it lacks an object 'weight_map' of tensor and file names"
+    elif outside := [file for file in weight_map.values() if Path(file).name != file]:
+        reason = f"the file {outside[0]!r} lies outside the directory"
+    else:
+        return weight_map
+    raise CheckpointError(f"{path} is no index of a checkpoint: {reason}")
+
+
+def _redundant(config: ModelConfig, name: str) -> bool:
+    tied = config.tied_head and name == FAMILIES[config.family].tensor_names["head"]
+    return tied or name.endswith(_COMPUTED)
+
+
+def listed(names: list[str]) -> str:
+    """The names for a message: at most 20 of them, and how many follow."""
+    rest = len(names) - _MOST_LISTED
+    return ", ".join(names[:_MOST_LISTED]) + (f" and {rest} more" if rest > 0 else "")

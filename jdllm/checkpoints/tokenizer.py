@@ -1,0 +1,236 @@
+"""The checkpoint's tokenizer and chat template."""
+
+import contextlib
+import dataclasses
+import functools
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jdllm.checkpoints.special_tokens import SpecialTokens
+from jdllm.errors import CheckpointError, RequestError
+from jdllm.models.config import ModelConfig
+from jdllm.models.registry import FAMILIES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_FILE = "tokenizer.json"
+_BYTE_PAIR_FILES = ("vocab.json", "merges.txt")
+_END_OF_TURN = "<|eot_id|>"
+
+Message = Mapping[str, Any]
+"""`role` and `content`, the latter a text or a list of parts, each `{"type": "text", "text": ...}`."""
+
+
+def load_tokenizer(path: str | Path) -> "Tokenizer | None":
+    """Read the tokenizer of a checkpoint.
+
+    Arguments:
+    - `path`: the directory of the checkpoint.
+
+    Returns the tokenizer, or `None` where the directory has neither `tokenizer.json` nor `vocab.json` with
+    `merges.txt`, which are read as Qwen2's byte-pair encoding (Dream's): token ids still work.
+
+    Raises `CheckpointError` for tokenizer files that cannot be read.
+    """
+    path = Path(path)
+    single = (path / _FILE).is_file()
+    if not single and not all((path / name).is_file() for name in _BYTE_PAIR_FILES):
+        return None
+    with _without_framework_advice():
+        from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
+    try:
+        reader = PreTrainedTokenizerFast if single else Qwen2Tokenizer
+        return Tokenizer(path, reader.from_pretrained(path))
+    except Exception as e:  # the library raises a bare Exception for a damaged file
+        raise CheckpointError(f"the tokenizer files of {path} cannot be read: {e}") from None
+
+
+def complete_ids(config: ModelConfig, tokenizer: "Tokenizer") -> ModelConfig:
+    """Look up the mask and end-of-turn ids that a checkpoint's `config.json` does not state.
+
+    Arguments:
+    - `config`: the model; an id that it has is kept.
+    - `tokenizer`: the checkpoint's; the family knows the text of its tokens.
+
+    Returns the configuration with the ids that were found; the others stay `None`.
+    """
+    family = FAMILIES[config.family]
+    tokens = {"mask_id": family.mask_token, "eot_id": family.turn_end}
+    absent = {key: token for key, token in tokens.items() if token and getattr(config, key) is None}
+    return dataclasses.replace(config, **{key: tokenizer.token_id(token) for key, token in absent.items()})
+
+
+class Tokenizer:
+    """Text to token ids and back, as the checkpoint defines it.
+
+    Arguments:
+    - `path`: the directory it comes from, for messages.
+    - `tokenizer`: the tokenizer of transformers.
+    """
+
+    def __init__(self, path: Path, tokenizer: "PreTrainedTokenizerFast"):
+        self._path = path
+        self._tokenizer = tokenizer
+
+    def __len__(self) -> int:
+        """Number of ids that it defines; the model's vocabulary may be larger."""
+        return len(self._tokenizer)
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Every token that it defines, with its id."""
+        return self._tokenizer.get_vocab()
+
+    @property
+    def eot_id(self) -> int | None:
+        """Id of `<|eot_id|>`, which ends a turn, or `None`; LLaDA's `config.json` does not state it."""
+        return self.token_id(_END_OF_TURN)
+
+    def token_id(self, token: str) -> int | None:
+        """Id of a token by its exact text, or `None` where it is not in the vocabulary."""
+        return self._tokenizer.get_vocab().get(token)
+
+    def token(self, index: int) -> str | None:
+        """Text of the token with an id, or `None` where the tokenizer does not define it."""
+        return self._tokenizer.backend_tokenizer.id_to_token(index)
+
+    def encode(self, text: str, *, parse_special: bool = False, parsed: Collection[str] = ()) -> list[int]:
+        """Token ids of `text`, with the special tokens that the tokenizer adds by itself.
+
+        Arguments:
+        - `parse_special`: special tokens in `text` become their ids; otherwise they are plain text. Then none
+          is added to a text that begins with the BOS token, as a rendered chat template does.
+        - `parsed`: special tokens that become their ids all the same.
+
+        Raises `RequestError` for a lone surrogate, which is no text.
+        """
+        _check_surrogates(text)
+        return self._ids(text if parse_special else self._special.protect(text, parsed), raw=parse_special)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids` without special tokens; ids that the tokenizer does not define give no text."""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+    def encode_chat(self, messages: Sequence[Message]) -> tuple[str, list[int]]:
+        """Render a conversation up to the point where the model's answer begins, and encode it.
+
+        Arguments:
+        - `messages`: see `Message`; several texts of one message are joined by line breaks.
+
+        Returns the rendered text and its ids, in which only what the template itself says is special: special
+        tokens inside a message are plain text.
+
+        Raises what `apply_chat_template` raises.
+        """
+        rendered = self._render(messages, protected=True)
+        return self._special.restore(rendered), self._ids(rendered, raw=False)
+
+    def apply_chat_template(self, messages: Sequence[Message]) -> str:
+        """Render a conversation up to the point where the model's answer begins.
+
+        Arguments:
+        - `messages`: see `Message`.
+
+        Returns the text, to `encode` with `parse_special`.
+
+        Raises `RequestError` where the checkpoint has no chat template (base models have none), a message is
+        none, or the template refuses the messages.
+        """
+        return self._render(messages, protected=False)
+
+    def _render(self, messages: Sequence[Message], *, protected: bool) -> str:
+        if not self._tokenizer.chat_template:
+            raise RequestError(
+                f"the tokenizer of {self._path} has no chat template: give the prompt as plain text"
+            )
+        if not messages:
+            raise RequestError("there is no message to answer: give at least one")
+        plain = [_plain_message(i, message) for i, message in enumerate(messages)]
+        if protected:
+            plain = [{key: self._protect(value) for key, value in message.items()} for message in plain]
+        try:
+            rendered = self._tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
+        except Exception as e:  # a template is a program: it may fail in any way
+            raise RequestError(f"the chat template of {self._path} refuses the messages: {e}") from None
+        return str(rendered)
+
+    def _protect(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._special.protect(value)
+        if isinstance(value, Mapping):
+            return {key: self._protect(entry) for key, entry in value.items()}
+        return [self._protect(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+    def _ids(self, text: str, *, raw: bool) -> list[int]:
+        """Ids of a text as it is (`raw`), or of a protected one."""
+        bos = self._tokenizer.bos_token
+        adds_special = not (bos and text.startswith(str(bos)))
+        if raw:
+            return self._tokenizer.encode(text, add_special_tokens=adds_special)
+        return self._special.encode(text, adds_special=adds_special)
+
+    @functools.cached_property
+    def _special(self) -> SpecialTokens:
+        added = self._tokenizer.added_tokens_decoder.values()
+        unknown = self._tokenizer.unk_token
+        return SpecialTokens(
+            self._tokenizer.backend_tokenizer,
+            {token.content for token in added if token.special},
+            None if unknown is None else str(unknown),
+        )
+
+
+def _plain_message(index: int, message: Message) -> dict[str, Any]:
+    """A message whose content is one text; `RequestError` where there is none."""
+    fields = dict(message) if isinstance(message, Mapping) else {}
+    content = fields.get("content")
+    if isinstance(content, list | tuple):
+        fields["content"] = "\n".join(_part(index, i, part) for i, part in enumerate(content))
+    if not all(isinstance(fields.get(key), str) for key in ("role", "content")):
+        raise RequestError(
+            f"message {index} is {message!r}, expected an object with texts 'role' and 'content'"
+        )
+    try:
+        for key in ("role", "content"):
+            _check_surrogates(fields[key])
+    except RequestError as e:
+        raise RequestError(f"message {index}: {e}") from None
+    return fields
+
+
+def _part(index: int, at: int, part: object) -> str:
+    fields = part if isinstance(part, Mapping) else {}
+    text = fields.get("text")
+    if fields.get("type") != "text" or not isinstance(text, str):
+        raise RequestError(
+            f"message {index}: content part {at} is {part!r}, expected {{'type': 'text', 'text': ...}}"
+        )
+    return text
+
+
+def _check_surrogates(text: str) -> None:
+    """Raise `RequestError` for half of a UTF-16 pair, which no encoding of text can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise RequestError(
+            f"the text has a lone surrogate, U+{ord(text[e.start]):04X}, at character {e.start}"
+        ) from None
+
+
+@contextlib.contextmanager
+def _without_framework_advice() -> Iterator[None]:
+    """Drop the line that transformers logs at import where PyTorch is not installed: none is needed."""
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "PyTorch was not found" not in record.getMessage()
+
+    logger = logging.getLogger("transformers")
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)

@@ -1,0 +1,1 @@
+"""Layers of few rows, a matter of streaming weights."""

@@ -1,0 +1,103 @@
+"""All layers of a few rows as one chain of kernels, none of them XLA's (`jdllm.pallas.chain`).
+
+What such a step takes is the time to read the weights, and what passes between two kernels while nothing is
+read. In a chain the next kernel reads its weights meanwhile. Layers are not a loop, so that nothing stands
+between them either.
+"""
+
+import functools
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jdllm.layers import rms_norm
+from jdllm.models.block import Hidden
+from jdllm.models.config import ModelConfig
+from jdllm.models.weights import Params, layer_runs
+from jdllm.pallas.add_norm import add_norm, check_add_norm
+from jdllm.pallas.dispatch import limit
+from jdllm.pallas.skinny_matmul import skinny_matmul, skinny_parts, streams
+
+_QKV, _GATES = ("q", "k", "v"), ("gate", "up")
+_WEIGHTS = {"attn_norm", "ffn_norm", "o", "down", *_QKV, *_GATES}
+_BIASES = tuple(f"{name}_bias" for name in _QKV)
+
+
+class ChainedAttention(Protocol):
+    """Attention of rotated queries over what is cached and over fresh keys and values.
+
+    Returns the outputs of all rows in their order, in any shape.
+    """
+
+    def __call__(self, q: Array, k: Array, v: Array, *, layer: Array, chained: bool) -> Array: ...
+
+
+def chains(params: Params, config: ModelConfig, rows: int) -> bool:
+    """Whether `run_chain` can take so many rows of this model, on the device at hand.
+
+    It cannot take experts, norms of queries and keys, nor heads that are rotated in part.
+    """
+    ((name, _, _), *more) = layer_runs(config)
+    stack = params[name]
+    if more or set(stack) not in (_WEIGHTS, _WEIGHTS | set(_BIASES)):
+        return False
+    if config.rope.rotated_dim(config.head_dim) < config.head_dim:
+        return False
+    if limit(lambda: check_add_norm(stack["o"].dtype, config.hidden_size)) is not None:
+        return False
+
+    def streamed(*names: str, head_dim: int | None = None) -> bool:
+        weights = [stack[name] for name in names]
+        x = jax.ShapeDtypeStruct((rows, weights[0].shape[2]), weights[0].dtype)
+        return streams(x, weights, head_dim)
+
+    rotated = streamed(*_QKV, head_dim=config.head_dim)
+    return rotated and all(streamed(*names) for names in (_GATES, ("o",), ("down",)))
+
+
+def run_chain(
+    params: Params,
+    config: ModelConfig,
+    h: Hidden,
+    rotation: tuple[Array, Array],
+    attention: ChainedAttention,
+) -> Hidden:
+    """Run all layers of a model for which `chains` holds.
+
+    Arguments:
+    - `h`: embedded rows.
+    - `rotation`: cosine and sine of the rows' angles.
+    - `attention`: over everything that each row sees.
+
+    Returns the hidden rows after the last layer, as `jdllm.execution.transformer.scan_layers` would, but for
+    the order of sums.
+    """
+    ((name, begin, end),) = layer_runs(config)
+    stack = params[name]
+    biases = [stack[name] for name in _BIASES if name in stack]
+    bias = jnp.concatenate(biases, axis=1) if biases else None
+
+    @functools.partial(jax.jit, static_argnames=("chained", "last"))
+    def layer(h: Hidden, x: Hidden, place: Array, *, chained: bool, last: bool) -> tuple[Hidden, Hidden]:
+        def products(x: Hidden, names: tuple[str, ...], **options: Any) -> tuple[Array, ...]:
+            weights = [stack[name] for name in names]
+            return skinny_matmul(x, weights, layer=place, chained=chained, **options)
+
+        def add(h: Hidden, y: Hidden, weight: str, norm: str, of_layer: Array) -> tuple[Hidden, Hidden]:
+            parts = skinny_parts(y, stack[weight], layer=place, chained=chained)
+            return add_norm(h, parts, stack[norm], of_layer, eps=config.rms_norm_eps, chained=chained)
+
+        qkv = products(x, _QKV, bias=bias, rotation=rotation)
+        q, k, v = (y.reshape(y.shape[0], -1, config.head_dim) for y in qkv)
+        o = attention(q, k, v, layer=place, chained=chained)
+        h, x = add(h, o.reshape(h.shape[0], -1), "o", "ffn_norm", place)
+        (y,) = products(x, _GATES, gated=True)
+        return add(h, y, "down", "attn_norm", place if last else place + 1)
+
+    x = rms_norm(h, stack["attn_norm"][begin], config.rms_norm_eps)
+    for place in range(begin, end):
+        # What all layers read is older than the chain: the first one has waited for it.
+        h, x = layer(h, x, jnp.int32(place), chained=place > begin, last=place == end - 1)
+    return h

@@ -1,0 +1,1 @@
+"""Layers whose rows, keys and values or weights are in host memory."""

@@ -1,0 +1,136 @@
+"""What lives in host memory when a context is too long for the device, and the bytes that this leaves there.
+
+The rungs of the ladder, each for longer contexts than the one before: the residual stream in host memory;
+the keys and values of the running layer too; the weights too.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+
+from jdllm.execution.offload.host_memory import IN_FLIGHT
+from jdllm.models.config import ModelConfig
+from jdllm.models.weights import is_spec, layer_stacks, param_bytes, spec_tree
+
+_TILE = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class HostTiers:
+    """How a step whose residual stream is in host memory is cut. Hashable: a static choice of the plan.
+
+    - `chunk_rows`: rows that are moved and computed at a time, a multiple of 128. With `kv`, all keys and
+      values pass through the device once for every chunk of queries: transfers hide behind attention from
+      some 16k rows on.
+    - `kv`: keys and values of the running layer are in host memory.
+    - `weights`: the layers' weights are in host memory, and copied one layer ahead.
+    - `head_groups`: parts of the key-value heads that go through the layer's attention one after another, so
+      that the device holds the keys and values of one; it must divide the key-value heads. 1 with `kv`.
+    """
+
+    chunk_rows: int
+    kv: bool = False
+    weights: bool = False
+    head_groups: int = 1
+
+    def __post_init__(self):
+        if self.chunk_rows < 1 or self.chunk_rows % _TILE:
+            raise ValueError(
+                f"HostTiers.chunk_rows is {self.chunk_rows}, expected a positive multiple of {_TILE}"
+            )
+        if self.head_groups < 1 or (self.kv and self.head_groups > 1):
+            expected = "1 with kv" if self.kv else "at least 1"
+            raise ValueError(f"HostTiers.head_groups is {self.head_groups}, expected {expected}")
+
+    def heads(self, config: ModelConfig) -> tuple[int, int]:
+        """Query heads and key-value heads of one group; `ValueError` where the groups do not divide them."""
+        if config.num_kv_heads % self.head_groups:
+            raise ValueError(
+                f"HostTiers.head_groups is {self.head_groups}, which does not divide"
+                f" {config.num_kv_heads} key-value heads"
+            )
+        return config.num_heads // self.head_groups, config.num_kv_heads // self.head_groups
+
+    def bounds(self, rows: int) -> list[tuple[int, int]]:
+        """The chunks [start, stop) of `rows`; all but the last have `chunk_rows`."""
+        return [(start, min(start + self.chunk_rows, rows)) for start in range(0, rows, self.chunk_rows)]
+
+
+def device_buffers(
+    config: ModelConfig, tiers: HostTiers, rows: int, dtype: jnp.dtype | str
+) -> dict[str, int]:
+    """Bytes of all arrays that are on the device at the worst moment of a layer.
+
+    Arguments:
+    - `config`, `tiers`: the model and how it is cut.
+    - `rows`: packed rows.
+    - `dtype`: of the weights.
+
+    Returns bytes by name. Not among them: weights that stay on the device (without `tiers.weights` all; with
+    it none), and temporaries inside executables. Before the first layer the embedding matrix is on the
+    device too where it does not stay there, after the last the head and what
+    `jdllm.decoding.tiered.head_buffers` lists.
+    """
+    size = jnp.dtype(dtype).itemsize
+    chunk = min(tiers.chunk_rows, rows)
+    heads, kv_heads = tiers.heads(config)
+    hidden = chunk * config.hidden_size * size
+    outputs = chunk * heads * config.head_dim * size
+    buffers = {
+        "layer": _layer_bytes(config, size) * (2 if tiers.weights else 1),
+        "positions and key ranges": IN_FLIGHT * 3 * chunk * 4,
+        "residual chunks": IN_FLIGHT * hidden,
+    }
+    if tiers.kv:
+        # The last keys for one chunk of queries and the first for the next may be on the device together.
+        return buffers | {
+            "key and value chunks": IN_FLIGHT * 2 * chunk * kv_heads * config.head_dim * size,
+            "queries": 2 * outputs,
+            "accumulators": 2 * chunk * heads * (config.head_dim + 2) * 4,
+        }
+    return buffers | {
+        "keys and values": 2 * rows * kv_heads * config.head_dim * size,
+        "attention outputs": IN_FLIGHT * tiers.head_groups * outputs,
+    }
+
+
+def host_buffers(config: ModelConfig, tiers: HostTiers, rows: int, dtype: jnp.dtype | str) -> dict[str, int]:
+    """Bytes of all arrays that are in pinned host memory at the worst moment; arguments as above.
+
+    A chunk is replaced by a new array before the old one is free, hence some chunks more than the rows have.
+    """
+    size = jnp.dtype(dtype).itemsize
+    chunk = min(tiers.chunk_rows, rows)
+    buffers = {"residual": (rows + (IN_FLIGHT - 1) * chunk) * config.hidden_size * size}
+    if tiers.kv:
+        buffers["keys and values"] = 2 * rows * config.num_kv_heads * config.head_dim * size
+    if tiers.head_groups > 1:
+        heads, _ = tiers.heads(config)
+        buffers["attention outputs"] = rows * (config.num_heads - heads) * config.head_dim * size
+    if tiers.weights:
+        buffers["weights"] = param_bytes(config, dtype)
+    return buffers
+
+
+def transfer_bytes(
+    config: ModelConfig, tiers: HostTiers, rows: int, dtype: jnp.dtype | str
+) -> tuple[int, int]:
+    """Bytes that one layer moves to the device and to the host where every row sees all rows."""
+    size = jnp.dtype(dtype).itemsize
+    heads, kv_heads = tiers.heads(config)
+    hidden = rows * config.hidden_size * size
+    weights = _layer_bytes(config, size) if tiers.weights else 0
+    if tiers.kv:
+        keys_values = 2 * rows * kv_heads * config.head_dim * size
+        return 2 * hidden + len(tiers.bounds(rows)) * keys_values + weights, hidden + keys_values
+    outputs = rows * (config.num_heads - heads) * config.head_dim * size
+    return 2 * tiers.head_groups * hidden + outputs + weights, hidden + outputs
+
+
+def _layer_bytes(config: ModelConfig, itemsize: int) -> int:
+    """Bytes of the weights of the largest layer."""
+    specs = spec_tree(config)
+    stacks = [jax.tree.leaves(specs[name], is_leaf=is_spec) for name in layer_stacks(config)]
+    return itemsize * max(sum(math.prod(spec.shape[1:]) for spec in stack) for stack in stacks)

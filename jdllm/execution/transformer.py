@@ -1,0 +1,189 @@
+"""The one transformer: packed rows in, hidden rows out.
+
+Every array has a flat row axis that holds the rows of all segments one after another; which keys a row
+attends to is its range [k_start, k_end) of rows. Nothing here knows about batches or padding.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jdllm.chunks import ChunkConfig
+from jdllm.execution.chunked import run_layers
+from jdllm.execution.few_rows.streamed import streamed_of
+from jdllm.layers import head_logits, rms_norm
+from jdllm.models.block import (
+    AttentionFn,
+    Hidden,
+    Layer,
+    RowInts,
+    Rows,
+    attention_branch,
+    block,
+    ffn_branch,
+    project_keys_values,
+)
+from jdllm.models.config import ModelConfig
+from jdllm.models.moe import GroupedMatmulFn, experts_of
+from jdllm.models.rotary import cos_sin
+from jdllm.models.weights import Params, head_weights, layer_runs
+from jdllm.pallas.attention import attention as default_attention
+from jdllm.pallas.attention.ranges import ranges_of
+from jdllm.pallas.grouped_matmul import grouped_matmul as default_grouped_matmul
+
+_WHOLE = ChunkConfig()
+_UNROLLED = 4  # layers of few rows: the start of a turn would be a fiftieth of a layer
+
+
+class Wanted(NamedTuple):
+    """Rows whose hidden states are wanted, and which of them really are; the others may hold anything."""
+
+    rows: Int[Array, " wanted"]
+    live: Bool[Array, " wanted"]
+
+
+def forward(
+    params: Params,
+    config: ModelConfig,
+    tokens: RowInts,
+    rows: Rows,
+    *,
+    chunks: ChunkConfig = _WHOLE,
+    attention: AttentionFn | None = None,
+    grouped_matmul: GroupedMatmulFn = default_grouped_matmul,
+) -> Hidden:
+    """Run all layers over packed rows.
+
+    Arguments:
+    - `params`: weights as `jdllm.models.weights.spec_tree` describes them.
+    - `config`: the model; static.
+    - `tokens`: int32 ids of all rows.
+    - `rows`: positions and key ranges; `jdllm.models.visibility.key_ranges` gives those of one sequence.
+    - `chunks`: chunk counts; static.
+    - `attention`: the attention to use, with the contract of `jdllm.pallas.attention.attention`, which is the
+      default.
+    - `grouped_matmul`: the product of rows with their experts, with the contract of
+      `jdllm.pallas.grouped_matmul.grouped_matmul`; models without experts do not call it.
+
+    Returns the hidden rows after the last layer, before the final norm, in the dtype of the weights.
+    """
+    h = embed(params, tokens)
+    if not chunks.layers_whole:
+        return run_layers(params, config, h, rows, chunks, attention or default_attention, grouped_matmul)
+    attention = attention or attention_over(rows)
+    rotation = cos_sin(config.rope, config.head_dim, rows.positions)
+
+    def body(h: Hidden, layer: Layer, _: Array) -> Hidden:
+        return block(layer, config, h, rotation, rows, attention, grouped_matmul)
+
+    return scan_layers(params, config, h, body)
+
+
+def forward_wanted(
+    params: Params, config: ModelConfig, tokens: RowInts, rows: Rows, wanted: Wanted
+) -> Hidden:
+    """`forward` for the rows that somebody wants: of the others the last layer makes keys and values only.
+
+    Arguments as of `forward`. Returns the hidden rows of `wanted`, in its order.
+    """
+    rotation, attention = cos_sin(config.rope, config.head_dim, rows.positions), attention_over(rows)
+
+    def body(h: Hidden, layer: Layer, _: Array) -> Hidden:
+        return block(layer, config, h, rotation, rows, attention, default_grouped_matmul)
+
+    def last(h: Hidden, layer: Layer, _: Array) -> Hidden:
+        keys_values = project_keys_values(layer, config, h, rotation)
+        return last_block(layer, config, h, rotation, rows, keys_values, wanted, default_grouped_matmul)
+
+    return scan_layers(params, config, embed(params, tokens), body, last=last)
+
+
+def last_block(
+    layer: Layer,
+    config: ModelConfig,
+    h: Hidden,
+    rotation: tuple[Array, Array],
+    rows: Rows,
+    keys_values: tuple[Array, Array],
+    wanted: Wanted,
+    grouped_matmul: GroupedMatmulFn,
+) -> Hidden:
+    """The last layer for the rows of `wanted`, over the keys and values of all rows."""
+    own = Rows(*(jnp.asarray(x)[wanted.rows] for x in rows))
+    own = own._replace(k_end=jnp.where(wanted.live, own.k_end, own.k_start))
+    h, rotation = h[wanted.rows], (rotation[0][wanted.rows], rotation[1][wanted.rows])
+    attention = attention_over(own, keys_values[0].shape[0])
+    h = h + attention_branch(layer, config, h, rotation, own, keys_values, attention)
+    return h + ffn_branch(layer, config, h, grouped_matmul)
+
+
+def attention_over(rows: Rows, keys: int | None = None) -> AttentionFn:
+    """The default attention, for layers that all have the key ranges of `rows`, among each other by default.
+
+    Arguments:
+    - `keys`: of how many.
+    """
+    ranges = ranges_of(rows.k_start, rows.k_end, keys or rows.k_start.shape[0])
+    return functools.partial(default_attention, ranges=ranges)
+
+
+def scan_layers[Carry](
+    params: Params,
+    config: ModelConfig,
+    carry: Carry,
+    body: Callable[[Carry, Layer, Array], Carry],
+    *,
+    few_rows: int | None = None,
+    last: Callable[[Carry, Layer, Array], Carry] | None = None,
+) -> Carry:
+    """Apply `body(carry, layer, number)` for every layer in order: a device loop for each run of like layers.
+
+    Arguments:
+    - `few_rows`: how many rows the layers are applied to, where that may be so few that a kernel streams
+      their weights (`jdllm.execution.few_rows.streamed`).
+    - `last`: for the last layer, in place of `body`.
+
+    XLA's products read a layer's weights where they lie in their stack.
+    """
+    before = 0
+    for name, start, end in layer_runs(config):
+        stack = dict(params[name])
+        experts = experts_of(stack)
+        streamed = None if few_rows is None else streamed_of(stack, few_rows)
+        wholes = {name: x for name, x in (("experts", experts), ("streamed", streamed)) if x is not None}
+
+        def step(
+            place: Array, carry: Carry, body=body, stack=stack, wholes=wholes, offset=before - start
+        ) -> Carry:
+            layer = {
+                name: lax.dynamic_index_in_dim(leaf, place, keepdims=False) for name, leaf in stack.items()
+            }
+            layer |= {name: whole.of_layer(place) for name, whole in wholes.items()}
+            return body(carry, layer, place + offset)
+
+        like = end - (last is not None and before + end - start == config.num_layers)
+        unroll = 1 if few_rows is None else min(_UNROLLED, like - start)
+        carry = lax.fori_loop(start, like, step, carry, unroll=unroll)
+        if like < end:
+            carry = step(jnp.int32(like), carry, last)
+        before += end - start
+    return carry
+
+
+def embed(params: Params, tokens: RowInts) -> Hidden:
+    """Look up the token embeddings."""
+    return params["embed"][tokens]
+
+
+def final_norm(params: Params, config: ModelConfig, h: Hidden) -> Hidden:
+    """The norm before the head."""
+    return rms_norm(h, params["final_norm"], config.rms_norm_eps)
+
+
+def logits(params: Params, config: ModelConfig, h: Hidden) -> Float[Array, "rows vocab"]:
+    """f32 logits of the given hidden rows; pass only the rows that need them."""
+    return head_logits(final_norm(params, config, h), head_weights(params))
