@@ -15,6 +15,7 @@ from jdllm.llm import LLM
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.planning import account
+from jdllm.planning.budget import parse_bytes
 from tests.helpers import Golden
 
 LLADA, DREAM = Golden("llada"), Golden("dream")
@@ -28,6 +29,9 @@ MAX_POSITIONS = 80
 BUDGET = 64
 # Two short requests of Dream, or a long one: at most 32 rows of the head.
 DREAM_BUDGET = 50
+
+KV_POOL = "16MiB"
+"""A few thousand tokens: several models share a device, a card too."""
 
 # The interpreter of kernels runs a computation for each warpgroup, and these wait for each other: with fewer
 # threads than warpgroups they would wait forever. Both are read when the backend starts.
@@ -43,8 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
-# Every engine of a CPU has a pool of its own; those of tests hold a few thousand tokens.
-account.UNPLANNED_POOL = 16 << 20
+account.UNPLANNED_POOL = parse_bytes(KV_POOL)
 
 settings.register_profile("jdllm", deadline=None, derandomize=True)
 settings.load_profile("jdllm")
@@ -87,14 +90,20 @@ def executables() -> Executables:
 @pytest.fixture(scope="session")
 def llm(config: ModelConfig, params: Params) -> LLM:
     """The tiny checkpoint in f32, from memory."""
-    return LLM(Transformer(config, params), max_num_batched_tokens=BUDGET)
+    return LLM(Transformer(config, params), max_num_batched_tokens=BUDGET, kv_pool=KV_POOL)
 
 
 @pytest.fixture(scope="session")
 def stopping_llm() -> LLM:
     """The same from its directory, with the ids of `STOPS` for the ends and few positions."""
     overrides = {**STOPS, "max_sequence_length": MAX_POSITIONS}
-    return LLM(LLADA.directory, dtype="float32", max_num_batched_tokens=BUDGET, hf_overrides=overrides)
+    return LLM(
+        LLADA.directory,
+        dtype="float32",
+        max_num_batched_tokens=BUDGET,
+        kv_pool=KV_POOL,
+        hf_overrides=overrides,
+    )
 
 
 @pytest.fixture(scope="session")
@@ -110,10 +119,10 @@ def dream_params(dream_config: ModelConfig) -> Params:
 @pytest.fixture(scope="session")
 def dream_llm(dream_config: ModelConfig, dream_params: Params) -> LLM:
     """The tiny Dream, whose logits are shifted, in f32."""
-    return LLM(Transformer(dream_config, dream_params), max_num_batched_tokens=DREAM_BUDGET)
+    return LLM(Transformer(dream_config, dream_params), max_num_batched_tokens=DREAM_BUDGET, kv_pool=KV_POOL)
 
 
 @pytest.fixture(scope="session")
 def moe_llm() -> LLM:
     """The tiny LLaDA-MoE in f32, one request at a time."""
-    return LLM(Golden("llada_moe").directory, dtype="float32", max_num_batched_tokens=1)
+    return LLM(Golden("llada_moe").directory, dtype="float32", max_num_batched_tokens=1, kv_pool=KV_POOL)

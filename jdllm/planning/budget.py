@@ -109,11 +109,13 @@ class DeviceMemory(NamedTuple):
     - `limit`: bytes that XLA may allot in all.
     - `overhead`: bytes in use outside XLA's pool: the CUDA context, libraries, other processes.
     - `arrays`: bytes of this process's arrays.
+    - `gaps`: bytes of XLA's pool between arrays: free, but too small for what is large.
     """
 
     limit: int
     overhead: int
     arrays: int
+    gaps: int
 
 
 def device_memory(device: Any) -> DeviceMemory | None:
@@ -128,7 +130,9 @@ def device_memory(device: Any) -> DeviceMemory | None:
     stats = device.memory_stats()
     state = card_state(device.local_hardware_id)
     overhead = DEFAULT_OVERHEAD if state is None else max(0, state.used - stats.get("pool_bytes", 0))
-    return DeviceMemory(stats["bytes_limit"], overhead, stats["bytes_in_use"])
+    pool, arrays = stats.get("pool_bytes", 0), stats["bytes_in_use"]
+    gaps = max(0, pool - arrays - stats.get("largest_free_block_bytes", pool))
+    return DeviceMemory(stats["bytes_limit"], overhead, arrays, gaps)
 
 
 def device_budget(
@@ -138,7 +142,8 @@ def device_budget(
 
     Arguments:
     - `device`: a JAX device.
-    - `memory`: bytes of it that may be used, or `None` for all that XLA may allot.
+    - `memory`: bytes of it that may be used, or `None` for all that XLA may allot in one piece beside the
+      arrays that are there.
     - `host_memory`: bytes of host memory for the tiers, or "0".
     - `held`: bytes of arrays that the budget is for, such as weights; other arrays of the process take from
       what there is. `None` leaves arrays out of account.
@@ -152,7 +157,7 @@ def device_budget(
         return None if memory is None else Budget(parse_bytes(memory), 0, host)
     others = 0 if held is None else max(0, measured.arrays - held)
     most = measured.limit + measured.overhead - others
-    given = most if memory is None else parse_bytes(memory)
+    given = most - measured.gaps if memory is None else parse_bytes(memory)
     if given > most:
         taken = f" beside {others} bytes of other arrays in this process" if others else ""
         raise ConfigError(

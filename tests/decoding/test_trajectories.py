@@ -74,7 +74,7 @@ def model(family: str, case: dict[str, Any], request: pytest.FixtureRequest) -> 
     ids = {"eos_token_id": case["eos_id"], "eot_token_id": case["eot_id"]}
     if ids == STOPS:
         return request.getfixturevalue("stopping_llm")
-    return LLM(LLADA.directory, dtype="float32", hf_overrides=ids)
+    return LLM(LLADA.directory, dtype="float32", kv_pool="16MiB", hf_overrides=ids)
 
 
 @pytest.mark.parametrize(("family", "name"), RECORDED)

@@ -25,7 +25,7 @@ def test_every_token_of_every_step(family: str, name: str, llm: LLM, dream_llm: 
 
 @pytest.fixture(scope="module")
 def demo() -> LLM:
-    return LLM(checkpoint_path(), dtype="bfloat16", progress=False)
+    return LLM(checkpoint_path(), dtype="bfloat16", kv_pool="64MiB", progress=False)
 
 
 @pytest.mark.parametrize("policy", ["none", "dual", "head_sparse"])

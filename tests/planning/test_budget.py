@@ -1,5 +1,6 @@
 """Budgets as users write them, and the refusal of a step."""
 
+import dataclasses
 import pickle
 import re
 
@@ -65,15 +66,18 @@ def test_a_cpu_has_no_budget_of_its_own():
 
 
 class Device:
-    """What JAX says of a card: CUDA's number, and bytes that XLA may allot, holds, and has given out."""
+    """What JAX says of a card: CUDA's number, and bytes that XLA may allot, holds, and has given out; the
+    largest piece of the rest has `free` bytes."""
 
     platform = "gpu"
 
-    def __init__(self, ordinal: int, arrays: int = 0):
-        self.local_hardware_id, self.arrays = ordinal, arrays
+    def __init__(self, ordinal: int, arrays: int = 0, pool: int = 2 * GIB, free: int = 0):
+        self.local_hardware_id = ordinal
+        self.stats = {"bytes_limit": 30 * GIB, "pool_bytes": pool, "bytes_in_use": arrays}
+        self.stats["largest_free_block_bytes"] = free or max(0, pool - arrays)
 
     def memory_stats(self) -> dict[str, int]:
-        return {"bytes_limit": 30 * GIB, "pool_bytes": 2 * GIB, "bytes_in_use": self.arrays}
+        return self.stats
 
 
 @pytest.fixture
@@ -89,7 +93,7 @@ def cards(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.usefixtures("cards")
 def test_the_overhead_is_what_the_driver_counts_beyond_the_pool():
-    assert device_memory(Device(0)) == (30 * GIB, GIB, 0)
+    assert device_memory(Device(0)) == (30 * GIB, GIB, 0, 0)
     unknown = device_memory(Device(1))
     assert unknown is not None
     assert unknown.overhead == DEFAULT_OVERHEAD
@@ -107,6 +111,20 @@ def test_a_budget_is_what_other_arrays_leave():
         ConfigError, match=f"memory is {32 * GIB} bytes, and XLA may use {31 * GIB} of this device: "
     ):
         device_budget(Device(0), "32GiB", 0)
+
+
+@pytest.mark.usefixtures("cards")
+def test_what_lies_between_arrays_is_no_room_for_a_pool():
+    scattered = Device(0, arrays=GIB, pool=3 * GIB, free=GIB // 2)
+    assert device_memory(scattered) == (30 * GIB, 0, GIB, 3 * GIB // 2)
+    whole = device_budget(Device(0, arrays=GIB, pool=3 * GIB), None, 0, held=GIB)
+    assert whole is not None
+    assert device_budget(scattered, None, 0, held=GIB) == dataclasses.replace(
+        whole, device=whole.device - 3 * GIB // 2
+    )
+    asked = device_budget(scattered, "20GiB", 0, held=GIB)
+    assert asked is not None
+    assert asked.device == 20 * GIB
 
 
 def test_no_host_memory_is_a_size():
