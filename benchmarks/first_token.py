@@ -26,12 +26,15 @@ from jdllm.models.config import ModelConfig
 CACHE: Cache = "dual"
 
 
-def measure(directory: Path, scratch: Path, prompt: int, max_num_batched_tokens: int) -> dict[str, Any]:
+def measure(
+    directory: Path, scratch: Path, cache: Path, prompt: int, max_num_batched_tokens: int
+) -> dict[str, Any]:
     """Load the weights alone, and then all from `LLM(...)` to the end of a first block.
 
     Arguments:
     - `directory`: a checkpoint.
     - `scratch`: where a small checkpoint is written, that starts the device.
+    - `cache`: where executables are kept.
     - `prompt`: tokens of the prompt.
 
     Returns seconds: `load_s` of the weights alone, `llm_s` of the constructor with its warm-up, `block_s` of
@@ -45,7 +48,13 @@ def measure(directory: Path, scratch: Path, prompt: int, max_num_batched_tokens:
     sampling = SamplingParams(
         gen_length=BLOCK_LENGTH, block_length=BLOCK_LENGTH, cache=CACHE, early_stop=False
     )
-    with LLM(directory, max_num_batched_tokens=max_num_batched_tokens, warmup=True, progress=False) as llm:
+    with LLM(
+        directory,
+        max_num_batched_tokens=max_num_batched_tokens,
+        cache_dir=cache,
+        warmup=True,
+        progress=False,
+    ) as llm:
         ready = time.perf_counter()
         llm.generate(prompt_token_ids=random_prompts(config, [prompt]), sampling=sampling)
         end = time.perf_counter()
@@ -71,18 +80,21 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--directory", type=Path, help="where the checkpoint is written, by default temporary"
     )
-    parser.add_argument("--child", type=Path, help="measure this checkpoint, and print a line")
+    parser.add_argument(
+        "--child", type=Path, nargs=2, help="measure this checkpoint with this cache, and print a line"
+    )
     args = parser.parse_args(arguments)
     if args.child:
+        checkpoint, cache = args.child
         with tempfile.TemporaryDirectory() as scratch:
-            row = measure(args.child, Path(scratch), args.prompt, args.max_num_batched_tokens)
+            row = measure(checkpoint, Path(scratch), cache, args.prompt, args.max_num_batched_tokens)
         print(json.dumps(row), flush=True)
         return
     with tempfile.TemporaryDirectory(dir=args.directory) as scratch:
         checkpoint = write_random_checkpoint(Path(scratch) / args.shape, llada_hf_config(SHAPES[args.shape]))
-        command = [sys.executable, "-m", "benchmarks", "first_token", *arguments, "--child", str(checkpoint)]
+        child = ["--child", str(checkpoint), str(Path(scratch) / "executables")]
+        command = [sys.executable, "-m", "benchmarks", "first_token", *arguments, *child]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_COMPILATION_CACHE")}
-        environment["XDG_CACHE_HOME"] = str(Path(scratch) / "cache")
         table = []
         for process in ("first", "second"):
             done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)

@@ -6,6 +6,7 @@ from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.planning.account import Account
 from jdllm.planning.ladder import MAX_SEGMENTS, make_ladder
+from jdllm.planning.plan import LONGEST
 from jdllm.serving.adaptive_runner import AdaptiveRunner
 from jdllm.serving.cached_runner import CachedRunner
 from jdllm.serving.diagnosis import Diagnosis
@@ -56,7 +57,7 @@ def make_engine(
         max_num_logits=ladder.refresh[-1].head_rows,
         entries=cached.entries(ladder.tiles),
         pages=cached.pages,
-        longest=account.longest,
+        longest=account.longest if chunks is None else LONGEST,
         longest_refresh=account.max_refresh,
         beside_pool=account.max_context,
     )

@@ -73,7 +73,7 @@ class FullRunner:
 
     def check(self, spec: RequestSpec) -> None:
         """Raise `MemoryBudgetError` for a request without a cache that is too long for the device."""
-        if spec.cached or spec.rows <= self._account.longest:
+        if spec.cached or self._chunks is not None or spec.rows <= self._account.longest:
             return
         budget = self._account.step_budget(spec.rows)
         if budget is not None:

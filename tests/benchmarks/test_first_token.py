@@ -17,7 +17,7 @@ def test_the_second_process_finds_what_the_first_kept(tmp_path: Path, monkeypatc
 
     def run(command: list[str], *, env: dict[str, str], **_: Any) -> SimpleNamespace:
         asked.append(command)
-        cache = Path(env["XDG_CACHE_HOME"])
+        cache = Path(command[-1])
         found = cache.exists()
         cache.mkdir(exist_ok=True)
         assert "JAX_COMPILATION_CACHE_DIR" not in env
@@ -36,4 +36,4 @@ def test_the_second_process_finds_what_the_first_kept(tmp_path: Path, monkeypatc
     ]
     assert asked[0] == asked[1]
     assert asked[0][1:6] == ["-m", "benchmarks", "first_token", "--prompt", "7"]
-    assert asked[0][-2] == "--child"
+    assert asked[0][-3] == "--child"

@@ -94,7 +94,7 @@ def test_what_does_not_fit_is_refused_with_the_longest_context(params, config, e
 
 @pytest.mark.slow
 def test_fixed_counts_that_do_not_fit_name_their_own_need(params, config, executables, small):
-    budget = small(300 * 2**10)
+    budget = small(900 * 2**10)
     request = generation_request(0, PROMPT, SamplingParams(gen_length=64, steps=4), config)
 
     def steps(budget: Budget) -> int:
@@ -126,7 +126,8 @@ def test_a_compiler_that_never_agrees_is_refused(params, config, executables, sm
 @pytest.mark.slow
 def test_host_memory_is_used_where_the_device_is_too_small(params, config, executables, small, monkeypatch):
     rung = HostTiers(chunk_rows=128, kv=True)
-    monkeypatch.setattr("jdllm.serving.full_runner.rungs", lambda config: [rung])
+    for module in ("jdllm.planning.plan", "jdllm.planning.account", "jdllm.serving.full_runner"):
+        monkeypatch.setattr(f"{module}.rungs", lambda config: [rung])
     prompt = np.resize(PROMPT, 1200)
     expected = run(params, config, executables, None, prompt).tokens
     for extra in range(300, 3000, 30):
