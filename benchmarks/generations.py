@@ -148,8 +148,8 @@ def generation_flops(config: ModelConfig, sampling: SamplingParams, prompt: int)
 def ragged(arguments: Sequence[str]) -> None:
     """32 requests of different lengths at once, beside what their arithmetic alone takes.
 
-    `python3 -m benchmarks ragged [--cache head_sparse] [--delay 1 0] [--max-num-batched-tokens 8192]` on a
-    card; the prompts are as long as `benchmarks/workloads/ragged32.json` says. The floor is the arithmetic of
+    `python3 -m benchmarks ragged [--cache head_sparse] [--delay 1 0] [--max-num-batched-tokens 8192]
+    [--warmup]` on a card; the prompts are as long as `benchmarks/workloads/ragged32.json` says. The floor is the arithmetic of
     all steps at the rate that full steps of jdllm reach; `share_of_floor` is its seconds over those measured.
     """
     parser = case_parser("ragged", ragged.__doc__)
@@ -159,6 +159,7 @@ def ragged(arguments: Sequence[str]) -> None:
     parser.add_argument("--delay", type=int, nargs="+", default=[1, 0])
     parser.add_argument("--max-num-batched-tokens", type=int, nargs="+", default=[8192])
     parser.add_argument("--requests", type=int, help="only the first of them")
+    parser.add_argument("--warmup", action="store_true", help="compile everything before the first request")
     args = parser.parse_args(arguments)
     config, rate = SHAPES[args.shape], RATES["h200"].flops
     lengths = prompt_lengths()[: args.requests]
@@ -166,7 +167,11 @@ def ragged(arguments: Sequence[str]) -> None:
     table = []
     for max_num_batched_tokens in args.max_num_batched_tokens:
         asked = {"shape": args.shape, "requests": len(lengths), "batched_tokens": max_num_batched_tokens}
-        with LLM(model, max_num_batched_tokens=max_num_batched_tokens, progress=False) as llm:
+        start = time.perf_counter()
+        with LLM(
+            model, max_num_batched_tokens=max_num_batched_tokens, warmup=args.warmup, progress=False
+        ) as llm:
+            asked["warmup_s"] = time.perf_counter() - start if args.warmup else 0.0
             for cache, delay in itertools.product(args.cache, args.delay):
                 sampling = generation(cache, args.retention, None if cache == "none" else delay)
                 floor = sum(generation_flops(config, sampling, length) for length in lengths) / rate

@@ -30,7 +30,7 @@ from jdllm.planning.plan import (
 )
 from jdllm.planning.search import largest
 
-_LOGITS_ROWS = (512, 256, 128, 64)
+_LOGITS_ROWS = (512, 256, 128, 64, 32, 16)
 """Head rows whose logits may exist at a time in refreshes and reuses, the most first."""
 
 UNPLANNED_POOL = 1 << 30

@@ -1,7 +1,8 @@
 """The compiled sizes of an engine: a fixed ladder, so that what it has compiled once serves every request."""
 
 import dataclasses
-from collections.abc import Container, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jdllm.planning.buckets import head_bucket, power_bucket, row_bucket, steps_per_dispatch
@@ -15,6 +16,8 @@ MAX_SEGMENTS = 64
 _FULL, _WIDE, _REFRESH, _MOST_TILES = 14, 3, 8, 64
 _UNIT = 128
 _STANDS_IN = 4
+_PATIENCE = 1 << 18
+"""Rows of padding that take an 8B model on an H200 about as long as compiling a step."""
 
 
 class Entry(NamedTuple):
@@ -58,7 +61,7 @@ def make_ladder(max_num_batched_tokens: int) -> Ladder:
     """The ladder of an engine whose steps have at most so many packed rows.
 
     Its largest entries hold exactly these, in whole tiles. Longer sequences run in entries of their own
-    (`entry_for`).
+    (`Sizes`).
     """
     narrow = [_entry(rows, _few(rows)) for rows in _sizes(max_num_batched_tokens, _FULL)]
     wide = [_entry(rows, rows) for rows in _sizes(max_num_batched_tokens, _WIDE)]
@@ -72,25 +75,36 @@ def make_ladder(max_num_batched_tokens: int) -> Ladder:
     return Ladder(tuple(sorted((*narrow, *wide))), tuple(refresh), tuple(reuse))
 
 
-def entry_for(
-    entries: Sequence[Entry],
-    rows: int,
-    head_rows: int,
-    segments: int,
-    compiled: Container[Entry] = (),
-) -> Entry:
-    """The smallest of `entries` that holds a batch, or one of its own for what none of them holds.
+class Sizes:
+    """Which entries of one kind of step are compiled, and which of them serves a batch.
 
     Arguments:
-    - `compiled`: entries that are compiled. One of them stands in for a smaller one that is not, where it has
-      at most four times its rows: compiling takes longer than many steps of padding.
+    - `entries`: of the ladder, by rising rows.
+
+    Compiling takes longer than many steps of padding, so that a compiled entry stands in for a smaller one.
+    Once that has padded about as long as compiling takes, the smaller one is compiled.
     """
-    holding = [entry for entry in entries if entry.holds(rows, head_rows, segments)]
-    if not holding:
+
+    def __init__(self, entries: Sequence[Entry]):
+        self._entries = entries
+        self._padding: Counter[Entry] = Counter()
+        self.compiled: set[Entry] = set()
+
+    def choose(self, rows: int, head_rows: int, segments: int, steps: int = 1) -> Entry:
+        """The entry for a batch that does so many steps."""
+        holding = [entry for entry in self._entries if entry.holds(rows, head_rows, segments)]
+        if not holding:
+            return self._own(rows, head_rows, segments)
+        smallest = holding[0]
+        near = (e for e in holding if e in self.compiled and e.rows <= _STANDS_IN * smallest.rows)
+        entry = next(near, smallest)
+        self._padding[smallest] += steps * (entry.rows - smallest.rows)
+        return entry if self._padding[smallest] <= _PATIENCE else smallest
+
+    def _own(self, rows: int, head_rows: int, segments: int) -> Entry:
+        """The sizes of a batch that no entry of the ladder holds."""
         own = bucket_entry(rows, head_rows, segments)
-        return own._replace(steps=min(own.steps, max(entry.steps for entry in entries)))
-    ready = (e for e in holding if e in compiled and e.rows <= _STANDS_IN * holding[0].rows)
-    return next(ready, holding[0])
+        return own._replace(steps=min(own.steps, max(entry.steps for entry in self._entries)))
 
 
 def bucket_entry(rows: int, head_rows: int, segments: int = 1) -> Entry:

@@ -13,7 +13,7 @@ from jdllm.decoding.encoded_trace import EncodedTrace, encoding
 from jdllm.decoding.executables import Executable, Executables
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
-from jdllm.planning.ladder import Entry, Ladder, entry_for
+from jdllm.planning.ladder import Entry, Ladder, Sizes
 from jdllm.serving.adaptive_packing import pack_adaptive
 from jdllm.serving.launch import Launch
 from jdllm.serving.packing import demand
@@ -47,15 +47,15 @@ class AdaptiveRunner:
         self._params = params
         self._config = config
         self._executables = executables
-        self._ladder = ladder
         self._verifier = verifier
         self._choose = choose
+        self._sizes = Sizes(ladder.full)
         self._chosen: dict[Entry, ChunkConfig] = {}
 
     def launch(self, requests: list[Request], max_steps: int) -> Launch:
         """One iteration, as of `Launcher`; host memory is not used."""
         rows, head_rows = np.sum([demand(r) for r in requests], axis=0).tolist()
-        entry = entry_for(self._ladder.full, rows, head_rows, len(requests), self._chosen)
+        entry = self._sizes.choose(rows, head_rows, len(requests))
         batch, candidates = pack_adaptive(requests, self._config, self._verifier.config, entry)
         static = self._static(self._chunks(batch, entry))
 
@@ -72,6 +72,7 @@ class AdaptiveRunner:
 
         if entry not in self._chosen:
             self._chosen[entry] = self._choose(entry, compiled)
+            self._sizes.compiled.add(entry)
         return self._chosen[entry]
 
     def _arguments(self, batch: AdaptiveBatch) -> tuple[Params, Params, AdaptiveBatch]:

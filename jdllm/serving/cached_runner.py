@@ -18,7 +18,7 @@ from jdllm.models.weights import Params
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.account import Account
 from jdllm.planning.buckets import power_bucket
-from jdllm.planning.ladder import TILE_ROWS, Entry, Ladder, entry_for
+from jdllm.planning.ladder import TILE_ROWS, Entry, Ladder, Sizes
 from jdllm.serving.cached_packing import pack_refresh, pack_reuse, reuse_demand
 from jdllm.serving.fitting import check_fits
 from jdllm.serving.kv_pool import KvPool
@@ -59,8 +59,8 @@ class CachedRunner:
         self._account = account
         self._pages = KvPool.empty(account.pages, PAGE_ROWS)
         self._pool: KeyValuePool | None = None
-        self._compiled_refresh: dict[bool, set[Entry]] = {False: set(), True: set()}
-        self._compiled_reuse: dict[Level, set[Entry]] = {level: set() for level in _REUSE_LEVELS}
+        self._refresh_sizes = {scored: Sizes(ladder.refresh) for scored in (False, True)}
+        self._reuse_sizes = {level: Sizes(ladder.reuse) for level in _REUSE_LEVELS}
         self._abstract_pool = jax.eval_shape(self._empty_pool)
 
     @property
@@ -111,14 +111,14 @@ class CachedRunner:
         request.id = -1
         for entry in self._ladder.refresh:
             packed, selection, table, _ = pack_refresh([request], self._config, pages, entry)
-            for scored in self._compiled_refresh:
+            for scored in self._refresh_sizes:
                 args = self._params, packed.batch, selection, table, self._abstract_pool
                 yield Program(_refresh, args, self._refresh_static(entry, scored), donate=_POOL)
         for entry in self._ladder.reuse:
             entries = self.entries(entry.rows // TILE_ROWS)
             packed, table = pack_reuse([request], self._config, pages, entry, entries)
             args = self._params, packed.batch, table, self._abstract_pool, np.int32(1)
-            for level in self._compiled_reuse:
+            for level in self._reuse_sizes:
                 chained = chains(self._params, self._config, entry.rows)
                 yield Program(_reuse, args, self._static(entry, level), chained=chained)
 
@@ -126,22 +126,22 @@ class CachedRunner:
         """Compile every entry of the ladder."""
         for function, args, static, donate, chained in self.programs():
             self._executables.compile(function, *args, donate=donate, chained=chained, **static)
-        for compiled in self._compiled_refresh.values():
-            compiled.update(self._ladder.refresh)
-        for compiled in self._compiled_reuse.values():
-            compiled.update(self._ladder.reuse)
+        for sizes in self._refresh_sizes.values():
+            sizes.compiled.update(self._ladder.refresh)
+        for sizes in self._reuse_sizes.values():
+            sizes.compiled.update(self._ladder.reuse)
 
     def refresh(self, requests: list[Request], max_steps: int) -> Launch:
         """One step of whole sequences; what each policy asks for is stored. As of `Launcher`."""
         rows, head_rows = np.sum([demand(r) for r in requests], axis=0).tolist()
         scored = any(_scored(r) for r in requests)
-        compiled = self._compiled_refresh[scored]
-        entry = entry_for(self._ladder.refresh, rows, head_rows, len(requests), compiled)
+        sizes = self._refresh_sizes[scored]
+        entry = sizes.choose(rows, head_rows, len(requests))
         packed, selection, table, stored = pack_refresh(requests, self._config, self._pages, entry)
         static = self._refresh_static(entry, scored)
         arguments = self._params, packed.batch, selection, table
         executable = self._compiled(entry, _refresh, *arguments, self._abstract_pool, donate=_POOL, **static)
-        compiled.add(entry)
+        sizes.compiled.add(entry)
 
         def run() -> EncodedTrace:
             trace, self._pool = executable(*arguments, self._device_pool())
@@ -153,8 +153,8 @@ class CachedRunner:
         """Up to `max_steps` steps of what each request forwards. As of `Launcher`."""
         rows, head_rows, needed = np.sum([reuse_demand(r, PAGE_ROWS) for r in requests], axis=0).tolist()
         level = _reuse_level(requests)
-        compiled = self._compiled_reuse[level]
-        entry = entry_for(self._ladder.reuse, rows, head_rows, len(requests), compiled)
+        sizes = self._reuse_sizes[level]
+        entry = sizes.choose(rows, head_rows, len(requests), max_steps)
         usual = self.entries(entry.rows // TILE_ROWS)
         entries = usual if needed <= usual else power_bucket(needed, usual)
         packed, table = pack_reuse(requests, self._config, self._pages, entry, entries)
@@ -165,7 +165,7 @@ class CachedRunner:
         executable = self._compiled(
             entry, _reuse, *arguments, self._abstract_pool, steps, chained=chained, **static
         )
-        compiled.add(entry)
+        sizes.compiled.add(entry)
         return Launch(
             lambda: executable(*arguments, self._device_pool(), steps),
             packed.candidates,

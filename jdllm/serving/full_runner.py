@@ -22,7 +22,7 @@ from jdllm.pallas.device import target
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.account import Account
 from jdllm.planning.buckets import head_bucket, row_bucket
-from jdllm.planning.ladder import Entry, Ladder, entry_for
+from jdllm.planning.ladder import Entry, Ladder, Sizes
 from jdllm.planning.plan import Bucket, Budget, Workload, plan_bucket, refusal, rungs
 from jdllm.planning.templates import runs_kernels
 from jdllm.serving.launch import Launch
@@ -69,6 +69,7 @@ class FullRunner:
         self._make_room = make_room
         self._chunks = chunks
         self._max_num_logits = max_num_logits
+        self._sizes = Sizes(ladder.full)
         self._choices: dict[Entry, tuple[ChunkConfig, HostTiers | None]] = {}
 
     def check(self, spec: RequestSpec) -> None:
@@ -84,12 +85,10 @@ class FullRunner:
     def launch(self, requests: list[Request], max_steps: int) -> Launch:
         """As of `jdllm.serving.launch.Launcher`; where host memory is needed, at most one step runs."""
         rows, head_rows = np.sum([demand(r) for r in requests], axis=0).tolist()
-        entry = entry_for(self._ladder.full, rows, head_rows, len(requests), self._choices)
+        entry = self._sizes.choose(rows, head_rows, len(requests), max_steps)
         batch, candidates = pack(requests, self._config, entry)
         mask_id = mask_id_of(self._config)
-        if entry not in self._choices:
-            self._choices[entry] = self._choose(batch, mask_id, entry)
-        chunks, tiers = self._choices[entry]
+        chunks, tiers = self._choice(batch, mask_id, entry)
 
         def run() -> EncodedTrace:
             if self._takes_pool(entry):
@@ -116,9 +115,7 @@ class FullRunner:
     def warm(self) -> None:
         """Compile every entry of the ladder."""
         for entry, batch in self._empty():
-            if entry not in self._choices:
-                self._choices[entry] = self._choose(batch, mask_id_of(self._config), entry)
-            chunks, tiers = self._choices[entry]
+            chunks, tiers = self._choice(batch, mask_id_of(self._config), entry)
             if tiers is None:
                 self._compiled(batch, mask_id_of(self._config), chunks)
 
@@ -146,6 +143,12 @@ class FullRunner:
 
     def _static(self, mask_id: int, chunks: ChunkConfig) -> dict[str, Any]:
         return {"config": self._config, "mask_id": mask_id, "chunks": chunks, "level": Level.FILTERED}
+
+    def _choice(self, batch: Batch, mask_id: int, entry: Entry) -> tuple[ChunkConfig, HostTiers | None]:
+        if entry not in self._choices:
+            self._choices[entry] = self._choose(batch, mask_id, entry)
+            self._sizes.compiled.add(entry)
+        return self._choices[entry]
 
     def _choose(self, batch: Batch, mask_id: int, entry: Entry) -> tuple[ChunkConfig, HostTiers | None]:
         budget = self._account.step_budget(entry.rows)

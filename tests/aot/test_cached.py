@@ -17,7 +17,7 @@ from jdllm.models.config import ModelConfig
 from jdllm.models.weights import abstract_params
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.aot import compile_for
-from jdllm.planning.ladder import entry_for, make_ladder
+from jdllm.planning.ladder import Sizes, make_ladder
 from jdllm.planning.plan import Bucket, Budget, Workload, plan_bucket
 from jdllm.serving.cached_packing import ReuseBatch, pack_refresh, pack_reuse, reuse_demand
 from jdllm.serving.kv_pool import KvPool
@@ -81,7 +81,7 @@ def packed_reuse(asked: list[Request], pages: KvPool, config: ModelConfig) -> Re
         assert stored is not None
         request.store(*stored)
     rows, head_rows, _ = (sum(x) for x in zip(*(reuse_demand(r, PAGE_ROWS) for r in asked), strict=True))
-    entry = entry_for(make_ladder(8192).reuse, rows, head_rows, len(asked))
+    entry = Sizes(make_ladder(8192).reuse).choose(rows, head_rows, len(asked))
     return pack_reuse(asked, config, pages, entry, 2 * PAGES)
 
 

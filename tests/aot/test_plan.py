@@ -16,6 +16,10 @@ GIB, MIB = 2**30, 2**20
 LLADA, DREAM, MOE = "llada-8b", "dream-7b", "llada-moe-7b"
 UNLIMITED = 10_000
 
+SORT_ARRAYS = 3.9
+"""What a sort of logits takes on an H200 beyond what is known without one, as a multiple of the logits: a step
+of 256 filtered rows has 867 MiB of temporaries there, and its logits have 123.5 MiB."""
+
 # shape, target, context (0 for the longest), mask ratio, budget in GiB
 CASES = [
     *[(shape, target, 4096, r, UNLIMITED) for shape, target, r in (
@@ -50,7 +54,7 @@ def planned(
     return workload, plan_memory(workload, context, budget, host_tiers=False)
 
 
-def check(workload: Workload, plan: MemoryPlan, target: str, layers: int = 2) -> None:
+def check(workload: Workload, plan: MemoryPlan, target: str, layers: int = 2, beyond: int = 0) -> None:
     assert plan.fits
     portable = workload.config.moe is not None and not workload.hopper
     with (
@@ -62,6 +66,7 @@ def check(workload: Workload, plan: MemoryPlan, target: str, layers: int = 2) ->
     expected = plan.activation.peak_bytes
     print(f"{plan.context} {plan.chunks}: plan {expected / MIB:.1f} compiler {(compiled or 0) / MIB:.1f} MiB")
     assert compiled is not None
+    compiled += beyond
     assert abs(expected - compiled) <= 0.05 * compiled + 64 * MIB
     assert expected >= 0.98 * compiled
 
@@ -76,7 +81,9 @@ def test_plan_is_what_the_compiler_allots(
 @pytest.mark.parametrize("level", [Level.MOMENTS, Level.FILTERED])
 def test_head_levels(level: Level):
     workload = Workload(SHAPES[LLADA], mask_ratio=0.9, level=level)
-    check(workload, plan_memory(workload, 4096, Budget(40 * GIB)), "h200")
+    plan = plan_memory(workload, 4096, Budget(40 * GIB))
+    logits = 4 * plan.head_rows // plan.chunks.logits * workload.config.vocab_size
+    check(workload, plan, "h200", beyond=int(SORT_ARRAYS * logits) if level is Level.FILTERED else 0)
 
 
 def test_all_layers_need_what_two_need():

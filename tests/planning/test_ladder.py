@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jdllm.planning.buckets import row_bucket
-from jdllm.planning.ladder import MAX_SEGMENTS, TILE_ROWS, Entry, Ladder, entry_for, make_ladder
+from jdllm.planning.ladder import MAX_SEGMENTS, TILE_ROWS, Entry, Ladder, Sizes, make_ladder
 
 MOST_EXECUTABLES = 48
 BUDGETS = st.integers(1, 1 << 17)
@@ -31,7 +31,7 @@ def test_whatever_fits_the_budget_has_an_entry(budget: int, rows: float, head: f
     asked = max(1, round(budget * rows))
     masked = max(1, round(asked * head))
     segments = min(segments, asked // 128 + 1, 8)
-    entry = entry_for(ladder.full, asked, masked, segments)
+    entry = Sizes(ladder.full).choose(asked, masked, segments)
     assert entry in ladder.full
     assert entry.holds(asked, masked, segments)
     assert not any(e.rows < entry.rows and e.holds(asked, masked, segments) for e in ladder.full)
@@ -61,17 +61,38 @@ def test_what_is_longer_has_sizes_of_its_own(rows: int, head: float):
     ladder = make_ladder(8192)
     masked = max(1, round(rows * head))
     for entries in (ladder.full, ladder.refresh):
-        entry = entry_for(entries, rows, masked, 1)
+        entry = Sizes(entries).choose(rows, masked, 1)
         assert entry.rows == row_bucket(rows)
         assert entry.holds(rows, masked, 1)
         assert entry.steps <= entries[0].steps
 
 
-def test_what_is_compiled_stands_in_for_what_is_not():
-    entries = [Entry(rows, rows, 8, 64) for rows in (128, 256, 512, 1024)]
-    small, _, large, largest = entries
-    assert entry_for(entries, 100, 10, 1) == small
-    assert entry_for(entries, 100, 10, 1, {large, largest}) == large
-    assert entry_for(entries, 100, 10, 1, {small, large}) == small
-    assert entry_for(entries, 100, 10, 1, {largest}) == small  # too much padding
-    assert entry_for(entries, 300, 10, 1, {small}) == large
+ENTRIES = [Entry(rows, rows, 8, 64) for rows in (128, 256, 512, 1024)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "compiled", "chosen"),
+    [
+        (100, (), 128),
+        (100, (512, 1024), 512),
+        (100, (128, 512), 128),
+        (100, (1024,), 128),  # too much padding
+        (300, (128,), 512),
+    ],
+)
+def test_what_is_compiled_stands_in_for_what_is_not(rows: int, compiled: tuple[int, ...], chosen: int):
+    sizes = Sizes(ENTRIES)
+    sizes.compiled.update(entry for entry in ENTRIES if entry.rows in compiled)
+    assert sizes.choose(rows, 10, 1).rows == chosen
+
+
+@pytest.mark.parametrize("steps", [1, 32])
+def test_nobody_is_padded_for_ever(steps: int):
+    sizes = Sizes(ENTRIES)
+    sizes.compiled.add(ENTRIES[2])
+    turns = 2**18 // (steps * (512 - 128))
+    assert all(sizes.choose(100, 10, 1, steps) == ENTRIES[2] for _ in range(turns))
+    assert sizes.choose(100, 10, 1, steps) == ENTRIES[0]
+    assert sizes.choose(200, 10, 1, steps) == ENTRIES[2]
+    sizes.compiled.add(ENTRIES[0])
+    assert sizes.choose(100, 10, 1, steps) == ENTRIES[0]

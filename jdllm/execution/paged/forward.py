@@ -9,7 +9,7 @@ from jdllm.execution.few_rows.chain import chains, run_chain
 from jdllm.execution.paged.pool import KeyValuePool
 from jdllm.execution.paged.selection import Selection, slots_of, sources, store
 from jdllm.execution.transformer import Wanted, attention_over, embed, last_block, scan_layers
-from jdllm.models.block import AttentionFn, Hidden, Layer, RowInts, Rows, block, project_keys_values
+from jdllm.models.block import AttentionFn, Hidden, Layer, RowInts, Rows, block, project
 from jdllm.models.config import ModelConfig
 from jdllm.models.moe import GroupedMatmulFn
 from jdllm.models.rotary import cos_sin
@@ -64,15 +64,12 @@ def forward_refresh(
 
     def last(carry: tuple[Hidden, KeyValuePool], layer: Layer, number: Array) -> tuple[Hidden, KeyValuePool]:
         h, pool = carry
-        k, v = project_keys_values(layer, config, h, rotation)
-        pool = KeyValuePool(*store(*pool, number, k, v, slots.page, slots.source))
+        q, k, v = project(layer, config, h, rotation, ("q", "k", "v"))  # all queries only to score keys
+        source = sources(q, k, selection, slots, scored=scored)
+        pool = KeyValuePool(*store(*pool, number, k, v, slots.page, source))
         return last_block(layer, config, h, rotation, rows, (k, v), wanted, grouped_matmul), pool
 
-    start = embed(params, tokens), pool
-    if not scored:
-        return scan_layers(params, config, start, body, last=last)
-    h, pool = scan_layers(params, config, start, body)  # scores need queries of rows that nobody wants
-    return h[wanted.rows], pool
+    return scan_layers(params, config, (embed(params, tokens), pool), body, last=last)
 
 
 def forward_reuse(
