@@ -149,8 +149,9 @@ def ragged(arguments: Sequence[str]) -> None:
     """32 requests of different lengths at once, beside what their arithmetic alone takes.
 
     `python3 -m benchmarks ragged [--cache head_sparse] [--delay 1 0] [--max-num-batched-tokens 8192]
-    [--warmup]` on a card; the prompts are as long as `benchmarks/workloads/ragged32.json` says. The floor is the arithmetic of
-    all steps at the rate that full steps of jdllm reach; `share_of_floor` is its seconds over those measured.
+    [--warmup]` on a card; the prompts are as long as `benchmarks/workloads/ragged32.json` says. The floor is
+    the arithmetic of all steps at the rate that full steps of jdllm reach; `share_of_floor` is its seconds
+    over those measured.
     """
     parser = case_parser("ragged", ragged.__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="llada-8b")

@@ -17,8 +17,8 @@ LLADA, DREAM, MOE = "llada-8b", "dream-7b", "llada-moe-7b"
 UNLIMITED = 10_000
 
 SORT_ARRAYS = 3.9
-"""What a sort of logits takes on an H200 beyond what is known without one, as a multiple of the logits: a step
-of 256 filtered rows has 867 MiB of temporaries there, and its logits have 123.5 MiB."""
+"""What a sort of logits takes on an H200 beyond what is known without one, in arrays of logits: a step of
+256 filtered rows has 867 MiB of temporaries there, and its logits have 123.5 MiB."""
 
 # shape, target, context (0 for the longest), mask ratio, budget in GiB
 CASES = [
