@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import jax
 import numpy as np
 
-from jdllm.checkpoints.loading import DTYPES
+from jdllm.checkpoints.index import DTYPES
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import TensorSpec, is_spec, spec_tree
 

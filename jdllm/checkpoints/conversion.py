@@ -12,15 +12,8 @@ from safetensors import safe_open
 
 from jdllm.checkpoints import native
 from jdllm.checkpoints.byte_progress import Progress, reporter
-from jdllm.checkpoints.loading import (
-    DTYPES,
-    Index,
-    check,
-    check_tied_head,
-    listed,
-    read_index,
-    resolve_dtype,
-)
+from jdllm.checkpoints.index import DTYPES, FILE_INDEX, SINGLE_FILE, Index, listed
+from jdllm.checkpoints.loading import check, check_tied_head, read_index, resolve_dtype
 from jdllm.checkpoints.native import Manifest, NativeTensor
 from jdllm.checkpoints.staging import Stage, staged, synced
 from jdllm.errors import CheckpointError, ConfigError
@@ -28,8 +21,6 @@ from jdllm.models.config import ModelConfig, read_config
 from jdllm.models.weights import TensorSpec, is_spec, spec_tree
 
 _KEPT = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 
 type Leaves = dict[tuple[str, ...], tuple[TensorSpec, str]]
 
@@ -116,10 +107,10 @@ def to_hf(
                     _write_safetensors(stage.directory / file, tensors, index, manifest.files[file])
                     stage.record(file, file)
                 advance(sum(tensor.bytes for tensor in tensors))
-        if files.keys() != {_SINGLE}:
+        if files.keys() != {SINGLE_FILE}:
             weight_map = {tensor.name: tensor.file for tensor in manifest.tensors}
             content = {"metadata": {"total_size": manifest.bytes}, "weight_map": weight_map}
-            (stage.directory / _INDEX).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+            (stage.directory / FILE_INDEX).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
         _copy_files(source, stage.directory)
     return manifest
 
@@ -209,7 +200,7 @@ def _copy_files(source: Path, target: Path) -> None:
     """Configuration, tokenizer, chat template and model code: all but the weights."""
     for pattern in _KEPT:
         for file in source.glob(pattern):
-            if file.is_file() and file.name not in (native.MANIFEST, _INDEX):
+            if file.is_file() and file.name not in (native.MANIFEST, FILE_INDEX):
                 shutil.copyfile(file, target / file.name)
 
 

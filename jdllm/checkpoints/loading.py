@@ -6,10 +6,9 @@ pieces that are written in place on the device, so that the host holds a few pie
 
 import dataclasses
 import functools
-import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -17,46 +16,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Sharding
-from safetensors import SafetensorError, safe_open
 
+from jdllm.checkpoints import native
 from jdllm.checkpoints.byte_progress import Progress, reporter
+from jdllm.checkpoints.index import DTYPES, Index, StoredTensor, listed, read_safetensors_index
 from jdllm.errors import CheckpointError, ConfigError
-from jdllm.json_files import parse_object, read_object
 from jdllm.models.config import ModelConfig
 from jdllm.models.registry import FAMILIES
 from jdllm.models.weights import Params, TensorSpec, is_spec, spec_tree
 
-DTYPES: dict[str, np.dtype] = {
-    name: np.dtype(dtype)
-    for name, dtype in (("BF16", jnp.bfloat16), ("F16", jnp.float16), ("F32", jnp.float32))
-}
-"""Stored types that can be loaded, by their name in a safetensors header."""
-
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 _PIECE_BYTES = 8 << 20
-_MOST_LISTED = 20
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "tokenizer.model"]
 _COMPUTED = (".rotary_emb.inv_freq",)
-
-
-@dataclasses.dataclass(frozen=True)
-class StoredTensor:
-    """Where one tensor lies: `dtype` is its type in the words of the header, `offset` its place in `file`."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of its data; 0 for a type that cannot be loaded."""
-        return math.prod(self.shape) * (DTYPES[self.dtype].itemsize if self.dtype in DTYPES else 0)
-
-
-type Index = dict[str, StoredTensor]
 
 
 def resolve(model: str | Path) -> Path:
@@ -107,23 +79,7 @@ def read_index(directory: Path) -> Index:
     Raises `CheckpointError` for files that are missing, truncated or damaged, and for tensors that the index
     promises and no file holds.
     """
-    from jdllm.checkpoints import native
-
-    if native.is_native(directory):
-        return native.read_index(directory)
-    if (directory / _SINGLE).is_file():
-        return _read_header(directory / _SINGLE)
-    if not (directory / _INDEX).is_file():
-        raise CheckpointError(f"no {_SINGLE} and no {_INDEX} in {directory}: only safetensors can be loaded")
-    file_of = _read_weight_map(directory / _INDEX)
-    files = [directory / name for name in sorted(set(file_of.values()))]
-    if absent := [file.name for file in files if not file.is_file()]:
-        raise CheckpointError(f"{directory} lacks files that {_INDEX} names: {listed(absent)}")
-    headers = {file.name: _read_header(file) for file in files}
-    if lost := [f"{tensor} in {file}" for tensor, file in file_of.items() if tensor not in headers[file]]:
-        raise CheckpointError(f"{directory / _INDEX} names tensors that their files lack: {listed(lost)}")
-    index: Index = {tensor: stored for header in headers.values() for tensor, stored in header.items()}
-    return index | {tensor: headers[file][tensor] for tensor, file in file_of.items()}
+    return native.read_index(directory) if native.is_native(directory) else read_safetensors_index(directory)
 
 
 def check(config: ModelConfig, index: Index) -> None:
@@ -338,39 +294,6 @@ def _read_pieces(stored: StoredTensor) -> Iterator[tuple[int, np.ndarray]]:
             yield row, piece
 
 
-def _read_header(file: Path) -> Index:
-    try:
-        with safe_open(file, framework="numpy"):
-            pass
-    except (SafetensorError, OSError) as e:
-        raise CheckpointError(f"{file} is damaged, truncated or no safetensors file: {e}") from None
-    with file.open("rb") as f:
-        length = int.from_bytes(f.read(8), "little")
-        header = parse_object(f.read(length), file)
-    header.pop("__metadata__", None)
-    return {
-        name: StoredTensor(file, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
-        for name, entry in header.items()
-    }
-
-
-def _read_weight_map(path: Path) -> Mapping[str, str]:
-    weight_map = read_object(path).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        reason = "it lacks an object 'weight_map' of tensor and file names"
-    elif outside := [file for file in weight_map.values() if Path(file).name != file]:
-        reason = f"the file {outside[0]!r} lies outside the directory"
-    else:
-        return weight_map
-    raise CheckpointError(f"{path} is no index of a checkpoint: {reason}")
-
-
 def _redundant(config: ModelConfig, name: str) -> bool:
     tied = config.tied_head and name == FAMILIES[config.family].tensor_names["head"]
     return tied or name.endswith(_COMPUTED)
-
-
-def listed(names: list[str]) -> str:
-    """The names for a message: at most 20 of them, and how many follow."""
-    rest = len(names) - _MOST_LISTED
-    return ", ".join(names[:_MOST_LISTED]) + (f" and {rest} more" if rest > 0 else "")

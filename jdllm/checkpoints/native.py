@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from jdllm.checkpoints.byte_progress import Progress, reporter
-from jdllm.checkpoints.loading import DTYPES, Index, StoredTensor, listed
+from jdllm.checkpoints.index import DTYPES, Index, StoredTensor, listed
 from jdllm.errors import CheckpointError
 from jdllm.json_files import read_object
 from jdllm.models.weights import TensorSpec

@@ -196,7 +196,8 @@ def _workload(path: Path, target: str, dtype: str, **rest: Any) -> "Workload":
 
 def _dtype(path: Path, config: "ModelConfig", dtype: str) -> str:
     """The type that `LLM` would load the weights in; that of no weights and no word of them is bfloat16."""
-    from jdllm.checkpoints.loading import DTYPES, resolve_dtype
+    from jdllm.checkpoints.index import DTYPES
+    from jdllm.checkpoints.loading import resolve_dtype
 
     names = ["auto", *(known.name for known in DTYPES.values())]
     if dtype not in names:

@@ -1,0 +1,106 @@
+"""Which tensors a Hugging Face checkpoint holds and where they lie, from the headers of its files alone."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from jdllm.errors import CheckpointError
+from jdllm.json_files import parse_object, read_object
+
+DTYPES: dict[str, np.dtype] = {
+    name: np.dtype(dtype)
+    for name, dtype in (("BF16", jnp.bfloat16), ("F16", jnp.float16), ("F32", jnp.float32))
+}
+"""Stored types that can be loaded, by their name in a safetensors header."""
+
+SINGLE_FILE = "model.safetensors"
+"""The file of a checkpoint that has no others."""
+
+FILE_INDEX = "model.safetensors.index.json"
+"""Names the file of each tensor where there are several."""
+
+_MOST_LISTED = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """Where one tensor lies: `dtype` is its type in the words of the header, `offset` its place in `file`."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its data; 0 for a type that cannot be loaded."""
+        return math.prod(self.shape) * (DTYPES[self.dtype].itemsize if self.dtype in DTYPES else 0)
+
+
+type Index = dict[str, StoredTensor]
+
+
+def read_safetensors_index(directory: Path) -> Index:
+    """Read which tensors the safetensors files of a checkpoint hold.
+
+    Arguments:
+    - `directory`: holds `model.safetensors`, or `model.safetensors.index.json` and the files it names.
+
+    Returns every tensor by its name.
+
+    Raises `CheckpointError` for files that are missing, truncated or damaged, and for tensors that the index
+    promises and no file holds.
+    """
+    if (directory / SINGLE_FILE).is_file():
+        return _read_header(directory / SINGLE_FILE)
+    if not (directory / FILE_INDEX).is_file():
+        raise CheckpointError(
+            f"no {SINGLE_FILE} and no {FILE_INDEX} in {directory}: only safetensors can be loaded"
+        )
+    file_of = _read_weight_map(directory / FILE_INDEX)
+    files = [directory / name for name in sorted(set(file_of.values()))]
+    if absent := [file.name for file in files if not file.is_file()]:
+        raise CheckpointError(f"{directory} lacks files that {FILE_INDEX} names: {listed(absent)}")
+    headers = {file.name: _read_header(file) for file in files}
+    if lost := [f"{tensor} in {file}" for tensor, file in file_of.items() if tensor not in headers[file]]:
+        raise CheckpointError(f"{directory / FILE_INDEX} names tensors that their files lack: {listed(lost)}")
+    index: Index = {tensor: stored for header in headers.values() for tensor, stored in header.items()}
+    return index | {tensor: headers[file][tensor] for tensor, file in file_of.items()}
+
+
+def listed(names: list[str]) -> str:
+    """The names for a message: at most 20 of them, and how many follow."""
+    rest = len(names) - _MOST_LISTED
+    return ", ".join(names[:_MOST_LISTED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _read_header(file: Path) -> Index:
+    try:
+        with safe_open(file, framework="numpy"):
+            pass
+    except (SafetensorError, OSError) as e:
+        raise CheckpointError(f"{file} is damaged, truncated or no safetensors file: {e}") from None
+    with file.open("rb") as f:
+        length = int.from_bytes(f.read(8), "little")
+        header = parse_object(f.read(length), file)
+    header.pop("__metadata__", None)
+    return {
+        name: StoredTensor(file, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+        for name, entry in header.items()
+    }
+
+
+def _read_weight_map(path: Path) -> Mapping[str, str]:
+    weight_map = read_object(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        reason = "it lacks an object 'weight_map' of tensor and file names"
+    elif outside := [file for file in weight_map.values() if Path(file).name != file]:
+        reason = f"the file {outside[0]!r} lies outside the directory"
+    else:
+        return weight_map
+    raise CheckpointError(f"{path} is no index of a checkpoint: {reason}")
