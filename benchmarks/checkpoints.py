@@ -24,7 +24,7 @@ from benchmarks.shapes import SHAPES
 from jdllm.checkpoints.conversion import to_hf, to_native
 from jdllm.checkpoints.loading import load_params, read_index, resolve_dtype
 from jdllm.checkpoints.native import verify
-from jdllm.models.config import ModelConfig
+from jdllm.models.hf_config import config_from_hf
 from jdllm.models.weights import is_spec, param_bytes, spec_tree
 
 
@@ -34,7 +34,7 @@ def measure_load(directory: Path, dtype: str) -> dict[str, float | int | str]:
     Returns seconds, GB/s (of stored bytes), and peak host bytes above the weights beside the bytes of the
     largest stored tensor.
     """
-    config = ModelConfig.from_hf(directory)
+    config = config_from_hf(directory)
     dtype = resolve_dtype(directory, config, dtype)
     sizes = [stored.bytes for stored in read_index(directory).values()]
     on_host = param_bytes(config, dtype) if jax.default_backend() == "cpu" else 0
@@ -99,7 +99,7 @@ def measure_conversion(source: Path, scratch: Path) -> list[dict[str, float | in
     Returns for each of the four parts seconds, GB/s (of stored bytes), and peak host bytes beside the bytes
     of the largest source tensor and of the largest stacked leaf.
     """
-    config = ModelConfig.from_hf(source)
+    config = config_from_hf(source)
     dtype = resolve_dtype(source, config, "auto")
     native = scratch / "native"
     sizes = [stored.bytes for stored in read_index(source).values()]

@@ -21,7 +21,7 @@ from benchmarks.shapes import SHAPES
 from jdllm.checkpoints.loading import load_params, resolve_dtype
 from jdllm.decoding.sampling import Cache, SamplingParams
 from jdllm.llm import LLM
-from jdllm.models.config import ModelConfig
+from jdllm.models.hf_config import config_from_hf
 
 CACHE: Cache = "dual"
 
@@ -41,7 +41,7 @@ def measure(
     the first block, and `beyond_load_s`, what the last two took longer than loading.
     """
     start_device(scratch)
-    config = ModelConfig.from_hf(directory)
+    config = config_from_hf(directory)
     start = time.perf_counter()
     jax.block_until_ready(load_params(directory, config, resolve_dtype(directory, config, "auto")))
     loaded = time.perf_counter()

@@ -16,13 +16,14 @@ import numpy as np
 
 from jdllm.checkpoints.index import DTYPES
 from jdllm.models.config import ModelConfig
+from jdllm.models.hf_config import config_from_hf
 from jdllm.models.weights import TensorSpec, is_spec, spec_tree
 
 _POOL_ELEMENTS = 4_000_037  # a prime, so that no two tensors begin at the same offset for long
 
 
 def llada_hf_config(config: ModelConfig, dtype: str = "bfloat16") -> dict[str, Any]:
-    """The `config.json` that `ModelConfig.from_hf` reads as `config`: a LLaDA without rotary scaling."""
+    """The `config.json` that `config_from_hf` reads as `config`: a LLaDA without rotary scaling."""
     return {
         "architectures": ["LLaDAModelLM"],
         "model_type": "llada",
@@ -62,7 +63,7 @@ def write_random_checkpoint(
     Returns `directory`.
     """
     directory = Path(directory)
-    config = ModelConfig.from_hf(hf_config)
+    config = config_from_hf(hf_config)
     stored = next(name for name, dtype in DTYPES.items() if dtype.name == (config.dtype or "bfloat16"))
     specs = [
         (name, spec)

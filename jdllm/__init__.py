@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from jdllm.execution.module import Transformer
     from jdllm.llm import LLM
     from jdllm.models.config import ModelConfig
+    from jdllm.models.hf_config import config_from_hf
     from jdllm.outputs import CompletionOutput, RequestOutput
     from jdllm.planning.budget import Budget, MemoryBudgetError
     from jdllm.planning.plan import MemoryPlan, Workload, max_context, plan_memory
@@ -48,6 +49,7 @@ __all__ = [
     "Transformer",
     "Workload",
     "__version__",
+    "config_from_hf",
     "generation_spec",
     "infill_spec",
     "max_context",
@@ -73,6 +75,7 @@ _MODULES = {
     "AsyncEngine": "jdllm.serving.async_engine",
     "Ended": "jdllm.serving.updates",
     "StepUpdate": "jdllm.serving.updates",
+    "config_from_hf": "jdllm.models.hf_config",
     "generation_spec": "jdllm.serving.spec",
     "infill_spec": "jdllm.serving.spec",
     "Transformer": "jdllm.execution.module",

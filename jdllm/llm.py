@@ -20,7 +20,7 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.score import perturb
 from jdllm.errors import ConfigError, NonFiniteError, RequestError
 from jdllm.execution.module import Transformer
-from jdllm.models.config import ModelConfig
+from jdllm.models.hf_config import config_from_checkpoint
 from jdllm.models.weights import Params, tree_bytes
 from jdllm.outputs import RequestOutput, request_output
 from jdllm.pallas.device import target
@@ -434,7 +434,7 @@ class LLM:
         self, model: str | Path, dtype: str, overrides: Mapping[str, Any], progress: bool
     ) -> Transformer:
         path = resolve(model)
-        config = ModelConfig.from_checkpoint(path, overrides)
+        config = config_from_checkpoint(path, overrides)
         self._default_sampling = default_sampling(path)
         params = load_params(path, config, resolve_dtype(path, config, dtype), progress=progress)
         self.tokenizer = load_tokenizer(path)

@@ -13,6 +13,7 @@ from jdllm.decoding.executables import Executables
 from jdllm.execution.module import Transformer
 from jdllm.llm import LLM
 from jdllm.models.config import ModelConfig
+from jdllm.models.hf_config import config_from_hf
 from jdllm.models.weights import Params
 from jdllm.planning import account
 from jdllm.planning.budget import parse_bytes
@@ -73,7 +74,7 @@ def cases() -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def config() -> ModelConfig:
-    return ModelConfig.from_hf(LLADA.directory)
+    return config_from_hf(LLADA.directory)
 
 
 @pytest.fixture(scope="session")
@@ -108,7 +109,7 @@ def stopping_llm() -> LLM:
 
 @pytest.fixture(scope="session")
 def dream_config() -> ModelConfig:
-    return ModelConfig.from_hf(DREAM.directory)
+    return config_from_hf(DREAM.directory)
 
 
 @pytest.fixture(scope="session")

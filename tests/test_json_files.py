@@ -8,7 +8,7 @@ from jdllm.checkpoints.loading import read_index
 from jdllm.checkpoints.native import read_manifest
 from jdllm.errors import CheckpointError, ConfigError, JdllmError
 from jdllm.json_files import read_object
-from jdllm.models.config import ModelConfig
+from jdllm.models.hf_config import config_from_checkpoint, config_from_hf
 from tests.helpers import Golden
 
 DEEP = b"[" * 200_000
@@ -58,10 +58,10 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "reader"),
     [
-        ("config.json", ModelConfig.from_hf),
+        ("config.json", config_from_hf),
         ("model.safetensors.index.json", read_index),
         ("manifest.json", read_manifest),
-        ("generation_config.json", ModelConfig.from_checkpoint),
+        ("generation_config.json", config_from_checkpoint),
     ],
 )
 def test_every_file_of_a_checkpoint_is_read_so(tmp_path, name, reader):

@@ -17,7 +17,8 @@ from jdllm.checkpoints.loading import check, check_tied_head, read_index, resolv
 from jdllm.checkpoints.native import Manifest, NativeTensor
 from jdllm.checkpoints.staging import Stage, staged, synced
 from jdllm.errors import CheckpointError, ConfigError
-from jdllm.models.config import ModelConfig, read_config
+from jdllm.models.config import ModelConfig
+from jdllm.models.hf_config import config_from_hf, read_config
 from jdllm.models.weights import TensorSpec, is_spec, spec_tree
 
 _KEPT = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
@@ -54,7 +55,7 @@ def to_native(
     if native.is_native(source):
         raise CheckpointError(f"{source} is a native checkpoint already")
     _refuse_overlap(source, target)
-    config, index = ModelConfig.from_hf(source), read_index(source)
+    config, index = config_from_hf(source), read_index(source)
     check(config, index)
     check_tied_head(config, index)
     loaded = resolve_dtype(source, config, dtype)

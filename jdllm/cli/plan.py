@@ -180,12 +180,12 @@ def _config_path(model: str) -> Path:
 
 def _workload(path: Path, target: str, dtype: str, **rest: Any) -> "Workload":
     """What is planned for; `rest` are fields of `Workload` as they are."""
-    from jdllm.models.config import ModelConfig
+    from jdllm.models.hf_config import config_from_hf
     from jdllm.planning.aot import is_hopper
     from jdllm.planning.plan import Workload
     from jdllm.planning.templates import runs_kernels
 
-    config = ModelConfig.from_hf(path)
+    config = config_from_hf(path)
     dtype = _dtype(path, config, dtype)
     hopper = runs_kernels(config, dtype, hopper=is_hopper(target))
     if config.mask_id is None:

@@ -7,7 +7,7 @@ from typing import Any
 from jdllm.decoding.sampling import SamplingParams, without_effect
 from jdllm.errors import CheckpointError, RequestError
 from jdllm.json_files import read_object
-from jdllm.models.config import GENERATION_CONFIG
+from jdllm.models.hf_config import GENERATION_CONFIG
 
 _OWN = {field.name for field in dataclasses.fields(SamplingParams)}
 _PUBLISHED = ("temperature", "top_p", "top_k", "min_p", "eps", "alg_temp")

@@ -14,7 +14,8 @@ from safetensors.numpy import save
 from jdllm.demo.tasks import GEN_LENGTH, MAX_LENGTH
 from jdllm.demo.tokenizer import BOS, EOS, EOT, MASK, VOCAB_SIZE, write_tokenizer
 from jdllm.errors import CheckpointError
-from jdllm.models.config import GENERATION_CONFIG, ModelConfig
+from jdllm.models.config import ModelConfig
+from jdllm.models.hf_config import GENERATION_CONFIG, config_from_hf
 from jdllm.models.weights import Params, is_spec, spec_tree
 
 
@@ -98,7 +99,7 @@ def write_checkpoint(out: Path, hf_values: dict[str, Any], params: Params) -> No
         generation = {"gen_length": GEN_LENGTH}
         for name, values in (("config.json", hf_values), (GENERATION_CONFIG, generation)):
             (temporary / name).write_text(json.dumps(values, indent=2) + "\n")
-        tensors = official_tensors(ModelConfig.from_hf(hf_values), params)
+        tensors = official_tensors(config_from_hf(hf_values), params)
         (temporary / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
         write_tokenizer(temporary)
         temporary.chmod(0o755)

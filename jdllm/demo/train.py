@@ -28,6 +28,7 @@ from jdllm.demo.tasks import GEN_LENGTH, TASKS, Instance, test_instances
 from jdllm.demo.tokenizer import EOS, MASK, answer_text
 from jdllm.errors import JdllmError, RequestError
 from jdllm.models.config import ModelConfig
+from jdllm.models.hf_config import config_from_hf
 from jdllm.models.weights import Params, init_params, is_spec, spec_tree
 
 _EVAL_BATCH = 128
@@ -197,7 +198,7 @@ def train(settings: TrainSettings, out: Path, log: Callable[[str], None] = print
     values = hf_config(
         settings.hidden_size, settings.num_layers, settings.num_heads, settings.intermediate_size
     )
-    config = ModelConfig.from_hf(values)
+    config = config_from_hf(values)
     params = init_params(config, jax.random.key(settings.seed), "float32")
     log(f"{sum(p.size for p in jax.tree.leaves(params))} weights, {_describe(settings)}")
     with closing(

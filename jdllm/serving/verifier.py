@@ -7,7 +7,8 @@ from jdllm.checkpoints.loading import load_params, resolve
 from jdllm.checkpoints.tokenizer import Tokenizer, load_tokenizer
 from jdllm.errors import ConfigError, RequestError
 from jdllm.execution.module import Transformer
-from jdllm.models.config import ModelConfig, read_config
+from jdllm.models.config import ModelConfig
+from jdllm.models.hf_config import config_from_hf, read_config
 from jdllm.models.weights import Params
 from jdllm.serving.spec import RequestSpec
 
@@ -44,7 +45,7 @@ def load_verifier(
         check_verifier(source.config, None, config, tokenizer, shares_ids=shares_ids)
         return Verifier(source.params(), source.config)
     path = resolve(source)
-    verifier = ModelConfig.from_hf(read_config(path))
+    verifier = config_from_hf(read_config(path))
     check_verifier(verifier, load_tokenizer(path), config, tokenizer, shares_ids=shares_ids)
     return Verifier(load_params(path, verifier, dtype, progress=progress), verifier)
 

@@ -25,7 +25,7 @@ from jdllm.demo import checkpoint_path
 from jdllm.demo.tasks import TASKS, Instance, split_of
 from jdllm.demo.tokenizer import EOS
 from jdllm.llm import LLM
-from jdllm.models.config import ModelConfig
+from jdllm.models.hf_config import config_from_hf
 from jdllm.outputs import CompletionOutput, RequestOutput
 from jdllm.serving import cached_packing, packing
 from jdllm.serving.request import Request, Timings
@@ -193,7 +193,7 @@ class TestMerging:
 class Guesser:
     """Stands in for the model: fills a position a step; each cache has other instances wrong."""
 
-    config = ModelConfig.from_hf(checkpoint_path())
+    config = config_from_hf(checkpoint_path())
 
     def __init__(self, instances: Sequence[Instance]) -> None:
         self.answers = {tuple(i.prompt.encode()): i.answer for i in instances}

@@ -10,7 +10,7 @@ import pytest
 
 from jdllm.checkpoints.tokenizer import complete_ids, load_tokenizer
 from jdllm.errors import CheckpointError
-from jdllm.models.config import ModelConfig
+from jdllm.models.hf_config import config_from_hf
 from tests.helpers import Golden
 
 ROOT = Path(__file__).parents[2]
@@ -119,7 +119,7 @@ def test_it_is_read_silently(directory):
 
 def test_ids_that_the_configuration_lacks_are_looked_up(directory):
     tokenizer = loaded(directory)
-    bare = dataclasses.replace(ModelConfig.from_hf(Golden("dream").directory), mask_id=None)
+    bare = dataclasses.replace(config_from_hf(Golden("dream").directory), mask_id=None)
     completed = complete_ids(bare, tokenizer)
     assert completed.mask_id == tokenizer.token_id("<|mask|>")
     assert completed.eot_id == tokenizer.token_id("<|im_end|>")
@@ -127,11 +127,11 @@ def test_ids_that_the_configuration_lacks_are_looked_up(directory):
 
 
 def test_ids_of_the_configuration_are_kept(directory):
-    config = dataclasses.replace(ModelConfig.from_hf(Golden("dream").directory), mask_id=5, eot_id=6)
+    config = dataclasses.replace(config_from_hf(Golden("dream").directory), mask_id=5, eot_id=6)
     assert complete_ids(config, loaded(directory)) == config
 
 
 @pytest.mark.parametrize("family", ["llada", "mistral"])
 def test_tokens_that_a_tokenizer_or_family_has_not_give_no_id(directory, family):
-    config = dataclasses.replace(ModelConfig.from_hf(Golden(family).directory), mask_id=None)
+    config = dataclasses.replace(config_from_hf(Golden(family).directory), mask_id=None)
     assert complete_ids(config, loaded(directory)) == config

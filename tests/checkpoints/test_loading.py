@@ -18,11 +18,12 @@ from jdllm.checkpoints import loading
 from jdllm.checkpoints.loading import check, load_params, read_index, resolve, resolve_dtype
 from jdllm.errors import CheckpointError, ConfigError
 from jdllm.models.config import ModelConfig
+from jdllm.models.hf_config import config_from_hf
 from jdllm.models.weights import Params, is_spec, spec_tree
 from tests.helpers import Golden
 
 GOLDEN = Golden("llada")
-CONFIG = ModelConfig.from_hf(GOLDEN.directory)
+CONFIG = config_from_hf(GOLDEN.directory)
 BLOCK = "model.transformer.blocks."
 
 
@@ -110,7 +111,7 @@ def test_a_tied_head_is_not_loaded(copy):
 
 def test_shards_hold_what_a_single_file_holds(tmp_path):
     hf_config = llada_hf_config(CONFIG, "bfloat16")
-    config = ModelConfig.from_hf(hf_config)
+    config = config_from_hf(hf_config)
     single = write_random_checkpoint(tmp_path / "single", hf_config)
     sharded = write_random_checkpoint(tmp_path / "sharded", hf_config, shard_bytes=50_000)
     assert sorted(path.name for path in single.iterdir()) == ["config.json", "model.safetensors"]
@@ -125,7 +126,7 @@ def test_shards_hold_what_a_single_file_holds(tmp_path):
 def test_random_checkpoints_are_what_they_say(tmp_path):
     config = dataclasses.replace(CONFIG, eot_id=506, num_layers=3)
     directory = write_random_checkpoint(tmp_path / "random", llada_hf_config(config, "float32"))
-    assert ModelConfig.from_hf(directory) == dataclasses.replace(config, dtype="float32")
+    assert config_from_hf(directory) == dataclasses.replace(config, dtype="float32")
     tensors = load_file(directory / "model.safetensors")
     np.testing.assert_array_equal(tensors["model.transformer.ln_f.weight"], 1.0)
     for name in ("model.transformer.wte.weight", f"{BLOCK}0.q_proj.weight"):

@@ -20,11 +20,11 @@ from jdllm.checkpoints.native import is_native, read_manifest, verify
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import CheckpointError
 from jdllm.llm import LLM
-from jdllm.models.config import ModelConfig
+from jdllm.models.hf_config import config_from_hf
 from tests.helpers import Golden
 
 GOLDEN = Golden("llada")
-CONFIG = ModelConfig.from_hf(GOLDEN.directory)
+CONFIG = config_from_hf(GOLDEN.directory)
 ROOT = Path(__file__).parents[2]
 FAMILIES = ["llada", "llada_moe", "dream", "llama", "mistral", "qwen2"]
 
@@ -118,14 +118,14 @@ def test_both_formats_load_alike(tmp_path, family):
     to_native(source, target)
     assert is_native(target)
     assert not is_native(source)
-    config = ModelConfig.from_hf(source)
-    assert ModelConfig.from_hf(target) == config
+    config = config_from_hf(source)
+    assert config_from_hf(target) == config
     for dtype in ("float32", "bfloat16"):
         assert_same_trees(load_params(target, config, dtype), load_params(source, config, dtype))
 
 
 def test_the_type_of_the_checkpoint_is_found(native):
-    assert resolve_dtype(native, ModelConfig.from_hf(native), "auto") == "float32"
+    assert resolve_dtype(native, config_from_hf(native), "auto") == "float32"
     assert read_manifest(native).dtype == "float32"
 
 
@@ -140,7 +140,7 @@ SHARDED = """
     import sys, jax, numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
     from pathlib import Path
-    from jdllm.models.config import ModelConfig
+    from jdllm.models.hf_config import config_from_hf
     from jdllm.checkpoints import loading
     from jdllm.checkpoints.loading import load_params
 
@@ -155,7 +155,7 @@ SHARDED = """
             np.testing.assert_array_equal(np.asarray(mine.data), np.asarray(other.data))
 
     path = Path(sys.argv[1])
-    config = ModelConfig.from_hf(path)
+    config = config_from_hf(path)
     whole = load_params(path, config, "float32")
     last_axes = lambda *axes: lambda x: NamedSharding(mesh, P(*([None] * x.ndim + [*axes])[-x.ndim:]))
     shardings = [
@@ -210,7 +210,7 @@ def test_a_checkpoint_that_does_not_fit_its_configuration_is_named(copy):
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"mlp_hidden_size": 8}))
     with pytest.raises(CheckpointError, match=f"tensors of {copy} do not fit"):
-        load_params(copy, ModelConfig.from_hf(copy), "float32")
+        load_params(copy, config_from_hf(copy), "float32")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 from jdllm.checkpoints import loading
 from jdllm.checkpoints.conversion import to_native
 from jdllm.errors import CheckpointError
-from jdllm.models.config import ModelConfig
+from jdllm.models.hf_config import config_from_hf
 from tests.helpers import Golden
 
 FAMILIES = {
@@ -34,7 +34,7 @@ def tied(request, tmp_path, monkeypatch) -> tuple[Path, str, str]:
 
 
 def load(directory: Path) -> None:
-    loading.load_params(directory, ModelConfig.from_hf(directory), "float32")
+    loading.load_params(directory, config_from_hf(directory), "float32")
 
 
 def test_the_same_head_may_be_stored(tied):

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.random_checkpoint import llada_hf_config, write_random_checkpoint
 from jdllm.checkpoints.conversion import to_native
-from jdllm.models.config import ModelConfig
+from jdllm.models.hf_config import config_from_hf
 from tests.helpers import Golden
 
 
@@ -15,7 +15,7 @@ def source(tmp_path: Path) -> Path:
     """A sharded bf16 checkpoint with the files of a tokenizer, which no test damages."""
     path = write_random_checkpoint(
         tmp_path / "source",
-        llada_hf_config(ModelConfig.from_hf(Golden("llada").directory)),
+        llada_hf_config(config_from_hf(Golden("llada").directory)),
         shard_bytes=50_000,
     )
     (path / "tokenizer.json").write_text('{"version": "1.0"}')

@@ -16,12 +16,12 @@ from jdllm.checkpoints.conversion import to_hf, to_native
 from jdllm.checkpoints.loading import load_params
 from jdllm.checkpoints.native import read_manifest, verify
 from jdllm.errors import CheckpointError, ConfigError, JdllmError
-from jdllm.models.config import ModelConfig
+from jdllm.models.hf_config import config_from_hf
 from tests.convert.helpers import contents, tensors_of
 from tests.helpers import Golden
 
 GOLDEN = Golden("llada")
-CONFIG = ModelConfig.from_hf(GOLDEN.directory)
+CONFIG = config_from_hf(GOLDEN.directory)
 BLOCK = "model.transformer.blocks."
 
 

@@ -17,12 +17,12 @@ from benchmarks.random_checkpoint import llada_hf_config, write_random_checkpoin
 from jdllm.checkpoints.conversion import to_hf, to_native
 from jdllm.checkpoints.native import read_manifest, verify
 from jdllm.errors import CheckpointError
-from jdllm.models.config import ModelConfig
+from jdllm.models.hf_config import config_from_hf
 from tests.convert.helpers import contents, tensors_of
 from tests.helpers import Golden
 
 ROOT = Path(__file__).parents[2]
-CONFIG = ModelConfig.from_hf(Golden("llada").directory)
+CONFIG = config_from_hf(Golden("llada").directory)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.random_checkpoint import llada_hf_config, write_random_checkpoint
-from jdllm.models.config import ModelConfig
+from jdllm.models.hf_config import config_from_hf
 from tests.helpers import Golden
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +34,7 @@ print(json.dumps({"peak": status("VmHWM") - before, "largest": max(sizes), "all"
 def test_host_memory_stays_under_two_tensors_and_a_constant(tmp_path):
     """420 MB in 12 layers: a stacked leaf has 100 MB, 12 times the largest tensor of 8.4 MB."""
     config = dataclasses.replace(
-        ModelConfig.from_hf(Golden("llada").directory),
+        config_from_hf(Golden("llada").directory),
         hidden_size=1024,
         num_layers=12,
         num_heads=8,

@@ -277,12 +277,12 @@ from jdllm.decoding.encoded_trace import encoding
 from jdllm.decoding.executable import Program, from_bytes
 from jdllm.decoding.executable_key import described
 from jdllm.decoding.step import denoise
-from jdllm.models.config import ModelConfig
+from jdllm.models.hf_config import config_from_hf
 x = np.linspace(-2, 2, 7 * 13, dtype=np.float32).reshape(7, 13)
 content = Path({str(tmp_path / "content")!r}).read_bytes()
 out, rest = from_bytes(content, Program(None, (x,), dict()), jax.devices()[:1])(x)
 print(np.asarray(out).tobytes().hex(), list(rest))
-print(described((encoding(denoise), ModelConfig.from_hf({str(LLADA.directory)!r}))))
+print(described((encoding(denoise), config_from_hf({str(LLADA.directory)!r}))))
 """
     expected, _ = executable(X)
     variables = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONHASHSEED": "7"}

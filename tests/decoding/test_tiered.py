@@ -17,6 +17,7 @@ from jdllm.decoding.tiered import denoise_tiered, head_buffers
 from jdllm.execution.offload.host_memory import weights_to_host
 from jdllm.execution.offload.tiers import HostTiers
 from jdllm.models.config import ModelConfig
+from jdllm.models.hf_config import config_from_hf
 from jdllm.models.weights import Params
 from jdllm.pallas.masked_logits import Level
 from jdllm.serving.request import Request
@@ -123,7 +124,7 @@ def test_shifted_logits(
 
 @pytest.mark.slow
 def test_experts(executables: Executables):
-    config = ModelConfig.from_hf(Golden("llada_moe").directory)
+    config = config_from_hf(Golden("llada_moe").directory)
     params = load_params(Golden("llada_moe").directory, config, "float32")
     compare(params, config, LLADA, RESIDUAL, executables)
 

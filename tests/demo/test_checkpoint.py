@@ -11,7 +11,7 @@ from jdllm.demo.export import hf_config
 from jdllm.demo.tasks import TASKS, distinct_instances
 from jdllm.demo.tokenizer import write_tokenizer
 from jdllm.demo.train import TrainSettings, exact_match
-from jdllm.models.config import ModelConfig
+from jdllm.models.hf_config import config_from_hf
 from jdllm.models.weights import is_spec, spec_tree
 
 
@@ -39,7 +39,7 @@ def test_it_is_what_the_script_writes(tmp_path):
 
 
 def test_tensors_are_those_of_the_spec_tree():
-    specs = jax.tree.leaves(spec_tree(ModelConfig.from_hf(checkpoint_path())), is_leaf=is_spec)
+    specs = jax.tree.leaves(spec_tree(config_from_hf(checkpoint_path())), is_leaf=is_spec)
     stored = {name: (tensor.dtype, tensor.shape) for name, tensor in read_index(checkpoint_path()).items()}
     assert stored == {name: ("BF16", spec.source_shape) for spec in specs for name, _ in spec.sources()}
 
@@ -47,6 +47,6 @@ def test_tensors_are_those_of_the_spec_tree():
 @pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
 def test_it_answers_what_it_never_saw(task: str):
-    config = ModelConfig.from_hf(checkpoint_path())
+    config = config_from_hf(checkpoint_path())
     params = load_params(checkpoint_path(), config, "float32")
     assert exact_match(params, config, distinct_instances(task, "test", 24, seed=8)) > 0.8

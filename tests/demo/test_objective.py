@@ -8,10 +8,10 @@ from jdllm.demo.objective import all_logits, denoise, dense_layout, draw_masks, 
 from jdllm.demo.tokenizer import MASK
 from jdllm.execution.transformer import forward, logits
 from jdllm.models.block import Rows
-from jdllm.models.config import ModelConfig
+from jdllm.models.hf_config import config_from_hf
 from jdllm.models.weights import Params, init_params
 
-CONFIG = ModelConfig.from_hf(hf_config(hidden_size=32, num_layers=2, num_heads=2, intermediate_size=48))
+CONFIG = config_from_hf(hf_config(hidden_size=32, num_layers=2, num_heads=2, intermediate_size=48))
 SHAPES = ((3, 8), (2, 12))
 PROMPT = np.array([3, 1, 4, 5, 2])
 TOTAL = np.array([8, 6, 6, 12, 8])

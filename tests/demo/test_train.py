@@ -19,7 +19,7 @@ from jdllm.demo.tasks import GEN_LENGTH, TASKS, Instance, split_of, stream
 from jdllm.demo.tokenizer import BOS, EOS, EOT
 from jdllm.demo.train import TrainSettings, exact_match, learning_rate_at, train
 from jdllm.errors import CheckpointError
-from jdllm.models.config import ModelConfig
+from jdllm.models.hf_config import config_from_hf
 from jdllm.models.weights import init_params, is_spec, param_bytes, spec_tree
 
 SMALL = TrainSettings(
@@ -96,10 +96,10 @@ def test_learning_rate_warms_up_and_falls():
 
 def test_checkpoint_has_the_official_tensors_and_loads(tmp_path: Path):
     values = hf_config(hidden_size=32, num_layers=3, num_heads=2, intermediate_size=40)
-    config = ModelConfig.from_hf(values)
+    config = config_from_hf(values)
     params = init_params(config, jax.random.key(0), "float32")
     write_checkpoint(tmp_path / "a" / "demo", values, params)
-    assert ModelConfig.from_hf(tmp_path / "a" / "demo") == config
+    assert config_from_hf(tmp_path / "a" / "demo") == config
     assert (config.mask_id, config.stop_ids, config.vocab_size) == (261, (257, 260), 264)
     with safe_open(tmp_path / "a" / "demo" / "model.safetensors", framework="numpy") as file:
         stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
@@ -134,7 +134,7 @@ def test_demo_model_fits_into_eight_megabytes():
     values = hf_config(
         settings.hidden_size, settings.num_layers, settings.num_heads, settings.intermediate_size
     )
-    assert param_bytes(ModelConfig.from_hf(values), "bfloat16") < 7.8e6
+    assert param_bytes(config_from_hf(values), "bfloat16") < 7.8e6
 
 
 def test_existing_directory_is_refused_in_one_line(tmp_path: Path):
@@ -152,7 +152,7 @@ def test_training_learns_to_copy_the_value_of_a_single_pair(tmp_path: Path):
     assert report.losses[0] > 5
     assert np.mean(report.losses[-5:]) < 0.02 * report.losses[0]
     assert any("retrieval" in line for line in lines)
-    config = ModelConfig.from_hf(tmp_path / "demo")
+    config = config_from_hf(tmp_path / "demo")
     params = load_params(tmp_path / "demo", config, "float32")
     source = stream("retrieval", "test", np.random.default_rng(5), room=TASKS["retrieval"].min_room)
     assert exact_match(params, config, list(itertools.islice(source, 200))) > 0.8

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from jdllm.errors import ConfigError
-from jdllm.models.config import ModelConfig, read_config
+from jdllm.models.config import ModelConfig
+from jdllm.models.hf_config import config_from_checkpoint, config_from_hf, read_config
 from jdllm.models.rotary import RopeConfig
 from jdllm.models.weights import param_bytes
 from tests.helpers import Golden
@@ -30,7 +31,7 @@ def without(key: str) -> dict:
 
 
 def test_llada_is_translated():
-    assert ModelConfig.from_hf(TINY) == ModelConfig(
+    assert config_from_hf(TINY) == ModelConfig(
         family="llada",
         vocab_size=512,
         hidden_size=64,
@@ -48,7 +49,7 @@ def test_llada_is_translated():
 
 
 def test_llada_8b_has_the_published_bytes():
-    config = ModelConfig.from_hf(LLADA_8B)
+    config = config_from_hf(LLADA_8B)
     assert config.dtype == "bfloat16"
     assert param_bytes(config, config.dtype) == 16_031_162_368
     assert config.head_dim == 128
@@ -58,14 +59,14 @@ def test_llada_8b_has_the_published_bytes():
 
 def test_from_hf_takes_values_a_file_or_a_directory():
     directory = Golden("llada").directory
-    by_value = ModelConfig.from_hf(TINY)
-    assert ModelConfig.from_hf(directory) == by_value
-    assert ModelConfig.from_hf(str(directory / "config.json")) == by_value
-    assert hash(ModelConfig.from_hf(directory)) == hash(by_value)
+    by_value = config_from_hf(TINY)
+    assert config_from_hf(directory) == by_value
+    assert config_from_hf(str(directory / "config.json")) == by_value
+    assert hash(config_from_hf(directory)) == hash(by_value)
 
 
 def test_optional_keys():
-    config = ModelConfig.from_hf(
+    config = config_from_hf(
         TINY
         | {
             "eos_token_id": [7, 8],
@@ -87,7 +88,7 @@ def test_optional_keys():
 @pytest.mark.parametrize("key", ["d_model", "n_layers", "n_heads"])
 def test_a_missing_size_is_named(key):
     with pytest.raises(ConfigError, match=f"'{key}'"):
-        ModelConfig.from_hf(without(key))
+        config_from_hf(without(key))
 
 
 @pytest.mark.parametrize(
@@ -103,8 +104,8 @@ def test_a_missing_size_is_named(key):
     ],
 )
 def test_other_keys_have_the_published_defaults(key, changed):
-    expected = dataclasses.replace(ModelConfig.from_hf(TINY), **changed)
-    assert ModelConfig.from_hf(without(key)) == expected
+    expected = dataclasses.replace(config_from_hf(TINY), **changed)
+    assert config_from_hf(without(key)) == expected
 
 
 @pytest.mark.parametrize(
@@ -118,9 +119,9 @@ def test_other_keys_have_the_published_defaults(key, changed):
 )
 def test_an_absent_key_is_what_the_published_class_takes(key, default):
     with pytest.raises(ConfigError, match=f"{key} is {default!r} .the published default where it is absent"):
-        ModelConfig.from_hf(without(key))
+        config_from_hf(without(key))
     with pytest.raises(ConfigError, match=f"{key} is None"):
-        ModelConfig.from_hf(TINY | {key: None})
+        config_from_hf(TINY | {key: None})
 
 
 def checkpoint(directory: Path, eos, generation_eos) -> Path:
@@ -140,20 +141,20 @@ def checkpoint(directory: Path, eos, generation_eos) -> Path:
     ],
 )
 def test_all_ends_of_sequence_of_a_checkpoint_end_a_text(tmp_path, eos, generation, stops):
-    config = ModelConfig.from_checkpoint(checkpoint(tmp_path, eos, generation))
+    config = config_from_checkpoint(checkpoint(tmp_path, eos, generation))
     assert config.stop_ids == stops
     assert config.eos_id == (stops[0] if stops else None)
 
 
 def test_an_override_of_the_end_of_sequence_is_alone(tmp_path):
     directory = checkpoint(tmp_path, 7, {"eos_token_id": [8]})
-    assert ModelConfig.from_checkpoint(directory, {"eos_token_id": 3}).stop_ids == (3,)
+    assert config_from_checkpoint(directory, {"eos_token_id": 3}).stop_ids == (3,)
 
 
 def test_a_malformed_end_of_sequence_names_its_file(tmp_path):
     directory = checkpoint(tmp_path, 7, {"eos_token_id": "</s>"})
     with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id is '</s>'"):
-        ModelConfig.from_checkpoint(directory)
+        config_from_checkpoint(directory)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +165,7 @@ def test_numbers_without_end_name_their_key(tmp_path, key, number):
     text = json.dumps(TINY | {key: "NUMBER"}).replace('"NUMBER"', number)
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=f"config.json: {key}"):
-        ModelConfig.from_hf(tmp_path)
+        config_from_hf(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +204,7 @@ def test_numbers_without_end_name_their_key(tmp_path, key, number):
 def test_an_impossible_value_is_named(key, value):
     named = "rope_type" if key == "rope_scaling" else key
     with pytest.raises(ConfigError, match=named):
-        ModelConfig.from_hf(TINY | {key: value})
+        config_from_hf(TINY | {key: value})
 
 
 @pytest.mark.parametrize(
@@ -219,13 +220,13 @@ def test_an_impossible_value_is_named(key, value):
 )
 def test_an_unknown_family_lists_the_known_ones(values):
     with pytest.raises(ConfigError, match=r"unknown model family.*LLaDAModelLM"):
-        ModelConfig.from_hf(values)
+        config_from_hf(values)
 
 
 @pytest.mark.parametrize("model_type", ["llada", None])
 def test_the_family_is_found_by_architecture_or_type(model_type):
     values = TINY | ({"architectures": None, "model_type": "llada"} if model_type else {"model_type": None})
-    assert ModelConfig.from_hf(values).family == "llada"
+    assert config_from_hf(values).family == "llada"
 
 
 @pytest.mark.parametrize("content", ["{", "", "[1, 2]", "null", "\xff"])
@@ -243,4 +244,4 @@ def test_a_directory_without_a_configuration_is_named(tmp_path):
 def test_non_finite_numbers_are_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(TINY | {"rms_norm_eps": float("nan")}))
     with pytest.raises(ConfigError, match="rms_norm_eps"):
-        ModelConfig.from_hf(tmp_path)
+        config_from_hf(tmp_path)

@@ -15,6 +15,7 @@ from jdllm.execution.transformer import embed, final_norm, forward, logits
 from jdllm.layers import head_logits, rms_norm
 from jdllm.models.block import Rows, attention_branch, ffn_branch, project_keys_values
 from jdllm.models.config import ModelConfig
+from jdllm.models.hf_config import config_from_hf
 from jdllm.models.moe import route
 from jdllm.models.rotary import cos_sin
 from jdllm.models.visibility import key_ranges
@@ -51,7 +52,7 @@ def family(request) -> str:
 def recorded(family) -> Recorded:
     golden = Golden(family)
     tensors = golden.tensors()
-    config = ModelConfig.from_hf(golden.directory)
+    config = config_from_hf(golden.directory)
     sequences = {case: unpadded(tensors, case) for case in cases(tensors)}
     places, start = {}, 0
     for case, rows in sequences.items():
@@ -148,7 +149,7 @@ def test_greedy_continuations(recorded):
 
 def test_the_module_sees_what_the_family_sees():
     golden = Golden("mistral_swa")
-    config = ModelConfig.from_hf(golden.directory)
+    config = config_from_hf(golden.directory)
     model = Transformer(config, load_params(golden.directory, config, "float32"))
     tensors = golden.tensors()
     close(model(jnp.asarray(tensors["fwd_batch.input_ids"])), tensors["fwd_batch.logits"])
@@ -156,7 +157,7 @@ def test_the_module_sees_what_the_family_sees():
 
 @pytest.mark.parametrize("family", ["dream", "llada_moe"], scope="module")
 def test_sixteen_bit_rows_stay_sixteen_bit(family):
-    config = ModelConfig.from_hf(Golden(family).directory)
+    config = config_from_hf(Golden(family).directory)
     params = abstract_params(config, "bfloat16")
     ints = np.zeros(9, np.int32)
     hidden = jax.eval_shape(lambda p, t, r: forward(p, config, t, r), params, ints, Rows(ints, ints, ints))
@@ -165,7 +166,7 @@ def test_sixteen_bit_rows_stay_sixteen_bit(family):
 
 def test_experts_are_stacked_in_the_order_of_the_product():
     golden = Golden("llada_moe")
-    config = ModelConfig.from_hf(golden.directory)
+    config = config_from_hf(golden.directory)
     layers = load_params(golden.directory, config, "float32")["layers"]
     for name, stored in golden.tensors("model").items():
         if ".experts." in name:
@@ -178,6 +179,6 @@ def test_experts_are_stacked_in_the_order_of_the_product():
 def test_ids_are_those_of_the_checkpoint(family):
     golden = Golden(family)
     ids = golden.json("goldens")
-    config = ModelConfig.from_hf(golden.directory)
+    config = config_from_hf(golden.directory)
     assert (config.mask_id, config.eos_id) == (ids.get("mask_id"), ids["eos_id"])
-    assert ModelConfig.from_hf(golden.json("config") | {"mask_token_id": 5}).mask_id == 5
+    assert config_from_hf(golden.json("config") | {"mask_token_id": 5}).mask_id == 5

@@ -13,6 +13,7 @@ from jdllm.chunks import ChunkConfig
 from jdllm.execution.transformer import embed, forward
 from jdllm.models.block import Rows, block
 from jdllm.models.config import ModelConfig
+from jdllm.models.hf_config import config_from_hf
 from jdllm.models.moe import Experts, moe_ffn, route
 from jdllm.models.rotary import cos_sin
 from jdllm.models.weights import Params, abstract_params, init_params, layer_runs
@@ -23,7 +24,7 @@ from tests.helpers import Golden
 from tests.models.layer_by_layer import layers_in_order
 
 GOLDEN = Golden("llada_moe")
-CONFIG = ModelConfig.from_hf(GOLDEN.directory)
+CONFIG = config_from_hf(GOLDEN.directory)
 HIDDEN, FFN, EXPERTS, LAYERS, TOP_K = 16, 12, 6, 3, 3
 
 
@@ -142,7 +143,7 @@ def mixed(has_experts: list[int]) -> dict:
     ],
 )
 def test_runs_of_like_layers(has_experts, runs):
-    assert layer_runs(ModelConfig.from_hf(mixed(has_experts))) == runs
+    assert layer_runs(config_from_hf(mixed(has_experts))) == runs
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +151,7 @@ def interleaved(tmp_path_factory) -> tuple[ModelConfig, Params, dict[str, np.nda
     """Experts, no experts, experts: the model, its weights and the stored ones."""
     path = tmp_path_factory.mktemp("mixed") / "random"
     write_random_checkpoint(path, mixed([1, 0, 1]))
-    config = ModelConfig.from_hf(path)
+    config = config_from_hf(path)
     return config, load_params(path, config, "float32"), load_file(path / "model.safetensors")
 
 
@@ -179,7 +180,7 @@ def test_layers_run_in_their_order(interleaved, batch):
 
 
 def test_random_weights_have_both_stacks():
-    config = ModelConfig.from_hf(mixed([1, 0, 1]))
+    config = config_from_hf(mixed([1, 0, 1]))
     drawn = jax.eval_shape(lambda: init_params(config, jax.random.key(0), "bfloat16"))
     assert drawn["layers"]["experts_down"].shape == (2, 8, 28, 64)
     assert drawn["dense_layers"]["down"].shape == (1, 64, 160)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, modeling_rope_utils
 
-from jdllm.models.config import ModelConfig
+from jdllm.models.hf_config import config_from_hf
 from jdllm.models.rotary import RopeConfig, inverse_frequencies
 from tests.helpers import Golden
 
@@ -42,7 +42,7 @@ class _Torch:
 @pytest.mark.parametrize("name", CLASSES)
 def test_an_absent_key_is_what_the_class_of_transformers_takes(name, key):
     values = {k: v for k, v in (Golden(name).json("config") | SIZES).items() if k != key}
-    ours, theirs = ModelConfig.from_hf(values), CLASSES[name].from_dict(values)
+    ours, theirs = config_from_hf(values), CLASSES[name].from_dict(values)
     assert ours.num_kv_heads == theirs.num_key_value_heads
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or 512 // 32)
     assert ours.tied_head == theirs.tie_word_embeddings
@@ -74,7 +74,7 @@ ROTARY = {
 def test_frequencies_are_those_of_transformers(monkeypatch, name, case):
     scaling = {"rope_scaling": None, "max_position_embeddings": 16384} | ROTARY[case]
     values = Golden(name).json("config") | scaling | {"head_dim": 64}
-    rope = ModelConfig.from_hf(values).rope
+    rope = config_from_hf(values).rope
     theirs = CLASSES[name].from_dict(values)
     monkeypatch.setattr(modeling_rope_utils, "torch", _Torch, raising=False)
     function = modeling_rope_utils.ROPE_INIT_FUNCTIONS[theirs.rope_parameters["rope_type"]]

@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 
 from jdllm.models.config import ModelConfig
+from jdllm.models.hf_config import config_from_hf
 from jdllm.models.visibility import key_ranges
 from tests.helpers import Golden
 
-FULL = ModelConfig.from_hf(Golden("dream").directory)
-CAUSAL = ModelConfig.from_hf(Golden("llama").directory)
-WINDOW = ModelConfig.from_hf(Golden("mistral_swa").directory)
+FULL = config_from_hf(Golden("dream").directory)
+CAUSAL = config_from_hf(Golden("llama").directory)
+WINDOW = config_from_hf(Golden("mistral_swa").directory)
 
 
 def mask(config: ModelConfig, start: int, length: int, total: int, **options) -> np.ndarray:

@@ -16,6 +16,7 @@ from benchmarks.shapes import SHAPES
 from jdllm.demo import checkpoint_path
 from jdllm.errors import ConfigError
 from jdllm.models.config import ModelConfig
+from jdllm.models.hf_config import config_from_hf
 from jdllm.models.weights import abstract_params
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.account import Account, make_account
@@ -24,7 +25,7 @@ from jdllm.planning.budget import Budget, MemoryBudgetError
 from jdllm.planning.plan import LONGEST, Bucket, MemoryPlan, Workload, plan_bucket, plan_memory
 
 MIB, GIB = 2**20, 2**30
-BUNDLED = ModelConfig.from_hf(checkpoint_path())
+BUNDLED = config_from_hf(checkpoint_path())
 CONFIGS = {**SHAPES, "bundled": BUNDLED}
 
 

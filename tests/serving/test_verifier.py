@@ -15,7 +15,7 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import CheckpointError, ConfigError
 from jdllm.execution.module import Transformer
 from jdllm.llm import LLM
-from jdllm.models.config import ModelConfig
+from jdllm.models.hf_config import config_from_hf
 from jdllm.serving.verifier import load_verifier
 from tests.helpers import Golden
 
@@ -53,7 +53,7 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
 
 def transformer(path: Path, **changes: int) -> Transformer:
     """The checkpoint in f32; its first rows where the vocabulary is made smaller."""
-    config = ModelConfig.from_hf(path)
+    config = config_from_hf(path)
     params = load_params(path, config, "float32")
     config = dataclasses.replace(config, **changes)
     cut = {name: params[name][: config.vocab_size] for name in ("embed", "head") if name in params}
@@ -72,7 +72,7 @@ def test_from_directories_as_from_memory(checkpoint: Checkpoint):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_a_checkpoint_is_loaded_in_the_type_of_the_model(dtype: str):
-    verifier = load_verifier(QWEN2, ModelConfig.from_hf(DREAM), None, dtype)
+    verifier = load_verifier(QWEN2, config_from_hf(DREAM), None, dtype)
     assert {str(leaf.dtype) for leaf in (verifier.params["embed"], verifier.params["final_norm"])} == {dtype}
     llm = LLM(DREAM, dtype=dtype, verifier=QWEN2)
     assert len(llm.generate(prompt_token_ids=[[5, 6]], sampling=SAMPLING)[0].token_ids) <= 8
@@ -95,7 +95,7 @@ def test_a_model_that_is_not_causal_is_refused():
 
 
 def test_sizes_that_differ_need_both_tokenizers_or_the_users_word(checkpoint: Checkpoint):
-    config = ModelConfig.from_hf(DREAM)
+    config = config_from_hf(DREAM)
     tokenizer = load_tokenizer(checkpoint(DREAM, words(505)))
     smaller = transformer(QWEN2, vocab_size=490)
     for known in (None, tokenizer):
