@@ -23,7 +23,7 @@ from benchmarks.record import record
 from benchmarks.shapes import SHAPES
 from jdllm.checkpoints.conversion import to_hf, to_native
 from jdllm.checkpoints.loading import load_params, read_index, resolve_dtype
-from jdllm.checkpoints.native import verify
+from jdllm.checkpoints.native import compare_checksums
 from jdllm.models.hf_config import config_from_hf
 from jdllm.models.weights import is_spec, param_bytes, spec_tree
 
@@ -107,7 +107,7 @@ def measure_conversion(source: Path, scratch: Path) -> list[dict[str, float | in
     on_host = param_bytes(config, dtype) if jax.default_backend() == "cpu" else 0
     parts: list[tuple[str, Callable[[], object], int]] = [
         ("to native", lambda: to_native(source, native, progress=True), 0),
-        ("verify", lambda: verify(native, progress=True), 0),
+        ("verify", lambda: compare_checksums(native, progress=True), 0),
         ("load", lambda: load_params(native, config, dtype, progress=True), on_host),
         ("to hf", lambda: to_hf(native, scratch / "hf", progress=True), 0),
     ]

@@ -18,7 +18,7 @@ from flax import nnx
 from benchmarks.cases import case_parser
 from benchmarks.record import print_row, record
 from benchmarks.shapes import SHAPES
-from jdllm.decoding.caches import Phase, kept, phase
+from jdllm.decoding.cache_policies import Phase, kept, phase
 from jdllm.decoding.sampling import Cache, SamplingParams
 from jdllm.execution.module import Transformer
 from jdllm.llm import LLM

@@ -16,8 +16,8 @@ from jdllm.chunks import ChunkConfig
 from jdllm.decoding.executable_store import ExecutableStore
 from jdllm.decoding.executables import Executables, Prepared
 from jdllm.decoding.generation_defaults import default_sampling
+from jdllm.decoding.likelihood import perturb
 from jdllm.decoding.sampling import SamplingParams
-from jdllm.decoding.score import perturb
 from jdllm.errors import ConfigError, NonFiniteError, RequestError
 from jdllm.execution.module import Transformer
 from jdllm.models.hf_config import config_from_checkpoint

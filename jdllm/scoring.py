@@ -9,8 +9,8 @@ import numpy as np
 
 from jdllm.chunks import ChunkConfig
 from jdllm.decoding.executables import Executables
+from jdllm.decoding.likelihood import Perturbation, all_logits, token_logprobs
 from jdllm.decoding.non_finite import origin
-from jdllm.decoding.score import Perturbation, all_logits, token_logprobs
 from jdllm.errors import NonFiniteError
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
@@ -60,7 +60,7 @@ class Scorer:
 
         Arguments:
         - `prompt`, `answer`: int32 ids.
-        - `perturbation`: the masks to average over, from `jdllm.decoding.score.perturb`.
+        - `perturbation`: the masks to average over, from `jdllm.decoding.likelihood.perturb`.
         - `cfg_scale`: classifier-free guidance, 0 for none.
 
         Exact for given masks. Source: get_log_likelihood.py of ML-GSAI/LLaDA.

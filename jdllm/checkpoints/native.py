@@ -118,7 +118,7 @@ def read_index(directory: Path) -> Index:
     """Read which tensors a native checkpoint holds, by their Hugging Face names.
 
     Raises `CheckpointError` for what `read_manifest` refuses, and for chunks that are missing or of another
-    length; their content is compared by `verify` only.
+    length; their content is compared by `compare_checksums` only.
     """
     index = {tensor.name: tensor.stored(directory) for tensor in read_manifest(directory).tensors}
     damaged = [
@@ -131,7 +131,7 @@ def read_index(directory: Path) -> Index:
     return index
 
 
-def verify(directory: Path, *, progress: bool | Progress = False) -> Manifest:
+def compare_checksums(directory: Path, *, progress: bool | Progress = False) -> Manifest:
     """Read every byte of a native checkpoint's weights and compare the checksums of the manifest.
 
     Arguments:

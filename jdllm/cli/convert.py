@@ -42,7 +42,7 @@ def convert(
         raise RequestError("give SRC and DST, or --verify and SRC alone")
     path = resolve(source)
     if target is None:
-        manifest = native.verify(path, progress=True)
+        manifest = native.compare_checksums(path, progress=True)
         typer.echo(f"{path}: {len(manifest.tensors)} tensors, {manifest.bytes:,} bytes, all intact")
         return
     to = to or ("hf" if native.is_native(path) else "native")

@@ -10,7 +10,7 @@ from typing import NamedTuple, get_args
 import jax.numpy as jnp
 
 from jdllm.chunks import TILE, ChunkConfig
-from jdllm.decoding.caches import kept
+from jdllm.decoding.cache_policies import kept
 from jdllm.decoding.sampling import Cache, SamplingParams
 from jdllm.errors import ConfigError
 from jdllm.execution.offload.tiers import HostTiers, host_buffers

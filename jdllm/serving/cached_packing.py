@@ -7,7 +7,7 @@ import numpy as np
 
 from jdllm.arrays import padded
 from jdllm.decoding.batch import Batch
-from jdllm.decoding.caches import Phase, kept, policy_of
+from jdllm.decoding.cache_policies import Phase, kept, policy_of
 from jdllm.execution.paged.selection import Selection
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jdllm.decoding.cache_policies import policy_of
 from jdllm.decoding.cached import refresh, reuse
-from jdllm.decoding.caches import policy_of
 from jdllm.decoding.encoded_trace import EncodedTrace, encoding
 from jdllm.decoding.executables import Executable, Executables, Program
 from jdllm.decoding.rules import head_level

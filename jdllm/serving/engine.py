@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from jdllm.decoding.caches import Phase
+from jdllm.decoding.cache_policies import Phase
 from jdllm.decoding.encoded_trace import Steps
 from jdllm.decoding.executables import Program
 from jdllm.errors import NonFiniteError, RequestError

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jdllm.arrays import padded
-from jdllm.decoding.caches import Phase, View, phase
+from jdllm.decoding.cache_policies import Phase, View, phase
 from jdllm.decoding.encoded_trace import Steps
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.schedule import StepTable

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jdllm.decoding.caches import kept, policy_of
+from jdllm.decoding.cache_policies import kept, policy_of
 from jdllm.decoding.rules import adaptive_row, segment_row, step_table
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.schedule import StepTable, block_steps

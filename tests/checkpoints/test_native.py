@@ -16,7 +16,7 @@ import pytest
 
 from jdllm.checkpoints.conversion import to_native
 from jdllm.checkpoints.loading import load_params, read_index, resolve_dtype
-from jdllm.checkpoints.native import is_native, read_manifest, verify
+from jdllm.checkpoints.native import compare_checksums, is_native, read_manifest
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import CheckpointError
 from jdllm.llm import LLM
@@ -183,13 +183,13 @@ def test_shards_are_loaded_onto_their_devices(tmp_path):
 
 
 def test_a_flipped_bit_is_found(copy):
-    assert len(verify(copy).tensors) == len(GOLDEN.tensors("model"))
+    assert len(compare_checksums(copy).tensors) == len(GOLDEN.tensors("model"))
     chunk = copy / "layers.up" / "1.0.0"
     content = bytearray(chunk.read_bytes())
     content[1000] ^= 1
     chunk.write_bytes(content)
     with pytest.raises(CheckpointError) as caught:
-        verify(copy)
+        compare_checksums(copy)
     assert "model.transformer.blocks.1.up_proj.weight in layers.up/1.0.0" in str(caught.value)
     assert "blocks.0" not in str(caught.value)
 
@@ -199,7 +199,7 @@ def test_missing_and_cut_chunks_are_all_named(copy):
     os.truncate(copy / "layers.q" / "0.0.0", 100)
     for read in (
         lambda: load_params(copy, CONFIG, "float32"),
-        lambda: verify(copy),
+        lambda: compare_checksums(copy),
         lambda: read_index(copy),
     ):
         with pytest.raises(CheckpointError, match=r"layers\.q/0\.0\.0 .*embed/0\.0 "):
@@ -258,4 +258,4 @@ def test_a_manifest_that_is_cut_is_refused(copy):
 
 def test_only_native_checkpoints_are_verified():
     with pytest.raises(CheckpointError, match="no native checkpoint"):
-        verify(GOLDEN.directory)
+        compare_checksums(GOLDEN.directory)

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from jdllm.checkpoints.conversion import to_hf, to_native
 from jdllm.checkpoints.loading import load_params
-from jdllm.checkpoints.native import read_manifest, verify
+from jdllm.checkpoints.native import compare_checksums, read_manifest
 from jdllm.errors import CheckpointError, ConfigError, JdllmError
 from jdllm.models.hf_config import config_from_hf
 from tests.convert.helpers import contents, tensors_of
@@ -173,7 +173,7 @@ def test_an_existing_target_is_refused(tmp_path, source):
     to_native(source, target, dtype="float32", overwrite=True)
     assert read_manifest(target).dtype == "float32"
     assert not target.with_name("native.partial").exists()
-    verify(target)
+    compare_checksums(target)
     with pytest.raises(CheckpointError, match="exists"):
         to_hf(target, source)
 
@@ -188,7 +188,7 @@ def test_the_working_directory_is_no_target(tmp_path, source, monkeypatch):
     with pytest.raises(CheckpointError, match="empty exists"):
         to_native(source, Path("."))
     to_native(source, Path("native"))
-    verify(tmp_path / "empty" / "native")
+    compare_checksums(tmp_path / "empty" / "native")
 
 
 def test_only_a_checkpoint_is_overwritten(tmp_path, source):
@@ -251,7 +251,7 @@ def test_two_conversions_to_one_target_exclude_each_other(tmp_path, source):
 
     to_native(source, tmp_path / "native", progress=convert_again)
     assert len(refused) == len(tensors_of(source))
-    verify(tmp_path / "native")
+    compare_checksums(tmp_path / "native")
 
 
 def test_damage_is_not_written_back(tmp_path, source):

@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.random_checkpoint import llada_hf_config, write_random_checkpoint
 from jdllm.checkpoints.conversion import to_hf, to_native
-from jdllm.checkpoints.native import read_manifest, verify
+from jdllm.checkpoints.native import compare_checksums, read_manifest
 from jdllm.errors import CheckpointError
 from jdllm.models.hf_config import config_from_hf
 from tests.convert.helpers import contents, tensors_of
@@ -166,5 +166,5 @@ def test_a_kill_while_replacing_loses_nothing(tmp_path, source, native, monkeypa
     assert not target.exists()
     to_native(source, target, dtype="float32", overwrite=True)
     assert read_manifest(target).dtype == "float32"
-    verify(target)
+    compare_checksums(target)
     assert {path.name for path in tmp_path.iterdir()} == {"source", "whole", "target"}

@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jdllm.arrays import Tensor
 
-Rows = Float[Array, " rows"]
+PerRow = Float[Array, " rows"]
 
 
 class Measure(enum.IntEnum):
@@ -58,9 +58,9 @@ class Candidates(NamedTuple):
 
     masked: Bool[Array, " rows"]
     segment: Int[Tensor, " rows"]
-    confidence: Rows
-    order: Rows
-    draw: Rows
+    confidence: PerRow
+    order: PerRow
+    draw: PerRow
 
 
 class Ranked(NamedTuple):
@@ -77,8 +77,8 @@ class Ranked(NamedTuple):
     segment: Int[Array, " rows"]
     rank: Int[Array, " rows"]
     count: Int[Array, " rows"]
-    confidence: Rows
-    draw: Rows
+    confidence: PerRow
+    draw: PerRow
 
     def first_rank(self, where: Bool[Array, " rows"], segments: int) -> Int[Array, " rows"]:
         """For each row the lowest rank of its segment at which `where` holds; `count` if there is none."""

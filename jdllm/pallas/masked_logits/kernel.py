@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from jdllm.pallas.hopper import WARPGROUP_ROWS
 from jdllm.pallas.masked_logits.reduction import Logits, Moments, Partials, reduce_tile
-from jdllm.pallas.masked_logits.row_table import Field, Rows, RowTable
+from jdllm.pallas.masked_logits.row_table import Field, RowFields, RowTable
 from jdllm.pallas.masked_logits.tiles import DEPTH, LOADER_REGISTERS, Tiles, padded_splits
 from jdllm.pallas.masked_logits.types import Level
 from jdllm.pallas.ring import drain, free_barriers, swizzled
@@ -182,7 +182,7 @@ def _consume(ring: _Ring, table: RowTable, out: Sequence[Any], count: Scalar, la
         split = block_split + column_group
 
         def decide() -> None:
-            rows = Rows(table.words, row, launch.token_bans)
+            rows = RowFields(table.words, row, launch.token_bans)
             # These arrive while the products are computed.
             mark = table.marks[split, lax.div(row, jnp.int32(WARPGROUP_ROWS))]
             scale = math.log2(math.e) / rows.floats(Field.DIVISOR)

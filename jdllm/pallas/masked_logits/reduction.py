@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from jdllm.noise import threefry
 from jdllm.pallas.hopper import STRIP, WARPGROUP_ROWS
 from jdllm.pallas.masked_logits.gumbel import gumbel
-from jdllm.pallas.masked_logits.row_table import Field, Mark, Rows
+from jdllm.pallas.masked_logits.row_table import Field, Mark, RowFields
 from jdllm.pallas.masked_logits.tiles import Index, Tiles, id_of
 from jdllm.pallas.masked_logits.types import Level
 
@@ -70,7 +70,7 @@ class _Best(NamedTuple):
 
 
 def reduce_tile(
-    logits: Logits, split: Scalar, mark: Scalar, scale: PerRow, rows: Rows, tiles: Tiles, level: Level
+    logits: Logits, split: Scalar, mark: Scalar, scale: PerRow, rows: RowFields, tiles: Tiles, level: Level
 ) -> list[Array]:
     """Reduce the logits of tile `split` to the values of `Partials` and, where asked for, `Moments`."""
     removed = mark & Mark.REMOVED != 0
@@ -92,7 +92,7 @@ def reduce_tile(
     return [*choice, *_measure(logits, scale, level)]
 
 
-def _below(logits: Logits, split: Scalar, rows: Rows, tiles: Tiles) -> Logits:
+def _below(logits: Logits, split: Scalar, rows: RowFields, tiles: Tiles) -> Logits:
     """The logits, `LOWEST` for ids from the limit on."""
     limit, position = rows.integers(Field.LIMIT), _positions()
 
@@ -103,7 +103,7 @@ def _below(logits: Logits, split: Scalar, rows: Rows, tiles: Tiles) -> Logits:
     return lax.concatenate([kept(column) for column in _columns(tiles)], dimension=1)
 
 
-def _without(lines: range, logits: Logits, split: Scalar, rows: Rows, tiles: Tiles) -> Logits:
+def _without(lines: range, logits: Logits, split: Scalar, rows: RowFields, tiles: Tiles) -> Logits:
     """The logits, `LOWEST` for ids that one of these lines of `rows` bans."""
     position = _positions()
 
@@ -129,7 +129,7 @@ def _choose(logits: Logits, split: Scalar, tiles: Tiles) -> tuple[PerRow, Ids, P
     return score, token, score
 
 
-def _draw(logits: Logits, split: Scalar, rows: Rows, tiles: Tiles) -> tuple[PerRow, Ids, PerRow]:
+def _draw(logits: Logits, split: Scalar, rows: RowFields, tiles: Tiles) -> tuple[PerRow, Ids, PerRow]:
     """The largest sum of logit and noise, the lowest id with it, and its logit."""
     key = (_across(rows.words(Field.KEY_0)), _across(rows.words(Field.KEY_1)))
     at, temperature = _across(rows.words(Field.POSITION)), _across(rows.floats(Field.TEMPERATURE))

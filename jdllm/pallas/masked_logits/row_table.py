@@ -94,7 +94,7 @@ def _as_int(line: Any) -> Int[Array, " rows"]:
     return line if line.dtype == jnp.int32 else lax.bitcast_convert_type(line, jnp.int32)
 
 
-class Rows:
+class RowFields:
     """The fields of a warpgroup's rows, read inside the kernel."""
 
     def __init__(self, table: Any, first: Int[Array, ""], token_bans: int):

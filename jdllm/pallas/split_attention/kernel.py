@@ -30,7 +30,7 @@ from jdllm.pallas.split_attention.work import Piece, Scalar, Shape, pair_of, pie
 LOWEST = -1e30
 """The maximum of no scores: finite, so that differences are numbers."""
 
-Rows = Float[Array, " warpgroup_rows"]
+PerRow = Float[Array, " warpgroup_rows"]
 
 
 class Partials(NamedTuple):
@@ -85,8 +85,8 @@ class _State(NamedTuple):
     """An online softmax; `m` is the largest score, not scaled yet."""
 
     o: Float[Array, "warpgroup_rows head_dim"]
-    m: Rows
-    l: Rows  # noqa: E741
+    m: PerRow
+    l: PerRow  # noqa: E741
 
 
 @dataclasses.dataclass(frozen=True)
@@ -394,5 +394,5 @@ def _no_state(head_dim: int) -> _State:
     return _State(splat((WARPGROUP_ROWS, head_dim), 0.0, plgpu.Layout.WGMMA), per_row(LOWEST), per_row(0.0))
 
 
-def _across(values: Rows, columns: int) -> Array:
+def _across(values: PerRow, columns: int) -> Array:
     return lax.broadcast_in_dim(values, (WARPGROUP_ROWS, columns), [0])

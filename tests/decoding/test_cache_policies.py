@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdllm.decoding.caches import POLICIES, Phase, View, kept, phase, policy_of
+from jdllm.decoding.cache_policies import POLICIES, Phase, View, kept, phase, policy_of
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
 

@@ -12,7 +12,7 @@ from scipy.special import log_softmax
 from jdllm.decoding.batch import HeadRows
 from jdllm.decoding.executables import Executables
 from jdllm.decoding.head import gather_guided, source_rows
-from jdllm.decoding.score import Perturbation, perturb
+from jdllm.decoding.likelihood import Perturbation, perturb
 from jdllm.execution.transformer import forward
 from jdllm.layers import head_logits
 from jdllm.llm import LLM
