@@ -38,7 +38,7 @@ def skinny_matmul(
     - `gated`: whether the result is one, silu(x gate) * (x up), of two stacks of one shape, first the gates.
     - `bias`: what is added to the products of each layer, one product after the other.
     - `rotation`: cosine and sine of each row, where the weights are those of queries, keys and values: all
-      products but the last are rotated as `jdllm.models.rotary.rotate` does, whole heads of twice the pairs.
+      products but the last are rotated as `jdllm.layers.rotate` does, whole heads of twice the pairs.
     - `chained`: whether the kernel for Hopper is part of a chain (`jdllm.pallas.chain`): then all but the
       rows is older than it.
     - `implementation`: "mosaic_gpu" (a kernel for Hopper, 16-bit types, at most 64 rows) or "xla" (portable).
