@@ -3,6 +3,7 @@
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +21,9 @@ from jdllm.decoding.likelihood import perturb
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import ConfigError, NonFiniteError, RequestError
 from jdllm.execution.module import Transformer
+from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import config_from_checkpoint
-from jdllm.models.weights import Params, tree_bytes
+from jdllm.models.weights import Params, tree_bytes, zero_params
 from jdllm.outputs import RequestOutput, request_output
 from jdllm.pallas.device import target
 from jdllm.planning.account import make_account
@@ -66,6 +68,8 @@ class LLM:
     - `model`: a Hugging Face checkpoint directory or hub id, or a `Transformer` that is already in memory.
     - `dtype`: "float32", "bfloat16", "float16", or "auto" for that of the checkpoint. Results equal the
       official sampler's token by token in float32 at temperature 0.
+    - `load_weights`: `False` leaves the weights of a checkpoint zero, unread: enough for warming up what
+      another process then finds in `cache_dir`.
     - `max_num_batched_tokens`: packed rows of one step over all requests; a longer request runs alone.
     - `max_num_logits`: masked rows whose logits may exist at a time; by default as many as fit, and 512 on a
       CPU without `memory`.
@@ -103,6 +107,7 @@ class LLM:
         model: str | Path | Transformer,
         *,
         dtype: str = "auto",
+        load_weights: bool = True,
         max_num_batched_tokens: int = 8192,
         max_num_logits: int | None = None,
         memory: int | str | None = None,
@@ -123,6 +128,7 @@ class LLM:
         check_types(
             model=(model, str | Path | Transformer),
             dtype=(dtype, str),
+            load_weights=(load_weights, bool),
             chunks=(chunks, ChunkConfig | None),
             hf_overrides=(hf_overrides, Mapping | None),
             verifier=(verifier, str | Path | Transformer | None),
@@ -133,13 +139,14 @@ class LLM:
         )
         self.tokenizer: Tokenizer | None = None
         self._default_sampling = SamplingParams()
-        if isinstance(model, Transformer):
-            if dtype != "auto" or hf_overrides:
-                raise ConfigError("dtype and hf_overrides are for checkpoints: a Transformer has its own")
+        if isinstance(model, str | Path):
+            self.config, params = self._load(model, dtype, hf_overrides or {}, load_weights, progress)
+        elif dtype != "auto" or hf_overrides or not load_weights:
+            raise ConfigError(
+                "dtype, hf_overrides and load_weights are for checkpoints: a Transformer has its own"
+            )
         else:
-            model = self._load(model, dtype, hf_overrides or {}, progress)
-        self.config = model.config
-        params = model.params()
+            self.config, params = model.config, model.params()
         device = next(iter(jax.tree.leaves(params)[0].devices()))
         store = None if cache_dir is None else ExecutableStore(Path(cache_dir))
         self._executables = executables = Executables(device.platform, store)
@@ -431,17 +438,24 @@ class LLM:
         )
 
     def _load(
-        self, model: str | Path, dtype: str, overrides: Mapping[str, Any], progress: bool
-    ) -> Transformer:
+        self, model: str | Path, dtype: str, overrides: Mapping[str, Any], load_weights: bool, progress: bool
+    ) -> tuple[ModelConfig, Params]:
         path = resolve(model)
         config = config_from_checkpoint(path, overrides)
         self._default_sampling = default_sampling(path)
-        params = load_params(path, config, resolve_dtype(path, config, dtype), progress=progress)
-        self.tokenizer = load_tokenizer(path)
+        dtype = resolve_dtype(path, config, dtype)
+        # The tokenizer's library takes longer to import than a small model to load.
+        with ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(load_tokenizer, path)
+            if load_weights:
+                params = load_params(path, config, dtype, progress=progress)
+            else:
+                params = zero_params(config, dtype)
+            self.tokenizer = reading.result()
         if self.tokenizer is not None:
             config = complete_ids(config, self.tokenizer)
             config = dataclasses.replace(config, token_limit=len(self.tokenizer))
-        return Transformer(config, params)
+        return config, params
 
     def _encode(self, text: str, *, parse_special: bool, parsed: Sequence[str] = ()) -> list[int]:
         tokenizer = self._needs_tokenizer("a text prompt")

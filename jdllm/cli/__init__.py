@@ -4,14 +4,14 @@ Standard output carries results only; warnings, progress and errors go to standa
 one line there and exit code 2. JAX is imported only once a command needs it.
 """
 
-import os
+import atexit
+import gc
 from importlib.metadata import version
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from jdllm.cli import convert, evaluate, generate, infill, plan, score
+from jdllm.cli import convert, evaluate, generate, infill, plan, score, warmup
 from jdllm.cli.report import Commands, print_result
 
 app = typer.Typer(
@@ -24,11 +24,13 @@ app.command("generate")(generate.generate)
 app.command("infill")(infill.infill)
 app.command("score")(score.score)
 app.command("eval")(evaluate.evaluate)
+app.command("warmup")(warmup.warmup)
 app.command("convert")(convert.convert)
 app.command("plan")(plan.plan)
 
-CACHE_BYTES = 2**30
-"""What compiled programs may take on disk, those used least recently given up first."""
+GARBAGE_THRESHOLD = 100_000
+"""Objects after which garbage is looked for. Imports make many more, none of them garbage: with Python's own
+threshold they are looked through again and again, for a tenth of a short command's time."""
 
 
 def _print_version(asked: bool) -> None:
@@ -47,17 +49,7 @@ def common(
 
 
 def main() -> None:
-    """Entry point of the `jdllm` command. What it compiles is kept for the next time, as JAX keeps it."""
-    keep_compiled_programs()
+    """Entry point of the `jdllm` command."""
+    gc.set_threshold(GARBAGE_THRESHOLD)
+    atexit.register(gc.freeze)  # what is left at the end goes with the process: looking through it takes long
     app()
-
-
-def keep_compiled_programs() -> None:
-    """Have JAX keep compiled programs in the user's cache directory, unless its own variables say otherwise.
-
-    Has an effect before JAX is imported.
-    """
-    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jdllm" / "compiled"
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(cache)
-        os.environ.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(CACHE_BYTES))

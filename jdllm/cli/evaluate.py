@@ -9,15 +9,12 @@ import typer
 
 from jdllm.cli.compiling import told_of_compiling
 from jdllm.cli.options import (
-    HOST_MEMORY,
-    Dtype,
-    HostMemory,
     Json,
-    Memory,
-    Model,
+    ModelOptions,
     asked_sampling,
     given_sampling,
     load_model,
+    takes_model,
     takes_sampling,
 )
 from jdllm.cli.report import print_result
@@ -30,18 +27,17 @@ if TYPE_CHECKING:
 
 
 @takes_sampling("early_stop", "n", "max_tokens", "stop", "stop_token_ids", "logprobs")
+@takes_model
 def evaluate(
-    model: Model = None,
     task: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="May be repeated.", show_default="all tasks")
     ] = None,
     instances: Annotated[
         int, typer.Option(min=1, max=MAX_INSTANCES, help="Held-out test instances of each task.")
     ] = 1000,
-    dtype: Dtype = "auto",
     as_json: Json = False,
-    memory: Memory = None,
-    host_memory: HostMemory = HOST_MEMORY,
+    *,
+    source: ModelOptions,
     **options: Any,
 ) -> None:
     """Score a model on the tasks of the bundled demo model.
@@ -60,8 +56,8 @@ def evaluate(
 
     given = {"gen_length": GEN_LENGTH, **given_sampling(options), "early_stop": False}
     names = [find_task(name).name for name in task or TASKS]
-    sampling = asked_sampling(model, given)
-    generate = generator(load_model(model, dtype, None, memory, host_memory), sampling)
+    sampling = asked_sampling(source.model, given)
+    generate = generator(load_model(source), sampling)
     console = Console(stderr=True)
     shown = track(names, "evaluating", console=console, transient=True, disable=not console.is_terminal)
     with told_of_compiling():

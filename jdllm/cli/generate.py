@@ -10,15 +10,12 @@ import typer
 from jdllm.cli.compiling import told_of_compiling
 from jdllm.cli.jsonl import generate_lines, read_lines
 from jdllm.cli.options import (
-    HOST_MEMORY,
-    Dtype,
-    HostMemory,
     Json,
-    Memory,
-    Model,
+    ModelOptions,
     asked_sampling,
     given_sampling,
     load_model,
+    takes_model,
     takes_sampling,
 )
 from jdllm.cli.prompt import Prompts, check_given_once, read_prompts, read_text
@@ -36,6 +33,7 @@ TokenIds = Annotated[
 
 
 @takes_sampling()
+@takes_model
 def generate(
     prompts: Annotated[
         list[str] | None, typer.Argument(metavar="[PROMPT]...", help="The prompts.", show_default=False)
@@ -50,20 +48,18 @@ def generate(
             " with sampling parameters of its own; print one a line.",
         ),
     ] = None,
-    model: Model = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Put each prompt into the model's chat template.")
     ] = False,
     parse_special: Annotated[
         bool, typer.Option("--parse-special", help="Special tokens in a prompt become their ids.")
     ] = False,
-    dtype: Dtype = "auto",
-    memory: Memory = None,
-    host_memory: HostMemory = HOST_MEMORY,
     as_json: Json = False,
     verifier: Annotated[
         str | None, typer.Option(metavar="DIR", help="Autoregressive model for --transfer adaptive.")
     ] = None,
+    *,
+    source: ModelOptions,
     **options: Any,
 ) -> None:
     """Generate text after each prompt.
@@ -86,8 +82,8 @@ def generate(
             }
         )
         lines = read_lines(read_text(None if str(jsonl) == "-" else jsonl, "lines", "--jsonl"))
-        defaults = asked_sampling(model, given)
-        llm = load_model(model, dtype, verifier, memory, host_memory)
+        defaults = asked_sampling(source.model, given)
+        llm = load_model(source, verifier)
         with told_of_compiling():
             outputs = generate_lines(llm, lines, defaults, parse_special=parse_special)
         for output in outputs:
@@ -96,8 +92,8 @@ def generate(
     asked = read_prompts(prompts, file, token_ids)
     if chat and asked.texts is None:
         raise RequestError("--chat applies to prompts of text, not to --token-ids")
-    sampling = asked_sampling(model, given)
-    llm = load_model(model, dtype, verifier, memory, host_memory)
+    sampling = asked_sampling(source.model, given)
+    llm = load_model(source, verifier)
     live = not as_json and to_terminal()
     print_outputs(_generate(llm, asked, sampling, chat, parse_special, live), as_json)
 

@@ -8,21 +8,19 @@ import typer
 from jdllm.cli.compiling import told_of_compiling
 from jdllm.cli.generate import TokenIds, print_outputs
 from jdllm.cli.options import (
-    HOST_MEMORY,
-    Dtype,
-    HostMemory,
     Json,
-    Memory,
-    Model,
+    ModelOptions,
     asked_sampling,
     given_sampling,
     load_model,
+    takes_model,
     takes_sampling,
 )
 from jdllm.cli.prompt import read_prompts
 
 
 @takes_sampling("gen_length", "max_tokens", "early_stop", "stop", "stop_token_ids", "prompt_masks")
+@takes_model
 def infill(
     texts: Annotated[
         list[str] | None,
@@ -30,11 +28,9 @@ def infill(
     ] = None,
     file: Annotated[Path | None, typer.Option(help="Read one text from a file.")] = None,
     token_ids: TokenIds = None,
-    model: Model = None,
-    dtype: Dtype = "auto",
-    memory: Memory = None,
-    host_memory: HostMemory = HOST_MEMORY,
     as_json: Json = False,
+    *,
+    source: ModelOptions,
     **options: Any,
 ) -> None:
     """Fill the mask tokens inside each text, and print it whole.
@@ -42,8 +38,8 @@ def infill(
     Texts come from one of: arguments, --file, --token-ids, or standard input.
     """
     asked = read_prompts(texts, file, token_ids)
-    sampling = asked_sampling(model, given_sampling(options))
-    llm = load_model(model, dtype, None, memory, host_memory)
+    sampling = asked_sampling(source.model, given_sampling(options))
+    llm = load_model(source)
     with told_of_compiling():
         outputs = llm.infill(asked.texts, sampling, token_ids=asked.token_ids, progress=True)
     print_outputs(outputs, as_json)

@@ -1,8 +1,10 @@
 """Options that commands share, and what they are turned into."""
 
 import dataclasses
+import functools
 import inspect
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import NoneType
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin,
 import typer
 
 from jdllm.decoding.sampling import SamplingParams
+from jdllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from jdllm.llm import LLM
@@ -23,21 +26,70 @@ Model = Annotated[
         show_default="the bundled demo model",
     ),
 ]
-Dtype = Annotated[str, typer.Option(metavar="auto|float32|bfloat16|float16", help="Type of the weights.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
-Memory = Annotated[
-    str | None,
-    typer.Option(
-        metavar="BYTES",
-        help="What the device may hold in all, such as 24GiB.",
-        show_default="what XLA may allot",
-    ),
-]
-HostMemory = Annotated[
-    str,
-    typer.Option(metavar="BYTES", help="Host memory that a step may use where the device is too small."),
-]
 HOST_MEMORY = "64GiB"
+NOWHERE = "none"
+"""The cache directory of a command that keeps nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelOptions:
+    """Which model a command loads, and how: options of every command that runs one."""
+
+    model: Model = None
+    dtype: Annotated[
+        str, typer.Option(metavar="auto|float32|bfloat16|float16", help="Type of the weights.")
+    ] = "auto"
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BYTES",
+            help="What the device may hold in all, such as 24GiB.",
+            show_default="what XLA may allot",
+        ),
+    ] = None
+    host_memory: Annotated[
+        str,
+        typer.Option(metavar="BYTES", help="Host memory that a step may use where the device is too small."),
+    ] = HOST_MEMORY
+    max_num_batched_tokens: Annotated[
+        int,
+        typer.Option(min=1, help="Packed rows of one step over all requests; a longer request runs alone."),
+    ] = 8192
+    cache_dir: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR|none",
+            help="Where executables are kept for the next command, which need not compile them.",
+            show_default="~/.cache/jdllm/executables",
+        ),
+    ] = None
+
+
+def takes_model(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command an option for every field of `ModelOptions`, except for those that it takes itself.
+
+    The command takes all of them as `source`.
+    """
+    signature = inspect.signature(command)
+    own = [p for p in signature.parameters.values() if p.name != "source" and p.kind is not p.VAR_KEYWORD]
+    others = [p for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
+    kinds = get_type_hints(ModelOptions, include_extras=True)
+    fields = {f.name: f.default for f in dataclasses.fields(ModelOptions)}
+    options = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kinds[name])
+        for name, default in fields.items()
+        if name not in signature.parameters
+    ]
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        source = ModelOptions(**{name: given.pop(name) for name in fields})
+        command(source=source, **given)
+
+    run.__signature__ = signature.replace(parameters=[*own, *options, *others])  # type: ignore[attr-defined]
+    return run
+
 
 OPTION_NAMES = [f.name for f in dataclasses.fields(SamplingParams) if f.name != "return_history"]
 """Fields that are options; a history is for Python alone."""
@@ -83,17 +135,33 @@ def asked_sampling(model: str | None, given: Mapping[str, Any]) -> SamplingParam
     return default_sampling(_directory(model)).changed(**given)
 
 
-def load_model(
-    model: str | None,
-    dtype: str,
-    verifier: str | None = None,
-    memory: str | None = None,
-    host_memory: str = HOST_MEMORY,
-) -> "LLM":
-    """Load a checkpoint, or the demo model for `None`, and its verifier; raises as `LLM` does."""
+def load_model(source: ModelOptions, verifier: str | None = None) -> "LLM":
+    """Load a checkpoint, or the demo model, and its verifier; raises as `LLM` does."""
     from jdllm.llm import LLM
 
-    return LLM(_directory(model), dtype=dtype, verifier=verifier, memory=memory, host_memory=host_memory)
+    return LLM(**as_arguments(source), verifier=verifier)
+
+
+def as_arguments(source: ModelOptions) -> dict[str, Any]:
+    """Arguments of `LLM`: the directories are looked up."""
+    directories = {"model": _directory(source.model), "cache_dir": cache_directory(source.cache_dir)}
+    return dataclasses.asdict(source) | directories
+
+
+def cache_directory(asked: str | None) -> Path | None:
+    """Where executables are kept: in the user's cache directory, unless another or none was asked for.
+
+    A default directory that cannot be used is a warning; one that was asked for is refused by `LLM`.
+    """
+    from jdllm.decoding.executable_store import ExecutableStore, default_directory
+
+    if asked is not None:
+        return None if asked == NOWHERE else Path(asked)
+    try:
+        return ExecutableStore(default_directory()).directory
+    except ConfigError as e:
+        warnings.warn(f"what is compiled is not kept: {e}", stacklevel=1)
+        return None
 
 
 def _directory(model: str | None) -> Path:

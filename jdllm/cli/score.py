@@ -6,27 +6,26 @@ from typing import Annotated
 import typer
 
 from jdllm.cli.compiling import told_of_compiling
-from jdllm.cli.options import HOST_MEMORY, Dtype, HostMemory, Json, Memory, Model, load_model
+from jdllm.cli.options import Json, ModelOptions, load_model, takes_model
 from jdllm.cli.report import print_result
 
 
+@takes_model
 def score(
     prompt: Annotated[str, typer.Argument(help="What comes before; may be empty.", show_default=False)],
     answer: Annotated[str, typer.Argument(help="What is scored.", show_default=False)],
-    model: Model = None,
     mc_num: Annotated[int, typer.Option(min=1, help="Masked copies of the answer to average over.")] = 128,
     batch_size: Annotated[
         int, typer.Option(min=1, help="Copies among which the number of masks is stratified.")
     ] = 16,
     cfg_scale: Annotated[float, typer.Option(help="Classifier-free guidance.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the masks.")] = 0,
-    dtype: Dtype = "auto",
-    memory: Memory = None,
-    host_memory: HostMemory = HOST_MEMORY,
     as_json: Json = False,
+    *,
+    source: ModelOptions,
 ) -> None:
     """Estimate log p(answer | prompt), natural logarithm, by stratified Monte Carlo."""
-    llm = load_model(model, dtype, None, memory, host_memory)
+    llm = load_model(source)
     with told_of_compiling():
         found = llm.score(
             prompt, answer, mc_num=mc_num, batch_size=batch_size, cfg_scale=cfg_scale, seed=seed

@@ -182,6 +182,11 @@ def tree_bytes(params: Params) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 
 
+def zero_params(config: ModelConfig, dtype: jnp.dtype | str) -> Params:
+    """Weights that are all zero: arrays like those of the model, where their values do not matter."""
+    return jax.tree.map(lambda spec: jnp.zeros(spec.shape, dtype), spec_tree(config), is_leaf=is_spec)
+
+
 def init_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype | str) -> Params:
     """Random weights: normal with each leaf's `init_std`, norm weights one."""
     specs, treedef = jax.tree.flatten(spec_tree(config), is_leaf=is_spec)

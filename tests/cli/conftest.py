@@ -5,11 +5,21 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from jdllm.llm import LLM
-from tests.cli.helpers import LLADA, Checkpoint, UseModel
+from tests.cli.helpers import COMPILATION_CACHE, LLADA, Checkpoint, UseModel
+
+
+@pytest.fixture(autouse=True)
+def caches(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands keep executables for other tests of this run, and nothing in the user's directory; their
+    processes compile with the cache of this one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "caches"))
+    if jax.config.jax_compilation_cache_dir is not None:
+        monkeypatch.setenv(COMPILATION_CACHE, jax.config.jax_compilation_cache_dir)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from tests.conftest import LLADA as GOLDEN
 
 LLADA = GOLDEN.directory
 IDS = ["--token-ids", "[[5,6,7]]"]
+COMPILATION_CACHE = "JAX_COMPILATION_CACHE_DIR"
 SHORT = ["--gen-length", "8", "--dtype", "float32", "--no-early-stop"]
 
 Checkpoint = Callable[..., Path]

@@ -14,7 +14,7 @@ import pytest
 
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.llm import LLM
-from tests.cli.helpers import IDS, LLADA, SHORT, Checkpoint, assert_mistake, process
+from tests.cli.helpers import COMPILATION_CACHE, IDS, LLADA, SHORT, Checkpoint, assert_mistake, process
 
 
 def test_an_overlong_prompt_warns(checkpoint: Checkpoint):
@@ -87,7 +87,9 @@ def test_the_text_fills_in_in_a_terminal(speaking: Path, loaded_speaking: LLM, t
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"max_sequence_length": 10}))
     master, slave = pty.openpty()
-    environment = {"TERM": "xterm", "COLUMNS": "200", "PATH": os.environ["PATH"]}
+    names = "PATH", "XDG_CACHE_HOME", COMPILATION_CACHE
+    inherited = {name: os.environ[name] for name in names if name in os.environ}
+    environment = {"TERM": "xterm", "COLUMNS": "200", **inherited}
     command = [sys.executable, "-m", "jdllm", "generate", "--model", str(directory), "w5 w6 w7", *SHORT]
     with subprocess.Popen(
         command, stdin=slave, stdout=slave, stderr=subprocess.PIPE, env=environment

@@ -1,0 +1,45 @@
+"""`jdllm warmup`: compile beforehand what other commands run."""
+
+import json
+from typing import Annotated
+
+import typer
+
+from jdllm.cli.options import Json, ModelOptions, as_arguments, takes_model
+from jdllm.cli.report import print_result
+from jdllm.errors import ConfigError
+
+
+@takes_model
+def warmup(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[DIR_OR_HUB_ID]",
+            help="Checkpoint directory, or hub id such as org/name.",
+            show_default="the bundled demo model",
+        ),
+    ] = None,
+    as_json: Json = False,
+    *,
+    source: ModelOptions,
+) -> None:
+    """Compile all that requests of up to --max-num-batched-tokens rows need, and keep it.
+
+    Commands with the same options find it in --cache-dir, and so does LLM(cache_dir=...). The weights are not
+    read.
+    """
+    from jdllm.llm import LLM
+
+    arguments = as_arguments(source)
+    directory = arguments["cache_dir"]
+    if directory is None:
+        raise ConfigError("there is no directory that keeps what is compiled: name one with --cache-dir")
+    done = LLM(**arguments, load_weights=False).warmup()
+    if as_json:
+        print_result(json.dumps({**done._asdict(), "cache_dir": str(directory)}))
+    else:
+        print_result(
+            f"compiled {done.compiled} executables and found {done.loaded}"
+            f" in {done.seconds:.1f} s, in {directory}"
+        )

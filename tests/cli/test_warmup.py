@@ -1,0 +1,136 @@
+"""Where commands keep what they compile, and `jdllm warmup`, which compiles it before."""
+
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from jdllm.cli import app
+from jdllm.cli.options import ModelOptions, cache_directory
+from jdllm.decoding.executable_store import default_directory
+from jdllm.decoding.executables import Prepared
+from jdllm.errors import ConfigError
+from jdllm.llm import LLM
+from tests.cli.helpers import COMPILATION_CACHE, IDS, LLADA, SHORT, assert_mistake, process, run
+
+COMMANDS = {
+    "generate": IDS,
+    "infill": IDS,
+    "score": ["a", "b"],
+    "eval": ["--task", "addition"],
+    "warmup": [],
+}
+OPTIONS = {
+    "dtype": "float32",
+    "memory": "1GiB",
+    "host_memory": "2GiB",
+    "max_num_batched_tokens": 96,
+    "cache_dir": Path("kept"),
+}
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The arguments with which a command makes an `LLM`, which it is refused."""
+    found: dict[str, Any] = {}
+
+    def refuse(**arguments: Any) -> None:
+        found.update(arguments)
+        raise ConfigError("refused")
+
+    monkeypatch.setattr("jdllm.llm.LLM", refuse)
+    return found
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_that_runs_a_model_makes_it_as_its_options_say(command: str, asked: dict[str, Any]):
+    given = [part for name, value in OPTIONS.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    where = [str(LLADA)] if command == "warmup" else ["--model", str(LLADA)]
+    assert_mistake(CliRunner().invoke(app, [command, *where, *COMMANDS[command], *given]), "refused")
+    assert asked.items() >= OPTIONS.items()
+    assert asked["model"] == LLADA
+    assert asked.get("load_weights", True) == (command != "warmup")
+
+
+def test_what_no_option_says_is_the_librarys_default():
+    defaults = {name: p.default for name, p in inspect.signature(LLM).parameters.items()}
+    options = ModelOptions()
+    for name in ("dtype", "memory", "host_memory", "max_num_batched_tokens"):
+        assert getattr(options, name) == defaults[name]
+
+
+def test_executables_are_kept_in_the_users_cache_directory(
+    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    run(*IDS)
+    assert asked["cache_dir"] == default_directory() == tmp_path / "jdllm" / "executables"
+
+
+def test_nothing_is_kept_where_one_says_so(
+    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    run(*IDS, "--cache-dir", "none")
+    assert asked["cache_dir"] is None
+    assert not (tmp_path / "caches").exists()
+    assert_mistake(CliRunner().invoke(app, ["warmup", str(LLADA), "--cache-dir", "none"]), "--cache-dir")
+
+
+def test_a_cache_directory_that_cannot_be_is_a_warning_unless_it_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    with pytest.warns(UserWarning, match=f"what is compiled is not kept: .*{file}"):
+        assert cache_directory(None) is None
+    assert_mistake(run(*IDS, *SHORT, "--cache-dir", str(file / "below")), str(file))
+
+
+@pytest.mark.parametrize(
+    ("options", "printed"),
+    [
+        ([], "compiled 3 executables and found 4 in 5.2 s, in kept\n"),
+        (["--json"], '{"compiled": 3, "loaded": 4, "seconds": 5.25, "cache_dir": "kept"}\n'),
+    ],
+)
+def test_warming_up_says_what_it_took(options: list[str], printed: str, monkeypatch: pytest.MonkeyPatch):
+    class Warm:
+        def __init__(self, **_: Any): ...
+
+        def warmup(self) -> Prepared:
+            return Prepared(3, 4, 5.25)
+
+    monkeypatch.setattr("jdllm.llm.LLM", Warm)
+    result = CliRunner().invoke(app, ["warmup", str(LLADA), "--cache-dir", "kept", *options])
+    assert (result.exit_code, result.stdout, result.stderr) == (0, printed, "")
+
+
+@pytest.mark.slow
+def test_what_was_compiled_before_is_compiled_by_nobody_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Neither by a model with the weights that warming up does not read, nor by another command."""
+    monkeypatch.delenv(COMPILATION_CACHE, raising=False)  # what JAX's own cache has is not kept again
+    kept = tmp_path / "kept"
+    options = ["--dtype", "float32", "--max-num-batched-tokens", "32", "--cache-dir", str(kept)]
+    first = json.loads(process("warmup", str(LLADA), *options, "--json").stdout)
+    files = {path.name for path in kept.iterdir()}
+    assert first["compiled"] == len(files) > 3
+    library = (
+        "import sys; from jdllm import LLM;"
+        "llm = LLM(sys.argv[1], dtype='float32', max_num_batched_tokens=32, cache_dir=sys.argv[2]);"
+        "print(list(llm.warmup()[:2]))"
+    )
+    command = [sys.executable, "-c", library, str(LLADA), str(kept)]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    assert json.loads(found.stdout) == [0, len(files)]
+    answer = process("generate", "--model", str(LLADA), *IDS, *SHORT, *options, "--json")
+    assert len(json.loads(answer.stdout)["outputs"][0]["token_ids"]) == 8
+    assert {path.name for path in kept.iterdir()} == files
