@@ -1,9 +1,7 @@
 """`LLM`: a model from a checkpoint directory to text."""
 
-import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,23 +9,22 @@ import jax
 import numpy as np
 
 from jdllm.arguments import check_types, positive, shortened
-from jdllm.checkpoints.loading import load_params, resolve, resolve_dtype
-from jdllm.checkpoints.tokenizer import Tokenizer, complete_ids, load_tokenizer
+from jdllm.checkpoints.tokenizer import Tokenizer
 from jdllm.chunks import ChunkConfig
 from jdllm.decoding.executable_store import ExecutableStore
 from jdllm.decoding.executables import Executables, Prepared
-from jdllm.decoding.generation_defaults import default_sampling
 from jdllm.decoding.likelihood import perturb
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import ConfigError, NonFiniteError, RequestError
 from jdllm.execution.module import Transformer
+from jdllm.loaded_model import LoadedModel, load_model
 from jdllm.models.config import ModelConfig
-from jdllm.models.hf_config import config_from_checkpoint
-from jdllm.models.weights import Params, tree_bytes, zero_params
+from jdllm.models.weights import tree_bytes
 from jdllm.outputs import RequestOutput, request_output
 from jdllm.pallas.device import target
 from jdllm.planning.account import make_account
 from jdllm.planning.budget import DEFAULT_HOST_MEMORY, device_budget, parse_bytes
+from jdllm.planning.offloading import account_with_offloading
 from jdllm.planning.templates import runs_kernels
 from jdllm.progress import counted, shown
 from jdllm.prompts import (
@@ -75,7 +72,9 @@ class LLM:
       CPU without `memory`.
     - `memory`: what the device may hold in all, weights and CUDA context included, in bytes or as "24GiB"; by
       default everything that XLA may allot. Every step is planned and compiled within it before it runs.
-    - `host_memory`: pinned host memory that a step may use where the device is too small; "0" for none.
+    - `host_memory`: pinned host memory that may be used where the device is too small for the weights or a
+      step; "0" for none. Of weights as many layers as fit stay on the device, and the others come there in
+      every step; there is no KV pool then, and no `score` or `logits`.
     - `max_context`: the longest sequence that runs beside the KV pool, by default `max_num_batched_tokens`. A
       longer one without a cache runs while no request with a cache does: the pool makes room for it.
     - `kv_pool`: bytes of the KV pool, or "8GiB"; by default what `memory` leaves beside weights and the
@@ -137,36 +136,52 @@ class LLM:
             cache_dir=(cache_dir, str | Path | None),
             progress=(progress, bool),
         )
-        self.tokenizer: Tokenizer | None = None
-        self._default_sampling = SamplingParams()
+        sizes = {
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "max_num_logits": max_num_logits,
+            "max_context": max_context,
+            "kv_pool": None if kv_pool is None else parse_bytes(kv_pool, "kv_pool"),
+        }
+
+        def count_offloaded(config: ModelConfig, dtype: str) -> int:
+            device = jax.devices()[0]
+            budget = device_budget(device, memory, host_memory, held=0)
+            if budget is None or verifier is not None:
+                return 0
+            hopper = runs_kernels(config, dtype, hopper=target(device.platform).hopper)
+            return account_with_offloading(config, dtype, budget, hopper=hopper, **sizes).offloaded
+
         if isinstance(model, str | Path):
-            self.config, params = self._load(model, dtype, hf_overrides or {}, load_weights, progress)
+            overrides = hf_overrides or {}
+            loaded = load_model(
+                model, dtype, overrides, count_offloaded, load_weights=load_weights, progress=progress
+            )
         elif dtype != "auto" or hf_overrides or not load_weights:
             raise ConfigError(
                 "dtype, hf_overrides and load_weights are for checkpoints: a Transformer has its own"
             )
         else:
-            self.config, params = model.config, model.params()
-        device = next(iter(jax.tree.leaves(params)[0].devices()))
+            loaded = LoadedModel(model.config, model.params())
+        self.config, self.tokenizer = loaded.config, loaded.tokenizer
+        self._default_sampling = loaded.default_sampling
+        params, offloaded = loaded.params, loaded.offloaded
+        (device,) = params["final_norm"].devices()
+        dtype = params["final_norm"].dtype.name
         store = None if cache_dir is None else ExecutableStore(Path(cache_dir))
         self._executables = executables = Executables(device.platform, store)
-        beside = None if verifier is None else self._verifier(verifier, params, verifier_shares_ids, progress)
+        beside = None if verifier is None else self._verifier(verifier, dtype, verifier_shares_ids, progress)
         verifier_bytes = 0 if beside is None else tree_bytes(beside.params)
-        held = tree_bytes(params) + verifier_bytes
+        held = loaded.device_bytes + verifier_bytes
         self._budget = device_budget(device, memory, host_memory, held=held)
         self.account = make_account(
             self.config,
-            params["final_norm"].dtype.name,
+            dtype,
             self._budget,
-            hopper=runs_kernels(
-                self.config, params["final_norm"].dtype.name, hopper=target(device.platform).hopper
-            ),
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_num_logits=max_num_logits,
-            max_context=max_context,
-            kv_pool=None if kv_pool is None else parse_bytes(kv_pool, "kv_pool"),
+            hopper=runs_kernels(self.config, dtype, hopper=target(device.platform).hopper),
             verifier_bytes=verifier_bytes,
-            weights_bytes=tree_bytes(params),
+            weights_bytes=None if offloaded else loaded.device_bytes,
+            offloaded=0 if offloaded is None else offloaded.count,
+            **sizes,
         )
         engine = make_engine(
             params,
@@ -176,7 +191,8 @@ class LLM:
             chunks=chunks,
             max_num_logits=max_num_logits,
             verifier=beside,
-            eager_pool=device.platform != "cpu",
+            eager_pool=device.platform != "cpu" and offloaded is None,
+            offloaded=offloaded,
         )
         scorer = Scorer(
             params, self.config, executables, self.account, engine.between_parts, max_num_logits or 512
@@ -185,7 +201,8 @@ class LLM:
         if warmup:
             self.warmup(progress)
         self._device = device
-        self._weights = [(leaf.dtype.name, leaf.size, leaf.nbytes) for leaf in jax.tree.leaves(params)]
+        weights = params if offloaded is None else offloaded.all
+        self._weights = [(leaf.dtype.name, leaf.size, leaf.nbytes) for leaf in jax.tree.leaves(weights)]
 
     def __enter__(self) -> "LLM":
         return self
@@ -203,6 +220,15 @@ class LLM:
     def engine(self) -> Engine:
         """What runs the requests of this model; raises `ConfigError` once it is closed."""
         return self._open.engine
+
+    @property
+    def _scorer(self) -> Scorer:
+        if self.account.offloaded:
+            raise ConfigError(
+                "score and logits need all weights on the device, and those of"
+                f" {self.account.offloaded} layers are in host memory: raise memory"
+            )
+        return self._open.scorer
 
     @property
     def _open(self) -> _Parts:
@@ -400,9 +426,7 @@ class LLM:
         ids = checked_ids([*prompt_ids, *answer_ids], self.config)
         prompt_ids, answer_ids = np.split(ids, [len(prompt_ids)])
         masks = perturb(len(answer_ids), mc_num, min(batch_size, mc_num), seed)
-        return self._open.scorer.log_likelihood(
-            prompt_ids, answer_ids, masks, cfg_scale, mask_id_of(self.config)
-        )
+        return self._scorer.log_likelihood(prompt_ids, answer_ids, masks, cfg_scale, mask_id_of(self.config))
 
     def logits(self, token_ids: Sequence[TokenIds] | np.ndarray) -> np.ndarray:
         """Logits of every position, for checking.
@@ -418,7 +442,7 @@ class LLM:
             ids = np.empty(0)
         if ids.ndim != 2 or not ids.size:
             raise RequestError("logits takes ids of shape [batch, length], all rows of one length")
-        return self._open.scorer.logits(checked_ids(ids.reshape(-1), self.config).reshape(ids.shape))
+        return self._scorer.logits(checked_ids(ids.reshape(-1), self.config).reshape(ids.shape))
 
     def chat_prompt(self, messages: Conversation) -> str:
         """Render messages (or one user message) with the model's chat template.
@@ -430,32 +454,11 @@ class LLM:
         return self._needs_tokenizer("a chat template").apply_chat_template(conversation)
 
     def _verifier(
-        self, source: str | Path | Transformer, params: Params, shares_ids: bool, progress: bool
+        self, source: str | Path | Transformer, dtype: str, shares_ids: bool, progress: bool
     ) -> Verifier:
-        dtype = params["final_norm"].dtype.name
         return load_verifier(
             source, self.config, self.tokenizer, dtype, shares_ids=shares_ids, progress=progress
         )
-
-    def _load(
-        self, model: str | Path, dtype: str, overrides: Mapping[str, Any], load_weights: bool, progress: bool
-    ) -> tuple[ModelConfig, Params]:
-        path = resolve(model)
-        config = config_from_checkpoint(path, overrides)
-        self._default_sampling = default_sampling(path)
-        dtype = resolve_dtype(path, config, dtype)
-        # The tokenizer's library takes longer to import than a small model to load.
-        with ThreadPoolExecutor(1) as pool:
-            reading = pool.submit(load_tokenizer, path)
-            if load_weights:
-                params = load_params(path, config, dtype, progress=progress)
-            else:
-                params = zero_params(config, dtype)
-            self.tokenizer = reading.result()
-        if self.tokenizer is not None:
-            config = complete_ids(config, self.tokenizer)
-            config = dataclasses.replace(config, token_limit=len(self.tokenizer))
-        return config, params
 
     def _encode(self, text: str, *, parse_special: bool, parsed: Sequence[str] = ()) -> list[int]:
         tokenizer = self._needs_tokenizer("a text prompt")

@@ -23,7 +23,7 @@ from jdllm.checkpoints.index import DTYPES, Index, StoredTensor, listed, read_sa
 from jdllm.errors import CheckpointError, ConfigError
 from jdllm.models.config import ModelConfig
 from jdllm.models.registry import FAMILIES
-from jdllm.models.weights import Params, TensorSpec, is_spec, spec_tree
+from jdllm.models.weights import Params, TensorSpec, Tree, is_spec, layer_specs, spec_tree
 
 _PIECE_BYTES = 8 << 20
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -95,7 +95,9 @@ def check(config: ModelConfig, index: Index) -> None:
     Raises `CheckpointError` that names every missing, unknown and mis-shaped tensor, and every type that
     cannot be loaded (lists are cut after 20 names, and say how many follow).
     """
-    expected = {name: spec.source_shape for _, spec in _leaves(config) for name, _ in spec.sources()}
+    expected = {
+        name: spec.source_shape for _, spec in _leaves(spec_tree(config)) for name, _ in spec.sources()
+    }
     missing = [f"{name} {list(shape)}" for name, shape in expected.items() if name not in index]
     unknown = [name for name in index if name not in expected and not _redundant(config, name)]
     shapes, types = [], []
@@ -191,22 +193,71 @@ def load_params(
     Raises `CheckpointError` for everything that `read_index`, `check` and `check_tied_head` find, before any
     memory is spent, and for a file that shrinks while it is read.
     """
-    index = read_index(Path(path))
+    index = _checked_index(Path(path), config)
+    specs = spec_tree(config)
+    with reporter(progress, _source_bytes(specs, index), "loading weights") as advance:
+        return _load_tree(specs, index, dtype, sharding, advance)
+
+
+def load_by_layer(
+    path: str | Path,
+    config: ModelConfig,
+    dtype: str,
+    place: Callable[[int, Params], Params],
+    *,
+    progress: bool | Progress = False,
+) -> tuple[Params, list[Params]]:
+    """Load a checkpoint's weights a layer at a time.
+
+    Arguments:
+    - `path`, `config`, `dtype`, `progress`: as of `load_params`.
+    - `place`: called with a layer's number and its weights on the default device; what it returns is kept.
+
+    Returns the weights outside of the layers, on the default device, and those of each layer, as
+    `jdllm.models.weights.layer_specs` lists them.
+
+    Raises what `load_params` raises.
+    """
+    index = _checked_index(Path(path), config)
+    whole = spec_tree(config)
+    top = {name: spec for name, spec in whole.items() if is_spec(spec)}
+    layers: list[Params] = []
+    with reporter(progress, _source_bytes(whole, index), "loading weights") as advance:
+        loaded = _load_tree(top, index, dtype, None, advance)
+        for number in range(config.num_layers):
+            weights = _load_tree(layer_specs(config, number), index, dtype, None, advance)
+            layers.append(place(number, weights))
+    return loaded, layers
+
+
+def _checked_index(path: Path, config: ModelConfig) -> Index:
+    index = read_index(path)
     check(config, index)
     check_tied_head(config, index)
-    leaves = _leaves(config)
-    total = sum(index[name].bytes for _, spec in leaves for name, _ in spec.sources())
+    return index
+
+
+def _source_bytes(specs: Tree[TensorSpec], index: Index) -> int:
+    return sum(index[name].bytes for _, spec in _leaves(specs) for name, _ in spec.sources())
+
+
+def _load_tree(
+    specs: Tree[TensorSpec],
+    index: Index,
+    dtype: str,
+    sharding: Sharding | Params | None,
+    advance: Callable[[int], None],
+) -> Params:
     params: Params = {}
-    with reporter(progress, total, "loading weights") as advance:
-        for keys, spec in leaves:
-            node = functools.reduce(lambda tree, key: tree.setdefault(key, {}), keys[:-1], params)
-            of_leaf = functools.reduce(lambda n, key: n[key] if isinstance(n, dict) else n, keys, sharding)
-            node[keys[-1]] = _load_leaf(spec, index, dtype, of_leaf, advance)
+    for keys, spec in _leaves(specs):
+        node = functools.reduce(lambda tree, key: tree.setdefault(key, {}), keys[:-1], params)
+        of_leaf = functools.reduce(lambda n, key: n[key] if isinstance(n, dict) else n, keys, sharding)
+        node[keys[-1]] = _load_leaf(spec, index, dtype, of_leaf, advance)
     return params
 
 
-def _leaves(config: ModelConfig) -> list[tuple[tuple[str, ...], TensorSpec]]:
-    leaves, _ = jax.tree.flatten_with_path(spec_tree(config), is_leaf=is_spec)
+def _leaves(specs: Tree[TensorSpec]) -> list[tuple[tuple[str, ...], TensorSpec]]:
+    leaves, _ = jax.tree.flatten_with_path(specs, is_leaf=is_spec)
     return [(tuple(key.key for key in path), spec) for path, spec in leaves]
 
 

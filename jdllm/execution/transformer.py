@@ -71,7 +71,28 @@ def forward(
 
     Returns the hidden rows after the last layer, before the final norm, in the dtype of the weights.
     """
-    h = embed(params, tokens)
+    return apply_layers(
+        params,
+        config,
+        embed(params, tokens),
+        rows,
+        chunks=chunks,
+        attention=attention,
+        grouped_matmul=grouped_matmul,
+    )
+
+
+def apply_layers(
+    params: Params,
+    config: ModelConfig,
+    h: Hidden,
+    rows: Rows,
+    *,
+    chunks: ChunkConfig = _WHOLE,
+    attention: AttentionFn | None = None,
+    grouped_matmul: GroupedMatmulFn = default_grouped_matmul,
+) -> Hidden:
+    """`forward` from the embedded rows `h` on; of `params` the layers are read."""
     if not chunks.layers_whole:
         return run_layers(params, config, h, rows, chunks, attention or default_attention, grouped_matmul)
     attention = attention or attention_over(rows)

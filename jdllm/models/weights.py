@@ -112,6 +112,18 @@ def spec_tree(config: ModelConfig) -> Tree[TensorSpec]:
     return tree
 
 
+def layer_specs(config: ModelConfig, layer: int) -> Tree[TensorSpec]:
+    """The weights of one layer, as of a model that has no other: a stack of one, by the stack's name."""
+
+    def alone(spec: TensorSpec) -> TensorSpec:
+        return dataclasses.replace(spec, shape=(1, *spec.shape[1:]), layers=(layer,))
+
+    for name, leaves in spec_tree(config).items():
+        if isinstance(leaves, dict) and layer in next(iter(leaves.values())).layers:
+            return {name: {leaf: alone(spec) for leaf, spec in leaves.items()}}
+    raise ValueError(f"no layer {layer} of {config.num_layers}")
+
+
 type _Leaf = tuple[str, tuple[int, ...], tuple[str, ...]]
 
 

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 
 from jdllm.chunks import TILE
 from jdllm.errors import ConfigError
+from jdllm.execution.offload.placement import device_weight_bytes
+from jdllm.execution.offload.tiers import HostTiers
 from jdllm.execution.paged.pool import PAGE_ROWS, pool_bytes
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import param_bytes
@@ -58,6 +60,8 @@ class Account:
       has the last word.
     - `pages`, `page_bytes`: of the pool, the scratch page included.
     - `unlike_planned`: bytes by which `weights` differ from what plans count.
+    - `offloaded`: layers whose weights are in host memory. Then there is no pool, and steps are cut to fit on
+      the device only.
     """
 
     budget: Budget | None
@@ -72,6 +76,7 @@ class Account:
     pages: int
     page_bytes: int
     unlike_planned: int = 0
+    offloaded: int = 0
 
     @property
     def pool_bytes(self) -> int:
@@ -119,6 +124,7 @@ def make_account(
     kv_pool: int | None = None,
     verifier_bytes: int = 0,
     weights_bytes: int | None = None,
+    offloaded: int = 0,
 ) -> Account:
     """Share out a device.
 
@@ -137,14 +143,16 @@ def make_account(
     - `kv_pool`: bytes of the pool, 0 for none; by default all that is left, rounded down to a number of
       pages with few binary digits: executables depend on it, and outlast small changes of free memory.
     - `verifier_bytes`, `weights_bytes`: bytes on the device, the latter by default those of the model.
+    - `offloaded`: layers whose weights are in host memory, which leaves no pool; `jdllm.planning.offloading`
+      says how many.
 
     Raises `ConfigError` for a `kv_pool` or `max_context` that does not fit, and `MemoryBudgetError` where
     not even a step of the smallest bucket does.
     """
-    model = _Model(config, dtype, hopper, max_num_logits)
+    model = _Model(config, dtype, hopper, max_num_logits, () if offloaded else tuple(rungs(config)))
     page_bytes, planned = pool_bytes(config, dtype, 1, PAGE_ROWS), param_bytes(config, dtype)
-    weights = planned if weights_bytes is None else weights_bytes
-    pages = None if kv_pool is None else _asked_pages(kv_pool, page_bytes)
+    weights = device_weight_bytes(config, dtype, offloaded) if weights_bytes is None else weights_bytes
+    pages = 1 if offloaded else None if kv_pool is None else _asked_pages(kv_pool, page_bytes)
     rows = max_num_batched_tokens
     if budget is None:
         return Account(
@@ -186,6 +194,7 @@ def make_account(
         pages=pages,
         page_bytes=page_bytes,
         unlike_planned=weights - planned,
+        offloaded=offloaded,
     )
     return dataclasses.replace(account, steps=_steps(model, account, max_context or 0))
 
@@ -238,6 +247,7 @@ class _Model:
     dtype: str
     hopper: bool
     max_num_logits: int | None
+    tiers: tuple[HostTiers, ...]
 
     def workload(self, level: Level) -> Workload:
         """Full steps that evaluate every row."""
@@ -256,9 +266,9 @@ class _Model:
 
     def full(self, rows: int, budget: Budget) -> int:
         """Bytes of a full step of `rows` rows that is cut to fit, whatever is sampled."""
-        tiers = rungs(self.config)
         return max(
-            _step_bytes(plan_bucket(self.workload(level), _bucket(rows), budget, tiers)) for level in Level
+            _step_bytes(plan_bucket(self.workload(level), _bucket(rows), budget, self.tiers))
+            for level in Level
         )
 
     def longest_on_device(self, budget: Budget) -> int:
@@ -268,7 +278,7 @@ class _Model:
     def longest(self, budget: Budget) -> int:
         """The longest context that fits by the default workload, with host memory; 0 where none does."""
         workload = Workload(self.config, self.dtype, self.hopper, max_num_logits=self.max_num_logits)
-        return max_context(workload, budget)
+        return max_context(workload, budget, host_tiers=self.tiers)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -375,5 +385,5 @@ class _Device:
     def nothing_fits(self) -> MemoryBudgetError:
         """The error for a budget in which not even the smallest step runs."""
         workload = self.model.workload(Level.TOP)
-        tiers = rungs(self.model.config)
-        return refusal(workload, _bucket(1), self.beside(0), tiers, what=f"with memory={self._memory} a step")
+        what = f"with memory={self._memory} a step"
+        return refusal(workload, _bucket(1), self.beside(0), self.model.tiers, what=what)

@@ -2,6 +2,7 @@
 
 from jdllm.chunks import ChunkConfig
 from jdllm.decoding.executables import Executables
+from jdllm.execution.offload.layer_stream import OffloadedWeights
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.planning.account import Account
@@ -29,6 +30,7 @@ def make_engine(
     max_num_logits: int | None = None,
     verifier: Verifier | None = None,
     eager_pool: bool = False,
+    offloaded: OffloadedWeights | None = None,
 ) -> Engine:
     """An engine for one model on one device.
 
@@ -36,14 +38,21 @@ def make_engine(
     - `params`, `config`: the model, with its weights on the device.
     - `executables`: where compiled steps are kept.
     - `account`: the memory of the device, and thus the largest step and the KV pool.
-    - `chunks`, `max_num_logits`: as of `FullRunner`.
+    - `chunks`, `max_num_logits`, `offloaded`: as of `FullRunner`.
     - `verifier`: for adaptive parallel decoding.
     - `eager_pool`: put the KV pool on the device now, not with the first request that needs it.
     """
     ladder = make_ladder(account.rows)
     model = params, config, executables, ladder
     cached = CachedRunner(*model, account)
-    full = FullRunner(*model, account, make_room=cached.free, chunks=chunks, max_num_logits=max_num_logits)
+    full = FullRunner(
+        *model,
+        account,
+        make_room=cached.free,
+        chunks=chunks,
+        max_num_logits=max_num_logits,
+        offloaded=offloaded,
+    )
     launchers: dict[Kind, Launcher] = {
         Kind.FULL: full.launch,
         Kind.REFRESH: cached.refresh,
@@ -74,5 +83,5 @@ def make_engine(
         Scheduler(limits),
         check=check,
         compiled=(full, cached),
-        non_finite=Diagnosis(params, config, executables, verifier),
+        non_finite=Diagnosis(None if offloaded else params, config, executables, verifier),
     )

@@ -17,12 +17,17 @@ class Diagnosis:
     """Runs the sequence of a request once more, layer by layer.
 
     Arguments:
-    - `params`, `config`, `executables`: as of `jdllm.serving.full_runner.FullRunner`.
+    - `params`: the weights; `None` where not all are on the device, for then nothing is run again.
+    - `config`, `executables`: as of `jdllm.serving.full_runner.FullRunner`.
     - `verifier`: of adaptive requests.
     """
 
     def __init__(
-        self, params: Params, config: ModelConfig, executables: Executables, verifier: Verifier | None = None
+        self,
+        params: Params | None,
+        config: ModelConfig,
+        executables: Executables,
+        verifier: Verifier | None = None,
     ):
         self._params = params
         self._config = config
@@ -31,6 +36,8 @@ class Diagnosis:
 
     def __call__(self, request: Request) -> NonFiniteError:
         """What to raise for a request whose values are infinite or not numbers."""
+        if self._params is None:
+            return NonFiniteError("a step gave values that are infinite or not numbers")
         evaluated = [request.tokens, *([request.unguided_tokens()] if request.guided else [])]
         models = [("", self._params, self._config)]
         if request.adaptive and self._verifier is not None:

@@ -9,12 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdllm.chunks import ChunkConfig
-from jdllm.decoding.batch import Batch
+from jdllm.decoding.batch import Batch, Trace
 from jdllm.decoding.encoded_trace import EncodedTrace, encode, encoding
 from jdllm.decoding.executables import Executable, Executables, Program, temp_bytes
+from jdllm.decoding.offloaded import denoise_offloaded
 from jdllm.decoding.rules import head_level
 from jdllm.decoding.step import denoise
 from jdllm.decoding.tiered import denoise_tiered
+from jdllm.execution.offload.layer_stream import OffloadedWeights
 from jdllm.execution.offload.tiers import HostTiers
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
@@ -45,6 +47,7 @@ class FullRunner:
     - `account`: what a step may use; without a budget nothing is planned, and only the logits are cut.
     - `make_room`: called before a step that needs the room of the KV pool.
     - `chunks`: fixed chunk counts instead of planned ones; they are held against the budget all the same.
+    - `offloaded`: all weights where layers are in host memory; `params` are then those outside of layers.
     - `max_num_logits`: head rows whose logits may exist at a time; by default as many as fit the budget,
       and 512 without one.
     """
@@ -60,6 +63,7 @@ class FullRunner:
         make_room: Callable[[], None],
         chunks: ChunkConfig | None = None,
         max_num_logits: int | None = None,
+        offloaded: OffloadedWeights | None = None,
     ):
         self._params = params
         self._config = config
@@ -69,6 +73,8 @@ class FullRunner:
         self._make_room = make_room
         self._chunks = chunks
         self._max_num_logits = max_num_logits
+        self._offloaded = offloaded
+        self._tiers = () if account.offloaded else tuple(rungs(config))
         self._sizes = Sizes(ladder.full)
         self._choices: dict[Entry, tuple[ChunkConfig, HostTiers | None]] = {}
 
@@ -80,10 +86,10 @@ class FullRunner:
         if budget is not None:
             masked = int((spec.tokens == spec.mask_id).sum())
             bucket = Bucket(spec.rows, row_bucket(spec.rows), head_bucket(masked))
-            raise refusal(self.workload(Level.TOP), bucket, budget, rungs(self._config))
+            raise refusal(self.workload(Level.TOP), bucket, budget, self._tiers)
 
     def launch(self, requests: list[Request], max_steps: int) -> Launch:
-        """As of `jdllm.serving.launch.Launcher`; where host memory is needed, at most one step runs."""
+        """As of `jdllm.serving.launch.Launcher`; where host memory is used, at most one step runs."""
         rows, head_rows = np.sum([demand(r) for r in requests], axis=0).tolist()
         entry = self._sizes.choose(rows, head_rows, len(requests), max_steps)
         batch, candidates = pack(requests, self._config, entry)
@@ -93,6 +99,8 @@ class FullRunner:
         def run() -> EncodedTrace:
             if self._takes_pool(entry):
                 self._make_room()
+            if self._offloaded is not None:
+                return encode(self._layer_by_layer(self._offloaded, batch, mask_id, chunks))
             if tiers is not None:
                 return encode(self._tiered(batch, mask_id, chunks, tiers, max(map(_level, requests))))
             steps = np.int32(min(max_steps, entry.steps))
@@ -102,13 +110,16 @@ class FullRunner:
         return Launch(run, candidates, [None] * len(requests))
 
     def programs(self) -> Iterator[Program]:
-        """What the ladder needs compiled, as far as plans tell before."""
+        """What the ladder needs compiled, as far as plans tell before; the parts of a step that the host
+        drives are not among them."""
         for entry, batch in self._empty():
             budget = self._account.step_budget(entry.rows)
             chunks = self._unplanned(entry.head_rows)
             if budget is not None:
                 plan = plan_bucket(self.workload(Level.FILTERED), _bucket(entry), budget)
                 chunks = self._chunks or plan.chunks
+            if self._offloaded is not None:
+                return
             args = self._params, batch, np.int32(1)
             yield Program(_denoise, args, self._static(mask_id_of(self._config), chunks))
 
@@ -116,7 +127,7 @@ class FullRunner:
         """Compile every entry of the ladder."""
         for entry, batch in self._empty():
             chunks, tiers = self._choice(batch, mask_id_of(self._config), entry)
-            if tiers is None:
+            if tiers is None and self._offloaded is None:
                 self._compiled(batch, mask_id_of(self._config), chunks)
 
     def _empty(self) -> Iterator[tuple[Entry, Batch]]:
@@ -129,7 +140,9 @@ class FullRunner:
         """Whether a step needs the room of the KV pool; none of the ladder does."""
         return entry not in self._ladder.full and entry.rows > self._account.max_context
 
-    def _tiered(self, batch: Batch, mask_id: int, chunks: ChunkConfig, tiers: HostTiers, level: Level) -> Any:
+    def _tiered(
+        self, batch: Batch, mask_id: int, chunks: ChunkConfig, tiers: HostTiers, level: Level
+    ) -> Trace:
         return denoise_tiered(
             self._params,
             batch,
@@ -138,6 +151,18 @@ class FullRunner:
             tiers=tiers,
             logits_chunks=chunks.logits,
             level=level,
+            executables=self._executables,
+        )
+
+    def _layer_by_layer(
+        self, weights: OffloadedWeights, batch: Batch, mask_id: int, chunks: ChunkConfig
+    ) -> Any:
+        return denoise_offloaded(
+            weights,
+            batch,
+            mask_id=mask_id,
+            chunks=chunks,
+            level=Level.FILTERED,
             executables=self._executables,
         )
 
@@ -154,8 +179,16 @@ class FullRunner:
         budget = self._account.step_budget(entry.rows)
         if budget is None:
             return self._unplanned(entry.head_rows), None
-        workload, compiled = self.workload(Level.FILTERED), functools.partial(self._compiled, batch, mask_id)
-        return self._fit(workload, entry, budget, rungs(self._config), compiled)
+        needs = functools.partial(self._temp_bytes, batch, mask_id)
+        return self._fit(self.workload(Level.FILTERED), entry, budget, self._tiers, needs)
+
+    def _temp_bytes(self, batch: Batch, mask_id: int, chunks: ChunkConfig) -> int:
+        """What the compiler allots to a step, or where the host drives it, to a layer and its rows."""
+        if self._offloaded is None:
+            return temp_bytes(self._compiled(batch, mask_id, chunks))
+        layers = self._offloaded.compile(batch.rows, chunks, self._executables.compile)
+        rows = len(batch.tokens) * self._config.hidden_size * self._dtype.itemsize
+        return rows + max(map(temp_bytes, layers))
 
     def _compiled(self, batch: Batch, mask_id: int, chunks: ChunkConfig) -> Executable:
         static = self._static(mask_id, chunks)
@@ -169,7 +202,7 @@ class FullRunner:
         # Logits of two models and their mixture: about what a filter keeps.
         most = self._max_num_logits or _UNPLANNED_LOGITS
         workload = dataclasses.replace(self.workload(Level.FILTERED), max_num_logits=most)
-        return self._fit(workload, entry, budget, (), compiled)[0]
+        return self._fit(workload, entry, budget, (), lambda chunks: temp_bytes(compiled(chunks)))[0]
 
     def workload(self, level: Level) -> Workload:
         """What steps are planned for."""
@@ -191,7 +224,7 @@ class FullRunner:
         entry: Entry,
         budget: Budget,
         tiers: Sequence[HostTiers],
-        compiled: Callable[[ChunkConfig], Executable],
+        needs: Callable[[ChunkConfig], int],
     ) -> tuple[ChunkConfig, HostTiers | None]:
         """Plan, and let the compiler confirm it; a misfit is planned again with as much less."""
         bucket = _bucket(entry)
@@ -204,7 +237,7 @@ class FullRunner:
                 if not plan.fits:
                     break
                 return chunks, plan.tiers
-            needed = plan.fixed_bytes + temp_bytes(compiled(chunks))
+            needed = plan.fixed_bytes + needs(chunks)
             if needed <= budget.device:
                 return chunks, None
             if self._chunks is not None or not plan.fits:

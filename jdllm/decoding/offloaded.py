@@ -1,0 +1,83 @@
+"""The denoising step of a model some of whose layers are in host memory."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+from jdllm.chunks import ChunkConfig
+from jdllm.decoding.batch import Batch, Trace
+from jdllm.decoding.executables import Executables
+from jdllm.decoding.step import (
+    SelectionBits,
+    asked_rows,
+    empty_trace,
+    evaluate,
+    keyed_bits,
+    masked_rows,
+    may_step,
+    transfer,
+)
+from jdllm.execution.offload.layer_stream import OffloadedWeights
+from jdllm.models.block import Hidden
+from jdllm.models.config import ModelConfig
+from jdllm.models.weights import Params
+from jdllm.pallas.masked_logits import Level
+
+
+def denoise_offloaded(
+    weights: OffloadedWeights,
+    batch: Batch,
+    *,
+    mask_id: int,
+    chunks: ChunkConfig,
+    level: Level,
+    executables: Executables,
+    selection_bits: SelectionBits = keyed_bits,
+) -> Trace:
+    """Run one denoising step, or none where a segment has already finished its block.
+
+    Arguments:
+    - `weights`: of the model.
+    - `batch`: the packed batch as NumPy arrays, as of `jdllm.decoding.step.denoise`.
+    - `mask_id`, `chunks`, `level`, `selection_bits`: as of `denoise`.
+    - `executables`: where the parts of the step are kept.
+
+    Returns the trace of at most one step. Exact: tokens and commitments are those of `denoise`.
+    """
+    if not jax.device_get(executables.call(_may, batch, mask_id=mask_id)):
+        return empty_trace(batch)
+    hidden = weights.run(batch.tokens, batch.rows, chunks=chunks, call=executables.call)
+    head = {name: weights.top[name] for name in ("final_norm", "head" if "head" in weights.top else "embed")}
+    return executables.call(
+        _commit,
+        head,
+        hidden,
+        batch,
+        config=weights.config,
+        mask_id=mask_id,
+        chunks=chunks.logits,
+        level=level,
+        selection_bits=selection_bits,
+    )
+
+
+def _may(batch: Batch, *, mask_id: int) -> Bool[Array, ""]:
+    return may_step(masked_rows(jnp.asarray(batch.tokens), batch, mask_id), batch, 0)
+
+
+def _commit(
+    head: Params,
+    hidden: Hidden,
+    batch: Batch,
+    *,
+    config: ModelConfig,
+    mask_id: int,
+    chunks: int,
+    level: Level,
+    selection_bits: SelectionBits,
+) -> Trace:
+    """What `jdllm.decoding.step.run_steps` does with the hidden rows of a step."""
+    tokens = jnp.asarray(batch.tokens)
+    asked = asked_rows(config, tokens, batch, mask_id, level)
+    choice = evaluate(head, config, hidden, asked.sources, asked, batch, 0, chunks=chunks, level=level)
+    return transfer(tokens, empty_trace(batch), batch, asked, choice, selection_bits, level)[1]

@@ -1,0 +1,92 @@
+"""A model as `LLM` holds it: read from a checkpoint, its weights where they fit."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jdllm.checkpoints.loading import load_by_layer, load_params, resolve, resolve_dtype
+from jdllm.checkpoints.tokenizer import Tokenizer, complete_ids, load_tokenizer
+from jdllm.decoding.generation_defaults import default_sampling
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.execution.offload.layer_stream import OffloadedWeights, place_layer, place_top
+from jdllm.execution.offload.placement import offloaded_layers
+from jdllm.models.config import ModelConfig
+from jdllm.models.hf_config import config_from_checkpoint
+from jdllm.models.weights import Params, tree_bytes, zero_params
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+    """A model with its weights.
+
+    - `config`, `tokenizer`, `default_sampling`: of the checkpoint; no tokenizer where it has none.
+    - `params`: the weights on the device; without the layers where some are in host memory.
+    - `offloaded`: then all of the weights.
+    """
+
+    config: ModelConfig
+    params: Params
+    tokenizer: Tokenizer | None = None
+    default_sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
+    offloaded: OffloadedWeights | None = None
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of weights on the device."""
+        return tree_bytes(self.params) if self.offloaded is None else self.offloaded.device_bytes
+
+
+def load_model(
+    model: str | Path,
+    dtype: str,
+    overrides: Mapping[str, Any],
+    count_offloaded: Callable[[ModelConfig, str], int],
+    *,
+    load_weights: bool,
+    progress: bool,
+) -> LoadedModel:
+    """Load a checkpoint onto the default device, with as many layers in host memory as it has no room for.
+
+    Arguments:
+    - `model`, `dtype`, `overrides`, `load_weights`, `progress`: as `jdllm.llm.LLM` takes them.
+    - `count_offloaded`: how many layers go to host memory, of a model in a dtype.
+
+    Raises `CheckpointError` and `ConfigError` as `LLM` does.
+    """
+    path = resolve(model)
+    config = config_from_checkpoint(path, overrides)
+    dtype = resolve_dtype(path, config, dtype)
+    count = count_offloaded(config, dtype)
+    # The tokenizer's library takes longer to import than a small model to load.
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(load_tokenizer, path)
+        params, layers = _weights(path, config, dtype, count, load_weights, progress)
+        tokenizer = reading.result()
+    if tokenizer is not None:
+        config = complete_ids(config, tokenizer)
+        config = dataclasses.replace(config, token_limit=len(tokenizer))
+    offloaded = None
+    if layers:
+        offloaded = OffloadedWeights(config, place_top(params), layers, jax.devices()[0])
+        params = offloaded.top
+    return LoadedModel(config, params, tokenizer, default_sampling(path), offloaded)
+
+
+def _weights(
+    path: Path, config: ModelConfig, dtype: str, count: int, load_weights: bool, progress: bool
+) -> tuple[Params, list[Params]]:
+    """The weights on the device; where `count` layers are in host memory, those of all layers apart."""
+    if not load_weights:
+        return zero_params(config, dtype), []
+    if not count:
+        return load_params(path, config, dtype, progress=progress), []
+    away, device = offloaded_layers(config, count), jax.devices()[0]
+
+    def place(number: int, layer: Params) -> Params:
+        return place_layer(layer, device, offloaded=number in away)
+
+    return load_by_layer(path, config, dtype, place, progress=progress)

@@ -1,0 +1,72 @@
+"""How many layers' weights go to host memory where not all of them fit on the device."""
+
+import functools
+import math
+
+from jdllm.errors import ConfigError
+from jdllm.execution.offload.placement import device_weight_bytes, host_weight_bytes
+from jdllm.models.config import ModelConfig
+from jdllm.planning.account import Account, make_account
+from jdllm.planning.budget import Budget, format_bytes
+
+
+def account_with_offloading(
+    config: ModelConfig,
+    dtype: str,
+    budget: Budget,
+    *,
+    hopper: bool,
+    max_num_batched_tokens: int,
+    max_num_logits: int | None = None,
+    max_context: int | None = None,
+    kv_pool: int | None = None,
+) -> Account:
+    """The account of an engine that has as many layers on the device as fit.
+
+    All of them stay there where any step fits beside them, and one of `max_context` tokens. Otherwise the
+    fewest go to host memory that leave room for that and for full steps of `max_num_batched_tokens` rows;
+    where even all layers leave no such room, all go.
+
+    Arguments: as of `jdllm.planning.account.make_account`.
+
+    Raises what `make_account` raises, and `ConfigError` where host memory is too small for the rest.
+    """
+    account = functools.partial(
+        make_account,
+        config,
+        dtype,
+        budget,
+        hopper=hopper,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_logits=max_num_logits,
+        max_context=max_context,
+        kv_pool=kv_pool,
+    )
+    try:
+        return account()
+    except ConfigError as e:
+        if not budget.host or kv_pool:
+            raise
+        error = e
+    for offloaded in range(1, config.num_layers + 1):
+        if device_weight_bytes(config, dtype, offloaded) + budget.overhead >= budget.device:
+            continue
+        try:
+            found = account(offloaded=offloaded)
+        except ConfigError as e:
+            error = e
+            continue
+        if found.max_context >= max_num_batched_tokens or offloaded == config.num_layers:
+            return _checked(found, config, dtype, budget)
+    raise error
+
+
+def _checked(account: Account, config: ModelConfig, dtype: str, budget: Budget) -> Account:
+    needed = host_weight_bytes(config, dtype, account.offloaded)
+    if needed > budget.host:
+        raise ConfigError(
+            f"the weights take {format_bytes(account.weights, math.ceil)} on the device and"
+            f" {format_bytes(needed, math.ceil)} of host memory, and host_memory is"
+            f" {format_bytes(budget.host, math.floor)}: raise memory or host_memory"
+        )
+    return account

@@ -1,0 +1,94 @@
+"""Models whose weights do not fit on the device: some layers in host memory, and the same tokens."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from benchmarks.random_checkpoint import llada_hf_config, write_random_checkpoint
+from jdllm import LLM, SamplingParams
+from jdllm.errors import ConfigError, RequestError
+from jdllm.execution.offload.placement import host_weight_bytes
+from jdllm.models.hf_config import config_from_hf
+from jdllm.planning.budget import MemoryBudgetError
+from jdllm.planning.templates import step_template
+from tests.conftest import LLADA
+
+PROMPTS = [[1, 2, 3] * 20, [7] * 33]
+SAMPLING = SamplingParams(gen_length=32, steps=8, block_length=16)
+ROWS = 256
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six layers of a MiB each."""
+    config = dataclasses.replace(
+        config_from_hf(LLADA.directory), num_layers=6, hidden_size=128, intermediate_size=512, head_dim=32
+    )
+    directory = tmp_path_factory.mktemp("offloaded") / "model"
+    return write_random_checkpoint(directory, llada_hf_config(config, "float32"))
+
+
+@pytest.fixture(autouse=True)
+def no_workspace(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("jdllm.planning.templates._WORKSPACE", 0)
+    step_template.cache_clear()
+    yield
+    step_template.cache_clear()
+
+
+def small(checkpoint: Path, memory: float, **options) -> LLM:
+    size = int(memory * MIB)
+    return LLM(checkpoint, memory=size, max_num_batched_tokens=ROWS, progress=False, **options)
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    return [out.token_ids for out in llm.generate(prompt_token_ids=PROMPTS, sampling=SAMPLING)]
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint: Path) -> list[list[int]]:
+    return tokens(LLM(checkpoint, max_num_batched_tokens=ROWS, progress=False))
+
+
+@pytest.mark.slow
+def test_as_many_layers_as_fit_stay_and_tokens_are_the_same(checkpoint: Path, expected: list[list[int]]):
+    with small(checkpoint, 6) as llm:
+        account = llm.account
+        assert 0 < account.offloaded < 6
+        assert account.pages == 1
+        assert account.budget is not None
+        assert account.weights + account.largest_step <= account.budget.device
+        assert tokens(llm) == expected
+        assert "B parameters" in repr(llm)
+        with pytest.raises(RequestError, match="pages of the KV pool"):
+            llm.generate(prompt_token_ids=PROMPTS, sampling=dataclasses.replace(SAMPLING, cache="dual"))
+        for ask in (lambda: llm.score([1], [2]), lambda: llm.logits([[1, 2]])):
+            with pytest.raises(ConfigError, match="layers are in host memory: raise memory"):
+                ask()
+
+
+def test_a_context_that_is_asked_for_moves_layers(checkpoint: Path):
+    with small(checkpoint, 8) as llm:
+        assert llm.account.offloaded == 0
+        assert llm.account.max_context < 512
+    with small(checkpoint, 8, max_context=512) as llm:
+        assert llm.account.offloaded
+        assert llm.account.max_context >= 512
+
+
+def test_what_fits_nowhere_is_refused_in_one_line(checkpoint: Path):
+    config = config_from_hf(checkpoint)
+    with small(checkpoint, 6) as llm:
+        needed = host_weight_bytes(config, "float32", llm.account.offloaded)
+    with pytest.raises(
+        ConfigError, match=r"of host memory, and host_memory is .*: raise memory or host_memory"
+    ):
+        small(checkpoint, 6, host_memory=needed - 1)
+    with pytest.raises(MemoryBudgetError, match=r"no context fits"):
+        small(checkpoint, 6, host_memory="0")
+    with pytest.raises(ConfigError, match="lower kv_pool"):
+        small(checkpoint, 6, kv_pool="2MiB")
+    with pytest.raises(MemoryBudgetError, match="needs at least"):
+        small(checkpoint, 2)
