@@ -42,6 +42,7 @@ CASES = {
     "plan": Case("benchmarks.planning.parts:main", "what fits, how fast it plans, whether a card agrees"),
     "plan_peak": Case("benchmarks.planning.card:print_peak", "the peak of one step, for `plan`"),
     "tiers": Case("benchmarks.tiers:main", "layers with host memory"),
+    "offloaded": Case("benchmarks.offloaded:main", "generations with layers in host memory"),
     "quality": Case("benchmarks.quality.cells:main", "answers of the bundled model by cache and rule"),
     "company": Case("benchmarks.quality.company:main", "tokens alone against those in company"),
     "load": Case("benchmarks.checkpoints:load", "loading a checkpoint"),
