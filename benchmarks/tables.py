@@ -68,7 +68,7 @@ SECTIONS = (
     Section(
         "Host memory",
         "Layers whose residual stream, keys and values, or weights lie in host memory.",
-        ("tiers_*",),
+        ("tiers_*", "offloaded_*"),
     ),
     Section(
         "The bundled model",

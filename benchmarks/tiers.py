@@ -1,9 +1,9 @@
-"""Evaluation with the residual stream, keys and values, or weights in host memory: errors, or time a layer.
+"""Evaluation with the residual stream or keys and values in host memory: errors, or time a layer.
 
 Run on a card, whose memory XLA_PYTHON_CLIENT_MEM_FRACTION limits, as
 `python3 -m benchmarks tiers --check --rows 32768 --layers 4`, or
 `python3 -m benchmarks tiers --rows 1048576 --layers 1 --tier residual --groups 4 --memory-gib 24`.
-The weights of all layers are drawn and stay on the device but for the last tier; `--layers` are evaluated.
+The weights of all layers are drawn; `--layers` are evaluated.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from benchmarks.shapes import SHAPES
 from benchmarks.steps.full import attention_form
 from jdllm.decoding.executables import Executables
 from jdllm.execution.offload.forward import forward_tiered
-from jdllm.execution.offload.host_memory import to_device, to_host, weights_to_host
+from jdllm.execution.offload.host_memory import to_device, to_host
 from jdllm.execution.offload.parts import take_layer
 from jdllm.execution.offload.tiers import HostTiers, device_buffers, host_buffers, transfer_bytes
 from jdllm.execution.transformer import forward
@@ -50,24 +50,16 @@ def draw_stack(key: jax.Array, shape: tuple[int, ...], std: float) -> jax.Array:
     return jax.lax.map(lambda k: draw(k, shape[1:], std), jax.random.split(key, shape[0]))
 
 
-def random_params(config: ModelConfig, on_host: bool) -> Params:
-    """Random weights on the device, or in host memory as `weights_to_host` returns them."""
+def random_params(config: ModelConfig) -> Params:
+    """Random weights on the device."""
     specs: dict[str, Any] = spec_tree(config)
     keys = (jax.random.key(i) for i in itertools.count())
     params: Params = {
         name: draw(next(keys), spec.shape, spec.init_std) for name, spec in specs.items() if is_spec(spec)
     }
-    if on_host:
-        params = {name: to_host(leaf, jax.devices()[0]) for name, leaf in params.items()}
-    for name, places in layer_stacks(config).items():
+    for name in layer_stacks(config):
         leaves = specs[name].items()
-        if not on_host:
-            params[name] = {leaf: draw_stack(next(keys), s.shape, s.init_std) for leaf, s in leaves}
-            continue
-        params[name] = []
-        for _ in places:
-            layer = {leaf: draw(next(keys), s.shape[1:], s.init_std) for leaf, s in leaves}
-            params[name].append(jax.block_until_ready(to_host(layer, jax.devices()[0])))
+        params[name] = {leaf: draw_stack(next(keys), s.shape, s.init_std) for leaf, s in leaves}
     return jax.block_until_ready(params)
 
 
@@ -81,7 +73,7 @@ def sequence(config: ModelConfig, rows: int) -> tuple[np.ndarray, Rows]:
 
 def check(config: ModelConfig, rows: int, chunk_rows: int, groups: int) -> list[Row]:
     """Errors of hidden rows against `forward` on the same weights, in units of the rows' root mean square."""
-    params = random_params(config, on_host=False)
+    params = random_params(config)
     tokens, packed = sequence(config, rows)
     executables = Executables(jax.devices()[0].platform)
     whole = executables.call(_forward, params, tokens, packed, config=config)
@@ -91,12 +83,9 @@ def check(config: ModelConfig, rows: int, chunk_rows: int, groups: int) -> list[
     tiers = {
         "residual": HostTiers(chunk_rows, head_groups=groups),
         "kv": HostTiers(chunk_rows, kv=True),
-        "weights": HostTiers(chunk_rows, kv=True, weights=True),
     }
     table: list[Row] = []
     for name, tier in tiers.items():
-        if tier.weights:
-            params = weights_to_host(params, config, jax.devices()[0])
         chunks = forward_tiered(params, config, tokens, packed, tiers=tier, call=executables.call)
         actual = np.concatenate([np.asarray(c).astype(np.float32) for c in chunks])
         error = np.abs(actual - expected) / scale
@@ -187,7 +176,7 @@ def measure(shape: str, rows: int, layers: int, name: str, tiers: HostTiers) -> 
     """Time and memory of the first `layers` layers of the model, the embedding included."""
     model = SHAPES[shape]
     config = dataclasses.replace(model, num_layers=layers)
-    params = random_params(model, on_host=tiers.weights)
+    params = random_params(model)
     tokens, packed = sequence(config, rows)
     recorder = Recorder()
     run = functools.partial(forward_tiered, params, config, tokens, tiers=tiers, call=recorder.call)
@@ -201,7 +190,7 @@ def measure(shape: str, rows: int, layers: int, name: str, tiers: HostTiers) -> 
     compute = recorder.seconds() / layers
     rates, moved = transfer_rates(), transfer_bytes(config, tiers, rows, DTYPE)
     flops = 4 * rows * rows * config.num_heads * config.head_dim
-    resident = 0 if tiers.weights else param_bytes(model, DTYPE)
+    resident = param_bytes(model, DTYPE)
     return {
         "tier": name,
         "rows": rows,
@@ -235,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--check", action="store_true", help="compare with the whole model")
     parser.add_argument("--rows", type=int, default=32768)
     parser.add_argument("--layers", type=int, default=1)
-    parser.add_argument("--tier", choices=("residual", "kv", "weights"), default="residual")
+    parser.add_argument("--tier", choices=("residual", "kv"), default="residual")
     parser.add_argument("--groups", type=int, default=1)
     parser.add_argument("--chunk-rows", type=int, default=4096)
     parser.add_argument("--memory-gib", type=float, help="refuse to run with a larger limit")
@@ -251,8 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     tiers = HostTiers(
         args.chunk_rows,
-        kv=args.tier != "residual",
-        weights=args.tier == "weights",
+        kv=args.tier == "kv",
         head_groups=args.groups if args.tier == "residual" else 1,
     )
     row = measure(args.shape, args.rows, args.layers, args.tier, tiers)

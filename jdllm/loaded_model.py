@@ -12,7 +12,8 @@ from jdllm.checkpoints.loading import load_by_layer, load_params, resolve, resol
 from jdllm.checkpoints.tokenizer import Tokenizer, complete_ids, load_tokenizer
 from jdllm.decoding.generation_defaults import default_sampling
 from jdllm.decoding.sampling import SamplingParams
-from jdllm.execution.offload.layer_stream import OffloadedWeights, place_layer, place_top
+from jdllm.errors import ConfigError
+from jdllm.execution.offload.layer_stream import OffloadedWeights, place_weights
 from jdllm.execution.offload.placement import offloaded_layers
 from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import config_from_checkpoint
@@ -71,7 +72,7 @@ def load_model(
         config = dataclasses.replace(config, token_limit=len(tokenizer))
     offloaded = None
     if layers:
-        offloaded = OffloadedWeights(config, place_top(params), layers, jax.devices()[0])
+        offloaded = OffloadedWeights(config, params, layers, jax.devices()[0])
         params = offloaded.top
     return LoadedModel(config, params, tokenizer, default_sampling(path), offloaded)
 
@@ -80,13 +81,14 @@ def _weights(
     path: Path, config: ModelConfig, dtype: str, count: int, load_weights: bool, progress: bool
 ) -> tuple[Params, list[Params]]:
     """The weights on the device; where `count` layers are in host memory, those of all layers apart."""
-    if not load_weights:
-        return zero_params(config, dtype), []
     if not count:
+        if not load_weights:
+            return zero_params(config, dtype), []
         return load_params(path, config, dtype, progress=progress), []
-    away, device = offloaded_layers(config, count), jax.devices()[0]
-
-    def place(number: int, layer: Params) -> Params:
-        return place_layer(layer, device, offloaded=number in away)
-
+    if not load_weights:
+        raise ConfigError(
+            f"the weights of {count} layers would be in host memory, which leaves nothing to warm up:"
+            " raise memory"
+        )
+    place = place_weights(jax.devices()[0], offloaded_layers(config, count))
     return load_by_layer(path, config, dtype, place, progress=progress)

@@ -114,7 +114,7 @@ def step_memory(case: Case) -> Row:
     config = dataclasses.replace(SHAPES[case.shape], num_layers=case.layers)
     plan = planned(config, case.context, case.mask_ratio, case.budget_gib)
     step, batch = compiled_step(config, case.context, case.mask_ratio, plan.chunks)
-    params = random_params(config, on_host=False)
+    params = random_params(config)
     before = statistics_of_memory()
     jax.block_until_ready(step(params, batch, np.int32(1)))
     after = statistics_of_memory()
@@ -250,7 +250,7 @@ def step_seconds(
 ) -> dict[str, float]:
     """Median time of a step, half masked, with each of some chunk counts, which take turns."""
     steps = {name: compiled_step(config, rows, 0.5, chunks) for name, chunks in variants.items()}
-    params = random_params(config, on_host=False)
+    params = random_params(config)
     times: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(1 + rounds):
         for name, (step, batch) in steps.items():
@@ -281,7 +281,7 @@ def longest(context: int) -> list[Row]:
     step, batch = compiled_step(config, context, 0.5, plan.chunks)
     temporaries = step.memory_analysis().temp_size_in_bytes
     print(f"compiled temporaries: {temporaries / GIB:.3f} GiB", flush=True)
-    params = random_params(config, on_host=False)
+    params = random_params(config)
     seconds = _seconds(lambda: step(params, batch, np.int32(1)))
     return [
         {

@@ -203,7 +203,7 @@ def load_by_layer(
     path: str | Path,
     config: ModelConfig,
     dtype: str,
-    place: Callable[[int, Params], Params],
+    place: Callable[[int | None, Params], Params],
     *,
     progress: bool | Progress = False,
 ) -> tuple[Params, list[Params]]:
@@ -211,9 +211,10 @@ def load_by_layer(
 
     Arguments:
     - `path`, `config`, `dtype`, `progress`: as of `load_params`.
-    - `place`: called with a layer's number and its weights on the default device; what it returns is kept.
+    - `place`: called with a layer's number, or `None`, and its weights on the default device, before others
+      are read; what it returns is kept.
 
-    Returns the weights outside of the layers, on the default device, and those of each layer, as
+    Returns the weights outside of the layers, whose number is `None`, and those of each layer, as
     `jdllm.models.weights.layer_specs` lists them.
 
     Raises what `load_params` raises.
@@ -223,7 +224,7 @@ def load_by_layer(
     top = {name: spec for name, spec in whole.items() if is_spec(spec)}
     layers: list[Params] = []
     with reporter(progress, _source_bytes(whole, index), "loading weights") as advance:
-        loaded = _load_tree(top, index, dtype, None, advance)
+        loaded = place(None, _load_tree(top, index, dtype, None, advance))
         for number in range(config.num_layers):
             weights = _load_tree(layer_specs(config, number), index, dtype, None, advance)
             layers.append(place(number, weights))

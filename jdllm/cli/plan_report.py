@@ -1,5 +1,6 @@
 """What `jdllm plan` says of a step and of the longest contexts: in words, in JSON and as a picture."""
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -8,10 +9,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jdllm.planning.account import Account, make_account
+from jdllm.errors import ConfigError
+from jdllm.planning.account import Account
 from jdllm.planning.budget import CUDA_CONTEXT, GUARD, Budget, MemoryBudgetError, format_bytes
 from jdllm.planning.card import Card
 from jdllm.planning.checks.compiler import compiler_temp_bytes
+from jdllm.planning.offloading import account_with_offloading, longest_offloaded, plan_offloaded
 from jdllm.planning.plan import (
     MemoryPlan,
     Workload,
@@ -19,7 +22,6 @@ from jdllm.planning.plan import (
     max_context,
     plan_memory,
     rungs,
-    weight_rungs,
 )
 from jdllm.planning.report import Frame, format_peak_table, timeline
 from jdllm.planning.search import search
@@ -46,7 +48,6 @@ class Report:
     - `refusal`: why it does not fit; `stop_reason` is "fits", or names what no chunk count lowers further.
     - `longest`, `on_device`: with host memory as the budget has it, and without.
     - `engine`: the account of an engine in this budget, or `None` where not even its smallest step fits.
-    - `with_weights`: a plan that would fit with the weights in host memory, which `LLM` does not run.
     """
 
     workload: Workload
@@ -58,7 +59,6 @@ class Report:
     longest: Longest
     on_device: Longest
     engine: Account | None
-    with_weights: MemoryPlan | None = None
 
     @property
     def positions(self) -> int:
@@ -81,14 +81,23 @@ def make_report(
     tiers = rungs(workload.config) if budget.host and not workload.caches else []
     on_device = timed(max_context(workload, budget, host_tiers=False), False)
     longest = timed(max_context(workload, budget, host_tiers=tiers), True) if tiers else on_device
+    asked = context is not None
     context = context if context is not None else max(1, longest.context)
     found = plan_memory(workload, context, budget, host_tiers=tiers)
-    engine = _engine(workload, budget, max_num_batched_tokens) if longest.context else None
+    beyond = None if found.fits or workload.caches else context
+    engine = _engine(workload, budget, max_num_batched_tokens, beyond)
     if found.fits:
         return Report(workload, card, budget, found, None, "fits", longest, on_device, engine)
+    if engine is not None and engine.offloaded and not workload.caches:
+        most = longest_offloaded(workload, engine)
+        context = most if longest.context == 0 and not asked else context
+        found = plan_offloaded(workload, context, engine)
+        if found.fits:
+            of_most = plan_offloaded(workload, most, engine)
+            longest = Longest(most, step_time(workload, of_most, card.target).seconds)
+            return Report(workload, card, budget, found, None, "fits", longest, on_device, engine)
     enough_host = found.host_bytes <= budget.host
     needed = least_device_bytes(workload, found.bucket, budget, tiers)
-    weights = plan_memory(workload, context, budget, host_tiers=weight_rungs()) if tiers else found
     return Report(
         workload,
         card,
@@ -99,22 +108,25 @@ def make_report(
         longest,
         on_device,
         engine,
-        weights if weights.fits else None,
     )
 
 
-def _engine(workload: Workload, budget: Budget, max_num_batched_tokens: int) -> Account | None:
-    try:
-        return make_account(
-            workload.config,
-            workload.dtype,
-            budget,
-            hopper=workload.hopper,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_num_logits=workload.max_num_logits,
-        )
-    except MemoryBudgetError:
-        return None
+def _engine(
+    workload: Workload, budget: Budget, max_num_batched_tokens: int, context: int | None
+) -> Account | None:
+    """The account of `LLM`; of one that was asked for `context` tokens, where there is such a one."""
+    for longest in dict.fromkeys((context, None)):
+        with contextlib.suppress(ConfigError):
+            return account_with_offloading(
+                workload.config,
+                workload.dtype,
+                budget,
+                hopper=workload.hopper,
+                max_num_batched_tokens=max_num_batched_tokens,
+                max_num_logits=workload.max_num_logits,
+                max_context=longest,
+            )
+    return None
 
 
 def compiled_bytes(report: Report) -> int | None:
@@ -153,7 +165,8 @@ def facts(report: Report, compiled: int | None) -> dict[str, Any]:
         "host_tiers": found.host_tiers,
         "host_bytes": found.host_bytes,
         "host_budget_bytes": report.budget.host,
-        "weights_tier_would_fit": report.with_weights is not None,
+        "offloaded_layers": 0 if report.engine is None else report.engine.offloaded,
+        "streamed_bytes": found.streamed_bytes,
         "stop_reason": report.stop_reason,
         "step_seconds": estimate.seconds,
         "step_seconds_at_measured_rate": estimate.measured,
@@ -210,6 +223,11 @@ def describe(report: Report) -> str:
     tiers = "none"
     if found.tiers is not None:
         tiers = f"{', '.join(found.host_tiers)} ({found.tiers.chunk_rows} rows at a time)"
+    elif report.engine is not None and found.streamed_bytes:
+        tiers = (
+            f"weights of {report.engine.offloaded} of {report.workload.config.num_layers} layers,"
+            f" {format_bytes(found.streamed_bytes)} in every step"
+        )
     lines = [
         *_verdict(report),
         f"a full step takes {step_time(report.workload, found, report.card.target)}",
@@ -231,20 +249,14 @@ def _verdict(report: Report) -> list[str]:
     if report.refusal is None:
         peak = format_bytes(found.peak_bytes)
         need = f"{found.context} tokens{beyond} need {peak} of the device's {available}"
-        if found.tiers is not None:
+        if found.host_bytes:
             need += f" and {format_bytes(found.host_bytes)} of {format_bytes(report.budget.host)} host memory"
         return [f"fits on {report.card.target}: {need}"]
-    lines = [
+    return [
         f"does not fit on {report.card.target}: {found.context} tokens{beyond} need at least"
         f" {format_bytes(report.refusal.needed_bytes, math.ceil)} of the device's {available}:"
         " the plan below is for that"
     ]
-    if report.with_weights is not None:
-        lines.append(
-            f"with the weights in host memory too, {format_bytes(report.with_weights.peak_bytes)} would do:"
-            " LLM does not run this tier yet"
-        )
-    return lines
 
 
 def compared(report: Report, compiled: int | None, asked: bool) -> str:
@@ -273,6 +285,11 @@ def describe_engine(report: Report) -> str:
     account = report.engine
     if account is None:
         return "LLM in this budget: no step fits"
+    if account.offloaded:
+        return (
+            f"LLM in this budget: steps of up to {account.rows} rows, and no KV pool: the weights of"
+            f" {account.offloaded} layers are in host memory"
+        )
     held = [f"{count} requests of {tokens}" for tokens, count in _held(report.workload, account).items()]
     policy = report.workload.cache_policy if report.workload.caches else "dual"
     lines = [

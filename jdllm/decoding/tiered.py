@@ -46,8 +46,7 @@ def denoise_tiered(
     """Run one denoising step, or none where a segment has already finished its block.
 
     Arguments:
-    - `params`: stacked weights; with `tiers.weights` what
-      `jdllm.execution.offload.host_memory.weights_to_host` returns.
+    - `params`: stacked weights.
     - `batch`: the packed batch as NumPy arrays, as of `jdllm.decoding.step.denoise`.
     - `tiers`: what is in host memory, and the sizes of chunks.
     - `logits_chunks`: into how many chunks the head rows are cut; logits exist for one at a time.
@@ -79,15 +78,13 @@ def head_buffers(
 ) -> dict[str, int]:
     """Bytes of all arrays that are on the device while a chunk of `head_rows` head rows is evaluated.
 
-    Returns bytes by name. Not among them: weights that stay on the device, and temporaries inside
-    executables.
+    Returns bytes by name. Not among them: the weights, and temporaries inside executables.
     """
     width = config.hidden_size * jnp.dtype(dtype).itemsize
-    buffers = {
+    return {
         "hidden chunks": (_KEPT_CHUNKS + 1) * tiers.chunk_rows * width,
         "hidden rows": 2 * head_rows * width,
     }
-    return buffers | ({"head": (config.vocab_size + 1) * width} if tiers.weights else {})
 
 
 def _choose(
@@ -104,7 +101,7 @@ def _choose(
 ) -> Choice:
     """`jdllm.decoding.head.choose` of hidden rows in host memory, chunks of `chunk_rows`."""
     (device,) = hidden[0].devices()
-    weights = to_device({"final_norm": params["final_norm"], "head": head_weights(params)}, device)
+    weights = {"final_norm": params["final_norm"], "head": head_weights(params)}
     total, count = len(asked.masked), asked.count
     size = rows_at_once(total, chunks, head_weights(params), level)
     guided, unguided = (np.asarray(rows) for rows in asked.sources)

@@ -1,13 +1,15 @@
 """How many layers' weights go to host memory where not all of them fit on the device."""
 
+import dataclasses
 import functools
 import math
 
 from jdllm.errors import ConfigError
-from jdllm.execution.offload.placement import device_weight_bytes, host_weight_bytes
+from jdllm.execution.offload.placement import device_weight_bytes, host_weight_bytes, streamed_bytes
 from jdllm.models.config import ModelConfig
 from jdllm.planning.account import Account, make_account
 from jdllm.planning.budget import Budget, format_bytes
+from jdllm.planning.plan import MemoryPlan, Workload, max_context, plan_memory
 
 
 def account_with_offloading(
@@ -59,6 +61,37 @@ def account_with_offloading(
         if found.max_context >= max_num_batched_tokens or offloaded == config.num_layers:
             return _checked(found, config, dtype, budget)
     raise error
+
+
+def plan_offloaded(workload: Workload, context: int, account: Account) -> MemoryPlan:
+    """Plan one step of an engine that has layers in host memory.
+
+    Arguments:
+    - `workload`, `context`: as of `jdllm.planning.plan.plan_memory`.
+    - `account`: of that engine.
+    """
+    config, dtype = workload.config, workload.dtype
+    terms = _in_terms_of_plans(account)
+    plan = plan_memory(workload, context, terms, host_tiers=False)
+    return dataclasses.replace(
+        plan,
+        budget=dataclasses.replace(terms, overhead=terms.overhead - account.unlike_planned),
+        weights_bytes=account.weights,
+        host_bytes=host_weight_bytes(config, dtype, account.offloaded),
+        streamed_bytes=streamed_bytes(config, dtype, account.offloaded),
+    )
+
+
+def longest_offloaded(workload: Workload, account: Account) -> int:
+    """The longest context of such an engine."""
+    return max_context(workload, _in_terms_of_plans(account), host_tiers=False)
+
+
+def _in_terms_of_plans(account: Account) -> Budget:
+    """A budget for plans that count all weights."""
+    if account.budget is None:
+        raise ValueError("this account has no budget")
+    return dataclasses.replace(account.budget, overhead=account.budget.overhead + account.unlike_planned)
 
 
 def _checked(account: Account, config: ModelConfig, dtype: str, budget: Budget) -> Account:

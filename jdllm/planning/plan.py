@@ -93,7 +93,8 @@ class MemoryPlan:
       counts its inputs and the trace that comes back.
     - `activation`: the plan of everything else.
     - `chunks`: the chunk counts to run with; with `tiers` only that of the logits matters.
-    - `tiers`: what is in host memory, or `None`; `host_bytes` of it.
+    - `tiers`: what is in host memory beside weights, or `None`; `host_bytes` of host memory in all.
+    - `streamed_bytes`: of weights that each step copies out of host memory.
     - `seconds`: how long planning took.
     """
 
@@ -109,6 +110,7 @@ class MemoryPlan:
     tiers: HostTiers | None
     host_bytes: int
     seconds: float
+    streamed_bytes: int = 0
 
     @property
     def bucket(self) -> "Bucket":
@@ -131,9 +133,10 @@ class MemoryPlan:
     @property
     def host_tiers(self) -> list[str]:
         """Names of what is in host memory."""
+        weights = ["weights"] if self.streamed_bytes else []
         if self.tiers is None:
-            return []
-        return ["residual", *(["kv"] if self.tiers.kv else []), *(["weights"] if self.tiers.weights else [])]
+            return weights
+        return ["residual", *(["kv"] if self.tiers.kv else []), *weights]
 
 
 class Bucket(NamedTuple):
@@ -312,7 +315,7 @@ def _planned(
     counts = ladders(workload, bucket.rows, bucket.head_rows)
     if tiers is not None:
         counts = {"logits": counts["logits"]}
-    weights = 0 if tiers is not None and tiers.weights else param_bytes(config, dtype)
+    weights = param_bytes(config, dtype)
     pool = workload.kv_pool_bytes(bucket.context)
     left = budget.device - budget.overhead - weights - pool - bucket.batch_bytes
     activation = search(template, {"T": bucket.rows, "M": bucket.head_rows}, counts, left)
@@ -337,8 +340,3 @@ def rungs(config: ModelConfig) -> list[HostTiers]:
         *(HostTiers(chunk_rows=4096, head_groups=count) for count in groups),
         *(HostTiers(chunk_rows=rows, kv=True) for rows in _TIER_ROWS),
     ]
-
-
-def weight_rungs() -> list[HostTiers]:
-    """Further tiers, with the weights in host memory: layers run so, but `LLM` does not load a model so."""
-    return [HostTiers(chunk_rows=rows, kv=True, weights=True) for rows in _TIER_ROWS]

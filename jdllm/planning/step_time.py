@@ -55,9 +55,9 @@ def step_time(workload: Workload, plan: MemoryPlan, target: str) -> StepTime:
     config, rates = workload.config, RATES[target]
     full = workload.dtype == "float32"
     flops = rates.flops_f32 if full else rates.flops
-    moved = 0
+    moved = plan.streamed_bytes
     if plan.tiers is not None:
-        moved = config.num_layers * max(transfer_bytes(config, plan.tiers, plan.rows, workload.dtype))
+        moved += config.num_layers * max(transfer_bytes(config, plan.tiers, plan.rows, workload.dtype))
     seconds = max(
         step_flops(config, plan.rows, plan.head_rows) / flops,
         plan.weights_bytes / rates.bytes,

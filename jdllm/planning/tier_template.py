@@ -32,13 +32,8 @@ def tier_template(
     graph.add_barrier("end of layer", buffers)
     graph.add_op(
         "fetch hidden rows",
-        outputs={
-            "hidden chunks": 3 * hidden,
-            "head weights": 0
-            if not tiers.weights
-            else (config.vocab_size + 1) * config.hidden_size * kind.itemsize,
-        },
+        outputs={"hidden chunks": 3 * hidden},
     )
     add_head(graph, config, kind, "hidden chunks")
-    graph.add_barrier("end of head", ["hidden chunks", "head weights"])
+    graph.add_barrier("end of head", ["hidden chunks"])
     return graph

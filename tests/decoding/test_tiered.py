@@ -14,7 +14,6 @@ from jdllm.decoding.executables import Executables
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.step import denoise
 from jdllm.decoding.tiered import denoise_tiered, head_buffers
-from jdllm.execution.offload.host_memory import weights_to_host
 from jdllm.execution.offload.tiers import HostTiers
 from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import config_from_hf
@@ -27,7 +26,7 @@ from tests.helpers import Golden
 RESIDUAL = HostTiers(128)
 GROUPS = HostTiers(128, head_groups=2)
 KEYS_VALUES = HostTiers(128, kv=True)
-ALL = HostTiers(256, kv=True, weights=True)
+WIDE = HostTiers(256, kv=True)
 
 LLADA = [
     {"gen_length": 40, "steps": 8},
@@ -60,13 +59,6 @@ def requests(config: ModelConfig, options: list[dict]) -> list[Request]:
     ]
 
 
-def placed(params: Params, config: ModelConfig, tiers: HostTiers) -> Params:
-    if not tiers.weights:
-        return params
-    copy = {name: dict(leaf) if isinstance(leaf, dict) else leaf for name, leaf in params.items()}
-    return weights_to_host(copy, config, jax.devices()[0])
-
-
 def step(
     params: Params, config: ModelConfig, batch: Batch, tiers: HostTiers | None, executables: Executables
 ) -> Trace:
@@ -87,11 +79,10 @@ def compare(
 ) -> None:
     """Two steps, the second of which finds some rows unmasked."""
     running = requests(config, options)
-    weights = placed(params, config, tiers)
     for _ in range(2):
         batch, candidates = pack_all(running, config)
         expected = step(params, config, batch, None, executables)
-        actual = step(weights, config, batch, tiers, executables)
+        actual = step(params, config, batch, tiers, executables)
         assert actual.steps == expected.steps == 1
         masked = np.flatnonzero(batch.head.segment < len(options))
         assert len(masked) == sum(map(len, candidates)) > 60
@@ -108,14 +99,14 @@ def compare(
             )
 
 
-@pytest.mark.parametrize("tiers", [RESIDUAL, slow(GROUPS), slow(KEYS_VALUES), ALL])
+@pytest.mark.parametrize("tiers", [RESIDUAL, slow(GROUPS), slow(KEYS_VALUES), WIDE])
 def test_guidance_and_temperature(
     tiers: HostTiers, params: Params, config: ModelConfig, executables: Executables
 ):
     compare(params, config, LLADA, tiers, executables)
 
 
-@pytest.mark.parametrize("tiers", [GROUPS, slow(ALL)])
+@pytest.mark.parametrize("tiers", [GROUPS, slow(WIDE)])
 def test_shifted_logits(
     tiers: HostTiers, dream_params: Params, dream_config: ModelConfig, executables: Executables
 ):
@@ -140,12 +131,11 @@ def test_no_step_where_a_segment_has_finished_its_block(
         assert not trace.committed.any()
 
 
-@pytest.mark.parametrize("tiers", [RESIDUAL, ALL])
+@pytest.mark.parametrize("tiers", [RESIDUAL, WIDE])
 def test_arrays_on_the_device_are_those_listed(
     tiers: HostTiers, params: Params, config: ModelConfig, executables: Executables, monkeypatch
 ):
     batch = pack_all(requests(config, LLADA), config).batch
-    weights = placed(params, config, tiers)
     peak, call = 0, executables.call
 
     def measured(function, *args, **options):
@@ -162,6 +152,6 @@ def test_arrays_on_the_device_are_those_listed(
     monkeypatch.setattr(executables, "call", measured)
     gc.collect()
     before = alive()
-    step(weights, config, batch, tiers, executables)
+    step(params, config, batch, tiers, executables)
     listed = head_buffers(config, tiers, -(-len(batch.head.row) // LOGITS_CHUNKS), "float32")
     assert 0.7 * sum(listed.values()) < peak <= sum(listed.values())

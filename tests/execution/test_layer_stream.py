@@ -12,7 +12,7 @@ from jdllm.checkpoints.loading import load_by_layer, load_params
 from jdllm.chunks import ChunkConfig
 from jdllm.decoding.executables import Executables
 from jdllm.execution.offload import layer_stream
-from jdllm.execution.offload.layer_stream import OffloadedWeights, place_layer, place_top
+from jdllm.execution.offload.layer_stream import OffloadedWeights, place_weights
 from jdllm.execution.offload.placement import (
     device_weight_bytes,
     host_weight_bytes,
@@ -31,11 +31,8 @@ SEQUENCES = [np.arange(5) + 20, np.arange(210) % 300, np.arange(90) % 100]
 
 
 def offload(directory: Path, config: ModelConfig, count: int) -> OffloadedWeights:
-    away = offloaded_layers(config, count)
-    top, layers = load_by_layer(
-        directory, config, "float32", lambda i, layer: place_layer(layer, DEVICE, offloaded=i in away)
-    )
-    return OffloadedWeights(config, place_top(top), layers, DEVICE)
+    place = place_weights(DEVICE, offloaded_layers(config, count))
+    return OffloadedWeights(config, *load_by_layer(directory, config, "float32", place), DEVICE)
 
 
 WHOLE, CUT = ChunkConfig(), ChunkConfig(ffn=2, query=3)
@@ -81,6 +78,28 @@ def test_weights_are_where_they_are_counted(family: str):
         assert ("head" in weights.top) == isinstance(weights.top["embed"], np.ndarray)
     assert device_weight_bytes(config, "float32", 0) == param_bytes(config, "float32")
     assert host_weight_bytes(config, "float32", 0) == 0
+
+
+def test_loading_takes_no_more_of_the_device_than_running(config: ModelConfig):
+    away, most = offloaded_layers(config, 1), 0
+    place = place_weights(DEVICE, away)
+    gc.collect()
+    before = {id(array) for array in jax.live_arrays()}
+
+    def placed(number: int | None, weights: Params) -> Params:
+        nonlocal most
+        kept = place(number, weights)
+        del weights
+        gc.collect()
+        mine = (x for x in jax.live_arrays() if id(x) not in before)
+        most = max(most, sum(x.nbytes for x in mine if x.sharding.memory_kind != "pinned_host"))
+        return kept
+
+    loaded = load_by_layer(Golden("llada").directory, config, "float32", placed)
+    layer = streamed_bytes(config, "float32", 1)
+    # A layer on its way to host memory may still be there when it has been copied.
+    assert most <= device_weight_bytes(config, "float32", 1) - 2 * layer + layer
+    del loaded
 
 
 @pytest.mark.parametrize(("layers", "count"), [(32, 1), (32, 20), (32, 32), (5, 3)])

@@ -1,4 +1,4 @@
-"""The transformer with its residual stream, keys and values, and weights in host memory."""
+"""The transformer with its residual stream, and keys and values, in host memory."""
 
 import collections
 import dataclasses
@@ -13,14 +13,14 @@ import pytest
 from benchmarks.shapes import SHAPES
 from jdllm.decoding.executables import Executables
 from jdllm.execution.offload.forward import forward_tiered
-from jdllm.execution.offload.host_memory import IN_FLIGHT, pipeline, weights_to_host
+from jdllm.execution.offload.host_memory import IN_FLIGHT, pipeline
 from jdllm.execution.offload.parts import accumulate
 from jdllm.execution.offload.tiers import HostTiers, device_buffers, host_buffers, transfer_bytes
 from jdllm.execution.transformer import embed, forward
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig, MoeConfig
 from jdllm.models.visibility import key_ranges
-from jdllm.models.weights import Params, is_spec, param_bytes, spec_tree
+from jdllm.models.weights import Params, is_spec, spec_tree
 from jdllm.pallas.attention.reference import attention_reference
 from jdllm.pallas.grouped_matmul.reference import grouped_matmul_reference
 from jdllm.serving.packing import lay_out
@@ -29,8 +29,7 @@ TIERS = {
     "residual": HostTiers(128),
     "groups": HostTiers(128, head_groups=2),
     "kv": HostTiers(128, kv=True),
-    "weights": HostTiers(256, weights=True),
-    "all": HostTiers(256, kv=True, weights=True),
+    "wide": HostTiers(256, kv=True),
 }
 DEVICE = jax.devices()[0]
 RNG = np.random.default_rng(0)
@@ -57,18 +56,9 @@ def whole(params: Params, config: ModelConfig, tokens, rows: Rows) -> jax.Array:
     return forward(params, config, tokens, rows, **OPERATORS)
 
 
-def placed(params: Params, config: ModelConfig, tiers: HostTiers) -> Params:
-    """The weights where `tiers` has them; the caller's stay as they are."""
-    if not tiers.weights:
-        return params
-    return weights_to_host(
-        {k: dict(v) if isinstance(v, dict) else v for k, v in params.items()}, config, DEVICE
-    )
-
-
 def check(params: Params, config: ModelConfig, tokens, rows: Rows, tiers: HostTiers, call) -> None:
     expected = np.asarray(whole(params, config, tokens, rows))
-    chunks = tiered(placed(params, config, tiers), config, tokens, rows, tiers=tiers, call=call)
+    chunks = tiered(params, config, tokens, rows, tiers=tiers, call=call)
     assert [len(c) for c in chunks] == [stop - start for start, stop in tiers.bounds(len(tokens))]
     assert {c.sharding.memory_kind for c in chunks} == {"pinned_host"}
     largest = np.abs(expected).max()
@@ -77,12 +67,12 @@ def check(params: Params, config: ModelConfig, tokens, rows: Rows, tiers: HostTi
 
 
 class TestEqualsForward:
-    @pytest.mark.parametrize("name", ["residual", slow("groups"), slow("kv"), slow("weights"), "all"])
+    @pytest.mark.parametrize("name", ["residual", slow("groups"), slow("kv"), "wide"])
     def test_llada(self, name: str, params: Params, config: ModelConfig, executables: Executables):
         tokens, rows, _ = lay_out(SEQUENCES, config)
         check(params, config, tokens, rows, TIERS[name], executables.call)
 
-    @pytest.mark.parametrize("name", ["groups", slow("all")])
+    @pytest.mark.parametrize("name", ["groups", slow("wide")])
     def test_biases_and_shared_heads(
         self, name: str, dream_params: Params, dream_config: ModelConfig, executables: Executables
     ):
@@ -91,7 +81,7 @@ class TestEqualsForward:
         tokens, rows, _ = lay_out(SEQUENCES, dream_config)
         check(dream_params, dream_config, tokens, rows, TIERS[name], executables.call)
 
-    @pytest.mark.parametrize("tiers", [slow(HostTiers(128)), HostTiers(128, kv=True, weights=True)])
+    @pytest.mark.parametrize("tiers", [slow(HostTiers(128)), HostTiers(128, kv=True)])
     def test_layers_with_and_without_experts(
         self, tiers: HostTiers, config: ModelConfig, executables: Executables
     ):
@@ -154,18 +144,17 @@ class TestMemory:
 
         gc.collect()
         before = alive()
-        weights = placed(params, config, tiers)
         monkeypatch.setattr(jax, "device_put", device_put)
         column = np.zeros(self.rows, np.int32)
-        tiered(weights, config, column, Rows(column, column, column + self.rows), tiers=tiers, call=call)
+        tiered(params, config, column, Rows(column, column, column + self.rows), tiers=tiers, call=call)
         args = (config, tiers, self.rows, "float32")
         on_device, on_host = (sum(f(*args).values()) for f in (device_buffers, host_buffers))
         # What is on its way out is no longer referenced, so that the arrays alive are a little less.
         assert 0.75 * on_device < peak["device"] <= on_device
         assert 0.75 * on_host < peak["pinned_host"] <= on_host
         layers = [config.num_layers * size for size in transfer_bytes(*args)]
-        embedding, hidden = params["embed"].nbytes * tiers.weights, self.rows * config.hidden_size * 4
-        assert moved == {"device": layers[0] + embedding, "pinned_host": layers[1] + hidden}
+        hidden = self.rows * config.hidden_size * 4
+        assert moved == {"device": layers[0], "pinned_host": layers[1] + hidden}
 
     def test_bytes_of_llada_8b_at_a_million_rows(self):
         config, rows, gib = SHAPES["llada-8b"], 1 << 20, 1 << 30
@@ -173,9 +162,8 @@ class TestMemory:
         assert groups["keys and values"] == 2 * gib
         assert sum(groups.values()) < 3.1 * gib
         assert sum(device_buffers(config, HostTiers(16384, kv=True), rows, "bfloat16").values()) < 3 * gib
-        on_host = host_buffers(config, HostTiers(16384, kv=True, weights=True), rows, "bfloat16")
+        on_host = host_buffers(config, HostTiers(16384, kv=True), rows, "bfloat16")
         assert on_host["keys and values"] == 16 * gib
-        assert on_host["weights"] == param_bytes(config, "bfloat16")
         assert 8 * gib < on_host["residual"] < 8.4 * gib
 
 
@@ -241,13 +229,3 @@ class TestHostTiers:
                 tiers=HostTiers(128, head_groups=3),
                 call=executables.call,
             )
-
-
-def test_weights_leave_where_they_were(params: Params, config: ModelConfig):
-    source = jax.tree.map(np.asarray, params)
-    moved = weights_to_host(source, config, DEVICE)
-    assert source == {}
-    assert {x.sharding.memory_kind for x in jax.tree.leaves(moved)} == {"pinned_host"}
-    for name, leaf in params["layers"].items():
-        np.testing.assert_array_equal(np.stack([layer[name] for layer in moved["layers"]]), leaf)
-    np.testing.assert_array_equal(moved["embed"], params["embed"])

@@ -32,5 +32,5 @@ def llada(configs: dict[str, Path]) -> Path:
 @pytest.fixture
 def no_card(monkeypatch: pytest.MonkeyPatch):
     """No card is visible; and as most plans are of one model and budget, their accounts are made once."""
-    monkeypatch.setattr("jdllm.cli.plan_report.make_account", _make_account)
+    monkeypatch.setattr("jdllm.planning.offloading.make_account", _make_account)
     monkeypatch.setattr("jdllm.planning.card.visible_card", lambda: None)

@@ -24,7 +24,14 @@ KEYS = {
     *("batch_bytes", "budget_bytes", "peak_op", "peak_to_average", "chunks", "host_tiers", "host_bytes"),
     *("host_budget_bytes", "context", "rows", "head_rows", "max_context", "max_context_without_host_tiers"),
     *("plan_seconds", "stop_reason", "target", "cache_policy", "compiler_peak_bytes", "card", "dtype"),
-    *("positions", "needed_bytes", "weights_tier_would_fit", "step_seconds", "step_seconds_at_measured_rate"),
+    *(
+        "positions",
+        "needed_bytes",
+        "offloaded_layers",
+        "streamed_bytes",
+        "step_seconds",
+        "step_seconds_at_measured_rate",
+    ),
     *("max_context_step_seconds", "max_context_without_host_tiers_step_seconds", "engine"),
 }
 
@@ -106,17 +113,23 @@ def test_which_targets_are_hopper():
         is_hopper("h201")
 
 
-def test_a_tier_that_the_library_does_not_run_is_no_fit(llada: Path):
-    got = facts(llada, memory="8GiB", code=3)
-    assert not got["fits"]
-    assert got["weights_tier_would_fit"]
-    assert (got["max_context"], got["max_context_without_host_tiers"]) == (0, 0)
-    assert "weights" not in got["host_tiers"]
-    result = run(llada, "--no-check", memory="8GiB")
-    assert result.exit_code == 3
-    (line,) = [line for line in result.stdout.splitlines() if "weights in host memory" in line]
-    assert line.endswith("would do: LLM does not run this tier yet")
-    assert not facts(llada, "--host-memory", "0", memory="8GiB", code=3)["weights_tier_would_fit"]
+def test_layers_go_to_host_memory_where_the_weights_do_not_fit(llada: Path):
+    got = facts(llada, memory="8GiB", context=4096)
+    assert got["fits"]
+    assert got["host_tiers"] == ["weights"]
+    assert 0 < got["offloaded_layers"] < 32
+    arriving = 2 * got["streamed_bytes"] / got["offloaded_layers"]
+    whole = got["weights_bytes"] - arriving + got["host_bytes"]
+    assert whole / 2e9 == pytest.approx(BILLIONS["llada"], rel=0.002)
+    assert got["peak_bytes"] <= 8 * GIB
+    assert got["step_seconds"] == pytest.approx(got["streamed_bytes"] / 51e9)
+    assert got["max_context"] >= 8192
+    assert got["max_context_without_host_tiers"] == 0
+    output = run(llada, "--no-check", memory="8GiB", context=4096).stdout
+    assert f"host tiers: weights of {got['offloaded_layers']} of 32 layers, " in output
+    assert f"no KV pool: the weights of {got['offloaded_layers']} layers are in host memory" in output
+    refused = facts(llada, "--host-memory", "0", memory="8GiB", context=4096, code=3)
+    assert (refused["fits"], refused["offloaded_layers"]) == (False, 0)
 
 
 @pytest.mark.parametrize("as_json", [True, False])
@@ -159,7 +172,10 @@ def test_without_a_context_the_longest_is_planned(llada: Path):
     got = json.loads(result.stdout)
     assert (result.exit_code, got["context"]) == (0, got["max_context"])
     assert got["step_seconds"] == got["max_context_step_seconds"]
-    nothing = invoke(llada, "--memory", "8GiB", "--json")
+    offloaded = invoke(llada, "--memory", "8GiB", "--json")
+    got = json.loads(offloaded.stdout)
+    assert (offloaded.exit_code, got["context"], got["offloaded_layers"] > 0) == (0, got["max_context"], True)
+    nothing = invoke(llada, "--memory", "2GiB", "--json")
     assert (nothing.exit_code, json.loads(nothing.stdout)["fits"]) == (3, False)
 
 

@@ -1,4 +1,4 @@
-"""The transformer for contexts whose residual stream, keys and values, or weights do not fit on the device.
+"""The transformer for contexts whose residual stream, or keys and values, do not fit on the device.
 
 The host drives small executables (`jdllm.execution.offload.parts`), each for one chunk of rows of one layer,
 and moves what they need between pinned host memory and the device. Attention over a long context takes far
@@ -8,7 +8,6 @@ on the device.
 
 import dataclasses
 import functools
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -56,8 +55,7 @@ def forward_tiered(
     """Run all layers over packed rows that are in host memory.
 
     Arguments:
-    - `params`: stacked weights on the device; with `tiers.weights` what
-      `jdllm.execution.offload.host_memory.weights_to_host` returns.
+    - `params`: stacked weights on the device.
     - `config`, `tokens`, `rows`, `attention`, `grouped_matmul`: as of `jdllm.execution.transformer.forward`.
     - `tiers`: what is in host memory, and the sizes of chunks.
     - `call`: compiles and runs the parts of a layer.
@@ -75,7 +73,7 @@ def forward_tiered(
             run.apply_streamed(layer, h)
         else:
             run.apply_by_groups(layer, h)
-        del layer  # it would stay on the device while the next one is brought there
+        del layer  # it would stay there while the next one is copied
     return h
 
 
@@ -110,7 +108,6 @@ class _Run:
     grouped_matmul: GroupedMatmulFn
 
     def embed(self, matrix: Array, tokens: np.ndarray) -> list[Hidden]:
-        matrix = to_device(matrix, self.device)
         h: list[Any] = [None] * len(self._bounds)
 
         def fetch(i: int) -> Array:
@@ -124,18 +121,10 @@ class _Run:
         return h
 
     def layers(self, params: Params) -> Iterator[Layer]:
-        """The weights of each layer in order, on the device; from host memory they come one layer ahead."""
-        places = [(name, i) for name, start, end in layer_runs(self.config) for i in range(start, end)]
-        if not self.tiers.weights:
-            for name, place in places:
+        """A copy of the weights of each layer, in order."""
+        for name, start, end in layer_runs(self.config):
+            for place in range(start, end):
                 yield self.call(take_layer, params[name], np.int32(place))
-            return
-        ahead: deque[Layer] = deque()
-        for name, place in places:
-            ahead.append(to_device(params[name][place], self.device))
-            if len(ahead) > 1:
-                yield ahead.popleft()
-        yield ahead.popleft()
 
     def apply_by_groups(self, layer: Layer, h: list[Hidden]) -> None:
         """With the keys and values of one group of heads at a time on the device.

@@ -7,9 +7,6 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from jdllm.models.config import ModelConfig
-from jdllm.models.weights import Params, layer_stacks
-
 Device = Any
 """A `jax.Device`, which has no static type."""
 
@@ -28,29 +25,6 @@ def to_host(tree: Any, device: Device) -> Any:
     On GPUs the runtime has 64 GB of it, unless XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says otherwise.
     """
     return jax.device_put(tree, SingleDeviceSharding(device, memory_kind="pinned_host"))
-
-
-def weights_to_host(params: Params, config: ModelConfig, device: Device) -> Params:
-    """Move weights into pinned host memory, each stack of layers as a list of layers.
-
-    Arguments:
-    - `params`: stacked weights, as NumPy arrays or on any device. Its dictionaries are emptied on the way, so
-      that one leaf at most exists twice.
-    - `device`: which will read them.
-
-    Returns the same tree, but for its stacks: lists of unstacked layers.
-    """
-    moved: Params = {name: [{} for _ in places] for name, places in layer_stacks(config).items()}
-    for stack in moved:
-        leaves = params.pop(stack)
-        while leaves:
-            name, leaf = leaves.popitem()
-            for place, layer in enumerate(moved[stack]):
-                layer[name] = jax.block_until_ready(to_host(leaf[place], device))
-    while params:
-        name, leaf = params.popitem()
-        moved[name] = jax.block_until_ready(to_host(leaf, device))
-    return moved
 
 
 def pipeline[Item, Fetched](

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -149,14 +149,21 @@ def apply_one(
     return h, h[0, :1]
 
 
-def place_layer(layer: Params, device: Device, *, offloaded: bool) -> Params:
-    """Weights on the device, or moved to host memory, once they are there."""
-    return jax.block_until_ready(to_host(layer, device)) if offloaded else layer
+def place_weights(device: Device, offloaded: Collection[int]) -> Callable[[int | None, Params], Params]:
+    """Puts weights where `OffloadedWeights` has them: a layer by its number, and what is outside of layers.
 
+    Arguments:
+    - `device`: where they are.
+    - `offloaded`: the layers that go to pinned host memory. A separate embedding goes to host memory too:
+      single rows of it are read.
+    """
 
-def place_top(top: Params) -> Params:
-    """The weights outside of the layers: a separate embedding in host memory, where single rows are read."""
-    return top | ({"embed": jax.device_get(top["embed"])} if "head" in top else {})
+    def place(number: int | None, weights: Params) -> Params:
+        if number is None:
+            return weights | ({"embed": jax.device_get(weights["embed"])} if "head" in weights else {})
+        return jax.block_until_ready(to_host(weights, device)) if number in offloaded else weights
+
+    return place
 
 
 def _on_host(layer: Params) -> bool:

@@ -1,7 +1,7 @@
 """What lives in host memory when a context is too long for the device, and the bytes that this leaves there.
 
 The rungs of the ladder, each for longer contexts than the one before: the residual stream in host memory;
-the keys and values of the running layer too; the weights too.
+the keys and values of the running layer too.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jdllm.execution.offload.host_memory import IN_FLIGHT
 from jdllm.models.config import ModelConfig
-from jdllm.models.weights import is_spec, layer_stacks, param_bytes, spec_tree
+from jdllm.models.weights import is_spec, layer_stacks, spec_tree
 
 _TILE = 128
 
@@ -25,14 +25,12 @@ class HostTiers:
       values pass through the device once for every chunk of queries: transfers hide behind attention from
       some 16k rows on.
     - `kv`: keys and values of the running layer are in host memory.
-    - `weights`: the layers' weights are in host memory, and copied one layer ahead.
     - `head_groups`: parts of the key-value heads that go through the layer's attention one after another, so
       that the device holds the keys and values of one; it must divide the key-value heads. 1 with `kv`.
     """
 
     chunk_rows: int
     kv: bool = False
-    weights: bool = False
     head_groups: int = 1
 
     def __post_init__(self):
@@ -68,10 +66,9 @@ def device_buffers(
     - `rows`: packed rows.
     - `dtype`: of the weights.
 
-    Returns bytes by name. Not among them: weights that stay on the device (without `tiers.weights` all; with
-    it none), and temporaries inside executables. Before the first layer the embedding matrix is on the
-    device too where it does not stay there, after the last the head and what
-    `jdllm.decoding.tiered.head_buffers` lists.
+    Returns bytes by name. Not among them: the weights, of which the running layer's are copied, and
+    temporaries inside executables. After the last layer there is what `jdllm.decoding.tiered.head_buffers`
+    lists.
     """
     size = jnp.dtype(dtype).itemsize
     chunk = min(tiers.chunk_rows, rows)
@@ -79,7 +76,7 @@ def device_buffers(
     hidden = chunk * config.hidden_size * size
     outputs = chunk * heads * config.head_dim * size
     buffers = {
-        "layer": _layer_bytes(config, size) * (2 if tiers.weights else 1),
+        "layer": _layer_bytes(config, size),
         "positions and key ranges": IN_FLIGHT * 3 * chunk * 4,
         "residual chunks": IN_FLIGHT * hidden,
     }
@@ -109,8 +106,6 @@ def host_buffers(config: ModelConfig, tiers: HostTiers, rows: int, dtype: jnp.dt
     if tiers.head_groups > 1:
         heads, _ = tiers.heads(config)
         buffers["attention outputs"] = rows * (config.num_heads - heads) * config.head_dim * size
-    if tiers.weights:
-        buffers["weights"] = param_bytes(config, dtype)
     return buffers
 
 
@@ -121,12 +116,11 @@ def transfer_bytes(
     size = jnp.dtype(dtype).itemsize
     heads, kv_heads = tiers.heads(config)
     hidden = rows * config.hidden_size * size
-    weights = _layer_bytes(config, size) if tiers.weights else 0
     if tiers.kv:
         keys_values = 2 * rows * kv_heads * config.head_dim * size
-        return 2 * hidden + len(tiers.bounds(rows)) * keys_values + weights, hidden + keys_values
+        return 2 * hidden + len(tiers.bounds(rows)) * keys_values, hidden + keys_values
     outputs = rows * (config.num_heads - heads) * config.head_dim * size
-    return 2 * tiers.head_groups * hidden + outputs + weights, hidden + outputs
+    return 2 * tiers.head_groups * hidden + outputs, hidden + outputs
 
 
 def _layer_bytes(config: ModelConfig, itemsize: int) -> int:
