@@ -39,13 +39,21 @@ def load_tokenizer(path: str | Path) -> "Tokenizer | None":
     single = (path / _FILE).is_file()
     if not single and not all((path / name).is_file() for name in _BYTE_PAIR_FILES):
         return None
-    with _without_framework_advice():
-        from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
+    reader = _reader(single=single)
     try:
-        reader = PreTrainedTokenizerFast if single else Qwen2Tokenizer
         return Tokenizer(path, reader.from_pretrained(path))
     except Exception as e:  # the library raises a bare Exception for a damaged file
         raise CheckpointError(f"the tokenizer files of {path} cannot be read: {e}") from None
+
+
+def _reader(*, single: bool) -> "type[PreTrainedTokenizerFast]":
+    """The class that reads a `tokenizer.json`, or byte pairs; importing the latter takes twice as long."""
+    with _without_framework_advice():
+        if single:
+            from transformers import PreTrainedTokenizerFast as Reader
+        else:
+            from transformers import Qwen2Tokenizer as Reader
+    return Reader
 
 
 def complete_ids(config: ModelConfig, tokenizer: "Tokenizer") -> ModelConfig:
