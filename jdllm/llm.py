@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,7 +16,6 @@ from jdllm.decoding.executables import Executables, Prepared
 from jdllm.decoding.likelihood import perturb
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import ConfigError, NonFiniteError, RequestError
-from jdllm.execution.module import Transformer
 from jdllm.loaded_model import LoadedModel, load_model
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import tree_bytes
@@ -46,6 +45,9 @@ from jdllm.serving.request import Request
 from jdllm.serving.spec import RequestSpec, checked_ids, generation_spec, infill_spec, mask_id_of
 from jdllm.serving.updates import StepUpdate, Update
 from jdllm.serving.verifier import Verifier, load_verifier
+
+if TYPE_CHECKING:
+    from jdllm.execution.module import Transformer
 
 Sampling = SamplingParams | Iterable[SamplingParams]
 OnStep = Callable[[StepUpdate], None]
@@ -103,7 +105,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | Path | Transformer,
+        model: "str | Path | Transformer",
         *,
         dtype: str = "auto",
         load_weights: bool = True,
@@ -115,7 +117,7 @@ class LLM:
         kv_pool: int | str | None = None,
         chunks: ChunkConfig | None = None,
         hf_overrides: Mapping[str, Any] | None = None,
-        verifier: str | Path | Transformer | None = None,
+        verifier: "str | Path | Transformer | None" = None,
         verifier_shares_ids: bool = False,
         warmup: bool = False,
         cache_dir: str | Path | None = None,
@@ -124,13 +126,14 @@ class LLM:
         max_num_batched_tokens = positive("max_num_batched_tokens", max_num_batched_tokens, ConfigError)
         if max_num_logits is not None:
             max_num_logits = positive("max_num_logits", max_num_logits, ConfigError)
+        models = _model_types(model, verifier)
         check_types(
-            model=(model, str | Path | Transformer),
+            model=(model, models),
             dtype=(dtype, str),
             load_weights=(load_weights, bool),
             chunks=(chunks, ChunkConfig | None),
             hf_overrides=(hf_overrides, Mapping | None),
-            verifier=(verifier, str | Path | Transformer | None),
+            verifier=(verifier, models | None),
             verifier_shares_ids=(verifier_shares_ids, bool),
             warmup=(warmup, bool),
             cache_dir=(cache_dir, str | Path | None),
@@ -454,7 +457,7 @@ class LLM:
         return self._needs_tokenizer("a chat template").apply_chat_template(conversation)
 
     def _verifier(
-        self, source: str | Path | Transformer, dtype: str, shares_ids: bool, progress: bool
+        self, source: "str | Path | Transformer", dtype: str, shares_ids: bool, progress: bool
     ) -> Verifier:
         return load_verifier(
             source, self.config, self.tokenizer, dtype, shares_ids=shares_ids, progress=progress
@@ -545,6 +548,15 @@ class LLM:
                 " quality beyond them is not assured",
                 skip_file_prefixes=(str(Path(__file__).parent),),
             )
+
+
+def _model_types(model: Any, verifier: Any) -> Any:
+    """The types that a model may have. Flax takes long to import: paths do without it."""
+    if isinstance(model, str | Path) and isinstance(verifier, str | Path | None):
+        return str | Path
+    from jdllm.execution.module import Transformer
+
+    return str | Path | Transformer
 
 
 def _given_once(

@@ -1,16 +1,18 @@
 """The autoregressive model that verifies drafts: which one will do, and what it can serve."""
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from jdllm.checkpoints.loading import load_params, resolve
 from jdllm.checkpoints.tokenizer import Tokenizer, load_tokenizer
 from jdllm.errors import ConfigError, RequestError
-from jdllm.execution.module import Transformer
 from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import config_from_hf, read_config
 from jdllm.models.weights import Params
 from jdllm.serving.spec import RequestSpec
+
+if TYPE_CHECKING:
+    from jdllm.execution.module import Transformer
 
 
 class Verifier(NamedTuple):
@@ -21,7 +23,7 @@ class Verifier(NamedTuple):
 
 
 def load_verifier(
-    source: str | Path | Transformer,
+    source: "str | Path | Transformer",
     config: ModelConfig,
     tokenizer: Tokenizer | None,
     dtype: str,
@@ -41,7 +43,7 @@ def load_verifier(
     Raises what `check_verifier` raises, before any weight is read, and `CheckpointError` for a checkpoint
     that cannot be read.
     """
-    if isinstance(source, Transformer):
+    if not isinstance(source, str | Path):
         check_verifier(source.config, None, config, tokenizer, shares_ids=shares_ids)
         return Verifier(source.params(), source.config)
     path = resolve(source)

@@ -36,6 +36,12 @@ def test_help_does_not_load_jax():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+def test_a_model_from_a_directory_needs_no_flax():
+    """Importing Flax takes longer than a short answer."""
+    code = "import sys, jdllm.cli, jdllm.llm; assert 'jax' in sys.modules; assert 'flax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 def test_a_terminal_without_a_prompt_is_not_waited_for():
     master, slave = pty.openpty()
     try:
