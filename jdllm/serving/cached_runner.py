@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdllm.decoding.cache_policies import policy_of
+from jdllm.decoding.cache_policies import Phase, policy_of
 from jdllm.decoding.cached import refresh, reuse
 from jdllm.decoding.encoded_trace import EncodedTrace, encoding
 from jdllm.decoding.executables import Executable, Executables, Program
@@ -134,7 +134,7 @@ class CachedRunner:
     def refresh(self, requests: list[Request], max_steps: int) -> Launch:
         """One step of whole sequences; what each policy asks for is stored. As of `Launcher`."""
         rows, head_rows = np.sum([demand(r) for r in requests], axis=0).tolist()
-        scored = any(_scored(r) for r in requests)
+        scored = self._needs_scores(requests)
         sizes = self._refresh_sizes[scored]
         entry = sizes.choose(rows, head_rows, len(requests))
         packed, selection, table, stored = pack_refresh(requests, self._config, self._pages, entry)
@@ -172,6 +172,13 @@ class CachedRunner:
             [None] * len(requests),
         )
 
+    def _needs_scores(self, requests: list[Request]) -> bool:
+        """Whether the executable that scores keys serves a part. Where nobody stores now, as in a step before
+        a refresh, the other one is quicker; it is not compiled for that alone."""
+        scoring = [request for request in requests if _scores(request)]
+        now = any(request.phase is Phase.REFRESH for request in scoring)
+        return now or (bool(scoring) and not self._refresh_sizes[False].compiled)
+
     def _compiled(self, entry: Entry, function: Callable[..., Any], *args: Any, **options: Any) -> Executable:
         executable = self._executables.compile(function, *args, **options)
         what = f"a cached step of {entry.rows} rows beside a pool of {self._account.pages} pages"
@@ -204,7 +211,7 @@ def _reuse_level(requests: list[Request]) -> Level:
     return _REUSE_LEVELS[0] if usual else _REUSE_LEVELS[1]
 
 
-def _scored(request: Request) -> bool:
+def _scores(request: Request) -> bool:
     """Whether its refreshes keep the best of their candidates."""
     policy = policy_of(request.sampling)
     return policy is not None and policy.scored

@@ -50,3 +50,30 @@ def test_requests_of_any_kind_compile_nothing(params: Params, config: ModelConfi
         asked = [generation_request(i, *drawn(rng, 120), config) for i in range(20)]
         finish(engine, asked)
     assert len(executables) == compiled
+
+
+@pytest.mark.slow
+def test_keys_are_scored_only_where_some_are_stored(
+    params: Params, config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+):
+    engine = engine_of(params, config, Executables("cpu"), 256)
+    sizes = engine._cache._refresh_sizes
+    turns: list[bool] = []
+
+    def counted(scored: bool, choose: Any) -> Any:
+        return lambda *args: (turns.append(scored), choose(*args))[1]
+
+    for scored, kind in sizes.items():
+        monkeypatch.setattr(kind, "choose", counted(scored, kind.choose))
+
+    def tokens(**options: Any) -> list[int]:
+        sampling = SamplingParams(gen_length=16, block_length=8, **options)
+        turns.clear()
+        return finish(engine, [generation_request(0, np.arange(40), sampling, config)])[1][0].tokens.tolist()
+
+    alone = tokens(cache="head_sparse", refresh_delay=1)
+    assert turns == [True] * 4  # nothing is compiled for the step before a refresh
+    tokens(cache="dual")
+    assert turns == [False] * 2
+    assert tokens(cache="head_sparse", refresh_delay=1) == alone
+    assert turns == [False, True] * 2
