@@ -1,6 +1,8 @@
 """Fixtures that many files share: the recorded LLaDA data, and models that are compiled once a session."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -84,27 +86,44 @@ def params(config: ModelConfig) -> Params:
 
 @pytest.fixture(scope="session")
 def executables() -> Executables:
-    """Compiled functions of `config`, shared by tests that build their own engines."""
+    """Compiled functions, shared by tests that build their own engines and by `shared_executables`."""
     return Executables("cpu")
 
 
+@contextlib.contextmanager
+def _taking(executables: Executables) -> Iterator[None]:
+    """Every `LLM` made inside takes `executables` instead of compiling what it needs itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jdllm.llm.Executables", lambda platform, store: executables)
+        yield
+
+
+@pytest.fixture(scope="module")
+def shared_executables(executables: Executables) -> Iterator[None]:
+    """Models of a file take what others of the session have compiled, whatever their weights are."""
+    with _taking(executables):
+        yield
+
+
 @pytest.fixture(scope="session")
-def llm(config: ModelConfig, params: Params) -> LLM:
+def llm(config: ModelConfig, params: Params, executables: Executables) -> LLM:
     """The tiny checkpoint in f32, from memory."""
-    return LLM(Transformer(config, params), max_num_batched_tokens=BUDGET, kv_pool=KV_POOL)
+    with _taking(executables):
+        return LLM(Transformer(config, params), max_num_batched_tokens=BUDGET, kv_pool=KV_POOL)
 
 
 @pytest.fixture(scope="session")
-def stopping_llm() -> LLM:
+def stopping_llm(executables: Executables) -> LLM:
     """The same from its directory, with the ids of `STOPS` for the ends and few positions."""
     overrides = {**STOPS, "max_sequence_length": MAX_POSITIONS}
-    return LLM(
-        LLADA.directory,
-        dtype="float32",
-        max_num_batched_tokens=BUDGET,
-        kv_pool=KV_POOL,
-        hf_overrides=overrides,
-    )
+    with _taking(executables):
+        return LLM(
+            LLADA.directory,
+            dtype="float32",
+            max_num_batched_tokens=BUDGET,
+            kv_pool=KV_POOL,
+            hf_overrides=overrides,
+        )
 
 
 @pytest.fixture(scope="session")
@@ -118,9 +137,11 @@ def dream_params(dream_config: ModelConfig) -> Params:
 
 
 @pytest.fixture(scope="session")
-def dream_llm(dream_config: ModelConfig, dream_params: Params) -> LLM:
+def dream_llm(dream_config: ModelConfig, dream_params: Params, executables: Executables) -> LLM:
     """The tiny Dream, whose logits are shifted, in f32."""
-    return LLM(Transformer(dream_config, dream_params), max_num_batched_tokens=DREAM_BUDGET, kv_pool=KV_POOL)
+    model = Transformer(dream_config, dream_params)
+    with _taking(executables):
+        return LLM(model, max_num_batched_tokens=DREAM_BUDGET, kv_pool=KV_POOL)
 
 
 @pytest.fixture(scope="session")

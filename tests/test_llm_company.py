@@ -15,6 +15,8 @@ from jdllm.models.weights import Params
 from jdllm.outputs import RequestOutput
 from jdllm.serving.updates import StepUpdate
 
+pytestmark = pytest.mark.usefixtures("shared_executables")
+
 DUAL = SamplingParams(gen_length=32, block_length=8, early_stop=False, cache="dual")
 PROMPTS = [list(range(1, n)) for n in (9, 60)]
 

@@ -34,6 +34,8 @@ from tests.decoding.slow_adaptive import Iteration, Models
 from tests.engines import entry_of, generation_request
 from tests.pallas.jaxprs import largest_intermediate
 
+pytestmark = pytest.mark.usefixtures("shared_executables")
+
 SLOW = pytest.mark.slow
 
 

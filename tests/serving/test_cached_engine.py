@@ -15,6 +15,8 @@ from jdllm.models.weights import Params
 from jdllm.outputs import RequestOutput
 from jdllm.planning.buckets import MAX_STEPS_PER_DISPATCH
 
+pytestmark = pytest.mark.usefixtures("shared_executables")
+
 PLAIN = SamplingParams(gen_length=16, block_length=8, early_stop=False, return_history=True)
 SETTINGS = [
     {},

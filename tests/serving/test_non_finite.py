@@ -16,6 +16,8 @@ from jdllm.models.weights import Params
 from jdllm.serving.updates import StepUpdate
 from tests.conftest import BUDGET
 
+pytestmark = pytest.mark.usefixtures("shared_executables")
+
 PROMPT = list(range(5, 12))
 SAMPLING = SamplingParams(gen_length=8, block_length=4)
 

@@ -71,13 +71,9 @@ def test_a_small_budget_cuts_and_changes_no_token(
 ):
     # What the CPU's compiler says of its temporaries is not what is planned for.
     monkeypatch.setattr("jdllm.serving.full_runner.temp_bytes", lambda executable: 0)
-    budgets = [small(extra * 2**10) for extra in range(5200, 400, -1200)]
     cut = set()
-    for budget in budgets:
-        try:
-            planned = run(params, config, executables, budget)
-        except MemoryBudgetError:
-            break
+    for extra in (2800, 1600):
+        planned = run(params, config, executables, small(extra * 2**10))
         assert planned.tokens == unplanned.tokens
         cut |= {
             name for chunks, _ in planned.choices for name, n in dataclasses.asdict(chunks).items() if n > 1

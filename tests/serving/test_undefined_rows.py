@@ -38,7 +38,9 @@ def poisoned(token: int, value: float) -> Any:
     return run
 
 
-def run(params: Params, config: ModelConfig, options: dict[str, Any]) -> tuple[list[Request], int]:
+def run(
+    params: Params, config: ModelConfig, executables: Executables, options: dict[str, Any]
+) -> tuple[list[Request], int]:
     sampling = SamplingParams(
         gen_length=2 * BLOCK,
         block_length=BLOCK,
@@ -48,19 +50,23 @@ def run(params: Params, config: ModelConfig, options: dict[str, Any]) -> tuple[l
         **options,
     )
     requests = [generation_request(i, np.arange(3 + i, 9), sampling, config) for i in range(2)]
-    engine = engine_of(params, config, Executables("cpu"), BUDGET)
+    engine = engine_of(params, config, executables, BUDGET)
     _, requests = finish(engine, requests)
     return requests, engine.evaluated
 
 
 @pytest.mark.parametrize("options", CASES)
 def test_a_generation_of_n_steps_evaluates_n(
-    options: dict[str, Any], params: Params, config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any],
+    params: Params,
+    config: ModelConfig,
+    executables: Executables,
+    monkeypatch: pytest.MonkeyPatch,
 ):
-    expected, evaluated = run(params, config, options)
+    expected, evaluated = run(params, config, executables, options)
     assert evaluated == STEPS
     monkeypatch.setattr(head, "masked_logits", poisoned(SMALLEST, np.nan))
-    actual, evaluated = run(params, config, options)
+    actual, evaluated = run(params, config, Executables("cpu"), options)
     assert evaluated == STEPS
     for ours, theirs in zip(actual, expected, strict=True):
         np.testing.assert_array_equal(ours.history, theirs.history)

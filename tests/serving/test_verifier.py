@@ -17,7 +17,10 @@ from jdllm.execution.module import Transformer
 from jdllm.llm import LLM
 from jdllm.models.hf_config import config_from_hf
 from jdllm.serving.verifier import load_verifier
+from tests.conftest import DREAM_BUDGET, KV_POOL
 from tests.helpers import Golden
+
+pytestmark = pytest.mark.usefixtures("shared_executables")
 
 DREAM, QWEN2, LLADA = (Golden(family).directory for family in ("dream", "qwen2", "llada"))
 SAMPLING = SamplingParams(gen_length=8, transfer="adaptive", max_lookahead=4, mixture_weight=0.8)
@@ -114,7 +117,8 @@ def test_a_verifier_that_is_not_there():
 
 def test_the_verifier_is_no_part_of_other_requests(dream_llm: LLM):
     sampling = SamplingParams(gen_length=8)
-    verified = LLM(transformer(DREAM), verifier=transformer(QWEN2))
+    sizes = {"max_num_batched_tokens": DREAM_BUDGET, "kv_pool": KV_POOL}
+    verified = LLM(transformer(DREAM), verifier=transformer(QWEN2), **sizes)
     alone, beside = (
         llm.generate(prompt_token_ids=[[5, 6]], sampling=sampling)[0] for llm in (dream_llm, verified)
     )
