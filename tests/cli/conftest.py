@@ -22,6 +22,12 @@ def caches(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
         monkeypatch.setenv(COMPILATION_CACHE, jax.config.jax_compilation_cache_dir)
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine, standard error says nothing of compiling where no test asks for it."""
+    monkeypatch.setattr("jdllm.cli.compiling.UNWATCHED_PATIENCE", 3600.0)
+
+
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Checkpoint:
     """Copies the tiny checkpoint, with some keys of its `config.json` replaced."""
