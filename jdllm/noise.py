@@ -9,6 +9,7 @@ in plain elementwise operations so that a kernel can run it too.
 import enum
 import secrets
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt32
@@ -29,6 +30,7 @@ class Purpose(enum.IntEnum):
     SAMPLE = 3
 
 
+@jax.jit  # traced once for each shape, in a hundred operations
 def threefry(
     key: tuple[Array, Array], counter: tuple[Array, Array]
 ) -> tuple[UInt32[Array, "*shape"], UInt32[Array, "*shape"]]:

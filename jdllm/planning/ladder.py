@@ -15,7 +15,6 @@ MAX_SEGMENTS = 64
 
 _FULL, _WIDE, _REFRESH, _MOST_TILES = 14, 3, 8, 64
 _UNIT = 128
-_STANDS_IN = 4
 _PATIENCE = 1 << 18
 """Rows of padding that take an 8B model on an H200 about as long as compiling a step."""
 
@@ -61,13 +60,14 @@ def make_ladder(max_num_batched_tokens: int) -> Ladder:
     """The ladder of an engine whose steps have at most so many packed rows.
 
     Its largest entries hold exactly these, in whole tiles. Longer sequences run in entries of their own
-    (`Sizes`).
+    (`Sizes`). Entries have numbers of rows and head rows in common, so that they have kernels in common
+    (`jdllm.pallas.shared_lowering`).
     """
-    narrow = [_entry(rows, _few(rows)) for rows in _sizes(max_num_batched_tokens, _FULL)]
+    sizes = _sizes(max_num_batched_tokens, _FULL)
+    narrow = [_entry(rows, _few(rows)) for rows in sizes]
     wide = [_entry(rows, rows) for rows in _sizes(max_num_batched_tokens, _WIDE)]
-    refresh = [
-        _entry(rows, _few(rows))._replace(steps=1) for rows in _sizes(max_num_batched_tokens, _REFRESH)
-    ]
+    fewer = {next(s for s in sizes if s >= rows) for rows in _sizes(max_num_batched_tokens, _REFRESH)}
+    refresh = [_entry(rows, _few(rows))._replace(steps=1) for rows in sorted(fewer)]
     reuse = [
         _entry(tiles * TILE_ROWS, tiles * TILE_ROWS)._replace(segments=max(8, min(tiles, MAX_SEGMENTS)))
         for tiles in _powers(min(_MOST_TILES, -(-max_num_batched_tokens // TILE_ROWS)))
@@ -96,8 +96,7 @@ class Sizes:
         if not holding:
             return self._own(rows, head_rows, segments)
         smallest = holding[0]
-        near = (e for e in holding if e in self.compiled and e.rows <= _STANDS_IN * smallest.rows)
-        entry = next(near, smallest)
+        entry = next((e for e in holding if e in self.compiled), smallest)
         self._padding[smallest] += steps * (entry.rows - smallest.rows)
         return entry if self._padding[smallest] <= _PATIENCE else smallest
 
@@ -121,7 +120,7 @@ def _entry(rows: int, head_rows: int) -> Entry:
 def _few(rows: int) -> int:
     """Head rows of requests that denoise a block at a time: shorter sequences have a larger share of them."""
     share = 2 if rows < 512 else 4 if rows < 2048 else 8
-    return -(-rows // (share * TILE_ROWS)) * TILE_ROWS
+    return head_bucket(-(-rows // share))
 
 
 def _sizes(most: int, count: int) -> list[int]:

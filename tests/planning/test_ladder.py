@@ -52,6 +52,22 @@ def test_steps_of_many_rows_have_bounded_padding(budget: int, padding: float):
     assert all(b <= padding * a for a, b in pairwise(rows) if a >= 256)
 
 
+@given(BUDGETS)
+def test_entries_have_sizes_in_common(budget: int):
+    """They have their kernels in common then."""
+    ladder = make_ladder(budget)
+    sizes = {(entry.rows, entry.head_rows) for entry in ladder.full}
+    assert {(entry.rows, entry.head_rows) for entry in ladder.refresh} <= sizes
+    few = [entry.head_rows for entry in ladder.full if entry.head_rows < entry.rows]
+    assert all(rows & (rows - 1) == 0 for rows in few)
+
+
+@pytest.mark.parametrize(("budget", "padding"), [(2048, 2), (8192, 2), (65536, 2.7)])
+def test_refreshes_of_many_rows_have_bounded_padding(budget: int, padding: float):
+    rows = [entry.rows for entry in make_ladder(budget).refresh]
+    assert all(b <= padding * a for a, b in pairwise(rows) if a >= 256)
+
+
 def test_a_refresh_is_one_step():
     assert {entry.steps for entry in make_ladder(8192).refresh} == {1}
 
@@ -76,7 +92,7 @@ ENTRIES = [Entry(rows, rows, 8, 64) for rows in (128, 256, 512, 1024)]
         (100, (), 128),
         (100, (512, 1024), 512),
         (100, (128, 512), 128),
-        (100, (1024,), 128),  # too much padding
+        (100, (1024,), 1024),
         (300, (128,), 512),
     ],
 )

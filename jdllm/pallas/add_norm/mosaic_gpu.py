@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jdllm.pallas.chain import let_next_start, wait_for_kernel_before
 from jdllm.pallas.hopper import SHARED_BYTES
+from jdllm.pallas.shared_lowering import lowered_once
 
 _VECTOR = 4
 # Unused: with more than half of the shared memory each block has a processor for itself. Blocks that start
@@ -20,6 +21,7 @@ _ALONE = plgpu.SMEM((SHARED_BYTES // 2 + 4096,), jnp.int8)
 Row = Float[Array, " d"]
 
 
+@lowered_once("eps", "chained")
 def add_norm_mosaic_gpu(
     h: Float[Array, "rows d"],
     parts: Float[Array, "parts rows d"],

@@ -24,6 +24,7 @@ from jdllm.pallas.attention.types import Keys, Queries
 from jdllm.pallas.hopper import STRIP, WARPGROUP_ROWS, consumer_registers
 from jdllm.pallas.products import Output, Products, Scores
 from jdllm.pallas.ring import drain, free_barriers, swizzled
+from jdllm.pallas.shared_lowering import lowered_once
 
 _LOADER_REGISTERS = 24
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
@@ -100,6 +101,7 @@ class _Launch:
         return _Span(first, jnp.maximum(steps, 1))
 
 
+@lowered_once("scale", "tiles", "products")
 def attend(
     q: Queries, k: Keys, v: Keys, ranges: Ranges, scale: float, tiles: Tiles, products: Products
 ) -> tuple[Queries, Float[Array, "heads padded_rows"], Float[Array, "heads padded_rows"]]:

@@ -25,6 +25,7 @@ from jdllm.pallas.grouped_matmul.tiles import CHUNK, DEPTH, LOADER_REGISTERS, Ti
 from jdllm.pallas.grouped_matmul.types import Product, Weights, X
 from jdllm.pallas.hopper import WARPGROUP_ROWS
 from jdllm.pallas.ring import drain, free_barriers, swizzled
+from jdllm.pallas.shared_lowering import lowered_once
 
 Scalar = Int[Array, ""]
 Tile = Float[Array, "64 columns"]
@@ -101,6 +102,7 @@ class _Launch:
         return mine * self.steps, state
 
 
+@lowered_once("rows", "tiles")
 def unit_products(x: X, matrices: Sequence[Weights], units: RowUnits, rows: int, tiles: Tiles) -> Product:
     """Multiply each unit's rows with its matrix.
 

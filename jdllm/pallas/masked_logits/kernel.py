@@ -25,6 +25,7 @@ from jdllm.pallas.masked_logits.row_table import Field, RowFields, RowTable
 from jdllm.pallas.masked_logits.tiles import DEPTH, LOADER_REGISTERS, Tiles, padded_splits
 from jdllm.pallas.masked_logits.types import Level
 from jdllm.pallas.ring import drain, free_barriers, swizzled
+from jdllm.pallas.shared_lowering import lowered_once
 
 Scalar = Int[Array, ""]
 
@@ -73,6 +74,7 @@ class _Launch:
         return mine * self.steps
 
 
+@lowered_once("token_bans", "tiles", "level")
 def head_partials(
     hidden: Float[Array, "rows d"],
     head: Float[Array, "vocab d"],

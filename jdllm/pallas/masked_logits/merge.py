@@ -22,6 +22,7 @@ from jdllm.pallas.masked_logits.reduction import LOWEST, NO_ID, NOTHING, Moments
 from jdllm.pallas.masked_logits.row_table import Field
 from jdllm.pallas.masked_logits.tiles import CHUNK
 from jdllm.pallas.masked_logits.types import RowDecision
+from jdllm.pallas.shared_lowering import lowered_once
 
 Scalar = Int[Array, ""]
 Chunk = Float[Array, "chunk strip"]
@@ -32,6 +33,7 @@ _IN_FLIGHT = 4  # chunks: of each a thread has four numbers of every field
 _LAYOUT = plgpu.Layout.WGMMA
 
 
+@lowered_once("rows", "splits")
 def merge_tiles(
     partials: Partials,
     moments: Moments | None,

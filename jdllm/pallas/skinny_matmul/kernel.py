@@ -25,6 +25,7 @@ from jdllm.pallas.chain import let_next_start, wait_for_kernel_before
 from jdllm.pallas.gating import gated
 from jdllm.pallas.hopper import STRIP
 from jdllm.pallas.ring import drain, swizzled
+from jdllm.pallas.shared_lowering import lowered_once
 from jdllm.pallas.skinny_matmul.tiles import (
     COLUMN_UNIT,
     DEPTH,
@@ -140,6 +141,7 @@ class _Launch:
         return lax.rem(lax.axis_index("column_block"), jnp.int32(self.pairs // self.run)) * self.run
 
 
+@lowered_once("tiles", "gated", "chained")
 def block_products(
     x: X,
     weights: Sequence[Stack],

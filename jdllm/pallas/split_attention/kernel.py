@@ -23,6 +23,7 @@ from jdllm.pallas.chain import let_next_start, wait_for_kernel_before
 from jdllm.pallas.hopper import WARPGROUP_ROWS
 from jdllm.pallas.products import Products
 from jdllm.pallas.ring import drain, free_barriers, swizzled
+from jdllm.pallas.shared_lowering import lowered_once
 from jdllm.pallas.split_attention.tiles import LOADER_REGISTERS, TILE, Tiles
 from jdllm.pallas.split_attention.types import FRESH_UNIT
 from jdllm.pallas.split_attention.work import Piece, Scalar, Shape, pair_of, piece_of, share_of
@@ -154,6 +155,7 @@ class _Launch:
         )
 
 
+@lowered_once("shape", "tiles", "scale", "products", "chained")
 def attention_partials(
     inputs: Inputs, shape: Shape, tiles: Tiles, scale: float, products: Products, *, chained: bool
 ) -> Partials:

@@ -17,6 +17,7 @@ from jaxtyping import Array
 
 from jdllm.pallas.attention.types import AttentionOutput
 from jdllm.pallas.chain import let_next_start, wait_for_kernel_before
+from jdllm.pallas.shared_lowering import lowered_once
 from jdllm.pallas.split_attention.kernel import LOWEST, Partials
 from jdllm.pallas.split_attention.tiles import Tiles
 from jdllm.pallas.split_attention.work import Scalar, Shape, share_of, usual_pieces
@@ -25,6 +26,7 @@ _MOST_AT_ONCE = 20  # pieces whose loads are in flight together: of one, a lane 
 _ROWS, _LANES = 4, 32  # a row for each warp
 
 
+@lowered_once("shape", "tiles", "dtype", "chained")
 def merge_partials(
     partials: Partials, first: jax.Array, shape: Shape, tiles: Tiles, dtype: jnp.dtype, *, chained: bool
 ) -> AttentionOutput:

@@ -1,0 +1,74 @@
+"""Steps of a ladder lowered for an H200: what they have in common is traced and lowered once."""
+
+import collections
+import dataclasses
+from typing import Any
+
+import jax
+import pytest
+
+from benchmarks.shapes import SHAPES
+from jdllm.decoding.executables import Executables, Program
+from jdllm.models.weights import abstract_params
+from jdllm.pallas import shared_lowering
+from jdllm.pallas.attention import kernel as attention
+from jdllm.pallas.masked_logits import kernel as head
+from jdllm.pallas.masked_logits import merge
+from jdllm.pallas.shared_lowering import LoweredKernels
+from jdllm.planning.account import make_account
+from jdllm.planning.aot import memory_of, target_sharding
+from jdllm.planning.budget import Budget
+from jdllm.planning.ladder import make_ladder
+from jdllm.serving.cached_runner import CachedRunner
+from jdllm.serving.full_runner import FullRunner
+
+pytestmark = pytest.mark.aot
+
+CONFIG = dataclasses.replace(SHAPES["llada-8b"], num_layers=2)
+ROWS, CALL = 256, "mosaic_gpu_v2"
+
+
+@pytest.fixture
+def bodies(monkeypatch: pytest.MonkeyPatch) -> collections.Counter[str]:
+    """How often the body of each kernel was traced."""
+    monkeypatch.setattr(shared_lowering, "_kernels", LoweredKernels(32))
+    traced: collections.Counter[str] = collections.Counter()
+    for module in (attention, head, merge):
+
+        def body(*refs: Any, _own=module._kernel, _name=module.__name__, **known: Any) -> None:
+            traced[_name] += 1
+            _own(*refs, **known)
+
+        monkeypatch.setattr(module, "_kernel", body)
+    return traced
+
+
+def programs() -> list[Program]:
+    """Of as many rows, one that stores nothing and two that store keys and values."""
+    params, executables = abstract_params(CONFIG, "bfloat16"), Executables("cuda")
+    budget = Budget(memory_of("h200"))
+    account = make_account(CONFIG, "bfloat16", budget, hopper=True, max_num_batched_tokens=8 * ROWS)
+    model = params, CONFIG, executables, make_ladder(account.rows), account
+    full = FullRunner(*model, make_room=lambda: None).programs()
+    cached = CachedRunner(*model).programs()
+    return [p for p in (*full, *cached) if len(p.args[1].tokens) == ROWS and len(p.args[1].head.row) < ROWS]
+
+
+def lower(program: Program) -> str:
+    function, args, static, donate, _ = program
+    sharding = target_sharding("h200")
+    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
+    (device,) = sharding.device_set
+    with jax.default_device(device):
+        return jax.jit(lambda *a: function(*a, **static), donate_argnums=donate).lower(*placed).as_text()
+
+
+def test_a_kernel_is_lowered_once_for_a_ladder(bodies: collections.Counter[str]):
+    steps = programs()
+    assert len(steps) == 3
+    texts = [lower(steps[0])]
+    # The last layer has fewer queries than the others.
+    assert bodies == {attention.__name__: 2, head.__name__: 1, merge.__name__: 1}
+    texts += [lower(step) for step in steps[1:]]
+    assert sum(bodies.values()) == 4
+    assert [text.count(CALL) for text in texts] == [4, 4, 4]
