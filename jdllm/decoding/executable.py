@@ -11,6 +11,7 @@ import jax
 from jax.experimental import serialize_executable
 
 from jdllm.decoding.host_arguments import HostArguments
+from jdllm.pallas.device import find_kernel_runtime
 
 _IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,DYNAMIC_SLICE_FUSION"  # but no CUSTOM_CALL
 
@@ -182,6 +183,8 @@ def from_bytes(content: bytes, program: Program, devices: Sequence[Device]) -> E
     Runs code that `content` names: it has to be this user's own. Raises what unpickling raises, or XLA, where
     it is not as `to_bytes` made it.
     """
+    if devices[0].platform == "gpu":
+        find_kernel_runtime()
     serialised, in_tree, flat_tree, out_tree, temp = pickle.loads(content)
     compiled = serialize_executable.deserialize_and_load(
         serialised, in_tree, flat_tree, devices[0].client, devices

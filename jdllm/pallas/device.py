@@ -1,5 +1,6 @@
 """The device that a function is being traced for."""
 
+import importlib
 from typing import NamedTuple
 
 from jax.extend import backend
@@ -36,3 +37,12 @@ def target(platform: str | None = None) -> Target:
     capability = getattr(device, "compute_capability", None)
     on_cuda = (platform or device.platform) in ("gpu", "cuda")
     return Target(on_cuda, float(capability) if on_cuda and capability else None)
+
+
+def find_kernel_runtime() -> None:
+    """Tell XLA where the library is that Mosaic kernels call.
+
+    JAX does so once it writes a kernel, and XLA looks when it compiles or loads the first one: too late in a
+    process that only loads what others have compiled.
+    """
+    importlib.import_module("jax.experimental.mosaic.gpu")
