@@ -90,20 +90,31 @@ class Flat(NamedTuple):
         return cls(run, donated, (words, *others), tree, host)
 
 
+class DeviceBytes(NamedTuple):
+    """Device bytes that an executable needs beside its arguments.
+
+    - `temporaries`: while it runs.
+    - `results`: of those that do not take the memory of donated arguments.
+    """
+
+    temporaries: int
+    results: int
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Executable:
     """A compiled function, called with arguments like those that it was compiled for.
 
     - `compiled`: of `Flat.run`.
     - `tree`, `host`: as of `Flat`; `out_tree`: of the results.
-    - `kept_temp_bytes`: `temp_bytes`, for an executable that was loaded: XLA need not know it then.
+    - `needs`: kept, since XLA takes tens of milliseconds to tell.
     """
 
     compiled: jax.stages.Compiled
     tree: Any
     host: HostArguments
     out_tree: Any
-    kept_temp_bytes: int | None = None
+    needs: DeviceBytes
 
     def __call__(self, *args: Any) -> Any:
         leaves, tree = jax.tree.flatten(args)
@@ -112,20 +123,19 @@ class Executable:
         words, others = self.host.merge(leaves)
         return jax.tree.unflatten(self.out_tree, self.compiled(words, *others))
 
-    @functools.cached_property
-    def temp_bytes(self) -> int:
-        """Device bytes that it needs beside its arguments and results; found out once, in milliseconds."""
-        return temp_bytes(self.compiled) if self.kept_temp_bytes is None else self.kept_temp_bytes
 
-    def memory_analysis(self) -> Any:
-        """As of `jax.stages.Compiled`."""
-        return self.compiled.memory_analysis()
+def device_bytes(compiled: jax.stages.Compiled) -> DeviceBytes:
+    """What an executable needs, none of both where its backend does not tell."""
+    memory = compiled.memory_analysis()
+    if memory is None:
+        return DeviceBytes(0, 0)
+    return DeviceBytes(memory.temp_size_in_bytes, memory.output_size_in_bytes - memory.alias_size_in_bytes)
 
 
 def temp_bytes(executable: jax.stages.Compiled | Executable) -> int:
     """Device bytes that an executable needs beside its arguments and results."""
-    memory = executable.memory_analysis()
-    return 0 if memory is None else memory.temp_size_in_bytes
+    needs = executable.needs if isinstance(executable, Executable) else device_bytes(executable)
+    return needs.temporaries
 
 
 class Lowered(NamedTuple):
@@ -147,7 +157,8 @@ def lower(program: Program, options: Options) -> Lowered:
 def finish(program: Program, lowered: Lowered) -> Executable:
     """Have the backend compile what `lower` returned."""
     leaves, tree = jax.tree.flatten(program.args)
-    return Executable(lowered.stage.compile(), tree, HostArguments.of(leaves), lowered.out_tree)
+    compiled = lowered.stage.compile()
+    return Executable(compiled, tree, HostArguments.of(leaves), lowered.out_tree, device_bytes(compiled))
 
 
 class _Pickler(serialize_executable._JaxPjrtPickler):
@@ -174,7 +185,7 @@ def to_bytes(executable: Executable) -> bytes | None:
     except jax.errors.JaxRuntimeError:
         return None
     trees = jax.tree.structure(compiled.args_info), compiled.out_tree, executable.out_tree
-    return pickle.dumps((file.getvalue(), *trees, executable.temp_bytes))
+    return pickle.dumps((file.getvalue(), *trees, tuple(executable.needs)))
 
 
 def from_bytes(content: bytes, program: Program, devices: Sequence[Device]) -> Executable:
@@ -185,9 +196,9 @@ def from_bytes(content: bytes, program: Program, devices: Sequence[Device]) -> E
     """
     if devices[0].platform == "gpu":
         find_kernel_runtime()
-    serialised, in_tree, flat_tree, out_tree, temp = pickle.loads(content)
+    serialised, in_tree, flat_tree, out_tree, needs = pickle.loads(content)
     compiled = serialize_executable.deserialize_and_load(
         serialised, in_tree, flat_tree, devices[0].client, devices
     )
     leaves, tree = jax.tree.flatten(program.args)
-    return Executable(compiled, tree, HostArguments.of(leaves), out_tree, temp)
+    return Executable(compiled, tree, HostArguments.of(leaves), out_tree, DeviceBytes(*needs))

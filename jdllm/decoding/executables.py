@@ -91,10 +91,6 @@ class Executables:
         """The executable itself; arguments as of `Program`."""
         return self._get(Program(function, args, static, donate, chained), self._lower)
 
-    def temp_bytes(self, executable: Executable) -> int:
-        """`temp_bytes` of one of these executables, found out once."""
-        return executable.temp_bytes
-
     def prepare(
         self,
         programs: Sequence[Program],

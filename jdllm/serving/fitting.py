@@ -16,11 +16,7 @@ def check_fits(account: Account, what: str, rows: int, executable: Executable) -
     budget = account.step_budget(rows)
     if budget is None:
         return
-    memory = executable.memory_analysis()
-    if memory is None:
-        return
-    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     weights = account.weights - account.unlike_planned
-    needed = budget.overhead + weights + memory.temp_size_in_bytes + results
+    needed = budget.overhead + weights + sum(executable.needs)
     if needed > budget.device:
         raise MemoryBudgetError(what, needed, budget.device, account.longest, "context without a cache")

@@ -75,7 +75,6 @@ def test_abstract_arguments_are_those_on_the_device():
     np.testing.assert_array_equal(executables.call(scaled, jnp.arange(3), factor=2), [0, 2, 4])
     np.testing.assert_array_equal(executable(np.arange(3, dtype=np.int32)), [0, 2, 4])
     assert len(executables) == 1
-    assert temp_bytes(executable) == executables.temp_bytes(executable) >= 0
 
 
 def test_arguments_of_another_structure_are_refused():
@@ -94,13 +93,30 @@ def test_functions_are_told_apart():
     np.testing.assert_array_equal(executables.call(negated, x, factor=2), [0, -2, -4])
 
 
-def test_temporaries_are_looked_up_once(monkeypatch: pytest.MonkeyPatch):
-    asked = []
-    monkeypatch.setattr("jdllm.decoding.executable.temp_bytes", lambda e: asked.append(e) or len(asked))
+def test_what_an_executable_needs():
+    def summed(x, y):
+        return jnp.sin(x + 1) @ jnp.cos(y - 1), x * 2  # two buffers for the factors of the product
+
+    x, y = jnp.zeros((256, 256)), jnp.zeros((256, 256))
     executables = Executables("cpu")
-    one, two = (executables.compile(scaled, np.zeros(n), factor=2) for n in (3, 4))
-    assert [executables.temp_bytes(e) for e in (one, two, one, two)] == [1, 2, 1, 2]
-    assert asked == [one.compiled, two.compiled]
+    executable = executables.compile(summed, x, y)
+    one = 4 * 256 * 256
+    assert executable.needs.results - 2 * one in range(64)  # and the table of the results
+    assert temp_bytes(executable) == executable.needs.temporaries >= one
+    donating = executables.compile(summed, x, y, donate=(0, 1))
+    assert donating.needs.results < 64
+
+
+def test_xla_is_asked_once_what_an_executable_needs(monkeypatch: pytest.MonkeyPatch):
+    """It takes tens of milliseconds on a card, and is asked for before every launch."""
+    asked = []
+    whole = jax.stages.Compiled.memory_analysis
+    monkeypatch.setattr(jax.stages.Compiled, "memory_analysis", lambda c: asked.append(c) or whole(c))
+    executables = Executables("cpu")
+    for _ in range(3):
+        executable = executables.compile(scaled, np.zeros(3), factor=2)
+        assert sum(executable.needs) >= 0
+    assert asked == [executable.compiled]
 
 
 def test_those_used_least_recently_are_let_go():
