@@ -33,7 +33,6 @@ def measure(llm: LLM, context: int) -> dict[str, Any]:
     account = llm.account
     streamed = streamed_bytes(llm.config, "bfloat16", account.offloaded)
     floor = streamed / RATES["h200"].host_bytes
-    stats = jax.devices()[0].memory_stats() or {}
     return {
         "context": context,
         "layers_in_host_memory": account.offloaded,
@@ -42,10 +41,15 @@ def measure(llm: LLM, context: int) -> dict[str, Any]:
         "step_s": seconds / BLOCK,
         "floor_s": floor,
         "of_floor": seconds / BLOCK / floor if floor else float("nan"),
-        "peak_gib": stats.get("peak_bytes_in_use", float("nan")) / GIB,
+        "peak_gib": _peak_gib(),
         "budget_gib": account.budget.device / GIB if account.budget else float("nan"),
         "overhead_gib": account.budget.overhead / GIB if account.budget else float("nan"),
     }
+
+
+def _peak_gib() -> float:
+    stats = jax.devices()[0].memory_stats() or {}
+    return stats.get("peak_bytes_in_use", float("nan")) / GIB
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -68,9 +72,9 @@ def main(arguments: Sequence[str]) -> None:
         for memory in args.memory:
             start = time.perf_counter()
             with LLM(checkpoint, memory=memory, progress=False) as llm:
-                loaded = time.perf_counter() - start
+                loaded = {"load_s": time.perf_counter() - start, "loaded_peak_gib": _peak_gib()}
                 for context in args.context:
-                    row = {"shape": args.shape, "memory": memory, "load_s": loaded}
+                    row = {"shape": args.shape, "memory": memory} | loaded
                     table.append(row | measure(llm, context))
                     print_row(table[-1])
     record(f"offloaded_{args.shape}", table, args.out, host_gb_s=RATES["h200"].host_bytes / 1e9)

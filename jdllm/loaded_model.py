@@ -90,5 +90,8 @@ def _weights(
             f"the weights of {count} layers would be in host memory, which leaves nothing to warm up:"
             " raise memory"
         )
-    place = place_weights(jax.devices()[0], offloaded_layers(config, count))
-    return load_by_layer(path, config, dtype, place, progress=progress)
+    away = offloaded_layers(config, count)
+    # Layers that stay come first: in gaps that others leave the allocator wastes what a buffer does not fill.
+    order = sorted(range(config.num_layers), key=lambda number: number in away)
+    place = place_weights(jax.devices()[0], away)
+    return load_by_layer(path, config, dtype, place, order=order, progress=progress)

@@ -205,6 +205,7 @@ def load_by_layer(
     dtype: str,
     place: Callable[[int | None, Params], Params],
     *,
+    order: Sequence[int] | None = None,
     progress: bool | Progress = False,
 ) -> tuple[Params, list[Params]]:
     """Load a checkpoint's weights a layer at a time.
@@ -213,6 +214,8 @@ def load_by_layer(
     - `path`, `config`, `dtype`, `progress`: as of `load_params`.
     - `place`: called with a layer's number, or `None`, and its weights on the default device, before others
       are read; what it returns is kept.
+    - `order`: all numbers of layers, in the order in which they are read after what is outside of them; by
+      default ascending.
 
     Returns the weights outside of the layers, whose number is `None`, and those of each layer, as
     `jdllm.models.weights.layer_specs` lists them.
@@ -222,13 +225,13 @@ def load_by_layer(
     index = _checked_index(Path(path), config)
     whole = spec_tree(config)
     top = {name: spec for name, spec in whole.items() if is_spec(spec)}
-    layers: list[Params] = []
+    layers: dict[int, Params] = {}
     with reporter(progress, _source_bytes(whole, index), "loading weights") as advance:
         loaded = place(None, _load_tree(top, index, dtype, None, advance))
-        for number in range(config.num_layers):
+        for number in range(config.num_layers) if order is None else order:
             weights = _load_tree(layer_specs(config, number), index, dtype, None, advance)
-            layers.append(place(number, weights))
-    return loaded, layers
+            layers[number] = place(number, weights)
+    return loaded, [layers[number] for number in range(config.num_layers)]
 
 
 def _checked_index(path: Path, config: ModelConfig) -> Index:

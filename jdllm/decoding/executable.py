@@ -21,8 +21,8 @@ Device = Any
 """A `jax.Device`, which has no static type."""
 
 
-def compiler_options(platform: str, *, chained: bool = False) -> Options:
-    """Options of an executable, by platform and by whether it has chains of kernels (`jdllm.pallas.chain`).
+def compiler_options(platform: str, *, chained: bool = False, tuned: bool = True) -> Options:
+    """Options of an executable, by platform and by `chained` and `tuned` as of `Program`.
 
     Triton matrix products cannot read a slice of stacked weights in place: with them, each layer of a scan
     copies its weights first. The dot merger concatenates the weights of products that share an operand, which
@@ -35,7 +35,11 @@ def compiler_options(platform: str, *, chained: bool = False) -> Options:
         "xla_gpu_enable_triton_gemm": False,
         "xla_gpu_dot_merger_threshold_mb": 0,
     }
-    return options | ({"xla_gpu_enable_command_buffer": _IN_GRAPHS} if chained else {})
+    if chained:
+        options["xla_gpu_enable_command_buffer"] = _IN_GRAPHS
+    if not tuned:
+        options["xla_gpu_autotune_level"] = 0
+    return options
 
 
 class Program(NamedTuple):
@@ -46,6 +50,8 @@ class Program(NamedTuple):
     - `static`: keyword arguments that are no arrays.
     - `donate`: places of the arguments whose memory results may take.
     - `chained`: whether the function has chains of kernels (`jdllm.pallas.chain`).
+    - `tuned`: whether its matrix products are tried on the device while it is compiled, on copies of their
+      operands.
     """
 
     function: Callable[..., Any]
@@ -53,6 +59,7 @@ class Program(NamedTuple):
     static: Mapping[str, Hashable]
     donate: tuple[int, ...] = ()
     chained: bool = False
+    tuned: bool = True
 
 
 class Flat(NamedTuple):

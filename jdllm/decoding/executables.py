@@ -3,6 +3,7 @@
 import collections
 import concurrent.futures
 import contextlib
+import gc
 import os
 import threading
 import time
@@ -72,13 +73,19 @@ class Executables:
         return len(self._kept)
 
     def call(
-        self, function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = (), **static: Any
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        donate: tuple[int, ...] = (),
+        tuned: bool = True,
+        **static: Any,
     ) -> Any:
         """`function(*args, **static)` by the executable for the shapes of `args` and for `static`.
 
-        The arguments at the places `donate` give their memory to results, and cannot be used again.
+        The arguments at the places `donate` give their memory to results, and cannot be used again. `tuned`
+        is as of `Program`.
         """
-        return self.compile(function, *args, donate=donate, **static)(*args)
+        return self.compile(function, *args, donate=donate, tuned=tuned, **static)(*args)
 
     def compile(
         self,
@@ -86,10 +93,11 @@ class Executables:
         *args: Any,
         donate: tuple[int, ...] = (),
         chained: bool = False,
+        tuned: bool = True,
         **static: Hashable,
     ) -> Executable:
         """The executable itself; arguments as of `Program`."""
-        return self._get(Program(function, args, static, donate, chained), self._lower)
+        return self._get(Program(function, args, static, donate, chained, tuned), self._lower)
 
     def prepare(
         self,
@@ -101,7 +109,7 @@ class Executables:
         """Compile or load all programs that are not yet kept.
 
         Tracing and lowering hold the interpreter's lock and run one after another; the backend compiles and
-        loads in threads meanwhile.
+        loads in threads meanwhile. Chained programs come first, since they take the backend longest.
 
         Arguments:
         - `progress`: called in this thread whenever a program is ready.
@@ -113,7 +121,8 @@ class Executables:
         start, compiled, loaded = time.perf_counter(), self.compiled, self.loaded
         pool = concurrent.futures.ThreadPoolExecutor(threads or min(16, os.cpu_count() or 1))
         with _ended(pool):
-            futures = [pool.submit(self._get, program, self._lower) for program in programs]
+            ordered = sorted(programs, key=lambda program: not program.chained)
+            futures = [pool.submit(self._get, program, self._lower) for program in ordered]
             for done, future in enumerate(concurrent.futures.as_completed(futures), 1):
                 future.result()
                 progress(done)
@@ -183,18 +192,18 @@ class Executables:
         return executable
 
     def _lower(self, program: Program) -> Lowered:
-        with self._lowering:
+        with self._lowering, _uncollected():
             return lower(program, self._options(program))
 
     def _options(self, program: Program) -> Any:
-        return compiler_options(self.platform, chained=program.chained)
+        return compiler_options(self.platform, chained=program.chained, tuned=program.tuned)
 
 
 def _key(program: Program) -> Hashable:
     """What tells executables of this process apart; values of arrays are no part of it."""
-    function, args, static, donate, chained = program
+    function, args, static, donate, chained, tuned = program
     kinds = tuple((leaf.shape, leaf.dtype, on_host(leaf)) for leaf in jax.tree.leaves(args))
-    return function, donate, chained, kinds, tuple(sorted(static.items()))
+    return function, donate, chained, tuned, kinds, tuple(sorted(static.items()))
 
 
 def _devices(program: Program, platform: str) -> tuple[Device, ...]:
@@ -221,6 +230,19 @@ def _cache_hits() -> Iterator[list[str]]:
         yield hits
     finally:
         jax.monitoring.unregister_event_listener(note)
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Collect no garbage meanwhile: looking for it takes a twelfth of the time of a lowering, which makes
+    millions of objects and little garbage."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager

@@ -58,6 +58,7 @@ def denoise_offloaded(
         chunks=chunks.logits,
         level=level,
         selection_bits=selection_bits,
+        tuned=False,  # a copy of the head would not fit
     )
 
 

@@ -124,8 +124,7 @@ class CachedRunner:
 
     def warm(self) -> None:
         """Compile every entry of the ladder."""
-        for function, args, static, donate, chained in self.programs():
-            self._executables.compile(function, *args, donate=donate, chained=chained, **static)
+        self._executables.prepare(list(self.programs()))
         for sizes in self._refresh_sizes.values():
             sizes.compiled.update(self._ladder.refresh)
         for sizes in self._reuse_sizes.values():

@@ -41,7 +41,13 @@ class Runner:
         Arguments and errors: as of `Launcher`.
         """
         launch = self._launchers[kind](requests, max_steps)
-        return Pending(kind, requests, launch, self._queue.submit(launch.run))
+
+        def run() -> EncodedTrace:
+            trace = launch.run()
+            trace.copy_to_host_async()
+            return trace
+
+        return Pending(kind, requests, launch, self._queue.submit(run))
 
     def collect(self, pending: Pending) -> Steps:
         """Wait for a part: the steps that it did. Raises what the device raised."""

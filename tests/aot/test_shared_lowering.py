@@ -55,7 +55,7 @@ def programs() -> list[Program]:
 
 
 def lower(program: Program) -> str:
-    function, args, static, donate, _ = program
+    function, args, static, donate, *_ = program
     sharding = target_sharding("h200")
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
     (device,) = sharding.device_set

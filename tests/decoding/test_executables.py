@@ -1,8 +1,10 @@
 """One executable for each set of shapes and static arguments."""
 
+import gc
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -192,3 +194,43 @@ def test_a_program_that_cannot_be_prepared_is_told():
 def test_only_gpus_get_compiler_options():
     assert compiler_options("cpu") == {}
     assert compiler_options("cuda") == compiler_options("gpu") != {}
+
+
+def test_programs_that_differ_in_options_are_told_apart():
+    executables = Executables("cpu")
+    variants: list[dict[str, Any]] = [{}, {"tuned": False}, {"chained": True}, {"donate": (0,)}]
+    for options in variants:
+        executables.compile(scaled, np.zeros(3), factor=2, **options)
+    assert len(executables) == 4
+    plain = compiler_options("cuda")
+    assert compiler_options("cuda", tuned=False) == plain | {"xla_gpu_autotune_level": 0}
+    assert compiler_options("cuda", chained=True).keys() - plain == {"xla_gpu_enable_command_buffer"}
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_garbage_is_collected_while_a_program_is_lowered(enabled: bool):
+    seen = []
+
+    def watched(x):
+        seen.append(gc.isenabled())
+        return x
+
+    (gc.enable if enabled else gc.disable)()
+    try:
+        Executables("cpu").compile(watched, np.zeros(3))
+        assert gc.isenabled() is enabled
+    finally:
+        gc.enable()
+    assert seen == [False]
+
+
+def test_what_takes_the_backend_longest_is_prepared_first():
+    order = []
+
+    def noted(x, *, number: int):
+        order.append(number)
+        return x
+
+    programs = [Program(noted, (np.zeros(3),), {"number": n}, chained=n == 2) for n in range(4)]
+    Executables("cpu").prepare(programs, threads=1)
+    assert order == [2, 0, 1, 3]

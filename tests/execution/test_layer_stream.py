@@ -32,7 +32,8 @@ SEQUENCES = [np.arange(5) + 20, np.arange(210) % 300, np.arange(90) % 100]
 
 def offload(directory: Path, config: ModelConfig, count: int) -> OffloadedWeights:
     place = place_weights(DEVICE, offloaded_layers(config, count))
-    return OffloadedWeights(config, *load_by_layer(directory, config, "float32", place), DEVICE)
+    order = range(config.num_layers)[::-1]
+    return OffloadedWeights(config, *load_by_layer(directory, config, "float32", place, order=order), DEVICE)
 
 
 WHOLE, CUT = ChunkConfig(), ChunkConfig(ffn=2, query=3)
