@@ -9,6 +9,6 @@ Tensor = jax.Array | np.ndarray
 
 def padded(x: np.ndarray, size: int, fill: int = 0) -> np.ndarray:
     """`x` with `fill` appended along its first axis until that is `size`; `numpy.pad` is much slower."""
-    out = np.full((size, *x.shape[1:]), fill, x.dtype)
-    out[: len(x)] = x
+    out = np.empty((size, *x.shape[1:]), x.dtype)
+    out[: len(x)], out[len(x) :] = x, fill
     return out

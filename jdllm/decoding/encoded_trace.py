@@ -32,7 +32,9 @@ def encode(trace: Trace) -> EncodedTrace:
 
 def decode(encoded: Int[np.ndarray, "capacity+1 2*head"]) -> Steps:
     """The steps that ran, as the device counted them."""
-    choices, logprobs = np.split(encoded[1 : 1 + encoded[0, 0]], 2, axis=1)
+    head = encoded.shape[1] // 2
+    lines = encoded[1 : 1 + encoded[0, 0]]
+    choices, logprobs = lines[:, :head], lines[:, head:]
     return Steps(choices >> 1, (choices & 1) != 0, logprobs.view(np.float32))
 
 

@@ -133,9 +133,10 @@ class Executables:
         """The executable that is kept, or that another thread is making, or else a new one."""
         key = _key(program)
         with self._lock:
-            if key in self._kept:
+            kept = self._kept.get(key)
+            if kept is not None:
                 self._kept.move_to_end(key)
-                return self._kept[key]
+                return kept
             awaited = self._awaited.get(key)
             if awaited is None:
                 own = self._awaited[key] = concurrent.futures.Future()

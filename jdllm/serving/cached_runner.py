@@ -1,5 +1,6 @@
 """Runs cached steps: owns the KV pool on the device and the account of its pages."""
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -62,6 +63,7 @@ class CachedRunner:
         self._refresh_sizes = {scored: Sizes(ladder.refresh) for scored in (False, True)}
         self._reuse_sizes = {level: Sizes(ladder.reuse) for level in _REUSE_LEVELS}
         self._abstract_pool = jax.eval_shape(self._empty_pool)
+        self._chained = functools.cache(functools.partial(chains, params, config))
 
     @property
     def free_pages(self) -> int:
@@ -119,8 +121,8 @@ class CachedRunner:
             packed, table = pack_reuse([request], self._config, pages, entry, entries)
             args = self._params, packed.batch, table, self._abstract_pool, np.int32(1)
             for level in self._reuse_sizes:
-                chained = chains(self._params, self._config, entry.rows)
-                yield Program(_reuse, args, self._static(entry, level), chained=chained)
+                static = self._static(entry, level)
+                yield Program(_reuse, args, static, chained=self._chained(entry.rows))
 
     def warm(self) -> None:
         """Compile every entry of the ladder."""
@@ -160,7 +162,7 @@ class CachedRunner:
         static = self._static(entry, level)
         arguments = self._params, packed.batch, table
         steps = np.int32(min(max_steps, entry.steps))
-        chained = chains(self._params, self._config, entry.rows)
+        chained = self._chained(entry.rows)
         executable = self._compiled(
             entry, _reuse, *arguments, self._abstract_pool, steps, chained=chained, **static
         )
