@@ -128,9 +128,11 @@ def pack_reuse(
     forwarded = np.array([len(r.forwarded) for r in requests])
     first_row, seen = (padded(x[owner], tiles) for x in (starts, forwarded))
     reads = [(r.id, r.stored) for r in (requests[i] for i in owner.tolist())]
-    fresh = sum(map(pool.pages_for, seen.tolist()))
-    table = _table(pool, reads, tiles, entries - fresh)
+    # Padded at the end: most of a large pool's entries are padding.
+    table = _table(pool, reads, tiles, sum(pool.pages_for(rows) for _, rows in reads))
     table = with_fresh_rows(table, first_row, seen, pool.page_rows)
+    pages, valid = (padded(np.asarray(x), entries) for x in (table.pages, table.valid))
+    table = PageTable(pages, valid, table.first)
     return ReuseBatch(Packed(batch, candidates), table)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
-import jax
+import numpy as np
 
 from jdllm.decoding.encoded_trace import EncodedTrace, Steps, decode
 from jdllm.serving.launch import Launch, Launcher
@@ -51,7 +51,7 @@ class Runner:
 
     def collect(self, pending: Pending) -> Steps:
         """Wait for a part: the steps that it did. Raises what the device raised."""
-        return decode(jax.device_get(pending.trace.result()))
+        return decode(np.asarray(pending.trace.result()))
 
     def between_parts[T](self, function: Callable[[], T]) -> T:
         """`function()`, behind what was submitted before and before what is submitted later."""

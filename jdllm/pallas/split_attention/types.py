@@ -86,13 +86,12 @@ def with_fresh_rows(
     before = np.cumsum([0, *entries])
     owner = np.repeat(np.arange(len(entries)), entries)
     skipped = (np.arange(before[-1]) - before[owner]) * page_rows
-    place = first[1:][owner] + np.arange(before[-1])
-    stored = np.ones(len(pages) + len(place), bool)
-    stored[place] = False
-    fresh = ~((start[owner] + skipped) // FRESH_UNIT), np.minimum(count[owner] - skipped, page_rows)
-    columns = np.empty((2, len(stored)), np.int32)
-    columns[:, stored], columns[:, place] = (pages, valid), fresh
-    return PageTable(*columns, (first + before).astype(np.int32))
+    place = first[1:][owner]
+    return PageTable(
+        np.insert(pages, place, ~((start[owner] + skipped) // FRESH_UNIT)).astype(np.int32),
+        np.insert(valid, place, np.minimum(count[owner] - skipped, page_rows)).astype(np.int32),
+        (first + before).astype(np.int32),
+    )
 
 
 def request_of(entry: Int[Array, "..."], first: Int[Tensor, " requests+1"]) -> Int[Array, "..."]:
