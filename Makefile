@@ -9,7 +9,7 @@ CPU := JAX_PLATFORMS=cpu
 SPREAD := -n auto --maxprocesses 4
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-aot test-gpu bench lint format clean
+.PHONY: help demo serve test test-slow test-aot test-gpu bench lint format clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -17,7 +17,7 @@ help:  ## show the targets
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12) and "jdllm needs Python 3.12 or newer")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,train,convert,plot]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,train,convert,plot,serve]'
 	@touch $@
 
 $(AOT_VENV)/.ready: pyproject.toml
@@ -27,6 +27,9 @@ $(AOT_VENV)/.ready: pyproject.toml
 
 demo: $(VENV)/.ready  ## generate text with the bundled model on the CPU
 	@$(CPU) $(BIN)/python -m jdllm.demo
+
+serve: $(VENV)/.ready  ## serve the bundled model on the CPU: a page and OpenAI's API at port 8000
+	@$(CPU) $(BIN)/jdllm serve --max-num-batched-tokens 512
 
 test: $(VENV)/.ready lint  ## lint and the default tests, on the CPU
 	$(CPU) $(BIN)/python -m pytest $(SPREAD) --dist loadfile -m 'not slow and not aot and not gpu'

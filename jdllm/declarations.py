@@ -1,5 +1,6 @@
-"""What pydantic says of a value that a declaration does not allow, in one line for a user."""
+"""Declarations in words: what pydantic says of a value that one does not allow, and what its fields mean."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,3 +41,20 @@ def _described(schema: Mapping[str, Any]) -> str:
         case "array":
             return f"{_described(schema['items'])}, or a list of such"
     return "None"
+
+
+def descriptions(declaration: type) -> dict[str, str]:
+    """The first sentence of a declaration's docstring on each field, with its default; several fields may
+    share an entry."""
+    found = {}
+    for entry in re.split(r"\n\s*- ", declaration.__doc__ or ""):
+        heads = re.match(r"(`\w+`( \((`[^`]*`|[^()`])*\))?(, )?)+: ", entry)
+        if heads is None:
+            continue
+        sentence = re.split(r"[.;](?:\s|$)", entry[heads.end() :], maxsplit=1)[0]
+        text = re.sub(r" \([^()]*quirk[^()]*\)", "", " ".join(sentence.replace("`", "").split()))
+        for name, default in re.findall(r"`(\w+)`(?: \(([^`()]+|`None`:[^()]+)\))?", heads[0]):
+            shown = default.removeprefix("`None`: ").replace("`", "").strip('"')
+            hidden = shown in ("", "False", "True", "none")
+            found[name] = f"{text[0].upper()}{text[1:]}." + ("" if hidden else f" [default: {shown}]")
+    return found

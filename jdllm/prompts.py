@@ -22,6 +22,10 @@ Conversation = str | Sequence[Message]
 """Messages, or the text of one user message."""
 
 
+_DRAWN_BITS = 53
+"""Of seeds that nobody gave: every reader of JSON holds such numbers exactly."""
+
+
 class Prompt(NamedTuple):
     """A prompt as text, where it came as text, and its ids, unchecked."""
 
@@ -104,7 +108,7 @@ def ask(
     """
     asked = []
     for i, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
-        seed = secrets.randbits(64) if params.seed is None else params.seed
+        seed = secrets.randbits(_DRAWN_BITS) if params.seed is None else params.seed
         samples = [dataclasses.replace(params, n=1, seed=sample_seed(seed, k)) for k in range(params.n)]
         with naming_prompt(i, len(prompts)):
             specs = [make(prompt.ids, sample) for sample in samples]

@@ -1,17 +1,19 @@
-"""Scores of given text: the Monte Carlo likelihood, and logits for checking."""
+"""Scores of given text: Monte Carlo likelihoods, probabilities of single tokens, and logits for checking."""
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from jdllm.arguments import shortened
 from jdllm.chunks import ChunkConfig
 from jdllm.decoding.executables import Executables
-from jdllm.decoding.likelihood import Perturbation, all_logits, token_logprobs
+from jdllm.decoding.likelihood import Perturbation, TokenScores, all_logits, token_logprobs
 from jdllm.decoding.non_finite import origin
-from jdllm.errors import NonFiniteError
+from jdllm.errors import NonFiniteError, RequestError
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.planning.account import Account
@@ -19,6 +21,72 @@ from jdllm.planning.buckets import head_bucket
 from jdllm.planning.ladder import Entry
 from jdllm.serving.fitting import check_fits
 from jdllm.serving.packing import head_rows, lay_out
+from jdllm.serving.spec import checked_ids, mask_id_of
+
+
+class Likelihood(NamedTuple):
+    """A Monte Carlo estimate of log p(answer | prompt), natural logarithm.
+
+    - `log_likelihood`: the mean over all masked copies of the answer.
+    - `standard_error`: of that mean, from its batches, which are independent; `None` where there is only one.
+    - `mc_num`: masked copies that were evaluated.
+    """
+
+    log_likelihood: float
+    standard_error: float | None
+    mc_num: int
+
+
+class Conditional(NamedTuple):
+    """What the model says of one masked position, given the rest of its sequence.
+
+    - `logprob`: log-probability of the token that was asked for, natural logarithm.
+    - `best`, `best_logprob`: the likeliest id, of equals the lowest, and its log-probability.
+    """
+
+    logprob: float
+    best: int
+    best_logprob: float
+
+
+class OptionScores(NamedTuple):
+    """How well each of several options fits.
+
+    - `logprobs`: log-likelihood of each option, natural logarithm.
+    - `probabilities`: their softmax, the share of each among the options.
+    - `best`: index of the likeliest, of equals the first.
+    """
+
+    logprobs: list[float]
+    probabilities: list[float]
+    best: int
+
+
+class Question(NamedTuple):
+    """Tokens that are asked for in one sequence.
+
+    - `tokens`: int32 ids of the sequence, with masks.
+    - `positions`, `targets`: where, and which ids.
+    - `unguided`: the sequence without its prompt, for classifier-free guidance.
+    """
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    targets: np.ndarray
+    unguided: np.ndarray | None = None
+
+    @property
+    def copies(self) -> list[np.ndarray]:
+        """The sequences that are evaluated; the last one is what guidance is taken from."""
+        return [self.tokens] if self.unguided is None else [self.tokens, self.unguided]
+
+
+class MaskedPair(NamedTuple):
+    """A prompt, an answer, both int32 ids, and the masks that its likelihood is averaged over."""
+
+    prompt: np.ndarray
+    answer: np.ndarray
+    perturbation: Perturbation
 
 
 class Scorer:
@@ -30,6 +98,8 @@ class Scorer:
     - `account`: the memory of the device, and packed rows of one evaluation; a longer sequence runs alone.
     - `run`: calls a function while nothing else runs on the device.
     - `max_logits`: rows whose logits exist at a time.
+
+    Several threads may call it, and between two evaluations others may use the device.
     """
 
     def __init__(
@@ -38,7 +108,7 @@ class Scorer:
         config: ModelConfig,
         executables: Executables,
         account: Account,
-        run: Callable[[Callable[[], jax.Array]], jax.Array],
+        run: Callable[[Callable[[], Any]], Any],
         max_logits: int,
     ):
         self._params = params
@@ -56,45 +126,62 @@ class Scorer:
         cfg_scale: float,
         mask_id: int,
     ) -> float:
-        """Monte Carlo bound of log p(answer | prompt), natural logarithm.
+        """Monte Carlo bound of log p(answer | prompt), natural logarithm; see `likelihoods`."""
+        [found] = self.likelihoods([MaskedPair(prompt, answer, perturbation)], cfg_scale, mask_id)
+        return found.log_likelihood
+
+    def likelihoods(
+        self, pairs: Sequence[MaskedPair], cfg_scale: float, mask_id: int
+    ) -> Iterator[Likelihood]:
+        """Monte Carlo bound of log p(answer | prompt) of each pair, in order.
 
         Arguments:
-        - `prompt`, `answer`: int32 ids.
-        - `perturbation`: the masks to average over, from `jdllm.decoding.likelihood.perturb`.
+        - `pairs`: with masks from `jdllm.decoding.likelihood.perturb`. Those of several pairs share
+          evaluations.
         - `cfg_scale`: classifier-free guidance, 0 for none.
 
         Exact for given masks. Source: get_log_likelihood.py of ML-GSAI/LLaDA.
 
         Raises `NonFiniteError` where values of the model are infinite or not numbers.
         """
-        masks = perturbation.masked.reshape(-1, len(answer))
-        sums = np.zeros(len(masks))
-        copies = 2 if cfg_scale > 0 else 1
-        size = max(self._account.rows // (copies * (len(prompt) + len(answer))), 1)
-        for start in range(0, len(masks), size):
-            part = slice(start, start + size)
-            sums[part] = self._masked_logprobs(prompt, answer, masks[part], cfg_scale, mask_id)
-        return float((sums / perturbation.ratio.reshape(-1)).mean())
+        guided = cfg_scale > 0
+        questions = itertools.chain.from_iterable(_masked_copies(pair, mask_id, guided) for pair in pairs)
+        scores = self.answers("score", questions, cfg_scale)
+        for pair in pairs:
+            ratio = pair.perturbation.ratio
+            sums = [found.logprob.sum(dtype=np.float64) for found in itertools.islice(scores, ratio.size)]
+            yield _likelihood(np.reshape(sums, ratio.shape) / ratio)
 
-    def _masked_logprobs(
-        self, prompt: np.ndarray, answer: np.ndarray, masks: np.ndarray, cfg_scale: float, mask_id: int
-    ) -> np.ndarray:
-        """For each row of `masks` the sum of the log-probabilities of the masked answer tokens."""
-        copies = 2 if cfg_scale > 0 else 1
-        sequences = []
-        for mask in masks:
-            perturbed = np.where(mask, mask_id, answer)
-            sequences += [np.concatenate([prompt, perturbed])]
-            sequences += [np.concatenate([np.full_like(prompt, mask_id), perturbed])] * (copies - 1)
+    def answers(
+        self, what: str, questions: Iterable[Question], cfg_scale: float = 0.0
+    ) -> Iterator[TokenScores]:
+        """Scores of the tokens that each question asks for, in order, as NumPy arrays.
+
+        Arguments:
+        - `what`: the call, for messages.
+        - `questions`: taken as they are evaluated, as many at a time as fit an evaluation.
+        - `cfg_scale`: classifier-free guidance of those that have an unguided copy.
+
+        Raises `NonFiniteError` and `MemoryBudgetError`.
+        """
+        for group in _grouped(questions, self._account.rows):
+            yield from self._evaluate(what, group, cfg_scale)
+
+    def _evaluate(self, what: str, questions: Sequence[Question], cfg_scale: float) -> Iterator[TokenScores]:
+        sequences = [copy for question in questions for copy in question.copies]
         tokens, rows, starts = lay_out(sequences, self._config)
-        segment, column = np.nonzero(masks)
-        row = starts[segment * copies] + len(prompt) + column
-        unguided = starts[segment * copies + copies - 1] + len(prompt) + column
-        entry = Entry(len(tokens), head_bucket(len(row)), len(masks), 1)
-        head = head_rows(row, unguided, segment, entry)
+        counts = [len(question.positions) for question in questions]
+        segment = np.repeat(np.arange(len(questions)), counts)
+        last = np.cumsum([len(question.copies) for question in questions]) - 1
+        first = last - [len(question.copies) - 1 for question in questions]
+        positions = np.concatenate([question.positions for question in questions])
+        entry = Entry(len(tokens), head_bucket(len(positions)), len(questions), 1)
+        head = head_rows(
+            starts[first][segment] + positions, starts[last][segment] + positions, segment, entry
+        )
         targets = np.zeros_like(head.row)
-        targets[: len(row)] = answer[column]
-        logprobs = self._call(
+        targets[: len(positions)] = np.concatenate([question.targets for question in questions])
+        scores = self._call(
             token_logprobs,
             tokens,
             rows,
@@ -104,17 +191,18 @@ class Scorer:
             config=self._config,
             chunks=ChunkConfig(logits=math.ceil(len(targets) / self._max_logits)),
         )
-        found = np.asarray(logprobs, np.float64)[: len(row)]
-        if not np.isfinite(found).all():
-            raise self._non_finite(sequences)
-        return np.bincount(segment, found, len(masks))
+        found = [np.asarray(x)[: len(positions)] for x in scores]
+        if not all(np.isfinite(x).all() for x in found):
+            raise self._non_finite(what, sequences)
+        stops = np.cumsum(counts)[:-1]
+        return (TokenScores(*parts) for parts in zip(*(np.split(x, stops) for x in found), strict=True))
 
-    def _non_finite(self, sequences: Sequence[np.ndarray]) -> NonFiniteError:
+    def _non_finite(self, what: str, sequences: Sequence[np.ndarray]) -> NonFiniteError:
         places = (origin(self._params, self._config, x, self._executables) for x in sequences)
-        found = next(filter(None, places), "the log-likelihood is infinite or not a number")
-        return NonFiniteError(f"score: {found}")
+        found = next(filter(None, places), "a log-probability is infinite or not a number")
+        return NonFiniteError(f"{what}: {found}")
 
-    def _call(self, function: Callable[..., jax.Array], tokens: np.ndarray, *args: Any, **static: Any) -> Any:
+    def _call(self, function: Callable[..., Any], tokens: np.ndarray, *args: Any, **static: Any) -> Any:
         """Raises `MemoryBudgetError` where it does not fit, before it runs."""
         arguments = self._params, tokens, *args
         executable = self._executables.compile(function, *arguments, **static)
@@ -127,3 +215,124 @@ class Scorer:
         out = self._call(all_logits, tokens, rows, config=self._config, chunks=ChunkConfig())
         batch, length = token_ids.shape
         return jax.device_get(out)[: batch * length].reshape(batch, length, -1)
+
+
+def one_masked(
+    token_ids: Sequence[int] | np.ndarray, position: int, target: int, mask_id: int, config: ModelConfig
+) -> Question:
+    """A question after one masked position of a sequence; `RequestError` where it is not masked."""
+    tokens = checked_ids(token_ids, config)
+    if isinstance(position, bool) or not isinstance(position, int | np.integer):
+        raise RequestError(f"position is {shortened(position)}, expected an integer")
+    if not 0 <= position < len(tokens) or tokens[position] != mask_id:
+        raise RequestError(f"position {position} is none of the masks (id {mask_id}) of {len(tokens)} tokens")
+    return Question(tokens, np.array([position]), checked_ids([target], config))
+
+
+def unmasked_ids(token_ids: Sequence[int] | np.ndarray, what: str, config: ModelConfig) -> np.ndarray:
+    """`token_ids` as int32; `RequestError` where there is none, or a mask among them."""
+    tokens = checked_ids(token_ids, config)
+    masks = np.flatnonzero(tokens == mask_id_of(config))
+    if len(masks):
+        raise RequestError(
+            f"{what} has the mask id {config.mask_id} at position {masks[0]}: nothing to score"
+        )
+    return tokens
+
+
+def each_alone(tokens: np.ndarray, mask_id: int) -> Iterator[Question]:
+    """For every position of int32 `tokens` a question after its token, with that one masked alone."""
+    for position, token in enumerate(tokens):
+        masked = tokens.copy()
+        masked[position] = mask_id
+        yield Question(masked, np.array([position]), np.array([token]))
+
+
+class Chain:
+    """The chain rule inside a gap: each option's tokens from left to right, those to come still masked.
+
+    Arguments:
+    - `prefix`, `suffix`: ids around the gap, which has as many positions as an option has tokens.
+    - `options`: ids of each.
+
+    Options that share a beginning and a length share `questions`, whose scores `option_scores` takes.
+
+    Raises `RequestError` where there is no option, and for one that is empty or has a mask.
+    """
+
+    def __init__(
+        self,
+        prefix: Sequence[int] | np.ndarray,
+        options: Sequence[Sequence[int] | np.ndarray],
+        suffix: Sequence[int] | np.ndarray,
+        config: ModelConfig,
+    ):
+        if not options:
+            raise RequestError("there are no options: give at least one")
+        mask_id = mask_id_of(config)
+        before, after = (
+            checked_ids(x, config) if len(x) else np.empty(0, np.int32) for x in (prefix, suffix)
+        )
+        asked: dict[tuple[int, tuple[int, ...]], list[tuple[int, int]]] = {}
+        for index, option in enumerate(options):
+            if not len(option):
+                raise RequestError(f"option {index} is empty: give at least one token")
+            ids = unmasked_ids(option, f"option {index}", config).tolist()
+            for place, token in enumerate(ids):
+                asked.setdefault((len(ids), tuple(ids[:place])), []).append((index, token))
+        self._options = len(options)
+        self._owners = [[index for index, _ in tokens] for tokens in asked.values()]
+        self.questions = []
+        for (length, begun), tokens in asked.items():
+            gap = np.array([*begun, *[mask_id] * (length - len(begun))], np.int32)
+            places = np.full(len(tokens), len(before) + len(begun))
+            targets = np.array([token for _, token in tokens])
+            self.questions.append(Question(np.concatenate([before, gap, after]), places, targets))
+
+    def option_scores(self, scores: Iterable[TokenScores]) -> OptionScores:
+        """What the options are worth, from the scores of `questions`, in order."""
+        logprobs = np.zeros(self._options)
+        for owners, found in zip(self._owners, scores, strict=True):
+            logprobs[owners] += found.logprob
+        shares = np.exp(logprobs - logprobs.max())
+        return OptionScores(logprobs.tolist(), (shares / shares.sum()).tolist(), int(logprobs.argmax()))
+
+
+def conditionals_of(scores: Iterable[TokenScores]) -> list[Conditional]:
+    """One after another what was asked for."""
+    return [
+        Conditional(*one) for found in scores for one in zip(*(part.tolist() for part in found), strict=True)
+    ]
+
+
+def _masked_copies(pair: MaskedPair, mask_id: int, guided: bool) -> Iterator[Question]:
+    prompt, answer = pair.prompt, pair.answer
+    hidden = np.full_like(prompt, mask_id)
+    for mask in pair.perturbation.masked.reshape(-1, len(answer)):
+        perturbed = np.where(mask, mask_id, answer)
+        places = np.flatnonzero(mask)
+        unguided = np.concatenate([hidden, perturbed]) if guided else None
+        tokens = np.concatenate([prompt, perturbed])
+        yield Question(tokens, len(prompt) + places, answer[places], unguided)
+
+
+def _likelihood(estimates: np.ndarray) -> Likelihood:
+    """From one estimate for each masked copy, `[iterations, batch]`."""
+    means = estimates.mean(axis=1)
+    error = float(means.std(ddof=1) / math.sqrt(len(means))) if len(means) > 1 else None
+    return Likelihood(float(estimates.mean()), error, estimates.size)
+
+
+def _grouped(questions: Iterable[Question], rows: int) -> Iterator[list[Question]]:
+    """Questions in order, together as long as their sequences have at most `rows` rows, or one alone."""
+    group: list[Question] = []
+    taken = 0
+    for question in questions:
+        size = sum(map(len, question.copies))
+        if group and taken + size > rows:
+            yield group
+            group, taken = [], 0
+        group.append(question)
+        taken += size
+    if group:
+        yield group

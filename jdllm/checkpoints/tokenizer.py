@@ -97,6 +97,17 @@ class Tokenizer:
         """Id of `<|eot_id|>`, which ends a turn, or `None`; LLaDA's `config.json` does not state it."""
         return self.token_id(_END_OF_TURN)
 
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """The texts of named special tokens, such as `bos_token`, as far as there are any."""
+        return {name: str(token) for name, token in self._tokenizer.special_tokens_map.items()}
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template of conversations, in Jinja, or `None`."""
+        template = self._tokenizer.chat_template
+        return template if isinstance(template, str) else None
+
     def token_id(self, token: str) -> int | None:
         """Id of a token by its exact text, or `None` where it is not in the vocabulary."""
         return self._tokenizer.get_vocab().get(token)

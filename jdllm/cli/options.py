@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin,
 
 import typer
 
+from jdllm.declarations import descriptions
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import ConfigError
 
@@ -199,9 +200,13 @@ def in_option_words(message: str) -> str:
 
 def _annotations() -> dict[str, Any]:
     """The option of each field: its type, its choices and its help, as `SamplingParams` states them."""
-    helps = _descriptions(SamplingParams.__doc__ or "")
+    helps = {name: _in_options(text) for name, text in descriptions(SamplingParams).items()}
     kinds = get_type_hints(SamplingParams)
     return {name: _option(name, kinds[name], helps.get(name, "")) for name in OPTION_NAMES}
+
+
+def _in_options(text: str) -> str:
+    return re.sub(rf"\b({'|'.join(_LONG_NAMES)})\b", lambda found: as_option(found[0]), text)
 
 
 def _option(name: str, kind: Any, text: str) -> Any:
@@ -245,20 +250,3 @@ def _leaves(kind: Any) -> list[Any]:
         return list(get_args(kind))
     parts = kind if isinstance(kind, tuple) else get_args(kind)
     return [leaf for part in parts for leaf in _leaves(part)] if parts else [kind]
-
-
-def _descriptions(docstring: str) -> dict[str, str]:
-    """The first sentence on each field; several fields may share an entry."""
-    found = {}
-    for entry in re.split(r"\n\s*- ", docstring):
-        heads = re.match(r"(`\w+`( \((`[^`]*`|[^()`])*\))?(, )?)+: ", entry)
-        if heads is None:
-            continue
-        sentence = re.split(r"[.;](?:\s|$)", entry[heads.end() :], maxsplit=1)[0]
-        text = re.sub(r" \([^()]*quirk[^()]*\)", "", " ".join(sentence.replace("`", "").split()))
-        for name, default in re.findall(r"`(\w+)`(?: \(([^`()]+|`None`:[^()]+)\))?", heads[0]):
-            shown = default.removeprefix("`None`: ").replace("`", "").strip('"')
-            hidden = shown in ("", "False", "True", "none")
-            whole = f"{text[0].upper()}{text[1:]}." + ("" if hidden else f" [default: {shown}]")
-            found[name] = re.sub(rf"\b({'|'.join(_LONG_NAMES)})\b", lambda m: as_option(m[0]), whole)
-    return found

@@ -8,6 +8,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jdllm.arrays import Tensor
 from jdllm.chunks import ChunkConfig
 from jdllm.decoding.batch import HeadRows
 from jdllm.decoding.head import gather_guided, source_rows
@@ -49,6 +50,18 @@ def perturb(answer_length: int, mc_num: int, batch_size: int, seed: int) -> Pert
     return Perturbation(ranks < counts[..., None], counts / answer_length)
 
 
+class TokenScores(NamedTuple):
+    """What a model says of given tokens, each at its head row.
+
+    - `logprob`: f32, the log-probability of the token.
+    - `best`, `best_logprob`: the likeliest id there, of equals the lowest, and its log-probability.
+    """
+
+    logprob: Float[Tensor, " head"]
+    best: Int[Tensor, " head"]
+    best_logprob: Float[Tensor, " head"]
+
+
 def token_logprobs(
     params: Params,
     tokens: Int[Array, " rows"],
@@ -59,8 +72,8 @@ def token_logprobs(
     *,
     config: ModelConfig,
     chunks: ChunkConfig,
-) -> Float[Array, " head"]:
-    """f32 log-probability of `targets` at the head rows after one forward evaluation.
+) -> TokenScores:
+    """Scores of `targets` at the head rows after one forward evaluation.
 
     Logits exist for one of `chunks.logits` chunks of the head rows at a time.
     """
@@ -69,18 +82,26 @@ def token_logprobs(
     total = targets.shape[0]
     size = -(-total // chunks.logits)
 
-    def evaluate(index: Array, out: Array) -> Array:
+    def evaluate(index: Array, out: TokenScores) -> TokenScores:
         start = jnp.minimum(index * size, total - size)
         part, at, scale, target = jax.tree.map(
             lambda x: lax.dynamic_slice_in_dim(x, start, size), (head, positions, guidance, targets)
         )
         h = gather_guided(params, config, hidden, source_rows(config, part, at), scale)
-        row_logits = head_logits(h, head_weights(params))
-        chosen = jnp.take_along_axis(row_logits, target[:, None], axis=-1)[:, 0]
-        logprob = chosen - jax.nn.logsumexp(row_logits, axis=-1)
-        return lax.dynamic_update_slice_in_dim(out, logprob, start, 0)
+        found = _scores(head_logits(h, head_weights(params)), target)
+        return jax.tree.map(lambda all, new: lax.dynamic_update_slice_in_dim(all, new, start, 0), out, found)
 
-    return lax.fori_loop(0, chunks.logits, evaluate, jnp.zeros(total))
+    empty = TokenScores(jnp.zeros(total), jnp.zeros(total, jnp.int32), jnp.zeros(total))
+    return lax.fori_loop(0, chunks.logits, evaluate, empty)
+
+
+def _scores(row_logits: Float[Array, "rows vocab"], target: Int[Array, " rows"]) -> TokenScores:
+    total = jax.nn.logsumexp(row_logits, axis=-1)
+    best = jnp.argmax(row_logits, axis=-1)
+    chosen, highest = (
+        jnp.take_along_axis(row_logits, ids[:, None], axis=-1)[:, 0] - total for ids in (target, best)
+    )
+    return TokenScores(chosen, best.astype(jnp.int32), highest)
 
 
 def all_logits(

@@ -1,12 +1,12 @@
 """The engine for asyncio: a thread drives it, and updates arrive in the event loops that asked."""
 
-import asyncio
 import threading
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from jdllm.serving.engine import Engine, Updates
 from jdllm.serving.spec import RequestSpec
-from jdllm.serving.updates import Ended, Update
+from jdllm.serving.submitted import Submitted
+from jdllm.serving.updates import Update
 
 
 class AsyncEngine:
@@ -14,14 +14,33 @@ class AsyncEngine:
 
     Arguments:
     - `engine`: what runs the requests; it is not closed with this.
+    - `on_dead`: called with what `Engine.step` raised when the engine cannot go on, after all requests have
+      ended with that error; by the thread that drives, which ends with it.
+
+    `error` is what that was, `None` as long as the engine lives.
     """
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Engine, *, on_dead: Callable[[Exception], None] = lambda _: None):
         self._engine = engine
+        self._on_dead = on_dead
+        self.error: Exception | None = None
         self._work = threading.Condition()
         self._closed = False
         self._thread = threading.Thread(target=self._drive, name="jdllm-engine", daemon=True)
         self._thread.start()
+
+    def submit(self, specs: Sequence[RequestSpec], *, updates: Updates = "later") -> Submitted:
+        """Take the requests of a call in, in order of arrival; `updates` as of `Engine.add`.
+
+        Returns what yields their updates, in the event loop that this is called in. Raises what `Engine.add`
+        raises, and `error` where the engine cannot go on.
+        """
+        with self._work:
+            if self.error is not None:
+                raise self.error
+            submitted = Submitted(self._engine, specs, updates)
+            self._work.notify()
+        return submitted
 
     async def run(self, spec: RequestSpec, *, updates: Updates = "later") -> AsyncGenerator[Update]:
         """Denoise one request.
@@ -30,27 +49,11 @@ class AsyncEngine:
         - `spec`, `updates`: as of `Engine.add`.
 
         Yields its updates; the last one is `Ended`, which has the error of a request that failed. Leaving
-        the iteration, or cancelling the task that waits in it, aborts the request. Raises what `Engine.add`
-        raises.
+        the iteration, or cancelling the task that waits in it, aborts the request. Raises as `submit` does.
         """
-        loop, told = asyncio.get_running_loop(), asyncio.Queue[Update]()
-
-        def deliver(update: Update) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(told.put_nowait, update)
-
-        request = self._engine.add(spec, updates=updates, deliver=deliver)
-        with self._work:
-            self._work.notify()
-        ended = False
-        try:
-            while not ended:
-                update = await told.get()
-                ended = isinstance(update, Ended)
+        with self.submit([spec], updates=updates) as submitted:
+            async for update in submitted:
                 yield update
-        finally:
-            if not ended:
-                self._engine.abort(request)
 
     def close(self) -> None:
         """Stop driving; requests that are left stay where they are."""
@@ -68,4 +71,13 @@ class AsyncEngine:
             try:
                 self._engine.step()
             except Exception as error:
-                self._engine.fail(error)
+                self._die(error)
+                return
+
+    def _die(self, error: Exception) -> None:
+        with self._work:
+            self.error = error
+        try:
+            self._engine.fail(error)
+        finally:
+            self._on_dead(error)

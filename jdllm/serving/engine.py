@@ -6,7 +6,6 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import wait
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -19,13 +18,14 @@ from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.planning.buckets import row_bucket
 from jdllm.serving.cached_packing import reuse_demand
 from jdllm.serving.cached_runner import CachedRunner
+from jdllm.serving.flight import Flight
 from jdllm.serving.launch import Compiled
 from jdllm.serving.packing import demand
 from jdllm.serving.request import Request
 from jdllm.serving.runner import Pending, Runner
 from jdllm.serving.scheduler import Demand, Kind, Life, Part, Scheduler
 from jdllm.serving.spec import RequestSpec
-from jdllm.serving.updates import Ended, Stats, StepUpdate, Update
+from jdllm.serving.updates import Ended, PartDone, RequestState, Stats, StepUpdate, Update
 
 Updates = Literal["every", "later", "none"]
 
@@ -55,11 +55,16 @@ class Engine:
     - `compiled`: what `warm` compiles.
     - `non_finite`: what a request fails with whose values are infinite or not numbers.
 
-    `add`, `abort`, `run` and `stats` may be called by any thread; `step` by one at a time. A request fails
-    alone where its values are not finite, and with the other requests of its part where an executable fails.
-    Such a failure may take the KV pool with it: then it is made again, and requests whose keys were in it go
-    back to their last refresh and repeat their steps, to the same tokens.
+    `add`, `abort`, `run`, `stats` and `requests` may be called by any thread; `step` by one at a time. A
+    request fails alone where its values are not finite, and with the other requests of its part where an
+    executable fails. Such a failure may take the KV pool with it: then it is made again, and requests whose
+    keys were in it go back to their last refresh and repeat their steps, to the same tokens. Where the device
+    does not answer any more, `step` raises.
+
+    `observe`, where it is set, is called with every part that was collected, by whoever calls `step`.
     """
+
+    observe: Callable[[PartDone], None] | None = None
 
     def __init__(
         self,
@@ -81,14 +86,14 @@ class Engine:
         self._arrivals: deque[_Entry] = deque()
         self._aborts: deque[int] = deque()
         self._entries: dict[int, _Entry] = {}
-        self._in_flight: deque[Pending] = deque()
+        self._flight = Flight()
         self._delivered: dict[int, int] = {}
         self._counts: Counter[str] = Counter()
 
     @property
     def evaluated(self) -> int:
         """Forward evaluations of the model, as the device reports them."""
-        return self._counts["evaluated"]
+        return self._flight.evaluated
 
     def add(
         self,
@@ -131,11 +136,31 @@ class Engine:
             finished=count["finished"],
             failed=count["failed"],
             aborted=count["aborted"],
-            evaluated=count["evaluated"],
+            evaluated=self.evaluated,
             free_pages=self._cache.free_pages,
             pages=self._cache.pages,
             rebuilt=count["rebuilt"],
+            tokens=count["tokens"],
+            **self._flight.counts(),
         )
+
+    def requests(self) -> list[RequestState]:
+        """The requests that wait or run, in the order of their arrival."""
+        entries = [*self._arrivals, *self._entries.values()]  # in this order none is missed on its way
+        states = {entry.request.id: entry.request for entry in entries}
+        running, now = set(self._scheduler.running), time.perf_counter()
+        return [
+            RequestState(
+                id=request,
+                running=request in running,
+                age=now - state.created,
+                prompt_tokens=len(state.prompt),
+                length=len(state.tokens),
+                masked=int(np.count_nonzero(state.tokens == state.mask_id)),
+                steps=state.steps,
+            )
+            for request, state in sorted(states.items())
+        ]
 
     @property
     def idle(self) -> bool:
@@ -175,23 +200,26 @@ class Engine:
     def step(self) -> list[Update]:
         """Submit what can run, and collect the part that was submitted first.
 
-        Returns the updates of this step, of all requests; none where nothing is left to do.
+        Returns the updates of this step, of all requests; none where nothing is left to do. Raises where the
+        engine cannot go on, as when the device does not answer: then `fail` ends what is left.
         """
         with self._lock:
             self._take_arrivals()
             failed = self._submit()
-            if not self._in_flight:
+            if not self._flight:
                 return failed
-            return [*failed, *self._collect(self._in_flight[0])]
+            return [*failed, *self._collect(self._flight.first)]
 
     def fail(self, error: Exception) -> None:
-        """End all requests with `error`."""
+        """End all requests with `error`: all are told before anything is cleaned up, which may fail too."""
         with self._lock:
             self._take_arrivals()
-            self._drain()
+            for entry in self._entries.values():
+                self._tell(Ended(entry.request.id, entry.request, error))
+            for request in list(self._entries):
+                self._leave(request, "failed")
+            self._flight.drain()
             self._cache.free()
-            for entry in list(self._entries.values()):
-                self._end(entry.request, error)
 
     def programs(self) -> list[Program]:
         """What the ladder of this engine needs compiled."""
@@ -213,12 +241,14 @@ class Engine:
             self._take_arrivals()
             for request in list(self._entries):
                 self._leave(request, "aborted")
-            self._drain()
+            self._flight.drain()
             self._runner.close()
             self._cache.free()
 
     def _take_arrivals(self) -> None:
         while self._arrivals:
+            if not self._entries:
+                self._flight.rest()
             entry = self._arrivals.popleft()
             self._entries[entry.request.id] = entry
             self._delivered[entry.request.id] = 0
@@ -243,17 +273,18 @@ class Engine:
             state.started = time.perf_counter()
             if state.cached:
                 self._cache.admit(state)
-        busy = {request.id for pending in self._in_flight for request in pending.requests}
+        busy = self._flight.ids
         ready = {i: _demand(self._entries[i].request) for i in self._scheduler.running if i not in busy}
-        kinds = [pending.kind for pending in self._in_flight]
-        rows = sum(_demand(r).rows for pending in self._in_flight for r in pending.requests)
         failed: list[Update] = []
-        for part in self._scheduler.plan(ready, kinds, rows):
+        for part in self._scheduler.plan(ready, self._flight.kinds, self._flight.rows):
             requests = [self._entries[i].request for i in part.ids]
             try:
-                self._in_flight.append(self._runner.submit(part.kind, requests, self._steps(part)))
+                pending = self._runner.submit(part.kind, requests, self._steps(part))
             except Exception as error:
+                self._runner.probe()
                 failed += [self._end(request, error) for request in requests]
+            else:
+                self._flight.add(pending, [ready[i] for i in part.ids])
         return failed
 
     def _steps(self, part: Part) -> int:
@@ -268,11 +299,13 @@ class Engine:
         try:
             steps = self._runner.collect(pending)
         except Exception as error:
-            self._drain()
+            self._flight.drain()
+            self._runner.probe()
             self._rebuild_lost_pool()
             return [self._end(r, error) for r in pending.requests if r.id in self._entries]
-        self._in_flight.popleft()
-        self._counts["evaluated"] += len(steps.tokens)
+        done = self._flight.remove_first(len(steps.tokens))
+        if self.observe is not None:
+            self.observe(done)
         for request, stored in zip(pending.requests, pending.launch.stored, strict=True):
             if stored is not None:
                 request.store(*stored)
@@ -298,6 +331,7 @@ class Engine:
             yield self._end(request, self._non_finite(request))
             return
         request.advance_many(positions, steps)
+        self._counts["tokens"] += int(np.count_nonzero(steps.committed))
         if request.finished:
             yield self._end(request, None)
 
@@ -309,6 +343,7 @@ class Engine:
             return
         took = step.committed
         request.advance(positions[took], step.tokens[took], step.logprobs[took])
+        self._counts["tokens"] += int(np.count_nonzero(took))
         if update.step >= self._delivered[request.id]:
             self._delivered[request.id] += 1
             yield self._tell(update)
@@ -340,11 +375,6 @@ class Engine:
             for entry in self._entries.values():
                 if entry.request.cached:
                     entry.request.go_back()
-
-    def _drain(self) -> None:
-        """Wait for what was submitted, and forget it: whoever is left repeats it."""
-        while self._in_flight:
-            wait([self._in_flight.popleft().trace])
 
 
 @contextlib.contextmanager

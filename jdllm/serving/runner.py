@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from jdllm.decoding.encoded_trace import EncodedTrace, Steps, decode
@@ -52,6 +53,13 @@ class Runner:
     def collect(self, pending: Pending) -> Steps:
         """Wait for a part: the steps that it did. Raises what the device raised."""
         return decode(np.asarray(pending.trace.result()))
+
+    def probe(self) -> None:
+        """Write a number to the device and read it back; raises where the device does not answer."""
+        try:
+            np.asarray(jax.device_put(np.int32(1)))
+        except Exception as error:
+            raise RuntimeError(f"the device does not answer any more: {error}") from error
 
     def between_parts[T](self, function: Callable[[], T]) -> T:
         """`function()`, behind what was submitted before and before what is submitted later."""

@@ -1,10 +1,12 @@
-"""What an engine tells about its requests."""
+"""What an engine tells about its requests and about itself."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from jdllm.serving.request import Request
+from jdllm.serving.scheduler import Kind
 
 
 class StepUpdate(NamedTuple):
@@ -59,6 +61,12 @@ class Stats(NamedTuple):
     - `evaluated`: forward evaluations of the model, as the device reports them.
     - `free_pages`, `pages`: of the KV pool, without the scratch page.
     - `rebuilt`: how often the KV pool was lost with an executable and made again.
+    - `tokens`: that were committed for good.
+    - `parts`: that were collected, by kind.
+    - `rows`, `head_rows`: packed rows and head rows of the requests in these, by kind, once for every step
+      that a part did.
+
+    Steps that are repeated after the pool was lost count again.
     """
 
     waiting: int
@@ -70,3 +78,47 @@ class Stats(NamedTuple):
     free_pages: int
     pages: int
     rebuilt: int
+    tokens: int
+    parts: Mapping[Kind, int]
+    rows: Mapping[Kind, int]
+    head_rows: Mapping[Kind, int]
+
+
+class RequestState(NamedTuple):
+    """A request that waits or runs.
+
+    - `id`: its id in the engine.
+    - `running`: whether it has started.
+    - `age`: seconds since it arrived.
+    - `prompt_tokens`: tokens of its prompt.
+    - `length`, `masked`: positions of its sequence, and how many of them are masked now.
+    - `steps`: denoising steps done.
+    """
+
+    id: int
+    running: bool
+    age: float
+    prompt_tokens: int
+    length: int
+    masked: int
+    steps: int
+
+
+class PartDone(NamedTuple):
+    """A part that an engine has collected.
+
+    - `kind`: its executable.
+    - `requests`: how many it served.
+    - `rows`, `head_rows`: packed rows and head rows of these in one step.
+    - `steps`: denoising steps that it did.
+    - `seconds`: from its submission to its collection.
+    - `idle`: seconds before its submission in which the device had nothing to do, though there were requests.
+    """
+
+    kind: Kind
+    requests: int
+    rows: int
+    head_rows: int
+    steps: int
+    seconds: float
+    idle: float

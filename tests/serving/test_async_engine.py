@@ -1,6 +1,7 @@
 """The engine for asyncio: many at once, cancelled ones, failures."""
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from jdllm.models.weights import Params
 from jdllm.serving.async_engine import AsyncEngine
 from jdllm.serving.engine import Engine
 from jdllm.serving.request import Request
-from jdllm.serving.updates import Ended, StepUpdate
+from jdllm.serving.updates import Ended, PartDone, StepUpdate, Update
 from tests.engines import engine_of, finish, generation_request
 
 
@@ -74,16 +75,166 @@ def test_leaving_or_cancelling_aborts(engine: Engine, asked: list[Request]):
     assert stats.free_pages == stats.pages
 
 
-def test_what_goes_wrong_in_the_engine_ends_its_requests(
+def test_pages_of_a_cancelled_task_return_at_the_next_iteration(engine: Engine, asked: list[Request]):
+    """Nobody else asks for anything; the engine is held in its first step while the task is cancelled."""
+    going, reached = threading.Event(), threading.Event()
+
+    def hold(_: PartDone) -> None:
+        reached.set()
+        going.wait(10)
+
+    engine.observe = hold
+
+    async def main(driver: AsyncEngine, asked: Sequence[Request]) -> None:
+        task = asyncio.create_task(ended(driver, asked[2]))
+        assert await asyncio.to_thread(reached.wait, 10)
+        assert engine.stats().free_pages < engine.stats().pages
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        going.set()
+        while not engine.idle:
+            await asyncio.sleep(0)
+
+    run(engine, asked, main)
+    stats = engine.stats()
+    assert stats.free_pages == stats.pages
+    assert (stats.aborted, stats.finished) == (1, 0)
+    assert stats.evaluated == 1
+
+
+def test_a_slow_reader_finds_an_update_for_each_step_and_the_end(engine: Engine, asked: list[Request]):
+    async def main(driver: AsyncEngine, asked: Sequence[Request]) -> list[Update]:
+        updates = driver.run(asked[0].spec, updates="every")
+        first = await anext(updates)
+        while engine.stats().finished == 0:
+            await asyncio.sleep(0.01)
+        return [first, *[update async for update in updates]]
+
+    *steps, end = run(engine, asked, main)
+    assert [update.step for update in steps] == list(range(8))
+    assert isinstance(end, Ended)
+
+
+def test_a_reader_whose_loop_is_closed_harms_nobody(engine: Engine, asked: list[Request]):
+    driver = AsyncEngine(engine)
+    try:
+        loop = asyncio.new_event_loop()
+        left = driver.run(asked[0].spec, updates="every")
+        loop.run_until_complete(anext(left))
+        loop.close()
+        end = asyncio.run(asyncio.wait_for(ended(driver, asked[1]), 60))
+        with pytest.raises(StopIteration):
+            left.aclose().send(None)
+    finally:
+        driver.close()
+    assert end.error is None
+    assert driver.error is None
+
+
+class Deaths:
+    """Notes what `on_dead` is called with, and what the engine had told by then."""
+
+    def __init__(self, engine: Engine):
+        self.errors: list[Exception] = []
+        self.left: list[int] = []
+        self.driver = AsyncEngine(engine, on_dead=self)
+        self._engine = engine
+
+    def __call__(self, error: Exception) -> None:
+        self.errors.append(error)
+        self.left.append(len(self._engine.requests()))
+
+
+def die(engine: Engine, asked: Sequence[Request]) -> tuple[Deaths, list[Ended], Exception]:
+    """How two requests end, and what a third one meets."""
+    deaths = Deaths(engine)
+
+    async def main() -> tuple[list[Ended], Exception]:
+        ends = await asyncio.gather(*(ended(deaths.driver, request) for request in asked[:2]))
+        with pytest.raises(Exception) as late:  # noqa: PT011  # told apart below
+            await ended(deaths.driver, asked[2])
+        return ends, late.value
+
+    try:
+        ends, late = asyncio.run(asyncio.wait_for(main(), 60))
+    finally:
+        deaths.driver.close()
+    return deaths, ends, late
+
+
+def test_an_engine_that_cannot_go_on_ends_all_and_says_so(
     engine: Engine, asked: list[Request], monkeypatch: pytest.MonkeyPatch
 ):
     def broken() -> Any:
         raise RuntimeError("broken")
 
-    async def main(driver: AsyncEngine, asked: Sequence[Request]) -> list[Ended]:
-        return await asyncio.gather(*(ended(driver, request) for request in asked[:2]))
-
     monkeypatch.setattr(engine._scheduler, "admit", broken)
-    assert [str(end.error) for end in run(engine, asked, main)] == ["broken"] * 2
+    deaths, ends, late = die(engine, asked)
+    assert [str(end.error) for end in ends] == ["broken"] * 2
+    assert deaths.driver.error is late
+    assert deaths.errors == [late]
+    assert deaths.left == [0]
     monkeypatch.undo()
-    assert finish(engine, asked[:1])[1][0].finished
+    assert finish(engine, asked[:1])[1][0].finished  # whoever drives it in another way may go on
+
+
+def test_all_are_told_although_the_engine_cannot_even_be_cleaned_up(
+    engine: Engine, asked: list[Request], monkeypatch: pytest.MonkeyPatch
+):
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("broken")
+
+    def cannot(*_: Any) -> Any:
+        raise ValueError("cannot be cleaned up")
+
+    monkeypatch.setattr(engine._scheduler, "plan", broken)
+    monkeypatch.setattr(engine._scheduler, "remove", cannot)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    deaths, ends, late = die(engine, asked)
+    assert [str(end.error) for end in ends] == ["broken"] * 2
+    assert deaths.errors == [late]
+
+
+def failing_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the first part fail that is collected."""
+    collect, failures = engine._runner.collect, iter([RuntimeError("the device failed")])
+
+    def failing(pending: Any) -> Any:
+        if (error := next(failures, None)) is not None:
+            raise error
+        return collect(pending)
+
+    monkeypatch.setattr(engine._runner, "collect", failing)
+
+
+def test_a_part_that_fails_on_a_device_that_answers_is_not_the_end(
+    engine: Engine, asked: list[Request], monkeypatch: pytest.MonkeyPatch
+):
+    failing_once(engine, monkeypatch)
+
+    async def main(driver: AsyncEngine, asked: Sequence[Request]) -> tuple[Ended, Ended, Any]:
+        return await ended(driver, asked[0]), await ended(driver, asked[1]), driver.error
+
+    failed, other, error = run(engine, asked, main)
+    assert str(failed.error) == "the device failed"
+    assert other.error is None
+    assert error is None
+
+
+def test_a_device_that_does_not_answer_after_a_failed_part_is_the_end(
+    engine: Engine, asked: list[Request], monkeypatch: pytest.MonkeyPatch
+):
+    """Requests of other parts end too: none of them would ever be served."""
+
+    def silent(*_: Any) -> Any:
+        raise RuntimeError("an illegal address was met")
+
+    failing_once(engine, monkeypatch)
+    monkeypatch.setattr("jdllm.serving.runner.jax.device_put", silent)
+    deaths, ends, late = die(engine, asked)
+    message = "the device does not answer any more: an illegal address was met"
+    assert [str(end.error) for end in ends] == [message] * 2
+    assert str(late) == message
+    assert deaths.errors == [deaths.driver.error]
+    stats = engine.stats()
+    assert (stats.failed, stats.free_pages) == (2, stats.pages)

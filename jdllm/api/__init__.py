@@ -1,0 +1,1 @@
+"""The HTTP server: OpenAI's API and its own, over one engine."""

@@ -1,0 +1,79 @@
+"""How the server is: health, version, metrics, counts, and the requests that are there."""
+
+import time
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from jdllm.api.errors import RESPONSES
+from jdllm.api.service import Service, dead
+from jdllm.serving.scheduler import Kind
+
+router = APIRouter()
+
+
+@router.get("/health", responses=RESPONSES)
+async def health(request: Request) -> Response:
+    """Whether requests are answered."""
+    service: Service = request.app.state.service
+    if service.engine.error is not None:
+        return dead(service.engine.error).response()
+    return JSONResponse({"status": "ok"})
+
+
+@router.get("/version")
+async def show_version() -> dict[str, str]:
+    """The version of jdllm."""
+    return {"version": version("jdllm")}
+
+
+@router.get("/metrics", responses={200: {"content": {"text/plain": {}}, "description": "Prometheus' text."}})
+async def metrics(request: Request) -> Response:
+    """What Prometheus scrapes."""
+    service: Service = request.app.state.service
+    return Response(service.metrics.render(), media_type=service.metrics.content_type)
+
+
+@router.get("/v1/stats", responses=RESPONSES)
+async def stats(request: Request) -> dict[str, Any]:
+    """Counts since the start, and what is held now."""
+    service: Service = request.app.state.service
+    counts = service.llm.engine.stats()._asdict()
+    for name in ("parts", "rows", "head_rows"):
+        counts[name] = _by_kind(counts[name])
+    counts["head_rows"] = sum(counts["head_rows"].values())
+    executables = service.llm.executables
+    return counts | {
+        "uptime": time.monotonic() - service.started,
+        "compiled": executables.compiled,
+        "loaded": executables.loaded,
+    }
+
+
+def _by_kind(counts: dict[Kind, int]) -> dict[str, int]:
+    return {kind.name.lower(): count for kind, count in counts.items()}
+
+
+@router.get("/v1/requests", responses=RESPONSES)
+async def requests(request: Request) -> dict[str, Any]:
+    """The requests that wait or run, in order of arrival: one for each sample."""
+    service: Service = request.app.state.service
+    calls = {id: call for call, running in service.running.items() for id in running.requests}
+    now, data = time.time(), []
+    for state in service.llm.engine.requests():
+        fields = state._asdict()
+        fields["id"] = calls.get(state.id)
+        fields["state"] = "running" if fields.pop("running") else "waiting"
+        fields["created"] = int(now - fields.pop("age"))
+        data.append(fields | {"object": "request"})
+    return {"object": "list", "data": data}
+
+
+@router.delete("/v1/requests/{call}", responses=RESPONSES)
+async def cancel(call: str, request: Request) -> dict[str, Any]:
+    """End a call; its client is told so."""
+    service: Service = request.app.state.service
+    service.cancel(call)
+    return {"id": call, "object": "request", "deleted": True}

@@ -1,0 +1,119 @@
+"""Answers in the shapes that OpenAI's clients read."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jdllm.checkpoints.tokenizer import Tokenizer
+from jdllm.outputs import CompletionOutput, RequestOutput
+from jdllm.prompts import Asked
+
+DONE = b"data: [DONE]\n\n"
+"""The last event of every stream."""
+
+EVENTS = "text/event-stream"
+
+
+def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
+    """A server-sent event of JSON, with a name or without."""
+    head = "" if name is None else f"event: {name}\n"
+    return f"{head}data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+
+
+def usage(prompt_tokens: int, completion_tokens: int, evaluations: int | None = None) -> dict[str, int]:
+    """Tokens that were read and made, and the forward evaluations of the model where they are known."""
+    counts = {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+    return counts if evaluations is None else counts | {"forward_evaluations": evaluations}
+
+
+def usage_of(outputs: Sequence[RequestOutput]) -> dict[str, int]:
+    """The usage of a finished call; each prompt counts once, whatever its samples."""
+    samples = [sample for output in outputs for sample in output.outputs]
+    return usage(
+        sum(len(output.prompt_token_ids) for output in outputs),
+        sum(len(sample.token_ids) for sample in samples),
+        sum(sample.nfe for sample in samples),
+    )
+
+
+def prompt_tokens(asked: Sequence[Asked]) -> int:
+    """Tokens of all prompts."""
+    return sum(len(one.specs[0].prompt) for one in asked)
+
+
+class Pieces:
+    """Texts of single tokens.
+
+    Arguments:
+    - `tokenizer`: of the model, where it has one.
+    - `mask_id`: the id that has no text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, mask_id: int | None):
+        self._tokenizer, self._mask_id = tokenizer, mask_id
+        self._known: dict[int, str] = {}
+
+    def __call__(self, token: int) -> str:
+        """The text of a token: special tokens by their names, parts of characters as U+FFFD."""
+        if token not in self._known:
+            self._known[token] = self._text(token)
+        return self._known[token]
+
+    def or_mask(self, token: int) -> str | None:
+        """The text of a token, `None` for a mask."""
+        return None if token == self._mask_id else self(token)
+
+    def _text(self, token: int) -> str:
+        if self._tokenizer is None:
+            return ""
+        return self._tokenizer.decode([token]) or self._tokenizer.token(token) or ""
+
+
+def completion_logprobs(
+    pieces: Pieces,
+    tokens: Sequence[int],
+    logprobs: Sequence[float | None],
+    steps: Sequence[int | None],
+    at: int,
+) -> dict[str, Any]:
+    """Log-probabilities as POST /v1/completions answers them, with the steps that committed the tokens.
+
+    Arguments:
+    - `tokens`, `logprobs`, `steps`: of each token; `None` for one that was given.
+    - `at`: characters before the first of them.
+    """
+    texts = [pieces(token) for token in tokens]
+    offsets = [at + sum(map(len, texts[:i])) for i in range(len(texts))]
+    return {
+        "tokens": texts,
+        "token_logprobs": list(logprobs),
+        "top_logprobs": [None if p is None else {t: p} for t, p in zip(texts, logprobs, strict=True)],
+        "text_offset": offsets,
+        "committed_in": list(steps),
+    }
+
+
+def chat_logprobs(
+    pieces: Pieces,
+    tokens: Sequence[int],
+    logprobs: Sequence[float | None],
+    steps: Sequence[int | None],
+    top: int,
+) -> dict[str, Any]:
+    """The same as POST /v1/chat/completions answers them; `top`: whether a token is listed as its own."""
+    content = []
+    for token, logprob, step in zip(tokens, logprobs, steps, strict=True):
+        text = pieces(token)
+        entry = {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        content.append(entry | {"top_logprobs": [dict(entry)] * top, "committed_in": step})
+    return {"content": content, "refusal": None}
+
+
+def sampled(output: CompletionOutput) -> tuple[list[int], list[float | None], list[int | None]]:
+    """Tokens of a sample that reports log-probabilities, these and the steps that committed them."""
+    tokens = output.token_ids
+    return tokens, output.logprobs or [None] * len(tokens), output.committed_in or [None] * len(tokens)

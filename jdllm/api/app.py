@@ -1,0 +1,64 @@
+"""The application: routes, errors and what stands before them."""
+
+import dataclasses
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from fastapi import APIRouter, FastAPI
+from fastapi.middleware.cors import CORSMiddleware
+
+from jdllm.api import admin, chat, completions, errors, infill, models, pages, score
+from jdllm.api.guards import ApiKeys, BoundedBodies
+from jdllm.api.service import Service
+
+ROUTERS: tuple[APIRouter, ...] = (
+    completions.router,
+    chat.router,
+    infill.router,
+    score.router,
+    models.router,
+    admin.router,
+    pages.router,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Access:
+    """Who may ask, and how much.
+
+    - `api_keys`: any of which will do; with none everybody may ask.
+    - `cors_origins`: from whose pages browsers may ask.
+    - `largest_body`: bytes.
+    - `body_seconds`: that a body may take to arrive.
+    """
+
+    api_keys: Sequence[str] = ()
+    cors_origins: Sequence[str] = ()
+    largest_body: int = 32 << 20
+    body_seconds: float = 60.0
+
+
+def create_app(service: Service, access: Access | None = None) -> FastAPI:
+    """The application over a model.
+
+    Arguments:
+    - `service`: the model.
+    - `access`: who may ask; by default everybody.
+    """
+    access = access or Access()
+    app = FastAPI(title="jdllm", version=version("jdllm"), docs_url=None, redoc_url=None)
+    app.state.service = service
+    errors.install(app)
+    for router in ROUTERS:
+        app.include_router(router)
+    app.add_middleware(BoundedBodies, largest=access.largest_body, seconds=access.body_seconds)
+    if access.api_keys:
+        app.add_middleware(ApiKeys, keys=access.api_keys)
+    if access.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(access.cors_origins),
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["Authorization", "Content-Type"],
+        )
+    return app

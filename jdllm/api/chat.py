@@ -1,0 +1,77 @@
+"""POST /v1/chat/completions."""
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from jdllm.api.answers import chat_logprobs, sampled
+from jdllm.api.errors import RESPONSES, bad_request
+from jdllm.api.generation import Shape, answer, asked_of, openai_options, pieces_of
+from jdllm.api.protocol import ChatMessage, ChatRequest
+from jdllm.api.service import Service
+from jdllm.outputs import CompletionOutput
+from jdllm.prompts import Asked, Prompt
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions", responses=RESPONSES)
+async def chat(body: ChatRequest, request: Request) -> Response:
+    """Answer a conversation, by the model's chat template."""
+    service: Service = request.app.state.service
+    service.model(body.model)
+    asked = await asyncio.to_thread(_asked, service, body)
+    return await answer(service, request, body, asked, _shape(service, body))
+
+
+def conversation(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+    """Messages as a chat template takes them: a developer is the system."""
+    plain = [message.model_dump(exclude_none=True) for message in messages]
+    return [one | {"role": "system"} if one["role"] == "developer" else one for one in plain]
+
+
+def _asked(service: Service, body: ChatRequest) -> list[Asked]:
+    if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
+        raise bad_request(
+            "max_tokens and max_completion_tokens are one and the same: give either", "max_tokens"
+        )
+    if body.top_logprobs and not body.logprobs:
+        raise bad_request("top_logprobs needs logprobs", "top_logprobs")
+    options = openai_options(body, logprobs=bool(body.logprobs))
+    if body.max_completion_tokens is not None:
+        options["max_tokens"] = body.max_completion_tokens
+    prompt = Prompt(*service.tokenizer.encode_chat(conversation(body.messages)))
+    return asked_of(service, [prompt], service.sampling(body, **options))
+
+
+def _shape(service: Service, body: ChatRequest) -> Shape:
+    pieces, top = pieces_of(service), body.top_logprobs or 0
+
+    def choice(index: int, sample: CompletionOutput) -> dict[str, Any]:
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": sample.text, "refusal": None},
+            "logprobs": chat_logprobs(pieces, *sampled(sample), top) if body.logprobs else None,
+            "finish_reason": sample.finish_reason,
+        }
+
+    def delta(index: int, text: str, logprobs: Any) -> dict[str, Any]:
+        return {"index": index, "delta": {"content": text}, "logprobs": logprobs}
+
+    return Shape(
+        prefix="chatcmpl",
+        object="chat.completion",
+        chunk="chat.completion.chunk",
+        opening=lambda index: {
+            "index": index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+        },
+        choice=choice,
+        delta=delta,
+        logprobs=(lambda ids, logprobs, steps, _: chat_logprobs(pieces, ids, logprobs, steps, top))
+        if body.logprobs
+        else None,
+    )

@@ -1,0 +1,161 @@
+"""POST /v1/completions."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from jdllm.api.answers import completion_logprobs, sampled, usage
+from jdllm.api.errors import RESPONSES, bad_request
+from jdllm.api.generation import Shape, answer, asked_of, openai_options, pieces_of, with_result
+from jdllm.api.protocol import CompletionRequest
+from jdllm.api.service import Service
+from jdllm.outputs import CompletionOutput
+from jdllm.prompts import Asked, Prompt, ask
+from jdllm.serving.spec import infill_spec, mask_id_of
+
+router = APIRouter()
+
+
+@router.post("/v1/completions", responses=RESPONSES)
+async def completions(body: CompletionRequest, request: Request) -> Response:
+    """Generate behind each prompt, or between a prompt and a suffix."""
+    service: Service = request.app.state.service
+    service.model(body.model)
+    _check(body)
+    asked = await asyncio.to_thread(_between if body.suffix else _behind, service, body)
+    shape = _shape(service, body, asked)
+    if body.echo and body.logprobs is not None:
+        return await _pseudo_likelihoods(service, request, body, asked)
+    return await answer(service, request, body, asked, shape)
+
+
+def _check(body: CompletionRequest) -> None:
+    if body.best_of not in (None, body.n or 1):
+        raise bad_request(f"best_of is {body.best_of}, expected n: all samples are returned", "best_of")
+    if body.echo and body.stream:
+        raise bad_request("echo is for answers that are not streamed: leave stream or echo out", "echo")
+    if body.echo and body.logprobs is not None and (body.max_tokens != 1 or body.suffix):
+        raise bad_request(
+            "echo with logprobs answers pseudo-log-likelihoods of the prompt: it needs max_tokens 1 and no"
+            " suffix",
+            "logprobs",
+        )
+
+
+def _prompts(service: Service, body: CompletionRequest) -> list[Prompt]:
+    """The prompts; texts are encoded."""
+    given: Any = body.prompt
+    many = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+    special = bool(body.parse_special)
+    return [
+        Prompt(one, service.tokenizer.encode(one, parse_special=special))
+        if isinstance(one, str)
+        else Prompt(None, one)
+        for one in many
+    ]
+
+
+def _behind(service: Service, body: CompletionRequest) -> list[Asked]:
+    options = openai_options(body, logprobs=body.logprobs is not None)
+    return asked_of(service, _prompts(service, body), service.sampling(body, **options))
+
+
+def _between(service: Service, body: CompletionRequest) -> list[Asked]:
+    """Masks between each prompt and the suffix; only these are the answer."""
+    options = openai_options(body, logprobs=body.logprobs is not None)
+    sampling = service.sampling(body, **options)
+    masks = sampling.max_tokens or sampling.gen_length
+    # The server's own steps and blocks are for what it generates by default, not for these masks.
+    own = {name: getattr(body, name) for name in ("steps", "block_length")}
+    sampling = sampling.changed(**own)
+    config = service.llm.config
+    suffix = service.tokenizer.encode(body.suffix or "", parse_special=bool(body.parse_special))
+    prompts = _prompts(service, body)
+    for prompt in prompts:
+        service.check_length(len(prompt.ids) + masks + len(suffix))
+
+    def make(ids: Any, one: Any) -> Any:
+        spec = infill_spec([*ids, *[mask_id_of(config)] * masks, *suffix], one, config)
+        return with_result(spec, len(ids), len(ids) + masks)
+
+    return ask(prompts, [sampling] * len(prompts), make)
+
+
+def _shape(service: Service, body: CompletionRequest, asked: Sequence[Asked]) -> Shape:
+    pieces = pieces_of(service)
+    texts = [_echoed(service, one) if body.echo else "" for one in asked for _ in one.specs]
+
+    def choice(index: int, sample: CompletionOutput) -> dict[str, Any]:
+        found = None
+        if body.logprobs is not None:
+            found = completion_logprobs(pieces, *sampled(sample), len(texts[index]))
+        return {
+            "index": index,
+            "text": texts[index] + (sample.text or ""),
+            "token_ids": sample.token_ids,
+            "logprobs": found,
+            "finish_reason": sample.finish_reason,
+        }
+
+    return Shape(
+        prefix="cmpl",
+        object="text_completion",
+        chunk="text_completion",
+        opening=None,
+        choice=choice,
+        delta=lambda index, text, logprobs: {"index": index, "text": text, "logprobs": logprobs},
+        logprobs=None if body.logprobs is None else lambda *columns: completion_logprobs(pieces, *columns),
+    )
+
+
+def _echoed(service: Service, one: Asked) -> str:
+    return one.text if one.text is not None else service.tokenizer.decode(one.specs[0].prompt.tolist())
+
+
+async def _pseudo_likelihoods(
+    service: Service, request: Request, body: CompletionRequest, asked: Sequence[Asked]
+) -> Response:
+    """The prompts and a token each, with the pseudo-log-likelihood of every token of the prompt: its
+    log-probability where it alone is masked."""
+    pieces = pieces_of(service)
+    running = service.submit(request, "cmpl", asked, "none")
+    with running:
+        outputs = await running.finish()
+    choices = []
+    for index, output in enumerate(outputs):
+        ids = output.prompt_token_ids
+        scores = await service.scored(lambda ids=ids: service.llm.pseudo_likelihood(ids))
+        first = output.outputs[0]
+        found = completion_logprobs(
+            pieces,
+            [*ids, *first.token_ids],
+            [*(score.logprob for score in scores), *(first.logprobs or [])],
+            [*[None] * len(ids), *(first.committed_in or [])],
+            0,
+        )
+        for place, score in enumerate(scores):
+            found["top_logprobs"][place][pieces(score.best)] = score.best_logprob
+        text = "".join(found["tokens"])
+        choices.append(
+            {
+                "index": index,
+                "text": text,
+                "logprobs": found | {"kind": "pseudo_log_likelihood"},
+                "finish_reason": first.finish_reason,
+            }
+        )
+    evaluations = sum(len(output.prompt_token_ids) + output.nfe for output in outputs)
+    read = sum(len(output.prompt_token_ids) for output in outputs)
+    return JSONResponse(
+        {
+            "id": running.id,
+            "object": "text_completion",
+            "created": running.created,
+            "model": service.model(body.model),
+            "choices": choices,
+            "usage": usage(read, len(outputs), evaluations),
+        }
+    )

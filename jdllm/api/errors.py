@@ -1,0 +1,167 @@
+"""Errors in OpenAI's shape, whatever went wrong."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from jdllm.api.protocol import SAMPLING_FIELDS
+from jdllm.arguments import shortened
+from jdllm.errors import JdllmError, KvPoolError, NonFiniteError
+from jdllm.planning.budget import MemoryBudgetError
+
+_log = logging.getLogger("jdllm.api")
+
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    409: "conflict_error",
+    429: "rate_limit_error",
+}
+
+
+class ErrorBody(BaseModel):
+    """What was wrong.
+
+    - `type`: the kind of error; `code`: a name for programs.
+    - `param`: the field that it concerns.
+    """
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(BaseModel):
+    """An error, in OpenAI's shape."""
+
+    error: ErrorBody
+
+
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorResponse, "description": text}
+    for status, text in {
+        400: "A field that is wrong, or a request that cannot be served.",
+        401: "No API key, or a wrong one.",
+        404: "There is no such model.",
+        408: "The request took longer than the server allows.",
+        409: "The request was cancelled.",
+        413: "The body is too large.",
+        429: "The queue is full.",
+        500: "The server failed.",
+        503: "The server is starting, stopping or broken.",
+    }.items()
+}
+"""What a route documents beside its answer."""
+
+
+class ApiError(Exception):
+    """An answer other than success.
+
+    - `status`: of HTTP.
+    - `param`, `code`: as of `ErrorBody`.
+    - `headers`: of the answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = headers
+
+    def body(self) -> dict[str, Any]:
+        """The error as JSON."""
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        fields = {"message": _printable(self.message), "param": self.param and _printable(self.param)}
+        return {"error": {**fields, "type": kind, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """The answer."""
+        return JSONResponse(self.body(), self.status, headers=self.headers)
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """An error of the client's."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """Whatever an engine or a request raised, as an answer."""
+    match error:
+        case ApiError():
+            return error
+        case NonFiniteError():
+            return ApiError(500, str(error), code="non_finite")
+        case MemoryBudgetError() | KvPoolError():
+            return bad_request(str(error), code="context_length_exceeded")
+        case JdllmError():
+            return bad_request(str(error), param=_named_field(str(error)))
+    _log.error("a request failed", exc_info=error)
+    return ApiError(500, f"the request failed: {type(error).__name__}", code="internal_error")
+
+
+def install(app: FastAPI) -> None:
+    """Let `app` answer every error in OpenAI's shape."""
+
+    async def invalid(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return _of_validation(error.errors()).response()
+
+    async def refused(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        headers = dict(error.headers) if error.headers else None
+        return ApiError(error.status_code, str(error.detail), headers=headers).response()
+
+    async def known(request: Request, error: Exception) -> JSONResponse:
+        return as_api_error(error).response()
+
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, refused)
+    for kind in (ApiError, JdllmError, Exception):
+        app.add_exception_handler(kind, known)
+
+
+def _of_validation(errors: Sequence[Any]) -> ApiError:
+    """The first thing wrong with a body."""
+    first = errors[0]
+    place, kind = [part for part in first["loc"] if part != "body"], first["type"]
+    param = str(place[0]) if place and isinstance(place[0], str) else None
+    if kind == "json_invalid":
+        return bad_request(f"the body is no JSON: {first['ctx']['error']}", code="invalid_json")
+    if param is None:
+        return bad_request(f"the body is {shortened(first.get('input'))}, expected a JSON object")
+    if kind == "missing":
+        return bad_request(f"{_path(place)} is missing", param, "missing_field")
+    if kind == "extra_forbidden":
+        return bad_request(f"there is no field {_path(place)}", param, "unknown_field")
+    expected = "; or ".join(dict.fromkeys(error["msg"] for error in errors if error["loc"][1:2] == (param,)))
+    return bad_request(f"{param} is {shortened(first['input'])}: {expected}", param, "invalid_value")
+
+
+def _printable(text: str) -> str:
+    """`text` without halves of UTF-16 pairs, which no answer can hold."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _path(place: Sequence[Any]) -> str:
+    return ".".join(map(str, place))
+
+
+def _named_field(message: str) -> str | None:
+    """The field that a message begins with."""
+    first = message.partition(" ")[0]
+    return first if first in SAMPLING_FIELDS else None

@@ -1,0 +1,166 @@
+"""What completions and chat have in common: a call from its prompts, its answer and its stream."""
+
+import dataclasses
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, NamedTuple
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from jdllm.api.answers import DONE, EVENTS, Pieces, event, prompt_tokens, usage, usage_of
+from jdllm.api.denoise_stream import denoise_events
+from jdllm.api.errors import ApiError
+from jdllm.api.protocol import OpenAIFields, StreamOptions
+from jdllm.api.service import Running, Service
+from jdllm.api.text_stream import TextStream
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.outputs import CompletionOutput
+from jdllm.prompts import Asked, Prompt, ask
+from jdllm.serving.engine import Updates
+from jdllm.serving.spec import RequestSpec, generation_spec
+from jdllm.serving.updates import StepUpdate, Update
+
+Make = Callable[[Any, SamplingParams], RequestSpec]
+
+
+class Shape(NamedTuple):
+    """How one of the two APIs writes its answers.
+
+    - `prefix`, `object`, `chunk`: of ids, whole answers and parts of a stream.
+    - `opening`: a choice of the first chunk, `None` where there is none.
+    - `choice`: a whole choice, from its index and the sample.
+    - `delta`: a choice of a chunk, from its index, the new text and log-probabilities or `None`.
+    - `logprobs`: of a stretch of tokens: ids, log-probabilities, steps, and characters before.
+    """
+
+    prefix: str
+    object: str
+    chunk: str
+    opening: Callable[[int], dict[str, Any]] | None
+    choice: Callable[[int, CompletionOutput], dict[str, Any]]
+    delta: Callable[[int, str, Any], dict[str, Any]]
+    logprobs: Callable[[Sequence[int], Sequence[float | None], Sequence[int | None], int], Any] | None
+
+
+def asked_of(service: Service, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Asked]:
+    """The requests of a call that generates behind its prompts; raises as `jdllm.prompts.ask` does."""
+    for prompt in prompts:
+        service.check_length(len(prompt.ids) + sampling.gen_length)
+    llm = service.llm
+    decode = None if llm.tokenizer is None else llm.tokenizer.decode
+    return ask(
+        prompts,
+        [sampling] * len(prompts),
+        lambda ids, one: generation_spec(ids, one, llm.config, decode=decode),
+    )
+
+
+def openai_options(body: OpenAIFields, *, logprobs: bool) -> dict[str, Any]:
+    """What OpenAI's fields say in the words of `SamplingParams`."""
+    options: dict[str, Any] = {"logprobs": logprobs}
+    if body.ignore_eos:
+        options["early_stop"] = False
+    return options
+
+
+async def answer(
+    service: Service, request: Request, body: OpenAIFields, asked: Sequence[Asked], shape: Shape
+) -> Response:
+    """Run a call and answer it, whole or as a stream."""
+    model = service.model(body.model)
+    running = service.submit(request, shape.prefix, asked, _updates(body))
+    if body.stream:
+        if body.stream_mode == "denoise":
+            events = denoise_events(running, pieces_of(service))
+        else:
+            events = _text_events(service, running, model, body.stream_options or StreamOptions(), shape)
+        return StreamingResponse(events, media_type=EVENTS, headers={"Cache-Control": "no-store"})
+    with running:
+        outputs = await running.finish()
+    samples = [sample for output in outputs for sample in output.outputs]
+    seeds = [output.seed for output in outputs]
+    head = _head(running, model, shape.object)
+    choices = [shape.choice(i, sample) | {"nfe": sample.nfe} for i, sample in enumerate(samples)]
+    return JSONResponse(head | {"choices": choices, "usage": usage_of(outputs), "seeds": seeds})
+
+
+def _updates(body: OpenAIFields) -> Updates:
+    if not body.stream:
+        return "none"
+    return "every" if body.stream_mode == "denoise" else "later"
+
+
+def pieces_of(service: Service) -> Pieces:
+    """Texts of the tokens of a server's model."""
+    return Pieces(service.llm.tokenizer, service.llm.config.mask_id)
+
+
+def _head(running: Running, model: str, kind: str) -> dict[str, Any]:
+    return {"id": running.id, "object": kind, "created": running.created, "model": model}
+
+
+class _Chunks:
+    """Writes the chunks of a stream of text."""
+
+    def __init__(self, service: Service, running: Running, model: str, options: StreamOptions, shape: Shape):
+        tokenizer = service.llm.tokenizer
+        decode = tokenizer.decode if tokenizer else lambda _: ""
+        specs = [spec for one in running.asked for spec in one.specs]
+        self.texts = [TextStream(spec, decode) for spec in specs]
+        self._running, self._shape, self._options = running, shape, options
+        self._head = _head(running, model, shape.chunk)
+        self._read = prompt_tokens(running.asked)
+
+    def chunk(self, choice: dict[str, Any], reason: str | None = None) -> bytes:
+        """One choice, with the usage so far where it was asked for."""
+        data = self._head | {"choices": [choice | {"finish_reason": reason}]}
+        if self._options.continuous_usage_stats:
+            data["usage"] = usage(self._read, sum(text.tokens_told for text in self.texts))
+        elif self._options.include_usage:
+            data["usage"] = None
+        return event(data)
+
+    def of(self, choice: int, update: Update) -> bytes | None:
+        """What an update brings, `None` where that is nothing."""
+        stream, reason = self.texts[choice], None
+        if isinstance(update, StepUpdate):
+            delta = stream.take(update)
+        else:
+            sample = self._running.sample(choice)
+            delta, reason = stream.finish(sample.text or "", len(sample.token_ids)), sample.finish_reason
+        if not delta.text and reason is None:
+            return None
+        logprobs = self._shape.logprobs and self._shape.logprobs(
+            *delta.tokens, len(stream.text) - len(delta.text)
+        )
+        return self.chunk(self._shape.delta(choice, delta.text, logprobs), reason)
+
+    def last(self) -> bytes:
+        """The usage of all, without a choice."""
+        return event(self._head | {"choices": [], "usage": usage_of(self._running.outputs())})
+
+
+async def _text_events(
+    service: Service, running: Running, model: str, options: StreamOptions, shape: Shape
+) -> AsyncIterator[bytes]:
+    """Chunks of committed text, in order."""
+    chunks = _Chunks(service, running, model, options, shape)
+    try:
+        with running:
+            if shape.opening is not None:
+                for choice in range(len(chunks.texts)):
+                    yield chunks.chunk(shape.opening(choice))
+            async for choice, update in running:
+                told = chunks.of(choice, update)
+                if told is not None:
+                    yield told
+            if options.include_usage:
+                yield chunks.last()
+    except ApiError as error:
+        yield event(error.body())
+    yield DONE
+
+
+def with_result(spec: RequestSpec, start: int, stop: int) -> RequestSpec:
+    """`spec`, whose result is a part of its sequence."""
+    return dataclasses.replace(spec, returned=slice(start, stop))

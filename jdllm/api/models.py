@@ -1,0 +1,84 @@
+"""The model that is served, and its tokenizer."""
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from jdllm.api.chat import conversation
+from jdllm.api.errors import RESPONSES, bad_request
+from jdllm.api.protocol import DetokenizeRequest, TokenizeRequest
+from jdllm.api.service import Service
+
+router = APIRouter()
+
+
+@router.get("/v1/models", responses=RESPONSES)
+@router.get("/models", include_in_schema=False)
+async def models(request: Request) -> dict[str, Any]:
+    """The names that the model answers to."""
+    service: Service = request.app.state.service
+    return {"object": "list", "data": [_card(service, name) for name in service.settings.names]}
+
+
+@router.get("/v1/models/{name:path}", responses=RESPONSES)
+async def model(name: str, request: Request) -> dict[str, Any]:
+    """One of them."""
+    service: Service = request.app.state.service
+    return _card(service, service.model(name))
+
+
+@router.post("/tokenize", responses=RESPONSES)
+async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
+    """Ids of a text, or of a conversation in the model's chat template."""
+    service: Service = request.app.state.service
+    service.model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_request("give either prompt or messages", "prompt")
+    ids = await asyncio.to_thread(_ids, service, body)
+    return {"tokens": ids, "count": len(ids), "max_model_len": service.longest}
+
+
+def _ids(service: Service, body: TokenizeRequest) -> list[int]:
+    if body.messages is not None:
+        return service.tokenizer.encode_chat(conversation(body.messages))[1]
+    return service.tokenizer.encode(body.prompt or "", parse_special=bool(body.parse_special))
+
+
+@router.post("/detokenize", responses=RESPONSES)
+async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any]:
+    """Text of ids, without special tokens."""
+    service: Service = request.app.state.service
+    service.model(body.model)
+    return {"prompt": await asyncio.to_thread(service.tokenizer.decode, body.tokens)}
+
+
+@router.get("/tokenizer_info", responses=RESPONSES)
+async def tokenizer_info(request: Request) -> dict[str, Any]:
+    """What a client needs to prepare token ids itself."""
+    service: Service = request.app.state.service
+    config, tokenizer = service.llm.config, service.tokenizer
+    ids = {"eos": config.eos_id, "eot": config.eot_id, "mask": config.mask_id}
+    texts = {name: None if i is None else tokenizer.token(i) for name, i in ids.items()}
+    special = tokenizer.special_tokens
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "vocab_size": len(tokenizer),
+        "model_vocab_size": config.vocab_size,
+        "bos_token": special.get("bos_token"),
+        "pad_token": special.get("pad_token"),
+        "chat_template": tokenizer.chat_template,
+        **{f"{name}_token": text for name, text in texts.items()},
+        **{f"{name}_token_id": i for name, i in ids.items()},
+    }
+
+
+def _card(service: Service, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "jdllm",
+        "max_model_len": service.longest,
+        "family": service.llm.config.family,
+    }

@@ -1,0 +1,90 @@
+// A small line chart of the last minute, as SVG.
+
+const SVG = "http://www.w3.org/2000/svg";
+const WIDTH = 480;
+const HEIGHT = 130;
+const LEFT = 44;
+const TOP = 8;
+const BOTTOM = 18;
+const SECONDS = 60;
+
+export class Chart {
+  // `series`: [{ name, title }], at most four; each has its own colour and dashes.
+  constructor(title, series) {
+    this.series = series;
+    this.figure = document.createElement("figure");
+    this.figure.className = "card chart";
+    const caption = document.createElement("figcaption");
+    caption.append(heading(title), ...series.map(key));
+    this.values = [...caption.querySelectorAll("[data-value]")];
+    this.svg = made("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, "aria-hidden": "true" });
+    this.figure.append(caption, this.svg);
+  }
+
+  // Draw points of each series, [seconds ago, value]; `most` is the top of the scale where it is known.
+  draw(points, most = null) {
+    const highest = Math.max(0, ...points.flat().map(([, value]) => value));
+    const top = most ?? rounded(highest);
+    const x = (ago) => WIDTH - ((WIDTH - LEFT) * ago) / SECONDS;
+    const y = (value) => TOP + (HEIGHT - TOP - BOTTOM) * (1 - value / top);
+    this.svg.replaceChildren(
+      ...[0, top / 2, top].flatMap((value) => gridLine(y(value), value)),
+      label("60 s ago", LEFT, HEIGHT - 4, "start"),
+      label("now", WIDTH, HEIGHT - 4, "end"),
+      ...points.map((one, i) => line(one.map(([ago, value]) => [x(ago), y(value)]), i)),
+    );
+    points.forEach((one, i) => {
+      this.values[i].textContent = one.length === 0 ? "–" : short(one.at(-1)[1]);
+    });
+  }
+}
+
+export function short(value) {
+  if (value >= 1e6) return `${(value / 1e6).toFixed(1)} M`;
+  if (value >= 1e4) return `${(value / 1e3).toFixed(1)} k`;
+  return value >= 10 || Number.isInteger(value) ? Math.round(value).toLocaleString("en") : value.toFixed(1);
+}
+
+// The next of 1, 2 and 5 times a power of ten, but at least 2, so that the middle is a whole number.
+function rounded(value) {
+  const power = 10 ** Math.floor(Math.log10(Math.max(value, 1)));
+  return Math.max(2, [1, 2, 5, 10].map((factor) => factor * power).find((step) => step >= value));
+}
+
+function gridLine(y, value) {
+  return [made("line", { class: "grid", x1: LEFT, x2: WIDTH, y1: y, y2: y }), label(short(value), LEFT - 6, y + 4, "end")];
+}
+
+function line(points, index) {
+  const path = points.map(([x, y]) => `${x.toFixed(1)},${y.toFixed(1)}`).join(" ");
+  return made("polyline", { class: `line series-${index}`, points: path });
+}
+
+function label(text, x, y, anchor) {
+  const element = made("text", { x, y, "text-anchor": anchor });
+  element.textContent = text;
+  return element;
+}
+
+function heading(text) {
+  const element = document.createElement("h2");
+  element.textContent = text;
+  return element;
+}
+
+function key({ title }, index) {
+  const element = document.createElement("span");
+  element.className = "key";
+  const swatch = made("svg", { viewBox: "0 0 22 4", class: "swatch", "aria-hidden": "true" });
+  swatch.append(made("line", { class: `line series-${index}`, x1: 0, x2: 22, y1: 2, y2: 2 }));
+  const value = document.createElement("b");
+  value.dataset.value = "";
+  element.append(swatch, `${title} `, value);
+  return element;
+}
+
+function made(name, attributes) {
+  const element = document.createElementNS(SVG, name);
+  for (const [attribute, value] of Object.entries(attributes)) element.setAttribute(attribute, value);
+  return element;
+}

@@ -1,0 +1,121 @@
+// The page of figures: asks the server once a second how it is doing.
+
+import { getJson } from "./api.js";
+import { Chart, short } from "./chart.js";
+import { History } from "./history.js";
+
+const INTERVAL = 1000;
+const UNAUTHORIZED = 401;
+const CHARTS = [
+  {
+    title: "Requests",
+    series: [
+      { name: "running", title: "running" },
+      { name: "waiting", title: "waiting" },
+    ],
+  },
+  { title: "KV pool, pages in use", series: [{ name: "pages", title: "pages" }], most: (stats) => stats.pages },
+  {
+    title: "Rows a second",
+    series: [
+      { name: "fullRows", title: "full" },
+      { name: "refreshRows", title: "refresh" },
+      { name: "reuseRows", title: "reuse" },
+      { name: "adaptiveRows", title: "adaptive" },
+    ],
+  },
+  { title: "Tokens a second", series: [{ name: "tokens", title: "committed" }] },
+];
+const RATES = {
+  "Requests running": "running",
+  "Requests waiting": "waiting",
+  "Pages in use": "pages",
+  "Rows a second, full": "fullRows",
+  "Rows a second, refresh": "refreshRows",
+  "Rows a second, reuse": "reuseRows",
+  "Rows a second, adaptive": "adaptiveRows",
+  "Tokens a second": "tokens",
+  "Forward evaluations a second": "evaluations",
+};
+const TOTALS = {
+  "Requests finished": (stats) => stats.finished,
+  "Requests failed": (stats) => stats.failed,
+  "Requests aborted": (stats) => stats.aborted,
+  "Tokens committed": (stats) => stats.tokens,
+  "Forward evaluations": (stats) => stats.evaluated,
+  "Head rows": (stats) => stats.head_rows,
+  "Pages of the KV pool": (stats) => stats.pages,
+  "KV pool made again": (stats) => stats.rebuilt,
+  "Executables compiled": (stats) => stats.compiled,
+  "Executables loaded": (stats) => stats.loaded,
+};
+
+const element = (id) => document.getElementById(id);
+const history = new History();
+const charts = CHARTS.map(({ title, series }) => new Chart(title, series));
+const rates = rowsOf(element("rates"), Object.keys(RATES), 3);
+const totals = rowsOf(element("totals"), [...Object.keys(TOTALS), "Uptime"], 1);
+element("charts").append(...charts.map((chart) => chart.figure));
+
+// Rows of a table, one for each title; returns the cells behind the titles.
+function rowsOf(table, titles, cells) {
+  return titles.map((title) => {
+    const row = table.tBodies[0].insertRow();
+    const head = document.createElement("th");
+    head.scope = "row";
+    head.textContent = title;
+    row.append(head);
+    return Array.from({ length: cells }, () => row.insertCell());
+  });
+}
+
+function show(stats, now) {
+  history.take(stats, now);
+  charts.forEach((chart, i) => {
+    const { series, most } = CHARTS[i];
+    chart.draw(
+      series.map(({ name }) => history.points(name, now)),
+      most?.(stats) || null,
+    );
+  });
+  Object.values(RATES).forEach((name, i) => fill(rates[i], summary(history.values(name))));
+  const counts = Object.values(TOTALS).map((count) => count(stats).toLocaleString("en"));
+  [...counts, duration(stats.uptime)].forEach((text, i) => fill(totals[i], [text]));
+}
+
+function summary(values) {
+  if (values.length === 0) return ["–", "–", "–"];
+  const mean = values.reduce((sum, value) => sum + value, 0) / values.length;
+  return [values.at(-1), mean, Math.max(...values)].map(short);
+}
+
+function fill(cells, texts) {
+  cells.forEach((cell, i) => {
+    cell.textContent = texts[i];
+  });
+}
+
+function duration(seconds) {
+  const minutes = Math.floor(seconds / 60);
+  if (minutes === 0) return `${Math.floor(seconds)} s`;
+  return minutes < 60 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+}
+
+async function poll() {
+  try {
+    show(await getJson("v1/stats"), performance.now() / 1000);
+    element("error").textContent = "";
+  } catch (error) {
+    element("error").textContent = error.message;
+    if (error.status === UNAUTHORIZED) return;
+  }
+  setTimeout(poll, INTERVAL);
+}
+
+async function showModel() {
+  const [model] = (await getJson("v1/models")).data;
+  element("model").textContent = `${model.id} · ${model.family}`;
+}
+
+showModel().catch(() => {});
+poll();

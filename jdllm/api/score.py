@@ -1,0 +1,47 @@
+"""POST /v1/score: how likely given answers are."""
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from jdllm.api.answers import usage
+from jdllm.api.errors import RESPONSES
+from jdllm.api.protocol import ScoreRequest
+from jdllm.api.service import Service
+
+router = APIRouter()
+
+
+@router.post("/v1/score", responses=RESPONSES)
+async def score(body: ScoreRequest, request: Request) -> dict[str, Any]:
+    """Estimate log p(answer | prompt) of each answer by stratified Monte Carlo."""
+    service: Service = request.app.state.service
+    model = service.model(body.model)
+    prompt, answers = await asyncio.to_thread(_ids, service, body)
+    for answer in answers:
+        service.check_length(len(prompt) + len(answer))
+    found = await service.scored(
+        lambda: service.llm.likelihoods(
+            [(prompt, answer) for answer in answers],
+            mc_num=body.mc_num,
+            batch_size=body.batch_size,
+            cfg_scale=body.cfg_scale,
+            seed=body.seed,
+        )
+    )
+    scores = [
+        {"index": index, **one._asdict(), "tokens": len(answer)}
+        for index, (one, answer) in enumerate(zip(found, answers, strict=True))
+    ]
+    counts = usage(len(prompt) + sum(map(len, answers)), 0, sum(one.mc_num for one in found))
+    return {"object": "score", "model": model, "scores": scores, "usage": counts}
+
+
+def _ids(service: Service, body: ScoreRequest) -> tuple[list[int], list[list[int]]]:
+    def encode(given: str | list[int]) -> list[int]:
+        if not isinstance(given, str):
+            return given
+        return service.tokenizer.encode(given, parse_special=bool(body.parse_special)) if given else []
+
+    return encode(body.prompt), [encode(answer) for answer in body.answers]

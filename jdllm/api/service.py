@@ -1,0 +1,305 @@
+"""What stands between HTTP and the engine: who may ask, what is asked, and what becomes of it."""
+
+import asyncio
+import dataclasses
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import fastapi
+import numpy as np
+
+from jdllm.api.errors import ApiError, as_api_error, bad_request
+from jdllm.api.metrics import Metrics
+from jdllm.api.protocol import Asking, given_fields
+from jdllm.checkpoints.tokenizer import Tokenizer
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.llm import LLM
+from jdllm.outputs import CompletionOutput, RequestOutput, request_output
+from jdllm.prompts import Asked
+from jdllm.serving.async_engine import AsyncEngine
+from jdllm.serving.engine import Updates
+from jdllm.serving.request import Request
+from jdllm.serving.submitted import Submitted
+from jdllm.serving.updates import Ended, StepUpdate, Update
+
+_CLIENT_GONE = 499
+"""The status, which nobody receives, of a request whose client has gone."""
+
+_RETRY_AFTER = 1
+"""Seconds after which a client may ask again where the queue is full."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How a server serves.
+
+    - `names`: of the model, the first of which is its own.
+    - `default_sampling`: what applies where a request says nothing.
+    - `max_queue`: requests that may wait.
+    - `request_timeout`: seconds that a request may take, `None` for any.
+    """
+
+    names: tuple[str, ...]
+    default_sampling: SamplingParams
+    max_queue: int = 1024
+    request_timeout: float | None = None
+
+
+class Told(NamedTuple):
+    """An update of one sample of a call; `choice` counts the samples over all its prompts."""
+
+    choice: int
+    update: Update
+
+
+class Service:
+    """One model behind HTTP.
+
+    Arguments:
+    - `llm`: the model.
+    - `engine`: drives its engine.
+    - `settings`: how it serves.
+    - `metrics`: what is told to monitoring.
+    """
+
+    def __init__(self, llm: LLM, engine: AsyncEngine, settings: Settings, metrics: Metrics):
+        self.llm, self.engine, self.settings, self.metrics = llm, engine, settings, metrics
+        self.created = int(time.time())
+        self.started = time.monotonic()
+        self.running: dict[str, Running] = {}
+        self._scoring = ThreadPoolExecutor(1, thread_name_prefix="jdllm-score")
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that is served."""
+        account = self.llm.account
+        return account.rows if account.budget is None else account.longest
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self.llm.tokenizer is None:
+            raise bad_request("the model has no tokenizer files: use token ids")
+        return self.llm.tokenizer
+
+    @property
+    def mask_token(self) -> str | None:
+        """The text of the mask."""
+        mask_id = self.llm.config.mask_id
+        return None if mask_id is None else self.tokenizer.token(mask_id)
+
+    def model(self, name: str | None) -> str:
+        """The name that a request is answered under; raises `ApiError` for a model that is not here."""
+        if name is None:
+            return self.settings.names[0]
+        if name not in self.settings.names:
+            listed = ", ".join(self.settings.names)
+            raise ApiError(
+                404, f"there is no model {name}, only {listed}", param="model", code="model_not_found"
+            )
+        return name
+
+    def sampling(self, body: Asking, **further: object) -> SamplingParams:
+        """The parameters of a request: its own, and where it says nothing those of the server.
+
+        Without a seed one is drawn. `max_tokens` without `steps` evaluates a step for each token. Raises
+        `RequestError` for what cannot be, and `ApiError` for more steps than tokens.
+        """
+        given = dict(given_fields(body)) | further
+        if ("max_tokens" in given or "gen_length" in given) and "steps" not in given:
+            given["steps"] = None
+        sampling = self.settings.default_sampling.changed(**{"seed": None, **given})
+        if sampling.steps is not None and sampling.steps > sampling.gen_length:
+            raise bad_request(
+                f"steps is {sampling.steps}, more than the {sampling.gen_length} tokens that are generated",
+                "steps",
+            )
+        return sampling
+
+    def check_length(self, tokens: int) -> None:
+        """Raise `ApiError` for a sequence that is longer than what is served."""
+        if tokens > self.longest:
+            raise bad_request(
+                f"a sequence of {tokens} tokens, the prompt and what is generated, is longer than the"
+                f" {self.longest} that this server has room for",
+                code="context_length_exceeded",
+            )
+
+    async def scored[T](self, score: Callable[[], T]) -> T:
+        """`score()`, which evaluates the model outside of the engine's requests: one call at a time."""
+        if self.engine.error is not None:
+            raise dead(self.engine.error)
+        future = asyncio.get_running_loop().run_in_executor(self._scoring, score)
+        try:
+            return await asyncio.wait_for(future, self.settings.request_timeout)
+        except TimeoutError:
+            raise self._timed_out() from None
+
+    def submit(
+        self, request: fastapi.Request, prefix: str, asked: Sequence[Asked], updates: Updates
+    ) -> "Running":
+        """Hand a call to the engine.
+
+        Arguments:
+        - `request`: of HTTP; when its client goes, so does the call.
+        - `prefix`: of the call's id.
+        - `asked`: what each prompt asks for.
+        - `updates`: as of `Engine.add`.
+
+        Raises `ApiError` where the queue is full or the engine cannot go on, and what `Engine.add` raises.
+        """
+        if self.engine.error is not None:
+            raise dead(self.engine.error)
+        specs = [spec for one in asked for spec in one.specs]
+        waiting = self.llm.engine.stats().waiting
+        if waiting + len(specs) > self.settings.max_queue:
+            raise ApiError(
+                429,
+                f"{waiting} requests wait, and at most {self.settings.max_queue} may: try again later",
+                code="queue_full",
+                headers={"Retry-After": str(_RETRY_AFTER)},
+            )
+        submitted = self.engine.submit(specs, updates=updates)
+        running = Running(call_id(prefix), request.url.path, self, asked, submitted)
+        self.running[running.id] = running
+        running.watch(request, self.settings.request_timeout, self._timed_out())
+        return running
+
+    def _timed_out(self) -> ApiError:
+        return ApiError(
+            408, f"the request took longer than {self.settings.request_timeout} s", code="request_timeout"
+        )
+
+    def cancel(self, call: str) -> None:
+        """End a call for who asks for it by its id; raises `ApiError` where there is none."""
+        if call not in self.running:
+            raise ApiError(404, f"there is no request {call} that runs or waits", code="request_not_found")
+        self.running[call].end(ApiError(409, "the request was cancelled", code="request_cancelled"))
+
+    def close(self) -> None:
+        """End what is left."""
+        self._scoring.shutdown(wait=False, cancel_futures=True)
+
+
+class Running:
+    """A call in the engine; iterate over it once, inside `with`.
+
+    - `id`: of the call.
+    - `asked`: what its prompts ask for.
+    """
+
+    def __init__(
+        self, id: str, endpoint: str, service: Service, asked: Sequence[Asked], submitted: Submitted
+    ):
+        self.id, self.asked, self._endpoint = id, asked, endpoint
+        self.created = int(time.time())
+        self.first_block: float | None = None
+        self._started = time.monotonic()
+        self._service, self._submitted = service, submitted
+        self._watching: asyncio.Task[None] | None = None
+        self._timeout: asyncio.TimerHandle | None = None
+        self._ended: dict[int, Request] = {}
+
+    @property
+    def requests(self) -> Sequence[int]:
+        """Ids of its requests in the engine."""
+        return self._submitted.ids
+
+    @property
+    def seconds(self) -> float:
+        """Since it was submitted."""
+        return time.monotonic() - self._started
+
+    def watch(self, request: fastapi.Request, timeout: float | None, timed_out: ApiError) -> None:
+        """End it when the client goes or the time is over."""
+        loop = asyncio.get_running_loop()
+        self._watching = loop.create_task(self._until_gone(request))
+        if timeout is not None:
+            self._timeout = loop.call_later(timeout, self.end, timed_out)
+
+    async def _until_gone(self, request: fastapi.Request) -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        self.end(ApiError(_CLIENT_GONE, "the client has gone", code="client_gone"))
+
+    def end(self, error: ApiError) -> None:
+        """Let whoever iterates see `error` next."""
+        self._submitted.end(error)
+
+    def __enter__(self) -> "Running":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        self._submitted.close()
+        self._service.metrics.request_ended(
+            self._endpoint,
+            200 if error is None else error.status if isinstance(error, ApiError) else _CLIENT_GONE,
+            self.seconds,
+            self.first_block,
+            sum(len(one.specs[0].prompt) for one in self.asked),
+            sum(int(np.count_nonzero(state.committed_in >= 0)) for state in self._ended.values()),
+        )
+        for waiting in (self._watching, self._timeout):
+            if waiting is not None:
+                waiting.cancel()
+        self._service.running.pop(self.id, None)
+
+    async def __aiter__(self) -> AsyncIterator[Told]:
+        """The updates of all samples; raises `ApiError` where one fails or it is ended."""
+        try:
+            async for update in self._submitted:
+                choice = update.request
+                if isinstance(update, Ended):
+                    if update.error is not None:
+                        raise update.error
+                    self._ended[choice] = update.state
+                if self.first_block is None and _committed(update):
+                    self.first_block = self.seconds
+                yield Told(choice, update)
+        except Exception as error:
+            if self._service.engine.error is not None:
+                raise dead(self._service.engine.error) from None
+            raise as_api_error(error) from None
+
+    def ended(self, choice: int) -> Request:
+        """A sample as it ended."""
+        return self._ended[choice]
+
+    def sample(self, choice: int) -> CompletionOutput:
+        """The output of a sample that has ended."""
+        return self._output(None, 0, [self._ended[choice]]).outputs[0]
+
+    def outputs(self) -> list[RequestOutput]:
+        """One for each prompt, once all is over."""
+        made, first = [], 0
+        for one in self.asked:
+            states = [self._ended[first + i] for i in range(len(one.specs))]
+            made.append(self._output(one.text, one.seed, states))
+            first += len(one.specs)
+        return made
+
+    def _output(self, text: str | None, seed: int, states: list[Request]) -> RequestOutput:
+        tokenizer = self._service.llm.tokenizer
+        return request_output(text, seed, states, None if tokenizer is None else tokenizer.decode)
+
+    async def finish(self) -> list[RequestOutput]:
+        """Wait for the end; then as `outputs`. Raises as iterating does."""
+        async for _ in self:
+            pass
+        return self.outputs()
+
+
+def call_id(prefix: str) -> str:
+    """An id for a call that no other has."""
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def dead(error: Exception) -> ApiError:
+    """The answer of a server whose engine cannot go on."""
+    return ApiError(503, f"the engine cannot go on: {type(error).__name__}", code="engine_dead")
+
+
+def _committed(update: Update) -> bool:
+    return not isinstance(update, StepUpdate) or bool(update.committed.any())

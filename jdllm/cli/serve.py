@@ -1,0 +1,174 @@
+"""`jdllm serve`: an HTTP server with OpenAI's API and a page."""
+
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from jdllm.cli.options import ModelOptions, as_arguments, takes_model
+from jdllm.cli.report import print_result
+from jdllm.errors import ConfigError, RequestError
+
+if TYPE_CHECKING:
+    from jdllm.decoding.sampling import SamplingParams
+    from jdllm.planning.account import Account
+
+_NEEDED = ("fastapi", "uvicorn", "uvloop", "prometheus_client")
+_REQUESTS = (1024, 4096, 16384)
+BUNDLED = "jdllm-demo"
+
+
+@takes_model
+def serve(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[DIR_OR_HUB_ID]",
+            help="Checkpoint directory, or hub id such as org/name.",
+            show_default="the bundled demo model",
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free one.")
+    ] = 8000,
+    max_num_logits: Annotated[
+        int | None,
+        typer.Option(min=1, help="Masked rows whose logits may exist at a time.", show_default="what fits"),
+    ] = None,
+    kv_pool: Annotated[
+        str | None,
+        typer.Option(metavar="BYTES", help="Size of the KV pool.", show_default="what --memory leaves"),
+    ] = None,
+    max_queue: Annotated[
+        int, typer.Option(min=1, help="Requests that may wait; further ones are answered with 429.")
+    ] = 1024,
+    request_timeout: Annotated[
+        float | None,
+        typer.Option(min=0.001, metavar="SECONDS", help="What a request may take.", show_default="any time"),
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY",
+            envvar="JDLLM_API_KEY",
+            help="A key that clients have to send; may be repeated. A process list shows options: prefer the"
+            " environment variable.",
+            show_default="none is needed",
+        ),
+    ] = None,
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="What clients call the model; may be repeated.",
+            show_default="the checkpoint's name",
+        ),
+    ] = None,
+    default_sampling: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help="Sampling parameters where a request says nothing.",
+            show_default="the checkpoint's",
+        ),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ORIGIN", help="From whose pages browsers may ask; may be repeated."),
+    ] = None,
+    ssl_certfile: Annotated[Path | None, typer.Option(metavar="FILE", help="Certificate, for TLS.")] = None,
+    ssl_keyfile: Annotated[Path | None, typer.Option(metavar="FILE", help="Its key.")] = None,
+    *,
+    source: ModelOptions,
+) -> None:
+    """Serve a model over HTTP: OpenAI's completions and chat, infilling, scores, metrics, and a page at /.
+
+    Everything is compiled before the port answers. A first SIGTERM or Ctrl-C finishes what runs, a second one
+    stops at once.
+    """
+    if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
+        raise ConfigError(f"serving needs {', '.join(missing)}: install the extra, as in jdllm[serve]")
+    if (ssl_certfile is None) != (ssl_keyfile is None):
+        raise ConfigError("--ssl-certfile and --ssl-keyfile go together: give both")
+    from jdllm.api.app import Access
+    from jdllm.api.server import Tls, bind, serve
+    from jdllm.api.service import Settings
+    from jdllm.llm import LLM
+
+    given = _given_sampling(default_sampling)
+    bound = bind(host, port)
+    arguments = as_arguments(source)
+    llm = LLM(**arguments, max_num_logits=max_num_logits, kv_pool=kv_pool)
+    settings = Settings(
+        names=tuple(served_model_name or [_name(model)]),
+        default_sampling=_changed(llm.default_sampling(), given),
+        max_queue=max_queue,
+        request_timeout=request_timeout,
+    )
+    print_result(describe_account(llm.account))
+    done = llm.warmup()
+    print_result(
+        f"ready in {done.seconds:.1f} s: compiled {done.compiled} executables and found {done.loaded}"
+    )
+    scheme, (address, taken, *_) = "https" if ssl_certfile else "http", bound.getsockname()
+    print_result(f"{settings.names[0]} at {scheme}://{address}:{taken}")
+    tls = None if ssl_certfile is None or ssl_keyfile is None else Tls(ssl_certfile, ssl_keyfile)
+    access = Access(api_keys=_keys(api_key), cors_origins=cors_origin or ())
+    sys.exit(serve(llm, settings, access, bound, tls))
+
+
+def describe_account(account: "Account") -> str:
+    """What the device holds, line by line, and how many requests the KV pool has room for."""
+    from jdllm.execution.paged.pool import PAGE_ROWS
+    from jdllm.planning.budget import GUARD, format_bytes
+
+    steps = [(f"step, {kind}", size) for kind, size in account.steps.items()]
+    rows = [*account.table(), *steps]
+    if account.budget is not None:
+        rows.append(("guard band, of the overhead", GUARD))
+    width = max(len(name) for name, _ in rows)
+    lines = [f"{name:<{width}}  {format_bytes(size):>12}" for name, size in rows]
+    held = [(tokens, (account.pages - 1) // -(-tokens // PAGE_ROWS)) for tokens in _REQUESTS]
+    listed = ", ".join(f"{count} of {tokens}" for tokens, count in held)
+    lines.append(
+        f"{account.pages - 1} pages of {PAGE_ROWS} tokens: requests of so many cached tokens: {listed}"
+    )
+    return "\n".join(lines)
+
+
+def _name(model: str | None) -> str:
+    if model is None:
+        return BUNDLED
+    path = Path(model)
+    return path.resolve().name if path.is_dir() else model
+
+
+def _given_sampling(text: str | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    try:
+        given = json.loads(text)
+    except ValueError as e:
+        raise RequestError(f"--default-sampling is no JSON: {e}") from None
+    if not isinstance(given, dict):
+        raise RequestError("--default-sampling is no JSON object: expected one of sampling parameters")
+    return given
+
+
+def _changed(default: "SamplingParams", given: dict[str, Any]) -> "SamplingParams":
+    try:
+        return default.changed(**given)
+    except RequestError as e:
+        raise RequestError(f"--default-sampling: {e}") from None
+
+
+def _keys(given: Sequence[str] | None) -> list[str]:
+    keys = [key.strip() for key in given or ()]
+    if any(not key or not key.isascii() for key in keys):
+        raise ConfigError("an API key is empty or has other characters than ASCII")
+    return keys

@@ -1,0 +1,74 @@
+"""A call's requests in an engine, for asyncio: their updates, and their end."""
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from typing import Self
+
+from jdllm.serving.engine import Engine, Updates
+from jdllm.serving.spec import RequestSpec
+from jdllm.serving.updates import Ended, Update
+
+
+class Submitted:
+    """Iterate over it for the updates of its requests, which are named by their index in `specs`; inside
+    `with`, which aborts what is left.
+
+    Arguments:
+    - `engine`: takes the requests in; somebody else drives it.
+    - `specs`: in order of arrival.
+    - `updates`: as of `Engine.add`.
+
+    `ids` are those in the engine. Updates wait for a reader who is slow: at most one for each denoising step.
+    Raises what `Engine.add` raises; none of the requests is left then.
+    """
+
+    def __init__(self, engine: Engine, specs: Sequence[RequestSpec], updates: Updates):
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+        self._told: asyncio.Queue[Update | None] = asyncio.Queue()
+        self._left: dict[int, int] = {}
+        self._error: Exception | None = None
+        try:
+            for index, spec in enumerate(specs):
+                self._left[engine.add(spec, updates=updates, deliver=self._deliver)] = index
+        except BaseException:
+            self.close()
+            raise
+        self.ids = tuple(self._left)
+
+    def _deliver(self, update: Update) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(self._told.put_nowait, update)
+
+    def end(self, error: Exception) -> None:
+        """Abort what is left, and let whoever iterates meet `error` next. Of the event loop's thread."""
+        self.close()
+        self._error = error
+        self._told.put_nowait(None)  # wakes it up
+
+    def close(self) -> None:
+        """Abort what is left."""
+        for request in self._left:
+            self._engine.abort(request)
+        self._left = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Update:
+        if not self._left and self._error is None:
+            raise StopAsyncIteration
+        update = await self._told.get() if self._error is None else None
+        if update is None or self._error is not None:
+            raise self._error or StopAsyncIteration
+        index = self._left[update.request]
+        if isinstance(update, Ended):
+            del self._left[update.request]
+        return update._replace(request=index)

@@ -1,0 +1,106 @@
+import threading
+import time
+from importlib.metadata import version
+
+from fastapi.testclient import TestClient
+
+from jdllm.api.app import Access, create_app
+from jdllm.api.service import Service
+from jdllm.checkpoints.tokenizer import Tokenizer
+
+
+def test_the_model_is_listed_under_its_names(client, service: Service):
+    data = client.get("/v1/models").json()["data"]
+    assert [card["id"] for card in data] == ["demo", "also"]
+    assert data[0]["max_model_len"] == service.longest
+    assert client.get("/v1/models/demo").json() == data[0]
+    assert client.get("/models").json()["data"] == data
+    assert client.get("/v1/models/other").status_code == 404
+
+
+def test_texts_become_ids_and_back(client, tokenizer: Tokenizer):
+    text = "1+1=2 é€"
+    found = client.post("/tokenize", json={"prompt": text}).json()
+    assert found["tokens"] == tokenizer.encode(text)
+    assert found["count"] == len(found["tokens"])
+    assert client.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": text}
+    assert client.post("/tokenize", json={"prompt": "a", "messages": []}).status_code == 400
+
+
+def test_a_remote_tokenizer_finds_what_it_needs(client, tokenizer: Tokenizer, mask_id: int):
+    info = client.get("/tokenizer_info").json()
+    assert info["eos_token"] == "<|endoftext|>"
+    assert info["mask_token_id"] == mask_id
+    assert info["chat_template"] == tokenizer.chat_template
+
+
+def test_health_version_and_counts(client):
+    assert client.get("/health").json() == {"status": "ok"}
+    assert client.get("/version").json() == {"version": version("jdllm")}
+    before = client.get("/v1/stats").json()
+    client.post("/v1/completions", json={"prompt": "1+1=", "max_tokens": 4, "ignore_eos": True})
+    after = client.get("/v1/stats").json()
+    assert after["finished"] == before["finished"] + 1
+    assert after["evaluated"] == before["evaluated"] + 4
+    assert after["tokens"] == before["tokens"] + 4
+    assert after["rows"]["full"] > before["rows"]["full"]
+
+
+def _until(condition, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_request_can_be_cancelled_from_outside(client, service: Service):
+    answers = []
+    body = {"prompt": "1+1=", "gen_length": 192, "ignore_eos": True, "cache": "dual", "block_length": 32}
+    asking = threading.Thread(
+        target=lambda: answers.append(client.post("/v1/completions", json=body | {"n": 16}))
+    )
+    asking.start()
+    _until(lambda: client.get("/v1/requests").json()["data"])
+    listed = client.get("/v1/requests").json()["data"]
+    (call,) = {entry["id"] for entry in listed}
+    assert {entry["state"] for entry in listed} <= {"waiting", "running"}
+    assert all(entry["length"] == 4 + 192 for entry in listed)
+    assert client.delete(f"/v1/requests/{call}").json()["deleted"]
+    asking.join()
+    assert answers[0].status_code == 409
+    assert answers[0].json()["error"]["code"] == "request_cancelled"
+    engine = service.llm.engine
+    _until(lambda: engine.idle)
+    assert engine.stats().free_pages == engine.stats().pages
+    assert not client.get("/v1/requests").json()["data"]
+    assert client.delete(f"/v1/requests/{call}").status_code == 404
+
+
+def test_keys_open_the_api_and_nothing_else_needs_one(service: Service):
+    with TestClient(create_app(service, Access(api_keys=("right", "spare")))) as client:
+        for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "right"}):
+            refused = client.get("/v1/models", headers=header)
+            assert refused.status_code == 401
+            assert refused.json()["error"]["type"] == "authentication_error"
+            assert "right" not in refused.text
+        for key in ("right", "spare"):
+            assert client.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code == 200
+        for path in ("/health", "/metrics", "/version", "/openapi.json"):
+            assert client.get(path).status_code == 200
+
+
+def test_bodies_are_bounded(service: Service):
+    with TestClient(create_app(service, Access(largest_body=100))) as client:
+        answer = client.post("/v1/completions", json={"prompt": "a" * 100})
+        assert answer.status_code == 413
+        assert answer.json()["error"]["code"] == "body_too_large"
+        chunks = client.post("/v1/completions", content=iter([b" " * 60, b" " * 60]))
+        assert chunks.status_code == 413
+
+
+def test_origins_are_told_to_browsers(service: Service):
+    with TestClient(create_app(service, Access(cors_origins=("https://a.example",)))) as client:
+        allowed = client.get("/v1/models", headers={"Origin": "https://a.example"})
+        assert allowed.headers["access-control-allow-origin"] == "https://a.example"
+        other = client.get("/v1/models", headers={"Origin": "https://b.example"})
+        assert "access-control-allow-origin" not in other.headers
