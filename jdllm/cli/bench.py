@@ -1,0 +1,247 @@
+"""`jdllm bench`: load on a server, measured by a client."""
+
+import asyncio
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from jdllm.bench.form import check_sampling
+from jdllm.bench.records import check_writable, read_records, write_records
+from jdllm.bench.report import as_json as run_as_json
+from jdllm.bench.report import compare as compared
+from jdllm.bench.report import describe, describe_comparison
+from jdllm.bench.workload import Lengths, parse_lengths, read_workload
+from jdllm.cli.options import Json
+from jdllm.cli.report import print_result
+from jdllm.errors import ConfigError, RequestError
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from jdllm.bench.run import Options, Run
+
+NOTHING_COMPLETED = 1
+INTERRUPTED = 130
+_REQUESTS = 32
+_PROMPT_LENGTH = "512"
+_GEN_LENGTH = 256
+
+app = typer.Typer(rich_markup_mode=None, help="Measure a server.")
+
+
+@app.callback()
+def common() -> None:
+    """Measure a server."""
+
+
+@app.command("serve")
+def serve(
+    url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:8000",
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Its name there.", show_default="the first it lists")
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="JDLLM_API_KEY", metavar="KEY", help="Sent as a bearer token.", show_default=False
+        ),
+    ] = None,
+    endpoint: Annotated[
+        str, typer.Option(metavar="completions|chat", help="Which API is asked.")
+    ] = "completions",
+    mode: Annotated[
+        str,
+        typer.Option(
+            metavar="closed|open",
+            help="Closed: so many requests at a time. Open: requests arrive as a Poisson process, whether the"
+            " server keeps up or not.",
+        ),
+    ] = "closed",
+    concurrency: Annotated[
+        int | None,
+        typer.Option(min=1, help="Requests at a time of a closed loop.", show_default="all at once"),
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="Requests a second of an open loop.", show_default=False)
+    ] = None,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="How many.", show_default=f"those of --lengths, or {_REQUESTS}")
+    ] = None,
+    warmup: Annotated[int, typer.Option(min=0, help="Requests before them that are not timed.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of lengths, prompts and arrivals.")] = 0,
+    prompt_length: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|MIN:MAX|lognormal:MEAN:SIGMA",
+            help="Tokens of the prompts: random ids of the vocabulary's lower half.",
+            show_default=_PROMPT_LENGTH,
+        ),
+    ] = None,
+    lengths: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.json",
+            help='{"prompt_lengths": [...]}, cycled; gen_length, steps and block_length too, where it has'
+            " them and no option says otherwise.",
+            show_default=False,
+        ),
+    ] = None,
+    gen_length: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens that each generates, whatever ends its text (ignore_eos).",
+            show_default=f"that of --lengths, or {_GEN_LENGTH}",
+        ),
+    ] = None,
+    sampling: Annotated[
+        str,
+        typer.Option(metavar="JSON", help='Further fields of the requests, as \'{"cache": "dual"}\'.'),
+    ] = "{}",
+    stream: Annotated[
+        bool, typer.Option("--stream/--no-stream", help="Only streams tell of first texts and blocks.")
+    ] = True,
+    stream_mode: Annotated[
+        str, typer.Option(metavar="text|denoise", help="What is streamed: text, or every step.")
+    ] = "text",
+    vocab_size: Annotated[
+        int | None, typer.Option(min=2, help="Ids of the model.", show_default="as the server says")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.jsonl", help="Where a record of each request goes.", show_default=False),
+    ] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option(
+            metavar="A B", help="Compare two runs by their --out files; runs nothing.", show_default=False
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Put a load on a server and measure it: throughput, latency and time to the first block.
+
+    Rates count generated tokens only, never those of prompts. What a server refuses or drops counts as
+    failed. In an open loop latencies count from the arrival, not from when a request was sent. Ends with
+    exit code 1 where no request was completed; after Ctrl-C it prints what there is, and ends with 130.
+    """
+    if compare is not None:
+        _compare(compare, as_json)
+        return
+    bench = _bench()
+    workload = _workload(lengths, prompt_length, requests, gen_length)
+    options = bench.Options(
+        url=url,
+        api_key=api_key or None,
+        model=model,
+        endpoint=_one_of("--endpoint", endpoint, "completions", "chat"),
+        stream=_one_of("--stream-mode", stream_mode, "text", "denoise") if stream else None,
+        requests=workload.requests,
+        warmup=warmup,
+        lengths=workload.lengths,
+        gen_length=workload.gen_length,
+        sampling=workload.sampling | _sampling(sampling),
+        seed=seed,
+        rate=_rate(mode, rate, concurrency),
+        concurrency=concurrency,
+        vocab_size=vocab_size,
+    )
+    run = _measure(bench, options, out)
+    print_result(json.dumps(run_as_json(options, run)) if as_json else describe(options, run))
+    if run.interrupted:
+        raise typer.Exit(INTERRUPTED)
+    if not any(record.status == "completed" for record in run.records):
+        raise typer.Exit(NOTHING_COMPLETED)
+
+
+class _Workload(NamedTuple):
+    """How many requests, how long their prompts and answers are, and what else the file says of them."""
+
+    requests: int
+    lengths: Lengths
+    gen_length: int
+    sampling: dict[str, Any]
+
+
+def _workload(
+    file: Path | None, prompt_length: str | None, requests: int | None, gen_length: int | None
+) -> _Workload:
+    if file is None:
+        lengths = parse_lengths(prompt_length or _PROMPT_LENGTH)
+        return _Workload(requests or _REQUESTS, lengths, gen_length or _GEN_LENGTH, {})
+    if prompt_length is not None:
+        raise RequestError("--lengths and --prompt-length both say how long prompts are: leave one out")
+    found = read_workload(file)
+    return _Workload(
+        requests or found.count,
+        found.lengths,
+        gen_length or found.gen_length or _GEN_LENGTH,
+        found.sampling,
+    )
+
+
+def _sampling(text: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise RequestError(f"--sampling is not JSON: {e}") from None
+    if not isinstance(fields, dict):
+        raise RequestError(f"--sampling is {text}, expected a JSON object")
+    check_sampling(fields)
+    return fields
+
+
+def _rate(mode: str, rate: float | None, concurrency: int | None) -> float | None:
+    """Arrivals a second of an open loop, `None` for a closed one."""
+    if _one_of("--mode", mode, "closed", "open") == "closed":
+        if rate is not None:
+            raise RequestError("--rate is for --mode open: a closed loop has --concurrency")
+        return None
+    if rate is None or not 0 < rate < math.inf:
+        raise RequestError("--mode open needs a --rate above 0, in requests a second")
+    if concurrency is not None:
+        raise RequestError("--concurrency is for --mode closed: an open loop sends requests as they arrive")
+    return rate
+
+
+def _one_of[T: str](option: str, value: str, *choices: T) -> T:
+    for choice in choices:
+        if value == choice:
+            return choice
+    raise RequestError(f"{option} is {value!r}, expected {' or '.join(choices)}")
+
+
+def _bench() -> "ModuleType":
+    """The part of `jdllm.bench` that needs an HTTP client."""
+    try:
+        from jdllm.bench import run
+    except ModuleNotFoundError as e:
+        if e.name != "httpx":
+            raise
+        raise ConfigError("jdllm bench serve needs httpx, which the extra 'serve' installs") from None
+    return run
+
+
+def _measure(bench: "ModuleType", options: "Options", out: Path | None) -> "Run":
+    if out is not None:
+        check_writable(out)
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("requests", total=options.requests)
+        run = asyncio.run(bench.run(options, lambda _: progress.advance(bar)))
+    if out is not None:
+        write_records(out, run.records)
+    return run
+
+
+def _compare(files: tuple[Path, Path], as_json: bool) -> None:
+    first, second = map(read_records, files)
+    if as_json:
+        print_result(json.dumps(compared(first, second)))
+    else:
+        print_result(describe_comparison(first, second, (str(files[0]), str(files[1]))))
