@@ -5,7 +5,7 @@ from importlib.metadata import version
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from jdllm.api.errors import RESPONSES
 from jdllm.api.service import Service, dead
@@ -29,7 +29,7 @@ async def show_version() -> dict[str, str]:
     return {"version": version("jdllm")}
 
 
-@router.get("/metrics", responses={200: {"content": {"text/plain": {}}, "description": "Prometheus' text."}})
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """What Prometheus scrapes."""
     service: Service = request.app.state.service

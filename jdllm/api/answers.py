@@ -13,6 +13,11 @@ DONE = b"data: [DONE]\n\n"
 
 EVENTS = "text/event-stream"
 
+STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The answer, or its stream.", "content": {EVENTS: {"schema": {"type": "string"}}}}
+}
+"""What a route documents whose answer may be a stream."""
+
 
 def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
     """A server-sent event of JSON, with a name or without."""

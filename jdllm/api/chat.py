@@ -6,7 +6,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from jdllm.api.answers import chat_logprobs, sampled
+from jdllm.api.answers import STREAMED, chat_logprobs, sampled
 from jdllm.api.errors import RESPONSES, bad_request
 from jdllm.api.generation import Shape, answer, asked_of, openai_options, pieces_of
 from jdllm.api.protocol import ChatMessage, ChatRequest
@@ -17,7 +17,7 @@ from jdllm.prompts import Asked, Prompt
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions", responses=RESPONSES)
+@router.post("/v1/chat/completions", responses=RESPONSES | STREAMED)
 async def chat(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation, by the model's chat template."""
     service: Service = request.app.state.service

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from jdllm.api.answers import completion_logprobs, sampled, usage
+from jdllm.api.answers import STREAMED, completion_logprobs, sampled, usage
 from jdllm.api.errors import RESPONSES, bad_request
 from jdllm.api.generation import Shape, answer, asked_of, openai_options, pieces_of, with_result
 from jdllm.api.protocol import CompletionRequest
@@ -19,7 +19,7 @@ from jdllm.serving.spec import infill_spec, mask_id_of
 router = APIRouter()
 
 
-@router.post("/v1/completions", responses=RESPONSES)
+@router.post("/v1/completions", responses=RESPONSES | STREAMED)
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Generate behind each prompt, or between a prompt and a suffix."""
     service: Service = request.app.state.service
@@ -74,6 +74,7 @@ def _between(service: Service, body: CompletionRequest) -> list[Asked]:
     config = service.llm.config
     suffix = service.tokenizer.encode(body.suffix or "", parse_special=bool(body.parse_special))
     prompts = _prompts(service, body)
+    service.check_room(len(prompts) * sampling.n)
     for prompt in prompts:
         service.check_length(len(prompt.ids) + masks + len(suffix))
 

@@ -57,6 +57,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
         429: "The queue is full.",
         500: "The server failed.",
         503: "The server is starting, stopping or broken.",
+        "4XX": "Another mistake of the client's.",
     }.items()
 }
 """What a route documents beside its answer."""

@@ -44,6 +44,7 @@ class Shape(NamedTuple):
 
 def asked_of(service: Service, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Asked]:
     """The requests of a call that generates behind its prompts; raises as `jdllm.prompts.ask` does."""
+    service.check_room(len(prompts) * sampling.n)
     for prompt in prompts:
         service.check_length(len(prompt.ids) + sampling.gen_length)
     llm = service.llm

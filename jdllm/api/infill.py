@@ -10,7 +10,7 @@ import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from jdllm.api.answers import DONE, EVENTS, event, usage, usage_of
+from jdllm.api.answers import DONE, EVENTS, STREAMED, event, usage, usage_of
 from jdllm.api.denoise_stream import denoise_events
 from jdllm.api.errors import RESPONSES, bad_request
 from jdllm.api.generation import pieces_of
@@ -51,7 +51,7 @@ class Template(NamedTuple):
         return bool(self.slots) and all(slot.scores is not None for slot in self.slots)
 
 
-@router.post("/v1/infill", responses=RESPONSES)
+@router.post("/v1/infill", responses=RESPONSES | STREAMED)
 async def infill(body: InfillRequest, request: Request) -> Response:
     """Fill what is missing; choices first, in order, each beside all that is filled already."""
     service: Service = request.app.state.service
@@ -153,6 +153,7 @@ async def _from_parts(service: Service, body: InfillRequest) -> Template:
     mask_id, tokenizer = mask_id_of(service.llm.config), service.tokenizer
     if not any(isinstance(part, TextSlot | ChoiceSlot) for part in parts):
         raise bad_request("parts has no slot: nothing is to be filled", "parts")
+    service.check_length(sum(part.max_tokens for part in parts if isinstance(part, TextSlot)))
 
     def encode(part: Any) -> list[int]:
         if isinstance(part, str):
@@ -188,6 +189,7 @@ def _joined(pieces: Sequence[list[int]]) -> list[int]:
 
 
 def _asked(service: Service, templates: Sequence[Template], sampling: SamplingParams) -> list[Asked]:
+    service.check_room(len(templates) * sampling.n)
     for template in templates:
         service.check_length(len(template.tokens))
     prompts = [Prompt(template.text, template.tokens) for template in templates]

@@ -65,7 +65,9 @@ class Metrics:
             "endpoint",
         )
         self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.", "endpoint")
-        self._completion_tokens = self._counter("completion_tokens", "Tokens that were answered.", "endpoint")
+        self._completion_tokens = self._counter(
+            "completion_tokens", "Tokens that were generated.", "endpoint"
+        )
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:
         return Counter(f"jdllm_{name}", what, labels, registry=self._registry)
@@ -96,7 +98,7 @@ class Metrics:
         - `status`: of the answer; times count of those with 200 only.
         - `latency`: seconds that it took.
         - `first_block`: seconds until tokens were committed, `None` where none were.
-        - `prompt_tokens`, `completion_tokens`: that were read, and that were answered.
+        - `prompt_tokens`, `completion_tokens`: that were read, and that were generated.
         """
         endpoint = endpoint if endpoint in ENDPOINTS else "other"
         self._requests.labels(endpoint, status).inc()

@@ -9,18 +9,20 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jdllm.api.app import Access, create_app
+from jdllm.api.errors import bad_request
 from jdllm.api.metrics import Metrics
 from jdllm.api.service import Service, Settings
 from jdllm.errors import ConfigError
 from jdllm.llm import LLM
 from jdllm.serving.async_engine import AsyncEngine
 
-HEADER_SECONDS = 30.0
-"""How long a connection may take until its first request has begun."""
+HEAD_SECONDS = 30.0
+"""How long the head of a request may take to arrive."""
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _IDLE_SECONDS = 30
@@ -55,15 +57,46 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class _Protocol(H11Protocol):
-    """Closes connections that say nothing for too long."""
+    """Gives up clients that keep it waiting, and tells those that speak no HTTP so in OpenAI's shape."""
+
+    _head: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.loop.call_later(HEADER_SECONDS, self._close_if_silent)
+        self._expect_head()
 
-    def _close_if_silent(self) -> None:
-        if self.cycle is None and not self.transport.is_closing():
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is h11.IDLE:
+            self._expect_head()
+        elif self._head is not None:
+            self._head.cancel()
+            self._head = None
+
+    def _expect_head(self) -> None:
+        """Close the connection unless the request that has begun to arrive goes on to its body in time."""
+        if self._head is None:
+            self._head = self.loop.call_later(HEAD_SECONDS, self._close)
+
+    def _close(self) -> None:
+        if not self.transport.is_closing():
             self.transport.close()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        # Who is answered before the body has come may send the rest of it for ever.
+        if self.conn.their_state is h11.SEND_BODY:
+            self._close()
+
+    def send_400_response(self, msg: str) -> None:
+        answer = bad_request(msg, code="invalid_http").response()
+        headers = [*answer.raw_headers, (b"connection", b"close")]
+        self.transport.write(
+            self.conn.send(h11.Response(status_code=400, headers=headers, reason=b"Bad Request"))
+            + self.conn.send(h11.Data(data=bytes(answer.body)))
+            + self.conn.send(h11.EndOfMessage())
+        )
+        self.transport.close()
 
 
 class _Server(uvicorn.Server):

@@ -127,6 +127,19 @@ class Service:
                 code="context_length_exceeded",
             )
 
+    def check_room(self, samples: int) -> None:
+        """Raise `ApiError` where so many further samples may not wait, now or ever."""
+        most, waiting = self.settings.max_queue, self.llm.engine.stats().waiting
+        if samples > most:
+            raise bad_request(f"{samples} samples are asked for at once, expected at most {most}", "n")
+        if waiting + samples > most:
+            raise ApiError(
+                429,
+                f"{waiting} requests wait, and at most {most} may: try again later",
+                code="queue_full",
+                headers={"Retry-After": str(_RETRY_AFTER)},
+            )
+
     async def scored[T](self, score: Callable[[], T]) -> T:
         """`score()`, which evaluates the model outside of the engine's requests: one call at a time."""
         if self.engine.error is not None:
@@ -153,14 +166,7 @@ class Service:
         if self.engine.error is not None:
             raise dead(self.engine.error)
         specs = [spec for one in asked for spec in one.specs]
-        waiting = self.llm.engine.stats().waiting
-        if waiting + len(specs) > self.settings.max_queue:
-            raise ApiError(
-                429,
-                f"{waiting} requests wait, and at most {self.settings.max_queue} may: try again later",
-                code="queue_full",
-                headers={"Retry-After": str(_RETRY_AFTER)},
-            )
+        self.check_room(len(specs))
         submitted = self.engine.submit(specs, updates=updates)
         running = Running(call_id(prefix), request.url.path, self, asked, submitted)
         self.running[running.id] = running

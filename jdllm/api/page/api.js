@@ -40,7 +40,13 @@ async function send(path, { method, body, signal, key }) {
   if (body !== undefined) headers["Content-Type"] = "application/json";
   if (key) headers.Authorization = `Bearer ${key}`;
   try {
-    return await fetch(path, { method, headers, signal, body: body && JSON.stringify(body), cache: "no-store" });
+    return await fetch(path, {
+      method,
+      headers,
+      signal,
+      body: body && JSON.stringify(body),
+      cache: "no-store",
+    });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new ApiError({ message: "The server does not answer." });
@@ -60,7 +66,8 @@ async function errorOf(response) {
   }
 }
 
-// The events of a stream, as { name, data }; throws what an `error` event says, and where the stream breaks off.
+// The events of a stream, as { name, data }. Throws what an `error` event says, and where the stream breaks
+// off.
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

@@ -1,7 +1,6 @@
 // A small line chart of the last minute, as SVG.
 
 const SVG = "http://www.w3.org/2000/svg";
-const WIDTH = 480;
 const HEIGHT = 130;
 const LEFT = 44;
 const TOP = 8;
@@ -17,7 +16,7 @@ export class Chart {
     const caption = document.createElement("figcaption");
     caption.append(heading(title), ...series.map(key));
     this.values = [...caption.querySelectorAll("[data-value]")];
-    this.svg = made("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, "aria-hidden": "true" });
+    this.svg = made("svg", { class: "plot", "aria-hidden": "true" });
     this.figure.append(caption, this.svg);
   }
 
@@ -25,13 +24,19 @@ export class Chart {
   draw(points, most = null) {
     const highest = Math.max(0, ...points.flat().map(([, value]) => value));
     const top = most ?? rounded(highest);
-    const x = (ago) => WIDTH - ((WIDTH - LEFT) * ago) / SECONDS;
+    const width = this.svg.clientWidth;
+    const x = (ago) => width - ((width - LEFT) * ago) / SECONDS;
     const y = (value) => TOP + (HEIGHT - TOP - BOTTOM) * (1 - value / top);
     this.svg.replaceChildren(
-      ...[0, top / 2, top].flatMap((value) => gridLine(y(value), value)),
+      ...(most === null ? [0, top / 2, top] : [0, top]).flatMap((value) => gridLine(y(value), value, width)),
       label("60 s ago", LEFT, HEIGHT - 4, "start"),
-      label("now", WIDTH, HEIGHT - 4, "end"),
-      ...points.map((one, i) => line(one.map(([ago, value]) => [x(ago), y(value)]), i)),
+      label("now", width, HEIGHT - 4, "end"),
+      ...points.map((one, i) =>
+        line(
+          one.map(([ago, value]) => [x(ago), y(value)]),
+          i,
+        ),
+      ),
     );
     points.forEach((one, i) => {
       this.values[i].textContent = one.length === 0 ? "–" : short(one.at(-1)[1]);
@@ -40,19 +45,23 @@ export class Chart {
 }
 
 export function short(value) {
-  if (value >= 1e6) return `${(value / 1e6).toFixed(1)} M`;
-  if (value >= 1e4) return `${(value / 1e3).toFixed(1)} k`;
+  if (value >= 1e6) return `${Number((value / 1e6).toFixed(1))} M`;
+  if (value >= 1e4) return `${Number((value / 1e3).toFixed(1))} k`;
   return value >= 10 || Number.isInteger(value) ? Math.round(value).toLocaleString("en") : value.toFixed(1);
 }
 
 // The next of 1, 2 and 5 times a power of ten, but at least 2, so that the middle is a whole number.
 function rounded(value) {
   const power = 10 ** Math.floor(Math.log10(Math.max(value, 1)));
-  return Math.max(2, [1, 2, 5, 10].map((factor) => factor * power).find((step) => step >= value));
+  return Math.max(
+    2,
+    [1, 2, 5, 10].map((factor) => factor * power).find((step) => step >= value),
+  );
 }
 
-function gridLine(y, value) {
-  return [made("line", { class: "grid", x1: LEFT, x2: WIDTH, y1: y, y2: y }), label(short(value), LEFT - 6, y + 4, "end")];
+function gridLine(y, value, width) {
+  const line = made("line", { class: "grid", x1: LEFT, x2: width, y1: y, y2: y });
+  return [line, label(short(value), LEFT - 6, y + 4, "end")];
 }
 
 function line(points, index) {

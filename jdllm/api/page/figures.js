@@ -17,7 +17,7 @@ export function showFigures(root, run, frame) {
     perStep: ratio(committed, frame),
     perSecond: ratio(committed, seconds),
     seconds: seconds === 0 ? "–" : `${seconds.toFixed(2)} s`,
-    answer: run.end?.usage.completion_tokens ?? "–",
+    answer: (!run.end?.slots && run.end?.usage.completion_tokens) || "–",
     seed: run.seed,
   };
   for (const cell of root.querySelectorAll("[data-figure]")) cell.textContent = figures[cell.dataset.figure];

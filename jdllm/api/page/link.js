@@ -28,7 +28,10 @@ export function runOf(fragment) {
 
 function messagesOf(text) {
   try {
-    return JSON.parse(text ?? "[]").map(({ role, content }) => ({ role: String(role), content: String(content) }));
+    return JSON.parse(text ?? "[]").map(({ role, content }) => ({
+      role: String(role),
+      content: String(content),
+    }));
   } catch {
     return [];
   }

@@ -31,7 +31,7 @@ const infill = new InfillEditor(
 );
 const tabs = new Tabs(element("tabs"), (mode) => {
   settings.useLengths(mode !== "infill");
-  element("run-label").textContent = mode === "infill" ? "Fill" : mode === "chat" ? "Send" : "Generate";
+  element("run").textContent = mode === "infill" ? "Fill" : mode === "chat" ? "Send" : "Generate";
 });
 let running = null;
 
@@ -52,7 +52,11 @@ function asked() {
     chat: { messages: chat.messages },
     infill: { infill: infill.value },
   };
-  return { mode, settings: { ...settings.values({ infill: mode === "infill" }), seed: seed() }, ...own[mode] };
+  return {
+    mode,
+    settings: { ...settings.values({ infill: mode === "infill" }), seed: seed() },
+    ...own[mode],
+  };
 }
 
 function seed() {
@@ -89,6 +93,7 @@ async function run() {
   history.replaceState(null, "", fragmentOf(what));
   setRunning(new AbortController());
   showStatus("Denoising …");
+  if (!WIDE.matches) element("status").scrollIntoView();
   try {
     const last = await result.follow(PATHS[what.mode], bodyOf(what), running.signal);
     if (what.mode === "chat") chat.answered(what.messages, last.text);

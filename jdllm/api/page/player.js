@@ -1,6 +1,8 @@
 // The scrubber over the steps of a run: a slider, a button that plays, and a bar for what each step committed.
 
 const SVG = "http://www.w3.org/2000/svg";
+// Bars are no wider than if there were so many.
+const WIDEST_OF = 32;
 const PLAY_SECONDS = { shortest: 1.5, longest: 8, step: 0.15 };
 
 export class Player {
@@ -77,13 +79,15 @@ export class Player {
     const counts = this.run.steps.map((step) => step.committed);
     const most = Math.max(1, ...counts);
     this.bars.setAttribute("viewBox", `0 0 ${Math.max(counts.length, 1)} 1`);
-    this.bars.replaceChildren(...counts.map((count, i) => bar(i, count / most)));
+    const width = Math.min(0.8, counts.length / WIDEST_OF);
+    this.bars.replaceChildren(...counts.map((count, i) => bar(i, width, count / most)));
   }
 }
 
-function bar(index, height) {
+// A bar ends where the slider's thumb is in the same step.
+function bar(index, width, height) {
   const rect = document.createElementNS(SVG, "rect");
-  const place = { x: index + 0.1, y: 1 - height, width: 0.8, height };
+  const place = { x: index + 1 - width, y: 1 - height, width, height };
   for (const [name, value] of Object.entries(place)) rect.setAttribute(name, value);
   return rect;
 }

@@ -29,7 +29,6 @@ export class Result {
   // Send a request and show its run. Returns the last event's data; throws where there is none.
   async follow(path, body, signal) {
     this.clear();
-    element("result").hidden = false;
     try {
       const response = await request(path, { method: "POST", body, signal });
       for await (const { name, data } of events(response)) this.take(name, data);
@@ -49,6 +48,7 @@ export class Result {
   }
 
   take(name, data) {
+    element("result").hidden = false;
     if (name === "start") {
       this.run = new Denoising(data, now());
       element("steps-part").hidden = false;
@@ -78,11 +78,16 @@ export class Result {
       element("replay").hidden = false;
       element("heat-last").textContent = `step ${this.run.frames}`;
     }
-    if (this.last === null) return;
+    if (this.last === null) {
+      element("result").hidden = this.run === null;
+      return;
+    }
     element("text").textContent = this.last.text;
     element("finished").hidden = false;
     element("slots-part").hidden = !this.last.slots;
-    showSlots(element("slots"), this.last.slots ?? []);
+    const slots = this.last.slots ?? [];
+    showSlots(element("slots"), slots);
+    if (this.run !== null) this.view.markChoices(slots.filter(({ type }) => type === "choice"));
   }
 
   showColours() {
@@ -95,9 +100,9 @@ export class Result {
   // One sentence on how a run ended.
   get summary() {
     const seconds = this.run?.seconds(this.run.frames) ?? 0;
-    const tokens = plural(this.last.usage.completion_tokens, "token");
-    const steps = plural(this.last.nfe, "forward evaluation");
-    return `Finished: ${tokens}, ${steps}, ${seconds.toFixed(2)} s, finish reason ${this.last.finish_reason}.`;
+    const { usage, nfe, slots, finish_reason: reason } = this.last;
+    const made = slots ? "" : `, ${plural(usage.completion_tokens, "token")}, finish reason ${reason}`;
+    return `Finished in ${seconds.toFixed(2)} s: ${plural(nfe, "forward evaluation")}${made}.`;
   }
 }
 

@@ -57,7 +57,12 @@ export class Settings {
   build(schema) {
     for (const [title, names] of Object.entries(GROUPS)) {
       const known = names.filter((name) => name in schema.properties);
-      this.root.append(group(title, known.map((name) => this.field(name, schema.properties[name]))));
+      this.root.append(
+        group(
+          title,
+          known.map((name) => this.field(name, schema.properties[name])),
+        ),
+      );
     }
     this.refresh();
   }

@@ -14,7 +14,11 @@ const CHARTS = [
       { name: "waiting", title: "waiting" },
     ],
   },
-  { title: "KV pool, pages in use", series: [{ name: "pages", title: "pages" }], most: (stats) => stats.pages },
+  {
+    title: "KV pool, pages in use",
+    series: [{ name: "pages", title: "pages" }],
+    most: (stats) => stats.pages,
+  },
   {
     title: "Rows a second",
     series: [

@@ -53,6 +53,14 @@ export class TokenView {
     if (this.marked !== null) this.describe();
   }
 
+  // Mark the positions of slots that were filled before the first step.
+  markChoices(slots) {
+    for (const { start, stop } of slots) {
+      for (const cell of this.cells.slice(start - this.run.start, stop - this.run.start))
+        cell.dataset.choice = "";
+    }
+  }
+
   fill(cell, { state, text, confidence, frame }) {
     const ends = this.endTokens.has(text);
     cell.className = `token ${state}${ends && state !== MASK ? " end" : ""}`;
