@@ -65,6 +65,7 @@ def make_engine(
         max_num_seqs=MAX_SEGMENTS,
         max_num_logits=ladder.refresh[-1].head_rows,
         entries=cached.entries(ladder.tiles),
+        reuse_rows=ladder.reuse[-1].rows,
         pages=cached.pages,
         longest=account.longest if chunks is None else LONGEST,
         longest_refresh=account.max_refresh,

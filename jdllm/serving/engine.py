@@ -342,8 +342,9 @@ class Engine:
             yield self._end(request, self._non_finite(request))
             return
         took = step.committed
-        request.advance(positions[took], step.tokens[took], step.logprobs[took])
-        self._counts["tokens"] += int(np.count_nonzero(took))
+        filled = positions[took]
+        request.advance(filled, step.tokens[took], step.logprobs[took])
+        self._counts["tokens"] += len(filled)
         if update.step >= self._delivered[request.id]:
             self._delivered[request.id] += 1
             yield self._tell(update)

@@ -77,6 +77,7 @@ class Limits:
     - `max_num_seqs`: running requests, hence also the requests of one part.
     - `max_num_logits`: head rows of one part.
     - `entries`: page table entries of one part.
+    - `reuse_rows`: packed rows of one part that reuses.
     - `pages`: pages that requests may hold in all, the scratch page excluded.
     - `longest`: packed rows of a request that runs alone, at least `max_num_batched_tokens`;
       `longest_refresh` of one with pages.
@@ -88,6 +89,7 @@ class Limits:
     max_num_seqs: int
     max_num_logits: int
     entries: int
+    reuse_rows: int
     pages: int
     longest: int
     longest_refresh: int
@@ -116,18 +118,21 @@ class _Draft:
     """A part that is being filled."""
 
     ids: list[int] = dataclasses.field(default_factory=list)
+    rows: int = 0
     head_rows: int = 0
     entries: int = 0
 
     def holds(self, demand: Demand, limits: Limits) -> bool:
         """Whether `demand` fits too. A part that is empty holds everything."""
         return not self.ids or (
-            self.head_rows + demand.head_rows <= limits.max_num_logits
+            (demand.kind is not Kind.REUSE or self.rows + demand.rows <= limits.reuse_rows)
+            and self.head_rows + demand.head_rows <= limits.max_num_logits
             and self.entries + demand.entries <= limits.entries
         )
 
     def add(self, request: int, demand: Demand) -> None:
         self.ids.append(request)
+        self.rows += demand.rows
         self.head_rows += demand.head_rows
         self.entries += demand.entries
 
@@ -251,8 +256,7 @@ class Scheduler:
 
         Returns at most one part of each kind, in the order of `SUBMITTED`. Together with what is in flight
         they have at most `max_num_batched_tokens` rows, except that a longer request is served when nothing
-        else is in flight, and then alone. One whose head rows or entries exceed those of a part is alone in
-        its part.
+        else is in flight, and then alone. One that takes more than a part has is alone in it.
         """
         self._plans += 1
         turns = sorted(

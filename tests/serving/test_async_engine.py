@@ -195,22 +195,23 @@ def test_all_are_told_although_the_engine_cannot_even_be_cleaned_up(
     assert deaths.errors == [late]
 
 
-def failing_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the first part fail that is collected."""
-    collect, failures = engine._runner.collect, iter([RuntimeError("the device failed")])
+def failing_once(engine: Engine, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """Let the first part fail where the runner's `submit` or `collect` is called."""
+    method, failures = getattr(engine._runner, call), iter([RuntimeError("the device failed")])
 
-    def failing(pending: Any) -> Any:
+    def failing(*arguments: Any) -> Any:
         if (error := next(failures, None)) is not None:
             raise error
-        return collect(pending)
+        return method(*arguments)
 
-    monkeypatch.setattr(engine._runner, "collect", failing)
+    monkeypatch.setattr(engine._runner, call, failing)
 
 
+@pytest.mark.parametrize("call", ["submit", "collect"])
 def test_a_part_that_fails_on_a_device_that_answers_is_not_the_end(
-    engine: Engine, asked: list[Request], monkeypatch: pytest.MonkeyPatch
+    engine: Engine, asked: list[Request], monkeypatch: pytest.MonkeyPatch, call: str
 ):
-    failing_once(engine, monkeypatch)
+    failing_once(engine, monkeypatch, call)
 
     async def main(driver: AsyncEngine, asked: Sequence[Request]) -> tuple[Ended, Ended, Any]:
         return await ended(driver, asked[0]), await ended(driver, asked[1]), driver.error
@@ -221,15 +222,16 @@ def test_a_part_that_fails_on_a_device_that_answers_is_not_the_end(
     assert error is None
 
 
+@pytest.mark.parametrize("call", ["submit", "collect"])
 def test_a_device_that_does_not_answer_after_a_failed_part_is_the_end(
-    engine: Engine, asked: list[Request], monkeypatch: pytest.MonkeyPatch
+    engine: Engine, asked: list[Request], monkeypatch: pytest.MonkeyPatch, call: str
 ):
     """Requests of other parts end too: none of them would ever be served."""
 
     def silent(*_: Any) -> Any:
         raise RuntimeError("an illegal address was met")
 
-    failing_once(engine, monkeypatch)
+    failing_once(engine, monkeypatch, call)
     monkeypatch.setattr("jdllm.serving.runner.jax.device_put", silent)
     deaths, ends, late = die(engine, asked)
     message = "the device does not answer any more: an illegal address was met"

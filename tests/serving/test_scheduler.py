@@ -18,6 +18,7 @@ LIMITS = Limits(
     max_num_seqs=8,
     max_num_logits=60,
     entries=20,
+    reuse_rows=100,
     pages=50,
     longest=150,
     longest_refresh=140,
@@ -166,6 +167,11 @@ class TestParts:
     def test_entries_of_a_part(self):
         found = Plans(reuse(1, 1, 15), reuse(1, 1, 6), reuse(1, 1, 5)).plan()
         assert found == {REUSE: (0, 2)}
+
+    def test_rows_of_a_part_that_reuses(self):
+        limits = dataclasses.replace(LIMITS, reuse_rows=90)
+        found = Plans(reuse(60), reuse(31), reuse(30), refresh(5), limits=limits).plan()
+        assert found == {REUSE: (0, 2), REFRESH: (3,)}
 
     @pytest.mark.parametrize("large", [reuse(1, 61, 1), reuse(1, 1, 21)])
     def test_more_than_a_part_holds_is_alone_in_its_part(self, large: Demand):

@@ -46,10 +46,12 @@ def cached(rows: int, head_rows: int, window: int, reuses: list[int]) -> Script:
 
 @st.composite
 def some_limits(draw: st.DrawFn) -> Limits:
-    ends = ((8, 48), (1, 12), (1, 40), (1, 16), (2, 24), (0, 24), (0, 24), (0, 24))
-    budget, seqs, logits, entries, pages, *beyond = draw(st.tuples(*(st.integers(*end) for end in ends)))
+    ends = ((8, 48), (1, 12), (1, 40), (1, 16), (1, 30), (2, 24), (0, 24), (0, 24), (0, 24))
+    budget, seqs, logits, entries, reuses, pages, *beyond = draw(
+        st.tuples(*(st.integers(*end) for end in ends))
+    )
     beside, refresh, longest = (budget + n for n in sorted(beyond))
-    return Limits(budget, seqs, logits, entries, pages, longest, refresh, beside)
+    return Limits(budget, seqs, logits, entries, reuses, pages, longest, refresh, beside)
 
 
 ROWS = st.integers(1, 16) | st.integers(1, 60)
@@ -129,8 +131,12 @@ class Arrivals(RuleBasedStateMachine):
         return rows <= self.limits.max_num_batched_tokens and (not part or self.one_part([*part, demand]))
 
     def one_part(self, demands: Iterable[Demand]) -> bool:
-        _, _, head_rows, entries = zip(*demands, strict=True)
-        return sum(head_rows) <= self.limits.max_num_logits and sum(entries) <= self.limits.entries
+        kinds, rows, head_rows, entries = zip(*demands, strict=True)
+        return (
+            sum(head_rows) <= self.limits.max_num_logits
+            and sum(entries) <= self.limits.entries
+            and (Kind.REUSE not in kinds or sum(rows) <= self.limits.reuse_rows)
+        )
 
     def forget(self, request: int) -> None:
         if request in self.waiting:
