@@ -1,0 +1,259 @@
+"""A served model under load, over HTTP, beside the same requests without a server."""
+
+import contextlib
+import json
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+
+from benchmarks.cases import case_parser
+from benchmarks.generations import GEN_LENGTH, WORKLOAD
+from benchmarks.random_checkpoint import llada_hf_config, write_random_checkpoint
+from benchmarks.record import print_row, record
+from benchmarks.shapes import SHAPES
+from jdllm.bench.workload import draw_prompts, parse_lengths, read_workload
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.demo import checkpoint_path
+from jdllm.llm import LLM
+from jdllm.models.config import ModelConfig
+
+_ADDRESS = re.compile(r" at (https?://\S+)")
+DEMO = "demo"
+
+
+class Load(NamedTuple):
+    """A load on the server.
+
+    - `name`: in the table.
+    - `sampling`: of its requests, beside blocks of 32 and a step for each token.
+    - `requests`: how many.
+    - `options`: further options of `jdllm bench serve`.
+    """
+
+    name: str
+    sampling: dict[str, Any]
+    requests: int
+    options: tuple[str, ...]
+
+    @property
+    def at_once(self) -> bool:
+        """Whether all its requests are there at the start."""
+        return "--mode" not in self.options
+
+
+def head_sparse(delay: int) -> dict[str, Any]:
+    """dLLM-Serve's cache, with half of the keys kept."""
+    return {"cache": "head_sparse", "retention": 0.5, "refresh_delay": delay}
+
+
+_LENGTHS = ("--lengths", str(WORKLOAD))
+SMALL = "32 small at once"
+
+LOADS = {
+    "delay_1": Load("32 at once", head_sparse(1), 32, (*_LENGTHS, "--no-stream")),
+    "delay_0": Load("32 at once", head_sparse(0), 32, (*_LENGTHS, "--no-stream")),
+    "plain_64": Load("64 at once", head_sparse(0), 64, (*_LENGTHS, "--no-stream")),
+    "denoise_64": Load("64 at once", head_sparse(0), 64, (*_LENGTHS, "--stream-mode", "denoise")),
+    "poisson_0.5": Load("0.5 a second", head_sparse(0), 60, (*_LENGTHS, "--mode", "open", "--rate", "0.5")),
+    "poisson_1.5": Load("1.5 a second", head_sparse(0), 200, (*_LENGTHS, "--mode", "open", "--rate", "1.5")),
+    "threshold_32": Load(
+        SMALL, {"transfer": "threshold", "threshold": 0.9}, 32, ("--prompt-length", "40", "--no-stream")
+    ),
+}
+"""What may be measured; the last one is for the bundled model on a CPU."""
+
+
+@contextlib.contextmanager
+def served(model: Path, max_num_batched_tokens: int, cache: Path) -> Iterator[dict[str, Any]]:
+    """A server of its own process; yields its address as `url`, and `start_s` until it was ready.
+
+    Raises `RuntimeError` where it ends before.
+    """
+    options = [
+        "--port",
+        "0",
+        "--max-num-batched-tokens",
+        str(max_num_batched_tokens),
+        "--cache-dir",
+        str(cache),
+    ]
+    command = [sys.executable, "-m", "jdllm", "serve", str(model), *options]
+    start = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            for line in process.stdout or ():
+                print(f"  {line.rstrip()}", flush=True)
+                if "startup complete" in line:
+                    break
+                if found := _ADDRESS.search(line):
+                    url = found[1]
+            else:
+                raise RuntimeError(f"the server ended with {process.wait()}")
+            yield {"url": url, "start_s": time.perf_counter() - start}
+        finally:
+            process.send_signal(signal.SIGTERM)
+            for line in process.stdout or ():
+                print(f"  {line.rstrip()}", flush=True)
+
+
+def put_load(url: str, load: Load, gen_length: int) -> dict[str, Any]:
+    """One row of the table: what `jdllm bench serve` measured."""
+    command = ["bench", "serve", "--url", url, "--json", "--gen-length", str(gen_length)]
+    command += [
+        "--requests",
+        str(load.requests),
+        "--sampling",
+        json.dumps(_asked(load, gen_length)),
+        *load.options,
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "jdllm", *command], stdout=subprocess.PIPE, text=True, check=True
+    )
+    said = json.loads(done.stdout.splitlines()[-1])
+    summary = said["summary"]
+    row: dict[str, Any] = {
+        "load": load.name,
+        "delay": load.sampling.get("refresh_delay"),
+        "stream": said["stream"],
+    }
+    row |= {name: summary[name] for name in ("requests", "completed", "failed", "other_length", "other_nfe")}
+    row |= {"seconds": summary["duration"], "tokens_s": summary["generated_tokens_per_second"]}
+    for name in ("latency", "time_to_first_block"):
+        for part in ("mean", "p50", "p99"):
+            row[f"{name}_{part}_s"] = summary[name][part] if summary[name] else None
+    row["first_half_s"], row["second_half_s"] = summary["halves"]
+    server = said["server"] or {}
+    return row | {"evaluated": server.get("evaluated"), "compiled": server.get("compiled")}
+
+
+def direct(llm: LLM, load: Load, gen_length: int) -> dict[str, Any]:
+    """The requests of a load, all at once through `LLM.generate`: the second of two times."""
+    sampling = SamplingParams(gen_length=gen_length, early_stop=False, **_asked(load, gen_length))
+    prompts, seconds, before = _prompts(llm, load), 0.0, 0
+    for _ in range(2):
+        before, start = llm.engine.evaluated, time.perf_counter()
+        llm.generate(prompt_token_ids=prompts, sampling=sampling)
+        seconds = time.perf_counter() - start
+    return {
+        "load": load.name,
+        "delay": load.sampling.get("refresh_delay"),
+        "requests": len(prompts),
+        "seconds": seconds,
+        "tokens_s": len(prompts) * gen_length / seconds,
+        "evaluated": llm.engine.evaluated - before,
+    }
+
+
+def _asked(load: Load, gen_length: int) -> dict[str, Any]:
+    steps = {} if "transfer" in load.sampling else {"steps": gen_length}
+    return {"block_length": 32} | steps | load.sampling
+
+
+def _prompts(llm: LLM, load: Load) -> list[np.ndarray]:
+    """The prompts that `jdllm bench serve` draws for a load."""
+    tokenizer, config = llm.tokenizer, llm.config
+    if tokenizer is None:
+        raise RuntimeError("the checkpoint has no tokenizer")
+    named = frozenset(i for i in (config.eos_id, config.eot_id, config.mask_id) if i is not None)
+    lengths = parse_lengths("40") if load.name == SMALL else read_workload(WORKLOAD).lengths
+    return [np.array(ids) for ids in draw_prompts(lengths, load.requests, len(tokenizer), named, 0)]
+
+
+def write_tokenizer(directory: Path, config: ModelConfig) -> None:
+    """A tokenizer in which each id is a word, so that streams have text."""
+    words = {f"w{i}": i for i in range(config.vocab_size)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.decoder = Fuse()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+
+
+def main(arguments: Sequence[str]) -> None:
+    """A server in a process of its own, and `jdllm bench serve` against it, on the same host over HTTP.
+
+    `python3 -m benchmarks serving [--loads delay_1 delay_0 ...] [--direct] [--shape llada-8b]` on a card, or
+    with `--shape demo`, the bundled model. With `--direct` the loads of 32 requests at once are measured
+    through `LLM.generate` too, behind the server's end. Latencies count from a request's arrival. `evaluated` are the
+    forward evaluations of the device.
+    """
+    parser = case_parser("serving", main.__doc__)
+    parser.add_argument("--shape", choices=(*SHAPES, DEMO), default="llada-8b")
+    parser.add_argument("--loads", nargs="+", choices=LOADS, default=["delay_1", "delay_0"])
+    parser.add_argument("--max-num-batched-tokens", type=int, default=36352)
+    parser.add_argument(
+        "--direct", action="store_true", help="without a server too, as far as that is defined"
+    )
+    parser.add_argument(
+        "--directory", type=Path, help="where checkpoint and cache are kept, by default temporary"
+    )
+    parser.add_argument("--child", nargs=2, type=Path, help="measure without a server, and print lines")
+    args = parser.parse_args(arguments)
+    gen_length = 64 if args.shape == DEMO else GEN_LENGTH
+    if args.child:
+        _measure_directly(args.child[0], args.max_num_batched_tokens, args.child[1], args.loads, gen_length)
+        return
+    with contextlib.ExitStack() as stack:
+        scratch = args.directory or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        cache, table = scratch / "executables", []
+        model = checkpoint_path() if args.shape == DEMO else _checkpoint(scratch, args.shape)
+        with served(model, args.max_num_batched_tokens, cache) as server:
+            for name in args.loads:
+                row = {"shape": args.shape, "through": "HTTP"} | put_load(
+                    server["url"], LOADS[name], gen_length
+                )
+                table.append(row)
+                print_row(row)
+        if args.direct:
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks",
+                "serving",
+                *arguments,
+                "--child",
+                str(model),
+                str(cache),
+            ]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            for line in done.stdout.splitlines():
+                if line.startswith("{"):
+                    table.append({"shape": args.shape, "through": "LLM.generate"} | json.loads(line))
+                    print_row(table[-1])
+    record(
+        f"serving_{args.shape}",
+        table,
+        args.out,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        start_s=server["start_s"],
+    )
+
+
+def _measure_directly(model: Path, rows: int, cache: Path, names: Sequence[str], gen_length: int) -> None:
+    """Print a line of JSON for each load that is there at once; equal ones once."""
+    with LLM(model, warmup=True, max_num_batched_tokens=rows, cache_dir=cache, progress=False) as llm:
+        loads = {(LOADS[name].name, str(LOADS[name].sampling)): LOADS[name] for name in names}
+        for load in loads.values():
+            if load.at_once and load.requests == 32:
+                print(json.dumps(direct(llm, load, gen_length)), flush=True)
+
+
+def _checkpoint(scratch: Path, shape: str) -> Path:
+    """The random checkpoint in `scratch`, written where there is none."""
+    path = scratch / shape
+    if not path.exists():
+        write_random_checkpoint(path, llada_hf_config(SHAPES[shape]))
+        write_tokenizer(path, SHAPES[shape])
+    return path
