@@ -1,8 +1,9 @@
 """Answers in the shapes that OpenAI's clients read."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from pydantic_core import to_json
 
 from jdllm.checkpoints.tokenizer import Tokenizer
 from jdllm.outputs import CompletionOutput, RequestOutput
@@ -21,8 +22,8 @@ STREAMED: dict[int | str, dict[str, Any]] = {
 
 def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
     """A server-sent event of JSON, with a name or without."""
-    head = "" if name is None else f"event: {name}\n"
-    return f"{head}data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+    head = b"" if name is None else b"event: %s\n" % name.encode()
+    return b"%sdata: %s\n\n" % (head, to_json(data))
 
 
 def usage(prompt_tokens: int, completion_tokens: int, evaluations: int | None = None) -> dict[str, int]:

@@ -8,6 +8,7 @@ from fastapi import APIRouter, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
 from jdllm.api import admin, chat, completions, errors, infill, models, pages, score
+from jdllm.api.arrivals import Arrivals
 from jdllm.api.guards import ApiKeys, BoundedBodies
 from jdllm.api.service import Service
 
@@ -51,6 +52,8 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
     errors.install(app)
     for router in ROUTERS:
         app.include_router(router)
+    generating = {f"/v1/{name}" for name in ("completions", "chat/completions", "infill")}
+    app.add_middleware(Arrivals, expecting=service.engine.expecting, paths=generating)
     app.add_middleware(BoundedBodies, largest=access.largest_body, seconds=access.body_seconds)
     if access.api_keys:
         app.add_middleware(ApiKeys, keys=access.api_keys)

@@ -129,7 +129,8 @@ class _Chunks:
         else:
             sample = self._running.sample(choice)
             delta, reason = stream.finish(sample.text or "", len(sample.token_ids)), sample.finish_reason
-        if not delta.text and reason is None:
+        counted = delta.tokens[0] and (self._shape.logprobs or self._options.continuous_usage_stats)
+        if not delta.text and reason is None and not counted:
             return None
         logprobs = self._shape.logprobs and self._shape.logprobs(
             *delta.tokens, len(stream.text) - len(delta.text)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -24,6 +25,7 @@ from jdllm.serving.async_engine import AsyncEngine
 HEAD_SECONDS = 30.0
 """How long the head of a request may take to arrive."""
 
+_SWITCH_SECONDS = 5e-4
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _IDLE_SECONDS = 30
 _HEADER_BYTES = 64 << 10
@@ -141,6 +143,8 @@ def serve(llm: LLM, settings: Settings, access: Access, bound: socket.socket, tl
     def stop(_: Exception) -> None:
         server.should_exit = True
 
+    # Streams keep the event loop busy; the engine's thread would wait 5 ms for each of its turns.
+    sys.setswitchinterval(_SWITCH_SECONDS)
     engine = AsyncEngine(llm.engine, on_dead=stop)
     metrics = Metrics(settings.names[0], llm.engine, llm.executables)
     llm.engine.observe = metrics.observe_part

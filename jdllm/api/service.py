@@ -11,6 +11,7 @@ from typing import NamedTuple
 import fastapi
 import numpy as np
 
+from jdllm.api import arrivals
 from jdllm.api.errors import ApiError, as_api_error, bad_request
 from jdllm.api.metrics import Metrics
 from jdllm.api.protocol import Asking, given_fields
@@ -168,6 +169,7 @@ class Service:
         specs = [spec for one in asked for spec in one.specs]
         self.check_room(len(specs))
         submitted = self.engine.submit(specs, updates=updates)
+        arrivals.submitted(request)
         running = Running(call_id(prefix), request.url.path, self, asked, submitted)
         self.running[running.id] = running
         running.watch(request, self.settings.request_timeout, self._timed_out())

@@ -40,7 +40,7 @@ class TextStream:
     def __init__(self, spec: RequestSpec, decode: Callable[[Sequence[int]], str]):
         self._tokens = spec.tokens.copy()
         self._returned, self._mask_id = spec.returned, spec.mask_id
-        self._ends = spec.stop_ids
+        self._ends, self._cut = spec.stop_ids, spec.sampling.early_stop
         self._stop = spec.sampling.stop
         self._decode = decode
         self._logprobs = np.zeros(len(self._tokens), np.float32)
@@ -54,11 +54,11 @@ class TextStream:
         self._tokens[positions] = update.provisional[update.committed]
         self._logprobs[positions] = update.logprobs[update.committed]
         self._steps[positions] = update.step
-        prefix = self._prefix()
-        if len(prefix) <= self.tokens_told:
+        tokens = self._committed()
+        if len(tokens) <= self.tokens_told:
             return Delta("", ([], [], []))
-        text = self._certain(self._decode(prefix.tolist()))
-        return self._delta(text, len(prefix)) if len(text) > len(self.text) else Delta("", ([], [], []))
+        text, stopped = self._certain(self._decode(tokens[: _first(np.isin(tokens, self._ends))].tolist()))
+        return self._delta(text, self.tokens_told if stopped else len(tokens))
 
     def finish(self, text: str, tokens: int) -> Delta:
         """What the whole answer has beyond what was told: its text and the number of its tokens."""
@@ -68,25 +68,32 @@ class TextStream:
         first = self._returned.start
         place = slice(first + min(self.tokens_told, tokens), first + tokens)
         self.tokens_told = tokens
-        new = text[len(self.text) :] if text.startswith(self.text) else ""
+        new = text[len(self.text) :] if len(text) > len(self.text) and text.startswith(self.text) else ""
         self.text += new
         columns = (column[place].tolist() for column in (self._tokens, self._logprobs, self._steps))
         return Delta(new, tuple(columns))
 
-    def _prefix(self) -> np.ndarray:
-        """The result up to its first mask or the id that ends it."""
+    def _committed(self) -> np.ndarray:
+        """The result up to its first mask, or to the id that ends it where nothing comes behind."""
         result = self._tokens[self._returned]
-        over = np.flatnonzero((result == self._mask_id) | np.isin(result, self._ends))
-        return result[: over[0]] if len(over) else result
+        over = result == self._mask_id
+        if self._cut:
+            over |= np.isin(result, self._ends)
+        return result[: _first(over)]
 
-    def _certain(self, text: str) -> str:
-        """`text` without what may still change or be cut off."""
-        text = text.rstrip(_INCOMPLETE)
+    def _certain(self, text: str) -> tuple[str, bool]:
+        """`text` without what may still change or be cut off, and whether a stop string ends it."""
         ends = [at for stop in self._stop if (at := text.find(stop)) >= 0]
         if ends:
-            return text[: min(ends)]
+            return text[: min(ends)], True
+        text = text.rstrip(_INCOMPLETE)
         held = max((_overlap(text, stop) for stop in self._stop), default=0)
-        return text[: len(text) - held]
+        return text[: len(text) - held], False
+
+
+def _first(found: np.ndarray) -> int | None:
+    """The index of the first True, if there is one."""
+    return int(found.argmax()) if found.any() else None
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -13,7 +13,7 @@ TILE_ROWS = 32
 MAX_SEGMENTS = 64
 """Requests of one part of an iteration."""
 
-_FULL, _WIDE, _REFRESH, _MOST_TILES = 14, 3, 8, 64
+_FULL, _WIDE, _MOST_TILES = 14, 3, 64
 _UNIT = 128
 _PATIENCE = 1 << 18
 """Rows of padding that take an 8B model on an H200 about as long as compiling a step."""
@@ -66,8 +66,7 @@ def make_ladder(max_num_batched_tokens: int) -> Ladder:
     sizes = _sizes(max_num_batched_tokens, _FULL)
     narrow = [_entry(rows, _few(rows)) for rows in sizes]
     wide = [_entry(rows, rows) for rows in _sizes(max_num_batched_tokens, _WIDE)]
-    fewer = {next(s for s in sizes if s >= rows) for rows in _sizes(max_num_batched_tokens, _REFRESH)}
-    refresh = [_entry(rows, _few(rows))._replace(steps=1) for rows in sorted(fewer)]
+    refresh = [entry._replace(steps=1) for entry in narrow]
     reuse = [
         _entry(tiles * TILE_ROWS, tiles * TILE_ROWS)._replace(segments=max(8, min(tiles, MAX_SEGMENTS)))
         for tiles in _powers(min(_MOST_TILES, -(-max_num_batched_tokens // TILE_ROWS)))

@@ -1,12 +1,16 @@
 """The engine for asyncio: a thread drives it, and updates arrive in the event loops that asked."""
 
+import contextlib
 import threading
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 
 from jdllm.serving.engine import Engine, Updates
 from jdllm.serving.spec import RequestSpec
 from jdllm.serving.submitted import Submitted
 from jdllm.serving.updates import Update
+
+GATHERED = 0.25
+"""Seconds at most for which an engine with nothing to do waits for requests that are on their way."""
 
 
 class AsyncEngine:
@@ -25,6 +29,7 @@ class AsyncEngine:
         self._on_dead = on_dead
         self.error: Exception | None = None
         self._work = threading.Condition()
+        self._on_their_way = 0
         self._closed = False
         self._thread = threading.Thread(target=self._drive, name="jdllm-engine", daemon=True)
         self._thread.start()
@@ -41,6 +46,22 @@ class AsyncEngine:
             submitted = Submitted(self._engine, specs, updates)
             self._work.notify()
         return submitted
+
+    @contextlib.contextmanager
+    def expecting(self) -> Iterator[None]:
+        """Say that a request is on its way, until it is submitted or refused.
+
+        Requests that arrive together then start together: those that are a step apart would stay so, and
+        each of their refreshes would be smaller, with more padding. Nobody waits where something runs.
+        """
+        with self._work:
+            self._on_their_way += 1
+        try:
+            yield
+        finally:
+            with self._work:
+                self._on_their_way -= 1
+                self._work.notify()
 
     async def run(self, spec: RequestSpec, *, updates: Updates = "later") -> AsyncGenerator[Update]:
         """Denoise one request.
@@ -65,7 +86,9 @@ class AsyncEngine:
     def _drive(self) -> None:
         while True:
             with self._work:
-                self._work.wait_for(lambda: self._closed or not self._engine.idle)
+                if self._engine.idle:
+                    self._work.wait_for(lambda: self._closed or not self._engine.idle)
+                    self._work.wait_for(lambda: self._closed or not self._on_their_way, GATHERED)
                 if self._closed:
                     return
             try:

@@ -113,9 +113,8 @@ class CachedRunner:
         request.id = -1
         for entry in self._ladder.refresh:
             packed, selection, table, _ = pack_refresh([request], self._config, pages, entry)
-            for scored in self._refresh_sizes:
-                args = self._params, packed.batch, selection, table, self._abstract_pool
-                yield Program(_refresh, args, self._refresh_static(entry, scored), donate=_POOL)
+            args = self._params, packed.batch, selection, table, self._abstract_pool
+            yield Program(_refresh, args, self._refresh_static(entry, scored=True), donate=_POOL)
         for entry in self._ladder.reuse:
             entries = self.entries(entry.rows // TILE_ROWS)
             packed, table = pack_reuse([request], self._config, pages, entry, entries)
@@ -125,10 +124,10 @@ class CachedRunner:
                 yield Program(_reuse, args, static, chained=self._chained(entry.rows))
 
     def warm(self) -> None:
-        """Compile every entry of the ladder."""
+        """Compile every entry of the ladder. Refreshes that score keys serve those that do not: twice as many
+        sizes save more padding than scoring costs."""
         self._executables.prepare(list(self.programs()))
-        for sizes in self._refresh_sizes.values():
-            sizes.compiled.update(self._ladder.refresh)
+        self._refresh_sizes[True].compiled.update(self._ladder.refresh)
         for sizes in self._reuse_sizes.values():
             sizes.compiled.update(self._ladder.reuse)
 
@@ -175,10 +174,11 @@ class CachedRunner:
 
     def _needs_scores(self, requests: list[Request]) -> bool:
         """Whether the executable that scores keys serves a part. Where nobody stores now, as in a step before
-        a refresh, the other one is quicker; it is not compiled for that alone."""
+        a refresh, the other one is quicker; it is not compiled for that alone, nor once all are compiled."""
         scoring = [request for request in requests if _scores(request)]
         now = any(request.phase is Phase.REFRESH for request in scoring)
-        return now or (bool(scoring) and not self._refresh_sizes[False].compiled)
+        plain, scored = (sizes.compiled for sizes in self._refresh_sizes.values())
+        return now or (not plain and (bool(scoring) or scored.issuperset(self._ladder.refresh)))
 
     def _compiled(self, entry: Entry, function: Callable[..., Any], *args: Any, **options: Any) -> Executable:
         executable = self._executables.compile(function, *args, **options)

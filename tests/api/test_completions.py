@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
+from jdllm.api.service import Service
 from jdllm.checkpoints.tokenizer import Tokenizer
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.llm import LLM
@@ -267,8 +268,17 @@ def test_special_tokens_in_a_text_are_text(client, tokenizer: Tokenizer, mask_id
     assert refused.status_code == 400
 
 
-def test_a_full_queue_is_told_to_come_back(client):
+def test_more_than_the_queue_ever_holds_is_refused(client):
     answer = client.post("/v1/completions", json={"prompt": [PROMPT] * 65, "max_tokens": 4})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "n"
+
+
+def test_a_full_queue_is_told_to_come_back(client, service: Service, monkeypatch: pytest.MonkeyPatch):
+    engine = service.llm.engine
+    stats = engine.stats()._replace(waiting=60)
+    monkeypatch.setattr(engine, "stats", lambda: stats)
+    answer = client.post("/v1/completions", json={"prompt": [PROMPT] * 5, "max_tokens": 4})
     assert answer.status_code == 429
     assert int(answer.headers["retry-after"]) >= 1
     assert answer.json()["error"]["type"] == "rate_limit_error"

@@ -119,3 +119,11 @@ def test_what_is_provisional_is_not_told():
         0, 0, np.array([3, 4]), np.array(ids), np.array([False, True]), np.zeros(2, np.float32)
     )
     assert stream.take(update).text == ""
+
+
+def test_tokens_behind_the_end_are_told_where_all_are_asked_for():
+    ids = [*TOKENIZER.encode("a"), CONFIG.eos_id, *TOKENIZER.encode("b")]
+    order = [[place] for place in range(len(ids))]
+    text, parts, told, _ = run(spec_of(len(ids), early_stop=False), ids, order)
+    assert (text, told) == ("a", ids)
+    assert parts == ["a", "", "", ""]

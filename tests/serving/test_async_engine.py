@@ -240,3 +240,27 @@ def test_a_device_that_does_not_answer_after_a_failed_part_is_the_end(
     assert deaths.errors == [deaths.driver.error]
     stats = engine.stats()
     assert (stats.failed, stats.free_pages) == (2, stats.pages)
+
+
+def test_what_is_on_its_way_is_waited_for(engine: Engine, asked: list[Request]):
+    """Two requests arrive apart, and run in step: as many evaluations as one of them takes."""
+
+    async def main(driver: AsyncEngine, asked: Sequence[Request]) -> None:
+        with driver.expecting():
+            first = asyncio.create_task(ended(driver, asked[0]))
+            await asyncio.sleep(0.05)
+            assert engine.stats().evaluated == 0
+            second = asyncio.create_task(ended(driver, asked[1]))
+            await asyncio.sleep(0)
+        await asyncio.gather(first, second)
+
+    run(engine, asked, main)
+    assert engine.stats().evaluated == 8
+
+
+def test_nobody_waits_long_for_what_does_not_come(engine: Engine, asked: list[Request]):
+    async def main(driver: AsyncEngine, asked: Sequence[Request]) -> Ended:
+        with driver.expecting():
+            return await ended(driver, asked[0])
+
+    assert run(engine, asked, main).error is None

@@ -115,6 +115,8 @@ export class Settings {
 
   // Whether every number is in its bounds; otherwise the browser says so at the field.
   check() {
+    if (this.root.checkValidity()) return true;
+    this.root.closest("details").open = true; // else the browser has nowhere to say it
     return this.root.reportValidity();
   }
 

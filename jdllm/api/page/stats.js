@@ -2,7 +2,7 @@
 
 import { getJson } from "./api.js";
 import { Chart, short } from "./chart.js";
-import { History } from "./history.js";
+import { Timeline } from "./timeline.js";
 
 const INTERVAL = 1000;
 const UNAUTHORIZED = 401;
@@ -55,7 +55,7 @@ const TOTALS = {
 };
 
 const element = (id) => document.getElementById(id);
-const history = new History();
+const timeline = new Timeline();
 const charts = CHARTS.map(({ title, series }) => new Chart(title, series));
 const rates = rowsOf(element("rates"), Object.keys(RATES), 3);
 const totals = rowsOf(element("totals"), [...Object.keys(TOTALS), "Uptime"], 1);
@@ -74,15 +74,15 @@ function rowsOf(table, titles, cells) {
 }
 
 function show(stats, now) {
-  history.take(stats, now);
+  timeline.take(stats, now);
   charts.forEach((chart, i) => {
     const { series, most } = CHARTS[i];
     chart.draw(
-      series.map(({ name }) => history.points(name, now)),
+      series.map(({ name }) => timeline.points(name, now)),
       most?.(stats) || null,
     );
   });
-  Object.values(RATES).forEach((name, i) => fill(rates[i], summary(history.values(name))));
+  Object.values(RATES).forEach((name, i) => fill(rates[i], summary(timeline.values(name))));
   const counts = Object.values(TOTALS).map((count) => count(stats).toLocaleString("en"));
   [...counts, duration(stats.uptime)].forEach((text, i) => fill(totals[i], [text]));
 }

@@ -3,13 +3,13 @@
 const KEPT_SECONDS = 60;
 const KINDS = ["full", "refresh", "reuse", "adaptive"];
 
-export class History {
+export class Timeline {
   constructor() {
     this.samples = [];
     this.last = null;
   }
 
-  // Take in what GET /v1/stats answers; `now` in seconds. A server that started anew begins a new history.
+  // Take in what GET /v1/stats answers; `now` in seconds. A server that started anew begins a new one.
   take(stats, now) {
     if (this.last !== null && stats.uptime < this.last.stats.uptime) this.samples = [];
     else if (this.last !== null) this.samples.push(sample(this.last, { stats, now }));
