@@ -185,9 +185,9 @@ def main(arguments: Sequence[str]) -> None:
     """A server in a process of its own, and `jdllm bench serve` against it, on the same host over HTTP.
 
     `python3 -m benchmarks serving [--loads delay_1 delay_0 ...] [--direct] [--shape llada-8b]` on a card, or
-    with `--shape demo`, the bundled model.
-    With `--direct` the loads of 32 requests at once are measured through `LLM.generate` too, behind the server's
-    end. Latencies count from a request's arrival. `evaluated` are the forward evaluations of the device.
+    with `--shape demo`, the bundled model. With `--direct` the loads of 32 requests at once are measured
+    through `LLM.generate` too, behind the server's end. Latencies count from a request's arrival. `evaluated`
+    are the forward evaluations of the device.
     """
     parser = case_parser("serving", main.__doc__)
     parser.add_argument("--shape", choices=(*SHAPES, DEMO), default="llada-8b")

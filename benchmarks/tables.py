@@ -56,6 +56,12 @@ SECTIONS = (
         ("overhead_*", "traffic_*", "first_token_*", "compile_*"),
     ),
     Section(
+        "Serving",
+        "Requests over HTTP from `jdllm bench serve` on the same host, and the same ones through"
+        " `LLM.generate`. Latencies are in seconds from a request's arrival.",
+        ("serving_*",),
+    ),
+    Section(
         "Operators",
         "Single kernels with random data beside XLA's form and other libraries.",
         ("masked_logits_*", "attention", "split_attention_*", "grouped_matmul*", "skinny_matmul*", "torch_*"),

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import h11
 import uvicorn
@@ -26,6 +26,7 @@ HEAD_SECONDS = 30.0
 """How long the head of a request may take to arrive."""
 
 _SWITCH_SECONDS = 5e-4
+_REUSED = socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _IDLE_SECONDS = 30
 _HEADER_BYTES = 64 << 10
@@ -50,11 +51,25 @@ def bind(host: str, port: int) -> socket.socket:
         (family, kind, *_, address), *_ = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-        bound = socket.socket(family, kind)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
+        try:
+            return _bound(family, kind, address, reused=False)
+        except OSError:
+            # Connections of a server that has just ended may be left, which reusing overlooks. It overlooks a
+            # server that does not listen yet too, unless that has not set the option.
+            return _bound(family, kind, address, reused=True)
     except (OSError, OverflowError) as e:
         raise ConfigError(f"cannot listen on {host} port {port}: {e}") from None
+
+
+def _bound(family: int, kind: int, address: Any, *, reused: bool) -> socket.socket:
+    bound = socket.socket(family, kind)
+    try:
+        if reused:
+            bound.setsockopt(*_REUSED)
+        bound.bind(address)
+    except BaseException:
+        bound.close()
+        raise
     return bound
 
 
@@ -145,6 +160,7 @@ def serve(llm: LLM, settings: Settings, access: Access, bound: socket.socket, tl
 
     # Streams keep the event loop busy; the engine's thread would wait 5 ms for each of its turns.
     sys.setswitchinterval(_SWITCH_SECONDS)
+    bound.setsockopt(*_REUSED)
     engine = AsyncEngine(llm.engine, on_dead=stop)
     metrics = Metrics(settings.names[0], llm.engine, llm.executables)
     llm.engine.observe = metrics.observe_part
