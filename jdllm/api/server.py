@@ -57,7 +57,7 @@ def bind(host: str, port: int) -> socket.socket:
             # Connections of a server that has just ended may be left, which reusing overlooks. It overlooks a
             # server that does not listen yet too, unless that has not set the option.
             return _bound(family, kind, address, reused=True)
-    except (OSError, OverflowError) as e:
+    except OSError as e:
         raise ConfigError(f"cannot listen on {host} port {port}: {e}") from None
 
 

@@ -100,26 +100,26 @@ def serve(
     from jdllm.api.service import Settings
     from jdllm.llm import LLM
 
-    given = _given_sampling(default_sampling)
-    bound = bind(host, port)
-    arguments = as_arguments(source)
-    llm = LLM(**arguments, max_num_logits=max_num_logits, kv_pool=kv_pool)
-    settings = Settings(
-        names=tuple(served_model_name or [_name(model)]),
-        default_sampling=_changed(llm.default_sampling(), given),
-        max_queue=max_queue,
-        request_timeout=request_timeout,
-    )
-    print_result(describe_account(llm.account))
-    done = llm.warmup()
-    print_result(
-        f"ready in {done.seconds:.1f} s: compiled {done.compiled} executables and found {done.loaded}"
-    )
-    scheme, (address, taken, *_) = "https" if ssl_certfile else "http", bound.getsockname()
-    print_result(f"{settings.names[0]} at {scheme}://{address}:{taken}")
-    tls = None if ssl_certfile is None or ssl_keyfile is None else Tls(ssl_certfile, ssl_keyfile)
-    access = Access(api_keys=_keys(api_key), cors_origins=cors_origin or ())
-    sys.exit(serve(llm, settings, access, bound, tls))
+    given, keys = _given_sampling(default_sampling), _keys(api_key)
+    with bind(host, port) as bound:
+        arguments = as_arguments(source)
+        llm = LLM(**arguments, max_num_logits=max_num_logits, kv_pool=kv_pool)
+        settings = Settings(
+            names=tuple(served_model_name or [_name(source.model)]),
+            default_sampling=_changed(llm.default_sampling(), given),
+            max_queue=max_queue,
+            request_timeout=request_timeout,
+        )
+        print_result(describe_account(llm.account))
+        done = llm.warmup()
+        print_result(
+            f"ready in {done.seconds:.1f} s: compiled {done.compiled} executables and found {done.loaded}"
+        )
+        scheme, (address, taken, *_) = "https" if ssl_certfile else "http", bound.getsockname()
+        print_result(f"{settings.names[0]} at {scheme}://{address}:{taken}")
+        tls = None if ssl_certfile is None or ssl_keyfile is None else Tls(ssl_certfile, ssl_keyfile)
+        access = Access(api_keys=keys, cors_origins=cors_origin or ())
+        sys.exit(serve(llm, settings, access, bound, tls))
 
 
 def describe_account(account: "Account") -> str:

@@ -28,7 +28,7 @@ def test_a_port_is_free_again_as_soon_as_its_server_has_ended():
     bind(HOST, address[1]).close()
 
 
-@pytest.mark.parametrize(("host", "port"), [("no.such.host.invalid", 0), ("203.0.113.1", 0), (HOST, 70000)])
-def test_an_address_that_cannot_be_had_is_a_mistake(host: str, port: int):
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "203.0.113.1"])
+def test_an_address_that_cannot_be_had_is_a_mistake(host: str):
     with pytest.raises(ConfigError, match="cannot listen"):
-        bind(host, port)
+        bind(host, 0)

@@ -20,15 +20,15 @@ export class Chart {
     this.figure.append(caption, this.svg);
   }
 
-  // Draw points of each series, [seconds ago, value]; `most` is the top of the scale where it is known.
-  draw(points, most = null) {
+  // Draw points of each series, [seconds ago, value]; `capacity` is shown beside the values, where there is one.
+  draw(points, capacity = null) {
     const highest = Math.max(0, ...points.flat().map(([, value]) => value));
-    const top = most ?? rounded(highest);
+    const top = rounded(highest);
     const width = this.svg.clientWidth;
     const x = (ago) => width - ((width - LEFT) * ago) / SECONDS;
     const y = (value) => TOP + (HEIGHT - TOP - BOTTOM) * (1 - value / top);
     this.svg.replaceChildren(
-      ...(most === null ? [0, top / 2, top] : [0, top]).flatMap((value) => gridLine(y(value), value, width)),
+      ...[0, top / 2, top].flatMap((value) => gridLine(y(value), value, width)),
       label("60 s ago", LEFT, HEIGHT - 4, "start"),
       label("now", width, HEIGHT - 4, "end"),
       ...points.map((one, i) =>
@@ -39,7 +39,8 @@ export class Chart {
       ),
     );
     points.forEach((one, i) => {
-      this.values[i].textContent = one.length === 0 ? "–" : short(one.at(-1)[1]);
+      const now = one.length === 0 ? "–" : short(one.at(-1)[1]);
+      this.values[i].textContent = capacity === null ? now : `${now} of ${short(capacity)}`;
     });
   }
 }
@@ -50,12 +51,12 @@ export function short(value) {
   return value >= 10 || Number.isInteger(value) ? Math.round(value).toLocaleString("en") : value.toFixed(1);
 }
 
-// The next of 1, 2 and 5 times a power of ten, but at least 2, so that the middle is a whole number.
+// The next of 1, 2 and 4 times a power of ten, but at least 2, so that the middle is a whole number.
 function rounded(value) {
   const power = 10 ** Math.floor(Math.log10(Math.max(value, 1)));
   return Math.max(
     2,
-    [1, 2, 5, 10].map((factor) => factor * power).find((step) => step >= value),
+    [1, 2, 4, 10].map((factor) => factor * power).find((step) => step >= value),
   );
 }
 

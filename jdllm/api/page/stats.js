@@ -17,7 +17,7 @@ const CHARTS = [
   {
     title: "KV pool, pages in use",
     series: [{ name: "pages", title: "pages" }],
-    most: (stats) => stats.pages,
+    capacity: (stats) => stats.pages,
   },
   {
     title: "Rows a second",
@@ -76,10 +76,10 @@ function rowsOf(table, titles, cells) {
 function show(stats, now) {
   timeline.take(stats, now);
   charts.forEach((chart, i) => {
-    const { series, most } = CHARTS[i];
+    const { series, capacity } = CHARTS[i];
     chart.draw(
       series.map(({ name }) => timeline.points(name, now)),
-      most?.(stats) || null,
+      capacity?.(stats),
     );
   });
   Object.values(RATES).forEach((name, i) => fill(rates[i], summary(timeline.values(name))));

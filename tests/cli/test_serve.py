@@ -1,0 +1,121 @@
+"""What `jdllm serve` makes of its options; the server itself is run by tests/clients."""
+
+import socket
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from jdllm.api import server
+from jdllm.api.app import Access
+from jdllm.api.service import Settings
+from jdllm.cli import app
+from jdllm.cli.serve import BUNDLED
+from jdllm.decoding.executables import Prepared
+from jdllm.demo import checkpoint_path
+from jdllm.llm import LLM
+from tests.cli.helpers import assert_mistake
+from tests.conftest import KV_POOL
+
+
+class Served(NamedTuple):
+    """What the server was given."""
+
+    llm: LLM
+    settings: Settings
+    access: Access
+    port: int
+    tls: Any
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Served]:
+    """Nothing is compiled and nobody is served."""
+    found: list[Served] = []
+
+    def serve(llm: LLM, settings: Settings, access: Access, bound: socket.socket, tls: Any) -> int:
+        found.append(Served(llm, settings, access, bound.getsockname()[1], tls))
+        bound.close()
+        return 0
+
+    monkeypatch.setattr(server, "serve", serve)
+    monkeypatch.setattr(LLM, "warmup", lambda self: Prepared(3, 4, 1.5))
+    monkeypatch.setenv("JDLLM_API_KEY", "")
+    monkeypatch.delenv("JDLLM_API_KEY")
+    return found
+
+
+def serve(*options: str) -> Result:
+    common = ["--port", "0", "--max-num-batched-tokens", "256", "--kv-pool", KV_POOL, "--cache-dir", "none"]
+    return CliRunner().invoke(app, ["serve", *options, *common])
+
+
+def test_the_account_stands_before_the_address(served: list[Served]):
+    result = serve()
+    assert (result.exit_code, result.stderr) == (0, "")
+    [one] = served
+    lines = result.stdout.splitlines()
+    assert lines[-1] == f"{BUNDLED} at http://127.0.0.1:{one.port}"
+    assert lines[-2] == "ready in 1.5 s: compiled 3 executables and found 4"
+    account = one.llm.account
+    assert f"{account.pages - 1} pages of 64 tokens: " in result.stdout
+    assert f"{(account.pages - 1) // 16} of 1024, {(account.pages - 1) // 64} of 4096" in result.stdout
+    assert {line.split("  ")[0] for line in lines} >= {"weights", "largest step", "KV pool", "step, reuse"}
+
+
+def test_a_model_is_called_as_its_directory_or_as_was_said(served: list[Served]):
+    directory = str(checkpoint_path())
+    assert serve(directory).exit_code == 0
+    assert serve(directory, "--served-model-name", "a", "--served-model-name", "b").exit_code == 0
+    assert [one.settings.names for one in served] == [(checkpoint_path().name,), ("a", "b")]
+
+
+def test_options_reach_the_server(served: list[Served], tmp_path: Path):
+    pem = [tmp_path / name for name in ("certificate", "key")]
+    options = {
+        "max-queue": 5,
+        "request-timeout": 2.5,
+        "cors-origin": "https://a.example",
+        "api-key": "secret",
+    }
+    files = ["--ssl-certfile", str(pem[0]), "--ssl-keyfile", str(pem[1])]
+    given = [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    sampling = ["--default-sampling", '{"cache": "dual", "gen_length": 64}']
+    result = serve(*given, *files, *sampling)
+    assert result.exit_code == 0
+    assert "https://127.0.0.1" in result.stdout
+    assert "secret" not in result.output
+    [one] = served
+    assert (one.settings.max_queue, one.settings.request_timeout) == (5, 2.5)
+    assert (one.access.api_keys, one.access.cors_origins) == (["secret"], ["https://a.example"])
+    assert (one.settings.default_sampling.cache, one.settings.default_sampling.gen_length) == ("dual", 64)
+    assert list(one.tls) == pem
+
+
+def test_keys_of_the_environment_stand_apart(served: list[Served], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JDLLM_API_KEY", "first second")
+    assert serve().exit_code == 0
+    assert served[0].access.api_keys == ["first", "second"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--ssl-certfile", "x"], ["--ssl-keyfile"]),
+        (["--default-sampling", "{"], ["--default-sampling", "JSON"]),
+        (["--default-sampling", "[]"], ["--default-sampling", "object"]),
+        (["--default-sampling", '{"cache": "none such"}'], ["--default-sampling", "cache"]),
+        (["--api-key", " "], ["API key"]),
+        (["--host", "no.such.host.invalid"], ["cannot listen"]),
+        (["no-such-directory"], ["no-such-directory"]),
+    ],
+)
+def test_a_mistake_is_one_line(served: list[Served], options: list[str], words: list[str]):
+    assert_mistake(serve(*options), *words)
+    assert not served
+
+
+def test_without_the_extra_it_says_so(served: list[Served], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "uvloop" else name)
+    assert_mistake(serve(), "uvloop", "jdllm[serve]")
