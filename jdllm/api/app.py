@@ -49,7 +49,7 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
     access = access or Access()
     app = FastAPI(title="jdllm", version=version("jdllm"), docs_url=None, redoc_url=None)
     app.state.service = service
-    errors.install(app)
+    errors.install(app, service.refused)
     for router in ROUTERS:
         app.include_router(router)
     generating = {f"/v1/{name}" for name in ("completions", "chat/completions", "infill")}

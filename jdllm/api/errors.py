@@ -1,7 +1,7 @@
 """Errors in OpenAI's shape, whatever went wrong."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -115,25 +115,29 @@ def as_api_error(error: Exception) -> ApiError:
     return ApiError(500, f"the request failed: {type(error).__name__}", code="internal_error")
 
 
-def install(app: FastAPI) -> None:
-    """Let `app` answer every error in OpenAI's shape."""
+def install(app: FastAPI, refused: Callable[[Request, ApiError], None]) -> None:
+    """Let `app` answer every error in OpenAI's shape.
 
-    async def invalid(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, RequestValidationError)
-        return _of_validation(error.errors()).response()
+    Arguments:
+    - `refused`: told of each.
+    """
 
-    async def refused(request: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, HTTPException)
+    async def answer(request: Request, error: Exception) -> JSONResponse:
+        made = _made(error)
+        refused(request, made)
+        return made.response()
+
+    for kind in (RequestValidationError, HTTPException, ApiError, JdllmError, Exception):
+        app.add_exception_handler(kind, answer)
+
+
+def _made(error: Exception) -> ApiError:
+    if isinstance(error, RequestValidationError):
+        return _of_validation(error.errors())
+    if isinstance(error, HTTPException):
         headers = dict(error.headers) if error.headers else None
-        return ApiError(error.status_code, str(error.detail), headers=headers).response()
-
-    async def known(request: Request, error: Exception) -> JSONResponse:
-        return as_api_error(error).response()
-
-    app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(HTTPException, refused)
-    for kind in (ApiError, JdllmError, Exception):
-        app.add_exception_handler(kind, known)
+        return ApiError(error.status_code, str(error.detail), headers=headers)
+    return as_api_error(error)
 
 
 def _of_validation(errors: Sequence[Any]) -> ApiError:

@@ -24,7 +24,7 @@ from jdllm.serving.async_engine import AsyncEngine
 from jdllm.serving.engine import Updates
 from jdllm.serving.request import Request
 from jdllm.serving.submitted import Submitted
-from jdllm.serving.updates import Ended, StepUpdate, Update
+from jdllm.serving.updates import Ended, Update
 
 _CLIENT_GONE = 499
 """The status, which nobody receives, of a request whose client has gone."""
@@ -170,10 +170,16 @@ class Service:
         self.check_room(len(specs))
         submitted = self.engine.submit(specs, updates=updates)
         arrivals.submitted(request)
+        request.state.counted = True
         running = Running(call_id(prefix), request.url.path, self, asked, submitted)
         self.running[running.id] = running
         running.watch(request, self.settings.request_timeout, self._timed_out())
         return running
+
+    def refused(self, request: fastapi.Request, error: ApiError) -> None:
+        """Tell monitoring of a request that came to nothing before it was submitted."""
+        if not getattr(request.state, "counted", False):
+            self.metrics.request_ended(request.url.path, error.status, 0.0, None, 0, 0)
 
     def _timed_out(self) -> ApiError:
         return ApiError(
@@ -263,7 +269,7 @@ class Running:
                     if update.error is not None:
                         raise update.error
                     self._ended[choice] = update.state
-                if self.first_block is None and _committed(update):
+                elif self.first_block is None and update.committed.any():
                     self.first_block = self.seconds
                 yield Told(choice, update)
         except Exception as error:
@@ -307,7 +313,3 @@ def call_id(prefix: str) -> str:
 def dead(error: Exception) -> ApiError:
     """The answer of a server whose engine cannot go on."""
     return ApiError(503, f"the engine cannot go on: {type(error).__name__}", code="engine_dead")
-
-
-def _committed(update: Update) -> bool:
-    return not isinstance(update, StepUpdate) or bool(update.committed.any())

@@ -46,6 +46,20 @@ def test_health_version_and_counts(client):
     assert after["rows"]["full"] > before["rows"]["full"]
 
 
+def test_every_request_is_counted_once_by_its_status(client, service: Service):
+    def count(status: int) -> float:
+        lines = service.metrics.render().decode().splitlines()
+        wanted = f'endpoint="/v1/completions",status="{status}"'
+        return sum(float(line.split()[-1]) for line in lines if wanted in line and "_total" in line)
+
+    before = [count(status) for status in (200, 400, 404)]
+    bodies = [{"max_tokens": 2}, {"bananas": 1}, {"model": "x"}, {"max_tokens": 2, "stream": True}]
+    for body in bodies:
+        client.post("/v1/completions", json={"prompt": "1+1="} | body)
+    after = [count(status) for status in (200, 400, 404)]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [2, 1, 1]
+
+
 def _until(condition, seconds: float = 20.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
