@@ -4,12 +4,13 @@ PYTHON ?= $(shell command -v python3.12 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 AOT_VENV := .venv-aot
+CLIENTS_VENV := .venv-clients
 CPU := JAX_PLATFORMS=cpu
 # A process takes up to 3 GB. Tests of a file share models; long tests are handed out one by one.
 SPREAD := -n auto --maxprocesses 4
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-slow test-aot test-gpu bench lint format clean
+.PHONY: help demo serve test test-slow test-clients test-aot test-gpu bench lint format clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -25,6 +26,12 @@ $(AOT_VENV)/.ready: pyproject.toml
 	$(AOT_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,cuda13]'
 	@touch $@
 
+$(CLIENTS_VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(CLIENTS_VENV)
+	$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --editable '.[dev,serve,clients,harness]'
+	@touch $@
+
 demo: $(VENV)/.ready  ## generate text with the bundled model on the CPU
 	@$(CPU) $(BIN)/python -m jdllm.demo
 
@@ -32,10 +39,15 @@ serve: $(VENV)/.ready  ## serve the bundled model on the CPU: a page and OpenAI'
 	@$(CPU) $(BIN)/jdllm serve --max-num-batched-tokens 512
 
 test: $(VENV)/.ready lint  ## lint and the default tests, on the CPU
-	$(CPU) $(BIN)/python -m pytest $(SPREAD) --dist loadfile -m 'not slow and not aot and not gpu'
+	$(CPU) $(BIN)/python -m pytest $(SPREAD) --dist loadfile -m 'not slow and not aot and not gpu and not clients'
 
 test-slow: $(VENV)/.ready  ## the longer tests, on the CPU
-	$(CPU) $(BIN)/python -m pytest $(SPREAD) --dist worksteal -m 'slow and not aot and not gpu'
+	$(CPU) $(BIN)/python -m pytest $(SPREAD) --dist worksteal -m 'slow and not aot and not gpu and not clients'
+
+# One after the other: they share a server, and measure what it holds.
+test-clients: $(CLIENTS_VENV)/.ready  ## packages of others against a real server, on the CPU
+	command -v chromium >/dev/null || (apt-get update --quiet && apt-get install --quiet --yes chromium)
+	$(CPU) $(CLIENTS_VENV)/bin/python -m pytest tests/clients -m clients
 
 test-aot: $(AOT_VENV)/.ready  ## compile for GPUs without one
 	$(CPU) $(AOT_VENV)/bin/python -m pytest $(SPREAD) --dist worksteal -m aot
@@ -70,4 +82,4 @@ format: $(VENV)/.ready  ## format the code
 	$(BIN)/ruff format
 
 clean:  ## remove the environments and caches
-	rm -rf $(VENV) $(AOT_VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(AOT_VENV) $(CLIENTS_VENV) .pytest_cache .ruff_cache .hypothesis

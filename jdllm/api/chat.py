@@ -26,7 +26,13 @@ async def chat(body: ChatRequest, request: Request) -> Response:
     return await answer(service, request, body, asked, _shape(service, body))
 
 
-def conversation(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+def encode_chat(service: Service, messages: list[ChatMessage]) -> tuple[str, list[int]]:
+    """The text of a conversation in the model's chat template, and its ids."""
+    service.check_text(sum(len(part) for message in messages for part in message.texts))
+    return service.tokenizer.encode_chat(_conversation(messages))
+
+
+def _conversation(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     """Messages as a chat template takes them: a developer is the system."""
     plain = [message.model_dump(exclude_none=True) for message in messages]
     return [one | {"role": "system"} if one["role"] == "developer" else one for one in plain]
@@ -42,7 +48,7 @@ def _asked(service: Service, body: ChatRequest) -> list[Asked]:
     options = openai_options(body, logprobs=bool(body.logprobs))
     if body.max_completion_tokens is not None:
         options["max_tokens"] = body.max_completion_tokens
-    prompt = Prompt(*service.tokenizer.encode_chat(conversation(body.messages)))
+    prompt = Prompt(*encode_chat(service, body.messages))
     return asked_of(service, [prompt], service.sampling(body, **options))
 
 

@@ -49,9 +49,8 @@ def _prompts(service: Service, body: CompletionRequest) -> list[Prompt]:
     """The prompts; texts are encoded."""
     given: Any = body.prompt
     many = [given] if isinstance(given, str) or isinstance(given[0], int) else given
-    special = bool(body.parse_special)
     return [
-        Prompt(one, service.tokenizer.encode(one, parse_special=special))
+        Prompt(one, service.encode(one, parse_special=body.parse_special))
         if isinstance(one, str)
         else Prompt(None, one)
         for one in many
@@ -72,7 +71,7 @@ def _between(service: Service, body: CompletionRequest) -> list[Asked]:
     own = {name: getattr(body, name) for name in ("steps", "block_length")}
     sampling = sampling.changed(**own)
     config = service.llm.config
-    suffix = service.tokenizer.encode(body.suffix or "", parse_special=bool(body.parse_special))
+    suffix = service.encode(body.suffix or "", parse_special=body.parse_special)
     prompts = _prompts(service, body)
     service.check_room(len(prompts) * sampling.n)
     for prompt in prompts:

@@ -133,8 +133,8 @@ def _from_masked(service: Service, body: InfillRequest, name: str, value: Any) -
     if name == "text":
         parsed = [] if service.mask_token is None else [service.mask_token]
         texts: list[str | None] = [value] if isinstance(value, str) else list(value)
-        special = bool(body.parse_special)
-        each = [service.tokenizer.encode(text or "", parse_special=special, parsed=parsed) for text in texts]
+        special = body.parse_special
+        each = [service.encode(text or "", parse_special=special, parsed=parsed) for text in texts]
     else:
         each = [value] if isinstance(value[0], int) else value
         texts = [None] * len(each)
@@ -149,27 +149,25 @@ def _runs(ids: Sequence[int], mask_id: int) -> list[Slot]:
 
 async def _from_parts(service: Service, body: InfillRequest) -> Template:
     """Parts in order; where a choice stands, its likeliest option."""
-    parts, special = body.parts or [], bool(body.parse_special)
-    mask_id, tokenizer = mask_id_of(service.llm.config), service.tokenizer
+    parts, special = body.parts or [], body.parse_special
+    mask_id = mask_id_of(service.llm.config)
     if not any(isinstance(part, TextSlot | ChoiceSlot) for part in parts):
         raise bad_request("parts has no slot: nothing is to be filled", "parts")
     service.check_length(sum(part.max_tokens for part in parts if isinstance(part, TextSlot)))
 
     def encode(part: Any) -> list[int]:
         if isinstance(part, str):
-            return tokenizer.encode(part, parse_special=special) if part else []
+            return service.encode(part, parse_special=special) if part else []
         if isinstance(part, TextSlot):
             return [mask_id] * part.max_tokens
-        return [mask_id] * max(
-            len(tokenizer.encode(option, parse_special=special)) for option in part.options
-        )
+        return [mask_id] * max(len(service.encode(option, parse_special=special)) for option in part.options)
 
     pieces = await asyncio.to_thread(lambda: [encode(part) for part in parts])
     service.check_length(sum(map(len, pieces)))
     scores: dict[int, OptionScores] = {}
     for at, part in enumerate(parts):
         if isinstance(part, ChoiceSlot):
-            options = [tokenizer.encode(option, parse_special=special) for option in part.options]
+            options = [service.encode(option, parse_special=special) for option in part.options]
             before, after = _joined(pieces[:at]), _joined(pieces[at + 1 :])
             scores[at] = await service.scored(
                 lambda given=(before, options, after): service.llm.choose(*given)

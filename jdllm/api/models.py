@@ -5,7 +5,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from jdllm.api.chat import conversation
+from jdllm.api.chat import encode_chat
 from jdllm.api.errors import RESPONSES, bad_request
 from jdllm.api.protocol import DetokenizeRequest, TokenizeRequest
 from jdllm.api.service import Service
@@ -30,7 +30,8 @@ async def model(name: str, request: Request) -> dict[str, Any]:
 
 @router.post("/tokenize", responses=RESPONSES)
 async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
-    """Ids of a text, or of a conversation in the model's chat template."""
+    """Ids of a text, in which special tokens become theirs unless `parse_special` is false, or of a
+    conversation in the model's chat template."""
     service: Service = request.app.state.service
     service.model(body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -41,8 +42,8 @@ async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
 
 def _ids(service: Service, body: TokenizeRequest) -> list[int]:
     if body.messages is not None:
-        return service.tokenizer.encode_chat(conversation(body.messages))[1]
-    return service.tokenizer.encode(body.prompt or "", parse_special=bool(body.parse_special))
+        return encode_chat(service, body.messages)[1]
+    return service.encode(body.prompt or "", parse_special=body.parse_special is not False)
 
 
 @router.post("/detokenize", responses=RESPONSES)

@@ -147,6 +147,11 @@ class ChatMessage(BaseModel):
     content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_LISTED)]
     name: str | None = None
 
+    @property
+    def texts(self) -> list[str]:
+        """What its content consists of."""
+        return [self.content] if isinstance(self.content, str) else [part.text for part in self.content]
+
 
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_LISTED)]
 

@@ -42,6 +42,6 @@ def _ids(service: Service, body: ScoreRequest) -> tuple[list[int], list[list[int
     def encode(given: str | list[int]) -> list[int]:
         if not isinstance(given, str):
             return given
-        return service.tokenizer.encode(given, parse_special=bool(body.parse_special)) if given else []
+        return service.encode(given, parse_special=body.parse_special) if given else []
 
     return encode(body.prompt), [encode(answer) for answer in body.answers]

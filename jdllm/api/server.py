@@ -106,6 +106,8 @@ class _Protocol(H11Protocol):
             self._close()
 
     def send_400_response(self, msg: str) -> None:
+        if self.cycle is not None:
+            self.cycle.disconnected = True  # what answers the head of this request is heard no more
         answer = bad_request(msg, code="invalid_http").response()
         headers = [*answer.raw_headers, (b"connection", b"close")]
         self.transport.write(

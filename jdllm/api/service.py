@@ -29,6 +29,9 @@ from jdllm.serving.updates import Ended, Update
 _CLIENT_GONE = 499
 """The status, which nobody receives, of a request whose client has gone."""
 
+_LONGEST_TOKEN = 256
+"""Characters that no token of any vocabulary has more of."""
+
 _RETRY_AFTER = 1
 """Seconds after which a client may ask again where the queue is full."""
 
@@ -127,6 +130,21 @@ class Service:
                 f" {self.longest} that this server has room for",
                 code="context_length_exceeded",
             )
+
+    def check_text(self, characters: int) -> None:
+        """Raise `ApiError` for a text of so many characters that is too long whatever its tokens are: to find
+        these would take two hundred times its memory."""
+        if characters > self.longest * _LONGEST_TOKEN:
+            raise bad_request(
+                f"a text of {characters} characters is longer than the {self.longest} tokens that this server"
+                " has room for",
+                code="context_length_exceeded",
+            )
+
+    def encode(self, text: str, *, parse_special: bool | None, parsed: Sequence[str] = ()) -> list[int]:
+        """As `Tokenizer.encode`; raises `ApiError` as `check_text` does."""
+        self.check_text(len(text))
+        return self.tokenizer.encode(text, parse_special=bool(parse_special), parsed=parsed)
 
     def check_room(self, samples: int) -> None:
         """Raise `ApiError` where so many further samples may not wait, now or ever."""

@@ -23,7 +23,7 @@ app = typer.Typer(
 app.command("generate")(generate.generate)
 app.command("infill")(infill.infill)
 app.command("score")(score.score)
-app.command("eval")(evaluate.evaluate)
+app.command("eval", cls=evaluate.EvalCommand)(evaluate.evaluate)
 app.command("warmup")(warmup.warmup)
 app.command("serve")(serve.serve)
 app.add_typer(bench.app, name="bench")

@@ -1,17 +1,20 @@
 """`jdllm eval`: exact match and speed on the demo's tasks."""
 
 import dataclasses
+import importlib.util
 import json
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from jdllm.cli.compiling import told_of_compiling
 from jdllm.cli.options import (
     Json,
     ModelOptions,
     asked_sampling,
+    cache_directory,
     given_sampling,
     load_model,
     takes_model,
@@ -19,16 +22,43 @@ from jdllm.cli.options import (
 )
 from jdllm.cli.report import print_result
 from jdllm.decoding.sampling import SamplingParams
+from jdllm.demo import checkpoint_path
 from jdllm.demo.tasks import MAX_INSTANCES
+from jdllm.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from jdllm.demo.evaluate import Generate, Generation
     from jdllm.llm import LLM
 
 
+_HARNESS = "--harness"
+
+
+class EvalCommand(TyperCommand):
+    """Leaves everything after `--harness` to lm-eval, whose options have names of ours."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if _HARNESS in args:
+            at = args.index(_HARNESS)
+            if at > 0:
+                ctx.fail(
+                    f"{args[0]} stands before {_HARNESS}: put lm-eval's options behind it, ours have no use"
+                )
+            args = [_HARNESS, "--", *args[1:]]
+        return super().parse_args(ctx, args)
+
+
 @takes_sampling("early_stop", "n", "max_tokens", "stop", "stop_token_ids", "logprobs")
 @takes_model
 def evaluate(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[ARG]...", help=f"After {_HARNESS}: of lm-eval.", show_default=False),
+    ] = None,
+    harness: Annotated[
+        bool,
+        typer.Option(_HARNESS, help="Run lm-eval's command line, with --model jdllm and the bundled tasks."),
+    ] = False,
     task: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="May be repeated.", show_default="all tasks")
     ] = None,
@@ -46,7 +76,15 @@ def evaluate(
     training string; tokens per forward evaluation; and seconds of generation, without loading and compiling.
     Every block is run, as the official sampler does, and every answer has the length of the training's unless
     --gen-length says otherwise.
+
+    --harness ARG... is lm-eval itself, with any tasks, of which jdllm_demo are the bundled model's, and a
+    model by --model_args pretrained=DIR,mc_num=128,...
     """
+    if harness:
+        _run_harness(arguments or [])
+        return
+    if arguments:
+        raise RequestError(f"unexpected argument {arguments[0]!r}: only {_HARNESS} takes some")
     from rich.console import Console
     from rich.progress import track
 
@@ -66,6 +104,16 @@ def evaluate(
         print_result(json.dumps({"tasks": [dataclasses.asdict(result) for result in results]}))
     else:
         print_result(render_table(results))
+
+
+def _run_harness(arguments: list[str]) -> None:
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError(f"{_HARNESS} needs lm-eval: install the extra, as in jdllm[harness]")
+    from jdllm.harness.command import run
+
+    defaults = {"pretrained": checkpoint_path(), "cache_dir": cache_directory(None)}
+    with told_of_compiling():
+        run(arguments, defaults, checkpoint_path().parent / "harness_tasks")
 
 
 def generator(llm: "LLM", sampling: SamplingParams) -> "Generate":

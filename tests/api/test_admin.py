@@ -25,6 +25,10 @@ def test_texts_become_ids_and_back(client, tokenizer: Tokenizer):
     assert found["count"] == len(found["tokens"])
     assert client.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": text}
     assert client.post("/tokenize", json={"prompt": "a", "messages": []}).status_code == 400
+    end = "<|endoftext|>"
+    assert client.post("/tokenize", json={"prompt": end}).json()["tokens"] == [tokenizer.token_id(end)]
+    plain = client.post("/tokenize", json={"prompt": end, "parse_special": False}).json()["tokens"]
+    assert plain == tokenizer.encode(end)
 
 
 def test_a_remote_tokenizer_finds_what_it_needs(client, tokenizer: Tokenizer, mask_id: int):
