@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 AOT_VENV := .venv-aot
 CLIENTS_VENV := .venv-clients
+AIPERF_VENV := .venv-aiperf
 CPU := JAX_PLATFORMS=cpu
 # A process takes up to 3 GB. Tests of a file share models; long tests are handed out one by one.
 SPREAD := -n auto --maxprocesses 4
@@ -28,8 +29,16 @@ $(AOT_VENV)/.ready: pyproject.toml
 
 $(CLIENTS_VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(CLIENTS_VENV)
+	$(CLIENTS_VENV)/bin/python -m pip install --quiet --upgrade pip  # an older one resolves for ten minutes
 	$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
 	  --editable '.[dev,serve,clients,harness]'
+	@touch $@
+
+# It needs other versions of what the others need.
+$(AIPERF_VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(AIPERF_VENV)
+	$(AIPERF_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(AIPERF_VENV)/bin/python -m pip install --quiet --disable-pip-version-check aiperf
 	@touch $@
 
 demo: $(VENV)/.ready  ## generate text with the bundled model on the CPU
@@ -45,7 +54,8 @@ test-slow: $(VENV)/.ready  ## the longer tests, on the CPU
 	$(CPU) $(BIN)/python -m pytest $(SPREAD) --dist worksteal -m 'slow and not aot and not gpu and not clients'
 
 # One after the other: they share a server, and measure what it holds.
-test-clients: $(CLIENTS_VENV)/.ready  ## packages of others against a real server, on the CPU
+test-clients: export AIPERF=$(AIPERF_VENV)/bin/aiperf
+test-clients: $(CLIENTS_VENV)/.ready $(AIPERF_VENV)/.ready  ## packages of others against a real server, on the CPU
 	command -v chromium >/dev/null || (apt-get update --quiet && apt-get install --quiet --yes chromium)
 	$(CPU) $(CLIENTS_VENV)/bin/python -m pytest tests/clients -m clients
 
@@ -82,4 +92,4 @@ format: $(VENV)/.ready  ## format the code
 	$(BIN)/ruff format
 
 clean:  ## remove the environments and caches
-	rm -rf $(VENV) $(AOT_VENV) $(CLIENTS_VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(AOT_VENV) $(CLIENTS_VENV) $(AIPERF_VENV) .pytest_cache .ruff_cache .hypothesis

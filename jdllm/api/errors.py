@@ -125,10 +125,18 @@ def install(app: FastAPI, refused: Callable[[Request, ApiError], None]) -> None:
     async def answer(request: Request, error: Exception) -> JSONResponse:
         made = _made(error)
         refused(request, made)
+        if made.status < 500:
+            _let_go(error)
         return made.response()
 
     for kind in (RequestValidationError, HTTPException, ApiError, JdllmError, Exception):
         app.add_exception_handler(kind, answer)
+
+
+def _let_go(error: Exception) -> None:
+    """FastAPI's frames hold the error that they raise, and the body: together they would wait for the garbage
+    collector, which comes late where so few objects are so large."""
+    error.__traceback__ = error.__cause__ = error.__context__ = None
 
 
 def _made(error: Exception) -> ApiError:

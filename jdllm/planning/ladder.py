@@ -15,6 +15,9 @@ MAX_SEGMENTS = 64
 
 _FULL, _WIDE, _MOST_TILES = 14, 3, 64
 _UNIT = 128
+_SMALL = 2048
+"""Rows up to which a refresh may have as many head rows: an eighth of them may be less than a block."""
+
 _PATIENCE = 1 << 18
 """Rows of padding that take an 8B model on an H200 about as long as compiling a step."""
 
@@ -51,6 +54,11 @@ class Ladder:
     reuse: tuple[Entry, ...]
 
     @property
+    def head_rows(self) -> int:
+        """Head rows that requests share in one step; one alone may have more."""
+        return max(entry.head_rows for entry in self.refresh if entry.head_rows < entry.rows)
+
+    @property
     def tiles(self) -> int:
         """Tiles of the largest step of rows that reuse."""
         return self.reuse[-1].rows // TILE_ROWS
@@ -64,9 +72,11 @@ def make_ladder(max_num_batched_tokens: int) -> Ladder:
     (`jdllm.pallas.shared_lowering`).
     """
     sizes = _sizes(max_num_batched_tokens, _FULL)
-    narrow = [_entry(rows, _few(rows)) for rows in sizes]
-    wide = [_entry(rows, rows) for rows in _sizes(max_num_batched_tokens, _WIDE)]
+    narrow = _for_many([_entry(rows, _few(rows)) for rows in sizes])
+    wide = _for_many([_entry(rows, rows) for rows in _sizes(max_num_batched_tokens, _WIDE)])
     refresh = [entry._replace(steps=1) for entry in narrow]
+    if sizes[-1] <= _SMALL:
+        refresh.append(wide[-1]._replace(steps=1))
     reuse = [
         _entry(tiles * TILE_ROWS, tiles * TILE_ROWS)._replace(segments=max(8, min(tiles, MAX_SEGMENTS)))
         for tiles in _powers(min(_MOST_TILES, -(-max_num_batched_tokens // TILE_ROWS)))
@@ -114,6 +124,11 @@ def bucket_entry(rows: int, head_rows: int, segments: int = 1) -> Entry:
 def _entry(rows: int, head_rows: int) -> Entry:
     segments = max(8, min(rows // _UNIT, MAX_SEGMENTS))
     return Entry(rows, head_rows, segments, steps_per_dispatch(head_rows))
+
+
+def _for_many(entries: list[Entry]) -> list[Entry]:
+    """The entries, of which the largest holds as many requests as a part may have, however short they are."""
+    return [*entries[:-1], entries[-1]._replace(segments=MAX_SEGMENTS)]
 
 
 def _few(rows: int) -> int:

@@ -63,7 +63,7 @@ def make_engine(
     limits = Limits(
         max_num_batched_tokens=account.rows,
         max_num_seqs=MAX_SEGMENTS,
-        max_num_logits=ladder.refresh[-1].head_rows,
+        max_num_logits=ladder.head_rows,
         entries=cached.entries(ladder.tiles),
         reuse_rows=ladder.reuse[-1].rows,
         pages=cached.pages,

@@ -14,7 +14,7 @@ import httpx
 
 ROWS = 512
 MODEL = "jdllm-demo"
-LONG = {"gen_length": 480, "steps": 480, "block_length": 480, "early_stop": False}
+LONG = {"gen_length": 480, "steps": 480, "block_length": 32, "early_stop": False}
 """Sampling of a request that fills a step alone, and takes as many of them as it can."""
 
 _OPTIONS = ("--port", "0", "--dtype", "float32", "--max-num-batched-tokens", str(ROWS))

@@ -77,13 +77,13 @@ def check_sum(server: Server) -> None:
 
 def test_a_signal_lets_what_runs_finish(start_server: Starter):
     server = start_server().ready()
-    whole = Asking(server, **LONG | {"steps": 96, "block_length": 120})
-    stream = Asking(server, **LONG | {"steps": 96, "block_length": 120}, stream=True)
+    whole = Asking(server, **LONG | {"steps": 90})
+    stream = Asking(server, **LONG | {"steps": 90}, stream=True)
     until(busy(server, 2), 30.0)
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(200.0) == 0
     choice = json.loads(whole.done().result)["choices"][0]
-    assert choice["nfe"] == 96
+    assert choice["nfe"] == 90
     chunks = [data["choices"][0] for _, data in events(stream.done().result)]
     assert "".join(chunk["text"] for chunk in chunks) == choice["text"]
     assert chunks[-1]["finish_reason"] == choice["finish_reason"]
@@ -99,7 +99,7 @@ def test_a_second_signal_ends_what_runs(start_server: Starter):
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(30.0) == 0
     for asking in running:
-        assert asking.done().error is not None or "error" in asking.result
+        assert asking.done().error is not None or asking.status >= 500 or "error" in asking.result
 
 
 def test_a_killed_server_is_soon_back(start_server: Starter):
@@ -119,7 +119,7 @@ def test_a_killed_server_is_soon_back(start_server: Starter):
 
 
 def test_an_engine_that_dies_takes_the_server_along(start_server: Starter):
-    environment = {"DYING_PARTS": "20", "DYING_SECONDS": "5"}
+    environment = {"DYING_PARTS": "4", "DYING_SECONDS": "5"}
     server = start_server(program=(str(DYING),), environment=environment).ready()
     with server.client() as client:
         whole = Asking(server, **LONG)

@@ -242,8 +242,7 @@ def test_a_client_that_waits_no_longer_is_forgotten(server: Server):
 
 
 def test_a_stream_that_is_left_is_forgotten(server: Server, client: openai.OpenAI):
-    body = LONG | {"block_length": 4}
-    stream = client.completions.create(model=MODEL, prompt=PROMPT, n=8, stream=True, extra_body=body)
+    stream = client.completions.create(model=MODEL, prompt=PROMPT, n=8, stream=True, extra_body=LONG)
     assert next(iter(stream)).choices[0].finish_reason is None
     with server.client() as probe:
         assert probe.get("/v1/requests").json()["data"]

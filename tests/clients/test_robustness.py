@@ -36,12 +36,13 @@ MALFORMED = {
     "infinity": b'{"prompt":"a","answers":["a"],"temperature":1e999,"cfg_scale":1e999}',
     "many digits": b'{"max_tokens":' + b"9" * 5000 + b"}",
     "invalid UTF-8": b'{"prompt":"\xff\xfe\xc3"}',
-    "UTF-16": '{"prompt":"a"}'.encode("utf-16"),
     "half a pair": b'{"prompt":"\\ud800","text":"\\ud800","messages":[{"role":"user","content":"\\ud800"}]}',
     "nested lists": b'{"prompt":' + b"[" * DEEP + b"]" * DEEP + b"}",
     "nested objects": b'{"a":' * DEEP + b"1" + b"}" * DEEP,
     "open lists": b"[" * DEEP,
     "a null byte": b'{"prompt":"a"\x00}',
+    "a large half": b'{"prompt":"' + b"a" * (4 << 20),
+    "a large wrong one": b'{"prompt":1,"text":1,"a":"' + b"a" * (4 << 20) + b'"}',
     "an unknown field": b'{"prompt":"a","\\u0000":1}',
 }
 
@@ -63,7 +64,7 @@ WRONG = {
     "many samples": {"prompt": "a", "n": 10**9},
     "many tokens": {"prompt": "a", "max_tokens": 2**24},
     "a long prompt": {"prompt": "a" * ROWS},
-    "a longer prompt": {"prompt": "a" * (8 << 20)},
+    "a longer prompt": {"prompt": "a" * (16 << 20)},
     "long ids": {"prompt": [1] * 10**6},
     "many stops": {"prompt": "a", "stop": ["a"] * 1000},
     "an unknown rule": {"prompt": "a", "transfer": "other"},
@@ -243,7 +244,8 @@ def _trickle(connection: socket.socket, data: bytes, seconds: float) -> None:
 
 def _first_answer(server: Server, connection: socket.socket) -> None:
     connection.sendall(b"GET /version HTTP/1.1\r\nHost: a\r\n\r\n")
-    assert b" 200 " in connection.recv(1 << 16)
+    while not connection.recv(1 << 16).endswith(b"}"):
+        pass
 
 
 def _say_nothing(server: Server, connection: socket.socket) -> None:
@@ -303,7 +305,7 @@ def silent(server: Server) -> Silent:
 def test_a_slow_reader_holds_nobody_up(server: Server, client: httpx.Client):
     with connect(server) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        body = {"prompt": "1+1=", "stream": True, "stream_mode": "denoise", **LONG, "steps": 96}
+        body = {"prompt": "1+1=", "stream": True, "stream_mode": "denoise", **LONG, "steps": 90}
         connection.sendall(post(server, body))
         assert connection.recv(100).startswith(b"HTTP/1.1 200")
         answer = client.post("/v1/completions", json={"prompt": "1+1=", "max_tokens": 4}).json()
@@ -326,7 +328,7 @@ def _left(server: Server, connection: socket.socket, leave: str) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_who_leaves_is_forgotten_at_once(server: Server, leave: str, cache: str, stream: bool):
     connection = connect(server)
-    body = {"prompt": "1+1=", "n": 32, "stream": stream, **LONG, "block_length": 96, "cache": cache}
+    body = {"prompt": "1+1=", "n": 32, "stream": stream, **LONG, "block_length": 16, "cache": cache}
     connection.sendall(post(server, body))
     if stream:
         assert connection.recv(16).startswith(b"HTTP/1.1 200")
@@ -336,7 +338,7 @@ def test_who_leaves_is_forgotten_at_once(server: Server, leave: str, cache: str,
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/infill"])
 def test_who_leaves_another_route_is_forgotten_too(server: Server, path: str):
     fields = {"messages": [{"role": "user", "content": "1"}]} if "chat" in path else {"parts": ["1+1=", SLOT]}
-    sampling = LONG if "chat" in path else {"early_stop": False}
+    sampling = LONG if "chat" in path else {"block_length": 16}
     data = json.dumps({**fields, "n": 32, **sampling}).encode()
     connection = connect(server)
     connection.sendall(head(server, len(data), path) + data)
@@ -357,10 +359,10 @@ def test_memory_stays_flat(server: Server, client: httpx.Client):
                 except (BrokenPipeError, ConnectionResetError):
                     continue
 
-    for _ in range(3):
+    for _ in range(2):
         round()
     before = server.resident
-    for _ in range(5):
+    for _ in range(4):
         round()
     assert server.resident - before < 48 << 20
 

@@ -30,11 +30,13 @@ def test_whatever_fits_the_budget_has_an_entry(budget: int, rows: float, head: f
     ladder = make_ladder(budget)
     asked = max(1, round(budget * rows))
     masked = max(1, round(asked * head))
-    segments = min(segments, asked // 128 + 1, 8)
+    segments = min(segments, asked)
     entry = Sizes(ladder.full).choose(asked, masked, segments)
     assert entry in ladder.full
     assert entry.holds(asked, masked, segments)
     assert not any(e.rows < entry.rows and e.holds(asked, masked, segments) for e in ladder.full)
+    usual = min(masked, asked if budget <= 2048 else ladder.head_rows)
+    assert Sizes(ladder.refresh).choose(asked, usual, segments) in ladder.refresh
 
 
 @given(BUDGETS)

@@ -20,7 +20,7 @@ export class Chart {
     this.figure.append(caption, this.svg);
   }
 
-  // Draw points of each series, [seconds ago, value]; `capacity` is shown beside the values, where there is one.
+  // Draw points of each series, [seconds ago, value]; `capacity` is shown beside the value.
   draw(points, capacity = null) {
     const highest = Math.max(0, ...points.flat().map(([, value]) => value));
     const top = rounded(highest);

@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Iterator
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright  # pyright: ignore[reportMissingImports]
 
 from tests.clients.page.drive import go
 from tests.clients.servers import Server

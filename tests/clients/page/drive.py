@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, expect  # pyright: ignore[reportMissingImports]
 
 from tests.api.sse import events
 from tests.clients.servers import Server

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, expect  # pyright: ignore[reportMissingImports]
 
 from tests.clients.page.drive import PROMPT, denoised, run
 from tests.clients.servers import Server

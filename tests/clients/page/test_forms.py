@@ -1,9 +1,10 @@
 """What the page asks the server for: conversations, infilling, presets, keys; and the page of figures."""
 
+import json
 import re
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, expect
+from playwright.sync_api import Browser, BrowserContext, Page, Request, expect  # pyright: ignore[reportMissingImports]
 
 from tests.clients.page.drive import PROMPT, choose, go, run
 from tests.clients.servers import Server, until
@@ -14,10 +15,12 @@ pytestmark = pytest.mark.clients
 def test_a_conversation_goes_on(page: Page, server: Server):
     page.click("#tab-chat")
     asked: list[list[dict[str, str]]] = []
-    page.on(
-        "request",
-        lambda request: asked.append(request.post_data_json["messages"]) if request.post_data else None,
-    )
+
+    def note(request: Request) -> None:
+        if request.method == "POST":
+            asked.append(json.loads(request.post_data or "")["messages"])
+
+    page.on("request", note)
     page.fill("#message", PROMPT)
     run(page)
     page.fill("#message", "12+34=")

@@ -1,7 +1,7 @@
 """Runs on the page: what is drawn of their steps, against the events and answers of the API."""
 
 import pytest
-from playwright.sync_api import BrowserContext, Page, expect
+from playwright.sync_api import BrowserContext, Page, expect  # pyright: ignore[reportMissingImports]
 
 from tests.clients.page.drive import (
     DONE,
