@@ -176,7 +176,9 @@ def test_a_client_loads_no_jax():
 def test_an_interrupt_prints_what_there_is(fake: FakeServer, tmp_path: Path):
     fake.block_seconds = 0.1
     out = tmp_path / "run.jsonl"
-    code = "from tests.bench.test_cli import app; app()"
+    # Who runs in the background may have been told to ignore it, which a process inherits.
+    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code = f"{heard}; from tests.bench.test_cli import app; app()"
     load = ["--requests", "1000", "--concurrency", "2", "--gen-length", "8"]
     process = subprocess.Popen(
         [sys.executable, "-c", code, "bench", "serve", "--url", fake.url, *load, "--out", str(out)],

@@ -108,7 +108,7 @@ class TestKernel:
     @pytest.mark.parametrize(
         ("head_dim", "tiles"), [(64, Tiles(32, 1, 2)), (128, Tiles(64, 1, 3)), (128, None)]
     )
-    @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+    @pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)])
     def test_rotated_queries_and_keys(self, head_dim: int, tiles: Tiles | None, dtype):
         x, stacks = operands(13, 256, 128, 3, dtype=dtype)
         angles = jnp.asarray(np.random.default_rng(0).uniform(0, 6, (13, head_dim // 2)), jnp.float32)
@@ -123,7 +123,7 @@ class TestKernel:
                     np.asarray(form, np.float64), exact, rtol=float(jnp.finfo(dtype).eps), atol=1e-4
                 )
 
-    @pytest.mark.parametrize("outputs", [(64, 32), (48, 16, 80)])
+    @pytest.mark.parametrize("outputs", [(64, 32), pytest.param((48, 16, 80), marks=pytest.mark.slow)])
     @pytest.mark.parametrize("biased", [False, True])
     def test_weights_of_different_outputs(self, outputs: tuple[int, ...], biased: bool):
         """Blocks of one weight each, the last of each with columns beyond it."""

@@ -23,7 +23,7 @@ def refused(
     return None if plan.fits else refusal(workload, plan.bucket, budget, tiers)
 
 
-@pytest.mark.parametrize("ratio", [0.05, 1.0])
+@pytest.mark.parametrize("ratio", [0.05, pytest.param(1.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_need_exceeds_the_budget_and_is_enough_and_least(shape: str, ratio: float):
     config = SHAPES[shape]
