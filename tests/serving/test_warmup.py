@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jdllm.decoding.executables import Executables
-from jdllm.decoding.sampling import SamplingParams
+from jdllm.decoding.sampling import Cache, SamplingParams
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from tests.engines import engine_of, finish, generation_request
@@ -49,10 +49,11 @@ def test_requests_of_any_kind_compile_nothing(params: Params, config: ModelConfi
     for _ in range(10):
         asked = [generation_request(i, *drawn(rng, 120), config) for i in range(20)]
         finish(engine, asked)
-    for options in ({}, {"cache": "dual"}):
-        many = SamplingParams(gen_length=2, **options)  # more than a request for each 128 rows
+    caches: tuple[Cache, ...] = ("none", "dual")
+    for cache in caches:
+        many = SamplingParams(gen_length=2, cache=cache)  # more than a request for each 128 rows
         finish(engine, [generation_request(i, np.array([5]), many, config) for i in range(64)])
-        long = SamplingParams(gen_length=200, steps=4, **options)  # a block of most rows
+        long = SamplingParams(gen_length=200, steps=4, cache=cache)  # a block of most rows
         finish(engine, [generation_request(0, np.array([5]), long, config)])
     assert len(executables) == compiled
 
