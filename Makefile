@@ -60,12 +60,13 @@ test-clients: $(CLIENTS_VENV)/.ready $(AIPERF_VENV)/.ready  ## packages of other
 	$(CPU) $(CLIENTS_VENV)/bin/python -m pytest tests/clients -m clients
 
 test-aot: $(AOT_VENV)/.ready  ## compile for GPUs without one
-	$(CPU) $(AOT_VENV)/bin/python -m pytest $(SPREAD) --dist worksteal -m aot
+	$(CPU) $(AOT_VENV)/bin/python -m pytest $(SPREAD) --dist worksteal -m aot tests/aot tests/models
 
 # Budgets count what any process has on the card.
 test-gpu: export XLA_PYTHON_CLIENT_PREALLOCATE=false
 test-gpu:  ## tests on a card; uses the python on the path, which needs jax with CUDA and pytest-xdist
-	python3 -m pytest -p no:benchmark $(SPREAD) --dist worksteal -m gpu --ignore tests/gpu/test_budget.py
+	python3 -m pytest -p no:benchmark $(SPREAD) --dist worksteal -m gpu \
+	  --ignore tests/gpu/test_budget.py tests/gpu tests/pallas
 	python3 -m pytest -m gpu tests/gpu/test_budget.py
 
 bench:  ## benchmarks on a card; uses the python on the path, which needs jax with CUDA

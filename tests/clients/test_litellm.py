@@ -1,7 +1,10 @@
 """litellm, as one of the packages that speak OpenAI's API their own way."""
 
 import asyncio
+import gc
 import os
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +21,15 @@ pytestmark = [
 ]
 
 MESSAGES = [{"role": "user", "content": "12+30="}]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def event_loops() -> Iterator[None]:
+    """It leaves event loops open: they are collected here, not in somebody else's test."""
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
 
 
 @pytest.fixture(scope="module")
