@@ -1,15 +1,17 @@
-"""`jdllm eval`: exact match and speed on the demo's tasks."""
+"""`jdllm eval`: exact match and speed on the demo's tasks, and benchmarks of long contexts."""
 
 import dataclasses
 import importlib.util
 import json
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from jdllm.cli.compiling import told_of_compiling
+from jdllm.cli.evaluate_long import benchmark_of, evaluate_benchmark, long_generator
 from jdllm.cli.options import (
     Json,
     ModelOptions,
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
 
 _HARNESS = "--harness"
+_INSTANCES = 1000
 
 
 class EvalCommand(TyperCommand):
@@ -60,11 +63,30 @@ def evaluate(
         typer.Option(_HARNESS, help="Run lm-eval's command line, with --model jdllm and the bundled tasks."),
     ] = False,
     task: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="May be repeated.", show_default="all tasks")
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="May be repeated. longbench[:DATASET] or infinitebench[:DATASET] for the samples of --data.",
+            show_default="all tasks",
+        ),
+    ] = None,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Samples of LongBench or InfiniteBench in their public format, JSON lines. May be repeated.",
+            show_default=False,
+        ),
     ] = None,
     instances: Annotated[
-        int, typer.Option(min=1, max=MAX_INSTANCES, help="Held-out test instances of each task.")
-    ] = 1000,
+        int | None,
+        typer.Option(
+            min=1,
+            max=MAX_INSTANCES,
+            help="Held-out test instances of each task, or samples of each dataset.",
+            show_default=f"{_INSTANCES}, or all of --data",
+        ),
+    ] = None,
     as_json: Json = False,
     *,
     source: ModelOptions,
@@ -77,6 +99,9 @@ def evaluate(
     Every block is run, as the official sampler does, and every answer has the length of the training's unless
     --gen-length says otherwise.
 
+    --task longbench --data FILE asks and scores long contexts as LongBench does, and --task infinitebench as
+    InfiniteBench; answers have the dataset's length unless --gen-length says otherwise.
+
     --harness ARG... is lm-eval itself, with any tasks, of which jdllm_demo are the bundled model's, and a
     model by --model_args pretrained=DIR,mc_num=128,...
     """
@@ -85,6 +110,9 @@ def evaluate(
         return
     if arguments:
         raise RequestError(f"unexpected argument {arguments[0]!r}: only {_HARNESS} takes some")
+    if asked := benchmark_of(task or [], data or []):
+        _run_benchmark(*asked, data or [], instances, source, given_sampling(options), as_json)
+        return
     from rich.console import Console
     from rich.progress import track
 
@@ -99,11 +127,29 @@ def evaluate(
     console = Console(stderr=True)
     shown = track(names, "evaluating", console=console, transient=True, disable=not console.is_terminal)
     with told_of_compiling():
-        results = [result for name in shown for result in score(generate, [name], instances)]
+        results = [result for name in shown for result in score(generate, [name], instances or _INSTANCES)]
     if as_json:
         print_result(json.dumps({"tasks": [dataclasses.asdict(result) for result in results]}))
     else:
         print_result(render_table(results))
+
+
+def _run_benchmark(
+    benchmark: str,
+    dataset: str | None,
+    files: list[Path],
+    limit: int | None,
+    source: ModelOptions,
+    given: dict[str, Any],
+    as_json: bool,
+) -> None:
+    from jdllm.longbench.samples import read_samples
+
+    groups = read_samples(files, benchmark, dataset, limit)
+    # The checkpoint's own steps are for its own length.
+    sampling = asked_sampling(source.model, {"steps": None, **given})
+    generate = long_generator(load_model(source), sampling, "gen_length" in given)
+    evaluate_benchmark(benchmark, groups, generate, as_json)
 
 
 def _run_harness(arguments: list[str]) -> None:

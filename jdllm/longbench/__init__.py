@@ -1,0 +1,1 @@
+"""LongBench and InfiniteBench: their files read, asked and scored as published."""
