@@ -19,6 +19,7 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs, PydanticCustomError
 
 from jdllm.declarations import explain
+from jdllm.decoding.prefilling import Prefilling, read_prefilling
 from jdllm.errors import RequestError
 
 Remasking = Literal["low_confidence", "random"]
@@ -114,6 +115,14 @@ _NOT_ADAPTIVE = {
 }
 """What adaptive parallel decoding has not: each option's default, and why."""
 
+
+_NOT_PREFILLED = {
+    "cache": ("none", "is a cache of its own"),
+    "cfg_scale": (0.0, "has no classifier-free guidance"),
+    "alg": (None, "commits by transfer rules"),
+    "prompt_masks": ("error", "does not fill masks in the prompt"),
+}
+"""What requests over long contexts have not: each option's default, and why."""
 
 _FILTERS = {"top_p": 1, "top_k": None, "min_p": 0}
 """The filters of a distribution, with the value that lets everything pass."""
@@ -233,6 +242,11 @@ class SamplingParams:
     - `prompt_masks` ("error"): what to do with a mask id inside the prompt. "official" fills it as the
       official sampler does: from the first block on, at the expense of the block's own quota, so that
       some masks may be left at the end (quirks Q3, Q6). `LLM.infill` has a cleaner definition.
+    - `prefilling` (`None`): how a long context is prepared, where the prompt has one: `Prefilling`, or the
+      name of a preset ("dream", "dream_sparse", "ultrallada", "ultrallada_sparse", "official_sparse",
+      "official").
+      The answer is denoised against what is stored, in blocks of `block_length`, the last perhaps shorter.
+      With shifted logits a block's first step commits its first token, whatever its confidence.
     - `return_history` (False): keep the sequence after every step in `RequestOutput.history`.
     """
 
@@ -276,6 +290,7 @@ class SamplingParams:
     official_forcing: bool | None = None
     mixture_weight: _Share | None = None
     max_lookahead: _Length | None = None
+    prefilling: Annotated[Prefilling | None, BeforeValidator(read_prefilling)] = None
 
     @model_validator(mode="wrap")
     @classmethod
@@ -302,6 +317,7 @@ class SamplingParams:
 
     def __post_init__(self):
         self._check_effect()
+        self._check_prefilling()
         self._check_cache()
         self._check_adaptive()
         self._check_together()
@@ -375,6 +391,13 @@ class SamplingParams:
             raise RequestError(
                 f"quota 'batch' counts over requests in step: cache {self.cache!r} has none such"
             )
+
+    def _check_prefilling(self) -> None:
+        for name, (default, why) in _NOT_PREFILLED.items() if self.prefilling else ():
+            if getattr(self, name) != default:
+                raise RequestError(
+                    f"prefilling {why}: leave {name} at {default!r} (it is {getattr(self, name)!r})"
+                )
 
     def _check_adaptive(self) -> None:
         for name, (default, why) in _NOT_ADAPTIVE.items() if self.adaptive else ():

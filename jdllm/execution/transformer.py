@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jdllm.arrays import Tensor
 from jdllm.chunks import ChunkConfig
 from jdllm.execution.chunked import run_layers
 from jdllm.execution.few_rows.streamed import streamed_of
@@ -42,8 +43,8 @@ _UNROLLED = 4  # layers of few rows: the start of a turn would be a fiftieth of 
 class Wanted(NamedTuple):
     """Rows whose hidden states are wanted, and which of them really are; the others may hold anything."""
 
-    rows: Int[Array, " wanted"]
-    live: Bool[Array, " wanted"]
+    rows: Int[Tensor, " wanted"]
+    live: Bool[Tensor, " wanted"]
 
 
 def forward(

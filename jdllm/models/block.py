@@ -48,13 +48,19 @@ def project(
     layer: Layer, config: ModelConfig, h: Hidden, rotation: tuple[Array, Array], names: tuple[str, ...]
 ) -> tuple[Array, ...]:
     """Some projections of `h`, each `[rows, heads, head_dim]`: "q" and "k" rotated, and "v"."""
+    heads = zip(names, project_unrotated(layer, config, h, names), strict=True)
+    return tuple(y if name == "v" else rotate(y, *rotation) for name, y in heads)
+
+
+def project_unrotated(
+    layer: Layer, config: ModelConfig, h: Hidden, names: tuple[str, ...]
+) -> tuple[Array, ...]:
+    """`project`, before anything is rotated."""
     x = rms_norm(h, layer["attn_norm"], config.rms_norm_eps)
     if names[0] in _streamed(layer):
         products = zip(names, layer["streamed"].products(x, names), strict=True)
-        heads = [as_heads(layer, config, name, y + layer.get(f"{name}_bias", 0)) for name, y in products]
-    else:
-        heads = [project_heads(layer, config, name, x, (0, _heads(config, name))) for name in names]
-    return tuple(y if name == "v" else rotate(y, *rotation) for name, y in zip(names, heads, strict=True))
+        return tuple(as_heads(layer, config, name, y + layer.get(f"{name}_bias", 0)) for name, y in products)
+    return tuple(project_heads(layer, config, name, x, (0, _heads(config, name))) for name in names)
 
 
 def project_keys_values(

@@ -74,6 +74,7 @@ class ModelConfig:
     logits_shift: bool = False
     moe: MoeConfig | None = None
     mask_id: int | None = None
+    bos_id: int | None = None
     eos_id: int | None = None
     more_eos_ids: tuple[int, ...] = ()
     eot_id: int | None = None

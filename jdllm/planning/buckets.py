@@ -21,6 +21,13 @@ def row_bucket(rows: int) -> int:
     return -(-rows // stride) * stride
 
 
+def fine_bucket(count: int) -> int:
+    """The smallest number of a fine ladder that holds `count`: at most a sixteenth more, or 32 rows."""
+    below = 1 << max(count - 1, 1).bit_length() - 1
+    stride = max(32, below // 16)
+    return -(-max(count, 1) // stride) * stride
+
+
 def power_bucket(count: int, smallest: int) -> int:
     """The smallest power of two times `smallest` that holds `count`."""
     size = smallest

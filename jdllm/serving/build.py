@@ -14,9 +14,11 @@ from jdllm.serving.diagnosis import Diagnosis
 from jdllm.serving.engine import Engine
 from jdllm.serving.full_runner import FullRunner
 from jdllm.serving.launch import Launcher
+from jdllm.serving.preparation import Preparation
 from jdllm.serving.runner import Runner
 from jdllm.serving.scheduler import Kind, Limits, Scheduler
 from jdllm.serving.spec import RequestSpec
+from jdllm.serving.stages import Model
 from jdllm.serving.verifier import Verifier, check_verifiable
 
 
@@ -58,6 +60,10 @@ def make_engine(
         Kind.REFRESH: cached.refresh,
         Kind.REUSE: cached.reuse,
     }
+    preparation = Preparation(
+        Model(params, config, executables, account, cached), min(account.rows, account.max_refresh)
+    )
+    launchers[Kind.PREPARE] = preparation.launch
     if verifier is not None:
         launchers[Kind.ADAPTIVE] = AdaptiveRunner(*model, verifier, full.adaptive_chunks).launch
     limits = Limits(
@@ -82,6 +88,7 @@ def make_engine(
         Runner(launchers),
         cached,
         Scheduler(limits),
+        preparation,
         check=check,
         compiled=(full, cached),
         non_finite=Diagnosis(None if offloaded else params, config, executables, verifier),

@@ -13,7 +13,7 @@ from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
 from jdllm.pallas.split_attention import PageTable, with_fresh_rows
 from jdllm.planning.ladder import TILE_ROWS, Entry
-from jdllm.serving.kv_pool import KvPool
+from jdllm.serving.kv_pool import KvPool, Live
 from jdllm.serving.packing import Packed, head_rows, pack, segment_params
 from jdllm.serving.request import Request
 
@@ -97,7 +97,7 @@ def pack_refresh(
 def reuse_demand(request: Request, page_rows: int) -> tuple[int, int, int]:
     """Packed rows, head rows and entries of the page table of a request that reuses."""
     tiles = -(-len(request.forwarded) // TILE_ROWS)
-    pages = -(-request.stored // page_rows) + -(-len(request.forwarded) // page_rows)
+    pages = _pages(request.stored, page_rows) + -(-len(request.forwarded) // page_rows)
     return tiles * TILE_ROWS, len(request.candidates()), tiles * pages
 
 
@@ -118,7 +118,8 @@ def pack_reuse(
     parts, candidates = [], [request.candidates() for request in requests]
     for index, (request, start) in enumerate(zip(requests, starts, strict=False)):
         stop = start + len(request.forwarded)
-        tokens[start:stop], positions[start:stop] = request.tokens[request.forwarded], request.forwarded
+        tokens[start:stop] = request.tokens[request.forwarded]
+        positions[start:stop] = request.positions(request.forwarded)
         row = start + np.searchsorted(request.forwarded, candidates[index])
         parts.append((row, np.full_like(row, index)))
     row, segment = (np.concatenate(column) for column in zip(*parts, strict=True))
@@ -129,14 +130,19 @@ def pack_reuse(
     first_row, seen = (padded(x[owner], tiles) for x in (starts, forwarded))
     reads = [(r.id, r.stored) for r in (requests[i] for i in owner.tolist())]
     # Padded at the end: most of a large pool's entries are padding.
-    table = _table(pool, reads, tiles, sum(pool.pages_for(rows) for _, rows in reads))
+    table = _table(pool, reads, tiles, sum(_pages(rows, pool.page_rows) for _, rows in reads))
     table = with_fresh_rows(table, first_row, seen, pool.page_rows)
     pages, valid = (padded(np.asarray(x), entries) for x in (table.pages, table.valid))
     table = PageTable(pages, valid, table.first)
     return ReuseBatch(Packed(batch, candidates), table)
 
 
-def _table(pool: KvPool, reads: Sequence[tuple[int, int]], size: int, entries: int) -> PageTable:
+def _pages(live: Live, page_rows: int) -> int:
+    """How many pages have live rows."""
+    return int(np.count_nonzero(live)) if isinstance(live, np.ndarray) else -(-live // page_rows)
+
+
+def _table(pool: KvPool, reads: Sequence[tuple[int, Live]], size: int, entries: int) -> PageTable:
     """The pages of each (request, live rows), and of none for what is missing to `size`."""
     table = pool.page_table([request for request, _ in reads], [rows for _, rows in reads], entries)
     first = np.asarray(table.first)

@@ -1,7 +1,7 @@
 """Runs cached steps: owns the KV pool on the device and the account of its pages."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,16 +17,18 @@ from jdllm.execution.paged.pool import PAGE_ROWS, KeyValuePool, empty_pool
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.pallas.masked_logits import Level
+from jdllm.pallas.split_attention import PageTable
 from jdllm.planning.account import Account
 from jdllm.planning.buckets import power_bucket
 from jdllm.planning.ladder import TILE_ROWS, Entry, Ladder, Sizes
 from jdllm.serving.cached_packing import pack_refresh, pack_reuse, reuse_demand
 from jdllm.serving.fitting import check_fits
-from jdllm.serving.kv_pool import KvPool
+from jdllm.serving.kv_pool import KvPool, Live
 from jdllm.serving.launch import Launch
 from jdllm.serving.packing import demand, smallest_request
 from jdllm.serving.request import Request
 from jdllm.serving.spec import mask_id_of
+from jdllm.serving.stored_chunks import StoredChunks
 
 _refresh, _reuse = encoding(refresh), encoding(reuse)
 _POOL = (4,)
@@ -59,6 +61,7 @@ class CachedRunner:
         self._ladder = ladder
         self._account = account
         self._pages = KvPool.empty(account.pages, PAGE_ROWS)
+        self.chunks = StoredChunks()
         self._pool: KeyValuePool | None = None
         self._refresh_sizes = {scored: Sizes(ladder.refresh) for scored in (False, True)}
         self._reuse_sizes = {level: Sizes(ladder.reuse) for level in _REUSE_LEVELS}
@@ -67,7 +70,8 @@ class CachedRunner:
 
     @property
     def free_pages(self) -> int:
-        return self._pages.free_pages
+        """Pages that no request holds; chunks of contexts give theirs up."""
+        return self._pages.free_pages + self.chunks.pages(self._pages)
 
     @property
     def pages(self) -> int:
@@ -91,7 +95,9 @@ class CachedRunner:
 
     def admit(self, request: Request) -> None:
         """Give `request` the pages that it may ever need; raises `KvPoolError` where they are not free."""
-        self._pages = self._pages.allocate(request.id, request.spec.stored_rows)
+        rows = request.spec.stored_rows
+        self._pages = self.chunks.make_room(self._pages, self._pages.pages_for(rows))
+        self._pages = self._pages.allocate(request.id, rows)
 
     def release(self, request: Request) -> None:
         """Free the pages of a request."""
@@ -99,11 +105,51 @@ class CachedRunner:
 
     def free(self) -> None:
         """Free the pool on the device: what it held is lost."""
+        self._pages = self.chunks.clear(self._pages)
         self._pool = None
 
     def make(self) -> None:
         """Put the pool on the device now."""
         self._device_pool()
+
+    @property
+    def abstract(self) -> Any:
+        """The pool's shapes and types."""
+        return self._abstract_pool
+
+    def pages_of(self, owner: int) -> np.ndarray:
+        """The pages of a request, or of a stored chunk, in the order of its rows."""
+        return self._pages.pages_of(owner)
+
+    def table_of(self, owner: int, live: Live) -> PageTable:
+        """What a request or a stored chunk has stored, as attention reads it."""
+        return self._pages.page_table([owner], [live], len(self.pages_of(owner)))
+
+    def has_room(self, rows: Sequence[int]) -> bool:
+        """Whether pages for contents of so many rows could be found beside those of requests."""
+        return sum(map(self._pages.pages_for, rows)) <= self.free_pages
+
+    def store_chunks(self, chunks: Sequence[tuple[bytes, int]]) -> list[np.ndarray]:
+        """Take pages for contents under their keys, which are of so many rows; none where there is no room.
+
+        Pages of contents that were used less recently are given up for them.
+        """
+        if not self.has_room([rows for _, rows in chunks]):
+            return []
+        needed = sum(self._pages.pages_for(rows) for _, rows in chunks)
+        self._pages = self.chunks.make_room(self._pages, needed)
+        held = []
+        for key, rows in chunks:
+            self._pages, chunk = self.chunks.add(self._pages, key, rows)
+            held.append(self._pages.pages_of(chunk.owner))
+        return held
+
+    def run(self, executable: Executable, *arguments: Any, writes: bool) -> Any:
+        """Call an executable with the pool as its last argument, which it gives back where it writes it."""
+        out, pool = executable(*arguments, self._device_pool())
+        if writes:
+            self._pool = pool
+        return out
 
     def programs(self) -> Iterator[Program]:
         """What the ladder needs compiled; nothing where requests cannot be cached."""

@@ -20,7 +20,9 @@ from jdllm.serving.cached_packing import reuse_demand
 from jdllm.serving.cached_runner import CachedRunner
 from jdllm.serving.flight import Flight
 from jdllm.serving.launch import Compiled
+from jdllm.serving.long_request import LongRequest, LongSpec
 from jdllm.serving.packing import demand
+from jdllm.serving.preparation import Preparation
 from jdllm.serving.request import Request
 from jdllm.serving.runner import Pending, Runner
 from jdllm.serving.scheduler import Demand, Kind, Life, Part, Scheduler
@@ -51,6 +53,7 @@ class Engine:
     - `runner`: runs parts of iterations.
     - `cache`: the KV pool.
     - `scheduler`: says what runs next.
+    - `preparation`: of requests over long contexts.
     - `check`: raises `RequestError` or `MemoryBudgetError` for a request that this engine cannot serve.
     - `compiled`: what `warm` compiles.
     - `non_finite`: what a request fails with whose values are infinite or not numbers.
@@ -71,6 +74,7 @@ class Engine:
         runner: Runner,
         cache: CachedRunner,
         scheduler: Scheduler,
+        preparation: Preparation,
         *,
         check: Callable[[RequestSpec], None],
         compiled: Sequence[Compiled],
@@ -79,6 +83,7 @@ class Engine:
         self._runner = runner
         self._cache = cache
         self._scheduler = scheduler
+        self._preparation = preparation
         self._check = check
         self._compiled = compiled
         self._non_finite = non_finite
@@ -112,7 +117,8 @@ class Engine:
 
         Returns its id, unique in the process. Raises `RequestError` or `KvPoolError` for what can never run.
         """
-        request = Request(spec, next(_ids))
+        number = next(_ids)
+        request = LongRequest(spec, number) if isinstance(spec, LongSpec) else Request(spec, number)
         self._check(spec)
         self._scheduler.check(self._life(spec))
         self._arrivals.append(_Entry(request, updates, deliver))
@@ -261,6 +267,7 @@ class Engine:
     def _leave(self, request: int, how: str) -> Request:
         state = self._entries.pop(request).request
         del self._delivered[request]
+        self._preparation.forget(request)
         if state.cached and request in self._scheduler.running:
             self._cache.release(state)
         self._scheduler.remove(request)
@@ -274,7 +281,7 @@ class Engine:
             if state.cached:
                 self._cache.admit(state)
         busy = self._flight.ids
-        ready = {i: _demand(self._entries[i].request) for i in self._scheduler.running if i not in busy}
+        ready = {i: self._demand(self._entries[i].request) for i in self._scheduler.running if i not in busy}
         failed: list[Update] = []
         for part in self._scheduler.plan(ready, self._flight.kinds, self._flight.rows):
             requests = [self._entries[i].request for i in part.ids]
@@ -303,13 +310,13 @@ class Engine:
             self._runner.probe()
             self._rebuild_lost_pool()
             return [self._end(r, error) for r in pending.requests if r.id in self._entries]
-        done = self._flight.remove_first(len(steps.tokens))
+        done = self._flight.remove_first(1 if steps is None else len(steps.tokens))
         if self.observe is not None:
             self.observe(done)
         for request, stored in zip(pending.requests, pending.launch.stored, strict=True):
             if stored is not None:
                 request.store(*stored)
-        return list(self._take_in(pending, steps))
+        return [] if steps is None else list(self._take_in(pending, steps))
 
     def _take_in(self, pending: Pending, steps: Steps) -> Iterator[Update]:
         candidates = pending.launch.candidates
@@ -362,6 +369,15 @@ class Engine:
         pages = -(-spec.stored_rows // PAGE_ROWS) if spec.cached else 0
         return Life(spec.rows if usual else row_bucket(spec.rows), pages)
 
+    def _demand(self, request: Request) -> Demand:
+        """What the next step of a request costs."""
+        if isinstance(request, LongRequest) and (stage := self._preparation.next(request)) is not None:
+            return Demand(Kind.PREPARE, stage.rows, 0, 0)
+        if request.cached and request.phase is Phase.REUSE:
+            return Demand(Kind.REUSE, *reuse_demand(request, PAGE_ROWS))
+        kind = Kind.REFRESH if request.cached else Kind.ADAPTIVE if request.adaptive else Kind.FULL
+        return Demand(kind, *demand(request), 0)
+
     def _tell(self, update: Update) -> Update:
         deliver = self._entries[update.request].deliver
         if deliver is not None:
@@ -376,6 +392,7 @@ class Engine:
             for entry in self._entries.values():
                 if entry.request.cached:
                     entry.request.go_back()
+                    self._preparation.forget(entry.request.id)
 
 
 @contextlib.contextmanager
@@ -385,11 +402,3 @@ def _naming(index: int, count: int) -> Iterator[None]:
         yield
     except RequestError as e:
         raise RequestError(f"request {index}: {e}" if count > 1 else str(e)) from None
-
-
-def _demand(request: Request) -> Demand:
-    """What the next step of a request costs."""
-    if request.cached and request.phase is Phase.REUSE:
-        return Demand(Kind.REUSE, *reuse_demand(request, PAGE_ROWS))
-    kind = Kind.REFRESH if request.cached else Kind.ADAPTIVE if request.adaptive else Kind.FULL
-    return Demand(kind, *demand(request), 0)

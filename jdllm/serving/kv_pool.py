@@ -18,6 +18,9 @@ from jdllm.execution.paged.pool import SCRATCH_PAGE, check_page_rows, pool_bytes
 from jdllm.models.config import ModelConfig
 from jdllm.pallas.split_attention import PageTable
 
+Live = int | np.ndarray
+"""Rows of a request that are live: so many from its first on, or so many from the first of each page on."""
+
 _WORD = 512
 """Pages in a word of the set of free pages."""
 
@@ -99,12 +102,13 @@ class KvPool:
         owned = {other: pages for other, pages in self.owned.items() if other != request}
         return dataclasses.replace(self, free=free, owned=MappingProxyType(owned))
 
-    def page_table(self, requests: Sequence[int], rows: Sequence[int], bound: int) -> PageTable:
-        """The first rows of some requests, as attention reads them.
+    def page_table(self, requests: Sequence[int], rows: Sequence[Live], bound: int) -> PageTable:
+        """What some requests have stored, as attention reads it.
 
         Arguments:
         - `requests`: those that attend, in the order of their queries.
-        - `rows`: how many rows of each are live, at most those of its pages.
+        - `rows`: how many rows of each are live, from its first on, at most those of its pages; or how many
+          of each of its pages are, from the first of the page on.
         - `bound`: entries of the table, at least the pages with live rows.
 
         Returns NumPy arrays, int32: `pages` and `valid` `[bound]`, `first` `[requests + 1]`. Entries that
@@ -113,21 +117,26 @@ class KvPool:
         Raises `KvPoolError` for rows beyond a request's pages, or more entries than `bound`.
         """
         held = [self._pages_with(*live) for live in zip(requests, rows, strict=True)]
-        counts = np.array([len(pages) for pages in held], np.int32)
-        first = np.cumsum([0, *counts], dtype=np.int32)
-        before = (np.arange(first[-1]) - np.repeat(first[:-1], counts)) * self.page_rows
-        valid = np.minimum(np.repeat(np.asarray(rows, np.int32), counts) - before, self.page_rows)
-        return PageTable(_joined(held, bound, "pages"), _joined([valid], bound, "pages"), first)
+        first = np.cumsum([0, *(len(pages) for pages, _ in held)], dtype=np.int32)
+        pages, valid = zip(*held, strict=True) if held else ((), ())
+        return PageTable(_joined(pages, bound, "pages"), _joined(valid, bound, "pages"), first)
 
-    def _pages_with(self, request: int, rows: int) -> Int[np.ndarray, " pages"]:
-        """The pages of `request` that hold its first `rows` rows."""
-        held, needed = self.pages_of(request), self.pages_for(rows)
+    def _pages_with(
+        self, request: int, rows: Live
+    ) -> tuple[Int[np.ndarray, " pages"], Int[np.ndarray, " pages"]]:
+        """The pages of `request` that hold its live rows, and how many each holds."""
+        held = self.pages_of(request)
+        if isinstance(rows, np.ndarray):
+            return held[: len(rows)][rows > 0], rows[rows > 0]
+        needed = self.pages_for(rows)
         if needed > len(held):
             raise KvPoolError(
                 f"request {request} holds {len(held)} pages of the KV pool, room for"
                 f" {len(held) * self.page_rows} rows, not {rows}: allocate pages for all of them"
             )
-        return held[:needed]
+        valid = np.full(needed, self.page_rows, np.int32)
+        valid[-1:] -= needed * self.page_rows - rows
+        return held[:needed], valid
 
 
 def pages_within(config: ModelConfig, dtype: str, page_rows: int, budget_bytes: int) -> int:

@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
+from jaxtyping import Array
 
-from jdllm.decoding.encoded_trace import EncodedTrace
+from jdllm.decoding.encoded_trace import Steps
 from jdllm.decoding.executable import Program
 from jdllm.serving.cached_packing import Stored
 from jdllm.serving.request import Request
@@ -14,14 +15,17 @@ from jdllm.serving.request import Request
 class Launch(NamedTuple):
     """A packed part.
 
-    - `run`: puts it on the device's queue and returns its trace, which may not be there yet.
+    - `run`: puts it on the device's queue and returns its trace, or what `take` takes; it may not be there
+      yet.
     - `candidates`: for each request the positions of its head rows, which follow one another in the trace.
     - `stored`: for each request what a refresh stores of it, `None` where nothing is.
+    - `take`: of a stage of preparation, takes in what it found; returns its steps where it was one.
     """
 
-    run: Callable[[], EncodedTrace]
+    run: Callable[[], Array]
     candidates: list[np.ndarray]
     stored: Sequence[Stored | None]
+    take: Callable[[np.ndarray], Steps | None] | None = None
 
 
 class Compiled(Protocol):

@@ -55,7 +55,7 @@ class Request:
       int32 `[length]`, the denoising step that committed it, -1 for others.
     - `steps`: denoising steps done, each one forward evaluation.
     - `forwarded`: with a cache the positions that steps of `Phase.REUSE` evaluate, rising; `stored`: how many
-      rows of each layer they find stored.
+      rows of each layer they find stored, or of each page.
     """
 
     def __init__(self, spec: RequestSpec, id: int = 0):
@@ -64,7 +64,7 @@ class Request:
         self.tokens = spec.tokens.copy()
         self.initial_masks = self.tokens == spec.mask_id
         self.forwarded = np.arange(len(self.tokens))
-        self.stored = 0
+        self.stored: int | np.ndarray = 0
         self.logprobs = np.zeros(len(self.tokens), np.float32)
         self.committed_in = np.full(len(self.tokens), -1, np.int32)
         self.steps = 0
@@ -140,13 +140,15 @@ class Request:
     @property
     def _forced(self) -> bool:
         """Whether the next step commits the block's first token, and no other."""
-        first = (
-            self.sampling.effective("official_forcing")
-            and self.spec.shifted
-            and self.cached
+        return (
+            self.spec.forces_first
             and self.block_step == 0
+            and bool(self.tokens[self.block.start] == self.mask_id)
         )
-        return first and bool(self.tokens[self.block.start] == self.mask_id)
+
+    def positions(self, rows: np.ndarray) -> np.ndarray:
+        """The rotary positions of some of its tokens."""
+        return rows
 
     def view(self) -> View:
         """The sequence as a cache policy sees it."""

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import Array
 
-from jdllm.decoding.encoded_trace import EncodedTrace, Steps, decode
+from jdllm.decoding.encoded_trace import Steps, decode
 from jdllm.serving.launch import Launch, Launcher
 from jdllm.serving.request import Request
 from jdllm.serving.scheduler import Kind
@@ -19,7 +20,7 @@ class Pending(NamedTuple):
     kind: Kind
     requests: list[Request]
     launch: Launch
-    trace: Future[EncodedTrace]
+    trace: Future[Array]
 
 
 class Runner:
@@ -43,16 +44,17 @@ class Runner:
         """
         launch = self._launchers[kind](requests, max_steps)
 
-        def run() -> EncodedTrace:
+        def run() -> Array:
             trace = launch.run()
             trace.copy_to_host_async()
             return trace
 
         return Pending(kind, requests, launch, self._queue.submit(run))
 
-    def collect(self, pending: Pending) -> Steps:
-        """Wait for a part: the steps that it did. Raises what the device raised."""
-        return decode(np.asarray(pending.trace.result()))
+    def collect(self, pending: Pending) -> Steps | None:
+        """Wait for a part: the steps that it did, `None` where it was none. Raises what the device raised."""
+        found = np.asarray(pending.trace.result())
+        return decode(found) if pending.launch.take is None else pending.launch.take(found)
 
     def probe(self) -> None:
         """Write a number to the device and read it back; raises where the device does not answer."""

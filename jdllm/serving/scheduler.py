@@ -8,8 +8,8 @@ the first pick; ties go to the earlier arrival. Reuses are cheap and pick next, 
 each in the order of turns. Who does not fit what is left is passed over, but not for ever:
 
 - Where the first pick does not fit beside what is in flight, nobody is served until it does. Every plan
-  therefore serves the first pick, or waits for one of at most three parts of other kinds. A request that n
-  running requests precede in turn is served within 4 (n + 1) plans in which it is ready and its kind is not
+  therefore serves the first pick, or waits for one of at most four parts of other kinds. A request that n
+  running requests precede in turn is served within 5 (n + 1) plans in which it is ready and its kind is not
   busy. A second plan that serves nobody before a part has ended is not counted.
 - Refreshes that are due at once are spread over several iterations. Two iterations in a row serve more rows
   than one has room for, because the first refresh that an iteration passes over is the first that the next
@@ -37,9 +37,11 @@ class Kind(enum.IntEnum):
     """Only the positions that are forwarded, against what is stored."""
     ADAPTIVE = 3
     """A draft and its verification."""
+    PREPARE = 4
+    """A stage of one long context, before its answer is denoised or between two blocks of it."""
 
 
-SUBMITTED = (Kind.REUSE, Kind.REFRESH, Kind.FULL, Kind.ADAPTIVE)
+SUBMITTED = (Kind.REUSE, Kind.REFRESH, Kind.FULL, Kind.ADAPTIVE, Kind.PREPARE)
 """The order of the parts of an iteration: the host prepares the next reuse while the others run."""
 
 
@@ -123,9 +125,10 @@ class _Draft:
     entries: int = 0
 
     def holds(self, demand: Demand, limits: Limits) -> bool:
-        """Whether `demand` fits too. A part that is empty holds everything."""
+        """Whether `demand` fits too. A part that is empty holds everything, one that prepares one request."""
         return not self.ids or (
-            (demand.kind is not Kind.REUSE or self.rows + demand.rows <= limits.reuse_rows)
+            demand.kind is not Kind.PREPARE
+            and (demand.kind is not Kind.REUSE or self.rows + demand.rows <= limits.reuse_rows)
             and self.head_rows + demand.head_rows <= limits.max_num_logits
             and self.entries + demand.entries <= limits.entries
         )

@@ -58,6 +58,11 @@ class RequestSpec:
         return policy_of(self.sampling) is not None
 
     @property
+    def forces_first(self) -> bool:
+        """Whether the first step of a block commits the block's first token, and no other."""
+        return self.shifted and self.cached and self.sampling.effective("official_forcing")
+
+    @property
     def adaptive(self) -> bool:
         """Whether its steps are those of adaptive parallel decoding."""
         return self.sampling.adaptive

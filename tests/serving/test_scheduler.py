@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jdllm.errors import RequestError
 from jdllm.serving.scheduler import SUBMITTED, Demand, Kind, Life, Limits, Part, Scheduler
 
-FULL, REFRESH, REUSE, ADAPTIVE = Kind
+FULL, REFRESH, REUSE, ADAPTIVE, PREPARE = Kind
 LIMITS = Limits(
     max_num_batched_tokens=100,
     max_num_seqs=8,
@@ -40,6 +40,10 @@ def reuse(rows: int, head_rows: int = 1, entries: int = 1) -> Demand:
 
 def adaptive(rows: int) -> Demand:
     return Demand(ADAPTIVE, rows, 1, 0)
+
+
+def prepare(rows: int) -> Demand:
+    return Demand(PREPARE, rows, 0, 0)
 
 
 def with_lives(*lives: Life, limits: Limits = LIMITS) -> Scheduler:
@@ -142,10 +146,14 @@ class TestAdmission:
 
 class TestParts:
     def test_one_part_of_each_kind_the_reuse_first(self):
-        plans = Plans(full(10), adaptive(10), refresh(10), reuse(10), full(10), reuse(10))
+        plans = Plans(full(10), adaptive(10), refresh(10), reuse(10), full(10), reuse(10), prepare(10))
         found = plans.scheduler.plan(plans.ready)
-        assert found == [Part(REUSE, (3, 5)), Part(REFRESH, (2,)), Part(FULL, (0, 4)), Part(ADAPTIVE, (1,))]
+        assert found[:3] == [Part(REUSE, (3, 5)), Part(REFRESH, (2,)), Part(FULL, (0, 4))]
+        assert found[3:] == [Part(ADAPTIVE, (1,)), Part(PREPARE, (6,))]
         assert [part.kind for part in found] == list(SUBMITTED)
+
+    def test_one_request_is_prepared_at_a_time(self):
+        assert Plans(prepare(10), prepare(10)).plan() == {PREPARE: (0,)}
 
     def test_nothing_is_ready(self):
         assert Plans().plan() == {}

@@ -44,6 +44,15 @@ def cached(rows: int, head_rows: int, window: int, reuses: list[int]) -> Script:
     return Script(Life(rows, pages), tuple(step for n in reuses for step in (refresh, *(reuse,) * n)))
 
 
+def prepared(rows: int, window: int, stages: int, reuses: list[int]) -> Script:
+    """A block is some stages of preparation and some reuses."""
+    pages, window = -(-rows // PAGE_ROWS), min(window, rows)
+    stage, reuse = Demand(Kind.PREPARE, rows, 0, 0), Demand(Kind.REUSE, window, window, pages)
+    return Script(
+        Life(rows, pages), tuple(step for n in reuses for step in (*(stage,) * stages, *(reuse,) * n))
+    )
+
+
 @st.composite
 def some_limits(draw: st.DrawFn) -> Limits:
     ends = ((8, 48), (1, 12), (1, 40), (1, 16), (1, 30), (2, 24), (0, 24), (0, 24), (0, 24))
@@ -58,6 +67,13 @@ ROWS = st.integers(1, 16) | st.integers(1, 60)
 SCRIPTS = st.one_of(
     st.builds(uncached, st.sampled_from([Kind.FULL, Kind.ADAPTIVE]), ROWS, ROWS, st.integers(1, 12)),
     st.builds(cached, ROWS, ROWS, st.integers(1, 12), st.lists(st.integers(0, 4), min_size=1, max_size=4)),
+    st.builds(
+        prepared,
+        ROWS,
+        st.integers(1, 12),
+        st.integers(1, 3),
+        st.lists(st.integers(0, 4), min_size=1, max_size=2),
+    ),
 )
 
 
@@ -133,7 +149,8 @@ class Arrivals(RuleBasedStateMachine):
     def one_part(self, demands: Iterable[Demand]) -> bool:
         kinds, rows, head_rows, entries = zip(*demands, strict=True)
         return (
-            sum(head_rows) <= self.limits.max_num_logits
+            Kind.PREPARE not in kinds
+            and sum(head_rows) <= self.limits.max_num_logits
             and sum(entries) <= self.limits.entries
             and (Kind.REUSE not in kinds or sum(rows) <= self.limits.reuse_rows)
         )

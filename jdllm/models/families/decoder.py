@@ -72,6 +72,7 @@ def decoder_config(
         rope=RopeConfig.from_hf(values, default_theta=default_theta, partial=partial_rotary),
         tied_head=fields.get("tie_word_embeddings", bool, False),
         mask_id=fields.token_id("mask_token_id"),
+        bos_id=fields.token_id("bos_token_id"),
         eos_id=fields.token_id("eos_token_id"),
         more_eos_ids=fields.token_ids("eos_token_id")[1:],
         dtype=fields.dtype(),

@@ -82,6 +82,7 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
         rope=RopeConfig.from_hf(values, default_theta=10000.0, partial=False),
         tied_head=fields.get("weight_tying", bool),
         mask_id=fields.token_id("mask_token_id"),
+        bos_id=fields.token_id("bos_token_id"),
         eos_id=fields.token_id("eos_token_id"),
         more_eos_ids=fields.token_ids("eos_token_id")[1:],
         eot_id=fields.token_id("eot_token_id"),

@@ -1,0 +1,182 @@
+"""What a request with a long context asks of Prefilling-dLLM: one declaration, as `SamplingParams` is."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError
+
+from jdllm.declarations import explain
+from jdllm.errors import RequestError
+
+_MOST = 2**24
+_Count = Annotated[int, Field(ge=1, le=_MOST)]
+_Rounds = Annotated[int, Field(ge=0, le=_MOST)]
+
+ScoreMask = Literal["causal", "full", "none", "query_to_chunk"]
+RetentionMask = Literal["causal", "none", "query_to_chunk"]
+Build = Literal["full_mask", "full_query", "chunk_query", "chunk_only"]
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True, extra="forbid"))
+class Prefilling:
+    """How a long context is cut, scored, thinned out and cached before the answer is denoised.
+
+    The context becomes chunks. Each is scored by itself, beside the instruction and the query; the best are
+    kept, in the order of the document. Their keys and values are computed once, and the answer is denoised
+    against these. The defaults are the paper's main setting for Dream (preset "dream"). Of each field every
+    value is exact: it does what the published code does with its switch of that meaning, token by token in
+    f32 at temperature 0. Source: Prefilling-dLLM (menik1126/prefilling-dllm).
+
+    Chunks
+    - `chunk_length` (1024): tokens of a chunk. One that does not begin with `bos_id` gets it, and a full one
+      loses its last token for it.
+    - `split_from_tail` (False): the first chunk is the short one instead of the last.
+    - `bos_id` (`None`): the token that begins a chunk; by default the tokenizer's, else that of config.json.
+    - `chunks_kept` (4): of a context with no more chunks all are kept.
+    - `keep_first_chunk` (False): keep the first one too, beside these.
+
+    Draft
+    - `draft_length` (4): tokens of an answer that is drafted without the context.
+    - `draft_rounds` (1): after the first token as many rounds, each of which fills the surest; the others
+      stay masked.
+    - `draft_steps` (`None`): instead of rounds, fill as many tokens, less the first, at once. Where rounds
+      and steps are `None` the whole draft is filled, by the request's threshold.
+
+    Scores
+    - `score` ("draft"): the mean log-probability of the query and of what is drafted; "query" drafts nothing.
+    - `score_window` (`None`): score the last so many tokens of the query instead of all.
+    - `score_unfilled` (False): score the masks that are left in the draft too, as tokens.
+    - `score_mask` ("causal"): what a row sees. "full": rows of the chunk see all of it and the instruction,
+      others are causal; "query_to_chunk": everything, except that rows of the chunk do not see what follows
+      it; "none": everything.
+
+    Retention
+    - `tokens_kept` (`None`): tokens of a chunk that are kept; by default all.
+    - `retention` ("global"): the same ones everywhere; "per_head": for each layer and key-value head its own.
+    - `retention_window` (8): last rows of the query whose attention counts; `retention_draft` (False): what
+      is drafted stands behind the query here.
+    - `retention_direction` ("query_to_chunk"): how much the query attends to the chunk's tokens, these to
+      it ("chunk_to_query"), or the sum ("both").
+    - `retention_mask` ("causal"): as `score_mask`; rows of the chunk see the query with "none" only. It is
+      also that of the build "chunk_query".
+    - `retention_pool` (7), `retention_pooling` ("max"): width and kind of the pool along the chunk.
+    - `retention_rows` ("sum"), `retention_heads` ("sum"), `retention_layers` ("mean"): what is made of the
+      values of several rows, of several heads after the pool, and of several layers.
+    - `retention_depth` (`None`: all): layers that count: the first so many, or the last for a negative
+      number.
+    - `retention_keep` ("high"): the tokens with the highest values, or the lowest ("low").
+    - `retention_instruction` (True): the instruction stands before the chunk here.
+    - `keep_bos` (True): the first token of a chunk is kept in any case.
+
+    Keys and values
+    - `build` ("full_mask"): one evaluation of instruction, chunks, query and masks, which all see each other;
+      "full_query": without the masks; "chunk_query": each chunk after the instruction, by itself;
+      "chunk_only": each chunk alone. The last two evaluate the query afterwards.
+    - `chunk_positions` ("continuous"): the chunks that are kept follow one another; "reuse": all begin at the
+      end of the instruction; "absolute": each is where it was in the document.
+    - `query_positions` ("after_chunks"): the query follows as many whole chunks as are kept; "after_window":
+      one chunk; "after_cache": the last position that is used.
+    """
+
+    chunk_length: Annotated[int, Field(ge=2, le=_MOST)] = 1024
+    split_from_tail: bool = False
+    bos_id: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    chunks_kept: _Count = 4
+    keep_first_chunk: bool = False
+    draft_length: _Count = 4
+    draft_rounds: _Rounds | None = 1
+    draft_steps: _Count | None = None
+    score: Literal["draft", "query"] = "draft"
+    score_window: _Count | None = None
+    score_unfilled: bool = False
+    score_mask: ScoreMask = "causal"
+    tokens_kept: _Count | None = None
+    retention: Literal["global", "per_head"] = "global"
+    retention_window: _Count = 8
+    retention_draft: bool = False
+    retention_direction: Literal["query_to_chunk", "chunk_to_query", "both"] = "query_to_chunk"
+    retention_mask: RetentionMask = "causal"
+    retention_pool: Annotated[int, Field(ge=1, le=255)] = 7
+    retention_pooling: Literal["max", "mean"] = "max"
+    retention_rows: Literal["sum", "mean"] = "sum"
+    retention_heads: Literal["sum", "max"] = "sum"
+    retention_layers: Literal["mean", "sum"] = "mean"
+    retention_depth: Annotated[int, Field(ge=-_MOST, le=_MOST)] | None = None
+    retention_keep: Literal["high", "low"] = "high"
+    retention_instruction: bool = True
+    keep_bos: bool = True
+    build: Build = "full_mask"
+    chunk_positions: Literal["continuous", "reuse", "absolute"] = "continuous"
+    query_positions: Literal["after_chunks", "after_window", "after_cache"] = "after_chunks"
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _explained(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            return handler(data)
+        except ValidationError as error:
+            raise RequestError(f"prefilling: {explain(error, cls)}") from None
+
+    def __post_init__(self):
+        if self.draft_rounds is not None and self.draft_steps is not None:
+            raise RequestError("prefilling: draft_rounds and draft_steps exclude each other: set one to None")
+        if self.tokens_kept is not None and self.tokens_kept > self.chunk_length:
+            raise RequestError(
+                f"prefilling: tokens_kept is {self.tokens_kept}, and a chunk has {self.chunk_length} tokens:"
+                " keep fewer, or leave it out to keep all"
+            )
+        if self.retention_depth == 0:
+            raise RequestError("prefilling: retention_depth is 0, expected some layers, or None for all")
+        sees = self.retention_direction == "query_to_chunk" or self.retention_mask == "none"
+        if self.tokens_kept is not None and not sees:
+            raise RequestError(
+                f"prefilling: retention_direction {self.retention_direction!r} asks how chunks attend to the"
+                f" query, which retention_mask {self.retention_mask!r} hides from them: set it to 'none'"
+            )
+
+    def changed(self, **options: Any) -> Self:
+        """A copy with other values; raises `RequestError` as the class itself does."""
+        return type(self)(**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)} | options)
+
+
+PRESETS: dict[str, Prefilling] = {
+    "dream": Prefilling(),
+    "dream_sparse": Prefilling(tokens_kept=512, retention_direction="both", retention_mask="none"),
+    "ultrallada": Prefilling(chunks_kept=2, score="query", score_window=64),
+    "ultrallada_sparse": Prefilling(
+        chunks_kept=8,
+        score="query",
+        score_window=64,
+        tokens_kept=512,
+        retention_direction="both",
+        retention_mask="none",
+    ),
+    "official_sparse": Prefilling(tokens_kept=512),
+    "official": Prefilling(
+        draft_length=16,
+        draft_rounds=None,
+        build="chunk_query",
+        chunk_positions="reuse",
+        query_positions="after_window",
+    ),
+}
+"""The paper's main settings for Dream and UltraLLaDA, with all tokens of the chunks or half of them; the
+sparse setting as the published code runs it; and the defaults of that code."""
+
+
+def read_prefilling(value: object) -> object:
+    """A preset by its name, settings from a mapping, and `Prefilling` or `None` as they are."""
+    match value:
+        case None | Prefilling():
+            return value
+        case str() if value in PRESETS:
+            return PRESETS[value]
+        case Mapping():
+            return Prefilling(**{str(key): part for key, part in value.items()})
+    presets = ", ".join(map(repr, PRESETS))
+    raise PydanticCustomError(
+        "expected", "Prefilling, its fields in a mapping, or one of {presets}", {"presets": presets}
+    )

@@ -1,0 +1,86 @@
+"""Packs evaluations over parts of a long context into arrays of compiled sizes."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jdllm.arrays import padded
+from jdllm.execution.paged.parts import Storage
+from jdllm.execution.paged.pool import PAGE_ROWS
+from jdllm.models.block import Rows
+from jdllm.pallas.split_attention import PageTable
+from jdllm.planning.buckets import fine_bucket
+from jdllm.planning.ladder import TILE_ROWS
+from jdllm.prefilling.segments import Segment
+
+
+class Filled(NamedTuple):
+    """Rows of an evaluation that fill pages.
+
+    - `pages`: int32, as many as the rows take.
+    - `source`: `[#layers, #kv_heads, rows]`, the packed row of each.
+    - `positions`: those of the stored keys.
+    """
+
+    pages: np.ndarray
+    source: np.ndarray
+    positions: np.ndarray
+
+
+class Read(NamedTuple):
+    """Pages that some rows see, and how many rows of each are live."""
+
+    pages: np.ndarray
+    valid: np.ndarray
+
+
+def packed_rows(segment: Segment, size: int) -> tuple[np.ndarray, Rows]:
+    """Tokens and `Rows`, padded with rows that see nothing."""
+    tokens, *rows = (padded(x, size) for x in segment)
+    return tokens, Rows(*rows)
+
+
+def storage_of(filled: Sequence[Filled], rows: int) -> Storage:
+    """What is stored of an evaluation, in as many entries as a number of rows and of parts needs.
+
+    Arguments:
+    - `rows`: packed rows, padding included.
+    """
+    entries = rows // PAGE_ROWS + fine_bucket(len(filled))
+    layers, heads = (max((f.source.shape[axis] for f in filled), default=1) for axis in (0, 1))
+    page = np.iinfo(np.int32).max - np.arange(entries, dtype=np.int32)
+    source = np.zeros((layers, entries, heads, PAGE_ROWS), np.int32)
+    positions = np.zeros((entries, PAGE_ROWS), np.int32)
+    at = 0
+    for pages, rows_of, places in filled:
+        count, slots = len(pages), len(pages) * PAGE_ROWS
+        if not count:
+            continue
+        # Slots beyond the last row repeat it: they are not live.
+        slot = np.minimum(np.arange(slots), rows_of.shape[-1] - 1)
+        by_page = rows_of[:, :, slot].reshape(*rows_of.shape[:2], count, PAGE_ROWS)
+        page[at : at + count] = pages
+        source[:, at : at + count] = np.moveaxis(by_page, 1, 2)
+        positions[at : at + count] = places[slot].reshape(count, PAGE_ROWS)
+        at += count
+    return Storage(page, source, positions)
+
+
+def table_of(reads: Sequence[Read], tiles: int) -> PageTable:
+    """The table of tiles of which the first see the given pages, and the others nothing."""
+    first = np.cumsum([0, *(len(read.pages) for read in reads)]).astype(np.int32)
+    entries = fine_bucket(int(first[-1]))
+    pages, valid = (
+        padded(np.concatenate([np.zeros(0, np.int32), *column]).astype(np.int32), entries)
+        for column in (zip(*reads, strict=True) if reads else ((), ()))
+    )
+    return PageTable(pages, valid, padded(first, tiles + 1, int(first[-1])))
+
+
+def in_tiles(segments: Sequence[Segment]) -> list[Segment]:
+    """Segments that each fill whole tiles; what is added sees nothing."""
+    return [
+        Segment(*(padded(x, -(-segment.size // TILE_ROWS) * TILE_ROWS) for x in segment))
+        for segment in segments
+    ]

@@ -1,0 +1,70 @@
+"""Chunks of contexts whose keys stay in the KV pool when a request has ended, for the next question."""
+
+import hashlib
+import itertools
+from collections import OrderedDict
+from typing import NamedTuple
+
+import numpy as np
+
+from jdllm.serving.kv_pool import KvPool
+
+
+class StoredChunk(NamedTuple):
+    """What is stored under a key.
+
+    - `owner`: who holds its pages in the pool; no request has such an id.
+    - `rows`: how many rows it has.
+    """
+
+    owner: int
+    rows: int
+
+
+class StoredChunks:
+    """Rows of the KV pool that belong to contents instead of requests.
+
+    They take pages that no request needs, and give them up, least recently used first, as soon as one does.
+    The pool is a value: what changes it returns another.
+    """
+
+    def __init__(self):
+        self._stored: OrderedDict[bytes, StoredChunk] = OrderedDict()
+        self._owners = itertools.count(-2, -1)
+
+    def pages(self, pool: KvPool) -> int:
+        """How many pages they hold."""
+        return sum(len(pool.pages_of(chunk.owner)) for chunk in self._stored.values())
+
+    def find(self, key: bytes) -> StoredChunk | None:
+        """What is stored under a key; it was used now."""
+        if key not in self._stored:
+            return None
+        self._stored.move_to_end(key)
+        return self._stored[key]
+
+    def add(self, pool: KvPool, key: bytes, rows: int) -> tuple[KvPool, StoredChunk]:
+        """Take pages for so many rows, which `make_room` has made."""
+        chunk = StoredChunk(next(self._owners), rows)
+        pool = pool.allocate(chunk.owner, rows)
+        self._stored[key] = chunk
+        return pool, chunk
+
+    def make_room(self, pool: KvPool, pages: int) -> KvPool:
+        """Give up what was used least recently until so many pages are free, or nothing is left."""
+        while self._stored and pool.free_pages < pages:
+            pool = pool.release(self._stored.popitem(last=False)[1].owner)
+        return pool
+
+    def clear(self, pool: KvPool) -> KvPool:
+        """Give up everything."""
+        return self.make_room(pool, pool.pages)
+
+
+def content_key(*parts: np.ndarray | str) -> bytes:
+    """What tells contents apart: those of arrays of ids and of texts, in order."""
+    digest = hashlib.blake2b(digest_size=24)
+    for part in parts:
+        content = part.encode() if isinstance(part, str) else np.ascontiguousarray(part, np.int32).tobytes()
+        digest.update(len(content).to_bytes(8, "little") + content)
+    return digest.digest()
