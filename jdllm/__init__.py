@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jdllm.chunks import ChunkConfig
+    from jdllm.decoding.prefilling import Prefilling
     from jdllm.decoding.sampling import SamplingParams
     from jdllm.errors import (
         CheckpointError,
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from jdllm.outputs import CompletionOutput, RequestOutput
     from jdllm.planning.budget import Budget, MemoryBudgetError
     from jdllm.planning.plan import MemoryPlan, Workload, max_context, plan_memory
+    from jdllm.prompts import LongPrompt
     from jdllm.serving.async_engine import AsyncEngine
     from jdllm.serving.spec import generation_spec, infill_spec
     from jdllm.serving.updates import Ended, StepUpdate
@@ -38,10 +40,12 @@ __all__ = [
     "Ended",
     "JdllmError",
     "KvPoolError",
+    "LongPrompt",
     "MemoryBudgetError",
     "MemoryPlan",
     "ModelConfig",
     "NonFiniteError",
+    "Prefilling",
     "RequestError",
     "RequestOutput",
     "SamplingParams",
@@ -65,10 +69,12 @@ _MODULES = {
     "ConfigError": "jdllm.errors",
     "JdllmError": "jdllm.errors",
     "KvPoolError": "jdllm.errors",
+    "LongPrompt": "jdllm.prompts",
     "MemoryBudgetError": "jdllm.planning.budget",
     "MemoryPlan": "jdllm.planning.plan",
     "ModelConfig": "jdllm.models.config",
     "NonFiniteError": "jdllm.errors",
+    "Prefilling": "jdllm.decoding.prefilling",
     "RequestError": "jdllm.errors",
     "RequestOutput": "jdllm.outputs",
     "SamplingParams": "jdllm.decoding.sampling",

@@ -35,6 +35,7 @@ from jdllm.prompts import (
     TokenIds,
     ask,
     naming_prompt,
+    read_conversation,
     read_conversations,
     read_prompts,
     sampling_for_each,
@@ -53,6 +54,7 @@ from jdllm.scoring import (
 )
 from jdllm.serving.build import make_engine
 from jdllm.serving.engine import Engine, Updates
+from jdllm.serving.long_request import LongContext, long_spec
 from jdllm.serving.request import Request
 from jdllm.serving.spec import RequestSpec, checked_ids, generation_spec, infill_spec, mask_id_of
 from jdllm.serving.updates import StepUpdate, Update
@@ -282,8 +284,8 @@ class LLM:
         """Generate after each prompt.
 
         Arguments:
-        - `prompts`: texts, `{"prompt": text}` or `{"prompt_token_ids": ids}`, one of them or any iterable of
-          them, encoded as they are: `chat` is for models that expect a conversation.
+        - `prompts`: texts, `{"prompt": text}`, `{"prompt_token_ids": ids}` or `LongPrompt`, one of them or
+          any iterable of them, encoded as they are: `chat` is for models that expect a conversation.
         - `sampling_params`, or `sampling`: for all prompts, or one for each; by default `default_sampling()`.
         - `prompt_token_ids`: ids instead of texts, one list for each prompt.
         - `on_step`: called with a `StepUpdate` after each step of each request, as it happens; without it
@@ -299,11 +301,11 @@ class LLM:
         given = read_prompts(
             prompts,
             prompt_token_ids,
-            lambda text: self._encode(text, parse_special=parse_special),
+            functools.partial(self._encode, parse_special=parse_special),
             ("prompts", "prompt_token_ids"),
         )
         asked = _given_once(sampling_params, sampling, self.default_sampling())
-        return self._answer(self._generation_spec, given, asked, on_step, progress)
+        return self._answer(self.spec, given, asked, on_step, progress)
 
     def stream(
         self,
@@ -324,11 +326,11 @@ class LLM:
         given = read_prompts(
             prompts,
             prompt_token_ids,
-            lambda text: self._encode(text, parse_special=parse_special),
+            functools.partial(self._encode, parse_special=parse_special),
             ("prompts", "prompt_token_ids"),
         )
         each = _given_once(sampling_params, sampling, self.default_sampling())
-        asked = self._ask(self._generation_spec, given, each)
+        asked = self._ask(self.spec, given, each)
         return (update for _, update in self._run(asked, updates="every"))
 
     def chat(
@@ -337,12 +339,16 @@ class LLM:
         sampling_params: Sampling | None = None,
         *,
         sampling: Sampling | None = None,
+        context: str | None = None,
         on_step: OnStep | None = None,
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of several, by the model's chat template.
 
         Arguments:
+        - `context`: stands at the beginning of the last message, and is prepared as
+          `SamplingParams.prefilling` says; what the template has before it is the instruction of a
+          `LongPrompt`, what it has behind it the query.
         - `messages`: one conversation: the text of a user, or messages with `role` and `content`, whose
           content is a text or a list of `{"type": "text", "text": ...}`; or a list of such lists.
         - others: as for `generate`.
@@ -357,9 +363,9 @@ class LLM:
         given = []
         for i, conversation in enumerate(conversations):
             with naming_prompt(i, len(conversations)):
-                given.append(Prompt(*tokenizer.encode_chat(conversation)))
+                given.append(read_conversation(conversation, tokenizer, context))
         asked = _given_once(sampling_params, sampling, self.default_sampling())
-        return self._answer(self._generation_spec, given, asked, on_step, progress)
+        return self._answer(self.spec, given, asked, on_step, progress)
 
     def infill(
         self,
@@ -387,13 +393,15 @@ class LLM:
         given = read_prompts(
             texts,
             token_ids,
-            lambda text: self._encode(text, parse_special=parse_special, parsed=self._mask_token()),
+            functools.partial(self._encode, parse_special=parse_special, parsed=self._mask_token()),
             ("texts", "token_ids"),
         )
         # The checkpoint's own steps and blocks are for its `gen_length`, not for the masks of this text.
         default = self.default_sampling().changed(steps=None, block_length=None)
         asked = _given_once(sampling_params, sampling, default)
-        return self._answer(infill_spec, given, asked, on_step, progress)
+        return self._answer(
+            lambda ids, one: infill_spec(ids, one, self.config), given, asked, on_step, progress
+        )
 
     def warmup(self, progress: bool = True) -> Prepared:
         """Compile or load what `LLM(warmup=True)` does; says how many executables that were.
@@ -610,9 +618,11 @@ class LLM:
             source, self.config, self.tokenizer, dtype, shares_ids=shares_ids, progress=progress
         )
 
-    def _encode(self, text: str, *, parse_special: bool, parsed: Sequence[str] = ()) -> list[int]:
+    def _encode(
+        self, text: str, *, parse_special: bool, parsed: Sequence[str] = (), begins: bool = True
+    ) -> list[int]:
         tokenizer = self._needs_tokenizer("a text prompt")
-        return tokenizer.encode(text, parse_special=parse_special, parsed=parsed)
+        return tokenizer.encode(text, parse_special=parse_special, parsed=parsed, begins=begins)
 
     def _mask_token(self) -> list[str]:
         """The text of the mask token, if there is one."""
@@ -675,7 +685,7 @@ class LLM:
         self, make: Callable[..., RequestSpec], prompts: list[Prompt], sampling: Sampling
     ) -> list[Asked]:
         each = sampling_for_each(sampling, len(prompts))
-        asked = ask(prompts, each, lambda *request: make(*request, self.config))
+        asked = ask(prompts, each, make)
         self._warn_of_length([spec for one in asked for spec in one.specs])
         return asked
 
@@ -683,8 +693,18 @@ class LLM:
     def _decode(self) -> Callable[[Sequence[int]], str] | None:
         return None if self.tokenizer is None else self.tokenizer.decode
 
-    def _generation_spec(self, *args: Any) -> RequestSpec:
-        return generation_spec(*args, decode=self._decode)
+    def spec(self, prompt: TokenIds | LongContext, sampling: SamplingParams) -> RequestSpec:
+        """What `generate` asks of the engine for one sample.
+
+        Arguments:
+        - `prompt`: ids, or those of a question over a long context.
+
+        Raises `RequestError` as `generate` does.
+        """
+        if not isinstance(prompt, LongContext):
+            return generation_spec(prompt, sampling, self.config, decode=self._decode)
+        bos_id = None if self.tokenizer is None else self.tokenizer.bos_id
+        return long_spec(prompt, sampling, self.config, bos_id, decode=self._decode)
 
     def _warn_of_length(self, specs: list[RequestSpec]) -> None:
         longest = max((len(spec.tokens) for spec in specs), default=0)

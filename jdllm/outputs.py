@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jdllm.serving.long_request import LongRequest, Prefilled
 from jdllm.serving.request import Request, Timings
 
 Decode = Callable[[Sequence[int]], str]
@@ -29,6 +30,7 @@ class CompletionOutput:
     - `logprobs`, `committed_in`: of each of `token_ids`, where they were asked for: its log-probability in
       the step that committed it, in the distribution that its confidence is measured on, and that step;
       `None` for a token that was given.
+    - `prefilling`: what came of preparing a long context, where the prompt had one.
     """
 
     index: int
@@ -40,18 +42,20 @@ class CompletionOutput:
     history: np.ndarray | None = None
     logprobs: list[float | None] | None = None
     committed_in: list[int | None] | None = None
+    prefilling: Prefilled | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain Python values, ready for JSON; the history as lists."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         history = None if self.history is None else self.history.tolist()
-        return {**fields, "timings": self.timings.to_dict(), "history": history}
+        prefilling = None if self.prefilling is None else self.prefilling.to_dict()
+        return {**fields, "timings": self.timings.to_dict(), "history": history, "prefilling": prefilling}
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, CompletionOutput):
             return NotImplemented
-        mine, theirs = ({**x.to_dict(), "timings": None} for x in (self, other))
-        return mine == theirs
+        mine, theirs = ({**x.to_dict(), "timings": None, "prefilling": None} for x in (self, other))
+        return mine == theirs and self.prefilling == other.prefilling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +66,7 @@ class RequestOutput:
     - `prompt_token_ids`: the ids that were denoised from (for infilling the whole sequence with its masks).
     - `seed`: of its random draws; a fresh one where it was `None`.
     - `outputs`: its `n` samples. `text`, `token_ids`, `finish_reason`, `nfe`, `timings`, `history`,
-      `logprobs` and `committed_in` are those of the first.
+      `logprobs`, `committed_in` and `prefilling` are those of the first.
     """
 
     prompt: str | None
@@ -104,6 +108,10 @@ class RequestOutput:
     def committed_in(self) -> list[int | None] | None:
         return self.outputs[0].committed_in
 
+    @property
+    def prefilling(self) -> Prefilled | None:
+        return self.outputs[0].prefilling
+
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain Python values, ready for JSON."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -139,6 +147,7 @@ def _completion(index: int, request: Request, decode: Decode | None) -> Completi
         history=np.stack(request.history) if request.sampling.return_history else None,
         logprobs=[x if i >= 0 else None for x, i in zip(logprobs, steps, strict=True)] if asked else None,
         committed_in=[i if i >= 0 else None for i in steps] if asked else None,
+        prefilling=request.prefilled if isinstance(request, LongRequest) else None,
     )
 
 

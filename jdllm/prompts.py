@@ -4,20 +4,41 @@ import dataclasses
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from jdllm.arguments import shortened
-from jdllm.checkpoints.tokenizer import Message
+from jdllm.checkpoints.tokenizer import Message, Tokenizer
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
 from jdllm.noise import sample_seed
+from jdllm.serving.long_request import LongContext
 from jdllm.serving.spec import RequestSpec
 
 TokenIds = Sequence[int] | np.ndarray
-PromptLike = str | Mapping[str, Any]
-"""A text, `{"prompt": text}` or `{"prompt_token_ids": ids}`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LongPrompt:
+    """A question over a long context; `SamplingParams.prefilling` says how the context is prepared.
+
+    Each part is a text or token ids.
+
+    - `instruction`: stands before the context, and before every chunk of it; may be empty.
+    - `context`: what is cut into chunks, of which the best are kept.
+    - `query`: stands behind the context, before the answer.
+    - `scoring_query` (`None`): what chunks are scored with instead of the query.
+    """
+
+    context: str | TokenIds
+    query: str | TokenIds
+    instruction: str | TokenIds = ""
+    scoring_query: str | TokenIds | None = None
+
+
+PromptLike = str | Mapping[str, Any] | LongPrompt
+"""A text, `{"prompt": text}`, `{"prompt_token_ids": ids}`, or a `LongPrompt` or its fields."""
 Conversation = str | Sequence[Message]
 """Messages, or the text of one user message."""
 
@@ -30,13 +51,19 @@ class Prompt(NamedTuple):
     """A prompt as text, where it came as text, and its ids, unchecked."""
 
     text: str | None
-    ids: TokenIds
+    ids: TokenIds | LongContext
+
+
+class Encode(Protocol):
+    """Text to ids; `begins`: with the special tokens that the tokenizer puts around a text."""
+
+    def __call__(self, text: str, *, begins: bool = True) -> list[int]: ...
 
 
 def read_prompts(
     prompts: PromptLike | Iterable[PromptLike] | None,
     token_ids: Iterable[TokenIds] | None,
-    encode: Callable[[str], list[int]],
+    encode: Encode,
     names: tuple[str, str],
 ) -> list[Prompt]:
     """Read one prompt or many, from any iterable.
@@ -52,7 +79,7 @@ def read_prompts(
         raise RequestError(f"give either {names[0]} or {names[1]}")
     if prompts is None:
         return [Prompt(None, ids) for ids in _entries(token_ids, names[1])]
-    one = isinstance(prompts, str | Mapping)
+    one = isinstance(prompts, str | Mapping | LongPrompt)
     entries = [prompts] if one else _entries(prompts, names[0])
     read = []
     for i, entry in enumerate(entries):
@@ -69,6 +96,22 @@ def read_conversations(messages: Conversation | Iterable[Conversation]) -> list[
     if entries and all(isinstance(entry, list | tuple) for entry in entries):
         return entries
     return [entries]
+
+
+def read_conversation(
+    messages: Sequence[Message], tokenizer: Tokenizer, context: str | None = None
+) -> Prompt:
+    """Render and encode a conversation, whose last message may have a long context at its beginning.
+
+    Raises `RequestError` where there is no template or it refuses the messages, and for an empty context.
+    """
+    if context is None:
+        return Prompt(*tokenizer.encode_chat(messages))
+    if not context:
+        raise RequestError("the context is empty: give at least one character, or leave it out")
+    text, before, behind = tokenizer.encode_chat_around(messages, context)
+    ids = tokenizer.encode(context, begins=False)
+    return Prompt(text, LongContext(*map(np.asarray, (before, ids, behind, behind))))
 
 
 def sampling_for_each(
@@ -96,7 +139,7 @@ class Asked(NamedTuple):
 def ask(
     prompts: Sequence[Prompt],
     sampling: Sequence[SamplingParams],
-    make: Callable[[TokenIds, SamplingParams], RequestSpec],
+    make: Callable[[Any, SamplingParams], RequestSpec],
 ) -> list[Asked]:
     """What the requests of a call ask for.
 
@@ -131,8 +174,12 @@ def _entries(value: object, name: str) -> list[Any]:
     return list(value)
 
 
-def _read(entry: object, name: str, encode: Callable[[str], list[int]]) -> Prompt:
+def _read(entry: object, name: str, encode: Encode) -> Prompt:
     match entry:
+        case LongPrompt():
+            return read_long(entry, encode)
+        case {"context": context, "query": query, **others} if others.keys() <= _FURTHER:
+            return read_long(LongPrompt(context=context, query=query, **dict(others)), encode)
         case {"prompt": str(text), **others} if not others:
             return Prompt(text, encode(text))
         case {"prompt_token_ids": ids, **others} if not others:
@@ -140,5 +187,33 @@ def _read(entry: object, name: str, encode: Callable[[str], list[int]]) -> Promp
         case str(text):
             return Prompt(text, encode(text))
     raise RequestError(
-        f"{name} is {shortened(entry)}, expected a text, {{'prompt': text}} or {{'prompt_token_ids': ids}}"
+        f"{name} is {shortened(entry)}, expected a text, {{'prompt': text}}, {{'prompt_token_ids': ids}} or a"
+        " LongPrompt"
     )
+
+
+_FURTHER = {"instruction", "scoring_query"}
+
+
+def read_long(prompt: LongPrompt, encode: Encode) -> Prompt:
+    """Read the parts of a long prompt; `RequestError` for one that is neither text nor ids, and for an empty
+    context or query."""
+    parts = dataclasses.asdict(prompt)
+    if prompt.scoring_query is None:
+        parts["scoring_query"] = prompt.query
+    for name, part in parts.items():
+        if not isinstance(part, str | Sequence | np.ndarray):
+            raise RequestError(f"{name} of a long prompt is {shortened(part)}, expected a text or ids")
+        if not len(part) and name != "instruction":
+            raise RequestError(f"the {name} of a long prompt is empty: give at least one token")
+
+    def ids(name: str) -> Any:
+        part = parts[name]
+        if not isinstance(part, str):
+            return part
+        # Special tokens that begin a text begin the instruction alone.
+        return encode(part, begins=name == "instruction") if part or name == "instruction" else []
+
+    texts = [parts[name] for name in ("instruction", "context", "query")]
+    text = "".join(texts) if all(isinstance(part, str) for part in texts) else None
+    return Prompt(text, LongContext(*map(ids, LongContext._fields)))

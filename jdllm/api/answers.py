@@ -119,6 +119,11 @@ def chat_logprobs(
     return {"content": content, "refusal": None}
 
 
+def prefilled(output: CompletionOutput) -> dict[str, Any]:
+    """What came of preparing a long context, where there was one."""
+    return {} if output.prefilling is None else {"prefilling": output.prefilling.to_dict()}
+
+
 def sampled(output: CompletionOutput) -> tuple[list[int], list[float | None], list[int | None]]:
     """Tokens of a sample that reports log-probabilities, these and the steps that committed them."""
     tokens = output.token_ids

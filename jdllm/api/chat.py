@@ -6,13 +6,13 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from jdllm.api.answers import STREAMED, chat_logprobs, sampled
+from jdllm.api.answers import STREAMED, chat_logprobs, prefilled, sampled
 from jdllm.api.errors import RESPONSES, bad_request
 from jdllm.api.generation import Shape, answer, asked_of, openai_options, pieces_of
 from jdllm.api.protocol import ChatMessage, ChatRequest
 from jdllm.api.service import Service
 from jdllm.outputs import CompletionOutput
-from jdllm.prompts import Asked, Prompt
+from jdllm.prompts import Asked, Prompt, read_conversation
 
 router = APIRouter()
 
@@ -48,7 +48,10 @@ def _asked(service: Service, body: ChatRequest) -> list[Asked]:
     options = openai_options(body, logprobs=bool(body.logprobs))
     if body.max_completion_tokens is not None:
         options["max_tokens"] = body.max_completion_tokens
-    prompt = Prompt(*encode_chat(service, body.messages))
+    if body.context is None:
+        prompt = Prompt(*encode_chat(service, body.messages))
+    else:
+        prompt = read_conversation(_conversation(body.messages), service.tokenizer, body.context)
     return asked_of(service, [prompt], service.sampling(body, **options))
 
 
@@ -61,7 +64,7 @@ def _shape(service: Service, body: ChatRequest) -> Shape:
             "message": {"role": "assistant", "content": sample.text, "refusal": None},
             "logprobs": chat_logprobs(pieces, *sampled(sample), top) if body.logprobs else None,
             "finish_reason": sample.finish_reason,
-        }
+        } | prefilled(sample)
 
     def delta(index: int, text: str, logprobs: Any) -> dict[str, Any]:
         return {"index": index, "delta": {"content": text}, "logprobs": logprobs}

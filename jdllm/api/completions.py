@@ -1,19 +1,20 @@
 """POST /v1/completions."""
 
 import asyncio
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from jdllm.api.answers import STREAMED, completion_logprobs, sampled, usage
+from jdllm.api.answers import STREAMED, completion_logprobs, prefilled, sampled, usage
 from jdllm.api.errors import RESPONSES, bad_request
 from jdllm.api.generation import Shape, answer, asked_of, openai_options, pieces_of, with_result
 from jdllm.api.protocol import CompletionRequest
 from jdllm.api.service import Service
 from jdllm.outputs import CompletionOutput
-from jdllm.prompts import Asked, Prompt, ask
+from jdllm.prompts import Asked, LongPrompt, Prompt, ask, read_long
 from jdllm.serving.spec import infill_spec, mask_id_of
 
 router = APIRouter()
@@ -33,6 +34,10 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
 
 
 def _check(body: CompletionRequest) -> None:
+    if body.context is None and body.instruction is not None:
+        raise bad_request("instruction stands before a context, and there is none", "instruction")
+    if body.context is not None and (body.suffix or body.echo):
+        raise bad_request("with a context there is neither suffix nor echo: leave them out", "context")
     if body.best_of not in (None, body.n or 1):
         raise bad_request(f"best_of is {body.best_of}, expected n: all samples are returned", "best_of")
     if body.echo and body.stream:
@@ -49,6 +54,10 @@ def _prompts(service: Service, body: CompletionRequest) -> list[Prompt]:
     """The prompts; texts are encoded."""
     given: Any = body.prompt
     many = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+    if body.context is not None:
+        encode = functools.partial(service.encode, parse_special=body.parse_special)
+        around: Any = {"context": body.context, "instruction": body.instruction or ""}
+        return [read_long(LongPrompt(query=one, **around), encode) for one in many]
     return [
         Prompt(one, service.encode(one, parse_special=body.parse_special))
         if isinstance(one, str)
@@ -98,7 +107,7 @@ def _shape(service: Service, body: CompletionRequest, asked: Sequence[Asked]) ->
             "token_ids": sample.token_ids,
             "logprobs": found,
             "finish_reason": sample.finish_reason,
-        }
+        } | prefilled(sample)
 
     return Shape(
         prefix="cmpl",

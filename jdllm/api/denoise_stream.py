@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jdllm.api.answers import DONE, Pieces, event, usage
+from jdllm.api.answers import DONE, Pieces, event, prefilled, usage
 from jdllm.api.errors import ApiError
 from jdllm.api.service import Running
 from jdllm.outputs import CompletionOutput
@@ -83,4 +83,4 @@ def _end(choice: int, sample: CompletionOutput, ended: Request, spec: RequestSpe
         "nfe": sample.nfe,
         "committed_in": [None if step < 0 else step for step in steps],
         "usage": usage(len(spec.prompt), len(sample.token_ids), sample.nfe),
-    }
+    } | prefilled(sample)

@@ -17,7 +17,8 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.outputs import CompletionOutput
 from jdllm.prompts import Asked, Prompt, ask
 from jdllm.serving.engine import Updates
-from jdllm.serving.spec import RequestSpec, generation_spec
+from jdllm.serving.long_request import LongContext
+from jdllm.serving.spec import RequestSpec
 from jdllm.serving.updates import StepUpdate, Update
 
 Make = Callable[[Any, SamplingParams], RequestSpec]
@@ -46,14 +47,10 @@ def asked_of(service: Service, prompts: Sequence[Prompt], sampling: SamplingPara
     """The requests of a call that generates behind its prompts; raises as `jdllm.prompts.ask` does."""
     service.check_room(len(prompts) * sampling.n)
     for prompt in prompts:
-        service.check_length(len(prompt.ids) + sampling.gen_length)
-    llm = service.llm
-    decode = None if llm.tokenizer is None else llm.tokenizer.decode
-    return ask(
-        prompts,
-        [sampling] * len(prompts),
-        lambda ids, one: generation_spec(ids, one, llm.config, decode=decode),
-    )
+        # Of a long context the engine says itself what does not fit.
+        if not isinstance(prompt.ids, LongContext):
+            service.check_length(len(prompt.ids) + sampling.gen_length)
+    return ask(prompts, [sampling] * len(prompts), service.llm.spec)
 
 
 def openai_options(body: OpenAIFields, *, logprobs: bool) -> dict[str, Any]:

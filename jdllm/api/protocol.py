@@ -120,6 +120,13 @@ class CompletionRequest(OpenAIFields):
         | Annotated[list[Ids], Field(min_length=1, max_length=MAX_LISTED)],
         Field(description="A text, token ids, or a list of either."),
     ]
+    context: Annotated[
+        TextOrIds | None,
+        Field(description="A long context before the prompt; prefilling says how it is prepared."),
+    ] = None
+    instruction: Annotated[
+        str | Ids | None, Field(description="Text or ids before the context, and before every chunk of it.")
+    ] = None
     suffix: Annotated[str | None, Field(description="Text behind the answer: what is between is filled.")] = (
         None
     )
@@ -160,6 +167,10 @@ class ChatRequest(OpenAIFields):
     """POST /v1/chat/completions."""
 
     messages: Messages
+    context: Annotated[
+        Text | None,
+        Field(description="A long context at the beginning of the last message, prepared by prefilling."),
+    ] = None
     max_completion_tokens: Annotated[int | None, Field(ge=1, le=2**24)] = None
     logprobs: Annotated[bool | None, Field(description="Log-probabilities of the tokens.")] = None
     top_logprobs: Annotated[

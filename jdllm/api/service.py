@@ -141,10 +141,12 @@ class Service:
                 code="context_length_exceeded",
             )
 
-    def encode(self, text: str, *, parse_special: bool | None, parsed: Sequence[str] = ()) -> list[int]:
+    def encode(
+        self, text: str, *, parse_special: bool | None, parsed: Sequence[str] = (), begins: bool = True
+    ) -> list[int]:
         """As `Tokenizer.encode`; raises `ApiError` as `check_text` does."""
         self.check_text(len(text))
-        return self.tokenizer.encode(text, parse_special=bool(parse_special), parsed=parsed)
+        return self.tokenizer.encode(text, parse_special=bool(parse_special), parsed=parsed, begins=begins)
 
     def check_room(self, samples: int) -> None:
         """Raise `ApiError` where so many further samples may not wait, now or ever."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _FILE = "tokenizer.json"
 _BYTE_PAIR_FILES = ("vocab.json", "merges.txt")
 _END_OF_TURN = "<|eot_id|>"
+_PLACE = "\ufdd1"  # a noncharacter, which Unicode keeps from interchanged text
 
 Message = Mapping[str, Any]
 """`role` and `content`, the latter a text or a list of parts, each `{"type": "text", "text": ...}`."""
@@ -98,6 +99,12 @@ class Tokenizer:
         return self.token_id(_END_OF_TURN)
 
     @property
+    def bos_id(self) -> int | None:
+        """Id of the token that begins a sequence, or `None`."""
+        found = self._tokenizer.bos_token_id
+        return found if isinstance(found, int) else None
+
+    @property
     def special_tokens(self) -> dict[str, str]:
         """The texts of named special tokens, such as `bos_token`, as far as there are any."""
         return {name: str(token) for name, token in self._tokenizer.special_tokens_map.items()}
@@ -116,10 +123,13 @@ class Tokenizer:
         """Text of the token with an id, or `None` where the tokenizer does not define it."""
         return self._tokenizer.backend_tokenizer.id_to_token(index)
 
-    def encode(self, text: str, *, parse_special: bool = False, parsed: Collection[str] = ()) -> list[int]:
+    def encode(
+        self, text: str, *, parse_special: bool = False, parsed: Collection[str] = (), begins: bool = True
+    ) -> list[int]:
         """Token ids of `text`, with the special tokens that the tokenizer adds by itself.
 
         Arguments:
+        - `begins`: otherwise it adds none: the text is a part of a longer one.
         - `parse_special`: special tokens in `text` become their ids; otherwise they are plain text. Then none
           is added to a text that begins with the BOS token, as a rendered chat template does.
         - `parsed`: special tokens that become their ids all the same.
@@ -127,7 +137,8 @@ class Tokenizer:
         Raises `RequestError` for a lone surrogate, which is no text.
         """
         _check_surrogates(text)
-        return self._ids(text if parse_special else self._special.protect(text, parsed), raw=parse_special)
+        protected = text if parse_special else self._special.protect(text, parsed)
+        return self._ids(protected, raw=parse_special, begins=begins)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids` without special tokens; ids that the tokenizer does not define give no text."""
@@ -146,6 +157,29 @@ class Tokenizer:
         """
         rendered = self._render(messages, protected=True)
         return self._special.restore(rendered), self._ids(rendered, raw=False)
+
+    def encode_chat_around(
+        self, messages: Sequence[Message], context: str
+    ) -> tuple[str, list[int], list[int]]:
+        """Render a conversation whose last message has a context at its beginning.
+
+        Arguments:
+        - `messages`: as of `encode_chat`.
+        - `context`: stands before the text of the last message; it is not encoded here.
+
+        Returns the rendered text with the context, and the ids of what stands before it and behind it.
+
+        Raises what `apply_chat_template` raises, and `RequestError` where the template does not show the last
+        message once, as it is.
+        """
+        *before, last = [_plain_message(i, message) for i, message in enumerate(messages)] or [None]
+        marked = [] if last is None else [*before, {**last, "content": _PLACE + last["content"]}]
+        rendered = self._render(marked, protected=True)
+        if rendered.count(_PLACE) != 1:
+            raise RequestError(f"the chat template of {self._path} does not show the last message as it is")
+        head, tail = rendered.split(_PLACE)
+        ids = self._ids(head, raw=False), self._ids(tail, raw=False, begins=False)
+        return self._special.restore(head) + context + self._special.restore(tail), *ids
 
     def apply_chat_template(self, messages: Sequence[Message]) -> str:
         """Render a conversation up to the point where the model's answer begins.
@@ -183,10 +217,10 @@ class Tokenizer:
             return {key: self._protect(entry) for key, entry in value.items()}
         return [self._protect(entry) for entry in value] if isinstance(value, list | tuple) else value
 
-    def _ids(self, text: str, *, raw: bool) -> list[int]:
+    def _ids(self, text: str, *, raw: bool, begins: bool = True) -> list[int]:
         """Ids of a text as it is (`raw`), or of a protected one."""
         bos = self._tokenizer.bos_token
-        adds_special = not (bos and text.startswith(str(bos)))
+        adds_special = begins and not (bos and text.startswith(str(bos)))
         if raw:
             return self._tokenizer.encode(text, add_special_tokens=adds_special)
         return self._special.encode(text, adds_special=adds_special)

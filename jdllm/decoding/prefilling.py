@@ -2,9 +2,16 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast, get_args
 
-from pydantic import ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    model_validator,
+)
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
@@ -142,7 +149,9 @@ class Prefilling:
         return type(self)(**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)} | options)
 
 
-PRESETS: dict[str, Prefilling] = {
+Preset = Literal["dream", "dream_sparse", "ultrallada", "ultrallada_sparse", "official_sparse", "official"]
+
+PRESETS: dict[Preset, Prefilling] = {
     "dream": Prefilling(),
     "dream_sparse": Prefilling(tokens_kept=512, retention_direction="both", retention_mask="none"),
     "ultrallada": Prefilling(chunks_kept=2, score="query", score_window=64),
@@ -167,16 +176,22 @@ PRESETS: dict[str, Prefilling] = {
 sparse setting as the published code runs it; and the defaults of that code."""
 
 
-def read_prefilling(value: object) -> object:
+def _read(value: object) -> object:
     """A preset by its name, settings from a mapping, and `Prefilling` or `None` as they are."""
     match value:
         case None | Prefilling():
             return value
-        case str() if value in PRESETS:
-            return PRESETS[value]
+        case str() if value in get_args(Preset):
+            return PRESETS[cast(Preset, value)]
         case Mapping():
             return Prefilling(**{str(key): part for key, part in value.items()})
     presets = ", ".join(map(repr, PRESETS))
     raise PydanticCustomError(
         "expected", "Prefilling, its fields in a mapping, or one of {presets}", {"presets": presets}
     )
+
+
+PrefillingLike = Annotated[
+    Prefilling | None, BeforeValidator(_read, json_schema_input_type=Preset | Prefilling | None)
+]
+"""`Prefilling`, its fields in a mapping, or the name of a preset."""

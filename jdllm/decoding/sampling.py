@@ -19,7 +19,7 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs, PydanticCustomError
 
 from jdllm.declarations import explain
-from jdllm.decoding.prefilling import Prefilling, read_prefilling
+from jdllm.decoding.prefilling import PrefillingLike
 from jdllm.errors import RequestError
 
 Remasking = Literal["low_confidence", "random"]
@@ -290,7 +290,7 @@ class SamplingParams:
     official_forcing: bool | None = None
     mixture_weight: _Share | None = None
     max_lookahead: _Length | None = None
-    prefilling: Annotated[Prefilling | None, BeforeValidator(read_prefilling)] = None
+    prefilling: PrefillingLike = None
 
     @model_validator(mode="wrap")
     @classmethod

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -82,7 +82,8 @@ class LongSpec(RequestSpec):
         lengths = sorted((len(chunk.tokens) for chunk in self.chunks), reverse=True)[: self.kept_chunks]
         most = self.prefilling.tokens_kept or self.prefilling.chunk_length
         parts = [len(self.long.instruction), *(min(n, most) for n in lengths), len(self.long.query)]
-        parts += [block.stop - block.start for block in self.blocks]
+        masks, length = len(self.tokens) - len(self.long.query), self.blocks[0].stop - self.blocks[0].start
+        parts += [min(length, masks - at) for at in range(0, masks, length)]  # beyond `max_tokens` too
         return PAGE_ROWS * sum(_pages(rows) for rows in parts)
 
 
@@ -202,9 +203,9 @@ def _pages(rows: int) -> int:
     return -(-rows // PAGE_ROWS)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Prefilled:
-    """What came of the stages.
+    """What came of preparing a long context.
 
     - `selected`: the chunks that were kept, by their number in the document, rising.
     - `scores`: f32, of all chunks, or none where all were kept without asking.
@@ -222,6 +223,16 @@ class Prefilled:
     draft: list[int] = dataclasses.field(default_factory=list)
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     cached_chunks: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain Python values, ready for JSON."""
+        return {**vars(self), "kept": [kept.tolist() for kept in self.kept]}
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Prefilled):
+            return NotImplemented
+        mine, theirs = ({**x.to_dict(), "seconds": None, "cached_chunks": None} for x in (self, other))
+        return mine == theirs
 
 
 class LongRequest(Request):

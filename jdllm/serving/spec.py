@@ -97,6 +97,10 @@ def generation_spec(
     Raises `RequestError` for an empty prompt, an id outside the vocabulary, a mask id in the prompt (unless
     `prompt_masks` is "official"), lengths that do not divide, or stop strings without `decode`.
     """
+    if sampling.prefilling is not None:
+        raise RequestError(
+            "prefilling is for prompts with a long context: give a LongPrompt, or leave it out"
+        )
     if sampling.stop and decode is None:
         raise RequestError("stop strings need tokenizer files, which this model has not: use stop_token_ids")
     for i in sampling.stop_token_ids:
@@ -141,6 +145,8 @@ def infill_spec(
     defaults to one a mask, and is otherwise a multiple of the number of blocks. Raises `RequestError` as
     `generation_spec` does, where nothing is masked, and for stop strings or ids.
     """
+    if sampling.prefilling is not None:
+        raise RequestError("prefilling is for prompts with a long context, not for infilling: leave it out")
     if sampling.stop or sampling.stop_token_ids:
         raise RequestError("a sequence to infill has no end to stop at: leave stop and stop_token_ids out")
     tokens = checked_ids(tokens, config)
