@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jdllm.llm import LLM
     from jdllm.longbench.evaluate import Generate
     from jdllm.longbench.samples import Sample
+    from jdllm.prompts import PromptLike
 
 _BENCHMARKS = ("longbench", "infinitebench")
 
@@ -74,11 +75,17 @@ def long_generator(llm: "LLM", sampling: SamplingParams, own_length: bool) -> "G
 
     def generate(samples: Sequence["Sample"], max_new_tokens: int) -> list[str]:
         asked = sampling if own_length else sampling.changed(max_tokens=max_new_tokens)
-        outputs = llm.generate([_prompt(sample) for sample in samples], asked, progress=True)
+        cut = sampling.prefilling is not None
+        outputs = llm.generate([_prompt(sample, cut) for sample in samples], asked, progress=True)
         return [output.text or "" for output in outputs]
 
     return generate
 
 
-def _prompt(sample: "Sample") -> str:
-    return sample.instruction + sample.context + sample.query
+def _prompt(sample: "Sample", cut: bool) -> "PromptLike":
+    """The prompt as a whole, or in parts whose context is cut into chunks."""
+    from jdllm.prompts import LongPrompt
+
+    if not cut:
+        return sample.instruction + sample.context + sample.query
+    return LongPrompt(instruction=sample.instruction, context=sample.context, query=sample.query)

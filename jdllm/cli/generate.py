@@ -18,7 +18,7 @@ from jdllm.cli.options import (
     takes_model,
     takes_sampling,
 )
-from jdllm.cli.prompt import Prompts, check_given_once, read_prompts, read_text
+from jdllm.cli.prompt import LongText, Prompts, check_given_once, read_long, read_prompts, read_text
 from jdllm.cli.report import print_result
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
@@ -48,6 +48,14 @@ def generate(
             " with sampling parameters of its own; print one a line.",
         ),
     ] = None,
+    context: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE|-", help="A long context, which --prefilling prepares for --query."),
+    ] = None,
+    query: Annotated[str | None, typer.Option(help="The question over a --context.")] = None,
+    instruction: Annotated[
+        str | None, typer.Option(help="What stands before a --context, and before every chunk of it.")
+    ] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Put each prompt into the model's chat template.")
     ] = False,
@@ -66,9 +74,9 @@ def generate(
 
     Prompts come from one of: arguments, --file, --token-ids, --jsonl, or standard input; a line break at the
     very end of a file or of standard input is dropped. Before a prompt that begins with a dash, put --. In a
-    terminal the text of a single prompt fills in while it denoises. Where the model has no tokenizer the
-    generated ids are printed instead. What no option says is as the checkpoint's generation_config.json has
-    it.
+    terminal the text of a single prompt fills in while it denoises. A question over a long text is asked by
+    --context and --query. Where the model has no tokenizer the generated ids are printed instead. What no
+    option says is as the checkpoint's generation_config.json has it.
     """
     given = given_sampling(options)
     if jsonl is not None:
@@ -88,6 +96,22 @@ def generate(
             outputs = generate_lines(llm, lines, defaults, parse_special=parse_special)
         for output in outputs:
             print_result(json.dumps(json_fields(output)))
+        return
+    if context is not None or query is not None or instruction is not None:
+        check_given_once(
+            {
+                "--context": context or "-",
+                "an argument": prompts or None,
+                "--file": file,
+                "--token-ids": token_ids,
+            }
+        )
+        long = read_long(context, query, instruction, chat)
+        sampling = asked_sampling(source.model, {"steps": None, **given})
+        llm = load_model(source, verifier)
+        with told_of_compiling():
+            outputs = _answer(llm, long, sampling, chat, parse_special)
+        print_outputs(outputs, as_json)
         return
     asked = read_prompts(prompts, file, token_ids)
     if chat and asked.texts is None:
@@ -124,6 +148,14 @@ def _generate(
         told_of_compiling(response.note),
     ):
         return run(on_step=response.take)
+
+
+def _answer(
+    llm: "LLM", long: LongText, sampling: SamplingParams, chat: bool, parse_special: bool
+) -> list["RequestOutput"]:
+    if chat:
+        return llm.chat(long.query, sampling, context=long.context, progress=True)
+    return llm.generate(long._asdict(), sampling, parse_special=parse_special, progress=True)
 
 
 def to_terminal() -> bool:

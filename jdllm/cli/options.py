@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import inspect
+import json
 import re
 import warnings
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin,
 import typer
 
 from jdllm.declarations import descriptions
+from jdllm.decoding.prefilling import Prefilling
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import ConfigError
 
@@ -221,6 +223,8 @@ def _option(name: str, kind: Any, text: str) -> Any:
 
 def _metavar(kind: Any) -> str:
     leaves = _leaves(kind)
+    if Prefilling in leaves:
+        return "PRESET|JSON"
     choices = [leaf for leaf in leaves if isinstance(leaf, str)]
     if choices:
         return "|".join(choices)
@@ -229,6 +233,8 @@ def _metavar(kind: Any) -> str:
 
 def _value(kind: Any, typed: Any) -> Any:
     leaves = _leaves(kind)
+    if Prefilling in leaves and typed.startswith("{"):
+        return _parsed(typed)
     if isinstance(typed, list):
         return tuple(_value(tuple(leaves), one) for one in typed)
     if isinstance(typed, bool) or typed in leaves:
@@ -242,6 +248,14 @@ def _value(kind: Any, typed: Any) -> Any:
             except ValueError:
                 continue
     return typed
+
+
+def _parsed(typed: str) -> Any:
+    """Fields in JSON; what is none stays a text."""
+    try:
+        return json.loads(typed)
+    except (ValueError, RecursionError):
+        return typed
 
 
 def _leaves(kind: Any) -> list[Any]:

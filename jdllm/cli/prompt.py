@@ -18,6 +18,32 @@ class Prompts(NamedTuple):
     token_ids: list[list[int]] | None
 
 
+class LongText(NamedTuple):
+    """A question over a long context, as texts."""
+
+    instruction: str
+    context: str
+    query: str
+
+
+def read_long(context: Path | None, query: str | None, instruction: str | None, chat: bool) -> LongText:
+    """Read a question over a long context.
+
+    Arguments:
+    - `context`: its file, or `-` for standard input.
+    - `chat`: the chat template says what the instruction is.
+
+    Raises `RequestError` where one of both is missing, and as `read_text` does.
+    """
+    if context is None or not query:
+        missing = "--context FILE" if context is None else "--query TEXT"
+        raise RequestError(f"a question over a long context needs {missing} too")
+    if chat and instruction is not None:
+        raise RequestError("with --chat the template is the instruction: leave --instruction out")
+    text = read_text(None if str(context) == "-" else context, "the context", "--context")
+    return LongText(instruction or "", text, query)
+
+
 def read_prompts(arguments: list[str] | None, file: Path | None, token_ids: str | None) -> Prompts:
     """Read prompts from the one source that was given, else from standard input if that is no terminal.
 

@@ -1,7 +1,7 @@
 """Runs cached steps: owns the KV pool on the device and the account of its pages."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -70,8 +70,9 @@ class CachedRunner:
 
     @property
     def free_pages(self) -> int:
-        """Pages that no request holds; chunks of contexts give theirs up."""
-        return self._pages.free_pages + self.chunks.pages(self._pages)
+        """Pages that no request holds; chunks of contexts give theirs up. Any thread may ask."""
+        pages = self._pages
+        return pages.free_pages + self.chunks.pages(pages)
 
     @property
     def pages(self) -> int:
@@ -105,8 +106,12 @@ class CachedRunner:
 
     def free(self) -> None:
         """Free the pool on the device: what it held is lost."""
-        self._pages = self.chunks.clear(self._pages)
+        self.forget_chunks()
         self._pool = None
+
+    def forget_chunks(self) -> None:
+        """Give up the pages of all contents: after a failure they may not have been written."""
+        self._pages = self.chunks.clear(self._pages)
 
     def make(self) -> None:
         """Put the pool on the device now."""
@@ -129,19 +134,19 @@ class CachedRunner:
         """Whether pages for contents of so many rows could be found beside those of requests."""
         return sum(map(self._pages.pages_for, rows)) <= self.free_pages
 
-    def store_chunks(self, chunks: Sequence[tuple[bytes, int]]) -> list[np.ndarray]:
-        """Take pages for contents under their keys, which are of so many rows; none where there is no room.
+    def store_chunks(self, chunks: Mapping[bytes, int]) -> dict[bytes, np.ndarray]:
+        """Take pages for contents that are not stored yet, and of so many rows; none where there is no room.
 
         Pages of contents that were used less recently are given up for them.
         """
-        if not self.has_room([rows for _, rows in chunks]):
-            return []
-        needed = sum(self._pages.pages_for(rows) for _, rows in chunks)
+        if not self.has_room(list(chunks.values())):
+            return {}
+        needed = sum(map(self._pages.pages_for, chunks.values()))
         self._pages = self.chunks.make_room(self._pages, needed)
-        held = []
-        for key, rows in chunks:
+        held = {}
+        for key, rows in chunks.items():
             self._pages, chunk = self.chunks.add(self._pages, key, rows)
-            held.append(self._pages.pages_of(chunk.owner))
+            held[key] = self._pages.pages_of(chunk.owner)
         return held
 
     def run(self, executable: Executable, *arguments: Any, writes: bool) -> Any:

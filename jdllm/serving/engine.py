@@ -289,6 +289,7 @@ class Engine:
                 pending = self._runner.submit(part.kind, requests, self._steps(part))
             except Exception as error:
                 self._runner.probe()
+                self._cache.forget_chunks()
                 failed += [self._end(request, error) for request in requests]
             else:
                 self._flight.add(pending, [ready[i] for i in part.ids])
@@ -308,6 +309,7 @@ class Engine:
         except Exception as error:
             self._flight.drain()
             self._runner.probe()
+            self._cache.forget_chunks()
             self._rebuild_lost_pool()
             return [self._end(r, error) for r in pending.requests if r.id in self._entries]
         done = self._flight.remove_first(1 if steps is None else len(steps.tokens))

@@ -213,7 +213,7 @@ class Score(Stage):
         for chunk in self.taken:
             before = prefix + len(self._spec.chunks[chunk].tokens) - 1
             scorings.append(self._scoring(chunk).after(before))
-            pages = [self._read(0, prefix), self._read(chunk + 1, before - prefix)]
+            pages = self._read(chunk + 1, before - prefix), self._read(0, prefix)
             whole = Read(*(np.concatenate(column) for column in zip(*pages, strict=True)))
             reads += [whole] * (self._rows_of(chunk, True) // TILE_ROWS)
         segment, starts = joined(in_tiles([scoring.segment for scoring in scorings]))
@@ -257,9 +257,13 @@ class Score(Stage):
         return self._model.score_sizes.choose(rows, scored, 1)
 
     def _find(self, chunk: int) -> StoredChunk | None:
-        """A chunk that is stored, behind an instruction that is."""
+        """A chunk that is stored, behind an instruction that is.
+
+        The instruction is always used last: without it no chunk behind it serves again.
+        """
         find = self._model.pool.chunks.find
-        return find(self._keys[chunk + 1]) if self._keys and find(self._keys[0]) else None
+        found = find(self._keys[chunk + 1]) if self._keys else None
+        return found if found and find(self._keys[0]) else None
 
     def _read(self, number: int, rows: int) -> Read:
         stored = self._model.pool.chunks.find(self._keys[number])
@@ -268,19 +272,23 @@ class Score(Stage):
         return Read(np.asarray(table.pages), np.asarray(table.valid))
 
     def _room(self, starts: np.ndarray) -> list[Filled]:
-        """Pages for the chunks, and for the instruction that stands before all of them; none where there is
-        no room."""
-        prefix = len(self._spec.long.instruction)
-        rows = {chunk + 1: len(self._spec.chunks[chunk].tokens) for chunk in self.taken}
-        first = dict(zip(rows, (prefix + starts).tolist(), strict=True))
-        places = dict.fromkeys(rows, prefix)
-        if self._model.pool.chunks.find(self._keys[0]) is None:
-            rows, first, places = {0: prefix} | rows, {0: int(starts[0])} | first, {0: 0} | places
-        pages = self._model.pool.store_chunks([(self._keys[i], count) for i, count in rows.items()])
-        return [
-            Filled(held, (first[i] + np.arange(count))[None, None], places[i] + np.arange(count))
-            for held, (i, count) in zip(pages, rows.items(), strict=bool(pages))
-        ]
+        """Pages for what is not stored yet: the chunks, and the instruction that stands before all of them;
+        none where there is no room."""
+        prefix, pool = len(self._spec.long.instruction), self._model.pool
+        rows = {
+            self._keys[chunk + 1]: (prefix + start, prefix, len(self._spec.chunks[chunk].tokens))
+            for chunk, start in zip(self.taken, starts.tolist(), strict=True)
+        }
+        rows[self._keys[0]] = (int(starts[0]), 0, prefix)
+        rows = {key: of for key, of in rows.items() if pool.chunks.find(key) is None}
+        pages = pool.store_chunks({key: count for key, (_, _, count) in rows.items()})
+        pool.chunks.find(self._keys[0])
+        filled = []
+        for key, held in pages.items():
+            row, position, count = rows[key]
+            at = np.arange(count)
+            filled.append(Filled(held, (row + at)[None, None], position + at))
+        return filled
 
 
 class Retain(Stage):

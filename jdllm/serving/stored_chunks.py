@@ -33,8 +33,8 @@ class StoredChunks:
         self._owners = itertools.count(-2, -1)
 
     def pages(self, pool: KvPool) -> int:
-        """How many pages they hold."""
-        return sum(len(pool.pages_of(chunk.owner)) for chunk in self._stored.values())
+        """How many pages of a pool they hold; any thread may ask."""
+        return sum(len(pool.pages_of(owner)) for owner in pool.owned if owner < 0)
 
     def find(self, key: bytes) -> StoredChunk | None:
         """What is stored under a key; it was used now."""
@@ -44,7 +44,7 @@ class StoredChunks:
         return self._stored[key]
 
     def add(self, pool: KvPool, key: bytes, rows: int) -> tuple[KvPool, StoredChunk]:
-        """Take pages for so many rows, which `make_room` has made."""
+        """Take pages for so many rows, which `make_room` has made, under a key that has none."""
         chunk = StoredChunk(next(self._owners), rows)
         pool = pool.allocate(chunk.owner, rows)
         self._stored[key] = chunk
