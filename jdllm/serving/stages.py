@@ -66,6 +66,8 @@ class Model:
         sizes = sorted({fine_bucket(rows) for rows in range(TILE_ROWS, most + 1, TILE_ROWS)})
         entries = [Entry(rows, head_bucket(rows // _SHARE), 1, 1) for rows in sizes]
         self.score_sizes, self.build_sizes = Sizes(entries), Sizes(entries)
+        # Behind chunks that are stored most rows are scored.
+        self.stored_sizes = Sizes([Entry(rows, rows, 1, 1) for rows in sizes])
 
     @property
     def mask_id(self) -> int:
@@ -246,15 +248,18 @@ class Score(Stage):
             donate=() if storage is None else _SCORE_POOL,
             logits_chunks=model.logits_chunks(size),
         )
-        model.score_sizes.compiled.add(entry)
+        self._sizes.compiled.add(entry)
         arguments = model.params, parts, targets
         if pool is None:
             return lambda: executable(*arguments, None)[0]
         return functools.partial(model.pool.run, executable, *arguments, writes=storage is not None)
 
     def _entry(self, rows: int) -> Entry:
-        scored = len(self.taken) * self.scored
-        return self._model.score_sizes.choose(rows, scored, 1)
+        return self._sizes.choose(rows, len(self.taken) * self.scored, 1)
+
+    @property
+    def _sizes(self) -> Sizes:
+        return self._model.stored_sizes if self.stored else self._model.score_sizes
 
     def _find(self, chunk: int) -> StoredChunk | None:
         """A chunk that is stored, behind an instruction that is.
