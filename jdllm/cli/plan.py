@@ -15,8 +15,10 @@ from jdllm.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from jdllm.decoding.sampling import Cache
     from jdllm.models.config import ModelConfig
+    from jdllm.planning.budget import Budget
     from jdllm.planning.card import Card
     from jdllm.planning.plan import Workload
+    from jdllm.planning.prefilling import Question
 
 DOES_NOT_FIT = 3
 
@@ -82,6 +84,17 @@ def plan(
     max_num_batched_tokens: Annotated[
         int, typer.Option(min=1, help="Packed rows of one step of `LLM`.")
     ] = 8192,
+    prefilling: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PRESET|JSON", help="Plan the stages of a long --context instead.", show_default=False
+        ),
+    ] = None,
+    instruction_tokens: Annotated[
+        int, typer.Option(min=0, help="With --prefilling: tokens before the context.")
+    ] = 32,
+    query_tokens: Annotated[int, typer.Option(min=1, help="With --prefilling: tokens behind it.")] = 64,
+    gen_length: Annotated[int, typer.Option(min=1, help="With --prefilling: tokens of the answer.")] = 32,
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -101,6 +114,7 @@ def plan(
     """Plan the memory of one denoising step, the longest context that fits, and the KV pool of `LLM`.
 
     Needs a configuration only: no weights and no GPU. A context that does not fit ends with exit code 3.
+    With --prefilling it plans what a question over a context of any length takes, stage by stage.
     """
     from jdllm.cli import plan_report
     from jdllm.planning.budget import Budget, parse_bytes, parse_host_memory
@@ -118,6 +132,10 @@ def plan(
     host = parse_host_memory(host_memory, "--host-memory")
     device = card.default_memory if memory is None else parse_bytes(memory, "--memory")
     budget = Budget(device, host=host if host_tiers else 0)
+    if prefilling is not None:
+        question = _question(context, instruction_tokens, query_tokens, gen_length)
+        _plan_prefilling(workload, card, budget, max_num_batched_tokens, prefilling, question, as_json)
+        return
     report = plan_report.make_report(workload, card, budget, context, max_num_batched_tokens)
     if plot is not None:
         plan_report.draw(report, plot, memory)
@@ -132,6 +150,43 @@ def plan(
     if report.refusal is not None:
         typer.echo(f"error: {report.refusal}", err=True)
         raise typer.Exit(DOES_NOT_FIT)
+
+
+def _question(context: int | None, instruction: int, query: int, gen_length: int) -> "Question":
+    from jdllm.planning.prefilling import Question
+
+    if context is None or context < 1:
+        raise ConfigError("--prefilling plans a long context: give its tokens, as --context 131072")
+    return Question(context, instruction, query, gen_length, gen_length)
+
+
+def _plan_prefilling(
+    workload: "Workload",
+    card: "Card",
+    budget: "Budget",
+    rows: int,
+    prefilling: str,
+    question: "Question",
+    as_json: bool,
+) -> None:
+    from jdllm.cli.options import given_sampling
+    from jdllm.cli.plan_prefilling import describe_stages, stage_facts
+    from jdllm.decoding.sampling import SamplingParams
+    from jdllm.planning.account import make_account
+
+    asked = SamplingParams(**given_sampling({"prefilling": prefilling})).prefilling
+    if asked is None:
+        raise ConfigError(f"--prefilling is {prefilling!r}, expected a preset or fields in JSON")
+    account = make_account(
+        workload.config,
+        workload.dtype,
+        budget,
+        hopper=workload.hopper,
+        max_num_batched_tokens=rows,
+        max_num_logits=workload.max_num_logits,
+    )
+    arguments = workload, account, card.target, asked, question
+    print_result(json.dumps(stage_facts(*arguments)) if as_json else describe_stages(*arguments))
 
 
 def _card(target: str | None, memory: str | None) -> "Card":

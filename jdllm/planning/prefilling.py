@@ -1,0 +1,143 @@
+"""What each stage of a long context takes: memory, pages of the pool and time, before anything runs."""
+
+import dataclasses
+from typing import NamedTuple
+
+from jdllm.decoding.prefilling import Prefilling
+from jdllm.execution.paged.pool import PAGE_ROWS
+from jdllm.models.weights import param_bytes
+from jdllm.planning.account import Account
+from jdllm.planning.buckets import fine_bucket, row_bucket
+from jdllm.planning.plan import Bucket, Budget, Workload, plan_bucket
+from jdllm.planning.step_time import RATES, step_flops
+
+_ANY = Budget(1 << 60)
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """Tokens of a question over a long context: of its parts, of the answer, and of a block of it."""
+
+    context: int
+    instruction: int = 32
+    query: int = 64
+    gen_length: int = 32
+    block_length: int = 32
+
+
+class StagePlan(NamedTuple):
+    """One stage.
+
+    - `evaluations`: of the model; `rows`: packed rows of the largest.
+    - `step_bytes`: temporaries of that one, as planned.
+    - `stored_rows`: rows of the pool that it leaves.
+    - `seconds`: an estimate for all its evaluations, from their arithmetic and the bytes that they read.
+    """
+
+    name: str
+    evaluations: int
+    rows: int
+    step_bytes: int
+    stored_rows: int
+    seconds: float
+
+
+def plan_stages(
+    workload: Workload, account: Account, target: str, prefilling: Prefilling, question: Question
+) -> list[StagePlan]:
+    """The stages of a question, in order.
+
+    Arguments:
+    - `workload`: the model and its type.
+    - `account`: of an engine, whose largest step is that of a batch of chunks.
+    - `target`: a card that `jdllm.planning.step_time.RATES` has.
+
+    Steps of the answer are counted one for each token.
+    """
+    plan = _Planned(workload, account, target)
+    chunks = -(-question.context // prefilling.chunk_length)
+    kept = min(prefilling.chunks_kept + prefilling.keep_first_chunk, chunks)
+    draft = prefilling.draft_length if prefilling.score == "draft" else 0
+    behind = question.query + draft
+    if not workload.config.logits_shift:
+        behind *= 2
+    stages = []
+    if draft:
+        rounds = 1 if prefilling.draft_steps else prefilling.draft_rounds
+        evaluations = 1 + (draft if rounds is None else rounds)
+        stages.append(plan.stage("draft", evaluations, question.instruction + behind, draft))
+    longest = _longest(prefilling, question)
+    each = question.instruction + longest + behind
+    evaluations = -(-chunks // max(1, account.rows // each))
+    together = -(-chunks // evaluations)
+    score = plan.stage("score", evaluations, together * each, together * behind, each)
+    stages.append(score._replace(seconds=score.seconds * chunks / (together * evaluations)))
+    most = prefilling.tokens_kept or prefilling.chunk_length
+    if prefilling.tokens_kept and prefilling.tokens_kept < prefilling.chunk_length:
+        row = question.instruction + prefilling.chunk_length + prefilling.retention_window
+        count = max(1, account.rows // row)
+        stages.append(plan.stage("retain", -(-kept // count), min(kept, count) * row, 0, row))
+    context = kept * min(most, longest)
+    built = question.instruction + context + question.query + question.gen_length
+    stages.append(plan.stage("build", 1, built, 1, stored=_stored(question, context, kept)))
+    return [*stages, plan.steps(question, built)]
+
+
+def context_rows(prefilling: Prefilling, question: Question) -> int:
+    """Rows of the pool that hold instruction and chunks, for further questions over the same context."""
+    chunks = -(-question.context // prefilling.chunk_length)
+    return _whole(question.instruction) + chunks * _whole(_longest(prefilling, question))
+
+
+def _longest(prefilling: Prefilling, question: Question) -> int:
+    """Tokens of the longest chunk; a short one grows by the token that begins it."""
+    return min(prefilling.chunk_length, question.context + 1)
+
+
+def _stored(question: Question, context: int, kept: int) -> int:
+    blocks = -(-question.gen_length // question.block_length)
+    parts = _whole(question.instruction) + _whole(question.query) + blocks * _whole(question.block_length)
+    return parts + kept * _whole(context // max(kept, 1))
+
+
+def _whole(rows: int) -> int:
+    """`rows`, in whole pages."""
+    return -(-rows // PAGE_ROWS) * PAGE_ROWS
+
+
+class _Planned:
+    """Plans evaluations of one model on one card."""
+
+    def __init__(self, workload: Workload, account: Account, target: str):
+        most = workload.max_num_logits or account.max_num_logits
+        self._workload = dataclasses.replace(workload, cache_policy="dual", max_num_logits=most)
+        self._rates = RATES[target]
+        self._weights = param_bytes(workload.config, workload.dtype)
+
+    def stage(
+        self,
+        name: str,
+        evaluations: int,
+        rows: int,
+        head_rows: int,
+        segment: int | None = None,
+        stored: int = 0,
+    ) -> StagePlan:
+        """A stage of like evaluations, whose rows see those of their own segment."""
+        config = self._workload.config
+        size = row_bucket(rows) if rows < 512 else fine_bucket(rows)
+        bucket = Bucket(rows, size, max(head_rows, 1))
+        needed = plan_bucket(self._workload, bucket, _ANY).activation.peak_bytes
+        segment = segment or rows
+        flops = rows / segment * step_flops(config, segment, round(head_rows * segment / rows))
+        rate = self._rates.flops_f32 if self._workload.dtype == "float32" else self._rates.flops
+        seconds = evaluations * max(flops / rate, self._weights / self._rates.bytes)
+        return StagePlan(name, evaluations, rows, needed, stored, seconds)
+
+    def steps(self, question: Question, rows: int) -> StagePlan:
+        """The steps of the answer, which read the weights and what is stored."""
+        config = self._workload.config
+        keys = 2 * config.num_layers * config.num_kv_heads * config.head_dim * rows
+        read = self._weights + keys * (4 if self._workload.dtype == "float32" else 2)
+        block = self.stage("answer", question.gen_length, question.block_length, question.block_length)
+        return block._replace(seconds=question.gen_length * read / self._rates.bytes)
