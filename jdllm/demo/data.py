@@ -5,7 +5,7 @@ import concurrent.futures
 import dataclasses
 import itertools
 import multiprocessing
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import NamedTuple
 
 import numpy as np
@@ -76,6 +76,18 @@ class Batches(NamedTuple):
     total_length: UInt16[np.ndarray, "steps examples"]
 
 
+class Asked(NamedTuple):
+    """The ids of a prompt, and its only right answer."""
+
+    prompt: list[int]
+    answer: str
+
+    @classmethod
+    def plainly(cls, instance: Instance) -> "Asked":
+        """Without the chat template."""
+        return cls(plain_ids(instance.prompt), instance.answer)
+
+
 def layout_example(instance: Instance, chat: bool, gen_length: int) -> tuple[list[int], list[int]]:
     """(prompt ids, response ids): the answer, an end-of-turn id in a chat, end-of-sequence fill."""
     prompt = chat_ids(instance.prompt) if chat else plain_ids(instance.prompt)
@@ -120,21 +132,21 @@ def _bucket_batches(bucket: Bucket, steps: int, rng: np.random.Generator) -> Bat
     return Batches(tokens.reshape(steps, -1), *lengths.reshape(2, steps, bucket.batch))
 
 
-def prefetch(buckets: tuple[Bucket, ...], steps: int, seed: int, workers: int) -> Generator[Batches]:
+def prefetch[BatchesT](make: Callable[[int], BatchesT], workers: int) -> Generator[BatchesT]:
     """Endless batches, drawn ahead by worker processes; their order does not depend on the workers.
 
     Arguments:
-    - `buckets`, `steps`, `seed`: as in `make_batches`, whose index counts up from 0.
+    - `make`: the batches of an index, which counts up from 0; processes receive it.
     - `workers`: processes, each up to two results ahead.
 
     Close the iterator to end the processes.
     """
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(workers, context) as pool:
-        waiting: collections.deque[concurrent.futures.Future[Batches]] = collections.deque()
+        waiting: collections.deque[concurrent.futures.Future[BatchesT]] = collections.deque()
         try:
             for index in itertools.count():
-                waiting.append(pool.submit(make_batches, buckets, steps, seed, index))
+                waiting.append(pool.submit(make, index))
                 if len(waiting) > 2 * workers:
                     yield waiting.popleft().result()
         finally:

@@ -19,7 +19,13 @@ from jdllm.models.hf_config import GENERATION_CONFIG, config_from_hf
 from jdllm.models.weights import Params, is_spec, spec_tree
 
 
-def hf_config(hidden_size: int, num_layers: int, num_heads: int, intermediate_size: int) -> dict[str, Any]:
+def hf_config(
+    hidden_size: int,
+    num_layers: int,
+    num_heads: int,
+    intermediate_size: int,
+    max_positions: int = 2 * MAX_LENGTH,
+) -> dict[str, Any]:
     """The `config.json` of a demo model, with the official keys.
 
     `eot_token_id` is an addition: the published configuration has no key for it. The embedding has a
@@ -46,7 +52,7 @@ def hf_config(hidden_size: int, num_layers: int, num_heads: int, intermediate_si
         "layer_norm_type": "rms",
         "layer_norm_with_affine": True,
         "mask_token_id": MASK,
-        "max_sequence_length": 2 * MAX_LENGTH,
+        "max_sequence_length": max_positions,
         "mlp_hidden_size": intermediate_size,
         "model_type": "llada",
         "n_heads": num_heads,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jdllm.demo.tasks import COLORS, LETTERS, NAMES, THINGS, Instance, Split, letters, split_of
+from jdllm.demo.tasks import COLORS, LETTERS, NAMES, THINGS, Instance, Split, split_of
 from jdllm.errors import RequestError
 
 INSTRUCTION = "Answer from the text.\n"
@@ -148,6 +148,6 @@ def long_stream(
 
 
 def is_whole(fact: Fact, chunk_length: int) -> bool:
-    """Whether a fact lies in one chunk of a text, of which the last character makes room for the token that
-    begins it."""
+    """Whether a fact lies in one of the chunks that a text is cut into, whose last characters make room for
+    the tokens that begin them."""
     return fact.stop < (fact.start // chunk_length + 1) * chunk_length

@@ -82,9 +82,9 @@ def dense_attention(shapes: tuple[Shape, ...]) -> AttentionFn:
 
 
 def all_logits(
-    params: Params, config: ModelConfig, tokens: Int[Array, " rows"], rows: Rows, shapes: tuple[Shape, ...]
+    params: Params, config: ModelConfig, tokens: Int[Array, " rows"], rows: Rows, attention: AttentionFn
 ) -> Float[Array, "rows vocab"]:
-    """f32 logits of every row.
+    """f32 logits of every row, with an attention that has a gradient.
 
     The layers are the transformer's own. The embedding is a product with one-hot rows instead of a lookup,
     because the gradient of a lookup adds up all rows of one token in the dtype of the weights.
@@ -92,7 +92,6 @@ def all_logits(
     one_hot = jax.nn.one_hot(tokens, config.vocab_size, dtype=params["embed"].dtype)
     h = one_hot @ params["embed"]
     rotation = cos_sin(config.rope, config.head_dim, rows.positions)
-    attention = dense_attention(shapes)
 
     def body(h: Array, layer: Layer, _: Array) -> Array:
         return block(layer, config, h, rotation, rows, attention, grouped_matmul)
@@ -149,11 +148,21 @@ def masked_loss(
     response = (position >= prompt_length[example]) & (position < total_length[example])
     masked, ratio = draw_masks(key, layout, response)
     shown = jnp.where(masked, MASK, tokens)
-    predicted = all_logits(params, config, shown, layout.rows(total_length), layout.shapes)
+    predicted = all_logits(params, config, shown, layout.rows(total_length), dense_attention(layout.shapes))
+    weight = 1.0 / (ratio * (total_length - prompt_length))
+    return weighted_loss(predicted, tokens, masked, weight[example]) / len(layout.start)
+
+
+def weighted_loss(
+    predicted: Float[Array, "rows vocab"],
+    tokens: Int[Array, " rows"],
+    masked: Bool[Array, " rows"],
+    weight: Float[Array, " rows"],
+) -> Float[Array, ""]:
+    """The sum of the masked rows' cross entropies, in nats, each times its weight."""
     right = jnp.take_along_axis(predicted, tokens[:, None], axis=1)[:, 0]
     nats = jax.nn.logsumexp(predicted, axis=1) - right
-    weight = 1.0 / (ratio * (total_length - prompt_length))
-    return jnp.sum(jnp.where(masked, nats * weight[example], 0.0)) / len(layout.start)
+    return jnp.sum(jnp.where(masked, nats * weight, 0.0))
 
 
 @functools.partial(jax.jit, static_argnames=("config", "steps"))
@@ -180,7 +189,7 @@ def denoise(
     rows = layout.rows(total_length)
 
     def step(_: Any, state: Array) -> Array:
-        predicted = all_logits(params, config, state.reshape(-1), rows, layout.shapes)
+        predicted = all_logits(params, config, state.reshape(-1), rows, dense_attention(layout.shapes))
         best = jnp.max(predicted, axis=1) - jax.nn.logsumexp(predicted, axis=1)
         confidence = jnp.where(state == MASK, best.reshape(state.shape), -jnp.inf)
         at = jnp.argmax(confidence, axis=1)

@@ -1,6 +1,7 @@
 """Train the demo model: `python -m jdllm.demo.train --out DIR`.
 
-Needs optax (the `train` extra). The bundled checkpoint was trained by this script on one H200.
+Needs optax (the `train` extra). The bundled checkpoint was trained by this script on one H200. With
+`--model retrieval` it trains a model that finds facts in long contexts, for `jdllm.decoding.prefilling`.
 """
 
 import dataclasses
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +22,26 @@ import typer
 from jax import lax
 from jaxtyping import Array, Float
 
-from jdllm.demo.data import DEMO_BUCKETS, Batches, Bucket, layout_example, prefetch
+from jdllm.demo.data import (
+    DEMO_BUCKETS,
+    Asked,
+    Batches,
+    Bucket,
+    make_batches,
+    prefetch,
+)
 from jdllm.demo.export import hf_config, require_free, write_checkpoint
+from jdllm.demo.long_data import (
+    MAX_POSITIONS,
+    RETRIEVAL_BUCKETS,
+    LongBatches,
+    LongBucket,
+    held_out,
+    make_long_batches,
+)
+from jdllm.demo.long_objective import long_loss
 from jdllm.demo.objective import Layout, denoise, dense_layout, masked_loss
-from jdllm.demo.tasks import GEN_LENGTH, TASKS, Instance, test_instances
+from jdllm.demo.tasks import GEN_LENGTH, MAX_LENGTH, TASKS, test_instances
 from jdllm.demo.tokenizer import EOS, MASK, answer_text
 from jdllm.errors import JdllmError, RequestError
 from jdllm.models.config import ModelConfig
@@ -32,6 +49,7 @@ from jdllm.models.hf_config import config_from_hf
 from jdllm.models.weights import Params, init_params, is_spec, spec_tree
 
 _EVAL_BATCH = 128
+_EVAL_ROWS = _EVAL_BATCH * MAX_LENGTH
 _EVAL_SEED = 3
 
 
@@ -40,7 +58,8 @@ class TrainSettings:
     """What determines a training run, apart from the machine.
 
     - `hidden_size`, `num_layers`, `num_heads`, `intermediate_size`: of the model.
-    - `buckets`: the examples of every step.
+    - `buckets`: the examples of every step, all of one kind.
+    - `max_positions`: that the configuration states.
     - `minutes`: wall-clock budget in all, compilation included and the final evaluation excluded.
     - `steps`: most optimizer steps; the learning rate follows whichever of the two budgets is further spent.
     - `steps_per_dispatch`: optimizer steps in one executable call.
@@ -57,7 +76,8 @@ class TrainSettings:
     num_layers: int = 6
     num_heads: int = 8
     intermediate_size: int = 448
-    buckets: tuple[Bucket, ...] = DEMO_BUCKETS
+    buckets: tuple[Bucket | LongBucket, ...] = DEMO_BUCKETS
+    max_positions: int = 2 * MAX_LENGTH
     minutes: float = 8.0
     steps: int = 1_000_000
     steps_per_dispatch: int = 8
@@ -70,10 +90,38 @@ class TrainSettings:
     seed: int = 0
     workers: int = dataclasses.field(default_factory=lambda: max((os.cpu_count() or 1) - 2, 1))
 
-    def tasks(self) -> list[str]:
-        """The tasks that the buckets hold, in the order of `TASKS`."""
-        used = {name for bucket in self.buckets for name, _ in bucket.mixture}
-        return [name for name in TASKS if name in used]
+    def held_out(self, count: int) -> dict[str, list[Asked]]:
+        """`count` questions of each kind that training never sees."""
+        buckets = self._buckets()
+        if buckets is None:
+            return held_out(count, _EVAL_SEED)
+        used = {name for bucket in buckets for name, _ in bucket.mixture}
+        return {
+            task: [Asked.plainly(instance) for instance in test_instances(task, count, _EVAL_SEED)]
+            for task in TASKS
+            if task in used
+        }
+
+    def make_batches(self) -> Callable[[int], Batches | LongBatches]:
+        """What draws the batches of a dispatch."""
+        buckets = self._buckets()
+        if buckets is None:
+            long = tuple(bucket for bucket in self.buckets if isinstance(bucket, LongBucket))
+            return functools.partial(make_long_batches, long, self.steps_per_dispatch, self.seed)
+        return functools.partial(make_batches, buckets, self.steps_per_dispatch, self.seed)
+
+    def _buckets(self) -> tuple[Bucket, ...] | None:
+        """The buckets where they are not those of long contexts."""
+        return tuple(bucket for bucket in self.buckets if isinstance(bucket, Bucket)) or None
+
+
+SETTINGS: dict[str, TrainSettings] = {
+    "demo": TrainSettings(),
+    "retrieval": TrainSettings(
+        buckets=RETRIEVAL_BUCKETS, max_positions=MAX_POSITIONS, reports=6, report_instances=64
+    ),
+}
+"""By the name of the model."""
 
 
 class TrainState(NamedTuple):
@@ -118,7 +166,7 @@ def learning_rate_at(progress: Float[Array, ""], peak: float) -> Float[Array, ""
 @functools.partial(jax.jit, static_argnames=("config", "settings", "shapes"), donate_argnums=0)
 def train_steps(
     state: TrainState,
-    batches: Batches,
+    batches: Batches | LongBatches,
     progress: Float[Array, ""],
     config: ModelConfig,
     settings: TrainSettings,
@@ -128,7 +176,7 @@ def train_steps(
 
     Arguments:
     - `state`: donated.
-    - `batches`: uint16, see `Batches`.
+    - `batches`: see `Batches` and `LongBatches`.
     - `progress`: spent share of the budget, in [0, 1].
     - `config`, `settings`, `shapes`: static; `shapes` are (batch, length) of the buckets.
 
@@ -138,7 +186,7 @@ def train_steps(
     optimizer = make_optimizer(config, settings.weight_decay)
     rate = learning_rate_at(progress, settings.learning_rate)
 
-    def step(state: TrainState, batch: Batches) -> tuple[TrainState, Array]:
+    def step(state: TrainState, batch: Batches | LongBatches) -> tuple[TrainState, Array]:
         key, mask_key = jax.random.split(state.key)
         value, grads = jax.value_and_grad(_cast_loss)(
             state.params, config, layout, batch, mask_key, settings.dtype
@@ -152,35 +200,39 @@ def train_steps(
 
 
 def _cast_loss(
-    params: Params, config: ModelConfig, layout: Layout, batch: Batches, key: Array, dtype: str
+    params: Params, config: ModelConfig, layout: Layout, batch: Batches | LongBatches, key: Array, dtype: str
 ) -> Float[Array, ""]:
     cast = jax.tree.map(lambda p: p.astype(dtype), params)
-    tokens, prompt_length, total_length = (jnp.asarray(x, jnp.int32) for x in batch)
-    return masked_loss(cast, config, layout, tokens, prompt_length, total_length, key)
+    arrays = [jnp.asarray(x, x.dtype if x.dtype == bool else jnp.int32) for x in batch]
+    loss: Callable[..., Array] = long_loss if isinstance(batch, LongBatches) else masked_loss
+    return loss(cast, config, layout, *arrays, key)
 
 
-def exact_match(params: Params, config: ModelConfig, instances: Sequence[Instance]) -> float:
-    """Share of the instances that `denoise` answers exactly from a plain prompt, one token per step."""
-    prompts = [layout_example(instance, False, GEN_LENGTH)[0] for instance in instances]
-    length = -(-max(map(len, prompts)) // 32) * 32 + GEN_LENGTH
-    batch = min(_EVAL_BATCH, len(prompts))
+def exact_match(params: Params, config: ModelConfig, asked: Sequence[Asked]) -> float:
+    """Share of the prompts that `denoise` answers exactly, one token per step."""
+    length = -(-max(len(prompt) for prompt, _ in asked) // 32) * 32 + GEN_LENGTH
+    batch = min(_EVAL_BATCH, len(asked), max(1, _EVAL_ROWS // length))
     right = 0
-    for first in range(0, len(prompts), batch):
-        group = prompts[first : first + batch]
+    for first in range(0, len(asked), batch):
+        group = asked[first : first + batch]
         tokens = np.full((batch, length), EOS, np.int32)
-        for row, prompt in zip(tokens, group, strict=False):
+        for row, (prompt, _) in zip(tokens, group, strict=False):
             row[: len(prompt) + GEN_LENGTH] = prompt + [MASK] * GEN_LENGTH
-        ends = np.array([len(p) + GEN_LENGTH for p in group] + [length] * (batch - len(group)), np.int32)
+        ends = np.full(batch, length, np.int32)
+        ends[: len(group)] = [len(prompt) + GEN_LENGTH for prompt, _ in group]
         filled = np.asarray(denoise(params, config, tokens, ends, GEN_LENGTH))
-        for row, prompt, instance in zip(filled, group, instances[first:], strict=False):
+        for row, (prompt, answer) in zip(filled, group, strict=False):
             response = row[len(prompt) : len(prompt) + GEN_LENGTH].tolist()
-            right += answer_text(response) == instance.answer
-    return right / len(instances)
+            right += answer_text(response) == answer
+    return right / len(asked)
 
 
-def held_out(params: Params, config: ModelConfig, tasks: Sequence[str], count: int) -> dict[str, float]:
-    """`exact_match` of each task on `count` test instances."""
-    return {task: exact_match(params, config, test_instances(task, count, _EVAL_SEED)) for task in tasks}
+def exact_matches(
+    params: Params, config: ModelConfig, settings: TrainSettings, count: int
+) -> dict[str, float]:
+    """`exact_match` of each kind of question on `count` that training never sees."""
+    asked = settings.held_out(count)
+    return {name: exact_match(params, config, questions) for name, questions in asked.items()}
 
 
 def train(settings: TrainSettings, out: Path, log: Callable[[str], None] = print) -> TrainReport:
@@ -196,18 +248,20 @@ def train(settings: TrainSettings, out: Path, log: Callable[[str], None] = print
     require_free(out)
     began = time.monotonic()
     values = hf_config(
-        settings.hidden_size, settings.num_layers, settings.num_heads, settings.intermediate_size
+        settings.hidden_size,
+        settings.num_layers,
+        settings.num_heads,
+        settings.intermediate_size,
+        settings.max_positions,
     )
     config = config_from_hf(values)
     params = init_params(config, jax.random.key(settings.seed), "float32")
     log(f"{sum(p.size for p in jax.tree.leaves(params))} weights, {_describe(settings)}")
-    with closing(
-        prefetch(settings.buckets, settings.steps_per_dispatch, settings.seed, settings.workers)
-    ) as source:
+    with closing(prefetch(settings.make_batches(), settings.workers)) as source:
         params, losses, seconds = _optimise(settings, config, params, source, began, log)
     write_checkpoint(out, values, params)
     written = jax.tree.map(lambda p: p.astype(jnp.bfloat16).astype(jnp.float32), params)
-    exact = held_out(written, config, settings.tasks(), settings.final_instances)
+    exact = exact_matches(written, config, settings, settings.final_instances)
     log(f"written to {out}; one token per step, f32, {settings.final_instances} test instances a task:")
     log(_figures(exact))
     return TrainReport(len(losses) * settings.steps_per_dispatch, losses, exact, seconds)
@@ -251,7 +305,7 @@ def _progress_line(
     progress: float,
 ) -> str:
     cast = jax.tree.map(lambda p: p.astype(settings.dtype), params)
-    exact = held_out(cast, config, settings.tasks(), settings.report_instances)
+    exact = exact_matches(cast, config, settings, settings.report_instances)
     steps = len(losses) * settings.steps_per_dispatch
     examples = steps * sum(bucket.batch for bucket in settings.buckets)
     recent = np.mean([float(loss) for loss in losses[-50:]]) if losses else float("nan")
@@ -279,14 +333,16 @@ def main(
     minutes: Annotated[float, typer.Option(help="Wall-clock budget, final evaluation excluded.")] = 8.0,
     steps: Annotated[int, typer.Option(help="Most optimizer steps.")] = 1_000_000,
     seed: Annotated[int, typer.Option(help="Seed of weights, masks and examples.")] = 0,
+    model: Annotated[
+        Literal["demo", "retrieval"], typer.Option(help="The bundled model, or one for long contexts.")
+    ] = "demo",
 ) -> None:
-    """Train the bundled demo model on tasks that it generates itself."""
+    """Train a demo model on tasks that it generates itself."""
     try:
         if minutes <= 0 or steps <= 0:
             raise RequestError(f"minutes {minutes} and steps {steps}: both must be positive")
-        train(
-            TrainSettings(minutes=minutes, steps=steps, seed=seed), out, lambda line: print(line, flush=True)
-        )
+        settings = dataclasses.replace(SETTINGS[model], minutes=minutes, steps=steps, seed=seed)
+        train(settings, out, lambda line: print(line, flush=True))
     except JdllmError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(2) from None

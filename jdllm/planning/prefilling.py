@@ -73,8 +73,8 @@ def plan_stages(
     score = plan.stage("score", evaluations, together * each, together * behind, each)
     stages.append(score._replace(seconds=score.seconds * chunks / (together * evaluations)))
     most = prefilling.tokens_kept or prefilling.chunk_length
-    if prefilling.tokens_kept and prefilling.tokens_kept < prefilling.chunk_length:
-        row = question.instruction + prefilling.chunk_length + prefilling.retention_window
+    if most < longest:
+        row = question.instruction + longest + prefilling.retention_window
         count = max(1, account.rows // row)
         stages.append(plan.stage("retain", -(-kept // count), min(kept, count) * row, 0, row))
     context = kept * min(most, longest)

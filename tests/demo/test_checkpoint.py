@@ -7,6 +7,7 @@ import pytest
 
 from jdllm.checkpoints.loading import load_params, read_index
 from jdllm.demo import checkpoint_path
+from jdllm.demo.data import Asked
 from jdllm.demo.export import hf_config
 from jdllm.demo.tasks import TASKS, distinct_instances
 from jdllm.demo.tokenizer import write_tokenizer
@@ -49,4 +50,5 @@ def test_tensors_are_those_of_the_spec_tree():
 def test_it_answers_what_it_never_saw(task: str):
     config = config_from_hf(checkpoint_path())
     params = load_params(checkpoint_path(), config, "float32")
-    assert exact_match(params, config, distinct_instances(task, "test", 24, seed=8)) > 0.8
+    asked = [Asked.plainly(instance) for instance in distinct_instances(task, "test", 24, seed=8)]
+    assert exact_match(params, config, asked) > 0.8

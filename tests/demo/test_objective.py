@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jdllm.demo.export import hf_config
-from jdllm.demo.objective import all_logits, denoise, dense_layout, draw_masks, masked_loss
+from jdllm.demo.objective import all_logits, denoise, dense_attention, dense_layout, draw_masks, masked_loss
 from jdllm.demo.tokenizer import MASK
 from jdllm.execution.transformer import forward, logits
 from jdllm.models.block import Rows
@@ -49,9 +49,8 @@ def loss_of(params: Params, tokens: np.ndarray, key: jax.Array) -> jax.Array:
 
 def test_logits_are_those_of_the_transformer_for_each_sequence_alone(params: Params, tokens: np.ndarray):
     layout = dense_layout(SHAPES)
-    ours = np.asarray(
-        all_logits(params, CONFIG, jnp.asarray(tokens), layout.rows(jnp.asarray(TOTAL)), SHAPES)
-    )
+    rows, attention = layout.rows(jnp.asarray(TOTAL)), dense_attention(SHAPES)
+    ours = np.asarray(all_logits(params, CONFIG, jnp.asarray(tokens), rows, attention))
     for start, total in zip((0, 8, 16, 24, 36), TOTAL, strict=True):
         alone = packed_logits(params, tokens[start : start + total])
         np.testing.assert_allclose(ours[start : start + total], alone, rtol=1e-4, atol=1e-4)

@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import itertools
 import json
 import subprocess
@@ -13,7 +14,7 @@ from safetensors import safe_open
 
 from jdllm.checkpoints.loading import load_params
 from jdllm.decoding.generation_defaults import default_sampling
-from jdllm.demo.data import DEMO_BUCKETS, Bucket, make_batches, prefetch
+from jdllm.demo.data import DEMO_BUCKETS, Asked, Bucket, make_batches, prefetch
 from jdllm.demo.export import hf_config, write_checkpoint
 from jdllm.demo.tasks import GEN_LENGTH, TASKS, Instance, split_of, stream
 from jdllm.demo.tokenizer import BOS, EOS, EOT
@@ -22,12 +23,13 @@ from jdllm.errors import CheckpointError
 from jdllm.models.hf_config import config_from_hf
 from jdllm.models.weights import init_params, is_spec, param_bytes, spec_tree
 
+BUCKETS = (Bucket(48, 64, (("retrieval", 1.0),)),)
 SMALL = TrainSettings(
     hidden_size=64,
     num_layers=2,
     num_heads=2,
     intermediate_size=128,
-    buckets=(Bucket(48, 64, (("retrieval", 1.0),)),),
+    buckets=BUCKETS,
     minutes=60,
     steps=320,
     learning_rate=1.5e-3,
@@ -70,22 +72,21 @@ def test_demo_buckets_hold_every_task_and_the_longest_context():
     batches = make_batches(DEMO_BUCKETS, steps=1, seed=0, index=0)
     assert batches.tokens.shape == (1, sum(bucket.batch * bucket.length for bucket in DEMO_BUCKETS))
     assert batches.total_length.max() > 500
-    assert TrainSettings().tasks() == list(TASKS)
+    assert list(TrainSettings().held_out(1)) == list(TASKS)
 
 
 def test_batches_depend_on_seed_and_index_only():
-    buckets = SMALL.buckets
-    first, other = (make_batches(buckets, 2, seed=0, index=i) for i in (0, 1))
-    again = make_batches(buckets, 2, seed=0, index=0)
+    first, other = (make_batches(BUCKETS, 2, seed=0, index=i) for i in (0, 1))
+    again = make_batches(BUCKETS, 2, seed=0, index=0)
     assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
     assert not np.array_equal(first.tokens, other.tokens)
 
 
 @pytest.mark.slow
 def test_workers_give_the_batches_in_order():
-    source = prefetch(SMALL.buckets, 2, seed=0, workers=2)
+    source = prefetch(functools.partial(make_batches, BUCKETS, 2, 0), workers=2)
     for index in range(6):
-        np.testing.assert_array_equal(next(source).tokens, make_batches(SMALL.buckets, 2, 0, index).tokens)
+        np.testing.assert_array_equal(next(source).tokens, make_batches(BUCKETS, 2, 0, index).tokens)
     source.close()
 
 
@@ -155,7 +156,8 @@ def test_training_learns_to_copy_the_value_of_a_single_pair(tmp_path: Path):
     config = config_from_hf(tmp_path / "demo")
     params = load_params(tmp_path / "demo", config, "float32")
     source = stream("retrieval", "test", np.random.default_rng(5), room=TASKS["retrieval"].min_room)
-    assert exact_match(params, config, list(itertools.islice(source, 200))) > 0.8
+    asked = [Asked.plainly(instance) for instance in itertools.islice(source, 200)]
+    assert exact_match(params, config, asked) > 0.8
     assert json.loads((tmp_path / "demo" / "config.json").read_text())["model_type"] == "llada"
 
 

@@ -28,11 +28,15 @@ BOS = 506
 
 
 @functools.cache
+def config_of(family: str) -> ModelConfig:
+    return config_from_hf(Golden(family).directory)
+
+
+@functools.cache
 def model_of(family: str) -> tuple[Params, ModelConfig]:
     """A tiny checkpoint in f32."""
-    directory = Golden(family).directory
-    config = config_from_hf(directory)
-    return load_params(directory, config, "float32"), config
+    config = config_of(family)
+    return load_params(Golden(family).directory, config, "float32"), config
 
 
 def ids_of(case: Case, part: str) -> np.ndarray:

@@ -19,9 +19,21 @@ from jdllm.serving.long_request import LongContext, LongRequest
 from jdllm.serving.spec import generation_spec
 from jdllm.serving.stored_chunks import StoredChunks, content_key
 from tests.engines import engine_of
-from tests.prefilling.asking import PAGES, ROWS, all_free, asked, end, ends, model_of, question, same
+from tests.prefilling.asking import (
+    PAGES,
+    ROWS,
+    all_free,
+    asked,
+    config_of,
+    end,
+    ends,
+    model_of,
+    question,
+    same,
+)
 
-PARAMS, CONFIG = model_of("prefilling_dllm")
+FAMILY = "prefilling_dllm"
+CONFIG = config_of(FAMILY)
 CHUNKS = 4
 """Of the usual question here; a page each, one more for the instruction. A request holds five."""
 
@@ -29,7 +41,7 @@ CHUNKS = 4
 @pytest.fixture(scope="module")
 def build(executables: Executables):
     def build(pages: int = PAGES, rows: int = ROWS) -> Engine:
-        return engine_of(PARAMS, CONFIG, executables, rows, pages=pages)
+        return engine_of(*model_of(FAMILY), executables, rows, pages=pages)
 
     return build
 
@@ -185,7 +197,10 @@ def test_chunks_that_were_never_written_are_not_read(build, monkeypatch: pytest.
 
 def test_chunks_are_forgotten_with_the_pool(executables: Executables):
     """A long exact request takes its room."""
-    engine, asking = engine_of(PARAMS, CONFIG, executables, ROWS, pages=PAGES, max_context=ROWS), question(38)
+    engine, asking = (
+        engine_of(*model_of(FAMILY), executables, ROWS, pages=PAGES, max_context=ROWS),
+        question(38),
+    )
     first = ask(engine, asking)
     prompt = np.random.default_rng(0).integers(0, 500, ROWS)
     ends(engine, [generation_spec(prompt, SamplingParams(gen_length=4, early_stop=False), CONFIG)])
