@@ -4,9 +4,15 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from jdllm.arguments import shortened
+
+
+def plain(value: object) -> object:
+    """NumPy's scalars as Python's."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def explain(error: ValidationError, declaration: type) -> str:

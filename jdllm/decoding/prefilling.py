@@ -10,12 +10,13 @@ from pydantic import (
     Field,
     ModelWrapValidatorHandler,
     ValidationError,
+    field_validator,
     model_validator,
 )
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
-from jdllm.declarations import explain
+from jdllm.declarations import explain, plain
 from jdllm.errors import RequestError
 
 _MOST = 2**24
@@ -126,6 +127,11 @@ class Prefilling:
             return handler(data)
         except ValidationError as error:
             raise RequestError(f"prefilling: {explain(error, cls)}") from None
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _plain_scalar(cls, value: object) -> object:
+        return plain(value)
 
     def __post_init__(self):
         if self.draft_rounds is not None and self.draft_steps is not None:

@@ -18,7 +18,7 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs, PydanticCustomError
 
-from jdllm.declarations import explain
+from jdllm.declarations import explain, plain
 from jdllm.decoding.prefilling import PrefillingLike
 from jdllm.errors import RequestError
 
@@ -45,18 +45,13 @@ def _tuple(value: object) -> object:
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if isinstance(value, list | tuple):
-        return tuple(_plain(part) for part in value)
+        return tuple(plain(part) for part in value)
     return () if value is None else (value,)
 
 
 def _switch(value: object) -> object:
     """vLLM's counts as a switch: 0 and 1 mean the token itself."""
     return True if type(value) is int and value in (0, 1) else value or False
-
-
-def _plain(value: object) -> object:
-    """NumPy's scalars as Python's."""
-    return value.item() if isinstance(value, np.generic) else value
 
 
 _Length = Annotated[int, Field(ge=1, le=LONGEST)]
@@ -313,7 +308,7 @@ class SamplingParams:
     @field_validator("*", mode="before")
     @classmethod
     def _plain_scalar(cls, value: object) -> object:
-        return _plain(value)
+        return plain(value)
 
     def __post_init__(self):
         self._check_effect()
@@ -393,6 +388,8 @@ class SamplingParams:
             )
 
     def _check_prefilling(self) -> None:
+        if self.prefilling and self.adaptive:
+            raise RequestError("prefilling has no verifier: choose another transfer than 'adaptive'")
         for name, (default, why) in _NOT_PREFILLED.items() if self.prefilling else ():
             if getattr(self, name) != default:
                 raise RequestError(

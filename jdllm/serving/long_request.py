@@ -8,16 +8,17 @@ import numpy as np
 
 from jdllm.decoding.cache_policies import Phase
 from jdllm.decoding.prefilling import Prefilling
-from jdllm.decoding.rules import segment_row, step_table
+from jdllm.decoding.rules import rule_of, segment_row, step_table
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.schedule import StepTable
+from jdllm.decoding.transfer import Rule
 from jdllm.errors import RequestError
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.models.config import ModelConfig
 from jdllm.prefilling.chunks import Chunk, cut
 from jdllm.prefilling.layout import Layout
 from jdllm.serving.request import Request
-from jdllm.serving.spec import Block, RequestSpec, checked_ids, mask_id_of
+from jdllm.serving.spec import Block, RequestSpec, check_stops, checked_ids, mask_id_of
 
 
 class LongContext(NamedTuple):
@@ -109,8 +110,7 @@ def long_spec(
         raise RequestError(
             "a long prompt needs sampling with prefilling: name a preset, as prefilling='dream'"
         )
-    if sampling.stop and decode is None:
-        raise RequestError("stop strings need tokenizer files, which this model has not: use stop_token_ids")
+    check_stops(sampling, config, decode)
     if config.attention != "full":
         raise RequestError(f"prefilling needs a diffusion model; this one's attention is {config.attention}")
     if not config.logits_shift and prefilling.score_mask not in ("causal", "full"):
@@ -121,12 +121,7 @@ def long_spec(
         )
     mask_id = mask_id_of(config)
     long = LongContext(*(_part(name, ids, config, mask_id) for name, ids in long._asdict().items()))
-    bos = next((i for i in (prefilling.bos_id, bos_id, config.bos_id) if i is not None), None)
-    if bos is None:
-        raise RequestError(
-            "the model has no beginning-of-sequence token, with which chunks begin: name one, as"
-            " prefilling=Prefilling(bos_id=...)"
-        )
+    bos = _checked_bos((prefilling.bos_id, bos_id, config.bos_id), config, mask_id)
     chunks = cut(long.context, prefilling.chunk_length, bos, from_tail=prefilling.split_from_tail)
     block_length = min(sampling.block_length or sampling.gen_length, sampling.gen_length)
     if prefilling.draft_length > block_length and prefilling.draft_rounds is prefilling.draft_steps is None:
@@ -175,7 +170,7 @@ def _block(start: int, stop: int, sampling: SamplingParams, gen_length: int, con
     steps = max(1, masks * (sampling.steps or gen_length) // gen_length)
     if not config.logits_shift:
         return Block(start, stop, masks, step_table(sampling, masks, steps, gen_length))
-    if masks > 1 and steps < 2:
+    if masks > 1 and steps < 2 and rule_of(sampling) is Rule.QUOTA:
         raise RequestError(
             f"{sampling.steps} steps for {gen_length} tokens leave a block of {masks} less than two steps, of"
             " which the first commits one token: give more steps"
@@ -185,6 +180,23 @@ def _block(start: int, stop: int, sampling: SamplingParams, gen_length: int, con
     rest = step_table(sampling, masks - 1, steps - 1, gen_length)
     table = StepTable(np.insert(rest.quota, 0, 1), np.insert(rest.fraction, 0, 0))
     return Block(start, stop, masks, table)
+
+
+def _checked_bos(known: Sequence[int | None], config: ModelConfig, mask_id: int) -> int:
+    """The first id that is known of the token that begins chunks."""
+    bos = next((i for i in known if i is not None), None)
+    if bos is None:
+        raise RequestError(
+            "the model has no beginning-of-sequence token, with which chunks begin: name one, as"
+            " prefilling=Prefilling(bos_id=...)"
+        )
+    if not 0 <= bos < config.vocab_size:
+        raise RequestError(
+            f"bos_id {bos}, with which chunks begin, is outside the vocabulary (0 to {config.vocab_size - 1})"
+        )
+    if bos == mask_id:
+        raise RequestError(f"bos_id {bos}, with which chunks begin, is the mask id {mask_id}: name another")
+    return bos
 
 
 def _part(name: str, ids: np.ndarray, config: ModelConfig, mask_id: int) -> np.ndarray:

@@ -101,13 +101,7 @@ def generation_spec(
         raise RequestError(
             "prefilling is for prompts with a long context: give a LongPrompt, or leave it out"
         )
-    if sampling.stop and decode is None:
-        raise RequestError("stop strings need tokenizer files, which this model has not: use stop_token_ids")
-    for i in sampling.stop_token_ids:
-        if i >= config.vocab_size:
-            raise RequestError(
-                f"stop_token_ids has {i}, outside the vocabulary (0 to {config.vocab_size - 1})"
-            )
+    check_stops(sampling, config, decode)
     prompt = checked_ids(prompt, config)
     mask_id = mask_id_of(config)
     if sampling.prompt_masks == "error" and (prompt == mask_id).any():
@@ -193,6 +187,19 @@ def _spec(
         decode,
         segment,
     )
+
+
+def check_stops(
+    sampling: SamplingParams, config: ModelConfig, decode: Callable[[Sequence[int]], str] | None
+) -> None:
+    """Raise `RequestError` for stop strings without `decode`, and for stop ids outside the vocabulary."""
+    if sampling.stop and decode is None:
+        raise RequestError("stop strings need tokenizer files, which this model has not: use stop_token_ids")
+    for i in sampling.stop_token_ids:
+        if i >= config.vocab_size:
+            raise RequestError(
+                f"stop_token_ids has {i}, outside the vocabulary (0 to {config.vocab_size - 1})"
+            )
 
 
 def mask_id_of(config: ModelConfig) -> int:
