@@ -43,6 +43,7 @@ def llada_hf_config(config: ModelConfig, dtype: str = "bfloat16") -> dict[str, A
         "rope_theta": config.rope.theta,
         "weight_tying": config.tied_head,
         "mask_token_id": config.mask_id,
+        "bos_token_id": config.bos_id,
         "eos_token_id": config.eos_id,
         "eot_token_id": config.eot_id,
         "torch_dtype": dtype,

@@ -43,6 +43,7 @@ def test_dream_is_translated():
         qkv_bias=True,
         logits_shift=True,
         mask_id=509,
+        bos_id=500,
         eos_id=500,
         dtype="float32",
     )
