@@ -8,6 +8,8 @@ from pydantic_core import to_json
 from jdllm.checkpoints.tokenizer import Tokenizer
 from jdllm.outputs import CompletionOutput, RequestOutput
 from jdllm.prompts import Asked
+from jdllm.serving.long_request import LongSpec
+from jdllm.serving.spec import RequestSpec
 
 DONE = b"data: [DONE]\n\n"
 """The last event of every stream."""
@@ -60,7 +62,7 @@ class Pieces:
     """
 
     def __init__(self, tokenizer: Tokenizer | None, mask_id: int | None):
-        self._tokenizer, self._mask_id = tokenizer, mask_id
+        self.tokenizer, self._mask_id = tokenizer, mask_id
         self._known: dict[int, str] = {}
 
     def __call__(self, token: int) -> str:
@@ -74,9 +76,9 @@ class Pieces:
         return None if token == self._mask_id else self(token)
 
     def _text(self, token: int) -> str:
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             return ""
-        return self._tokenizer.decode([token]) or self._tokenizer.token(token) or ""
+        return self.tokenizer.decode([token]) or self.tokenizer.token(token) or ""
 
 
 def completion_logprobs(
@@ -119,9 +121,16 @@ def chat_logprobs(
     return {"content": content, "refusal": None}
 
 
-def prefilled(output: CompletionOutput) -> dict[str, Any]:
-    """What came of preparing a long context, where there was one."""
-    return {} if output.prefilling is None else {"prefilling": output.prefilling.to_dict()}
+def prefilled(output: CompletionOutput, spec: RequestSpec, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """What came of preparing a long context, where there was one: beside the library's fields `passages`, the
+    characters of the context that each selected chunk was cut from."""
+    if output.prefilling is None:
+        return {}
+    told = output.prefilling.to_dict()
+    if isinstance(spec, LongSpec) and tokenizer is not None:
+        context, spans = spec.long.context.tolist(), output.prefilling.spans
+        told["passages"] = [[len(tokenizer.decode(context[:at])) for at in span] for span in spans]
+    return {"prefilling": told}
 
 
 def sampled(output: CompletionOutput) -> tuple[list[int], list[float | None], list[int | None]]:

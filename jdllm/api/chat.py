@@ -23,7 +23,7 @@ async def chat(body: ChatRequest, request: Request) -> Response:
     service: Service = request.app.state.service
     service.model(body.model)
     asked = await asyncio.to_thread(_asked, service, body)
-    return await answer(service, request, body, asked, _shape(service, body))
+    return await answer(service, request, body, asked, _shape(service, body, asked))
 
 
 def encode_chat(service: Service, messages: list[ChatMessage]) -> tuple[str, list[int]]:
@@ -55,8 +55,9 @@ def _asked(service: Service, body: ChatRequest) -> list[Asked]:
     return asked_of(service, [prompt], service.sampling(body, **options))
 
 
-def _shape(service: Service, body: ChatRequest) -> Shape:
+def _shape(service: Service, body: ChatRequest, asked: list[Asked]) -> Shape:
     pieces, top = pieces_of(service), body.top_logprobs or 0
+    specs = [spec for one in asked for spec in one.specs]
 
     def choice(index: int, sample: CompletionOutput) -> dict[str, Any]:
         return {
@@ -64,7 +65,7 @@ def _shape(service: Service, body: ChatRequest) -> Shape:
             "message": {"role": "assistant", "content": sample.text, "refusal": None},
             "logprobs": chat_logprobs(pieces, *sampled(sample), top) if body.logprobs else None,
             "finish_reason": sample.finish_reason,
-        } | prefilled(sample)
+        } | prefilled(sample, specs[index], service.llm.tokenizer)
 
     def delta(index: int, text: str, logprobs: Any) -> dict[str, Any]:
         return {"index": index, "delta": {"content": text}, "logprobs": logprobs}

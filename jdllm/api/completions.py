@@ -96,6 +96,7 @@ def _between(service: Service, body: CompletionRequest) -> list[Asked]:
 def _shape(service: Service, body: CompletionRequest, asked: Sequence[Asked]) -> Shape:
     pieces = pieces_of(service)
     texts = [_echoed(service, one) if body.echo else "" for one in asked for _ in one.specs]
+    specs = [spec for one in asked for spec in one.specs]
 
     def choice(index: int, sample: CompletionOutput) -> dict[str, Any]:
         found = None
@@ -107,7 +108,7 @@ def _shape(service: Service, body: CompletionRequest, asked: Sequence[Asked]) ->
             "token_ids": sample.token_ids,
             "logprobs": found,
             "finish_reason": sample.finish_reason,
-        } | prefilled(sample)
+        } | prefilled(sample, specs[index], service.llm.tokenizer)
 
     return Shape(
         prefix="cmpl",

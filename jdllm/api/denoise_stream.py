@@ -37,9 +37,8 @@ async def denoise_events(
                     yield event(_step(choice, update, pieces), "step")
             outputs = [sample for output in running.outputs() for sample in output.outputs]
             for choice, (sample, (_, spec)) in enumerate(zip(outputs, specs, strict=True)):
-                yield event(
-                    _end(choice, sample, running.ended(choice), spec) | further(choice, sample), "end"
-                )
+                told = _end(choice, sample, running.ended(choice), spec) | further(choice, sample)
+                yield event(told | prefilled(sample, spec, pieces.tokenizer), "end")
     except ApiError as error:
         yield event(error.body(), "error")
     yield DONE
@@ -83,4 +82,4 @@ def _end(choice: int, sample: CompletionOutput, ended: Request, spec: RequestSpe
         "nfe": sample.nfe,
         "committed_in": [None if step < 0 else step for step in steps],
         "usage": usage(len(spec.prompt), len(sample.token_ids), sample.nfe),
-    } | prefilled(sample)
+    }

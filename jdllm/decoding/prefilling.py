@@ -190,7 +190,10 @@ def _read(value: object) -> object:
         case str() if value in get_args(Preset):
             return PRESETS[cast(Preset, value)]
         case Mapping():
-            return Prefilling(**{str(key): part for key, part in value.items()})
+            fields = {str(key): part for key, part in value.items()}
+            preset = fields.pop("preset", "dream")
+            if preset in get_args(Preset):
+                return PRESETS[cast(Preset, preset)].changed(**fields)
     presets = ", ".join(map(repr, PRESETS))
     raise PydanticCustomError(
         "expected", "Prefilling, its fields in a mapping, or one of {presets}", {"presets": presets}
@@ -200,4 +203,4 @@ def _read(value: object) -> object:
 PrefillingLike = Annotated[
     Prefilling | None, BeforeValidator(_read, json_schema_input_type=Preset | Prefilling | None)
 ]
-"""`Prefilling`, its fields in a mapping, or the name of a preset."""
+"""`Prefilling`, the name of a preset, or fields in a mapping, of which `preset` names that of the others."""

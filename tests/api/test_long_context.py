@@ -39,6 +39,7 @@ def test_a_completion_over_a_context(client: TestClient, demo: LLM):
     assert told["selected"] == expected.prefilling.selected
     assert told["scores"] == pytest.approx(expected.prefilling.scores)
     assert told["spans"] == [list(span) for span in expected.prefilling.spans]
+    assert [CONTEXT[a:b] for a, b in told["passages"]] == [CONTEXT[a:b] for a, b in told["spans"]]
     assert set(told["seconds"]) == {"draft", "score", "retain", "build"}
     assert answer["usage"]["prompt_tokens"] == len(CONTEXT) + len("get ac=")
 
@@ -79,6 +80,7 @@ def test_streams_end_with_the_same_text(client: TestClient, demo: LLM, mode: str
         ({"prompt": "x", "prefilling": "dream"}, "give a LongPrompt"),
         ({"prompt": "x", "prefilling": "drem", "context": CONTEXT}, "one of 'dream'"),
         ({"prompt": "x", "prefilling": {"chunk_length": 1}, "context": CONTEXT}, "chunk_length is 1"),
+        ({"prompt": "x", "prefilling": {"preset": "x"}, "context": CONTEXT}, "one of 'dream'"),
         (
             {"prompt": "x", "prefilling": "dream", "context": CONTEXT, "cache": "dual"},
             "leave cache at 'none'",

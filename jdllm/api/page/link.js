@@ -1,11 +1,13 @@
 // The link that reproduces a run. It is in the fragment, which browsers do not send.
 
-const OWN = ["mode", "prompt", "messages", "infill"];
+const OWN = ["mode", "prompt", "context", "prefilling", "messages", "infill"];
 
-// `run`: { mode, settings, prompt or messages or infill }.
-export function fragmentOf({ mode, settings, prompt, messages, infill }) {
+// `run`: { mode, settings, prompt (with context and prefilling, where it has one) or messages or infill }.
+export function fragmentOf({ mode, settings, prompt, context, prefilling, messages, infill }) {
   const fields = new URLSearchParams({ mode });
   if (prompt !== undefined) fields.set("prompt", prompt);
+  if (context !== undefined) fields.set("context", context);
+  if (prefilling !== undefined) fields.set("prefilling", JSON.stringify(prefilling));
   if (messages !== undefined) fields.set("messages", JSON.stringify(messages));
   if (infill !== undefined) fields.set("infill", infill);
   for (const [name, value] of Object.entries(settings)) fields.set(name, value);
@@ -20,6 +22,8 @@ export function runOf(fragment) {
   return {
     mode: fields.get("mode"),
     prompt: fields.get("prompt") ?? "",
+    context: fields.get("context") ?? "",
+    prefilling: parsed(fields.get("prefilling"), {}),
     messages: messagesOf(fields.get("messages")),
     infill: fields.get("infill") ?? "",
     settings: Object.fromEntries(others),
@@ -27,12 +31,15 @@ export function runOf(fragment) {
 }
 
 function messagesOf(text) {
+  const messages = parsed(text, []);
+  if (!Array.isArray(messages) || !messages.every((one) => one instanceof Object)) return [];
+  return messages.map(({ role, content }) => ({ role: String(role), content: String(content) }));
+}
+
+function parsed(text, other) {
   try {
-    return JSON.parse(text ?? "[]").map(({ role, content }) => ({
-      role: String(role),
-      content: String(content),
-    }));
+    return JSON.parse(text) ?? other;
   } catch {
-    return [];
+    return other;
   }
 }

@@ -2,6 +2,7 @@
 
 import { getJson } from "./api.js";
 import { Conversation } from "./chat.js";
+import { ContextEditor } from "./context.js";
 import { InfillEditor, partsOf } from "./infill.js";
 import { fragmentOf, runOf } from "./link.js";
 import { Result, copy } from "./result.js";
@@ -29,6 +30,13 @@ const infill = new InfillEditor(
   },
   showError,
 );
+const context = new ContextEditor({
+  part: element("context-part"),
+  text: element("context"),
+  preset: element("prefilling"),
+  chunkLength: element("chunk-length"),
+  chunksKept: element("chunks-kept"),
+});
 const tabs = new Tabs(element("tabs"), (mode) => {
   settings.useLengths(mode !== "infill");
   element("run").textContent = mode === "infill" ? "Fill" : mode === "chat" ? "Send" : "Generate";
@@ -48,7 +56,7 @@ function showError(error) {
 function asked() {
   const { mode } = tabs;
   const own = {
-    complete: { prompt: element("prompt").value },
+    complete: { prompt: element("prompt").value, ...context.value },
     chat: { messages: chat.messages },
     infill: { infill: infill.value },
   };
@@ -66,7 +74,7 @@ function seed() {
 
 function bodyOf(run) {
   const own = {
-    complete: () => ({ prompt: run.prompt }),
+    complete: () => ({ prompt: run.prompt, context: run.context, prefilling: run.prefilling }),
     chat: () => ({ messages: run.messages }),
     infill: () => ({ parts: partsOf(run.infill) }),
   };
@@ -124,6 +132,7 @@ function openLink() {
   const linked = runOf(location.hash);
   if (linked === null) return;
   element("prompt").value = linked.prompt;
+  context.value = linked;
   chat.messages = linked.messages;
   infill.value = linked.infill;
   tabs.choose(linked.mode);
@@ -142,6 +151,7 @@ async function connect() {
   element("model").textContent = `${model.id} · ${model.family} · up to ${length} tokens`;
   result.endTokens = [tokenizer.eos_token ?? null, tokenizer.eot_token ?? null];
   settings.build(api.components.schemas.CompletionRequest);
+  context.build(api.components.schemas.CompletionRequest);
 }
 
 document.addEventListener("keydown", (event) => {

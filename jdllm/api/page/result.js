@@ -1,6 +1,7 @@
 // What is shown of a run, while it goes on and afterwards.
 
 import { events, request } from "./api.js";
+import { showPassages } from "./context.js";
 import { Denoising } from "./denoise.js";
 import { plural, showFigures, showSlots } from "./figures.js";
 import { Player } from "./player.js";
@@ -29,6 +30,7 @@ export class Result {
   // Send a request and show its run. Returns the last event's data; throws where there is none.
   async follow(path, body, signal) {
     this.clear();
+    this.context = body.context;
     try {
       const response = await request(path, { method: "POST", body, signal });
       for await (const { name, data } of events(response)) this.take(name, data);
@@ -44,7 +46,7 @@ export class Result {
     this.player.unload();
     element("text").textContent = "";
     element("slots").replaceChildren();
-    for (const id of ["finished", "slots-part", "steps-part", "replay"]) element(id).hidden = true;
+    for (const id of ["finished", "passages-part", "slots-part", "steps-part", "replay"]) element(id).hidden = true;
   }
 
   take(name, data) {
@@ -84,6 +86,10 @@ export class Result {
     }
     element("text").textContent = this.last.text;
     element("finished").hidden = false;
+    element("passages-part").hidden = !this.last.prefilling;
+    if (this.last.prefilling) {
+      showPassages(element("passages"), element("passages-note"), this.context, this.last.prefilling);
+    }
     element("slots-part").hidden = !this.last.slots;
     const slots = this.last.slots ?? [];
     showSlots(element("slots"), slots);
