@@ -16,9 +16,10 @@ from jdllm.checkpoints.loading import load_params
 from jdllm.decoding.generation_defaults import default_sampling
 from jdllm.demo.data import DEMO_BUCKETS, Asked, Bucket, make_batches, prefetch
 from jdllm.demo.export import hf_config, write_checkpoint
+from jdllm.demo.long_data import LongBucket
 from jdllm.demo.tasks import GEN_LENGTH, TASKS, Instance, split_of, stream
 from jdllm.demo.tokenizer import BOS, EOS, EOT
-from jdllm.demo.train import TrainSettings, exact_match, learning_rate_at, train
+from jdllm.demo.train import SETTINGS, TrainSettings, exact_match, learning_rate_at, train
 from jdllm.errors import CheckpointError
 from jdllm.models.hf_config import config_from_hf
 from jdllm.models.weights import init_params, is_spec, param_bytes, spec_tree
@@ -166,3 +167,31 @@ def test_wall_clock_budget_ends_the_run(tmp_path: Path):
     settings = dataclasses.replace(SMALL, minutes=1e-6, steps=10**9)
     report = train(settings, tmp_path / "demo", lambda line: None)
     assert report.steps <= settings.steps_per_dispatch
+
+
+@pytest.mark.slow
+def test_training_for_retrieval_learns_to_predict_queries_and_ends(tmp_path: Path):
+    settings = dataclasses.replace(
+        SMALL,
+        buckets=(LongBucket(192, 24, scoring=True), LongBucket(192, 24, scoring=False)),
+        max_positions=512,
+        steps=80,
+    )
+    lines: list[str] = []
+    report = train(settings, tmp_path / "retrieval", lines.append)
+    assert report.losses[0] > 5
+    assert report.losses[-1] < 0.5 * report.losses[0]
+    assert any("pairs 256" in line and "sentences 1024" in line for line in lines)
+    config = config_from_hf(tmp_path / "retrieval")
+    assert config.max_positions == 512
+
+
+def test_both_models_have_the_same_size_and_their_own_examples():
+    demo, retrieval = SETTINGS["demo"], SETTINGS["retrieval"]
+    assert demo == TrainSettings(workers=demo.workers)
+    changed = {
+        field.name
+        for field in dataclasses.fields(demo)
+        if getattr(demo, field.name) != getattr(retrieval, field.name)
+    }
+    assert changed == {"buckets", "max_positions", "reports", "report_instances"}
