@@ -312,13 +312,13 @@ class Engine:
             self._cache.forget_chunks()
             self._rebuild_lost_pool()
             return [self._end(r, error) for r in pending.requests if r.id in self._entries]
-        done = self._flight.remove_first(1 if steps is None else len(steps.tokens))
+        done = self._flight.remove_first(len(steps.tokens) if isinstance(steps, Steps) else steps)
         if self.observe is not None:
             self.observe(done)
         for request, stored in zip(pending.requests, pending.launch.stored, strict=True):
             if stored is not None:
                 request.store(*stored)
-        return [] if steps is None else list(self._take_in(pending, steps))
+        return list(self._take_in(pending, steps)) if isinstance(steps, Steps) else []
 
     def _take_in(self, pending: Pending, steps: Steps) -> Iterator[Update]:
         candidates = pending.launch.candidates

@@ -19,13 +19,14 @@ class Launch(NamedTuple):
       yet.
     - `candidates`: for each request the positions of its head rows, which follow one another in the trace.
     - `stored`: for each request what a refresh stores of it, `None` where nothing is.
-    - `take`: of a stage of preparation, takes in what it found; returns its steps where it was one.
+    - `take`: of a stage of preparation, takes in what it found; returns its steps where it was one, or else
+      how many evaluations of the model it did.
     """
 
     run: Callable[[], Array]
     candidates: list[np.ndarray]
     stored: Sequence[Stored | None]
-    take: Callable[[np.ndarray], Steps | None] | None = None
+    take: Callable[[np.ndarray], Steps | int] | None = None
 
 
 class Compiled(Protocol):

@@ -75,7 +75,7 @@ class LongSpec(RequestSpec):
         longest = max(lengths, default=0)
         chunks = sum(sorted(lengths, reverse=True)[: self.kept_chunks])
         behind = self.scored if self.shifted else 2 * self.scored
-        apart = self.kept_chunks * (prefix + self.prefilling.retention_window)
+        apart = self.kept_chunks * (prefix + min(self.prefilling.retention_window, self.scored))
         return max(prefix + longest + behind, prefix + chunks + len(self.tokens) + apart)
 
     @property

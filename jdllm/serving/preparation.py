@@ -62,15 +62,15 @@ class Preparation:
         candidates = np.zeros(0, np.int32) if stage.candidates is None else stage.candidates
         return Launch(stage.launch(), [candidates], [None], lambda found: self._take(request, stage, found))
 
-    def _take(self, request: LongRequest, stage: Stage, found: np.ndarray) -> Steps | None:
-        """Go on with what a stage found; returns its step where it was one."""
+    def _take(self, request: LongRequest, stage: Stage, found: np.ndarray) -> Steps | int:
+        """Go on with what a stage found; returns its step, or how many evaluations it did."""
         if self._next.get(request.id) is not stage:
-            return None  # the request was left meanwhile
+            return stage.evaluations(found)  # the request was left meanwhile
         try:
             self._next[request.id] = self._stages[request.id].send(found)
         except StopIteration:
             self.forget(request.id)
-        return None if stage.candidates is None else decode(found)
+        return stage.evaluations(found) if stage.candidates is None else decode(found)
 
     def _before(self, request: LongRequest) -> Stages:
         spec, seconds = request.long_spec, request.prefilled.seconds

@@ -51,8 +51,9 @@ class Runner:
 
         return Pending(kind, requests, launch, self._queue.submit(run))
 
-    def collect(self, pending: Pending) -> Steps | None:
-        """Wait for a part: the steps that it did, `None` where it was none. Raises what the device raised."""
+    def collect(self, pending: Pending) -> Steps | int:
+        """Wait for a part: the steps that it did, or evaluations that were none. Raises what the device
+        raised."""
         found = np.asarray(pending.trace.result())
         return decode(found) if pending.launch.take is None else pending.launch.take(found)
 

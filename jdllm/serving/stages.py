@@ -104,6 +104,10 @@ class Stage(abc.ABC):
     def launch(self) -> Callable[[], Any]:
         """Pack it; returns what puts it on the device's queue and returns an array."""
 
+    def evaluations(self, found: np.ndarray) -> int:
+        """How many evaluations of the model gave that array."""
+        return 1
+
 
 class Draft(Stage):
     """Drafts an answer; the array is its slots, and then how many evaluations that took."""
@@ -128,6 +132,9 @@ class Draft(Stage):
         arguments = tokens, rows, at, timetable(self._prefilling, self._threshold)
         executable = self._model.compile("a draft", size, draft, *arguments, mask_id=self._model.mask_id)
         return lambda: executable(self._model.params, *arguments)
+
+    def evaluations(self, found: np.ndarray) -> int:
+        return int(found[-1])
 
 
 class Score(Stage):
@@ -324,7 +331,7 @@ class Retain(Stage):
         entry = self._model.build_sizes.choose(segment.size, 0, 1)
         tokens, rows = packed_rows(segment, entry.rows)
         lengths = np.array([len(chunk) for chunk in self._chunks], np.int32)
-        at = np.arange(self._prefilling.chunk_length)
+        at = np.arange(min(self._prefilling.chunk_length, row_bucket(int(lengths.max()))))
         first = (starts + len(self._prefix))[:, None]
         window = first + lengths[:, None] + np.arange(len(self._window))
         watched = Watched(

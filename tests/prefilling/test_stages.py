@@ -15,7 +15,7 @@ from jdllm.prefilling.layout import KeptChunk, Layout
 from jdllm.prefilling.select import best_chunks, best_tokens
 from jdllm.serving.part_packing import packed_rows
 from tests.prefilling import oracle
-from tests.prefilling.asking import NOTHING, ids_of, model_of
+from tests.prefilling.asking import NOTHING, config_of, ids_of, model_of, recorded_spec
 from tests.prefilling.oracle_cache import token_mask
 from tests.prefilling.recorded import Case, case_names
 from tests.prefilling.settings import prefilling_of
@@ -270,3 +270,22 @@ def test_between_blocks_what_is_finished_is_stored_and_the_masks_are_stored_anew
         rows = np.concatenate([stored.source.reshape(-1) for stored in masks.stores])
         same(rows, np.arange(masks.rows.size))
         same(np.concatenate([stored.positions for stored in masks.stores]), answer[following:])
+
+
+@EVERY_CASE
+def test_what_a_request_needs_at_most_is_enough(name: str):
+    """Rows of the largest evaluation, and of the pool; no more than that where all chunks are as long."""
+    case = Case(name)
+    layout, spec = layout_of(case), recorded_spec(name, config_of("prefilling_dllm"))
+    prefix, window = len(layout.prefix), len(window_of(case))
+    lengths = [len(chunk.tokens) for chunk in spec.chunks]
+    rows = [evaluation.rows.size for evaluation in built(case)]
+    rows.append(prefix + len(case.scoring_query) + spec.prefilling.draft_length * bool(lengths))
+    rows += [prefix + length + spec.scored for length in lengths]
+    rows.append(sum(prefix + len(chunk.tokens) + window for chunk in layout.chunks))
+    assert max(rows) <= spec.rows
+    assert spec.kept_chunks == len(layout.chunks)
+    assert sum(-(-part // 64) for part in layout.part_rows) * 64 <= spec.stored_rows
+    longest = sorted(lengths)[len(lengths) - len(layout.chunks) :]
+    if longest == sorted(len(chunk.tokens) for chunk in layout.chunks):
+        assert sum(-(-part // 64) for part in layout.part_rows) * 64 == spec.stored_rows

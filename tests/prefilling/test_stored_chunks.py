@@ -3,6 +3,7 @@
 import sys
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,26 +25,18 @@ from tests.prefilling.asking import (
     ROWS,
     all_free,
     asked,
-    config_of,
     end,
     ends,
     model_of,
     question,
     same,
 )
+from tests.prefilling.mixed import CONFIG, FAMILY
 
-FAMILY = "prefilling_dllm"
-CONFIG = config_of(FAMILY)
+Build = Callable[..., Engine]
+
 CHUNKS = 4
 """Of the usual question here; a page each, one more for the instruction. A request holds five."""
-
-
-@pytest.fixture(scope="module")
-def build(executables: Executables):
-    def build(pages: int = PAGES, rows: int = ROWS) -> Engine:
-        return engine_of(*model_of(FAMILY), executables, rows, pages=pages)
-
-    return build
 
 
 def another(asking: LongContext, seed: int, **parts: np.ndarray) -> LongContext:
@@ -63,7 +56,7 @@ MASKS = pytest.mark.parametrize("mask", ["causal", "full"])
 
 @MASKS
 @pytest.mark.parametrize("instruction", [0, 4])
-def test_a_second_question_over_the_same_context_encodes_no_chunk(build, mask: str, instruction: int):
+def test_a_second_question_over_the_same_context_encodes_no_chunk(build: Build, mask: str, instruction: int):
     asking, how = question(21, instruction=instruction), {"score_mask": mask}
     engine = build()
     assert ask(engine, asking, prefilling=how).prefilled.cached_chunks == 0
@@ -75,7 +68,7 @@ def test_a_second_question_over_the_same_context_encodes_no_chunk(build, mask: s
         same(second, fresh)
 
 
-def test_what_rows_of_chunks_see_tells_stored_ones_apart(build):
+def test_what_rows_of_chunks_see_tells_stored_ones_apart(build: Build):
     """The keys of a chunk depend on its instruction and on the mask, and on nothing else."""
     asking, engine = question(22), build()
     ask(engine, asking)
@@ -93,7 +86,7 @@ def test_what_rows_of_chunks_see_tells_stored_ones_apart(build):
 
 
 @pytest.mark.parametrize("mask", ["none", "query_to_chunk"])
-def test_rows_that_see_what_is_behind_them_are_never_stored(build, mask: str):
+def test_rows_that_see_what_is_behind_them_are_never_stored(build: Build, mask: str):
     engine, asking = build(), question(24)
     for _ in range(2):
         found = ask(engine, asking, prefilling={"score_mask": mask})
@@ -101,7 +94,7 @@ def test_rows_that_see_what_is_behind_them_are_never_stored(build, mask: str):
     same(found, ask(build(), asking, prefilling={"score_mask": mask}))
 
 
-def test_chunks_of_other_contexts_are_found_among_new_ones(build):
+def test_chunks_of_other_contexts_are_found_among_new_ones(build: Build):
     """In any order, over several evaluations: 31 tokens and the first one make a chunk."""
     engine = build()
     some, others = question(25, 8 * 32), question(26, 14 * 32)
@@ -116,7 +109,7 @@ def test_chunks_of_other_contexts_are_found_among_new_ones(build):
     same(again, ask(build(), another(some, 2, context=context)))
 
 
-def test_a_chunk_that_occurs_twice_is_stored_once(build):
+def test_a_chunk_that_occurs_twice_is_stored_once(build: Build):
     engine, asking = build(), question(27, 32)
     twice = asking._replace(context=np.tile(asking.context, 3))
     first = ask(engine, twice)
@@ -131,16 +124,16 @@ def test_a_chunk_that_occurs_twice_is_stored_once(build):
 TEN = 11
 
 
-def test_the_context_that_was_used_least_recently_goes_first(build):
-    engine, contexts = build(TEN), [question(seed) for seed in (31, 32)]
+def test_the_context_that_was_used_least_recently_goes_first(build: Build):
+    engine, contexts = build(pages=TEN), [question(seed) for seed in (31, 32)]
     asked_for = [0, 0, 1, 0, 1, 1]
     cached = [ask(engine, another(contexts[i], n)).prefilled.cached_chunks for n, i in enumerate(asked_for)]
     assert cached == [0, CHUNKS, 0, 0, 0, CHUNKS]
 
 
-def test_requests_take_the_pages_of_chunks(build):
+def test_requests_take_the_pages_of_chunks(build: Build):
     """Of ten pages five hold chunks when somebody needs eight: those that were used first go."""
-    engine, asking = build(TEN), question(33)
+    engine, asking = build(pages=TEN), question(33)
     ask(engine, asking)
     sampling = SamplingParams(gen_length=8, cache="dual", early_stop=False)
     prompt = np.random.default_rng(0).integers(0, 500, 490)
@@ -148,33 +141,33 @@ def test_requests_take_the_pages_of_chunks(build):
     all_free(engine)
     second = ask(engine, another(asking, 1))
     assert second.prefilled.cached_chunks == 1
-    same(second, ask(build(TEN), another(asking, 1)))
+    same(second, ask(build(pages=TEN), another(asking, 1)))
     assert ask(engine, another(asking, 2)).prefilled.cached_chunks == CHUNKS
 
 
-def test_a_context_that_does_not_fit_beside_its_request_is_not_stored(build):
-    engine, asking = build(TEN - 1), question(34)
+def test_a_context_that_does_not_fit_beside_its_request_is_not_stored(build: Build):
+    engine, asking = build(pages=TEN - 1), question(34)
     for n in range(2):
         found = ask(engine, another(asking, n))
         assert found.prefilled.cached_chunks == 0
         assert not engine._cache.chunks._stored
-    same(found, ask(build(TEN), another(asking, 1)))
+    same(found, ask(build(pages=TEN), another(asking, 1)))
 
 
 @pytest.mark.parametrize("pages", [17, *(pytest.param(pages, marks=pytest.mark.slow) for pages in (TEN, 19))])
-def test_two_contexts_that_push_each_other_out_are_answered_alike(build, pages: int):
+def test_two_contexts_that_push_each_other_out_are_answered_alike(build: Build, pages: int):
     """Two chunks at a time, of each request in turn."""
     asking = [question(35), question(36, 120), question(35, 128)]
     specs = [asked(another(one, n), CONFIG) for n, one in enumerate(asking)]
-    alone = [end(build(PAGES), spec) for spec in specs]
-    engine = build(pages, 128)
+    alone = [end(build(), spec) for spec in specs]
+    engine = build(pages=pages, rows=128)
     for order in ([0, 1, 2], [2, 0, 1]):
         for i, found in zip(order, ends(engine, [specs[i] for i in order]), strict=True):
             same(found, alone[i])
         all_free(engine)
 
 
-def test_chunks_that_were_never_written_are_not_read(build, monkeypatch: pytest.MonkeyPatch):
+def test_chunks_that_were_never_written_are_not_read(build: Build, monkeypatch: pytest.MonkeyPatch):
     """A request took pages for its chunks, and then its evaluation could not run."""
     asking, engine = question(37), build()
     model = engine._preparation._model
@@ -283,7 +276,7 @@ def test_contents_are_told_apart():
     assert content_key("a", some.astype(np.int64)) == content_key("a", some.astype(np.int32))
 
 
-def test_pages_may_be_counted_while_chunks_are_used(build):
+def test_pages_may_be_counted_while_chunks_are_used(build: Build):
     """`Engine.stats` is for any thread."""
     engine = build()
     specs = [

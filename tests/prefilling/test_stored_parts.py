@@ -1,13 +1,13 @@
 """What the stages measure and store on the device, beside what the published code was recorded to find."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from jdllm.decoding.executables import Executables
 from jdllm.execution.paged.parts import Parts, forward_parts
 from jdllm.execution.paged.pool import KeyValuePool
 from jdllm.execution.transformer import Wanted, final_norm
@@ -22,14 +22,22 @@ from jdllm.serving.engine import Engine
 from jdllm.serving.long_request import LongRequest
 from jdllm.serving.part_packing import Read, packed_rows, table_of
 from jdllm.serving.stages import Retain
-from tests.engines import engine_of
-from tests.prefilling.asking import PAGES, ROWS, all_free, asked, driven, model_of, question, recorded_spec
+from tests.prefilling.asking import (
+    all_free,
+    asked,
+    driven,
+    end,
+    model_of,
+    question,
+    recorded_spec,
+    same,
+)
+from tests.prefilling.mixed import CONFIG, FAMILY
 from tests.prefilling.oracle import OPEN
 from tests.prefilling.oracle_cache import Retention, retention_scores
 from tests.prefilling.oracle_model import Model
 from tests.prefilling.recorded import Case, case_names, model
 
-FAMILY = "prefilling_dllm"
 EVERY_CASE = pytest.mark.parametrize("name", case_names())
 
 close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
@@ -37,13 +45,13 @@ close_logits = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=3e-
 
 
 @pytest.fixture(scope="module")
-def engine(executables: Executables) -> Engine:
-    return engine_of(*model_of(FAMILY), executables, ROWS, pages=PAGES)
+def engine(build: Callable[..., Engine]) -> Engine:
+    return build()
 
 
 def prepared(engine: Engine, name: str) -> LongRequest:
     """A recorded run whose cache has been built, and the first step done; it is left in the engine."""
-    return driven(engine, recorded_spec(name, model_of(FAMILY)[1]), lambda request: request.prepared)
+    return driven(engine, recorded_spec(name, CONFIG), lambda request: request.prepared)
 
 
 def leave(engine: Engine, request: LongRequest) -> None:
@@ -83,7 +91,7 @@ def rotated(keys: np.ndarray, positions: np.ndarray, theta: float) -> np.ndarray
 @EVERY_CASE
 def test_keys_and_values_are_those_recorded(engine: Engine, name: str):
     """The pool's keys are rotated to where each row is found when the answer is denoised."""
-    case, config = Case(name), model_of(FAMILY)[1]
+    case, config = Case(name), CONFIG
     request = prepared(engine, name)
     for layer, which in ((0, "first"), (config.num_layers - 1, "last")):
         recorded = {t: case[f"kv_build.{t}_{which}"] for t in "kv"}
@@ -166,7 +174,7 @@ def measured(engine: Engine, request: LongRequest, chunks: list[int], window: np
 def test_values_of_tokens_are_those_recorded(engine: Engine, name: str):
     case = Case(name)
     recorded = case.many("keep_scores")
-    request = LongRequest(recorded_spec(name, model_of(FAMILY)[1]))
+    request = LongRequest(recorded_spec(name, CONFIG))
     query = case.scoring_query
     if case.settings["token_score_use_generated"]:
         query = np.concatenate([query, case["draft_states"][-1][case["draft_confirmed"] != 0]])
@@ -208,7 +216,7 @@ def test_values_of_tokens_are_those_of_the_oracle(
     engine: Engine, ours: dict[str, Any], theirs: dict[str, Any]
 ):
     asking = question(3, context=3 * 32 + 4)
-    spec = asked(asking, model_of(FAMILY)[1], prefilling={"tokens_kept": 3, **ours})
+    spec = asked(asking, CONFIG, prefilling={"tokens_kept": 3, **ours})
     retention = Retention(3, **theirs)
     found = measured(engine, LongRequest(spec), [3, 0, 2], asking.query[-retention.window :])
     oracle: Model = model()
@@ -218,3 +226,13 @@ def test_values_of_tokens_are_those_of_the_oracle(
         mine = found[..., i, :, : len(chunk)]
         mine = mine if retention.per_head else mine[0]
         np.testing.assert_allclose(mine, expected, rtol=0, atol=5e-6)
+
+
+def test_a_context_far_shorter_than_a_chunk_takes_no_more_than_it_needs(engine: Engine):
+    found = []
+    for length in (64, 2**23):
+        fields: dict[str, Any] = {"chunk_length": length, "tokens_kept": 9, "query_positions": "after_cache"}
+        spec = asked(question(4, context=40), CONFIG, prefilling=fields)
+        assert spec.rows < 200
+        found.append(end(engine, spec))
+    same(*found)

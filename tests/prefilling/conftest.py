@@ -1,0 +1,27 @@
+"""Engines of the tiny Dream that runs over long contexts were recorded of, and what requests give alone."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from jdllm.decoding.executables import Executables
+from jdllm.models.weights import Params
+from jdllm.serving.engine import Engine
+from tests.engines import engine_of
+from tests.prefilling.asking import PAGES, ROWS, ends, model_of
+from tests.prefilling.mixed import CONFIG, FAMILY, SPECS
+
+
+@pytest.fixture(scope="session")
+def build(executables: Executables) -> Callable[..., Engine]:
+    def build(params: Params | None = None, rows: int = ROWS, pages: int = PAGES) -> Engine:
+        return engine_of(params or model_of(FAMILY)[0], CONFIG, executables, rows, pages=pages)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def alone(build: Callable[..., Engine]) -> dict[str, Any]:
+    """Each of `SPECS` by itself in an engine of its own."""
+    return {name: ends(build(), [spec])[0] for name, spec in SPECS.items()}
