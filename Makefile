@@ -79,7 +79,7 @@ bench:  ## benchmarks on a card; uses the python on the path, which needs jax wi
 	for part in lmax latency latency_exact average error cost lazy allocators; do \
 	  python3 -m benchmarks plan --part $$part; done
 	python3 -m benchmarks tiers --check --rows 32768 --layers 4 --groups 4
-	for case in overhead traffic first_token; do python3 -m benchmarks $$case; done
+	for case in overhead traffic first_token prefilling; do python3 -m benchmarks $$case; done
 	python3 -m benchmarks results
 
 lint: $(VENV)/.ready  ## ruff, import-linter and pyright

@@ -6,8 +6,13 @@ import jax
 import numpy as np
 import pytest
 
+from jdllm.checkpoints.loading import load_params
+from jdllm.decoding.executables import Executables
 from jdllm.llm import LLM
+from jdllm.models.hf_config import config_from_hf
 from tests.decoding import test_trajectories as recorded
+from tests.engines import engine_of
+from tests.prefilling import test_recorded_runs as long
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,6 +30,14 @@ def card():
 @pytest.mark.parametrize(("family", "name"), recorded.RECORDED)
 def test_every_token_of_every_step(family: str, name: str, case: dict[str, Any], model: LLM):
     recorded.test_every_token_of_every_step(family, name, case, model)
+
+
+@pytest.mark.parametrize("name", long.case_names())
+def test_every_stage_of_a_long_context(name: str):
+    config = config_from_hf(long.GOLDEN.directory)
+    model = load_params(long.GOLDEN.directory, config, "float32"), config
+    engine = engine_of(*model, Executables("gpu"), long.ROWS, pages=200)
+    long.test_a_recorded_run_is_reproduced(engine, model, name)
 
 
 def test_logits(llm: LLM, goldens: dict[str, np.ndarray]):
