@@ -707,7 +707,7 @@ class LLM:
         return long_spec(prompt, sampling, self.config, bos_id, decode=self._decode)
 
     def _warn_of_length(self, specs: list[RequestSpec]) -> None:
-        longest = max((len(spec.tokens) for spec in specs), default=0)
+        longest = max((spec.positions for spec in specs), default=0)
         limit = self.config.rope.effective_context(self.config.max_positions)
         if longest > limit:
             warnings.warn(

@@ -79,6 +79,16 @@ class LongSpec(RequestSpec):
         return max(prefix + longest + behind, prefix + chunks + len(self.tokens) + apart)
 
     @property
+    def positions(self) -> int:
+        length, cut = self.prefilling.chunk_length, self.prefilling
+        spans = {"reuse": 1, "continuous": self.kept_chunks, "absolute": len(self.chunks)}
+        chunks = spans[cut.chunk_positions]
+        after = {"after_window": 1, "after_chunks": self.kept_chunks, "after_cache": chunks}
+        return (
+            len(self.long.instruction) + max(chunks, after[cut.query_positions]) * length + len(self.tokens)
+        )
+
+    @property
     def stored_rows(self) -> int:
         lengths = sorted((len(chunk.tokens) for chunk in self.chunks), reverse=True)[: self.kept_chunks]
         most = self.prefilling.tokens_kept or self.prefilling.chunk_length
@@ -102,8 +112,8 @@ def long_spec(
     - `bos_id`: of the tokenizer, where `prefilling` names none; that of the configuration comes last.
     - `decode`: ids to text, for stop strings.
 
-    Raises `RequestError` for an empty query, ids outside the vocabulary, mask ids, a model without a
-    beginning-of-sequence token, and what the model cannot do.
+    Raises `RequestError` for an empty query or one beyond the positions of the model, ids outside the
+    vocabulary, mask ids, a model without a beginning-of-sequence token, and what the model cannot do.
     """
     prefilling = sampling.prefilling
     if prefilling is None:
@@ -119,7 +129,12 @@ def long_spec(
             " others score each token by a mask in its place, which nothing before may see, as with"
             " 'causal' or 'full'"
         )
-    mask_id = mask_id_of(config)
+    mask_id, limit = mask_id_of(config), config.rope.effective_context(config.max_positions)
+    if len(long.query) > limit:
+        raise RequestError(
+            f"the query has {len(long.query)} tokens, and the model {limit} positions: put what is long into"
+            " the context"
+        )
     long = LongContext(*(_part(name, ids, config, mask_id) for name, ids in long._asdict().items()))
     bos = _checked_bos((prefilling.bos_id, bos_id, config.bos_id), config, mask_id)
     chunks = cut(long.context, prefilling.chunk_length, bos, from_tail=prefilling.split_from_tail)

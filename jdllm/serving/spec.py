@@ -78,6 +78,11 @@ class RequestSpec:
         return len(self.tokens) * (2 if self.guided else 1)
 
     @property
+    def positions(self) -> int:
+        """Rotary positions that it uses."""
+        return len(self.tokens)
+
+    @property
     def stored_rows(self) -> int:
         """Rows of the KV pool that it may ever need."""
         return kept(self.sampling, len(self.tokens))

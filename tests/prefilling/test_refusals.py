@@ -13,6 +13,7 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
 from jdllm.models.config import ModelConfig
 from jdllm.planning.account import make_account
+from jdllm.prefilling.layout import KeptChunk, Layout
 from jdllm.serving.build import make_engine
 from jdllm.serving.long_request import LongContext, long_spec
 from tests.engines import engine_of
@@ -190,9 +191,22 @@ OPTIONS = [
     (LLADA, {"bos_id": None}, ["no beginning-of-sequence token", "bos_id"]),
     (LLADA, {"prefilling": {"score_mask": "none"}}, ["score_mask 'none'", "'causal'", "'full'"]),
     (LLADA, {"prefilling": {"score_mask": "query_to_chunk"}}, ["score_mask 'query_to_chunk'", "shifted"]),
+    (dataclasses.replace(DREAM, max_positions=5), {}, ["the query has", "5 positions", "the context"]),
     (dataclasses.replace(DREAM, attention="causal"), {}, ["a diffusion model", "causal"]),
     (dataclasses.replace(DREAM, mask_id=None), {}, ["no mask id", "mask_token_id"]),
 ]
+
+
+@pytest.mark.parametrize("chunks", ["continuous", "reuse", "absolute"])
+@pytest.mark.parametrize("query", ["after_chunks", "after_window", "after_cache"])
+def test_positions_are_those_that_are_used_at_most(chunks: str, query: str):
+    asked = {"chunk_positions": chunks, "query_positions": query, "chunks_kept": 2}
+    spec = made(prefilling=asked)
+    selected = range(len(spec.chunks) - 2, len(spec.chunks))
+    kept = tuple(KeptChunk(i, spec.chunks[i].tokens, np.arange(len(spec.chunks[i].tokens))) for i in selected)
+    layout = Layout(spec.prefilling, spec.long.instruction, kept, spec.long.query, 8, 8)
+    ends = [layout.query_start + len(spec.tokens), *(layout.chunk_start(i) + 32 for i in range(2))]
+    assert 0 <= spec.positions - max(ends) < 64  # chunks of 32, of which the last may be short
 
 
 @pytest.mark.parametrize(("config", "options", "words"), OPTIONS)
