@@ -14,7 +14,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the case that comes first; returns its exit code, 2 where there is no such case."""
     if arguments and arguments[0] in CASES:
         return CASES[arguments[0]].load()(arguments[1:]) or 0
-    listed = "\n".join(f"  {name:16}{case.what}" for name, case in CASES.items())
+    listed = "\n".join(f"  {name:20}{case.what}" for name, case in CASES.items())
     if arguments in (["--list"], ["--help"], ["-h"]):
         print(f"{__doc__}\n{listed}" if arguments != ["--list"] else listed)
         return 0

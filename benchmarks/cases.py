@@ -47,6 +47,9 @@ CASES = {
     "offloaded": Case("benchmarks.offloaded:main", "generations with layers in host memory"),
     "quality": Case("benchmarks.quality.cells:main", "answers of the bundled model by cache and rule"),
     "company": Case("benchmarks.quality.company:main", "tokens alone against those in company"),
+    "lost_in_the_middle": Case(
+        "benchmarks.quality.lost_in_the_middle:main", "facts in long contexts, by length and position"
+    ),
     "load": Case("benchmarks.checkpoints:load", "loading a checkpoint"),
     "convert": Case("benchmarks.checkpoints:convert", "converting a checkpoint and back"),
     "torch_step": Case("benchmarks.peers.torch_cases:step", "a full step in torch, for `step --peers`"),

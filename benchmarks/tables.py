@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.cases import case_parser
+from benchmarks.quality.lost_tables import table as lost_table
 from benchmarks.quality.tables import markdown
 from benchmarks.quality.tables import tables as quality_tables
 from benchmarks.record import RESULTS
@@ -81,6 +82,13 @@ SECTIONS = (
         "Answers to instances that training never saw, by cache and transfer rule, and how often a request's"
         " tokens are the same alone and in company.",
         ("quality_*", "company_*", "eval_*"),
+    ),
+    Section(
+        "Long contexts",
+        "Questions about one of many facts in contexts of up to 128k tokens, by tokens of a chunk x chunks"
+        " kept. Cells are exact match / selection recall: the share of questions whose fact was whole in what"
+        " was kept.",
+        ("lost_in_the_middle*",),
     ),
     Section("Checkpoints", "Loading and converting 16 GB of random weights.", ("load*", "convert*")),
     Section("Others", "Records that belong to no section above.", ("*",)),
@@ -231,6 +239,9 @@ def record_parts(name: str, record: Record) -> Iterator[str]:
     yield ", ".join(filter(None, origin)) + "." + f" {record.get('note', '')}".rstrip()
     if name.startswith("quality_"):
         yield quality_tables(rows)
+        return
+    if name.startswith("lost_in_the_middle"):
+        yield lost_table(rows)
         return
     flat = [{key: value for key, value in row.items() if not isinstance(value, dict)} for row in rows]
     columns = list(dict.fromkeys(key for row in flat for key in row))

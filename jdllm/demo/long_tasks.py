@@ -90,22 +90,23 @@ def draw_pairs(rng: np.random.Generator, length: int, key_letters: int = KEY_LET
 
 
 def draw_sentences(rng: np.random.Generator, length: int) -> Haystack:
-    """Sentences of the demo's questions, evenly spread among others that answer nothing.
+    """Sentences of the demo's questions, spread over the text, among others that answer nothing.
 
     Arguments:
     - `length`: characters, of which the last ones may be a part of a sentence.
     """
     every = max(_SENTENCES_OF_A_FACT, -(-length // (_MEAN_SENTENCE * _MOST_FACTS)))
-    first = int(rng.integers(every))
+    filler = _filler(rng, length // _SHORTEST_SENTENCE + 1)
+    chosen = rng.integers(every, size=len(filler) // every + 1).tolist()
     owners = rng.permutation(len(NAMES) * len(THINGS)).tolist()
     absent = _owned(rng, owners.pop())[1]
     parts: list[str] = []
     facts: list[Fact] = []
     at = 0
-    for number, sentence in enumerate(_filler(rng, length // _SHORTEST_SENTENCE + 1)):
+    for number, sentence in enumerate(filler):
         if at >= length:
             break
-        if number % every == first:
+        if number % every == chosen[number // every]:
             sentence, query, answer = _owned(rng, owners.pop())
             facts.append(Fact(at, at + len(sentence), query, answer))
         parts.append(sentence + " ")
