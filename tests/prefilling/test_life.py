@@ -1,5 +1,6 @@
 """Long requests beside others: they give what they give alone, as far as they are asked to go."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from jdllm.serving.engine import Engine
+from jdllm.serving.request import Request
 from jdllm.serving.updates import Ended, StepUpdate
 from tests.prefilling.asking import (
     all_free,
@@ -24,7 +26,13 @@ Build = Callable[..., Engine]
 
 @pytest.mark.parametrize("updates", ["every", "later", "none"])
 @pytest.mark.parametrize(
-    "sizes", [{}, pytest.param({"rows": 192, "pages": 24}, marks=pytest.mark.slow)], ids=["wide", "narrow"]
+    "sizes",
+    [
+        {},
+        pytest.param({"rows": 192, "pages": 24}, marks=pytest.mark.slow),
+        pytest.param({"rows": 64}, marks=pytest.mark.slow),
+    ],
+    ids=["wide", "narrow", "all beyond the budget"],
 )
 def test_requests_are_the_same_alone_and_in_company(
     build: Build, alone: dict[str, Any], sizes: dict[str, int], updates: Any
@@ -38,6 +46,36 @@ def test_requests_are_the_same_alone_and_in_company(
         for name, request in zip(order, found, strict=True):
             alike(request, alone[name])
         all_free(engine)
+
+
+def test_two_threads_share_one_engine(build: Build, alone: dict[str, Any]):
+    engine, found = build(), dict[str, Request]()
+
+    def run(name: str) -> None:
+        found[name] = ends(engine, [SPECS[name]], updates="every")[0]
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in ("two blocks", "few tokens", "dual")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for name, request in found.items():
+        alike(request, alone[name])
+    assert len(found) == len(threads)
+    all_free(engine)
+
+
+def test_what_came_of_each_stage_is_told(build: Build):
+    case = Case("sparse_global")
+    request = end(build(), recorded_spec("sparse_global", CONFIG))
+    found = request.prefilled
+    assert found.spans == [tuple(case["chunk_spans"][i]) for i in found.selected]
+    assert len(found.scores) == len(case["chunk_lengths"])
+    assert found.draft == case["draft_states"][-1].tolist()
+    assert [len(kept) for kept in found.kept] == [12] * 3
+    assert list(found.seconds) == ["draft", "score", "retain", "build"]
+    assert all(seconds > 0 for seconds in found.seconds.values())
+    assert sum(found.seconds.values()) <= request.timings().running
 
 
 def test_the_seed_decides_what_is_drawn(build: Build):
