@@ -202,23 +202,30 @@ def test_chunks_are_forgotten_with_the_pool(executables: Executables):
     same(first, second)
 
 
-Operation = st.one_of(
-    st.tuples(st.just("add"), st.integers(0, 5), st.integers(0, 200)),
-    st.tuples(st.just("find"), st.integers(0, 5), st.just(0)),
-    st.tuples(st.just("room"), st.integers(0, 14), st.just(0)),
-    st.tuples(st.just("hold"), st.integers(0, 2), st.integers(0, 300)),
-    st.tuples(st.just("clear"), st.just(0), st.just(0)),
+def operation(what: str, numbers: int, rows: int) -> st.SearchStrategy[tuple[str, int, int]]:
+    return st.tuples(st.just(what), st.integers(0, numbers), st.integers(0, rows))
+
+
+OPERATIONS = st.lists(
+    operation("add", 4, 130)
+    | operation("find", 4, 0)
+    | operation("find", 4, 0)
+    | operation("room", 9, 0)
+    | operation("hold", 1, 300)
+    | operation("clear", 0, 0),
+    min_size=8,
+    max_size=30,
 )
 
 
-@given(st.lists(Operation, max_size=30))
+@given(OPERATIONS)
 def test_stored_chunks_are_a_list_in_the_order_of_their_use(operations: list[tuple[str, int, int]]):
-    chunks, pool = StoredChunks(), KvPool.empty(13, PAGE_ROWS)
+    chunks, pool = StoredChunks(), KvPool.empty(10, PAGE_ROWS)
     stored: OrderedDict[bytes, int] = OrderedDict()
     held: dict[int, int] = {}
 
     def free() -> int:
-        return 12 - sum(stored.values()) - sum(held.values())
+        return 9 - sum(stored.values()) - sum(held.values())
 
     def give_up(pages: int) -> None:
         while stored and free() < pages:
