@@ -146,6 +146,8 @@ class Score(Stage):
     - `most`: packed rows.
     - `left`: the chunks, by their number.
     - `keys`: of the instruction and of all chunks, where they are stored or may be; else none.
+
+    `scored` tokens are scored behind each chunk.
     """
 
     name = "score"
@@ -161,13 +163,9 @@ class Score(Stage):
     ):
         self._model, self._spec, self._after = model, request.long_spec, after
         self._left, self._most, self._keys = left, most, keys
+        self.scored = int(after.scored.sum())
         self.taken: Sequence[int] = ()
         self.stored = False
-
-    @property
-    def scored(self) -> int:
-        """Tokens that are scored behind a chunk."""
-        return int(self._after.scored.sum())
 
     @property
     def rows(self) -> int:
