@@ -44,9 +44,11 @@ def test_it_is_what_the_library_generates(demo: LLM, use_model: UseModel, contex
 
 def test_a_conversation(demo: LLM, use_model: UseModel, context: str):
     use_model(demo)
-    sampling = SamplingParams(gen_length=8, prefilling=PRESETS["ultrallada"])
+    prefilling = PRESETS["ultrallada"].changed(chunk_length=64)
+    sampling = SamplingParams(gen_length=8, prefilling=prefilling)
     (expected,) = demo.chat("get ac=", sampling, context=CONTEXT)
-    (output,) = outputs(run("--context", context, *SHORT, "--chat", "--prefilling", "ultrallada", "--json"))
+    named = '{"preset": "ultrallada", "chunk_length": 64}'
+    (output,) = outputs(run("--context", context, *SHORT, "--chat", "--prefilling", named, "--json"))
     assert (output["prompt"], output["text"]) == (expected.prompt, expected.text)
 
 
