@@ -60,7 +60,7 @@ def drafted(oracle: Model, front: np.ndarray, slots: int, rounds: int) -> np.nda
     ("fields", "slots"),
     [
         ({"score": "query"}, 0),
-        ({"score": "query", "score_window": 4}, 0),
+        pytest.param({"score": "query", "score_window": 4}, 0, marks=pytest.mark.slow),
         ({"draft_length": 4, "draft_rounds": 2}, 4),
         ({"draft_length": 3, "draft_rounds": 0, "score_unfilled": True, "score_window": 2}, 3),
     ],
@@ -144,7 +144,7 @@ def _commit(tokens: np.ndarray, logits: np.ndarray, threshold: float) -> None:
 
 @pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("block_length", [8, 3])
-@pytest.mark.parametrize("kept", [None, "global", "per_head"])
+@pytest.mark.parametrize("kept", [None, "per_head", pytest.param("global", marks=pytest.mark.slow)])
 def test_an_answer_is_that_of_the_oracle(
     engine: Engine, oracle: Model, build: str, block_length: int, kept: str | None
 ):
