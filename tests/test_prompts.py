@@ -7,22 +7,51 @@ import pytest
 
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
-from jdllm.prompts import Prompt, read_conversations, read_prompts, sampling_for_each
+from jdllm.prompts import LongPrompt, Prompt, read_conversations, read_prompts, sampling_for_each
+from jdllm.serving.long_request import LongContext
 
 NAMES = ("prompts", "prompt_token_ids")
 
 
-def encode(text: str) -> list[int]:
+def encode(text: str, *, begins: bool = True) -> list[int]:
     if "?" in text:
         raise RequestError("no questions")
-    return list(text.encode())
+    return [0] * text.startswith("<") * begins + list(text.encode())
 
 
 def read(prompts: Any = None, token_ids: Any = None) -> list[Prompt]:
     return read_prompts(prompts, token_ids, encode, NAMES)
 
 
+PARTS: Any = ([0, 60, 105], [60, 99], [60, 113], [60, 113])
 A, B = Prompt("a", [97]), Prompt(None, [1, 2])
+
+
+class TestLongPrompts:
+    def test_parts_are_read_one_by_one(self):
+        prompt = LongPrompt(instruction="<i", context="<c", query="<q")
+        expected = Prompt("<i<c<q", LongContext(*PARTS))
+        assert read(prompt) == read([prompt]) == [expected]
+        assert read({"instruction": "<i", "context": "<c", "query": "<q"}) == [expected]
+
+    def test_ids_and_another_query_for_the_scores(self):
+        (prompt,) = read(LongPrompt(context=[1], query=np.array([2]), scoring_query="s"))
+        assert prompt.text is None
+        ids: Any = prompt.ids
+        assert [list(part) for part in ids] == [[], [1], [2], [115]]
+
+    @pytest.mark.parametrize(
+        ("fields", "words"),
+        [
+            ({"context": "", "query": "q"}, "the context of a long prompt is empty"),
+            ({"context": "c", "query": []}, "the query of a long prompt is empty"),
+            ({"context": 5, "query": "q"}, "context of a long prompt is 5, expected a text or ids"),
+            ({"context": "c", "query": "q", "answer": "a"}, "a LongPrompt"),
+        ],
+    )
+    def test_what_is_none_is_named(self, fields: dict[str, Any], words: str):
+        with pytest.raises(RequestError, match=words):
+            read(fields)
 
 
 @pytest.mark.parametrize(
