@@ -33,7 +33,7 @@ def outputs(result: Result) -> list[dict[str, Any]]:
 
 def process(*args: str, **options: Any) -> subprocess.CompletedProcess[str]:
     defaults: dict[str, Any] = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
-    return subprocess.run([sys.executable, "-m", "jdllm", *args], timeout=120, **(defaults | options))
+    return subprocess.run([sys.executable, "-m", "jdllm", *args], timeout=300, **(defaults | options))
 
 
 def assert_mistake(result: Result | subprocess.CompletedProcess[str], *words: str) -> None:
