@@ -1,12 +1,10 @@
 """The training objective of the retrieval model: a row sees what the stages of Prefilling-dLLM let it see."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jdllm.demo.objective import Layout, Shape, all_logits, draw_masks, weighted_loss
+from jdllm.demo.objective import Layout, Shape, all_logits, attention_of_parts, draw_masks, weighted_loss
 from jdllm.demo.tokenizer import MASK
 from jdllm.models.block import AttentionFn, Rows
 from jdllm.models.config import ModelConfig
@@ -20,28 +18,12 @@ def ranged_attention(shapes: tuple[Shape, ...]) -> AttentionFn:
     not computed: both are zero.
     """
 
-    def attention(
-        q: Float[Array, "rows heads d"],
-        k: Float[Array, "rows kv_heads d"],
-        v: Float[Array, "rows kv_heads d"],
-        k_start: Int[Array, " rows"],
-        k_end: Int[Array, " rows"],
-        *,
-        scale: float,
-    ) -> tuple[Array, Array, Array]:
-        bounds = itertools.accumulate((count * length for count, length in shapes), initial=0)
-        parts = []
-        for (count, length), (first, last) in zip(shapes, itertools.pairwise(bounds), strict=True):
-            dense = [x[first:last].reshape(count, length, *x.shape[1:]) for x in (q, k, v)]
-            end = (k_end - k_start)[first:last].reshape(count, 1, length, 1)
-            key = jnp.arange(length)
-            seen = (key < end) | (key == key[:, None])
-            o = jax.nn.dot_product_attention(*dense, mask=seen, scale=scale)
-            parts.append(o.reshape(count * length, *q.shape[1:]))
-        nothing = jnp.zeros(q.shape[:2])
-        return jnp.concatenate(parts), nothing, nothing
+    def attend(q: Array, k: Array, v: Array, ends: Int[Array, "examples length"], scale: float) -> Array:
+        key = jnp.arange(ends.shape[1])
+        seen = (key < ends[:, None, :, None]) | (key == key[:, None])
+        return jax.nn.dot_product_attention(q, k, v, mask=seen, scale=scale)
 
-    return attention
+    return attention_of_parts(shapes, attend)
 
 
 def long_loss(

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -59,6 +60,22 @@ def dense_attention(shapes: tuple[Shape, ...]) -> AttentionFn:
     both are zero.
     """
 
+    def attend(q: Array, k: Array, v: Array, ends: Int[Array, "examples length"], scale: float) -> Array:
+        return jax.nn.dot_product_attention(q, k, v, scale=scale, key_value_seq_lengths=ends[:, 0])
+
+    return attention_of_parts(shapes, attend)
+
+
+def attention_of_parts(shapes: tuple[Shape, ...], attend: Callable[..., Array]) -> AttentionFn:
+    """Attention over packed rows that are dense parts of the given shapes, one part after another.
+
+    Arguments:
+    - `attend`: from queries, keys and values `[examples, length, heads, d]` of a part, how many rows of its
+      example each row sees, and the scale.
+
+    The softmax residuals of the contract are not computed: both are zero.
+    """
+
     def attention(
         q: Float[Array, "rows heads d"],
         k: Float[Array, "rows kv_heads d"],
@@ -72,8 +89,7 @@ def dense_attention(shapes: tuple[Shape, ...]) -> AttentionFn:
         parts = []
         for (count, length), (first, last) in zip(shapes, itertools.pairwise(bounds), strict=True):
             dense = [x[first:last].reshape(count, length, *x.shape[1:]) for x in (q, k, v)]
-            seen = (k_end - k_start)[first:last:length]
-            o = jax.nn.dot_product_attention(*dense, scale=scale, key_value_seq_lengths=seen)
+            o = attend(*dense, (k_end - k_start)[first:last].reshape(count, length), scale)
             parts.append(o.reshape(count * length, *q.shape[1:]))
         nothing = jnp.zeros(q.shape[:2])
         return jnp.concatenate(parts), nothing, nothing
