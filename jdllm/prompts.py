@@ -198,7 +198,7 @@ _FURTHER = {"instruction", "scoring_query"}
 def read_long(prompt: LongPrompt, encode: Encode) -> Prompt:
     """Read the parts of a long prompt; `RequestError` for one that is neither text nor ids, and for an empty
     context or query."""
-    parts = dataclasses.asdict(prompt)
+    parts = dict(vars(prompt))
     if prompt.scoring_query is None:
         parts["scoring_query"] = prompt.query
     for name, part in parts.items():

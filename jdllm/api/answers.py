@@ -129,7 +129,8 @@ def prefilled(output: CompletionOutput, spec: RequestSpec, tokenizer: Tokenizer 
     told = output.prefilling.to_dict()
     if isinstance(spec, LongSpec) and tokenizer is not None:
         context, spans = spec.long.context.tolist(), output.prefilling.spans
-        told["passages"] = [[len(tokenizer.decode(context[:at])) for at in span] for span in spans]
+        characters = {at: len(tokenizer.decode(context[:at])) for at in {at for span in spans for at in span}}
+        told["passages"] = [[characters[at] for at in span] for span in spans]
     return {"prefilling": told}
 
 

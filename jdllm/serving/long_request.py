@@ -235,7 +235,7 @@ class Prefilled:
     """What came of preparing a long context.
 
     - `selected`: the chunks that were kept, by their number in the document, rising.
-    - `scores`: f32, of all chunks, or none where all were kept without asking.
+    - `scores`: f32, of all chunks.
     - `kept`: for each selected chunk the tokens that were kept, rising; by layer and head where these differ.
     - `spans`: tokens `[start, stop)` of the context that each selected chunk was cut from.
     - `draft`: the drafted ids; masks where none was drafted.

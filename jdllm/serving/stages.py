@@ -65,7 +65,7 @@ class Model:
         most = row_bucket(account.rows)
         sizes = sorted({fine_bucket(rows) for rows in range(TILE_ROWS, most + 1, TILE_ROWS)})
         entries = [Entry(rows, head_bucket(rows // _SHARE), 1, 1) for rows in sizes]
-        self.score_sizes, self.build_sizes = Sizes(entries), Sizes(entries)
+        self.score_sizes, self.build_sizes, self.retain_sizes = (Sizes(entries) for _ in range(3))
         # Behind chunks that are stored most rows are scored.
         self.stored_sizes = Sizes([Entry(rows, rows, 1, 1) for rows in sizes])
 
@@ -326,7 +326,7 @@ class Retain(Stage):
         mask = self._prefilling.retention_mask
         segments = [retention_segment(self._prefix, chunk, self._window, mask) for chunk in self._chunks]
         segment, starts = joined(segments)
-        entry = self._model.build_sizes.choose(segment.size, 0, 1)
+        entry = self._model.retain_sizes.choose(segment.size, 0, 1)
         tokens, rows = packed_rows(segment, entry.rows)
         lengths = np.array([len(chunk) for chunk in self._chunks], np.int32)
         at = np.arange(min(self._prefilling.chunk_length, row_bucket(int(lengths.max()))))
@@ -339,6 +339,7 @@ class Retain(Stage):
         executable = self._model.compile(
             "attention", entry.rows, retain, *arguments, prefilling=self._prefilling
         )
+        self._model.retain_sizes.compiled.add(entry)
         return lambda: executable(self._model.params, *arguments)
 
 
