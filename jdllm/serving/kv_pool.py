@@ -117,26 +117,28 @@ class KvPool:
         Raises `KvPoolError` for rows beyond a request's pages, or more entries than `bound`.
         """
         held = [self._pages_with(*live) for live in zip(requests, rows, strict=True)]
-        first = np.cumsum([0, *(len(pages) for pages, _ in held)], dtype=np.int32)
-        pages, valid = zip(*held, strict=True) if held else ((), ())
-        return PageTable(_joined(pages, bound, "pages"), _joined(valid, bound, "pages"), first)
+        counts = np.array([len(pages) for pages in held], np.int32)
+        first = np.cumsum([0, *counts], dtype=np.int32)
+        before = (np.arange(first[-1]) - np.repeat(first[:-1], counts)) * self.page_rows
+        by_page = {i: live for i, live in enumerate(rows) if isinstance(live, np.ndarray)}
+        total = np.array([0 if i in by_page else live for i, live in enumerate(rows)], np.int32)
+        valid = np.minimum(np.repeat(total, counts) - before, self.page_rows)
+        for i, live in by_page.items():
+            valid[first[i] : first[i + 1]] = live[live > 0]
+        return PageTable(_joined(held, bound, "pages"), _joined([valid], bound, "pages"), first)
 
-    def _pages_with(
-        self, request: int, rows: Live
-    ) -> tuple[Int[np.ndarray, " pages"], Int[np.ndarray, " pages"]]:
-        """The pages of `request` that hold its live rows, and how many each holds."""
+    def _pages_with(self, request: int, rows: Live) -> Int[np.ndarray, " pages"]:
+        """The pages of `request` that hold its live rows."""
         held = self.pages_of(request)
         if isinstance(rows, np.ndarray):
-            return held[: len(rows)][rows > 0], rows[rows > 0]
+            return held[: len(rows)][rows > 0]
         needed = self.pages_for(rows)
         if needed > len(held):
             raise KvPoolError(
                 f"request {request} holds {len(held)} pages of the KV pool, room for"
                 f" {len(held) * self.page_rows} rows, not {rows}: allocate pages for all of them"
             )
-        valid = np.full(needed, self.page_rows, np.int32)
-        valid[-1:] -= needed * self.page_rows - rows
-        return held[:needed], valid
+        return held[:needed]
 
 
 def pages_within(config: ModelConfig, dtype: str, page_rows: int, budget_bytes: int) -> int:
