@@ -48,9 +48,9 @@ class Load(NamedTuple):
     options: tuple[str, ...]
 
     @property
-    def at_once(self) -> bool:
-        """Whether all its requests are there at the start."""
-        return "--mode" not in self.options
+    def open(self) -> bool:
+        """Whether its requests arrive when they do, whatever the server does."""
+        return "--mode" in self.options
 
 
 def head_sparse(delay: int) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def head_sparse(delay: int) -> dict[str, Any]:
 
 
 _LENGTHS = ("--lengths", str(WORKLOAD))
-SMALL = "32 small at once"
+SMALL = "small, 32 clients"
 
 LOADS = {
     "delay_1": Load("32 at once", head_sparse(1), 32, (*_LENGTHS, "--no-stream")),
@@ -69,7 +69,10 @@ LOADS = {
     "poisson_0.5": Load("0.5 a second", head_sparse(0), 60, (*_LENGTHS, "--mode", "open", "--rate", "0.5")),
     "poisson_1.5": Load("1.5 a second", head_sparse(0), 200, (*_LENGTHS, "--mode", "open", "--rate", "1.5")),
     "threshold_32": Load(
-        SMALL, {"transfer": "threshold", "threshold": 0.9}, 32, ("--prompt-length", "40", "--no-stream")
+        SMALL,
+        {"transfer": "threshold", "threshold": 0.9},
+        256,
+        ("--prompt-length", "40", "--no-stream", "--concurrency", "32"),
     ),
 }
 """What may be measured; the last one is for the bundled model on a CPU."""
@@ -139,7 +142,7 @@ def put_load(url: str, load: Load, gen_length: int) -> dict[str, Any]:
 
 
 def direct(llm: LLM, load: Load, gen_length: int) -> dict[str, Any]:
-    """The requests of a load, all at once through `LLM.generate`: the second of two times."""
+    """The requests of a load, all in one call of `LLM.generate`: the second of two times."""
     sampling = SamplingParams(gen_length=gen_length, early_stop=False, **_asked(load, gen_length))
     prompts, seconds, before = _prompts(llm, load), 0.0, 0
     for _ in range(2):
@@ -185,9 +188,9 @@ def main(arguments: Sequence[str]) -> None:
     """A server in a process of its own, and `jdllm bench serve` against it, on the same host over HTTP.
 
     `python3 -m benchmarks serving [--loads delay_1 delay_0 ...] [--direct] [--shape llada-8b]` on a card, or
-    with `--shape demo`, the bundled model. With `--direct` the loads of 32 requests at once are measured
-    through `LLM.generate` too, behind the server's end. Latencies count from a request's arrival. `evaluated`
-    are the forward evaluations of the device.
+    with `--shape demo`, the bundled model. With `--direct` loads without an arrival rate are measured through
+    `LLM.generate` too, all requests in one call, behind the server's end. Latencies count from a request's
+    arrival. `evaluated` are the forward evaluations of the device.
     """
     parser = case_parser("serving", main.__doc__)
     parser.add_argument("--shape", choices=(*SHAPES, DEMO), default="llada-8b")
@@ -242,11 +245,11 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _measure_directly(model: Path, rows: int, cache: Path, names: Sequence[str], gen_length: int) -> None:
-    """Print a line of JSON for each load that is there at once; equal ones once."""
+    """Print a line of JSON for each load that is no open loop; equal ones once."""
     with LLM(model, warmup=True, max_num_batched_tokens=rows, cache_dir=cache, progress=False) as llm:
         loads = {(LOADS[name].name, str(LOADS[name].sampling)): LOADS[name] for name in names}
         for load in loads.values():
-            if load.at_once and load.requests == 32:
+            if not load.open:
                 print(json.dumps(direct(llm, load, gen_length)), flush=True)
 
 

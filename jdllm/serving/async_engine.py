@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 
 from jdllm.serving.engine import Engine, Updates
@@ -10,7 +11,11 @@ from jdllm.serving.submitted import Submitted
 from jdllm.serving.updates import Update
 
 GATHERED = 0.25
-"""Seconds at most for which an engine with nothing to do waits for requests that are on their way."""
+"""Seconds at most for which an engine with nothing to do waits for further requests."""
+
+QUIET = 0.02
+"""Seconds after a request within which others are taken for company of it: clients that start together reach
+a server some milliseconds apart."""
 
 
 class AsyncEngine:
@@ -30,6 +35,7 @@ class AsyncEngine:
         self.error: Exception | None = None
         self._work = threading.Condition()
         self._on_their_way = 0
+        self._arrivals = 0
         self._closed = False
         self._thread = threading.Thread(target=self._drive, name="jdllm-engine", daemon=True)
         self._thread.start()
@@ -44,6 +50,7 @@ class AsyncEngine:
             if self.error is not None:
                 raise self.error
             submitted = Submitted(self._engine, specs, updates)
+            self._arrivals += 1
             self._work.notify()
         return submitted
 
@@ -56,6 +63,8 @@ class AsyncEngine:
         """
         with self._work:
             self._on_their_way += 1
+            self._arrivals += 1
+            self._work.notify()
         try:
             yield
         finally:
@@ -88,13 +97,25 @@ class AsyncEngine:
             with self._work:
                 if self._engine.idle:
                     self._work.wait_for(lambda: self._closed or not self._engine.idle)
-                    self._work.wait_for(lambda: self._closed or not self._on_their_way, GATHERED)
+                    self._gather()
                 if self._closed:
                     return
             try:
                 self._engine.step()
             except Exception as error:
                 self._die(error)
+                return
+
+    def _gather(self) -> None:
+        """Wait until nobody is on the way and nobody has come for a while; the lock is held."""
+        end = time.monotonic() + GATHERED
+        while not self._closed and (left := end - time.monotonic()) > 0:
+            arrivals = self._arrivals
+            if self._on_their_way:
+                self._work.wait_for(lambda: self._closed or not self._on_their_way, left)
+            elif not self._work.wait_for(
+                lambda seen=arrivals: self._closed or self._arrivals != seen, min(QUIET, left)
+            ):
                 return
 
     def _die(self, error: Exception) -> None:

@@ -12,6 +12,7 @@ from jdllm.decoding.executables import Executables
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
+from jdllm.serving import async_engine
 from jdllm.serving.async_engine import AsyncEngine
 from jdllm.serving.engine import Engine
 from jdllm.serving.request import Request
@@ -256,6 +257,37 @@ def test_what_is_on_its_way_is_waited_for(engine: Engine, asked: list[Request]):
 
     run(engine, asked, main)
     assert engine.stats().evaluated == 8
+
+
+def test_one_that_follows_closely_is_company(
+    engine: Engine, asked: list[Request], monkeypatch: pytest.MonkeyPatch
+):
+    """The second arrives when the first is already submitted and nobody is known to be on the way."""
+    monkeypatch.setattr(async_engine, "QUIET", 2.0)
+    monkeypatch.setattr(async_engine, "GATHERED", 4.0)
+
+    async def main(driver: AsyncEngine, asked: Sequence[Request]) -> None:
+        first = asyncio.create_task(ended(driver, asked[0]))
+        await asyncio.sleep(0.05)
+        await asyncio.gather(first, ended(driver, asked[1]))
+
+    run(engine, asked, main)
+    assert engine.stats().evaluated == 8
+
+
+def test_nobody_waits_for_company_when_closed(
+    engine: Engine, asked: list[Request], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(async_engine, "QUIET", 1000.0)
+    monkeypatch.setattr(async_engine, "GATHERED", 1000.0)
+    driver = AsyncEngine(engine)
+
+    async def main() -> None:
+        with driver.submit([asked[0].spec]):
+            await asyncio.sleep(0.05)
+
+    asyncio.run(main())
+    driver.close()
 
 
 def test_nobody_waits_long_for_what_does_not_come(engine: Engine, asked: list[Request]):
