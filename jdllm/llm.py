@@ -15,6 +15,7 @@ from jdllm.chunks import ChunkConfig
 from jdllm.decoding.executable_store import ExecutableStore
 from jdllm.decoding.executables import Executables, Prepared
 from jdllm.decoding.likelihood import perturb
+from jdllm.decoding.prefilling import Prefilling, Preset
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import ConfigError, NonFiniteError, RequestError
 from jdllm.loaded_model import LoadedModel, load_model
@@ -54,11 +55,12 @@ from jdllm.scoring import (
 )
 from jdllm.serving.build import make_engine
 from jdllm.serving.engine import Engine, Updates
-from jdllm.serving.long_request import LongContext, long_spec
+from jdllm.serving.long_request import LongContext, LongSpec, long_spec
 from jdllm.serving.request import Request
 from jdllm.serving.spec import RequestSpec, checked_ids, generation_spec, infill_spec, mask_id_of
-from jdllm.serving.updates import StepUpdate, Update
+from jdllm.serving.updates import Ended, StepUpdate, Update
 from jdllm.serving.verifier import Verifier, load_verifier
+from jdllm.serving.warm_question import warm_questions
 
 if TYPE_CHECKING:
     from jdllm.execution.module import Transformer
@@ -403,15 +405,36 @@ class LLM:
             lambda ids, one: infill_spec(ids, one, self.config), given, asked, on_step, progress
         )
 
-    def warmup(self, progress: bool = True) -> Prepared:
+    def warmup(self, progress: bool = True, prefilling: Prefilling | Preset | None = None) -> Prepared:
         """Compile or load what `LLM(warmup=True)` does; says how many executables that were.
 
         Arguments:
         - `progress`: show a progress bar, where standard error is a terminal.
+        - `prefilling`: the stages of questions over long contexts too, with these settings or those of a
+          preset: questions of random ids are asked. Instructions of more than 128 tokens and queries of more
+          than 64 may still compile something.
+
+        Raises `RequestError` where the model has no long contexts, and `MemoryBudgetError` where a stage does
+        not fit.
         """
+        questions = [] if prefilling is None else self._questions(prefilling)
         programs = self.engine.programs()
+
+        def rest() -> None:
+            self.engine.warm()
+            for question in questions:
+                for update in self.engine.run([question], updates="none"):
+                    if isinstance(update, Ended) and update.error is not None:
+                        raise update.error
+
         with counted("compiling", len(programs), progress) as take:
-            return self._executables.prepare(programs, take, self.engine.warm)
+            return self._executables.prepare(programs, take, rest)
+
+    def _questions(self, prefilling: Prefilling | Preset) -> list[LongSpec]:
+        settings = SamplingParams(prefilling=prefilling).prefilling  # pyright: ignore[reportArgumentType]
+        assert settings is not None
+        bos_id = None if self.tokenizer is None else self.tokenizer.bos_id
+        return list(warm_questions(settings, self.config, self.account, bos_id))
 
     def default_sampling(self) -> SamplingParams:
         """What applies where a call gives no sampling parameters: what the checkpoint's

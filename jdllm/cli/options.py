@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin,
 import typer
 
 from jdllm.declarations import descriptions
-from jdllm.decoding.prefilling import Prefilling
+from jdllm.decoding.prefilling import Prefilling, Preset
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import ConfigError
 
@@ -30,6 +30,14 @@ Model = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+WarmPrefilling = Annotated[
+    Preset | None,
+    typer.Option(
+        "--prefilling",
+        help="Compile the stages of questions over long contexts too, with the settings of this preset.",
+        show_default="they are compiled when first needed",
+    ),
+]
 HOST_MEMORY = "64GiB"
 NOWHERE = "none"
 """The cache directory of a command that keeps nothing."""

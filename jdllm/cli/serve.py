@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jdllm.cli.options import ModelOptions, as_arguments, takes_model
+from jdllm.cli.options import ModelOptions, WarmPrefilling, as_arguments, takes_model
 from jdllm.cli.report import print_result
 from jdllm.errors import ConfigError, RequestError
 
@@ -77,6 +77,7 @@ def serve(
             show_default="the checkpoint's",
         ),
     ] = None,
+    prefilling: WarmPrefilling = None,
     cors_origin: Annotated[
         list[str] | None,
         typer.Option(metavar="ORIGIN", help="From whose pages browsers may ask; may be repeated."),
@@ -111,7 +112,7 @@ def serve(
             request_timeout=request_timeout,
         )
         print_result(describe_account(llm.account))
-        done = llm.warmup()
+        done = llm.warmup(prefilling=prefilling)
         print_result(
             f"ready in {done.seconds:.1f} s: compiled {done.compiled} executables and found {done.loaded}"
         )

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from jdllm.cli.options import Json, ModelOptions, as_arguments, takes_model
+from jdllm.cli.options import Json, ModelOptions, WarmPrefilling, as_arguments, takes_model
 from jdllm.cli.report import print_result
 from jdllm.errors import ConfigError
 
@@ -20,6 +20,7 @@ def warmup(
             show_default="the bundled demo model",
         ),
     ] = None,
+    prefilling: WarmPrefilling = None,
     as_json: Json = False,
     *,
     source: ModelOptions,
@@ -35,7 +36,7 @@ def warmup(
     directory = arguments["cache_dir"]
     if directory is None:
         raise ConfigError("there is no directory that keeps what is compiled: name one with --cache-dir")
-    done = LLM(**arguments, load_weights=False).warmup()
+    done = LLM(**arguments, load_weights=False).warmup(prefilling=prefilling)
     if as_json:
         print_result(json.dumps({**done._asdict(), "cache_dir": str(directory)}))
     else:

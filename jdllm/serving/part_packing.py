@@ -10,9 +10,12 @@ from jdllm.execution.paged.parts import Storage
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.models.block import Rows
 from jdllm.pallas.split_attention import PageTable
-from jdllm.planning.buckets import fine_bucket
+from jdllm.planning.buckets import power_bucket
 from jdllm.planning.ladder import TILE_ROWS
 from jdllm.prefilling.segments import Segment
+
+_USUAL_PAGES = 32
+"""Pages that a tile sees, of a chunk and an instruction of up to 2048 tokens together."""
 
 
 class Filled(NamedTuple):
@@ -42,12 +45,14 @@ def packed_rows(segment: Segment, size: int) -> tuple[np.ndarray, Rows]:
 
 
 def storage_of(filled: Sequence[Filled], rows: int) -> Storage:
-    """What is stored of an evaluation, in as many entries as a number of rows and of parts needs.
+    """What is stored of an evaluation.
 
     Arguments:
-    - `rows`: packed rows, padding included.
+    - `rows`: packed rows, padding included. The number of entries depends on them alone, so that their
+      executable serves any lengths; on that of parts only where these have less than a page on average.
     """
-    entries = rows // PAGE_ROWS + fine_bucket(len(filled))
+    pages = rows // PAGE_ROWS
+    entries = pages + power_bucket(len(filled), max(pages, 32))
     layers, heads = (max((f.source.shape[axis] for f in filled), default=1) for axis in (0, 1))
     page = np.iinfo(np.int32).max - np.arange(entries, dtype=np.int32)
     source = np.zeros((layers, entries, heads, PAGE_ROWS), np.int32)
@@ -68,9 +73,12 @@ def storage_of(filled: Sequence[Filled], rows: int) -> Storage:
 
 
 def table_of(reads: Sequence[Read], tiles: int) -> PageTable:
-    """The table of tiles of which the first see the given pages, and the others nothing."""
+    """The table of tiles of which the first see the given pages, and the others nothing.
+
+    The number of entries depends on that of tiles alone, as long as a tile sees a few pages.
+    """
     first = np.cumsum([0, *(len(read.pages) for read in reads)]).astype(np.int32)
-    entries = fine_bucket(int(first[-1]))
+    entries = power_bucket(int(first[-1]), tiles * _USUAL_PAGES)
     pages, valid = (
         padded(np.concatenate([np.zeros(0, np.int32), *column]).astype(np.int32), entries)
         for column in (zip(*reads, strict=True) if reads else ((), ()))

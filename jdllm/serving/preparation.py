@@ -16,7 +16,8 @@ from jdllm.prefilling.select import best_chunks, best_tokens
 from jdllm.serving.launch import Launch
 from jdllm.serving.long_request import LongRequest
 from jdllm.serving.request import Request
-from jdllm.serving.stages import Build, Draft, Model, Retain, Score, Stage
+from jdllm.serving.score_stage import Score
+from jdllm.serving.stages import Build, Draft, Model, Retain, Stage
 from jdllm.serving.stored_chunks import content_key
 
 Stages = Generator[Stage, np.ndarray, None]
@@ -159,19 +160,19 @@ class Preparation:
         if prefilling.retention_draft:
             query = np.concatenate([query, draft[draft != request.mask_id]])
         values: dict[int, np.ndarray] = {}
-        for chunks in self._groups(request, long):
-            found = yield Retain(self._model, request, chunks, _last(query, prefilling.retention_window))
+        room, window = self._room(request), _last(query, prefilling.retention_window)
+        for at in range(0, len(long), room):
+            chunks = long[at : at + room]
+            found = yield Retain(self._model, request, chunks, room, window)
             reduced = reduced_layers(found, prefilling)
             values |= {chunk: reduced[..., i, :, :] for i, chunk in enumerate(chunks)}
         return [self._kept(request, i, values.get(i)) for i in selected]
 
-    def _groups(self, request: LongRequest, chunks: Sequence[int]) -> Iterator[Sequence[int]]:
-        """As many chunks at a time as fit an evaluation."""
-        spec = request.long_spec
-        each = len(spec.long.instruction) + spec.prefilling.chunk_length + spec.prefilling.retention_window
-        count = max(1, self._most // each)
-        for at in range(0, len(chunks), count):
-            yield chunks[at : at + count]
+    def _room(self, request: LongRequest) -> int:
+        """How many chunks retention measures at a time: all that are kept, or what fits an evaluation."""
+        prefilling = request.long_spec.prefilling
+        each = len(request.long_spec.long.instruction) + prefilling.chunk_length + prefilling.retention_window
+        return min(prefilling.chunks_kept + prefilling.keep_first_chunk, max(1, self._most // each))
 
     def _kept(self, request: LongRequest, chunk: int, values: np.ndarray | None) -> KeptChunk:
         """A chunk with what is kept of it, from its values `[..., groups, tokens]`."""

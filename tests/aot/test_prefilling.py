@@ -19,7 +19,8 @@ from jdllm.prefilling.layout import KeptChunk, Layout
 from jdllm.prefilling.score import behind
 from jdllm.serving.cached_runner import CachedRunner
 from jdllm.serving.long_request import LongContext, LongRequest, long_spec
-from jdllm.serving.stages import Build, Draft, Model, Retain, Score
+from jdllm.serving.score_stage import Score
+from jdllm.serving.stages import Build, Draft, Model, Retain
 from jdllm.serving.stored_chunks import content_key
 
 pytestmark = pytest.mark.aot
@@ -111,7 +112,7 @@ def test_a_build_writes_the_pool_in_place(model: Model):
 
 def test_attention_of_whole_chunks_is_never_there(model: Model):
     asked = request("dream_sparse")
-    Retain(model, asked, range(4), np.arange(8, dtype=np.int32)).launch()
+    Retain(model, asked, range(4), 4, np.arange(8, dtype=np.int32)).launch()
     assert temp_bytes(made(model, "retain")) < 700 * MIB  # 4 x 28 x 1064^2 probabilities alone were 507 MB
 
 

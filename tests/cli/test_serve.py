@@ -40,7 +40,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Served]:
         return 0
 
     monkeypatch.setattr(server, "serve", serve)
-    monkeypatch.setattr(LLM, "warmup", lambda self: Prepared(3, 4, 1.5))
+    monkeypatch.setattr(LLM, "warmup", lambda self, prefilling: Prepared(3, 4, 1.5))
     monkeypatch.setenv("JDLLM_API_KEY", "")
     monkeypatch.delenv("JDLLM_API_KEY")
     return found

@@ -97,6 +97,7 @@ def test_a_cache_directory_that_cannot_be_is_a_warning_unless_it_was_asked_for(
     ("options", "printed"),
     [
         ([], "compiled 3 executables and found 4 in 5.2 s, in kept\n"),
+        (["--prefilling", "dream"], "compiled 3 executables and found 4 in 5.2 s, in kept\n"),
         (["--json"], '{"compiled": 3, "loaded": 4, "seconds": 5.25, "cache_dir": "kept"}\n'),
     ],
 )
@@ -104,12 +105,15 @@ def test_warming_up_says_what_it_took(options: list[str], printed: str, monkeypa
     class Warm:
         def __init__(self, **_: Any): ...
 
-        def warmup(self) -> Prepared:
+        def warmup(self, prefilling: str | None = None) -> Prepared:
+            asked.append(prefilling)
             return Prepared(3, 4, 5.25)
 
+    asked: list[str | None] = []
     monkeypatch.setattr("jdllm.llm.LLM", Warm)
     result = CliRunner().invoke(app, ["warmup", str(LLADA), "--cache-dir", "kept", *options])
     assert (result.exit_code, result.stdout, result.stderr) == (0, printed, "")
+    assert asked == ["dream" if "--prefilling" in options else None]
 
 
 @pytest.mark.slow

@@ -1,0 +1,50 @@
+"""After two questions that warm up, others compile nothing."""
+
+import numpy as np
+import pytest
+
+from jdllm.decoding.executables import Executables
+from jdllm.decoding.prefilling import Prefilling
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.errors import RequestError
+from jdllm.llm import LLM
+from jdllm.serving.long_request import LongContext, long_spec
+from jdllm.serving.warm_question import warm_questions
+from tests.engines import engine_of
+from tests.helpers import Golden
+from tests.prefilling.asking import BOS, ends, model_of
+from tests.prefilling.mixed import CONFIG, FAMILY
+
+SETTINGS = Prefilling(chunk_length=64, chunks_kept=2, draft_length=8, bos_id=BOS)
+
+
+@pytest.mark.parametrize(
+    "prefilling",
+    [
+        SETTINGS,
+        pytest.param(SETTINGS.changed(tokens_kept=16, retention="per_head"), marks=pytest.mark.slow),
+        pytest.param(SETTINGS.changed(score="query", build="chunk_query"), marks=pytest.mark.slow),
+    ],
+    ids=["whole chunks", "few tokens", "scored by the query"],
+)
+def test_nothing_is_compiled_afterwards(prefilling: Prefilling):
+    executables = Executables("cpu")
+    engine = engine_of(model_of(FAMILY)[0], CONFIG, executables, 1024, pages=400)
+    warm = list(warm_questions(prefilling, CONFIG, engine._cache._account, None))
+    ends(engine, warm)
+    compiled = executables.compiled
+    rng = np.random.default_rng(1)
+    sampling = SamplingParams(gen_length=32, block_length=32, early_stop=False, prefilling=prefilling)
+    for instruction, context, query in ((32, 130, 64), (32, 300, 60), (10, 1000, 50), (0, 2000, 64)):
+        ids = [rng.integers(0, 500, n).astype(np.int32) for n in (instruction, context, query, query)]
+        for _ in range(2):
+            specs = [long_spec(LongContext(*ids), sampling, CONFIG, None)]
+            ends(engine, specs)
+            assert executables.compiled == compiled, (instruction, context, query)
+
+
+def test_what_the_model_cannot_do_is_refused_before_anything_is_compiled():
+    with LLM(Golden("llada").directory, dtype="float32", max_num_batched_tokens=256) as llm:
+        with pytest.raises(RequestError, match="score_mask"):
+            llm.warmup(prefilling=SETTINGS.changed(score_mask="none"))
+        assert llm.executables.compiled == 0
