@@ -142,6 +142,10 @@ class HfFields:
             self._refuse(key, f"expected a positive integer of at most {most}")
         return value
 
+    def size_or_none(self, key: str) -> int | None:
+        """A positive integer; `None` where the key is null, or absent and without a default."""
+        return None if self._values.get(key) is None else self.size(key)
+
     def positive(self, key: str, default: float | None = None) -> float:
         """A number above zero."""
         value = self.get(key, float, default)
@@ -182,14 +186,21 @@ class HfFields:
         if self._values.get(key):
             raise ConfigError(f"{self._file} has {key}: {reason}")
 
-    def require_each(self, key: str, allowed: str) -> None:
-        """Refuse a list (of one entry per layer) with any entry but `allowed`; it may be absent."""
-        for value in self.get(key, list, []):
+    def require_each(self, key: str, allowed: str, layers: int) -> None:
+        """Refuse a list that has not `allowed` once for each layer; it may be null or absent."""
+        if self._values.get(key) is None:
+            return
+        values = self.get(key, list)
+        for value in values:
             if value != allowed:
                 raise ConfigError(
                     f"{self._file}: {key} has {value!r}, which jdllm's {self._family} does not support"
-                    f" here (supported: {allowed!r})"
+                    f" here (supported: {allowed!r} for every layer)"
                 )
+        if len(values) != layers:
+            raise ConfigError(
+                f"{self._file}: {key} has {len(values)} entries, expected one for each of the {layers} layers"
+            )
 
     def head_layout(self, heads_key: str, kv_heads_key: str, hidden_key: str) -> tuple[int, int, int]:
         """(query heads, key-value heads, head size), checked to divide as the layout demands."""

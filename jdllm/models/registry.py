@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from jdllm.errors import ConfigError
 from jdllm.models.config import ModelConfig
-from jdllm.models.families import decoder, dream, llada, llada_moe, llama, mistral, qwen2
+from jdllm.models.families import decoder, dream, llada, llada_moe, llama, mistral, qwen2, qwen3
 
 
 class Family(NamedTuple):
@@ -32,6 +32,7 @@ FAMILIES: dict[str, Family] = {
     "llama": Family(llama.config_from_hf, decoder.TENSOR_NAMES, turn_end=llama.TURN_END),
     "mistral": Family(mistral.config_from_hf, decoder.TENSOR_NAMES),
     "qwen2": Family(qwen2.config_from_hf, decoder.TENSOR_NAMES, turn_end=qwen2.TURN_END),
+    "qwen3": Family(qwen3.config_from_hf, decoder.TENSOR_NAMES, turn_end=qwen3.TURN_END),
 }
 
 _ARCHITECTURES: dict[str, str] = {
@@ -42,6 +43,7 @@ _ARCHITECTURES: dict[str, str] = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
 }
 
 _MODEL_TYPES: dict[str, str] = {
@@ -51,6 +53,7 @@ _MODEL_TYPES: dict[str, str] = {
     "llama": "llama",
     "mistral": "mistral",
     "qwen2": "qwen2",
+    "qwen3": "qwen3",
 }
 
 

@@ -31,6 +31,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
     "rope_theta": 1e4,
 }
+WINDOW = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("Llama", {}),
     ("Llama", {"tie_word_embeddings": True}),
@@ -43,6 +44,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("Mistral", {"sliding_window": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     ("Qwen2", {}),
     ("Qwen2", {"rope_parameters": YARN, "tie_word_embeddings": True}),
+    ("Qwen2", WINDOW),
+    ("Qwen3", {}),
+    ("Qwen3", WINDOW | {"head_dim": 32, "rope_parameters": YARN, "tie_word_embeddings": True}),
 ]
 
 

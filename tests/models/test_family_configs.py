@@ -9,11 +9,12 @@ from jdllm.models.hf_config import config_from_hf
 from jdllm.models.rotary import RopeConfig
 from jdllm.models.weights import param_bytes
 from tests.helpers import Golden
+from tests.models import qwen3_reference
 
 VALUES = {
     name: Golden(name).json("config")
     for name in ("dream", "llada_moe", "llama", "llama31_rope", "mistral", "mistral_swa", "qwen2")
-}
+} | {"qwen3": qwen3_reference.VALUES}
 DREAM_7B = VALUES["dream"] | {
     "hidden_size": 3584,
     "num_hidden_layers": 28,
@@ -23,6 +24,17 @@ DREAM_7B = VALUES["dream"] | {
     "vocab_size": 152064,
     "mask_token_id": 151666,
     "eos_token_id": 151643,
+    "torch_dtype": "bfloat16",
+}
+QWEN3_8B = VALUES["qwen3"] | {
+    "hidden_size": 4096,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 12288,
+    "max_window_layers": 36,
+    "vocab_size": 151936,
     "torch_dtype": "bfloat16",
 }
 
@@ -77,11 +89,33 @@ def test_llada_moe_is_translated():
     )
 
 
+def test_qwen3_is_translated():
+    assert config_from_hf(VALUES["qwen3"]) == ModelConfig(
+        family="qwen3",
+        vocab_size=96,
+        hidden_size=40,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        intermediate_size=56,
+        max_positions=40960,
+        rms_norm_eps=1e-6,
+        rope=RopeConfig(1e6),
+        qk_norm=True,
+        attention="causal",
+        bos_id=1,
+        eos_id=90,
+        dtype="float32",
+    )
+
+
 def test_the_causal_families_differ_where_they_should():
     configs = {name: config_from_hf(values) for name, values in VALUES.items()}
     causal = {name for name, config in configs.items() if config.attention == "causal"}
-    assert causal == {"llama", "llama31_rope", "mistral", "mistral_swa", "qwen2"}
+    assert causal == {"llama", "llama31_rope", "mistral", "mistral_swa", "qwen2", "qwen3"}
     assert {name for name, config in configs.items() if config.qkv_bias} == {"dream", "qwen2"}
+    assert {name for name, config in configs.items() if config.qk_norm} == {"llada_moe", "qwen3"}
     assert {name for name, config in configs.items() if config.tied_head} == {"llama31_rope", "qwen2"}
     assert {name: c.sliding_window for name, c in configs.items() if c.sliding_window} == {"mistral_swa": 12}
     assert {name for name, config in configs.items() if config.logits_shift} == {"dream"}
@@ -92,6 +126,29 @@ def test_the_causal_families_differ_where_they_should():
 def test_dream_7b_has_the_published_bytes():
     config = config_from_hf(DREAM_7B)
     assert param_bytes(config, "bfloat16") == 15_231_233_024
+
+
+@pytest.mark.parametrize(
+    ("values", "parameters"),
+    [
+        (QWEN3_8B, 8_190_735_360),
+        (
+            QWEN3_8B
+            | {
+                "hidden_size": 1024,
+                "num_hidden_layers": 28,
+                "num_attention_heads": 16,
+                "intermediate_size": 3072,
+                "max_window_layers": 28,
+                "tie_word_embeddings": True,
+            },
+            596_049_920,
+        ),
+    ],
+    ids=["8B", "0.6B"],
+)
+def test_qwen3_has_the_published_bytes(values, parameters):
+    assert param_bytes(config_from_hf(values), "bfloat16") == 2 * parameters
 
 
 def test_bytes_of_a_mixture_include_all_experts():
@@ -110,7 +167,7 @@ def test_bytes_of_a_mixture_include_all_experts():
         ({"rope_type": "ntk", "factor": 2.0}, 262144),
     ],
 )
-@pytest.mark.parametrize("name", ["dream", "qwen2"])
+@pytest.mark.parametrize("name", ["dream", "qwen2", "qwen3"])
 def test_scaled_contexts(name, scaling, context):
     values = VALUES[name] | {"rope_scaling": scaling, "max_position_embeddings": 131072}
     config = config_from_hf(values)
@@ -149,6 +206,8 @@ def test_layers_without_experts_and_the_bias_are_read():
         (None, "llama", "llama"),
         (None, "mistral", "mistral"),
         (None, "qwen2", "qwen2"),
+        (["Qwen3ForCausalLM"], None, "qwen3"),
+        (None, "qwen3", "qwen3"),
     ],
 )
 def test_the_architecture_decides_before_the_model_type(architectures, model_type, family):
@@ -176,6 +235,8 @@ COMMON = [
     ("pretraining_tp", 2),
     ("layer_types", ["full_attention", "linear_attention"]),
     ("layer_types", "full_attention"),
+    ("layer_types", ["full_attention"]),
+    ("layer_types", []),
     ("rope_scaling", {"rope_type": "spiral", "factor": 2.0}),
 ]
 CAUSAL = [("is_causal", False), ("auto_map", {"AutoModel": "modeling.Own"}), ("partial_rotary_factor", 0.5)]
@@ -186,9 +247,17 @@ OWN = {
         ("intermediate_size", None),
         ("mask_token_id", "<|mask|>"),
     ],
-    "llama": [*CAUSAL, ("attention_bias", True)],
+    "llama": [*CAUSAL, ("attention_bias", True), ("sliding_window", 4096)],
     "mistral": [*CAUSAL, ("sliding_window", 0), ("layer_types", ["sliding_attention"] * 2)],
-    "qwen2": [*CAUSAL, ("use_sliding_window", True)],
+    "qwen2": [*CAUSAL, ("use_sliding_window", 1)],
+    "qwen3": [
+        *CAUSAL,
+        ("use_sliding_window", 1),
+        ("attention_bias", True),
+        ("head_dim", None),
+        ("head_dim", 0),
+        ("layer_types", ["sliding_attention"] * 3),
+    ],
     "llada_moe": [
         ("attention_bias", True),
         ("clip_qkv", 8.0),
@@ -225,3 +294,24 @@ def test_a_sliding_window_fits_its_layer_types():
     assert config_from_hf(values).sliding_window == 12
     with pytest.raises(ConfigError, match="layer_types"):
         config_from_hf(values | {"layer_types": ["sliding_attention", "full_attention"]})
+
+
+@pytest.mark.parametrize("value", [0, -1, True, "5"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_an_impossible_window_of_qwen_is_named(name, value):
+    with pytest.raises(ConfigError, match=r"sliding_window is .*expected"):
+        config_from_hf(VALUES[name] | {"use_sliding_window": True, "sliding_window": value})
+
+
+WITHOUT_EFFECT = [
+    *((name, "attention_dropout", 0.5) for name in ("dream", "llama", "mistral", "qwen2", "qwen3")),
+    *((name, "attention_bias", True) for name in ("dream", "mistral", "qwen2")),
+    *((name, "use_sliding_window", True) for name in ("llama", "mistral")),
+    *((name, "sliding_window", 5) for name in ("dream", "qwen2", "qwen3")),
+    *((name, "max_window_layers", 1) for name in ("llama", "mistral_swa", "qwen2", "qwen3")),
+]
+
+
+@pytest.mark.parametrize(("name", "key", "value"), WITHOUT_EFFECT)
+def test_keys_that_the_published_code_does_not_use_have_no_effect(name, key, value):
+    assert config_from_hf(VALUES[name] | {key: value}) == config_from_hf(VALUES[name])

@@ -2,13 +2,18 @@
 
 import numpy as np
 import pytest
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, modeling_rope_utils
+from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, modeling_rope_utils
 
+from jdllm.errors import ConfigError
 from jdllm.models.hf_config import config_from_hf
 from jdllm.models.rotary import RopeConfig, inverse_frequencies
 from tests.helpers import Golden
+from tests.models import qwen3_reference
 
-CLASSES = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config}
+CLASSES = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+VALUES = {name: Golden(name).json("config") for name in ("llama", "mistral", "qwen2")} | {
+    "qwen3": qwen3_reference.VALUES
+}
 ABSENT = (
     "eos_token_id",
     "num_key_value_heads",
@@ -41,7 +46,7 @@ class _Torch:
 @pytest.mark.parametrize("key", ABSENT)
 @pytest.mark.parametrize("name", CLASSES)
 def test_an_absent_key_is_what_the_class_of_transformers_takes(name, key):
-    values = {k: v for k, v in (Golden(name).json("config") | SIZES).items() if k != key}
+    values = {k: v for k, v in (VALUES[name] | SIZES).items() if k != key}
     ours, theirs = config_from_hf(values), CLASSES[name].from_dict(values)
     assert ours.num_kv_heads == theirs.num_key_value_heads
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or 512 // 32)
@@ -73,7 +78,7 @@ ROTARY = {
 @pytest.mark.parametrize("name", CLASSES)
 def test_frequencies_are_those_of_transformers(monkeypatch, name, case):
     scaling = {"rope_scaling": None, "max_position_embeddings": 16384} | ROTARY[case]
-    values = Golden(name).json("config") | scaling | {"head_dim": 64}
+    values = VALUES[name] | scaling | {"head_dim": 64}
     rope = config_from_hf(values).rope
     theirs = CLASSES[name].from_dict(values)
     monkeypatch.setattr(modeling_rope_utils, "torch", _Torch, raising=False)
@@ -85,3 +90,39 @@ def test_frequencies_are_those_of_transformers(monkeypatch, name, case):
 
 def test_both_objects_empty_are_no_scaling():
     assert RopeConfig.from_hf({"rope_scaling": {}, "rope_parameters": {}}, 1e4) == RopeConfig(1e4)
+
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+WINDOW = {"use_sliding_window": True, "sliding_window": 7}
+WINDOWS = {
+    "not used": {"use_sliding_window": False, "sliding_window": 7, "max_window_layers": 0},
+    "from the first layer on": WINDOW | {"max_window_layers": 0},
+    "from before the first layer on": WINDOW | {"max_window_layers": -1},
+    "from the second layer on": WINDOW | {"max_window_layers": 1},
+    "from the last layer on": WINDOW | {"max_window_layers": 3},
+    "from no layer on": WINDOW | {"max_window_layers": 4},
+    "from an absent layer on": WINDOW,
+    "no window": WINDOW | {"sliding_window": None, "max_window_layers": 0},
+    "an absent window": {"use_sliding_window": True, "max_window_layers": 0},
+    "an absent use": {"sliding_window": 7, "max_window_layers": 0},
+    "all listed": WINDOW | {"layer_types": [SLIDING] * 4, "max_window_layers": 4},
+    "none listed": WINDOW | {"layer_types": [FULL] * 4, "max_window_layers": 0},
+    "no list": WINDOW | {"layer_types": None, "max_window_layers": 0},
+    "first listed": WINDOW | {"layer_types": [SLIDING, FULL, FULL, FULL]},
+    "others listed": WINDOW | {"layer_types": [FULL, SLIDING, SLIDING, SLIDING]},
+}
+
+
+@pytest.mark.parametrize("case", WINDOWS)
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_windows_are_those_of_transformers_or_refused(name, case):
+    keys = ("use_sliding_window", "sliding_window", "max_window_layers")
+    values = {key: value for key, value in VALUES[name].items() if key not in keys}
+    values |= {"num_hidden_layers": 4} | WINDOWS[case]
+    theirs = CLASSES[name].from_dict(values)
+    windows = {theirs.sliding_window if kind == SLIDING else None for kind in theirs.layer_types}
+    if len(windows) > 1:
+        with pytest.raises(ConfigError, match=r"(max_window_layers|layer_types) .*layer"):
+            config_from_hf(values)
+    else:
+        assert {config_from_hf(values).sliding_window} == windows

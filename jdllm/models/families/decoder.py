@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jdllm.errors import ConfigError
 from jdllm.models.config import MOST_LAYERS, QUANTIZED, HfFields, ModelConfig
 from jdllm.models.rotary import RopeConfig
 
@@ -55,14 +56,15 @@ def decoder_config(
     fields.require("hidden_act", ("silu",))
     fields.require("mlp_bias", (False,))
     fields.require("pretraining_tp", (1,))
-    fields.require_each("layer_types", layer_type)
+    layers = fields.size("num_hidden_layers", most=MOST_LAYERS)
+    fields.require_each("layer_types", layer_type, layers)
     heads, kv_heads, head_dim = fields.head_layout(
         "num_attention_heads", "num_key_value_heads", "hidden_size"
     )
     return ModelConfig(
         vocab_size=fields.size("vocab_size"),
         hidden_size=fields.size("hidden_size"),
-        num_layers=fields.size("num_hidden_layers", most=MOST_LAYERS),
+        num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
@@ -80,10 +82,50 @@ def decoder_config(
     )
 
 
-def causal_config(values: Mapping[str, Any], fields: HfFields, **differences: Any) -> ModelConfig:
-    """`decoder_config` of the causal families, whose code is that of transformers itself."""
+def causal_config(
+    values: Mapping[str, Any], fields: HfFields, *, window: int | None = None, **differences: Any
+) -> ModelConfig:
+    """`decoder_config` of the causal families, whose code is that of transformers itself.
+
+    Arguments:
+    - `values`, `fields`, `differences`: as of `decoder_config`.
+    - `window`: the sliding window of all layers, where they have one; `layer_types` must agree.
+
+    Raises `ConfigError` as `decoder_config` does, and for code of the checkpoint's own.
+    """
     fields.require("is_causal", (True,))
     fields.refuse(
         "auto_map", "the model has code of its own, which jdllm does not run; without it, remove the key"
     )
-    return decoder_config(values, fields, attention="causal", **differences)
+    return decoder_config(
+        values,
+        fields,
+        layer_type="full_attention" if window is None else "sliding_attention",
+        attention="causal",
+        sliding_window=window,
+        **differences,
+    )
+
+
+def window_of_qwen(fields: HfFields) -> int | None:
+    """The sliding window of all layers of a Qwen model, or `None` where they have none.
+
+    Layers have it by `layer_types` or, without that, from `max_window_layers` on. Raises `ConfigError` where
+    `max_window_layers` gives it to some layers only, since all layers see keys by one range; such a list of
+    `layer_types` is refused by `decoder_config`.
+
+    Source: Qwen2Config and Qwen3Config of transformers.
+    """
+    used = fields.get("use_sliding_window", bool, False)
+    window = fields.size_or_none("sliding_window") if used else None
+    if window is None:
+        return None
+    if kinds := fields.get("layer_types", list, []):
+        return window if kinds[0] == "sliding_attention" else None
+    layers, first = fields.size("num_hidden_layers"), fields.get("max_window_layers", int)
+    if 0 < first < layers:
+        raise ConfigError(
+            f"config.json: max_window_layers is {first}, so that {layers - first} of {layers} layers have the"
+            f" sliding window; expected 0 (all have it) or at least {layers} (none has it)"
+        )
+    return window if first <= 0 else None

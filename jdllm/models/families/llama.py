@@ -17,4 +17,5 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
     """Translate a parsed Llama `config.json`; `ConfigError` names a key that is missing or unsupported."""
     fields = HfFields(values, "Llama", CLASS_DEFAULTS)
     fields.require("attention_bias", (False,))
+    fields.require("sliding_window", (None,))
     return causal_config(values, fields, family="llama", default_theta=10000.0)

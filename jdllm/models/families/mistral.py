@@ -15,13 +15,10 @@ CLASS_DEFAULTS = {"eos_token_id": 2, "num_key_value_heads": 8, "sliding_window":
 def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
     """Translate a parsed Mistral `config.json`; `ConfigError` names a key that is missing or unsupported."""
     fields = HfFields(values, "Mistral", CLASS_DEFAULTS)
-    unlimited = "sliding_window" in values and values["sliding_window"] is None
-    window = None if unlimited else fields.size("sliding_window")
     return causal_config(
         values,
         fields,
         family="mistral",
         default_theta=10000.0,
-        layer_type="full_attention" if window is None else "sliding_attention",
-        sliding_window=window,
+        window=fields.size_or_none("sliding_window"),
     )

@@ -7,14 +7,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from jdllm.models.config import HfFields, ModelConfig
-from jdllm.models.families.decoder import causal_config
+from jdllm.models.families.decoder import causal_config, window_of_qwen
 
 TURN_END = "<|im_end|>"
-CLASS_DEFAULTS = {"num_key_value_heads": 32}
+CLASS_DEFAULTS = {"max_window_layers": 28, "num_key_value_heads": 32, "sliding_window": 4096}
 
 
 def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
     """Translate a parsed Qwen2 `config.json`; `ConfigError` names a key that is missing or unsupported."""
     fields = HfFields(values, "Qwen2", CLASS_DEFAULTS)
-    fields.require("use_sliding_window", (False,))
-    return causal_config(values, fields, family="qwen2", default_theta=10000.0, qkv_bias=True)
+    return causal_config(
+        values,
+        fields,
+        family="qwen2",
+        default_theta=10000.0,
+        window=window_of_qwen(fields),
+        qkv_bias=True,
+    )
