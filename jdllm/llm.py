@@ -38,6 +38,7 @@ from jdllm.prompts import (
     read_conversations,
     read_prompts,
     sampling_for_each,
+    specs_of,
 )
 from jdllm.scores_text import ScoresText
 from jdllm.scoring import Scorer
@@ -513,7 +514,7 @@ class LLM(ScoresText):
     ) -> list[Asked]:
         each = sampling_for_each(sampling, len(prompts))
         asked = ask(prompts, each, make)
-        self._warn_of_length([spec for one in asked for spec in one.specs])
+        self._warn_of_length(specs_of(asked))
         return asked
 
     @property

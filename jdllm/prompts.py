@@ -136,6 +136,11 @@ class Asked(NamedTuple):
     specs: list[RequestSpec]
 
 
+def specs_of(asked: Iterable[Asked]) -> list[RequestSpec]:
+    """What the samples of all prompts ask for, in order of the prompts."""
+    return [spec for one in asked for spec in one.specs]
+
+
 def ask(
     prompts: Sequence[Prompt],
     sampling: Sequence[SamplingParams],

@@ -12,7 +12,7 @@ from jdllm.api.generation import Shape, answer, asked_of, openai_options, pieces
 from jdllm.api.protocol import ChatMessage, ChatRequest
 from jdllm.api.service import Service
 from jdllm.outputs import CompletionOutput
-from jdllm.prompts import Asked, Prompt, read_conversation
+from jdllm.prompts import Asked, Prompt, read_conversation, specs_of
 
 router = APIRouter()
 
@@ -57,7 +57,7 @@ def _asked(service: Service, body: ChatRequest) -> list[Asked]:
 
 def _shape(service: Service, body: ChatRequest, asked: list[Asked]) -> Shape:
     pieces, top = pieces_of(service), body.top_logprobs or 0
-    specs = [spec for one in asked for spec in one.specs]
+    specs = specs_of(asked)
 
     def choice(index: int, sample: CompletionOutput) -> dict[str, Any]:
         return {

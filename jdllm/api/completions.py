@@ -14,7 +14,7 @@ from jdllm.api.generation import Shape, answer, asked_of, openai_options, pieces
 from jdllm.api.protocol import CompletionRequest
 from jdllm.api.service import Service
 from jdllm.outputs import CompletionOutput
-from jdllm.prompts import Asked, LongPrompt, Prompt, ask, read_long
+from jdllm.prompts import Asked, LongPrompt, Prompt, ask, read_long, specs_of
 from jdllm.serving.spec import infill_spec, mask_id_of
 
 router = APIRouter()
@@ -96,7 +96,7 @@ def _between(service: Service, body: CompletionRequest) -> list[Asked]:
 def _shape(service: Service, body: CompletionRequest, asked: Sequence[Asked]) -> Shape:
     pieces = pieces_of(service)
     texts = [_echoed(service, one) if body.echo else "" for one in asked for _ in one.specs]
-    specs = [spec for one in asked for spec in one.specs]
+    specs = specs_of(asked)
 
     def choice(index: int, sample: CompletionOutput) -> dict[str, Any]:
         found = None

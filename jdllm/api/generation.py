@@ -15,7 +15,7 @@ from jdllm.api.service import Running, Service
 from jdllm.api.text_stream import TextStream
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.outputs import CompletionOutput
-from jdllm.prompts import Asked, Prompt, ask
+from jdllm.prompts import Asked, Prompt, ask, specs_of
 from jdllm.serving.engine import Updates
 from jdllm.serving.long_request import LongContext
 from jdllm.serving.spec import RequestSpec
@@ -103,7 +103,7 @@ class _Chunks:
     def __init__(self, service: Service, running: Running, model: str, options: StreamOptions, shape: Shape):
         tokenizer = service.llm.tokenizer
         decode = tokenizer.decode if tokenizer else lambda _: ""
-        specs = [spec for one in running.asked for spec in one.specs]
+        specs = specs_of(running.asked)
         self.texts = [TextStream(spec, decode) for spec in specs]
         self._running, self._shape, self._options = running, shape, options
         self._head = _head(running, model, shape.chunk)

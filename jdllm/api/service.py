@@ -19,7 +19,7 @@ from jdllm.checkpoints.tokenizer import Tokenizer
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.llm import LLM
 from jdllm.outputs import CompletionOutput, RequestOutput, request_output
-from jdllm.prompts import Asked
+from jdllm.prompts import Asked, specs_of
 from jdllm.serving.async_engine import AsyncEngine
 from jdllm.serving.engine import Updates
 from jdllm.serving.request import Request
@@ -186,7 +186,7 @@ class Service:
         """
         if self.engine.error is not None:
             raise dead(self.engine.error)
-        specs = [spec for one in asked for spec in one.specs]
+        specs = specs_of(asked)
         self.check_room(len(specs))
         submitted = self.engine.submit(specs, updates=updates)
         arrivals.submitted(request)

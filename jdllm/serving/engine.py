@@ -311,7 +311,9 @@ class Engine:
             self._runner.probe()
             self._cache.forget_chunks()
             self._rebuild_lost_pool()
-            return [self._end(r, error) for r in pending.requests if r.id in self._entries]
+            left = [request for request in pending.requests if request.id in self._entries]
+            found = self._non_finite if isinstance(error, NonFiniteError) else lambda _: error
+            return [self._end(request, found(request)) for request in left]
         done = self._flight.remove_first(len(steps.tokens) if isinstance(steps, Steps) else steps)
         if self.observe is not None:
             self.observe(done)
