@@ -175,9 +175,7 @@ def test_values_that_are_not_numbers_end_a_request(build: Build, part: str, scor
     token = next(i for i in getattr(asking, part).tolist() if i not in used)
     engine = build(damaged(token))
     for updates in ("every", "none"):
-        with pytest.raises(
-            NonFiniteError, match=r"the weights .* are infinite or not"
-        ):
+        with pytest.raises(NonFiniteError, match=r"the weights .* are infinite or not"):
             ends(engine, [asked(asking, CONFIG, prefilling={"score": score})], updates=updates)
         engine.step()
         all_free(engine)
