@@ -44,12 +44,12 @@ from jdllm.scores_text import ScoresText
 from jdllm.scoring import Scorer
 from jdllm.serving.build import make_engine
 from jdllm.serving.engine import Engine, Updates
-from jdllm.serving.long_request import LongContext, LongSpec, long_spec
+from jdllm.serving.long_request import LongContext, long_spec
 from jdllm.serving.request import Request
 from jdllm.serving.spec import RequestSpec, generation_spec, infill_spec
-from jdllm.serving.updates import Ended, StepUpdate, Update
+from jdllm.serving.updates import StepUpdate, Update
 from jdllm.serving.verifier import Verifier, load_verifier
-from jdllm.serving.warm_question import warm_questions
+from jdllm.serving.warm_question import ANSWER, warm_questions
 
 if TYPE_CHECKING:
     from jdllm.execution.module import Transformer
@@ -412,18 +412,22 @@ class LLM(ScoresText):
         def rest() -> None:
             self.engine.warm()
             for question in questions:
-                for update in self.engine.run([question], updates="none"):
-                    if isinstance(update, Ended) and update.error is not None:
-                        raise update.error
+                for _ in self._run([Asked(None, 0, [question])], updates="none"):
+                    pass
 
         with counted("compiling", len(programs), progress) as take:
             return self._executables.prepare(programs, take, rest)
 
-    def _questions(self, prefilling: Prefilling | Preset) -> list[LongSpec]:
-        settings = SamplingParams(prefilling=prefilling).prefilling  # pyright: ignore[reportArgumentType]
-        assert settings is not None
+    def _questions(self, prefilling: Prefilling | Preset) -> list[RequestSpec]:
+        sampling = SamplingParams(
+            gen_length=ANSWER,
+            block_length=ANSWER,
+            early_stop=False,
+            prefilling=prefilling,  # pyright: ignore[reportArgumentType]
+        )
         bos_id = None if self.tokenizer is None else self.tokenizer.bos_id
-        return list(warm_questions(settings, self.config, self.account, bos_id))
+        make = functools.partial(long_spec, sampling=sampling, config=self.config, bos_id=bos_id)
+        return list(warm_questions(make, self.config, self.account.prepare_rows))
 
     def default_sampling(self) -> SamplingParams:
         """What applies where a call gives no sampling parameters: what the checkpoint's

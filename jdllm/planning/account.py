@@ -79,6 +79,11 @@ class Account:
     offloaded: int = 0
 
     @property
+    def prepare_rows(self) -> int:
+        """Packed rows of the largest evaluation that prepares a long context."""
+        return min(self.rows, self.max_refresh)
+
+    @property
     def pool_bytes(self) -> int:
         """Bytes of the pool."""
         return self.pages * self.page_bytes

@@ -60,9 +60,7 @@ def make_engine(
         Kind.REFRESH: cached.refresh,
         Kind.REUSE: cached.reuse,
     }
-    preparation = Preparation(
-        Model(params, config, executables, account, cached), min(account.rows, account.max_refresh)
-    )
+    preparation = Preparation(Model(params, config, executables, account, cached), account.prepare_rows)
     launchers[Kind.PREPARE] = preparation.launch
     if verifier is not None:
         launchers[Kind.ADAPTIVE] = AdaptiveRunner(*model, verifier, full.adaptive_chunks).launch

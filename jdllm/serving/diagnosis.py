@@ -1,6 +1,6 @@
 """Where values that are infinite or not numbers begin."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -38,12 +38,11 @@ class Diagnosis:
         """What to raise for a request whose values are infinite or not numbers."""
         if self._params is None:
             return NonFiniteError("a step gave values that are infinite or not numbers")
-        evaluated = [request.tokens, *([request.unguided_tokens()] if request.guided else [])]
         models = [("", self._params, self._config)]
         if request.adaptive and self._verifier is not None:
             models.append(("the verifier's ", self._verifier.params, self._verifier.config))
         for whose, params, config in models:
-            place = self._origin(params, config, evaluated)
+            place = self._origin(params, config, request.sequences())
             if place is not None:
                 return NonFiniteError(f"{whose}{place}")
         return NonFiniteError(
@@ -51,7 +50,7 @@ class Diagnosis:
             " they come from another request of the batch, or from keys and values of a cache"
         )
 
-    def _origin(self, params: Params, config: ModelConfig, evaluated: Sequence[np.ndarray]) -> str | None:
+    def _origin(self, params: Params, config: ModelConfig, evaluated: Iterable[np.ndarray]) -> str | None:
         known = (np.minimum(tokens, config.vocab_size - 1) for tokens in evaluated)
         places = (origin(params, config, tokens, self._executables) for tokens in known)
         return next(filter(None, places), None)

@@ -1,7 +1,7 @@
 """A request over a long context: what it asks for, and its state, which begins with stages of preparation."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,14 +69,18 @@ class LongSpec(RequestSpec):
         return len(self.long.scoring_query) + draft
 
     @property
+    def behind(self) -> int:
+        """Rows behind each chunk where it is scored; without a shift a mask stands in for each token too."""
+        return self.scored if self.shifted else 2 * self.scored
+
+    @property
     def rows(self) -> int:
         """Packed rows of its largest evaluation; chunks are scored as many at a time as fit."""
         prefix, lengths = len(self.long.instruction), [len(chunk.tokens) for chunk in self.chunks]
         longest = max(lengths, default=0)
         chunks = sum(sorted(lengths, reverse=True)[: self.kept_chunks])
-        behind = self.scored if self.shifted else 2 * self.scored
         apart = self.kept_chunks * (prefix + min(self.prefilling.retention_window, self.scored))
-        return max(prefix + longest + behind, prefix + chunks + len(self.tokens) + apart)
+        return max(prefix + longest + self.behind, prefix + chunks + len(self.tokens) + apart)
 
     @property
     def positions(self) -> int:
@@ -297,6 +301,11 @@ class LongRequest(Request):
     @property
     def reuse_steps(self) -> int:
         return self.steps_left
+
+    def sequences(self) -> Iterator[np.ndarray]:
+        yield self.tokens
+        for chunk in self.long_spec.chunks:
+            yield np.concatenate([self.long_spec.long.instruction, chunk.tokens, self.tokens])
 
     def positions(self, rows: np.ndarray) -> np.ndarray:
         assert self.layout is not None

@@ -3,7 +3,7 @@
 import bisect
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -184,6 +184,12 @@ class Request:
             return np.array([self.block.start])
         masked = np.flatnonzero(self.tokens[: self.block.stop] == self.mask_id)
         return masked[: self.sampling.effective("max_lookahead")] if self.adaptive else masked
+
+    def sequences(self) -> Iterator[np.ndarray]:
+        """What its steps evaluate, as things stand: token ids of whole sequences."""
+        yield self.tokens
+        if self.guided:
+            yield self.unguided_tokens()
 
     def unguided_tokens(self) -> np.ndarray:
         """The sequence with everything masked that was not masked at the start."""

@@ -63,9 +63,8 @@ class Model:
         # Behind chunks that are stored, or short, most rows are scored.
         wide = [Entry(rows, rows, 1, 1) for rows in sizes]
         self.score_sizes = Sizes(sorted({*narrow, *wide}))
-        self.build_sizes, self.retain_sizes, self.stored_sizes = (
-            Sizes(entries) for entries in (narrow, narrow, wide)
-        )
+        self.stored_sizes = Sizes(wide)
+        self.build_sizes, self.retain_sizes = Sizes(narrow), Sizes(narrow)
 
     @property
     def mask_id(self) -> int:

@@ -182,6 +182,18 @@ def test_values_that_are_not_numbers_end_a_request(build: Build, part: str, scor
         alike(end(engine, fine), expected)
 
 
+def test_values_that_grow_too_large_in_a_context_alone_are_found(build: Build):
+    """Neither the weights nor the query and its answer show where they begin."""
+    asking, params = question(52), model_of(FAMILY)[0]
+    token = next(i for i in asking.context.tolist() if i not in asking.query)
+    layers = {**params["layers"], "v": params["layers"]["v"].at[0, :, 0].set(3e38)}
+    embed = params["embed"].at[:, 0].set(0.0).at[token, 0].set(1e15)
+    engine = build({**params, "layers": layers, "embed": embed})
+    with pytest.raises(NonFiniteError, match="values exceed float32 in layer 0"):
+        end(engine, asked(asking, CONFIG))
+    all_free(engine)
+
+
 def test_values_that_are_not_numbers_end_a_request_without_a_context(build: Build):
     asking = question(50, context=0)
     engine = build(damaged(int(asking.query[0])))
