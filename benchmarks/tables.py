@@ -85,10 +85,12 @@ SECTIONS = (
     ),
     Section(
         "Long contexts",
-        "Questions about one of many facts in contexts of up to 128k tokens, by tokens of a chunk x chunks"
-        " kept. Cells are exact match / selection recall: the share of questions whose fact was whole in what"
-        " was kept.",
-        ("lost_in_the_middle*",),
+        "Questions over long contexts. `prefilling_*` are times with random weights: `seconds` of a first"
+        " question, all stages included, and `second_question_s` of another one over the same context;"
+        " `plain_s` is the exact run on the whole context. `lost_in_the_middle` has questions about one of"
+        " many facts, by tokens of a chunk x chunks kept: its cells are exact match / selection recall, the"
+        " share of questions whose fact was whole in what was kept.",
+        ("prefilling_*", "lost_in_the_middle*"),
     ),
     Section("Checkpoints", "Loading and converting 16 GB of random weights.", ("load*", "convert*")),
     Section("Others", "Records that belong to no section above.", ("*",)),
