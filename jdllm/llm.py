@@ -43,6 +43,7 @@ from jdllm.prompts import (
 from jdllm.scores_text import ScoresText
 from jdllm.scoring import Scorer
 from jdllm.serving.build import make_engine
+from jdllm.serving.causal_request import causal_spec
 from jdllm.serving.engine import Engine, Updates
 from jdllm.serving.long_request import LongContext, long_spec
 from jdllm.serving.request import Request
@@ -534,7 +535,8 @@ class LLM(ScoresText):
         Raises `RequestError` as `generate` does.
         """
         if not isinstance(prompt, LongContext):
-            return generation_spec(prompt, sampling, self.config, decode=self._decode)
+            make = causal_spec if self.config.attention == "causal" else generation_spec
+            return make(prompt, sampling, self.config, decode=self._decode)
         bos_id = None if self.tokenizer is None else self.tokenizer.bos_id
         return long_spec(prompt, sampling, self.config, bos_id, decode=self._decode)
 

@@ -74,7 +74,8 @@ def load_model(
     if layers:
         offloaded = OffloadedWeights(config, params, layers, jax.devices()[0])
         params = offloaded.top
-    return LoadedModel(config, params, tokenizer, default_sampling(path), offloaded)
+    sampling = default_sampling(path, causal=config.attention == "causal")
+    return LoadedModel(config, params, tokenizer, sampling, offloaded)
 
 
 def _weights(

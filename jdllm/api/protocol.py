@@ -105,7 +105,6 @@ class OpenAIFields(Asking):
     service_tier: Literal["auto", "default"] | None = None
     presence_penalty: Annotated[float | None, Field(ge=0, le=0)] = None
     frequency_penalty: Annotated[float | None, Field(ge=0, le=0)] = None
-    repetition_penalty: Annotated[float | None, Field(ge=1, le=1)] = None
     logit_bias: Annotated[dict[str, float] | None, Field(max_length=0)] = None
     response_format: TextFormat | None = None
 
@@ -218,11 +217,14 @@ class InfillRequest(Asking):
 
 
 class ScoreRequest(BaseModel):
-    """POST /v1/score."""
+    """POST /v1/score. `mc_num`, `batch_size`, `cfg_scale` and `seed` are for models that denoise."""
 
     model_config = _STRICT
     model: str | None = None
-    prompt: Annotated[str | Ids, Field(description="Text or ids before the answers; may be empty.")]
+    prompt: Annotated[
+        str | Ids,
+        Field(description="Text or ids before the answers; may be empty, but a causal model needs a token."),
+    ]
     answers: Annotated[list[TextOrIds], Field(min_length=1, max_length=MAX_LISTED)]
     mc_num: Annotated[int, Field(ge=1, le=4096, description="Masked copies to average over.")] = 128
     batch_size: Annotated[int, Field(ge=1, le=4096, description="Copies that are stratified together.")] = 16

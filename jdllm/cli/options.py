@@ -139,11 +139,18 @@ def given_sampling(options: Mapping[str, Any]) -> dict[str, Any]:
 def asked_sampling(model: str | None, given: Mapping[str, Any]) -> SamplingParams:
     """The defaults of a checkpoint, which `load_model` need not have loaded, with other values.
 
-    Raises `RequestError` for a value that no request can have, and as `LLM` does for the checkpoint.
+    Raises `RequestError` for a value that no request can have or the model cannot do, and as `LLM` does for
+    the checkpoint.
     """
+    from jdllm.decoding.causal_sampling import check_causal, check_denoising
     from jdllm.decoding.generation_defaults import default_sampling
+    from jdllm.models.hf_config import config_from_checkpoint
 
-    return default_sampling(_directory(model)).changed(**given)
+    directory = _directory(model)
+    causal = config_from_checkpoint(directory).attention == "causal"
+    sampling = default_sampling(directory, causal=causal).changed(**given)
+    (check_causal if causal else check_denoising)(sampling)
+    return sampling
 
 
 def load_model(source: ModelOptions, verifier: str | None = None) -> "LLM":
@@ -188,7 +195,7 @@ def as_option(name: str) -> str:
 
 
 _LONG_NAMES = [name for name in OPTION_NAMES if "_" in name]
-_ANY = "|".join(OPTION_NAMES)
+_ANY = "|".join((*OPTION_NAMES, "mc_num", "batch_size"))  # the last two are of likelihoods
 _VALUE = r"""=(?:'([^']*)'|([\w.]+))"""
 # A name of one word is a word of other sentences too: it has to stand where the library puts a field.
 _NAMED = re.compile(

@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from jdllm.decoding.causal_sampling import check_causal
 from jdllm.decoding.sampling import SamplingParams, without_effect
 from jdllm.errors import CheckpointError, RequestError
 from jdllm.json_files import read_object
@@ -14,7 +15,7 @@ _PUBLISHED = ("temperature", "top_p", "top_k", "min_p", "eps", "alg_temp")
 """Fields that published files carry whether or not the sampler that they name uses them."""
 
 
-def default_sampling(directory: str | Path) -> SamplingParams:
+def default_sampling(directory: str | Path, *, causal: bool = False) -> SamplingParams:
     """The sampling parameters of a checkpoint's `generation_config.json`.
 
     The file may name every field of `SamplingParams`, and Hugging Face's `max_new_tokens` and `do_sample`:
@@ -22,10 +23,16 @@ def default_sampling(directory: str | Path) -> SamplingParams:
     Filters, `eps` and `alg_temp` that the sampler does not use are passed over, and so are keys that jdllm
     does not know. `max_length` is among these: it counts the prompt, too.
 
+    Without `do_sample` a causal model is greedy and any other takes the temperature that is stated; with it
+    a causal model's temperature is 1 where none is. `repetition_penalty` is passed over unless the model is
+    causal. A `top_k` that is not stated filters nothing, where transformers would keep 50 ids.
+
     Arguments:
     - `directory`: of the checkpoint. Without the file the defaults are those of `SamplingParams`.
+    - `causal`: whether the model generates one token after another.
 
-    Raises `CheckpointError`, naming file and key, where the file is no JSON object or a value is not allowed.
+    Raises `CheckpointError`, naming file and key, where the file is no JSON object, a value is not allowed or
+    a causal model is to denoise.
     """
     path = Path(directory) / GENERATION_CONFIG
     if not path.is_file():
@@ -36,21 +43,28 @@ def default_sampling(directory: str | Path) -> SamplingParams:
         fields.setdefault("gen_length", stated["max_new_tokens"])
     if _is_off(stated.get("top_k")):
         del fields["top_k"]
-    sample = stated.get("do_sample", True)
+    if not causal:
+        fields.pop("repetition_penalty", None)
+    sample = stated.get("do_sample", not causal)
     if not isinstance(sample, bool):
         raise CheckpointError(f"{path}: do_sample is {sample!r}, expected true or false")
     if not sample:
         fields["temperature"] = 0.0
+    elif causal:
+        fields.setdefault("temperature", 1.0)
     for name in without_effect(_defaults() | fields):
         if name in _PUBLISHED:
             del fields[name]
     try:
-        return SamplingParams(**fields)
+        sampling = SamplingParams(**fields)
+        if causal:
+            check_causal(sampling)
     except RequestError as error:
         message = str(error)
         if "gen_length" not in stated:
             message = message.replace("gen_length", "max_new_tokens")
         raise CheckpointError(f"{path}: {message}") from None
+    return sampling
 
 
 def _defaults() -> dict[str, Any]:

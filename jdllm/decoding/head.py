@@ -1,5 +1,6 @@
 """The head for the rows that are still masked, a bounded chunk at a time."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -158,16 +159,36 @@ def decide(
     - `segments`, `step`, `level`: as in `choose`.
     - `count`: may exceed the rows.
     """
+
+    def reduce(rows: RowSampling) -> RowDecision:
+        return masked_logits(h, head_weights(params), rows, level, count=count)
+
+    return choice_by(reduce, segment, positions, segments, step, h.dtype)
+
+
+def choice_by(
+    reduce: Callable[[RowSampling], RowDecision],
+    segment: Int[Tensor, " head"],
+    positions: Int[Array, " head"],
+    segments: SegmentParams,
+    step: Int[Tensor, " segments"],
+    dtype: jnp.dtype,
+) -> Choice:
+    """The choice for rows whose logits `reduce` has, told how each is drawn.
+
+    Arguments:
+    - `segment`, `positions`, `segments`, `step`: as in `decide`.
+    - `dtype`: of the weights, which coarse confidences are rounded to.
+    """
     seeds = jnp.asarray(segments.seed)
     token_keys = step_keys(seeds, Purpose.TOKEN, step)
     order_keys = step_keys(seeds, Purpose.ORDER, step)
     part, keys, order = jax.tree.map(lambda x: jnp.asarray(x)[segment], (segments, token_keys, order_keys))
-    sampling = _row_sampling(part, keys, positions)
-    decision = masked_logits(h, head_weights(params), sampling, level, count=count)
+    decision = reduce(_row_sampling(part, keys, positions))
     draw = uniform(position_bits(order, positions))
     # Ids that are kept out of the confidence may be above all others: at most certain.
     logprob = jnp.minimum(decision.logit - decision.maximum - jnp.log(decision.total), 0)
-    return Choice(decision.token, _confidence(decision, part, draw, h.dtype), logprob)
+    return Choice(decision.token, _confidence(decision, part, draw, dtype), logprob)
 
 
 def _row_sampling(part: SegmentParams, keys: tuple[Array, Array], positions: Array) -> RowSampling:

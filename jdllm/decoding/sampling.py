@@ -58,6 +58,7 @@ _Length = Annotated[int, Field(ge=1, le=LONGEST)]
 _Step = Annotated[int, Field(ge=0, le=LONGEST)]
 _Scale = Annotated[float, Field(ge=0, le=_LARGEST)]
 _Share = Annotated[float, Field(ge=0, le=1)]
+_Factor = Annotated[float, Field(ge=1 / _LARGEST, le=_LARGEST)]
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -130,7 +131,7 @@ def _filters(fields: Mapping[str, Any], name: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
 class SamplingParams:
-    """How one request is denoised. The defaults are the official LLaDA sampler's behaviour (exact in f32
+    """How one request is generated. The defaults are the official LLaDA sampler's behaviour (exact in f32
     at temperature 0: every token equals the official code's), except that `early_stop` is on.
 
     Every value is checked when it is made; what is wrong raises `RequestError`. NumPy's scalars are taken as
@@ -173,7 +174,8 @@ class SamplingParams:
     - `logits_eos_inf` (False): never choose the end-of-sequence id.
     - `undefined_tokens` (`None`): "official" may choose the mask id and ids that the tokenizer does not
       define, as the published code may; "banned" removes them from every distribution (quirk Q12). `None`
-      is "official" for the published LLaDA and Dream samplers and "banned" for the other transfer rules.
+      is "official" for the published LLaDA and Dream samplers and for causal models, and "banned" for the
+      other transfer rules.
 
     Order
     - `transfer` ("schedule"): which tokens a step commits. "schedule": LLaDA's quota of the surest ones;
@@ -243,6 +245,14 @@ class SamplingParams:
       The answer is denoised against what is stored, in blocks of `block_length`, the last perhaps shorter.
       With shifted logits a block's first step commits its first token, whatever its confidence.
     - `return_history` (False): keep the sequence after every step in `RequestOutput.history`.
+
+    Causal models (Llama, Mistral, Qwen2, Qwen3), which generate one token after another
+    - `repetition_penalty` (1.0): of causal models only: logits of ids that occur in the prompt or in what was
+      generated are divided by it where positive, else multiplied. This comes before temperature and filters,
+      as in transformers and vLLM, and log-probabilities are measured after it.
+    - Beside it they take `gen_length`, `max_tokens`, `early_stop`, `stop`, `stop_token_ids`, `n`, `logprobs`,
+      `temperature`, `top_p`, `top_k`, `min_p`, `seed`, `logits_eos_inf`, `undefined_tokens` and
+      `return_history`. All other fields are for denoising: a request that changes one is refused.
     """
 
     max_tokens: _Length | None = None
@@ -258,6 +268,7 @@ class SamplingParams:
     top_p: _Share | None = None
     top_k: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     min_p: _Share | None = None
+    repetition_penalty: _Factor = 1.0
     cfg_scale: _Scale = 0.0
     remasking: Remasking = "low_confidence"
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = 0

@@ -18,6 +18,8 @@ _UNIT = 128
 _SMALL = 2048
 """Rows up to which a refresh may have as many head rows: an eighth of them may be less than a block."""
 
+_DECODED, _DECODE_STEPS = (1, 8, 16, 32, MAX_SEGMENTS), 16
+
 _PATIENCE = 1 << 18
 """Rows of padding that take an 8B model on an H200 about as long as compiling a step."""
 
@@ -84,6 +86,27 @@ def make_ladder(max_num_batched_tokens: int) -> Ladder:
     return Ladder(tuple(sorted((*narrow, *wide))), tuple(refresh), tuple(reuse))
 
 
+@dataclasses.dataclass(frozen=True)
+class CausalLadder:
+    """The entries of a causal model, by rising rows.
+
+    - `prefill`: parts of prompts, of which one row each meets the head.
+    - `decode`: one row of each request.
+    """
+
+    prefill: tuple[Entry, ...]
+    decode: tuple[Entry, ...]
+
+
+def make_causal_ladder(max_num_batched_tokens: int) -> CausalLadder:
+    """The ladder of an engine of a causal model whose steps have at most so many packed rows."""
+    rows = _sizes(max_num_batched_tokens, _FULL)
+    prefill = [Entry(size, segments := _segments(size), segments, 1) for size in rows]
+    last = prefill[-1]._replace(head_rows=MAX_SEGMENTS, segments=MAX_SEGMENTS)
+    decode = [Entry(size, size, size, _DECODE_STEPS) for size in _DECODED]
+    return CausalLadder((*prefill[:-1], last), tuple(decode))
+
+
 class Sizes:
     """Which entries of one kind of step are compiled, and which of them serves a batch.
 
@@ -122,8 +145,11 @@ def bucket_entry(rows: int, head_rows: int, segments: int = 1) -> Entry:
 
 
 def _entry(rows: int, head_rows: int) -> Entry:
-    segments = max(8, min(rows // _UNIT, MAX_SEGMENTS))
-    return Entry(rows, head_rows, segments, steps_per_dispatch(head_rows))
+    return Entry(rows, head_rows, _segments(rows), steps_per_dispatch(head_rows))
+
+
+def _segments(rows: int) -> int:
+    return max(8, min(rows // _UNIT, MAX_SEGMENTS))
 
 
 def _for_many(entries: list[Entry]) -> list[Entry]:

@@ -1,19 +1,26 @@
 """An engine from its parts."""
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 from jdllm.chunks import ChunkConfig
 from jdllm.decoding.executables import Executables
+from jdllm.errors import ConfigError
 from jdllm.execution.offload.layer_stream import OffloadedWeights
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.planning.account import Account
-from jdllm.planning.ladder import MAX_SEGMENTS, make_ladder
+from jdllm.planning.ladder import MAX_SEGMENTS, TILE_ROWS, Ladder, make_causal_ladder, make_ladder
 from jdllm.planning.plan import LONGEST
 from jdllm.serving.adaptive_runner import AdaptiveRunner
 from jdllm.serving.cached_runner import CachedRunner
+from jdllm.serving.causal_runner import CausalRunner
+from jdllm.serving.costs import Costs, DenoisingCosts
+from jdllm.serving.device_pool import DevicePool
 from jdllm.serving.diagnosis import Diagnosis
 from jdllm.serving.engine import Engine
 from jdllm.serving.full_runner import FullRunner
-from jdllm.serving.launch import Launcher
+from jdllm.serving.launch import Compiled, Launcher
 from jdllm.serving.preparation import Preparation
 from jdllm.serving.runner import Runner
 from jdllm.serving.scheduler import Kind, Limits, Scheduler
@@ -44,33 +51,35 @@ def make_engine(
     - `verifier`: for adaptive parallel decoding.
     - `eager_pool`: put the KV pool on the device now, not with the first request that needs it.
     """
-    ladder = make_ladder(account.rows)
-    model = params, config, executables, ladder
-    cached = CachedRunner(*model, account)
-    full = FullRunner(
-        *model,
-        account,
-        make_room=cached.free,
-        chunks=chunks,
-        max_num_logits=max_num_logits,
-        offloaded=offloaded,
-    )
-    launchers: dict[Kind, Launcher] = {
-        Kind.FULL: full.launch,
-        Kind.REFRESH: cached.refresh,
-        Kind.REUSE: cached.reuse,
-    }
-    preparation = Preparation(Model(params, config, executables, account, cached), account.prepare_rows)
-    launchers[Kind.PREPARE] = preparation.launch
-    if verifier is not None:
-        launchers[Kind.ADAPTIVE] = AdaptiveRunner(*model, verifier, full.adaptive_chunks).launch
+    pool = DevicePool(config, params["final_norm"].dtype, account.pages)
+    model = params, config, executables
+    preparation = Preparation(Model(*model, account, pool), account.prepare_rows)
+    if config.attention == "causal":
+        _check_causal(account, chunks)
+        parts = _causal(*model, account, pool)
+    else:
+        ladder = make_ladder(account.rows)
+        full = FullRunner(
+            *model,
+            ladder,
+            account,
+            make_room=pool.free,
+            chunks=chunks,
+            max_num_logits=max_num_logits,
+            offloaded=offloaded,
+        )
+        cached = CachedRunner(*model, ladder, account, pool)
+        parts = _denoising(full, cached, preparation, ladder, account.rows)
+        if verifier is not None:
+            adaptive = AdaptiveRunner(*model, ladder, verifier, full.adaptive_chunks)
+            parts.launchers[Kind.ADAPTIVE] = adaptive.launch
     limits = Limits(
         max_num_batched_tokens=account.rows,
         max_num_seqs=MAX_SEGMENTS,
-        max_num_logits=ladder.head_rows,
-        entries=cached.entries(ladder.tiles),
-        reuse_rows=ladder.reuse[-1].rows,
-        pages=cached.pages,
+        max_num_logits=parts.head_rows,
+        entries=pool.entries(parts.tiles),
+        reuse_rows=TILE_ROWS * parts.tiles,
+        pages=pool.pages,
         longest=account.longest if chunks is None else LONGEST,
         longest_refresh=account.max_refresh,
         beside_pool=account.max_context,
@@ -78,16 +87,68 @@ def make_engine(
 
     def check(spec: RequestSpec) -> None:
         check_verifiable(spec, verifier)
-        full.check(spec)
+        parts.check(spec)
 
     if eager_pool:
-        cached.make()
+        pool.make()
     return Engine(
-        Runner(launchers),
-        cached,
+        Runner(parts.launchers),
+        pool,
         Scheduler(limits),
         preparation,
+        parts.costs,
         check=check,
-        compiled=(full, cached),
+        compiled=parts.compiled,
         non_finite=Diagnosis(None if offloaded else params, config, executables, verifier),
     )
+
+
+class _Parts(NamedTuple):
+    """What an engine is made of by the kind of its model.
+
+    - `launchers`: for each kind of part what packs it.
+    - `costs`, `check`, `compiled`: as of `Engine`.
+    - `head_rows`: that requests share in one part.
+    - `tiles`: of the largest step that reads the pool.
+    """
+
+    launchers: dict[Kind, Launcher]
+    costs: Costs
+    check: Callable[[RequestSpec], None]
+    compiled: tuple[Compiled, ...]
+    head_rows: int
+    tiles: int
+
+
+def _denoising(
+    full: FullRunner, cached: CachedRunner, preparation: Preparation, ladder: Ladder, rows: int
+) -> _Parts:
+    launchers: dict[Kind, Launcher] = {
+        Kind.FULL: full.launch,
+        Kind.REFRESH: cached.refresh,
+        Kind.REUSE: cached.reuse,
+        Kind.PREPARE: preparation.launch,
+    }
+    costs = DenoisingCosts(preparation, rows)
+    return _Parts(launchers, costs, full.check, (full, cached), ladder.head_rows, ladder.tiles)
+
+
+def _causal(
+    params: Params, config: ModelConfig, executables: Executables, account: Account, pool: DevicePool
+) -> _Parts:
+    ladder = make_causal_ladder(account.rows)
+    runner = CausalRunner(params, config, executables, ladder, account, pool)
+    launchers: dict[Kind, Launcher] = {Kind.PREFILL: runner.prefill, Kind.DECODE: runner.decode}
+    most = ladder.decode[-1].segments
+    return _Parts(launchers, runner, lambda _: None, (runner,), most, most)
+
+
+def _check_causal(account: Account, chunks: ChunkConfig | None) -> None:
+    """Refuse what causal models do not have yet."""
+    if chunks is not None:
+        raise ConfigError("chunks are for models that denoise: leave them out for a causal model")
+    if account.offloaded:
+        raise ConfigError(
+            f"the memory leaves no room for {account.offloaded} layers of this causal model, whose weights"
+            " have to be on the device: raise memory"
+        )

@@ -10,22 +10,19 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from jdllm.decoding.cache_policies import Phase
 from jdllm.decoding.encoded_trace import Steps
 from jdllm.decoding.executables import Program
 from jdllm.errors import NonFiniteError, RequestError
-from jdllm.execution.paged.pool import PAGE_ROWS
-from jdllm.planning.buckets import row_bucket
-from jdllm.serving.cached_packing import reuse_demand
-from jdllm.serving.cached_runner import CachedRunner
+from jdllm.serving.causal_request import CausalRequest, CausalSpec
+from jdllm.serving.costs import Costs
+from jdllm.serving.device_pool import DevicePool
 from jdllm.serving.flight import Flight
 from jdllm.serving.launch import Compiled
 from jdllm.serving.long_request import LongRequest, LongSpec
-from jdllm.serving.packing import demand
 from jdllm.serving.preparation import Preparation
 from jdllm.serving.request import Request
 from jdllm.serving.runner import Pending, Runner
-from jdllm.serving.scheduler import Demand, Kind, Life, Part, Scheduler
+from jdllm.serving.scheduler import Kind, Part, Scheduler
 from jdllm.serving.spec import RequestSpec
 from jdllm.serving.updates import Ended, PartDone, RequestState, Stats, StepUpdate, Update
 
@@ -51,9 +48,10 @@ class Engine:
 
     Arguments:
     - `runner`: runs parts of iterations.
-    - `cache`: the KV pool.
+    - `pool`: of keys and values.
     - `scheduler`: says what runs next.
     - `preparation`: of requests over long contexts.
+    - `costs`: what requests and their steps take.
     - `check`: raises `RequestError` or `MemoryBudgetError` for a request that this engine cannot serve.
     - `compiled`: what `warm` compiles.
     - `non_finite`: what a request fails with whose values are infinite or not numbers.
@@ -72,18 +70,20 @@ class Engine:
     def __init__(
         self,
         runner: Runner,
-        cache: CachedRunner,
+        pool: DevicePool,
         scheduler: Scheduler,
         preparation: Preparation,
+        costs: Costs,
         *,
         check: Callable[[RequestSpec], None],
         compiled: Sequence[Compiled],
         non_finite: Callable[[Request], NonFiniteError],
     ):
         self._runner = runner
-        self._cache = cache
+        self._pool = pool
         self._scheduler = scheduler
         self._preparation = preparation
+        self._costs = costs
         self._check = check
         self._compiled = compiled
         self._non_finite = non_finite
@@ -118,9 +118,9 @@ class Engine:
         Returns its id, unique in the process. Raises `RequestError` or `KvPoolError` for what can never run.
         """
         number = next(_ids)
-        request = LongRequest(spec, number) if isinstance(spec, LongSpec) else Request(spec, number)
+        request = _request(spec, number)
         self._check(spec)
-        self._scheduler.check(self._life(spec))
+        self._scheduler.check(self._costs.life(spec))
         self._arrivals.append(_Entry(request, updates, deliver))
         return request.id
 
@@ -143,8 +143,8 @@ class Engine:
             failed=count["failed"],
             aborted=count["aborted"],
             evaluated=self.evaluated,
-            free_pages=self._cache.free_pages,
-            pages=self._cache.pages,
+            free_pages=self._pool.free_pages,
+            pages=self._pool.pages,
             rebuilt=count["rebuilt"],
             tokens=count["tokens"],
             **self._flight.counts(),
@@ -225,7 +225,7 @@ class Engine:
             for request in list(self._entries):
                 self._leave(request, "failed")
             self._flight.drain()
-            self._cache.free()
+            self._pool.free()
 
     def programs(self) -> list[Program]:
         """What the ladder of this engine needs compiled."""
@@ -249,7 +249,7 @@ class Engine:
                 self._leave(request, "aborted")
             self._flight.drain()
             self._runner.close()
-            self._cache.free()
+            self._pool.free()
 
     def _take_arrivals(self) -> None:
         while self._arrivals:
@@ -258,7 +258,7 @@ class Engine:
             entry = self._arrivals.popleft()
             self._entries[entry.request.id] = entry
             self._delivered[entry.request.id] = 0
-            self._scheduler.add(entry.request.id, self._life(entry.request.spec))
+            self._scheduler.add(entry.request.id, self._costs.life(entry.request.spec))
         while self._aborts:
             request = self._aborts.popleft()
             if request in self._entries:
@@ -269,7 +269,7 @@ class Engine:
         del self._delivered[request]
         self._preparation.forget(request)
         if state.cached and request in self._scheduler.running:
-            self._cache.release(state)
+            self._pool.release(state)
         self._scheduler.remove(request)
         self._counts[how] += 1
         return state
@@ -279,9 +279,11 @@ class Engine:
             state = self._entries[request].request
             state.started = time.perf_counter()
             if state.cached:
-                self._cache.admit(state)
+                self._pool.admit(state)
         busy = self._flight.ids
-        ready = {i: self._demand(self._entries[i].request) for i in self._scheduler.running if i not in busy}
+        ready = {
+            i: self._costs.demand(self._entries[i].request) for i in self._scheduler.running if i not in busy
+        }
         failed: list[Update] = []
         for part in self._scheduler.plan(ready, self._flight.kinds, self._flight.rows):
             requests = [self._entries[i].request for i in part.ids]
@@ -289,7 +291,7 @@ class Engine:
                 pending = self._runner.submit(part.kind, requests, self._steps(part))
             except Exception as error:
                 self._runner.probe()
-                self._cache.forget_chunks()
+                self._pool.forget_chunks()
                 failed += [self._end(request, error) for request in requests]
             else:
                 self._flight.add(pending, [ready[i] for i in part.ids])
@@ -301,6 +303,8 @@ class Engine:
         if not alone or any(self._entries[i].updates == "every" for i in part.ids):
             return 1
         requests = [self._entries[i].request for i in part.ids]
+        if part.kind is Kind.DECODE:
+            return max(r.steps_left for r in requests)
         return min(r.reuse_steps if part.kind is Kind.REUSE else r.steps_left for r in requests)
 
     def _collect(self, pending: Pending) -> list[Update]:
@@ -309,7 +313,7 @@ class Engine:
         except Exception as error:
             self._flight.drain()
             self._runner.probe()
-            self._cache.forget_chunks()
+            self._pool.forget_chunks()
             self._rebuild_lost_pool()
             left = [request for request in pending.requests if request.id in self._entries]
             found = self._non_finite if isinstance(error, NonFiniteError) else lambda _: error
@@ -347,8 +351,10 @@ class Engine:
             yield self._end(request, None)
 
     def _advance(self, request: Request, positions: np.ndarray, step: Steps) -> Iterator[Update]:
-        masked = request.tokens[positions] == request.mask_id
-        update = StepUpdate(request.id, request.steps, positions[masked], *(x[masked] for x in step))
+        if not len(positions):  # a part of a prompt is no step
+            return
+        shown = request.shown(positions, step)
+        update = StepUpdate(request.id, request.steps, positions[shown], *(x[shown] for x in step))
         if not np.isfinite(update.logprobs).all():
             yield self._end(request, self._non_finite(request))
             return
@@ -367,21 +373,6 @@ class Engine:
         self._leave(request.id, "finished" if error is None else "failed")
         return ended
 
-    def _life(self, spec: RequestSpec) -> Life:
-        """What a request needs; beyond the ladder its rows are those that are compiled for it."""
-        usual = spec.rows <= self._scheduler.limits.max_num_batched_tokens
-        pages = -(-spec.stored_rows // PAGE_ROWS) if spec.cached else 0
-        return Life(spec.rows if usual else row_bucket(spec.rows), pages)
-
-    def _demand(self, request: Request) -> Demand:
-        """What the next step of a request costs."""
-        if isinstance(request, LongRequest) and (stage := self._preparation.next(request)) is not None:
-            return Demand(Kind.PREPARE, stage.rows, 0, 0)
-        if request.cached and request.phase is Phase.REUSE:
-            return Demand(Kind.REUSE, *reuse_demand(request, PAGE_ROWS))
-        kind = Kind.REFRESH if request.cached else Kind.ADAPTIVE if request.adaptive else Kind.FULL
-        return Demand(kind, *demand(request), 0)
-
     def _tell(self, update: Update) -> Update:
         deliver = self._entries[update.request].deliver
         if deliver is not None:
@@ -390,13 +381,23 @@ class Engine:
 
     def _rebuild_lost_pool(self) -> None:
         """Where a failed executable took the KV pool with it, make it again."""
-        if self._cache.lost:
-            self._cache.free()
+        if self._pool.lost:
+            self._pool.free()
             self._counts["rebuilt"] += 1
             for entry in self._entries.values():
                 if entry.request.cached:
                     entry.request.go_back()
                     self._preparation.forget(entry.request.id)
+
+
+def _request(spec: RequestSpec, number: int) -> Request:
+    match spec:
+        case LongSpec():
+            return LongRequest(spec, number)
+        case CausalSpec():
+            return CausalRequest(spec, number)
+        case _:
+            return Request(spec, number)
 
 
 @contextlib.contextmanager

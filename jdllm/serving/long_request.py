@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jdllm.decoding.cache_policies import Phase
+from jdllm.decoding.causal_sampling import check_denoising
 from jdllm.decoding.prefilling import Prefilling
 from jdllm.decoding.rules import rule_of, segment_row, step_table
 from jdllm.decoding.sampling import SamplingParams
@@ -124,6 +125,7 @@ def long_spec(
         raise RequestError(
             "a long prompt needs sampling with prefilling: name a preset, as prefilling='dream'"
         )
+    check_denoising(sampling)
     check_stops(sampling, config, decode)
     if config.attention != "full":
         raise RequestError(f"prefilling needs a diffusion model; this one's attention is {config.attention}")

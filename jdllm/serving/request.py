@@ -185,6 +185,10 @@ class Request:
         masked = np.flatnonzero(self.tokens[: self.block.stop] == self.mask_id)
         return masked[: self.sampling.effective("max_lookahead")] if self.adaptive else masked
 
+    def shown(self, positions: np.ndarray, step: Steps) -> np.ndarray:
+        """Which of the head rows of a step are told: those that were masked before it."""
+        return self.tokens[positions] == self.mask_id
+
     def sequences(self) -> Iterator[np.ndarray]:
         """What its steps evaluate, as things stand: token ids of whole sequences."""
         yield self.tokens

@@ -4,12 +4,12 @@
 preempted and nobody who runs can lack memory. Requests start in the order of their arrival.
 
 **Turns.** Among the ready requests whose kind is not in flight, the one that was served least recently has
-the first pick; ties go to the earlier arrival. Reuses are cheap and pick next, the other kinds after them,
-each in the order of turns. Who does not fit what is left is passed over, but not for ever:
+the first pick; ties go to the earlier arrival. Reuses and decodes are cheap and pick next, the others after
+them, each in the order of turns. Who does not fit what is left is passed over, but not for ever:
 
 - Where the first pick does not fit beside what is in flight, nobody is served until it does. Every plan
-  therefore serves the first pick, or waits for one of at most four parts of other kinds. A request that n
-  running requests precede in turn is served within 5 (n + 1) plans in which it is ready and its kind is not
+  therefore serves the first pick, or waits for one of at most six parts of other kinds. A request that n
+  running requests precede in turn is served within 7 (n + 1) plans in which it is ready and its kind is not
   busy. A second plan that serves nobody before a part has ended is not counted.
 - Refreshes that are due at once are spread over several iterations. Two iterations in a row serve more rows
   than one has room for, because the first refresh that an iteration passes over is the first that the next
@@ -39,10 +39,24 @@ class Kind(enum.IntEnum):
     """A draft and its verification."""
     PREPARE = 4
     """A stage of one long context, before its answer is denoised or between two blocks of it."""
+    PREFILL = 5
+    """Parts of prompts of a causal model, which are stored."""
+    DECODE = 6
+    """The last token of each sequence of a causal model, against what is stored."""
 
 
-SUBMITTED = (Kind.REUSE, Kind.REFRESH, Kind.FULL, Kind.ADAPTIVE, Kind.PREPARE)
+SUBMITTED = (
+    Kind.REUSE,
+    Kind.DECODE,
+    Kind.REFRESH,
+    Kind.FULL,
+    Kind.ADAPTIVE,
+    Kind.PREPARE,
+    Kind.PREFILL,
+)
 """The order of the parts of an iteration: the host prepares the next reuse while the others run."""
+
+_CHEAP = (Kind.REUSE, Kind.DECODE)
 
 
 class Life(NamedTuple):
@@ -62,7 +76,7 @@ class Demand(NamedTuple):
     - `kind`: the executable that runs it.
     - `rows`: packed rows.
     - `head_rows`: rows that meet the head.
-    - `entries`: entries of the page table, 0 except for a reuse.
+    - `entries`: entries of the page table, 0 for what reads nothing that is stored.
     """
 
     kind: Kind
@@ -269,7 +283,7 @@ class Scheduler:
         if not turns or (busy and ready[turns[0]].rows > left):
             return []
         first, *others = turns
-        others.sort(key=lambda request: ready[request].kind is not Kind.REUSE)
+        others.sort(key=lambda request: ready[request].kind not in _CHEAP)
         drafts = {kind: _Draft() for kind in SUBMITTED}
         for request in (first, *others):
             demand = ready[request]

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jdllm.decoding.cache_policies import kept, policy_of
+from jdllm.decoding.causal_sampling import check_denoising
 from jdllm.decoding.rules import adaptive_row, segment_row, step_table
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.schedule import StepTable, block_steps
@@ -177,6 +178,7 @@ def _spec(
     stop_ids: tuple[int, ...] = (),
     decode: Callable[[Sequence[int]], str] | None = None,
 ) -> RequestSpec:
+    check_denoising(sampling)
     tokens.setflags(write=False)
     segment = (adaptive_row if sampling.adaptive else segment_row)(sampling, config)
     mask_id = mask_id_of(config)

@@ -22,7 +22,7 @@ from jdllm.prefilling.build import Evaluation, build
 from jdllm.prefilling.draft import draft, draft_segment, timetable
 from jdllm.prefilling.retain import Watched, retain, retention_segment
 from jdllm.prefilling.segments import joined
-from jdllm.serving.cached_runner import CachedRunner
+from jdllm.serving.device_pool import DevicePool
 from jdllm.serving.fitting import check_fits
 from jdllm.serving.long_request import LongRequest
 from jdllm.serving.packing import head_rows, segment_params
@@ -50,7 +50,7 @@ class Model:
         config: ModelConfig,
         executables: Executables,
         account: Account,
-        pool: CachedRunner,
+        pool: DevicePool,
     ):
         self.params = params
         self.config = config

@@ -95,7 +95,7 @@ def test_the_timed_run_of_an_evaluation_compiles_nothing(
 
     def generate_and_count(**kwargs: Any) -> list[RequestOutput]:
         outputs = plain(**kwargs)
-        compiled.append(len(llm.engine._cache._executables))
+        compiled.append(len(llm.executables))
         return outputs
 
     monkeypatch.setattr(llm, "generate", generate_and_count)

@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -16,7 +17,8 @@ from jdllm.cli.generate import generate
 from jdllm.cli.options import in_option_words
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.outputs import RequestOutput
-from tests.cli.helpers import IDS, UseModel, assert_mistake
+from tests.cli.helpers import IDS, LLADA, UseModel, assert_mistake
+from tests.helpers import Golden
 
 
 def test_every_sampling_parameter_is_an_option():
@@ -70,6 +72,9 @@ def test_the_librarys_fields_are_named_as_options():
     assert in_option_words("the factor of a seed") == "the factor of a seed"
 
 
+LLAMA = Golden("llama").directory
+
+
 class Listener:
     """Stands in for a model: keeps what it is asked for and has nothing to say."""
 
@@ -83,9 +88,15 @@ class Listener:
         return []
 
 
+def stating(directory: Path, model: Path, **stated: Any) -> Path:
+    """A checkpoint of the configuration of another, without weights, with a generation_config.json."""
+    shutil.copy(model / "config.json", directory)
+    (directory / "generation_config.json").write_text(json.dumps(stated))
+    return directory
+
+
 def test_options_that_are_not_set_are_the_checkpoints(use_model: UseModel, tmp_path: Path):
-    stated = {"gen_length": 48, "steps": 12, "temperature": 0.5}
-    (tmp_path / "generation_config.json").write_text(json.dumps(stated))
+    stating(tmp_path, LLADA, gen_length=48, steps=12, temperature=0.5)
     listener = Listener()
     use_model(listener)
     options = ["--model", str(tmp_path), *IDS, "--steps", "none", "--temperature", "0.25"]
@@ -93,10 +104,34 @@ def test_options_that_are_not_set_are_the_checkpoints(use_model: UseModel, tmp_p
     assert listener.asked == [SamplingParams(gen_length=48, temperature=0.25)]
 
 
-def test_a_mistake_in_an_option_is_told_before_anything_is_loaded(tmp_path: Path):
-    options = ["--model", str(tmp_path), *IDS, "--gen-length", "0"]
+def test_those_of_a_causal_checkpoint_too(use_model: UseModel, tmp_path: Path):
+    stating(tmp_path, LLAMA, do_sample=True, top_p=0.9, repetition_penalty=1.1)
+    listener = Listener()
+    use_model(listener)
+    options = ["--model", str(tmp_path), *IDS, "--repetition-penalty", "1.25"]
+    CliRunner().invoke(app, ["generate", *options])
+    assert listener.asked == [SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.25)]
+
+
+@pytest.mark.parametrize(
+    ("model", "option", "value", "message"),
+    [
+        (LLADA, "--gen-length", "0", "is 0, expected"),
+        (
+            LLAMA,
+            "--steps",
+            "8",
+            "is for models that denoise: a causal model generates one token after another",
+        ),
+        (LLADA, "--repetition-penalty", "1.1", "is for causal models"),
+    ],
+)
+def test_a_mistake_in_an_option_is_told_before_anything_is_loaded(
+    model: Path, option: str, value: str, message: str, tmp_path: Path
+):
+    options = ["--model", str(stating(tmp_path, model)), *IDS, option, value]
     result = CliRunner().invoke(app, ["generate", *options])
-    assert_mistake(result, "--gen-length")
+    assert_mistake(result, f"error: {option} {message}")
 
 
 def test_the_bundled_model_answers_at_the_length_that_it_was_trained_at():

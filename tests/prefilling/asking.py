@@ -134,8 +134,8 @@ def all_free(engine: Engine) -> None:
     stats = engine.stats()
     assert engine.idle
     assert stats.free_pages == stats.pages
-    cache, preparation = engine._cache, engine._preparation
+    cache, preparation = engine._pool, engine._preparation
     assert not preparation._stages
     assert not preparation._next
     owned = {stored.owner for stored in cache.chunks._stored.values()}
-    assert set(cache._pages.owned) == owned
+    assert set(cache.table.owned) == owned

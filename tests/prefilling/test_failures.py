@@ -91,7 +91,7 @@ def failing(engine: Engine, kind: Kind, lost: bool, monkeypatch: pytest.MonkeyPa
         doomed.clear()
 
         def fail() -> Any:
-            pool = engine._cache._pool
+            pool = engine._pool._pool
             if lost and pool is not None:
                 pool.k.delete()
             raise RuntimeError("the device failed")
@@ -111,7 +111,7 @@ def test_a_request_begins_again_where_another_takes_the_pool_with_it(
     before, whole = 0, False
     while not whole:
         engine = build()
-        engine._cache.make()
+        engine._pool.make()
         fail = failing(engine, Kind.REFRESH, lost, monkeypatch)
         told: list[Any] = []
         number = engine.add(SPECS[name], updates="every", deliver=told.append)
@@ -208,10 +208,10 @@ def nothing_written(*args: Any) -> KeyValuePool:
 
 def poison(engine: Engine) -> None:
     """Make numbers of all rows that are not live into NaN, while no part runs."""
-    cache = engine._cache
+    cache = engine._pool
     if cache._pool is None:
         return
-    pages = cache._pages
+    pages = cache.table
     live = np.zeros((pages.pages, PAGE_ROWS), bool)
     stored = {chunk.owner: chunk.rows for chunk in cache.chunks._stored.values()}
     for owner in pages.owned:
@@ -233,7 +233,7 @@ def test_rows_that_nothing_wrote_decide_nothing(
     build: Build, alone: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
     """The pool is made of NaN, and what is not live becomes NaN again after every part."""
-    monkeypatch.setattr("jdllm.serving.cached_runner.empty_pool", nothing_written)
+    monkeypatch.setattr("jdllm.serving.device_pool.empty_pool", nothing_written)
     names = [name for name, spec in SPECS.items() if isinstance(spec, LongSpec)]
     engine = build()
     groups = [[name] for name in names] + [[*names[::2], "dual", *names[1::2]]]  # these over stored chunks

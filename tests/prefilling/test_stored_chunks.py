@@ -114,7 +114,7 @@ def test_a_chunk_that_occurs_twice_is_stored_once(build: Build):
     twice = asking._replace(context=np.tile(asking.context, 3))
     first = ask(engine, twice)
     np.testing.assert_allclose(first.prefilled.scores[1:], first.prefilled.scores[0], rtol=1e-6)
-    assert len(engine._cache.chunks._stored) == 2
+    assert len(engine._pool.chunks._stored) == 2
     second = ask(engine, another(twice, 1))
     assert second.prefilled.cached_chunks == 3
     same(second, ask(build(), another(twice, 1)))
@@ -150,7 +150,7 @@ def test_a_context_that_does_not_fit_beside_its_request_is_not_stored(build: Bui
     for n in range(2):
         found = ask(engine, another(asking, n))
         assert found.prefilled.cached_chunks == 0
-        assert not engine._cache.chunks._stored
+        assert not engine._pool.chunks._stored
     same(found, ask(build(), another(asking, 1)))
 
 

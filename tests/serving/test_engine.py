@@ -158,7 +158,7 @@ class Failing:
             self.left -= 1
 
             def fail() -> Any:
-                pool = engine._cache._pool
+                pool = engine._pool._pool
                 if kind is Kind.REFRESH and pool is not None:
                     pool.k.delete()
                 raise RuntimeError("the device failed")
@@ -322,7 +322,7 @@ def test_a_long_exact_request_takes_the_room_of_the_pool_and_gives_it_back(
 
     def note(pending: Any) -> Any:
         done = collect(pending)
-        there.append(engine._cache._pool is not None)
+        there.append(engine._pool._pool is not None)
         return done
 
     monkeypatch.setattr(engine._runner, "collect", note)

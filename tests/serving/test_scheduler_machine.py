@@ -53,6 +53,15 @@ def prepared(rows: int, window: int, stages: int, reuses: list[int]) -> Script:
     )
 
 
+def generated(prompt: int, chunk: int, tokens: int) -> Script:
+    """A prompt in parts, then a row a token."""
+    pages, chunks = -(-(prompt + tokens) // PAGE_ROWS), [*[chunk] * (prompt // chunk), prompt % chunk]
+    parts = [
+        Demand(Kind.PREFILL, rows, int(i == len(chunks) - 1), pages) for i, rows in enumerate(chunks) if rows
+    ]
+    return Script(Life(min(prompt, chunk), pages), (*parts, *[Demand(Kind.DECODE, 1, 1, pages)] * tokens))
+
+
 @st.composite
 def some_limits(draw: st.DrawFn) -> Limits:
     ends = ((8, 48), (1, 12), (1, 40), (1, 16), (1, 30), (2, 24), (0, 24), (0, 24), (0, 24))
@@ -74,6 +83,7 @@ SCRIPTS = st.one_of(
         st.integers(1, 3),
         st.lists(st.integers(0, 4), min_size=1, max_size=2),
     ),
+    st.builds(generated, ROWS, st.integers(1, 16), st.integers(1, 6)),
 )
 
 
@@ -263,7 +273,11 @@ class Arrivals(RuleBasedStateMachine):
         assert first in served
 
         def pick(request: int) -> tuple:
-            return request != first, candidates[request].kind is not Kind.REUSE, self.turn(request)
+            return (
+                request != first,
+                candidates[request].kind not in (Kind.REUSE, Kind.DECODE),
+                self.turn(request),
+            )
 
         for request in candidates.keys() - served.keys():
             ahead = [demand for other, demand in served.items() if pick(other) < pick(request)]

@@ -9,6 +9,7 @@ from jdllm.decoding.executables import Executables
 from jdllm.decoding.sampling import Cache, SamplingParams
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
+from jdllm.serving.cached_runner import CachedRunner
 from tests.engines import engine_of, finish, generation_request
 
 CHOICES: list[dict[str, Any]] = [
@@ -63,7 +64,9 @@ def test_keys_are_scored_only_where_some_are_stored(
     params: Params, config: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ):
     engine = engine_of(params, config, Executables("cpu"), 256)
-    sizes = engine._cache._refresh_sizes
+    cached = engine._compiled[1]
+    assert isinstance(cached, CachedRunner)
+    sizes = cached._refresh_sizes
     turns: list[bool] = []
 
     def counted(scored: bool, choose: Any) -> Any:

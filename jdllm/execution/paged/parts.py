@@ -1,4 +1,4 @@
-"""The transformer over parts of a long context.
+"""The transformer over parts of sequences.
 
 Rows see each other by their ranges, and what is stored of others. Their own keys and values are stored too,
 at other positions where asked.
@@ -38,10 +38,22 @@ class Storage(NamedTuple):
     positions: Int[Tensor, "entries page_rows"]
 
 
+class StoredKeys(NamedTuple):
+    """Pages that take the place of the packed rows' own keys: their rows, one page after another.
+
+    - `pages`: int32; any page where nothing is live.
+    - `valid`: int32, how many rows of each are live, from its first on.
+    """
+
+    pages: Int[Tensor, " entries"]
+    valid: Int[Tensor, " entries"]
+
+
 class Parts(NamedTuple):
     """Packed rows, and what they see beside each other.
 
-    - `tokens`, `rows`: as of `jdllm.execution.transformer.forward`.
+    - `tokens`, `rows`: as of `jdllm.execution.transformer.forward`. With `keys` their ranges are of its rows.
+    - `keys`: the keys that ranges refer to, read after `storage` was written; `None` for those of the rows.
     - `own`: rows that see their own key beside their range, which it is no part of; `None` where none does.
     - `table`: the pages that each tile of rows sees, of as many tiles as it has requests; `None` where
       nothing is read.
@@ -55,6 +67,7 @@ class Parts(NamedTuple):
     table: PageTable | None
     storage: Storage | None
     wanted: Wanted
+    keys: StoredKeys | None = None
 
 
 def forward_parts(
@@ -71,7 +84,8 @@ def forward_parts(
     Returns the hidden rows that are wanted, in their order, and the pool.
     """
     rotation = cos_sin(config.rope, config.head_dim, parts.rows.positions)
-    everywhere = attention_over(parts.rows)
+    seen_keys = None if parts.keys is None or pool is None else len(parts.keys.pages) * pool.k.shape[3]
+    everywhere = attention_over(parts.rows, seen_keys)
     few_rows = None if parts.table is None else len(parts.tokens)
 
     def body(carry: tuple[Hidden, KeyValuePool | None], layer: Layer, number: Array):
@@ -79,6 +93,7 @@ def forward_parts(
         q, k, v = project_unrotated(layer, config, h, ("q", "k", "v"))
         pool = _store(config, parts.storage, pool, number, k, v)
         q, k = rotate(q, *rotation), rotate(k, *rotation)
+        k, v = _seen(parts.keys, pool, number, k, v)
         found = [everywhere(q, k, v, parts.rows.k_start, parts.rows.k_end, scale=config.head_dim**-0.5)]
         if parts.own is not None:
             found.append(_of_itself(q, k, v, parts.own, config.head_dim**-0.5))
@@ -91,6 +106,7 @@ def forward_parts(
         k, v = project_unrotated(layer, config, h, ("k", "v"))
         pool = _store(config, parts.storage, pool, number, k, v)
         (rows, live), k = parts.wanted, rotate(k, *rotation)
+        k, v = _seen(parts.keys, pool, number, k, v)
         (q,) = project_unrotated(layer, config, h[rows], ("q",))
         q = rotate(q, *(x[rows] for x in rotation))
         start, end = (jnp.asarray(x)[rows] for x in parts.rows[1:])
@@ -108,6 +124,22 @@ def forward_parts(
     # Tiles see pages together: the rows that are wanted are no tiles.
     h, pool = scan_layers(params, config, carry, body, few_rows=few_rows)
     return h[parts.wanted.rows], pool
+
+
+def _seen(
+    keys: StoredKeys | None, pool: KeyValuePool | None, number: Array, k: Heads, v: Heads
+) -> tuple[Heads, Heads]:
+    """The keys and values that the ranges of the rows refer to."""
+    return (k, v) if keys is None or pool is None else gathered_keys(keys, pool, number)
+
+
+def gathered_keys(keys: StoredKeys, pool: KeyValuePool, number: Array) -> tuple[Heads, Heads]:
+    """The rows of some pages of one layer; values that are not live are zero, whatever was there."""
+    pages = jnp.asarray(keys.pages)
+    live = jnp.arange(pool.k.shape[3]) < jnp.asarray(keys.valid)[:, None]
+    by_page = pool.k[number, pages], jnp.where(live[:, None, :, None], pool.v[number, pages], 0)
+    k, v = (jnp.moveaxis(x, 1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in by_page)
+    return k, v
 
 
 def _finished(layer: Layer, config: ModelConfig, h: Hidden, found: list[Any]) -> Hidden:

@@ -17,8 +17,13 @@ def masked_logits_xla(
     hidden: Float[Array, "rows d"], head: Float[Array, "vocab d"], rows: RowSampling, level: Level
 ) -> RowDecision:
     """Portable form of `jdllm.pallas.masked_logits.masked_logits`; the logits of all rows exist in f32."""
-    ids = jnp.arange(head.shape[0])
-    logits = allowed(head_logits(hidden, head), rows.limit, rows.token_bans)
+    return decide_logits(head_logits(hidden, head), rows, level)
+
+
+def decide_logits(logits: Logits, rows: RowSampling, level: Level) -> RowDecision:
+    """What `masked_logits` returns, of f32 logits in place of a product."""
+    ids = jnp.arange(logits.shape[1])
+    logits = allowed(logits, rows.limit, rows.token_bans)
     scale = jnp.where(rows.temperature > 0, rows.temperature, 1.0)
     divisor = jnp.where(rows.tempered, scale, 1.0)[:, None]
     choices = logits

@@ -1,0 +1,230 @@
+"""Generation from left to right: prompts in parts, then a device loop of one token a turn."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int
+
+from jdllm.arrays import Tensor
+from jdllm.decoding.batch import Batch, HeadRows, SegmentParams, Trace
+from jdllm.decoding.head import Choice, Sources, choose
+from jdllm.decoding.penalty import Penalty, decide_penalised
+from jdllm.execution.paged.decode import Place, Window, forward_decode
+from jdllm.execution.paged.parts import Parts, Storage, StoredKeys, forward_parts
+from jdllm.execution.paged.pool import PAGE_ROWS, KeyValuePool
+from jdllm.execution.transformer import Wanted, final_norm
+from jdllm.models.block import Hidden
+from jdllm.models.config import ModelConfig
+from jdllm.models.weights import Params
+from jdllm.pallas.masked_logits import Level
+from jdllm.pallas.split_attention import PageTable
+from jdllm.pallas.split_attention.types import request_of
+
+
+class Sequences(NamedTuple):
+    """Sequences whose last token is known and not evaluated, one each segment.
+
+    - `tokens`: that token.
+    - `lengths`: how many tokens are known; 0 for padding.
+    - `stop_ids`: ids after which nothing is committed; -1 stands for none.
+    - `segments`: what each asks of the sampler. Unfiltered ones come first.
+    - `plain`: how many these are.
+    """
+
+    tokens: Int[Tensor, " segments"]
+    lengths: Int[Tensor, " segments"]
+    stop_ids: Int[Tensor, "segments stops"]
+    segments: SegmentParams
+    plain: Int[Tensor, ""]
+
+
+class Reads(NamedTuple):
+    """The pages that sequences read and write while a dispatch runs.
+
+    - `pages`, `first`: as of `PageTable`, those of all steps included.
+    - `before`: how many rows of its sequence lie before each entry's page.
+    - `next`: of each sequence the pages from that of its last token on, as many as the steps may reach.
+    """
+
+    pages: Int[Tensor, " entries"]
+    before: Int[Tensor, " entries"]
+    first: Int[Tensor, " segments+1"]
+    next: Int[Tensor, "segments reached"]
+
+
+_Turn = tuple[Array, Array, Trace, Penalty | None, KeyValuePool]
+"""The last token of each sequence, which of them have ended, the trace, seen ids, and the pool."""
+
+
+def prefill(
+    params: Params,
+    batch: Batch,
+    storage: Storage,
+    keys: StoredKeys | None,
+    plain: Int[Tensor, ""],
+    penalty: Penalty | None,
+    pool: KeyValuePool,
+    *,
+    config: ModelConfig,
+    level: Level,
+) -> tuple[Trace, KeyValuePool]:
+    """Evaluate parts of prompts, store them, and choose the token after each that is whole.
+
+    Arguments:
+    - `batch`: the parts; the head rows are the last ones of prompts that end, unfiltered ones first.
+    - `storage`, `keys`, `pool`: as of `Parts` and `forward_parts`.
+    - `plain`: how many head rows are unfiltered.
+    - `penalty`: of the ids that the prompts hold; `None` where no segment has one.
+    - `config`, `level`: as of `jdllm.decoding.step.denoise`; static.
+
+    Returns the trace of one step for the head rows, and the pool. Exact.
+    """
+    head = HeadRows(*(jnp.asarray(x) for x in batch.head))
+    live = jnp.asarray(head.segment) < batch.segments.step.shape[0]
+    wanted = Wanted(head.row, live)
+    parts = Parts(batch.tokens, batch.rows, None, None, storage, wanted, keys)
+    hidden, written = forward_parts(params, config, parts, pool)
+    assert written is not None
+    positions = jnp.asarray(batch.rows.positions)[head.row] + 1
+    step = jnp.asarray(batch.segments.step)
+    count = live.sum(), jnp.asarray(plain)
+    choice = _chosen(params, config, hidden, head, positions, batch.segments, step, count, penalty, level)
+    trace = Trace(jnp.int32(1), *(x[None] for x in _committed(choice, live)))
+    return trace, written
+
+
+def decode(
+    params: Params,
+    sequences: Sequences,
+    reads: Reads,
+    penalty: Penalty | None,
+    max_steps: Int[Array, ""],
+    pool: KeyValuePool,
+    *,
+    config: ModelConfig,
+    level: Level,
+) -> tuple[Trace, KeyValuePool]:
+    """Generate up to `max_steps` tokens of each sequence, until all have ended.
+
+    Arguments:
+    - `reads`, `pool`: what is stored: all but the last token of each.
+    - `penalty`: of the ids that are known; `None` where no segment has one.
+    - `max_steps`: int32, at most the columns of the segments' step tables. Tokens do not depend on it.
+    - `config`, `level`: as of `jdllm.decoding.step.denoise`; static.
+
+    Returns the trace, of which step i holds the i-th token of each segment that had not ended, and the pool.
+    Exact.
+    """
+    lengths, stop_ids = jnp.asarray(sequences.lengths), jnp.asarray(sequences.stop_ids)
+    segments, size = sequences.segments, sequences.lengths.shape[0]
+    row = jnp.arange(size, dtype=jnp.int32)
+    head, left = HeadRows(row, row, row), jnp.asarray(segments.steps_left)
+    capacity = segments.quota.shape[1]
+    empty = jnp.zeros((capacity, size), jnp.int32)
+    trace = Trace(jnp.int32(0), empty, empty.astype(bool), empty.astype(jnp.float32))
+    count = (lengths > 0).sum(), jnp.asarray(sequences.plain)
+
+    def active(ended: Bool[Array, " segments"], step: Int[Array, ""]) -> Bool[Array, " segments"]:
+        return (lengths > 0) & ~ended & (step < left)
+
+    def unfinished(carry: _Turn) -> Bool[Array, ""]:
+        _, ended, trace, _, _ = carry
+        return (trace.steps < max_steps) & active(ended, trace.steps).any()
+
+    def turn(carry: _Turn) -> _Turn:
+        tokens, ended, trace, penalty, pool = carry
+        step, goes_on = trace.steps, active(ended, trace.steps)
+        positions = jnp.maximum(lengths - 1, 0) + step
+        place, seen = _place(reads, lengths, step, goes_on), _seen(config, reads, lengths, step)
+        hidden, pool = forward_decode(params, config, tokens, positions, pool, place, seen)
+        now = jnp.asarray(segments.step) + step
+        choice = _chosen(params, config, hidden, head, positions + 1, segments, now, count, penalty, level)
+        token, committed, logprob = _committed(choice, goes_on)
+        trace = Trace(
+            step + 1,
+            trace.tokens.at[step].set(token),
+            trace.committed.at[step].set(committed),
+            trace.logprobs.at[step].set(logprob),
+        )
+        ended = ended | (token[:, None] == stop_ids).any(axis=1)
+        penalty = None if penalty is None else penalty.with_tokens(token, committed)
+        return token, ended, trace, penalty, pool
+
+    carry = jnp.asarray(sequences.tokens), jnp.zeros(size, bool), trace, penalty, pool
+    _, _, trace, _, pool = lax.while_loop(unfinished, turn, carry)
+    return trace, pool
+
+
+def _chosen(
+    params: Params,
+    config: ModelConfig,
+    hidden: Hidden,
+    head: HeadRows,
+    positions: Int[Array, " head"],
+    segments: SegmentParams,
+    step: Int[Array, " segments"],
+    count: tuple[Int[Array, ""], Int[Array, ""]],
+    penalty: Penalty | None,
+    level: Level,
+) -> Choice:
+    """The tokens at `positions`, each from its row of `hidden`.
+
+    Arguments:
+    - `count`: how many there are, and how many of them, the first, are unfiltered.
+    """
+    if penalty is not None:
+        h, owner = final_norm(params, config, hidden), head.segment
+        return decide_penalised(
+            params, h, owner, positions, segments, step, count[0], penalty, level=Level.FILTERED
+        )
+    own = jnp.arange(hidden.shape[0], dtype=jnp.int32)
+    sources = Sources(own, own)
+    return choose(
+        params,
+        config,
+        hidden,
+        sources,
+        head,
+        positions,
+        segments,
+        step,
+        *count,
+        chunks=1,
+        level=level,
+    )
+
+
+def _committed(choice: Choice, live: Bool[Array, " head"]) -> tuple[Array, Array, Array]:
+    """Token, whether it counts, and log-probability; a kernel leaves undefined what nobody asked for."""
+    token, logprob = (jnp.where(live, x, 0) for x in (choice.token, choice.logprob))
+    return token, live, logprob
+
+
+def _place(
+    reads: Reads, lengths: Int[Array, " segments"], step: Int[Array, ""], live: Bool[Array, " segments"]
+) -> Place:
+    """Where the last known token of each sequence is stored."""
+    position = jnp.maximum(lengths - 1, 0)
+    page = (position + step) // PAGE_ROWS - position // PAGE_ROWS
+    held = jnp.take_along_axis(jnp.asarray(reads.next), page[:, None], axis=1, mode="clip")[:, 0]
+    nowhere = jnp.iinfo(jnp.int32).max - jnp.arange(len(lengths), dtype=jnp.int32)
+    return Place(jnp.where(live, held, nowhere), (position + step) % PAGE_ROWS)
+
+
+def _seen(
+    config: ModelConfig, reads: Reads, lengths: Int[Array, " segments"], step: Int[Array, ""]
+) -> PageTable | Window:
+    """What each sequence sees once its last known token is stored."""
+    pages, before, first = (jnp.asarray(x) for x in reads[:3])
+    owner = request_of(jnp.arange(len(pages)), first)
+    length = jnp.where(lengths > 0, lengths + step, 0)
+    valid = jnp.clip(length[owner] - before, 0, PAGE_ROWS)
+    valid = jnp.where(jnp.arange(len(pages)) < first[-1], valid, 0)
+    if config.sliding_window is None:
+        return PageTable(pages, valid, first)
+    # Entries of a sequence follow one another: a position is as far from its row among them as the first is.
+    begin = jnp.minimum(first[:-1], len(pages) - 1)
+    end = first[:-1] * PAGE_ROWS + length - before[begin]
+    start = jnp.maximum(end - config.sliding_window, first[:-1] * PAGE_ROWS)
+    return Window(StoredKeys(pages, valid), jnp.where(length > 0, start, end), end)

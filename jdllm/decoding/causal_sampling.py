@@ -1,0 +1,40 @@
+"""Which sampling parameters a model has a use for: one that is causal, and one that denoises."""
+
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.errors import RequestError
+
+_IN_ORDER = "commits each token as it comes"
+_UNRANKED = "ranks no tokens by confidence"
+
+_OF_DENOISING = {
+    "steps": "generates one token after another",
+    "block_length": "has no blocks",
+    "alg": _IN_ORDER,
+    "transfer": _IN_ORDER,
+    "remasking": _IN_ORDER,
+    "cache": "keeps the keys and values of every token",
+    "cfg_scale": "has no classifier-free guidance",
+    "confidence_eos_eot_inf": _UNRANKED,
+    "confidence_dtype": _UNRANKED,
+    "prompt_masks": "fills no masks",
+    "prefilling": "takes its prompt whole",
+}
+"""Fields that only denoising uses, and why a causal model does not. Parameters of a rule or a cache are
+refused with it: without it they cannot be set."""
+
+_DEFAULTS = SamplingParams()
+
+
+def check_causal(sampling: SamplingParams) -> None:
+    """Raise `RequestError` where a field that only denoising uses is not at its default."""
+    for name, why in _OF_DENOISING.items():
+        if getattr(sampling, name) != getattr(_DEFAULTS, name):
+            raise RequestError(f"{name} is for models that denoise: a causal model {why}")
+
+
+def check_denoising(sampling: SamplingParams) -> None:
+    """Raise `RequestError` where a field that only causal models use is not at its default."""
+    if sampling.repetition_penalty != _DEFAULTS.repetition_penalty:
+        raise RequestError(
+            "repetition_penalty is for causal models: one that denoises does not generate in order"
+        )

@@ -1,0 +1,108 @@
+"""One token more of many sequences: each row sees what is stored of its own, and is stored itself."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jdllm.arrays import Tensor
+from jdllm.execution.paged.parts import Heads, StoredKeys, gathered_keys
+from jdllm.execution.paged.pool import KeyValuePool
+from jdllm.execution.transformer import attention_over, embed, scan_layers
+from jdllm.models.block import Hidden, Layer, RowInts, Rows, block
+from jdllm.models.config import ModelConfig
+from jdllm.models.rotary import cos_sin
+from jdllm.models.weights import Params
+from jdllm.pallas.attention import AttentionOutput
+from jdllm.pallas.grouped_matmul import grouped_matmul
+from jdllm.pallas.split_attention import PageTable, split_attention
+
+
+class Place(NamedTuple):
+    """Where the key and value of each row are stored: a row of a page, beyond the pool for nowhere."""
+
+    page: Int[Tensor, " rows"]
+    row: Int[Tensor, " rows"]
+
+
+class Window(NamedTuple):
+    """What rows see that do not see all of their sequence.
+
+    - `keys`: pages.
+    - `start`, `end`: the range of their rows that each row sees.
+    """
+
+    keys: StoredKeys
+    start: RowInts
+    end: RowInts
+
+
+def forward_decode(
+    params: Params,
+    config: ModelConfig,
+    tokens: RowInts,
+    positions: RowInts,
+    pool: KeyValuePool,
+    place: Place,
+    seen: PageTable | Window,
+) -> tuple[Hidden, KeyValuePool]:
+    """Run all layers over one row of each sequence.
+
+    Arguments:
+    - `params`, `config`: as of `jdllm.execution.transformer.forward`.
+    - `tokens`, `positions`: of the rows.
+    - `pool`: what is stored; the rows' own keys and values are written into it, in place: donate it.
+    - `place`: where; no two the same.
+    - `seen`: what each row sees, itself included: pages of which it sees all live rows, or ranges of rows.
+
+    Returns the hidden rows after the last layer, and the pool.
+    """
+    rotation = cos_sin(config.rope, config.head_dim, positions)
+    if isinstance(seen, PageTable):
+        rows, attention = Rows(positions, positions, positions), functools.partial(_over_pages, seen)
+    else:
+        rows = Rows(positions, seen.start, seen.end)
+        attention = _over_window(rows, seen.keys, pool.k.shape[3])
+
+    def body(carry: tuple[Hidden, KeyValuePool], layer: Layer, number: Array) -> tuple[Hidden, KeyValuePool]:
+        h, pool = carry
+        written: list[KeyValuePool] = []
+
+        def attend(q: Heads, k: Heads, v: Heads, *_: RowInts, scale: float) -> AttentionOutput:
+            stored = store_rows(pool, number, place, k, v)
+            written.append(stored)
+            return attention(q, stored, number, scale)
+
+        h = block(layer, config, h, rotation, rows, attend, grouped_matmul)
+        return h, written[0]
+
+    return scan_layers(params, config, (embed(params, jnp.asarray(tokens)), pool), body, few_rows=len(tokens))
+
+
+def store_rows(pool: KeyValuePool, number: Array, place: Place, k: Heads, v: Heads) -> KeyValuePool:
+    """Write a row of keys and values of each sequence into one layer."""
+    return KeyValuePool(
+        *(
+            x.at[number, place.page, :, place.row].set(rows.astype(x.dtype), mode="drop", unique_indices=True)
+            for x, rows in zip(pool, (k, v), strict=True)
+        )
+    )
+
+
+def _over_pages(
+    table: PageTable, q: Heads, pool: KeyValuePool, number: Array, scale: float
+) -> AttentionOutput:
+    found = split_attention(q[:, None], *pool, table, layer=number, scale=scale)
+    return AttentionOutput(*(x[:, 0] for x in found))
+
+
+def _over_window(rows: Rows, keys: StoredKeys, page_rows: int) -> Callable[..., AttentionOutput]:
+    attention = attention_over(rows, len(keys.pages) * page_rows)
+
+    def attend(q: Heads, pool: KeyValuePool, number: Array, scale: float) -> AttentionOutput:
+        keys_values = gathered_keys(keys, pool, number)
+        return AttentionOutput(*attention(q, *keys_values, rows.k_start, rows.k_end, scale=scale))
+
+    return attend

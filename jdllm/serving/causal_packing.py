@@ -1,0 +1,215 @@
+"""Packs parts of prompts, and sequences that grow by a token, into arrays of compiled sizes."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jdllm.arrays import padded
+from jdllm.decoding.batch import Batch
+from jdllm.decoding.causal import Reads, Sequences
+from jdllm.decoding.encoded_trace import Steps
+from jdllm.decoding.penalty import Penalty
+from jdllm.execution.paged.parts import Storage, StoredKeys
+from jdllm.execution.paged.pool import PAGE_ROWS
+from jdllm.models.block import Rows
+from jdllm.models.config import ModelConfig
+from jdllm.models.visibility import key_ranges
+from jdllm.planning.buckets import power_bucket
+from jdllm.planning.ladder import Entry
+from jdllm.serving.causal_request import CausalRequest
+from jdllm.serving.kv_pool import KvPool
+from jdllm.serving.packing import head_rows, segment_params
+from jdllm.serving.part_packing import Filled, storage_of
+
+_STOPS = 8
+"""Stop ids of a sequence, at least."""
+
+
+class PackedPrompts(NamedTuple):
+    """Parts of prompts.
+
+    - `batch`, `storage`, `keys`, `plain`, `penalty`: as of `jdllm.decoding.causal.prefill`.
+    - `order`: which requests the head rows belong to.
+    """
+
+    batch: Batch
+    storage: Storage
+    keys: StoredKeys | None
+    plain: np.ndarray
+    penalty: Penalty | None
+    order: np.ndarray
+
+    @property
+    def arguments(self) -> tuple[Batch, Storage, StoredKeys | None, np.ndarray, Penalty | None]:
+        """What the device needs."""
+        return self.batch, self.storage, self.keys, self.plain, self.penalty
+
+
+class PackedSequences(NamedTuple):
+    """Sequences that generate.
+
+    - `sequences`, `reads`, `penalty`: as of `jdllm.decoding.causal.decode`.
+    - `order`: which requests the segments belong to.
+    """
+
+    sequences: Sequences
+    reads: Reads
+    penalty: Penalty | None
+    order: np.ndarray
+
+    @property
+    def arguments(self) -> tuple[Sequences, Reads, Penalty | None]:
+        """What the device needs."""
+        return self.sequences, self.reads, self.penalty
+
+
+def part_of(request: CausalRequest, chunk: int) -> range:
+    """The tokens of a request that its next part evaluates: at most `chunk`, whole pages but at the end."""
+    return range(request.computed, min(request.known, request.computed + chunk))
+
+
+def pages_of(rows: int) -> int:
+    """Pages that so many rows take."""
+    return -(-rows // PAGE_ROWS)
+
+
+def pack_prompts(
+    requests: Sequence[CausalRequest],
+    parts: Sequence[range],
+    config: ModelConfig,
+    pool: KvPool,
+    entry: Entry,
+    entries: int | None,
+) -> PackedPrompts:
+    """Lay out a part of each request, one after another.
+
+    Arguments:
+    - `entries`: pages that are read, at most, where a part does not begin at its prompt's first token; `None`
+      where all do.
+    """
+    tokens, positions, k_start, k_end = (np.zeros(entry.rows, np.int32) for _ in range(4))
+    pages, valid, filled = [], [], []
+    starts = np.cumsum([0, *map(len, parts)])
+    for request, part, start in zip(requests, parts, starts, strict=False):
+        rows, held = slice(start, start + len(part)), pool.pages_of(request.id)
+        tokens[rows] = request.tokens[part.start : part.stop]
+        positions[rows] = part
+        first, end = key_ranges(config, 0, part.stop)
+        base = start if entries is None else PAGE_ROWS * sum(map(len, pages))
+        k_start[rows], k_end[rows] = base + first[part.start :], base + end[part.start :]
+        read = held[: pages_of(part.stop)]
+        pages.append(read)
+        valid.append(np.minimum(part.stop - PAGE_ROWS * np.arange(len(read)), PAGE_ROWS))
+        source = np.arange(rows.start, rows.stop)[None, None]
+        filled.append(Filled(read[part.start // PAGE_ROWS :], source, positions[rows]))
+    whole = [i for i, part in enumerate(parts) if part.stop == requests[i].known]
+    order = np.array(sorted(whole, key=lambda i: requests[i].sampling.filtered), np.int64)
+    row = starts[1:][order] - 1
+    keys = None
+    if entries is not None:
+        keys = StoredKeys(*(padded(np.concatenate(x).astype(np.int32), entries) for x in (pages, valid)))
+    batch = Batch(
+        tokens,
+        Rows(positions, k_start, k_end),
+        head_rows(row, row, order, entry),
+        segment_params(requests, entry, config),
+    )
+    storage = storage_of(filled, entry.rows)
+    plain, penalty = _plain([requests[i] for i in order]), _penalty(requests, entry, config)
+    return PackedPrompts(batch, storage, keys, plain, penalty, order)
+
+
+def pages_read(request: CausalRequest, config: ModelConfig, steps: int) -> range:
+    """Which of its pages a request reads or writes while it generates up to so many tokens."""
+    last = request.known + min(steps, request.steps_left) - 1
+    seen = 0 if config.sliding_window is None else max(0, request.known - config.sliding_window)
+    return range(seen // PAGE_ROWS, pages_of(last))
+
+
+def pack_sequences(
+    requests: Sequence[CausalRequest], config: ModelConfig, pool: KvPool, entry: Entry, entries: int
+) -> PackedSequences:
+    """List what each request reads while it generates up to `entry.steps` tokens.
+
+    Arguments:
+    - `entries`: of the page table.
+    """
+    order = np.array(sorted(range(len(requests)), key=lambda i: requests[i].sampling.filtered), np.int64)
+    ordered, size = [requests[i] for i in order], entry.segments
+    read = [pages_read(request, config, entry.steps) for request in ordered]
+    held = [pool.pages_of(request.id) for request in ordered]
+    first = np.cumsum([0, *map(len, read)])
+    pages, before = (
+        padded(np.concatenate([np.zeros(0, np.int64), *x]).astype(np.int32), entries)
+        for x in (
+            [own[part.start : part.stop] for own, part in zip(held, read, strict=True)],
+            [PAGE_ROWS * np.array(part) for part in read],
+        )
+    )
+    reached = np.arange(pages_of(entry.steps) + 1)
+    current = [(request.known - 1) // PAGE_ROWS + reached for request in ordered]
+    following = [own[np.minimum(at, len(own) - 1)] for own, at in zip(held, current, strict=True)]
+    most = power_bucket(max(len(request.device_stop_ids) for request in ordered), _STOPS)
+    stop_ids = [padded(np.array(r.device_stop_ids, np.int32), most, -1) for r in ordered]
+    sequences = Sequences(
+        padded(np.array([r.tokens[r.known - 1] for r in ordered], np.int32), size),
+        padded(np.array([r.known for r in ordered], np.int32), size),
+        padded(np.stack(stop_ids), size),
+        segment_params(ordered, entry, config),
+        _plain(ordered),
+    )
+    reads = Reads(
+        pages,
+        before,
+        padded(first.astype(np.int32), size + 1, int(first[-1])),
+        padded(np.stack(following).astype(np.int32), size),
+    )
+    return PackedSequences(sequences, reads, _penalty(ordered, entry, config), order)
+
+
+def by_request(found: Steps, order: np.ndarray, requests: int) -> Steps:
+    """The columns of a trace in the order of the requests; nothing is committed for those without one."""
+    place = np.full(requests, -1)
+    place[order] = np.arange(len(order))
+    columns = [x[:, place] for x in found]
+    return Steps(columns[0], columns[1] & (place >= 0), columns[2])
+
+
+def spread(found: Steps, counts: Sequence[int]) -> Steps:
+    """A trace with a column for each token that a request may get, from one with a column for each request.
+
+    Arguments:
+    - `counts`: columns of each request; the token of step i is in the i-th.
+    """
+    owner = np.repeat(np.arange(len(counts)), counts)
+    turn = np.concatenate([np.arange(count) for count in counts])
+    own = np.arange(len(found.tokens))[:, None] == turn
+    tokens, committed, logprobs = (x[:, owner] for x in found)
+    return Steps(np.where(own, tokens, 0), committed & own, np.where(own, logprobs, np.float32(0)))
+
+
+def _plain(requests: Sequence[CausalRequest]) -> np.ndarray:
+    return np.array(sum(not request.sampling.filtered for request in requests), np.int32)
+
+
+def penalised(requests: Sequence[CausalRequest]) -> bool:
+    """Whether any of them has a repetition penalty."""
+    return any(request.sampling.repetition_penalty != 1 for request in requests)
+
+
+def _penalty(requests: Sequence[CausalRequest], entry: Entry, config: ModelConfig) -> Penalty | None:
+    if not penalised(requests):
+        return None
+    seen = np.zeros((entry.segments, config.vocab_size), bool)
+    factor = np.ones(entry.segments, np.float32)
+    for segment, request in enumerate(requests):
+        seen[segment, request.tokens[: request.known]] = True
+        factor[segment] = request.sampling.repetition_penalty
+    return Penalty(seen, factor)
+
+
+def usual_entries(rows: int) -> int:
+    """Pages that parts read in all, of an engine with steps of so many rows, where none begins far behind."""
+    return math.ceil(rows / PAGE_ROWS) + PAGE_ROWS

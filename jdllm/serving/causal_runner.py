@@ -1,0 +1,195 @@
+"""Runs causal models: parts of prompts, and sequences that grow by a token a turn."""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jdllm.decoding.causal import decode, prefill
+from jdllm.decoding.encoded_trace import Steps, encoding
+from jdllm.decoding.encoded_trace import decode as decoded
+from jdllm.decoding.executables import Executable, Executables, Program
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.execution.paged.pool import PAGE_ROWS
+from jdllm.models.config import ModelConfig
+from jdllm.models.weights import Params
+from jdllm.pallas.masked_logits import Level
+from jdllm.planning.account import Account
+from jdllm.planning.buckets import power_bucket
+from jdllm.planning.ladder import CausalLadder, Entry, Sizes
+from jdllm.serving.cached_packing import Stored
+from jdllm.serving.causal_packing import (
+    by_request,
+    pack_prompts,
+    pack_sequences,
+    pages_of,
+    pages_read,
+    part_of,
+    penalised,
+    spread,
+    usual_entries,
+)
+from jdllm.serving.causal_request import CausalRequest, causal_spec
+from jdllm.serving.device_pool import DevicePool
+from jdllm.serving.fitting import check_fits
+from jdllm.serving.launch import Launch
+from jdllm.serving.request import Request
+from jdllm.serving.scheduler import Demand, Kind, Life
+from jdllm.serving.spec import RequestSpec
+
+_prefill, _decode = encoding(prefill), encoding(decode)
+_PREFILL_POOL, _DECODE_POOL = (6,), (5,)
+"""Where the pool is among the arguments; it is given back."""
+
+_LEVELS = (Level.TOP, Level.FILTERED)
+
+
+class CausalRunner:
+    """Prefills and decodes requests of a causal model.
+
+    Arguments:
+    - `params`, `config`, `executables`, `account`: as of `jdllm.serving.full_runner.FullRunner`.
+    - `ladder`: the sizes of its steps.
+    - `pool`: where keys and values are stored.
+
+    - `chunk`: tokens of a prompt that one part evaluates at most, whole pages.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        config: ModelConfig,
+        executables: Executables,
+        ladder: CausalLadder,
+        account: Account,
+        pool: DevicePool,
+    ):
+        self._params = params
+        self._config = config
+        self._executables = executables
+        self._ladder = ladder
+        self._account = account
+        self._pool = pool
+        kinds = list(itertools.product((False, True), repeat=2))
+        self._prefill_sizes = {kind: Sizes(ladder.prefill) for kind in kinds}
+        self._decode_sizes = {kind: Sizes(ladder.decode) for kind in kinds}
+        room = account.rows - ladder.decode[-1].segments
+        self._usual = usual_entries(account.rows)
+        self.chunk = max(PAGE_ROWS, room // PAGE_ROWS * PAGE_ROWS)
+
+    def life(self, spec: RequestSpec) -> Life:
+        """As of `Costs`."""
+        return Life(min(len(spec.tokens), self.chunk), pages_of(spec.stored_rows))
+
+    def demand(self, request: Request) -> Demand:
+        """As of `Costs`."""
+        [asked] = _causal([request])
+        if asked.decodes:
+            pages = pages_read(asked, self._config, self._ladder.decode[0].steps)
+            return Demand(Kind.DECODE, 1, 1, len(pages))
+        part = part_of(asked, self.chunk)
+        return Demand(Kind.PREFILL, len(part), int(part.stop == asked.known), pages_of(part.stop))
+
+    def prefill(self, requests: list[Request], max_steps: int) -> Launch:
+        """The next part of each prompt. As of `Launcher`."""
+        asked = _causal(requests)
+        parts = [part_of(request, self.chunk) for request in asked]
+        stored, rows = any(part.start > 0 for part in parts), sum(map(len, parts))
+        sizes = self._prefill_sizes[stored, penalised(asked)]
+        entry = sizes.choose(rows, len(asked), len(asked))
+        entries = power_bucket(sum(pages_of(part.stop) for part in parts), self._usual) if stored else None
+        packed = pack_prompts(asked, parts, self._config, self._pool.table, entry, entries)
+        arguments = self._params, *packed.arguments
+        executable = self._compiled(
+            "parts of prompts", entry, _prefill, arguments, _PREFILL_POOL, _LEVELS[-1]
+        )
+        sizes.compiled.add(entry)
+        counts = [int(part.stop == request.known) for request, part in zip(asked, parts, strict=True)]
+
+        def take(found: np.ndarray) -> Steps:
+            return spread(by_request(decoded(found), packed.order, len(asked)), counts)
+
+        return Launch(
+            functools.partial(self._pool.run, executable, *arguments, writes=True),
+            [np.arange(r.known, r.known + count) for r, count in zip(asked, counts, strict=True)],
+            [Stored(np.arange(part.stop, part.stop), part.stop) for part in parts],
+            take,
+        )
+
+    def decode(self, requests: list[Request], max_steps: int) -> Launch:
+        """Up to `max_steps` tokens of each request. As of `Launcher`."""
+        asked = _causal(requests)
+        kind = any(request.sampling.filtered for request in asked), penalised(asked)
+        sizes, level = self._decode_sizes[kind], _LEVELS[any(kind)]
+        entry = sizes.choose(len(asked), len(asked), len(asked), max_steps)
+        needed = sum(len(pages_read(request, self._config, entry.steps)) for request in asked)
+        entries = power_bucket(needed, self._least_entries(entry))
+        packed = pack_sequences(asked, self._config, self._pool.table, entry, entries)
+        steps = np.int32(min(max_steps, entry.steps))
+        arguments = self._params, *packed.arguments, steps
+        executable = self._compiled("a token of sequences", entry, _decode, arguments, _DECODE_POOL, level)
+        sizes.compiled.add(entry)
+        counts = [min(int(steps), request.steps_left) for request in asked]
+
+        def take(found: np.ndarray) -> Steps:
+            return spread(by_request(decoded(found), packed.order, len(asked)), counts)
+
+        return Launch(
+            functools.partial(self._pool.run, executable, *arguments, writes=True),
+            [np.arange(r.known, r.known + count) for r, count in zip(asked, counts, strict=True)],
+            [None] * len(asked),
+            take,
+        )
+
+    def programs(self) -> Iterator[Program]:
+        """What the ladder needs compiled."""
+        request = CausalRequest(causal_spec([0], SamplingParams(gen_length=1), self._config), -1)
+        pool = self._pool.table.allocate(request.id, 2)
+        for entry in self._ladder.prefill:
+            for entries in (None, self._usual):
+                packed = pack_prompts([request], [range(1)], self._config, pool, entry, entries)
+                args = self._params, *packed.arguments, self._pool.abstract
+                yield Program(_prefill, args, self._static(_LEVELS[-1]), donate=_PREFILL_POOL)
+        for entry in self._ladder.decode:
+            packed = pack_sequences([request], self._config, pool, entry, self._least_entries(entry))
+            args = self._params, *packed.arguments, np.int32(1), self._pool.abstract
+            for level in _LEVELS:
+                yield Program(_decode, args, self._static(level), donate=_DECODE_POOL)
+
+    def warm(self) -> None:
+        """Compile every entry of the ladder; those of a repetition penalty are compiled when first needed."""
+        self._executables.prepare(list(self.programs()))
+        for chosen in (False, True):
+            self._prefill_sizes[chosen, False].compiled.update(self._ladder.prefill)
+            self._decode_sizes[chosen, False].compiled.update(self._ladder.decode)
+
+    def _least_entries(self, entry: Entry) -> int:
+        """Entries of the page table of a decode, at least; those of a window are gathered."""
+        if self._config.sliding_window is None:
+            return self._pool.entries(entry.segments)
+        return entry.segments * (pages_of(self._config.sliding_window + entry.steps) + 1)
+
+    def _compiled(
+        self,
+        what: str,
+        entry: Entry,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        donate: tuple[int, ...],
+        level: Level,
+    ) -> Executable:
+        static = self._static(level)
+        executable = self._executables.compile(
+            function, *arguments, self._pool.abstract, donate=donate, **static
+        )
+        check_fits(self._account, f"{what} in {entry.rows} rows", entry.rows, executable)
+        return executable
+
+    def _static(self, level: Level) -> dict[str, Any]:
+        return {"config": self._config, "level": level}
+
+
+def _causal(requests: Sequence[Request]) -> list[CausalRequest]:
+    return [request for request in requests if isinstance(request, CausalRequest)]

@@ -1,0 +1,131 @@
+"""The KV pool of an engine: its pages on the host, its arrays on the device."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jdllm.decoding.executables import Executable
+from jdllm.execution.paged.pool import PAGE_ROWS, KeyValuePool, empty_pool
+from jdllm.models.config import ModelConfig
+from jdllm.pallas.split_attention import PageTable
+from jdllm.serving.kv_pool import KvPool, Live
+from jdllm.serving.request import Request
+from jdllm.serving.stored_chunks import StoredChunks
+
+
+class DevicePool:
+    """Pages of keys and values, and who holds them.
+
+    Arguments:
+    - `config`, `dtype`: of the model.
+    - `pages`: of the pool, the scratch page included, from first to last.
+
+    It is on the device from the first part that needs it until `free`, and made again in the same shape.
+
+    - `table`: which pages each request holds; a value, which every change replaces.
+    - `chunks`: contents whose pages no request holds.
+    - `abstract`: the shapes and types of the arrays.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: Any, pages: int):
+        self._config = config
+        self._dtype = dtype
+        self._pages = pages
+        self.table = KvPool.empty(pages, PAGE_ROWS)
+        self.chunks = StoredChunks()
+        self._pool: KeyValuePool | None = None
+        self.abstract = jax.eval_shape(self._empty)
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that no request holds; chunks of contexts give theirs up. Any thread may ask."""
+        pages = self.table
+        return pages.free_pages + self.chunks.pages(pages)
+
+    @property
+    def pages(self) -> int:
+        """Pages that requests may hold in all."""
+        return self._pages - 1
+
+    @property
+    def lost(self) -> bool:
+        """Whether the pool was given to an executable that failed."""
+        if self._pool is None:
+            return False
+        try:
+            jax.block_until_ready(self._pool)
+        except Exception:
+            return True
+        return self._pool.k.is_deleted() or self._pool.v.is_deleted()
+
+    def entries(self, tiles: int) -> int:
+        """Entries of the page table of so many tiles: requests of up to two tiles may fill the pool."""
+        return 2 * self._pages + 4 * tiles
+
+    def admit(self, request: Request) -> None:
+        """Give `request` the pages that it may ever need; raises `KvPoolError` where they are not free."""
+        rows = request.spec.stored_rows
+        self.table = self.chunks.make_room(self.table, self.table.pages_for(rows))
+        self.table = self.table.allocate(request.id, rows)
+
+    def release(self, request: Request) -> None:
+        """Free the pages of a request."""
+        self.table = self.table.release(request.id)
+
+    def free(self) -> None:
+        """Free the pool on the device: what it held is lost."""
+        self.forget_chunks()
+        self._pool = None
+
+    def forget_chunks(self) -> None:
+        """Give up the pages of all contents: after a failure they may not have been written."""
+        self.table = self.chunks.clear(self.table)
+
+    def make(self) -> None:
+        """Put the pool on the device now."""
+        self.device()
+
+    def pages_of(self, owner: int) -> np.ndarray:
+        """The pages of a request, or of a stored chunk, in the order of its rows."""
+        return self.table.pages_of(owner)
+
+    def table_of(self, owner: int, live: Live) -> PageTable:
+        """What a request or a stored chunk has stored, as attention reads it."""
+        return self.table.page_table([owner], [live], len(self.pages_of(owner)))
+
+    def has_room(self, rows: Sequence[int]) -> bool:
+        """Whether pages for contents of so many rows could be found beside those of requests."""
+        return sum(map(self.table.pages_for, rows)) <= self.free_pages
+
+    def store_chunks(self, chunks: Mapping[bytes, int]) -> dict[bytes, np.ndarray]:
+        """Take pages for contents that are not stored yet, and of so many rows; none where there is no room.
+
+        Pages of contents that were used less recently are given up for them.
+        """
+        if not self.has_room(list(chunks.values())):
+            return {}
+        needed = sum(map(self.table.pages_for, chunks.values()))
+        self.table = self.chunks.make_room(self.table, needed)
+        held = {}
+        for key, rows in chunks.items():
+            self.table, chunk = self.chunks.add(self.table, key, rows)
+            held[key] = self.table.pages_of(chunk.owner)
+        return held
+
+    def run(self, executable: Executable, *arguments: Any, writes: bool) -> Any:
+        """Call an executable with the pool as its last argument, which it gives back where it writes it."""
+        out, pool = executable(*arguments, self.device())
+        if writes:
+            self._pool = pool
+        return out
+
+    def device(self) -> KeyValuePool:
+        """The arrays on the device, put there now if they are not."""
+        if self._pool is None:
+            self._pool = self._empty()
+        return self._pool
+
+    def _empty(self) -> KeyValuePool:
+        return empty_pool(self._config, self._pages, PAGE_ROWS, self._dtype)
