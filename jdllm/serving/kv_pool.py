@@ -2,11 +2,12 @@
 
 On the device the pool is two arrays `[layers, pages, kv_heads, page_rows, head_dim]`, rotated keys and values
 of all requests. The host keeps a `KvPool`: a value, of which every operation makes another one. Row i of a
-request lies in row i % page_rows of its page number i // page_rows.
+request lies in row i % page_rows of its page number i // page_rows. Pages may be kept for what they hold when
+their request leaves; requests that come later may read them.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -22,26 +23,29 @@ Live = int | np.ndarray
 """Rows of a request that are live: so many from its first on, or so many from the first of each page on."""
 
 _WORD = 512
-"""Pages in a word of the set of free pages."""
+"""Pages in a word of a set of pages."""
 
 
 @dataclasses.dataclass(frozen=True)
 class KvPool:
-    """The pages that each request holds, and those that are free.
+    """The pages that each request holds, those that are kept, and those that are free.
 
     An operation costs as much as the pages that change hands, plus a word for each 512 pages of the pool and
     a reference for each request. Rows are counted from the first row of a request on; a request may hold no
-    pages. Everything raises `KvPoolError` for a negative number of rows.
+    pages. A page is held by one request, or kept and held by any number. Everything raises `KvPoolError` for
+    a negative number of rows.
 
     - `pages`: pages of the pool, the scratch page included.
     - `page_rows`: rows of a page, a multiple of 64.
     - `free`: a set of pages; bit i of word w is page 512 w + i.
+    - `kept`: a set of pages, alike: those that stay when a request that holds them leaves.
     - `owned`: the pages of each request in the order of its rows, as the bytes of int32.
     """
 
     pages: int
     page_rows: int
     free: tuple[int, ...] = dataclasses.field(repr=False)
+    kept: tuple[int, ...] = dataclasses.field(repr=False)
     owned: Mapping[int, bytes] = dataclasses.field(repr=False)
 
     @classmethod
@@ -54,11 +58,12 @@ class KvPool:
         if pages < 1:
             raise KvPoolError(f"a KV pool of {pages} pages: expected at least 1, the scratch page")
         words = (0,) * -(-pages // _WORD)
-        return cls(pages, page_rows, _with(words, range(SCRATCH_PAGE + 1, pages)), MappingProxyType({}))
+        free = _with(words, range(SCRATCH_PAGE + 1, pages))
+        return cls(pages, page_rows, free, words, MappingProxyType({}))
 
     @property
     def free_pages(self) -> int:
-        """How many pages nobody holds."""
+        """How many pages are free."""
         return sum(word.bit_count() for word in self.free)
 
     def pages_for(self, rows: int) -> int:
@@ -76,31 +81,61 @@ class KvPool:
             raise KvPoolError(f"request {request} is not in the KV pool: allocate its pages first")
         return np.frombuffer(self.owned[request], np.int32)
 
-    def allocate(self, request: int, rows: int) -> "KvPool":
-        """Give `request` the lowest free pages, as many as `rows` rows take.
+    def allocate(self, request: int, rows: int, kept: Sequence[int] = ()) -> "KvPool":
+        """Give `request` as many pages as `rows` rows take: some that are kept, then the lowest free ones.
 
-        Raises `KvPoolError` where too few are free, and where the request is in the pool already.
+        Arguments:
+        - `kept`: the pages of its first rows, at most as many as it gets in all.
+
+        Raises `KvPoolError` where too few are free, where one of `kept` is not kept or they are more than the
+        rows take, and where the request is in the pool already.
         """
         if request in self.owned:
             raise KvPoolError(
                 f"request {request} holds {len(self.pages_of(request))} pages of the KV pool already:"
                 " release it first"
             )
-        needed, free = self.pages_for(rows), self.free_pages
-        if needed > free:
+        self._check_kept(kept)
+        needed, free = self.pages_for(rows) - len(kept), self.free_pages
+        if needed < 0:
             raise KvPoolError(
-                f"request {request} needs {needed} pages of the KV pool for {rows} rows, and {free} of"
-                f" {self.pages - 1} are free: wait until others are released, or use fewer rows"
+                f"request {request} needs {self.pages_for(rows)} pages of the KV pool for {rows} rows, and"
+                f" {len(kept)} kept are given: expected at most as many"
+            )
+        if needed > free:
+            beside = f" beside {len(kept)} kept" if kept else ""
+            raise KvPoolError(
+                f"request {request} needs {needed} pages of the KV pool{beside} for {rows} rows, and {free}"
+                f" of {self.pages - 1} are free: wait until others are released, or use fewer rows"
             )
         taken, left = _without_lowest(self.free, needed)
-        owned = {**self.owned, request: np.array(taken, np.int32).tobytes()}
+        owned = {**self.owned, request: np.array([*kept, *taken], np.int32).tobytes()}
         return dataclasses.replace(self, free=left, owned=MappingProxyType(owned))
 
-    def release(self, request: int) -> "KvPool":
-        """Free the pages of `request`, which leaves the pool; `KvPoolError` where it is not in it."""
-        free = _with(self.free, self.pages_of(request).tolist())
+    def release(self, request: int, keep: Collection[int] = ()) -> "KvPool":
+        """Free the pages of `request`, which leaves the pool, but for those that are kept.
+
+        Arguments:
+        - `keep`: pages of the request that are kept from now on.
+
+        Raises `KvPoolError` where it is not in the pool, or one of `keep` is not among its pages.
+        """
+        pages = self.pages_of(request).tolist()
+        if others := set(keep).difference(pages):
+            raise KvPoolError(f"request {request} does not hold pages {sorted(others)} of the KV pool")
+        kept = _with(self.kept, keep)
+        free = _with(self.free, (page for page in pages if not _has(kept, page)))
         owned = {other: pages for other, pages in self.owned.items() if other != request}
-        return dataclasses.replace(self, free=free, owned=MappingProxyType(owned))
+        return dataclasses.replace(self, free=free, kept=kept, owned=MappingProxyType(owned))
+
+    def discard(self, pages: Collection[int]) -> "KvPool":
+        """Free pages that are kept and that no request holds; `KvPoolError` where one is not kept."""
+        self._check_kept(pages)
+        return dataclasses.replace(self, free=_with(self.free, pages), kept=_without(self.kept, pages))
+
+    def _check_kept(self, pages: Iterable[int]) -> None:
+        if others := [page for page in pages if not (0 < page < self.pages and _has(self.kept, page))]:
+            raise KvPoolError(f"pages {sorted(others)} of the KV pool are not kept")
 
     def page_table(self, requests: Sequence[int], rows: Sequence[Live], bound: int) -> PageTable:
         """What some requests have stored, as attention reads it.
@@ -152,6 +187,19 @@ def _with(words: tuple[int, ...], pages: Iterable[int]) -> tuple[int, ...]:
     for page in pages:
         out[page // _WORD] |= 1 << page % _WORD
     return tuple(out)
+
+
+def _without(words: tuple[int, ...], pages: Iterable[int]) -> tuple[int, ...]:
+    """A set of pages, and none of `pages`, which are in it."""
+    out = list(words)
+    for page in pages:
+        out[page // _WORD] &= ~(1 << page % _WORD)
+    return tuple(out)
+
+
+def _has(words: tuple[int, ...], page: int) -> bool:
+    """Whether a page is in a set of pages."""
+    return bool(words[page // _WORD] >> page % _WORD & 1)
 
 
 def _without_lowest(words: tuple[int, ...], count: int) -> tuple[list[int], tuple[int, ...]]:

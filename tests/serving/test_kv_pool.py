@@ -2,7 +2,7 @@
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import jax
@@ -50,38 +50,70 @@ class Model:
 
     def __init__(self, pages: int):
         self.free = set(range(1, pages))
+        self.kept: set[int] = set()
         self.owned: Owned = {}
 
-    def allocate(self, request: int, count: int) -> bool:
-        """Give a request `count` pages; whether that is possible."""
-        if request in self.owned or count > len(self.free):
+    def unread(self) -> list[int]:
+        """The pages that are kept and that no request holds."""
+        return sorted(self.kept.difference(*self.owned.values()))
+
+    def allocate(self, request: int, count: int, kept: list[int]) -> bool:
+        """Give a request `count` pages, some of which are kept; whether that is possible."""
+        own = count - len(kept)
+        if request in self.owned or not 0 <= own <= len(self.free) or not self.kept.issuperset(kept):
             return False
-        self.owned[request] = sorted(self.free)[:count]
+        self.owned[request] = kept + sorted(self.free)[:own]
         self.free -= set(self.owned[request])
         return True
 
-    def release(self, request: int) -> bool:
-        """Free what a request holds; whether it was known."""
-        self.free |= set(self.owned.get(request, []))
-        return self.owned.pop(request, None) is not None
+    def release(self, request: int, keep: list[int]) -> bool:
+        """Free what a request holds, but for what is kept; whether that is possible."""
+        if request not in self.owned or not set(keep) <= set(self.owned[request]):
+            return False
+        self.kept.update(keep)
+        self.free |= set(self.owned.pop(request)) - self.kept
+        return True
+
+    def discard(self, pages: list[int]) -> bool:
+        """Free what is kept; whether it is."""
+        possible = self.kept.issuperset(pages)
+        if possible:
+            self.kept -= set(pages)
+            self.free |= set(pages)
+        return possible
 
     def check(self, pool: KvPool) -> None:
-        pages = sorted([0, *free(pool), *(page for own in held(pool).values() for page in own)])
-        assert pages == list(range(pool.pages))
+        own = [page for pages in held(pool).values() for page in pages if page not in self.kept]
+        assert sorted([0, *free(pool), *self.kept, *own]) == list(range(pool.pages))
         assert held(pool) == self.owned
         assert free(pool) == sorted(self.free)
+
+
+def some_of(pages: Iterable[int], rng: random.Random) -> list[int]:
+    """Usually some of `pages`, otherwise any page."""
+    chosen = [page for page in pages if rng.random() < 0.5]
+    rng.shuffle(chosen)
+    return chosen if rng.random() < 0.9 else [rng.randrange(24)]
 
 
 def random_operation(pool: KvPool, model: Model, rng: random.Random) -> KvPool:
     """Do the same to both; where the model says that it cannot be, the pool must refuse."""
     request, count = rng.randrange(8), rng.choice([0, 1, 1, 2, 3, 5, 8])
     rows = max(count * ROWS - rng.randrange(ROWS), 0)
-    if rng.random() < 0.6:
-        possible = model.allocate(request, count)
-        operation = partial(pool.allocate, request, rows)
+    what = rng.random()
+    if what < 0.55:
+        kept = some_of(model.kept, rng)[: rng.randrange(4)]
+        possible = model.allocate(request, count, kept)
+        operation = partial(pool.allocate, request, rows, kept)
+    elif what < 0.85:
+        keep = some_of(model.owned.get(request, []), rng) if rng.random() < 0.3 else []
+        possible = model.release(request, keep)
+        operation = partial(pool.release, request, keep)
     else:
-        possible = model.release(request)
-        operation = partial(pool.release, request)
+        unread = model.unread()
+        pages = [page for page in some_of(unread, rng) if page in unread or page not in model.kept]
+        possible = model.discard(pages)
+        operation = partial(pool.discard, pages)
     if possible:
         return operation()
     with pytest.raises(KvPoolError):
@@ -94,18 +126,18 @@ class TestPages:
     def test_any_operations_keep_every_page_in_one_place(self, steps: int):
         rng = random.Random(0)
         pool, model = KvPool.empty(24, ROWS), Model(24)
-        sampled: list[tuple[KvPool, Owned]] = []
+        sampled: list[tuple[KvPool, Owned, list[int]]] = []
         refused = 0
         for step in range(steps):
             before, pool = pool, random_operation(pool, model, rng)
             refused += pool is before
             model.check(pool)
             if step % 1000 == 0:
-                sampled.append((pool, held(pool)))
+                sampled.append((pool, held(pool), free(pool)))
         assert steps / 5 < refused < steps * 3 / 5
-        for old, owned in sampled:
+        for old, owned, left in sampled:
             assert held(old) == owned
-            assert free(old) == sorted(set(range(1, 24)).difference(*owned.values()))
+            assert free(old) == left
 
     @pytest.mark.parametrize("pages", [511, 512, 513, 1500])
     def test_pages_of_large_pools(self, pages: int):
@@ -128,6 +160,25 @@ class TestPages:
         pool = pool_with(0)
         assert held(pool) == {0: []}
         assert pool.release(0) == KvPool.empty(10, ROWS)
+
+    def test_kept_pages_stay_and_come_first(self):
+        pool = pool_with(3 * ROWS, ROWS).release(0, keep=[3, 1])
+        assert free(pool) == [2, 5, 6, 7, 8, 9]
+        pool = pool.allocate(2, 4 * ROWS, kept=[3, 1]).allocate(3, ROWS, kept=[3])
+        assert held(pool) == {1: [4], 2: [3, 1, 2, 5], 3: [3]}
+        assert pool.page_table([3, 2], [9, 4 * ROWS], 5).pages.tolist() == [3, 3, 1, 2, 5]
+        pool = pool.release(2, keep=[5]).release(3)
+        assert free(pool) == [2, 6, 7, 8, 9]
+        assert free(pool.discard([5, 3])) == [2, 3, 5, 6, 7, 8, 9]
+        assert pool.discard([1, 3, 5]).release(1) == KvPool.empty(10, ROWS)
+
+    @pytest.mark.parametrize("page", [511, 512, 513])
+    def test_kept_pages_of_large_pools(self, page: int):
+        pool = pool_with(1499 * ROWS, pages=1500).release(0, keep=[page, 1024])
+        assert free(pool) == sorted({*range(1, 1500)} - {page, 1024})
+        pool = pool.discard([page])
+        assert free(pool) == sorted({*range(1, 1500)} - {1024})
+        assert pool.discard([1024]) == KvPool.empty(1500, ROWS)
 
     @pytest.mark.parametrize(("rows", "pages"), [(0, 0), (1, 1), (128, 1), (129, 2), (1280, 10)])
     def test_pages_for_rows(self, rows: int, pages: int):
@@ -294,6 +345,21 @@ class TestErrors:
             (lambda p, _: p.allocate(5, 9 * ROWS), "request 5 needs 9 pages .* and 6 of 9 are free: wait"),
             (lambda p, _: p.allocate(1, 1), "request 1 holds 2 pages .* already: release it first"),
             (lambda p, _: p.allocate(1, 99 * ROWS), "request 1 holds 2 pages .* already"),
+            (
+                lambda p, _: p.release(1, keep=[2]).allocate(5, 9 * ROWS, kept=[2]),
+                "request 5 needs 8 pages of the KV pool beside 1 kept for 576 rows, and 7 of 9 are free",
+            ),
+            (
+                lambda p, _: p.release(1, keep=[2, 3]).allocate(5, ROWS, kept=[2, 3]),
+                "request 5 needs 1 pages of the KV pool for 64 rows, and 2 kept are given: .* at most",
+            ),
+            (lambda p, _: p.allocate(5, ROWS, kept=[2]), r"pages \[2\] of the KV pool are not kept"),
+            (
+                lambda p, _: p.release(1, keep=[2]).discard([3, 2, 0, -1, 10, 999]),
+                r"pages \[-1, 0, 3, 10, 999\] of the KV pool are not kept",
+            ),
+            (lambda p, _: p.release(1, keep=[4, 2, 1]), r"request 1 does not hold pages \[1, 4\]"),
+            (lambda p, _: p.release(5, keep=[1]), "request 5 is not in the KV pool"),
             (lambda p, _: p.release(5), "request 5 is not in the KV pool"),
             (lambda p, _: p.release(1).release(1), "request 1 is not in the KV pool"),
             (lambda p, _: p.pages_of(5), "request 5 is not in the KV pool: allocate"),
