@@ -2,12 +2,14 @@
 
 import abc
 import functools
+import itertools
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from jdllm.arguments import positive, shortened
-from jdllm.decoding.likelihood import perturb
+from jdllm.decoding.likelihood import TokenScores, perturb
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
 from jdllm.models.config import ModelConfig
@@ -22,10 +24,35 @@ from jdllm.scoring import (
     Scorer,
     conditionals_of,
     each_alone,
+    exact_likelihood,
+    following,
+    in_text,
     one_masked,
+    shares_of,
     unmasked_ids,
 )
 from jdllm.serving.spec import checked_ids, mask_id_of
+
+Pairs = Iterable[tuple[str | TokenIds, str | TokenIds]]
+
+
+class MonteCarlo(NamedTuple):
+    """How a likelihood is estimated; the fields are those of `ScoresText.score`."""
+
+    mc_num: int = 128
+    batch_size: int = 16
+    cfg_scale: float = 0.0
+    seed: int = 0
+
+
+_EXACT = "masks nothing to score an answer"
+_OF_MASKS = {
+    "mc_num": _EXACT,
+    "batch_size": _EXACT,
+    "cfg_scale": "has no classifier-free guidance",
+    "seed": _EXACT,
+}
+"""Fields of `MonteCarlo`, and why a causal model does not have them."""
 
 
 class ScoresText(abc.ABC):
@@ -42,8 +69,8 @@ class ScoresText(abc.ABC):
         """What evaluates the model."""
 
     @abc.abstractmethod
-    def _encode(self, text: str, *, parse_special: bool) -> list[int]:
-        """The ids of a text."""
+    def _encode(self, text: str, *, parse_special: bool, begins: bool = True) -> list[int]:
+        """The ids of a text; `begins`: with the special tokens that the tokenizer puts around one."""
 
     def score(
         self,
@@ -56,21 +83,36 @@ class ScoresText(abc.ABC):
         seed: int = 0,
         parse_special: bool = False,
     ) -> float:
-        """Estimate log p(answer | prompt), natural logarithm, by stratified Monte Carlo.
+        """log p(answer | prompt), natural logarithm: exact of a causal model, and otherwise estimated by
+        stratified Monte Carlo.
 
         Arguments:
-        - `prompt`, `answer`: texts or ids; the prompt may be empty, the answer may not.
+        - `prompt`, `answer`: texts or ids; the answer may not be empty. The prompt may, unless the model is
+          causal: special tokens that begin a text, as far as the tokenizer has any, are before an empty text
+          too. An answer has none.
         - `mc_num`: masked copies of the answer to average over; rounded down to batches of `batch_size`,
           in which the number of masks is stratified.
         - `cfg_scale`: classifier-free guidance.
         - `seed`: of the masks.
         - `parse_special`: as for `generate`.
 
-        Returns an estimate of the model's bound; more copies, less variance. The same masks give the
+        Of a causal model the sum over the answer's tokens, each given all before it, in one evaluation.
+        Otherwise an estimate of the model's bound; more copies, less variance. The same masks give the
         official script's value. Source: get_log_likelihood.py of ML-GSAI/LLaDA.
+
+        Raises `RequestError` for an empty answer, ids outside the vocabulary, and with a causal model for an
+        empty prompt and for `mc_num`, `batch_size`, `cfg_scale` or `seed` other than the default.
         """
-        [pair] = self._masked_pairs([(prompt, answer)], mc_num, batch_size, cfg_scale, seed, parse_special)
-        return self._scorer.log_likelihood(*pair, cfg_scale, mask_id_of(self.config))
+        found = self.likelihood(
+            prompt,
+            answer,
+            mc_num=mc_num,
+            batch_size=batch_size,
+            cfg_scale=cfg_scale,
+            seed=seed,
+            parse_special=parse_special,
+        )
+        return found.log_likelihood
 
     def likelihood(
         self,
@@ -88,7 +130,8 @@ class ScoresText(abc.ABC):
         Arguments and errors: as of `score`.
 
         Returns the value of `score` as `log_likelihood`, its `standard_error` from the spread of the batches
-        (`None` where there is one only), and the copies that were evaluated, `mc_num`.
+        (`None` where there is one only), and the copies that were evaluated, `mc_num`. A causal model's value
+        has the error 0 and one copy.
         """
         [found] = self.likelihoods(
             [(prompt, answer)],
@@ -102,7 +145,7 @@ class ScoresText(abc.ABC):
 
     def likelihoods(
         self,
-        pairs: Iterable[tuple[str | TokenIds, str | TokenIds]],
+        pairs: Pairs,
         *,
         mc_num: int = 128,
         batch_size: int = 16,
@@ -111,7 +154,7 @@ class ScoresText(abc.ABC):
         parse_special: bool = False,
         progress: bool = False,
     ) -> list[Likelihood]:
-        """`likelihood` of each of many (prompt, answer) pairs, whose masked copies share evaluations.
+        """`likelihood` of each of many (prompt, answer) pairs, which share evaluations.
 
         Arguments:
         - `pairs`: texts or ids, in any mix.
@@ -120,13 +163,35 @@ class ScoresText(abc.ABC):
 
         Returns one for each pair, in order: in float32 the same numbers as one by one, up to rounding.
         """
-        asked = self._masked_pairs(pairs, mc_num, batch_size, cfg_scale, seed, parse_special)
-        found = []
-        with counted("scoring", len(asked), progress) as take:
-            for one in self._scorer.likelihoods(asked, cfg_scale, mask_id_of(self.config)):
-                found.append(one)
-                take(len(found))
-        return found
+        settings = MonteCarlo(mc_num, batch_size, cfg_scale, seed)
+        if self._causal:
+            _check_exact(settings)
+            return list(map(exact_likelihood, self._following("score", pairs, parse_special, progress)))
+        asked = self._masked_pairs(pairs, settings, parse_special)
+        found = self._scorer.likelihoods(asked, cfg_scale, mask_id_of(self.config))
+        return _taken(found, len(asked), progress)
+
+    def token_logprobs(
+        self, pairs: Pairs, *, parse_special: bool = False, progress: bool = False
+    ) -> list[list[Conditional]]:
+        """Score every token of each answer given the prompt and the tokens before it; of causal models.
+
+        Arguments:
+        - `pairs`: (prompt, answer), texts or ids in any mix; they share evaluations. To score a whole text,
+          let its first token be the prompt.
+        - `parse_special`, `progress`: as for `likelihoods`.
+
+        Returns for each pair one for each token of its answer. Their `logprob`s sum up to `score`, and an
+        answer is what greedy decoding gives where each of its tokens is the `best`. Exact.
+
+        Raises `RequestError` as `score` does, and for a model that is not causal.
+        """
+        if not self._causal:
+            raise RequestError(
+                "token_logprobs is for causal models: pseudo_likelihood has what this one says of each token"
+            )
+        scores = self._following("token_logprobs", pairs, parse_special, progress)
+        return [conditionals_of([found]) for found in scores]
 
     def conditionals(
         self, sequences: Iterable[TokenIds], positions: Sequence[int], targets: Sequence[int]
@@ -141,15 +206,16 @@ class ScoresText(abc.ABC):
         Returns for each the f32 log-probability of its target, given all that is not masked, and the
         likeliest id with its own.
 
-        Raises `RequestError` for a position that is not masked and for ids outside the vocabulary.
+        Raises `RequestError` for a position that is not masked, for ids outside the vocabulary, and with a
+        causal model, which has no masks.
         """
+        mask_id = self._mask_id("conditionals")
         given = list(sequences)
         if not len(given) == len(positions) == len(targets):
             raise RequestError(
                 f"{len(given)} sequences, {len(positions)} positions and {len(targets)} targets:"
                 " give one position and one target for each sequence"
             )
-        mask_id = mask_id_of(self.config)
         questions = []
         for i, asked in enumerate(zip(given, positions, targets, strict=True)):
             with naming_prompt(i, len(given)):
@@ -164,40 +230,70 @@ class ScoresText(abc.ABC):
 
         Returns one for each token. Their `logprob`s sum up to the pseudo-log-likelihood of masked models,
         which is no likelihood: a token sees those after it. It takes the square of the length in rows.
+
+        Raises `RequestError` for a mask among the ids, and with a causal model: see `token_logprobs`.
         """
+        mask_id = self._mask_id("pseudo_likelihood")
         ids = unmasked_ids(token_ids, "the sequence", self.config)
-        questions = each_alone(ids, mask_id_of(self.config))
-        return conditionals_of(self._scorer.answers("pseudo_likelihood", questions))
+        return conditionals_of(self._scorer.answers("pseudo_likelihood", each_alone(ids, mask_id)))
 
     def choose(self, prefix: TokenIds, options: Iterable[TokenIds], suffix: TokenIds = ()) -> OptionScores:
         """Score options for a gap by the chain rule.
 
         Arguments:
-        - `prefix`, `suffix`: ids around the gap; both may be empty and may have other masks, which stay.
+        - `prefix`, `suffix`: ids around the gap; both may be empty and may have other masks, which stay. A
+          causal model has no masks and needs a prefix.
         - `options`: ids of each, of any lengths. The gap is as long as the option.
 
         Returns the log-likelihood of each option, its tokens taken from left to right while those after them
         are masked, the share of each option in their sum, and the index of the best, of equals the first.
         Longer options are at a disadvantage, as in any likelihood.
 
-        Raises `RequestError` where there is no option, and for one that is empty or has a mask.
+        Of a causal model the log-likelihoods are those of option and suffix together, given the prefix: the
+        shares are the probabilities of the options between prefix and suffix, among each other. Exact.
+
+        Raises `RequestError` where there is no option, for one that is empty or has a mask, and with a causal
+        model for an empty prefix.
         """
+        if self._causal:
+            self._check_begun("prefix", prefix)
+            questions = in_text(prefix, list(options), suffix, self.config)
+            scores = self._scorer.answers("choose", questions)
+            return shares_of(np.array([exact_likelihood(found).log_likelihood for found in scores]))
         chain = Chain(prefix, list(options), suffix, self.config)
         return chain.option_scores(self._scorer.answers("choose", chain.questions))
 
-    def _masked_pairs(
-        self,
-        pairs: Iterable[tuple[str | TokenIds, str | TokenIds]],
-        mc_num: int,
-        batch_size: int,
-        cfg_scale: float,
-        seed: int,
-        parse_special: bool,
-    ) -> list[MaskedPair]:
-        mc_num = positive("mc_num", mc_num, RequestError)
-        batch_size = positive("batch_size", batch_size, RequestError)
-        SamplingParams(cfg_scale=cfg_scale, seed=seed)  # refuses what a generation would refuse
-        masks = functools.cache(lambda length: perturb(length, mc_num, min(batch_size, mc_num), seed))
+    @property
+    def _causal(self) -> bool:
+        return self.config.attention == "causal"
+
+    def _mask_id(self, what: str) -> int:
+        if self._causal:
+            raise RequestError(
+                f"{what} is for models that denoise: a causal model has no masks, but token_logprobs"
+            )
+        return mask_id_of(self.config)
+
+    def _check_begun(self, what: str, ids: TokenIds) -> None:
+        if self._causal and not len(ids):
+            bos_id = self.config.bos_id
+            such = "" if bos_id is None else f", such as the bos id {bos_id}"
+            raise RequestError(
+                f"the {what} is empty: a causal model needs a token before what it scores{such}"
+            )
+
+    def _masked_pairs(self, pairs: Pairs, settings: MonteCarlo, parse_special: bool) -> list[MaskedPair]:
+        mc_num = positive("mc_num", settings.mc_num, RequestError)
+        batch_size = positive("batch_size", settings.batch_size, RequestError)
+        # Refuses what a generation would refuse.
+        SamplingParams(cfg_scale=settings.cfg_scale, seed=settings.seed)
+        masks = functools.cache(
+            lambda length: perturb(length, mc_num, min(batch_size, mc_num), settings.seed)
+        )
+        return [MaskedPair(*pair, masks(len(pair[1]))) for pair in self._pairs(pairs, parse_special)]
+
+    def _pairs(self, pairs: Pairs, parse_special: bool) -> list[tuple[np.ndarray, np.ndarray]]:
+        """The ids of each prompt and answer, checked."""
         given = list(pairs)
         made = []
         for i, pair in enumerate(given):
@@ -205,13 +301,21 @@ class ScoresText(abc.ABC):
                 if isinstance(pair, str) or len(pair) != 2:
                     raise RequestError(f"a pair is {shortened(pair)}, expected (prompt, answer)")
                 prompt, answer = (
-                    self._encode(x, parse_special=parse_special) if isinstance(x, str) else x for x in pair
+                    self._encode(x, parse_special=parse_special, begins=begins) if isinstance(x, str) else x
+                    for x, begins in zip(pair, (True, False), strict=True)
                 )
                 if not len(answer):
                     raise RequestError("the answer is empty: give at least one token to score")
+                self._check_begun("prompt", prompt)
                 ids = checked_ids([*prompt, *answer], self.config)
-                made.append(MaskedPair(ids[: len(prompt)], ids[len(prompt) :], masks(len(answer))))
+                made.append((ids[: len(prompt)], ids[len(prompt) :]))
         return made
+
+    def _following(self, what: str, pairs: Pairs, parse_special: bool, progress: bool) -> list[TokenScores]:
+        """Scores of each answer's tokens by a causal model; `what`: the call, for messages."""
+        asked = self._pairs(pairs, parse_special)
+        found = self._scorer.answers(what, itertools.starmap(following, asked))
+        return _taken(found, len(asked), progress)
 
     def logits(self, token_ids: Sequence[TokenIds] | np.ndarray) -> np.ndarray:
         """Logits of every position, for checking.
@@ -228,3 +332,19 @@ class ScoresText(abc.ABC):
         if ids.ndim != 2 or not ids.size:
             raise RequestError("logits takes ids of shape [batch, length], all rows of one length")
         return self._scorer.logits(checked_ids(ids.reshape(-1), self.config).reshape(ids.shape))
+
+
+def _check_exact(settings: MonteCarlo) -> None:
+    for name, why in _OF_MASKS.items():
+        if getattr(settings, name) != MonteCarlo._field_defaults[name]:
+            raise RequestError(f"{name} is for models that denoise: a causal model {why}")
+
+
+def _taken[T](found: Iterable[T], total: int, progress: bool) -> list[T]:
+    """What is found, one by one, as it is shown."""
+    taken = []
+    with counted("scoring", total, progress) as take:
+        for one in found:
+            taken.append(one)
+            take(len(taken))
+    return taken

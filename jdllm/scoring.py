@@ -1,4 +1,4 @@
-"""Scores of given text: Monte Carlo likelihoods, probabilities of single tokens, and logits for checking."""
+"""Scores of given text: likelihoods, probabilities of single tokens, and logits for checking."""
 
 import itertools
 import math
@@ -25,11 +25,13 @@ from jdllm.serving.spec import checked_ids, mask_id_of
 
 
 class Likelihood(NamedTuple):
-    """A Monte Carlo estimate of log p(answer | prompt), natural logarithm.
+    """log p(answer | prompt), natural logarithm: a Monte Carlo estimate, or a causal model's exact value.
 
-    - `log_likelihood`: the mean over all masked copies of the answer.
-    - `standard_error`: of that mean, from its batches, which are independent; `None` where there is only one.
-    - `mc_num`: masked copies that were evaluated.
+    - `log_likelihood`: the mean over all masked copies of the answer; of a causal model the sum over its
+      tokens.
+    - `standard_error`: of that mean, from its batches, which are independent; `None` where there is only one,
+      and 0 where the value is exact.
+    - `mc_num`: masked copies that were evaluated; 1 where the value is exact, for the answer as it is.
     """
 
     log_likelihood: float
@@ -38,7 +40,8 @@ class Likelihood(NamedTuple):
 
 
 class Conditional(NamedTuple):
-    """What the model says of one masked position, given the rest of its sequence.
+    """What the model says of one masked position, given the rest of its sequence, or of one position of a
+    causal model, given what is before it.
 
     - `logprob`: log-probability of the token that was asked for, natural logarithm.
     - `best`, `best_logprob`: the likeliest id, of equals the lowest, and its log-probability.
@@ -52,7 +55,7 @@ class Conditional(NamedTuple):
 class OptionScores(NamedTuple):
     """How well each of several options fits.
 
-    - `logprobs`: log-likelihood of each option, natural logarithm.
+    - `logprobs`: log-likelihood of each option, natural logarithm; of a causal model with the suffix.
     - `probabilities`: their softmax, the share of each among the options.
     - `best`: index of the likeliest, of equals the first.
     """
@@ -65,8 +68,8 @@ class OptionScores(NamedTuple):
 class Question(NamedTuple):
     """Tokens that are asked for in one sequence.
 
-    - `tokens`: int32 ids of the sequence, with masks.
-    - `positions`, `targets`: where, and which ids.
+    - `tokens`: int32 ids of the sequence, with masks unless the model is causal.
+    - `positions`, `targets`: where, and which ids; a causal model may be asked for the token after the last.
     - `unguided`: the sequence without its prompt, for classifier-free guidance.
     """
 
@@ -93,7 +96,7 @@ class Scorer:
     """Evaluates given sequences, a bounded number of packed rows at a time.
 
     Arguments:
-    - `params`, `config`: the model, which must have a mask id for likelihoods.
+    - `params`, `config`: the model.
     - `executables`: where compiled functions are kept.
     - `account`: the memory of the device, and packed rows of one evaluation; a longer sequence runs alone.
     - `run`: calls a function while nothing else runs on the device.
@@ -229,6 +232,18 @@ def one_masked(
     return Question(tokens, np.array([position]), checked_ids([target], config))
 
 
+def following(prompt: np.ndarray, answer: np.ndarray) -> Question:
+    """A question after every token of `answer` given those before it, for a causal model; `prompt` is not
+    empty. The last token is not evaluated: nobody asks what follows it."""
+    ids = np.concatenate([prompt, answer])
+    return Question(ids[:-1], np.arange(len(prompt), len(ids)), answer)
+
+
+def exact_likelihood(found: TokenScores) -> Likelihood:
+    """The likelihood of an answer, from the scores of the question that is `following` its prompt."""
+    return Likelihood(float(found.logprob.sum(dtype=np.float64)), 0.0, 1)
+
+
 def unmasked_ids(token_ids: Sequence[int] | np.ndarray, what: str, config: ModelConfig) -> np.ndarray:
     """`token_ids` as int32; `RequestError` where there is none, or a mask among them."""
     tokens = checked_ids(token_ids, config)
@@ -267,16 +282,11 @@ class Chain:
         suffix: Sequence[int] | np.ndarray,
         config: ModelConfig,
     ):
-        if not options:
-            raise RequestError("there are no options: give at least one")
         mask_id = mask_id_of(config)
-        before, after = (
-            checked_ids(x, config) if len(x) else np.empty(0, np.int32) for x in (prefix, suffix)
-        )
+        before, after = (_ids_around(x, config) for x in (prefix, suffix))
+        _check_options(options)
         asked: dict[tuple[int, tuple[int, ...]], list[tuple[int, int]]] = {}
         for index, option in enumerate(options):
-            if not len(option):
-                raise RequestError(f"option {index} is empty: give at least one token")
             ids = unmasked_ids(option, f"option {index}", config).tolist()
             for place, token in enumerate(ids):
                 asked.setdefault((len(ids), tuple(ids[:place])), []).append((index, token))
@@ -294,8 +304,32 @@ class Chain:
         logprobs = np.zeros(self._options)
         for owners, found in zip(self._owners, scores, strict=True):
             logprobs[owners] += found.logprob
-        shares = np.exp(logprobs - logprobs.max())
-        return OptionScores(logprobs.tolist(), (shares / shares.sum()).tolist(), int(logprobs.argmax()))
+        return shares_of(logprobs)
+
+
+def in_text(
+    prefix: Sequence[int] | np.ndarray,
+    options: Sequence[Sequence[int] | np.ndarray],
+    suffix: Sequence[int] | np.ndarray,
+    config: ModelConfig,
+) -> list[Question]:
+    """For each option a question after its tokens and those of `suffix`, for a causal model; `prefix` is not
+    empty.
+
+    Their log-probabilities sum up to log p(option, suffix | prefix), and so the options' shares are those of
+    p(option | prefix, suffix). Exact.
+
+    Raises `RequestError` where there is no option, and for one that is empty.
+    """
+    before, after = (_ids_around(x, config) for x in (prefix, suffix))
+    _check_options(options)
+    return [following(before, np.concatenate([checked_ids(x, config), after])) for x in options]
+
+
+def shares_of(logprobs: np.ndarray) -> OptionScores:
+    """Options by their log-likelihoods, f64."""
+    shares = np.exp(logprobs - logprobs.max())
+    return OptionScores(logprobs.tolist(), (shares / shares.sum()).tolist(), int(logprobs.argmax()))
 
 
 def conditionals_of(scores: Iterable[TokenScores]) -> list[Conditional]:
@@ -303,6 +337,18 @@ def conditionals_of(scores: Iterable[TokenScores]) -> list[Conditional]:
     return [
         Conditional(*one) for found in scores for one in zip(*(part.tolist() for part in found), strict=True)
     ]
+
+
+def _ids_around(ids: Sequence[int] | np.ndarray, config: ModelConfig) -> np.ndarray:
+    return checked_ids(ids, config) if len(ids) else np.empty(0, np.int32)
+
+
+def _check_options(options: Sequence[Sequence[int] | np.ndarray]) -> None:
+    if not options:
+        raise RequestError("there are no options: give at least one")
+    for index, option in enumerate(options):
+        if not len(option):
+            raise RequestError(f"option {index} is empty: give at least one token")
 
 
 def _masked_copies(pair: MaskedPair, mask_id: int, guided: bool) -> Iterator[Question]:

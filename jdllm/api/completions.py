@@ -15,6 +15,7 @@ from jdllm.api.protocol import CompletionRequest
 from jdllm.api.service import Service
 from jdllm.outputs import CompletionOutput
 from jdllm.prompts import Asked, LongPrompt, Prompt, ask, read_long, specs_of
+from jdllm.scoring import Conditional
 from jdllm.serving.spec import infill_spec, mask_id_of
 
 router = APIRouter()
@@ -29,7 +30,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     asked = await asyncio.to_thread(_between if body.suffix else _behind, service, body)
     shape = _shape(service, body, asked)
     if body.echo and body.logprobs is not None:
-        return await _pseudo_likelihoods(service, request, body, asked)
+        return await _scored_prompts(service, request, body, asked)
     return await answer(service, request, body, asked, shape)
 
 
@@ -44,8 +45,7 @@ def _check(body: CompletionRequest) -> None:
         raise bad_request("echo is for answers that are not streamed: leave stream or echo out", "echo")
     if body.echo and body.logprobs is not None and (body.max_tokens != 1 or body.suffix):
         raise bad_request(
-            "echo with logprobs answers pseudo-log-likelihoods of the prompt: it needs max_tokens 1 and no"
-            " suffix",
+            "echo with logprobs scores the prompt: it needs max_tokens 1 and no suffix",
             "logprobs",
         )
 
@@ -125,40 +125,41 @@ def _echoed(service: Service, one: Asked) -> str:
     return one.text if one.text is not None else service.tokenizer.decode(one.specs[0].prompt.tolist())
 
 
-async def _pseudo_likelihoods(
+async def _scored_prompts(
     service: Service, request: Request, body: CompletionRequest, asked: Sequence[Asked]
 ) -> Response:
-    """The prompts and a token each, with the pseudo-log-likelihood of every token of the prompt: its
-    log-probability where it alone is masked."""
-    pieces = pieces_of(service)
+    """The prompts and a token each, with the log-probability of every token of the prompt: by a causal model
+    given those before it, by others where it alone is masked."""
+    pieces, causal = pieces_of(service), service.llm.config.attention == "causal"
     running = service.submit(request, "cmpl", asked, "none")
     with running:
         outputs = await running.finish()
+    prompts = [output.prompt_token_ids for output in outputs]
+    scored = await (_given_those_before if causal else _each_alone)(service, prompts)
     choices = []
-    for index, output in enumerate(outputs):
-        ids = output.prompt_token_ids
-        scores = await service.scored(lambda ids=ids: service.llm.pseudo_likelihood(ids))
+    for index, (output, ids, scores) in enumerate(zip(outputs, prompts, scored, strict=True)):
         first = output.outputs[0]
         found = completion_logprobs(
             pieces,
             [*ids, *first.token_ids],
-            [*(score.logprob for score in scores), *(first.logprobs or [])],
+            [*(score and score.logprob for score in scores), *(first.logprobs or [])],
             [*[None] * len(ids), *(first.committed_in or [])],
             0,
         )
         for place, score in enumerate(scores):
-            found["top_logprobs"][place][pieces(score.best)] = score.best_logprob
+            if score is not None:
+                found["top_logprobs"][place][pieces(score.best)] = score.best_logprob
         text = "".join(found["tokens"])
         choices.append(
             {
                 "index": index,
                 "text": text,
-                "logprobs": found | {"kind": "pseudo_log_likelihood"},
+                "logprobs": found | {"kind": "log_likelihood" if causal else "pseudo_log_likelihood"},
                 "finish_reason": first.finish_reason,
             }
         )
-    evaluations = sum(len(output.prompt_token_ids) + output.nfe for output in outputs)
-    read = sum(len(output.prompt_token_ids) for output in outputs)
+    read = sum(map(len, prompts))
+    evaluations = (len(prompts) if causal else read) + sum(output.nfe for output in outputs)
     return JSONResponse(
         {
             "id": running.id,
@@ -169,3 +170,16 @@ async def _pseudo_likelihoods(
             "usage": usage(read, len(outputs), evaluations),
         }
     )
+
+
+async def _each_alone(service: Service, prompts: Sequence[list[int]]) -> list[list[Conditional]]:
+    return [await service.scored(lambda ids=ids: service.llm.pseudo_likelihood(ids)) for ids in prompts]
+
+
+async def _given_those_before(
+    service: Service, prompts: Sequence[list[int]]
+) -> list[list[Conditional | None]]:
+    """`None` for the first token of each, which nothing is before."""
+    pairs = [(ids[:1], ids[1:]) for ids in prompts if len(ids) > 1]
+    found = iter(await service.scored(lambda: service.llm.token_logprobs(pairs)))
+    return [[None, *(next(found) if len(ids) > 1 else [])] for ids in prompts]

@@ -177,4 +177,4 @@ def _path(place: Sequence[Any]) -> str:
 def _named_field(message: str) -> str | None:
     """The field that a message begins with."""
     first = message.partition(" ")[0]
-    return first if first in SAMPLING_FIELDS else None
+    return first if first in (*SAMPLING_FIELDS, "mc_num", "batch_size") else None

@@ -122,6 +122,11 @@ async def _templates(service: Service, body: InfillRequest) -> list[Template]:
     if len(given) != 1:
         raise bad_request("give one of text, token_ids and parts", "text")
     ((name, value),) = given.items()
+    causal = service.llm.config.attention == "causal"
+    if causal and [type(part) for part in body.parts or [] if not isinstance(part, str)] != [ChoiceSlot]:
+        raise bad_request(
+            "a causal model fills no masks, but makes one choice: give parts with texts and one choice", name
+        )
     if name == "parts":
         return [await _from_parts(service, body)]
     return await asyncio.to_thread(_from_masked, service, body, name, value)
@@ -149,25 +154,27 @@ def _runs(ids: Sequence[int], mask_id: int) -> list[Slot]:
 
 async def _from_parts(service: Service, body: InfillRequest) -> Template:
     """Parts in order; where a choice stands, its likeliest option."""
-    parts, special = body.parts or [], body.parse_special
-    mask_id = mask_id_of(service.llm.config)
+    parts, special, config = body.parts or [], body.parse_special, service.llm.config
+    blank = 0 if config.attention == "causal" else mask_id_of(config)  # a causal model's choice leaves none
+    if not isinstance(parts[0], str):
+        parts = ["", *parts]  # what begins a text begins this one
     if not any(isinstance(part, TextSlot | ChoiceSlot) for part in parts):
         raise bad_request("parts has no slot: nothing is to be filled", "parts")
     service.check_length(sum(part.max_tokens for part in parts if isinstance(part, TextSlot)))
 
-    def encode(part: Any) -> list[int]:
+    def encode(part: Any, *, begins: bool = False) -> list[int]:
         if isinstance(part, str):
-            return service.encode(part, parse_special=special) if part else []
+            return service.encode(part, parse_special=special, begins=begins)
         if isinstance(part, TextSlot):
-            return [mask_id] * part.max_tokens
-        return [mask_id] * max(len(service.encode(option, parse_special=special)) for option in part.options)
+            return [blank] * part.max_tokens
+        return [blank] * max(len(encode(option)) for option in part.options)
 
-    pieces = await asyncio.to_thread(lambda: [encode(part) for part in parts])
+    pieces = await asyncio.to_thread(lambda: [encode(part, begins=not at) for at, part in enumerate(parts)])
     service.check_length(sum(map(len, pieces)))
     scores: dict[int, OptionScores] = {}
     for at, part in enumerate(parts):
         if isinstance(part, ChoiceSlot):
-            options = [service.encode(option, parse_special=special) for option in part.options]
+            options = [encode(option) for option in part.options]
             before, after = _joined(pieces[:at]), _joined(pieces[at + 1 :])
             scores[at] = await service.scored(
                 lambda given=(before, options, after): service.llm.choose(*given)

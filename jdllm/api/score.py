@@ -15,7 +15,7 @@ router = APIRouter()
 
 @router.post("/v1/score", responses=RESPONSES)
 async def score(body: ScoreRequest, request: Request) -> dict[str, Any]:
-    """Estimate log p(answer | prompt) of each answer by stratified Monte Carlo."""
+    """log p(answer | prompt) of each answer: a causal model's exactly, others by stratified Monte Carlo."""
     service: Service = request.app.state.service
     model = service.model(body.model)
     prompt, answers = await asyncio.to_thread(_ids, service, body)
@@ -39,9 +39,9 @@ async def score(body: ScoreRequest, request: Request) -> dict[str, Any]:
 
 
 def _ids(service: Service, body: ScoreRequest) -> tuple[list[int], list[list[int]]]:
-    def encode(given: str | list[int]) -> list[int]:
+    def encode(given: str | list[int], *, begins: bool) -> list[int]:
         if not isinstance(given, str):
             return given
-        return service.encode(given, parse_special=body.parse_special) if given else []
+        return service.encode(given, parse_special=body.parse_special, begins=begins)
 
-    return encode(body.prompt), [encode(answer) for answer in body.answers]
+    return encode(body.prompt, begins=True), [encode(answer, begins=False) for answer in body.answers]

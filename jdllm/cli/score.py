@@ -24,7 +24,7 @@ def score(
     *,
     source: ModelOptions,
 ) -> None:
-    """Estimate log p(answer | prompt), natural logarithm, by stratified Monte Carlo."""
+    """log p(answer | prompt), natural logarithm: exact of a causal model, else by stratified Monte Carlo."""
     llm = load_model(source)
     with told_of_compiling():
         found = llm.score(

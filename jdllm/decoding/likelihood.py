@@ -1,4 +1,4 @@
-"""Likelihood of an answer by stratified Monte Carlo, and log-probabilities of given tokens."""
+"""Log-probabilities of given tokens, and the masks of a stratified Monte Carlo likelihood."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from jdllm.arrays import Tensor
 from jdllm.chunks import ChunkConfig
 from jdllm.decoding.batch import HeadRows
-from jdllm.decoding.head import gather_guided, source_rows
+from jdllm.decoding.head import Sources, gather_guided, source_rows
 from jdllm.execution.transformer import forward, logits
 from jdllm.layers import head_logits
 from jdllm.models.block import Rows
@@ -75,7 +75,8 @@ def token_logprobs(
 ) -> TokenScores:
     """Scores of `targets` at the head rows after one forward evaluation.
 
-    Logits exist for one of `chunks.logits` chunks of the head rows at a time.
+    Logits exist for one of `chunks.logits` chunks of the head rows at a time. A causal model predicts a token
+    in the row before it, so that a head row may lie one behind the end of its sequence.
     """
     hidden = forward(params, config, tokens, rows, chunks=chunks)
     positions = jnp.asarray(rows.positions)[head.row]
@@ -87,12 +88,18 @@ def token_logprobs(
         part, at, scale, target = jax.tree.map(
             lambda x: lax.dynamic_slice_in_dim(x, start, size), (head, positions, guidance, targets)
         )
-        h = gather_guided(params, config, hidden, source_rows(config, part, at), scale)
+        h = gather_guided(params, config, hidden, _sources(config, part, at), scale)
         found = _scores(head_logits(h, head_weights(params)), target)
         return jax.tree.map(lambda all, new: lax.dynamic_update_slice_in_dim(all, new, start, 0), out, found)
 
     empty = TokenScores(jnp.zeros(total), jnp.zeros(total, jnp.int32), jnp.zeros(total))
     return lax.fori_loop(0, chunks.logits, evaluate, empty)
+
+
+def _sources(config: ModelConfig, head: HeadRows, positions: Int[Array, " head"]) -> Sources:
+    if config.attention == "causal":
+        return Sources(*(jnp.maximum(jnp.asarray(row) - 1, 0) for row in (head.row, head.unguided)))
+    return source_rows(config, head, positions)
 
 
 def _scores(row_logits: Float[Array, "rows vocab"], target: Int[Array, " rows"]) -> TokenScores:

@@ -8,23 +8,21 @@ from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImport
 from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
 
 from jdllm.checkpoints.tokenizer import Tokenizer
-from jdllm.decoding.sampling import SamplingParams
+from jdllm.decoding.causal_sampling import check_causal, check_denoising
 from jdllm.errors import ConfigError
+from jdllm.harness.likelihoods import likelihoods_of
 from jdllm.harness.translation import (
     Pair,
-    encode_pair,
     fitted,
     read_model_arguments,
     repeats_drawn_anew,
     request_sampling,
-    windows,
 )
 from jdllm.llm import LLM
-from jdllm.serving.spec import mask_id_of
 
 
-class DiffusionLM(LM):
-    """A diffusion language model for lm-eval.
+class HarnessLM(LM):
+    """A language model for lm-eval.
 
     Arguments:
     - `pretrained`: checkpoint directory or hub id.
@@ -32,9 +30,9 @@ class DiffusionLM(LM):
       up to `max_num_batched_tokens` rows, on JAX's first device.
     - others: see `ModelArguments`.
 
-    Log-likelihoods are stratified Monte Carlo estimates of the model's bound, as LLaDA's evaluation has them.
-    Special tokens in a context become their ids, as for the models of lm-eval: a rendered chat template has
-    some.
+    Log-likelihoods are those of `jdllm.harness.likelihoods`: exact of causal models, and of others stratified
+    Monte Carlo estimates of their bound. Special tokens in a context become their ids, as for the models of
+    lm-eval: a rendered chat template has some.
     """
 
     def __init__(
@@ -53,11 +51,12 @@ class DiffusionLM(LM):
             raise ConfigError(f"lm-eval asks with texts, and {pretrained} has no tokenizer files")
         self._tokenizer: Tokenizer = self._llm.tokenizer
         config = self._llm.config
-        self._mask_id = mask_id_of(config)
         positions = config.rope.effective_context(config.max_positions)
         self._max_length = self._asked.max_length or positions
+        self._likelihoods = likelihoods_of(self._llm, self._tokenizer, self._asked, self._max_length)
         # What holds for every request is refused before the first, if at all.
-        request_sampling(self._llm.default_sampling(), self._asked.sampling, {})
+        sampling = request_sampling(self._llm.default_sampling(), self._asked.sampling, {})
+        (check_causal if config.attention == "causal" else check_denoising)(sampling)
 
     @property
     def tokenizer_name(self) -> str:
@@ -84,34 +83,36 @@ class DiffusionLM(LM):
         asked = [request_sampling(default, self._asked.sampling, request.args[1]) for request in requests]
         sampling = repeats_drawn_anew(contexts, asked)
         pairs = [
-            Pair(self._encode(context), [self._mask_id] * params.gen_length)
+            Pair(self._encode(context), [0] * params.gen_length)
             for context, params in zip(contexts, sampling, strict=True)
         ]
-        prompts = [pair.prompt for pair in self._fitted(pairs)]
+        kept = [fitted(pair, self._max_length) for pair in pairs]
+        self._warn_of_length(pairs, kept)
+        prompts = [pair.prompt for pair in kept]
         outputs = self._llm.generate(prompt_token_ids=prompts, sampling=sampling, progress=not disable_tqdm)
         texts = [output.text or "" for output in outputs]
         return self._remember("generate_until", requests, texts)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Score (context, continuation) requests: log-likelihood, and whether it is the greedy answer."""
-        pairs = self._fitted([encode_pair(self._encode, *request.args) for request in requests])
-        greedy = self._greedy(pairs, disable_tqdm)
-        found = list(zip(self._likelihoods(pairs, disable_tqdm), greedy, strict=True))
+        pairs = [self._likelihoods.pair(*request.args) for request in requests]
+        kept = [self._likelihoods.fitted(pair) for pair in pairs]
+        self._warn_of_length(pairs, kept)
+        found = self._likelihoods.with_greedy(kept, progress=not disable_tqdm)
         return self._remember("loglikelihood", requests, found)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Score whole texts, in parts where they are longer than the model's positions."""
-        parts = [windows(self._encode(request.args[0]), self._max_length) for request in requests]
-        scores = iter(self._likelihoods([pair for pairs in parts for pair in pairs], disable_tqdm))
+        parts = [self._likelihoods.windows(request.args[0]) for request in requests]
+        every = [pair for pairs in parts for pair in pairs]
+        scores = iter(self._likelihoods.log_likelihoods(every, progress=not disable_tqdm))
         found = [sum(next(scores) for _ in pairs) for pairs in parts]
         return self._remember("loglikelihood_rolling", requests, found)
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, parse_special=True)
 
-    def _fitted(self, pairs: Sequence[Pair]) -> list[Pair]:
-        """The pairs in as many positions as there are."""
-        kept = [fitted(pair, self._max_length) for pair in pairs]
+    def _warn_of_length(self, pairs: Sequence[Pair], kept: Sequence[Pair]) -> None:
         cut = sum(len(one.prompt) < len(pair.prompt) for one, pair in zip(kept, pairs, strict=True))
         if cut:
             warnings.warn(
@@ -119,33 +120,6 @@ class DiffusionLM(LM):
                 " their beginnings are left out",
                 stacklevel=3,
             )
-        return kept
-
-    def _likelihoods(self, pairs: Sequence[Pair], disable_tqdm: bool) -> list[float]:
-        found = self._llm.likelihoods(
-            pairs,
-            mc_num=self._asked.mc_num,
-            batch_size=self._asked.mc_batch_size,
-            cfg_scale=self._asked.sampling.get("cfg_scale", 0.0),
-            seed=self._asked.sampling.get("seed", 0),
-            progress=not disable_tqdm,
-        )
-        return [one.log_likelihood for one in found]
-
-    def _greedy(self, pairs: Sequence[Pair], disable_tqdm: bool) -> list[bool]:
-        """Whether each answer is what the model fills its place with, the surest token first.
-
-        Source: suffix_greedy_prediction of eval_llada.py of ML-GSAI/LLaDA.
-        """
-        if not self._asked.is_check_greedy:
-            return [False] * len(pairs)
-        sampling = SamplingParams(cfg_scale=self._asked.sampling.get("cfg_scale", 0.0))
-        masked = [[*pair.prompt, *[self._mask_id] * len(pair.answer)] for pair in pairs]
-        outputs = self._llm.infill(token_ids=masked, sampling=sampling, progress=not disable_tqdm)
-        return [
-            output.token_ids[len(pair.prompt) :] == pair.answer
-            for output, pair in zip(outputs, pairs, strict=True)
-        ]
 
     def _remember[T](self, kind: str, requests: Sequence[Instance], answers: list[T]) -> list[T]:
         """The answers, which lm-eval may keep for another run."""
@@ -154,10 +128,10 @@ class DiffusionLM(LM):
         return answers
 
 
-def model_class(defaults: Mapping[str, Any]) -> type[DiffusionLM]:
-    """`DiffusionLM` with other defaults."""
+def model_class(defaults: Mapping[str, Any]) -> type[HarnessLM]:
+    """`HarnessLM` with other defaults."""
 
-    class WithDefaults(DiffusionLM):
+    class WithDefaults(HarnessLM):
         def __init__(self, **given: Any):
             super().__init__(**{**defaults, **given})
 

@@ -37,9 +37,9 @@ class ModelArguments:
     - `sampling`: fields of `SamplingParams` that hold for every generation; `cfg_scale` and `seed` hold for
       likelihoods too.
     - `mc_num`, `mc_batch_size`: masked copies of an answer, and among how many of them the number of masks is
-      stratified.
+      stratified; not of causal models.
     - `is_check_greedy`: whether an answer is compared with the greedy one, which takes a forward evaluation a
-      token. Only some metrics ask for it; without, no answer counts as greedy.
+      token unless the model is causal. Only some metrics ask for it; without, no answer counts as greedy.
     - `max_length`: positions of a sequence; `None` for those of the model.
     """
 
@@ -142,10 +142,16 @@ def encode_pair(encode: Encode, context: str, continuation: str) -> Pair:
     return Pair(prompt, answer or encode(continuation)[len(encode("")) :])
 
 
-def fitted(pair: Pair, max_length: int) -> Pair:
-    """`pair` without the beginning of its prompt where both are longer than `max_length`."""
-    room = max(max_length - len(pair.answer), 0)
+def fitted(pair: Pair, max_length: int, *, least: int = 0) -> Pair:
+    """`pair` without the beginning of its prompt where both are longer than `max_length`; of the prompt are
+    left at least `least` ids."""
+    room = max(max_length - len(pair.answer), least)
     return Pair(pair.prompt[max(len(pair.prompt) - room, 0) :], pair.answer)
+
+
+def behind(first: int, answer: list[int]) -> Pair:
+    """An answer without a context behind `first`, which it may begin with itself."""
+    return Pair([first], answer[1:] if answer[:1] == [first] else answer)
 
 
 def windows(ids: Sequence[int], max_length: int) -> list[Pair]:
@@ -160,6 +166,21 @@ def windows(ids: Sequence[int], max_length: int) -> list[Pair]:
         before = list(ids[len(ids) - max_length : starts[-1]])
         parts[-1] = Pair(before, parts[-1].answer)
     return parts
+
+
+def rolling_windows(ids: Sequence[int], first: int, max_length: int) -> list[Pair]:
+    """A text behind `first` in parts for a causal model, whose likelihoods multiply to its own.
+
+    Each part has up to `max_length` tokens and is scored after the token before it, but for the last: it is
+    scored after as many as fit. The last token of a part needs no position. Source:
+    get_rolling_token_windows of lm-eval.
+    """
+    whole = [first, *ids]
+    return [
+        Pair(whole[max(stop - max_length, 0) : start + 1], list(ids[start:stop]))
+        for start in range(0, len(ids), max_length)
+        for stop in [min(start + max_length, len(ids))]
+    ]
 
 
 def _texts(given: object) -> list[Any]:

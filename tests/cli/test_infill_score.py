@@ -1,6 +1,7 @@
 """`jdllm infill` and `jdllm score`."""
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -8,6 +9,7 @@ from typer.testing import CliRunner, Result
 from jdllm.cli import app
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.llm import LLM
+from tests.causal_texts import write_speaking
 from tests.cli.helpers import UseModel, assert_mistake, outputs
 
 MASKED = "w5 w510 w6 w510 w510"  # 510 is the mask id of the tiny checkpoint
@@ -51,6 +53,15 @@ def test_score_is_that_of_the_library(loaded_speaking: LLM, use_model: UseModel)
     assert float(plain.stdout) == pytest.approx(expected, rel=1e-5)
     assert json.loads(structured.stdout) == {"log_likelihood": expected}
     assert (plain.exit_code, plain.stderr, structured.stderr) == (0, "", "")
+
+
+def test_score_of_a_causal_model_is_exact(tmp_path: Path, use_model: UseModel):
+    with LLM(write_speaking(tmp_path, "mistral_swa", "known"), dtype="float32") as llm:
+        use_model(llm)
+        plain = run("score", "w5 w6", "w7 w8")
+        assert float(plain.stdout) == pytest.approx(llm.score([5, 6], [7, 8]), rel=1e-5)
+        assert_mistake(run("score", "w5", "w6", "--mc-num", "4"), "--mc-num is for models that denoise")
+        assert_mistake(run("score", "", "w6"), "the prompt is empty", "such as the bos id 1")
 
 
 def test_mistakes_in_a_score(loaded_speaking: LLM, use_model: UseModel):

@@ -11,14 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImports]
+from lm_eval.utils import (  # pyright: ignore[reportMissingImports]
+    get_rolling_token_windows,
+    make_disjoint_window,
+)
 
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.demo import checkpoint_path, tasks
 from jdllm.demo import tokenizer as demo
 from jdllm.demo.tokenizer import plain_ids
 from jdllm.errors import ConfigError, RequestError
-from jdllm.harness.model import DiffusionLM
+from jdllm.harness.model import HarnessLM
+from jdllm.harness.translation import rolling_windows
 from jdllm.llm import LLM
+from tests.causal_texts import BOS, EOS, Begins, words, write_speaking
 from tests.clients.servers import MODEL, Server
 
 pytestmark = pytest.mark.clients
@@ -30,17 +36,17 @@ GENERATED = "addition", "retrieval"
 ROWS = 512
 
 
-def load(**arguments: Any) -> DiffusionLM:
-    return DiffusionLM(str(checkpoint_path()), dtype="float32", max_num_batched_tokens=ROWS, **arguments)
+def load(**arguments: Any) -> HarnessLM:
+    return HarnessLM(str(checkpoint_path()), dtype="float32", max_num_batched_tokens=ROWS, **arguments)
 
 
 @pytest.fixture(scope="module")
-def model() -> DiffusionLM:
+def model() -> HarnessLM:
     return load(mc_num=32)
 
 
 @pytest.fixture(scope="module")
-def llm(model: DiffusionLM) -> LLM:
+def llm(model: HarnessLM) -> LLM:
     return model._llm
 
 
@@ -64,7 +70,7 @@ def greedy_answer(llm: LLM, prompt: list[int], count: int) -> list[int]:
 
 
 class TestModelClass:
-    def test_generation_until_a_text_or_a_length(self, model: DiffusionLM):
+    def test_generation_until_a_text_or_a_length(self, model: HarnessLM):
         sums = tasks.test_instances("addition", 3, seed=4)
         asked = [
             *((one.prompt, GREEDY) for one in sums),
@@ -76,7 +82,7 @@ class TestModelClass:
         found = model.generate_until(instances("generate_until", *asked), disable_tqdm=True)
         assert found == [*(one.answer for one in sums), cut, whole[:2]]
 
-    def test_repetitions_are_the_samples_of_one_prompt(self, model: DiffusionLM, llm: LLM):
+    def test_repetitions_are_the_samples_of_one_prompt(self, model: HarnessLM, llm: LLM):
         drawn = {"do_sample": True, "temperature": 20.0, "max_gen_toks": 8, "undefined_tokens": "banned"}
         found = model.generate_until(instances("generate_until", *[("sort cab=", drawn)] * 3))
         sampling = SamplingParams(temperature=20.0, max_tokens=8, undefined_tokens="banned", n=3)
@@ -84,7 +90,7 @@ class TestModelClass:
         assert found == [sample.text for sample in expected.outputs]
         assert len(set(found)) == 3
 
-    def test_likelihoods_are_those_of_ids_and_know_the_greedy_answer(self, model: DiffusionLM, llm: LLM):
+    def test_likelihoods_are_those_of_ids_and_know_the_greedy_answer(self, model: HarnessLM, llm: LLM):
         best = bytes(greedy_answer(llm, plain_ids("123+456="), 3)).decode()
         asked = [("123+456=", best), ("123+456=", "12"), ("123+", "456="), ("", "1+1=2"), ("ab ", "c d")]
         found = model.loglikelihood(instances("loglikelihood", *asked), disable_tqdm=True)
@@ -110,7 +116,7 @@ class TestModelClass:
         pairs = [(plain_ids(before), plain_ids(text)) for before, text in parts]
         assert score == pytest.approx(sum(llm.score(*pair, **options) for pair in pairs), rel=1e-4)
 
-    def test_conversations_are_rendered_with_real_special_tokens(self, model: DiffusionLM, llm: LLM):
+    def test_conversations_are_rendered_with_real_special_tokens(self, model: HarnessLM, llm: LLM):
         rendered = model.apply_chat_template([{"role": "user", "content": "1+1="}])
         assert model._encode(rendered) == demo.chat_ids("1+1=")
         begun = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "It is "}]
@@ -128,7 +134,37 @@ class TestModelClass:
         for name in ("config.json", "model.safetensors"):
             (tmp_path / name).symlink_to(checkpoint_path() / name)
         with pytest.raises(ConfigError, match="has no tokenizer files"):
-            DiffusionLM(pretrained=str(tmp_path))
+            HarnessLM(pretrained=str(tmp_path))
+
+
+@pytest.mark.parametrize("begins", ["added", "none"])
+def test_a_causal_model_is_asked_as_lm_eval_asks_its_own(begins: Begins, tmp_path: Path):
+    directory = write_speaking(tmp_path, "mistral_swa", begins)
+    model = HarnessLM(str(directory), dtype="float32", max_num_batched_tokens=ROWS, max_length=6)
+    llm, first, before = model._llm, EOS if begins == "none" else BOS, [BOS] * (begins == "added")
+    asked = [("w5 w6", " w7 w8"), ("w4 w5 w6 w7 w8", " w9 w10 w11"), ("", "w9")]
+    with pytest.warns(UserWarning, match="1 of 3 contexts are too long for max_length 6"):
+        found = model.loglikelihood(instances("loglikelihood", *asked), disable_tqdm=True)
+    pairs = [([*before, 5, 6], [7, 8]), ([5, 6, 7, 8], [9, 10, 11]), ([first], [9])]
+    for (prompt, answer), (score, greedy) in zip(pairs, found, strict=True):
+        best = logits(llm, [*prompt, *answer])[len(prompt) - 1 : -1].argmax(axis=1)
+        assert score == pytest.approx(llm.score(prompt, answer), rel=1e-5)
+        assert greedy == (best.tolist() == answer)
+    [score] = model.loglikelihood_rolling(instances("loglikelihood_rolling", (words(*range(20, 36)),)))
+    theirs = map(make_disjoint_window, get_rolling_token_windows(list(range(20, 36)), first, 6, 1))
+    assert score == pytest.approx(sum(llm.score(*pair) for pair in theirs), rel=1e-5)
+    with pytest.raises(ConfigError, match="model_args has 'mc_num'"):
+        HarnessLM(str(directory), mc_num=8)
+    with pytest.raises(RequestError, match="cfg_scale is for models that denoise"):
+        HarnessLM(str(directory), cfg_scale=1.0)
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 16])
+@pytest.mark.parametrize("count", [0, 1, 5, 6, 15, 32])
+def test_rolling_windows_are_lm_evals(count: int, length: int):
+    ids = list(range(count))
+    theirs = map(make_disjoint_window, get_rolling_token_windows(ids, -1, length, 1))
+    assert rolling_windows(ids, -1, length) == list(theirs)
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,13 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import ConfigError, RequestError
 from jdllm.harness.translation import (
     Pair,
+    behind,
     encode_pair,
     fitted,
     read_model_arguments,
     repeats_drawn_anew,
     request_sampling,
+    rolling_windows,
     windows,
 )
 
@@ -171,6 +173,32 @@ class TestPairs:
         assert kept.answer == pair.answer
         assert len(kept.prompt) == min(prompt, max(length - answer, 0))
         assert pair.prompt[prompt - len(kept.prompt) :] == kept.prompt
+
+    def test_as_much_of_a_prompt_is_left_as_is_needed(self):
+        assert fitted(Pair([1, 2], [3, 4, 5]), 3, least=1) == ([2], [3, 4, 5])
+        assert fitted(Pair([], [3]), 1, least=1) == ([], [3])
+
+    def test_an_answer_may_begin_with_what_it_is_behind(self):
+        assert behind(1, [5, 6]) == ([1], [5, 6])
+        assert behind(1, [1, 5]) == ([1], [5])
+        assert behind(1, []) == ([1], [])
+
+    def test_rolling_windows_are_those_of_lm_evals_documentation(self):
+        parts = rolling_windows(range(10), -1, 4)
+        assert parts == [([-1], [0, 1, 2, 3]), ([3], [4, 5, 6, 7]), ([5, 6, 7], [8, 9])]
+
+    @given(st.integers(0, 40), st.integers(1, 12))
+    def test_rolling_windows_score_each_token_once_behind_others(self, count: int, length: int):
+        parts = rolling_windows(range(count), -1, length)
+        assert [token for part in parts for token in part.answer] == list(range(count))
+        for part in parts:
+            whole = [*part.prompt, *part.answer]
+            assert whole == list(range(whole[0], whole[0] + len(whole)))
+            assert len(part.prompt) > 0
+            assert len(whole) - 1 <= length
+        assert all(len(part.prompt) == 1 for part in parts[:-1])
+        if count > length:
+            assert len(parts[-1].prompt) + len(parts[-1].answer) == length + 1
 
     @given(st.integers(0, 40), st.integers(1, 12))
     def test_windows_score_each_token_once_with_as_much_before_the_last_as_fits(
