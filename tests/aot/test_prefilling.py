@@ -13,11 +13,10 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.models.weights import abstract_params
 from jdllm.planning.account import make_account
 from jdllm.planning.aot import compile_for
-from jdllm.planning.ladder import make_ladder
 from jdllm.prefilling.build import building
 from jdllm.prefilling.layout import KeptChunk, Layout
 from jdllm.prefilling.score import behind
-from jdllm.serving.cached_runner import CachedRunner
+from jdllm.serving.device_pool import DevicePool
 from jdllm.serving.long_request import LongContext, LongRequest, long_spec
 from jdllm.serving.score_stage import Score
 from jdllm.serving.stages import Build, Draft, Model, Retain
@@ -56,7 +55,7 @@ def model() -> Model:
     account = make_account(CONFIG, "bfloat16", None, hopper=True, max_num_batched_tokens=ROWS)
     account = dataclasses.replace(account, pages=PAGES)
     executables = ForCard()
-    pool = CachedRunner(params, CONFIG, executables, make_ladder(ROWS), account)
+    pool = DevicePool(CONFIG, "bfloat16", PAGES)
     return Model(params, CONFIG, executables, account, pool)
 
 

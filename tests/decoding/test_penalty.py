@@ -45,7 +45,8 @@ def plain(head: jax.Array, *args, level: Level) -> Choice:
 
 @functools.partial(jax.jit, static_argnames="level")
 def penalised(head: jax.Array, *args, level: Level) -> Choice:
-    return decide_penalised({"head": head}, *args[:-2], Penalty(*args[-2:]), level=level)
+    *rows, seen, factor = args
+    return decide_penalised({"head": head}, *rows, Penalty(seen, factor), level=level)
 
 
 @pytest.fixture(scope="module")

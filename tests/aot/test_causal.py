@@ -1,0 +1,74 @@
+"""Llama-3.1-8B compiled for an H200: prompts fill the pool in place, and decodes write their rows into it."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.shapes import SHAPES
+from jdllm.decoding.causal import decode, prefill
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.execution.paged.pool import PAGE_ROWS
+from jdllm.models.config import ModelConfig
+from jdllm.models.weights import abstract_params
+from jdllm.pallas.masked_logits import Level
+from jdllm.planning.aot import compile_for
+from jdllm.planning.ladder import Entry
+from jdllm.serving.causal_packing import pack_prompts, pack_sequences
+from jdllm.serving.causal_request import CausalRequest, causal_spec
+from jdllm.serving.device_pool import DevicePool
+
+pytestmark = pytest.mark.aot
+
+CONFIG = SHAPES["llama-3.1-8b"]
+PAGES = 4096  # half a GiB for the keys of a layer
+MIB = 2**20
+
+
+def asked(length: int, count: int, config: ModelConfig) -> tuple[list[CausalRequest], DevicePool]:
+    pool, sampling = DevicePool(config, "bfloat16", PAGES), SamplingParams(max_tokens=64)
+    requests = [CausalRequest(causal_spec(np.arange(length), sampling, config), i) for i in range(count)]
+    for request in requests:
+        pool.admit(request)
+    return requests, pool
+
+
+def compiled(function: Any, arguments: tuple[Any, ...], config: ModelConfig, donate: int) -> Any:
+    params = abstract_params(config, "bfloat16")
+    return compile_for(
+        "h200", function, params, *arguments, donate=(donate,), config=config, level=Level.TOP
+    )
+
+
+def pool_bytes(config: ModelConfig) -> int:
+    return 2 * config.num_layers * PAGES * PAGE_ROWS * config.num_kv_heads * config.head_dim * 2
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_part_of_a_prompt_fills_pages_in_place(stored: bool):
+    requests, pool = asked(16384, 1, CONFIG)
+    part = range(8192, 16384) if stored else range(8192)
+    entry, entries = Entry(8192, 8, 8, 1), 256 if stored else None
+    packed = pack_prompts(requests, [part], CONFIG, pool.table, entry, entries)
+    memory = compiled(prefill, (*packed.arguments, pool.abstract), CONFIG, 6).memory_analysis()
+    assert memory.alias_size_in_bytes >= pool_bytes(CONFIG)
+    # A gate and its product, the residual stream, queries and outputs; gathered keys and values twice.
+    rows, kv = 8192 * 2, 16384 * CONFIG.num_kv_heads * CONFIG.head_dim * 2
+    least = rows * (2 * CONFIG.intermediate_size + 4 * CONFIG.hidden_size) + 4 * kv * stored
+    assert memory.temp_size_in_bytes < least + 128 * MIB
+
+
+@pytest.mark.parametrize("window", [None, 4096])
+def test_decodes_write_rows_in_place(window: int | None):
+    config = dataclasses.replace(CONFIG, sliding_window=window)
+    requests, pool = asked(1024, 32, config)
+    for request in requests:
+        request.computed = 1023
+    entries = 2 * PAGES if window is None else 1024
+    packed = pack_sequences(requests, config, pool.table, Entry(32, 32, 32, 16), entries)
+    memory = compiled(
+        decode, (*packed.arguments, np.int32(1), pool.abstract), config, 5
+    ).memory_analysis()
+    assert memory.alias_size_in_bytes >= pool_bytes(config)
+    assert memory.temp_size_in_bytes < (64 if window is None else 512) * MIB
