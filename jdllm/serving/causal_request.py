@@ -72,11 +72,12 @@ class CausalRequest(Request):
     - `known`: how many tokens are there, those of the prompt included.
     - `computed`: how many of the first of them are stored. All others but one have to be evaluated before
       the next token is generated; that one is evaluated with it.
+    - `found`: how many were stored already when it was admitted.
     """
 
     def __init__(self, spec: CausalSpec, id: int = 0):
         self.known = len(spec.prompt)
-        self.computed = 0
+        self.computed = self.found = 0
         super().__init__(spec, id)
 
     @property
@@ -88,6 +89,10 @@ class CausalRequest(Request):
     def device_stop_ids(self) -> tuple[int, ...]:
         """Ids after which the device need not go on."""
         return self.spec.stop_ids if self.sampling.early_stop else ()
+
+    def find(self, rows: int) -> None:
+        """Take in that so many of the first tokens are stored already."""
+        self.computed = self.found = rows
 
     def store(self, forwarded: np.ndarray, stored: int) -> None:
         """Take in that so many tokens are stored."""

@@ -1,18 +1,31 @@
 """The KV pool of an engine: its pages on the host, its arrays on the device."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Int
 
 from jdllm.decoding.executables import Executable
 from jdllm.execution.paged.pool import PAGE_ROWS, KeyValuePool, empty_pool
 from jdllm.models.config import ModelConfig
 from jdllm.pallas.split_attention import PageTable
+from jdllm.planning.buckets import power_bucket
+from jdllm.serving.causal_request import CausalRequest
 from jdllm.serving.kv_pool import KvPool, Live
+from jdllm.serving.prefix_pages import PrefixPages
 from jdllm.serving.request import Request
 from jdllm.serving.stored_chunks import StoredChunks
+
+_CLEANED = 64
+"""Pages that are zeroed at a time, at least."""
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _zeroed(pool: KeyValuePool, pages: Int[np.ndarray, " pages"]) -> KeyValuePool:
+    return KeyValuePool(*(x.at[:, pages].set(0, mode="drop") for x in pool))
 
 
 class DevicePool:
@@ -25,7 +38,7 @@ class DevicePool:
     It is on the device from the first part that needs it until `free`, and made again in the same shape.
 
     - `table`: which pages each request holds; a value, which every change replaces.
-    - `chunks`: contents whose pages no request holds.
+    - `chunks`, `prefixes`: contents whose pages no request holds.
     - `abstract`: the shapes and types of the arrays.
     """
 
@@ -35,14 +48,15 @@ class DevicePool:
         self._pages = pages
         self.table = KvPool.empty(pages, PAGE_ROWS)
         self.chunks = StoredChunks()
+        self.prefixes = PrefixPages()
         self._pool: KeyValuePool | None = None
         self.abstract = jax.eval_shape(self._empty)
 
     @property
     def free_pages(self) -> int:
-        """Pages that no request holds; chunks of contexts give theirs up. Any thread may ask."""
+        """Pages that no request holds; contents give theirs up. Any thread may ask."""
         pages = self.table
-        return pages.free_pages + self.chunks.pages(pages)
+        return pages.free_pages + self.chunks.pages(pages) + self.prefixes.reclaimable
 
     @property
     def pages(self) -> int:
@@ -65,23 +79,49 @@ class DevicePool:
         return 2 * self._pages + 4 * tiles
 
     def admit(self, request: Request) -> None:
-        """Give `request` the pages that it may ever need; raises `KvPoolError` where they are not free."""
+        """Give `request` the pages that it may ever need; raises `KvPoolError` where they are not free.
+
+        A causal one finds what is stored for the beginning of its prompt.
+        """
         rows = request.spec.stored_rows
         self.table = self.chunks.make_room(self.table, self.table.pages_for(rows))
-        self.table = self.table.allocate(request.id, rows)
+        if isinstance(request, CausalRequest):
+            known = request.tokens[: request.known]
+            self.table, found = self.prefixes.take(self.table, request.id, known, rows)
+            request.find(found)
+        else:
+            self.table = self.table.allocate(request.id, rows)
 
-    def release(self, request: Request) -> None:
-        """Free the pages of a request."""
-        self.table = self.table.release(request.id)
+    def release(self, request: Request, *, keep: bool = True) -> None:
+        """Take the pages of a request back.
+
+        Arguments:
+        - `keep`: full pages of a causal one stay for others as long as there is room.
+        """
+        if isinstance(request, CausalRequest):
+            computed = request.computed if keep else 0
+            self.table = self.prefixes.give_back(self.table, request.id, request.tokens, computed)
+        else:
+            self.table = self.table.release(request.id)
+
+    def clean(self, request: Request) -> None:
+        """Zero what a request wrote, while no part runs: values that are no numbers must not be left in rows
+        that are not live."""
+        pages = self.table.own_pages_of(request.id)
+        if self._pool is not None and len(pages):
+            size = power_bucket(len(pages), _CLEANED)
+            beyond = np.full(size, self._pages, np.int32)
+            beyond[: len(pages)] = pages
+            self._pool = _zeroed(self._pool, beyond)
 
     def free(self) -> None:
         """Free the pool on the device: what it held is lost."""
-        self.forget_chunks()
+        self.forget_contents()
         self._pool = None
 
-    def forget_chunks(self) -> None:
+    def forget_contents(self) -> None:
         """Give up the pages of all contents: after a failure they may not have been written."""
-        self.table = self.chunks.clear(self.table)
+        self.table = self.prefixes.clear(self.chunks.clear(self.table))
 
     def make(self) -> None:
         """Put the pool on the device now."""

@@ -269,7 +269,7 @@ class Engine:
         del self._delivered[request]
         self._preparation.forget(request)
         if state.cached and request in self._scheduler.running:
-            self._pool.release(state)
+            self._pool.release(state, keep=how != "failed")
         self._scheduler.remove(request)
         self._counts[how] += 1
         return state
@@ -291,7 +291,7 @@ class Engine:
                 pending = self._runner.submit(part.kind, requests, self._steps(part))
             except Exception as error:
                 self._runner.probe()
-                self._pool.forget_chunks()
+                self._pool.forget_contents()
                 failed += [self._end(request, error) for request in requests]
             else:
                 self._flight.add(pending, [ready[i] for i in part.ids])
@@ -313,7 +313,7 @@ class Engine:
         except Exception as error:
             self._flight.drain()
             self._runner.probe()
-            self._pool.forget_chunks()
+            self._pool.forget_contents()
             self._rebuild_lost_pool()
             left = [request for request in pending.requests if request.id in self._entries]
             found = self._non_finite if isinstance(error, NonFiniteError) else lambda _: error
@@ -369,6 +369,8 @@ class Engine:
             yield self._end(request, None)
 
     def _end(self, request: Request, error: Exception | None) -> Update:
+        if isinstance(error, NonFiniteError) and request.cached:
+            self._runner.between_parts(lambda: self._pool.clean(request))
         ended = self._tell(Ended(request.id, request, error))
         self._leave(request.id, "finished" if error is None else "failed")
         return ended

@@ -81,6 +81,11 @@ class KvPool:
             raise KvPoolError(f"request {request} is not in the KV pool: allocate its pages first")
         return np.frombuffer(self.owned[request], np.int32)
 
+    def own_pages_of(self, request: int) -> Int[np.ndarray, " pages"]:
+        """The pages of `request` that are not kept: nobody else reads them."""
+        pages = self.pages_of(request)
+        return pages[[not _has(self.kept, page) for page in pages.tolist()]]
+
     def allocate(self, request: int, rows: int, kept: Sequence[int] = ()) -> "KvPool":
         """Give `request` as many pages as `rows` rows take: some that are kept, then the lowest free ones.
 
