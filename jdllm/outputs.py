@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jdllm.serving.causal_request import CausalRequest
 from jdllm.serving.long_request import LongRequest, Prefilled
 from jdllm.serving.request import Request, Timings
 
@@ -24,13 +25,14 @@ class CompletionOutput:
       the text, which is included: the first end-of-sequence, end-of-turn or other stop id, or what completes
       a stop string; without, all `gen_length` ids are there. For infilling: the whole sequence.
     - `finish_reason`: "stop" where the text ended with nothing masked before its end, else "length".
-    - `nfe`: forward evaluations of the model.
+    - `nfe`: forward evaluations of the model; of a causal one those that gave a token.
     - `timings`: seconds.
     - `history`: int32 `[nfe, length]`, the whole sequence after every step, where it was asked for.
     - `logprobs`, `committed_in`: of each of `token_ids`, where they were asked for: its log-probability in
       the step that committed it, in the distribution that its confidence is measured on, and that step;
       `None` for a token that was given.
     - `prefilling`: what came of preparing a long context, where the prompt had one.
+    - `num_cached_tokens`: tokens of the prompt whose keys and values were there already, of a causal model.
     """
 
     index: int
@@ -43,6 +45,7 @@ class CompletionOutput:
     logprobs: list[float | None] | None = None
     committed_in: list[int | None] | None = None
     prefilling: Prefilled | None = None
+    num_cached_tokens: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain Python values, ready for JSON; the history as lists."""
@@ -54,7 +57,8 @@ class CompletionOutput:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, CompletionOutput):
             return NotImplemented
-        mine, theirs = ({**x.to_dict(), "timings": None, "prefilling": None} for x in (self, other))
+        aside = {"timings": None, "prefilling": None, "num_cached_tokens": None}
+        mine, theirs = ({**x.to_dict(), **aside} for x in (self, other))
         return mine == theirs and self.prefilling == other.prefilling
 
 
@@ -66,7 +70,7 @@ class RequestOutput:
     - `prompt_token_ids`: the ids that were denoised from (for infilling the whole sequence with its masks).
     - `seed`: of its random draws; a fresh one where it was `None`.
     - `outputs`: its `n` samples. `text`, `token_ids`, `finish_reason`, `nfe`, `timings`, `history`,
-      `logprobs`, `committed_in` and `prefilling` are those of the first.
+      `logprobs`, `committed_in`, `prefilling` and `num_cached_tokens` are those of the first.
     """
 
     prompt: str | None
@@ -112,6 +116,10 @@ class RequestOutput:
     def prefilling(self) -> Prefilled | None:
         return self.outputs[0].prefilling
 
+    @property
+    def num_cached_tokens(self) -> int | None:
+        return self.outputs[0].num_cached_tokens
+
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain Python values, ready for JSON."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -148,6 +156,7 @@ def _completion(index: int, request: Request, decode: Decode | None) -> Completi
         logprobs=[x if i >= 0 else None for x, i in zip(logprobs, steps, strict=True)] if asked else None,
         committed_in=[i if i >= 0 else None for i in steps] if asked else None,
         prefilling=request.prefilled if isinstance(request, LongRequest) else None,
+        num_cached_tokens=request.found if isinstance(request, CausalRequest) else None,
     )
 
 

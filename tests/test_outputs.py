@@ -74,6 +74,7 @@ def test_json():
         "logprobs": [-0.5, -0.25],
         "committed_in": [1, 0],
         "prefilling": None,
+        "num_cached_tokens": None,
     }
     expected = {"prompt": "a", "prompt_token_ids": [1], "seed": 2**64 - 1, "outputs": [sample]}
     assert json.loads(output().to_json()) == expected

@@ -38,14 +38,16 @@ def usage(prompt_tokens: int, completion_tokens: int, evaluations: int | None = 
     return counts if evaluations is None else counts | {"forward_evaluations": evaluations}
 
 
-def usage_of(outputs: Sequence[RequestOutput]) -> dict[str, int]:
+def usage_of(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     """The usage of a finished call; each prompt counts once, whatever its samples."""
     samples = [sample for output in outputs for sample in output.outputs]
-    return usage(
+    counts = usage(
         sum(len(output.prompt_token_ids) for output in outputs),
         sum(len(sample.token_ids) for sample in samples),
         sum(sample.nfe for sample in samples),
     )
+    cached = [output.num_cached_tokens for output in outputs if output.num_cached_tokens is not None]
+    return counts | ({"prompt_tokens_details": {"cached_tokens": sum(cached)}} if cached else {})
 
 
 def prompt_tokens(asked: Sequence[Asked]) -> int:
@@ -58,11 +60,10 @@ class Pieces:
 
     Arguments:
     - `tokenizer`: of the model, where it has one.
-    - `mask_id`: the id that has no text.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, mask_id: int | None):
-        self.tokenizer, self._mask_id = tokenizer, mask_id
+    def __init__(self, tokenizer: Tokenizer | None):
+        self.tokenizer = tokenizer
         self._known: dict[int, str] = {}
 
     def __call__(self, token: int) -> str:
@@ -70,10 +71,6 @@ class Pieces:
         if token not in self._known:
             self._known[token] = self._text(token)
         return self._known[token]
-
-    def or_mask(self, token: int) -> str | None:
-        """The text of a token, `None` for a mask."""
-        return None if token == self._mask_id else self(token)
 
     def _text(self, token: int) -> str:
         if self.tokenizer is None:

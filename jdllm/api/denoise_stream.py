@@ -51,7 +51,7 @@ def _start(call: str, choice: int, seed: int, spec: RequestSpec, pieces: Pieces)
         "id": call,
         "seed": seed,
         "prompt_token_ids": spec.prompt.tolist(),
-        "texts": [pieces.or_mask(token) for token in tokens],
+        "texts": [None if token == spec.mask_id else pieces(token) for token in tokens],
         "length": len(tokens),
         "start": spec.returned.start,
         "stop": spec.returned.stop,

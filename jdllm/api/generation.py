@@ -90,7 +90,7 @@ def _updates(body: OpenAIFields) -> Updates:
 
 def pieces_of(service: Service) -> Pieces:
     """Texts of the tokens of a server's model."""
-    return Pieces(service.llm.tokenizer, service.llm.config.mask_id)
+    return Pieces(service.llm.tokenizer)
 
 
 def _head(running: Running, model: str, kind: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from jdllm.api.metrics import Metrics
 from jdllm.api.protocol import Asking, given_fields
 from jdllm.checkpoints.tokenizer import Tokenizer
 from jdllm.decoding.sampling import SamplingParams
+from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.llm import LLM
 from jdllm.outputs import CompletionOutput, RequestOutput, request_output
 from jdllm.prompts import Asked, specs_of
@@ -80,6 +81,8 @@ class Service:
     def longest(self) -> int:
         """Tokens of the longest sequence that is served."""
         account = self.llm.account
+        if self.llm.config.attention == "causal":
+            return (account.pages - 1) * PAGE_ROWS  # a prompt is evaluated in parts
         return account.rows if account.budget is None else account.longest
 
     @property

@@ -211,6 +211,8 @@ def check_stops(
 
 def mask_id_of(config: ModelConfig) -> int:
     """The mask id, or `RequestError` where the checkpoint does not name one."""
+    if config.attention == "causal":
+        raise RequestError("a causal model has no mask: it generates behind a prompt and fills nothing in")
     if config.mask_id is None:
         raise RequestError(
             "the model has no mask id (mask_token_id in config.json): it cannot denoise;"

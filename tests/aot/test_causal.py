@@ -36,9 +36,7 @@ def asked(length: int, count: int, config: ModelConfig) -> tuple[list[CausalRequ
 
 def compiled(function: Any, arguments: tuple[Any, ...], config: ModelConfig, donate: int) -> Any:
     params = abstract_params(config, "bfloat16")
-    return compile_for(
-        "h200", function, params, *arguments, donate=(donate,), config=config, level=Level.TOP
-    )
+    return compile_for("h200", function, params, *arguments, donate=(donate,), config=config, level=Level.TOP)
 
 
 def pool_bytes(config: ModelConfig) -> int:
@@ -67,8 +65,6 @@ def test_decodes_write_rows_in_place(window: int | None):
         request.computed = 1023
     entries = 2 * PAGES if window is None else 1024
     packed = pack_sequences(requests, config, pool.table, Entry(32, 32, 32, 16), entries)
-    memory = compiled(
-        decode, (*packed.arguments, np.int32(1), pool.abstract), config, 5
-    ).memory_analysis()
+    memory = compiled(decode, (*packed.arguments, np.int32(1), pool.abstract), config, 5).memory_analysis()
     assert memory.alias_size_in_bytes >= pool_bytes(config)
     assert memory.temp_size_in_bytes < (64 if window is None else 512) * MIB
