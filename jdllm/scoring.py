@@ -121,18 +121,6 @@ class Scorer:
         self._run = run
         self._max_logits = max_logits
 
-    def log_likelihood(
-        self,
-        prompt: np.ndarray,
-        answer: np.ndarray,
-        perturbation: Perturbation,
-        cfg_scale: float,
-        mask_id: int,
-    ) -> float:
-        """Monte Carlo bound of log p(answer | prompt), natural logarithm; see `likelihoods`."""
-        [found] = self.likelihoods([MaskedPair(prompt, answer, perturbation)], cfg_scale, mask_id)
-        return found.log_likelihood
-
     def likelihoods(
         self, pairs: Sequence[MaskedPair], cfg_scale: float, mask_id: int
     ) -> Iterator[Likelihood]:

@@ -11,6 +11,7 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.demo import tokenizer as demo
 from jdllm.errors import RequestError
 from jdllm.llm import LLM
+from jdllm.scoring import Likelihood
 from tests.conftest import LLADA
 
 SHORT = SamplingParams(gen_length=8, steps=4)
@@ -80,11 +81,12 @@ def test_infill_parses_the_mask_and_no_other_token(speaking: LLM):
 def test_score_takes_texts_as_they_are(speaking: LLM, monkeypatch: pytest.MonkeyPatch):
     scored: list[list[int]] = []
 
-    def note(prompt, answer, *_):
-        scored.append([*prompt.tolist(), *answer.tolist()])
-        return 0.0
+    def note(pairs, *_):
+        for pair in pairs:
+            scored.append([*pair.prompt.tolist(), *pair.answer.tolist()])
+            yield Likelihood(0.0, None, 1)
 
-    monkeypatch.setattr(speaking._open.scorer, "log_likelihood", note)
+    monkeypatch.setattr(speaking._open.scorer, "likelihoods", note)
     speaking.score("a", "<|eot_id|>")
     speaking.score("a", "<|eot_id|>", parse_special=True)
     assert scored == [list(b"a<|eot_id|>"), [ord("a"), demo.EOT]]

@@ -19,7 +19,7 @@ from jdllm.llm import LLM
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params, head_weights
 from jdllm.planning.account import make_account
-from jdllm.scoring import Scorer
+from jdllm.scoring import MaskedPair, Scorer
 from jdllm.serving.packing import lay_out
 
 MASK = 510
@@ -46,7 +46,8 @@ def test_equals_the_official_value(
     account = make_account(config, "float32", None, hopper=False, max_num_batched_tokens=rows)
     scorer = Scorer(params, config, executables, account, lambda run: run(), logits)
     prompt, answer, masks = recorded(trajectories, name)
-    value = scorer.log_likelihood(prompt, answer, masks, cases[name]["cfg_scale"], MASK)
+    [found] = scorer.likelihoods([MaskedPair(prompt, answer, masks)], cases[name]["cfg_scale"], MASK)
+    value = found.log_likelihood
     assert value == pytest.approx(cases[name]["value"], rel=1e-4)
 
 

@@ -45,8 +45,11 @@ def plain(head: jax.Array, *args, level: Level) -> Choice:
 
 @functools.partial(jax.jit, static_argnames="level")
 def penalised(head: jax.Array, *args, level: Level) -> Choice:
-    *rows, seen, factor = args
-    return decide_penalised({"head": head}, *rows, Penalty(seen, factor), level=level)
+    h, segment, positions, segments, step, count, seen, factor = args
+    penalty = Penalty(seen, factor)
+    return decide_penalised(
+        {"head": head}, h, segment, positions, segments, step, count, penalty, level=level
+    )
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jdllm.decoding.sampling import SamplingParams
 from jdllm.llm import LLM
 
 torch = pytest.importorskip("torch", reason="transformers needs torch for its models")
@@ -61,5 +62,13 @@ def test_logits_are_those_of_transformers(family: str, values: dict[str, Any], t
     ids = np.random.default_rng(0).integers(0, SMALL["vocab_size"], (2, 48))
     with torch.no_grad():
         expected = model(torch.from_numpy(ids)).logits.numpy()
-    actual = LLM(tmp_path, dtype="float32", progress=False).logits(ids)
-    np.testing.assert_allclose(actual, expected, atol=2e-3 * np.abs(expected).max(), rtol=0)
+    llm = LLM(tmp_path, dtype="float32", max_num_batched_tokens=128, kv_pool="8MiB", progress=False)
+    np.testing.assert_allclose(llm.logits(ids), expected, atol=2e-3 * np.abs(expected).max(), rtol=0)
+    prompts = [ids[0], ids[1, :20], ids[1, :5]]
+    outputs = llm.generate(prompt_token_ids=prompts, sampling=SamplingParams(max_tokens=12, early_stop=False))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        with torch.no_grad():
+            whole = model.generate(
+                torch.from_numpy(prompt[None]), do_sample=False, max_new_tokens=12, eos_token_id=None
+            )
+        assert output.token_ids == whole[0, len(prompt) :].tolist()
