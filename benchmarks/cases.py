@@ -31,6 +31,7 @@ CASES = {
     "overhead": Case("benchmarks.engine:overhead", "what a generation costs beside the device's time"),
     "traffic": Case("benchmarks.engine:traffic", "random requests: what compiles, what memory grows"),
     "first_token": Case("benchmarks.first_token:main", "from LLM(...) to a first block, in new processes"),
+    "causal": Case("benchmarks.causal:main", "causal models: time to a first token, and of a token"),
     "prefilling": Case("benchmarks.prefilling:main", "questions over long contexts, by stage"),
     "serving": Case("benchmarks.serving:main", "a served model under load, over HTTP"),
     "step": Case("benchmarks.steps.full:main", "a full step, beside torch and plain JAX"),

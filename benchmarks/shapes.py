@@ -57,6 +57,9 @@ SHAPES: dict[str, ModelConfig] = {
         mask_id=156895,
         eos_id=156892,
     ),
+}
+
+CAUSAL_SHAPES: dict[str, ModelConfig] = {
     "llama-3.1-8b": ModelConfig(
         family="llama",
         vocab_size=128256,

@@ -92,6 +92,12 @@ SECTIONS = (
         " share of questions whose fact was whole in what was kept.",
         ("prefilling_*", "lost_in_the_middle*"),
     ),
+    Section(
+        "Causal models",
+        "Time to the first token of a prompt, and of a token of each request, with random weights. Floors are"
+        " an H200's: arithmetic, causal attention counted once, or the bytes of weights and keys.",
+        ("causal_*",),
+    ),
     Section("Checkpoints", "Loading and converting 16 GB of random weights.", ("load*", "convert*")),
     Section("Others", "Records that belong to no section above.", ("*",)),
 )

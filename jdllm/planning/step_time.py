@@ -67,7 +67,7 @@ def step_time(workload: Workload, plan: MemoryPlan, target: str) -> StepTime:
 
 
 def step_flops(config: ModelConfig, rows: int, head_rows: int) -> float:
-    """Floating-point operations of one full step of one segment that sees itself whole."""
+    """Floating-point operations of one full step of one segment; rows of a causal model see half of it."""
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     widths = config.num_layers * config.intermediate_size
     if config.moe is not None:
@@ -75,7 +75,8 @@ def step_flops(config: ModelConfig, rows: int, head_rows: int) -> float:
         per_row = config.moe.top_k * config.moe.expert_size + config.moe.experts / 3
         widths = sparse * per_row + len(config.moe.dense_layers) * config.intermediate_size
     projections = config.hidden_size * (config.num_layers * (2 * q + 2 * kv) + 3 * widths)
-    attention = config.num_layers * 2 * rows * rows * q
+    seen = rows * (rows + 1) / 2 if config.attention == "causal" else rows * rows
+    attention = config.num_layers * 2 * seen * q
     return 2.0 * (rows * projections + attention + head_rows * config.hidden_size * config.vocab_size)
 
 

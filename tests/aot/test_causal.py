@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import CAUSAL_SHAPES
 from jdllm.decoding.causal import decode, prefill
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.execution.paged.pool import PAGE_ROWS
@@ -21,7 +21,7 @@ from jdllm.serving.device_pool import DevicePool
 
 pytestmark = pytest.mark.aot
 
-CONFIG = SHAPES["llama-3.1-8b"]
+CONFIG = CAUSAL_SHAPES["llama-3.1-8b"]
 PAGES = 4096  # half a GiB for the keys of a layer
 MIB = 2**20
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import CAUSAL_SHAPES
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.execution.module import Transformer
 from jdllm.llm import LLM
@@ -17,7 +17,7 @@ from tests.causal.conftest import golden, llm  # noqa: F401  # fixtures
 pytestmark = pytest.mark.gpu
 
 SMALL = dataclasses.replace(
-    SHAPES["llama-3.1-8b"],
+    CAUSAL_SHAPES["llama-3.1-8b"],
     num_layers=3,
     hidden_size=1024,
     num_heads=8,

@@ -1,0 +1,113 @@
+"""Causal models with random weights: prompts to their first token, and tokens of one and of many requests."""
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from benchmarks.cases import case_parser
+from benchmarks.record import print_row, record
+from benchmarks.shapes import CAUSAL_SHAPES
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.execution.module import Transformer
+from jdllm.execution.paged.pool import PAGE_ROWS, pool_bytes
+from jdllm.llm import LLM
+from jdllm.models.config import ModelConfig
+from jdllm.models.weights import param_bytes
+from jdllm.planning.step_time import RATES, step_flops
+
+DECODED = 129
+_CARD = "h200"
+
+
+def prompts_of(config: ModelConfig, count: int, length: int, seed: int) -> list[np.ndarray]:
+    """Random ids; those of another seed begin otherwise, so that nothing of them is stored."""
+    rng = np.random.default_rng([seed, length])
+    return [rng.integers(2, config.vocab_size // 2, length) for _ in range(count)]
+
+
+def seconds_of(llm: LLM, prompts: list[np.ndarray], tokens: int) -> float:
+    """From the call to the last of so many tokens of each prompt."""
+    sampling = SamplingParams(max_tokens=tokens, early_stop=False)
+    start = time.perf_counter()
+    outputs = llm.generate(prompt_token_ids=prompts, sampling=sampling)
+    seconds = time.perf_counter() - start
+    assert all(len(output.token_ids) == tokens and not output.num_cached_tokens for output in outputs)
+    return seconds
+
+
+def prefill(llm: LLM, length: int, repeats: int) -> dict[str, Any]:
+    """The median time to the first token of a prompt, beside its arithmetic."""
+    config = llm.config
+    times = [
+        seconds_of(llm, prompts_of(config, 1, length, seed), 1) for seed in range(repeats + 1)
+    ]  # the first compiles
+    seconds, floor = statistics.median(times[1:]), step_flops(config, length, 1) / RATES[_CARD].flops
+    return {
+        "what": "prefill",
+        "batch": 1,
+        "prompt": length,
+        "seconds": seconds,
+        "tokens_s": length / seconds,
+        "floor_s": floor,
+        "share_of_floor": floor / seconds,
+    }
+
+
+def decode(llm: LLM, batch: int, length: int, repeats: int) -> dict[str, Any]:
+    """The median time of a token of each request, beside its bytes: what many tokens take more than one."""
+    config = llm.config
+    steps = []
+    for seed in range(repeats + 1):
+        one, many = (
+            seconds_of(llm, prompts_of(config, batch, length, 2 * seed + i), tokens)
+            for i, tokens in enumerate((1, DECODED))
+        )
+        steps.append((many - one) / (DECODED - 1))
+    seconds = statistics.median(steps[1:])
+    rows = batch * (length + DECODED // 2)
+    read = param_bytes(config, "bfloat16") - config.vocab_size * config.hidden_size * 2
+    read += rows * pool_bytes(config, "bfloat16", 1, PAGE_ROWS) / PAGE_ROWS
+    floor = read / RATES[_CARD].bytes
+    return {
+        "what": "decode",
+        "batch": batch,
+        "prompt": length,
+        "seconds": seconds,
+        "tokens_s": batch / seconds,
+        "floor_s": floor,
+        "share_of_floor": floor / seconds,
+    }
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Time to the first token, and of a token.
+
+    `python3 -m benchmarks causal [--prefill 8192 32768 131072] [--decode 1x4096 32x1024]` on a card. A prompt
+    is one part where --max-num-batched-tokens leaves room for it and 64 tokens of others. Decodes run up to
+    16 tokens a dispatch. Floors are those of an H200: arithmetic at the rate of plans, causal attention
+    counted once, or the bytes of weights and keys.
+    """
+    parser = case_parser("causal", main.__doc__)
+    parser.add_argument("--shape", choices=CAUSAL_SHAPES, default="llama-3.1-8b")
+    parser.add_argument("--prefill", type=int, nargs="*", default=[8192, 32768, 131072])
+    parser.add_argument("--decode", nargs="*", default=["1x4096", "32x1024"], help="requests x tokens")
+    parser.add_argument("--max-num-batched-tokens", type=int, default=131136)
+    parser.add_argument("--memory")
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args(arguments)
+    sizes = {"max_num_batched_tokens": args.max_num_batched_tokens, "memory": args.memory}
+    model = Transformer(CAUSAL_SHAPES[args.shape], rngs=nnx.Rngs(0), dtype="bfloat16")
+    table = []
+    with LLM(model, progress=False, **sizes) as llm:
+        for batch, length in (map(int, one.split("x")) for one in args.decode):
+            table.append({"shape": args.shape, **decode(llm, batch, length, args.repeats)})
+            print_row(table[-1])
+        for length in args.prefill:
+            table.append({"shape": args.shape, **prefill(llm, length, args.repeats)})
+            print_row(table[-1])
+    name = f"causal_{args.shape}" + (f"_{args.memory}" if args.memory else "")
+    record(name, table, args.out, **sizes)
