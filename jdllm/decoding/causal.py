@@ -10,15 +10,16 @@ from jdllm.arrays import Tensor
 from jdllm.decoding.batch import Batch, HeadRows, SegmentParams, Trace
 from jdllm.decoding.head import Choice, Sources, choose
 from jdllm.decoding.penalty import Penalty, decide_penalised
-from jdllm.execution.paged.decode import Place, Window, forward_decode
+from jdllm.execution.few_rows.chain import chains
+from jdllm.execution.paged.decode import Place, Window, forward_decode, forward_decode_chained
 from jdllm.execution.paged.parts import Parts, Storage, StoredKeys, forward_parts
-from jdllm.execution.paged.pool import PAGE_ROWS, KeyValuePool
+from jdllm.execution.paged.pool import PAGE_ROWS, SCRATCH_PAGE, KeyValuePool
 from jdllm.execution.transformer import Wanted, final_norm
 from jdllm.models.block import Hidden
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.pallas.masked_logits import Level
-from jdllm.pallas.split_attention import PageTable
+from jdllm.pallas.split_attention import FRESH_UNIT, PageTable
 from jdllm.pallas.split_attention.types import request_of
 
 
@@ -42,7 +43,9 @@ class Sequences(NamedTuple):
 class Reads(NamedTuple):
     """The pages that sequences read and write while a dispatch runs.
 
-    - `pages`, `first`: as of `PageTable`, those of all steps included.
+    - `pages`, `first`: as of `PageTable`, those of all steps included; behind those of each sequence an entry
+      of fresh rows, those from `FRESH_UNIT` times its number on, which is read where a row is not stored
+      before it is seen.
     - `before`: how many rows of its sequence lie before each entry's page.
     - `next`: of each sequence the pages from that of its last token on, as many as the steps may reach.
     """
@@ -123,6 +126,7 @@ def decode(
     capacity = segments.quota.shape[1]
     empty = jnp.zeros((capacity, size), jnp.int32)
     trace = Trace(jnp.int32(0), empty, empty.astype(bool), empty.astype(jnp.float32))
+    chained = decodes_in_chain(params, config, size)
     count = (lengths > 0).sum(), jnp.asarray(sequences.plain)
 
     def active(ended: Bool[Array, " segments"], step: Int[Array, ""]) -> Bool[Array, " segments"]:
@@ -136,8 +140,13 @@ def decode(
         tokens, ended, trace, penalty, pool = carry
         step, goes_on = trace.steps, active(ended, trace.steps)
         positions = jnp.maximum(lengths - 1, 0) + step
-        place, seen = _place(reads, lengths, step, goes_on), _seen(config, reads, lengths, step)
-        hidden, pool = forward_decode(params, config, tokens, positions, pool, place, seen)
+        place = _place(reads, lengths, step, goes_on)
+        if chained:
+            table = _table(reads, lengths, step, fresh=True)
+            hidden, pool = forward_decode_chained(params, config, tokens, positions, pool, place, table)
+        else:
+            seen = _seen(config, reads, lengths, step)
+            hidden, pool = forward_decode(params, config, tokens, positions, pool, place, seen)
         now = jnp.asarray(segments.step) + step
         choice = _chosen(params, config, hidden, head, positions + 1, segments, now, count, penalty, level)
         token, committed, logprob = _committed(choice, goes_on)
@@ -154,6 +163,11 @@ def decode(
     carry = jnp.asarray(sequences.tokens), jnp.zeros(size, bool), trace, penalty, pool
     _, _, trace, _, pool = lax.while_loop(unfinished, turn, carry)
     return trace, pool
+
+
+def decodes_in_chain(params: Params, config: ModelConfig, segments: int) -> bool:
+    """Whether `decode` runs its layers as a chain of kernels for so many segments."""
+    return config.sliding_window is None and chains(params, config, FRESH_UNIT * segments)
 
 
 def _chosen(
@@ -216,15 +230,23 @@ def _seen(
     config: ModelConfig, reads: Reads, lengths: Int[Array, " segments"], step: Int[Array, ""]
 ) -> PageTable | Window:
     """What each sequence sees once its last known token is stored."""
-    pages, before, first = (jnp.asarray(x) for x in reads[:3])
-    owner = request_of(jnp.arange(len(pages)), first)
-    length = jnp.where(lengths > 0, lengths + step, 0)
-    valid = jnp.clip(length[owner] - before, 0, PAGE_ROWS)
-    valid = jnp.where(jnp.arange(len(pages)) < first[-1], valid, 0)
+    pages, valid, first = table = _table(reads, lengths, step, fresh=False)
     if config.sliding_window is None:
-        return PageTable(pages, valid, first)
+        return table
+    length, before = jnp.where(lengths > 0, lengths + step, 0), jnp.asarray(reads.before)
     # Entries of a sequence follow one another: a position is as far from its row among them as the first is.
     begin = jnp.minimum(first[:-1], len(pages) - 1)
     end = first[:-1] * PAGE_ROWS + length - before[begin]
     start = jnp.maximum(end - config.sliding_window, first[:-1] * PAGE_ROWS)
     return Window(StoredKeys(pages, valid), jnp.where(length > 0, start, end), end)
+
+
+def _table(reads: Reads, lengths: Int[Array, " segments"], step: Int[Array, ""], *, fresh: bool) -> PageTable:
+    """The pages that each sequence sees; `fresh`: its last known token is no row of them, but fresh."""
+    pages, before, first = (jnp.asarray(x) for x in reads[:3])
+    entry = jnp.arange(len(pages))
+    length = jnp.where(lengths > 0, lengths + step, 0)[request_of(entry, first)]
+    valid = jnp.clip(length - fresh - before, 0, PAGE_ROWS)
+    valid = jnp.where(pages < 0, fresh & (length > 0), valid)
+    pages = pages if fresh else jnp.maximum(pages, SCRATCH_PAGE)
+    return PageTable(pages, jnp.where(entry < first[-1], valid, 0), first)

@@ -140,12 +140,15 @@ def pack_sequences(
     ordered, size = [requests[i] for i in order], entry.segments
     read = [pages_read(request, config, entry.steps) for request in ordered]
     held = [pool.pages_of(request.id) for request in ordered]
-    first = np.cumsum([0, *map(len, read)])
+    first = np.cumsum([0, *(len(part) + 1 for part in read)])  # one more, of fresh rows
     pages, before = (
-        padded(np.concatenate([np.zeros(0, np.int64), *x]).astype(np.int32), entries)
+        padded(np.concatenate(x).astype(np.int32), entries)
         for x in (
-            [own[part.start : part.stop] for own, part in zip(held, read, strict=True)],
-            [PAGE_ROWS * np.array(part) for part in read],
+            [
+                np.append(own[part.start : part.stop], ~i)
+                for i, (own, part) in enumerate(zip(held, read, strict=True))
+            ],
+            [np.append(PAGE_ROWS * np.array(part), 0) for part in read],
         )
     )
     reached = np.arange(pages_of(entry.steps) + 1)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jdllm.decoding.causal import decode, prefill
+from jdllm.decoding.causal import decode, decodes_in_chain, prefill
 from jdllm.decoding.encoded_trace import Steps, encoding
 from jdllm.decoding.encoded_trace import decode as decoded
 from jdllm.decoding.executables import Executable, Executables, Program
@@ -76,6 +76,7 @@ class CausalRunner:
         self._prefill_sizes = {kind: Sizes(ladder.prefill) for kind in kinds}
         self._decode_sizes = {kind: Sizes(ladder.decode) for kind in kinds}
         room = account.rows - ladder.decode[-1].segments
+        self._chained = functools.cache(functools.partial(decodes_in_chain, params, config))
         self._usual = usual_entries(account.rows)
         self.chunk = max(PAGE_ROWS, room // PAGE_ROWS * PAGE_ROWS)
 
@@ -88,7 +89,7 @@ class CausalRunner:
         [asked] = _causal([request])
         if asked.decodes:
             pages = pages_read(asked, self._config, self._ladder.decode[0].steps)
-            return Demand(Kind.DECODE, 1, 1, len(pages))
+            return Demand(Kind.DECODE, 1, 1, 1 + len(pages))
         part = part_of(asked, self.chunk)
         return Demand(Kind.PREFILL, len(part), int(part.stop == asked.known), pages_of(part.stop))
 
@@ -124,12 +125,20 @@ class CausalRunner:
         kind = any(request.sampling.filtered for request in asked), penalised(asked)
         sizes, level = self._decode_sizes[kind], _LEVELS[any(kind)]
         entry = sizes.choose(len(asked), len(asked), len(asked), max_steps)
-        needed = sum(len(pages_read(request, self._config, entry.steps)) for request in asked)
+        needed = sum(1 + len(pages_read(request, self._config, entry.steps)) for request in asked)
         entries = power_bucket(needed, self._least_entries(entry))
         packed = pack_sequences(asked, self._config, self._pool.table, entry, entries)
         steps = np.int32(min(max_steps, entry.steps))
         arguments = self._params, *packed.arguments, steps
-        executable = self._compiled("a token of sequences", entry, _decode, arguments, _DECODE_POOL, level)
+        executable = self._compiled(
+            "a token of sequences",
+            entry,
+            _decode,
+            arguments,
+            _DECODE_POOL,
+            level,
+            chained=self._chained(entry.segments),
+        )
         sizes.compiled.add(entry)
         counts = [min(int(steps), request.steps_left) for request in asked]
 
@@ -156,7 +165,8 @@ class CausalRunner:
             packed = pack_sequences([request], self._config, pool, entry, self._least_entries(entry))
             args = self._params, *packed.arguments, np.int32(1), self._pool.abstract
             for level in _LEVELS:
-                yield Program(_decode, args, self._static(level), donate=_DECODE_POOL)
+                static, chained = self._static(level), self._chained(entry.segments)
+                yield Program(_decode, args, static, donate=_DECODE_POOL, chained=chained)
 
     def warm(self) -> None:
         """Compile every entry of the ladder; those of a repetition penalty are compiled when first needed."""
@@ -169,7 +179,7 @@ class CausalRunner:
         """Entries of the page table of a decode, at least; those of a window are gathered."""
         if self._config.sliding_window is None:
             return self._pool.entries(entry.segments)
-        return entry.segments * (pages_of(self._config.sliding_window + entry.steps) + 1)
+        return entry.segments * (pages_of(self._config.sliding_window + entry.steps) + 2)
 
     def _compiled(
         self,
@@ -179,10 +189,12 @@ class CausalRunner:
         arguments: tuple[Any, ...],
         donate: tuple[int, ...],
         level: Level,
+        *,
+        chained: bool = False,
     ) -> Executable:
         static = self._static(level)
         executable = self._executables.compile(
-            function, *arguments, self._pool.abstract, donate=donate, **static
+            function, *arguments, self._pool.abstract, donate=donate, chained=chained, **static
         )
         check_fits(self._account, f"{what} in {entry.rows} rows", entry.rows, executable)
         return executable

@@ -22,6 +22,7 @@ from jdllm.planning.plan import Bucket, Budget, Workload, plan_bucket
 from jdllm.serving.cached_packing import ReuseBatch, pack_refresh, pack_reuse, reuse_demand
 from jdllm.serving.kv_pool import KvPool
 from jdllm.serving.request import Request
+from tests.aot.chains import chain_of
 from tests.engines import entry_of, generation_request
 
 pytestmark = pytest.mark.aot
@@ -106,15 +107,10 @@ def test_nothing_stands_between_the_kernels_of_a_chain(
     arguments = (abstract_params(config, "bfloat16"), batch, table, pool, np.int32(1))
     compiled = compile_for("h200", reuse, *arguments, chained=True, **static)
     assert temp_bytes(compiled) < 16 * MIB
-    text = compiled.as_text() or ""
-    (body,) = (part for part in text.split("\n\n") if re.search(r"jit\(layer\)/\S*/add_norm/", part))
-    kernels = [line for line in body.splitlines() if re.search(r" (fusion|copy|while|custom-call)\(", line)]
-    of_layers = ["(layer)" in line and "mosaic_gpu" in line for line in kernels]
-    begin, end = of_layers.index(True), len(kernels) - of_layers[::-1].index(True)
-    assert sum(of_layers) == 8 * config.num_layers
-    apart = [line for line, own in zip(kernels[begin:end], of_layers[begin:end], strict=True) if not own]
-    assert not apart
-    assert len(kernels) - sum(of_layers) <= 32  # the next step waits for them
+    chain = chain_of(compiled.as_text() or "")
+    assert chain.of_layers == 8 * config.num_layers
+    assert not chain.between
+    assert chain.beside <= 32  # the next step waits for them
     printed = "".join(capfd.readouterr())
     spilled = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", printed)
     assert spilled

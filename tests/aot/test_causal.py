@@ -18,6 +18,7 @@ from jdllm.planning.ladder import Entry
 from jdllm.serving.causal_packing import pack_prompts, pack_sequences
 from jdllm.serving.causal_request import CausalRequest, causal_spec
 from jdllm.serving.device_pool import DevicePool
+from tests.aot.chains import chain_of
 
 pytestmark = pytest.mark.aot
 
@@ -36,7 +37,8 @@ def asked(length: int, count: int, config: ModelConfig) -> tuple[list[CausalRequ
 
 def compiled(function: Any, arguments: tuple[Any, ...], config: ModelConfig, donate: int) -> Any:
     params = abstract_params(config, "bfloat16")
-    return compile_for("h200", function, params, *arguments, donate=(donate,), config=config, level=Level.TOP)
+    static = {"config": config, "level": Level.TOP, "chained": function is decode}
+    return compile_for("h200", function, params, *arguments, donate=(donate,), **static)
 
 
 def pool_bytes(config: ModelConfig) -> int:
@@ -57,14 +59,20 @@ def test_a_part_of_a_prompt_fills_pages_in_place(stored: bool):
     assert memory.temp_size_in_bytes < least + 128 * MIB
 
 
-@pytest.mark.parametrize("window", [None, 4096])
-def test_decodes_write_rows_in_place(window: int | None):
+@pytest.mark.parametrize(("count", "window"), [(8, None), (32, None), (32, 4096)])
+def test_decodes_write_rows_in_place(count: int, window: int | None):
+    """A few run as a chain of kernels; with a window pages are gathered."""
     config = dataclasses.replace(CONFIG, sliding_window=window)
-    requests, pool = asked(1024, 32, config)
+    requests, pool = asked(1024, count, config)
     for request in requests:
         request.computed = 1023
     entries = 2 * PAGES if window is None else 1024
-    packed = pack_sequences(requests, config, pool.table, Entry(32, 32, 32, 16), entries)
-    memory = compiled(decode, (*packed.arguments, np.int32(1), pool.abstract), config, 5).memory_analysis()
+    packed = pack_sequences(requests, config, pool.table, Entry(count, count, count, 16), entries)
+    executable = compiled(decode, (*packed.arguments, np.int32(1), pool.abstract), config, 5)
+    memory = executable.memory_analysis()
     assert memory.alias_size_in_bytes >= pool_bytes(config)
     assert memory.temp_size_in_bytes < (64 if window is None else 512) * MIB
+    if count == 8:
+        chain = chain_of(executable.as_text() or "")
+        assert chain.of_layers == 8 * config.num_layers
+        assert not chain.between

@@ -9,19 +9,26 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import CAUSAL_SHAPES, SHAPES
 from benchmarks.steps.cached import random_cache
+from jdllm.decoding.causal import decode, decodes_in_chain
+from jdllm.decoding.sampling import SamplingParams
 from jdllm.execution.few_rows.chain import chains
 from jdllm.execution.paged.forward import forward_reuse
-from jdllm.execution.paged.pool import KeyValuePool
+from jdllm.execution.paged.pool import PAGE_ROWS, KeyValuePool, pool_shape
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import abstract_params, init_params
 from jdllm.pallas.add_norm import api as add_norm_api
 from jdllm.pallas.device import Target
+from jdllm.pallas.masked_logits import Level
 from jdllm.pallas.skinny_matmul import api as skinny_api
 from jdllm.pallas.split_attention import api as split_api
 from jdllm.pallas.split_attention import split_attention
+from jdllm.planning.ladder import Entry
+from jdllm.serving.causal_packing import pack_sequences
+from jdllm.serving.causal_request import CausalRequest, causal_spec
+from jdllm.serving.device_pool import DevicePool
 
 SIZES = {
     "hidden_size": 512,
@@ -91,3 +98,37 @@ def test_the_chain_computes_what_the_layers_do(config: ModelConfig, capsys: pyte
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), (params, inputs[2]))
     exact = np.asarray(forward_reuse(wide[0], config, *inputs[:2], wide[1], table, attention=xla), np.float64)
     assert np.linalg.norm(actual - exact) < 0.02 * np.linalg.norm(exact)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("hopper")
+def test_decodes_in_a_chain_are_those_of_the_layers(capsys: pytest.CaptureFixture[str]):
+    """Of three sequences one fills a page, one begins a page and one sees two."""
+    config = dataclasses.replace(CAUSAL_SHAPES["llama-3.1-8b"], **SIZES | {"num_kv_heads": 2})
+    params = init_params(config, jax.random.key(0), "bfloat16")
+    requests, sampling = [], SamplingParams(max_tokens=4, early_stop=False)
+    pages = DevicePool(config, "bfloat16", 16)
+    for number, length in enumerate((64, 65, 100)):
+        request = CausalRequest(causal_spec(np.arange(length) % 90, sampling, config), number)
+        pages.admit(request)
+        request.computed = length - 1
+        requests.append(request)
+    shape = pool_shape(config, 16, PAGE_ROWS)
+    keys = jax.random.split(jax.random.key(1))
+    pool = KeyValuePool(*(jax.random.normal(key, shape, "bfloat16") for key in keys))
+    packed = pack_sequences(requests, config, pages.table, Entry(4, 4, 4, 2), 40)
+    arguments = params, *packed.arguments, np.int32(2), pool
+    assert decodes_in_chain(params, config, 4)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        trace, written = decode(*arguments, config=config, level=Level.TOP)
+    assert "RACE" not in capsys.readouterr().out
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), (params, pool))
+    exact, stored = decode(wide[0], *packed.arguments, np.int32(2), wide[1], config=config, level=Level.TOP)
+    np.testing.assert_array_equal(trace.committed, exact.committed)
+    np.testing.assert_allclose(trace.logprobs[0], exact.logprobs[0], atol=0.1)
+    for before, mine, theirs in zip(wide[1], written, stored, strict=True):
+        changed = np.asarray(theirs != before)
+        assert changed.any(axis=(0, 2, 4)).sum() == 6  # two rows of each
+        difference = np.abs(np.asarray(mine, np.float64) - np.asarray(theirs, np.float64))
+        assert difference[changed].max() < 0.15
+        assert not difference[~changed].any()

@@ -63,7 +63,7 @@ def run_chain(
     h: Hidden,
     rotation: tuple[Array, Array],
     attention: ChainedAttention,
-) -> Hidden:
+) -> tuple[Hidden, list[tuple[Array, Array]]]:
     """Run all layers of a model for which `chains` holds.
 
     Arguments:
@@ -72,7 +72,7 @@ def run_chain(
     - `attention`: over everything that each row sees.
 
     Returns the hidden rows after the last layer, as `jdllm.execution.transformer.scan_layers` would, but for
-    the order of sums.
+    the order of sums, and the rotated keys and the values of each layer.
     """
     ((name, begin, end),) = layer_runs(config)
     stack = params[name]
@@ -80,7 +80,9 @@ def run_chain(
     bias = jnp.concatenate(biases, axis=1) if biases else None
 
     @functools.partial(jax.jit, static_argnames=("chained", "last"))
-    def layer(h: Hidden, x: Hidden, place: Array, *, chained: bool, last: bool) -> tuple[Hidden, Hidden]:
+    def layer(
+        h: Hidden, x: Hidden, place: Array, *, chained: bool, last: bool
+    ) -> tuple[Hidden, Hidden, tuple[Array, Array]]:
         def products(x: Hidden, names: tuple[str, ...], **options: Any) -> tuple[Array, ...]:
             weights = [stack[name] for name in names]
             return skinny_matmul(x, weights, layer=place, chained=chained, **options)
@@ -94,10 +96,12 @@ def run_chain(
         o = attention(q, k, v, layer=place, chained=chained)
         h, x = add(h, o.reshape(h.shape[0], -1), "o", "ffn_norm", place)
         (y,) = products(x, _GATES, gated=True)
-        return add(h, y, "down", "attn_norm", place if last else place + 1)
+        return *add(h, y, "down", "attn_norm", place if last else place + 1), (k, v)
 
+    stored: list[tuple[Array, Array]] = []
     x = rms_norm(h, stack["attn_norm"][begin], config.rms_norm_eps)
     for place in range(begin, end):
         # What all layers read is older than the chain: the first one has waited for it.
-        h, x = layer(h, x, jnp.int32(place), chained=place > begin, last=place == end - 1)
-    return h
+        h, x, keys_values = layer(h, x, jnp.int32(place), chained=place > begin, last=place == end - 1)
+        stored.append(keys_values)
+    return h, stored

@@ -5,9 +5,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Int
 
 from jdllm.arrays import Tensor
+from jdllm.execution.few_rows.chain import run_chain
 from jdllm.execution.paged.parts import Heads, StoredKeys, gathered_keys
 from jdllm.execution.paged.pool import KeyValuePool
 from jdllm.execution.transformer import attention_over, embed, scan_layers
@@ -17,7 +19,7 @@ from jdllm.models.rotary import cos_sin
 from jdllm.models.weights import Params
 from jdllm.pallas.attention import AttentionOutput
 from jdllm.pallas.grouped_matmul import grouped_matmul
-from jdllm.pallas.split_attention import PageTable, split_attention
+from jdllm.pallas.split_attention import FRESH_UNIT, PageTable, split_attention
 
 
 class Place(NamedTuple):
@@ -79,6 +81,48 @@ def forward_decode(
         return h, written[0]
 
     return scan_layers(params, config, (embed(params, jnp.asarray(tokens)), pool), body, few_rows=len(tokens))
+
+
+def forward_decode_chained(
+    params: Params,
+    config: ModelConfig,
+    tokens: RowInts,
+    positions: RowInts,
+    pool: KeyValuePool,
+    place: Place,
+    table: PageTable,
+) -> tuple[Hidden, KeyValuePool]:
+    """`forward_decode` as a chain of kernels, for which `chains` must hold with `FRESH_UNIT` rows a sequence.
+
+    Arguments:
+    - `table`: what each row sees, of the pool without itself, and itself as the first of the fresh rows from
+      `FRESH_UNIT` times its number on.
+    - the others: as of `forward_decode`.
+
+    A kernel of the chain may not wait for what is written into the pool: all layers' rows are written after
+    the last one. Each sequence has `FRESH_UNIT` equal rows, where its fresh ones have to begin.
+    """
+    tokens, positions = (jnp.repeat(jnp.asarray(x), FRESH_UNIT) for x in (tokens, positions))
+    rotation, scale = cos_sin(config.rope, config.head_dim, positions), config.head_dim**-0.5
+
+    def attend(q: Heads, k: Heads, v: Heads, *, layer: Array, chained: bool) -> Array:
+        by_tile = q.reshape(-1, FRESH_UNIT, *q.shape[1:])
+        return split_attention(
+            by_tile, *pool, table, fresh=(k, v), layer=layer, scale=scale, chained=chained
+        ).o
+
+    # Nothing may stand between two layers, and the last one reads the pool that is written then.
+    h, stored = lax.optimization_barrier(run_chain(params, config, embed(params, tokens), rotation, attend))
+    k, v = (
+        jnp.stack([rows[::FRESH_UNIT] for rows in of_layers], axis=1)
+        for of_layers in zip(*stored, strict=True)
+    )
+    return h[::FRESH_UNIT], KeyValuePool(
+        *(
+            x.at[:, place.page, :, place.row].set(rows.astype(x.dtype), mode="drop", unique_indices=True)
+            for x, rows in zip(pool, (k, v), strict=True)
+        )
+    )
 
 
 def store_rows(pool: KeyValuePool, number: Array, place: Place, k: Heads, v: Heads) -> KeyValuePool:

@@ -105,7 +105,7 @@ def forward_reuse(
         return attend_to(by_tile, *pool, table, fresh=(k, v), scale=scale, **options)
 
     if attention is None and chains(params, config, len(tokens)):
-        return run_chain(params, config, h, rotation, lambda *qkv, **options: attend(*qkv, **options).o)
+        return run_chain(params, config, h, rotation, lambda *qkv, **options: attend(*qkv, **options).o)[0]
 
     def body(h: Hidden, layer: Layer, number: Array) -> Hidden:
         def attend_layer(q: Array, k: Array, v: Array, *_: RowInts, scale: float) -> AttentionOutput:

@@ -1,0 +1,27 @@
+"""The kernels of a step that runs its layers as a chain, from the text of what is compiled."""
+
+import re
+from typing import NamedTuple
+
+
+class Chain(NamedTuple):
+    """How a step runs.
+
+    - `of_layers`: kernels of the layers.
+    - `between`: what runs between the first of them and the last.
+    - `beside`: how many kernels run before and after.
+    """
+
+    of_layers: int
+    between: list[str]
+    beside: int
+
+
+def chain_of(text: str) -> Chain:
+    """The chain in the one computation that has kernels of layers."""
+    (body,) = (part for part in text.split("\n\n") if re.search(r"jit\(layer\)/\S*/add_norm/", part))
+    kernels = [line for line in body.splitlines() if re.search(r" (fusion|copy|while|custom-call)\(", line)]
+    of_layers = ["(layer)" in line and "mosaic_gpu" in line for line in kernels]
+    begin, end = of_layers.index(True), len(kernels) - of_layers[::-1].index(True)
+    between = [line for line, own in zip(kernels[begin:end], of_layers[begin:end], strict=True) if not own]
+    return Chain(sum(of_layers), between, len(kernels) - sum(of_layers) - len(between))
