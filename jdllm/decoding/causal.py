@@ -12,8 +12,9 @@ from jdllm.decoding.head import Choice, Sources, choose
 from jdllm.decoding.penalty import Penalty, decide_penalised
 from jdllm.execution.few_rows.chain import chains
 from jdllm.execution.paged.decode import Place, Window, forward_decode, forward_decode_chained
-from jdllm.execution.paged.parts import Parts, Storage, StoredKeys, forward_parts
+from jdllm.execution.paged.parts import Parts, Storage, forward_parts
 from jdllm.execution.paged.pool import PAGE_ROWS, SCRATCH_PAGE, KeyValuePool
+from jdllm.execution.paged.stored_keys import StoredKeys
 from jdllm.execution.transformer import Wanted, final_norm
 from jdllm.models.block import Hidden
 from jdllm.models.config import ModelConfig

@@ -9,11 +9,14 @@ import functools
 import math
 from collections.abc import Mapping
 
+import jax.numpy as jnp
+
 from jdllm.chunks import TILE
 from jdllm.errors import ConfigError
 from jdllm.execution.offload.placement import device_weight_bytes
 from jdllm.execution.offload.tiers import HostTiers
 from jdllm.execution.paged.pool import PAGE_ROWS, pool_bytes
+from jdllm.execution.paged.stored_keys import gathering_bytes
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import param_bytes
 from jdllm.pallas.masked_logits import Level
@@ -267,7 +270,15 @@ class _Model:
 
     def whole(self, rows: int) -> int:
         """Bytes of a step of `rows` rows in which no operator of a layer is cut, whatever is sampled."""
-        return _whole(self, rows, self.logits_rows(rows))
+        whole = _whole(self, rows, self.logits_rows(rows))
+        return max(whole, self._gathering(rows)) if self.config.attention == "causal" else whole
+
+    def _gathering(self, rows: int) -> int:
+        """Bytes of a part of a prompt while it sees what is stored: of few rows the gathered keys are most."""
+        config, itemsize = self.config, jnp.dtype(self.dtype).itemsize
+        widths = 2 * config.hidden_size + 3 * config.num_heads * config.head_dim
+        heads = config.num_heads, config.num_kv_heads, config.head_dim
+        return rows * widths * itemsize + gathering_bytes(rows, *heads, itemsize)
 
     def full(self, rows: int, budget: Budget) -> int:
         """Bytes of a full step of `rows` rows that is cut to fit, whatever is sampled."""

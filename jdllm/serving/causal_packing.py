@@ -11,8 +11,9 @@ from jdllm.decoding.batch import Batch
 from jdllm.decoding.causal import Reads, Sequences
 from jdllm.decoding.encoded_trace import Steps
 from jdllm.decoding.penalty import Penalty
-from jdllm.execution.paged.parts import Storage, StoredKeys
+from jdllm.execution.paged.parts import Storage
 from jdllm.execution.paged.pool import PAGE_ROWS
+from jdllm.execution.paged.stored_keys import StoredKeys
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.visibility import key_ranges

@@ -10,6 +10,7 @@ import pytest
 from jdllm.decoding.executables import Executables
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import NonFiniteError, RequestError
+from jdllm.execution.paged import stored_keys
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.serving.causal_request import causal_spec
@@ -30,6 +31,15 @@ def test_prompts_in_parts_beside_decodes(build: Build, config: ModelConfig, orac
     assert found == [greedy(oracle, ids, 9) for ids, _ in asked]
     assert {part.kind for part in parts} == {Kind.PREFILL, Kind.DECODE}
     assert max(part.rows for part in parts if part.kind is Kind.PREFILL) <= 192
+
+
+def test_keys_are_gathered_some_at_a_time(
+    params: Params, config: ModelConfig, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(stored_keys, "GATHERED_KEYS", 128)
+    engine = engine_of(params, config, Executables("cpu"), 192, pages=40)
+    asked = [(prompt(n), FREE) for n in (700, 300)]
+    assert answers(run(engine, asked, config)) == [greedy(oracle, ids, 9) for ids, _ in asked]
 
 
 def test_pages_are_filled_and_left(build: Build, config: ModelConfig, oracle: Oracle):

@@ -10,8 +10,8 @@ from jaxtyping import Array, Int
 
 from jdllm.arrays import Tensor
 from jdllm.execution.few_rows.chain import run_chain
-from jdllm.execution.paged.parts import Heads, StoredKeys, gathered_keys
 from jdllm.execution.paged.pool import KeyValuePool
+from jdllm.execution.paged.stored_keys import Heads, StoredKeys, gathered_keys
 from jdllm.execution.transformer import attention_over, embed, scan_layers
 from jdllm.models.block import Hidden, Layer, RowInts, Rows, block
 from jdllm.models.config import ModelConfig

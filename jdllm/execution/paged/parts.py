@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from jdllm.arrays import Tensor
 from jdllm.execution.paged.pool import KeyValuePool
+from jdllm.execution.paged.stored_keys import Heads, StoredKeys, over_stored_keys
 from jdllm.execution.transformer import Wanted, attention_over, embed, scan_layers
 from jdllm.layers import linear, rotate
 from jdllm.models.block import Hidden, Layer, RowInts, Rows, ffn_branch, project_unrotated
@@ -21,8 +22,6 @@ from jdllm.models.weights import Params
 from jdllm.pallas.attention import AttentionOutput, merge
 from jdllm.pallas.grouped_matmul import grouped_matmul
 from jdllm.pallas.split_attention import PageTable, split_attention
-
-Heads = Float[Array, "rows heads head_dim"]
 
 
 class Storage(NamedTuple):
@@ -36,17 +35,6 @@ class Storage(NamedTuple):
     page: Int[Tensor, " entries"]
     source: Int[Tensor, "#layers entries #kv_heads page_rows"]
     positions: Int[Tensor, "entries page_rows"]
-
-
-class StoredKeys(NamedTuple):
-    """Pages that take the place of the packed rows' own keys: their rows, one page after another.
-
-    - `pages`: int32; any page where nothing is live.
-    - `valid`: int32, how many rows of each are live, from its first on.
-    """
-
-    pages: Int[Tensor, " entries"]
-    valid: Int[Tensor, " entries"]
 
 
 class Parts(NamedTuple):
@@ -84,8 +72,7 @@ def forward_parts(
     Returns the hidden rows that are wanted, in their order, and the pool.
     """
     rotation = cos_sin(config.rope, config.head_dim, parts.rows.positions)
-    seen_keys = None if parts.keys is None or pool is None else len(parts.keys.pages) * pool.k.shape[3]
-    everywhere = attention_over(parts.rows, seen_keys)
+    everywhere, scale = attention_over(parts.rows), config.head_dim**-0.5
     few_rows = None if parts.table is None else len(parts.tokens)
 
     def body(carry: tuple[Hidden, KeyValuePool | None], layer: Layer, number: Array):
@@ -93,12 +80,15 @@ def forward_parts(
         q, k, v = project_unrotated(layer, config, h, ("q", "k", "v"))
         pool = _store(config, parts.storage, pool, number, k, v)
         q, k = rotate(q, *rotation), rotate(k, *rotation)
-        k, v = _seen(parts.keys, pool, number, k, v)
-        found = [everywhere(q, k, v, parts.rows.k_start, parts.rows.k_end, scale=config.head_dim**-0.5)]
+        bounds = parts.rows.k_start, parts.rows.k_end
+        if parts.keys is not None and pool is not None:
+            found = [over_stored_keys(q, *bounds, parts.keys, pool, number, scale)]
+        else:
+            found = [everywhere(q, k, v, *bounds, scale=scale)]
         if parts.own is not None:
-            found.append(_of_itself(q, k, v, parts.own, config.head_dim**-0.5))
+            found.append(_of_itself(q, k, v, parts.own, scale))
         if parts.table is not None and pool is not None:
-            found.append(_of_stored(q, pool, parts.table, number, config.head_dim**-0.5))
+            found.append(_of_stored(q, pool, parts.table, number, scale))
         return _finished(layer, config, h, found), pool
 
     def last(carry: tuple[Hidden, KeyValuePool | None], layer: Layer, number: Array):
@@ -106,16 +96,18 @@ def forward_parts(
         k, v = project_unrotated(layer, config, h, ("k", "v"))
         pool = _store(config, parts.storage, pool, number, k, v)
         (rows, live), k = parts.wanted, rotate(k, *rotation)
-        k, v = _seen(parts.keys, pool, number, k, v)
         (q,) = project_unrotated(layer, config, h[rows], ("q",))
         q = rotate(q, *(x[rows] for x in rotation))
         start, end = (jnp.asarray(x)[rows] for x in parts.rows[1:])
         end = jnp.where(live, end, start)
         seen = Rows(jnp.asarray(parts.rows.positions)[rows], start, end)
-        found = [attention_over(seen, k.shape[0])(q, k, v, start, end, scale=config.head_dim**-0.5)]
+        if parts.keys is not None and pool is not None:
+            found = [over_stored_keys(q, start, end, parts.keys, pool, number, scale)]
+        else:
+            found = [attention_over(seen, k.shape[0])(q, k, v, start, end, scale=scale)]
         if parts.own is not None:
             own = jnp.asarray(parts.own)[rows] & live
-            found.append(_of_itself(q, k[rows], v[rows], own, config.head_dim**-0.5))
+            found.append(_of_itself(q, k[rows], v[rows], own, scale))
         return _finished(layer, config, h[rows], found), pool
 
     carry = embed(params, jnp.asarray(parts.tokens)), pool
@@ -124,22 +116,6 @@ def forward_parts(
     # Tiles see pages together: the rows that are wanted are no tiles.
     h, pool = scan_layers(params, config, carry, body, few_rows=few_rows)
     return h[parts.wanted.rows], pool
-
-
-def _seen(
-    keys: StoredKeys | None, pool: KeyValuePool | None, number: Array, k: Heads, v: Heads
-) -> tuple[Heads, Heads]:
-    """The keys and values that the ranges of the rows refer to."""
-    return (k, v) if keys is None or pool is None else gathered_keys(keys, pool, number)
-
-
-def gathered_keys(keys: StoredKeys, pool: KeyValuePool, number: Array) -> tuple[Heads, Heads]:
-    """The rows of some pages of one layer; values that are not live are zero, whatever was there."""
-    pages = jnp.asarray(keys.pages)
-    live = jnp.arange(pool.k.shape[3]) < jnp.asarray(keys.valid)[:, None]
-    by_page = pool.k[number, pages], jnp.where(live[:, None, :, None], pool.v[number, pages], 0)
-    k, v = (jnp.moveaxis(x, 1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in by_page)
-    return k, v
 
 
 def _finished(layer: Layer, config: ModelConfig, h: Hidden, found: list[Any]) -> Hidden:
