@@ -114,7 +114,8 @@ def plan(
     """Plan the memory of one denoising step, the longest context that fits, and the KV pool of `LLM`.
 
     Needs a configuration only: no weights and no GPU. A context that does not fit ends with exit code 3.
-    With --prefilling it plans what a question over a context of any length takes, stage by stage.
+    With --prefilling it plans what a question over a context of any length takes, stage by stage. Of a causal
+    model it says how a prompt is read, and how fast tokens follow.
     """
     from jdllm.cli import plan_report
     from jdllm.planning.budget import Budget, parse_bytes, parse_host_memory
@@ -132,6 +133,11 @@ def plan(
     host = parse_host_memory(host_memory, "--host-memory")
     device = card.default_memory if memory is None else parse_bytes(memory, "--memory")
     budget = Budget(device, host=host if host_tiers else 0)
+    if workload.config.attention == "causal":
+        if prefilling is not None:
+            raise ConfigError("--prefilling is for models that denoise: leave it out for a causal model")
+        _plan_causal(workload, card, budget, max_num_batched_tokens, context, as_json)
+        return
     if prefilling is not None:
         question = _question(context, instruction_tokens, query_tokens, gen_length)
         _plan_prefilling(workload, card, budget, max_num_batched_tokens, prefilling, question, as_json)
@@ -149,6 +155,28 @@ def plan(
         print_result("\n".join([*assumed, *parts, "", plan_report.describe_engine(report)]))
     if report.refusal is not None:
         typer.echo(f"error: {report.refusal}", err=True)
+        raise typer.Exit(DOES_NOT_FIT)
+
+
+def _plan_causal(
+    workload: "Workload", card: "Card", budget: "Budget", rows: int, prompt: int | None, as_json: bool
+) -> None:
+    from jdllm.cli.plan_causal import causal_facts, describe_causal
+    from jdllm.planning.account import make_account
+    from jdllm.planning.causal import plan_causal
+
+    account = make_account(
+        workload.config, workload.dtype, budget, hopper=workload.hopper, max_num_batched_tokens=rows
+    )
+    plan = plan_causal(workload, account, card.target, prompt)
+    told = causal_facts(account, plan)
+    print_result(json.dumps(told) if as_json else describe_causal(workload, account, card.target, plan))
+    if not plan.fits:
+        typer.echo(
+            f"error: a prompt of {plan.prompt} tokens does not fit the KV pool, which holds {plan.longest}:"
+            " shorten it or raise --memory",
+            err=True,
+        )
         raise typer.Exit(DOES_NOT_FIT)
 
 

@@ -274,7 +274,7 @@ class _Model:
         return max(whole, self._gathering(rows)) if self.config.attention == "causal" else whole
 
     def _gathering(self, rows: int) -> int:
-        """Bytes of a part of a prompt while it sees what is stored: of few rows the gathered keys are most."""
+        """Bytes of a part of a prompt while it sees what is stored: of few rows gathered keys are most."""
         config, itemsize = self.config, jnp.dtype(self.dtype).itemsize
         widths = 2 * config.hidden_size + 3 * config.num_heads * config.head_dim
         heads = config.num_heads, config.num_kv_heads, config.head_dim

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.planning.buckets import head_bucket, power_bucket, row_bucket, steps_per_dispatch
 
 TILE_ROWS = 32
@@ -105,6 +106,11 @@ def make_causal_ladder(max_num_batched_tokens: int) -> CausalLadder:
     last = prefill[-1]._replace(head_rows=MAX_SEGMENTS, segments=MAX_SEGMENTS)
     decode = [Entry(size, size, size, _DECODE_STEPS) for size in _DECODED]
     return CausalLadder((*prefill[:-1], last), tuple(decode))
+
+
+def prefill_chunk(max_num_batched_tokens: int) -> int:
+    """Tokens of a prompt that one part evaluates at most: whole pages that leave room for others' tokens."""
+    return max(PAGE_ROWS, (max_num_batched_tokens - MAX_SEGMENTS) // PAGE_ROWS * PAGE_ROWS)
 
 
 class Sizes:

@@ -12,13 +12,12 @@ from jdllm.decoding.encoded_trace import Steps, encoding
 from jdllm.decoding.encoded_trace import decode as decoded
 from jdllm.decoding.executables import Executable, Executables, Program
 from jdllm.decoding.sampling import SamplingParams
-from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.account import Account
 from jdllm.planning.buckets import power_bucket
-from jdllm.planning.ladder import CausalLadder, Entry, Sizes
+from jdllm.planning.ladder import CausalLadder, Entry, Sizes, prefill_chunk
 from jdllm.serving.cached_packing import Stored
 from jdllm.serving.causal_packing import (
     by_request,
@@ -75,10 +74,9 @@ class CausalRunner:
         kinds = list(itertools.product((False, True), repeat=2))
         self._prefill_sizes = {kind: Sizes(ladder.prefill) for kind in kinds}
         self._decode_sizes = {kind: Sizes(ladder.decode) for kind in kinds}
-        room = account.rows - ladder.decode[-1].segments
         self._chained = functools.cache(functools.partial(decodes_in_chain, params, config))
         self._usual = usual_entries(account.rows)
-        self.chunk = max(PAGE_ROWS, room // PAGE_ROWS * PAGE_ROWS)
+        self.chunk = prefill_chunk(account.rows)
 
     def life(self, spec: RequestSpec) -> Life:
         """As of `Costs`."""

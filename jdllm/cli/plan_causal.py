@@ -1,0 +1,51 @@
+"""What `jdllm plan` says of a causal model."""
+
+from typing import Any
+
+from jdllm.execution.paged.pool import PAGE_ROWS
+from jdllm.planning.account import Account
+from jdllm.planning.budget import format_bytes
+from jdllm.planning.causal import CausalPlan
+from jdllm.planning.plan import Workload
+from jdllm.planning.step_time import format_seconds
+
+_REQUESTS = (1024, 4096, 16384, 131072)
+
+
+def causal_facts(account: Account, plan: CausalPlan) -> dict[str, Any]:
+    """The plan as one JSON object."""
+    return {
+        **plan._asdict(),
+        "weights_bytes": account.weights,
+        "largest_step_bytes": account.largest_step,
+        "pool_pages": account.pages - 1,
+        "pool_bytes": account.pool_bytes,
+    }
+
+
+def describe_causal(workload: Workload, account: Account, target: str, plan: CausalPlan) -> str:
+    """Times and memory of a prompt and of the tokens behind it, and what the KV pool holds."""
+    positions = workload.config.max_positions
+
+    def tokens(count: int) -> str:
+        beyond = f" (beyond the {positions} positions of the model)" if count > positions else ""
+        return f"{count} tokens{beyond}"
+
+    pages = account.pages - 1
+    held = [f"{pages // -(-count // PAGE_ROWS)} of {count}" for count in _REQUESTS]
+    return "\n".join(
+        [
+            f"{tokens(plan.prompt)} of prompt {'fit' if plan.fits else 'do not fit'} on {target}",
+            f"prefill: {plan.parts} parts of up to {plan.rows} tokens, the first token after about"
+            f" {format_seconds(plan.prefill_seconds)} (estimate)",
+            f"decode: a token about every {format_seconds(plan.token_seconds)} behind it (estimate)",
+            "",
+            f"weights       {format_bytes(account.weights)}",
+            f"largest step  {format_bytes(account.largest_step)}",
+            f"KV pool       {format_bytes(account.pool_bytes)}: {pages} pages of {PAGE_ROWS} tokens; requests"
+            f" of so many tokens: {', '.join(held)}",
+            f"peak          {format_bytes(plan.peak_bytes)}, overhead included",
+            f"longest prompt: {tokens(plan.longest)}, a token behind it about every"
+            f" {format_seconds(plan.longest_token_seconds)}",
+        ]
+    )

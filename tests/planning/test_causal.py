@@ -1,0 +1,83 @@
+"""Plans of causal models: what an engine takes, and what the command line says."""
+
+import json
+
+import numpy as np
+import pytest
+from typer.testing import Result
+
+from jdllm.decoding.executables import Executables
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.errors import RequestError
+from jdllm.models.hf_config import config_from_hf
+from jdllm.models.weights import abstract_params
+from jdllm.planning.account import make_account
+from jdllm.planning.budget import Budget
+from jdllm.planning.causal import CausalPlan, plan_causal
+from jdllm.planning.plan import Workload
+from jdllm.planning.step_time import step_flops
+from jdllm.serving.build import make_engine
+from jdllm.serving.causal_request import causal_spec
+from tests.helpers import Golden
+from tests.planning.plan_command import invoke
+
+MIB = 2**20
+CONFIG = config_from_hf(Golden("llama").directory)
+ACCOUNT = make_account(CONFIG, "float32", Budget(1200 * MIB), hopper=False, max_num_batched_tokens=256)
+
+
+def planned(prompt: int | None) -> CausalPlan:
+    return plan_causal(Workload(CONFIG, "float32", hopper=False), ACCOUNT, "h200", prompt)
+
+
+def test_the_longest_prompt_is_the_engines():
+    engine = make_engine(abstract_params(CONFIG, "float32"), CONFIG, Executables("cpu"), ACCOUNT)
+    longest, one = planned(None).longest, SamplingParams(max_tokens=1)
+    assert planned(longest).fits
+    engine.add(causal_spec(np.ones(longest, np.int32), one, CONFIG))
+    assert not planned(longest + 1).fits
+    with pytest.raises(RequestError, match="pages of the KV pool"):
+        engine.add(causal_spec(np.ones(longest + 1, np.int32), one, CONFIG))
+
+
+def test_parts_and_times():
+    plan = planned(1000)
+    assert (plan.parts, plan.rows) == (6, 192)
+    assert 0 < plan.token_seconds < plan.longest_token_seconds
+    assert plan.prefill_seconds >= 6 * plan.token_seconds / 2
+    assert plan.peak_bytes <= 1200 * MIB
+
+
+def test_causal_attention_is_counted_once():
+    """Against the sum over rows of what each sees."""
+    rows, heads = 37, CONFIG.num_heads * CONFIG.head_dim
+    attention = sum(2 * 2 * seen * heads for seen in range(1, rows + 1)) * CONFIG.num_layers
+    matrices = 2 * heads + 2 * CONFIG.num_kv_heads * CONFIG.head_dim + 3 * CONFIG.intermediate_size
+    products = 2 * rows * CONFIG.num_layers * CONFIG.hidden_size * matrices
+    head = 2 * CONFIG.hidden_size * CONFIG.vocab_size
+    assert step_flops(CONFIG, rows, 1) == attention + products + head
+
+
+def run(*options: str) -> Result:
+    return invoke(Golden("llama").directory, "--target", "h200", "--memory", "1200MiB", *options)
+
+
+def test_the_command_says_how_fast_tokens_follow():
+    told = run("--context", "2000", "--json", "--max-num-batched-tokens", "256", "--dtype", "float32")
+    assert told.exit_code == 0, told.output
+    facts = json.loads(told.stdout)
+    assert (facts["prompt"], facts["fits"], facts["parts"]) == (2000, True, 11)
+    said = run("--context", "2000").stdout
+    assert "2000 tokens of prompt fit on h200" in said
+    assert "longest prompt" in said
+
+
+def test_a_prompt_that_does_not_fit_ends_with_3():
+    told = run("--context", "100000000")
+    assert told.exit_code == 3
+    assert "holds" in told.output
+
+
+def test_prefilling_is_refused():
+    told = run("--context", "2000", "--prefilling", "dream")
+    assert told.exit_code == 2
