@@ -20,6 +20,8 @@ _SMALL = 2048
 """Rows up to which a refresh may have as many head rows: an eighth of them may be less than a block."""
 
 _DECODED, _DECODE_STEPS = (1, 8, 16, 32, MAX_SEGMENTS), 16
+_WIDE_PARTS = 512
+"""Rows from which on parts of as many prompts as there are requests share a step."""
 
 _PATIENCE = 1 << 18
 """Rows of padding that take an 8B model on an H200 about as long as compiling a step."""
@@ -102,10 +104,12 @@ class CausalLadder:
 def make_causal_ladder(max_num_batched_tokens: int) -> CausalLadder:
     """The ladder of an engine of a causal model whose steps have at most so many packed rows."""
     rows = _sizes(max_num_batched_tokens, _FULL)
-    prefill = [Entry(size, segments := _segments(size), segments, 1) for size in rows]
-    last = prefill[-1]._replace(head_rows=MAX_SEGMENTS, segments=MAX_SEGMENTS)
+    # Prompts may be short: what a segment costs is a page to store and a row of the head.
+    segments = [MAX_SEGMENTS // 2 if size < _WIDE_PARTS else MAX_SEGMENTS for size in rows[:-1]]
+    sizes = zip(rows, (*segments, MAX_SEGMENTS), strict=True)
+    prefill = [Entry(size, count, count, 1) for size, count in sizes]
     decode = [Entry(size, size, size, _DECODE_STEPS) for size in _DECODED]
-    return CausalLadder((*prefill[:-1], last), tuple(decode))
+    return CausalLadder(tuple(prefill), tuple(decode))
 
 
 def prefill_chunk(max_num_batched_tokens: int) -> int:
@@ -151,11 +155,8 @@ def bucket_entry(rows: int, head_rows: int, segments: int = 1) -> Entry:
 
 
 def _entry(rows: int, head_rows: int) -> Entry:
-    return Entry(rows, head_rows, _segments(rows), steps_per_dispatch(head_rows))
-
-
-def _segments(rows: int) -> int:
-    return max(8, min(rows // _UNIT, MAX_SEGMENTS))
+    segments = max(8, min(rows // _UNIT, MAX_SEGMENTS))
+    return Entry(rows, head_rows, segments, steps_per_dispatch(head_rows))
 
 
 def _for_many(entries: list[Entry]) -> list[Entry]:

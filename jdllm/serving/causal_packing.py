@@ -117,6 +117,9 @@ def pack_prompts(
         head_rows(row, row, order, entry),
         segment_params(requests, entry, config),
     )
+    # As many as there are segments: the number of entries that are compiled for depends on it.
+    nothing = np.zeros((1, 1, 0), np.int64)
+    filled += [Filled(tokens[:0], nothing, tokens[:0])] * (entry.segments - len(filled))
     storage = storage_of(filled, entry.rows)
     plain, penalty = _plain([requests[i] for i in order]), _penalty(requests, entry, config)
     return PackedPrompts(batch, storage, keys, plain, penalty, order)

@@ -162,6 +162,7 @@ def test_values_that_are_no_numbers(params: Params, config: ModelConfig):
     assert engine.idle
 
 
+@pytest.mark.slow
 def test_warm_up_compiles_all(params: Params, config: ModelConfig):
     engine = engine_of(params, config, executables := Executables("cpu"), 128, pages=20)
     engine.warm()
@@ -169,6 +170,7 @@ def test_warm_up_compiles_all(params: Params, config: ModelConfig):
     assert compiled <= 48
     drawn = SamplingParams(temperature=1.0, top_k=5, max_tokens=20, early_stop=False)
     run(engine, [(prompt(n), s) for n, s in ((3, FREE), (300, drawn), (64, FREE), (130, drawn))], config)
+    run(engine, [(prompt(n, 1), FREE) for n in range(1, 61)], config)
     assert executables.compiled == compiled
 
 
