@@ -67,7 +67,7 @@ class _Parts(NamedTuple):
 
 
 class LLM(ScoresText):
-    """A diffusion language model, ready to generate, infill and score.
+    """A language model, one that denoises or a causal one, ready to generate and score, and to infill.
 
     Arguments:
     - `model`: a Hugging Face checkpoint directory or hub id, or a `Transformer` that is already in memory.
@@ -370,7 +370,7 @@ class LLM(ScoresText):
         parse_special: bool = False,
         progress: bool = False,
     ) -> list[RequestOutput]:
-        """Fill the masks inside each sequence.
+        """Fill the masks inside each sequence; a causal model has none.
 
         The masked positions, in order, form blocks of `block_length` masks (all of them by default), each
         denoised in its share of `steps` (one a mask by default) before the next; see
