@@ -1,6 +1,5 @@
 """Packs parts of prompts, and sequences that grow by a token, into arrays of compiled sizes."""
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -219,4 +218,4 @@ def _penalty(requests: Sequence[CausalRequest], entry: Entry, config: ModelConfi
 
 def usual_entries(rows: int) -> int:
     """Pages that parts read in all, of an engine with steps of so many rows, where none begins far behind."""
-    return math.ceil(rows / PAGE_ROWS) + PAGE_ROWS
+    return pages_of(rows) + PAGE_ROWS

@@ -106,16 +106,8 @@ class CausalRunner:
         )
         sizes.compiled.add(entry)
         counts = [int(part.stop == request.known) for request, part in zip(asked, parts, strict=True)]
-
-        def take(found: np.ndarray) -> Steps:
-            return spread(by_request(decoded(found), packed.order, len(asked)), counts)
-
-        return Launch(
-            functools.partial(self._pool.run, executable, *arguments, writes=True),
-            [np.arange(r.known, r.known + count) for r, count in zip(asked, counts, strict=True)],
-            [Stored(np.arange(part.stop, part.stop), part.stop) for part in parts],
-            take,
-        )
+        stored_rows = [Stored(np.arange(part.stop, part.stop), part.stop) for part in parts]
+        return self._launch(executable, arguments, asked, packed.order, counts, stored_rows)
 
     def decode(self, requests: list[Request], max_steps: int) -> Launch:
         """Up to `max_steps` tokens of each request. As of `Launcher`."""
@@ -139,16 +131,25 @@ class CausalRunner:
         )
         sizes.compiled.add(entry)
         counts = [min(int(steps), request.steps_left) for request in asked]
+        return self._launch(executable, arguments, asked, packed.order, counts, [None] * len(asked))
+
+    def _launch(
+        self,
+        executable: Executable,
+        arguments: tuple[Any, ...],
+        asked: Sequence[CausalRequest],
+        order: np.ndarray,
+        counts: Sequence[int],
+        stored: Sequence[Stored | None],
+    ) -> Launch:
+        """A part of which each request gets up to so many tokens; `order`: whose columns its trace has."""
 
         def take(found: np.ndarray) -> Steps:
-            return spread(by_request(decoded(found), packed.order, len(asked)), counts)
+            return spread(by_request(decoded(found), order, len(asked)), counts)
 
-        return Launch(
-            functools.partial(self._pool.run, executable, *arguments, writes=True),
-            [np.arange(r.known, r.known + count) for r, count in zip(asked, counts, strict=True)],
-            [None] * len(asked),
-            take,
-        )
+        positions = [np.arange(r.known, r.known + count) for r, count in zip(asked, counts, strict=True)]
+        run = functools.partial(self._pool.run, executable, *arguments, writes=True)
+        return Launch(run, positions, stored, take)
 
     def programs(self) -> Iterator[Program]:
         """What the ladder needs compiled."""

@@ -5,12 +5,9 @@ from collections.abc import Iterator
 import pytest
 from fastapi.testclient import TestClient
 
-from jdllm.api.app import create_app
-from jdllm.api.metrics import Metrics
-from jdllm.api.service import Service, Settings
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.llm import LLM
-from jdllm.serving.async_engine import AsyncEngine
+from tests.api.causal_server import served
 from tests.api.sse import events
 from tests.causal_texts import words, write_speaking
 from tests.conftest import BUDGET, KV_POOL
@@ -27,13 +24,8 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def client(llm: LLM) -> Iterator[TestClient]:
-    engine, metrics = AsyncEngine(llm.engine), Metrics("words", llm.engine, llm.executables)
-    settings = Settings(names=("words",), default_sampling=llm.default_sampling())
-    service = Service(llm, engine, settings, metrics)
-    with TestClient(create_app(service)) as client:
+    with served(llm) as client:
         yield client
-    service.close()
-    engine.close()
 
 
 @pytest.fixture(scope="module")

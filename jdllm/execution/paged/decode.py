@@ -1,7 +1,6 @@
 """One token more of many sequences: each row sees what is stored of its own, and is stored itself."""
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -11,8 +10,8 @@ from jaxtyping import Array, Int
 from jdllm.arrays import Tensor
 from jdllm.execution.few_rows.chain import run_chain
 from jdllm.execution.paged.pool import KeyValuePool
-from jdllm.execution.paged.stored_keys import Heads, StoredKeys, gathered_keys
-from jdllm.execution.transformer import attention_over, embed, scan_layers
+from jdllm.execution.paged.stored_keys import Heads, StoredKeys, over_stored_keys
+from jdllm.execution.transformer import embed, scan_layers
 from jdllm.models.block import Hidden, Layer, RowInts, Rows, block
 from jdllm.models.config import ModelConfig
 from jdllm.models.rotary import cos_sin
@@ -65,8 +64,7 @@ def forward_decode(
     if isinstance(seen, PageTable):
         rows, attention = Rows(positions, positions, positions), functools.partial(_over_pages, seen)
     else:
-        rows = Rows(positions, seen.start, seen.end)
-        attention = _over_window(rows, seen.keys, pool.k.shape[3])
+        rows, attention = Rows(positions, seen.start, seen.end), functools.partial(_over_window, seen)
 
     def body(carry: tuple[Hidden, KeyValuePool], layer: Layer, number: Array) -> tuple[Hidden, KeyValuePool]:
         h, pool = carry
@@ -117,19 +115,18 @@ def forward_decode_chained(
         jnp.stack([rows[::FRESH_UNIT] for rows in of_layers], axis=1)
         for of_layers in zip(*stored, strict=True)
     )
-    return h[::FRESH_UNIT], KeyValuePool(
-        *(
-            x.at[:, place.page, :, place.row].set(rows.astype(x.dtype), mode="drop", unique_indices=True)
-            for x, rows in zip(pool, (k, v), strict=True)
-        )
-    )
+    return h[::FRESH_UNIT], store_rows(pool, slice(None), place, k, v)
 
 
-def store_rows(pool: KeyValuePool, number: Array, place: Place, k: Heads, v: Heads) -> KeyValuePool:
-    """Write a row of keys and values of each sequence into one layer."""
+def store_rows(pool: KeyValuePool, layers: Array | slice, place: Place, k: Array, v: Array) -> KeyValuePool:
+    """Write a row of keys and values of each sequence.
+
+    Arguments:
+    - `layers`: one, of which `k` and `v` are `[rows, kv_heads, head_dim]`, or all: `[rows, layers, ...]`.
+    """
     return KeyValuePool(
         *(
-            x.at[number, place.page, :, place.row].set(rows.astype(x.dtype), mode="drop", unique_indices=True)
+            x.at[layers, place.page, :, place.row].set(rows.astype(x.dtype), mode="drop", unique_indices=True)
             for x, rows in zip(pool, (k, v), strict=True)
         )
     )
@@ -142,11 +139,5 @@ def _over_pages(
     return AttentionOutput(*(x[:, 0] for x in found))
 
 
-def _over_window(rows: Rows, keys: StoredKeys, page_rows: int) -> Callable[..., AttentionOutput]:
-    attention = attention_over(rows, len(keys.pages) * page_rows)
-
-    def attend(q: Heads, pool: KeyValuePool, number: Array, scale: float) -> AttentionOutput:
-        keys_values = gathered_keys(keys, pool, number)
-        return AttentionOutput(*attention(q, *keys_values, rows.k_start, rows.k_end, scale=scale))
-
-    return attend
+def _over_window(seen: Window, q: Heads, pool: KeyValuePool, number: Array, scale: float) -> AttentionOutput:
+    return over_stored_keys(q, seen.start, seen.end, seen.keys, pool, number, scale)
