@@ -1,5 +1,6 @@
 """The compiled sizes of an engine: a fixed ladder, so that what it has compiled once serves every request."""
 
+import bisect
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
@@ -14,8 +15,12 @@ TILE_ROWS = 32
 MAX_SEGMENTS = 64
 """Requests of one part of an iteration."""
 
-_FULL, _WIDE, _MOST_TILES = 14, 3, 64
+_MOST_TILES = 64
 _UNIT = 128
+_BOUND = 512
+"""Rows below which a step takes about as long as one of half as many: the weights are read anyway."""
+
+_BOUND_TILES = 8
 _SMALL = 2048
 """Rows up to which a refresh may have as many head rows: an eighth of them may be less than a block."""
 
@@ -76,15 +81,16 @@ def make_ladder(max_num_batched_tokens: int) -> Ladder:
     (`Sizes`). Entries have numbers of rows and head rows in common, so that they have kernels in common
     (`jdllm.pallas.shared_lowering`).
     """
-    sizes = _sizes(max_num_batched_tokens, _FULL)
+    sizes = _sizes(max_num_batched_tokens)
     narrow = _for_many([_entry(rows, _few(rows)) for rows in sizes])
-    wide = _for_many([_entry(rows, rows) for rows in _sizes(max_num_batched_tokens, _WIDE)])
+    some = sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})
+    wide = _for_many([_entry(rows, rows) for rows in some])
     refresh = [entry._replace(steps=1) for entry in narrow]
     if sizes[-1] <= _SMALL:
         refresh.append(wide[-1]._replace(steps=1))
     reuse = [
         _entry(tiles * TILE_ROWS, tiles * TILE_ROWS)._replace(segments=max(8, min(tiles, MAX_SEGMENTS)))
-        for tiles in _powers(min(_MOST_TILES, -(-max_num_batched_tokens // TILE_ROWS)))
+        for tiles in _tiles(min(_MOST_TILES, -(-max_num_batched_tokens // TILE_ROWS)))
     ]
     return Ladder(tuple(sorted((*narrow, *wide))), tuple(refresh), tuple(reuse))
 
@@ -103,7 +109,7 @@ class CausalLadder:
 
 def make_causal_ladder(max_num_batched_tokens: int) -> CausalLadder:
     """The ladder of an engine of a causal model whose steps have at most so many packed rows."""
-    rows = _sizes(max_num_batched_tokens, _FULL)
+    rows = _sizes(max_num_batched_tokens)
     # Prompts may be short: what a segment costs is a page to store and a row of the head.
     segments = [MAX_SEGMENTS // 2 if size < _WIDE_PARTS else MAX_SEGMENTS for size in rows[:-1]]
     sizes = zip(rows, (*segments, MAX_SEGMENTS), strict=True)
@@ -170,18 +176,20 @@ def _few(rows: int) -> int:
     return head_bucket(-(-rows // share))
 
 
-def _sizes(most: int, count: int) -> list[int]:
-    """At most `count` numbers of rows up to `most`, in equal ratios, that divide into many equal chunks."""
+def _sizes(most: int) -> list[int]:
+    """Numbers of rows up to `most`, in whole units, so that a step of many is padded by a half at most."""
     last = -(-most // _UNIT) * _UNIT
-    ratio = (last / _UNIT) ** (1 / max(1, count - 1))
-    return sorted({last, *(min(last, _round(round(last / ratio**i, 6))) for i in range(1, count))})
+    return [*_numbers(_UNIT, _BOUND, last), last]
 
 
-def _round(rows: float) -> int:
-    """The next number of whole tiles that has few binary digits."""
-    unit = max(_UNIT, 1 << max(0, int(rows).bit_length() - 4))
-    return -int(-rows // unit) * unit
+def _tiles(most: int) -> list[int]:
+    """Numbers of tiles, of which the last is at least `most`."""
+    sizes = _numbers(1, _BOUND_TILES, 2 * most)
+    return sizes[: bisect.bisect_left(sizes, most) + 1]
 
 
-def _powers(most: int) -> list[int]:
-    return [2**i for i in range((most - 1).bit_length() + 1)]
+def _numbers(unit: int, bound: int, last: int) -> list[int]:
+    """Powers of two from `unit` on, and from `bound` on the numbers halfway between, clearly below `last`."""
+    powers = [unit << i for i in range(last.bit_length())]
+    between = [3 * size // 2 for size in powers if size >= bound]
+    return sorted(size for size in (*powers, *between) if 8 * size <= 7 * last)
