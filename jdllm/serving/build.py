@@ -1,6 +1,6 @@
 """An engine from its parts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from jdllm.chunks import ChunkConfig
@@ -10,7 +10,7 @@ from jdllm.execution.offload.layer_stream import OffloadedWeights
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.planning.account import Account
-from jdllm.planning.ladder import MAX_SEGMENTS, TILE_ROWS, Ladder, make_causal_ladder, make_ladder
+from jdllm.planning.ladder import MAX_SEGMENTS, TILE_ROWS, Entry, Ladder, make_causal_ladder, make_ladder
 from jdllm.planning.plan import LONGEST
 from jdllm.serving.adaptive_runner import AdaptiveRunner
 from jdllm.serving.cached_runner import CachedRunner
@@ -83,6 +83,7 @@ def make_engine(
         longest=account.longest if chunks is None else LONGEST,
         longest_refresh=account.max_refresh,
         beside_pool=account.max_context,
+        sizes={kind: [entry.rows for entry in entries] for kind, entries in parts.filled.items()},
     )
 
     def check(spec: RequestSpec) -> None:
@@ -110,6 +111,7 @@ class _Parts(NamedTuple):
     - `costs`, `check`, `compiled`: as of `Engine`.
     - `head_rows`: that requests share in one part.
     - `tiles`: of the largest step that reads the pool.
+    - `filled`: the sizes of kinds whose requests are worth waiting for.
     """
 
     launchers: dict[Kind, Launcher]
@@ -118,6 +120,7 @@ class _Parts(NamedTuple):
     compiled: tuple[Compiled, ...]
     head_rows: int
     tiles: int
+    filled: Mapping[Kind, Sequence[Entry]]
 
 
 def _denoising(
@@ -130,7 +133,8 @@ def _denoising(
         Kind.PREPARE: preparation.launch,
     }
     costs = DenoisingCosts(preparation, rows)
-    return _Parts(launchers, costs, full.check, (full, cached), ladder.head_rows, ladder.tiles)
+    filled = {Kind.REFRESH: ladder.refresh}
+    return _Parts(launchers, costs, full.check, (full, cached), ladder.head_rows, ladder.tiles, filled)
 
 
 def _causal(
@@ -140,7 +144,8 @@ def _causal(
     runner = CausalRunner(params, config, executables, ladder, account, pool)
     launchers: dict[Kind, Launcher] = {Kind.PREFILL: runner.prefill, Kind.DECODE: runner.decode}
     most = ladder.decode[-1].segments
-    return _Parts(launchers, runner, lambda _: None, (runner,), most, most)
+    filled = {Kind.PREFILL: ladder.prefill}
+    return _Parts(launchers, runner, lambda _: None, (runner,), most, most, filled)
 
 
 def _check_causal(account: Account, chunks: ChunkConfig | None) -> None:

@@ -264,13 +264,15 @@ class TestRefreshesAreSpread:
         due=st.lists(st.tuples(st.integers(1, 60), st.integers(0, 80)), min_size=1, max_size=12),
         reuses=st.lists(st.integers(1, 20), max_size=2),
         head_limit=st.sampled_from([10**6, 60]),
+        sizes=st.sampled_from([(), (10, 20, 40, 100)]),
     )
     def test_each_waits_as_long_as_next_fit_says(
-        self, due: list[tuple[int, int]], reuses: list[int], head_limit: int
+        self, due: list[tuple[int, int]], reuses: list[int], head_limit: int, sizes: tuple[int, ...]
     ):
         """The bound that the module states, beside reuses that run in every iteration."""
         demands = [*(refresh(*x) for x in due), *map(reuse, reuses)]
-        plans = Plans(*demands, limits=dataclasses.replace(LIMITS, max_num_logits=head_limit))
+        limits = dataclasses.replace(LIMITS, max_num_logits=head_limit, sizes={REFRESH: sizes})
+        plans, share = Plans(*demands, limits=limits), 4 if sizes else 2
         room = 100 - sum(reuses)
         iterations, used = 0, Fraction()
         waits = {}
@@ -280,9 +282,34 @@ class TestRefreshesAreSpread:
                 waits[request] = iterations
                 del plans.ready[request]
         for request, (rows, head_rows) in enumerate(due):
-            used += Fraction(2 * rows, room) + Fraction(2 * min(head_rows, head_limit), head_limit)
+            used += Fraction(share * rows, room) + Fraction(2 * min(head_rows, head_limit), head_limit)
             assert waits[request] <= ceil(used)
 
     def test_refreshes_that_fit_exactly_leave_no_gap(self):
         plans = Plans(*[refresh(50)] * 6)
         assert [plans.plan()[REFRESH] for _ in range(3)] == [(0, 1), (2, 3), (4, 5)]
+
+
+class TestPartsFillExecutables:
+    LIMITS = dataclasses.replace(LIMITS, sizes={REFRESH: (32, 64, 100)})
+
+    @pytest.mark.parametrize(
+        ("rows", "served"),
+        [
+            ((30, 30, 10), 2),
+            ((30, 30, 38), 3),
+            ((30, 20), 1),
+            ((20, 30), 2),
+            ((10, 20, 40), 3),
+            ((70,), 1),
+        ],
+    )
+    def test_a_part_ends_where_it_fills_one_best(self, rows: tuple[int, ...], served: int):
+        plans = Plans(*map(refresh, rows), reuse(1), limits=self.LIMITS)
+        assert plans.plan()[REFRESH] == tuple(range(served))
+
+    def test_who_is_in_step_stays_so(self):
+        assert Plans(refresh(30), refresh(20), limits=self.LIMITS).plan() == {REFRESH: (0, 1)}
+
+    def test_other_kinds_are_whole(self):
+        assert Plans(full(30), full(20), reuse(1), limits=self.LIMITS).plan()[FULL] == (0, 1)

@@ -69,7 +69,8 @@ def some_limits(draw: st.DrawFn) -> Limits:
         st.tuples(*(st.integers(*end) for end in ends))
     )
     beside, refresh, longest = (budget + n for n in sorted(beyond))
-    return Limits(budget, seqs, logits, entries, reuses, pages, longest, refresh, beside)
+    sizes = draw(st.sampled_from([{}, dict.fromkeys((Kind.REFRESH, Kind.PREFILL), (4, 8, 16, 32))]))
+    return Limits(budget, seqs, logits, entries, reuses, pages, longest, refresh, beside, sizes)
 
 
 ROWS = st.integers(1, 16) | st.integers(1, 60)
@@ -262,7 +263,7 @@ class Arrivals(RuleBasedStateMachine):
 
     def check_choice(self, served: dict[int, Demand], candidates: dict[int, Demand]) -> None:
         """The first pick is served or everybody waits for it; nobody else is left out who fits beside those
-        that pick before."""
+        that pick before, unless a part ends where it fills an executable."""
         if not candidates:
             return
         first = min(candidates, key=self.turn)
@@ -279,7 +280,7 @@ class Arrivals(RuleBasedStateMachine):
                 self.turn(request),
             )
 
-        for request in candidates.keys() - served.keys():
+        for request in () if self.limits.sizes else candidates.keys() - served.keys():
             ahead = [demand for other, demand in served.items() if pick(other) < pick(request)]
             assert not self.fits_plan(candidates[request], ahead)
 
