@@ -25,7 +25,7 @@ _CARD = "h200"
 
 def prompts_of(config: ModelConfig, count: int, length: int, seed: int) -> list[np.ndarray]:
     """Random ids; those of another seed begin otherwise, so that nothing of them is stored."""
-    rng = np.random.default_rng([seed, length])
+    rng = np.random.default_rng([seed, count, length])
     return [rng.integers(2, config.vocab_size // 2, length) for _ in range(count)]
 
 

@@ -69,7 +69,8 @@ def some_limits(draw: st.DrawFn) -> Limits:
         st.tuples(*(st.integers(*end) for end in ends))
     )
     beside, refresh, longest = (budget + n for n in sorted(beyond))
-    sizes = draw(st.sampled_from([{}, dict.fromkeys((Kind.REFRESH, Kind.PREFILL), (4, 8, 16, 32))]))
+    rows = draw(st.sampled_from([(), (4, 8, 16, 32)]))
+    sizes: dict[Kind, tuple[int, ...]] = {Kind.REFRESH: rows, Kind.PREFILL: rows} if rows else {}
     return Limits(budget, seqs, logits, entries, reuses, pages, longest, refresh, beside, sizes)
 
 
