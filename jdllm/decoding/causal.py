@@ -93,8 +93,8 @@ def prefill(
     positions = jnp.asarray(batch.rows.positions)[head.row] + 1
     step = jnp.asarray(batch.segments.step)
     count = live.sum(), jnp.asarray(plain)
-    choice = _chosen(params, config, hidden, head, positions, batch.segments, step, count, penalty, level)
-    trace = Trace(jnp.int32(1), *(x[None] for x in _committed(choice, live)))
+    choice = chosen(params, config, hidden, head, positions, batch.segments, step, count, penalty, level)
+    trace = Trace(jnp.int32(1), *(x[None] for x in committing(choice, live)))
     return trace, written
 
 
@@ -149,8 +149,8 @@ def decode(
             seen = _seen(config, reads, lengths, step)
             hidden, pool = forward_decode(params, config, tokens, positions, pool, place, seen)
         now = jnp.asarray(segments.step) + step
-        choice = _chosen(params, config, hidden, head, positions + 1, segments, now, count, penalty, level)
-        token, committed, logprob = _committed(choice, goes_on)
+        choice = chosen(params, config, hidden, head, positions + 1, segments, now, count, penalty, level)
+        token, committed, logprob = committing(choice, goes_on)
         trace = Trace(
             step + 1,
             trace.tokens.at[step].set(token),
@@ -171,7 +171,7 @@ def decodes_in_chain(params: Params, config: ModelConfig, segments: int) -> bool
     return config.sliding_window is None and chains(params, config, FRESH_UNIT * segments)
 
 
-def _chosen(
+def chosen(
     params: Params,
     config: ModelConfig,
     hidden: Hidden,
@@ -210,7 +210,7 @@ def _chosen(
     )
 
 
-def _committed(choice: Choice, live: Bool[Array, " head"]) -> tuple[Array, Array, Array]:
+def committing(choice: Choice, live: Bool[Array, " head"]) -> tuple[Array, Array, Array]:
     """Token, whether it counts, and log-probability; a kernel leaves undefined what nobody asked for."""
     token, logprob = (jnp.where(live, x, 0) for x in (choice.token, choice.logprob))
     return token, live, logprob

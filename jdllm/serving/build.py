@@ -21,6 +21,7 @@ from jdllm.serving.diagnosis import Diagnosis
 from jdllm.serving.engine import Engine
 from jdllm.serving.full_runner import FullRunner
 from jdllm.serving.launch import Compiled, Launcher
+from jdllm.serving.layered_runner import LayeredRunner
 from jdllm.serving.preparation import Preparation
 from jdllm.serving.runner import Runner
 from jdllm.serving.scheduler import Kind, Limits, Scheduler
@@ -69,7 +70,7 @@ def make_engine(
             offloaded=offloaded,
         )
         cached = CachedRunner(*model, ladder, account, pool)
-        parts = _denoising(full, cached, preparation, ladder, account.rows)
+        parts = _denoising(full, cached, preparation, ladder, account)
         if verifier is not None:
             adaptive = AdaptiveRunner(*model, ladder, verifier, full.adaptive_chunks)
             parts.launchers[Kind.ADAPTIVE] = adaptive.launch
@@ -80,9 +81,9 @@ def make_engine(
         entries=pool.entries(parts.tiles),
         reuse_rows=TILE_ROWS * parts.tiles,
         pages=pool.pages,
-        longest=account.longest if chunks is None else LONGEST,
+        longest=parts.longest if chunks is None else LONGEST,
         longest_refresh=account.max_refresh,
-        beside_pool=account.max_context,
+        beside_pool=parts.beside_pool,
         sizes={kind: [entry.rows for entry in entries] for kind, entries in parts.filled.items()},
     )
 
@@ -101,6 +102,7 @@ def make_engine(
         check=check,
         compiled=parts.compiled,
         non_finite=Diagnosis(None if offloaded else params, config, executables, verifier),
+        layered=parts.layered,
     )
 
 
@@ -112,6 +114,8 @@ class _Parts(NamedTuple):
     - `head_rows`: that requests share in one part.
     - `tiles`: of the largest step that reads the pool.
     - `filled`: the sizes of kinds whose requests are worth waiting for.
+    - `longest`, `beside_pool`: as of `Limits`.
+    - `layered`: as of `Engine`.
     """
 
     launchers: dict[Kind, Launcher]
@@ -121,10 +125,13 @@ class _Parts(NamedTuple):
     head_rows: int
     tiles: int
     filled: Mapping[Kind, Sequence[Entry]]
+    longest: int
+    beside_pool: int
+    layered: LayeredRunner | None = None
 
 
 def _denoising(
-    full: FullRunner, cached: CachedRunner, preparation: Preparation, ladder: Ladder, rows: int
+    full: FullRunner, cached: CachedRunner, preparation: Preparation, ladder: Ladder, account: Account
 ) -> _Parts:
     launchers: dict[Kind, Launcher] = {
         Kind.FULL: full.launch,
@@ -132,20 +139,36 @@ def _denoising(
         Kind.REUSE: cached.reuse,
         Kind.PREPARE: preparation.launch,
     }
-    costs = DenoisingCosts(preparation, rows)
+    costs = DenoisingCosts(preparation, account.rows)
     filled = {Kind.REFRESH: ladder.refresh}
-    return _Parts(launchers, costs, full.check, (full, cached), ladder.head_rows, ladder.tiles, filled)
+    return _Parts(
+        launchers,
+        costs,
+        full.check,
+        (full, cached),
+        ladder.head_rows,
+        ladder.tiles,
+        filled,
+        account.longest,
+        account.max_context,
+    )
 
 
 def _causal(
     params: Params, config: ModelConfig, executables: Executables, account: Account, pool: DevicePool
 ) -> _Parts:
     ladder = make_causal_ladder(account.rows)
-    runner = CausalRunner(params, config, executables, ladder, account, pool)
-    launchers: dict[Kind, Launcher] = {Kind.PREFILL: runner.prefill, Kind.DECODE: runner.decode}
+    layered = LayeredRunner(params, config, executables, account, pool.pages, pool.free)
+    runner = CausalRunner(params, config, executables, ladder, account, pool, layered)
+    launchers: dict[Kind, Launcher] = {
+        Kind.PREFILL: runner.prefill,
+        Kind.DECODE: runner.decode,
+        Kind.LAYERED: layered.launch,
+    }
     most = ladder.decode[-1].segments
     filled = {Kind.PREFILL: ladder.prefill}
-    return _Parts(launchers, runner, lambda _: None, (runner,), most, most, filled)
+    room = LONGEST, 0
+    return _Parts(launchers, runner, layered.check, (runner,), most, most, filled, *room, layered)
 
 
 def _check_causal(account: Account, chunks: ChunkConfig | None) -> None:

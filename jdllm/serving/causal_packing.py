@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jdllm.arrays import padded
-from jdllm.decoding.batch import Batch
+from jdllm.decoding.batch import Batch, SegmentParams
 from jdllm.decoding.causal import Reads, Sequences
 from jdllm.decoding.encoded_trace import Steps
 from jdllm.decoding.penalty import Penalty
@@ -173,6 +173,13 @@ def pack_sequences(
         padded(np.stack(following).astype(np.int32), size),
     )
     return PackedSequences(sequences, reads, _penalty(ordered, entry, config), order)
+
+
+def next_of(
+    request: CausalRequest, config: ModelConfig, entry: Entry
+) -> tuple[SegmentParams, np.ndarray, Penalty | None]:
+    """What the next token of one request needs: `segments`, `plain` and `penalty`."""
+    return segment_params([request], entry, config), _plain([request]), _penalty([request], entry, config)
 
 
 def by_request(found: Steps, order: np.ndarray, requests: int) -> Steps:

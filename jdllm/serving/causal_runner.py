@@ -34,6 +34,7 @@ from jdllm.serving.causal_request import CausalRequest, causal_spec
 from jdllm.serving.device_pool import DevicePool
 from jdllm.serving.fitting import check_fits
 from jdllm.serving.launch import Launch
+from jdllm.serving.layered_runner import LayeredRunner
 from jdllm.serving.request import Request
 from jdllm.serving.scheduler import Demand, Kind, Life
 from jdllm.serving.spec import RequestSpec
@@ -52,6 +53,7 @@ class CausalRunner:
     - `params`, `config`, `executables`, `account`: as of `jdllm.serving.full_runner.FullRunner`.
     - `ladder`: the sizes of its steps.
     - `pool`: where keys and values are stored.
+    - `layered`: runs what the pool has no room for.
 
     - `chunk`: tokens of a prompt that one part evaluates at most, whole pages.
     """
@@ -64,6 +66,7 @@ class CausalRunner:
         ladder: CausalLadder,
         account: Account,
         pool: DevicePool,
+        layered: LayeredRunner,
     ):
         self._params = params
         self._config = config
@@ -71,6 +74,7 @@ class CausalRunner:
         self._ladder = ladder
         self._account = account
         self._pool = pool
+        self._layered = layered
         kinds = list(itertools.product((False, True), repeat=2))
         self._prefill_sizes = {kind: Sizes(ladder.prefill) for kind in kinds}
         self._decode_sizes = {kind: Sizes(ladder.decode) for kind in kinds}
@@ -80,11 +84,15 @@ class CausalRunner:
 
     def life(self, spec: RequestSpec) -> Life:
         """As of `Costs`."""
+        if self._layered.takes(spec):
+            return self._layered.life(spec)
         return Life(min(len(spec.tokens), self.chunk), pages_of(spec.stored_rows))
 
     def demand(self, request: Request) -> Demand:
         """As of `Costs`."""
         [asked] = _causal([request])
+        if self._layered.takes(request.spec):
+            return self._layered.demand(asked)
         if asked.decodes:
             pages = pages_read(asked, self._config, self._ladder.decode[0].steps)
             return Demand(Kind.DECODE, 1, 1, 1 + len(pages))

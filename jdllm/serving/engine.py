@@ -18,6 +18,7 @@ from jdllm.serving.costs import Costs
 from jdllm.serving.device_pool import DevicePool
 from jdllm.serving.flight import Flight
 from jdllm.serving.launch import Compiled
+from jdllm.serving.layered_runner import LayeredRunner
 from jdllm.serving.long_request import LongRequest, LongSpec
 from jdllm.serving.preparation import Preparation
 from jdllm.serving.request import Request
@@ -50,7 +51,7 @@ class Engine:
     - `runner`: runs parts of iterations.
     - `pool`: of keys and values.
     - `scheduler`: says what runs next.
-    - `preparation`: of requests over long contexts.
+    - `preparation`: of requests over long contexts; `layered`: of causal ones that the pool has no room for.
     - `costs`: what requests and their steps take.
     - `check`: raises `RequestError` or `MemoryBudgetError` for a request that this engine cannot serve.
     - `compiled`: what `warm` compiles.
@@ -78,11 +79,13 @@ class Engine:
         check: Callable[[RequestSpec], None],
         compiled: Sequence[Compiled],
         non_finite: Callable[[Request], NonFiniteError],
+        layered: LayeredRunner | None = None,
     ):
         self._runner = runner
         self._pool = pool
         self._scheduler = scheduler
         self._preparation = preparation
+        self._layered = layered
         self._costs = costs
         self._check = check
         self._compiled = compiled
@@ -267,8 +270,8 @@ class Engine:
     def _leave(self, request: int, how: str) -> Request:
         state = self._entries.pop(request).request
         del self._delivered[request]
-        self._preparation.forget(request)
-        if state.cached and request in self._scheduler.running:
+        self._forget(request)
+        if self._in_pool(state) and request in self._scheduler.running:
             self._pool.release(state, keep=how != "failed")
         self._scheduler.remove(request)
         self._counts[how] += 1
@@ -278,7 +281,7 @@ class Engine:
         for request in self._scheduler.admit():
             state = self._entries[request].request
             state.started = time.perf_counter()
-            if state.cached:
+            if self._in_pool(state):
                 self._pool.admit(state)
         busy = self._flight.ids
         ready = {
@@ -369,7 +372,7 @@ class Engine:
             yield self._end(request, None)
 
     def _end(self, request: Request, error: Exception | None) -> Update:
-        if isinstance(error, NonFiniteError) and request.cached:
+        if isinstance(error, NonFiniteError) and self._in_pool(request):
             self._runner.between_parts(lambda: self._pool.clean(request))
         ended = self._tell(Ended(request.id, request, error))
         self._leave(request.id, "finished" if error is None else "failed")
@@ -387,9 +390,18 @@ class Engine:
             self._pool.free()
             self._counts["rebuilt"] += 1
             for entry in self._entries.values():
-                if entry.request.cached:
+                if self._in_pool(entry.request):
                     entry.request.go_back()
-                    self._preparation.forget(entry.request.id)
+                    self._forget(entry.request.id)
+
+    def _in_pool(self, request: Request) -> bool:
+        return self._costs.life(request.spec).pages > 0
+
+    def _forget(self, request: int) -> None:
+        """Give up what was prepared for a request, or is held for it beside the pool."""
+        self._preparation.forget(request)
+        if self._layered is not None:
+            self._layered.forget(request)
 
 
 def _request(spec: RequestSpec, number: int) -> Request:

@@ -8,8 +8,8 @@ the first pick; ties go to the earlier arrival. Reuses and decodes are cheap and
 them, each in the order of turns. Who does not fit what is left is passed over, but not for ever:
 
 - Where the first pick does not fit beside what is in flight, nobody is served until it does. Every plan
-  therefore serves the first pick, or waits for one of at most six parts of other kinds. A request that n
-  running requests precede in turn is served within 7 (n + 1) plans in which it is ready and its kind is not
+  therefore serves the first pick, or waits for one of at most seven parts of other kinds. A request that n
+  running requests precede in turn is served within 8 (n + 1) plans in which it is ready and its kind is not
   busy. A second plan that serves nobody before a part has ended is not counted.
 - Refreshes that are due at once are spread over several iterations. Two iterations in a row serve more rows
   than one has room for, because the first refresh that an iteration passes over is the first that the next
@@ -47,6 +47,8 @@ class Kind(enum.IntEnum):
     """Parts of prompts of a causal model, which are stored."""
     DECODE = 6
     """The last token of each sequence of a causal model, against what is stored."""
+    LAYERED = 7
+    """Some layers of one sequence of a causal model, or its last token; its keys do not fit the pool."""
 
 
 SUBMITTED = (
@@ -57,6 +59,7 @@ SUBMITTED = (
     Kind.ADAPTIVE,
     Kind.PREPARE,
     Kind.PREFILL,
+    Kind.LAYERED,
 )
 """The order of the parts of an iteration: the host prepares the next reuse while the others run."""
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jdllm.errors import RequestError
 from jdllm.serving.scheduler import SUBMITTED, Demand, Kind, Life, Limits, Part, Scheduler
 
-FULL, REFRESH, REUSE, ADAPTIVE, PREPARE, PREFILL, DECODE = Kind
+FULL, REFRESH, REUSE, ADAPTIVE, PREPARE, PREFILL, DECODE, LAYERED = Kind
 LIMITS = Limits(
     max_num_batched_tokens=100,
     max_num_seqs=8,
@@ -150,7 +150,7 @@ class TestParts:
         found = plans.scheduler.plan(plans.ready)
         assert found[:3] == [Part(REUSE, (3, 5)), Part(REFRESH, (2,)), Part(FULL, (0, 4))]
         assert found[3:] == [Part(ADAPTIVE, (1,)), Part(PREPARE, (6,))]
-        assert [part.kind for part in found] == [k for k in SUBMITTED if k not in (PREFILL, DECODE)]
+        assert [part.kind for part in found] == [k for k in SUBMITTED if k < PREFILL]
 
     def test_decodes_go_on_beside_a_prompt(self):
         plans = Plans(Demand(PREFILL, 98, 1, 2), *[Demand(DECODE, 1, 1, 2)] * 3)

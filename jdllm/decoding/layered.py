@@ -1,0 +1,248 @@
+"""A causal sequence that runs layer by layer, with keys and values in host memory as far as it must be."""
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from jdllm.decoding.batch import HeadRows, SegmentParams, Trace
+from jdllm.decoding.causal import chosen, committing
+from jdllm.decoding.encoded_trace import EncodedTrace, encoding
+from jdllm.decoding.penalty import Penalty
+from jdllm.execution.offload.host_memory import Device, to_device, to_host
+from jdllm.execution.offload.layered import (
+    Generated,
+    Layering,
+    generate_layer,
+    last_layer,
+    prefill_layer,
+)
+from jdllm.execution.offload.parts import KeysValues
+from jdllm.execution.transformer import embed
+from jdllm.models.block import Hidden
+from jdllm.models.config import ModelConfig
+from jdllm.models.weights import Params, layer_runs
+from jdllm.pallas.masked_logits import Level
+
+Call = Callable[..., Any]
+"""Compiles and runs a function: `jdllm.decoding.executables.Executables.call`."""
+
+
+class LayeredSequence:
+    """One sequence, its prompt first.
+
+    Arguments:
+    - `params`, `config`: the model, its weights on the device.
+    - `layering`: its arrays, and what is where.
+    - `prompt`: its tokens.
+    - `call`: compiles and runs the parts.
+
+    Exact: tokens are those of `jdllm.decoding.causal`. One caller at a time. Its arrays are free once nobody
+    refers to it.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        config: ModelConfig,
+        layering: Layering,
+        prompt: Int[np.ndarray, " prompt"],
+        call: Call,
+    ):
+        self._params, self._config, self._layering, self._call = params, config, layering, call
+        self._layers = [(name, i) for name, start, end in layer_runs(config) for i in range(start, end)]
+        self._tokens = np.zeros(layering.rows, np.int32)
+        self._tokens[: len(prompt)] = prompt
+        self._length = np.int32(len(prompt))
+        self._h: Hidden | None = None
+        self._stored: list[KeysValues] = []
+        self._leaving: deque[KeysValues] = deque()
+        self._generated: Generated | None = None
+        self._count = 0
+        self._fetched: tuple[int, KeysValues] | None = None
+        self._done: Array | None = None
+        self._away: Iterator[int] = iter(())
+
+    @property
+    def read(self) -> int:
+        """How many layers have read the prompt."""
+        return len(self._stored)
+
+    def prefill(self, layers: int) -> Array:
+        """Read the prompt with so many more layers, but not the last one.
+
+        Returns an array to wait for.
+        """
+        h = self._h
+        if h is None:
+            h = self._h = self._call(embed, {"embed": self._params["embed"]}, self._tokens)
+        done = h[0, :1]
+        for number in range(self.read, min(self.read + layers, self._config.num_layers - 1)):
+            self._wait_for_leaving()
+            stack, place = self._layer(number)
+            self._h, stored, done = self._call(
+                prefill_layer, stack, place, self._h, self._length, donate=(2,), **self._static
+            )
+            self._keep(number, stored)
+        return done
+
+    def first_token(
+        self, segments: SegmentParams, plain: Int[np.ndarray, ""], penalty: Penalty | None
+    ) -> EncodedTrace:
+        """Read the prompt with the last layer, and choose the token behind it.
+
+        Arguments:
+        - `segments`, `plain`, `penalty`: as of `jdllm.decoding.causal.prefill`, of one segment.
+        """
+        self._wait_for_leaving()
+        number = self._config.num_layers - 1
+        stack, place = self._layer(number)
+        row, stored = self._call(last_layer, stack, place, self._h, self._length, **self._static)
+        self._keep(number, stored)
+        self._h, self._tokens = None, self._tokens[:0]
+        return self._choose(row, self._length, segments, plain, penalty)
+
+    def next_token(
+        self, token: int, segments: SegmentParams, plain: Int[np.ndarray, ""], penalty: Penalty | None
+    ) -> EncodedTrace:
+        """Evaluate the last token, and choose the one behind it; arguments as above."""
+        if self._generated is None:
+            self._begin()
+        h = self._call(embed, {"embed": self._params["embed"]}, np.array([token], np.int32))
+        for number in range(self._config.num_layers):
+            stack, place = self._layer(number)
+            h, self._generated, self._done = self._call(
+                generate_layer,
+                stack,
+                place,
+                np.int32(number),
+                h,
+                self._prompt_of(number),
+                self._generated,
+                self._length,
+                np.int32(self._count),
+                donate=(5,),
+                config=self._config,
+            )
+        self._count += 1
+        return self._choose(h, self._length + np.int32(self._count), segments, plain, penalty)
+
+    def compile(self, compile: Call) -> list[Any]:
+        """The executables of its layers.
+
+        Arguments:
+        - `compile`: `jdllm.decoding.executables.Executables.compile`.
+        """
+        config, layering, dtype = self._config, self._layering, self._params["final_norm"].dtype
+        h = jax.ShapeDtypeStruct((layering.rows, config.hidden_size), dtype)
+        keys = jax.ShapeDtypeStruct((layering.rows, config.num_kv_heads, config.head_dim), dtype)
+        behind = jax.eval_shape(lambda: _nothing_generated(config, layering, dtype))
+        count, found = np.int32(0), []
+        for name in dict.fromkeys(name for name, _ in self._layers):
+            stack = self._params[name]
+            of_prompt = (stack, count, h, self._length)
+            found.append(compile(prefill_layer, *of_prompt, donate=(2,), **self._static))
+            row = (stack, count, count, jax.ShapeDtypeStruct((1, config.hidden_size), dtype))
+            arguments = *row, (keys, keys), behind, self._length, count
+            found.append(compile(generate_layer, *arguments, donate=(5,), config=config))
+        found.append(compile(last_layer, self._params[self._layers[-1][0]], *of_prompt[1:], **self._static))
+        return found
+
+    @property
+    def _static(self) -> dict[str, Any]:
+        return {"config": self._config, "chunk": self._layering.chunk}
+
+    @property
+    def _device(self) -> Device:
+        (device,) = self._params["final_norm"].devices()
+        return device
+
+    def _layer(self, number: int) -> tuple[Any, np.int32]:
+        name, place = self._layers[number]
+        return self._params[name], np.int32(place)
+
+    def _keep(self, number: int, stored: KeysValues) -> None:
+        """Leave keys and values where they belong; what leaves is still on the device until it has."""
+        if number < self._config.num_layers - self._layering.kept:
+            stored = to_host(stored, self._device)
+            self._leaving.append(stored)
+        self._stored.append(stored)
+
+    def _wait_for_leaving(self) -> None:
+        """Before another layer is enqueued, which takes its memory then: one may be leaving, beside it."""
+        while len(self._leaving) > 1:
+            jax.block_until_ready(self._leaving.popleft())
+
+    def _begin(self) -> None:
+        """What fits behind the prompt comes back."""
+        jax.block_until_ready(list(self._leaving))
+        self._leaving.clear()
+        layers, layering = self._config.num_layers, self._layering
+        for number in range(layers - layering.kept_behind, layers - layering.kept):
+            self._stored[number] = jax.block_until_ready(to_device(self._stored[number], self._device))
+        dtype = self._params["final_norm"].dtype
+        self._generated = to_device(_nothing_generated(self._config, layering, dtype), self._device)
+        self._away = itertools.cycle(range(layers - layering.kept_behind))
+
+    def _prompt_of(self, number: int) -> KeysValues:
+        """The prompt's keys and values of a layer on the device; those of the next layer in host memory are
+        on their way then.
+
+        XLA starts a copy after all computation that was enqueued before it, and a copy takes its memory when
+        it is enqueued: the layer before was computed, and this one is not enqueued yet.
+        """
+        if number >= self._config.num_layers - self._layering.kept_behind:
+            return self._stored[number]
+        if self._fetched is None:
+            self._fetched = self._fetch()
+        ready, here = self._fetched
+        assert ready == number
+        self._fetched = None
+        jax.block_until_ready(self._done)
+        self._fetched = self._fetch()
+        return here
+
+    def _fetch(self) -> tuple[int, KeysValues]:
+        number = next(self._away)
+        return number, to_device(self._stored[number], self._device)
+
+    def _choose(
+        self,
+        row: Hidden,
+        position: np.int32,
+        segments: SegmentParams,
+        plain: Int[np.ndarray, ""],
+        penalty: Penalty | None,
+    ) -> EncodedTrace:
+        weights = {name: x for name, x in self._params.items() if name in ("final_norm", "head", "embed")}
+        return self._call(_token, weights, row, position, segments, plain, penalty, config=self._config)
+
+
+def _nothing_generated(config: ModelConfig, layering: Layering, dtype: Any) -> Generated:
+    shape = config.num_layers, layering.generated, config.num_kv_heads, config.head_dim
+    return Generated(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+
+@encoding
+def _token(
+    params: Params,
+    row: Hidden,
+    position: Int[Array, ""],
+    segments: SegmentParams,
+    plain: Int[Array, ""],
+    penalty: Penalty | None,
+    *,
+    config: ModelConfig,
+) -> Trace:
+    """The trace of one token at `position`, from the hidden row before it."""
+    first = jnp.zeros(1, jnp.int32)
+    head = HeadRows(first, first, first)
+    at, step = jnp.asarray(position)[None], jnp.asarray(segments.step)
+    count = jnp.int32(1), jnp.asarray(plain)
+    choice = chosen(params, config, row, head, at, segments, step, count, penalty, Level.FILTERED)
+    return Trace(jnp.int32(1), *(x[None] for x in committing(choice, jnp.ones(1, bool))))

@@ -1,0 +1,215 @@
+"""The executables of a causal sequence that runs layer by layer, whose keys do not all fit on the device.
+
+A layer is one executable: rows go through it in chunks, each of which sees the keys of those before. What
+grows with the sequence is the residual stream, which is updated in place, and the keys and values of a layer,
+which may leave for host memory while the next layer is computed. Tokens behind the prompt see these and the
+few rows that were generated, in two parts that log-sum-exp puts together.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jdllm.execution.offload.parts import Heads, KeysValues, Scalar, take_layer
+from jdllm.layers import linear
+from jdllm.models.block import Hidden, Layer, ffn_branch, project, project_keys_values
+from jdllm.models.config import ModelConfig
+from jdllm.models.rotary import cos_sin
+from jdllm.pallas.attention import AttentionOutput, attention, merge
+from jdllm.pallas.grouped_matmul import grouped_matmul
+
+SEEN_AT_ONCE = 16384
+"""Keys of the prompt that a generated row sees at a time, at most."""
+
+
+class Layering(NamedTuple):
+    """How a sequence is run.
+
+    - `rows`: of the arrays of its prompt, whole chunks of `chunk`.
+    - `generated`: rows of the arrays for tokens behind it.
+    - `kept`, `kept_behind`: how many of the last layers have their keys and values on the device while the
+      prompt is read, and while tokens are generated.
+    """
+
+    rows: int
+    chunk: int
+    generated: int
+    kept: int
+    kept_behind: int
+
+
+class Generated(NamedTuple):
+    """Rotated keys and values of the rows behind the prompt, of all layers."""
+
+    k: Float[Array, "layers tokens kv_heads head_dim"]
+    v: Float[Array, "layers tokens kv_heads head_dim"]
+
+
+def prefill_layer(
+    stack: Layer, place: Scalar, h: Hidden, length: Scalar, *, config: ModelConfig, chunk: int
+) -> tuple[Hidden, KeysValues, Array]:
+    """One layer over all rows of a prompt.
+
+    Arguments:
+    - `stack`, `place`: the weights of like layers, and which of them this one is.
+    - `h`: the residual stream, in whole chunks, to be donated. Rows from `length` on mean nothing.
+    - `length`: tokens of the prompt.
+    - `chunk`: rows that are computed at a time; static.
+
+    Returns the rows after the layer, its rotated keys and values, and an array to wait for.
+    """
+    layer = take_layer(stack, place)
+    shape = (h.shape[0], config.num_kv_heads, config.head_dim)
+    empty = jnp.zeros(shape, h.dtype), jnp.zeros(shape, h.dtype)
+
+    def body(index: Array, carry: tuple[Hidden, KeysValues]) -> tuple[Hidden, KeysValues]:
+        h, stored = carry
+        start = index * chunk
+        rows, positions = lax.dynamic_slice_in_dim(h, start, chunk), start + jnp.arange(chunk)
+        rotation = cos_sin(config.rope, config.head_dim, positions)
+        k, v, q = project(layer, config, rows, rotation, ("k", "v", "q"))
+        stored = _placed(stored, (k, v), start)
+        found = attention(q, *stored, *_seen(config, positions), scale=config.head_dim**-0.5)
+        rows = _finished(layer, config, rows, found[0])
+        return lax.dynamic_update_slice_in_dim(h, rows, start, 0), stored
+
+    chunks = (jnp.asarray(length) + chunk - 1) // chunk
+    h, stored = lax.fori_loop(0, chunks, body, (h, empty))
+    return h, stored, h[0, :1]
+
+
+def last_layer(
+    stack: Layer, place: Scalar, h: Hidden, length: Scalar, *, config: ModelConfig, chunk: int
+) -> tuple[Hidden, KeysValues]:
+    """The last layer for a prompt of which only the last row is wanted: of the others it makes keys and
+    values. Arguments as of `prefill_layer`; `h` is not donated.
+
+    Returns that row, `[1, hidden]`, and the keys and values.
+    """
+    layer, length = take_layer(stack, place), jnp.asarray(length)
+    shape = (h.shape[0], config.num_kv_heads, config.head_dim)
+    empty = jnp.zeros(shape, h.dtype), jnp.zeros(shape, h.dtype)
+
+    def body(index: Array, stored: KeysValues) -> KeysValues:
+        start = index * chunk
+        rows, positions = lax.dynamic_slice_in_dim(h, start, chunk), start + jnp.arange(chunk)
+        rotation = cos_sin(config.rope, config.head_dim, positions)
+        return _placed(stored, project_keys_values(layer, config, rows, rotation), start)
+
+    stored = lax.fori_loop(0, (length + chunk - 1) // chunk, body, empty)
+    row, position = lax.dynamic_slice_in_dim(h, length - 1, 1), (length - 1)[None]
+    (q,) = project(layer, config, row, cos_sin(config.rope, config.head_dim, position), ("q",))
+    found = over_prompt(q, stored, *_seen(config, position), config=config)
+    return _finished(layer, config, row, found.o), stored
+
+
+def generate_layer(
+    stack: Layer,
+    place: Scalar,
+    number: Scalar,
+    h: Hidden,
+    prompt: KeysValues,
+    generated: Generated,
+    length: Scalar,
+    count: Scalar,
+    *,
+    config: ModelConfig,
+) -> tuple[Hidden, Generated, Array]:
+    """One layer for one row behind the prompt.
+
+    Arguments:
+    - `stack`, `place`: as of `prefill_layer`; `number`: of the layer in the model.
+    - `h`: the row, `[1, hidden]`.
+    - `prompt`: keys and values of the first `length` rows.
+    - `generated`: those of the `count` rows between, to be donated; the row's own are added.
+
+    Returns the row after the layer, `generated`, and an array to wait for.
+    """
+    layer, length, count = take_layer(stack, place), jnp.asarray(length), jnp.asarray(count)
+    position = (length + count)[None]
+    rotation = cos_sin(config.rope, config.head_dim, position)
+    k, v, q = project(layer, config, h, rotation, ("k", "v", "q"))
+    generated = Generated(
+        *(
+            lax.dynamic_update_slice(x, row[None].astype(x.dtype), (number, count, 0, 0))
+            for x, row in zip(generated, (k, v), strict=True)
+        )
+    )
+    own_k, own_v = (lax.dynamic_index_in_dim(x, number, keepdims=False) for x in generated)
+    first, _ = _seen(config, position)
+    before = over_prompt(q, prompt, first, length[None], config=config)
+    start = jnp.clip(first - length, 0, count)
+    found = merge([before, _over_few(q, (own_k, own_v), start, count[None] + 1, config)])
+    h = _finished(layer, config, h, found.o)
+    return h, generated, h[0, :1]
+
+
+def over_prompt(
+    q: Heads,
+    keys_values: KeysValues,
+    start: Int[Array, " rows"],
+    end: Int[Array, " rows"],
+    *,
+    config: ModelConfig,
+) -> AttentionOutput:
+    """Attention of a row over the keys and values in [start, end), `SEEN_AT_ONCE` at a time, with f32
+    outputs."""
+    rows = keys_values[0].shape[0]
+    size = min(SEEN_AT_ONCE, rows)
+
+    def turn(index: Array, before: AttentionOutput) -> AttentionOutput:
+        # The last part begins earlier, where it would reach beyond the rows: what was seen is left out.
+        begin = jnp.minimum(index * size, rows - size)
+        k, v = (lax.dynamic_slice_in_dim(x, begin, size) for x in keys_values)
+        bounds = jnp.maximum(start, index * size) - begin, end - begin
+        return merge([before, _over_few(q, (k, v), *bounds, config)])
+
+    nothing = AttentionOutput(
+        jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:2], -jnp.inf), jnp.zeros(q.shape[:2])
+    )
+    turns = (end.max() + size - 1) // size
+    return lax.fori_loop(start.min() // size, turns, turn, nothing)
+
+
+def _over_few(
+    q: Heads,
+    keys_values: KeysValues,
+    start: Int[Array, " rows"],
+    end: Int[Array, " rows"],
+    config: ModelConfig,
+) -> AttentionOutput:
+    """Attention of a row with all scores in memory; values that it does not see count for nothing, whatever
+    they are."""
+    k, v = keys_values
+    by_group = q.reshape(q.shape[0], k.shape[1], -1, q.shape[2])
+    options = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
+    scores = config.head_dim**-0.5 * jnp.einsum("qkgd,skd->qkgs", by_group, k, **options)
+    at = jnp.arange(k.shape[0])
+    seen = (at >= start[:, None]) & (at < end[:, None])
+    scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
+    m = scores.max(axis=-1)
+    p = jnp.exp(scores - jnp.where(jnp.isneginf(m), 0.0, m)[..., None])
+    total = p.sum(axis=-1)
+    v = jnp.where(seen.any(axis=0)[:, None, None], v, 0)
+    o = jnp.einsum("qkgs,skd->qkgd", p.astype(v.dtype), v, **options)
+    o = o / jnp.where(total == 0, 1.0, total)[..., None]
+    return AttentionOutput(o.reshape(q.shape), m.reshape(q.shape[:2]), total.reshape(q.shape[:2]))
+
+
+def _placed(stored: KeysValues, part: KeysValues, start: Scalar) -> KeysValues:
+    k, v = (lax.dynamic_update_slice_in_dim(x, new, start, 0) for x, new in zip(stored, part, strict=True))
+    return k, v
+
+
+def _seen(config: ModelConfig, positions: Array) -> tuple[Array, Array]:
+    """The range of rows that each row sees."""
+    end = positions + 1
+    window = config.sliding_window
+    return jnp.zeros_like(end) if window is None else jnp.maximum(end - window, 0), end
+
+
+def _finished(layer: Layer, config: ModelConfig, h: Hidden, o: Heads) -> Hidden:
+    h = h + linear(o.reshape(h.shape[0], -1).astype(h.dtype), layer["o"])
+    return h + ffn_branch(layer, config, h, grouped_matmul)

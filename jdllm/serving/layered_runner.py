@@ -1,0 +1,132 @@
+"""Runs causal requests whose keys do not fit the KV pool: one at a time, layer by layer."""
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from jdllm.decoding.executables import Executables, temp_bytes
+from jdllm.decoding.layered import LayeredSequence
+from jdllm.errors import RequestError
+from jdllm.execution.paged.pool import PAGE_ROWS
+from jdllm.models.config import ModelConfig
+from jdllm.models.weights import Params
+from jdllm.planning.account import Account
+from jdllm.planning.budget import MemoryBudgetError, format_bytes
+from jdllm.planning.ladder import Entry
+from jdllm.planning.layered import Layered, LayeredPlan, longest_layered, missing, plan_layered
+from jdllm.serving.cached_packing import Stored
+from jdllm.serving.causal_packing import next_of
+from jdllm.serving.causal_request import CausalRequest
+from jdllm.serving.launch import Launch
+from jdllm.serving.request import Request
+from jdllm.serving.scheduler import Demand, Kind, Life
+from jdllm.serving.spec import RequestSpec
+
+_ROWS = 1 << 19
+"""Rows times layers of one part: about a second of an 8B model on an H200, some more of long prompts."""
+
+ONE = Entry(1, 1, 1, 1)
+
+
+class LayeredRunner:
+    """Runs requests whose keys take more than the KV pool, in the room of the pool and in host memory.
+
+    Arguments:
+    - `params`, `config`, `executables`, `account`: as of `jdllm.serving.full_runner.FullRunner`.
+    - `pages`: that requests may hold in all.
+    - `make_room`: called before anything of a request runs.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        config: ModelConfig,
+        executables: Executables,
+        account: Account,
+        pages: int,
+        make_room: Callable[[], None],
+    ):
+        self._params = params
+        self._config = config
+        self._executables = executables
+        budget, weights = account.budget, account.weights + account.verifier
+        dtype = params["final_norm"].dtype.name
+        self._model = None if budget is None else Layered(config, dtype, budget, weights)
+        self._pages = pages
+        self._make_room = make_room
+        self._running: dict[int, LayeredSequence] = {}
+
+    def takes(self, spec: RequestSpec) -> bool:
+        """Whether a request needs more than the pool, where there is a plan for such."""
+        return self._model is not None and spec.stored_rows > self._pages * PAGE_ROWS
+
+    def life(self, spec: RequestSpec) -> Life:
+        """As of `Costs`."""
+        return Life(len(spec.tokens), 0)
+
+    def demand(self, request: CausalRequest) -> Demand:
+        """As of `Costs`."""
+        return Demand(Kind.LAYERED, 1 if request.decodes else request.known, 1, 0)
+
+    def check(self, spec: RequestSpec) -> None:
+        """Raise `RequestError` for a request that has no room on the device and in host memory."""
+        if self._model is None or not self.takes(spec) or self._plan(spec) is not None:
+            return
+        prompt, generated = len(spec.prompt), len(spec.tokens) - len(spec.prompt)
+        longest = max(self._pages * PAGE_ROWS - generated, longest_layered(self._model, generated))
+        budget = self._model.budget
+        raise RequestError(
+            f"a prompt of {prompt} tokens with {generated} behind it needs"
+            f" {missing(self._model, prompt, generated)}; memory is {format_bytes(budget.device)} and"
+            f" host_memory {format_bytes(budget.host)}: the longest prompt that fits is {longest} tokens"
+        )
+
+    def launch(self, requests: list[Request], max_steps: int) -> Launch:
+        """Some layers of a prompt, or a token. As of `jdllm.serving.launch.Launcher`, for one request."""
+        (request,) = requests
+        assert isinstance(request, CausalRequest)
+        if request.id not in self._running:
+            self._running[request.id] = self._begin(request)
+        sequence = self._running[request.id]
+        chosen = next_of(request, self._config, ONE)
+        if request.decodes:
+            token = int(request.tokens[request.known - 1])
+            run = lambda: sequence.next_token(token, *chosen)  # noqa: E731
+            return Launch(run, [np.array([request.known])], [None])
+        layers = max(1, _ROWS // request.known)
+        if sequence.read + layers < self._config.num_layers:
+            return Launch(lambda: self._read(sequence, layers), [np.zeros(0, np.int64)], [None], lambda _: 0)
+
+        def end():
+            self._read(sequence, self._config.num_layers)
+            return sequence.first_token(*chosen)
+
+        stored = Stored(np.arange(0), request.known)
+        return Launch(end, [np.array([request.known])], [stored])
+
+    def forget(self, request: int) -> None:
+        """Free what a request holds: it has ended, or begins again."""
+        self._running.pop(request, None)
+
+    def _read(self, sequence: LayeredSequence, layers: int) -> jax.Array:
+        if not sequence.read:
+            self._make_room()
+        return sequence.prefill(layers)
+
+    def _begin(self, request: CausalRequest) -> LayeredSequence:
+        plan = self._plan(request.spec)
+        assert plan is not None
+        prompt = request.tokens[: request.known]
+        sequence = LayeredSequence(self._params, self._config, plan.layering, prompt, self._executables.call)
+        compiled = sequence.compile(self._executables.compile)
+        assert self._model is not None
+        needed = plan.prompt_bytes + max(0, max(map(temp_bytes, compiled)) - plan.temporaries)
+        if needed > (device := self._model.budget.device):
+            what = f"a prompt of {request.known} tokens, layer by layer,"
+            raise MemoryBudgetError(what, needed, device, self._pages * PAGE_ROWS, "prompt in the KV pool")
+        return sequence
+
+    def _plan(self, spec: RequestSpec) -> LayeredPlan | None:
+        assert self._model is not None
+        return plan_layered(self._model, len(spec.prompt), len(spec.tokens) - len(spec.prompt))
