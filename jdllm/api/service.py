@@ -82,7 +82,7 @@ class Service:
         """Tokens of the longest sequence that is served."""
         account = self.llm.account
         if self.llm.config.attention == "causal":
-            return (account.pages - 1) * PAGE_ROWS  # a prompt is evaluated in parts
+            return max((account.pages - 1) * PAGE_ROWS, self.llm.engine.longest_layered)
         return account.rows if account.budget is None else account.longest
 
     @property

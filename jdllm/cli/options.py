@@ -96,6 +96,11 @@ def takes_model(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(**given: Any) -> None:
         source = ModelOptions(**{name: given.pop(name) for name in fields})
+        if source.host_memory != HOST_MEMORY:
+            from jdllm.planning.budget import parse_host_memory
+            from jdllm.planning.host import let_pin
+
+            let_pin(parse_host_memory(source.host_memory, "--host-memory"))
         command(source=source, **given)
 
     run.__signature__ = signature.replace(parameters=[*own, *options, *others])  # type: ignore[attr-defined]

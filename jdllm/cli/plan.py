@@ -173,8 +173,8 @@ def _plan_causal(
     print_result(json.dumps(told) if as_json else describe_causal(workload, account, card.target, plan))
     if not plan.fits:
         typer.echo(
-            f"error: a prompt of {plan.prompt} tokens does not fit the KV pool, which holds {plan.longest}:"
-            " shorten it or raise --memory",
+            f"error: a prompt of {plan.prompt} tokens does not fit, and the longest that does has"
+            f" {max(plan.longest, plan.longest_layered)}: shorten it, or raise --memory or --host-memory",
             err=True,
         )
         raise typer.Exit(DOES_NOT_FIT)

@@ -14,8 +14,11 @@ _REQUESTS = (1024, 4096, 16384, 131072)
 
 def causal_facts(account: Account, plan: CausalPlan) -> dict[str, Any]:
     """The plan as one JSON object."""
+    facts = plan._asdict()
+    if plan.layered is not None:
+        facts["layered"] = plan.layered._asdict() | {"layering": plan.layered.layering._asdict()}
     return {
-        **plan._asdict(),
+        **facts,
         "weights_bytes": account.weights,
         "largest_step_bytes": account.largest_step,
         "pool_pages": account.pages - 1,
@@ -33,19 +36,40 @@ def describe_causal(workload: Workload, account: Account, target: str, plan: Cau
 
     pages = account.pages - 1
     held = [f"{pages // -(-count // PAGE_ROWS)} of {count}" for count in _REQUESTS]
+    longest = [f"longest prompt: {tokens(plan.longest)} in the KV pool"]
+    if plan.longest_layered:
+        longest.append(f"layer by layer, with keys in host memory: {tokens(plan.longest_layered)}")
     return "\n".join(
         [
             f"{tokens(plan.prompt)} of prompt {'fit' if plan.fits else 'do not fit'} on {target}",
-            f"prefill: {plan.parts} parts of up to {plan.rows} tokens, the first token after about"
-            f" {format_seconds(plan.prefill_seconds)} (estimate)",
-            f"decode: a token about every {format_seconds(plan.token_seconds)} behind it (estimate)",
+            *_times(workload, plan),
             "",
             f"weights       {format_bytes(account.weights)}",
             f"largest step  {format_bytes(account.largest_step)}",
             f"KV pool       {format_bytes(account.pool_bytes)}: {pages} pages of {PAGE_ROWS} tokens; requests"
             f" of so many tokens: {', '.join(held)}",
             f"peak          {format_bytes(plan.peak_bytes)}, overhead included",
-            f"longest prompt: {tokens(plan.longest)}, a token behind it about every"
-            f" {format_seconds(plan.longest_token_seconds)}",
+            *([f"host memory   {format_bytes(plan.host_bytes)}"] if plan.host_bytes else []),
+            *longest,
         ]
     )
+
+
+def _times(workload: Workload, plan: CausalPlan) -> list[str]:
+    token = f"a token about every {format_seconds(plan.token_seconds)} behind it (estimate)"
+    first = f"the first token after about {format_seconds(plan.prefill_seconds)} (estimate)"
+    if plan.layered is None:
+        return [f"prefill: {plan.parts} parts of up to {plan.rows} tokens, {first}", f"decode: {token}"]
+    layers, layering = workload.config.num_layers, plan.layered.layering
+    lines = [
+        f"prefill: layer by layer, {layering.chunk} rows at a time, {first}; keys of"
+        f" {layers - layering.kept} of {layers} layers leave for host memory meanwhile",
+    ]
+    if plan.layered.back_bytes:
+        lines.append(
+            f"then {format_bytes(plan.layered.back_bytes)} come back, in about"
+            f" {format_seconds(plan.back_seconds)}"
+        )
+    passing = format_bytes(plan.layered.streamed_bytes)
+    through = f", {passing} of keys pass through the device for each" if plan.transfer_seconds else ""
+    return [*lines, f"decode: {token}{through}"]

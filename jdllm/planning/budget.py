@@ -10,6 +10,7 @@ import jax
 
 from jdllm.errors import ConfigError
 from jdllm.planning.driver import card_state
+from jdllm.planning.host import available, check_pinnable, runtime_limit
 
 _UNITS = {"": 1, "b": 1} | {
     prefix + suffix: base**power
@@ -144,17 +145,20 @@ def device_budget(
     - `device`: a JAX device.
     - `memory`: bytes of it that may be used, or `None` for all that XLA may allot in one piece beside the
       arrays that are there.
-    - `host_memory`: bytes of host memory for the tiers, or "0".
+    - `host_memory`: bytes of host memory for the tiers, or "0"; of the default, as much as there is.
     - `held`: bytes of arrays that the budget is for, such as weights; other arrays of the process take from
       what there is. `None` leaves arrays out of account.
 
     Returns the budget, or `None` for a CPU without `memory`.
-    Raises `ConfigError` for a budget beyond what the device has left.
+    Raises `ConfigError` for a budget beyond what the device has left, or the host.
     """
     host = parse_host_memory(host_memory)
     measured = device_memory(device)
     if measured is None:
         return None if memory is None else Budget(parse_bytes(memory), 0, host)
+    if host_memory == DEFAULT_HOST_MEMORY:
+        host = min(host, runtime_limit(), available() or host)
+    check_pinnable(host)
     others = 0 if held is None else max(0, measured.arrays - held)
     most = measured.limit + measured.overhead - others
     given = most - measured.gaps if memory is None else parse_bytes(memory)

@@ -5,61 +5,94 @@ from typing import NamedTuple
 from jdllm.execution.paged.pool import PAGE_ROWS, pool_bytes
 from jdllm.planning.account import Account
 from jdllm.planning.ladder import prefill_chunk
+from jdllm.planning.layered import Layered, LayeredPlan, longest_layered, plan_layered
 from jdllm.planning.plan import Workload
-from jdllm.planning.step_time import RATES, step_flops
+from jdllm.planning.step_time import RATES, Rates, step_flops
 
 
 class CausalPlan(NamedTuple):
     """A prompt and the tokens behind it, on one card.
 
-    - `prompt`: its tokens; `fits`: whether the KV pool holds them and one more.
-    - `parts`: in which it is evaluated; `rows`: of the largest.
-    - `prefill_seconds`: to the first token; `token_seconds`: to each further one, at that length. Estimates
-      from arithmetic and bytes.
-    - `longest`: tokens of the longest prompt; `longest_token_seconds`: a token behind that.
-    - `peak_bytes`: of the device.
+    - `prompt`: its tokens; `fits`: whether they and those behind them have room.
+    - `layered`: how they have it where the KV pool is too small; `None` where it is not, or nothing fits.
+    - `parts`: in which the prompt is evaluated; `rows`: of the largest.
+    - `prefill_seconds`: to the first token; `back_seconds`: until keys are back on the device before the
+      second; `token_seconds`: to each further one, at that length, of which transfers from host memory take
+      `transfer_seconds`. Estimates from arithmetic and bytes.
+    - `peak_bytes`: of the device; `host_bytes`: of pinned host memory.
+    - `longest`: tokens of the longest prompt in the pool; `longest_layered`: of the longest that has room at
+      all, 0 where the pool has the longest.
     """
 
     prompt: int
     fits: bool
+    layered: LayeredPlan | None
     parts: int
     rows: int
     prefill_seconds: float
+    back_seconds: float
     token_seconds: float
-    longest: int
-    longest_token_seconds: float
+    transfer_seconds: float
     peak_bytes: int
+    host_bytes: int
+    longest: int
+    longest_layered: int
 
 
-def plan_causal(workload: Workload, account: Account, target: str, prompt: int | None) -> CausalPlan:
+def plan_causal(
+    workload: Workload, account: Account, target: str, prompt: int | None, generated: int = 1
+) -> CausalPlan:
     """Plan a prompt of a causal model.
 
     Arguments:
     - `workload`: the model and its type.
     - `account`: of an engine.
     - `target`: a card that `jdllm.planning.step_time.RATES` has.
-    - `prompt`: its tokens; by default as many as fit.
+    - `prompt`: its tokens; by default as many as have room.
+    - `generated`: tokens behind it.
     """
-    longest = max(0, (account.pages - 1) * PAGE_ROWS - 1)
-    tokens = longest if prompt is None else prompt
-    chunk = prefill_chunk(account.rows)
-    rates, full = RATES[target], workload.dtype == "float32"
-    flops = step_flops(workload.config, tokens, 1) / (rates.flops_f32 if full else rates.flops)
+    rates = RATES[target]
+    longest = max(0, (account.pages - 1) * PAGE_ROWS - generated)
+    model = _layered(workload, account)
+    beyond = 0 if model is None else longest_layered(model, generated)
+    tokens = max(longest, beyond) if prompt is None else prompt
+    layered = None
+    if model is not None and tokens > longest:
+        layered = plan_layered(model, tokens, generated)
+    chunk = prefill_chunk(account.rows) if layered is None else layered.layering.chunk
     parts = -(-tokens // chunk)
-
-    def token(rows: int) -> float:
-        keys = pool_bytes(workload.config, workload.dtype, 1, PAGE_ROWS) * rows // PAGE_ROWS
-        return (account.weights + keys) / rates.bytes
-
     overhead = 0 if account.budget is None else account.budget.overhead
+    peak = account.weights + overhead + account.pool_bytes + account.largest_step
+    streamed = 0.0 if layered is None else layered.streamed_bytes / rates.host_bytes
     return CausalPlan(
         prompt=tokens,
-        fits=0 < tokens <= longest,
+        fits=0 < tokens <= longest or layered is not None,
+        layered=layered,
         parts=parts,
         rows=min(tokens, chunk),
-        prefill_seconds=max(flops, parts * account.weights / rates.bytes),
-        token_seconds=token(tokens),
+        prefill_seconds=_prefill_seconds(workload, account, rates, tokens, parts),
+        back_seconds=0.0 if layered is None else layered.back_bytes / rates.host_bytes,
+        token_seconds=max(streamed, _token_seconds(workload, account, rates, tokens)),
+        transfer_seconds=streamed,
+        peak_bytes=peak if layered is None else max(layered.prompt_bytes, layered.token_bytes),
+        host_bytes=0 if layered is None else layered.host_bytes,
         longest=longest,
-        longest_token_seconds=token(longest),
-        peak_bytes=account.weights + overhead + account.pool_bytes + account.largest_step,
+        longest_layered=beyond if beyond > longest else 0,
     )
+
+
+def _layered(workload: Workload, account: Account) -> Layered | None:
+    if account.budget is None:
+        return None
+    return Layered(workload.config, workload.dtype, account.budget, account.weights + account.verifier)
+
+
+def _prefill_seconds(workload: Workload, account: Account, rates: Rates, tokens: int, parts: int) -> float:
+    flops = rates.flops_f32 if workload.dtype == "float32" else rates.flops
+    return max(step_flops(workload.config, tokens, 1) / flops, parts * account.weights / rates.bytes)
+
+
+def _token_seconds(workload: Workload, account: Account, rates: Rates, tokens: int) -> float:
+    """By what is read on the device."""
+    keys = pool_bytes(workload.config, workload.dtype, 1, PAGE_ROWS) * tokens // PAGE_ROWS
+    return (account.weights + keys) / rates.bytes

@@ -21,7 +21,7 @@ from jdllm.planning.budget import Budget, format_bytes
 from jdllm.planning.plan import row_ladder
 from jdllm.planning.search import largest
 
-CHUNKS = (16384, 8192, 4096, 2048, 1024, 512, 256, 128)
+CHUNKS = (8192, 4096, 2048, 1024, 512, 256, 128)
 """Rows of a layer that are computed at a time, the most first: below some thousand the weights are read too
 often."""
 

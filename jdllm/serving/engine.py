@@ -103,6 +103,11 @@ class Engine:
         """Forward evaluations of the model, as the device reports them."""
         return self._flight.evaluated
 
+    @property
+    def longest_layered(self) -> int:
+        """Tokens of the longest causal sequence that runs layer by layer, 0 where none can."""
+        return 0 if self._layered is None else self._layered.longest
+
     def add(
         self,
         spec: RequestSpec,

@@ -57,6 +57,11 @@ class LayeredRunner:
         self._make_room = make_room
         self._running: dict[int, LayeredSequence] = {}
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that has room, 0 where nothing is planned."""
+        return 0 if self._model is None else longest_layered(self._model, 1)
+
     def takes(self, spec: RequestSpec) -> bool:
         """Whether a request needs more than the pool, where there is a plan for such."""
         return self._model is not None and spec.stored_rows > self._pages * PAGE_ROWS

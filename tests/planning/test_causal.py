@@ -5,6 +5,8 @@ import json
 import numpy as np
 from typer.testing import Result
 
+from benchmarks.shapes import CAUSAL_SHAPES
+from jdllm.cli.plan_causal import describe_causal
 from jdllm.decoding.executables import Executables
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.models.hf_config import config_from_hf
@@ -19,7 +21,7 @@ from jdllm.serving.causal_request import causal_spec
 from tests.helpers import Golden
 from tests.planning.plan_command import invoke
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 CONFIG = config_from_hf(Golden("llama").directory)
 ACCOUNT = make_account(CONFIG, "float32", Budget(1200 * MIB), hopper=False, max_num_batched_tokens=256)
 
@@ -40,9 +42,27 @@ def test_the_longest_prompt_is_the_engines():
 def test_parts_and_times():
     plan = planned(1000)
     assert (plan.parts, plan.rows) == (6, 192)
-    assert 0 < plan.token_seconds < plan.longest_token_seconds
+    assert 0 < plan.token_seconds < planned(None).token_seconds
     assert plan.prefill_seconds >= 6 * plan.token_seconds / 2
     assert plan.peak_bytes <= 1200 * MIB
+
+
+def test_beyond_the_pool_keys_are_in_host_memory():
+    """The last layers' keys stay, as far as there is room; others pass through the device for each token."""
+    budget = Budget(24 * GIB, host=64 * GIB)
+    config = CAUSAL_SHAPES["llama-3.1-8b"]
+    account = make_account(config, "bfloat16", budget, hopper=True, max_num_batched_tokens=8192)
+    workload = Workload(config, "bfloat16", hopper=True)
+    longest = plan_causal(workload, account, "h200", None)
+    assert longest.layered is not None
+    assert longest.prompt == longest.longest_layered > longest.longest
+    assert longest.peak_bytes <= 24 * GIB
+    assert 0 < longest.host_bytes <= 64 * GIB
+    assert longest.transfer_seconds == longest.layered.streamed_bytes / 51e9
+    assert not plan_causal(workload, account, "h200", longest.prompt + 1).fits
+    said = describe_causal(workload, account, "h200", longest)
+    assert "pass through the device for each" in said
+    assert "host memory" in said
 
 
 def test_causal_attention_is_counted_once():
@@ -72,7 +92,7 @@ def test_the_command_says_how_fast_tokens_follow():
 def test_a_prompt_that_does_not_fit_ends_with_3():
     told = run("--context", "100000000")
     assert told.exit_code == 3
-    assert "holds" in told.output
+    assert "the longest that does has" in told.output
 
 
 def test_prefilling_is_refused():
