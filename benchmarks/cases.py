@@ -32,6 +32,7 @@ CASES = {
     "traffic": Case("benchmarks.engine:traffic", "random requests: what compiles, what memory grows"),
     "first_token": Case("benchmarks.first_token:main", "from LLM(...) to a first block, in new processes"),
     "causal": Case("benchmarks.causal:main", "causal models: time to a first token, and of a token"),
+    "causal_long": Case("benchmarks.causal_long:main", "causal prompts beyond the KV pool"),
     "prefilling": Case("benchmarks.prefilling:main", "questions over long contexts, by stage"),
     "serving": Case("benchmarks.serving:main", "a served model under load, over HTTP"),
     "step": Case("benchmarks.steps.full:main", "a full step, beside torch and plain JAX"),
@@ -55,6 +56,9 @@ CASES = {
     "convert": Case("benchmarks.checkpoints:convert", "converting a checkpoint and back"),
     "torch_step": Case("benchmarks.peers.torch_cases:step", "a full step in torch, for `step --peers`"),
     "torch_kernels": Case("benchmarks.peers.torch_cases:kernels", "single operators in torch"),
+    "transformers_causal": Case(
+        "benchmarks.peers.transformers_causal:main", "`causal` and `causal_long` in transformers"
+    ),
     "results": Case("benchmarks.tables:main", "write docs/results.md and the README's figures"),
     "compile": Case("benchmarks.compile:main", "first calls: what is compiled, what is loaded"),
     "rerun": Case("benchmarks.rerun:main", "what the README quotes, measured again"),

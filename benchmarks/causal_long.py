@@ -1,0 +1,119 @@
+"""Prompts of causal models beyond the KV pool: time and memory of layers whose keys are in host memory."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from benchmarks.cases import case_parser
+from benchmarks.causal import prompts_of
+from benchmarks.record import print_row, record
+from benchmarks.shapes import CAUSAL_SHAPES
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.execution.module import Transformer
+from jdllm.llm import LLM
+from jdllm.planning.causal import CausalPlan, plan_causal
+from jdllm.planning.host import RUNTIME_LIMIT
+from jdllm.planning.plan import Workload
+from jdllm.planning.step_time import RATES, step_flops
+from jdllm.serving.updates import StepUpdate
+
+GIB = 2**30
+_CARD = "h200"
+
+
+def measure(llm: LLM, length: int, tokens: int, seed: int) -> list[float]:
+    """Seconds from the call to each token of one prompt."""
+    sampling = SamplingParams(max_tokens=tokens, early_stop=False)
+    [ids], start = prompts_of(llm.config, 1, length, seed), time.perf_counter()
+    updates = llm.stream(prompt_token_ids=[ids], sampling=sampling)
+    return [time.perf_counter() - start for update in updates if isinstance(update, StepUpdate)]
+
+
+def case(
+    shape: str, length: int, memory: str, host: str, rows: int, tokens: int, repeats: int
+) -> dict[str, Any]:
+    """One row of the table, in a process of its own: its peak is that of nothing else."""
+    config = CAUSAL_SHAPES[shape]
+    model = Transformer(config, rngs=nnx.Rngs(0), dtype="bfloat16")
+    with LLM(model, memory=memory, host_memory=host, max_num_batched_tokens=rows, progress=False) as llm:
+        plan = plan_causal(Workload(config, "bfloat16", True), llm.account, _CARD, length, tokens)
+        llm.generate(prompt_token_ids=prompts_of(config, 1, length, 0), sampling=SamplingParams(max_tokens=2))
+        runs = [measure(llm, length, tokens, seed + 1) for seed in range(repeats)]
+        budget = llm.account.budget
+        overhead = 0 if budget is None else budget.overhead
+    first, second = (statistics.median(run[i] for run in runs) for i in range(2))
+    further = statistics.median((run[-1] - run[1]) / (tokens - 2) for run in runs)
+    floor = step_flops(config, length, 1) / RATES[_CARD].flops
+    stats = jax.devices()[0].memory_stats() or {}
+    return {
+        "shape": shape,
+        "prompt": length,
+        "memory": memory,
+        **_where(plan),
+        "first_s": first,
+        "floor_s": floor,
+        "share_of_floor": floor / first,
+        "back_s": second - first - further,
+        "token_s": further,
+        "planned_token_s": plan.token_seconds,
+        "peak_gib": stats.get("peak_bytes_in_use", 0) / GIB,
+        "planned_gib": (plan.peak_bytes - overhead) / GIB,
+        "host_gib": plan.host_bytes / GIB,
+    }
+
+
+def _where(plan: CausalPlan) -> dict[str, Any]:
+    if plan.layered is None:
+        return {"keys": "pool", "rows": plan.rows, "kept": None, "kept_behind": None}
+    layering = plan.layered.layering
+    return {
+        "keys": "host",
+        "rows": layering.chunk,
+        "kept": layering.kept,
+        "kept_behind": layering.kept_behind,
+    }
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Time to the first token of one prompt, and of the tokens behind it, by tokens@memory.
+
+    `python3 -m benchmarks causal_long [131072@24GiB 131072@76GiB 262144@40GiB 262144@76GiB]` on a card: a
+    prompt in the KV pool, where the memory has room for it, or layer by layer with keys in host memory.
+    `back_s` is what the second token takes longer than those behind it: keys come back to the device. Peaks
+    are XLA's, without what is planned for the CUDA context. Each prompt runs in a process of its own; its
+    first run compiles and is not counted.
+    """
+    parser = case_parser("causal_long", main.__doc__)
+    parser.add_argument(
+        "prompts", nargs="*", default=["131072@24GiB", "131072@76GiB", "262144@40GiB", "262144@76GiB"]
+    )
+    parser.add_argument("--shape", choices=CAUSAL_SHAPES, default="llama-3.1-8b")
+    parser.add_argument("--host-memory", default="64GiB")
+    parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
+    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--child", action="store_true", help="measure one prompt here, and print a line")
+    args = parser.parse_args(arguments)
+    if args.child:
+        length, _, memory = args.prompts[0].partition("@")
+        sizes = args.host_memory, args.max_num_batched_tokens, args.tokens, args.repeats
+        print(json.dumps(case(args.shape, int(length), memory, *sizes)), flush=True)
+        return
+    limit = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.98"}
+    environment = {RUNTIME_LIMIT: "96", **limit, **os.environ}
+    options = [option for option in arguments if option not in args.prompts]
+    table = []
+    for prompt in args.prompts:
+        command = [sys.executable, "-m", "benchmarks", "causal_long", prompt, *options, "--child"]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
+        table.append(json.loads(done.stdout.splitlines()[-1]))
+        print_row(table[-1])
+    record(f"causal_long_{args.shape}", table, args.out, max_num_batched_tokens=args.max_num_batched_tokens)
