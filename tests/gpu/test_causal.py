@@ -11,6 +11,7 @@ from benchmarks.shapes import CAUSAL_SHAPES
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.execution.module import Transformer
 from jdllm.llm import LLM
+from jdllm.serving.scheduler import Kind
 from tests.causal import test_recorded as recorded
 from tests.causal.conftest import golden, llm  # noqa: F401  # fixtures
 
@@ -54,3 +55,25 @@ def test_tokens_in_bf16(window: int | None):
             logits = llm.logits(whole[None])[0, len(prompt) - 1 : -1]
             chosen = np.take_along_axis(logits, np.array(output.token_ids)[:, None], axis=1)[:, 0]
             assert (logits.max(axis=1) - chosen < 0.05 * logits.std(axis=1)).all()
+
+
+@pytest.mark.parametrize("window", [None, 200])
+def test_layer_by_layer(window: int | None):
+    """Prompts in several chunks, beside the pool: tokens near the best, the first one the pool's."""
+    config = dataclasses.replace(SMALL, sliding_window=window)
+    model = Transformer(config, rngs=nnx.Rngs(0), dtype="bfloat16")
+    prompts = [np.random.default_rng(n).integers(2, 1000, n) for n in (3000, 20000)]
+    sampling = SamplingParams(max_tokens=40, early_stop=False)
+    found = []
+    for pool in ("1GiB", "2MiB"):
+        with LLM(model, max_num_batched_tokens=2048, kv_pool=pool, progress=False) as llm:  # noqa: F811
+            outputs = llm.generate(prompt_token_ids=prompts, sampling=sampling)
+            layered = llm.engine.stats().parts[Kind.LAYERED]
+            assert (layered > 0) == (pool == "2MiB")
+            found.append([output.token_ids for output in outputs])
+            whole = np.concatenate([prompts[0], outputs[0].token_ids])
+            logits = llm.logits(whole[None])[0, len(prompts[0]) - 1 : -1]
+            chosen = np.take_along_axis(logits, np.array(outputs[0].token_ids)[:, None], axis=1)[:, 0]
+            assert (logits.max(axis=1) - chosen < 0.05 * logits.std(axis=1)).all()
+    for paged, layered in zip(*found, strict=True):
+        assert paged[0] == layered[0]
