@@ -38,7 +38,6 @@ def random_model(config: ModelConfig, device: str) -> Any:
         rms_norm_eps=config.rms_norm_eps,
         max_position_embeddings=1 << 20,
         tie_word_embeddings=config.tied_head,
-        attn_implementation="sdpa",
         bos_token_id=0,
         eos_token_id=None,
         pad_token_id=0,

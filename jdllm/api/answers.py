@@ -38,6 +38,14 @@ def usage(prompt_tokens: int, completion_tokens: int, evaluations: int | None = 
     return counts if evaluations is None else counts | {"forward_evaluations": evaluations}
 
 
+def infill_usage(
+    sequences: Sequence[Sequence[int]], mask_id: int, samples: int, evaluations: int
+) -> dict[str, int]:
+    """The usage of infillings of `sequences`, so many of each: masks were made, the other tokens read."""
+    masks = sum(token == mask_id for sequence in sequences for token in sequence)
+    return usage(sum(map(len, sequences)) - masks, samples * masks, evaluations)
+
+
 def usage_of(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     """The usage of a finished call; each prompt counts once, whatever its samples."""
     samples = [sample for output in outputs for sample in output.outputs]

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jdllm.api.answers import DONE, Pieces, event, prefilled, usage
+from jdllm.api.answers import DONE, Pieces, event, infill_usage, prefilled, usage
 from jdllm.api.errors import ApiError
 from jdllm.api.service import Running
 from jdllm.outputs import CompletionOutput
@@ -81,5 +81,11 @@ def _end(choice: int, sample: CompletionOutput, ended: Request, spec: RequestSpe
         "finish_reason": sample.finish_reason,
         "nfe": sample.nfe,
         "committed_in": [None if step < 0 else step for step in steps],
-        "usage": usage(len(spec.prompt), len(sample.token_ids), sample.nfe),
+        "usage": _usage(sample, spec),
     }
+
+
+def _usage(sample: CompletionOutput, spec: RequestSpec) -> dict[str, int]:
+    if len(spec.prompt) == len(spec.tokens):  # an infilling
+        return infill_usage([spec.prompt.tolist()], spec.mask_id, 1, sample.nfe)
+    return usage(len(spec.prompt), len(sample.token_ids), sample.nfe)

@@ -10,7 +10,7 @@ import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from jdllm.api.answers import DONE, EVENTS, STREAMED, event, usage, usage_of
+from jdllm.api.answers import DONE, EVENTS, STREAMED, event, infill_usage, usage
 from jdllm.api.denoise_stream import denoise_events
 from jdllm.api.errors import RESPONSES, bad_request
 from jdllm.api.generation import pieces_of
@@ -87,7 +87,10 @@ async def infill(body: InfillRequest, request: Request) -> Response:
         for index, sample in enumerate(samples)
     ]
     head = {"id": running.id, "object": "infill", "created": running.created, "model": model}
-    return JSONResponse(head | {"choices": choices, "usage": usage_of(outputs)})
+    sequences = [output.prompt_token_ids for output in outputs]
+    mask_id, made = mask_id_of(service.llm.config), len(samples) // len(outputs)
+    counts = infill_usage(sequences, mask_id, made, sum(sample.nfe for sample in samples))
+    return JSONResponse(head | {"choices": choices, "usage": counts})
 
 
 def _only_choices(

@@ -60,6 +60,10 @@ class Told(NamedTuple):
     update: Update
 
 
+_FINAL = {"x-should-retry": "false"}
+"""OpenAI's clients would send such a request again."""
+
+
 class Service:
     """One model behind HTTP.
 
@@ -205,15 +209,16 @@ class Service:
             self.metrics.request_ended(request.url.path, error.status, 0.0, None, 0, 0)
 
     def _timed_out(self) -> ApiError:
-        return ApiError(
-            408, f"the request took longer than {self.settings.request_timeout} s", code="request_timeout"
-        )
+        message = f"the request took longer than {self.settings.request_timeout} s"
+        return ApiError(408, message, code="request_timeout", headers=_FINAL)
 
     def cancel(self, call: str) -> None:
         """End a call for who asks for it by its id; raises `ApiError` where there is none."""
         if call not in self.running:
             raise ApiError(404, f"there is no request {call} that runs or waits", code="request_not_found")
-        self.running[call].end(ApiError(409, "the request was cancelled", code="request_cancelled"))
+        self.running[call].end(
+            ApiError(409, "the request was cancelled", code="request_cancelled", headers=_FINAL)
+        )
 
     def close(self) -> None:
         """End what is left."""

@@ -87,6 +87,7 @@ def test_a_request_can_be_cancelled_from_outside(client, service: Service):
     asking.join()
     assert answers[0].status_code == 409
     assert answers[0].json()["error"]["code"] == "request_cancelled"
+    assert answers[0].headers["x-should-retry"] == "false"
     engine = service.llm.engine
     _until(lambda: engine.idle)
     assert engine.stats().free_pages == engine.stats().pages

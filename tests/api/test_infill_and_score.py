@@ -22,6 +22,8 @@ def test_masks_in_a_text_are_filled_as_by_the_library(client, demo: LLM, tokeniz
     assert [choice["text"] for choice in answer["choices"]] == [output.text for output in expected]
     places = [[(slot["start"], slot["stop"]) for slot in choice["slots"]] for choice in answer["choices"]]
     assert places == [[(4, 5)], [(0, 2), (5, 6)]]
+    usage = answer["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (7 + 3, 1 + 3)
     for choice in answer["choices"]:
         for slot in choice["slots"]:
             assert slot["token_ids"] == choice["token_ids"][slot["start"] : slot["stop"]]
