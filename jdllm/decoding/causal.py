@@ -11,7 +11,7 @@ from jdllm.decoding.batch import Batch, HeadRows, SegmentParams, Trace
 from jdllm.decoding.head import Choice, Sources, choose
 from jdllm.decoding.penalty import Penalty, decide_penalised
 from jdllm.execution.few_rows.chain import chains
-from jdllm.execution.paged.decode import Place, Window, forward_decode, forward_decode_chained
+from jdllm.execution.paged.decode import Place, Window, chain_rows, forward_decode, forward_decode_chained
 from jdllm.execution.paged.parts import Parts, Storage, forward_parts
 from jdllm.execution.paged.pool import PAGE_ROWS, SCRATCH_PAGE, KeyValuePool
 from jdllm.execution.paged.stored_keys import StoredKeys
@@ -20,7 +20,7 @@ from jdllm.models.block import Hidden
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.pallas.masked_logits import Level
-from jdllm.pallas.split_attention import FRESH_UNIT, PageTable
+from jdllm.pallas.split_attention import PageTable
 from jdllm.pallas.split_attention.types import request_of
 
 
@@ -45,8 +45,7 @@ class Reads(NamedTuple):
     """The pages that sequences read and write while a dispatch runs.
 
     - `pages`, `first`: as of `PageTable`, those of all steps included; behind those of each sequence an entry
-      of fresh rows, those from `FRESH_UNIT` times its number on, which is read where a row is not stored
-      before it is seen.
+      of one fresh row, that of its number, which is read where a row is not stored before it is seen.
     - `before`: how many rows of its sequence lie before each entry's page.
     - `next`: of each sequence the pages from that of its last token on, as many as the steps may reach.
     """
@@ -145,11 +144,14 @@ def decode(
         if chained:
             table = _table(reads, lengths, step, fresh=True)
             hidden, pool = forward_decode_chained(params, config, tokens, positions, pool, place, table)
+            # Nor may what the head needs besides be computed between two layers.
+            hidden, asked = lax.optimization_barrier((hidden, count))
         else:
             seen = _seen(config, reads, lengths, step)
             hidden, pool = forward_decode(params, config, tokens, positions, pool, place, seen)
+            asked = count
         now = jnp.asarray(segments.step) + step
-        choice = chosen(params, config, hidden, head, positions + 1, segments, now, count, penalty, level)
+        choice = chosen(params, config, hidden, head, positions + 1, segments, now, asked, penalty, level)
         token, committed, logprob = committing(choice, goes_on)
         trace = Trace(
             step + 1,
@@ -168,7 +170,7 @@ def decode(
 
 def decodes_in_chain(params: Params, config: ModelConfig, segments: int) -> bool:
     """Whether `decode` runs its layers as a chain of kernels for so many segments."""
-    return config.sliding_window is None and chains(params, config, FRESH_UNIT * segments)
+    return config.sliding_window is None and chains(params, config, chain_rows(segments))
 
 
 def chosen(

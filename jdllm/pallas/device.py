@@ -1,9 +1,14 @@
 """The device that a function is being traced for."""
 
+import functools
 import importlib
 from typing import NamedTuple
 
 from jax.extend import backend
+
+
+TRITON_CAPABILITY = 8.0
+"""The least that Triton's kernels run on: Ampere."""
 
 
 class Target(NamedTuple):
@@ -26,6 +31,13 @@ class Target(NamedTuple):
         if not self.hopper:
             raise NotImplementedError(f"the mosaic_gpu form of {what} runs on Hopper only")
 
+    def check_triton(self, what: str) -> None:
+        """Raise `NotImplementedError`, naming the operator, where its kernel in Triton cannot run."""
+        if not self.on_cuda or (self.capability or 0) < TRITON_CAPABILITY:
+            raise NotImplementedError(f"the triton form of {what} runs on Ampere and newer cards only")
+        if not _has_triton():
+            raise NotImplementedError(f"the triton form of {what} needs jax-triton, of the extras cuda12 and cuda13")
+
 
 def target(platform: str | None = None) -> Target:
     """JAX's default device, which is the described one while `jdllm.planning.aot` compiles for a card.
@@ -37,6 +49,14 @@ def target(platform: str | None = None) -> Target:
     capability = getattr(device, "compute_capability", None)
     on_cuda = (platform or device.platform) in ("gpu", "cuda")
     return Target(on_cuda, float(capability) if on_cuda and capability else None)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    try:
+        return importlib.import_module("jax_triton.triton_lib").CAN_USE_TRITON
+    except ImportError:
+        return False
 
 
 def find_kernel_runtime() -> None:

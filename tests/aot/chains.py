@@ -17,6 +17,11 @@ class Chain(NamedTuple):
     beside: int
 
 
+def spills_of(printed: str) -> set[tuple[str, str]]:
+    """Bytes of stack frames and of spilled registers, as far as the assembler was asked to print them."""
+    return set(re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", printed))
+
+
 def chain_of(text: str) -> Chain:
     """The chain in the one computation that has kernels of layers."""
     (body,) = (part for part in text.split("\n\n") if re.search(r"jit\(layer\)/\S*/add_norm/", part))

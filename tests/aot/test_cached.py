@@ -1,6 +1,5 @@
 """Cached steps of LLaDA-8B compiled for an H200: the pool is written in place, or only read."""
 
-import re
 from typing import Any
 
 import jax
@@ -22,7 +21,7 @@ from jdllm.planning.plan import Bucket, Budget, Workload, plan_bucket
 from jdllm.serving.cached_packing import ReuseBatch, pack_refresh, pack_reuse, reuse_demand
 from jdllm.serving.kv_pool import KvPool
 from jdllm.serving.request import Request
-from tests.aot.chains import chain_of
+from tests.aot.chains import chain_of, spills_of
 from tests.engines import entry_of, generation_request
 
 pytestmark = pytest.mark.aot
@@ -112,6 +111,4 @@ def test_nothing_stands_between_the_kernels_of_a_chain(
     assert not chain.between
     assert chain.beside <= 32  # the next step waits for them
     printed = "".join(capfd.readouterr())
-    spilled = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", printed)
-    assert spilled
-    assert set(spilled) == {("0", "0")}, printed
+    assert spills_of(printed) == {("0", "0")}, printed

@@ -20,7 +20,7 @@ from jdllm.planning.ladder import Entry
 from jdllm.serving.causal_packing import pack_prompts, pack_sequences
 from jdllm.serving.causal_request import CausalRequest, causal_spec
 from jdllm.serving.device_pool import DevicePool
-from tests.aot.chains import chain_of
+from tests.aot.chains import chain_of, spills_of
 
 pytestmark = pytest.mark.aot
 
@@ -62,8 +62,11 @@ def test_a_part_of_a_prompt_fills_pages_in_place(rows: int, stored: bool):
 
 
 @pytest.mark.parametrize(("count", "window"), [(8, None), (32, None), (32, 4096)])
-def test_decodes_write_rows_in_place(count: int, window: int | None):
-    """A few run as a chain of kernels; with a window pages are gathered."""
+def test_decodes_write_rows_in_place(
+    count: int, window: int | None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    """They run as a chain of kernels that keep to their registers; with a window pages are gathered."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     config = dataclasses.replace(CONFIG, sliding_window=window)
     requests, pool = asked(1024, count, config)
     for request in requests:
@@ -74,7 +77,9 @@ def test_decodes_write_rows_in_place(count: int, window: int | None):
     memory = executable.memory_analysis()
     assert memory.alias_size_in_bytes >= pool_bytes(config)
     assert memory.temp_size_in_bytes < (64 if window is None else 512) * MIB
-    if count == 8:
+    if window is None:
+        printed = "".join(capfd.readouterr())
+        assert spills_of(printed) == {("0", "0")}, printed
         chain = chain_of(executable.as_text() or "")
         assert chain.of_layers == 8 * config.num_layers
         assert not chain.between

@@ -11,6 +11,7 @@ import pytest
 
 from jdllm.pallas.split_attention import PageTable, split_attention
 from jdllm.planning.aot import compile_for
+from tests.aot.chains import spills_of
 
 pytestmark = pytest.mark.aot
 
@@ -41,3 +42,27 @@ def test_the_kernel_reads_the_pool_in_place(heads: int, kv_heads: int):
     assert re.search(r"custom-call\(.*mosaic_gpu", executable.as_text())
     one_layer = 2 * PAGES * kv_heads * PAGE_ROWS * HEAD_DIM
     assert executable.memory_analysis().temp_size_in_bytes < min(one_layer, 32 * MIB)
+
+
+def test_the_kernel_keeps_to_its_registers_with_a_query_of_each_request(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    """Of groups of one head to seven, as one executable."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    table = PageTable(*(np.zeros(n, np.int32) for n in (PAGES, PAGES, 8 + 1)))
+    operands = []
+    for group, head_dim in ((1, 64), (1, 128), (2, 128), (4, 64), (7, 128)):
+        pool = jax.ShapeDtypeStruct((LAYERS, PAGES, 4, PAGE_ROWS, head_dim), jnp.bfloat16)
+        q = jax.ShapeDtypeStruct((8, 1, 4 * group, head_dim), jnp.bfloat16)
+        operands.append((q, pool, pool, jax.ShapeDtypeStruct((8, 4, head_dim), jnp.bfloat16)))
+
+    def attend_all(operands, table):
+        return [
+            attention(q, k, v, table, fresh=(fresh, fresh), fresh_unit=1).o for q, k, v, fresh in operands
+        ]
+
+    executable: Any = compile_for("h200", attend_all, operands, table)
+    assert spills_of("".join(capfd.readouterr())) == {("0", "0")}
+    kernels = re.findall(r"\w+\(.*mosaic_gpu", executable.as_text())
+    assert len(kernels) == 2 * len(operands)
+    assert " pad(" not in executable.as_text()

@@ -100,9 +100,20 @@ def test_the_chain_computes_what_the_layers_do(config: ModelConfig, capsys: pyte
     assert np.linalg.norm(actual - exact) < 0.02 * np.linalg.norm(exact)
 
 
+@pytest.mark.usefixtures("hopper")
+def test_what_decodes_in_a_chain():
+    """Up to 64 rows: of sequences that fill no blocks each has as many as a block."""
+    config = CAUSAL_SHAPES["llama-3.1-8b"]
+    params = abstract_params(config, "bfloat16")
+    chained = [count for count in range(1, 100) if decodes_in_chain(params, config, count)]
+    assert chained == [*range(1, 9), *range(16, 65, 8)]
+    assert not decodes_in_chain(params, dataclasses.replace(config, sliding_window=4096), 8)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("hopper")
-def test_decodes_in_a_chain_are_those_of_the_layers(capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize("segments", [4, 8])
+def test_decodes_in_a_chain_are_those_of_the_layers(segments: int, capsys: pytest.CaptureFixture[str]):
     """Of three sequences one fills a page, one begins a page and one sees two."""
     config = dataclasses.replace(CAUSAL_SHAPES["llama-3.1-8b"], **SIZES | {"num_kv_heads": 2})
     params = init_params(config, jax.random.key(0), "bfloat16")
@@ -116,9 +127,9 @@ def test_decodes_in_a_chain_are_those_of_the_layers(capsys: pytest.CaptureFixtur
     shape = pool_shape(config, 16, PAGE_ROWS)
     keys = jax.random.split(jax.random.key(1))
     pool = KeyValuePool(*(jax.random.normal(key, shape, "bfloat16") for key in keys))
-    packed = pack_sequences(requests, config, pages.table, Entry(4, 4, 4, 1), 40)
+    packed = pack_sequences(requests, config, pages.table, Entry(segments, segments, segments, 1), 40)
     arguments = params, *packed.arguments, jnp.int32(1), pool
-    assert decodes_in_chain(params, config, 4)
+    assert decodes_in_chain(params, config, segments)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         trace, written = decode(*arguments, config=config, level=Level.TOP)
     assert "RACE" not in capsys.readouterr().out

@@ -9,16 +9,17 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import CAUSAL_SHAPES, SHAPES
 from benchmarks.steps.cached import random_cache
 from jdllm.decoding.executables import Executables
 from jdllm.execution.few_rows.chain import chains
 from jdllm.execution.module import Transformer
+from jdllm.execution.paged.decode import Place, forward_decode, forward_decode_chained
 from jdllm.execution.paged.forward import forward_reuse
-from jdllm.execution.paged.pool import KeyValuePool
+from jdllm.execution.paged.pool import PAGE_ROWS, KeyValuePool, pool_shape
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
-from jdllm.pallas.split_attention import split_attention
+from jdllm.pallas.split_attention import FRESH_UNIT, dense_table, split_attention, with_fresh_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -79,4 +80,41 @@ def test_a_chain_gives_the_same_bits_every_time_and_those_of_kernels_that_do_not
 def test_a_chain_is_as_good_as_other_kernels(operands, in_a_graph: np.ndarray):
     config, inputs = operands
     expected = np.asarray(Executables("gpu").compile(layers, *inputs, config=config)(*inputs), np.float64)
+    assert np.linalg.norm(in_a_graph.astype(np.float64) - expected) < 0.03 * np.linalg.norm(expected)
+
+
+def decoded(params, tokens, positions, pool, place, table, *, config, function):
+    return function(params, config, tokens, positions, pool, place, table)[0]
+
+
+def sequences(config: ModelConfig, count: int, most: int) -> tuple[tuple[Any, ...], Any, Any]:
+    """A token of each of some sequences of up to `most` stored ones; what it sees, fresh itself or stored."""
+    pages, rng = most // PAGE_ROWS + 1, np.random.default_rng(0)
+    stored = rng.integers(0, most + 1, count).astype(np.int32)
+    keys = jax.random.split(jax.random.key(0))
+    pool = KeyValuePool(
+        *(jax.random.normal(key, pool_shape(config, count * pages, PAGE_ROWS), "bfloat16") for key in keys)
+    )
+    place = Place(np.arange(count, dtype=np.int32) * pages + stored // PAGE_ROWS, stored % PAGE_ROWS)
+    fresh, with_own = (dense_table(stored + i, pages, PAGE_ROWS) for i in range(2))
+    fresh = with_fresh_rows(fresh, FRESH_UNIT * np.arange(count), np.ones(count, np.int32), PAGE_ROWS)
+    tokens = rng.integers(0, config.defined_ids, count).astype(np.int32)
+    return (tokens, stored, pool, place), fresh, with_own
+
+
+@pytest.mark.parametrize("count", [1, 8, 32, 64])
+def test_decodes_in_a_chain(count: int):
+    """The same bits every time, those of kernels that do not overlap; as good as other kernels."""
+    config = dataclasses.replace(CAUSAL_SHAPES["llama-3.1-8b"], num_layers=6)
+    params = Transformer(config, rngs=nnx.Rngs(0), dtype="bfloat16").params()
+    inputs, fresh, stored = sequences(config, count, 2000)
+    executables, chain = Executables("gpu"), (params, *inputs, fresh)
+    static: Any = {"config": config, "function": forward_decode_chained}
+    in_a_graph = np.asarray(executables.compile(decoded, *chain, **static)(*chain))
+    overlapping = executables.compile(decoded, *chain, chained=True, **static)
+    for result in [overlapping(*chain) for _ in range(REPEATS)]:
+        np.testing.assert_array_equal(np.asarray(result).view(np.uint16), in_a_graph.view(np.uint16))
+    layers = params, *inputs, stored
+    static = {"config": config, "function": forward_decode}
+    expected = np.asarray(executables.compile(decoded, *layers, **static)(*layers), np.float64)
     assert np.linalg.norm(in_a_graph.astype(np.float64) - expected) < 0.03 * np.linalg.norm(expected)

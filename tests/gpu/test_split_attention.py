@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jdllm.pallas.attention import AttentionOutput
-from jdllm.pallas.split_attention import PageTable, split_attention
+from jdllm.pallas.split_attention import FRESH_UNIT, PageTable, split_attention
 from jdllm.pallas.split_attention.mosaic_gpu import split_attention_mosaic_gpu
 from jdllm.pallas.split_attention.tiles import Tiles
 from tests.pallas.split_cases import BF16_RELATIVE, Case, case, relative, with_fresh
@@ -23,11 +23,18 @@ def card():
 
 
 # Compiled whole: each of its operations would be compiled for itself.
-exact = jax.jit(functools.partial(split_attention, implementation="reference"), static_argnames="scale")
+exact = jax.jit(
+    functools.partial(split_attention, implementation="reference"), static_argnames=("scale", "fresh_unit")
+)
 
 
-def check(c: Case, actual: AttentionOutput, fresh: tuple[jax.Array, jax.Array] | None = None) -> None:
-    expected = exact(*c[:4], fresh=fresh, layer=c.layer, scale=c.scale)
+def check(
+    c: Case,
+    actual: AttentionOutput,
+    fresh: tuple[jax.Array, jax.Array] | None = None,
+    fresh_unit: int = FRESH_UNIT,
+) -> None:
+    expected = exact(*c[:4], fresh=fresh, fresh_unit=fresh_unit, layer=c.layer, scale=c.scale)
     some = np.asarray(expected.l) > 0
     assert relative(np.asarray(actual.o)[some], np.asarray(expected.o)[some]) < BF16_RELATIVE
     m, total, m_ref, total_ref = (np.asarray(x, np.float64) for x in (*actual[1:], *expected[1:]))
@@ -71,6 +78,17 @@ def test_fresh_rows(heads: int, kv_heads: int, implementation: Any):
     c, fresh, _ = with_fresh(bare, [32, 7, 0, 100])
     actual = split_attention(*c[:4], fresh=fresh, layer=c.layer, scale=c.scale, implementation=implementation)
     check(c, actual, fresh)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 4), (12, 4), (32, 8), (28, 4), (71, 1)])
+def test_a_query_of_each_request_and_its_fresh_row(heads: int, kv_heads: int, head_dim: int):
+    counts = lengths([1, 3000, 0, 65, 64, 700, 0, 5000, 12, 1024] * 2)
+    bare = case(counts, queries=1, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    c, fresh, _ = with_fresh(bare, [1] * len(counts), 1)
+    options: Any = {"layer": c.layer, "scale": c.scale, "implementation": "mosaic_gpu"}
+    check(c, split_attention(*c[:4], fresh=fresh, fresh_unit=1, **options), fresh, 1)
+    check(bare, attend(bare, "mosaic_gpu"))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdllm.pallas.attention import AttentionOutput
-from jdllm.pallas.split_attention import PageTable, with_fresh_rows
+from jdllm.pallas.split_attention import FRESH_UNIT, PageTable, with_fresh_rows
 
 BF16_RELATIVE = 4e-3
 
@@ -62,15 +62,16 @@ def case(
 
 
 def with_fresh(
-    c: Case, counts: list[int]
+    c: Case, counts: list[int], unit: int = FRESH_UNIT
 ) -> tuple[Case, tuple[jax.Array, jax.Array], tuple[PerRequest, PerRequest]]:
     """The case with `counts` fresh rows for its requests, those rows, and what each request sees of them.
 
-    No rows follow the last request's; those between two requests hold a large number.
+    Those of each begin at a multiple of `unit`; of less than `FRESH_UNIT` there are no more. No rows follow
+    the last request's; those between two requests hold a large number.
     """
     rng = np.random.default_rng(1)
     kv_heads, page_rows, head_dim = c.k.shape[2:]
-    start = np.cumsum([0, *(-(-n // 8) * 8 for n in counts)])
+    start = np.cumsum([0, *(-(-n // unit) * unit for n in counts)])
     fresh = np.full((2, start[-1], kv_heads, head_dim), 1000.0)
     for at, n in zip(start, counts, strict=False):
         fresh[:, at : at + n] = rng.normal(size=(2, n, kv_heads, head_dim))
@@ -78,7 +79,7 @@ def with_fresh(
     seen = [
         [np.asarray(x, np.float64)[at : at + n] for at, n in zip(start, counts, strict=False)] for x in (k, v)
     ]
-    table = with_fresh_rows(c.table, start[:-1], np.array(counts), page_rows)
+    table = with_fresh_rows(c.table, start[:-1] // unit * FRESH_UNIT, np.array(counts), page_rows)
     return c._replace(table=table), (k, v), (seen[0], seen[1])
 
 

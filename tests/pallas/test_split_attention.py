@@ -14,7 +14,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jdllm.pallas.attention import AttentionOutput, attention, merge
 from jdllm.pallas.device import Target
 from jdllm.pallas.hopper import PROCESSORS, SHARED_BYTES
-from jdllm.pallas.split_attention import PageTable, api, dense_table, split_attention, with_fresh_rows
+from jdllm.pallas.split_attention import (
+    FRESH_UNIT,
+    PageTable,
+    api,
+    dense_table,
+    split_attention,
+    with_fresh_rows,
+)
 from jdllm.pallas.split_attention.limits import check_mosaic_gpu
 from jdllm.pallas.split_attention.mosaic_gpu import split_attention_mosaic_gpu
 from jdllm.pallas.split_attention.tiles import LOADER_REGISTERS, Tiles, default_tiles
@@ -54,8 +61,10 @@ def run(c: Case, implementation, **changes) -> AttentionOutput:
     return split_attention(*operands[:4], layer=operands.layer, scale=c.scale, implementation=implementation)
 
 
-def kernel(c: Case, tiles: Tiles | None, fresh=None) -> AttentionOutput:
-    return split_attention_mosaic_gpu(*c[:4], fresh=fresh, layer=c.layer, scale=c.scale, tiles=tiles)
+def kernel(c: Case, tiles: Tiles | None, fresh=None, unit: int = FRESH_UNIT) -> AttentionOutput:
+    return split_attention_mosaic_gpu(
+        *c[:4], fresh=fresh, fresh_unit=unit, layer=c.layer, scale=c.scale, tiles=tiles
+    )
 
 
 class TestPortable:
@@ -116,6 +125,25 @@ class TestPortable:
         bare, (c, fresh, seen) = c, with_fresh(c, FRESH)
         actual = split_attention(
             *c[:4], fresh=fresh, layer=c.layer, scale=c.scale, implementation=implementation
+        )
+        check(actual, oracle(bare, seen), F32)
+
+    @pytest.mark.parametrize("implementation", ["reference", "xla"])
+    @settings(max_examples=6)
+    @given(st.data())
+    def test_few_fresh_rows_of_many_requests_lie_close_together(self, implementation, data: st.DataObject):
+        unit = data.draw(st.sampled_from([1, 2, 4]))
+        fresh_counts = [*data.draw(st.lists(st.integers(0, unit), max_size=11)), unit]
+        counts = [data.draw(st.lists(st.integers(0, 64), max_size=2)) for _ in fresh_counts]
+        c = case(counts, heads=4, kv_heads=2, queries=1, dtype=jnp.float32)
+        bare, (c, fresh, seen) = c, with_fresh(c, fresh_counts, unit)
+        actual = split_attention(
+            *c[:4],
+            fresh=fresh,
+            fresh_unit=unit,
+            layer=c.layer,
+            scale=c.scale,
+            implementation=implementation,
         )
         check(actual, oracle(bare, seen), F32)
 
@@ -197,6 +225,34 @@ class TestKernel:
         c = case([[192, 70, 0, 64], [1, 192]], page_rows=192)
         check(kernel(c, CUTS[cut]), oracle(c), BF16)
 
+    @pytest.mark.parametrize(
+        ("cut", "heads", "kv_heads", "unit"),
+        [
+            ("one", 8, 2, 1),
+            slow("turns", 6, 2, 1),
+            slow("wide", 7, 1, 2),
+            slow("rows", 2, 2, 1),
+            slow("blocks", 70, 1, 4),
+            slow("all", 20, 4, 1),
+        ],
+    )
+    def test_a_query_of_each_request_and_its_fresh_row(self, cut: str, heads: int, kv_heads: int, unit: int):
+        """Memory that nobody has written is no number here."""
+        c = case([[64, 10], [], [0, 33], [1], [64], [5]], queries=1, heads=heads, kv_heads=kv_heads)
+        bare, (c, fresh, seen) = c, with_fresh(c, [1, 1, unit, 0, 1, 1], unit)
+        check(kernel(c, CUTS[cut], fresh, unit), oracle(bare, seen), BF16)
+
+    @pytest.mark.slow
+    @settings(max_examples=6)
+    @given(st.data())
+    def test_any_requests_of_a_query(self, data: st.DataObject):
+        group, unit = data.draw(st.sampled_from([1, 2, 3, 4, 7, 8])), data.draw(st.sampled_from([1, 2]))
+        fresh_counts = [*data.draw(st.lists(st.integers(0, unit), max_size=9)), unit]
+        counts = [data.draw(st.lists(st.integers(0, 64), max_size=2)) for _ in fresh_counts]
+        c = case(counts, queries=1, heads=2 * group, kv_heads=2)
+        bare, (c, fresh, seen) = c, with_fresh(c, fresh_counts, unit)
+        check(kernel(c, SMALL, fresh, unit), oracle(bare, seen), BF16)
+
     @pytest.mark.slow
     @pytest.mark.parametrize("queries", [1, 5, 17])
     def test_queries_that_fill_no_block_of_shared_memory(self, queries: int):
@@ -269,6 +325,11 @@ class TestRefusals:
     def test_shapes_that_do_not_fit(self, change: dict, reason: str):
         with pytest.raises(ValueError, match=reason):
             run(case([[1]]), None, **change)
+
+    @pytest.mark.parametrize("unit", [0, 3, 16])
+    def test_units_of_fresh_rows(self, unit: int):
+        with pytest.raises(ValueError, match=f"divisors of 8, not {unit}"):
+            split_attention(*case([[1]])[:4], fresh_unit=unit, scale=1.0)
 
     @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan")])
     def test_scales(self, scale: float):

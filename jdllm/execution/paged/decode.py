@@ -81,6 +81,14 @@ def forward_decode(
     return scan_layers(params, config, (embed(params, jnp.asarray(tokens)), pool), body, few_rows=len(tokens))
 
 
+def chain_rows(sequences: int) -> int:
+    """Rows of a chain for so many sequences: one each, or as many equal ones as fill blocks.
+
+    Anything that would have to be padded on the way from one kernel to the next would break the chain.
+    """
+    return sequences if sequences % FRESH_UNIT == 0 else sequences * FRESH_UNIT
+
+
 def forward_decode_chained(
     params: Params,
     config: ModelConfig,
@@ -90,32 +98,31 @@ def forward_decode_chained(
     place: Place,
     table: PageTable,
 ) -> tuple[Hidden, KeyValuePool]:
-    """`forward_decode` as a chain of kernels, for which `chains` must hold with `FRESH_UNIT` rows a sequence.
+    """`forward_decode` as a chain of kernels, for which `chains` must hold with the sequences' `chain_rows`.
 
     Arguments:
-    - `table`: what each row sees, of the pool without itself, and itself as the first of the fresh rows from
-      `FRESH_UNIT` times its number on.
+    - `table`: what each row sees, of the pool without itself, and itself as a fresh row, that of its number.
     - the others: as of `forward_decode`.
 
     A kernel of the chain may not wait for what is written into the pool: all layers' rows are written after
-    the last one. Each sequence has `FRESH_UNIT` equal rows, where its fresh ones have to begin.
+    the last one.
     """
-    tokens, positions = (jnp.repeat(jnp.asarray(x), FRESH_UNIT) for x in (tokens, positions))
+    same = chain_rows(len(tokens)) // len(tokens)
+    tokens, positions = (jnp.repeat(jnp.asarray(x), same) for x in (tokens, positions))
     rotation, scale = cos_sin(config.rope, config.head_dim, positions), config.head_dim**-0.5
 
     def attend(q: Heads, k: Heads, v: Heads, *, layer: Array, chained: bool) -> Array:
-        by_tile = q.reshape(-1, FRESH_UNIT, *q.shape[1:])
+        by_sequence, fresh = q.reshape(-1, same, *q.shape[1:]), (k, v)
         return split_attention(
-            by_tile, *pool, table, fresh=(k, v), layer=layer, scale=scale, chained=chained
+            by_sequence, *pool, table, fresh=fresh, fresh_unit=same, layer=layer, scale=scale, chained=chained
         ).o
 
     # Nothing may stand between two layers, and the last one reads the pool that is written then.
     h, stored = lax.optimization_barrier(run_chain(params, config, embed(params, tokens), rotation, attend))
     k, v = (
-        jnp.stack([rows[::FRESH_UNIT] for rows in of_layers], axis=1)
-        for of_layers in zip(*stored, strict=True)
+        jnp.stack([rows[::same] for rows in of_layers], axis=1) for of_layers in zip(*stored, strict=True)
     )
-    return h[::FRESH_UNIT], store_rows(pool, slice(None), place, k, v)
+    return h[::same], store_rows(pool, slice(None), place, k, v)
 
 
 def store_rows(pool: KeyValuePool, layers: Array | slice, place: Place, k: Array, v: Array) -> KeyValuePool:

@@ -7,7 +7,7 @@ from typing import Literal
 import jax.numpy as jnp
 from jax import lax
 
-from jdllm.pallas.attention.limits import check_mosaic_gpu
+from jdllm.pallas.attention.limits import check_mosaic_gpu, check_triton
 from jdllm.pallas.attention.ranges import Ranges
 from jdllm.pallas.attention.reference import attention_reference
 from jdllm.pallas.attention.types import AttentionOutput, Bounds, Keys, Queries
@@ -15,7 +15,7 @@ from jdllm.pallas.attention.xla import attention_xla
 from jdllm.pallas.device import target
 from jdllm.pallas.dispatch import always, choose
 
-Implementation = Literal["mosaic_gpu", "xla", "reference"]
+Implementation = Literal["mosaic_gpu", "triton", "xla", "reference"]
 
 
 def attention(
@@ -39,8 +39,9 @@ def attention(
       block-causal and sliding-window attention differ in these ranges only; an empty range is allowed.
     - `scale`: factor of the scores, usually head_dim ** -0.5.
     - `ranges`: `ranges_of` the bounds, for callers that have the same ones in many calls.
-    - `implementation`: "mosaic_gpu" (a kernel for Hopper), "xla" (portable) or "reference" (dense oracle). By
-      default mosaic_gpu on Hopper where it can run, and xla anywhere else.
+    - `implementation`: "mosaic_gpu" (a kernel for Hopper), "triton" (a kernel for cards from Ampere on, part of
+      the extras cuda12 and cuda13), "xla" (portable) or "reference" (dense oracle). By default the first of
+      them that can run.
     - `platform`: what will run it, "cpu" or "cuda"; by default the platform of JAX's default device.
 
     Returns (o, m, l) as `AttentionOutput` describes; scores and softmax are f32.
@@ -52,11 +53,18 @@ def attention(
             f"attention: {q.shape[1]} query heads are no multiple of {k.shape[1]} key-value heads"
         )
 
-    def check() -> None:
-        target(platform).check_hopper("attention")
+    device = target(platform)
+
+    def check_hopper_form() -> None:
+        device.check_hopper("attention")
         check_mosaic_gpu(q, scale)
 
-    form = choose("attention", {"mosaic_gpu": check, "xla": always, "reference": always}, implementation)
+    def check_triton_form() -> None:
+        device.check_triton("attention")
+        check_triton(q, scale)
+
+    forms = {"mosaic_gpu": check_hopper_form, "triton": check_triton_form, "xla": always, "reference": always}
+    form = choose("attention", forms, implementation)
     if form == "reference":
         return attention_reference(q, k, v, k_start, k_end, scale=scale)
     if form == "mosaic_gpu":
@@ -64,6 +72,11 @@ def attention(
         from jdllm.pallas.attention.mosaic_gpu import attention_mosaic_gpu
 
         return attention_mosaic_gpu(q, k, v, k_start, k_end, scale=scale, ranges=ranges)
+    if form == "triton":
+        # So does Triton.
+        from jdllm.pallas.attention.triton import attention_triton
+
+        return attention_triton(q, k, v, k_start, k_end, scale=scale)
     # A CPU gains nothing from large tiles, and packed short segments lose by them.
     small, large = (functools.partial(attention_xla, scale=scale, block=block) for block in (128, 512))
     return lax.platform_dependent(q, k, v, k_start, k_end, cpu=small, default=large)

@@ -1,4 +1,4 @@
-"""What the Hopper form of attention can take."""
+"""What the forms of attention for NVIDIA cards can take."""
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +6,9 @@ import jax.numpy as jnp
 from jdllm.pallas.attention.types import Queries
 
 HEAD_DIMS = (64, 128)
+
+MOST_HEAD_DIM = 256
+"""Of the Triton kernel."""
 
 
 def check_mosaic_gpu(q: Queries | jax.ShapeDtypeStruct, scale: float) -> None:
@@ -16,3 +19,17 @@ def check_mosaic_gpu(q: Queries | jax.ShapeDtypeStruct, scale: float) -> None:
         raise NotImplementedError(f"attention on Hopper takes heads of {HEAD_DIMS}, not of {q.shape[-1]}")
     if scale <= 0:
         raise NotImplementedError(f"attention on Hopper takes a scale above 0, not {scale}")
+
+
+def check_triton(q: Queries | jax.ShapeDtypeStruct, scale: float) -> None:
+    """Raise `NotImplementedError`, naming the limit, where the Triton kernel cannot attend `q`."""
+    if q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        raise NotImplementedError(
+            f"attention in Triton takes bfloat16, float16 and float32, not {q.dtype}"
+        )
+    if q.shape[-1] > MOST_HEAD_DIM:
+        raise NotImplementedError(
+            f"attention in Triton takes heads of up to {MOST_HEAD_DIM}, not of {q.shape[-1]}"
+        )
+    if scale <= 0:
+        raise NotImplementedError(f"attention in Triton takes a scale above 0, not {scale}")

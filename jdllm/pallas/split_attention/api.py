@@ -13,7 +13,7 @@ from jdllm.pallas.dispatch import always, choose
 from jdllm.pallas.split_attention.limits import check_mosaic_gpu
 from jdllm.pallas.split_attention.reference import split_attention_reference
 from jdllm.pallas.split_attention.tiles import TILE
-from jdllm.pallas.split_attention.types import Fresh, PageTable, Pool, Queries
+from jdllm.pallas.split_attention.types import FRESH_UNIT, Fresh, PageTable, Pool, Queries
 from jdllm.pallas.split_attention.xla import split_attention_xla
 
 Implementation = Literal["mosaic_gpu", "xla", "reference"]
@@ -26,6 +26,7 @@ def split_attention(
     table: PageTable,
     *,
     fresh: tuple[Fresh, Fresh] | None = None,
+    fresh_unit: int = FRESH_UNIT,
     layer: Int[Array, ""] | int = 0,
     scale: float,
     chained: bool = False,
@@ -41,6 +42,8 @@ def split_attention(
     - `table`: the pages and fresh rows of each request.
     - `fresh`: keys and values that are not in the pool, of its type: those of the rows that ask. Needed where
       the table has any.
+    - `fresh_unit`: fresh rows of an entry begin at a multiple of it, a divisor of `FRESH_UNIT`. Of less than
+      `FRESH_UNIT` an entry has no more live rows.
     - `layer`: which layer of the pool; the pool is never sliced, which would copy it.
     - `scale`: factor of the scores, usually head_dim ** -0.5; positive.
     - `chained`: whether the kernel for Hopper is part of a chain (`jdllm.pallas.chain`): then the pools, the
@@ -55,7 +58,7 @@ def split_attention(
     implementation cannot run, naming its limit.
     """
     _check_shapes(q, k_pool, v_pool, table, scale)
-    _check_fresh(k_pool, fresh)
+    _check_fresh(k_pool, fresh, fresh_unit)
 
     def check() -> None:
         target().check_hopper("split attention")
@@ -64,17 +67,28 @@ def split_attention(
     forms = {"mosaic_gpu": check, "xla": always, "reference": always}
     form = choose("split attention", forms, implementation)
     if form == "reference":
-        return split_attention_reference(q, k_pool, v_pool, table, fresh=fresh, layer=layer, scale=scale)
+        return split_attention_reference(
+            q, k_pool, v_pool, table, fresh=fresh, fresh_unit=fresh_unit, layer=layer, scale=scale
+        )
     if form == "mosaic_gpu":
         # Pallas for GPUs takes a while to import: only where it runs.
         from jdllm.pallas.split_attention.mosaic_gpu import split_attention_mosaic_gpu
 
         return split_attention_mosaic_gpu(
-            q, k_pool, v_pool, table, fresh=fresh, layer=layer, scale=scale, chained=chained
+            q,
+            k_pool,
+            v_pool,
+            table,
+            fresh=fresh,
+            fresh_unit=fresh_unit,
+            layer=layer,
+            scale=scale,
+            chained=chained,
         )
     # Few keys at a time suit the caches of a CPU; a GPU needs many to be busy.
     small, large = (
-        functools.partial(split_attention_xla, layer=layer, scale=scale, keys=keys) for keys in (512, 4096)
+        functools.partial(split_attention_xla, fresh_unit=fresh_unit, layer=layer, scale=scale, keys=keys)
+        for keys in (512, 4096)
     )
     return lax.platform_dependent(q, k_pool, v_pool, table, fresh, cpu=small, default=large)
 
@@ -100,7 +114,11 @@ def _check_shapes(q: Queries, k_pool: Pool, v_pool: Pool, table: PageTable, scal
         raise ValueError(f"split attention: the scale is positive, not {scale}")
 
 
-def _check_fresh(pool: Pool, fresh: tuple[Fresh, Fresh] | None) -> None:
+def _check_fresh(pool: Pool, fresh: tuple[Fresh, Fresh] | None, fresh_unit: int) -> None:
+    if fresh_unit < 1 or FRESH_UNIT % fresh_unit:
+        raise ValueError(
+            f"split attention: fresh rows are counted in divisors of {FRESH_UNIT}, not {fresh_unit}"
+        )
     for rows in fresh or ():
         if rows.shape[1:] != (pool.shape[2], pool.shape[4]) or rows.dtype != pool.dtype:
             raise ValueError(

@@ -9,7 +9,7 @@ unnormalised output, the maximum and the sum of each piece, which `merge` puts t
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -20,18 +20,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from jdllm.pallas.chain import let_next_start, wait_for_kernel_before
-from jdllm.pallas.hopper import WARPGROUP_ROWS
+from jdllm.pallas.hopper import STRIP, WARPGROUP_ROWS
 from jdllm.pallas.products import Products
 from jdllm.pallas.ring import drain, free_barriers, swizzled
 from jdllm.pallas.shared_lowering import lowered_once
+from jdllm.pallas.split_attention.softmax import LiveRows, State, across, masked, no_state
 from jdllm.pallas.split_attention.tiles import LOADER_REGISTERS, TILE, Tiles
 from jdllm.pallas.split_attention.types import FRESH_UNIT
 from jdllm.pallas.split_attention.work import Piece, Scalar, Shape, pair_of, piece_of, share_of
-
-LOWEST = -1e30
-"""The maximum of no scores: finite, so that differences are numbers."""
-
-PerRow = Float[Array, " warpgroup_rows"]
 
 
 class Partials(NamedTuple):
@@ -50,7 +46,7 @@ class Partials(NamedTuple):
 class Inputs(NamedTuple):
     """What the kernel reads; inside it, references.
 
-    - `q`: rows are request x query, columns head x head dimension.
+    - `q`: rows are request x query, columns head x head dimension; of single queries rows are request x head.
     - `k`, `v`: the pools, rows are layer x page x head x row of the page.
     - `fresh_k`, `fresh_v`: what the table has besides, if anything; columns are head x head dimension.
     """
@@ -82,14 +78,6 @@ class _Ring(NamedTuple):
     turn: Any
 
 
-class _State(NamedTuple):
-    """An online softmax; `m` is the largest score, not scaled yet."""
-
-    o: Float[Array, "warpgroup_rows head_dim"]
-    m: PerRow
-    l: PerRow  # noqa: E741
-
-
 @dataclasses.dataclass(frozen=True)
 class _Launch:
     """What every warpgroup knows before it starts."""
@@ -98,7 +86,13 @@ class _Launch:
     shape: Shape
     scale: float
     products: Products
+    fresh_unit: int
     chained: bool
+
+    @property
+    def query_copies(self) -> int:
+        """How many copies fetch the queries of a block."""
+        return 1 if self.shape.single else self.tiles.block_rows // self.run
 
     @property
     def run(self) -> int:
@@ -135,14 +129,28 @@ class _Launch:
         pairs = jnp.where(begin < end, last_pair + 1, first_pair)
         return lax.fori_loop(first_pair, pairs, body, (jnp.int32(0), jnp.int32(0)))
 
-    def live_rows(self, piece: Piece, step: Scalar, valid: Any) -> list[Scalar]:
-        """How many rows of each tile of a step are live."""
-        counts = []
+    def live_rows(self, piece: Piece, step: Scalar, inputs: Inputs) -> LiveRows:
+        """The live rows of the tiles of a step."""
+        counts, before = [], []
         for tile in (piece.begin + step * self.tiles.step_tiles + i for i in range(self.tiles.step_tiles)):
             entry, place = self.place(jnp.minimum(tile, piece.end - 1))
-            rows = jnp.clip(valid[entry] - place * TILE, 0, TILE)
+            rows = jnp.clip(inputs.valid[entry] - place * TILE, 0, TILE)
             counts.append(jnp.where(tile < piece.end, rows, 0))
-        return counts
+            if self.fresh_unaligned:
+                page = inputs.pages[entry]
+                before.append(jnp.where(page < 0, lax.rem(~page * self.fresh_unit, jnp.int32(FRESH_UNIT)), 0))
+        return LiveRows(counts, before or None)
+
+    @property
+    def fresh_unaligned(self) -> bool:
+        """Whether fresh rows may begin where no copy can."""
+        return self.fresh_unit < FRESH_UNIT
+
+    def first_copied(self, page: Scalar) -> Scalar:
+        """The fresh row with which the tiles of an entry begin."""
+        if self.fresh_unaligned:
+            page = ~lax.div(~page * self.fresh_unit, jnp.int32(FRESH_UNIT))
+        return ~page * FRESH_UNIT
 
     def place(self, tile: Scalar) -> tuple[Scalar, Scalar]:
         """The entry that a tile of a head belongs to, and which of its tiles it is."""
@@ -155,21 +163,29 @@ class _Launch:
         )
 
 
-@lowered_once("shape", "tiles", "scale", "products", "chained")
+@lowered_once("shape", "tiles", "scale", "products", "fresh_unit", "chained")
 def attention_partials(
-    inputs: Inputs, shape: Shape, tiles: Tiles, scale: float, products: Products, *, chained: bool
+    inputs: Inputs,
+    shape: Shape,
+    tiles: Tiles,
+    scale: float,
+    products: Products,
+    *,
+    fresh_unit: int,
+    chained: bool,
 ) -> Partials:
     """Attend to the pieces of all workers.
 
     Arguments:
     - `inputs`: bfloat16 or float16 operands.
-    - `shape`: with at most `tiles.rows` folded rows.
+    - `shape`: with at most `tiles.rows` rows of queries that are loaded for a pair.
     - `tiles`: the cut.
     - `scale`: factor of the scores.
     - `products`: how tiles are multiplied.
+    - `fresh_unit`: as of `jdllm.pallas.split_attention.split_attention`.
     - `chained`: as in `jdllm.pallas.chain`; all but queries and fresh rows is older than the chain.
     """
-    launch = _Launch(tiles, shape, scale, products, chained)
+    launch = _Launch(tiles, shape, scale, products, fresh_unit, chained)
     pieces = shape.pieces(tiles)
     per_row = jax.ShapeDtypeStruct((pieces, tiles.rows), jnp.float32)
     kernel = plgpu.kernel(
@@ -198,7 +214,7 @@ def _ring(launch: _Launch, dtype: jnp.dtype) -> list[Any]:
             q=swizzled((tiles.block_rows, head_dim), dtype),
             k=swizzled(keys, dtype),
             v=swizzled(keys, dtype),
-            q_full=plgpu.Barrier(num_arrivals=tiles.block_rows // launch.run),
+            q_full=plgpu.Barrier(num_arrivals=launch.query_copies),
             q_free=plgpu.Barrier(num_arrivals=tiles.consumers),
             full=plgpu.Barrier(num_arrivals=2 * tiles.step_tiles, num_barriers=tiles.stages),
             free=free_barriers(tiles.stages, tiles.row_groups, (tiles.row_blocks,), ("row_block",)),
@@ -243,7 +259,7 @@ def _load(inputs: Inputs, ring: _Ring, launch: _Launch) -> None:
 
     def visit(piece: Piece, pieces: Scalar, steps: Scalar) -> Scalar:
         def step(k: Scalar, count: Scalar) -> Scalar:
-            live = functools.reduce(jnp.add, launch.live_rows(piece, k, inputs.valid)) > 0
+            live = functools.reduce(jnp.add, launch.live_rows(piece, k, inputs).counts) > 0
             pl.when(live)(lambda: fill(piece, k, count))
             return count + live.astype(jnp.int32)
 
@@ -280,7 +296,7 @@ def _load_tile(
 
     def from_fresh(k: Any, v: Any) -> None:
         wait_for_kernel_before(launch.chained)
-        rows = pl.ds(~page * FRESH_UNIT + place * TILE, TILE)
+        rows = pl.ds(launch.first_copied(page) + place * TILE, TILE)
         columns = pl.ds(piece.head * shape.head_dim, shape.head_dim)
         copy(k.at[rows, columns], v.at[rows, columns])
 
@@ -291,9 +307,26 @@ def _load_tile(
 
 
 def _load_queries(q: Any, piece: Piece, ring: _Ring, launch: _Launch) -> None:
+    """Fetch this block's part of the queries of the piece's heads."""
+    wait_for_kernel_before(launch.chained)
+    if launch.shape.single:
+        _load_heads(q, piece, ring, launch)
+    else:
+        _fold_heads(q, piece, ring, launch)
+
+
+def _load_heads(q: Any, piece: Piece, ring: _Ring, launch: _Launch) -> None:
+    """Fetch the heads of a single query; rows beyond, whose results nobody reads, may hold anything."""
+    tiles, shape = launch.tiles, launch.shape
+    rows = min(shape.tile_rows, tiles.block_rows)
+    first = lax.div(shape.first_head(piece.request, piece.head), jnp.int32(STRIP)) * STRIP
+    source = q.at[pl.ds(first + lax.axis_index("row_block") * tiles.block_rows, rows)]
+    plgpu.copy_gmem_to_smem(source, ring.q.at[pl.ds(0, rows)], ring.q_full)
+
+
+def _fold_heads(q: Any, piece: Piece, ring: _Ring, launch: _Launch) -> None:
     """Fold the queries of the piece's heads into the rows of this block; rows beyond repeat the last ones."""
     tiles, shape, run = launch.tiles, launch.shape, launch.run
-    wait_for_kernel_before(launch.chained)
     for begin in range(0, tiles.block_rows, run):
         row = jnp.minimum(lax.axis_index("row_block") * tiles.block_rows + begin, shape.rows - run)
         head = piece.head * shape.group + lax.div(row, jnp.int32(shape.queries))
@@ -320,22 +353,20 @@ def _consume(inputs: Inputs, ring: _Ring, out: Partials, launch: _Launch) -> Non
         # The second warpgroup is half a step behind: one multiplies while the other one is at its softmax.
         pl.when(row_group == 1)(take_turn)
 
-        def step(
-            k: Scalar, carry: tuple[Scalar, list[Scalar], _State]
-        ) -> tuple[Scalar, list[Scalar], _State]:
+        def step(k: Scalar, carry: tuple[Scalar, LiveRows, State]) -> tuple[Scalar, LiveRows, State]:
             count, live_rows, state = carry
-            next_rows = launch.live_rows(piece, k + 1, inputs.valid)  # arrives while this step is computed
-            live = functools.reduce(jnp.add, live_rows) > 0
+            next_rows = launch.live_rows(piece, k + 1, inputs)  # arrives while this step is computed
+            live = functools.reduce(jnp.add, live_rows.counts) > 0
             mine = live & (lax.rem(count, jnp.int32(tiles.key_groups)) == key_group)
             stage = launch.stage(count)
 
-            def attend(state: _State) -> _State:
+            def attend(state: State) -> State:
                 return _attend(ring.q.at[rows], state, live_rows, ring, stage, take_turn, launch)
 
             state = lax.cond(mine, attend, lambda state: state, state)
             return count + live.astype(jnp.int32), next_rows, state
 
-        start = (steps, launch.live_rows(piece, jnp.int32(0), inputs.valid), _no_state(launch.shape.head_dim))
+        start = (steps, launch.live_rows(piece, jnp.int32(0), inputs), no_state(launch.shape.head_dim))
         count, _, state = lax.fori_loop(0, launch.steps(piece), step, start)
         pl.when(row_group == 0)(take_turn)
         plgpu.barrier_arrive(ring.q_free)
@@ -351,50 +382,27 @@ def _consume(inputs: Inputs, ring: _Ring, out: Partials, launch: _Launch) -> Non
 
 def _attend(
     q: Any,
-    state: _State,
-    live_rows: Sequence[Scalar],
+    state: State,
+    live: LiveRows,
     ring: _Ring,
     stage: Scalar,
     take_turn: Callable[[], None],
     launch: _Launch,
-) -> _State:
+) -> State:
     """Add the keys of one stage to an online softmax."""
     factor = launch.scale * math.log2(math.e)
     plgpu.barrier_wait(ring.full.at[stage])
     scores = launch.products.scores(q, ring.k.at[stage], take_turn)
-    partial = functools.reduce(jnp.minimum, live_rows) < TILE
-    scores = lax.cond(partial, functools.partial(_masked, live_rows=live_rows), lambda x: x, scores)
+    partial = functools.reduce(jnp.minimum, live.counts) < TILE
+    scores = lax.cond(partial, functools.partial(masked, live=live), lambda x: x, scores)
     m = jnp.maximum(state.m, scores.max(axis=1))
-    p = jnp.exp2(scores * factor - _across(m * factor, scores.shape[1]))
+    p = jnp.exp2(scores * factor - across(m * factor, scores.shape[1]))
     decay = jnp.exp2((state.m - m) * factor)
-    o = state.o * _across(decay, state.o.shape[1])
+    o = state.o * across(decay, state.o.shape[1])
     total = state.l * decay + p.sum(axis=1)
     p = p.astype(q.dtype)
     o, m, total, p = lax.optimization_barrier((o, m, total, p))
     take_turn()
     o = launch.products.accumulate(o, p, ring.v.at[stage])
     plgpu.barrier_arrive(ring.free.at[stage])
-    return _State(o, m, total)
-
-
-def _masked(
-    scores: Float[Array, "warpgroup_rows keys"], live_rows: Sequence[Scalar]
-) -> Float[Array, "warpgroup_rows keys"]:
-    """The scores, those of rows that are not live as far below all others as can be."""
-    column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
-    seen = column < live_rows[0]
-    for i, rows in enumerate(live_rows[1:], 1):
-        seen = lax.select(column < i * TILE, seen, column < rows + i * TILE)
-    return jnp.where(seen, scores, -jnp.inf)
-
-
-def _no_state(head_dim: int) -> _State:
-    def splat(shape: tuple[int, ...], value: float, layout: Any) -> Array:
-        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
-    per_row = functools.partial(splat, (WARPGROUP_ROWS,), layout=plgpu.Layout.WGMMA.reduce(1))
-    return _State(splat((WARPGROUP_ROWS, head_dim), 0.0, plgpu.Layout.WGMMA), per_row(LOWEST), per_row(0.0))
-
-
-def _across(values: PerRow, columns: int) -> Array:
-    return lax.broadcast_in_dim(values, (WARPGROUP_ROWS, columns), [0])
+    return State(o, m, total)

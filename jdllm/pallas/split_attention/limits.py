@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from jdllm.pallas.hopper import padded_rows
 from jdllm.pallas.split_attention.tiles import MAX_ROWS
 from jdllm.pallas.split_attention.types import Pool, Queries
+from jdllm.pallas.split_attention.work import tile_rows
 
 HEAD_DIMS = (64, 128)
 
@@ -22,7 +22,7 @@ def check_mosaic_gpu(q: Queries | jax.ShapeDtypeStruct, k_pool: Pool | jax.Shape
         raise NotImplementedError(
             f"the Hopper form of split attention takes heads of {HEAD_DIMS}, not of {head_dim}"
         )
-    rows = padded_rows(queries) * heads // k_pool.shape[2]
+    rows = tile_rows(queries, heads // k_pool.shape[2])
     if rows > MAX_ROWS:
         raise NotImplementedError(
             f"the Hopper form of split attention takes at most {MAX_ROWS} rows of queries per key-value "

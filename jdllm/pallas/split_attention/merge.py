@@ -1,7 +1,7 @@
 """The second kernel of Split-S attention: the pieces of each pair of head and request become one result.
 
-A warpgroup takes four queries of one head, each warp a row, and loads several pieces at once: the time of
-this kernel is the latency of its loads.
+A warpgroup takes four queries of one head, or one query of four heads, each warp a row, and loads several
+pieces at once: the time of this kernel is the latency of its loads.
 """
 
 import functools
@@ -17,13 +17,15 @@ from jaxtyping import Array
 
 from jdllm.pallas.attention.types import AttentionOutput
 from jdllm.pallas.chain import let_next_start, wait_for_kernel_before
+from jdllm.pallas.hopper import STRIP
 from jdllm.pallas.shared_lowering import lowered_once
-from jdllm.pallas.split_attention.kernel import LOWEST, Partials
+from jdllm.pallas.split_attention.kernel import Partials
+from jdllm.pallas.split_attention.softmax import LOWEST
 from jdllm.pallas.split_attention.tiles import Tiles
 from jdllm.pallas.split_attention.work import Scalar, Shape, share_of, usual_pieces
 
 _MOST_AT_ONCE = 20  # pieces whose loads are in flight together: of one, a lane has four numbers and more
-_ROWS, _LANES = 4, 32  # a row for each warp
+_WARPS, _LANES = 4, 32  # of a warpgroup
 
 
 @lowered_once("shape", "tiles", "dtype", "chained")
@@ -44,7 +46,7 @@ def merge_partials(
     kernel = plgpu.kernel(
         functools.partial(_kernel, shape=shape, tiles=tiles, chained=chained),
         out_type=[jax.ShapeDtypeStruct((*queries, shape.head_dim), dtype), per_query, per_query],
-        grid=(shape.pairs, shape.rows // _ROWS),
+        grid=(shape.pairs, shape.rows // _rows_of(shape)),
         grid_names=("pair", "rows"),
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
@@ -58,12 +60,15 @@ def _kernel(
     o_parts, m_parts, l_parts, first, o_ref, m_ref, l_ref, *, shape: Shape, tiles: Tiles, chained: bool
 ) -> None:
     let_next_start(chained)
-    pair, row = lax.axis_index("pair"), lax.axis_index("rows") * _ROWS
+    size = _rows_of(shape)
+    pair, row = lax.axis_index("pair"), lax.axis_index("rows") * size
     head, request = lax.div(pair, jnp.int32(shape.requests)), lax.rem(pair, jnp.int32(shape.requests))
     slot, count = _pieces(pair, head, request, first, shape, tiles)
     wait_for_kernel_before(chained)
-    rows, layout = pl.ds(row, _ROWS), _layout(shape.head_dim)
-    per_row = layout.reduce(1)
+    rows = _several(_loaded_row(row, request, head, shape), size)
+    dims = () if size == 1 else (size,)
+    layout = _layout(dims, shape.head_dim)
+    per_row = layout.reduce(1) if dims else None
     at_once = min(usual_pieces(shape, tiles), _MOST_AT_ONCE)
 
     def load(ref: Any, index: Scalar, to: Any) -> Array:
@@ -79,29 +84,33 @@ def _kernel(
         maxima = [jnp.where(index < count, x, 2 * LOWEST) for index, x in zip(indices, maxima, strict=True)]
         highest = functools.reduce(jnp.maximum, maxima, m)
         decay = jnp.exp2(m - highest)
-        o, total = o * _across(decay, shape.head_dim), total * decay
+        o, total = o * across(decay), total * decay
         for index, output, part, maximum in zip(indices, outputs, totals, maxima, strict=True):
             weight = jnp.where(index < count, jnp.exp2(maximum - highest), 0.0)
-            o, total = o + output * _across(weight, shape.head_dim), total + part * weight
+            o, total = o + output * across(weight), total + part * weight
         return o, highest, total
 
-    def splat(value: float, dims: tuple[int, ...], to: Any) -> Array:
-        return plgpu.layout_cast(jnp.full(dims, value, jnp.float32), to)
+    def across(values: Array) -> Array:
+        filled = lax.broadcast_in_dim(values, (*dims, shape.head_dim), range(len(dims)))
+        return plgpu.layout_cast(filled, layout)
+
+    def splat(value: float, extent: tuple[int, ...], to: Any) -> Array:
+        filled = jnp.full(extent, value, jnp.float32)
+        return filled if to is None else plgpu.layout_cast(filled, to)
 
     empty = (
-        splat(0.0, (_ROWS, shape.head_dim), layout),
-        splat(LOWEST, (_ROWS,), per_row),
-        splat(0.0, (_ROWS,), per_row),
+        splat(0.0, (*dims, shape.head_dim), layout),
+        splat(LOWEST, dims, per_row),
+        splat(0.0, dims, per_row),
     )
     rounds = lax.div(count + (at_once - 1), jnp.int32(at_once))
     o, m, total = lax.fori_loop(0, rounds, visit, empty)
     seen = total > 0
-    head = head * shape.group + lax.div(row, jnp.int32(shape.queries))
-    queries = pl.ds(lax.rem(row, jnp.int32(shape.queries)), _ROWS)
-    o = o * _across(1 / jnp.where(seen, total, 1.0), shape.head_dim)
-    o_ref[request, queries, head] = o.astype(o_ref.dtype)
-    m_ref[request, queries, head] = jnp.where(seen, m * math.log(2), -jnp.inf)
-    l_ref[request, queries, head] = total
+    to = request, *_queries_and_heads(head, row, size, shape)
+    o = o * across(1 / jnp.where(seen, total, 1.0))
+    o_ref[to] = o.astype(o_ref.dtype)
+    m_ref[to] = jnp.where(seen, m * math.log(2), -jnp.inf)
+    l_ref[to] = total
 
 
 def _pieces(
@@ -117,12 +126,32 @@ def _pieces(
     return (worker + pair) * tiles.key_groups, count * tiles.key_groups
 
 
-def _layout(head_dim: int) -> Any:
-    """Each warp has a row, each lane some of its neighbouring columns."""
-    tiling = plgpu.Tiling(((_ROWS, head_dim), (head_dim // _LANES,)))
-    return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+def _rows_of(shape: Shape) -> int:
+    """Rows of a pair that a warpgroup takes."""
+    return math.gcd(shape.group, _WARPS) if shape.single else _WARPS
 
 
-def _across(values: Array, head_dim: int) -> Array:
-    filled = lax.broadcast_in_dim(values, (_ROWS, head_dim), [0])
-    return plgpu.layout_cast(filled, _layout(head_dim))
+def _loaded_row(row: Scalar, request: Scalar, head: Scalar, shape: Shape) -> Scalar:
+    """Where a row of a pair is among those that were loaded."""
+    return row + lax.rem(shape.first_head(request, head), jnp.int32(STRIP)) if shape.single else row
+
+
+def _queries_and_heads(head: Scalar, row: Scalar, size: int, shape: Shape) -> tuple[Any, Any]:
+    """What the rows of a pair from `row` on are."""
+    if shape.single:
+        return 0, _several(head * shape.group + row, size)
+    queries = pl.ds(lax.rem(row, jnp.int32(shape.queries)), size)
+    return queries, head * shape.group + lax.div(row, jnp.int32(shape.queries))
+
+
+def _several(begin: Scalar, size: int) -> Any:
+    """So many places; a single one is no dimension, since numbers are stored by scalars only."""
+    return begin if size == 1 else pl.ds(begin, size)
+
+
+def _layout(dims: tuple[int, ...], head_dim: int) -> Any:
+    """Each warp has a row, or several have the same one, each lane some of its neighbouring columns."""
+    tiling = plgpu.Tiling(((*dims, head_dim), (head_dim // _LANES,)))
+    same = _WARPS // math.prod(dims)
+    warps = (*(-3 for _ in dims), *(plgpu.Replicated(same) for _ in range(same > 1)))
+    return plgpu.Layout.TILED(tiling, warp_dims=warps, lane_dims=(-2,), vector_dim=-1)

@@ -5,7 +5,7 @@ from jaxtyping import Array, Int
 
 from jdllm.pallas.attention.types import AttentionOutput
 from jdllm.pallas.device import target
-from jdllm.pallas.hopper import SHARED_BYTES, padded_rows
+from jdllm.pallas.hopper import SHARED_BYTES, STRIP, padded_rows
 from jdllm.pallas.products import Interpreted, TensorCores
 from jdllm.pallas.split_attention.kernel import Inputs, attention_partials
 from jdllm.pallas.split_attention.limits import check_mosaic_gpu
@@ -22,6 +22,7 @@ def split_attention_mosaic_gpu(
     table: PageTable,
     *,
     fresh: tuple[Fresh, Fresh] | None = None,
+    fresh_unit: int = FRESH_UNIT,
     layer: Int[Array, ""] | int,
     scale: float,
     chained: bool = False,
@@ -38,14 +39,14 @@ def split_attention_mosaic_gpu(
     check_mosaic_gpu(q, k_pool)
     _, pages, kv_heads, page_rows, head_dim = k_pool.shape
     requests, queries, heads, _ = q.shape
-    padding = padded_rows(queries) - queries
+    padding = 0 if queries == 1 else padded_rows(queries) - queries
     shape = Shape(requests, queries + padding, kv_heads, heads // kv_heads, head_dim, pages, page_rows)
-    tiles = tiles or default_tiles(shape.rows, head_dim)
+    tiles = tiles or default_tiles(shape.tile_rows, head_dim)
     _check_cut(shape, tiles, len(table.pages))
     if padding:
         q = jnp.pad(q, ((0, 0), (0, padding), (0, 0), (0, 0)))
     inputs = Inputs(
-        q.reshape(-1, heads * head_dim),
+        _whole_blocks(q.reshape(-1, head_dim)) if shape.single else q.reshape(-1, heads * head_dim),
         k_pool.reshape(-1, head_dim),
         v_pool.reshape(-1, head_dim),
         jnp.asarray(table.pages, jnp.int32),
@@ -55,18 +56,20 @@ def split_attention_mosaic_gpu(
         *(_whole_blocks(rows).reshape(-1, kv_heads * head_dim) for rows in fresh or ()),
     )
     products = TensorCores if target().on_cuda else Interpreted
-    partials = attention_partials(inputs, shape, tiles, scale, products, chained=chained)
+    partials = attention_partials(
+        inputs, shape, tiles, scale, products, chained=chained, fresh_unit=fresh_unit
+    )
     o, m, total = merge_partials(partials, inputs.first, shape, tiles, q.dtype, chained=chained)
     return AttentionOutput(o[:, :queries], m[:, :queries], total[:, :queries])
 
 
-def _whole_blocks(rows: Fresh) -> Fresh:
-    return jnp.pad(rows, ((0, -rows.shape[0] % FRESH_UNIT), (0, 0), (0, 0)))
+def _whole_blocks(rows: Array) -> Array:
+    return jnp.pad(rows, ((0, -len(rows) % STRIP), *((0, 0) for _ in rows.shape[1:])))
 
 
 def _check_cut(shape: Shape, tiles: Tiles, entries: int) -> None:
-    if shape.rows > tiles.rows:
-        raise NotImplementedError(f"a cut for {tiles.rows} rows cannot take {shape.rows}")
+    if shape.tile_rows > tiles.rows:
+        raise NotImplementedError(f"a cut for {tiles.rows} rows cannot take {shape.tile_rows}")
     if tiles.shared_bytes(shape.head_dim) > SHARED_BYTES:
         raise NotImplementedError(
             f"{tiles.stages} stages need {tiles.shared_bytes(shape.head_dim)} bytes, more than the "

@@ -14,7 +14,7 @@ Pool = Float[Array, "layers pages kv_heads page_rows head_dim"]
 Fresh = Float[Array, "fresh_rows kv_heads head_dim"]
 
 FRESH_UNIT = STRIP
-"""Fresh rows of an entry begin at a multiple of this."""
+"""Fresh rows of an entry usually begin at a multiple of this."""
 
 
 class PageTable(NamedTuple):
@@ -22,7 +22,7 @@ class PageTable(NamedTuple):
 
     Request r sees the entries [first[r], first[r + 1]): those of all its segments, one after another.
 
-    - `pages`: int32, the page of each entry; ~n, which is below 0, for fresh rows from `FRESH_UNIT` * n on,
+    - `pages`: int32, the page of each entry; ~n, which is below 0, for fresh rows from `fresh_unit` * n on,
       as many as a page has. From `first[-1]` on nothing is read.
     - `valid`: int32, how many rows of an entry are live, from its first on; 0 to all of them, anywhere.
     - `first`: int32, rising from 0; known on the device only.
@@ -34,13 +34,17 @@ class PageTable(NamedTuple):
 
 
 def gathered(
-    pool: Pool, fresh: Fresh | None, layer: Int[Array, ""] | int, pages: Int[Array, " entries"]
+    pool: Pool,
+    fresh: Fresh | None,
+    layer: Int[Array, ""] | int,
+    pages: Int[Array, " entries"],
+    fresh_unit: int,
 ) -> Float[Array, "entries kv_heads page_rows head_dim"]:
     """The rows of some entries of a table; those of an entry that lie beyond the last fresh row repeat it."""
     stored = pool[layer, jnp.maximum(pages, 0)]
     if fresh is None:
         return stored
-    row = FRESH_UNIT * ~pages[:, None] + jnp.arange(pool.shape[3])
+    row = fresh_unit * ~pages[:, None] + jnp.arange(pool.shape[3])
     rows = jnp.moveaxis(fresh[jnp.clip(row, 0, fresh.shape[0] - 1)], 1, 2)
     return jnp.where((pages < 0)[:, None, None, None], rows, stored)
 

@@ -7,20 +7,33 @@ from piece to piece, and within a pair the worker by one, so that a pair's piece
 """
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
+from jdllm.pallas.hopper import STRIP, padded_rows
 from jdllm.pallas.split_attention.tiles import TILE, Tiles
 
 Scalar = Int[Array, ""]
 
 
+def tile_rows(queries: int, group: int) -> int:
+    """Rows that are loaded of a request's queries of `group` heads, in whole blocks of shared memory.
+
+    Heads of several queries are padded one by one. Those of a single query lie side by side, and are loaded
+    with what makes up whole blocks before and after them, since copies start at multiples of a block's rows.
+    """
+    if queries > 1:
+        return padded_rows(queries) * group
+    return padded_rows(STRIP - math.gcd(group, STRIP) + group)
+
+
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Static sizes of one launch; queries are padded to whole blocks of shared memory."""
+    """Static sizes of one launch; several queries are padded to whole blocks of shared memory."""
 
     requests: int
     queries: int
@@ -38,6 +51,19 @@ class Shape:
     def rows(self) -> int:
         """Folded rows of a pair: the queries of the group's first head, then those of the next."""
         return self.group * self.queries
+
+    @property
+    def single(self) -> bool:
+        """Whether a request has one query, so that its heads lie side by side."""
+        return self.queries == 1
+
+    @property
+    def tile_rows(self) -> int:
+        return tile_rows(self.queries, self.group)
+
+    def first_head(self, request: Scalar, head: Scalar) -> Scalar:
+        """The row of a pair's first query head among those of all single queries."""
+        return (request * self.kv_heads + head) * self.group
 
     @property
     def page_tiles(self) -> int:

@@ -5,7 +5,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jdllm.pallas.attention.types import AttentionOutput
-from jdllm.pallas.split_attention.types import Fresh, PageTable, Pool, Queries, gathered
+from jdllm.pallas.split_attention.types import FRESH_UNIT, Fresh, PageTable, Pool, Queries, gathered
 
 Carry = tuple[Array, Array, Array]
 
@@ -17,6 +17,7 @@ def split_attention_xla(
     table: PageTable,
     fresh: tuple[Fresh, Fresh] | None = None,
     *,
+    fresh_unit: int = FRESH_UNIT,
     layer: Int[Array, ""] | int,
     scale: float,
     keys: int,
@@ -34,6 +35,9 @@ def split_attention_xla(
     run = max(keys // page_rows, 1)
     layer = jnp.asarray(layer, jnp.int32)
 
+    def rows_of(pool: Pool, fresh: Fresh | None, entries: Array) -> Array:
+        return gathered(pool, fresh, layer, entries, fresh_unit)
+
     def attend(request: Array) -> Carry:
         query = lax.dynamic_index_in_dim(q, request, keepdims=False)
         query = query.reshape(queries, kv_heads, group, head_dim)
@@ -45,8 +49,8 @@ def split_attention_xla(
             at = jnp.minimum(entry, end - 1)
             live = jnp.arange(page_rows) < jnp.where(entry < end, valid[at], 0)[:, None]
             # Rows that are not live may hold anything, and 0 times infinity is no number.
-            v = jnp.where(live[:, None, :, None], gathered(v_pool, v_fresh, layer, pages[at]), 0)
-            scores = scale * _dot("qhgd,phsd->hgqps", query, gathered(k_pool, k_fresh, layer, pages[at]))
+            v = jnp.where(live[:, None, :, None], rows_of(v_pool, v_fresh, pages[at]), 0)
+            scores = scale * _dot("qhgd,phsd->hgqps", query, rows_of(k_pool, k_fresh, pages[at]))
             scores = jnp.where(live, scores, -jnp.inf)
             new_m = jnp.maximum(m, scores.max(axis=(-2, -1)))
             finite_m = jnp.where(jnp.isneginf(new_m), 0.0, new_m)
