@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from jax.extend import backend
 
-
 TRITON_CAPABILITY = 8.0
 """The least that Triton's kernels run on: Ampere."""
 
@@ -36,7 +35,9 @@ class Target(NamedTuple):
         if not self.on_cuda or (self.capability or 0) < TRITON_CAPABILITY:
             raise NotImplementedError(f"the triton form of {what} runs on Ampere and newer cards only")
         if not _has_triton():
-            raise NotImplementedError(f"the triton form of {what} needs jax-triton, of the extras cuda12 and cuda13")
+            raise NotImplementedError(
+                f"the triton form of {what} needs jax-triton, of the extras cuda12 and cuda13"
+            )
 
 
 def target(platform: str | None = None) -> Target:

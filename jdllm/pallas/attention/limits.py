@@ -24,9 +24,7 @@ def check_mosaic_gpu(q: Queries | jax.ShapeDtypeStruct, scale: float) -> None:
 def check_triton(q: Queries | jax.ShapeDtypeStruct, scale: float) -> None:
     """Raise `NotImplementedError`, naming the limit, where the Triton kernel cannot attend `q`."""
     if q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        raise NotImplementedError(
-            f"attention in Triton takes bfloat16, float16 and float32, not {q.dtype}"
-        )
+        raise NotImplementedError(f"attention in Triton takes bfloat16, float16 and float32, not {q.dtype}")
     if q.shape[-1] > MOST_HEAD_DIM:
         raise NotImplementedError(
             f"attention in Triton takes heads of up to {MOST_HEAD_DIM}, not of {q.shape[-1]}"

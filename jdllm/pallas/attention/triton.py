@@ -1,0 +1,97 @@
+"""Packed attention in Triton."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jdllm.pallas.attention.limits import check_triton
+from jdllm.pallas.attention.triton_kernel import attend
+from jdllm.pallas.attention.types import AttentionOutput, Bounds, Keys, Queries
+from jdllm.pallas.device import target
+from jdllm.pallas.triton_launch import Schedule, launch, shared_kib
+
+_LEAST_HEAD = 16  # columns of a product
+
+
+class Sizes(NamedTuple):
+    """How rows and keys are cut, and how the kernel is compiled.
+
+    - `rows`, `keys`: of a block, powers of 2 from 16 on.
+    """
+
+    rows: int
+    keys: int
+    schedule: Schedule
+
+
+_SIZES = {
+    2: (
+        (64, 227, Sizes(128, 128, Schedule(8, 2))),
+        (64, 99, Sizes(128, 64, Schedule(8, 2))),
+        (128, 227, Sizes(128, 64, Schedule(8, 3))),
+        (128, 99, Sizes(128, 32, Schedule(8, 3))),
+        (256, 227, Sizes(64, 32, Schedule(8, 3))),
+        (256, 163, Sizes(64, 64, Schedule(8, 2))),
+        (256, 99, Sizes(64, 32, Schedule(8, 2))),
+    ),
+    4: (
+        (64, 99, Sizes(64, 32, Schedule(8, 1))),
+        (256, 99, Sizes(32, 16, Schedule(8, 1))),
+    ),
+}
+"""By bytes of a number: head sizes up to this one, on cards with this much shared memory (KiB) or more. Keys
+and values are read once for each block of rows: so rows come first, and keys take what registers are left."""
+
+
+def sizes_for(head_dim: int, itemsize: int, capability: float | None) -> Sizes:
+    """What a card's shared memory and registers allow.
+
+    Arguments:
+    - `itemsize`: bytes of a number of the queries.
+    - `capability`: as of `jdllm.pallas.device.Target`.
+    """
+    shared = shared_kib(capability)
+    return next(sizes for most, least, sizes in _SIZES[itemsize] if head_dim <= most and shared >= least)
+
+
+def attention_triton(
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    k_start: Bounds,
+    k_end: Bounds,
+    *,
+    scale: float,
+    sizes: Sizes | None = None,
+) -> AttentionOutput:
+    """Triton form of `jdllm.pallas.attention.attention`: blocks of keys that no row sees are skipped.
+
+    Probabilities are rounded to the type of the values before the second product, as in any flash attention.
+
+    Arguments:
+    - `sizes`: by default those of the device that is traced for.
+
+    Raises `NotImplementedError` where `check_triton` does.
+    """
+    check_triton(q, scale)
+    rows, heads, head_dim = q.shape
+    sizes = sizes or sizes_for(head_dim, q.dtype.itemsize, target().capability)
+    start, end = (jnp.asarray(bound, jnp.int32) for bound in (k_start, k_end))
+    residual = jax.ShapeDtypeStruct((rows, heads), jnp.float32)
+    out = launch(
+        attend,
+        *(q, k, v, start, end, rows, k.shape[0]),
+        out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), residual, residual],
+        grid=(-(-rows // sizes.rows), heads),
+        schedule=sizes.schedule,
+        HEADS=heads,
+        KV_HEADS=k.shape[1],
+        HEAD_DIM=head_dim,
+        SCALE=scale * math.log2(math.e),
+        BLOCK_Q=sizes.rows,
+        BLOCK_K=sizes.keys,
+        BLOCK_D=max(1 << (head_dim - 1).bit_length(), _LEAST_HEAD),
+    )
+    return AttentionOutput(*out)

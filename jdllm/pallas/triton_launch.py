@@ -1,0 +1,59 @@
+"""Kernels of Triton as operations of JAX, and what cards they run on have."""
+
+import importlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jdllm.pallas.device import target
+
+_SHARED_KIB = {8.0: 163, 8.6: 99, 8.7: 163, 8.9: 99, 9.0: 227, 10.0: 227, 10.3: 227, 12.0: 99, 12.1: 99}
+_LEAST_SHARED_KIB = 99
+
+
+class Schedule(NamedTuple):
+    """How a kernel is compiled.
+
+    - `warps`: of a program.
+    - `stages`: loads that are under way in its loops.
+    """
+
+    warps: int
+    stages: int
+
+
+def shared_kib(capability: float | None) -> int:
+    """KiB of shared memory that a program may have; of a capability that is not known, the least of all."""
+    return _SHARED_KIB.get(capability or 0.0, _LEAST_SHARED_KIB)
+
+
+def launch(
+    kernel: Any,
+    *operands: jax.Array | int,
+    out_shape: Sequence[jax.ShapeDtypeStruct],
+    grid: tuple[int, ...],
+    schedule: Schedule,
+    **constants: float,
+) -> list[jax.Array]:
+    """Run a kernel for the device that is traced for.
+
+    Arguments:
+    - `kernel`: a function of `triton.jit`. It takes pointers and integers for the operands, pointers for the
+      results, and the constants.
+    - `grid`: programs; the first axis runs fastest.
+    - `constants`: what it is compiled for.
+    """
+    # Triton takes a while to import: only where it runs.
+    jax_triton = importlib.import_module("jax_triton")
+    capability = target().capability
+    return jax_triton.triton_call(
+        *operands,
+        kernel=kernel,
+        out_shape=list(out_shape),
+        grid=grid,
+        num_warps=schedule.warps,
+        num_stages=schedule.stages,
+        compute_capability=capability and round(10 * capability),
+        **constants,
+    )

@@ -1,0 +1,110 @@
+"""Triton's kernels on a card against f32 of the highest precision. The implementation is always named."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdllm.pallas.attention import AttentionOutput, attention
+from jdllm.pallas.attention.reference import attention_reference
+
+pytestmark = pytest.mark.gpu
+
+KINDS = ("full", "causal", "window", "block_causal", "packed", "empty")
+RELATIVE = {"float32": 1e-5, "bfloat16": 4e-3, "float16": 6e-4}
+"""Of the outputs: probabilities and results are rounded. Products of TF32 would be off by 3e-4."""
+
+
+@pytest.fixture(autouse=True)
+def card():
+    assert jax.default_backend() == "gpu", "this lane needs a card"
+
+
+# Compiled whole: each of its operations would be compiled for itself.
+exact = jax.jit(attention_reference, static_argnames="scale")
+triton = jax.jit(functools.partial(attention, implementation="triton"), static_argnames="scale")
+
+
+def bounds(kind: str, rows: int, keys: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ranges of keys; of "packed" rows some are padding, and between two segments one sees nothing."""
+    row, zero = np.arange(rows, dtype=np.int32), np.zeros(rows, np.int32)
+    if kind == "packed":
+        start, end = zero.copy(), zero.copy()
+        cuts = [0, rows // 5, rows // 5 + 1, rows // 2, rows - rows // 10]
+        for a, b in ((cuts[0], cuts[1]), (cuts[2], cuts[3]), (cuts[3], cuts[4])):
+            start[a:b], end[a:b] = min(a, keys), min(b, keys)
+        return start, end
+    return {
+        "full": (zero, zero + keys),
+        "causal": (zero, np.minimum(row + 1, keys)),
+        "window": (np.clip(row - 100, 0, keys), np.clip(row + 101, 0, keys)),
+        "block_causal": (zero, np.minimum((row // 32 + 1) * 32, keys)),
+        "empty": (zero + 5, zero + 5),
+    }[kind]
+
+
+def case(rows: int, keys: int, heads: int, kv_heads: int, head_dim: int, dtype: str) -> list[jax.Array]:
+    rng = np.random.default_rng(rows + keys + head_dim)
+    shapes = ((rows, heads, head_dim), (keys, kv_heads, head_dim), (keys, kv_heads, head_dim))
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+
+
+def relative(out: jax.Array, reference: jax.Array) -> float:
+    actual, expected = (np.asarray(x, np.float64) for x in (out, reference))
+    return float(np.linalg.norm(actual - expected) / max(np.linalg.norm(expected), 1e-30))
+
+
+def check(operands: list[jax.Array], start: np.ndarray, end: np.ndarray) -> AttentionOutput:
+    """Queries that see nothing are NaN; so are keys before the first that is seen and behind the last."""
+    q, k, v = operands
+    scale = q.shape[-1] ** -0.5
+    live = start < end
+    clean = exact(q, k, v, start, end, scale=scale)
+    key = np.arange(len(k))
+    seen = (key >= start[live].min(initial=len(k))) & (key < end[live].max(initial=0))
+    q = jnp.where(live[:, None, None], q, jnp.nan)
+    k, v = (jnp.where(seen[:, None, None], x, jnp.nan) for x in (k, v))
+    out = triton(q, k, v, start, end, scale=scale)
+    assert out.o.dtype == q.dtype
+    assert relative(out.o[live], clean.o[live]) < RELATIVE[q.dtype.name]
+    np.testing.assert_allclose(out.m[live], clean.m[live], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(out.l[live], clean.l[live], rtol=1e-4)
+    assert (np.asarray(out.o, np.float32)[~live] == 0).all()
+    assert np.isneginf(np.asarray(out.m)[~live]).all()
+    assert (np.asarray(out.l)[~live] == 0).all()
+    return out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", RELATIVE)
+def test_ranges_and_types(dtype: str, kind: str):
+    check(case(1000, 1000, 8, 2, 128, dtype), *bounds(kind, 1000, 1000))
+
+
+@pytest.mark.parametrize("dtype", RELATIVE)
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 160, 256])
+def test_sizes_of_heads(head_dim: int, dtype: str):
+    for kind in ("full", "packed"):
+        check(case(300, 300, 4, 2, head_dim, dtype), *bounds(kind, 300, 300))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 32), (28, 4), (32, 8), (6, 1)])
+def test_query_heads_share_key_heads_in_order(heads: int, kv_heads: int):
+    check(case(500, 500, heads, kv_heads, 128, "bfloat16"), *bounds("packed", 500, 500))
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(1, 1), (1, 4097), (129, 5), (128, 128), (2049, 777)])
+def test_any_number_of_rows_and_keys(rows: int, keys: int):
+    for kind in ("full", "causal", "window"):
+        check(case(rows, keys, 4, 2, 64, "bfloat16"), *bounds(kind, rows, keys))
+
+
+def test_a_segment_is_what_it_is_alone():
+    operands = case(700, 700, 4, 2, 128, "bfloat16")
+    out = check(operands, *bounds("packed", 700, 700))
+    alone = slice(350, 630)
+    own = triton(*(x[alone] for x in operands), *bounds("full", 280, 280), scale=128**-0.5)
+    assert relative(out.o[alone], own.o) < RELATIVE["bfloat16"]
+    np.testing.assert_allclose(out.m[alone], own.m, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,99 @@
+"""Kernels of Triton on a CPU: its interpreter, with NumPy arrays for the tensors of a card.
+
+Whether functions of `triton.jit` are compiled or interpreted is decided as they are made, Triton's own
+included. So a process does one of both: the first that imports it decides.
+"""
+
+import importlib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdllm.pallas.triton_launch import Schedule
+
+_MARK = "jdllm_interprets"
+_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32"}
+
+
+class Tensor:
+    """As much of a tensor as the interpreter asks for; it lies in host memory already."""
+
+    def __init__(self, array: np.ndarray):
+        self.array, self.dtype = array, _NAMES[str(array.dtype)]
+
+    def data_ptr(self) -> int:
+        return self.array.ctypes.data
+
+    def untyped_storage(self) -> "Tensor":
+        return self
+
+    def cpu(self) -> "Tensor":
+        return self
+
+    def new_empty(self, size: int, device: str) -> "Tensor":
+        return Tensor(self.array[:0])
+
+    def set_(self, storage: "Tensor", *place: Any) -> None:
+        self.array = storage.array
+
+    def storage_offset(self) -> int:
+        return 0
+
+    def size(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    def stride(self) -> tuple[int, ...]:
+        return self.array.strides
+
+    def copy_(self, other: "Tensor") -> None:
+        """Nothing was copied, so there is nothing to copy back."""
+
+
+def launch(
+    kernel: Any,
+    *operands: jax.Array | int,
+    out_shape: Sequence[jax.ShapeDtypeStruct],
+    grid: tuple[int, ...],
+    schedule: Schedule,
+    **constants: float,
+) -> list[jax.Array]:
+    """As `jdllm.pallas.triton_launch.launch`; results are NaN until they are written."""
+    passed = [x if isinstance(x, int) else Tensor(np.array(x)) for x in operands]
+    results = [Tensor(np.full(out.shape, np.nan, out.dtype)) for out in out_shape]
+    kernel[grid](*passed, *results, **constants)
+    return [jnp.asarray(result.array) for result in results]
+
+
+def interpreting() -> Iterator[None]:
+    """While it is suspended, kernels are interpreted; for a fixture of a module, before it imports them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        if not hasattr(sys.modules.get("triton"), _MARK) and "triton" in sys.modules:
+            pytest.fail("this process compiles kernels of Triton")
+        triton = pytest.importorskip("triton")
+        setattr(triton, _MARK, True)
+        interpreter = importlib.import_module("triton.runtime.interpreter")
+        patch_tensor = interpreter._patch_lang_tensor
+
+        def patch_index_too(tensor: Any, scope: Any) -> None:
+            patch_tensor(tensor, scope)
+            # NumPy 2.5 makes no integer of an array with one element.
+            scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+        builder = interpreter.InterpreterBuilder
+        dot = builder.create_dot
+
+        def dot_of_numbers(self: Any, a: Any, b: Any, *others: Any) -> Any:
+            # It holds bfloat16 as the bits, which it would multiply.
+            bf16, f32 = triton.language.bfloat16, triton.language.float32
+            a, b = (self.cast_impl(x, f32) if x.dtype.scalar == bf16 else x for x in (a, b))
+            return dot(self, a, b, *others)
+
+        patch.setattr(interpreter, "_patch_lang_tensor", patch_index_too)
+        patch.setattr(builder, "create_dot", dot_of_numbers)
+        yield
