@@ -14,7 +14,6 @@ import pytest
 from jdllm.decoding.executables import temp_bytes
 from jdllm.pallas import triton_launch
 from jdllm.pallas.attention import attention
-from jdllm.pallas.attention import triton as triton_form
 from jdllm.pallas.device import Target
 from jdllm.pallas.triton_launch import shared_kib
 from jdllm.planning import aot
@@ -79,7 +78,7 @@ def check_kernel(kernel: Any, dtype: jnp.dtype, capability: float) -> None:
     assert 0 < kernel.shared_mem_bytes <= shared_kib(capability) * KIB
 
 
-def attend_all(cases: Any, implementation: Any = None) -> list[Any]:
+def attend_all(cases: Any, implementation: Any) -> list[Any]:
     return [attention(*case, scale=0.1, implementation=implementation) for case in cases]
 
 
@@ -103,6 +102,8 @@ def test_attention_fits_the_card(kernels: list[Any], target: str, request: pytes
 def test_attention_fits_cards_that_are_not_described(
     kernels: list[Any], monkeypatch: pytest.MonkeyPatch, capability: float
 ):
+    # Not before: a process that has imported Triton cannot interpret its kernels any more.
+    triton_form = importlib.import_module("jdllm.pallas.attention.triton")
     for module in (triton_launch, triton_form):
         monkeypatch.setattr(module, "target", lambda: Target(True, capability))
     for case in CASES:
@@ -113,12 +114,6 @@ def test_attention_fits_cards_that_are_not_described(
 
 
 def test_a_kernel_is_compiled_once_whatever_the_number_of_rows(kernels: list[Any]):
-    compile_for("a100", attend_all, [operands(64, rows=rows) for rows in (64, 500, 4096)])
+    attend = functools.partial(attend_all, implementation="triton")
+    compile_for("a100", attend, [operands(64, rows=rows) for rows in (64, 500, 4096)])
     assert len(kernels) == 1
-
-
-@pytest.mark.parametrize(("target", "head_dim", "calls"), [("a100", 64, 1), ("h200", 64, 0), ("h200", 96, 1)])
-def test_hopper_keeps_its_own_kernel(target: str, head_dim: int, calls: int):
-    text = compile_for(target, attend_all, [operands(head_dim)]).as_text() or ""
-    assert text.count('custom_call_target="triton_kernel_call"') == calls
-    assert text.count('custom_call_target="mosaic_gpu_v2"') == 1 - calls
