@@ -22,7 +22,7 @@ from jdllm.models.weights import tree_bytes
 from jdllm.outputs import RequestOutput, request_output
 from jdllm.pallas.device import target
 from jdllm.planning.account import make_account
-from jdllm.planning.budget import DEFAULT_HOST_MEMORY, device_budget, parse_bytes
+from jdllm.planning.budget import DEFAULT_HOST_MEMORY, device_budget, parse_bytes, usable_host_memory
 from jdllm.planning.offloading import account_with_offloading
 from jdllm.planning.templates import runs_kernels
 from jdllm.progress import counted, shown
@@ -151,6 +151,8 @@ class LLM(ScoresText):
             "max_context": max_context,
             "kv_pool": None if kv_pool is None else parse_bytes(kv_pool, "kv_pool"),
         }
+
+        host_memory = usable_host_memory(jax.devices()[0], host_memory)
 
         def count_offloaded(config: ModelConfig, dtype: str) -> int:
             device = jax.devices()[0]

@@ -28,6 +28,8 @@ DEFAULT_OVERHEAD = CUDA_CONTEXT + GUARD
 
 DEFAULT_HOST_MEMORY = "64GiB"
 
+_GPUS = ("gpu", "cuda")
+
 
 def parse_bytes(value: int | str, name: str = "memory") -> int:
     """A number of bytes, such as 17179869184, "16GiB", "16G" (the same) or "24 GB" (decimal).
@@ -125,7 +127,7 @@ def device_memory(device: Any) -> DeviceMemory | None:
     The overhead is what the driver calls used, less the pool. Where the driver cannot be asked it is
     `DEFAULT_OVERHEAD`.
     """
-    if device.platform not in ("gpu", "cuda"):
+    if device.platform not in _GPUS:
         return None
     jax.block_until_ready(jax.device_put(0, device) + 1)
     stats = device.memory_stats()
@@ -134,6 +136,21 @@ def device_memory(device: Any) -> DeviceMemory | None:
     pool, arrays = stats.get("pool_bytes", 0), stats["bytes_in_use"]
     gaps = max(0, pool - arrays - stats.get("largest_free_block_bytes", pool))
     return DeviceMemory(stats["bytes_limit"], overhead, arrays, gaps)
+
+
+def usable_host_memory(device: Any, host_memory: int | str) -> int:
+    """Bytes of host memory that may be pinned for a device, asked before anything is; arguments as of
+    `device_budget`. Of the default, as much as there is.
+
+    Raises `ConfigError` for more than can be pinned.
+    """
+    host = parse_host_memory(host_memory)
+    if device.platform not in _GPUS:
+        return host
+    if host_memory == DEFAULT_HOST_MEMORY:
+        return min(host, runtime_limit(), available() or host)
+    check_pinnable(host)
+    return host
 
 
 def device_budget(
@@ -145,20 +162,17 @@ def device_budget(
     - `device`: a JAX device.
     - `memory`: bytes of it that may be used, or `None` for all that XLA may allot in one piece beside the
       arrays that are there.
-    - `host_memory`: bytes of host memory for the tiers, or "0"; of the default, as much as there is.
+    - `host_memory`: bytes of host memory for the tiers, or "0".
     - `held`: bytes of arrays that the budget is for, such as weights; other arrays of the process take from
       what there is. `None` leaves arrays out of account.
 
     Returns the budget, or `None` for a CPU without `memory`.
-    Raises `ConfigError` for a budget beyond what the device has left, or the host.
+    Raises `ConfigError` for a budget beyond what the device has left.
     """
     host = parse_host_memory(host_memory)
     measured = device_memory(device)
     if measured is None:
         return None if memory is None else Budget(parse_bytes(memory), 0, host)
-    if host_memory == DEFAULT_HOST_MEMORY:
-        host = min(host, runtime_limit(), available() or host)
-    check_pinnable(host)
     others = 0 if held is None else max(0, measured.arrays - held)
     most = measured.limit + measured.overhead - others
     given = most - measured.gaps if memory is None else parse_bytes(memory)

@@ -53,7 +53,7 @@ def plan_causal(
     """
     rates = RATES[target]
     longest = max(0, (account.pages - 1) * PAGE_ROWS - generated)
-    model = _layered(workload, account)
+    model = Layered.of_account(workload.config, workload.dtype, account)
     beyond = 0 if model is None else longest_layered(model, generated)
     tokens = max(longest, beyond) if prompt is None else prompt
     layered = None
@@ -79,12 +79,6 @@ def plan_causal(
         longest=longest,
         longest_layered=beyond if beyond > longest else 0,
     )
-
-
-def _layered(workload: Workload, account: Account) -> Layered | None:
-    if account.budget is None:
-        return None
-    return Layered(workload.config, workload.dtype, account.budget, account.weights + account.verifier)
 
 
 def _prefill_seconds(workload: Workload, account: Account, rates: Rates, tokens: int, parts: int) -> float:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jdllm.execution.offload.layered import SEEN_AT_ONCE, Layering
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import is_spec, layer_specs
+from jdllm.planning.account import Account
 from jdllm.planning.buckets import power_bucket, row_bucket
 from jdllm.planning.budget import Budget, format_bytes
 from jdllm.planning.plan import row_ladder
@@ -43,6 +44,13 @@ class Layered(NamedTuple):
     dtype: str
     budget: Budget
     weights: int
+
+    @classmethod
+    def of_account(cls, config: ModelConfig, dtype: str, account: Account) -> "Layered | None":
+        """That of an engine; `None` where it has no budget."""
+        if account.budget is None:
+            return None
+        return cls(config, dtype, account.budget, account.weights + account.verifier)
 
     @property
     def itemsize(self) -> int:

@@ -50,9 +50,7 @@ class LayeredRunner:
         self._params = params
         self._config = config
         self._executables = executables
-        budget, weights = account.budget, account.weights + account.verifier
-        dtype = params["final_norm"].dtype.name
-        self._model = None if budget is None else Layered(config, dtype, budget, weights)
+        self._model = Layered.of_account(config, params["final_norm"].dtype.name, account)
         self._pages = pages
         self._make_room = make_room
         self._running: dict[int, LayeredSequence] = {}

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jdllm.errors import ConfigError
+from jdllm.planning import budget, host
 from jdllm.planning.budget import (
+    DEFAULT_HOST_MEMORY,
     DEFAULT_OVERHEAD,
     GUARD,
     Budget,
@@ -20,6 +22,7 @@ from jdllm.planning.budget import (
     format_bytes,
     parse_bytes,
     parse_host_memory,
+    usable_host_memory,
 )
 from tests.planning.fake_drivers import FakeCard, FakeDrivers
 
@@ -170,3 +173,26 @@ def test_a_refusal_is_pickled_with_what_it_says():
     refusal = MemoryBudgetError("a step", 3 * 2**30, 2**30, 7, "context without a cache")
     copy = pickle.loads(pickle.dumps(refusal))
     assert (str(copy), copy.needed_bytes, copy.max_context) == (str(refusal), 3 * 2**30, 7)
+
+
+@pytest.mark.usefixtures("cards")
+class TestHostMemory:
+    """What pins it is no part of what a budget asks about: it is asked for once, before."""
+
+    @pytest.fixture(autouse=True)
+    def machine(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(budget, "available", lambda: 40 * GIB)
+        monkeypatch.setattr(host, "available", lambda **_: 40 * GIB)
+
+    def test_of_the_default_as_much_as_there_is(self):
+        assert usable_host_memory(Device(0), DEFAULT_HOST_MEMORY) == 40 * GIB
+
+    def test_more_than_there_is_is_refused(self):
+        assert usable_host_memory(Device(0), "40GiB") == 40 * GIB
+        with pytest.raises(ConfigError, match=f"this machine has {40 * GIB} left"):
+            usable_host_memory(Device(0), "41GiB")
+
+    def test_a_budget_takes_what_was_found(self):
+        found = device_budget(Device(0), None, 41 * GIB)
+        assert found is not None
+        assert found.host == 41 * GIB

@@ -17,7 +17,7 @@ from jdllm.layers import linear
 from jdllm.models.block import Hidden, Layer, ffn_branch, project, project_keys_values
 from jdllm.models.config import ModelConfig
 from jdllm.models.rotary import cos_sin
-from jdllm.pallas.attention import AttentionOutput, attention, merge
+from jdllm.pallas.attention import AttentionOutput, attention, merge, nothing_seen
 from jdllm.pallas.grouped_matmul import grouped_matmul
 
 SEEN_AT_ONCE = 16384
@@ -61,14 +61,11 @@ def prefill_layer(
     Returns the rows after the layer, its rotated keys and values, and an array to wait for.
     """
     layer = take_layer(stack, place)
-    shape = (h.shape[0], config.num_kv_heads, config.head_dim)
-    empty = jnp.zeros(shape, h.dtype), jnp.zeros(shape, h.dtype)
 
     def body(index: Array, carry: tuple[Hidden, KeysValues]) -> tuple[Hidden, KeysValues]:
         h, stored = carry
         start = index * chunk
-        rows, positions = lax.dynamic_slice_in_dim(h, start, chunk), start + jnp.arange(chunk)
-        rotation = cos_sin(config.rope, config.head_dim, positions)
+        rows, positions, rotation = _chunk(config, h, start, chunk)
         k, v, q = project(layer, config, rows, rotation, ("k", "v", "q"))
         stored = _placed(stored, (k, v), start)
         found = attention(q, *stored, *_seen(config, positions), scale=config.head_dim**-0.5)
@@ -76,7 +73,7 @@ def prefill_layer(
         return lax.dynamic_update_slice_in_dim(h, rows, start, 0), stored
 
     chunks = (jnp.asarray(length) + chunk - 1) // chunk
-    h, stored = lax.fori_loop(0, chunks, body, (h, empty))
+    h, stored = lax.fori_loop(0, chunks, body, (h, _no_keys(config, h)))
     return h, stored, h[0, :1]
 
 
@@ -89,16 +86,13 @@ def last_layer(
     Returns that row, `[1, hidden]`, and the keys and values.
     """
     layer, length = take_layer(stack, place), jnp.asarray(length)
-    shape = (h.shape[0], config.num_kv_heads, config.head_dim)
-    empty = jnp.zeros(shape, h.dtype), jnp.zeros(shape, h.dtype)
 
     def body(index: Array, stored: KeysValues) -> KeysValues:
         start = index * chunk
-        rows, positions = lax.dynamic_slice_in_dim(h, start, chunk), start + jnp.arange(chunk)
-        rotation = cos_sin(config.rope, config.head_dim, positions)
+        rows, _, rotation = _chunk(config, h, start, chunk)
         return _placed(stored, project_keys_values(layer, config, rows, rotation), start)
 
-    stored = lax.fori_loop(0, (length + chunk - 1) // chunk, body, empty)
+    stored = lax.fori_loop(0, (length + chunk - 1) // chunk, body, _no_keys(config, h))
     row, position = lax.dynamic_slice_in_dim(h, length - 1, 1), (length - 1)[None]
     (q,) = project(layer, config, row, cos_sin(config.rope, config.head_dim, position), ("q",))
     found = over_prompt(q, stored, *_seen(config, position), config=config)
@@ -166,11 +160,8 @@ def over_prompt(
         bounds = jnp.maximum(start, index * size) - begin, end - begin
         return merge([before, _over_few(q, (k, v), *bounds, config)])
 
-    nothing = AttentionOutput(
-        jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:2], -jnp.inf), jnp.zeros(q.shape[:2])
-    )
     turns = (end.max() + size - 1) // size
-    return lax.fori_loop(start.min() // size, turns, turn, nothing)
+    return lax.fori_loop(start.min() // size, turns, turn, nothing_seen(q))
 
 
 def _over_few(
@@ -196,6 +187,20 @@ def _over_few(
     o = jnp.einsum("qkgs,skd->qkgd", p.astype(v.dtype), v, **options)
     o = o / jnp.where(total == 0, 1.0, total)[..., None]
     return AttentionOutput(o.reshape(q.shape), m.reshape(q.shape[:2]), total.reshape(q.shape[:2]))
+
+
+def _chunk(
+    config: ModelConfig, h: Hidden, start: Scalar, chunk: int
+) -> tuple[Hidden, Array, tuple[Array, Array]]:
+    """The rows from `start` on, their positions, and the rotation of these."""
+    positions = start + jnp.arange(chunk)
+    rows = lax.dynamic_slice_in_dim(h, start, chunk)
+    return rows, positions, cos_sin(config.rope, config.head_dim, positions)
+
+
+def _no_keys(config: ModelConfig, h: Hidden) -> KeysValues:
+    shape = (h.shape[0], config.num_kv_heads, config.head_dim)
+    return jnp.zeros(shape, h.dtype), jnp.zeros(shape, h.dtype)
 
 
 def _placed(stored: KeysValues, part: KeysValues, start: Scalar) -> KeysValues:

@@ -12,7 +12,7 @@ from jdllm.models.block import AttentionFn, Hidden, Layer, RowInts, Rows, ffn_br
 from jdllm.models.config import ModelConfig
 from jdllm.models.moe import Experts, GroupedMatmulFn
 from jdllm.models.rotary import cos_sin
-from jdllm.pallas.attention import AttentionOutput, merge
+from jdllm.pallas.attention import AttentionOutput, merge, nothing_seen
 
 Heads = Float[Array, "rows heads head_dim"]
 KeysValues = tuple[Heads, Heads]
@@ -75,10 +75,7 @@ def start_queries(
 ) -> tuple[Heads, AttentionOutput]:
     """Rotated queries of all heads, and their attention over no keys yet, with f32 outputs."""
     q = _queries(layer, h, positions, 0, config, config.num_heads)
-    shape = q.shape[:2]
-    return q, AttentionOutput(
-        jnp.zeros(q.shape, jnp.float32), jnp.full(shape, -jnp.inf, jnp.float32), jnp.zeros(shape, jnp.float32)
-    )
+    return q, nothing_seen(q)
 
 
 def accumulate(

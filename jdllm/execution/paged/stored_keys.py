@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from jdllm.arrays import Tensor
 from jdllm.execution.paged.pool import KeyValuePool
 from jdllm.models.block import RowInts
-from jdllm.pallas.attention import AttentionOutput, attention, merge
+from jdllm.pallas.attention import AttentionOutput, attention, merge, nothing_seen
 
 Heads = Float[Array, "rows heads head_dim"]
 
@@ -60,11 +60,8 @@ def over_stored_keys(
         found = AttentionOutput(*attention(q, *part, *bounds, scale=scale))
         return merge([before, found])
 
-    empty = AttentionOutput(
-        jnp.zeros(q.shape, jnp.float32), jnp.full(q.shape[:2], -jnp.inf), jnp.zeros(q.shape[:2])
-    )
     turns = -(-end.max() // GATHERED_KEYS)
-    found = lax.fori_loop(0, jnp.minimum(turns, len(pages)), turn, empty)
+    found = lax.fori_loop(0, jnp.minimum(turns, len(pages)), turn, nothing_seen(q))
     return found._replace(o=found.o.astype(q.dtype))
 
 

@@ -83,6 +83,14 @@ def attention(
     return lax.platform_dependent(q, k, v, k_start, k_end, cpu=small, default=large)
 
 
+def nothing_seen(q: Queries) -> AttentionOutput:
+    """Attention over no keys, with f32 outputs: what `merge` begins with."""
+    shape = q.shape[:2]
+    return AttentionOutput(
+        jnp.zeros(q.shape, jnp.float32), jnp.full(shape, -jnp.inf, jnp.float32), jnp.zeros(shape, jnp.float32)
+    )
+
+
 def merge(parts: Sequence[AttentionOutput]) -> AttentionOutput:
     """Combine attention over disjoint sets of keys into attention over their union.
 
