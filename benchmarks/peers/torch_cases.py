@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from benchmarks.cases import case_parser
+from benchmarks.operators.split_attention import HEADS
 from benchmarks.record import print_row, record
 from benchmarks.shapes import SHAPES
 from jdllm.models.config import ModelConfig
@@ -89,13 +90,15 @@ def step(arguments: Sequence[str]) -> None:
 
 
 def kernels(arguments: Sequence[str]) -> None:
-    """Single operators: `python3 -m benchmarks torch_kernels [--operators prefill decode]` on a card.
+    """Single operators: `python3 -m benchmarks torch_kernels [--operators prefill decode] [--shapes 32x8]` on
+    a card. Shapes are query and key-value heads of attention to cached keys.
 
     Figures are means over the calls of one CUDA graph, medians of five; operands smaller than four times the
     L2 cache are rotated over copies. `tb_s` counts keys and values or matrices, read once.
     """
     parser = case_parser("torch_kernels", kernels.__doc__)
     parser.add_argument("--operators", choices=OPERATORS, nargs="+", default=OPERATORS)
+    parser.add_argument("--shapes", choices=HEADS, nargs="+", default=HEADS)
     args = parser.parse_args(arguments)
     if importlib.util.find_spec("torch") is None:
         print("torch is not installed here: no rows of torch")
@@ -103,9 +106,10 @@ def kernels(arguments: Sequence[str]) -> None:
     from benchmarks.peers import torch_operators
 
     torch_operators.torch.manual_seed(0)
+    found = torch_operators.operators([tuple(map(int, shape.split("x"))) for shape in args.shapes])
     table = []
     for name in args.operators:
-        for row in torch_operators.OPERATORS[name]():
+        for row in found[name]():
             print_row(row)
             table.append(row)
     jax.config.update("jax_platforms", "cpu")  # the card is torch's in this process
@@ -115,6 +119,6 @@ def kernels(arguments: Sequence[str]) -> None:
         args.out,
         device=torch_operators.torch.cuda.get_device_name(),
         platform="gpu",
-        command="python3 -m benchmarks torch_kernels --operators " + " ".join(args.operators),
+        command=" ".join(["python3 -m benchmarks torch_kernels", *arguments]),
         versions={"torch": importlib.metadata.version("torch")},
     )

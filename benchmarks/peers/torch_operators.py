@@ -3,8 +3,9 @@
 # pyright: reportMissingImports=false, reportInvalidTypeForm=false
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ HIDDEN, FFN, VOCAB = 4096, 12288, 126464
 QUERIES = 32
 PREFILL_ROWS = (4096, 16384, 32768)
 DECODE_KEYS = (4096, 16384, 65536, 131072)
-KV_HEADS = (32, 8, 4)
 HEAD_ROWS = (32, 256, 1024, 4096)
 PRODUCTS = ((HIDDEN, HIDDEN), (HIDDEN, FFN), (FFN, HIDDEN))
 PRODUCT_ROWS = (32, 1024, 4096, 16384)
@@ -79,25 +79,24 @@ def prefill_attention() -> Iterator[Row]:
                 yield row | {"tflops": 4e-9 * rows**2 * HEADS * HEAD_DIM / row["ms"]}
 
 
-def decode_attention() -> Iterator[Row]:
+def decode_attention(shapes: Sequence[Sequence[int]]) -> Iterator[Row]:
     """A block of queries attends cached keys; the query heads of a group are rows of their key-value head."""
-    for kv_heads in KV_HEADS:
-        for keys in DECODE_KEYS:
-            moved = 2 * 2 * keys * kv_heads * HEAD_DIM
-            operands = [
-                (
-                    normal(1, kv_heads, QUERIES * HEADS // kv_heads, HEAD_DIM),
-                    *(normal(1, kv_heads, keys, HEAD_DIM) for _ in range(2)),
-                )
-                for _ in range(copies(moved))
-            ]
-            for backend in (*BACKENDS, "flex"):
-                attend = attention_of(backend)
-                calls = several([functools.partial(attend, *each) for each in operands])
-                asked = {"operator": "decode attention", "backend": backend, "rows": QUERIES}
-                row = attempted(asked | {"keys": keys, "kv_heads": kv_heads}, calls)
-                if row:
-                    yield row | {"tb_s": 1e-9 * moved / row["ms"]}
+    for (heads, kv_heads), keys in itertools.product(shapes, DECODE_KEYS):
+        moved = 2 * 2 * keys * kv_heads * HEAD_DIM
+        operands = [
+            (
+                normal(1, kv_heads, QUERIES * heads // kv_heads, HEAD_DIM),
+                *(normal(1, kv_heads, keys, HEAD_DIM) for _ in range(2)),
+            )
+            for _ in range(copies(moved))
+        ]
+        for backend in (*BACKENDS, "flex"):
+            attend = attention_of(backend)
+            calls = several([functools.partial(attend, *each) for each in operands])
+            asked = {"operator": "decode attention", "backend": backend, "rows": QUERIES}
+            row = attempted(asked | {"keys": keys, "heads": heads, "kv_heads": kv_heads}, calls)
+            if row:
+                yield row | {"tb_s": 1e-9 * moved / row["ms"]}
 
 
 def choose(hidden: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,9 +140,11 @@ def dense_products() -> Iterator[Row]:
                 }
 
 
-OPERATORS: dict[str, Callable[[], Iterator[Row]]] = {
-    "prefill": prefill_attention,
-    "decode": decode_attention,
-    "head": language_head,
-    "products": dense_products,
-}
+def operators(shapes: Sequence[Sequence[int]]) -> dict[str, Callable[[], Iterator[Row]]]:
+    """What is measured, by its name; `shapes` are query and key-value heads of cached attention."""
+    return {
+        "prefill": prefill_attention,
+        "decode": functools.partial(decode_attention, shapes),
+        "head": language_head,
+        "products": dense_products,
+    }

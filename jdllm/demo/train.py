@@ -1,7 +1,8 @@
 """Train the demo model: `python -m jdllm.demo.train --out DIR`.
 
 Needs optax (the `train` extra). The bundled checkpoint was trained by this script on one H200. With
-`--model retrieval` it trains a model that finds facts in long contexts, for `jdllm.decoding.prefilling`.
+`--model retrieval` it goes on from there, to a model that finds facts in long contexts, for
+`jdllm.decoding.prefilling`.
 """
 
 import dataclasses
@@ -22,6 +23,8 @@ import typer
 from jax import lax
 from jaxtyping import Array, Float
 
+from jdllm.checkpoints.loading import load_params
+from jdllm.demo import checkpoint_path
 from jdllm.demo.data import (
     DEMO_BUCKETS,
     Asked,
@@ -58,6 +61,7 @@ class TrainSettings:
     """What determines a training run, apart from the machine.
 
     - `hidden_size`, `num_layers`, `num_heads`, `intermediate_size`: of the model.
+    - `begin_with`: a checkpoint of these sizes, whose weights come first; else they are drawn.
     - `buckets`: the examples of every step, all of one kind.
     - `max_positions`: that the configuration states.
     - `minutes`: wall-clock budget in all, compilation included and the final evaluation excluded.
@@ -76,6 +80,7 @@ class TrainSettings:
     num_layers: int = 6
     num_heads: int = 8
     intermediate_size: int = 448
+    begin_with: Path | None = None
     buckets: tuple[Bucket | LongBucket, ...] = DEMO_BUCKETS
     max_positions: int = 2 * MAX_LENGTH
     minutes: float = 8.0
@@ -118,7 +123,13 @@ class TrainSettings:
 SETTINGS: dict[str, TrainSettings] = {
     "demo": TrainSettings(),
     "retrieval": TrainSettings(
-        buckets=RETRIEVAL_BUCKETS, max_positions=MAX_POSITIONS, reports=6, report_instances=64
+        begin_with=checkpoint_path(),
+        buckets=RETRIEVAL_BUCKETS,
+        max_positions=MAX_POSITIONS,
+        learning_rate=5e-4,
+        reports=6,
+        report_instances=64,
+        final_instances=256,
     ),
 }
 """By the name of the model."""
@@ -243,7 +254,8 @@ def train(settings: TrainSettings, out: Path, log: Callable[[str], None] = print
     - `out`: the directory to create; see `write_checkpoint`.
     - `log`: takes progress lines.
 
-    Raises `CheckpointError` where `out` exists, before anything else happens.
+    Raises `CheckpointError` where `out` exists, before anything else happens, and for a `begin_with` of other
+    sizes.
     """
     require_free(out)
     began = time.monotonic()
@@ -255,7 +267,10 @@ def train(settings: TrainSettings, out: Path, log: Callable[[str], None] = print
         settings.max_positions,
     )
     config = config_from_hf(values)
-    params = init_params(config, jax.random.key(settings.seed), "float32")
+    if settings.begin_with is None:
+        params = init_params(config, jax.random.key(settings.seed), "float32")
+    else:
+        params = load_params(settings.begin_with, config, "float32")
     log(f"{sum(p.size for p in jax.tree.leaves(params))} weights, {_describe(settings)}")
     with closing(prefetch(settings.make_batches(), settings.workers)) as source:
         params, losses, seconds = _optimise(settings, config, params, source, began, log)
@@ -332,7 +347,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Directory to create for the checkpoint.")],
     minutes: Annotated[float, typer.Option(help="Wall-clock budget, final evaluation excluded.")] = 8.0,
     steps: Annotated[int, typer.Option(help="Most optimizer steps.")] = 1_000_000,
-    seed: Annotated[int, typer.Option(help="Seed of weights, masks and examples.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of weights that are drawn, masks and examples.")] = 0,
     model: Annotated[
         Literal["demo", "retrieval"], typer.Option(help="The bundled model, or one for long contexts.")
     ] = "demo",

@@ -14,6 +14,7 @@ from safetensors import safe_open
 
 from jdllm.checkpoints.loading import load_params
 from jdllm.decoding.generation_defaults import default_sampling
+from jdllm.demo import checkpoint_path
 from jdllm.demo.data import DEMO_BUCKETS, Asked, Bucket, make_batches, prefetch
 from jdllm.demo.export import hf_config, write_checkpoint
 from jdllm.demo.long_data import LongBucket
@@ -148,6 +149,23 @@ def test_existing_directory_is_refused_in_one_line(tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_a_run_begins_with_the_weights_of_a_checkpoint(tmp_path: Path):
+    """The first dispatch of a run has a learning rate of zero, and this one has no other."""
+    once = dataclasses.replace(SMALL, minutes=1e-6, begin_with=tmp_path / "first")
+    train(dataclasses.replace(once, seed=1, begin_with=None), tmp_path / "first", lambda line: None)
+    train(once, tmp_path / "second", lambda line: None)
+    first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("first", "second"))
+    assert first == second
+
+
+def test_a_checkpoint_of_other_sizes_is_refused_as_a_beginning(tmp_path: Path):
+    settings = dataclasses.replace(SMALL, begin_with=checkpoint_path())
+    with pytest.raises(CheckpointError):
+        train(settings, tmp_path / "demo", lambda line: None)
+    assert not (tmp_path / "demo").exists()
+
+
+@pytest.mark.slow
 def test_training_learns_to_copy_the_value_of_a_single_pair(tmp_path: Path):
     lines: list[str] = []
     report = train(SMALL, tmp_path / "demo", lines.append)
@@ -194,4 +212,5 @@ def test_both_models_have_the_same_size_and_their_own_examples():
         for field in dataclasses.fields(demo)
         if getattr(demo, field.name) != getattr(retrieval, field.name)
     }
-    assert changed == {"buckets", "max_positions", "reports", "report_instances"}
+    schedule = {"learning_rate", "reports", "report_instances", "final_instances"}
+    assert changed == {"begin_with", "buckets", "max_positions"} | schedule

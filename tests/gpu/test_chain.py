@@ -83,8 +83,8 @@ def test_a_chain_is_as_good_as_other_kernels(operands, in_a_graph: np.ndarray):
     assert np.linalg.norm(in_a_graph.astype(np.float64) - expected) < 0.03 * np.linalg.norm(expected)
 
 
-def decoded(params, tokens, positions, pool, place, table, *, config, function):
-    return function(params, config, tokens, positions, pool, place, table)[0]
+def decoded(params, tokens, positions, pool, place, table, *, config, forward):
+    return forward(params, config, tokens, positions, pool, place, table)[0]
 
 
 def sequences(config: ModelConfig, count: int, most: int) -> tuple[tuple[Any, ...], Any, Any]:
@@ -109,12 +109,12 @@ def test_decodes_in_a_chain(count: int):
     params = Transformer(config, rngs=nnx.Rngs(0), dtype="bfloat16").params()
     inputs, fresh, stored = sequences(config, count, 2000)
     executables, chain = Executables("gpu"), (params, *inputs, fresh)
-    static: Any = {"config": config, "function": forward_decode_chained}
+    static: Any = {"config": config, "forward": forward_decode_chained}
     in_a_graph = np.asarray(executables.compile(decoded, *chain, **static)(*chain))
     overlapping = executables.compile(decoded, *chain, chained=True, **static)
     for result in [overlapping(*chain) for _ in range(REPEATS)]:
         np.testing.assert_array_equal(np.asarray(result).view(np.uint16), in_a_graph.view(np.uint16))
     layers = params, *inputs, stored
-    static = {"config": config, "function": forward_decode}
+    static = {"config": config, "forward": forward_decode}
     expected = np.asarray(executables.compile(decoded, *layers, **static)(*layers), np.float64)
     assert np.linalg.norm(in_a_graph.astype(np.float64) - expected) < 0.03 * np.linalg.norm(expected)
