@@ -83,4 +83,4 @@ def test_decodes_write_rows_in_place(
         chain = chain_of(executable.as_text() or "")
         assert chain.of_layers == 8 * config.num_layers
         assert not chain.between
-    assert not chain.constants
+        assert not chain.constants
