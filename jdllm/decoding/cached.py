@@ -14,6 +14,7 @@ from jdllm.decoding.step import (
     transfer,
     wanted_of,
 )
+from jdllm.execution.few_rows.chain import chain_operands, chains
 from jdllm.execution.paged.forward import forward_refresh, forward_reuse
 from jdllm.execution.paged.pool import KeyValuePool
 from jdllm.execution.paged.selection import Selection
@@ -81,9 +82,10 @@ def reuse(
 
     Returns the trace. Approximate: what is stored is as old as the last refresh.
     """
+    operands = chain_operands(params, config) if chains(params, config, len(batch.tokens)) else None
     return run_steps(
         lambda tokens, asked: (
-            forward_reuse(params, config, tokens, batch.rows, pool, table),
+            forward_reuse(params, config, tokens, batch.rows, pool, table, operands=operands),
             asked.sources,
         ),
         params,

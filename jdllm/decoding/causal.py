@@ -10,7 +10,7 @@ from jdllm.arrays import Tensor
 from jdllm.decoding.batch import Batch, HeadRows, SegmentParams, Trace
 from jdllm.decoding.head import Choice, Sources, choose
 from jdllm.decoding.penalty import Penalty, decide_penalised
-from jdllm.execution.few_rows.chain import chains
+from jdllm.execution.few_rows.chain import chain_operands, chains
 from jdllm.execution.paged.decode import Place, Window, chain_rows, forward_decode, forward_decode_chained
 from jdllm.execution.paged.parts import Parts, Storage, forward_parts
 from jdllm.execution.paged.pool import PAGE_ROWS, SCRATCH_PAGE, KeyValuePool
@@ -127,6 +127,7 @@ def decode(
     empty = jnp.zeros((capacity, size), jnp.int32)
     trace = Trace(jnp.int32(0), empty, empty.astype(bool), empty.astype(jnp.float32))
     chained = decodes_in_chain(params, config, size)
+    operands = chain_operands(params, config) if chained else None
     count = (lengths > 0).sum(), jnp.asarray(sequences.plain)
 
     def active(ended: Bool[Array, " segments"], step: Int[Array, ""]) -> Bool[Array, " segments"]:
@@ -143,7 +144,9 @@ def decode(
         place = _place(reads, lengths, step, goes_on)
         if chained:
             table = _table(reads, lengths, step, fresh=True)
-            hidden, pool = forward_decode_chained(params, config, tokens, positions, pool, place, table)
+            hidden, pool = forward_decode_chained(
+                params, config, tokens, positions, pool, place, table, operands=operands
+            )
             # Nor may what the head needs besides be computed between two layers.
             hidden, asked = lax.optimization_barrier((hidden, count))
         else:

@@ -6,7 +6,7 @@ between them either.
 """
 
 import functools
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,17 @@ class ChainedAttention(Protocol):
     def __call__(self, q: Array, k: Array, v: Array, *, layer: Array, chained: bool) -> Array: ...
 
 
+class ChainOperands(NamedTuple):
+    """What the kernels of a chain take besides rows and weights; a loop of steps makes it once, before it.
+
+    - `numbers`: each layer's place in its stack.
+    - `bias`: of queries, keys and values together, where the model has one.
+    """
+
+    numbers: tuple[Int[Array, ""], ...]
+    bias: Array | None
+
+
 def chains(params: Params, config: ModelConfig, rows: int) -> bool:
     """Whether `run_chain` can take so many rows of this model, on the device at hand.
 
@@ -58,9 +69,28 @@ def chains(params: Params, config: ModelConfig, rows: int) -> bool:
     return rotated and all(streamed(*names) for names in (_GATES, ("o",), ("down",)))
 
 
+def chain_operands(params: Params, config: ModelConfig) -> ChainOperands:
+    """The operands of the chain of a model for which `chains` holds.
+
+    XLA writes constants beside the code of its kernels, where the driver may put them at addresses that
+    kernels of Mosaic refuse: numbers of layers follow from a weight, of which XLA does not know that it does
+    not matter.
+    """
+    ((name, begin, end),) = layer_runs(config)
+    stack = params[name]
+    bits = lax.bitcast_convert_type(stack["attn_norm"][0, 0], jnp.uint16)
+    zero = jnp.minimum(bits.astype(jnp.int32), 0)
+    biases = [stack[name] for name in _BIASES if name in stack]
+    return ChainOperands(
+        tuple(zero + place for place in range(begin, end)),
+        jnp.concatenate(biases, axis=1) if biases else None,
+    )
+
+
 def run_chain(
     params: Params,
     config: ModelConfig,
+    operands: ChainOperands,
     h: Hidden,
     rotation: tuple[Array, Array],
     attention: ChainedAttention,
@@ -68,6 +98,7 @@ def run_chain(
     """Run all layers of a model for which `chains` holds.
 
     Arguments:
+    - `operands`: as of `chain_operands`.
     - `h`: embedded rows.
     - `rotation`: cosine and sine of the rows' angles.
     - `attention`: over everything that each row sees.
@@ -75,14 +106,12 @@ def run_chain(
     Returns the hidden rows after the last layer, as `jdllm.execution.transformer.scan_layers` would, but for
     the order of sums, and the rotated keys and the values of each layer.
     """
-    ((name, begin, end),) = layer_runs(config)
-    stack = params[name]
-    biases = [stack[name] for name in _BIASES if name in stack]
-    bias = jnp.concatenate(biases, axis=1) if biases else None
+    ((name, begin, _),) = layer_runs(config)
+    stack, (numbers, bias) = params[name], operands
 
-    @functools.partial(jax.jit, static_argnames=("chained", "last"))
+    @functools.partial(jax.jit, static_argnames="chained")
     def layer(
-        h: Hidden, x: Hidden, place: Array, *, chained: bool, last: bool
+        h: Hidden, x: Hidden, place: Array, after: Array, *, chained: bool
     ) -> tuple[Hidden, Hidden, tuple[Array, Array]]:
         def products(x: Hidden, names: tuple[str, ...], **options: Any) -> tuple[Array, ...]:
             weights = [stack[name] for name in names]
@@ -97,22 +126,12 @@ def run_chain(
         o = attention(q, k, v, layer=place, chained=chained)
         h, x = add(h, o.reshape(h.shape[0], -1), "o", "ffn_norm", place)
         (y,) = products(x, _GATES, gated=True)
-        return *add(h, y, "down", "attn_norm", place if last else place + 1), (k, v)
+        return *add(h, y, "down", "attn_norm", after), (k, v)
 
     stored: list[tuple[Array, Array]] = []
-    x, zero = rms_norm(h, stack["attn_norm"][begin], config.rms_norm_eps), _unknown_zero(stack["attn_norm"])
-    for place in range(begin, end):
+    x = rms_norm(h, stack["attn_norm"][begin], config.rms_norm_eps)
+    for index, (number, after) in enumerate(zip(numbers, (*numbers[1:], numbers[-1]), strict=True)):
         # What all layers read is older than the chain: the first one has waited for it.
-        h, x, keys_values = layer(h, x, zero + place, chained=place > begin, last=place == end - 1)
+        h, x, keys_values = layer(h, x, number, after, chained=index > 0)
         stored.append(keys_values)
     return h, stored
-
-
-def _unknown_zero(weights: Array) -> Int[Array, ""]:
-    """0, of which XLA does not know that it is.
-
-    XLA writes constants beside the code of its kernels, where the driver may put them at addresses that
-    kernels of Mosaic refuse. The numbers of all layers are what one small kernel computes.
-    """
-    bits = lax.bitcast_convert_type(weights[(0,) * weights.ndim], jnp.uint16)
-    return jnp.minimum(bits.astype(jnp.int32), 0)

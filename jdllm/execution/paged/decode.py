@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from jdllm.arrays import Tensor
-from jdllm.execution.few_rows.chain import run_chain
+from jdllm.execution.few_rows.chain import ChainOperands, chain_operands, run_chain
 from jdllm.execution.paged.pool import KeyValuePool
 from jdllm.execution.paged.stored_keys import Heads, StoredKeys, over_stored_keys
 from jdllm.execution.transformer import embed, scan_layers
@@ -97,11 +97,14 @@ def forward_decode_chained(
     pool: KeyValuePool,
     place: Place,
     table: PageTable,
+    *,
+    operands: ChainOperands | None = None,
 ) -> tuple[Hidden, KeyValuePool]:
     """`forward_decode` as a chain of kernels, for which `chains` must hold with the sequences' `chain_rows`.
 
     Arguments:
     - `table`: what each row sees, of the pool without itself, and itself as a fresh row, that of its number.
+    - `operands`: of the chain, where a loop has made them.
     - the others: as of `forward_decode`.
 
     A kernel of the chain may not wait for what is written into the pool: all layers' rows are written after
@@ -118,7 +121,8 @@ def forward_decode_chained(
         ).o
 
     # Nothing may stand between two layers, and the last one reads the pool that is written then.
-    h, stored = lax.optimization_barrier(run_chain(params, config, embed(params, tokens), rotation, attend))
+    made, h = operands or chain_operands(params, config), embed(params, tokens)
+    h, stored = lax.optimization_barrier(run_chain(params, config, made, h, rotation, attend))
     k, v = (
         jnp.stack([rows[::same] for rows in of_layers], axis=1) for of_layers in zip(*stored, strict=True)
     )

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxtyping import Array
 
-from jdllm.execution.few_rows.chain import chains, run_chain
+from jdllm.execution.few_rows.chain import ChainOperands, chain_operands, chains, run_chain
 from jdllm.execution.paged.pool import KeyValuePool
 from jdllm.execution.paged.selection import Selection, slots_of, sources, store
 from jdllm.execution.transformer import Wanted, attention_over, embed, last_block, scan_layers
@@ -80,6 +80,7 @@ def forward_reuse(
     pool: KeyValuePool,
     table: PageTable,
     *,
+    operands: ChainOperands | None = None,
     attention: Callable[..., AttentionOutput] | None = None,
     grouped_matmul: GroupedMatmulFn = default_grouped_matmul,
 ) -> Hidden:
@@ -90,6 +91,7 @@ def forward_reuse(
     - `pool`: read only.
     - `table`: the packed rows are cut evenly into as many tiles as it has requests; each tile sees its own
       pages and, as fresh rows, some of the packed ones. All rows of a tile belong to one segment.
+    - `operands`: of the chain, where a loop has made them and the layers are one.
     - `attention`: the attention to use, with the contract of `jdllm.pallas.split_attention.split_attention`,
       which is the default; with another one the layers are no chain.
     - the others: as of `jdllm.execution.transformer.forward`.
@@ -105,7 +107,11 @@ def forward_reuse(
         return attend_to(by_tile, *pool, table, fresh=(k, v), scale=scale, **options)
 
     if attention is None and chains(params, config, len(tokens)):
-        return run_chain(params, config, h, rotation, lambda *qkv, **options: attend(*qkv, **options).o)[0]
+        made = operands or chain_operands(params, config)
+        hidden, _ = run_chain(
+            params, config, made, h, rotation, lambda *qkv, **options: attend(*qkv, **options).o
+        )
+        return hidden
 
     def body(h: Hidden, layer: Layer, number: Array) -> Hidden:
         def attend_layer(q: Array, k: Array, v: Array, *_: RowInts, scale: float) -> AttentionOutput:
