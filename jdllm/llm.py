@@ -50,6 +50,7 @@ from jdllm.serving.request import Request
 from jdllm.serving.spec import RequestSpec, generation_spec, infill_spec
 from jdllm.serving.updates import StepUpdate, Update
 from jdllm.serving.verifier import Verifier, load_verifier
+from jdllm.serving.verifier_keys import verifier_keys_bytes
 from jdllm.serving.warm_question import ANSWER, warm_questions
 
 if TYPE_CHECKING:
@@ -183,6 +184,8 @@ class LLM(ScoresText):
         beside = None if verifier is None else self._verifier(verifier, dtype, verifier_shares_ids, progress)
         verifier_bytes = 0 if beside is None else tree_bytes(beside.params)
         held = loaded.device_bytes + verifier_bytes
+        if beside is not None:
+            verifier_bytes += verifier_keys_bytes(beside, max_num_batched_tokens)
         self._budget = device_budget(device, memory, host_memory, held=held)
         self.account = make_account(
             self.config,

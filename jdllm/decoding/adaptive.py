@@ -18,8 +18,10 @@ from jdllm.arrays import Tensor
 from jdllm.chunks import ChunkConfig
 from jdllm.decoding.batch import HeadRows, Trace
 from jdllm.decoding.head import source_rows
+from jdllm.execution.paged.decode import Place, Window, forward_decode
+from jdllm.execution.paged.pool import KeyValuePool
 from jdllm.execution.transformer import forward, logits
-from jdllm.models.block import Rows
+from jdllm.models.block import RowInts, Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.noise import Purpose, step_keys
@@ -53,55 +55,90 @@ class AdaptiveSegments(NamedTuple):
     mixture_weight: Float[Tensor, " segments"]
 
 
+class Verified(NamedTuple):
+    """Rows that the verifier evaluates.
+
+    - `positions`: their positions.
+    - `place`, `seen`: as of `jdllm.execution.paged.decode.forward_decode`.
+    """
+
+    positions: RowInts
+    place: Place
+    seen: Window
+
+
 class AdaptiveBatch(NamedTuple):
     """One packed batch for both models.
 
     - `tokens`: of all segments, masks included.
     - `rows`: as the diffusion model sees them.
-    - `causal`: as the verifier sees them; rows from a segment's last head row on see nothing.
+    - `verified`: as the verifier sees each segment from the row before its first head row to the one before
+      its last; what is before them is stored.
+    - `verified_row`: the packed row of each of these.
+    - `verified_from`: which of them predicts each head row.
     - `head`: each segment's window, its next masked rows, rising; `unguided` is not read.
     - `segments`: their parameters.
     """
 
     tokens: Int[Tensor, " rows"]
     rows: Rows
-    causal: Rows
+    verified: Verified
+    verified_row: Int[Tensor, " verified"]
+    verified_from: Int[Tensor, " head"]
     head: HeadRows
     segments: AdaptiveSegments
+
+
+def read(
+    verifier: Params, tokens: RowInts, rows: Verified, pool: KeyValuePool, *, config: ModelConfig
+) -> tuple[Int[Array, ""], KeyValuePool]:
+    """Store rows of prompts for the verifier.
+
+    Arguments:
+    - `verifier`, `config`: its weights, and what it is; static.
+    - `tokens`, `rows`: the rows.
+    - `pool`: what is stored of those before them; given back, donate it.
+
+    Returns 0, and the pool.
+    """
+    _, pool = forward_decode(verifier, config, tokens, rows.positions, pool, rows.place, rows.seen)
+    return jnp.int32(0), pool
 
 
 def denoise_adaptive(
     params: Params,
     verifier: Params,
     batch: AdaptiveBatch,
+    pool: KeyValuePool,
     *,
     config: ModelConfig,
     verifier_config: ModelConfig,
     chunks: ChunkConfig,
-    verifier_chunks: ChunkConfig,
-) -> Trace:
+) -> tuple[Trace, KeyValuePool]:
     """One iteration: draft the window of every segment, verify it and accept a prefix.
 
     Arguments:
     - `params`, `verifier`: stacked weights of the diffusion model and of the autoregressive one.
     - `batch`: the packed batch.
-    - `config`, `verifier_config`, `chunks`, `verifier_chunks`: static. Of the chunk counts of logits that of
-      `chunks` counts: logits of both models exist for one chunk of the head rows at a time.
+    - `pool`: of the verifier; given back, donate it.
+    - `config`, `verifier_config`, `chunks`: static. Chunk counts are those of the diffusion model; logits of
+      both models exist for one chunk of the head rows at a time.
 
-    Returns a trace of one step: the draft, and which of it was accepted, at least the first of each segment.
-    Tokens are those of the smaller vocabulary. Exact: both models evaluate whole sequences.
+    Returns a trace of one step: the draft, and which of it was accepted, at least the first of each segment;
+    and the pool. Tokens are those of the smaller vocabulary. Exact: the diffusion model evaluates whole
+    sequences, and what the verifier has stored does not depend on what follows.
     """
     head, segments = batch.head, batch.segments
     total = head.row.shape[0]
     size = -(-total // chunks.logits)
     real = jnp.asarray(head.segment) < segments.step.shape[0]
     positions = jnp.asarray(batch.rows.positions)[head.row]
+    verified_from = jnp.asarray(batch.verified_from)
     keys = step_keys(jnp.asarray(segments.seed), Purpose.TOKEN, jnp.asarray(segments.step))
     of_row: tuple[AdaptiveSegments, Keys] = jax.tree.map(
         lambda x: jnp.asarray(x)[head.segment], (segments, keys)
     )
     drafted_from, _ = source_rows(config, head, positions)
-    verified_from = jnp.asarray(head.row) - jnp.where(positions > 0, 1, 0)
     common = min(config.vocab_size, verifier_config.vocab_size)
     hidden = forward(params, config, batch.tokens, batch.rows, chunks=chunks)
 
@@ -126,10 +163,11 @@ def denoise_adaptive(
 
     drafts = in_chunks(draft).token
     tokens = _with_draft(batch.tokens, head, real, drafts, verifier_config.vocab_size)
-    hidden_of_draft = forward(verifier, verifier_config, tokens, batch.causal, chunks=verifier_chunks)
+    (positions_of, place, seen), asked = batch.verified, tokens[jnp.asarray(batch.verified_row)]
+    hidden_of_draft, pool = forward_decode(verifier, verifier_config, asked, positions_of, pool, place, seen)
     targets = in_chunks(target)
     accepted = real & _agreeing_prefix(drafts == targets.token, head.segment)
-    return Trace(jnp.int32(1), drafts[None], accepted[None], targets.logprob[None])
+    return Trace(jnp.int32(1), drafts[None], accepted[None], targets.logprob[None]), pool
 
 
 def _in_chunks(choose: Callable[[Cut], Drawn], total: int, size: int, count: Int[Array, ""]) -> Drawn:

@@ -1,16 +1,20 @@
 """Packs the requests of an iteration of adaptive parallel decoding into the arrays of a bucket."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from jdllm.arrays import padded
-from jdllm.decoding.adaptive import AdaptiveBatch, AdaptiveSegments
-from jdllm.models.block import Rows
+from jdllm.decoding.adaptive import AdaptiveBatch, AdaptiveSegments, Verified
+from jdllm.execution.paged.decode import Place, Window
+from jdllm.execution.paged.pool import PAGE_ROWS
+from jdllm.execution.paged.stored_keys import StoredKeys
 from jdllm.models.config import ModelConfig
 from jdllm.models.visibility import key_ranges
+from jdllm.planning.buckets import power_bucket
 from jdllm.planning.ladder import Entry
+from jdllm.serving.kv_pool import KvPool
 from jdllm.serving.packing import head_rows, lay_out
 from jdllm.serving.request import Request
 
@@ -22,27 +26,89 @@ class PackedAdaptive(NamedTuple):
     candidates: list[np.ndarray]
 
 
+class Part(NamedTuple):
+    """Rows of a request that the verifier evaluates together, at least one."""
+
+    request: Request
+    rows: range
+
+
 def pack_adaptive(
-    requests: Sequence[Request], config: ModelConfig, verifier_config: ModelConfig, entry: Entry
+    requests: Sequence[Request],
+    windows: Sequence[range],
+    config: ModelConfig,
+    verifier_config: ModelConfig,
+    pool: KvPool,
+    entry: Entry,
 ) -> PackedAdaptive:
-    """Lay the requests out one after another, as both models see them."""
+    """Lay out the requests as the diffusion model sees them, and what the verifier evaluates of them.
+
+    Arguments:
+    - `windows`: what the verifier evaluates of each request, as of `jdllm.serving.verifier_keys.Spans`.
+    - `pool`: of the verifier.
+    """
     candidates = [r.candidates() for r in requests]
     tokens, rows, starts = lay_out([r.tokens for r in requests], config, entry.rows)
-    k_start, k_end = np.zeros_like(rows.k_start), np.zeros_like(rows.k_end)
-    for start, window in zip(starts, candidates, strict=True):
-        # The last draft is predicted by the row before it: no row from there on is needed.
-        seen = slice(start, start + window[-1])
-        k_start[seen], k_end[seen] = key_ranges(verifier_config, int(start), int(window[-1]))
     row = np.concatenate([start + window for start, window in zip(starts, candidates, strict=True)])
     segment = np.repeat(np.arange(len(requests)), [len(window) for window in candidates])
+    first = np.cumsum([0, *map(len, windows)])
+    size = power_bucket(int(first[-1]), entry.head_rows)
+    parts = [Part(*part) for part in zip(requests, windows, strict=True)]
+    verified_row = [start + np.arange(w.start, w.stop) for start, w in zip(starts, windows, strict=True)]
+    verified_from = [
+        at + np.maximum(masked - 1, 0) - window.start
+        for at, masked, window in zip(first[:-1], candidates, windows, strict=True)
+    ]
     batch = AdaptiveBatch(
         tokens,
         rows,
-        Rows(rows.positions, k_start, k_end),
+        pack_verified(parts, verifier_config, pool, size, entry.rows // PAGE_ROWS + entry.segments),
+        padded(np.concatenate(verified_row).astype(np.int32), size),
+        padded(np.concatenate(verified_from).astype(np.int32), entry.head_rows),
         head_rows(row, row, segment, entry),
         _segments(requests, entry.segments),
     )
     return PackedAdaptive(batch, candidates)
+
+
+def pack_verified(
+    parts: Sequence[Part], config: ModelConfig, pool: KvPool, size: int, entries: int
+) -> Verified:
+    """Rows of the verifier, padded to `size` with rows that see nothing and are stored nowhere.
+
+    Arguments:
+    - `entries`: of the list of pages that they see.
+    """
+    nowhere = np.iinfo(np.int32).max - np.arange(size, dtype=np.int32)
+    positions, start, end, row = (np.zeros(size, np.int32) for _ in range(4))
+    pages, valid = np.zeros(entries, np.int32), np.zeros(entries, np.int32)
+    at = page = 0
+    for request, rows in parts:
+        packed = slice(at, at + len(rows))
+        positions[packed] = rows
+        held = pool.pages_of(request.id)
+        nowhere[packed], row[packed] = held[positions[packed] // PAGE_ROWS], positions[packed] % PAGE_ROWS
+        first, last = key_ranges(config, page * PAGE_ROWS, rows.stop)
+        start[packed], end[packed] = first[rows.start :], last[rows.start :]
+        read = held[: pool.pages_for(rows.stop)]
+        pages[page : page + len(read)] = read
+        valid[page : page + len(read)] = np.minimum(rows.stop - PAGE_ROWS * np.arange(len(read)), PAGE_ROWS)
+        at, page = at + len(rows), page + len(read)
+    return Verified(positions, Place(nowhere, row), Window(StoredKeys(pages, valid), start, end))
+
+
+def parts_of(requests: Sequence[Request], unread: Sequence[range], most: int) -> Iterator[list[Part]]:
+    """What is not stored of some requests, in groups of at most `most` rows."""
+    group, room = [], most
+    for request, left in zip(requests, unread, strict=True):
+        while left:
+            group.append(Part(request, left[:room]))
+            left, room = left[room:], room - len(group[-1].rows)
+            if not room:
+                yield group
+                group, room = [], most
+    if group:
+        yield group
 
 
 def _segments(requests: Sequence[Request], size: int) -> AdaptiveSegments:

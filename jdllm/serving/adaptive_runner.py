@@ -1,38 +1,46 @@
 """Runs iterations of adaptive parallel decoding: the diffusion model and its verifier in one executable."""
 
-import dataclasses
-import math
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from jdllm.arrays import padded
 from jdllm.chunks import ChunkConfig
-from jdllm.decoding.adaptive import AdaptiveBatch, denoise_adaptive
+from jdllm.decoding.adaptive import denoise_adaptive, read
 from jdllm.decoding.encoded_trace import EncodedTrace, encoding
-from jdllm.decoding.executables import Executable, Executables
+from jdllm.decoding.executables import Executable, Executables, temp_bytes
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
+from jdllm.planning.account import Account
+from jdllm.planning.buckets import power_bucket
 from jdllm.planning.ladder import Entry, Ladder, Sizes
-from jdllm.serving.adaptive_packing import pack_adaptive
+from jdllm.serving.adaptive_packing import pack_adaptive, pack_verified, parts_of
+from jdllm.serving.fitting import check_fits
+from jdllm.serving.full_runner import FullRunner
 from jdllm.serving.launch import Launch
 from jdllm.serving.packing import demand
 from jdllm.serving.request import Request
 from jdllm.serving.verifier import Verifier
+from jdllm.serving.verifier_keys import VerifierKeys
 
 _denoise_adaptive = encoding(denoise_adaptive)
+_POOL = (3,)
+"""Where the verifier's pool is among the arguments; it is given back."""
 
-Compile = Callable[[ChunkConfig], Executable]
-"""The executable that runs with given chunk counts, for its memory."""
+_LEAST_READ, _MOST_READ = 128, 1024
+"""Rows of prompts that the verifier reads at a time."""
 
 
 class AdaptiveRunner:
     """Runs iterations of one diffusion model with one verifier.
 
     Arguments:
-    - `params`, `config`, `executables`, `ladder`: as of `jdllm.serving.full_runner.FullRunner`.
+    - `params`, `config`, `executables`, `ladder`, `account`: as of `jdllm.serving.full_runner.FullRunner`.
+    - `full`: says how steps of the diffusion model are cut.
     - `verifier`: the autoregressive model.
-    - `choose`: chooses the chunk counts of an entry; raises `MemoryBudgetError` where none fit.
+    - `keys`: what it has stored.
     """
 
     def __init__(
@@ -41,48 +49,76 @@ class AdaptiveRunner:
         config: ModelConfig,
         executables: Executables,
         ladder: Ladder,
+        account: Account,
+        full: FullRunner,
         verifier: Verifier,
-        choose: Callable[[Entry, Compile], ChunkConfig],
+        keys: VerifierKeys,
     ):
         self._params = params
         self._config = config
         self._executables = executables
+        self._account = account
+        self._full = full
         self._verifier = verifier
-        self._choose = choose
+        self._keys = keys
         self._sizes = Sizes(ladder.full)
-        self._chosen: dict[Entry, ChunkConfig] = {}
+        self._chosen: dict[tuple[Entry, int, int], ChunkConfig] = {}
 
     def launch(self, requests: list[Request], max_steps: int) -> Launch:
         """One iteration, as of `Launcher`; host memory is not used."""
         rows, head_rows = np.sum([demand(r) for r in requests], axis=0).tolist()
         entry = self._sizes.choose(rows, head_rows, len(requests))
-        batch, candidates = pack_adaptive(requests, self._config, self._verifier.config, entry)
-        static = self._static(self._chunks(batch, entry))
+        spans = self._keys.hold(requests)
+        reads = self._reads(requests, [span.unread for span in spans])
+        windows, pool = [span.window for span in spans], self._keys.pool
+        batch, candidates = pack_adaptive(
+            requests, windows, self._config, self._verifier.config, pool.table, entry
+        )
+        arguments = self._params, self._verifier.params, batch
+        step = self._compiled(arguments, entry)
+        self._keys.stored(requests, spans)
 
         def run() -> EncodedTrace:
-            return self._executables.call(_denoise_adaptive, *self._arguments(batch), **static)
+            self._full.make_room(entry)
+            for call in reads:
+                call()
+            return pool.run(step, *arguments, writes=True)
 
         return Launch(run, candidates, [None] * len(requests))
 
-    def _chunks(self, batch: AdaptiveBatch, entry: Entry) -> ChunkConfig:
+    def _reads(self, requests: Sequence[Request], unread: Sequence[range]) -> list[Callable[[], Any]]:
+        """What the verifier has to read before it can see the windows of some requests."""
+        verifier, pool = self._verifier, self._keys.pool
+        calls = []
+        for parts in parts_of(requests, unread, _MOST_READ):
+            size = power_bucket(sum(len(part.rows) for part in parts), _LEAST_READ)
+            tokens = np.concatenate([request.tokens[rows.start : rows.stop] for request, rows in parts])
+            packed = pack_verified(parts, verifier.config, pool.table, size, pool.pages)
+            arguments = verifier.params, padded(tokens.astype(np.int32), size), packed
+            executable = self._executables.compile(
+                read, *arguments, pool.abstract, donate=_POOL, config=verifier.config
+            )
+            check_fits(self._account, f"the verifier's reading of {size} rows", size, executable)
+            calls.append(functools.partial(pool.run, executable, *arguments, writes=True))
+        return calls
+
+    def _compiled(self, arguments: tuple[Any, ...], entry: Entry) -> Executable:
         def compiled(chunks: ChunkConfig) -> Executable:
             return self._executables.compile(
-                _denoise_adaptive, *self._arguments(batch), **self._static(chunks)
+                _denoise_adaptive,
+                *arguments,
+                self._keys.pool.abstract,
+                donate=_POOL,
+                config=self._config,
+                verifier_config=self._verifier.config,
+                chunks=chunks,
             )
 
-        if entry not in self._chosen:
-            self._chosen[entry] = self._choose(entry, compiled)
+        def needs(chunks: ChunkConfig) -> int:
+            return temp_bytes(compiled(chunks)) + self._keys.beyond_plan
+
+        kind = entry, len(arguments[2].verified_row), self._keys.pool.pages
+        if kind not in self._chosen:
+            self._chosen[kind] = self._full.adaptive_chunks(entry, needs)
             self._sizes.compiled.add(entry)
-        return self._chosen[entry]
-
-    def _arguments(self, batch: AdaptiveBatch) -> tuple[Params, Params, AdaptiveBatch]:
-        return self._params, self._verifier.params, batch
-
-    def _static(self, chunks: ChunkConfig) -> dict[str, Any]:
-        heads = math.gcd(chunks.heads, self._verifier.config.num_kv_heads)
-        return {
-            "config": self._config,
-            "verifier_config": self._verifier.config,
-            "chunks": chunks,
-            "verifier_chunks": dataclasses.replace(chunks, heads=heads),
-        }
+        return compiled(self._chosen[kind])

@@ -28,6 +28,7 @@ from jdllm.serving.scheduler import Kind, Limits, Scheduler
 from jdllm.serving.spec import RequestSpec
 from jdllm.serving.stages import Model
 from jdllm.serving.verifier import Verifier, check_verifiable
+from jdllm.serving.verifier_keys import VerifierKeys
 
 
 def make_engine(
@@ -52,6 +53,7 @@ def make_engine(
     - `verifier`: for adaptive parallel decoding.
     - `eager_pool`: put the KV pool on the device now, not with the first request that needs it.
     """
+    keys = None
     pool = DevicePool(config, params["final_norm"].dtype, account.pages)
     model = params, config, executables
     preparation = Preparation(Model(*model, account, pool), account.prepare_rows)
@@ -72,7 +74,8 @@ def make_engine(
         cached = CachedRunner(*model, ladder, account, pool)
         parts = _denoising(full, cached, preparation, ladder, account)
         if verifier is not None:
-            adaptive = AdaptiveRunner(*model, ladder, verifier, full.adaptive_chunks)
+            keys = VerifierKeys(verifier, account.rows)
+            adaptive = AdaptiveRunner(*model, ladder, account, full, verifier, keys)
             parts.launchers[Kind.ADAPTIVE] = adaptive.launch
     limits = Limits(
         max_num_batched_tokens=account.rows,
@@ -103,6 +106,7 @@ def make_engine(
         compiled=parts.compiled,
         non_finite=Diagnosis(None if offloaded else params, config, executables, verifier),
         layered=parts.layered,
+        verifier_keys=keys,
     )
 
 

@@ -26,6 +26,7 @@ from jdllm.serving.runner import Pending, Runner
 from jdllm.serving.scheduler import Kind, Part, Scheduler
 from jdllm.serving.spec import RequestSpec
 from jdllm.serving.updates import Ended, PartDone, RequestState, Stats, StepUpdate, Update
+from jdllm.serving.verifier_keys import VerifierKeys
 
 Updates = Literal["every", "later", "none"]
 
@@ -52,6 +53,7 @@ class Engine:
     - `pool`: of keys and values.
     - `scheduler`: says what runs next.
     - `preparation`: of requests over long contexts; `layered`: of causal ones that the pool has no room for.
+    - `verifier_keys`: what the verifier of adaptive requests has stored of them.
     - `costs`: what requests and their steps take.
     - `check`: raises `RequestError` or `MemoryBudgetError` for a request that this engine cannot serve.
     - `compiled`: what `warm` compiles.
@@ -80,12 +82,14 @@ class Engine:
         compiled: Sequence[Compiled],
         non_finite: Callable[[Request], NonFiniteError],
         layered: LayeredRunner | None = None,
+        verifier_keys: VerifierKeys | None = None,
     ):
         self._runner = runner
         self._pool = pool
         self._scheduler = scheduler
         self._preparation = preparation
         self._layered = layered
+        self._verifier_keys = verifier_keys
         self._costs = costs
         self._check = check
         self._compiled = compiled
@@ -233,7 +237,7 @@ class Engine:
             for request in list(self._entries):
                 self._leave(request, "failed")
             self._flight.drain()
-            self._pool.free()
+            self._free()
 
     def programs(self) -> list[Program]:
         """What the ladder of this engine needs compiled."""
@@ -257,7 +261,7 @@ class Engine:
                 self._leave(request, "aborted")
             self._flight.drain()
             self._runner.close()
-            self._pool.free()
+            self._free()
 
     def _take_arrivals(self) -> None:
         while self._arrivals:
@@ -322,7 +326,7 @@ class Engine:
             self._flight.drain()
             self._runner.probe()
             self._pool.forget_contents()
-            self._rebuild_lost_pool()
+            self._rebuild_lost_pools()
             left = [request for request in pending.requests if request.id in self._entries]
             found = self._non_finite if isinstance(error, NonFiniteError) else lambda _: error
             return [self._end(request, found(request)) for request in left]
@@ -389,8 +393,15 @@ class Engine:
             deliver(update)
         return update
 
-    def _rebuild_lost_pool(self) -> None:
-        """Where a failed executable took the KV pool with it, make it again."""
+    def _free(self) -> None:
+        self._pool.free()
+        if self._verifier_keys is not None:
+            self._verifier_keys.clear()
+
+    def _rebuild_lost_pools(self) -> None:
+        """Where a failed executable took the KV pool with it, make it again; the verifier's anyway."""
+        if self._verifier_keys is not None:
+            self._verifier_keys.clear()
         if self._pool.lost:
             self._pool.free()
             self._counts["rebuilt"] += 1
@@ -407,6 +418,8 @@ class Engine:
         self._preparation.forget(request)
         if self._layered is not None:
             self._layered.forget(request)
+        if self._verifier_keys is not None:
+            self._verifier_keys.forget(request)
 
 
 def _request(spec: RequestSpec, number: int) -> Request:

@@ -97,8 +97,7 @@ class FullRunner:
         chunks, tiers = self._choice(batch, mask_id, entry)
 
         def run() -> EncodedTrace:
-            if self._takes_pool(entry):
-                self._make_room()
+            self.make_room(entry)
             if self._offloaded is not None:
                 return encode(self._layer_by_layer(self._offloaded, batch, mask_id, chunks))
             if tiers is not None:
@@ -136,9 +135,10 @@ class FullRunner:
         for entry in self._ladder.full:
             yield entry, pack([request], self._config, entry).batch
 
-    def _takes_pool(self, entry: Entry) -> bool:
-        """Whether a step needs the room of the KV pool; none of the ladder does."""
-        return entry not in self._ladder.full and entry.rows > self._account.max_context
+    def make_room(self, entry: Entry) -> None:
+        """Free the KV pool for a step that needs its room; none of the ladder does."""
+        if entry not in self._ladder.full and entry.rows > self._account.max_context:
+            self._make_room()
 
     def _tiered(
         self, batch: Batch, mask_id: int, chunks: ChunkConfig, tiers: HostTiers, level: Level
@@ -194,15 +194,16 @@ class FullRunner:
         static = self._static(mask_id, chunks)
         return self._executables.compile(_denoise, self._params, batch, np.int32(1), **static)
 
-    def adaptive_chunks(self, entry: Entry, compiled: Callable[[ChunkConfig], Executable]) -> ChunkConfig:
-        """Chunk counts for steps of adaptive parallel decoding; raises `MemoryBudgetError`."""
+    def adaptive_chunks(self, entry: Entry, needs: Callable[[ChunkConfig], int]) -> ChunkConfig:
+        """Chunk counts for steps of adaptive parallel decoding, which need so many bytes beside what plans
+        count as fixed; raises `MemoryBudgetError`."""
         budget = self._account.step_budget(entry.rows)
         if budget is None:
             return self._unplanned(entry.head_rows)
         # Logits of two models and their mixture: about what a filter keeps.
         most = self._max_num_logits or _UNPLANNED_LOGITS
         workload = dataclasses.replace(self.workload(Level.FILTERED), max_num_logits=most)
-        return self._fit(workload, entry, budget, (), lambda chunks: temp_bytes(compiled(chunks)))[0]
+        return self._fit(workload, entry, budget, (), needs)[0]
 
     def workload(self, level: Level) -> Workload:
         """What steps are planned for."""

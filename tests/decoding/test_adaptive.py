@@ -17,6 +17,8 @@ from jdllm.models.weights import abstract_params, param_bytes
 from jdllm.planning.budget import MemoryBudgetError
 from jdllm.serving.adaptive_packing import pack_adaptive
 from jdllm.serving.updates import StepUpdate
+from jdllm.serving.verifier import Verifier
+from jdllm.serving.verifier_keys import VerifierKeys
 from tests.decoding import slow_adaptive
 from tests.decoding.adaptive_models import (
     CAUSAL,
@@ -201,7 +203,7 @@ class TestCompany:
     @pytest.mark.parametrize(
         ("family", "names"),
         [
-            ("llada", ["greedy, mostly diffusion", "drawn, cool", "one at a time"]),
+            ("llada", ["drawn, cool", "one at a time"]),
             pytest.param("llada", list(CASES), marks=SLOW),
             pytest.param("dream", list(CASES), marks=SLOW),
         ],
@@ -329,14 +331,14 @@ class TestMemory:
         wide, causal = (dataclasses.replace(c, vocab_size=self.vocab) for c in (DREAM, CAUSAL))
         sampling = adaptive(gen_length=40, max_lookahead=32)
         requests = [generation_request(i, np.zeros(90, int), sampling, wide) for i in range(8)]
-        batch = pack_adaptive(requests, wide, causal, entry_of(requests)).batch
+        keys = VerifierKeys(Verifier(abstract_params(causal, "float32"), causal), 1024)
+        windows = [span.window for span in keys.hold(requests)]
+        batch = pack_adaptive(requests, windows, wide, causal, keys.pool.table, entry_of(requests)).batch
         assert batch.head.row.shape == (256,)
         cut = ChunkConfig(logits=chunks)
-        run = functools.partial(
-            denoise_adaptive, config=wide, verifier_config=causal, chunks=cut, verifier_chunks=cut
-        )
+        run = functools.partial(denoise_adaptive, config=wide, verifier_config=causal, chunks=cut)
         params = (abstract_params(config, "float32") for config in (wide, causal))
-        assert largest_intermediate(run, *params, batch) == 256 // chunks * self.vocab
+        assert largest_intermediate(run, *params, batch, keys.pool.abstract) == 256 // chunks * self.vocab
 
     @pytest.mark.parametrize("sampling", [SamplingParams(gen_length=4), adaptive()])
     def test_a_verifier_counts_against_the_memory(self, sampling: SamplingParams):
