@@ -8,7 +8,8 @@ CLIENTS_VENV := .venv-clients
 AIPERF_VENV := .venv-aiperf
 CPU := JAX_PLATFORMS=cpu
 # A process takes up to 3 GB. Tests of a file share models; long tests are handed out one by one.
-SPREAD := -n auto --maxprocesses 4
+# Who waits for a process that died would wait for ever.
+SPREAD := -n auto --maxprocesses 4 --max-worker-restart 0
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test test-slow test-clients test-aot test-gpu bench lint format clean

@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -48,6 +49,19 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("xla")))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+_MAPPINGS = 40_000
+"""Memory mappings of a process, of which Linux allows 65,530: each compiled program takes dozens."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _few_mappings() -> Iterator[None]:
+    """Give compiled programs up between files before their process may map no more memory, and aborts."""
+    yield
+    mappings = Path("/proc/self/maps")
+    if mappings.exists() and len(mappings.read_bytes().splitlines()) > _MAPPINGS:
+        jax.clear_caches()
 
 
 account.UNPLANNED_POOL = parse_bytes(KV_POOL)

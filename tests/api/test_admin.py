@@ -64,7 +64,7 @@ def test_every_request_is_counted_once_by_its_status(client, service: Service):
     assert [b - a for a, b in zip(before, after, strict=True)] == [2, 1, 1]
 
 
-def _until(condition, seconds: float = 20.0) -> None:
+def _until(condition, seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end

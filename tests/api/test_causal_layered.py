@@ -30,6 +30,7 @@ def client(llm: LLM) -> Iterator[TestClient]:
         yield client
 
 
+@pytest.mark.slow
 def test_an_answer_is_that_of_a_larger_pool(client: TestClient, llm: LLM):
     body = {"prompt": PROMPT, "max_tokens": 6, "ignore_eos": True}
     choice = client.post("/v1/completions", json=body).json()["choices"][0]

@@ -63,6 +63,7 @@ def test_how_an_estimate_is_made_is_refused(client, extra: dict, param: str):
     assert answer.json()["error"]["param"] == param
 
 
+@pytest.mark.slow
 def test_echo_with_log_probabilities_scores_the_prompts(client, llm: LLM):
     body = {"prompt": [PROMPT, OTHER], "max_tokens": 1, "logprobs": 1, "echo": True, "temperature": 0}
     found = post(client, "/v1/completions", **body)

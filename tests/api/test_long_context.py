@@ -44,6 +44,7 @@ def test_a_completion_over_a_context(client: TestClient, demo: LLM):
     assert answer["usage"]["prompt_tokens"] == len(CONTEXT) + len("get ac=")
 
 
+@pytest.mark.slow
 def test_several_prompts_share_a_context(client: TestClient, demo: LLM):
     asked = ["get ac=", "get ad="]
     expected = demo.generate([LongPrompt(context=CONTEXT, query=query) for query in asked], SAMPLING)
@@ -51,6 +52,7 @@ def test_several_prompts_share_a_context(client: TestClient, demo: LLM):
     assert [choice["text"] for choice in answer["choices"]] == [output.text for output in expected]
 
 
+@pytest.mark.slow
 def test_a_conversation_over_a_context(client: TestClient, demo: LLM):
     messages = [{"role": "user", "content": "get ac="}]
     (expected,) = demo.chat(messages, SAMPLING, context=CONTEXT)

@@ -12,6 +12,7 @@ from jdllm.llm import LLM
 from tests.benchmarks.shapes import small
 
 
+@pytest.mark.slow
 def test_a_row_counts_tokens_and_steps():
     llm = LLM(Transformer(small("llada-8b"), rngs=nnx.Rngs(0), dtype="float32"), progress=False)
     sampling = SamplingParams(gen_length=8, block_length=4, cache="dual", early_stop=False)

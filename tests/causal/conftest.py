@@ -18,7 +18,12 @@ from tests.causal.running import Build, Oracle
 from tests.engines import engine_of
 from tests.helpers import Golden
 
-FAMILIES = ("llama", "llama31_rope", "mistral", "mistral_swa", "qwen2")
+SLOW = pytest.mark.slow
+FAMILIES = (
+    "llama",
+    "mistral_swa",
+    *(pytest.param(name, marks=SLOW) for name in ("llama31_rope", "mistral", "qwen2")),
+)
 EXECUTABLES = Executables("cpu")
 
 
@@ -32,7 +37,7 @@ def llm(golden: Golden) -> LLM:
     return LLM(golden.directory, max_num_batched_tokens=256, kv_pool="8MiB", progress=False)
 
 
-@pytest.fixture(scope="module", params=["llama", "mistral_swa"])
+@pytest.fixture(scope="module", params=["llama", pytest.param("mistral_swa", marks=SLOW)])
 def config(request: pytest.FixtureRequest) -> ModelConfig:
     return config_from_hf(Golden(request.param).directory)
 

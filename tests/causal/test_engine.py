@@ -33,6 +33,7 @@ def test_prompts_in_parts_beside_decodes(build: Build, config: ModelConfig, orac
     assert max(part.rows for part in parts if part.kind is Kind.PREFILL) <= 192
 
 
+@pytest.mark.slow
 def test_keys_are_gathered_some_at_a_time(
     params: Params, config: ModelConfig, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ):

@@ -76,6 +76,7 @@ SAMPLED = [
 
 
 @pytest.mark.parametrize("sampling", SAMPLED)
+@pytest.mark.slow
 def test_sampling_is_that_of_the_pool(
     layers: Layers, build: Build, config: ModelConfig, sampling: SamplingParams
 ):

@@ -52,6 +52,7 @@ def test_the_same_prompt_again_evaluates_its_last_page(build: Build, config: Mod
     assert answers(runs[:1]) == answers(runs[1:])
 
 
+@pytest.mark.slow
 def test_stored_pages_make_room(build: Build, config: ModelConfig):
     engine = build(pages=7)
     for seed in range(4):

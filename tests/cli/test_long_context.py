@@ -28,6 +28,7 @@ def context(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_it_is_what_the_library_generates(demo: LLM, use_model: UseModel, context: str):
     use_model(demo)
     prefilling = Prefilling(chunk_length=32, chunks_kept=2)
@@ -42,6 +43,7 @@ def test_it_is_what_the_library_generates(demo: LLM, use_model: UseModel, contex
     assert run(*asked).stdout == f"{expected.text}\n"
 
 
+@pytest.mark.slow
 def test_a_conversation(demo: LLM, use_model: UseModel, context: str):
     use_model(demo)
     prefilling = PRESETS["ultrallada"].changed(chunk_length=64)

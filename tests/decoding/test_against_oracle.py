@@ -163,6 +163,7 @@ def test_the_oracle_reproduces_the_recordings(name: str, trajectories, cases, st
     np.testing.assert_array_equal(states, trajectories[f"{name}.states"][:, 0])
 
 
+@pytest.mark.slow
 def test_a_block_longer_than_a_dispatch(llm: LLM):
     length = MAX_STEPS_PER_DISPATCH + 6
     sampling = sampled(gen_length=length, remasking="random", seed=1)
@@ -250,6 +251,7 @@ def coarse_llm(config: ModelConfig, params: Params) -> LLM:
     return LLM(Transformer(config, weights), max_num_batched_tokens=BUDGET)
 
 
+@pytest.mark.slow
 def test_confidences_rounded_to_the_dtype_of_the_model_tie(coarse_llm: LLM):
     ids = prompts(9, seed=0)
     coarse = sampled(confidence_dtype="model", steps=4)

@@ -107,6 +107,7 @@ def test_guidance_and_temperature(
 
 
 @pytest.mark.parametrize("tiers", [GROUPS, slow(WIDE)])
+@pytest.mark.slow
 def test_shifted_logits(
     tiers: HostTiers, dream_params: Params, dream_config: ModelConfig, executables: Executables
 ):

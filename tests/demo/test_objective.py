@@ -84,6 +84,7 @@ def test_loss_is_the_weighted_cross_entropy_of_the_masked_tokens(params: Params,
     np.testing.assert_allclose(loss, expected, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_gradient_is_the_slope_of_the_loss(params: Params, tokens: np.ndarray):
     key = jax.random.key(3)
     loss = jax.jit(lambda p: loss_of(p, tokens, key))

@@ -184,6 +184,7 @@ class TestChunks:
         np.testing.assert_allclose(cut, whole, atol=2e-5, rtol=0)
 
     @pytest.mark.parametrize("counts", [*ONE_CUT, ALL_CUTS], ids=str)
+    @pytest.mark.slow
     def test_grouped_query_heads(self, counts: dict[str, int], gqa_model: Transformer, small_tiles):
         params, config = gqa_model.params(), gqa_model.config
         ids = np.random.default_rng(6).integers(0, 90, 37)
@@ -258,7 +259,9 @@ class TestModule:
         assert (np.asarray(first) != np.asarray(other)).any()
 
 
-@pytest.mark.parametrize("shape", ["llada-8b", "dream-7b", "llada-moe-7b"])
+@pytest.mark.parametrize(
+    "shape", ["llada-8b", "dream-7b", pytest.param("llada-moe-7b", marks=pytest.mark.slow)]
+)
 def test_wanted_rows_are_those_of_all_rows_for_less_work(shape: str):
     config = small(shape)
     params = init_params(config, jax.random.key(0), "float32")

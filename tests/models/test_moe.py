@@ -108,6 +108,7 @@ def batch() -> tuple[np.ndarray, Rows]:
     return rng.integers(0, 500, length), Rows(np.arange(length), np.zeros(length, np.int32), ends)
 
 
+@pytest.mark.slow
 def test_chunks_of_rows_change_no_bit(batch):
     params, (tokens, rows) = load_params(GOLDEN.directory, CONFIG, "float32"), batch
     whole, chunked = (
@@ -171,6 +172,7 @@ def test_each_layer_has_its_stored_weights(interleaved):
             np.testing.assert_array_equal(weights["experts"].down[weights["experts"].first + 7], down.T)
 
 
+@pytest.mark.slow
 def test_layers_run_in_their_order(interleaved, batch):
     config, params, _ = interleaved
     # Random weights of the published deviation make layers that hardly change a row: make them count.

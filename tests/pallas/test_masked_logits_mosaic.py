@@ -126,6 +126,7 @@ def test_float16():
         slow(SQUARE, Level.TOP),
     ],
 )
+@pytest.mark.slow
 def test_bans_limits_temperatures_and_noise_together(tiles: Tiles, level: Level):
     check_everything(70, 304, level, tiles)
 

@@ -87,7 +87,7 @@ class TestKernel:
             (2, True, None),
         ],
     )
-    @pytest.mark.parametrize("chained", [False, True])
+    @pytest.mark.parametrize("chained", [False, pytest.param(True, marks=pytest.mark.slow)])
     def test_cuts(self, weights: int, gated: bool, tiles: Tiles | None, chained: bool):
         """The last block has columns beyond the weights, and parts of five steps differ."""
         x, stacks = operands(20, 80, 5 * DEPTH, weights, gated)

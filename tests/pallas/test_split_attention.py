@@ -131,6 +131,7 @@ class TestPortable:
     @pytest.mark.parametrize("implementation", ["reference", "xla"])
     @settings(max_examples=6)
     @given(st.data())
+    @pytest.mark.slow
     def test_few_fresh_rows_of_many_requests_lie_close_together(self, implementation, data: st.DataObject):
         unit = data.draw(st.sampled_from([1, 2, 4]))
         fresh_counts = [*data.draw(st.lists(st.integers(0, unit), max_size=11)), unit]

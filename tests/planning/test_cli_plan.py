@@ -54,6 +54,7 @@ def test_the_account_adds_up(configs: dict[str, Path], family: str):
 
 @pytest.mark.parametrize("family", SHAPES)
 @pytest.mark.parametrize("tiers", ["--host-tiers", "--no-host-tiers"])
+@pytest.mark.slow
 def test_the_longest_context_fits_and_the_next_does_not(configs: dict[str, Path], family: str, tiers: str):
     longest = facts(configs[family], tiers, "--host-memory", "32GiB")
     limit = longest["max_context" if tiers == "--host-tiers" else "max_context_without_host_tiers"]
@@ -70,6 +71,7 @@ def test_the_longest_context_fits_and_the_next_does_not(configs: dict[str, Path]
 
 @settings(max_examples=4)
 @given(st.sampled_from(sorted(SHAPES)), st.lists(st.integers(1, 140), min_size=2, max_size=2, unique=True))
+@pytest.mark.slow
 def test_more_memory_is_never_a_shorter_context(configs: dict[str, Path], family: str, gib: list[int]):
     longest = []
     for size in sorted(gib):

@@ -42,6 +42,7 @@ def at_part(engine: Engine, number: int, then: Callable[[], None], monkeypatch: 
 
 
 @pytest.mark.parametrize("name", ["two blocks", "few tokens"])
+@pytest.mark.slow
 def test_an_abort_leaves_nothing_behind_at_any_stage(
     build: Build, alone: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch
 ):

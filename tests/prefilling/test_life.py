@@ -100,6 +100,7 @@ def test_steps_are_told_once_and_in_order(build: Build, alone: dict[str, Any]):
             np.testing.assert_array_equal(tokens, state)
 
 
+@pytest.mark.slow
 def test_log_probabilities_are_those_of_the_steps_that_committed(build: Build):
     """The first token's is recorded: its step is the evaluation that opens the block."""
     for name in ("best47_two_blocks", "chunk_query_causal"):

@@ -234,6 +234,7 @@ def test_rules_that_need_no_steps_take_any_number_of_them():
         assert len(spec.blocks[0].table) >= 8
 
 
+@pytest.mark.slow
 def test_more_than_the_context_has_is_all_of_it(executables: Executables):
     """More chunks than there are, more tokens than a short chunk has, a draft of more rounds than tokens."""
     fields = {"chunks_kept": 99, "tokens_kept": 20, "retention_window": 99, "retention_pool": 40}
@@ -246,6 +247,7 @@ def test_more_than_the_context_has_is_all_of_it(executables: Executables):
     all_free(engine)
 
 
+@pytest.mark.slow
 def test_what_can_never_run_is_refused_before_anything_runs(executables: Executables):
     """Beside another one that fits just so."""
     model = model_of("prefilling_dllm")

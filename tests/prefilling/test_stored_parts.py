@@ -230,6 +230,7 @@ def test_values_of_tokens_are_those_of_the_oracle(
         np.testing.assert_allclose(mine, expected, rtol=0, atol=5e-6)
 
 
+@pytest.mark.slow
 def test_a_context_far_shorter_than_a_chunk_takes_no_more_than_it_needs(engine: Engine):
     found = []
     for length in (64, 2**23):

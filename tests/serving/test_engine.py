@@ -226,6 +226,7 @@ def test_aborted_requests_leave_the_others_alone(build, config):
     assert (stats.finished, stats.aborted, stats.free_pages) == (2, 2, stats.pages)
 
 
+@pytest.mark.slow
 def test_an_abandoned_run_frees_its_pages(build, config):
     engine = build(pages=3)
     run = engine.run([r.spec for r in make(config, [20, 21], cache="dual")])
@@ -255,6 +256,7 @@ def test_what_can_never_fit_is_refused_before_anything_runs(build, config, monke
     assert engine.idle or not engine.step()
 
 
+@pytest.mark.slow
 def test_two_threads_share_one_engine(build, config):
     asked = [make(config, [n], cache="dual", gen_length=32)[0] for n in (9, 70)]
     expected = [finish(build(), [request])[1][0] for request in asked]
@@ -306,6 +308,7 @@ def test_an_interrupt_leaves_an_engine_that_works(build, config, monkeypatch):
     assert (stats.aborted, stats.finished, stats.free_pages) == (2, 2, stats.pages)
 
 
+@pytest.mark.slow
 def test_a_long_exact_request_takes_the_room_of_the_pool_and_gives_it_back(
     params, config, executables, monkeypatch
 ):

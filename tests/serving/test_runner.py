@@ -60,6 +60,7 @@ def small(params: Params, config: ModelConfig, monkeypatch: pytest.MonkeyPatch):
     step_template.cache_clear()
 
 
+@pytest.mark.slow
 def test_a_large_budget_cuts_nothing(params, config, executables, unplanned, small):
     planned = run(params, config, executables, small(2**40))
     assert planned.tokens == unplanned.tokens
