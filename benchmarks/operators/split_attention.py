@@ -36,6 +36,7 @@ KEYS = (4096, 16384, 65536, 131072)
 FORMS: dict[str, dict[str, Any]] = {
     "chained": {"implementation": "mosaic_gpu", "chained": True},
     "mosaic_gpu": {"implementation": "mosaic_gpu"},
+    "triton": {"implementation": "triton"},
     "xla": {"implementation": "xla"},
 }
 

@@ -15,6 +15,7 @@ from jdllm.decoding.executables import temp_bytes
 from jdllm.pallas import triton_launch
 from jdllm.pallas.attention import attention
 from jdllm.pallas.device import Target
+from jdllm.pallas.split_attention import PageTable
 from jdllm.pallas.triton_launch import shared_kib
 from jdllm.planning import aot
 from jdllm.planning.aot import capability_of, compile_for
@@ -111,6 +112,37 @@ def test_attention_fits_cards_that_are_not_described(
         jax.jit(attend).trace(*case).lower(lowering_platforms=("cuda",))
         check_kernel(kernels[-1], case[0].dtype, capability)
     assert len(kernels) == len(CASES)
+
+
+SPLIT_CASES = [
+    (32, 32, 128, jnp.bfloat16),
+    (8, 1, 128, jnp.bfloat16),
+    (4, 32, 64, jnp.float16),
+    (8, 32, 256, jnp.bfloat16),
+    (8, 8, 64, jnp.float32),
+    (8, 8, 128, jnp.float32),
+    (8, 8, 256, jnp.float32),
+]
+"""Key-value heads, queries, head size and type of Split-S attention of 32 heads over pages of 64 rows."""
+
+
+@pytest.mark.parametrize("capability", [8.0, 8.6, 8.9, 9.0, 10.0, 12.0])
+def test_split_attention_fits_the_card(
+    kernels: list[Any], monkeypatch: pytest.MonkeyPatch, capability: float
+):
+    form = importlib.import_module("jdllm.pallas.split_attention.triton")
+    for module in (triton_launch, form):
+        monkeypatch.setattr(module, "target", lambda: Target(True, capability))
+    for kv_heads, queries, head_dim, dtype in SPLIT_CASES:
+        pool = shape(2, 100, kv_heads, 64, head_dim, dtype=dtype)
+        table = PageTable._make(shape(n, dtype=jnp.int32) for n in (64, 64, 3))
+        fresh = shape(64, kv_heads, head_dim, dtype=dtype)
+        q = shape(2, queries, HEADS, head_dim, dtype=dtype)
+        attend = functools.partial(form.split_attention_triton, layer=1, scale=0.1)
+        traced = jax.jit(attend).trace(q, pool, pool, table, fresh=(fresh, fresh))
+        traced.lower(lowering_platforms=("cuda",))
+        check_kernel(kernels[-1], dtype, capability)
+    assert len(kernels) == len(SPLIT_CASES)
 
 
 def test_a_kernel_is_compiled_once_whatever_the_number_of_rows(kernels: list[Any]):

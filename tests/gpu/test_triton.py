@@ -9,6 +9,8 @@ import pytest
 
 from jdllm.pallas.attention import AttentionOutput, attention
 from jdllm.pallas.attention.reference import attention_reference
+from jdllm.pallas.split_attention import split_attention
+from tests.pallas import split_cases
 
 pytestmark = pytest.mark.gpu
 
@@ -108,3 +110,22 @@ def test_a_segment_is_what_it_is_alone():
     own = triton(*(x[alone] for x in operands), *bounds("full", 280, 280), scale=128**-0.5)
     assert relative(out.o[alone], own.o) < RELATIVE["bfloat16"]
     np.testing.assert_allclose(out.m[alone], own.m, rtol=1e-5, atol=1e-5)
+
+
+class TestSplitAttention:
+    """Entries of scattered pages, whose rows that are not live hold a large number, and fresh rows."""
+
+    counts = ([64] * 60, [], [1], [64, 17, 0, 64], [64] * 7 + [5])
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+    @pytest.mark.parametrize("head_dim", [64, 128, 256])
+    @pytest.mark.parametrize(("heads", "kv_heads", "queries"), [(32, 32, 32), (28, 4, 1), (32, 8, 8)])
+    def test_equals_float64(self, heads: int, kv_heads: int, queries: int, head_dim: int, dtype: str):
+        sizes = {"heads": heads, "kv_heads": kv_heads, "queries": queries, "head_dim": head_dim}
+        bare = split_cases.case(list(self.counts), dtype=jnp.dtype(dtype), **sizes)
+        c, fresh, seen = split_cases.with_fresh(bare, [32, 0, 5, 64, 1])
+        attend = jax.jit(functools.partial(split_attention, scale=c.scale, implementation="triton"))
+        found = attend(*c[:4], fresh=fresh, layer=c.layer)
+        split_cases.check(found, split_cases.oracle(bare, seen), 4 * RELATIVE[dtype])
+        for first, again in zip(found, attend(*c[:4], fresh=fresh, layer=c.layer), strict=True):
+            np.testing.assert_array_equal(first, again)

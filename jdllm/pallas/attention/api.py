@@ -100,13 +100,16 @@ def merge(parts: Sequence[AttentionOutput]) -> AttentionOutput:
     Returns the result over all keys, `o` in the dtype of the first part; exact up to rounding
     (log-sum-exp merging as in flash decoding).
     """
-    m = jnp.stack([p.m for p in parts]).max(axis=0)
-    finite = jnp.where(jnp.isneginf(m), 0.0, m)
-    weights = [p.l * jnp.exp(p.m - finite) for p in parts]
-    total = jnp.sum(jnp.stack(weights), axis=0)
-    o = jnp.sum(
-        jnp.stack([w[..., None] * p.o.astype(jnp.float32) for w, p in zip(weights, parts, strict=True)]),
-        axis=0,
-    )
-    o = o / jnp.where(total == 0, 1.0, total)[..., None]
+    stacked = (jnp.stack([x.astype(jnp.float32) for x in column]) for column in zip(*parts, strict=True))
+    o, m, total = merge_stacked(AttentionOutput(*stacked))
     return AttentionOutput(o.astype(parts[0].o.dtype), m, total)
+
+
+def merge_stacked(parts: AttentionOutput) -> AttentionOutput:
+    """`merge` of parts that lie behind one another along a first axis, with `o` in f32."""
+    m = parts.m.max(axis=0)
+    finite = jnp.where(jnp.isneginf(m), 0.0, m)
+    weights = parts.l * jnp.exp(parts.m - finite)
+    total = weights.sum(axis=0)
+    o = (weights[..., None] * parts.o.astype(jnp.float32)).sum(axis=0)
+    return AttentionOutput(o / jnp.where(total == 0, 1.0, total)[..., None], m, total)

@@ -1,8 +1,9 @@
-"""What the Hopper form of Split-S attention can take."""
+"""What the forms of Split-S attention for NVIDIA cards can take."""
 
 import jax
 import jax.numpy as jnp
 
+from jdllm.pallas.attention.limits import MOST_HEAD_DIM
 from jdllm.pallas.split_attention.tiles import MAX_ROWS
 from jdllm.pallas.split_attention.types import Pool, Queries
 from jdllm.pallas.split_attention.work import tile_rows
@@ -27,4 +28,17 @@ def check_mosaic_gpu(q: Queries | jax.ShapeDtypeStruct, k_pool: Pool | jax.Shape
         raise NotImplementedError(
             f"the Hopper form of split attention takes at most {MAX_ROWS} rows of queries per key-value "
             f"head, not {rows}"
+        )
+
+
+def check_triton(q: Queries | jax.ShapeDtypeStruct, k_pool: Pool | jax.ShapeDtypeStruct) -> None:
+    """Raise `NotImplementedError`, naming the limit, where the Triton kernel cannot attend `q`."""
+    if q.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32) or q.dtype != k_pool.dtype:
+        raise NotImplementedError(
+            "split attention in Triton takes queries and a pool that are both bfloat16, float16 or float32,"
+            f" not {q.dtype} and {k_pool.dtype}"
+        )
+    if q.shape[-1] > MOST_HEAD_DIM:
+        raise NotImplementedError(
+            f"split attention in Triton takes heads of up to {MOST_HEAD_DIM}, not of {q.shape[-1]}"
         )

@@ -1,0 +1,117 @@
+"""Split-S attention in Triton."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jdllm.pallas.attention.api import merge_stacked
+from jdllm.pallas.attention.types import AttentionOutput
+from jdllm.pallas.device import target
+from jdllm.pallas.split_attention.limits import check_triton
+from jdllm.pallas.split_attention.tiles import TILE
+from jdllm.pallas.split_attention.triton_kernel import attend
+from jdllm.pallas.split_attention.types import FRESH_UNIT, Fresh, PageTable, Pool, Queries
+from jdllm.pallas.triton_launch import Schedule, launch, shared_kib
+
+_LEAST = 16
+"""Rows and columns of a product."""
+
+_PROGRAMS = 512
+"""As many keep any card busy, four on each multiprocessor of an H200."""
+
+
+class Sizes(NamedTuple):
+    """How rows and keys are cut, and how the kernel is compiled.
+
+    - `rows`: of a block at most, a power of 2 from 16 on.
+    - `keys`: of a block, a power of 2 from 16 on that divides those of a page.
+    """
+
+    rows: int
+    keys: int
+    schedule: Schedule
+
+
+_SIZES = {
+    2: (
+        (64, 99, Sizes(64, 64, Schedule(4, 4))),
+        (128, 163, Sizes(64, 64, Schedule(4, 4))),
+        (128, 99, Sizes(64, 64, Schedule(4, 2))),
+        (256, 163, Sizes(32, 64, Schedule(4, 2))),
+        (256, 99, Sizes(32, 32, Schedule(4, 2))),
+    ),
+    4: (
+        (64, 99, Sizes(32, 32, Schedule(8, 1))),
+        (256, 99, Sizes(16, 16, Schedule(8, 1))),
+    ),
+}
+"""By bytes of a number: head sizes up to this one, on cards with this much shared memory (KiB) or more."""
+
+
+def sizes_for(head_dim: int, itemsize: int, capability: float | None) -> Sizes:
+    """What a card's shared memory and registers allow; arguments as of the one of packed attention."""
+    shared = shared_kib(capability)
+    return next(sizes for most, least, sizes in _SIZES[itemsize] if head_dim <= most and shared >= least)
+
+
+def split_attention_triton(
+    q: Queries,
+    k_pool: Pool,
+    v_pool: Pool,
+    table: PageTable,
+    *,
+    fresh: tuple[Fresh, Fresh] | None = None,
+    fresh_unit: int = FRESH_UNIT,
+    layer: Int[Array, ""] | int = 0,
+    scale: float,
+    sizes: Sizes | None = None,
+) -> AttentionOutput:
+    """Triton form of `jdllm.pallas.split_attention.split_attention`.
+
+    Probabilities are rounded to the type of the values before the second product, as in any flash attention.
+
+    Arguments:
+    - `sizes`: by default those of the device that is traced for.
+
+    Raises `NotImplementedError` where `check_triton` does.
+    """
+    check_triton(q, k_pool)
+    requests, queries, heads, head_dim = q.shape
+    _, pages, kv_heads, page_rows, _ = k_pool.shape
+    sizes = sizes or sizes_for(head_dim, q.dtype.itemsize, target().capability)
+    rows = heads // kv_heads * queries
+    block = min(max(1 << (rows - 1).bit_length(), _LEAST), sizes.rows)
+    row_blocks = -(-rows // block)
+    parts = parts_of(len(table.pages), requests * kv_heads * row_blocks)
+    residual = jax.ShapeDtypeStruct((parts, *q.shape[:3]), jnp.float32)
+    kind = q.dtype if parts == 1 else jnp.float32
+    found = launch(
+        attend,
+        *(q, k_pool, v_pool, *(fresh or (k_pool, v_pool))),
+        *(jnp.asarray(x, jnp.int32) for x in table),
+        *(jnp.asarray(layer, jnp.int32).reshape(1), pages),
+        out_shape=[jax.ShapeDtypeStruct((parts, *q.shape), kind), residual, residual],
+        grid=(parts * row_blocks, kv_heads, requests),
+        schedule=sizes.schedule,
+        PARTS=parts,
+        QUERIES=queries,
+        GROUP=heads // kv_heads,
+        KV_HEADS=kv_heads,
+        PAGE_ROWS=page_rows,
+        HEAD_DIM=head_dim,
+        FRESH_UNIT=0 if fresh is None else fresh_unit,
+        SCALE=scale * math.log2(math.e),
+        BLOCK_R=block,
+        BLOCK_K=math.gcd(sizes.keys, page_rows, TILE),
+        BLOCK_D=max(1 << (head_dim - 1).bit_length(), _LEAST),
+    )
+    o, m, total = merge_stacked(AttentionOutput(*found))
+    return AttentionOutput(o.astype(q.dtype), m, total)
+
+
+def parts_of(entries: int, programs: int) -> int:
+    """Parts that the entries of each request are cut into, where each has so many programs."""
+    return max(1, min(_PROGRAMS // programs, entries, 64))

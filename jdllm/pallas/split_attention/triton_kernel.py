@@ -1,0 +1,121 @@
+"""The kernel of Split-S attention in Triton, for NVIDIA cards from Ampere on.
+
+A program takes some rows of a request that share a key-value head, over a part of the request's entries:
+those of a request are cut evenly. Softmax is to the base 2, whose logarithm `SCALE` has in it.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def attend(
+    q,
+    k_pool,
+    v_pool,
+    k_fresh,
+    v_fresh,
+    pages,
+    valid,
+    first,
+    layer,
+    pool_pages,
+    o,
+    m,
+    l,  # noqa: E741
+    PARTS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    PAGE_ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    FRESH_UNIT: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Attention over one of `PARTS` parts; pointers as of `AttentionOutput` with the parts before its rows.
+
+    `FRESH_UNIT` is 0 where there are no fresh rows; `BLOCK_D` holds `HEAD_DIM`.
+    """
+    part, row_block = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS
+    kv_head, request = tl.program_id(1), tl.program_id(2)
+    row = row_block * BLOCK_R + tl.arange(0, BLOCK_R)
+    exists = row < QUERIES * GROUP
+    heads = KV_HEADS * GROUP
+    place = (request * QUERIES + row // GROUP) * heads + kv_head * GROUP + row % GROUP
+    column = tl.arange(0, BLOCK_D)[None, :]
+    inside = exists[:, None] & (column < HEAD_DIM)
+    at = place.to(tl.int64)[:, None] * HEAD_DIM + column
+    q_tile = tl.load(q + at, mask=inside, other=0.0)
+
+    begin, end = tl.load(first + request), tl.load(first + request + 1)
+    size = tl.cdiv(end - begin, PARTS)
+    begin = tl.minimum(begin + part * size, end)
+    end = tl.minimum(begin + size, end)
+    out = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+    most = tl.full([BLOCK_R], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_R], tl.float32)
+    of_layer = tl.load(layer).to(tl.int64) * pool_pages
+    BLOCKS: tl.constexpr = PAGE_ROWS // BLOCK_K
+    for index in range(0, (end - begin) * BLOCKS):
+        entry, skipped = begin + index // BLOCKS, index % BLOCKS * BLOCK_K
+        page = tl.load(pages + entry)
+        # Fresh rows come in the loop below: without a branch this one loads ahead.
+        live = tl.where(page < 0, 0, tl.load(valid + entry)) - skipped
+        start = ((of_layer + tl.maximum(page, 0)) * KV_HEADS + kv_head) * PAGE_ROWS + skipped
+        out, most, total = _visit(
+            out, most, total, q_tile, k_pool + start * HEAD_DIM, v_pool + start * HEAD_DIM, live,
+            HEAD_DIM, HEAD_DIM, SCALE, BLOCK_K, BLOCK_D,
+        )  # fmt: skip
+    if FRESH_UNIT > 0:
+        for index in range(0, (end - begin) * BLOCKS):
+            entry, skipped = begin + index // BLOCKS, index % BLOCKS * BLOCK_K
+            page = tl.load(pages + entry)
+            live = tl.load(valid + entry) - skipped
+            if (page < 0) & (live > 0):
+                start = ((-page - 1).to(tl.int64) * FRESH_UNIT + skipped) * KV_HEADS + kv_head
+                out, most, total = _visit(
+                    out, most, total, q_tile, k_fresh + start * HEAD_DIM, v_fresh + start * HEAD_DIM, live,
+                    KV_HEADS * HEAD_DIM, HEAD_DIM, SCALE, BLOCK_K, BLOCK_D,
+                )  # fmt: skip
+
+    seen = total > 0
+    rows = tl.num_programs(2).to(tl.int64) * QUERIES * heads
+    out = out / tl.where(seen, total, 1.0)[:, None]
+    tl.store(o + part * rows * HEAD_DIM + at, out.to(o.dtype.element_ty), mask=inside)
+    log_2 = 0.6931471805599453
+    tl.store(m + part * rows + place, tl.where(seen, most * log_2, float("-inf")), mask=exists)
+    tl.store(l + part * rows + place, total, mask=exists)
+
+
+@triton.jit
+def _visit(
+    out,
+    most,
+    total,
+    q_tile,
+    k_rows,
+    v_rows,
+    live,
+    STRIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    SCALE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Take in `BLOCK_K` rows, of which the first `live` are; rows are `STRIDE` numbers apart."""
+    row, column = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D)[None, :]
+    at = row[:, None] * STRIDE + column
+    loaded = (row < live)[:, None] & (column < HEAD_DIM)
+    k_tile = tl.load(k_rows + at, mask=loaded, other=0.0)
+    scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+    scores = tl.where((row < live)[None, :], scores, float("-inf"))
+    new_most = tl.maximum(most, tl.max(scores, 1) * SCALE)
+    finite = tl.where(new_most == float("-inf"), 0.0, new_most)
+    p = tl.exp2(scores * SCALE - finite[:, None])
+    decay = tl.exp2(most - finite)
+    v_tile = tl.load(v_rows + at, mask=loaded, other=0.0)
+    out = tl.dot(p.to(v_tile.dtype), v_tile, out * decay[:, None], input_precision="ieee")
+    return out, new_most, total * decay + tl.sum(p, 1)
