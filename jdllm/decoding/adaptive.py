@@ -21,7 +21,7 @@ from jdllm.decoding.head import source_rows
 from jdllm.execution.paged.decode import Place, Window, forward_decode
 from jdllm.execution.paged.pool import KeyValuePool
 from jdllm.execution.transformer import forward, logits
-from jdllm.models.block import RowInts, Rows
+from jdllm.models.block import Hidden, RowInts, Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.noise import Purpose, step_keys
@@ -101,7 +101,7 @@ def read(
 
     Returns 0, and the pool.
     """
-    _, pool = forward_decode(verifier, config, tokens, rows.positions, pool, rows.place, rows.seen)
+    _, pool = _evaluate(verifier, config, tokens, rows, pool)
     return jnp.int32(0), pool
 
 
@@ -163,11 +163,17 @@ def denoise_adaptive(
 
     drafts = in_chunks(draft).token
     tokens = _with_draft(batch.tokens, head, real, drafts, verifier_config.vocab_size)
-    (positions_of, place, seen), asked = batch.verified, tokens[jnp.asarray(batch.verified_row)]
-    hidden_of_draft, pool = forward_decode(verifier, verifier_config, asked, positions_of, pool, place, seen)
+    asked = tokens[jnp.asarray(batch.verified_row)]
+    hidden_of_draft, pool = _evaluate(verifier, verifier_config, asked, batch.verified, pool)
     targets = in_chunks(target)
     accepted = real & _agreeing_prefix(drafts == targets.token, head.segment)
     return Trace(jnp.int32(1), drafts[None], accepted[None], targets.logprob[None]), pool
+
+
+def _evaluate(
+    verifier: Params, config: ModelConfig, tokens: RowInts, rows: Verified, pool: KeyValuePool
+) -> tuple[Hidden, KeyValuePool]:
+    return forward_decode(verifier, config, tokens, rows.positions, pool, rows.place, rows.seen)
 
 
 def _in_chunks(choose: Callable[[Cut], Drawn], total: int, size: int, count: Int[Array, ""]) -> Drawn:

@@ -79,22 +79,19 @@ def pack_verified(
     Arguments:
     - `entries`: of the list of pages that they see.
     """
-    nowhere = np.iinfo(np.int32).max - np.arange(size, dtype=np.int32)
+    page = np.iinfo(np.int32).max - np.arange(size, dtype=np.int32)
     positions, start, end, row = (np.zeros(size, np.int32) for _ in range(4))
-    pages, valid = np.zeros(entries, np.int32), np.zeros(entries, np.int32)
-    at = page = 0
-    for request, rows in parts:
+    owners, stops = [part.request.id for part in parts], [part.rows.stop for part in parts]
+    table, at = pool.page_table(owners, stops, entries), 0
+    for (request, rows), base in zip(parts, np.asarray(table.first) * PAGE_ROWS, strict=False):
         packed = slice(at, at + len(rows))
         positions[packed] = rows
-        held = pool.pages_of(request.id)
-        nowhere[packed], row[packed] = held[positions[packed] // PAGE_ROWS], positions[packed] % PAGE_ROWS
-        first, last = key_ranges(config, page * PAGE_ROWS, rows.stop)
+        page[packed] = pool.pages_of(request.id)[positions[packed] // PAGE_ROWS]
+        row[packed] = positions[packed] % PAGE_ROWS
+        first, last = key_ranges(config, int(base), rows.stop)
         start[packed], end[packed] = first[rows.start :], last[rows.start :]
-        read = held[: pool.pages_for(rows.stop)]
-        pages[page : page + len(read)] = read
-        valid[page : page + len(read)] = np.minimum(rows.stop - PAGE_ROWS * np.arange(len(read)), PAGE_ROWS)
-        at, page = at + len(rows), page + len(read)
-    return Verified(positions, Place(nowhere, row), Window(StoredKeys(pages, valid), start, end))
+        at = packed.stop
+    return Verified(positions, Place(page, row), Window(StoredKeys(table.pages, table.valid), start, end))
 
 
 def parts_of(requests: Sequence[Request], unread: Sequence[range], most: int) -> Iterator[list[Part]]:

@@ -90,26 +90,22 @@ def pack_prompts(
       where all do.
     """
     tokens, positions, k_start, k_end = (np.zeros(entry.rows, np.int32) for _ in range(4))
-    pages, valid, filled = [], [], []
-    starts = np.cumsum([0, *map(len, parts)])
-    for request, part, start in zip(requests, parts, starts, strict=False):
-        rows, held = slice(start, start + len(part)), pool.pages_of(request.id)
+    starts, keys, filled = np.cumsum([0, *map(len, parts)]), None, []
+    bases = starts
+    if entries is not None:
+        table = pool.page_table([r.id for r in requests], [part.stop for part in parts], entries)
+        keys, bases = StoredKeys(table.pages, table.valid), PAGE_ROWS * np.asarray(table.first)
+    for request, part, start, base in zip(requests, parts, starts, bases, strict=False):
+        rows = slice(start, start + len(part))
         tokens[rows] = request.tokens[part.start : part.stop]
         positions[rows] = part
         first, end = key_ranges(config, 0, part.stop)
-        base = start if entries is None else PAGE_ROWS * sum(map(len, pages))
         k_start[rows], k_end[rows] = base + first[part.start :], base + end[part.start :]
-        read = held[: pages_of(part.stop)]
-        pages.append(read)
-        valid.append(np.minimum(part.stop - PAGE_ROWS * np.arange(len(read)), PAGE_ROWS))
-        source = np.arange(rows.start, rows.stop)[None, None]
-        filled.append(Filled(read[part.start // PAGE_ROWS :], source, positions[rows]))
+        pages = pool.pages_of(request.id)[part.start // PAGE_ROWS : pages_of(part.stop)]
+        filled.append(Filled(pages, np.arange(rows.start, rows.stop)[None, None], positions[rows]))
     whole = [i for i, part in enumerate(parts) if part.stop == requests[i].known]
     order = np.array(sorted(whole, key=lambda i: requests[i].sampling.filtered), np.int64)
     row = starts[1:][order] - 1
-    keys = None
-    if entries is not None:
-        keys = StoredKeys(*(padded(np.concatenate(x).astype(np.int32), entries) for x in (pages, valid)))
     batch = Batch(
         tokens,
         Rows(positions, k_start, k_end),
