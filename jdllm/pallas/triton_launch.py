@@ -1,7 +1,7 @@
 """Kernels of Triton as operations of JAX, and what cards they run on have."""
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +10,9 @@ from jdllm.pallas.device import target
 
 _SHARED_KIB = {8.0: 163, 8.6: 99, 8.7: 163, 8.9: 99, 9.0: 227, 10.0: 227, 10.3: 227, 12.0: 99, 12.1: 99}
 _LEAST_SHARED_KIB = 99
+
+LEAST = 16
+"""Rows and columns of a product."""
 
 
 class Schedule(NamedTuple):
@@ -21,6 +24,37 @@ class Schedule(NamedTuple):
 
     warps: int
     stages: int
+
+
+class Sizes(NamedTuple):
+    """How rows and keys of an attention are cut, and how its kernel is compiled.
+
+    - `rows`, `keys`: of a block, powers of 2 from `LEAST` on.
+    """
+
+    rows: int
+    keys: int
+    schedule: Schedule
+
+
+SizeTable = Mapping[int, Sequence[tuple[int, int, Sizes]]]
+"""By bytes of a number: head sizes up to this one, on cards with this much shared memory (KiB) or more."""
+
+
+def fitting(table: SizeTable, head_dim: int, itemsize: int, capability: float | None) -> Sizes:
+    """What a card's shared memory and registers allow.
+
+    Arguments:
+    - `itemsize`: bytes of a number of the queries.
+    - `capability`: as of `jdllm.pallas.device.Target`.
+    """
+    shared = shared_kib(capability)
+    return next(sizes for most, least, sizes in table[itemsize] if head_dim <= most and shared >= least)
+
+
+def block(size: int) -> int:
+    """Rows or columns of a product that hold so many."""
+    return max(1 << (size - 1).bit_length(), LEAST)
 
 
 def shared_kib(capability: float | None) -> int:

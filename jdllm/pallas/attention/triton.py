@@ -1,7 +1,7 @@
 """Packed attention in Triton."""
 
+import functools
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,23 +10,9 @@ from jdllm.pallas.attention.limits import check_triton
 from jdllm.pallas.attention.triton_kernel import attend
 from jdllm.pallas.attention.types import AttentionOutput, Bounds, Keys, Queries
 from jdllm.pallas.device import target
-from jdllm.pallas.triton_launch import Schedule, launch, shared_kib
+from jdllm.pallas.triton_launch import Schedule, Sizes, SizeTable, block, fitting, launch
 
-_LEAST_HEAD = 16  # columns of a product
-
-
-class Sizes(NamedTuple):
-    """How rows and keys are cut, and how the kernel is compiled.
-
-    - `rows`, `keys`: of a block, powers of 2 from 16 on.
-    """
-
-    rows: int
-    keys: int
-    schedule: Schedule
-
-
-_SIZES = {
+_SIZES: SizeTable = {
     2: (
         (64, 227, Sizes(128, 128, Schedule(8, 2))),
         (64, 99, Sizes(128, 64, Schedule(8, 2))),
@@ -41,19 +27,10 @@ _SIZES = {
         (256, 99, Sizes(32, 16, Schedule(8, 1))),
     ),
 }
-"""By bytes of a number: head sizes up to this one, on cards with this much shared memory (KiB) or more. Keys
-and values are read once for each block of rows: so rows come first, and keys take what registers are left."""
+"""Keys and values are read once for each block of rows: so these come first, and keys take what is left."""
 
 
-def sizes_for(head_dim: int, itemsize: int, capability: float | None) -> Sizes:
-    """What a card's shared memory and registers allow.
-
-    Arguments:
-    - `itemsize`: bytes of a number of the queries.
-    - `capability`: as of `jdllm.pallas.device.Target`.
-    """
-    shared = shared_kib(capability)
-    return next(sizes for most, least, sizes in _SIZES[itemsize] if head_dim <= most and shared >= least)
+sizes_for = functools.partial(fitting, _SIZES)
 
 
 def attention_triton(
@@ -92,6 +69,6 @@ def attention_triton(
         SCALE=scale * math.log2(math.e),
         BLOCK_Q=sizes.rows,
         BLOCK_K=sizes.keys,
-        BLOCK_D=max(1 << (head_dim - 1).bit_length(), _LEAST_HEAD),
+        BLOCK_D=block(head_dim),
     )
     return AttentionOutput(*out)

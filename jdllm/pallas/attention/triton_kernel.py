@@ -7,6 +7,8 @@ lowest and highest bounds of its rows. Softmax is to the base 2, whose logarithm
 import triton
 import triton.language as tl
 
+from jdllm.pallas.triton_softmax import weights
+
 
 @triton.jit
 def attend(
@@ -102,15 +104,10 @@ def _visit(
     if not WHOLE:
         visible = (column[None, :] >= start[:, None]) & (column[None, :] < end[:, None])
         scores = tl.where(visible, scores, float("-inf"))
-    new_most = tl.maximum(most, tl.max(scores, 1) * SCALE)
-    finite = new_most
-    if not WHOLE:
-        finite = tl.where(new_most == float("-inf"), 0.0, new_most)
-    p = tl.exp2(scores * SCALE - finite[:, None])
-    decay = tl.exp2(most - finite)
+    p, decay, most = weights(scores, most, SCALE, WHOLE)
     v_tile = _rows(v_head + at, seen, KV_HEADS, HEAD_DIM, BLOCK_K, BLOCK_D, WHOLE)
     out = tl.dot(p.to(v_tile.dtype), v_tile, out * decay[:, None], input_precision="ieee")
-    return out, new_most, total * decay + tl.sum(p, 1)
+    return out, most, total * decay + tl.sum(p, 1)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Split-S attention in Triton."""
 
+import functools
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,28 +14,13 @@ from jdllm.pallas.split_attention.limits import check_triton
 from jdllm.pallas.split_attention.tiles import TILE
 from jdllm.pallas.split_attention.triton_kernel import attend
 from jdllm.pallas.split_attention.types import FRESH_UNIT, Fresh, PageTable, Pool, Queries
-from jdllm.pallas.triton_launch import Schedule, launch, shared_kib
-
-_LEAST = 16
-"""Rows and columns of a product."""
+from jdllm.pallas.triton_launch import Schedule, Sizes, SizeTable, block, fitting, launch
 
 _PROGRAMS = 512
 """As many keep any card busy, four on each multiprocessor of an H200."""
 
 
-class Sizes(NamedTuple):
-    """How rows and keys are cut, and how the kernel is compiled.
-
-    - `rows`: of a block at most, a power of 2 from 16 on.
-    - `keys`: of a block, a power of 2 from 16 on that divides those of a page.
-    """
-
-    rows: int
-    keys: int
-    schedule: Schedule
-
-
-_SIZES = {
+_SIZES: SizeTable = {
     2: (
         (64, 99, Sizes(64, 64, Schedule(4, 4))),
         (128, 163, Sizes(64, 64, Schedule(4, 4))),
@@ -48,13 +33,9 @@ _SIZES = {
         (256, 99, Sizes(16, 16, Schedule(8, 1))),
     ),
 }
-"""By bytes of a number: head sizes up to this one, on cards with this much shared memory (KiB) or more."""
 
 
-def sizes_for(head_dim: int, itemsize: int, capability: float | None) -> Sizes:
-    """What a card's shared memory and registers allow; arguments as of the one of packed attention."""
-    shared = shared_kib(capability)
-    return next(sizes for most, least, sizes in _SIZES[itemsize] if head_dim <= most and shared >= least)
+sizes_for = functools.partial(fitting, _SIZES)
 
 
 def split_attention_triton(
@@ -83,8 +64,8 @@ def split_attention_triton(
     _, pages, kv_heads, page_rows, _ = k_pool.shape
     sizes = sizes or sizes_for(head_dim, q.dtype.itemsize, target().capability)
     rows = heads // kv_heads * queries
-    block = min(max(1 << (rows - 1).bit_length(), _LEAST), sizes.rows)
-    row_blocks = -(-rows // block)
+    block_rows = min(block(rows), sizes.rows)
+    row_blocks = -(-rows // block_rows)
     parts = parts_of(len(table.pages), requests * kv_heads * row_blocks)
     residual = jax.ShapeDtypeStruct((parts, *q.shape[:3]), jnp.float32)
     kind = q.dtype if parts == 1 else jnp.float32
@@ -104,9 +85,9 @@ def split_attention_triton(
         HEAD_DIM=head_dim,
         FRESH_UNIT=0 if fresh is None else fresh_unit,
         SCALE=scale * math.log2(math.e),
-        BLOCK_R=block,
+        BLOCK_R=block_rows,
         BLOCK_K=math.gcd(sizes.keys, page_rows, TILE),
-        BLOCK_D=max(1 << (head_dim - 1).bit_length(), _LEAST),
+        BLOCK_D=block(head_dim),
     )
     o, m, total = merge_stacked(AttentionOutput(*found))
     return AttentionOutput(o.astype(q.dtype), m, total)

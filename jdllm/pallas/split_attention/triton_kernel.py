@@ -7,6 +7,8 @@ those of a request are cut evenly. Softmax is to the base 2, whose logarithm `SC
 import triton
 import triton.language as tl
 
+from jdllm.pallas.triton_softmax import weights
+
 
 @triton.jit
 def attend(
@@ -112,10 +114,8 @@ def _visit(
     k_tile = tl.load(k_rows + at, mask=loaded, other=0.0)
     scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
     scores = tl.where((row < live)[None, :], scores, float("-inf"))
-    new_most = tl.maximum(most, tl.max(scores, 1) * SCALE)
-    finite = tl.where(new_most == float("-inf"), 0.0, new_most)
-    p = tl.exp2(scores * SCALE - finite[:, None])
-    decay = tl.exp2(most - finite)
+    # Called from Python a kernel's function raises: that is all that its type says.
+    p, decay, most = weights(scores, most, SCALE, False)  # pyright: ignore[reportGeneralTypeIssues]
     v_tile = tl.load(v_rows + at, mask=loaded, other=0.0)
     out = tl.dot(p.to(v_tile.dtype), v_tile, out * decay[:, None], input_precision="ieee")
-    return out, new_most, total * decay + tl.sum(p, 1)
+    return out, most, total * decay + tl.sum(p, 1)
