@@ -40,6 +40,9 @@ KV_POOL = "16MiB"
 # The interpreter of kernels runs a computation for each warpgroup, and these wait for each other: with fewer
 # threads than warpgroups they would wait forever. Both are read when the backend starts.
 os.environ.setdefault("NPROC", "16")
+if os.environ.get("JAX_PLATFORMS") == "cpu":
+    # Most of the time is compiling for the CPU.
+    jax.config.update("jax_disable_most_optimizations", True)
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 

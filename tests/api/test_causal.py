@@ -67,6 +67,7 @@ def test_what_was_read_before_is_counted(client: TestClient):
     assert [one["prompt_tokens_details"] for one in usage] == [{"cached_tokens": 0}, {"cached_tokens": 128}]
 
 
+@pytest.mark.slow
 def test_a_penalty_changes_the_text(client: TestClient, tokens: list[int]):
     body = {"prompt": PROMPT, "max_tokens": 12, "repetition_penalty": 1.9}
     answer = client.post("/v1/completions", json=body)

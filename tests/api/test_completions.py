@@ -67,6 +67,7 @@ def test_without_a_seed_one_is_drawn_and_told(client):
     assert first != second
 
 
+@pytest.mark.slow
 def test_sampling_parameters_have_their_own_names(client, demo: LLM):
     own = {"cache": "dual", "block_length": 8, "transfer": "threshold", "threshold": 0.7}
     (expected,) = demo.generate([PROMPT], SamplingParams(max_tokens=16, gen_length=16, **own))

@@ -29,6 +29,7 @@ def refused(client: TestClient, path: str, **body: Any) -> dict[str, Any]:
     return answer.json()["error"]
 
 
+@pytest.mark.slow
 def test_a_completion_over_a_context(client: TestClient, demo: LLM):
     (expected,) = demo.generate(LongPrompt(context=CONTEXT, query="get ac="), SAMPLING)
     assert expected.prefilling is not None

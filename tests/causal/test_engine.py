@@ -21,6 +21,7 @@ from tests.decoding.numpy_noise import gumbel, token_bits
 from tests.engines import engine_of
 
 
+@pytest.mark.slow
 def test_prompts_in_parts_beside_decodes(build: Build, config: ModelConfig, oracle: Oracle):
     """Parts end inside prompts, at pages, and prompts end inside pages and at their edge."""
     asked = [(prompt(n), FREE) for n in (300, 1, 64, 65, 128, 129, 200)]

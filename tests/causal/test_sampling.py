@@ -23,6 +23,7 @@ def penalised(oracle: Oracle, ids: np.ndarray, count: int, penalty: float) -> li
     return tokens[len(ids) :]
 
 
+@pytest.mark.slow
 def test_repetition_penalty(build: Build, config: ModelConfig, oracle: Oracle):
     ids, other = prompt(40), prompt(90)
     asked = [

@@ -170,6 +170,7 @@ SHARDED = """
 """
 
 
+@pytest.mark.slow
 def test_shards_are_loaded_onto_their_devices(tmp_path):
     """Four devices hold what `device_put` of whole leaves would put there; experts are transposed."""
     env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}

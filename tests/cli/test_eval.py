@@ -86,6 +86,7 @@ def test_eval_prints_a_table(use_model: UseModel):
     ],
     ids=["none", "sparse", "dual-threshold"],
 )
+@pytest.mark.slow
 def test_the_timed_run_of_an_evaluation_compiles_nothing(
     options: dict[str, Any], forwards: int | None, monkeypatch: pytest.MonkeyPatch
 ):

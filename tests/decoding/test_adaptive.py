@@ -145,6 +145,7 @@ def test_the_verifier_alone_accepts_its_own_greedy_text():
 
 
 @pytest.mark.parametrize("vocab", [270, 340])
+@pytest.mark.slow
 def test_vocabularies_of_different_sizes(vocab: int):
     """The mask id is beyond the smaller one; the other has rows that may not be chosen."""
     pair = pair_of(DREAM, tiny(dataclasses.replace(CAUSAL, vocab_size=vocab)))
@@ -209,6 +210,7 @@ class TestCompany:
         ],
         ids=["llada-few", "llada-all", "dream-all"],
     )
+    @pytest.mark.slow
     def test_alone_or_together(self, family: str, names: list[str], request: pytest.FixtureRequest):
         llm = request.getfixturevalue(family).llm
         sampling = [*(CASES[name] for name in names), *self.others]
@@ -234,6 +236,7 @@ class TestCompany:
         ],
     )
     @pytest.mark.parametrize("copies", [1, pytest.param(4, marks=SLOW)])
+    @pytest.mark.slow
     def test_chunks_budget_and_splits(self, copies: int, options: dict[str, Any], dream: Pair):
         other = LLM(tiny(DREAM), verifier=tiny(CAUSAL), **options)
         sampling = list(CASES.values())[:3] * copies

@@ -137,6 +137,7 @@ def test_every_rule_in_one_ragged_batch(rules: dict[str, SamplingParams], stoppi
 
 
 @pytest.mark.parametrize("rules", [RULES, DREAM_RULES], ids=["transfer", "alg"])
+@pytest.mark.slow
 def test_every_rule_with_shifted_logits(rules: dict[str, SamplingParams], dream_llm: LLM):
     sampling = [s for s in rules.values() if s.confidence_eos_eot_inf is None]
     ids = prompts(len(sampling), seed=6)

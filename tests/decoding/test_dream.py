@@ -58,6 +58,7 @@ def wide_llm(dream_config: ModelConfig, dream_params: Params) -> LLM:
 
 class TestDrawnOrder:
     @pytest.mark.parametrize(("alg", "alg_temp"), [("topk_margin", 0.3), ("entropy", 2.0)])
+    @pytest.mark.slow
     def test_is_a_draw_without_replacement_from_the_softmax(self, alg, alg_temp: float, wide_llm: LLM):
         length, draws = 5, 20 * (512 // 9)  # of 5 masks the first of two steps commits 2
         sampling = [

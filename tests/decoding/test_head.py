@@ -116,6 +116,7 @@ def test_undefined_ids(params: Params, config: ModelConfig):
 
 
 @pytest.mark.parametrize("needed", [Level.TOP, Level.MOMENTS])
+@pytest.mark.slow
 def test_a_higher_level_chooses_the_same(needed: Level, dream_params: Params, dream_config: ModelConfig):
     samplings = [s for s in ALL if s.confidence_eos_eot_inf is None and head_level(s) <= needed]
     assert {head_level(s) for s in samplings} == {level for level in Level if level <= needed}

@@ -175,6 +175,7 @@ def test_banned_ids_stay_banned(config: ModelConfig):
 @pytest.mark.parametrize("level", Level)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rows", [1, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (4, 13))])
+@pytest.mark.slow
 def test_without_an_effect_every_bit_is_that_of_the_head(
     rows: int, dtype: str, level: Level, config: ModelConfig
 ):

@@ -100,6 +100,7 @@ def compare(
 
 
 @pytest.mark.parametrize("tiers", [RESIDUAL, slow(GROUPS), slow(KEYS_VALUES), WIDE])
+@pytest.mark.slow
 def test_guidance_and_temperature(
     tiers: HostTiers, params: Params, config: ModelConfig, executables: Executables
 ):

@@ -182,6 +182,7 @@ def test_the_order_of_any_scores_is_the_definition(heads, kv_heads):
 
 @pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize("width", [1, 3, 5, slow(15), 1001])
+@pytest.mark.slow
 def test_each_policy_alone_in_a_batch(width, per_head):
     assert_order(random_batch(width, "ties", scored=True, per_head=per_head, width=width))
 
@@ -199,6 +200,7 @@ def test_sixteen_bit_rows_are_scored_in_f32():
 
 
 @pytest.mark.parametrize("seed", [0, slow(1), slow(2)])
+@pytest.mark.slow
 def test_company_changes_no_order(seed):
     """Rounding decides the order of these candidates, so that any other order of addition would show."""
     segments = random_batch(seed, "near", scored=True)
@@ -298,6 +300,7 @@ def test_stored_rows_are_those_of_a_model_with_lists(seed):
         np.testing.assert_array_equal(got_rows, rows)
 
 
+@pytest.mark.slow
 def test_pages_are_untouched_where_no_segment_stores():
     segments = [dataclasses.replace(s, keep=0) for s in random_batch(0, "normal")]
     q, k, selection = pack(segments, padding=2)

@@ -31,7 +31,9 @@ def run(params: dict, config: ModelConfig, few_rows: int | None) -> jax.Array:
     return scan_layers(params, config, embed(params, tokens), body, few_rows=few_rows)
 
 
-@pytest.mark.parametrize("shape", ["llada-8b", "dream-7b", "llada-moe-7b"])
+@pytest.mark.parametrize(
+    "shape", ["llada-8b", *(pytest.param(s, marks=pytest.mark.slow) for s in ("dream-7b", "llada-moe-7b"))]
+)
 def test_hidden_rows_are_the_same(shape: str, monkeypatch: pytest.MonkeyPatch):
     config = small(shape)
     params = jax.tree.map(lambda x: 4 * x, init_params(config, jax.random.key(1), "float32"))

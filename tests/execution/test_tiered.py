@@ -82,6 +82,7 @@ class TestEqualsForward:
         check(dream_params, dream_config, tokens, rows, TIERS[name], executables.call)
 
     @pytest.mark.parametrize("tiers", [slow(HostTiers(128)), HostTiers(128, kv=True)])
+    @pytest.mark.slow
     def test_layers_with_and_without_experts(
         self, tiers: HostTiers, config: ModelConfig, executables: Executables
     ):

@@ -259,9 +259,8 @@ class TestModule:
         assert (np.asarray(first) != np.asarray(other)).any()
 
 
-@pytest.mark.parametrize(
-    "shape", ["llada-8b", "dream-7b", pytest.param("llada-moe-7b", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("shape", ["llada-8b", "dream-7b", "llada-moe-7b"])
+@pytest.mark.slow
 def test_wanted_rows_are_those_of_all_rows_for_less_work(shape: str):
     config = small(shape)
     params = init_params(config, jax.random.key(0), "float32")

@@ -171,6 +171,7 @@ def partials(hidden: jax.Array, head: jax.Array, rows: RowSampling, count: int, 
 
 
 @pytest.mark.parametrize("columns", [64, slow(96), slow(128)])
+@pytest.mark.slow
 def test_the_kernel_draws_the_documented_bits(columns: int):
     rows, vocab, tiles = 5, 520, dataclasses.replace(ONE, columns=columns)
     zeros = [jnp.zeros((n, DEPTH), jnp.bfloat16) for n in (8, vocab)]

@@ -21,7 +21,18 @@ def build(executables: Executables) -> Callable[..., Engine]:
     return build
 
 
+class Alone(dict[str, Any]):
+    """What each of `SPECS` gives by itself in an engine of its own, which runs once it is asked for."""
+
+    def __init__(self, build: Callable[..., Engine]):
+        super().__init__()
+        self._build = build
+
+    def __missing__(self, name: str) -> Any:
+        (self[name],) = ends(self._build(), [SPECS[name]])
+        return self[name]
+
+
 @pytest.fixture(scope="session")
 def alone(build: Callable[..., Engine]) -> dict[str, Any]:
-    """Each of `SPECS` by itself in an engine of its own."""
-    return {name: ends(build(), [spec])[0] for name, spec in SPECS.items()}
+    return Alone(build)

@@ -183,6 +183,7 @@ def test_values_that_are_not_numbers_end_a_request(build: Build, part: str, scor
         alike(end(engine, fine), expected)
 
 
+@pytest.mark.slow
 def test_values_that_grow_too_large_in_a_context_alone_are_found(build: Build):
     """Neither the weights nor the query and its answer show where they begin."""
     asking, params = question(52), model_of(FAMILY)[0]
@@ -230,6 +231,7 @@ def poison(engine: Engine) -> None:
     cache._pool = KeyValuePool(*(jnp.where(keep, x, jnp.nan) for x in cache._pool))
 
 
+@pytest.mark.slow
 def test_rows_that_nothing_wrote_decide_nothing(
     build: Build, alone: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):

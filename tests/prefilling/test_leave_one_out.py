@@ -61,8 +61,12 @@ def drafted(oracle: Model, front: np.ndarray, slots: int, rounds: int) -> np.nda
     [
         ({"score": "query"}, 0),
         pytest.param({"score": "query", "score_window": 4}, 0, marks=pytest.mark.slow),
-        ({"draft_length": 4, "draft_rounds": 2}, 4),
-        ({"draft_length": 3, "draft_rounds": 0, "score_unfilled": True, "score_window": 2}, 3),
+        pytest.param({"draft_length": 4, "draft_rounds": 2}, 4, marks=pytest.mark.slow),
+        pytest.param(
+            {"draft_length": 3, "draft_rounds": 0, "score_unfilled": True, "score_window": 2},
+            3,
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_scores_are_those_of_tokens_that_are_left_out_one_by_one(
@@ -144,7 +148,9 @@ def _commit(tokens: np.ndarray, logits: np.ndarray, threshold: float) -> None:
 
 @pytest.mark.parametrize("build", BUILDS)
 @pytest.mark.parametrize("block_length", [8, 3])
-@pytest.mark.parametrize("kept", [None, "per_head", pytest.param("global", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kept", [None, *(pytest.param(kept, marks=pytest.mark.slow) for kept in ("per_head", "global"))]
+)
 def test_an_answer_is_that_of_the_oracle(
     engine: Engine, oracle: Model, build: str, block_length: int, kept: str | None
 ):

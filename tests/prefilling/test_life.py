@@ -26,20 +26,20 @@ Build = Callable[..., Engine]
 
 @pytest.mark.parametrize("updates", ["every", "later", "none"])
 @pytest.mark.parametrize(
-    "sizes",
+    ("names", "sizes"),
     [
-        {},
-        pytest.param({"rows": 192, "pages": 24}, marks=pytest.mark.slow),
-        pytest.param({"rows": 64}, marks=pytest.mark.slow),
+        (["two blocks", "few tokens", "exact"], {}),
+        pytest.param(list(SPECS), {}, marks=pytest.mark.slow),
+        pytest.param(list(SPECS), {"rows": 192, "pages": 24}, marks=pytest.mark.slow),
+        pytest.param(list(SPECS), {"rows": 64}, marks=pytest.mark.slow),
     ],
-    ids=["wide", "narrow", "all beyond the budget"],
+    ids=["few", "wide", "narrow", "all beyond the budget"],
 )
 def test_requests_are_the_same_alone_and_in_company(
-    build: Build, alone: dict[str, Any], sizes: dict[str, int], updates: Any
+    build: Build, alone: dict[str, Any], names: list[str], sizes: dict[str, int], updates: Any
 ):
     """In any order, in an engine that has room for all, and in one where they wait for pages and rows."""
-    names = list(SPECS)
-    assert all(MASK not in request.tokens for request in alone.values())
+    assert all(MASK not in alone[name].tokens for name in names)
     for order in (names, names[::-1]):
         engine = build(**sizes)
         found = ends(engine, [SPECS[name] for name in order], updates=updates)
@@ -153,6 +153,7 @@ def test_the_answer_ends_with_the_block_in_which_its_text_ends(build: Build, mod
         all_free(engine)
 
 
+@pytest.mark.slow
 def test_every_evaluation_of_the_model_is_counted(build: Build):
     """Those of a draft on the device; a step that opens a block is one with what it stores."""
     for fields, others in [

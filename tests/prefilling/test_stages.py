@@ -90,6 +90,7 @@ def test_chunks_are_those_of_the_oracle(context: list[int], size: int, from_tail
 
 
 @EVERY_CASE
+@pytest.mark.slow
 def test_a_draft_is_the_one_recorded_after_every_number_of_rounds(name: str, executables: Executables):
     case = Case(name)
     if "draft_states" not in case:

@@ -127,6 +127,7 @@ def test_a_chunk_that_occurs_twice_is_stored_once(build: Build):
 TEN = 11
 
 
+@pytest.mark.slow
 def test_the_context_that_was_used_least_recently_goes_first(build: Build):
     engine, contexts = build(pages=TEN), [question(seed) for seed in (31, 32)]
     asked_for = [0, 0, 1, 0, 1, 1]

@@ -38,7 +38,10 @@ from tests.prefilling.oracle_cache import Retention, retention_scores
 from tests.prefilling.oracle_model import Model
 from tests.prefilling.recorded import Case, case_names, model
 
-EVERY_CASE = pytest.mark.parametrize("name", case_names())
+QUICK = ("best47", "sparse_per_head")
+EVERY_CASE = pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in case_names()]
+)
 
 close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
 close_logits = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=3e-4)

@@ -28,6 +28,7 @@ SETTINGS = Prefilling(chunk_length=64, chunks_kept=2, draft_length=8, bos_id=BOS
     ],
     ids=["whole chunks", "few tokens", "scored by the query"],
 )
+@pytest.mark.slow
 def test_nothing_is_compiled_afterwards(prefilling: Prefilling):
     executables = Executables("cpu")
     engine = engine_of(model_of(FAMILY)[0], CONFIG, executables, 1024, pages=400)
@@ -51,6 +52,7 @@ def test_what_the_model_cannot_do_is_refused_before_anything_is_compiled():
         assert llm.executables.compiled == 0
 
 
+@pytest.mark.slow
 def test_warming_up_asks_the_questions(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Engine, "programs", lambda self: [])
     monkeypatch.setattr(Engine, "warm", lambda self: None)

@@ -64,6 +64,7 @@ def company(request: pytest.FixtureRequest, llm: LLM) -> Company:
     return Company(prompts, sampling, llm.generate(prompt_token_ids=prompts, sampling=sampling))
 
 
+@pytest.mark.slow
 def test_a_request_is_the_same_alone_and_in_company(llm: LLM, company: Company):
     for prompt, sampling, together in zip(*company, strict=True):
         (alone,) = llm.generate(prompt_token_ids=[prompt], sampling=sampling)

@@ -118,6 +118,7 @@ def test_a_misfit_of_the_compiler_raises_the_counts(
     assert any(max(dataclasses.astuple(chunks)) > 1 for chunks, _ in planned.choices)
 
 
+@pytest.mark.slow
 def test_a_compiler_that_never_agrees_is_refused(params, config, executables, small, monkeypatch):
     monkeypatch.setattr("jdllm.serving.full_runner.temp_bytes", lambda executable: 2**40)
     with pytest.raises(MemoryBudgetError):

@@ -74,6 +74,7 @@ def test_from_directories_as_from_memory(checkpoint: Checkpoint):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_checkpoint_is_loaded_in_the_type_of_the_model(dtype: str):
     verifier = load_verifier(QWEN2, config_from_hf(DREAM), None, dtype)
     assert {str(leaf.dtype) for leaf in (verifier.params["embed"], verifier.params["final_norm"])} == {dtype}

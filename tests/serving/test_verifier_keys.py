@@ -128,6 +128,7 @@ def test_an_ended_request_gives_its_pages_back():
 
 
 @pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.slow
 def test_prompts_are_read_in_parts(rows: int, monkeypatch: pytest.MonkeyPatch):
     sampling = SamplingParams(gen_length=12, transfer="adaptive", mixture_weight=0.6, max_lookahead=5)
     prompts = [np.arange(n).tolist() for n in (150, 31, 2)]
