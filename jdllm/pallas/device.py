@@ -1,13 +1,22 @@
 """The device that a function is being traced for."""
 
 import functools
-import importlib
-from typing import NamedTuple
+import importlib.util
+from typing import Literal, NamedTuple, get_args
 
+import jax
 from jax.extend import backend
+
+from jdllm.errors import ConfigError
 
 TRITON_CAPABILITY = 8.0
 """The least that Triton's kernels run on: Ampere."""
+
+
+Kernels = Literal["auto", "triton", "xla"]
+"""Which kernels of jdllm may run: any that suits the card, those in Triton only, or none."""
+
+_preferred = jax.make_user_context("auto")
 
 
 class Target(NamedTuple):
@@ -15,10 +24,14 @@ class Target(NamedTuple):
 
     - `on_cuda`: whether it is an NVIDIA GPU.
     - `capability`: its compute capability, 9.0 for Hopper; `None` where that is not known.
+    - `kernels`: those that may run.
+    - `triton`: whether kernels in Triton can be compiled for it.
     """
 
     on_cuda: bool
     capability: float | None
+    kernels: Kernels = "auto"
+    triton: bool = True
 
     @property
     def hopper(self) -> bool:
@@ -34,7 +47,7 @@ class Target(NamedTuple):
         """Raise `NotImplementedError`, naming the operator, where its kernel in Triton cannot run."""
         if not self.on_cuda or (self.capability or 0) < TRITON_CAPABILITY:
             raise NotImplementedError(f"the triton form of {what} runs on Ampere and newer cards only")
-        if not _has_triton():
+        if not self.triton:
             raise NotImplementedError(
                 f"the triton form of {what} needs jax-triton, of the extras cuda12 and cuda13"
             )
@@ -49,15 +62,23 @@ def target(platform: str | None = None) -> Target:
     device = backend.get_default_device()
     capability = getattr(device, "compute_capability", None)
     on_cuda = (platform or device.platform) in ("gpu", "cuda")
-    return Target(on_cuda, float(capability) if on_cuda and capability else None)
+    known = float(capability) if on_cuda and capability else None
+    return Target(on_cuda, known, _preferred.value, _has_triton())
+
+
+def preferring(kernels: str):
+    """A context in which operators choose among these kernels, as of `Kernels`, unless a form is asked for.
+
+    What `jax.jit` has traced is kept apart by it. Raises `ConfigError` for any other name.
+    """
+    if kernels not in get_args(Kernels):
+        raise ConfigError(f"kernels are one of {', '.join(get_args(Kernels))}, not {kernels!r}")
+    return _preferred(kernels)
 
 
 @functools.cache
 def _has_triton() -> bool:
-    try:
-        return importlib.import_module("jax_triton.triton_lib").CAN_USE_TRITON
-    except ImportError:
-        return False
+    return all(importlib.util.find_spec(package) for package in ("jax_triton", "triton"))
 
 
 def find_kernel_runtime() -> None:

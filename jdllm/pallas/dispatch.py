@@ -10,8 +10,20 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from jdllm.pallas.device import Kernels
+
 Check = Callable[[], None]
 """Raises `NotImplementedError`, naming the limit, where a form cannot run."""
+
+Forms = Mapping[str, Check]
+"""Forms of an operator by name, the preferred first."""
+
+_TURNED_OFF: Mapping[Kernels, frozenset[str]] = {
+    # Nobody has measured Triton's kernels on a card yet.
+    "auto": frozenset({"triton"}),
+    "triton": frozenset({"mosaic_gpu"}),
+    "xla": frozenset({"mosaic_gpu", "triton"}),
+}
 
 _log = logging.getLogger("jdllm")
 _MOST_KEPT = 1024
@@ -32,13 +44,13 @@ class Choice(NamedTuple):
 _choices: dict[Choice, None] = {}
 
 
-def choose(operator: str, forms: Mapping[str, Check], implementation: str | None) -> str:
+def choose(operator: str, forms: Forms, implementation: str | None, kernels: Kernels = "auto") -> str:
     """Choose a form.
 
     Arguments:
     - `operator`: its name, for messages.
-    - `forms`: names and checks, the preferred first.
     - `implementation`: the form that the caller wants; `None` for the first that can run.
+    - `kernels`: those that may run where the caller wants none.
 
     Returns its name. Raises `NotImplementedError` where the wanted form is unknown or cannot run, naming its
     limit, and where none can run. A form that was passed over is logged, each reason once.
@@ -50,14 +62,29 @@ def choose(operator: str, forms: Mapping[str, Check], implementation: str | None
             )
         forms[implementation]()
         return implementation
+    form, passed_over = _first(forms, kernels)
+    if form is None:
+        raise NotImplementedError(f"{operator}: no form can run: " + "; ".join(why for _, why in passed_over))
+    _keep(Choice(operator, form, passed_over))
+    return form
+
+
+def default_form(forms: Forms, kernels: Kernels) -> str | None:
+    """The form that `choose` takes by default, `None` where none can run."""
+    return _first(forms, kernels)[0]
+
+
+def _first(forms: Forms, kernels: Kernels) -> tuple[str | None, tuple[tuple[str, str], ...]]:
+    """The first form that can run, and why those before it do not."""
     passed_over = []
     for form, check in forms.items():
+        if form in _TURNED_OFF[kernels]:
+            continue
         reason = limit(check)
         if reason is None:
-            _keep(Choice(operator, form, tuple(passed_over)))
-            return form
+            return form, tuple(passed_over)
         passed_over.append((form, reason))
-    raise NotImplementedError(f"{operator}: no form can run: " + "; ".join(why for _, why in passed_over))
+    return None, tuple(passed_over)
 
 
 def limit(check: Check) -> str | None:

@@ -2,21 +2,22 @@
 
 import functools
 import importlib
+import sys
 from collections.abc import Iterator
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdllm.pallas import device, dispatch
+from jdllm.pallas import dispatch
 from jdllm.pallas.attention import AttentionOutput, api, attention
 from jdllm.pallas.device import Target
-from jdllm.pallas.dispatch import choices
+from jdllm.pallas.dispatch import Choice, choices
 from jdllm.pallas.triton_launch import Schedule
 from tests.pallas.test_attention import KINDS, ROWS, SCALE, Inputs, inputs, oracle, ranges, segment_bounds
 from tests.pallas.triton_interpreter import interpreting, launch
 
-A100, TURING = Target(True, 8.0), Target(True, 7.5)
+A100, HOPPER, TURING = (Target(True, capability) for capability in (8.0, 9.0, 7.5))
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
@@ -167,9 +168,8 @@ class TestChoice:
 
     @pytest.fixture
     def on(self, monkeypatch: pytest.MonkeyPatch):
-        def pretend(target: Target, installed: bool = True) -> None:
+        def pretend(target: Target) -> None:
             monkeypatch.setattr(api, "target", lambda platform: target)
-            monkeypatch.setattr(device, "_has_triton", lambda: installed)
 
         return pretend
 
@@ -183,8 +183,13 @@ class TestChoice:
         assert choices()[0].form == "xla"
         self.run(implementation="triton")
 
+    def test_it_runs_where_it_is_preferred(self, on, triton_form):
+        on(HOPPER._replace(kernels="triton"))
+        self.run()
+        assert choices() == [Choice("attention", "triton", ())]
+
     def test_without_triton(self, on):
-        on(A100, installed=False)
+        on(A100._replace(triton=False))
         with pytest.raises(NotImplementedError, match="needs jax-triton, of the extras cuda12 and cuda13"):
             self.run(implementation="triton")
 
@@ -198,6 +203,6 @@ class TestChoice:
         self, monkeypatch: pytest.MonkeyPatch, on, target: Target
     ):
         on(target)
-        monkeypatch.setattr(device, "_has_triton", lambda: pytest.fail("Triton was asked for"))
+        monkeypatch.setitem(sys.modules, "triton", None)
         self.run(head_dim=96)
         assert choices()[0].form == "xla"

@@ -3,12 +3,14 @@
 import logging
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 
+from jdllm.errors import ConfigError
 from jdllm.pallas import dispatch
-from jdllm.pallas.device import Target
-from jdllm.pallas.dispatch import Choice, always, choices, choose
+from jdllm.pallas.device import Kernels, Target, preferring, target
+from jdllm.pallas.dispatch import Choice, always, choices, choose, default_form
 from jdllm.pallas.masked_logits import Level, RowSampling, masked_logits
 from jdllm.pallas.masked_logits import mosaic_gpu as kernel
 
@@ -43,6 +45,33 @@ def test_a_form_that_is_asked_for_runs_or_says_why_not():
         choose("sum", forms, "other")
     with pytest.raises(NotImplementedError, match="sum: no form can run: too narrow"):
         choose("sum", {"best": never("too narrow")}, None)
+
+
+@pytest.mark.parametrize(("kernels", "form"), [("auto", "mosaic_gpu"), ("triton", "triton"), ("xla", "xla")])
+def test_kernels_are_turned_off_unless_one_is_asked_for(kernels: Kernels, form: str):
+    forms = {"mosaic_gpu": always, "triton": always, "xla": always, "reference": always}
+    assert choose("sum", forms, None, kernels) == default_form(forms, kernels) == form
+    assert choices() == [Choice("sum", form, ())]
+    for other in forms:
+        assert choose("sum", forms, other, kernels) == other
+
+
+def test_a_preference_holds_in_its_context_and_keeps_traces_apart():
+    traced = []
+
+    @jax.jit
+    def function(x: jax.Array) -> jax.Array:
+        traced.append(target().kernels)
+        return x
+
+    function(jnp.zeros(1))
+    with preferring("triton"):
+        function(jnp.zeros(1))
+        function(jnp.zeros(1))
+    function(jnp.zeros(1))
+    assert traced == ["auto", "triton"]
+    with pytest.raises(ConfigError, match="kernels are one of auto, triton, xla, not 'cuda'"):
+        preferring("cuda")
 
 
 def test_each_fallback_is_logged_once(caplog: pytest.LogCaptureFixture):

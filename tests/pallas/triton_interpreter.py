@@ -6,6 +6,7 @@ included. So a process does one of both: the first that imports it decides.
 
 import importlib
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from jdllm.pallas.triton_launch import Schedule
 
 _MARK = "jdllm_interprets"
-_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32"}
+_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "uint32": "u32"}
 
 
 class Tensor:
@@ -62,11 +63,17 @@ def launch(
     schedule: Schedule,
     **constants: float,
 ) -> list[jax.Array]:
-    """As `jdllm.pallas.triton_launch.launch`; results are NaN until they are written."""
+    """As `jdllm.pallas.triton_launch.launch`; results are NaN or the least integer until they are written."""
     passed = [x if isinstance(x, int) else Tensor(np.array(x)) for x in operands]
-    results = [Tensor(np.full(out.shape, np.nan, out.dtype)) for out in out_shape]
-    kernel[grid](*passed, *results, **constants)
+    results = [Tensor(np.full(out.shape, _poison(out.dtype), out.dtype)) for out in out_shape]
+    # A card raises nothing where numbers end.
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
+        kernel[grid](*passed, *results, **constants)
     return [jnp.asarray(result.array) for result in results]
+
+
+def _poison(dtype: np.dtype) -> float:
+    return np.iinfo(dtype).min if np.issubdtype(dtype, np.integer) else np.nan
 
 
 def interpreting() -> Iterator[None]:
@@ -94,6 +101,10 @@ def interpreting() -> Iterator[None]:
             a, b = (self.cast_impl(x, f32) if x.dtype.scalar == bf16 else x for x in (a, b))
             return dot(self, a, b, *others)
 
+        def map_elementwise(function: Any, *args: Any) -> Any:
+            return function(*args)
+
         patch.setattr(interpreter, "_patch_lang_tensor", patch_index_too)
+        patch.setattr(triton.language, "map_elementwise", map_elementwise)
         patch.setattr(builder, "create_dot", dot_of_numbers)
         yield

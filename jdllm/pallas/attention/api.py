@@ -7,13 +7,13 @@ from typing import Literal
 import jax.numpy as jnp
 from jax import lax
 
-from jdllm.pallas.attention.limits import check_mosaic_gpu, check_triton
+from jdllm.pallas.attention.limits import forms
 from jdllm.pallas.attention.ranges import Ranges
 from jdllm.pallas.attention.reference import attention_reference
 from jdllm.pallas.attention.types import AttentionOutput, Bounds, Keys, Queries
 from jdllm.pallas.attention.xla import attention_xla
 from jdllm.pallas.device import target
-from jdllm.pallas.dispatch import always, choose
+from jdllm.pallas.dispatch import choose
 
 Implementation = Literal["mosaic_gpu", "triton", "xla", "reference"]
 
@@ -39,9 +39,9 @@ def attention(
       block-causal and sliding-window attention differ in these ranges only; an empty range is allowed.
     - `scale`: factor of the scores, usually head_dim ** -0.5.
     - `ranges`: `ranges_of` the bounds, for callers that have the same ones in many calls.
-    - `implementation`: "mosaic_gpu" (a kernel for Hopper), "xla" (portable), "triton" (a kernel for cards
-      from Ampere on, by the extras cuda12 and cuda13) or "reference" (dense oracle). By default mosaic_gpu on
-      Hopper where it can run, and xla anywhere else.
+    - `implementation`: "mosaic_gpu" (a kernel for Hopper), "triton" (a kernel for cards from Ampere on, by
+      the extras cuda12 and cuda13), "xla" (portable) or "reference" (dense oracle). By default the first
+      that can run, and is not turned off (`jdllm.pallas.device.preferring`).
     - `platform`: what will run it, "cpu" or "cuda"; by default the platform of JAX's default device.
 
     Returns (o, m, l) as `AttentionOutput` describes; scores and softmax are f32.
@@ -54,18 +54,7 @@ def attention(
         )
 
     device = target(platform)
-
-    def check_hopper_form() -> None:
-        device.check_hopper("attention")
-        check_mosaic_gpu(q, scale)
-
-    def check_triton_form() -> None:
-        device.check_triton("attention")
-        check_triton(q, scale)
-
-    # Behind the portable form, which runs anywhere: nobody has measured it on a card yet.
-    forms = {"mosaic_gpu": check_hopper_form, "xla": always, "triton": check_triton_form, "reference": always}
-    form = choose("attention", forms, implementation)
+    form = choose("attention", forms(device, q, scale), implementation, device.kernels)
     if form == "reference":
         return attention_reference(q, k, v, k_start, k_end, scale=scale)
     if form == "mosaic_gpu":

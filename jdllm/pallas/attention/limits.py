@@ -1,14 +1,30 @@
-"""What the forms of attention for NVIDIA cards can take."""
+"""The forms of attention, and what those for NVIDIA cards can take."""
 
 import jax
 import jax.numpy as jnp
 
 from jdllm.pallas.attention.types import Queries
+from jdllm.pallas.device import Target
+from jdllm.pallas.dispatch import Forms, always
 
 HEAD_DIMS = (64, 128)
 
 MOST_HEAD_DIM = 256
 """Of the Triton kernel."""
+
+
+def forms(device: Target, q: Queries | jax.ShapeDtypeStruct, scale: float) -> Forms:
+    """The forms of attention of `q` on a device."""
+
+    def mosaic_gpu() -> None:
+        device.check_hopper("attention")
+        check_mosaic_gpu(q, scale)
+
+    def triton() -> None:
+        device.check_triton("attention")
+        check_triton(q, scale)
+
+    return {"mosaic_gpu": mosaic_gpu, "triton": triton, "xla": always, "reference": always}
 
 
 def check_mosaic_gpu(q: Queries | jax.ShapeDtypeStruct, scale: float) -> None:

@@ -1,13 +1,17 @@
-"""What the Hopper form of masked logits can take."""
+"""The forms of masked logits, and what those for NVIDIA cards can take."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jdllm.pallas.dispatch import limit
+from jdllm.pallas.device import Target
+from jdllm.pallas.dispatch import Forms, always, default_form
 from jdllm.pallas.hopper import STRIP
 from jdllm.pallas.masked_logits.tiles import DEPTH, MAX_COLUMNS, padded_splits
 from jdllm.pallas.masked_logits.types import Level
+
+MOST_AT_ONCE = 4096
+"""Rows of one call of the kernel in Triton: as many as fill a card, so that few are gathered at a time."""
 
 MAX_ROWS = {Level.TOP: 2048, Level.MOMENTS: 1024}
 """Rows of one call: what is kept of each tile of ids exists for all of them, at most 32 MiB with 157k ids."""
@@ -16,6 +20,20 @@ FUSED_UNIT = 256
 """Rows of one call are padded to a multiple of this, or to one of its halves."""
 
 Operand = Float[Array, "rows d"] | jax.ShapeDtypeStruct
+
+
+def forms(device: Target, hidden: Operand, head: Operand, level: Level) -> Forms:
+    """The forms of masked logits of `hidden` on a device."""
+
+    def mosaic_gpu() -> None:
+        device.check_hopper("masked logits")
+        check_mosaic_gpu(hidden, head, level)
+
+    def triton() -> None:
+        device.check_triton("masked logits")
+        check_triton(hidden, head, level)
+
+    return {"mosaic_gpu": mosaic_gpu, "triton": triton, "xla": always}
 
 
 def check_mosaic_gpu(hidden: Operand, head: Operand, level: Level) -> None:
@@ -27,9 +45,22 @@ def check_mosaic_gpu(hidden: Operand, head: Operand, level: Level) -> None:
         )
 
 
-def fused_rows(head: Operand, level: Level) -> int | None:
-    """Rows that a call on Hopper can take with this output matrix; `None` if it can take none."""
-    return MAX_ROWS[level] if limit(lambda: _check_operands(head.dtype, head, level)) is None else None
+def check_triton(hidden: Operand, head: Operand, level: Level) -> None:
+    """Raise `NotImplementedError`, naming the limit, where the head in Triton cannot take these operands."""
+    if level >= Level.FILTERED:
+        raise NotImplementedError("the head in Triton does not filter by top-k or top-p")
+    if hidden.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32) or hidden.dtype != head.dtype:
+        raise NotImplementedError(
+            "the head in Triton takes rows and weights that are both bfloat16, float16 or float32, "
+            f"not {hidden.dtype} and {head.dtype}"
+        )
+
+
+def fused_rows(device: Target, head: Operand, level: Level) -> int | None:
+    """Rows that a call can take by default without their logits; `None` where these exist."""
+    row = jax.ShapeDtypeStruct((1, head.shape[1]), head.dtype)
+    most = {"mosaic_gpu": MAX_ROWS.get(level), "triton": MOST_AT_ONCE}
+    return most.get(default_form(forms(device, row, head, level), device.kernels) or "xla")
 
 
 def partial_bytes(vocab: int, level: Level) -> int:

@@ -9,8 +9,8 @@ from jaxtyping import Array, Int
 
 from jdllm.pallas.attention.types import AttentionOutput
 from jdllm.pallas.device import target
-from jdllm.pallas.dispatch import always, choose
-from jdllm.pallas.split_attention.limits import check_mosaic_gpu, check_triton
+from jdllm.pallas.dispatch import choose
+from jdllm.pallas.split_attention.limits import forms
 from jdllm.pallas.split_attention.reference import split_attention_reference
 from jdllm.pallas.split_attention.tiles import TILE
 from jdllm.pallas.split_attention.types import FRESH_UNIT, Fresh, PageTable, Pool, Queries
@@ -48,9 +48,9 @@ def split_attention(
     - `scale`: factor of the scores, usually head_dim ** -0.5; positive.
     - `chained`: whether the kernel for Hopper is part of a chain (`jdllm.pallas.chain`): then the pools, the
       table and the layer are older than it.
-    - `implementation`: "mosaic_gpu" (a kernel for Hopper), "xla" (portable), "triton" (a kernel for cards
-      from Ampere on, by the extras cuda12 and cuda13) or "reference" (dense oracle). By default mosaic_gpu on
-      Hopper where it can run, and xla anywhere else.
+    - `implementation`: "mosaic_gpu" (a kernel for Hopper), "triton" (a kernel for cards from Ampere on, by
+      the extras cuda12 and cuda13), "xla" (portable) or "reference" (dense oracle). By default the first
+      that can run, and is not turned off (`jdllm.pallas.device.preferring`).
 
     Returns (o, m, l) as `AttentionOutput` describes, with `[requests, queries]` for its rows, to be merged
     with attention over other keys by `jdllm.pallas.attention.merge`; scores and softmax are f32.
@@ -61,17 +61,8 @@ def split_attention(
     _check_shapes(q, k_pool, v_pool, table, scale)
     _check_fresh(k_pool, fresh, fresh_unit)
 
-    def check_hopper_form() -> None:
-        target().check_hopper("split attention")
-        check_mosaic_gpu(q, k_pool)
-
-    def check_triton_form() -> None:
-        target().check_triton("split attention")
-        check_triton(q, k_pool)
-
-    # Triton's is behind the portable form, which runs anywhere: nobody has measured it on a card yet.
-    forms = {"mosaic_gpu": check_hopper_form, "xla": always, "triton": check_triton_form, "reference": always}
-    form = choose("split attention", forms, implementation)
+    device = target()
+    form = choose("split attention", forms(device, q, k_pool), implementation, device.kernels)
     if form == "reference":
         return split_attention_reference(
             q, k_pool, v_pool, table, fresh=fresh, fresh_unit=fresh_unit, layer=layer, scale=scale

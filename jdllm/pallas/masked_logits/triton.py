@@ -1,0 +1,151 @@
+"""Masked logits in Triton: one kernel reduces parts of the vocabulary, XLA merges them."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jdllm.pallas.device import target
+from jdllm.pallas.masked_logits.limits import check_triton
+from jdllm.pallas.masked_logits.row_table import divisors
+from jdllm.pallas.masked_logits.triton_kernel import reduce_logits
+from jdllm.pallas.masked_logits.types import Level, RowDecision, RowSampling
+from jdllm.pallas.triton_launch import Schedule, launch, shared_kib
+
+_PROGRAMS = 1024
+"""As many keep any card busy to the end."""
+
+
+class Sizes(NamedTuple):
+    """How rows and vocabulary are cut.
+
+    - `rows`: of a program, from 16 on.
+    - `pairs`: counters of a tile, from 16 to 128; a tile has two ids of each.
+    - `depth`: hidden dimensions at a time.
+
+    All are powers of 2.
+    """
+
+    rows: int
+    pairs: int
+    depth: int
+    schedule: Schedule
+
+
+class Partials(NamedTuple):
+    """Each row's logits over one part of the vocabulary.
+
+    - `score`: the largest logit, after noise was added where the row has a temperature.
+    - `token`, `logit`: the lowest id with that score, and its logit without noise.
+    - `maximum`, `total`: the largest measured logit and the sum of 2^(scale (logit - maximum)), where scale
+      is log2(e) over what a row's logits are divided by.
+    - `second`: the second largest measured logit, the same as the largest where two are equal.
+    - `weighted`: the sum of `total`, each term times its exponent.
+
+    Measured logits are those without the confidence's bans; they are not divided yet. The last two are
+    known from `Level.MOMENTS` on.
+    """
+
+    score: Float[Array, "parts rows"]
+    token: Int[Array, "parts rows"]
+    logit: Float[Array, "parts rows"]
+    maximum: Float[Array, "parts rows"]
+    total: Float[Array, "parts rows"]
+    second: Float[Array, "parts rows"]
+    weighted: Float[Array, "parts rows"]
+
+
+_SIZES: Mapping[int, Sequence[tuple[int, int, Sizes]]] = {
+    2: (
+        (16, 99, Sizes(16, 64, 64, Schedule(4, 4))),
+        (32, 99, Sizes(32, 64, 64, Schedule(4, 4))),
+        (64, 99, Sizes(64, 64, 64, Schedule(8, 3))),
+        (1 << 30, 163, Sizes(128, 64, 64, Schedule(8, 4))),
+        (1 << 30, 99, Sizes(128, 64, 32, Schedule(8, 3))),
+    ),
+    4: ((1 << 30, 99, Sizes(32, 16, 32, Schedule(4, 2))),),
+}
+"""By bytes of a number: up to so many rows, on cards with this much shared memory (KiB) or more."""
+
+
+def sizes_for(rows: int, itemsize: int, capability: float | None) -> Sizes:
+    """How the product of so many rows is cut on a card; `capability` as of `jdllm.pallas.device.Target`."""
+    shared = shared_kib(capability)
+    return next(sizes for most, least, sizes in _SIZES[itemsize] if rows <= most and shared >= least)
+
+
+def masked_logits_triton(
+    hidden: Float[Array, "rows d"],
+    head: Float[Array, "vocab d"],
+    rows: RowSampling,
+    level: Level,
+    *,
+    count: Int[Array, ""] | int | None = None,
+    sizes: Sizes | None = None,
+) -> RowDecision:
+    """Triton form of `jdllm.pallas.masked_logits.masked_logits`, without an array of rows x vocabulary.
+
+    Products are accumulated in f32. `negative_entropy` is the sum of p ln(p), which is below that of
+    p ln(p + 1e-10) by less than 1e-10 times the size of the vocabulary.
+
+    Arguments:
+    - `sizes`: by default those of the device that is traced for.
+
+    Raises `NotImplementedError` where `check_triton` does.
+    """
+    check_triton(hidden, head, level)
+    number, vocab = len(hidden), len(head)
+    sizes = sizes or sizes_for(number, hidden.dtype.itemsize, target().capability)
+    blocks = -(-number // sizes.rows)
+    parts = max(1, min(_PROGRAMS // blocks, -(-vocab // (2 * sizes.pairs))))
+    shape = parts, number
+    temperature, divisor = jnp.asarray(rows.temperature, jnp.float32), divisors(rows)
+    integers = (rows.positions, rows.limit, rows.token_bans, rows.confidence_bans)
+    positions, limit, token_bans, confidence_bans = (jnp.asarray(x, jnp.int32) for x in integers)
+    live = jnp.asarray(number if count is None else count, jnp.int32).reshape(1)
+    partials = launch(
+        reduce_logits,
+        *(hidden, head, *rows.keys, positions, jnp.minimum(limit, vocab), temperature, divisor),
+        *(token_bans, confidence_bans, live, number, vocab),
+        out_shape=[
+            jax.ShapeDtypeStruct(shape, jnp.int32 if field == "token" else jnp.float32)
+            for field in Partials._fields
+        ],
+        grid=(blocks, parts),
+        schedule=sizes.schedule,
+        PARTS=parts,
+        DEPTH=hidden.shape[1],
+        TOKEN_BANS=token_bans.shape[1],
+        CONFIDENCE_BANS=confidence_bans.shape[1],
+        MOMENTS=level >= Level.MOMENTS,
+        BLOCK_R=sizes.rows,
+        PAIRS=sizes.pairs,
+        BLOCK_D=sizes.depth,
+    )
+    return _merged(Partials(*partials), divisor, vocab, level)
+
+
+def _merged(parts: Partials, divisor: Float[Array, " rows"], vocab: int, level: Level) -> RowDecision:
+    best = parts.score == parts.score.max(axis=0)
+    # Logits that are not numbers have no largest: any id does.
+    token = jnp.where(best, parts.token, vocab - 1).min(axis=0, initial=vocab - 1)
+    logit = jnp.where(parts.token == token, parts.logit, -jnp.inf).max(axis=0)
+    maximum = parts.maximum.max(axis=0)
+    exponent = (parts.maximum - maximum) * (math.log2(math.e) / divisor)
+    decay = jnp.exp2(exponent)
+    total = (parts.total * decay).sum(axis=0)
+    logit, top = logit / divisor, maximum / divisor
+    if level < Level.MOMENTS:
+        none = jnp.zeros_like(total)
+        return RowDecision(token, logit, top, total, none, none)
+    at = parts.maximum.argmax(axis=0)
+    others = jnp.where(jnp.arange(len(decay))[:, None] == at, parts.second, parts.maximum)
+    second = others.max(axis=0)
+    second = jnp.where(second == jnp.finfo(jnp.float32).min, -jnp.inf, second / divisor)
+    # Where the decay is 0 the exponent may be infinite.
+    moved = jnp.where(decay > 0, parts.weighted + parts.total * exponent, 0.0) * decay
+    negative_entropy = moved.sum(axis=0) * math.log(2) / total - jnp.log(total)
+    return RowDecision(token, logit, top, total, second, negative_entropy)
