@@ -1,9 +1,9 @@
 """Time of grouped products of LLaDA-MoE's experts against their floor, with random data.
 
 Run as `python3 -m benchmarks grouped_matmul [--rows 8192 32768 131072] [--forms gate_up down gated]
-[--implementations mosaic_gpu tokamax] [--sweep] [--tiles ...]` on a card. Every figure is the mean over
-products with the weights of one layer after the other inside one executable, the median of five calls. The
-floor is the larger of bytes over 4.3 TB/s and flops over 700 TFLOP/s. `--sweep` tries the cuts of
+[--implementations mosaic_gpu triton tokamax] [--sweep] [--tiles ...]` on a card. Every figure is the mean
+over products with the weights of one layer after the other inside one executable, the median of five calls.
+The floor is the larger of bytes over 4.3 TB/s and flops over 700 TFLOP/s. `--sweep` tries the cuts of
 `candidates`. tokamax, a peer, needs the extra `bench`.
 """
 
@@ -184,7 +184,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = case_parser("grouped_matmul", __doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[8192, 32768, 131072])
     parser.add_argument("--forms", nargs="+", choices=SIDES, default=list(SIDES))
-    parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=IMPLEMENTATIONS)
+    choices = (*IMPLEMENTATIONS, "triton")
+    parser.add_argument("--implementations", nargs="+", choices=choices, default=IMPLEMENTATIONS)
     parser.add_argument("--sweep", action="store_true", help="all candidate cuts, fastest first")
     parser.add_argument("--tiles", type=parse_tiles, nargs="+", help=parse_tiles.__doc__)
     args = parser.parse_args(arguments)

@@ -1,9 +1,9 @@
 """Time of the products of a layer with few rows against the bandwidth of a device copy.
 
 Run as `python3 -m benchmarks skinny_matmul [--shapes llada-8b dream-7b] [--rows 32]
-[--implementations mosaic_gpu xla] [--sweep]` on a card. One executable multiplies with layer after layer of
-stacks that are larger than the L2 cache, again and again; XLA's products scan over the stacks, as the models
-do. `--sweep` tries the cuts of `candidates`.
+[--implementations mosaic_gpu triton xla] [--sweep]` on a card. One executable multiplies with layer after
+layer of stacks that are larger than the L2 cache, again and again; XLA's products scan over the stacks, as
+the models do. `--sweep` tries the cuts of `candidates`.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -87,7 +87,7 @@ def form_of(implementation: str, gated: bool, tiles: Tiles | None = None) -> tup
     if tiles is not None:
         kernel = functools.partial(skinny_matmul_mosaic_gpu, tiles=tiles)
     else:
-        kernel = functools.partial(skinny_matmul, implementation="mosaic_gpu")
+        kernel = functools.partial(skinny_matmul, implementation=cast(Any, implementation))
     return lambda x, stacks, layer, own: kernel(x, stacks, layer=layer, gated=gated), False
 
 
@@ -176,7 +176,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = case_parser("skinny_matmul", __doc__)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["llada-8b", "dream-7b"])
     parser.add_argument("--rows", type=int, nargs="+", default=[32])
-    parser.add_argument("--implementations", nargs="+", choices=IMPLEMENTATIONS, default=IMPLEMENTATIONS)
+    choices = (*IMPLEMENTATIONS, "triton")
+    parser.add_argument("--implementations", nargs="+", choices=choices, default=IMPLEMENTATIONS)
     parser.add_argument("--sweep", action="store_true", help="all candidate cuts")
     args = parser.parse_args(arguments)
     table = []

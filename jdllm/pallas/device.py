@@ -71,9 +71,19 @@ def preferring(kernels: str):
 
     What `jax.jit` has traced is kept apart by it. Raises `ConfigError` for any other name.
     """
-    if kernels not in get_args(Kernels):
-        raise ConfigError(f"kernels are one of {', '.join(get_args(Kernels))}, not {kernels!r}")
-    return _preferred(kernels)
+    return _preferred(known_kernels(kernels))
+
+
+def known_kernels(kernels: str) -> Kernels:
+    """The same; raises `ConfigError` for a name that is none of `Kernels`."""
+    for known in get_args(Kernels):
+        if kernels == known:
+            return known
+    raise ConfigError(f"kernels are one of {', '.join(get_args(Kernels))}, not {kernels!r}")
+
+
+CPU = Target(on_cuda=False, capability=None)
+HOPPER = Target(on_cuda=True, capability=9.0)
 
 
 @functools.cache

@@ -15,6 +15,10 @@ LEAST = 16
 """Rows and columns of a product."""
 
 
+MANY = 1 << 30
+"""More than any size or number."""
+
+
 class Schedule(NamedTuple):
     """How a kernel is compiled.
 
@@ -37,19 +41,37 @@ class Sizes(NamedTuple):
     schedule: Schedule
 
 
-SizeTable = Mapping[int, Sequence[tuple[int, int, Sizes]]]
-"""By bytes of a number: head sizes up to this one, on cards with this much shared memory (KiB) or more."""
+class ProductSizes(NamedTuple):
+    """How rows, weights and inputs of a product are cut, and how its kernel is compiled.
+
+    - `rows`: of a program.
+    - `columns`: of all weights of a program together; each has half of them where there are two.
+    - `depth`: inputs at a time.
+
+    All are powers of 2, and what is left of each for a weight is `LEAST` or more.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    schedule: Schedule
 
 
-def fitting(table: SizeTable, head_dim: int, itemsize: int, capability: float | None) -> Sizes:
+type SizeTable[S] = Mapping[int, Sequence[tuple[int, int, S]]]
+"""By bytes of a number: sizes of heads, or numbers of rows, up to this one, on cards with this much shared
+memory (KiB) or more."""
+
+
+def fitting[S](table: SizeTable[S], size: int, itemsize: int, capability: float | None) -> S:
     """What a card's shared memory and registers allow.
 
     Arguments:
-    - `itemsize`: bytes of a number of the queries.
+    - `size`: of a head, or the number of rows.
+    - `itemsize`: bytes of a number of the operands.
     - `capability`: as of `jdllm.pallas.device.Target`.
     """
     shared = shared_kib(capability)
-    return next(sizes for most, least, sizes in table[itemsize] if head_dim <= most and shared >= least)
+    return next(sizes for most, least, sizes in table[itemsize] if size <= most and shared >= least)
 
 
 def block(size: int) -> int:

@@ -13,7 +13,7 @@ from jdllm.models.block import Rows, block
 from jdllm.models.config import ModelConfig
 from jdllm.models.rotary import cos_sin
 from jdllm.models.weights import abstract_params, init_params
-from jdllm.pallas.device import Target
+from jdllm.pallas.device import HOPPER, Target
 from jdllm.pallas.grouped_matmul import grouped_matmul
 from jdllm.pallas.skinny_matmul import api
 from tests.benchmarks.shapes import small
@@ -38,26 +38,28 @@ def test_hidden_rows_are_the_same(shape: str, monkeypatch: pytest.MonkeyPatch):
     config = small(shape)
     params = jax.tree.map(lambda x: 4 * x, init_params(config, jax.random.key(1), "float32"))
     expected = jax.jit(run, static_argnums=(1, 2))(params, config, None)
-    monkeypatch.setattr(streamed, "streams", lambda x, weights: True)
+    monkeypatch.setattr(streamed, "streaming_form", lambda x, weights: "xla")
     actual = jax.jit(run, static_argnums=(1, 2))(params, config, 24)
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("shape", "rows", "dtype", "taken"),
+    ("shape", "rows", "dtype", "device", "taken"),
     [
-        ("llada-8b", 32, "bfloat16", {"q", "k", "v", "gate", "up"}),
-        ("llada-8b", 64, "float16", {"q", "k", "v", "gate", "up"}),
-        ("llada-8b", 65, "bfloat16", set()),
-        ("llada-8b", 32, "float32", set()),
-        ("dream-7b", 32, "bfloat16", {"q", "k", "v", "gate", "up"}),
-        ("llada-moe-7b", 32, "bfloat16", {"q", "k", "v"}),
+        ("llada-8b", 32, "bfloat16", HOPPER, {"q", "k", "v", "gate", "up"}),
+        ("llada-8b", 64, "float16", HOPPER, {"q", "k", "v", "gate", "up"}),
+        ("llada-8b", 65, "bfloat16", HOPPER, set()),
+        ("llada-8b", 32, "float32", HOPPER, set()),
+        ("dream-7b", 32, "bfloat16", HOPPER, {"q", "k", "v", "gate", "up"}),
+        ("llada-moe-7b", 32, "bfloat16", HOPPER, {"q", "k", "v"}),
+        ("llada-8b", 32, "float32", Target(True, 8.0, "triton"), {"q", "k", "v", "gate", "up"}),
+        ("llada-8b", 32, "bfloat16", HOPPER._replace(kernels="xla"), set()),
     ],
 )
-def test_what_few_rows_stream_on_hopper(
-    shape: str, rows: int, dtype: str, taken: set[str], monkeypatch: pytest.MonkeyPatch
+def test_what_few_rows_stream_on_a_card(
+    shape: str, rows: int, dtype: str, device: Target, taken: set[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(api, "target", lambda: Target(True, 9.0))
+    monkeypatch.setattr(api, "target", lambda: device)
     stack = dict(abstract_params(SHAPES[shape], dtype)["layers"])
     left = dict(stack)
     found = streamed_of(left, rows)

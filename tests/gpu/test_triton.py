@@ -9,8 +9,13 @@ import pytest
 
 from jdllm.pallas.attention import AttentionOutput, attention
 from jdllm.pallas.attention.reference import attention_reference
+from jdllm.pallas.grouped_matmul import grouped_matmul
+from jdllm.pallas.skinny_matmul import skinny_matmul
 from jdllm.pallas.split_attention import split_attention
+from tests.gpu import test_grouped_matmul as grouped
+from tests.gpu import test_skinny_matmul as skinny
 from tests.pallas import split_cases
+from tests.pallas.rotation import turned
 
 pytestmark = pytest.mark.gpu
 
@@ -53,7 +58,7 @@ def case(rows: int, keys: int, heads: int, kv_heads: int, head_dim: int, dtype: 
     return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
 
 
-def relative(out: jax.Array, reference: jax.Array) -> float:
+def relative(out: jax.Array, reference: jax.Array | np.ndarray) -> float:
     actual, expected = (np.asarray(x, np.float64) for x in (out, reference))
     return float(np.linalg.norm(actual - expected) / max(np.linalg.norm(expected), 1e-30))
 
@@ -129,3 +134,87 @@ class TestSplitAttention:
         split_cases.check(found, split_cases.oracle(bare, seen), 4 * RELATIVE[dtype])
         for first, again in zip(found, attend(*c[:4], fresh=fresh, layer=c.layer), strict=True):
             np.testing.assert_array_equal(first, again)
+
+
+class TestGroupedMatmul:
+    """Experts of LLaDA-MoE."""
+
+    multiply = staticmethod(
+        jax.jit(functools.partial(grouped_matmul, first_group=grouped.FIRST, implementation="triton"))
+    )
+
+    @pytest.mark.parametrize("dtype", RELATIVE)
+    @pytest.mark.parametrize("gated", [False, True])
+    @pytest.mark.parametrize(
+        "sizes", [grouped.balanced(512), grouped.skewed(32768)], ids=lambda s: f"{s.sum()}"
+    )
+    def test_equals_f32(self, sizes: np.ndarray, gated: bool, dtype: str):
+        x, weights, gate = (a.astype(dtype) for a in grouped.draw(int(sizes.sum()), *grouped.SIDES[0]))
+        expected = grouped.exact(x, weights, sizes)
+        if gated:
+            gates = grouped.exact(x, gate, sizes)
+            expected *= gates / (1 + np.exp(-gates))
+        actual = self.multiply(x, weights, jnp.asarray(sizes), gate=gate if gated else None)
+        assert actual.dtype == dtype
+        assert relative(actual, expected) < RELATIVE[dtype] * (1 + gated)
+
+    @pytest.mark.parametrize("dtype", RELATIVE)
+    @pytest.mark.parametrize(("k", "n"), [(100, 72), (37, 515), (1, 1)])
+    def test_any_sides(self, k: int, n: int, dtype: str):
+        sizes = grouped.skewed(2000)
+        x, weights, _ = (a.astype(dtype) for a in grouped.draw(2000, k, n))
+        actual = self.multiply(x, weights, jnp.asarray(sizes))
+        assert relative(actual, grouped.exact(x, weights, sizes)) < RELATIVE[dtype]
+
+    @pytest.mark.parametrize("dtype", RELATIVE)
+    @pytest.mark.parametrize("gated", [False, True])
+    def test_a_row_does_not_depend_on_the_others(self, gated: bool, dtype: str):
+        """Every third row of some groups, which are cut as fewer rows are: the same bits."""
+        sizes = grouped.skewed(8192)
+        x, weights, gate = (a.astype(dtype) for a in grouped.draw(8192, *grouped.SIDES[0]))
+        options = {"gate": gate if gated else None}
+        whole = np.asarray(self.multiply(x, weights, jnp.asarray(sizes), **options))
+        group = np.repeat(np.arange(grouped.GROUPS), sizes)
+        kept = np.flatnonzero((np.arange(8192) % 3 == 0) & (group % 5 != 2))
+        some = np.bincount(group[kept], minlength=grouped.GROUPS)
+        part = self.multiply(x[kept], weights, jnp.asarray(some, jnp.int32), **options)
+        np.testing.assert_array_equal(np.asarray(part), whole[kept])
+
+
+class TestSkinnyMatmul:
+    """Products of LLaDA-8B's and Dream-7B's layers."""
+
+    @pytest.mark.parametrize("dtype", RELATIVE)
+    @pytest.mark.parametrize("rows", [1, 13, 32, 64])
+    @pytest.mark.parametrize("product", skinny.PRODUCTS)
+    def test_equals_f32(self, product: str, rows: int, dtype: str):
+        """And again, bit by bit: the order of sums does not depend on timing."""
+        outputs, k, gated = skinny.PRODUCTS[product]
+        x, stacks = skinny.operands(rows, outputs, k, jnp.dtype(dtype).type)
+        multiply = jax.jit(functools.partial(skinny_matmul, gated=gated, implementation="triton"))
+        found = multiply(x, stacks, layer=jnp.int32(skinny.LAYER))
+        for actual, expected in zip(found, skinny.exact_products(x, stacks, None, gated=gated), strict=True):
+            assert actual.dtype == dtype
+            assert relative(actual, expected) < RELATIVE[dtype] * (1 + gated)
+        for first, again in zip(found, multiply(x, stacks, layer=jnp.int32(skinny.LAYER)), strict=True):
+            np.testing.assert_array_equal(first, again)
+
+    @pytest.mark.parametrize("dtype", RELATIVE)
+    @pytest.mark.parametrize(("outputs", "k"), [((72, 8, 515), 100), ((5,), 37), ((1,), 4096)])
+    def test_any_sides(self, outputs: tuple[int, ...], k: int, dtype: str):
+        x, stacks = skinny.operands(9, outputs, k, jnp.dtype(dtype).type)
+        found = skinny_matmul(x, stacks, layer=skinny.LAYER, implementation="triton")
+        for actual, expected in zip(found, skinny.exact_products(x, stacks, None, gated=False), strict=True):
+            assert relative(actual, expected) < RELATIVE[dtype]
+
+    @pytest.mark.parametrize("dtype", RELATIVE)
+    def test_rotated_queries_and_keys_with_a_bias(self, dtype: str):
+        outputs, k, _ = skinny.PRODUCTS["dream-qkv"]
+        x, stacks = skinny.operands(32, outputs, k, jnp.dtype(dtype).type)
+        bias = jax.random.normal(jax.random.key(1), (skinny.LAYERS, sum(outputs)), x.dtype)
+        angles = jax.random.uniform(jax.random.key(2), (32, 64), maxval=6)
+        options = {"bias": bias, "rotation": (jnp.cos(angles), jnp.sin(angles))}
+        found = skinny_matmul(x, stacks, layer=skinny.LAYER, implementation="triton", **options)
+        exact = skinny.exact_products(x, stacks, bias, gated=False)
+        for index, (actual, expected) in enumerate(zip(found, exact, strict=True)):
+            assert relative(actual, turned(expected, angles * (index < 2))) < 2 * RELATIVE[dtype]

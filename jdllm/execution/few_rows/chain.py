@@ -19,7 +19,7 @@ from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params, layer_runs
 from jdllm.pallas.add_norm import add_norm, check_add_norm
 from jdllm.pallas.dispatch import limit
-from jdllm.pallas.skinny_matmul import skinny_matmul, skinny_parts, streams
+from jdllm.pallas.skinny_matmul import skinny_matmul, skinny_parts, streaming_form
 
 _QKV, _GATES = ("q", "k", "v"), ("gate", "up")
 _WEIGHTS = {"attn_norm", "ffn_norm", "o", "down", *_QKV, *_GATES}
@@ -63,7 +63,7 @@ def chains(params: Params, config: ModelConfig, rows: int) -> bool:
     def streamed(*names: str, head_dim: int | None = None) -> bool:
         weights = [stack[name] for name in names]
         x = jax.ShapeDtypeStruct((rows, weights[0].shape[2]), weights[0].dtype)
-        return streams(x, weights, head_dim)
+        return streaming_form(x, weights, head_dim) == "mosaic_gpu"
 
     rotated = streamed(*_QKV, head_dim=config.head_dim)
     return rotated and all(streamed(*names) for names in (_GATES, ("o",), ("down",)))

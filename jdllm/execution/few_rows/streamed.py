@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 from jaxtyping import Array, Float, Int
 
-from jdllm.pallas.skinny_matmul import skinny_matmul, streams
+from jdllm.pallas.skinny_matmul import skinny_matmul, streaming_form
 
 Stack = Float[Array, "layers outputs inputs"]
 
@@ -44,6 +44,7 @@ def streamed_of(stack: dict[str, Array], rows: int) -> Streamed | None:
         found = [stack[name] for name in names if name in stack]
         if len(found) < len(names):
             continue
-        if streams(jax.ShapeDtypeStruct((rows, found[0].shape[2]), found[0].dtype), found):
+        x = jax.ShapeDtypeStruct((rows, found[0].shape[2]), found[0].dtype)
+        if streaming_form(x, found) is not None:
             weights |= {name: stack.pop(name) for name in names}
     return Streamed(weights, 0) if weights else None

@@ -12,7 +12,7 @@ from jdllm.pallas.attention.types import AttentionOutput, Bounds, Keys, Queries
 from jdllm.pallas.device import target
 from jdllm.pallas.triton_launch import Schedule, Sizes, SizeTable, block, fitting, launch
 
-_SIZES: SizeTable = {
+_SIZES: SizeTable[Sizes] = {
     2: (
         (64, 227, Sizes(128, 128, Schedule(8, 2))),
         (64, 99, Sizes(128, 64, Schedule(8, 2))),

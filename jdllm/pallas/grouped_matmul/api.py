@@ -4,13 +4,13 @@ import warnings
 from typing import Literal
 
 from jdllm.pallas.device import target
-from jdllm.pallas.dispatch import always, choose, limit
-from jdllm.pallas.grouped_matmul.limits import check_mosaic_gpu
+from jdllm.pallas.dispatch import choose, limit
+from jdllm.pallas.grouped_matmul.limits import forms
 from jdllm.pallas.grouped_matmul.padded import grouped_matmul_padded
 from jdllm.pallas.grouped_matmul.reference import grouped_matmul_reference
 from jdllm.pallas.grouped_matmul.types import FirstGroup, Gate, GroupSizes, Product, Weights, X
 
-Implementation = Literal["mosaic_gpu", "padded", "reference"]
+Implementation = Literal["mosaic_gpu", "triton", "padded", "reference"]
 
 
 def grouped_matmul(
@@ -32,10 +32,11 @@ def grouped_matmul(
     - `group_sizes`: rows in each group, which add up to all rows; a group may be empty.
     - `first_group`: index in `weights` of the first group's matrix.
     - `gate`: a second matrix per group. With it the result is silu(x gate) * (x weights), both products
-      rounded to the dtype of `x`; "mosaic_gpu" never writes them, the other forms do.
-    - `implementation`: "mosaic_gpu" (a kernel for Hopper, 16-bit types), "padded" (portable) or "reference"
-      (dense oracle). By default mosaic_gpu where it can run, padded with a warning on CUDA where it cannot,
-      and padded anywhere else. `lax.ragged_dot` is none of them: it multiplies every row with every matrix.
+      rounded to the dtype of `x`; "mosaic_gpu" and "triton" never write them, the other forms do.
+    - `implementation`: "mosaic_gpu" (a kernel for Hopper, 16-bit types), "triton" (a kernel for cards from
+      Ampere on, by the extras cuda12 and cuda13), "padded" (portable) or "reference" (dense oracle). By
+      default the first that can run, and is not turned off (`jdllm.pallas.device.preferring`); on CUDA,
+      padded with a warning. `lax.ragged_dot` is none of them: it multiplies every row with every matrix.
     - `platform`: what will run it, "cpu" or "cuda"; by default the platform of JAX's default device.
 
     Returns the products in the dtype of `x`, accumulated in f32.
@@ -44,20 +45,22 @@ def grouped_matmul(
     """
     device = target(platform)
 
-    def check() -> None:
-        device.check_hopper("grouped products")
-        check_mosaic_gpu(x, weights, gate)
-
-    forms = {"mosaic_gpu": check, "padded": always, "reference": always}
-    form = choose("grouped products", forms, implementation)
+    possible = forms(device, x, weights, gate)
+    form = choose("grouped products", possible, implementation, device.kernels)
     arguments = x, weights, group_sizes, first_group, gate
     if form == "mosaic_gpu":
         # Pallas for GPUs takes a while to import: only where it runs.
         from jdllm.pallas.grouped_matmul.mosaic_gpu import grouped_matmul_mosaic_gpu
 
         return grouped_matmul_mosaic_gpu(*arguments)
+    if form == "triton":
+        # So does Triton.
+        from jdllm.pallas.grouped_matmul.triton import grouped_matmul_triton
+
+        return grouped_matmul_triton(*arguments)
     if form == "reference":
         return grouped_matmul_reference(*arguments)
-    if implementation is None and device.on_cuda:
-        warnings.warn(f"experts are multiplied by a slow, portable form: {limit(check)}", stacklevel=2)
+    if implementation is None and device.on_cuda and device.kernels != "xla":
+        reasons = "; ".join(filter(None, map(limit, possible.values())))
+        warnings.warn(f"experts are multiplied by a slow, portable form: {reasons}", stacklevel=2)
     return grouped_matmul_padded(*arguments)

@@ -13,6 +13,13 @@ from jdllm.pallas.masked_logits.types import Level
 MOST_AT_ONCE = 4096
 """Rows of one call of the kernel in Triton: as many as fill a card, so that few are gathered at a time."""
 
+PROGRAMS = 1024
+"""Programs of the kernel in Triton, each of at most `MOST_ROWS` rows: enough to keep any card busy."""
+
+MOST_ROWS = 128
+PARTIAL_BYTES = PROGRAMS * MOST_ROWS * 7 * 4
+"""Bytes that the kernel in Triton keeps at most."""
+
 MAX_ROWS = {Level.TOP: 2048, Level.MOMENTS: 1024}
 """Rows of one call: what is kept of each tile of ids exists for all of them, at most 32 MiB with 157k ids."""
 
@@ -56,11 +63,16 @@ def check_triton(hidden: Operand, head: Operand, level: Level) -> None:
         )
 
 
+def head_form(device: Target, head: Operand, level: Level) -> str | None:
+    """The form of masked logits of a few rows by default."""
+    row = jax.ShapeDtypeStruct((1, head.shape[1]), head.dtype)
+    return default_form(forms(device, row, head, level), device.kernels)
+
+
 def fused_rows(device: Target, head: Operand, level: Level) -> int | None:
     """Rows that a call can take by default without their logits; `None` where these exist."""
-    row = jax.ShapeDtypeStruct((1, head.shape[1]), head.dtype)
-    most = {"mosaic_gpu": MAX_ROWS.get(level), "triton": MOST_AT_ONCE}
-    return most.get(default_form(forms(device, row, head, level), device.kernels) or "xla")
+    most = {"mosaic_gpu": MAX_ROWS.get(level), "triton": MOST_AT_ONCE, "xla": None}
+    return most[head_form(device, head, level) or "xla"]
 
 
 def partial_bytes(vocab: int, level: Level) -> int:

@@ -9,14 +9,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jdllm.pallas.device import target
-from jdllm.pallas.masked_logits.limits import check_triton
+from jdllm.pallas.masked_logits.limits import PROGRAMS, check_triton
 from jdllm.pallas.masked_logits.row_table import divisors
 from jdllm.pallas.masked_logits.triton_kernel import reduce_logits
 from jdllm.pallas.masked_logits.types import Level, RowDecision, RowSampling
 from jdllm.pallas.triton_launch import Schedule, launch, shared_kib
-
-_PROGRAMS = 1024
-"""As many keep any card busy to the end."""
 
 
 class Sizes(NamedTuple):
@@ -100,7 +97,7 @@ def masked_logits_triton(
     number, vocab = len(hidden), len(head)
     sizes = sizes or sizes_for(number, hidden.dtype.itemsize, target().capability)
     blocks = -(-number // sizes.rows)
-    parts = max(1, min(_PROGRAMS // blocks, -(-vocab // (2 * sizes.pairs))))
+    parts = max(1, min(PROGRAMS // blocks, -(-vocab // (2 * sizes.pairs))))
     shape = parts, number
     temperature, divisor = jnp.asarray(rows.temperature, jnp.float32), divisors(rows)
     integers = (rows.positions, rows.limit, rows.token_bans, rows.confidence_bans)

@@ -1,6 +1,5 @@
 """Products of a few rows: the entry point and the choice of a form."""
 
-import functools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -8,12 +7,12 @@ import jax
 from jaxtyping import Array, Float32
 
 from jdllm.pallas.device import target
-from jdllm.pallas.dispatch import always, choose, limit
-from jdllm.pallas.skinny_matmul.limits import check_mosaic_gpu
+from jdllm.pallas.dispatch import choose, default_form
+from jdllm.pallas.skinny_matmul.limits import forms
 from jdllm.pallas.skinny_matmul.types import Bias, Layer, Product, Rotation, Stack, X, head_dim_of
 from jdllm.pallas.skinny_matmul.xla import skinny_matmul_xla
 
-Implementation = Literal["mosaic_gpu", "xla"]
+Implementation = Literal["mosaic_gpu", "triton", "xla"]
 
 _MOST_WEIGHTS = 3
 
@@ -41,8 +40,9 @@ def skinny_matmul(
       products but the last are rotated as `jdllm.layers.rotate` does, whole heads of twice the pairs.
     - `chained`: whether the kernel for Hopper is part of a chain (`jdllm.pallas.chain`): then all but the
       rows is older than it.
-    - `implementation`: "mosaic_gpu" (a kernel for Hopper, 16-bit types, at most 64 rows) or "xla" (portable).
-      By default the kernel where it can run, and xla anywhere else.
+    - `implementation`: "mosaic_gpu" (a kernel for Hopper, 16-bit types, at most 64 rows), "triton" (a kernel
+      for cards from Ampere on, by the extras cuda12 and cuda13, at most 64 rows) or "xla" (portable). By
+      default the first that can run, and is not turned off (`jdllm.pallas.device.preferring`).
 
     Returns x @ w[layer].T for each stack `w`, or the gated product alone, in the dtype of `x`. Sums are f32;
     a gated product is one of products that were rounded to the dtype of `x`.
@@ -53,15 +53,20 @@ def skinny_matmul(
     _check_shapes(x, weights, gated)
     _check_added(weights, gated, bias)
     _check_rotation(x, weights, rotation)
-    check = functools.partial(_check_mosaic_gpu, x, weights, head_dim_of(rotation))
-    if choose("products of a few rows", {"mosaic_gpu": check, "xla": always}, implementation) == "xla":
-        return skinny_matmul_xla(x, weights, layer=layer, gated=gated, bias=bias, rotation=rotation)
-    # Pallas for GPUs takes a while to import: only where it runs.
-    from jdllm.pallas.skinny_matmul.mosaic_gpu import skinny_matmul_mosaic_gpu
+    device, options = target(), {"layer": layer, "gated": gated, "bias": bias, "rotation": rotation}
+    possible = forms(device, x, weights, head_dim_of(rotation))
+    form = choose("products of a few rows", possible, implementation, device.kernels)
+    if form == "mosaic_gpu":
+        # Pallas for GPUs takes a while to import: only where it runs.
+        from jdllm.pallas.skinny_matmul.mosaic_gpu import skinny_matmul_mosaic_gpu
 
-    return skinny_matmul_mosaic_gpu(
-        x, weights, layer=layer, gated=gated, bias=bias, rotation=rotation, chained=chained
-    )
+        return skinny_matmul_mosaic_gpu(x, weights, **options, chained=chained)
+    if form == "triton":
+        # So does Triton.
+        from jdllm.pallas.skinny_matmul.triton import skinny_matmul_triton
+
+        return skinny_matmul_triton(x, weights, **options)
+    return skinny_matmul_xla(x, weights, **options)
 
 
 def skinny_parts(
@@ -73,28 +78,25 @@ def skinny_parts(
     the shapes. Raises `NotImplementedError` where the kernel cannot run, naming its limit.
     """
     _check_shapes(x, [weight], gated=False)
-    _check_mosaic_gpu(x, [weight])
+    forms(target(), x, [weight])["mosaic_gpu"]()
     from jdllm.pallas.skinny_matmul.mosaic_gpu import skinny_parts_mosaic_gpu
 
     return skinny_parts_mosaic_gpu(x, weight, layer=layer, chained=chained)
 
 
-def streams(x: X | jax.ShapeDtypeStruct, weights: Sequence[Stack], head_dim: int | None = None) -> bool:
-    """Whether `skinny_matmul` takes the kernel for Hopper by default.
+def streaming_form(
+    x: X | jax.ShapeDtypeStruct, weights: Sequence[Stack], head_dim: int | None = None
+) -> str | None:
+    """The kernel that `skinny_matmul` takes by default, `None` where it takes none.
 
-    Where it does not, matrices that were sliced from their stacks do as well.
+    Without one, matrices that were sliced from their stacks do as well.
 
     Arguments:
     - `head_dim`: of products that are rotated.
     """
-    return limit(lambda: _check_mosaic_gpu(x, weights, head_dim)) is None
-
-
-def _check_mosaic_gpu(
-    x: X | jax.ShapeDtypeStruct, weights: Sequence[Stack], head_dim: int | None = None
-) -> None:
-    target().check_hopper("products of a few rows")
-    check_mosaic_gpu(x, weights, head_dim)
+    device = target()
+    form = default_form(forms(device, x, weights, head_dim), device.kernels)
+    return None if form == "xla" else form
 
 
 def _check_shapes(x: X, weights: Sequence[Stack], gated: bool) -> None:

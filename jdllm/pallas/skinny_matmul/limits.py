@@ -1,19 +1,33 @@
-"""What the Hopper form of products of a few rows can take."""
+"""The forms of products of a few rows, and what those for NVIDIA cards can take."""
 
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
+from jdllm.pallas.device import Target
+from jdllm.pallas.dispatch import Forms, always
 from jdllm.pallas.skinny_matmul.tiles import COLUMN_UNIT, DEPTH, MAX_ROWS, ROTATED_UNIT
 from jdllm.pallas.skinny_matmul.types import Stack, X
 
+Stacks = Sequence[Stack] | Sequence[jax.ShapeDtypeStruct]
 
-def check_mosaic_gpu(
-    x: X | jax.ShapeDtypeStruct,
-    weights: Sequence[Stack] | Sequence[jax.ShapeDtypeStruct],
-    head_dim: int | None = None,
-) -> None:
+
+def forms(device: Target, x: X | jax.ShapeDtypeStruct, weights: Stacks, head_dim: int | None = None) -> Forms:
+    """The forms of products of these operands on a device; `head_dim` as of `check_mosaic_gpu`."""
+
+    def mosaic_gpu() -> None:
+        device.check_hopper("products of a few rows")
+        check_mosaic_gpu(x, weights, head_dim)
+
+    def triton() -> None:
+        device.check_triton("products of a few rows")
+        check_triton(x, weights)
+
+    return {"mosaic_gpu": mosaic_gpu, "triton": triton, "xla": always}
+
+
+def check_mosaic_gpu(x: X | jax.ShapeDtypeStruct, weights: Stacks, head_dim: int | None = None) -> None:
     """Raise `NotImplementedError`, naming the limit, where the Hopper form cannot take these operands.
 
     Arguments:
@@ -38,3 +52,17 @@ def check_mosaic_gpu(
         raise NotImplementedError(
             f"the Hopper form rotates heads of multiples of {ROTATED_UNIT}, not of {head_dim}"
         )
+
+
+def check_triton(x: X | jax.ShapeDtypeStruct, weights: Stacks) -> None:
+    """Raise `NotImplementedError`, naming the limit, where the Triton form cannot take these operands."""
+    dtypes = {x.dtype, *(w.dtype for w in weights)}
+    if len(dtypes) > 1 or x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        names = ", ".join(sorted(str(dtype) for dtype in dtypes))
+        raise NotImplementedError(
+            f"the Triton form multiplies few rows of all bfloat16, all float16 or all float32, not of {names}"
+        )
+    if not 1 <= x.shape[0] <= MAX_ROWS:
+        raise NotImplementedError(f"the Triton form takes 1 to {MAX_ROWS} rows, not {x.shape[0]}")
+    if any(0 in w.shape[1:] for w in weights):
+        raise NotImplementedError(f"the Triton form takes no weights of {[w.shape for w in weights]}")

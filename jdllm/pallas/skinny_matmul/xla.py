@@ -28,10 +28,15 @@ def skinny_matmul_xla(
         ends = itertools.accumulate(w.shape[1] for w in weights[:-1])
         products = tuple(y + b for y, b in zip(products, jnp.split(added, list(ends)), strict=True))
     if rotation is not None:
-        head_dim = 2 * rotation[0].shape[1]
-        turned = (rotate(y.reshape(len(y), -1, head_dim), *rotation).reshape(y.shape) for y in products[:-1])
-        products = *turned, products[-1]
+        products = rotated(products, rotation)
     if not gated:
         return products
     gate, up = products
     return (jax.nn.silu(gate) * up,)
+
+
+def rotated(products: Sequence[Product], rotation: Rotation) -> tuple[Product, ...]:
+    """All products but the last rotated, head by head."""
+    head_dim = 2 * rotation[0].shape[1]
+    turned = (rotate(y.reshape(len(y), -1, head_dim), *rotation).reshape(y.shape) for y in products[:-1])
+    return *turned, products[-1]

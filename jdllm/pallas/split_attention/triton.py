@@ -20,7 +20,7 @@ _PROGRAMS = 512
 """As many keep any card busy, four on each multiprocessor of an H200."""
 
 
-_SIZES: SizeTable = {
+_SIZES: SizeTable[Sizes] = {
     2: (
         (64, 99, Sizes(64, 64, Schedule(4, 4))),
         (128, 163, Sizes(64, 64, Schedule(4, 4))),

@@ -1,0 +1,57 @@
+"""The head in Triton compiled for cards that are not there."""
+
+import functools
+import importlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jdllm.decoding.executables import temp_bytes
+from jdllm.pallas import triton_launch
+from jdllm.pallas.device import Target
+from jdllm.pallas.masked_logits import Level, RowSampling, masked_logits
+from jdllm.pallas.masked_logits.limits import PARTIAL_BYTES
+from jdllm.planning.aot import compile_for
+from tests.aot.triton_kernels import check_kernel
+
+pytestmark = pytest.mark.aot
+
+VOCAB, DEPTH = 126_464, 4096
+CASES = [
+    *((rows, level, jnp.bfloat16) for rows in (16, 32, 64, 4096) for level in (Level.TOP, Level.MOMENTS)),
+    (32, Level.TOP, jnp.float16),
+    (32, Level.MOMENTS, jnp.float32),
+]
+
+MOST_SPILLED = 384
+"""Bytes of a thread, once for each tile of ids: logits, noise and ids of a tile of many rows do not all fit
+into registers, of which its product takes a quarter."""
+
+
+def operands(rows: int, dtype) -> tuple[Any, Any, RowSampling]:
+    i, u, f, b = (jax.ShapeDtypeStruct((rows,), t) for t in (jnp.int32, jnp.uint32, jnp.float32, jnp.bool_))
+    bans = jax.ShapeDtypeStruct((rows, 2), jnp.int32)
+    hidden, head = (jax.ShapeDtypeStruct((n, DEPTH), dtype) for n in (rows, VOCAB))
+    return hidden, head, RowSampling._make(((u, u), i, f, b, i, f, f, i, bans, bans))
+
+
+@pytest.mark.parametrize("capability", [8.0, 8.6, 8.9, 9.0, 10.0, 12.0])
+def test_it_fits_the_card(kernels: list[Any], monkeypatch: pytest.MonkeyPatch, capability: float):
+    # Not before: a process that has imported Triton cannot interpret its kernels any more.
+    form = importlib.import_module("jdllm.pallas.masked_logits.triton")
+    for module in (triton_launch, form):
+        monkeypatch.setattr(module, "target", lambda: Target(True, capability))
+    for rows, level, dtype in CASES:
+        decide = functools.partial(form.masked_logits_triton, level=level)
+        jax.jit(decide).trace(*operands(rows, dtype)).lower(lowering_platforms=("cuda",))
+        check_kernel(kernels[-1], dtype, capability, MOST_SPILLED if rows > 32 else 8)
+    assert len(kernels) == len(CASES)
+
+
+@pytest.mark.parametrize("rows", [32, 4096])
+def test_no_logits_are_held(rows: int):
+    decide = functools.partial(masked_logits, level=Level.MOMENTS, implementation="triton")
+    executable = compile_for("a100-80gb", decide, *operands(rows, jnp.bfloat16))
+    assert temp_bytes(executable) <= PARTIAL_BYTES + (1 << 20)
