@@ -44,7 +44,7 @@ def case(
     config = CAUSAL_SHAPES[shape]
     model = Transformer(config, rngs=nnx.Rngs(0), dtype="bfloat16")
     with LLM(model, memory=memory, host_memory=host, max_num_batched_tokens=rows, progress=False) as llm:
-        plan = plan_causal(Workload(config, "bfloat16", True), llm.account, _CARD, length, tokens)
+        plan = plan_causal(Workload(config, "bfloat16"), llm.account, _CARD, length, tokens)
         llm.generate(prompt_token_ids=prompts_of(config, 1, length, 0), sampling=SamplingParams(max_tokens=2))
         runs = [measure(llm, length, tokens, seed + 1) for seed in range(repeats)]
         budget = llm.account.budget

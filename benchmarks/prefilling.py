@@ -18,7 +18,6 @@ from jdllm.llm import LLM
 from jdllm.planning.plan import Workload
 from jdllm.planning.prefilling import Question, plan_stages
 from jdllm.planning.step_time import RATES, step_flops
-from jdllm.planning.templates import runs_kernels
 from jdllm.prompts import LongPrompt
 
 INSTRUCTION, QUERY, ANSWER = 32, 64, 32
@@ -79,7 +78,7 @@ def floors(llm: LLM, context: int, prefilling: Prefilling) -> dict[str, float]:
     behind = QUERY + (prefilling.draft_length if prefilling.score == "draft" else 0)
     rows = INSTRUCTION + min(prefilling.chunk_length, context) + behind
     scoring = chunks * step_flops(config, rows, behind) / RATES[device].flops
-    workload = Workload(config, "bfloat16", runs_kernels(config, "bfloat16", hopper=True))
+    workload = Workload(config, "bfloat16")
     asked = Question(context, INSTRUCTION, QUERY, ANSWER, ANSWER)
     total = sum(s.seconds for s in plan_stages(workload, llm.account, device, prefilling, asked))
     return {"score_floor_ms": 1e3 * scoring, "floor_s": total}

@@ -20,11 +20,10 @@ from jdllm.loaded_model import LoadedModel, load_model
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import tree_bytes
 from jdllm.outputs import RequestOutput, request_output
-from jdllm.pallas.device import target
+from jdllm.pallas.device import preferring, target
 from jdllm.planning.account import make_account
 from jdllm.planning.budget import DEFAULT_HOST_MEMORY, device_budget, parse_bytes, usable_host_memory
 from jdllm.planning.offloading import account_with_offloading
-from jdllm.planning.templates import runs_kernels
 from jdllm.progress import counted, shown
 from jdllm.prompts import (
     Asked,
@@ -100,6 +99,8 @@ class LLM(ScoresText):
       they ask for it.
     - `cache_dir`: where executables are kept for the next process, which need not compile them; a directory
       that is the user's alone (mode 0700), made where there is none. Nothing is kept by default.
+    - `kernels`: "auto" for those that suit the card, "triton" for those in Triton only (cards from Ampere
+      on), or "xla" for none.
     - `progress`: show a progress bar while loading and warming up, where standard error is a terminal.
 
     Raises `ConfigError` or `CheckpointError` for a model that cannot be run or read, and for a verifier that
@@ -128,6 +129,7 @@ class LLM(ScoresText):
         verifier_shares_ids: bool = False,
         warmup: bool = False,
         cache_dir: str | Path | None = None,
+        kernels: str = "auto",
         progress: bool = True,
     ):
         max_num_batched_tokens = positive("max_num_batched_tokens", max_num_batched_tokens, ConfigError)
@@ -144,6 +146,7 @@ class LLM(ScoresText):
             verifier_shares_ids=(verifier_shares_ids, bool),
             warmup=(warmup, bool),
             cache_dir=(cache_dir, str | Path | None),
+            kernels=(kernels, str),
             progress=(progress, bool),
         )
         sizes = {
@@ -154,14 +157,15 @@ class LLM(ScoresText):
         }
 
         host_memory = usable_host_memory(jax.devices()[0], host_memory)
+        with preferring(kernels):
+            runs_on = target()
 
         def count_offloaded(config: ModelConfig, dtype: str) -> int:
             device = jax.devices()[0]
             budget = device_budget(device, memory, host_memory, held=0)
             if budget is None or verifier is not None:
                 return 0
-            hopper = runs_kernels(config, dtype, hopper=target(device.platform).hopper)
-            return account_with_offloading(config, dtype, budget, hopper=hopper, **sizes).offloaded
+            return account_with_offloading(config, dtype, budget, device=runs_on, **sizes).offloaded
 
         if isinstance(model, str | Path):
             overrides = hf_overrides or {}
@@ -180,7 +184,7 @@ class LLM(ScoresText):
         (device,) = params["final_norm"].devices()
         dtype = params["final_norm"].dtype.name
         store = None if cache_dir is None else ExecutableStore(Path(cache_dir))
-        self._executables = executables = Executables(device.platform, store)
+        self._executables = executables = Executables(device.platform, store, kernels=runs_on.kernels)
         beside = None if verifier is None else self._verifier(verifier, dtype, verifier_shares_ids, progress)
         verifier_bytes = 0 if beside is None else tree_bytes(beside.params)
         held = loaded.device_bytes + verifier_bytes
@@ -191,7 +195,7 @@ class LLM(ScoresText):
             self.config,
             dtype,
             self._budget,
-            hopper=runs_kernels(self.config, dtype, hopper=target(device.platform).hopper),
+            device=executables.target,
             verifier_bytes=verifier_bytes,
             weights_bytes=None if offloaded else loaded.device_bytes,
             offloaded=0 if offloaded is None else offloaded.count,

@@ -111,7 +111,7 @@ def executables() -> Executables:
 def _taking(executables: Executables) -> Iterator[None]:
     """Every `LLM` made inside takes `executables` instead of compiling what it needs itself."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jdllm.llm.Executables", lambda platform, store: executables)
+        patch.setattr("jdllm.llm.Executables", lambda platform, store, kernels: executables)
         yield
 
 

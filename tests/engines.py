@@ -7,6 +7,7 @@ from typing import Any
 from jdllm.decoding.executables import Executables
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params, tree_bytes
+from jdllm.pallas.device import CPU
 from jdllm.planning.account import make_account
 from jdllm.planning.budget import Budget
 from jdllm.planning.ladder import Entry, bucket_entry
@@ -56,7 +57,7 @@ def engine_of(
         config,
         params["final_norm"].dtype.name,
         budget,
-        hopper=False,
+        device=CPU,
         max_num_batched_tokens=rows,
         weights_bytes=tree_bytes(params),
     )

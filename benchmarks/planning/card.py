@@ -21,7 +21,6 @@ import numpy as np
 
 from benchmarks.cases import case_parser
 from benchmarks.shapes import SHAPES
-from benchmarks.steps.full import attention_form
 from benchmarks.tiers import random_params
 from jdllm.chunks import ChunkConfig
 from jdllm.decoding.batch import Batch
@@ -30,6 +29,7 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.step import denoise
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import abstract_params
+from jdllm.pallas.device import target
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.budget import DEFAULT_OVERHEAD
 from jdllm.planning.ladder import bucket_entry
@@ -143,7 +143,7 @@ def step_memory(case: Case) -> Row:
 
 def planned(config: ModelConfig, context: int, mask_ratio: float, budget_gib: float) -> MemoryPlan:
     """The plan of a step on this device without host tiers; `MemoryBudgetError` where it does not fit."""
-    workload = Workload(config, hopper=attention_form(config) == "mosaic_gpu", mask_ratio=mask_ratio)
+    workload = Workload(config, device=target(), mask_ratio=mask_ratio)
     return check(workload, plan_memory(workload, context, Budget(int(budget_gib * GIB)), host_tiers=False))
 
 

@@ -36,7 +36,7 @@ from jdllm.pallas.device import target
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.ladder import bucket_entry
 from jdllm.planning.step_time import step_flops
-from jdllm.planning.templates import runs_kernels
+from jdllm.planning.templates import attention_form as planned_attention
 from jdllm.serving.packing import demand, pack
 from jdllm.serving.request import Request
 from jdllm.serving.spec import generation_spec
@@ -48,7 +48,9 @@ OURS = "jdllm"
 
 def attention_form(config: ModelConfig) -> str:
     """The attention that a step runs by default here."""
-    return "mosaic_gpu" if runs_kernels(config, "bfloat16", hopper=target().hopper) else "xla"
+    form = planned_attention(config, "bfloat16", target())
+    assert form is not None
+    return form
 
 
 def arguments(config: ModelConfig, rows: int) -> tuple[Batch, dict[str, Any]]:

@@ -39,6 +39,8 @@ WarmPrefilling = Annotated[
     ),
 ]
 HOST_MEMORY = "64GiB"
+KERNELS = "auto|triton|xla"
+KERNELS_HELP = "Kernels that may run: those that suit the card, those in Triton only, or none."
 NOWHERE = "none"
 """The cache directory of a command that keeps nothing."""
 
@@ -75,6 +77,7 @@ class ModelOptions:
             show_default="~/.cache/jdllm/executables",
         ),
     ] = None
+    kernels: Annotated[str, typer.Option(metavar=KERNELS, help=KERNELS_HELP)] = "auto"
 
 
 def takes_model(command: Callable[..., None]) -> Callable[..., None]:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from jdllm.cli.options import HOST_MEMORY, Json
+from jdllm.cli.options import HOST_MEMORY, KERNELS, KERNELS_HELP, Json
 from jdllm.cli.report import print_result
 from jdllm.errors import CheckpointError, ConfigError
+from jdllm.planning.descriptions import described_targets
 
 if TYPE_CHECKING:
     from jdllm.decoding.sampling import Cache
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from jdllm.planning.prefilling import Question
 
 DOES_NOT_FIT = 3
+AUTO = "auto"
 
 
 def plan(
@@ -48,7 +50,9 @@ def plan(
     target: Annotated[
         str | None,
         typer.Option(
-            metavar="h200|a100|l40s", help="The card.", show_default="the one that is here, or h200"
+            metavar="auto|CARD",
+            help=f"The card that is here (auto), or one of {', '.join(described_targets())}.",
+            show_default="the one that is here, or h200",
         ),
     ] = None,
     cache_policy: Annotated[
@@ -71,6 +75,7 @@ def plan(
             help="Type of weights and activations; auto: the checkpoint's, bfloat16 where it states none.",
         ),
     ] = "auto",
+    kernels: Annotated[str, typer.Option(metavar=KERNELS, help=KERNELS_HELP)] = "auto",
     host_memory: Annotated[
         str, typer.Option(metavar="BYTES", help="Host memory for what the device cannot hold; 0 for none.")
     ] = HOST_MEMORY,
@@ -125,6 +130,7 @@ def plan(
         _config_path(model),
         card.target,
         dtype,
+        kernels,
         mask_ratio=mask_ratio,
         cache_policy=cast("Cache", cache_policy),
         retention=retention,
@@ -166,7 +172,7 @@ def _plan_causal(
     from jdllm.planning.causal import plan_causal
 
     account = make_account(
-        workload.config, workload.dtype, budget, hopper=workload.hopper, max_num_batched_tokens=rows
+        workload.config, workload.dtype, budget, device=workload.device, max_num_batched_tokens=rows
     )
     plan = plan_causal(workload, account, card.target, prompt)
     told = causal_facts(account, plan)
@@ -209,7 +215,7 @@ def _plan_prefilling(
         workload.config,
         workload.dtype,
         budget,
-        hopper=workload.hopper,
+        device=workload.device,
         max_num_batched_tokens=rows,
         max_num_logits=workload.max_num_logits,
     )
@@ -218,14 +224,21 @@ def _plan_prefilling(
 
 
 def _card(target: str | None, memory: str | None) -> "Card":
-    """The card that is here, unless another is asked for; nothing is asked where both options are given."""
+    """The card that is here, unless another is named; nothing is asked where a name and memory are given."""
     from jdllm.planning.card import DEFAULT_TARGET, described_card, visible_card
 
-    described = described_card(target or DEFAULT_TARGET)
-    if target is not None and memory is not None:
-        return described
+    known = [AUTO, *described_targets()]
+    if target not in (None, *known):
+        raise ConfigError(f"--target is {target!r}, expected one of {', '.join(known)}")
+    named = None if target == AUTO else target
+    if named is not None and memory is not None:
+        return described_card(named)
     here = visible_card()
-    return here if here is not None and target in (None, here.target) else described
+    if here is None and target == AUTO:
+        raise ConfigError("no CUDA device is visible: name a card instead of --target auto, as --target h200")
+    if here is not None and (named is None or (here.described and here.target == named)):
+        return here
+    return described_card(named or DEFAULT_TARGET)
 
 
 def _assumed(target: str | None, memory: str | None, card: "Card") -> list[str]:
@@ -233,8 +246,10 @@ def _assumed(target: str | None, memory: str | None, card: "Card") -> list[str]:
     from jdllm.planning.budget import format_bytes
 
     lines = []
-    if target is None:
+    if target in (None, AUTO):
         here = "no CUDA device is visible" if card.name == card.target else f"{card.name} is here"
+        if not card.described:
+            here += ", of a compute capability that no target has"
         lines.append(f"{here}: planned for {card.target} (--target)")
     if memory is None:
         allotted = format_bytes(card.default_memory)
@@ -261,20 +276,18 @@ def _config_path(model: str) -> Path:
         ) from None
 
 
-def _workload(path: Path, target: str, dtype: str, **rest: Any) -> "Workload":
+def _workload(path: Path, target: str, dtype: str, kernels: str, **rest: Any) -> "Workload":
     """What is planned for; `rest` are fields of `Workload` as they are."""
     from jdllm.models.hf_config import config_from_hf
-    from jdllm.planning.aot import is_hopper
+    from jdllm.planning.aot import device_of
     from jdllm.planning.plan import Workload
-    from jdllm.planning.templates import runs_kernels
 
     config = config_from_hf(path)
     dtype = _dtype(path, config, dtype)
-    hopper = runs_kernels(config, dtype, hopper=is_hopper(target))
     if config.mask_id is None:
         # Some families name it in the tokenizer. Memory does not depend on it, but compiling needs one.
         config = dataclasses.replace(config, mask_id=config.vocab_size - 1)
-    return Workload(config, dtype, hopper, **rest)
+    return Workload(config, dtype, device_of(target, kernels), **rest)
 
 
 def _dtype(path: Path, config: "ModelConfig", dtype: str) -> str:

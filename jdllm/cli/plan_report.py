@@ -121,7 +121,7 @@ def _engine(
                 workload.config,
                 workload.dtype,
                 budget,
-                hopper=workload.hopper,
+                device=workload.device,
                 max_num_batched_tokens=max_num_batched_tokens,
                 max_num_logits=workload.max_num_logits,
                 max_context=longest,

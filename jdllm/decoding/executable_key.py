@@ -18,8 +18,9 @@ import numpy as np
 import jdllm
 from jdllm.decoding.executable import Device, Options, Program
 from jdllm.decoding.host_arguments import on_host
+from jdllm.pallas.device import Kernels
 
-_PACKAGES = ("jax", "jaxlib", "numpy", "flax", "tokamax")
+_PACKAGES = ("jax", "jaxlib", "numpy", "flax", "tokamax", "jax-triton", "triton")
 _TRACING = (
     "jax_enable_x64",
     "jax_default_matmul_precision",
@@ -33,8 +34,10 @@ class NotDescribedError(Exception):
     """A value that may mean something else in another process."""
 
 
-def program_key(program: Program, options: Options, devices: tuple[Device, ...]) -> str | None:
-    """Everything that the executable of a program depends on.
+def program_key(
+    program: Program, options: Options, kernels: Kernels, devices: tuple[Device, ...]
+) -> str | None:
+    """Everything that the executable of a program depends on, with the options of the compiler among it.
 
     `None` where that cannot be told: for functions that are not of this package, for values of unknown types,
     and for arrays that are spread over devices.
@@ -49,7 +52,7 @@ def program_key(program: Program, options: Options, devices: tuple[Device, ...])
             described(dict(program.static)),
             str(tree),
             repr(kinds),
-            repr((program.donate, sorted(options.items()))),
+            repr((program.donate, sorted(options.items()), kernels)),
         ]
     except NotDescribedError:
         return None

@@ -27,6 +27,7 @@ from jdllm.decoding.executable import (
 from jdllm.decoding.executable_key import program_key
 from jdllm.decoding.executable_store import ExecutableStore
 from jdllm.decoding.host_arguments import on_host
+from jdllm.pallas.device import Kernels, Target, preferring, target
 
 __all__ = ["Executable", "Executables", "Prepared", "Program", "compiler_options", "temp_bytes"]
 
@@ -55,12 +56,20 @@ class Executables:
     - `platform`: the platform of the arrays that will be passed, for the compiler options.
     - `store`: where executables are kept for other processes; nowhere by default.
     - `capacity`: how many are kept in memory; those go first that were used least recently.
+    - `kernels`: those that operators choose among, as of `jdllm.pallas.device.Kernels`.
 
     `compiled` and `loaded` count how many were compiled, and taken from the store.
     """
 
-    def __init__(self, platform: str, store: ExecutableStore | None = None, capacity: int = CAPACITY):
+    def __init__(
+        self,
+        platform: str,
+        store: ExecutableStore | None = None,
+        capacity: int = CAPACITY,
+        kernels: Kernels = "auto",
+    ):
         self.platform = platform
+        self.kernels: Kernels = kernels
         self.store = store
         self.capacity = capacity
         self.compiled = self.loaded = 0
@@ -71,6 +80,12 @@ class Executables:
 
     def __len__(self) -> int:
         return len(self._kept)
+
+    @property
+    def target(self) -> Target:
+        """What functions are traced for."""
+        with preferring(self.kernels):
+            return target(self.platform)
 
     def call(
         self,
@@ -162,7 +177,7 @@ class Executables:
         devices = _devices(program, self.platform)
         kept_as = None
         if self.store is not None:
-            kept_as = program_key(program, self._options(program), devices)
+            kept_as = program_key(program, self._options(program), self.kernels, devices)
             if kept_as is not None and (found := self._load(kept_as, program, devices)) is not None:
                 return found
         lowered = lowering(program)
@@ -193,7 +208,7 @@ class Executables:
         return executable
 
     def _lower(self, program: Program) -> Lowered:
-        with self._lowering, _uncollected():
+        with self._lowering, _uncollected(), preferring(self.kernels):
             return lower(program, self._options(program))
 
     def _options(self, program: Program) -> Any:

@@ -19,6 +19,7 @@ from jdllm.execution.paged.pool import PAGE_ROWS, pool_bytes
 from jdllm.execution.paged.stored_keys import gathering_bytes
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import param_bytes
+from jdllm.pallas.device import Target
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.buckets import head_bucket, row_bucket
 from jdllm.planning.budget import Budget, MemoryBudgetError, format_bytes
@@ -125,7 +126,7 @@ def make_account(
     dtype: str,
     budget: Budget | None,
     *,
-    hopper: bool,
+    device: Target,
     max_num_batched_tokens: int,
     max_num_logits: int | None = None,
     max_context: int | None = None,
@@ -140,7 +141,7 @@ def make_account(
     more, by which a compiled step may differ from its plan. Full steps are cut to fit beside the pool.
 
     Arguments:
-    - `config`, `dtype`, `hopper`: as of `Workload`.
+    - `config`, `dtype`, `device`: as of `Workload`.
     - `budget`: what may be used; `None` for a CPU without `memory`.
     - `max_num_batched_tokens`: packed rows of one step. Where the budget is too small for a whole step of
       them beside a pool that holds as many, `rows` is the largest bucket below that fits so. Where none
@@ -157,7 +158,7 @@ def make_account(
     Raises `ConfigError` for a `kv_pool` or `max_context` that does not fit, and `MemoryBudgetError` where
     not even a step of the smallest bucket does.
     """
-    model = _Model(config, dtype, hopper, max_num_logits, () if offloaded else tuple(rungs(config)))
+    model = _Model(config, dtype, device, max_num_logits, () if offloaded else tuple(rungs(config)))
     page_bytes, planned = pool_bytes(config, dtype, 1, PAGE_ROWS), param_bytes(config, dtype)
     weights = device_weight_bytes(config, dtype, offloaded) if weights_bytes is None else weights_bytes
     pages = 1 if offloaded else None if kv_pool is None else _asked_pages(kv_pool, page_bytes)
@@ -177,18 +178,18 @@ def make_account(
             page_bytes=page_bytes,
             unlike_planned=weights - planned,
         )
-    device = _Device(model, _less(budget, verifier_bytes), weights, page_bytes)
+    shared = _Device(model, _less(budget, verifier_bytes), weights, page_bytes)
     if max_context is not None:
-        device.check_context(max_context, pages or 1)
+        shared.check_context(max_context, pages or 1)
     if pages is None:
-        rows, pages = device.share(rows, max_context)
+        rows, pages = shared.share(rows, max_context)
     elif pages > 1:
-        device.check_pool(rows, pages)
-    beside, longest = device.longest(pages), model.longest(device.beside(0))
+        shared.check_pool(rows, pages)
+    beside, longest = shared.longest(pages), model.longest(shared.beside(0))
     if pages == 1:
         rows = min(rows, beside or longest)
     if not rows:
-        raise device.nothing_fits()
+        raise shared.nothing_fits()
     account = Account(
         budget=budget,
         weights=weights,
@@ -197,7 +198,7 @@ def make_account(
         rows=rows,
         max_num_logits=model.logits_rows(rows),
         max_context=beside,
-        max_refresh=device.longest_refresh(pages) if pages > 1 else 0,
+        max_refresh=shared.longest_refresh(pages) if pages > 1 else 0,
         longest=max(beside, longest),
         pages=pages,
         page_bytes=page_bytes,
@@ -253,13 +254,13 @@ class _Model:
 
     config: ModelConfig
     dtype: str
-    hopper: bool
+    device: Target
     max_num_logits: int | None
     tiers: tuple[HostTiers, ...]
 
     def workload(self, level: Level) -> Workload:
         """Full steps that evaluate every row."""
-        return Workload(self.config, self.dtype, self.hopper, 1.0, level, max_num_logits=self.max_num_logits)
+        return Workload(self.config, self.dtype, self.device, 1.0, level, max_num_logits=self.max_num_logits)
 
     def logits_rows(self, rows: int) -> int:
         """Head rows whose logits exist at a time in a step of `rows` rows that no plan cuts."""
@@ -293,7 +294,7 @@ class _Model:
 
     def longest(self, budget: Budget) -> int:
         """The longest context that fits by the default workload, with host memory; 0 where none does."""
-        workload = Workload(self.config, self.dtype, self.hopper, max_num_logits=self.max_num_logits)
+        workload = Workload(self.config, self.dtype, self.device, max_num_logits=self.max_num_logits)
         return max_context(workload, budget, host_tiers=self.tiers)
 
 

@@ -9,7 +9,6 @@ import functools
 import importlib.util
 import re
 from collections.abc import Callable, Hashable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,34 +16,32 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jdllm.decoding.executables import compiler_options
-from jdllm.errors import ConfigError
-
-_TARGETS = Path(__file__).parent / "targets"
-
-
-def _description(target: str) -> str:
-    known = {path.stem: path for path in _TARGETS.glob("*.textproto")}
-    if target not in known:
-        raise ConfigError(f"unknown target {target!r}: expected one of {', '.join(sorted(known))}")
-    return known[target].read_text()
+from jdllm.pallas.device import Target, known_kernels
+from jdllm.planning.descriptions import description
 
 
 def capability_of(target: str) -> tuple[int, int]:
     """The compute capability of a described card, (9, 0) for Hopper; arguments as of `target_sharding`."""
-    stated = re.search(r"cuda_compute_capability\s*{([^}]*)}", _description(target))
+    stated = re.search(r"cuda_compute_capability\s*{([^}]*)}", description(target))
     numbers = dict(re.findall(r"(major|minor):\s*(\d+)", stated[1] if stated else ""))
     return int(numbers.get("major", 0)), int(numbers.get("minor", 0))
 
 
 def memory_of(target: str) -> int:
     """Bytes of memory of a described card; arguments as of `target_sharding`."""
-    stated = re.search(r"device_memory_size:\s*(\d+)", _description(target))
+    stated = re.search(r"device_memory_size:\s*(\d+)", description(target))
     return int(stated[1]) if stated else 0
 
 
-def is_hopper(target: str) -> bool:
-    """Whether kernels for Hopper run on a described card; arguments as of `target_sharding`."""
-    return capability_of(target)[0] == 9
+def device_of(target: str, kernels: str = "auto") -> Target:
+    """What operators choose their forms by on a described card, for which any kernel can be compiled.
+
+    Arguments:
+    - `target`: as of `target_sharding`.
+    - `kernels`: as of `jdllm.pallas.device.preferring`.
+    """
+    major, minor = capability_of(target)
+    return Target(on_cuda=True, capability=major + minor / 10, kernels=known_kernels(kernels))
 
 
 def has_compiler() -> bool:
@@ -59,12 +56,12 @@ def target_sharding(target: str) -> NamedSharding:
     """The placement of arrays on one described card.
 
     Arguments:
-    - `target`: a name for which `targets/` holds a description, such as "h200" or "a100".
+    - `target`: a name for which `targets/` holds a description, such as "h200" or "rtx4090".
 
     Raises `ConfigError` for any other name.
     """
-    description = _description(target)
-    topology = topologies.get_topology_desc(platform="cuda", target_config=description, topology="1x1x1")
+    described = description(target)
+    topology = topologies.get_topology_desc(platform="cuda", target_config=described, topology="1x1x1")
     mesh = topologies.make_mesh(topology, (1,), ("device",))
     return NamedSharding(mesh, PartitionSpec())
 

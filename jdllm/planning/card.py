@@ -7,6 +7,7 @@ import jax
 
 from jdllm.planning.aot import capability_of, memory_of
 from jdllm.planning.budget import CUDA_CONTEXT
+from jdllm.planning.descriptions import described_targets
 from jdllm.planning.driver import card_state
 
 DEFAULT_TARGET = "h200"
@@ -19,11 +20,13 @@ class Card(NamedTuple):
     - `name`: as its driver calls it.
     - `target`: the description that it is planned by, as `jdllm.planning.aot.target_sharding` names it.
     - `memory`: bytes in all.
+    - `described`: whether that description is of a card of its compute capability.
     """
 
     name: str
     target: str
     memory: int
+    described: bool = True
 
     @property
     def default_memory(self) -> int:
@@ -40,12 +43,15 @@ def described_card(target: str) -> Card:
 def visible_card() -> Card | None:
     """The first card that CUDA shows to this process, or `None` where there is none or JAX may not use it.
 
-    A card of a compute capability that no description has is planned as `DEFAULT_TARGET`.
+    It is planned as `target_for` says, with the memory that it has itself.
     """
     if _platforms() == "cpu":
         return None
     state = card_state(0)
-    return None if state is None else Card(state.name, target_for(state.capability), state.memory)
+    if state is None:
+        return None
+    target = target_for(state.capability, state.memory)
+    return Card(state.name, target, state.memory, capability_of(target) == state.capability)
 
 
 def _platforms() -> str | None:
@@ -53,7 +59,10 @@ def _platforms() -> str | None:
     return jax.config.jax_platforms
 
 
-def target_for(capability: tuple[int, int]) -> str:
-    """The description of a card of this compute capability, `DEFAULT_TARGET` where none is."""
-    known = {capability_of(target): target for target in ("a100", "l40s", "h200")}
-    return known.get(capability, DEFAULT_TARGET)
+def target_for(capability: tuple[int, int], memory: int) -> str:
+    """The description of a card of this compute capability, that of the nearest memory where several are.
+
+    Where none is, `DEFAULT_TARGET`.
+    """
+    alike = [target for target in described_targets() if capability_of(target) == capability]
+    return min(alike, key=lambda target: abs(memory_of(target) - memory), default=DEFAULT_TARGET)

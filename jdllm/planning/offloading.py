@@ -7,6 +7,7 @@ import math
 from jdllm.errors import ConfigError
 from jdllm.execution.offload.placement import device_weight_bytes, host_weight_bytes, streamed_bytes
 from jdllm.models.config import ModelConfig
+from jdllm.pallas.device import Target
 from jdllm.planning.account import Account, make_account
 from jdllm.planning.budget import Budget, format_bytes
 from jdllm.planning.plan import MemoryPlan, Workload, max_context, plan_memory
@@ -17,7 +18,7 @@ def account_with_offloading(
     dtype: str,
     budget: Budget,
     *,
-    hopper: bool,
+    device: Target,
     max_num_batched_tokens: int,
     max_num_logits: int | None = None,
     max_context: int | None = None,
@@ -38,7 +39,7 @@ def account_with_offloading(
         config,
         dtype,
         budget,
-        hopper=hopper,
+        device=device,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_logits=max_num_logits,
         max_context=max_context,

@@ -17,6 +17,7 @@ from jdllm.execution.offload.tiers import HostTiers, host_buffers
 from jdllm.execution.paged.pool import PAGE_ROWS, pool_bytes
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import param_bytes
+from jdllm.pallas.device import HOPPER, Target
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.buckets import head_bucket, row_bucket, steps_per_dispatch
 from jdllm.planning.budget import Budget, MemoryBudgetError
@@ -38,7 +39,7 @@ class Workload:
     """What is to be planned for.
 
     - `config`, `dtype`: the model, and the type of its weights and activations.
-    - `hopper`: whether Hopper's kernels run on the target, as `StepKind` says.
+    - `device`: what it runs on.
     - `mask_ratio`: masked rows per row.
     - `level`: what the head computes for a row.
     - `cache_policy`, `retention`: decide the size of the KV pool, as in `SamplingParams`. With a cache,
@@ -48,7 +49,7 @@ class Workload:
 
     config: ModelConfig
     dtype: str = "bfloat16"
-    hopper: bool = True
+    device: Target = HOPPER
     mask_ratio: float = 0.5
     level: Level = Level.TOP
     cache_policy: Cache = "none"
@@ -72,7 +73,7 @@ class Workload:
 
     @property
     def kind(self) -> StepKind:
-        return StepKind(jnp.dtype(self.dtype).itemsize, self.hopper, self.level)
+        return StepKind(jnp.dtype(self.dtype).itemsize, self.device, self.level)
 
     def kv_pool_bytes(self, context: int) -> int:
         """Bytes of the keys and values of all layers that the cache policy keeps, in whole pages."""

@@ -23,10 +23,19 @@ class Rates(NamedTuple):
 
 
 RATES = {
-    "h200": Rates(650e12, 67e12, 4.3e12, 51e9, measured=True),
-    "a100": Rates(312e12, 19.5e12, 2.039e12, 31.5e9),
+    "rtx3090": Rates(71e12, 35.6e12, 0.936e12, 31.5e9),
+    "rtx4090": Rates(165.2e12, 82.6e12, 1.008e12, 31.5e9),
+    "rtx5090": Rates(209.5e12, 104.8e12, 1.792e12, 63e9),
+    "a100-40gb": Rates(312e12, 19.5e12, 1.555e12, 31.5e9),
+    "a100-80gb": Rates(312e12, 19.5e12, 2.039e12, 31.5e9),
     "l40s": Rates(362e12, 91.6e12, 0.864e12, 31.5e9),
+    "h100": Rates(989e12, 67e12, 3.35e12, 63e9),
+    "h200": Rates(650e12, 67e12, 4.3e12, 51e9, measured=True),
+    "b200": Rates(2250e12, 75e12, 7.7e12, 63e9),
 }
+"""By target. What is not measured is from NVIDIA's white papers (GA102, Ada, RTX Blackwell, A100, H100) and
+data sheets (L40S, HGX B200): dense bfloat16 products with sums in float32, which a GeForce card makes at half
+the rate of sums in float16, and one direction of 16 lanes of PCIe 4.0 or 5.0."""
 
 
 class StepTime(NamedTuple):

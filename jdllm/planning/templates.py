@@ -14,11 +14,18 @@ import jax.numpy as jnp
 
 from jdllm.chunks import TILE
 from jdllm.models.config import ModelConfig, MoeConfig
-from jdllm.pallas.attention.limits import check_mosaic_gpu as check_attention
-from jdllm.pallas.dispatch import limit
-from jdllm.pallas.grouped_matmul.limits import check_mosaic_gpu as check_grouped
+from jdllm.pallas.attention.limits import forms as attention_forms
+from jdllm.pallas.device import Target
+from jdllm.pallas.dispatch import default_form
+from jdllm.pallas.grouped_matmul.limits import forms as grouped_forms
 from jdllm.pallas.masked_logits import Level
-from jdllm.pallas.masked_logits.limits import FUSED_UNIT, fused_rows, partial_bytes
+from jdllm.pallas.masked_logits.limits import (
+    FUSED_UNIT,
+    PARTIAL_BYTES,
+    fused_rows,
+    head_form,
+    partial_bytes,
+)
 from jdllm.planning.graph import GraphTemplate, Size, ceil_div, dim, maximum, minimum
 
 LAYERS = 2
@@ -37,25 +44,23 @@ class StepKind(NamedTuple):
     """What decides the shape of a step's graph, beside the model.
 
     - `itemsize`: bytes of a number in weights and activations.
-    - `hopper`: whether Hopper's kernels run, which take 16-bit numbers; otherwise tiles of attention scores
-      and logits exist in memory.
+    - `device`: what it runs on: which form of an operator it takes decides what exists in memory.
     - `level`: what the head computes for a row.
     """
 
     itemsize: int
-    hopper: bool
+    device: Target
     level: Level = Level.TOP
 
 
-def runs_kernels(config: ModelConfig, dtype: str, *, hopper: bool) -> bool:
-    """Whether a model's steps run Hopper's kernels: as the attention itself chooses.
+def attention_form(config: ModelConfig, dtype: str, device: Target) -> str | None:
+    """The form of packed attention that a model's steps take.
 
     Arguments:
     - `dtype`: of weights and activations.
-    - `hopper`: whether the device is one.
     """
     q = jax.ShapeDtypeStruct((1, config.num_heads, config.head_dim), dtype)
-    return hopper and limit(lambda: check_attention(q, config.head_dim**-0.5)) is None
+    return default_form(attention_forms(device, q, config.head_dim**-0.5), device.kernels)
 
 
 @functools.lru_cache(maxsize=64)
@@ -141,7 +146,8 @@ def _add_attention(graph: GraphTemplate, config: ModelConfig, kind: StepKind, la
     )
     residuals = ceil_div(part * (2 * 4 * config.num_heads), groups)
     tile = minimum(part, _XLA_TILE) * minimum(rows, _XLA_TILE)
-    tiles = 0 if kind.hopper else ceil_div(tile * (2 * 4 * config.num_heads), groups)
+    portable = attention_form(config, _dtype(kind).name, kind.device) == "xla"
+    tiles = ceil_div(tile * (2 * 4 * config.num_heads), groups) if portable else 0
     graph.add_op(f"{layer} attention", [q, names["k"], names["v"]], {o: width}, residuals + tiles, owners=cut)
     graph.add_barrier(f"{layer} last group", [names["k"], names["v"], o])
     graph.add_op(f"{layer} project o", [o, "h", names["attended"]], {}, _WORKSPACE, owners=cut)
@@ -195,7 +201,8 @@ def _gates_in_kernel(moe: MoeConfig, hidden_size: int, kind: StepKind) -> bool:
         jax.ShapeDtypeStruct(shape, _dtype(kind))
         for shape in ((1, hidden_size), (moe.experts, hidden_size, moe.expert_size))
     )
-    return kind.hopper and limit(lambda: check_grouped(rows, matrices, matrices)) is None
+    forms = grouped_forms(kind.device, rows, matrices, matrices)
+    return default_form(forms, kind.device.kernels) in ("mosaic_gpu", "triton")
 
 
 def _dtype(kind: StepKind) -> jnp.dtype:
@@ -205,7 +212,7 @@ def _dtype(kind: StepKind) -> jnp.dtype:
 def add_head(graph: GraphTemplate, config: ModelConfig, kind: StepKind, hidden: str) -> None:
     """Operators of the head, which reads the rows in `hidden`, over the dimensions M and logits."""
     output = jax.ShapeDtypeStruct((config.vocab_size, config.hidden_size), _dtype(kind))
-    fused = fused_rows(output, kind.level) if kind.hopper else None
+    fused = fused_rows(kind.device, output, kind.level)
     part = ceil_div(dim("M"), dim("logits")) if fused is None else minimum(dim("M"), fused)
     graph.add_op("order masked rows", outputs={"masked rows": dim("M") * 48})
     graph.add_op(
@@ -217,8 +224,10 @@ def add_head(graph: GraphTemplate, config: ModelConfig, kind: StepKind, hidden: 
     if fused is None:
         _add_logits(graph, config, kind, part)
     else:
-        of_tiles = ceil_div(part, FUSED_UNIT) * (FUSED_UNIT * partial_bytes(config.vocab_size, kind.level))
-        graph.add_op("choose", ["head rows"], {"decisions": part * 32}, of_tiles)
+        kept: Size | int = PARTIAL_BYTES
+        if head_form(kind.device, output, kind.level) == "mosaic_gpu":
+            kept = ceil_div(part, FUSED_UNIT) * (FUSED_UNIT * partial_bytes(config.vocab_size, kind.level))
+        graph.add_op("choose", ["head rows"], {"decisions": part * 32}, kept)
     graph.add_barrier("commit", [hidden, "masked rows", "decisions"])
 
 

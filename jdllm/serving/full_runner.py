@@ -20,13 +20,11 @@ from jdllm.execution.offload.layer_stream import OffloadedWeights
 from jdllm.execution.offload.tiers import HostTiers
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
-from jdllm.pallas.device import target
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.account import Account
 from jdllm.planning.buckets import head_bucket, row_bucket
 from jdllm.planning.ladder import Entry, Ladder, Sizes
 from jdllm.planning.plan import Bucket, Budget, Workload, plan_bucket, refusal, rungs
-from jdllm.planning.templates import runs_kernels
 from jdllm.serving.launch import Launch
 from jdllm.serving.packing import demand, pack, smallest_request
 from jdllm.serving.request import Request
@@ -208,8 +206,8 @@ class FullRunner:
     def workload(self, level: Level) -> Workload:
         """What steps are planned for."""
         dtype = str(self._dtype)
-        hopper = runs_kernels(self._config, dtype, hopper=target(self._executables.platform).hopper)
-        return Workload(self._config, dtype, hopper, level=level, max_num_logits=self._max_num_logits)
+        device = self._executables.target
+        return Workload(self._config, dtype, device, level=level, max_num_logits=self._max_num_logits)
 
     @property
     def _dtype(self) -> jnp.dtype:

@@ -12,6 +12,7 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import abstract_params
+from jdllm.pallas.device import HOPPER
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.account import make_account
 from jdllm.planning.aot import compile_for
@@ -56,7 +57,7 @@ def test_a_part_of_a_prompt_fills_pages_in_place(rows: int, stored: bool):
     packed = pack_prompts(requests, [part], CONFIG, pool.table, entry, entries)
     memory = compiled(prefill, (*packed.arguments, pool.abstract), CONFIG, 6).memory_analysis()
     assert memory.alias_size_in_bytes >= pool_bytes(CONFIG)
-    account = make_account(CONFIG, "bfloat16", Budget(40 << 30), hopper=True, max_num_batched_tokens=rows)
+    account = make_account(CONFIG, "bfloat16", Budget(40 << 30), device=HOPPER, max_num_batched_tokens=rows)
     print(memory.temp_size_in_bytes / MIB, account.largest_step / MIB)
     assert memory.temp_size_in_bytes < account.largest_step * 17 / 16
 

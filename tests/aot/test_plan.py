@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.shapes import SHAPES
 from jdllm.pallas.masked_logits import Level
+from jdllm.planning.aot import device_of
 from jdllm.planning.checks.compiler import compiler_temp_bytes
 from jdllm.planning.plan import Budget, MemoryPlan, Workload, max_context, plan_memory
 
@@ -23,32 +24,32 @@ SORT_ARRAYS = 3.9
 # shape, target, context (0 for the longest), mask ratio, budget in GiB
 CASES = [
     *[(shape, target, 4096, r, UNLIMITED) for shape, target, r in (
-        (LLADA, "h200", 0.1), (LLADA, "a100", 0.5), (DREAM, "h200", 0.9), (DREAM, "a100", 0.1),
-        (MOE, "h200", 0.5), (MOE, "a100", 0.9),
+        (LLADA, "h200", 0.1), (LLADA, "a100-80gb", 0.5), (DREAM, "h200", 0.9), (DREAM, "a100-80gb", 0.1),
+        (MOE, "h200", 0.5), (MOE, "a100-80gb", 0.9),
     )],
     *[(shape, "h200", 32768, r, budget) for shape, r, budget in (
         (LLADA, 0.1, UNLIMITED), (LLADA, 0.5, 24), (LLADA, 0.9, 20), (LLADA, 0.5, 17),
         (DREAM, 0.5, UNLIMITED), (DREAM, 0.9, 24), (DREAM, 0.5, 16.5),
         (MOE, 0.9, UNLIMITED), (MOE, 0.5, 20), (MOE, 0.5, 15.5),
     )],
-    *[(shape, "a100", 32768, 0.5, budget) for shape, budget in ((LLADA, 20), (DREAM, 20), (MOE, 20))],
+    *[(shape, "a100-80gb", 32768, 0.5, budget) for shape, budget in ((LLADA, 20), (DREAM, 20), (MOE, 20))],
     *[(shape, "h200", 131072, r, budget) for shape, r, budget in (
         (LLADA, 0.1, 24), (LLADA, 0.5, 20), (LLADA, 0.5, 80), (LLADA, 0.5, 18.7),
         (DREAM, 0.5, 24), (DREAM, 0.5, 16.7),
         (MOE, 0.1, 24), (MOE, 0.5, 20), (MOE, 0.5, 16.2),
     )],
-    *[(shape, "a100", 131072, 0.5, 40) for shape in (LLADA, DREAM, MOE)],
+    *[(shape, "a100-80gb", 131072, 0.5, 40) for shape in (LLADA, DREAM, MOE)],
     *[(shape, "h200", 0, 0.5, budget) for shape in (LLADA, DREAM, MOE) for budget in (20, 24)],
     (LLADA, "h200", 400_000, 0.5, 24),
-    (LLADA, "a100", 0, 0.5, 40),
+    (LLADA, "a100-80gb", 0, 0.5, 40),
     (LLADA, "h200", 0, 0.1, 80),
 ]  # fmt: skip
 
 
 def planned(
-    shape: str, target: str, context: int, mask_ratio: float, gib: float
+    shape: str, target: str, context: int, mask_ratio: float, gib: float, kernels: str = "auto"
 ) -> tuple[Workload, MemoryPlan]:
-    workload = Workload(SHAPES[shape], hopper=target == "h200", mask_ratio=mask_ratio)
+    workload = Workload(SHAPES[shape], device=device_of(target, kernels), mask_ratio=mask_ratio)
     budget = Budget(int(gib * GIB))
     context = context or max_context(workload, budget, host_tiers=False)
     return workload, plan_memory(workload, context, budget, host_tiers=False)
@@ -56,7 +57,8 @@ def planned(
 
 def check(workload: Workload, plan: MemoryPlan, target: str, layers: int = 2, beyond: int = 0) -> None:
     assert plan.fits
-    portable = workload.config.moe is not None and not workload.hopper
+    device = workload.device
+    portable = workload.config.moe is not None and not device.hopper and device.kernels == "auto"
     with (
         pytest.warns(UserWarning, match="portable form.*Hopper only")
         if portable
@@ -76,6 +78,19 @@ def test_plan_is_what_the_compiler_allots(
     shape: str, target: str, context: int, mask_ratio: float, gib: float
 ):
     check(*planned(shape, target, context, mask_ratio, gib), target)
+
+
+@pytest.mark.parametrize(
+    ("shape", "target", "context", "mask_ratio", "gib"),
+    [
+        (LLADA, "a100-80gb", 4096, 0.5, UNLIMITED),
+        (DREAM, "rtx5090", 32768, 0.9, 24),
+        (MOE, "rtx3090", 32768, 0.5, 20),
+        (DREAM, "h200", 131072, 0.9, 20),
+    ],
+)
+def test_plan_of_kernels_in_triton(shape: str, target: str, context: int, mask_ratio: float, gib: float):
+    check(*planned(shape, target, context, mask_ratio, gib, "triton"), target)
 
 
 @pytest.mark.parametrize("level", [Level.MOMENTS, Level.FILTERED])

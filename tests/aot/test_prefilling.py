@@ -11,6 +11,7 @@ from jdllm.decoding.executables import Executables, temp_bytes
 from jdllm.decoding.prefilling import PRESETS
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.models.weights import abstract_params
+from jdllm.pallas.device import HOPPER
 from jdllm.planning.account import make_account
 from jdllm.planning.aot import compile_for
 from jdllm.prefilling.build import building
@@ -52,7 +53,7 @@ class ForCard(Executables):
 @pytest.fixture(scope="module")
 def model() -> Model:
     params = abstract_params(CONFIG, "bfloat16")
-    account = make_account(CONFIG, "bfloat16", None, hopper=True, max_num_batched_tokens=ROWS)
+    account = make_account(CONFIG, "bfloat16", None, device=HOPPER, max_num_batched_tokens=ROWS)
     account = dataclasses.replace(account, pages=PAGES)
     executables = ForCard()
     pool = DevicePool(CONFIG, "bfloat16", PAGES)

@@ -12,6 +12,7 @@ from jdllm.decoding.executables import Executables, Program
 from jdllm.models.weights import abstract_params
 from jdllm.pallas import shared_lowering
 from jdllm.pallas.attention import kernel as attention
+from jdllm.pallas.device import HOPPER
 from jdllm.pallas.masked_logits import kernel as head
 from jdllm.pallas.masked_logits import merge
 from jdllm.pallas.shared_lowering import LoweredKernels
@@ -48,7 +49,7 @@ def programs() -> list[Program]:
     """Of as many rows, one that stores nothing and one that stores keys and values."""
     params, executables = abstract_params(CONFIG, "bfloat16"), Executables("cuda")
     budget = Budget(memory_of("h200"))
-    account = make_account(CONFIG, "bfloat16", budget, hopper=True, max_num_batched_tokens=8 * ROWS)
+    account = make_account(CONFIG, "bfloat16", budget, device=HOPPER, max_num_batched_tokens=8 * ROWS)
     model = params, CONFIG, executables, make_ladder(account.rows), account
     full = FullRunner(*model, make_room=lambda: None).programs()
     cached = CachedRunner(*model, DevicePool(CONFIG, "bfloat16", account.pages)).programs()

@@ -118,9 +118,10 @@ class TestGroupedMatmul:
         assert all(0 < row["error"] < 8e-3 for row in table)
         assert capsys.readouterr().out.count("tokamax: no row") == 2
 
-    def test_ours_must_run(self):
-        with pytest.raises(NotImplementedError, match="Hopper only"):
-            grouped_matmul.measure([40], ["down"], ["mosaic_gpu"])
+    @pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
+    def test_ours_must_run(self, implementation: str):
+        with pytest.raises(NotImplementedError, match=f"{implementation} form .* only"):
+            grouped_matmul.measure([40], ["down"], [implementation])
 
 
 class TestSkinnyMatmul:
@@ -148,6 +149,7 @@ class TestSkinnyMatmul:
             for tiles in others:
                 tiles.check(padded, product.outputs, product.k, gated=product.gated)
 
-    def test_ours_must_run(self):
-        with pytest.raises(NotImplementedError, match="Hopper only"):
-            skinny_matmul.measure("llada-8b", 8, ["mosaic_gpu"])
+    @pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
+    def test_ours_must_run(self, implementation: str):
+        with pytest.raises(NotImplementedError, match=f"{implementation} form .* only"):
+            skinny_matmul.measure("llada-8b", 8, [implementation])

@@ -11,6 +11,7 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params, tree_bytes
+from jdllm.pallas.device import CPU
 from jdllm.planning.account import make_account
 from jdllm.planning.budget import Budget
 from jdllm.planning.layered import Layered, longest_layered, plan_layered
@@ -34,7 +35,7 @@ def layers(params: Params, config: ModelConfig) -> Layers:
             config,
             "float32",
             None,
-            hopper=False,
+            device=CPU,
             max_num_batched_tokens=256,
             weights_bytes=tree_bytes(params),
         )

@@ -199,7 +199,7 @@ class TestExecutables:
 
 def key_of(**changed: Any) -> str:
     program = Program(rms_norm, (X, WEIGHT), {"eps": 1e-6})
-    key = program_key(program._replace(**changed), {}, tuple(jax.local_devices(backend="cpu")[:1]))
+    key = program_key(program._replace(**changed), {}, "auto", tuple(jax.local_devices(backend="cpu")[:1]))
     assert key is not None
     return key
 

@@ -18,6 +18,7 @@ from jdllm.layers import head_logits
 from jdllm.llm import LLM
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params, head_weights
+from jdllm.pallas.device import CPU
 from jdllm.planning.account import make_account
 from jdllm.scoring import MaskedPair, Scorer
 from jdllm.serving.packing import lay_out
@@ -43,7 +44,7 @@ def test_equals_the_official_value(
     cases: dict,
 ):
     rows, logits = limits
-    account = make_account(config, "float32", None, hopper=False, max_num_batched_tokens=rows)
+    account = make_account(config, "float32", None, device=CPU, max_num_batched_tokens=rows)
     scorer = Scorer(params, config, executables, account, lambda run: run(), logits)
     prompt, answer, masks = recorded(trajectories, name)
     [found] = scorer.likelihoods([MaskedPair(prompt, answer, masks)], cases[name]["cfg_scale"], MASK)

@@ -18,6 +18,7 @@ from jdllm.errors import ConfigError
 from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import config_from_hf
 from jdllm.models.weights import abstract_params
+from jdllm.pallas.device import HOPPER
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.account import Account, make_account
 from jdllm.planning.buckets import head_bucket, row_bucket
@@ -46,9 +47,8 @@ def page_of(config: ModelConfig, dtype: str) -> int:
 def account_of(
     config: ModelConfig, budget: Budget | None, dtype: str = "bfloat16", **options: Any
 ) -> Account:
-    hopper = dtype == "bfloat16" and config.head_dim in (64, 128)
     return make_account(
-        config, dtype, budget, **{"hopper": hopper, "max_num_batched_tokens": 8192, **options}
+        config, dtype, budget, **{"device": HOPPER, "max_num_batched_tokens": 8192, **options}
     )
 
 
@@ -74,8 +74,7 @@ class Case:
         return weights_of(self.config, self.dtype) + self.budget.overhead + self.verifier + pages
 
     def workload(self, level: Level, **options: Any) -> Workload:
-        hopper = self.dtype == "bfloat16" and self.config.head_dim in (64, 128)
-        return Workload(self.config, self.dtype, hopper, level=level, **options)
+        return Workload(self.config, self.dtype, level=level, **options)
 
     def assert_fits(self, plan: MemoryPlan, pool: bool) -> None:
         step = plan.activation.peak_bytes + plan.batch_bytes

@@ -11,6 +11,7 @@ from jdllm.decoding.executables import Executables
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.models.hf_config import config_from_hf
 from jdllm.models.weights import abstract_params
+from jdllm.pallas.device import CPU, HOPPER
 from jdllm.planning.account import make_account
 from jdllm.planning.budget import Budget
 from jdllm.planning.causal import CausalPlan, plan_causal
@@ -23,11 +24,11 @@ from tests.planning.plan_command import invoke
 
 MIB, GIB = 2**20, 2**30
 CONFIG = config_from_hf(Golden("llama").directory)
-ACCOUNT = make_account(CONFIG, "float32", Budget(1200 * MIB), hopper=False, max_num_batched_tokens=256)
+ACCOUNT = make_account(CONFIG, "float32", Budget(1200 * MIB), device=CPU, max_num_batched_tokens=256)
 
 
 def planned(prompt: int | None) -> CausalPlan:
-    return plan_causal(Workload(CONFIG, "float32", hopper=False), ACCOUNT, "h200", prompt)
+    return plan_causal(Workload(CONFIG, "float32", device=CPU), ACCOUNT, "h200", prompt)
 
 
 def test_the_longest_prompt_is_the_engines():
@@ -51,8 +52,8 @@ def test_beyond_the_pool_keys_are_in_host_memory():
     """The last layers' keys stay, as far as there is room; others pass through the device for each token."""
     budget = Budget(24 * GIB, host=64 * GIB)
     config = CAUSAL_SHAPES["llama-3.1-8b"]
-    account = make_account(config, "bfloat16", budget, hopper=True, max_num_batched_tokens=8192)
-    workload = Workload(config, "bfloat16", hopper=True)
+    account = make_account(config, "bfloat16", budget, device=HOPPER, max_num_batched_tokens=8192)
+    workload = Workload(config, "bfloat16", device=HOPPER)
     longest = plan_causal(workload, account, "h200", None)
     assert longest.layered is not None
     assert longest.prompt == longest.longest_layered > longest.longest

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdllm.errors import ConfigError
-from jdllm.planning.aot import is_hopper
+from jdllm.pallas.device import Target
+from jdllm.planning.aot import device_of
 from jdllm.planning.buckets import row_bucket
 from tests.planning.plan_command import GIB, SHAPES, facts, invoke, run
 
@@ -109,10 +110,13 @@ def test_the_options_reach_the_plan(llada: Path):
     assert got["weights_bytes"] / 4e9 == pytest.approx(BILLIONS["llada"], rel=0.002)
 
 
-def test_which_targets_are_hopper():
-    assert [is_hopper(target) for target in ("h200", "a100", "l40s")] == [True, False, False]
-    with pytest.raises(ConfigError, match="unknown target 'h201': expected one of a100, h200, l40s"):
-        is_hopper("h201")
+def test_what_operators_choose_by_on_a_described_card():
+    assert device_of("h100") == Target(True, 9.0)
+    assert device_of("rtx3090", "xla") == Target(True, 8.6, "xla")
+    with pytest.raises(ConfigError, match="unknown target 'h201': expected one of a100-40gb, a100-80gb"):
+        device_of("h201")
+    with pytest.raises(ConfigError, match="kernels are one of auto, triton, xla, not 'cuda'"):
+        device_of("h100", "cuda")
 
 
 def test_layers_go_to_host_memory_where_the_weights_do_not_fit(llada: Path):

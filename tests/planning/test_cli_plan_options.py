@@ -42,23 +42,44 @@ def test_the_type_is_that_of_the_checkpoint(llada: Path, tmp_path: Path):
     assert facts(tmp_path, "--dtype", "float16")["dtype"] == "float16"
 
 
-H100 = Card("NVIDIA H100 80GB HBM3", "h200", 80 * GIB)
+H100 = Card("NVIDIA H100 80GB HBM3", "h100", 80 * GIB)
+B300 = Card("NVIDIA B300 SXM6 AC", "h200", 268 * GIB, described=False)
 
 
 def test_card_and_memory_default_to_the_card_that_is_here(llada: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("jdllm.planning.card.visible_card", lambda: H100)
     result = invoke(llada, "--no-check", "--context", "4096")
     got = json.loads(invoke(llada, "--json", "--context", "4096").stdout)
-    assert (got["card"], got["target"]) == (H100.name, "h200")
+    assert (got["card"], got["target"]) == (H100.name, "h100")
     assert got["budget_bytes"] == 60 * GIB + (768 << 20)
     assert result.stdout.splitlines()[:2] == [
-        f"{H100.name} is here: planned for h200 (--target)",
+        f"{H100.name} is here: planned for h100 (--target)",
         f"memory is the 60.75 GiB that XLA may allot by default of {H100.name} (--memory)",
     ]
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     assert json.loads(invoke(llada, "--json").stdout)["budget_bytes"] == 40 * GIB + (768 << 20)
-    other = json.loads(invoke(llada, "--json", "--target", "a100").stdout)
-    assert (other["card"], other["budget_bytes"]) == ("a100", 85100068864 // 2 + (768 << 20))
+    other = json.loads(invoke(llada, "--json", "--target", "a100-80gb").stdout)
+    assert (other["card"], other["budget_bytes"]) == ("a100-80gb", 85100068864 // 2 + (768 << 20))
+
+
+@pytest.mark.parametrize("options", [(), ("--target", "auto"), ("--target", "h100")])
+def test_the_card_that_is_here_is_asked(
+    llada: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+):
+    monkeypatch.setattr("jdllm.planning.card.visible_card", lambda: H100)
+    got = json.loads(invoke(llada, "--json", *options).stdout)
+    assert (got["card"], got["budget_bytes"]) == (H100.name, 60 * GIB + (768 << 20))
+    if options == ("--target", "auto"):
+        said = invoke(llada, "--no-check", "--memory", "24GiB", *options).stdout.splitlines()
+        assert said[0] == f"{H100.name} is here: planned for h100 (--target)"
+
+
+def test_a_card_that_no_description_is_of(llada: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("jdllm.planning.card.visible_card", lambda: B300)
+    said = invoke(llada, "--no-check", "--memory", "24GiB", "--context", "4096").stdout.splitlines()
+    why = "of a compute capability that no target has"
+    assert said[0] == f"{B300.name} is here, {why}: planned for h200 (--target)"
+    assert json.loads(invoke(llada, "--json", "--target", "h200").stdout)["card"] == "h200"
 
 
 def test_without_a_card_the_description_of_one_is_taken_and_named(llada: Path):
@@ -71,7 +92,8 @@ def test_without_a_card_the_description_of_one_is_taken_and_named(llada: Path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--target", "b200"), ("'b200'", "a100, h200, l40s")),
+        (("--target", "a100"), ("--target is 'a100'", "auto, a100-40gb, a100-80gb, b200", "rtx5090")),
+        (("--target", "auto"), ("no CUDA device is visible", "--target h200")),
         (("--dtype", "int8"), ("--dtype is 'int8'", "bfloat16")),
         (("--cache-policy", "triple"), ("'triple'", "prefix")),
         (("--mask-ratio", "0"), ("mask ratio",)),

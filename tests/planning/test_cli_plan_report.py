@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("no_card")
 
 @pytest.mark.parametrize(
     ("target", "dtype", "in_tiles"),
-    [("h200", "bfloat16", 0), ("h200", "float32", 1), ("a100", "bfloat16", 1), ("l40s", "float16", 1)],
+    [("h200", "bfloat16", 0), ("h200", "float32", 1), ("a100-80gb", "bfloat16", 1), ("l40s", "float16", 1)],
 )
 def test_tiles_of_scores_exist_where_attention_is_not_one_kernel(
     llada: Path, target: str, dtype: str, in_tiles: int
@@ -104,16 +104,16 @@ def test_the_compilers_word(llada: Path, monkeypatch: pytest.MonkeyPatch):
     asked = []
 
     def compiler_temp_bytes(workload: Any, plan: Any, target: str) -> int:
-        asked.append((workload.config.hidden_size, workload.hopper, plan.context, target))
+        asked.append((workload.config.hidden_size, workload.device.hopper, plan.context, target))
         return plan.activation.peak_bytes - GIB
 
     monkeypatch.setattr("jdllm.cli.plan_report.compiler_temp_bytes", compiler_temp_bytes)
-    quiet = facts(llada, "--target", "a100")
+    quiet = facts(llada, "--target", "a100-80gb")
     assert (asked, quiet["compiler_peak_bytes"]) == ([], None)
-    got = facts(llada, "--target", "a100", "--check")
-    assert asked == [(4096, False, 32768, "a100")]
+    got = facts(llada, "--target", "a100-80gb", "--check")
+    assert asked == [(4096, False, 32768, "a100-80gb")]
     assert got["compiler_peak_bytes"] == got["peak_bytes"] - GIB
-    lines = run(llada, "--target", "a100").stdout.splitlines()
+    lines = run(llada, "--target", "a100-80gb").stdout.splitlines()
     planned = got["activation_peak_bytes"] / GIB
     assert f"compiler: {planned - 1:.2f} GiB (plan +{1 / (planned - 1):.1%})" in lines
 

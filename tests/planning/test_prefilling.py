@@ -10,6 +10,7 @@ from benchmarks.shapes import SHAPES
 from jdllm.decoding.prefilling import PRESETS, Prefilling
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.execution.paged.pool import PAGE_ROWS
+from jdllm.pallas.device import HOPPER
 from jdllm.planning.account import make_account
 from jdllm.planning.budget import Budget
 from jdllm.planning.plan import Workload
@@ -22,8 +23,8 @@ ROWS = 8192
 
 
 def stages(prefilling: Prefilling, question: Question, rows: int = ROWS) -> dict[str, StagePlan]:
-    workload = Workload(CONFIG, "bfloat16", True)
-    account = make_account(CONFIG, "bfloat16", Budget(24 << 30), hopper=True, max_num_batched_tokens=rows)
+    workload = Workload(CONFIG, "bfloat16")
+    account = make_account(CONFIG, "bfloat16", Budget(24 << 30), device=HOPPER, max_num_batched_tokens=rows)
     return {stage.name: stage for stage in plan_stages(workload, account, "h200", prefilling, question)}
 
 

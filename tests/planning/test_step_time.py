@@ -7,6 +7,7 @@ import pytest
 from benchmarks.shapes import SHAPES
 from jdllm.execution.offload.tiers import HostTiers
 from jdllm.planning.budget import Budget
+from jdllm.planning.descriptions import described_targets
 from jdllm.planning.plan import Workload, plan_memory
 from jdllm.planning.step_time import RATES, format_seconds, step_time
 
@@ -26,7 +27,7 @@ def test_what_an_h200_took(context: int, measured: float, error: float):
 
 
 def test_other_cards_are_said_to_be_at_data_sheet_rate():
-    ours, a100, l40s = (estimate(16384, target) for target in ("h200", "a100", "l40s"))
+    ours, a100, l40s = (estimate(16384, target) for target in ("h200", "a100-80gb", "l40s"))
     assert a100.seconds / ours.seconds == pytest.approx(650 / 312)
     assert l40s.seconds / ours.seconds == pytest.approx(650 / 362)
     assert str(ours).endswith(" ms (estimate at the measured rate, 650 TFLOP/s)")
@@ -36,6 +37,11 @@ def test_other_cards_are_said_to_be_at_data_sheet_rate():
     full = estimate(16384, workload=dataclasses.replace(LLADA, dtype="float32"))
     assert full.seconds / ours.seconds == pytest.approx(650 / 67)
     assert not full.measured
+
+
+def test_every_described_card_has_rates():
+    assert sorted(RATES) == described_targets()
+    assert [target for target, rates in RATES.items() if rates.measured] == ["h200"]
 
 
 def test_no_step_is_faster_than_reading_the_weights():

@@ -12,6 +12,7 @@ from jdllm.decoding.prefilling import PRESETS, Prefilling
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
 from jdllm.models.config import ModelConfig
+from jdllm.pallas.device import CPU
 from jdllm.planning.account import make_account
 from jdllm.prefilling.layout import KeptChunk, Layout
 from jdllm.serving.build import make_engine
@@ -255,7 +256,7 @@ def test_what_can_never_run_is_refused_before_anything_runs(executables: Executa
     engine = engine_of(*model, executables, ROWS, pages=5)
     refused(lambda: engine.add(spec), "needs 5 pages of the KV pool, which has 4", "make the pool larger")
     all_free(engine)
-    account = make_account(DREAM, "float32", None, hopper=False, max_num_batched_tokens=ROWS, weights_bytes=0)
+    account = make_account(DREAM, "float32", None, device=CPU, max_num_batched_tokens=ROWS, weights_bytes=0)
     engines = [
         make_engine(*model, executables, dataclasses.replace(account, pages=PAGES, max_refresh=most))
         for most in (spec.rows - 1, spec.rows)

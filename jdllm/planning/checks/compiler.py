@@ -13,6 +13,7 @@ from jdllm.decoding.step import denoise
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import abstract_params
+from jdllm.pallas.device import preferring
 from jdllm.planning.aot import compile_for, has_compiler
 from jdllm.planning.ladder import bucket_entry
 from jdllm.planning.plan import MemoryPlan, Workload
@@ -43,7 +44,8 @@ def compiler_temp_bytes(
         level=workload.level,
     )
     params, batch = abstract_params(config, workload.dtype), _batch(config, plan)
-    return temp_bytes(compile_for(target, step, params, batch, np.int32(1)))
+    with preferring(workload.device.kernels):
+        return temp_bytes(compile_for(target, step, params, batch, np.int32(1)))
 
 
 def _batch(config: ModelConfig, plan: MemoryPlan) -> Batch:
