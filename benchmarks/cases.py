@@ -35,6 +35,7 @@ CASES = {
     "causal_long": Case("benchmarks.causal_long:main", "causal prompts beyond the KV pool"),
     "prefilling": Case("benchmarks.prefilling:main", "questions over long contexts, by stage"),
     "serving": Case("benchmarks.serving:main", "a served model under load, over HTTP"),
+    "card": Case("benchmarks.card_report:main", "what a card does with each kind of kernels, to send in"),
     "step": Case("benchmarks.steps.full:main", "a full step, beside torch and plain JAX"),
     "cached_step": Case("benchmarks.steps.cached:main", "a step of a block against cached rows"),
     "profile": Case("benchmarks.steps.profile:main", "where the time of a step goes, by kernel"),

@@ -23,6 +23,7 @@ from jdllm.decoding.sampling import Cache, SamplingParams
 from jdllm.execution.module import Transformer
 from jdllm.llm import LLM
 from jdllm.models.config import ModelConfig
+from jdllm.pallas.device import Kernels
 from jdllm.planning.step_time import RATES, step_flops
 
 GEN_LENGTH, BLOCK_LENGTH = 256, 32
@@ -88,6 +89,11 @@ def _selects(cache: Cache) -> bool:
     return cache in ("sparse", "head_sparse")
 
 
+def _suffix(kernels: str) -> str:
+    """What tells the record of other kernels from that of the default ones."""
+    return "" if kernels == "auto" else f"_{kernels}"
+
+
 def generate(arguments: Sequence[str]) -> None:
     """Equal requests, all at once.
 
@@ -102,10 +108,11 @@ def generate(arguments: Sequence[str]) -> None:
     parser.add_argument("--delay", type=int, nargs="+", help="of the refresh; by default that of the policy")
     parser.add_argument("--steps", type=int, default=GEN_LENGTH, help="denoising steps of a request")
     parser.add_argument("--max-num-batched-tokens", type=int, help="by default the rows of all requests")
+    parser.add_argument("--kernels", choices=get_args(Kernels), default="auto")
     args = parser.parse_args(arguments)
     model = Transformer(SHAPES[args.shape], rngs=nnx.Rngs(0), dtype="bfloat16")
     rows = args.max_num_batched_tokens or max(args.batch) * (max(args.prompt) + GEN_LENGTH)
-    llm = LLM(model, max_num_batched_tokens=rows, progress=False)
+    llm = LLM(model, max_num_batched_tokens=rows, kernels=args.kernels, progress=False)
     table = []
     for cache, batch, prompt, delay in itertools.product(
         args.cache, args.batch, args.prompt, args.delay or [None]
@@ -114,7 +121,7 @@ def generate(arguments: Sequence[str]) -> None:
         table.append({"shape": args.shape, **measure(llm, batch, prompt, sampling)})
         print_row(table[-1])
     kinds = ("-".join(map(str, kind)) for kind in (args.cache, args.batch, args.prompt))
-    name = "generate_{}_{}_b{}_p{}".format(args.shape, *kinds)
+    name = "generate_{}_{}_b{}_p{}".format(args.shape, *kinds) + _suffix(args.kernels)
     record(name, table, args.out, max_num_batched_tokens=rows)
 
 
@@ -160,6 +167,7 @@ def ragged(arguments: Sequence[str]) -> None:
     parser.add_argument("--delay", type=int, nargs="+", default=[1, 0])
     parser.add_argument("--max-num-batched-tokens", type=int, nargs="+", default=[8192])
     parser.add_argument("--requests", type=int, help="only the first of them")
+    parser.add_argument("--kernels", choices=get_args(Kernels), default="auto")
     parser.add_argument("--warmup", action="store_true", help="compile everything before the first request")
     args = parser.parse_args(arguments)
     config, rate = SHAPES[args.shape], RATES["h200"].flops
@@ -170,7 +178,11 @@ def ragged(arguments: Sequence[str]) -> None:
         asked = {"shape": args.shape, "requests": len(lengths), "batched_tokens": max_num_batched_tokens}
         start = time.perf_counter()
         with LLM(
-            model, max_num_batched_tokens=max_num_batched_tokens, warmup=args.warmup, progress=False
+            model,
+            max_num_batched_tokens=max_num_batched_tokens,
+            warmup=args.warmup,
+            kernels=args.kernels,
+            progress=False,
         ) as llm:
             asked["warmup_s"] = time.perf_counter() - start if args.warmup else 0.0
             for cache, delay in itertools.product(args.cache, args.delay):
@@ -181,4 +193,4 @@ def ragged(arguments: Sequence[str]) -> None:
                 row["share_of_floor"] = floor / row["seconds"]
                 table.append(row)
                 print_row(row)
-    record(f"ragged_{args.shape}", table, args.out, floor_tflops=rate / 1e12)
+    record(f"ragged_{args.shape}{_suffix(args.kernels)}", table, args.out, floor_tflops=rate / 1e12)

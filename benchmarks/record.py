@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jdllm.decoding.executables import Executables
+from jdllm.pallas.device import Kernels
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -106,9 +107,12 @@ def _repeat(run: Callable[[], Any], seconds: float) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def compiled(function: Callable[..., Any], *args: Any, chained: bool = False, **static: Any) -> Any:
+def compiled(
+    function: Callable[..., Any], *args: Any, chained: bool = False, kernels: Kernels = "auto", **static: Any
+) -> Any:
     """The executable of `function(*args, **static)`, with the options of jdllm's executables."""
-    return Executables(jax.devices()[0].platform).compile(function, *args, chained=chained, **static)
+    executables = Executables(jax.devices()[0].platform, kernels=kernels)
+    return executables.compile(function, *args, chained=chained, **static)
 
 
 def measure_ceilings(size: int = 8192, copy_bytes: int = 2 << 30, inner: int = 8) -> Ceilings:
@@ -131,7 +135,7 @@ def environment() -> dict[str, Any]:
     """Device, versions, commit, command and date of this run."""
     device = jax.devices()[0]
     arguments = re.sub(r"--out +\S+ *", "", " ".join(sys.argv[1:]))
-    packages = ("jax", "jaxlib", "flax", "jdllm", "tokamax")
+    packages = ("jax", "jaxlib", "flax", "jdllm", "tokamax", "jax-triton", "triton")
     versions = {}
     for package in packages:
         try:

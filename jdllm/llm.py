@@ -159,6 +159,7 @@ class LLM(ScoresText):
         host_memory = usable_host_memory(jax.devices()[0], host_memory)
         with preferring(kernels):
             runs_on = target()
+        runs_on.check_card()
 
         def count_offloaded(config: ModelConfig, dtype: str) -> int:
             device = jax.devices()[0]

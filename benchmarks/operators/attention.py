@@ -175,6 +175,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = case_parser("attention", __doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--heads", type=parse_heads, nargs="+", default=HEADS, help=parse_heads.__doc__)
-    parser.add_argument("--forms", choices=FORMS, nargs="+", default=FORMS)
+    parser.add_argument("--forms", choices=(*FORMS, "triton"), nargs="+", default=FORMS)
     args = parser.parse_args(arguments)
     record("attention", measure(args.rows, args.heads, args.forms), args.out)

@@ -1,9 +1,9 @@
 """Time of masked logits against their floor and their portable form, with random data.
 
 Run as `python3 -m benchmarks masked_logits [--shape llada-8b] [--rows 32 2048] [--noise]
-[--level MOMENTS] [--sweep]` on a card. Every figure is the mean over repetitions inside one executable, the
-median of five calls. The floor is the larger of bytes over 4.3 TB/s and flops over 700 TFLOP/s. `--noise`
-draws every row's token at temperature 1. `--sweep` tries the cuts of `candidates`.
+[--level MOMENTS] [--implementations triton] [--sweep]` on a card. Every figure is the mean over repetitions
+inside one executable, the median of five calls. The floor is the larger of bytes over 4.3 TB/s and flops over
+700 TFLOP/s. `--noise` draws every row's token at temperature 1. `--sweep` tries the cuts of `candidates`.
 """
 
 import dataclasses
@@ -23,6 +23,7 @@ from benchmarks.shapes import SHAPES
 from jdllm.noise import gumbel, vocabulary_bits
 from jdllm.pallas.hopper import WARPGROUP_ROWS
 from jdllm.pallas.masked_logits import Level, RowDecision, RowSampling, masked_logits
+from jdllm.pallas.masked_logits.api import Implementation
 from jdllm.pallas.masked_logits.limits import MAX_ROWS
 from jdllm.pallas.masked_logits.mosaic_gpu import masked_logits_mosaic_gpu
 from jdllm.pallas.masked_logits.tiles import Tiles, default_tiles
@@ -127,24 +128,43 @@ def candidates(rows: int) -> list[Tiles]:
     return list(dict.fromkeys([default_tiles(rows), *map(parse_tiles, others)]))
 
 
+def cuts(tilings: Sequence[Tiles], level: Level) -> list[tuple[dict[str, Any], Form]]:
+    """The kernel for Hopper with each of these cuts, and what tells them apart."""
+    return [
+        (dataclasses.asdict(tiles), functools.partial(masked_logits_mosaic_gpu, level=level, tiles=tiles))
+        for tiles in tilings
+    ]
+
+
+def named(implementations: Sequence[Implementation], level: Level) -> list[tuple[dict[str, Any], Form]]:
+    """Forms by name."""
+    return [
+        ({"implementation": name}, functools.partial(masked_logits, level=level, implementation=name))
+        for name in implementations
+    ]
+
+
 def measure(
-    tilings: Sequence[Tiles], hidden: jax.Array, head: jax.Array, level: Level, noise: bool
+    forms: Sequence[tuple[dict[str, Any], Form]],
+    hidden: jax.Array,
+    head: jax.Array,
+    level: Level,
+    noise: bool,
 ) -> Iterator[dict[str, Any]]:
-    """A row of the table for each cut; the portable form is measured once."""
+    """A row of the table for each form; the portable one is measured once."""
     (rows, depth), vocab = hidden.shape, head.shape[0]
     size = min(rows, MAX_ROWS[level])
     asked = sampling(rows, vocab, noise)
     portable = functools.partial(masked_logits, level=level, implementation="xla")
     xla = measure_form(portable, hidden, head, asked, size)
     floor = floor_seconds(rows, depth, vocab, size)
-    for tiles in tilings:
-        kernel = functools.partial(masked_logits_mosaic_gpu, level=level, tiles=tiles)
-        ours = measure_form(kernel, hidden, head, asked, size)
+    for columns, form in forms:
+        ours = measure_form(form, hidden, head, asked, size)
         yield {
             "rows": rows,
             "level": level.name,
             "noise": noise,
-            **dataclasses.asdict(tiles),
+            **columns,
             "ms": 1e3 * ours.seconds,
             "xla_ms": 1e3 * xla.seconds,
             "floor_ms": 1e3 * floor,
@@ -168,6 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--level", choices=[Level.TOP.name, Level.MOMENTS.name], default=Level.TOP.name)
     parser.add_argument("--noise", action="store_true", help="draw tokens at temperature 1")
     parser.add_argument("--tiles", type=parse_tiles, nargs="+", help=parse_tiles.__doc__)
+    parser.add_argument("--implementations", nargs="+", choices=["mosaic_gpu", "triton"], help="by name")
     parser.add_argument("--sweep", action="store_true", help="all candidate cuts, fastest first")
     args = parser.parse_args(arguments)
     config, level = SHAPES[args.shape], Level[args.level]
@@ -179,11 +200,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         chunk = min(rows, MAX_ROWS[level])
         tilings = args.tiles or (candidates(chunk) if args.sweep else [default_tiles(chunk)])
         measured = []
-        for row in measure(tilings, hidden, head, level, args.noise):
+        forms = named(args.implementations, level) if args.implementations else cuts(tilings, level)
+        for row in measure(forms, hidden, head, level, args.noise):
             print_row(row)
             measured.append(row)
         table += sorted(measured, key=lambda row: row["ms"])
     suffix = f"_{args.level.lower()}" + "_noise" * args.noise + "_sweep" * args.sweep
+    suffix += "_forms" * bool(args.implementations)
     record(f"masked_logits_{args.shape}{suffix}", table, args.out)
     if any(row["wrong"] for row in table):
         raise SystemExit("results differ from those of the portable form")

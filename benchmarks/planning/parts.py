@@ -1,10 +1,11 @@
 """Evidence for the memory planner: what fits, how fast it plans, and whether a card agrees.
 
-Run as `python3 -m benchmarks plan --part lmax [--out DIR]`. The parts `lmax`, `latency` and `average` need no
-card; the others do.
+Run as `python3 -m benchmarks plan --part lmax [--out DIR]`. The parts `lmax`, `cards`, `latency` and
+`average` need no card; the others do.
 """
 
 import functools
+import itertools
 import math
 import statistics
 import time
@@ -19,13 +20,16 @@ from benchmarks.planning.card import Row
 from benchmarks.record import record
 from benchmarks.shapes import SHAPES
 from jdllm.models.config import ModelConfig
+from jdllm.planning.aot import device_of, memory_of
 from jdllm.planning.checks.exact import exact
+from jdllm.planning.descriptions import described_targets
 from jdllm.planning.plan import Budget, MemoryPlan, Workload, ladders, max_context, plan_memory
 from jdllm.planning.planner import ActivationPlan, first_fit
 from jdllm.planning.search import Ladders, brute_force, largest, search
 from jdllm.planning.templates import step_template
 
 GIB = 2**30
+_OF_A_CARD = 0.95
 
 # Longest contexts of the official PyTorch code and of our own compiled baseline, half of the tokens masked,
 # measured on an H200 whose memory was limited to 24 and 40 GiB. The published sampler of LLaDA forms its
@@ -60,6 +64,23 @@ def lmax() -> list[Row]:
                     **{f"over_{name}": alone / length for name, length in peers.items()},
                 }
             )
+    return table
+
+
+def cards() -> list[Row]:
+    """The longest context on each described card, half of the rows masked, by kernels.
+
+    The budget is 95 % of what the card has; behind the names of shapes stands what host memory adds.
+    """
+    table: list[Row] = []
+    for target, kernels in itertools.product(sorted(described_targets(), key=memory_of), ("auto", "triton")):
+        budget = Budget(int(_OF_A_CARD * memory_of(target)))
+        row = {"target": target, "budget_gib": budget.device / GIB, "kernels": kernels}
+        for shape, config in SHAPES.items():
+            workload = Workload(config, device=device_of(target, kernels))
+            row[shape] = max_context(workload, budget, host_tiers=False)
+            row[f"{shape}_tiered"] = max_context(workload, budget)
+        table.append(row)
     return table
 
 
@@ -206,6 +227,7 @@ def _peak_to_average(workload: Workload, plan: MemoryPlan, counts: dict[str, int
 
 PARTS: dict[str, Callable[[], list[Row]]] = {
     "lmax": lmax,
+    "cards": cards,
     "latency": latency,
     "latency_exact": latency_exact,
     "average": average,

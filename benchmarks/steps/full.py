@@ -1,11 +1,13 @@
 """Time of one full denoising step with random weights, half of the rows masked and evaluated.
 
-Run as `python3 -m benchmarks step [--shape llada-8b] [--rows 1024 4096] [--peers] [--out DIR]` on a card.
+Run as `python3 -m benchmarks step [--shape llada-8b] [--rows 1024 4096] [--kernels auto triton]
+[--peers] [--out DIR]` on a card.
 The floor is the larger of flops over the measured matrix rate and weight bytes over the measured copy rate.
 `--peers` measures the same step in plain JAX and, where it is installed, in torch; `ratio` is a peer's time
 over ours.
 """
 
+import itertools
 import json
 import math
 import os
@@ -13,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +34,7 @@ from jdllm.decoding.step import denoise
 from jdllm.execution.module import Transformer
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params, param_bytes
-from jdllm.pallas.device import target
+from jdllm.pallas.device import Kernels, preferring, target
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.ladder import bucket_entry
 from jdllm.planning.step_time import step_flops
@@ -46,9 +48,10 @@ MAX_NUM_LOGITS = 512
 OURS = "jdllm"
 
 
-def attention_form(config: ModelConfig) -> str:
+def attention_form(config: ModelConfig, kernels: Kernels = "auto") -> str:
     """The attention that a step runs by default here."""
-    form = planned_attention(config, "bfloat16", target())
+    with preferring(kernels):
+        form = planned_attention(config, "bfloat16", target())
     assert form is not None
     return form
 
@@ -72,17 +75,21 @@ def arguments(config: ModelConfig, rows: int) -> tuple[Batch, dict[str, Any]]:
     return jax.device_put(batch), static
 
 
-def compile_step(params: Params, config: ModelConfig, rows: int) -> tuple[jax.stages.Compiled, Batch]:
+def compile_step(
+    params: Params, config: ModelConfig, rows: int, kernels: Kernels = "auto"
+) -> tuple[jax.stages.Compiled, Batch]:
     """The executable for `arguments`, which takes (params, batch, steps), and the batch."""
     batch, static = arguments(config, rows)
-    return compiled(denoise, params, batch, np.int32(1), **static), batch
+    return compiled(denoise, params, batch, np.int32(1), kernels=kernels, **static), batch
 
 
-def measure(params: Params, shape: str, rows: int, ceilings: Ceilings) -> dict[str, float | int | str]:
+def measure(
+    params: Params, shape: str, rows: int, ceilings: Ceilings, kernels: Kernels = "auto"
+) -> dict[str, float | int | str]:
     """One row of the table."""
     config = SHAPES[shape]
     start = time.perf_counter()
-    executable, batch = compile_step(params, config, rows)
+    executable, batch = compile_step(params, config, rows, kernels)
     compile_seconds = time.perf_counter() - start
     seconds = median_seconds(lambda: executable(params, batch, np.int32(STEPS))) / STEPS
     flops = step_flops(config, rows, rows // 2)
@@ -91,7 +98,8 @@ def measure(params: Params, shape: str, rows: int, ceilings: Ceilings) -> dict[s
         "shape": shape,
         "rows": rows,
         "masked": rows // 2,
-        "attention": attention_form(config),
+        **({} if kernels == "auto" else {"kernels": kernels}),
+        "attention": attention_form(config, kernels),
         "step_ms": 1e3 * seconds,
         "floor_ms": 1e3 * floor,
         "share_of_ceiling": floor / seconds,
@@ -134,7 +142,7 @@ def parse_rows(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """`rows` by count of rows, ours first; those of peers with their time over ours."""
-    ours = {row["rows"]: row["step_ms"] for row in rows if row["system"] == OURS}
+    ours = {row["rows"]: row["step_ms"] for row in reversed(rows) if row["system"] == OURS}
 
     def compared(row: dict[str, Any]) -> dict[str, Any]:
         return row if row["system"] == OURS else row | {"ratio": row["step_ms"] / ours[row["rows"]]}
@@ -146,6 +154,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = case_parser("step", __doc__)
     parser.add_argument("--shape", choices=SHAPES, default="llada-8b")
     parser.add_argument("--rows", type=int, nargs="+", default=[1024, 4096])
+    parser.add_argument(
+        "--kernels", nargs="+", choices=get_args(Kernels), default=["auto"], help="ratios are to the first"
+    )
     parser.add_argument("--peers", action="store_true", help="measure the same step elsewhere too")
     args = parser.parse_args(arguments)
     if args.peers:
@@ -154,8 +165,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ceilings = measure_ceilings()
     params = Transformer(SHAPES[args.shape], rngs=nnx.Rngs(0), dtype="bfloat16").params()
     table = []
-    for rows in args.rows:
-        table.append({"system": OURS, **measure(params, args.shape, rows, ceilings)})
+    for rows, kernels in itertools.product(args.rows, args.kernels):
+        table.append({"system": OURS, **measure(params, args.shape, rows, ceilings, kernels)})
         print(json.dumps(table[-1]), flush=True)
     if args.peers:
         for row in jax_rows(params, args.shape, args.rows):

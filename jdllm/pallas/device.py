@@ -9,8 +9,8 @@ from jax.extend import backend
 
 from jdllm.errors import ConfigError
 
-TRITON_CAPABILITY = 8.0
-"""The least that Triton's kernels run on: Ampere."""
+AMPERE = 8.0
+"""The least compute capability of a card: older ones have no products of bfloat16."""
 
 
 Kernels = Literal["auto", "triton", "xla"]
@@ -38,6 +38,14 @@ class Target(NamedTuple):
         """Whether kernels for Hopper run on it; a device of unknown capability is taken for one."""
         return self.on_cuda and (self.capability is None or 9 <= self.capability < 10)
 
+    def check_card(self) -> None:
+        """Raise `ConfigError` for a card that jdllm does not run on."""
+        if self.on_cuda and self.capability is not None and self.capability < AMPERE:
+            raise ConfigError(
+                f"the card has compute capability {self.capability}: jdllm runs on NVIDIA cards from Ampere"
+                f" ({AMPERE}) on, or on the CPU with JAX_PLATFORMS=cpu"
+            )
+
     def check_hopper(self, what: str) -> None:
         """Raise `NotImplementedError`, naming the operator, where its kernel for Hopper cannot run."""
         if not self.hopper:
@@ -45,7 +53,7 @@ class Target(NamedTuple):
 
     def check_triton(self, what: str) -> None:
         """Raise `NotImplementedError`, naming the operator, where its kernel in Triton cannot run."""
-        if not self.on_cuda or (self.capability or 0) < TRITON_CAPABILITY:
+        if not self.on_cuda or (self.capability or 0) < AMPERE:
             raise NotImplementedError(f"the triton form of {what} runs on Ampere and newer cards only")
         if not self.triton:
             raise NotImplementedError(

@@ -74,6 +74,13 @@ def test_a_preference_holds_in_its_context_and_keeps_traces_apart():
         preferring("cuda")
 
 
+def test_cards_before_ampere_are_refused():
+    for device in (Target(False, None), Target(True, None), Target(True, 8.0), Target(True, 12.0)):
+        device.check_card()
+    with pytest.raises(ConfigError, match=r"compute capability 7\.5: jdllm runs on NVIDIA cards from Ampere"):
+        Target(True, 7.5).check_card()
+
+
 def test_each_fallback_is_logged_once(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO, "jdllm")
     for _ in range(3):
