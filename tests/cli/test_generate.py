@@ -18,7 +18,9 @@ def test_json_of_a_recorded_run(trajectories: dict[str, np.ndarray]):
         *("generate", "--model", str(LLADA), "--token-ids", json.dumps([prompt]), *shape),
         *("--dtype", "float32", "--no-early-stop", "--json"),
     )
-    assert (result.returncode, result.stderr) == (0, "")
+    # A machine that is busy takes long to compile, and is said to.
+    said = [line for line in result.stderr.splitlines() if not line.startswith("compiling (about")]
+    assert (result.returncode, said) == (0, [])
     (output,) = json.loads(result.stdout)["outputs"]
     timings = output.pop("timings")
     assert output == {
