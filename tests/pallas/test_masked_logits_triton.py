@@ -28,7 +28,7 @@ from tests.pallas.test_masked_logits_non_finite import check as check_finite
 from tests.pallas.test_masked_logits_non_finite import operands as damaged
 from tests.pallas.triton_interpreter import interpreting, launch
 
-any_tiles = pytest.mark.parametrize("decide", [32, 128], indirect=True)
+any_tiles = pytest.mark.parametrize("decide", [64, 128], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def test_infinite_operands_give_no_finite_probability(decide, where: str, value:
 def test_the_noise_is_the_documented_one(triton_form):
     """With a head of zeros each part's score is its largest draw."""
     rows, vocab = 5, 520
-    sizes = triton_form.Sizes(rows=16, pairs=16, depth=64, schedule=Schedule(4, 2))
+    sizes = triton_form.Sizes(rows=16, pairs=64, depth=64, schedule=Schedule(4, 2))
     zeros = [jnp.zeros((n, 64), jnp.bfloat16) for n in (rows, vocab)]
     kept = []
 
@@ -189,7 +189,7 @@ class TestChoice:
 
 def test_bits_of_the_generator(triton_form):
     """Against JAX's own form, through the kernel's tokens: many rows, positions and steps."""
-    rows, vocab = 48, 256
+    rows, vocab = 32, 256
     sizes = triton_form.Sizes(rows=16, pairs=128, depth=64, schedule=Schedule(4, 2))
     zeros = [jnp.zeros((n, 64), jnp.bfloat16) for n in (rows, vocab)]
     for seed in (0, 2**63 + 12345):
