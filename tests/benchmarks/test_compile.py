@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from benchmarks import compile as benchmark
 from benchmarks.shapes import SHAPES
@@ -17,12 +18,12 @@ from tests.benchmarks.shapes import small
 
 @pytest.fixture(autouse=True)
 def no_compilation_cache():
-    """What JAX's own cache has is not serialised again."""
-    name = "jax_persistent_cache_min_compile_time_secs"
-    before = getattr(jax.config, name)
-    jax.config.update(name, 1e9)
+    """What JAX's own cache has, of other tests too, cannot be serialised again."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
     yield
-    jax.config.update(name, before)
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture
