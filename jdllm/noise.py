@@ -16,9 +16,9 @@ from jaxtyping import Array, Float, UInt32
 
 from jdllm.arrays import Tensor
 
-_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
-_PARITY = 0x1BD11BDA
-_LANES = 128
+ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+PARITY = 0x1BD11BDA
+LANES = 128
 
 
 class Purpose(enum.IntEnum):
@@ -35,10 +35,10 @@ def threefry(
     key: tuple[Array, Array], counter: tuple[Array, Array]
 ) -> tuple[UInt32[Array, "*shape"], UInt32[Array, "*shape"]]:
     """Two random words for a two-word key and a two-word counter, all uint32 and broadcast together."""
-    keys = (key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(_PARITY))
+    keys = (key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(PARITY))
     x0, x1 = counter[0] + keys[0], counter[1] + keys[1]
     for group in range(5):
-        for rotation in _ROTATIONS[group % 2]:
+        for rotation in ROTATIONS[group % 2]:
             x0 = x0 + x1
             x1 = (x1 << jnp.uint32(rotation)) | (x1 >> jnp.uint32(32 - rotation))
             x1 = x0 ^ x1
@@ -83,9 +83,9 @@ def vocabulary_bits(
     makes its own call: XLA fuses that into what reads the bits, and writes none of them to memory.
     """
     index = jnp.arange(vocab_size, dtype=jnp.uint32)[None, :]
-    counters = index // (2 * _LANES) * _LANES + index % _LANES
+    counters = index // (2 * LANES) * LANES + index % LANES
     words = threefry((keys[0][:, None], keys[1][:, None]), (positions.astype(jnp.uint32)[:, None], counters))
-    return jnp.where(index // _LANES % 2 == 0, *words)
+    return jnp.where(index // LANES % 2 == 0, *words)
 
 
 def position_bits(keys: tuple[Array, Array], positions: Array) -> UInt32[Array, " rows"]:

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from hypothesis import settings
+from jax.experimental.compilation_cache import compilation_cache
 
 from jdllm.checkpoints.loading import load_params
 from jdllm.decoding.executables import Executables
@@ -52,6 +53,16 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("xla")))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+@pytest.fixture
+def no_compilation_cache() -> Iterator[None]:
+    """JAX's own cache is off: what it has, of other tests too, cannot be serialised again."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
 
 
 _MAPPINGS = 40_000

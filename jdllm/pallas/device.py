@@ -83,7 +83,7 @@ def preferring(kernels: str):
 
 
 def known_kernels(kernels: str) -> Kernels:
-    """The same; raises `ConfigError` for a name that is none of `Kernels`."""
+    """`kernels` as one of `Kernels`; raises `ConfigError` for any other name."""
     for known in get_args(Kernels):
         if kernels == known:
             return known

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from jdllm.pallas.device import Kernels
+from jdllm.pallas.device import Kernels, Target
 
 Check = Callable[[], None]
 """Raises `NotImplementedError`, naming the limit, where a form cannot run."""
@@ -98,6 +98,26 @@ def limit(check: Check) -> str | None:
 
 def always() -> None:
     """The check of a form that runs everywhere."""
+
+
+def card_forms(device: Target, operator: str, mosaic_gpu: Check, triton: Check, *portable: str) -> Forms:
+    """The forms of an operator that has kernels for NVIDIA cards.
+
+    Arguments:
+    - `operator`: its name, for messages.
+    - `mosaic_gpu`, `triton`: check the operands of the kernels; those of the device come first.
+    - `portable`: names of forms that run everywhere.
+    """
+
+    def on_hopper() -> None:
+        device.check_hopper(operator)
+        mosaic_gpu()
+
+    def in_triton() -> None:
+        device.check_triton(operator)
+        triton()
+
+    return {"mosaic_gpu": on_hopper, "triton": in_triton, **dict.fromkeys(portable, always)}
 
 
 def choices() -> list[Choice]:

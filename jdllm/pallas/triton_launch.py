@@ -45,7 +45,7 @@ class ProductSizes(NamedTuple):
     """How rows, weights and inputs of a product are cut, and how its kernel is compiled.
 
     - `rows`: of a program.
-    - `columns`: of all weights of a program together; each has half of them where there are two.
+    - `columns`: of all products of a program together; each has half of them where there are two.
     - `depth`: inputs at a time.
 
     All are powers of 2, and what is left of each for a weight is `LEAST` or more.

@@ -14,7 +14,7 @@ from tests.benchmarks.shapes import small
 @pytest.fixture(autouse=True)
 def miniature(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(SHAPES, "small", small("llada-8b"))
-    monkeypatch.setattr(card_report, "measure_ceilings", lambda: Ceilings(1e12, 1e11))
+    monkeypatch.setattr(card_report, "measure_ceilings", lambda **_: Ceilings(1e12, 1e11))
     monkeypatch.setattr(card_report, "PROMPT", 20)
     monkeypatch.setattr(card_report, "LENGTH", 8)
     monkeypatch.setattr(card_report, "BLOCK", 4)

@@ -6,7 +6,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from benchmarks import compile as benchmark
 from benchmarks.shapes import SHAPES
@@ -15,15 +14,7 @@ from jdllm.layers import rms_norm
 from jdllm.serving.engine import Engine
 from tests.benchmarks.shapes import small
 
-
-@pytest.fixture(autouse=True)
-def no_compilation_cache():
-    """What JAX's own cache has, of other tests too, cannot be serialised again."""
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_enable_compilation_cache", True)
-    compilation_cache.reset_cache()
+pytestmark = pytest.mark.usefixtures("no_compilation_cache")
 
 
 @pytest.fixture

@@ -29,19 +29,12 @@ from tests.conftest import LLADA
 X, WEIGHT = np.linspace(-2, 2, 7 * 13, dtype=np.float32).reshape(7, 13), np.ones(13, np.float32)
 
 
+pytestmark = pytest.mark.usefixtures("no_compilation_cache")
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> ExecutableStore:
     return ExecutableStore(tmp_path / "executables", 1 << 20)
-
-
-@pytest.fixture(autouse=True)
-def no_compilation_cache():
-    """Nothing here is compiled by JAX's own cache."""
-    name = "jax_persistent_cache_min_compile_time_secs"
-    before = getattr(jax.config, name)
-    jax.config.update(name, 1e9)
-    yield
-    jax.config.update(name, before)
 
 
 class TestDirectory:

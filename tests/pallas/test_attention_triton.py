@@ -1,7 +1,6 @@
 """The Triton attention kernel against float64, in Triton's interpreter, and where it is chosen."""
 
 import functools
-import importlib
 import sys
 from collections.abc import Iterator
 
@@ -15,7 +14,7 @@ from jdllm.pallas.device import Target
 from jdllm.pallas.dispatch import Choice, choices
 from jdllm.pallas.triton_launch import Schedule
 from tests.pallas.test_attention import KINDS, ROWS, SCALE, Inputs, inputs, oracle, ranges, segment_bounds
-from tests.pallas.triton_interpreter import interpreting, launch
+from tests.pallas.triton_interpreter import interpreted
 
 A100, HOPPER, TURING = (Target(True, capability) for capability in (8.0, 9.0, 7.5))
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -24,11 +23,7 @@ DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 @pytest.fixture(scope="module")
 def triton_form() -> Iterator:
     """The module of the form, whose kernels are interpreted."""
-    with pytest.MonkeyPatch.context() as patch:
-        for _ in interpreting():
-            form = importlib.import_module("jdllm.pallas.attention.triton")
-            patch.setattr(form, "launch", launch)
-            yield form
+    yield from interpreted("attention")
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Grouped products in Triton against float64, in Triton's interpreter, and where they are chosen."""
 
-import importlib
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +13,7 @@ from jdllm.pallas.device import Target
 from jdllm.pallas.grouped_matmul import Implementation, api, grouped_matmul
 from jdllm.pallas.triton_launch import ProductSizes, Schedule
 from tests.pallas.test_grouped_matmul import oracle
-from tests.pallas.triton_interpreter import interpreting, launch
+from tests.pallas.triton_interpreter import interpreted
 
 ALL_GROUPS, FIRST, K, N = 8, 2, 50, 37
 SIZES = np.array([21, 0, 3, 30, 1], np.int32)
@@ -24,11 +23,7 @@ DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 @pytest.fixture(scope="module")
 def form() -> Iterator[Any]:
     """The module of the form, whose kernel is interpreted."""
-    with pytest.MonkeyPatch.context() as patch:
-        for _ in interpreting():
-            form = importlib.import_module("jdllm.pallas.grouped_matmul.triton")
-            patch.setattr(form, "launch", launch)
-            yield form
+    yield from interpreted("grouped_matmul")
 
 
 def cut(rows: int = 16, columns: int = 64, depth: int = 32) -> ProductSizes:

@@ -13,12 +13,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jdllm import noise
 from jdllm.pallas.hopper import WARPGROUP_ROWS
 from jdllm.pallas.masked_logits import Level, RowSampling
+from jdllm.pallas.masked_logits.extremes import NO_ID
 from jdllm.pallas.masked_logits.gumbel import gumbel
 from jdllm.pallas.masked_logits.kernel import head_partials
 from jdllm.pallas.masked_logits.limits import MAX_ROWS
 from jdllm.pallas.masked_logits.merge import merge_tiles
 from jdllm.pallas.masked_logits.mosaic_gpu import masked_logits_mosaic_gpu
-from jdllm.pallas.masked_logits.reduction import NO_ID, Moments, Partials
+from jdllm.pallas.masked_logits.reduction import Moments, Partials
 from jdllm.pallas.masked_logits.row_table import row_table
 from jdllm.pallas.masked_logits.tiles import (
     CHUNK,

@@ -1,7 +1,6 @@
 """The head in Triton against float64, in Triton's interpreter."""
 
 import functools
-import importlib
 from collections.abc import Iterator
 
 import jax
@@ -12,7 +11,7 @@ import pytest
 from jdllm import noise
 from jdllm.pallas.device import Target
 from jdllm.pallas.masked_logits import Level, api, masked_logits
-from jdllm.pallas.triton_launch import Schedule
+from jdllm.pallas.triton_launch import ProductSizes, Schedule
 from tests.pallas.masked_rows import asked, check, drawn, oracle
 from tests.pallas.test_masked_logits_mosaic import (
     SEED,
@@ -26,7 +25,7 @@ from tests.pallas.test_masked_logits_non_finite import CASES, VOCAB
 from tests.pallas.test_masked_logits_non_finite import ROWS as DAMAGED_ROWS
 from tests.pallas.test_masked_logits_non_finite import check as check_finite
 from tests.pallas.test_masked_logits_non_finite import operands as damaged
-from tests.pallas.triton_interpreter import interpreting, launch
+from tests.pallas.triton_interpreter import interpreted, launch
 
 any_tiles = pytest.mark.parametrize("decide", [64, 128], indirect=True)
 
@@ -34,17 +33,13 @@ any_tiles = pytest.mark.parametrize("decide", [64, 128], indirect=True)
 @pytest.fixture(scope="module")
 def triton_form() -> Iterator:
     """The module of the form, whose kernel is interpreted."""
-    with pytest.MonkeyPatch.context() as patch:
-        for _ in interpreting():
-            form = importlib.import_module("jdllm.pallas.masked_logits.triton")
-            patch.setattr(form, "launch", launch)
-            yield form
+    yield from interpreted("masked_logits")
 
 
 @pytest.fixture
 def decide(triton_form, request: pytest.FixtureRequest):
     pairs = getattr(request, "param", 128)
-    sizes = triton_form.Sizes(rows=16, pairs=pairs, depth=64, schedule=Schedule(4, 2))
+    sizes = ProductSizes(rows=16, columns=2 * pairs, depth=64, schedule=Schedule(4, 2))
     return functools.partial(triton_form.masked_logits_triton, sizes=sizes)
 
 
@@ -131,7 +126,7 @@ def test_infinite_operands_give_no_finite_probability(decide, where: str, value:
 def test_the_noise_is_the_documented_one(triton_form):
     """With a head of zeros each part's score is its largest draw."""
     rows, vocab = 5, 520
-    sizes = triton_form.Sizes(rows=16, pairs=64, depth=64, schedule=Schedule(4, 2))
+    sizes = ProductSizes(rows=16, columns=128, depth=64, schedule=Schedule(4, 2))
     zeros = [jnp.zeros((n, 64), jnp.bfloat16) for n in (rows, vocab)]
     kept = []
 
@@ -157,7 +152,7 @@ def test_sizes_for_every_card(triton_form):
         for itemsize in (2, 4):
             for rows in (1, 16, 33, 128, 4096):
                 sizes = triton_form.sizes_for(rows, itemsize, capability)
-                assert 128 % sizes.pairs == 0
+                assert 256 % sizes.columns == 0
                 assert sizes.rows >= 16
 
 
@@ -190,7 +185,7 @@ class TestChoice:
 def test_bits_of_the_generator(triton_form):
     """Against JAX's own form, through the kernel's tokens: many rows, positions and steps."""
     rows, vocab = 32, 256
-    sizes = triton_form.Sizes(rows=16, pairs=128, depth=64, schedule=Schedule(4, 2))
+    sizes = ProductSizes(rows=16, columns=256, depth=64, schedule=Schedule(4, 2))
     zeros = [jnp.zeros((n, 64), jnp.bfloat16) for n in (rows, vocab)]
     for seed in (0, 2**63 + 12345):
         asked_for = asked(rows, vocab=vocab, seed=seed, step=7, temperature=1.0)

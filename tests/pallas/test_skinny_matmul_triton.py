@@ -1,6 +1,5 @@
 """Products of a few rows in Triton against float64, in Triton's interpreter, and where they are chosen."""
 
-import importlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from jdllm.pallas.skinny_matmul import Implementation, api, skinny_matmul, strea
 from jdllm.pallas.triton_launch import ProductSizes, Schedule
 from tests.pallas.rotation import turned
 from tests.pallas.test_skinny_matmul import LAYER, LAYERS, different_outputs, operands
-from tests.pallas.triton_interpreter import interpreting, launch
+from tests.pallas.triton_interpreter import interpreted
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
@@ -22,11 +21,7 @@ DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 @pytest.fixture(scope="module")
 def form() -> Iterator[Any]:
     """The module of the form, whose kernel is interpreted."""
-    with pytest.MonkeyPatch.context() as patch:
-        for _ in interpreting():
-            form = importlib.import_module("jdllm.pallas.skinny_matmul.triton")
-            patch.setattr(form, "launch", launch)
-            yield form
+    yield from interpreted("skinny_matmul")
 
 
 @pytest.fixture

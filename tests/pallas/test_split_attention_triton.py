@@ -1,6 +1,5 @@
 """The Triton kernel of Split-S attention against float64, in Triton's interpreter, and where it is chosen."""
 
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ from jdllm.pallas.dispatch import choices
 from jdllm.pallas.split_attention import PageTable, api, split_attention
 from jdllm.pallas.triton_launch import Schedule
 from tests.pallas.split_cases import Case, case, check, oracle, with_fresh
-from tests.pallas.triton_interpreter import interpreting, launch
+from tests.pallas.triton_interpreter import interpreted
 
 RAGGED = [[64, 64, 3], [], [1], [64, 17, 64, 64, 40]]
 FRESH = [5, 0, 64, 33]
@@ -25,11 +24,7 @@ TOLERANCE = {"float32": 2e-6, "bfloat16": 1.5e-2, "float16": 2e-3}
 @pytest.fixture(scope="module")
 def form() -> Iterator[Any]:
     """The module of the form, whose kernel is interpreted."""
-    with pytest.MonkeyPatch.context() as patch:
-        for _ in interpreting():
-            form = importlib.import_module("jdllm.pallas.split_attention.triton")
-            patch.setattr(form, "launch", launch)
-            yield form
+    yield from interpreted("split_attention")
 
 
 def run(form: Any, c: Case, rows: int = 16, keys: int = 32, **options: Any) -> AttentionOutput:

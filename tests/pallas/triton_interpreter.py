@@ -76,8 +76,8 @@ def _poison(dtype: np.dtype) -> float:
     return np.iinfo(dtype).min if np.issubdtype(dtype, np.integer) else np.nan
 
 
-def interpreting() -> Iterator[None]:
-    """While it is suspended, kernels are interpreted; for a fixture of a module, before it imports them."""
+def interpreted(operator: str) -> Iterator[Any]:
+    """The module of an operator's form, for a fixture of a test module: its kernels are interpreted."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         if not hasattr(sys.modules.get("triton"), _MARK) and "triton" in sys.modules:
@@ -107,4 +107,6 @@ def interpreting() -> Iterator[None]:
         patch.setattr(interpreter, "_patch_lang_tensor", patch_index_too)
         patch.setattr(triton.language, "map_elementwise", map_elementwise)
         patch.setattr(builder, "create_dot", dot_of_numbers)
-        yield
+        form = importlib.import_module(f"jdllm.pallas.{operator}.triton")
+        patch.setattr(form, "launch", launch)
+        yield form

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from jdllm.pallas.attention.types import Queries
 from jdllm.pallas.device import Target
-from jdllm.pallas.dispatch import Forms, always
+from jdllm.pallas.dispatch import Forms, card_forms
 
 HEAD_DIMS = (64, 128)
 
@@ -15,16 +15,8 @@ MOST_HEAD_DIM = 256
 
 def forms(device: Target, q: Queries | jax.ShapeDtypeStruct, scale: float) -> Forms:
     """The forms of attention of `q` on a device."""
-
-    def mosaic_gpu() -> None:
-        device.check_hopper("attention")
-        check_mosaic_gpu(q, scale)
-
-    def triton() -> None:
-        device.check_triton("attention")
-        check_triton(q, scale)
-
-    return {"mosaic_gpu": mosaic_gpu, "triton": triton, "xla": always, "reference": always}
+    checks = (lambda: check_mosaic_gpu(q, scale)), (lambda: check_triton(q, scale))
+    return card_forms(device, "attention", *checks, "xla", "reference")
 
 
 def check_mosaic_gpu(q: Queries | jax.ShapeDtypeStruct, scale: float) -> None:

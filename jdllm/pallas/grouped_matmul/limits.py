@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jdllm.pallas.device import Target
-from jdllm.pallas.dispatch import Forms, always
+from jdllm.pallas.dispatch import Forms, card_forms
 from jdllm.pallas.grouped_matmul.tiles import CHUNK, DEPTH
 from jdllm.pallas.grouped_matmul.types import Gate, Weights, X
 
@@ -16,16 +16,8 @@ def forms(
     gate: Gate | jax.ShapeDtypeStruct,
 ) -> Forms:
     """The forms of grouped products of these operands on a device."""
-
-    def mosaic_gpu() -> None:
-        device.check_hopper("grouped products")
-        check_mosaic_gpu(x, weights, gate)
-
-    def triton() -> None:
-        device.check_triton("grouped products")
-        check_triton(x, weights, gate)
-
-    return {"mosaic_gpu": mosaic_gpu, "triton": triton, "padded": always, "reference": always}
+    checks = (lambda: check_mosaic_gpu(x, weights, gate)), (lambda: check_triton(x, weights, gate))
+    return card_forms(device, "grouped products", *checks, "padded", "reference")
 
 
 def check_mosaic_gpu(

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jdllm.pallas.device import Target
-from jdllm.pallas.dispatch import Forms, always, default_form
+from jdllm.pallas.dispatch import Forms, card_forms, default_form
 from jdllm.pallas.hopper import STRIP
 from jdllm.pallas.masked_logits.tiles import DEPTH, MAX_COLUMNS, padded_splits
 from jdllm.pallas.masked_logits.types import Level
@@ -31,16 +31,8 @@ Operand = Float[Array, "rows d"] | jax.ShapeDtypeStruct
 
 def forms(device: Target, hidden: Operand, head: Operand, level: Level) -> Forms:
     """The forms of masked logits of `hidden` on a device."""
-
-    def mosaic_gpu() -> None:
-        device.check_hopper("masked logits")
-        check_mosaic_gpu(hidden, head, level)
-
-    def triton() -> None:
-        device.check_triton("masked logits")
-        check_triton(hidden, head, level)
-
-    return {"mosaic_gpu": mosaic_gpu, "triton": triton, "xla": always}
+    checks = (lambda: check_mosaic_gpu(hidden, head, level)), (lambda: check_triton(hidden, head, level))
+    return card_forms(device, "masked logits", *checks, "xla")
 
 
 def check_mosaic_gpu(hidden: Operand, head: Operand, level: Level) -> None:

@@ -18,7 +18,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from jdllm.pallas.hopper import STRIP
-from jdllm.pallas.masked_logits.reduction import LOWEST, NO_ID, NOTHING, Moments, Partials
+from jdllm.pallas.masked_logits.extremes import LOWEST, NO_ID, NOTHING
+from jdllm.pallas.masked_logits.reduction import Moments, Partials
 from jdllm.pallas.masked_logits.row_table import Field
 from jdllm.pallas.masked_logits.tiles import CHUNK
 from jdllm.pallas.masked_logits.types import RowDecision

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jdllm.noise import threefry
 from jdllm.pallas.hopper import STRIP, WARPGROUP_ROWS
+from jdllm.pallas.masked_logits.extremes import LOWEST, NO_ID, NOTHING
 from jdllm.pallas.masked_logits.gumbel import gumbel
 from jdllm.pallas.masked_logits.row_table import Field, Mark, RowFields
 from jdllm.pallas.masked_logits.tiles import Index, Tiles, id_of
@@ -21,15 +22,6 @@ Logits = Float[Array, "warpgroup_rows columns"]
 Strip = Float[Array, "warpgroup_rows strip"]
 PerRow = Float[Array, " warpgroup_rows"]
 Ids = Int[Array, " warpgroup_rows"]
-
-LOWEST = float(jnp.finfo(jnp.float32).min)
-"""The logit of an id that cannot be chosen: finite, so that differences of such logits are numbers."""
-
-NO_ID = 2**30
-"""Larger than any id."""
-
-NOTHING = -200.0
-"""2 to this power is 0 in f32, and 0 times this is 0."""
 
 _UNROLLED = 4  # strips per round of noise: a straight line of them would not stay in the instruction cache
 

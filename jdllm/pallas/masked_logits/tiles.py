@@ -5,6 +5,7 @@ import math
 
 from jaxtyping import Array, Int
 
+from jdllm.noise import LANES
 from jdllm.pallas.hopper import (
     PROCESSORS,
     SHARED_BYTES,
@@ -26,8 +27,6 @@ LOADER_REGISTERS = 24
 
 CHUNK = WARPGROUP_ROWS
 """Tiles of ids that are merged at a time: an operand's number of rows, whose layout in registers this is."""
-
-_LANES = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +76,7 @@ class Tiles:
     @property
     def run(self) -> int:
         """How many of a tile's ids are consecutive for sure, whichever tile it is."""
-        return math.gcd(self.pairs, _LANES)
+        return math.gcd(self.pairs, LANES)
 
     @property
     def consumers(self) -> int:
@@ -111,7 +110,7 @@ class Tiles:
 
     def column_units(self, vocab: int) -> int:
         """How many clusters side by side cover the vocabulary."""
-        counters = -(-vocab // (2 * _LANES)) * _LANES
+        counters = -(-vocab // (2 * LANES)) * LANES
         return -(-counters // (self.pairs * self.column_groups * self.column_blocks))
 
     def splits(self, vocab: int) -> int:
@@ -138,12 +137,12 @@ def padded_splits(splits: int) -> int:
 
 def counter_of(ids: Index) -> Index:
     """The counter from which the noise of an id is drawn: the id without bit 7."""
-    return ((ids >> 8) << 7) + (ids & (_LANES - 1))
+    return ((ids >> 8) << 7) + (ids & (LANES - 1))
 
 
 def id_of(counter: Index, word: int) -> Index:
     """The id that takes `word` of `counter`."""
-    return counter + (counter & -_LANES) + word * _LANES
+    return counter + (counter & -LANES) + word * LANES
 
 
 def default_tiles(rows: int) -> Tiles:

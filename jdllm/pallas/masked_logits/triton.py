@@ -1,7 +1,7 @@
 """Masked logits in Triton: one kernel reduces parts of the vocabulary, XLA merges them."""
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -9,27 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jdllm.pallas.device import target
+from jdllm.pallas.masked_logits.extremes import LOWEST
 from jdllm.pallas.masked_logits.limits import PROGRAMS, check_triton
 from jdllm.pallas.masked_logits.row_table import divisors
 from jdllm.pallas.masked_logits.triton_kernel import reduce_logits
 from jdllm.pallas.masked_logits.types import Level, RowDecision, RowSampling
-from jdllm.pallas.triton_launch import Schedule, launch, shared_kib
-
-
-class Sizes(NamedTuple):
-    """How rows and vocabulary are cut.
-
-    - `rows`: of a program, from 16 on.
-    - `pairs`: counters of a tile, from 16 to 128; a tile has two ids of each.
-    - `depth`: hidden dimensions at a time.
-
-    All are powers of 2.
-    """
-
-    rows: int
-    pairs: int
-    depth: int
-    schedule: Schedule
+from jdllm.pallas.triton_launch import MANY, ProductSizes, Schedule, SizeTable, fitting, launch
 
 
 class Partials(NamedTuple):
@@ -55,23 +40,20 @@ class Partials(NamedTuple):
     weighted: Float[Array, "parts rows"]
 
 
-_SIZES: Mapping[int, Sequence[tuple[int, int, Sizes]]] = {
+_SIZES: SizeTable[ProductSizes] = {
     2: (
-        (16, 99, Sizes(16, 64, 64, Schedule(4, 4))),
-        (32, 99, Sizes(32, 64, 64, Schedule(4, 4))),
-        (64, 99, Sizes(64, 64, 64, Schedule(8, 3))),
-        (1 << 30, 163, Sizes(128, 64, 64, Schedule(8, 4))),
-        (1 << 30, 99, Sizes(128, 64, 32, Schedule(8, 3))),
+        (16, 99, ProductSizes(16, 128, 64, Schedule(4, 4))),
+        (32, 99, ProductSizes(32, 128, 64, Schedule(4, 4))),
+        (64, 99, ProductSizes(64, 128, 64, Schedule(8, 3))),
+        (MANY, 163, ProductSizes(128, 128, 64, Schedule(8, 4))),
+        (MANY, 99, ProductSizes(128, 128, 32, Schedule(8, 3))),
     ),
-    4: ((1 << 30, 99, Sizes(32, 16, 32, Schedule(4, 2))),),
+    4: ((MANY, 99, ProductSizes(32, 32, 32, Schedule(4, 2))),),
 }
-"""By bytes of a number: up to so many rows, on cards with this much shared memory (KiB) or more."""
+"""Of up to so many rows. A word of the noise has half of the columns of a tile, for up to 128 counters."""
 
 
-def sizes_for(rows: int, itemsize: int, capability: float | None) -> Sizes:
-    """How the product of so many rows is cut on a card; `capability` as of `jdllm.pallas.device.Target`."""
-    shared = shared_kib(capability)
-    return next(sizes for most, least, sizes in _SIZES[itemsize] if rows <= most and shared >= least)
+sizes_for = functools.partial(fitting, _SIZES)
 
 
 def masked_logits_triton(
@@ -81,7 +63,7 @@ def masked_logits_triton(
     level: Level,
     *,
     count: Int[Array, ""] | int | None = None,
-    sizes: Sizes | None = None,
+    sizes: ProductSizes | None = None,
 ) -> RowDecision:
     """Triton form of `jdllm.pallas.masked_logits.masked_logits`, without an array of rows x vocabulary.
 
@@ -97,7 +79,7 @@ def masked_logits_triton(
     number, vocab = len(hidden), len(head)
     sizes = sizes or sizes_for(number, hidden.dtype.itemsize, target().capability)
     blocks = -(-number // sizes.rows)
-    parts = max(1, min(PROGRAMS // blocks, -(-vocab // (2 * sizes.pairs))))
+    parts = max(1, min(PROGRAMS // blocks, -(-vocab // sizes.columns)))
     shape = parts, number
     temperature, divisor = jnp.asarray(rows.temperature, jnp.float32), divisors(rows)
     integers = (rows.positions, rows.limit, rows.token_bans, rows.confidence_bans)
@@ -119,7 +101,7 @@ def masked_logits_triton(
         CONFIDENCE_BANS=confidence_bans.shape[1],
         MOMENTS=level >= Level.MOMENTS,
         BLOCK_R=sizes.rows,
-        PAIRS=sizes.pairs,
+        PAIRS=sizes.columns // 2,
         BLOCK_D=sizes.depth,
     )
     return _merged(Partials(*partials), divisor, vocab, level)
@@ -141,7 +123,7 @@ def _merged(parts: Partials, divisor: Float[Array, " rows"], vocab: int, level: 
     at = parts.maximum.argmax(axis=0)
     others = jnp.where(jnp.arange(len(decay))[:, None] == at, parts.second, parts.maximum)
     second = others.max(axis=0)
-    second = jnp.where(second == jnp.finfo(jnp.float32).min, -jnp.inf, second / divisor)
+    second = jnp.where(second == LOWEST, -jnp.inf, second / divisor)
     # Where the decay is 0 the exponent may be infinite.
     moved = jnp.where(decay > 0, parts.weighted + parts.total * exponent, 0.0) * decay
     negative_entropy = moved.sum(axis=0) * math.log(2) / total - jnp.log(total)

@@ -2,7 +2,8 @@
 
 A program multiplies some rows with a part of the vocabulary, a tile after the other, and keeps a few numbers
 of each row. The ids of a tile are those of `PAIRS` counters of the noise (`jdllm.noise.vocabulary_bits`): one
-call of the generator gives the bits of two ids that are `LANES` apart, so that each of them has a product.
+call of the generator gives the bits of two ids that are `jdllm.noise.LANES` apart, so that each of them has a
+product.
 """
 
 # Called from Python a kernel's function raises: that is all that its type says.
@@ -11,12 +12,14 @@ call of the generator gives the bits of two ids that are `LANES` apart, so that 
 import triton
 import triton.language as tl
 
+from jdllm import noise
+from jdllm.pallas.masked_logits import extremes
 from jdllm.pallas.masked_logits.triton_noise import gumbel, threefry
 
-LANES = tl.constexpr(128)
-_LOWEST = tl.constexpr(-3.4028234663852886e38)
-_NO_ID = tl.constexpr(1 << 30)
-_NOTHING = tl.constexpr(-200.0)
+_LANES = tl.constexpr(noise.LANES)
+_LOWEST = tl.constexpr(extremes.LOWEST)
+_NO_ID = tl.constexpr(extremes.NO_ID)
+_NOTHING = tl.constexpr(extremes.NOTHING)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -67,18 +70,18 @@ def reduce_logits(
     best_logit = tl.full([BLOCK_R], _LOWEST, tl.float32)
     most, next_most = best_logit, best_logit
     sum_, sum_weighted = tl.zeros([BLOCK_R], tl.float32), tl.zeros([BLOCK_R], tl.float32)
-    tiles = tl.cdiv(vocab, 2 * LANES) * LANES // PAIRS
+    tiles = tl.cdiv(vocab, 2 * _LANES) * _LANES // PAIRS
     size = tl.cdiv(tiles, PARTS)
     begin = part * size
     end = tl.where(first_row < tl.load(count), tl.minimum(begin + size, tiles), 0)
     for tile in range(begin, end):
         first = tile * PAIRS
-        first_id = first // LANES * LANES + first
+        first_id = first // _LANES * _LANES + first
         counter, id_0 = first + tl.arange(0, PAIRS), first_id + tl.arange(0, PAIRS)
         x_0, x_1 = _logits(hidden, head, first_row, first_id, exists, vocab, DEPTH, BLOCK_R, PAIRS, BLOCK_D)
         last = tl.load(limit + row, mask=exists, other=0)
         x_0 = _allowed(x_0, id_0, last, token_bans, row, exists, TOKEN_BANS)
-        x_1 = _allowed(x_1, id_0 + LANES, last, token_bans, row, exists, TOKEN_BANS)
+        x_1 = _allowed(x_1, id_0 + _LANES, last, token_bans, row, exists, TOKEN_BANS)
 
         s_0, s_1 = x_0, x_1
         if noisy:
@@ -90,11 +93,11 @@ def reduce_logits(
         best_logit = tl.where(better, found, best_logit)
 
         x_0 = _without(x_0, id_0, confidence_bans, row, exists, CONFIDENCE_BANS)
-        x_1 = _without(x_1, id_0 + LANES, confidence_bans, row, exists, CONFIDENCE_BANS)
+        x_1 = _without(x_1, id_0 + _LANES, confidence_bans, row, exists, CONFIDENCE_BANS)
         if MOMENTS:
             top, top_id = _largest(x_0, x_1, id_0)
             other_0 = tl.where(id_0[None, :] == top_id[:, None], _LOWEST, x_0)
-            other_1 = tl.where(id_0[None, :] + LANES == top_id[:, None], _LOWEST, x_1)
+            other_1 = tl.where(id_0[None, :] + _LANES == top_id[:, None], _LOWEST, x_1)
             other = tl.maximum(tl.max(other_0, 1), tl.max(other_1, 1))
             next_most = tl.maximum(tl.maximum(next_most, other), tl.minimum(most, top))
         else:
@@ -139,10 +142,10 @@ def _logits(
     column, line, pair = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_R), tl.arange(0, PAIRS)
     x_rows = hidden + first_row.to(tl.int64) * DEPTH
     w_0_rows = head + first_id.to(tl.int64) * DEPTH
-    w_1_rows = w_0_rows + LANES * DEPTH
+    w_1_rows = w_0_rows + _LANES * DEPTH
     x_at = line[:, None] * DEPTH + column[None, :]
     w_at = pair[None, :] * DEPTH + column[:, None]
-    inside_0, inside_1 = first_id + pair < vocab, first_id + LANES + pair < vocab
+    inside_0, inside_1 = first_id + pair < vocab, first_id + _LANES + pair < vocab
     x_0 = tl.zeros([BLOCK_R, PAIRS], tl.float32)
     x_1 = tl.zeros([BLOCK_R, PAIRS], tl.float32)
     for k in range(0, DEPTH, BLOCK_D):
@@ -192,7 +195,7 @@ def _largest(x_0, x_1, id_0):
     """The largest value of each row, and the lowest id that has it."""
     top = tl.maximum(tl.max(x_0, 1), tl.max(x_1, 1))
     ids_0 = tl.where(x_0 == top[:, None], id_0[None, :], _NO_ID)
-    ids_1 = tl.where(x_1 == top[:, None], id_0[None, :] + LANES, _NO_ID)
+    ids_1 = tl.where(x_1 == top[:, None], id_0[None, :] + _LANES, _NO_ID)
     return top, tl.minimum(tl.min(ids_0, 1), tl.min(ids_1, 1))
 
 
@@ -200,5 +203,5 @@ def _largest(x_0, x_1, id_0):
 def _at(x_0, x_1, id_0, wanted):
     """Each row's value of the id that is wanted."""
     found_0 = tl.where(id_0[None, :] == wanted[:, None], x_0, _LOWEST)
-    found_1 = tl.where(id_0[None, :] + LANES == wanted[:, None], x_1, _LOWEST)
+    found_1 = tl.where(id_0[None, :] + _LANES == wanted[:, None], x_1, _LOWEST)
     return tl.maximum(tl.max(found_0, 1), tl.max(found_1, 1))

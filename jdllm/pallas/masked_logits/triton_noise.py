@@ -6,8 +6,11 @@
 import triton
 import triton.language as tl
 
+from jdllm import noise
 from jdllm.pallas.masked_logits import gumbel as polynomial
 
+_EVEN, _ODD = (tl.constexpr(rotations) for rotations in noise.ROTATIONS)
+_PARITY = tl.constexpr(noise.PARITY)
 _Q = tl.constexpr(polynomial.COEFFICIENTS)
 _TERMS = tl.constexpr(len(polynomial.COEFFICIENTS))
 _TWO_THIRDS = tl.constexpr(polynomial.TWO_THIRDS)
@@ -18,17 +21,17 @@ _LN_2 = tl.constexpr(0.6931471805599453 / polynomial.EXPONENT_ONE)
 @triton.jit
 def threefry(key_0, key_1, counter_0, counter_1):
     """Two random words, as `jdllm.noise.threefry` draws them; uint32, broadcast together."""
-    key_2 = key_0 ^ key_1 ^ 0x1BD11BDA
+    key_2 = key_0 ^ key_1 ^ _PARITY
     x0, x1 = counter_0 + key_0, counter_1 + key_1
-    x0, x1 = _even_rounds(x0, x1)
+    x0, x1 = _rounds(x0, x1, _EVEN)
     x0, x1 = x0 + key_1, x1 + key_2 + 1
-    x0, x1 = _odd_rounds(x0, x1)
+    x0, x1 = _rounds(x0, x1, _ODD)
     x0, x1 = x0 + key_2, x1 + key_0 + 2
-    x0, x1 = _even_rounds(x0, x1)
+    x0, x1 = _rounds(x0, x1, _EVEN)
     x0, x1 = x0 + key_0, x1 + key_1 + 3
-    x0, x1 = _odd_rounds(x0, x1)
+    x0, x1 = _rounds(x0, x1, _ODD)
     x0, x1 = x0 + key_1, x1 + key_2 + 4
-    x0, x1 = _even_rounds(x0, x1)
+    x0, x1 = _rounds(x0, x1, _EVEN)
     return x0 + key_2, x1 + key_0 + 5
 
 
@@ -47,25 +50,11 @@ def gumbel(bits):
 
 
 @triton.jit
-def _even_rounds(x0, x1):
-    x0, x1 = _round(x0, x1, 13)
-    x0, x1 = _round(x0, x1, 15)
-    x0, x1 = _round(x0, x1, 26)
-    return _round(x0, x1, 6)
-
-
-@triton.jit
-def _odd_rounds(x0, x1):
-    x0, x1 = _round(x0, x1, 17)
-    x0, x1 = _round(x0, x1, 29)
-    x0, x1 = _round(x0, x1, 16)
-    return _round(x0, x1, 24)
-
-
-@triton.jit
-def _round(x0, x1, ROTATION: tl.constexpr):
-    x0 += x1
-    return x0, x0 ^ ((x1 << ROTATION) | (x1 >> (32 - ROTATION)))
+def _rounds(x0, x1, ROTATIONS: tl.constexpr):
+    for i in tl.static_range(4):
+        x0 += x1
+        x1 = x0 ^ ((x1 << ROTATIONS[i]) | (x1 >> (32 - ROTATIONS[i])))
+    return x0, x1
 
 
 @triton.jit

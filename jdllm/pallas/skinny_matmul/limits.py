@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jdllm.pallas.device import Target
-from jdllm.pallas.dispatch import Forms, always
+from jdllm.pallas.dispatch import Forms, card_forms
 from jdllm.pallas.skinny_matmul.tiles import COLUMN_UNIT, DEPTH, MAX_ROWS, ROTATED_UNIT
 from jdllm.pallas.skinny_matmul.types import Stack, X
 
@@ -15,16 +15,8 @@ Stacks = Sequence[Stack] | Sequence[jax.ShapeDtypeStruct]
 
 def forms(device: Target, x: X | jax.ShapeDtypeStruct, weights: Stacks, head_dim: int | None = None) -> Forms:
     """The forms of products of these operands on a device; `head_dim` as of `check_mosaic_gpu`."""
-
-    def mosaic_gpu() -> None:
-        device.check_hopper("products of a few rows")
-        check_mosaic_gpu(x, weights, head_dim)
-
-    def triton() -> None:
-        device.check_triton("products of a few rows")
-        check_triton(x, weights)
-
-    return {"mosaic_gpu": mosaic_gpu, "triton": triton, "xla": always}
+    checks = (lambda: check_mosaic_gpu(x, weights, head_dim)), (lambda: check_triton(x, weights))
+    return card_forms(device, "products of a few rows", *checks, "xla")
 
 
 def check_mosaic_gpu(x: X | jax.ShapeDtypeStruct, weights: Stacks, head_dim: int | None = None) -> None:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from jdllm.pallas.attention.limits import MOST_HEAD_DIM
 from jdllm.pallas.device import Target
-from jdllm.pallas.dispatch import Forms, always
+from jdllm.pallas.dispatch import Forms, card_forms
 from jdllm.pallas.split_attention.tiles import MAX_ROWS
 from jdllm.pallas.split_attention.types import Pool, Queries
 from jdllm.pallas.split_attention.work import tile_rows
@@ -15,16 +15,8 @@ HEAD_DIMS = (64, 128)
 
 def forms(device: Target, q: Queries | jax.ShapeDtypeStruct, k_pool: Pool | jax.ShapeDtypeStruct) -> Forms:
     """The forms of Split-S attention of `q` on a device."""
-
-    def mosaic_gpu() -> None:
-        device.check_hopper("split attention")
-        check_mosaic_gpu(q, k_pool)
-
-    def triton() -> None:
-        device.check_triton("split attention")
-        check_triton(q, k_pool)
-
-    return {"mosaic_gpu": mosaic_gpu, "triton": triton, "xla": always, "reference": always}
+    checks = (lambda: check_mosaic_gpu(q, k_pool)), (lambda: check_triton(q, k_pool))
+    return card_forms(device, "split attention", *checks, "xla", "reference")
 
 
 def check_mosaic_gpu(q: Queries | jax.ShapeDtypeStruct, k_pool: Pool | jax.ShapeDtypeStruct) -> None:
