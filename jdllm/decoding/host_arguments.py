@@ -16,6 +16,9 @@ LARGEST = 1 << 14
 """Elements of the largest leaf that is merged: merged leaves are on the device twice, and for a large one the
 transfer is what takes the time."""
 
+_ALIGNED = 64
+"""Words, 256 bytes. XLA hands a part to a kernel where it lies, and kernels of Mosaic refuse other addresses."""
+
 _HOST = (np.ndarray, np.generic)
 _BOOL = np.dtype(np.bool_)
 _MERGED = frozenset(map(np.dtype, (np.int32, np.uint32, np.float32, np.bool_)))
@@ -53,7 +56,7 @@ class HostArguments:
         return cls(tuple(map(part, leaves)))
 
     def merge(self, leaves: Sequence[Any]) -> tuple[Int[np.ndarray, " words"], list[Any]]:
-        """The words of the merged leaves one after another, and the other leaves.
+        """The words of the merged leaves one after another, each with padding behind it, and the other leaves.
 
         Raises `TypeError` where a merged leaf has another shape or type.
         """
@@ -64,7 +67,7 @@ class HostArguments:
             elif leaf.shape != part.shape or leaf.dtype != part.dtype:
                 raise TypeError(f"compiled for {part}, called with {Part(leaf.shape, leaf.dtype)}")
             else:
-                words.append(_words(leaf).tobytes())
+                words += _words(leaf).tobytes(), bytes(4 * (-leaf.size % _ALIGNED))
         return np.frombuffer(b"".join(words), np.int32), others
 
     def split(self, words: Int[Array, " words"], others: Sequence[Array]) -> list[Array]:
@@ -74,9 +77,9 @@ class HostArguments:
             if part is None:
                 leaves.append(next(rest))
             else:
-                stop = start + math.prod(part.shape)
-                leaves.append(_values(words[start:stop], part.dtype).reshape(part.shape))
-                start = stop
+                size = math.prod(part.shape)
+                leaves.append(_values(words[start : start + size], part.dtype).reshape(part.shape))
+                start += size + -size % _ALIGNED
         return leaves
 
 

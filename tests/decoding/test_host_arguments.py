@@ -58,7 +58,8 @@ def same_bits(actual: Any, expected: Any) -> None:
 def test_each_leaf_comes_back_bit_by_bit(name: str):
     host = HostArguments.of([MERGED[name]])
     words, others = host.merge([MERGED[name]])
-    assert words.shape == (MERGED[name].size,)
+    assert words.size - MERGED[name].size in range(64)
+    assert words.size % 64 == 0  # 256 bytes: kernels of Mosaic refuse parts that lie elsewhere
     assert others == []
     same_bits(there_and_back([MERGED[name]])[0], MERGED[name])
 
@@ -74,7 +75,7 @@ def test_all_leaves_keep_their_order_among_others():
 def test_other_leaves_are_left_alone(name: str):
     host = HostArguments.of([OTHERS[name], np.int32(5)])
     words, others = host.merge([OTHERS[name], np.int32(5)])
-    assert words.tolist() == [5]
+    assert words[:1].tolist() == [5]
     assert others[0] is OTHERS[name]
 
 
@@ -88,7 +89,7 @@ def test_another_shape_or_type_is_refused(leaf: np.ndarray):
 def test_a_device_array_may_stand_where_a_host_array_was():
     host = HostArguments.of([np.arange(3, dtype=np.int32), np.zeros(2, bool)])
     words, _ = host.merge([jnp.arange(3), jnp.array([False, True])])
-    assert words.tolist() == [0, 1, 2, 0, 1]
+    assert words.tolist() == [0, 1, 2, *[0] * 61, 0, 1, *[0] * 62]
 
 
 def test_nothing_to_merge():
