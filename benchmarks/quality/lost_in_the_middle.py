@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -38,6 +38,7 @@ from jdllm.demo.tokenizer import answer_text, plain_ids
 from jdllm.errors import ConfigError, JdllmError, RequestError
 from jdllm.llm import LLM
 from jdllm.outputs import RequestOutput
+from jdllm.pallas.device import Kernels
 from jdllm.prompts import LongPrompt
 
 NAME = "lost_in_the_middle"
@@ -233,6 +234,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--key-letters", type=int, default=4, help="of the keys; the bundled model knows 2")
     parser.add_argument("--score-mask", choices=("causal", "full"), default="causal")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--kernels", choices=get_args(Kernels), default="auto")
     parser.add_argument("--max-num-batched-tokens", type=int, default=16384)
     parser.add_argument("--append", type=Path, help="the record of another part")
     return parser
@@ -254,8 +256,13 @@ def run(args: argparse.Namespace) -> None:
     names = ("instruction", "key_letters", "score_mask", "dtype")
     settings = {name: getattr(args, name) for name in names}
     rows = [] if args.append is None else read_part(args.append, settings)
-    rows_at_once = args.max_num_batched_tokens
-    llm = LLM(args.model, dtype=args.dtype, max_num_batched_tokens=rows_at_once, progress=False)
+    llm = LLM(
+        args.model,
+        dtype=args.dtype,
+        kernels=args.kernels,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        progress=False,
+    )
     for task, length in itertools.product(args.tasks, args.lengths):
         questions = draw_questions(
             task, length, args.instances, args.positions, chunk_lengths, args.key_letters

@@ -17,7 +17,7 @@ LARGEST = 1 << 14
 transfer is what takes the time."""
 
 _ALIGNED = 64
-"""Words, 256 bytes. XLA hands a part to a kernel where it lies, and kernels of Mosaic refuse other addresses."""
+"""Words, 256 bytes: XLA hands a part to a kernel where it lies, and Mosaic refuses other addresses."""
 
 _HOST = (np.ndarray, np.generic)
 _BOOL = np.dtype(np.bool_)
@@ -56,7 +56,7 @@ class HostArguments:
         return cls(tuple(map(part, leaves)))
 
     def merge(self, leaves: Sequence[Any]) -> tuple[Int[np.ndarray, " words"], list[Any]]:
-        """The words of the merged leaves one after another, each with padding behind it, and the other leaves.
+        """The words of the merged leaves one after another, padded to `_ALIGNED` each, and the other leaves.
 
         Raises `TypeError` where a merged leaf has another shape or type.
         """

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, UInt16
+from jaxtyping import UInt16
 
 from jdllm.decoding.prefilling import Prefilling, ScoreMask
 from jdllm.demo.data import Asked
@@ -29,6 +29,7 @@ _SHORTEST_CHUNK = 48
 
 _INSTRUCTED = 0.5
 _PLAIN = 0.25
+_PIECE = 0.5
 _SCORING_TOLD, _ANSWERING_TOLD = 0.6, 0.9
 _HELD_OUT_CONTEXTS = (256, 1024)
 
@@ -37,7 +38,8 @@ _HELD_OUT_CONTEXTS = (256, 1024)
 class LongBucket:
     """One part of every training step: `batch` examples of `length` rows.
 
-    - `scoring`: whether these score a query behind one chunk, or answer one from several.
+    - `scoring`: whether these score a query behind one chunk, of which all tokens are masked, or answer one
+      from several.
     """
 
     length: int
@@ -52,9 +54,9 @@ RETRIEVAL_BUCKETS: tuple[LongBucket, ...] = (
     LongBucket(192, 64, scoring=False),
     LongBucket(384, 32, scoring=False),
     LongBucket(640, 16, scoring=False),
-    LongBucket(1152, 8, scoring=False),
-    LongBucket(2176, 6, scoring=False),
-    LongBucket(4352, 2, scoring=False),
+    LongBucket(1152, 12, scoring=False),
+    LongBucket(2176, 8, scoring=False),
+    LongBucket(4352, 4, scoring=False),
 )
 """From a single short chunk to 16 chunks of 256 tokens."""
 
@@ -76,7 +78,6 @@ class LongBatches(NamedTuple):
     - `tokens`, `positions`: of every row; the rows of the response hold what they are to predict.
     - `ends`: a row sees itself and the rows of its example before this one.
     - `prompt_length`: rows before the response; `total_length`: with it; what follows is padding.
-    - `scoring`: examples whose response is masked as a whole.
     """
 
     tokens: UInt16[np.ndarray, "steps rows"]
@@ -84,20 +85,25 @@ class LongBatches(NamedTuple):
     ends: UInt16[np.ndarray, "steps rows"]
     prompt_length: UInt16[np.ndarray, "steps examples"]
     total_length: UInt16[np.ndarray, "steps examples"]
-    scoring: Bool[np.ndarray, "steps examples"]
 
 
 def draw_scoring(rng: np.random.Generator, task: str, length: int, split: Split = "train") -> Example:
     """A query behind one chunk, each token of it predicted from what is before it, at most `length` rows.
 
-    The chunk answers the query in most examples.
+    Half the queries are a piece of the chunk, from anywhere: to copy is what the score of a chunk rests on,
+    and questions alone, of which each has few tokens that a chunk foretells, teach it slowly. The chunk
+    answers most of the others.
     """
     prefix = _prefix(rng)
     room = length - len(prefix) - 2 * LONGEST_QUERY
     chunk_length = _chunk_length(rng, room)
     size = chunk_length if rng.random() < 0.8 else int(rng.integers(_SHORTEST_CHUNK, chunk_length + 1))
     haystack = _text(rng, task, size, split, chunk_length)
-    query, _, _ = _asked(rng, haystack, chunk_length, _SCORING_TOLD)
+    if rng.random() < _PIECE:
+        start = int(rng.integers(size - LONGEST_QUERY))
+        query = haystack.text[start : start + LONGEST_QUERY]
+    else:
+        query, _, _ = _asked(rng, haystack, chunk_length, _SCORING_TOLD)
     [chunk] = cut(_ids(haystack.text), chunk_length, BOS)
     mask: ScoreMask = "causal" if rng.random() < 0.5 else "full"
     scored = scoring_of(prefix, chunk.tokens, behind(_ids(query), _ids(""), MASK), mask, MASK, shifted=False)
@@ -206,8 +212,7 @@ def _bucket_batches(bucket: LongBucket, steps: int, rng: np.random.Generator) ->
         lengths[:, i] = prompt_length, example.size
     tokens, positions, ends = rows.reshape(3, steps, -1)
     prompt_length, total_length = lengths.reshape(2, steps, bucket.batch)
-    scoring = np.full((steps, bucket.batch), bucket.scoring)
-    return LongBatches(tokens, positions, ends, prompt_length, total_length, scoring)
+    return LongBatches(tokens, positions, ends, prompt_length, total_length)
 
 
 def held_out(count: int, seed: int) -> dict[str, list[Asked]]:

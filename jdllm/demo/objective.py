@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +17,7 @@ from jdllm.models.block import AttentionFn, Layer, Rows, block
 from jdllm.models.config import ModelConfig
 from jdllm.models.rotary import cos_sin
 from jdllm.models.weights import Params
+from jdllm.pallas.device import target
 from jdllm.pallas.grouped_matmul import grouped_matmul
 
 type Shape = tuple[int, int]
@@ -60,18 +61,33 @@ def dense_attention(shapes: tuple[Shape, ...]) -> AttentionFn:
     both are zero.
     """
 
-    def attend(q: Array, k: Array, v: Array, ends: Int[Array, "examples length"], scale: float) -> Array:
-        return jax.nn.dot_product_attention(q, k, v, scale=scale, key_value_seq_lengths=ends[:, 0])
-
-    return attention_of_parts(shapes, attend)
+    return attention_of_parts([(shape, attend_example) for shape in shapes])
 
 
-def attention_of_parts(shapes: tuple[Shape, ...], attend: Callable[..., Array]) -> AttentionFn:
-    """Attention over packed rows that are dense parts of the given shapes, one part after another.
+def attend_example(
+    q: Array, k: Array, v: Array, ends: Int[Array, "examples length"], scale: float
+) -> Float[Array, "examples length heads d"]:
+    """Every row sees as much of its example as the first one; see `attention_of_parts`.
+
+    On a card, rows of 16 bits go through cuDNN, which keeps no probabilities for the gradient.
+    """
+    fused = target().on_cuda and q.dtype == jnp.bfloat16
+    return jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        scale=scale,
+        key_value_seq_lengths=ends[:, 0],
+        implementation="cudnn" if fused else "xla",
+    )
+
+
+def attention_of_parts(parts: Sequence[tuple[Shape, Callable[..., Array]]]) -> AttentionFn:
+    """Attention over packed rows that are dense parts, one after another.
 
     Arguments:
-    - `attend`: from queries, keys and values `[examples, length, heads, d]` of a part, how many rows of its
-      example each row sees, and the scale.
+    - `parts`: their shapes, and what attends in each: from queries, keys and values
+      `[examples, length, heads, d]`, how many rows of its example each row sees, and the scale.
 
     The softmax residuals of the contract are not computed: both are zero.
     """
@@ -85,14 +101,14 @@ def attention_of_parts(shapes: tuple[Shape, ...], attend: Callable[..., Array]) 
         *,
         scale: float,
     ) -> tuple[Array, Array, Array]:
-        bounds = itertools.accumulate((count * length for count, length in shapes), initial=0)
-        parts = []
-        for (count, length), (first, last) in zip(shapes, itertools.pairwise(bounds), strict=True):
+        bounds = itertools.accumulate((count * length for (count, length), _ in parts), initial=0)
+        outputs = []
+        for ((count, length), attend), (first, last) in zip(parts, itertools.pairwise(bounds), strict=True):
             dense = [x[first:last].reshape(count, length, *x.shape[1:]) for x in (q, k, v)]
             o = attend(*dense, (k_end - k_start)[first:last].reshape(count, length), scale)
-            parts.append(o.reshape(count * length, *q.shape[1:]))
+            outputs.append(o.reshape(count * length, *q.shape[1:]))
         nothing = jnp.zeros(q.shape[:2])
-        return jnp.concatenate(parts), nothing, nothing
+        return jnp.concatenate(outputs), nothing, nothing
 
     return attention
 

@@ -43,7 +43,7 @@ from jdllm.demo.long_data import (
     make_long_batches,
 )
 from jdllm.demo.long_objective import long_loss
-from jdllm.demo.objective import Layout, denoise, dense_layout, masked_loss
+from jdllm.demo.objective import denoise, dense_layout, masked_loss
 from jdllm.demo.tasks import GEN_LENGTH, MAX_LENGTH, TASKS, test_instances
 from jdllm.demo.tokenizer import EOS, MASK, answer_text
 from jdllm.errors import JdllmError, RequestError
@@ -111,9 +111,14 @@ class TrainSettings:
         """What draws the batches of a dispatch."""
         buckets = self._buckets()
         if buckets is None:
-            long = tuple(bucket for bucket in self.buckets if isinstance(bucket, LongBucket))
-            return functools.partial(make_long_batches, long, self.steps_per_dispatch, self.seed)
+            return functools.partial(
+                make_long_batches, self.long_buckets(), self.steps_per_dispatch, self.seed
+            )
         return functools.partial(make_batches, buckets, self.steps_per_dispatch, self.seed)
+
+    def long_buckets(self) -> tuple[LongBucket, ...]:
+        """The buckets of long contexts."""
+        return tuple(bucket for bucket in self.buckets if isinstance(bucket, LongBucket))
 
     def _buckets(self) -> tuple[Bucket, ...] | None:
         """The buckets where they are not those of long contexts."""
@@ -174,14 +179,13 @@ def learning_rate_at(progress: Float[Array, ""], peak: float) -> Float[Array, ""
     return jnp.asarray(schedule(1000 * progress))
 
 
-@functools.partial(jax.jit, static_argnames=("config", "settings", "shapes"), donate_argnums=0)
+@functools.partial(jax.jit, static_argnames=("config", "settings"), donate_argnums=0)
 def train_steps(
     state: TrainState,
     batches: Batches | LongBatches,
     progress: Float[Array, ""],
     config: ModelConfig,
     settings: TrainSettings,
-    shapes: tuple[tuple[int, int], ...],
 ) -> tuple[TrainState, Float[Array, ""]]:
     """Run one optimizer step for each of the batches.
 
@@ -189,19 +193,16 @@ def train_steps(
     - `state`: donated.
     - `batches`: see `Batches` and `LongBatches`.
     - `progress`: spent share of the budget, in [0, 1].
-    - `config`, `settings`, `shapes`: static; `shapes` are (batch, length) of the buckets.
+    - `config`, `settings`: static.
 
     Returns the new state and the mean loss.
     """
-    layout = dense_layout(shapes)
     optimizer = make_optimizer(config, settings.weight_decay)
     rate = learning_rate_at(progress, settings.learning_rate)
 
     def step(state: TrainState, batch: Batches | LongBatches) -> tuple[TrainState, Array]:
         key, mask_key = jax.random.split(state.key)
-        value, grads = jax.value_and_grad(_cast_loss)(
-            state.params, config, layout, batch, mask_key, settings.dtype
-        )
+        value, grads = jax.value_and_grad(_cast_loss)(state.params, config, settings, batch, mask_key)
         updates, optimizer_state = optimizer.update(grads, state.optimizer, state.params)
         params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
         return TrainState(params, optimizer_state, key), value
@@ -211,12 +212,14 @@ def train_steps(
 
 
 def _cast_loss(
-    params: Params, config: ModelConfig, layout: Layout, batch: Batches | LongBatches, key: Array, dtype: str
+    params: Params, config: ModelConfig, settings: TrainSettings, batch: Batches | LongBatches, key: Array
 ) -> Float[Array, ""]:
-    cast = jax.tree.map(lambda p: p.astype(dtype), params)
-    arrays = [jnp.asarray(x, x.dtype if x.dtype == bool else jnp.int32) for x in batch]
-    loss: Callable[..., Array] = long_loss if isinstance(batch, LongBatches) else masked_loss
-    return loss(cast, config, layout, *arrays, key)
+    cast = jax.tree.map(lambda p: p.astype(settings.dtype), params)
+    arrays = {name: jnp.asarray(x, jnp.int32) for name, x in batch._asdict().items()}
+    if isinstance(batch, LongBatches):
+        return long_loss(cast, config, settings.long_buckets(), **arrays, key=key)
+    shapes = tuple((bucket.batch, bucket.length) for bucket in settings.buckets)
+    return masked_loss(cast, config, dense_layout(shapes), **arrays, key=key)
 
 
 def exact_match(params: Params, config: ModelConfig, asked: Sequence[Asked]) -> float:
@@ -287,9 +290,8 @@ def _optimise(
 ) -> tuple[Params, list[float], float]:
     optimizer = make_optimizer(config, settings.weight_decay)
     state = TrainState(params, optimizer.init(params), jax.random.key(settings.seed + 1))
-    shapes = tuple((bucket.batch, bucket.length) for bucket in settings.buckets)
     batches = next(source)
-    compiled = train_steps.lower(state, batches, np.float32(0), config, settings, shapes).compile()
+    compiled = train_steps.lower(state, batches, np.float32(0), config, settings).compile()
     ready = time.monotonic()
     log(f"ready after {ready - began:.0f} s")
     budget = max(60 * settings.minutes - (ready - began), 1e-9)

@@ -42,11 +42,12 @@ def test_the_loss_is_that_of_every_sequence_alone():
     )
     layout = dense_layout(tuple((bucket.batch, bucket.length) for bucket in BUCKETS))
     drawn = LongBatches(*(x[0] for x in make_long_batches(BUCKETS, 1, seed=0, index=0)))
-    batch = LongBatches(*(np.asarray(x, x.dtype if x.dtype == bool else np.int32) for x in drawn))
-    tokens, positions, ends, prompt_length, total_length, scoring = batch
+    batch = LongBatches(*(np.asarray(x, np.int32) for x in drawn))
+    tokens, positions, ends, prompt_length, total_length = batch
+    scoring = [True, True, False, False]
     key = jax.random.key(2)
     arrays = jax.tree.map(jnp.asarray, batch._asdict())
-    loss = jax.jit(lambda arrays: long_loss(params, CONFIG, layout, **arrays, key=key))(arrays)
+    loss = jax.jit(lambda arrays: long_loss(params, CONFIG, BUCKETS, **arrays, key=key))(arrays)
     place = layout.position
     response = (place >= prompt_length[layout.example]) & (place < total_length[layout.example])
     hidden, ratio = map(np.asarray, draw_masks(key, layout, jnp.asarray(response)))

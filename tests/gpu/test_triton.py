@@ -10,11 +10,15 @@ import pytest
 from jdllm.pallas.attention import AttentionOutput, attention
 from jdllm.pallas.attention.reference import attention_reference
 from jdllm.pallas.grouped_matmul import grouped_matmul
+from jdllm.pallas.masked_logits import Level, masked_logits
 from jdllm.pallas.skinny_matmul import skinny_matmul
 from jdllm.pallas.split_attention import split_attention
 from tests.gpu import test_grouped_matmul as grouped
 from tests.gpu import test_skinny_matmul as skinny
 from tests.pallas import split_cases
+from tests.pallas import test_masked_logits_mosaic as masked
+from tests.pallas.masked_rows import check as check_decisions
+from tests.pallas.masked_rows import drawn, oracle
 from tests.pallas.rotation import turned
 
 pytestmark = pytest.mark.gpu
@@ -27,6 +31,12 @@ RELATIVE = {"float32": 1e-5, "bfloat16": 4e-3, "float16": 6e-4}
 @pytest.fixture(autouse=True)
 def card():
     assert jax.default_backend() == "gpu", "this lane needs a card"
+
+
+@jax.jit
+def exact_products(hidden: jax.Array, head: jax.Array) -> jax.Array:
+    """Sums of integers below 2**24."""
+    return jnp.matmul(*(x.astype(jnp.float32) for x in (hidden, head.T)), precision="highest")
 
 
 # Compiled whole: each of its operations would be compiled for itself.
@@ -134,6 +144,31 @@ class TestSplitAttention:
         split_cases.check(found, split_cases.oracle(bare, seen), 4 * RELATIVE[dtype])
         for first, again in zip(found, attend(*c[:4], fresh=fresh, layer=c.layer), strict=True):
             np.testing.assert_array_equal(first, again)
+
+
+class TestMaskedLogits:
+    """Small integers, whose products are exact in every type, against float64."""
+
+    decide = staticmethod(
+        jax.jit(functools.partial(masked_logits, implementation="triton"), static_argnums=3)
+    )
+
+    @pytest.mark.parametrize("dtype", RELATIVE)
+    @pytest.mark.parametrize(
+        ("count", "vocab", "depth"), [(3, 257, 72), (8, 126464, 4096), (64, 8000, 1024), (300, 5000, 128)]
+    )
+    def test_equals_float64(self, count: int, vocab: int, depth: int, dtype: str):
+        """All that rows can ask for at once; those behind the count are NaN."""
+        rows = count + 9
+        hidden, head = masked.operands(rows, vocab, jnp.dtype(dtype), depth)
+        sampling = masked.everything(rows, vocab)
+        live = jax.tree.map(lambda x: x[:count], sampling)
+        draws = np.asarray(live.temperature)[:, None] * drawn(masked.SEED, masked.STEP, count, vocab)
+        expected = oracle(np.asarray(exact_products(hidden[:count], head), np.float64), live, draws)
+        poisoned = jnp.where(jnp.arange(rows)[:, None] < count, hidden, jnp.nan)
+        for level in (Level.TOP, Level.MOMENTS):
+            actual = self.decide(poisoned, head, sampling, level=level, count=jnp.int32(count))
+            check_decisions(jax.tree.map(lambda x: x[:count], actual), expected, level)
 
 
 class TestGroupedMatmul:
