@@ -131,9 +131,9 @@ class DevicePool:
         """The pages of a request, or of a stored chunk, in the order of its rows."""
         return self.table.pages_of(owner)
 
-    def table_of(self, owner: int, live: Live) -> PageTable:
-        """What a request or a stored chunk has stored, as attention reads it."""
-        return self.table.page_table([owner], [live], len(self.pages_of(owner)))
+    def table_of(self, owners: Sequence[int], live: Sequence[Live]) -> PageTable:
+        """What requests or stored chunks have stored, as attention reads it."""
+        return self.table.page_table(owners, live, sum(len(self.pages_of(owner)) for owner in owners))
 
     def has_room(self, rows: Sequence[int]) -> bool:
         """Whether pages for contents of so many rows could be found beside those of requests."""

@@ -1,6 +1,7 @@
 """The stage that scores chunks, packed and compiled when its turn comes."""
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,6 @@ from jdllm.prefilling.segments import joined
 from jdllm.serving.long_request import LongRequest
 from jdllm.serving.part_packing import Filled, Read, in_tiles, packed_rows, storage_of, table_of
 from jdllm.serving.stages import Model, Stage
-from jdllm.serving.stored_chunks import StoredChunk
 
 _SCORE_POOL = (3,)
 """Where the pool is among the arguments."""
@@ -48,13 +48,19 @@ class Score(Stage):
         self._model, self._spec, self._after = model, request.long_spec, after
         self._left, self._most, self._keys = left, most, keys
         self.scored = int(after.scored.sum())
+        self._longest = max(self._rows_of(chunk, stored=False) for chunk in left)
         self.taken: Sequence[int] = ()
         self.stored = False
+        self._rows, self._changes = 0, -1
 
     @property
     def rows(self) -> int:
-        stored, taken = self._group()
-        return sum(self._rows_of(chunk, stored) for chunk in taken)
+        """Asked at every step of other requests: counted again only where other chunks are stored."""
+        if self._changes != self._model.pool.chunks.changes:
+            stored, taken = self._group()
+            self._rows = sum(self._rows_of(chunk, stored) for chunk in taken)
+            self._changes = self._model.pool.chunks.changes
+        return self._rows
 
     def launch(self) -> Callable[[], Any]:
         self.stored, self.taken = self._group()
@@ -65,13 +71,10 @@ class Score(Stage):
 
         A group of stored ones is no larger than one of others: few sizes serve both.
         """
-        stored = self._find(self._left[0]) is not None
-        alike = next(
-            (i for i, chunk in enumerate(self._left) if (self._find(chunk) is not None) is not stored),
-            len(self._left),
-        )
-        each = max(self._rows_of(chunk, stored=False) for chunk in self._left[:alike])
-        most = max(1, self._most // each)
+        stored = self._is_stored(self._left[0])
+        different = (i for i, chunk in enumerate(self._left) if self._is_stored(chunk) is not stored)
+        alike = next(different, len(self._left))
+        most = max(1, self._most // self._longest)
         groups = -(-alike // most)
         return stored, self._left[: -(-alike // groups)]
 
@@ -103,12 +106,17 @@ class Score(Stage):
     def _launch_stored(self) -> Callable[[], Any]:
         """What is behind the chunks alone; the last row of a chunk predicts what follows it."""
         prefix = len(self._spec.long.instruction)
-        scorings, reads = [], []
-        for chunk in self.taken:
-            before = prefix + len(self._spec.chunks[chunk].tokens) - 1
-            scorings.append(self._scoring(chunk).after(before))
-            pages = self._read(chunk + 1, before - prefix), self._read(0, prefix)
-            whole = Read(*(np.concatenate(column) for column in zip(*pages, strict=True)))
+        lengths = [len(self._spec.chunks[chunk].tokens) for chunk in self.taken]
+        scorings = [
+            self._scoring(chunk).after(prefix + length - 1)
+            for chunk, length in zip(self.taken, lengths, strict=True)
+        ]
+        own = self._read([chunk + 1 for chunk in self.taken], [length - 1 for length in lengths])
+        # The instruction is used last: without it no chunk behind it serves again.
+        [instruction] = self._read([0], [prefix])
+        reads: list[Read] = []
+        for chunk, pages in zip(self.taken, own, strict=True):
+            whole = Read(*(np.concatenate(column) for column in zip(pages, instruction, strict=True)))
             reads += [whole] * (self._rows_of(chunk, True) // TILE_ROWS)
         segment, starts = joined(in_tiles([scoring.segment for scoring in scorings]))
         entry = self._entry(segment.size)
@@ -153,20 +161,17 @@ class Score(Stage):
     def _sizes(self) -> Sizes:
         return self._model.stored_sizes if self.stored else self._model.score_sizes
 
-    def _find(self, chunk: int) -> StoredChunk | None:
-        """A chunk that is stored, behind an instruction that is.
+    def _is_stored(self, chunk: int) -> bool:
+        """Whether a chunk is stored, behind an instruction that is."""
+        chunks, keys = self._model.pool.chunks, self._keys
+        return bool(keys) and keys[0] in chunks and keys[chunk + 1] in chunks
 
-        The instruction is always used last: without it no chunk behind it serves again.
-        """
-        find = self._model.pool.chunks.find
-        found = find(self._keys[chunk + 1]) if self._keys else None
-        return found if found and find(self._keys[0]) else None
-
-    def _read(self, number: int, rows: int) -> Read:
-        stored = self._model.pool.chunks.find(self._keys[number])
-        assert stored is not None
-        table = self._model.pool.table_of(stored.owner, rows)
-        return Read(np.asarray(table.pages), np.asarray(table.valid))
+    def _read(self, numbers: Sequence[int], rows: Sequence[int]) -> list[Read]:
+        """So many rows of what is stored under each of the keys."""
+        stored = [self._model.pool.chunks.find(self._keys[number]) for number in numbers]
+        table = self._model.pool.table_of([chunk.owner for chunk in stored if chunk is not None], rows)
+        pages, valid = np.asarray(table.pages), np.asarray(table.valid)
+        return [Read(pages[a:b], valid[a:b]) for a, b in itertools.pairwise(table.first)]
 
     def _room(self, starts: np.ndarray) -> list[Filled]:
         """Pages for what is not stored yet: the chunks, and the instruction that stands before all of them;

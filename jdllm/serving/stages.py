@@ -231,7 +231,9 @@ class Build(Stage):
             self._model.build_sizes.compiled.add(entry)
             return entry._replace(head_rows=head), None
         entry = Entry(row_bucket(self.rows), head, 1, 1)
-        read = self._model.pool.table_of(self._request.id, self._request.live_rows(self._evaluation.reads))
+        read = self._model.pool.table_of(
+            [self._request.id], [self._request.live_rows(self._evaluation.reads)]
+        )
         tiles = -(-self.rows // TILE_ROWS)
         one = Read(np.asarray(read.pages), np.asarray(read.valid))
         return entry, table_of([one] * tiles, entry.rows // TILE_ROWS)

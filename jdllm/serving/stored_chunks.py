@@ -25,16 +25,21 @@ class StoredChunks:
     """Rows of the KV pool that belong to contents instead of requests.
 
     They take pages that no request needs, and give them up, least recently used first, as soon as one does.
-    The pool is a value: what changes it returns another.
+    The pool is a value: what changes it returns another. `changes` counts how often keys came or went.
     """
 
     def __init__(self):
+        self.changes = 0
         self._stored: OrderedDict[bytes, StoredChunk] = OrderedDict()
         self._owners = itertools.count(-2, -1)
 
     def pages(self, pool: KvPool) -> int:
         """How many pages of a pool they hold; any thread may ask."""
         return sum(len(pool.pages_of(owner)) for owner in pool.owned if owner < 0)
+
+    def __contains__(self, key: bytes) -> bool:
+        """Whether something is stored under a key, which is not used by this."""
+        return key in self._stored
 
     def find(self, key: bytes) -> StoredChunk | None:
         """What is stored under a key; it was used now."""
@@ -48,12 +53,14 @@ class StoredChunks:
         chunk = StoredChunk(next(self._owners), rows)
         pool = pool.allocate(chunk.owner, rows)
         self._stored[key] = chunk
+        self.changes += 1
         return pool, chunk
 
     def make_room(self, pool: KvPool, pages: int) -> KvPool:
         """Give up what was used least recently until so many pages are free, or nothing is left."""
         while self._stored and pool.free_pages < pages:
             pool = pool.release(self._stored.popitem(last=False)[1].owner)
+            self.changes += 1
         return pool
 
     def clear(self, pool: KvPool) -> KvPool:

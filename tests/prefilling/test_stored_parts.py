@@ -135,7 +135,7 @@ def logits(
     tokens, rows = packed_rows(segment, size)
     table = None
     if reads:
-        found = engine._pool.table_of(request.id, request.live_rows(reads))
+        found = engine._pool.table_of([request.id], [request.live_rows(reads)])
         read = Read(np.asarray(found.pages), np.asarray(found.valid))
         table = table_of([read] * -(-segment.size // TILE_ROWS), size // TILE_ROWS)
     at = np.resize(wanted, 32).astype(np.int32)
