@@ -1,11 +1,11 @@
 """Facts in the middle of long contexts: what Prefilling-dLLM finds, by length and position.
 
-Run as `python3 -m benchmarks lost_in_the_middle --model DIR [--lengths 2048 131072] [--settings 256x16]
-[--instances 30] [--positions 10] [--append FILE] [--out DIR]`, with a model that `jdllm.demo.train` made with
-`--model retrieval`. A setting is tokens of a chunk x chunks kept. Each instance is a text that training never
-saw, and is asked once for each position, about the nearest fact that no border of a chunk cuts. Beside the
-settings stand the plain run over the whole context, where that is short enough, and one over its first and
-last 256 tokens. The record is written anew after every row, so that a run that is cut short keeps what it
+Run as `python3 -m benchmarks lost_in_the_middle [--model DIR] [--lengths 2048 131072] [--settings 256x16]
+[--instances 30] [--positions 10] [--append FILE] [--out DIR]`, by default with the bundled retrieval
+model. A setting is tokens of a chunk x chunks kept. Each instance is a text that training never saw, and is
+asked once for each position, about the nearest fact that no border of a chunk cuts. Beside the settings stand
+the plain run over the whole context, where that is short enough, and one over its first and last 256 tokens.
+The record is written anew after every row, so that a run that is cut short keeps what it
 has, and `--append` adds the rows of another one. In the end a picture is drawn, beside the record where
 `--out` is given, else in `docs`. Needs matplotlib (the `plot` extra).
 """
@@ -222,16 +222,16 @@ def sizes_of(setting: str) -> tuple[int, int]:
 def make_parser() -> argparse.ArgumentParser:
     parser = case_parser(NAME, __doc__)
     parser.add_argument(
-        "--model", type=Path, default=checkpoint_path(), help="a checkpoint (the bundled one)"
+        "--model", type=Path, default=checkpoint_path("retrieval"), help="a checkpoint (a bundled one)"
     )
     parser.add_argument("--tasks", nargs="+", choices=LONG_TASKS, default=list(LONG_TASKS))
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS)
     parser.add_argument("--settings", nargs="+", default=SETTINGS)
     parser.add_argument("--positions", type=int, default=10)
     parser.add_argument("--instances", type=int, default=30, help="texts of each length")
-    parser.add_argument("--instruction", default=INSTRUCTION, help="the bundled model knows none")
+    parser.add_argument("--instruction", default=INSTRUCTION, help="the demo model knows none")
     parser.add_argument("--plain-up-to", type=int, default=4096, help="longest context of the plain run")
-    parser.add_argument("--key-letters", type=int, default=4, help="of the keys; the bundled model knows 2")
+    parser.add_argument("--key-letters", type=int, default=4, help="of the keys; the demo model knows 2")
     parser.add_argument("--score-mask", choices=("causal", "full"), default="causal")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--kernels", choices=get_args(Kernels), default="auto")

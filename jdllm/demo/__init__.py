@@ -1,8 +1,13 @@
-"""The bundled demo model: its tasks, tokenizer, training script and evaluation."""
+"""The bundled demo models: their tasks, tokenizer, training script and evaluation."""
 
 from pathlib import Path
+from typing import Literal
 
 
-def checkpoint_path() -> Path:
-    """The directory of the bundled checkpoint: `config.json`, `model.safetensors` and the tokenizer files."""
-    return Path(__file__).parent / "checkpoint"
+def checkpoint_path(model: Literal["demo", "retrieval"] = "demo") -> Path:
+    """The directory of a bundled checkpoint: `config.json`, `model.safetensors` and the tokenizer files.
+
+    Arguments:
+    - `model`: the demo model, or the one that finds facts in long contexts.
+    """
+    return Path(__file__).parent / ("checkpoint" if model == "demo" else "retrieval_checkpoint")
