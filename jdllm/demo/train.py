@@ -1,7 +1,7 @@
 """Train the demo model: `python -m jdllm.demo.train --out DIR`.
 
-Needs optax (the `train` extra). The bundled checkpoint was trained by this script on one H200. With
-`--model retrieval` it goes on from there, to a model that finds facts in long contexts, for
+Needs optax (the `train` extra). Both bundled checkpoints were trained by this script on one H200: with
+`--model retrieval` it goes on from the demo model to one that finds facts in long contexts, for
 `jdllm.decoding.prefilling`.
 """
 
@@ -351,7 +351,7 @@ def main(
     steps: Annotated[int, typer.Option(help="Most optimizer steps.")] = 1_000_000,
     seed: Annotated[int, typer.Option(help="Seed of weights that are drawn, masks and examples.")] = 0,
     model: Annotated[
-        Literal["demo", "retrieval"], typer.Option(help="The bundled model, or one for long contexts.")
+        Literal["demo", "retrieval"], typer.Option(help="The demo model, or the one for long contexts.")
     ] = "demo",
 ) -> None:
     """Train a demo model on tasks that it generates itself."""
