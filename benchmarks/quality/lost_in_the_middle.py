@@ -5,9 +5,9 @@ Run as `python3 -m benchmarks lost_in_the_middle [--model DIR] [--lengths 2048 1
 model. A setting is tokens of a chunk x chunks kept. Each instance is a text that training never saw, and is
 asked once for each position, about the nearest fact that no border of a chunk cuts. Beside the settings stand
 the plain run over the whole context, where that is short enough, and one over its first and last 256 tokens.
-The record is written anew after every row, so that a run that is cut short keeps what it
-has, and `--append` adds the rows of another one. In the end a picture is drawn, beside the record where
-`--out` is given, else in `docs`. Needs matplotlib (the `plot` extra).
+The record is written anew after every row, so that a run that is cut short keeps what it has, and `--append`
+adds the rows of another one. In the end a picture is drawn, beside the record where `--out` is given, else in
+`docs`. Needs matplotlib (the `plot` extra).
 """
 
 import argparse

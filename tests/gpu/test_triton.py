@@ -150,7 +150,7 @@ class TestMaskedLogits:
     """Small integers, whose products are exact in every type, against float64."""
 
     decide = staticmethod(
-        jax.jit(functools.partial(masked_logits, implementation="triton"), static_argnums=3)
+        jax.jit(functools.partial(masked_logits, implementation="triton"), static_argnames="level")
     )
 
     @pytest.mark.parametrize("dtype", RELATIVE)

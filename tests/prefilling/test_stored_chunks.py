@@ -240,6 +240,7 @@ def test_stored_chunks_are_a_list_in_the_order_of_their_use(operations: list[tup
             stored.popitem(last=False)
 
     for what, number, rows in operations:
+        before, changes = set(stored), chunks.changes
         key, pages = content_key(str(number)), -(-rows // PAGE_ROWS)
         if what == "add":
             if key in stored:
@@ -270,7 +271,10 @@ def test_stored_chunks_are_a_list_in_the_order_of_their_use(operations: list[tup
             if pool.free_pages >= pages:
                 held[number] = pages
                 pool = pool.allocate(number, rows)
+        assert (key in chunks) == (key in stored)
         assert list(chunks._stored) == list(stored)
+        if set(stored) != before:
+            assert chunks.changes > changes
         assert pool.free_pages == free()
         assert chunks.pages(pool) == sum(stored.values())
 
