@@ -1,5 +1,6 @@
 """Causal models with random weights: prompts to their first token, and tokens of one and of many requests."""
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.cases import case_parser
-from benchmarks.record import print_row, record
+from benchmarks.record import measure_ceilings, print_row, record
 from benchmarks.shapes import CAUSAL_SHAPES
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.execution.module import Transformer
@@ -57,7 +58,7 @@ def prefill(llm: LLM, length: int, repeats: int) -> dict[str, Any]:
     }
 
 
-def decode(llm: LLM, batch: int, length: int, repeats: int) -> dict[str, Any]:
+def decode(llm: LLM, batch: int, length: int, repeats: int, bytes_per_second: float) -> dict[str, Any]:
     """The median time of a token of each request, beside its bytes: what many tokens take more than one."""
     config = llm.config
     steps = []
@@ -71,7 +72,7 @@ def decode(llm: LLM, batch: int, length: int, repeats: int) -> dict[str, Any]:
     rows = batch * (length + DECODED // 2)
     read = param_bytes(config, "bfloat16") - config.vocab_size * config.hidden_size * 2
     read += rows * pool_bytes(config, "bfloat16", 1, PAGE_ROWS) / PAGE_ROWS
-    floor = read / RATES[_CARD].bytes
+    floor = read / bytes_per_second
     return {
         "what": "decode",
         "batch": batch,
@@ -88,8 +89,8 @@ def main(arguments: Sequence[str]) -> None:
 
     `python3 -m benchmarks causal [--prefill 8192 32768 131072] [--decode 1x4096 32x1024]` on a card. A prompt
     is one part where --max-num-batched-tokens leaves room for it and 64 tokens of others. Decodes run up to
-    16 tokens a dispatch. Floors are those of an H200: arithmetic at the rate of plans, causal attention
-    counted once, or the bytes of weights and keys.
+    16 tokens a dispatch. Floors are arithmetic at the rate of plans for an H200, causal attention counted
+    once, or the bytes of weights and keys at the rate of a copy, as the run measures it.
     """
     parser = case_parser("causal", main.__doc__)
     parser.add_argument("--shape", choices=CAUSAL_SHAPES, default="llama-3.1-8b")
@@ -101,14 +102,14 @@ def main(arguments: Sequence[str]) -> None:
     args = parser.parse_args(arguments)
     sizes = {"max_num_batched_tokens": args.max_num_batched_tokens, "memory": args.memory}
     model = Transformer(CAUSAL_SHAPES[args.shape], rngs=nnx.Rngs(0), dtype="bfloat16")
-    table = []
+    table, ceilings = [], measure_ceilings()
     with LLM(model, progress=False, **sizes) as llm:
         # What is compiled stands in for smaller sizes: short prompts come first.
         for length in sorted(args.prefill):
             table.append({"shape": args.shape, **prefill(llm, length, args.repeats)})
             print_row(table[-1])
         for batch, length in (map(int, one.split("x")) for one in args.decode):
-            table.append({"shape": args.shape, **decode(llm, batch, length, args.repeats)})
+            table.append({"shape": args.shape, **decode(llm, batch, length, args.repeats, ceilings.bytes)})
             print_row(table[-1])
     name = f"causal_{args.shape}" + (f"_{args.memory}" if args.memory else "")
-    record(name, table, args.out, **sizes)
+    record(name, table, args.out, ceilings=dataclasses.asdict(ceilings), **sizes)

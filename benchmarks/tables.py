@@ -95,7 +95,8 @@ SECTIONS = (
     Section(
         "Causal models",
         "Time to the first token of a prompt, and of a token of each request, with random weights. Floors are"
-        " an H200's: arithmetic, causal attention counted once, or the bytes of weights and keys.",
+        " arithmetic at the rate of plans for an H200, causal attention counted once, or the bytes of weights"
+        " and keys at the rate of a copy, as the run measured it.",
         ("causal_*",),
     ),
     Section("Checkpoints", "Loading and converting 16 GB of random weights.", ("load*", "convert*")),
