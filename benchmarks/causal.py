@@ -19,6 +19,7 @@ from jdllm.llm import LLM
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import param_bytes
 from jdllm.planning.step_time import RATES, step_flops
+from jdllm.serving.updates import StepUpdate
 
 DECODED = 129
 _CARD = "h200"
@@ -38,6 +39,14 @@ def seconds_of(llm: LLM, prompts: list[np.ndarray], tokens: int) -> float:
     seconds = time.perf_counter() - start
     assert all(len(output.token_ids) == tokens and not output.num_cached_tokens for output in outputs)
     return seconds
+
+
+def streamed_seconds(llm: LLM, prompts: list[np.ndarray], tokens: int) -> float:
+    """From each prompt's first token to the last, for a token, where each is told as it comes."""
+    sampling = SamplingParams(max_tokens=tokens, early_stop=False)
+    updates = llm.stream(prompt_token_ids=prompts, sampling=sampling)
+    told = [time.perf_counter() for update in updates if isinstance(update, StepUpdate)]
+    return (told[-1] - told[len(prompts) - 1]) / (tokens - 1)
 
 
 def prefill(llm: LLM, length: int, repeats: int) -> dict[str, Any]:
@@ -61,13 +70,16 @@ def prefill(llm: LLM, length: int, repeats: int) -> dict[str, Any]:
 def decode(llm: LLM, batch: int, length: int, repeats: int, bytes_per_second: float) -> dict[str, Any]:
     """The median time of a token of each request, beside its bytes: what many tokens take more than one."""
     config = llm.config
-    steps = []
+    steps, streamed = [], []
     for seed in range(repeats + 1):
         one, many = (
             seconds_of(llm, prompts_of(config, batch, length, 2 * seed + i), tokens)
             for i, tokens in enumerate((1, DECODED))
         )
         steps.append((many - one) / (DECODED - 1))
+        streamed.append(
+            streamed_seconds(llm, prompts_of(config, batch, length, 2 * (repeats + 1) + seed), DECODED)
+        )
     seconds = statistics.median(steps[1:])
     rows = batch * (length + DECODED // 2)
     read = param_bytes(config, "bfloat16") - config.vocab_size * config.hidden_size * 2
@@ -79,6 +91,7 @@ def decode(llm: LLM, batch: int, length: int, repeats: int, bytes_per_second: fl
         "prompt": length,
         "seconds": seconds,
         "tokens_s": batch / seconds,
+        "streamed_s": statistics.median(streamed[1:]),
         "floor_s": floor,
         "share_of_floor": floor / seconds,
     }
@@ -89,8 +102,9 @@ def main(arguments: Sequence[str]) -> None:
 
     `python3 -m benchmarks causal [--prefill 8192 32768 131072] [--decode 1x4096 32x1024]` on a card. A prompt
     is one part where --max-num-batched-tokens leaves room for it and 64 tokens of others. Decodes run up to
-    16 tokens a dispatch. Floors are arithmetic at the rate of plans for an H200, causal attention counted
-    once, or the bytes of weights and keys at the rate of a copy, as the run measures it.
+    16 tokens a dispatch; `streamed_s` is a token of `LLM.stream`. Floors are arithmetic at the rate of plans
+    for an H200, causal attention counted once, or the bytes of weights and keys at the rate of a copy, as the
+    run measures it.
     """
     parser = case_parser("causal", main.__doc__)
     parser.add_argument("--shape", choices=CAUSAL_SHAPES, default="llama-3.1-8b")

@@ -32,6 +32,10 @@ Updates = Literal["every", "later", "none"]
 
 _ids = itertools.count()
 
+_TOLD_TOKENS = 4
+"""Tokens of causal requests that come together where somebody wants each as it comes: the device waits while the
+host turns to the next dispatch, which takes it up to 2 ms."""
+
 
 class _Entry(NamedTuple):
     """A request of the engine.
@@ -312,11 +316,13 @@ class Engine:
     def _steps(self, part: Part) -> int:
         """Steps that a part may do before others of its company have to be served."""
         alone = len(part.ids) == len(self._scheduler.running)
-        if not alone or any(self._entries[i].updates == "every" for i in part.ids):
+        told = any(self._entries[i].updates == "every" for i in part.ids)
+        if not alone or (told and part.kind is not Kind.DECODE):
             return 1
         requests = [self._entries[i].request for i in part.ids]
         if part.kind is Kind.DECODE:
-            return max(r.steps_left for r in requests)
+            left = max(r.steps_left for r in requests)
+            return min(left, _TOLD_TOKENS) if told else left
         return min(r.reuse_steps if part.kind is Kind.REUSE else r.steps_left for r in requests)
 
     def _collect(self, pending: Pending) -> list[Update]:
