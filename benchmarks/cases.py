@@ -33,6 +33,7 @@ CASES = {
     "first_token": Case("benchmarks.first_token:main", "from LLM(...) to a first block, in new processes"),
     "causal": Case("benchmarks.causal:main", "causal models: time to a first token, and of a token"),
     "causal_long": Case("benchmarks.causal_long:main", "causal prompts beyond the KV pool"),
+    "causal_agreement": Case("benchmarks.causal_agreement:main", "causal models: greedy tokens in 16 bits"),
     "prefilling": Case("benchmarks.prefilling:main", "questions over long contexts, by stage"),
     "serving": Case("benchmarks.serving:main", "a served model under load, over HTTP"),
     "card": Case("benchmarks.card_report:main", "what a card does with each kind of kernels, to send in"),

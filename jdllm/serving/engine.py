@@ -33,8 +33,8 @@ Updates = Literal["every", "later", "none"]
 _ids = itertools.count()
 
 _TOLD_TOKENS = 4
-"""Tokens of causal requests that come together where somebody wants each as it comes: the device waits while the
-host turns to the next dispatch, which takes it up to 2 ms."""
+"""Tokens of causal requests that come together where somebody wants each as it comes: the device waits while
+the host turns to the next dispatch, which takes it up to 2 ms."""
 
 
 class _Entry(NamedTuple):
