@@ -20,6 +20,7 @@ from jax import lax
 from benchmarks.cases import case_parser
 from benchmarks.record import BYTES_PER_SECOND, FLOPS_PER_SECOND, compiled, median_seconds, print_row, record
 from benchmarks.shapes import SHAPES
+from jdllm.decoding.executable import temp_bytes
 from jdllm.noise import gumbel, vocabulary_bits
 from jdllm.pallas.hopper import WARPGROUP_ROWS
 from jdllm.pallas.masked_logits import Level, RowDecision, RowSampling, masked_logits
@@ -85,7 +86,7 @@ def measure_form(form: Form, hidden: jax.Array, head: jax.Array, rows: RowSampli
     executable = compiled(repeat, hidden, head, rows)
     decision = executable(hidden, head, rows)
     seconds = median_seconds(lambda: executable(hidden, head, rows)) / (inner + 1)
-    return Measured(decision, seconds, executable.memory_analysis().temp_size_in_bytes)
+    return Measured(decision, seconds, temp_bytes(executable))
 
 
 def disagreement(
