@@ -19,7 +19,7 @@ Forms = Mapping[str, Check]
 """Forms of an operator by name, the preferred first."""
 
 _TURNED_OFF: Mapping[Kernels, frozenset[str]] = {
-    # Nobody has measured Triton's kernels on a card yet.
+    # Until all tests of Triton's kernels have passed on a card.
     "auto": frozenset({"triton"}),
     "triton": frozenset({"mosaic_gpu"}),
     "xla": frozenset({"mosaic_gpu", "triton"}),
