@@ -6,13 +6,15 @@ BIN := $(VENV)/bin
 AOT_VENV := .venv-aot
 CLIENTS_VENV := .venv-clients
 AIPERF_VENV := .venv-aiperf
+# Tests on a card of what can run by any kernels; the others ask for a form.
+GENERATING := against_transformers cached_runs causal engine prefilling recorded_runs triton
 CPU := JAX_PLATFORMS=cpu
 # A process takes up to 3 GB. Tests of a file share models; long tests are handed out one by one.
 # Who waits for a process that died would wait for ever.
 SPREAD := -n auto --maxprocesses 4 --max-worker-restart 0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-slow test-clients test-aot test-gpu bench lint format clean
+.PHONY: help demo serve test test-slow test-clients test-aot test-gpu test-triton bench lint format clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -69,6 +71,11 @@ test-gpu:  ## tests on a card; uses the python on the path, which needs jax with
 	python3 -m pytest -p no:benchmark $(SPREAD) --dist worksteal -m gpu \
 	  --ignore tests/gpu/test_budget.py tests/gpu tests/pallas
 	python3 -m pytest -m gpu tests/gpu/test_budget.py
+
+test-triton: export XLA_PYTHON_CLIENT_PREALLOCATE=false
+test-triton:  ## what generates and scores on a card, through kernels in Triton
+	python3 -m pytest -p no:benchmark $(SPREAD) --dist worksteal -m gpu --kernels triton \
+	  $(addprefix tests/gpu/test_,$(addsuffix .py,$(GENERATING)))
 
 bench:  ## benchmarks on a card; uses the python on the path, which needs jax with CUDA
 	python3 -m benchmarks rerun --record || true  # what the README quotes; it ends with how many moved
