@@ -6,8 +6,6 @@ BIN := $(VENV)/bin
 AOT_VENV := .venv-aot
 CLIENTS_VENV := .venv-clients
 AIPERF_VENV := .venv-aiperf
-# Tests on a card of what can run by any kernels; the others ask for a form.
-GENERATING := against_transformers cached_runs causal engine prefilling recorded_runs triton
 CPU := JAX_PLATFORMS=cpu
 # A process takes up to 3 GB. Tests of a file share models; long tests are handed out one by one.
 # Who waits for a process that died would wait for ever.
@@ -66,16 +64,16 @@ test-aot: $(AOT_VENV)/.ready  ## compile for GPUs without one
 	$(CPU) $(AOT_VENV)/bin/python -m pytest $(SPREAD) --dist worksteal -m aot tests/aot tests/models
 
 # Budgets count what any process has on the card.
-test-gpu: export XLA_PYTHON_CLIENT_PREALLOCATE=false
+test-gpu test-triton: export XLA_PYTHON_CLIENT_PREALLOCATE=false
 test-gpu:  ## tests on a card; uses the python on the path, which needs jax with CUDA and pytest-xdist
 	python3 -m pytest -p no:benchmark $(SPREAD) --dist worksteal -m gpu \
 	  --ignore tests/gpu/test_budget.py tests/gpu tests/pallas
 	python3 -m pytest -m gpu tests/gpu/test_budget.py
 
-test-triton: export XLA_PYTHON_CLIENT_PREALLOCATE=false
+# The other tests on a card ask for a form.
 test-triton:  ## what generates and scores on a card, through kernels in Triton
 	python3 -m pytest -p no:benchmark $(SPREAD) --dist worksteal -m gpu --kernels triton \
-	  $(addprefix tests/gpu/test_,$(addsuffix .py,$(GENERATING)))
+	  tests/gpu/test_{against_transformers,cached_runs,causal,engine,prefilling,recorded_runs,triton}.py
 
 bench:  ## benchmarks on a card; uses the python on the path, which needs jax with CUDA
 	python3 -m benchmarks rerun --record || true  # what the README quotes; it ends with how many moved

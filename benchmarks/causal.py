@@ -1,6 +1,5 @@
 """Causal models with random weights: prompts to their first token, and tokens of one and of many requests."""
 
-import dataclasses
 import statistics
 import time
 from collections.abc import Sequence
@@ -41,12 +40,12 @@ def seconds_of(llm: LLM, prompts: list[np.ndarray], tokens: int) -> float:
     return seconds
 
 
-def streamed_seconds(llm: LLM, prompts: list[np.ndarray], tokens: int) -> float:
-    """From each prompt's first token to the last, for a token, where each is told as it comes."""
+def told_seconds(llm: LLM, prompts: list[np.ndarray], tokens: int) -> list[float]:
+    """From the call to each token, as `LLM.stream` tells them."""
     sampling = SamplingParams(max_tokens=tokens, early_stop=False)
+    start = time.perf_counter()
     updates = llm.stream(prompt_token_ids=prompts, sampling=sampling)
-    told = [time.perf_counter() for update in updates if isinstance(update, StepUpdate)]
-    return (told[-1] - told[len(prompts) - 1]) / (tokens - 1)
+    return [time.perf_counter() - start for update in updates if isinstance(update, StepUpdate)]
 
 
 def prefill(llm: LLM, length: int, repeats: int) -> dict[str, Any]:
@@ -77,9 +76,8 @@ def decode(llm: LLM, batch: int, length: int, repeats: int, bytes_per_second: fl
             for i, tokens in enumerate((1, DECODED))
         )
         steps.append((many - one) / (DECODED - 1))
-        streamed.append(
-            streamed_seconds(llm, prompts_of(config, batch, length, 2 * (repeats + 1) + seed), DECODED)
-        )
+        told = told_seconds(llm, prompts_of(config, batch, length, 2 * (repeats + 1) + seed), DECODED)
+        streamed.append((told[-1] - told[batch - 1]) / (DECODED - 1))
     seconds = statistics.median(steps[1:])
     rows = batch * (length + DECODED // 2)
     read = param_bytes(config, "bfloat16") - config.vocab_size * config.hidden_size * 2
@@ -126,4 +124,4 @@ def main(arguments: Sequence[str]) -> None:
             table.append({"shape": args.shape, **decode(llm, batch, length, args.repeats, ceilings.bytes)})
             print_row(table[-1])
     name = f"causal_{args.shape}" + (f"_{args.memory}" if args.memory else "")
-    record(name, table, args.out, ceilings=dataclasses.asdict(ceilings), **sizes)
+    record(name, table, args.out, ceiling_tb_s=ceilings.bytes / 1e12, **sizes)

@@ -8,7 +8,7 @@ from flax import nnx
 
 from benchmarks.cases import case_parser
 from benchmarks.causal import prompts_of
-from benchmarks.record import print_row, record
+from benchmarks.record import record
 from benchmarks.shapes import CAUSAL_SHAPES
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.execution.module import Transformer
@@ -29,12 +29,24 @@ def greedy(model: Transformer, way: str, prompts: list[np.ndarray], tokens: int)
     return outputs
 
 
-def gaps(model: Transformer, prompts: list[np.ndarray], outputs: list[RequestOutput]) -> np.ndarray:
+def gaps(llm: LLM, prompts: list[np.ndarray], outputs: list[RequestOutput]) -> np.ndarray:
     """How far each token's logit is below the largest one, evaluated at once and without a cache."""
-    answers = [(p, o.token_ids) for p, o in zip(prompts, outputs, strict=True)]
-    with LLM(model, max_num_batched_tokens=8192, kv_pool="64MiB", progress=False) as llm:
-        found = llm.token_logprobs(answers)
+    found = llm.token_logprobs([(p, o.token_ids) for p, o in zip(prompts, outputs, strict=True)])
     return np.array([one.best_logprob - one.logprob for answer in found for one in answer])
+
+
+def row(
+    way: str, outputs: list[RequestOutput], pool: list[RequestOutput], below: np.ndarray
+) -> dict[str, Any]:
+    """What is recorded of a way, beside the outputs of the pool."""
+    ids, others = (np.array([output.token_ids for output in found]) for found in (outputs, pool))
+    return {
+        "keys": way,
+        "tokens": ids.size,
+        "agreement": float((below == 0).mean()),
+        "largest_gap": float(below.max()),
+        "as_pool": float((ids == others).cumprod(axis=1).mean()),
+    }
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -53,21 +65,9 @@ def main(arguments: Sequence[str]) -> None:
     args = parser.parse_args(arguments)
     model = Transformer(CAUSAL_SHAPES[args.shape], rngs=nnx.Rngs(0), dtype="bfloat16")
     prompts = prompts_of(CAUSAL_SHAPES[args.shape], args.prompts, args.length, 0)
-    table: list[dict[str, Any]] = []
-    pool: np.ndarray | None = None
-    for way in WAYS:
-        outputs = greedy(model, way, prompts, args.tokens)
-        ids = np.array([output.token_ids for output in outputs])
-        pool = ids if pool is None else pool
-        below = gaps(model, prompts, outputs)
-        table.append(
-            {
-                "keys": way,
-                "tokens": ids.size,
-                "agreement": float((below == 0).mean()),
-                "largest_gap": float(below.max()),
-                "as_pool": float((ids == pool).cumprod(axis=1).mean()),
-            }
-        )
-        print_row(table[-1])
+    found = {way: greedy(model, way, prompts, args.tokens) for way in WAYS}
+    with LLM(model, max_num_batched_tokens=8192, kv_pool="64MiB", progress=False) as llm:
+        table = [
+            row(way, outputs, found["pool"], gaps(llm, prompts, outputs)) for way, outputs in found.items()
+        ]
     record(f"causal_agreement_{args.shape}", table, args.out, length=args.length)

@@ -5,7 +5,6 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,28 +12,18 @@ import jax
 from flax import nnx
 
 from benchmarks.cases import case_parser
-from benchmarks.causal import prompts_of
+from benchmarks.causal import prompts_of, seconds_of, told_seconds
 from benchmarks.record import print_row, record
 from benchmarks.shapes import CAUSAL_SHAPES
-from jdllm.decoding.sampling import SamplingParams
 from jdllm.execution.module import Transformer
 from jdllm.llm import LLM
 from jdllm.planning.causal import CausalPlan, plan_causal
 from jdllm.planning.host import RUNTIME_LIMIT
 from jdllm.planning.plan import Workload
 from jdllm.planning.step_time import RATES, step_flops
-from jdllm.serving.updates import StepUpdate
 
 GIB = 2**30
 _CARD = "h200"
-
-
-def measure(llm: LLM, length: int, tokens: int, seed: int) -> list[float]:
-    """Seconds from the call to each token of one prompt."""
-    sampling = SamplingParams(max_tokens=tokens, early_stop=False)
-    [ids], start = prompts_of(llm.config, 1, length, seed), time.perf_counter()
-    updates = llm.stream(prompt_token_ids=[ids], sampling=sampling)
-    return [time.perf_counter() - start for update in updates if isinstance(update, StepUpdate)]
 
 
 def case(
@@ -46,10 +35,11 @@ def case(
     with LLM(model, memory=memory, host_memory=host, max_num_batched_tokens=rows, progress=False) as llm:
         plan = plan_causal(Workload(config, "bfloat16"), llm.account, _CARD, length, tokens)
         if repeats:
-            llm.generate(
-                prompt_token_ids=prompts_of(config, 1, length, 0), sampling=SamplingParams(max_tokens=2)
-            )
-        runs = [measure(llm, length, tokens, seed + 1) for seed in range(max(1, repeats))]
+            seconds_of(llm, prompts_of(config, 1, length, 0), 2)
+        runs = [
+            told_seconds(llm, prompts_of(config, 1, length, seed + 1), tokens)
+            for seed in range(max(1, repeats))
+        ]
         budget = llm.account.budget
         overhead = 0 if budget is None else budget.overhead
     first, second = (statistics.median(run[i] for run in runs) for i in range(2))

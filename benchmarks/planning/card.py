@@ -24,7 +24,7 @@ from benchmarks.shapes import SHAPES
 from benchmarks.tiers import random_params
 from jdllm.chunks import ChunkConfig
 from jdllm.decoding.batch import Batch
-from jdllm.decoding.executables import Executables
+from jdllm.decoding.executables import Executables, temp_bytes
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.step import denoise
 from jdllm.models.config import ModelConfig
@@ -128,7 +128,7 @@ def step_memory(case: Case) -> Row:
         **case._asdict(),
         **plan.activation.counts,
         "planned_mib": expected / MIB,
-        "compiled_temp_mib": step.memory_analysis().temp_size_in_bytes / MIB,
+        "compiled_temp_mib": temp_bytes(step) / MIB,
         "measured_mib": measured / MIB,
         "measured_over_planned": measured / expected,
         "within_bar": abs(measured - expected) <= 0.05 * expected + 64 * MIB,
@@ -279,7 +279,7 @@ def longest(context: int) -> list[Row]:
         f" {plan.chunks}"
     )
     step, batch = compiled_step(config, context, 0.5, plan.chunks)
-    temporaries = step.memory_analysis().temp_size_in_bytes
+    temporaries = temp_bytes(step)
     print(f"compiled temporaries: {temporaries / GIB:.3f} GiB", flush=True)
     params = random_params(config)
     seconds = _seconds(lambda: step(params, batch, np.int32(1)))

@@ -316,13 +316,15 @@ class Engine:
     def _steps(self, part: Part) -> int:
         """Steps that a part may do before others of its company have to be served."""
         alone = len(part.ids) == len(self._scheduler.running)
-        told = any(self._entries[i].updates == "every" for i in part.ids)
-        if not alone or (told and part.kind is not Kind.DECODE):
+        if not alone:
             return 1
+        told = any(self._entries[i].updates == "every" for i in part.ids)
         requests = [self._entries[i].request for i in part.ids]
         if part.kind is Kind.DECODE:
             left = max(r.steps_left for r in requests)
             return min(left, _TOLD_TOKENS) if told else left
+        if told:
+            return 1
         return min(r.reuse_steps if part.kind is Kind.REUSE else r.steps_left for r in requests)
 
     def _collect(self, pending: Pending) -> list[Update]:
