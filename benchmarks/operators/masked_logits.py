@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,16 +63,20 @@ def in_chunks(form: Form, hidden: jax.Array, head: jax.Array, rows: RowSampling,
     return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
 
 
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """One form's result, the time of one repetition, and the bytes of temporaries."""
+class Repeated(NamedTuple):
+    """A form that was compiled to run again and again.
 
-    decision: RowDecision
-    seconds: float
+    - `call`: the decisions.
+    - `seconds`: measures the time of one repetition.
+    - `temporaries`: bytes.
+    """
+
+    call: Callable[[], RowDecision]
+    seconds: Callable[[], float]
     temporaries: int
 
 
-def measure_form(form: Form, hidden: jax.Array, head: jax.Array, rows: RowSampling, size: int) -> Measured:
+def compiled_form(form: Form, hidden: jax.Array, head: jax.Array, rows: RowSampling, size: int) -> Repeated:
     """Repeat `form` inside one executable."""
     inner = max(4, 8192 // len(hidden))
 
@@ -84,9 +88,8 @@ def measure_form(form: Form, hidden: jax.Array, head: jax.Array, rows: RowSampli
         return lax.fori_loop(0, inner, body, in_chunks(form, hidden, head, rows, size))
 
     executable = compiled(repeat, hidden, head, rows)
-    decision = executable(hidden, head, rows)
-    seconds = median_seconds(lambda: executable(hidden, head, rows)) / (inner + 1)
-    return Measured(decision, seconds, temp_bytes(executable))
+    call = functools.partial(executable, hidden, head, rows)
+    return Repeated(call, lambda: median_seconds(call) / (inner + 1), temp_bytes(executable))
 
 
 def disagreement(
@@ -157,23 +160,25 @@ def measure(
     size = min(rows, MAX_ROWS[level])
     asked = sampling(rows, vocab, noise)
     portable = functools.partial(masked_logits, level=level, implementation="xla")
-    xla = measure_form(portable, hidden, head, asked, size)
+    xla = compiled_form(portable, hidden, head, asked, size)
+    decision, xla_seconds = xla.call(), xla.seconds()
     floor = floor_seconds(rows, depth, vocab, size)
     for columns, form in forms:
-        ours = measure_form(form, hidden, head, asked, size)
+        ours = compiled_form(form, hidden, head, asked, size)
+        seconds = ours.seconds()
         yield {
             "rows": rows,
             "level": level.name,
             "noise": noise,
             **columns,
-            "ms": 1e3 * ours.seconds,
-            "xla_ms": 1e3 * xla.seconds,
+            "ms": 1e3 * seconds,
+            "xla_ms": 1e3 * xla_seconds,
             "floor_ms": 1e3 * floor,
-            "share_of_floor": floor / ours.seconds,
-            "tflops": 2e-12 * rows * depth * vocab / ours.seconds,
+            "share_of_floor": floor / seconds,
+            "tflops": 2e-12 * rows * depth * vocab / seconds,
             "temp_mib": ours.temporaries / 2**20,
             "xla_temp_mib": xla.temporaries / 2**20,
-            "wrong": disagreement(ours.decision, xla.decision, hidden, head, asked),
+            "wrong": disagreement(ours.call(), decision, hidden, head, asked),
         }
 
 

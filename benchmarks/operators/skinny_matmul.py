@@ -110,6 +110,16 @@ def repeated(form: Form, sliced: bool, repeats: int) -> Callable[..., Results]:
     return run
 
 
+def compiled_form(
+    form: Form, sliced: bool, x: jax.Array, stacks: tuple[jax.Array, ...], product: Product
+) -> tuple[Callable[[], Results], int]:
+    """Calls of a form with layer after layer, compiled, and how many of them are one call's."""
+    moved = product.bytes_moved(len(x))
+    repeats = math.ceil(LEAST_SECONDS * BYTES_PER_SECOND / (len(stacks[0]) * moved))
+    executable = compiled(repeated(form, sliced, repeats), x, stacks)
+    return functools.partial(executable, x, stacks), len(stacks[0]) * repeats
+
+
 def relative_error(actual: Results, x: jax.Array, stacks: Sequence[jax.Array], gated: bool) -> float:
     """Of the last layer's results, against f32 of the highest precision, in the norm."""
     expected = by_xla(x.astype(jnp.float32), [w[-1].astype(jnp.float32) for w in stacks], gated)
@@ -147,14 +157,13 @@ def measure(
     for name, product in products_of(SHAPES[shape]).items():
         x, stacks = draw(product, rows)
         moved = product.bytes_moved(rows)
-        repeats = math.ceil(LEAST_SECONDS * BYTES_PER_SECOND / (len(stacks[0]) * moved))
         cuts: list[tuple[str, Tiles | None]] = [(implementation, None) for implementation in implementations]
         if sweep:
             cuts = [("mosaic_gpu", tiles) for tiles in candidates(product, rows)]
         for implementation, tiles in cuts:
-            run = repeated(*form_of(implementation, product.gated, tiles), repeats)
-            call = functools.partial(compiled(run, x, stacks), x, stacks)
-            seconds = median_seconds(call) / (len(stacks[0]) * repeats)
+            form = form_of(implementation, product.gated, tiles)
+            call, number = compiled_form(*form, x, stacks, product)
+            seconds = median_seconds(call) / number
             table.append(
                 {
                     "shape": shape,

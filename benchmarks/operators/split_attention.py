@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +83,54 @@ def repeated(form: Form, layers: int, repeats: int) -> Callable[..., list[Attent
     return run
 
 
+class Pooled(NamedTuple):
+    """Random queries, a pool whose layers are larger than the L2 cache, and the table of its keys."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    table: PageTable
+
+
+def draw(
+    heads: int,
+    kv_heads: int,
+    keys: int,
+    *,
+    queries: int = QUERIES,
+    head_dim: int = HEAD_DIM,
+    page_rows: int = 64,
+    requests: int = 1,
+    segments: Sequence[float] = (1.0,),
+) -> Pooled:
+    """Operands of `split_attention`, with `keys` keys for each request in so many segments."""
+    table, pages = make_table(keys, page_rows, segments, requests)
+    layers = -(-POOL_BYTES // moved_bytes(requests * keys, kv_heads, head_dim))
+    shape = (layers, pages, kv_heads, page_rows, head_dim)
+    shapes = [(requests, queries, heads, head_dim), shape, shape]
+    q, k, v = (jax.random.normal(jax.random.key(i), s, jnp.bfloat16) for i, s in enumerate(shapes))
+    return Pooled(q, k, v, table)
+
+
+def moved_bytes(keys: int, kv_heads: int, head_dim: int) -> int:
+    """Of keys and values."""
+    return 4 * keys * kv_heads * head_dim
+
+
+def compiled_form(
+    form: Form, operands: Pooled, moved: int, *, chained: bool = False
+) -> tuple[Callable[[], list[AttentionOutput]], int]:
+    """Calls of a form with layer after layer, compiled, and how many of them are one call's.
+
+    Arguments:
+    - `moved`: bytes of a layer's keys and values.
+    """
+    layers = len(operands.k)
+    repeats = math.ceil(LEAST_SECONDS / (layers * (moved / BYTES_PER_SECOND + 1e-5)))
+    executable = compiled(repeated(form, layers, repeats), *operands, chained=chained)
+    return functools.partial(executable, *operands), layers * repeats
+
+
 def errors(actual: AttentionOutput, expected: AttentionOutput) -> dict[str, float]:
     """Relative error of the output, and the largest difference of the log-sum-exp."""
     o, reference = (np.asarray(x.o, np.float64) for x in (actual, expected))
@@ -122,22 +170,16 @@ def measure(
         for tiles in tilings
     ]
     for segments in ((1.0,), SEGMENTS):
-        table, pages = make_table(keys, page_rows, segments, requests)
-        moved = 4 * requests * keys * kv_heads * head_dim
-        layers = -(-POOL_BYTES // moved)
-        shape = (layers, pages, kv_heads, page_rows, head_dim)
-        q, k, v = (
-            jax.random.normal(jax.random.key(i), s, jnp.bfloat16)
-            for i, s in enumerate([(requests, queries, heads, head_dim), shape, shape])
-        )
-        exact = functools.partial(split_attention, layer=layers - 1, scale=scale, implementation="reference")
-        reference = compiled(exact, q, k, v, table)(q, k, v, table)
+        sizes = {"queries": queries, "head_dim": head_dim, "page_rows": page_rows, "requests": requests}
+        operands = draw(heads, kv_heads, keys, **sizes, segments=segments)
+        moved = moved_bytes(requests * keys, kv_heads, head_dim)
+        last = len(operands.k) - 1
+        exact = functools.partial(split_attention, layer=last, scale=scale, implementation="reference")
+        reference = compiled(exact, *operands)(*operands)
         for columns, form in forms:
-            repeats = math.ceil(LEAST_SECONDS / (layers * (moved / BYTES_PER_SECOND + 1e-5)))
             chained = columns["implementation"] == "chained"
-            executable = compiled(repeated(form, layers, repeats), q, k, v, table, chained=chained)
-            call = functools.partial(executable, q, k, v, table)
-            seconds = median_seconds(call) / (layers * repeats)
+            call, number = compiled_form(form, operands, moved, chained=chained)
+            seconds = median_seconds(call) / number
             yield {
                 "kv_heads": kv_heads,
                 "heads": heads,

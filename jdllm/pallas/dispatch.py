@@ -19,8 +19,7 @@ Forms = Mapping[str, Check]
 """Forms of an operator by name, the preferred first."""
 
 _TURNED_OFF: Mapping[Kernels, frozenset[str]] = {
-    # Until all tests of Triton's kernels have passed on a card.
-    "auto": frozenset({"triton"}),
+    "auto": frozenset(),
     "triton": frozenset({"mosaic_gpu"}),
     "xla": frozenset({"mosaic_gpu", "triton"}),
 }

@@ -1,0 +1,183 @@
+"""Sizes of Triton's kernels that suit a card: from those of the package to neighbours that are faster.
+
+Run as `python3 -m benchmarks triton_sizes [--cases skinny_matmul split_attention-28x4-131072]` on a card. A
+case starts at the sizes that the package has for the card. One of them at a time is halved or doubled, and
+the fastest is the next start, until none is faster by a hundredth. The record has all that was tried, the
+fastest first. The tables of the package are in the modules `jdllm.pallas.*.triton`.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.cases import case_parser
+from benchmarks.operators import masked_logits, skinny_matmul, split_attention
+from benchmarks.record import median_seconds, print_row, record
+from benchmarks.shapes import SHAPES
+from jdllm.pallas.device import target
+from jdllm.pallas.masked_logits import Level
+from jdllm.pallas.masked_logits import triton as head_triton
+from jdllm.pallas.skinny_matmul import triton as skinny_triton
+from jdllm.pallas.split_attention import triton as split_triton
+from jdllm.pallas.triton_launch import LEAST, ProductSizes, Schedule, Sizes
+
+GAIN = 0.01
+SHAPE = SHAPES["llada-8b"]
+ITEMSIZE = 2
+
+AnySizes = Sizes | ProductSizes
+Timer = Callable[[], float]
+
+
+class Case(NamedTuple):
+    """One table's row that is looked for.
+
+    - `start`: the package's sizes.
+    - `fields`: of the sizes, those that may change besides the schedule.
+    - `build`: compiles the kernel with other sizes and returns what times it, in seconds. Raises where it
+      does not fit the card.
+    """
+
+    start: Any
+    fields: Sequence[str]
+    build: Callable[[Any], Timer]
+
+
+def neighbours(sizes: AnySizes, fields: Sequence[str]) -> Iterator[AnySizes]:
+    """Sizes of which one number is half or double, or one stage more or less."""
+    for field in fields:
+        number = getattr(sizes, field)
+        for other in (number // 2, 2 * number):
+            if other >= LEAST:
+                yield sizes._replace(**{field: other})
+    warps, stages = sizes.schedule
+    schedules = [(warps // 2, stages), (2 * warps, stages), (warps, stages - 1), (warps, stages + 1)]
+    for warps, stages in schedules:
+        if 1 <= warps <= 16 and stages >= 1:
+            yield sizes._replace(schedule=Schedule(warps, stages))
+
+
+def climb(case: Case, say: Callable[[AnySizes, float], None]) -> dict[AnySizes, float]:
+    """What was tried, by sizes: seconds, infinite where a kernel cannot run.
+
+    Arguments:
+    - `say`: hears of each.
+    """
+    tried: dict[AnySizes, float] = {}
+
+    def best() -> AnySizes:
+        return min(tried, key=lambda sizes: tried[sizes])
+
+    _try([case.start], case.build, tried, say)
+    while True:
+        now = best()
+        _try((s for s in neighbours(now, case.fields) if s not in tried), case.build, tried, say)
+        if tried[best()] > (1 - GAIN) * tried[now]:
+            return tried
+
+
+def _try(
+    candidates: Iterable[AnySizes],
+    build: Callable[[Any], Timer],
+    tried: dict[AnySizes, float],
+    say: Callable[[AnySizes, float], None],
+) -> None:
+    """Compile side by side, then time one after the other."""
+
+    def built(sizes: AnySizes) -> Timer | None:
+        try:
+            return build(sizes)
+        except Exception as e:  # Triton's own errors have no type that is there without it.
+            print(f"{sizes}: {str(e).partition(chr(10))[0][:120]}", flush=True)
+            return None
+
+    candidates = list(candidates)
+    with ThreadPoolExecutor() as pool:
+        timers = list(pool.map(built, candidates))
+    for sizes, timer in zip(candidates, timers, strict=True):
+        tried[sizes] = math.inf if timer is None else timer()
+        say(sizes, tried[sizes])
+
+
+def skinny_case(rows: int) -> Case:
+    """All products of a layer with so many rows."""
+    products = skinny_matmul.products_of(SHAPE).values()
+    operands = [(product, *skinny_matmul.draw(product, rows)) for product in products]
+
+    def build(sizes: ProductSizes) -> Timer:
+        calls = []
+        for product, x, stacks in operands:
+            kernel = functools.partial(skinny_triton.skinny_matmul_triton, gated=product.gated, sizes=sizes)
+            form = lambda x, stacks, layer, own, kernel=kernel: kernel(x, stacks, layer=layer)  # noqa: E731
+            calls.append(skinny_matmul.compiled_form(form, False, x, stacks, product))
+        return lambda: sum(median_seconds(call) / number for call, number in calls)
+
+    start = skinny_triton.sizes_for(rows, ITEMSIZE, target().capability)
+    return Case(start, ("columns", "depth"), build)
+
+
+def head_case(rows: int) -> Case:
+    """Masked logits of so many rows, without noise."""
+    scale = masked_logits.LOGIT_SPREAD / math.sqrt(SHAPE.hidden_size)
+    shapes = (rows, SHAPE.hidden_size), (SHAPE.vocab_size, SHAPE.hidden_size)
+    hidden, head = (
+        jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate(shapes)
+    )
+    head, asked = scale * head, masked_logits.sampling(rows, SHAPE.vocab_size, noise=False)
+
+    def build(sizes: ProductSizes) -> Timer:
+        form = functools.partial(head_triton.masked_logits_triton, level=Level.TOP, sizes=sizes)
+        return masked_logits.compiled_form(form, hidden, head, asked, rows).seconds
+
+    start = head_triton.sizes_for(rows, ITEMSIZE, target().capability)
+    return Case(start, ("columns", "depth", *["rows"] * (rows > start.rows)), build)
+
+
+def split_case(heads: int, kv_heads: int, keys: int) -> Case:
+    """Attention of a block to so many keys of the pool, which lie together."""
+    operands = split_attention.draw(heads, kv_heads, keys)
+    moved = split_attention.moved_bytes(keys, kv_heads, split_attention.HEAD_DIM)
+
+    def build(sizes: Sizes) -> Timer:
+        scale = split_attention.HEAD_DIM**-0.5
+        form = functools.partial(split_triton.split_attention_triton, scale=scale, sizes=sizes)
+        call, number = split_attention.compiled_form(form, operands, moved)
+        return lambda: median_seconds(call) / number
+
+    start = split_triton.sizes_for(split_attention.HEAD_DIM, ITEMSIZE, target().capability)
+    return Case(start, ("rows", "keys"), build)
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    **{f"skinny_matmul-{rows}": functools.partial(skinny_case, rows) for rows in (16, 32, 64)},
+    **{f"masked_logits-{rows}": functools.partial(head_case, rows) for rows in (32, 64, 256, 4096)},
+    **{
+        f"split_attention-{heads}x{kv_heads}-{keys}": functools.partial(split_case, heads, kv_heads, keys)
+        for (heads, kv_heads), keys in itertools.product(((32, 32), (32, 8), (28, 4)), (4096, 65536, 131072))
+    },
+}
+
+
+def row_of(name: str, sizes: AnySizes, seconds: float) -> dict[str, Any]:
+    """A row of the table."""
+    numbers = sizes._asdict()
+    schedule = numbers.pop("schedule")
+    return {"case": name, **numbers, **schedule._asdict(), "us": 1e6 * seconds}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = case_parser("triton_sizes", __doc__)
+    parser.add_argument("--cases", nargs="+", help="names, or how they begin", default=list(CASES))
+    args = parser.parse_args(arguments)
+    table: list[dict[str, Any]] = []
+    for name, case in CASES.items():
+        if name.startswith(tuple(args.cases)):
+            tried = climb(case(), lambda sizes, seconds, name=name: print_row(row_of(name, sizes, seconds)))
+            table += [row_of(name, sizes, tried[sizes]) for sizes in sorted(tried, key=lambda s: tried[s])]
+    record("triton_sizes", table, args.out)
