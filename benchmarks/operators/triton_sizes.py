@@ -89,20 +89,22 @@ def _try(
     say: Callable[[AnySizes, float], None],
 ) -> None:
     """Compile side by side, then time one after the other."""
-
-    def built(sizes: AnySizes) -> Timer | None:
-        try:
-            return build(sizes)
-        except Exception as e:  # Triton's own errors have no type that is there without it.
-            print(f"{sizes}: {str(e).partition(chr(10))[0][:120]}", flush=True)
-            return None
-
     candidates = list(candidates)
     with ThreadPoolExecutor() as pool:
-        timers = list(pool.map(built, candidates))
+        timers = list(pool.map(functools.partial(_unless_refused, build), candidates))
     for sizes, timer in zip(candidates, timers, strict=True):
-        tried[sizes] = math.inf if timer is None else timer()
+        # What shared memory cannot hold is refused once it runs.
+        seconds = None if timer is None else _unless_refused(lambda _, timer=timer: timer(), sizes)
+        tried[sizes] = math.inf if seconds is None else seconds
         say(sizes, tried[sizes])
+
+
+def _unless_refused[T](call: Callable[[Any], T], sizes: AnySizes) -> T | None:
+    try:
+        return call(sizes)
+    except Exception as e:  # Triton's own errors have no type that is there without it.
+        print(f"{sizes}: {str(e).partition(chr(10))[0][:120]}", flush=True)
+        return None
 
 
 def skinny_case(rows: int) -> Case:
