@@ -50,17 +50,21 @@ class Case(NamedTuple):
 
 
 def neighbours(sizes: AnySizes, fields: Sequence[str]) -> Iterator[AnySizes]:
-    """Sizes of which one number is half or double, or one stage more or less."""
-    for field in fields:
-        number = getattr(sizes, field)
-        for other in (number // 2, 2 * number):
-            if other >= LEAST:
-                yield sizes._replace(**{field: other})
+    """Sizes of which one number is half or double, with as many or with half or double the warps.
+
+    And those of which the warps alone are, or which have one stage more or less.
+    """
     warps, stages = sizes.schedule
-    schedules = [(warps // 2, stages), (2 * warps, stages), (warps, stages - 1), (warps, stages + 1)]
-    for warps, stages in schedules:
-        if 1 <= warps <= 16 and stages >= 1:
-            yield sizes._replace(schedule=Schedule(warps, stages))
+    for field, (times, more) in itertools.product(fields, ((0.5, 1), (2, 1), (0.5, 0.5), (2, 2))):
+        number = int(times * getattr(sizes, field))
+        yield sizes._replace(**{field: number}, schedule=Schedule(int(more * warps), stages))
+    for schedule in ((warps // 2, stages), (2 * warps, stages), (warps, stages - 1), (warps, stages + 1)):
+        yield sizes._replace(schedule=Schedule(*schedule))
+
+
+def is_possible(sizes: AnySizes) -> bool:
+    """Whether the numbers are some that Triton takes; a card may still not hold them."""
+    return min(sizes[:-1]) >= LEAST and 1 <= sizes.schedule.warps <= 16 and sizes.schedule.stages >= 1
 
 
 def climb(case: Case, say: Callable[[AnySizes, float], None]) -> dict[AnySizes, float]:
@@ -77,7 +81,8 @@ def climb(case: Case, say: Callable[[AnySizes, float], None]) -> dict[AnySizes, 
     _try([case.start], case.build, tried, say)
     while True:
         now = best()
-        _try((s for s in neighbours(now, case.fields) if s not in tried), case.build, tried, say)
+        new = (s for s in neighbours(now, case.fields) if is_possible(s) and s not in tried)
+        _try(new, case.build, tried, say)
         if tried[best()] > (1 - GAIN) * tried[now]:
             return tried
 

@@ -73,7 +73,7 @@ def cards() -> list[Row]:
     The budget is 95 % of what the card has; behind the names of shapes stands what host memory adds.
     """
     table: list[Row] = []
-    for target, kernels in itertools.product(sorted(described_targets(), key=memory_of), ("auto", "triton")):
+    for target, kernels in itertools.product(sorted(described_targets(), key=memory_of), ("auto", "xla")):
         budget = Budget(int(_OF_A_CARD * memory_of(target)))
         row = {"target": target, "budget_gib": budget.device / GIB, "kernels": kernels}
         for shape, config in SHAPES.items():

@@ -174,8 +174,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(json.dumps(row), flush=True)
         del params
         table += torch_rows(args.shape, args.rows)
+    suffix = "" if args.kernels == ["auto"] else "_" + "-".join(args.kernels)
     record(
-        f"step_{args.shape}",
+        f"step_{args.shape}{suffix}",
         with_ratios(table),
         args.out,
         ceiling_tflops=ceilings.flops / 1e12,

@@ -33,8 +33,8 @@ def full() -> Transformer:
 
 @pytest.fixture(scope="module")
 def exact(full: Transformer) -> Iterator[LLM]:
-    """In float32, which takes portable forms."""
-    with LLM(full, max_num_batched_tokens=2048, kv_pool=POOL, progress=False) as llm:
+    """In float32 by portable forms."""
+    with LLM(full, max_num_batched_tokens=2048, kv_pool=POOL, kernels="xla", progress=False) as llm:
         yield llm
 
 

@@ -14,10 +14,7 @@ from tests.decoding import test_trajectories as recorded
 from tests.engines import engine_of
 from tests.prefilling import test_recorded_runs as long
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:experts are multiplied by a slow, portable form"),  # in f32
-]
+pytestmark = pytest.mark.gpu
 
 case, model = recorded.case, recorded.model
 

@@ -13,14 +13,21 @@ pytestmark = pytest.mark.usefixtures("no_card")
 
 
 @pytest.mark.parametrize(
-    ("target", "dtype", "in_tiles"),
-    [("h200", "bfloat16", 0), ("h200", "float32", 1), ("a100-80gb", "bfloat16", 1), ("l40s", "float16", 1)],
+    ("target", "dtype", "kernels", "in_tiles"),
+    [
+        ("h200", "bfloat16", "auto", 0),
+        ("h200", "float32", "auto", 0),
+        ("h200", "bfloat16", "xla", 1),
+        ("a100-80gb", "bfloat16", "auto", 0),
+        ("l40s", "float16", "xla", 1),
+    ],
 )
 def test_tiles_of_scores_exist_where_attention_is_not_one_kernel(
-    llada: Path, target: str, dtype: str, in_tiles: int
+    llada: Path, target: str, dtype: str, kernels: str, in_tiles: int
 ):
     result = run(
-        *(llada, "--target", target, "--dtype", dtype, "--mask-ratio", "0.01", "--no-check"),
+        *(llada, "--target", target, "--dtype", dtype, "--kernels", kernels, "--mask-ratio", "0.01"),
+        "--no-check",
         context=512,
         memory="80GiB",
     )

@@ -43,10 +43,12 @@ class Partials(NamedTuple):
 _SIZES: SizeTable[ProductSizes] = {
     2: (
         (16, 99, ProductSizes(16, 128, 64, Schedule(4, 4))),
+        (32, 227, ProductSizes(32, 128, 64, Schedule(4, 3))),
         (32, 99, ProductSizes(32, 128, 64, Schedule(4, 4))),
-        (64, 99, ProductSizes(64, 128, 64, Schedule(8, 3))),
-        (MANY, 163, ProductSizes(128, 128, 64, Schedule(8, 4))),
-        (MANY, 99, ProductSizes(128, 128, 32, Schedule(8, 3))),
+        (64, 99, ProductSizes(64, 128, 64, Schedule(8, 4))),
+        (256, 227, ProductSizes(128, 128, 64, Schedule(8, 5))),
+        (MANY, 227, ProductSizes(128, 128, 64, Schedule(8, 4))),
+        (MANY, 99, ProductSizes(128, 64, 64, Schedule(8, 4))),
     ),
     4: ((MANY, 99, ProductSizes(32, 32, 32, Schedule(4, 2))),),
 }

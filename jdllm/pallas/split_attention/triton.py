@@ -23,6 +23,7 @@ _PROGRAMS = 512
 _SIZES: SizeTable[Sizes] = {
     2: (
         (64, 99, Sizes(64, 64, Schedule(4, 4))),
+        (128, 227, Sizes(64, 64, Schedule(4, 3))),
         (128, 163, Sizes(64, 64, Schedule(4, 4))),
         (128, 99, Sizes(64, 64, Schedule(4, 2))),
         (256, 163, Sizes(32, 64, Schedule(4, 2))),
