@@ -2,7 +2,7 @@
 
 Run as `python3 -m benchmarks triton_sizes [--cases skinny_matmul split_attention-28x4-131072]` on a card. A
 case starts at the sizes that the package has for the card. One of them at a time is halved or doubled, and
-the fastest is the next start, until none is faster by a hundredth. The record has all that was tried, the
+the fastest is the next start, until none is faster by a hundredth. An operator's record has what ran, the
 fastest first. The tables of the package are in the modules `jdllm.pallas.*.triton`.
 """
 
@@ -182,9 +182,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = case_parser("triton_sizes", __doc__)
     parser.add_argument("--cases", nargs="+", help="names, or how they begin", default=list(CASES))
     args = parser.parse_args(arguments)
-    table: list[dict[str, Any]] = []
-    for name, case in CASES.items():
-        if name.startswith(tuple(args.cases)):
-            tried = climb(case(), lambda sizes, seconds, name=name: print_row(row_of(name, sizes, seconds)))
-            table += [row_of(name, sizes, tried[sizes]) for sizes in sorted(tried, key=lambda s: tried[s])]
-    record("triton_sizes", table, args.out)
+    wanted = [name for name in CASES if name.startswith(tuple(args.cases))]
+    for operator, names in itertools.groupby(wanted, lambda name: name.partition("-")[0]):
+        table: list[dict[str, Any]] = []
+        for name in names:
+            tried = climb(CASES[name](), lambda sizes, s, name=name: print_row(row_of(name, sizes, s)))
+            ran = sorted((seconds, sizes) for sizes, seconds in tried.items() if seconds < math.inf)
+            table += [row_of(name, sizes, seconds) for seconds, sizes in ran]
+        record(f"triton_sizes_{operator}", table, args.out)

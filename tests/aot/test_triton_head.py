@@ -25,9 +25,9 @@ CASES = [
     (32, Level.MOMENTS, jnp.float32),
 ]
 
-MOST_SPILLED = 384
-"""Bytes of a thread, once for each tile of ids: logits, noise and ids of a tile of many rows do not all fit
-into registers, of which its product takes a quarter."""
+MOST_SPILLED = 448
+"""Bytes of a thread, once for each tile of many rows on cards with room for 128 ids in it: logits, noise and
+ids do not all fit into registers, of which the product takes a quarter."""
 
 
 def operands(rows: int, dtype) -> tuple[Any, Any, RowSampling]:
@@ -46,7 +46,8 @@ def test_it_fits_the_card(kernels: list[Any], monkeypatch: pytest.MonkeyPatch, c
     for rows, level, dtype in CASES:
         decide = functools.partial(form.masked_logits_triton, level=level)
         jax.jit(decide).trace(*operands(rows, dtype)).lower(lowering_platforms=("cuda",))
-        check_kernel(kernels[-1], dtype, capability, MOST_SPILLED if rows > 32 else 8)
+        is_large = rows > 64 and triton_launch.shared_kib(capability) >= 227
+        check_kernel(kernels[-1], dtype, capability, MOST_SPILLED if is_large else 8)
     assert len(kernels) == len(CASES)
 
 
