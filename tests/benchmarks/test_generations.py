@@ -1,10 +1,21 @@
 """Whole generations on a small model, and the floor of ragged ones, counted by hand."""
 
+import time
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks.generations import generation, generation_flops, measure, prompt_lengths
+from benchmarks.generations import (
+    MOST_TIMED,
+    generation,
+    generation_flops,
+    measure,
+    measure_prompts,
+    prompt_lengths,
+)
 from benchmarks.shapes import SHAPES
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.execution.module import Transformer
@@ -18,8 +29,30 @@ def test_a_row_counts_tokens_and_steps():
     sampling = SamplingParams(gen_length=8, block_length=4, cache="dual", early_stop=False)
     row = measure(llm, 2, 5, sampling)
     assert row["steps"] == row["evaluated"] == 8
+    assert row["compiled"] == 0
     assert row["tokens_s"] * row["seconds"] == pytest.approx(16)
     assert row["steps_ms"] * 8 == pytest.approx(1e3 * row["seconds"])
+
+
+@pytest.mark.parametrize(("compiling", "timed"), [(1, 2), (3, 4), (9, 1 + MOST_TIMED)])
+def test_a_run_that_compiled_is_not_timed_if_another_may_not(compiling: int, timed: int):
+    """Runs, the first `compiling` of which compile, evaluate their number."""
+    llm: Any = SimpleNamespace(
+        config=small("llada-8b"), engine=SimpleNamespace(evaluated=0), executables=SimpleNamespace(compiled=0)
+    )
+    runs: list[int] = []
+
+    def generate(**_: Any) -> list[SimpleNamespace]:
+        runs.append(len(runs) + 1)
+        llm.engine.evaluated += runs[-1]
+        llm.executables.compiled += runs[-1] <= compiling
+        time.sleep(1e-4)
+        return [SimpleNamespace(nfe=8)]
+
+    llm.generate = generate
+    row = measure_prompts(llm, [5], SamplingParams(gen_length=8))
+    assert row["evaluated"] == runs[-1] == timed
+    assert row["compiled"] == (timed <= compiling)
 
 
 def test_the_workload_is_that_of_the_published_comparison():

@@ -172,11 +172,12 @@ class TestChoice:
         q, k, v = (jnp.asarray(a, jnp.bfloat16) for a in inputs(4, 4, 2, 1, head_dim))
         attention(q, k, v, *ranges("full", 4, 4), scale=SCALE, **options)
 
-    def test_it_runs_where_it_is_asked_for(self, on, triton_form):
+    def test_it_runs_where_no_other_kernel_can(self, on, triton_form):
         on(A100)
         self.run()
-        assert choices()[0].form == "xla"
-        self.run(implementation="triton")
+        on(HOPPER)
+        self.run(head_dim=80)
+        assert [choice.form for choice in choices()] == ["triton"] * 2
 
     def test_it_runs_where_it_is_preferred(self, on, triton_form):
         on(HOPPER._replace(kernels="triton"))

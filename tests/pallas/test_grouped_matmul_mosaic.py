@@ -251,9 +251,9 @@ class TestChoice:
     @pytest.mark.parametrize(
         ("device", "dtype", "reason"),
         [
-            (Target(True, 8.0), jnp.bfloat16, "Hopper only"),
-            (Target(True, 10.0), jnp.bfloat16, "Hopper only"),
-            (Target(True, 9.0), jnp.float32, "not of float32"),
+            (Target(True, 8.0, triton=False), jnp.bfloat16, "Hopper only"),
+            (Target(True, 10.0, triton=False), jnp.bfloat16, "needs jax-triton"),
+            (Target(True, 9.0, triton=False), jnp.float32, "not of float32"),
         ],
     )
     def test_a_card_that_cannot_run_the_kernel_is_warned_about(

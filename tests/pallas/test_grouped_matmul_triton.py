@@ -172,12 +172,12 @@ class TestChoice:
         x, weights = jnp.ones((3, 24)), jnp.ones((2, 24, 40))
         assert grouped_matmul(x, weights, jnp.asarray([1, 2]), implementation=implementation) == "product"
 
-    def test_it_runs_where_it_is_asked_for_or_preferred(self, chosen, monkeypatch):
+    def test_it_runs_where_it_is_asked_for_or_preferred_or_the_only_kernel(self, chosen, monkeypatch):
         self.call(monkeypatch, Target(True, 8.0), "triton")
         self.call(monkeypatch, Target(True, 9.0, kernels="triton"))
-        with pytest.warns(UserWarning, match="not of float32$"):
-            self.call(monkeypatch, Target(True, 9.0))
-        assert chosen == ["grouped_matmul_triton"] * 2 + ["grouped_matmul_padded"]
+        self.call(monkeypatch, Target(True, 8.0))
+        self.call(monkeypatch, Target(True, 9.0))
+        assert chosen == ["grouped_matmul_triton"] * 4
 
     def test_cards_without_it_are_warned_about_unless_it_is_turned_off(self, chosen, monkeypatch):
         old = Target(True, 7.5, kernels="triton")

@@ -227,7 +227,7 @@ class TestRefusals:
             check_mosaic_gpu(x, (w,))
 
     def test_heads_that_no_block_can_rotate(self, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(api, "target", lambda: Target(True, 9.0))
+        monkeypatch.setattr(api, "target", lambda: Target(True, 9.0, triton=False))
         x, stacks = operands(8, 96, 64, 3)
         angles = jnp.ones((8, 24))
         rotation = jnp.cos(angles), jnp.sin(angles)
@@ -301,8 +301,8 @@ class TestChoice:
         [
             (Target(True, 9.0), jnp.bfloat16, "mosaic_gpu"),
             (Target(True, None), jnp.float16, "mosaic_gpu"),
-            (Target(True, 9.0), jnp.float32, "xla"),
-            (Target(True, 8.0), jnp.bfloat16, "xla"),
+            (Target(True, 9.0, triton=False), jnp.float32, "xla"),
+            (Target(True, 8.0, triton=False), jnp.bfloat16, "xla"),
             (Target(False, None), jnp.bfloat16, "xla"),
         ],
     )

@@ -87,8 +87,8 @@ class TestPortable:
         for default, xla in zip(run(c, None), run(c, "xla"), strict=True):
             np.testing.assert_array_equal(default, xla)
 
-    def test_the_default_on_a_hopper_card_is_xla_where_the_kernel_cannot_run(self, monkeypatch):
-        monkeypatch.setattr(api, "target", lambda: Target(on_cuda=True, capability=9.0))
+    def test_the_default_on_a_hopper_card_is_xla_where_no_kernel_can_run(self, monkeypatch):
+        monkeypatch.setattr(api, "target", lambda: Target(True, 9.0, triton=False))
         c = case(RAGGED, dtype=jnp.float32)
         for default, xla in zip(run(c, None), run(c, "xla"), strict=True):
             np.testing.assert_array_equal(default, xla)

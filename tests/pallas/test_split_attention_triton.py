@@ -127,11 +127,12 @@ class TestChoice:
         c = case(RAGGED, dtype=jnp.float32)
         return split_attention(*c[:4], layer=c.layer, scale=c.scale, **options)
 
-    def test_it_runs_where_it_is_asked_for(self, on, form: Any):
-        on(8.0)
-        for asked, portable in zip(self.run(implementation="triton"), self.run(), strict=True):
-            np.testing.assert_allclose(asked, portable, rtol=1e-5, atol=1e-6)
-        assert choices()[0].form == "xla"
+    @pytest.mark.parametrize("capability", [8.0, 9.0])
+    def test_it_runs_where_no_other_kernel_can(self, on, form: Any, capability: float):
+        on(capability)
+        for default, portable in zip(self.run(), self.run(implementation="xla"), strict=True):
+            np.testing.assert_allclose(default, portable, rtol=1e-5, atol=1e-6)
+        assert choices()[0].form == "triton"
 
     def test_cards_before_ampere_do_not_have_it(self, on):
         on(7.5)
