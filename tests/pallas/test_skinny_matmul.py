@@ -1,5 +1,7 @@
 """Products of a few rows against float64: the portable form, and the Hopper kernel in interpret mode."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +17,8 @@ from jdllm.pallas.skinny_matmul.tiles import DEPTH, Tiles
 from tests.pallas.rotation import turned
 
 LAYERS, LAYER = 3, 1
+
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.fixture
@@ -75,26 +79,26 @@ class TestKernel:
     @pytest.mark.parametrize(
         ("weights", "gated", "tiles"),
         [
-            (1, False, Tiles(32, 1, 2)),
-            (1, False, Tiles(32, 2, 2)),
+            slow(1, False, Tiles(32, 1, 2)),
+            slow(1, False, Tiles(32, 2, 2)),
             (1, False, Tiles(80, 5, 1)),
             (2, False, Tiles(48, 3, 2)),
-            (3, False, Tiles(32, 1, 8)),
+            slow(3, False, Tiles(32, 1, 8)),
             (2, True, Tiles(48, 1, 3)),
-            (2, True, Tiles(96, 1, 2)),
-            (1, False, None),
+            slow(2, True, Tiles(96, 1, 2)),
+            slow(1, False, None),
             (3, False, None),
             (2, True, None),
         ],
     )
-    @pytest.mark.parametrize("chained", [False, pytest.param(True, marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("chained", [False, slow(True)])
     def test_cuts(self, weights: int, gated: bool, tiles: Tiles | None, chained: bool):
         """The last block has columns beyond the weights, and parts of five steps differ."""
         x, stacks = operands(20, 80, 5 * DEPTH, weights, gated)
         actual = skinny_matmul_mosaic_gpu(x, stacks, layer=LAYER, gated=gated, chained=chained, tiles=tiles)
         check(actual, x, stacks, gated)
 
-    @pytest.mark.parametrize("rows", [1, 8, 32, 64])
+    @pytest.mark.parametrize("rows", [1, slow(8), slow(32), 64])
     @pytest.mark.parametrize(("gated", "tiles"), [(True, Tiles(32, 1, 2)), (False, Tiles(32, 2, 2))])
     def test_rows(self, rows: int, gated: bool, tiles: Tiles):
         x, stacks = operands(rows, 64, 128, 2, gated)
@@ -108,7 +112,7 @@ class TestKernel:
     @pytest.mark.parametrize(
         ("head_dim", "tiles"), [(64, Tiles(32, 1, 2)), (128, Tiles(64, 1, 3)), (128, None)]
     )
-    @pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("dtype", [jnp.bfloat16, slow(jnp.float16)])
     def test_rotated_queries_and_keys(self, head_dim: int, tiles: Tiles | None, dtype):
         x, stacks = operands(13, 256, 128, 3, dtype=dtype)
         angles = jnp.asarray(np.random.default_rng(0).uniform(0, 6, (13, head_dim // 2)), jnp.float32)
@@ -123,7 +127,7 @@ class TestKernel:
                     np.asarray(form, np.float64), exact, rtol=float(jnp.finfo(dtype).eps), atol=1e-4
                 )
 
-    @pytest.mark.parametrize("outputs", [(64, 32), pytest.param((48, 16, 80), marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("outputs", [(64, 32), slow((48, 16, 80))])
     @pytest.mark.parametrize("biased", [False, True])
     def test_weights_of_different_outputs(self, outputs: tuple[int, ...], biased: bool):
         """Blocks of one weight each, the last of each with columns beyond it."""
@@ -165,7 +169,7 @@ class TestKernel:
         kept = np.r_[4:9, 10:16]
         np.testing.assert_array_equal(np.asarray(whole)[kept], np.asarray(changed)[kept])
 
-    @pytest.mark.parametrize("tiles", [Tiles(32, 1, 2), Tiles(32, 2, 2), None])
+    @pytest.mark.parametrize("tiles", [slow(Tiles(32, 1, 2)), Tiles(32, 2, 2), None])
     def test_sums_in_parts(self, tiles: Tiles | None):
         x, (stack,) = operands(20, 64, 5 * DEPTH, 1)
         parts = skinny_parts_mosaic_gpu(x, stack, layer=LAYER, chained=True, tiles=tiles)
