@@ -46,6 +46,7 @@ CASES = {
     "grouped_matmul": Case("benchmarks.operators.grouped_matmul:main", "products of experts"),
     "skinny_matmul": Case("benchmarks.operators.skinny_matmul:main", "products of few rows"),
     "triton_sizes": Case("benchmarks.operators.triton_sizes:main", "sizes of Triton's kernels for a card"),
+    "triton_compiled": Case("benchmarks.operators.triton_compiled:main", "what they take of any card"),
     "plan": Case("benchmarks.planning.parts:main", "what fits, how fast it plans, whether a card agrees"),
     "plan_peak": Case("benchmarks.planning.card:print_peak", "the peak of one step, for `plan`"),
     "tiers": Case("benchmarks.tiers:main", "layers with host memory"),

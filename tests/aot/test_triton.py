@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks.operators import triton_compiled
 from jdllm.decoding.executables import temp_bytes
 from jdllm.pallas import triton_launch
 from jdllm.pallas.attention import attention
@@ -85,6 +86,15 @@ def test_split_attention_fits_the_card(
         traced.lower(lowering_platforms=("cuda",))
         check_kernel(kernels[-1], dtype, capability)
     assert len(kernels) == len(SPLIT_CASES)
+
+
+def test_the_table_of_a_card():
+    rows = list(triton_compiled.measure("rtx4090"))
+    assert [row["kernel"] for row in rows] == list(triton_compiled.CASES)
+    for row in rows:
+        assert (row["capability"], row["of_kib"], row["spilled"]) == (8.9, 99, 0)
+        assert 0 < row["registers"] <= 255
+        assert 0 < row["shared_kib"] <= 99
 
 
 def test_a_kernel_is_compiled_once_whatever_the_number_of_rows(kernels: list[Any]):
