@@ -7,6 +7,7 @@ fastest first. The tables of the package are in the modules `jdllm.pallas.*.trit
 """
 
 import functools
+import importlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,9 +23,6 @@ from benchmarks.record import median_seconds, print_row, record
 from benchmarks.shapes import SHAPES
 from jdllm.pallas.device import target
 from jdllm.pallas.masked_logits import Level
-from jdllm.pallas.masked_logits import triton as head_triton
-from jdllm.pallas.skinny_matmul import triton as skinny_triton
-from jdllm.pallas.split_attention import triton as split_triton
 from jdllm.pallas.triton_launch import LEAST, ProductSizes, Schedule, Sizes
 
 GAIN = 0.01
@@ -112,26 +110,31 @@ def _unless_refused[T](call: Callable[[Any], T], sizes: AnySizes) -> T | None:
         return None
 
 
+def form_of(operator: str) -> Any:
+    """The module of an operator's form. Triton is imported where it runs: tests interpret it elsewhere."""
+    return importlib.import_module(f"jdllm.pallas.{operator}.triton")
+
+
 def skinny_case(rows: int) -> Case:
     """All products of a layer with so many rows."""
-    products = skinny_matmul.products_of(SHAPE).values()
+    products, of_triton = skinny_matmul.products_of(SHAPE).values(), form_of("skinny_matmul")
     operands = [(product, *skinny_matmul.draw(product, rows)) for product in products]
 
     def build(sizes: ProductSizes) -> Timer:
         calls = []
         for product, x, stacks in operands:
-            kernel = functools.partial(skinny_triton.skinny_matmul_triton, gated=product.gated, sizes=sizes)
+            kernel = functools.partial(of_triton.skinny_matmul_triton, gated=product.gated, sizes=sizes)
             form = lambda x, stacks, layer, own, kernel=kernel: kernel(x, stacks, layer=layer)  # noqa: E731
             calls.append(skinny_matmul.compiled_form(form, False, x, stacks, product))
         return lambda: sum(median_seconds(call) / number for call, number in calls)
 
-    start = skinny_triton.sizes_for(rows, ITEMSIZE, target().capability)
+    start = of_triton.sizes_for(rows, ITEMSIZE, target().capability)
     return Case(start, ("columns", "depth"), build)
 
 
 def head_case(rows: int) -> Case:
     """Masked logits of so many rows, without noise."""
-    scale = masked_logits.LOGIT_SPREAD / math.sqrt(SHAPE.hidden_size)
+    of_triton, scale = form_of("masked_logits"), masked_logits.LOGIT_SPREAD / math.sqrt(SHAPE.hidden_size)
     shapes = (rows, SHAPE.hidden_size), (SHAPE.vocab_size, SHAPE.hidden_size)
     hidden, head = (
         jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate(shapes)
@@ -139,25 +142,25 @@ def head_case(rows: int) -> Case:
     head, asked = scale * head, masked_logits.sampling(rows, SHAPE.vocab_size, noise=False)
 
     def build(sizes: ProductSizes) -> Timer:
-        form = functools.partial(head_triton.masked_logits_triton, level=Level.TOP, sizes=sizes)
+        form = functools.partial(of_triton.masked_logits_triton, level=Level.TOP, sizes=sizes)
         return masked_logits.compiled_form(form, hidden, head, asked, rows).seconds
 
-    start = head_triton.sizes_for(rows, ITEMSIZE, target().capability)
+    start = of_triton.sizes_for(rows, ITEMSIZE, target().capability)
     return Case(start, ("columns", "depth", *["rows"] * (rows > start.rows)), build)
 
 
 def split_case(heads: int, kv_heads: int, keys: int) -> Case:
     """Attention of a block to so many keys of the pool, which lie together."""
-    operands = split_attention.draw(heads, kv_heads, keys)
+    of_triton, operands = form_of("split_attention"), split_attention.draw(heads, kv_heads, keys)
     moved = split_attention.moved_bytes(keys, kv_heads, split_attention.HEAD_DIM)
 
     def build(sizes: Sizes) -> Timer:
         scale = split_attention.HEAD_DIM**-0.5
-        form = functools.partial(split_triton.split_attention_triton, scale=scale, sizes=sizes)
+        form = functools.partial(of_triton.split_attention_triton, scale=scale, sizes=sizes)
         call, number = split_attention.compiled_form(form, operands, moved)
         return lambda: median_seconds(call) / number
 
-    start = split_triton.sizes_for(split_attention.HEAD_DIM, ITEMSIZE, target().capability)
+    start = of_triton.sizes_for(split_attention.HEAD_DIM, ITEMSIZE, target().capability)
     return Case(start, ("rows", "keys"), build)
 
 
