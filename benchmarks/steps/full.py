@@ -1,10 +1,10 @@
 """Time of one full denoising step with random weights, half of the rows masked and evaluated.
 
 Run as `python3 -m benchmarks step [--shape llada-8b] [--rows 1024 4096] [--kernels auto triton]
-[--peers] [--out DIR]` on a card.
-The floor is the larger of flops over the measured matrix rate and weight bytes over the measured copy rate.
-`--peers` measures the same step in plain JAX and, where it is installed, in torch; `ratio` is a peer's time
-over ours.
+[--dtype float32] [--peers] [--out DIR]` on a card.
+The floor is the larger of flops over the measured matrix rate, which is that of bfloat16, and weight bytes
+over the measured copy rate. `--peers` measures the same step in plain JAX and, where it is installed, in torch;
+`ratio` is a peer's time over ours.
 """
 
 import itertools
@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, get_args
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -48,10 +47,10 @@ MAX_NUM_LOGITS = 512
 OURS = "jdllm"
 
 
-def attention_form(config: ModelConfig, kernels: Kernels = "auto") -> str:
+def attention_form(config: ModelConfig, kernels: Kernels = "auto", dtype: str = "bfloat16") -> str:
     """The attention that a step runs by default here."""
     with preferring(kernels):
-        form = planned_attention(config, "bfloat16", target())
+        form = planned_attention(config, dtype, target())
     assert form is not None
     return form
 
@@ -87,19 +86,19 @@ def measure(
     params: Params, shape: str, rows: int, ceilings: Ceilings, kernels: Kernels = "auto"
 ) -> dict[str, float | int | str]:
     """One row of the table."""
-    config = SHAPES[shape]
+    config, dtype = SHAPES[shape], params["embed"].dtype.name
     start = time.perf_counter()
     executable, batch = compile_step(params, config, rows, kernels)
     compile_seconds = time.perf_counter() - start
     seconds = median_seconds(lambda: executable(params, batch, np.int32(STEPS))) / STEPS
     flops = step_flops(config, rows, rows // 2)
-    floor = max(flops / ceilings.flops, param_bytes(config, jnp.bfloat16) / ceilings.bytes)
+    floor = max(flops / ceilings.flops, param_bytes(config, dtype) / ceilings.bytes)
     return {
         "shape": shape,
         "rows": rows,
         "masked": rows // 2,
         **({} if kernels == "auto" else {"kernels": kernels}),
-        "attention": attention_form(config, kernels),
+        "attention": attention_form(config, kernels, dtype),
         "step_ms": 1e3 * seconds,
         "floor_ms": 1e3 * floor,
         "share_of_ceiling": floor / seconds,
@@ -157,13 +156,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--kernels", nargs="+", choices=get_args(Kernels), default=["auto"], help="ratios are to the first"
     )
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--peers", action="store_true", help="measure the same step elsewhere too")
     args = parser.parse_args(arguments)
+    if args.peers and args.dtype != "bfloat16":
+        parser.error("peers run in bfloat16")
     if args.peers:
         # The pool is never given back: torch gets what is left of the card.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     ceilings = measure_ceilings()
-    params = Transformer(SHAPES[args.shape], rngs=nnx.Rngs(0), dtype="bfloat16").params()
+    params = Transformer(SHAPES[args.shape], rngs=nnx.Rngs(0), dtype=args.dtype).params()
     table = []
     for rows, kernels in itertools.product(args.rows, args.kernels):
         table.append({"system": OURS, **measure(params, args.shape, rows, ceilings, kernels)})
@@ -175,6 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         del params
         table += torch_rows(args.shape, args.rows)
     suffix = "" if args.kernels == ["auto"] else "_" + "-".join(args.kernels)
+    suffix += "" if args.dtype == "bfloat16" else f"_{args.dtype}"
     record(
         f"step_{args.shape}{suffix}",
         with_ratios(table),

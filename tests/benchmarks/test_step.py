@@ -1,8 +1,15 @@
 """How the step's benchmark puts ours and the peers side by side."""
 
+import json
+from pathlib import Path
+
 import pytest
 
+from benchmarks.record import Ceilings
+from benchmarks.shapes import SHAPES
+from benchmarks.steps import full
 from benchmarks.steps.full import parse_rows, with_ratios
+from tests.benchmarks.shapes import small
 
 
 def test_rows_of_a_peer_are_the_json_lines_and_all_lines_are_shown(capsys: pytest.CaptureFixture[str]):
@@ -24,3 +31,16 @@ def test_ratio_is_the_time_of_a_peer_over_ours_at_the_same_rows():
         ("jax", 16, 0.5),
         ("torch-eager", 16, 2.0),
     ]
+
+
+@pytest.mark.slow
+def test_kernels_and_types_have_records_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(SHAPES, "small", small("llada-8b"))
+    monkeypatch.setattr(full, "measure_ceilings", lambda: Ceilings(1e12, 1e11))
+    options = ["--shape", "small", "--rows", "16", "--dtype", "float32", "--kernels", "auto", "xla"]
+    full.main([*options, "--out", str(tmp_path)])
+    (path,) = tmp_path.iterdir()
+    assert path.name == "step_small_auto-xla_float32.json"
+    assert [row["attention"] for row in json.loads(path.read_text())["rows"]] == ["xla", "xla"]
+    with pytest.raises(SystemExit):
+        full.main([*options, "--peers"])
