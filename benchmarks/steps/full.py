@@ -3,8 +3,8 @@
 Run as `python3 -m benchmarks step [--shape llada-8b] [--rows 1024 4096] [--kernels auto triton]
 [--dtype float32] [--peers] [--out DIR]` on a card.
 The floor is the larger of flops over the measured matrix rate, which is that of bfloat16, and weight bytes
-over the measured copy rate. `--peers` measures the same step in plain JAX and, where it is installed, in torch;
-`ratio` is a peer's time over ours.
+over the measured copy rate. `--peers` measures the same step in plain JAX and, where it is installed, in
+torch; `ratio` is a peer's time over ours.
 """
 
 import itertools
