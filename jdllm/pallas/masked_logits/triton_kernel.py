@@ -2,8 +2,8 @@
 
 A program multiplies some rows with a part of the vocabulary, a tile after the other, and keeps a few numbers
 of each row. The ids of a tile are those of `PAIRS` counters of the noise (`jdllm.noise.vocabulary_bits`): one
-call of the generator gives the bits of two ids that are `jdllm.noise.LANES` apart, so that each of them has a
-product.
+call of the generator gives the bits of two ids that are `jdllm.noise.LANES` apart, one of each half of the
+tile's columns.
 """
 
 # Called from Python a kernel's function raises: that is all that its type says.
