@@ -91,6 +91,12 @@ class Pooled(NamedTuple):
     v: jax.Array
     table: PageTable
 
+    @property
+    def moved(self) -> int:
+        """Bytes of a layer's keys and values that requests see."""
+        _, _, kv_heads, _, head_dim = self.k.shape
+        return moved_bytes(int(self.table.valid.sum()), kv_heads, head_dim)
+
 
 def draw(
     heads: int,
@@ -118,15 +124,11 @@ def moved_bytes(keys: int, kv_heads: int, head_dim: int) -> int:
 
 
 def compiled_form(
-    form: Form, operands: Pooled, moved: int, *, chained: bool = False
+    form: Form, operands: Pooled, *, chained: bool = False
 ) -> tuple[Callable[[], list[AttentionOutput]], int]:
-    """Calls of a form with layer after layer, compiled, and how many of them are one call's.
-
-    Arguments:
-    - `moved`: bytes of a layer's keys and values.
-    """
+    """Calls of a form with layer after layer, compiled, and how many of them are one call's."""
     layers = len(operands.k)
-    repeats = math.ceil(LEAST_SECONDS / (layers * (moved / BYTES_PER_SECOND + 1e-5)))
+    repeats = math.ceil(LEAST_SECONDS / (layers * (operands.moved / BYTES_PER_SECOND + 1e-5)))
     executable = compiled(repeated(form, layers, repeats), *operands, chained=chained)
     return functools.partial(executable, *operands), layers * repeats
 
@@ -146,14 +148,16 @@ def measure(
     kv_heads: int,
     keys: int,
     *,
-    queries: int = QUERIES,
     head_dim: int = HEAD_DIM,
-    page_rows: int = 64,
-    requests: int = 1,
     implementations: Sequence[str] = tuple(FORMS),
     tilings: Sequence[Tiles] = (),
+    **sizes: int,
 ) -> Iterator[dict[str, Any]]:
-    """Rows of the table: contiguous and scattered keys, each form, and the kernel under each of `tilings`."""
+    """Rows of the table: contiguous and scattered keys, each form, and the kernel under each of `tilings`.
+
+    Arguments:
+    - `sizes`: queries, rows of a page and requests, as of `draw`.
+    """
     scale = head_dim**-0.5
     forms: list[tuple[dict[str, Any], Form]] = [
         (
@@ -170,23 +174,21 @@ def measure(
         for tiles in tilings
     ]
     for segments in ((1.0,), SEGMENTS):
-        sizes = {"queries": queries, "head_dim": head_dim, "page_rows": page_rows, "requests": requests}
-        operands = draw(heads, kv_heads, keys, **sizes, segments=segments)
-        moved = moved_bytes(requests * keys, kv_heads, head_dim)
-        last = len(operands.k) - 1
+        operands = draw(heads, kv_heads, keys, head_dim=head_dim, segments=segments, **sizes)
+        moved, last = operands.moved, len(operands.k) - 1
         exact = functools.partial(split_attention, layer=last, scale=scale, implementation="reference")
         reference = compiled(exact, *operands)(*operands)
         for columns, form in forms:
             chained = columns["implementation"] == "chained"
-            call, number = compiled_form(form, operands, moved, chained=chained)
+            call, number = compiled_form(form, operands, chained=chained)
             seconds = median_seconds(call) / number
             yield {
                 "kv_heads": kv_heads,
                 "heads": heads,
                 "keys": keys,
                 "segments": len(segments),
-                "requests": requests,
-                "page_rows": page_rows,
+                "requests": len(operands.q),
+                "page_rows": operands.k.shape[3],
                 **columns,
                 "us": 1e6 * seconds,
                 "tb_s": moved / seconds / 1e12,

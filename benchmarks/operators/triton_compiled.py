@@ -34,6 +34,10 @@ TARGETS = ("a100-80gb", "rtx3090", "l40s", "h100", "b200", "rtx5090")
 """One of each compute capability."""
 
 
+Case = tuple[Callable[..., Any], tuple[Any, ...]]
+"""An operator and its operands."""
+
+
 class Taken(NamedTuple):
     """Of one kernel: registers of a thread, bytes of these that are spilled, bytes of shared memory."""
 
@@ -78,18 +82,18 @@ def shape(*sizes: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
-def attention_case(rows: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def attention_case(rows: int) -> Case:
     q, bounds = shape(rows, LLADA.num_heads, LLADA.head_dim), shape(rows, dtype=jnp.int32)
     return functools.partial(attention, scale=LLADA.head_dim**-0.5), (q, q, q, bounds, bounds)
 
 
-def split_case(heads: int, kv_heads: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def split_case(heads: int, kv_heads: int) -> Case:
     pool = shape(2, 2048, kv_heads, 64, 128)
     table = PageTable._make(shape(n, dtype=jnp.int32) for n in (1024, 1024, 2))
     return functools.partial(split_attention, scale=0.1), (shape(1, 32, heads, 128), pool, pool, table)
 
 
-def head_case(rows: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def head_case(rows: int) -> Case:
     i, u, f, b = (shape(rows, dtype=t) for t in (jnp.int32, jnp.uint32, jnp.float32, jnp.bool_))
     bans = shape(rows, 2, dtype=jnp.int32)
     asked = RowSampling._make(((u, u), i, f, b, i, f, f, i, bans, bans))
@@ -97,7 +101,7 @@ def head_case(rows: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return functools.partial(masked_logits, level=Level.TOP), operands
 
 
-def experts_case(rows: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def experts_case(rows: int) -> Case:
     assert MOE.moe is not None
     weights = shape(MOE.moe.experts, MOE.hidden_size, MOE.moe.expert_size)
     sizes = shape(MOE.moe.experts, dtype=jnp.int32)
@@ -108,7 +112,7 @@ def experts_case(rows: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return multiply, (shape(rows, MOE.hidden_size), weights, sizes, weights)
 
 
-def few_rows_case(*outputs: int, gated: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def few_rows_case(*outputs: int, gated: bool) -> Case:
     stacks = [shape(2, n, LLADA.hidden_size) for n in outputs]
     return functools.partial(skinny_matmul, layer=1, gated=gated), (shape(32, LLADA.hidden_size), stacks)
 

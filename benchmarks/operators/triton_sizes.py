@@ -152,12 +152,11 @@ def head_case(rows: int) -> Case:
 def split_case(heads: int, kv_heads: int, keys: int) -> Case:
     """Attention of a block to so many keys of the pool, which lie together."""
     of_triton, operands = form_of("split_attention"), split_attention.draw(heads, kv_heads, keys)
-    moved = split_attention.moved_bytes(keys, kv_heads, split_attention.HEAD_DIM)
 
     def build(sizes: Sizes) -> Timer:
         scale = split_attention.HEAD_DIM**-0.5
         form = functools.partial(of_triton.split_attention_triton, scale=scale, sizes=sizes)
-        call, number = split_attention.compiled_form(form, operands, moved)
+        call, number = split_attention.compiled_form(form, operands)
         return lambda: median_seconds(call) / number
 
     start = of_triton.sizes_for(split_attention.HEAD_DIM, ITEMSIZE, target().capability)

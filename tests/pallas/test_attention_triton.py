@@ -179,6 +179,10 @@ class TestChoice:
         self.run(head_dim=80)
         assert [choice.form for choice in choices()] == ["triton"] * 2
 
+    def test_it_runs_where_it_is_asked_for(self, on, triton_form):
+        on(A100)
+        self.run(implementation="triton")
+
     def test_it_runs_where_it_is_preferred(self, on, triton_form):
         on(HOPPER._replace(kernels="triton"))
         self.run()

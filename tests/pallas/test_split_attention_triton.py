@@ -130,8 +130,10 @@ class TestChoice:
     @pytest.mark.parametrize("capability", [8.0, 9.0])
     def test_it_runs_where_no_other_kernel_can(self, on, form: Any, capability: float):
         on(capability)
-        for default, portable in zip(self.run(), self.run(implementation="xla"), strict=True):
-            np.testing.assert_allclose(default, portable, rtol=1e-5, atol=1e-6)
+        outputs = zip(*(self.run(implementation=f) for f in (None, "triton", "xla")), strict=True)
+        for default, asked, portable in outputs:
+            np.testing.assert_array_equal(default, asked)
+            np.testing.assert_allclose(asked, portable, rtol=1e-5, atol=1e-6)
         assert choices()[0].form == "triton"
 
     def test_cards_before_ampere_do_not_have_it(self, on):
