@@ -10,13 +10,14 @@ tokamax needs the extra `bench`.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from benchmarks.cases import case_parser
 from benchmarks.peers.tokamax_operators import attention_tokamax
@@ -44,13 +45,14 @@ CHECKED_ROWS = 1024
 """The reference holds all scores."""
 
 Operands = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
+Form = Callable[..., jax.Array]
 
 
-def draw(lengths: Sequence[int], heads: int, kv_heads: int) -> Operands:
+def draw(lengths: Sequence[int], heads: int, kv_heads: int, dtype: DTypeLike = jnp.bfloat16) -> Operands:
     """Normal queries, keys and values of segments of these lengths, and the ranges of keys."""
     rows = sum(lengths)
     q, k, v = (
-        jax.random.normal(jax.random.key(i), (rows, h, HEAD_DIM), jnp.bfloat16)
+        jax.random.normal(jax.random.key(i), (rows, h, HEAD_DIM), dtype)
         for i, h in enumerate((heads, kv_heads, kv_heads))
     )
     ends = np.cumsum(lengths, dtype=np.int32)
@@ -77,19 +79,23 @@ def attention_flops(lengths: Sequence[int], heads: int) -> float:
     return 4.0 * sum(length**2 for length in lengths) * heads * HEAD_DIM
 
 
-def time_form(form: str, operands: Operands, flops: float) -> tuple[float, dict[str, float]]:
-    """Seconds of one call, and the card's state."""
+def compiled_form(form: Form, operands: Operands, flops: float) -> tuple[Callable[[], jax.Array], int]:
+    """Calls of a form inside one executable, compiled, and how many of them are one call's."""
     inner = math.ceil(CALL_SECONDS / (flops / FLOPS_PER_SECOND + LAUNCH_SECONDS))
 
     def repeat(q: jax.Array, *others: jax.Array) -> jax.Array:
         def body(_: int, last: jax.Array) -> jax.Array:
             again, _ = lax.optimization_barrier((q, last))  # nothing moves out of the loop
-            return attend(form, again, *others)
+            return form(again, *others)
 
         return lax.fori_loop(0, inner, body, jnp.zeros_like(q))
 
-    executable = compiled(repeat, *operands)
-    run = functools.partial(executable, *operands)
+    return functools.partial(compiled(repeat, *operands), *operands), inner
+
+
+def time_form(form: str, operands: Operands, flops: float) -> tuple[float, dict[str, float]]:
+    """Seconds of one call, and the card's state."""
+    run, inner = compiled_form(functools.partial(attend, form), operands, flops)
     calls = math.ceil(LEAST_SECONDS / median_seconds(run, repeats=1, warm_up=1))
     seconds = median_seconds(run, repeats=max(5, calls), warm_up=calls)
     return seconds / inner, sustained(run).state

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from benchmarks.cases import case_parser
 from benchmarks.peers.tokamax_operators import grouped_matmul_tokamax
@@ -45,13 +46,13 @@ class Operands(NamedTuple):
     sizes: jax.Array
 
 
-def draw(form: str, rows: int) -> Operands:
+def draw(form: str, rows: int, dtype: DTypeLike = jnp.bfloat16) -> Operands:
     """Normal rows and weights, and sizes as if each row chose its group by chance."""
     k, n = SIDES[form]
     keys = jax.random.split(jax.random.key(rows), 3)
-    x = jax.random.normal(keys[0], (rows, k), jnp.bfloat16)
+    x = jax.random.normal(keys[0], (rows, k), dtype)
     stacks = [
-        jax.random.normal(key, (LAYERS * GROUPS, k, n), jnp.bfloat16) * jnp.bfloat16(k**-0.5)
+        jax.random.normal(key, (LAYERS * GROUPS, k, n), dtype) * jnp.asarray(k**-0.5, dtype)
         for key in keys[1:]
     ]
     sizes = np.random.default_rng(rows).multinomial(rows, [1 / GROUPS] * GROUPS)
@@ -65,8 +66,8 @@ def floor_seconds(form: str, rows: int) -> float:
     return max(flops / FLOPS_PER_SECOND, moved / BYTES_PER_SECOND)
 
 
-def seconds_of(form: Form, operands: Operands, floor: float) -> float:
-    """Time of one product, in an executable of several milliseconds that takes layer after layer."""
+def compiled_form(form: Form, operands: Operands, floor: float) -> tuple[Callable[[], jax.Array], int]:
+    """Products layer after layer for several milliseconds, compiled, and how many of them are one call's."""
     inner = max(2 * LAYERS, int(LEAST_SECONDS / floor))
 
     def repeat(operands: Operands) -> jax.Array:
@@ -78,8 +79,7 @@ def seconds_of(form: Form, operands: Operands, floor: float) -> float:
         shape = (operands.x.shape[0], operands.weights.shape[2])
         return lax.fori_loop(0, inner, body, jnp.zeros(shape, operands.x.dtype))
 
-    executable = compiled(repeat, operands)
-    return median_seconds(lambda: executable(operands)) / inner
+    return functools.partial(compiled(repeat, operands), operands), inner
 
 
 def relative_error(form: Form, operands: Operands) -> float:
@@ -151,7 +151,8 @@ def measure(
                         runs.append(({"implementation": name}, form_of(name)))
             for columns, function in runs:
                 try:
-                    seconds = seconds_of(function, operands, floor)
+                    call, inner = compiled_form(function, operands, floor)
+                    seconds = median_seconds(call) / inner
                 except RuntimeError as e:
                     if columns["implementation"] != "tokamax":
                         raise

@@ -33,6 +33,9 @@ LOGIT_SPREAD = 3.0
 # The two forms add products in different orders: what f32 sums of 4096 terms may differ by.
 TOLERANCE = 1e-4
 
+ROWS_OF_A_CALL = {2: 8192, 4: 1024}
+"""By bytes of a number: products of float32 take many times as long."""
+
 Form = Callable[[jax.Array, jax.Array, RowSampling], RowDecision]
 
 
@@ -78,7 +81,7 @@ class Repeated(NamedTuple):
 
 def compiled_form(form: Form, hidden: jax.Array, head: jax.Array, rows: RowSampling, size: int) -> Repeated:
     """Repeat `form` inside one executable."""
-    inner = max(4, 8192 // len(hidden))
+    inner = max(4, ROWS_OF_A_CALL[hidden.dtype.itemsize] // len(hidden))
 
     def repeat(hidden: jax.Array, head: jax.Array, rows: RowSampling) -> RowDecision:
         def body(_: int, last: RowDecision) -> RowDecision:

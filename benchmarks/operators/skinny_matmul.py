@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from benchmarks.cases import case_parser
 from benchmarks.record import BYTES_PER_SECOND, compiled, median_seconds, record
@@ -61,17 +62,17 @@ def products_of(config: ModelConfig) -> dict[str, Product]:
     }
 
 
-def draw(product: Product, rows: int) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+def draw(
+    product: Product, rows: int, dtype: DTypeLike = jnp.bfloat16
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Normal rows and stacks of weights that keep the size of what they multiply."""
     one_layer = 2 * sum(product.outputs) * product.k
     layers = max(2, -(-STACK_BYTES // one_layer))
     keys = jax.random.split(jax.random.key(rows), 1 + len(product.outputs))
-    scale = jnp.bfloat16(product.k**-0.5)
-    x = jax.random.normal(keys[0], (rows, product.k), jnp.bfloat16)
+    scale = jnp.asarray(product.k**-0.5, dtype)
+    x = jax.random.normal(keys[0], (rows, product.k), dtype)
     weights = zip(keys[1:], product.outputs, strict=True)
-    return x, tuple(
-        jax.random.normal(key, (layers, n, product.k), jnp.bfloat16) * scale for key, n in weights
-    )
+    return x, tuple(jax.random.normal(key, (layers, n, product.k), dtype) * scale for key, n in weights)
 
 
 def by_xla(x: jax.Array, own: Sequence[jax.Array], gated: bool) -> Results:

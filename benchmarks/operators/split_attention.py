@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from benchmarks.cases import case_parser
 from benchmarks.record import BYTES_PER_SECOND, compiled, median_seconds, print_row, record
@@ -108,13 +109,14 @@ def draw(
     page_rows: int = 64,
     requests: int = 1,
     segments: Sequence[float] = (1.0,),
+    dtype: DTypeLike = jnp.bfloat16,
 ) -> Pooled:
     """Operands of `split_attention`, with `keys` keys for each request in so many segments."""
     table, pages = make_table(keys, page_rows, segments, requests)
     layers = -(-POOL_BYTES // moved_bytes(requests * keys, kv_heads, head_dim))
     shape = (layers, pages, kv_heads, page_rows, head_dim)
     shapes = [(requests, queries, heads, head_dim), shape, shape]
-    q, k, v = (jax.random.normal(jax.random.key(i), s, jnp.bfloat16) for i, s in enumerate(shapes))
+    q, k, v = (jax.random.normal(jax.random.key(i), s, dtype) for i, s in enumerate(shapes))
     return Pooled(q, k, v, table)
 
 
@@ -151,7 +153,7 @@ def measure(
     head_dim: int = HEAD_DIM,
     implementations: Sequence[str] = tuple(FORMS),
     tilings: Sequence[Tiles] = (),
-    **sizes: int,
+    **sizes: Any,
 ) -> Iterator[dict[str, Any]]:
     """Rows of the table: contiguous and scattered keys, each form, and the kernel under each of `tilings`.
 

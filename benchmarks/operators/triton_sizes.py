@@ -1,9 +1,10 @@
 """Sizes of Triton's kernels that suit a card: from those of the package to neighbours that are faster.
 
-Run as `python3 -m benchmarks triton_sizes [--cases skinny_matmul split_attention-28x4-131072]` on a card. A
-case starts at the sizes that the package has for the card. One of them at a time is halved or doubled, and
-the fastest is the next start, until none is faster by a hundredth. An operator's record has what ran, the
-fastest first. The tables of the package are in the modules `jdllm.pallas.*.triton`.
+Run as `python3 -m benchmarks triton_sizes [--cases skinny_matmul split_attention-28x4-131072]
+[--dtype float32]` on a card. A case starts at the sizes that the package has for the card. One of them at a
+time is halved or doubled, and the fastest is the next start, until none is faster by a hundredth. An
+operator's record has what ran, the fastest first. The tables of the package are in the modules
+`jdllm.pallas.*.triton`.
 """
 
 import functools
@@ -12,13 +13,13 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks.cases import case_parser
-from benchmarks.operators import masked_logits, skinny_matmul, split_attention
+from benchmarks.operators import attention, grouped_matmul, masked_logits, skinny_matmul, split_attention
 from benchmarks.record import median_seconds, print_row, record
 from benchmarks.shapes import SHAPES
 from jdllm.pallas.device import target
@@ -27,7 +28,10 @@ from jdllm.pallas.triton_launch import LEAST, ProductSizes, Schedule, Sizes
 
 GAIN = 0.01
 SHAPE = SHAPES["llada-8b"]
-ITEMSIZE = 2
+
+Dtype = Literal["bfloat16", "float32"]
+SLOWER: dict[Dtype, int] = {"bfloat16": 1, "float32": 10}
+"""What products take longer, roughly."""
 
 AnySizes = Sizes | ProductSizes
 Timer = Callable[[], float]
@@ -115,10 +119,10 @@ def form_of(operator: str) -> Any:
     return importlib.import_module(f"jdllm.pallas.{operator}.triton")
 
 
-def skinny_case(rows: int) -> Case:
+def skinny_case(rows: int, dtype: Dtype) -> Case:
     """All products of a layer with so many rows."""
     products, of_triton = skinny_matmul.products_of(SHAPE).values(), form_of("skinny_matmul")
-    operands = [(product, *skinny_matmul.draw(product, rows)) for product in products]
+    operands = [(product, *skinny_matmul.draw(product, rows, dtype)) for product in products]
 
     def build(sizes: ProductSizes) -> Timer:
         calls = []
@@ -128,30 +132,55 @@ def skinny_case(rows: int) -> Case:
             calls.append(skinny_matmul.compiled_form(form, False, x, stacks, product))
         return lambda: sum(median_seconds(call) / number for call, number in calls)
 
-    start = of_triton.sizes_for(rows, ITEMSIZE, target().capability)
-    return Case(start, ("columns", "depth"), build)
+    return Case(starting(of_triton, rows, dtype), ("columns", "depth"), build)
 
 
-def head_case(rows: int) -> Case:
+def head_case(rows: int, dtype: Dtype) -> Case:
     """Masked logits of so many rows, without noise."""
     of_triton, scale = form_of("masked_logits"), masked_logits.LOGIT_SPREAD / math.sqrt(SHAPE.hidden_size)
     shapes = (rows, SHAPE.hidden_size), (SHAPE.vocab_size, SHAPE.hidden_size)
-    hidden, head = (
-        jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate(shapes)
-    )
+    hidden, head = (jax.random.normal(jax.random.key(i), shape, dtype) for i, shape in enumerate(shapes))
     head, asked = scale * head, masked_logits.sampling(rows, SHAPE.vocab_size, noise=False)
 
     def build(sizes: ProductSizes) -> Timer:
         form = functools.partial(of_triton.masked_logits_triton, level=Level.TOP, sizes=sizes)
         return masked_logits.compiled_form(form, hidden, head, asked, rows).seconds
 
-    start = of_triton.sizes_for(rows, ITEMSIZE, target().capability)
+    start = starting(of_triton, rows, dtype)
     return Case(start, ("columns", "depth", *["rows"] * (rows > start.rows)), build)
 
 
-def split_case(heads: int, kv_heads: int, keys: int) -> Case:
+def grouped_case(rows: int, dtype: Dtype) -> Case:
+    """Gated products of LLaDA-MoE's experts with so many rows, all groups together."""
+    of_triton, operands = form_of("grouped_matmul"), grouped_matmul.draw("gated", rows, dtype)
+    floor = SLOWER[dtype] * grouped_matmul.floor_seconds("gated", rows)
+
+    def build(sizes: ProductSizes) -> Timer:
+        form = functools.partial(of_triton.grouped_matmul_triton, sizes=sizes)
+        call, number = grouped_matmul.compiled_form(form, operands, floor)
+        return lambda: median_seconds(call) / number
+
+    start = starting(of_triton, -(-rows // grouped_matmul.GROUPS), dtype)
+    return Case(start, ("rows", "columns", "depth"), build)
+
+
+def attention_case(heads: int, kv_heads: int, rows: int, dtype: Dtype) -> Case:
+    """Packed attention of one segment with so many rows."""
+    of_triton, operands = form_of("attention"), attention.draw([rows], heads, kv_heads, dtype)
+    flops = SLOWER[dtype] * attention.attention_flops([rows], heads)
+
+    def build(sizes: Sizes) -> Timer:
+        form = functools.partial(of_triton.attention_triton, scale=attention.HEAD_DIM**-0.5, sizes=sizes)
+        call, number = attention.compiled_form(lambda *rows: form(*rows).o, operands, flops)
+        return lambda: median_seconds(call) / number
+
+    return Case(starting(of_triton, attention.HEAD_DIM, dtype), ("rows", "keys"), build)
+
+
+def split_case(heads: int, kv_heads: int, keys: int, dtype: Dtype) -> Case:
     """Attention of a block to so many keys of the pool, which lie together."""
-    of_triton, operands = form_of("split_attention"), split_attention.draw(heads, kv_heads, keys)
+    of_triton = form_of("split_attention")
+    operands = split_attention.draw(heads, kv_heads, keys, dtype=dtype)
 
     def build(sizes: Sizes) -> Timer:
         scale = split_attention.HEAD_DIM**-0.5
@@ -159,18 +188,31 @@ def split_case(heads: int, kv_heads: int, keys: int) -> Case:
         call, number = split_attention.compiled_form(form, operands)
         return lambda: median_seconds(call) / number
 
-    start = of_triton.sizes_for(split_attention.HEAD_DIM, ITEMSIZE, target().capability)
-    return Case(start, ("rows", "keys"), build)
+    return Case(starting(of_triton, split_attention.HEAD_DIM, dtype), ("rows", "keys"), build)
 
 
-CASES: dict[str, Callable[[], Case]] = {
-    **{f"skinny_matmul-{rows}": functools.partial(skinny_case, rows) for rows in (16, 32, 64)},
-    **{f"masked_logits-{rows}": functools.partial(head_case, rows) for rows in (32, 64, 256, 4096)},
-    **{
-        f"split_attention-{heads}x{kv_heads}-{keys}": functools.partial(split_case, heads, kv_heads, keys)
-        for (heads, kv_heads), keys in itertools.product(((32, 32), (32, 8), (28, 4)), (4096, 65536, 131072))
-    },
-}
+def starting(of_triton: Any, size: int, dtype: Dtype) -> Any:
+    """The package's sizes for this card."""
+    return of_triton.sizes_for(size, jnp.dtype(dtype).itemsize, target().capability)
+
+
+def _cases() -> Iterator[tuple[str, Callable[[Dtype], Case]]]:
+    for rows in (16, 32, 64):
+        yield f"skinny_matmul-{rows}", functools.partial(skinny_case, rows)
+    for rows in (32, 64, 256, 512, 4096):
+        yield f"masked_logits-{rows}", functools.partial(head_case, rows)
+    for rows in (8192, 32768, 131072):
+        yield f"grouped_matmul-{rows}", functools.partial(grouped_case, rows)
+    for (heads, kv_heads), rows in itertools.product(((32, 32), (28, 4)), (1024, 4096, 16384)):
+        yield f"attention-{heads}x{kv_heads}-{rows}", functools.partial(attention_case, heads, kv_heads, rows)
+    for (heads, kv_heads), keys in itertools.product(((32, 32), (32, 8), (28, 4)), (4096, 65536, 131072)):
+        yield (
+            f"split_attention-{heads}x{kv_heads}-{keys}",
+            functools.partial(split_case, heads, kv_heads, keys),
+        )
+
+
+CASES = dict(_cases())
 
 
 def row_of(name: str, sizes: AnySizes, seconds: float) -> dict[str, Any]:
@@ -183,12 +225,15 @@ def row_of(name: str, sizes: AnySizes, seconds: float) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = case_parser("triton_sizes", __doc__)
     parser.add_argument("--cases", nargs="+", help="names, or how they begin", default=list(CASES))
+    parser.add_argument("--dtype", choices=get_args(Dtype), default="bfloat16")
     args = parser.parse_args(arguments)
     wanted = [name for name in CASES if name.startswith(tuple(args.cases))]
     for operator, names in itertools.groupby(wanted, lambda name: name.partition("-")[0]):
         table: list[dict[str, Any]] = []
         for name in names:
-            tried = climb(CASES[name](), lambda sizes, s, name=name: print_row(row_of(name, sizes, s)))
+            say = lambda sizes, s, name=name: print_row(row_of(name, sizes, s))  # noqa: E731
+            tried = climb(CASES[name](args.dtype), say)
             ran = sorted((seconds, sizes) for sizes, seconds in tried.items() if seconds < math.inf)
             table += [row_of(name, sizes, seconds) for seconds, sizes in ran]
-        record(f"triton_sizes_{operator}", table, args.out)
+        suffix = "" if args.dtype == "bfloat16" else f"_{args.dtype}"
+        record(f"triton_sizes_{operator}{suffix}", table, args.out)

@@ -10,7 +10,6 @@ torch; `ratio` is a peer's time over ours.
 import itertools
 import json
 import math
-import os
 import subprocess
 import sys
 import time
@@ -161,9 +160,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     if args.peers and args.dtype != "bfloat16":
         parser.error("peers run in bfloat16")
-    if args.peers:
-        # The pool is never given back: torch gets what is left of the card.
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    # Before anything of JAX, whose pool is never given back.
+    torch = torch_rows(args.shape, args.rows) if args.peers else []
     ceilings = measure_ceilings()
     params = Transformer(SHAPES[args.shape], rngs=nnx.Rngs(0), dtype=args.dtype).params()
     table = []
@@ -174,13 +172,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for row in jax_rows(params, args.shape, args.rows):
             table.append(row)
             print(json.dumps(row), flush=True)
-        del params
-        table += torch_rows(args.shape, args.rows)
     suffix = "" if args.kernels == ["auto"] else "_" + "-".join(args.kernels)
     suffix += "" if args.dtype == "bfloat16" else f"_{args.dtype}"
     record(
         f"step_{args.shape}{suffix}",
-        with_ratios(table),
+        with_ratios([*table, *torch]),
         args.out,
         ceiling_tflops=ceilings.flops / 1e12,
         ceiling_tb_s=ceilings.bytes / 1e12,

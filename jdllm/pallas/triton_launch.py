@@ -11,6 +11,8 @@ from jdllm.pallas.device import target
 _SHARED_KIB = {8.0: 163, 8.6: 99, 8.7: 163, 8.9: 99, 9.0: 227, 10.0: 227, 10.3: 227, 12.0: 99, 12.1: 99}
 _LEAST_SHARED_KIB = 99
 
+_F32_DEPTH = 32
+
 LEAST = 16
 """Rows and columns of a product."""
 
@@ -77,6 +79,14 @@ def fitting[S](table: SizeTable[S], size: int, itemsize: int, capability: float 
 def block(size: int) -> int:
     """Rows or columns of a product that hold so many."""
     return max(1 << (size - 1).bit_length(), LEAST)
+
+
+def score_depth(head_dim: int, itemsize: int) -> int:
+    """How many numbers of a head are multiplied at a time for scores, as of `block`.
+
+    Without tensor cores, which do not multiply float32, operands are in registers: whole heads would not fit.
+    """
+    return block(head_dim) if itemsize == 2 else _F32_DEPTH
 
 
 def shared_kib(capability: float | None) -> int:

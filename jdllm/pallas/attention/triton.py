@@ -10,21 +10,21 @@ from jdllm.pallas.attention.limits import check_triton
 from jdllm.pallas.attention.triton_kernel import attend
 from jdllm.pallas.attention.types import AttentionOutput, Bounds, Keys, Queries
 from jdllm.pallas.device import target
-from jdllm.pallas.triton_launch import Schedule, Sizes, SizeTable, block, fitting, launch
+from jdllm.pallas.triton_launch import Schedule, Sizes, SizeTable, block, fitting, launch, score_depth
 
 _SIZES: SizeTable[Sizes] = {
     2: (
         (64, 227, Sizes(128, 128, Schedule(8, 2))),
         (64, 99, Sizes(128, 64, Schedule(8, 2))),
-        (128, 227, Sizes(128, 64, Schedule(8, 3))),
+        (128, 227, Sizes(128, 128, Schedule(8, 3))),
         (128, 99, Sizes(128, 32, Schedule(8, 3))),
         (256, 227, Sizes(64, 32, Schedule(8, 3))),
         (256, 163, Sizes(64, 64, Schedule(8, 2))),
         (256, 99, Sizes(64, 32, Schedule(8, 2))),
     ),
     4: (
-        (64, 99, Sizes(64, 32, Schedule(8, 1))),
-        (256, 99, Sizes(32, 16, Schedule(8, 1))),
+        (128, 99, Sizes(64, 64, Schedule(8, 1))),
+        (256, 99, Sizes(64, 32, Schedule(8, 1))),
     ),
 }
 """Keys and values are read once for each block of rows: so these come first, and keys take what is left."""
@@ -70,5 +70,6 @@ def attention_triton(
         BLOCK_Q=sizes.rows,
         BLOCK_K=sizes.keys,
         BLOCK_D=block(head_dim),
+        DEPTH=score_depth(head_dim, q.dtype.itemsize),
     )
     return AttentionOutput(*out)

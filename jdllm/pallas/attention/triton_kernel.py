@@ -29,8 +29,12 @@ def attend(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):
-    """Attention of `BLOCK_Q` rows of a head; pointers as of `AttentionOutput`, `BLOCK_D` holds `HEAD_DIM`."""
+    """Attention of `BLOCK_Q` rows of a head; pointers as of `AttentionOutput`.
+
+    `BLOCK_D` holds `HEAD_DIM`, of which `DEPTH` numbers at a time are multiplied for the scores.
+    """
     # Under causal ranges the last rows have the most to do: they begin first.
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_Q
     head = tl.program_id(1)
@@ -48,7 +52,8 @@ def attend(
     whole_end = tl.maximum((tl.min(end) - first) // BLOCK_K, whole_begin)
 
     at = (first_row.to(tl.int64) * HEADS + head) * HEAD_DIM
-    q_tile = _rows(q + at, exists, HEADS, HEAD_DIM, BLOCK_Q, BLOCK_D, False)
+    q_head = q + at
+    q_tile = _rows(q_head, 0, exists, HEADS, HEAD_DIM, BLOCK_Q, DEPTH, False)
     kv_head = head // (HEADS // KV_HEADS) * HEAD_DIM
     k_head, v_head = k + kv_head, v + kv_head
     out = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
@@ -57,13 +62,13 @@ def attend(
     for masked in range(0, blocks - (whole_end - whole_begin)):
         block = masked + tl.where(masked < whole_begin, 0, whole_end - whole_begin)
         out, most, total = _visit(
-            out, most, total, q_tile, k_head, v_head, first + block * BLOCK_K, start, end, last,
-            KV_HEADS, HEAD_DIM, SCALE, BLOCK_K, BLOCK_D, False,
+            out, most, total, q_tile, q_head, exists, k_head, v_head, first + block * BLOCK_K, start, end,
+            last, HEADS, KV_HEADS, HEAD_DIM, SCALE, BLOCK_Q, BLOCK_K, BLOCK_D, DEPTH, False,
         )  # fmt: skip
     for block in range(whole_begin, whole_end):
         out, most, total = _visit(
-            out, most, total, q_tile, k_head, v_head, first + block * BLOCK_K, start, end, last,
-            KV_HEADS, HEAD_DIM, SCALE, BLOCK_K, BLOCK_D, True,
+            out, most, total, q_tile, q_head, exists, k_head, v_head, first + block * BLOCK_K, start, end,
+            last, HEADS, KV_HEADS, HEAD_DIM, SCALE, BLOCK_Q, BLOCK_K, BLOCK_D, DEPTH, True,
         )  # fmt: skip
 
     out = tl.where(sees[:, None], out / tl.where(sees, total, 1.0)[:, None], 0.0)
@@ -82,30 +87,39 @@ def _visit(
     most,
     total,
     q_tile,
+    q_head,
+    exists,
     k_head,
     v_head,
     key,
     start,
     end,
     last,
+    HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     SCALE: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    DEPTH: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
     """Take in the block of keys from `key` on; where `WHOLE`, every row sees all of them."""
     column = key + tl.arange(0, BLOCK_K)
     seen = column < last
     at = key.to(tl.int64) * (KV_HEADS * HEAD_DIM)
-    k_tile = _rows(k_head + at, seen, KV_HEADS, HEAD_DIM, BLOCK_K, BLOCK_D, WHOLE)
+    k_tile = _rows(k_head + at, 0, seen, KV_HEADS, HEAD_DIM, BLOCK_K, DEPTH, WHOLE)
     scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+    for deep in range(DEPTH, HEAD_DIM, DEPTH):
+        q_part = _rows(q_head, deep, exists, HEADS, HEAD_DIM, BLOCK_Q, DEPTH, False)
+        k_part = _rows(k_head + at, deep, seen, KV_HEADS, HEAD_DIM, BLOCK_K, DEPTH, WHOLE)
+        scores = tl.dot(q_part, tl.trans(k_part), scores, input_precision="ieee")
     if not WHOLE:
         visible = (column[None, :] >= start[:, None]) & (column[None, :] < end[:, None])
         scores = tl.where(visible, scores, float("-inf"))
     p, decay, most = weights(scores, most, SCALE, WHOLE)
-    v_tile = _rows(v_head + at, seen, KV_HEADS, HEAD_DIM, BLOCK_K, BLOCK_D, WHOLE)
+    v_tile = _rows(v_head + at, 0, seen, KV_HEADS, HEAD_DIM, BLOCK_K, BLOCK_D, WHOLE)
     out = tl.dot(p.to(v_tile.dtype), v_tile, out * decay[:, None], input_precision="ieee")
     return out, most, total * decay + tl.sum(p, 1)
 
@@ -113,17 +127,21 @@ def _visit(
 @triton.jit
 def _rows(
     source,
+    deep,
     exist,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    DEPTH: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """A head of `BLOCK` rows from `source` on; 0 where rows do not `exist`, which all do where `WHOLE`."""
-    column = tl.arange(0, BLOCK_D)[None, :]
+    """`DEPTH` numbers of a head, from `deep` on, of `BLOCK` rows from `source` on.
+
+    0 where rows do not `exist`, which all do where `WHOLE`.
+    """
+    column = deep + tl.arange(0, DEPTH)[None, :]
     at = source + tl.arange(0, BLOCK)[:, None] * (HEADS * HEAD_DIM) + column
-    if WHOLE and BLOCK_D == HEAD_DIM:
+    if WHOLE and HEAD_DIM % DEPTH == 0:
         tile = tl.load(at)
     else:
         tile = tl.load(at, mask=exist[:, None] & (column < HEAD_DIM), other=0.0)

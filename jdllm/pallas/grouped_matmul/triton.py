@@ -23,7 +23,7 @@ _SIZES: SizeTable[ProductSizes] = {
         (MANY, 227, ProductSizes(128, 256, 64, Schedule(8, 4))),
         (MANY, 99, ProductSizes(128, 128, 32, Schedule(4, 4))),
     ),
-    4: ((MANY, 99, ProductSizes(64, 128, 16, Schedule(8, 3))),),
+    4: ((MANY, 99, ProductSizes(64, 128, 16, Schedule(4, 3))),),
 }
 """Of up to so many rows of a group. None has fewer rows than the tensor cores of any card take at a time, for
 which the order of sums might be another."""

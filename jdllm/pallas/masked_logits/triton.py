@@ -50,7 +50,11 @@ _SIZES: SizeTable[ProductSizes] = {
         (MANY, 227, ProductSizes(128, 128, 64, Schedule(8, 4))),
         (MANY, 99, ProductSizes(128, 64, 64, Schedule(8, 4))),
     ),
-    4: ((MANY, 99, ProductSizes(32, 32, 32, Schedule(4, 2))),),
+    4: (
+        (16, 99, ProductSizes(16, 256, 32, Schedule(4, 2))),
+        (32, 99, ProductSizes(32, 256, 32, Schedule(4, 2))),
+        (MANY, 99, ProductSizes(64, 128, 16, Schedule(4, 3))),
+    ),
 }
 """Of up to so many rows. A word of the noise has half of the columns of a tile, for up to 128 counters."""
 

@@ -28,9 +28,9 @@ _SIZES: SizeTable[ProductSizes] = {
         (64, 99, ProductSizes(64, 128, 64, Schedule(4, 4))),
     ),
     4: (
-        (16, 99, ProductSizes(16, 128, 32, Schedule(4, 3))),
-        (32, 99, ProductSizes(32, 128, 32, Schedule(4, 3))),
-        (64, 99, ProductSizes(64, 128, 32, Schedule(8, 3))),
+        (16, 99, ProductSizes(16, 256, 16, Schedule(4, 4))),
+        (32, 99, ProductSizes(32, 256, 32, Schedule(4, 3))),
+        (64, 99, ProductSizes(64, 128, 16, Schedule(4, 3))),
     ),
 }
 """Of up to so many rows."""

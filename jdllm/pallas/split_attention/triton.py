@@ -14,7 +14,7 @@ from jdllm.pallas.split_attention.limits import check_triton
 from jdllm.pallas.split_attention.tiles import TILE
 from jdllm.pallas.split_attention.triton_kernel import attend
 from jdllm.pallas.split_attention.types import FRESH_UNIT, Fresh, PageTable, Pool, Queries
-from jdllm.pallas.triton_launch import Schedule, Sizes, SizeTable, block, fitting, launch
+from jdllm.pallas.triton_launch import Schedule, Sizes, SizeTable, block, fitting, launch, score_depth
 
 _PROGRAMS = 512
 """As many keep any card busy, four on each multiprocessor of an H200."""
@@ -30,8 +30,8 @@ _SIZES: SizeTable[Sizes] = {
         (256, 99, Sizes(32, 32, Schedule(4, 2))),
     ),
     4: (
-        (64, 99, Sizes(32, 32, Schedule(8, 1))),
-        (256, 99, Sizes(16, 16, Schedule(8, 1))),
+        (128, 99, Sizes(32, 32, Schedule(4, 3))),
+        (256, 99, Sizes(32, 32, Schedule(4, 2))),
     ),
 }
 
@@ -89,6 +89,7 @@ def split_attention_triton(
         BLOCK_R=block_rows,
         BLOCK_K=math.gcd(sizes.keys, page_rows, TILE),
         BLOCK_D=block(head_dim),
+        DEPTH=score_depth(head_dim, q.dtype.itemsize),
     )
     o, m, total = merge_stacked(AttentionOutput(*found))
     return AttentionOutput(o.astype(q.dtype), m, total)

@@ -36,10 +36,12 @@ def attend(
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):
     """Attention over one of `PARTS` parts; pointers as of `AttentionOutput` with the parts before its rows.
 
-    `FRESH_UNIT` is 0 where there are no fresh rows; `BLOCK_D` holds `HEAD_DIM`.
+    `FRESH_UNIT` is 0 where there are no fresh rows; `BLOCK_D` holds `HEAD_DIM`, of which `DEPTH` numbers at a
+    time are multiplied for the scores.
     """
     part, row_block = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS
     kv_head, request = tl.program_id(1), tl.program_id(2)
@@ -50,7 +52,8 @@ def attend(
     column = tl.arange(0, BLOCK_D)[None, :]
     inside = exists[:, None] & (column < HEAD_DIM)
     at = place.to(tl.int64)[:, None] * HEAD_DIM + column
-    q_tile = tl.load(q + at, mask=inside, other=0.0)
+    q_rows = q + place.to(tl.int64) * HEAD_DIM
+    q_tile = _part(q_rows, 0, exists, HEAD_DIM, DEPTH)
 
     begin, end = tl.load(first + request), tl.load(first + request + 1)
     size = tl.cdiv(end - begin, PARTS)
@@ -68,8 +71,9 @@ def attend(
         live = tl.where(page < 0, 0, tl.load(valid + entry)) - skipped
         start = ((of_layer + tl.maximum(page, 0)) * KV_HEADS + kv_head) * PAGE_ROWS + skipped
         out, most, total = _visit(
-            out, most, total, q_tile, k_pool + start * HEAD_DIM, v_pool + start * HEAD_DIM, live,
-            HEAD_DIM, HEAD_DIM, SCALE, BLOCK_K, BLOCK_D,
+            out, most, total, q_tile, q_rows, exists,
+            k_pool + start * HEAD_DIM, v_pool + start * HEAD_DIM, live,
+            HEAD_DIM, HEAD_DIM, SCALE, BLOCK_K, BLOCK_D, DEPTH,
         )  # fmt: skip
     if FRESH_UNIT > 0:
         for index in range(0, (end - begin) * BLOCKS):
@@ -79,8 +83,9 @@ def attend(
             if (page < 0) & (live > 0):
                 start = ((-page - 1).to(tl.int64) * FRESH_UNIT + skipped) * KV_HEADS + kv_head
                 out, most, total = _visit(
-                    out, most, total, q_tile, k_fresh + start * HEAD_DIM, v_fresh + start * HEAD_DIM, live,
-                    KV_HEADS * HEAD_DIM, HEAD_DIM, SCALE, BLOCK_K, BLOCK_D,
+                    out, most, total, q_tile, q_rows, exists,
+                    k_fresh + start * HEAD_DIM, v_fresh + start * HEAD_DIM, live,
+                    KV_HEADS * HEAD_DIM, HEAD_DIM, SCALE, BLOCK_K, BLOCK_D, DEPTH,
                 )  # fmt: skip
 
     seen = total > 0
@@ -98,6 +103,8 @@ def _visit(
     most,
     total,
     q_tile,
+    q_rows,
+    exists,
     k_rows,
     v_rows,
     live,
@@ -106,16 +113,27 @@ def _visit(
     SCALE: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):
     """Take in `BLOCK_K` rows, of which the first `live` are; rows are `STRIDE` numbers apart."""
-    row, column = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_D)[None, :]
-    at = row[:, None] * STRIDE + column
-    loaded = (row < live)[:, None] & (column < HEAD_DIM)
-    k_tile = tl.load(k_rows + at, mask=loaded, other=0.0)
+    row = tl.arange(0, BLOCK_K)
+    k_at, lives = row * STRIDE, row < live
+    k_tile = _part(k_rows + k_at, 0, lives, HEAD_DIM, DEPTH)
     scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-    scores = tl.where((row < live)[None, :], scores, float("-inf"))
+    for deep in range(DEPTH, HEAD_DIM, DEPTH):
+        q_part = _part(q_rows, deep, exists, HEAD_DIM, DEPTH)
+        k_part = _part(k_rows + k_at, deep, lives, HEAD_DIM, DEPTH)
+        scores = tl.dot(q_part, tl.trans(k_part), scores, input_precision="ieee")
+    scores = tl.where(lives[None, :], scores, float("-inf"))
     # Called from Python a kernel's function raises: that is all that its type says.
     p, decay, most = weights(scores, most, SCALE, False)  # pyright: ignore[reportGeneralTypeIssues]
-    v_tile = tl.load(v_rows + at, mask=loaded, other=0.0)
+    v_tile = _part(v_rows + k_at, 0, lives, HEAD_DIM, BLOCK_D)
     out = tl.dot(p.to(v_tile.dtype), v_tile, out * decay[:, None], input_precision="ieee")
     return out, most, total * decay + tl.sum(p, 1)
+
+
+@triton.jit
+def _part(rows, deep, exist, HEAD_DIM: tl.constexpr, DEPTH: tl.constexpr):
+    """`DEPTH` numbers, from `deep` on, of heads at these pointers; 0 of rows that do not `exist`."""
+    column = deep + tl.arange(0, DEPTH)[None, :]
+    return tl.load(rows[:, None] + column, mask=exist[:, None] & (column < HEAD_DIM), other=0.0)
