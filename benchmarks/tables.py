@@ -65,7 +65,7 @@ SECTIONS = (
     Section(
         "Operators",
         "Single kernels with random data beside XLA's form and other libraries.",
-        ("masked_logits_*", "attention", "split_attention_*", "grouped_matmul*", "skinny_matmul*", "torch_*"),
+        ("masked_logits_*", "attention*", "split_attention_*", "grouped_*", "skinny_*", "torch_*"),
     ),
     Section(
         "Memory planning",

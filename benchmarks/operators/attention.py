@@ -183,4 +183,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--heads", type=parse_heads, nargs="+", default=HEADS, help=parse_heads.__doc__)
     parser.add_argument("--forms", choices=(*FORMS, "triton"), nargs="+", default=FORMS)
     args = parser.parse_args(arguments)
-    record("attention", measure(args.rows, args.heads, args.forms), args.out)
+    suffix = "" if tuple(args.forms) == FORMS else "_" + "-".join(args.forms)
+    record(f"attention{suffix}", measure(args.rows, args.heads, args.forms), args.out)

@@ -23,11 +23,15 @@ CASES = [
     *((rows, level, jnp.bfloat16) for rows in (16, 32, 64, 4096) for level in (Level.TOP, Level.MOMENTS)),
     (32, Level.TOP, jnp.float16),
     (32, Level.MOMENTS, jnp.float32),
+    (4096, Level.MOMENTS, jnp.float32),
 ]
 
 MOST_SPILLED = 448
 """Bytes of a thread, once for each tile of many rows on cards with room for 128 ids in it: logits, noise and
 ids do not all fit into registers, of which the product takes a quarter."""
+
+MOST_SPILLED_F32 = 1200
+"""Likewise: without tensor cores larger tiles are faster all the same."""
 
 
 def operands(rows: int, dtype) -> tuple[Any, Any, RowSampling]:
@@ -47,7 +51,8 @@ def test_it_fits_the_card(kernels: list[Any], monkeypatch: pytest.MonkeyPatch, c
         decide = functools.partial(form.masked_logits_triton, level=level)
         jax.jit(decide).trace(*operands(rows, dtype)).lower(lowering_platforms=("cuda",))
         is_large = rows > 64 and triton_launch.shared_kib(capability) >= 227
-        check_kernel(kernels[-1], dtype, capability, MOST_SPILLED if is_large else 8)
+        spilled = MOST_SPILLED_F32 if dtype == jnp.float32 else MOST_SPILLED if is_large else 8
+        check_kernel(kernels[-1], capability, spilled)
     assert len(kernels) == len(CASES)
 
 

@@ -63,7 +63,7 @@ def test_grouped_products_fit_the_card(
         x, sizes, first = shape(rows, k, dtype=dtype), shape(EXPERTS, dtype=jnp.int32), shape(dtype=jnp.int32)
         traced = jax.jit(multiply).trace(x, weights, sizes, first, **gates)
         traced.lower(lowering_platforms=("cuda",))
-        check_kernel(kernels[-1], dtype, capability)
+        check_kernel(kernels[-1], capability)
     assert len(kernels) == len(GROUPED)
 
 
@@ -78,7 +78,7 @@ def test_products_of_few_rows_fit_the_card(
         stacks = [shape(LAYERS, n, k, dtype=dtype) for n in outputs]
         traced = jax.jit(multiply).trace(shape(rows, k, dtype=dtype), stacks, layer=shape(dtype=jnp.int32))
         traced.lower(lowering_platforms=("cuda",))
-        check_kernel(kernels[-1], dtype, capability)
+        check_kernel(kernels[-1], capability)
     assert len(kernels) == len(FEW)
 
 

@@ -2,22 +2,19 @@
 
 from typing import Any
 
-import jax.numpy as jnp
-
 from benchmarks.operators.triton_compiled import taken
 from jdllm.pallas.triton_launch import shared_kib
 
-MOST_SPILLED_F32 = 32  # bytes of a thread
 KIB = 1024
 
 
-def check_kernel(kernel: Any, dtype: jnp.dtype, capability: float, most_spilled: int = 0) -> None:
+def check_kernel(kernel: Any, capability: float, most_spilled: int = 0) -> None:
     """It keeps to the registers and to the shared memory of the card.
 
     Arguments:
-    - `most_spilled`: bytes of a thread, of 16-bit types.
+    - `most_spilled`: bytes of a thread.
     """
     found = taken(kernel)
     assert found.architecture.rstrip("a") == f"sm_{round(10 * capability)}"
-    assert found.spilled <= (MOST_SPILLED_F32 if dtype == jnp.float32 else most_spilled)
+    assert found.spilled <= most_spilled
     assert 0 < found.shared <= shared_kib(capability) * KIB
