@@ -84,7 +84,7 @@ def test_split_attention_fits_the_card(
         attend = functools.partial(form.split_attention_triton, layer=1, scale=0.1)
         traced = jax.jit(attend).trace(q, pool, pool, table, fresh=(fresh, fresh))
         traced.lower(lowering_platforms=("cuda",))
-        check_kernel(kernels[-1], capability)
+        check_kernel(kernels[-1], capability, 16 if dtype == jnp.float32 else 0)
     assert len(kernels) == len(SPLIT_CASES)
 
 
