@@ -259,7 +259,12 @@ class TestUndefinedIds:
         assert (short.config.token_limit, short.config.vocab_size) == (400, 512)
 
     @pytest.mark.parametrize(
-        "options", [{"transfer": "factor"}, {"undefined_tokens": "banned"}, {"transfer": "threshold"}]
+        "options",
+        [
+            {"transfer": "factor"},
+            {"undefined_tokens": "banned"},
+            pytest.param({"transfer": "threshold"}, marks=pytest.mark.slow),
+        ],
     )
     def test_are_kept_out(self, options: dict[str, Any], short: LLM):
         seen = self.seen(short, **options)

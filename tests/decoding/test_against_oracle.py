@@ -199,7 +199,14 @@ class TestEndsInTheConfidence:
         assert seen
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 1}, {"cfg_scale": 1.0}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"temperature": 1.0, "seed": 1}, marks=pytest.mark.slow),
+        pytest.param({"cfg_scale": 1.0}, marks=pytest.mark.slow),
+    ],
+)
 def test_early_stop_keeps_the_text_of_the_full_run(stopping_llm: LLM, options: dict):
     ids = prompts(10, seed=1)
     full = stopping_llm.generate(

@@ -110,7 +110,7 @@ class TestKernel:
         check(skinny_matmul_mosaic_gpu(x, stacks, layer=LAYER, gated=gated, tiles=tiles), x, stacks, gated)
 
     @pytest.mark.parametrize(
-        ("head_dim", "tiles"), [(64, Tiles(32, 1, 2)), (128, Tiles(64, 1, 3)), (128, None)]
+        ("head_dim", "tiles"), [slow(64, Tiles(32, 1, 2)), slow(128, Tiles(64, 1, 3)), (128, None)]
     )
     @pytest.mark.parametrize("dtype", [jnp.bfloat16, slow(jnp.float16)])
     def test_rotated_queries_and_keys(self, head_dim: int, tiles: Tiles | None, dtype):

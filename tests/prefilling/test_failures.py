@@ -104,7 +104,7 @@ def failing(engine: Engine, kind: Kind, lost: bool, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("lost", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["two blocks", "few tokens"])
+@pytest.mark.parametrize("name", ["two blocks", pytest.param("few tokens", marks=pytest.mark.slow)])
 def test_a_request_begins_again_where_another_takes_the_pool_with_it(
     build: Build, alone: dict[str, Any], name: str, lost: bool, monkeypatch: pytest.MonkeyPatch
 ):
@@ -134,7 +134,7 @@ def test_a_request_begins_again_where_another_takes_the_pool_with_it(
     assert before > 6
 
 
-@pytest.mark.parametrize("lost", [True, False])
+@pytest.mark.parametrize("lost", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_stage_that_fails_ends_its_own_request(
     build: Build, alone: dict[str, Any], lost: bool, monkeypatch: pytest.MonkeyPatch
 ):
