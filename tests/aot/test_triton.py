@@ -47,8 +47,10 @@ def test_attention_fits_the_card(kernels: list[Any], target: str):
     attend = functools.partial(attend_all, implementation="triton")
     executable = compile_for(target, attend, CASES)
     major, minor = capability_of(target)
+    spilling = [(128, 2)] if major == 9 else []  # blocks of 128 keys, which are faster all the same
     for kernel, (q, *_) in zip(kernels, CASES, strict=True):
-        check_kernel(kernel, major + minor / 10, 48 if q.shape[2] >= 128 else 0)
+        spills = (q.shape[2], q.dtype.itemsize) in [(256, 4), *spilling]
+        check_kernel(kernel, major + minor / 10, 48 if spills else 0)
     text = executable.as_text() or ""
     assert text.count('custom_call_target="triton_kernel_call"') == len(kernels) == len(CASES)
     # The kernels take any number of rows and keys as they are.

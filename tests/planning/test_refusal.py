@@ -25,7 +25,7 @@ def refused(
 
 @pytest.mark.parametrize("ratio", [0.05, pytest.param(1.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "shape", ["llada-8b", pytest.param("dream-7b", marks=pytest.mark.slow), "llada-moe-7b"]
+    "shape", [pytest.param(s, marks=pytest.mark.slow if s == "dream-7b" else ()) for s in SHAPES]
 )
 def test_the_need_exceeds_the_budget_and_is_enough_and_least(shape: str, ratio: float):
     config = SHAPES[shape]
