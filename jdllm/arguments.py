@@ -1,6 +1,7 @@
 """Checks of what a caller passes: the name, its value and what would be right."""
 
 import reprlib
+from collections.abc import Iterable
 from types import NoneType
 from typing import Any, get_args
 
@@ -32,3 +33,31 @@ def shortened(value: object) -> str:
         return reprlib.repr(value)
     except ValueError:  # Python does not write integers beyond some thousand digits
         return f"an integer of {int(value).bit_length()} bits" if isinstance(value, int) else "unprintable"
+
+
+def resembling(name: str, known: Iterable[str]) -> str | None:
+    """The known name that `name` is likely a misspelling of, if there is one.
+
+    Arguments:
+    - `name`: is none of `known`.
+
+    A misspelling differs by at most two letters that are missing, wrong, too many or swapped with the next
+    one, and by at most a third of its letters: `id` is no misspelling of `n`. Case does not count.
+    """
+    most = min(2, len(name) // 3)
+    distances = {one: _edits(name.casefold(), one) for one in known if abs(len(one) - len(name)) <= most}
+    nearest = min(distances, key=distances.__getitem__, default=None)
+    return nearest if nearest is not None and distances[nearest] <= most else None
+
+
+def _edits(a: str, b: str) -> int:
+    """How many letters are missing, wrong, too many or swapped between two names."""
+    before, row = [], list(range(len(b) + 1))
+    for i in range(1, len(a) + 1):
+        further, before, row = before, row, [i]
+        for j in range(1, len(b) + 1):
+            cost = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (a[i - 1] != b[j - 1]))
+            if i > 1 and j > 1 and a[i - 2 : i] == b[j - 1] + b[j - 2]:
+                cost = min(cost, further[j - 2] + 1)
+            row.append(cost)
+    return row[-1]

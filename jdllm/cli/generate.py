@@ -45,7 +45,7 @@ def generate(
         typer.Option(
             metavar="FILE|-",
             help='Read a JSON object a line: {"prompt": ...}, {"prompt_token_ids": ...} or {"messages": ...},'
-            " with sampling parameters of its own; print one a line.",
+            " with sampling parameters of its own; print one a line, with what other keys the line has.",
         ),
     ] = None,
     context: Annotated[
@@ -94,8 +94,8 @@ def generate(
         llm = load_model(source, verifier)
         with told_of_compiling():
             outputs = generate_lines(llm, lines, defaults, parse_special=parse_special)
-        for output in outputs:
-            print_result(json.dumps(json_fields(output)))
+        for line, output in zip(lines, outputs, strict=True):
+            print_result(json.dumps(line.kept | json_fields(output)))
         return
     if context is not None or query is not None or instruction is not None:
         check_given_once(

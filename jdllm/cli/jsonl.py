@@ -1,4 +1,7 @@
-"""Prompts as JSON lines: one object each, with sampling parameters of its own where it names some."""
+"""Prompts as JSON lines: one object each, with sampling parameters of its own where it names some.
+
+Any other key is the user's, and comes back in the line's answer.
+"""
 
 import contextlib
 import json
@@ -6,6 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from jdllm.arguments import resembling
 from jdllm.cli.options import OPTION_NAMES
 from jdllm.cli.report import LineError
 from jdllm.decoding.sampling import SamplingParams
@@ -16,15 +20,27 @@ if TYPE_CHECKING:
     from jdllm.outputs import RequestOutput
 
 _KINDS = ("prompt", "prompt_token_ids", "messages")
+ANSWERED = (
+    *("text", "token_ids", "finish_reason", "nfe", "timings", "committed_in", "num_cached_tokens"),
+    *("history", "outputs"),
+)
+"""Keys of an answer that are neither of a prompt nor of its parameters."""
 
 
 class Line(NamedTuple):
-    """One prompt: its line number, the key that holds it, its value, and sampling parameters by name."""
+    """One prompt.
+
+    - `number`: of its line.
+    - `kind`, `value`: the key that holds it, and what is there.
+    - `fields`: sampling parameters by name.
+    - `kept`: keys that come back with the answer.
+    """
 
     number: int
     kind: str
     value: Any
     fields: dict[str, Any]
+    kept: dict[str, Any]
 
 
 def read_lines(text: str) -> list[Line]:
@@ -87,10 +103,16 @@ def _read(number: int, line: str) -> Line:
     value = entry.pop(kind)
     if not isinstance(value, str if kind == "prompt" else list):
         raise RequestError(f"{kind} must be a {'text' if kind == 'prompt' else 'list'}")
-    unknown = [name for name in entry if name not in OPTION_NAMES]
-    if unknown:
-        raise RequestError(f"there is no parameter {unknown[0]!r}")
-    return Line(number, kind, value, entry)
+    kept = {name: entry.pop(name) for name in list(entry) if name not in OPTION_NAMES}
+    for name in kept:
+        if name in ANSWERED:
+            raise RequestError(f"the answer has a key {name!r} of its own: rename yours")
+        if name == "return_history":
+            raise RequestError(f"there is no parameter {name!r}: a history is for Python alone")
+        meant = resembling(name, (*_KINDS, *OPTION_NAMES))
+        if meant is not None:
+            raise RequestError(f"there is no parameter {name!r}: did you mean {meant!r}?")
+    return Line(number, kind, value, entry, kept)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from jdllm.errors import RequestError
 
 _SOURCES = "an argument, --file, --token-ids, --jsonl or standard input"
+_BYTE_ORDER_MARK = "\ufeff"
 
 
 class Prompts(NamedTuple):
@@ -87,8 +88,9 @@ def read_text(file: Path | None, what: str, option: str = "--file") -> str:
 
 
 def _decode(data: bytes, where: str) -> str:
+    """Text of UTF-8, without the byte order mark that some editors put before it."""
     try:
-        return data.decode()
+        return data.decode().removeprefix(_BYTE_ORDER_MARK)
     except UnicodeDecodeError as e:
         raise RequestError(f"{where} is not UTF-8 text (byte {e.start})") from None
 

@@ -91,7 +91,7 @@ def _read(path: Path, benchmark: str, asked: str | None) -> Iterator[Sample]:
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     try:
         # A text may hold other line breaks than the file's own, which do not end a line of JSON.
-        with path.open(encoding="utf-8", newline="\n") as file:
+        with path.open(encoding="utf-8-sig", newline="\n") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield number, line

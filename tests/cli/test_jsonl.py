@@ -1,13 +1,17 @@
 """`jdllm generate --jsonl`: a prompt and an output a line."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from jdllm.cli.jsonl import ANSWERED
+from jdllm.cli.options import OPTION_NAMES
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.llm import LLM
+from jdllm.outputs import CompletionOutput
 from tests.cli.helpers import LLADA, SHORT, UseModel, assert_mistake, run
 
 
@@ -60,7 +64,10 @@ def test_a_line_out_for_a_line_in(source: str, loaded_speaking: LLM, use_model: 
         ('{"prompt": "w5", "gen_length": 0}', ["gen_length is 0"]),
         ('{"prompt": "w5", "steps": 3, "block_length": 4}', ["steps 3 is not divisible"]),
         ('{"prompt": "w5", "return_history": true}', ["no parameter 'return_history'"]),
-        ('{"prompt": "w5", "temprature": 1}', ["no parameter 'temprature'"]),
+        ('{"prompt": "w5", "temprature": 1}', ["no parameter 'temprature'", "did you mean 'temperature'"]),
+        ('{"prompt": "w5", "maxTokens": 1}', ["no parameter 'maxTokens'", "did you mean 'max_tokens'"]),
+        ('{"prompt": "w5", "message": []}', ["did you mean 'messages'"]),
+        ('{"prompt": "w5", "text": "w6"}', ["the answer has a key 'text' of its own"]),
     ],
 )
 @pytest.mark.parametrize("company", ["alone", "among others"])
@@ -71,6 +78,46 @@ def test_mistakes_name_the_line(
     before, number = ("\n", 2) if company == "alone" else ('{"prompt": "w5"}\n\n{"prompt": "w6"}\n', 4)
     result = run("--jsonl", "-", *SHORT, stdin=f"{before}{line}\n")
     assert_mistake(result, f"error: line {number}: ", *words)
+
+
+USERS = {"id": "q7", "label": 3, "meta": {"from": ["a", None]}, "topic": "sums", "index": 0}
+
+
+def test_a_user_s_own_keys_come_back(loaded_speaking: LLM, use_model: UseModel):
+    use_model(loaded_speaking)
+    given = lines(USERS | ENTRIES[0], {"prompt_token_ids": [8], "id": 5})
+    plain = run("--jsonl", "-", *SHORT, stdin=lines(ENTRIES[0], {"prompt_token_ids": [8]}))
+    result = run("--jsonl", "-", *SHORT, stdin=given)
+    assert (result.exit_code, result.stderr) == (0, "")
+    found, expected = ([json.loads(line) for line in r.stdout.splitlines()] for r in (result, plain))
+    assert [{name: o.pop(name) for name in kept} for o, kept in zip(found, (USERS, ["id"]), strict=True)] == [
+        USERS,
+        {"id": 5},
+    ]
+    for output in (*found, *expected):
+        output.pop("timings")
+    assert found == expected
+
+
+def test_keys_of_answers_are_known():
+    fields = {f.name for f in dataclasses.fields(CompletionOutput)} - {"index"}
+    assert fields <= {*ANSWERED, *OPTION_NAMES}
+
+
+@pytest.mark.parametrize("source", ["file", "stdin"])
+def test_a_byte_order_mark_is_no_part_of_the_text(
+    source: str, loaded_speaking: LLM, use_model: UseModel, tmp_path: Path
+):
+    use_model(loaded_speaking)
+    marked = b"\xef\xbb\xbf" + lines(*ENTRIES[:1]).replace("\n", "\r\n").encode()
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes(marked)
+    result = run("--jsonl", "-" if source == "stdin" else str(file), *SHORT, stdin=marked)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert json.loads(result.stdout)["prompt_token_ids"] == [5, 6, 7]
+    file.write_bytes(b"\xef\xbb\xbfw5 w6 w7\r\n")
+    result = run("--file", str(file), "--json", *SHORT)
+    assert json.loads(result.stdout)["outputs"][0]["prompt_token_ids"] == [5, 6, 7]
 
 
 def test_mistakes_in_the_source(tmp_path: Path):

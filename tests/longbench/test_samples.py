@@ -81,7 +81,7 @@ def test_the_field_names_the_dataset_and_the_file_otherwise(tmp_path: Path):
 def test_blank_lines_and_windows_line_ends_are_passed_over(tmp_path: Path):
     path = tmp_path / "a.jsonl"
     text = json.dumps(line("longbench", "qasper"))
-    path.write_bytes(f"\n{text}\r\n  \r\n{text}".encode())
+    path.write_bytes(f"\ufeff\n{text}\r\n  \r\n{text}".encode())
     assert len(read_samples([path], "longbench")["qasper"]) == 2
 
 
