@@ -6,7 +6,18 @@ import pytest
 
 from jdllm.arguments import resembling
 
-KNOWN = ("n", "seed", "stop", "top_k", "top_p", "temperature", "max_tokens", "steps", "prompt", "return_history")
+KNOWN = (
+    "n",
+    "seed",
+    "stop",
+    "top_k",
+    "top_p",
+    "temperature",
+    "max_tokens",
+    "steps",
+    "prompt",
+    "return_history",
+)
 
 
 @pytest.mark.parametrize(

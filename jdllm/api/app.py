@@ -7,7 +7,7 @@ from importlib.metadata import version
 from fastapi import APIRouter, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
-from jdllm.api import admin, chat, completions, errors, infill, models, pages, score
+from jdllm.api import admin, chat, completions, errors, infill, models, pages, responses, score
 from jdllm.api.arrivals import Arrivals
 from jdllm.api.guards import ApiKeys, BoundedBodies
 from jdllm.api.service import Service
@@ -15,6 +15,7 @@ from jdllm.api.service import Service
 ROUTERS: tuple[APIRouter, ...] = (
     completions.router,
     chat.router,
+    responses.router,
     infill.router,
     score.router,
     models.router,
@@ -52,7 +53,7 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
     errors.install(app, service.refused)
     for router in ROUTERS:
         app.include_router(router)
-    generating = {f"/v1/{name}" for name in ("completions", "chat/completions", "infill")}
+    generating = {f"/v1/{name}" for name in ("completions", "chat/completions", "responses", "infill")}
     app.add_middleware(Arrivals, expecting=service.engine.expecting, paths=generating)
     app.add_middleware(BoundedBodies, largest=access.largest_body, seconds=access.body_seconds)
     if access.api_keys:

@@ -13,7 +13,7 @@ from jdllm.serving.engine import Engine
 from jdllm.serving.scheduler import Kind
 from jdllm.serving.updates import PartDone, Stats
 
-ENDPOINTS = ("/v1/completions", "/v1/chat/completions", "/v1/infill", "/v1/score")
+ENDPOINTS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/infill", "/v1/score")
 """Paths that are told apart; any other is `other`, so that clients cannot make up label values."""
 
 _PART_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 100)

@@ -66,6 +66,7 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: Annotated[bool | None, Field(description="The usage so far in every chunk.")] = (
         None
     )
+    include_obfuscation: Annotated[bool | None, Field(description="Without effect.")] = None
 
 
 class Asking(SamplingFields):

@@ -149,6 +149,44 @@ def test_a_stream_of_a_chat(client: openai.OpenAI):
     assert final.choices[0].finish_reason == "stop"
 
 
+def test_a_response(client: openai.OpenAI):
+    asked = {"model": MODEL, "input": "12+30=", "max_output_tokens": 8, "store": False}
+    answer = client.responses.create(**asked)
+    assert (answer.output_text, answer.status, answer.store) == ("42", "completed", False)
+    assert answer.usage.output_tokens == len("42") + 1
+    with client.responses.stream(**asked) as stream:
+        told = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        final = stream.get_final_response()
+    assert "".join(told) == final.output_text == "42"
+    assert final.usage == answer.usage
+
+
+def test_a_response_to_a_conversation_with_an_answer_of_ours(client: openai.OpenAI):
+    first = client.responses.create(model=MODEL, input="1+1=", max_output_tokens=8)
+    conversation = [
+        {"role": "user", "content": "1+1="},
+        *first.output,
+        {"role": "user", "content": [{"type": "input_text", "text": "12+30="}]},
+    ]
+    second = client.responses.create(
+        model=MODEL, instructions="add", input=conversation, max_output_tokens=8, stream=True
+    )
+    last = list(second)[-1]
+    assert last.type in ("response.completed", "response.incomplete")
+    chat = [
+        {"role": "system", "content": "add"},
+        {"role": "user", "content": "1+1="},
+        {"role": "assistant", "content": first.output_text},
+        {"role": "user", "content": "12+30="},
+    ]
+    expected = client.chat.completions.create(model=MODEL, messages=chat, max_tokens=8)
+    assert last.response.output_text == expected.choices[0].message.content
+    assert last.response.usage.input_tokens == expected.usage.prompt_tokens
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(model=MODEL, input="1+1=", previous_response_id=first.id)
+    assert caught.value.param == "previous_response_id"
+
+
 async def _sums(server: Server) -> list[str]:
     settings = {"base_url": f"{server.url}/v1", "api_key": server.api_key, "max_retries": 0}
     async with openai.AsyncOpenAI(**settings) as client:
