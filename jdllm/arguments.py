@@ -42,12 +42,13 @@ def resembling(name: str, known: Iterable[str]) -> str | None:
     - `name`: is none of `known`.
 
     A misspelling differs by at most two letters that are missing, wrong, too many or swapped with the next
-    one, and by at most a third of its letters: `id` is no misspelling of `n`. Case does not count.
+    one, and by at most a third of the longer name: `id` is no misspelling of `n`. Case does not count.
     """
-    most = min(2, len(name) // 3)
-    distances = {one: _edits(name.casefold(), one) for one in known if abs(len(one) - len(name)) <= most}
-    nearest = min(distances, key=distances.__getitem__, default=None)
-    return nearest if nearest is not None and distances[nearest] <= most else None
+    most = {one: min(2, max(len(name), len(one)) // 3) for one in known}
+    near = [one for one in most if abs(len(one) - len(name)) <= most[one]]
+    distances = {one: _edits(name.casefold(), one) for one in near}
+    found = [one for one in near if distances[one] <= most[one]]
+    return min(found, key=distances.__getitem__, default=None)
 
 
 def _edits(a: str, b: str) -> int:

@@ -79,15 +79,15 @@ def step_table(sampling: SamplingParams, masks: int, steps: int, most: int) -> S
 def segment_row(sampling: SamplingParams, config: ModelConfig) -> dict[str, np.ndarray | np.generic]:
     """The entries of `SegmentParams` that do not change while a request runs."""
     token_bans, confidence_bans = bans(sampling, config)
-    rule = rule_of(sampling)
+    rule, filters = rule_of(sampling), sampling.filters
     return {
         "seed": seed_words(sampling.seed),
         "temperature": np.float32(sampling.temperature),
         "guidance": np.float32(sampling.cfg_scale),
         "tempered": np.bool_(sampling.alg is not None),
-        "top_k": np.int32(min(sampling.top_k or config.vocab_size, config.vocab_size)),
-        "top_p": np.float32(2 if sampling.top_p in (None, 1) else sampling.top_p),
-        "min_p": np.float32(sampling.min_p or 0),
+        "top_k": np.int32(min(filters.get("top_k", config.vocab_size), config.vocab_size)),
+        "top_p": np.float32(filters.get("top_p", 2)),
+        "min_p": np.float32(filters.get("min_p", 0)),
         "limit": _limit(sampling, config),
         "token_bans": token_bans,
         "confidence_bans": confidence_bans,

@@ -54,6 +54,11 @@ def _switch(value: object) -> object:
     return True if type(value) is int and value in (0, 1) else value or False
 
 
+def _none_at(*values: int) -> BeforeValidator:
+    """Take values by which other software says that nothing is set."""
+    return BeforeValidator(lambda value: None if type(value) is int and value in values else value)
+
+
 _Length = Annotated[int, Field(ge=1, le=LONGEST)]
 _Step = Annotated[int, Field(ge=0, le=LONGEST)]
 _Scale = Annotated[float, Field(ge=0, le=_LARGEST)]
@@ -104,9 +109,6 @@ _NOT_ADAPTIVE = {
     "block_length": (None, "has no blocks"),
     "remasking": ("low_confidence", "goes from left to right"),
     "confidence_eos_eot_inf": (None, "goes from left to right"),
-    "top_p": (None, "draws from whole distributions"),
-    "top_k": (None, "draws from whole distributions"),
-    "min_p": (None, "draws from whole distributions"),
     "prompt_masks": ("error", "does not fill masks in the prompt (infill does)"),
 }
 """What adaptive parallel decoding has not: each option's default, and why."""
@@ -120,13 +122,8 @@ _NOT_PREFILLED = {
 }
 """What requests over long contexts have not: each option's default, and why."""
 
-_FILTERS = {"top_p": 1, "top_k": None, "min_p": 0}
+FILTERS = {"top_p": 1, "top_k": None, "min_p": 0}
 """The filters of a distribution, with the value that lets everything pass."""
-
-
-def _filters(fields: Mapping[str, Any], name: str) -> bool:
-    """Whether one of the filters takes anything away."""
-    return fields[name] not in (None, _FILTERS[name])
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
@@ -137,11 +134,12 @@ class SamplingParams:
     Every value is checked when it is made; what is wrong raises `RequestError`. NumPy's scalars are taken as
     Python's; booleans are no numbers, and numbers no booleans. A parameter that belongs to one rule or cache
     is `None` unless it is set, which stands for the default given below, and refused where nothing uses it.
+    What clients send by habit is taken as they mean it: filters that nothing draws from change nothing.
 
     Lengths
     - `gen_length` (128): tokens to generate after the prompt.
-    - `max_tokens` (`None`): tokens to return at most. Where `gen_length` is left out, it is this number,
-      rounded up to whole blocks; elsewhere it may not exceed `gen_length`.
+    - `max_tokens` (`None`): tokens to return at most; -1 is `None`. Where `gen_length` is left out, it is
+      this number, rounded up to whole blocks; elsewhere it may not exceed `gen_length`.
     - `steps` (`None`: `gen_length`): denoising steps in all; a multiple of the number of blocks. Rules that
       commit by confidence ("threshold", "factor", "entropy_bound") or "adaptive" take as many as they need.
     - `block_length` (`None`: `gen_length`): length of the blocks that are finished from left to right;
@@ -162,14 +160,14 @@ class SamplingParams:
       tempered ones.
     - `top_p`, `top_k`, `min_p` (`None`): keep the likeliest ids only: the fewest that together exceed
       `top_p`, at most `top_k` of them, and those at least `min_p` times as likely as the likeliest, by
-      softmax(logits / temperature). They filter what tokens are drawn from and so need a temperature or
-      `alg`. LLaDA's confidence stays that of the clean logits; with `alg` they are applied before the
-      confidence is taken, as published.
+      softmax(logits / temperature). They filter what tokens are drawn from: without a temperature or `alg`
+      they change nothing. `top_k` -1 and 0 are `None`. LLaDA's confidence stays that of the clean logits;
+      with `alg` they are applied before the confidence is taken, as published.
     - `cfg_scale` (0.0): classifier-free guidance; logits = u + (cfg_scale + 1)(c - u), where u sees the
       prompt masked. Doubles the rows of a step. Works with prompts of any length, padded or not (the
       official function fails without an explicit attention mask, quirk Q2).
-    - `seed` (0): of all random draws of this request, 64 bits; `None` draws one for each request. The same
-      seed gives the same tokens in any batch. Uniforms lie strictly inside (0, 1), where the official code
+    - `seed` (0): of all random draws of this request, 64 bits; `None` or -1 draws one for each request. The
+      same seed gives the same tokens in any batch. Uniforms lie strictly inside (0, 1), where the official code
       may draw 0 (quirk Q5).
     - `logits_eos_inf` (False): never choose the end-of-sequence id.
     - `undefined_tokens` (`None`): "official" may choose the mask id and ids that the tokenizer does not
@@ -255,7 +253,7 @@ class SamplingParams:
       `return_history`. All other fields are for denoising: a request that changes one is refused.
     """
 
-    max_tokens: _Length | None = None
+    max_tokens: Annotated[_Length | None, _none_at(-1)] = None
     steps: _Length | None = None
     block_length: _Length | None = None
     gen_length: _Length = 128
@@ -266,12 +264,12 @@ class SamplingParams:
     logprobs: Annotated[bool, BeforeValidator(_switch)] = False
     temperature: _Scale = 0.0
     top_p: _Share | None = None
-    top_k: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    top_k: Annotated[Annotated[int, Field(ge=1, lt=2**31)] | None, _none_at(-1, 0)] = None
     min_p: _Share | None = None
     repetition_penalty: _Factor = 1.0
     cfg_scale: _Scale = 0.0
     remasking: Remasking = "low_confidence"
-    seed: Annotated[int, Field(ge=0, lt=2**64)] | None = 0
+    seed: Annotated[Annotated[int, Field(ge=0, lt=2**64)] | None, _none_at(-1)] = 0
     logits_eos_inf: bool = False
     confidence_eos_eot_inf: Literal["official", "fixed"] | None = None
     prompt_masks: Literal["error", "official"] = "error"
@@ -367,9 +365,16 @@ class SamplingParams:
         return self.transfer == "adaptive"
 
     @property
+    def filters(self) -> dict[str, Any]:
+        """`top_p`, `top_k` and `min_p` as far as they take anything away from what is drawn."""
+        given = {name: getattr(self, name) for name in FILTERS}
+        drawn = is_drawn(vars(self))
+        return {name: value for name, value in given.items() if drawn and value not in (None, FILTERS[name])}
+
+    @property
     def filtered(self) -> bool:
         """Whether tokens are drawn from less than the whole distribution."""
-        return any(_filters(vars(self), name) for name in _FILTERS)
+        return bool(self.filters)
 
     @property
     def bans_undefined(self) -> bool:
@@ -379,11 +384,8 @@ class SamplingParams:
 
     def _check_effect(self) -> None:
         for name in without_effect(vars(self)):
-            if name in _OPTIONS:
-                users = _OPTIONS[name].users.items()
-                needs = " or ".join(f"{user} {_listed(values)}" for user, values in users)
-            else:
-                needs = "a temperature above 0 or alg"
+            users = _OPTIONS[name].users.items()
+            needs = " or ".join(f"{user} {_listed(values)}" for user, values in users)
             raise RequestError(f"{name} has no effect here: it needs {needs}")
 
     def _check_cache(self) -> None:
@@ -413,6 +415,11 @@ class SamplingParams:
                 raise RequestError(
                     f"transfer 'adaptive' {why}: leave {name} at {default!r} (it is {getattr(self, name)!r})"
                 )
+        for name, value in self.filters.items() if self.adaptive else ():
+            raise RequestError(
+                "transfer 'adaptive' draws from whole distributions:"
+                f" leave {name} at {FILTERS[name]!r} (it is {value!r})"
+            )
 
     def _check_together(self) -> None:
         if self.alg is None:
@@ -426,15 +433,18 @@ class SamplingParams:
 
 
 def without_effect(fields: Mapping[str, Any]) -> list[str]:
-    """The parameters among `fields` that are set and that nothing uses."""
-    idle = [
+    """The parameters among `fields` that belong to a rule or a cache, are set, and that nothing uses."""
+    return [
         name
         for name, option in _OPTIONS.items()
         if fields[name] is not None
         and not any(fields[user] in values for user, values in option.users.items())
     ]
-    drawn = fields["temperature"] != 0 or fields["alg"] is not None or fields["transfer"] == "adaptive"
-    return idle if drawn else [*idle, *(name for name in _FILTERS if _filters(fields, name))]
+
+
+def is_drawn(fields: Mapping[str, Any]) -> bool:
+    """Whether tokens are drawn from distributions that filters could narrow."""
+    return fields["temperature"] != 0 or fields["alg"] is not None
 
 
 def _listed(values: tuple[str, ...]) -> str:

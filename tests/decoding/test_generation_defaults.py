@@ -42,6 +42,7 @@ def stated(tmp_path: Path):
         ),
         ({"do_sample": False, "temperature": 0.7, "top_p": 0.8, "top_k": 20}, {}),
         ({"temperature": 1.0, "top_k": 0, "eps": 1e-3}, {"temperature": 1.0}),
+        ({"temperature": 1.0, "top_k": -1}, {"temperature": 1.0}),
         ({"max_new_tokens": 64}, {"gen_length": 64}),
         ({"max_new_tokens": 64, "gen_length": 32}, {"gen_length": 32}),
         (
@@ -69,6 +70,7 @@ QWEN = {"do_sample": True, "repetition_penalty": 1.05, "temperature": 0.7, "top_
         ({"temperature": 0.6, "top_k": 50, "top_p": 0.95, "min_p": 0.1}, {}),
         ({"do_sample": True}, {"temperature": 1.0}),
         ({"do_sample": True, "temperature": None, "top_k": 0}, {"temperature": 1.0}),
+        ({"do_sample": True, "temperature": 0.6, "top_k": -1}, {"temperature": 0.6}),
         ({"do_sample": True, "min_p": 0.05}, {"temperature": 1.0, "min_p": 0.05}),
         ({"max_new_tokens": 2048, "repetition_penalty": 1}, {"gen_length": 2048}),
         ({"eps": 1e-3, "alg_temp": 0.5}, {}),
@@ -87,7 +89,7 @@ def test_without_the_file_a_causal_model_is_greedy(tmp_path: Path):
     ("values", "reason"),
     [
         ({"repetition_penalty": 0}, "repetition_penalty is 0, expected a number from"),
-        ({"do_sample": True, "top_k": -1}, "top_k is -1, expected an integer from 1"),
+        ({"do_sample": True, "top_k": -2}, "top_k is -2, expected an integer from 1"),
         ({"do_sample": 1}, "do_sample is 1, expected true or false"),
         ({"steps": 64}, "steps is for models that denoise: a causal model generates one token"),
         ({"alg": "entropy"}, "alg is for models that denoise"),
@@ -110,7 +112,7 @@ def test_a_model_that_denoises_has_no_penalty(penalty: object, stated):
         ({"max_new_tokens": 0}, "max_new_tokens is 0, expected an integer from 1"),
         ({"gen_length": 1.5}, "gen_length is 1.5, expected an integer"),
         ({"do_sample": "no"}, "do_sample is 'no', expected true or false"),
-        ({"top_k": -1, "alg": "entropy"}, "top_k is -1, expected an integer from 1"),
+        ({"top_k": 1.5, "alg": "entropy"}, "top_k is 1.5, expected an integer from 1"),
         ({"threshold": 0.8}, "threshold has no effect here"),
         ({"alg": "fastest"}, "alg is 'fastest', expected one of 'origin'"),
     ],

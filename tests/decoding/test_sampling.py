@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter
 
+from jdllm.decoding.rules import segment_row
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import JdllmError, RequestError
+from jdllm.models.config import ModelConfig
 
 
 @pytest.mark.parametrize(
@@ -69,7 +71,7 @@ from jdllm.errors import JdllmError, RequestError
         ("confidence_eos_eot_inf", True),
         ("prompt_masks", "fill"),
         ("confidence_dtype", "bfloat16"),
-        ("seed", -1),
+        ("seed", -2),
         ("seed", 2**64),
         ("seed", 0.5),
         ("temperature", 1.1e6),
@@ -94,7 +96,8 @@ from jdllm.errors import JdllmError, RequestError
         ("top_p", -0.1),
         ("top_p", 1.01),
         ("top_p", "0.5"),
-        ("top_k", 0),
+        ("top_k", -2),
+        ("max_tokens", -2),
         ("top_k", 2.0),
         ("top_k", True),
         ("quota", "mean"),
@@ -124,9 +127,6 @@ EFFECTS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({"alg_temp": 0.5}, {"alg": "origin"}, {"alg": "confidence_threshold"}),
     ({"eps": 1e-3}, {"alg": "confidence_threshold"}, {"alg": "origin"}),
     ({"quota": "batch"}, {"alg": "origin"}, {"alg": "entropy"}),
-    ({"top_p": 0.9}, {}, {"temperature": 0.5}),
-    ({"top_k": 5}, {}, {"alg": "entropy"}),
-    ({"min_p": 0.1}, {"transfer": "threshold"}, {"temperature": 1}),
 ]
 
 
@@ -146,8 +146,32 @@ def test_a_parameter_without_effect_is_refused(
 BARE = {"transfer": "schedule", "cache": "none", "temperature": 0.0, "alg": None}
 
 
+@pytest.mark.parametrize("option", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
+def test_filters_without_a_temperature_change_nothing(option: dict[str, Any], config: ModelConfig):
+    name: Any = next(iter(option))
+    greedy = SamplingParams(**option)
+    assert not greedy.filtered
+    assert str(segment_row(greedy, config)) == str(segment_row(SamplingParams(), config))
+    drawn: list[dict[str, Any]] = [{"temperature": 0.5}, {"alg": "entropy"}]
+    for fields in drawn:
+        again = greedy.changed(**fields)
+        assert again == SamplingParams(**option, **fields)
+        assert again.filters == option
+    assert SamplingParams(**option, transfer="adaptive").adaptive
+    with pytest.raises(RequestError, match=f"^transfer 'adaptive' draws from whole .*: leave {name}"):
+        SamplingParams(**option, transfer="adaptive", temperature=0.5)
+
+
 def test_filters_that_let_everything_pass_need_nothing():
     assert SamplingParams(top_p=1, min_p=0).top_p == 1
+    assert not SamplingParams(top_p=1, min_p=0, temperature=1.0).filtered
+
+
+@pytest.mark.parametrize(("name", "values"), [("top_k", (-1, 0)), ("seed", (-1,)), ("max_tokens", (-1,))])
+def test_numbers_that_stand_for_nothing(name: str, values: tuple[int, ...]):
+    for value in (*values, *map(np.int64, values)):
+        given: dict[str, Any] = {name: value}
+        assert getattr(SamplingParams(**given), name) is None
 
 
 def test_max_tokens_asks_for_whole_blocks():
