@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from jdllm.serving.spec import generation_spec, infill_spec
     from jdllm.serving.updates import Ended, StepUpdate
 
-    __version__: str
+__version__ = "0.1.0"
 
 __all__ = [
     "LLM",
@@ -93,10 +93,6 @@ _MODULES = {
 
 def __getattr__(name: str) -> object:
     """Import public names on first use, so that the command line starts without loading JAX."""
-    if name == "__version__":
-        from importlib import metadata
-
-        return metadata.version("jdllm")
     if name in _MODULES:
         return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'jdllm' has no attribute {name!r}")

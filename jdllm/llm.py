@@ -24,7 +24,7 @@ from jdllm.pallas.device import preferring, target
 from jdllm.planning.account import make_account
 from jdllm.planning.budget import DEFAULT_HOST_MEMORY, device_budget, parse_bytes, usable_host_memory
 from jdllm.planning.offloading import account_with_offloading
-from jdllm.progress import counted, shown
+from jdllm.progress import shown, warming
 from jdllm.prompts import (
     Asked,
     Conversation,
@@ -101,7 +101,8 @@ class LLM(ScoresText):
       that is the user's alone (mode 0700), made where there is none. Nothing is kept by default.
     - `kernels`: "auto" for those that suit the card, "triton" for those in Triton only (cards from Ampere
       on), or "xla" for none.
-    - `progress`: show a progress bar while loading and warming up, where standard error is a terminal.
+    - `progress`: show a progress bar while loading and warming up where standard error is a terminal, and a
+      line every 10 s where it is none.
 
     Raises `ConfigError` or `CheckpointError` for a model that cannot be run or read, and for a verifier that
     is not causal or has another tokenizer, and `MemoryBudgetError` where `memory` has no room for it beside
@@ -409,7 +410,7 @@ class LLM(ScoresText):
         """Compile or load what `LLM(warmup=True)` does; says how many executables that were.
 
         Arguments:
-        - `progress`: show a progress bar, where standard error is a terminal.
+        - `progress`: as of `LLM`.
         - `prefilling`: the stages of questions over long contexts too, with these settings or those of a
           preset: questions of random ids are asked. Instructions of more than 128 tokens and queries of more
           than 64 may still compile something.
@@ -426,7 +427,7 @@ class LLM(ScoresText):
                 for _ in self._run([Asked(None, 0, [question])], updates="none"):
                     pass
 
-        with counted("compiling", len(programs), progress) as take:
+        with warming(len(programs), progress) as take:
             return self._executables.prepare(programs, take, rest)
 
     def _questions(self, prefilling: Prefilling | Preset) -> list[RequestSpec]:

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 import tomllib
-from importlib import resources
+from importlib import metadata, resources
 from pathlib import Path
 
 import jdllm
@@ -18,9 +18,25 @@ def test_public_names_are_there_and_listed():
     assert {"KvPoolError", "NonFiniteError", "CompletionOutput"} <= set(jdllm.__all__)
 
 
-def test_version_is_that_of_the_project():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert jdllm.__version__ == project["version"]
+def test_the_installed_package_has_the_version_of_its_sources():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert settings["project"]["dynamic"] == ["version"]
+    assert ROOT / settings["tool"]["hatch"]["version"]["path"] == Path(jdllm.__file__)
+    assert metadata.version("jdllm") == jdllm.__version__
+
+
+def test_sources_that_are_not_installed_know_their_version():
+    """As in a checkout on the path: no package of that name is installed."""
+    code = (
+        "import importlib.metadata as m, runpy, sys;"
+        "find = m.Distribution.from_name.__func__;"
+        "gone = lambda cls, name: find(cls, 'none-such' if name == 'jdllm' else name);"
+        "m.Distribution.from_name = classmethod(gone);"
+        "sys.argv[1:] = ['--version'];"
+        "runpy.run_module('jdllm', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (0, f"jdllm {jdllm.__version__}\n")
 
 
 def test_types_are_announced():

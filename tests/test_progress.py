@@ -1,11 +1,17 @@
 """The progress bar of a call."""
 
+import re
+import time
+
 import numpy as np
 import pytest
 
+from jdllm import lines
+from jdllm.checkpoints.byte_progress import reporter
+from jdllm.decoding.executables import Program
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.models.config import ModelConfig
-from jdllm.progress import shown
+from jdllm.progress import shown, warming
 from jdllm.serving.request import Request
 from jdllm.serving.updates import Ended, StepUpdate
 from tests.engines import generation_request
@@ -48,4 +54,42 @@ def test_only_where_there_is_a_terminal_and_it_is_asked_for(
     run(config, True)
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     run(config, False)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines come soon, and there is no terminal."""
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    monkeypatch.setattr(lines, "SECONDS", 0.02)
+
+
+@pytest.mark.usefixtures("often")
+def test_a_warm_up_says_in_lines_what_is_compiled_and_how_long_it_may_take(
+    capsys: pytest.CaptureFixture[str],
+):
+    with warming(4, True) as take:
+        time.sleep(0.1)
+        take(1, Program(len, (), {}, name="full step of 128 rows"))
+        time.sleep(0.1)
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"compiling: 0 of 4 executables after 0 s, how long is not known yet", first)
+    so_far = r"1 of 4 executables \(the last one: full step of 128 rows\) after 0 s"
+    assert re.fullmatch(rf"compiling: {so_far}, about [01] s to go", last)
+
+
+@pytest.mark.usefixtures("often")
+def test_loading_says_in_lines_how_far_it_is(capsys: pytest.CaptureFixture[str]):
+    with reporter(True, 4 << 20, "loading weights") as advance:
+        advance(2 << 20)
+        time.sleep(0.1)
+    first, *_ = capsys.readouterr().err.splitlines()
+    assert first == "loading weights: 2 of 4 MiB after 0 s, about 0 s to go"
+
+
+@pytest.mark.usefixtures("often")
+def test_nobody_hears_lines_who_did_not_ask_or_does_not_wait(capsys: pytest.CaptureFixture[str]):
+    for progress in (True, False):
+        with warming(4, progress), reporter(progress, 1, "loading"):
+            time.sleep(0.0 if progress else 0.05)
     assert capsys.readouterr() == ("", "")

@@ -1,12 +1,12 @@
 """How the server is: health, version, metrics, counts, and the requests that are there."""
 
 import time
-from importlib.metadata import version
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
+from jdllm import __version__
 from jdllm.api.errors import RESPONSES
 from jdllm.api.service import Service, dead
 from jdllm.serving.scheduler import Kind
@@ -26,7 +26,7 @@ async def health(request: Request) -> Response:
 @router.get("/version")
 async def show_version() -> dict[str, str]:
     """The version of jdllm."""
-    return {"version": version("jdllm")}
+    return {"version": __version__}
 
 
 @router.get("/metrics", response_class=PlainTextResponse)

@@ -2,11 +2,11 @@
 
 import dataclasses
 from collections.abc import Sequence
-from importlib.metadata import version
 
 from fastapi import APIRouter, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
+from jdllm import __version__
 from jdllm.api import admin, chat, completions, errors, infill, models, pages, responses, score
 from jdllm.api.arrivals import Arrivals
 from jdllm.api.guards import ApiKeys, BoundedBodies
@@ -48,7 +48,7 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
     - `access`: who may ask; by default everybody.
     """
     access = access or Access()
-    app = FastAPI(title="jdllm", version=version("jdllm"), docs_url=None, redoc_url=None)
+    app = FastAPI(title="jdllm", version=__version__, docs_url=None, redoc_url=None)
     app.state.service = service
     errors.install(app, service.refused)
     for router in ROUTERS:

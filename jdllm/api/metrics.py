@@ -1,13 +1,13 @@
 """What monitoring reads, as Prometheus' text: the engine's counts as they are, and times of what ended."""
 
 from collections.abc import Iterator
-from importlib.metadata import version
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from jdllm import __version__
 from jdllm.decoding.executables import Executables
 from jdllm.serving.engine import Engine
 from jdllm.serving.scheduler import Kind
@@ -123,7 +123,7 @@ class _EngineCounts(Collector):
     def collect(self) -> Iterator[Metric]:
         stats, executables = self._engine.stats(), self._executables
         yield InfoMetricFamily(
-            "jdllm", "The server.", {"version": version("jdllm"), "model_name": self._model_name}
+            "jdllm", "The server.", {"version": __version__, "model_name": self._model_name}
         )
         yield from self._for_routers(stats)
         yield from _requests(stats)

@@ -5,7 +5,7 @@ import contextlib
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -135,12 +135,21 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
-def serve(llm: LLM, settings: Settings, access: Access, bound: socket.socket, tls: Tls | None = None) -> int:
+def serve(
+    llm: LLM,
+    settings: Settings,
+    access: Access,
+    bound: socket.socket,
+    tls: Tls | None = None,
+    prepare: Callable[[], None] = lambda: None,
+) -> int:
     """Serve a model until a signal ends it, or its engine cannot go on.
 
     Arguments:
-    - `llm`: the model, warmed up; it is closed at the end.
+    - `llm`: the model; it is closed at the end.
     - `bound`: of `bind`.
+    - `prepare`: what takes long and comes before the port answers. All that can be wrong with the arguments
+      is noticed before.
 
     Returns the exit code: 0 after a signal, 1 where the engine cannot go on.
     """
@@ -167,8 +176,10 @@ def serve(llm: LLM, settings: Settings, access: Access, bound: socket.socket, tl
     metrics = Metrics(settings.names[0], llm.engine, llm.executables)
     llm.engine.observe = metrics.observe_part
     service = Service(llm, engine, settings, metrics)
-    config.app = create_app(service, access)
     try:
+        config.app = create_app(service, access)
+        config.load()
+        prepare()
         server.run(sockets=[bound])
     finally:
         service.close()

@@ -11,12 +11,12 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 
+from jdllm import __version__
 from jdllm.checkpoints.byte_progress import Progress, reporter
 from jdllm.checkpoints.index import DTYPES, Index, StoredTensor, listed
 from jdllm.errors import CheckpointError
@@ -106,11 +106,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write `manifest.json`, which makes `directory` a native checkpoint."""
-    try:
-        writer = version("jdllm")
-    except PackageNotFoundError:  # run from its sources
-        writer = None
-    head = {"format": FORMAT, "version": FORMAT_VERSION, "jdllm": writer, "checksum": "sha256"}
+    head = {"format": FORMAT, "version": FORMAT_VERSION, "jdllm": __version__, "checksum": "sha256"}
     (directory / MANIFEST).write_text(json.dumps(head | dataclasses.asdict(manifest), indent=1))
 
 

@@ -6,11 +6,11 @@ one line there and exit code 2. JAX is imported only once a command needs it.
 
 import atexit
 import gc
-from importlib.metadata import version
 from typing import Annotated
 
 import typer
 
+from jdllm import __version__
 from jdllm.cli import bench, convert, evaluate, generate, infill, plan, score, serve, warmup
 from jdllm.cli.report import Commands, print_result
 
@@ -37,7 +37,7 @@ threshold they are looked through again and again, for a tenth of a short comman
 
 def _print_version(asked: bool) -> None:
     if asked:
-        print_result(f"jdllm {version('jdllm')}")
+        print_result(f"jdllm {__version__}")
         raise typer.Exit
 
 

@@ -1,5 +1,6 @@
 """`jdllm serve`: an HTTP server with OpenAI's API and a page."""
 
+import contextlib
 import importlib.util
 import json
 import sys
@@ -9,17 +10,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from jdllm.cli.options import ModelOptions, WarmPrefilling, as_arguments, takes_model
+from jdllm.cli.compiling import told_of_compiling
+from jdllm.cli.options import ModelOptions, WarmPrefilling, as_arguments, asked_sampling, takes_model
 from jdllm.cli.report import print_result
 from jdllm.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
+    from jdllm.decoding.prefilling import Preset
     from jdllm.decoding.sampling import SamplingParams
+    from jdllm.llm import LLM
     from jdllm.planning.account import Account
 
 _NEEDED = ("fastapi", "uvicorn", "uvloop", "prometheus_client")
 _REQUESTS = (1024, 4096, 16384)
 BUNDLED = "jdllm-demo"
+_COLD = "nothing is compiled beforehand: the first requests of a size wait for that (--warmup)"
 
 
 @takes_model
@@ -77,6 +82,14 @@ def serve(
             show_default="the checkpoint's",
         ),
     ] = None,
+    warmup: Annotated[
+        bool | None,
+        typer.Option(
+            "--warmup/--no-warmup",
+            help="Compile every step before the port answers, or what they need when they come.",
+            show_default="--warmup on a GPU, --no-warmup on a CPU",
+        ),
+    ] = None,
     prefilling: WarmPrefilling = None,
     cors_origin: Annotated[
         list[str] | None,
@@ -89,38 +102,49 @@ def serve(
 ) -> None:
     """Serve a model over HTTP: OpenAI's completions and chat, infilling, scores, metrics, and a page at /.
 
-    Everything is compiled before the port answers. A first SIGTERM or Ctrl-C finishes what runs, a second one
-    stops at once.
+    On a GPU the port answers once all steps are compiled, on a CPU once the weights are there. A first
+    SIGTERM or Ctrl-C finishes what runs, a second one stops at once.
     """
     if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
         raise ConfigError(f"serving needs {', '.join(missing)}: install the extra, as in jdllm[serve]")
     if (ssl_certfile is None) != (ssl_keyfile is None):
         raise ConfigError("--ssl-certfile and --ssl-keyfile go together: give both")
+    if prefilling is not None and warmup is False:
+        raise ConfigError("--prefilling is for the warm-up: leave it or --no-warmup out")
     from jdllm.api.app import Access
     from jdllm.api.server import Tls, bind, serve
     from jdllm.api.service import Settings
     from jdllm.llm import LLM
 
     given, keys = _given_sampling(default_sampling), _keys(api_key)
-    with bind(host, port) as bound:
+    with bind(host, port) as bound, contextlib.ExitStack() as stack:
         arguments = as_arguments(source)
+        default = _asked(source.model, given)
         llm = LLM(**arguments, max_num_logits=max_num_logits, kv_pool=kv_pool)
         settings = Settings(
             names=tuple(served_model_name or [_name(source.model)]),
-            default_sampling=_changed(llm.default_sampling(), given),
+            default_sampling=default,
             max_queue=max_queue,
             request_timeout=request_timeout,
         )
         print_result(describe_account(llm.account))
-        done = llm.warmup(prefilling=prefilling)
-        print_result(
-            f"ready in {done.seconds:.1f} s: compiled {done.compiled} executables and found {done.loaded}"
-        )
-        scheme, (address, taken, *_) = "https" if ssl_certfile else "http", bound.getsockname()
-        print_result(f"{settings.names[0]} at {scheme}://{address}:{taken}")
+        warms = llm.executables.platform != "cpu" or prefilling is not None if warmup is None else warmup
+
+        def prepare() -> None:
+            print_result(_warmed(llm, prefilling) if warms else _COLD)
+            stack.enter_context(told_of_compiling())
+            scheme, (address, taken, *_) = "https" if ssl_certfile else "http", bound.getsockname()
+            print_result(f"{settings.names[0]} at {scheme}://{address}:{taken}")
+
         tls = None if ssl_certfile is None or ssl_keyfile is None else Tls(ssl_certfile, ssl_keyfile)
         access = Access(api_keys=keys, cors_origins=cors_origin or ())
-        sys.exit(serve(llm, settings, access, bound, tls))
+        sys.exit(serve(llm, settings, access, bound, tls, prepare))
+
+
+def _warmed(llm: "LLM", prefilling: "Preset | None") -> str:
+    """Compile everything; what that took."""
+    done = llm.warmup(prefilling=prefilling)
+    return f"ready in {done.seconds:.1f} s: compiled {done.compiled} executables and found {done.loaded}"
 
 
 def describe_account(account: "Account") -> str:
@@ -161,9 +185,9 @@ def _given_sampling(text: str | None) -> dict[str, Any]:
     return given
 
 
-def _changed(default: "SamplingParams", given: dict[str, Any]) -> "SamplingParams":
+def _asked(model: str | None, given: dict[str, Any]) -> "SamplingParams":
     try:
-        return default.changed(**given)
+        return asked_sampling(model, given)
     except RequestError as e:
         raise RequestError(f"--default-sampling: {e}") from None
 

@@ -52,6 +52,7 @@ class Program(NamedTuple):
     - `chained`: whether the function has chains of kernels (`jdllm.pallas.chain`).
     - `tuned`: whether its matrix products are tried on the device while it is compiled, on copies of their
       operands.
+    - `name`: what messages call it.
     """
 
     function: Callable[..., Any]
@@ -60,6 +61,7 @@ class Program(NamedTuple):
     donate: tuple[int, ...] = ()
     chained: bool = False
     tuned: bool = True
+    name: str = ""
 
 
 class Flat(NamedTuple):

@@ -45,8 +45,8 @@ class Prepared(NamedTuple):
     seconds: float
 
 
-Progress = Callable[[int], None]
-"""Takes how many programs are prepared."""
+Progress = Callable[[int, Program], None]
+"""Takes how many programs are prepared, and the last of them."""
 
 
 class Executables:
@@ -117,7 +117,7 @@ class Executables:
     def prepare(
         self,
         programs: Sequence[Program],
-        progress: Progress = lambda _: None,
+        progress: Progress = lambda *_: None,
         rest: Callable[[], Any] = lambda: None,
         threads: int | None = None,
     ) -> Prepared:
@@ -137,10 +137,10 @@ class Executables:
         pool = concurrent.futures.ThreadPoolExecutor(threads or min(16, os.cpu_count() or 1))
         with _ended(pool):
             ordered = sorted(programs, key=lambda program: not program.chained)
-            futures = [pool.submit(self._get, program, self._lower) for program in ordered]
+            futures = {pool.submit(self._get, program, self._lower): program for program in ordered}
             for done, future in enumerate(concurrent.futures.as_completed(futures), 1):
                 future.result()
-                progress(done)
+                progress(done, futures[future])
         rest()
         return Prepared(self.compiled - compiled, self.loaded - loaded, time.perf_counter() - start)
 
@@ -217,7 +217,7 @@ class Executables:
 
 def _key(program: Program) -> Hashable:
     """What tells executables of this process apart; values of arrays are no part of it."""
-    function, args, static, donate, chained, tuned = program
+    function, args, static, donate, chained, tuned, _ = program
     kinds = tuple((leaf.shape, leaf.dtype, on_host(leaf)) for leaf in jax.tree.leaves(args))
     return function, donate, chained, tuned, kinds, tuple(sorted(static.items()))
 

@@ -71,14 +71,15 @@ class CachedRunner:
         for entry in self._ladder.refresh:
             packed, selection, table, _ = pack_refresh([request], self._config, pages, entry)
             args = self._params, packed.batch, selection, table, self._pool.abstract
-            yield Program(_refresh, args, self._refresh_static(entry, scored=True), donate=_POOL)
+            static, name = self._refresh_static(entry, scored=True), f"refresh of {entry.rows} rows"
+            yield Program(_refresh, args, static, donate=_POOL, name=name)
         for entry in self._ladder.reuse:
             entries = self._pool.entries(entry.rows // TILE_ROWS)
             packed, table = pack_reuse([request], self._config, pages, entry, entries)
             args = self._params, packed.batch, table, self._pool.abstract, np.int32(1)
             for level in self._reuse_sizes:
-                static = self._static(entry, level)
-                yield Program(_reuse, args, static, chained=self._chained(entry.rows))
+                static, name = self._static(entry, level), f"reuse of {entry.rows} rows"
+                yield Program(_reuse, args, static, chained=self._chained(entry.rows), name=name)
 
     def warm(self) -> None:
         """Compile every entry of the ladder. Refreshes that score keys serve those that do not: twice as many

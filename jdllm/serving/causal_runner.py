@@ -167,13 +167,15 @@ class CausalRunner:
             for entries in (None, self._usual):
                 packed = pack_prompts([request], [range(1)], self._config, pool, entry, entries)
                 args = self._params, *packed.arguments, self._pool.abstract
-                yield Program(_prefill, args, self._static(_LEVELS[-1]), donate=_PREFILL_POOL)
+                static, name = self._static(_LEVELS[-1]), f"prefill of {entry.rows} rows"
+                yield Program(_prefill, args, static, donate=_PREFILL_POOL, name=name)
         for entry in self._ladder.decode:
             packed = pack_sequences([request], self._config, pool, entry, self._least_entries(entry))
             args = self._params, *packed.arguments, np.int32(1), self._pool.abstract
             for level in _LEVELS:
                 static, chained = self._static(level), self._chained(entry.segments)
-                yield Program(_decode, args, static, donate=_DECODE_POOL, chained=chained)
+                name = f"decode of {entry.segments} requests"
+                yield Program(_decode, args, static, donate=_DECODE_POOL, chained=chained, name=name)
 
     def warm(self) -> None:
         """Compile every entry of the ladder; those of a repetition penalty are compiled when first needed."""

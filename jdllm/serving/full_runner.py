@@ -118,7 +118,8 @@ class FullRunner:
             if self._offloaded is not None:
                 return
             args = self._params, batch, np.int32(1)
-            yield Program(_denoise, args, self._static(mask_id_of(self._config), chunks))
+            static = self._static(mask_id_of(self._config), chunks)
+            yield Program(_denoise, args, static, name=f"full step of {entry.rows} rows")
 
     def warm(self) -> None:
         """Compile every entry of the ladder."""

@@ -1,9 +1,17 @@
 import socket
+import sys
+from pathlib import Path
 
 import pytest
+import uvicorn
 
-from jdllm.api.server import bind
+from jdllm.api.app import Access
+from jdllm.api.server import Tls, bind, serve
+from jdllm.api.service import Settings
+from jdllm.demo import checkpoint_path
 from jdllm.errors import ConfigError
+from jdllm.llm import LLM
+from tests.conftest import KV_POOL
 
 HOST = "127.0.0.1"
 
@@ -32,3 +40,16 @@ def test_a_port_is_free_again_as_soon_as_its_server_has_ended():
 def test_an_address_that_cannot_be_had_is_a_mistake(host: str):
     with pytest.raises(ConfigError, match="cannot listen"):
         bind(host, 0)
+
+
+def test_what_cannot_be_is_noticed_before_the_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A certificate that is not there stands for all that the server is made of."""
+    monkeypatch.setattr(uvicorn.Config, "configure_logging", lambda _: None)
+    monkeypatch.setattr(sys, "setswitchinterval", lambda _: None)
+    llm = LLM(checkpoint_path(), max_num_batched_tokens=256, kv_pool=KV_POOL, progress=False)
+    settings = Settings(("demo",), llm.default_sampling())
+    warmed: list[str] = []
+    missing = Tls(tmp_path / "certificate.pem", tmp_path / "key.pem")
+    with bind(HOST, 0) as bound, pytest.raises((ConfigError, OSError)):
+        serve(llm, settings, Access(), bound, missing, lambda: warmed.append("warmed"))
+    assert not warmed

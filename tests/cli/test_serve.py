@@ -1,6 +1,7 @@
 """What `jdllm serve` makes of its options; the server itself is run by tests/clients."""
 
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from jdllm.api.app import Access
 from jdllm.api.service import Settings
 from jdllm.cli import app
 from jdllm.cli.serve import BUNDLED
-from jdllm.decoding.executables import Prepared
+from jdllm.decoding.executables import Executables, Prepared
 from jdllm.demo import checkpoint_path
 from jdllm.llm import LLM
 from tests.cli.helpers import assert_mistake
@@ -34,7 +35,15 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Served]:
     """Nothing is compiled and nobody is served."""
     found: list[Served] = []
 
-    def serve(llm: LLM, settings: Settings, access: Access, bound: socket.socket, tls: Any) -> int:
+    def serve(
+        llm: LLM,
+        settings: Settings,
+        access: Access,
+        bound: socket.socket,
+        tls: Any,
+        prepare: Callable[[], None],
+    ) -> int:
+        prepare()
         found.append(Served(llm, settings, access, bound.getsockname()[1], tls))
         bound.close()
         return 0
@@ -52,7 +61,7 @@ def serve(*options: str) -> Result:
 
 
 def test_the_account_stands_before_the_address(served: list[Served]):
-    result = serve()
+    result = serve("--warmup")
     assert (result.exit_code, result.stderr) == (0, "")
     [one] = served
     lines = result.stdout.splitlines()
@@ -62,6 +71,26 @@ def test_the_account_stands_before_the_address(served: list[Served]):
     assert f"{account.pages - 1} pages of 64 tokens: " in result.stdout
     assert f"{(account.pages - 1) // 16} of 1024, {(account.pages - 1) // 64} of 4096" in result.stdout
     assert {line.split("  ")[0] for line in lines} >= {"weights", "largest step", "KV pool", "step, reuse"}
+
+
+@pytest.mark.parametrize(
+    ("options", "platform", "warm"),
+    [
+        ([], "cpu", False),
+        ([], "cuda", True),
+        (["--warmup"], "cpu", True),
+        (["--no-warmup"], "cuda", False),
+        (["--prefilling", "dream"], "cpu", True),
+    ],
+)
+def test_it_is_warmed_up_on_a_card_or_where_that_is_asked_for(
+    options: list[str], platform: str, warm: bool, served: list[Served], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(Executables, "platform", property(lambda _: platform, lambda *_: None), raising=False)
+    result = serve(*options)
+    assert result.exit_code == 0
+    assert ("ready in" in result.stdout) is warm
+    assert ("nothing is compiled beforehand" in result.stdout) is not warm
 
 
 def test_a_model_is_called_as_its_directory_or_as_was_said(served: list[Served]):
@@ -107,6 +136,7 @@ def test_keys_of_the_environment_stand_apart(served: list[Served], monkeypatch: 
         (["--default-sampling", "[]"], ["--default-sampling", "object"]),
         (["--default-sampling", '{"cache": "none such"}'], ["--default-sampling", "cache"]),
         (["--api-key", " "], ["API key"]),
+        (["--no-warmup", "--prefilling", "dream"], ["--prefilling", "--no-warmup"]),
         (["--host", "no.such.host.invalid"], ["cannot listen"]),
         (["no-such-directory"], ["no-such-directory"]),
     ],

@@ -17,7 +17,10 @@ MODEL = "jdllm-demo"
 LONG = {"gen_length": 480, "steps": 480, "block_length": 32, "early_stop": False}
 """Sampling of a request that fills a step alone, and takes as many of them as it can."""
 
-_OPTIONS = ("--port", "0", "--dtype", "float32", "--max-num-batched-tokens", str(ROWS), "--kv-pool", "128MiB")
+_OPTIONS = (
+    *("--port", "0", "--dtype", "float32", "--max-num-batched-tokens", str(ROWS)),
+    *("--kv-pool", "128MiB", "--warmup"),
+)
 _READY_SECONDS = 600.0
 """A busy machine, where nothing has been compiled before."""
 

@@ -174,7 +174,10 @@ def test_programs_are_prepared_once_each():
     programs = [Program(scaled, (x,), {"factor": 2}) for x in shapes]
     steps = []
     prepared = executables.prepare(
-        programs, steps.append, lambda: executables.compile(scaled, np.zeros(5), factor=2), threads=2
+        programs,
+        lambda done, _: steps.append(done),
+        lambda: executables.compile(scaled, np.zeros(5), factor=2),
+        threads=2,
     )
     assert (prepared.compiled, prepared.loaded, len(executables)) == (3, 0, 4)
     assert prepared.seconds > 0
