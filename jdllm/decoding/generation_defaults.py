@@ -2,7 +2,6 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 from jdllm.decoding.causal_sampling import check_causal
 from jdllm.decoding.sampling import FILTERS, SamplingParams, is_drawn, without_effect

@@ -167,8 +167,8 @@ class SamplingParams:
       prompt masked. Doubles the rows of a step. Works with prompts of any length, padded or not (the
       official function fails without an explicit attention mask, quirk Q2).
     - `seed` (0): of all random draws of this request, 64 bits; `None` or -1 draws one for each request. The
-      same seed gives the same tokens in any batch. Uniforms lie strictly inside (0, 1), where the official code
-      may draw 0 (quirk Q5).
+      same seed gives the same tokens in any batch. Uniforms lie strictly inside (0, 1), where the official
+      code may draw 0 (quirk Q5).
     - `logits_eos_inf` (False): never choose the end-of-sequence id.
     - `undefined_tokens` (`None`): "official" may choose the mask id and ids that the tokenizer does not
       define, as the published code may; "banned" removes them from every distribution (quirk Q12). `None`
