@@ -63,16 +63,21 @@ test-clients: $(CLIENTS_VENV)/.ready $(AIPERF_VENV)/.ready  ## packages of other
 test-aot: $(AOT_VENV)/.ready  ## compile for GPUs without one
 	$(CPU) $(AOT_VENV)/bin/python -m pytest $(SPREAD) --dist worksteal -m aot tests/aot tests/models
 
-# Budgets count what any process has on the card.
+# Budgets count what any process has on the card. Four processes share a card; PART=2/3 is the second of three
+# parts, for machines that are had for minutes only.
+PART ?= 1/1
+CARDS = $(shell nvidia-smi --query-gpu=index --format=csv,noheader)
+ON_CARDS = python3 -m pytest -p no:benchmark -n $$((4 * $(words $(CARDS)))) --max-worker-restart 0 \
+  --dist worksteal -m gpu --part $(PART)
 test-gpu test-triton: export XLA_PYTHON_CLIENT_PREALLOCATE=false
-test-gpu:  ## tests on a card; uses the python on the path, which needs jax with CUDA and pytest-xdist
-	python3 -m pytest -p no:benchmark $(SPREAD) --dist worksteal -m gpu \
-	  --ignore tests/gpu/test_budget.py tests/gpu tests/pallas
-	python3 -m pytest -m gpu tests/gpu/test_budget.py
+test-gpu test-triton: export JDLLM_TEST_CARDS=$(CARDS)
+test-gpu:  ## tests on cards; uses the python on the path, which needs jax with CUDA and pytest-xdist
+	$(ON_CARDS) --ignore tests/gpu/test_budget.py tests/gpu tests/pallas
+	case $(PART) in 1/*) python3 -m pytest -m gpu tests/gpu/test_budget.py ;; esac
 
 # The other tests on a card ask for a form.
-test-triton:  ## what generates and scores on a card, through kernels in Triton
-	python3 -m pytest -p no:benchmark $(SPREAD) --dist worksteal -m gpu --kernels triton \
+test-triton:  ## what generates and scores on cards, through kernels in Triton
+	$(ON_CARDS) --kernels triton \
 	  tests/gpu/test_{against_transformers,cached_runs,causal,engine,prefilling,recorded_runs,triton}.py
 
 bench:  ## benchmarks on a card; uses the python on the path, which needs jax with CUDA

@@ -47,6 +47,17 @@ if os.environ.get("JAX_PLATFORMS") == "cpu":
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
+def _take_a_card() -> None:
+    """Share out the cards among the processes of one run."""
+    process = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
+    cards = os.environ.get("JDLLM_TEST_CARDS", "").split()
+    if cards and process.isdigit():
+        os.environ["CUDA_VISIBLE_DEVICES"] = cards[int(process) % len(cards)]
+
+
+_take_a_card()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Compiled programs are kept between runs, and what one process compiles others take from it."""
     if not config.pluginmanager.hasplugin("cacheprovider"):
