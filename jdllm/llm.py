@@ -11,6 +11,7 @@ import jax
 from jdllm.arguments import check_types, positive, shortened
 from jdllm.checkpoints.tokenizer import Tokenizer
 from jdllm.chunks import ChunkConfig
+from jdllm.decoding import executable_store
 from jdllm.decoding.executable_store import ExecutableStore
 from jdllm.decoding.executables import Executables, Prepared
 from jdllm.decoding.prefilling import Prefilling, Preset
@@ -98,7 +99,8 @@ class LLM(ScoresText):
     - `warmup`: compile all that requests of up to `max_num_batched_tokens` rows may need, now and not when
       they ask for it.
     - `cache_dir`: where executables are kept for the next process, which need not compile them; a directory
-      that is the user's alone (mode 0700), made where there is none. Nothing is kept by default.
+      that is the user's alone (mode 0700), made where there is none. "auto" is `~/.cache/jdllm/executables`,
+      or below `XDG_CACHE_HOME`; where nothing can be kept there, it is a warning. `None` keeps nothing.
     - `kernels`: "auto" for those that suit the card, "triton" for those in Triton only (cards from Ampere
       on), or "xla" for none.
     - `progress`: show a progress bar while loading and warming up where standard error is a terminal, and a
@@ -129,7 +131,7 @@ class LLM(ScoresText):
         verifier: "str | Path | Transformer | None" = None,
         verifier_shares_ids: bool = False,
         warmup: bool = False,
-        cache_dir: str | Path | None = None,
+        cache_dir: str | Path | None = "auto",
         kernels: str = "auto",
         progress: bool = True,
     ):
@@ -185,8 +187,9 @@ class LLM(ScoresText):
         params, offloaded = loaded.params, loaded.offloaded
         (device,) = params["final_norm"].devices()
         dtype = params["final_norm"].dtype.name
-        store = None if cache_dir is None else ExecutableStore(Path(cache_dir))
-        self._executables = executables = Executables(device.platform, store, kernels=runs_on.kernels)
+        self._executables = executables = Executables(
+            device.platform, _store(cache_dir), kernels=runs_on.kernels
+        )
         beside = None if verifier is None else self._verifier(verifier, dtype, verifier_shares_ids, progress)
         verifier_bytes = 0 if beside is None else tree_bytes(beside.params)
         held = loaded.device_bytes + verifier_bytes
@@ -560,6 +563,12 @@ class LLM(ScoresText):
                 " quality beyond them is not assured",
                 skip_file_prefixes=(str(Path(__file__).parent),),
             )
+
+
+def _store(cache_dir: str | Path | None) -> ExecutableStore | None:
+    if cache_dir == "auto":
+        return executable_store.default_store()
+    return None if cache_dir is None else ExecutableStore(Path(cache_dir))
 
 
 def _model_types(model: Any, verifier: Any) -> Any:

@@ -13,6 +13,7 @@ from hypothesis import settings
 from jax.experimental.compilation_cache import compilation_cache
 
 from jdllm.checkpoints.loading import load_params
+from jdllm.decoding import executable_store
 from jdllm.decoding.executables import Executables
 from jdllm.execution.module import Transformer
 from jdllm.llm import LLM
@@ -90,6 +91,10 @@ def _few_mappings() -> Iterator[None]:
 
 
 account.UNPLANNED_POOL = parse_bytes(KV_POOL)
+
+# Models of tests keep nothing unless a test says where: writing executables takes longer than having them.
+DEFAULT_STORE = executable_store.default_store
+executable_store.default_store = lambda: None
 
 settings.register_profile("jdllm", deadline=None, derandomize=True)
 settings.load_profile("jdllm")

@@ -16,7 +16,6 @@ from jdllm.cli.options import (
     Json,
     ModelOptions,
     asked_sampling,
-    cache_directory,
     given_sampling,
     load_model,
     takes_model,
@@ -157,7 +156,7 @@ def _run_harness(arguments: list[str]) -> None:
         raise ConfigError(f"{_HARNESS} needs lm-eval: install the extra, as in jdllm[harness]")
     from jdllm.harness.command import run
 
-    defaults = {"pretrained": checkpoint_path(), "cache_dir": cache_directory(None)}
+    defaults = {"pretrained": checkpoint_path()}
     with told_of_compiling():
         run(arguments, defaults, checkpoint_path().parent / "harness_tasks")
 

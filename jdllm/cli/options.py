@@ -5,7 +5,6 @@ import functools
 import inspect
 import json
 import re
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import NoneType
@@ -16,7 +15,6 @@ import typer
 from jdllm.declarations import descriptions
 from jdllm.decoding.prefilling import Prefilling, Preset
 from jdllm.decoding.sampling import SamplingParams
-from jdllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from jdllm.llm import LLM
@@ -170,24 +168,10 @@ def load_model(source: ModelOptions, verifier: str | None = None) -> "LLM":
 
 def as_arguments(source: ModelOptions) -> dict[str, Any]:
     """Arguments of `LLM`: the directories are looked up."""
-    directories = {"model": _directory(source.model), "cache_dir": cache_directory(source.cache_dir)}
+    asked = source.cache_dir
+    cache_dir = "auto" if asked is None else None if asked == NOWHERE else Path(asked)
+    directories = {"model": _directory(source.model), "cache_dir": cache_dir}
     return dataclasses.asdict(source) | directories
-
-
-def cache_directory(asked: str | None) -> Path | None:
-    """Where executables are kept: in the user's cache directory, unless another or none was asked for.
-
-    A default directory that cannot be used is a warning; one that was asked for is refused by `LLM`.
-    """
-    from jdllm.decoding.executable_store import ExecutableStore, default_directory
-
-    if asked is not None:
-        return None if asked == NOWHERE else Path(asked)
-    try:
-        return ExecutableStore(default_directory()).directory
-    except ConfigError as e:
-        warnings.warn(f"what is compiled is not kept: {e}", stacklevel=1)
-        return None
 
 
 def _directory(model: str | None) -> Path:

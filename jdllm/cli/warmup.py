@@ -9,6 +9,8 @@ from jdllm.cli.options import Json, ModelOptions, WarmPrefilling, as_arguments, 
 from jdllm.cli.report import print_result
 from jdllm.errors import ConfigError
 
+_NOWHERE = "there is no directory that keeps what is compiled: name one with --cache-dir"
+
 
 @takes_model
 def warmup(
@@ -27,20 +29,23 @@ def warmup(
 ) -> None:
     """Compile all that requests of up to --max-num-batched-tokens rows need, and keep it.
 
-    Commands with the same options find it in --cache-dir, and so does LLM(cache_dir=...). The weights are not
+    Commands with the same options find it in --cache-dir, and so does the library. The weights are not
     read.
     """
     from jdllm.llm import LLM
 
     arguments = as_arguments(source)
-    directory = arguments["cache_dir"]
-    if directory is None:
-        raise ConfigError("there is no directory that keeps what is compiled: name one with --cache-dir")
-    done = LLM(**arguments, load_weights=False).warmup(prefilling=prefilling)
+    if arguments["cache_dir"] is None:
+        raise ConfigError(_NOWHERE)
+    llm = LLM(**arguments, load_weights=False)
+    store = llm.executables.store
+    if store is None:
+        raise ConfigError(_NOWHERE)
+    done = llm.warmup(prefilling=prefilling)
     if as_json:
-        print_result(json.dumps({**done._asdict(), "cache_dir": str(directory)}))
+        print_result(json.dumps({**done._asdict(), "cache_dir": str(store.directory)}))
     else:
         print_result(
             f"compiled {done.compiled} executables and found {done.loaded}"
-            f" in {done.seconds:.1f} s, in {directory}"
+            f" in {done.seconds:.1f} s, in {store.directory}"
         )

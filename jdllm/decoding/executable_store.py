@@ -6,6 +6,7 @@ import os
 import stat
 import tempfile
 import time
+import warnings
 from pathlib import Path
 
 from jdllm.errors import ConfigError
@@ -21,6 +22,20 @@ _ABANDONED_SECONDS = 3600.0
 def default_directory() -> Path:
     """The user's cache directory of executables."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jdllm" / "executables"
+
+
+def default_store() -> "ExecutableStore | None":
+    """A store in `default_directory`; `None`, and a warning, where nothing can be kept there."""
+    try:
+        store = ExecutableStore(default_directory())
+        if not os.access(store.directory, os.W_OK):
+            raise ConfigError(f"the directory of executables {store.directory} cannot be written")
+    except (ConfigError, RuntimeError) as e:  # the latter where the user has no home
+        warnings.warn(
+            f"what is compiled is not kept: {e}", skip_file_prefixes=(str(Path(__file__).parents[1]),)
+        )
+        return None
+    return store
 
 
 class ExecutableStore:

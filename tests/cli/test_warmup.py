@@ -5,14 +5,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from jdllm.cli import app
-from jdllm.cli.options import ModelOptions, cache_directory
-from jdllm.decoding.executable_store import default_directory
+from jdllm.cli.options import ModelOptions
 from jdllm.decoding.executables import Prepared
 from jdllm.errors import ConfigError
 from jdllm.llm import LLM
@@ -64,12 +64,9 @@ def test_what_no_option_says_is_the_librarys_default():
         assert getattr(options, name) == defaults[name]
 
 
-def test_executables_are_kept_in_the_users_cache_directory(
-    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_executables_are_kept_where_the_library_keeps_them(asked: dict[str, Any]):
     run(*IDS)
-    assert asked["cache_dir"] == default_directory() == tmp_path / "jdllm" / "executables"
+    assert asked["cache_dir"] == inspect.signature(LLM).parameters["cache_dir"].default == "auto"
 
 
 def test_nothing_is_kept_where_one_says_so(
@@ -82,14 +79,9 @@ def test_nothing_is_kept_where_one_says_so(
     assert_mistake(CliRunner().invoke(app, ["warmup", str(LLADA), "--cache-dir", "none"]), "--cache-dir")
 
 
-def test_a_cache_directory_that_cannot_be_is_a_warning_unless_it_was_asked_for(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_a_cache_directory_that_cannot_be_is_a_mistake_where_it_was_asked_for(tmp_path: Path):
     file = tmp_path / "file"
     file.touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
-    with pytest.warns(UserWarning, match=f"what is compiled is not kept: .*{file}"):
-        assert cache_directory(None) is None
     assert_mistake(run(*IDS, *SHORT, "--cache-dir", str(file / "below")), str(file))
 
 
@@ -103,6 +95,8 @@ def test_a_cache_directory_that_cannot_be_is_a_warning_unless_it_was_asked_for(
 )
 def test_warming_up_says_what_it_took(options: list[str], printed: str, monkeypatch: pytest.MonkeyPatch):
     class Warm:
+        executables = SimpleNamespace(store=SimpleNamespace(directory="kept"))
+
         def __init__(self, **_: Any): ...
 
         def warmup(self, prefilling: str | None = None) -> Prepared:

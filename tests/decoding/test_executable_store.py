@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdllm.decoding import executable_key
+from jdllm.decoding import executable_key, executable_store
 from jdllm.decoding.encoded_trace import encoding
 from jdllm.decoding.executable import Program, finish, lower, to_bytes
 from jdllm.decoding.executable_key import NotDescribedError, described, program_key
@@ -22,9 +22,12 @@ from jdllm.decoding.executable_store import ExecutableStore, default_directory
 from jdllm.decoding.executables import Executables
 from jdllm.decoding.step import denoise
 from jdllm.errors import ConfigError
+from jdllm.execution.module import Transformer
 from jdllm.layers import rms_norm
+from jdllm.llm import LLM
 from jdllm.models.config import ModelConfig
-from tests.conftest import LLADA
+from jdllm.models.weights import Params
+from tests.conftest import DEFAULT_STORE, KV_POOL, LLADA
 
 X, WEIGHT = np.linspace(-2, 2, 7 * 13, dtype=np.float32).reshape(7, 13), np.ones(13, np.float32)
 
@@ -68,6 +71,23 @@ class TestDirectory:
         (tmp_path / "file").touch()
         with pytest.raises(ConfigError, match=r"file/below cannot be made: .*; name one that you may write"):
             ExecutableStore(tmp_path / "file" / "below")
+
+    @pytest.mark.parametrize("wrong", ["no directory", "read only", "others may enter"])
+    def test_a_default_that_cannot_be_is_a_warning(
+        self, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        home = tmp_path / "caches"
+        monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+        if wrong == "no directory":
+            home.touch()
+        else:
+            kept = DEFAULT_STORE()
+            assert kept is not None
+            kept.directory.chmod(0o500 if wrong == "read only" else 0o755)
+            # The superuser may write anywhere.
+            monkeypatch.setattr(os, "access", lambda path, mode: os.stat(path).st_mode & 0o200 != 0)
+        with pytest.warns(UserWarning, match=f"what is compiled is not kept: .*{home}"):
+            assert DEFAULT_STORE() is None
 
     def test_the_default_is_in_the_cache_of_the_user(self, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
@@ -287,3 +307,19 @@ print(described((encoding(denoise), config_from_hf({str(LLADA.directory)!r}))))
         f"{np.asarray(expected).tobytes().hex()} ['sum']",
         described((encoding(denoise), config)),
     ]
+
+
+def test_a_library_user_waits_for_the_compiler_once(
+    config: ModelConfig, params: Params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The second model stands for another process: it has nothing in memory."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(executable_store, "default_store", DEFAULT_STORE)
+    model, found = Transformer(config, params), []
+    kept: list[dict[str, Any]] = [{}, {}, {"cache_dir": None}]
+    for options in kept:
+        with LLM(model, max_num_batched_tokens=64, kv_pool=KV_POOL, **options) as llm:
+            llm.executables.call(rms_norm, X, WEIGHT, eps=1e-6)
+            found.append((llm.executables.compiled, llm.executables.loaded))
+    assert found == [(1, 0), (0, 1), (1, 0)]
+    assert len(list((tmp_path / "jdllm" / "executables").iterdir())) == 1
