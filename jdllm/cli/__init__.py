@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from jdllm import __version__
-from jdllm.cli import bench, convert, evaluate, generate, infill, plan, score, serve, warmup
+from jdllm.cli import bench, convert, evaluate, generate, infill, plan, run_batch, score, serve, warmup
 from jdllm.cli.report import Commands, print_result
 
 app = typer.Typer(
@@ -26,6 +26,7 @@ app.command("score")(score.score)
 app.command("eval", cls=evaluate.EvalCommand)(evaluate.evaluate)
 app.command("warmup")(warmup.warmup)
 app.command("serve")(serve.serve)
+app.command("run-batch")(run_batch.run_batch)
 app.add_typer(bench.app, name="bench")
 app.command("convert")(convert.convert)
 app.command("plan")(plan.plan)

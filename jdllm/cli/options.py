@@ -27,6 +27,22 @@ Model = Annotated[
         show_default="the bundled demo model",
     ),
 ]
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[DIR_OR_HUB_ID]",
+        help="Checkpoint directory, or hub id such as org/name.",
+        show_default="the bundled demo model",
+    ),
+]
+ServedNames = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME",
+        help="What clients call the model; may be repeated.",
+        show_default="the checkpoint's name",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 WarmPrefilling = Annotated[
     Preset | None,

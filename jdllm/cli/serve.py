@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jdllm.cli.compiling import told_of_compiling
-from jdllm.cli.options import ModelOptions, WarmPrefilling, as_arguments, asked_sampling, takes_model
+from jdllm.cli.options import (
+    ModelArgument,
+    ModelOptions,
+    ServedNames,
+    WarmPrefilling,
+    as_arguments,
+    asked_sampling,
+    takes_model,
+)
 from jdllm.cli.report import print_result
 from jdllm.errors import ConfigError, RequestError
 
@@ -29,14 +37,7 @@ _COLD = "nothing is compiled beforehand: the first requests of a size wait for t
 
 @takes_model
 def serve(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[DIR_OR_HUB_ID]",
-            help="Checkpoint directory, or hub id such as org/name.",
-            show_default="the bundled demo model",
-        ),
-    ] = None,
+    model: ModelArgument = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free one.")
@@ -66,14 +67,7 @@ def serve(
             show_default="none is needed",
         ),
     ] = None,
-    served_model_name: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="What clients call the model; may be repeated.",
-            show_default="the checkpoint's name",
-        ),
-    ] = None,
+    served_model_name: ServedNames = None,
     default_sampling: Annotated[
         str | None,
         typer.Option(
@@ -105,8 +99,7 @@ def serve(
     On a GPU the port answers once all steps are compiled, on a CPU once the weights are there. A first
     SIGTERM or Ctrl-C finishes what runs, a second one stops at once.
     """
-    if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
-        raise ConfigError(f"serving needs {', '.join(missing)}: install the extra, as in jdllm[serve]")
+    check_installed("serving", *_NEEDED)
     if (ssl_certfile is None) != (ssl_keyfile is None):
         raise ConfigError("--ssl-certfile and --ssl-keyfile go together: give both")
     if prefilling is not None and warmup is False:
@@ -122,7 +115,7 @@ def serve(
         default = _asked(source.model, given)
         llm = LLM(**arguments, max_num_logits=max_num_logits, kv_pool=kv_pool)
         settings = Settings(
-            names=tuple(served_model_name or [_name(source.model)]),
+            names=names_of(served_model_name, source.model),
             default_sampling=default,
             max_queue=max_queue,
             request_timeout=request_timeout,
@@ -166,11 +159,20 @@ def describe_account(account: "Account") -> str:
     return "\n".join(lines)
 
 
-def _name(model: str | None) -> str:
+def check_installed(what: str, *needed: str) -> None:
+    """Raise `ConfigError` where packages are missing that `what` needs."""
+    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+        raise ConfigError(f"{what} needs {', '.join(missing)}: install the extra, as in jdllm[serve]")
+
+
+def names_of(given: Sequence[str] | None, model: str | None) -> tuple[str, ...]:
+    """What a model is called: as was said, else as its directory or its id."""
+    if given:
+        return tuple(given)
     if model is None:
-        return BUNDLED
+        return (BUNDLED,)
     path = Path(model)
-    return path.resolve().name if path.is_dir() else model
+    return (path.resolve().name if path.is_dir() else model,)
 
 
 def _given_sampling(text: str | None) -> dict[str, Any]:

@@ -1,11 +1,8 @@
 """`jdllm warmup`: compile beforehand what other commands run."""
 
 import json
-from typing import Annotated
 
-import typer
-
-from jdllm.cli.options import Json, ModelOptions, WarmPrefilling, as_arguments, takes_model
+from jdllm.cli.options import Json, ModelArgument, ModelOptions, WarmPrefilling, as_arguments, takes_model
 from jdllm.cli.report import print_result
 from jdllm.errors import ConfigError
 
@@ -14,14 +11,7 @@ _NOWHERE = "there is no directory that keeps what is compiled: name one with --c
 
 @takes_model
 def warmup(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[DIR_OR_HUB_ID]",
-            help="Checkpoint directory, or hub id such as org/name.",
-            show_default="the bundled demo model",
-        ),
-    ] = None,
+    model: ModelArgument = None,
     prefilling: WarmPrefilling = None,
     as_json: Json = False,
     *,

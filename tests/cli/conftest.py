@@ -68,7 +68,7 @@ def use_model(monkeypatch: pytest.MonkeyPatch) -> UseModel:
     """Has the commands use a model that is already loaded and compiled."""
 
     def use(llm: Any) -> None:
-        for command in ("generate", "evaluate", "infill", "score"):
+        for command in ("generate", "evaluate", "infill", "run_batch", "score"):
             monkeypatch.setattr(f"jdllm.cli.{command}.load_model", lambda *_: llm)
 
     return use
