@@ -27,7 +27,7 @@ def run(*options: str, **how: Any) -> Result:
     return CliRunner().invoke(app, ["run-batch", *options], **how)
 
 
-def answers(path: Path) -> dict[str, Any]:
+def answers(path: Path) -> dict[Any, Any]:
     read = [json.loads(line) for line in path.read_text().splitlines()]
     found = {line["custom_id"]: line for line in read}
     assert len(found) == len(read)
