@@ -27,7 +27,7 @@ CACHE: Cache = "dual"
 
 
 def measure(
-    directory: Path, scratch: Path, cache: Path, prompt: int, max_num_batched_tokens: int
+    directory: Path, scratch: Path, cache: Path, prompt: int, max_num_batched_tokens: int | None
 ) -> dict[str, Any]:
     """Load the weights alone, and then all from `LLM(...)` to the end of a first block.
 
@@ -37,8 +37,9 @@ def measure(
     - `cache`: where executables are kept.
     - `prompt`: tokens of the prompt.
 
-    Returns seconds: `load_s` of the weights alone, `llm_s` of the constructor with its warm-up, `block_s` of
-    the first block, and `beyond_load_s`, what the last two took longer than loading.
+    Returns `batched_tokens`, the rows of a step, and seconds: `load_s` of the weights alone, `llm_s` of the
+    constructor with its warm-up, `block_s` of the first block, and `beyond_load_s`, what the last two took
+    longer than loading.
     """
     start_device(scratch)
     config = config_from_hf(directory)
@@ -59,6 +60,7 @@ def measure(
         llm.generate(prompt_token_ids=random_prompts(config, [prompt]), sampling=sampling)
         end = time.perf_counter()
     return {
+        "batched_tokens": llm.account.rows,
         "load_s": loaded - start,
         "llm_s": ready - loaded,
         "block_s": end - ready,
@@ -69,14 +71,15 @@ def measure(
 def main(arguments: Sequence[str]) -> None:
     """From `LLM(...)` to the first finished block, in two processes, one after the other.
 
-    `python3 -m benchmarks first_token [--prompt 512] [--max-num-batched-tokens 8192]` on a card. The first
-    process finds an empty cache of compiled programs, the second one what the first kept. The checkpoint, of
-    random weights (16 GB for llada-8b), stays in the page cache where memory allows.
+    `python3 -m benchmarks first_token [--prompt 512] [--max-num-batched-tokens 8192]` on a card, by default
+    with the step that `LLM` chooses. The first process finds an empty cache of compiled programs, the second
+    one what the first kept. The checkpoint, of random weights (16 GB for llada-8b), stays in the page cache
+    where memory allows.
     """
     parser = case_parser("first_token", main.__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="llada-8b")
     parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
+    parser.add_argument("--max-num-batched-tokens", type=int, help="by default as many as LLM chooses")
     parser.add_argument(
         "--directory", type=Path, help="where the checkpoint is written, by default temporary"
     )
@@ -100,4 +103,4 @@ def main(arguments: Sequence[str]) -> None:
             done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
             asked = {"process": process, "shape": args.shape, "prompt": args.prompt}
             table.append(asked | json.loads(done.stdout.splitlines()[-1]))
-    record(f"first_token_{args.shape}", table, args.out, max_num_batched_tokens=args.max_num_batched_tokens)
+    record(f"first_token_{args.shape}", table, args.out)

@@ -115,11 +115,11 @@ def generate(arguments: Sequence[str]) -> None:
     parser.add_argument("--retention", type=float, default=0.5)
     parser.add_argument("--delay", type=int, nargs="+", help="of the refresh; by default that of the policy")
     parser.add_argument("--steps", type=int, default=GEN_LENGTH, help="denoising steps of a request")
-    parser.add_argument("--max-num-batched-tokens", type=int, help="by default the rows of all requests")
+    parser.add_argument("--max-num-batched-tokens", type=int, help="by default as many as LLM chooses")
     parser.add_argument("--kernels", choices=get_args(Kernels), default="auto")
     args = parser.parse_args(arguments)
     model = Transformer(SHAPES[args.shape], rngs=nnx.Rngs(0), dtype="bfloat16")
-    rows = args.max_num_batched_tokens or max(args.batch) * (max(args.prompt) + GEN_LENGTH)
+    rows = args.max_num_batched_tokens
     llm = LLM(model, max_num_batched_tokens=rows, kernels=args.kernels, progress=False)
     table = []
     for cache, batch, prompt, delay in itertools.product(
@@ -130,7 +130,7 @@ def generate(arguments: Sequence[str]) -> None:
         print_row(table[-1])
     kinds = ("-".join(map(str, kind)) for kind in (args.cache, args.batch, args.prompt))
     name = "generate_{}_{}_b{}_p{}".format(args.shape, *kinds) + _suffix(args.kernels)
-    record(name, table, args.out, max_num_batched_tokens=rows)
+    record(name, table, args.out, max_num_batched_tokens=llm.account.rows)
 
 
 def prompt_lengths() -> list[int]:
@@ -163,17 +163,17 @@ def generation_flops(config: ModelConfig, sampling: SamplingParams, prompt: int)
 def ragged(arguments: Sequence[str]) -> None:
     """32 requests of different lengths at once, beside what their arithmetic alone takes.
 
-    `python3 -m benchmarks ragged [--cache head_sparse] [--delay 1 0] [--max-num-batched-tokens 8192]
-    [--warmup]` on a card; the prompts are as long as `benchmarks/workloads/ragged32.json` says. The floor is
-    the arithmetic of all steps at the rate that full steps of jdllm reach; `share_of_floor` is its seconds
-    over those measured.
+    `python3 -m benchmarks ragged [--cache head_sparse] [--delay 1 0] [--max-num-batched-tokens 36352]
+    [--warmup]` on a card, by default with the step that `LLM` chooses; the prompts are as long as
+    `benchmarks/workloads/ragged32.json` says. The floor is the arithmetic of all steps at the rate that full
+    steps of jdllm reach; `share_of_floor` is its seconds over those measured.
     """
     parser = case_parser("ragged", ragged.__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="llada-8b")
     parser.add_argument("--cache", nargs="+", choices=CACHES, default=["head_sparse"])
     parser.add_argument("--retention", type=float, default=0.5)
     parser.add_argument("--delay", type=int, nargs="+", default=[1, 0])
-    parser.add_argument("--max-num-batched-tokens", type=int, nargs="+", default=[8192])
+    parser.add_argument("--max-num-batched-tokens", type=int, nargs="+", default=[None])
     parser.add_argument("--requests", type=int, help="only the first of them")
     parser.add_argument("--kernels", choices=get_args(Kernels), default="auto")
     parser.add_argument("--warmup", action="store_true", help="compile everything before the first request")
@@ -183,7 +183,7 @@ def ragged(arguments: Sequence[str]) -> None:
     model = Transformer(config, rngs=nnx.Rngs(0), dtype="bfloat16")
     table = []
     for max_num_batched_tokens in args.max_num_batched_tokens:
-        asked = {"shape": args.shape, "requests": len(lengths), "batched_tokens": max_num_batched_tokens}
+        asked = {"shape": args.shape, "requests": len(lengths)}
         start = time.perf_counter()
         with LLM(
             model,
@@ -192,6 +192,7 @@ def ragged(arguments: Sequence[str]) -> None:
             kernels=args.kernels,
             progress=False,
         ) as llm:
+            asked["batched_tokens"] = llm.account.rows
             asked["warmup_s"] = time.perf_counter() - start if args.warmup else 0.0
             for cache, delay in itertools.product(args.cache, args.delay):
                 sampling = generation(cache, args.retention, None if cache == "none" else delay)

@@ -48,7 +48,7 @@ QUOTED = {
     "generate_llada-8b_head_sparse_b8_p2048": Quoted(
         "tokens_s", "generate --cache head_sparse --delay 1 --batch 8 --prompt 2048"
     ),
-    "ragged_llada-8b": Quoted("tokens_s", "ragged --delay 1 0 --max-num-batched-tokens 36352"),
+    "ragged_llada-8b": Quoted("tokens_s", "ragged --delay 1 0"),
     "cached_step_llada-8b": Quoted("step_ms", "cached_step --shape llada-8b --form chain layers"),
     "cached_step_dream-7b": Quoted("step_ms", "cached_step --shape dream-7b --form chain layers"),
     "cached_step_llada-moe-7b": Quoted("step_ms", "cached_step --shape llada-moe-7b --form layers xla"),

@@ -30,6 +30,7 @@ from jdllm.llm import LLM
 from jdllm.models.config import ModelConfig
 
 _ADDRESS = re.compile(r" at (https?://\S+)")
+_ROWS = re.compile(r"largest step, (\d+) rows")
 DEMO = "demo"
 
 
@@ -79,19 +80,15 @@ LOADS = {
 
 
 @contextlib.contextmanager
-def served(model: Path, max_num_batched_tokens: int, cache: Path) -> Iterator[dict[str, Any]]:
-    """A server of its own process; yields its address as `url`, and `start_s` until it was ready.
+def served(model: Path, max_num_batched_tokens: int | None, cache: Path) -> Iterator[dict[str, Any]]:
+    """A server of its own process; yields its address as `url`, packed `rows` of its largest step, and
+    `start_s` until it was ready.
 
     Raises `RuntimeError` where it ends before.
     """
-    options = [
-        "--port",
-        "0",
-        "--max-num-batched-tokens",
-        str(max_num_batched_tokens),
-        "--cache-dir",
-        str(cache),
-    ]
+    options = ["--port", "0", "--cache-dir", str(cache)]
+    if max_num_batched_tokens is not None:
+        options += ["--max-num-batched-tokens", str(max_num_batched_tokens)]
     command = [sys.executable, "-m", "jdllm", "serve", str(model), *options]
     start = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
@@ -100,11 +97,13 @@ def served(model: Path, max_num_batched_tokens: int, cache: Path) -> Iterator[di
                 print(f"  {line.rstrip()}", flush=True)
                 if "startup complete" in line:
                     break
+                if found := _ROWS.search(line):
+                    rows = int(found[1])
                 if found := _ADDRESS.search(line):
                     url = found[1]
             else:
                 raise RuntimeError(f"the server ended with {process.wait()}")
-            yield {"url": url, "start_s": time.perf_counter() - start}
+            yield {"url": url, "rows": rows, "start_s": time.perf_counter() - start}
         finally:
             process.send_signal(signal.SIGTERM)
             for line in process.stdout or ():
@@ -195,7 +194,7 @@ def main(arguments: Sequence[str]) -> None:
     parser = case_parser("serving", main.__doc__)
     parser.add_argument("--shape", choices=(*SHAPES, DEMO), default="llada-8b")
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=["delay_1", "delay_0"])
-    parser.add_argument("--max-num-batched-tokens", type=int, default=36352)
+    parser.add_argument("--max-num-batched-tokens", type=int, help="by default as many as the server chooses")
     parser.add_argument(
         "--direct", action="store_true", help="without a server too, as far as that is defined"
     )
@@ -239,12 +238,14 @@ def main(arguments: Sequence[str]) -> None:
         f"serving_{args.shape}",
         table,
         args.out,
-        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_num_batched_tokens=server["rows"],
         start_s=server["start_s"],
     )
 
 
-def _measure_directly(model: Path, rows: int, cache: Path, names: Sequence[str], gen_length: int) -> None:
+def _measure_directly(
+    model: Path, rows: int | None, cache: Path, names: Sequence[str], gen_length: int
+) -> None:
     """Print a line of JSON for each load that is no open loop; equal ones once."""
     with LLM(model, warmup=True, max_num_batched_tokens=rows, cache_dir=cache, progress=False) as llm:
         loads = {(LOADS[name].name, str(LOADS[name].sampling)): LOADS[name] for name in names}

@@ -24,6 +24,7 @@ from jdllm.outputs import RequestOutput, request_output
 from jdllm.pallas.device import preferring, target
 from jdllm.planning.account import make_account
 from jdllm.planning.budget import DEFAULT_HOST_MEMORY, device_budget, parse_bytes, usable_host_memory
+from jdllm.planning.ladder import DEFAULT_ROWS
 from jdllm.planning.offloading import account_with_offloading
 from jdllm.progress import shown, warming
 from jdllm.prompts import (
@@ -76,7 +77,10 @@ class LLM(ScoresText):
       official sampler's token by token in float32 at temperature 0.
     - `load_weights`: `False` leaves the weights of a checkpoint zero, unread: enough for warming up what
       another process then finds in `cache_dir`.
-    - `max_num_batched_tokens`: packed rows of one step over all requests; a longer request runs alone.
+    - `max_num_batched_tokens`: packed rows of one step over all requests; a longer request runs alone. By
+      default as many as leave the KV pool 85 % of what `memory` has room for (8192 to 36864, see
+      `jdllm.planning.account.make_account`), and 8192 with a `verifier`, for a causal model, and on a CPU
+      without `memory`. `account.rows` says how many.
     - `max_num_logits`: masked rows whose logits may exist at a time; by default as many as fit, and 512 on a
       CPU without `memory`.
     - `memory`: what the device may hold in all, weights and CUDA context included, in bytes or as "24GiB"; by
@@ -84,7 +88,7 @@ class LLM(ScoresText):
     - `host_memory`: pinned host memory that may be used where the device is too small for the weights or a
       step; "0" for none. Of weights as many layers as fit stay on the device, and the others come there in
       every step; there is no KV pool then, and no `score` or `logits`.
-    - `max_context`: the longest sequence that runs beside the KV pool, by default `max_num_batched_tokens`. A
+    - `max_context`: the longest sequence that runs beside the KV pool, by default one of a step's rows. A
       longer one without a cache runs while no request with a cache does: the pool makes room for it.
     - `kv_pool`: bytes of the KV pool, or "8GiB"; by default what `memory` leaves beside weights and the
       largest step, and 1 GiB on a CPU without `memory`.
@@ -96,8 +100,8 @@ class LLM(ScoresText):
       may define further ids after the common ones.
     - `verifier_shares_ids`: where not both tokenizers are known (token ids only, or a `Transformer`), take
       vocabularies of different sizes to agree up to the end of the smaller one.
-    - `warmup`: compile all that requests of up to `max_num_batched_tokens` rows may need, now and not when
-      they ask for it.
+    - `warmup`: compile all that requests of up to `max_num_batched_tokens` rows may need (without a cache:
+      up to 8192 or more), now and not when they ask for it.
     - `cache_dir`: where executables are kept for the next process, which need not compile them; a directory
       that is the user's alone (mode 0700), made where there is none. "auto" is `~/.cache/jdllm/executables`,
       or below `XDG_CACHE_HOME`; where nothing can be kept there, it is a warning. `None` keeps nothing.
@@ -120,7 +124,7 @@ class LLM(ScoresText):
         *,
         dtype: str = "auto",
         load_weights: bool = True,
-        max_num_batched_tokens: int = 8192,
+        max_num_batched_tokens: int | None = None,
         max_num_logits: int | None = None,
         memory: int | str | None = None,
         host_memory: int | str = DEFAULT_HOST_MEMORY,
@@ -135,7 +139,10 @@ class LLM(ScoresText):
         kernels: str = "auto",
         progress: bool = True,
     ):
-        max_num_batched_tokens = positive("max_num_batched_tokens", max_num_batched_tokens, ConfigError)
+        if max_num_batched_tokens is not None:
+            max_num_batched_tokens = positive("max_num_batched_tokens", max_num_batched_tokens, ConfigError)
+        elif verifier is not None:
+            max_num_batched_tokens = DEFAULT_ROWS[0]
         if max_num_logits is not None:
             max_num_logits = positive("max_num_logits", max_num_logits, ConfigError)
         models = _model_types(model, verifier)
@@ -194,7 +201,7 @@ class LLM(ScoresText):
         verifier_bytes = 0 if beside is None else tree_bytes(beside.params)
         held = loaded.device_bytes + verifier_bytes
         if beside is not None:
-            verifier_bytes += verifier_keys_bytes(beside, max_num_batched_tokens)
+            verifier_bytes += verifier_keys_bytes(beside, max_num_batched_tokens or DEFAULT_ROWS[0])
         self._budget = device_budget(device, memory, host_memory, held=held)
         self.account = make_account(
             self.config,

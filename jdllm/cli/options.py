@@ -52,6 +52,14 @@ WarmPrefilling = Annotated[
         show_default="they are compiled when first needed",
     ),
 ]
+BatchedTokens = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Packed rows of one step over all requests; a longer request runs alone.",
+        show_default="chosen from the memory, 8192 to 36864",
+    ),
+]
 HOST_MEMORY = "64GiB"
 KERNELS = "auto|triton|xla"
 KERNELS_HELP = "Kernels that may run: those that suit the card, those in Triton only, or none."
@@ -79,10 +87,7 @@ class ModelOptions:
         str,
         typer.Option(metavar="BYTES", help="Host memory that a step may use where the device is too small."),
     ] = HOST_MEMORY
-    max_num_batched_tokens: Annotated[
-        int,
-        typer.Option(min=1, help="Packed rows of one step over all requests; a longer request runs alone."),
-    ] = 8192
+    max_num_batched_tokens: BatchedTokens = None
     cache_dir: Annotated[
         str | None,
         typer.Option(

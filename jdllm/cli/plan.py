@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from jdllm.cli.options import HOST_MEMORY, KERNELS, KERNELS_HELP, Json
+from jdllm.cli.options import HOST_MEMORY, KERNELS, KERNELS_HELP, BatchedTokens, Json
 from jdllm.cli.report import print_result
 from jdllm.errors import CheckpointError, ConfigError
 from jdllm.planning.descriptions import described_targets
@@ -86,9 +86,7 @@ def plan(
         int | None,
         typer.Option(min=1, help="Rows whose logits may exist at a time.", show_default="as many as fit"),
     ] = None,
-    max_num_batched_tokens: Annotated[
-        int, typer.Option(min=1, help="Packed rows of one step of `LLM`.")
-    ] = 8192,
+    max_num_batched_tokens: BatchedTokens = None,
     prefilling: Annotated[
         str | None,
         typer.Option(
@@ -165,7 +163,7 @@ def plan(
 
 
 def _plan_causal(
-    workload: "Workload", card: "Card", budget: "Budget", rows: int, prompt: int | None, as_json: bool
+    workload: "Workload", card: "Card", budget: "Budget", rows: int | None, prompt: int | None, as_json: bool
 ) -> None:
     from jdllm.cli.plan_causal import causal_facts, describe_causal
     from jdllm.planning.account import make_account
@@ -198,7 +196,7 @@ def _plan_prefilling(
     workload: "Workload",
     card: "Card",
     budget: "Budget",
-    rows: int,
+    rows: int | None,
     prefilling: str,
     question: "Question",
     as_json: bool,

@@ -68,7 +68,7 @@ class Report:
 
 
 def make_report(
-    workload: Workload, card: Card, budget: Budget, context: int | None, max_num_batched_tokens: int
+    workload: Workload, card: Card, budget: Budget, context: int | None, max_num_batched_tokens: int | None
 ) -> Report:
     """Plan a step of `context` tokens, by default of as many as fit, and an engine."""
 
@@ -112,7 +112,7 @@ def make_report(
 
 
 def _engine(
-    workload: Workload, budget: Budget, max_num_batched_tokens: int, context: int | None
+    workload: Workload, budget: Budget, max_num_batched_tokens: int | None, context: int | None
 ) -> Account | None:
     """The account of `LLM`; of one that was asked for `context` tokens, where there is such a one."""
     for longest in dict.fromkeys((context, None)):

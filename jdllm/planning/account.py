@@ -5,45 +5,28 @@ pool of keys and values, which never grows.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping
 
-import jax.numpy as jnp
-
-from jdllm.chunks import TILE
 from jdllm.errors import ConfigError
 from jdllm.execution.offload.placement import device_weight_bytes
-from jdllm.execution.offload.tiers import HostTiers
 from jdllm.execution.paged.pool import PAGE_ROWS, pool_bytes
-from jdllm.execution.paged.stored_keys import gathering_bytes
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import param_bytes
 from jdllm.pallas.device import Target
 from jdllm.pallas.masked_logits import Level
-from jdllm.planning.buckets import head_bucket, row_bucket
 from jdllm.planning.budget import Budget, MemoryBudgetError, format_bytes
-from jdllm.planning.plan import (
-    LONGEST,
-    Bucket,
-    MemoryPlan,
-    Workload,
-    max_context,
-    plan_bucket,
-    refusal,
-    row_ladder,
-    rungs,
-)
+from jdllm.planning.ladder import DEFAULT_ROWS
+from jdllm.planning.plan import LONGEST, refusal, row_ladder, rungs
 from jdllm.planning.search import largest
-
-_LOGITS_ROWS = (512, 256, 128, 64, 32, 16)
-"""Head rows whose logits may exist at a time in refreshes and reuses, the most first."""
+from jdllm.planning.step_needs import StepNeeds, compiled_rows, whole_bucket
 
 UNPLANNED_POOL = 1 << 30
 """Bytes of the pool where there is no budget."""
 
 _DIGITS = 4
-_MARGIN = 16
+_POOL_SHARE = 0.85
+"""Share of the bytes beside the weights that the default step leaves to the pool at least."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +98,7 @@ class Account:
             rows.append(("verifier", self.verifier))
         if self.budget is not None:
             rows.append(("overhead", self.budget.overhead))
-        rows += [("largest step", self.largest_step), ("KV pool", self.pool_bytes)]
+        rows += [(f"largest step, {self.rows} rows", self.largest_step), ("KV pool", self.pool_bytes)]
         if self.budget is not None:
             rows.append(("left", self.budget.device - sum(size for _, size in rows)))
         return rows
@@ -127,7 +110,7 @@ def make_account(
     budget: Budget | None,
     *,
     device: Target,
-    max_num_batched_tokens: int,
+    max_num_batched_tokens: int | None = None,
     max_num_logits: int | None = None,
     max_context: int | None = None,
     kv_pool: int | None = None,
@@ -145,7 +128,10 @@ def make_account(
     - `budget`: what may be used; `None` for a CPU without `memory`.
     - `max_num_batched_tokens`: packed rows of one step. Where the budget is too small for a whole step of
       them beside a pool that holds as many, `rows` is the largest bucket below that fits so. Where none
-      does, the pool has its scratch page only, and `rows` is as long as a full step can be.
+      does, the pool has its scratch page only, and `rows` is as long as a full step can be. By default as
+      many, of the sizes in `DEFAULT_ROWS`, as leave the pool at least 85 % of the bytes that it would have
+      if steps took none; 8192 without a budget, with `offloaded` layers, and for a causal model, whose
+      prompts are read in parts: larger parts only make others wait longer for their tokens.
     - `max_num_logits`: head rows whose logits may exist at a time; `None` for as many as fit in full steps,
       and in others for as many as need no more than the rest of the step, at most 512.
     - `max_context`: the pool leaves room for full steps of so many tokens; by default for those of `rows`.
@@ -158,11 +144,11 @@ def make_account(
     Raises `ConfigError` for a `kv_pool` or `max_context` that does not fit, and `MemoryBudgetError` where
     not even a step of the smallest bucket does.
     """
-    model = _Model(config, dtype, device, max_num_logits, () if offloaded else tuple(rungs(config)))
+    model = StepNeeds(config, dtype, device, max_num_logits, () if offloaded else tuple(rungs(config)))
     page_bytes, planned = pool_bytes(config, dtype, 1, PAGE_ROWS), param_bytes(config, dtype)
     weights = device_weight_bytes(config, dtype, offloaded) if weights_bytes is None else weights_bytes
     pages = 1 if offloaded else None if kv_pool is None else _asked_pages(kv_pool, page_bytes)
-    rows = max_num_batched_tokens
+    rows = max_num_batched_tokens or DEFAULT_ROWS[0]
     if budget is None:
         return Account(
             budget=None,
@@ -179,6 +165,8 @@ def make_account(
             unlike_planned=weights - planned,
         )
     shared = _Device(model, _less(budget, verifier_bytes), weights, page_bytes)
+    if max_num_batched_tokens is None and not offloaded and config.attention != "causal":
+        rows = shared.default_rows(pages)
     if max_context is not None:
         shared.check_context(max_context, pages or 1)
     if pages is None:
@@ -208,11 +196,11 @@ def make_account(
     return dataclasses.replace(account, steps=_steps(model, account, max_context or 0))
 
 
-def _steps(model: "_Model", account: Account, context: int) -> dict[str, int]:
+def _steps(model: StepNeeds, account: Account, context: int) -> dict[str, int]:
     """Bytes of the largest step of each kind, where full ones have up to `context` rows or `account.rows`."""
     whole = model.whole(account.rows) if account.max_refresh else 0
     rows = max(account.rows, context)
-    budget = account.step_budget(_compiled(rows))
+    budget = account.step_budget(compiled_rows(rows))
     full = model.full(rows, budget) if budget is not None and (not whole or rows > account.rows) else whole
     return {"full": max(whole, full), "refresh": whole, "reuse": whole}
 
@@ -249,81 +237,6 @@ def _round_numbers(most: int) -> list[int]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Model:
-    """What steps of one model need, whatever else the device holds."""
-
-    config: ModelConfig
-    dtype: str
-    device: Target
-    max_num_logits: int | None
-    tiers: tuple[HostTiers, ...]
-
-    def workload(self, level: Level) -> Workload:
-        """Full steps that evaluate every row."""
-        return Workload(self.config, self.dtype, self.device, 1.0, level, max_num_logits=self.max_num_logits)
-
-    def logits_rows(self, rows: int) -> int:
-        """Head rows whose logits exist at a time in a step of `rows` rows that no plan cuts."""
-        if self.max_num_logits is not None:
-            return self.max_num_logits
-        least = _whole(self, rows, _LOGITS_ROWS[-1])
-        return next(count for count in _LOGITS_ROWS if _whole(self, rows, count) <= least)
-
-    def whole(self, rows: int) -> int:
-        """Bytes of a step of `rows` rows in which no operator of a layer is cut, whatever is sampled."""
-        whole = _whole(self, rows, self.logits_rows(rows))
-        return max(whole, self._gathering(rows)) if self.config.attention == "causal" else whole
-
-    def _gathering(self, rows: int) -> int:
-        """Bytes of a part of a prompt while it sees what is stored: of few rows gathered keys are most."""
-        config, itemsize = self.config, jnp.dtype(self.dtype).itemsize
-        widths = 2 * config.hidden_size + 3 * config.num_heads * config.head_dim
-        heads = config.num_heads, config.num_kv_heads, config.head_dim
-        return rows * widths * itemsize + gathering_bytes(rows, *heads, itemsize)
-
-    def full(self, rows: int, budget: Budget) -> int:
-        """Bytes of a full step of `rows` rows that is cut to fit, whatever is sampled."""
-        return max(
-            _step_bytes(plan_bucket(self.workload(level), _bucket(rows), budget, self.tiers))
-            for level in Level
-        )
-
-    def longest_on_device(self, budget: Budget) -> int:
-        """The longest context that fits at every level; 0 where none does."""
-        return min(max_context(self.workload(level), budget, host_tiers=False) for level in Level)
-
-    def longest(self, budget: Budget) -> int:
-        """The longest context that fits by the default workload, with host memory; 0 where none does."""
-        workload = Workload(self.config, self.dtype, self.device, max_num_logits=self.max_num_logits)
-        return max_context(workload, budget, host_tiers=self.tiers)
-
-
-@functools.lru_cache(maxsize=4096)
-def _whole(model: _Model, rows: int, logits_rows: int) -> int:
-    """`_Model.whole` with so many rows of logits at a time; sharing out asks for the same rows repeatedly."""
-    workloads = (
-        dataclasses.replace(model.workload(level), cache_policy="dual", max_num_logits=logits_rows)
-        for level in Level
-    )
-    unlimited = Budget(1 << 62, 0, 0)
-    return max(_step_bytes(plan_bucket(workload, _bucket(rows), unlimited)) for workload in workloads)
-
-
-def _step_bytes(plan: MemoryPlan) -> int:
-    return plan.activation.peak_bytes + plan.batch_bytes
-
-
-def _compiled(rows: int) -> int:
-    """The rows that are planned for a step of `rows`: its bucket, in whole tiles."""
-    return max(row_bucket(rows), -(-rows // TILE) * TILE)
-
-
-def _bucket(rows: int) -> Bucket:
-    rows = _compiled(rows)
-    return Bucket(0, rows, head_bucket(rows))
-
-
-@dataclasses.dataclass(frozen=True)
 class _Device:
     """A device with the weights on it, whose rest the largest step and the pool share.
 
@@ -331,15 +244,33 @@ class _Device:
     - `weights`, `page_bytes`: bytes, as of `Account`.
     """
 
-    model: _Model
+    model: StepNeeds
     budget: Budget
     weights: int
     page_bytes: int
 
+    @property
+    def free(self) -> int:
+        """Bytes beside the weights."""
+        return self.budget.device - self.budget.overhead - self.weights
+
+    def default_rows(self, pages: int | None) -> int:
+        """Packed rows of a step where nobody says how many; `pages` are those asked for, if any.
+
+        The most of `DEFAULT_ROWS` whose whole step takes no more than 15 % of what is free beside the
+        weights, and leaves a pool that holds as many rows. The least of them where none does.
+        """
+
+        def leaves_a_pool(rows: int) -> bool:
+            left = self.left(rows)
+            least = max(1 + -(-rows // PAGE_ROWS), pages or 0) * self.page_bytes
+            return left >= max(_POOL_SHARE * self.free, least)
+
+        return largest(leaves_a_pool, DEFAULT_ROWS) or DEFAULT_ROWS[0]
+
     def left(self, rows: int) -> int:
         """Bytes beside a whole step of `rows` rows; negative where it does not fit."""
-        whole = self.model.whole(rows)
-        return self.budget.device - self.budget.overhead - self.weights - whole - whole // _MARGIN
+        return self.free - self.model.whole_with_margin(rows)
 
     def beside(self, pages: int) -> Budget:
         """What is left beside a pool, in the terms of `plan_bucket`, which counts the model's weights."""
@@ -403,4 +334,4 @@ class _Device:
         """The error for a budget in which not even the smallest step runs."""
         workload = self.model.workload(Level.TOP)
         what = f"with memory={self._memory} a step"
-        return refusal(workload, _bucket(1), self.beside(0), self.model.tiers, what=what)
+        return refusal(workload, whole_bucket(1), self.beside(0), self.model.tiers, what=what)

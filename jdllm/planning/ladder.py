@@ -2,6 +2,7 @@
 
 import bisect
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -20,9 +21,22 @@ _UNIT = 128
 _BOUND = 512
 """Rows below which a step takes about as long as one of half as many: the weights are read anyway."""
 
+_LARGE = 8192
+"""Rows from which on a step of twice as many takes twice as long."""
+
+_MOST_DEFAULT = 36864
+_MOST_EXECUTABLES = 48
+
 _BOUND_TILES = 8
 _SMALL = 2048
 """Rows up to which a refresh may have as many head rows: an eighth of them may be less than a block."""
+
+_BETWEEN = 1.5
+"""What sizes of many rows differ by at most."""
+
+_WIDE = 2
+_REUSE_LEVELS = 2
+"""Executables for each size of a reuse: one ranks what another need not."""
 
 _DECODED, _DECODE_STEPS = (1, 8, 16, 32, MAX_SEGMENTS), 16
 _WIDE_PARTS = 512
@@ -54,7 +68,9 @@ class Entry(NamedTuple):
 class Ladder:
     """The entries of each kind of step, by rising rows.
 
-    - `full`: whole sequences; some entries have as many head rows as rows, the others few.
+    - `full`: whole sequences; some entries have as many head rows as rows, the others few. Of a ladder that
+      would have more than 48 executables, sizes above 8192 rows are left out: requests that share nothing
+      are as quick in turn.
     - `refresh`: whole sequences whose keys and values are stored, one step each.
     - `reuse`: rows in tiles of `TILE_ROWS`.
     """
@@ -66,7 +82,8 @@ class Ladder:
     @property
     def head_rows(self) -> int:
         """Head rows that requests share in one step; one alone may have more."""
-        return max(entry.head_rows for entry in self.refresh if entry.head_rows < entry.rows)
+        few = [entry.head_rows for entry in self.refresh if entry.head_rows < entry.rows]
+        return max(few, default=self.refresh[-1].head_rows)
 
     @property
     def tiles(self) -> int:
@@ -77,22 +94,23 @@ class Ladder:
 def make_ladder(max_num_batched_tokens: int) -> Ladder:
     """The ladder of an engine whose steps have at most so many packed rows.
 
-    Its largest entries hold exactly these, in whole tiles. Longer sequences run in entries of their own
+    Its largest refresh holds exactly these, in whole tiles. Longer sequences run in entries of their own
     (`Sizes`). Entries have numbers of rows and head rows in common, so that they have kernels in common
     (`jdllm.pallas.shared_lowering`).
     """
     sizes = _sizes(max_num_batched_tokens)
-    narrow = _for_many([_entry(rows, _few(rows)) for rows in sizes])
-    some = sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})
-    wide = _for_many([_entry(rows, rows) for rows in some])
-    refresh = [entry._replace(steps=1) for entry in narrow]
-    if sizes[-1] <= _SMALL:
-        refresh.append(wide[-1]._replace(steps=1))
+    refresh = [entry._replace(steps=1) for entry in _narrow(sizes)]
+    if refresh[-1].head_rows < sizes[-1] <= _SMALL:
+        refresh.append(_for_many([_entry(sizes[-1], sizes[-1])])[0]._replace(steps=1))
     reuse = [
         _entry(tiles * TILE_ROWS, tiles * TILE_ROWS)._replace(segments=max(8, min(tiles, MAX_SEGMENTS)))
         for tiles in _tiles(min(_MOST_TILES, -(-max_num_batched_tokens // TILE_ROWS)))
     ]
-    return Ladder(tuple(sorted((*narrow, *wide))), tuple(refresh), tuple(reuse))
+    left = _MOST_EXECUTABLES - len(refresh) - _REUSE_LEVELS * len(reuse)
+    sizes = sizes[: max(left - _WIDE, sum(rows <= _LARGE for rows in sizes))]
+    some = sorted({sizes[len(sizes) // 2], sizes[-1]})
+    wide = _for_many([_entry(rows, rows) for rows in some])
+    return Ladder(tuple(sorted({*_narrow(sizes), *wide})), tuple(refresh), tuple(reuse))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,14 +190,26 @@ def _for_many(entries: list[Entry]) -> list[Entry]:
 
 def _few(rows: int) -> int:
     """Head rows of requests that denoise a block at a time: shorter sequences have a larger share of them."""
-    share = 2 if rows < 512 else 4 if rows < 2048 else 8
+    share = 1 if rows < 256 else 2 if rows < 512 else 4 if rows < 2048 else 8
     return head_bucket(-(-rows // share))
 
 
+def _narrow(sizes: Sequence[int]) -> list[Entry]:
+    return _for_many([_entry(rows, _few(rows)) for rows in sizes])
+
+
 def _sizes(most: int) -> list[int]:
-    """Numbers of rows up to `most`, in whole units, so that a step of many is padded by a half at most."""
+    """Numbers of rows up to `most`, in whole units, so that a step of many is padded by a half at most.
+
+    Large ones are halves and thirds of the largest: where that many rows are in step, so are often a half.
+    """
     last = -(-most // _UNIT) * _UNIT
-    return [*_numbers(_UNIT, _BOUND, last), last]
+    large = [last]
+    while large[-1] > _BETWEEN * _LARGE:
+        share = (1, 2 / 3)[len(large) % 2] / 2 ** (len(large) // 2)
+        large.append(math.ceil(share * last / _UNIT) * _UNIT)
+    smaller = _numbers(_UNIT, _BOUND, last)
+    return [*(size for size in smaller if len(large) == 1 or size <= _LARGE), *reversed(large)]
 
 
 def _tiles(most: int) -> list[int]:
@@ -191,5 +221,10 @@ def _tiles(most: int) -> list[int]:
 def _numbers(unit: int, bound: int, last: int) -> list[int]:
     """Powers of two from `unit` on, and from `bound` on the numbers halfway between, clearly below `last`."""
     powers = [unit << i for i in range(last.bit_length())]
-    between = [3 * size // 2 for size in powers if size >= bound]
+    between = [int(_BETWEEN * size) for size in powers if size >= bound]
     return sorted(size for size in (*powers, *between) if 8 * size <= 7 * last)
+
+
+DEFAULT_ROWS = tuple(rows for rows in _sizes(_MOST_DEFAULT) if rows >= _LARGE)
+"""What an account chooses the packed rows of a step from: the large sizes of the largest ladder of 48
+executables."""

@@ -10,6 +10,7 @@ from jdllm.models.config import ModelConfig
 from jdllm.pallas.device import Target
 from jdllm.planning.account import Account, make_account
 from jdllm.planning.budget import Budget, format_bytes
+from jdllm.planning.ladder import DEFAULT_ROWS
 from jdllm.planning.plan import MemoryPlan, Workload, max_context, plan_memory
 
 
@@ -19,7 +20,7 @@ def account_with_offloading(
     budget: Budget,
     *,
     device: Target,
-    max_num_batched_tokens: int,
+    max_num_batched_tokens: int | None = None,
     max_num_logits: int | None = None,
     max_context: int | None = None,
     kv_pool: int | None = None,
@@ -51,6 +52,7 @@ def account_with_offloading(
         if not budget.host or kv_pool:
             raise
         error = e
+    rows = max_num_batched_tokens or DEFAULT_ROWS[0]
     for offloaded in range(1, config.num_layers + 1):
         if device_weight_bytes(config, dtype, offloaded) + budget.overhead >= budget.device:
             continue
@@ -59,7 +61,7 @@ def account_with_offloading(
         except ConfigError as e:
             error = e
             continue
-        if found.max_context >= max_num_batched_tokens or offloaded == config.num_layers:
+        if found.max_context >= rows or offloaded == config.num_layers:
             return _checked(found, config, dtype, budget)
     raise error
 

@@ -87,6 +87,7 @@ def make_engine(
         longest=parts.longest if chunks is None else LONGEST,
         longest_refresh=account.max_refresh,
         beside_pool=parts.beside_pool,
+        uncached_rows=parts.uncached_rows,
         sizes={kind: [entry.rows for entry in entries] for kind, entries in parts.filled.items()},
     )
 
@@ -118,7 +119,7 @@ class _Parts(NamedTuple):
     - `head_rows`: that requests share in one part.
     - `tiles`: of the largest step that reads the pool.
     - `filled`: the sizes of kinds whose requests are worth waiting for.
-    - `longest`, `beside_pool`: as of `Limits`.
+    - `longest`, `beside_pool`, `uncached_rows`: as of `Limits`.
     - `layered`: as of `Engine`.
     """
 
@@ -131,6 +132,7 @@ class _Parts(NamedTuple):
     filled: Mapping[Kind, Sequence[Entry]]
     longest: int
     beside_pool: int
+    uncached_rows: int
     layered: LayeredRunner | None = None
 
 
@@ -155,6 +157,7 @@ def _denoising(
         filled,
         account.longest,
         account.max_context,
+        min(account.rows, ladder.full[-1].rows),
     )
 
 
@@ -171,7 +174,7 @@ def _causal(
     }
     most = ladder.decode[-1].segments
     filled = {Kind.PREFILL: ladder.prefill}
-    room = LONGEST, 0
+    room = LONGEST, 0, account.rows
     return _Parts(launchers, runner, layered.check, (runner,), most, most, filled, *room, layered)
 
 

@@ -106,6 +106,7 @@ class Limits:
       `longest_refresh` of one with pages.
     - `beside_pool`: packed rows up to which a request without pages runs while others hold some; a longer one
       takes the room of the pool.
+    - `uncached_rows`: packed rows of all requests that run without pages; a longer one runs alone.
     - `sizes`: of kinds whose parts fill executables, the rows of these, in rising order.
     """
 
@@ -118,6 +119,7 @@ class Limits:
     longest: int
     longest_refresh: int
     beside_pool: int
+    uncached_rows: int
     sizes: Mapping[Kind, Sequence[int]] = dataclasses.field(default_factory=dict)
 
 
@@ -238,7 +240,7 @@ class Scheduler:
         """Start the requests that have waited longest, up to the first that does not fit.
 
         A request fits where fewer than `max_num_seqs` run and its pages are free. All that run without pages
-        fit one iteration together, unless one of them is longer than an iteration and the only one. One that
+        have at most `uncached_rows` together, unless one of them is longer and the only one. One that
         takes the room of the pool runs while nobody holds pages, and nobody gets any while it runs.
 
         Returns those that now run, in the order of their arrival.
@@ -261,7 +263,7 @@ class Scheduler:
         return (
             len(self._running) < self._limits.max_num_seqs
             and life.pages <= self._free_pages
-            and (life.pages > 0 or not self._uncached_rows or rows <= self._limits.max_num_batched_tokens)
+            and (life.pages > 0 or not self._uncached_rows or rows <= self._limits.uncached_rows)
             and not (self._takes_pool(life) and self._free_pages < self._limits.pages)
             and not (life.pages and any(self._takes_pool(other.life) for other in self._running.values()))
         )

@@ -70,7 +70,12 @@ def test_the_account_stands_before_the_address(served: list[Served]):
     account = one.llm.account
     assert f"{account.pages - 1} pages of 64 tokens: " in result.stdout
     assert f"{(account.pages - 1) // 16} of 1024, {(account.pages - 1) // 64} of 4096" in result.stdout
-    assert {line.split("  ")[0] for line in lines} >= {"weights", "largest step", "KV pool", "step, reuse"}
+    assert {line.split("  ")[0] for line in lines} >= {
+        "weights",
+        f"largest step, {account.rows} rows",
+        "KV pool",
+        "step, reuse",
+    }
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from jdllm.pallas.masked_logits import Level
 from jdllm.planning.account import Account, make_account
 from jdllm.planning.buckets import head_bucket, row_bucket
 from jdllm.planning.budget import Budget, MemoryBudgetError
+from jdllm.planning.ladder import DEFAULT_ROWS
 from jdllm.planning.plan import LONGEST, Bucket, MemoryPlan, Workload, plan_bucket, plan_memory
 
 MIB, GIB = 2**20, 2**30
@@ -275,3 +276,63 @@ def test_without_a_budget_the_pool_has_a_gib(monkeypatch: pytest.MonkeyPatch):
     assert dict(account.table())["KV pool"] == account.pool_bytes
     small = account_of(BUNDLED, None, "float32", kv_pool=4 * MIB)
     assert small.pages == 4 * MIB // page_of(BUNDLED, "float32")
+
+
+def free_of(config: ModelConfig, mib: int) -> int:
+    """Bytes beside the weights."""
+    return mib * MIB - Budget(1).overhead - weights_of(config, "bfloat16")
+
+
+def step_of(config: ModelConfig, rows: int) -> int:
+    """Bytes of a refresh of so many rows, and a sixteenth more."""
+    plans = (
+        plan_bucket(
+            Workload(config, level=level, cache_policy="dual", max_num_logits=16),
+            bucket(rows),
+            Budget(1 << 60),
+        )
+        for level in Level
+    )
+    return max(plan.activation.peak_bytes + plan.batch_bytes for plan in plans) * 17 // 16
+
+
+@pytest.mark.parametrize(
+    ("name", "mib", "rows"),
+    [
+        ("llada-8b", 22 * 1024, 8192),
+        ("llada-8b", 24 * 1024, 12288),
+        ("llada-8b", 40 * 1024, 36864),
+        ("llada-8b", 80 * 1024, 36864),
+        ("dream-7b", 24 * 1024, 8192),
+        ("dream-7b", 40 * 1024, 24576),
+        ("llada-moe-7b", 24 * 1024, 24576),
+    ],
+)
+def test_the_default_step_is_the_largest_that_leaves_the_pool_its_share(name: str, mib: int, rows: int):
+    config = CONFIGS[name]
+    account = account_of(config, Budget(mib * MIB), max_num_batched_tokens=None)
+    assert (account.rows, dict(account.table())[f"largest step, {rows} rows"]) == (rows, account.largest_step)
+    free, place = free_of(config, mib), DEFAULT_ROWS.index(rows)
+    if place:
+        assert free - step_of(config, rows) >= 0.85 * free
+        assert account.pages > rows / 64
+    for more in DEFAULT_ROWS[place + 1 : place + 2]:
+        left = free - step_of(config, more)
+        assert left < max(0.85 * free, more * page_of(config, "bfloat16") / 64)
+
+
+def test_where_nothing_is_shared_out_the_default_step_is_the_smallest():
+    budget = Budget(80 * GIB)
+    causal = dataclasses.replace(SHAPES["llada-8b"], attention="causal")
+    options: dict[str, Any] = {"max_num_batched_tokens": None}
+    assert account_of(BUNDLED, None, "float32", **options).rows == 8192
+    assert account_of(causal, budget, **options).rows == 8192
+    assert account_of(SHAPES["llada-8b"], Budget(12 * GIB), offloaded=12, **options).rows <= 8192
+
+
+def test_the_default_step_leaves_room_for_the_pool_that_was_asked_for():
+    usual = llada(24576, max_num_batched_tokens=None)
+    pool = int(7.4 * GIB)
+    account = llada(24576, max_num_batched_tokens=None, kv_pool=pool)
+    assert account.rows < usual.rows
+    assert account.pages == pool // page_of(SHAPES["llada-8b"], "bfloat16")

@@ -187,7 +187,7 @@ def test_without_a_context_the_longest_is_planned(llada: Path):
 
 def test_an_engine_in_the_budget(llada: Path):
     engine = facts(llada)["engine"]
-    assert engine["rows"] == 8192
+    assert engine["rows"] == 12288
     page = 2 * 64 * 32 * 4096 * 2
     assert engine["kv_pool_bytes"] == engine["kv_pool_pages"] * page
     free = (engine["kv_pool_pages"] - 1) * 64

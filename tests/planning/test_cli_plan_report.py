@@ -68,7 +68,7 @@ def test_an_engine_in_words(llada: Path):
     held = [f"{count} requests of {tokens}" for tokens, count in engine["cached_requests"].items()]
     assert run(llada, "--no-check").stdout.splitlines()[-5:] == [
         "",
-        "LLM in this budget: steps of up to 8192 rows,"
+        "LLM in this budget: steps of up to 12288 rows,"
         f" the largest {engine['largest_step_bytes'] / 2**20:.2f} MiB",
         f"KV pool: {engine['kv_pool_pages']} pages, {engine['kv_pool_bytes'] / GIB:.2f} GiB:"
         f" {held[0]}, {held[1]} or {held[2]} tokens (cache dual)",

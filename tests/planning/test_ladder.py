@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jdllm.planning.buckets import row_bucket
-from jdllm.planning.ladder import MAX_SEGMENTS, TILE_ROWS, Entry, Ladder, Sizes, make_ladder
+from jdllm.planning.ladder import DEFAULT_ROWS, MAX_SEGMENTS, TILE_ROWS, Entry, Ladder, Sizes, make_ladder
 
-MOST_EXECUTABLES = {8192: 45, 36352: 53, 1 << 17: 61}
+MOST_EXECUTABLES = {8192: 44, 36864: 48, 1 << 17: 52}
 BUDGETS = st.integers(1, 1 << 17)
 
 
@@ -29,21 +29,25 @@ def test_a_served_model_has_few_executables(budget: int):
 def test_whatever_fits_the_budget_has_an_entry(budget: int, rows: float, head: float, segments: int):
     ladder = make_ladder(budget)
     asked = max(1, round(budget * rows))
+    refreshed = max(1, round(asked * head))
+    asked = min(asked, ladder.full[-1].rows)
     masked = max(1, round(asked * head))
     segments = min(segments, asked)
     entry = Sizes(ladder.full).choose(asked, masked, segments)
     assert entry in ladder.full
     assert entry.holds(asked, masked, segments)
     assert not any(e.rows < entry.rows and e.holds(asked, masked, segments) for e in ladder.full)
-    usual = min(masked, asked if budget <= 2048 else ladder.head_rows)
+    usual = min(refreshed, budget if budget <= 2048 else ladder.head_rows)
+    asked = max(1, round(budget * rows))
     assert Sizes(ladder.refresh).choose(asked, usual, segments) in ladder.refresh
 
 
 @given(BUDGETS)
 def test_the_largest_entries_hold_the_budget_and_hardly_more(budget: int):
     ladder = make_ladder(budget)
-    for entries in (ladder.full, ladder.refresh):
-        assert budget <= entries[-1].rows < budget + 128
+    assert budget <= ladder.refresh[-1].rows < budget + 128
+    assert ladder.full[-1].rows == (ladder.refresh[-1].rows if budget <= 18432 else ladder.full[-1].rows)
+    assert ladder.full[-1].rows >= min(budget, 8192)
     assert all(entry.rows % 128 == 0 for entry in (*ladder.full, *ladder.refresh))
     assert ladder.reuse[-1].rows >= min(budget, MAX_SEGMENTS * TILE_ROWS)
     assert all(b.rows <= 2 * a.rows for a, b in pairwise(ladder.reuse))
@@ -61,8 +65,9 @@ def test_entries_have_sizes_in_common(budget: int):
     """They have their kernels in common then."""
     ladder = make_ladder(budget)
     sizes = {(entry.rows, entry.head_rows) for entry in ladder.full}
-    assert {(entry.rows, entry.head_rows) for entry in ladder.refresh} <= sizes
-    few = [entry.head_rows for entry in ladder.full if entry.head_rows < entry.rows]
+    refreshed = {(entry.rows, entry.head_rows) for entry in ladder.refresh}
+    assert {(rows, head) for rows, head in refreshed if rows <= ladder.full[-1].rows} <= sizes
+    few = [entry.head_rows for entry in ladder.refresh if entry.head_rows < entry.rows]
     assert all(rows & (rows - 1) == 0 for rows in few)
 
 
@@ -70,6 +75,14 @@ def test_entries_have_sizes_in_common(budget: int):
 def test_refreshes_of_many_rows_have_bounded_padding(budget: int):
     rows = [entry.rows for entry in make_ladder(budget).refresh]
     assert all(b <= 1.5 * a for a, b in pairwise(rows) if a >= 512)
+
+
+def test_sizes_to_choose_from_are_those_of_one_ladder():
+    rows = [entry.rows for entry in make_ladder(DEFAULT_ROWS[-1]).refresh]
+    assert rows[-len(DEFAULT_ROWS) :] == list(DEFAULT_ROWS)
+    assert DEFAULT_ROWS[0] == 8192
+    for most in DEFAULT_ROWS:
+        assert executables(make_ladder(most)) <= 48
 
 
 def test_a_refresh_is_one_step():

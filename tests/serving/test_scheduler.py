@@ -23,6 +23,7 @@ LIMITS = Limits(
     longest=150,
     longest_refresh=140,
     beside_pool=130,
+    uncached_rows=100,
 )
 
 

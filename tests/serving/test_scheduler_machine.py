@@ -71,7 +71,9 @@ def some_limits(draw: st.DrawFn) -> Limits:
     beside, refresh, longest = (budget + n for n in sorted(beyond))
     rows = draw(st.sampled_from([(), (4, 8, 16, 32)]))
     sizes: dict[Kind, tuple[int, ...]] = {Kind.REFRESH: rows, Kind.PREFILL: rows} if rows else {}
-    return Limits(budget, seqs, logits, entries, reuses, pages, longest, refresh, beside, sizes)
+    uncached = draw(st.integers(min(8, budget), budget))
+    limits = budget, seqs, logits, entries, reuses, pages, longest, refresh, beside, uncached
+    return Limits(*limits, sizes)
 
 
 ROWS = st.integers(1, 16) | st.integers(1, 60)
@@ -146,7 +148,7 @@ class Arrivals(RuleBasedStateMachine):
             and (
                 life.pages > 0
                 or not without_pages
-                or sum(without_pages) + life.rows <= self.limits.max_num_batched_tokens
+                or sum(without_pages) + life.rows <= self.limits.uncached_rows
             )
             and not (takes_pool(life) and any(other.pages for other in lives))
             and not (life.pages and any(map(takes_pool, lives)))
