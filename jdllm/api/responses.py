@@ -152,7 +152,7 @@ def _usage(output: RequestOutput) -> dict[str, Any]:
     counts = usage_of([output])
     return {
         "input_tokens": counts["prompt_tokens"],
-        "input_tokens_details": {"cached_tokens": output.num_cached_tokens or 0},
+        "input_tokens_details": {"cached_tokens": output.num_cached_tokens or 0, "cache_write_tokens": 0},
         "output_tokens": counts["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": counts["total_tokens"],

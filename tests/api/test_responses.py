@@ -49,7 +49,7 @@ def test_a_response_is_what_the_library_says(client: TestClient, demo: LLM):
     read, made = len(expected.prompt_token_ids), len(expected.token_ids)
     assert answer["usage"] == {
         "input_tokens": read,
-        "input_tokens_details": {"cached_tokens": 0},
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
         "output_tokens": made,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": read + made,

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.clients
 POSTS = (
     "/v1/completions",
     "/v1/chat/completions",
+    "/v1/responses",
     "/v1/infill",
     "/v1/score",
     "/tokenize",

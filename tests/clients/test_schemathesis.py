@@ -21,6 +21,7 @@ pytestmark = pytest.mark.clients
 OPERATIONS = (
     ("POST", "/v1/completions"),
     ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/responses"),
     ("POST", "/v1/infill"),
     ("POST", "/v1/score"),
     ("POST", "/tokenize"),
@@ -44,12 +45,14 @@ CHECKS = [
     content_type_conformance,
     response_schema_conformance,
 ]
-MOST = {"n": 2, "max_tokens": 8, "max_completion_tokens": 8, "gen_length": 8, "steps": 8, "mc_num": 4}
+LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "gen_length", "steps")
+MOST = {"n": 2, "mc_num": 4} | dict.fromkeys(LENGTHS, 8)
 """So that what is asked for does not take long."""
 
 TYPES = {
     "/v1/completions": openai.types.Completion,
     "/v1/chat/completions": openai.types.chat.ChatCompletion,
+    "/v1/responses": openai.types.responses.Response,
     "/v1/models/{name}": openai.types.Model,
 }
 """OpenAI's own declarations of the answers."""
