@@ -7,6 +7,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from jdllm.api.answers import STREAMED, chat_logprobs, prefilled, sampled
+from jdllm.api.bodies import BodyRoute
 from jdllm.api.errors import RESPONSES, bad_request
 from jdllm.api.generation import Shape, answer, asked_of, openai_options, pieces_of
 from jdllm.api.protocol import ChatMessage, ChatRequest
@@ -14,7 +15,7 @@ from jdllm.api.service import Service
 from jdllm.outputs import CompletionOutput
 from jdllm.prompts import Asked, Prompt, read_conversation, specs_of
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/v1/chat/completions", responses=RESPONSES | STREAMED)

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from jdllm.api.answers import STREAMED, completion_logprobs, prefilled, sampled, usage
+from jdllm.api.bodies import BodyRoute
 from jdllm.api.errors import RESPONSES, bad_request
 from jdllm.api.generation import Shape, answer, asked_of, openai_options, pieces_of, with_result
 from jdllm.api.protocol import CompletionRequest
@@ -18,7 +19,7 @@ from jdllm.prompts import Asked, LongPrompt, Prompt, ask, read_long, specs_of
 from jdllm.scoring import Conditional
 from jdllm.serving.spec import infill_spec, mask_id_of
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/v1/completions", responses=RESPONSES | STREAMED)

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
@@ -129,39 +128,35 @@ def install(app: FastAPI, refused: Callable[[Request, ApiError], None]) -> None:
             _let_go(error)
         return made.response()
 
-    for kind in (RequestValidationError, HTTPException, ApiError, JdllmError, Exception):
+    for kind in (HTTPException, ApiError, JdllmError, Exception):
         app.add_exception_handler(kind, answer)
 
 
 def _let_go(error: Exception) -> None:
-    """FastAPI's frames hold the error that they raise, and the body: together they would wait for the garbage
+    """The frames that raised an error hold the error, and the body: together they would wait for the garbage
     collector, which comes late where so few objects are so large."""
     error.__traceback__ = error.__cause__ = error.__context__ = None
 
 
 def _made(error: Exception) -> ApiError:
-    if isinstance(error, RequestValidationError):
-        return _of_validation(error.errors())
     if isinstance(error, HTTPException):
         headers = dict(error.headers) if error.headers else None
         return ApiError(error.status_code, str(error.detail), headers=headers)
     return as_api_error(error)
 
 
-def _of_validation(errors: Sequence[Any]) -> ApiError:
-    """The first thing wrong with a body."""
+def of_validation(errors: Sequence[Any]) -> ApiError:
+    """The first thing wrong with a body, as Pydantic tells it."""
     first = errors[0]
-    place, kind = [part for part in first["loc"] if part != "body"], first["type"]
+    place, kind = first["loc"], first["type"]
     param = str(place[0]) if place and isinstance(place[0], str) else None
-    if kind == "json_invalid":
-        return bad_request(f"the body is no JSON: {first['ctx']['error']}", code="invalid_json")
     if param is None:
         return bad_request(f"the body is {shortened(first.get('input'))}, expected a JSON object")
     if kind == "missing":
         return bad_request(f"{_path(place)} is missing", param, "missing_field")
     if kind == "extra_forbidden":
         return bad_request(f"there is no field {_path(place)}", param, "unknown_field")
-    expected = "; or ".join(dict.fromkeys(error["msg"] for error in errors if error["loc"][1:2] == (param,)))
+    expected = "; or ".join(dict.fromkeys(error["msg"] for error in errors if error["loc"][:1] == (param,)))
     return bad_request(f"{param} is {shortened(first['input'])}: {expected}", param, "invalid_value")
 
 

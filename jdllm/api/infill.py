@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from jdllm.api.answers import DONE, EVENTS, STREAMED, event, infill_usage, usage
+from jdllm.api.bodies import BodyRoute
 from jdllm.api.denoise_stream import denoise_events
 from jdllm.api.errors import RESPONSES, bad_request
 from jdllm.api.generation import pieces_of
@@ -22,7 +23,7 @@ from jdllm.scoring import OptionScores
 from jdllm.serving.request import Request as Ended
 from jdllm.serving.spec import infill_spec, mask_id_of
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 class Slot(NamedTuple):

@@ -5,12 +5,13 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from jdllm.api.bodies import BodyRoute
 from jdllm.api.chat import encode_chat
 from jdllm.api.errors import RESPONSES, bad_request
 from jdllm.api.protocol import DetokenizeRequest, TokenizeRequest
 from jdllm.api.service import Service
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.get("/v1/models", responses=RESPONSES)

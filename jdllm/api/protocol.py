@@ -18,9 +18,11 @@ _KINDS = get_type_hints(SamplingParams, include_extras=True)
 SAMPLING_FIELDS = tuple(name for name in _KINDS if name not in ("logprobs", "return_history"))
 
 MAX_LISTED = 2048
-"""Prompts, options or answers of one request."""
+"""Prompts, options or answers of one request.
 
-Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+Lists of lists are checked up to what is wrong first (`fail_fast`): to tell of all would take seconds."""
+
+Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)]
 Text = Annotated[str, Field(min_length=1)]
 TextOrIds = Text | Ids
 
@@ -100,7 +102,7 @@ class OpenAIFields(Asking):
     ] = None
     user: str | None = None
     store: bool | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str] | None, Field(max_length=16)] = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     service_tier: Literal["auto", "default"] | None = None
@@ -160,7 +162,7 @@ class ChatMessage(BaseModel):
         return [self.content] if isinstance(self.content, str) else [part.text for part in self.content]
 
 
-Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_LISTED)]
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_LISTED, fail_fast=True)]
 
 
 class ChatRequest(OpenAIFields):
@@ -212,7 +214,7 @@ class InfillRequest(Asking):
         Field(description="Ids, or several lists of them, with the mask id wherever a token is missing."),
     ] = None
     parts: Annotated[
-        list[Part] | None,
+        Annotated[list[Part], Field(fail_fast=True)] | None,
         Field(min_length=1, max_length=MAX_LISTED, description="Texts and the slots between them."),
     ] = None
 
@@ -251,7 +253,7 @@ class DetokenizeRequest(BaseModel):
 
     model_config = _STRICT
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 
 
 def given_fields(body: BaseModel) -> Mapping[str, Any]:

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from jdllm.api.answers import EVENTS, STREAMED, event, usage_of
+from jdllm.api.bodies import BodyRoute
 from jdllm.api.chat import encode_chat
 from jdllm.api.errors import RESPONSES, ApiError, bad_request
 from jdllm.api.generation import asked_of, openai_options
@@ -19,7 +20,7 @@ from jdllm.outputs import RequestOutput
 from jdllm.prompts import Asked, Prompt
 from jdllm.serving.updates import StepUpdate
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/v1/responses", responses=RESPONSES | STREAMED)

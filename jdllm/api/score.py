@@ -6,11 +6,12 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from jdllm.api.answers import usage
+from jdllm.api.bodies import BodyRoute
 from jdllm.api.errors import RESPONSES
 from jdllm.api.protocol import ScoreRequest
 from jdllm.api.service import Service
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
 @router.post("/v1/score", responses=RESPONSES)

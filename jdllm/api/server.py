@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import signal
 import socket
 import sys
@@ -180,6 +181,9 @@ def serve(
         config.app = create_app(service, access)
         config.load()
         prepare()
+        # What is there now stays: the garbage collector need not look through the model's objects again and again.
+        gc.collect()
+        gc.freeze()
         server.run(sockets=[bound])
     finally:
         service.close()

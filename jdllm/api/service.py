@@ -33,6 +33,9 @@ _CLIENT_GONE = 499
 _LONGEST_TOKEN = 256
 """Characters that no token of any vocabulary has more of."""
 
+_READERS = 2
+"""Threads that read large bodies."""
+
 _RETRY_AFTER = 1
 """Seconds after which a client may ask again where the queue is full."""
 
@@ -72,6 +75,8 @@ class Service:
     - `engine`: drives its engine.
     - `settings`: how it serves.
     - `metrics`: what is told to monitoring.
+
+    `reading` are the threads in which large bodies are read.
     """
 
     def __init__(self, llm: LLM, engine: AsyncEngine, settings: Settings, metrics: Metrics):
@@ -79,6 +84,7 @@ class Service:
         self.created = int(time.time())
         self.started = time.monotonic()
         self.running: dict[str, Running] = {}
+        self.reading = ThreadPoolExecutor(_READERS, thread_name_prefix="jdllm-read")
         self._scoring = ThreadPoolExecutor(1, thread_name_prefix="jdllm-score")
 
     @property
@@ -222,7 +228,8 @@ class Service:
 
     def close(self) -> None:
         """End what is left."""
-        self._scoring.shutdown(wait=False, cancel_futures=True)
+        for pool in (self.reading, self._scoring):
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 class Running:
