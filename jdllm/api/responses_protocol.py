@@ -45,7 +45,7 @@ class ResponsesRequest(OpenAIFields):
     """POST /v1/responses."""
 
     input: Annotated[
-        str | Annotated[list[ResponseMessage], Field(min_length=1, max_length=MAX_LISTED)],
+        str | Annotated[list[ResponseMessage], Field(min_length=1, max_length=MAX_LISTED, fail_fast=True)],
         Field(description="The text of one user message, or messages, earlier answers among them."),
     ]
     instructions: Annotated[

@@ -23,6 +23,10 @@ HOSTILE: dict[str, tuple[str, dict[str, Any]]] = {
         "/v1/chat/completions",
         {"messages": [{"role": "user", "content": [PART] * 8}] * 1500},
     ),
+    "wrong parts of a response": (
+        "/v1/responses",
+        {"input": [{"role": "user", "content": [PART] * 8}] * 1500},
+    ),
     "options": ("/v1/infill", {"parts": ["a", *[CHOICE] * 1800]}),
     "wrong options": ("/v1/infill", {"parts": ["a", *[CHOICE | {"options": [1] * 256}] * 1800]}),
     "wrong ids": ("/v1/completions", {"prompt": [-1] * MOST_VALUES}),
