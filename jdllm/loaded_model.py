@@ -68,7 +68,7 @@ def load_model(
         params, layers = _weights(path, config, dtype, count, load_weights, progress)
         tokenizer = reading.result()
     if tokenizer is not None:
-        config = complete_ids(config, tokenizer)
+        config = complete_ids(config, tokenizer, overrides)
         config = dataclasses.replace(config, token_limit=len(tokenizer))
     offloaded = None
     if layers:

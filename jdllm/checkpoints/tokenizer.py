@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jdllm.checkpoints.special_tokens import SpecialTokens
+from jdllm.checkpoints.token_text import Ids, TokenText
 from jdllm.errors import CheckpointError, RequestError
 from jdllm.models.config import ModelConfig
 from jdllm.models.registry import FAMILIES
@@ -57,19 +58,25 @@ def _reader(*, single: bool) -> "type[PreTrainedTokenizerFast]":
     return Reader
 
 
-def complete_ids(config: ModelConfig, tokenizer: "Tokenizer") -> ModelConfig:
-    """Look up the mask and end-of-turn ids that a checkpoint's `config.json` does not state.
+def complete_ids(config: ModelConfig, tokenizer: "Tokenizer", overrides: Collection[str] = ()) -> ModelConfig:
+    """Take from a checkpoint's tokenizer which tokens mask, end a turn and end a text.
 
     Arguments:
-    - `config`: the model; an id that it has is kept.
-    - `tokenizer`: the checkpoint's; the family knows the text of its tokens.
+    - `config`: the model; a mask and an end of a turn that it states are kept.
+    - `tokenizer`: the checkpoint's; the family knows the text of its tokens. What the tokenizer names as end
+      of a text is one beside those of `config`.
+    - `overrides`: keys of `config.json` that the user replaced; with `eos_token_id`, no other ends count.
 
     Returns the configuration with the ids that were found; the others stay `None`.
     """
     family = FAMILIES[config.family]
     tokens = {"mask_id": family.mask_token, "eot_id": family.turn_end}
     absent = {key: token for key, token in tokens.items() if token and getattr(config, key) is None}
-    return dataclasses.replace(config, **{key: tokenizer.token_id(token) for key, token in absent.items()})
+    config = dataclasses.replace(config, **{key: tokenizer.token_id(token) for key, token in absent.items()})
+    if tokenizer.eos_id is None or "eos_token_id" in overrides:
+        return config
+    first, *more = dict.fromkeys([*config.eos_ids, tokenizer.eos_id])
+    return dataclasses.replace(config, eos_id=first, more_eos_ids=tuple(more))
 
 
 class Tokenizer:
@@ -105,6 +112,12 @@ class Tokenizer:
         return found if isinstance(found, int) else None
 
     @property
+    def eos_id(self) -> int | None:
+        """Id of the token that ends a text, or `None`."""
+        found = self._tokenizer.eos_token_id
+        return found if isinstance(found, int) else None
+
+    @property
     def special_tokens(self) -> dict[str, str]:
         """The texts of named special tokens, such as `bos_token`, as far as there are any."""
         return {name: str(token) for name, token in self._tokenizer.special_tokens_map.items()}
@@ -113,7 +126,7 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         """The template of conversations, in Jinja, or `None`."""
         template = self._tokenizer.chat_template
-        return template if isinstance(template, str) else None
+        return template.get("default") if isinstance(template, dict) else template
 
     def token_id(self, token: str) -> int | None:
         """Id of a token by its exact text, or `None` where it is not in the vocabulary."""
@@ -137,12 +150,23 @@ class Tokenizer:
         Raises `RequestError` for a lone surrogate, which is no text.
         """
         _check_surrogates(text)
-        protected = text if parse_special else self._special.protect(text, parsed)
-        return self._ids(protected, raw=parse_special, begins=begins)
+        if not parse_special:
+            return self._special.encode(self._special.protect(text, parsed), adds_special=begins)
+        bos = self._tokenizer.bos_token
+        begins = begins and not (bos and text.startswith(str(bos)))
+        return self._tokenizer.encode(text, add_special_tokens=begins)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids` without special tokens; ids that the tokenizer does not define give no text."""
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+    def decode(self, ids: Ids, before: Ids = (), *, final: bool = True) -> str:
+        """Text of `ids` without special tokens, behind others; see `TokenText.decode`."""
+        return self._texts.decode(ids, before, final=final)
+
+    def offsets(self, ids: Ids, before: Ids = ()) -> list[int]:
+        """Where in `decode(ids, before)` the text of each of `ids` begins; see `TokenText.offsets`."""
+        return self._texts.offsets(ids, before)
+
+    def token_bytes(self, index: int) -> bytes:
+        """The bytes of a token, which may be a part of a character; see `TokenText.token_bytes`."""
+        return self._texts.token_bytes(index)
 
     def encode_chat(self, messages: Sequence[Message]) -> tuple[str, list[int]]:
         """Render a conversation up to the point where the model's answer begins, and encode it.
@@ -156,7 +180,7 @@ class Tokenizer:
         Raises what `apply_chat_template` raises.
         """
         rendered = self._render(messages, protected=True)
-        return self._special.restore(rendered), self._ids(rendered, raw=False)
+        return self._special.restore(rendered), self._special.encode(rendered, adds_special=False)
 
     def encode_chat_around(
         self, messages: Sequence[Message], context: str
@@ -178,7 +202,7 @@ class Tokenizer:
         if rendered.count(_PLACE) != 1:
             raise RequestError(f"the chat template of {self._path} does not show the last message as it is")
         head, tail = rendered.split(_PLACE)
-        ids = self._ids(head, raw=False), self._ids(tail, raw=False, begins=False)
+        ids = (self._special.encode(part, adds_special=False) for part in (head, tail))
         return self._special.restore(head) + context + self._special.restore(tail), *ids
 
     def apply_chat_template(self, messages: Sequence[Message]) -> str:
@@ -212,28 +236,20 @@ class Tokenizer:
 
     def _protect(self, value: Any) -> Any:
         if isinstance(value, str):
+            _check_surrogates(value)
             return self._special.protect(value)
         if isinstance(value, Mapping):
             return {key: self._protect(entry) for key, entry in value.items()}
         return [self._protect(entry) for entry in value] if isinstance(value, list | tuple) else value
 
-    def _ids(self, text: str, *, raw: bool, begins: bool = True) -> list[int]:
-        """Ids of a text as it is (`raw`), or of a protected one."""
-        bos = self._tokenizer.bos_token
-        adds_special = begins and not (bos and text.startswith(str(bos)))
-        if raw:
-            return self._tokenizer.encode(text, add_special_tokens=adds_special)
-        return self._special.encode(text, adds_special=adds_special)
-
     @functools.cached_property
     def _special(self) -> SpecialTokens:
-        added = self._tokenizer.added_tokens_decoder.values()
         unknown = self._tokenizer.unk_token
-        return SpecialTokens(
-            self._tokenizer.backend_tokenizer,
-            {token.content for token in added if token.special},
-            None if unknown is None else str(unknown),
-        )
+        return SpecialTokens(self._tokenizer.backend_tokenizer, None if unknown is None else str(unknown))
+
+    @functools.cached_property
+    def _texts(self) -> TokenText:
+        return TokenText(self._tokenizer.backend_tokenizer)
 
 
 def _plain_message(index: int, message: Message) -> dict[str, Any]:

@@ -123,15 +123,16 @@ def test_ids_that_the_configuration_lacks_are_looked_up(directory):
     completed = complete_ids(bare, tokenizer)
     assert completed.mask_id == tokenizer.token_id("<|mask|>")
     assert completed.eot_id == tokenizer.token_id("<|im_end|>")
-    assert dataclasses.replace(completed, mask_id=None, eot_id=None) == bare
+    assert completed.eos_ids == (*bare.eos_ids, tokenizer.eos_id)
+    assert dataclasses.replace(completed, mask_id=None, eot_id=None, more_eos_ids=()) == bare
 
 
 def test_ids_of_the_configuration_are_kept(directory):
     config = dataclasses.replace(config_from_hf(Golden("dream").directory), mask_id=5, eot_id=6)
-    assert complete_ids(config, loaded(directory)) == config
+    assert complete_ids(config, loaded(directory), ["eos_token_id"]) == config
 
 
 @pytest.mark.parametrize("family", ["llada", "mistral"])
 def test_tokens_that_a_tokenizer_or_family_has_not_give_no_id(directory, family):
     config = dataclasses.replace(config_from_hf(Golden(family).directory), mask_id=None)
-    assert complete_ids(config, loaded(directory)) == config
+    assert complete_ids(config, loaded(directory), ["eos_token_id"]) == config

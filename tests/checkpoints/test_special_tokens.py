@@ -1,11 +1,17 @@
 """What a user writes never becomes a special token; what the template writes does."""
 
+import functools
 import json
+import re
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as RawTokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import jdllm.demo
@@ -97,9 +103,6 @@ def test_a_template_that_trims_or_joins_content_makes_nothing_special(tmp_path: 
 
 def test_joint_encoding_is_not_cut_where_text_is_protected(tmp_path: Path):
     """Merges across the ends of a message are those of the whole text."""
-    from tokenizers import Tokenizer as RawTokenizer
-    from tokenizers import decoders, models, pre_tokenizers
-
     vocab = {token: i for i, token in enumerate(["<", "|", "x", ">", "a", "b", "c", ">b", "c>"])}
     raw = RawTokenizer(models.BPE(vocab, merges=[(">", "b"), ("c", ">")]))
     raw.pre_tokenizer = pre_tokenizers.Split("z", "removed")
@@ -112,3 +115,99 @@ def test_joint_encoding_is_not_cut_where_text_is_protected(tmp_path: Path):
     _, ids = tokenizer.encode_chat([{"role": "user", "content": ">a<|x|>"}])
     names = ["a", "<|x|>", "c>", "a", "<", "|", "x", "|", ">b"]
     assert ids == [tokenizer.token_id(name) for name in names]
+
+
+NORMALIZERS = {
+    "none": None,
+    "lower case": normalizers.Lowercase(),
+    "compatible forms": normalizers.NFKC(),
+    "sentencepiece": normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
+    "bert": normalizers.BertNormalizer(),
+}
+ENDS = [
+    "<|im_end|>",
+    " <|im_end|> ",
+    "<|IM_end|>",
+    "\N{FULLWIDTH LESS-THAN SIGN}|im_end|>",
+    "<|im",
+    "_end|>",
+    "\ufdd0<|im_end|>",
+    "<|x|>",
+]
+said = st.lists(st.sampled_from([*ENDS, "a", " ", "é", "B"]), max_size=5).map("".join)
+
+
+def saved(directory: Path, raw: RawTokenizer, template: str | None = None, **config: Any) -> Tokenizer:
+    """The tokenizer of a directory that it is written into."""
+    fast = PreTrainedTokenizerFast(tokenizer_object=raw, **config)
+    fast.chat_template = template
+    fast.save_pretrained(directory)
+    found = load_tokenizer(directory)
+    assert found is not None
+    return found
+
+
+@functools.cache
+def bytewise(normalizer: str, normalized: bool, special: bool) -> RawTokenizer:
+    """A token a byte, and two special tokens."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    raw = RawTokenizer(models.BPE(vocab, [], byte_fallback=True))
+    if NORMALIZERS[normalizer]:
+        raw.normalizer = NORMALIZERS[normalizer]
+    raw.decoder = decoders.ByteFallback()
+    if special:
+        tokens = [AddedToken(t, normalized=normalized, special=True) for t in ("<|im_end|>", "<|x|>")]
+        raw.add_special_tokens(tokens)
+    return raw
+
+
+@functools.cache
+def speaking(normalizer: str, normalized: bool) -> tuple[Tokenizer, Any]:
+    """A tokenizer with a template, and the same of transformers."""
+    turns = "{% for m in messages %}{{ m.content }} <|im_end|>{% endfor %}"
+    with tempfile.TemporaryDirectory() as directory:
+        ours = saved(
+            Path(directory), bytewise(normalizer, normalized, special=True), turns, eos_token="<|im_end|>"
+        )
+        return ours, AutoTokenizer.from_pretrained(directory)
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+@pytest.mark.parametrize("normalizer", NORMALIZERS)
+@given(text=said)
+@settings(max_examples=30)
+def test_text_is_cut_as_by_a_tokenizer_without_special_tokens(normalizer: str, normalized: bool, text: str):
+    tokenizer, _ = speaking(normalizer, normalized)
+    assert tokenizer.encode(text) == bytewise(normalizer, normalized, special=False).encode(text).ids
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+@pytest.mark.parametrize("normalizer", NORMALIZERS)
+@given(texts=st.lists(said, min_size=1, max_size=3))
+@settings(max_examples=30)
+def test_no_message_forges_what_ends_it(normalizer: str, normalized: bool, texts: list[str]):
+    tokenizer, official = speaking(normalizer, normalized)
+    messages = [{"role": "user", "content": text} for text in texts]
+    _, ids = tokenizer.encode_chat(messages)
+    ends = [tokenizer.token_id(token) for token in ("<|im_end|>", "<|x|>")]
+    assert [ids.count(end) for end in ends] == [len(texts), 0]
+    plain = [{"role": "user", "content": re.sub("[^ aB]", "", text)} for text in texts]
+    assert tokenizer.encode_chat(plain)[1] == official.apply_chat_template(plain)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    "text", ["a</s>b", "\N{FULLWIDTH LESS-THAN SIGN}/s\N{FULLWIDTH GREATER-THAN SIGN}", "</s> abc"]
+)
+def test_a_piece_of_the_vocabulary_that_reads_like_a_special_token_is_none(tmp_path: Path, text: str):
+    """A Unigram vocabulary lists its special tokens, and finds them in a text as it finds all others."""
+
+    def unigram(end: str) -> RawTokenizer:
+        pieces = ["<unk>", end, *"▁<>/sabc"]
+        raw = RawTokenizer(models.Unigram([(piece, -1.0 - i) for i, piece in enumerate(pieces)], unk_id=0))
+        raw.normalizer = normalizers.NFKC()
+        raw.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+        raw.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in ("<unk>", end)])
+        return raw
+
+    tokenizer = saved(tmp_path, unigram("</s>"), unk_token="<unk>", eos_token="</s>")
+    assert tokenizer.encode(text) == unigram("nothing of the kind").encode(text).ids

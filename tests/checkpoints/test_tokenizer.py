@@ -1,3 +1,5 @@
+import dataclasses
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -7,8 +9,10 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from jdllm.checkpoints.tokenizer import load_tokenizer
+from jdllm.checkpoints.tokenizer import complete_ids, load_tokenizer
 from jdllm.errors import CheckpointError, RequestError
+from jdllm.models.hf_config import config_from_hf
+from tests.conftest import LLADA
 
 ROOT = Path(__file__).parents[2]
 BOS, EOS, EOT = "<|startoftext|>", "<|endoftext|>", "<|eot_id|>"
@@ -79,6 +83,15 @@ def test_a_conversation_is_rendered_up_to_the_answer(tmp_path):
     assert tokenizer.encode_chat([{"role": "user", "content": "hello"}]) == (text, ids)
 
 
+@pytest.mark.parametrize("begins", ["", "\n\n{{ bos_token }}"])
+def test_only_a_template_itself_begins_its_text(tmp_path, begins):
+    save(tmp_path, template=begins + TEMPLATE.removeprefix("{{ bos_token }}"), adds_bos=True)
+    messages = [{"role": "user", "content": "hello"}]
+    official = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    ids = official.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert loaded(tmp_path).encode_chat(messages)[1] == ids
+
+
 @pytest.mark.parametrize("eot", [True, False])
 def test_the_end_of_turn_id_comes_from_the_vocabulary(tmp_path, eot):
     vocab = save(tmp_path, eot=eot)
@@ -130,10 +143,45 @@ def test_a_template_that_fails_is_a_refusal(tmp_path, template, named):
         loaded(tmp_path).encode_chat([{"role": "user", "content": "hello"}])
 
 
-def test_a_vocabulary_that_makes_special_tokens_of_plain_text_is_refused(tmp_path):
-    save(tmp_path)  # a word-level model: the words are all it knows
-    with pytest.raises(RequestError, match=r"the text holds '<\|eot_id\|>', .*parse_special=True"):
-        loaded(tmp_path).encode(f"hello {EOT} world")
+def test_a_special_token_in_a_text_is_what_a_vocabulary_without_it_makes_of_it(tmp_path):
+    vocab = save(tmp_path)  # a word-level model: the words are all it knows
+    ids = loaded(tmp_path).encode(f"hello {EOT} world")
+    assert ids == [vocab[word] for word in ("hello", "<unk>", "world")]
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "chat_template.jinja"])
+def test_the_default_of_several_templates_is_used(tmp_path, file):
+    vocab = save(tmp_path)
+    templates = {"default": TEMPLATE, "tool_use": "tools"}
+    if file == "chat_template.jinja":
+        (tmp_path / file).write_text(templates["default"])
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates/tool_use.jinja").write_text(templates["tool_use"])
+    else:
+        config = json.loads((tmp_path / file).read_text())
+        config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+        (tmp_path / file).write_text(json.dumps(config))
+    tokenizer = loaded(tmp_path)
+    assert tokenizer.chat_template == TEMPLATE
+    _, ids = tokenizer.encode_chat([{"role": "user", "content": "hello"}])
+    assert ids == [vocab[token] for token in (BOS, "user", "hello", EOT, "assistant")]
+
+
+@pytest.mark.parametrize(
+    ("stated", "overrides", "expected"),
+    [
+        ({}, (), (1,)),
+        ({"eos_id": 5}, (), (5, 1)),
+        ({"eos_id": 5, "more_eos_ids": (1, 6)}, (), (5, 1, 6)),
+        ({"eos_id": 5}, ("eos_token_id",), (5,)),
+    ],
+)
+def test_the_tokenizers_own_end_of_text_is_one_too(tmp_path, stated, overrides, expected):
+    assert save(tmp_path)[EOS] == 1
+    config = dataclasses.replace(
+        config_from_hf(LLADA.directory), **{"eos_id": None, "more_eos_ids": (), **stated}
+    )
+    assert complete_ids(config, loaded(tmp_path), overrides).eos_ids == expected
 
 
 def test_a_directory_without_tokenizer_files_has_no_tokenizer(tmp_path):
@@ -151,7 +199,7 @@ def test_damaged_files_are_named(tmp_path, content):
 def test_transformers_is_imported_late_and_silently(tmp_path):
     save(tmp_path)
     code = (
-        "import sys; from jdllm.checkpoints.tokenizer import load_tokenizer;"
+        "import sys; from jdllm.checkpoints.tokenizer import complete_ids, load_tokenizer;"
         "assert 'transformers' not in sys.modules;"
         "print(len(load_tokenizer(sys.argv[1])))"
     )
