@@ -41,7 +41,7 @@ class TokenText:
 
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
-        self._special = {index for index, token in added.items() if token.special}
+        self._special = {index: token.content for index, token in added.items() if token.special}
         decoder = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else {}
         kinds = {step["type"] for step in decoder.get("decoders", [decoder]) if step}
         self._alphabet = {character: byte for byte, character in bytes_to_unicode().items()}
@@ -54,7 +54,7 @@ class TokenText:
         """The bytes of a token that is not the first of a text, which may be a part of a character: of a
         special token those of its name, of an id that is not defined none."""
         if index in self._special:
-            return self._tokenizer.id_to_token(index).encode()
+            return self._special[index].encode()
         return self._said(index) or b""
 
     def decode(self, ids: Ids, before: Ids = (), *, final: bool = True) -> str:

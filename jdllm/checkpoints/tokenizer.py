@@ -202,8 +202,8 @@ class Tokenizer:
         if rendered.count(_PLACE) != 1:
             raise RequestError(f"the chat template of {self._path} does not show the last message as it is")
         head, tail = rendered.split(_PLACE)
-        ids = (self._special.encode(part, adds_special=False) for part in (head, tail))
-        return self._special.restore(head) + context + self._special.restore(tail), *ids
+        before, behind = (self._special.encode(part, adds_special=False) for part in (head, tail))
+        return self._special.restore(head) + context + self._special.restore(tail), before, behind
 
     def apply_chat_template(self, messages: Sequence[Message]) -> str:
         """Render a conversation up to the point where the model's answer begins.
