@@ -50,6 +50,10 @@ class TokenText:
         self._known: dict[int, bytes | None] = {}
         self._anchor = None if self._byte_level else self._find_anchor()
 
+    def name(self, index: int) -> str | None:
+        """The token of an id as the vocabulary has it, or `None` where the id is not defined."""
+        return self._special.get(index) or self._tokenizer.id_to_token(index)
+
     def token_bytes(self, index: int) -> bytes:
         """The bytes of a token that is not the first of a text, which may be a part of a character: of a
         special token those of its name, of an id that is not defined none."""

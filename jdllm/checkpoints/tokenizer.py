@@ -134,7 +134,7 @@ class Tokenizer:
 
     def token(self, index: int) -> str | None:
         """Text of the token with an id, or `None` where the tokenizer does not define it."""
-        return self._tokenizer.backend_tokenizer.id_to_token(index)
+        return self._texts.name(index)
 
     def encode(
         self, text: str, *, parse_special: bool = False, parsed: Collection[str] = (), begins: bool = True
@@ -202,8 +202,8 @@ class Tokenizer:
         if rendered.count(_PLACE) != 1:
             raise RequestError(f"the chat template of {self._path} does not show the last message as it is")
         head, tail = rendered.split(_PLACE)
-        before, behind = (self._special.encode(part, adds_special=False) for part in (head, tail))
-        return self._special.restore(head) + context + self._special.restore(tail), before, behind
+        start, end = (self._special.encode(part, adds_special=False) for part in (head, tail))
+        return self._special.restore(head) + context + self._special.restore(tail), start, end
 
     def apply_chat_template(self, messages: Sequence[Message]) -> str:
         """Render a conversation up to the point where the model's answer begins.
