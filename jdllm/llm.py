@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 
 from jdllm.arguments import check_types, positive, shortened
+from jdllm.checkpoints.conversation import Rendering
 from jdllm.checkpoints.tokenizer import Tokenizer
 from jdllm.chunks import ChunkConfig
 from jdllm.decoding import executable_store
@@ -353,17 +354,22 @@ class LLM(ScoresText):
         *,
         sampling: Sampling | None = None,
         context: str | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         on_step: OnStep | None = None,
         progress: bool = False,
     ) -> list[RequestOutput]:
         """Answer a conversation, or each of several, by the model's chat template.
 
         Arguments:
+        - `messages`: one conversation: the text of a user, or messages with `role` and `content`, whose
+          content is a text or a list of `{"type": "text", "text": ...}`; or a list of such lists. What else a
+          message has, such as `tool_calls`, is given to the template.
         - `context`: stands at the beginning of the last message, and is prepared as
           `SamplingParams.prefilling` says; what the template has before it is the instruction of a
           `LongPrompt`, what it has behind it the query.
-        - `messages`: one conversation: the text of a user, or messages with `role` and `content`, whose
-          content is a text or a list of `{"type": "text", "text": ...}`; or a list of such lists.
+        - `add_generation_prompt`, `continue_final_message`, `chat_template_kwargs`: as of `Rendering`.
         - others: as for `generate`.
 
         Returns one output for each conversation, in order; its `prompt` is the rendered template. Special
@@ -373,10 +379,15 @@ class LLM(ScoresText):
         """
         tokenizer = self._needs_tokenizer("a chat template")
         conversations = read_conversations(messages)
+        rendering = Rendering(
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=chat_template_kwargs or {},
+        )
         given = []
         for i, conversation in enumerate(conversations):
             with naming_prompt(i, len(conversations)):
-                given.append(read_conversation(conversation, tokenizer, context))
+                given.append(read_conversation(conversation, tokenizer, context, rendering))
         asked = _given_once(sampling_params, sampling, self.default_sampling())
         return self._answer(self.spec, given, asked, on_step, progress)
 

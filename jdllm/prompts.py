@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from jdllm.arguments import shortened
-from jdllm.checkpoints.tokenizer import Message, Tokenizer
+from jdllm.checkpoints.conversation import Message, Rendering
+from jdllm.checkpoints.tokenizer import Tokenizer
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
 from jdllm.noise import sample_seed
@@ -99,17 +100,23 @@ def read_conversations(messages: Conversation | Iterable[Conversation]) -> list[
 
 
 def read_conversation(
-    messages: Sequence[Message], tokenizer: Tokenizer, context: str | None = None
+    messages: Sequence[Message],
+    tokenizer: Tokenizer,
+    context: str | None = None,
+    rendering: Rendering | None = None,
 ) -> Prompt:
     """Render and encode a conversation, whose last message may have a long context at its beginning.
 
+    `rendering`: by default up to the point where the model's answer begins.
+
     Raises `RequestError` where there is no template or it refuses the messages, and for an empty context.
     """
+    rendering = rendering or Rendering()
     if context is None:
-        return Prompt(*tokenizer.encode_chat(messages))
+        return Prompt(*tokenizer.encode_chat(messages, rendering))
     if not context:
         raise RequestError("the context is empty: give at least one character, or leave it out")
-    text, before, behind = tokenizer.encode_chat_around(messages, context)
+    text, before, behind = tokenizer.encode_chat_around(messages, context, rendering)
     ids = tokenizer.encode(context, begins=False)
     return Prompt(text, LongContext(*map(np.asarray, (before, ids, behind, behind))))
 

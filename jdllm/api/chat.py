@@ -12,6 +12,7 @@ from jdllm.api.errors import RESPONSES, bad_request
 from jdllm.api.generation import Shape, answer, asked_of, openai_options, pieces_of
 from jdllm.api.protocol import ChatMessage, ChatRequest
 from jdllm.api.service import Service
+from jdllm.checkpoints.conversation import Rendering
 from jdllm.outputs import CompletionOutput
 from jdllm.prompts import Asked, Prompt, read_conversation, specs_of
 
@@ -27,16 +28,24 @@ async def chat(body: ChatRequest, request: Request) -> Response:
     return await answer(service, request, body, asked, _shape(service, body, asked))
 
 
-def encode_chat(service: Service, messages: list[ChatMessage]) -> tuple[str, list[int]]:
+def encode_chat(service: Service, messages: list[ChatMessage], rendering: Rendering) -> tuple[str, list[int]]:
     """The text of a conversation in the model's chat template, and its ids."""
-    service.check_text(sum(len(part) for message in messages for part in message.texts))
-    return service.tokenizer.encode_chat(_conversation(messages))
+    conversation = _conversation(messages)
+    service.check_text(_characters(conversation))
+    return service.tokenizer.encode_chat(conversation, rendering)
 
 
 def _conversation(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages as a chat template takes them: a developer is the system."""
-    plain = [message.model_dump(exclude_none=True) for message in messages]
-    return [one | {"role": "system"} if one["role"] == "developer" else one for one in plain]
+    """Messages as the tokenizer takes them."""
+    return [message.model_dump(exclude_none=True) for message in messages]
+
+
+def _characters(value: Any) -> int:
+    """Characters of all texts in a value."""
+    if isinstance(value, str):
+        return len(value)
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return sum(map(_characters, inner))
 
 
 def _asked(service: Service, body: ChatRequest) -> list[Asked]:
@@ -50,9 +59,10 @@ def _asked(service: Service, body: ChatRequest) -> list[Asked]:
     if body.max_completion_tokens is not None:
         options["max_tokens"] = body.max_completion_tokens
     if body.context is None:
-        prompt = Prompt(*encode_chat(service, body.messages))
+        prompt = Prompt(*encode_chat(service, body.messages, body.rendering))
     else:
-        prompt = read_conversation(_conversation(body.messages), service.tokenizer, body.context)
+        conversation = _conversation(body.messages)
+        prompt = read_conversation(conversation, service.tokenizer, body.context, body.rendering)
     return asked_of(service, [prompt], service.sampling(body, **options))
 
 

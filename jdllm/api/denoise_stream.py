@@ -1,6 +1,6 @@
 """A stream of denoising steps, for who draws them."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,20 +18,21 @@ Further = Callable[[int, CompletionOutput], dict[str, Any]]
 
 
 async def denoise_events(
-    running: Running, pieces: Pieces, further: Further = lambda *_: {}
+    running: Running, pieces: Pieces, ignored: Mapping[str, Any], further: Further = lambda *_: {}
 ) -> AsyncIterator[bytes]:
     """Events `start`, `step` and `end` of every sample of a call, and `error` where it fails.
 
     Arguments:
     - `running`: the call, submitted with updates of every step.
     - `pieces`: texts of tokens.
+    - `ignored`: what the first events have beside the usual.
     - `further`: see `Further`.
     """
     specs = [(one.seed, spec) for one in running.asked for spec in one.specs]
     try:
         with running:
             for choice, (seed, spec) in enumerate(specs):
-                yield event(_start(running.id, choice, seed, spec, pieces), "start")
+                yield event({**_start(running.id, choice, seed, spec, pieces), **ignored}, "start")
             async for choice, update in running:
                 if isinstance(update, StepUpdate):
                     yield event(_step(choice, update, pieces), "step")

@@ -1,6 +1,7 @@
 """Errors in OpenAI's shape, whatever went wrong."""
 
 import logging
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,12 +10,16 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from jdllm.api.protocol import SAMPLING_FIELDS
+from jdllm.api.fields import UNKNOWN_FIELD
+from jdllm.api.protocol import SAMPLING_FIELDS, TemplateFields
 from jdllm.arguments import shortened
 from jdllm.errors import JdllmError, KvPoolError, NonFiniteError
 from jdllm.planning.budget import MemoryBudgetError
 
 _log = logging.getLogger("jdllm.api")
+
+_FIELD = re.compile(r"(?!(?:str|int|float|bool|none|any)$)[a-z_]\w*")
+"""A field's name, where a validation error has names of types too."""
 
 _TYPES = {
     401: "authentication_error",
@@ -146,18 +151,35 @@ def _made(error: Exception) -> ApiError:
 
 
 def of_validation(errors: Sequence[Any]) -> ApiError:
-    """The first thing wrong with a body, as Pydantic tells it."""
-    first = errors[0]
-    place, kind = first["loc"], first["type"]
+    """What is wrong with a body, as Pydantic tells it."""
+    first = _telling(errors)
+    place, kind = _place(first), first["type"]
+    if kind == UNKNOWN_FIELD:
+        place = [*place, first["ctx"]["name"]]
     param = str(place[0]) if place and isinstance(place[0], str) else None
     if param is None:
         return bad_request(f"the body is {shortened(first.get('input'))}, expected a JSON object")
     if kind == "missing":
-        return bad_request(f"{_path(place)} is missing", param, "missing_field")
-    if kind == "extra_forbidden":
-        return bad_request(f"there is no field {_path(place)}", param, "unknown_field")
-    expected = "; or ".join(dict.fromkeys(error["msg"] for error in errors if error["loc"][:1] == (param,)))
-    return bad_request(f"{param} is {shortened(first['input'])}: {expected}", param, "invalid_value")
+        return bad_request(f"{path(place)} is missing", param, "missing_field")
+    if kind == UNKNOWN_FIELD:
+        return bad_request(f"there is no field {path(place)}: {first['msg']}", param, "unknown_field")
+    expected = "; or ".join(dict.fromkeys(error["msg"] for error in errors if _place(error) == place))
+    return bad_request(f"{path(place)} is {shortened(first['input'])}: {expected}", param, "invalid_value")
+
+
+def _telling(errors: Sequence[Any]) -> Any:
+    """Of what is wrong with the first wrong field the one that came farthest: what a value was most likely
+    meant to be."""
+    field = _place(errors[0])[:1]
+    mine = [error for error in errors if _place(error)[:1] == field]
+    return max(
+        mine, key=lambda error: (len(_place(error)), [part for part in _place(error) if type(part) is int])
+    )
+
+
+def _place(error: Any) -> list[str | int]:
+    """Names of fields and places in lists down to what is wrong, without the types that were tried."""
+    return [part for part in error["loc"] if isinstance(part, int) or _FIELD.fullmatch(part)]
 
 
 def _printable(text: str) -> str:
@@ -165,11 +187,14 @@ def _printable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def _path(place: Sequence[Any]) -> str:
-    return ".".join(map(str, place))
+def path(place: Sequence[str | int]) -> str:
+    """A place as it is written in Python: `messages[1].content`."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
 
 
 def _named_field(message: str) -> str | None:
     """The field that a message begins with."""
     first = message.partition(" ")[0]
-    return first if first in (*SAMPLING_FIELDS, "mc_num", "batch_size") else None
+    return (
+        first if first in (*SAMPLING_FIELDS, *TemplateFields.model_fields, "mc_num", "batch_size") else None
+    )

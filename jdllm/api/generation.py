@@ -1,7 +1,7 @@
 """What completions and chat have in common: a call from its prompts, its answer and its stream."""
 
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from fastapi import Request
@@ -65,21 +65,30 @@ async def answer(
     service: Service, request: Request, body: OpenAIFields, asked: Sequence[Asked], shape: Shape
 ) -> Response:
     """Run a call and answer it, whole or as a stream."""
-    model = service.model(body.model)
+    model, ignored = service.model(body.model), service.ignored(body)
     running = service.submit(request, shape.prefix, asked, _updates(body))
     if body.stream:
         if body.stream_mode == "denoise":
-            events = denoise_events(running, pieces_of(service))
+            events = denoise_events(running, pieces_of(service), ignored)
         else:
-            events = _text_events(service, running, model, body.stream_options or StreamOptions(), shape)
-        return StreamingResponse(events, media_type=EVENTS, headers={"Cache-Control": "no-store"})
+            chunks = _Chunks(
+                service, running, model, body.stream_options or StreamOptions(), shape, ignored=ignored
+            )
+            events = _text_events(running, chunks)
+        return streamed(events)
     with running:
         outputs = await running.finish()
     samples = [sample for output in outputs for sample in output.outputs]
     seeds = [output.seed for output in outputs]
     head = _head(running, model, shape.object)
     choices = [shape.choice(i, sample) | {"nfe": sample.nfe} for i, sample in enumerate(samples)]
-    return JSONResponse(head | {"choices": choices, "usage": usage_of(outputs), "seeds": seeds})
+    return JSONResponse(head | {"choices": choices, "usage": usage_of(outputs), "seeds": seeds} | ignored)
+
+
+def streamed(events: AsyncIterable[bytes] | Iterable[bytes]) -> StreamingResponse:
+    """Server-sent events as an answer, which proxies neither keep nor hold back."""
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    return StreamingResponse(events, media_type=EVENTS, headers=headers)
 
 
 def _updates(body: OpenAIFields) -> Updates:
@@ -98,23 +107,38 @@ def _head(running: Running, model: str, kind: str) -> dict[str, Any]:
 
 
 class _Chunks:
-    """Writes the chunks of a stream of text."""
+    """Writes the chunks of a stream of text.
 
-    def __init__(self, service: Service, running: Running, model: str, options: StreamOptions, shape: Shape):
+    Arguments:
+    - `ignored`: what the first chunk has beside the others' fields.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        running: Running,
+        model: str,
+        options: StreamOptions,
+        shape: Shape,
+        *,
+        ignored: dict[str, Any],
+    ):
         tokenizer = service.llm.tokenizer
         decode = tokenizer.decode if tokenizer else lambda _: ""
         specs = specs_of(running.asked)
         self.texts = [TextStream(spec, decode) for spec in specs]
-        self._running, self._shape, self._options = running, shape, options
+        self.running, self.shape, self.options = running, shape, options
+        self._first = ignored
         self._head = _head(running, model, shape.chunk)
         self._read = prompt_tokens(running.asked)
 
     def chunk(self, choice: dict[str, Any], reason: str | None = None) -> bytes:
         """One choice, with the usage so far where it was asked for."""
-        data = self._head | {"choices": [choice | {"finish_reason": reason}]}
-        if self._options.continuous_usage_stats:
+        data = self._head | {"choices": [choice | {"finish_reason": reason}]} | self._first
+        self._first = {}
+        if self.options.continuous_usage_stats:
             data["usage"] = usage(self._read, sum(text.tokens_told for text in self.texts))
-        elif self._options.include_usage:
+        elif self.options.include_usage:
             data["usage"] = None
         return event(data)
 
@@ -124,36 +148,33 @@ class _Chunks:
         if isinstance(update, StepUpdate):
             delta = stream.take(update)
         else:
-            sample = self._running.sample(choice)
+            sample = self.running.sample(choice)
             delta, reason = stream.finish(sample.text or "", len(sample.token_ids)), sample.finish_reason
-        counted = delta.tokens[0] and (self._shape.logprobs or self._options.continuous_usage_stats)
+        counted = delta.tokens[0] and (self.shape.logprobs or self.options.continuous_usage_stats)
         if not delta.text and reason is None and not counted:
             return None
-        logprobs = self._shape.logprobs and self._shape.logprobs(
+        logprobs = self.shape.logprobs and self.shape.logprobs(
             *delta.tokens, len(stream.text) - len(delta.text)
         )
-        return self.chunk(self._shape.delta(choice, delta.text, logprobs), reason)
+        return self.chunk(self.shape.delta(choice, delta.text, logprobs), reason)
 
     def last(self) -> bytes:
         """The usage of all, without a choice."""
-        return event(self._head | {"choices": [], "usage": usage_of(self._running.outputs())})
+        return event(self._head | {"choices": [], "usage": usage_of(self.running.outputs())})
 
 
-async def _text_events(
-    service: Service, running: Running, model: str, options: StreamOptions, shape: Shape
-) -> AsyncIterator[bytes]:
+async def _text_events(running: Running, chunks: _Chunks) -> AsyncIterator[bytes]:
     """Chunks of committed text, in order."""
-    chunks = _Chunks(service, running, model, options, shape)
     try:
         with running:
-            if shape.opening is not None:
+            if chunks.shape.opening is not None:
                 for choice in range(len(chunks.texts)):
-                    yield chunks.chunk(shape.opening(choice))
+                    yield chunks.chunk(chunks.shape.opening(choice))
             async for choice, update in running:
                 told = chunks.of(choice, update)
                 if told is not None:
                     yield told
-            if options.include_usage:
+            if chunks.options.include_usage:
                 yield chunks.last()
     except ApiError as error:
         yield event(error.body())

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 
-from jdllm.api.answers import DONE, EVENTS, STREAMED, event, infill_usage, usage
+from jdllm.api.answers import DONE, STREAMED, event, infill_usage, usage
 from jdllm.api.bodies import BodyRoute
 from jdllm.api.denoise_stream import denoise_events
 from jdllm.api.errors import RESPONSES, bad_request
-from jdllm.api.generation import pieces_of
+from jdllm.api.generation import pieces_of, streamed
 from jdllm.api.protocol import ChoiceSlot, InfillRequest, TextSlot
 from jdllm.api.service import Service, call_id
 from jdllm.decoding.sampling import SamplingParams
@@ -56,12 +56,12 @@ class Template(NamedTuple):
 async def infill(body: InfillRequest, request: Request) -> Response:
     """Fill what is missing; choices first, in order, each beside all that is filled already."""
     service: Service = request.app.state.service
-    model = service.model(body.model)
+    model, ignored = service.model(body.model), service.ignored(body)
     if body.stream and body.stream_mode == "text":
         raise bad_request("masks are not filled in the order of the text: expected denoise", "stream_mode")
     templates = await _templates(service, body)
     if all(template.chosen for template in templates):
-        return _only_choices(service, body, model, templates)
+        return _only_choices(service, body, model, templates, ignored)
     asked = await asyncio.to_thread(_asked, service, templates, _sampling(service, body))
     updates = "every" if body.stream else "none"
     running = service.submit(request, "infill", asked, updates)
@@ -70,9 +70,10 @@ async def infill(body: InfillRequest, request: Request) -> Response:
         events = denoise_events(
             running,
             pieces_of(service),
+            ignored,
             lambda choice, _: {"slots": _slots(service, per_sample[choice], running.ended(choice))},
         )
-        return StreamingResponse(events, media_type=EVENTS, headers={"Cache-Control": "no-store"})
+        return streamed(events)
     with running:
         outputs = await running.finish()
     samples = [sample for output in outputs for sample in output.outputs]
@@ -91,11 +92,15 @@ async def infill(body: InfillRequest, request: Request) -> Response:
     sequences = [output.prompt_token_ids for output in outputs]
     mask_id, made = mask_id_of(service.llm.config), len(samples) // len(outputs)
     counts = infill_usage(sequences, mask_id, made, sum(sample.nfe for sample in samples))
-    return JSONResponse(head | {"choices": choices, "usage": counts})
+    return JSONResponse(head | {"choices": choices, "usage": counts} | ignored)
 
 
 def _only_choices(
-    service: Service, body: InfillRequest, model: str, templates: Sequence[Template]
+    service: Service,
+    body: InfillRequest,
+    model: str,
+    templates: Sequence[Template],
+    ignored: dict[str, Any],
 ) -> Response:
     """The answer where nothing is left to denoise once the choices are made."""
     (template,) = templates
@@ -109,9 +114,9 @@ def _only_choices(
     }
     counts = usage(len(template.tokens), 0, 0)
     if body.stream:
-        return StreamingResponse(iter([event(choice | {"usage": counts}, "end"), DONE]), media_type=EVENTS)
+        return streamed([event(choice | {"usage": counts} | ignored, "end"), DONE])
     head = {"id": call_id("infill"), "object": "infill", "created": int(time.time()), "model": model}
-    return JSONResponse(head | {"choices": [choice], "usage": counts})
+    return JSONResponse(head | {"choices": [choice], "usage": counts} | ignored)
 
 
 def _sampling(service: Service, body: InfillRequest) -> SamplingParams:

@@ -35,16 +35,21 @@ async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
     conversation in the model's chat template."""
     service: Service = request.app.state.service
     service.model(body.model)
+    ignored = service.ignored(body)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("give either prompt or messages", "prompt")
     ids = await asyncio.to_thread(_ids, service, body)
-    return {"tokens": ids, "count": len(ids), "max_model_len": service.longest}
+    return {"tokens": ids, "count": len(ids), "max_model_len": service.longest} | ignored
 
 
 def _ids(service: Service, body: TokenizeRequest) -> list[int]:
     if body.messages is not None:
-        return encode_chat(service, body.messages)[1]
-    return service.encode(body.prompt or "", parse_special=body.parse_special is not False)
+        return encode_chat(service, body.messages, body.rendering)[1]
+    return service.encode(
+        body.prompt or "",
+        parse_special=body.parse_special is not False,
+        begins=body.add_special_tokens is not False,
+    )
 
 
 @router.post("/detokenize", responses=RESPONSES)
@@ -52,7 +57,8 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any
     """Text of ids, without special tokens."""
     service: Service = request.app.state.service
     service.model(body.model)
-    return {"prompt": await asyncio.to_thread(service.tokenizer.decode, body.tokens)}
+    ignored = service.ignored(body)
+    return {"prompt": await asyncio.to_thread(service.tokenizer.decode, body.tokens)} | ignored
 
 
 @router.get("/tokenizer_info", responses=RESPONSES)

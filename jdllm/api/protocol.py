@@ -1,14 +1,25 @@
 """What requests may say: the fields of OpenAI's API, and those of `SamplingParams` by their own names."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional, Self, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    create_model,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
+from jdllm.api.fields import Fields, PassedOver, nothing, only
+from jdllm.checkpoints.conversation import SILENT, TEXT_PARTS, Rendering
 from jdllm.declarations import descriptions
-from jdllm.decoding.sampling import SamplingParams
+from jdllm.decoding.sampling import LONGEST, SamplingParams, none_at
 
-_STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 _APART = ("logprobs", "return_history", "stop", "stop_token_ids")
 """Fields of `SamplingParams` that are declared below, where OpenAI's forms differ; a history is for Python
 alone."""
@@ -22,9 +33,11 @@ MAX_LISTED = 2048
 
 Lists of lists are checked up to what is wrong first (`fail_fast`): to tell of all would take seconds."""
 
-Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, fail_fast=True)]
+_AnyIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
+Ids = Annotated[_AnyIds, Field(min_length=1)]
 Text = Annotated[str, Field(min_length=1)]
 TextOrIds = Text | Ids
+_Several = Field(min_length=1, max_length=MAX_LISTED, fail_fast=True)
 
 
 def _sampling_fields() -> dict[str, Any]:
@@ -39,7 +52,7 @@ def _sampling_fields() -> dict[str, Any]:
 
 if TYPE_CHECKING:
 
-    class SamplingFields(BaseModel):
+    class SamplingFields(Fields):
         n: int | None
         seed: int | None
         max_tokens: int | None
@@ -48,27 +61,25 @@ if TYPE_CHECKING:
         block_length: int | None
         early_stop: bool | None
 else:
-    SamplingFields = create_model("SamplingFields", __config__=_STRICT, **_sampling_fields())
+    SamplingFields = create_model("SamplingFields", __base__=Fields, **_sampling_fields())
 
 
-class TextFormat(BaseModel):
+class TextFormat(Fields):
     """The only format of answers: text."""
 
-    model_config = _STRICT
     type: Literal["text"]
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Fields):
     """What a stream tells beside the text."""
 
-    model_config = _STRICT
     include_usage: Annotated[
         bool | None, Field(description="A last chunk with the usage and without choices.")
     ] = None
     continuous_usage_stats: Annotated[bool | None, Field(description="The usage so far in every chunk.")] = (
         None
     )
-    include_obfuscation: Annotated[bool | None, Field(description="Without effect.")] = None
+    include_obfuscation: PassedOver = None
 
 
 class Asking(SamplingFields):
@@ -94,34 +105,50 @@ class Asking(SamplingFields):
 
 
 class OpenAIFields(Asking):
-    """Fields of OpenAI's that have one neutral value here, or no effect."""
+    """Fields of OpenAI's and vLLM's that have one neutral value here, or no effect."""
 
     stream_options: StreamOptions | None = None
     ignore_eos: Annotated[
         bool | None, Field(description="Generate all tokens, whatever ends the text: early_stop off.")
     ] = None
-    user: str | None = None
-    store: bool | None = None
-    metadata: Annotated[dict[str, str] | None, Field(max_length=16)] = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    user: PassedOver = None
+    store: PassedOver = None
+    metadata: Annotated[dict[str, Any] | None, Field(max_length=16)] = None
+    safety_identifier: PassedOver = None
+    prompt_cache_key: PassedOver = None
+    prompt_cache_retention: PassedOver = None
+    cache_control: PassedOver = None
+    service_tier: PassedOver = None
+    reasoning_effort: PassedOver = None
+    verbosity: PassedOver = None
+    parallel_tool_calls: PassedOver = None
+    spaces_between_special_tokens: PassedOver = None
+    skip_special_tokens: Annotated[
+        bool | None, only(True, why="texts are without special tokens; token_ids of completions have them")
+    ] = None
+    min_tokens: Annotated[int | None, only(0, why="ignore_eos generates all tokens")] = None
     presence_penalty: Annotated[float | None, Field(ge=0, le=0)] = None
     frequency_penalty: Annotated[float | None, Field(ge=0, le=0)] = None
-    logit_bias: Annotated[dict[str, float] | None, Field(max_length=0)] = None
+    logit_bias: Annotated[Any, nothing("no bias of logits")] = None
     response_format: TextFormat | None = None
+    tools: Annotated[Any, nothing("no tools")] = None
+    tool_choice: Annotated[Any, only("auto", "none", why="there are no tools")] = None
+    functions: Annotated[Any, nothing("no functions")] = None
+    function_call: Annotated[Any, only("auto", "none", why="there are no functions")] = None
 
 
 class CompletionRequest(OpenAIFields):
     """POST /v1/completions."""
 
     prompt: Annotated[
-        Text
-        | Ids
-        | Annotated[list[Text], Field(min_length=1, max_length=MAX_LISTED)]
-        | Annotated[list[Ids], Field(min_length=1, max_length=MAX_LISTED)],
-        Field(description="A text, token ids, or a list of either."),
+        str | Ids | Annotated[list[str], _Several] | Annotated[list[_AnyIds], _Several],
+        Field(description="A text, token ids, or a list of either. An empty one asks for any text."),
     ]
+    max_tokens: Annotated[
+        int | None,
+        Field(ge=0, le=LONGEST, description="Tokens to return at most; 0 returns an echo alone."),
+        none_at(-1),
+    ] = None
     context: Annotated[
         TextOrIds | None,
         Field(description="A long context before the prompt; prefilling says how it is prepared."),
@@ -141,31 +168,66 @@ class CompletionRequest(OpenAIFields):
 
 
 class TextPart(BaseModel):
-    """A part of a message."""
+    """A part of a message: text, or that an answer was refused. What else it has is passed over."""
 
-    model_config = _STRICT
-    type: Literal["text"]
-    text: str
+    model_config = ConfigDict(strict=True, extra="ignore")
+    type: Literal["text", "input_text", "output_text", "refusal"]
+    text: str | None = None
+    refusal: str | None = None
+
+    @model_validator(mode="after")
+    def _has_text(self) -> Self:
+        key = TEXT_PARTS[self.type]
+        if getattr(self, key) is None:
+            raise PydanticCustomError("no_text", "expected a text as {key}", {"key": key})
+        return self
 
 
 class ChatMessage(BaseModel):
-    """A message of a conversation."""
+    """A message of a conversation. What else it has is for the chat template, such as `tool_calls`."""
 
-    model_config = _STRICT
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_LISTED)]
-    name: str | None = None
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Annotated[
+        str | Annotated[list[TextPart], Field(max_length=MAX_LISTED, fail_fast=True)] | None,
+        Field(validate_default=True, description="A text, or a list of parts that are text."),
+    ] = None
+
+    @field_validator("content", mode="after")
+    @classmethod
+    def _is_there(cls, content: Any, info: ValidationInfo) -> Any:
+        if content in (None, []) and info.data.get("role") not in SILENT:
+            raise PydanticCustomError("missing", "expected a text or a list of parts")
+        return content
+
+
+Messages = Annotated[list[ChatMessage], _Several]
+
+
+class TemplateFields(Fields):
+    """How the chat template renders a conversation."""
+
+    add_generation_prompt: Annotated[
+        bool | None, Field(description="End with what begins an answer. [default: unless one is continued]")
+    ] = None
+    continue_final_message: Annotated[
+        bool | None, Field(description="The answer goes on with the last message.")
+    ] = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, Field(description='Variables of the template, as {"enable_thinking": false}.')
+    ] = None
 
     @property
-    def texts(self) -> list[str]:
-        """What its content consists of."""
-        return [self.content] if isinstance(self.content, str) else [part.text for part in self.content]
+    def rendering(self) -> Rendering:
+        """The same for the tokenizer; raises `RequestError` for what does not go together."""
+        return Rendering(
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=bool(self.continue_final_message),
+            chat_template_kwargs=self.chat_template_kwargs or {},
+        )
 
 
-Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_LISTED, fail_fast=True)]
-
-
-class ChatRequest(OpenAIFields):
+class ChatRequest(OpenAIFields, TemplateFields):
     """POST /v1/chat/completions."""
 
     messages: Messages
@@ -173,30 +235,28 @@ class ChatRequest(OpenAIFields):
         Text | None,
         Field(description="A long context at the beginning of the last message, prepared by prefilling."),
     ] = None
-    max_completion_tokens: Annotated[int | None, Field(ge=1, le=2**24)] = None
+    max_completion_tokens: Annotated[
+        int | None, Field(ge=1, le=LONGEST, description="As max_tokens."), none_at(-1)
+    ] = None
     logprobs: Annotated[bool | None, Field(description="Log-probabilities of the tokens.")] = None
     top_logprobs: Annotated[
         int | None, Field(ge=0, le=1, description="The token itself (1), or none: there are no others.")
     ] = None
-    tools: Annotated[list[Any] | None, Field(max_length=0)] = None
-    tool_choice: Literal["none"] | None = None
     modalities: Annotated[list[Literal["text"]] | None, Field(max_length=1)] = None
 
 
-class TextSlot(BaseModel):
+class TextSlot(Fields):
     """So many masked tokens."""
 
-    model_config = _STRICT
     type: Literal["text"]
     max_tokens: Annotated[int, Field(ge=1, le=2**20)]
 
 
-class ChoiceSlot(BaseModel):
+class ChoiceSlot(Fields):
     """One of several texts, whichever is likeliest there."""
 
-    model_config = _STRICT
     type: Literal["choice"]
-    options: Annotated[list[Text], Field(min_length=1, max_length=256)]
+    options: Annotated[list[Text], Field(min_length=1, max_length=256, fail_fast=True)]
 
 
 Part = str | TextSlot | ChoiceSlot
@@ -206,54 +266,54 @@ class InfillRequest(Asking):
     """POST /v1/infill. One of `text`, `token_ids` and `parts`."""
 
     text: Annotated[
-        Text | Annotated[list[Text], Field(min_length=1, max_length=MAX_LISTED)] | None,
+        Text | Annotated[list[Text], _Several] | None,
         Field(description="A text, or several, with the mask token's text wherever a token is missing."),
     ] = None
     token_ids: Annotated[
-        Ids | Annotated[list[Ids], Field(min_length=1, max_length=MAX_LISTED)] | None,
+        Ids | Annotated[list[Ids], _Several] | None,
         Field(description="Ids, or several lists of them, with the mask id wherever a token is missing."),
     ] = None
     parts: Annotated[
-        Annotated[list[Part], Field(fail_fast=True)] | None,
-        Field(min_length=1, max_length=MAX_LISTED, description="Texts and the slots between them."),
+        Annotated[list[Part], _Several] | None,
+        Field(description="Texts and the slots between them."),
     ] = None
 
 
-class ScoreRequest(BaseModel):
+class ScoreRequest(Fields):
     """POST /v1/score. `mc_num`, `batch_size`, `cfg_scale` and `seed` are for models that denoise."""
 
-    model_config = _STRICT
     model: str | None = None
     prompt: Annotated[
         str | Ids,
         Field(description="Text or ids before the answers; may be empty, but a causal model needs a token."),
     ]
-    answers: Annotated[list[TextOrIds], Field(min_length=1, max_length=MAX_LISTED)]
+    answers: Annotated[list[TextOrIds], _Several]
     mc_num: Annotated[int, Field(ge=1, le=4096, description="Masked copies to average over.")] = 128
     batch_size: Annotated[int, Field(ge=1, le=4096, description="Copies that are stratified together.")] = 16
     cfg_scale: Annotated[float, Field(ge=0, le=1e6, description="Classifier-free guidance.")] = 0.0
-    seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
+    seed: Annotated[
+        int, Field(ge=0, lt=2**64), BeforeValidator(lambda value: 0 if value == -1 else value)
+    ] = 0
     parse_special: bool | None = None
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(TemplateFields):
     """POST /tokenize. A prompt, or messages."""
 
-    model_config = _STRICT
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
-    add_special_tokens: bool | None = None
-    add_generation_prompt: Literal[True] | None = None
+    add_special_tokens: Annotated[
+        bool | None, Field(description="Put those around a prompt that the tokenizer adds by itself.")
+    ] = None
     parse_special: bool | None = None
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(Fields):
     """POST /detokenize."""
 
-    model_config = _STRICT
     model: str | None = None
-    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
+    tokens: _AnyIds
 
 
 def given_fields(body: BaseModel) -> Mapping[str, Any]:

@@ -6,16 +6,17 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 
-from jdllm.api.answers import EVENTS, STREAMED, event, usage_of
+from jdllm.api.answers import STREAMED, event, usage_of
 from jdllm.api.bodies import BodyRoute
 from jdllm.api.chat import encode_chat
 from jdllm.api.errors import RESPONSES, ApiError, bad_request
-from jdllm.api.generation import asked_of, openai_options
+from jdllm.api.generation import asked_of, openai_options, streamed
 from jdllm.api.responses_protocol import ResponsesRequest
 from jdllm.api.service import Running, Service, call_id
 from jdllm.api.text_stream import TextStream
+from jdllm.checkpoints.conversation import Rendering
 from jdllm.outputs import RequestOutput
 from jdllm.prompts import Asked, Prompt
 from jdllm.serving.updates import StepUpdate
@@ -27,14 +28,13 @@ router = APIRouter(route_class=BodyRoute)
 async def responses(body: ResponsesRequest, request: Request) -> Response:
     """Answer a text or a conversation, by the model's chat template. The answer is not stored."""
     service: Service = request.app.state.service
-    model = service.model(body.model)
+    model, ignored = service.model(body.model), service.ignored(body)
     _check(body)
     asked = await asyncio.to_thread(_asked, service, body)
     running = service.submit(request, "resp", [asked], "later" if body.stream else "none")
-    answer = _Answer(body, running, asked, model)
+    answer = _Answer(body, running, asked, model, ignored)
     if body.stream:
-        events = _events(service, running, answer)
-        return StreamingResponse(events, media_type=EVENTS, headers={"Cache-Control": "no-store"})
+        return streamed(_events(service, running, answer))
     with running:
         (output,) = await running.finish()
     return JSONResponse(answer.ended(output))
@@ -59,7 +59,7 @@ def _asked(service: Service, body: ResponsesRequest) -> Asked:
     options = openai_options(body, logprobs=False) | {"n": 1}
     if body.max_output_tokens is not None:
         options["max_tokens"] = body.max_output_tokens
-    prompt = Prompt(*encode_chat(service, body.messages))
+    prompt = Prompt(*encode_chat(service, body.messages, Rendering()))
     (asked,) = asked_of(service, [prompt], service.sampling(body, **options))
     return asked
 
@@ -69,9 +69,17 @@ class _Answer:
 
     Arguments:
     - `model`: the name that the request is answered under.
+    - `ignored`: what it says of fields that nobody knows.
     """
 
-    def __init__(self, body: ResponsesRequest, running: Running, asked: Asked, model: str):
+    def __init__(
+        self,
+        body: ResponsesRequest,
+        running: Running,
+        asked: Asked,
+        model: str,
+        ignored: dict[str, Any],
+    ):
         self.message_id = call_id("msg")
         sampling = asked.specs[0].sampling
         self._constant = {
@@ -100,7 +108,7 @@ class _Answer:
             "top_p": 1.0 if sampling.top_p is None else sampling.top_p,
             "truncation": "disabled",
             "user": body.user,
-        }
+        } | ignored
 
     def running(self) -> dict[str, Any]:
         """The response before it has a text."""

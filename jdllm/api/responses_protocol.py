@@ -4,34 +4,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from jdllm.api.protocol import MAX_LISTED, ChatMessage, OpenAIFields, TextFormat, TextPart
+from jdllm.api.protocol import MAX_LISTED, ChatMessage, OpenAIFields, TextFormat
 
 _PASSED_OVER = ConfigDict(strict=True, extra="ignore")
 """Items of an answer come back with an id, a status and annotations, which say nothing here."""
 
 
-class ResponsePart(BaseModel):
-    """A part of a message: text that somebody wrote, or that was answered."""
-
-    model_config = _PASSED_OVER
-    type: Literal["input_text", "output_text", "text"]
-    text: str
-
-
-class ResponseMessage(BaseModel):
+class ResponseMessage(ChatMessage):
     """A message of a conversation; an answer of this route is one."""
 
     model_config = _PASSED_OVER
     type: Literal["message"] | None = None
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[ResponsePart], Field(min_length=1, max_length=MAX_LISTED)]
 
     def as_chat(self) -> ChatMessage:
         """The same as a message of POST /v1/chat/completions."""
-        if isinstance(self.content, str):
-            return ChatMessage(role=self.role, content=self.content)
-        parts = [TextPart(type="text", text=part.text) for part in self.content]
-        return ChatMessage(role=self.role, content=parts)
+        return ChatMessage(role=self.role, content=self.content)
 
 
 class ResponseText(BaseModel):
@@ -62,10 +49,7 @@ class ResponsesRequest(OpenAIFields):
         Literal["auto", "disabled"] | None, Field(description="Without effect: nothing is ever left out.")
     ] = None
     background: Literal[False] | None = None
-    parallel_tool_calls: bool | None = None
     max_tool_calls: int | None = None
-    tools: Annotated[list[Any] | None, Field(max_length=0)] = None
-    tool_choice: Literal["auto", "none"] | None = None
 
     @property
     def messages(self) -> list[ChatMessage]:

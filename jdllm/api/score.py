@@ -18,7 +18,7 @@ router = APIRouter(route_class=BodyRoute)
 async def score(body: ScoreRequest, request: Request) -> dict[str, Any]:
     """log p(answer | prompt) of each answer: a causal model's exactly, others by stratified Monte Carlo."""
     service: Service = request.app.state.service
-    model = service.model(body.model)
+    model, ignored = service.model(body.model), service.ignored(body)
     prompt, answers = await asyncio.to_thread(_ids, service, body)
     for answer in answers:
         service.check_length(len(prompt) + len(answer))
@@ -36,7 +36,7 @@ async def score(body: ScoreRequest, request: Request) -> dict[str, Any]:
         for index, (one, answer) in enumerate(zip(found, answers, strict=True))
     ]
     counts = usage(len(prompt) + sum(map(len, answers)), 0, sum(one.mc_num for one in found))
-    return {"object": "score", "model": model, "scores": scores, "usage": counts}
+    return {"object": "score", "model": model, "scores": scores, "usage": counts} | ignored
 
 
 def _ids(service: Service, body: ScoreRequest) -> tuple[list[int], list[list[int]]]:

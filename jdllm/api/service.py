@@ -2,17 +2,19 @@
 
 import asyncio
 import dataclasses
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import fastapi
 import numpy as np
 
 from jdllm.api import arrivals
 from jdllm.api.errors import ApiError, as_api_error, bad_request
+from jdllm.api.fields import UNKNOWN_FIELD, Fields
 from jdllm.api.metrics import Metrics
 from jdllm.api.protocol import Asking, given_fields
 from jdllm.checkpoints.tokenizer import Tokenizer
@@ -27,14 +29,22 @@ from jdllm.serving.request import Request
 from jdllm.serving.submitted import Submitted
 from jdllm.serving.updates import Ended, Update
 
+_log = logging.getLogger("jdllm.api")
+
 _CLIENT_GONE = 499
 """The status, which nobody receives, of a request whose client has gone."""
+
+_LONGEST_NAME = 64
+"""Characters that are told of a field that nobody knows."""
 
 _LONGEST_TOKEN = 256
 """Characters that no token of any vocabulary has more of."""
 
 _READERS = 2
 """Threads that read large bodies."""
+
+_LOGGED_NAMES = 1024
+"""Fields that nobody knows, of which the log tells."""
 
 _RETRY_AFTER = 1
 """Seconds after which a client may ask again where the queue is full."""
@@ -48,12 +58,14 @@ class Settings:
     - `default_sampling`: what applies where a request says nothing.
     - `max_queue`: requests that may wait.
     - `request_timeout`: seconds that a request may take, `None` for any.
+    - `strict_fields`: whether a request with a field that nobody knows is refused.
     """
 
     names: tuple[str, ...]
     default_sampling: SamplingParams
     max_queue: int = 1024
     request_timeout: float | None = None
+    strict_fields: bool = False
 
 
 class Told(NamedTuple):
@@ -85,6 +97,7 @@ class Service:
         self.started = time.monotonic()
         self.running: dict[str, Running] = {}
         self.reading = ThreadPoolExecutor(_READERS, thread_name_prefix="jdllm-read")
+        self._logged: set[str] = set()
         self._scoring = ThreadPoolExecutor(1, thread_name_prefix="jdllm-score")
 
     @property
@@ -117,6 +130,20 @@ class Service:
                 404, f"there is no model {name}, only {listed}", param="model", code="model_not_found"
             )
         return name
+
+    def ignored(self, body: Fields) -> dict[str, Any]:
+        """What an answer says of the fields of a request that nobody knows: nothing where there are none.
+
+        Each name is logged once. Raises `ApiError` for the first of them where fields are strict.
+        """
+        names = [_shown(name) for name in body.ignored()]
+        if names and self.settings.strict_fields:
+            raise bad_request(f"there is no field {names[0]}", names[0].partition(".")[0], UNKNOWN_FIELD)
+        for name in names:
+            if name not in self._logged and len(self._logged) < _LOGGED_NAMES:
+                self._logged.add(name)
+                _log.warning("requests have a field %s, which this server does not know: it is ignored", name)
+        return {"ignored_fields": names} if names else {}
 
     def sampling(self, body: Asking, **further: object) -> SamplingParams:
         """The parameters of a request: its own, and where it says nothing those of the server.
@@ -338,6 +365,11 @@ class Running:
         async for _ in self:
             pass
         return self.outputs()
+
+
+def _shown(name: str) -> str:
+    """A name that a client chose, of bounded length and printable."""
+    return name[:_LONGEST_NAME].encode("unicode_escape").decode()
 
 
 def call_id(prefix: str) -> str:

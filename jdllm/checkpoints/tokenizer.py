@@ -3,11 +3,13 @@
 import contextlib
 import dataclasses
 import functools
+import inspect
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jdllm.checkpoints.conversation import Message, Rendering, forms, plain_message
 from jdllm.checkpoints.special_tokens import SpecialTokens
 from jdllm.checkpoints.token_text import Ids, TokenText
 from jdllm.errors import CheckpointError, RequestError
@@ -22,8 +24,7 @@ _BYTE_PAIR_FILES = ("vocab.json", "merges.txt")
 _END_OF_TURN = "<|eot_id|>"
 _PLACE = "\ufdd1"  # a noncharacter, which Unicode keeps from interchanged text
 
-Message = Mapping[str, Any]
-"""`role` and `content`, the latter a text or a list of parts, each `{"type": "text", "text": ...}`."""
+_RENDERED = Rendering()
 
 
 def load_tokenizer(path: str | Path) -> "Tokenizer | None":
@@ -168,27 +169,30 @@ class Tokenizer:
         """The bytes of a token, which may be a part of a character; see `TokenText.token_bytes`."""
         return self._texts.token_bytes(index)
 
-    def encode_chat(self, messages: Sequence[Message]) -> tuple[str, list[int]]:
-        """Render a conversation up to the point where the model's answer begins, and encode it.
+    def encode_chat(
+        self, messages: Sequence[Message], rendering: Rendering = _RENDERED
+    ) -> tuple[str, list[int]]:
+        """Render a conversation, and encode it.
 
         Arguments:
         - `messages`: see `Message`; several texts of one message are joined by line breaks.
+        - `rendering`: how; by default up to the point where the model's answer begins.
 
         Returns the rendered text and its ids, in which only what the template itself says is special: special
         tokens inside a message are plain text.
 
         Raises what `apply_chat_template` raises.
         """
-        rendered = self._render(messages, protected=True)
+        rendered = self._render(messages, rendering, protected=True)
         return self._special.restore(rendered), self._special.encode(rendered, adds_special=False)
 
     def encode_chat_around(
-        self, messages: Sequence[Message], context: str
+        self, messages: Sequence[Message], context: str, rendering: Rendering = _RENDERED
     ) -> tuple[str, list[int], list[int]]:
         """Render a conversation whose last message has a context at its beginning.
 
         Arguments:
-        - `messages`: as of `encode_chat`.
+        - `messages`, `rendering`: as of `encode_chat`.
         - `context`: stands before the text of the last message; it is not encoded here.
 
         Returns the rendered text with the context, and the ids of what stands before it and behind it.
@@ -196,43 +200,68 @@ class Tokenizer:
         Raises what `apply_chat_template` raises, and `RequestError` where the template does not show the last
         message once, as it is.
         """
-        *before, last = [_plain_message(i, message) for i, message in enumerate(messages)] or [None]
+        *before, last = [plain_message(i, message) for i, message in enumerate(messages)] or [None]
         marked = [] if last is None else [*before, {**last, "content": _PLACE + last["content"]}]
-        rendered = self._render(marked, protected=True)
+        rendered = self._render(marked, rendering, protected=True)
         if rendered.count(_PLACE) != 1:
             raise RequestError(f"the chat template of {self._path} does not show the last message as it is")
         head, tail = rendered.split(_PLACE)
         start, end = (self._special.encode(part, adds_special=False) for part in (head, tail))
         return self._special.restore(head) + context + self._special.restore(tail), start, end
 
-    def apply_chat_template(self, messages: Sequence[Message]) -> str:
-        """Render a conversation up to the point where the model's answer begins.
+    def apply_chat_template(self, messages: Sequence[Message], rendering: Rendering = _RENDERED) -> str:
+        """Render a conversation.
 
         Arguments:
-        - `messages`: see `Message`.
+        - `messages`, `rendering`: as of `encode_chat`.
 
         Returns the text, to `encode` with `parse_special`.
 
         Raises `RequestError` where the checkpoint has no chat template (base models have none), a message is
-        none, or the template refuses the messages.
+        none, or the template refuses the messages in every form that they can have.
         """
-        return self._render(messages, protected=False)
+        return self._render(messages, rendering, protected=False)
 
-    def _render(self, messages: Sequence[Message], *, protected: bool) -> str:
+    def _render(self, messages: Sequence[Message], rendering: Rendering, *, protected: bool) -> str:
         if not self._tokenizer.chat_template:
             raise RequestError(
                 f"the tokenizer of {self._path} has no chat template: give the prompt as plain text"
             )
         if not messages:
             raise RequestError("there is no message to answer: give at least one")
-        plain = [_plain_message(i, message) for i, message in enumerate(messages)]
+        plain = [plain_message(i, message) for i, message in enumerate(messages)]
+        for i, message in enumerate(plain):
+            for key in ("role", "content"):
+                _check_surrogates(message[key], f"message {i}: ")
+        self._check_variables(rendering)
+        variables = dict(rendering.chat_template_kwargs)
         if protected:
-            plain = [{key: self._protect(value) for key, value in message.items()} for message in plain]
-        try:
-            rendered = self._tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
-        except Exception as e:  # a template is a program: it may fail in any way
-            raise RequestError(f"the chat template of {self._path} refuses the messages: {e}") from None
-        return str(rendered)
+            variables = self._protect(variables)
+        refused = None
+        for form in forms(plain, self.chat_template or ""):
+            told = self._protect(form) if protected else form
+            try:
+                rendered = self._tokenizer.apply_chat_template(
+                    told,
+                    tokenize=False,
+                    add_generation_prompt=rendering.begins_answer,
+                    continue_final_message=rendering.continue_final_message,
+                    **variables,
+                )
+            except Exception as e:  # a template is a program: it may fail in any way
+                refused = refused or e
+            else:
+                return str(rendered)
+        raise RequestError(f"the chat template of {self._path} refuses the messages: {refused}")
+
+    def _check_variables(self, rendering: Rendering) -> None:
+        """Refuse variables that would be settings of whoever renders the template."""
+        settings = inspect.signature(self._tokenizer.apply_chat_template).parameters.keys() | {"messages"}
+        for name in rendering.chat_template_kwargs:
+            if name in settings - {"tools", "documents"}:
+                raise RequestError(
+                    f"chat_template_kwargs has {name!r}, which is no variable of a chat template"
+                )
 
     def _protect(self, value: Any) -> Any:
         if isinstance(value, str):
@@ -252,41 +281,13 @@ class Tokenizer:
         return TokenText(self._tokenizer.backend_tokenizer)
 
 
-def _plain_message(index: int, message: Message) -> dict[str, Any]:
-    """A message whose content is one text; `RequestError` where there is none."""
-    fields = dict(message) if isinstance(message, Mapping) else {}
-    content = fields.get("content")
-    if isinstance(content, list | tuple):
-        fields["content"] = "\n".join(_part(index, i, part) for i, part in enumerate(content))
-    if not all(isinstance(fields.get(key), str) for key in ("role", "content")):
-        raise RequestError(
-            f"message {index} is {message!r}, expected an object with texts 'role' and 'content'"
-        )
-    try:
-        for key in ("role", "content"):
-            _check_surrogates(fields[key])
-    except RequestError as e:
-        raise RequestError(f"message {index}: {e}") from None
-    return fields
-
-
-def _part(index: int, at: int, part: object) -> str:
-    fields = part if isinstance(part, Mapping) else {}
-    text = fields.get("text")
-    if fields.get("type") != "text" or not isinstance(text, str):
-        raise RequestError(
-            f"message {index}: content part {at} is {part!r}, expected {{'type': 'text', 'text': ...}}"
-        )
-    return text
-
-
-def _check_surrogates(text: str) -> None:
+def _check_surrogates(text: str, where: str = "") -> None:
     """Raise `RequestError` for half of a UTF-16 pair, which no encoding of text can hold."""
     try:
         text.encode()
     except UnicodeEncodeError as e:
         raise RequestError(
-            f"the text has a lone surrogate, U+{ord(text[e.start]):04X}, at character {e.start}"
+            f"{where}the text has a lone surrogate, U+{ord(text[e.start]):04X}, at character {e.start}"
         ) from None
 
 

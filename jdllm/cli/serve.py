@@ -57,6 +57,10 @@ def serve(
         float | None,
         typer.Option(min=0.001, metavar="SECONDS", help="What a request may take.", show_default="any time"),
     ] = None,
+    strict_fields: Annotated[
+        bool,
+        typer.Option("--strict-fields", help="Refuse requests with names that are no field, with 400."),
+    ] = False,
     api_key: Annotated[
         list[str] | None,
         typer.Option(
@@ -119,6 +123,7 @@ def serve(
             default_sampling=default,
             max_queue=max_queue,
             request_timeout=request_timeout,
+            strict_fields=strict_fields,
         )
         print_result(describe_account(llm.account))
         warms = llm.executables.platform != "cpu" or prefilling is not None if warmup is None else warmup

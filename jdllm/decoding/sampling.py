@@ -54,7 +54,7 @@ def _switch(value: object) -> object:
     return True if type(value) is int and value in (0, 1) else value or False
 
 
-def _none_at(*values: int) -> BeforeValidator:
+def none_at(*values: int) -> BeforeValidator:
     """Take values by which other software says that nothing is set."""
     return BeforeValidator(lambda value: None if type(value) is int and value in values else value)
 
@@ -253,7 +253,7 @@ class SamplingParams:
       `return_history`. All other fields are for denoising: a request that changes one is refused.
     """
 
-    max_tokens: Annotated[_Length | None, _none_at(-1)] = None
+    max_tokens: Annotated[_Length | None, none_at(-1)] = None
     steps: _Length | None = None
     block_length: _Length | None = None
     gen_length: _Length = 128
@@ -264,12 +264,12 @@ class SamplingParams:
     logprobs: Annotated[bool, BeforeValidator(_switch)] = False
     temperature: _Scale = 0.0
     top_p: _Share | None = None
-    top_k: Annotated[Annotated[int, Field(ge=1, lt=2**31)] | None, _none_at(-1, 0)] = None
+    top_k: Annotated[Annotated[int, Field(ge=1, lt=2**31)] | None, none_at(-1, 0)] = None
     min_p: _Share | None = None
     repetition_penalty: _Factor = 1.0
     cfg_scale: _Scale = 0.0
     remasking: Remasking = "low_confidence"
-    seed: Annotated[Annotated[int, Field(ge=0, lt=2**64)] | None, _none_at(-1)] = 0
+    seed: Annotated[Annotated[int, Field(ge=0, lt=2**64)] | None, none_at(-1)] = 0
     logits_eos_inf: bool = False
     confidence_eos_eot_inf: Literal["official", "fixed"] | None = None
     prompt_masks: Literal["error", "official"] = "error"

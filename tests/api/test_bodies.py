@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
-from pydantic import BaseModel
 
 from jdllm.api.app import ROUTERS
 from jdllm.api.bodies import MOST_ESCAPES, MOST_FIELDS, MOST_PARTS, MOST_VALUES, BodyRoute, check_size

@@ -72,13 +72,68 @@ def test_a_stream_begins_with_the_role_and_is_the_text_in_parts(client):
         ({"top_logprobs": 1}, "top_logprobs"),
         ({"top_logprobs": 5, "logprobs": True}, "top_logprobs"),
         ({"max_completion_tokens": 4}, "max_tokens"),
-        ({"functions": []}, "functions"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"message": []}, "message"),
     ],
 )
 def test_a_mistake_names_its_field(client, extra, param):
     answer = client.post("/v1/chat/completions", json={"messages": MESSAGES, "max_tokens": 8} | extra)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
+
+
+def test_an_answer_is_sent_back_as_it_is(client, demo: LLM):
+    given = ask(client, max_tokens=8)["choices"][0]["message"]
+    (expected,) = demo.chat(
+        [[*MESSAGES, {"role": "assistant", "content": given["content"]}, *MESSAGES]], FIRST
+    )
+    # What OpenAI's package and other servers make of it.
+    dumped = dict.fromkeys(("annotations", "audio", "function_call", "tool_calls"))
+    others = {
+        "reasoning_content": "so",
+        "reasoning": "so",
+        "annotations": [],
+        "tool_calls": [],
+        "metadata": {},
+    }
+    parts = {"content": [{"type": "output_text", "text": given["content"], "annotations": []}]}
+    for message in (given, given | dumped, given | others, given | parts):
+        found = ask(client, messages=[*MESSAGES, message, *MESSAGES])["choices"][0]["message"]
+        assert found["content"] == expected.text
+
+
+def test_a_tools_call_and_its_result_are_a_part_of_the_conversation(client, demo: LLM):
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    for called in (
+        {"content": None, "tool_calls": [call]},
+        {"content": None},
+        {"tool_calls": [call]},
+        {"content": []},
+    ):
+        turns = [{"role": "assistant"} | called, {"role": "tool", "tool_call_id": "1", "content": "42"}]
+        told = ask(client, messages=[*MESSAGES, *turns, *MESSAGES])
+        plain = [{"role": "assistant", "content": ""}, {"role": "tool", "content": "42"}]
+        (expected,) = demo.chat([[*MESSAGES, *plain, *MESSAGES]], FIRST)
+        assert told["choices"][0]["message"]["content"] == expected.text
+        assert told["usage"]["prompt_tokens"] == len(expected.prompt_token_ids)
+
+
+def test_an_answer_goes_on_with_the_last_message(client, demo: LLM):
+    begun = [*MESSAGES, {"role": "assistant", "content": "57"}]
+    (expected,) = demo.chat([begun], FIRST, continue_final_message=True)
+    answer = ask(client, messages=begun, continue_final_message=True)
+    assert answer["choices"][0]["message"]["content"] == expected.text
+    assert answer["usage"]["prompt_tokens"] == len(expected.prompt_token_ids)
+    ids = client.post("/tokenize", json={"messages": begun, "continue_final_message": True}).json()["tokens"]
+    assert ids == expected.prompt_token_ids
+    ending = client.post("/tokenize", json={"messages": begun, "add_generation_prompt": False}).json()[
+        "tokens"
+    ]
+    assert ending[: len(ids)] == ids
+    assert len(ending) == len(ids) + 1  # the end of the turn
+    both = {"messages": begun, "continue_final_message": True, "add_generation_prompt": True}
+    refused = client.post("/v1/chat/completions", json=both)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "continue_final_message")
 
 
 def test_role_tokens_in_a_message_are_text(client, demo: LLM, tokenizer: Tokenizer):

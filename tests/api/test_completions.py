@@ -183,7 +183,7 @@ def test_steps_are_told_as_they_are_done(client):
 
 
 WRONG = {
-    "unknown field": ({"bananas": 1}, "bananas"),
+    "misspelt field": ({"max_tokns": 1}, "max_tokns"),
     "wrong type": ({"max_tokens": "5"}, "max_tokens"),
     "out of bounds": ({"temperature": -1}, "temperature"),
     "penalty": ({"presence_penalty": 0.5}, "presence_penalty"),
