@@ -51,6 +51,7 @@ def sampling(rows: int, vocab: int, noise: bool) -> RowSampling:
         top_k=jnp.full(rows, vocab),
         top_p=jnp.ones(rows),
         min_p=jnp.zeros(rows),
+        top_k_first=jnp.zeros(rows, bool),
         limit=jnp.full(rows, vocab),
         token_bans=bans,
         confidence_bans=bans,

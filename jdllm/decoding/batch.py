@@ -37,7 +37,8 @@ class SegmentParams(NamedTuple):
 
     Token and confidence
     - `temperature`, `guidance`: token temperature and classifier-free guidance scale.
-    - `tempered`, `top_k`, `top_p`, `min_p`, `limit`, `token_bans`, `confidence_bans`: as in `RowSampling`.
+    - `tempered`, `top_k`, `top_p`, `min_p`, `top_k_first`, `limit`, `token_bans`, `confidence_bans`: as in
+      `RowSampling`.
     - `measure`: a `Measure`.
     - `coarse_confidence`: confidences are rounded to the dtype of the weights.
     - `stop_last`: rows whose token is one of `confidence_bans` rank last; the softmax is left alone.
@@ -61,6 +62,7 @@ class SegmentParams(NamedTuple):
     top_k: Int[Tensor, " segments"]
     top_p: Float[Tensor, " segments"]
     min_p: Float[Tensor, " segments"]
+    top_k_first: Bool[Tensor, " segments"]
     limit: Int[Tensor, " segments"]
     token_bans: Int[Tensor, "segments bans"]
     confidence_bans: Int[Tensor, "segments bans"]

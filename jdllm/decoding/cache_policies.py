@@ -140,8 +140,13 @@ def phase(sampling: SamplingParams, block_step: int) -> Phase:
 
 
 def kept(sampling: SamplingParams, candidates: int) -> int:
-    """How many of a refresh's candidates are stored; of a whole sequence, at most so many ever are."""
+    """How many of a refresh's candidates are stored; of a whole sequence, at most so many ever are.
+
+    A share of any candidates is at least one of them.
+    """
     policy = policy_of(sampling)
     if policy is None:
         return 0
-    return int(candidates * sampling.effective("retention")) if policy.scored else candidates
+    if not policy.scored:
+        return candidates
+    return min(candidates, max(1, int(candidates * sampling.effective("retention"))))

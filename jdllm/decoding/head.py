@@ -200,6 +200,7 @@ def _row_sampling(part: SegmentParams, keys: tuple[Array, Array], positions: Arr
         top_k=part.top_k,
         top_p=part.top_p,
         min_p=part.min_p,
+        top_k_first=part.top_k_first,
         limit=part.limit,
         token_bans=part.token_bans,
         confidence_bans=jnp.where(part.stop_last[:, None], -1, part.confidence_bans),

@@ -160,7 +160,10 @@ class SamplingParams:
       tempered ones.
     - `top_p`, `top_k`, `min_p` (`None`): keep the likeliest ids only: the fewest that together exceed
       `top_p`, at most `top_k` of them, and those at least `min_p` times as likely as the likeliest, by
-      softmax(logits / temperature). They filter what tokens are drawn from: without a temperature or `alg`
+      softmax(logits / temperature). This is the published order of Dream, and also LLaDA's, whose sampler
+      has no filters. Causal models follow transformers: temperature, then `top_k`, then `top_p`, for which
+      the fewest that reach it among these `top_k` are kept, then `min_p`. Ids that are as likely as the last
+      that is kept stay too. The filters say what tokens are drawn from: without a temperature or `alg`
       they change nothing. `top_k` -1 and 0 are `None`. LLaDA's confidence stays that of the clean logits;
       with `alg` they are applied before the confidence is taken, as published.
     - `cfg_scale` (0.0): classifier-free guidance; logits = u + (cfg_scale + 1)(c - u), where u sees the

@@ -5,7 +5,7 @@ import itertools
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -23,7 +23,7 @@ from jdllm.serving.long_request import LongRequest, LongSpec
 from jdllm.serving.preparation import Preparation
 from jdllm.serving.request import Request
 from jdllm.serving.runner import Pending, Runner
-from jdllm.serving.scheduler import Kind, Part, Scheduler
+from jdllm.serving.scheduler import Demand, Kind, Part, Scheduler
 from jdllm.serving.spec import RequestSpec
 from jdllm.serving.updates import Ended, PartDone, RequestState, Stats, StepUpdate, Update
 from jdllm.serving.verifier_keys import VerifierKeys
@@ -64,10 +64,10 @@ class Engine:
     - `non_finite`: what a request fails with whose values are infinite or not numbers.
 
     `add`, `abort`, `run`, `stats` and `requests` may be called by any thread; `step` by one at a time. A
-    request fails alone where its values are not finite, and with the other requests of its part where an
-    executable fails. Such a failure may take the KV pool with it: then it is made again, and requests whose
-    keys were in it go back to their last refresh and repeat their steps, to the same tokens. Where the device
-    does not answer any more, `step` raises.
+    request fails alone where its values are not finite or nothing can be packed with it, and with the other
+    requests of its part where an executable fails. Such a failure may take the KV pool with it: then it is
+    made again, and requests whose keys were in it go back to their last refresh and repeat their steps, to
+    the same tokens. Where the device does not answer any more, `step` raises.
 
     `observe`, where it is set, is called with every part that was collected, by whoever calls `step`.
     """
@@ -297,21 +297,33 @@ class Engine:
             if self._in_pool(state):
                 self._pool.admit(state)
         busy = self._flight.ids
-        ready = {
-            i: self._costs.demand(self._entries[i].request) for i in self._scheduler.running if i not in busy
-        }
+        ready: dict[int, Demand] = {}
         failed: list[Update] = []
-        for part in self._scheduler.plan(ready, self._flight.kinds, self._flight.rows):
-            requests = [self._entries[i].request for i in part.ids]
+        for request in [self._entries[i].request for i in self._scheduler.running if i not in busy]:
             try:
-                pending = self._runner.submit(part.kind, requests, self._steps(part))
+                ready[request.id] = self._costs.demand(request)
             except Exception as error:
-                self._runner.probe()
-                self._pool.forget_contents()
-                failed += [self._end(request, error) for request in requests]
-            else:
-                self._flight.add(pending, [ready[i] for i in part.ids])
+                failed.append(self._end(request, error))
+        for part in self._scheduler.plan(ready, self._flight.kinds, self._flight.rows):
+            failed += self._submit_part(part, ready)
         return failed
+
+    def _submit_part(self, part: Part, demands: Mapping[int, Demand]) -> list[Update]:
+        """Submit a part; where it cannot be packed its halves instead, down to the requests at fault, which
+        end. The others run in this turn all the same."""
+        requests = [self._entries[i].request for i in part.ids]
+        try:
+            pending = self._runner.submit(part.kind, requests, self._steps(part))
+        except Exception as error:
+            self._runner.probe()
+            self._pool.forget_contents()
+            if len(requests) == 1:
+                return [self._end(requests[0], error)]
+            half = len(requests) // 2
+            halves = (part._replace(ids=ids) for ids in (part.ids[:half], part.ids[half:]))
+            return [update for each in halves for update in self._submit_part(each, demands)]
+        self._flight.add(pending, [demands[i] for i in part.ids])
+        return []
 
     def _steps(self, part: Part) -> int:
         """Steps that a part may do before others of its company have to be served."""
@@ -353,13 +365,22 @@ class Engine:
         for request, positions, stop in zip(pending.requests, candidates, stops, strict=True):
             part = slice(stop - len(positions), stop)
             if request.id in self._entries and self._entries[request.id].updates == "none":
-                yield from self._advance_silently(request, positions, Steps(*(x[:, part] for x in steps)))
+                own = Steps(*(x[:, part] for x in steps))
+                yield from self._alone(request, self._advance_silently(request, positions, own))
             else:
                 told.append((request, positions, part))
         for step in map(Steps, *steps):
             for request, positions, part in told:
                 if request.id in self._entries:
-                    yield from self._advance(request, positions, Steps(*(x[part] for x in step)))
+                    own = Steps(*(x[part] for x in step))
+                    yield from self._alone(request, self._advance(request, positions, own))
+
+    def _alone(self, request: Request, updates: Iterator[Update]) -> Iterator[Update]:
+        """The updates of a request; what they raise, as its `decode` may, ends this request only."""
+        try:
+            yield from updates
+        except Exception as error:
+            yield self._end(request, error)
 
     def _advance_silently(self, request: Request, positions: np.ndarray, steps: Steps) -> Iterator[Update]:
         if not np.isfinite(steps.logprobs).all():

@@ -100,6 +100,14 @@ def test_sparse_caches_keep_a_share():
     assert kept(SamplingParams(cache="dual"), 9) == 9
 
 
+@pytest.mark.parametrize("cache", ["sparse", "head_sparse"])
+def test_a_share_below_one_row_is_one(cache):
+    """Of no candidates it is none: of a sequence that is one block, or of one mask alone."""
+    sampling = SamplingParams(cache=cache, retention=1e-9)
+    assert [kept(sampling, candidates) for candidates in (0, 1, 2, 400)] == [0, 1, 1, 1]
+    assert kept(SamplingParams(cache=cache), 1) == 1
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

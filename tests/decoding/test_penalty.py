@@ -113,6 +113,7 @@ def test_equals_float64_with_hugging_faces_rule(samplings: list[SamplingParams],
         top_p=[s.top_p or UNFILTERED for s in each],
         top_k=[s.top_k or config.vocab_size for s in each],
         min_p=[s.min_p or 0 for s in each],
+        top_k_first=True,
     )
     bits = [
         numpy_noise.token_bits(s.seed or 0, int(STEPS[i]), at, config.vocab_size)
@@ -142,7 +143,7 @@ def test_filters_see_the_penalised_distribution(config: ModelConfig):
     head, h = weights(config, 1)
     logits = h.astype(np.float64) @ head.astype(np.float64).T
     ids = np.argsort(-logits[0])[:4]
-    inside = kept(by_hugging_face(logits[0], ids, 4.0) / 2, 0.7, 8, 0)
+    inside = kept(by_hugging_face(logits[0], ids, 4.0) / 2, 0.7, 8, 0, top_k_first=True)
     assert not inside[ids].all()
     rows, positions = np.zeros(500, int), np.arange(500)
     segments, seen = segments_of([sampling], config), seen_in([ids], config.vocab_size)

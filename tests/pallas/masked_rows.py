@@ -37,6 +37,7 @@ def asked(rows: int, *, seed: int = 0, step: int = 0, vocab: int = VOCAB, **colu
         "top_k": np.int32(vocab),
         "top_p": np.float32(UNFILTERED),
         "min_p": np.float32(0),
+        "top_k_first": False,
         "limit": np.int32(vocab),
     }
     for name, value in plain.items():
@@ -59,7 +60,8 @@ def oracle(logits: np.ndarray, rows: RowSampling, noise: np.ndarray | float = 0.
         scale = temperature if temperature > 0 else 1.0
         divisor = scale if rows.tempered[i] else 1.0
         choices = allowed.copy()
-        inside = kept(allowed / scale, float(rows.top_p[i]), int(rows.top_k[i]), float(rows.min_p[i]))
+        filters = float(rows.top_p[i]), int(rows.top_k[i]), float(rows.min_p[i])
+        inside = kept(allowed / scale, *filters, top_k_first=bool(rows.top_k_first[i]))
         choices[~inside] = -np.inf
         if rows.tempered[i]:
             allowed = choices
@@ -75,15 +77,20 @@ def oracle(logits: np.ndarray, rows: RowSampling, noise: np.ndarray | float = 0.
     return Expected(*np.reshape(out, (-1, len(Expected._fields))).T)
 
 
-def kept(logits: np.ndarray, top_p: float, top_k: int, min_p: float) -> np.ndarray:
+def kept(
+    logits: np.ndarray, top_p: float, top_k: int, min_p: float, *, top_k_first: bool = False
+) -> np.ndarray:
     """The first token and those before which the probabilities sum to at most `top_p`; of these `top_k`,
-    and of these those whose probability is at least `min_p` times the largest."""
+    and of these those whose probability is at least `min_p` times the largest. With `top_k_first` the
+    probabilities are those among the `top_k` alone, and those before must sum to less."""
+    falling = np.argsort(-logits, kind="stable")[:top_k]
     weights = np.exp(logits - logits.max())
-    weights /= weights.sum()
+    weights /= weights[falling].sum() if top_k_first else weights.sum()
     out = np.zeros(len(logits), bool)
     spent = 0.0
-    for token in np.argsort(-logits, kind="stable")[:top_k]:
-        if (top_p < 1 and spent > top_p) or weights[token] < min_p * weights.max():
+    for token in falling:
+        enough = out.any() and (spent >= top_p if top_k_first else spent > top_p)
+        if (top_p < 1 and enough) or weights[token] < min_p * weights.max():
             break
         out[token] = True
         spent += weights[token]

@@ -153,6 +153,7 @@ class TestFilters:
             min_p=min_p,
             temperature=temperature,
             tempered=rng.random(6) < 0.8,
+            top_k_first=rng.random(6) < 0.5,
             limit=rng.integers(VOCAB // 2, VOCAB, 6),
             token_bans=bans,
         )

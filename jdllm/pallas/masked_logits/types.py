@@ -33,6 +33,7 @@ class RowSampling(NamedTuple):
     - `top_k`, `top_p`, `min_p`: filters on what is drawn from, by logits / temperature (where that is not 0);
       the vocabulary size, at least 1, and 0 filter nothing. Confidences of tempered rows are measured after
       them, others before.
+    - `top_k_first`: measure `top_p` on what `top_k` leaves, instead of the whole distribution.
     - `limit`: ids from here on are removed from the distribution.
     - `token_bans`: ids removed from the distribution; -1 stands for none.
     - `confidence_bans`: ids further removed from `maximum` and `total` only; -1 stands for none.
@@ -45,6 +46,7 @@ class RowSampling(NamedTuple):
     top_k: Int[Tensor, " rows"]
     top_p: Float[Tensor, " rows"]
     min_p: Float[Tensor, " rows"]
+    top_k_first: Bool[Tensor, " rows"]
     limit: Int[Tensor, " rows"]
     token_bans: Ids
     confidence_bans: Ids

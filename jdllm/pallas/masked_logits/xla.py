@@ -79,15 +79,21 @@ def _without(logits: Logits, ids: Array, bans: Ids) -> Logits:
 
 def _filtered(logits: Logits, divisor: Array, rows: RowSampling) -> Logits:
     """Keep the shortest head of the sorted distribution that exceeds `top_p`, at most `top_k` of it, and what
-    is at least `min_p` times as likely as the likeliest.
+    is at least `min_p` times as likely as the likeliest. With `top_k_first` the distribution is that of the
+    `top_k` alone, and its head need not exceed `top_p`, but reach it.
 
     Values equal to the last kept one stay too.
     """
+    vocab, top_p = logits.shape[-1], rows.top_p[:, None]
     falling = -jnp.sort(-logits, axis=-1)
-    p = jax.nn.softmax(falling / divisor, axis=-1)
-    kept = jnp.sum(jnp.cumsum(p, axis=-1) - p <= rows.top_p[:, None], axis=-1)
-    kept = jnp.where(rows.top_p < 1, kept, logits.shape[-1])
-    last = jnp.clip(jnp.minimum(kept, rows.top_k), 1, logits.shape[-1]) - 1
+    within = jnp.clip(rows.top_k, 1, vocab)
+    least = jnp.take_along_axis(falling, within[:, None] - 1, axis=-1)
+    outside = rows.top_k_first[:, None] & (falling < least)
+    p = jax.nn.softmax(jnp.where(outside, -jnp.inf, falling / divisor), axis=-1)
+    before = jnp.cumsum(p, axis=-1) - p
+    kept = jnp.sum(jnp.where(rows.top_k_first[:, None], before < top_p, before <= top_p), axis=-1)
+    kept = jnp.where(rows.top_p < 1, kept, vocab)
+    last = jnp.clip(jnp.minimum(kept, within), 1, vocab) - 1
     cut = jnp.take_along_axis(falling, last[:, None], axis=-1)
     cut = jnp.maximum(cut, falling[:, :1] + divisor * jnp.log(rows.min_p)[:, None])
     return jnp.where(logits >= cut, logits, -jnp.inf)
