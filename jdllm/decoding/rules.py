@@ -31,6 +31,10 @@ _MEASURES = {
 }
 
 
+_COLDEST = 1e-20
+"""Logits divided by less might be infinite; what is drawn at this temperature is the likeliest already."""
+
+
 def rule_of(sampling: SamplingParams) -> Rule:
     """The transfer rule of a request; adaptive parallel decoding has none.
 
@@ -82,7 +86,7 @@ def segment_row(sampling: SamplingParams, config: ModelConfig) -> dict[str, np.n
     rule, filters = rule_of(sampling), sampling.filters
     return {
         "seed": seed_words(sampling.seed),
-        "temperature": np.float32(sampling.temperature),
+        "temperature": _temperature(sampling.temperature),
         "guidance": np.float32(sampling.cfg_scale),
         "tempered": np.bool_(sampling.alg is not None),
         "top_k": np.int32(min(filters.get("top_k", config.vocab_size), config.vocab_size)),
@@ -95,7 +99,7 @@ def segment_row(sampling: SamplingParams, config: ModelConfig) -> dict[str, np.n
         "measure": np.int32(measure_of(sampling)),
         "coarse_confidence": np.bool_(sampling.confidence_dtype == "model"),
         "stop_last": np.bool_(sampling.confidence_eos_eot_inf == "fixed"),
-        "order_temperature": np.float32(sampling.effective("alg_temp")),
+        "order_temperature": _temperature(sampling.effective("alg_temp")),
         "rule": np.int32(rule),
         "plus_masked": np.bool_(rule is Rule.DEFERRED),
         "by_fraction": np.bool_(sampling.alg in BY_TIMETABLE),
@@ -139,6 +143,11 @@ def bans(sampling: SamplingParams, config: ModelConfig) -> tuple[np.ndarray, np.
             )
     pad = [PADDING_BANS] * BANS
     return np.array((tokens + pad)[:BANS], np.int32), np.array((confidence + pad)[:BANS], np.int32)
+
+
+def _temperature(asked: float) -> np.float32:
+    """0, or a number that may divide any logit."""
+    return np.float32(max(asked, _COLDEST) if asked else 0)
 
 
 def _known(value: int | None, option: str, what: str, key: str) -> int:

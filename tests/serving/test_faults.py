@@ -71,7 +71,7 @@ COUNTS = st.integers(0, 6) | st.sampled_from([2**24])
 COMMON = st.fixed_dictionaries(
     {
         "gen_length": st.integers(1, 16),
-        "temperature": st.sampled_from([0.0, 1e-40, 1e-30, 0.7, 1.0, 1e6]),
+        "temperature": st.sampled_from([0.0, 1.2e-38, 1e-40, 0.7, 1.0, 1e6]),
         "seed": st.integers(0, 2**64 - 1),
     },
     optional={
@@ -113,7 +113,7 @@ RULES = st.one_of(
             )
         },
         optional={
-            "alg_temp": st.sampled_from([0.0, 1e-30, 0.5, 1e6]),
+            "alg_temp": st.sampled_from([0.0, 1.2e-38, 0.5, 1e6]),
             "eps": st.sampled_from([0.0, 1e-3, 1.0]),
             "threshold": st.sampled_from([0.0, 0.3, 1e6]),
         },
@@ -219,7 +219,7 @@ def test_shares_of_few_rows_and_other_ends_of_what_may_be_asked(llada: Model):
         Asked(False, some, {**blocks, "cache": "sparse", "refresh_delay": 2**24, "pool_kernel": 2**24 - 1}),
         Asked(False, some, {**blocks, "cache": "selective", "refresh_interval": 1}),
         Asked(False, some, {**blocks, "cache": "dual", "top_k": 2**31 - 1, "temperature": 1e6}),
-        Asked(False, some, {"gen_length": 4, "alg": "entropy", "temperature": 1e-40, "alg_temp": 1e-40}),
+        Asked(False, some, {"gen_length": 4, "alg": "entropy", "temperature": 1.2e-38, "alg_temp": 1.2e-38}),
         Asked(False, tuple(range(390)), {"cache": "dual"}),
         Asked(False, (mask,), {"gen_length": 4}),
         Asked(True, some, {}),
@@ -290,6 +290,7 @@ def faulty_engine(
         longest=account.longest,
         longest_refresh=account.max_refresh,
         beside_pool=account.max_context,
+        uncached_rows=account.rows,
     )
     return Engine(
         Runner({kind: faulty(launch) for kind, launch in launchers.items()}),
