@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -48,7 +49,7 @@ def test_the_same_ids_are_kept_as_by_transformers(recorded: dict[str, np.ndarray
     )
     tempered = logits / recorded["temperature"][:, None].astype(np.float64)
     powers = np.exp(tempered - tempered.max(axis=1, keepdims=True))
-    decision = decide_logits(logits, rows, Level.FILTERED)
+    decision = decide_logits(jnp.asarray(logits), rows, Level.FILTERED)
     np.testing.assert_allclose(decision.total, np.where(expected, powers, 0).sum(axis=1), rtol=2e-6)
     assert expected[np.arange(len(logits)), decision.token].all()
     # The oracle of other tests agrees with transformers too.
@@ -69,5 +70,5 @@ def test_each_order_by_hand():
         top_p=[0.7, 0.7, 0.5, 0, UNFILTERED, 0.39],
         top_k_first=[True, False, True, True, True, True],
     )
-    total = decide_logits(np.log(np.maximum(weights, 1e-30)), rows, Level.FILTERED).total
+    total = decide_logits(jnp.log(jnp.maximum(weights, 1e-30)), rows, Level.FILTERED).total
     np.testing.assert_allclose(total, [1.6, 2, 1, 1, 2.5, 1], rtol=1e-6)
