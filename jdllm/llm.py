@@ -10,6 +10,7 @@ import jax
 
 from jdllm.arguments import check_types, positive, shortened
 from jdllm.checkpoints.conversation import Rendering
+from jdllm.checkpoints.token_text import Decode
 from jdllm.checkpoints.tokenizer import Tokenizer
 from jdllm.chunks import ChunkConfig
 from jdllm.decoding import executable_store
@@ -555,7 +556,7 @@ class LLM(ScoresText):
         return asked
 
     @property
-    def _decode(self) -> Callable[[Sequence[int]], str] | None:
+    def _decode(self) -> Decode | None:
         return None if self.tokenizer is None else self.tokenizer.decode
 
     def spec(self, prompt: TokenIds | LongContext, sampling: SamplingParams) -> RequestSpec:

@@ -2,16 +2,15 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 
+from jdllm.checkpoints.token_text import Decode
 from jdllm.serving.causal_request import CausalRequest
 from jdllm.serving.long_request import LongRequest, Prefilled
 from jdllm.serving.request import Request, Timings
-
-Decode = Callable[[Sequence[int]], str]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -19,8 +18,8 @@ class CompletionOutput:
     """One sample of a request. Equal to another that holds the same result, whatever time it took.
 
     - `index`: which of the request's samples it is.
-    - `text`: `token_ids` up to the first end id or stop string, decoded without special tokens; `None`
-      without a tokenizer.
+    - `text`: `token_ids` up to the first end id or stop string, without special tokens, as they read behind
+      the prompt: where words begin with their spaces, so does the text. `None` without a tokenizer.
     - `token_ids`: the generated ids, at most `max_tokens`. With early stop they end with the token that ends
       the text, which is included: the first end-of-sequence, end-of-turn or other stop id, or what completes
       a stop string; without, all `gen_length` ids are there. For infilling: the whole sequence.
@@ -162,10 +161,10 @@ def _completion(index: int, request: Request, decode: Decode | None) -> Completi
 
 def _text(request: Request, end: int | None, decode: Decode) -> str:
     """The text up to its end, which is not part of it."""
-    result = request.tokens[request.returned].tolist()
+    before, result = request.tokens[: request.returned.start], request.tokens[request.returned]
     if end is None:
-        return decode(result)
+        return decode(result, before)
     if result[end] in request.spec.stop_ids:
-        return decode(result[:end])
-    text = decode(result[: end + 1])
+        return decode(result[:end], before)
+    text = decode(result[: end + 1], before)
     return text[: min(text.find(string) for string in request.sampling.stop if string in text)]

@@ -64,7 +64,7 @@ def prompt_tokens(asked: Sequence[Asked]) -> int:
 
 
 class Pieces:
-    """Texts of single tokens.
+    """Texts of single tokens, as they read behind others.
 
     Arguments:
     - `tokenizer`: of the model, where it has one.
@@ -72,18 +72,47 @@ class Pieces:
 
     def __init__(self, tokenizer: Tokenizer | None):
         self.tokenizer = tokenizer
-        self._known: dict[int, str] = {}
 
     def __call__(self, token: int) -> str:
         """The text of a token: special tokens by their names, parts of characters as U+FFFD."""
-        if token not in self._known:
-            self._known[token] = self._text(token)
-        return self._known[token]
+        return self.bytes(token).decode(errors="replace")
 
-    def _text(self, token: int) -> str:
+    def bytes(self, token: int) -> bytes:
+        """The bytes of a token: those of all tokens of a text make the text."""
+        return b"" if self.tokenizer is None else self.tokenizer.token_bytes(token)
+
+    def name(self, token: int) -> str:
+        """The text of a token; of a part of a character its bytes, such as `bytes:\\xe2\\x82`."""
+        said = self.bytes(token)
+        try:
+            return said.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in said)
+
+    def offsets(self, spec: RequestSpec, tokens: Sequence[int], text: str | None) -> list[int]:
+        """Where in `text`, the answer to a request, each of its tokens begins: at its end those behind it."""
         if self.tokenizer is None:
-            return ""
-        return self.tokenizer.decode([token]) or self.tokenizer.token(token) or ""
+            return [0] * len(tokens)
+        offsets = self.tokenizer.offsets(tokens, spec.tokens[: spec.returned.start])
+        return [min(at, len(text or "")) for at in offsets]
+
+
+Ranked = Sequence[tuple[int, float]]
+"""Tokens that are listed for a place, each with its log-probability; the place's own comes first."""
+
+
+def only_own(tokens: Sequence[int], logprobs: Sequence[float | None]) -> list[Ranked | None]:
+    """For each place its own token only, and nothing for one without a log-probability."""
+    return [None if p is None else [(token, p)] for token, p in zip(tokens, logprobs, strict=True)]
+
+
+def _by_name(pieces: Pieces, ranked: Ranked) -> dict[str, float]:
+    """Log-probabilities of listed tokens by their names; where two read alike, the later one has its id."""
+    found: dict[str, float] = {}
+    for token, logprob in dict(ranked).items():
+        name = pieces.name(token)
+        found[f"token_id:{token}" if name in found else name] = logprob
+    return found
 
 
 def completion_logprobs(
@@ -91,21 +120,22 @@ def completion_logprobs(
     tokens: Sequence[int],
     logprobs: Sequence[float | None],
     steps: Sequence[int | None],
-    at: int,
+    offsets: Sequence[int],
+    ranked: Sequence[Ranked | None] | None = None,
 ) -> dict[str, Any]:
     """Log-probabilities as POST /v1/completions answers them, with the steps that committed the tokens.
 
     Arguments:
     - `tokens`, `logprobs`, `steps`: of each token; `None` for one that was given.
-    - `at`: characters before the first of them.
+    - `offsets`: where in the text that is returned each of them begins.
+    - `ranked`: what is listed for each of them, by default the token itself.
     """
-    texts = [pieces(token) for token in tokens]
-    offsets = [at + sum(map(len, texts[:i])) for i in range(len(texts))]
+    listed = only_own(tokens, logprobs) if ranked is None else ranked
     return {
-        "tokens": texts,
+        "tokens": [pieces.name(token) for token in tokens],
         "token_logprobs": list(logprobs),
-        "top_logprobs": [None if p is None else {t: p} for t, p in zip(texts, logprobs, strict=True)],
-        "text_offset": offsets,
+        "top_logprobs": [None if one is None else _by_name(pieces, one) for one in listed],
+        "text_offset": list(offsets),
         "committed_in": list(steps),
     }
 
@@ -118,11 +148,14 @@ def chat_logprobs(
     top: int,
 ) -> dict[str, Any]:
     """The same as POST /v1/chat/completions answers them; `top`: whether a token is listed as its own."""
-    content = []
-    for token, logprob, step in zip(tokens, logprobs, steps, strict=True):
-        text = pieces(token)
-        entry = {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-        content.append(entry | {"top_logprobs": [dict(entry)] * top, "committed_in": step})
+
+    def entry(token: int, logprob: float | None) -> dict[str, Any]:
+        return {"token": pieces.name(token), "logprob": logprob, "bytes": list(pieces.bytes(token))}
+
+    content = [
+        entry(token, logprob) | {"top_logprobs": [entry(token, logprob)] * top, "committed_in": step}
+        for token, logprob, step in zip(tokens, logprobs, steps, strict=True)
+    ]
     return {"content": content, "refusal": None}
 
 
@@ -133,8 +166,8 @@ def prefilled(output: CompletionOutput, spec: RequestSpec, tokenizer: Tokenizer 
         return {}
     told = output.prefilling.to_dict()
     if isinstance(spec, LongSpec) and tokenizer is not None:
-        context, spans = spec.long.context.tolist(), output.prefilling.spans
-        characters = {at: len(tokenizer.decode(context[:at])) for at in {at for span in spans for at in span}}
+        context, spans = spec.long.context, output.prefilling.spans
+        characters = [*tokenizer.offsets(context), len(tokenizer.decode(context))]
         told["passages"] = [[characters[at] for at in span] for span in spans]
     return {"prefilling": told}
 

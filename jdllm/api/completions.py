@@ -8,13 +8,13 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from jdllm.api.answers import STREAMED, completion_logprobs, prefilled, sampled, usage
+from jdllm.api.answers import STREAMED, completion_logprobs, only_own, prefilled, sampled, usage
 from jdllm.api.bodies import BodyRoute
 from jdllm.api.errors import RESPONSES, bad_request
 from jdllm.api.generation import Shape, answer, asked_of, openai_options, pieces_of, with_result
 from jdllm.api.protocol import CompletionRequest
 from jdllm.api.service import Service
-from jdllm.outputs import CompletionOutput
+from jdllm.outputs import CompletionOutput, RequestOutput
 from jdllm.prompts import Asked, LongPrompt, Prompt, ask, read_long, specs_of
 from jdllm.scoring import Conditional
 from jdllm.serving.spec import infill_spec, mask_id_of
@@ -81,7 +81,7 @@ def _between(service: Service, body: CompletionRequest) -> list[Asked]:
     own = {name: getattr(body, name) for name in ("steps", "block_length")}
     sampling = sampling.changed(**own)
     config = service.llm.config
-    suffix = service.encode(body.suffix or "", parse_special=body.parse_special)
+    suffix = service.encode(body.suffix or "", parse_special=body.parse_special, begins=False)
     prompts = _prompts(service, body)
     service.check_room(len(prompts) * sampling.n)
     for prompt in prompts:
@@ -102,7 +102,9 @@ def _shape(service: Service, body: CompletionRequest, asked: Sequence[Asked]) ->
     def choice(index: int, sample: CompletionOutput) -> dict[str, Any]:
         found = None
         if body.logprobs is not None:
-            found = completion_logprobs(pieces, *sampled(sample), len(texts[index]))
+            offsets = pieces.offsets(specs[index], sample.token_ids, sample.text)
+            places = [len(texts[index]) + at for at in offsets]
+            found = completion_logprobs(pieces, *sampled(sample), places)
         return {
             "index": index,
             "text": texts[index] + (sample.text or ""),
@@ -123,7 +125,8 @@ def _shape(service: Service, body: CompletionRequest, asked: Sequence[Asked]) ->
 
 
 def _echoed(service: Service, one: Asked) -> str:
-    return one.text if one.text is not None else service.tokenizer.decode(one.specs[0].prompt.tolist())
+    """The prompt as it was given. Of ids the text; a character that they leave unfinished is the answer's."""
+    return one.text if one.text is not None else service.tokenizer.decode(one.specs[0].prompt, final=False)
 
 
 async def _scored_prompts(
@@ -131,34 +134,19 @@ async def _scored_prompts(
 ) -> Response:
     """The prompts and a token each, with the log-probability of every token of the prompt: by a causal model
     given those before it, by others where it alone is masked."""
-    pieces, causal = pieces_of(service), service.llm.config.attention == "causal"
+    causal = service.llm.config.attention == "causal"
     running = service.submit(request, "cmpl", asked, "none")
     with running:
         outputs = await running.finish()
     prompts = [output.prompt_token_ids for output in outputs]
     scored = await (_given_those_before if causal else _each_alone)(service, prompts)
-    choices = []
-    for index, (output, ids, scores) in enumerate(zip(outputs, prompts, scored, strict=True)):
-        first = output.outputs[0]
-        found = completion_logprobs(
-            pieces,
-            [*ids, *first.token_ids],
-            [*(score and score.logprob for score in scores), *(first.logprobs or [])],
-            [*[None] * len(ids), *(first.committed_in or [])],
-            0,
-        )
-        for place, score in enumerate(scores):
-            if score is not None:
-                found["top_logprobs"][place][pieces(score.best)] = score.best_logprob
-        text = "".join(found["tokens"])
-        choices.append(
-            {
-                "index": index,
-                "text": text,
-                "logprobs": found | {"kind": "log_likelihood" if causal else "pseudo_log_likelihood"},
-                "finish_reason": first.finish_reason,
-            }
-        )
+    kind = "log_likelihood" if causal else "pseudo_log_likelihood"
+    choices = [
+        _scored_choice(service, one, output, scores) | {"index": index}
+        for index, (one, output, scores) in enumerate(zip(asked, outputs, scored, strict=True))
+    ]
+    for choice in choices:
+        choice["logprobs"]["kind"] = kind
     read = sum(map(len, prompts))
     evaluations = (len(prompts) if causal else read) + sum(output.nfe for output in outputs)
     return JSONResponse(
@@ -171,6 +159,30 @@ async def _scored_prompts(
             "usage": usage(read, len(outputs), evaluations),
         }
     )
+
+
+def _scored_choice(
+    service: Service, asked: Asked, output: RequestOutput, scores: Sequence[Conditional | None]
+) -> dict[str, Any]:
+    """A prompt, whose tokens have scores, and its first sample."""
+    pieces, ids, sample = pieces_of(service), output.prompt_token_ids, output.outputs[0]
+    text, (spec, *_) = "" if pieces.tokenizer is None else _echoed(service, asked), asked.specs
+    places = [0] * len(ids) if pieces.tokenizer is None else pieces.tokenizer.offsets_in(text, ids)
+    places += [len(text) + at for at in pieces.offsets(spec, sample.token_ids, sample.text)]
+    tokens, logprobs, steps = sampled(sample)
+    told = [
+        None if score is None else [(token, score.logprob), (score.best, score.best_logprob)]
+        for token, score in zip(ids, scores, strict=True)
+    ]
+    found = completion_logprobs(
+        pieces,
+        [*ids, *tokens],
+        [*(score and score.logprob for score in scores), *logprobs],
+        [*[None] * len(ids), *steps],
+        places,
+        [*told, *only_own(tokens, logprobs)],
+    )
+    return {"text": text + (sample.text or ""), "logprobs": found, "finish_reason": sample.finish_reason}
 
 
 async def _each_alone(service: Service, prompts: Sequence[list[int]]) -> list[list[Conditional]]:

@@ -31,7 +31,7 @@ class Shape(NamedTuple):
     - `opening`: a choice of the first chunk, `None` where there is none.
     - `choice`: a whole choice, from its index and the sample.
     - `delta`: a choice of a chunk, from its index, the new text and log-probabilities or `None`.
-    - `logprobs`: of a stretch of tokens: ids, log-probabilities, steps, and characters before.
+    - `logprobs`: of a stretch of tokens: ids, log-probabilities, steps, and places in the text.
     """
 
     prefix: str
@@ -40,7 +40,9 @@ class Shape(NamedTuple):
     opening: Callable[[int], dict[str, Any]] | None
     choice: Callable[[int, CompletionOutput], dict[str, Any]]
     delta: Callable[[int, str, Any], dict[str, Any]]
-    logprobs: Callable[[Sequence[int], Sequence[float | None], Sequence[int | None], int], Any] | None
+    logprobs: (
+        Callable[[Sequence[int], Sequence[float | None], Sequence[int | None], Sequence[int]], Any] | None
+    )
 
 
 def asked_of(service: Service, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Asked]:
@@ -123,10 +125,7 @@ class _Chunks:
         *,
         ignored: dict[str, Any],
     ):
-        tokenizer = service.llm.tokenizer
-        decode = tokenizer.decode if tokenizer else lambda _: ""
-        specs = specs_of(running.asked)
-        self.texts = [TextStream(spec, decode) for spec in specs]
+        self.texts = [TextStream(spec, service.llm.tokenizer) for spec in specs_of(running.asked)]
         self.running, self.shape, self.options = running, shape, options
         self._first = ignored
         self._head = _head(running, model, shape.chunk)
@@ -153,9 +152,7 @@ class _Chunks:
         counted = delta.tokens[0] and (self.shape.logprobs or self.options.continuous_usage_stats)
         if not delta.text and reason is None and not counted:
             return None
-        logprobs = self.shape.logprobs and self.shape.logprobs(
-            *delta.tokens, len(stream.text) - len(delta.text)
-        )
+        logprobs = self.shape.logprobs and self.shape.logprobs(*delta.tokens)
         return self.chunk(self.shape.delta(choice, delta.text, logprobs), reason)
 
     def last(self) -> bytes:

@@ -223,7 +223,7 @@ def _slots(service: Service, template: Template, state: Ended | None) -> list[di
             "type": "text" if slot.scores is None else "choice",
             "start": slot.start,
             "stop": slot.stop,
-            "text": None if tokenizer is None else tokenizer.decode(tokens[place]),
+            "text": None if tokenizer is None else tokenizer.decode(tokens[place], tokens[: slot.start]),
             "token_ids": tokens[place],
         }
         if slot.scores is not None:

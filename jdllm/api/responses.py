@@ -198,7 +198,7 @@ async def _events(service: Service, running: Running, answer: _Answer) -> AsyncI
 
 async def _deltas(service: Service, running: Running) -> AsyncIterator[str]:
     """New text of the only sample of a call."""
-    stream = TextStream(running.asked[0].specs[0], service.tokenizer.decode)
+    stream = TextStream(running.asked[0].specs[0], service.tokenizer)
     async for choice, update in running:
         if isinstance(update, StepUpdate):
             delta = stream.take(update)

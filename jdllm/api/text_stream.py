@@ -1,26 +1,25 @@
 """The text of a request while it is denoised: what is committed from its beginning on, never taken back."""
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
 from typing import NamedTuple
 
 import numpy as np
 
+from jdllm.checkpoints.tokenizer import Tokenizer
 from jdllm.serving.spec import RequestSpec
 from jdllm.serving.updates import StepUpdate
-
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 class Delta(NamedTuple):
     """What came to a text.
 
     - `text`: new characters.
-    - `tokens`: ids of the generated tokens that are told of for the first time, their log-probabilities, and
-      the steps that committed them.
+    - `tokens`: ids of the generated tokens that are told of for the first time, their log-probabilities, the
+      steps that committed them, and where in the whole text each begins.
     """
 
     text: str
-    tokens: tuple[list[int], list[float], list[int]]
+    tokens: tuple[list[int], list[float], list[int], list[int]]
 
 
 class TextStream:
@@ -28,23 +27,25 @@ class TextStream:
 
     Blocks are finished from left to right, but inside a block tokens are committed in any order. So what is
     told is what is committed without a gap. A character that is cut between tokens, and what may be the
-    beginning of a stop string, wait for what follows.
+    beginning of a stop string, wait for what follows, and so do their tokens.
 
     Arguments:
     - `spec`: the request.
-    - `decode`: ids to text.
+    - `tokenizer`: of the model; without one there is no text.
 
     `text` is what was told so far, `tokens_told` the generated tokens that it took.
     """
 
-    def __init__(self, spec: RequestSpec, decode: Callable[[Sequence[int]], str]):
+    def __init__(self, spec: RequestSpec, tokenizer: Tokenizer | None):
         self._tokens = spec.tokens.copy()
         self._returned, self._mask_id = spec.returned, spec.mask_id
         self._ends, self._cut = spec.stop_ids, spec.sampling.early_stop
         self._stop = spec.sampling.stop
-        self._decode = decode
+        self._tokenizer = tokenizer
         self._logprobs = np.zeros(len(self._tokens), np.float32)
         self._steps = np.full(len(self._tokens), -1, np.int32)
+        self._whole = ""
+        self._offsets: list[int] = []
         self.text = ""
         self.tokens_told = 0
 
@@ -55,23 +56,28 @@ class TextStream:
         self._logprobs[positions] = update.logprobs[update.committed]
         self._steps[positions] = update.step
         tokens = self._committed()
-        if len(tokens) <= self.tokens_told:
-            return Delta("", ([], [], []))
-        text, stopped = self._certain(self._decode(tokens[: _first(np.isin(tokens, self._ends))].tolist()))
-        return self._delta(text, self.tokens_told if stopped else len(tokens))
+        complete = self._read(tokens)
+        certain = self._certain()
+        waits = certain < len(self._whole) or not complete
+        told = bisect_left(self._offsets, certain) if waits else len(tokens)
+        return self._delta(self._whole[:certain], max(told, self.tokens_told))
 
     def finish(self, text: str, tokens: int) -> Delta:
         """What the whole answer has beyond what was told: its text and the number of its tokens."""
         return self._delta(text, tokens)
 
     def _delta(self, text: str, tokens: int) -> Delta:
-        first = self._returned.start
-        place = slice(first + min(self.tokens_told, tokens), first + tokens)
+        first, told = self._returned.start, min(self.tokens_told, tokens)
+        place = slice(first + told, first + tokens)
         self.tokens_told = tokens
-        new = text[len(self.text) :] if len(text) > len(self.text) and text.startswith(self.text) else ""
+        new = text[len(self.text) :] if text.startswith(self.text) else ""
         self.text += new
-        columns = (column[place].tolist() for column in (self._tokens, self._logprobs, self._steps))
-        return Delta(new, tuple(columns))
+        ids, logprobs, steps = (
+            column[place].tolist() for column in (self._tokens, self._logprobs, self._steps)
+        )
+        known = self._offsets[told:tokens]
+        offsets = [min(at, len(text)) for at in [*known, *[len(text)] * (len(ids) - len(known))]]
+        return Delta(new, (ids, logprobs, steps, offsets))
 
     def _committed(self) -> np.ndarray:
         """The result up to its first mask, or to the id that ends it where nothing comes behind."""
@@ -81,14 +87,23 @@ class TextStream:
             over |= np.isin(result, self._ends)
         return result[: _first(over)]
 
-    def _certain(self, text: str) -> tuple[str, bool]:
-        """`text` without what may still change or be cut off, and whether a stop string ends it."""
-        ends = [at for stop in self._stop if (at := text.find(stop)) >= 0]
+    def _read(self, tokens: np.ndarray) -> bool:
+        """Take in the text of a result up to its end; whether that is not inside a character."""
+        if self._tokenizer is None:
+            return True
+        end = _first(np.isin(tokens, self._ends))
+        start, read = self._returned.start, len(self._offsets)
+        new, before = tokens[read:end], self._tokens[: start + read]
+        self._offsets += [len(self._whole) + at for at in self._tokenizer.offsets(new, before)]
+        self._whole += self._tokenizer.decode(new, before, final=False)
+        return not self._tokenizer.decode((), self._tokens[: start + len(self._offsets)])
+
+    def _certain(self) -> int:
+        """How many characters of the text can neither change nor be cut off."""
+        ends = [at for stop in self._stop if (at := self._whole.find(stop, len(self.text))) >= 0]
         if ends:
-            return text[: min(ends)], True
-        text = text.rstrip(_INCOMPLETE)
-        held = max((_overlap(text, stop) for stop in self._stop), default=0)
-        return text[: len(text) - held], False
+            return min(ends)
+        return len(self._whole) - max((_overlap(self._whole, stop) for stop in self._stop), default=0)
 
 
 def _first(found: np.ndarray) -> int | None:

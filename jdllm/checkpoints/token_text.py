@@ -18,6 +18,10 @@ _LONGEST_BEGINNING = 3
 """Bytes of a character of UTF-8 that are not yet a character, at most."""
 
 
+_SKIPPED = 16
+"""Characters that a tokenizer may leave out between two tokens."""
+
+
 class Decode(Protocol):
     """Ids to text, as `TokenText.decode`."""
 
@@ -86,6 +90,24 @@ class TokenText:
             length += len(decoder.decode(piece))
         return offsets
 
+    def offsets_in(self, text: str, ids: Ids) -> list[int]:
+        """Where in `text`, which was encoded as `ids`, each of them begins.
+
+        Where a tokenizer does not give back what it read (it normalizes, or has no token for a character), a
+        token is looked for behind the one before, and has its place where that is not found.
+        """
+        offsets, said = self.offsets(ids), self.decode(ids)
+        if said == text:
+            return offsets
+        places, at = [], 0
+        for index, start, stop in zip(ids, offsets, [*offsets[1:], len(said)], strict=True):
+            special = self._special.get(int(index))
+            name = said[start:stop] if special is None else special
+            found = text.find(name, at, at + len(name) + (_SKIPPED if special is None else 0))
+            places.append(max(at, found))
+            at = at if found < 0 else found + len(name)
+        return places
+
     def _decoder(self) -> codecs.IncrementalDecoder:
         return codecs.getincrementaldecoder("utf-8")(self._errors)
 
@@ -120,7 +142,8 @@ class TokenText:
     def _said(self, index: int) -> bytes | None:
         """The bytes of a token behind others; `None` for one that the library leaves out."""
         if index not in self._known:
-            piece = None if index in self._special else self._tokenizer.id_to_token(index)
+            defined = index >= 0 and index not in self._special
+            piece = self._tokenizer.id_to_token(index) if defined else None
             self._known[index] = None if piece is None else self._bytes(index, piece)
         return self._known[index]
 

@@ -165,6 +165,10 @@ class Tokenizer:
         """Where in `decode(ids, before)` the text of each of `ids` begins; see `TokenText.offsets`."""
         return self._texts.offsets(ids, before)
 
+    def offsets_in(self, text: str, ids: Ids) -> list[int]:
+        """Where in `text`, which was encoded as `ids`, each begins; see `TokenText.offsets_in`."""
+        return self._texts.offsets_in(text, ids)
+
     def token_bytes(self, index: int) -> bytes:
         """The bytes of a token, which may be a part of a character; see `TokenText.token_bytes`."""
         return self._texts.token_bytes(index)

@@ -1,7 +1,7 @@
 """The response as it fills in, for a terminal."""
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from enum import Enum
 from operator import itemgetter
 from typing import TYPE_CHECKING
@@ -11,6 +11,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from jdllm.checkpoints.token_text import Decode
     from jdllm.serving.updates import StepUpdate
 
 
@@ -29,11 +30,11 @@ class LiveResponse:
     Of a text taller than the screen, the part is shown that ends with what was evaluated last.
 
     Arguments:
-    - `decode`: ids to text.
+    - `decode`: ids to text, behind others.
     - `length`: positions of the response.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], length: int):
+    def __init__(self, decode: "Decode", length: int):
         self._decode = decode
         self._start: int | None = None
         self._note = ""
@@ -59,10 +60,11 @@ class LiveResponse:
 
     def text(self, tokens: Iterable[_Token] | None = None) -> Text:
         """The response, or some tokens of it."""
-        text = Text()
+        text, before = Text(), []
         for state, run in itertools.groupby(self._tokens if tokens is None else tokens, itemgetter(0)):
             ids = [token for _, token in run]
-            shown = "░" * len(ids) if state is _State.UNSEEN else self._decode(ids)
+            shown = "░" * len(ids) if state is _State.UNSEEN else self._decode(ids, before)
+            before += ids
             text.append(shown, style=None if state is _State.COMMITTED else "dim")
         return text
 

@@ -1,10 +1,11 @@
 """Requests of causal models: a prompt that is evaluated in parts, then one token after another."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from jdllm.checkpoints.token_text import Decode
 from jdllm.decoding.causal_sampling import check_causal
 from jdllm.decoding.encoded_trace import Steps
 from jdllm.decoding.rules import segment_row
@@ -35,7 +36,7 @@ def causal_spec(
     prompt: Sequence[int] | np.ndarray,
     sampling: SamplingParams,
     config: ModelConfig,
-    decode: Callable[[Sequence[int]], str] | None = None,
+    decode: Decode | None = None,
 ) -> CausalSpec:
     """A request that appends up to `max_tokens`, or else `gen_length` tokens to `prompt`.
 

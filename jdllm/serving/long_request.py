@@ -1,11 +1,12 @@
 """A request over a long context: what it asks for, and its state, which begins with stages of preparation."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from jdllm.checkpoints.token_text import Decode
 from jdllm.decoding.cache_policies import Phase
 from jdllm.decoding.causal_sampling import check_denoising
 from jdllm.decoding.prefilling import Prefilling
@@ -108,7 +109,7 @@ def long_spec(
     sampling: SamplingParams,
     config: ModelConfig,
     bos_id: int | None,
-    decode: Callable[[Sequence[int]], str] | None = None,
+    decode: Decode | None = None,
 ) -> LongSpec:
     """A request that answers a question over a long context.
 
@@ -160,7 +161,7 @@ def _made(
     prefilling: Prefilling,
     config: ModelConfig,
     block_length: int,
-    decode: Callable[[Sequence[int]], str] | None,
+    decode: Decode | None,
 ) -> LongSpec:
     start, gen_length = len(long.query), sampling.gen_length
     stop = start + gen_length

@@ -1,6 +1,5 @@
 """One request as it runs: its tokens and how far it has come."""
 
-import bisect
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,7 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.schedule import StepTable
 from jdllm.decoding.transfer import Rule
 from jdllm.serving.spec import Block, RequestSpec
+from jdllm.serving.stop_strings import StopStrings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +74,8 @@ class Request:
         self.started: float | None = None
         self.ended: float | None = None
         self._block = 0
+        stop, decode = spec.sampling.stop, spec.decode
+        self._stops = StopStrings(stop, decode) if stop and decode is not None else None
         self._refreshed = self._progress()
 
     @property
@@ -273,22 +275,11 @@ class Request:
         result = self.tokens[self.returned]
         filled = result[: _first(result == self.mask_id)]
         end = _first((filled[:, None] == self.spec.stop_ids).any(1))
-        completed = self._stop_string_ends(filled[:end])
+        if self._stops is None:
+            return end
+        start, count = self.returned.start, len(filled) if end is None else end
+        completed = self._stops.completed_at(self.tokens, start, start + count)
         return end if completed is None else completed
-
-    def _stop_string_ends(self, ids: np.ndarray) -> int | None:
-        """The index of the id that completes a stop string."""
-        decode, stop = self.spec.decode, self.sampling.stop
-        if not stop or decode is None:
-            return None
-
-        def stopped(count: int) -> bool:
-            text = decode(ids[:count].tolist())
-            return any(string in text for string in stop)
-
-        counts = range(len(ids) + 1)
-        first = bisect.bisect_left(counts, True, key=stopped)
-        return first - 1 if first in counts else None
 
     def timings(self) -> Timings:
         ended = self.ended or time.perf_counter()

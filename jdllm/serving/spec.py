@@ -1,11 +1,12 @@
 """What a request asks for: its sequence, its blocks and its parameters, checked."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from jdllm.checkpoints.token_text import Decode
 from jdllm.decoding.cache_policies import kept, policy_of
 from jdllm.decoding.causal_sampling import check_denoising
 from jdllm.decoding.rules import adaptive_row, segment_row, step_table
@@ -51,7 +52,7 @@ class RequestSpec:
     mask_id: int
     shifted: bool
     stop_ids: tuple[int, ...]
-    decode: Callable[[Sequence[int]], str] | None
+    decode: Decode | None
     segment: Mapping[str, np.ndarray | np.generic]
 
     @property
@@ -93,7 +94,7 @@ def generation_spec(
     prompt: Sequence[int] | np.ndarray,
     sampling: SamplingParams,
     config: ModelConfig,
-    decode: Callable[[Sequence[int]], str] | None = None,
+    decode: Decode | None = None,
 ) -> RequestSpec:
     """A request that appends `sampling.gen_length` masks to `prompt` and fills them block by block, as far as
     `max_tokens` reaches.
@@ -176,7 +177,7 @@ def _spec(
     sampling: SamplingParams,
     config: ModelConfig,
     stop_ids: tuple[int, ...] = (),
-    decode: Callable[[Sequence[int]], str] | None = None,
+    decode: Decode | None = None,
 ) -> RequestSpec:
     check_denoising(sampling)
     tokens.setflags(write=False)
@@ -196,9 +197,7 @@ def _spec(
     )
 
 
-def check_stops(
-    sampling: SamplingParams, config: ModelConfig, decode: Callable[[Sequence[int]], str] | None
-) -> None:
+def check_stops(sampling: SamplingParams, config: ModelConfig, decode: Decode | None) -> None:
     """Raise `RequestError` for stop strings without `decode`, and for stop ids outside the vocabulary."""
     if sampling.stop and decode is None:
         raise RequestError("stop strings need tokenizer files, which this model has not: use stop_token_ids")

@@ -39,7 +39,7 @@ def test_a_completion_is_what_the_library_gives(client: TestClient, tokens: list
     body = {"prompt": PROMPT, "max_tokens": 12, "logprobs": 1}
     answer = client.post("/v1/completions", json=body).json()
     choice = answer["choices"][0]
-    assert choice["text"] == words(*tokens)
+    assert choice["text"] == f" {words(*tokens)}"
     assert choice["finish_reason"] == "length"
     assert len(choice["logprobs"]["token_logprobs"]) == 12
     assert answer["usage"]["completion_tokens"] == 12
@@ -48,17 +48,17 @@ def test_a_completion_is_what_the_library_gives(client: TestClient, tokens: list
 def test_a_stream_has_the_same_text(client: TestClient, tokens: list[int]):
     body = {"prompt": words(*PROMPT), "max_tokens": 12, "stream": True}
     told = events(client.post("/v1/completions", json=body).text)
-    assert "".join(part["choices"][0]["text"] for _, part in told) == words(*tokens)
+    assert "".join(part["choices"][0]["text"] for _, part in told) == f" {words(*tokens)}"
 
 
 def test_every_token_is_an_event(client: TestClient, tokens: list[int]):
     body = {"prompt": PROMPT, "max_tokens": 12, "stream": True, "stream_mode": "denoise"}
     told = events(client.post("/v1/completions", json=body).text)
     start = told[0][1]
-    assert (start["texts"][:2], start["texts"][-1]) == (["w5", "w17"], None)
+    assert (start["texts"][:2], start["texts"][-1]) == ([" w5", " w17"], None)
     steps = [event for name, event in told if name == "step"]
     assert [step["token_ids"] for step in steps] == [[token] for token in tokens]
-    assert told[-1][1]["text"] == words(*tokens)
+    assert told[-1][1]["text"] == f" {words(*tokens)}"
 
 
 def test_what_was_read_before_is_counted(client: TestClient):

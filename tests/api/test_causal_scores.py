@@ -73,13 +73,14 @@ def test_echo_with_log_probabilities_scores_the_prompts(client, llm: LLM):
     for ids, output, choice in zip((PROMPT, OTHER), generated, found["choices"], strict=True):
         told = choice["logprobs"]
         assert told["kind"] == "log_likelihood"
-        assert told["tokens"] == words(*ids, *output.token_ids).split()
+        assert choice["text"] == words(*ids, *output.token_ids)
+        assert told["tokens"] == [f" {words(token)}" for token in (*ids, *output.token_ids)]
         assert told["token_logprobs"][0] is told["top_logprobs"][0] is None
         assert told["token_logprobs"][len(ids) :] == pytest.approx(output.logprobs, rel=1e-4)
     told = found["choices"][0]["logprobs"]
     assert told["token_logprobs"][1:-1] == pytest.approx([one.logprob for one in scores], rel=1e-5)
     for token, top, one in zip(told["tokens"][1:], told["top_logprobs"][1:], scores, strict=False):
-        assert set(top) == {token, words(one.best)}
+        assert set(top) == {token, f" {words(one.best)}"}
         assert max(top.values()) == pytest.approx(one.best_logprob, rel=1e-5)
     assert found["usage"]["forward_evaluations"] == 2 + sum(output.nfe for output in generated)
 

@@ -35,7 +35,7 @@ def spec_of(length: int, **options: Any) -> RequestSpec:
 
 def run(spec: RequestSpec, ids: list[int], order: list[list[int]]) -> tuple[str, list[str], list[int], str]:
     """The final text, the parts that a stream tells, the tokens that these name, and the text at the end."""
-    stream, state = TextStream(spec, TOKENIZER.decode), Request(spec)
+    stream, state = TextStream(spec, TOKENIZER), Request(spec)
     parts, told = [], []
     for step, places in enumerate(order):
         positions = np.array(places) + len(PROMPT)
@@ -98,7 +98,7 @@ def test_what_may_be_a_stop_string_waits(text, expected):
 
 def test_tokens_come_with_their_log_probabilities_and_steps():
     ids = TOKENIZER.encode("abc")
-    stream = TextStream(spec_of(3), TOKENIZER.decode)
+    stream = TextStream(spec_of(3), TOKENIZER)
     first = StepUpdate(
         0,
         0,
@@ -107,14 +107,14 @@ def test_tokens_come_with_their_log_probabilities_and_steps():
         np.array([True, True]),
         np.array([-2, -1], np.float32),
     )
-    assert stream.take(first).tokens == (ids[:2], [-1.0, -2.0], [0, 0])
+    assert stream.take(first).tokens == (ids[:2], [-1.0, -2.0], [0, 0], [0, 1])
     second = StepUpdate(0, 5, np.array([5]), np.array(ids[2:]), np.array([True]), np.array([-3], np.float32))
-    assert stream.take(second).tokens == (ids[2:], [-3.0], [5])
+    assert stream.take(second).tokens == (ids[2:], [-3.0], [5], [2])
 
 
 def test_what_is_provisional_is_not_told():
     ids = TOKENIZER.encode("ab")
-    stream = TextStream(spec_of(2), TOKENIZER.decode)
+    stream = TextStream(spec_of(2), TOKENIZER)
     update = StepUpdate(
         0, 0, np.array([3, 4]), np.array(ids), np.array([False, True]), np.zeros(2, np.float32)
     )

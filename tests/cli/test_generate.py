@@ -72,7 +72,7 @@ def test_text_from_every_source(source: str, loaded_speaking: LLM, use_model: Us
     }[source]
     (output,) = outputs(run(*given, *SHORT, "--json", stdin=stdin))
     assert (output["prompt"], output["prompt_token_ids"]) == ("w5 w6\nw7", [5, 6, 7])
-    assert output["text"] == " ".join(f"w{i}" for i in output["token_ids"])
+    assert output["text"] == "".join(f" w{i}" for i in output["token_ids"])
 
 
 def test_piped_output_is_the_text_alone(loaded_speaking: LLM, use_model: UseModel):

@@ -5,6 +5,7 @@ import io
 import numpy as np
 from rich.console import Console
 
+from jdllm.checkpoints.token_text import Ids
 from jdllm.cli.live import LiveResponse
 from jdllm.serving.updates import StepUpdate
 
@@ -16,8 +17,12 @@ def update(positions: list[int], tokens: str, committed: list[bool]) -> StepUpda
     )
 
 
+def decode(ids: Ids, before: Ids = (), *, final: bool = True) -> str:
+    return "".join(map(chr, ids))
+
+
 def response(length: int) -> LiveResponse:
-    return LiveResponse(lambda ids: "".join(map(chr, ids)), length)
+    return LiveResponse(decode, length)
 
 
 def screen(shown: LiveResponse, width: int, height: int) -> list[str]:

@@ -1,12 +1,12 @@
 """Where a text ends: stop ids, stop strings and the most tokens; what is still run, and what is returned."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
+from jdllm.checkpoints.token_text import Ids
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
 from jdllm.models.config import ModelConfig
@@ -18,8 +18,8 @@ EOS, SPECIAL = 505, 300
 TEXT = "one two.\nthree four\n\nfive"
 
 
-def decode(ids: Sequence[int]) -> str:
-    """A token a byte; others are special, and no text."""
+def decode(ids: Ids, before: Ids = (), *, final: bool = True) -> str:
+    """A token a byte of ASCII; others are special, and no text."""
     return bytes(i for i in ids if i < 256).decode(errors="replace")
 
 
