@@ -140,13 +140,13 @@ async def _scored_prompts(
         outputs = await running.finish()
     prompts = [output.prompt_token_ids for output in outputs]
     scored = await (_given_those_before if causal else _each_alone)(service, prompts)
-    kind = "log_likelihood" if causal else "pseudo_log_likelihood"
-    choices = [
-        _scored_choice(service, one, output, scores) | {"index": index}
-        for index, (one, output, scores) in enumerate(zip(asked, outputs, scored, strict=True))
-    ]
-    for choice in choices:
-        choice["logprobs"]["kind"] = kind
+    kind = {"kind": "log_likelihood" if causal else "pseudo_log_likelihood"}
+    choices = []
+    for index, columns in enumerate(zip(asked, outputs, scored, strict=True)):
+        text, logprobs = _scored(service, *columns)
+        reason = columns[1].finish_reason
+        told = {"index": index, "text": text, "logprobs": logprobs | kind, "finish_reason": reason}
+        choices.append(told)
     read = sum(map(len, prompts))
     evaluations = (len(prompts) if causal else read) + sum(output.nfe for output in outputs)
     return JSONResponse(
@@ -161,10 +161,10 @@ async def _scored_prompts(
     )
 
 
-def _scored_choice(
+def _scored(
     service: Service, asked: Asked, output: RequestOutput, scores: Sequence[Conditional | None]
-) -> dict[str, Any]:
-    """A prompt, whose tokens have scores, and its first sample."""
+) -> tuple[str, dict[str, Any]]:
+    """A prompt, whose tokens have scores, and its first sample: their text and log-probabilities."""
     pieces, ids, sample = pieces_of(service), output.prompt_token_ids, output.outputs[0]
     text, (spec, *_) = "" if pieces.tokenizer is None else _echoed(service, asked), asked.specs
     places = [0] * len(ids) if pieces.tokenizer is None else pieces.tokenizer.offsets_in(text, ids)
@@ -182,7 +182,7 @@ def _scored_choice(
         places,
         [*told, *only_own(tokens, logprobs)],
     )
-    return {"text": text + (sample.text or ""), "logprobs": found, "finish_reason": sample.finish_reason}
+    return text + (sample.text or ""), found
 
 
 async def _each_alone(service: Service, prompts: Sequence[list[int]]) -> list[list[Conditional]]:
