@@ -300,7 +300,8 @@ class LLM(ScoresText):
 
         Arguments:
         - `prompts`: texts, `{"prompt": text}`, `{"prompt_token_ids": ids}` or `LongPrompt`, one of them or
-          any iterable of them, encoded as they are: `chat` is for models that expect a conversation.
+          any iterable of them, encoded as they are: `chat` is for models that expect a conversation. An empty
+          text or list asks for any text.
         - `sampling_params`, or `sampling`: for all prompts, or one for each; by default `default_sampling()`.
         - `prompt_token_ids`: ids instead of texts, one list for each prompt.
         - `on_step`: called with a `StepUpdate` after each step of each request, as it happens; without it
@@ -567,10 +568,11 @@ class LLM(ScoresText):
 
         Raises `RequestError` as `generate` does.
         """
-        if not isinstance(prompt, LongContext):
-            make = causal_spec if self.config.attention == "causal" else generation_spec
-            return make(prompt, sampling, self.config, decode=self._decode)
         bos_id = None if self.tokenizer is None else self.tokenizer.bos_id
+        if not isinstance(prompt, LongContext):
+            if self.config.attention == "causal":
+                return causal_spec(prompt, sampling, self.config, self._decode, bos_id)
+            return generation_spec(prompt, sampling, self.config, decode=self._decode)
         return long_spec(prompt, sampling, self.config, bos_id, decode=self._decode)
 
     def _warn_of_length(self, specs: list[RequestSpec]) -> None:

@@ -67,8 +67,6 @@ def test_nothing_runs_where_the_last_prompt_is_wrong(speaking: LLM, monkeypatch:
         speaking.generate((text for text in ["a", "b", None]), SHORT)  # pyright: ignore
     with pytest.raises(RequestError, match=r"prompt 1: .*U\+DC80, at character 2"):
         speaking.generate(["a", "ab\udc80"], SHORT)
-    with pytest.raises(RequestError, match="prompt 1: the prompt is empty"):
-        speaking.generate(["a", ""], SHORT)
 
 
 def test_infill_parses_the_mask_and_no_other_token(speaking: LLM):

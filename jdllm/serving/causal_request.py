@@ -37,17 +37,24 @@ def causal_spec(
     sampling: SamplingParams,
     config: ModelConfig,
     decode: Decode | None = None,
+    bos_id: int | None = None,
 ) -> CausalSpec:
     """A request that appends up to `max_tokens`, or else `gen_length` tokens to `prompt`.
 
-    `decode`: ids to text, for stop strings.
+    Arguments:
+    - `decode`: ids to text, for stop strings.
+    - `bos_id`: of the tokenizer, else of the configuration: stands for an empty prompt, which asks for any
+      text.
 
-    Raises `RequestError` for an empty prompt, an id outside the vocabulary, stop strings without `decode`,
-    and parameters that are for models that denoise.
+    Raises `RequestError` for an empty prompt where nothing stands for it, an id outside the vocabulary, stop
+    strings without `decode`, and parameters that are for models that denoise.
     """
     check_causal(sampling)
     check_stops(sampling, config, decode)
-    prompt = checked_ids(prompt, config)
+    begins = config.bos_id if bos_id is None else bos_id
+    prompt = checked_ids(prompt, config, may_be_empty=begins is not None)
+    if begins is not None and not len(prompt):
+        prompt = checked_ids([begins], config)
     length = min(sampling.max_tokens or sampling.gen_length, sampling.gen_length)
     tokens = np.concatenate([prompt, np.full(length, UNKNOWN, np.int32)])
     tokens.setflags(write=False)

@@ -101,15 +101,18 @@ def generation_spec(
 
     `decode`: ids to text, for stop strings.
 
-    Raises `RequestError` for an empty prompt, an id outside the vocabulary, a mask id in the prompt (unless
-    `prompt_masks` is "official"), lengths that do not divide, or stop strings without `decode`.
+    An empty prompt asks for any text: all is masked at the start.
+
+    Raises `RequestError` for an id outside the vocabulary, a mask id in the prompt (unless `prompt_masks` is
+    "official"), lengths that do not divide, stop strings without `decode`, or an empty prompt where a
+    verifier would have nothing to go on with.
     """
     if sampling.prefilling is not None:
         raise RequestError(
             "prefilling is for prompts with a long context: give a LongPrompt, or leave it out"
         )
     check_stops(sampling, config, decode)
-    prompt = checked_ids(prompt, config)
+    prompt = checked_ids(prompt, config, may_be_empty=not sampling.adaptive)
     mask_id = mask_id_of(config)
     if sampling.prompt_masks == "error" and (prompt == mask_id).any():
         at = int(np.flatnonzero(prompt == mask_id)[0])
@@ -225,7 +228,9 @@ def mask_id_of(config: ModelConfig) -> int:
     return config.mask_id
 
 
-def checked_ids(ids: Sequence[int] | np.ndarray, config: ModelConfig) -> np.ndarray:
+def checked_ids(
+    ids: Sequence[int] | np.ndarray, config: ModelConfig, *, may_be_empty: bool = False
+) -> np.ndarray:
     """`ids` as int32 `[length]`; `RequestError` where they are no flat list of ids of the vocabulary."""
     try:
         ids = np.asarray(ids)
@@ -233,7 +238,7 @@ def checked_ids(ids: Sequence[int] | np.ndarray, config: ModelConfig) -> np.ndar
         ids = np.empty((0, 0))
     if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
         raise RequestError("token ids must be a flat list of integers, one list for each prompt")
-    if not ids.size:
+    if not ids.size and not may_be_empty:
         raise RequestError("the prompt is empty: give at least one token")
     outside = (ids < 0) | (ids >= config.vocab_size)
     if outside.any():

@@ -48,6 +48,16 @@ def test_an_empty_text_is_what_the_tokenizer_begins_texts_with(client, llm: LLM)
     assert score["log_likelihood"] == pytest.approx(llm.score([BOS], [7]), rel=1e-5)
 
 
+def test_an_empty_prompt_begins_a_text(client, llm: LLM):
+    (expected,) = llm.generate(prompt_token_ids=[[BOS]], sampling=SamplingParams(max_tokens=3))
+    (empty,) = llm.generate(prompt_token_ids=[[]], sampling=SamplingParams(max_tokens=3))
+    assert (empty.token_ids, empty.prompt_token_ids) == (expected.token_ids, [BOS])
+    for prompt in ("", [[]]):
+        answer = post(client, "/v1/completions", prompt=prompt, max_tokens=3)
+        assert answer["choices"][0]["token_ids"] == expected.token_ids
+        assert answer["usage"]["prompt_tokens"] == 1
+
+
 @pytest.mark.parametrize(
     ("extra", "param"),
     [

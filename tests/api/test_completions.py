@@ -53,6 +53,14 @@ def test_every_form_of_prompt(client, demo: LLM, form, tokenizer: Tokenizer):
     assert [choice["index"] for choice in answer["choices"]] == list(range(len(expected)))
 
 
+@pytest.mark.parametrize("empty", ["", [[]], ["", PROMPT], [[], [5]]])
+def test_an_empty_prompt_asks_for_any_text(client, demo: LLM, empty):
+    (expected,) = demo.generate("", FIRST)
+    answer = ask(client, prompt=empty, **GREEDY)
+    assert answer["choices"][0]["token_ids"] == expected.token_ids
+    assert expected.prompt_token_ids == []
+
+
 def test_samples_follow_the_prompts_in_order(client, demo: LLM):
     sampling = SamplingParams(max_tokens=16, gen_length=16, n=2, temperature=1.5, seed=7)
     expected = demo.generate([PROMPT, OTHER], sampling)

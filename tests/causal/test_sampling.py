@@ -1,5 +1,6 @@
 """What a causal request asks of the sampler, against the rules written out."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -46,3 +47,11 @@ def test_repetition_penalty(build: Build, config: ModelConfig, oracle: Oracle):
 def test_what_is_for_models_that_denoise(config: ModelConfig, options: dict[str, Any]):
     with pytest.raises(RequestError, match=next(iter(options))):
         causal_spec(prompt(3), SamplingParams(gen_length=8, **options), config)
+
+
+def test_an_empty_prompt_needs_a_token_that_begins_texts(config: ModelConfig):
+    without = dataclasses.replace(config, bos_id=None)
+    assert causal_spec([], FREE, dataclasses.replace(config, bos_id=4)).prompt.tolist() == [4]
+    assert causal_spec([], FREE, without, bos_id=3).prompt.tolist() == [3]
+    with pytest.raises(RequestError, match="the prompt is empty"):
+        causal_spec([], FREE, without)

@@ -116,12 +116,13 @@ def test_options_reach_the_server(served: list[Served], tmp_path: Path):
     files = ["--ssl-certfile", str(pem[0]), "--ssl-keyfile", str(pem[1])]
     given = [part for name, value in options.items() for part in (f"--{name}", str(value))]
     sampling = ["--default-sampling", '{"cache": "dual", "gen_length": 64}']
-    result = serve(*given, *files, *sampling)
+    result = serve(*given, *files, *sampling, "--strict-fields")
     assert result.exit_code == 0
     assert "https://127.0.0.1" in result.stdout
     assert "secret" not in result.output
     [one] = served
     assert (one.settings.max_queue, one.settings.request_timeout) == (5, 2.5)
+    assert one.settings.strict_fields
     assert (one.access.api_keys, one.access.cors_origins) == (["secret"], ["https://a.example"])
     assert (one.settings.default_sampling.cache, one.settings.default_sampling.gen_length) == ("dual", 64)
     assert list(one.tls) == pem

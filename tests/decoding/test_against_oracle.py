@@ -71,6 +71,15 @@ def test_ragged_batch_of_different_parameters(stopping_llm: LLM):
     check(outputs, [oracle.generate(logits, x, s, IDS) for x, s in zip(ids, sampling, strict=True)])
 
 
+def test_an_empty_prompt_asks_for_any_text(stopping_llm: LLM):
+    names = ("plain", "blocks", "guided", "temperature")
+    ids, sampling = [np.empty(0, np.int64), *prompts(1)], [RAGGED[name] for name in names]
+    logits = logits_of(stopping_llm)
+    for one in sampling:
+        outputs = stopping_llm.generate(prompt_token_ids=ids, sampling=one)
+        check(outputs, [oracle.generate(logits, x, one, IDS) for x in ids])
+
+
 # Thresholds and bounds at which the tiny model commits now one token and now several.
 RULES = {
     "threshold": sampled(transfer="threshold", threshold=0.3),
