@@ -22,6 +22,7 @@ from jdllm.models.hf_config import config_from_hf
 from jdllm.models.weights import Params
 from jdllm.planning import account
 from jdllm.planning.budget import parse_bytes
+from jdllm.serving.background import Background
 from tests.helpers import Golden
 
 LLADA, DREAM = Golden("llada"), Golden("dream")
@@ -95,6 +96,10 @@ account.UNPLANNED_POOL = parse_bytes(KV_POOL)
 # Models of tests keep nothing unless a test says where: writing executables takes longer than having them.
 DEFAULT_STORE = executable_store.default_store
 executable_store.default_store = lambda: None
+
+# Nor is anything compiled that no test waits for.
+IDLE = Background.idle
+Background.idle = property(lambda _: False)  # pyright: ignore[reportAttributeAccessIssue]
 
 settings.register_profile("jdllm", deadline=None, derandomize=True)
 settings.load_profile("jdllm")

@@ -112,7 +112,35 @@ class Executables:
         **static: Hashable,
     ) -> Executable:
         """The executable itself; arguments as of `Program`."""
-        return self._get(Program(function, args, static, donate, chained, tuned), self._lower)
+        return self.get(Program(function, args, static, donate, chained, tuned))
+
+    def get(self, program: Program) -> Executable:
+        """The executable that is kept, or that another thread is making, or else a new one."""
+        key = _key(program)
+        with self._lock:
+            kept = self._kept.get(key)
+            if kept is not None:
+                self._kept.move_to_end(key)
+                return kept
+            awaited = self._awaited.get(key)
+            if awaited is None:
+                own = self._awaited[key] = concurrent.futures.Future()
+        if awaited is not None:
+            return awaited.result()
+        try:
+            executable = self._make(program)
+        except BaseException as e:
+            with self._lock:
+                del self._awaited[key]
+            own.set_exception(e)
+            raise
+        with self._lock:
+            del self._awaited[key]
+            self._kept[key] = executable
+            while len(self._kept) > self.capacity:
+                self._kept.popitem(last=False)
+        own.set_result(executable)
+        return executable
 
     def prepare(
         self,
@@ -137,42 +165,14 @@ class Executables:
         pool = concurrent.futures.ThreadPoolExecutor(threads or min(16, os.cpu_count() or 1))
         with _ended(pool):
             ordered = sorted(programs, key=lambda program: not program.chained)
-            futures = {pool.submit(self._get, program, self._lower): program for program in ordered}
+            futures = {pool.submit(self.get, program): program for program in ordered}
             for done, future in enumerate(concurrent.futures.as_completed(futures), 1):
                 future.result()
                 progress(done, futures[future])
         rest()
         return Prepared(self.compiled - compiled, self.loaded - loaded, time.perf_counter() - start)
 
-    def _get(self, program: Program, lowering: Callable[[Program], Lowered]) -> Executable:
-        """The executable that is kept, or that another thread is making, or else a new one."""
-        key = _key(program)
-        with self._lock:
-            kept = self._kept.get(key)
-            if kept is not None:
-                self._kept.move_to_end(key)
-                return kept
-            awaited = self._awaited.get(key)
-            if awaited is None:
-                own = self._awaited[key] = concurrent.futures.Future()
-        if awaited is not None:
-            return awaited.result()
-        try:
-            executable = self._make(program, lowering)
-        except BaseException as e:
-            with self._lock:
-                del self._awaited[key]
-            own.set_exception(e)
-            raise
-        with self._lock:
-            del self._awaited[key]
-            self._kept[key] = executable
-            while len(self._kept) > self.capacity:
-                self._kept.popitem(last=False)
-        own.set_result(executable)
-        return executable
-
-    def _make(self, program: Program, lowering: Callable[[Program], Lowered]) -> Executable:
+    def _make(self, program: Program) -> Executable:
         """The executable from the store; where it has none, compiled, and kept there."""
         devices = _devices(program, self.platform)
         kept_as = None
@@ -180,7 +180,7 @@ class Executables:
             kept_as = program_key(program, self._options(program), self.kernels, devices)
             if kept_as is not None and (found := self._load(kept_as, program, devices)) is not None:
                 return found
-        lowered = lowering(program)
+        lowered = self._lower(program)
         with _cache_hits() as hits:
             executable = finish(program, lowered)
         with self._lock:

@@ -45,6 +45,9 @@ _WIDE_PARTS = 512
 _PATIENCE = 1 << 18
 """Rows of padding that take an 8B model on an H200 about as long as compiling a step."""
 
+_WORTH_COMPILING = 1 << 11
+"""Rows of padding, some hundredths of a second there, after which a step is compiled in the background."""
+
 
 class Entry(NamedTuple):
     """The sizes of one executable.
@@ -147,29 +150,55 @@ class Sizes:
     Arguments:
     - `entries`: of the ladder, by rising rows.
 
-    Compiling takes longer than many steps of padding, so that a compiled entry stands in for a smaller one.
-    Once that has padded about as long as compiling takes, the smaller one is compiled.
+    Compiling takes longer than many steps of padding, so that a compiled entry stands in for a smaller one,
+    until that is compiled too.
+
+    - `compiled`: entries that are.
+    - `given_up`: those that cannot be.
     """
 
     def __init__(self, entries: Sequence[Entry]):
         self._entries = entries
         self._padding: Counter[Entry] = Counter()
         self.compiled: set[Entry] = set()
+        self.given_up: set[Entry] = set()
 
     def choose(self, rows: int, head_rows: int, segments: int, steps: int = 1) -> Entry:
-        """The entry for a batch that does so many steps."""
-        holding = [entry for entry in self._entries if entry.holds(rows, head_rows, segments)]
-        if not holding:
-            return self._own(rows, head_rows, segments)
-        smallest = holding[0]
-        entry = next((e for e in holding if e in self.compiled), smallest)
+        """The entry that serves a batch now, which does so many steps."""
+        smallest = self._smallest(rows, head_rows, segments)
+        holding = (entry for entry in self._entries if entry.holds(rows, head_rows, segments))
+        entry = next((entry for entry in holding if entry in self.compiled), smallest)
         self._padding[smallest] += steps * (entry.rows - smallest.rows)
-        return entry if self._padding[smallest] <= _PATIENCE else smallest
+        return entry
+
+    def missing(self, rows: int, head_rows: int, segments: int) -> Entry | None:
+        """The entry that would fit such a batch, where it is not compiled and others have been padded for the
+        want of it."""
+        smallest = self._smallest(rows, head_rows, segments)
+        worth = self._padding[smallest] >= _WORTH_COMPILING
+        return smallest if worth and smallest not in self.compiled | self.given_up else None
+
+    def _smallest(self, rows: int, head_rows: int, segments: int) -> Entry:
+        """The smallest entry for a batch, compiled or not."""
+        holding = (entry for entry in self._entries if entry.holds(rows, head_rows, segments))
+        return next(holding, None) or self._own(rows, head_rows, segments)
 
     def _own(self, rows: int, head_rows: int, segments: int) -> Entry:
         """The sizes of a batch that no entry of the ladder holds."""
         own = bucket_entry(rows, head_rows, segments)
         return own._replace(steps=min(own.steps, max(entry.steps for entry in self._entries)))
+
+
+class PatientSizes(Sizes):
+    """`Sizes` of steps that are not compiled in the background: once an entry has padded about as long as
+    compiling takes, the smaller one is chosen all the same."""
+
+    def choose(self, rows: int, head_rows: int, segments: int, steps: int = 1) -> Entry:
+        entry, smallest = (
+            super().choose(rows, head_rows, segments, steps),
+            self._smallest(rows, head_rows, segments),
+        )
+        return entry if self._padding[smallest] <= _PATIENCE else smallest
 
 
 def bucket_entry(rows: int, head_rows: int, segments: int = 1) -> Entry:

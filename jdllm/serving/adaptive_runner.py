@@ -15,7 +15,7 @@ from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.planning.account import Account
 from jdllm.planning.buckets import power_bucket
-from jdllm.planning.ladder import Entry, Ladder, Sizes
+from jdllm.planning.ladder import Entry, Ladder, PatientSizes
 from jdllm.serving.adaptive_packing import pack_adaptive, pack_verified, parts_of
 from jdllm.serving.fitting import check_fits
 from jdllm.serving.full_runner import FullRunner
@@ -61,7 +61,7 @@ class AdaptiveRunner:
         self._full = full
         self._verifier = verifier
         self._keys = keys
-        self._sizes = Sizes(ladder.full)
+        self._sizes = PatientSizes(ladder.full)
         self._chosen: dict[tuple[Entry, int, int], ChunkConfig] = {}
 
     def launch(self, requests: list[Request], max_steps: int) -> Launch:

@@ -13,6 +13,7 @@ from jdllm.planning.account import Account
 from jdllm.planning.ladder import MAX_SEGMENTS, TILE_ROWS, Entry, Ladder, make_causal_ladder, make_ladder
 from jdllm.planning.plan import LONGEST
 from jdllm.serving.adaptive_runner import AdaptiveRunner
+from jdllm.serving.background import Background
 from jdllm.serving.cached_runner import CachedRunner
 from jdllm.serving.causal_runner import CausalRunner
 from jdllm.serving.costs import Costs, DenoisingCosts
@@ -53,25 +54,26 @@ def make_engine(
     - `verifier`: for adaptive parallel decoding.
     - `eager_pool`: put the KV pool on the device now, not with the first request that needs it.
     """
-    keys = None
+    keys, background = None, Background()
     pool = DevicePool(config, params["final_norm"].dtype, account.pages)
     model = params, config, executables
     preparation = Preparation(Model(*model, account, pool), account.prepare_rows)
     if config.attention == "causal":
         _check_causal(account, chunks)
-        parts = _causal(*model, account, pool)
+        parts = _causal(*model, account, pool, background)
     else:
         ladder = make_ladder(account.rows)
         full = FullRunner(
             *model,
             ladder,
             account,
+            background=background,
             make_room=pool.free,
             chunks=chunks,
             max_num_logits=max_num_logits,
             offloaded=offloaded,
         )
-        cached = CachedRunner(*model, ladder, account, pool)
+        cached = CachedRunner(*model, ladder, account, pool, background)
         parts = _denoising(full, cached, preparation, ladder, account)
         if verifier is not None:
             keys = VerifierKeys(verifier, account.rows)
@@ -105,6 +107,7 @@ def make_engine(
         parts.costs,
         check=check,
         compiled=parts.compiled,
+        background=background,
         non_finite=Diagnosis(None if offloaded else params, config, executables, verifier),
         layered=parts.layered,
         verifier_keys=keys,
@@ -162,11 +165,16 @@ def _denoising(
 
 
 def _causal(
-    params: Params, config: ModelConfig, executables: Executables, account: Account, pool: DevicePool
+    params: Params,
+    config: ModelConfig,
+    executables: Executables,
+    account: Account,
+    pool: DevicePool,
+    background: Background,
 ) -> _Parts:
     ladder = make_causal_ladder(account.rows)
     layered = LayeredRunner(params, config, executables, account, pool.pages, pool.free)
-    runner = CausalRunner(params, config, executables, ladder, account, pool, layered)
+    runner = CausalRunner(params, config, executables, ladder, account, pool, layered, background)
     launchers: dict[Kind, Launcher] = {
         Kind.PREFILL: runner.prefill,
         Kind.DECODE: runner.decode,

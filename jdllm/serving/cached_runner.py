@@ -1,7 +1,7 @@
 """Runs cached steps: refreshes that fill the KV pool, and reuses that read it."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,8 @@ from jdllm.pallas.masked_logits import Level
 from jdllm.planning.account import Account
 from jdllm.planning.buckets import power_bucket
 from jdllm.planning.ladder import TILE_ROWS, Entry, Ladder, Sizes
-from jdllm.serving.cached_packing import pack_refresh, pack_reuse, reuse_demand
+from jdllm.serving.background import Background
+from jdllm.serving.cached_packing import RefreshBatch, ReuseBatch, pack_refresh, pack_reuse, reuse_demand
 from jdllm.serving.device_pool import DevicePool
 from jdllm.serving.fitting import check_fits
 from jdllm.serving.launch import Launch
@@ -41,6 +42,7 @@ class CachedRunner:
     - `params`, `config`, `executables`, `ladder`, `account`: as of `jdllm.serving.full_runner.FullRunner`.
 
     - `pool`: where keys and values are stored.
+    - `background`: compiles what fits better than what serves now.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class CachedRunner:
         ladder: Ladder,
         account: Account,
         pool: DevicePool,
+        background: Background,
     ):
         self._params = params
         self._config = config
@@ -58,6 +61,7 @@ class CachedRunner:
         self._ladder = ladder
         self._account = account
         self._pool = pool
+        self._background = background
         self._refresh_sizes = {scored: Sizes(ladder.refresh) for scored in (False, True)}
         self._reuse_sizes = {level: Sizes(ladder.reuse) for level in _REUSE_LEVELS}
         self._chained = functools.cache(functools.partial(chains, params, config))
@@ -69,17 +73,13 @@ class CachedRunner:
         request, pages = smallest_request(self._config), self._pool.table.allocate(-1, 2)
         request.id = -1
         for entry in self._ladder.refresh:
-            packed, selection, table, _ = pack_refresh([request], self._config, pages, entry)
-            args = self._params, packed.batch, selection, table, self._pool.abstract
-            static, name = self._refresh_static(entry, scored=True), f"refresh of {entry.rows} rows"
-            yield Program(_refresh, args, static, donate=_POOL, name=name)
+            yield self._refresh_program(
+                pack_refresh([request], self._config, pages, entry), entry, scored=True
+            )
         for entry in self._ladder.reuse:
-            entries = self._pool.entries(entry.rows // TILE_ROWS)
-            packed, table = pack_reuse([request], self._config, pages, entry, entries)
-            args = self._params, packed.batch, table, self._pool.abstract, np.int32(1)
+            batch = pack_reuse([request], self._config, pages, entry, self._usual_entries(entry))
             for level in self._reuse_sizes:
-                static, name = self._static(entry, level), f"reuse of {entry.rows} rows"
-                yield Program(_reuse, args, static, chained=self._chained(entry.rows), name=name)
+                yield self._reuse_program(batch, entry, level, 1)
 
     def warm(self) -> None:
         """Compile every entry of the ladder. Refreshes that score keys serve those that do not: twice as many
@@ -94,36 +94,44 @@ class CachedRunner:
         rows, head_rows = np.sum([demand(r) for r in requests], axis=0).tolist()
         scored = self._needs_scores(requests)
         sizes = self._refresh_sizes[scored]
-        entry = sizes.choose(rows, head_rows, len(requests))
-        packed, selection, table, stored = pack_refresh(requests, self._config, self._pool.table, entry)
-        static = self._refresh_static(entry, scored)
-        arguments = self._params, packed.batch, selection, table
-        executable = self._compiled(entry, _refresh, *arguments, self._pool.abstract, donate=_POOL, **static)
-        sizes.compiled.add(entry)
 
-        run = functools.partial(self._pool.run, executable, *arguments, writes=True)
-        return Launch(run, packed.candidates, stored)
+        def packed(entry: Entry) -> tuple[RefreshBatch, Program]:
+            batch = pack_refresh(requests, self._config, self._pool.table, entry)
+            return batch, self._refresh_program(batch, entry, scored=scored)
+
+        entry = sizes.choose(rows, head_rows, len(requests))
+        batch, program = packed(entry)
+        executable = self._compiled(program, entry)
+        sizes.compiled.add(entry)
+        missing = sizes.missing(rows, head_rows, len(requests))
+        if missing is not None and self._background.idle:
+            self._compile_later(packed(missing)[1], sizes, missing)
+        run = functools.partial(self._pool.run, executable, *program.args[:-1], writes=True)
+        return Launch(run, batch.packed.candidates, batch.stored)
 
     def reuse(self, requests: list[Request], max_steps: int) -> Launch:
         """Up to `max_steps` steps of what each request forwards. As of `Launcher`."""
         rows, head_rows, needed = np.sum([reuse_demand(r, PAGE_ROWS) for r in requests], axis=0).tolist()
         level = _reuse_level(requests)
         sizes = self._reuse_sizes[level]
+
+        def packed(entry: Entry) -> tuple[ReuseBatch, Program]:
+            usual = self._usual_entries(entry)
+            entries = usual if needed <= usual else power_bucket(needed, usual)
+            batch = pack_reuse(requests, self._config, self._pool.table, entry, entries)
+            return batch, self._reuse_program(batch, entry, level, min(max_steps, entry.steps))
+
         entry = sizes.choose(rows, head_rows, len(requests), max_steps)
-        usual = self._pool.entries(entry.rows // TILE_ROWS)
-        entries = usual if needed <= usual else power_bucket(needed, usual)
-        packed, table = pack_reuse(requests, self._config, self._pool.table, entry, entries)
-        static = self._static(entry, level)
-        arguments = self._params, packed.batch, table
-        steps = np.int32(min(max_steps, entry.steps))
-        chained = self._chained(entry.rows)
-        executable = self._compiled(
-            entry, _reuse, *arguments, self._pool.abstract, steps, chained=chained, **static
-        )
+        batch, program = packed(entry)
+        executable = self._compiled(program, entry)
         sizes.compiled.add(entry)
+        missing = sizes.missing(rows, head_rows, len(requests))
+        if missing is not None and self._background.idle:
+            self._compile_later(packed(missing)[1], sizes, missing)
+        *arguments, _, steps = program.args
         return Launch(
             lambda: executable(*arguments, self._pool.device(), steps),
-            packed.candidates,
+            batch.packed.candidates,
             [None] * len(requests),
         )
 
@@ -135,14 +143,29 @@ class CachedRunner:
         plain, scored = (sizes.compiled for sizes in self._refresh_sizes.values())
         return now or (not plain and (bool(scoring) or scored.issuperset(self._ladder.refresh)))
 
-    def _compiled(self, entry: Entry, function: Callable[..., Any], *args: Any, **options: Any) -> Executable:
-        executable = self._executables.compile(function, *args, **options)
+    def _refresh_program(self, batch: RefreshBatch, entry: Entry, *, scored: bool) -> Program:
+        args = self._params, batch.packed.batch, batch.selection, batch.table, self._pool.abstract
+        static = self._static(entry, Level.FILTERED) | {"scored": scored}
+        return Program(_refresh, args, static, donate=_POOL, name=f"refresh of {entry.rows} rows")
+
+    def _reuse_program(self, batch: ReuseBatch, entry: Entry, level: Level, steps: int) -> Program:
+        args = self._params, batch.packed.batch, batch.table, self._pool.abstract, np.int32(steps)
+        static, chained = self._static(entry, level), self._chained(entry.rows)
+        return Program(_reuse, args, static, chained=chained, name=f"reuse of {entry.rows} rows")
+
+    def _usual_entries(self, entry: Entry) -> int:
+        """Entries of the page table of a reuse."""
+        return self._pool.entries(entry.rows // TILE_ROWS)
+
+    def _compile_later(self, program: Program, sizes: Sizes, entry: Entry) -> None:
+        make = functools.partial(self._compiled, program, entry)
+        self._background.start(sizes, entry, program.name, make)
+
+    def _compiled(self, program: Program, entry: Entry) -> Executable:
+        executable = self._executables.get(program)
         what = f"a cached step of {entry.rows} rows beside a pool of {self._account.pages} pages"
         check_fits(self._account, what, entry.rows, executable)
         return executable
-
-    def _refresh_static(self, entry: Entry, scored: bool) -> dict[str, Any]:
-        return self._static(entry, Level.FILTERED) | {"scored": scored}
 
     def _static(self, entry: Entry, level: Level) -> dict[str, Any]:
         return {

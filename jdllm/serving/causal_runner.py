@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,8 +18,11 @@ from jdllm.pallas.masked_logits import Level
 from jdllm.planning.account import Account
 from jdllm.planning.buckets import power_bucket
 from jdllm.planning.ladder import CausalLadder, Entry, Sizes, prefill_chunk
+from jdllm.serving.background import Background
 from jdllm.serving.cached_packing import Stored
 from jdllm.serving.causal_packing import (
+    PackedPrompts,
+    PackedSequences,
     by_request,
     pack_prompts,
     pack_sequences,
@@ -46,6 +49,19 @@ _PREFILL_POOL, _DECODE_POOL = (6,), (5,)
 _LEVELS = (Level.TOP, Level.FILTERED)
 
 
+class _Chosen(NamedTuple):
+    """What runs a part.
+
+    - `executable`, `arguments`: of the sizes of `entry`; the pool is the last argument beside these.
+    - `order`: whose columns its trace has.
+    """
+
+    entry: Entry
+    executable: Executable
+    arguments: tuple[Any, ...]
+    order: np.ndarray
+
+
 class CausalRunner:
     """Prefills and decodes requests of a causal model.
 
@@ -54,6 +70,7 @@ class CausalRunner:
     - `ladder`: the sizes of its steps.
     - `pool`: where keys and values are stored.
     - `layered`: runs what the pool has no room for.
+    - `background`: compiles what fits better than what serves now.
 
     - `chunk`: tokens of a prompt that one part evaluates at most, whole pages.
     """
@@ -67,6 +84,7 @@ class CausalRunner:
         account: Account,
         pool: DevicePool,
         layered: LayeredRunner,
+        background: Background,
     ):
         self._params = params
         self._config = config
@@ -75,6 +93,7 @@ class CausalRunner:
         self._account = account
         self._pool = pool
         self._layered = layered
+        self._background = background
         kinds = list(itertools.product((False, True), repeat=2))
         self._prefill_sizes = {kind: Sizes(ladder.prefill) for kind in kinds}
         self._decode_sizes = {kind: Sizes(ladder.decode) for kind in kinds}
@@ -105,58 +124,67 @@ class CausalRunner:
         parts = [part_of(request, self.chunk) for request in asked]
         stored, rows = any(part.start > 0 for part in parts), sum(map(len, parts))
         sizes = self._prefill_sizes[stored, penalised(asked)]
-        entry = sizes.choose(rows, len(asked), len(asked))
         entries = power_bucket(sum(pages_of(part.stop) for part in parts), self._usual) if stored else None
-        packed = pack_prompts(asked, parts, self._config, self._pool.table, entry, entries)
-        arguments = self._params, *packed.arguments
-        executable = self._compiled(
-            "parts of prompts", entry, _prefill, arguments, _PREFILL_POOL, _LEVELS[-1]
-        )
-        sizes.compiled.add(entry)
+
+        def packed(entry: Entry) -> tuple[np.ndarray, Program]:
+            batch = pack_prompts(asked, parts, self._config, self._pool.table, entry, entries)
+            return batch.order, self._prefill_program(batch, entry)
+
+        chosen = self._chosen(sizes, packed, rows, len(asked), 1)
         counts = [int(part.stop == request.known) for request, part in zip(asked, parts, strict=True)]
         stored_rows = [Stored(np.arange(part.stop, part.stop), part.stop) for part in parts]
-        return self._launch(executable, arguments, asked, packed.order, counts, stored_rows)
+        return self._launch(chosen, asked, counts, stored_rows)
 
     def decode(self, requests: list[Request], max_steps: int) -> Launch:
         """Up to `max_steps` tokens of each request. As of `Launcher`."""
         asked = _causal(requests)
         kind = any(request.sampling.filtered for request in asked), penalised(asked)
         sizes, level = self._decode_sizes[kind], _LEVELS[any(kind)]
-        entry = sizes.choose(len(asked), len(asked), len(asked), max_steps)
-        needed = sum(1 + len(pages_read(request, self._config, entry.steps)) for request in asked)
-        entries = power_bucket(needed, self._least_entries(entry))
-        packed = pack_sequences(asked, self._config, self._pool.table, entry, entries)
-        steps = np.int32(min(max_steps, entry.steps))
-        arguments = self._params, *packed.arguments, steps
-        executable = self._compiled(
-            "a token of sequences",
-            entry,
-            _decode,
-            arguments,
-            _DECODE_POOL,
-            level,
-            chained=self._chained(entry.segments),
-        )
+
+        def packed(entry: Entry) -> tuple[np.ndarray, Program]:
+            needed = sum(1 + len(pages_read(request, self._config, entry.steps)) for request in asked)
+            entries = power_bucket(needed, self._least_entries(entry))
+            batch = pack_sequences(asked, self._config, self._pool.table, entry, entries)
+            return batch.order, self._decode_program(batch, entry, level, min(max_steps, entry.steps))
+
+        chosen = self._chosen(sizes, packed, len(asked), len(asked), max_steps)
+        counts = [min(max_steps, chosen.entry.steps, request.steps_left) for request in asked]
+        return self._launch(chosen, asked, counts, [None] * len(asked))
+
+    def _chosen(
+        self,
+        sizes: Sizes,
+        packed: Callable[[Entry], tuple[np.ndarray, Program]],
+        rows: int,
+        segments: int,
+        steps: int,
+    ) -> _Chosen:
+        """The entry that serves a part now; one that fits better is compiled in the background."""
+        entry = sizes.choose(rows, segments, segments, steps)
+        order, program = packed(entry)
+        executable = self._compiled(program, entry)
         sizes.compiled.add(entry)
-        counts = [min(int(steps), request.steps_left) for request in asked]
-        return self._launch(executable, arguments, asked, packed.order, counts, [None] * len(asked))
+        missing = sizes.missing(rows, segments, segments)
+        if missing is not None and self._background.idle:
+            later = packed(missing)[1]
+            make = functools.partial(self._compiled, later, missing)
+            self._background.start(sizes, missing, later.name, make)
+        return _Chosen(entry, executable, program.args[:-1], order)
 
     def _launch(
         self,
-        executable: Executable,
-        arguments: tuple[Any, ...],
+        chosen: _Chosen,
         asked: Sequence[CausalRequest],
-        order: np.ndarray,
         counts: Sequence[int],
         stored: Sequence[Stored | None],
     ) -> Launch:
-        """A part of which each request gets up to so many tokens; `order`: whose columns its trace has."""
+        """A part of which each request gets up to so many tokens."""
 
         def take(found: np.ndarray) -> Steps:
-            return spread(by_request(decoded(found), order, len(asked)), counts)
+            return spread(by_request(decoded(found), chosen.order, len(asked)), counts)
 
         positions = [np.arange(r.known, r.known + count) for r, count in zip(asked, counts, strict=True)]
-        run = functools.partial(self._pool.run, executable, *arguments, writes=True)
+        run = functools.partial(self._pool.run, chosen.executable, *chosen.arguments, writes=True)
         return Launch(run, positions, stored, take)
 
     def programs(self) -> Iterator[Program]:
@@ -166,16 +194,11 @@ class CausalRunner:
         for entry in self._ladder.prefill:
             for entries in (None, self._usual):
                 packed = pack_prompts([request], [range(1)], self._config, pool, entry, entries)
-                args = self._params, *packed.arguments, self._pool.abstract
-                static, name = self._static(_LEVELS[-1]), f"prefill of {entry.rows} rows"
-                yield Program(_prefill, args, static, donate=_PREFILL_POOL, name=name)
+                yield self._prefill_program(packed, entry)
         for entry in self._ladder.decode:
             packed = pack_sequences([request], self._config, pool, entry, self._least_entries(entry))
-            args = self._params, *packed.arguments, np.int32(1), self._pool.abstract
             for level in _LEVELS:
-                static, chained = self._static(level), self._chained(entry.segments)
-                name = f"decode of {entry.segments} requests"
-                yield Program(_decode, args, static, donate=_DECODE_POOL, chained=chained, name=name)
+                yield self._decode_program(packed, entry, level, 1)
 
     def warm(self) -> None:
         """Compile every entry of the ladder; those of a repetition penalty are compiled when first needed."""
@@ -190,22 +213,20 @@ class CausalRunner:
             return self._pool.entries(entry.segments)
         return entry.segments * (pages_of(self._config.sliding_window + entry.steps) + 2)
 
-    def _compiled(
-        self,
-        what: str,
-        entry: Entry,
-        function: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        donate: tuple[int, ...],
-        level: Level,
-        *,
-        chained: bool = False,
-    ) -> Executable:
-        static = self._static(level)
-        executable = self._executables.compile(
-            function, *arguments, self._pool.abstract, donate=donate, chained=chained, **static
-        )
-        check_fits(self._account, f"{what} in {entry.rows} rows", entry.rows, executable)
+    def _prefill_program(self, batch: PackedPrompts, entry: Entry) -> Program:
+        args = self._params, *batch.arguments, self._pool.abstract
+        static, name = self._static(_LEVELS[-1]), f"prefill of {entry.rows} rows"
+        return Program(_prefill, args, static, donate=_PREFILL_POOL, name=name)
+
+    def _decode_program(self, batch: PackedSequences, entry: Entry, level: Level, steps: int) -> Program:
+        args = self._params, *batch.arguments, np.int32(steps), self._pool.abstract
+        static, chained = self._static(level), self._chained(entry.segments)
+        name = f"decode of {entry.rows} rows"
+        return Program(_decode, args, static, donate=_DECODE_POOL, chained=chained, name=name)
+
+    def _compiled(self, program: Program, entry: Entry) -> Executable:
+        executable = self._executables.get(program)
+        check_fits(self._account, f"a {program.name}", entry.rows, executable)
         return executable
 
     def _static(self, level: Level) -> dict[str, Any]:

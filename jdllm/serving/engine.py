@@ -13,6 +13,7 @@ import numpy as np
 from jdllm.decoding.encoded_trace import Steps
 from jdllm.decoding.executables import Program
 from jdllm.errors import NonFiniteError, RequestError
+from jdllm.serving.background import Background
 from jdllm.serving.causal_request import CausalRequest, CausalSpec
 from jdllm.serving.costs import Costs
 from jdllm.serving.device_pool import DevicePool
@@ -60,7 +61,7 @@ class Engine:
     - `verifier_keys`: what the verifier of adaptive requests has stored of them.
     - `costs`: what requests and their steps take.
     - `check`: raises `RequestError` or `MemoryBudgetError` for a request that this engine cannot serve.
-    - `compiled`: what `warm` compiles.
+    - `compiled`: what `warm` compiles; `background`: what compiles sizes while others serve.
     - `non_finite`: what a request fails with whose values are infinite or not numbers.
 
     `add`, `abort`, `run`, `stats` and `requests` may be called by any thread; `step` by one at a time. A
@@ -84,6 +85,7 @@ class Engine:
         *,
         check: Callable[[RequestSpec], None],
         compiled: Sequence[Compiled],
+        background: Background,
         non_finite: Callable[[Request], NonFiniteError],
         layered: LayeredRunner | None = None,
         verifier_keys: VerifierKeys | None = None,
@@ -97,6 +99,7 @@ class Engine:
         self._costs = costs
         self._check = check
         self._compiled = compiled
+        self._background = background
         self._non_finite = non_finite
         self._lock = threading.RLock()
         self._arrivals: deque[_Entry] = deque()
@@ -253,12 +256,17 @@ class Engine:
             for kind in self._compiled:
                 kind.warm()
 
+    def settle(self) -> None:
+        """Wait until nothing is compiled in the background, as before steps are timed."""
+        self._background.wait()
+
     def between_parts[T](self, function: Callable[[], T]) -> T:
         """`function()`, while no part of the engine runs."""
         return self._runner.between_parts(function)
 
     def close(self) -> None:
         """Wait for what runs, forget all requests and free the KV pool."""
+        self._background.close()
         with self._lock:
             self._take_arrivals()
             for request in list(self._entries):

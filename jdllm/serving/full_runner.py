@@ -25,6 +25,7 @@ from jdllm.planning.account import Account
 from jdllm.planning.buckets import head_bucket, row_bucket
 from jdllm.planning.ladder import Entry, Ladder, Sizes
 from jdllm.planning.plan import Bucket, Budget, Workload, plan_bucket, refusal, rungs
+from jdllm.serving.background import Background
 from jdllm.serving.launch import Launch
 from jdllm.serving.packing import demand, pack, smallest_request
 from jdllm.serving.request import Request
@@ -43,6 +44,7 @@ class FullRunner:
     - `executables`: where compiled steps are kept.
     - `ladder`: their sizes.
     - `account`: what a step may use; without a budget nothing is planned, and only the logits are cut.
+    - `background`: compiles what fits better than what serves now.
     - `make_room`: called before a step that needs the room of the KV pool.
     - `chunks`: fixed chunk counts instead of planned ones; they are held against the budget all the same.
     - `offloaded`: all weights where layers are in host memory; `params` are then those outside of layers.
@@ -58,6 +60,7 @@ class FullRunner:
         ladder: Ladder,
         account: Account,
         *,
+        background: Background,
         make_room: Callable[[], None],
         chunks: ChunkConfig | None = None,
         max_num_logits: int | None = None,
@@ -68,6 +71,7 @@ class FullRunner:
         self._executables = executables
         self._ladder = ladder
         self._account = account
+        self._background = background
         self._make_room = make_room
         self._chunks = chunks
         self._max_num_logits = max_num_logits
@@ -93,6 +97,12 @@ class FullRunner:
         batch, candidates = pack(requests, self._config, entry)
         mask_id = mask_id_of(self._config)
         chunks, tiers = self._choice(batch, mask_id, entry)
+        self._sizes.compiled.add(entry)
+        missing = self._sizes.missing(rows, head_rows, len(requests))
+        if missing is not None and self._background.idle:
+            smaller = pack(requests, self._config, missing).batch
+            make = functools.partial(self._compile_entry, smaller, missing)
+            self._background.start(self._sizes, missing, _name(missing), make)
 
         def run() -> EncodedTrace:
             self.make_room(entry)
@@ -119,14 +129,19 @@ class FullRunner:
                 return
             args = self._params, batch, np.int32(1)
             static = self._static(mask_id_of(self._config), chunks)
-            yield Program(_denoise, args, static, name=f"full step of {entry.rows} rows")
+            yield Program(_denoise, args, static, name=_name(entry))
 
     def warm(self) -> None:
         """Compile every entry of the ladder."""
         for entry, batch in self._empty():
-            chunks, tiers = self._choice(batch, mask_id_of(self._config), entry)
-            if tiers is None and self._offloaded is None:
-                self._compiled(batch, mask_id_of(self._config), chunks)
+            self._compile_entry(batch, entry)
+            self._sizes.compiled.add(entry)
+
+    def _compile_entry(self, batch: Batch, entry: Entry) -> None:
+        mask_id = mask_id_of(self._config)
+        chunks, tiers = self._choice(batch, mask_id, entry)
+        if tiers is None and self._offloaded is None:
+            self._compiled(batch, mask_id, chunks)
 
     def _empty(self) -> Iterator[tuple[Entry, Batch]]:
         """A batch that asks for little, of the sizes of each entry."""
@@ -171,7 +186,6 @@ class FullRunner:
     def _choice(self, batch: Batch, mask_id: int, entry: Entry) -> tuple[ChunkConfig, HostTiers | None]:
         if entry not in self._choices:
             self._choices[entry] = self._choose(batch, mask_id, entry)
-            self._sizes.compiled.add(entry)
         return self._choices[entry]
 
     def _choose(self, batch: Batch, mask_id: int, entry: Entry) -> tuple[ChunkConfig, HostTiers | None]:
@@ -244,6 +258,10 @@ class FullRunner:
                 break
             surplus += needed - budget.device
         raise refusal(workload, bucket, budget, tiers, surplus=surplus, compiled=needed)
+
+
+def _name(entry: Entry) -> str:
+    return f"full step of {entry.rows} rows"
 
 
 def _bucket(entry: Entry) -> Bucket:

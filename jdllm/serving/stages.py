@@ -17,7 +17,7 @@ from jdllm.models.weights import Params
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.account import Account
 from jdllm.planning.buckets import fine_bucket, head_bucket, row_bucket
-from jdllm.planning.ladder import TILE_ROWS, Entry, Sizes
+from jdllm.planning.ladder import TILE_ROWS, Entry, PatientSizes
 from jdllm.prefilling.build import Evaluation, build
 from jdllm.prefilling.draft import draft, draft_segment, timetable
 from jdllm.prefilling.retain import Watched, retain, retention_segment
@@ -62,9 +62,9 @@ class Model:
         narrow = [Entry(rows, head_bucket(rows // _SHARE), 1, 1) for rows in sizes]
         # Behind chunks that are stored, or short, most rows are scored.
         wide = [Entry(rows, rows, 1, 1) for rows in sizes]
-        self.score_sizes = Sizes(sorted({*narrow, *wide}))
-        self.stored_sizes = Sizes(wide)
-        self.build_sizes, self.retain_sizes = Sizes(narrow), Sizes(narrow)
+        self.score_sizes = PatientSizes(sorted({*narrow, *wide}))
+        self.stored_sizes = PatientSizes(wide)
+        self.build_sizes, self.retain_sizes = PatientSizes(narrow), PatientSizes(narrow)
 
     @property
     def mask_id(self) -> int:

@@ -20,6 +20,7 @@ from jdllm.planning.account import make_account
 from jdllm.planning.aot import memory_of, target_sharding
 from jdllm.planning.budget import Budget
 from jdllm.planning.ladder import make_ladder
+from jdllm.serving.background import Background
 from jdllm.serving.cached_runner import CachedRunner
 from jdllm.serving.device_pool import DevicePool
 from jdllm.serving.full_runner import FullRunner
@@ -51,8 +52,8 @@ def programs() -> list[Program]:
     budget = Budget(memory_of("h200"))
     account = make_account(CONFIG, "bfloat16", budget, device=HOPPER, max_num_batched_tokens=8 * ROWS)
     model = params, CONFIG, executables, make_ladder(account.rows), account
-    full = FullRunner(*model, make_room=lambda: None).programs()
-    cached = CachedRunner(*model, DevicePool(CONFIG, "bfloat16", account.pages)).programs()
+    full = FullRunner(*model, background=Background(), make_room=lambda: None).programs()
+    cached = CachedRunner(*model, DevicePool(CONFIG, "bfloat16", account.pages), Background()).programs()
     return [p for p in (*full, *cached) if len(p.args[1].tokens) == ROWS and len(p.args[1].head.row) < ROWS]
 
 

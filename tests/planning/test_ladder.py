@@ -7,7 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jdllm.planning.buckets import row_bucket
-from jdllm.planning.ladder import DEFAULT_ROWS, MAX_SEGMENTS, TILE_ROWS, Entry, Ladder, Sizes, make_ladder
+from jdllm.planning.ladder import (
+    DEFAULT_ROWS,
+    MAX_SEGMENTS,
+    TILE_ROWS,
+    Entry,
+    Ladder,
+    PatientSizes,
+    Sizes,
+    make_ladder,
+)
 
 MOST_EXECUTABLES = {8192: 44, 36864: 48, 1 << 17: 52}
 BUDGETS = st.integers(1, 1 << 17)
@@ -119,13 +128,39 @@ def test_what_is_compiled_stands_in_for_what_is_not(rows: int, compiled: tuple[i
     assert sizes.choose(rows, 10, 1).rows == chosen
 
 
-@pytest.mark.parametrize("steps", [1, 32])
-def test_nobody_is_padded_for_ever(steps: int):
+def test_an_entry_is_missed_once_others_are_padded_for_the_want_of_it():
     sizes = Sizes(ENTRIES)
     sizes.compiled.add(ENTRIES[2])
-    turns = 2**18 // (steps * (512 - 128))
-    assert all(sizes.choose(100, 10, 1, steps) == ENTRIES[2] for _ in range(turns))
-    assert sizes.choose(100, 10, 1, steps) == ENTRIES[0]
-    assert sizes.choose(200, 10, 1, steps) == ENTRIES[2]
+    assert sizes.choose(100, 10, 1, steps=5) == ENTRIES[2]
+    assert sizes.missing(100, 10, 1) is None
+    assert sizes.choose(100, 10, 1) == ENTRIES[2]
+    assert sizes.missing(100, 10, 1) == ENTRIES[0]
+    assert sizes.missing(200, 10, 1) is None
     sizes.compiled.add(ENTRIES[0])
-    assert sizes.choose(100, 10, 1, steps) == ENTRIES[0]
+    assert (sizes.missing(100, 10, 1), sizes.choose(100, 10, 1)) == (None, ENTRIES[0])
+
+
+def test_what_cannot_be_compiled_is_not_missed():
+    sizes = Sizes(ENTRIES)
+    sizes.compiled.add(ENTRIES[2])
+    sizes.given_up.add(ENTRIES[0])
+    assert sizes.choose(100, 10, 1, steps=100) == ENTRIES[2]
+    assert sizes.missing(100, 10, 1) is None
+
+
+def test_what_is_on_no_ladder_is_never_missed():
+    sizes = Sizes(ENTRIES)
+    for _ in range(9):
+        assert sizes.choose(5000, 10, 1, steps=100).rows == 5120
+        assert sizes.missing(5000, 10, 1) is None
+
+
+def test_nobody_is_padded_for_ever():
+    sizes = PatientSizes(ENTRIES)
+    sizes.compiled.add(ENTRIES[2])
+    turns = 2**18 // (512 - 128)
+    assert all(sizes.choose(100, 10, 1) == ENTRIES[2] for _ in range(turns))
+    assert sizes.choose(100, 10, 1) == ENTRIES[0]
+    assert sizes.choose(200, 10, 1) == ENTRIES[2]
+    sizes.compiled.add(ENTRIES[0])
+    assert sizes.choose(100, 10, 1) == ENTRIES[0]
