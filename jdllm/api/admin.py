@@ -8,12 +8,13 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from jdllm import __version__
 from jdllm.api.errors import RESPONSES
-from jdllm.api.service import Service, dead
+from jdllm.api.service import Service, dead, owner_of
 from jdllm.serving.scheduler import Kind
 
 router = APIRouter()
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health", responses=RESPONSES)
 async def health(request: Request) -> Response:
     """Whether requests are answered."""
@@ -58,11 +59,15 @@ def _by_kind(counts: dict[Kind, int]) -> dict[str, int]:
 
 @router.get("/v1/requests", responses=RESPONSES)
 async def requests(request: Request) -> dict[str, Any]:
-    """The requests that wait or run, in order of arrival: one for each sample."""
+    """The requests that wait or run, in order of arrival: one for each sample. Who has a key sees those of
+    the key, and who has the admin's all."""
     service: Service = request.app.state.service
-    calls = {id: call for call, running in service.running.items() for id in running.requests}
+    owner = owner_of(request)
+    calls = {id: call for call, running in service.calls_of(owner).items() for id in running.requests}
     now, data = time.time(), []
     for state in service.llm.engine.requests():
+        if owner is not None and state.id not in calls:
+            continue
         fields = state._asdict()
         fields["id"] = calls.get(state.id)
         fields["state"] = "running" if fields.pop("running") else "waiting"
@@ -73,7 +78,7 @@ async def requests(request: Request) -> dict[str, Any]:
 
 @router.delete("/v1/requests/{call}", responses=RESPONSES)
 async def cancel(call: str, request: Request) -> dict[str, Any]:
-    """End a call; its client is told so."""
+    """End a call; its client is told so. Who has a key ends calls of the key, and who has the admin's any."""
     service: Service = request.app.state.service
-    service.cancel(call)
+    service.cancel(call, owner_of(request))
     return {"id": call, "object": "request", "deleted": True}

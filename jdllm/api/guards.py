@@ -1,6 +1,8 @@
-"""What stands before every route: API keys, and bodies of bounded size that arrive in bounded time."""
+"""What stands before every route: names of this server, API keys, and bodies of bounded size that arrive in
+bounded time."""
 
 import asyncio
+import re
 import secrets
 from collections.abc import Sequence
 
@@ -10,17 +12,50 @@ from jdllm.api.errors import ApiError
 
 _OPEN = ("/health", "/version", "/metrics", "/openapi.json", "/", "/stats")
 _PAGE = "/page/"
+_PORT = re.compile(r":\d*$")
+
+
+class AllowedHosts:
+    """Answers only requests that name this server in `Host`.
+
+    A page of a stranger can let a name of its own lead to this server (DNS rebinding), and would then ask
+    with the rights of whoever looks at the page.
+
+    Arguments:
+    - `names`: without ports, of which any will do.
+    """
+
+    def __init__(self, app: ASGIApp, names: Sequence[str]):
+        self._app, self._names = app, {name.lower() for name in names}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        hosts = [value.decode("latin-1") for name, value in scope.get("headers", ()) if name == b"host"]
+        if all(_PORT.sub("", host).lower() in self._names for host in hosts):
+            await self._app(scope, receive, send)
+            return
+        refusal = ApiError(
+            400,
+            "Host is no name of this server: whoever runs it can allow the name with --allowed-host",
+            code="host_not_allowed",
+        )
+        await refusal.response()(scope, receive, send)
 
 
 class ApiKeys:
     """Lets only those pass who have a key, except to the pages and what monitoring asks.
 
+    Whoever has passed is `owner` in the request's state: the number of the key, `None` for the admin's.
+
     Arguments:
     - `keys`: any of which will do.
+    - `admin_key`: a further one, whose owner sees the requests of all.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]):
-        self._app, self._keys = app, [key.encode() for key in keys]
+    def __init__(self, app: ASGIApp, keys: Sequence[str], admin_key: str | None = None):
+        self._app = app
+        self._owners: list[tuple[int | None, bytes]] = [(i, key.encode()) for i, key in enumerate(keys)]
+        if admin_key is not None:
+            self._owners.insert(0, (None, admin_key.encode()))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or self._is_open(scope) or self._knows(scope):
@@ -41,8 +76,11 @@ class ApiKeys:
         headers = [value for name, value in scope["headers"] if name == b"authorization"]
         kind, _, given = headers[0].partition(b" ") if len(headers) == 1 else (b"", b"", b"")
         # All are compared, so that the time says nothing about any.
-        equal = [secrets.compare_digest(given.strip(), key) for key in self._keys]
-        return kind.lower() == b"bearer" and any(equal)
+        owners = [owner for owner, key in self._owners if secrets.compare_digest(given.strip(), key)]
+        if kind.lower() != b"bearer" or not owners:
+            return False
+        scope.setdefault("state", {})["owner"] = owners[0]
+        return True
 
 
 class BoundedBodies:

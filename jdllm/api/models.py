@@ -57,6 +57,10 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any
     """Text of ids, without special tokens."""
     service: Service = request.app.state.service
     service.model(body.model)
+    # A model may have more ids than its tokenizer, and answer them; they have no text.
+    known = max(len(service.tokenizer), service.llm.config.vocab_size)
+    if unknown := [f"tokens[{at}] is {token}" for at, token in enumerate(body.tokens) if token >= known][:1]:
+        raise bad_request(f"{unknown[0]}, expected an id below {known}", "tokens")
     ignored = service.ignored(body)
     return {"prompt": await asyncio.to_thread(service.tokenizer.decode, body.tokens)} | ignored
 

@@ -57,6 +57,9 @@ class Settings:
     - `names`: of the model, the first of which is its own.
     - `default_sampling`: what applies where a request says nothing.
     - `max_queue`: requests that may wait.
+    - `max_n`: samples of a prompt.
+    - `max_requests_per_key`: requests, one for each sample, that who has one key may have waiting or running,
+      `None` for any number. Who needs no key shares them with all others.
     - `request_timeout`: seconds that a request may take, `None` for any.
     - `strict_fields`: whether a request with a field that nobody knows is refused.
     """
@@ -64,6 +67,8 @@ class Settings:
     names: tuple[str, ...]
     default_sampling: SamplingParams
     max_queue: int = 1024
+    max_n: int = 128
+    max_requests_per_key: int | None = None
     request_timeout: float | None = None
     strict_fields: bool = False
 
@@ -155,6 +160,8 @@ class Service:
         if ("max_tokens" in given or "gen_length" in given) and "steps" not in given:
             given["steps"] = None
         sampling = self.settings.default_sampling.changed(**{"seed": None, **given})
+        if sampling.n > self.settings.max_n:
+            raise bad_request(f"n is {sampling.n}, expected at most {self.settings.max_n}", "n")
         if sampling.steps is not None and sampling.steps > sampling.gen_length:
             raise bad_request(
                 f"steps is {sampling.steps}, more than the {sampling.gen_length} tokens that are generated",
@@ -201,6 +208,22 @@ class Service:
                 headers={"Retry-After": str(_RETRY_AFTER)},
             )
 
+    def _check_share(self, owner: int | None, samples: int) -> None:
+        """Raise `ApiError` where the owner of a key may not have so many further samples, now or ever."""
+        most = self.settings.max_requests_per_key
+        if most is None:
+            return
+        if samples > most:
+            raise bad_request(f"{samples} samples are asked for at once, expected at most {most}", "n")
+        held = sum(len(running.requests) for running in self.running.values() if running.owner == owner)
+        if held + samples > most:
+            raise ApiError(
+                429,
+                f"{held} requests of this key wait or run, and at most {most} may: try again later",
+                code="too_many_requests",
+                headers={"Retry-After": str(_RETRY_AFTER)},
+            )
+
     async def scored[T](self, score: Callable[[], T]) -> T:
         """`score()`, which evaluates the model outside of the engine's requests: one call at a time."""
         if self.engine.error is not None:
@@ -228,10 +251,12 @@ class Service:
             raise dead(self.engine.error)
         specs = specs_of(asked)
         self.check_room(len(specs))
+        owner = owner_of(request)
+        self._check_share(owner, len(specs))
         submitted = self.engine.submit(specs, updates=updates)
         arrivals.submitted(request)
         request.state.counted = True
-        running = Running(call_id(prefix), request.url.path, self, asked, submitted)
+        running = Running(call_id(prefix), owner, request.url.path, self, asked, submitted)
         self.running[running.id] = running
         running.watch(request, self.settings.request_timeout, self._timed_out())
         return running
@@ -245,9 +270,14 @@ class Service:
         message = f"the request took longer than {self.settings.request_timeout} s"
         return ApiError(408, message, code="request_timeout", headers=_FINAL)
 
-    def cancel(self, call: str) -> None:
-        """End a call for who asks for it by its id; raises `ApiError` where there is none."""
-        if call not in self.running:
+    def calls_of(self, owner: int | None) -> dict[str, "Running"]:
+        """The calls that the owner of a key may see: its own, and all where there is no key or it is the
+        admin's."""
+        return {id: call for id, call in self.running.items() if owner in (None, call.owner)}
+
+    def cancel(self, call: str, owner: int | None) -> None:
+        """End a call for who asks for it by its id; raises `ApiError` where `owner` may see none."""
+        if call not in self.calls_of(owner):
             raise ApiError(404, f"there is no request {call} that runs or waits", code="request_not_found")
         self.running[call].end(
             ApiError(409, "the request was cancelled", code="request_cancelled", headers=_FINAL)
@@ -263,13 +293,20 @@ class Running:
     """A call in the engine; iterate over it once, inside `with`.
 
     - `id`: of the call.
+    - `owner`: as of `owner_of`.
     - `asked`: what its prompts ask for.
     """
 
     def __init__(
-        self, id: str, endpoint: str, service: Service, asked: Sequence[Asked], submitted: Submitted
+        self,
+        id: str,
+        owner: int | None,
+        endpoint: str,
+        service: Service,
+        asked: Sequence[Asked],
+        submitted: Submitted,
     ):
-        self.id, self.asked, self._endpoint = id, asked, endpoint
+        self.id, self.owner, self.asked, self._endpoint = id, owner, asked, endpoint
         self.created = int(time.time())
         self.first_block: float | None = None
         self._started = time.monotonic()
@@ -370,6 +407,11 @@ class Running:
 def _shown(name: str) -> str:
     """A name that a client chose, of bounded length and printable."""
     return name[:_LONGEST_NAME].encode("unicode_escape").decode()
+
+
+def owner_of(request: fastapi.Request) -> int | None:
+    """The number of the key that a request came with, `None` where none is needed or it is the admin's."""
+    return getattr(request.state, "owner", None)
 
 
 def call_id(prefix: str) -> str:

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
 
 _NEEDED = ("fastapi", "uvicorn", "uvloop", "prometheus_client")
 _REQUESTS = (1024, 4096, 16384)
+_LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+_EVERYWHERE = ("0.0.0.0", "::")
+_HOST = re.compile(r"[\w.-]+|\[[0-9a-fA-F:.]+\]")
+_ORIGIN = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://([\w.-]+|\[[0-9a-fA-F:.]+\])(:\d+)?")
 BUNDLED = "jdllm-demo"
 _COLD = "nothing is compiled beforehand: the first requests of a size wait for that (--warmup)"
 
@@ -53,6 +58,16 @@ def serve(
     max_queue: Annotated[
         int, typer.Option(min=1, help="Requests that may wait; further ones are answered with 429.")
     ] = 1024,
+    max_n: Annotated[int, typer.Option(min=1, help="Samples that a request may ask for of a prompt.")] = 128,
+    max_requests_per_key: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Requests, one for each sample, that who has a key may have waiting or running; further ones"
+            " are answered with 429.",
+            show_default="any number",
+        ),
+    ] = None,
     request_timeout: Annotated[
         float | None,
         typer.Option(min=0.001, metavar="SECONDS", help="What a request may take.", show_default="any time"),
@@ -69,6 +84,14 @@ def serve(
             help="A key that clients have to send; may be repeated. A process list shows options: prefer the"
             " environment variable.",
             show_default="none is needed",
+        ),
+    ] = None,
+    admin_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY",
+            envvar="JDLLM_ADMIN_KEY",
+            help="A further key, which sees and ends the requests of all; the others only their own.",
         ),
     ] = None,
     served_model_name: ServedNames = None,
@@ -91,7 +114,20 @@ def serve(
     prefilling: WarmPrefilling = None,
     cors_origin: Annotated[
         list[str] | None,
-        typer.Option(metavar="ORIGIN", help="From whose pages browsers may ask; may be repeated."),
+        typer.Option(
+            metavar="ORIGIN",
+            help="From whose pages browsers may ask, such as https://a.example, or * for any; may be"
+            " repeated.",
+        ),
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="What clients may call this server in Host, beside its loopback names and --host, or * for"
+            " anything; may be repeated.",
+            show_default="anything where --host is 0.0.0.0 or ::",
+        ),
     ] = None,
     ssl_certfile: Annotated[Path | None, typer.Option(metavar="FILE", help="Certificate, for TLS.")] = None,
     ssl_keyfile: Annotated[Path | None, typer.Option(metavar="FILE", help="Its key.")] = None,
@@ -113,15 +149,23 @@ def serve(
     from jdllm.api.service import Settings
     from jdllm.llm import LLM
 
-    given, keys = _given_sampling(default_sampling), _keys(api_key)
+    given, names = _given_sampling(default_sampling), names_of(served_model_name, source.model)
+    access = Access(
+        api_keys=_keys(api_key or []),
+        admin_key=None if admin_key is None else _keys([admin_key])[0],
+        allowed_hosts=_hosts(host, allowed_host or []),
+        cors_origins=_origins(cors_origin or []),
+    )
     with bind(host, port) as bound, contextlib.ExitStack() as stack:
         arguments = as_arguments(source)
         default = _asked(source.model, given)
         llm = LLM(**arguments, max_num_logits=max_num_logits, kv_pool=kv_pool)
         settings = Settings(
-            names=names_of(served_model_name, source.model),
+            names=names,
             default_sampling=default,
             max_queue=max_queue,
+            max_n=max_n,
+            max_requests_per_key=max_requests_per_key,
             request_timeout=request_timeout,
             strict_fields=strict_fields,
         )
@@ -135,7 +179,6 @@ def serve(
             print_result(f"{settings.names[0]} at {scheme}://{address}:{taken}")
 
         tls = None if ssl_certfile is None or ssl_keyfile is None else Tls(ssl_certfile, ssl_keyfile)
-        access = Access(api_keys=keys, cors_origins=cors_origin or ())
         sys.exit(serve(llm, settings, access, bound, tls, prepare))
 
 
@@ -173,6 +216,8 @@ def check_installed(what: str, *needed: str) -> None:
 def names_of(given: Sequence[str] | None, model: str | None) -> tuple[str, ...]:
     """What a model is called: as was said, else as its directory or its id."""
     if given:
+        if not all(name.strip() for name in given):
+            raise ConfigError("--served-model-name is empty, expected what clients call the model")
         return tuple(given)
     if model is None:
         return (BUNDLED,)
@@ -199,8 +244,29 @@ def _asked(model: str | None, given: dict[str, Any]) -> "SamplingParams":
         raise RequestError(f"--default-sampling: {e}") from None
 
 
-def _keys(given: Sequence[str] | None) -> list[str]:
-    keys = [key.strip() for key in given or ()]
+def _keys(given: Sequence[str]) -> list[str]:
+    keys = [key.strip() for key in given]
     if any(not key or not key.isascii() for key in keys):
         raise ConfigError("an API key is empty or has other characters than ASCII")
     return keys
+
+
+def _origins(given: Sequence[str]) -> list[str]:
+    """Origins as browsers write them."""
+    for origin in given:
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            raise ConfigError(
+                f"--cors-origin is {origin!r}, expected a scheme and a host without a path, such as"
+                " https://a.example or http://localhost:3000, or *"
+            )
+    return [origin.lower() for origin in given]
+
+
+def _hosts(listens: str, given: Sequence[str]) -> list[str]:
+    """Names that are answered, none for any: who listens at all addresses has names that nobody told."""
+    for name in given:
+        if name != "*" and not _HOST.fullmatch(name):
+            raise ConfigError(f"--allowed-host is {name!r}, expected a name without a port, or *")
+    if "*" in given or (not given and listens in _EVERYWHERE):
+        return []
+    return [*_LOOPBACK, f"[{listens}]" if ":" in listens else listens, *given]

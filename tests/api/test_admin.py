@@ -1,12 +1,17 @@
+import dataclasses
 import threading
 import time
+from collections.abc import Iterator
 from importlib.metadata import version
 
+import pytest
 from fastapi.testclient import TestClient
 
 from jdllm.api.app import Access, create_app
 from jdllm.api.service import Service
 from jdllm.checkpoints.tokenizer import Tokenizer
+from jdllm.llm import LLM
+from jdllm.serving.async_engine import AsyncEngine
 
 
 def test_the_model_is_listed_under_its_names(client, service: Service):
@@ -25,6 +30,13 @@ def test_texts_become_ids_and_back(client, tokenizer: Tokenizer):
     assert found["count"] == len(found["tokens"])
     assert client.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": text}
     assert client.post("/tokenize", json={"prompt": "a", "messages": []}).status_code == 400
+    known = client.get("/tokenizer_info").json()["model_vocab_size"]
+    for tokens in ([known], [0, 2**31 - 1]):
+        answer = client.post("/detokenize", json={"tokens": tokens})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "tokens"
+    assert client.post("/detokenize", json={"tokens": [known - 1]}).status_code == 200
+    assert client.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
     end = "<|endoftext|>"
     assert client.post("/tokenize", json={"prompt": end}).json()["tokens"] == [tokenizer.token_id(end)]
     plain = client.post("/tokenize", json={"prompt": end, "parse_special": False}).json()["tokens"]
@@ -40,6 +52,8 @@ def test_a_remote_tokenizer_finds_what_it_needs(client, tokenizer: Tokenizer, ma
 
 def test_health_version_and_counts(client):
     assert client.get("/health").json() == {"status": "ok"}
+    head = client.head("/health")
+    assert (head.status_code, head.content) == (200, b"")
     assert client.get("/version").json() == {"version": version("jdllm")}
     before = client.get("/v1/stats").json()
     client.post("/v1/completions", json={"prompt": "1+1=", "max_tokens": 4, "ignore_eos": True})
@@ -108,6 +122,110 @@ def test_keys_open_the_api_and_nothing_else_needs_one(service: Service):
             assert client.get(path).status_code == 200
 
 
+class Keys:
+    """Asks a server of which nobody drives the engine, so that requests wait until they are ended."""
+
+    def __init__(self, client: TestClient):
+        self._client = client
+        self._asking: list[threading.Thread] = []
+
+    def ask(self, key: str, method: str, path: str, **options):
+        return self._client.request(method, path, headers={"Authorization": f"Bearer {key}"}, **options)
+
+    def post(self, key: str, **body):
+        return self.ask(key, "POST", "/v1/completions", json={"prompt": "1+1=", "max_tokens": 1, **body})
+
+    def leave(self, key: str, n: int) -> str:
+        """Ask for so many samples; returns the call's id once they wait."""
+        before = self.listed(key)
+        self._asking.append(threading.Thread(target=self.post, args=(key,), kwargs={"n": n}))
+        self._asking[-1].start()
+        _until(lambda: len(self.listed(key)) == len(before) + n)
+        (call,) = set(self.listed(key)) - set(before)
+        return call
+
+    def listed(self, key: str) -> list[str]:
+        return [entry["id"] for entry in self.ask(key, "GET", "/v1/requests").json()["data"]]
+
+    def end(self) -> None:
+        for call in set(self.listed("admin")):
+            assert self.ask("admin", "DELETE", f"/v1/requests/{call}").json()["deleted"]
+        for asking in self._asking:
+            asking.join()
+
+
+@pytest.fixture
+def keys(demo: LLM, service: Service) -> Iterator[Keys]:
+    undriven = AsyncEngine(demo.engine)
+    undriven.close()
+    settings = dataclasses.replace(service.settings, max_n=4, max_requests_per_key=6)
+    limited = Service(demo, undriven, settings, service.metrics)
+    access = Access(api_keys=("one", "other"), admin_key="admin")
+    with TestClient(create_app(limited, access)) as client:
+        keys = Keys(client)
+        yield keys
+        keys.end()
+    limited.close()
+
+
+def test_who_has_a_key_sees_and_ends_what_came_with_it(keys: Keys):
+    call, others = keys.leave("one", 2), keys.leave("other", 1)
+    assert keys.listed("one") == [call, call]
+    assert keys.listed("other") == [others]
+    assert keys.listed("admin") == [call, call, others]
+    refused = keys.ask("other", "DELETE", f"/v1/requests/{call}")
+    missing = keys.ask("other", "DELETE", "/v1/requests/none")
+    assert refused.status_code == missing.status_code == 404
+    assert refused.json()["error"]["code"] == missing.json()["error"]["code"]
+    assert keys.listed("one") == [call, call]
+    assert keys.ask("one", "DELETE", f"/v1/requests/{call}").json()["deleted"]
+    _until(lambda: not keys.listed("one"))
+    assert keys.listed("admin") == [others]
+
+
+def test_a_key_has_so_many_requests_at_most(keys: Keys):
+    for body in ({"n": 5}, {"n": 4, "prompt": ["1", "2"]}):
+        assert (answer := keys.post("one", **body)).status_code == 400
+        assert answer.json()["error"]["param"] == "n"
+    keys.leave("one", 4)
+    refused = keys.post("one", n=3)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_requests")
+    assert refused.headers["retry-after"]
+    keys.leave("one", 2)
+    assert keys.post("one").status_code == 429
+    keys.leave("other", 3)
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200),
+        ("LOCALHOST:8000", 200),
+        ("[::1]:8000", 200),
+        ("a.example", 400),
+        ("localhost.a.example", 400),
+        ("localhost:8000.a.example", 400),
+        ("", 400),
+    ],
+)
+def test_only_names_of_the_server_are_answered(service: Service, host: str, status: int):
+    access = Access(allowed_hosts=("localhost", "[::1]"), cors_origins=("https://a.example",))
+    with TestClient(create_app(service, access)) as client:
+        for path in ("/health", "/", "/v1/models"):
+            answer = client.get(path, headers={"Host": host})
+            assert answer.status_code == status
+            if status == 400:
+                assert answer.json()["error"]["code"] == "host_not_allowed"
+
+
+@pytest.mark.parametrize("path", ["/health/", "/v1/models/", "/v1/completions/", "//a.example/", "/stats/"])
+def test_nobody_is_sent_elsewhere(client, path: str):
+    for method in ("GET", "POST"):
+        answer = client.request(method, path, headers={"Host": "a.example"}, follow_redirects=False)
+        assert "location" not in answer.headers
+        assert not answer.is_redirect
+
+
 def test_bodies_are_bounded(service: Service):
     with TestClient(create_app(service, Access(largest_body=100))) as client:
         answer = client.post("/v1/completions", json={"prompt": "a" * 100})
@@ -121,5 +239,15 @@ def test_origins_are_told_to_browsers(service: Service):
     with TestClient(create_app(service, Access(cors_origins=("https://a.example",)))) as client:
         allowed = client.get("/v1/models", headers={"Origin": "https://a.example"})
         assert allowed.headers["access-control-allow-origin"] == "https://a.example"
+        sent = "authorization,content-type,openai-project,x-stainless-retry-count"
+        asked = {
+            "Origin": "https://a.example",
+            "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": sent,
+        }
+        preflight = client.options("/v1/completions", headers=asked)
+        assert preflight.status_code == 200
+        admitted = preflight.headers["access-control-allow-headers"].lower().replace(" ", "").split(",")
+        assert set(sent.split(",")) <= set(admitted)
         other = client.get("/v1/models", headers={"Origin": "https://b.example"})
         assert "access-control-allow-origin" not in other.headers

@@ -109,9 +109,12 @@ def test_options_reach_the_server(served: list[Served], tmp_path: Path):
     pem = [tmp_path / name for name in ("certificate", "key")]
     options = {
         "max-queue": 5,
+        "max-n": 3,
+        "max-requests-per-key": 4,
         "request-timeout": 2.5,
         "cors-origin": "https://a.example",
         "api-key": "secret",
+        "admin-key": "more-secret",
     }
     files = ["--ssl-certfile", str(pem[0]), "--ssl-keyfile", str(pem[1])]
     given = [part for name, value in options.items() for part in (f"--{name}", str(value))]
@@ -123,9 +126,35 @@ def test_options_reach_the_server(served: list[Served], tmp_path: Path):
     [one] = served
     assert (one.settings.max_queue, one.settings.request_timeout) == (5, 2.5)
     assert one.settings.strict_fields
-    assert (one.access.api_keys, one.access.cors_origins) == (["secret"], ["https://a.example"])
+    assert (one.settings.max_n, one.settings.max_requests_per_key) == (3, 4)
+    assert (one.access.api_keys, one.access.admin_key) == (["secret"], "more-secret")
+    assert one.access.cors_origins == ["https://a.example"]
     assert (one.settings.default_sampling.cache, one.settings.default_sampling.gen_length) == ("dual", 64)
     assert list(one.tls) == pem
+
+
+@pytest.mark.parametrize(
+    ("options", "answered", "refused"),
+    [
+        ([], {"localhost", "127.0.0.1", "[::1]"}, {"a.example", "0.0.0.0"}),
+        (["--allowed-host", "a.example", "--allowed-host", "b"], {"a.example", "b", "localhost"}, {"c"}),
+        (["--host", "localhost"], {"localhost", "127.0.0.1"}, {"a.example"}),
+        (["--host", "0.0.0.0", "--allowed-host", "a.example"], {"a.example", "127.0.0.1"}, {"b"}),
+    ],
+)
+def test_a_server_answers_to_its_names(
+    served: list[Served], options: list[str], answered: set[str], refused: set[str]
+):
+    assert serve(*options).exit_code == 0
+    names = set(served[0].access.allowed_hosts)
+    assert answered <= names
+    assert not refused & names
+
+
+@pytest.mark.parametrize("options", [["--host", "0.0.0.0"], ["--allowed-host", "*"]])
+def test_a_server_may_answer_to_any_name(served: list[Served], options: list[str]):
+    assert serve(*options).exit_code == 0
+    assert not served[0].access.allowed_hosts
 
 
 def test_keys_of_the_environment_stand_apart(served: list[Served], monkeypatch: pytest.MonkeyPatch):
@@ -142,6 +171,15 @@ def test_keys_of_the_environment_stand_apart(served: list[Served], monkeypatch: 
         (["--default-sampling", "[]"], ["--default-sampling", "object"]),
         (["--default-sampling", '{"cache": "none such"}'], ["--default-sampling", "cache"]),
         (["--api-key", " "], ["API key"]),
+        (["--admin-key", " "], ["API key"]),
+        (["--served-model-name", ""], ["--served-model-name"]),
+        (["--served-model-name", "a", "--served-model-name", " "], ["--served-model-name"]),
+        (["--cors-origin", "nonsense"], ["--cors-origin", "'nonsense'"]),
+        (["--cors-origin", "https://a.example/"], ["--cors-origin", "path"]),
+        (["--cors-origin", "https://a.example https://b.example"], ["--cors-origin"]),
+        (["--cors-origin", ""], ["--cors-origin"]),
+        (["--allowed-host", "a.example:80"], ["--allowed-host", "port"]),
+        (["--allowed-host", ""], ["--allowed-host"]),
         (["--no-warmup", "--prefilling", "dream"], ["--prefilling", "--no-warmup"]),
         (["--host", "no.such.host.invalid"], ["cannot listen"]),
         (["no-such-directory"], ["no-such-directory"]),

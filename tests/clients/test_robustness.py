@@ -173,7 +173,7 @@ def test_a_body_that_grows_too_large_is_refused(server: Server):
 def test_who_has_no_key_need_not_send_a_body(server: Server, rest: bytes):
     with connect(server) as connection:
         connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n" + rest
+            b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n" + rest
         )
         status, _, body = read(connection)
     assert check_refusal(status, body)["code"] in ("invalid_api_key", "invalid_http")
@@ -183,14 +183,14 @@ NOT_HTTP = {
     "no HTTP": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
     "no version": b"GET /health\r\n\r\n",
     "no host": b"GET /health HTTP/1.1\r\n\r\n",
-    "a bad header": b"GET /health HTTP/1.1\r\nHost: a\r\nno header\r\n\r\n",
-    "a bad length": b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: many\r\n\r\n",
-    "two lengths": b"POST /tokenize HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
-    "a bad chunk": b"POST /tokenize HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
-    "bytes in a path": b"GET /\xff\xfe HTTP/1.1\r\nHost: a\r\n\r\n",
-    "a long header": b"GET /health HTTP/1.1\r\nHost: a\r\nX: " + b"a" * (1 << 20),
+    "a bad header": b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nno header\r\n\r\n",
+    "a bad length": b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: many\r\n\r\n",
+    "two lengths": b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+    "a bad chunk": b"POST /tokenize HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    "bytes in a path": b"GET /\xff\xfe HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+    "a long header": b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX: " + b"a" * (1 << 20),
     "a long path": b"GET /" + b"a" * (1 << 20),
-    "a header flood": b"GET /health HTTP/1.1\r\nHost: a\r\n" + b"X: a\r\n" * (1 << 18) + b"\r\n",
+    "a header flood": b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n" + b"X: a\r\n" * (1 << 18) + b"\r\n",
 }
 
 
@@ -244,7 +244,7 @@ def _trickle(connection: socket.socket, data: bytes, seconds: float) -> None:
 
 
 def _first_answer(server: Server, connection: socket.socket) -> None:
-    connection.sendall(b"GET /version HTTP/1.1\r\nHost: a\r\n\r\n")
+    connection.sendall(b"GET /version HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
     while not connection.recv(1 << 16).endswith(b"}"):
         pass
 

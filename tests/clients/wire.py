@@ -27,7 +27,14 @@ def head(server: Server, length: int | str, path: str = "/v1/completions", *furt
     """The head of a POST with a body of so many bytes, or "chunked"."""
     size = "Transfer-Encoding: chunked" if length == "chunked" else f"Content-Length: {length}"
     own = [f"{name}: {value}" for name, value in server.headers.items()]
-    lines = [f"POST {path} HTTP/1.1", "Host: here", "Content-Type: application/json", size, *own, *further]
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+        size,
+        *own,
+        *further,
+    ]
     return "\r\n".join([*lines, "", ""]).encode("latin-1")
 
 
