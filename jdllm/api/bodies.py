@@ -27,7 +27,7 @@ MOST_FIELDS = 256
 """Fields of the object that a body is."""
 
 _SMALL = 32 << 10
-"""Bytes of a body that is read at once, without another thread: the longest pause is a few milliseconds."""
+"""Bytes of a body that can hold no more than is read in some milliseconds: nothing is counted in it."""
 
 _CHUNK = 1 << 19
 _QUOTE, _BACKSLASH, _COMMA, _OPENING = b'"'[0], b"\\"[0], b","[0], b"[{"
@@ -47,12 +47,8 @@ class BodyRoute(APIRoute):
 
         async def read_first(request: Request) -> Response:
             service: Service = request.app.state.service
-            body = await request.body()
-            if len(body) <= _SMALL:
-                read = read_body(model, body, service.longest)
-            else:
-                loop = asyncio.get_running_loop()
-                read = await loop.run_in_executor(service.reading, read_body, model, body, service.longest)
+            body, loop = await request.body(), asyncio.get_running_loop()
+            read = await loop.run_in_executor(service.reading, read_body, model, body, service.longest)
             if isinstance(read, ApiError):
                 raise read
             return await handle(_Read(request, read))

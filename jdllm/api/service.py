@@ -40,8 +40,8 @@ _LONGEST_NAME = 64
 _LONGEST_TOKEN = 256
 """Characters that no token of any vocabulary has more of."""
 
-_READERS = 2
-"""Threads that read large bodies."""
+_READERS = 4
+"""Threads that read bodies."""
 
 _LOGGED_NAMES = 1024
 """Fields that nobody knows, of which the log tells."""
@@ -93,7 +93,7 @@ class Service:
     - `settings`: how it serves.
     - `metrics`: what is told to monitoring.
 
-    `reading` are the threads in which large bodies are read.
+    `reading` are the threads in which bodies are read.
     """
 
     def __init__(self, llm: LLM, engine: AsyncEngine, settings: Settings, metrics: Metrics):

@@ -71,7 +71,7 @@ def test_every_request_is_counted_once_by_its_status(client, service: Service):
         return sum(float(line.split()[-1]) for line in lines if wanted in line and "_total" in line)
 
     before = [count(status) for status in (200, 400, 404)]
-    bodies = [{"max_tokens": 2}, {"bananas": 1}, {"model": "x"}, {"max_tokens": 2, "stream": True}]
+    bodies = [{"max_tokens": 2}, {"max_token": 1}, {"model": "x"}, {"max_tokens": 2, "stream": True}]
     for body in bodies:
         client.post("/v1/completions", json={"prompt": "1+1="} | body)
     after = [count(status) for status in (200, 400, 404)]

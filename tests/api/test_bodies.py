@@ -34,6 +34,14 @@ HOSTILE: dict[str, tuple[str, dict[str, Any]]] = {
     "empty lists": ("/v1/completions", {"prompt": [[]] * (2 << 20)}),
     "metadata": ("/v1/completions", {"prompt": "a", "metadata": {str(i): 1 for i in range(30_000)}}),
     "unknown fields": ("/v1/completions", {"prompt": "a"} | {f"max_token_{i}": 1 for i in range(30_000)}),
+    "unknown fields that are few enough": (
+        "/v1/completions",
+        {"prompt": ""} | {f"zzqwxyvk{i:03d}": 1 for i in range(MOST_FIELDS - 1)},
+    ),
+    "unknown fields of messages": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user"} | {f"zzqwxyvk{i:03d}": 1 for i in range(25)}] * 2048},
+    ),
     "wrong tokens": ("/detokenize", {"tokens": ["a"] * 60_000}),
     "wrong answers": ("/v1/score", {"prompt": "a", "answers": [{}] * 60_000}),
     "line ends": ("/tokenize", {"prompt": "\n" * (MOST_ESCAPES + 1)}),
