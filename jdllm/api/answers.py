@@ -28,19 +28,21 @@ def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
     return b"%sdata: %s\n\n" % (head, to_json(data))
 
 
-def usage(prompt_tokens: int, completion_tokens: int, evaluations: int | None = None) -> dict[str, int]:
-    """Tokens that were read and made, and the forward evaluations of the model where they are known."""
+def usage(prompt_tokens: int, completion_tokens: int, evaluations: int | None = None) -> dict[str, Any]:
+    """Tokens that were read and made, and the forward evaluations of the model where they are known. Answers
+    are not divided into reasoning and the rest."""
     counts = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
     return counts if evaluations is None else counts | {"forward_evaluations": evaluations}
 
 
 def infill_usage(
     sequences: Sequence[Sequence[int]], mask_id: int, samples: int, evaluations: int
-) -> dict[str, int]:
+) -> dict[str, Any]:
     """The usage of infillings of `sequences`, so many of each: masks were made, the other tokens read."""
     masks = sum(token == mask_id for sequence in sequences for token in sequence)
     return usage(sum(map(len, sequences)) - masks, samples * masks, evaluations)

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,13 +14,19 @@ from jdllm.api.bodies import BodyRoute
 from jdllm.api.errors import RESPONSES, bad_request
 from jdllm.api.generation import Shape, answer, asked_of, openai_options, pieces_of, with_result
 from jdllm.api.protocol import CompletionRequest
-from jdllm.api.service import Service
-from jdllm.outputs import CompletionOutput, RequestOutput
+from jdllm.api.service import Service, call_id
+from jdllm.outputs import CompletionOutput
 from jdllm.prompts import Asked, LongPrompt, Prompt, ask, read_long, specs_of
 from jdllm.scoring import Conditional
+from jdllm.serving.request import Timings
 from jdllm.serving.spec import infill_spec, mask_id_of
 
 router = APIRouter(route_class=BodyRoute)
+
+_NOTHING = CompletionOutput(
+    index=0, text="", token_ids=[], finish_reason="length", nfe=0, timings=Timings(0.0, 0.0)
+)
+"""What is generated behind an echo alone."""
 
 
 @router.post("/v1/completions", responses=RESPONSES | STREAMED)
@@ -30,8 +37,8 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     _check(body)
     asked = await asyncio.to_thread(_between if body.suffix else _behind, service, body)
     shape = _shape(service, body, asked)
-    if body.echo and body.logprobs is not None:
-        return await _scored_prompts(service, request, body, asked)
+    if body.max_tokens == 0 or (body.echo and body.logprobs is not None):
+        return await _echoes(service, request, body, asked)
     return await answer(service, request, body, asked, shape)
 
 
@@ -44,10 +51,14 @@ def _check(body: CompletionRequest) -> None:
         raise bad_request(f"best_of is {body.best_of}, expected n: all samples are returned", "best_of")
     if body.echo and body.stream:
         raise bad_request("echo is for answers that are not streamed: leave stream or echo out", "echo")
-    if body.echo and body.logprobs is not None and (body.max_tokens != 1 or body.suffix):
+    if body.echo and body.logprobs is not None and (body.max_tokens not in (0, 1) or body.suffix):
         raise bad_request(
-            "echo with logprobs scores the prompt: it needs max_tokens 1 and no suffix",
+            "echo with logprobs scores the prompt: it needs max_tokens 0 or 1, and no suffix",
             "logprobs",
+        )
+    if body.max_tokens == 0 and (body.suffix or not body.echo):
+        raise bad_request(
+            "max_tokens is 0, which returns an echo alone: set echo, without a suffix", "max_tokens"
         )
 
 
@@ -69,6 +80,8 @@ def _prompts(service: Service, body: CompletionRequest) -> list[Prompt]:
 
 def _behind(service: Service, body: CompletionRequest) -> list[Asked]:
     options = openai_options(body, logprobs=body.logprobs is not None)
+    if body.max_tokens == 0:  # nothing of this is generated
+        options["max_tokens"] = 1
     return asked_of(service, _prompts(service, body), service.sampling(body, **options))
 
 
@@ -125,48 +138,62 @@ def _shape(service: Service, body: CompletionRequest, asked: Sequence[Asked]) ->
 
 
 def _echoed(service: Service, one: Asked) -> str:
-    """The prompt as it was given. Of ids the text; a character that they leave unfinished is the answer's."""
-    return one.text if one.text is not None else service.tokenizer.decode(one.specs[0].prompt, final=False)
+    """The prompt as it was given. Of ids the text, where there is a tokenizer; a character that they leave
+    unfinished is the answer's."""
+    if one.text is not None or service.llm.tokenizer is None:
+        return one.text or ""
+    return service.tokenizer.decode(one.specs[0].prompt, final=False)
 
 
-async def _scored_prompts(
+async def _echoes(
     service: Service, request: Request, body: CompletionRequest, asked: Sequence[Asked]
 ) -> Response:
-    """The prompts and a token each, with the log-probability of every token of the prompt: by a causal model
-    given those before it, by others where it alone is masked."""
-    causal = service.llm.config.attention == "causal"
-    running = service.submit(request, "cmpl", asked, "none")
-    with running:
-        outputs = await running.finish()
-    prompts = [output.prompt_token_ids for output in outputs]
-    scored = await (_given_those_before if causal else _each_alone)(service, prompts)
-    kind = {"kind": "log_likelihood" if causal else "pseudo_log_likelihood"}
-    choices = []
-    for index, columns in enumerate(zip(asked, outputs, scored, strict=True)):
-        text, logprobs = _scored(service, *columns)
-        reason = columns[1].finish_reason
-        told = {"index": index, "text": text, "logprobs": logprobs | kind, "finish_reason": reason}
-        choices.append(told)
-    read = sum(map(len, prompts))
-    evaluations = (len(prompts) if causal else read) + sum(output.nfe for output in outputs)
+    """The prompts and a token each, or none, with the log-probability of every token of the prompt where they
+    are asked for: by a causal model given those before it, by others where it alone is masked."""
+    ignored, causal = service.ignored(body), service.llm.config.attention == "causal"
+    call, created, samples = call_id("cmpl"), int(time.time()), [_NOTHING] * len(asked)
+    if body.max_tokens:
+        running = service.submit(request, "cmpl", asked, "none")
+        with running:
+            samples = [output.outputs[0] for output in await running.finish()]
+        call, created = running.id, running.created
+    prompts = [one.specs[0].prompt.tolist() for one in asked]
+    evaluations = sum(sample.nfe for sample in samples)
+    logprobs: Sequence[dict[str, Any] | None] = [None] * len(asked)
+    if body.logprobs is not None:
+        scored = await (_given_those_before if causal else _each_alone)(service, prompts)
+        kind = {"kind": "log_likelihood" if causal else "pseudo_log_likelihood"}
+        columns = zip(asked, samples, scored, strict=True)
+        logprobs = [_scored(service, *column) | kind for column in columns]
+        evaluations += len(prompts) if causal else sum(map(len, prompts))
+    choices = [
+        {
+            "index": index,
+            "text": _echoed(service, one) + (sample.text or ""),
+            "logprobs": found,
+            "finish_reason": sample.finish_reason,
+        }
+        for index, (one, sample, found) in enumerate(zip(asked, samples, logprobs, strict=True))
+    ]
     return JSONResponse(
         {
-            "id": running.id,
+            "id": call,
             "object": "text_completion",
-            "created": running.created,
+            "created": created,
             "model": service.model(body.model),
             "choices": choices,
-            "usage": usage(read, len(outputs), evaluations),
+            "usage": usage(sum(map(len, prompts)), sum(len(one.token_ids) for one in samples), evaluations),
         }
+        | ignored
     )
 
 
 def _scored(
-    service: Service, asked: Asked, output: RequestOutput, scores: Sequence[Conditional | None]
-) -> tuple[str, dict[str, Any]]:
-    """A prompt, whose tokens have scores, and its first sample: their text and log-probabilities."""
-    pieces, ids, sample = pieces_of(service), output.prompt_token_ids, output.outputs[0]
-    text, (spec, *_) = "" if pieces.tokenizer is None else _echoed(service, asked), asked.specs
+    service: Service, asked: Asked, sample: CompletionOutput, scores: Sequence[Conditional | None]
+) -> dict[str, Any]:
+    """Log-probabilities of a prompt, whose tokens have scores, and of its first sample."""
+    pieces, ids = pieces_of(service), asked.specs[0].prompt.tolist()
+    text, (spec, *_) = _echoed(service, asked), asked.specs
     places = [0] * len(ids) if pieces.tokenizer is None else pieces.tokenizer.offsets_in(text, ids)
     places += [len(text) + at for at in pieces.offsets(spec, sample.token_ids, sample.text)]
     tokens, logprobs, steps = sampled(sample)
@@ -174,7 +201,7 @@ def _scored(
         None if score is None else [(token, score.logprob), (score.best, score.best_logprob)]
         for token, score in zip(ids, scores, strict=True)
     ]
-    found = completion_logprobs(
+    return completion_logprobs(
         pieces,
         [*ids, *tokens],
         [*(score and score.logprob for score in scores), *logprobs],
@@ -182,11 +209,13 @@ def _scored(
         places,
         [*told, *only_own(tokens, logprobs)],
     )
-    return text + (sample.text or ""), found
 
 
 async def _each_alone(service: Service, prompts: Sequence[list[int]]) -> list[list[Conditional]]:
-    return [await service.scored(lambda ids=ids: service.llm.pseudo_likelihood(ids)) for ids in prompts]
+    return [
+        await service.scored(lambda ids=ids: service.llm.pseudo_likelihood(ids)) if ids else []
+        for ids in prompts
+    ]
 
 
 async def _given_those_before(

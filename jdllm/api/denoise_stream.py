@@ -86,7 +86,7 @@ def _end(choice: int, sample: CompletionOutput, ended: Request, spec: RequestSpe
     }
 
 
-def _usage(sample: CompletionOutput, spec: RequestSpec) -> dict[str, int]:
+def _usage(sample: CompletionOutput, spec: RequestSpec) -> dict[str, Any]:
     if len(spec.prompt) == len(spec.tokens):  # an infilling
         return infill_usage([spec.prompt.tolist()], spec.mask_id, 1, sample.nfe)
     return usage(len(spec.prompt), len(sample.token_ids), sample.nfe)

@@ -95,6 +95,16 @@ def test_echo_with_log_probabilities_scores_the_prompts(client, llm: LLM):
     assert found["usage"]["forward_evaluations"] == 2 + sum(output.nfe for output in generated)
 
 
+def test_an_echo_alone_is_scored_too(client, llm: LLM):
+    body = {"prompt": [PROMPT, [], OTHER], "max_tokens": 0, "logprobs": 1, "echo": True}
+    found = post(client, "/v1/completions", **body)
+    [scores] = llm.token_logprobs([(PROMPT[:1], PROMPT[1:])])
+    told = [choice["logprobs"]["token_logprobs"] for choice in found["choices"]]
+    assert told[0] == [None, *(pytest.approx(one.logprob, rel=1e-5) for one in scores)]
+    assert told[1:] == [[None], [None]]
+    assert found["usage"]["completion_tokens"] == 0
+
+
 def test_a_choice_is_the_likeliest_option_between_its_texts(client, llm: LLM):
     options = ["w7 w8", "w9", "w10"]
     parts = [words(*PROMPT), {"type": "choice", "options": options}, "w11 w12"]

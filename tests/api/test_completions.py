@@ -40,6 +40,7 @@ def test_a_completion_is_what_the_library_generates(client, demo: LLM):
         "completion_tokens": len(expected.token_ids),
         "total_tokens": len(expected.prompt_token_ids) + len(expected.token_ids),
         "forward_evaluations": expected.nfe,
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
 
@@ -134,6 +135,24 @@ def test_echo_with_log_probabilities_masks_each_token_alone(
         assert max(found["top_logprobs"][place].values()) == pytest.approx(logprobs.max(), abs=1e-3)
 
 
+def test_an_echo_alone_generates_nothing(client):
+    scored = ask(client, prompt=[PROMPT, ""], max_tokens=1, logprobs=1, echo=True, temperature=0)
+    alone = ask(client, prompt=[PROMPT, ""], max_tokens=0, logprobs=1, echo=True, temperature=0)
+    assert [choice["text"] for choice in alone["choices"]] == [PROMPT, ""]
+    for choice, further in zip(alone["choices"], scored["choices"], strict=True):
+        count = len(choice["logprobs"]["tokens"])
+        assert choice["logprobs"]["tokens"] == further["logprobs"]["tokens"][:count]
+        assert len(further["logprobs"]["tokens"]) == count + 1
+        assert choice["logprobs"]["token_logprobs"] == further["logprobs"]["token_logprobs"][:count]
+        assert choice["finish_reason"] == "length"
+    read = scored["usage"]["prompt_tokens"]
+    assert (alone["usage"]["prompt_tokens"], alone["usage"]["completion_tokens"]) == (read, 0)
+    assert alone["usage"]["forward_evaluations"] == read
+    plain = ask(client, prompt=PROMPT, max_tokens=0, echo=True)
+    assert (plain["choices"][0]["text"], plain["choices"][0]["logprobs"]) == (PROMPT, None)
+    assert plain["usage"]["forward_evaluations"] == 0
+
+
 @pytest.mark.parametrize("cache", ["none", "dual"])
 def test_a_stream_is_the_text_in_parts(client, cache):
     body = {"prompt": [PROMPT, OTHER], "max_tokens": 16, "block_length": 4, "cache": cache, "n": 2, "seed": 3}
@@ -202,6 +221,8 @@ WRONG = {
     "too many steps": ({"steps": 4096}, "steps"),
     "echo streamed": ({"echo": True, "stream": True}, "echo"),
     "echo of likelihoods": ({"echo": True, "logprobs": 1}, "logprobs"),
+    "no length": ({"max_tokens": 0}, "max_tokens"),
+    "no length between": ({"max_tokens": 0, "echo": True, "suffix": "x"}, "max_tokens"),
     "others' log-probabilities": ({"logprobs": 5}, "logprobs"),
     "id outside": ({"prompt": [5000]}, None),
     "no prompt": ({"prompt": []}, "prompt"),
