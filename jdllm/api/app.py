@@ -10,6 +10,7 @@ from jdllm import __version__
 from jdllm.api import admin, chat, completions, errors, infill, models, pages, responses, score
 from jdllm.api.arrivals import Arrivals
 from jdllm.api.guards import AllowedHosts, ApiKeys, BoundedBodies
+from jdllm.api.request_log import RequestLog
 from jdllm.api.service import Service
 
 ROUTERS: tuple[APIRouter, ...] = (
@@ -72,4 +73,6 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
         )
     if access.allowed_hosts:
         app.add_middleware(AllowedHosts, names=access.allowed_hosts)
+    settings = service.settings
+    app.add_middleware(RequestLog, answered=settings.log_requests, prompts=settings.log_prompts)
     return app

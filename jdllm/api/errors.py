@@ -104,6 +104,11 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, param=param, code=code)
 
 
+def stopping() -> ApiError:
+    """The answer of a server that stops before it has another."""
+    return ApiError(503, "the server stops before this request is answered", code="server_stopping")
+
+
 def as_api_error(error: Exception) -> ApiError:
     """Whatever an engine or a request raised, as an answer."""
     match error:
@@ -129,11 +134,12 @@ def install(app: FastAPI, refused: Callable[[Request, ApiError], None]) -> None:
     async def answer(request: Request, error: Exception) -> JSONResponse:
         made = _made(error)
         refused(request, made)
+        request.state.error = made
         if made.status < 500:
             _let_go(error)
         return made.response()
 
-    for kind in (HTTPException, ApiError, JdllmError, Exception):
+    for kind in (HTTPException, ApiError, JdllmError):
         app.add_exception_handler(kind, answer)
 
 

@@ -38,7 +38,7 @@ class AllowedHosts:
             "Host is no name of this server: whoever runs it can allow the name with --allowed-host",
             code="host_not_allowed",
         )
-        await refusal.response()(scope, receive, send)
+        await _refuse(refusal, scope, receive, send)
 
 
 class ApiKeys:
@@ -67,7 +67,7 @@ class ApiKeys:
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
-        await refusal.response()(scope, receive, send)
+        await _refuse(refusal, scope, receive, send)
 
     def _is_open(self, scope: Scope) -> bool:
         return scope["path"] in _OPEN or scope["path"].startswith(_PAGE) or scope["method"] == "OPTIONS"
@@ -103,10 +103,10 @@ class BoundedBodies:
             body = await asyncio.wait_for(self._read(receive), self._seconds)
         except TimeoutError:
             slow = ApiError(408, f"the body did not arrive within {self._seconds:g} s", code="slow_body")
-            await slow.response()(scope, receive, send)
+            await _refuse(slow, scope, receive, send)
             return
         except ApiError as error:
-            await error.response()(scope, receive, send)
+            await _refuse(error, scope, receive, send)
             return
         if body is None:
             return
@@ -133,6 +133,11 @@ class BoundedBodies:
             self._check(size)
             if not message.get("more_body", False):
                 return b"".join(parts)
+
+
+async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    scope.setdefault("state", {})["error"] = error
+    await error.response()(scope, receive, send)
 
 
 def _stated_length(scope: Scope) -> int:

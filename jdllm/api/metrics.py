@@ -64,6 +64,15 @@ class Metrics:
             _REQUEST_SECONDS,
             "endpoint",
         )
+        # By the names of vLLM, which dashboards and autoscalers know.
+        routers = {"labelnames": ("model_name",), "registry": self._registry}
+        seconds = {"buckets": _REQUEST_SECONDS, **routers}
+        latency = Histogram("vllm:e2e_request_latency_seconds", "Seconds that a request took.", **seconds)
+        first = Histogram("vllm:time_to_first_token_seconds", "Seconds until its first tokens.", **seconds)
+        read = Counter("vllm:prompt_tokens", "Tokens of prompts.", **routers)
+        made = Counter("vllm:generation_tokens", "Tokens that were generated.", **routers)
+        self._latencies, self._firsts = latency.labels(model_name), first.labels(model_name)
+        self._read, self._made = read.labels(model_name), made.labels(model_name)
         self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.", "endpoint")
         self._completion_tokens = self._counter(
             "completion_tokens", "Tokens that were generated.", "endpoint"
@@ -104,10 +113,14 @@ class Metrics:
         self._requests.labels(endpoint, status).inc()
         self._prompt_tokens.labels(endpoint).inc(prompt_tokens)
         self._completion_tokens.labels(endpoint).inc(completion_tokens)
+        self._read.inc(prompt_tokens)
+        self._made.inc(completion_tokens)
         if status == 200:
             self._latency.labels(endpoint).observe(latency)
+            self._latencies.observe(latency)
             if first_block is not None:
                 self._first_block.labels(endpoint).observe(first_block)
+                self._firsts.observe(first_block)
 
     def render(self) -> bytes:
         """All of it, of the type `content_type`."""

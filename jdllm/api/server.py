@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import h11
 import uvicorn
+from uvicorn.config import LOGGING_CONFIG
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jdllm.api.app import Access, create_app
@@ -30,7 +31,19 @@ _SWITCH_SECONDS = 5e-4
 _REUSED = socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _IDLE_SECONDS = 30
+_FAREWELL_SECONDS = 2.0
+"""How long clients have to take the last of an answer that a second signal ends."""
 _HEADER_BYTES = 64 << 10
+
+
+_LOGGING = {
+    **LOGGING_CONFIG,
+    "loggers": {
+        **LOGGING_CONFIG["loggers"],
+        "jdllm.api": {"handlers": ["default"], "level": "INFO", "propagate": False},
+    },
+}
+"""Uvicorn's, in whose form the server tells of requests too."""
 
 
 class Tls(NamedTuple):
@@ -120,7 +133,22 @@ class _Protocol(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """Drains on a first signal, and stops on a second one, whichever they are; then `run` returns."""
+    """Drains on a first signal, and stops on a second one, whichever they are; then `run` returns.
+
+    Arguments:
+    - `end_calls`: called in the event loop on the second signal: lets whoever waits have an end.
+    """
+
+    def __init__(self, config: uvicorn.Config, end_calls: Callable[[], None]):
+        super().__init__(config)
+        self._end_calls = end_calls
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping = False
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As of uvicorn."""
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -132,8 +160,20 @@ class _Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.force_exit = self.should_exit
-        self.should_exit = True
+        if not self.should_exit or self._loop is None:
+            self.should_exit = True
+        elif not self._stopping:
+            self._stopping = True
+            self._loop.call_soon_threadsafe(self._stop)
+        else:
+            self.force_exit = True
+
+    def _stop(self) -> None:
+        self._end_calls()
+        asyncio.get_running_loop().call_later(_FAREWELL_SECONDS, self._leave)
+
+    def _leave(self) -> None:
+        self.force_exit = True
 
 
 def serve(
@@ -163,9 +203,9 @@ def serve(
         h11_max_incomplete_event_size=_HEADER_BYTES,
         server_header=False,
         log_level="info",
+        log_config=_LOGGING,
         access_log=False,
     )
-    server = _Server(config)
 
     def stop(_: Exception) -> None:
         server.should_exit = True
@@ -177,6 +217,7 @@ def serve(
     metrics = Metrics(settings.names[0], llm.engine, llm.executables)
     llm.engine.observe = metrics.observe_part
     service = Service(llm, engine, settings, metrics)
+    server = _Server(config, service.stop)
     try:
         config.app = create_app(service, access)
         config.load()

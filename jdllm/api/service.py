@@ -13,7 +13,7 @@ import fastapi
 import numpy as np
 
 from jdllm.api import arrivals
-from jdllm.api.errors import ApiError, as_api_error, bad_request
+from jdllm.api.errors import ApiError, as_api_error, bad_request, stopping
 from jdllm.api.fields import UNKNOWN_FIELD, Fields
 from jdllm.api.metrics import Metrics
 from jdllm.api.protocol import Asking, given_fields
@@ -61,6 +61,7 @@ class Settings:
     - `max_requests_per_key`: requests, one for each sample, that who has one key may have waiting or running,
       `None` for any number. Who needs no key shares them with all others.
     - `request_timeout`: seconds that a request may take, `None` for any.
+    - `log_requests`, `log_prompts`: whether answered requests are logged, and whether what clients wrote is.
     - `strict_fields`: whether a request with a field that nobody knows is refused.
     """
 
@@ -70,6 +71,8 @@ class Settings:
     max_n: int = 128
     max_requests_per_key: int | None = None
     request_timeout: float | None = None
+    log_requests: bool = False
+    log_prompts: bool = False
     strict_fields: bool = False
 
 
@@ -251,14 +254,17 @@ class Service:
             raise dead(self.engine.error)
         specs = specs_of(asked)
         self.check_room(len(specs))
-        owner = owner_of(request)
-        self._check_share(owner, len(specs))
+        self._check_share(owner_of(request), len(specs))
         submitted = self.engine.submit(specs, updates=updates)
         arrivals.submitted(request)
         request.state.counted = True
-        running = Running(call_id(prefix), owner, request.url.path, self, asked, submitted)
+        running = Running(call_id(prefix), request, self, asked, submitted)
         self.running[running.id] = running
-        running.watch(request, self.settings.request_timeout, self._timed_out())
+        if self.settings.log_prompts:
+            for one in asked:
+                prompt = one.specs[0].prompt.tolist() if one.text is None else one.text
+                _log.info("%s of request %s has the prompt %r", running.id, request.state.request_id, prompt)
+        running.watch(self.settings.request_timeout, self._timed_out())
         return running
 
     def refused(self, request: fastapi.Request, error: ApiError) -> None:
@@ -283,6 +289,11 @@ class Service:
             ApiError(409, "the request was cancelled", code="request_cancelled", headers=_FINAL)
         )
 
+    def stop(self) -> None:
+        """End all calls; their clients are told that the server stops."""
+        for running in list(self.running.values()):
+            running.end(stopping())
+
     def close(self) -> None:
         """End what is left."""
         for pool in (self.reading, self._scoring):
@@ -293,20 +304,21 @@ class Running:
     """A call in the engine; iterate over it once, inside `with`.
 
     - `id`: of the call.
-    - `owner`: as of `owner_of`.
+    - `request`: of HTTP.
     - `asked`: what its prompts ask for.
+
+    `owner` is as of `owner_of`.
     """
 
     def __init__(
         self,
         id: str,
-        owner: int | None,
-        endpoint: str,
+        request: fastapi.Request,
         service: Service,
         asked: Sequence[Asked],
         submitted: Submitted,
     ):
-        self.id, self.owner, self.asked, self._endpoint = id, owner, asked, endpoint
+        self.id, self.owner, self.asked, self._request = id, owner_of(request), asked, request
         self.created = int(time.time())
         self.first_block: float | None = None
         self._started = time.monotonic()
@@ -325,15 +337,15 @@ class Running:
         """Since it was submitted."""
         return time.monotonic() - self._started
 
-    def watch(self, request: fastapi.Request, timeout: float | None, timed_out: ApiError) -> None:
+    def watch(self, timeout: float | None, timed_out: ApiError) -> None:
         """End it when the client goes or the time is over."""
         loop = asyncio.get_running_loop()
-        self._watching = loop.create_task(self._until_gone(request))
+        self._watching = loop.create_task(self._until_gone())
         if timeout is not None:
             self._timeout = loop.call_later(timeout, self.end, timed_out)
 
-    async def _until_gone(self, request: fastapi.Request) -> None:
-        while (await request.receive())["type"] != "http.disconnect":
+    async def _until_gone(self) -> None:
+        while (await self._request.receive())["type"] != "http.disconnect":
             pass
         self.end(ApiError(_CLIENT_GONE, "the client has gone", code="client_gone"))
 
@@ -346,14 +358,14 @@ class Running:
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         self._submitted.close()
-        self._service.metrics.request_ended(
-            self._endpoint,
-            200 if error is None else error.status if isinstance(error, ApiError) else _CLIENT_GONE,
-            self.seconds,
-            self.first_block,
-            sum(len(one.specs[0].prompt) for one in self.asked),
-            sum(int(np.count_nonzero(state.committed_in >= 0)) for state in self._ended.values()),
-        )
+        read = sum(len(one.specs[0].prompt) for one in self.asked)
+        made = sum(int(np.count_nonzero(state.committed_in >= 0)) for state in self._ended.values())
+        status = 200 if error is None else error.status if isinstance(error, ApiError) else _CLIENT_GONE
+        endpoint = self._request.url.path
+        self._service.metrics.request_ended(endpoint, status, self.seconds, self.first_block, read, made)
+        self._request.state.counts = read, made
+        if isinstance(error, ApiError):
+            self._request.state.error = error
         for waiting in (self._watching, self._timeout):
             if waiting is not None:
                 waiting.cancel()

@@ -129,6 +129,14 @@ def serve(
             show_default="anything where --host is 0.0.0.0 or ::",
         ),
     ] = None,
+    log_requests: Annotated[
+        bool,
+        typer.Option("--log-requests", help="Log answered requests too, not only refused ones."),
+    ] = False,
+    log_prompts: Annotated[
+        bool,
+        typer.Option("--log-prompts", help="Log what clients write: prompts, and wrong values."),
+    ] = False,
     ssl_certfile: Annotated[Path | None, typer.Option(metavar="FILE", help="Certificate, for TLS.")] = None,
     ssl_keyfile: Annotated[Path | None, typer.Option(metavar="FILE", help="Its key.")] = None,
     *,
@@ -166,6 +174,8 @@ def serve(
             max_queue=max_queue,
             max_n=max_n,
             max_requests_per_key=max_requests_per_key,
+            log_requests=log_requests,
+            log_prompts=log_prompts,
             request_timeout=request_timeout,
             strict_fields=strict_fields,
         )

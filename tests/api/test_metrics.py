@@ -183,7 +183,7 @@ class TestDashboard:
         return [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
 
     def test_it_asks_for_metrics_that_there_are_and_for_all_of_ours(self, dashboard, names):
-        asked = set(re.findall(r"[a-z:_]+(?=\{)", " ".join(self.expressions(dashboard))))
+        asked = set(re.findall(r"[a-z0-9:_]+(?=\{)", " ".join(self.expressions(dashboard))))
         assert asked <= names
         ends = ("_created", "_bucket", "_sum", "_count")
         ours = {name for name in names if name.startswith(("jdllm", "vllm:")) and not name.endswith(ends)}

@@ -33,7 +33,12 @@ def options() -> set[str]:
     """The long options of `jdllm serve`."""
     command = typer.main.get_command(app)
     serve = command.commands["serve"]  # type: ignore[attr-defined]
-    return {name for parameter in serve.params for name in parameter.opts if name.startswith("--")}
+    return {
+        name
+        for parameter in serve.params
+        for name in (*parameter.opts, *parameter.secondary_opts)
+        if name.startswith("--")
+    }
 
 
 def test_the_table_of_options_is_that_of_the_command(options):
