@@ -50,6 +50,7 @@ async def stats(request: Request) -> dict[str, Any]:
         "uptime": time.monotonic() - service.started,
         "compiled": executables.compiled,
         "loaded": executables.loaded,
+        "http": service.metrics.http(),
     }
 
 

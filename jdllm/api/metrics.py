@@ -1,11 +1,15 @@
 """What monitoring reads, as Prometheus' text: the engine's counts as they are, and times of what ended."""
 
+import collections
+import math
 from collections.abc import Iterator
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from jdllm import __version__
 from jdllm.decoding.executables import Executables
@@ -122,9 +126,28 @@ class Metrics:
                 self._first_block.labels(endpoint).observe(first_block)
                 self._firsts.observe(first_block)
 
+    def http(self) -> dict[str, Any]:
+        """What the page of figures shows of requests over HTTP, over all paths.
+
+        Returns `statuses`, how many ended with each; and of those with 200 `seconds`, their sum, and
+        `within`, pairs of a time and how many took at most that long; the last time is `None`, any.
+        """
+        statuses, within = collections.Counter(), collections.Counter()
+        for sample in _samples(self._requests, "_total"):
+            statuses[sample.labels["status"]] += int(sample.value)
+        for sample in _samples(self._latency, "_bucket"):
+            within[float(sample.labels["le"])] += int(sample.value)
+        seconds = sum(sample.value for sample in _samples(self._latency, "_sum"))
+        pairs = [(None if math.isinf(most) else most, count) for most, count in sorted(within.items())]
+        return {"statuses": statuses, "seconds": seconds, "within": pairs}
+
     def render(self) -> bytes:
         """All of it, of the type `content_type`."""
         return generate_latest(self._registry)
+
+
+def _samples(metric: Counter | Histogram, ending: str) -> Iterator[Sample]:
+    return (one for family in metric.collect() for one in family.samples if one.name.endswith(ending))
 
 
 class _EngineCounts(Collector):

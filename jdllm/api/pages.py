@@ -6,7 +6,11 @@ from importlib.resources import files
 from typing import NamedTuple
 
 from fastapi import APIRouter, HTTPException, Request
-from fastapi.responses import Response
+from fastapi.responses import JSONResponse, Response
+from pydantic_core import to_jsonable_python
+
+from jdllm.api.service import Service
+from jdllm.decoding.prefilling import PRESETS
 
 router = APIRouter(include_in_schema=False)
 
@@ -60,6 +64,15 @@ async def generate_page(request: Request) -> Response:
 async def stats_page(request: Request) -> Response:
     """How the server is doing."""
     return _answer(request, "stats.html")
+
+
+@router.get("/page/settings.json")
+async def page_settings(request: Request) -> JSONResponse:
+    """What the page shows of this server: texts to try, and what holds where nothing is set."""
+    service: Service = request.app.state.service
+    settings = service.settings
+    told = {"examples": settings.examples, "sampling": settings.default_sampling, "prefilling": PRESETS}
+    return JSONResponse(to_jsonable_python(told), headers=HEADERS)
 
 
 @router.api_route("/page/{name}", methods=["GET", "HEAD"])

@@ -5,7 +5,7 @@ import dataclasses
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -63,6 +63,7 @@ class Settings:
     - `request_timeout`: seconds that a request may take, `None` for any.
     - `log_requests`, `log_prompts`: whether answered requests are logged, and whether what clients wrote is.
     - `strict_fields`: whether a request with a field that nobody knows is refused.
+    - `examples`: texts that the page offers to try, by its modes "complete", "chat" and "infill".
     """
 
     names: tuple[str, ...]
@@ -74,6 +75,7 @@ class Settings:
     log_requests: bool = False
     log_prompts: bool = False
     strict_fields: bool = False
+    examples: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
 
 
 class Told(NamedTuple):

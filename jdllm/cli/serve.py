@@ -155,6 +155,7 @@ def serve(
     from jdllm.api.app import Access
     from jdllm.api.server import Tls, bind, serve
     from jdllm.api.service import Settings
+    from jdllm.demo.examples import EXAMPLES
     from jdllm.llm import LLM
 
     given, names = _given_sampling(default_sampling), names_of(served_model_name, source.model)
@@ -178,6 +179,7 @@ def serve(
             log_prompts=log_prompts,
             request_timeout=request_timeout,
             strict_fields=strict_fields,
+            examples=EXAMPLES if source.model is None else {},
         )
         print_result(describe_account(llm.account))
         warms = llm.executables.platform != "cpu" or prefilling is not None if warmup is None else warmup

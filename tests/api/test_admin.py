@@ -10,6 +10,7 @@ from fastapi.testclient import TestClient
 from jdllm.api.app import Access, create_app
 from jdllm.api.service import Service
 from jdllm.checkpoints.tokenizer import Tokenizer
+from jdllm.decoding.prefilling import PRESETS
 from jdllm.llm import LLM
 from jdllm.serving.async_engine import AsyncEngine
 
@@ -251,3 +252,29 @@ def test_origins_are_told_to_browsers(service: Service):
         assert set(sent.split(",")) <= set(admitted)
         other = client.get("/v1/models", headers={"Origin": "https://b.example"})
         assert "access-control-allow-origin" not in other.headers
+
+
+def test_stats_count_answers_by_status_and_how_long_they_took(client):
+    before = client.get("/v1/stats").json()["http"]
+    for body in ({"prompt": "1+1=", "max_tokens": 4}, {"prompt": "1+1=", "n": 0}, {"prompt": "1+1=", "n": 0}):
+        client.post("/v1/completions", json=body)
+    after = client.get("/v1/stats").json()["http"]
+    grown = {status: count - before["statuses"].get(status, 0) for status, count in after["statuses"].items()}
+    assert {status: count for status, count in grown.items() if count} == {"200": 1, "400": 2}
+    assert after["seconds"] > before["seconds"]
+    counts = [count for _, count in after["within"]]
+    assert counts == sorted(counts)
+    assert after["within"][-1] == [None, after["statuses"]["200"]]
+
+
+def test_the_page_is_told_what_holds_and_what_to_try(service: Service):
+    settings = dataclasses.replace(service.settings, examples={"chat": ("1+1=",)})
+    told = Service(service.llm, service.engine, settings, service.metrics)
+    with TestClient(create_app(told, Access(api_keys=["secret"]))) as client:
+        found = client.get("/page/settings.json").json()
+    told.close()
+    assert found["examples"] == {"chat": ["1+1="]}
+    default = service.settings.default_sampling
+    assert found["sampling"]["gen_length"] == default.gen_length
+    assert (found["sampling"]["cache"], found["sampling"]["top_p"]) == ("none", None)
+    assert found["prefilling"]["dream"]["chunk_length"] == PRESETS["dream"].chunk_length

@@ -49,7 +49,7 @@ async function send(path, { method, body, signal, key }) {
     });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ApiError({ message: "The server does not answer." });
+    throw new ApiError({ message: "The server does not answer: it may have ended, or the connection broke." });
   }
 }
 

@@ -51,6 +51,12 @@ export function short(value) {
   return value >= 10 || Number.isInteger(value) ? Math.round(value).toLocaleString("en") : value.toFixed(1);
 }
 
+export function duration(seconds) {
+  const minutes = Math.floor(seconds / 60);
+  if (minutes === 0) return `${Math.floor(seconds)} s`;
+  return minutes < 60 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+}
+
 // The next of 1, 2 and 4 times a power of ten, but at least 2, so that the middle is a whole number.
 function rounded(value) {
   const power = 10 ** Math.floor(Math.log10(Math.max(value, 1)));

@@ -8,11 +8,18 @@ export class ContextEditor {
     Object.assign(this, elements);
   }
 
-  // Offer the presets that the schema of a request names.
-  build(schema) {
-    const kinds = schema.properties.prefilling?.anyOf ?? [];
-    const presets = kinds.find((kind) => kind.enum)?.enum ?? [];
-    this.preset.append(...presets.map((name) => new Option(name)));
+  // Offer the server's presets: their fields by their names.
+  build(presets) {
+    this.presets = presets;
+    this.preset.append(...Object.keys(presets).map((name) => new Option(name)));
+    this.preset.addEventListener("change", () => this.showPreset());
+    this.showPreset();
+  }
+
+  // What holds where nothing is entered.
+  showPreset() {
+    const fields = this.presets[this.preset.value];
+    for (const [name, id] of Object.entries(OVERRIDES)) this[id].placeholder = fields?.[name] ?? "";
   }
 
   // What a request says of it: nothing where there is none.
@@ -28,7 +35,8 @@ export class ContextEditor {
   set value({ context = "", prefilling = {} }) {
     this.text.value = context;
     this.part.open = context !== "";
-    if (prefilling.preset) this.preset.value = prefilling.preset;
+    if (prefilling.preset in this.presets) this.preset.value = prefilling.preset;
+    this.showPreset();
     for (const [name, id] of Object.entries(OVERRIDES)) this[id].value = prefilling[name] ?? "";
   }
 }

@@ -4,6 +4,7 @@ import { postJson } from "./api.js";
 
 const SLOT = /⟦([^⟦⟧]*)⟧/g;
 const DEFAULT_TOKENS = 8;
+const MOST_TOKENS = 2 ** 20;
 
 // A text as the parts that the server takes.
 export function partsOf(text) {
@@ -46,8 +47,16 @@ export class InfillEditor {
     return partsOf(this.value);
   }
 
-  get hasSlots() {
-    return this.parts.some((part) => typeof part !== "string");
+  get slots() {
+    return this.parts.filter((part) => typeof part !== "string");
+  }
+
+  // What is wrong with the text, in words; null where nothing is.
+  get problem() {
+    if (/[⟦⟧]/.test(this.value.replace(SLOT, ""))) return "A slot is cut: every ⟦ needs its ⟧ behind it.";
+    const { slots } = this;
+    if (slots.length === 0) return "Nothing is to be filled: select a part of the text, and mask it.";
+    return slots.map(problemOf).find((problem) => problem !== null) ?? null;
   }
 
   // The selected span becomes a slot of as many tokens as it has.
@@ -73,9 +82,16 @@ export class InfillEditor {
   }
 
   showSlots() {
-    const slots = this.parts.filter((part) => typeof part !== "string");
-    this.list.replaceChildren(...slots.map(describe));
+    this.list.replaceChildren(...this.slots.map(describe));
   }
+}
+
+function problemOf({ max_tokens: tokens, options }, index) {
+  const slot = `Slot ${index + 1}`;
+  if (options?.length === 0) return `${slot} is empty: write texts to choose from, ⟦yes|no⟧, or tokens, ⟦8⟧.`;
+  if (tokens === 0) return `${slot} has no tokens: write how many, such as ⟦8⟧.`;
+  if (tokens > MOST_TOKENS) return `${slot} is too long: at most ${MOST_TOKENS.toLocaleString("en")} tokens.`;
+  return null;
 }
 
 function describe(slot) {

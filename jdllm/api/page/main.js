@@ -3,6 +3,7 @@
 import { getJson } from "./api.js";
 import { Conversation } from "./chat.js";
 import { ContextEditor } from "./context.js";
+import { Examples } from "./examples.js";
 import { InfillEditor, partsOf } from "./infill.js";
 import { fragmentOf, runOf } from "./link.js";
 import { Result, copy } from "./result.js";
@@ -11,16 +12,22 @@ import { Tabs } from "./tabs.js";
 
 const element = (id) => document.getElementById(id);
 const PATHS = { complete: "v1/completions", chat: "v1/chat/completions", infill: "v1/infill" };
+const BOXES = { complete: "prompt", chat: "message", infill: "infill-text" };
+const VERBS = { complete: "Generate", chat: "Send", infill: "Fill" };
 const WIDE = matchMedia("(min-width: 60rem)");
+const AGAIN = 2000;
 
 const result = new Result();
 const settings = new Settings(element("fields"), element("preset"));
-const chat = new Conversation({
-  turns: element("turns"),
-  system: element("system"),
-  text: element("message"),
-  restart: element("restart"),
-});
+const chat = new Conversation(
+  {
+    turns: element("turns"),
+    system: element("system"),
+    text: element("message"),
+    restart: element("restart"),
+  },
+  { onSend: run, onRegenerate: regenerate },
+);
 const infill = new InfillEditor(
   {
     text: element("infill-text"),
@@ -37,9 +44,18 @@ const context = new ContextEditor({
   chunkLength: element("chunk-length"),
   chunksKept: element("chunks-kept"),
 });
+const examples = new Examples(element("examples"), (text) => {
+  const box = element(BOXES[tabs.mode]);
+  box.value = text;
+  box.dispatchEvent(new Event("input"));
+  box.focus();
+});
 const tabs = new Tabs(element("tabs"), (mode) => {
   settings.useLengths(mode !== "infill");
-  element("run").textContent = mode === "infill" ? "Fill" : mode === "chat" ? "Send" : "Generate";
+  examples.show(mode);
+  element("run").textContent = VERBS[mode];
+  element("keys-chat").hidden = mode !== "chat";
+  element("keys-other").hidden = mode === "chat";
 });
 let running = null;
 
@@ -81,34 +97,55 @@ function bodyOf(run) {
   return { ...own[run.mode](), ...run.settings, stream: true, stream_mode: "denoise" };
 }
 
-// What is missing, and where; null where nothing is.
-function missing() {
-  if (tabs.mode === "infill") return infill.hasSlots ? null : ["infill-text", "Mask something first."];
-  const id = tabs.mode === "chat" ? "message" : "prompt";
-  return element(id).value === "" ? [id, "Write something first."] : null;
+// What is wrong with the box, in words; null where nothing is.
+function problem() {
+  if (tabs.mode === "infill") return infill.problem;
+  return element(BOXES[tabs.mode]).value === "" ? "Write something first." : null;
+}
+
+function ready() {
+  if (element("run").disabled || running !== null || !settings.check()) return false;
+  showError(null);
+  return true;
 }
 
 async function run() {
-  if (running !== null || !settings.check()) return;
-  showError(null);
-  const lack = missing();
-  if (lack !== null) {
-    showError({ message: lack[1] });
-    element(lack[0]).focus();
+  if (!ready()) return;
+  const message = problem();
+  if (message !== null) {
+    showError({ message });
+    element(BOXES[tabs.mode]).focus();
     return;
   }
-  const what = asked();
+  if (tabs.mode === "chat") chat.send();
+  await follow(asked(), { failed: () => chat.unanswered() });
+}
+
+// Answer the last message of the conversation anew.
+async function regenerate() {
+  if (!ready()) return;
+  const before = chat.ask();
+  const answer = await follow(asked(), { failed: () => chat.answered(before) });
+  if (answer === before) showStatus(`${result.summary} It is the same: without a temperature it always is.`);
+}
+
+// Run what is asked, and show it. Returns the text of the answer, null where there is none: of a conversation
+// `failed` is called then.
+async function follow(what, { failed }) {
   history.replaceState(null, "", fragmentOf(what));
   setRunning(new AbortController());
-  showStatus("Denoising …");
+  showStatus("Running …");
   if (!WIDE.matches) element("status").scrollIntoView();
   try {
     const last = await result.follow(PATHS[what.mode], bodyOf(what), running.signal);
-    if (what.mode === "chat") chat.answered(what.messages, last.text);
+    if (what.mode === "chat") chat.answered(last.text);
     showStatus(result.summary);
+    return last.text;
   } catch (error) {
-    if (error.name === "AbortError") showStatus("Cancelled.");
+    if (what.mode === "chat") failed();
+    if (error.name === "AbortError") showStatus("Stopped.");
     else showError(error);
+    return null;
   } finally {
     setRunning(null);
   }
@@ -129,20 +166,31 @@ function swap(old, other) {
 }
 
 function openLink() {
-  const linked = runOf(location.hash);
+  try {
+    fillIn(runOf(location.hash));
+  } catch (error) {
+    showError(error);
+  }
+}
+
+function fillIn(linked) {
   if (linked === null) return;
   element("prompt").value = linked.prompt;
   context.value = linked;
   chat.messages = linked.messages;
   infill.value = linked.infill;
   tabs.choose(linked.mode);
-  settings.set(linked.settings);
+  const unknown = settings.set(linked.settings);
+  if (unknown.length > 0)
+    throw new Error(`The link has settings that this server does not take: ${unknown.join(", ")}.`);
+  showError(null);
   showStatus("The link's text, settings and seed are filled in: run it to see the same again.");
 }
 
 async function connect() {
-  const [api, models, tokenizer] = await Promise.all([
+  const [api, told, models, tokenizer] = await Promise.all([
     getJson("openapi.json"),
+    getJson("page/settings.json"),
     getJson("v1/models"),
     getJson("tokenizer_info").catch(() => ({})),
   ]);
@@ -150,8 +198,25 @@ async function connect() {
   const length = model.max_model_len.toLocaleString("en");
   element("model").textContent = `${model.id} · ${model.family} · up to ${length} tokens`;
   result.endTokens = [tokenizer.eos_token ?? null, tokenizer.eot_token ?? null];
-  settings.build(api.components.schemas.CompletionRequest);
-  context.build(api.components.schemas.CompletionRequest);
+  settings.build(api.components.schemas.CompletionRequest, told.sampling);
+  context.build(told.prefilling);
+  examples.texts = told.examples;
+}
+
+// Connect, however long it takes until somebody answers.
+async function start() {
+  try {
+    await connect();
+  } catch (error) {
+    showError(error);
+    if (error.status === null) setTimeout(start, AGAIN);
+    return;
+  }
+  showError(null);
+  element("run").disabled = false;
+  tabs.choose("complete");
+  openLink();
+  window.addEventListener("hashchange", openLink);
 }
 
 document.addEventListener("keydown", (event) => {
@@ -167,12 +232,4 @@ const unfold = () => {
 WIDE.addEventListener("change", unfold);
 unfold();
 
-try {
-  await connect();
-  element("run").disabled = false;
-  tabs.choose("complete");
-  openLink();
-  window.addEventListener("hashchange", openLink);
-} catch (error) {
-  showError(error);
-}
+start();

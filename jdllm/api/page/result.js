@@ -8,6 +8,7 @@ import { Player } from "./player.js";
 import { TokenView } from "./view.js";
 
 const element = (id) => document.getElementById(id);
+const PARTS = ["finished", "empty", "passages-part", "slots-part", "steps-part", "replay"];
 const now = () => performance.now() / 1000;
 
 export class Result {
@@ -46,7 +47,7 @@ export class Result {
     this.player.unload();
     element("text").textContent = "";
     element("slots").replaceChildren();
-    for (const id of ["finished", "passages-part", "slots-part", "steps-part", "replay"]) element(id).hidden = true;
+    for (const id of PARTS) element(id).hidden = true;
   }
 
   take(name, data) {
@@ -86,6 +87,7 @@ export class Result {
     }
     element("text").textContent = this.last.text;
     element("finished").hidden = false;
+    element("empty").hidden = this.last.text !== "";
     element("passages-part").hidden = !this.last.prefilling;
     if (this.last.prefilling) {
       showPassages(element("passages"), element("passages-note"), this.context, this.last.prefilling);

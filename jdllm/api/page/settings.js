@@ -1,4 +1,5 @@
-// The sampler and cache settings: fields as the server's own schema describes them, and presets.
+// The sampler and cache settings: fields as the server's own schema describes them, what holds where nothing is
+// entered, and presets.
 
 const GROUPS = {
   Length: ["gen_length", "steps", "block_length"],
@@ -14,6 +15,7 @@ const KEPT = ["gen_length", "steps", "seed"];
 const drawn = (values) => values.temperature > 0 || values.alg !== undefined;
 const scored = (values) => values.cache === "sparse" || values.cache === "head_sparse";
 const cached = (values) => values.cache !== undefined && values.cache !== "none";
+const delayed = (values) => scored(values) || values.cache === "selective";
 // When a field has an effect; the server refuses it elsewhere.
 const USED = {
   threshold: (values) => values.transfer === "threshold" || values.alg === "confidence_threshold",
@@ -24,6 +26,18 @@ const USED = {
   top_p: drawn,
   top_k: drawn,
 };
+
+// What holds where neither the user nor the server has set a value.
+const OTHERWISE = {
+  steps: (values) => values.gen_length,
+  block_length: (values) => values.gen_length,
+  top_p: () => "off",
+  top_k: () => "off",
+  seed: () => "random",
+  alg: () => "none",
+  refresh_delay: (values) => (delayed(values) ? 1 : 0),
+};
+const DESCRIBED = /\[default: (.+)\]/;
 
 const PRESETS = {
   "Server's defaults": {},
@@ -48,13 +62,21 @@ export class Settings {
     this.root = root;
     this.preset = preset;
     this.fields = {};
+    this.defaults = {};
+    this.chosen = null;
     preset.append(...Object.keys(PRESETS).map((name) => new Option(name)), new Option(CUSTOM));
     preset.addEventListener("change", () => this.usePreset(preset.value));
     root.addEventListener("input", () => this.refresh());
   }
 
-  // Make the fields from the schema of a request, as it stands in the server's OpenAPI document.
-  build(schema) {
+  // Make the fields from the schema of a request, as it stands in the server's OpenAPI document; `sampling` is
+  // what holds on this server, by name.
+  build(schema, sampling) {
+    this.schema = schema;
+    // Without a seed the server draws one.
+    this.defaults = Object.fromEntries(
+      Object.entries(sampling).filter(([name, value]) => value !== null && name !== "seed"),
+    );
     for (const [title, names] of Object.entries(GROUPS)) {
       const known = names.filter((name) => name in schema.properties);
       this.root.append(
@@ -72,7 +94,6 @@ export class Settings {
     const input = kind.enum ? choice(kind.enum) : number(kind);
     input.id = `setting-${name}`;
     input.name = name;
-    if (name === "seed") input.placeholder = "random";
     const label = document.createElement("label");
     label.htmlFor = input.id;
     label.textContent = name;
@@ -86,11 +107,27 @@ export class Settings {
 
   // What the user has set, by name; a field without an effect is left out, as are lengths of an infilling.
   values({ infill = false } = {}) {
-    const set = this.entered();
-    const left = Object.entries(set).filter(
-      ([name]) => !(infill && LENGTHS.includes(name)) && (USED[name]?.(set) ?? true),
+    const all = this.effective();
+    const left = Object.entries(this.entered()).filter(
+      ([name]) => !(infill && LENGTHS.includes(name)) && (USED[name]?.(all) ?? true),
     );
     return Object.fromEntries(left);
+  }
+
+  // What holds: what is entered, and else what the server does.
+  effective(entered = this.entered()) {
+    const { steps, ...others } = this.defaults;
+    // As many steps as tokens, where only the tokens are given.
+    const defaults = entered.gen_length === undefined ? this.defaults : others;
+    return { ...defaults, ...entered };
+  }
+
+  // What holds of a field where nothing is entered, for the eye.
+  otherwise(name, values) {
+    const { [name]: _, ...entered } = values;
+    const all = this.effective(entered);
+    const described = this.schema.properties[name].description?.match(DESCRIBED)?.[1];
+    return String(all[name] ?? OTHERWISE[name]?.(all) ?? described ?? "none");
   }
 
   entered() {
@@ -101,15 +138,20 @@ export class Settings {
     return values;
   }
 
-  // Set these values and empty all other fields; names that are no fields are ignored.
+  // Set these values and empty all other fields. Returns the names that are no fields, or cannot be so.
   set(values) {
-    for (const [name, input] of Object.entries(this.fields)) input.value = values[name] ?? "";
+    const isDefault = (name, value) => this.fields[name]?.tagName === "SELECT" && this.defaults[name] === value;
+    const own = Object.entries(values).filter((entry) => !isDefault(...entry));
+    const named = Object.fromEntries(own);
+    for (const [name, input] of Object.entries(this.fields)) input.value = named[name] ?? "";
     this.refresh();
+    return own.filter(([name, value]) => this.fields[name]?.value !== String(value)).map(([name]) => name);
   }
 
   usePreset(name) {
     if (name === CUSTOM) return;
     const kept = Object.entries(this.entered()).filter(([field]) => KEPT.includes(field));
+    this.chosen = name;
     this.set({ ...Object.fromEntries(kept), ...PRESETS[name] });
   }
 
@@ -127,18 +169,24 @@ export class Settings {
 
   refresh() {
     const values = this.entered();
+    const all = this.effective(values);
     for (const [name, input] of Object.entries(this.fields)) {
       const unused = input.closest(".field").classList.contains("unused");
-      input.disabled = unused || !(USED[name]?.(values) ?? true);
+      input.disabled = unused || !(USED[name]?.(all) ?? true);
+      showOtherwise(input, this.otherwise(name, values));
     }
     this.preset.value = this.presetOf(values);
   }
 
+  // The preset that says the same, the chosen one rather than another.
   presetOf(values) {
-    const own = Object.entries(values).filter(([name]) => !KEPT.includes(name));
-    const same = ([, preset]) =>
-      own.length === Object.keys(preset).length && own.every(([name, value]) => preset[name] === value);
-    return Object.entries(PRESETS).find(same)?.[0] ?? CUSTOM;
+    const all = this.effective(values);
+    const names = Object.keys(this.fields).filter((name) => !KEPT.includes(name));
+    const same = (preset) => {
+      const other = this.effective(PRESETS[preset]);
+      return names.every((name) => all[name] === other[name]);
+    };
+    return [this.chosen, ...Object.keys(PRESETS)].find((name) => name in PRESETS && same(name)) ?? CUSTOM;
   }
 }
 
@@ -152,14 +200,24 @@ function group(title, rows) {
 
 function choice(options) {
   const select = document.createElement("select");
-  select.append(new Option("default", ""), ...options.map((option) => new Option(option)));
+  select.append(new Option("", ""), ...options.map((option) => new Option(option)));
   return select;
+}
+
+// Show what holds while nothing is entered; a choice is not offered twice.
+function showOtherwise(input, text) {
+  if (input.tagName !== "SELECT") {
+    input.placeholder = text;
+    return;
+  }
+  const [empty, ...options] = input.options;
+  empty.textContent = text;
+  for (const option of options) option.hidden = option.value === text && !option.selected;
 }
 
 function number(kind) {
   const input = document.createElement("input");
   input.type = "number";
-  input.placeholder = "default";
   input.step = kind.type === "integer" ? "1" : "any";
   const most = kind.maximum ?? (kind.exclusiveMaximum === undefined ? undefined : kind.exclusiveMaximum - 1);
   if (kind.minimum !== undefined) input.min = kind.minimum;

@@ -1,8 +1,9 @@
 // The page of figures: asks the server once a second how it is doing.
 
 import { getJson } from "./api.js";
-import { Chart, short } from "./chart.js";
-import { Timeline } from "./timeline.js";
+import { Chart, duration, short } from "./chart.js";
+import { RequestTable } from "./requests.js";
+import { Timeline, errors } from "./timeline.js";
 
 const INTERVAL = 1000;
 const UNAUTHORIZED = 401;
@@ -29,6 +30,20 @@ const CHARTS = [
     ],
   },
   { title: "Tokens a second", series: [{ name: "tokens", title: "committed" }] },
+  {
+    title: "Latency of the last minute, milliseconds",
+    series: [
+      { name: "median", title: "median, about" },
+      { name: "slow", title: "95 % within, about" },
+    ],
+  },
+  {
+    title: "Answers over HTTP a second",
+    series: [
+      { name: "answered", title: "successes" },
+      { name: "errors", title: "errors" },
+    ],
+  },
 ];
 const RATES = {
   "Requests running": "running",
@@ -40,11 +55,15 @@ const RATES = {
   "Rows a second, adaptive": "adaptiveRows",
   "Tokens a second": "tokens",
   "Forward evaluations a second": "evaluations",
+  "Latency, median, ms": "median",
+  "Latency, 95 % within, ms": "slow",
+  "HTTP errors a second": "errors",
 };
 const TOTALS = {
   "Requests finished": (stats) => stats.finished,
   "Requests failed": (stats) => stats.failed,
   "Requests aborted": (stats) => stats.aborted,
+  "HTTP errors": errors,
   "Tokens committed": (stats) => stats.tokens,
   "Forward evaluations": (stats) => stats.evaluated,
   "Head rows": (stats) => stats.head_rows,
@@ -59,6 +78,7 @@ const timeline = new Timeline();
 const charts = CHARTS.map(({ title, series }) => new Chart(title, series));
 const rates = rowsOf(element("rates"), Object.keys(RATES), 3);
 const totals = rowsOf(element("totals"), [...Object.keys(TOTALS), "Uptime"], 1);
+const requests = new RequestTable(element("requests").tBodies[0], element("no-requests"), showError);
 element("charts").append(...charts.map((chart) => chart.figure));
 
 // Rows of a table, one for each title; returns the cells behind the titles.
@@ -85,6 +105,20 @@ function show(stats, now) {
   Object.values(RATES).forEach((name, i) => fill(rates[i], summary(timeline.values(name))));
   const counts = Object.values(TOTALS).map((count) => count(stats).toLocaleString("en"));
   [...counts, duration(stats.uptime)].forEach((text, i) => fill(totals[i], [text]));
+  showStatuses(stats.http.statuses);
+}
+
+// How many requests over HTTP ended with each status.
+function showStatuses(statuses) {
+  const body = element("statuses").tBodies[0];
+  const counts = Object.entries(statuses);
+  body.replaceChildren();
+  const cells = rowsOf(element("statuses"), counts.map(([status]) => status), 1);
+  counts.forEach(([, count], i) => fill(cells[i], [count.toLocaleString("en")]));
+}
+
+function showError(error) {
+  element("error").textContent = error.message;
 }
 
 function summary(values) {
@@ -99,18 +133,14 @@ function fill(cells, texts) {
   });
 }
 
-function duration(seconds) {
-  const minutes = Math.floor(seconds / 60);
-  if (minutes === 0) return `${Math.floor(seconds)} s`;
-  return minutes < 60 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
-}
-
 async function poll() {
   try {
-    show(await getJson("v1/stats"), performance.now() / 1000);
+    const [stats, { data }] = await Promise.all([getJson("v1/stats"), getJson("v1/requests")]);
+    show(stats, performance.now() / 1000);
+    requests.show(data, Date.now() / 1000);
     element("error").textContent = "";
   } catch (error) {
-    element("error").textContent = error.message;
+    showError(error);
     if (error.status === UNAUTHORIZED) return;
   }
   setTimeout(poll, INTERVAL);

@@ -6,7 +6,7 @@ import re
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, Request, expect  # pyright: ignore[reportMissingImports]
 
-from tests.clients.page.drive import PROMPT, choose, go, run
+from tests.clients.page.drive import PROMPT, choose, finish, go, run
 from tests.clients.servers import Server, until
 
 pytestmark = pytest.mark.clients
@@ -22,7 +22,9 @@ def test_a_conversation_goes_on(page: Page, server: Server):
 
     page.on("request", note)
     page.fill("#message", PROMPT)
-    run(page)
+    page.keyboard.press("Enter")
+    expect(page.locator("#message")).to_have_value("")
+    finish(page)
     page.fill("#message", "12+34=")
     run(page)
 
@@ -171,7 +173,7 @@ def test_the_browser_asks_no_other_host(page: Page, server: Server):
 def test_stats_are_those_of_the_api(page: Page, context: BrowserContext, server: Server):
     stats = context.new_page()
     stats.goto(f"{server.url}/stats")
-    expect(stats.locator(".chart")).to_have_count(4)
+    expect(stats.locator(".chart")).to_have_count(6)
     page.fill("#prompt", PROMPT)
     run(page)
 
@@ -182,5 +184,9 @@ def test_stats_are_those_of_the_api(page: Page, context: BrowserContext, server:
         expect(row.locator("td")).to_have_text(f"{counts[name]:,}")
     most = stats.locator("#rates tr", has_text="Rows a second, full").locator("td").last
     until(lambda: float(re.sub(r"[^\d.]", "", most.inner_text()) or 0) > 0, 10.0)
+    errors = sum(count for status, count in counts["http"]["statuses"].items() if int(status) >= 400)
+    expect(stats.locator("#totals tr", has_text="HTTP errors").locator("td")).to_have_text(f"{errors:,}")
+    latency = stats.locator("#rates tr", has_text="Latency, median").locator("td").last
+    assert float(re.sub(r"[^\d.]", "", latency.inner_text())) > 0
     drawn = stats.locator("polyline.series-0").evaluate_all("lines => lines.map(line => line.points.length)")
     assert min(drawn) > 0

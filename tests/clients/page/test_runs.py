@@ -164,7 +164,7 @@ def test_cancelling_frees_the_server_and_keeps_what_was_drawn(page: Page, server
 
     page.click("#cancel")
 
-    expect(page.locator("#status")).to_have_text("Cancelled.")
+    expect(page.locator("#status")).to_have_text("Stopped.")
     expect(page.locator("#run")).to_be_focused()
     server.settle()
     with server.client() as client:
