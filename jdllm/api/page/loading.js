@@ -8,7 +8,7 @@ window.addEventListener(
     if (address === undefined) return;
     const message = `A part of this page did not load (${new URL(address).pathname}): load the page again.`;
     const show = () => {
-      document.getElementById("error").textContent = message;
+      document.getElementById("broken").textContent = message;
     };
     if (document.readyState === "loading") document.addEventListener("DOMContentLoaded", show);
     else show();

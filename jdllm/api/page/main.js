@@ -126,7 +126,7 @@ async function regenerate() {
   if (!ready()) return;
   const before = chat.ask();
   const answer = await follow(asked(), { failed: () => chat.answered(before) });
-  if (answer === before) showStatus(`${result.summary} It is the same: without a temperature it always is.`);
+  if (answer === before) showStatus(`${result.summary} It is the same again: a temperature, and no seed, draw others.`);
 }
 
 // Run what is asked, and show it. Returns the text of the answer, null where there is none: of a conversation

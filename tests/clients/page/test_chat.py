@@ -51,7 +51,7 @@ def test_an_answer_is_made_anew(page: Page, asked: list):
     finish(page)
     before = said(page)
     page.click("text=Regenerate")
-    expect(page.locator("#status")).to_contain_text("It is the same", timeout=DONE)
+    expect(page.locator("#status")).to_contain_text("It is the same again", timeout=DONE)
     assert said(page) == before
     assert asked == [[{"role": "user", "content": SUM}]] * 2
 

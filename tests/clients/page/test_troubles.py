@@ -69,7 +69,7 @@ def test_slots_that_are_wrong_are_told_in_words(page: Page, text: str, words: st
     page.click("#tab-infill")
     page.fill("#infill-text", text)
     page.click("#run")
-    expect(page.get_by_role("alert")).to_contain_text(words)
+    expect(page.locator("#error")).to_contain_text(words)
     expect(page.locator("#infill-text")).to_be_focused()
     assert asked == []
 
@@ -88,15 +88,17 @@ def test_slots_that_are_wrong_are_told_in_words(page: Page, text: str, words: st
 def test_a_broken_link_says_so(context: BrowserContext, server: Server, fragment: str, words: str):
     page = context.new_page()
     go(page, f"{server.url}/#{fragment}")
-    expect(page.get_by_role("alert")).to_contain_text(words)
+    expect(page.locator("#error")).to_contain_text(words)
 
 
-@pytest.mark.parametrize("name", ["base.css", "figures.js", "main.js"])
-def test_a_file_that_does_not_load_is_named(context: BrowserContext, server: Server, name: str):
+@pytest.mark.parametrize(
+    ("name", "loaded"), [("base.css", "base.css"), ("figures.js", "main.js"), ("main.js", "main.js")]
+)
+def test_a_file_that_does_not_load_is_named(context: BrowserContext, server: Server, name: str, loaded: str):
     page = context.new_page()
     page.route(f"**/page/{name}", lambda route: route.abort())
     page.goto(server.url)
-    expect(page.get_by_role("alert")).to_contain_text("did not load")
+    expect(page.locator("#broken")).to_contain_text(f"did not load (/page/{loaded})")
 
 
 def test_a_connection_that_comes_back_is_used(context: BrowserContext, server: Server):
@@ -109,9 +111,9 @@ def test_a_connection_that_comes_back_is_used(context: BrowserContext, server: S
 
     page.route("**/v1/models", answer)
     page.goto(server.url)
-    expect(page.get_by_role("alert")).to_contain_text("The server does not answer")
+    expect(page.locator("#error")).to_contain_text("The server does not answer")
     expect(page.locator("#run")).to_be_enabled()
-    expect(page.get_by_role("alert")).to_be_empty()
+    expect(page.locator("#error")).to_be_empty()
 
 
 def test_requests_are_listed_and_can_be_cancelled(page: Page, context: BrowserContext, server: Server):
