@@ -432,6 +432,10 @@ class LLM(ScoresText):
     def warmup(self, progress: bool = True, prefilling: Prefilling | Preset | None = None) -> Prepared:
         """Compile or load what `LLM(warmup=True)` does; says how many executables that were.
 
+        Steps of all requests of up to `max_num_batched_tokens` rows, and evaluations that score given text.
+        What is left is compiled when first needed: longer sequences, a repetition penalty of causal models
+        and their prompts that run layer by layer, and stages of long contexts without `prefilling`.
+
         Arguments:
         - `progress`: as of `LLM`.
         - `prefilling`: the stages of questions over long contexts too, with these settings or those of a
@@ -442,10 +446,13 @@ class LLM(ScoresText):
         not fit.
         """
         questions = [] if prefilling is None else self._questions(prefilling)
-        programs = self.engine.programs()
+        # Scores need all weights on the device.
+        warmed = [self.engine, *([] if self.account.offloaded else [self._scorer])]
+        programs = [program for one in warmed for program in one.programs()]
 
         def rest() -> None:
-            self.engine.warm()
+            for one in warmed:
+                one.warm()
             for question in questions:
                 for _ in self._run([Asked(None, 0, [question])], updates="none"):
                     pass

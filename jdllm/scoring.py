@@ -1,5 +1,6 @@
 """Scores of given text: likelihoods, probabilities of single tokens, and logits for checking."""
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,15 +11,16 @@ import numpy as np
 
 from jdllm.arguments import shortened
 from jdllm.chunks import ChunkConfig
-from jdllm.decoding.executables import Executables
+from jdllm.decoding.executables import Executables, Program
 from jdllm.decoding.likelihood import Perturbation, TokenScores, all_logits, token_logprobs
 from jdllm.decoding.non_finite import origin
 from jdllm.errors import NonFiniteError, RequestError
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.planning.account import Account
-from jdllm.planning.buckets import head_bucket
-from jdllm.planning.ladder import Entry
+from jdllm.planning.buckets import head_bucket, row_bucket
+from jdllm.planning.budget import MemoryBudgetError
+from jdllm.planning.ladder import Entry, make_score_ladder
 from jdllm.serving.fitting import check_fits
 from jdllm.serving.packing import head_rows, lay_out
 from jdllm.serving.spec import checked_ids, mask_id_of
@@ -102,7 +104,8 @@ class Scorer:
     - `run`: calls a function while nothing else runs on the device.
     - `max_logits`: rows whose logits exist at a time.
 
-    Several threads may call it, and between two evaluations others may use the device.
+    Several threads may call it, and between two evaluations others may use the device. Sizes are those of the
+    text, unless `warm` has compiled others that hold it.
     """
 
     def __init__(
@@ -120,6 +123,22 @@ class Scorer:
         self._account = account
         self._run = run
         self._max_logits = max_logits
+        self._compiled: list[Entry] = []
+
+    def programs(self) -> Iterator[Program]:
+        """What is needed for text of up to as many rows as one evaluation has."""
+        one = Question(np.zeros(2, np.int32), np.zeros(1, np.int32), np.zeros(1, np.int32))
+        for entry in make_score_ladder(self._account.rows):
+            yield self._program([one], 0.0, entry)
+
+    def warm(self) -> None:
+        """Compile `programs`; those that do not fit the device are left out."""
+        self._compiled = []
+        for program in self.programs():
+            executable, rows = self._executables.get(program), len(program.args[1])
+            with contextlib.suppress(MemoryBudgetError):
+                check_fits(self._account, program.name, rows, executable)
+                self._compiled.append(Entry(rows, rows, 1, 1))
 
     def likelihoods(
         self, pairs: Sequence[MaskedPair], cfg_scale: float, mask_id: int
@@ -160,50 +179,54 @@ class Scorer:
 
     def _evaluate(self, what: str, questions: Sequence[Question], cfg_scale: float) -> Iterator[TokenScores]:
         sequences = [copy for question in questions for copy in question.copies]
-        tokens, rows, starts = lay_out(sequences, self._config)
         counts = [len(question.positions) for question in questions]
-        segment = np.repeat(np.arange(len(questions)), counts)
-        last = np.cumsum([len(question.copies) for question in questions]) - 1
-        first = last - [len(question.copies) - 1 for question in questions]
-        positions = np.concatenate([question.positions for question in questions])
-        entry = Entry(len(tokens), head_bucket(len(positions)), len(questions), 1)
-        head = head_rows(
-            starts[first][segment] + positions, starts[last][segment] + positions, segment, entry
-        )
-        targets = np.zeros_like(head.row)
-        targets[: len(positions)] = np.concatenate([question.targets for question in questions])
-        scores = self._call(
-            token_logprobs,
-            tokens,
-            rows,
-            head,
-            np.full(len(targets), cfg_scale, np.float32),
-            targets,
-            config=self._config,
-            chunks=ChunkConfig(logits=math.ceil(len(targets) / self._max_logits)),
-        )
-        found = [np.asarray(x)[: len(positions)] for x in scores]
+        rows, heads = sum(map(len, sequences)), sum(counts)
+        compiled = (entry for entry in self._compiled if entry.holds(rows, heads, 1))
+        entry = next(compiled, Entry(row_bucket(rows), head_bucket(heads), 1, 1))
+        scores = self._call(self._program(questions, cfg_scale, entry))
+        found = [np.asarray(x)[:heads] for x in scores]
         if not all(np.isfinite(x).all() for x in found):
             raise self._non_finite(what, sequences)
         stops = np.cumsum(counts)[:-1]
         return (TokenScores(*parts) for parts in zip(*(np.split(x, stops) for x in found), strict=True))
+
+    def _program(self, questions: Sequence[Question], cfg_scale: float, entry: Entry) -> Program:
+        """An evaluation of some questions in the sizes of an entry."""
+        sequences = [copy for question in questions for copy in question.copies]
+        tokens, rows, starts = lay_out(sequences, self._config, entry.rows)
+        segment = np.repeat(np.arange(len(questions)), [len(question.positions) for question in questions])
+        last = np.cumsum([len(question.copies) for question in questions]) - 1
+        first = last - [len(question.copies) - 1 for question in questions]
+        positions = np.concatenate([question.positions for question in questions])
+        guided, unguided = (starts[which][segment] + positions for which in (first, last))
+        head = head_rows(guided, unguided, segment, entry._replace(segments=len(questions)))
+        targets = np.zeros_like(head.row)
+        targets[: len(positions)] = np.concatenate([question.targets for question in questions])
+        scale = np.full(len(targets), cfg_scale, np.float32)
+        chunks = ChunkConfig(logits=math.ceil(len(targets) / self._max_logits))
+        return Program(
+            token_logprobs,
+            (self._params, tokens, rows, head, scale, targets),
+            {"config": self._config, "chunks": chunks},
+            name=f"score of {entry.rows} rows",
+        )
 
     def _non_finite(self, what: str, sequences: Sequence[np.ndarray]) -> NonFiniteError:
         places = (origin(self._params, self._config, x, self._executables) for x in sequences)
         found = next(filter(None, places), "a log-probability is infinite or not a number")
         return NonFiniteError(f"{what}: {found}")
 
-    def _call(self, function: Callable[..., Any], tokens: np.ndarray, *args: Any, **static: Any) -> Any:
+    def _call(self, program: Program) -> Any:
         """Raises `MemoryBudgetError` where it does not fit, before it runs."""
-        arguments = self._params, tokens, *args
-        executable = self._executables.compile(function, *arguments, **static)
-        check_fits(self._account, f"an evaluation of {len(tokens)} rows", len(tokens), executable)
-        return self._run(lambda: executable(*arguments))
+        executable, rows = self._executables.get(program), len(program.args[1])
+        check_fits(self._account, f"an evaluation of {rows} rows", rows, executable)
+        return self._run(lambda: executable(*program.args))
 
     def logits(self, token_ids: np.ndarray) -> np.ndarray:
         """f32 `[batch, length, vocab]` of int32 ids `[batch, length]`, before any shift, finite or not."""
         tokens, rows, _ = lay_out(list(token_ids), self._config)
-        out = self._call(all_logits, tokens, rows, config=self._config, chunks=ChunkConfig())
+        static = {"config": self._config, "chunks": ChunkConfig()}
+        out = self._call(Program(all_logits, (self._params, tokens, rows), static))
         batch, length = token_ids.shape
         return jax.device_get(out)[: batch * length].reshape(batch, length, -1)
 

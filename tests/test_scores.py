@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
+from jdllm.decoding.executables import Executables
 from jdllm.decoding.likelihood import perturb
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import NonFiniteError, RequestError
@@ -16,6 +17,9 @@ from jdllm.execution.module import Transformer
 from jdllm.llm import LLM
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
+from jdllm.planning.ladder import make_score_ladder
+from jdllm.scoring import MaskedPair, Scorer
+from jdllm.serving.spec import mask_id_of
 from tests.conftest import BUDGET, KV_POOL
 
 PROMPT, ANSWER = [5, 17, 300], [44, 120, 7, 9, 260]
@@ -268,3 +272,21 @@ def test_others_are_served_between_evaluations(llm: LLM, monkeypatch: pytest.Mon
     monkeypatch.setattr(scorer, "_run", run)
     assert llm.pseudo_likelihood(PROMPT * 10) == expected
     assert len(answers) == 15  # two sequences of 30 rows in 64
+
+
+def test_once_warmed_up_no_text_compiles_anything_and_all_has_the_same_scores(
+    llm: LLM, params: Params, config: ModelConfig
+):
+    executables = Executables("cpu")
+    scorer = Scorer(params, config, executables, llm.account, lambda run: run(), 512)
+    scorer.warm()
+    compiled = executables.compiled
+    assert compiled == len(make_score_ladder(llm.account.rows))
+    rng, mask_id = np.random.default_rng(0), mask_id_of(config)
+    for length, options in [(1, {}), (5, {"cfg_scale": 0.7}), (40, {}), (11, {"mc_num": 16})]:
+        prompt, answer = rng.integers(1, 200, 7), rng.integers(1, 200, length)
+        given = {"mc_num": 3, "batch_size": 3, "cfg_scale": 0.0, **options}
+        masks = perturb(length, int(given["mc_num"]), 3, 0)
+        [found] = scorer.likelihoods([MaskedPair(prompt, answer, masks)], given["cfg_scale"], mask_id)
+        assert found.log_likelihood == close(llm.score(prompt, answer, **given))
+    assert executables.compiled == compiled

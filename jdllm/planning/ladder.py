@@ -139,6 +139,17 @@ def make_causal_ladder(max_num_batched_tokens: int) -> CausalLadder:
     return CausalLadder(tuple(prefill), tuple(decode))
 
 
+def make_score_ladder(max_num_batched_tokens: int) -> tuple[Entry, ...]:
+    """Sizes of evaluations that score given text, by rising rows: any of their rows may meet the head.
+
+    Each is four times as large as the one before. A call that evaluates much fills the largest one again and
+    again, and pads once.
+    """
+    most = _sizes(max_num_batched_tokens)[-1]
+    rows = sorted({-(-(most >> shift) // _UNIT) * _UNIT for shift in (0, 2, 4, 6)})
+    return tuple(Entry(size, size, 1, 1) for size in rows)
+
+
 def prefill_chunk(max_num_batched_tokens: int) -> int:
     """Tokens of a prompt that one part evaluates at most: whole pages that leave room for others' tokens."""
     return max(PAGE_ROWS, (max_num_batched_tokens - MAX_SEGMENTS) // PAGE_ROWS * PAGE_ROWS)

@@ -1,10 +1,17 @@
 import math
 
 import pytest
+from fastapi.testclient import TestClient
 
+from jdllm.api.app import create_app
+from jdllm.api.metrics import Metrics
+from jdllm.api.service import Service, Settings
 from jdllm.checkpoints.tokenizer import Tokenizer
+from jdllm.demo import checkpoint_path
 from jdllm.llm import LLM
+from jdllm.serving.async_engine import AsyncEngine
 from tests.api.sse import events
+from tests.conftest import KV_POOL
 
 
 def infill(client, **body):
@@ -103,3 +110,29 @@ def test_scores_are_the_library_s(client, demo: LLM):
 @pytest.mark.parametrize("extra", [{"answers": []}, {"answers": [""]}, {"mc_num": 0}, {"answers": [[99999]]}])
 def test_scores_of_what_is_none_are_refused(client, extra):
     assert client.post("/v1/score", json={"prompt": "a", "answers": ["b"]} | extra).status_code == 400
+
+
+@pytest.mark.slow
+def test_after_a_warm_up_no_endpoint_compiles_anything():
+    """The counter that docs/serving.md sets an alarm on."""
+    with LLM(checkpoint_path(), max_num_batched_tokens=256, kv_pool=KV_POOL, warmup=True) as llm:
+        engine, metrics = AsyncEngine(llm.engine), Metrics("demo", llm.engine, llm.executables)
+        service = Service(llm, engine, Settings(("demo",), llm.default_sampling()), metrics)
+        compiled = llm.executables.compiled
+        prompt = {"prompt": "12+34=", "max_tokens": 16}
+        asked = [
+            ("completions", prompt),
+            ("completions", {**prompt, "n": 9, "cache": "dual"}),
+            ("completions", {**prompt, "temperature": 0.8, "top_k": 5, "logprobs": 1}),
+            ("completions", {"prompt": "12+34=46", "echo": True, "logprobs": 1, "max_tokens": 1}),
+            ("score", {"prompt": "1+1=", "answers": ["2", "3 or 4"], "mc_num": 9}),
+            ("score", {"prompt": "1+1=" * 9, "answers": ["2" * 40], "cfg_scale": 0.5, "mc_num": 5}),
+            ("infill", {"parts": ["12+34=", {"type": "choice", "options": ["46", "4", "999"]}]}),
+        ]
+        with TestClient(create_app(service)) as client:
+            for endpoint, body in asked:
+                answer = client.post(f"/v1/{endpoint}", json=body)
+                assert answer.status_code == 200, (endpoint, answer.text)
+                assert llm.executables.compiled == compiled, (endpoint, body)
+        service.close()
+        engine.close()

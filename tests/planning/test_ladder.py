@@ -16,6 +16,7 @@ from jdllm.planning.ladder import (
     PatientSizes,
     Sizes,
     make_ladder,
+    make_score_ladder,
 )
 
 MOST_EXECUTABLES = {8192: 44, 36864: 48, 1 << 17: 52}
@@ -92,6 +93,16 @@ def test_sizes_to_choose_from_are_those_of_one_ladder():
     assert DEFAULT_ROWS[0] == 8192
     for most in DEFAULT_ROWS:
         assert executables(make_ladder(most)) <= 48
+
+
+@given(BUDGETS, st.integers(1, 1 << 17))
+def test_four_sizes_score_whatever_fits_the_budget(budget: int, asked: int):
+    entries = [*make_score_ladder(budget)]
+    assert len(entries) <= 4
+    assert budget <= entries[-1].rows < budget + 128
+    asked = min(asked, budget)
+    smallest = next(entry for entry in entries if entry.holds(asked, asked, 1))
+    assert smallest.rows <= max(4 * asked + 128, entries[0].rows)
 
 
 def test_a_refresh_is_one_step():
