@@ -19,6 +19,7 @@ from jax.sharding import Sharding
 
 from jdllm.checkpoints import native
 from jdllm.checkpoints.byte_progress import Progress, reporter
+from jdllm.checkpoints.foreign import HUB_FILES, NEVER_READ, check_directory, check_file
 from jdllm.checkpoints.index import DTYPES, Index, StoredTensor, listed, read_safetensors_index
 from jdllm.errors import CheckpointError, ConfigError
 from jdllm.models.config import ModelConfig
@@ -27,7 +28,6 @@ from jdllm.models.weights import Params, TensorSpec, Tree, is_spec, layer_specs,
 
 _PIECE_BYTES = 8 << 20
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "tokenizer.model"]
 _COMPUTED = (".rotary_emb.inv_freq",)
 
 
@@ -40,14 +40,16 @@ def resolve(model: str | Path) -> Path:
 
     Returns the directory; of a hub checkpoint, the one in the hub's cache.
 
-    Raises `CheckpointError` if there is no such directory, or the hub does not give the checkpoint.
+    Raises `CheckpointError` if there is no such directory, the hub does not give the checkpoint, or the
+    directory holds something else, as `check_directory` says.
     """
     try:
         path = Path(model).expanduser()
         if path.is_dir():
+            check_directory(path)
             return path
         if path.exists():
-            raise CheckpointError(f"{path} is a file: expected the directory of a checkpoint")
+            check_file(path)
     except (OSError, RuntimeError) as e:
         raise CheckpointError(f"{str(model)[:200]!r} cannot be opened as a directory: {e}") from None
     if isinstance(model, Path) or not _HUB_ID.fullmatch(model):
@@ -57,14 +59,16 @@ def resolve(model: str | Path) -> Path:
     import huggingface_hub
 
     try:
-        return Path(
-            huggingface_hub.snapshot_download(model, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"])
+        downloaded = huggingface_hub.snapshot_download(
+            model, allow_patterns=list(HUB_FILES), ignore_patterns=list(NEVER_READ)
         )
     except Exception as e:  # its own errors, and those of the system and of its HTTP library
         reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise CheckpointError(
             f"there is no directory {model}, and the hub does not give a model of that id: {reason}"
         ) from None
+    check_directory(Path(downloaded))
+    return Path(downloaded)
 
 
 def read_index(directory: Path) -> Index:

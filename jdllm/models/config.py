@@ -16,8 +16,7 @@ MOST_LAYERS = MOST_EXPERTS = 4096
 
 _LARGEST_HEAD = 1 << 16
 
-QUANTIZED = "quantized weights cannot be loaded; a checkpoint in bfloat16, float16 or float32 can"
-"""Why a configuration with `quantization_config` is refused."""
+_QUANTIZATION = ("quant_method", "format", "bits", "load_in_4bit", "load_in_8bit")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,6 +179,19 @@ class HfFields:
         if value not in allowed and (value is not None or key in self._defaults):
             known = f" (supported: {', '.join(map(repr, allowed))})"
             self._refuse(key, f"which jdllm's {self._family} does not support{known}")
+
+    def refuse_quantized(self) -> None:
+        """Refuse weights that are quantised, whose method the message names."""
+        for key in ("quantization_config", "compression_config"):
+            method = self._values.get(key)
+            if isinstance(method, Mapping) and method:
+                named = {name: method[name] for name in _QUANTIZATION if name in method}
+                told = ", ".join(f"{name} {value}" for name, value in named.items())
+                raise ConfigError(
+                    f"{self._file} has {key}{told and f' ({told})'}: quantized weights cannot be loaded; a checkpoint"
+                    " in bfloat16, float16 or float32 can, such as the one that these were made from"
+                )
+            self.refuse(key, "quantized weights cannot be loaded")
 
     def refuse(self, key: str, reason: str) -> None:
         """Refuse a key that holds anything but null, an empty object or list, or false."""

@@ -54,8 +54,7 @@ class RopeConfig:
     high_freq_factor: float = 4.0
 
     def __post_init__(self):
-        if self.kind not in KINDS:
-            raise ConfigError(f"config.json: rope_type is {self.kind!r}, expected one of {', '.join(KINDS)}")
+        _check_kind(self.kind)
         if self.kind in _NEED_ORIGINAL and self.original_positions < 1:
             raise ConfigError(
                 f"config.json: rope_type {self.kind!r} needs a positive original_max_position_embeddings"
@@ -84,6 +83,7 @@ class RopeConfig:
         kind = _kind(scaling)
         if kind == "dynamic":
             raise ConfigError(_NO_DYNAMIC)
+        _check_kind(kind)
         number = _Numbers({**values, **{k: v for k, v in scaling.items() if v is not None}})
         theta = number("rope_theta", default_theta, above=1.0)
         fraction = number("partial_rotary_factor", 1.0, above=0.0)
@@ -218,6 +218,11 @@ KINDS: dict[str, Callable[[RopeConfig, int], np.ndarray]] = {
 }
 
 
+def _check_kind(kind: str) -> None:
+    if kind not in KINDS:
+        raise ConfigError(f"config.json: rope_type is {kind!r}, expected one of {', '.join(KINDS)}")
+
+
 class _Numbers:
     """Numbers of a parsed configuration, checked: every failure names the key and what would be right."""
 
@@ -274,8 +279,19 @@ def _with_yarn(rope: RopeConfig, scaling: Mapping[str, Any], number: _Numbers) -
     def temperature(scale: float) -> float:
         return 0.1 * scale * math.log(rope.factor) + 1.0
 
+    if scaling.get("extrapolation_factor") not in (None, 1):
+        raise ConfigError(
+            f"config.json: extrapolation_factor of rope_type 'yarn' is {scaling['extrapolation_factor']!r},"
+            " expected 1, or none"
+        )
+    if scaling.get("attn_factor") is not None and scaling.get("attention_factor") is not None:
+        raise ConfigError(
+            "config.json: rope_type 'yarn' has attn_factor, which multiplies the usual scale, and"
+            " attention_factor, which takes its place: keep the one that is meant"
+        )
     mscale, all_dim = (number(key, 0.0, at_least=0.0) for key in ("mscale", "mscale_all_dim"))
-    default = temperature(mscale) / temperature(all_dim) if mscale and all_dim else temperature(1.0)
+    usual = temperature(mscale) / temperature(all_dim) if mscale and all_dim else temperature(1.0)
+    default = usual * number("attn_factor", 1.0, above=0.0)
     fast, slow = number("beta_fast", 32.0, above=0.0), number("beta_slow", 1.0, above=0.0)
     if fast < slow:
         raise ConfigError(f"config.json: beta_fast {fast:g} must not be below beta_slow {slow:g}")

@@ -231,8 +231,18 @@ def test_a_hub_id_is_downloaded_without_other_files(monkeypatch, tmp_path):
         "tokenizer_config.json",
         "special_tokens_map.json",
         "chat_template.jinja",
+        "additional_chat_templates/tool_use.jinja",
     ]
-    others = ["modeling_llada.py", "pytorch_model.bin", "README.md", "onnx/model.safetensors"]
+    others = [
+        "modeling_llada.py",
+        "pytorch_model.bin",
+        "README.md",
+        "onnx/model.safetensors",
+        "consolidated.safetensors",
+        "consolidated.00.pth",
+        "original/params.json",
+        "original/consolidated.00.pth",
+    ]
 
     def snapshot_download(repo_id, **patterns):
         kept = huggingface_hub.utils.filter_repo_objects(files + others, **patterns)

@@ -112,6 +112,8 @@ def test_ntk_keeps_the_highest_frequency_and_interpolates_the_lowest():
     [
         ({}, 0.1 * math.log(4) + 1),
         ({"attention_factor": 1.5}, 1.5),
+        ({"attn_factor": 0.5}, 0.5 * (0.1 * math.log(4) + 1)),
+        ({"attn_factor": 2.0, "mscale": 0.7, "mscale_all_dim": 0.7, "extrapolation_factor": 1}, 2.0),
         ({"mscale": 0.707, "mscale_all_dim": 0.707}, 1.0),
         ({"mscale": 1.0, "mscale_all_dim": 0.5}, (0.1 * math.log(4) + 1) / (0.05 * math.log(4) + 1)),
     ],
@@ -120,6 +122,20 @@ def test_yarn_scales_cos_and_sin(extra, expected):
     positions = jnp.arange(5)
     cos, sin = cos_sin(scaled(**YARN, **extra), 64, positions)
     np.testing.assert_allclose(np.hypot(cos, sin), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        ({**YARN, "attn_factor": 2.0, "attention_factor": 1.5}, "attn_factor.*and.*attention_factor"),
+        ({**YARN, "extrapolation_factor": 0.5}, "extrapolation_factor.*expected 1"),
+        ({"rope_type": "longrope"}, "rope_type is 'longrope', expected one of"),
+        ({"type": "su", "short_factor": [1.0]}, "rope_type is 'su', expected one of"),
+    ],
+)
+def test_what_no_scaling_means_is_named_first(scaling, message):
+    with pytest.raises(ConfigError, match=message):
+        scaled(**scaling)
 
 
 def test_angles_are_the_published_f32_angles_far_out():

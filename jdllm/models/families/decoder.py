@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jdllm.errors import ConfigError
-from jdllm.models.config import MOST_LAYERS, QUANTIZED, HfFields, ModelConfig
+from jdllm.models.config import MOST_LAYERS, HfFields, ModelConfig
 from jdllm.models.rotary import RopeConfig
 
 _LAYER = "model.layers.{layer}."
@@ -52,7 +52,7 @@ def decoder_config(
 
     Raises `ConfigError` for a key that is missing, impossible or asks for what the transformer lacks.
     """
-    fields.refuse("quantization_config", QUANTIZED)
+    fields.refuse_quantized()
     fields.require("hidden_act", ("silu",))
     fields.require("mlp_bias", (False,))
     fields.require("pretraining_tp", (1,))

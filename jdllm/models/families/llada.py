@@ -6,7 +6,7 @@ Source: the configuration and the safetensors index of the GSAI-ML/LLaDA-8B chec
 from collections.abc import Mapping
 from typing import Any
 
-from jdllm.models.config import MOST_LAYERS, QUANTIZED, HfFields, ModelConfig
+from jdllm.models.config import MOST_LAYERS, HfFields, ModelConfig
 from jdllm.models.rotary import RopeConfig
 
 MASK_TOKEN = "<|mdm_mask|>"
@@ -47,7 +47,7 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
     `rope_scaling` is an extension: the published code has none, and takes the key for nothing.
     """
     fields = HfFields(values, "LLaDA", CLASS_DEFAULTS)
-    fields.refuse("quantization_config", QUANTIZED)
+    fields.refuse_quantized()
     fields.require("block_type", ("llama",))
     fields.require("layer_norm_type", ("rms",))
     fields.require("activation_type", ("silu",))
