@@ -31,7 +31,6 @@ class TestRefused:
             ({}, "either prompts or prompt_token_ids"),
             ({"prompts": ["a"], "prompt_token_ids": [[1]]}, "either prompts or prompt_token_ids"),
             ({"prompts": ["a"]}, "tokenizer.json"),
-            ({"prompt_token_ids": [[1], []]}, "empty"),
             ({"prompt_token_ids": [1, 2]}, "one list for each prompt"),
             ({"prompt_token_ids": [[1, 512]]}, "512 at position 1 is outside the vocabulary"),
             ({"prompt_token_ids": [[1, MASK]]}, "mask id 510 at position 1"),

@@ -12,6 +12,7 @@ from jdllm.cli.jsonl import generate_lines, read_lines
 from jdllm.cli.options import (
     Json,
     ModelOptions,
+    as_option,
     asked_sampling,
     given_sampling,
     load_model,
@@ -19,6 +20,7 @@ from jdllm.cli.options import (
     takes_sampling,
 )
 from jdllm.cli.prompt import LongText, Prompts, check_given_once, read_long, read_prompts, read_text
+from jdllm.cli.rendering import AddGenerationPrompt, ChatTemplateKwargs, ContinueFinalMessage, given_rendering
 from jdllm.cli.report import print_result
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
@@ -59,6 +61,9 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="Put each prompt into the model's chat template.")
     ] = False,
+    add_generation_prompt: AddGenerationPrompt = None,
+    continue_final_message: ContinueFinalMessage = False,
+    chat_template_kwargs: ChatTemplateKwargs = None,
     parse_special: Annotated[
         bool, typer.Option("--parse-special", help="Special tokens in a prompt become their ids.")
     ] = False,
@@ -79,6 +84,9 @@ def generate(
     option says is as the checkpoint's generation_config.json has it.
     """
     given = given_sampling(options)
+    rendering = given_rendering(add_generation_prompt, continue_final_message, chat_template_kwargs)
+    if rendering and not chat and jsonl is None:
+        raise RequestError(f"{as_option(next(iter(rendering)))} is for conversations: add --chat")
     if jsonl is not None:
         check_given_once(
             {
@@ -93,7 +101,7 @@ def generate(
         defaults = asked_sampling(source.model, given)
         llm = load_model(source, verifier)
         with told_of_compiling():
-            outputs = generate_lines(llm, lines, defaults, parse_special=parse_special)
+            outputs = generate_lines(llm, lines, defaults, rendering, parse_special=parse_special)
         for line, output in zip(lines, outputs, strict=True):
             print_result(json.dumps(line.kept | json_fields(output)))
         return
@@ -110,7 +118,7 @@ def generate(
         sampling = asked_sampling(source.model, {"steps": None, **given})
         llm = load_model(source, verifier)
         with told_of_compiling():
-            outputs = _answer(llm, long, sampling, chat, parse_special)
+            outputs = _answer(llm, long, sampling, rendering if chat else None, parse_special)
         print_outputs(outputs, as_json)
         return
     asked = read_prompts(prompts, file, token_ids)
@@ -119,16 +127,24 @@ def generate(
     sampling = asked_sampling(source.model, given)
     llm = load_model(source, verifier)
     live = not as_json and to_terminal()
-    print_outputs(_generate(llm, asked, sampling, chat, parse_special, live), as_json)
+    outputs = _generate(llm, asked, sampling, rendering if chat else None, parse_special, live)
+    print_outputs(outputs, as_json)
 
 
 def _generate(
-    llm: "LLM", asked: Prompts, sampling: SamplingParams, chat: bool, parse_special: bool, live: bool
+    llm: "LLM",
+    asked: Prompts,
+    sampling: SamplingParams,
+    rendering: dict[str, Any] | None,
+    parse_special: bool,
+    live: bool,
 ) -> list["RequestOutput"]:
+    """Answers to prompts; with `rendering` these are conversations."""
+
     def run(**how: Any) -> list["RequestOutput"]:
-        if chat:
+        if rendering is not None:
             conversations = [[{"role": "user", "content": text}] for text in asked.texts or []]
-            return llm.chat(conversations, sampling, **how)
+            return llm.chat(conversations, sampling, **rendering, **how)
         ids = asked.token_ids
         return llm.generate(asked.texts, sampling, prompt_token_ids=ids, parse_special=parse_special, **how)
 
@@ -151,10 +167,14 @@ def _generate(
 
 
 def _answer(
-    llm: "LLM", long: LongText, sampling: SamplingParams, chat: bool, parse_special: bool
+    llm: "LLM",
+    long: LongText,
+    sampling: SamplingParams,
+    rendering: dict[str, Any] | None,
+    parse_special: bool,
 ) -> list["RequestOutput"]:
-    if chat:
-        return llm.chat(long.query, sampling, context=long.context, progress=True)
+    if rendering is not None:
+        return llm.chat(long.query, sampling, context=long.context, **rendering, progress=True)
     return llm.generate(long._asdict(), sampling, parse_special=parse_special, progress=True)
 
 

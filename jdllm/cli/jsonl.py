@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jdllm.arguments import resembling
+from jdllm.checkpoints.conversation import Rendering
 from jdllm.cli.options import OPTION_NAMES
+from jdllm.cli.rendering import NAMES
 from jdllm.cli.report import LineError
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
@@ -33,6 +35,7 @@ class Line(NamedTuple):
     - `number`: of its line.
     - `kind`, `value`: the key that holds it, and what is there.
     - `fields`: sampling parameters by name.
+    - `rendering`: of messages: fields of `Rendering` by name.
     - `kept`: keys that come back with the answer.
     """
 
@@ -40,6 +43,7 @@ class Line(NamedTuple):
     kind: str
     value: Any
     fields: dict[str, Any]
+    rendering: dict[str, Any]
     kept: dict[str, Any]
 
 
@@ -57,12 +61,18 @@ def read_lines(text: str) -> list[Line]:
 
 
 def generate_lines(
-    llm: "LLM", lines: list[Line], defaults: SamplingParams, *, parse_special: bool
+    llm: "LLM",
+    lines: list[Line],
+    defaults: SamplingParams,
+    rendering: dict[str, Any],
+    *,
+    parse_special: bool,
 ) -> list["RequestOutput"]:
     """An output for each line, all in one batch.
 
     Arguments:
-    - `defaults`: what applies where a line does not name a parameter.
+    - `defaults`, `rendering`: what applies where a line does not name a parameter, or how its messages are
+      rendered.
     - `parse_special`: whether special tokens in `prompt` become their ids.
 
     Raises `LineError` for what a line cannot ask, before anything runs.
@@ -71,7 +81,7 @@ def generate_lines(
     for line in lines:
         with _naming(line.number):
             sampling.append(defaults.changed(**line.fields))
-            prompts.append(_prompt(llm, line))
+            prompts.append(_prompt(llm, line, rendering))
     try:
         return llm.generate(prompts, sampling, parse_special=parse_special, progress=True)
     except RequestError as e:
@@ -83,12 +93,13 @@ def generate_lines(
         raise LineError(f"line {lines[index].number}: {named[2] if named else e}") from None
 
 
-def _prompt(llm: "LLM", line: Line) -> Any:
+def _prompt(llm: "LLM", line: Line, rendering: dict[str, Any]) -> Any:
     if line.kind != "messages":
         return {line.kind: line.value}
     if llm.tokenizer is None:
         raise RequestError("messages need tokenizer files (tokenizer.json), which this model has not")
-    return {"prompt_token_ids": llm.tokenizer.encode_chat(line.value)[1]}
+    how = Rendering(**(rendering | line.rendering))
+    return {"prompt_token_ids": llm.tokenizer.encode_chat(line.value, how)[1]}
 
 
 def _read(number: int, line: str) -> Line:
@@ -103,16 +114,18 @@ def _read(number: int, line: str) -> Line:
     value = entry.pop(kind)
     if not isinstance(value, str if kind == "prompt" else list):
         raise RequestError(f"{kind} must be a {'text' if kind == 'prompt' else 'list'}")
+    told = NAMES if kind == "messages" else ()
+    rendering = {name: entry.pop(name) for name in told if name in entry}
     kept = {name: entry.pop(name) for name in list(entry) if name not in OPTION_NAMES}
     for name in kept:
         if name in ANSWERED:
             raise RequestError(f"the answer has a key {name!r} of its own: rename yours")
         if name == "return_history":
             raise RequestError(f"there is no parameter {name!r}: a history is for Python alone")
-        meant = resembling(name, (*_KINDS, *OPTION_NAMES))
+        meant = resembling(name, (*_KINDS, *told, *OPTION_NAMES))
         if meant is not None:
             raise RequestError(f"there is no parameter {name!r}: did you mean {meant!r}?")
-    return Line(number, kind, value, entry, kept)
+    return Line(number, kind, value, entry, rendering, kept)
 
 
 @contextlib.contextmanager

@@ -52,7 +52,9 @@ def speaking(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(512)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(directory / "tokenizer.json"))
-    template = "{% for m in messages %}w1 {{ m['content'] }} w2{% endfor %}"
+    template = (
+        "{% for m in messages %}w1 {{ m['content'] }} w2{% endfor %}{% if more %} w{{ more }}{% endif %}"
+    )
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return directory

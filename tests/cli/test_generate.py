@@ -89,6 +89,45 @@ def test_chat_applies_the_template(loaded_speaking: LLM, use_model: UseModel):
     assert (output["prompt"], output["prompt_token_ids"]) == ("w1 w5 w6 w2", [1, 5, 6, 2])
 
 
+@pytest.mark.parametrize(
+    ("options", "rendered"),
+    [
+        (["--chat-template-kwargs", '{"more": 9}'], [1, 5, 6, 2, 9]),
+        (["--continue-final-message"], [1, 5, 6]),
+        (["--no-add-generation-prompt"], [1, 5, 6, 2]),
+    ],
+)
+def test_a_conversation_is_rendered_as_options_say(
+    options: list[str], rendered: list[int], loaded_speaking: LLM, use_model: UseModel
+):
+    use_model(loaded_speaking)
+    (output,) = outputs(run("w5 w6", "--chat", *options, *SHORT, "--json"))
+    assert output["prompt_token_ids"] == rendered
+    line = json.dumps({"messages": [{"role": "user", "content": "w5 w6"}]})
+    found = run("--jsonl", "-", *options, *SHORT, stdin=line)
+    assert json.loads(found.stdout)["prompt_token_ids"] == rendered
+
+
+def test_a_line_says_how_its_messages_are_rendered(loaded_speaking: LLM, use_model: UseModel):
+    use_model(loaded_speaking)
+    line = {"messages": [{"role": "user", "content": "w5"}], "chat_template_kwargs": {"more": 8}}
+    found = run("--jsonl", "-", "--chat-template-kwargs", '{"more": 9}', *SHORT, stdin=json.dumps(line))
+    assert json.loads(found.stdout)["prompt_token_ids"] == [1, 5, 2, 8]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--continue-final-message"], ["--continue-final-message is for conversations: add --chat"]),
+        (["--chat", "--chat-template-kwargs", "{"], ["--chat-template-kwargs is not JSON"]),
+        (["--chat", "--chat-template-kwargs", "5"], ["chat_template_kwargs is 5"]),
+        (["--chat", "--continue-final-message", "--add-generation-prompt"], ["set one of them"]),
+    ],
+)
+def test_mistakes_of_renderings(args: list[str], words: list[str]):
+    assert_mistake(run("w5", *args), *words)
+
+
 def test_several_prompts_are_answered_in_order(loaded_speaking: LLM, use_model: UseModel):
     use_model(loaded_speaking)
     both = outputs(run("w5 w6 w7", "w8", *SHORT, "--json"))
