@@ -36,7 +36,7 @@ HOSTILE: dict[str, tuple[str, dict[str, Any]]] = {
     "unknown fields": ("/v1/completions", {"prompt": "a"} | {f"max_token_{i}": 1 for i in range(30_000)}),
     "unknown fields that are few enough": (
         "/v1/completions",
-        {"prompt": ""} | {f"zzqwxyvk{i:03d}": 1 for i in range(MOST_FIELDS - 1)},
+        {"prompt": -1} | {f"zzqwxyvk{i:03d}": 1 for i in range(MOST_FIELDS - 1)},
     ),
     "unknown fields of messages": (
         "/v1/chat/completions",
