@@ -127,8 +127,6 @@ class OpenAIFields(Asking):
         bool | None, only(True, why="texts are without special tokens; token_ids of completions have them")
     ] = None
     min_tokens: Annotated[int | None, only(0, why="ignore_eos generates all tokens")] = None
-    presence_penalty: Annotated[float | None, Field(ge=0, le=0)] = None
-    frequency_penalty: Annotated[float | None, Field(ge=0, le=0)] = None
     logit_bias: Annotated[Any, nothing("no bias of logits")] = None
     response_format: TextFormat | None = None
     tools: Annotated[Any, nothing("no tools")] = None

@@ -22,6 +22,9 @@ _OF_DENOISING = {
 """Fields that only denoising uses, and why a causal model does not. Parameters of a rule or a cache are
 refused with it: without it they cannot be set."""
 
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+"""Fields that only causal models use."""
+
 _DEFAULTS = SamplingParams()
 
 
@@ -34,7 +37,6 @@ def check_causal(sampling: SamplingParams) -> None:
 
 def check_denoising(sampling: SamplingParams) -> None:
     """Raise `RequestError` where a field that only causal models use is not at its default."""
-    if sampling.repetition_penalty != _DEFAULTS.repetition_penalty:
-        raise RequestError(
-            "repetition_penalty is for causal models: one that denoises does not generate in order"
-        )
+    for name in PENALTIES:
+        if getattr(sampling, name) != getattr(_DEFAULTS, name):
+            raise RequestError(f"{name} is for causal models: one that denoises does not generate in order")

@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from jdllm.decoding.causal_sampling import check_causal
+from jdllm.decoding.causal_sampling import PENALTIES, check_causal
 from jdllm.decoding.sampling import FILTERS, SamplingParams, is_drawn, without_effect
 from jdllm.errors import CheckpointError, RequestError
 from jdllm.json_files import read_object
@@ -23,8 +23,8 @@ def default_sampling(directory: str | Path, *, causal: bool = False) -> Sampling
     keys that jdllm does not know. `max_length` is among these: it counts the prompt, too.
 
     Without `do_sample` a causal model is greedy and any other takes the temperature that is stated; with it
-    a causal model's temperature is 1 where none is. `repetition_penalty` is passed over unless the model is
-    causal. A `top_k` that is not stated filters nothing, where transformers would keep 50 ids.
+    a causal model's temperature is 1 where none is. Penalties are passed over unless the model is causal. A
+    `top_k` that is not stated filters nothing, where transformers would keep 50 ids.
 
     Arguments:
     - `directory`: of the checkpoint. Without the file the defaults are those of `SamplingParams`.
@@ -41,7 +41,7 @@ def default_sampling(directory: str | Path, *, causal: bool = False) -> Sampling
     if "max_new_tokens" in stated:
         fields.setdefault("gen_length", stated["max_new_tokens"])
     if not causal:
-        fields.pop("repetition_penalty", None)
+        fields = {name: value for name, value in fields.items() if name not in PENALTIES}
     sample = stated.get("do_sample", not causal)
     if not isinstance(sample, bool):
         raise CheckpointError(f"{path}: do_sample is {sample!r}, expected true or false")

@@ -64,6 +64,7 @@ _Step = Annotated[int, Field(ge=0, le=LONGEST)]
 _Scale = Annotated[float, Field(ge=0, le=_LARGEST)]
 _Share = Annotated[float, Field(ge=0, le=1)]
 _Factor = Annotated[float, Field(ge=1 / _LARGEST, le=_LARGEST)]
+_Penalty = Annotated[float, Field(ge=-2, le=2)]
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -251,8 +252,12 @@ class SamplingParams:
     - `repetition_penalty` (1.0): of causal models only: logits of ids that occur in the prompt or in what was
       generated are divided by it where positive, else multiplied. This comes before temperature and filters,
       as in transformers and vLLM, and log-probabilities are measured after it.
-    - Beside it they take `gen_length`, `max_tokens`, `early_stop`, `stop`, `stop_token_ids`, `n`, `logprobs`,
-      `temperature`, `top_p`, `top_k`, `min_p`, `seed`, `logits_eos_inf`, `undefined_tokens` and
+    - `presence_penalty` (0.0), `frequency_penalty` (0.0): of causal models only, -2 to 2: what is taken from
+      the logit of each id that was generated, once, and as often as it was. The prompt does not count. They
+      come behind `repetition_penalty` and before temperature and filters, and log-probabilities are measured
+      after them, too.
+    - Beside these they take `gen_length`, `max_tokens`, `early_stop`, `stop`, `stop_token_ids`, `n`,
+      `logprobs`, `temperature`, `top_p`, `top_k`, `min_p`, `seed`, `logits_eos_inf`, `undefined_tokens` and
       `return_history`. All other fields are for denoising: a request that changes one is refused.
     """
 
@@ -270,6 +275,8 @@ class SamplingParams:
     top_k: Annotated[Annotated[int, Field(ge=1, lt=2**31)] | None, none_at(-1, 0)] = None
     min_p: _Share | None = None
     repetition_penalty: _Factor = 1.0
+    presence_penalty: _Penalty = 0.0
+    frequency_penalty: _Penalty = 0.0
     cfg_scale: _Scale = 0.0
     remasking: Remasking = "low_confidence"
     seed: Annotated[Annotated[int, Field(ge=0, lt=2**64)] | None, none_at(-1)] = 0

@@ -23,13 +23,14 @@ from jdllm.serving.cached_packing import Stored
 from jdllm.serving.causal_packing import (
     PackedPrompts,
     PackedSequences,
+    Penalties,
     by_request,
     pack_prompts,
     pack_sequences,
     pages_of,
     pages_read,
     part_of,
-    penalised,
+    penalties_of,
     spread,
     usual_entries,
 )
@@ -94,7 +95,7 @@ class CausalRunner:
         self._pool = pool
         self._layered = layered
         self._background = background
-        kinds = list(itertools.product((False, True), repeat=2))
+        kinds = list(itertools.product((False, True), Penalties))
         self._prefill_sizes = {kind: Sizes(ladder.prefill) for kind in kinds}
         self._decode_sizes = {kind: Sizes(ladder.decode) for kind in kinds}
         self._chained = functools.cache(functools.partial(decodes_in_chain, params, config))
@@ -123,7 +124,7 @@ class CausalRunner:
         asked = _causal(requests)
         parts = [part_of(request, self.chunk) for request in asked]
         stored, rows = any(part.start > 0 for part in parts), sum(map(len, parts))
-        sizes = self._prefill_sizes[stored, penalised(asked)]
+        sizes = self._prefill_sizes[stored, penalties_of(asked)]
         entries = power_bucket(sum(pages_of(part.stop) for part in parts), self._usual) if stored else None
 
         def packed(entry: Entry) -> tuple[np.ndarray, Program]:
@@ -138,7 +139,7 @@ class CausalRunner:
     def decode(self, requests: list[Request], max_steps: int) -> Launch:
         """Up to `max_steps` tokens of each request. As of `Launcher`."""
         asked = _causal(requests)
-        kind = any(request.sampling.filtered for request in asked), penalised(asked)
+        kind = any(request.sampling.filtered for request in asked), penalties_of(asked)
         sizes, level = self._decode_sizes[kind], _LEVELS[any(kind)]
 
         def packed(entry: Entry) -> tuple[np.ndarray, Program]:
@@ -201,11 +202,11 @@ class CausalRunner:
                 yield self._decode_program(packed, entry, level, 1)
 
     def warm(self) -> None:
-        """Compile every entry of the ladder; those of a repetition penalty are compiled when first needed."""
+        """Compile every entry of the ladder; those of penalties are compiled when first needed."""
         self._executables.prepare(list(self.programs()))
         for chosen in (False, True):
-            self._prefill_sizes[chosen, False].compiled.update(self._ladder.prefill)
-            self._decode_sizes[chosen, False].compiled.update(self._ladder.decode)
+            self._prefill_sizes[chosen, Penalties.NONE].compiled.update(self._ladder.prefill)
+            self._decode_sizes[chosen, Penalties.NONE].compiled.update(self._ladder.decode)
 
     def _least_entries(self, entry: Entry) -> int:
         """Entries of the page table of a decode, at least; those of a window are gathered."""

@@ -68,9 +68,9 @@ def test_what_was_read_before_is_counted(client: TestClient):
 
 
 @pytest.mark.slow
-def test_a_penalty_changes_the_text(client: TestClient, tokens: list[int]):
-    body = {"prompt": PROMPT, "max_tokens": 12, "repetition_penalty": 1.9}
-    answer = client.post("/v1/completions", json=body)
+@pytest.mark.parametrize("name", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
+def test_a_penalty_changes_the_text(client: TestClient, tokens: list[int], name: str):
+    answer = client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 12, name: 1.9})
     assert answer.status_code == 200, answer.text
     ids = [int(word[1:]) for word in answer.json()["choices"][0]["text"].split()]
     assert len(set(ids)) >= len(set(tokens))

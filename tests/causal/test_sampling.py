@@ -9,7 +9,7 @@ import pytest
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
 from jdllm.models.config import ModelConfig
-from jdllm.serving.causal_request import causal_spec
+from jdllm.serving.causal_request import CausalRequest, causal_spec
 from tests.causal.running import FREE, Build, Oracle, answers, prompt, run
 
 
@@ -37,6 +37,38 @@ def test_repetition_penalty(build: Build, config: ModelConfig, oracle: Oracle):
     assert found[1] == answers(run(build(), [(other, FREE)], config))[0]
     assert found[2] == penalised(oracle, other, 20, 0.6)
     assert found[0] != penalised(oracle, ids, 20, 1.0)
+
+
+def counted(oracle: Oracle, ids: np.ndarray, count: int, sampling: SamplingParams) -> list[int]:
+    """Greedy tokens by OpenAI's rule, behind Hugging Face's."""
+    tokens = list(ids)
+    for _ in range(count):
+        scores = oracle(np.array(tokens)).astype(np.float64)
+        seen, by = np.unique(tokens), sampling.repetition_penalty
+        scores[seen] = np.where(scores[seen] < 0, scores[seen] * by, scores[seen] / by)
+        counts = np.bincount(tokens[len(ids) :], minlength=len(scores))
+        scores -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
+        tokens.append(int(scores.argmax()))
+    return tokens[len(ids) :]
+
+
+def test_penalties_of_what_was_generated(build: Build, config: ModelConfig, oracle: Oracle):
+    """Each in the company of the others; pages of a prompt are shared whatever is asked of it."""
+    ids, count = prompt(150), 20
+    penalties: list[dict[str, Any]] = [
+        {"presence_penalty": 1.5},
+        {"frequency_penalty": -1.0},
+        {},
+        {"presence_penalty": -0.5, "frequency_penalty": 0.75, "repetition_penalty": 1.3},
+    ]
+    asked = [SamplingParams(max_tokens=count, early_stop=False, **own) for own in penalties]
+    engine = build()
+    run(engine, [(ids, FREE)], config)
+    ended = run(engine, [(ids, sampling) for sampling in asked], config)
+    assert [request.found for request in ended if isinstance(request, CausalRequest)] == [128] * 4
+    expected = [counted(oracle, ids, count, sampling) for sampling in asked]
+    assert answers(ended) == expected
+    assert len({tuple(tokens) for tokens in expected}) == 4
 
 
 @pytest.mark.parametrize(

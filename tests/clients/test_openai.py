@@ -228,7 +228,7 @@ def test_models(client: openai.OpenAI):
     [
         ({"n": 0}, "n", "invalid_value"),
         ({"temperature": -1}, "temperature", "invalid_value"),
-        ({"presence_penalty": 1}, "presence_penalty", "invalid_value"),
+        ({"presence_penalty": 3}, "presence_penalty", "invalid_value"),
         ({"extra_body": {"max_tokns": 1}}, "max_tokns", "unknown_field"),
         ({"extra_body": {"cache": "dual", "cfg_scale": 1.5}}, "cache", None),
         ({"max_tokens": ROWS}, None, "context_length_exceeded"),

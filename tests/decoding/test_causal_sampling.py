@@ -23,6 +23,8 @@ TAKEN: dict[str, Any] = {
     "top_k": 20,
     "min_p": 0.05,
     "repetition_penalty": 1.1,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.5,
     "seed": None,
     "logits_eos_inf": True,
     "undefined_tokens": "banned",
@@ -73,7 +75,15 @@ def test_what_only_denoising_uses_is_refused(field: str, options: dict[str, Any]
     check_denoising(sampling)
 
 
-def test_models_that_denoise_have_no_penalty():
-    check_denoising(SamplingParams(repetition_penalty=1))
-    with pytest.raises(RequestError, match=r"^repetition_penalty is for causal models: [^\n]+$"):
-        check_denoising(SamplingParams(repetition_penalty=1.1))
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(repetition_penalty=1.1),
+        SamplingParams(presence_penalty=-0.1),
+        SamplingParams(frequency_penalty=0.1),
+    ],
+)
+def test_models_that_denoise_have_no_penalty(sampling: SamplingParams):
+    check_denoising(SamplingParams(repetition_penalty=1, presence_penalty=0, frequency_penalty=0))
+    with pytest.raises(RequestError, match=r"^\w+_penalty is for causal models: [^\n]+$"):
+        check_denoising(sampling)

@@ -27,7 +27,7 @@ def stated(tmp_path: Path):
     ("values", "expected"),
     [
         ({}, {}),
-        (BOOKKEEPING | {"max_length": 4096, "repetition_penalty": 1.05}, {}),
+        (BOOKKEEPING | {"max_length": 4096, "repetition_penalty": 1.05, "presence_penalty": 1}, {}),
         (
             {"alg": "origin", "alg_temp": None, "eps": 0.001, "steps": 512, "temperature": 0.0, "top_k": 50},
             {"alg": "origin", "eps": 0.001, "steps": 512, "top_k": 50},

@@ -1,4 +1,4 @@
-"""The head with a repetition penalty: against float64, Hugging Face's rule and the head without one."""
+"""The head with penalties: against float64, Hugging Face's rule, vLLM's and the head without any."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ import pytest
 
 from jdllm.decoding.batch import SegmentParams
 from jdllm.decoding.head import Choice, decide
-from jdllm.decoding.penalty import Penalty, decide_penalised
+from jdllm.decoding.penalty import Counted, Penalty, decide_penalised
 from jdllm.decoding.rules import head_level, segment_row
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.models.config import ModelConfig
@@ -45,8 +45,8 @@ def plain(head: jax.Array, *args, level: Level) -> Choice:
 
 @functools.partial(jax.jit, static_argnames="level")
 def penalised(head: jax.Array, *args, level: Level) -> Choice:
-    h, segment, positions, segments, step, count, seen, factor = args
-    penalty = Penalty(seen, factor)
+    h, segment, positions, segments, step, count, *penalties = args
+    penalty = Penalty(*penalties)
     return decide_penalised(
         {"head": head}, h, segment, positions, segments, step, count, penalty, level=level
     )
@@ -136,6 +136,46 @@ def test_equals_float64_with_hugging_faces_rule(samplings: list[SamplingParams],
     logprob = row.logit - row.maximum - np.log(row.total)
     np.testing.assert_allclose(chosen.logprob, logprob, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(chosen.confidence, np.exp(logprob), rtol=1e-5)
+
+
+@pytest.mark.parametrize("samplings", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_counts_are_taken_off_behind_the_repetition_penalty(
+    samplings: list[SamplingParams], config: ModelConfig
+):
+    """vLLM's rule: frequency times count, and presence once. A segment without penalties keeps its logits."""
+    head, h = weights(config, 4)
+    logits = h.astype(np.float64) @ head.astype(np.float64).T
+    ids, factor = texts(logits), np.array([1, 1.3, 1, 0.7], np.float32)
+    presence, frequency = np.array([[0, 2, -1.5, 0.25], [0, -0.5, 1.25, 2]], np.float32)
+    generated = [own[: 6 + 2 * i] for i, own in enumerate(ids)]
+    counts = np.stack([np.bincount(own, minlength=config.vocab_size) for own in generated]).astype(np.int32)
+    repeated = [by_hugging_face(row, own, float(f)) for row, own, f in zip(logits, ids, factor, strict=True)]
+    expected = np.stack(repeated) - frequency[:, None].astype(np.float64) * counts
+    expected -= np.where(counts > 0, presence[:, None], 0)
+    temperature = np.array([s.temperature for s in samplings])
+    positions = np.arange(4) * 31
+    bits = [
+        numpy_noise.token_bits(s.seed or 0, int(STEPS[i]), int(positions[i]), config.vocab_size)
+        for i, s in enumerate(samplings)
+    ]
+    rows = asked(4, vocab=config.vocab_size, temperature=temperature)
+    row = oracle(expected, rows, temperature[:, None] * numpy_noise.gumbel(np.stack(bits)))
+    counted = Counted(counts, presence, frequency)
+    args = np.arange(4), positions, segments_of(samplings, config), STEPS, 4, seen_in(ids, config.vocab_size)
+    chosen = penalised(head, h, *args, factor, counted, level=Level.TOP)
+    np.testing.assert_array_equal(chosen.token, row.token)
+    logprob = row.logit - row.maximum - np.log(row.total)
+    np.testing.assert_allclose(chosen.logprob, logprob, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_generated_is_counted():
+    seen, counts = np.zeros((2, 5), bool), np.array([[0, 1, 0, 0, 0], [0, 0, 3, 0, 0]], np.int32)
+    nothing = np.zeros(2, np.float32)
+    before = Penalty(seen, nothing, Counted(counts, nothing, nothing))
+    after = before.with_tokens(jnp.array([1, 2]), jnp.array([True, False]))
+    assert after.counted is not None
+    np.testing.assert_array_equal(after.counted.counts, [[0, 2, 0, 0, 0], [0, 0, 3, 0, 0]])
+    np.testing.assert_array_equal(np.argwhere(after.seen), [[0, 1]])
 
 
 def test_filters_see_the_penalised_distribution(config: ModelConfig):

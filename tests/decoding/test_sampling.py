@@ -55,6 +55,8 @@ from jdllm.models.config import ModelConfig
         ("steps", -4),
         ("block_length", 0),
         ("block_length", "8"),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
         ("repetition_penalty", 0),
         ("repetition_penalty", -1.1),
         ("repetition_penalty", 2e6),
