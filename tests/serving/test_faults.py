@@ -17,6 +17,7 @@ from jdllm.models.weights import Params
 from jdllm.pallas.device import CPU
 from jdllm.planning.account import make_account
 from jdllm.planning.ladder import TILE_ROWS, make_ladder
+from jdllm.serving.background import Background
 from jdllm.serving.cached_runner import CachedRunner
 from jdllm.serving.costs import DenoisingCosts
 from jdllm.serving.device_pool import DevicePool
@@ -268,8 +269,9 @@ def faulty_engine(
     ladder, pool = make_ladder(account.rows), DevicePool(config, jnp.float32, account.pages)
     model = params, config, executables
     preparation = Preparation(StageModel(*model, account, pool), account.prepare_rows)
-    full = FullRunner(*model, ladder, account, make_room=pool.free)
-    cached = CachedRunner(*model, ladder, account, pool)
+    background = Background()
+    full = FullRunner(*model, ladder, account, make_room=pool.free, background=background)
+    cached = CachedRunner(*model, ladder, account, pool, background)
     launchers = {Kind.FULL: full.launch, Kind.REFRESH: cached.refresh, Kind.REUSE: cached.reuse}
 
     def faulty(launch: Launcher) -> Launcher:
@@ -300,6 +302,7 @@ def faulty_engine(
         Counted(preparation, account.rows, counted),
         check=full.check,
         compiled=(full, cached),
+        background=background,
         non_finite=Diagnosis(None, config, executables, None),
     )
 
