@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jdllm.checkpoints.token_text import Ids
 from jdllm.decoding.executables import Executables
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import JdllmError
@@ -318,8 +319,8 @@ def test_what_fails_for_one_request_ends_that_one_only(
         if request.steps >= 3 and len(request.prompt) in (6, 8):
             raise ValueError(f"a fault of {len(request.prompt)}")
 
-    def decode(ids: Sequence[int]) -> str:
-        if len(ids) >= 3:
+    def decode(ids: Ids, before: Ids = (), *, final: bool = True) -> str:
+        if len(before) >= 9:
             raise ValueError("a fault of decode")
         return ""
 
