@@ -56,7 +56,7 @@ def check_directory(path: Path) -> None:
             if (path / name).is_file():
                 raise CheckpointError(
                     f"{path} holds weights that {writer} has quantized ({name}): jdllm loads bfloat16,"
-                    " and float32, so open the model that they were made from"
+                    " float16 and float32, so open the model that they were made from"
                 )
         return
     if (path / _ADAPTER).is_file():

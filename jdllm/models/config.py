@@ -188,8 +188,8 @@ class HfFields:
                 named = {name: method[name] for name in _QUANTIZATION if name in method}
                 told = ", ".join(f"{name} {value}" for name, value in named.items())
                 raise ConfigError(
-                    f"{self._file} has {key}{told and f' ({told})'}: quantized weights cannot be loaded; a checkpoint"
-                    " in bfloat16, float16 or float32 can, such as the one that these were made from"
+                    f"{self._file} has {key}{told and f' ({told})'}: quantized weights cannot be loaded; a"
+                    " checkpoint in bfloat16, float16 or float32 can, such as that which these were made from"
                 )
             self.refuse(key, "quantized weights cannot be loaded")
 
