@@ -192,10 +192,8 @@ async def _answer(client: httpx.AsyncClient, task: Task) -> dict[str, Any]:
     body = answer.json()
     if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
         raise EngineDeadError(body["error"]["message"])
-    return _line(
-        task.custom_id,
-        response={"status_code": answer.status_code, "request_id": f"req-{uuid.uuid4().hex}", "body": body},
-    )
+    told = {"status_code": answer.status_code, "request_id": answer.headers["x-request-id"], "body": body}
+    return _line(task.custom_id, response=told)
 
 
 def _line(custom_id: str | None, *, response: Any = None, error: Any = None) -> dict[str, Any]:

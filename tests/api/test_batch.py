@@ -47,6 +47,7 @@ def test_requests_are_answered_as_by_the_server_and_many_at_a_time(service: Serv
     assert evaluated < 6 * 4  # six requests of four steps each
     assert set(found) == {task.custom_id for task in asked}
     assert len({line["id"] for line in found.values()}) == len(asked)
+    assert len({line["response"]["request_id"] for line in found.values()}) == len(asked)
     for task in asked:
         line = found[task.custom_id]
         expected = client.post(task.url, json=task.body)
