@@ -90,7 +90,8 @@ class LLM(ScoresText):
     - `host_memory`: pinned host memory that may be used where the device is too small for the weights or a
       step; "0" for none. Of weights as many layers as fit stay on the device, and the others come there in
       every step; there is no KV pool then, and no `score` or `logits`.
-    - `max_context`: the longest sequence that runs beside the KV pool, by default one of a step's rows. A
+    - `max_context`: the longest sequence that runs beside the KV pool, with a cache too where the pool then
+      still holds a quarter of it; by default one of a step's rows. A
       longer one without a cache runs while no request with a cache does: the pool makes room for it.
     - `kv_pool`: bytes of the KV pool, or "8GiB"; by default what `memory` leaves beside weights and the
       largest step, and 1 GiB on a CPU without `memory`.

@@ -60,6 +60,22 @@ BatchedTokens = Annotated[
         show_default="chosen from the memory, 8192 to 36864",
     ),
 ]
+MaxNumLogits = Annotated[
+    int | None,
+    typer.Option(min=1, help="Masked rows whose logits may exist at a time.", show_default="what fits"),
+]
+MaxContext = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="The longest sequence that the KV pool leaves room for.",
+        show_default="a step's rows; longer ones without a cache take the pool's room",
+    ),
+]
+KvPool = Annotated[
+    str | None,
+    typer.Option(metavar="BYTES", help="Size of the KV pool.", show_default="what the memory leaves"),
+]
 HOST_MEMORY = "64GiB"
 KERNELS = "auto|triton|xla"
 KERNELS_HELP = "Kernels that may run: those that suit the card, those in Triton only, or none."
@@ -88,6 +104,9 @@ class ModelOptions:
         typer.Option(metavar="BYTES", help="Host memory that a step may use where the device is too small."),
     ] = HOST_MEMORY
     max_num_batched_tokens: BatchedTokens = None
+    max_num_logits: MaxNumLogits = None
+    max_context: MaxContext = None
+    kv_pool: KvPool = None
     cache_dir: Annotated[
         str | None,
         typer.Option(
@@ -208,11 +227,12 @@ def as_option(name: str) -> str:
 
 
 _LONG_NAMES = [name for name in OPTION_NAMES if "_" in name]
-_ANY = "|".join((*OPTION_NAMES, "mc_num", "batch_size"))  # the last two are of likelihoods
+_ENGINE_NAMES = ("host_memory", "kv_pool", "max_context", "max_num_batched_tokens", "max_num_logits")
+_ANY = "|".join((*OPTION_NAMES, "mc_num", "batch_size", "memory"))  # of likelihoods, and of `LLM`
 _VALUE = r"""=(?:'([^']*)'|([\w.]+))"""
 # A name of one word is a word of other sentences too: it has to stand where the library puts a field.
 _NAMED = re.compile(
-    rf"\b(?<!')({'|'.join(_LONG_NAMES)})\b(?:{_VALUE})?"
+    rf"\b(?<!')({'|'.join((*_LONG_NAMES, *_ENGINE_NAMES))})\b(?:{_VALUE})?"
     rf"|(?:^|(?<=: )|(?<=leave )|(?<=set )|(?<=needs )|(?<= and )|(?<= or ))({_ANY})\b(?:{_VALUE})?"
     rf"|\b({_ANY})(?= '|=)(?:{_VALUE})?"
 )

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from jdllm.cli.options import HOST_MEMORY, KERNELS, KERNELS_HELP, BatchedTokens, Json
+from jdllm.cli.options import (
+    HOST_MEMORY,
+    KERNELS,
+    KERNELS_HELP,
+    BatchedTokens,
+    Json,
+    KvPool,
+    MaxContext,
+    MaxNumLogits,
+)
 from jdllm.cli.report import print_result
 from jdllm.errors import CheckpointError, ConfigError
 from jdllm.planning.descriptions import described_targets
@@ -82,11 +91,10 @@ def plan(
     host_tiers: Annotated[
         bool, typer.Option("--host-tiers/--no-host-tiers", help="Whether host memory may be used.")
     ] = True,
-    max_num_logits: Annotated[
-        int | None,
-        typer.Option(min=1, help="Rows whose logits may exist at a time.", show_default="as many as fit"),
-    ] = None,
+    max_num_logits: MaxNumLogits = None,
     max_num_batched_tokens: BatchedTokens = None,
+    max_context: MaxContext = None,
+    kv_pool: KvPool = None,
     prefilling: Annotated[
         str | None,
         typer.Option(
@@ -121,6 +129,7 @@ def plan(
     model it says how a prompt is read, and how fast tokens follow.
     """
     from jdllm.cli import plan_report
+    from jdllm.planning.answer import make_report
     from jdllm.planning.budget import Budget, parse_bytes, parse_host_memory
 
     card = _card(target, memory)
@@ -137,16 +146,21 @@ def plan(
     host = parse_host_memory(host_memory, "--host-memory")
     device = card.default_memory if memory is None else parse_bytes(memory, "--memory")
     budget = Budget(device, host=host if host_tiers else 0)
+    sizes = {
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "max_context": max_context,
+        "kv_pool": None if kv_pool is None else parse_bytes(kv_pool, "--kv-pool"),
+    }
     if workload.config.attention == "causal":
         if prefilling is not None:
             raise ConfigError("--prefilling is for models that denoise: leave it out for a causal model")
-        _plan_causal(workload, card, budget, max_num_batched_tokens, context, as_json)
+        _plan_causal(workload, card, budget, sizes, context, as_json)
         return
     if prefilling is not None:
         question = _question(context, instruction_tokens, query_tokens, gen_length)
-        _plan_prefilling(workload, card, budget, max_num_batched_tokens, prefilling, question, as_json)
+        _plan_prefilling(workload, card, budget, sizes, prefilling, question, as_json)
         return
-    report = plan_report.make_report(workload, card, budget, context, max_num_batched_tokens)
+    report = make_report(workload, card, budget, context, sizes)
     if plot is not None:
         plan_report.draw(report, plot, memory)
     check = not as_json if check is None else check
@@ -163,15 +177,18 @@ def plan(
 
 
 def _plan_causal(
-    workload: "Workload", card: "Card", budget: "Budget", rows: int | None, prompt: int | None, as_json: bool
+    workload: "Workload",
+    card: "Card",
+    budget: "Budget",
+    sizes: dict[str, Any],
+    prompt: int | None,
+    as_json: bool,
 ) -> None:
     from jdllm.cli.plan_causal import causal_facts, describe_causal
     from jdllm.planning.account import make_account
     from jdllm.planning.causal import plan_causal
 
-    account = make_account(
-        workload.config, workload.dtype, budget, device=workload.device, max_num_batched_tokens=rows
-    )
+    account = make_account(workload.config, workload.dtype, budget, device=workload.device, **sizes)
     plan = plan_causal(workload, account, card.target, prompt)
     told = causal_facts(account, plan)
     print_result(json.dumps(told) if as_json else describe_causal(workload, account, card.target, plan))
@@ -196,7 +213,7 @@ def _plan_prefilling(
     workload: "Workload",
     card: "Card",
     budget: "Budget",
-    rows: int | None,
+    sizes: dict[str, Any],
     prefilling: str,
     question: "Question",
     as_json: bool,
@@ -214,8 +231,8 @@ def _plan_prefilling(
         workload.dtype,
         budget,
         device=workload.device,
-        max_num_batched_tokens=rows,
         max_num_logits=workload.max_num_logits,
+        **sizes,
     )
     arguments = workload, account, card.target, asked, question
     print_result(json.dumps(stage_facts(*arguments)) if as_json else describe_stages(*arguments))

@@ -1,132 +1,30 @@
 """What `jdllm plan` says of a step and of the longest contexts: in words, in JSON and as a picture."""
 
-import contextlib
 import dataclasses
 import logging
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
-from jdllm.errors import ConfigError
+from jdllm.cli.options import as_option, in_option_words
 from jdllm.planning.account import Account
-from jdllm.planning.budget import CUDA_CONTEXT, GUARD, Budget, MemoryBudgetError, format_bytes
-from jdllm.planning.card import Card
+from jdllm.planning.answer import Longest, Report, room_of
+from jdllm.planning.budget import CUDA_CONTEXT, GUARD, format_bytes
 from jdllm.planning.checks.compiler import compiler_temp_bytes
-from jdllm.planning.offloading import account_with_offloading, longest_offloaded, plan_offloaded
 from jdllm.planning.plan import (
-    MemoryPlan,
     Workload,
-    least_device_bytes,
-    max_context,
-    plan_memory,
-    rungs,
+    row_ladder,
 )
 from jdllm.planning.report import Frame, format_peak_table, timeline
-from jdllm.planning.search import search
+from jdllm.planning.search import largest, search
+from jdllm.planning.sharing import pages_of
 from jdllm.planning.step_time import format_seconds, step_time
 from jdllm.planning.templates import step_template
 from jdllm.planning.tier_template import tier_template
 
 _REQUESTS = (1024, 4096, 16384)
-
-
-class Longest(NamedTuple):
-    """The longest context that fits, 0 where none does, and the estimated seconds of a step of it."""
-
-    context: int
-    seconds: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """The answer to one question.
-
-    - `workload`, `card`, `budget`: what was asked.
-    - `plan`: of the step; where it does not fit, of the same step in the least budget that would do.
-    - `refusal`: why it does not fit; `stop_reason` is "fits", or names what no chunk count lowers further.
-    - `longest`, `on_device`: with host memory as the budget has it, and without.
-    - `engine`: the account of an engine in this budget, or `None` where not even its smallest step fits.
-    """
-
-    workload: Workload
-    card: Card
-    budget: Budget
-    plan: MemoryPlan
-    refusal: MemoryBudgetError | None
-    stop_reason: str
-    longest: Longest
-    on_device: Longest
-    engine: Account | None
-
-    @property
-    def positions(self) -> int:
-        """Positions that the model is made for."""
-        config = self.workload.config
-        return config.rope.effective_context(config.max_positions)
-
-
-def make_report(
-    workload: Workload, card: Card, budget: Budget, context: int | None, max_num_batched_tokens: int | None
-) -> Report:
-    """Plan a step of `context` tokens, by default of as many as fit, and an engine."""
-
-    def timed(length: int, host: bool) -> Longest:
-        if not length:
-            return Longest(0, 0.0)
-        found = plan_memory(workload, length, budget, host_tiers=host)
-        return Longest(length, step_time(workload, found, card.target).seconds)
-
-    tiers = rungs(workload.config) if budget.host and not workload.caches else []
-    on_device = timed(max_context(workload, budget, host_tiers=False), False)
-    longest = timed(max_context(workload, budget, host_tiers=tiers), True) if tiers else on_device
-    asked = context is not None
-    context = context if context is not None else max(1, longest.context)
-    found = plan_memory(workload, context, budget, host_tiers=tiers)
-    beyond = None if found.fits or workload.caches else context
-    engine = _engine(workload, budget, max_num_batched_tokens, beyond)
-    if found.fits:
-        return Report(workload, card, budget, found, None, "fits", longest, on_device, engine)
-    if engine is not None and engine.offloaded and not workload.caches:
-        most = longest_offloaded(workload, engine)
-        context = most if longest.context == 0 and not asked else context
-        found = plan_offloaded(workload, context, engine)
-        if found.fits:
-            of_most = plan_offloaded(workload, most, engine)
-            longest = Longest(most, step_time(workload, of_most, card.target).seconds)
-            return Report(workload, card, budget, found, None, "fits", longest, on_device, engine)
-    enough_host = found.host_bytes <= budget.host
-    needed = least_device_bytes(workload, found.bucket, budget, tiers)
-    return Report(
-        workload,
-        card,
-        budget,
-        plan_memory(workload, context, dataclasses.replace(budget, device=needed), host_tiers=tiers),
-        MemoryBudgetError(f"a step of {context} tokens", needed, budget.device, longest.context),
-        found.activation.stop_reason if enough_host else "host memory is too small",
-        longest,
-        on_device,
-        engine,
-    )
-
-
-def _engine(
-    workload: Workload, budget: Budget, max_num_batched_tokens: int | None, context: int | None
-) -> Account | None:
-    """The account of `LLM`; of one that was asked for `context` tokens, where there is such a one."""
-    for longest in dict.fromkeys((context, None)):
-        with contextlib.suppress(ConfigError):
-            return account_with_offloading(
-                workload.config,
-                workload.dtype,
-                budget,
-                device=workload.device,
-                max_num_batched_tokens=max_num_batched_tokens,
-                max_num_logits=workload.max_num_logits,
-                max_context=longest,
-            )
-    return None
 
 
 def compiled_bytes(report: Report) -> int | None:
@@ -171,6 +69,7 @@ def facts(report: Report, compiled: int | None) -> dict[str, Any]:
         "step_seconds": estimate.seconds,
         "step_seconds_at_measured_rate": estimate.measured,
         "plan_seconds": found.seconds,
+        "options": dict(report.options),
         "max_context": report.longest.context,
         "max_context_step_seconds": report.longest.seconds,
         "max_context_without_host_tiers": report.on_device.context,
@@ -188,19 +87,33 @@ def _engine_facts(workload: Workload, account: Account) -> dict[str, Any]:
         "kv_pool_bytes": account.pool_bytes,
         "cached_requests": {str(tokens): count for tokens, count in _held(workload, account).items()},
         "max_context": account.max_context,
-        "max_cached_context": account.max_refresh,
+        "max_cached_context": _longest_cached(workload, account),
         "max_context_without_pool": account.longest,
     }
 
 
 def _held(workload: Workload, account: Account) -> dict[int, int]:
     """How many requests of so many tokens the KV pool holds, for some numbers of tokens."""
-    cached = workload if workload.caches else dataclasses.replace(workload, cache_policy="dual")
+    cached = _with_cache(workload)
     held = {}
     for tokens in _REQUESTS:
-        pages = cached.kv_pool_bytes(tokens) // account.page_bytes - 1
+        pages = pages_of(cached.stored_rows(tokens))
         held[tokens] = (account.pages - 1) // pages if tokens <= account.max_refresh else 0
     return held
+
+
+def _with_cache(workload: Workload) -> Workload:
+    return workload if workload.caches else dataclasses.replace(workload, cache_policy="dual")
+
+
+def _longest_cached(workload: Workload, account: Account) -> int:
+    """Tokens of the longest request with a cache that an engine takes, a value of the row ladder."""
+    cached = _with_cache(workload)
+
+    def taken(rows: int) -> bool:
+        return account.sharing is not None and room_of(cached, rows).is_in(account.sharing)
+
+    return (largest(taken, row_ladder()) or 0) if account.pages > 1 else 0
 
 
 def describe(report: Report) -> str:
@@ -251,7 +164,9 @@ def _verdict(report: Report) -> list[str]:
         need = f"{found.context} tokens{beyond} need {peak} of the device's {available}"
         if found.host_bytes:
             need += f" and {format_bytes(found.host_bytes)} of {format_bytes(report.budget.host)} host memory"
-        return [f"fits on {report.card.target}: {need}"]
+        named = [in_option_words(f"{name}={value}") for name, value in report.options.items()]
+        asked = "".join(f", with {option}" for option in named)
+        return [f"fits on {report.card.target}: {need}{asked}"]
     return [
         f"does not fit on {report.card.target}: {found.context} tokens{beyond} need at least"
         f" {format_bytes(report.refusal.needed_bytes, math.ceil)} of the device's {available}:"
@@ -290,13 +205,16 @@ def describe_engine(report: Report) -> str:
             f"LLM in this budget: steps of up to {account.rows} rows, and no KV pool: the weights of"
             f" {account.offloaded} layers are in host memory"
         )
-    held = [f"{count} requests of {tokens}" for tokens, count in _held(report.workload, account).items()]
+    counts = _held(report.workload, account).items()
+    held = [f"{count} of {tokens}" for tokens, count in counts if count] or ["none of 1024"]
     policy = report.workload.cache_policy if report.workload.caches else "dual"
     lines = [
         f"LLM in this budget: steps of up to {account.rows} rows, the largest"
         f" {format_bytes(account.largest_step)}",
-        f"KV pool: {account.pages} pages, {format_bytes(account.pool_bytes)}: {', '.join(held[:-1])} or"
-        f" {held[-1]} tokens (cache {policy})",
+        f"KV pool: {account.pages} pages, {format_bytes(account.pool_bytes)}: requests of so many tokens:"
+        f" {', '.join(held)} (cache {policy})",
+        f"longest request with a cache: {_tokens(report, _longest_cached(report.workload, account))}"
+        f" ({as_option('max_context')} asks for more)",
         f"longest context beside the pool: {_tokens(report, account.max_context)}",
         f"longest context once the pool is given up: {_tokens(report, account.longest)}",
     ]

@@ -47,14 +47,6 @@ def serve(
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free one.")
     ] = 8000,
-    max_num_logits: Annotated[
-        int | None,
-        typer.Option(min=1, help="Masked rows whose logits may exist at a time.", show_default="what fits"),
-    ] = None,
-    kv_pool: Annotated[
-        str | None,
-        typer.Option(metavar="BYTES", help="Size of the KV pool.", show_default="what --memory leaves"),
-    ] = None,
     max_queue: Annotated[
         int, typer.Option(min=1, help="Requests that may wait; further ones are answered with 429.")
     ] = 1024,
@@ -168,7 +160,7 @@ def serve(
     with bind(host, port) as bound, contextlib.ExitStack() as stack:
         arguments = as_arguments(source)
         default = _asked(source.model, given)
-        llm = LLM(**arguments, max_num_logits=max_num_logits, kv_pool=kv_pool)
+        llm = LLM(**arguments)
         settings = Settings(
             names=names,
             default_sampling=default,

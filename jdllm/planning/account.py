@@ -8,25 +8,21 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from jdllm.errors import ConfigError
+from jdllm.errors import ConfigError, RequestError
 from jdllm.execution.offload.placement import device_weight_bytes
 from jdllm.execution.paged.pool import PAGE_ROWS, pool_bytes
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import param_bytes
 from jdllm.pallas.device import Target
-from jdllm.pallas.masked_logits import Level
-from jdllm.planning.budget import Budget, MemoryBudgetError, format_bytes
+from jdllm.planning.budget import Budget, format_bytes
 from jdllm.planning.ladder import DEFAULT_ROWS
-from jdllm.planning.plan import LONGEST, refusal, row_ladder, rungs
-from jdllm.planning.search import largest
-from jdllm.planning.step_needs import StepNeeds, compiled_rows, whole_bucket
+from jdllm.planning.plan import LONGEST, rungs
+from jdllm.planning.room import Options, Room
+from jdllm.planning.sharing import Sharing, less, rounded
+from jdllm.planning.step_needs import StepNeeds, compiled_rows
 
 UNPLANNED_POOL = 1 << 30
 """Bytes of the pool where there is no budget."""
-
-_DIGITS = 4
-_POOL_SHARE = 0.85
-"""Share of the bytes beside the weights that the default step leaves to the pool at least."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +45,7 @@ class Account:
     - `unlike_planned`: bytes by which `weights` differ from what plans count.
     - `offloaded`: layers whose weights are in host memory. Then there is no pool, and steps are cut to fit on
       the device only.
+    - `sharing`: how the device is shared out, if there is a budget; with all weights on it.
     """
 
     budget: Budget | None
@@ -64,6 +61,7 @@ class Account:
     page_bytes: int
     unlike_planned: int = 0
     offloaded: int = 0
+    sharing: Sharing | None = None
 
     @property
     def prepare_rows(self) -> int:
@@ -80,6 +78,24 @@ class Account:
         """Bytes of the largest step."""
         return max(self.steps.values())
 
+    def check_room(self, rows: int, pages: int) -> None:
+        """Raise `RequestError` for a request with a cache that has no room, and say which options make it.
+
+        Arguments:
+        - `rows`: packed rows of its largest step, as they are compiled.
+        - `pages`: of the pool that it needs at most.
+        """
+        if pages < self.pages and rows <= self.max_refresh:
+            return
+        lacks = f"has a step of {rows} rows, and at most {self.max_refresh} fit beside the KV pool"
+        if pages >= self.pages:
+            lacks = f"needs {pages} pages of the KV pool, which has {self.pages - 1}"
+        options: Options = {"kv_pool": (pages + 1) * self.page_bytes}
+        if self.sharing is not None:
+            options = Room(rows, pages * PAGE_ROWS).options(self.sharing)
+        named = " and ".join(f"{name}={value!r}" for name, value in options.items())
+        raise RequestError(f"a request {lacks}: set {named} or more, or shorten its prompt or its generation")
+
     def step_budget(self, rows: int) -> Budget | None:
         """What a step of so many packed rows may use, in the terms of `plan_bucket`.
 
@@ -89,7 +105,7 @@ class Account:
         if self.budget is None:
             return None
         beside = self.verifier + self.unlike_planned + (self.pool_bytes if rows <= self.max_context else 0)
-        return _less(self.budget, beside)
+        return less(self.budget, beside)
 
     def table(self) -> list[tuple[str, int]]:
         """Names and bytes of all that the device holds; they sum up to the budget where there is one."""
@@ -134,7 +150,8 @@ def make_account(
       prompts are read in parts: larger parts only make others wait longer for their tokens.
     - `max_num_logits`: head rows whose logits may exist at a time; `None` for as many as fit in full steps,
       and in others for as many as need no more than the rest of the step, at most 512.
-    - `max_context`: the pool leaves room for full steps of so many tokens; by default for those of `rows`.
+    - `max_context`: the pool leaves room for full steps of so many tokens, and for refreshes of them where
+      these leave a pool of a quarter as many rows; by default for those of `rows`.
     - `kv_pool`: bytes of the pool, 0 for none; by default all that is left, rounded down to a number of
       pages with few binary digits: executables depend on it, and outlast small changes of free memory.
     - `verifier_bytes`, `weights_bytes`: bytes on the device, the latter by default those of the model.
@@ -160,19 +177,16 @@ def make_account(
             max_context=LONGEST,
             max_refresh=LONGEST,
             longest=LONGEST,
-            pages=pages or _rounded(max(1, UNPLANNED_POOL // page_bytes)),
+            pages=pages or rounded(max(1, UNPLANNED_POOL // page_bytes)),
             page_bytes=page_bytes,
             unlike_planned=weights - planned,
         )
-    shared = _Device(model, _less(budget, verifier_bytes), weights, page_bytes)
-    if max_num_batched_tokens is None and not offloaded and config.attention != "causal":
-        rows = shared.default_rows(pages)
-    if max_context is not None:
-        shared.check_context(max_context, pages or 1)
-    if pages is None:
-        rows, pages = shared.share(rows, max_context)
-    elif pages > 1:
-        shared.check_pool(rows, pages)
+    room = less(budget, verifier_bytes)
+    asked = None if max_num_batched_tokens is None and not offloaded else rows
+    shared = Sharing(model, room, weights, page_bytes, asked, pages, max_context)
+    shared.check_context()
+    shared.check_pool()
+    rows, pages, max_refresh = shared.shares
     beside, longest = shared.longest(pages), model.longest(shared.beside(0))
     if pages == 1:
         rows = min(rows, beside or longest)
@@ -186,12 +200,13 @@ def make_account(
         rows=rows,
         max_num_logits=model.logits_rows(rows),
         max_context=beside,
-        max_refresh=shared.longest_refresh(pages) if pages > 1 else 0,
+        max_refresh=max_refresh,
         longest=max(beside, longest),
         pages=pages,
         page_bytes=page_bytes,
         unlike_planned=weights - planned,
         offloaded=offloaded,
+        sharing=shared if not offloaded else dataclasses.replace(shared, weights=planned, asked_pages=None),
     )
     return dataclasses.replace(account, steps=_steps(model, account, max_context or 0))
 
@@ -205,11 +220,6 @@ def _steps(model: StepNeeds, account: Account, context: int) -> dict[str, int]:
     return {"full": max(whole, full), "refresh": whole, "reuse": whole}
 
 
-def _less(budget: Budget, size: int) -> Budget:
-    """A budget of whose bytes `size` are not for steps."""
-    return dataclasses.replace(budget, overhead=budget.overhead + size)
-
-
 def _asked_pages(kv_pool: int, page_bytes: int) -> int:
     if kv_pool and kv_pool < 2 * page_bytes:
         raise ConfigError(
@@ -217,121 +227,3 @@ def _asked_pages(kv_pool: int, page_bytes: int) -> int:
             " a page and the scratch page; 0 is no pool"
         )
     return max(1, kv_pool // page_bytes)
-
-
-def _unit(pages: int) -> int:
-    """What numbers of about `pages` pages are rounded to: their highest binary digits are left."""
-    return 1 << max(0, pages.bit_length() - _DIGITS)
-
-
-def _rounded(pages: int) -> int:
-    return pages // _unit(pages) * _unit(pages)
-
-
-def _round_numbers(most: int) -> list[int]:
-    """All numbers of pages from 1 to `most` that are round."""
-    numbers = [1]
-    while (following := numbers[-1] + _unit(numbers[-1])) <= most:
-        numbers.append(following)
-    return numbers
-
-
-@dataclasses.dataclass(frozen=True)
-class _Device:
-    """A device with the weights on it, whose rest the largest step and the pool share.
-
-    - `budget`: what may be used, the verifier counted as overhead.
-    - `weights`, `page_bytes`: bytes, as of `Account`.
-    """
-
-    model: StepNeeds
-    budget: Budget
-    weights: int
-    page_bytes: int
-
-    @property
-    def free(self) -> int:
-        """Bytes beside the weights."""
-        return self.budget.device - self.budget.overhead - self.weights
-
-    def default_rows(self, pages: int | None) -> int:
-        """Packed rows of a step where nobody says how many; `pages` are those asked for, if any.
-
-        The most of `DEFAULT_ROWS` whose whole step takes no more than 15 % of what is free beside the
-        weights, and leaves a pool that holds as many rows. The least of them where none does.
-        """
-
-        def leaves_a_pool(rows: int) -> bool:
-            left = self.left(rows)
-            least = max(1 + -(-rows // PAGE_ROWS), pages or 0) * self.page_bytes
-            return left >= max(_POOL_SHARE * self.free, least)
-
-        return largest(leaves_a_pool, DEFAULT_ROWS) or DEFAULT_ROWS[0]
-
-    def left(self, rows: int) -> int:
-        """Bytes beside a whole step of `rows` rows; negative where it does not fit."""
-        return self.free - self.model.whole_with_margin(rows)
-
-    def beside(self, pages: int) -> Budget:
-        """What is left beside a pool, in the terms of `plan_bucket`, which counts the model's weights."""
-        unlike = self.weights - param_bytes(self.model.config, self.model.dtype)
-        return _less(self.budget, unlike + pages * self.page_bytes)
-
-    def longest(self, pages: int) -> int:
-        """The longest context whose full steps run beside a pool, whatever is sampled; 0 where none does."""
-        return self.model.longest_on_device(self.beside(pages))
-
-    def longest_refresh(self, pages: int) -> int:
-        """The longest context that is refreshed beside a pool."""
-        pool = pages * self.page_bytes
-        return largest(lambda rows: self.left(rows) >= pool, row_ladder()) or 0
-
-    def share(self, most_rows: int, context: int | None) -> tuple[int, int]:
-        """The most rows whose whole step fits beside a pool that holds as many, and the pages of that pool.
-
-        One page where no step fits so.
-        """
-        most = self._most_pages(context)
-
-        def pages(rows: int) -> int:
-            return min(most, _rounded(max(0, self.left(rows) // self.page_bytes)))
-
-        candidates = [*(rows for rows in row_ladder() if rows < most_rows), most_rows]
-        rows = largest(lambda rows: pages(rows) > -(-rows // PAGE_ROWS), candidates)
-        return (most_rows, 1) if rows is None else (rows, pages(rows))
-
-    def _most_pages(self, context: int | None) -> int:
-        """The most pages beside which full steps of `context` tokens run."""
-        most = max(1, (self.budget.device - self.weights) // self.page_bytes)
-        if context is None:
-            return most
-        return largest(lambda pages: self.longest(pages) >= context, _round_numbers(most)) or 1
-
-    def check_pool(self, rows: int, pages: int) -> None:
-        """Raise `ConfigError` where a pool does not fit beside a whole step of `rows` rows."""
-        pool, left = pages * self.page_bytes, max(0, self.left(rows))
-        if pool > left:
-            raise ConfigError(
-                f"kv_pool is {format_bytes(pool, math.ceil)} in whole pages, and the weights, the overhead"
-                f" and a step of {rows} rows leave {format_bytes(left, math.floor)} of the memory,"
-                f" {self._memory}: lower kv_pool or max_num_batched_tokens, or raise memory"
-            )
-
-    def check_context(self, context: int, pages: int) -> None:
-        """Raise `ConfigError` where full steps of `context` tokens do not fit beside a pool."""
-        if context > (longest := self.longest(pages)):
-            pool = format_bytes(pages * self.page_bytes, math.ceil)
-            raise ConfigError(
-                f"max_context is {context} tokens, and beside a KV pool of {pool} the longest that fits the"
-                f" memory, {self._memory}, is {longest}: lower max_context or kv_pool, or raise memory"
-            )
-
-    @property
-    def _memory(self) -> str:
-        return format_bytes(self.budget.device, math.floor)
-
-    def nothing_fits(self) -> MemoryBudgetError:
-        """The error for a budget in which not even the smallest step runs."""
-        workload = self.model.workload(Level.TOP)
-        what = f"with memory={self._memory} a step"
-        return refusal(workload, whole_bucket(1), self.beside(0), self.model.tiers, what=what)

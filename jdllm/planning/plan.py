@@ -75,12 +75,15 @@ class Workload:
     def kind(self) -> StepKind:
         return StepKind(jnp.dtype(self.dtype).itemsize, self.device, self.level)
 
+    def stored_rows(self, context: int) -> int:
+        """Rows of the KV pool that the cache policy keeps of so many tokens at most."""
+        return kept(self._sampling(), context)
+
     def kv_pool_bytes(self, context: int) -> int:
         """Bytes of the keys and values of all layers that the cache policy keeps, in whole pages."""
         if not self.caches:
             return 0
-        stored = kept(self._sampling(), context)
-        pages = 1 + -(-stored // PAGE_ROWS)  # one is scratch
+        pages = 1 + -(-self.stored_rows(context) // PAGE_ROWS)  # one is scratch
         return pool_bytes(self.config, self.dtype, pages, PAGE_ROWS)
 
 

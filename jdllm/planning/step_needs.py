@@ -13,7 +13,7 @@ from jdllm.pallas.device import Target
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.buckets import head_bucket, row_bucket
 from jdllm.planning.budget import Budget
-from jdllm.planning.plan import Bucket, MemoryPlan, Workload, max_context, plan_bucket
+from jdllm.planning.plan import Bucket, MemoryPlan, Workload, max_context, plan_bucket, plan_memory
 
 _LOGITS_ROWS = (512, 256, 128, 64, 32, 16)
 """Head rows whose logits may exist at a time in refreshes and reuses, the most first."""
@@ -64,6 +64,12 @@ class StepNeeds:
         return max(
             _step_bytes(plan_bucket(self.workload(level), whole_bucket(rows), budget, self.tiers))
             for level in Level
+        )
+
+    def fits_on_device(self, context: int, budget: Budget) -> bool:
+        """Whether full steps of so many tokens fit at every level."""
+        return all(
+            plan_memory(self.workload(level), context, budget, host_tiers=False).fits for level in Level
         )
 
     def longest_on_device(self, budget: Budget) -> int:

@@ -96,6 +96,9 @@ def make_engine(
     def check(spec: RequestSpec) -> None:
         check_verifiable(spec, verifier)
         parts.check(spec)
+        life = parts.costs.life(spec)
+        if life.pages:
+            account.check_room(life.rows, life.pages)
 
     if eager_pool:
         pool.make()

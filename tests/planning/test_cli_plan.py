@@ -33,7 +33,7 @@ KEYS = {
         "step_seconds",
         "step_seconds_at_measured_rate",
     ),
-    *("max_context_step_seconds", "max_context_without_host_tiers_step_seconds", "engine"),
+    *("max_context_step_seconds", "max_context_without_host_tiers_step_seconds", "engine", "options"),
 }
 
 
@@ -201,7 +201,8 @@ def test_an_engine_in_the_budget(llada: Path):
 
 
 def test_the_options_reach_the_engine(llada: Path):
-    usual, sparse = facts(llada)["engine"], facts(llada, "--cache", "sparse", "--retention", "0.25")["engine"]
+    sparse = facts(llada, "--cache", "sparse", "--retention", "0.25", context=4096)["engine"]
+    usual = facts(llada)["engine"]
     assert sparse["kv_pool_pages"] == usual["kv_pool_pages"]
     assert sparse["cached_requests"]["1024"] == (usual["kv_pool_pages"] - 1) // 4
     small = facts(llada, "--max-num-batched-tokens", "1024")["engine"]

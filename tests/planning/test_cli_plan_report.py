@@ -53,25 +53,27 @@ def test_tables_for_people(llada: Path):
     assert f"predicted peak of activations: {table['activations']}" in lines
     assert "compiler: not checked" in lines
     without = got["max_context_without_host_tiers"]
-    assert lines[-7].startswith(f"longest context: {got['max_context']} tokens {beyond}, ")
+    assert lines[-8].startswith(f"longest context: {got['max_context']} tokens {beyond}, ")
     alone = (
         f"{without} tokens {beyond}, {got['max_context_without_host_tiers_step_seconds'] / 60:.1f} min a step"
     )
-    assert lines[-6] == f"longest context without host memory: {alone}"
+    assert lines[-7] == f"longest context without host memory: {alone}"
     for none in (("--no-host-tiers",), ("--host-memory", "0")):
-        assert run(llada, "--no-check", *none).stdout.splitlines()[-6] == f"longest context: {alone}"
+        assert run(llada, "--no-check", *none).stdout.splitlines()[-7] == f"longest context: {alone}"
 
 
 def test_an_engine_in_words(llada: Path):
     engine = facts(llada)["engine"]
     beyond = "(beyond the 4096 positions of the model)"
-    held = [f"{count} requests of {tokens}" for tokens, count in engine["cached_requests"].items()]
-    assert run(llada, "--no-check").stdout.splitlines()[-5:] == [
+    held = [f"{count} of {tokens}" for tokens, count in engine["cached_requests"].items() if count]
+    assert run(llada, "--no-check").stdout.splitlines()[-6:] == [
         "",
         "LLM in this budget: steps of up to 12288 rows,"
         f" the largest {engine['largest_step_bytes'] / 2**20:.2f} MiB",
         f"KV pool: {engine['kv_pool_pages']} pages, {engine['kv_pool_bytes'] / GIB:.2f} GiB:"
-        f" {held[0]}, {held[1]} or {held[2]} tokens (cache dual)",
+        f" requests of so many tokens: {', '.join(held)} (cache dual)",
+        f"longest request with a cache: {engine['max_cached_context']} tokens {beyond}"
+        " (--max-context asks for more)",
         f"longest context beside the pool: {engine['max_context']} tokens {beyond}",
         f"longest context once the pool is given up: {engine['max_context_without_pool']} tokens {beyond}",
     ]

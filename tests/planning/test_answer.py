@@ -1,0 +1,213 @@
+"""What a plan says of a context, and what an engine takes: the same, for whatever is planned."""
+
+import contextlib
+import dataclasses
+import functools
+import random
+from collections.abc import Sequence
+from typing import Any, NamedTuple, get_args
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks.shapes import SHAPES
+from jdllm.decoding.executables import Executables
+from jdllm.decoding.sampling import Cache, SamplingParams
+from jdllm.errors import ConfigError, JdllmError, RequestError
+from jdllm.models.config import ModelConfig
+from jdllm.pallas.device import HOPPER
+from jdllm.planning.answer import make_report
+from jdllm.planning.buckets import row_bucket
+from jdllm.planning.budget import Budget, parse_bytes
+from jdllm.planning.card import described_card
+from jdllm.planning.causal import plan_causal
+from jdllm.planning.offloading import account_with_offloading
+from jdllm.planning.plan import Workload
+from jdllm.planning.room import Room
+from jdllm.serving.build import make_engine
+from jdllm.serving.causal_request import causal_spec
+from jdllm.serving.engine import Engine
+from jdllm.serving.spec import generation_spec
+
+pytestmark = pytest.mark.usefixtures("no_card")
+
+MIB = 2**20
+GEN_LENGTH = 32
+CARD = described_card("h200")
+SMALL = dataclasses.replace(
+    SHAPES["llada-8b"],
+    num_layers=4,
+    hidden_size=512,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=64,
+    intermediate_size=1536,
+    vocab_size=4096,
+    mask_id=4000,
+    bos_id=1,
+    eos_id=2,
+    eot_id=None,
+)
+MODELS = {**SHAPES, "small": SMALL, "causal": dataclasses.replace(SHAPES["dream-7b"], attention="causal")}
+
+
+class Device(NamedTuple):
+    """A model in a budget, and what an engine was asked for."""
+
+    name: str
+    budget: Budget
+    sizes: tuple[tuple[str, Any], ...]
+
+    @property
+    def config(self) -> ModelConfig:
+        return MODELS[self.name]
+
+
+@functools.cache
+def engine_of(device: Device, **options: Any) -> Engine:
+    """One that nothing is compiled for; raises `ConfigError` where there is none."""
+    account = account_with_offloading(
+        device.config, "bfloat16", device.budget, device=HOPPER, **{**dict(device.sizes), **options}
+    )
+    params: Any = {"final_norm": jax.ShapeDtypeStruct((1,), np.dtype("bfloat16"))}
+    return make_engine(params, device.config, Executables("cpu"), account)
+
+
+def takes(device: Device, tokens: int, sampling: SamplingParams, **options: Any) -> bool:
+    """Whether an engine takes a request of so many tokens."""
+    prompt = np.full(tokens - GEN_LENGTH, 5, np.int32)
+    make = causal_spec if device.config.attention == "causal" else generation_spec
+    spec = make(prompt, sampling, device.config)
+    try:
+        engine = engine_of(device, **options)
+        engine.abort(engine.add(spec))
+    except (ConfigError, RequestError):
+        return False
+    return True
+
+
+def some_device(rng: random.Random, hosts: Sequence[int]) -> Device:
+    name = rng.choice(sorted(MODELS))
+    weights = {"small": 40, "llada-8b": 15300, "dream-7b": 14600, "llada-moe-7b": 14100, "causal": 14600}[
+        name
+    ]
+    unit = 24 if name == "small" else 1024
+    mib = int(weights * rng.choice([0.5, 1, 1, 1]) + unit * rng.uniform(0.2, 30))
+    host = rng.choice(hosts) * MIB
+    sizes = {
+        "max_num_batched_tokens": rng.choice([None, None, 500, 2048, 20000]),
+        "max_context": rng.choice([None, None, None, 3000, 30000]),
+        "kv_pool": rng.choice([None, rng.randint(unit * MIB // 8, unit * MIB * 8)]),
+    }
+    given = tuple((size, value) for size, value in sizes.items() if value is not None)
+    return Device(name, Budget(mib * MIB, 0 if name == "small" else Budget(1).overhead, host), given)
+
+
+class Asked(NamedTuple):
+    tokens: int
+    sampling: SamplingParams
+
+
+def some_request(rng: random.Random) -> Asked:
+    cache = rng.choice(get_args(Cache))
+    sparse = cache in ("sparse", "head_sparse")
+    retention = rng.choice([None, 0.1, 0.25, 0.75]) if sparse else None
+    lengths = [64, 1024, 8192, 16384, rng.randint(33, 3000), rng.randint(3000, 80000)]
+    return Asked(rng.choice(lengths), SamplingParams(gen_length=GEN_LENGTH, cache=cache, retention=retention))
+
+
+def workload_of(device: Device, sampling: SamplingParams) -> Workload:
+    cache, retention = sampling.cache, sampling.retention
+    return Workload(device.config, device=HOPPER, cache_policy=cache, retention=retention)
+
+
+def check(device: Device, tokens: int, sampling: SamplingParams) -> None:
+    if device.config.attention == "causal":
+        check_causal(device, tokens)
+        return
+    workload = workload_of(device, sampling)
+    try:
+        report = make_report(workload, CARD, device.budget, tokens, dict(device.sizes))
+    except ConfigError:
+        assert not takes(device, tokens, sampling)
+        return
+    fits = report.refusal is None
+    assert fits == takes(device, tokens, sampling, **report.options)
+    if fits:
+        assert not report.options or not takes(device, tokens, sampling)
+        assert tokens <= row_bucket(report.longest.context + 1)
+    else:
+        assert "max_context" in dict(device.sizes) or not takes(device, tokens, sampling, max_context=tokens)
+
+
+def check_longest(device: Device, sampling: SamplingParams) -> None:
+    """Where no context is asked for, a plan is of the longest that an engine takes."""
+    if device.config.attention == "causal":
+        return
+    workload = workload_of(device, sampling)
+    with contextlib.suppress(ConfigError):
+        report = make_report(workload, CARD, device.budget, None, dict(device.sizes))
+        if report.longest.context:
+            assert report.refusal is None
+            assert report.plan.context == report.longest.context
+            assert takes(device, report.longest.context, sampling, **report.options)
+
+
+def check_causal(device: Device, tokens: int) -> None:
+    workload, sampling = Workload(device.config, device=HOPPER), SamplingParams(gen_length=GEN_LENGTH)
+    try:
+        account = account_with_offloading(
+            device.config, "bfloat16", device.budget, device=HOPPER, **dict(device.sizes)
+        )
+    except JdllmError:
+        assert not takes(device, tokens, sampling)
+        return
+    fits = plan_causal(workload, account, "h200", tokens - GEN_LENGTH, GEN_LENGTH).fits
+    assert (fits and not account.offloaded) == takes(device, tokens, sampling)
+
+
+@pytest.mark.parametrize(
+    ("devices", "each", "hosts"),
+    [
+        pytest.param(4, 15, [0], id="few"),
+        pytest.param(100, 20, [0, 2, 64 * 1024], id="many", marks=pytest.mark.slow),
+    ],
+)
+def test_an_engine_takes_what_a_plan_says_fits_and_nothing_else(devices: int, each: int, hosts: list[int]):
+    rng = random.Random(each)
+    for _ in range(devices):
+        device = some_device(rng, hosts)
+        for _ in range(each):
+            check(device, *some_request(rng))
+        check_longest(device, some_request(rng).sampling)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"kv_pool": 512 * MIB}])
+def test_a_refusal_names_options_that_make_room(sizes: dict[str, Any]):
+    device = Device("dream-7b", Budget(24 * 1024 * MIB, host=0), tuple(sizes.items()))
+    sampling = SamplingParams(gen_length=GEN_LENGTH, cache="dual")
+    account = account_with_offloading(device.config, "bfloat16", device.budget, device=HOPPER, **sizes)
+    for tokens in (16384, 40960, 65536):
+        assert not takes(device, tokens, sampling)
+        assert account.sharing is not None
+        options = dict(Room(tokens, tokens).options(account.sharing))
+        with pytest.raises(RequestError) as refused:
+            account.check_room(tokens, tokens // 64)
+        for name, value in options.items():
+            assert f"{name}={value!r}" in str(refused.value)
+        if memory := options.pop("memory", None):
+            device = device._replace(budget=Budget(parse_bytes(memory), host=0))
+        if pool := options.pop("kv_pool", None):
+            options["kv_pool"] = parse_bytes(pool)
+        assert takes(device, tokens, sampling, **options)
+
+
+def test_a_plan_of_a_cached_request_names_the_context_that_the_engine_has_to_be_asked_for():
+    device = Device("dream-7b", Budget(24 * 1024 * MIB), ())
+    workload = workload_of(device, SamplingParams(cache="head_sparse"))
+    report = make_report(workload, CARD, device.budget, 16384, {})
+    assert report.options == {"max_context": 16384}
+    assert report.engine is not None
+    assert report.engine.max_refresh >= 16384
+    assert report.longest.context > 50_000
