@@ -153,6 +153,16 @@ def test_an_echo_alone_generates_nothing(client):
     assert plain["usage"]["forward_evaluations"] == 0
 
 
+def test_tokens_of_an_echo_have_places_in_the_text_that_was_given(client):
+    """A character of several bytes, and a special token that is text, come back as they were."""
+    prompt = "1€<|eot_id|>+"
+    (choice,) = ask(client, prompt=prompt, max_tokens=1, logprobs=1, echo=True, temperature=0)["choices"]
+    assert choice["text"].startswith(prompt)
+    expected = [at for at, character in enumerate(prompt) for _ in character.encode()]
+    assert choice["logprobs"]["text_offset"] == [*expected, len(prompt)]
+    assert choice["logprobs"]["tokens"][:5] == ["1", r"bytes:\xe2", r"bytes:\x82", r"bytes:\xac", "<"]
+
+
 @pytest.mark.parametrize("cache", ["none", "dual"])
 def test_a_stream_is_the_text_in_parts(client, cache):
     body = {"prompt": [PROMPT, OTHER], "max_tokens": 16, "block_length": 4, "cache": cache, "n": 2, "seed": 3}
@@ -183,7 +193,7 @@ def test_a_stream_tells_log_probabilities(client):
     body = {"prompt": PROMPT, "max_tokens": 8, "block_length": 4, "logprobs": 1}
     whole = ask(client, **body)["choices"][0]["logprobs"]
     parts = [data["choices"][0]["logprobs"] for _, data in stream(client, **body)]
-    for column in ("tokens", "token_logprobs", "committed_in"):
+    for column in ("tokens", "token_logprobs", "committed_in", "text_offset"):
         assert [value for part in parts for value in part[column]] == whole[column]
 
 
