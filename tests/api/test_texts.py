@@ -156,7 +156,7 @@ def test_2000_answers_are_what_they_add_to_the_prompt(kind: str):
 
 def test_tokens_that_read_alike_are_told_apart():
     kind = kind_of("prefixed")
-    letter, byte, *cut = map(kind.raw.token_to_id, ("a", "<0x61>", "<0xF0>", "<0xE2>"))
+    letter, byte, *cut = map(kind.raw.get_vocab().__getitem__, ("a", "<0x61>", "<0xF0>", "<0xE2>"))
     told = completion_logprobs(
         kind.pieces,
         [letter, cut[0]],
