@@ -285,8 +285,10 @@ class ScoresText(abc.ABC):
     def _masked_pairs(self, pairs: Pairs, settings: MonteCarlo, parse_special: bool) -> list[MaskedPair]:
         mc_num = positive("mc_num", settings.mc_num, RequestError)
         batch_size = positive("batch_size", settings.batch_size, RequestError)
-        # Refuses what a generation would refuse.
+        # Refuses what a generation would refuse; there, -1 is no seed.
         SamplingParams(cfg_scale=settings.cfg_scale, seed=settings.seed)
+        if settings.seed == -1:
+            raise RequestError(f"seed is -1, expected an integer from 0 to {2**64 - 1}")
         masks = functools.cache(
             lambda length: perturb(length, mc_num, min(batch_size, mc_num), settings.seed)
         )
