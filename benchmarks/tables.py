@@ -54,7 +54,7 @@ SECTIONS = (
         "Engine",
         "What the engine takes beside the device, how soon the first block is there, and what thousands of"
         " requests leave behind.",
-        ("overhead_*", "traffic_*", "first_token_*", "first_calls_*", "compile_*"),
+        ("overhead_*", "traffic_*", "first_token_*", "first_calls_*", "background_*", "compile_*"),
     ),
     Section(
         "Serving",
