@@ -115,7 +115,7 @@ def test_scores_of_what_is_none_are_refused(client, extra):
 @pytest.mark.slow
 def test_after_a_warm_up_no_endpoint_compiles_anything():
     """The counter that docs/serving.md sets an alarm on."""
-    with LLM(checkpoint_path(), max_num_batched_tokens=256, kv_pool=KV_POOL, warmup=True) as llm:
+    with LLM(checkpoint_path(), max_num_batched_tokens=128, kv_pool=KV_POOL, warmup=True) as llm:
         engine, metrics = AsyncEngine(llm.engine), Metrics("demo", llm.engine, llm.executables)
         service = Service(llm, engine, Settings(("demo",), llm.default_sampling()), metrics)
         compiled = llm.executables.compiled
@@ -126,7 +126,7 @@ def test_after_a_warm_up_no_endpoint_compiles_anything():
             ("completions", {**prompt, "temperature": 0.8, "top_k": 5, "logprobs": 1}),
             ("completions", {"prompt": "12+34=46", "echo": True, "logprobs": 1, "max_tokens": 1}),
             ("score", {"prompt": "1+1=", "answers": ["2", "3 or 4"], "mc_num": 9}),
-            ("score", {"prompt": "1+1=" * 9, "answers": ["2" * 40], "cfg_scale": 0.5, "mc_num": 5}),
+            ("score", {"prompt": "1+1=" * 3, "answers": ["2" * 20], "cfg_scale": 0.5, "mc_num": 5}),
             ("infill", {"parts": ["12+34=", {"type": "choice", "options": ["46", "4", "999"]}]}),
         ]
         with TestClient(create_app(service)) as client:
