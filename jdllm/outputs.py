@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -30,6 +31,9 @@ class CompletionOutput:
     - `logprobs`, `committed_in`: of each of `token_ids`, where they were asked for: its log-probability in
       the step that committed it, in the distribution that its confidence is measured on, and that step;
       `None` for a token that was given.
+    - `top_logprobs`: of each of `token_ids` the likeliest ids there with their log-probabilities, the
+      likeliest first, as many as were asked for; the token's own id comes last where it is not among them.
+      `None` for a token that was given, and where none were asked for.
     - `prefilling`: what came of preparing a long context, where the prompt had one.
     - `num_cached_tokens`: tokens of the prompt whose keys and values were there already, of a causal model.
     """
@@ -43,6 +47,7 @@ class CompletionOutput:
     history: np.ndarray | None = None
     logprobs: list[float | None] | None = None
     committed_in: list[int | None] | None = None
+    top_logprobs: list[dict[int, float] | None] | None = None
     prefilling: Prefilled | None = None
     num_cached_tokens: int | None = None
 
@@ -69,7 +74,7 @@ class RequestOutput:
     - `prompt_token_ids`: the ids that were denoised from (for infilling the whole sequence with its masks).
     - `seed`: of its random draws; a fresh one where it was `None`.
     - `outputs`: its `n` samples. `text`, `token_ids`, `finish_reason`, `nfe`, `timings`, `history`,
-      `logprobs`, `committed_in`, `prefilling` and `num_cached_tokens` are those of the first.
+      `logprobs`, `committed_in`, `top_logprobs`, `prefilling` and `num_cached_tokens` are those of the first.
     """
 
     prompt: str | None
@@ -112,6 +117,10 @@ class RequestOutput:
         return self.outputs[0].committed_in
 
     @property
+    def top_logprobs(self) -> list[dict[int, float] | None] | None:
+        return self.outputs[0].top_logprobs
+
+    @property
     def prefilling(self) -> Prefilled | None:
         return self.outputs[0].prefilling
 
@@ -143,7 +152,7 @@ def _completion(index: int, request: Request, decode: Decode | None) -> Completi
     kept = result if end is None or not request.sampling.early_stop else result[: end + 1]
     positions = slice(request.returned.start, request.returned.start + len(kept))
     logprobs, steps = request.logprobs[positions].tolist(), request.committed_in[positions].tolist()
-    asked = request.sampling.logprobs
+    asked, listed = request.sampling.logprobs is not None, request.likeliest[positions]
     return CompletionOutput(
         index=index,
         text=None if decode is None else _text(request, end, decode),
@@ -154,9 +163,25 @@ def _completion(index: int, request: Request, decode: Decode | None) -> Completi
         history=np.stack(request.history) if request.sampling.return_history else None,
         logprobs=[x if i >= 0 else None for x, i in zip(logprobs, steps, strict=True)] if asked else None,
         committed_in=[i if i >= 0 else None for i in steps] if asked else None,
+        top_logprobs=[
+            top_of(row, token, logprob) if step >= 0 else None
+            for row, token, logprob, step in zip(listed, kept.tolist(), logprobs, steps, strict=True)
+        ]
+        if request.sampling.listed
+        else None,
         prefilling=request.prefilled if isinstance(request, LongRequest) else None,
         num_cached_tokens=request.found if isinstance(request, CausalRequest) else None,
     )
+
+
+def top_of(likeliest: np.ndarray, token: int, logprob: float) -> dict[int, float]:
+    """The likeliest ids at one position and their log-probabilities, the chosen token last where it is not
+    among them.
+
+    Arguments:
+    - `likeliest`: `LISTED` `[listed]`.
+    """
+    return {i: p for i, p in likeliest.tolist() if p > -math.inf} | {token: logprob}
 
 
 def _text(request: Request, end: int | None, decode: Decode) -> str:

@@ -73,6 +73,7 @@ def test_json():
         "history": HISTORY.tolist(),
         "logprobs": [-0.5, -0.25],
         "committed_in": [1, 0],
+        "top_logprobs": None,
         "prefilling": None,
         "num_cached_tokens": None,
     }

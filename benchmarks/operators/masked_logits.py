@@ -55,6 +55,7 @@ def sampling(rows: int, vocab: int, noise: bool) -> RowSampling:
         limit=jnp.full(rows, vocab),
         token_bans=bans,
         confidence_bans=bans,
+        listed=jnp.zeros(rows, bool),
     )
 
 

@@ -25,25 +25,27 @@ from jdllm.models.block import Hidden, RowInts, Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.noise import Purpose, step_keys
-from jdllm.pallas.masked_logits.types import Keys
-from jdllm.pallas.masked_logits.xla import allowed, drawn
+from jdllm.pallas.masked_logits.types import Keys, Likeliest
+from jdllm.pallas.masked_logits.xla import allowed, drawn, likeliest
 
 Cut = Callable[[Array], Array]
 """Cuts the rows of one chunk out of a column of all head rows."""
 
 
 class Drawn(NamedTuple):
-    """What each row takes, and the log-probability of that, or of another token that was asked for."""
+    """What each row takes, and the log-probability of that, or of another token that was asked for; with
+    such tokens the likeliest ids too, as of `RowDecision`, with log-probabilities."""
 
     token: Int[Array, " rows"]
     logprob: Float[Array, " rows"]
+    likeliest: Likeliest | None
 
 
 class AdaptiveSegments(NamedTuple):
     """What each segment asks for.
 
     - `seed`, `step`, `temperature`: as in `jdllm.decoding.batch.SegmentParams`.
-    - `limit`, `token_bans`: ids that are never chosen, as in `RowSampling`.
+    - `limit`, `token_bans`, `listed`: as in `RowSampling`.
     - `mixture_weight`: share of the diffusion model's logits in the mixture, from 0 to 1.
     """
 
@@ -52,6 +54,7 @@ class AdaptiveSegments(NamedTuple):
     temperature: Float[Tensor, " segments"]
     limit: Int[Tensor, " segments"]
     token_bans: Int[Tensor, "segments bans"]
+    listed: Bool[Tensor, " segments"]
     mixture_weight: Float[Tensor, " segments"]
 
 
@@ -167,7 +170,7 @@ def denoise_adaptive(
     hidden_of_draft, pool = _evaluate(verifier, verifier_config, asked, batch.verified, pool)
     targets = in_chunks(target)
     accepted = real & _agreeing_prefix(drafts == targets.token, head.segment)
-    return Trace(jnp.int32(1), drafts[None], accepted[None], targets.logprob[None]), pool
+    return Trace(jnp.int32(1), drafts[None], accepted[None], targets.logprob[None], targets.likeliest), pool
 
 
 def _evaluate(
@@ -190,7 +193,8 @@ def _in_chunks(choose: Callable[[Cut], Drawn], total: int, size: int, count: Int
         chosen = choose(lambda x: lax.dynamic_slice_in_dim(x, start, size))
         return jax.tree.map(lambda x, y: lax.dynamic_update_slice_in_dim(x, y, start, 0), out, chosen)
 
-    nothing = Drawn(jnp.zeros(total, jnp.int32), jnp.zeros(total))
+    of_chunk = jax.eval_shape(lambda: choose(lambda x: x[:size]))
+    nothing = jax.tree.map(lambda x: jnp.zeros((total, *x.shape[1:]), x.dtype), of_chunk)
     return lax.fori_loop(0, (count + size - 1) // size, body, nothing)
 
 
@@ -204,12 +208,17 @@ def _draw(
     """What each row takes of the values, without its bans and with its noise.
 
     Arguments:
-    - `of`: the tokens whose log-probabilities are returned instead of those of what is taken.
+    - `of`: the tokens whose log-probabilities are returned instead of those of what is taken, with the
+      likeliest of all.
     """
     values = allowed(values, part.limit, part.token_bans)
     token = drawn(values, part.temperature, keys, positions)
     chosen = jnp.take_along_axis(values, (token if of is None else of)[:, None], axis=1)[:, 0]
-    return Drawn(token, chosen - jax.nn.logsumexp(values, axis=1))
+    total = jax.nn.logsumexp(values, axis=1)
+    found = None if of is None else likeliest(values, part.listed)
+    if found is not None:
+        found = found._replace(values=found.values - total[:, None])
+    return Drawn(token, chosen - total, found)
 
 
 def _with_draft(

@@ -6,6 +6,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jdllm.arrays import Tensor
 from jdllm.models.block import Rows
+from jdllm.pallas.masked_logits import Likeliest
 
 PADDING_BANS = -1
 """A ban id that bans nothing."""
@@ -37,8 +38,8 @@ class SegmentParams(NamedTuple):
 
     Token and confidence
     - `temperature`, `guidance`: token temperature and classifier-free guidance scale.
-    - `tempered`, `top_k`, `top_p`, `min_p`, `top_k_first`, `limit`, `token_bans`, `confidence_bans`: as in
-      `RowSampling`.
+    - `tempered`, `top_k`, `top_p`, `min_p`, `top_k_first`, `limit`, `token_bans`, `confidence_bans`,
+      `listed`: as in `RowSampling`.
     - `measure`: a `Measure`.
     - `coarse_confidence`: confidences are rounded to the dtype of the weights.
     - `stop_last`: rows whose token is one of `confidence_bans` rank last; the softmax is left alone.
@@ -66,6 +67,7 @@ class SegmentParams(NamedTuple):
     limit: Int[Tensor, " segments"]
     token_bans: Int[Tensor, "segments bans"]
     confidence_bans: Int[Tensor, "segments bans"]
+    listed: Bool[Tensor, " segments"]
     measure: Int[Tensor, " segments"]
     coarse_confidence: Bool[Tensor, " segments"]
     stop_last: Bool[Tensor, " segments"]
@@ -100,9 +102,13 @@ class Trace(NamedTuple):
     - `committed`: the rows whose choice was committed at each step.
     - `logprobs`: f32, the log-probability of each choice in the distribution that probabilities are measured
       on; 0 where the row was not masked, and not finite where the model's values were not.
+    - `likeliest`: the likeliest ids of each row in that distribution at the step that committed it, or of
+      each row at each step; unspecified where none was committed or nobody asked, and `None` below
+      `Level.FILTERED`.
     """
 
     steps: Int[Array, ""]
     tokens: Int[Array, "capacity head"]
     committed: Bool[Array, "capacity head"]
     logprobs: Float[Array, "capacity head"]
+    likeliest: Likeliest | None

@@ -56,7 +56,7 @@ def refresh(
         params, config, tokens, batch.rows, pool, selection, table, scored=scored, wanted=wanted
     )
     choice = evaluate(params, config, hidden, sources, asked, batch, 0, chunks=logits_chunks, level=level)
-    trace = transfer(tokens, empty_trace(batch), batch, asked, choice, selection_bits, level)[1]
+    trace = transfer(tokens, empty_trace(batch, level), batch, asked, choice, selection_bits, level)[1]
     return trace, pool
 
 

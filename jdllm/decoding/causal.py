@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
@@ -19,7 +20,7 @@ from jdllm.execution.transformer import Wanted, final_norm
 from jdllm.models.block import Hidden
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
-from jdllm.pallas.masked_logits import Level
+from jdllm.pallas.masked_logits import Level, Likeliest
 from jdllm.pallas.split_attention import PageTable
 from jdllm.pallas.split_attention.types import request_of
 
@@ -30,7 +31,7 @@ class Sequences(NamedTuple):
     - `tokens`: that token.
     - `lengths`: how many tokens are known; 0 for padding.
     - `stop_ids`: ids after which nothing is committed; -1 stands for none.
-    - `segments`: what each asks of the sampler. Unfiltered ones come first.
+    - `segments`: what each asks of the sampler. Plain ones come first: no filter, not listed.
     - `plain`: how many these are.
     """
 
@@ -75,9 +76,9 @@ def prefill(
     """Evaluate parts of prompts, store them, and choose the token after each that is whole.
 
     Arguments:
-    - `batch`: the parts; the head rows are the last ones of prompts that end, unfiltered ones first.
+    - `batch`: the parts; the head rows are the last ones of prompts that end, plain ones first.
     - `storage`, `keys`, `pool`: as of `Parts` and `forward_parts`.
-    - `plain`: how many head rows are unfiltered.
+    - `plain`: how many head rows have no filter and are not listed.
     - `penalty`: of the ids that the prompts hold; `None` where no segment has one.
     - `config`, `level`: as of `jdllm.decoding.step.denoise`; static.
 
@@ -93,7 +94,7 @@ def prefill(
     step = jnp.asarray(batch.segments.step)
     count = live.sum(), jnp.asarray(plain)
     choice = chosen(params, config, hidden, head, positions, batch.segments, step, count, penalty, level)
-    trace = Trace(jnp.int32(1), *(x[None] for x in committing(choice, live)))
+    trace = Trace(jnp.int32(1), *(x[None] for x in committing(choice, live)), choice.likeliest)
     return trace, written
 
 
@@ -125,7 +126,8 @@ def decode(
     head, left = HeadRows(row, row, row), jnp.asarray(segments.steps_left)
     capacity = segments.quota.shape[1]
     empty = jnp.zeros((capacity, size), jnp.int32)
-    trace = Trace(jnp.int32(0), empty, empty.astype(bool), empty.astype(jnp.float32))
+    likeliest = None if level < Level.FILTERED else Likeliest.nothing(capacity, size)
+    trace = Trace(jnp.int32(0), empty, empty.astype(bool), empty.astype(jnp.float32), likeliest)
     chained = decodes_in_chain(params, config, size)
     operands = chain_operands(params, config) if chained else None
     count = (lengths > 0).sum(), jnp.asarray(sequences.plain)
@@ -161,6 +163,7 @@ def decode(
             trace.tokens.at[step].set(token),
             trace.committed.at[step].set(committed),
             trace.logprobs.at[step].set(logprob),
+            jax.tree.map(lambda all, new: all.at[step].set(new), trace.likeliest, choice.likeliest),
         )
         ended = ended | (token[:, None] == stop_ids).any(axis=1)
         penalty = None if penalty is None else penalty.with_tokens(token, committed)
@@ -191,7 +194,7 @@ def chosen(
     """The tokens at `positions`, each from its row of `hidden`.
 
     Arguments:
-    - `count`: how many there are, and how many of them, the first, are unfiltered.
+    - `count`: how many there are, and how many of them, the first, are plain.
     """
     if penalty is not None:
         h, owner = final_norm(params, config, hidden), head.segment

@@ -1,4 +1,4 @@
-"""A trace as one array: to the host in one transfer instead of four."""
+"""A trace as few arrays: to the host in one transfer instead of four, or in two where ids are listed."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -7,35 +7,68 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float32, Int
+from jaxtyping import Array, Bool, Float32, Int, Shaped
 
+from jdllm.arrays import Tensor
 from jdllm.decoding.batch import Trace
 
-EncodedTrace = Int[Array, "capacity+1 2*head"]
-"""A line that begins with how many steps ran, then a line for each step: for every head row twice the token,
-plus one where it was committed; then the bits of the log-probabilities."""
+LISTED = np.dtype([("id", np.int32), ("logprob", np.float32)])
+"""One of the likeliest ids of a position, and its log-probability; -inf where there are no more."""
+
+
+class EncodedTrace(NamedTuple):
+    """A trace on its way to the host.
+
+    - `lines`: one that begins with how many steps ran, then one for each step: for every head row twice the
+      token, plus one where it was committed; then the bits of the log-probabilities.
+    - `likeliest`: `Trace.likeliest`, each id followed by the bits of its log-probability; `None` where there
+      are none or nobody asks.
+    """
+
+    lines: Int[Tensor, "capacity+1 2*head"]
+    likeliest: Int[Tensor, "*steps head listed 2"] | None
 
 
 class Steps(NamedTuple):
-    """The steps that ran: `tokens`, `committed` and `logprobs` as of `Trace`."""
+    """The steps that ran: `tokens`, `committed` and `logprobs` as of `Trace`.
+
+    - `likeliest`: `LISTED`, the likeliest ids of each row where it was committed, and unspecified elsewhere;
+      of width 0 where nobody asked.
+    """
 
     tokens: Int[np.ndarray, "steps head"]
     committed: Bool[np.ndarray, "steps head"]
     logprobs: Float32[np.ndarray, "steps head"]
+    likeliest: Shaped[np.ndarray, "steps head listed"]
 
 
 def encode(trace: Trace) -> EncodedTrace:
     choices = 2 * trace.tokens + trace.committed
-    lines = jnp.concatenate([choices, lax.bitcast_convert_type(trace.logprobs, jnp.int32)], axis=1)
-    return jnp.concatenate([jnp.full((1, lines.shape[1]), trace.steps), lines])
+    lines = jnp.concatenate([choices, _bits(trace.logprobs)], axis=1)
+    lines = jnp.concatenate([jnp.full((1, lines.shape[1]), trace.steps), lines])
+    if trace.likeliest is None:
+        return EncodedTrace(lines, None)
+    ids, values = trace.likeliest
+    return EncodedTrace(lines, jnp.stack([ids, _bits(values)], axis=-1))
 
 
-def decode(encoded: Int[np.ndarray, "capacity+1 2*head"]) -> Steps:
-    """The steps that ran, as the device counted them."""
-    head = encoded.shape[1] // 2
-    lines = encoded[1 : 1 + encoded[0, 0]]
+def _bits(values: Array) -> Array:
+    return lax.bitcast_convert_type(values, jnp.int32)
+
+
+def decode(encoded: EncodedTrace) -> Steps:
+    """The steps that ran, as the device counted them; of NumPy arrays."""
+    every, found = (None if x is None else np.asarray(x) for x in encoded)
+    assert every is not None
+    head, count = every.shape[1] // 2, every[0, 0]
+    lines = every[1 : 1 + count]
     choices, logprobs = lines[:, :head], lines[:, head:]
-    return Steps(choices >> 1, (choices & 1) != 0, logprobs.view(np.float32))
+    likeliest = np.zeros((len(lines), head, 0), LISTED)
+    if found is not None:
+        listed = np.ascontiguousarray(found).view(LISTED)[..., 0]
+        of_steps = listed[:count] if listed.ndim == 3 else listed
+        likeliest = np.broadcast_to(of_steps, (len(lines), head, listed.shape[-1]))
+    return Steps(choices >> 1, (choices & 1) != 0, logprobs.view(np.float32), likeliest)
 
 
 def encoding(function: Callable[..., Any]) -> Callable[..., Any]:

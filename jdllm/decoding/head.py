@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jdllm.arrays import Tensor
 from jdllm.decoding.batch import HeadRows, SegmentParams
@@ -16,7 +16,14 @@ from jdllm.models.block import Hidden
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params, head_weights
 from jdllm.noise import Purpose, position_bits, step_keys, uniform
-from jdllm.pallas.masked_logits import Level, RowDecision, RowSampling, masked_logits, rows_at_once
+from jdllm.pallas.masked_logits import (
+    Level,
+    Likeliest,
+    RowDecision,
+    RowSampling,
+    masked_logits,
+    rows_at_once,
+)
 
 _LAST = -1e30
 
@@ -30,11 +37,13 @@ class Sources(NamedTuple):
 
 class Choice(NamedTuple):
     """The token of each head row, how sure the sampler is of it (higher commits first), and its
-    log-probability in the distribution that probabilities are measured on."""
+    log-probability in the distribution that probabilities are measured on; the likeliest ids of that
+    distribution, as of `RowDecision`, with log-probabilities."""
 
     token: Int[Array, " head"]
     confidence: Float[Array, " head"]
     logprob: Float[Array, " head"]
+    likeliest: Likeliest | None
 
 
 def gather_guided(
@@ -99,10 +108,11 @@ def choose(
     - `head`, `positions`: the rows to evaluate and their absolute positions.
     - `segments`, `step`: parameters of the segments and the denoising step that each is in.
     - `count`: rows to evaluate; of several chunks those beyond it are skipped on the device.
-    - `plain`: how many of them, the first, have no filter.
+    - `plain`: how many of them, the first, have no filter and are not listed.
     - `chunks`: into how many chunks the head rows are cut where logits exist, which they do for one chunk at
       a time; static.
-    - `level`: what the segments' measures and filters need; static. Rows without a filter never meet one.
+    - `level`: what the segments' measures, filters and lists need; static. Plain rows never meet the last
+      two.
     """
     total = head.row.shape[0]
     everything = head, positions, sources
@@ -124,7 +134,7 @@ def choose(
             own = start + jnp.arange(size) >= begin
 
             def put(whole: Array, new: Array) -> Array:
-                new = jnp.where(own, new, lax.dynamic_slice_in_dim(whole, start, size))
+                new = where_rows(own, new, lax.dynamic_slice_in_dim(whole, start, size))
                 return lax.dynamic_update_slice_in_dim(whole, new, start, 0)
 
             return jax.tree.map(put, out, chosen)
@@ -135,9 +145,16 @@ def choose(
     if rows_at_once(total, chunks, head_weights(params), unfiltered) == total:
         out = evaluate(everything, plain, unfiltered)
     else:
-        empty = Choice(jnp.zeros(total, jnp.int32), jnp.zeros(total), jnp.zeros(total))
+        empty = Choice(jnp.zeros(total, jnp.int32), jnp.zeros(total), jnp.zeros(total), None)
         out = in_chunks(0, plain, unfiltered, empty)
-    return out if level < Level.FILTERED else in_chunks(plain, count, level, out)
+    if level < Level.FILTERED:
+        return out
+    return in_chunks(plain, count, level, out._replace(likeliest=Likeliest.nothing(total)))
+
+
+def where_rows(rows: Bool[Array, " rows"], x: Array, y: Array | int) -> Array:
+    """`x` in some of its rows, `y` in the others."""
+    return jnp.where(jnp.expand_dims(rows, range(1, x.ndim)), x, y)
 
 
 def decide(
@@ -188,7 +205,12 @@ def choice_by(
     draw = uniform(position_bits(order, positions))
     # Ids that are kept out of the confidence may be above all others: at most certain.
     logprob = jnp.minimum(decision.logit - decision.maximum - jnp.log(decision.total), 0)
-    return Choice(decision.token, _confidence(decision, part, draw, dtype), logprob)
+    likeliest = decision.likeliest
+    if likeliest is not None:
+        maximum, total = decision.maximum[:, None], decision.total[:, None]
+        values = jnp.minimum(likeliest.values - maximum - jnp.log(total), 0)
+        likeliest = likeliest._replace(values=values)
+    return Choice(decision.token, _confidence(decision, part, draw, dtype), logprob, likeliest)
 
 
 def _row_sampling(part: SegmentParams, keys: tuple[Array, Array], positions: Array) -> RowSampling:
@@ -204,6 +226,7 @@ def _row_sampling(part: SegmentParams, keys: tuple[Array, Array], positions: Arr
         limit=part.limit,
         token_bans=part.token_bans,
         confidence_bans=jnp.where(part.stop_last[:, None], -1, part.confidence_bans),
+        listed=part.listed,
     )
 
 

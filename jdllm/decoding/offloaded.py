@@ -45,7 +45,7 @@ def denoise_offloaded(
     Returns the trace of at most one step. Exact: tokens and commitments are those of `denoise`.
     """
     if not jax.device_get(executables.call(_may, batch, mask_id=mask_id)):
-        return empty_trace(batch)
+        return empty_trace(batch, level)
     hidden = weights.run(batch.tokens, batch.rows, chunks=chunks, call=executables.call)
     head = {name: weights.top[name] for name in ("final_norm", "head" if "head" in weights.top else "embed")}
     return executables.call(
@@ -81,4 +81,4 @@ def _commit(
     tokens = jnp.asarray(batch.tokens)
     asked = asked_rows(config, tokens, batch, mask_id, level)
     choice = evaluate(head, config, hidden, asked.sources, asked, batch, 0, chunks=chunks, level=level)
-    return transfer(tokens, empty_trace(batch), batch, asked, choice, selection_bits, level)[1]
+    return transfer(tokens, empty_trace(batch, level), batch, asked, choice, selection_bits, level)[1]

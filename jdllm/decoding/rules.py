@@ -54,9 +54,14 @@ def measure_of(sampling: SamplingParams) -> Measure:
 
 def head_level(sampling: SamplingParams) -> Level:
     """How much of each row's distribution a request needs."""
-    if sampling.filtered:
+    if evaluated_apart(sampling):
         return Level.FILTERED
     return Level.MOMENTS if measure_of(sampling) in (Measure.MARGIN, Measure.ENTROPY) else Level.TOP
+
+
+def evaluated_apart(sampling: SamplingParams) -> bool:
+    """Whether the logits of a request's rows have to exist: it filters them, or lists the likeliest."""
+    return sampling.filtered or sampling.listed > 0
 
 
 def step_table(sampling: SamplingParams, masks: int, steps: int, most: int) -> StepTable:
@@ -96,6 +101,7 @@ def segment_row(sampling: SamplingParams, config: ModelConfig) -> dict[str, np.n
         "limit": _limit(sampling, config),
         "token_bans": token_bans,
         "confidence_bans": confidence_bans,
+        "listed": np.bool_(sampling.listed > 0),
         "measure": np.int32(measure_of(sampling)),
         "coarse_confidence": np.bool_(sampling.confidence_dtype == "model"),
         "stop_last": np.bool_(sampling.confidence_eos_eot_inf == "fixed"),
@@ -119,6 +125,7 @@ def adaptive_row(sampling: SamplingParams, config: ModelConfig) -> dict[str, np.
         "temperature": np.float32(sampling.temperature),
         "limit": _limit(sampling, config),
         "token_bans": bans(sampling, config)[0],
+        "listed": np.bool_(sampling.listed > 0),
         "mixture_weight": np.float32(sampling.effective("mixture_weight")),
     }
 

@@ -21,6 +21,7 @@ from pydantic_core import ArgsKwargs, PydanticCustomError
 from jdllm.declarations import explain, plain
 from jdllm.decoding.prefilling import PrefillingLike
 from jdllm.errors import RequestError
+from jdllm.pallas.masked_logits import LISTED
 
 Remasking = Literal["low_confidence", "random"]
 Transfer = Literal["schedule", "threshold", "factor", "entropy_bound", "margin", "adaptive"]
@@ -49,9 +50,9 @@ def _tuple(value: object) -> object:
     return () if value is None else (value,)
 
 
-def _switch(value: object) -> object:
-    """vLLM's counts as a switch: 0 and 1 mean the token itself."""
-    return True if type(value) is int and value in (0, 1) else value or False
+def _count(value: object) -> object:
+    """A switch as vLLM's counts: off is `None`, and on the token itself without others."""
+    return value if not isinstance(value, bool) else 0 if value else None
 
 
 def none_at(*values: int) -> BeforeValidator:
@@ -152,8 +153,9 @@ class SamplingParams:
 
     Answers
     - `n` (1): samples of each prompt. Sample i has the key (`seed`, i), sample 0 thus the plain seed.
-    - `logprobs` (False): report the log-probability of each token at the step that committed it, and that
-      step. 0 and 1 are True, as in vLLM: the token itself, without others.
+    - `logprobs` (`None`): report the log-probability of each token at the step that committed it, that step,
+      and so many of the likeliest ids of its distribution, up to 20, as in vLLM. True is 0: the token itself
+      without others; False is `None`: nothing.
 
     Tokens
     - `temperature` (0.0): 0 takes the argmax, otherwise tokens are drawn from softmax(logits / temperature)
@@ -269,7 +271,7 @@ class SamplingParams:
     stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_tuple)] = ()
     stop_token_ids: Annotated[tuple[_TokenId, ...], BeforeValidator(_tuple)] = ()
     early_stop: bool = True
-    logprobs: Annotated[bool, BeforeValidator(_switch)] = False
+    logprobs: Annotated[int | None, Field(ge=0, le=LISTED), BeforeValidator(_count)] = None
     temperature: _Scale = 0.0
     top_p: _Share | None = None
     top_k: Annotated[Annotated[int, Field(ge=1, lt=2**31)] | None, none_at(-1, 0)] = None
@@ -385,6 +387,11 @@ class SamplingParams:
     def filtered(self) -> bool:
         """Whether tokens are drawn from less than the whole distribution."""
         return bool(self.filters)
+
+    @property
+    def listed(self) -> int:
+        """How many of the likeliest ids are reported for each token."""
+        return self.logprobs or 0
 
     @property
     def bans_undefined(self) -> bool:

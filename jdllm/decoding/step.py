@@ -10,25 +10,25 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jdllm.chunks import ChunkConfig
 from jdllm.decoding.batch import Batch, HeadRows, SegmentParams, Trace
-from jdllm.decoding.head import Choice, Sources, choose, source_rows
+from jdllm.decoding.head import Choice, Sources, choose, source_rows, where_rows
 from jdllm.decoding.transfer import Candidates, RuleParams, select
 from jdllm.execution.transformer import Wanted, forward, forward_wanted
 from jdllm.models.block import Hidden
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.noise import Purpose, gumbel, position_bits, step_keys, uniform
-from jdllm.pallas.masked_logits import Level
+from jdllm.pallas.masked_logits import Level, Likeliest
 
 SelectionBits = Callable[[Array, Array, Array, Array], Array]
 """(seed [segments, 2], step [segments], segment [rows], position [rows]) -> uint32 [rows]."""
 
 
 class Asked(NamedTuple):
-    """What a step asks the head for, the masked head rows first, and of these the unfiltered ones.
+    """What a step asks the head for, the masked head rows first, and of these the plain ones.
 
     - `masked`: which head rows are masked, in their given order.
     - `place`: where each of those is among the following.
-    - `plain`: how many of them have no filter.
+    - `plain`: how many of them have no filter and are not listed.
     - `rows`, `positions`, `sources`: head rows, their positions, and the packed rows that predict them.
     """
 
@@ -129,7 +129,7 @@ def run_steps(
         )
         return transfer(tokens, trace, batch, asked, choice, selection_bits, level)
 
-    return lax.while_loop(unfinished, step, (jnp.asarray(batch.tokens), empty_trace(batch)))[1]
+    return lax.while_loop(unfinished, step, (jnp.asarray(batch.tokens), empty_trace(batch, level)))[1]
 
 
 def asked_rows(
@@ -141,7 +141,7 @@ def asked_rows(
     plain = masked
     if level >= Level.FILTERED:
         segment = jnp.minimum(batch.head.segment, batch.segments.step.shape[0] - 1)
-        plain = masked & ~filtered(batch.segments, config)[segment]
+        plain = masked & ~apart(batch.segments, config)[segment]
         order = jnp.argsort(jnp.where(plain, 0, jnp.where(masked, 1, 2)), stable=True)
         place = jnp.argsort(order)
     rows = jax.tree.map(lambda x: jnp.asarray(x)[order], batch.head)
@@ -149,10 +149,10 @@ def asked_rows(
     return Asked(masked, place, plain.sum(), rows, positions, source_rows(config, rows, positions))
 
 
-def filtered(segments: SegmentParams, config: ModelConfig) -> Bool[Array, " segments"]:
-    """Which segments draw from a filtered distribution."""
+def apart(segments: SegmentParams, config: ModelConfig) -> Bool[Array, " segments"]:
+    """Which segments draw from a filtered distribution, or have their likeliest ids listed."""
     top_k, top_p, min_p = (jnp.asarray(x) for x in (segments.top_k, segments.top_p, segments.min_p))
-    return (top_k < config.vocab_size) | (top_p <= 1) | (min_p > 0)
+    return (top_k < config.vocab_size) | (top_p <= 1) | (min_p > 0) | segments.listed
 
 
 def wanted_of(asked: Asked) -> tuple[Wanted, Sources]:
@@ -218,10 +218,13 @@ def may_step(masked: Bool[Array, " head"], batch: Batch, steps: Int[Array, ""] |
     return jnp.all((left & (steps < segments.steps_left)) | ~(segments.steps_left > 0))
 
 
-def empty_trace(batch: Batch) -> Trace:
+def empty_trace(batch: Batch, level: Level) -> Trace:
     """The trace before the first step."""
     shape = (batch.segments.quota.shape[1], batch.head.row.shape[0])
-    return Trace(jnp.int32(0), jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool), jnp.zeros(shape))
+    likeliest = None if level < Level.FILTERED else Likeliest.nothing(shape[1])
+    return Trace(
+        jnp.int32(0), jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool), jnp.zeros(shape), likeliest
+    )
 
 
 def transfer(
@@ -244,7 +247,7 @@ def transfer(
     head, segments, index = batch.head, batch.segments, trace.steps
     masked = asked.masked
     # A kernel leaves undefined what nobody asked for.
-    choice = jax.tree.map(lambda x: jnp.where(masked, x[asked.place], 0), choice)
+    choice = jax.tree.map(lambda x: where_rows(masked, x[asked.place], 0), choice)
     positions = jnp.asarray(batch.rows.positions)[head.row]
     now = jnp.asarray(segments.step) + index
     bits = selection_bits(jnp.asarray(segments.seed), now, jnp.asarray(head.segment), positions)
@@ -258,6 +261,7 @@ def transfer(
         trace.tokens.at[index].set(choice.token),
         trace.committed.at[index].set(commit),
         trace.logprobs.at[index].set(choice.logprob),
+        jax.tree.map(lambda old, new: where_rows(commit, new, old), trace.likeliest, choice.likeliest),
     )
 
 

@@ -25,7 +25,7 @@ from jdllm.execution.offload.tiers import HostTiers
 from jdllm.models.block import Hidden
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params, head_weights
-from jdllm.pallas.masked_logits import Level, rows_at_once
+from jdllm.pallas.masked_logits import LISTED, Level, Likeliest, rows_at_once
 
 _KEPT_CHUNKS = IN_FLIGHT - 1
 """Hidden chunks that stay on the device: those of the guided and of the unguided rows last used."""
@@ -57,7 +57,7 @@ def denoise_tiered(
     """
     asked, may = jax.device_get(executables.call(_asked, batch, config=config, mask_id=mask_id))
     if not may:
-        return empty_trace(batch)
+        return empty_trace(batch, level)
     hidden = forward_tiered(params, config, batch.tokens, batch.rows, tiers=tiers, call=executables.call)
     choice = _choose(
         params,
@@ -115,7 +115,10 @@ def _choose(
             jax.block_until_ready(rows)  # a chunk is not fetched before the one in front was read
         return rows
 
-    whole = np.zeros(total, np.int32), np.zeros(total, np.float32), np.zeros(total, np.float32)
+    likeliest = None
+    if level >= Level.FILTERED:
+        likeliest = Likeliest(np.zeros((total, LISTED), np.int32), np.zeros((total, LISTED), np.float32))
+    whole = Choice(np.zeros(total, np.int32), *np.zeros((2, total), np.float32), likeliest)
     for start in range(0, count, size):
         start = min(start, total - size)
         window = slice(start, start + size)
@@ -133,9 +136,9 @@ def _choose(
             config=config,
             level=level,
         )
-        for column, values in zip(whole, jax.device_get(part), strict=True):
+        for column, values in zip(*map(jax.tree.leaves, (whole, jax.device_get(part))), strict=True):
             column[window] = values
-    return Choice(*map(jnp.asarray, whole))
+    return jax.tree.map(jnp.asarray, whole)
 
 
 def _asked(batch: Batch, *, config: ModelConfig, mask_id: int) -> tuple[Asked, Bool[Array, ""]]:
@@ -176,4 +179,4 @@ def _transfer(
     level: Level,
 ) -> Trace:
     tokens = jnp.asarray(batch.tokens)
-    return transfer(tokens, empty_trace(batch), batch, asked, choice, selection_bits, level)[1]
+    return transfer(tokens, empty_trace(batch, level), batch, asked, choice, selection_bits, level)[1]

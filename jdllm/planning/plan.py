@@ -24,7 +24,7 @@ from jdllm.planning.budget import Budget, MemoryBudgetError
 from jdllm.planning.graph import GraphTemplate
 from jdllm.planning.planner import ActivationPlan
 from jdllm.planning.search import largest, search
-from jdllm.planning.templates import StepKind, step_template
+from jdllm.planning.templates import StepKind, listed_bytes, step_template
 from jdllm.planning.tier_template import tier_template
 
 _MOST_CHUNKS = 512
@@ -150,10 +150,9 @@ class Bucket(NamedTuple):
     rows: int
     head_rows: int
 
-    @property
-    def batch_bytes(self) -> int:
+    def batch_bytes(self, level: Level) -> int:
         """Bytes of the batch and of the trace that comes back."""
-        trace = 5 * steps_per_dispatch(self.head_rows) * self.head_rows
+        trace = (5 * steps_per_dispatch(self.head_rows) + listed_bytes(level)) * self.head_rows
         return 16 * self.rows + 12 * self.head_rows + trace + (64 << 10)
 
 
@@ -321,14 +320,15 @@ def _planned(
         counts = {"logits": counts["logits"]}
     weights = param_bytes(config, dtype)
     pool = workload.kv_pool_bytes(bucket.context)
-    left = budget.device - budget.overhead - weights - pool - bucket.batch_bytes
+    batch = bucket.batch_bytes(workload.level)
+    left = budget.device - budget.overhead - weights - pool - batch
     activation = search(template, {"T": bucket.rows, "M": bucket.head_rows}, counts, left)
     return MemoryPlan(
         *bucket,
         budget=budget,
         weights_bytes=weights,
         kv_pool_bytes=pool,
-        batch_bytes=bucket.batch_bytes,
+        batch_bytes=batch,
         activation=activation,
         chunks=ChunkConfig(**activation.counts),
         tiers=tiers,

@@ -18,7 +18,7 @@ from jdllm.pallas.attention.limits import forms as attention_forms
 from jdllm.pallas.device import Target
 from jdllm.pallas.dispatch import default_form
 from jdllm.pallas.grouped_matmul.limits import forms as grouped_forms
-from jdllm.pallas.masked_logits import Level
+from jdllm.pallas.masked_logits import LISTED, Level
 from jdllm.pallas.masked_logits.limits import (
     FUSED_UNIT,
     PARTIAL_BYTES,
@@ -214,7 +214,7 @@ def add_head(graph: GraphTemplate, config: ModelConfig, kind: StepKind, hidden: 
     output = jax.ShapeDtypeStruct((config.vocab_size, config.hidden_size), _dtype(kind))
     fused = fused_rows(kind.device, output, kind.level)
     part = ceil_div(dim("M"), dim("logits")) if fused is None else minimum(dim("M"), fused)
-    graph.add_op("order masked rows", outputs={"masked rows": dim("M") * 48})
+    graph.add_op("order masked rows", outputs={"masked rows": dim("M") * (48 + listed_bytes(kind.level))})
     graph.add_op(
         "gather head rows",
         [hidden, "masked rows"],
@@ -229,6 +229,11 @@ def add_head(graph: GraphTemplate, config: ModelConfig, kind: StepKind, hidden: 
             kept = ceil_div(part, FUSED_UNIT) * (FUSED_UNIT * partial_bytes(config.vocab_size, kind.level))
         graph.add_op("choose", ["head rows"], {"decisions": part * 32}, kept)
     graph.add_barrier("commit", [hidden, "masked rows", "decisions"])
+
+
+def listed_bytes(level: Level) -> int:
+    """Bytes of the likeliest ids of a head row, with their log-probabilities."""
+    return 8 * LISTED if level >= Level.FILTERED else 0
 
 
 def _add_logits(graph: GraphTemplate, config: ModelConfig, kind: StepKind, part: Size) -> None:

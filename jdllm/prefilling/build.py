@@ -207,5 +207,5 @@ def build(
     parts = Parts(tokens, batch.rows, None, table, storage, wanted)
     hidden, written = forward_parts(params, config, parts, pool)
     choice = evaluate(params, config, hidden, sources, asked, batch, 0, chunks=logits_chunks, level=level)
-    trace = transfer(tokens, empty_trace(batch), batch, asked, choice, keyed_bits, level)[1]
+    trace = transfer(tokens, empty_trace(batch, level), batch, asked, choice, keyed_bits, level)[1]
     return trace, pool if written is None else written

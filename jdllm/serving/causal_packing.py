@@ -11,6 +11,7 @@ from jdllm.decoding.batch import Batch, SegmentParams
 from jdllm.decoding.causal import Reads, Sequences
 from jdllm.decoding.encoded_trace import Steps
 from jdllm.decoding.penalty import Counted, Penalty
+from jdllm.decoding.rules import evaluated_apart
 from jdllm.execution.paged.parts import Storage
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.execution.paged.stored_keys import StoredKeys
@@ -105,7 +106,7 @@ def pack_prompts(
         pages = pool.pages_of(request.id)[part.start // PAGE_ROWS : pages_of(part.stop)]
         filled.append(Filled(pages, np.arange(rows.start, rows.stop)[None, None], positions[rows]))
     whole = [i for i, part in enumerate(parts) if part.stop == requests[i].known]
-    order = np.array(sorted(whole, key=lambda i: requests[i].sampling.filtered), np.int64)
+    order = np.array(sorted(whole, key=lambda i: evaluated_apart(requests[i].sampling)), np.int64)
     row = starts[1:][order] - 1
     batch = Batch(
         tokens,
@@ -136,7 +137,9 @@ def pack_sequences(
     Arguments:
     - `entries`: of the page table.
     """
-    order = np.array(sorted(range(len(requests)), key=lambda i: requests[i].sampling.filtered), np.int64)
+    order = np.array(
+        sorted(range(len(requests)), key=lambda i: evaluated_apart(requests[i].sampling)), np.int64
+    )
     ordered, size = [requests[i] for i in order], entry.segments
     read = [pages_read(request, config, entry.steps) for request in ordered]
     held = [pool.pages_of(request.id) for request in ordered]
@@ -183,8 +186,8 @@ def by_request(found: Steps, order: np.ndarray, requests: int) -> Steps:
     """The columns of a trace in the order of the requests; nothing is committed for those without one."""
     place = np.full(requests, -1)
     place[order] = np.arange(len(order))
-    columns = [x[:, place] for x in found]
-    return Steps(columns[0], columns[1] & (place >= 0), columns[2])
+    columns = Steps(*(x[:, place] for x in found))
+    return columns._replace(committed=columns.committed & (place >= 0))
 
 
 def spread(found: Steps, counts: Sequence[int]) -> Steps:
@@ -196,12 +199,13 @@ def spread(found: Steps, counts: Sequence[int]) -> Steps:
     owner = np.repeat(np.arange(len(counts)), counts)
     turn = np.concatenate([np.arange(count) for count in counts])
     own = np.arange(len(found.tokens))[:, None] == turn
-    tokens, committed, logprobs = (x[:, owner] for x in found)
-    return Steps(np.where(own, tokens, 0), committed & own, np.where(own, logprobs, np.float32(0)))
+    tokens, committed, logprobs, likeliest = (x[:, owner] for x in found)
+    logprobs = np.where(own, logprobs, np.float32(0))
+    return Steps(np.where(own, tokens, 0), committed & own, logprobs, likeliest)
 
 
 def _plain(requests: Sequence[CausalRequest]) -> np.ndarray:
-    return np.array(sum(not request.sampling.filtered for request in requests), np.int32)
+    return np.array(sum(not evaluated_apart(request.sampling) for request in requests), np.int32)
 
 
 class Penalties(enum.IntEnum):

@@ -12,7 +12,7 @@ from jdllm.decoding.rules import segment_row
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.schedule import StepTable
 from jdllm.models.config import ModelConfig
-from jdllm.serving.request import Request
+from jdllm.serving.request import Request, of_committed
 from jdllm.serving.spec import Block, RequestSpec, check_stops, checked_ids
 
 UNKNOWN = -1
@@ -113,16 +113,17 @@ class CausalRequest(Request):
     def advance_many(self, positions: np.ndarray, steps: Steps) -> None:
         """Take in several tokens, up to the one that ends the text."""
         if self.sampling.stop or self.sampling.return_history:
-            for tokens, committed, logprobs in zip(*steps, strict=True):
-                if not self.finished and committed.any():
-                    self.advance(positions[committed], tokens[committed], logprobs[committed])
+            for step in map(Steps, *steps):
+                if not self.finished and step.committed.any():
+                    self.advance(*of_committed(positions, step))
             return
         step, row = np.nonzero(steps.committed)
         tokens, logprobs = steps.tokens[step, row], steps.logprobs[step, row]
         ends = np.flatnonzero(np.isin(tokens, self.device_stop_ids))
         count = int(ends[0]) + 1 if len(ends) else len(tokens)
         if count:
-            self._commit(count, np.arange(count), positions[row[:count]], tokens[:count], logprobs[:count])
+            positions, likeliest = positions[row[:count]], steps.likeliest[step, row][:count]
+            self._commit(count, np.arange(count), positions, tokens[:count], logprobs[:count], likeliest)
 
     def shown(self, positions: np.ndarray, step: Steps) -> np.ndarray:
         """The token that a step generated."""
@@ -138,11 +139,12 @@ class CausalRequest(Request):
         positions: np.ndarray,
         tokens: np.ndarray,
         logprobs: np.ndarray,
+        likeliest: np.ndarray | None,
     ) -> None:
         # Beside the new token, which is evaluated with the next one, all that is known was evaluated.
         self.known += len(positions)
         self.computed = self.known - 1
-        super()._commit(count, step, positions, tokens, logprobs)
+        super()._commit(count, step, positions, tokens, logprobs, likeliest)
 
     def _block_is_over(self) -> bool:
         return self.known == len(self.tokens) or self._text_is_over()

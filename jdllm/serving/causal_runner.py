@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jdllm.decoding.causal import decode, decodes_in_chain, prefill
-from jdllm.decoding.encoded_trace import Steps, encoding
+from jdllm.decoding.encoded_trace import EncodedTrace, Steps, encoding
 from jdllm.decoding.encoded_trace import decode as decoded
 from jdllm.decoding.executables import Executable, Executables, Program
+from jdllm.decoding.rules import evaluated_apart
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
@@ -139,7 +140,7 @@ class CausalRunner:
     def decode(self, requests: list[Request], max_steps: int) -> Launch:
         """Up to `max_steps` tokens of each request. As of `Launcher`."""
         asked = _causal(requests)
-        kind = any(request.sampling.filtered for request in asked), penalties_of(asked)
+        kind = any(evaluated_apart(request.sampling) for request in asked), penalties_of(asked)
         sizes, level = self._decode_sizes[kind], _LEVELS[any(kind)]
 
         def packed(entry: Entry) -> tuple[np.ndarray, Program]:
@@ -181,7 +182,7 @@ class CausalRunner:
     ) -> Launch:
         """A part of which each request gets up to so many tokens."""
 
-        def take(found: np.ndarray) -> Steps:
+        def take(found: EncodedTrace) -> Steps:
             return spread(by_request(decoded(found), chosen.order, len(asked)), counts)
 
         positions = [np.arange(r.known, r.known + count) for r, count in zip(asked, counts, strict=True)]

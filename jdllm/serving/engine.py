@@ -22,7 +22,7 @@ from jdllm.serving.launch import Compiled
 from jdllm.serving.layered_runner import LayeredRunner
 from jdllm.serving.long_request import LongRequest, LongSpec
 from jdllm.serving.preparation import Preparation
-from jdllm.serving.request import Request
+from jdllm.serving.request import Request, of_committed
 from jdllm.serving.runner import Pending, Runner
 from jdllm.serving.scheduler import Demand, Kind, Part, Scheduler
 from jdllm.serving.spec import RequestSpec
@@ -403,14 +403,15 @@ class Engine:
         if not len(positions):  # a part of a prompt is no step
             return
         shown = request.shown(positions, step)
-        update = StepUpdate(request.id, request.steps, positions[shown], *(x[shown] for x in step))
+        told = Steps(*(x[shown] for x in step))
+        listed = request.sampling.listed
+        likeliest = told.likeliest[:, :listed] if listed else None
+        update = StepUpdate(request.id, request.steps, positions[shown], *told[:3], likeliest)
         if not np.isfinite(update.logprobs).all():
             yield self._end(request, self._non_finite(request))
             return
-        took = step.committed
-        filled = positions[took]
-        request.advance(filled, step.tokens[took], step.logprobs[took])
-        self._counts["tokens"] += len(filled)
+        request.advance(*of_committed(positions, step))
+        self._counts["tokens"] += int(np.count_nonzero(step.committed))
         if update.step >= self._delivered[request.id]:
             self._delivered[request.id] += 1
             yield self._tell(update)

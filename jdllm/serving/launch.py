@@ -1,10 +1,9 @@
 """What a runner of one kind of part hands over: a packed part, ready to run."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from jaxtyping import Array
 
 from jdllm.decoding.encoded_trace import Steps
 from jdllm.decoding.executable import Program
@@ -15,18 +14,18 @@ from jdllm.serving.request import Request
 class Launch(NamedTuple):
     """A packed part.
 
-    - `run`: puts it on the device's queue and returns its trace, or what `take` takes; it may not be there
-      yet.
+    - `run`: puts it on the device's queue and returns its `EncodedTrace`, or what `take` takes; it may not be
+      there yet.
     - `candidates`: for each request the positions of its head rows, which follow one another in the trace.
     - `stored`: for each request what a refresh stores of it, `None` where nothing is.
     - `take`: of a stage of preparation, takes in what it found; returns its steps where it was one, or else
       how many evaluations of the model it did.
     """
 
-    run: Callable[[], Array]
+    run: Callable[[], Any]
     candidates: list[np.ndarray]
     stored: Sequence[Stored | None]
-    take: Callable[[np.ndarray], Steps | int] | None = None
+    take: Callable[[Any], Steps | int] | None = None
 
 
 class Compiled(Protocol):

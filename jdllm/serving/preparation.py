@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import Generator, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -63,7 +64,7 @@ class Preparation:
         candidates = np.zeros(0, np.int32) if stage.candidates is None else stage.candidates
         return Launch(stage.launch(), [candidates], [None], lambda found: self._take(request, stage, found))
 
-    def _take(self, request: LongRequest, stage: Stage, found: np.ndarray) -> Steps | int:
+    def _take(self, request: LongRequest, stage: Stage, found: Any) -> Steps | int:
         """Go on with what a stage found; returns its step, or how many evaluations it did."""
         if self._next.get(request.id) is not stage:
             return stage.evaluations(found)  # the request was left meanwhile

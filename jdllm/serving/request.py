@@ -9,7 +9,7 @@ import numpy as np
 
 from jdllm.arrays import padded
 from jdllm.decoding.cache_policies import Phase, View, phase
-from jdllm.decoding.encoded_trace import Steps
+from jdllm.decoding.encoded_trace import LISTED, Steps
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.schedule import StepTable
 from jdllm.decoding.transfer import Rule
@@ -53,6 +53,8 @@ class Request:
     - `initial_masks`: bool `[length]`, positions that were masked at the start; all others count as prompt.
     - `logprobs`: f32 `[length]`, the log-probability of each committed token, 0 for others; `committed_in`:
       int32 `[length]`, the denoising step that committed it, -1 for others.
+    - `likeliest`: `LISTED` `[length, listed]`, the likeliest ids at each committed position, as many as were
+      asked for.
     - `steps`: denoising steps done, each one forward evaluation.
     - `forwarded`: with a cache the positions that steps of `Phase.REUSE` evaluate, rising; `stored`: how many
       rows of each layer they find stored, or of each page.
@@ -66,6 +68,7 @@ class Request:
         self.forwarded = np.arange(len(self.tokens))
         self.stored: int | np.ndarray = 0
         self.logprobs = np.zeros(len(self.tokens), np.float32)
+        self.likeliest = np.zeros((len(self.tokens), self.sampling.listed), LISTED)
         self.committed_in = np.full(len(self.tokens), -1, np.int32)
         self.steps = 0
         self.block_step = 0
@@ -201,9 +204,19 @@ class Request:
         """The sequence with everything masked that was not masked at the start."""
         return np.where(self.initial_masks, self.tokens, self.mask_id)
 
-    def advance(self, positions: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        """Take in the tokens that one denoising step committed, and their log-probabilities."""
-        self._commit(1, 0, positions, tokens, logprobs)
+    def advance(
+        self,
+        positions: np.ndarray,
+        tokens: np.ndarray,
+        logprobs: np.ndarray,
+        likeliest: np.ndarray | None = None,
+    ) -> None:
+        """Take in the tokens that one denoising step committed, and their log-probabilities.
+
+        Arguments:
+        - `likeliest`: `LISTED` `[committed, listed]`, where the request asked for them.
+        """
+        self._commit(1, 0, positions, tokens, logprobs, likeliest)
 
     def advance_many(self, positions: np.ndarray, steps: Steps) -> None:
         """Take in several denoising steps of one block.
@@ -213,12 +226,12 @@ class Request:
         - `steps`: what the device did with them; the block is not over before the last one.
         """
         if self.sampling.return_history:
-            for tokens, committed, logprobs in zip(*steps, strict=True):
-                self.advance(positions[committed], tokens[committed], logprobs[committed])
+            for each in map(Steps, *steps):
+                self.advance(*of_committed(positions, each))
             return
         step, row = np.nonzero(steps.committed)
-        tokens, logprobs = steps.tokens[step, row], steps.logprobs[step, row]
-        self._commit(len(steps.tokens), step, positions[row], tokens, logprobs)
+        tokens, _, logprobs, likeliest = (x[step, row] for x in steps)
+        self._commit(len(steps.tokens), step, positions[row], tokens, logprobs, likeliest)
 
     def _commit(
         self,
@@ -227,10 +240,13 @@ class Request:
         positions: np.ndarray,
         tokens: np.ndarray,
         logprobs: np.ndarray,
+        likeliest: np.ndarray | None,
     ) -> None:
         """Take in `count` steps; `step` says in which of them each of `positions` was committed."""
         self.tokens[positions] = tokens
         self.logprobs[positions] = logprobs
+        if likeliest is not None:
+            self.likeliest[positions] = likeliest[:, : self.sampling.listed]
         self.committed_in[positions] = self.steps + step
         self.steps += count
         self.block_step += count
@@ -295,6 +311,16 @@ class Request:
 
     def _text_is_over(self) -> bool:
         return self.sampling.early_stop and self.end_of_text() is not None
+
+
+def of_committed(positions: np.ndarray, step: Steps) -> tuple[np.ndarray, ...]:
+    """What `Request.advance` takes in of one step.
+
+    Arguments:
+    - `positions`: int32 `[head]`, those of the head rows.
+    """
+    took = step.committed
+    return positions[took], step.tokens[took], step.logprobs[took], step.likeliest[took]
 
 
 def _first(found: np.ndarray) -> int | None:

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array
 
-from jdllm.decoding.encoded_trace import Steps, decode
+from jdllm.decoding.encoded_trace import EncodedTrace, Steps, decode
 from jdllm.serving.launch import Launch, Launcher
 from jdllm.serving.request import Request
 from jdllm.serving.scheduler import Kind
@@ -20,7 +19,7 @@ class Pending(NamedTuple):
     kind: Kind
     requests: list[Request]
     launch: Launch
-    trace: Future[Array]
+    trace: Future[Any]
 
 
 class Runner:
@@ -43,18 +42,21 @@ class Runner:
         Arguments and errors: as of `Launcher`.
         """
         launch = self._launchers[kind](requests, max_steps)
+        listed = any(request.sampling.listed for request in requests)
 
-        def run() -> Array:
-            trace = launch.run()
-            trace.copy_to_host_async()
-            return trace
+        def run() -> Any:
+            found = launch.run()
+            if isinstance(found, EncodedTrace) and not listed:
+                found = found._replace(likeliest=None)
+            jax.tree.map(lambda x: x.copy_to_host_async(), found)
+            return found
 
         return Pending(kind, requests, launch, self._queue.submit(run))
 
     def collect(self, pending: Pending) -> Steps | int:
         """Wait for a part: the steps that it did, or evaluations that were none. Raises what the device
         raised."""
-        found = np.asarray(pending.trace.result())
+        found = jax.tree.map(np.asarray, pending.trace.result())
         return decode(found) if pending.launch.take is None else pending.launch.take(found)
 
     def probe(self) -> None:

@@ -99,10 +99,10 @@ class Stage(abc.ABC):
 
     @abc.abstractmethod
     def launch(self) -> Callable[[], Any]:
-        """Pack it; returns what puts it on the device's queue and returns an array."""
+        """Pack it; returns what puts it on the device's queue and returns an array, or a trace."""
 
-    def evaluations(self, found: np.ndarray) -> int:
-        """How many evaluations of the model gave that array."""
+    def evaluations(self, found: Any) -> int:
+        """How many evaluations of the model gave that."""
         return 1
 
 
@@ -130,7 +130,7 @@ class Draft(Stage):
         executable = self._model.compile("a draft", size, draft, *arguments, mask_id=self._model.mask_id)
         return lambda: executable(self._model.params, *arguments)
 
-    def evaluations(self, found: np.ndarray) -> int:
+    def evaluations(self, found: Any) -> int:
         return int(found[-1])
 
 

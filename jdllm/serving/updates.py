@@ -19,6 +19,8 @@ class StepUpdate(NamedTuple):
     - `committed`: bool `[evaluated]`, which of them were committed for good.
     - `logprobs`: f32 `[evaluated]`, the log-probability of each provisional token in the distribution that
       its confidence is measured on.
+    - `likeliest`: `LISTED` `[evaluated, listed]`, the likeliest ids of that distribution for each of the
+      committed ones, and unspecified for others; `None` where the request lists none.
     """
 
     request: int
@@ -27,6 +29,7 @@ class StepUpdate(NamedTuple):
     provisional: np.ndarray
     committed: np.ndarray
     logprobs: np.ndarray
+    likeliest: np.ndarray | None = None
 
     __hash__ = None  # type: ignore[assignment]  # arrays inside
 

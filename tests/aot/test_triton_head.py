@@ -38,7 +38,7 @@ def operands(rows: int, dtype) -> tuple[Any, Any, RowSampling]:
     i, u, f, b = (jax.ShapeDtypeStruct((rows,), t) for t in (jnp.int32, jnp.uint32, jnp.float32, jnp.bool_))
     bans = jax.ShapeDtypeStruct((rows, 2), jnp.int32)
     hidden, head = (jax.ShapeDtypeStruct((n, DEPTH), dtype) for n in (rows, VOCAB))
-    return hidden, head, RowSampling._make(((u, u), i, f, b, i, f, f, b, i, bans, bans))
+    return hidden, head, RowSampling._make(((u, u), i, f, b, i, f, f, b, i, bans, bans, b))
 
 
 @pytest.mark.parametrize("capability", [8.0, 8.6, 8.9, 9.0, 10.0, 12.0])

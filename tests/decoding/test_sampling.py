@@ -43,7 +43,9 @@ from jdllm.models.config import ModelConfig
         ("official_forcing", 1),
         ("n", 0),
         ("n", 10**6),
-        ("logprobs", 5),
+        ("logprobs", 21),
+        ("logprobs", -1),
+        ("logprobs", 1.0),
         ("logprobs", "yes"),
         ("stop", ""),
         ("stop", b"x"),
@@ -217,9 +219,25 @@ def test_stops_are_one_or_several():
     assert SamplingParams(stop="x").stop == ("x",)  # pyright: ignore[reportArgumentType]
     assert SamplingParams(stop=["x", "y"]).stop == ("x", "y")  # pyright: ignore[reportArgumentType]
     assert SamplingParams(stop=None, stop_token_ids=7).stop == ()  # pyright: ignore[reportArgumentType]
-    for count in (0, 1):
-        assert SamplingParams(logprobs=count).logprobs is True  # pyright: ignore[reportArgumentType]
-    assert SamplingParams(logprobs=None).logprobs is False  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("given", "count", "listed"),
+    [
+        (None, None, 0),
+        (False, None, 0),
+        (True, 0, 0),
+        (0, 0, 0),
+        (1, 1, 1),
+        (20, 20, 20),
+        (np.int64(3), 3, 3),
+    ],
+)
+def test_logprobs_are_counted_as_in_vllm(given: Any, count: int | None, listed: int):
+    made = SamplingParams(logprobs=given)
+    assert (made.logprobs, made.listed) == (count, listed)
+    assert type(made.logprobs) is not bool
+    assert made.changed(seed=3).logprobs == count
 
 
 def test_a_schema_of_the_same_declaration_has_the_bounds():

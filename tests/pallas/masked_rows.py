@@ -39,6 +39,7 @@ def asked(rows: int, *, seed: int = 0, step: int = 0, vocab: int = VOCAB, **colu
         "min_p": np.float32(0),
         "top_k_first": False,
         "limit": np.int32(vocab),
+        "listed": False,
     }
     for name, value in plain.items():
         plain[name] = np.full(rows, columns.pop(name, value), np.asarray(value).dtype)

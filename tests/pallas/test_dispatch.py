@@ -101,7 +101,7 @@ def test_a_gap_in_the_lowering_of_a_kernel_is_no_reason_to_run_another(monkeypat
     rows, ids = jnp.zeros(2, jnp.int32), jnp.full((2, 2), -1)
     zeros, keys = jnp.zeros(2), (jnp.zeros(2, jnp.uint32), jnp.zeros(2, jnp.uint32))
     asked = RowSampling(
-        keys, rows, zeros, rows > 0, rows + 512, zeros + 2, zeros, rows < 0, rows + 512, ids, ids
+        keys, rows, zeros, rows > 0, rows + 512, zeros + 2, zeros, rows < 0, rows + 512, ids, ids, rows > 0
     )
     hidden, head = jnp.zeros((2, 512), jnp.bfloat16), jnp.zeros((512, 512), jnp.bfloat16)
     with pytest.raises(NotImplementedError, match="a gap in the lowering"):

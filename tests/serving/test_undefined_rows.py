@@ -2,12 +2,14 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jdllm.decoding import head
 from jdllm.decoding.executables import Executables
+from jdllm.decoding.head import where_rows
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
@@ -31,9 +33,12 @@ def poisoned(token: int, value: float) -> Any:
     def run(hidden: Any, weights: Any, rows: Any, level: Any, *, count: Any) -> RowDecision:
         decision = masked_logits(hidden, weights, rows, level, count=count)
         live = jnp.arange(len(decision.token)) < count
-        return RowDecision(
-            jnp.where(live, decision.token, token), *(jnp.where(live, x, value) for x in decision[1:])
-        )
+
+        def undefined(x: jax.Array) -> jax.Array:
+            floats = jnp.issubdtype(x.dtype, jnp.floating)
+            return where_rows(live, x, jnp.full_like(x, value if floats else token))
+
+        return jax.tree.map(undefined, decision)
 
     return run
 

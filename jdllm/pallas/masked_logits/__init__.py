@@ -1,6 +1,6 @@
 """The head for rows that are still masked: a decision per row instead of its logits."""
 
 from jdllm.pallas.masked_logits.api import masked_logits, rows_at_once
-from jdllm.pallas.masked_logits.types import Level, RowDecision, RowSampling
+from jdllm.pallas.masked_logits.types import LISTED, Level, Likeliest, RowDecision, RowSampling
 
-__all__ = ["Level", "RowDecision", "RowSampling", "masked_logits", "rows_at_once"]
+__all__ = ["LISTED", "Level", "Likeliest", "RowDecision", "RowSampling", "masked_logits", "rows_at_once"]

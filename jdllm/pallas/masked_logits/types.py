@@ -3,6 +3,7 @@
 import enum
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jdllm.arrays import Tensor
@@ -10,13 +11,17 @@ from jdllm.arrays import Tensor
 Ids = Int[Tensor, "rows bans"]
 Keys = tuple[UInt32[Array, " rows"], UInt32[Array, " rows"]]
 
+LISTED = 20
+"""How many of the likeliest ids of a row are listed, where they are."""
+
 
 class Level(enum.IntEnum):
     """How much is computed of each row's distribution; each level includes those before it.
 
     - `TOP`: what the token's own probability needs.
     - `MOMENTS`: the second largest value and the entropy too.
-    - `FILTERED`: top-k, top-p and min-p filters are applied first, which sorts the logits.
+    - `FILTERED`: top-k, top-p and min-p filters are applied first, which sorts the logits; and the likeliest
+      ids of rows are listed.
     """
 
     TOP = 0
@@ -37,6 +42,7 @@ class RowSampling(NamedTuple):
     - `limit`: ids from here on are removed from the distribution.
     - `token_bans`: ids removed from the distribution; -1 stands for none.
     - `confidence_bans`: ids further removed from `maximum` and `total` only; -1 stands for none.
+    - `listed`: rows whose likeliest ids are wanted.
     """
 
     keys: Keys
@@ -50,6 +56,23 @@ class RowSampling(NamedTuple):
     limit: Int[Tensor, " rows"]
     token_bans: Ids
     confidence_bans: Ids
+    listed: Bool[Tensor, " rows"]
+
+
+class Likeliest(NamedTuple):
+    """The likeliest ids of each row, the likeliest first, of equals the lowest.
+
+    - `ids`: of as many as there are; unspecified where the value is -inf.
+    - `values`: their logits, or their log-probabilities.
+    """
+
+    ids: Int[Array, "*steps rows listed"]
+    values: Float[Array, "*steps rows listed"]
+
+    @classmethod
+    def nothing(cls, *shape: int) -> "Likeliest":
+        """Of so many steps and rows none."""
+        return cls(jnp.zeros((*shape, LISTED), jnp.int32), jnp.full((*shape, LISTED), -jnp.inf))
 
 
 class RowDecision(NamedTuple):
@@ -61,6 +84,8 @@ class RowDecision(NamedTuple):
       probability of `token` is exp(logit - maximum) / total.
     - `second`: the second largest logit; 0 below `Level.MOMENTS`.
     - `negative_entropy`: sum of p ln(p + 1e-10), nats; 0 below `Level.MOMENTS`.
+    - `likeliest`: the ids with the largest of the logits that `maximum` and `total` are of, and these logits;
+      unspecified where no row is `listed`, and `None` below `Level.FILTERED`.
     """
 
     token: Int[Array, " rows"]
@@ -69,3 +94,4 @@ class RowDecision(NamedTuple):
     total: Float[Array, " rows"]
     second: Float[Array, " rows"]
     negative_entropy: Float[Array, " rows"]
+    likeliest: Likeliest | None = None

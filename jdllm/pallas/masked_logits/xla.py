@@ -3,12 +3,12 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jdllm.arrays import Tensor
 from jdllm.layers import head_logits
 from jdllm.noise import gumbel, vocabulary_bits
-from jdllm.pallas.masked_logits.types import Ids, Keys, Level, RowDecision, RowSampling
+from jdllm.pallas.masked_logits.types import LISTED, Ids, Keys, Level, Likeliest, RowDecision, RowSampling
 
 Logits = Float[Array, "rows vocab"]
 
@@ -44,7 +44,32 @@ def decide_logits(logits: Logits, rows: RowSampling, level: Level) -> RowDecisio
         second = jnp.where(ids == jnp.argmax(measured, axis=-1)[:, None], -jnp.inf, measured).max(axis=-1)
         p = jnp.exp(measured - maximum[:, None]) / total[:, None]
         negative_entropy = (p * jnp.log(p + 1e-10)).sum(axis=-1)
-    return RowDecision(token, logit, maximum, total, second, negative_entropy)
+    listed = likeliest(measured, jnp.asarray(rows.listed)) if level >= Level.FILTERED else None
+    return RowDecision(token, logit, maximum, total, second, negative_entropy, listed)
+
+
+def likeliest(values: Logits, listed: Bool[Array, " rows"]) -> Likeliest:
+    """The largest values of each row; nothing where no row is `listed`.
+
+    One after another, each the largest of those behind the one before: for so many of a whole vocabulary XLA
+    sorts them all in `lax.top_k` on a card, with their ids, and takes memory for it.
+    """
+    ids = jnp.arange(values.shape[1])
+
+    def following(last: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+        id, value = (x[:, None] for x in last)
+        behind = (values < value) | ((values == value) & (ids > id))
+        left = jnp.where(behind, values, -jnp.inf)
+        found = jnp.argmax(left, axis=-1).astype(jnp.int32), left.max(axis=-1)
+        return found, found
+
+    def found() -> Likeliest:
+        rows = len(values)
+        before = jnp.full(rows, -1, jnp.int32), jnp.full(rows, jnp.inf)
+        columns = lax.scan(following, before, None, length=LISTED)[1]
+        return Likeliest(*(x.T for x in columns))
+
+    return lax.cond(jnp.any(listed), found, lambda: Likeliest.nothing(len(values)))
 
 
 def allowed(logits: Logits, limit: Int[Tensor, " rows"], token_bans: Ids) -> Logits:
