@@ -39,6 +39,7 @@ def test_equal_results_are_equal_whatever_time_they_took():
         {"finish_reason": "length"},
         {"nfe": 4},
         {"logprobs": [-0.5, -0.5]},
+        {"top_logprobs": [{2: -0.5}, {3: -0.5}]},
         {"committed_in": [0, 1]},
     ],
 )

@@ -85,6 +85,34 @@ def test_noise_is_keyed_by_seed_step_and_position(build: Build, config: ModelCon
     assert answers([request]) == [tokens[20:]]
 
 
+def test_the_likeliest_are_those_of_the_clean_distribution(build: Build, config: ModelConfig, oracle: Oracle):
+    """Of a prompt's first token and of those behind it, beside requests that ask for nothing or filter."""
+    drawn = {"temperature": 0.8, "max_tokens": 6, "early_stop": False}
+    asked = [
+        (prompt(20), SamplingParams(logprobs=3, seed=77, top_p=0.7, **drawn)),
+        (prompt(9), FREE),
+        (prompt(70), SamplingParams(logprobs=20, max_tokens=6, stop=("never",), early_stop=False)),
+    ]
+    specs = [causal_spec(ids, sampling, config, lambda _: "") for ids, sampling in asked]
+    engine, ended, told = build(), {}, []
+    for update in engine.run(specs, updates="every"):
+        if isinstance(update, Ended):
+            ended[update.request] = update.state
+        else:
+            told.append(update)
+    for number, (ids, sampling) in enumerate(asked):
+        request, count = ended[number], sampling.listed
+        assert request.likeliest.shape == (len(request.tokens), count)
+        mine = [update for update in told if update.request == number]
+        for place in range(len(ids), len(ids) + 6) if count else ():
+            exact = oracle(request.tokens[:place]).astype(np.float64)
+            exact -= np.logaddexp.reduce(exact)
+            order = np.lexsort((np.arange(len(exact)), -exact))[:count]
+            assert request.likeliest["id"][place].tolist() == order.tolist()
+            np.testing.assert_allclose(request.likeliest["logprob"][place], exact[order], atol=2e-4)
+            np.testing.assert_array_equal(mine[place - len(ids)].likeliest[0], request.likeliest[place])
+
+
 def test_stop_ids_end_a_text(build: Build, config: ModelConfig, oracle: Oracle):
     ids = prompt(11)
     full = greedy(oracle, ids, 20)

@@ -71,7 +71,7 @@ def test_tokens_are_those_of_whole_evaluations(
 
 SAMPLED = [
     SamplingParams(max_tokens=9, temperature=0.8, top_k=20, seed=3, early_stop=False),
-    SamplingParams(max_tokens=9, repetition_penalty=1.4, early_stop=False),
+    SamplingParams(max_tokens=9, repetition_penalty=1.4, early_stop=False, logprobs=4),
     SamplingParams(max_tokens=1),
 ]
 
@@ -85,6 +85,9 @@ def test_sampling_is_that_of_the_pool(
     found, paged = (run(engine, [(ids, sampling)], config) for engine in (layers(0, 256), build()))
     assert answers(found) == answers(paged)
     np.testing.assert_allclose(found[0].logprobs, paged[0].logprobs, atol=1e-4)
+    assert found[0].likeliest.shape[1] == sampling.listed
+    np.testing.assert_array_equal(found[0].likeliest["id"], paged[0].likeliest["id"])
+    np.testing.assert_allclose(found[0].likeliest["logprob"], paged[0].likeliest["logprob"], atol=1e-4)
 
 
 def test_what_fits_the_pool_runs_there_first(layers: Layers, config: ModelConfig, oracle: Oracle):

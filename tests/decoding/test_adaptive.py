@@ -100,6 +100,32 @@ def test_every_iteration_equals_the_slow_copy(family: str, together: int, reques
     assert partly > 10, "prefixes are cut in the middle too"
 
 
+@pytest.mark.parametrize("family", ["dream", pytest.param("llada", marks=SLOW)])
+def test_the_likeliest_are_those_of_the_mixture(family: str, request: pytest.FixtureRequest):
+    pair: Pair = request.getfixturevalue(family)
+    asked = [dataclasses.replace(s, logprobs=4) for s in (CASES["greedy"], CASES["drawn"])]
+    outputs = pair.generate([*asked, CASES["greedy"]], [PROMPTS[1]] * 3)
+    assert outputs[2].top_logprobs is None
+    for sampling, output in zip(asked, outputs, strict=False):
+        share, start = sampling.effective("mixture_weight"), len(PROMPTS[1])
+        before = np.array([*PROMPTS[1], *[MASK] * sampling.gen_length])
+        assert output.history is not None
+        assert output.top_logprobs is not None
+        for after in output.history:
+            d = pair.models.diffusion(before).astype(np.float64)
+            d = np.concatenate([d[:1], d[:-1]]) if pair.models.shift else d
+            for at in np.flatnonzero(before != after):
+                v = pair.models.verifier(after[:at]).astype(np.float64)[-1]
+                exact = share * d[at] + (1 - share) * v
+                exact[MASK] = -np.inf
+                exact -= np.logaddexp.reduce(exact)
+                top = output.top_logprobs[at - start]
+                assert top is not None
+                assert list(top)[:4] == np.argsort(-exact, kind="stable")[:4].tolist()
+                assert list(top.values()) == pytest.approx(exact[list(top)], abs=1e-4)
+            before = after
+
+
 @pytest.mark.parametrize("family", ["llada", "dream"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_diffusion_model_alone_accepts_whole_windows(

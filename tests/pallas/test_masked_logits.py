@@ -8,9 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from jdllm.pallas.masked_logits import Level, RowDecision, RowSampling
+from jdllm.pallas.masked_logits import LISTED, Level, RowDecision, RowSampling
 from jdllm.pallas.masked_logits.xla import masked_logits_xla
-from tests.pallas.masked_rows import NONE, UNFILTERED, VOCAB, asked, check, drawn, no_bans, oracle
+from tests.pallas.masked_rows import (
+    NONE,
+    UNFILTERED,
+    VOCAB,
+    asked,
+    check,
+    drawn,
+    kept,
+    no_bans,
+    oracle,
+)
 
 jitted = jax.jit(masked_logits_xla, static_argnums=3)
 
@@ -214,6 +224,59 @@ class TestFilters:
         counts = np.bincount(token, minlength=5)
         assert counts[[0, 2]].sum() == 0
         assert stats.chisquare(counts[[1, 3, 4]], rows * weights[[1, 3, 4]] / 0.85).pvalue > 1e-3
+
+
+class TestLikeliest:
+    """The largest measured logits, of equals the lowest id, against a sort in float64."""
+
+    def expected(self, logits: np.ndarray, rows: RowSampling) -> list[list[tuple[int, float]]]:
+        out = []
+        for i, row in enumerate(np.asarray(logits, np.float64)):
+            scale = float(rows.temperature[i]) or 1.0
+            allowed = np.where(np.arange(len(row)) < rows.limit[i], row, -np.inf)
+            allowed[rows.token_bans[i][rows.token_bans[i] != NONE]] = -np.inf
+            if rows.tempered[i]:
+                filters = float(rows.top_p[i]), int(rows.top_k[i]), float(rows.min_p[i])
+                allowed = np.where(kept(allowed / scale, *filters), allowed / scale, -np.inf)
+            allowed[rows.confidence_bans[i][rows.confidence_bans[i] != NONE]] = -np.inf
+            order = np.lexsort((np.arange(len(row)), -allowed))[:LISTED]
+            out.append([(int(id), allowed[id]) for id in order if allowed[id] > -np.inf])
+        return out
+
+    def listed(self, decision: RowDecision) -> list[list[tuple[int, float]]]:
+        found = decision.likeliest
+        assert found is not None
+        pairs = zip(np.asarray(found.ids).tolist(), np.asarray(found.values).tolist(), strict=True)
+        return [[one for one in zip(*row, strict=True) if one[1] > -np.inf] for row in pairs]
+
+    def test_with_bans_ties_and_filters(self, logits: np.ndarray):
+        rng, count = np.random.default_rng(7), len(logits)
+        logits = np.round(logits)  # many are equal
+        rows = asked(
+            count,
+            listed=np.arange(count) == 5,
+            temperature=np.tile([0.0, 0.5, 1.0], 4),
+            tempered=np.tile([True, False], 6),
+            min_p=np.tile([0.02, 0.0, 0.3], 4),
+            limit=np.tile([VOCAB, 250, 12], 4),
+            token_bans=rng.integers(NONE, VOCAB, (count, 2)),
+            confidence_bans=rng.integers(NONE, VOCAB, (count, 2)),
+        )
+        found, expected = self.listed(decide(logits, rows, Level.FILTERED)), self.expected(logits, rows)
+        assert {len(row) for row in expected} > {LISTED}
+        for mine, theirs in zip(found, expected, strict=True):
+            assert [id for id, _ in mine] == [id for id, _ in theirs]
+            assert [x for _, x in mine] == pytest.approx([x for _, x in theirs], rel=1e-6)
+
+    def test_fewer_ids_than_are_listed(self):
+        logits = np.array([[1.0, 3.0, 3.0, -2.0]], np.float32)
+        found = self.listed(decide(logits, asked(1, vocab=4, listed=True), Level.FILTERED))
+        assert found == [[(1, 3.0), (2, 3.0), (0, 1.0), (3, -2.0)]]
+
+    def test_nothing_where_nobody_asks_and_at_lower_levels(self, logits: np.ndarray):
+        rows = asked(len(logits))
+        assert self.listed(decide(logits, rows, Level.FILTERED)) == [[]] * len(logits)
+        assert decide(logits, rows, Level.MOMENTS).likeliest is None
 
 
 class TestLevels:

@@ -29,7 +29,14 @@ SPECS = {
     "two blocks": long(42, {"build": "chunk_query", "score": "query"}, gen_length=10, block_length=6),
     "few tokens": long(43, {"tokens_kept": 12, "retention": "per_head", "retention_pool": 3}, gen_length=5),
     "one by one": long(44, {"build": "full_query"}, gen_length=3, block_length=1),
-    "drawn": long(45, {"build": "chunk_only", "draft_rounds": None}, temperature=0.9, seed=7, gen_length=16),
+    "drawn": long(
+        45,
+        {"build": "chunk_only", "draft_rounds": None},
+        temperature=0.9,
+        seed=7,
+        gen_length=16,
+        logprobs=5,
+    ),
     "quota": long(46, transfer="schedule", threshold=None, steps=4),
     "margin": long(47, {"score_mask": "none"}, transfer="margin", threshold=None, gen_length=6),
     "exact": ordinary(1, 30),
@@ -44,3 +51,6 @@ def alike(found: Request, expected: Request) -> None:
     np.testing.assert_array_equal(found.history, expected.history)
     np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(found.committed_in, expected.committed_in)
+    ids, values = (found.likeliest[name] for name in ("id", "logprob"))
+    np.testing.assert_array_equal(ids, expected.likeliest["id"])
+    np.testing.assert_allclose(values, expected.likeliest["logprob"], rtol=1e-4, atol=1e-4)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jdllm.checkpoints.token_text import Ids
+from jdllm.decoding.encoded_trace import LISTED
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
 from jdllm.models.config import ModelConfig
@@ -139,7 +140,17 @@ def test_given_tokens_of_an_infill_have_none(config: ModelConfig):
     output = request_output(None, 0, [request], None)
     assert output.token_ids == [1, 6, 2, 5]
     assert output.logprobs == [None, -0.25, None, -0.5]
+    assert output.top_logprobs is None
     assert output.committed_in == [None, 1, None, 0]
+
+
+def test_the_chosen_token_is_listed_whatever_is_likeliest(config: ModelConfig):
+    request = infill_request(0, np.array([1, 510, 2, 510]), SamplingParams(logprobs=2), config)
+    listed = np.array([[(5, -0.5), (4, -1.0)], [(8, -0.25), (9, -np.inf)]], LISTED)
+    values = np.array([-0.5, -3.0], np.float32)
+    request.advance(np.array([1, 3]), np.array([5, 6]), values, listed)
+    output = request_output(None, 0, [request], None)
+    assert output.top_logprobs == [None, {5: -0.5, 4: -1.0}, None, {8: -0.25, 6: -3.0}]
 
 
 class TestRefused:
