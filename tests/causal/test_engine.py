@@ -91,9 +91,9 @@ def test_the_likeliest_are_those_of_the_clean_distribution(build: Build, config:
     asked = [
         (prompt(20), SamplingParams(logprobs=3, seed=77, top_p=0.7, **drawn)),
         (prompt(9), FREE),
-        (prompt(70), SamplingParams(logprobs=20, max_tokens=6, stop=("never",), early_stop=False)),
+        (prompt(70), SamplingParams(logprobs=20, max_tokens=6, return_history=True, early_stop=False)),
     ]
-    specs = [causal_spec(ids, sampling, config, lambda _: "") for ids, sampling in asked]
+    specs = [causal_spec(ids, sampling, config) for ids, sampling in asked]
     engine, ended, told = build(), {}, []
     for update in engine.run(specs, updates="every"):
         if isinstance(update, Ended):
