@@ -94,7 +94,7 @@ def prefill(
     step = jnp.asarray(batch.segments.step)
     count = live.sum(), jnp.asarray(plain)
     choice = chosen(params, config, hidden, head, positions, batch.segments, step, count, penalty, level)
-    trace = Trace(jnp.int32(1), *(x[None] for x in committing(choice, live)), choice.likeliest)
+    trace = Trace(jnp.int32(1), *(x[None] for x in committing(choice, live)), likeliest=choice.likeliest)
     return trace, written
 
 

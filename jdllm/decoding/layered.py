@@ -245,4 +245,6 @@ def _token(
     at, step = jnp.asarray(position)[None], jnp.asarray(segments.step)
     count = jnp.int32(1), jnp.asarray(plain)
     choice = chosen(params, config, row, head, at, segments, step, count, penalty, Level.FILTERED)
-    return Trace(jnp.int32(1), *(x[None] for x in committing(choice, jnp.ones(1, bool))), choice.likeliest)
+    return Trace(
+        jnp.int32(1), *(x[None] for x in committing(choice, jnp.ones(1, bool))), likeliest=choice.likeliest
+    )

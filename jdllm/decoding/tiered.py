@@ -118,7 +118,7 @@ def _choose(
     likeliest = None
     if level >= Level.FILTERED:
         likeliest = Likeliest(np.zeros((total, LISTED), np.int32), np.zeros((total, LISTED), np.float32))
-    whole = Choice(np.zeros(total, np.int32), *np.zeros((2, total), np.float32), likeliest)
+    whole = np.zeros(total, np.int32), *np.zeros((2, total), np.float32), likeliest
     for start in range(0, count, size):
         start = min(start, total - size)
         window = slice(start, start + size)
@@ -138,7 +138,7 @@ def _choose(
         )
         for column, values in zip(*map(jax.tree.leaves, (whole, jax.device_get(part))), strict=True):
             column[window] = values
-    return jax.tree.map(jnp.asarray, whole)
+    return Choice(*jax.tree.map(jnp.asarray, whole))
 
 
 def _asked(batch: Batch, *, config: ModelConfig, mask_id: int) -> tuple[Asked, Bool[Array, ""]]:

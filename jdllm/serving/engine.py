@@ -404,8 +404,7 @@ class Engine:
             return
         shown = request.shown(positions, step)
         told = Steps(*(x[shown] for x in step))
-        listed = request.sampling.listed
-        likeliest = told.likeliest[:, :listed] if listed else None
+        likeliest = told.likeliest[:, : request.sampling.listed]
         update = StepUpdate(request.id, request.steps, positions[shown], *told[:3], likeliest)
         if not np.isfinite(update.logprobs).all():
             yield self._end(request, self._non_finite(request))

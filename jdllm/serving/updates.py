@@ -5,8 +5,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jdllm.decoding.encoded_trace import LISTED
 from jdllm.serving.request import Request
 from jdllm.serving.scheduler import Kind
+
+_NOTHING = np.zeros((0, 0), LISTED)
 
 
 class StepUpdate(NamedTuple):
@@ -20,7 +23,7 @@ class StepUpdate(NamedTuple):
     - `logprobs`: f32 `[evaluated]`, the log-probability of each provisional token in the distribution that
       its confidence is measured on.
     - `likeliest`: `LISTED` `[evaluated, listed]`, the likeliest ids of that distribution for each of the
-      committed ones, and unspecified for others; `None` where the request lists none.
+      committed ones, as many as the request asked for, and unspecified for others.
     """
 
     request: int
@@ -29,7 +32,7 @@ class StepUpdate(NamedTuple):
     provisional: np.ndarray
     committed: np.ndarray
     logprobs: np.ndarray
-    likeliest: np.ndarray | None = None
+    likeliest: np.ndarray = _NOTHING
 
     __hash__ = None  # type: ignore[assignment]  # arrays inside
 

@@ -129,7 +129,7 @@ def test_stop_ids_end_a_text(build: Build, config: ModelConfig, oracle: Oracle):
 def test_stop_strings_end_a_text(build: Build, config: ModelConfig, oracle: Oracle):
     ids = prompt(11)
     full = greedy(oracle, ids, 20)
-    decode = lambda tokens: "".join(f"<{t}>" for t in tokens)  # noqa: E731
+    decode = lambda ids, before=(), *, final=True: "".join(f"<{i}>" for i in ids)  # noqa: E731
     spec = causal_spec(ids, SamplingParams(max_tokens=20, stop=(f"{full[3]}><{full[4]}",)), config, decode)
     [ended] = [u for u in build().run([spec], updates="none") if isinstance(u, Ended)]
     assert ended.error is None

@@ -66,8 +66,8 @@ class Likeliest(NamedTuple):
     - `values`: their logits, or their log-probabilities.
     """
 
-    ids: Int[Array, "*steps rows listed"]
-    values: Float[Array, "*steps rows listed"]
+    ids: Int[Tensor, "*steps rows listed"]
+    values: Float[Tensor, "*steps rows listed"]
 
     @classmethod
     def nothing(cls, *shape: int) -> "Likeliest":

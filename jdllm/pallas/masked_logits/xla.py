@@ -44,11 +44,11 @@ def decide_logits(logits: Logits, rows: RowSampling, level: Level) -> RowDecisio
         second = jnp.where(ids == jnp.argmax(measured, axis=-1)[:, None], -jnp.inf, measured).max(axis=-1)
         p = jnp.exp(measured - maximum[:, None]) / total[:, None]
         negative_entropy = (p * jnp.log(p + 1e-10)).sum(axis=-1)
-    listed = likeliest(measured, jnp.asarray(rows.listed)) if level >= Level.FILTERED else None
+    listed = likeliest(measured, rows.listed) if level >= Level.FILTERED else None
     return RowDecision(token, logit, maximum, total, second, negative_entropy, listed)
 
 
-def likeliest(values: Logits, listed: Bool[Array, " rows"]) -> Likeliest:
+def likeliest(values: Logits, listed: Bool[Tensor, " rows"]) -> Likeliest:
     """The largest values of each row; nothing where no row is `listed`.
 
     One after another, each the largest of those behind the one before: for so many of a whole vocabulary XLA
