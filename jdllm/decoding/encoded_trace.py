@@ -52,7 +52,7 @@ def encode(trace: Trace) -> EncodedTrace:
     return EncodedTrace(lines, jnp.stack([ids, _bits(values)], axis=-1))
 
 
-def _bits(values: Array) -> Array:
+def _bits(values: Tensor) -> Array:
     return lax.bitcast_convert_type(values, jnp.int32)
 
 
