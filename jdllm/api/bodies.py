@@ -48,7 +48,7 @@ class BodyRoute(APIRoute):
         async def read_first(request: Request) -> Response:
             service: Service = request.app.state.service
             body, loop = await request.body(), asyncio.get_running_loop()
-            read = await loop.run_in_executor(service.reading, read_body, model, body, service.longest)
+            read = await loop.run_in_executor(service.reading, read_body, model, body, service.room)
             if isinstance(read, ApiError):
                 raise read
             return await handle(_Read(request, read))

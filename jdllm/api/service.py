@@ -62,6 +62,7 @@ class Settings:
       `None` for any number. Who needs no key shares them with all others.
     - `request_timeout`: seconds that a request may take, `None` for any.
     - `log_requests`, `log_prompts`: whether answered requests are logged, and whether what clients wrote is.
+    - `allow_beyond_positions`: whether sequences may be longer than the positions that the model is made for.
     - `strict_fields`: whether a request with a field that nobody knows is refused.
     - `examples`: texts that the page offers to try, by its modes "complete", "chat" and "infill".
     """
@@ -74,6 +75,7 @@ class Settings:
     request_timeout: float | None = None
     log_requests: bool = False
     log_prompts: bool = False
+    allow_beyond_positions: bool = False
     strict_fields: bool = False
     examples: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
 
@@ -113,6 +115,18 @@ class Service:
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence that is served."""
+        if self.settings.allow_beyond_positions:
+            return self.room
+        return min(self.room, self.positions)
+
+    @property
+    def positions(self) -> int:
+        """Positions that the model is made for."""
+        return self.llm.config.rope.effective_context(self.llm.config.max_positions)
+
+    @property
+    def room(self) -> int:
+        """Tokens of the longest sequence that the device has room for."""
         account = self.llm.account
         if self.llm.config.attention == "causal":
             return max((account.pages - 1) * PAGE_ROWS, self.llm.engine.longest_layered)
@@ -177,18 +191,21 @@ class Service:
     def check_length(self, tokens: int) -> None:
         """Raise `ApiError` for a sequence that is longer than what is served."""
         if tokens > self.longest:
+            why = "that this server has room for"
+            if self.longest == self.positions:
+                why = "positions of the model; serve --allow-beyond-positions lets longer ones pass"
             raise bad_request(
                 f"a sequence of {tokens} tokens, the prompt and what is generated, is longer than the"
-                f" {self.longest} that this server has room for",
+                f" {self.longest} {why}",
                 code="context_length_exceeded",
             )
 
     def check_text(self, characters: int) -> None:
         """Raise `ApiError` for a text of so many characters that is too long whatever its tokens are: to find
         these would take two hundred times its memory."""
-        if characters > self.longest * _LONGEST_TOKEN:
+        if characters > self.room * _LONGEST_TOKEN:
             raise bad_request(
-                f"a text of {characters} characters is longer than the {self.longest} tokens that this server"
+                f"a text of {characters} characters is longer than the {self.room} tokens that this server"
                 " has room for",
                 code="context_length_exceeded",
             )

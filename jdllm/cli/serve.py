@@ -121,6 +121,12 @@ def serve(
             show_default="anything where --host is 0.0.0.0 or ::",
         ),
     ] = None,
+    allow_beyond_positions: Annotated[
+        bool,
+        typer.Option(
+            "--allow-beyond-positions", help="Take sequences longer than the positions of the model, too."
+        ),
+    ] = False,
     log_requests: Annotated[
         bool,
         typer.Option("--log-requests", help="Log answered requests too, not only refused ones."),
@@ -168,6 +174,7 @@ def serve(
             max_n=max_n,
             max_requests_per_key=max_requests_per_key,
             log_requests=log_requests,
+            allow_beyond_positions=allow_beyond_positions,
             log_prompts=log_prompts,
             request_timeout=request_timeout,
             strict_fields=strict_fields,

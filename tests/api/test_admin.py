@@ -18,10 +18,30 @@ from jdllm.serving.async_engine import AsyncEngine
 def test_the_model_is_listed_under_its_names(client, service: Service):
     data = client.get("/v1/models").json()["data"]
     assert [card["id"] for card in data] == ["demo", "also"]
-    assert data[0]["max_model_len"] == service.longest
+    assert data[0]["max_model_len"] == service.longest <= service.positions
     assert client.get("/v1/models/demo").json() == data[0]
     assert client.get("/models").json()["data"] == data
     assert client.get("/v1/models/other").status_code == 404
+
+
+def test_no_sequence_is_longer_than_the_positions_of_the_model(
+    client, service: Service, monkeypatch: pytest.MonkeyPatch
+):
+    config = dataclasses.replace(service.llm.config, max_positions=64)
+    monkeypatch.setattr(service.llm, "config", config)
+    assert client.get("/v1/models").json()["data"][0]["max_model_len"] == 64
+    asked = {"prompt": "1+1=" * 12, "max_tokens": 32}
+    refused = client.post("/v1/completions", json=asked)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+    message = (
+        "longer than the 64 positions of the model; serve --allow-beyond-positions lets longer ones pass"
+    )
+    assert message in refused.json()["error"]["message"]
+    monkeypatch.setattr(
+        service, "settings", dataclasses.replace(service.settings, allow_beyond_positions=True)
+    )
+    assert client.get("/v1/models").json()["data"][0]["max_model_len"] == service.room > 64
+    assert client.post("/v1/completions", json=asked).status_code == 200
 
 
 def test_texts_become_ids_and_back(client, tokenizer: Tokenizer):

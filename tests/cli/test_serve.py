@@ -119,13 +119,14 @@ def test_options_reach_the_server(served: list[Served], tmp_path: Path):
     files = ["--ssl-certfile", str(pem[0]), "--ssl-keyfile", str(pem[1])]
     given = [part for name, value in options.items() for part in (f"--{name}", str(value))]
     sampling = ["--default-sampling", '{"cache": "dual", "gen_length": 64}']
-    result = serve(*given, *files, *sampling, "--strict-fields")
+    result = serve(*given, *files, *sampling, "--strict-fields", "--allow-beyond-positions")
     assert result.exit_code == 0
     assert "https://127.0.0.1" in result.stdout
     assert "secret" not in result.output
     [one] = served
     assert (one.settings.max_queue, one.settings.request_timeout) == (5, 2.5)
     assert one.settings.strict_fields
+    assert one.settings.allow_beyond_positions
     assert (one.settings.max_n, one.settings.max_requests_per_key) == (3, 4)
     assert (one.access.api_keys, one.access.admin_key) == (["secret"], "more-secret")
     assert one.access.cors_origins == ["https://a.example"]
