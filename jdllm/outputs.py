@@ -24,7 +24,8 @@ class CompletionOutput:
     - `token_ids`: the generated ids, at most `max_tokens`. With early stop they end with the token that ends
       the text, which is included: the first end-of-sequence, end-of-turn or other stop id, or what completes
       a stop string; without, all `gen_length` ids are there. For infilling: the whole sequence.
-    - `finish_reason`: "stop" where the text ended with nothing masked before its end, else "length".
+    - `finish_reason`: "stop" where the text ended with nothing masked before its end, else "length". Without
+      early stop the model's own end ids end no text: only stop strings and ids that were asked for do.
     - `nfe`: forward evaluations of the model; of a causal one those that gave a token.
     - `timings`: seconds.
     - `history`: int32 `[nfe, length]`, the whole sequence after every step, where it was asked for.
@@ -157,7 +158,7 @@ def _completion(index: int, request: Request, decode: Decode | None) -> Completi
         index=index,
         text=None if decode is None else _text(request, end, decode),
         token_ids=kept.tolist(),
-        finish_reason="length" if end is None else "stop",
+        finish_reason="length" if end is None or _passed_over(request, end) else "stop",
         nfe=request.steps,
         timings=request.timings(),
         history=np.stack(request.history) if request.sampling.return_history else None,
@@ -182,6 +183,13 @@ def top_of(likeliest: np.ndarray, token: int, logprob: float) -> dict[int, float
     - `likeliest`: `LISTED` `[listed]`.
     """
     return {i: p for i, p in likeliest.tolist() if p > -math.inf} | {token: logprob}
+
+
+def _passed_over(request: Request, end: int) -> bool:
+    """Whether what ends the text is the model's own end, and all was generated nevertheless."""
+    token = int(request.tokens[request.returned][end])
+    own = token in request.spec.stop_ids and token not in request.sampling.stop_token_ids
+    return own and not request.sampling.early_stop
 
 
 def _text(request: Request, end: int | None, decode: Decode) -> str:

@@ -1,6 +1,7 @@
 """Answers in the shapes that OpenAI's clients read."""
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from pydantic_core import to_json
@@ -16,6 +17,12 @@ DONE = b"data: [DONE]\n\n"
 
 EVENTS = "text/event-stream"
 
+PING = b": ping\n\n"
+"""A comment, which says that a stream is there still; clients pass over it."""
+
+SILENT_SECONDS = 15.0
+"""Seconds without an event after which a comment comes."""
+
 STREAMED: dict[int | str, dict[str, Any]] = {
     200: {"description": "The answer, or its stream.", "content": {EVENTS: {"schema": {"type": "string"}}}}
 }
@@ -26,6 +33,27 @@ def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
     """A server-sent event of JSON, with a name or without."""
     head = b"" if name is None else b"event: %s\n" % name.encode()
     return b"%sdata: %s\n\n" % (head, to_json(data))
+
+
+async def kept_alive(events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+    """`events`, and comments while there are none: proxies end connections that are silent for a minute."""
+    coming: asyncio.Future[bytes] | None = None
+    try:
+        while True:
+            coming = coming or asyncio.ensure_future(anext(events))
+            await asyncio.wait((coming,), timeout=SILENT_SECONDS)
+            if not coming.done():
+                yield PING
+                continue
+            told, coming = coming, None
+            yield told.result()
+    except StopAsyncIteration:
+        return
+    finally:
+        if coming is not None:
+            coming.cancel()
+            await asyncio.wait((coming,))
+        await events.aclose()
 
 
 def usage(prompt_tokens: int, completion_tokens: int, evaluations: int | None = None) -> dict[str, Any]:

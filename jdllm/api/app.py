@@ -11,6 +11,7 @@ from jdllm.api import admin, chat, completions, errors, infill, models, pages, r
 from jdllm.api.arrivals import Arrivals
 from jdllm.api.guards import AllowedHosts, ApiKeys, BoundedBodies
 from jdllm.api.request_log import RequestLog
+from jdllm.api.schema import Application
 from jdllm.api.service import Service
 
 ROUTERS: tuple[APIRouter, ...] = (
@@ -53,7 +54,9 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
     - `access`: who may ask; by default everybody.
     """
     access = access or Access()
-    app = FastAPI(title="jdllm", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = Application(
+        title="jdllm", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
+    )
     app.state.service = service
     errors.install(app, service.refused)
     for router in ROUTERS:

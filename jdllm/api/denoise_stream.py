@@ -1,6 +1,6 @@
 """A stream of denoising steps, for who draws them."""
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ Further = Callable[[int, CompletionOutput], dict[str, Any]]
 
 async def denoise_events(
     running: Running, pieces: Pieces, ignored: Mapping[str, Any], further: Further = lambda *_: {}
-) -> AsyncIterator[bytes]:
+) -> AsyncGenerator[bytes]:
     """Events `start`, `step` and `end` of every sample of a call, and `error` where it fails.
 
     Arguments:

@@ -1,13 +1,13 @@
 """What completions and chat have in common: a call from its prompts, its answer and its stream."""
 
 import dataclasses
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from jdllm.api.answers import DONE, EVENTS, Pieces, event, prompt_tokens, usage, usage_of
+from jdllm.api.answers import DONE, EVENTS, Pieces, event, kept_alive, prompt_tokens, usage, usage_of
 from jdllm.api.denoise_stream import denoise_events
 from jdllm.api.errors import ApiError
 from jdllm.api.protocol import OpenAIFields, StreamOptions
@@ -87,10 +87,11 @@ async def answer(
     return JSONResponse(head | {"choices": choices, "usage": usage_of(outputs), "seeds": seeds} | ignored)
 
 
-def streamed(events: AsyncIterable[bytes] | Iterable[bytes]) -> StreamingResponse:
-    """Server-sent events as an answer, which proxies neither keep nor hold back."""
+def streamed(events: AsyncGenerator[bytes] | Iterable[bytes]) -> StreamingResponse:
+    """Server-sent events as an answer, which proxies neither keep nor hold back nor find silent."""
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    return StreamingResponse(events, media_type=EVENTS, headers=headers)
+    content = kept_alive(events) if isinstance(events, AsyncGenerator) else events
+    return StreamingResponse(content, media_type=EVENTS, headers=headers)
 
 
 def _updates(body: OpenAIFields) -> Updates:
@@ -160,7 +161,7 @@ class _Chunks:
         return event(self._head | {"choices": [], "usage": usage_of(self.running.outputs())})
 
 
-async def _text_events(running: Running, chunks: _Chunks) -> AsyncIterator[bytes]:
+async def _text_events(running: Running, chunks: _Chunks) -> AsyncGenerator[bytes]:
     """Chunks of committed text, in order."""
     try:
         with running:

@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -169,7 +169,7 @@ def _usage(output: RequestOutput) -> dict[str, Any]:
     }
 
 
-async def _events(service: Service, running: Running, answer: _Answer) -> AsyncIterator[bytes]:
+async def _events(service: Service, running: Running, answer: _Answer) -> AsyncGenerator[bytes]:
     """The events of a response, in the order and by the names that OpenAI's clients know."""
     numbers = itertools.count()
 

@@ -44,6 +44,22 @@ def test_a_completion_is_what_the_library_generates(client, demo: LLM):
     }
 
 
+def test_without_ends_an_answer_is_as_long_as_was_asked_for(client, demo: LLM):
+    """The model ends its answer to this prompt before; stop strings and ids of the request end it still."""
+    reasons = {}
+    for name, further in {
+        "its own end": {},
+        "no ends": {"ignore_eos": True},
+        "a stop string": {"ignore_eos": True, "stop": ["9"]},
+        "a stop id": {"ignore_eos": True, "stop_token_ids": list(demo.config.stop_ids)},
+    }.items():
+        whole = ask(client, prompt=PROMPT, **GREEDY | further)
+        reasons[name] = whole["choices"][0]["finish_reason"]
+    assert reasons == dict(zip(reasons, ["stop", "length", "stop", "stop"], strict=True))
+    parts = stream(client, prompt=PROMPT, ignore_eos=True, **GREEDY)
+    assert parts[-1][1]["choices"][0]["finish_reason"] == "length"
+
+
 @pytest.mark.parametrize("form", ["texts", "ids", "lists of ids"])
 def test_every_form_of_prompt(client, demo: LLM, form, tokenizer: Tokenizer):
     ids = [tokenizer.encode(text) for text in (PROMPT, OTHER)]

@@ -79,6 +79,7 @@ export async function* events(response) {
       rest = blocks.pop();
       for (const block of blocks) {
         const { name, data } = parse(block);
+        if (data === "") continue; // a comment, which keeps the connection alive
         if (data === "[DONE]") return;
         const content = JSON.parse(data);
         if (name === "error") throw new ApiError(content.error);
