@@ -42,6 +42,8 @@ class SpecialTokens:
         self._unknown = None if unknown is None else tokenizer.token_to_id(unknown)
         self._secret, *names = (_spelled(secrets.token_bytes(16)) for _ in range(len(self._contents) + 1))
         self._names = dict(zip(self._contents, names, strict=True))
+        changes = tokenizer.normalizer is not None
+        self._literal = not any(t.normalized and t.special and changes for t in added.values())
         # It finds what was added to the vocabulary, and knows nothing else.
         self._finder = Tokenizer(models.BPE())
         if tokenizer.normalizer is not None:
@@ -90,6 +92,8 @@ class SpecialTokens:
 
     def _find(self, text: str) -> list[_Found]:
         """The special tokens that the tokenizer takes from a text before it looks at its vocabulary."""
+        if self._literal and not any(content in text for content in self._contents.values()):
+            return []
         encoding = self._finder.encode(text, add_special_tokens=False)
         found = []
         for mark, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True):

@@ -149,7 +149,8 @@ class SamplingParams:
     - `early_stop` (True): stop after the block in which the text ends, and cut `token_ids` after the first
       end-of-sequence or end-of-turn id. The kept text is that of the full run (quirk Q7), because a block
       cannot change once it is finished. False runs every block and returns all `gen_length` ids.
-    - `stop` (none), `stop_token_ids` (none): texts and ids that end the answer, a single one or a list.
+    - `stop` (none), `stop_token_ids` (none): texts and ids that end the answer, a single one or a list. A
+      text has to lie within the answer, across tokens or not: what begins in the prompt does not count.
 
     Answers
     - `n` (1): samples of each prompt. Sample i has the key (`seed`, i), sample 0 thus the plain seed.

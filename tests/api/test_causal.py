@@ -51,6 +51,16 @@ def test_a_stream_has_the_same_text(client: TestClient, tokens: list[int]):
     assert "".join(part["choices"][0]["text"] for _, part in told) == f" {words(*tokens)}"
 
 
+def test_a_stop_string_may_begin_with_the_space_of_a_word(client: TestClient, tokens: list[int]):
+    """The first word of an answer has its space, and an echo is prompt and answer as one text."""
+    body = {"prompt": words(*PROMPT), "max_tokens": 12, "stop": f" {words(tokens[0])}"}
+    choice = client.post("/v1/completions", json=body).json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["token_ids"]) == ("", "stop", tokens[:1])
+    across = body | {"stop": words(PROMPT[-1], tokens[0]), "echo": True}
+    choice = client.post("/v1/completions", json=across).json()["choices"][0]
+    assert choice["text"] == words(*PROMPT, *tokens)
+
+
 def test_every_token_is_an_event(client: TestClient, tokens: list[int]):
     body = {"prompt": PROMPT, "max_tokens": 12, "stream": True, "stream_mode": "denoise"}
     told = events(client.post("/v1/completions", json=body).text)
