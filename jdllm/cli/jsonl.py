@@ -107,25 +107,29 @@ def _read(number: int, line: str) -> Line:
         entry = json.loads(line)
     except (ValueError, RecursionError) as e:
         raise RequestError(f"not JSON ({e})") from None
-    kinds = [kind for kind in _KINDS if isinstance(entry, dict) and kind in entry]
+    kinds = [kind for kind in _KINDS if isinstance(entry, dict) and entry.get(kind) is not None]
     if not isinstance(entry, dict) or len(kinds) != 1:
         raise RequestError(f"expected an object with one of {', '.join(_KINDS)}")
     (kind,) = kinds
-    value = entry.pop(kind)
+    value = entry[kind]
     if not isinstance(value, str if kind == "prompt" else list):
         raise RequestError(f"{kind} must be a {'text' if kind == 'prompt' else 'list'}")
     told = NAMES if kind == "messages" else ()
-    rendering = {name: entry.pop(name) for name in told if name in entry}
-    kept = {name: entry.pop(name) for name in list(entry) if name not in OPTION_NAMES}
+    known = (*_KINDS, *told, *OPTION_NAMES)
+    # As over HTTP null is what was left out; a seed is then drawn.
+    given = {name for name, one in entry.items() if one is not None or name == "seed"}
+    rendering = {name: entry[name] for name in told if name in given}
+    fields = {name: entry[name] for name in OPTION_NAMES if name in given}
+    kept = {name: one for name, one in entry.items() if name not in known}
     for name in kept:
         if name in ANSWERED:
             raise RequestError(f"the answer has a key {name!r} of its own: rename yours")
         if name == "return_history":
             raise RequestError(f"there is no parameter {name!r}: a history is for Python alone")
-        meant = resembling(name, (*_KINDS, *told, *OPTION_NAMES))
+        meant = resembling(name, known)
         if meant is not None:
             raise RequestError(f"there is no parameter {name!r}: did you mean {meant!r}?")
-    return Line(number, kind, value, entry, rendering, kept)
+    return Line(number, kind, value, fields, rendering, kept)
 
 
 @contextlib.contextmanager

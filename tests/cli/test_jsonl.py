@@ -86,7 +86,8 @@ USERS = {"id": "q7", "label": 3, "meta": {"from": ["a", None]}, "topic": "sums",
 
 def test_a_user_s_own_keys_come_back(loaded_speaking: LLM, use_model: UseModel):
     use_model(loaded_speaking)
-    given = lines(USERS | ENTRIES[0], {"prompt_token_ids": [8], "id": 5})
+    unset = {"messages": None, "temperature": None, "gen_length": None, "cache": None}
+    given = lines(USERS | unset | ENTRIES[0], {"prompt_token_ids": [8], "id": 5})
     plain = run("--jsonl", "-", *SHORT, stdin=lines(ENTRIES[0], {"prompt_token_ids": [8]}))
     result = run("--jsonl", "-", *SHORT, stdin=given)
     assert (result.exit_code, result.stderr) == (0, "")
