@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from jdllm.api.protocol import MAX_LISTED, ChatMessage, OpenAIFields, TextFormat
+from jdllm.decoding.sampling import LONGEST, none_at
 
 _PASSED_OVER = ConfigDict(strict=True, extra="ignore")
 """Items of an answer come back with an id, a status and annotations, which say nothing here."""
@@ -38,7 +39,9 @@ class ResponsesRequest(OpenAIFields):
     instructions: Annotated[
         str | None, Field(description="A system message before all others of the input.")
     ] = None
-    max_output_tokens: Annotated[int | None, Field(ge=1, le=2**24, description="As max_tokens.")] = None
+    max_output_tokens: Annotated[
+        int | None, Field(ge=1, le=LONGEST, description="As max_tokens."), none_at(-1)
+    ] = None
     previous_response_id: Annotated[
         str | None, Field(description="Refused: answers are not stored. Send the conversation as input.")
     ] = None

@@ -19,6 +19,8 @@ from jdllm.api.protocol import (
 )
 from jdllm.api.responses_protocol import ResponsesRequest
 from jdllm.api.service import Service
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.llm import LLM
 from tests.api.sse import events
 
 USER = {"role": "user", "content": "12+30="}
@@ -102,6 +104,36 @@ def test_a_length_of_minus_one_is_the_servers(client: TestClient, service: Servi
     both = {"max_tokens": 3, "max_completion_tokens": 3, "ignore_eos": True}
     answer = post(client, "/v1/chat/completions", messages=[USER], **both)
     assert answer["usage"]["completion_tokens"] == 3
+
+
+def test_a_filter_takes_the_temperature_of_the_server(
+    client: TestClient, demo: LLM, service: Service, monkeypatch: pytest.MonkeyPatch
+):
+    asked = {"max_tokens": 8, "top_p": 0.6, "seed": 3}
+    for temperature in (0.0, 2.5):
+        sampling = SamplingParams(max_tokens=8, top_p=0.6, seed=3, temperature=temperature)
+        (expected,) = demo.generate("12+30=", sampling)
+        default = service.settings.default_sampling.changed(temperature=temperature)
+        settings = dataclasses.replace(service.settings, default_sampling=default)
+        monkeypatch.setattr(service, "settings", settings)
+        answer = post(client, "/v1/completions", prompt="12+30=", **asked)
+        assert answer["choices"][0]["token_ids"] == expected.token_ids
+
+
+@pytest.mark.parametrize(
+    ("route", "extra"),
+    [
+        ("/v1/completions", {}),
+        ("/v1/chat/completions", {"stream_mode": "denoise"}),
+        ("/v1/responses", {}),
+        ("/v1/infill", {}),
+        ("/v1/infill", {"parts": ["1+1=", {"type": "choice", "options": ["2", "3"]}]}),
+    ],
+)
+def test_no_stream_is_held_back_by_proxies(client: TestClient, route: str, extra: dict[str, Any]):
+    answer = client.post(route, json=ROUTES[route][1] | {"stream": True} | extra)
+    assert answer.headers["x-accel-buffering"] == "no"
+    assert answer.headers["content-type"].startswith("text/event-stream")
 
 
 @pytest.mark.parametrize(
