@@ -9,12 +9,20 @@ class ConfigError(JdllmError):
     """A model configuration that jdllm cannot run, or a malformed one."""
 
 
+class DoesNotFitError(ConfigError):
+    """A model, a step or a pool that needs more memory than there is."""
+
+
 class CheckpointError(JdllmError):
     """A checkpoint directory, file or tensor that is missing, damaged or of another shape."""
 
 
 class RequestError(JdllmError):
     """A prompt or a sampling parameter that cannot be served."""
+
+
+class NoRoomError(RequestError, DoesNotFitError):
+    """A request that needs more memory than there is."""
 
 
 class NonFiniteError(JdllmError):

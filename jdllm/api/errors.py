@@ -13,8 +13,7 @@ from starlette.exceptions import HTTPException
 from jdllm.api.fields import UNKNOWN_FIELD
 from jdllm.api.protocol import SAMPLING_FIELDS, TemplateFields
 from jdllm.arguments import shortened
-from jdllm.errors import JdllmError, KvPoolError, NonFiniteError
-from jdllm.planning.budget import MemoryBudgetError
+from jdllm.errors import DoesNotFitError, JdllmError, KvPoolError, NonFiniteError
 
 _log = logging.getLogger("jdllm.api")
 
@@ -116,7 +115,7 @@ def as_api_error(error: Exception) -> ApiError:
             return error
         case NonFiniteError():
             return ApiError(500, str(error), code="non_finite")
-        case MemoryBudgetError() | KvPoolError():
+        case DoesNotFitError() | KvPoolError():
             return bad_request(str(error), code="context_length_exceeded")
         case JdllmError():
             return bad_request(str(error), param=_named_field(str(error)))

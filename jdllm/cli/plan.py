@@ -18,7 +18,7 @@ from jdllm.cli.options import (
     MaxContext,
     MaxNumLogits,
 )
-from jdllm.cli.report import print_result
+from jdllm.cli.report import DOES_NOT_FIT, print_result
 from jdllm.errors import CheckpointError, ConfigError
 from jdllm.planning.descriptions import described_targets
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from jdllm.planning.plan import Workload
     from jdllm.planning.prefilling import Question
 
-DOES_NOT_FIT = 3
 AUTO = "auto"
 
 
@@ -222,6 +221,7 @@ def _plan_prefilling(
     from jdllm.cli.plan_prefilling import describe_stages, stage_facts
     from jdllm.decoding.sampling import SamplingParams
     from jdllm.planning.account import make_account
+    from jdllm.planning.prefilling import lacking, plan_stages
 
     asked = SamplingParams(**given_sampling({"prefilling": prefilling})).prefilling
     if asked is None:
@@ -235,7 +235,13 @@ def _plan_prefilling(
         **sizes,
     )
     arguments = workload, account, card.target, asked, question
-    print_result(json.dumps(stage_facts(*arguments)) if as_json else describe_stages(*arguments))
+    stages = plan_stages(*arguments)
+    print_result(
+        json.dumps(stage_facts(*arguments, stages)) if as_json else describe_stages(*arguments, stages)
+    )
+    if (lacks := lacking(account, stages)) is not None:
+        typer.echo(f"error: {lacks}: raise --memory, or keep fewer chunks or tokens of each", err=True)
+        raise typer.Exit(DOES_NOT_FIT)
 
 
 def _card(target: str | None, memory: str | None) -> "Card":

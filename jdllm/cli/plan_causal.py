@@ -7,7 +7,7 @@ from jdllm.planning.account import Account
 from jdllm.planning.budget import format_bytes
 from jdllm.planning.causal import CausalPlan
 from jdllm.planning.plan import Workload
-from jdllm.planning.step_time import format_seconds
+from jdllm.planning.step_time import estimated
 
 _REQUESTS = (1024, 4096, 16384, 131072)
 
@@ -56,8 +56,8 @@ def describe_causal(workload: Workload, account: Account, target: str, plan: Cau
 
 
 def _times(workload: Workload, plan: CausalPlan) -> list[str]:
-    token = f"a token about every {format_seconds(plan.token_seconds)} behind it (estimate)"
-    first = f"the first token after about {format_seconds(plan.prefill_seconds)} (estimate)"
+    token = f"each token behind it takes {estimated(plan.token_seconds, plan.token_measured)} (estimate)"
+    first = f"the first token after {estimated(plan.prefill_seconds, plan.prefill_measured)} (estimate)"
     if plan.layered is None:
         return [f"prefill: {plan.parts} parts of up to {plan.rows} tokens, {first}", f"decode: {token}"]
     layers, layering = workload.config.num_layers, plan.layered.layering
@@ -67,8 +67,8 @@ def _times(workload: Workload, plan: CausalPlan) -> list[str]:
     ]
     if plan.layered.back_bytes:
         lines.append(
-            f"then {format_bytes(plan.layered.back_bytes)} come back, in about"
-            f" {format_seconds(plan.back_seconds)}"
+            f"then {format_bytes(plan.layered.back_bytes)} come back, in"
+            f" {estimated(plan.back_seconds, plan.prefill_measured)}"
         )
     passing = format_bytes(plan.layered.streamed_bytes)
     through = f", {passing} of keys pass through the device for each" if plan.transfer_seconds else ""

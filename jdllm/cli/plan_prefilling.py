@@ -8,19 +8,25 @@ from jdllm.execution.paged.pool import PAGE_ROWS, pool_bytes
 from jdllm.planning.account import Account
 from jdllm.planning.budget import format_bytes
 from jdllm.planning.plan import Workload
-from jdllm.planning.prefilling import Question, StagePlan, context_rows, plan_stages
-from jdllm.planning.step_time import format_seconds
+from jdllm.planning.prefilling import Question, StagePlan, context_rows, lacking, measured
+from jdllm.planning.step_time import estimated, format_seconds
 
 
 def stage_facts(
-    workload: Workload, account: Account, target: str, prefilling: Prefilling, question: Question
+    workload: Workload,
+    account: Account,
+    target: str,
+    prefilling: Prefilling,
+    question: Question,
+    stages: Sequence[StagePlan],
 ) -> dict[str, Any]:
     """The stages as one JSON object."""
-    stages = plan_stages(workload, account, target, prefilling, question)
     kept = context_rows(prefilling, question)
     return {
         "stages": [stage._asdict() for stage in stages],
         "seconds": sum(stage.seconds for stage in stages),
+        "seconds_at_measured_rates": measured(workload, target),
+        "fits": lacking(account, stages) is None,
         "weights_bytes": account.weights,
         "request_pages": sum(stage.stored_rows for stage in stages if stage.name == "build") // PAGE_ROWS,
         "context_pages": kept // PAGE_ROWS,
@@ -30,10 +36,15 @@ def stage_facts(
 
 
 def describe_stages(
-    workload: Workload, account: Account, target: str, prefilling: Prefilling, question: Question
+    workload: Workload,
+    account: Account,
+    target: str,
+    prefilling: Prefilling,
+    question: Question,
+    stages: Sequence[StagePlan],
 ) -> str:
     """A table of the stages, and what of the pool they need."""
-    stages = plan_stages(workload, account, target, prefilling, question)
+    seconds = sum(stage.seconds for stage in stages)
     rows = [("stage", "evaluations", "rows", "temporaries", "seconds")]
     rows += [
         (s.name, str(s.evaluations), str(s.rows), format_bytes(s.step_bytes), format_seconds(s.seconds))
@@ -50,7 +61,7 @@ def describe_stages(
     return "\n".join(
         [
             f"{question.context} tokens of context, {question.gen_length} of answer on {target}:"
-            f" about {format_seconds(sum(s.seconds for s in stages))} (estimate)",
+            f" {estimated(seconds, measured(workload, target))} (estimate)",
             "",
             *table,
             "",

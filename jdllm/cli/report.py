@@ -11,9 +11,10 @@ import typer
 from typer.core import TyperGroup
 
 from jdllm.cli.options import in_option_words
-from jdllm.errors import JdllmError, RequestError
+from jdllm.errors import DoesNotFitError, JdllmError, RequestError
 
 USER_MISTAKE = 2
+DOES_NOT_FIT = 3
 
 _WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EBADF, errno.EIO)
 _TEXTS = {"prompts", "texts", "prompt"}
@@ -25,7 +26,10 @@ class LineError(RequestError):
 
 
 class Commands(TyperGroup):
-    """Reports a user's mistake, of the command line or of the library, as one line and exit code 2."""
+    """Reports a user's mistake, of the command line or of the library, as one line and exit code 2.
+
+    What does not fit the memory ends with 3.
+    """
 
     def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         with warnings.catch_warnings():
@@ -39,7 +43,7 @@ class Commands(TyperGroup):
                 code = USER_MISTAKE
             except JdllmError as e:
                 _say("error", str(e) if isinstance(e, LineError) else in_option_words(str(e)))
-                code = USER_MISTAKE
+                code = DOES_NOT_FIT if isinstance(e, DoesNotFitError) else USER_MISTAKE
             except OSError as e:
                 if e.errno not in _WRITE_ERRORS or e.filename is not None:
                     raise

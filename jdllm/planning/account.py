@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from jdllm.errors import ConfigError, RequestError
+from jdllm.errors import ConfigError, NoRoomError
 from jdllm.execution.offload.placement import device_weight_bytes
 from jdllm.execution.paged.pool import PAGE_ROWS, pool_bytes
 from jdllm.models.config import ModelConfig
@@ -79,7 +79,7 @@ class Account:
         return max(self.steps.values())
 
     def check_room(self, rows: int, pages: int) -> None:
-        """Raise `RequestError` for a request with a cache that has no room, and say which options make it.
+        """Raise `NoRoomError` for a request with a cache that has no room, and say which options make it.
 
         Arguments:
         - `rows`: packed rows of its largest step, as they are compiled.
@@ -94,7 +94,7 @@ class Account:
         if self.sharing is not None:
             options = Room(rows, pages * PAGE_ROWS).options(self.sharing)
         named = " and ".join(f"{name}={value!r}" for name, value in options.items())
-        raise RequestError(f"a request {lacks}: set {named} or more, or shorten its prompt or its generation")
+        raise NoRoomError(f"a request {lacks}: set {named} or more, or shorten its prompt or its generation")
 
     def step_budget(self, rows: int) -> Budget | None:
         """What a step of so many packed rows may use, in the terms of `plan_bucket`.
@@ -158,7 +158,7 @@ def make_account(
     - `offloaded`: layers whose weights are in host memory, which leaves no pool; `jdllm.planning.offloading`
       says how many.
 
-    Raises `ConfigError` for a `kv_pool` or `max_context` that does not fit, and `MemoryBudgetError` where
+    Raises `DoesNotFitError` for a `kv_pool` or `max_context` that does not fit, and `MemoryBudgetError` where
     not even a step of the smallest bucket does.
     """
     model = StepNeeds(config, dtype, device, max_num_logits, () if offloaded else tuple(rungs(config)))

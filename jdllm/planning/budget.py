@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jdllm.errors import ConfigError
+from jdllm.errors import ConfigError, DoesNotFitError
 from jdllm.planning.driver import card_state
 from jdllm.planning.host import available, check_pinnable, runtime_limit
 
@@ -77,7 +77,7 @@ class Budget:
     host: int = parse_bytes(DEFAULT_HOST_MEMORY)
 
 
-class MemoryBudgetError(ConfigError):
+class MemoryBudgetError(DoesNotFitError):
     """A step that does not fit the budget.
 
     Arguments:

@@ -18,7 +18,8 @@ class CausalPlan(NamedTuple):
     - `parts`: in which the prompt is evaluated; `rows`: of the largest.
     - `prefill_seconds`: to the first token; `back_seconds`: until keys are back on the device before the
       second; `token_seconds`: to each further one, at that length, of which transfers from host memory take
-      `transfer_seconds`. Estimates from arithmetic and bytes.
+      `transfer_seconds`. Estimates from arithmetic and bytes; of a token in a dispatch of its own.
+    - `prefill_measured`, `token_measured`: whether they are at rates that were measured.
     - `peak_bytes`: of the device; `host_bytes`: of pinned host memory.
     - `longest`: tokens of the longest prompt in the pool; `longest_layered`: of the longest that has room at
       all, 0 where the pool has the longest.
@@ -37,6 +38,8 @@ class CausalPlan(NamedTuple):
     host_bytes: int
     longest: int
     longest_layered: int
+    prefill_measured: bool
+    token_measured: bool
 
 
 def plan_causal(
@@ -78,6 +81,8 @@ def plan_causal(
         host_bytes=0 if layered is None else layered.host_bytes,
         longest=longest,
         longest_layered=beyond if beyond > longest else 0,
+        prefill_measured=rates.measured and workload.dtype != "float32",
+        token_measured=rates.decode is not None and workload.dtype != "float32",
     )
 
 
@@ -89,4 +94,4 @@ def _prefill_seconds(workload: Workload, account: Account, rates: Rates, tokens:
 def _token_seconds(workload: Workload, account: Account, rates: Rates, tokens: int) -> float:
     """By what is read on the device."""
     keys = pool_bytes(workload.config, workload.dtype, 1, PAGE_ROWS) * tokens // PAGE_ROWS
-    return (account.weights + keys) / rates.bytes
+    return (account.weights + keys) / (rates.decode or rates.bytes)

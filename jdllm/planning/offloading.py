@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 
-from jdllm.errors import ConfigError
+from jdllm.errors import ConfigError, DoesNotFitError
 from jdllm.execution.offload.placement import device_weight_bytes, host_weight_bytes, streamed_bytes
 from jdllm.models.config import ModelConfig
 from jdllm.pallas.device import Target
@@ -33,7 +33,7 @@ def account_with_offloading(
 
     Arguments: as of `jdllm.planning.account.make_account`.
 
-    Raises what `make_account` raises, and `ConfigError` where host memory is too small for the rest.
+    Raises what `make_account` raises, and `DoesNotFitError` where host memory is too small for the rest.
     """
     account = functools.partial(
         make_account,
@@ -100,7 +100,7 @@ def _in_terms_of_plans(account: Account) -> Budget:
 def _checked(account: Account, config: ModelConfig, dtype: str, budget: Budget) -> Account:
     needed = host_weight_bytes(config, dtype, account.offloaded)
     if needed > budget.host:
-        raise ConfigError(
+        raise DoesNotFitError(
             f"the weights take {format_bytes(account.weights, math.ceil)} on the device and"
             f" {format_bytes(needed, math.ceil)} of host memory, and host_memory is"
             f" {format_bytes(budget.host, math.floor)}: raise memory or host_memory"

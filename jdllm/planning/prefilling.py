@@ -1,6 +1,7 @@
 """What each stage of a long context takes: memory, pages of the pool and time, before anything runs."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jdllm.decoding.prefilling import Prefilling
@@ -81,6 +82,22 @@ def plan_stages(
     built = question.instruction + context + question.query + question.gen_length
     stages.append(plan.stage("build", 1, built, 1, stored=_stored(question, context, kept)))
     return [*stages, plan.steps(question, built)]
+
+
+def measured(workload: Workload, target: str) -> bool:
+    """Whether the seconds of stages are at rates that were measured."""
+    return RATES[target].measured and workload.dtype != "float32"
+
+
+def lacking(account: Account, stages: Sequence[StagePlan]) -> str | None:
+    """What an engine has no room for, in words; `None` where all stages fit."""
+    for stage in stages:
+        if stage.rows > account.max_refresh:
+            return f"the stage {stage.name} has {stage.rows} rows, and at most {account.max_refresh} fit"
+        if stage.stored_rows > (account.pages - 1) * PAGE_ROWS and stage.name == "build":
+            needed = stage.stored_rows // PAGE_ROWS
+            return f"a request needs {needed} pages of the KV pool, which has {account.pages - 1}"
+    return None
 
 
 def context_rows(prefilling: Prefilling, question: Question) -> int:

@@ -5,7 +5,7 @@ import functools
 import math
 from typing import NamedTuple
 
-from jdllm.errors import ConfigError
+from jdllm.errors import DoesNotFitError
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.models.weights import param_bytes
 from jdllm.pallas.masked_logits import Level
@@ -145,21 +145,21 @@ class Sharing:
         return pages == 1 or pages * self.page_bytes <= self.left(self.rows)
 
     def check_pool(self) -> None:
-        """Raise `ConfigError` where a pool that was asked for does not fit."""
+        """Raise `DoesNotFitError` where a pool that was asked for does not fit."""
         if not self.pool_fits:
             pool, left = (self.asked_pages or 1) * self.page_bytes, max(0, self.left(self.rows))
-            raise ConfigError(
+            raise DoesNotFitError(
                 f"kv_pool is {format_bytes(pool, math.ceil)} in whole pages, and the weights, the overhead"
                 f" and a step of {self.rows} rows leave {format_bytes(left, math.floor)} of the memory,"
                 f" {self._memory}: lower kv_pool or max_num_batched_tokens, or raise memory"
             )
 
     def check_context(self) -> None:
-        """Raise `ConfigError` where full steps of `context` tokens do not fit beside a pool."""
+        """Raise `DoesNotFitError` where full steps of `context` tokens do not fit beside a pool."""
         context, pages = self.context, self.asked_pages or 1
         if context is not None and context > (longest := self.longest(pages)):
             pool = format_bytes(pages * self.page_bytes, math.ceil)
-            raise ConfigError(
+            raise DoesNotFitError(
                 f"max_context is {context} tokens, and beside a KV pool of {pool} the longest that fits the"
                 f" memory, {self._memory}, is {longest}: lower max_context or kv_pool, or raise memory"
             )

@@ -13,6 +13,8 @@ class Rates(NamedTuple):
     - `flops`: operations of 16-bit matrix products; `flops_f32` of products in full float32.
     - `bytes`: of its own memory; `host_bytes` to it from pinned host memory.
     - `measured`: whether 16-bit steps of jdllm reach this; otherwise they are the data sheet's numbers.
+    - `decode`: bytes of its own memory while a causal model generates token after token, where that was
+      measured.
     """
 
     flops: float
@@ -20,6 +22,7 @@ class Rates(NamedTuple):
     bytes: float
     host_bytes: float
     measured: bool = False
+    decode: float | None = None
 
 
 RATES = {
@@ -29,13 +32,15 @@ RATES = {
     "a100-40gb": Rates(312e12, 19.5e12, 1.555e12, 31.5e9),
     "a100-80gb": Rates(312e12, 19.5e12, 2.039e12, 31.5e9),
     "l40s": Rates(362e12, 91.6e12, 0.864e12, 31.5e9),
-    "h100": Rates(989e12, 67e12, 3.35e12, 63e9),
+    "h100": Rates(630e12, 67e12, 2.4e12, 43e9, measured=True, decode=2.25e12),
     "h200": Rates(650e12, 67e12, 4.3e12, 51e9, measured=True),
     "b200": Rates(2250e12, 75e12, 7.7e12, 63e9),
 }
 """By target. What is not measured is from NVIDIA's white papers (GA102, Ada, RTX Blackwell, A100, H100) and
 data sheets (L40S, HGX B200): dense bfloat16 products with sums in float32, which a GeForce card makes at half
-the rate of sums in float16, and one direction of 16 lanes of PCIe 4.0 or 5.0."""
+the rate of sums in float16, and one direction of 16 lanes of PCIe 4.0 or 5.0. An H100 has the rates of
+`causal_llama-3.1-8b.json`, `causal_long_llama-3.1-8b.json` and `prefilling_dream-7b_dream.json`, in
+`benchmarks/results`."""
 
 
 class StepTime(NamedTuple):
@@ -46,9 +51,9 @@ class StepTime(NamedTuple):
     measured: bool
 
     def __str__(self) -> str:
-        bound, source = ("about", "measured") if self.measured else ("at least", "data-sheet")
+        source = "measured" if self.measured else "data-sheet"
         rate = f"the {source} rate, {self.flops / 1e12:g} TFLOP/s"
-        return f"{bound} {format_seconds(self.seconds)} (estimate at {rate})"
+        return f"{estimated(self.seconds, self.measured)} (estimate at {rate})"
 
 
 def step_time(workload: Workload, plan: MemoryPlan, target: str) -> StepTime:
@@ -87,6 +92,11 @@ def step_flops(config: ModelConfig, rows: int, head_rows: int) -> float:
     seen = rows * (rows + 1) / 2 if config.attention == "causal" else rows * rows
     attention = config.num_layers * 2 * seen * q
     return 2.0 * (rows * projections + attention + head_rows * config.hidden_size * config.vocab_size)
+
+
+def estimated(seconds: float, measured: bool) -> str:
+    """An estimated time; at a rate that nobody measured it is a bound."""
+    return f"{'about' if measured else 'at least'} {format_seconds(seconds)}"
 
 
 def format_seconds(seconds: float) -> str:

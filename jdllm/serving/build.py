@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from jdllm.chunks import ChunkConfig
 from jdllm.decoding.executables import Executables
-from jdllm.errors import ConfigError
+from jdllm.errors import ConfigError, DoesNotFitError
 from jdllm.execution.offload.layer_stream import OffloadedWeights
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
@@ -194,7 +194,7 @@ def _check_causal(account: Account, chunks: ChunkConfig | None) -> None:
     if chunks is not None:
         raise ConfigError("chunks are for models that denoise: leave them out for a causal model")
     if account.offloaded:
-        raise ConfigError(
+        raise DoesNotFitError(
             f"the memory leaves no room for {account.offloaded} layers of this causal model, whose weights"
             " have to be on the device: raise memory"
         )

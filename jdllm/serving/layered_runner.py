@@ -7,7 +7,7 @@ import numpy as np
 
 from jdllm.decoding.executables import Executables, temp_bytes
 from jdllm.decoding.layered import LayeredSequence
-from jdllm.errors import RequestError
+from jdllm.errors import NoRoomError
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
@@ -73,13 +73,13 @@ class LayeredRunner:
         return Demand(Kind.LAYERED, 1 if request.decodes else request.known, 1, 0)
 
     def check(self, spec: RequestSpec) -> None:
-        """Raise `RequestError` for a request that has no room on the device and in host memory."""
+        """Raise `NoRoomError` for a request that has no room on the device and in host memory."""
         if self._model is None or not self.takes(spec) or self._plan(spec) is not None:
             return
         prompt, generated = len(spec.prompt), len(spec.tokens) - len(spec.prompt)
         longest = max(self._pages * PAGE_ROWS - generated, longest_layered(self._model, generated))
         budget = self._model.budget
-        raise RequestError(
+        raise NoRoomError(
             f"a prompt of {prompt} tokens with {generated} behind it needs"
             f" {missing(self._model, prompt, generated)}; memory is {format_bytes(budget.device)} and"
             f" host_memory {format_bytes(budget.host)}: the longest prompt that fits is {longest} tokens"

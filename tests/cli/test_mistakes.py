@@ -70,6 +70,16 @@ def test_mistakes_in_the_request(args: list[str], words: list[str]):
     assert_mistake(run(*args), *words)
 
 
+def test_a_model_that_does_not_fit_ends_with_3():
+    for command in ("generate", "serve"):
+        words = IDS if command == "generate" else ["--port", "0"]
+        model = ["--model", str(LLADA)] if command == "generate" else [str(LLADA)]
+        memory = ["--memory", "100KiB", "--host-memory", "0"]
+        result = CliRunner().invoke(app, [command, *model, *words, *memory])
+        assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (3, "", 1)
+        assert result.stderr.startswith("error: with memory=")
+
+
 def test_mistakes_in_the_input_streams(tmp_path: Path):
     (tmp_path / "latin").write_bytes(b"caf\xe9")
     assert_mistake(run("--file", str(tmp_path / "latin")), "latin", "UTF-8", "byte 3")

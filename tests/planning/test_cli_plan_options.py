@@ -13,6 +13,7 @@ from jdllm import LLM
 from jdllm.cli import app
 from jdllm.planning.budget import Budget, parse_bytes
 from jdllm.planning.card import Card
+from tests.helpers import Golden
 from tests.planning.plan_command import GIB, assert_mistake, facts, invoke, run
 
 pytestmark = pytest.mark.usefixtures("no_card")
@@ -137,3 +138,40 @@ def test_models_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert_mistake(run(tmp_path), "config.json")
     (tmp_path / "config.json").write_text("{")
     assert_mistake(run(tmp_path / "config.json"), "not readable as JSON")
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llada", ["--memory", "2GiB", "--no-host-tiers"]),
+        ("dream", ["--prefilling", "dream", "--context", "131072", "--memory", "14GiB"]),
+        ("dream", ["--prefilling", '{"chunks_kept": 4096}', "--context", "4194304", "--memory", "24GiB"]),
+        ("causal", ["--memory", "10GiB"]),
+        ("causal", ["--memory", "24GiB", "--host-memory", "0", "--context", "1000000"]),
+        ("llada", ["--memory", "24GiB", "--kv-pool", "20GiB"]),
+    ],
+)
+def test_what_does_not_fit_ends_with_3(
+    configs: dict[str, Path], tmp_path: Path, family: str, options: list[str]
+):
+    model = configs.get(family)
+    if model is None:
+        values = json.loads((Golden("llama").directory / "config.json").read_text())
+        model = tmp_path / "config.json"
+        model.write_text(json.dumps(values | CAUSAL))
+    result = invoke(model, "--target", "h100", "--json", *options)
+    assert result.exit_code == 3
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+
+
+CAUSAL = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "torch_dtype": "bfloat16",
+}

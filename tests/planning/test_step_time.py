@@ -4,11 +4,16 @@ import dataclasses
 
 import pytest
 
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import CAUSAL_SHAPES, SHAPES
+from jdllm.decoding.prefilling import PRESETS
 from jdllm.execution.offload.tiers import HostTiers
+from jdllm.pallas.device import HOPPER
+from jdllm.planning.account import make_account
 from jdllm.planning.budget import Budget
+from jdllm.planning.causal import CausalPlan, plan_causal
 from jdllm.planning.descriptions import described_targets
 from jdllm.planning.plan import Workload, plan_memory
+from jdllm.planning.prefilling import Question, plan_stages
 from jdllm.planning.step_time import RATES, format_seconds, step_time
 
 GIB = 2**30
@@ -26,6 +31,37 @@ def test_what_an_h200_took(context: int, measured: float, error: float):
     assert estimate(context).seconds == pytest.approx(measured, rel=error)
 
 
+@pytest.mark.parametrize(("context", "measured"), [(8192, 0.205), (32768, 1.153), (131072, 10.13)])
+def test_what_a_prompt_took_on_an_h100(context: int, measured: float):
+    plan = causal_plan(context, "h100")
+    assert plan.prefill_seconds == pytest.approx(measured, rel=0.05)
+    assert plan.prefill_measured
+    assert not causal_plan(context, "b200").prefill_measured
+
+
+@pytest.mark.parametrize(("context", "measured"), [(4096, 0.0069), (131072, 0.0157), (262144, 0.0213)])
+def test_what_a_token_took_on_an_h100(context: int, measured: float):
+    """In a dispatch of its own."""
+    plan = causal_plan(context, "h100")
+    assert plan.token_seconds == pytest.approx(measured, rel=0.08)
+    assert plan.token_measured
+    assert not causal_plan(context, "h200").token_measured
+
+
+def causal_plan(prompt: int, target: str) -> CausalPlan:
+    config = CAUSAL_SHAPES["llama-3.1-8b"]
+    account = make_account(config, "bfloat16", Budget(72 * GIB), device=HOPPER)
+    return plan_causal(Workload(config), account, target, prompt)
+
+
+@pytest.mark.parametrize(("context", "measured"), [(32768, 1.097), (131072, 3.48)])
+def test_what_a_question_over_a_long_context_took_on_an_h100(context: int, measured: float):
+    workload = Workload(SHAPES["dream-7b"])
+    account = make_account(workload.config, "bfloat16", Budget(60 * GIB), device=HOPPER)
+    stages = plan_stages(workload, account, "h100", PRESETS["dream"], Question(context))
+    assert sum(stage.seconds for stage in stages) == pytest.approx(measured, rel=0.15)
+
+
 def test_other_cards_are_said_to_be_at_data_sheet_rate():
     ours, a100, l40s = (estimate(16384, target) for target in ("h200", "a100-80gb", "l40s"))
     assert a100.seconds / ours.seconds == pytest.approx(650 / 312)
@@ -41,7 +77,7 @@ def test_other_cards_are_said_to_be_at_data_sheet_rate():
 
 def test_every_described_card_has_rates():
     assert sorted(RATES) == described_targets()
-    assert [target for target, rates in RATES.items() if rates.measured] == ["h200"]
+    assert [target for target, rates in RATES.items() if rates.measured] == ["h100", "h200"]
 
 
 def test_no_step_is_faster_than_reading_the_weights():
