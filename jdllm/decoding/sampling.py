@@ -21,7 +21,7 @@ from pydantic_core import ArgsKwargs, PydanticCustomError
 from jdllm.declarations import explain, plain
 from jdllm.decoding.prefilling import PrefillingLike
 from jdllm.errors import RequestError
-from jdllm.pallas.masked_logits import LISTED
+from jdllm.pallas.listed import LISTED
 
 Remasking = Literal["low_confidence", "random"]
 Transfer = Literal["schedule", "threshold", "factor", "entropy_bound", "margin", "adaptive"]

@@ -1,6 +1,7 @@
 """The head for rows that are still masked: a decision per row instead of its logits."""
 
+from jdllm.pallas.listed import LISTED
 from jdllm.pallas.masked_logits.api import masked_logits, rows_at_once
-from jdllm.pallas.masked_logits.types import LISTED, Level, Likeliest, RowDecision, RowSampling
+from jdllm.pallas.masked_logits.types import Level, Likeliest, RowDecision, RowSampling
 
 __all__ = ["LISTED", "Level", "Likeliest", "RowDecision", "RowSampling", "masked_logits", "rows_at_once"]

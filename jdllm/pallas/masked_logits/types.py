@@ -7,12 +7,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jdllm.arrays import Tensor
+from jdllm.pallas.listed import LISTED
 
 Ids = Int[Tensor, "rows bans"]
 Keys = tuple[UInt32[Array, " rows"], UInt32[Array, " rows"]]
-
-LISTED = 20
-"""How many of the likeliest ids of a row are listed, where they are."""
 
 
 class Level(enum.IntEnum):

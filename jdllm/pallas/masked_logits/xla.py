@@ -8,7 +8,8 @@ from jaxtyping import Array, Bool, Float, Int
 from jdllm.arrays import Tensor
 from jdllm.layers import head_logits
 from jdllm.noise import gumbel, vocabulary_bits
-from jdllm.pallas.masked_logits.types import LISTED, Ids, Keys, Level, Likeliest, RowDecision, RowSampling
+from jdllm.pallas.listed import LISTED
+from jdllm.pallas.masked_logits.types import Ids, Keys, Level, Likeliest, RowDecision, RowSampling
 
 Logits = Float[Array, "rows vocab"]
 
