@@ -77,7 +77,7 @@ def test_a_model_that_does_not_fit_ends_with_3():
         memory = ["--memory", "100KiB", "--host-memory", "0"]
         result = CliRunner().invoke(app, [command, *model, *words, *memory])
         assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (3, "", 1)
-        assert result.stderr.startswith("error: with memory=")
+        assert result.stderr.startswith("error: with --memory 100.00 KiB a step needs at least")
 
 
 def test_mistakes_in_the_input_streams(tmp_path: Path):
