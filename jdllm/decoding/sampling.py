@@ -210,7 +210,7 @@ class SamplingParams:
       prompt and what is decoded (dKV-Cache); "sparse": of what is outside the block the share `retention`
       that the block attends to most (Sparse-dLLM); "head_sparse": the same for each key-value head
       (dLLM-Serve).
-    - `retention` (0.5): share of the rows that the sparse policies keep.
+    - `retention` (0.5): share of the rows that the sparse policies keep, at least one row.
     - `pool_kernel` (3): odd width of the max pool over their scores, 1 for none.
     - `refresh_delay` (`None`: 1 for sparse, head_sparse and selective, else 0): step of a block, counted from
       0, that refreshes; those before it evaluate everything.
