@@ -52,6 +52,7 @@ class SpecialTokens:
         self._found = {self._finder.token_to_id(content): i for i, content in self._contents.items()}
         contents = {*self._contents.values(), *map(self._normalized, self._contents.values())}
         self._beginnings = {content[:n] for content in contents for n in range(1, len(content))}
+        self._longest = max(map(len, self._beginnings), default=0)
 
     def protect(self, text: str, parsed: Collection[str] = ()) -> str:
         """Spell every special token in `text`, but those of `parsed`, so that it is none.
@@ -107,8 +108,7 @@ class SpecialTokens:
 
     def _begun(self, text: str) -> int:
         """How many characters at the end of a text may begin a special token."""
-        longest = min(len(text), max(map(len, self._beginnings), default=0))
-        ends = (text[-n:] for n in range(longest, 0, -1))
+        ends = (text[-n:] for n in range(min(len(text), self._longest), 0, -1))
         return next((len(end) for end in ends if {end, self._normalized(end)} & self._beginnings), 0)
 
     def _normalized(self, text: str) -> str:

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -91,6 +90,9 @@ class Tokenizer:
     def __init__(self, path: Path, tokenizer: "PreTrainedTokenizerFast"):
         self._path = path
         self._tokenizer = tokenizer
+        unknown, backend = tokenizer.unk_token, tokenizer.backend_tokenizer
+        self._special = SpecialTokens(backend, None if unknown is None else str(unknown))
+        self._texts = TokenText(backend)
 
     def __len__(self) -> int:
         """Number of ids that it defines; the model's vocabulary may be larger."""
@@ -274,15 +276,6 @@ class Tokenizer:
         if isinstance(value, Mapping):
             return {key: self._protect(entry) for key, entry in value.items()}
         return [self._protect(entry) for entry in value] if isinstance(value, list | tuple) else value
-
-    @functools.cached_property
-    def _special(self) -> SpecialTokens:
-        unknown = self._tokenizer.unk_token
-        return SpecialTokens(self._tokenizer.backend_tokenizer, None if unknown is None else str(unknown))
-
-    @functools.cached_property
-    def _texts(self) -> TokenText:
-        return TokenText(self._tokenizer.backend_tokenizer)
 
 
 def _check_surrogates(text: str, where: str = "") -> None:
