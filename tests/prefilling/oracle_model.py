@@ -152,8 +152,8 @@ def forward(
         k[i, slots], v[i, slots] = (_heads(x, layer, n, model.kv_heads) for n in "kv")
         p = _probabilities(_rotated(q, positions[slots], model), _rotated(k[i], positions, model), mask)
         attention.append(p[:, watch])
-        values = np.repeat(v[i], model.heads // model.kv_heads, axis=1)
-        h = h + np.einsum("hqk,khd->qhd", p, values).reshape(len(tokens), -1) @ layer["o"].T
+        values = np.repeat(v[i], model.heads // model.kv_heads, axis=1).swapaxes(0, 1)
+        h = h + (p @ values).swapaxes(0, 1).reshape(len(tokens), -1) @ layer["o"].T
         x = _norm(h, layer["ffn_norm"], model.eps)
         gate = x @ layer["gate"].T
         h = h + (gate / (1 + np.exp(-gate)) * (x @ layer["up"].T)) @ layer["down"].T
@@ -186,7 +186,7 @@ def _probabilities(
     mask: Bool[np.ndarray, "rows keys"],
 ) -> Float[np.ndarray, "heads rows keys"]:
     shared = np.repeat(k, q.shape[1] // k.shape[1], axis=1)
-    scores = np.einsum("qhd,khd->hqk", q, shared) / np.sqrt(q.shape[-1])
+    scores = q.swapaxes(0, 1) @ shared.transpose(1, 2, 0) / np.sqrt(q.shape[-1])
     scores = np.where(mask, scores, -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     return weights / weights.sum(axis=-1, keepdims=True)
