@@ -9,10 +9,12 @@ from typing import NamedTuple
 import numpy as np
 
 from jdllm.arguments import positive, shortened
+from jdllm.declarations import plain
 from jdllm.decoding.likelihood import TokenScores, perturb
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
 from jdllm.models.config import ModelConfig
+from jdllm.pallas.masked_logits import LISTED
 from jdllm.progress import counted
 from jdllm.prompts import TokenIds, naming_prompt
 from jdllm.scoring import (
@@ -172,13 +174,19 @@ class ScoresText(abc.ABC):
         return _taken(found, len(asked), progress)
 
     def token_logprobs(
-        self, pairs: Pairs, *, parse_special: bool = False, progress: bool = False
+        self,
+        pairs: Pairs,
+        *,
+        top_logprobs: int = 0,
+        parse_special: bool = False,
+        progress: bool = False,
     ) -> list[list[Conditional]]:
         """Score every token of each answer given the prompt and the tokens before it; of causal models.
 
         Arguments:
         - `pairs`: (prompt, answer), texts or ids in any mix; they share evaluations. To score a whole text,
           let its first token be the prompt.
+        - `top_logprobs`: how many of the likeliest ids are told of each token's place, up to 20.
         - `parse_special`, `progress`: as for `likelihoods`.
 
         Returns for each pair one for each token of its answer. Their `logprob`s sum up to `score`, and an
@@ -190,7 +198,8 @@ class ScoresText(abc.ABC):
             raise RequestError(
                 "token_logprobs is for causal models: pseudo_likelihood has what this one says of each token"
             )
-        scores = self._following("token_logprobs", pairs, parse_special, progress)
+        listed = _listed(top_logprobs)
+        scores = self._following("token_logprobs", pairs, parse_special, progress, listed)
         return [conditionals_of([found]) for found in scores]
 
     def conditionals(
@@ -222,11 +231,12 @@ class ScoresText(abc.ABC):
                 questions.append(one_masked(*asked, mask_id, self.config))
         return conditionals_of(self._scorer.answers("conditionals", questions))
 
-    def pseudo_likelihood(self, token_ids: TokenIds) -> list[Conditional]:
+    def pseudo_likelihood(self, token_ids: TokenIds, *, top_logprobs: int = 0) -> list[Conditional]:
         """Score every token of a sequence given all others: each is masked alone.
 
         Arguments:
         - `token_ids`: ids without masks.
+        - `top_logprobs`: how many of the likeliest ids are told of each token's place, up to 20.
 
         Returns one for each token. Their `logprob`s sum up to the pseudo-log-likelihood of masked models,
         which is no likelihood: a token sees those after it. It takes the square of the length in rows.
@@ -235,7 +245,8 @@ class ScoresText(abc.ABC):
         """
         mask_id = self._mask_id("pseudo_likelihood")
         ids = unmasked_ids(token_ids, "the sequence", self.config)
-        return conditionals_of(self._scorer.answers("pseudo_likelihood", each_alone(ids, mask_id)))
+        questions, listed = each_alone(ids, mask_id), _listed(top_logprobs)
+        return conditionals_of(self._scorer.answers("pseudo_likelihood", questions, listed=listed))
 
     def choose(self, prefix: TokenIds, options: Iterable[TokenIds], suffix: TokenIds = ()) -> OptionScores:
         """Score options for a gap by the chain rule.
@@ -313,10 +324,12 @@ class ScoresText(abc.ABC):
                 made.append((ids[: len(prompt)], ids[len(prompt) :]))
         return made
 
-    def _following(self, what: str, pairs: Pairs, parse_special: bool, progress: bool) -> list[TokenScores]:
+    def _following(
+        self, what: str, pairs: Pairs, parse_special: bool, progress: bool, listed: int = 0
+    ) -> list[TokenScores]:
         """Scores of each answer's tokens by a causal model; `what`: the call, for messages."""
         asked = self._pairs(pairs, parse_special)
-        found = self._scorer.answers(what, itertools.starmap(following, asked))
+        found = self._scorer.answers(what, itertools.starmap(following, asked), listed=listed)
         return _taken(found, len(asked), progress)
 
     def logits(self, token_ids: Sequence[TokenIds] | np.ndarray) -> np.ndarray:
@@ -340,6 +353,13 @@ def _check_exact(settings: MonteCarlo) -> None:
     for name, why in _OF_MASKS.items():
         if getattr(settings, name) != MonteCarlo._field_defaults[name]:
             raise RequestError(f"{name} is for models that denoise: a causal model {why}")
+
+
+def _listed(top_logprobs: int) -> int:
+    asked = plain(top_logprobs)
+    if not isinstance(asked, int) or isinstance(asked, bool) or not 0 <= asked <= LISTED:
+        raise RequestError(f"top_logprobs is {shortened(asked)}, expected an integer from 0 to {LISTED}")
+    return asked
 
 
 def _taken[T](found: Iterable[T], total: int, progress: bool) -> list[T]:

@@ -17,6 +17,7 @@ from jdllm.decoding.non_finite import origin
 from jdllm.errors import NonFiniteError, RequestError
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
+from jdllm.pallas.masked_logits import Likeliest
 from jdllm.planning.account import Account
 from jdllm.planning.buckets import head_bucket, row_bucket
 from jdllm.planning.budget import MemoryBudgetError
@@ -47,11 +48,14 @@ class Conditional(NamedTuple):
 
     - `logprob`: log-probability of the token that was asked for, natural logarithm.
     - `best`, `best_logprob`: the likeliest id, of equals the lowest, and its log-probability.
+    - `top_logprobs`: the likeliest ids with their log-probabilities, the likeliest first, as many as were
+      asked for; `None` where none were.
     """
 
     logprob: float
     best: int
     best_logprob: float
+    top_logprobs: dict[int, float] | None = None
 
 
 class OptionScores(NamedTuple):
@@ -163,7 +167,7 @@ class Scorer:
             yield _likelihood(np.reshape(sums, ratio.shape) / ratio)
 
     def answers(
-        self, what: str, questions: Iterable[Question], cfg_scale: float = 0.0
+        self, what: str, questions: Iterable[Question], cfg_scale: float = 0.0, listed: int = 0
     ) -> Iterator[TokenScores]:
         """Scores of the tokens that each question asks for, in order, as NumPy arrays.
 
@@ -171,26 +175,36 @@ class Scorer:
         - `what`: the call, for messages.
         - `questions`: taken as they are evaluated, as many at a time as fit an evaluation.
         - `cfg_scale`: classifier-free guidance of those that have an unguided copy.
+        - `listed`: how many of the likeliest ids are told of each position.
 
         Raises `NonFiniteError` and `MemoryBudgetError`.
         """
         for group in _grouped(questions, self._account.rows):
-            yield from self._evaluate(what, group, cfg_scale)
+            yield from self._evaluate(what, group, cfg_scale, listed)
 
-    def _evaluate(self, what: str, questions: Sequence[Question], cfg_scale: float) -> Iterator[TokenScores]:
+    def _evaluate(
+        self, what: str, questions: Sequence[Question], cfg_scale: float, listed: int
+    ) -> Iterator[TokenScores]:
         sequences = [copy for question in questions for copy in question.copies]
         counts = [len(question.positions) for question in questions]
         rows, heads = sum(map(len, sequences)), sum(counts)
         compiled = (entry for entry in self._compiled if entry.holds(rows, heads, 1))
         entry = next(compiled, Entry(row_bucket(rows), head_bucket(heads), 1, 1))
-        scores = self._call(self._program(questions, cfg_scale, entry))
-        found = [np.asarray(x)[:heads] for x in scores]
-        if not all(np.isfinite(x).all() for x in found):
+        scores: TokenScores = self._call(self._program(questions, cfg_scale, entry, bool(listed)))
+        if not listed:
+            scores = scores._replace(likeliest=None)
+        scores = jax.tree.map(lambda x: np.asarray(x)[:heads], scores)
+        if not all(np.isfinite(x).all() for x in scores[:3]):
             raise self._non_finite(what, sequences)
-        stops = np.cumsum(counts)[:-1]
-        return (TokenScores(*parts) for parts in zip(*(np.split(x, stops) for x in found), strict=True))
+        if scores.likeliest is not None:
+            scores = scores._replace(likeliest=Likeliest(*(x[:, :listed] for x in scores.likeliest)))
+        stops = np.cumsum(counts)
+        parts = [slice(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
+        return (jax.tree.map(lambda x, part=part: x[part], scores) for part in parts)
 
-    def _program(self, questions: Sequence[Question], cfg_scale: float, entry: Entry) -> Program:
+    def _program(
+        self, questions: Sequence[Question], cfg_scale: float, entry: Entry, listed: bool = False
+    ) -> Program:
         """An evaluation of some questions in the sizes of an entry."""
         sequences = [copy for question in questions for copy in question.copies]
         tokens, rows, starts = lay_out(sequences, self._config, entry.rows)
@@ -206,7 +220,7 @@ class Scorer:
         chunks = ChunkConfig(logits=math.ceil(len(targets) / self._max_logits))
         return Program(
             token_logprobs,
-            (self._params, tokens, rows, head, scale, targets),
+            (self._params, tokens, rows, head, scale, targets, np.full(len(targets), listed)),
             {"config": self._config, "chunks": chunks},
             name=f"score of {entry.rows} rows",
         )
@@ -346,8 +360,17 @@ def shares_of(logprobs: np.ndarray) -> OptionScores:
 def conditionals_of(scores: Iterable[TokenScores]) -> list[Conditional]:
     """One after another what was asked for."""
     return [
-        Conditional(*one) for found in scores for one in zip(*(part.tolist() for part in found), strict=True)
+        Conditional(*one)
+        for found in scores
+        for one in zip(*(part.tolist() for part in found[:3]), _tops(found), strict=True)
     ]
+
+
+def _tops(found: TokenScores) -> list[dict[int, float] | None]:
+    if found.likeliest is None:
+        return [None] * len(found.logprob)
+    rows = zip(*(x.tolist() for x in found.likeliest), strict=True)
+    return [{i: p for i, p in zip(*row, strict=True) if p > -math.inf} for row in rows]
 
 
 def _ids_around(ids: Sequence[int] | np.ndarray, config: ModelConfig) -> np.ndarray:

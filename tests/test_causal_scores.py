@@ -85,7 +85,7 @@ def count_evaluations(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[None]:
 
 
 def test_every_token_is_scored_as_recorded(family: str, llm: LLM):
-    found = llm.token_logprobs(pairs_of(family))
+    found = llm.token_logprobs(pairs_of(family), top_logprobs=5)
     for (text, begin, end), tokens in zip(cuts(recorded(family)), found, strict=True):
         assert len(tokens) == end - begin
         for place, token in enumerate(tokens, begin):
@@ -93,6 +93,9 @@ def test_every_token_is_scored_as_recorded(family: str, llm: LLM):
             assert token.logprob == pytest.approx(row[text.ids[place]], abs=5e-4)
             assert token.best_logprob == pytest.approx(row.max(), abs=5e-4)
             assert row[token.best] == pytest.approx(row.max(), abs=5e-4)
+            assert token.top_logprobs is not None
+            assert list(token.top_logprobs.values()) == pytest.approx(np.sort(row)[::-1][:5], abs=5e-4)
+            assert row[list(token.top_logprobs)] == pytest.approx(np.sort(row)[::-1][:5], abs=5e-4)
 
 
 def test_likelihoods_are_sums_of_what_is_recorded(family: str, llm: LLM, monkeypatch: pytest.MonkeyPatch):

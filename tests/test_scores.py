@@ -162,12 +162,17 @@ class TestConditionals:
 
     @both_families
     def test_every_token_alone(self, model: LLM):
-        found = model.pseudo_likelihood(PROMPT + ANSWER)
+        found = model.pseudo_likelihood(PROMPT + ANSWER, top_logprobs=3)
         assert len(found) == len(PROMPT + ANSWER)
         for i, one in enumerate(found):
             row = logprobs(model, masked(model, PROMPT + ANSWER, i))[i]
             assert one.logprob == close(row[(PROMPT + ANSWER)[i]])
             assert (one.best, one.best_logprob) == (row.argmax(), close(row.max()))
+            assert one.top_logprobs is not None
+            assert list(one.top_logprobs) == np.argsort(-row, kind="stable")[:3].tolist()
+            assert list(one.top_logprobs.values()) == [close(p) for p in np.sort(row)[::-1][:3]]
+        with pytest.raises(RequestError, match="top_logprobs is 21, expected an integer from 0 to 20"):
+            model.pseudo_likelihood(PROMPT, top_logprobs=21)
 
     @pytest.mark.parametrize(
         ("arguments", "message"),

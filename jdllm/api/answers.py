@@ -131,6 +131,18 @@ Ranked = Sequence[tuple[int, float]]
 """Tokens that are listed for a place, each with its log-probability; the place's own comes first."""
 
 
+Tops = Sequence[Mapping[int, float] | None] | None
+"""As `CompletionOutput.top_logprobs`."""
+
+
+def ranked_of(tokens: Sequence[int], logprobs: Sequence[float | None], tops: Tops) -> list[Ranked | None]:
+    """For each place its own token and the likeliest ones, and nothing for one without a log-probability."""
+    own = only_own(tokens, logprobs)
+    if tops is None:
+        return own
+    return [one and [*one, *(top or {}).items()] for one, top in zip(own, tops, strict=True)]
+
+
 def only_own(tokens: Sequence[int], logprobs: Sequence[float | None]) -> list[Ranked | None]:
     """For each place its own token only, and nothing for one without a log-probability."""
     return [None if p is None else [(token, p)] for token, p in zip(tokens, logprobs, strict=True)]
@@ -176,15 +188,23 @@ def chat_logprobs(
     logprobs: Sequence[float | None],
     steps: Sequence[int | None],
     top: int,
+    tops: Tops = None,
 ) -> dict[str, Any]:
-    """The same as POST /v1/chat/completions answers them; `top`: whether a token is listed as its own."""
+    """The same as POST /v1/chat/completions answers them.
+
+    Arguments:
+    - `top`: how many of the likeliest tokens are listed for each.
+    - `tops`: these, at least so many; by default the token itself.
+    """
 
     def entry(token: int, logprob: float | None) -> dict[str, Any]:
         return {"token": pieces.name(token), "logprob": logprob, "bytes": list(pieces.bytes(token))}
 
+    listed = only_own(tokens, logprobs) if tops is None else [top and [*top.items()] for top in tops]
     content = [
-        entry(token, logprob) | {"top_logprobs": [entry(token, logprob)] * top, "committed_in": step}
-        for token, logprob, step in zip(tokens, logprobs, steps, strict=True)
+        entry(token, logprob)
+        | {"top_logprobs": [entry(*one) for one in (likeliest or ())[:top]], "committed_in": step}
+        for token, logprob, step, likeliest in zip(tokens, logprobs, steps, listed, strict=True)
     ]
     return {"content": content, "refusal": None}
 

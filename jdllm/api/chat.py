@@ -55,7 +55,7 @@ def _asked(service: Service, body: ChatRequest) -> list[Asked]:
         )
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs", "top_logprobs")
-    options = openai_options(body, logprobs=bool(body.logprobs))
+    options = openai_options(body, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
     if body.max_completion_tokens is not None:
         options["max_tokens"] = body.max_completion_tokens
     if body.context is None:
@@ -74,7 +74,9 @@ def _shape(service: Service, body: ChatRequest, asked: list[Asked]) -> Shape:
         return {
             "index": index,
             "message": {"role": "assistant", "content": sample.text, "refusal": None},
-            "logprobs": chat_logprobs(pieces, *sampled(sample), top) if body.logprobs else None,
+            "logprobs": chat_logprobs(pieces, *sampled(sample), top, sample.top_logprobs)
+            if body.logprobs
+            else None,
             "finish_reason": sample.finish_reason,
         } | prefilled(sample, specs[index], service.llm.tokenizer)
 
@@ -92,7 +94,9 @@ def _shape(service: Service, body: ChatRequest, asked: list[Asked]) -> Shape:
         },
         choice=choice,
         delta=delta,
-        logprobs=(lambda ids, logprobs, steps, _: chat_logprobs(pieces, ids, logprobs, steps, top))
+        logprobs=(
+            lambda ids, logprobs, steps, _, tops: chat_logprobs(pieces, ids, logprobs, steps, top, tops)
+        )
         if body.logprobs
         else None,
     )

@@ -9,7 +9,15 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from jdllm.api.answers import STREAMED, completion_logprobs, only_own, prefilled, sampled, usage
+from jdllm.api.answers import (
+    STREAMED,
+    Ranked,
+    completion_logprobs,
+    prefilled,
+    ranked_of,
+    sampled,
+    usage,
+)
 from jdllm.api.bodies import BodyRoute
 from jdllm.api.errors import RESPONSES, bad_request
 from jdllm.api.generation import Shape, answer, asked_of, openai_options, pieces_of, with_result
@@ -79,7 +87,7 @@ def _prompts(service: Service, body: CompletionRequest) -> list[Prompt]:
 
 
 def _behind(service: Service, body: CompletionRequest) -> list[Asked]:
-    options = openai_options(body, logprobs=body.logprobs is not None)
+    options = openai_options(body, logprobs=body.logprobs)
     if body.max_tokens == 0:  # nothing of this is generated
         options["max_tokens"] = 1
     return asked_of(service, _prompts(service, body), service.sampling(body, **options))
@@ -87,7 +95,7 @@ def _behind(service: Service, body: CompletionRequest) -> list[Asked]:
 
 def _between(service: Service, body: CompletionRequest) -> list[Asked]:
     """Masks between each prompt and the suffix; only these are the answer."""
-    options = openai_options(body, logprobs=body.logprobs is not None)
+    options = openai_options(body, logprobs=body.logprobs)
     sampling = service.sampling(body, **options)
     masks = sampling.max_tokens or sampling.gen_length
     # The server's own steps and blocks are for what it generates by default, not for these masks.
@@ -117,7 +125,7 @@ def _shape(service: Service, body: CompletionRequest, asked: Sequence[Asked]) ->
         if body.logprobs is not None:
             offsets = pieces.offsets(specs[index], sample.token_ids, sample.text)
             places = [len(texts[index]) + at for at in offsets]
-            found = completion_logprobs(pieces, *sampled(sample), places)
+            found = completion_logprobs(pieces, *sampled(sample), places, _ranked(sample))
         return {
             "index": index,
             "text": texts[index] + (sample.text or ""),
@@ -133,8 +141,17 @@ def _shape(service: Service, body: CompletionRequest, asked: Sequence[Asked]) ->
         opening=None,
         choice=choice,
         delta=lambda index, text, logprobs: {"index": index, "text": text, "logprobs": logprobs},
-        logprobs=None if body.logprobs is None else lambda *columns: completion_logprobs(pieces, *columns),
+        logprobs=None
+        if body.logprobs is None
+        else lambda ids, logprobs, steps, places, tops: completion_logprobs(
+            pieces, ids, logprobs, steps, places, ranked_of(ids, logprobs, tops)
+        ),
     )
+
+
+def _ranked(sample: CompletionOutput) -> list[Ranked | None]:
+    tokens, logprobs, _ = sampled(sample)
+    return ranked_of(tokens, logprobs, sample.top_logprobs)
 
 
 def _echoed(service: Service, one: Asked) -> str:
@@ -161,7 +178,7 @@ async def _echoes(
     evaluations = sum(sample.nfe for sample in samples)
     logprobs: Sequence[dict[str, Any] | None] = [None] * len(asked)
     if body.logprobs is not None:
-        scored = await (_given_those_before if causal else _each_alone)(service, prompts)
+        scored = await (_given_those_before if causal else _each_alone)(service, prompts, body.logprobs)
         kind = {"kind": "log_likelihood" if causal else "pseudo_log_likelihood"}
         columns = zip(asked, samples, scored, strict=True)
         logprobs = [_scored(service, *column) | kind for column in columns]
@@ -198,7 +215,12 @@ def _scored(
     places += [len(text) + at for at in pieces.offsets(spec, sample.token_ids, sample.text)]
     tokens, logprobs, steps = sampled(sample)
     told = [
-        None if score is None else [(token, score.logprob), (score.best, score.best_logprob)]
+        score
+        and [
+            (token, score.logprob),
+            (score.best, score.best_logprob),
+            *(score.top_logprobs or {}).items(),
+        ]
         for token, score in zip(ids, scores, strict=True)
     ]
     return completion_logprobs(
@@ -207,21 +229,21 @@ def _scored(
         [*(score and score.logprob for score in scores), *logprobs],
         [*[None] * len(ids), *steps],
         places,
-        [*told, *only_own(tokens, logprobs)],
+        [*told, *_ranked(sample)],
     )
 
 
-async def _each_alone(service: Service, prompts: Sequence[list[int]]) -> list[list[Conditional]]:
-    return [
-        await service.scored(lambda ids=ids: service.llm.pseudo_likelihood(ids)) if ids else []
-        for ids in prompts
-    ]
+async def _each_alone(service: Service, prompts: Sequence[list[int]], top: int) -> list[list[Conditional]]:
+    def score(ids: list[int]) -> list[Conditional]:
+        return service.llm.pseudo_likelihood(ids, top_logprobs=top)
+
+    return [await service.scored(functools.partial(score, ids)) if ids else [] for ids in prompts]
 
 
 async def _given_those_before(
-    service: Service, prompts: Sequence[list[int]]
+    service: Service, prompts: Sequence[list[int]], top: int
 ) -> list[list[Conditional | None]]:
     """`None` for the first token of each, which nothing is before."""
     pairs = [(ids[:1], ids[1:]) for ids in prompts if len(ids) > 1]
-    found = iter(await service.scored(lambda: service.llm.token_logprobs(pairs)))
+    found = iter(await service.scored(lambda: service.llm.token_logprobs(pairs, top_logprobs=top)))
     return [[None, *(next(found) if len(ids) > 1 else [])] for ids in prompts]

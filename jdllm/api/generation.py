@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from jdllm.api.answers import DONE, EVENTS, Pieces, event, kept_alive, prompt_tokens, usage, usage_of
+from jdllm.api.answers import DONE, EVENTS, Pieces, Tops, event, kept_alive, prompt_tokens, usage, usage_of
 from jdllm.api.denoise_stream import denoise_events
 from jdllm.api.errors import ApiError
 from jdllm.api.protocol import OpenAIFields, StreamOptions
@@ -31,7 +31,7 @@ class Shape(NamedTuple):
     - `opening`: a choice of the first chunk, `None` where there is none.
     - `choice`: a whole choice, from its index and the sample.
     - `delta`: a choice of a chunk, from its index, the new text and log-probabilities or `None`.
-    - `logprobs`: of a stretch of tokens: ids, log-probabilities, steps, and places in the text.
+    - `logprobs`: of a stretch of tokens: ids, log-probabilities, steps, places in the text, and `Tops`.
     """
 
     prefix: str
@@ -41,7 +41,8 @@ class Shape(NamedTuple):
     choice: Callable[[int, CompletionOutput], dict[str, Any]]
     delta: Callable[[int, str, Any], dict[str, Any]]
     logprobs: (
-        Callable[[Sequence[int], Sequence[float | None], Sequence[int | None], Sequence[int]], Any] | None
+        Callable[[Sequence[int], Sequence[float | None], Sequence[int | None], Sequence[int], Tops], Any]
+        | None
     )
 
 
@@ -55,8 +56,8 @@ def asked_of(service: Service, prompts: Sequence[Prompt], sampling: SamplingPara
     return ask(prompts, [sampling] * len(prompts), service.llm.spec)
 
 
-def openai_options(body: OpenAIFields, *, logprobs: bool) -> dict[str, Any]:
-    """What OpenAI's fields say in the words of `SamplingParams`."""
+def openai_options(body: OpenAIFields, *, logprobs: int | None) -> dict[str, Any]:
+    """What OpenAI's fields say in the words of `SamplingParams`, whose `logprobs` they differ in."""
     options: dict[str, Any] = {"logprobs": logprobs}
     if body.ignore_eos:
         options["early_stop"] = False
@@ -153,7 +154,7 @@ class _Chunks:
         counted = delta.tokens[0] and (self.shape.logprobs or self.options.continuous_usage_stats)
         if not delta.text and reason is None and not counted:
             return None
-        logprobs = self.shape.logprobs and self.shape.logprobs(*delta.tokens)
+        logprobs = self.shape.logprobs and self.shape.logprobs(*delta.tokens, delta.tops)
         return self.chunk(self.shape.delta(choice, delta.text, logprobs), reason)
 
     def last(self) -> bytes:

@@ -19,6 +19,7 @@ from jdllm.api.fields import Fields, PassedOver, nothing, only
 from jdllm.checkpoints.conversation import SILENT, TEXT_PARTS, Rendering
 from jdllm.declarations import descriptions
 from jdllm.decoding.sampling import LONGEST, SamplingParams, none_at
+from jdllm.pallas.masked_logits import LISTED
 
 _APART = ("logprobs", "return_history", "stop", "stop_token_ids")
 """Fields of `SamplingParams` that are declared below, where OpenAI's forms differ; a history is for Python
@@ -160,7 +161,11 @@ class CompletionRequest(OpenAIFields):
     echo: Annotated[bool | None, Field(description="Put the prompt before the answer.")] = None
     logprobs: Annotated[
         int | None,
-        Field(ge=0, le=1, description="Log-probabilities of the tokens: 0 or 1, there are no others."),
+        Field(
+            ge=0,
+            le=LISTED,
+            description="Log-probabilities of the tokens, and of so many of the likeliest in their places.",
+        ),
     ] = None
     best_of: Annotated[int | None, Field(ge=1, description="Only the value of n.")] = None
 
@@ -238,7 +243,8 @@ class ChatRequest(OpenAIFields, TemplateFields):
     ] = None
     logprobs: Annotated[bool | None, Field(description="Log-probabilities of the tokens.")] = None
     top_logprobs: Annotated[
-        int | None, Field(ge=0, le=1, description="The token itself (1), or none: there are no others.")
+        int | None,
+        Field(ge=0, le=LISTED, description="So many of the likeliest tokens in the place of each token."),
     ] = None
     modalities: Annotated[list[Literal["text"]] | None, Field(max_length=1)] = None
 

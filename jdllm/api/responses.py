@@ -56,7 +56,7 @@ def _check(body: ResponsesRequest) -> None:
 
 
 def _asked(service: Service, body: ResponsesRequest) -> Asked:
-    options = openai_options(body, logprobs=False) | {"n": 1}
+    options = openai_options(body, logprobs=None) | {"n": 1}
     if body.max_output_tokens is not None:
         options["max_tokens"] = body.max_output_tokens
     prompt = Prompt(*encode_chat(service, body.messages, Rendering()))

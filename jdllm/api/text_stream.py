@@ -6,6 +6,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jdllm.checkpoints.tokenizer import Tokenizer
+from jdllm.decoding.encoded_trace import LISTED
+from jdllm.outputs import top_of
 from jdllm.serving.spec import RequestSpec
 from jdllm.serving.updates import StepUpdate
 
@@ -16,10 +18,12 @@ class Delta(NamedTuple):
     - `text`: new characters.
     - `tokens`: ids of the generated tokens that are told of for the first time, their log-probabilities, the
       steps that committed them, and where in the whole text each begins.
+    - `tops`: the likeliest tokens in the place of each, as of `CompletionOutput.top_logprobs`.
     """
 
     text: str
     tokens: tuple[list[int], list[float], list[int], list[int]]
+    tops: list[dict[int, float]] | None
 
 
 class TextStream:
@@ -44,6 +48,8 @@ class TextStream:
         self._tokenizer = tokenizer
         self._logprobs = np.zeros(len(self._tokens), np.float32)
         self._steps = np.full(len(self._tokens), -1, np.int32)
+        self._listed = spec.sampling.listed
+        self._likeliest = np.zeros((len(self._tokens), self._listed), LISTED)
         self._whole = ""
         self._offsets: list[int] = []
         self.text = ""
@@ -55,6 +61,8 @@ class TextStream:
         self._tokens[positions] = update.provisional[update.committed]
         self._logprobs[positions] = update.logprobs[update.committed]
         self._steps[positions] = update.step
+        if self._listed:
+            self._likeliest[positions] = update.likeliest[update.committed]
         tokens = self._committed()
         complete = self._read(tokens)
         certain = self._certain()
@@ -77,7 +85,8 @@ class TextStream:
         )
         known = self._offsets[told:tokens]
         offsets = [min(at, len(text)) for at in [*known, *[len(text)] * (len(ids) - len(known))]]
-        return Delta(new, (ids, logprobs, steps, offsets))
+        tops = list(map(top_of, self._likeliest[place], ids, logprobs)) if self._listed else None
+        return Delta(new, (ids, logprobs, steps, offsets), tops)
 
     def _committed(self) -> np.ndarray:
         """The result up to its first mask, or to the id that ends it where nothing comes behind."""

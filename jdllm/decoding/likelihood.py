@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jdllm.arrays import Tensor
 from jdllm.chunks import ChunkConfig
@@ -17,6 +17,8 @@ from jdllm.layers import head_logits
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params, head_weights
+from jdllm.pallas.masked_logits import Likeliest
+from jdllm.pallas.masked_logits.xla import likeliest
 
 
 class Perturbation(NamedTuple):
@@ -55,11 +57,13 @@ class TokenScores(NamedTuple):
 
     - `logprob`: f32, the log-probability of the token.
     - `best`, `best_logprob`: the likeliest id there, of equals the lowest, and its log-probability.
+    - `likeliest`: ids and log-probabilities of the likeliest ones, `None` where they are not wanted.
     """
 
     logprob: Float[Tensor, " head"]
     best: Int[Tensor, " head"]
     best_logprob: Float[Tensor, " head"]
+    likeliest: Likeliest | None
 
 
 def token_logprobs(
@@ -69,11 +73,12 @@ def token_logprobs(
     head: HeadRows,
     guidance: Float[Array, " head"],
     targets: Int[Array, " head"],
+    listed: Bool[Array, " head"],
     *,
     config: ModelConfig,
     chunks: ChunkConfig,
 ) -> TokenScores:
-    """Scores of `targets` at the head rows after one forward evaluation.
+    """Scores of `targets` at the head rows after one forward evaluation, with the likeliest of `listed` rows.
 
     Logits exist for one of `chunks.logits` chunks of the head rows at a time. A causal model predicts a token
     in the row before it, so that a head row may lie one behind the end of its sequence.
@@ -85,14 +90,15 @@ def token_logprobs(
 
     def evaluate(index: Array, out: TokenScores) -> TokenScores:
         start = jnp.minimum(index * size, total - size)
-        part, at, scale, target = jax.tree.map(
-            lambda x: lax.dynamic_slice_in_dim(x, start, size), (head, positions, guidance, targets)
+        part, at, scale, target, wanted = jax.tree.map(
+            lambda x: lax.dynamic_slice_in_dim(x, start, size), (head, positions, guidance, targets, listed)
         )
         h = gather_guided(params, config, hidden, _sources(config, part, at), scale)
-        found = _scores(head_logits(h, head_weights(params)), target)
+        found = _scores(head_logits(h, head_weights(params)), target, wanted)
         return jax.tree.map(lambda all, new: lax.dynamic_update_slice_in_dim(all, new, start, 0), out, found)
 
-    empty = TokenScores(jnp.zeros(total), jnp.zeros(total, jnp.int32), jnp.zeros(total))
+    nothing = jnp.zeros(total), jnp.zeros(total, jnp.int32), jnp.zeros(total)
+    empty = TokenScores(*nothing, Likeliest.nothing(total))
     return lax.fori_loop(0, chunks.logits, evaluate, empty)
 
 
@@ -102,13 +108,17 @@ def _sources(config: ModelConfig, head: HeadRows, positions: Int[Array, " head"]
     return source_rows(config, head, positions)
 
 
-def _scores(row_logits: Float[Array, "rows vocab"], target: Int[Array, " rows"]) -> TokenScores:
+def _scores(
+    row_logits: Float[Array, "rows vocab"], target: Int[Array, " rows"], listed: Bool[Array, " rows"]
+) -> TokenScores:
     total = jax.nn.logsumexp(row_logits, axis=-1)
     best = jnp.argmax(row_logits, axis=-1)
     chosen, highest = (
         jnp.take_along_axis(row_logits, ids[:, None], axis=-1)[:, 0] - total for ids in (target, best)
     )
-    return TokenScores(chosen, best.astype(jnp.int32), highest)
+    found = likeliest(row_logits, listed)
+    found = found._replace(values=found.values - total[:, None])
+    return TokenScores(chosen, best.astype(jnp.int32), highest, found)
 
 
 def all_logits(

@@ -61,6 +61,26 @@ def test_a_stream_begins_with_the_role_and_is_the_text_in_parts(client):
         assert rest[-1]["finish_reason"] == choice["finish_reason"]
 
 
+@pytest.mark.parametrize("top", [0, 20])
+def test_the_likeliest_tokens_are_listed_whole_and_streamed(
+    client, demo: LLM, tokenizer: Tokenizer, top: int
+):
+    (expected,) = demo.chat([MESSAGES], FIRST.changed(logprobs=top))
+    whole = ask(client, logprobs=True, top_logprobs=top)["choices"][0]["logprobs"]["content"]
+    body = {"messages": MESSAGES, "max_tokens": 16, "logprobs": True, "top_logprobs": top, "stream": True}
+    parts = events(client.post("/v1/chat/completions", json=body).text)
+    streamed = [part["choices"][0]["logprobs"] for _, part in parts]
+    assert [entry for found in streamed if found for entry in found["content"]] == whole
+    tops = expected.top_logprobs or [{}] * len(whole)
+    for entry, likeliest in zip(whole, tops, strict=True):
+        assert likeliest is not None
+        listed = dict(list(likeliest.items())[:top])
+        assert [one["logprob"] for one in entry["top_logprobs"]] == pytest.approx(list(listed.values()))
+        assert [bytes(one["bytes"]) for one in entry["top_logprobs"]] == [
+            tokenizer.token_bytes(token) for token in listed
+        ]
+
+
 @pytest.mark.parametrize(
     ("extra", "param"),
     [
@@ -70,7 +90,8 @@ def test_a_stream_begins_with_the_role_and_is_the_text_in_parts(client):
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"top_logprobs": 1}, "top_logprobs"),
-        ({"top_logprobs": 5, "logprobs": True}, "top_logprobs"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+        ({"top_logprobs": -1, "logprobs": True}, "top_logprobs"),
         ({"max_completion_tokens": 4}, "max_tokens"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"message": []}, "message"),

@@ -131,15 +131,33 @@ def test_log_probabilities_are_those_of_the_committing_step(client, demo: LLM):
     found = ask(client, prompt=PROMPT, logprobs=1, **GREEDY)["choices"][0]["logprobs"]
     assert found["token_logprobs"] == pytest.approx(expected.logprobs)
     assert found["committed_in"] == expected.committed_in
-    assert [list(top) for top in found["top_logprobs"]] == [[token] for token in found["tokens"]]
     assert found["text_offset"][1] == len(found["tokens"][0])
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_the_likeliest_tokens_are_listed_beside_the_chosen_one(client, demo: LLM, count: int):
+    """At a temperature the chosen one is often none of them."""
+    drawn = {"temperature": 2.5, "seed": 3}
+    sampling = SamplingParams(max_tokens=16, gen_length=16, logprobs=count, **drawn)
+    (expected,) = demo.generate([PROMPT], sampling)
+    body = {"prompt": PROMPT, "max_tokens": 16, "gen_length": 16, "logprobs": count} | drawn
+    found = ask(client, **body)["choices"][0]["logprobs"]
+    own = zip(expected.token_ids, expected.logprobs or [], strict=True)
+    tops = expected.top_logprobs or [{token: logprob} for token, logprob in own]
+    for listed, token, likeliest in zip(found["top_logprobs"], found["tokens"], tops, strict=True):
+        assert likeliest is not None
+        assert sorted(listed.values()) == pytest.approx(sorted(likeliest.values()))
+        assert token in listed
+        assert count <= len(listed) <= count + 1
+    parts = [data["choices"][0]["logprobs"]["top_logprobs"] for _, data in stream(client, **body)]
+    assert [listed for part in parts for listed in part] == found["top_logprobs"]
 
 
 def test_echo_with_log_probabilities_masks_each_token_alone(
     client, demo: LLM, tokenizer: Tokenizer, mask_id: int
 ):
     ids = tokenizer.encode(PROMPT)
-    (choice,) = ask(client, prompt=[ids], max_tokens=1, logprobs=1, echo=True, temperature=0)["choices"]
+    (choice,) = ask(client, prompt=[ids], max_tokens=1, logprobs=4, echo=True, temperature=0)["choices"]
     found = choice["logprobs"]
     assert found["kind"] == "pseudo_log_likelihood"
     assert len(found["tokens"]) == len(found["token_logprobs"]) == len(ids) + 1
@@ -148,7 +166,9 @@ def test_echo_with_log_probabilities_masks_each_token_alone(
         logits = demo.logits([masked])[0, place].astype(np.float64)
         logprobs = logits - np.logaddexp.reduce(logits)
         assert found["token_logprobs"][place] == pytest.approx(logprobs[token], abs=1e-3)
-        assert max(found["top_logprobs"][place].values()) == pytest.approx(logprobs.max(), abs=1e-3)
+        listed = sorted(found["top_logprobs"][place].values(), reverse=True)
+        assert listed[:4] == pytest.approx(np.sort(logprobs)[::-1][:4], abs=1e-3)
+        assert len(listed) == 4 + (token not in np.argsort(-logprobs)[:4])
 
 
 def test_an_echo_alone_generates_nothing(client):
@@ -249,7 +269,7 @@ WRONG = {
     "echo of likelihoods": ({"echo": True, "logprobs": 1}, "logprobs"),
     "no length": ({"max_tokens": 0}, "max_tokens"),
     "no length between": ({"max_tokens": 0, "echo": True, "suffix": "x"}, "max_tokens"),
-    "others' log-probabilities": ({"logprobs": 5}, "logprobs"),
+    "more log-probabilities": ({"logprobs": 21}, "logprobs"),
     "id outside": ({"prompt": [5000]}, None),
     "no prompt": ({"prompt": []}, "prompt"),
 }
