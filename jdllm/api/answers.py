@@ -200,7 +200,9 @@ def chat_logprobs(
     def entry(token: int, logprob: float | None) -> dict[str, Any]:
         return {"token": pieces.name(token), "logprob": logprob, "bytes": list(pieces.bytes(token))}
 
-    listed = only_own(tokens, logprobs) if tops is None else [top and [*top.items()] for top in tops]
+    listed = only_own(tokens, logprobs)
+    if tops is not None:
+        listed = [None if likeliest is None else [*likeliest.items()] for likeliest in tops]
     content = [
         entry(token, logprob)
         | {"top_logprobs": [entry(*one) for one in (likeliest or ())[:top]], "committed_in": step}

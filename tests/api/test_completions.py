@@ -143,7 +143,7 @@ def test_the_likeliest_tokens_are_listed_beside_the_chosen_one(client, demo: LLM
     body = {"prompt": PROMPT, "max_tokens": 16, "gen_length": 16, "logprobs": count} | drawn
     found = ask(client, **body)["choices"][0]["logprobs"]
     own = zip(expected.token_ids, expected.logprobs or [], strict=True)
-    tops = expected.top_logprobs or [{token: logprob} for token, logprob in own]
+    tops = expected.top_logprobs or [{token: logprob or 0.0} for token, logprob in own]
     for listed, token, likeliest in zip(found["top_logprobs"], found["tokens"], tops, strict=True):
         assert likeliest is not None
         assert sorted(listed.values()) == pytest.approx(sorted(likeliest.values()))
