@@ -5,6 +5,7 @@ import contextlib
 import gc
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -51,6 +52,16 @@ class Tls(NamedTuple):
 
     certificate: Path
     key: Path
+
+    def check(self) -> None:
+        """Raise `ConfigError` where TLS cannot be had with these."""
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(self.certificate, self.key)
+        except OSError as e:  # what is wrong with their content too
+            said = e.strerror or str(e)
+            raise ConfigError(
+                f"--ssl-certfile {self.certificate} and --ssl-keyfile {self.key} cannot be used: {said}"
+            ) from None
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -156,6 +156,9 @@ def serve(
     from jdllm.demo.examples import EXAMPLES
     from jdllm.llm import LLM
 
+    tls = None if ssl_certfile is None or ssl_keyfile is None else Tls(ssl_certfile, ssl_keyfile)
+    if tls is not None:
+        tls.check()
     given, names = _given_sampling(default_sampling), names_of(served_model_name, source.model)
     access = Access(
         api_keys=_keys(api_key or []),
@@ -189,7 +192,6 @@ def serve(
             scheme, (address, taken, *_) = "https" if ssl_certfile else "http", bound.getsockname()
             print_result(f"{settings.names[0]} at {scheme}://{address}:{taken}")
 
-        tls = None if ssl_certfile is None or ssl_keyfile is None else Tls(ssl_certfile, ssl_keyfile)
         sys.exit(serve(llm, settings, access, bound, tls, prepare))
 
 

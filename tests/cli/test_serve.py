@@ -1,6 +1,7 @@
 """What `jdllm serve` makes of its options; the server itself is run by tests/clients."""
 
 import socket
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,6 +108,9 @@ def test_a_model_is_called_as_its_directory_or_as_was_said(served: list[Served])
 
 def test_options_reach_the_server(served: list[Served], tmp_path: Path):
     pem = [tmp_path / name for name in ("certificate", "key")]
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+    command += ["-nodes", "-subj", "/CN=localhost", "-out", str(pem[0]), "-keyout", str(pem[1])]
+    subprocess.run(command, check=True, capture_output=True)
     options = {
         "max-queue": 5,
         "max-n": 3,
@@ -168,6 +172,8 @@ def test_keys_of_the_environment_stand_apart(served: list[Served], monkeypatch: 
     ("options", "words"),
     [
         (["--ssl-certfile", "x"], ["--ssl-keyfile"]),
+        (["--ssl-certfile", "none.pem", "--ssl-keyfile", "none.key"], ["none.pem", "No such file"]),
+        (["--ssl-certfile", __file__, "--ssl-keyfile", __file__], ["--ssl-certfile", "cannot be used"]),
         (["--default-sampling", "{"], ["--default-sampling", "JSON"]),
         (["--default-sampling", "[]"], ["--default-sampling", "object"]),
         (["--default-sampling", '{"cache": "none such"}'], ["--default-sampling", "cache"]),
@@ -194,3 +200,12 @@ def test_a_mistake_is_one_line(served: list[Served], options: list[str], words: 
 def test_without_the_extra_it_says_so(served: list[Served], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "uvloop" else name)
     assert_mistake(serve(), "uvloop", "jdllm[serve]")
+
+
+@pytest.mark.parametrize("further", [[], ["--kv-pool", KV_POOL]])
+def test_a_model_that_does_not_fit_has_an_exit_code_of_its_own(served: list[Served], further: list[str]):
+    result = CliRunner().invoke(app, ["serve", "--port", "0", "--memory", "8MiB", *further])
+    assert result.exit_code == 3
+    assert result.stderr.startswith("error: ")
+    assert len(result.stderr.splitlines()) == 1
+    assert not served
