@@ -309,3 +309,14 @@ def test_a_request_that_takes_too_long(narrow: Server):
         with pytest.raises(openai.APIError, match="took longer"):
             list(stream)
     narrow.settle()
+
+
+def test_an_answer_is_sent_back_as_the_package_has_it(client: openai.OpenAI):
+    def ask(messages):
+        return client.chat.completions.create(model=MODEL, messages=messages, max_tokens=8).choices[0].message
+
+    user = {"role": "user", "content": "12+30="}
+    first = ask([user])
+    plain = ask([user, {"role": "assistant", "content": first.content}, user])
+    for message in (first, first.model_dump(), first.model_dump(exclude_unset=True)):
+        assert ask([user, message, user]).content == plain.content
