@@ -215,6 +215,7 @@ def serve(
         server_header=False,
         log_level="info",
         log_config=_LOGGING,
+        lifespan="off",
         access_log=False,
     )
 
