@@ -152,7 +152,7 @@ def some_asked(draw: st.DrawFn, mask_id: int) -> Asked:
 class Model:
     """An engine of one model, of at most `rows` packed rows, and what it answers to each question alone."""
 
-    def __init__(self, params: Params, config: ModelConfig, executables: Executables, rows: int = 128):
+    def __init__(self, params: Params, config: ModelConfig, executables: Executables, rows: int = 32):
         self.config = config
         self._engine = engine_of(params, config, executables, rows, pages=PAGES)
         self._alone: dict[str, Answer] = {}
