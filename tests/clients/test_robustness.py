@@ -115,6 +115,49 @@ def test_what_would_be_too_much_is_refused_before_it_is_made(server: Server, cli
     assert time.monotonic() - began < 10
 
 
+PART = {"type": "image_url", "image_url": "x" * 12}
+LARGE = {
+    "wrong parts": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": [PART] * 95}] * 2048},
+    ),
+    "options": (
+        "/v1/infill",
+        {"parts": ["a", *[{"type": "choice", "options": ["abcdefghijkl" * 4] * 256}] * 2000]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_bodies_hold_nobody_up(server: Server, client: httpx.Client, name: str):
+    path, body = LARGE[name]
+    content = json.dumps(body).encode()
+
+    def post() -> None:
+        with server.client() as own:
+            assert ask(own, path, content).status_code == 400
+
+    def rounds() -> list[float]:
+        """Seconds that the server's health took while eight such bodies arrived."""
+        posting = [threading.Thread(target=post) for _ in range(8)]
+        taken = []
+        for thread in posting:
+            thread.start()
+        while any(thread.is_alive() for thread in posting):
+            began = time.monotonic()
+            assert client.get("/health").status_code == 200
+            taken.append(time.monotonic() - began)
+            time.sleep(0.01)
+        return taken
+
+    rounds()
+    before = server.resident
+    taken = sorted(rounds())
+    assert taken[len(taken) * 9 // 10] < 0.1  # the machine and this process are busy too
+    assert taken[-1] < 0.5
+    assert server.resident - before < 256 << 20  # 1.5 GiB once
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
