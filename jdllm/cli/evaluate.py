@@ -121,7 +121,7 @@ def evaluate(
 
     given = {"gen_length": GEN_LENGTH, **given_sampling(options), "early_stop": False}
     names = [find_task(name).name for name in task or TASKS]
-    sampling = asked_sampling(source.model, given)
+    sampling = asked_sampling(source, given)
     generate = generator(load_model(source), sampling)
     console = Console(stderr=True)
     shown = track(names, "evaluating", console=console, transient=True, disable=not console.is_terminal)
@@ -146,7 +146,7 @@ def _run_benchmark(
 
     groups = read_samples(files, benchmark, dataset, limit)
     # The checkpoint's own steps are for its own length.
-    sampling = asked_sampling(source.model, {"steps": None, **given})
+    sampling = asked_sampling(source, {"steps": None, **given})
     generate = long_generator(load_model(source), sampling, "gen_length" in given)
     evaluate_benchmark(benchmark, groups, generate, as_json)
 

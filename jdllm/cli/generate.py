@@ -98,7 +98,7 @@ def generate(
             }
         )
         lines = read_lines(read_text(None if str(jsonl) == "-" else jsonl, "lines", "--jsonl"))
-        defaults = asked_sampling(source.model, given)
+        defaults = asked_sampling(source, given)
         llm = load_model(source, verifier)
         with told_of_compiling():
             outputs = generate_lines(llm, lines, defaults, rendering, parse_special=parse_special)
@@ -115,7 +115,7 @@ def generate(
             }
         )
         long = read_long(context, query, instruction, chat)
-        sampling = asked_sampling(source.model, {"steps": None, **given})
+        sampling = asked_sampling(source, {"steps": None, **given})
         llm = load_model(source, verifier)
         with told_of_compiling():
             outputs = _answer(llm, long, sampling, rendering if chat else None, parse_special)
@@ -124,7 +124,7 @@ def generate(
     asked = read_prompts(prompts, file, token_ids)
     if chat and asked.texts is None:
         raise RequestError("--chat applies to prompts of text, not to --token-ids")
-    sampling = asked_sampling(source.model, given)
+    sampling = asked_sampling(source, given)
     llm = load_model(source, verifier)
     live = not as_json and to_terminal()
     outputs = _generate(llm, asked, sampling, rendering if chat else None, parse_special, live)

@@ -38,7 +38,7 @@ def infill(
     Texts come from one of: arguments, --file, --token-ids, or standard input.
     """
     asked = read_prompts(texts, file, token_ids)
-    sampling = asked_sampling(source.model, given_sampling(options))
+    sampling = asked_sampling(source, given_sampling(options))
     llm = load_model(source)
     with told_of_compiling():
         outputs = llm.infill(asked.texts, sampling, token_ids=asked.token_ids, progress=True)

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin,
 import typer
 
 from jdllm.declarations import descriptions
-from jdllm.decoding.prefilling import Prefilling, Preset
+from jdllm.decoding.prefilling import Prefilling
 from jdllm.decoding.sampling import SamplingParams
+from jdllm.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from jdllm.llm import LLM
@@ -45,10 +46,11 @@ ServedNames = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 WarmPrefilling = Annotated[
-    Preset | None,
+    str | None,
     typer.Option(
         "--prefilling",
-        help="Compile the stages of questions over long contexts too, with the settings of this preset.",
+        metavar="PRESET|JSON",
+        help="Compile the stages of questions over long contexts too, with these settings.",
         show_default="they are compiled when first needed",
     ),
 ]
@@ -70,6 +72,12 @@ MaxContext = Annotated[
         min=1,
         help="The longest sequence that the KV pool leaves room for.",
         show_default="a step's rows; longer ones without a cache take the pool's room",
+    ),
+]
+HfOverrides = Annotated[
+    str | None,
+    typer.Option(
+        metavar="JSON", help="Values in the place of those of config.json.", show_default="as it is"
     ),
 ]
 KvPool = Annotated[
@@ -107,6 +115,7 @@ class ModelOptions:
     max_num_logits: MaxNumLogits = None
     max_context: MaxContext = None
     kv_pool: KvPool = None
+    hf_overrides: HfOverrides = None
     cache_dir: Annotated[
         str | None,
         typer.Option(
@@ -182,7 +191,7 @@ def given_sampling(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _value(kinds[name], typed) for name, typed in options.items() if typed not in (None, [])}
 
 
-def asked_sampling(model: str | None, given: Mapping[str, Any]) -> SamplingParams:
+def asked_sampling(source: ModelOptions, given: Mapping[str, Any]) -> SamplingParams:
     """The defaults of a checkpoint, which `load_model` need not have loaded, with other values.
 
     Raises `RequestError` for a value that no request can have or the model cannot do, and as `LLM` does for
@@ -192,8 +201,8 @@ def asked_sampling(model: str | None, given: Mapping[str, Any]) -> SamplingParam
     from jdllm.decoding.generation_defaults import default_sampling
     from jdllm.models.hf_config import config_from_checkpoint
 
-    directory = _directory(model)
-    causal = config_from_checkpoint(directory).attention == "causal"
+    directory, overrides = _directory(source.model), parse_overrides(source.hf_overrides)
+    causal = config_from_checkpoint(directory, overrides).attention == "causal"
     sampling = default_sampling(directory, causal=causal).changed(**given)
     (check_causal if causal else check_denoising)(sampling)
     return sampling
@@ -210,8 +219,32 @@ def as_arguments(source: ModelOptions) -> dict[str, Any]:
     """Arguments of `LLM`: the directories are looked up."""
     asked = source.cache_dir
     cache_dir = "auto" if asked is None else None if asked == NOWHERE else Path(asked)
-    directories = {"model": _directory(source.model), "cache_dir": cache_dir}
-    return dataclasses.asdict(source) | directories
+    read = {
+        "model": _directory(source.model),
+        "cache_dir": cache_dir,
+        "hf_overrides": parse_overrides(source.hf_overrides),
+    }
+    return dataclasses.asdict(source) | read
+
+
+def parse_overrides(typed: str | None) -> dict[str, Any] | None:
+    """What `--hf-overrides` puts in the place of keys of config.json; raises `ConfigError` for no object."""
+    if typed is None:
+        return None
+    values = _parsed(typed)
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"--hf-overrides is {typed!r}, expected a JSON object such as '{{\"rope_theta\": 4e6}}'"
+        )
+    return values
+
+
+def parse_prefilling(typed: str) -> Prefilling:
+    """A preset or fields in JSON, as they were typed; raises `RequestError`."""
+    found = SamplingParams(**given_sampling({"prefilling": typed})).prefilling
+    if found is None:
+        raise RequestError(f"prefilling is {typed!r}, expected a preset or fields in JSON")
+    return found
 
 
 def _directory(model: str | None) -> Path:

@@ -13,10 +13,13 @@ from jdllm.cli.options import (
     KERNELS,
     KERNELS_HELP,
     BatchedTokens,
+    HfOverrides,
     Json,
     KvPool,
     MaxContext,
     MaxNumLogits,
+    parse_overrides,
+    parse_prefilling,
 )
 from jdllm.cli.report import DOES_NOT_FIT, print_result
 from jdllm.errors import CheckpointError, ConfigError
@@ -94,6 +97,7 @@ def plan(
     max_num_batched_tokens: BatchedTokens = None,
     max_context: MaxContext = None,
     kv_pool: KvPool = None,
+    hf_overrides: HfOverrides = None,
     prefilling: Annotated[
         str | None,
         typer.Option(
@@ -134,6 +138,7 @@ def plan(
     card = _card(target, memory)
     workload = _workload(
         _config_path(model),
+        parse_overrides(hf_overrides),
         card.target,
         dtype,
         kernels,
@@ -217,15 +222,11 @@ def _plan_prefilling(
     question: "Question",
     as_json: bool,
 ) -> None:
-    from jdllm.cli.options import given_sampling
     from jdllm.cli.plan_prefilling import describe_stages, stage_facts
-    from jdllm.decoding.sampling import SamplingParams
     from jdllm.planning.account import make_account
     from jdllm.planning.prefilling import lacking, plan_stages
 
-    asked = SamplingParams(**given_sampling({"prefilling": prefilling})).prefilling
-    if asked is None:
-        raise ConfigError(f"--prefilling is {prefilling!r}, expected a preset or fields in JSON")
+    asked = parse_prefilling(prefilling)
     account = make_account(
         workload.config,
         workload.dtype,
@@ -297,13 +298,15 @@ def _config_path(model: str) -> Path:
         ) from None
 
 
-def _workload(path: Path, target: str, dtype: str, kernels: str, **rest: Any) -> "Workload":
+def _workload(
+    path: Path, overrides: dict[str, Any] | None, target: str, dtype: str, kernels: str, **rest: Any
+) -> "Workload":
     """What is planned for; `rest` are fields of `Workload` as they are."""
-    from jdllm.models.hf_config import config_from_hf
+    from jdllm.models.hf_config import config_from_hf, read_config
     from jdllm.planning.aot import device_of
     from jdllm.planning.plan import Workload
 
-    config = config_from_hf(path)
+    config = config_from_hf({**read_config(path), **(overrides or {})})
     dtype = _dtype(path, config, dtype)
     if config.mask_id is None:
         # Some families name it in the tokenizer. Memory does not depend on it, but compiling needs one.

@@ -19,13 +19,14 @@ from jdllm.cli.options import (
     WarmPrefilling,
     as_arguments,
     asked_sampling,
+    parse_prefilling,
     takes_model,
 )
 from jdllm.cli.report import print_result
 from jdllm.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
-    from jdllm.decoding.prefilling import Preset
+    from jdllm.decoding.prefilling import Prefilling
     from jdllm.decoding.sampling import SamplingParams
     from jdllm.llm import LLM
     from jdllm.planning.account import Account
@@ -159,6 +160,7 @@ def serve(
     tls = None if ssl_certfile is None or ssl_keyfile is None else Tls(ssl_certfile, ssl_keyfile)
     if tls is not None:
         tls.check()
+    long_settings = None if prefilling is None else parse_prefilling(prefilling)
     given, names = _given_sampling(default_sampling), names_of(served_model_name, source.model)
     access = Access(
         api_keys=_keys(api_key or []),
@@ -168,7 +170,7 @@ def serve(
     )
     with bind(host, port) as bound, contextlib.ExitStack() as stack:
         arguments = as_arguments(source)
-        default = _asked(source.model, given)
+        default = _asked(source, given)
         llm = LLM(**arguments)
         settings = Settings(
             names=names,
@@ -187,7 +189,7 @@ def serve(
         warms = llm.executables.platform != "cpu" or prefilling is not None if warmup is None else warmup
 
         def prepare() -> None:
-            print_result(_warmed(llm, prefilling) if warms else _COLD)
+            print_result(_warmed(llm, long_settings) if warms else _COLD)
             stack.enter_context(told_of_compiling())
             scheme, (address, taken, *_) = "https" if ssl_certfile else "http", bound.getsockname()
             print_result(f"{settings.names[0]} at {scheme}://{address}:{taken}")
@@ -195,7 +197,7 @@ def serve(
         sys.exit(serve(llm, settings, access, bound, tls, prepare))
 
 
-def _warmed(llm: "LLM", prefilling: "Preset | None") -> str:
+def _warmed(llm: "LLM", prefilling: "Prefilling | None") -> str:
     """Compile everything; what that took."""
     done = llm.warmup(prefilling=prefilling)
     return f"ready in {done.seconds:.1f} s: compiled {done.compiled} executables and found {done.loaded}"
@@ -250,9 +252,9 @@ def _given_sampling(text: str | None) -> dict[str, Any]:
     return given
 
 
-def _asked(model: str | None, given: dict[str, Any]) -> "SamplingParams":
+def _asked(source: ModelOptions, given: dict[str, Any]) -> "SamplingParams":
     try:
-        return asked_sampling(model, given)
+        return asked_sampling(source, given)
     except RequestError as e:
         raise RequestError(f"--default-sampling: {e}") from None
 

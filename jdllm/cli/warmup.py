@@ -2,7 +2,15 @@
 
 import json
 
-from jdllm.cli.options import Json, ModelArgument, ModelOptions, WarmPrefilling, as_arguments, takes_model
+from jdllm.cli.options import (
+    Json,
+    ModelArgument,
+    ModelOptions,
+    WarmPrefilling,
+    as_arguments,
+    parse_prefilling,
+    takes_model,
+)
 from jdllm.cli.report import print_result
 from jdllm.errors import ConfigError
 
@@ -24,6 +32,7 @@ def warmup(
     """
     from jdllm.llm import LLM
 
+    long_settings = None if prefilling is None else parse_prefilling(prefilling)
     arguments = as_arguments(source)
     if arguments["cache_dir"] is None:
         raise ConfigError(_NOWHERE)
@@ -31,7 +40,7 @@ def warmup(
     store = llm.executables.store
     if store is None:
         raise ConfigError(_NOWHERE)
-    done = llm.warmup(prefilling=prefilling)
+    done = llm.warmup(prefilling=long_settings)
     if as_json:
         print_result(json.dumps({**done._asdict(), "cache_dir": str(store.directory)}))
     else:

@@ -99,6 +99,14 @@ def test_it_is_warmed_up_on_a_card_or_where_that_is_asked_for(
     assert ("nothing is compiled beforehand" in result.stdout) is not warm
 
 
+def test_a_server_reads_overrides_and_settings_of_long_contexts(served: list[Served]):
+    overrides, fields = '{"max_sequence_length": 4096}', '{"chunk_length": 64, "chunks_kept": 2}'
+    result = serve("--hf-overrides", overrides, "--prefilling", fields)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert served[0].llm.config.max_positions == 4096
+    assert_mistake(serve("--prefilling", "nobody"), "--prefilling is 'nobody'")
+
+
 def test_a_model_is_called_as_its_directory_or_as_was_said(served: list[Served]):
     directory = str(checkpoint_path())
     assert serve(directory).exit_code == 0

@@ -175,3 +175,11 @@ CAUSAL = {
     "max_position_embeddings": 131072,
     "torch_dtype": "bfloat16",
 }
+
+
+def test_values_of_the_configuration_are_overridden(llada: Path):
+    got = facts(llada, "--hf-overrides", '{"max_sequence_length": 9000, "n_layers": 16}', context=4096)
+    usual = facts(llada, context=4096)
+    assert (usual["positions"], got["positions"]) == (4096, 9000)
+    assert got["weights_bytes"] < 0.6 * usual["weights_bytes"]
+    assert_mistake(invoke(llada, "--hf-overrides", "[1]"), "--hf-overrides is '[1]', expected a JSON object")
