@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from jdllm.cli import app
 from jdllm.cli.options import ModelOptions
 from jdllm.decoding.executables import Prepared
+from jdllm.decoding.prefilling import PRESETS, Prefilling
 from jdllm.errors import ConfigError
 from jdllm.llm import LLM
 from tests.cli.helpers import COMPILATION_CACHE, IDS, LLADA, SHORT, assert_mistake, process, run
@@ -99,15 +100,15 @@ def test_warming_up_says_what_it_took(options: list[str], printed: str, monkeypa
 
         def __init__(self, **_: Any): ...
 
-        def warmup(self, prefilling: str | None = None) -> Prepared:
+        def warmup(self, prefilling: Prefilling | None = None) -> Prepared:
             asked.append(prefilling)
             return Prepared(3, 4, 5.25)
 
-    asked: list[str | None] = []
+    asked: list[Prefilling | None] = []
     monkeypatch.setattr("jdllm.llm.LLM", Warm)
     result = CliRunner().invoke(app, ["warmup", str(LLADA), "--cache-dir", "kept", *options])
     assert (result.exit_code, result.stdout, result.stderr) == (0, printed, "")
-    assert asked == ["dream" if "--prefilling" in options else None]
+    assert asked == [PRESETS["dream"] if "--prefilling" in options else None]
 
 
 @pytest.mark.slow
