@@ -71,6 +71,8 @@ ON_CARDS = python3 -m pytest -p no:benchmark -n $$((4 * $(words $(CARDS)))) --ma
   --dist worksteal -m gpu --part $(PART)
 test-gpu test-triton: export XLA_PYTHON_CLIENT_PREALLOCATE=false
 test-gpu test-triton: export JDLLM_TEST_CARDS=$(CARDS)
+# NumPy takes every core for a product, and so do many processes at a time.
+test-gpu test-triton: export OPENBLAS_NUM_THREADS=4
 test-gpu:  ## tests on cards; uses the python on the path, which needs jax with CUDA and pytest-xdist
 	$(ON_CARDS) --ignore tests/gpu/test_budget.py tests/gpu tests/pallas
 	case $(PART) in 1/*) python3 -m pytest -m gpu tests/gpu/test_budget.py ;; esac
