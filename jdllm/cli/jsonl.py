@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _KINDS = ("prompt", "prompt_token_ids", "messages")
 ANSWERED = (
     *("text", "token_ids", "finish_reason", "nfe", "timings", "committed_in", "num_cached_tokens"),
-    *("history", "outputs"),
+    *("history", "outputs", "top_logprobs"),
 )
 """Keys of an answer that are neither of a prompt nor of its parameters."""
 

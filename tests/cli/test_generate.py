@@ -156,5 +156,7 @@ def test_what_the_live_display_cannot_show_is_generated_without_it(
 
 
 def test_memory_reaches_the_model():
-    assert_mistake(run(*IDS, *SHORT, "--memory", "1KiB"), "KiB")
+    small = run(*IDS, *SHORT, "--memory", "1KiB")
+    assert (small.exit_code, small.stdout) == (3, "")
+    assert "KiB" in small.stderr
     assert_mistake(run(*IDS, *SHORT, "--host-memory", "much"), "much")

@@ -28,7 +28,6 @@ from tests.cli.helpers import IDS, LLADA, Checkpoint, assert_mistake, process, r
         (["--token-ids", "[]"], ["one list of ids for each prompt"]),
         (["--token-ids", "[[5,true]]"], ["holds true"]),
         (["--token-ids", "[[5,1.5]]"], ["holds 1.5"]),
-        (["--token-ids", "[[]]"], ["prompt is empty"]),
         (["--token-ids", "[[5,512]]"], ["token id 512", "position 1"]),
         (["--token-ids", "[[5,-1]]"], ["token id -1"]),
         (["--token-ids", "[[5,510]]"], ["mask id 510", "position 1"]),

@@ -86,7 +86,6 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("ids", "message"),
         [
-            ([], "empty"),
             ([1, 2, 512], r"512 at position 2 .*\(0 to 511\)"),
             ([-1, 2], "-1 at position 0"),
             ([1.0, 2.0], "flat list of integers"),
