@@ -213,8 +213,8 @@ def describe_engine(report: Report) -> str:
         f" {format_bytes(account.largest_step)}",
         f"KV pool: {account.pages} pages, {format_bytes(account.pool_bytes)}: requests of so many tokens:"
         f" {', '.join(held)} (cache {policy})",
-        f"longest request with a cache: {_tokens(report, _longest_cached(report.workload, account))}"
-        f" ({as_option('max_context')} asks for more)",
+        f"longest request with a cache ({as_option('max_context')} asks for more):"
+        f" {_tokens(report, _longest_cached(report.workload, account))}",
         f"longest context beside the pool: {_tokens(report, account.max_context)}",
         f"longest context once the pool is given up: {_tokens(report, account.longest)}",
     ]

@@ -72,8 +72,8 @@ def test_an_engine_in_words(llada: Path):
         f" the largest {engine['largest_step_bytes'] / 2**20:.2f} MiB",
         f"KV pool: {engine['kv_pool_pages']} pages, {engine['kv_pool_bytes'] / GIB:.2f} GiB:"
         f" requests of so many tokens: {', '.join(held)} (cache dual)",
-        f"longest request with a cache: {engine['max_cached_context']} tokens {beyond}"
-        " (--max-context asks for more)",
+        "longest request with a cache (--max-context asks for more):"
+        f" {engine['max_cached_context']} tokens {beyond}",
         f"longest context beside the pool: {engine['max_context']} tokens {beyond}",
         f"longest context once the pool is given up: {engine['max_context_without_pool']} tokens {beyond}",
     ]
