@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jdllm.arguments import positive, shortened
+from jdllm.choosing import Chain, OptionScores, in_text, shares_of
 from jdllm.declarations import plain
 from jdllm.decoding.likelihood import TokenScores, perturb
 from jdllm.decoding.sampling import SamplingParams
@@ -18,19 +19,15 @@ from jdllm.pallas.masked_logits import LISTED
 from jdllm.progress import counted
 from jdllm.prompts import TokenIds, naming_prompt
 from jdllm.scoring import (
-    Chain,
     Conditional,
     Likelihood,
     MaskedPair,
-    OptionScores,
     Scorer,
     conditionals_of,
     each_alone,
     exact_likelihood,
     following,
-    in_text,
     one_masked,
-    shares_of,
     unmasked_ids,
 )
 from jdllm.serving.spec import checked_ids, mask_id_of

@@ -7,8 +7,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 
 from jdllm import __version__
-from jdllm.api.errors import RESPONSES
-from jdllm.api.service import Service, dead, owner_of
+from jdllm.api.errors import RESPONSES, dead
+from jdllm.api.running import owner_of
+from jdllm.api.service import Service
 from jdllm.serving.scheduler import Kind
 
 router = APIRouter()

@@ -22,7 +22,8 @@ from jdllm.api.bodies import BodyRoute
 from jdllm.api.errors import RESPONSES, bad_request
 from jdllm.api.generation import Shape, answer, asked_of, openai_options, pieces_of, with_result
 from jdllm.api.protocol import CompletionRequest
-from jdllm.api.service import Service, call_id
+from jdllm.api.running import call_id
+from jdllm.api.service import Service
 from jdllm.outputs import CompletionOutput
 from jdllm.prompts import Asked, LongPrompt, Prompt, ask, read_long, specs_of
 from jdllm.scoring import Conditional

@@ -7,7 +7,7 @@ import numpy as np
 
 from jdllm.api.answers import DONE, Pieces, event, infill_usage, prefilled, usage
 from jdllm.api.errors import ApiError
-from jdllm.api.service import Running
+from jdllm.api.running import Running
 from jdllm.outputs import CompletionOutput
 from jdllm.serving.request import Request
 from jdllm.serving.spec import RequestSpec

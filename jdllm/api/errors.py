@@ -108,6 +108,11 @@ def stopping() -> ApiError:
     return ApiError(503, "the server stops before this request is answered", code="server_stopping")
 
 
+def dead(error: Exception) -> ApiError:
+    """The answer of a server whose engine cannot go on."""
+    return ApiError(503, f"the engine cannot go on: {type(error).__name__}", code="engine_dead")
+
+
 def as_api_error(error: Exception) -> ApiError:
     """Whatever an engine or a request raised, as an answer."""
     match error:

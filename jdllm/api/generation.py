@@ -11,7 +11,8 @@ from jdllm.api.answers import DONE, EVENTS, Pieces, Tops, event, kept_alive, pro
 from jdllm.api.denoise_stream import denoise_events
 from jdllm.api.errors import ApiError
 from jdllm.api.protocol import OpenAIFields, StreamOptions
-from jdllm.api.service import Running, Service
+from jdllm.api.running import Running
+from jdllm.api.service import Service
 from jdllm.api.text_stream import TextStream
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.outputs import CompletionOutput

@@ -16,10 +16,11 @@ from jdllm.api.denoise_stream import denoise_events
 from jdllm.api.errors import RESPONSES, bad_request
 from jdllm.api.generation import pieces_of, streamed
 from jdllm.api.protocol import ChoiceSlot, InfillRequest, TextSlot
-from jdllm.api.service import Service, call_id
+from jdllm.api.running import call_id
+from jdllm.api.service import Service
+from jdllm.choosing import OptionScores
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.prompts import Asked, Prompt, ask
-from jdllm.scoring import OptionScores
 from jdllm.serving.request import Request as Ended
 from jdllm.serving.spec import infill_spec, mask_id_of
 

@@ -14,7 +14,8 @@ from jdllm.api.chat import encode_chat
 from jdllm.api.errors import RESPONSES, ApiError, bad_request
 from jdllm.api.generation import asked_of, openai_options, streamed
 from jdllm.api.responses_protocol import ResponsesRequest
-from jdllm.api.service import Running, Service, call_id
+from jdllm.api.running import Running, call_id
+from jdllm.api.service import Service
 from jdllm.api.text_stream import TextStream
 from jdllm.checkpoints.conversation import Rendering
 from jdllm.outputs import RequestOutput

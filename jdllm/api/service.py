@@ -1,38 +1,30 @@
-"""What stands between HTTP and the engine: who may ask, what is asked, and what becomes of it."""
+"""The model behind HTTP: what may be asked of it, and the calls that wait or run."""
 
 import asyncio
 import dataclasses
 import logging
 import time
-import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 
 import fastapi
-import numpy as np
 
 from jdllm.api import arrivals
-from jdllm.api.errors import ApiError, as_api_error, bad_request, stopping
+from jdllm.api.errors import ApiError, bad_request, dead, stopping
 from jdllm.api.fields import UNKNOWN_FIELD, Fields
 from jdllm.api.metrics import Metrics
 from jdllm.api.protocol import Asking, given_fields
+from jdllm.api.running import Running, call_id, owner_of
 from jdllm.checkpoints.tokenizer import Tokenizer
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.llm import LLM
-from jdllm.outputs import CompletionOutput, RequestOutput, request_output
 from jdllm.prompts import Asked, specs_of
 from jdllm.serving.async_engine import AsyncEngine
 from jdllm.serving.engine import Updates
-from jdllm.serving.request import Request
-from jdllm.serving.submitted import Submitted
-from jdllm.serving.updates import Ended, Update
 
 _log = logging.getLogger("jdllm.api")
-
-_CLIENT_GONE = 499
-"""The status, which nobody receives, of a request whose client has gone."""
 
 _LONGEST_NAME = 64
 """Characters that are told of a field that nobody knows."""
@@ -48,6 +40,9 @@ _LOGGED_NAMES = 1024
 
 _RETRY_AFTER = 1
 """Seconds after which a client may ask again where the queue is full."""
+
+_FINAL = {"x-should-retry": "false"}
+"""OpenAI's clients would send such a request again."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,17 +73,6 @@ class Settings:
     allow_beyond_positions: bool = False
     strict_fields: bool = False
     examples: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
-
-
-class Told(NamedTuple):
-    """An update of one sample of a call; `choice` counts the samples over all its prompts."""
-
-    choice: int
-    update: Update
-
-
-_FINAL = {"x-should-retry": "false"}
-"""OpenAI's clients would send such a request again."""
 
 
 class Service:
@@ -258,7 +242,7 @@ class Service:
 
     def submit(
         self, request: fastapi.Request, prefix: str, asked: Sequence[Asked], updates: Updates
-    ) -> "Running":
+    ) -> Running:
         """Hand a call to the engine.
 
         Arguments:
@@ -277,8 +261,16 @@ class Service:
         submitted = self.engine.submit(specs, updates=updates)
         arrivals.submitted(request)
         request.state.counted = True
-        running = Running(call_id(prefix), request, self, asked, submitted)
-        self.running[running.id] = running
+        running = Running(
+            call_id(prefix),
+            request,
+            asked,
+            submitted,
+            engine=self.engine,
+            metrics=self.metrics,
+            tokenizer=self.llm.tokenizer,
+            calls=self.running,
+        )
         if self.settings.log_prompts:
             for one in asked:
                 prompt = one.specs[0].prompt.tolist() if one.text is None else one.text
@@ -295,7 +287,7 @@ class Service:
         message = f"the request took longer than {self.settings.request_timeout} s"
         return ApiError(408, message, code="request_timeout", headers=_FINAL)
 
-    def calls_of(self, owner: int | None) -> dict[str, "Running"]:
+    def calls_of(self, owner: int | None) -> dict[str, Running]:
         """The calls that the owner of a key may see: its own, and all where there is no key or it is the
         admin's."""
         return {id: call for id, call in self.running.items() if owner in (None, call.owner)}
@@ -319,137 +311,6 @@ class Service:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-class Running:
-    """A call in the engine; iterate over it once, inside `with`.
-
-    - `id`: of the call.
-    - `request`: of HTTP.
-    - `asked`: what its prompts ask for.
-
-    `owner` is as of `owner_of`.
-    """
-
-    def __init__(
-        self,
-        id: str,
-        request: fastapi.Request,
-        service: Service,
-        asked: Sequence[Asked],
-        submitted: Submitted,
-    ):
-        self.id, self.owner, self.asked, self._request = id, owner_of(request), asked, request
-        self.created = int(time.time())
-        self.first_block: float | None = None
-        self._started = time.monotonic()
-        self._service, self._submitted = service, submitted
-        self._watching: asyncio.Task[None] | None = None
-        self._timeout: asyncio.TimerHandle | None = None
-        self._ended: dict[int, Request] = {}
-
-    @property
-    def requests(self) -> Sequence[int]:
-        """Ids of its requests in the engine."""
-        return self._submitted.ids
-
-    @property
-    def seconds(self) -> float:
-        """Since it was submitted."""
-        return time.monotonic() - self._started
-
-    def watch(self, timeout: float | None, timed_out: ApiError) -> None:
-        """End it when the client goes or the time is over."""
-        loop = asyncio.get_running_loop()
-        self._watching = loop.create_task(self._until_gone())
-        if timeout is not None:
-            self._timeout = loop.call_later(timeout, self.end, timed_out)
-
-    async def _until_gone(self) -> None:
-        while (await self._request.receive())["type"] != "http.disconnect":
-            pass
-        self.end(ApiError(_CLIENT_GONE, "the client has gone", code="client_gone"))
-
-    def end(self, error: ApiError) -> None:
-        """Let whoever iterates see `error` next."""
-        self._submitted.end(error)
-
-    def __enter__(self) -> "Running":
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        self._submitted.close()
-        read = sum(len(one.specs[0].prompt) for one in self.asked)
-        made = sum(int(np.count_nonzero(state.committed_in >= 0)) for state in self._ended.values())
-        status = 200 if error is None else error.status if isinstance(error, ApiError) else _CLIENT_GONE
-        endpoint = self._request.url.path
-        self._service.metrics.request_ended(endpoint, status, self.seconds, self.first_block, read, made)
-        self._request.state.counts = read, made
-        if isinstance(error, ApiError):
-            self._request.state.error = error
-        for waiting in (self._watching, self._timeout):
-            if waiting is not None:
-                waiting.cancel()
-        self._service.running.pop(self.id, None)
-
-    async def __aiter__(self) -> AsyncIterator[Told]:
-        """The updates of all samples; raises `ApiError` where one fails or it is ended."""
-        try:
-            async for update in self._submitted:
-                choice = update.request
-                if isinstance(update, Ended):
-                    if update.error is not None:
-                        raise update.error
-                    self._ended[choice] = update.state
-                elif self.first_block is None and update.committed.any():
-                    self.first_block = self.seconds
-                yield Told(choice, update)
-        except Exception as error:
-            if self._service.engine.error is not None:
-                raise dead(self._service.engine.error) from None
-            raise as_api_error(error) from None
-
-    def ended(self, choice: int) -> Request:
-        """A sample as it ended."""
-        return self._ended[choice]
-
-    def sample(self, choice: int) -> CompletionOutput:
-        """The output of a sample that has ended."""
-        return self._output(None, 0, [self._ended[choice]]).outputs[0]
-
-    def outputs(self) -> list[RequestOutput]:
-        """One for each prompt, once all is over."""
-        made, first = [], 0
-        for one in self.asked:
-            states = [self._ended[first + i] for i in range(len(one.specs))]
-            made.append(self._output(one.text, one.seed, states))
-            first += len(one.specs)
-        return made
-
-    def _output(self, text: str | None, seed: int, states: list[Request]) -> RequestOutput:
-        tokenizer = self._service.llm.tokenizer
-        return request_output(text, seed, states, None if tokenizer is None else tokenizer.decode)
-
-    async def finish(self) -> list[RequestOutput]:
-        """Wait for the end; then as `outputs`. Raises as iterating does."""
-        async for _ in self:
-            pass
-        return self.outputs()
-
-
 def _shown(name: str) -> str:
     """A name that a client chose, of bounded length and printable."""
     return name[:_LONGEST_NAME].encode("unicode_escape").decode()
-
-
-def owner_of(request: fastapi.Request) -> int | None:
-    """The number of the key that a request came with, `None` where none is needed or it is the admin's."""
-    return getattr(request.state, "owner", None)
-
-
-def call_id(prefix: str) -> str:
-    """An id for a call that no other has."""
-    return f"{prefix}-{uuid.uuid4().hex}"
-
-
-def dead(error: Exception) -> ApiError:
-    """The answer of a server whose engine cannot go on."""
-    return ApiError(503, f"the engine cannot go on: {type(error).__name__}", code="engine_dead")

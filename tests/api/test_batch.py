@@ -10,7 +10,8 @@ from fastapi.testclient import TestClient
 
 from jdllm.api.app import create_app
 from jdllm.api.batch import AnswerFile, EngineDeadError, Task, answer_all, read_requests
-from jdllm.api.service import Service, dead
+from jdllm.api.errors import dead
+from jdllm.api.service import Service
 from jdllm.errors import RequestError
 
 COMPLETIONS = "/v1/completions"
