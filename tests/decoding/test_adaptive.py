@@ -100,7 +100,8 @@ def test_every_iteration_equals_the_slow_copy(family: str, together: int, reques
     assert partly > 10, "prefixes are cut in the middle too"
 
 
-@pytest.mark.parametrize("family", ["dream", pytest.param("llada", marks=SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["dream", "llada"])
 def test_the_likeliest_are_those_of_the_mixture(family: str, request: pytest.FixtureRequest):
     pair: Pair = request.getfixturevalue(family)
     asked = [dataclasses.replace(s, logprobs=4) for s in (CASES["greedy"], CASES["drawn"])]

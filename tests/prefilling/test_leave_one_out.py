@@ -55,7 +55,7 @@ def drafted(oracle: Model, front: np.ndarray, slots: int, rounds: int) -> np.nda
     return tokens[own]
 
 
-@pytest.mark.parametrize("mask", ["causal", "full"])
+@pytest.mark.parametrize("mask", ["causal", pytest.param("full", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("fields", "slots"),
     [

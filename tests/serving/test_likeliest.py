@@ -133,7 +133,7 @@ def tops(output: RequestOutput) -> list[dict[int, float]]:
     return [top for top in output.top_logprobs or [] if top is not None]
 
 
-@pytest.mark.parametrize("updates", ["every", "later"])
+@pytest.mark.parametrize("updates", ["every", pytest.param("later", marks=pytest.mark.slow)])
 def test_updates_tell_them_of_what_is_committed(
     updates: Any, params: Params, config: ModelConfig, executables: Executables
 ):
