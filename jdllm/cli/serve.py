@@ -178,10 +178,10 @@ def serve(
             max_queue=max_queue,
             max_n=max_n,
             max_requests_per_key=max_requests_per_key,
-            log_requests=log_requests,
-            allow_beyond_positions=allow_beyond_positions,
-            log_prompts=log_prompts,
             request_timeout=request_timeout,
+            log_requests=log_requests,
+            log_prompts=log_prompts,
+            allow_beyond_positions=allow_beyond_positions,
             strict_fields=strict_fields,
             examples=EXAMPLES if source.model is None else {},
         )
@@ -245,7 +245,7 @@ def _given_sampling(text: str | None) -> dict[str, Any]:
         return {}
     try:
         given = json.loads(text)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise RequestError(f"--default-sampling is no JSON: {e}") from None
     if not isinstance(given, dict):
         raise RequestError("--default-sampling is no JSON object: expected one of sampling parameters")

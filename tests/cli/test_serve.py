@@ -183,6 +183,7 @@ def test_keys_of_the_environment_stand_apart(served: list[Served], monkeypatch: 
         (["--ssl-certfile", "none.pem", "--ssl-keyfile", "none.key"], ["none.pem", "No such file"]),
         (["--ssl-certfile", __file__, "--ssl-keyfile", __file__], ["--ssl-certfile", "cannot be used"]),
         (["--default-sampling", "{"], ["--default-sampling", "JSON"]),
+        (["--default-sampling", "[" * 100_000], ["--default-sampling", "JSON"]),
         (["--default-sampling", "[]"], ["--default-sampling", "object"]),
         (["--default-sampling", '{"cache": "none such"}'], ["--default-sampling", "cache"]),
         (["--api-key", " "], ["API key"]),
