@@ -130,20 +130,19 @@ class Pieces:
 Ranked = Sequence[tuple[int, float]]
 """Tokens that are listed for a place, each with its log-probability; the place's own comes first."""
 
-
 Tops = Sequence[Mapping[int, float] | None] | None
 """As `CompletionOutput.top_logprobs`."""
 
 
 def ranked_of(tokens: Sequence[int], logprobs: Sequence[float | None], tops: Tops) -> list[Ranked | None]:
     """For each place its own token and the likeliest ones, and nothing for one without a log-probability."""
-    own = only_own(tokens, logprobs)
+    own = _only_own(tokens, logprobs)
     if tops is None:
         return own
     return [one and [*one, *(top or {}).items()] for one, top in zip(own, tops, strict=True)]
 
 
-def only_own(tokens: Sequence[int], logprobs: Sequence[float | None]) -> list[Ranked | None]:
+def _only_own(tokens: Sequence[int], logprobs: Sequence[float | None]) -> list[Ranked | None]:
     """For each place its own token only, and nothing for one without a log-probability."""
     return [None if p is None else [(token, p)] for token, p in zip(tokens, logprobs, strict=True)]
 
@@ -172,7 +171,7 @@ def completion_logprobs(
     - `offsets`: where in the text that is returned each of them begins.
     - `ranked`: what is listed for each of them, by default the token itself.
     """
-    listed = only_own(tokens, logprobs) if ranked is None else ranked
+    listed = _only_own(tokens, logprobs) if ranked is None else ranked
     return {
         "tokens": [pieces.name(token) for token in tokens],
         "token_logprobs": list(logprobs),
@@ -200,7 +199,7 @@ def chat_logprobs(
     def entry(token: int, logprob: float | None) -> dict[str, Any]:
         return {"token": pieces.name(token), "logprob": logprob, "bytes": list(pieces.bytes(token))}
 
-    listed = only_own(tokens, logprobs)
+    listed = _only_own(tokens, logprobs)
     if tops is not None:
         listed = [None if likeliest is None else [*likeliest.items()] for likeliest in tops]
     content = [

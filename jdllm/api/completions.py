@@ -1,6 +1,7 @@
 """POST /v1/completions."""
 
 import asyncio
+import dataclasses
 import functools
 import time
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from jdllm.api.answers import (
 )
 from jdllm.api.bodies import BodyRoute
 from jdllm.api.errors import RESPONSES, bad_request
-from jdllm.api.generation import Shape, answer, asked_of, openai_options, pieces_of, with_result
+from jdllm.api.generation import Shape, answer, asked_of, openai_options, pieces_of
 from jdllm.api.protocol import CompletionRequest
 from jdllm.api.running import call_id
 from jdllm.api.service import Service
@@ -97,11 +98,8 @@ def _behind(service: Service, body: CompletionRequest) -> list[Asked]:
 def _between(service: Service, body: CompletionRequest) -> list[Asked]:
     """Masks between each prompt and the suffix; only these are the answer."""
     options = openai_options(body, logprobs=body.logprobs)
-    sampling = service.sampling(body, **options)
+    sampling = service.sampling_of_masks(body, **options)
     masks = sampling.max_tokens or sampling.gen_length
-    # The server's own steps and blocks are for what it generates by default, not for these masks.
-    own = {name: getattr(body, name) for name in ("steps", "block_length")}
-    sampling = sampling.changed(**own)
     config = service.llm.config
     suffix = service.encode(body.suffix or "", parse_special=body.parse_special, begins=False)
     prompts = _prompts(service, body)
@@ -111,7 +109,7 @@ def _between(service: Service, body: CompletionRequest) -> list[Asked]:
 
     def make(ids: Any, one: Any) -> Any:
         spec = infill_spec([*ids, *[mask_id_of(config)] * masks, *suffix], one, config)
-        return with_result(spec, len(ids), len(ids) + masks)
+        return dataclasses.replace(spec, returned=slice(len(ids), len(ids) + masks))
 
     return ask(prompts, [sampling] * len(prompts), make)
 

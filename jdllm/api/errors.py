@@ -172,7 +172,7 @@ def of_validation(errors: Sequence[Any]) -> ApiError:
     if kind == "missing":
         return bad_request(f"{path(place)} is missing", param, "missing_field")
     if kind == UNKNOWN_FIELD:
-        return bad_request(f"there is no field {path(place)}: {first['msg']}", param, "unknown_field")
+        return bad_request(f"there is no field {path(place)}: {first['msg']}", param, UNKNOWN_FIELD)
     expected = "; or ".join(dict.fromkeys(error["msg"] for error in errors if _place(error) == place))
     return bad_request(f"{path(place)} is {shortened(first['input'])}: {expected}", param, "invalid_value")
 

@@ -16,7 +16,8 @@ from pydantic_core import PydanticCustomError
 from jdllm.arguments import resembling
 
 UNKNOWN_FIELD = "unknown_field"
-"""The type of a validation error for a name that resembles a field's; its context has `name` and `meant`."""
+"""The type of a validation error for a name that resembles a field's; its context has `name` and `meant`. It
+is also the code of the answer that tells of a name that no field has."""
 
 _MOST_COMPARED = 16
 """Unknown names that are compared with the known ones, which takes a millisecond or two each."""

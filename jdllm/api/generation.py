@@ -1,6 +1,5 @@
 """What completions and chat have in common: a call from its prompts, its answer and its stream."""
 
-import dataclasses
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,10 +18,7 @@ from jdllm.outputs import CompletionOutput
 from jdllm.prompts import Asked, Prompt, ask, specs_of
 from jdllm.serving.engine import Updates
 from jdllm.serving.long_request import LongContext
-from jdllm.serving.spec import RequestSpec
 from jdllm.serving.updates import StepUpdate, Update
-
-Make = Callable[[Any, SamplingParams], RequestSpec]
 
 
 class Shape(NamedTuple):
@@ -179,8 +175,3 @@ async def _text_events(running: Running, chunks: _Chunks) -> AsyncGenerator[byte
     except ApiError as error:
         yield event(error.body())
     yield DONE
-
-
-def with_result(spec: RequestSpec, start: int, stop: int) -> RequestSpec:
-    """`spec`, whose result is a part of its sequence."""
-    return dataclasses.replace(spec, returned=slice(start, stop))

@@ -63,7 +63,7 @@ async def infill(body: InfillRequest, request: Request) -> Response:
     templates = await _templates(service, body)
     if all(template.chosen for template in templates):
         return _only_choices(service, body, model, templates, ignored)
-    asked = await asyncio.to_thread(_asked, service, templates, _sampling(service, body))
+    asked = await asyncio.to_thread(_asked, service, templates, service.sampling_of_masks(body))
     updates = "every" if body.stream else "none"
     running = service.submit(request, "infill", asked, updates)
     per_sample = [template for template, one in zip(templates, asked, strict=True) for _ in one.specs]
@@ -118,12 +118,6 @@ def _only_choices(
         return streamed([event(choice | {"usage": counts} | ignored, "end"), DONE])
     head = {"id": call_id("infill"), "object": "infill", "created": int(time.time()), "model": model}
     return JSONResponse(head | {"choices": [choice], "usage": counts} | ignored)
-
-
-def _sampling(service: Service, body: InfillRequest) -> SamplingParams:
-    sampling = service.sampling(body)
-    # The server's own steps and blocks are for what it generates by default, not for these masks.
-    return sampling.changed(steps=body.steps, block_length=body.block_length)
 
 
 async def _templates(service: Service, body: InfillRequest) -> list[Template]:

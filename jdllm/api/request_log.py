@@ -20,7 +20,6 @@ _SHOWN = 300
 _ASKING = ("POST", "DELETE")
 """Methods that are told of when all is well: others are monitoring's and the page's."""
 
-
 _SAID = {
     "body_too_complex",
     "body_too_large",

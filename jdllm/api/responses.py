@@ -129,7 +129,7 @@ class _Answer:
 
     def ended(self, output: RequestOutput) -> dict[str, Any]:
         """The response with its text; it is incomplete where the answer was cut at its length."""
-        status = status_of(output)
+        status = _status_of(output)
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         message = self.message(output.text or "", status)
         return self._response(status, [message], incomplete_details=cut, usage=_usage(output))
@@ -153,7 +153,7 @@ class _Answer:
         return self._constant | {"status": status, "output": output} | nothing | further
 
 
-def status_of(output: RequestOutput) -> str:
+def _status_of(output: RequestOutput) -> str:
     """The status of an answer that has ended."""
     return "completed" if output.finish_reason == "stop" else "incomplete"
 
@@ -188,7 +188,7 @@ async def _events(service: Service, running: Running, answer: _Answer) -> AsyncG
             async for delta in _deltas(service, running):
                 yield told("output_text.delta", **place, delta=delta, logprobs=[])
             (output,) = running.outputs()
-            text, status = output.text or "", status_of(output)
+            text, status = output.text or "", _status_of(output)
             yield told("output_text.done", **place, text=text, logprobs=[])
             yield told("content_part.done", **place, part=answer.part(text))
             yield told("output_item.done", output_index=0, item=answer.message(text, status))

@@ -6,13 +6,13 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic_core import to_jsonable_python
 
-from jdllm.api.protocol import SAMPLING_FIELDS
+from jdllm.api.protocol import SAMPLING_FIELDS, InfillRequest
 from jdllm.api.service import Service
 from jdllm.decoding.sampling import SamplingParams
 
 _DEFAULT = re.compile(r" \[default: [^\]]*\]$")
-_OF_PARTS = ("InfillRequest", ("steps", "block_length"))
-"""The server's own steps and blocks are for what it generates by default, not for masks of clients."""
+_NOT_OF_MASKS = ("steps", "block_length")
+"""Fields whose defaults do not hold for POST /v1/infill: see `Service.sampling_of_masks`."""
 
 
 class Application(FastAPI):
@@ -32,9 +32,10 @@ def _show_defaults(schemas: dict[str, Any], sampling: SamplingParams) -> None:
     for name, schema in schemas.items():
         if not name.endswith("Request") or "gen_length" not in schema.get("properties", ()):
             continue
+        left_out = _NOT_OF_MASKS if name == InfillRequest.__name__ else ()
         for field in SAMPLING_FIELDS:
             value = to_jsonable_python(getattr(sampling, field))
-            if field not in schema["properties"] or (name == _OF_PARTS[0] and field in _OF_PARTS[1]):
+            if field not in schema["properties"] or field in left_out:
                 continue
             shown = schema["properties"][field]
             if field == "seed":

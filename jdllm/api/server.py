@@ -34,9 +34,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _IDLE_SECONDS = 30
 _FAREWELL_SECONDS = 2.0
 """How long clients have to take the last of an answer that a second signal ends."""
+
 _HEADER_BYTES = 64 << 10
-
-
 _LOGGING = {
     **LOGGING_CONFIG,
     "loggers": {

@@ -172,6 +172,11 @@ class Service:
             )
         return sampling
 
+    def sampling_of_masks(self, body: Asking, **further: object) -> SamplingParams:
+        """As `sampling`, for masks that are filled in their places: the server's own steps and blocks are for
+        what it generates by default."""
+        return self.sampling(body, **further).changed(steps=body.steps, block_length=body.block_length)
+
     def check_length(self, tokens: int) -> None:
         """Raise `ApiError` for a sequence that is longer than what is served."""
         if tokens > self.longest:
@@ -203,32 +208,16 @@ class Service:
 
     def check_room(self, samples: int) -> None:
         """Raise `ApiError` where so many further samples may not wait, now or ever."""
-        most, waiting = self.settings.max_queue, self.llm.engine.stats().waiting
-        if samples > most:
-            raise bad_request(f"{samples} samples are asked for at once, expected at most {most}", "n")
-        if waiting + samples > most:
-            raise ApiError(
-                429,
-                f"{waiting} requests wait, and at most {most} may: try again later",
-                code="queue_full",
-                headers={"Retry-After": str(_RETRY_AFTER)},
-            )
+        waiting = self.llm.engine.stats().waiting
+        _check_bound(samples, waiting, self.settings.max_queue, "requests wait", "queue_full")
 
     def _check_share(self, owner: int | None, samples: int) -> None:
         """Raise `ApiError` where the owner of a key may not have so many further samples, now or ever."""
         most = self.settings.max_requests_per_key
         if most is None:
             return
-        if samples > most:
-            raise bad_request(f"{samples} samples are asked for at once, expected at most {most}", "n")
         held = sum(len(running.requests) for running in self.running.values() if running.owner == owner)
-        if held + samples > most:
-            raise ApiError(
-                429,
-                f"{held} requests of this key wait or run, and at most {most} may: try again later",
-                code="too_many_requests",
-                headers={"Retry-After": str(_RETRY_AFTER)},
-            )
+        _check_bound(samples, held, most, "requests of this key wait or run", "too_many_requests")
 
     async def scored[T](self, score: Callable[[], T]) -> T:
         """`score()`, which evaluates the model outside of the engine's requests: one call at a time."""
@@ -309,6 +298,24 @@ class Service:
         """End what is left."""
         for pool in (self.reading, self._scoring):
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _check_bound(samples: int, held: int, most: int, what: str, code: str) -> None:
+    """Raise `ApiError` where so many further samples may not join those that are held.
+
+    Arguments:
+    - `most`: that may be held.
+    - `what`, `code`: what those that are held do, and what an error is called that says so.
+    """
+    if samples > most:
+        raise bad_request(f"{samples} samples are asked for at once, expected at most {most}", "n")
+    if held + samples > most:
+        raise ApiError(
+            429,
+            f"{held} {what}, and at most {most} may: try again later",
+            code=code,
+            headers={"Retry-After": str(_RETRY_AFTER)},
+        )
 
 
 def _shown(name: str) -> str:

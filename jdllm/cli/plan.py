@@ -4,7 +4,7 @@ import dataclasses
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
 import typer
 
@@ -176,8 +176,7 @@ def plan(
         parts = plan_report.describe(report), plan_report.compared(report, compiled, check)
         print_result("\n".join([*assumed, *parts, "", plan_report.describe_engine(report)]))
     if report.refusal is not None:
-        typer.echo(f"error: {report.refusal}", err=True)
-        raise typer.Exit(DOES_NOT_FIT)
+        _does_not_fit(str(report.refusal))
 
 
 def _plan_causal(
@@ -197,12 +196,10 @@ def _plan_causal(
     told = causal_facts(account, plan)
     print_result(json.dumps(told) if as_json else describe_causal(workload, account, card.target, plan))
     if not plan.fits:
-        typer.echo(
-            f"error: a prompt of {plan.prompt} tokens does not fit, and the longest that does has"
-            f" {max(plan.longest, plan.longest_layered)}: shorten it, or raise --memory or --host-memory",
-            err=True,
+        _does_not_fit(
+            f"a prompt of {plan.prompt} tokens does not fit, and the longest that does has"
+            f" {max(plan.longest, plan.longest_layered)}: shorten it, or raise --memory or --host-memory"
         )
-        raise typer.Exit(DOES_NOT_FIT)
 
 
 def _question(context: int | None, instruction: int, query: int, gen_length: int) -> "Question":
@@ -241,8 +238,13 @@ def _plan_prefilling(
         json.dumps(stage_facts(*arguments, stages)) if as_json else describe_stages(*arguments, stages)
     )
     if (lacks := lacking(account, stages)) is not None:
-        typer.echo(f"error: {lacks}: raise --memory, or keep fewer chunks or tokens of each", err=True)
-        raise typer.Exit(DOES_NOT_FIT)
+        _does_not_fit(f"{lacks}: raise --memory, or keep fewer chunks or tokens of each")
+
+
+def _does_not_fit(why: str) -> NoReturn:
+    """End the command, whose plan is printed already."""
+    typer.echo(f"error: {why}", err=True)
+    raise typer.Exit(DOES_NOT_FIT)
 
 
 def _card(target: str | None, memory: str | None) -> "Card":

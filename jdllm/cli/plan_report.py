@@ -13,10 +13,7 @@ from jdllm.planning.account import Account
 from jdllm.planning.answer import Longest, Report, room_of
 from jdllm.planning.budget import CUDA_CONTEXT, GUARD, format_bytes
 from jdllm.planning.checks.compiler import compiler_temp_bytes
-from jdllm.planning.plan import (
-    Workload,
-    row_ladder,
-)
+from jdllm.planning.plan import Workload, row_ladder
 from jdllm.planning.report import Frame, format_peak_table, timeline
 from jdllm.planning.search import largest, search
 from jdllm.planning.sharing import pages_of

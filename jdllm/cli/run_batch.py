@@ -14,6 +14,8 @@ from jdllm.cli.report import print_result
 from jdllm.cli.serve import check_installed, names_of
 from jdllm.errors import RequestError
 
+_COUNTED = ("answered", "refused", "wrong lines", "answered before")
+
 
 @takes_model
 def run_batch(
@@ -68,6 +70,3 @@ def run_batch(
                 print(f"error: {e}; the same command goes on from here", file=sys.stderr)
                 raise typer.Exit(1) from None
     print_result(", ".join(f"{what} {counts[what]}" for what in _COUNTED))
-
-
-_COUNTED = ("answered", "refused", "wrong lines", "answered before")

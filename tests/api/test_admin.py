@@ -11,8 +11,7 @@ from jdllm.api.app import Access, create_app
 from jdllm.api.service import Service
 from jdllm.checkpoints.tokenizer import Tokenizer
 from jdllm.decoding.prefilling import PRESETS
-from jdllm.llm import LLM
-from jdllm.serving.async_engine import AsyncEngine
+from tests.api.undriven import undriven
 
 
 def test_the_model_is_listed_under_its_names(client, service: Service):
@@ -176,17 +175,15 @@ class Keys:
 
 
 @pytest.fixture
-def keys(demo: LLM, service: Service) -> Iterator[Keys]:
-    undriven = AsyncEngine(demo.engine)
-    undriven.close()
-    settings = dataclasses.replace(service.settings, max_n=4, max_requests_per_key=6)
-    limited = Service(demo, undriven, settings, service.metrics)
+def keys(service: Service) -> Iterator[Keys]:
     access = Access(api_keys=("one", "other"), admin_key="admin")
-    with TestClient(create_app(limited, access)) as client:
+    with (
+        undriven(service, max_n=4, max_requests_per_key=6) as limited,
+        TestClient(create_app(limited, access)) as client,
+    ):
         keys = Keys(client)
         yield keys
         keys.end()
-    limited.close()
 
 
 def test_who_has_a_key_sees_and_ends_what_came_with_it(keys: Keys):

@@ -8,9 +8,8 @@ from jdllm.api import answers
 from jdllm.api.answers import PING, kept_alive
 from jdllm.api.app import create_app
 from jdllm.api.service import Service
-from jdllm.llm import LLM
-from jdllm.serving.async_engine import AsyncEngine
 from tests.api.sse import events
+from tests.api.undriven import stop_once_asked, undriven
 
 
 @pytest.fixture(autouse=True)
@@ -75,25 +74,13 @@ def test_who_leaves_ends_what_is_awaited():
         ("/v1/infill", {"parts": ["1+", {"type": "text", "max_tokens": 2}]}),
     ],
 )
-def test_every_stream_is_kept_alive(demo: LLM, service: Service, path: str, further: dict):
-    """Nobody drives the engine, so that nothing is answered until the call is ended."""
-    undriven = AsyncEngine(demo.engine)
-    undriven.close()
-    waiting = Service(demo, undriven, service.settings, service.metrics)
-
-    async def stop() -> None:
-        while not waiting.running:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.2)
-        waiting.stop()
-
+def test_every_stream_is_kept_alive(service: Service, path: str, further: dict):
     texts = {"prompt": "1+", "input": "1+", "messages": [{"role": "user", "content": "1+"}]}
     own = {"completions": "prompt", "responses": "input", "infill": "parts"}
     name = "messages" if "chat" in path else own[path.rpartition("/")[2]]
-    with TestClient(create_app(waiting)) as client:
+    with undriven(service) as waiting, TestClient(create_app(waiting)) as client:
         assert client.portal is not None
-        client.portal.start_task_soon(stop)
+        client.portal.start_task_soon(stop_once_asked, waiting, 0.2)
         answer = client.post(path, json={name: (texts | further)[name], "stream": True} | further)
-    waiting.close()
     assert PING.decode() in answer.text
     assert path == "/v1/responses" or events(answer.text)

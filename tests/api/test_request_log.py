@@ -10,9 +10,8 @@ from starlette.types import Message, Receive, Scope, Send
 from jdllm.api.app import Access, create_app
 from jdllm.api.request_log import RequestLog
 from jdllm.api.service import Service
-from jdllm.llm import LLM
-from jdllm.serving.async_engine import AsyncEngine
 from tests.api.sse import events
+from tests.api.undriven import stop_once_asked, undriven
 
 SECRET = "what nobody logs"
 
@@ -143,23 +142,12 @@ def test_what_fails_unforeseen_is_an_error_with_an_id(log: pytest.LogCaptureFixt
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_server_that_stops_tells_its_clients(demo: LLM, service: Service, path: str, stream: bool):
-    """Nobody drives the engine, so that the call waits until it is ended."""
-    undriven = AsyncEngine(demo.engine)
-    undriven.close()
-    stopped = Service(demo, undriven, service.settings, service.metrics)
-
-    async def stop() -> None:
-        while not stopped.running:
-            await asyncio.sleep(0.01)
-        stopped.stop()
-
+def test_a_server_that_stops_tells_its_clients(service: Service, path: str, stream: bool):
     body = {"prompt": "1", "messages": [{"role": "user", "content": "1"}], "stream": stream, "max_tokens": 1}
-    with TestClient(create_app(stopped)) as client:
+    with undriven(service) as stopped, TestClient(create_app(stopped)) as client:
         assert client.portal is not None
-        client.portal.start_task_soon(stop)
+        client.portal.start_task_soon(stop_once_asked, stopped)
         answer = client.post(path, json=body)
-    stopped.close()
     if stream:
         error = events(answer.text)[-1][1]["error"]
     else:
