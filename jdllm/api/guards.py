@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jdllm.api.errors import ApiError
+from jdllm.api.memory import LARGE, FreedMemory
 
 _OPEN = ("/health", "/version", "/metrics", "/openapi.json", "/", "/stats")
 _PAGE = "/page/"
@@ -93,6 +94,7 @@ class BoundedBodies:
 
     def __init__(self, app: ASGIApp, largest: int, seconds: float):
         self._app, self._largest, self._seconds = app, largest, seconds
+        self._memory = FreedMemory()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -110,7 +112,11 @@ class BoundedBodies:
             return
         if body is None:
             return
-        await self._app(scope, _replayed(body, receive), send)
+        try:
+            await self._app(scope, _replayed(body, receive), send)
+        finally:
+            if len(body) > LARGE:
+                self._memory.give_back()
 
     def _check(self, size: int) -> None:
         if size > self._largest:

@@ -17,6 +17,7 @@ import uvicorn
 from uvicorn.config import LOGGING_CONFIG
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from jdllm.api import memory
 from jdllm.api.app import Access, create_app
 from jdllm.api.errors import bad_request
 from jdllm.api.metrics import Metrics
@@ -236,6 +237,7 @@ def serve(
         # What is there now stays: garbage collections need not look through the model's objects each time.
         gc.collect()
         gc.freeze()
+        memory.keep_little()
         server.run(sockets=[bound])
     finally:
         service.close()
