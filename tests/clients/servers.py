@@ -84,10 +84,13 @@ class Server:
     def settle(self, seconds: float = 30.0) -> None:
         """Wait until its engine holds no request and no page of the pool."""
         with self.client() as client:
-            until(lambda: not client.get("/v1/requests").json()["data"], seconds)
-            stats = client.get("/v1/stats").json()
-            assert (stats["waiting"], stats["running"]) == (0, 0)
-            assert stats["free_pages"] == stats["pages"]
+
+            def idle() -> bool:
+                stats = client.get("/v1/stats").json()
+                return (stats["waiting"], stats["running"], stats["free_pages"]) == (0, 0, stats["pages"])
+
+            until(idle, seconds)
+            assert not client.get("/v1/requests").json()["data"]
 
     def end(self) -> int:
         """Stop it at once; returns the exit code."""

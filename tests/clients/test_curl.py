@@ -82,7 +82,7 @@ def test_error_codes(server: Server, tmp_path: Path, path: str, body: dict, stat
 
 
 def test_a_large_body(server: Server, tmp_path: Path):
-    text = "a" * (1 << 20)  # curl waits for the server's word before it sends so much
+    text = "a" * (1 << 18)  # curl waits for the server's word before it sends so much
     (tmp_path / "body.json").write_text(json.dumps({"tokens": list(text.encode())}))
     options = ("--header", "Content-Type: application/json", "--header", "Expect: 100-continue")
     found = curl(server, "/detokenize", *options, "--data", f"@{tmp_path}/body.json")
