@@ -12,7 +12,7 @@ from playwright.sync_api import Browser  # pyright: ignore[reportMissingImports]
 
 from tests.api.sse import events
 from tests.clients.conftest import API_KEY
-from tests.clients.servers import LONG, Server, Starter
+from tests.clients.servers import LONG, Server, Starter, until
 
 pytestmark = pytest.mark.clients
 
@@ -110,7 +110,8 @@ def test_an_admitted_page_learns_when_to_ask_again(browser: Browser, served: Ser
 
     assert answer["status"] == 429, answer
     assert int(answer["told"][1]) >= 1
-    served.server.settle()
+    with served.server.client() as client:
+        until(lambda: not client.get("/v1/requests").json()["data"], 30.0)
 
 
 def test_an_admitted_page_learns_why_it_is_refused(browser: Browser, served: Served):
