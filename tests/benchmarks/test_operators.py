@@ -103,7 +103,7 @@ class TestAttention:
     @pytest.mark.slow
     def test_command_line(self, tmp_path: Path):
         attention.main(["--rows", "8", "16", "--heads", "4x2", "--forms", "xla", "--out", str(tmp_path)])
-        written = json.loads((tmp_path / "attention.json").read_text())
+        written = json.loads((tmp_path / "attention_xla.json").read_text())
         assert [(r["rows"], r["heads"], r["kv_heads"]) for r in written["rows"]] == [(8, 4, 2), (16, 4, 2)]
 
 
