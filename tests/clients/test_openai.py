@@ -246,7 +246,6 @@ def test_bad_requests(client: openai.OpenAI, fields, param, code):
     [
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]},
         {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": {}}}},
-        {"messages": [{"role": "tool", "content": "1", "tool_call_id": "1"}]},
     ],
 )
 def test_what_no_such_model_does_is_named(client: openai.OpenAI, fields):
