@@ -90,8 +90,8 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """The error as JSON."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        fields = {"message": _printable(self.message), "param": self.param and _printable(self.param)}
-        return {"error": {**fields, "type": kind, "code": self.code}}
+        message, param = _printable(self.message), self.param and _printable(self.param)
+        return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
 
     def response(self) -> JSONResponse:
         """The answer."""

@@ -49,9 +49,9 @@ FRESH, CACHED = 32, 100
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch):
-    """Kernels are chosen as on a Hopper card, and made for the interpreter."""
+    """Kernels are chosen as on a Hopper card without Triton, and made for the interpreter."""
     for module in (add_norm_api, skinny_api, split_api):
-        monkeypatch.setattr(module, "target", lambda: Target(True, 9.0))
+        monkeypatch.setattr(module, "target", lambda: Target(True, 9.0, triton=False))
 
 
 def holds(config: ModelConfig, rows: int = FRESH, dtype: str = "bfloat16") -> bool:

@@ -254,7 +254,7 @@ def test_what_can_never_run_is_refused_before_anything_runs(executables: Executa
     model = model_of("prefilling_dllm")
     spec = asked(question(64), DREAM)  # five pages: instruction, two chunks, query, block
     engine = engine_of(*model, executables, ROWS, pages=5)
-    refused(lambda: engine.add(spec), "needs 5 pages of the KV pool, which has 4", "make the pool larger")
+    refused(lambda: engine.add(spec), "needs 5 pages of the KV pool, which has 4", "set kv_pool=")
     all_free(engine)
     account = make_account(DREAM, "float32", None, device=CPU, max_num_batched_tokens=ROWS, weights_bytes=0)
     engines = [
