@@ -177,7 +177,7 @@ def test_a_link_reproduces_a_run_and_its_fragment_is_not_sent(
     page: Page, context: BrowserContext, server: Server
 ):
     page.fill("#prompt", PROMPT)
-    choose(page, temperature=6, transfer="threshold", threshold=0.4)
+    choose(page, temperature=30, transfer="threshold", threshold=0.4)
     run(page)
     answer, address = page.locator("#text").inner_text(), page.url
 
