@@ -79,10 +79,10 @@ def only(*values: object, why: str) -> AfterValidator:
 
 
 def nothing(why: str) -> AfterValidator:
-    """Accept a list or an object that is empty, and say why."""
+    """Accept a list or an object that is empty, or whose values are all 0, and say why."""
 
     def check(value: object) -> object:
-        if value:
+        if value and not (isinstance(value, dict) and all(one == 0 for one in value.values())):
             raise PydanticCustomError("unsupported", "expected nothing: {why}", {"why": why})
         return value
 

@@ -87,6 +87,7 @@ HABITS: list[dict[str, Any]] = [
     {"cache_control": {"type": "ephemeral"}, "prompt_cache_retention": "24h", "metadata": {"a": None}},
     {"tool_choice": "auto", "tools": [], "functions": [], "function_call": "none"},
     {"tool_choice": "none", "logit_bias": {}, "store": True, "user": "me", "n": 1},
+    {"logit_bias": {"5": 0, "17": 0.0}},
 ]
 
 
@@ -146,7 +147,7 @@ def test_no_stream_is_held_back_by_proxies(client: TestClient, route: str, extra
             "tool_choice is 'required': expected 'auto' or 'none': there are no tools",
         ),
         ({"tools": [{"type": "function"}]}, "tools is [{'type': 'function'}]: expected nothing: no tools"),
-        ({"logit_bias": {"5": 1}}, "logit_bias is {'5': 1}: expected nothing"),
+        ({"logit_bias": {"5": 1, "6": 0}}, "logit_bias is {'5': 1, '6': 0}: expected nothing"),
         ({"threshold": 0.5}, "threshold has no effect here"),
         ({"seed": -2}, "seed is -2: Input should be greater"),
     ],
