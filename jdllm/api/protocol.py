@@ -15,7 +15,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from jdllm.api.fields import Fields, PassedOver, nothing, only
+from jdllm.api.fields import Fields, PassedOver, nothing, only, without_zeros
 from jdllm.checkpoints.conversation import SILENT, TEXT_PARTS, Rendering
 from jdllm.declarations import descriptions
 from jdllm.decoding.sampling import LONGEST, SamplingParams, none_at
@@ -128,7 +128,7 @@ class OpenAIFields(Asking):
         bool | None, only(True, why="texts are without special tokens; token_ids of completions have them")
     ] = None
     min_tokens: Annotated[int | None, only(0, why="ignore_eos generates all tokens")] = None
-    logit_bias: Annotated[Any, nothing("no bias of logits")] = None
+    logit_bias: Annotated[Any, BeforeValidator(without_zeros), nothing("no bias of logits")] = None
     response_format: TextFormat | None = None
     tools: Annotated[Any, nothing("no tools")] = None
     tool_choice: Annotated[Any, only("auto", "none", why="there are no tools")] = None

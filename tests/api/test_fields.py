@@ -147,6 +147,7 @@ def test_no_stream_is_held_back_by_proxies(client: TestClient, route: str, extra
             "tool_choice is 'required': expected 'auto' or 'none': there are no tools",
         ),
         ({"tools": [{"type": "function"}]}, "tools is [{'type': 'function'}]: expected nothing: no tools"),
+        ({"tools": {"strict": 0}}, "tools is {'strict': 0}: expected nothing: no tools"),
         ({"logit_bias": {"5": 1, "6": 0}}, "logit_bias is {'5': 1, '6': 0}: expected nothing"),
         ({"threshold": 0.5}, "threshold has no effect here"),
         ({"seed": -2}, "seed is -2: Input should be greater"),
