@@ -1,4 +1,4 @@
-"""The README in a new user's hands: its commands and snippets, in an environment made as it says.
+"""README and guides in a new user's hands: their commands and snippets, in an environment made as they say.
 
 A block that needs a card or a published checkpoint is preceded by a comment `<!-- not run: why -->`.
 """
@@ -18,7 +18,14 @@ from benchmarks.random_checkpoint import llada_hf_config
 from benchmarks.shapes import SHAPES
 from tests.helpers import ROOT
 
-pytestmark = pytest.mark.slow
+GUIDES = [
+    ROOT / "README.md",  # first: it installs the package
+    *(ROOT / "docs" / f"{name}.md" for name in ("install", "library", "commands", "memory", "models")),
+    *(ROOT / "docs" / f"{name}.md" for name in ("samplers", "caching", "prefilling", "causal")),
+]
+"""Pages of which every block runs, unless a comment says why it does not."""
+
+CHECKED_ELSEWHERE = {"docs/clients.md": "tests/clients/test_transcripts.py"}
 
 _BLOCK = re.compile(r"(?P<left_out><!-- not run: [^\n]+ -->\n)?```(?P<language>\w+)\n(?P<text>.*?)```", re.S)
 _LEFT_OUT = shutil.ignore_patterns(
@@ -38,8 +45,14 @@ class Block(NamedTuple):
 
 
 def blocks(language: str) -> list[Block]:
-    found = [m for m in _BLOCK.finditer((ROOT / "README.md").read_text()) if not m["left_out"]]
-    return [Block(m["language"], m["text"]) for m in found if m["language"] == language]
+    """The blocks of all guides that run, in order; a block that stands on two pages is there once."""
+    found = [m for page in GUIDES for m in _BLOCK.finditer(page.read_text()) if not m["left_out"]]
+    return list(dict.fromkeys(Block(m["language"], m["text"]) for m in found if m["language"] == language))
+
+
+def commands() -> list[str]:
+    """The commands of all blocks, each once."""
+    return list(dict.fromkeys(command for block in blocks("console") for command in block.commands))
 
 
 def run(command: list[str], directory: Path, path: Path | None = None) -> None:
@@ -73,20 +86,32 @@ def project(sources: Path) -> Path:
     return directory
 
 
+def test_every_page_with_snippets_is_run_or_checked():
+    """A snippet that moves to another page keeps its test."""
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+    with_snippets = {page for page in pages if "```python\n" in page.read_text()}
+    assert with_snippets <= {*GUIDES, *(ROOT / page for page in CHECKED_ELSEWHERE)}
+    assert all((ROOT / test).exists() for test in CHECKED_ELSEWHERE.values())
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+
+
+@pytest.mark.slow
 def test_what_make_does_works_in_a_fresh_copy(sources: Path):
-    """Of its targets `demo` sets everything up; `test` is the lane that runs on every change."""
-    targets = {m[1] for b in blocks("console") for c in b.commands if (m := _MAKE.match(c))}
-    assert {"demo", "test"} <= targets
+    """`demo` and `serve` are the README's two commands; `serve` runs until it is stopped."""
+    assert {m[1] for command in commands() if (m := _MAKE.match(command))} == {"demo", "serve"}
     run(["make", "demo", f"PYTHON={sys.executable}"], sources)
 
 
+@pytest.mark.slow
 def test_commands_and_snippets(project: Path):
     run([sys.executable, "-m", "venv", "environment"], project)
     programs = project / "environment" / "bin"
-    for block in blocks("console"):
-        for command in block.commands:
-            if not _MAKE.match(command):
-                run(["bash", "-euo", "pipefail", "-c", command], project, programs)
+    for command in commands():
+        if not _MAKE.match(command):
+            run(["bash", "-euo", "pipefail", "-c", command], project, programs)
     snippets = blocks("python")
     assert snippets
     for snippet in snippets:
