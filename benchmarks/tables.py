@@ -21,7 +21,7 @@ Record = dict[str, Any]
 
 
 class Section(NamedTuple):
-    """Records that belong together: those whose names match one of `patterns` and no earlier section's."""
+    """Records that belong together: their names match one of `patterns`, and no earlier section's."""
 
     title: str
     text: str
@@ -31,85 +31,90 @@ class Section(NamedTuple):
 SECTIONS = (
     Section(
         "Full steps",
-        "One denoising step of a whole sequence. Half of its rows are masked and evaluated. `ratio` is the"
-        " time of a peer over that of jdllm in the same run. The floor is the larger of two times: the"
-        " arithmetic at the matrix rate, and the bytes of the weights at the copy rate, as the run measured.",
+        "A full step is one denoising step of a whole sequence. Half of its rows are masked and evaluated."
+        " `ratio` is the time of a peer over the time of jdllm in the same run. The floor is the larger of"
+        " two times: the arithmetic at the matrix rate, and the bytes of the weights at the copy rate. Each"
+        " run measured both rates.",
         ("step_*",),
     ),
     Section(
         "Cached steps",
-        "One step of a block of fresh rows against cached ones. The floor is the bytes of weights and cache"
-        " at the measured copy rate. `waited_ms` is a step whose tokens the host waits for, `sustained_ms`"
-        " one of many that run for seconds. In a chain a kernel starts while the one before it still runs.",
+        "A cached step is one step of a block of fresh rows against cached rows. The floor is the time of"
+        " the bytes of weights and cache at the measured copy rate. `waited_ms` is the time of a step whose"
+        " tokens the host waits for. `sustained_ms` is the time of one of many steps that run for seconds."
+        " In a chain a kernel starts while the kernel before it still runs.",
         ("cached_step_*",),
     ),
     Section(
         "Whole generations",
-        "256 tokens in 256 steps, in blocks of 32, with random weights. `evaluated` counts the forward"
-        " evaluations of the device. `delay` is the step of a block that refreshes the cache, blank for the"
-        " default of the cache.",
+        "A generation is 256 tokens in 256 steps, in blocks of 32, with random weights. `evaluated` counts"
+        " the forward evaluations of the device. `delay` is the step of a block that refreshes the cache."
+        " An empty `delay` means the default of the cache.",
         ("generate_*", "ragged_*", "fast_dllm_*"),
     ),
     Section(
         "Engine",
-        "What the engine takes beside the device, how soon the first block is there, and what thousands of"
-        " requests leave behind.",
+        "These records have the time of the engine beside the time of the device, the time to the first"
+        " block, and the memory that thousands of requests leave behind.",
         ("overhead_*", "traffic_*", "first_token_*", "first_calls_*", "background_*", "compile_*"),
     ),
     Section(
         "Serving",
-        "Requests over HTTP from `jdllm bench serve` on the same host, and the same ones through"
-        " `LLM.generate`. Latencies are in seconds from a request's arrival.",
+        "`jdllm bench serve` sent requests over HTTP on the same host. `LLM.generate` answered the same"
+        " requests. Latencies are in seconds from the arrival of a request.",
         ("serving_*",),
     ),
     Section(
         "Operators",
-        "Single kernels with random data beside XLA's form and other libraries.",
+        "Single kernels ran with random data, beside the form of XLA and other libraries.",
         ("masked_logits_*", "attention*", "split_attention_*", "grouped_*", "skinny_*", "torch_*"),
     ),
     Section(
         "Memory planning",
-        "What fits a budget, how long a plan takes, and whether a card agrees with it.",
+        "These records answer three questions. What fits a budget? How long does a plan take? Does a card"
+        " agree with the plan?",
         ("plan_*",),
     ),
     Section(
         "Host memory",
-        "Layers whose residual stream, keys and values, or weights lie in host memory.",
+        "In these layers the residual stream, the keys and values, or the weights lie in host memory.",
         ("tiers_*", "offloaded_*"),
     ),
     Section(
         "The bundled model",
-        "Answers to instances that training never saw, by cache and transfer rule, and how often a request's"
-        " tokens are the same alone and in company.",
+        "The bundled model answered instances that training never saw, by cache and transfer rule. Other"
+        " records tell how often the tokens of a request are the same alone and in company.",
         ("quality_*", "company_*", "eval_*"),
     ),
     Section(
         "Long contexts",
-        "Questions over long contexts. `prefilling_*` are times with random weights: `seconds` of a first"
-        " question, all stages included, and `second_question_s` of another one over the same context;"
-        " `plain_s` is the exact run on the whole context. `lost_in_the_middle` has questions about one of"
-        " many facts, by tokens of a chunk x chunks kept: its cells are exact match / selection recall, the"
-        " share of questions whose fact was whole in what was kept.",
+        "These records are of questions over long contexts. `prefilling_*` has times with random weights."
+        " `seconds` is the time of a first question, all stages included. `second_question_s` is the time"
+        " of another question over the same context. `plain_s` is the time of the exact run on the whole"
+        " context. `lost_in_the_middle` has questions about one of many facts. A method is named by the"
+        " tokens of a chunk x the kept chunks. A cell is exact match / selection recall. The recall is the"
+        " share of questions whose fact was whole in the kept chunks.",
         ("prefilling_*", "lost_in_the_middle*"),
     ),
     Section(
         "Causal models",
-        "Time to the first token of a prompt, and of a token of each request, with random weights. Floors are"
-        " arithmetic at the rate of plans for an H200, causal attention counted once, or the bytes of weights"
-        " and keys at the rate of a copy, as the run measured it.",
+        "These records have the time to the first token of a prompt, and the time of a token of each"
+        " request, with random weights. The floor of a prompt is its arithmetic at the rate of plans for an"
+        " H200, with causal attention counted once. The floor of a token is the bytes of weights and keys"
+        " at the rate of a copy, which the run measured.",
         ("causal_*",),
     ),
-    Section("Checkpoints", "Loading and converting 16 GB of random weights.", ("load*", "convert*")),
-    Section("Others", "Records that belong to no section above.", ("*",)),
+    Section("Checkpoints", "jdllm loaded and converted 16 GB of random weights.", ("load*", "convert*")),
+    Section("Others", "No section above lists these records.", ("*",)),
 )
 
 
 class Figure(NamedTuple):
     """A figure of the README.
 
-    - `label`: what it is of.
-    - `record`, `row`: where it stands: the one row that has these values.
-    - `say`: the figure, and what stands beside it, from the row and all rows of the record.
+    - `label`: the first cell of its line.
+    - `record`, `row`: the record, and values of the only row that has them.
+    - `say`: takes this row and all rows of the record; returns the figure and the cell beside it.
     """
 
     label: str
@@ -228,10 +233,10 @@ def document() -> str:
     left = sorted(path.stem for path in RESULTS.glob("*.json"))
     parts = [
         "# Results",
-        "Made by `python3 -m benchmarks results` from the records in `benchmarks/results`, not by hand."
-        " Weights are random, of the published shapes, in bf16, where nothing else is said. Columns that are"
-        " the same in a whole table stand in front of it. Times of different runs may differ by 5 % because"
-        " cards do.",
+        "`python3 -m benchmarks results` wrote this page from the records in `benchmarks/results`. Do not"
+        " edit the page by hand. Weights are random, of the published shapes, in bf16, unless a record says"
+        " otherwise. A column with the same value in a whole table stands in front of the table. Times of"
+        " different runs may differ by 5 %, because cards differ.",
     ]
     for section in SECTIONS:
         names = [name for name in left if any(fnmatch(name, pattern) for pattern in section.patterns)]
