@@ -6,13 +6,16 @@ BIN := $(VENV)/bin
 AOT_VENV := .venv-aot
 CLIENTS_VENV := .venv-clients
 AIPERF_VENV := .venv-aiperf
+DOCS_VENV := .venv-docs
+LOWEST_VENV := .venv-lowest
 CPU := JAX_PLATFORMS=cpu
 # A process takes up to 3 GB. Tests of a file share models; long tests are handed out one by one.
 # Who waits for a process that died would wait for ever.
 SPREAD := -n auto --maxprocesses 4 --max-worker-restart 0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-slow test-clients test-aot test-gpu test-triton bench lint format clean
+.PHONY: help demo serve test test-slow test-lowest test-clients test-aot test-gpu test-triton bench docs lint format \
+  clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -40,6 +43,13 @@ $(AIPERF_VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(AIPERF_VENV)
 	$(AIPERF_VENV)/bin/python -m pip install --quiet --upgrade pip
 	$(AIPERF_VENV)/bin/python -m pip install --quiet --disable-pip-version-check aiperf
+	@touch $@
+
+# Of the package it needs the extra alone: building the pages imports nothing of jdllm.
+$(DOCS_VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  $$($(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
 	@touch $@
 
 demo: $(VENV)/.ready  ## generate text with the bundled model on the CPU
@@ -95,6 +105,9 @@ bench:  ## benchmarks on a card; uses the python on the path, which needs jax wi
 	for case in overhead traffic first_token prefilling; do python3 -m benchmarks $$case; done
 	python3 -m benchmarks results
 
+docs: $(DOCS_VENV)/.ready  ## the documents as a site, in site/; a link that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build
+
 lint: $(VENV)/.ready  ## ruff, import-linter and pyright
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -106,4 +119,5 @@ format: $(VENV)/.ready  ## format the code
 	$(BIN)/ruff format
 
 clean:  ## remove the environments and caches
-	rm -rf $(VENV) $(AOT_VENV) $(CLIENTS_VENV) $(AIPERF_VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(AOT_VENV) $(CLIENTS_VENV) $(AIPERF_VENV) $(DOCS_VENV) $(LOWEST_VENV) site .pytest_cache .ruff_cache \
+	  .hypothesis
