@@ -39,6 +39,7 @@ class Quoted(NamedTuple):
 
 QUOTED = {
     "generate_llada-8b_dual_b16_p512": Quoted("tokens_s", "generate --cache dual --batch 16 --prompt 512"),
+    "generate_llada-8b_dual_b8_p2048": Quoted("tokens_s", "generate --cache dual --batch 8 --prompt 2048"),
     "generate_llada-8b_dual-head_sparse_b8_p2048": Quoted(
         "tokens_s", "generate --cache dual head_sparse --delay 0 --batch 8 --prompt 2048"
     ),

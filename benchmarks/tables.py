@@ -178,8 +178,8 @@ FIGURES = (
     ),
     Figure(
         _GENERATION + "8 prompts of 2048",
-        "generate_llada-8b_dual-head_sparse_b8_p2048",
-        {"cache": "dual"},
+        "generate_llada-8b_dual_b8_p2048",
+        {},
         _beside_fast_dllm,
     ),
     Figure(_GENERATION + "16 prompts of 512", "generate_llada-8b_dual_b16_p512", {}, _beside_fast_dllm),
@@ -198,8 +198,8 @@ FIGURES = (
     Figure("loading from the page cache", "load", {}, _loading),
     Figure(
         "first block of a new process, beyond loading",
-        "first_token_llada-8b",
-        {"process": "second"},
+        "first_calls_llada-8b",
+        {"code": "this", "process": "second", "call": "dual"},
         _first_block,
     ),
     Figure('bundled model, `cache="dual"`', "quality_demo_schedule", {"policy": "dual"}, _right),

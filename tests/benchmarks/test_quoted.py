@@ -28,7 +28,7 @@ class Quote(NamedTuple):
 GENERATION = 'generation, `cache="dual"`, '
 ONE, EIGHT, MANY = (
     f"generate_llada-8b_{kind}"
-    for kind in ("dual-none-head_sparse_b1_p512", "dual-head_sparse_b8_p2048", "dual_b16_p512")
+    for kind in ("dual-none-head_sparse_b1_p512", "dual_b8_p2048", "dual_b16_p512")
 )
 QUOTES = [
     Quote("full step, 4096 rows", 1, "step_llada-8b", {"system": "jdllm", "rows": 4096}, "step_ms"),
@@ -48,6 +48,13 @@ QUOTES = [
     ),
     Quote("loading from the page cache", 1, "load", {}, "seconds"),
     Quote("loading from the page cache", 2, "load", {}, "host_peak_above_weights_bytes", 1e6),
+    Quote(
+        "first block of a new process, beyond loading",
+        1,
+        "first_calls_llada-8b",
+        {"code": "this", "process": "second", "call": "dual"},
+        "beyond_load_s",
+    ),
     Quote(
         'bundled model, `cache="dual"`', 1, "quality_demo_schedule", {"policy": "dual"}, "exact_match", 0.01
     ),
