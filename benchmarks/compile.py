@@ -28,7 +28,7 @@ from benchmarks.cases import case_parser
 from benchmarks.record import record
 from benchmarks.shapes import SHAPES
 from benchmarks.steps import cached, full
-from jdllm.decoding.executable import (
+from jdllm.compiling.executable import (
     Executable,
     Program,
     compiler_options,

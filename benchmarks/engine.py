@@ -20,7 +20,7 @@ from benchmarks.checkpoints import status_bytes
 from benchmarks.generations import GEN_LENGTH, generation, random_prompts
 from benchmarks.record import print_row, record
 from benchmarks.shapes import SHAPES
-from jdllm.decoding.executables import Executable, Executables
+from jdllm.compiling.executables import Executable, Executables
 from jdllm.decoding.sampling import Cache, SamplingParams
 from jdllm.demo import checkpoint_path
 from jdllm.execution.module import Transformer

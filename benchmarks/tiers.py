@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks.record import median_seconds, record
 from benchmarks.shapes import SHAPES
 from benchmarks.steps.full import attention_form
-from jdllm.decoding.executables import Executables
+from jdllm.compiling.executables import Executables
 from jdllm.execution.offload.forward import forward_tiered
 from jdllm.execution.offload.host_memory import to_device, to_host
 from jdllm.execution.offload.parts import take_layer

@@ -13,9 +13,9 @@ from jdllm.checkpoints.conversation import Rendering
 from jdllm.checkpoints.token_text import Decode
 from jdllm.checkpoints.tokenizer import Tokenizer
 from jdllm.chunks import ChunkConfig
-from jdllm.decoding import executable_store
-from jdllm.decoding.executable_store import ExecutableStore
-from jdllm.decoding.executables import Executables, Prepared
+from jdllm.compiling import store as executable_store
+from jdllm.compiling.executables import Executables, Prepared
+from jdllm.compiling.store import ExecutableStore
 from jdllm.decoding.prefilling import Prefilling, Preset
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import ConfigError, NonFiniteError, RequestError
@@ -45,16 +45,16 @@ from jdllm.prompts import (
 )
 from jdllm.scores_text import ScoresText
 from jdllm.scoring import Scorer
+from jdllm.serving.adaptive.verifier import Verifier, load_verifier
+from jdllm.serving.adaptive.verifier_keys import verifier_keys_bytes
 from jdllm.serving.build import make_engine
-from jdllm.serving.causal_request import causal_spec
+from jdllm.serving.causal.request import causal_spec
 from jdllm.serving.engine import Engine, Updates
-from jdllm.serving.long_request import LongContext, long_spec
+from jdllm.serving.long.request import LongContext, long_spec
+from jdllm.serving.long.warm_question import ANSWER, warm_questions
 from jdllm.serving.request import Request
 from jdllm.serving.spec import RequestSpec, generation_spec, infill_spec
 from jdllm.serving.updates import StepUpdate, Update
-from jdllm.serving.verifier import Verifier, load_verifier
-from jdllm.serving.verifier_keys import verifier_keys_bytes
-from jdllm.serving.warm_question import ANSWER, warm_questions
 
 if TYPE_CHECKING:
     from jdllm.execution.module import Transformer

@@ -9,8 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jdllm.checkpoints.token_text import Decode
-from jdllm.serving.causal_request import CausalRequest
-from jdllm.serving.long_request import LongRequest, Prefilled
+from jdllm.prefilling.prefilled import Prefilled
 from jdllm.serving.request import Request, Timings
 
 
@@ -170,8 +169,8 @@ def _completion(index: int, request: Request, decode: Decode | None) -> Completi
         ]
         if request.sampling.listed
         else None,
-        prefilling=request.prefilled if isinstance(request, LongRequest) else None,
-        num_cached_tokens=request.found if isinstance(request, CausalRequest) else None,
+        prefilling=request.prefilled,
+        num_cached_tokens=request.found,
     )
 
 

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 
-from jdllm.decoding.executables import Program, Progress
+from jdllm.compiling.executables import Program, Progress
 from jdllm.lines import time_left, told_in_lines
 from jdllm.serving.updates import Ended, Update
 

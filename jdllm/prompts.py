@@ -14,7 +14,7 @@ from jdllm.checkpoints.tokenizer import Tokenizer
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
 from jdllm.noise import sample_seed
-from jdllm.serving.long_request import LongContext
+from jdllm.serving.long.request import LongContext
 from jdllm.serving.spec import RequestSpec
 
 TokenIds = Sequence[int] | np.ndarray

@@ -11,7 +11,7 @@ import numpy as np
 
 from jdllm.arguments import shortened
 from jdllm.chunks import ChunkConfig
-from jdllm.decoding.executables import Executables, Program
+from jdllm.compiling.executables import Executables, Program
 from jdllm.decoding.likelihood import Perturbation, TokenScores, all_logits, token_logprobs
 from jdllm.decoding.non_finite import origin
 from jdllm.errors import NonFiniteError, RequestError

@@ -13,8 +13,8 @@ from hypothesis import settings
 from jax.experimental.compilation_cache import compilation_cache
 
 from jdllm.checkpoints.loading import load_params
-from jdllm.decoding import executable_store
-from jdllm.decoding.executables import Executables
+from jdllm.compiling import store as executable_store
+from jdllm.compiling.executables import Executables
 from jdllm.execution.module import Transformer
 from jdllm.llm import LLM
 from jdllm.models.config import ModelConfig

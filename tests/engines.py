@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from jdllm.decoding.executables import Executables
+from jdllm.compiling.executables import Executables
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params, tree_bytes
 from jdllm.pallas.device import CPU

@@ -8,7 +8,7 @@ import pytest
 
 from jdllm import lines
 from jdllm.checkpoints.byte_progress import reporter
-from jdllm.decoding.executables import Program
+from jdllm.compiling.executables import Program
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.models.config import ModelConfig
 from jdllm.progress import shown, warming

@@ -8,7 +8,7 @@ import pytest
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
 from jdllm.prompts import LongPrompt, Prompt, read_conversations, read_prompts, sampling_for_each
-from jdllm.serving.long_request import LongContext
+from jdllm.serving.long.request import LongContext
 
 NAMES = ("prompts", "prompt_token_ids")
 

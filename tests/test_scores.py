@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-from jdllm.decoding.executables import Executables
+from jdllm.compiling.executables import Executables
 from jdllm.decoding.likelihood import perturb
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import NonFiniteError, RequestError

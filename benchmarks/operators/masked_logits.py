@@ -20,7 +20,7 @@ from jax import lax
 from benchmarks.cases import case_parser
 from benchmarks.record import BYTES_PER_SECOND, FLOPS_PER_SECOND, compiled, median_seconds, print_row, record
 from benchmarks.shapes import SHAPES
-from jdllm.decoding.executables import temp_bytes
+from jdllm.compiling.executables import temp_bytes
 from jdllm.noise import gumbel, vocabulary_bits
 from jdllm.pallas.hopper import WARPGROUP_ROWS
 from jdllm.pallas.masked_logits import Level, RowDecision, RowSampling, masked_logits

@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from benchmarks.record import median_seconds
-from jdllm.decoding.executables import temp_bytes
+from jdllm.compiling.executables import temp_bytes
 from jdllm.models.config import ModelConfig
 from jdllm.models.rotary import inverse_frequencies
 

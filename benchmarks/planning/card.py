@@ -23,8 +23,8 @@ from benchmarks.cases import case_parser
 from benchmarks.shapes import SHAPES
 from benchmarks.tiers import random_params
 from jdllm.chunks import ChunkConfig
+from jdllm.compiling.executables import Executables, temp_bytes
 from jdllm.decoding.batch import Batch
-from jdllm.decoding.executables import Executables, temp_bytes
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.step import denoise
 from jdllm.models.config import ModelConfig

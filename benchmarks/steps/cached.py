@@ -34,7 +34,7 @@ from benchmarks.record import (
     waited_seconds,
 )
 from benchmarks.shapes import SHAPES
-from jdllm.decoding.executables import temp_bytes
+from jdllm.compiling.executables import temp_bytes
 from jdllm.execution.few_rows.chain import chains
 from jdllm.execution.module import Transformer
 from jdllm.execution.paged.forward import forward_reuse

@@ -25,8 +25,8 @@ from benchmarks.peers import jax_step
 from benchmarks.record import Ceilings, compiled, measure_ceilings, median_seconds, record
 from benchmarks.shapes import SHAPES
 from jdllm.chunks import ChunkConfig
+from jdllm.compiling.executables import temp_bytes
 from jdllm.decoding.batch import Batch
-from jdllm.decoding.executables import temp_bytes
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.step import denoise
 from jdllm.execution.module import Transformer

@@ -9,7 +9,7 @@ from pydantic_core import to_json
 from jdllm.checkpoints.tokenizer import Tokenizer
 from jdllm.outputs import CompletionOutput, RequestOutput
 from jdllm.prompts import Asked
-from jdllm.serving.long_request import LongSpec
+from jdllm.serving.long.request import LongSpec
 from jdllm.serving.spec import RequestSpec
 
 DONE = b"data: [DONE]\n\n"

@@ -17,7 +17,7 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.outputs import CompletionOutput
 from jdllm.prompts import Asked, Prompt, ask, specs_of
 from jdllm.serving.engine import Updates
-from jdllm.serving.long_request import LongContext
+from jdllm.serving.long.request import LongContext
 from jdllm.serving.updates import StepUpdate, Update
 
 

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from jdllm import __version__
-from jdllm.decoding.executables import Executables
+from jdllm.compiling.executables import Executables
 from jdllm.serving.engine import Engine
 from jdllm.serving.scheduler import Kind
 from jdllm.serving.updates import PartDone, Stats

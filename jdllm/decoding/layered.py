@@ -30,7 +30,7 @@ from jdllm.models.weights import Params, layer_runs
 from jdllm.pallas.masked_logits import Level
 
 Call = Callable[..., Any]
-"""Compiles and runs a function: `jdllm.decoding.executables.Executables.call`."""
+"""Compiles and runs a function: `jdllm.compiling.executables.Executables.call`."""
 
 
 class LayeredSequence:
@@ -136,7 +136,7 @@ class LayeredSequence:
         """The executables of its layers.
 
         Arguments:
-        - `compile`: `jdllm.decoding.executables.Executables.compile`.
+        - `compile`: `jdllm.compiling.executables.Executables.compile`.
         """
         config, layering, dtype = self._config, self._layering, self._params["final_norm"].dtype
         h = jax.ShapeDtypeStruct((layering.rows, config.hidden_size), dtype)

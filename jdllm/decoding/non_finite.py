@@ -7,7 +7,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from jdllm.chunks import ChunkConfig
-from jdllm.decoding.executables import Executables
+from jdllm.compiling.executables import Executables
 from jdllm.execution.chunked import layer_by_layer
 from jdllm.execution.transformer import embed, logits
 from jdllm.models.block import Rows

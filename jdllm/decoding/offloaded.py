@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from jdllm.chunks import ChunkConfig
+from jdllm.compiling.executables import Executables
 from jdllm.decoding.batch import Batch, Trace
-from jdllm.decoding.executables import Executables
 from jdllm.decoding.step import (
     SelectionBits,
     asked_rows,

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from jdllm.compiling.executables import Executables
 from jdllm.decoding.batch import Batch, SegmentParams, Trace
-from jdllm.decoding.executables import Executables
 from jdllm.decoding.head import Choice, decide, guide
 from jdllm.decoding.step import (
     Asked,

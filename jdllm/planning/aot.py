@@ -15,7 +15,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jdllm.decoding.executables import compiler_options
+from jdllm.compiling.executables import compiler_options
 from jdllm.pallas.device import Target, known_kernels
 from jdllm.planning.descriptions import description
 
@@ -79,7 +79,7 @@ def compile_for(
     Arguments:
     - `target`: as `target_sharding` takes it.
     - `args`: trees of anything with a shape and a dtype, such as `jax.ShapeDtypeStruct`.
-    - `donate`, `chained`: as of `jdllm.decoding.executables.Executables.compile`.
+    - `donate`, `chained`: as of `jdllm.compiling.executables.Executables.compile`.
     - `static`: keyword arguments that are no arrays.
 
     Returns the executable, whose `memory_analysis()` and `as_text()` answer for the card. It cannot run.

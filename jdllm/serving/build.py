@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from jdllm.chunks import ChunkConfig
-from jdllm.decoding.executables import Executables
+from jdllm.compiling.executables import Executables
 from jdllm.errors import ConfigError, DoesNotFitError
 from jdllm.execution.offload.layer_stream import OffloadedWeights
 from jdllm.models.config import ModelConfig
@@ -12,24 +12,24 @@ from jdllm.models.weights import Params
 from jdllm.planning.account import Account
 from jdllm.planning.ladder import MAX_SEGMENTS, TILE_ROWS, Entry, Ladder, make_causal_ladder, make_ladder
 from jdllm.planning.plan import LONGEST
-from jdllm.serving.adaptive_runner import AdaptiveRunner
+from jdllm.serving.adaptive.runner import AdaptiveRunner
+from jdllm.serving.adaptive.verifier import Verifier, check_verifiable
+from jdllm.serving.adaptive.verifier_keys import VerifierKeys
 from jdllm.serving.background import Background
-from jdllm.serving.cached_runner import CachedRunner
-from jdllm.serving.causal_runner import CausalRunner
+from jdllm.serving.causal.layered_runner import LayeredRunner
+from jdllm.serving.causal.runner import CausalRunner
 from jdllm.serving.costs import Costs, DenoisingCosts
-from jdllm.serving.device_pool import DevicePool
+from jdllm.serving.denoise.cached_runner import CachedRunner
+from jdllm.serving.denoise.full_runner import FullRunner
 from jdllm.serving.diagnosis import Diagnosis
 from jdllm.serving.engine import Engine
-from jdllm.serving.full_runner import FullRunner
 from jdllm.serving.launch import Compiled, Launcher
-from jdllm.serving.layered_runner import LayeredRunner
-from jdllm.serving.preparation import Preparation
+from jdllm.serving.long.preparation import Preparation
+from jdllm.serving.long.stages import Model
+from jdllm.serving.pool.device_pool import DevicePool
 from jdllm.serving.runner import Runner
 from jdllm.serving.scheduler import Kind, Limits, Scheduler
 from jdllm.serving.spec import RequestSpec
-from jdllm.serving.stages import Model
-from jdllm.serving.verifier import Verifier, check_verifiable
-from jdllm.serving.verifier_keys import VerifierKeys
 
 
 def make_engine(

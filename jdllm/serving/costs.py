@@ -5,10 +5,10 @@ from typing import Protocol
 from jdllm.decoding.cache_policies import Phase
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.planning.buckets import row_bucket
-from jdllm.serving.cached_packing import reuse_demand
-from jdllm.serving.long_request import LongRequest
+from jdllm.serving.denoise.cached_packing import reuse_demand
+from jdllm.serving.long.preparation import Preparation
+from jdllm.serving.long.request import LongRequest
 from jdllm.serving.packing import demand
-from jdllm.serving.preparation import Preparation
 from jdllm.serving.request import Request
 from jdllm.serving.scheduler import Demand, Kind, Life
 from jdllm.serving.spec import RequestSpec

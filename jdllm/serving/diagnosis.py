@@ -4,13 +4,13 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from jdllm.decoding.executables import Executables
+from jdllm.compiling.executables import Executables
 from jdllm.decoding.non_finite import origin
 from jdllm.errors import NonFiniteError
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
+from jdllm.serving.adaptive.verifier import Verifier
 from jdllm.serving.request import Request
-from jdllm.serving.verifier import Verifier
 
 
 class Diagnosis:
@@ -18,7 +18,7 @@ class Diagnosis:
 
     Arguments:
     - `params`: the weights; `None` where not all are on the device, for then nothing is run again.
-    - `config`, `executables`: as of `jdllm.serving.full_runner.FullRunner`.
+    - `config`, `executables`: as of `jdllm.serving.denoise.full_runner.FullRunner`.
     - `verifier`: of adaptive requests.
     """
 

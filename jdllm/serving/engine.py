@@ -10,24 +10,24 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from jdllm.compiling.executables import Program
 from jdllm.decoding.encoded_trace import Steps
-from jdllm.decoding.executables import Program
 from jdllm.errors import NonFiniteError, RequestError
+from jdllm.serving.adaptive.verifier_keys import VerifierKeys
 from jdllm.serving.background import Background
-from jdllm.serving.causal_request import CausalRequest, CausalSpec
+from jdllm.serving.causal.layered_runner import LayeredRunner
+from jdllm.serving.causal.request import CausalRequest, CausalSpec
 from jdllm.serving.costs import Costs
-from jdllm.serving.device_pool import DevicePool
 from jdllm.serving.flight import Flight
 from jdllm.serving.launch import Compiled
-from jdllm.serving.layered_runner import LayeredRunner
-from jdllm.serving.long_request import LongRequest, LongSpec
-from jdllm.serving.preparation import Preparation
+from jdllm.serving.long.preparation import Preparation
+from jdllm.serving.long.request import LongRequest, LongSpec
+from jdllm.serving.pool.device_pool import DevicePool
 from jdllm.serving.request import Request, of_committed
 from jdllm.serving.runner import Pending, Runner
 from jdllm.serving.scheduler import Demand, Kind, Part, Scheduler
 from jdllm.serving.spec import RequestSpec
 from jdllm.serving.updates import Ended, PartDone, RequestState, Stats, StepUpdate, Update
-from jdllm.serving.verifier_keys import VerifierKeys
 
 Updates = Literal["every", "later", "none"]
 

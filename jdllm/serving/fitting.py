@@ -1,6 +1,6 @@
 """Whether an executable fits beside what is on the device, asked before it runs."""
 
-from jdllm.decoding.executables import Executable
+from jdllm.compiling.executables import Executable
 from jdllm.planning.account import Account
 from jdllm.planning.budget import MemoryBudgetError
 

@@ -5,10 +5,20 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from jdllm.compiling.executable import Program
 from jdllm.decoding.encoded_trace import Steps
-from jdllm.decoding.executable import Program
-from jdllm.serving.cached_packing import Stored
 from jdllm.serving.request import Request
+
+
+class Stored(NamedTuple):
+    """What a request finds after a refresh.
+
+    - `forwarded`: the positions that it forwards until the next one, rising.
+    - `rows`: how many rows of each layer are stored.
+    """
+
+    forwarded: np.ndarray
+    rows: int
 
 
 class Launch(NamedTuple):

@@ -13,6 +13,7 @@ from jdllm.decoding.encoded_trace import LISTED, Steps
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.schedule import StepTable
 from jdllm.decoding.transfer import Rule
+from jdllm.prefilling.prefilled import Prefilled
 from jdllm.serving.spec import Block, RequestSpec
 from jdllm.serving.stop_strings import StopStrings
 
@@ -56,9 +57,17 @@ class Request:
     - `likeliest`: `LISTED` `[length, listed]`, the likeliest ids at each committed position, as many as were
       asked for.
     - `steps`: denoising steps done, each one forward evaluation.
+    - `known`, `computed`: where rows depend on no later token, how many first tokens are there, and of how
+      many of them keys and values are stored; 0 for others, whose rows nobody can share.
+    - `found`: how many rows were stored already when it was admitted, `None` where rows cannot be shared.
+    - `prefilled`: what came of preparing its long context, `None` where it has none.
     - `forwarded`: with a cache the positions that steps of `Phase.REUSE` evaluate, rising; `stored`: how many
       rows of each layer they find stored, or of each page.
     """
+
+    known = computed = 0
+    found: int | None = None
+    prefilled: Prefilled | None = None
 
     def __init__(self, spec: RequestSpec, id: int = 0):
         self.id = id
@@ -262,6 +271,9 @@ class Request:
         """Take in what a refresh stored, before the step that it was: `go_back` leads here."""
         self.forwarded, self.stored = forwarded, stored
         self._refreshed = self._progress()
+
+    def find(self, rows: int) -> None:
+        """Take in that so many of its first rows are stored already; 0 where rows cannot be shared."""
 
     def go_back(self) -> None:
         """Be where the last refresh began, or the request where there was none: what it stored is lost.

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks.shapes import SHAPES
+from jdllm.compiling.executables import temp_bytes
 from jdllm.decoding.cached import refresh, reuse
-from jdllm.decoding.executables import temp_bytes
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.execution.paged.pool import PAGE_ROWS, KeyValuePool, pool_shape
 from jdllm.models.config import ModelConfig
@@ -18,8 +18,8 @@ from jdllm.pallas.masked_logits import Level
 from jdllm.planning.aot import compile_for
 from jdllm.planning.ladder import Sizes, make_ladder
 from jdllm.planning.plan import Bucket, Budget, Workload, plan_bucket
-from jdllm.serving.cached_packing import ReuseBatch, pack_refresh, pack_reuse, reuse_demand
-from jdllm.serving.kv_pool import KvPool
+from jdllm.serving.denoise.cached_packing import ReuseBatch, pack_refresh, pack_reuse, reuse_demand
+from jdllm.serving.pool.kv_pool import KvPool
 from jdllm.serving.request import Request
 from tests.aot.chains import chain_of, spills_of
 from tests.engines import entry_of, generation_request

@@ -18,9 +18,9 @@ from jdllm.planning.account import make_account
 from jdllm.planning.aot import compile_for
 from jdllm.planning.budget import Budget
 from jdllm.planning.ladder import Entry
-from jdllm.serving.causal_packing import pack_prompts, pack_sequences
-from jdllm.serving.causal_request import CausalRequest, causal_spec
-from jdllm.serving.device_pool import DevicePool
+from jdllm.serving.causal.packing import pack_prompts, pack_sequences
+from jdllm.serving.causal.request import CausalRequest, causal_spec
+from jdllm.serving.pool.device_pool import DevicePool
 from tests.aot.chains import chain_of, spills_of
 
 pytestmark = pytest.mark.aot

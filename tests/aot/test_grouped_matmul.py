@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jdllm.decoding.executables import temp_bytes
+from jdllm.compiling.executables import temp_bytes
 from jdllm.models.moe import Experts, moe_ffn
 from jdllm.pallas.grouped_matmul import grouped_matmul
 from jdllm.pallas.grouped_matmul.mosaic_gpu import grouped_matmul_mosaic_gpu

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks.shapes import SHAPES
-from jdllm.decoding.executables import Executables, temp_bytes
+from jdllm.compiling.executables import Executables, temp_bytes
 from jdllm.decoding.prefilling import PRESETS
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.models.weights import abstract_params
@@ -17,11 +17,11 @@ from jdllm.planning.aot import compile_for
 from jdllm.prefilling.build import building
 from jdllm.prefilling.layout import KeptChunk, Layout
 from jdllm.prefilling.score import behind
-from jdllm.serving.device_pool import DevicePool
-from jdllm.serving.long_request import LongContext, LongRequest, long_spec
-from jdllm.serving.score_stage import Score
-from jdllm.serving.stages import Build, Draft, Model, Retain
-from jdllm.serving.stored_chunks import content_key
+from jdllm.serving.long.request import LongContext, LongRequest, long_spec
+from jdllm.serving.long.score_stage import Score
+from jdllm.serving.long.stages import Build, Draft, Model, Retain
+from jdllm.serving.pool.device_pool import DevicePool
+from jdllm.serving.pool.stored_chunks import content_key
 
 pytestmark = pytest.mark.aot
 

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from benchmarks.shapes import SHAPES
-from jdllm.decoding.executables import Executables, Program
+from jdllm.compiling.executables import Executables, Program
 from jdllm.models.weights import abstract_params
 from jdllm.pallas import shared_lowering
 from jdllm.pallas.attention import kernel as attention
@@ -21,9 +21,9 @@ from jdllm.planning.aot import memory_of, target_sharding
 from jdllm.planning.budget import Budget
 from jdllm.planning.ladder import make_ladder
 from jdllm.serving.background import Background
-from jdllm.serving.cached_runner import CachedRunner
-from jdllm.serving.device_pool import DevicePool
-from jdllm.serving.full_runner import FullRunner
+from jdllm.serving.denoise.cached_runner import CachedRunner
+from jdllm.serving.denoise.full_runner import FullRunner
+from jdllm.serving.pool.device_pool import DevicePool
 
 pytestmark = pytest.mark.aot
 

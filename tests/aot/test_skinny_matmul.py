@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jdllm.decoding.executables import temp_bytes
+from jdllm.compiling.executables import temp_bytes
 from jdllm.pallas.skinny_matmul import skinny_matmul
 from jdllm.planning.aot import compile_for
 

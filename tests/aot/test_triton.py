@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.operators import triton_compiled
-from jdllm.decoding.executables import temp_bytes
+from jdllm.compiling.executables import temp_bytes
 from jdllm.pallas import triton_launch
 from jdllm.pallas.attention import attention
 from jdllm.pallas.device import Target

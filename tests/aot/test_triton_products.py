@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jdllm.decoding.executables import temp_bytes
+from jdllm.compiling.executables import temp_bytes
 from jdllm.pallas import triton_launch
 from jdllm.pallas.device import Target
 from jdllm.pallas.grouped_matmul import grouped_matmul

@@ -11,7 +11,7 @@ import typer.main
 
 from jdllm.api.metrics import Metrics
 from jdllm.cli import app
-from jdllm.decoding.executables import Executables
+from jdllm.compiling.executables import Executables
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import compile as benchmark
 from benchmarks.shapes import SHAPES
-from jdllm.decoding.executable import Program, from_bytes
+from jdllm.compiling.executable import Program, from_bytes
 from jdllm.layers import rms_norm
 from jdllm.serving.engine import Engine
 from tests.benchmarks.shapes import small

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from benchmarks.engine import compilations, draw_requests, grown, measure_overhead, one_by_one, serve
-from jdllm.decoding.executables import Executables
+from jdllm.compiling.executables import Executables
 from jdllm.decoding.sampling import Cache, SamplingParams
 from jdllm.execution.module import Transformer
 from jdllm.llm import LLM

@@ -27,7 +27,8 @@ from jdllm.demo.tokenizer import EOS
 from jdllm.llm import LLM
 from jdllm.models.hf_config import config_from_hf
 from jdllm.outputs import CompletionOutput, RequestOutput
-from jdllm.serving import cached_packing, packing
+from jdllm.serving import packing
+from jdllm.serving.denoise import cached_packing
 from jdllm.serving.request import Request, Timings
 
 ONE_RULE = ["--rules", "threshold"]
@@ -119,9 +120,9 @@ class TestRows:
             packed.append(sum(len(r.forwarded) for r in requests))
             return pack_reuse(requests, *others)
 
-        monkeypatch.setattr("jdllm.serving.full_runner.pack", count_whole)
-        monkeypatch.setattr("jdllm.serving.cached_packing.pack", count_whole)
-        monkeypatch.setattr("jdllm.serving.cached_runner.pack_reuse", count_reused)
+        monkeypatch.setattr("jdllm.serving.denoise.full_runner.pack", count_whole)
+        monkeypatch.setattr("jdllm.serving.denoise.cached_packing.pack", count_whole)
+        monkeypatch.setattr("jdllm.serving.denoise.cached_runner.pack_reuse", count_reused)
         sampling = SamplingParams(
             gen_length=16,
             block_length=8,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jdllm.checkpoints.loading import load_params
-from jdllm.decoding.executables import Executables
+from jdllm.compiling.executables import Executables
 from jdllm.execution.transformer import forward, logits
 from jdllm.llm import LLM
 from jdllm.models.block import Rows

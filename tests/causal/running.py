@@ -7,7 +7,7 @@ import numpy as np
 
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.models.config import ModelConfig
-from jdllm.serving.causal_request import causal_spec
+from jdllm.serving.causal.request import causal_spec
 from jdllm.serving.engine import Engine
 from jdllm.serving.request import Request
 from jdllm.serving.updates import Ended

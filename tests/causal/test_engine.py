@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdllm.decoding.executables import Executables
+from jdllm.compiling.executables import Executables
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import NonFiniteError, RequestError
 from jdllm.execution.paged import stored_keys
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
-from jdllm.serving.causal_request import causal_spec
+from jdllm.serving.causal.request import causal_spec
 from jdllm.serving.scheduler import Kind
 from jdllm.serving.updates import Ended, PartDone, StepUpdate
 from tests.causal.running import FREE, Build, Oracle, answers, greedy, prompt, run

@@ -16,7 +16,7 @@ from jdllm.planning.account import make_account
 from jdllm.planning.budget import Budget
 from jdllm.planning.layered import Layered, longest_layered, plan_layered
 from jdllm.serving.build import make_engine
-from jdllm.serving.causal_request import causal_spec
+from jdllm.serving.causal.request import causal_spec
 from jdllm.serving.engine import Engine
 from jdllm.serving.scheduler import Kind
 from tests.causal.conftest import EXECUTABLES

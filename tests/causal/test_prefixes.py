@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdllm.decoding.executables import Executables
+from jdllm.compiling.executables import Executables
 from jdllm.errors import NonFiniteError
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
-from jdllm.serving.causal_request import CausalRequest
+from jdllm.serving.causal.request import CausalRequest
 from jdllm.serving.scheduler import Kind
 from jdllm.serving.updates import PartDone
 from tests.causal.running import FREE, Build, Oracle, answers, greedy, prompt, run

@@ -9,7 +9,7 @@ import pytest
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
 from jdllm.models.config import ModelConfig
-from jdllm.serving.causal_request import CausalRequest, causal_spec
+from jdllm.serving.causal.request import CausalRequest, causal_spec
 from tests.causal.running import FREE, Build, Oracle, answers, prompt, run
 
 

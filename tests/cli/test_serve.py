@@ -14,7 +14,7 @@ from jdllm.api.app import Access
 from jdllm.api.service import Settings
 from jdllm.cli import app
 from jdllm.cli.serve import BUNDLED
-from jdllm.decoding.executables import Executables, Prepared
+from jdllm.compiling.executables import Executables, Prepared
 from jdllm.demo import checkpoint_path
 from jdllm.llm import LLM
 from tests.cli.helpers import assert_mistake

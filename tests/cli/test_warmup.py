@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from jdllm.cli import app
 from jdllm.cli.options import ModelOptions
-from jdllm.decoding.executables import Prepared
+from jdllm.compiling.executables import Prepared
 from jdllm.decoding.prefilling import PRESETS, Prefilling
 from jdllm.errors import ConfigError
 from jdllm.llm import LLM

@@ -15,10 +15,10 @@ from jdllm.errors import RequestError
 from jdllm.llm import LLM
 from jdllm.models.weights import abstract_params, param_bytes
 from jdllm.planning.budget import MemoryBudgetError
-from jdllm.serving.adaptive_packing import pack_adaptive
+from jdllm.serving.adaptive.packing import pack_adaptive
+from jdllm.serving.adaptive.verifier import Verifier
+from jdllm.serving.adaptive.verifier_keys import VerifierKeys
 from jdllm.serving.updates import StepUpdate
-from jdllm.serving.verifier import Verifier
-from jdllm.serving.verifier_keys import VerifierKeys
 from tests.decoding import slow_adaptive
 from tests.decoding.adaptive_models import (
     CAUSAL,

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from scipy import stats
 from scipy.special import log_softmax
 
+from jdllm.compiling.executables import Executables
 from jdllm.decoding.batch import HeadRows
-from jdllm.decoding.executables import Executables
 from jdllm.decoding.head import gather_guided, source_rows
 from jdllm.decoding.likelihood import Perturbation, perturb
 from jdllm.execution.transformer import forward

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdllm.decoding.executables import Executables
+from jdllm.compiling.executables import Executables
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.step import SelectionBits
 from jdllm.llm import LLM

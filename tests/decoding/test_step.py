@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jdllm.chunks import ChunkConfig
+from jdllm.compiling.executables import Executables
 from jdllm.decoding.batch import Batch, Trace
-from jdllm.decoding.executables import Executables
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.step import denoise
 from jdllm.models.config import ModelConfig

@@ -8,9 +8,9 @@ import pytest
 
 from jdllm.checkpoints.loading import load_params
 from jdllm.chunks import ChunkConfig
+from jdllm.compiling.executables import Executables
 from jdllm.decoding import tiered
 from jdllm.decoding.batch import Batch, Trace
-from jdllm.decoding.executables import Executables
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.step import denoise
 from jdllm.decoding.tiered import denoise_tiered, head_buffers

@@ -26,9 +26,9 @@ from jdllm.pallas.skinny_matmul import api as skinny_api
 from jdllm.pallas.split_attention import api as split_api
 from jdllm.pallas.split_attention import split_attention
 from jdllm.planning.ladder import Entry
-from jdllm.serving.causal_packing import pack_sequences
-from jdllm.serving.causal_request import CausalRequest, causal_spec
-from jdllm.serving.device_pool import DevicePool
+from jdllm.serving.causal.packing import pack_sequences
+from jdllm.serving.causal.request import CausalRequest, causal_spec
+from jdllm.serving.pool.device_pool import DevicePool
 
 SIZES = {
     "hidden_size": 512,

@@ -10,7 +10,7 @@ import pytest
 
 from jdllm.checkpoints.loading import load_by_layer, load_params
 from jdllm.chunks import ChunkConfig
-from jdllm.decoding.executables import Executables
+from jdllm.compiling.executables import Executables
 from jdllm.execution.offload import layer_stream
 from jdllm.execution.offload.layer_stream import OffloadedWeights, place_weights
 from jdllm.execution.offload.placement import (

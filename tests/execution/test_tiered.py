@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.shapes import SHAPES
-from jdllm.decoding.executables import Executables
+from jdllm.compiling.executables import Executables
 from jdllm.execution.offload.forward import forward_tiered
 from jdllm.execution.offload.host_memory import IN_FLIGHT, pipeline
 from jdllm.execution.offload.parts import accumulate

@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from jdllm.decoding.executables import Executables
+from jdllm.compiling.executables import Executables
 from jdllm.llm import LLM
 from jdllm.pallas.device import Kernels, preferring
 

@@ -11,7 +11,7 @@ from flax import nnx
 
 from benchmarks.shapes import CAUSAL_SHAPES, SHAPES
 from benchmarks.steps.cached import random_cache
-from jdllm.decoding.executables import Executables
+from jdllm.compiling.executables import Executables
 from jdllm.execution.few_rows.chain import chains
 from jdllm.execution.module import Transformer
 from jdllm.execution.paged.decode import Place, forward_decode, forward_decode_chained

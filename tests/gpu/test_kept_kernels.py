@@ -15,8 +15,8 @@ import sys
 import jax
 import numpy as np
 
-from jdllm.decoding.executable_store import ExecutableStore
-from jdllm.decoding.executables import Executables
+from jdllm.compiling.store import ExecutableStore
+from jdllm.compiling.executables import Executables
 from jdllm.pallas.attention import attention
 
 executables = Executables("cuda", ExecutableStore(pathlib.Path(sys.argv[1])))

@@ -13,7 +13,7 @@ from flax import nnx
 from benchmarks.shapes import SHAPES
 from jdllm import LLM, LongPrompt, Prefilling, SamplingParams, Transformer
 from jdllm.decoding.prefilling import Build
-from jdllm.serving.long_request import Prefilled
+from jdllm.prefilling.prefilled import Prefilled
 from tests.prefilling.oracle import chunks
 from tests.prefilling.oracle_cache import (
     Layout,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jdllm.checkpoints.loading import load_params
-from jdllm.decoding.executables import Executables
+from jdllm.compiling.executables import Executables
 from jdllm.llm import LLM
 from jdllm.models.hf_config import config_from_hf
 from tests.decoding import test_trajectories as recorded

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks.shapes import SHAPES
-from jdllm.decoding.executables import Executables
+from jdllm.compiling.executables import Executables
 from jdllm.decoding.sampling import Cache, SamplingParams
 from jdllm.errors import ConfigError, JdllmError, RequestError
 from jdllm.models.config import ModelConfig
@@ -26,7 +26,7 @@ from jdllm.planning.offloading import account_with_offloading
 from jdllm.planning.plan import Workload
 from jdllm.planning.room import Room
 from jdllm.serving.build import make_engine
-from jdllm.serving.causal_request import causal_spec
+from jdllm.serving.causal.request import causal_spec
 from jdllm.serving.engine import Engine
 from jdllm.serving.spec import generation_spec
 

@@ -7,7 +7,7 @@ from typer.testing import Result
 
 from benchmarks.shapes import CAUSAL_SHAPES
 from jdllm.cli.plan_causal import describe_causal
-from jdllm.decoding.executables import Executables
+from jdllm.compiling.executables import Executables
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.models.hf_config import config_from_hf
 from jdllm.models.weights import abstract_params
@@ -18,7 +18,7 @@ from jdllm.planning.causal import CausalPlan, plan_causal
 from jdllm.planning.plan import Workload
 from jdllm.planning.step_time import step_flops
 from jdllm.serving.build import make_engine
-from jdllm.serving.causal_request import causal_spec
+from jdllm.serving.causal.request import causal_spec
 from tests.helpers import Golden
 from tests.planning.plan_command import invoke
 

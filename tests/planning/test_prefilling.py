@@ -15,7 +15,7 @@ from jdllm.planning.account import make_account
 from jdllm.planning.budget import Budget
 from jdllm.planning.plan import Workload
 from jdllm.planning.prefilling import Question, StagePlan, context_rows, plan_stages
-from jdllm.serving.long_request import LongContext, LongSpec, long_spec
+from jdllm.serving.long.request import LongContext, LongSpec, long_spec
 from tests.planning.plan_command import invoke, run
 
 CONFIG = SHAPES["dream-7b"]

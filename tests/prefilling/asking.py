@@ -13,7 +13,7 @@ from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import config_from_hf
 from jdllm.models.weights import Params
 from jdllm.serving.engine import Engine
-from jdllm.serving.long_request import LongContext, LongRequest, LongSpec, long_spec
+from jdllm.serving.long.request import LongContext, LongRequest, LongSpec, long_spec
 from jdllm.serving.updates import Ended
 from tests.helpers import Golden
 from tests.prefilling.recorded import Case

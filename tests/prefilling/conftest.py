@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jdllm.decoding.executables import Executables
+from jdllm.compiling.executables import Executables
 from jdllm.models.weights import Params
 from jdllm.serving.engine import Engine
 from tests.engines import engine_of

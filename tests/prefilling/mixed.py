@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from jdllm.decoding.sampling import SamplingParams
-from jdllm.serving.long_request import LongRequest, LongSpec
+from jdllm.serving.long.request import LongRequest, LongSpec
 from jdllm.serving.request import Request
 from jdllm.serving.spec import RequestSpec, generation_spec
 from tests.prefilling.asking import asked, config_of, question, same

@@ -12,7 +12,7 @@ from jdllm.errors import NonFiniteError
 from jdllm.execution.paged.pool import PAGE_ROWS, KeyValuePool, empty_pool
 from jdllm.models.weights import Params
 from jdllm.serving.engine import Engine
-from jdllm.serving.long_request import LongRequest, LongSpec
+from jdllm.serving.long.request import LongRequest, LongSpec
 from jdllm.serving.request import Request
 from jdllm.serving.scheduler import Kind
 from jdllm.serving.updates import Ended, StepUpdate
@@ -236,7 +236,7 @@ def test_rows_that_nothing_wrote_decide_nothing(
     build: Build, alone: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
     """The pool is made of NaN, and what is not live becomes NaN again after every part."""
-    monkeypatch.setattr("jdllm.serving.device_pool.empty_pool", nothing_written)
+    monkeypatch.setattr("jdllm.serving.pool.device_pool.empty_pool", nothing_written)
     names = [name for name, spec in SPECS.items() if isinstance(spec, LongSpec)]
     engine = build()
     groups = [[name] for name in names] + [[*names[::2], "dual", *names[1::2]]]  # these over stored chunks

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from jdllm.decoding.executables import Executables
+from jdllm.compiling.executables import Executables
 from jdllm.serving.engine import Engine
-from jdllm.serving.long_request import LongRequest
+from jdllm.serving.long.request import LongRequest
 from tests.engines import engine_of
 from tests.helpers import Golden
 from tests.prefilling.asking import PAGES, ROWS, all_free, asked, end, model_of, question, same

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from jdllm.checkpoints.loading import load_params
-from jdllm.decoding.executables import Executables
+from jdllm.compiling.executables import Executables
 from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import config_from_hf
 from jdllm.models.weights import Params
 from jdllm.serving.engine import Engine
-from jdllm.serving.long_request import LongContext, LongRequest, long_spec
+from jdllm.serving.long.request import LongContext, LongRequest, long_spec
 from jdllm.serving.updates import Ended
 from tests.engines import engine_of
 from tests.prefilling.recorded import GOLDEN, Case, case_names

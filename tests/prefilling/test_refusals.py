@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jdllm.decoding.executables import Executables
+from jdllm.compiling.executables import Executables
 from jdllm.decoding.prefilling import PRESETS, Prefilling
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
@@ -16,7 +16,7 @@ from jdllm.pallas.device import CPU
 from jdllm.planning.account import make_account
 from jdllm.prefilling.layout import KeptChunk, Layout
 from jdllm.serving.build import make_engine
-from jdllm.serving.long_request import LongContext, long_spec
+from jdllm.serving.long.request import LongContext, long_spec
 from tests.engines import engine_of
 from tests.prefilling.asking import (
     BOS,

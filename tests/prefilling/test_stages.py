@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdllm.decoding.executables import Executables
+from jdllm.compiling.executables import Executables
 from jdllm.prefilling.build import Evaluation, advancing, building
 from jdllm.prefilling.chunks import cut
 from jdllm.prefilling.draft import draft, draft_segment, timetable

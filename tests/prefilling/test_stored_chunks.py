@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdllm.decoding.executables import Executables
+from jdllm.compiling.executables import Executables
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.serving.engine import Engine
-from jdllm.serving.kv_pool import KvPool
-from jdllm.serving.long_request import LongContext, LongRequest
+from jdllm.serving.long.request import LongContext, LongRequest
+from jdllm.serving.pool.kv_pool import KvPool
+from jdllm.serving.pool.stored_chunks import StoredChunks, content_key
 from jdllm.serving.spec import generation_spec
-from jdllm.serving.stored_chunks import StoredChunks, content_key
 from tests.engines import engine_of
 from tests.prefilling.asking import (
     PAGES,

@@ -19,9 +19,9 @@ from jdllm.prefilling.build import Evaluation, building
 from jdllm.prefilling.retain import reduced_layers
 from jdllm.prefilling.segments import Segment
 from jdllm.serving.engine import Engine
-from jdllm.serving.long_request import LongRequest
+from jdllm.serving.long.request import LongRequest
+from jdllm.serving.long.stages import Retain
 from jdllm.serving.part_packing import Read, packed_rows, table_of
-from jdllm.serving.stages import Retain
 from tests.prefilling.asking import (
     all_free,
     asked,

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from jdllm.decoding.executables import Executables
+from jdllm.compiling.executables import Executables
 from jdllm.decoding.prefilling import Prefilling
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
 from jdllm.llm import LLM
 from jdllm.serving.engine import Engine
-from jdllm.serving.long_request import LongContext, long_spec
-from jdllm.serving.warm_question import warm_questions
+from jdllm.serving.long.request import LongContext, long_spec
+from jdllm.serving.long.warm_question import warm_questions
 from tests.engines import engine_of
 from tests.helpers import Golden
 from tests.prefilling.asking import BOS, ends, model_of

@@ -7,8 +7,8 @@ import pytest
 
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.execution.paged.pool import PAGE_ROWS
-from jdllm.serving.adaptive_packing import pack_adaptive, parts_of
-from jdllm.serving.kv_pool import KvPool
+from jdllm.serving.adaptive.packing import pack_adaptive, parts_of
+from jdllm.serving.pool.kv_pool import KvPool
 from tests.decoding.test_adaptive import CAUSAL, LLADA, MASK
 from tests.engines import entry_of, generation_request, infill_request
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from jdllm.decoding.executables import Executables
+from jdllm.compiling.executables import Executables
 from jdllm.decoding.sampling import Cache, SamplingParams
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params

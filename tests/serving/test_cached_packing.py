@@ -9,8 +9,8 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.models.config import ModelConfig
 from jdllm.planning.ladder import Entry
-from jdllm.serving.cached_packing import pack_refresh, pack_reuse
-from jdllm.serving.kv_pool import KvPool
+from jdllm.serving.denoise.cached_packing import pack_refresh, pack_reuse
+from jdllm.serving.pool.kv_pool import KvPool
 from jdllm.serving.request import Request
 from tests.benchmarks.shapes import small
 from tests.engines import entry_of, generation_request

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jdllm.checkpoints.token_text import Ids
-from jdllm.decoding.executables import Executables
+from jdllm.compiling.executables import Executables
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import JdllmError
 from jdllm.models.config import ModelConfig
@@ -19,19 +19,19 @@ from jdllm.pallas.device import CPU
 from jdllm.planning.account import make_account
 from jdllm.planning.ladder import TILE_ROWS, make_ladder
 from jdllm.serving.background import Background
-from jdllm.serving.cached_runner import CachedRunner
 from jdllm.serving.costs import DenoisingCosts
-from jdllm.serving.device_pool import DevicePool
+from jdllm.serving.denoise.cached_runner import CachedRunner
+from jdllm.serving.denoise.full_runner import FullRunner
 from jdllm.serving.diagnosis import Diagnosis
 from jdllm.serving.engine import Engine
-from jdllm.serving.full_runner import FullRunner
 from jdllm.serving.launch import Launch, Launcher
-from jdllm.serving.preparation import Preparation
+from jdllm.serving.long.preparation import Preparation
+from jdllm.serving.long.stages import Model as StageModel
+from jdllm.serving.pool.device_pool import DevicePool
 from jdllm.serving.request import Request
 from jdllm.serving.runner import Runner
 from jdllm.serving.scheduler import Demand, Kind, Limits, Scheduler
 from jdllm.serving.spec import RequestSpec, generation_spec, infill_spec
-from jdllm.serving.stages import Model as StageModel
 from jdllm.serving.updates import Ended, Update
 from tests.engines import engine_of, finish
 

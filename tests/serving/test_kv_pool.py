@@ -17,7 +17,7 @@ from jdllm.errors import JdllmError, KvPoolError
 from jdllm.execution.paged.pool import pool_bytes, pool_shape
 from jdllm.models.config import ModelConfig
 from jdllm.pallas.split_attention import PageTable, split_attention
-from jdllm.serving.kv_pool import KvPool, pages_within
+from jdllm.serving.pool.kv_pool import KvPool, pages_within
 
 ROWS = 64
 """Rows of a page, where a test needs no others."""

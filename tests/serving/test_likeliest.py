@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jdllm.decoding.executables import Executables
+from jdllm.compiling.executables import Executables
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.llm import LLM
 from jdllm.models.config import ModelConfig

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from jdllm.errors import KvPoolError
-from jdllm.serving.kv_pool import KvPool
-from jdllm.serving.prefix_pages import PrefixPages
-from jdllm.serving.stored_chunks import StoredChunks
+from jdllm.serving.pool.kv_pool import KvPool
+from jdllm.serving.pool.prefix_pages import PrefixPages
+from jdllm.serving.pool.stored_chunks import StoredChunks
 
 ROWS = 64
 

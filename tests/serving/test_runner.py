@@ -8,7 +8,7 @@ import pytest
 
 from jdllm import LLM
 from jdllm.chunks import ChunkConfig
-from jdllm.decoding.executables import Executables
+from jdllm.compiling.executables import Executables
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import ConfigError
 from jdllm.execution.offload.tiers import HostTiers
@@ -71,7 +71,7 @@ def test_a_small_budget_cuts_and_changes_no_token(
     params, config, executables, unplanned, small, monkeypatch: pytest.MonkeyPatch
 ):
     # What the CPU's compiler says of its temporaries is not what is planned for.
-    monkeypatch.setattr("jdllm.serving.full_runner.temp_bytes", lambda executable: 0)
+    monkeypatch.setattr("jdllm.serving.denoise.full_runner.temp_bytes", lambda executable: 0)
     cut = set()
     for extra in (2800, 1600):
         planned = run(params, config, executables, small(extra * 2**10))
@@ -112,7 +112,7 @@ def test_a_misfit_of_the_compiler_raises_the_counts(
     params, config, executables, unplanned, small, monkeypatch: pytest.MonkeyPatch
 ):
     claims = iter([2000 * 2**10])
-    monkeypatch.setattr("jdllm.serving.full_runner.temp_bytes", lambda executable: next(claims, 0))
+    monkeypatch.setattr("jdllm.serving.denoise.full_runner.temp_bytes", lambda executable: next(claims, 0))
     planned = run(params, config, executables, small(1900 * 2**10))
     assert planned.tokens == unplanned.tokens
     assert any(max(dataclasses.astuple(chunks)) > 1 for chunks, _ in planned.choices)
@@ -120,7 +120,7 @@ def test_a_misfit_of_the_compiler_raises_the_counts(
 
 @pytest.mark.slow
 def test_a_compiler_that_never_agrees_is_refused(params, config, executables, small, monkeypatch):
-    monkeypatch.setattr("jdllm.serving.full_runner.temp_bytes", lambda executable: 2**40)
+    monkeypatch.setattr("jdllm.serving.denoise.full_runner.temp_bytes", lambda executable: 2**40)
     with pytest.raises(MemoryBudgetError):
         run(params, config, executables, small(8 * MIB))
 
@@ -128,7 +128,7 @@ def test_a_compiler_that_never_agrees_is_refused(params, config, executables, sm
 @pytest.mark.slow
 def test_host_memory_is_used_where_the_device_is_too_small(params, config, executables, small, monkeypatch):
     rung = HostTiers(chunk_rows=128, kv=True)
-    for module in ("jdllm.planning.plan", "jdllm.planning.account", "jdllm.serving.full_runner"):
+    for module in ("jdllm.planning.plan", "jdllm.planning.account", "jdllm.serving.denoise.full_runner"):
         monkeypatch.setattr(f"{module}.rungs", lambda config: [rung])
     prompt = np.resize(PROMPT, 1200)
     expected = run(params, config, executables, None, prompt).tokens

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jdllm.compiling.executables import Executables
 from jdllm.decoding import head
-from jdllm.decoding.executables import Executables
 from jdllm.decoding.head import where_rows
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.models.config import ModelConfig

@@ -16,7 +16,7 @@ from jdllm.errors import CheckpointError, ConfigError
 from jdllm.execution.module import Transformer
 from jdllm.llm import LLM
 from jdllm.models.hf_config import config_from_hf
-from jdllm.serving.verifier import load_verifier
+from jdllm.serving.adaptive.verifier import load_verifier
 from tests.conftest import DREAM_BUDGET, KV_POOL
 from tests.helpers import Golden
 

@@ -12,13 +12,13 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.llm import LLM
 from jdllm.models.weights import abstract_params
+from jdllm.serving.adaptive.verifier import Verifier
+from jdllm.serving.adaptive.verifier_keys import Spans, VerifierKeys, verifier_keys_bytes
 from jdllm.serving.launch import Launch
 from jdllm.serving.request import Request
 from jdllm.serving.scheduler import Kind
 from jdllm.serving.spec import generation_spec
 from jdllm.serving.updates import Ended
-from jdllm.serving.verifier import Verifier
-from jdllm.serving.verifier_keys import Spans, VerifierKeys, verifier_keys_bytes
 from tests.decoding.adaptive_models import CAUSAL, DREAM, LLADA, MASK, tiny
 from tests.engines import infill_request
 
@@ -133,7 +133,7 @@ def test_prompts_are_read_in_parts(rows: int, monkeypatch: pytest.MonkeyPatch):
     sampling = SamplingParams(gen_length=12, transfer="adaptive", mixture_weight=0.6, max_lookahead=5)
     prompts = [np.arange(n).tolist() for n in (150, 31, 2)]
     expected = LLM(tiny(DREAM), verifier=tiny(CAUSAL)).generate(prompt_token_ids=prompts, sampling=sampling)
-    monkeypatch.setattr("jdllm.serving.adaptive_runner._MOST_READ", rows)
+    monkeypatch.setattr("jdllm.serving.adaptive.runner._MOST_READ", rows)
     found = LLM(tiny(DREAM), verifier=tiny(CAUSAL)).generate(prompt_token_ids=prompts, sampling=sampling)
     assert [output.token_ids for output in found] == [output.token_ids for output in expected]
 

@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jdllm.decoding.executables import Executables
+from jdllm.compiling.executables import Executables
 from jdllm.decoding.sampling import Cache, SamplingParams
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
-from jdllm.serving.cached_runner import CachedRunner
+from jdllm.serving.denoise.cached_runner import CachedRunner
 from tests.engines import engine_of, finish, generation_request
 
 CHOICES: list[dict[str, Any]] = [

@@ -38,7 +38,7 @@ from jdllm.pallas.attention import attention as default_attention
 from jdllm.pallas.grouped_matmul import grouped_matmul as default_grouped_matmul
 
 Call = Callable[..., Any]
-"""Compiles and runs a function: `jdllm.decoding.executables.Executables.call`."""
+"""Compiles and runs a function: `jdllm.compiling.executables.Executables.call`."""
 
 
 def forward_tiered(

@@ -65,7 +65,7 @@ class OffloadedWeights:
         Arguments:
         - `tokens`, `rows`: NumPy arrays, as of `jdllm.execution.transformer.forward`.
         - `chunks`: chunk counts, those of the logits without effect.
-        - `call`: compiles and runs a function: `jdllm.decoding.executables.Executables.call`.
+        - `call`: compiles and runs a function: `jdllm.compiling.executables.Executables.call`.
 
         Returns the hidden rows after the last layer, before the final norm. Exact: they are those of
         `forward` up to rounding.
@@ -85,7 +85,7 @@ class OffloadedWeights:
         """Executables of one layer of each kind, for `run` with as many rows.
 
         Arguments:
-        - `compile`: `jdllm.decoding.executables.Executables.compile`.
+        - `compile`: `jdllm.compiling.executables.Executables.compile`.
         """
         h = jax.ShapeDtypeStruct((len(rows.positions), self.config.hidden_size), self.top["final_norm"].dtype)
         kinds = {next(iter(layer)): layer for layer in self._layers}

@@ -5,8 +5,8 @@ import functools
 
 import numpy as np
 
+from jdllm.compiling.executables import temp_bytes
 from jdllm.decoding.batch import Batch, HeadRows, SegmentParams
-from jdllm.decoding.executables import temp_bytes
 from jdllm.decoding.rules import segment_row
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.step import denoise

@@ -6,9 +6,9 @@ from typing import NamedTuple
 from jdllm.execution.paged.pool import PAGE_ROWS, pool_bytes
 from jdllm.planning.buckets import power_bucket
 from jdllm.planning.ladder import MAX_SEGMENTS
-from jdllm.serving.device_pool import DevicePool
+from jdllm.serving.adaptive.verifier import Verifier
+from jdllm.serving.pool.device_pool import DevicePool
 from jdllm.serving.request import Request
-from jdllm.serving.verifier import Verifier
 
 
 class Spans(NamedTuple):

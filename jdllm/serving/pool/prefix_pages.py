@@ -8,8 +8,8 @@ import numpy as np
 from jaxtyping import Int
 
 from jdllm.execution.paged.pool import PAGE_ROWS
-from jdllm.serving.kv_pool import KvPool
-from jdllm.serving.stored_chunks import content_key
+from jdllm.serving.pool.kv_pool import KvPool
+from jdllm.serving.pool.stored_chunks import content_key
 
 _START = b""
 """What stands for the page before the first one."""

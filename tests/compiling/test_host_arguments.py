@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdllm.decoding.host_arguments import LARGEST, HostArguments
+from jdllm.compiling.host_arguments import LARGEST, HostArguments
 
 BITS = np.array([0, 1, 0x7FC00001, 0x7F800001, 0x80000000, 0xFFC12345, 0xFFFFFFFF], np.uint32)
 """Among them NaNs with payloads, quiet and signalling, and numbers beyond int32."""

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from jdllm.compiling.executables import Executable, Executables, Program
 from jdllm.decoding.cache_policies import Phase, policy_of
 from jdllm.decoding.cached import refresh, reuse
 from jdllm.decoding.encoded_trace import encoding
-from jdllm.decoding.executables import Executable, Executables, Program
 from jdllm.decoding.rules import head_level
 from jdllm.execution.few_rows.chain import chains
 from jdllm.execution.paged.pool import PAGE_ROWS
@@ -20,11 +20,17 @@ from jdllm.planning.account import Account
 from jdllm.planning.buckets import power_bucket
 from jdllm.planning.ladder import TILE_ROWS, Entry, Ladder, Sizes
 from jdllm.serving.background import Background
-from jdllm.serving.cached_packing import RefreshBatch, ReuseBatch, pack_refresh, pack_reuse, reuse_demand
-from jdllm.serving.device_pool import DevicePool
+from jdllm.serving.denoise.cached_packing import (
+    RefreshBatch,
+    ReuseBatch,
+    pack_refresh,
+    pack_reuse,
+    reuse_demand,
+)
 from jdllm.serving.fitting import check_fits
 from jdllm.serving.launch import Launch
 from jdllm.serving.packing import demand, smallest_request
+from jdllm.serving.pool.device_pool import DevicePool
 from jdllm.serving.request import Request
 from jdllm.serving.spec import mask_id_of
 
@@ -39,7 +45,7 @@ class CachedRunner:
     """Refreshes and reuses the keys and values of requests that cache.
 
     Arguments:
-    - `params`, `config`, `executables`, `ladder`, `account`: as of `jdllm.serving.full_runner.FullRunner`.
+    - `params`, `config`, `executables`, `ladder`, `account`: the model on its device, steps and memory.
 
     - `pool`: where keys and values are stored.
     - `background`: compiles what fits better than what serves now.

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jdllm.compiling.executables import Executable, Executables, Program
 from jdllm.decoding.causal import decode, decodes_in_chain, prefill
 from jdllm.decoding.encoded_trace import EncodedTrace, Steps, encoding
 from jdllm.decoding.encoded_trace import decode as decoded
-from jdllm.decoding.executables import Executable, Executables, Program
 from jdllm.decoding.rules import evaluated_apart
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.models.config import ModelConfig
@@ -20,8 +20,8 @@ from jdllm.planning.account import Account
 from jdllm.planning.buckets import power_bucket
 from jdllm.planning.ladder import CausalLadder, Entry, Sizes, prefill_chunk
 from jdllm.serving.background import Background
-from jdllm.serving.cached_packing import Stored
-from jdllm.serving.causal_packing import (
+from jdllm.serving.causal.layered_runner import LayeredRunner
+from jdllm.serving.causal.packing import (
     PackedPrompts,
     PackedSequences,
     Penalties,
@@ -35,11 +35,10 @@ from jdllm.serving.causal_packing import (
     spread,
     usual_entries,
 )
-from jdllm.serving.causal_request import CausalRequest, causal_spec
-from jdllm.serving.device_pool import DevicePool
+from jdllm.serving.causal.request import CausalRequest, causal_spec
 from jdllm.serving.fitting import check_fits
-from jdllm.serving.launch import Launch
-from jdllm.serving.layered_runner import LayeredRunner
+from jdllm.serving.launch import Launch, Stored
+from jdllm.serving.pool.device_pool import DevicePool
 from jdllm.serving.request import Request
 from jdllm.serving.scheduler import Demand, Kind, Life
 from jdllm.serving.spec import RequestSpec
@@ -68,7 +67,7 @@ class CausalRunner:
     """Prefills and decodes requests of a causal model.
 
     Arguments:
-    - `params`, `config`, `executables`, `account`: as of `jdllm.serving.full_runner.FullRunner`.
+    - `params`, `config`, `executables`, `account`: as of `jdllm.serving.denoise.full_runner.FullRunner`.
     - `ladder`: the sizes of its steps.
     - `pool`: where keys and values are stored.
     - `layered`: runs what the pool has no room for.

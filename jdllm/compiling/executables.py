@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jdllm.decoding.executable import (
+from jdllm.compiling.executable import (
     Device,
     Executable,
     Lowered,
@@ -24,9 +24,9 @@ from jdllm.decoding.executable import (
     temp_bytes,
     to_bytes,
 )
-from jdllm.decoding.executable_key import program_key
-from jdllm.decoding.executable_store import ExecutableStore
-from jdllm.decoding.host_arguments import on_host
+from jdllm.compiling.host_arguments import on_host
+from jdllm.compiling.key import program_key
+from jdllm.compiling.store import ExecutableStore
 from jdllm.pallas.device import Kernels, Target, preferring, target
 
 __all__ = ["Executable", "Executables", "Prepared", "Program", "compiler_options", "temp_bytes"]

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.models.config import ModelConfig
 from jdllm.prefilling.chunks import Chunk, cut
 from jdllm.prefilling.layout import Layout
+from jdllm.prefilling.prefilled import Prefilled
 from jdllm.serving.request import Request
 from jdllm.serving.spec import Block, RequestSpec, check_stops, checked_ids, mask_id_of
 
@@ -237,38 +238,6 @@ def _pages(rows: int) -> int:
     return -(-rows // PAGE_ROWS)
 
 
-@dataclasses.dataclass(eq=False)
-class Prefilled:
-    """What came of preparing a long context.
-
-    - `selected`: the chunks that were kept, by their number in the document, rising.
-    - `scores`: f32, of all chunks.
-    - `kept`: for each selected chunk the tokens that were kept, rising; by layer and head where these differ.
-    - `spans`: tokens `[start, stop)` of the context that each selected chunk was cut from.
-    - `draft`: the drafted ids; masks where none was drafted.
-    - `seconds`: of each stage.
-    - `cached_chunks`: chunks whose keys were stored by an earlier request.
-    """
-
-    selected: list[int] = dataclasses.field(default_factory=list)
-    scores: list[float] = dataclasses.field(default_factory=list)
-    kept: list[np.ndarray] = dataclasses.field(default_factory=list)
-    spans: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    draft: list[int] = dataclasses.field(default_factory=list)
-    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
-    cached_chunks: int = 0
-
-    def to_dict(self) -> dict[str, Any]:
-        """All fields as plain Python values, ready for JSON."""
-        return {**vars(self), "kept": [kept.tolist() for kept in self.kept]}
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Prefilled):
-            return NotImplemented
-        mine, theirs = ({**x.to_dict(), "seconds": None, "cached_chunks": None} for x in (self, other))
-        return mine == theirs
-
-
 class LongRequest(Request):
     """The state of a request over a long context.
 
@@ -276,6 +245,8 @@ class LongRequest(Request):
     - `prefilled`: what came of the stages so far.
     - `opened`: the block whose steps may run: what is between two blocks has been done.
     """
+
+    prefilled: Prefilled
 
     def __init__(self, spec: LongSpec, id: int = 0):
         super().__init__(spec, id)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jdllm.serving.kv_pool import KvPool
+from jdllm.serving.pool.kv_pool import KvPool
 
 
 class StoredChunk(NamedTuple):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from jdllm.decoding.executables import Executables, temp_bytes
+from jdllm.compiling.executables import Executables, temp_bytes
 from jdllm.decoding.layered import LayeredSequence
 from jdllm.errors import NoRoomError
 from jdllm.execution.paged.pool import PAGE_ROWS
@@ -15,10 +15,9 @@ from jdllm.planning.account import Account
 from jdllm.planning.budget import MemoryBudgetError, format_bytes
 from jdllm.planning.ladder import Entry
 from jdllm.planning.layered import Layered, LayeredPlan, longest_layered, missing, plan_layered
-from jdllm.serving.cached_packing import Stored
-from jdllm.serving.causal_packing import next_of
-from jdllm.serving.causal_request import CausalRequest
-from jdllm.serving.launch import Launch
+from jdllm.serving.causal.packing import next_of
+from jdllm.serving.causal.request import CausalRequest
+from jdllm.serving.launch import Launch, Stored
 from jdllm.serving.request import Request
 from jdllm.serving.scheduler import Demand, Kind, Life
 from jdllm.serving.spec import RequestSpec
@@ -33,7 +32,7 @@ class LayeredRunner:
     """Runs requests whose keys take more than the KV pool, in the room of the pool and in host memory.
 
     Arguments:
-    - `params`, `config`, `executables`, `account`: as of `jdllm.serving.full_runner.FullRunner`.
+    - `params`, `config`, `executables`, `account`: as of `jdllm.serving.denoise.full_runner.FullRunner`.
     - `pages`: that requests may hold in all.
     - `make_room`: called before anything of a request runs.
     """

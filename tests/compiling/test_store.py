@@ -14,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdllm.decoding import executable_key, executable_store
+from jdllm.compiling import key as executable_key
+from jdllm.compiling import store as executable_store
+from jdllm.compiling.executable import Program, finish, lower, to_bytes
+from jdllm.compiling.executables import Executables
+from jdllm.compiling.key import NotDescribedError, described, program_key
+from jdllm.compiling.store import ExecutableStore, default_directory
 from jdllm.decoding.encoded_trace import encoding
-from jdllm.decoding.executable import Program, finish, lower, to_bytes
-from jdllm.decoding.executable_key import NotDescribedError, described, program_key
-from jdllm.decoding.executable_store import ExecutableStore, default_directory
-from jdllm.decoding.executables import Executables
 from jdllm.decoding.step import denoise
 from jdllm.errors import ConfigError
 from jdllm.execution.module import Transformer
@@ -205,7 +206,7 @@ class TestExecutables:
             jax.monitoring.record_event("/jax/compilation_cache/cache_hits")
             return finish(*args)
 
-        monkeypatch.setattr("jdllm.decoding.executables.finish", from_cache)
+        monkeypatch.setattr("jdllm.compiling.executables.finish", from_cache)
         normed(Executables("cpu", store))
         assert not list(store.directory.iterdir())
 
@@ -288,8 +289,8 @@ def test_another_process_has_the_same_descriptions_and_loads_a_sort(tmp_path: Pa
 import jax, numpy as np
 from pathlib import Path
 from jdllm.decoding.encoded_trace import encoding
-from jdllm.decoding.executable import Program, from_bytes
-from jdllm.decoding.executable_key import described
+from jdllm.compiling.executable import Program, from_bytes
+from jdllm.compiling.key import described
 from jdllm.decoding.step import denoise
 from jdllm.models.hf_config import config_from_hf
 x = np.linspace(-2, 2, 7 * 13, dtype=np.float32).reshape(7, 13)

@@ -13,20 +13,10 @@ from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
 from jdllm.pallas.split_attention import PageTable, with_fresh_rows
 from jdllm.planning.ladder import TILE_ROWS, Entry
-from jdllm.serving.kv_pool import KvPool, Live
+from jdllm.serving.launch import Stored
 from jdllm.serving.packing import Packed, head_rows, pack, segment_params
+from jdllm.serving.pool.kv_pool import KvPool, Live
 from jdllm.serving.request import Request
-
-
-class Stored(NamedTuple):
-    """What a request finds after a refresh.
-
-    - `forwarded`: the positions that it forwards until the next one, rising.
-    - `rows`: how many rows of each layer are stored.
-    """
-
-    forwarded: np.ndarray
-    rows: int
 
 
 class RefreshBatch(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import serialize_executable
 
-from jdllm.decoding.host_arguments import HostArguments
+from jdllm.compiling.host_arguments import HostArguments
 from jdllm.pallas.device import find_kernel_runtime
 
 _IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,DYNAMIC_SLICE_FUSION"  # but no CUSTOM_CALL

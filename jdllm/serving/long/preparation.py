@@ -15,11 +15,11 @@ from jdllm.prefilling.retain import reduced_layers
 from jdllm.prefilling.score import behind
 from jdllm.prefilling.select import best_chunks, best_tokens
 from jdllm.serving.launch import Launch
-from jdllm.serving.long_request import LongRequest
+from jdllm.serving.long.request import LongRequest
+from jdllm.serving.long.score_stage import Score
+from jdllm.serving.long.stages import Build, Draft, Model, Retain, Stage
+from jdllm.serving.pool.stored_chunks import content_key
 from jdllm.serving.request import Request
-from jdllm.serving.score_stage import Score
-from jdllm.serving.stages import Build, Draft, Model, Retain, Stage
-from jdllm.serving.stored_chunks import content_key
 
 Stages = Generator[Stage, np.ndarray, None]
 

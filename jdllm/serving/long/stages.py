@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from jdllm.compiling.executables import Executable, Executables
 from jdllm.decoding.batch import Batch
 from jdllm.decoding.encoded_trace import encoding
-from jdllm.decoding.executables import Executable, Executables
 from jdllm.decoding.rules import head_level
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.models.config import ModelConfig
@@ -22,11 +22,11 @@ from jdllm.prefilling.build import Evaluation, build
 from jdllm.prefilling.draft import draft, draft_segment, timetable
 from jdllm.prefilling.retain import Watched, retain, retention_segment
 from jdllm.prefilling.segments import joined
-from jdllm.serving.device_pool import DevicePool
 from jdllm.serving.fitting import check_fits
-from jdllm.serving.long_request import LongRequest
+from jdllm.serving.long.request import LongRequest
 from jdllm.serving.packing import head_rows, segment_params
 from jdllm.serving.part_packing import Filled, Read, packed_rows, storage_of, table_of
+from jdllm.serving.pool.device_pool import DevicePool
 from jdllm.serving.spec import mask_id_of
 
 _build = encoding(build)
@@ -40,7 +40,7 @@ _BUILD_POOL = (4,)
 class Model:
     """What stages run on.
 
-    Arguments: as of `jdllm.serving.cached_runner.CachedRunner`.
+    Arguments: as of `jdllm.serving.denoise.cached_runner.CachedRunner`.
     - `pool`: where keys and values are stored.
     """
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from jdllm.models.config import ModelConfig
-from jdllm.serving.long_request import LongContext, LongSpec
+from jdllm.serving.long.request import LongContext, LongSpec
 
 INSTRUCTION, QUERY, ANSWER = 128, 64, 32
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdllm.decoding.executables import Executable, Executables, Program, compiler_options, temp_bytes
+from jdllm.compiling.executables import Executable, Executables, Program, compiler_options, temp_bytes
 
 
 def scaled(x, *, factor: int):

@@ -14,8 +14,8 @@ from jdllm.models.config import ModelConfig
 from jdllm.models.visibility import key_ranges
 from jdllm.planning.buckets import power_bucket
 from jdllm.planning.ladder import Entry
-from jdllm.serving.kv_pool import KvPool
 from jdllm.serving.packing import head_rows, lay_out
+from jdllm.serving.pool.kv_pool import KvPool
 from jdllm.serving.request import Request
 
 
@@ -44,7 +44,7 @@ def pack_adaptive(
     """Lay out the requests as the diffusion model sees them, and what the verifier evaluates of them.
 
     Arguments:
-    - `windows`: what the verifier evaluates of each request, as of `jdllm.serving.verifier_keys.Spans`.
+    - `windows`: what the verifier evaluates of each request, a `Spans` of the verifier's keys.
     - `pool`: of the verifier.
     """
     candidates = [r.candidates() for r in requests]

@@ -8,16 +8,15 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from jdllm.decoding.executables import Executable
+from jdllm.compiling.executables import Executable
 from jdllm.execution.paged.pool import PAGE_ROWS, KeyValuePool, empty_pool
 from jdllm.models.config import ModelConfig
 from jdllm.pallas.split_attention import PageTable
 from jdllm.planning.buckets import power_bucket
-from jdllm.serving.causal_request import CausalRequest
-from jdllm.serving.kv_pool import KvPool, Live
-from jdllm.serving.prefix_pages import PrefixPages
+from jdllm.serving.pool.kv_pool import KvPool, Live
+from jdllm.serving.pool.prefix_pages import PrefixPages
+from jdllm.serving.pool.stored_chunks import StoredChunks
 from jdllm.serving.request import Request
-from jdllm.serving.stored_chunks import StoredChunks
 
 _CLEANED = 64
 """Pages that are zeroed at a time, at least."""
@@ -81,28 +80,22 @@ class DevicePool:
     def admit(self, request: Request) -> None:
         """Give `request` the pages that it may ever need; raises `KvPoolError` where they are not free.
 
-        A causal one finds what is stored for the beginning of its prompt.
+        It may find pages that are stored for the beginning of its tokens.
         """
         rows = request.spec.stored_rows
         self.table = self.chunks.make_room(self.table, self.table.pages_for(rows))
-        if isinstance(request, CausalRequest):
-            known = request.tokens[: request.known]
-            self.table, found = self.prefixes.take(self.table, request.id, known, rows)
-            request.find(found)
-        else:
-            self.table = self.table.allocate(request.id, rows)
+        known = request.tokens[: request.known]
+        self.table, found = self.prefixes.take(self.table, request.id, known, rows)
+        request.find(found)
 
     def release(self, request: Request, *, keep: bool = True) -> None:
         """Take the pages of a request back.
 
         Arguments:
-        - `keep`: full pages of a causal one stay for others as long as there is room.
+        - `keep`: its full pages of computed tokens stay for others as long as there is room.
         """
-        if isinstance(request, CausalRequest):
-            computed = request.computed if keep else 0
-            self.table = self.prefixes.give_back(self.table, request.id, request.tokens, computed)
-        else:
-            self.table = self.table.release(request.id)
+        computed = request.computed if keep else 0
+        self.table = self.prefixes.give_back(self.table, request.id, request.tokens, computed)
 
     def clean(self, request: Request) -> None:
         """Zero what a request wrote, while no part runs: values that are no numbers must not be left in rows

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdllm.chunks import ChunkConfig
+from jdllm.compiling.executables import Executable, Executables, Program, temp_bytes
 from jdllm.decoding.batch import Batch, Trace
 from jdllm.decoding.encoded_trace import EncodedTrace, encode, encoding
-from jdllm.decoding.executables import Executable, Executables, Program, temp_bytes
 from jdllm.decoding.offloaded import denoise_offloaded
 from jdllm.decoding.rules import head_level
 from jdllm.decoding.step import denoise

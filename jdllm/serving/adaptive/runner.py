@@ -8,22 +8,22 @@ import numpy as np
 
 from jdllm.arrays import padded
 from jdllm.chunks import ChunkConfig
+from jdllm.compiling.executables import Executable, Executables, temp_bytes
 from jdllm.decoding.adaptive import denoise_adaptive, read
 from jdllm.decoding.encoded_trace import EncodedTrace, encoding
-from jdllm.decoding.executables import Executable, Executables, temp_bytes
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.planning.account import Account
 from jdllm.planning.buckets import power_bucket
 from jdllm.planning.ladder import Entry, Ladder, PatientSizes
-from jdllm.serving.adaptive_packing import pack_adaptive, pack_verified, parts_of
+from jdllm.serving.adaptive.packing import pack_adaptive, pack_verified, parts_of
+from jdllm.serving.adaptive.verifier import Verifier
+from jdllm.serving.adaptive.verifier_keys import VerifierKeys
+from jdllm.serving.denoise.full_runner import FullRunner
 from jdllm.serving.fitting import check_fits
-from jdllm.serving.full_runner import FullRunner
 from jdllm.serving.launch import Launch
 from jdllm.serving.packing import demand
 from jdllm.serving.request import Request
-from jdllm.serving.verifier import Verifier
-from jdllm.serving.verifier_keys import VerifierKeys
 
 _denoise_adaptive = encoding(denoise_adaptive)
 _POOL = (3,)
@@ -37,7 +37,7 @@ class AdaptiveRunner:
     """Runs iterations of one diffusion model with one verifier.
 
     Arguments:
-    - `params`, `config`, `executables`, `ladder`, `account`: as of `jdllm.serving.full_runner.FullRunner`.
+    - `params`, `config`, `executables`, `ladder`, `account`: the model on its device, steps and memory.
     - `full`: says how steps of the diffusion model are cut.
     - `verifier`: the autoregressive model.
     - `keys`: what it has stored.

@@ -13,9 +13,9 @@ from jdllm.execution.transformer import Wanted
 from jdllm.planning.ladder import TILE_ROWS, Entry, Sizes
 from jdllm.prefilling.score import Behind, Scoring, score, scoring_of
 from jdllm.prefilling.segments import joined
-from jdllm.serving.long_request import LongRequest
+from jdllm.serving.long.request import LongRequest
+from jdllm.serving.long.stages import Model, Stage
 from jdllm.serving.part_packing import Filled, Read, in_tiles, packed_rows, storage_of, table_of
-from jdllm.serving.stages import Model, Stage
 
 _SCORE_POOL = (3,)
 """Where the pool is among the arguments."""

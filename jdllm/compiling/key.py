@@ -16,8 +16,8 @@ import jax
 import numpy as np
 
 import jdllm
-from jdllm.decoding.executable import Device, Options, Program
-from jdllm.decoding.host_arguments import on_host
+from jdllm.compiling.executable import Device, Options, Program
+from jdllm.compiling.host_arguments import on_host
 from jdllm.pallas.device import Kernels
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax", "tokamax", "jax-triton", "triton")

@@ -20,10 +20,10 @@ from jdllm.models.config import ModelConfig
 from jdllm.models.visibility import key_ranges
 from jdllm.planning.buckets import power_bucket
 from jdllm.planning.ladder import Entry
-from jdllm.serving.causal_request import CausalRequest
-from jdllm.serving.kv_pool import KvPool
+from jdllm.serving.causal.request import CausalRequest
 from jdllm.serving.packing import head_rows, segment_params
 from jdllm.serving.part_packing import Filled, storage_of
+from jdllm.serving.pool.kv_pool import KvPool
 
 _STOPS = 8
 """Stop ids of a sequence, at least."""

@@ -1,0 +1,1 @@
+"""Executables: how programs become them, how they are kept, and how arguments reach them."""

@@ -1,0 +1,1 @@
+"""Serving adaptive parallel decoding: a causal verifier beside the model that denoises."""

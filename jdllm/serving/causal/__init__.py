@@ -1,0 +1,1 @@
+"""Serving causal models: prompts in parts, then one token after another."""

@@ -1,0 +1,1 @@
+"""Serving questions over long contexts: stages of preparation before the steps."""
