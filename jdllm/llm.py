@@ -48,12 +48,12 @@ from jdllm.scoring import Scorer
 from jdllm.serving.adaptive.verifier import Verifier, load_verifier
 from jdllm.serving.adaptive.verifier_keys import verifier_keys_bytes
 from jdllm.serving.build import make_engine
-from jdllm.serving.causal.request import causal_spec
 from jdllm.serving.engine import Engine, Updates
 from jdllm.serving.long.request import LongContext, long_spec
 from jdllm.serving.long.warm_question import ANSWER, warm_questions
+from jdllm.serving.modes.registry import mode_of
 from jdllm.serving.request import Request
-from jdllm.serving.spec import RequestSpec, generation_spec, infill_spec
+from jdllm.serving.spec import RequestSpec, infill_spec
 from jdllm.serving.updates import StepUpdate, Update
 
 if TYPE_CHECKING:
@@ -578,9 +578,7 @@ class LLM(ScoresText):
         """
         bos_id = None if self.tokenizer is None else self.tokenizer.bos_id
         if not isinstance(prompt, LongContext):
-            if self.config.attention == "causal":
-                return causal_spec(prompt, sampling, self.config, self._decode, bos_id)
-            return generation_spec(prompt, sampling, self.config, decode=self._decode)
+            return mode_of(self.config).spec(prompt, sampling, self.config, self._decode, bos_id)
         return long_spec(prompt, sampling, self.config, bos_id, decode=self._decode)
 
     def _warn_of_length(self, specs: list[RequestSpec]) -> None:

@@ -74,7 +74,7 @@ def load_model(
     if layers:
         offloaded = OffloadedWeights(config, params, layers, jax.devices()[0])
         params = offloaded.top
-    sampling = default_sampling(path, causal=config.attention == "causal")
+    sampling = default_sampling(path, causal=config.in_order)
     return LoadedModel(config, params, tokenizer, sampling, offloaded)
 
 

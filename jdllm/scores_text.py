@@ -273,7 +273,7 @@ class ScoresText(abc.ABC):
 
     @property
     def _causal(self) -> bool:
-        return self.config.attention == "causal"
+        return self.config.in_order
 
     def _mask_id(self, what: str) -> int:
         if self._causal:

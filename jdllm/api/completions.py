@@ -166,7 +166,7 @@ async def _echoes(
 ) -> Response:
     """The prompts and a token each, or none, with the log-probability of every token of the prompt where they
     are asked for: by a causal model given those before it, by others where it alone is masked."""
-    ignored, causal = service.ignored(body), service.llm.config.attention == "causal"
+    ignored, causal = service.ignored(body), service.llm.config.in_order
     call, created, samples = call_id("cmpl"), int(time.time()), [_NOTHING] * len(asked)
     if body.max_tokens:
         running = service.submit(request, "cmpl", asked, "none")

@@ -126,7 +126,7 @@ async def _templates(service: Service, body: InfillRequest) -> list[Template]:
     if len(given) != 1:
         raise bad_request("give one of text, token_ids and parts", "text")
     ((name, value),) = given.items()
-    causal = service.llm.config.attention == "causal"
+    causal = service.llm.config.in_order
     if causal and [type(part) for part in body.parts or [] if not isinstance(part, str)] != [ChoiceSlot]:
         raise bad_request(
             "a causal model fills no masks, but makes one choice: give parts with texts and one choice", name
@@ -159,7 +159,7 @@ def _runs(ids: Sequence[int], mask_id: int) -> list[Slot]:
 async def _from_parts(service: Service, body: InfillRequest) -> Template:
     """Parts in order; where a choice stands, its likeliest option."""
     parts, special, config = body.parts or [], body.parse_special, service.llm.config
-    blank = 0 if config.attention == "causal" else mask_id_of(config)  # a causal model's choice leaves none
+    blank = 0 if config.in_order else mask_id_of(config)  # a causal model's choice leaves none
     if not isinstance(parts[0], str):
         parts = ["", *parts]  # what begins a text begins this one
     if not any(isinstance(part, TextSlot | ChoiceSlot) for part in parts):

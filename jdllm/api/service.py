@@ -18,7 +18,6 @@ from jdllm.api.protocol import Asking, given_fields
 from jdllm.api.running import Running, call_id, owner_of
 from jdllm.checkpoints.tokenizer import Tokenizer
 from jdllm.decoding.sampling import SamplingParams
-from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.llm import LLM
 from jdllm.prompts import Asked, specs_of
 from jdllm.serving.async_engine import AsyncEngine
@@ -111,10 +110,7 @@ class Service:
     @property
     def room(self) -> int:
         """Tokens of the longest sequence that the device has room for."""
-        account = self.llm.account
-        if self.llm.config.attention == "causal":
-            return max((account.pages - 1) * PAGE_ROWS, self.llm.engine.longest_layered)
-        return account.rows if account.budget is None else account.longest
+        return self.llm.engine.longest_served
 
     @property
     def tokenizer(self) -> Tokenizer:

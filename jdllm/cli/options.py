@@ -197,14 +197,14 @@ def asked_sampling(source: ModelOptions, given: Mapping[str, Any]) -> SamplingPa
     Raises `RequestError` for a value that no request can have or the model cannot do, and as `LLM` does for
     the checkpoint.
     """
-    from jdllm.decoding.causal_sampling import check_causal, check_denoising
     from jdllm.decoding.generation_defaults import default_sampling
     from jdllm.models.hf_config import config_from_checkpoint
+    from jdllm.serving.modes.registry import mode_of
 
     directory, overrides = _directory(source.model), parse_overrides(source.hf_overrides)
-    causal = config_from_checkpoint(directory, overrides).attention == "causal"
-    sampling = default_sampling(directory, causal=causal).changed(**given)
-    (check_causal if causal else check_denoising)(sampling)
+    config = config_from_checkpoint(directory, overrides)
+    sampling = default_sampling(directory, causal=config.in_order).changed(**given)
+    mode_of(config).check_sampling(sampling)
     return sampling
 
 

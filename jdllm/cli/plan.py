@@ -155,7 +155,7 @@ def plan(
         "max_context": max_context,
         "kv_pool": None if kv_pool is None else parse_bytes(kv_pool, "--kv-pool"),
     }
-    if workload.config.attention == "causal":
+    if workload.config.in_order:
         if prefilling is not None:
             raise ConfigError("--prefilling is for models that denoise: leave it out for a causal model")
         _plan_causal(workload, card, budget, sizes, context, as_json)

@@ -103,7 +103,7 @@ def token_logprobs(
 
 
 def _sources(config: ModelConfig, head: HeadRows, positions: Int[Array, " head"]) -> Sources:
-    if config.attention == "causal":
+    if config.in_order:
         return Sources(*(jnp.maximum(jnp.asarray(row) - 1, 0) for row in (head.row, head.unguided)))
     return source_rows(config, head, positions)
 

@@ -97,7 +97,7 @@ def segment_row(sampling: SamplingParams, config: ModelConfig) -> dict[str, np.n
         "top_k": np.int32(min(filters.get("top_k", config.vocab_size), config.vocab_size)),
         "top_p": np.float32(filters.get("top_p", 2)),
         "min_p": np.float32(filters.get("min_p", 0)),
-        "top_k_first": np.bool_(config.attention == "causal"),
+        "top_k_first": np.bool_(config.in_order),
         "limit": _limit(sampling, config),
         "token_bans": token_bans,
         "confidence_bans": confidence_bans,

@@ -161,5 +161,5 @@ class Exact(Likelihoods):
 
 def likelihoods_of(llm: LLM, tokenizer: Tokenizer, asked: ModelArguments, max_length: int) -> Likelihoods:
     """How a model's likelihoods are found; raises as `Estimated` and `Exact` do."""
-    kind = Exact if llm.config.attention == "causal" else Estimated
+    kind = Exact if llm.config.in_order else Estimated
     return kind(llm, tokenizer, asked, max_length)

@@ -8,7 +8,6 @@ from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImport
 from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
 
 from jdllm.checkpoints.tokenizer import Tokenizer
-from jdllm.decoding.causal_sampling import check_causal, check_denoising
 from jdllm.errors import ConfigError
 from jdllm.harness.likelihoods import likelihoods_of
 from jdllm.harness.translation import (
@@ -19,6 +18,7 @@ from jdllm.harness.translation import (
     request_sampling,
 )
 from jdllm.llm import LLM
+from jdllm.serving.modes.registry import mode_of
 
 
 class HarnessLM(LM):
@@ -56,7 +56,7 @@ class HarnessLM(LM):
         self._likelihoods = likelihoods_of(self._llm, self._tokenizer, self._asked, self._max_length)
         # What holds for every request is refused before the first, if at all.
         sampling = request_sampling(self._llm.default_sampling(), self._asked.sampling, {})
-        (check_causal if config.attention == "causal" else check_denoising)(sampling)
+        mode_of(config).check_sampling(sampling)
 
     @property
     def tokenizer_name(self) -> str:

@@ -81,6 +81,11 @@ class ModelConfig:
     token_limit: int | None = None
 
     @property
+    def in_order(self) -> bool:
+        """Whether each token is generated from those before it alone; other models fill masks."""
+        return self.attention == "causal"
+
+    @property
     def defined_ids(self) -> int:
         """Ids below this one have a meaning: those of the tokenizer, where its length is known."""
         return min(self.token_limit or self.vocab_size, self.vocab_size)

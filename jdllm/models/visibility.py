@@ -26,7 +26,7 @@ def key_ranges(
     first, end = np.zeros_like(row), np.full_like(row, length)
     if block_length is not None:
         end = np.minimum((row // block_length + 1) * block_length, length)
-    elif config.attention == "causal":
+    elif config.in_order:
         end = row + 1
         if config.sliding_window is not None:
             first = np.maximum(end - config.sliding_window, 0)

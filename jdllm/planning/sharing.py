@@ -83,7 +83,7 @@ class Sharing:
     @property
     def _causal(self) -> bool:
         """Whether sequences are read in parts, so that no step is longer than `rows`."""
-        return self.needs.config.attention == "causal"
+        return self.needs.config.in_order
 
     def left(self, rows: int) -> int:
         """Bytes beside a whole step of `rows` rows; negative where it does not fit."""

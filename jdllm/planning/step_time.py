@@ -89,7 +89,7 @@ def step_flops(config: ModelConfig, rows: int, head_rows: int) -> float:
         per_row = config.moe.top_k * config.moe.expert_size + config.moe.experts / 3
         widths = sparse * per_row + len(config.moe.dense_layers) * config.intermediate_size
     projections = config.hidden_size * (config.num_layers * (2 * q + 2 * kv) + 3 * widths)
-    seen = rows * (rows + 1) / 2 if config.attention == "causal" else rows * rows
+    seen = rows * (rows + 1) / 2 if config.in_order else rows * rows
     attention = config.num_layers * 2 * seen * q
     return 2.0 * (rows * projections + attention + head_rows * config.hidden_size * config.vocab_size)
 

@@ -13,15 +13,10 @@ import numpy as np
 from jdllm.compiling.executables import Program
 from jdllm.decoding.encoded_trace import Steps
 from jdllm.errors import NonFiniteError, RequestError
-from jdllm.serving.adaptive.verifier_keys import VerifierKeys
+from jdllm.planning.account import Account
 from jdllm.serving.background import Background
-from jdllm.serving.causal.layered_runner import LayeredRunner
-from jdllm.serving.causal.request import CausalRequest, CausalSpec
-from jdllm.serving.costs import Costs
 from jdllm.serving.flight import Flight
-from jdllm.serving.launch import Compiled
-from jdllm.serving.long.preparation import Preparation
-from jdllm.serving.long.request import LongRequest, LongSpec
+from jdllm.serving.mode import Mode, Parts
 from jdllm.serving.pool.device_pool import DevicePool
 from jdllm.serving.request import Request, of_committed
 from jdllm.serving.runner import Pending, Runner
@@ -57,11 +52,9 @@ class Engine:
     - `runner`: runs parts of iterations.
     - `pool`: of keys and values.
     - `scheduler`: says what runs next.
-    - `preparation`: of requests over long contexts; `layered`: of causal ones that the pool has no room for.
-    - `verifier_keys`: what the verifier of adaptive requests has stored of them.
-    - `costs`: what requests and their steps take.
-    - `check`: raises `RequestError` or `MemoryBudgetError` for a request that this engine cannot serve.
-    - `compiled`: what `warm` compiles; `background`: what compiles sizes while others serve.
+    - `account`: the memory of the device.
+    - `mode`, `parts`: how the model generates, and what the engine is made of for this.
+    - `background`: compiles sizes while others serve.
     - `non_finite`: what a request fails with whose values are infinite or not numbers.
 
     `add`, `abort`, `run`, `stats` and `requests` may be called by any thread; `step` by one at a time. A
@@ -80,25 +73,20 @@ class Engine:
         runner: Runner,
         pool: DevicePool,
         scheduler: Scheduler,
-        preparation: Preparation,
-        costs: Costs,
+        account: Account,
+        mode: Mode,
+        parts: Parts,
         *,
-        check: Callable[[RequestSpec], None],
-        compiled: Sequence[Compiled],
         background: Background,
         non_finite: Callable[[Request], NonFiniteError],
-        layered: LayeredRunner | None = None,
-        verifier_keys: VerifierKeys | None = None,
     ):
         self._runner = runner
         self._pool = pool
         self._scheduler = scheduler
-        self._preparation = preparation
-        self._layered = layered
-        self._verifier_keys = verifier_keys
-        self._costs = costs
-        self._check = check
-        self._compiled = compiled
+        self._account = account
+        self._mode = mode
+        self.parts = parts
+        self._costs = parts.costs
         self._background = background
         self._non_finite = non_finite
         self._lock = threading.RLock()
@@ -115,9 +103,9 @@ class Engine:
         return self._flight.evaluated
 
     @property
-    def longest_layered(self) -> int:
-        """Tokens of the longest causal sequence that runs layer by layer, 0 where none can."""
-        return 0 if self._layered is None else self._layered.longest
+    def longest_served(self) -> int:
+        """Tokens of the longest sequence that the device has room for."""
+        return self.parts.longest_served
 
     def add(
         self,
@@ -137,9 +125,12 @@ class Engine:
         Returns its id, unique in the process. Raises `RequestError` or `KvPoolError` for what can never run.
         """
         number = next(_ids)
-        request = _request(spec, number)
-        self._check(spec)
-        self._scheduler.check(self._costs.life(spec))
+        request = self._mode.requests[type(spec)](spec, number)
+        self.parts.check(spec)
+        life = self._costs.life(spec)
+        if life.pages:
+            self._account.check_room(life.rows, life.pages)
+        self._scheduler.check(life)
         self._arrivals.append(_Entry(request, updates, deliver))
         return request.id
 
@@ -248,12 +239,12 @@ class Engine:
 
     def programs(self) -> list[Program]:
         """What the ladder of this engine needs compiled."""
-        return [program for kind in self._compiled for program in kind.programs()]
+        return [program for kind in self.parts.compiled for program in kind.programs()]
 
     def warm(self) -> None:
         """Compile the whole ladder: nothing that fits it compiles afterwards."""
         with self._lock:
-            for kind in self._compiled:
+            for kind in self.parts.compiled:
                 kind.warm()
 
     def settle(self) -> None:
@@ -432,13 +423,13 @@ class Engine:
 
     def _free(self) -> None:
         self._pool.free()
-        if self._verifier_keys is not None:
-            self._verifier_keys.clear()
+        for holder in self.parts.holders:
+            holder.clear()
 
     def _rebuild_lost_pools(self) -> None:
-        """Where a failed executable took the KV pool with it, make it again; the verifier's anyway."""
-        if self._verifier_keys is not None:
-            self._verifier_keys.clear()
+        """Make the KV pool again where a failed executable took it along; clear the holders anyway."""
+        for holder in self.parts.holders:
+            holder.clear()
         if self._pool.lost:
             self._pool.free()
             self._counts["rebuilt"] += 1
@@ -452,21 +443,8 @@ class Engine:
 
     def _forget(self, request: int) -> None:
         """Give up what was prepared for a request, or is held for it beside the pool."""
-        self._preparation.forget(request)
-        if self._layered is not None:
-            self._layered.forget(request)
-        if self._verifier_keys is not None:
-            self._verifier_keys.forget(request)
-
-
-def _request(spec: RequestSpec, number: int) -> Request:
-    match spec:
-        case LongSpec():
-            return LongRequest(spec, number)
-        case CausalSpec():
-            return CausalRequest(spec, number)
-        case _:
-            return Request(spec, number)
+        for holder in self.parts.holders:
+            holder.forget(request)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -61,6 +61,7 @@ class Request:
       many of them keys and values are stored; 0 for others, whose rows nobody can share.
     - `found`: how many rows were stored already when it was admitted, `None` where rows cannot be shared.
     - `prefilled`: what came of preparing its long context, `None` where it has none.
+    - `prepared`: whether the steps of the current block may run.
     - `forwarded`: with a cache the positions that steps of `Phase.REUSE` evaluate, rising; `stored`: how many
       rows of each layer they find stored, or of each page.
     """
@@ -68,6 +69,7 @@ class Request:
     known = computed = 0
     found: int | None = None
     prefilled: Prefilled | None = None
+    prepared = True
 
     def __init__(self, spec: RequestSpec, id: int = 0):
         self.id = id
@@ -323,6 +325,13 @@ class Request:
 
     def _text_is_over(self) -> bool:
         return self.sampling.early_stop and self.end_of_text() is not None
+
+
+def of_class[R: Request](kind: type[R], requests: Sequence[Request]) -> list[R]:
+    """The requests of a part, for a room whose parts hold requests of one class only."""
+    own = [request for request in requests if isinstance(request, kind)]
+    assert len(own) == len(requests)
+    return own
 
 
 def of_committed(positions: np.ndarray, step: Steps) -> tuple[np.ndarray, ...]:

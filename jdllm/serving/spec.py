@@ -213,7 +213,7 @@ def check_stops(sampling: SamplingParams, config: ModelConfig, decode: Decode | 
 
 def mask_id_of(config: ModelConfig) -> int:
     """The mask id, or `RequestError` where the checkpoint does not name one."""
-    if config.attention == "causal":
+    if config.in_order:
         raise RequestError("a causal model has no mask: it generates behind a prompt and fills nothing in")
     if config.mask_id is None:
         raise RequestError(

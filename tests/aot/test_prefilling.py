@@ -20,6 +20,7 @@ from jdllm.prefilling.score import behind
 from jdllm.serving.long.request import LongContext, LongRequest, long_spec
 from jdllm.serving.long.score_stage import Score
 from jdllm.serving.long.stages import Build, Draft, Model, Retain
+from jdllm.serving.on_device import OnDevice
 from jdllm.serving.pool.device_pool import DevicePool
 from jdllm.serving.pool.stored_chunks import content_key
 
@@ -57,7 +58,7 @@ def model() -> Model:
     account = dataclasses.replace(account, pages=PAGES)
     executables = ForCard()
     pool = DevicePool(CONFIG, "bfloat16", PAGES)
-    return Model(params, CONFIG, executables, account, pool)
+    return Model(OnDevice(params, CONFIG, executables, account, pool))
 
 
 def request(preset: str) -> LongRequest:

@@ -23,6 +23,7 @@ from jdllm.planning.ladder import make_ladder
 from jdllm.serving.background import Background
 from jdllm.serving.denoise.cached_runner import CachedRunner
 from jdllm.serving.denoise.full_runner import FullRunner
+from jdllm.serving.on_device import OnDevice
 from jdllm.serving.pool.device_pool import DevicePool
 
 pytestmark = pytest.mark.aot
@@ -51,9 +52,10 @@ def programs() -> list[Program]:
     params, executables = abstract_params(CONFIG, "bfloat16"), Executables("cuda")
     budget = Budget(memory_of("h200"))
     account = make_account(CONFIG, "bfloat16", budget, device=HOPPER, max_num_batched_tokens=8 * ROWS)
-    model = params, CONFIG, executables, make_ladder(account.rows), account
-    full = FullRunner(*model, background=Background(), make_room=lambda: None).programs()
-    cached = CachedRunner(*model, DevicePool(CONFIG, "bfloat16", account.pages), Background()).programs()
+    pool, ladder = DevicePool(CONFIG, "bfloat16", account.pages), make_ladder(account.rows)
+    model = OnDevice(params, CONFIG, executables, account, pool)
+    full = FullRunner(model, ladder, Background()).programs()
+    cached = CachedRunner(model, ladder, Background()).programs()
     return [p for p in (*full, *cached) if len(p.args[1].tokens) == ROWS and len(p.args[1].head.row) < ROWS]
 
 

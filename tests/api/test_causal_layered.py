@@ -44,7 +44,7 @@ def test_an_answer_is_that_of_a_larger_pool(client: TestClient, llm: LLM):
 def test_the_longest_is_told_and_held(client: TestClient, llm: LLM):
     [model] = client.get("/v1/models").json()["data"]
     longest = model["max_model_len"]
-    assert longest == llm.engine.longest_layered > 1000
+    assert longest == llm.engine.longest_served > 1000
     told = client.post("/v1/completions", json={"prompt": [5] * longest, "max_tokens": 6})
     assert told.status_code == 400
     assert str(longest) in told.json()["error"]["message"]

@@ -16,6 +16,7 @@ from jdllm.planning.account import make_account
 from jdllm.planning.budget import Budget
 from jdllm.planning.layered import Layered, longest_layered, plan_layered
 from jdllm.serving.build import make_engine
+from jdllm.serving.causal.layered_runner import LayeredRunner
 from jdllm.serving.causal.request import causal_spec
 from jdllm.serving.engine import Engine
 from jdllm.serving.scheduler import Kind
@@ -48,9 +49,9 @@ def layers(params: Params, config: ModelConfig) -> Layers:
 
 
 def model_of(engine: Engine) -> Layered:
-    assert engine._layered is not None
-    assert engine._layered._model is not None
-    return engine._layered._model
+    [layered] = [holder for holder in engine.parts.holders if isinstance(holder, LayeredRunner)]
+    assert layered.model is not None
+    return layered.model
 
 
 @pytest.mark.parametrize("kept", [0, 1])

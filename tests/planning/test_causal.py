@@ -36,7 +36,7 @@ def test_the_longest_prompt_is_the_engines():
     longest, one = planned(None).longest, SamplingParams(max_tokens=1)
     assert planned(longest).fits
     specs = [causal_spec(np.ones(length, np.int32), one, CONFIG) for length in (longest, longest + 1)]
-    assert [engine._costs.life(spec).pages > 0 for spec in specs] == [True, False]
+    assert [engine.parts.costs.life(spec).pages > 0 for spec in specs] == [True, False]
     assert not planned(longest + 1).fits
 
 

@@ -13,6 +13,7 @@ from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import config_from_hf
 from jdllm.models.weights import Params
 from jdllm.serving.engine import Engine
+from jdllm.serving.long.preparation import Preparation
 from jdllm.serving.long.request import LongContext, LongRequest, LongSpec, long_spec
 from jdllm.serving.updates import Ended
 from tests.helpers import Golden
@@ -129,13 +130,18 @@ def same(some: LongRequest, other: LongRequest) -> None:
     np.testing.assert_array_equal(some.history, other.history)
 
 
+def preparation_of(engine: Engine) -> Preparation:
+    """What prepares the requests of an engine."""
+    [preparation] = [holder for holder in engine.parts.holders if isinstance(holder, Preparation)]
+    return preparation
+
+
 def all_free(engine: Engine) -> None:
     """No request has left anything in the engine."""
     stats = engine.stats()
     assert engine.idle
     assert stats.free_pages == stats.pages
-    cache, preparation = engine._pool, engine._preparation
-    assert not preparation._stages
-    assert not preparation._next
+    cache = engine._pool
+    assert [holder.held for holder in engine.parts.holders] == [0]
     owned = {stored.owner for stored in cache.chunks._stored.values()}
     assert set(cache.table.owned) == owned

@@ -22,6 +22,7 @@ from tests.prefilling.asking import (
     end,
     ends,
     model_of,
+    preparation_of,
     question,
 )
 from tests.prefilling.mixed import CONFIG, FAMILY, SPECS, alike, long
@@ -55,8 +56,7 @@ def test_an_abort_leaves_nothing_behind_at_any_stage(
 
         def abort(engine: Engine = engine, aborted: int = aborted, reached: list[str] = reached) -> None:
             if aborted in engine._entries:
-                stage = engine._preparation._next.get(aborted)
-                reached.append("steps" if stage is None else stage.name)
+                reached.append(preparation_of(engine).waits_for(aborted) or "steps")
             engine.abort(aborted)
 
         at_part(engine, number, abort, monkeypatch)

@@ -28,6 +28,7 @@ from tests.prefilling.asking import (
     end,
     ends,
     model_of,
+    preparation_of,
     question,
     same,
 )
@@ -177,7 +178,7 @@ def test_two_contexts_that_push_each_other_out_are_answered_alike(build: Build, 
 def test_chunks_that_were_never_written_are_not_read(build: Build, monkeypatch: pytest.MonkeyPatch):
     """A request took pages for its chunks, and then its evaluation could not run."""
     asking, engine = question(37), build()
-    model = engine._preparation._model
+    model = preparation_of(engine).model
     compile_ = model.compile
 
     def failing(what: str, *args: Any, **options: Any) -> Any:

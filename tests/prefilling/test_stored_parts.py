@@ -28,6 +28,7 @@ from tests.prefilling.asking import (
     driven,
     end,
     model_of,
+    preparation_of,
     question,
     recorded_spec,
     same,
@@ -170,7 +171,7 @@ def test_logits_of_the_first_token_and_of_the_first_step_are_those_recorded(engi
 def measured(engine: Engine, request: LongRequest, chunks: list[int], window: np.ndarray) -> np.ndarray:
     """Values of the tokens of chunks, `[..., chunks, groups, tokens]`."""
     room = len(chunks) + 1  # one more than there are
-    stage = Retain(engine._preparation._model, request, chunks, room, window.astype(np.int32))
+    stage = Retain(preparation_of(engine).model, request, chunks, room, window.astype(np.int32))
     values = reduced_layers(np.asarray(stage.launch()()), request.long_spec.prefilling)
     return values[..., : len(chunks), :, :]
 

@@ -1,5 +1,6 @@
 """Whatever is asked, alone or in company: it is refused before anything runs, or ends as it does alone."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,7 +10,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jdllm.checkpoints.token_text import Ids
 from jdllm.compiling.executables import Executables
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import JdllmError
@@ -17,23 +17,22 @@ from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.pallas.device import CPU
 from jdllm.planning.account import make_account
-from jdllm.planning.ladder import TILE_ROWS, make_ladder
 from jdllm.serving.background import Background
-from jdllm.serving.costs import DenoisingCosts
-from jdllm.serving.denoise.cached_runner import CachedRunner
-from jdllm.serving.denoise.full_runner import FullRunner
+from jdllm.serving.build import limits_of
 from jdllm.serving.diagnosis import Diagnosis
 from jdllm.serving.engine import Engine
 from jdllm.serving.launch import Launch, Launcher
 from jdllm.serving.long.preparation import Preparation
-from jdllm.serving.long.stages import Model as StageModel
+from jdllm.serving.mode import Extras
+from jdllm.serving.modes.denoising import Denoising, DenoisingCosts
+from jdllm.serving.on_device import OnDevice
 from jdllm.serving.pool.device_pool import DevicePool
 from jdllm.serving.request import Request
 from jdllm.serving.runner import Runner
-from jdllm.serving.scheduler import Demand, Kind, Limits, Scheduler
-from jdllm.serving.spec import RequestSpec, generation_spec, infill_spec
+from jdllm.serving.scheduler import Demand, Scheduler
+from jdllm.serving.spec import generation_spec, infill_spec
 from jdllm.serving.updates import Ended, Update
-from tests.engines import engine_of, finish
+from tests.engines import engine_of
 
 PAGES = 4
 """Of the pool, of which three are given away: 384 rows."""
@@ -267,13 +266,9 @@ def faulty_engine(
 ) -> Engine:
     """An engine of 128 rows; `packed` is called with requests that are packed, `counted` before."""
     account = make_account(config, "float32", None, device=CPU, max_num_batched_tokens=128, kv_pool=2**22)
-    ladder, pool = make_ladder(account.rows), DevicePool(config, jnp.float32, account.pages)
-    model = params, config, executables
-    preparation = Preparation(StageModel(*model, account, pool), account.prepare_rows)
-    background = Background()
-    full = FullRunner(*model, ladder, account, make_room=pool.free, background=background)
-    cached = CachedRunner(*model, ladder, account, pool, background)
-    launchers = {Kind.FULL: full.launch, Kind.REFRESH: cached.refresh, Kind.REUSE: cached.reuse}
+    pool = DevicePool(config, jnp.float32, account.pages)
+    model, background, mode = OnDevice(params, config, executables, account, pool), Background(), Denoising()
+    parts = mode.parts(model, background, Extras())
 
     def faulty(launch: Launcher) -> Launcher:
         def launched(requests: list[Request], max_steps: int) -> Launch:
@@ -283,72 +278,17 @@ def faulty_engine(
 
         return launched
 
-    limits = Limits(
-        max_num_batched_tokens=account.rows,
-        max_num_seqs=8,
-        max_num_logits=ladder.head_rows,
-        entries=pool.entries(ladder.tiles),
-        reuse_rows=TILE_ROWS * ladder.tiles,
-        pages=pool.pages,
-        longest=account.longest,
-        longest_refresh=account.max_refresh,
-        beside_pool=account.max_context,
-        uncached_rows=account.rows,
+    launchers = {kind: faulty(launch) for kind, launch in parts.launchers.items()}
+    parts = dataclasses.replace(
+        parts, launchers=launchers, costs=Counted(Preparation(model), account.rows, counted)
     )
     return Engine(
-        Runner({kind: faulty(launch) for kind, launch in launchers.items()}),
+        Runner(launchers),
         pool,
-        Scheduler(limits),
-        preparation,
-        Counted(preparation, account.rows, counted),
-        check=full.check,
-        compiled=(full, cached),
+        Scheduler(dataclasses.replace(limits_of(parts, account, pool), max_num_seqs=8)),
+        account,
+        mode,
+        parts,
         background=background,
         non_finite=Diagnosis(None, config, executables, None),
     )
-
-
-@pytest.mark.parametrize("where", ["packed", "counted", "decoded"])
-@pytest.mark.parametrize("cache", ["none", pytest.param("dual", marks=pytest.mark.slow)])
-def test_what_fails_for_one_request_ends_that_one_only(
-    where: str, cache: Any, params: Params, config: ModelConfig, executables: Executables
-):
-    """Two of five cannot go on after their third step; nobody else sees it, and no page is lost."""
-
-    def fault(request: Request) -> None:
-        if request.steps >= 3 and len(request.prompt) in (6, 8):
-            raise ValueError(f"a fault of {len(request.prompt)}")
-
-    def decode(ids: Ids, before: Ids = (), *, final: bool = True) -> str:
-        if len(before) >= 9:
-            raise ValueError("a fault of decode")
-        return ""
-
-    def spec(length: int) -> RequestSpec:
-        faulty = where == "decoded" and length in (6, 8)
-        stops: dict[str, Any] = {"stop": "x", "transfer": "margin"} if faulty else {}
-        sampling = SamplingParams(gen_length=6, block_length=2, seed=length, cache=cache, **stops)
-        return generation_spec(range(1, 1 + length), sampling, config, decode)
-
-    faults = {name: fault if name == where else lambda _: None for name in ("packed", "counted")}
-    engine = faulty_engine(params, config, executables, **faults)
-    lengths, ended = (5, 6, 7, 8, 9), dict[int, Ended]()
-
-    def deliver(update: Update) -> None:
-        if isinstance(update, Ended):
-            ended[len(update.state.prompt)] = update
-
-    for length in lengths:
-        engine.add(spec(length), deliver=deliver)
-    while not engine.idle:
-        engine.step()
-    assert {length: str(end.error) for length, end in ended.items() if end.error is not None} == {
-        length: "a fault of decode" if where == "decoded" else f"a fault of {length}" for length in (6, 8)
-    }
-    well = engine_of(params, config, executables, 128)
-    for length in (5, 7, 9):
-        _, (alone,) = finish(well, [Request(spec(length))])
-        assert answer_of(ended[length].state).tokens == alone.tokens.tolist()
-    stats = engine.stats()
-    assert (stats.failed, stats.finished, stats.rebuilt) == (2, 3, 0)
-    assert stats.free_pages == stats.pages

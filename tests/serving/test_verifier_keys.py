@@ -118,10 +118,15 @@ def test_a_longer_request_gets_a_larger_pool_and_the_next_one_the_usual():
     assert keys.beyond_plan == 0
 
 
+def keys_of(llm: LLM) -> VerifierKeys:
+    """What the verifier has stored."""
+    [keys] = [holder for holder in llm.engine.parts.holders if isinstance(holder, VerifierKeys)]
+    return keys
+
+
 def test_an_ended_request_gives_its_pages_back():
     llm = LLM(tiny(DREAM), verifier=tiny(CAUSAL))
-    keys = llm.engine._verifier_keys
-    assert keys is not None
+    keys = keys_of(llm)
     free = keys.pool.table.free_pages
     llm.generate(prompt_token_ids=[[1, 2], [3]], sampling=SamplingParams(gen_length=6, transfer="adaptive"))
     assert keys.pool.table.free_pages == free
@@ -140,8 +145,7 @@ def test_prompts_are_read_in_parts(rows: int, monkeypatch: pytest.MonkeyPatch):
 
 def test_stored_keys_that_a_failure_took_are_stored_again(monkeypatch: pytest.MonkeyPatch):
     llm = LLM(tiny(DREAM), verifier=tiny(CAUSAL))
-    engine, keys = llm.engine, llm.engine._verifier_keys
-    assert keys is not None
+    engine, keys = llm.engine, keys_of(llm)
     sampling = SamplingParams(gen_length=12, transfer="adaptive", mixture_weight=0.6, max_lookahead=2)
     expected = llm.generate(prompt_token_ids=[[1, 2, 3]], sampling=sampling)[0].token_ids
     updates: list[Any] = []

@@ -64,7 +64,7 @@ def test_keys_are_scored_only_where_some_are_stored(
     params: Params, config: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ):
     engine = engine_of(params, config, Executables("cpu"), 256)
-    cached = engine._compiled[1]
+    cached = engine.parts.compiled[1]
     assert isinstance(cached, CachedRunner)
     sizes = cached._refresh_sizes
     turns: list[bool] = []

@@ -8,12 +8,9 @@ import numpy as np
 
 from jdllm.arrays import padded
 from jdllm.chunks import ChunkConfig
-from jdllm.compiling.executables import Executable, Executables, temp_bytes
+from jdllm.compiling.executables import Executable, temp_bytes
 from jdllm.decoding.adaptive import denoise_adaptive, read
 from jdllm.decoding.encoded_trace import EncodedTrace, encoding
-from jdllm.models.config import ModelConfig
-from jdllm.models.weights import Params
-from jdllm.planning.account import Account
 from jdllm.planning.buckets import power_bucket
 from jdllm.planning.ladder import Entry, Ladder, PatientSizes
 from jdllm.serving.adaptive.packing import pack_adaptive, pack_verified, parts_of
@@ -22,6 +19,7 @@ from jdllm.serving.adaptive.verifier_keys import VerifierKeys
 from jdllm.serving.denoise.full_runner import FullRunner
 from jdllm.serving.fitting import check_fits
 from jdllm.serving.launch import Launch
+from jdllm.serving.on_device import OnDevice
 from jdllm.serving.packing import demand
 from jdllm.serving.request import Request
 
@@ -37,7 +35,8 @@ class AdaptiveRunner:
     """Runs iterations of one diffusion model with one verifier.
 
     Arguments:
-    - `params`, `config`, `executables`, `ladder`, `account`: the model on its device, steps and memory.
+    - `model`: the model on its device.
+    - `ladder`: the sizes of its steps.
     - `full`: says how steps of the diffusion model are cut.
     - `verifier`: the autoregressive model.
     - `keys`: what it has stored.
@@ -45,19 +44,13 @@ class AdaptiveRunner:
 
     def __init__(
         self,
-        params: Params,
-        config: ModelConfig,
-        executables: Executables,
+        model: OnDevice,
         ladder: Ladder,
-        account: Account,
         full: FullRunner,
         verifier: Verifier,
         keys: VerifierKeys,
     ):
-        self._params = params
-        self._config = config
-        self._executables = executables
-        self._account = account
+        self._params, self._config, self._executables, self._account, _ = model
         self._full = full
         self._verifier = verifier
         self._keys = keys

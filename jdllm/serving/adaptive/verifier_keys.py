@@ -85,6 +85,11 @@ class VerifierKeys:
         for request, span in zip(requests, spans, strict=True):
             self._stored[request.id] = span.window.stop
 
+    @property
+    def held(self) -> int:
+        """For how many requests something is held."""
+        return len(self._stored)
+
     def forget(self, request: int) -> None:
         """Take the pages of a request back where it holds any."""
         if self._stored.pop(request, None) is not None:

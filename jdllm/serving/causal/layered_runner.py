@@ -1,24 +1,20 @@
 """Runs causal requests whose keys do not fit the KV pool: one at a time, layer by layer."""
 
-from collections.abc import Callable
-
 import jax
 import numpy as np
 
-from jdllm.compiling.executables import Executables, temp_bytes
+from jdllm.compiling.executables import temp_bytes
 from jdllm.decoding.layered import LayeredSequence
 from jdllm.errors import NoRoomError
 from jdllm.execution.paged.pool import PAGE_ROWS
-from jdllm.models.config import ModelConfig
-from jdllm.models.weights import Params
-from jdllm.planning.account import Account
 from jdllm.planning.budget import MemoryBudgetError, format_bytes
 from jdllm.planning.ladder import Entry
 from jdllm.planning.layered import Layered, LayeredPlan, longest_layered, missing, plan_layered
 from jdllm.serving.causal.packing import next_of
 from jdllm.serving.causal.request import CausalRequest
 from jdllm.serving.launch import Launch, Stored
-from jdllm.serving.request import Request
+from jdllm.serving.on_device import OnDevice
+from jdllm.serving.request import Request, of_class
 from jdllm.serving.scheduler import Demand, Kind, Life
 from jdllm.serving.spec import RequestSpec
 
@@ -32,62 +28,50 @@ class LayeredRunner:
     """Runs requests whose keys take more than the KV pool, in the room of the pool and in host memory.
 
     Arguments:
-    - `params`, `config`, `executables`, `account`: as of `jdllm.serving.denoise.full_runner.FullRunner`.
-    - `pages`: that requests may hold in all.
-    - `make_room`: called before anything of a request runs.
+    - `model`: the model on its device. Its KV pool is freed before anything of a request runs.
+
+    - `model`: what plans of its requests need; `None` where nothing is planned.
     """
 
-    def __init__(
-        self,
-        params: Params,
-        config: ModelConfig,
-        executables: Executables,
-        account: Account,
-        pages: int,
-        make_room: Callable[[], None],
-    ):
-        self._params = params
-        self._config = config
-        self._executables = executables
-        self._model = Layered.of_account(config, params["final_norm"].dtype.name, account)
-        self._pages = pages
-        self._make_room = make_room
+    def __init__(self, model: OnDevice):
+        self._params, self._config, self._executables, account, self._pool = model
+        self.model = Layered.of_account(model.config, model.params["final_norm"].dtype.name, account)
+        self._pages = model.pool.pages
         self._running: dict[int, LayeredSequence] = {}
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence that has room, 0 where nothing is planned."""
-        return 0 if self._model is None else longest_layered(self._model, 1)
+        return 0 if self.model is None else longest_layered(self.model, 1)
 
     def takes(self, spec: RequestSpec) -> bool:
         """Whether a request needs more than the pool, where there is a plan for such."""
-        return self._model is not None and spec.stored_rows > self._pages * PAGE_ROWS
+        return self.model is not None and spec.stored_rows > self._pages * PAGE_ROWS
 
     def life(self, spec: RequestSpec) -> Life:
-        """As of `Costs`."""
+        """What a request needs at most."""
         return Life(len(spec.tokens), 0)
 
     def demand(self, request: CausalRequest) -> Demand:
-        """As of `Costs`."""
+        """What the next step of a request takes."""
         return Demand(Kind.LAYERED, 1 if request.decodes else request.known, 1, 0)
 
     def check(self, spec: RequestSpec) -> None:
         """Raise `NoRoomError` for a request that has no room on the device and in host memory."""
-        if self._model is None or not self.takes(spec) or self._plan(spec) is not None:
+        if self.model is None or not self.takes(spec) or self._plan(spec) is not None:
             return
         prompt, generated = len(spec.prompt), len(spec.tokens) - len(spec.prompt)
-        longest = max(self._pages * PAGE_ROWS - generated, longest_layered(self._model, generated))
-        budget = self._model.budget
+        longest = max(self._pages * PAGE_ROWS - generated, longest_layered(self.model, generated))
+        budget = self.model.budget
         raise NoRoomError(
             f"a prompt of {prompt} tokens with {generated} behind it needs"
-            f" {missing(self._model, prompt, generated)}; memory is {format_bytes(budget.device)} and"
+            f" {missing(self.model, prompt, generated)}; memory is {format_bytes(budget.device)} and"
             f" host_memory {format_bytes(budget.host)}: the longest prompt that fits is {longest} tokens"
         )
 
     def launch(self, requests: list[Request], max_steps: int) -> Launch:
         """Some layers of a prompt, or a token. As of `jdllm.serving.launch.Launcher`, for one request."""
-        (request,) = requests
-        assert isinstance(request, CausalRequest)
+        (request,) = of_class(CausalRequest, requests)
         if request.id not in self._running:
             self._running[request.id] = self._begin(request)
         sequence = self._running[request.id]
@@ -107,13 +91,21 @@ class LayeredRunner:
         stored = Stored(np.arange(0), request.known)
         return Launch(end, [np.array([request.known])], [stored])
 
+    @property
+    def held(self) -> int:
+        """For how many requests something is held."""
+        return len(self._running)
+
     def forget(self, request: int) -> None:
         """Free what a request holds: it has ended, or begins again."""
         self._running.pop(request, None)
 
+    def clear(self) -> None:
+        """Nothing: what a request holds lies beside the pool, and no failed part of others damages it."""
+
     def _read(self, sequence: LayeredSequence, layers: int) -> jax.Array:
         if not sequence.read:
-            self._make_room()
+            self._pool.free()
         return sequence.prefill(layers)
 
     def _begin(self, request: CausalRequest) -> LayeredSequence:
@@ -122,13 +114,13 @@ class LayeredRunner:
         prompt = request.tokens[: request.known]
         sequence = LayeredSequence(self._params, self._config, plan.layering, prompt, self._executables.call)
         compiled = sequence.compile(self._executables.compile)
-        assert self._model is not None
+        assert self.model is not None
         needed = plan.prompt_bytes + max(0, max(map(temp_bytes, compiled)) - plan.temporaries)
-        if needed > (device := self._model.budget.device):
+        if needed > (device := self.model.budget.device):
             what = f"a prompt of {request.known} tokens, layer by layer,"
             raise MemoryBudgetError(what, needed, device, self._pages * PAGE_ROWS, "prompt in the KV pool")
         return sequence
 
     def _plan(self, spec: RequestSpec) -> LayeredPlan | None:
-        assert self._model is not None
-        return plan_layered(self._model, len(spec.prompt), len(spec.tokens) - len(spec.prompt))
+        assert self.model is not None
+        return plan_layered(self.model, len(spec.prompt), len(spec.tokens) - len(spec.prompt))

@@ -7,16 +7,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jdllm.compiling.executables import Executable, Executables, Program
+from jdllm.compiling.executables import Executable, Program
 from jdllm.decoding.causal import decode, decodes_in_chain, prefill
 from jdllm.decoding.encoded_trace import EncodedTrace, Steps, encoding
 from jdllm.decoding.encoded_trace import decode as decoded
 from jdllm.decoding.rules import evaluated_apart
 from jdllm.decoding.sampling import SamplingParams
-from jdllm.models.config import ModelConfig
-from jdllm.models.weights import Params
 from jdllm.pallas.masked_logits import Level
-from jdllm.planning.account import Account
 from jdllm.planning.buckets import power_bucket
 from jdllm.planning.ladder import CausalLadder, Entry, Sizes, prefill_chunk
 from jdllm.serving.background import Background
@@ -38,8 +35,8 @@ from jdllm.serving.causal.packing import (
 from jdllm.serving.causal.request import CausalRequest, causal_spec
 from jdllm.serving.fitting import check_fits
 from jdllm.serving.launch import Launch, Stored
-from jdllm.serving.pool.device_pool import DevicePool
-from jdllm.serving.request import Request
+from jdllm.serving.on_device import OnDevice
+from jdllm.serving.request import Request, of_class
 from jdllm.serving.scheduler import Demand, Kind, Life
 from jdllm.serving.spec import RequestSpec
 
@@ -67,50 +64,41 @@ class CausalRunner:
     """Prefills and decodes requests of a causal model.
 
     Arguments:
-    - `params`, `config`, `executables`, `account`: as of `jdllm.serving.denoise.full_runner.FullRunner`.
+    - `model`: the model on its device.
     - `ladder`: the sizes of its steps.
-    - `pool`: where keys and values are stored.
-    - `layered`: runs what the pool has no room for.
-    - `background`: compiles what fits better than what serves now.
+    - `layered`: runs requests that the pool has no room for.
+    - `background`: compiles sizes that fit better than those that serve now.
 
     - `chunk`: tokens of a prompt that one part evaluates at most, whole pages.
     """
 
     def __init__(
         self,
-        params: Params,
-        config: ModelConfig,
-        executables: Executables,
+        model: OnDevice,
         ladder: CausalLadder,
-        account: Account,
-        pool: DevicePool,
         layered: LayeredRunner,
         background: Background,
     ):
-        self._params = params
-        self._config = config
-        self._executables = executables
+        self._params, self._config, self._executables, self._account, self._pool = model
         self._ladder = ladder
-        self._account = account
-        self._pool = pool
         self._layered = layered
         self._background = background
         kinds = list(itertools.product((False, True), Penalties))
         self._prefill_sizes = {kind: Sizes(ladder.prefill) for kind in kinds}
         self._decode_sizes = {kind: Sizes(ladder.decode) for kind in kinds}
-        self._chained = functools.cache(functools.partial(decodes_in_chain, params, config))
-        self._usual = usual_entries(account.rows)
-        self.chunk = prefill_chunk(account.rows)
+        self._chained = functools.cache(functools.partial(decodes_in_chain, model.params, model.config))
+        self._usual = usual_entries(model.account.rows)
+        self.chunk = prefill_chunk(model.account.rows)
 
     def life(self, spec: RequestSpec) -> Life:
-        """As of `Costs`."""
+        """What a request needs at most."""
         if self._layered.takes(spec):
             return self._layered.life(spec)
         return Life(min(len(spec.tokens), self.chunk), pages_of(spec.stored_rows))
 
     def demand(self, request: Request) -> Demand:
-        """As of `Costs`."""
-        [asked] = _causal([request])
+        """What the next step of a request takes."""
+        [asked] = of_class(CausalRequest, [request])
         if self._layered.takes(request.spec):
             return self._layered.demand(asked)
         if asked.decodes:
@@ -121,7 +109,7 @@ class CausalRunner:
 
     def prefill(self, requests: list[Request], max_steps: int) -> Launch:
         """The next part of each prompt. As of `Launcher`."""
-        asked = _causal(requests)
+        asked = of_class(CausalRequest, requests)
         parts = [part_of(request, self.chunk) for request in asked]
         stored, rows = any(part.start > 0 for part in parts), sum(map(len, parts))
         sizes = self._prefill_sizes[stored, penalties_of(asked)]
@@ -138,7 +126,7 @@ class CausalRunner:
 
     def decode(self, requests: list[Request], max_steps: int) -> Launch:
         """Up to `max_steps` tokens of each request. As of `Launcher`."""
-        asked = _causal(requests)
+        asked = of_class(CausalRequest, requests)
         kind = any(evaluated_apart(request.sampling) for request in asked), penalties_of(asked)
         sizes, level = self._decode_sizes[kind], _LEVELS[any(kind)]
 
@@ -232,7 +220,3 @@ class CausalRunner:
 
     def _static(self, level: Level) -> dict[str, Any]:
         return {"config": self._config, "level": level}
-
-
-def _causal(requests: Sequence[Request]) -> list[CausalRequest]:
-    return [request for request in requests if isinstance(request, CausalRequest)]

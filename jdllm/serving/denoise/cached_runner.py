@@ -6,17 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from jdllm.compiling.executables import Executable, Executables, Program
+from jdllm.compiling.executables import Executable, Program
 from jdllm.decoding.cache_policies import Phase, policy_of
 from jdllm.decoding.cached import refresh, reuse
 from jdllm.decoding.encoded_trace import encoding
 from jdllm.decoding.rules import head_level
 from jdllm.execution.few_rows.chain import chains
 from jdllm.execution.paged.pool import PAGE_ROWS
-from jdllm.models.config import ModelConfig
-from jdllm.models.weights import Params
 from jdllm.pallas.masked_logits import Level
-from jdllm.planning.account import Account
 from jdllm.planning.buckets import power_bucket
 from jdllm.planning.ladder import TILE_ROWS, Entry, Ladder, Sizes
 from jdllm.serving.background import Background
@@ -29,8 +26,8 @@ from jdllm.serving.denoise.cached_packing import (
 )
 from jdllm.serving.fitting import check_fits
 from jdllm.serving.launch import Launch
+from jdllm.serving.on_device import OnDevice
 from jdllm.serving.packing import demand, smallest_request
-from jdllm.serving.pool.device_pool import DevicePool
 from jdllm.serving.request import Request
 from jdllm.serving.spec import mask_id_of
 
@@ -45,32 +42,23 @@ class CachedRunner:
     """Refreshes and reuses the keys and values of requests that cache.
 
     Arguments:
-    - `params`, `config`, `executables`, `ladder`, `account`: the model on its device, steps and memory.
-
-    - `pool`: where keys and values are stored.
-    - `background`: compiles what fits better than what serves now.
+    - `model`: the model on its device.
+    - `ladder`: the sizes of its steps.
+    - `background`: compiles sizes that fit better than those that serve now.
     """
 
     def __init__(
         self,
-        params: Params,
-        config: ModelConfig,
-        executables: Executables,
+        model: OnDevice,
         ladder: Ladder,
-        account: Account,
-        pool: DevicePool,
         background: Background,
     ):
-        self._params = params
-        self._config = config
-        self._executables = executables
+        self._params, self._config, self._executables, self._account, self._pool = model
         self._ladder = ladder
-        self._account = account
-        self._pool = pool
         self._background = background
         self._refresh_sizes = {scored: Sizes(ladder.refresh) for scored in (False, True)}
         self._reuse_sizes = {level: Sizes(ladder.reuse) for level in _REUSE_LEVELS}
-        self._chained = functools.cache(functools.partial(chains, params, config))
+        self._chained = functools.cache(functools.partial(chains, model.params, model.config))
 
     def programs(self) -> Iterator[Program]:
         """What the ladder needs compiled; nothing where requests cannot be cached."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdllm.chunks import ChunkConfig
-from jdllm.compiling.executables import Executable, Executables, Program, temp_bytes
+from jdllm.compiling.executables import Executable, Program, temp_bytes
 from jdllm.decoding.batch import Batch, Trace
 from jdllm.decoding.encoded_trace import EncodedTrace, encode, encoding
 from jdllm.decoding.offloaded import denoise_offloaded
@@ -18,15 +18,13 @@ from jdllm.decoding.step import denoise
 from jdllm.decoding.tiered import denoise_tiered
 from jdllm.execution.offload.layer_stream import OffloadedWeights
 from jdllm.execution.offload.tiers import HostTiers
-from jdllm.models.config import ModelConfig
-from jdllm.models.weights import Params
 from jdllm.pallas.masked_logits import Level
-from jdllm.planning.account import Account
 from jdllm.planning.buckets import head_bucket, row_bucket
 from jdllm.planning.ladder import Entry, Ladder, Sizes
 from jdllm.planning.plan import Bucket, Budget, Workload, plan_bucket, refusal, rungs
 from jdllm.serving.background import Background
 from jdllm.serving.launch import Launch
+from jdllm.serving.on_device import OnDevice
 from jdllm.serving.packing import demand, pack, smallest_request
 from jdllm.serving.request import Request
 from jdllm.serving.spec import RequestSpec, mask_id_of
@@ -40,12 +38,10 @@ class FullRunner:
     """Runs steps of one model on one device.
 
     Arguments:
-    - `params`, `config`: the model, with its weights on the device.
-    - `executables`: where compiled steps are kept.
-    - `ladder`: their sizes.
-    - `account`: what a step may use; without a budget nothing is planned, and only the logits are cut.
-    - `background`: compiles what fits better than what serves now.
-    - `make_room`: called before a step that needs the room of the KV pool.
+    - `model`: the model on its device. Without a memory budget nothing is planned, and only the logits are
+      cut. A step that needs the room of the KV pool frees the pool.
+    - `ladder`: the sizes of its steps.
+    - `background`: compiles sizes that fit better than those that serve now.
     - `chunks`: fixed chunk counts instead of planned ones; they are held against the budget all the same.
     - `offloaded`: all weights where layers are in host memory; `params` are then those outside of layers.
     - `max_num_logits`: head rows whose logits may exist at a time; by default as many as fit the budget,
@@ -54,29 +50,21 @@ class FullRunner:
 
     def __init__(
         self,
-        params: Params,
-        config: ModelConfig,
-        executables: Executables,
+        model: OnDevice,
         ladder: Ladder,
-        account: Account,
-        *,
         background: Background,
-        make_room: Callable[[], None],
+        *,
         chunks: ChunkConfig | None = None,
         max_num_logits: int | None = None,
         offloaded: OffloadedWeights | None = None,
     ):
-        self._params = params
-        self._config = config
-        self._executables = executables
+        self._params, self._config, self._executables, self._account, self._pool = model
         self._ladder = ladder
-        self._account = account
         self._background = background
-        self._make_room = make_room
         self._chunks = chunks
         self._max_num_logits = max_num_logits
         self._offloaded = offloaded
-        self._tiers = () if account.offloaded else tuple(rungs(config))
+        self._tiers = () if model.account.offloaded else tuple(rungs(model.config))
         self._sizes = Sizes(ladder.full)
         self._choices: dict[Entry, tuple[ChunkConfig, HostTiers | None]] = {}
 
@@ -152,7 +140,7 @@ class FullRunner:
     def make_room(self, entry: Entry) -> None:
         """Free the KV pool for a step that needs its room; none of the ladder does."""
         if entry not in self._ladder.full and entry.rows > self._account.max_context:
-            self._make_room()
+            self._pool.free()
 
     def _tiered(
         self, batch: Batch, mask_id: int, chunks: ChunkConfig, tiers: HostTiers, level: Level

@@ -18,8 +18,9 @@ from jdllm.serving.launch import Launch
 from jdllm.serving.long.request import LongRequest
 from jdllm.serving.long.score_stage import Score
 from jdllm.serving.long.stages import Build, Draft, Model, Retain, Stage
+from jdllm.serving.on_device import OnDevice
 from jdllm.serving.pool.stored_chunks import content_key
-from jdllm.serving.request import Request
+from jdllm.serving.request import Request, of_class
 
 Stages = Generator[Stage, np.ndarray, None]
 
@@ -28,39 +29,52 @@ class Preparation:
     """Prepares requests, a stage at a time, in the order that each needs.
 
     Arguments:
+    - `model`: the model on its device.
+
     - `model`: what the stages run on.
-    - `most`: packed rows of one evaluation of chunks.
 
     Stages are pure; what follows from their results happens here, when they are collected.
     """
 
-    def __init__(self, model: Model, most: int):
-        self._model = model
-        self._most = most
+    def __init__(self, model: OnDevice):
+        self.model = Model(model)
+        self._most = model.account.prepare_rows
         self._stages: dict[int, Stages] = {}
         self._next: dict[int, Stage] = {}
 
-    def next(self, request: LongRequest) -> Stage | None:
+    def next(self, request: Request) -> Stage | None:
         """What has to be evaluated before the steps of the current block may run; `None` where nothing."""
-        if request.prepared:
-            return None
+        return None if request.prepared else self._stage(*of_class(LongRequest, [request]))
+
+    def _stage(self, request: LongRequest) -> Stage:
         if request.id not in self._stages:
             between = request.opened is not None
             self._stages[request.id] = self._between(request) if between else self._before(request)
             self._next[request.id] = next(self._stages[request.id])
         return self._next[request.id]
 
+    def waits_for(self, request: int) -> str | None:
+        """The name of the stage that a request waits for; `None` where it waits for none."""
+        stage = self._next.get(request)
+        return None if stage is None else stage.name
+
+    @property
+    def held(self) -> int:
+        """For how many requests something is held."""
+        return len(self._stages)
+
     def forget(self, request: int) -> None:
         """Leave a request where it is: it has ended, or begins again."""
         self._stages.pop(request, None)
         self._next.pop(request, None)
 
+    def clear(self) -> None:
+        """Nothing: stages are pure, and their results are stored in the pool."""
+
     def launch(self, requests: list[Request], max_steps: int) -> Launch:
         """As of `jdllm.serving.launch.Launcher`, for one request."""
-        (request,) = requests
-        assert isinstance(request, LongRequest)
-        stage = self.next(request)
-        assert stage is not None
+        (request,) = of_class(LongRequest, requests)
+        stage = self._stage(request)
         candidates = np.zeros(0, np.int32) if stage.candidates is None else stage.candidates
         return Launch(stage.launch(), [candidates], [None], lambda found: self._take(request, stage, found))
 
@@ -94,7 +108,7 @@ class Preparation:
                 np.concatenate([spec.long.scoring_query, draft]), spec.prefilling.retention_window
             )
             for evaluation in building(request.layout, behind_chunks, request.mask_id, shifted=spec.shifted):
-                yield Build(self._model, request, evaluation)
+                yield Build(self.model, request, evaluation)
         request.open(0)
 
     def _between(self, request: LongRequest) -> Stages:
@@ -106,13 +120,13 @@ class Preparation:
             for evaluation in advancing(
                 request.layout, block, tokens, request.mask_id, shifted=request.long_spec.shifted
             ):
-                yield Build(self._model, request, evaluation)
+                yield Build(self.model, request, evaluation)
         request.open(block)
 
     def _draft(self, request: LongRequest) -> Generator[Stage, np.ndarray, np.ndarray]:
         if request.long_spec.prefilling.score == "query":
             return np.zeros(0, np.int32)
-        found = yield Draft(self._model, request)
+        found = yield Draft(self.model, request)
         draft = found[:-1]
         request.prefilled.draft = draft.tolist()
         return draft
@@ -130,7 +144,7 @@ class Preparation:
         scores: list[float] = []
         while len(scores) < len(spec.chunks):
             left = range(len(scores), len(spec.chunks))
-            stage = Score(self._model, request, after, left, self._most, keys)
+            stage = Score(self.model, request, after, left, self._most, keys)
             found = yield stage
             logprobs = found[: len(stage.taken) * stage.scored].reshape(len(stage.taken), stage.scored)
             if not np.isfinite(logprobs).all():
@@ -143,7 +157,7 @@ class Preparation:
     def _keys(self, request: LongRequest) -> list[bytes]:
         """What the keys of instruction and chunks may be stored under; none where a row of these sees what is
         behind them, and where not all of them fit."""
-        spec, pool = request.long_spec, self._model.pool
+        spec, pool = request.long_spec, self.model.pool
         if spec.prefilling.score_mask not in ("causal", "full"):
             return []
         rows = [len(spec.long.instruction), *(len(chunk.tokens) for chunk in spec.chunks)]
@@ -164,7 +178,7 @@ class Preparation:
         room, window = self._room(request), _last(query, prefilling.retention_window)
         for at in range(0, len(long), room):
             chunks = long[at : at + room]
-            found = yield Retain(self._model, request, chunks, room, window)
+            found = yield Retain(self.model, request, chunks, room, window)
             reduced = reduced_layers(found, prefilling)
             values |= {chunk: reduced[..., i, :, :] for i, chunk in enumerate(chunks)}
         return [self._kept(request, i, values.get(i)) for i in selected]
@@ -182,7 +196,7 @@ class Preparation:
         if values is None:
             kept = np.arange(len(tokens))
             if per_head:
-                config = self._model.config
+                config = self.model.config
                 kept = np.broadcast_to(kept, (config.num_layers, config.num_kv_heads, len(tokens)))
         else:
             assert prefilling.tokens_kept is not None

@@ -7,15 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from jdllm.compiling.executables import Executable, Executables
+from jdllm.compiling.executables import Executable
 from jdllm.decoding.batch import Batch
 from jdllm.decoding.encoded_trace import encoding
 from jdllm.decoding.rules import head_level
 from jdllm.execution.paged.pool import PAGE_ROWS
-from jdllm.models.config import ModelConfig
-from jdllm.models.weights import Params
 from jdllm.pallas.masked_logits import Level
-from jdllm.planning.account import Account
 from jdllm.planning.buckets import fine_bucket, head_bucket, row_bucket
 from jdllm.planning.ladder import TILE_ROWS, Entry, PatientSizes
 from jdllm.prefilling.build import Evaluation, build
@@ -24,9 +21,9 @@ from jdllm.prefilling.retain import Watched, retain, retention_segment
 from jdllm.prefilling.segments import joined
 from jdllm.serving.fitting import check_fits
 from jdllm.serving.long.request import LongRequest
+from jdllm.serving.on_device import OnDevice
 from jdllm.serving.packing import head_rows, segment_params
 from jdllm.serving.part_packing import Filled, Read, packed_rows, storage_of, table_of
-from jdllm.serving.pool.device_pool import DevicePool
 from jdllm.serving.spec import mask_id_of
 
 _build = encoding(build)
@@ -38,26 +35,11 @@ _BUILD_POOL = (4,)
 
 
 class Model:
-    """What stages run on.
+    """What stages run on: a model on its device, and the sizes of the stages."""
 
-    Arguments: as of `jdllm.serving.denoise.cached_runner.CachedRunner`.
-    - `pool`: where keys and values are stored.
-    """
-
-    def __init__(
-        self,
-        params: Params,
-        config: ModelConfig,
-        executables: Executables,
-        account: Account,
-        pool: DevicePool,
-    ):
-        self.params = params
-        self.config = config
-        self.executables = executables
-        self.account = account
-        self.pool = pool
-        most = row_bucket(account.rows)
+    def __init__(self, model: OnDevice):
+        self.params, self.config, self.executables, self.account, self.pool = model
+        most = row_bucket(model.account.rows)
         sizes = sorted({fine_bucket(rows) for rows in range(TILE_ROWS, most + 1, TILE_ROWS)})
         narrow = [Entry(rows, head_bucket(rows // _SHARE), 1, 1) for rows in sizes]
         # Behind chunks that are stored, or short, most rows are scored.

@@ -1,0 +1,142 @@
+"""A way of generating, and what an engine is made of for it."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from jdllm.checkpoints.token_text import Decode
+from jdllm.chunks import ChunkConfig
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.execution.offload.layer_stream import OffloadedWeights
+from jdllm.models.config import ModelConfig
+from jdllm.planning.ladder import Entry
+from jdllm.serving.adaptive.verifier import Verifier
+from jdllm.serving.background import Background
+from jdllm.serving.launch import Compiled, Launcher
+from jdllm.serving.on_device import OnDevice
+from jdllm.serving.request import Request
+from jdllm.serving.scheduler import Demand, Kind, Life
+from jdllm.serving.spec import RequestSpec
+
+Classes = Mapping[type[RequestSpec], type[Request]]
+
+
+class Extras(NamedTuple):
+    """What an engine may have beside its model.
+
+    - `chunks`: fixed chunk counts of full steps instead of planned ones.
+    - `max_num_logits`: head rows whose logits may exist at a time.
+    - `verifier`: the model that checks the drafts of adaptive parallel decoding.
+    - `offloaded`: all weights, where layers are in host memory.
+    """
+
+    chunks: ChunkConfig | None = None
+    max_num_logits: int | None = None
+    verifier: Verifier | None = None
+    offloaded: OffloadedWeights | None = None
+
+
+class Holder(Protocol):
+    """Holds something for requests beside the KV pool.
+
+    - `held`: for how many requests it holds something.
+    - `forget`: give up what is held for a request, which has ended or begins again.
+    - `clear`: give up everything that a failed part may have damaged, for all requests.
+    """
+
+    @property
+    def held(self) -> int: ...
+
+    def forget(self, request: int) -> None: ...
+
+    def clear(self) -> None: ...
+
+
+class Costs(Protocol):
+    """Counts what requests take.
+
+    - `life`: what a request needs at most.
+    - `demand`: what its next step takes.
+    """
+
+    def life(self, spec: RequestSpec) -> Life: ...
+
+    def demand(self, request: Request) -> Demand: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What an engine is made of.
+
+    - `launchers`: for each kind of part the function that packs it.
+    - `costs`: counts what requests take.
+    - `check`: raises `JdllmError` for a request that this engine cannot serve.
+    - `compiled`: what a warm-up compiles.
+    - `holders`: what holds something for requests beside the pool.
+    - `longest_served`: tokens of the longest sequence that has room.
+    - `head_rows`: head rows that requests share in one part.
+    - `tiles`: tiles of the largest step that reads the pool.
+    - `filled`: the sizes of kinds whose requests are worth waiting for.
+    - `longest`: rows of the longest request that is admitted.
+    - `beside_pool`: rows up to which a step leaves the pool where it is.
+    - `uncached_rows`: rows of requests without a cache that run at a time.
+    """
+
+    launchers: Mapping[Kind, Launcher]
+    costs: Costs
+    check: Callable[[RequestSpec], None]
+    compiled: Sequence[Compiled]
+    holders: Sequence[Holder]
+    longest_served: int
+    head_rows: int
+    tiles: int
+    filled: Mapping[Kind, Sequence[Entry]]
+    longest: int
+    beside_pool: int
+    uncached_rows: int
+
+
+class Mode(Protocol):
+    """A way of generating.
+
+    - `requests`: the class of a request's state, for each class of what may be asked for.
+    """
+
+    requests: Classes
+
+    def check_sampling(self, sampling: SamplingParams) -> None:
+        """Raise `RequestError` for a parameter that models of this mode have no use for."""
+        ...
+
+    def spec(
+        self,
+        prompt: Sequence[int] | np.ndarray,
+        sampling: SamplingParams,
+        config: ModelConfig,
+        decode: Decode | None = None,
+        bos_id: int | None = None,
+    ) -> RequestSpec:
+        """A request that generates a text behind a prompt.
+
+        Arguments:
+        - `prompt`: int32 ids `[length]`.
+        - `decode`: ids to text, for stop strings.
+        - `bos_id`: id of the tokenizer that begins a text.
+
+        Raises `RequestError` for what can never run.
+        """
+        ...
+
+    def parts(self, model: OnDevice, background: Background, extras: Extras) -> Parts:
+        """What an engine is made of.
+
+        Arguments:
+        - `model`: the model on its device.
+        - `background`: compiles sizes while others serve.
+        - `extras`: what the engine has beside the model.
+
+        Raises `ConfigError` for extras that the mode has no use for, and `DoesNotFitError`.
+        """
+        ...

@@ -1,0 +1,1 @@
+"""The ways of generating that jdllm has, one file each."""

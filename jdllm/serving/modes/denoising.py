@@ -1,0 +1,120 @@
+"""Generation by denoising: masks are filled block by block, whole sequences or cached parts of them."""
+
+from collections.abc import Sequence
+from types import MappingProxyType
+
+import numpy as np
+
+from jdllm.checkpoints.token_text import Decode
+from jdllm.decoding.cache_policies import Phase
+from jdllm.decoding.causal_sampling import check_denoising
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.execution.paged.pool import PAGE_ROWS
+from jdllm.models.config import ModelConfig
+from jdllm.planning.buckets import row_bucket
+from jdllm.planning.ladder import make_ladder
+from jdllm.planning.plan import LONGEST
+from jdllm.serving.adaptive.runner import AdaptiveRunner
+from jdllm.serving.adaptive.verifier import check_verifiable
+from jdllm.serving.adaptive.verifier_keys import VerifierKeys
+from jdllm.serving.background import Background
+from jdllm.serving.denoise.cached_packing import reuse_demand
+from jdllm.serving.denoise.cached_runner import CachedRunner
+from jdllm.serving.denoise.full_runner import FullRunner
+from jdllm.serving.launch import Launcher
+from jdllm.serving.long.preparation import Preparation
+from jdllm.serving.long.request import LongRequest, LongSpec
+from jdllm.serving.mode import Classes, Extras, Holder, Parts
+from jdllm.serving.on_device import OnDevice
+from jdllm.serving.packing import demand
+from jdllm.serving.request import Request
+from jdllm.serving.scheduler import Demand, Kind, Life
+from jdllm.serving.spec import RequestSpec, generation_spec
+
+
+class Denoising:
+    """Each step evaluates masked rows, and a rule commits some of their tokens."""
+
+    requests: Classes = MappingProxyType({RequestSpec: Request, LongSpec: LongRequest})
+
+    def check_sampling(self, sampling: SamplingParams) -> None:
+        check_denoising(sampling)
+
+    def spec(
+        self,
+        prompt: Sequence[int] | np.ndarray,
+        sampling: SamplingParams,
+        config: ModelConfig,
+        decode: Decode | None = None,
+        bos_id: int | None = None,
+    ) -> RequestSpec:
+        return generation_spec(prompt, sampling, config, decode)
+
+    def parts(self, model: OnDevice, background: Background, extras: Extras) -> Parts:
+        account, ladder = model.account, make_ladder(model.account.rows)
+        preparation = Preparation(model)
+        full = FullRunner(
+            model,
+            ladder,
+            background,
+            chunks=extras.chunks,
+            max_num_logits=extras.max_num_logits,
+            offloaded=extras.offloaded,
+        )
+        cached = CachedRunner(model, ladder, background)
+        launchers: dict[Kind, Launcher] = {
+            Kind.FULL: full.launch,
+            Kind.REFRESH: cached.refresh,
+            Kind.REUSE: cached.reuse,
+            Kind.PREPARE: preparation.launch,
+        }
+        holders: list[Holder] = [preparation]
+        if extras.verifier is not None:
+            keys = VerifierKeys(extras.verifier, account.rows)
+            adaptive = AdaptiveRunner(model, ladder, full, extras.verifier, keys)
+            launchers[Kind.ADAPTIVE] = adaptive.launch
+            holders.append(keys)
+
+        def check(spec: RequestSpec) -> None:
+            check_verifiable(spec, extras.verifier)
+            full.check(spec)
+
+        return Parts(
+            launchers=launchers,
+            costs=DenoisingCosts(preparation, account.rows),
+            check=check,
+            compiled=(full, cached),
+            holders=holders,
+            longest_served=account.rows if account.budget is None else account.longest,
+            head_rows=ladder.head_rows,
+            tiles=ladder.tiles,
+            filled={Kind.REFRESH: ladder.refresh},
+            longest=account.longest if extras.chunks is None else LONGEST,
+            beside_pool=account.max_context,
+            uncached_rows=min(account.rows, ladder.full[-1].rows),
+        )
+
+
+class DenoisingCosts:
+    """Counts what requests of a model that denoises take.
+
+    Arguments:
+    - `preparation`: prepares requests over long contexts.
+    - `rows`: packed rows of a step of the ladder. Beyond, a request takes the rows that are compiled for it.
+    """
+
+    def __init__(self, preparation: Preparation, rows: int):
+        self._preparation = preparation
+        self._rows = rows
+
+    def life(self, spec: RequestSpec) -> Life:
+        pages = -(-spec.stored_rows // PAGE_ROWS) if spec.cached else 0
+        return Life(spec.rows if spec.rows <= self._rows else row_bucket(spec.rows), pages)
+
+    def demand(self, request: Request) -> Demand:
+        if (stage := self._preparation.next(request)) is not None:
+            return Demand(Kind.PREPARE, stage.rows, 0, 0)
+        if request.cached and request.phase is Phase.REUSE:
+            return Demand(Kind.REUSE, *reuse_demand(request, PAGE_ROWS))
+        kind = Kind.REFRESH if request.cached else Kind.ADAPTIVE if request.adaptive else Kind.FULL
+        return Demand(kind, *demand(request), 0)

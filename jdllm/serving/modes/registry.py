@@ -1,0 +1,19 @@
+"""Which way of generating a model has."""
+
+from jdllm.errors import ConfigError
+from jdllm.models.config import ModelConfig
+from jdllm.serving.mode import Mode
+from jdllm.serving.modes.causal import Causal
+from jdllm.serving.modes.denoising import Denoising
+
+MODES: dict[str, Mode] = {"full": Denoising(), "causal": Causal()}
+"""The mode of each kind of attention, by `ModelConfig.attention`."""
+
+
+def mode_of(config: ModelConfig) -> Mode:
+    """How a model generates. Raises `ConfigError`, listing the known kinds, for attention without a mode."""
+    if config.attention not in MODES:
+        raise ConfigError(
+            f"no way of generating for attention {config.attention!r}: expected {', '.join(MODES)}"
+        )
+    return MODES[config.attention]
