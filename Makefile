@@ -45,6 +45,14 @@ $(AIPERF_VENV)/.ready: pyproject.toml
 	$(AIPERF_VENV)/bin/python -m pip install --quiet --disable-pip-version-check aiperf
 	@touch $@
 
+# uv takes the lowest version of each requirement in pyproject.toml, and the highest of what these need.
+$(LOWEST_VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv --clear $(LOWEST_VENV)
+	$(LOWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check uv
+	$(LOWEST_VENV)/bin/uv pip install --quiet --python $(LOWEST_VENV)/bin/python --resolution lowest-direct \
+	  --editable '.[dev,train,convert,plot,serve]'
+	@touch $@
+
 # Of the package it needs the extra alone: building the pages imports nothing of jdllm.
 $(DOCS_VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(DOCS_VENV)
@@ -63,6 +71,15 @@ test: $(VENV)/.ready lint  ## lint and the default tests, on the CPU
 
 test-slow: $(VENV)/.ready  ## the longer tests, on the CPU
 	$(CPU) $(BIN)/python -m pytest $(SPREAD) --dist worksteal -m 'slow and not aot and not gpu and not clients'
+
+# What uses each dependency: files, tokenizers, models, recorded runs, commands, pictures, the server.
+LOWEST_TESTS := $(addprefix tests/,test_package.py test_progress.py checkpoints convert models \
+  decoding/test_trajectories.py cli/test_generate.py cli/test_process.py planning/test_report.py demo/test_train.py \
+  harness/test_translation.py $(addprefix api/test_,completions.py chat.py schema.py metrics.py batch.py bodies.py))
+test-lowest: $(LOWEST_VENV)/.ready  ## a selection of tests with the lowest versions of the dependencies
+	$(LOWEST_VENV)/bin/uv pip list --python $(LOWEST_VENV)/bin/python
+	$(CPU) $(LOWEST_VENV)/bin/python -m pytest $(SPREAD) --dist loadfile -p no:cacheprovider \
+	  -m 'not slow and not aot and not gpu and not clients' $(LOWEST_TESTS)
 
 # One after the other: they share a server, and measure what it holds.
 test-clients: export AIPERF=$(AIPERF_VENV)/bin/aiperf

@@ -1,8 +1,8 @@
 """Adds the documents outside docs/ to the site. mkdocs calls these functions, as mkdocs.yml says.
 
-README.md and others stand at the root of the repository, where readers look for them. Links follow the
-tree of the repository: `docs/api.md` from the root, `../ARCHITECTURE.md` from a page. In the site docs/ is
-the root, so the links are rewritten while the site is built.
+README.md and others stand at the root of the repository, where readers look for them. Links follow the tree
+of the repository: `docs/api.md` from the root, `../ARCHITECTURE.md` from a page. In the site docs/ is the
+root, so the links are rewritten while the site is built.
 """
 
 import posixpath

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from jdllm.serving.spec import generation_spec, infill_spec
     from jdllm.serving.updates import Ended, StepUpdate
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "LLM",
