@@ -74,11 +74,11 @@ test-slow: $(VENV)/.ready  ## the longer tests, on the CPU
 
 # What uses each dependency: files, tokenizers, models, recorded runs, commands, pictures, the server.
 LOWEST_TESTS := $(addprefix tests/,test_package.py test_progress.py checkpoints convert models \
-  decoding/test_trajectories.py cli/test_generate.py cli/test_process.py planning/test_report.py demo/test_train.py \
+  decoding/test_trajectories.py cli/test_generate.py planning/test_report.py demo/test_train.py \
   harness/test_translation.py $(addprefix api/test_,completions.py chat.py schema.py metrics.py batch.py bodies.py))
 test-lowest: $(LOWEST_VENV)/.ready  ## a selection of tests with the lowest versions of the dependencies
 	$(LOWEST_VENV)/bin/uv pip list --python $(LOWEST_VENV)/bin/python
-	$(CPU) $(LOWEST_VENV)/bin/python -m pytest $(SPREAD) --dist loadfile -p no:cacheprovider \
+	$(CPU) $(LOWEST_VENV)/bin/python -m pytest $(SPREAD) --dist loadfile -o cache_dir=$(LOWEST_VENV)/cache \
 	  -m 'not slow and not aot and not gpu and not clients' $(LOWEST_TESTS)
 
 # One after the other: they share a server, and measure what it holds.
