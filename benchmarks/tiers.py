@@ -24,6 +24,7 @@ import numpy as np
 from benchmarks.record import median_seconds, record
 from benchmarks.shapes import SHAPES
 from benchmarks.steps.full import attention_form
+from jdllm.compiling.executable import donated_places
 from jdllm.compiling.executables import Executables
 from jdllm.execution.offload.forward import forward_tiered
 from jdllm.execution.offload.host_memory import to_device, to_host
@@ -111,9 +112,9 @@ class Recorder:
     def __init__(self):
         self.executables = Executables(jax.devices()[0].platform)
         self._counts: collections.Counter[Any] = collections.Counter()
-        self._examples: dict[Any, tuple[Any, tuple[Any, ...], tuple[int, ...], dict[str, Any]]] = {}
+        self._examples: dict[Any, tuple[Any, tuple[Any, ...], tuple[str, ...], dict[str, Any]]] = {}
 
-    def call(self, function: Any, *args: Any, donate: tuple[int, ...] = (), **static: Any) -> Any:
+    def call(self, function: Any, *args: Any, donate: tuple[str, ...] = (), **static: Any) -> Any:
         key = (function, tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(args)))
         self._counts[key] += 1
         if key not in self._examples:
@@ -131,12 +132,12 @@ class Recorder:
         return sum(self._median(*self._examples[key]) * count for key, count in self._counts.items())
 
     def _median(
-        self, function: Any, args: tuple[Any, ...], donate: tuple[int, ...], static: dict[str, Any]
+        self, function: Any, args: tuple[Any, ...], donate: tuple[str, ...], static: dict[str, Any]
     ) -> float:
         filled = [jax.tree.map(_filled, arg) for arg in args]
         times = []
         for _ in range(4):
-            for place in donate:
+            for place in donated_places(function, donate):
                 filled[place] = None  # the last run's, before memory is taken for this one's
                 filled[place] = jax.block_until_ready(jax.tree.map(_filled, args[place]))
             start = time.perf_counter()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import io
 import pickle
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -48,7 +49,7 @@ class Program(NamedTuple):
     - `function`: called as `function(*args, **static)`.
     - `args`: trees of NumPy arrays, of JAX arrays, or of `jax.ShapeDtypeStruct` for arrays on the device.
     - `static`: keyword arguments that are no arrays.
-    - `donate`: places of the arguments whose memory results may take.
+    - `donate`: names of the function's arguments whose memory results may take.
     - `chained`: whether the function has chains of kernels (`jdllm.pallas.chain`).
     - `tuned`: whether its matrix products are tried on the device while it is compiled, on copies of their
       operands.
@@ -58,7 +59,7 @@ class Program(NamedTuple):
     function: Callable[..., Any]
     args: tuple[Any, ...]
     static: Mapping[str, Hashable]
-    donate: tuple[int, ...] = ()
+    donate: tuple[str, ...] = ()
     chained: bool = False
     tuned: bool = True
     name: str = ""
@@ -87,7 +88,8 @@ class Flat(NamedTuple):
         host = HostArguments.of(leaves)
         owners = [i for i, arg in enumerate(program.args) for _ in jax.tree.leaves(arg)]
         passed = [owner for owner, part in zip(owners, host.parts, strict=True) if part is None]
-        donated = tuple(1 + i for i, owner in enumerate(passed) if owner in program.donate)
+        places = donated_places(program.function, program.donate)
+        donated = tuple(1 + i for i, owner in enumerate(passed) if owner in places)
         function = functools.partial(program.function, **program.static)
 
         def run(words: Any, *others: Any) -> list[Any]:
@@ -97,6 +99,12 @@ class Flat(NamedTuple):
 
         words, others = host.merge(leaves)
         return cls(run, donated, (words, *others), tree, host)
+
+
+def donated_places(function: Callable[..., Any], donate: Sequence[str]) -> tuple[int, ...]:
+    """Where the arguments with these names are among those of `function`."""
+    names = list(inspect.signature(function).parameters) if donate else []
+    return tuple(names.index(name) for name in donate)
 
 
 class DeviceBytes(NamedTuple):

@@ -91,13 +91,13 @@ class Executables:
         self,
         function: Callable[..., Any],
         *args: Any,
-        donate: tuple[int, ...] = (),
+        donate: tuple[str, ...] = (),
         tuned: bool = True,
         **static: Any,
     ) -> Any:
         """`function(*args, **static)` by the executable for the shapes of `args` and for `static`.
 
-        The arguments at the places `donate` give their memory to results, and cannot be used again. `tuned`
+        The arguments with the names `donate` give their memory to results, and cannot be used again. `tuned`
         is as of `Program`.
         """
         return self.compile(function, *args, donate=donate, tuned=tuned, **static)(*args)
@@ -106,7 +106,7 @@ class Executables:
         self,
         function: Callable[..., Any],
         *args: Any,
-        donate: tuple[int, ...] = (),
+        donate: tuple[str, ...] = (),
         chained: bool = False,
         tuned: bool = True,
         **static: Hashable,

@@ -1,5 +1,6 @@
 """A trace as few arrays: to the host in one transfer instead of four, or in two where ids are listed."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -80,6 +81,7 @@ def encoding(function: Callable[..., Any]) -> Callable[..., Any]:
     def is_trace(x: Any) -> bool:
         return isinstance(x, Trace)
 
+    @functools.wraps(function)
     def run(*args: Any, **static: Any) -> Any:
         out = function(*args, **static)
         return jax.tree.map(lambda x: encode(x) if is_trace(x) else x, out, is_leaf=is_trace)

@@ -86,7 +86,7 @@ class LayeredSequence:
             self._wait_for_leaving()
             stack, place = self._layer(number)
             self._h, stored, done = self._call(
-                prefill_layer, stack, place, self._h, self._length, donate=(2,), **self._static
+                prefill_layer, stack, place, self._h, self._length, donate=("h",), **self._static
             )
             self._keep(number, stored)
         return done
@@ -126,7 +126,7 @@ class LayeredSequence:
                 self._generated,
                 self._length,
                 np.int32(self._count),
-                donate=(5,),
+                donate=("generated",),
                 config=self._config,
             )
         self._count += 1
@@ -146,10 +146,10 @@ class LayeredSequence:
         for name in dict.fromkeys(name for name, _ in self._layers):
             stack = self._params[name]
             of_prompt = (stack, count, h, self._length)
-            found.append(compile(prefill_layer, *of_prompt, donate=(2,), **self._static))
+            found.append(compile(prefill_layer, *of_prompt, donate=("h",), **self._static))
             row = (stack, count, count, jax.ShapeDtypeStruct((1, config.hidden_size), dtype))
             arguments = *row, (keys, keys), behind, self._length, count
-            found.append(compile(generate_layer, *arguments, donate=(5,), config=config))
+            found.append(compile(generate_layer, *arguments, donate=("generated",), config=config))
         found.append(compile(last_layer, self._params[self._layers[-1][0]], *of_prompt[1:], **self._static))
         return found
 

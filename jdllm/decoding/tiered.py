@@ -111,7 +111,7 @@ def _choose(
         rows = jnp.zeros((size, config.hidden_size), hidden[0].dtype, device=device)
         for index in np.unique(sources // chunk_rows):
             places = sources - np.int32(index * chunk_rows)
-            rows = executables.call(_take, rows, load(index), places, donate=(0,))
+            rows = executables.call(_take, rows, load(index), places, donate=("rows",))
             jax.block_until_ready(rows)  # a chunk is not fetched before the one in front was read
         return rows
 

@@ -15,6 +15,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jdllm.compiling.executable import donated_places
 from jdllm.compiling.executables import compiler_options
 from jdllm.pallas.device import Target, known_kernels
 from jdllm.planning.descriptions import description
@@ -70,7 +71,7 @@ def compile_for(
     target: str,
     function: Callable[..., Any],
     *args: Any,
-    donate: tuple[int, ...] = (),
+    donate: tuple[str, ...] = (),
     chained: bool = False,
     **static: Hashable,
 ) -> jax.stages.Compiled:
@@ -79,7 +80,8 @@ def compile_for(
     Arguments:
     - `target`: as `target_sharding` takes it.
     - `args`: trees of anything with a shape and a dtype, such as `jax.ShapeDtypeStruct`.
-    - `donate`, `chained`: as of `jdllm.compiling.executables.Executables.compile`.
+    - `donate`: names of the arguments whose memory results may take.
+    - `chained`: whether the function has chains of kernels.
     - `static`: keyword arguments that are no arrays.
 
     Returns the executable, whose `memory_analysis()` and `as_text()` answer for the card. It cannot run.
@@ -87,7 +89,8 @@ def compile_for(
     sharding = target_sharding(target)
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
     options = compiler_options("cuda", chained=chained)
-    jitted = jax.jit(lambda *a: function(*a, **static), donate_argnums=donate, compiler_options=options)
+    donated = donated_places(function, donate)
+    jitted = jax.jit(lambda *a: function(*a, **static), donate_argnums=donated, compiler_options=options)
     (device,) = sharding.device_set
     with jax.default_device(device):
         return jitted.lower(*placed).compile()

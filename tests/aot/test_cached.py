@@ -65,7 +65,9 @@ def test_a_refresh_is_as_planned_and_copies_no_layer_of_the_pool(cache: str):
     params = abstract_params(CONFIG, "bfloat16")
     pool = abstract_pool(pages)
     arguments = (params, batch, selection, table, pool)
-    compiled = compile_for("h200", refresh, *arguments, donate=(4,), scored=cache == "head_sparse", **STATIC)
+    compiled = compile_for(
+        "h200", refresh, *arguments, donate=("pool",), scored=cache == "head_sparse", **STATIC
+    )
     memory = compiled.memory_analysis()
     assert memory is not None
     planned = plan_for(cache, REQUESTS * LENGTH, len(batch.head.row))

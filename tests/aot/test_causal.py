@@ -38,10 +38,10 @@ def asked(length: int, count: int, config: ModelConfig) -> tuple[list[CausalRequ
     return requests, pool
 
 
-def compiled(function: Any, arguments: tuple[Any, ...], config: ModelConfig, donate: int) -> Any:
+def compiled(function: Any, arguments: tuple[Any, ...], config: ModelConfig) -> Any:
     params = abstract_params(config, "bfloat16")
     static = {"config": config, "level": Level.TOP, "chained": function is decode}
-    return compile_for("h200", function, params, *arguments, donate=(donate,), **static)
+    return compile_for("h200", function, params, *arguments, donate=("pool",), **static)
 
 
 def pool_bytes(config: ModelConfig) -> int:
@@ -55,7 +55,7 @@ def test_a_part_of_a_prompt_fills_pages_in_place(rows: int, stored: bool):
     part = range(65536 - rows, 65536) if stored else range(rows)
     entry, entries = Entry(rows, 8, 8, 1), 1024 if stored else None
     packed = pack_prompts(requests, [part], CONFIG, pool.table, entry, entries)
-    memory = compiled(prefill, (*packed.arguments, pool.abstract), CONFIG, 6).memory_analysis()
+    memory = compiled(prefill, (*packed.arguments, pool.abstract), CONFIG).memory_analysis()
     assert memory.alias_size_in_bytes >= pool_bytes(CONFIG)
     account = make_account(CONFIG, "bfloat16", Budget(40 << 30), device=HOPPER, max_num_batched_tokens=rows)
     print(memory.temp_size_in_bytes / MIB, account.largest_step / MIB)
@@ -74,7 +74,7 @@ def test_decodes_write_rows_in_place(
         request.computed = 1023
     entries = 2 * PAGES if window is None else 1024
     packed = pack_sequences(requests, config, pool.table, Entry(count, count, count, 16), entries)
-    executable = compiled(decode, (*packed.arguments, np.int32(1), pool.abstract), config, 5)
+    executable = compiled(decode, (*packed.arguments, np.int32(1), pool.abstract), config)
     memory = executable.memory_analysis()
     assert memory.alias_size_in_bytes >= pool_bytes(config)
     assert memory.temp_size_in_bytes < (64 if window is None else 512) * MIB

@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from benchmarks.shapes import SHAPES
+from jdllm.compiling.executable import donated_places
 from jdllm.compiling.executables import Executables, Program
 from jdllm.models.weights import abstract_params
 from jdllm.pallas import shared_lowering
@@ -65,7 +66,11 @@ def lower(program: Program) -> str:
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
     (device,) = sharding.device_set
     with jax.default_device(device):
-        return jax.jit(lambda *a: function(*a, **static), donate_argnums=donate).lower(*placed).as_text()
+        return (
+            jax.jit(lambda *a: function(*a, **static), donate_argnums=donated_places(function, donate))
+            .lower(*placed)
+            .as_text()
+        )
 
 
 def test_a_kernel_is_lowered_once_for_a_ladder(bodies: collections.Counter[str]):

@@ -46,7 +46,7 @@ def test_arguments_that_are_given_away_are_used_once():
     executables, x = Executables("cpu"), jnp.ones(8)
     with one_by_one() as device:
         for _ in range(3):
-            x = executables.call(lambda x: x + 1, x, donate=(0,))
+            x = executables.call(lambda x: x + 1, x, donate=("x",))
     np.testing.assert_array_equal(x, np.full(8, 4.0))
     assert device.calls == 3
 

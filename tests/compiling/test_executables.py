@@ -38,7 +38,7 @@ def test_donated_arguments_are_used_up_and_others_are_not():
     executables = Executables("cpu")
     x, y = jnp.arange(3.0), jnp.arange(3.0)
     executables.call(scaled, x, factor=2)
-    np.testing.assert_array_equal(executables.call(scaled, y, donate=(0,), factor=2), [0, 2, 4])
+    np.testing.assert_array_equal(executables.call(scaled, y, donate=("x",), factor=2), [0, 2, 4])
     assert y.is_deleted()
     assert not x.is_deleted()
     assert len(executables) == 2
@@ -55,7 +55,7 @@ def test_host_arguments_among_donated_and_other_ones():
     pool, weights = jnp.zeros(2, jnp.int32), jnp.arange(3.0)
     for expected in (6, 12):
         before = pool
-        pool, (products, flags) = executables.call(mixed, before, host, weights, donate=(0,))
+        pool, (products, flags) = executables.call(mixed, before, host, weights, donate=("pool",))
         assert before.is_deleted()
         np.testing.assert_array_equal(pool, [expected, 0])
         np.testing.assert_array_equal(products, [0, 0.5, 1])
@@ -105,7 +105,7 @@ def test_what_an_executable_needs():
     one = 4 * 256 * 256
     assert executable.needs.results - 2 * one in range(64)  # and the table of the results
     assert temp_bytes(executable) == executable.needs.temporaries >= one
-    donating = executables.compile(summed, x, y, donate=(0, 1))
+    donating = executables.compile(summed, x, y, donate=("x", "y"))
     assert donating.needs.results < 64
 
 
@@ -201,7 +201,7 @@ def test_only_gpus_get_compiler_options():
 
 def test_programs_that_differ_in_options_are_told_apart():
     executables = Executables("cpu")
-    variants: list[dict[str, Any]] = [{}, {"tuned": False}, {"chained": True}, {"donate": (0,)}]
+    variants: list[dict[str, Any]] = [{}, {"tuned": False}, {"chained": True}, {"donate": ("x",)}]
     for options in variants:
         executables.compile(scaled, np.zeros(3), factor=2, **options)
     assert len(executables) == 4

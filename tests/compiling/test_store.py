@@ -226,7 +226,7 @@ class TestKey:
             key_of(args=(X.astype(np.float64), WEIGHT)),
             key_of(args=(jnp.asarray(X), WEIGHT)),
             key_of(args=([X, WEIGHT],)),
-            key_of(donate=(0,)),
+            key_of(donate=("x",)),
             key_of(static={"eps": 1e-5}),
             key_of(static={"eps": 1}),
             key_of(function=encoding(rms_norm)),

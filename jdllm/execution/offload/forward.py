@@ -182,7 +182,7 @@ class _Run:
                 layer,
                 *fetched,
                 group,
-                donate=(0,),
+                donate=("stored",),
                 config=self.config,
                 heads=heads,
             )
@@ -217,7 +217,7 @@ class _Run:
                 running.rows,
                 part,
                 start,
-                donate=(0,),
+                donate=("attended",),
                 config=self.config,
                 attention=self.attention,
             )
@@ -249,7 +249,7 @@ class _Run:
             layer,
             part,
             outputs,
-            donate=(1,),
+            donate=("h",),
             config=self.config,
             grouped_matmul=self.grouped_matmul,
         )

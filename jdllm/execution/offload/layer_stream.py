@@ -75,7 +75,7 @@ class OffloadedWeights:
         for layer, offloaded in self._in_order():
             (stack,) = layer
             static = {"config": single_layer(self.config, stack), "chunks": chunks}
-            h, done = call(apply_one, h, layer, placed, donate=(0,), **static)
+            h, done = call(apply_one, h, layer, placed, donate=("h",), **static)
             if offloaded:
                 self._computed = done
             del layer  # its memory is for the layer after the next
@@ -96,7 +96,7 @@ class OffloadedWeights:
                 h,
                 abstract(layer),
                 abstract(rows),
-                donate=(0,),
+                donate=("h",),
                 config=single_layer(self.config, stack),
                 chunks=chunks,
             )

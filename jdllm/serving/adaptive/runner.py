@@ -24,9 +24,6 @@ from jdllm.serving.packing import demand
 from jdllm.serving.request import Request
 
 _denoise_adaptive = encoding(denoise_adaptive)
-_POOL = (3,)
-"""Where the verifier's pool is among the arguments; it is given back."""
-
 _LEAST_READ, _MOST_READ = 128, 1024
 """Rows of prompts that the verifier reads at a time."""
 
@@ -89,7 +86,7 @@ class AdaptiveRunner:
             packed = pack_verified(parts, verifier.config, pool.table, size, pool.pages)
             arguments = verifier.params, padded(tokens.astype(np.int32), size), packed
             executable = self._executables.compile(
-                read, *arguments, pool.abstract, donate=_POOL, config=verifier.config
+                read, *arguments, pool.abstract, donate=("pool",), config=verifier.config
             )
             check_fits(self._account, f"the verifier's reading of {size} rows", size, executable)
             calls.append(functools.partial(pool.run, executable, *arguments, writes=True))
@@ -101,7 +98,7 @@ class AdaptiveRunner:
                 _denoise_adaptive,
                 *arguments,
                 self._keys.pool.abstract,
-                donate=_POOL,
+                donate=("pool",),
                 config=self._config,
                 verifier_config=self._verifier.config,
                 chunks=chunks,

@@ -2,12 +2,12 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
-from jdllm.compiling.executables import Executable, Program
+from jdllm.compiling.executables import Program
 from jdllm.decoding.causal import decode, decodes_in_chain, prefill
 from jdllm.decoding.encoded_trace import EncodedTrace, Steps, encoding
 from jdllm.decoding.encoded_trace import decode as decoded
@@ -33,31 +33,15 @@ from jdllm.serving.causal.packing import (
     usual_entries,
 )
 from jdllm.serving.causal.request import CausalRequest, causal_spec
-from jdllm.serving.fitting import check_fits
 from jdllm.serving.launch import Launch, Stored
 from jdllm.serving.on_device import OnDevice
+from jdllm.serving.part_runner import Chosen, Need, Packed, PartRunner
 from jdllm.serving.request import Request, of_class
 from jdllm.serving.scheduler import Demand, Kind, Life
 from jdllm.serving.spec import RequestSpec
 
 _prefill, _decode = encoding(prefill), encoding(decode)
-_PREFILL_POOL, _DECODE_POOL = (6,), (5,)
-"""Where the pool is among the arguments; it is given back."""
-
 _LEVELS = (Level.TOP, Level.FILTERED)
-
-
-class _Chosen(NamedTuple):
-    """What runs a part.
-
-    - `executable`, `arguments`: of the sizes of `entry`; the pool is the last argument beside these.
-    - `order`: whose columns its trace has.
-    """
-
-    entry: Entry
-    executable: Executable
-    arguments: tuple[Any, ...]
-    order: np.ndarray
 
 
 class CausalRunner:
@@ -82,7 +66,7 @@ class CausalRunner:
         self._params, self._config, self._executables, self._account, self._pool = model
         self._ladder = ladder
         self._layered = layered
-        self._background = background
+        self._parts = PartRunner(model, background)
         kinds = list(itertools.product((False, True), Penalties))
         self._prefill_sizes = {kind: Sizes(ladder.prefill) for kind in kinds}
         self._decode_sizes = {kind: Sizes(ladder.decode) for kind in kinds}
@@ -115,11 +99,11 @@ class CausalRunner:
         sizes = self._prefill_sizes[stored, penalties_of(asked)]
         entries = power_bucket(sum(pages_of(part.stop) for part in parts), self._usual) if stored else None
 
-        def packed(entry: Entry) -> tuple[np.ndarray, Program]:
+        def packed(entry: Entry) -> Packed[PackedPrompts]:
             batch = pack_prompts(asked, parts, self._config, self._pool.table, entry, entries)
-            return batch.order, self._prefill_program(batch, entry)
+            return Packed(batch, self._prefill_program(batch, entry))
 
-        chosen = self._chosen(sizes, packed, rows, len(asked), 1)
+        chosen = self._parts.choose(sizes, packed, Need(rows, len(asked), len(asked)))
         counts = [int(part.stop == request.known) for request, part in zip(asked, parts, strict=True)]
         stored_rows = [Stored(np.arange(part.stop, part.stop), part.stop) for part in parts]
         return self._launch(chosen, asked, counts, stored_rows)
@@ -130,39 +114,19 @@ class CausalRunner:
         kind = any(evaluated_apart(request.sampling) for request in asked), penalties_of(asked)
         sizes, level = self._decode_sizes[kind], _LEVELS[any(kind)]
 
-        def packed(entry: Entry) -> tuple[np.ndarray, Program]:
+        def packed(entry: Entry) -> Packed[PackedSequences]:
             needed = sum(1 + len(pages_read(request, self._config, entry.steps)) for request in asked)
             entries = power_bucket(needed, self._least_entries(entry))
             batch = pack_sequences(asked, self._config, self._pool.table, entry, entries)
-            return batch.order, self._decode_program(batch, entry, level, min(max_steps, entry.steps))
+            return Packed(batch, self._decode_program(batch, entry, level, min(max_steps, entry.steps)))
 
-        chosen = self._chosen(sizes, packed, len(asked), len(asked), max_steps)
+        chosen = self._parts.choose(sizes, packed, Need(len(asked), len(asked), len(asked), max_steps))
         counts = [min(max_steps, chosen.entry.steps, request.steps_left) for request in asked]
         return self._launch(chosen, asked, counts, [None] * len(asked))
 
-    def _chosen(
-        self,
-        sizes: Sizes,
-        packed: Callable[[Entry], tuple[np.ndarray, Program]],
-        rows: int,
-        segments: int,
-        steps: int,
-    ) -> _Chosen:
-        """The entry that serves a part now; one that fits better is compiled in the background."""
-        entry = sizes.choose(rows, segments, segments, steps)
-        order, program = packed(entry)
-        executable = self._compiled(program, entry)
-        sizes.compiled.add(entry)
-        missing = sizes.missing(rows, segments, segments)
-        if missing is not None and self._background.idle:
-            later = packed(missing)[1]
-            make = functools.partial(self._compiled, later, missing)
-            self._background.start(sizes, missing, later.name, make)
-        return _Chosen(entry, executable, program.args[:-1], order)
-
     def _launch(
         self,
-        chosen: _Chosen,
+        chosen: Chosen[PackedPrompts] | Chosen[PackedSequences],
         asked: Sequence[CausalRequest],
         counts: Sequence[int],
         stored: Sequence[Stored | None],
@@ -170,10 +134,10 @@ class CausalRunner:
         """A part of which each request gets up to so many tokens."""
 
         def take(found: EncodedTrace) -> Steps:
-            return spread(by_request(decoded(found), chosen.order, len(asked)), counts)
+            return spread(by_request(decoded(found), chosen.batch.order, len(asked)), counts)
 
         positions = [np.arange(r.known, r.known + count) for r, count in zip(asked, counts, strict=True)]
-        run = functools.partial(self._pool.run, chosen.executable, *chosen.arguments, writes=True)
+        run = functools.partial(self._pool.run, chosen.executable, *chosen.arguments[:-1], writes=True)
         return Launch(run, positions, stored, take)
 
     def programs(self) -> Iterator[Program]:
@@ -205,18 +169,13 @@ class CausalRunner:
     def _prefill_program(self, batch: PackedPrompts, entry: Entry) -> Program:
         args = self._params, *batch.arguments, self._pool.abstract
         static, name = self._static(_LEVELS[-1]), f"prefill of {entry.rows} rows"
-        return Program(_prefill, args, static, donate=_PREFILL_POOL, name=name)
+        return Program(_prefill, args, static, donate=("pool",), name=name)
 
     def _decode_program(self, batch: PackedSequences, entry: Entry, level: Level, steps: int) -> Program:
         args = self._params, *batch.arguments, np.int32(steps), self._pool.abstract
         static, chained = self._static(level), self._chained(entry.segments)
         name = f"decode of {entry.rows} rows"
-        return Program(_decode, args, static, donate=_DECODE_POOL, chained=chained, name=name)
-
-    def _compiled(self, program: Program, entry: Entry) -> Executable:
-        executable = self._executables.get(program)
-        check_fits(self._account, f"a {program.name}", entry.rows, executable)
-        return executable
+        return Program(_decode, args, static, donate=("pool",), chained=chained, name=name)
 
     def _static(self, level: Level) -> dict[str, Any]:
         return {"config": self._config, "level": level}

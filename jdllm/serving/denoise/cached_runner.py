@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jdllm.compiling.executables import Executable, Program
+from jdllm.compiling.executables import Program
 from jdllm.decoding.cache_policies import Phase, policy_of
 from jdllm.decoding.cached import refresh, reuse
 from jdllm.decoding.encoded_trace import encoding
@@ -24,17 +24,14 @@ from jdllm.serving.denoise.cached_packing import (
     pack_reuse,
     reuse_demand,
 )
-from jdllm.serving.fitting import check_fits
 from jdllm.serving.launch import Launch
 from jdllm.serving.on_device import OnDevice
 from jdllm.serving.packing import demand, smallest_request
+from jdllm.serving.part_runner import Need, Packed, PartRunner
 from jdllm.serving.request import Request
 from jdllm.serving.spec import mask_id_of
 
 _refresh, _reuse = encoding(refresh), encoding(reuse)
-_POOL = (4,)
-"""Where the pool is among the arguments of a refresh, which gives it back."""
-
 _REUSE_LEVELS = (Level.TOP, Level.FILTERED)
 
 
@@ -55,7 +52,7 @@ class CachedRunner:
     ):
         self._params, self._config, self._executables, self._account, self._pool = model
         self._ladder = ladder
-        self._background = background
+        self._parts = PartRunner(model, background)
         self._refresh_sizes = {scored: Sizes(ladder.refresh) for scored in (False, True)}
         self._reuse_sizes = {level: Sizes(ladder.reuse) for level in _REUSE_LEVELS}
         self._chained = functools.cache(functools.partial(chains, model.params, model.config))
@@ -89,19 +86,13 @@ class CachedRunner:
         scored = self._needs_scores(requests)
         sizes = self._refresh_sizes[scored]
 
-        def packed(entry: Entry) -> tuple[RefreshBatch, Program]:
+        def packed(entry: Entry) -> Packed[RefreshBatch]:
             batch = pack_refresh(requests, self._config, self._pool.table, entry)
-            return batch, self._refresh_program(batch, entry, scored=scored)
+            return Packed(batch, self._refresh_program(batch, entry, scored=scored))
 
-        entry = sizes.choose(rows, head_rows, len(requests))
-        batch, program = packed(entry)
-        executable = self._compiled(program, entry)
-        sizes.compiled.add(entry)
-        missing = sizes.missing(rows, head_rows, len(requests))
-        if missing is not None and self._background.idle:
-            self._compile_later(packed(missing)[1], sizes, missing)
-        run = functools.partial(self._pool.run, executable, *program.args[:-1], writes=True)
-        return Launch(run, batch.packed.candidates, batch.stored)
+        chosen = self._parts.choose(sizes, packed, Need(rows, head_rows, len(requests)))
+        run = functools.partial(self._pool.run, chosen.executable, *chosen.arguments[:-1], writes=True)
+        return Launch(run, chosen.batch.packed.candidates, chosen.batch.stored)
 
     def reuse(self, requests: list[Request], max_steps: int) -> Launch:
         """Up to `max_steps` steps of what each request forwards. As of `Launcher`."""
@@ -109,23 +100,17 @@ class CachedRunner:
         level = _reuse_level(requests)
         sizes = self._reuse_sizes[level]
 
-        def packed(entry: Entry) -> tuple[ReuseBatch, Program]:
+        def packed(entry: Entry) -> Packed[ReuseBatch]:
             usual = self._usual_entries(entry)
             entries = usual if needed <= usual else power_bucket(needed, usual)
             batch = pack_reuse(requests, self._config, self._pool.table, entry, entries)
-            return batch, self._reuse_program(batch, entry, level, min(max_steps, entry.steps))
+            return Packed(batch, self._reuse_program(batch, entry, level, min(max_steps, entry.steps)))
 
-        entry = sizes.choose(rows, head_rows, len(requests), max_steps)
-        batch, program = packed(entry)
-        executable = self._compiled(program, entry)
-        sizes.compiled.add(entry)
-        missing = sizes.missing(rows, head_rows, len(requests))
-        if missing is not None and self._background.idle:
-            self._compile_later(packed(missing)[1], sizes, missing)
-        *arguments, _, steps = program.args
+        chosen = self._parts.choose(sizes, packed, Need(rows, head_rows, len(requests), max_steps))
+        *arguments, _, steps = chosen.arguments
         return Launch(
-            lambda: executable(*arguments, self._pool.device(), steps),
-            batch.packed.candidates,
+            lambda: chosen.executable(*arguments, self._pool.device(), steps),
+            chosen.batch.packed.candidates,
             [None] * len(requests),
         )
 
@@ -140,7 +125,7 @@ class CachedRunner:
     def _refresh_program(self, batch: RefreshBatch, entry: Entry, *, scored: bool) -> Program:
         args = self._params, batch.packed.batch, batch.selection, batch.table, self._pool.abstract
         static = self._static(entry, Level.FILTERED) | {"scored": scored}
-        return Program(_refresh, args, static, donate=_POOL, name=f"refresh of {entry.rows} rows")
+        return Program(_refresh, args, static, donate=("pool",), name=f"refresh of {entry.rows} rows")
 
     def _reuse_program(self, batch: ReuseBatch, entry: Entry, level: Level, steps: int) -> Program:
         args = self._params, batch.packed.batch, batch.table, self._pool.abstract, np.int32(steps)
@@ -150,16 +135,6 @@ class CachedRunner:
     def _usual_entries(self, entry: Entry) -> int:
         """Entries of the page table of a reuse."""
         return self._pool.entries(entry.rows // TILE_ROWS)
-
-    def _compile_later(self, program: Program, sizes: Sizes, entry: Entry) -> None:
-        make = functools.partial(self._compiled, program, entry)
-        self._background.start(sizes, entry, program.name, make)
-
-    def _compiled(self, program: Program, entry: Entry) -> Executable:
-        executable = self._executables.get(program)
-        what = f"a cached step of {entry.rows} rows beside a pool of {self._account.pages} pages"
-        check_fits(self._account, what, entry.rows, executable)
-        return executable
 
     def _static(self, entry: Entry, level: Level) -> dict[str, Any]:
         return {

@@ -17,9 +17,6 @@ from jdllm.serving.long.request import LongRequest
 from jdllm.serving.long.stages import Model, Stage
 from jdllm.serving.part_packing import Filled, Read, in_tiles, packed_rows, storage_of, table_of
 
-_SCORE_POOL = (3,)
-"""Where the pool is among the arguments."""
-
 
 class Score(Stage):
     """Scores the first of some chunks, as many as fit, and stores their keys where that may serve again.
@@ -145,7 +142,7 @@ class Score(Stage):
             parts,
             targets,
             pool,
-            donate=() if storage is None else _SCORE_POOL,
+            donate=() if storage is None else ("pool",),
             logits_chunks=model.logits_chunks(size),
         )
         self._sizes.compiled.add(entry)

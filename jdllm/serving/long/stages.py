@@ -30,9 +30,6 @@ _build = encoding(build)
 _SHARE = 8
 """Packed rows for each row that is scored, at least, in the sizes that batches of chunks share."""
 
-_BUILD_POOL = (4,)
-"""Where the pool is among the arguments."""
-
 
 class Model:
     """What stages run on: a model on its device, and the sizes of the stages."""
@@ -198,7 +195,7 @@ class Build(Stage):
             _build,
             *arguments,
             model.pool.abstract,
-            donate=_BUILD_POOL,
+            donate=("pool",),
             mask_id=model.mask_id,
             logits_chunks=model.logits_chunks(entry.head_rows),
             level=Level.TOP if usual else Level.FILTERED,
