@@ -12,6 +12,9 @@ CPU := JAX_PLATFORMS=cpu
 # A process takes up to 3 GB. Tests of a file share models; long tests are handed out one by one.
 # Who waits for a process that died would wait for ever.
 SPREAD := -n auto --maxprocesses 4 --max-worker-restart 0
+# `make test-slow PART=2/3` runs the second of three parts that take about the same time; so do the other longer
+# lanes. tests/parts.py says how the times are recorded.
+PART ?= 1/1
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve test test-slow test-lowest test-clients test-aot test-gpu test-triton bench docs lint format \
@@ -69,8 +72,8 @@ serve: $(VENV)/.ready  ## serve the bundled model on the CPU: a page and OpenAI'
 test: $(VENV)/.ready lint  ## lint and the default tests, on the CPU
 	$(CPU) $(BIN)/python -m pytest $(SPREAD) --dist loadfile -m 'not slow and not aot and not gpu and not clients'
 
-test-slow: $(VENV)/.ready  ## the longer tests, on the CPU
-	$(CPU) $(BIN)/python -m pytest $(SPREAD) --dist worksteal -m 'slow and not aot and not gpu and not clients'
+test-slow: $(VENV)/.ready  ## the longer tests, on the CPU; PART=2/3 is the second of three parts
+	$(CPU) $(BIN)/python -m pytest $(SPREAD) --dist worksteal --part $(PART) -m 'slow and not aot and not gpu and not clients'
 
 # What uses each dependency: files, tokenizers, models, recorded runs, commands, pictures, the server.
 LOWEST_TESTS := $(addprefix tests/,test_package.py test_progress.py checkpoints convert models \
@@ -83,16 +86,14 @@ test-lowest: $(LOWEST_VENV)/.ready  ## a selection of tests with the lowest vers
 
 # One after the other: they share a server, and measure what it holds.
 test-clients: export AIPERF=$(AIPERF_VENV)/bin/aiperf
-test-clients: $(CLIENTS_VENV)/.ready $(AIPERF_VENV)/.ready  ## packages of others against a real server, on the CPU
+test-clients: $(CLIENTS_VENV)/.ready $(AIPERF_VENV)/.ready  ## others' packages against a real server, on the CPU; takes PART
 	command -v chromium >/dev/null || (apt-get update --quiet && apt-get install --quiet --yes chromium)
-	$(CPU) $(CLIENTS_VENV)/bin/python -m pytest tests/clients -m clients
+	$(CPU) $(CLIENTS_VENV)/bin/python -m pytest tests/clients -m clients --part $(PART)
 
-test-aot: $(AOT_VENV)/.ready  ## compile for GPUs without one
-	$(CPU) $(AOT_VENV)/bin/python -m pytest $(SPREAD) --dist worksteal -m aot tests/aot tests/models
+test-aot: $(AOT_VENV)/.ready  ## compile for GPUs without one; takes PART
+	$(CPU) $(AOT_VENV)/bin/python -m pytest $(SPREAD) --dist worksteal --part $(PART) -m aot tests/aot tests/models
 
-# Budgets count what any process has on the card. Four processes share a card; PART=2/3 is the second of three
-# parts, for machines that are had for minutes only.
-PART ?= 1/1
+# Budgets count what any process has on the card. Four processes share a card.
 CARDS = $(shell nvidia-smi --query-gpu=index --format=csv,noheader)
 ON_CARDS = python3 -m pytest -p no:benchmark -n $$((4 * $(words $(CARDS)))) --max-worker-restart 0 \
   --dist worksteal -m gpu --part $(PART)
@@ -100,12 +101,12 @@ test-gpu test-triton: export XLA_PYTHON_CLIENT_PREALLOCATE=false
 test-gpu test-triton: export JDLLM_TEST_CARDS=$(CARDS)
 # NumPy takes every core for a product, and so do many processes at a time.
 test-gpu test-triton: export OPENBLAS_NUM_THREADS=4
-test-gpu:  ## tests on cards; uses the python on the path, which needs jax with CUDA and pytest-xdist
+test-gpu:  ## tests on cards; takes PART; uses the python on the path, which needs jax with CUDA and pytest-xdist
 	$(ON_CARDS) --ignore tests/gpu/test_budget.py tests/gpu tests/pallas
 	case $(PART) in 1/*) python3 -m pytest -m gpu tests/gpu/test_budget.py ;; esac
 
 # The other tests on a card ask for a form.
-test-triton:  ## what generates and scores on cards, through kernels in Triton
+test-triton:  ## what generates and scores on cards, through kernels in Triton; takes PART
 	$(ON_CARDS) --kernels triton \
 	  tests/gpu/test_{against_transformers,cached_runs,causal,engine,prefilling,recorded_runs,triton}.py
 

@@ -25,6 +25,8 @@ from jdllm.planning.budget import parse_bytes
 from jdllm.serving.background import Background
 from tests.helpers import Golden
 
+pytest_plugins = ["tests.parts"]
+
 LLADA, DREAM = Golden("llada"), Golden("dream")
 STOPS = {"eos_token_id": 228, "eot_token_id": 227}
 """Ids that the tiny checkpoint generates often."""
