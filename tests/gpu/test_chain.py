@@ -19,6 +19,7 @@ from jdllm.execution.paged.forward import forward_reuse
 from jdllm.execution.paged.pool import PAGE_ROWS, KeyValuePool, pool_shape
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
+from jdllm.models.weights import Params
 from jdllm.pallas.split_attention import FRESH_UNIT, dense_table, split_attention, with_fresh_rows
 
 pytestmark = pytest.mark.gpu
@@ -102,11 +103,16 @@ def sequences(config: ModelConfig, count: int, most: int) -> tuple[tuple[Any, ..
     return (tokens, stored, pool, place), fresh, with_own
 
 
-@pytest.mark.parametrize("count", [1, 8, 32, 64])
-def test_decodes_in_a_chain(count: int):
-    """The same bits every time, those of kernels that do not overlap; as good as other kernels."""
+@pytest.fixture(scope="module")
+def causal() -> tuple[ModelConfig, Params]:
     config = dataclasses.replace(CAUSAL_SHAPES["llama-3.1-8b"], num_layers=6)
-    params = Transformer(config, rngs=nnx.Rngs(0), dtype="bfloat16").params()
+    return config, Transformer(config, rngs=nnx.Rngs(0), dtype="bfloat16").params()
+
+
+@pytest.mark.parametrize("count", [1, 8, 32, 64])
+def test_decodes_in_a_chain(count: int, causal: tuple[ModelConfig, Params]):
+    """The same bits every time, those of kernels that do not overlap; as good as other kernels."""
+    config, params = causal
     inputs, fresh, stored = sequences(config, count, 2000)
     executables, chain = Executables("gpu"), (params, *inputs, fresh)
     static: Any = {"config": config, "forward": forward_decode_chained}

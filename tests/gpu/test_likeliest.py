@@ -1,6 +1,8 @@
 """The likeliest ids beside each token on a card: by its kernels as by portable forms, beside others."""
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -26,9 +28,20 @@ def model() -> Transformer:
     return Transformer(CONFIG, rngs=nnx.Rngs(0), dtype="bfloat16")
 
 
-def outputs_of(model: Transformer, kernels: str, asked: list[SamplingParams]) -> list[RequestOutput]:
-    with LLM(model, max_num_batched_tokens=1024, kv_pool=POOL, kernels=kernels) as llm:
-        return llm.generate(prompt_token_ids=PROMPTS, sampling=asked)
+@pytest.fixture(scope="module")
+def llms(model: Transformer) -> Iterator[dict[str, LLM]]:
+    """One for each choice of kernels, which keeps its executables for the tests after the first."""
+    with contextlib.ExitStack() as stack:
+        yield {
+            kernels: stack.enter_context(
+                LLM(model, max_num_batched_tokens=1024, kv_pool=POOL, kernels=kernels)
+            )
+            for kernels in ("auto", "triton", "xla")
+        }
+
+
+def outputs_of(llm: LLM, asked: list[SamplingParams]) -> list[RequestOutput]:
+    return llm.generate(prompt_token_ids=PROMPTS, sampling=asked)
 
 
 def asked(**options: object) -> list[SamplingParams]:
@@ -44,10 +57,10 @@ def tops(output: RequestOutput) -> list[dict[int, float]]:
 
 @pytest.mark.parametrize("kernels", ["auto", "triton"])
 @pytest.mark.parametrize("cache", ["none", "dual"])
-def test_kernels_list_what_portable_forms_do(kernels: str, cache: str, model: Transformer):
+def test_kernels_list_what_portable_forms_do(kernels: str, cache: str, llms: dict[str, LLM]):
     """A step commits a whole block: the first block of both is chosen from the same tokens."""
     options = asked(steps=2, cache=cache)
-    mine, theirs = (outputs_of(model, chosen, options)[0] for chosen in (kernels, "xla"))
+    mine, theirs = (outputs_of(llms[chosen], options)[0] for chosen in (kernels, "xla"))
     for ours, portable in zip(tops(mine)[:16], tops(theirs)[:16], strict=True):
         common = ours.keys() & portable.keys()
         assert len(common) >= 15, "those behind the likeliest are close"
@@ -56,8 +69,8 @@ def test_kernels_list_what_portable_forms_do(kernels: str, cache: str, model: Tr
 
 @pytest.mark.parametrize("kernels", ["auto", "triton", "xla"])
 @pytest.mark.parametrize("cache", ["none", "dual"])
-def test_chosen_tokens_are_among_them(kernels: str, cache: str, model: Transformer):
-    outputs = outputs_of(model, kernels, asked(steps=32, cache=cache))
+def test_chosen_tokens_are_among_them(kernels: str, cache: str, llms: dict[str, LLM]):
+    outputs = outputs_of(llms[kernels], asked(steps=32, cache=cache))
     assert outputs[1].top_logprobs is None
     for output, count in ((outputs[0], 20), (outputs[2], 5)):
         assert output.logprobs is not None

@@ -6,10 +6,11 @@ import jax
 import numpy as np
 import pytest
 
-from jdllm.checkpoints.loading import load_params
 from jdllm.compiling.executables import Executables
 from jdllm.llm import LLM
-from jdllm.models.hf_config import config_from_hf
+from jdllm.models.config import ModelConfig
+from jdllm.models.weights import Params
+from jdllm.serving.engine import Engine
 from tests.decoding import test_trajectories as recorded
 from tests.engines import engine_of
 from tests.prefilling import test_recorded_runs as long
@@ -29,12 +30,19 @@ def test_every_token_of_every_step(family: str, name: str, case: dict[str, Any],
     recorded.test_every_token_of_every_step(family, name, case, model)
 
 
+long_model = long.model
+
+
+@pytest.fixture(scope="module")
+def long_engine(long_model: tuple[Params, ModelConfig]) -> Engine:
+    return engine_of(*long_model, Executables("gpu"), long.ROWS, pages=200)
+
+
 @pytest.mark.parametrize("name", long.case_names())
-def test_every_stage_of_a_long_context(name: str):
-    config = config_from_hf(long.GOLDEN.directory)
-    model = load_params(long.GOLDEN.directory, config, "float32"), config
-    engine = engine_of(*model, Executables("gpu"), long.ROWS, pages=200)
-    long.test_a_recorded_run_is_reproduced(engine, model, name)
+def test_every_stage_of_a_long_context(
+    name: str, long_engine: Engine, long_model: tuple[Params, ModelConfig]
+):
+    long.test_a_recorded_run_is_reproduced(long_engine, long_model, name)
 
 
 def test_logits(llm: LLM, goldens: dict[str, np.ndarray]):
