@@ -9,16 +9,21 @@ AIPERF_VENV := .venv-aiperf
 DOCS_VENV := .venv-docs
 LOWEST_VENV := .venv-lowest
 CPU := JAX_PLATFORMS=cpu
-# A process takes up to 3 GB. Tests of a file share models; long tests are handed out one by one.
-# Who waits for a process that died would wait for ever.
+# Each process of a lane would compile all tests again, and each command that a test starts all of jdllm.
+unexport PYTHONDONTWRITEBYTECODE
+# A process takes up to 3 GB. Who waits for a process that died would wait for ever.
 SPREAD := -n auto --maxprocesses 4 --max-worker-restart 0
+# Tests of a directory share models, and long tests are handed out one by one.
+SHARING := $(SPREAD) --dist loadscope
+ONE_BY_ONE := $(SPREAD) --dist worksteal
+ELSEWHERE := --ignore tests/aot --ignore tests/gpu
 # `make test-slow PART=2/3` runs the second of three parts that take about the same time; so do the other longer
 # lanes. tests/parts.py says how the times are recorded.
 PART ?= 1/1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-slow test-lowest test-clients test-aot test-gpu test-triton bench docs lint format \
-  clean
+.PHONY: help demo serve test test-slow test-demo test-lowest test-clients test-aot test-gpu test-triton bench docs lint \
+  format clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -70,10 +75,15 @@ serve: $(VENV)/.ready  ## serve the bundled model on the CPU: a page and OpenAI'
 	@$(CPU) $(BIN)/jdllm serve --max-num-batched-tokens 512
 
 test: $(VENV)/.ready lint  ## lint and the default tests, on the CPU
-	$(CPU) $(BIN)/python -m pytest $(SPREAD) --dist loadfile -m 'not slow and not aot and not gpu and not clients'
+	$(CPU) $(BIN)/python -m pytest $(SHARING) $(ELSEWHERE) \
+	  -m 'not slow and not demo and not aot and not gpu and not clients'
 
 test-slow: $(VENV)/.ready  ## the longer tests, on the CPU; PART=2/3 is the second of three parts
-	$(CPU) $(BIN)/python -m pytest $(SPREAD) --dist worksteal --part $(PART) -m 'slow and not aot and not gpu and not clients'
+	$(CPU) $(BIN)/python -m pytest $(ONE_BY_ONE) $(ELSEWHERE) --part $(PART) \
+	  -m '(slow or demo) and not aot and not gpu and not clients'
+
+test-demo: $(VENV)/.ready  ## quick tests of the bundled model and the benchmarks, which test-slow runs too
+	$(CPU) $(BIN)/python -m pytest $(SHARING) -m 'demo and not slow' tests/demo tests/benchmarks
 
 # What uses each dependency: files, tokenizers, models, recorded runs, commands, pictures, the server.
 LOWEST_TESTS := $(addprefix tests/,test_package.py test_progress.py checkpoints convert models \
@@ -91,7 +101,7 @@ test-clients: $(CLIENTS_VENV)/.ready $(AIPERF_VENV)/.ready  ## others' packages 
 	$(CPU) $(CLIENTS_VENV)/bin/python -m pytest tests/clients -m clients --part $(PART)
 
 test-aot: $(AOT_VENV)/.ready  ## compile for GPUs without one; takes PART
-	$(CPU) $(AOT_VENV)/bin/python -m pytest $(SPREAD) --dist worksteal --part $(PART) -m aot tests/aot tests/models
+	$(CPU) $(AOT_VENV)/bin/python -m pytest $(ONE_BY_ONE) --part $(PART) -m aot tests/aot tests/models
 
 # Budgets count what any process has on the card. Four processes share a card.
 CARDS = $(shell nvidia-smi --query-gpu=index --format=csv,noheader)

@@ -15,6 +15,8 @@ from statistics import fmean
 from typing import NamedTuple, cast
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 
 class Part(NamedTuple):
@@ -85,6 +87,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item, number in zip(items, parts, strict=True) if number != part.number]
     config.hook.pytest_deselected(items=left_out)
     items[:] = chosen
+
+
+class _ByDirectory(LoadScopeScheduling):
+    """Tests of a directory run in one process: they share models, and what is compiled for them."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return file_of(nodeid).rpartition("/")[0]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling | None:
+    return _ByDirectory(config, log) if config.getoption("dist") == "loadscope" else None
 
 
 class _Recorder:

@@ -1,5 +1,9 @@
-"""Every recorded run of the official cached samplers, token by token."""
+"""Every recorded run of the official cached samplers, token by token.
 
+Runs of a family share one call of `generate`. The slow lane repeats every run alone.
+"""
+
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -7,12 +11,16 @@ import pytest
 
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.llm import LLM
+from jdllm.outputs import RequestOutput
 from tests.conftest import DREAM, LLADA
-from tests.decoding.test_trajectories import cases_of
+from tests.decoding.test_trajectories import case_of, cases_of, slow_unless
 from tests.helpers import Golden
 
 LLADA_RUNS = cases_of(LLADA, "fast_prefix_", "fast_dual_", "fastv1_prefix_", "fastv1_dual_", "sparse_")
 DREAM_RUNS = cases_of(DREAM, "fast_prefix_", "fast_dual_", "sparse_")
+
+ALONE = [*LLADA_RUNS[::8], *DREAM_RUNS[::4]]
+"""Runs that the default lane repeats alone."""
 
 
 def sampling_of(family: str, case: dict[str, Any]) -> SamplingParams:
@@ -49,13 +57,8 @@ def changes(states: np.ndarray) -> np.ndarray:
     return states[np.append(True, (states[1:] != states[:-1]).any(axis=1))]
 
 
-@pytest.mark.parametrize(("family", "name"), [*LLADA_RUNS, *DREAM_RUNS])
-def test_every_token_of_every_step(family: str, name: str, llm: LLM, dream_llm: LLM):
-    case = Golden(family).json("trajectories")["cases"][name]
-    tensors = Golden(family).tensors("trajectories")
-    model = dream_llm if family == "dream" else llm
-    prompts, states = tensors[f"{name}.prompt"], tensors[f"{name}.states"][:, 0]
-    (output,) = model.generate(prompt_token_ids=list(prompts), sampling=sampling_of(family, case))
+def check(family: str, name: str, output: RequestOutput) -> None:
+    case, states = case_of(family, name), Golden(family).tensors("trajectories")[f"{name}.states"][:, 0]
     assert output.history is not None
     if case["algo"] == "fast_dllm_2025-06" and case["threshold"] is not None:
         # That loop evaluates the block once more when its first step has already finished it.
@@ -66,8 +69,30 @@ def test_every_token_of_every_step(family: str, name: str, llm: LLM, dream_llm: 
     assert output.nfe == case["nfe"]
 
 
+def generated(model: LLM, runs: Sequence[tuple[str, str]]) -> list[RequestOutput]:
+    """The runs again, in one call."""
+    prompts = [Golden(family).tensors("trajectories")[f"{name}.prompt"][0] for family, name in runs]
+    return model.generate(prompt_token_ids=prompts, sampling=[sampling_of(f, case_of(f, n)) for f, n in runs])
+
+
+@pytest.mark.parametrize("runs", [LLADA_RUNS, DREAM_RUNS], ids=["llada", "dream"])
+def test_every_token_of_every_step_of_all_together(runs: list[tuple[str, str]], llm: LLM, dream_llm: LLM):
+    model = dream_llm if runs is DREAM_RUNS else llm
+    for (family, name), output in zip(runs, generated(model, runs), strict=True):
+        check(family, name, output)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [slow_unless(run in ALONE, run) for run in [*LLADA_RUNS, *DREAM_RUNS]]
+)
+def test_every_token_of_every_step(family: str, name: str, llm: LLM, dream_llm: LLM):
+    (output,) = generated(dream_llm if family == "dream" else llm, [(family, name)])
+    check(family, name, output)
+
+
 def test_the_recordings_cover_the_policies():
     names = [name for _, name in LLADA_RUNS]
+    assert {"sparse", "dual", "prefix"} == {sampling_of(f, case_of(f, n)).cache for f, n in ALONE}
     assert len(names) == 41
     assert sum("sparse" in name for name in names) == 3
     assert sum("sparse" in name for _, name in DREAM_RUNS) == 4

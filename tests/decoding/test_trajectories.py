@@ -1,12 +1,17 @@
-"""Every recorded run of the official samplers, token by token at every step."""
+"""Every recorded run of the official samplers, token by token at every step.
 
-from typing import Any
+Runs of a family share one call of `generate`. The slow lane repeats every run alone.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.llm import LLM
+from jdllm.outputs import RequestOutput
 from tests.conftest import DREAM, LLADA, STOPS
 from tests.helpers import Golden
 
@@ -60,37 +65,89 @@ MOE_RUNS = cases_of(LLADA_MOE, "off_")
 RECORDED = [*LLADA_RUNS, *DREAM_RUNS, *MOE_RUNS]
 
 
+ALONE = {
+    "off_leftpad_cfg",
+    "off_mask_in_prompt",
+    "off_both_eos",
+    "fastv1_none_g32_s16_b16_factor0.5",
+    "maskgit_plus_b3_p8_g20_s8",
+    "fast_nocache_p13_g24_s24_thr0.4",
+    "off_b1_p9_g16_s8_b8_cfg1.5",
+}
+"""Runs that the default lane repeats alone."""
+
+
+def slow_unless(kept: bool, run: tuple[str, str]) -> Any:
+    return run if kept else pytest.param(*run, marks=pytest.mark.slow)
+
+
+def case_of(family: str, name: str) -> dict[str, Any]:
+    return Golden(family).json("trajectories")["cases"][name]
+
+
+class Run(NamedTuple):
+    """What was recorded: ids and states are those of each row, without padding."""
+
+    prompts: list[np.ndarray]
+    states: list[np.ndarray]
+
+    @classmethod
+    def read(cls, family: str, name: str) -> "Run":
+        tensors = Golden(family).tensors("trajectories")
+        prompts, states = tensors[f"{name}.prompt"], tensors[f"{name}.states"]
+        real = tensors.get(f"{name}.attention_mask", np.ones_like(prompts)).astype(bool)
+        assert states.shape[1] == len(prompts)
+        ids = [row[keep] for row, keep in zip(prompts, real, strict=True)]
+        return cls(ids, [states[:, row, (~keep).sum() :] for row, keep in enumerate(real)])
+
+    def check(self, outputs: Sequence[RequestOutput], nfe: int) -> None:
+        for prompt, states, output in zip(self.prompts, self.states, outputs, strict=True):
+            assert output.history is not None
+            np.testing.assert_array_equal(output.history, states)
+            np.testing.assert_array_equal(output.token_ids, states[-1, len(prompt) :])
+            assert output.nfe == nfe
+
+
 @pytest.fixture
 def case(family: str, name: str) -> dict[str, Any]:
-    return Golden(family).json("trajectories")["cases"][name]
+    return case_of(family, name)
+
+
+MODELS = {"llada": "llm", "dream": "dream_llm", "llada_moe": "moe_llm"}
+"""The fixture of each family's model."""
 
 
 @pytest.fixture
 def model(family: str, case: dict[str, Any], request: pytest.FixtureRequest) -> LLM:
     """The model with the end ids that the case was recorded with."""
     if "eos_id" not in case:
-        fixture = {"llada": "llm", "dream": "dream_llm", "llada_moe": "moe_llm"}[family]
-        return request.getfixturevalue(fixture)
+        return request.getfixturevalue(MODELS[family])
     ids = {"eos_token_id": case["eos_id"], "eot_token_id": case["eot_id"]}
     if ids == STOPS:
         return request.getfixturevalue("stopping_llm")
     return LLM(LLADA.directory, dtype="float32", kv_pool="16MiB", hf_overrides=ids)
 
 
-@pytest.mark.parametrize(("family", "name"), RECORDED)
+@pytest.mark.parametrize("family", MODELS)
+def test_every_token_of_every_step_of_all_together(family: str, request: pytest.FixtureRequest):
+    """All of a family but the few with end ids of their own."""
+    cases = {name: case_of(family, name) for owner, name in RECORDED if owner == family}
+    cases = {name: case for name, case in cases.items() if "eos_id" not in case}
+    runs = {name: Run.read(family, name) for name in cases}
+    prompts = [prompt for run in runs.values() for prompt in run.prompts]
+    sampling = [sampling_of(family, cases[name]) for name, run in runs.items() for _ in run.prompts]
+    model: LLM = request.getfixturevalue(MODELS[family])
+    outputs = iter(model.generate(prompt_token_ids=prompts, sampling=sampling))
+    for name, run in runs.items():
+        run.check([next(outputs) for _ in run.prompts], cases[name]["nfe"])
+    assert not list(outputs)
+
+
+@pytest.mark.parametrize(("family", "name"), [slow_unless(run[1] in ALONE, run) for run in RECORDED])
 def test_every_token_of_every_step(family: str, name: str, case: dict[str, Any], model: LLM):
-    tensors = Golden(family).tensors("trajectories")
-    prompts, states = tensors[f"{name}.prompt"], tensors[f"{name}.states"]
-    real = tensors.get(f"{name}.attention_mask", np.ones_like(prompts)).astype(bool)
-    ids = [row[keep] for row, keep in zip(prompts, real, strict=True)]
-    outputs = model.generate(prompt_token_ids=ids, sampling=sampling_of(family, case))
-    assert len(outputs) == states.shape[1]
-    for row, output in enumerate(outputs):
-        unpadded = states[:, row, (~real[row]).sum() :]
-        assert output.history is not None
-        np.testing.assert_array_equal(output.history, unpadded)
-        np.testing.assert_array_equal(output.token_ids, unpadded[-1, len(ids[row]) :])
-        assert output.nfe == case["nfe"]
+    run = Run.read(family, name)
+    outputs = model.generate(prompt_token_ids=run.prompts, sampling=sampling_of(family, case))
+    run.check(outputs, case["nfe"])
 
 
 @pytest.mark.parametrize("other", [None, 40, 60])
@@ -114,6 +171,7 @@ def test_the_filter_of_the_published_call_shows(other: int | None, dream_llm: LL
 
 
 def test_the_recordings_cover_the_options():
+    assert {name for _, name in RECORDED} >= ALONE
     llada = {name for _, name in LLADA_RUNS}
     assert {"off_leftpad_cfg", "off_mask_in_prompt", "off_both_eos", "off_batch2_cfg_g16_s8_b8"} <= llada
     assert sum(name.startswith("fast") for name in llada) == 18

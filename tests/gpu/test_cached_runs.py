@@ -10,15 +10,13 @@ from tests.decoding import test_cached_trajectories as recorded
 
 pytestmark = pytest.mark.gpu
 
-RUNS = [*recorded.LLADA_RUNS[::8], *recorded.DREAM_RUNS[::4]]  # each compiles steps of its own
-
 
 @pytest.fixture(autouse=True)
 def card():
     assert jax.default_backend() == "gpu", "this lane needs a card"
 
 
-@pytest.mark.parametrize(("family", "name"), RUNS)
+@pytest.mark.parametrize(("family", "name"), recorded.ALONE)  # each compiles steps of its own
 def test_every_token_of_every_step(family: str, name: str, llm: LLM, dream_llm: LLM):
     recorded.test_every_token_of_every_step(family, name, llm, dream_llm)
 
