@@ -1,12 +1,17 @@
 """Access to the recorded reference data under `tests/goldens`."""
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from safetensors.numpy import load_file
+
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+"""Values of a parametrised test that the slow lane runs."""
 
 ROOT = Path(__file__).parent.parent
 GOLDENS = ROOT / "tests" / "goldens"

@@ -18,9 +18,9 @@ from jdllm.llm import LLM
 from jdllm.models.hf_config import config_from_hf
 from tests.causal_texts import BOS, words, write_speaking
 from tests.conftest import BUDGET, KV_POOL
-from tests.helpers import Golden
+from tests.helpers import Golden, slow
 
-FAMILIES = ["llama", "llama31_rope", "mistral", "mistral_swa", "qwen2"]
+FAMILIES = ["llama", slow("llama31_rope"), slow("mistral"), "mistral_swa", slow("qwen2")]
 PROMPT, ANSWER = [5, 17, 300], [44, 120, 7]
 
 

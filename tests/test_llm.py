@@ -18,6 +18,7 @@ from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.serving.updates import StepUpdate
 from tests.conftest import LLADA, MAX_POSITIONS, STOPS
+from tests.helpers import slow
 
 MASK = 510
 SHORT = SamplingParams(gen_length=8, steps=4)
@@ -261,8 +262,8 @@ class TestUndefinedIds:
         "options",
         [
             {"transfer": "factor"},
-            {"undefined_tokens": "banned"},
-            pytest.param({"transfer": "threshold"}, marks=pytest.mark.slow),
+            slow({"undefined_tokens": "banned"}),
+            slow({"transfer": "threshold"}),
         ],
     )
     def test_are_kept_out(self, options: dict[str, Any], short: LLM):
@@ -270,7 +271,13 @@ class TestUndefinedIds:
         assert len(seen) > 50
         assert max(seen) < 400
 
-    @pytest.mark.parametrize("options", [{}, {"undefined_tokens": "official", "transfer": "factor"}])
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"undefined_tokens": "official", "transfer": "factor"},
+            slow({}),
+        ],
+    )
     def test_may_be_chosen_as_published(self, options: dict[str, Any], short: LLM):
         assert max(self.seen(short, **options)) >= 400
 

@@ -4,6 +4,7 @@ from jdllm.checkpoints.tokenizer import Tokenizer
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.llm import LLM
 from tests.api.sse import events
+from tests.helpers import slow
 
 MESSAGES = [{"role": "user", "content": "123+456="}]
 FIRST = SamplingParams(max_tokens=16, gen_length=16, logprobs=True)
@@ -61,7 +62,7 @@ def test_a_stream_begins_with_the_role_and_is_the_text_in_parts(client):
         assert rest[-1]["finish_reason"] == choice["finish_reason"]
 
 
-@pytest.mark.parametrize("top", [0, 20])
+@pytest.mark.parametrize("top", [slow(0), 20])
 def test_the_likeliest_tokens_are_listed_whole_and_streamed(
     client, demo: LLM, tokenizer: Tokenizer, top: int
 ):
@@ -123,6 +124,7 @@ def test_an_answer_is_sent_back_as_it_is(client, demo: LLM):
         assert found["content"] == expected.text
 
 
+@pytest.mark.slow
 def test_a_tools_call_and_its_result_are_a_part_of_the_conversation(client, demo: LLM):
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
     for called in ({"content": None, "tool_calls": [call]}, {"content": []}):

@@ -7,6 +7,7 @@ from jdllm.checkpoints.tokenizer import Tokenizer
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.llm import LLM
 from tests.api.sse import events
+from tests.helpers import slow
 
 PROMPT, OTHER = "123+456=", "sort: 3 1 2"
 GREEDY = {"max_tokens": 16, "temperature": 0}
@@ -60,7 +61,7 @@ def test_without_ends_an_answer_is_as_long_as_was_asked_for(client, demo: LLM):
     assert parts[-1][1]["choices"][0]["finish_reason"] == "length"
 
 
-@pytest.mark.parametrize("form", ["texts", "ids", "lists of ids"])
+@pytest.mark.parametrize("form", ["ids", slow("texts"), slow("lists of ids")])
 def test_every_form_of_prompt(client, demo: LLM, form, tokenizer: Tokenizer):
     ids = [tokenizer.encode(text) for text in (PROMPT, OTHER)]
     prompts = {"texts": [PROMPT, OTHER], "ids": ids[0], "lists of ids": ids}[form]
@@ -70,7 +71,7 @@ def test_every_form_of_prompt(client, demo: LLM, form, tokenizer: Tokenizer):
     assert [choice["index"] for choice in answer["choices"]] == list(range(len(expected)))
 
 
-@pytest.mark.parametrize("empty", ["", [[]], ["", PROMPT], [[], [5]]])
+@pytest.mark.parametrize("empty", [["", PROMPT], slow(""), slow([[]]), slow([[], [5]])])
 def test_an_empty_prompt_asks_for_any_text(client, demo: LLM, empty):
     (expected,) = demo.generate("", FIRST)
     answer = ask(client, prompt=empty, **GREEDY)
@@ -134,7 +135,7 @@ def test_log_probabilities_are_those_of_the_committing_step(client, demo: LLM):
     assert found["text_offset"][1] == len(found["tokens"][0])
 
 
-@pytest.mark.parametrize("count", [0, 1, 5])
+@pytest.mark.parametrize("count", [5, slow(0), slow(1)])
 def test_the_likeliest_tokens_are_listed_beside_the_chosen_one(client, demo: LLM, count: int):
     """At a temperature the chosen one is often none of them."""
     drawn = {"temperature": 2.5, "seed": 3}

@@ -44,6 +44,7 @@ def test_keys_are_gathered_some_at_a_time(
     assert answers(run(engine, asked, config)) == [greedy(oracle, ids, 9) for ids, _ in asked]
 
 
+@pytest.mark.slow
 def test_pages_are_filled_and_left(build: Build, config: ModelConfig, oracle: Oracle):
     """Generation crosses pages; a pool that held others before gives the same tokens."""
     long = dataclasses.replace(FREE, max_tokens=140, gen_length=140)

@@ -91,6 +91,7 @@ def test_sampling_is_that_of_the_pool(
     np.testing.assert_allclose(found[0].likeliest["logprob"], paged[0].likeliest["logprob"], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_what_fits_the_pool_runs_there_first(layers: Layers, config: ModelConfig, oracle: Oracle):
     engine, lengths = layers(0, 384, pages=4), (30, 300, 40)
     asked = [prompt(length) for length in lengths]

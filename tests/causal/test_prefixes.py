@@ -61,6 +61,7 @@ def test_stored_pages_make_room(build: Build, config: ModelConfig):
         assert request.found == 0
 
 
+@pytest.mark.slow
 def test_what_is_no_number_leaves_the_pool(params: Params, config: ModelConfig, oracle: Oracle):
     """Whoever gets the pages next may read rows before it has written them."""
     embed = params["embed"].at[450].set(jnp.nan)

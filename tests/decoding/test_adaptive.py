@@ -370,7 +370,7 @@ class TestMemory:
         params = (abstract_params(config, "float32") for config in (wide, causal))
         assert largest_intermediate(run, *params, batch, keys.pool.abstract) == 256 // chunks * self.vocab
 
-    @pytest.mark.parametrize("sampling", [SamplingParams(gen_length=4), adaptive()])
+    @pytest.mark.parametrize("sampling", [pytest.param(SamplingParams(gen_length=4), marks=SLOW), adaptive()])
     def test_a_verifier_counts_against_the_memory(self, sampling: SamplingParams):
         weights = [param_bytes(config, "float32") for config in (LLADA, CAUSAL)]
         memory = sum(weights) + (64 << 20)

@@ -1,6 +1,6 @@
 """Every recorded run of the official cached samplers, token by token.
 
-Runs of a family share one call of `generate`. The slow lane repeats every run alone.
+The default lane runs some of them; the slow lane runs all, alone and together.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.llm import LLM
 from jdllm.outputs import RequestOutput
 from tests.conftest import DREAM, LLADA
-from tests.decoding.test_trajectories import case_of, cases_of, slow_unless
-from tests.helpers import Golden
+from tests.decoding.test_trajectories import case_of, cases_of, wide_llm
+from tests.helpers import Golden, slow
 
 LLADA_RUNS = cases_of(LLADA, "fast_prefix_", "fast_dual_", "fastv1_prefix_", "fastv1_dual_", "sparse_")
 DREAM_RUNS = cases_of(DREAM, "fast_prefix_", "fast_dual_", "sparse_")
@@ -76,14 +76,15 @@ def generated(model: LLM, runs: Sequence[tuple[str, str]]) -> list[RequestOutput
 
 
 @pytest.mark.parametrize("runs", [LLADA_RUNS, DREAM_RUNS], ids=["llada", "dream"])
-def test_every_token_of_every_step_of_all_together(runs: list[tuple[str, str]], llm: LLM, dream_llm: LLM):
-    model = dream_llm if runs is DREAM_RUNS else llm
-    for (family, name), output in zip(runs, generated(model, runs), strict=True):
+@pytest.mark.slow
+@pytest.mark.usefixtures("shared_executables")
+def test_every_token_of_every_step_of_all_together(runs: list[tuple[str, str]]):
+    for (family, name), output in zip(runs, generated(wide_llm(runs[0][0]), runs), strict=True):
         check(family, name, output)
 
 
 @pytest.mark.parametrize(
-    ("family", "name"), [slow_unless(run in ALONE, run) for run in [*LLADA_RUNS, *DREAM_RUNS]]
+    ("family", "name"), [run if run in ALONE else slow(*run) for run in [*LLADA_RUNS, *DREAM_RUNS]]
 )
 def test_every_token_of_every_step(family: str, name: str, llm: LLM, dream_llm: LLM):
     (output,) = generated(dream_llm if family == "dream" else llm, [(family, name)])

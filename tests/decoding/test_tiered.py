@@ -133,7 +133,7 @@ def test_no_step_where_a_segment_has_finished_its_block(
         assert not trace.committed.any()
 
 
-@pytest.mark.parametrize("tiers", [RESIDUAL, WIDE])
+@pytest.mark.parametrize("tiers", [RESIDUAL, slow(WIDE)])
 def test_arrays_on_the_device_are_those_listed(
     tiers: HostTiers, params: Params, config: ModelConfig, executables: Executables, monkeypatch
 ):

@@ -12,8 +12,8 @@ import pytest
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.llm import LLM
 from jdllm.outputs import RequestOutput
-from tests.conftest import DREAM, LLADA, STOPS
-from tests.helpers import Golden
+from tests.conftest import DREAM, KV_POOL, LLADA, STOPS
+from tests.helpers import Golden, slow
 
 LLADA_MOE = Golden("llada_moe")
 
@@ -77,10 +77,6 @@ ALONE = {
 """Runs that the default lane repeats alone."""
 
 
-def slow_unless(kept: bool, run: tuple[str, str]) -> Any:
-    return run if kept else pytest.param(*run, marks=pytest.mark.slow)
-
-
 def case_of(family: str, name: str) -> dict[str, Any]:
     return Golden(family).json("trajectories")["cases"][name]
 
@@ -128,22 +124,27 @@ def model(family: str, case: dict[str, Any], request: pytest.FixtureRequest) -> 
     return LLM(LLADA.directory, dtype="float32", kv_pool="16MiB", hf_overrides=ids)
 
 
+def wide_llm(family: str) -> LLM:
+    """A model whose steps hold several of the recorded requests."""
+    return LLM(Golden(family).directory, dtype="float32", max_num_batched_tokens=128, kv_pool=KV_POOL)
+
+
 @pytest.mark.parametrize("family", MODELS)
-def test_every_token_of_every_step_of_all_together(family: str, request: pytest.FixtureRequest):
+@pytest.mark.usefixtures("shared_executables")
+def test_every_token_of_every_step_of_all_together(family: str):
     """All of a family but the few with end ids of their own."""
     cases = {name: case_of(family, name) for owner, name in RECORDED if owner == family}
     cases = {name: case for name, case in cases.items() if "eos_id" not in case}
     runs = {name: Run.read(family, name) for name in cases}
     prompts = [prompt for run in runs.values() for prompt in run.prompts]
     sampling = [sampling_of(family, cases[name]) for name, run in runs.items() for _ in run.prompts]
-    model: LLM = request.getfixturevalue(MODELS[family])
-    outputs = iter(model.generate(prompt_token_ids=prompts, sampling=sampling))
+    outputs = iter(wide_llm(family).generate(prompt_token_ids=prompts, sampling=sampling))
     for name, run in runs.items():
         run.check([next(outputs) for _ in run.prompts], cases[name]["nfe"])
     assert not list(outputs)
 
 
-@pytest.mark.parametrize(("family", "name"), [slow_unless(run[1] in ALONE, run) for run in RECORDED])
+@pytest.mark.parametrize(("family", "name"), [run if run[1] in ALONE else slow(*run) for run in RECORDED])
 def test_every_token_of_every_step(family: str, name: str, case: dict[str, Any], model: LLM):
     run = Run.read(family, name)
     outputs = model.generate(prompt_token_ids=run.prompts, sampling=sampling_of(family, case))

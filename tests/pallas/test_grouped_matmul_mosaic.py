@@ -103,6 +103,7 @@ class TestProducts:
     def test_float16(self):
         check(SIZES, GATED, jnp.float16)
 
+    @pytest.mark.slow
     def test_a_row_does_not_depend_on_the_others(self):
         """The same rows in groups of other sizes, and at other places of a tile: the same bits."""
         rng = np.random.default_rng(0)

@@ -45,6 +45,7 @@ def test_portable(where: str, value: float, level: Level):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("where", "value"), CASES[:1])
 def test_interpreted(where: str, value: float):
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):

@@ -12,6 +12,7 @@ from jdllm import noise
 from jdllm.pallas.device import Target
 from jdllm.pallas.masked_logits import Level, api, masked_logits
 from jdllm.pallas.triton_launch import ProductSizes, Schedule
+from tests.helpers import slow
 from tests.pallas.masked_rows import asked, check, drawn, oracle
 from tests.pallas.test_masked_logits_mosaic import (
     SEED,
@@ -27,7 +28,7 @@ from tests.pallas.test_masked_logits_non_finite import check as check_finite
 from tests.pallas.test_masked_logits_non_finite import operands as damaged
 from tests.pallas.triton_interpreter import interpreted, launch
 
-any_tiles = pytest.mark.parametrize("decide", [64, 128], indirect=True)
+any_tiles = pytest.mark.parametrize("decide", [slow(64), 128], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +183,7 @@ class TestChoice:
             masked_logits(*operands(3, 40), asked(3, vocab=40), Level.TOP, implementation="triton")
 
 
+@pytest.mark.slow
 def test_bits_of_the_generator(triton_form):
     """Against JAX's own form, through the kernel's tokens: many rows, positions and steps."""
     rows, vocab = 32, 256

@@ -87,7 +87,7 @@ class TestKernel:
             (2, True, Tiles(48, 1, 3)),
             slow(2, True, Tiles(96, 1, 2)),
             slow(1, False, None),
-            (3, False, None),
+            slow(3, False, None),
             (2, True, None),
         ],
     )
@@ -98,19 +98,19 @@ class TestKernel:
         actual = skinny_matmul_mosaic_gpu(x, stacks, layer=LAYER, gated=gated, chained=chained, tiles=tiles)
         check(actual, x, stacks, gated)
 
-    @pytest.mark.parametrize("rows", [1, slow(8), slow(32), 64])
+    @pytest.mark.parametrize("rows", [slow(1), slow(8), slow(32), 64])
     @pytest.mark.parametrize(("gated", "tiles"), [(True, Tiles(32, 1, 2)), (False, Tiles(32, 2, 2))])
     def test_rows(self, rows: int, gated: bool, tiles: Tiles):
         x, stacks = operands(rows, 64, 128, 2, gated)
         check(skinny_matmul_mosaic_gpu(x, stacks, layer=LAYER, gated=gated, tiles=tiles), x, stacks, gated)
 
-    @pytest.mark.parametrize(("gated", "tiles"), [(True, Tiles(32, 1, 2)), (False, Tiles(32, 2, 2))])
+    @pytest.mark.parametrize(("gated", "tiles"), [slow(True, Tiles(32, 1, 2)), (False, Tiles(32, 2, 2))])
     def test_float16(self, gated: bool, tiles: Tiles):
         x, stacks = operands(9, 32, 128, 2, gated, jnp.float16)
         check(skinny_matmul_mosaic_gpu(x, stacks, layer=LAYER, gated=gated, tiles=tiles), x, stacks, gated)
 
     @pytest.mark.parametrize(
-        ("head_dim", "tiles"), [slow(64, Tiles(32, 1, 2)), slow(128, Tiles(64, 1, 3)), (128, None)]
+        ("head_dim", "tiles"), [slow(64, Tiles(32, 1, 2)), slow(128, Tiles(64, 1, 3)), slow(128, None)]
     )
     @pytest.mark.parametrize("dtype", [jnp.bfloat16, slow(jnp.float16)])
     def test_rotated_queries_and_keys(self, head_dim: int, tiles: Tiles | None, dtype):
@@ -128,7 +128,7 @@ class TestKernel:
                 )
 
     @pytest.mark.parametrize("outputs", [(64, 32), slow((48, 16, 80))])
-    @pytest.mark.parametrize("biased", [False, True])
+    @pytest.mark.parametrize("biased", [slow(False), True])
     def test_weights_of_different_outputs(self, outputs: tuple[int, ...], biased: bool):
         """Blocks of one weight each, the last of each with columns beyond it."""
         x, exact, stacks, bias = different_outputs(outputs, biased)
@@ -169,7 +169,7 @@ class TestKernel:
         kept = np.r_[4:9, 10:16]
         np.testing.assert_array_equal(np.asarray(whole)[kept], np.asarray(changed)[kept])
 
-    @pytest.mark.parametrize("tiles", [slow(Tiles(32, 1, 2)), Tiles(32, 2, 2), None])
+    @pytest.mark.parametrize("tiles", [slow(Tiles(32, 1, 2)), Tiles(32, 2, 2), slow(None)])
     def test_sums_in_parts(self, tiles: Tiles | None):
         x, (stack,) = operands(20, 64, 5 * DEPTH, 1)
         parts = skinny_parts_mosaic_gpu(x, stack, layer=LAYER, chained=True, tiles=tiles)

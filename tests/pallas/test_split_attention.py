@@ -119,7 +119,7 @@ class TestPortable:
         check(both, oracle(c, (fresh_k, fresh_v)), F32)
 
     @pytest.mark.parametrize("implementation", ["reference", "xla"])
-    @pytest.mark.parametrize("page_rows", [64, 128])
+    @pytest.mark.parametrize("page_rows", [slow(64), 128])
     def test_fresh_rows_of_the_table_count_as_cached_ones(self, implementation, page_rows: int):
         c = case(RAGGED, heads=4, kv_heads=2, page_rows=page_rows, dtype=jnp.float32)
         bare, (c, fresh, seen) = c, with_fresh(c, FRESH)
@@ -221,7 +221,7 @@ class TestKernel:
         bare, (c, fresh, seen) = c, with_fresh(c, FRESH)
         check(kernel(c, CUTS[cut], fresh), oracle(bare, seen), BF16)
 
-    @pytest.mark.parametrize("cut", ["wide", slow("one"), slow("turns")])
+    @pytest.mark.parametrize("cut", [slow("wide"), slow("one"), slow("turns")])
     def test_pages_of_many_tiles_with_dead_ones_inside(self, cut: str):
         c = case([[192, 70, 0, 64], [1, 192]], page_rows=192)
         check(kernel(c, CUTS[cut]), oracle(c), BF16)

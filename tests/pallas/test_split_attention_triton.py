@@ -13,6 +13,7 @@ from jdllm.pallas.device import Target
 from jdllm.pallas.dispatch import choices
 from jdllm.pallas.split_attention import PageTable, api, split_attention
 from jdllm.pallas.triton_launch import Schedule
+from tests.helpers import slow
 from tests.pallas.split_cases import Case, case, check, oracle, with_fresh
 from tests.pallas.triton_interpreter import interpreted
 
@@ -55,7 +56,7 @@ def test_ragged_requests(form: Any, dtype: Any, heads: int, kv_heads: int, queri
     assert not np.asarray(actual.l[1]).any()
 
 
-@pytest.mark.parametrize("programs", [1, 12, 10_000])
+@pytest.mark.parametrize("programs", [*map(slow, (1, 10_000)), 12])
 def test_parts_of_a_request_are_one(form: Any, programs: int, monkeypatch: pytest.MonkeyPatch):
     """As many as keep a card busy, also more than a request has entries."""
     monkeypatch.setattr(form, "_PROGRAMS", programs)
@@ -69,20 +70,20 @@ def test_pages_and_blocks(form: Any, page_rows: int, keys: int):
     check(run(form, c, keys=keys), oracle(c), TOLERANCE["float32"])
 
 
-@pytest.mark.parametrize("head_dim", [8, 80, 128])
+@pytest.mark.parametrize("head_dim", [80, *map(slow, (8, 128))])
 def test_head_sizes(form: Any, head_dim: int):
     c = case([[64, 9]], head_dim=head_dim, dtype=jnp.float32)
     check(run(form, c), oracle(c), TOLERANCE["float32"])
 
 
-@pytest.mark.parametrize("page_rows", [64, 128])
+@pytest.mark.parametrize("page_rows", [slow(64), 128])
 def test_fresh_rows_of_the_table_count_as_cached_ones(form: Any, page_rows: int):
     c = case(RAGGED, heads=4, kv_heads=2, page_rows=page_rows, dtype=jnp.float32)
     bare, (c, fresh, seen) = c, with_fresh(c, FRESH)
     check(run(form, c, fresh=fresh), oracle(bare, seen), TOLERANCE["float32"])
 
 
-@pytest.mark.parametrize("unit", [1, 2, 4])
+@pytest.mark.parametrize("unit", [slow(1), 2, slow(4)])
 def test_few_fresh_rows_lie_close_together(form: Any, unit: int):
     c = case(RAGGED, heads=4, kv_heads=2, dtype=jnp.float32)
     bare, (c, fresh, seen) = c, with_fresh(c, [unit, 0, 1, unit], unit)
@@ -130,7 +131,7 @@ class TestChoice:
         c = case(RAGGED, dtype=jnp.float32)
         return split_attention(*c[:4], layer=c.layer, scale=c.scale, **options)
 
-    @pytest.mark.parametrize("capability", [8.0, 9.0])
+    @pytest.mark.parametrize("capability", [slow(8.0), 9.0])
     def test_it_runs_where_no_other_kernel_can(self, on, form: Any, capability: float):
         on(capability)
         outputs = zip(*(self.run(implementation=f) for f in (None, "triton", "xla")), strict=True)

@@ -10,6 +10,7 @@ import pytest
 from jdllm.serving.engine import Engine
 from jdllm.serving.request import Request
 from jdllm.serving.updates import Ended, StepUpdate
+from tests.helpers import slow
 from tests.prefilling.asking import (
     all_free,
     end,
@@ -24,7 +25,7 @@ MASK = CONFIG.mask_id
 Build = Callable[..., Engine]
 
 
-@pytest.mark.parametrize("updates", ["every", "later", "none"])
+@pytest.mark.parametrize("updates", ["every", slow("later"), slow("none")])
 @pytest.mark.parametrize(
     ("names", "sizes"),
     [

@@ -12,10 +12,21 @@ from jdllm.serving.engine import Engine
 from jdllm.serving.long.request import LongContext, LongRequest, long_spec
 from jdllm.serving.updates import Ended
 from tests.engines import engine_of
+from tests.helpers import slow
+from tests.prefilling.asking import PAGES, ROWS
 from tests.prefilling.recorded import GOLDEN, Case, case_names
 from tests.prefilling.settings import sampling_of
 
-ROWS = 512
+LONG = {
+    "best47_rounds0_draft6",
+    "best47_score_bidirectional",
+    "defaults_full_prompt",
+    "sparse_global",
+    "sparse_per_head_last_layer",
+    "sparse_per_head_pool3",
+    "sparse_variant",
+}
+"""Runs that compile much for themselves."""
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +36,8 @@ def model() -> tuple[Params, ModelConfig]:
 
 
 @pytest.fixture(scope="module")
-def engine(model: tuple[Params, ModelConfig]) -> Engine:
-    return engine_of(*model, Executables("cpu"), ROWS, pages=200)
+def engine(model: tuple[Params, ModelConfig], executables: Executables) -> Engine:
+    return engine_of(*model, executables, ROWS, pages=PAGES)
 
 
 def run(engine: Engine, config: ModelConfig, name: str) -> LongRequest:
@@ -45,7 +56,7 @@ def run(engine: Engine, config: ModelConfig, name: str) -> LongRequest:
     return ended.state
 
 
-@pytest.mark.parametrize("name", case_names())
+@pytest.mark.parametrize("name", [slow(name) if name in LONG else name for name in case_names()])
 def test_a_recorded_run_is_reproduced(engine: Engine, model: tuple[Params, ModelConfig], name: str):
     case, request = Case(name), run(engine, model[1], name)
     found = request.prefilled

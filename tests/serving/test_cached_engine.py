@@ -71,6 +71,7 @@ def test_a_request_is_the_same_alone_and_in_company(llm: LLM, company: Company):
         same(alone, together)
 
 
+@pytest.mark.slow
 def test_order_and_the_length_of_dispatches_do_not_matter(llm: LLM, company: Company):
     prompts, sampling, together = company
     updates = []

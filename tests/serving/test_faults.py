@@ -205,6 +205,7 @@ def llada(params: Params, config: ModelConfig, executables: Executables) -> Mode
     return Model(params, config, executables)
 
 
+@pytest.mark.slow
 def test_shares_of_few_rows_and_other_ends_of_what_may_be_asked(llada: Model):
     """Shares below one row, nothing that may be stored, and values at their bounds, in one company."""
     mask = llada.config.mask_id

@@ -67,6 +67,7 @@ def test_a_large_budget_cuts_nothing(params, config, executables, unplanned, sma
     assert all(tiers is None and set(dataclasses.astuple(chunks)) == {1} for chunks, tiers in planned.choices)
 
 
+@pytest.mark.slow
 def test_a_small_budget_cuts_and_changes_no_token(
     params, config, executables, unplanned, small, monkeypatch: pytest.MonkeyPatch
 ):

@@ -60,6 +60,7 @@ def run(
     return requests, engine.evaluated
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", CASES)
 def test_a_generation_of_n_steps_evaluates_n(
     options: dict[str, Any],
