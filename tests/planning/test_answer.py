@@ -167,20 +167,43 @@ def check_causal(device: Device, tokens: int) -> None:
     assert (fits and not account.offloaded) == takes(device, tokens, sampling)
 
 
-@pytest.mark.parametrize(
-    ("devices", "each", "hosts"),
-    [
-        pytest.param(4, 15, [0], id="few"),
-        pytest.param(100, 20, [0, 2, 64 * 1024], id="many", marks=pytest.mark.slow),
-    ],
-)
-def test_an_engine_takes_what_a_plan_says_fits_and_nothing_else(devices: int, each: int, hosts: list[int]):
+class Case(NamedTuple):
+    device: Device
+    asked: list[Asked]
+    sampling: SamplingParams
+    """Of the longest context."""
+
+
+def drawn(devices: int, each: int, hosts: Sequence[int]) -> list[Case]:
+    """So many devices, each with so many requests."""
     rng = random.Random(each)
+    cases: list[Case] = []
     for _ in range(devices):
         device = some_device(rng, hosts)
-        for _ in range(each):
-            check(device, *some_request(rng))
-        check_longest(device, some_request(rng).sampling)
+        asked = [some_request(rng) for _ in range(each)]
+        cases.append(Case(device, asked, some_request(rng).sampling))
+    return cases
+
+
+FEW = drawn(4, 15, [0])
+MANY = drawn(100, 20, [0, 2, 64 * 1024])
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(FEW, id="few"),
+        *(
+            pytest.param(MANY[start : start + 25], id=f"many from {start}", marks=pytest.mark.slow)
+            for start in range(0, 100, 25)
+        ),
+    ],
+)
+def test_an_engine_takes_what_a_plan_says_fits_and_nothing_else(cases: list[Case]):
+    for case in cases:
+        for asked in case.asked:
+            check(case.device, *asked)
+        check_longest(case.device, case.sampling)
 
 
 @pytest.mark.parametrize("sizes", [{}, {"kv_pool": 512 * MIB}])
