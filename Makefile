@@ -74,6 +74,9 @@ demo: $(VENV)/.ready  ## generate text with the bundled model on the CPU
 serve: $(VENV)/.ready  ## serve the bundled model on the CPU: a page and OpenAI's API at port 8000
 	@$(CPU) $(BIN)/jdllm serve --max-num-batched-tokens 512
 
+# Threads of a NumPy product wait busily, and there is a process for each core already.
+test test-slow test-demo test-aot: export OPENBLAS_NUM_THREADS = 1
+
 test: $(VENV)/.ready lint  ## lint and the default tests, on the CPU
 	$(CPU) $(BIN)/python -m pytest $(SHARING) $(ELSEWHERE) \
 	  -m 'not slow and not demo and not aot and not gpu and not clients'
