@@ -40,9 +40,10 @@ def file_of(nodeid: str) -> str:
 def assign(files: Sequence[str], seconds: Mapping[str, float], count: int) -> list[int]:
     """The part of each test, from 1 to `count`, by the tests' files in the order of their tests.
 
-    `seconds` are those of one test of a file. Tests of a file that it lacks count as the mean of its files.
+    `seconds` are those of one test of a file. Tests of a file that it lacks count as the mean of the others.
     """
-    usual = fmean(seconds.values()) if seconds else 1.0
+    known = [seconds[file] for file in files if file in seconds]
+    usual = fmean(known) if known else 1.0
     weights = [seconds.get(file, usual) for file in files]
     ends = list(accumulate(weights))
     # A test belongs where its middle falls: a long one overhangs its part by half of its time at most.

@@ -56,7 +56,7 @@ def ran(project: pytest.Pytester, *arguments: str) -> list[str]:
 def test_parts_of_a_run_are_the_run(project: pytest.Pytester):
     parts = [ran(project, "--part", f"{k}/3") for k in (1, 2, 3)]
     assert [*chain(*parts)] == ran(project)
-    # Long tests are 12 of 21.3 seconds: the first part is the first of them, and the rest is cut by its time.
+    # Long tests take 12 of 18.7 seconds: each has a part, and the others share the last one.
     assert [len(part) for part in parts] == [1, 1, 5]
 
 

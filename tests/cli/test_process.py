@@ -17,6 +17,7 @@ from jdllm.llm import LLM
 from tests.cli.helpers import COMPILATION_CACHE, IDS, LLADA, SHORT, Checkpoint, assert_mistake, process
 
 
+@pytest.mark.slow
 def test_an_overlong_prompt_warns(checkpoint: Checkpoint):
     directory = checkpoint(max_sequence_length=10)
     result = process("generate", "--model", str(directory), *IDS, *SHORT, "--json")
@@ -36,6 +37,7 @@ def test_help_does_not_load_jax():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_a_model_from_a_directory_needs_no_flax():
     """Importing Flax takes longer than a short answer."""
     code = "import sys, jdllm.cli, jdllm.llm; assert 'jax' in sys.modules; assert 'flax' not in sys.modules"

@@ -103,8 +103,9 @@ def failing(engine: Engine, kind: Kind, lost: bool, monkeypatch: pytest.MonkeyPa
     return doomed.add
 
 
-@pytest.mark.parametrize("lost", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["two blocks", pytest.param("few tokens", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [True, False])
+@pytest.mark.parametrize("name", ["two blocks", "few tokens"])
 def test_a_request_begins_again_where_another_takes_the_pool_with_it(
     build: Build, alone: dict[str, Any], name: str, lost: bool, monkeypatch: pytest.MonkeyPatch
 ):
