@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import jax
 import pytest
 from fastapi.testclient import TestClient
 
@@ -22,6 +23,15 @@ def existing[T](value: T | None) -> T:
     """What the bundled model has."""
     assert value is not None
     return value
+
+
+@pytest.fixture(autouse=True)
+def _optimised(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The bundled model runs longer in these tests than it compiles; the tiny ones do not."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", before and "demo" not in request.fixturenames)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="package")

@@ -20,9 +20,8 @@ from tests.helpers import Golden
 
 SLOW = pytest.mark.slow
 FAMILIES = (
-    "llama",
     "mistral_swa",
-    *(pytest.param(name, marks=SLOW) for name in ("llama31_rope", "mistral", "qwen2")),
+    *(pytest.param(name, marks=SLOW) for name in ("llama", "llama31_rope", "mistral", "qwen2")),
 )
 EXECUTABLES = Executables("cpu")
 

@@ -18,6 +18,7 @@ from jdllm.outputs import RequestOutput
 from jdllm.planning.buckets import MAX_STEPS_PER_DISPATCH
 from tests.conftest import BUDGET, STOPS
 from tests.decoding import oracle
+from tests.helpers import slow
 
 IDS = oracle.Ids(mask=510, eos=STOPS["eos_token_id"], eot=STOPS["eot_token_id"])
 
@@ -137,7 +138,7 @@ DREAM_RULES = {
 }
 
 
-@pytest.mark.parametrize("rules", [RULES, DREAM_RULES], ids=["transfer", "alg"])
+@pytest.mark.parametrize("rules", [pytest.param(RULES, id="transfer"), slow(DREAM_RULES, id="alg")])
 def test_every_rule_in_one_ragged_batch(rules: dict[str, SamplingParams], stopping_llm: LLM):
     ids, sampling = prompts(len(rules), seed=5), list(rules.values())
     outputs = stopping_llm.generate(prompt_token_ids=ids, sampling=sampling)

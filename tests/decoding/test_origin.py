@@ -14,10 +14,11 @@ from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from tests.decoding.test_trajectories import DREAM, cases_of, sampling_of
 from tests.engines import engine_of, finish, generation_request
+from tests.helpers import slow
 
 MASK = 509
 RECORDED = [name for _, name in cases_of(DREAM, "origin_")]
-LONGEST = "origin_b1_p13_g32_s16"
+SHORTEST = "origin_b1_p9_g16_s16"
 
 
 class Drawing(Executables):
@@ -45,9 +46,7 @@ def recorded_bits(before: np.ndarray, draws: np.ndarray, counts: np.ndarray) -> 
     return lambda seed, step, segment, positions: table[step[segment], segment, positions]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name == LONGEST else name for name in RECORDED]
-)
+@pytest.mark.parametrize("name", [name if name == SHORTEST else slow(name) for name in RECORDED])
 def test_every_token_of_every_step(
     name: str, dream_config: ModelConfig, dream_params: Params, executables: Executables
 ):

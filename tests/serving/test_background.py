@@ -89,7 +89,8 @@ def test_nothing_starts_after_the_end_which_waits_for_what_has_begun(sizes: Size
     assert made == [True]
 
 
-@pytest.mark.parametrize("cache", ["none", pytest.param("dual", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["none", "dual"])
 def test_tokens_are_the_same_before_and_after(cache: Cache, params: Params, config: ModelConfig):
     executables = Executables("cpu")
     engine = engine_of(params, config, executables, 256)

@@ -58,7 +58,7 @@ def llm(config: ModelConfig, params: Params) -> LLM:
     return LLM(Transformer(config, params), max_num_batched_tokens=2048)
 
 
-@pytest.fixture(scope="module", params=["few", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["few", "all"])
 def company(request: pytest.FixtureRequest, llm: LLM) -> Company:
     prompts, sampling = mixed(COMPANIES[request.param])
     return Company(prompts, sampling, llm.generate(prompt_token_ids=prompts, sampling=sampling))
@@ -81,6 +81,7 @@ def test_order_and_the_length_of_dispatches_do_not_matter(llm: LLM, company: Com
     assert len(updates) == sum(o.nfe for o in outputs)
 
 
+@pytest.mark.slow
 def test_caches_change_something(llm: LLM, company: Company):
     """Else nothing here would notice a cache that is not used."""
 

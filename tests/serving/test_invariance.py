@@ -110,7 +110,8 @@ def test_any_company_in_any_order(family: str, request: pytest.FixtureRequest):
     check_company()
 
 
-@pytest.mark.parametrize("chunks", [ChunkConfig(ffn=3, query=2, logits=5), slow(ChunkConfig(logits=32))])
+@pytest.mark.slow
+@pytest.mark.parametrize("chunks", [ChunkConfig(ffn=3, query=2, logits=5), ChunkConfig(logits=32)])
 def test_any_chunks(chunks: ChunkConfig, llada: Model):
     for group in GROUPS:
         check(llada, group, chunks=chunks)
