@@ -134,6 +134,7 @@ def test_a_mistake_in_an_option_is_told_before_anything_is_loaded(
     assert_mistake(result, f"error: {option} {message}")
 
 
+@pytest.mark.slow
 def test_the_bundled_model_answers_at_the_length_that_it_was_trained_at():
     assert CliRunner().invoke(app, ["generate", "1+1=", "--dtype", "float32"]).stdout == "2\n"
 

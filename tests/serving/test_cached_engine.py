@@ -93,6 +93,7 @@ def test_caches_change_something(llm: LLM, company: Company):
     assert any(changed(*request) for request in zip(*company, strict=True))
 
 
+@pytest.mark.slow
 def test_blocks_of_more_steps_than_a_dispatch_may_do(llm: LLM):
     sampling = dataclasses.replace(PLAIN, cache="dual", gen_length=80, block_length=80)
     prompt = [np.arange(1, 9)]

@@ -109,6 +109,7 @@ def test_fixed_counts_that_do_not_fit_name_their_own_need(params, config, execut
         steps(dataclasses.replace(budget, device=needed - 2**16))
 
 
+@pytest.mark.slow
 def test_a_misfit_of_the_compiler_raises_the_counts(
     params, config, executables, unplanned, small, monkeypatch: pytest.MonkeyPatch
 ):
