@@ -4,9 +4,8 @@ import contextlib
 import itertools
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -15,34 +14,21 @@ from jdllm.decoding.encoded_trace import Steps
 from jdllm.errors import NonFiniteError, RequestError
 from jdllm.planning.account import Account
 from jdllm.serving.background import Background
+from jdllm.serving.entries import Entries, Entry, Updates
 from jdllm.serving.flight import Flight
 from jdllm.serving.mode import Mode, Parts
 from jdllm.serving.pool.device_pool import DevicePool
-from jdllm.serving.request import Request, of_committed
+from jdllm.serving.request import Request
 from jdllm.serving.runner import Pending, Runner
 from jdllm.serving.scheduler import Demand, Kind, Part, Scheduler
 from jdllm.serving.spec import RequestSpec
-from jdllm.serving.updates import Ended, PartDone, RequestState, Stats, StepUpdate, Update
-
-Updates = Literal["every", "later", "none"]
+from jdllm.serving.updates import Ended, PartDone, RequestState, Stats, Update
 
 _ids = itertools.count()
 
 _TOLD_TOKENS = 4
 """Tokens of causal requests that come together where somebody wants each as it comes: the device waits while
 the host turns to the next dispatch, which takes it up to 2 ms."""
-
-
-class _Entry(NamedTuple):
-    """A request of the engine.
-
-    - `updates`: whether its steps are told: "every" as they happen, "later", or "none".
-    - `deliver`: takes its updates too.
-    """
-
-    request: Request
-    updates: Updates
-    deliver: Callable[[Update], None] | None
 
 
 class Engine:
@@ -90,12 +76,10 @@ class Engine:
         self._background = background
         self._non_finite = non_finite
         self._lock = threading.RLock()
-        self._arrivals: deque[_Entry] = deque()
+        self._arrivals: deque[Entry] = deque()
         self._aborts: deque[int] = deque()
-        self._entries: dict[int, _Entry] = {}
+        self._entries = Entries(self._end, non_finite)
         self._flight = Flight()
-        self._delivered: dict[int, int] = {}
-        self._counts: Counter[str] = Counter()
 
     @property
     def evaluated(self) -> int:
@@ -131,7 +115,7 @@ class Engine:
         if life.pages:
             self._account.check_room(life.rows, life.pages)
         self._scheduler.check(life)
-        self._arrivals.append(_Entry(request, updates, deliver))
+        self._arrivals.append(Entry(request, updates, deliver))
         return request.id
 
     def abort(self, request: int) -> None:
@@ -145,7 +129,7 @@ class Engine:
 
     def stats(self) -> Stats:
         """Counts since the engine was made, and what it holds now."""
-        count = self._counts
+        count = self._entries.counts
         return Stats(
             waiting=len(self._scheduler.waiting) + len(self._arrivals),
             running=len(self._scheduler.running),
@@ -162,7 +146,7 @@ class Engine:
 
     def requests(self) -> list[RequestState]:
         """The requests that wait or run, in the order of their arrival."""
-        entries = [*self._arrivals, *self._entries.values()]  # in this order none is missed on its way
+        entries = [*self._arrivals, *self._entries]  # in this order none is missed on its way
         states = {entry.request.id: entry.request for entry in entries}
         running, now = set(self._scheduler.running), time.perf_counter()
         return [
@@ -230,10 +214,10 @@ class Engine:
         """End all requests with `error`: all are told before anything is cleaned up, which may fail too."""
         with self._lock:
             self._take_arrivals()
-            for entry in self._entries.values():
-                self._tell(Ended(entry.request.id, entry.request, error))
-            for request in list(self._entries):
-                self._leave(request, "failed")
+            for entry in self._entries:
+                self._entries.tell(Ended(entry.request.id, entry.request, error))
+            for entry in self._entries:
+                self._leave(entry.request.id, "failed")
             self._flight.drain()
             self._free()
 
@@ -260,8 +244,8 @@ class Engine:
         self._background.close()
         with self._lock:
             self._take_arrivals()
-            for request in list(self._entries):
-                self._leave(request, "aborted")
+            for entry in self._entries:
+                self._leave(entry.request.id, "aborted")
             self._flight.drain()
             self._runner.close()
             self._free()
@@ -271,8 +255,7 @@ class Engine:
             if not self._entries:
                 self._flight.rest()
             entry = self._arrivals.popleft()
-            self._entries[entry.request.id] = entry
-            self._delivered[entry.request.id] = 0
+            self._entries.add(entry)
             self._scheduler.add(entry.request.id, self._costs.life(entry.request.spec))
         while self._aborts:
             request = self._aborts.popleft()
@@ -280,25 +263,23 @@ class Engine:
                 self._leave(request, "aborted")
 
     def _leave(self, request: int, how: str) -> Request:
-        state = self._entries.pop(request).request
-        del self._delivered[request]
+        state = self._entries.remove(request, how)
         self._forget(request)
         if self._in_pool(state) and request in self._scheduler.running:
             self._pool.release(state, keep=how != "failed")
         self._scheduler.remove(request)
-        self._counts[how] += 1
         return state
 
     def _submit(self) -> list[Update]:
         for request in self._scheduler.admit():
-            state = self._entries[request].request
+            state = self._entries[request]
             state.started = time.perf_counter()
             if self._in_pool(state):
                 self._pool.admit(state)
         busy = self._flight.ids
         ready: dict[int, Demand] = {}
         failed: list[Update] = []
-        for request in [self._entries[i].request for i in self._scheduler.running if i not in busy]:
+        for request in [self._entries[i] for i in self._scheduler.running if i not in busy]:
             try:
                 ready[request.id] = self._costs.demand(request)
             except Exception as error:
@@ -310,7 +291,7 @@ class Engine:
     def _submit_part(self, part: Part, demands: Mapping[int, Demand]) -> list[Update]:
         """Submit a part; where it cannot be packed its halves instead, down to the requests at fault, which
         end. The others run in this turn all the same."""
-        requests = [self._entries[i].request for i in part.ids]
+        requests = [self._entries[i] for i in part.ids]
         try:
             pending = self._runner.submit(part.kind, requests, self._steps(part))
         except Exception as error:
@@ -329,8 +310,8 @@ class Engine:
         alone = len(part.ids) == len(self._scheduler.running)
         if not alone:
             return 1
-        told = any(self._entries[i].updates == "every" for i in part.ids)
-        requests = [self._entries[i].request for i in part.ids]
+        told = any(map(self._entries.told_every, part.ids))
+        requests = [self._entries[i] for i in part.ids]
         if part.kind is Kind.DECODE:
             left = max(r.steps_left for r in requests)
             return min(left, _TOLD_TOKENS) if told else left
@@ -355,71 +336,14 @@ class Engine:
         for request, stored in zip(pending.requests, pending.launch.stored, strict=True):
             if stored is not None:
                 request.store(*stored)
-        return list(self._take_in(pending, steps)) if isinstance(steps, Steps) else []
-
-    def _take_in(self, pending: Pending, steps: Steps) -> Iterator[Update]:
-        candidates = pending.launch.candidates
-        stops = itertools.accumulate(map(len, candidates))
-        told: list[tuple[Request, np.ndarray, slice]] = []
-        for request, positions, stop in zip(pending.requests, candidates, stops, strict=True):
-            part = slice(stop - len(positions), stop)
-            if request.id in self._entries and self._entries[request.id].updates == "none":
-                own = Steps(*(x[:, part] for x in steps))
-                yield from self._alone(request, self._advance_silently(request, positions, own))
-            else:
-                told.append((request, positions, part))
-        for step in map(Steps, *steps):
-            for request, positions, part in told:
-                if request.id in self._entries:
-                    own = Steps(*(x[part] for x in step))
-                    yield from self._alone(request, self._advance(request, positions, own))
-
-    def _alone(self, request: Request, updates: Iterator[Update]) -> Iterator[Update]:
-        """The updates of a request; what they raise, as its `decode` may, ends this request only."""
-        try:
-            yield from updates
-        except Exception as error:
-            yield self._end(request, error)
-
-    def _advance_silently(self, request: Request, positions: np.ndarray, steps: Steps) -> Iterator[Update]:
-        if not np.isfinite(steps.logprobs).all():
-            yield self._end(request, self._non_finite(request))
-            return
-        request.advance_many(positions, steps)
-        self._counts["tokens"] += int(np.count_nonzero(steps.committed))
-        if request.finished:
-            yield self._end(request, None)
-
-    def _advance(self, request: Request, positions: np.ndarray, step: Steps) -> Iterator[Update]:
-        if not len(positions):  # a part of a prompt is no step
-            return
-        shown = request.shown(positions, step)
-        told = Steps(*(x[shown] for x in step))
-        likeliest = told.likeliest[:, : request.sampling.listed]
-        update = StepUpdate(request.id, request.steps, positions[shown], *told[:3], likeliest)
-        if not np.isfinite(update.logprobs).all():
-            yield self._end(request, self._non_finite(request))
-            return
-        request.advance(*of_committed(positions, step))
-        self._counts["tokens"] += int(np.count_nonzero(step.committed))
-        if update.step >= self._delivered[request.id]:
-            self._delivered[request.id] += 1
-            yield self._tell(update)
-        if request.finished:
-            yield self._end(request, None)
+        return list(self._entries.take_in(pending, steps)) if isinstance(steps, Steps) else []
 
     def _end(self, request: Request, error: Exception | None) -> Update:
         if isinstance(error, NonFiniteError) and self._in_pool(request):
             self._runner.between_parts(lambda: self._pool.clean(request))
-        ended = self._tell(Ended(request.id, request, error))
+        ended = self._entries.tell(Ended(request.id, request, error))
         self._leave(request.id, "finished" if error is None else "failed")
         return ended
-
-    def _tell(self, update: Update) -> Update:
-        deliver = self._entries[update.request].deliver
-        if deliver is not None:
-            deliver(update)
-        return update
 
     def _free(self) -> None:
         self._pool.free()
@@ -432,8 +356,8 @@ class Engine:
             holder.clear()
         if self._pool.lost:
             self._pool.free()
-            self._counts["rebuilt"] += 1
-            for entry in self._entries.values():
+            self._entries.counts["rebuilt"] += 1
+            for entry in self._entries:
                 if self._in_pool(entry.request):
                     entry.request.go_back()
                     self._forget(entry.request.id)

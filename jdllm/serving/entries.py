@@ -1,0 +1,142 @@
+"""The requests of an engine: who is told of their steps, and what a collected part commits to them."""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from jdllm.decoding.encoded_trace import Steps
+from jdllm.errors import NonFiniteError
+from jdllm.serving.request import Request, of_committed
+from jdllm.serving.runner import Pending
+from jdllm.serving.updates import StepUpdate, Update
+
+Updates = Literal["every", "later", "none"]
+
+End = Callable[[Request, Exception | None], Update]
+"""Ends a request, which failed with an error where there is one, and returns the update that tells so."""
+
+
+class Entry(NamedTuple):
+    """A request of the engine.
+
+    - `updates`: whether its steps are told: "every" as they happen, "later", or "none".
+    - `deliver`: takes its updates too.
+    """
+
+    request: Request
+    updates: Updates
+    deliver: Callable[[Update], None] | None
+
+
+class Entries:
+    """The requests that wait or run, by their ids.
+
+    Arguments:
+    - `end`: ends a request, and takes it out of here.
+    - `non_finite`: makes the error of a request whose values are infinite or not numbers.
+
+    - `counts`: counts `tokens` that were committed, and requests by how they left.
+    """
+
+    def __init__(self, end: End, non_finite: Callable[[Request], NonFiniteError]):
+        self._end = end
+        self._non_finite = non_finite
+        self._entries: dict[int, Entry] = {}
+        self._delivered: dict[int, int] = {}
+        self.counts: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, request: int) -> bool:
+        return request in self._entries
+
+    def __iter__(self) -> Iterator[Entry]:
+        """All of them, in the order of their arrival; they may leave meanwhile."""
+        return iter(list(self._entries.values()))
+
+    def __getitem__(self, request: int) -> Request:
+        return self._entries[request].request
+
+    def add(self, entry: Entry) -> None:
+        """Take a request in."""
+        self._entries[entry.request.id] = entry
+        self._delivered[entry.request.id] = 0
+
+    def remove(self, request: int, how: str) -> Request:
+        """Take a request out.
+
+        Arguments:
+        - `how`: how it left, as the counts name it.
+        """
+        del self._delivered[request]
+        self.counts[how] += 1
+        return self._entries.pop(request).request
+
+    def told_every(self, request: int) -> bool:
+        """Whether somebody waits for every step of a request."""
+        return self._entries[request].updates == "every"
+
+    def tell(self, update: Update) -> Update:
+        """Deliver an update to whoever asked for it; returns it."""
+        deliver = self._entries[update.request].deliver
+        if deliver is not None:
+            deliver(update)
+        return update
+
+    def take_in(self, pending: Pending, steps: Steps) -> Iterator[Update]:
+        """Commit the steps of a part that was collected.
+
+        A request whose update fails, as its `decode` may, ends alone.
+        """
+        candidates = pending.launch.candidates
+        stops = itertools.accumulate(map(len, candidates))
+        told: list[tuple[Request, np.ndarray, slice]] = []
+        for request, positions, stop in zip(pending.requests, candidates, stops, strict=True):
+            part = slice(stop - len(positions), stop)
+            if request.id in self and self._entries[request.id].updates == "none":
+                own = Steps(*(x[:, part] for x in steps))
+                yield from self._alone(request, self._advance_silently(request, positions, own))
+            else:
+                told.append((request, positions, part))
+        for step in map(Steps, *steps):
+            for request, positions, part in told:
+                if request.id in self:
+                    own = Steps(*(x[part] for x in step))
+                    yield from self._alone(request, self._advance(request, positions, own))
+
+    def _alone(self, request: Request, updates: Iterator[Update]) -> Iterator[Update]:
+        try:
+            yield from updates
+        except Exception as error:
+            yield self._end(request, error)
+
+    def _advance_silently(self, request: Request, positions: np.ndarray, steps: Steps) -> Iterator[Update]:
+        if not np.isfinite(steps.logprobs).all():
+            yield self._end(request, self._non_finite(request))
+            return
+        request.advance_many(positions, steps)
+        self.counts["tokens"] += int(np.count_nonzero(steps.committed))
+        if request.finished:
+            yield self._end(request, None)
+
+    def _advance(self, request: Request, positions: np.ndarray, step: Steps) -> Iterator[Update]:
+        if not len(positions):  # a part of a prompt is no step
+            return
+        shown = request.shown(positions, step)
+        told = Steps(*(x[shown] for x in step))
+        likeliest = told.likeliest[:, : request.sampling.listed]
+        update = StepUpdate(request.id, request.steps, positions[shown], *told[:3], likeliest)
+        if not np.isfinite(update.logprobs).all():
+            yield self._end(request, self._non_finite(request))
+            return
+        request.advance(*of_committed(positions, step))
+        self.counts["tokens"] += int(np.count_nonzero(step.committed))
+        if update.step >= self._delivered[request.id]:
+            self._delivered[request.id] += 1
+            yield self.tell(update)
+        if request.finished:
+            yield self._end(request, None)
