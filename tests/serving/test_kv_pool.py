@@ -17,7 +17,7 @@ from jdllm.errors import JdllmError, KvPoolError
 from jdllm.execution.paged.pool import pool_bytes, pool_shape
 from jdllm.models.config import ModelConfig
 from jdllm.pallas.split_attention import PageTable, split_attention
-from jdllm.serving.pool.kv_pool import KvPool, pages_within
+from jdllm.serving.pool.kv_pool import KvPool
 
 ROWS = 64
 """Rows of a page, where a test needs no others."""
@@ -325,13 +325,6 @@ class TestBytes:
         assert shape == (3, 2, 5, page_rows, 7)
         taken = sum(np.zeros(shape, jnp.dtype(dtype)).nbytes for _ in "kv")
         assert pool_bytes(config, dtype, 2, page_rows) == taken
-        assert pages_within(config, dtype, page_rows, taken) == 2
-        assert pages_within(config, dtype, page_rows, taken - 1) == 1
-        assert pages_within(config, dtype, page_rows, 10 * taken) == 20
-
-    def test_nothing_fits_no_budget(self, config: ModelConfig):
-        assert pages_within(config, "bfloat16", 64, 100) == 0
-        assert pages_within(config, "bfloat16", 64, -(10**9)) == 0
 
 
 class TestErrors:
@@ -378,7 +371,6 @@ class TestErrors:
             (lambda p, _: KvPool.empty(2, 0), "pages of 0 rows: expected a positive multiple of 64"),
             (lambda p, _: KvPool.empty(2, -64), "pages of -64 rows"),
             (lambda p, config: pool_shape(config, 2, 96), "pages of 96 rows: expected a .* multiple of 64"),
-            (lambda p, config: pages_within(config, "bfloat16", 32, 10**9), "pages of 32 rows"),
         ],
     )
     def test_messages(self, config: ModelConfig, operation: Callable, message: str):

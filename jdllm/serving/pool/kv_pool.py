@@ -15,8 +15,7 @@ from jaxtyping import Int
 
 from jdllm.arrays import padded
 from jdllm.errors import KvPoolError
-from jdllm.execution.paged.pool import SCRATCH_PAGE, check_page_rows, pool_bytes
-from jdllm.models.config import ModelConfig
+from jdllm.execution.paged.pool import SCRATCH_PAGE, check_page_rows
 from jdllm.pallas.split_attention import PageTable
 
 Live = int | np.ndarray
@@ -179,11 +178,6 @@ class KvPool:
                 f" {len(held) * self.page_rows} rows, not {rows}: allocate pages for all of them"
             )
         return held[:needed]
-
-
-def pages_within(config: ModelConfig, dtype: str, page_rows: int, budget_bytes: int) -> int:
-    """How many whole pages, the scratch page included, a pool of at most `budget_bytes` bytes has."""
-    return max(budget_bytes, 0) // pool_bytes(config, dtype, 1, page_rows)
 
 
 def _with(words: tuple[int, ...], pages: Iterable[int]) -> tuple[int, ...]:
