@@ -19,6 +19,7 @@ from jdllm.execution.paged.stored_keys import StoredKeys
 from jdllm.execution.transformer import Wanted, final_norm
 from jdllm.models.block import Hidden
 from jdllm.models.config import ModelConfig
+from jdllm.models.visibility import window_start
 from jdllm.models.weights import Params
 from jdllm.pallas.masked_logits import Level, Likeliest
 from jdllm.pallas.split_attention import PageTable
@@ -246,7 +247,7 @@ def _seen(
     # Entries of a sequence follow one another: a position is as far from its row among them as the first is.
     begin = jnp.minimum(first[:-1], len(pages) - 1)
     end = first[:-1] * PAGE_ROWS + length - before[begin]
-    start = jnp.maximum(end - config.sliding_window, first[:-1] * PAGE_ROWS)
+    start = window_start(config, end, first[:-1] * PAGE_ROWS)
     return Window(StoredKeys(pages, valid), jnp.where(length > 0, start, end), end)
 
 

@@ -22,10 +22,10 @@ from jdllm.execution.offload.layered import (
     last_layer,
     prefill_layer,
 )
-from jdllm.execution.offload.parts import KeysValues
 from jdllm.execution.transformer import embed
 from jdllm.models.block import Hidden
 from jdllm.models.config import ModelConfig
+from jdllm.models.layer import KeysValues
 from jdllm.models.weights import Params, layer_runs
 from jdllm.pallas.masked_logits import Level
 

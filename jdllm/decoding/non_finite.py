@@ -14,8 +14,6 @@ from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.visibility import key_ranges
 from jdllm.models.weights import Params, layer_runs
-from jdllm.pallas.attention import attention
-from jdllm.pallas.grouped_matmul import grouped_matmul
 
 _CHUNK = 1024
 _HEAD_ROWS = 64
@@ -82,7 +80,7 @@ def _finite_layers(
     count = -(-tokens.shape[0] // _CHUNK)
     chunks = ChunkConfig(ffn=count, query=count, kv=count)
     h = embed(params, tokens)
-    after = [h, *layer_by_layer(params, config, h, rows, chunks, attention, grouped_matmul)]
+    after = [h, *layer_by_layer(params, config, h, rows, chunks)]
     of_head = lax.map(
         lambda row: jnp.isfinite(logits(params, config, row[None])).all(), after[-1], batch_size=_HEAD_ROWS
     )

@@ -12,13 +12,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jdllm.demo.tokenizer import MASK
-from jdllm.execution.transformer import logits, scan_layers
-from jdllm.models.block import AttentionFn, Layer, Rows, block
+from jdllm.execution.transformer import apply_layers, logits
+from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
-from jdllm.models.rotary import cos_sin
+from jdllm.models.layer import AttentionFn
 from jdllm.models.weights import Params
 from jdllm.pallas.device import target
-from jdllm.pallas.grouped_matmul import grouped_matmul
 
 type Shape = tuple[int, int]
 """(examples, tokens of each) of one dense part of the packed rows."""
@@ -123,12 +122,7 @@ def all_logits(
     """
     one_hot = jax.nn.one_hot(tokens, config.vocab_size, dtype=params["embed"].dtype)
     h = one_hot @ params["embed"]
-    rotation = cos_sin(config.rope, config.head_dim, rows.positions)
-
-    def body(h: Array, layer: Layer, _: Array) -> Array:
-        return block(layer, config, h, rotation, rows, attention, grouped_matmul)
-
-    return logits(params, config, scan_layers(params, config, h, body))
+    return logits(params, config, apply_layers(params, config, h, rows, attention=attention))
 
 
 def draw_masks(

@@ -15,20 +15,13 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jdllm.chunks import ChunkConfig, chunk_rows
-from jdllm.layers import linear, rms_norm, rotate
-from jdllm.models.block import (
-    AttentionFn,
-    Hidden,
-    Rows,
-    attention_branch,
-    ffn_branch,
-    project_heads,
-    project_keys_values,
-)
+from jdllm.models.block import Hidden, Rows
 from jdllm.models.config import ModelConfig
-from jdllm.models.moe import GroupedMatmulFn, experts_of
+from jdllm.models.layer import ALL_HEADS, Group, Heads, KeysValues, Layer, Ranges, Rotation
+from jdllm.models.moe import experts_of
 from jdllm.models.rotary import cos_sin
 from jdllm.models.weights import Params, layer_runs
+from jdllm.pallas.attention import attention
 
 Start = Int[Array, ""] | int
 
@@ -60,31 +53,16 @@ class LayerView(Mapping[str, Any]):
         return len(self._stack) + (self._experts is not None)
 
 
-def run_layers(
-    params: Params,
-    config: ModelConfig,
-    h: Hidden,
-    rows: Rows,
-    chunks: ChunkConfig,
-    attention: AttentionFn,
-    grouped_matmul: GroupedMatmulFn,
-) -> Hidden:
+def run_layers(params: Params, config: ModelConfig, h: Hidden, rows: Rows, chunks: ChunkConfig) -> Hidden:
     """Apply all layers to `h` with the chunk counts of `chunks`; the result is that of the whole operators.
 
     Raises `ValueError` where `chunks.heads` does not divide the key-value heads.
     """
-    after = layer_by_layer(params, config, h, rows, chunks, attention, grouped_matmul)
-    return deque(after, maxlen=1).pop()
+    return deque(layer_by_layer(params, config, h, rows, chunks), maxlen=1).pop()
 
 
 def layer_by_layer(
-    params: Params,
-    config: ModelConfig,
-    h: Hidden,
-    rows: Rows,
-    chunks: ChunkConfig,
-    attention: AttentionFn,
-    grouped_matmul: GroupedMatmulFn,
+    params: Params, config: ModelConfig, h: Hidden, rows: Rows, chunks: ChunkConfig
 ) -> Iterator[Hidden]:
     """The hidden rows after each layer, as of `run_layers`."""
     if config.num_kv_heads % chunks.heads:
@@ -93,9 +71,9 @@ def layer_by_layer(
     attend = _attend_whole if chunks.heads == 1 else _attend_by_groups
     for name, start, end in layer_runs(config):
         for place in range(start, end):
-            layer = LayerView(params[name], place)
-            h = attend(layer, config, h, rows, chunks, attention)
-            h = _feed_forward(layer, config, h, chunks.ffn, grouped_matmul)
+            layer = Layer(LayerView(params[name], place), config)
+            h = attend(layer, h, rows, chunks)
+            h = _feed_forward(layer, h, chunks.ffn)
             yield h
 
 
@@ -117,7 +95,7 @@ def _window(tree: Any, start: Start, size: int) -> Any:
     return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(jnp.asarray(x), start, size), tree)
 
 
-def _rotation(config: ModelConfig, rows: Rows, start: Start, size: int) -> tuple[Array, Array]:
+def _rotation(config: ModelConfig, rows: Rows, start: Start, size: int) -> Rotation:
     return cos_sin(config.rope, config.head_dim, _window(rows.positions, start, size))
 
 
@@ -134,87 +112,70 @@ def _room(h: Hidden, shape: tuple[int, ...], place: int = 0) -> Array:
     return jnp.broadcast_to(h[0, place], shape)
 
 
-def _room_for_keys_values(h: Hidden, kv_heads: int, config: ModelConfig) -> tuple[Array, Array]:
-    shape = (h.shape[0], kv_heads, config.head_dim)
-    return _room(h, shape, 0), _room(h, shape, 1)
+def _keys_values(layer: Layer, h: Hidden, rows: Rows, count: int, group: Group = ALL_HEADS) -> KeysValues:
+    """Keys and values of all rows, for one group of heads, projected in `count` chunks."""
+    shape = (h.shape[0], layer.config.num_kv_heads // group.count, layer.config.head_dim)
 
-
-def _attend_whole(
-    layer: LayerView, config: ModelConfig, h: Hidden, rows: Rows, chunks: ChunkConfig, attention: AttentionFn
-) -> Hidden:
-    """Attention with the keys and values of all heads at once."""
-
-    def project(keys_values: tuple[Array, Array], start: Start, size: int) -> tuple[Array, Array]:
-        rotation = _rotation(config, rows, start, size)
-        part = project_keys_values(layer, config, _window(h, start, size), rotation)
+    def project(keys_values: KeysValues, start: Start, size: int) -> KeysValues:
+        rotation = _rotation(layer.config, rows, start, size)
+        part = layer.project(_window(h, start, size), rotation, ("k", "v"), group)
         k, v = (
             lax.dynamic_update_slice_in_dim(x, y, start, 0) for x, y in zip(keys_values, part, strict=True)
         )
         return k, v
 
-    keys_values = over_chunks(
-        h.shape[0], chunks.kv, project, _room_for_keys_values(h, config.num_kv_heads, config)
-    )
+    return over_chunks(h.shape[0], count, project, (_room(h, shape, 0), _room(h, shape, 1)))
+
+
+def _attended(
+    layer: Layer, h: Hidden, rows: Rows, keys_values: KeysValues, start: Start, size: int, group: Group
+) -> Heads:
+    """Attention of a chunk of rows over the keys and values of all rows, for one group of heads."""
+    h, rows = _window((h, rows), start, size)
+    rotation = cos_sin(layer.config.rope, layer.config.head_dim, rows.positions)
+    return Ranges(rows, rotation, attention, keys_values).attend(layer, h, group)[0]
+
+
+def _attend_whole(layer: Layer, h: Hidden, rows: Rows, chunks: ChunkConfig) -> Hidden:
+    """Attention with the keys and values of all heads at once."""
+    keys_values = _keys_values(layer, h, rows, chunks.kv)
 
     def attend(h: Hidden, start: Start, size: int) -> Hidden:
-        h_part, rows_part = _window((h, rows), start, size)
-        rotation = _rotation(config, rows, start, size)
-        return _add(
-            h, start, attention_branch(layer, config, h_part, rotation, rows_part, keys_values, attention)
-        )
+        o = _attended(layer, h, rows, keys_values, start, size, ALL_HEADS)
+        return _add(h, start, layer.project_back(o))
 
     return over_chunks(h.shape[0], chunks.query, attend, h)
 
 
-def _attend_by_groups(
-    layer: LayerView, config: ModelConfig, h: Hidden, rows: Rows, chunks: ChunkConfig, attention: AttentionFn
-) -> Hidden:
+def _attend_by_groups(layer: Layer, h: Hidden, rows: Rows, chunks: ChunkConfig) -> Hidden:
     """Attention with the keys and values of one group of heads at a time.
 
     The outputs of all groups are kept, so that the output projection is one product over all heads.
     """
-    kv_heads, heads = config.num_kv_heads // chunks.heads, config.num_heads // chunks.heads
-    scale = config.head_dim**-0.5
+    heads, head_dim = layer.config.num_heads // chunks.heads, layer.config.head_dim
 
-    def attend_group(group: Start, attended: Float[Array, "rows width"]) -> Float[Array, "rows width"]:
-        def projected(name: str, size: int, start: Start, count: int) -> Float[Array, "rows heads head_dim"]:
-            part = _window(h, start, count)
-            x = rms_norm(part, layer["attn_norm"], config.rms_norm_eps)
-            return project_heads(layer, config, name, x, (group * size, size))
+    def attend_group(index: Start, attended: Float[Array, "rows width"]) -> Float[Array, "rows width"]:
+        group = Group(index, chunks.heads)
+        keys_values = _keys_values(layer, h, rows, chunks.kv, group)
 
-        def project(keys_values: tuple[Array, Array], start: Start, count: int) -> tuple[Array, Array]:
-            k = rotate(projected("k", kv_heads, start, count), *_rotation(config, rows, start, count))
-            part = (k, projected("v", kv_heads, start, count))
-            k, v = (
-                lax.dynamic_update_slice_in_dim(x, y, start, 0)
-                for x, y in zip(keys_values, part, strict=True)
-            )
-            return k, v
-
-        keys_values = over_chunks(h.shape[0], chunks.kv, project, _room_for_keys_values(h, kv_heads, config))
-
-        def attend(attended: Array, start: Start, count: int) -> Array:
-            q = rotate(projected("q", heads, start, count), *_rotation(config, rows, start, count))
-            rows_part = _window(rows, start, count)
-            o, _, _ = attention(q, *keys_values, rows_part.k_start, rows_part.k_end, scale=scale)
-            at = (start, group * heads * config.head_dim)
-            return lax.dynamic_update_slice(attended, o.reshape(count, -1), at)
+        def attend(attended: Array, start: Start, size: int) -> Array:
+            o = _attended(layer, h, rows, keys_values, start, size, group)
+            at = (start, index * heads * head_dim)
+            return lax.dynamic_update_slice(attended, o.reshape(size, -1), at)
 
         return over_chunks(h.shape[0], chunks.query, attend, attended)
 
-    attended = _room(h, (h.shape[0], config.num_heads * config.head_dim), 2)
+    attended = _room(h, (h.shape[0], layer.config.num_heads * head_dim), 2)
     attended = lax.fori_loop(0, chunks.heads, attend_group, attended)
 
-    def project_back(h: Hidden, start: Start, count: int) -> Hidden:
-        return _add(h, start, linear(_window(attended, start, count), layer["o"]))
+    def project_back(h: Hidden, start: Start, size: int) -> Hidden:
+        return _add(h, start, layer.project_back(_window(attended, start, size)))
 
     return over_chunks(h.shape[0], chunks.query, project_back, h)
 
 
-def _feed_forward(
-    layer: LayerView, config: ModelConfig, h: Hidden, count: int, grouped_matmul: GroupedMatmulFn
-) -> Hidden:
+def _feed_forward(layer: Layer, h: Hidden, count: int) -> Hidden:
     def feed_forward(h: Hidden, start: Start, size: int) -> Hidden:
-        return _add(h, start, ffn_branch(layer, config, _window(h, start, size), grouped_matmul))
+        return _add(h, start, layer.feed_forward(_window(h, start, size)))
 
     return over_chunks(h.shape[0], count, feed_forward, h)

@@ -17,24 +17,14 @@ from jdllm.chunks import ChunkConfig
 from jdllm.execution.chunked import run_layers
 from jdllm.execution.few_rows.streamed import streamed_of
 from jdllm.layers import head_logits, rms_norm
-from jdllm.models.block import (
-    AttentionFn,
-    Hidden,
-    Layer,
-    RowInts,
-    Rows,
-    attention_branch,
-    block,
-    ffn_branch,
-    project_keys_values,
-)
+from jdllm.models.block import Hidden, RowInts, Rows
 from jdllm.models.config import ModelConfig
-from jdllm.models.moe import GroupedMatmulFn, experts_of
+from jdllm.models.layer import AttentionFn, KeysValues, Layer, Ranges
+from jdllm.models.moe import experts_of
 from jdllm.models.rotary import cos_sin
 from jdllm.models.weights import Params, head_weights, layer_runs
 from jdllm.pallas.attention import attention as default_attention
 from jdllm.pallas.attention.ranges import ranges_of
-from jdllm.pallas.grouped_matmul import grouped_matmul as default_grouped_matmul
 
 _WHOLE = ChunkConfig()
 _UNROLLED = 4  # layers of few rows: the start of a turn would be a fiftieth of a layer
@@ -48,14 +38,7 @@ class Wanted(NamedTuple):
 
 
 def forward(
-    params: Params,
-    config: ModelConfig,
-    tokens: RowInts,
-    rows: Rows,
-    *,
-    chunks: ChunkConfig = _WHOLE,
-    attention: AttentionFn | None = None,
-    grouped_matmul: GroupedMatmulFn = default_grouped_matmul,
+    params: Params, config: ModelConfig, tokens: RowInts, rows: Rows, *, chunks: ChunkConfig = _WHOLE
 ) -> Hidden:
     """Run all layers over packed rows.
 
@@ -65,22 +48,10 @@ def forward(
     - `tokens`: int32 ids of all rows.
     - `rows`: positions and key ranges; `jdllm.models.visibility.key_ranges` gives those of one sequence.
     - `chunks`: chunk counts; static.
-    - `attention`: the attention to use, with the contract of `jdllm.pallas.attention.attention`, which is the
-      default.
-    - `grouped_matmul`: the product of rows with their experts, with the contract of
-      `jdllm.pallas.grouped_matmul.grouped_matmul`; models without experts do not call it.
 
     Returns the hidden rows after the last layer, before the final norm, in the dtype of the weights.
     """
-    return apply_layers(
-        params,
-        config,
-        embed(params, tokens),
-        rows,
-        chunks=chunks,
-        attention=attention,
-        grouped_matmul=grouped_matmul,
-    )
+    return apply_layers(params, config, embed(params, tokens), rows, chunks=chunks)
 
 
 def apply_layers(
@@ -91,18 +62,17 @@ def apply_layers(
     *,
     chunks: ChunkConfig = _WHOLE,
     attention: AttentionFn | None = None,
-    grouped_matmul: GroupedMatmulFn = default_grouped_matmul,
 ) -> Hidden:
-    """`forward` from the embedded rows `h` on; of `params` the layers are read."""
+    """`forward` from the embedded rows `h` on; of `params` the layers are read.
+
+    Arguments:
+    - `attention`: of whole layers, with the contract of `jdllm.pallas.attention.attention`, which is the
+      default.
+    """
     if not chunks.layers_whole:
-        return run_layers(params, config, h, rows, chunks, attention or default_attention, grouped_matmul)
-    attention = attention or attention_over(rows)
-    rotation = cos_sin(config.rope, config.head_dim, rows.positions)
-
-    def body(h: Hidden, layer: Layer, _: Array) -> Hidden:
-        return block(layer, config, h, rotation, rows, attention, grouped_matmul)
-
-    return scan_layers(params, config, h, body)
+        return run_layers(params, config, h, rows, chunks)
+    sees = packed_ranges(config, rows, attention)
+    return scan_layers(params, config, h, lambda h, layer: layer.apply(h, sees)[0])
 
 
 def forward_wanted(
@@ -112,57 +82,50 @@ def forward_wanted(
 
     Arguments as of `forward`. Returns the hidden rows of `wanted`, in its order.
     """
-    rotation, attention = cos_sin(config.rope, config.head_dim, rows.positions), attention_over(rows)
+    sees = packed_ranges(config, rows)
 
-    def body(h: Hidden, layer: Layer, _: Array) -> Hidden:
-        return block(layer, config, h, rotation, rows, attention, default_grouped_matmul)
+    def last(h: Hidden, layer: Layer) -> Hidden:
+        k, v = layer.project(h, sees.rotation, ("k", "v"))
+        return layer.apply(h[wanted.rows], ranges_of_wanted(sees, wanted, (k, v)))[0]
 
-    def last(h: Hidden, layer: Layer, _: Array) -> Hidden:
-        keys_values = project_keys_values(layer, config, h, rotation)
-        return last_block(layer, config, h, rotation, rows, keys_values, wanted, default_grouped_matmul)
-
-    return scan_layers(params, config, embed(params, tokens), body, last=last)
-
-
-def last_block(
-    layer: Layer,
-    config: ModelConfig,
-    h: Hidden,
-    rotation: tuple[Array, Array],
-    rows: Rows,
-    keys_values: tuple[Array, Array],
-    wanted: Wanted,
-    grouped_matmul: GroupedMatmulFn,
-) -> Hidden:
-    """The last layer for the rows of `wanted`, over the keys and values of all rows."""
-    own = Rows(*(jnp.asarray(x)[wanted.rows] for x in rows))
-    own = own._replace(k_end=jnp.where(wanted.live, own.k_end, own.k_start))
-    h, rotation = h[wanted.rows], (rotation[0][wanted.rows], rotation[1][wanted.rows])
-    attention = attention_over(own, keys_values[0].shape[0])
-    h = h + attention_branch(layer, config, h, rotation, own, keys_values, attention)
-    return h + ffn_branch(layer, config, h, grouped_matmul)
+    return scan_layers(
+        params, config, embed(params, tokens), lambda h, layer: layer.apply(h, sees)[0], last=last
+    )
 
 
-def attention_over(rows: Rows, keys: int | None = None) -> AttentionFn:
-    """The default attention, for layers that all have the key ranges of `rows`, among each other by default.
+def packed_ranges(config: ModelConfig, rows: Rows, attention: AttentionFn | None = None) -> Ranges:
+    """What packed rows see of each other, the same in all layers.
 
     Arguments:
-    - `keys`: of how many.
+    - `attention`: the default one where it is `None`.
     """
-    ranges = ranges_of(rows.k_start, rows.k_end, keys or rows.k_start.shape[0])
-    return functools.partial(default_attention, ranges=ranges)
+    rotation = cos_sin(config.rope, config.head_dim, rows.positions)
+    return Ranges(rows, rotation, attention or attention_over(rows, rows.k_start.shape[0]))
+
+
+def ranges_of_wanted(sees: Ranges, wanted: Wanted, keys_values: KeysValues) -> Ranges:
+    """What the rows of `wanted` see of the keys and values of all rows."""
+    rows = Rows(*(jnp.asarray(x)[wanted.rows] for x in sees.rows))
+    rows = rows._replace(k_end=jnp.where(wanted.live, rows.k_end, rows.k_start))
+    cos, sin = (x[wanted.rows] for x in sees.rotation)
+    return Ranges(rows, (cos, sin), attention_over(rows, keys_values[0].shape[0]), keys_values)
+
+
+def attention_over(rows: Rows, keys: int) -> AttentionFn:
+    """The default attention, for layers that all have the key ranges of `rows`, among so many keys."""
+    return functools.partial(default_attention, ranges=ranges_of(rows.k_start, rows.k_end, keys))
 
 
 def scan_layers[Carry](
     params: Params,
     config: ModelConfig,
     carry: Carry,
-    body: Callable[[Carry, Layer, Array], Carry],
+    body: Callable[[Carry, Layer], Carry],
     *,
     few_rows: int | None = None,
-    last: Callable[[Carry, Layer, Array], Carry] | None = None,
+    last: Callable[[Carry, Layer], Carry] | None = None,
 ) -> Carry:
-    """Apply `body(carry, layer, number)` for every layer in order: a device loop for each run of like layers.
+    """Apply `body(carry, layer)` for every layer in order: a device loop for each run of like layers.
 
     Arguments:
     - `few_rows`: how many rows the layers are applied to, where that may be so few that a kernel streams
@@ -181,11 +144,11 @@ def scan_layers[Carry](
         def step(
             place: Array, carry: Carry, body=body, stack=stack, wholes=wholes, offset=before - start
         ) -> Carry:
-            layer = {
+            weights = {
                 name: lax.dynamic_index_in_dim(leaf, place, keepdims=False) for name, leaf in stack.items()
             }
-            layer |= {name: whole.of_layer(place) for name, whole in wholes.items()}
-            return body(carry, layer, place + offset)
+            weights |= {name: whole.of_layer(place) for name, whole in wholes.items()}
+            return body(carry, Layer(weights, config, place + offset))
 
         like = end - (last is not None and before + end - start == config.num_layers)
         unroll = 1 if few_rows is None else min(_UNROLLED, like - start)

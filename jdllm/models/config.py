@@ -91,6 +91,11 @@ class ModelConfig:
         return min(self.token_limit or self.vocab_size, self.vocab_size)
 
     @property
+    def attention_scale(self) -> float:
+        """Factor of the products of queries and keys."""
+        return self.head_dim**-0.5
+
+    @property
     def eos_ids(self) -> tuple[int, ...]:
         """Ids of the end of sequence, in the checkpoint's order."""
         return () if self.eos_id is None else (self.eos_id, *self.more_eos_ids)

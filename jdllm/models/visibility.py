@@ -1,11 +1,17 @@
 """Which keys each row of a sequence sees, as a range of packed rows."""
 
-import numpy as np
-from jaxtyping import Int32
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int, Int32
+
+from jdllm.arrays import Tensor
 from jdllm.models.config import ModelConfig
 
 Range = Int32[np.ndarray, " length"]
+Bounds = Int[Tensor, " rows"]
 
 
 def key_ranges(
@@ -27,7 +33,25 @@ def key_ranges(
     if block_length is not None:
         end = np.minimum((row // block_length + 1) * block_length, length)
     elif config.in_order:
-        end = row + 1
-        if config.sliding_window is not None:
-            first = np.maximum(end - config.sliding_window, 0)
+        first, end = causal_range(config, row)
     return (start + first).astype(np.int32), (start + end).astype(np.int32)
+
+
+def causal_range(config: ModelConfig, position: Bounds) -> tuple[Any, Any]:
+    """The range of positions that rows of a causal model see.
+
+    Arguments:
+    - `position`: of each row, on the host or traced.
+
+    Returns the first position of each range and the one behind its last, which is the row itself.
+    """
+    end = position + 1
+    return window_start(config, end, 0), end
+
+
+def window_start(config: ModelConfig, end: Bounds | int, begin: Bounds | int) -> Any:
+    """The first key that causal rows see whose ranges end at `end`, of keys from `begin` on."""
+    form = jnp if isinstance(end, jax.Array) else np
+    if config.sliding_window is None:
+        return form.full_like(end, begin)
+    return form.maximum(end - config.sliding_window, begin)

@@ -10,13 +10,12 @@ from jaxtyping import Array, Float, Int
 
 from jdllm.arrays import Tensor
 from jdllm.decoding.prefilling import Prefilling
-from jdllm.execution.transformer import attention_over, embed, scan_layers
-from jdllm.models.block import Hidden, Layer, RowInts, Rows, block
+from jdllm.execution.transformer import embed, packed_ranges, scan_layers
+from jdllm.models.block import Hidden, RowInts, Rows
 from jdllm.models.config import ModelConfig
-from jdllm.models.rotary import cos_sin
+from jdllm.models.layer import Layer, Ranges
 from jdllm.models.weights import Params
 from jdllm.pallas.attention import AttentionOutput
-from jdllm.pallas.grouped_matmul import grouped_matmul
 from jdllm.prefilling.segments import Segment, ends
 
 Ints = Int[np.ndarray, " length"]
@@ -38,6 +37,23 @@ class Watched(NamedTuple):
     @property
     def rows(self) -> tuple[Int[Array, "chunks tokens"], Int[Array, "chunks window"]]:
         return jnp.asarray(self.tokens), jnp.asarray(self.window)
+
+
+class WatchedRanges(NamedTuple):
+    """Packed rows that see ranges of each other, and some of which are watched: a `Sees`.
+
+    - `ranges`: what they see.
+    - the others: as of `retain`.
+    """
+
+    ranges: Ranges
+    watched: Watched
+    prefilling: Prefilling
+
+    def attend(self, layer: Layer, h: Hidden) -> tuple[Array, Float[Array, "chunks groups tokens"]]:
+        k, v, q = layer.project(h, self.ranges.rotation, ("k", "v", "q"))
+        out, scale = AttentionOutput(*self.ranges.over(layer, q, k, v)), layer.config.attention_scale
+        return out.o, _worth(q, k, out, self.ranges.rows.k_end, self.watched, self.prefilling, scale)
 
 
 def retention_segment(prefix: Ints, chunk: Ints, window: Ints, mask: str) -> Segment:
@@ -70,23 +86,14 @@ def retain(
     Returns f32 values; one group for all heads, or one for each key-value head. Tokens beyond the length of a
     chunk are not meaningful. Exact: as published. Source: Prefilling-dLLM.
     """
-    rotation = cos_sin(config.rope, config.head_dim, rows.positions)
-    attention = attention_over(rows)
+    sees = WatchedRanges(packed_ranges(config, rows), watched, prefilling)
     per_head = prefilling.retention == "per_head"
     groups = config.num_kv_heads if per_head else 1
     values = jnp.zeros((config.num_layers, watched.length.size, groups, watched.tokens.shape[1]))
 
-    def body(carry: tuple[Hidden, Values], layer: Layer, number: Array) -> tuple[Hidden, Values]:
-        h, values = carry
-        found: list[Array] = []
-
-        def attend(q: Array, k: Array, v: Array, *bounds: RowInts, scale: float) -> AttentionOutput:
-            out = AttentionOutput(*attention(q, k, v, *bounds, scale=scale))
-            found.append(_worth(q, k, out, bounds[1], watched, prefilling, scale))
-            return out
-
-        h = block(layer, config, h, rotation, rows, attend, grouped_matmul)
-        return h, lax.dynamic_update_index_in_dim(values, found[0], number, 0)
+    def body(carry: tuple[Hidden, Values], layer: Layer) -> tuple[Hidden, Values]:
+        h, found = layer.apply(carry[0], sees)
+        return h, lax.dynamic_update_index_in_dim(carry[1], found, layer.number, 0)
 
     return scan_layers(params, config, (embed(params, jnp.asarray(tokens)), values), body)[1]
 

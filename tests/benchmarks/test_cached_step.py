@@ -12,13 +12,11 @@ from benchmarks.record import Ceilings, Sustained
 from benchmarks.shapes import SHAPES
 from benchmarks.steps import cached as cached_step
 from benchmarks.steps.cached import denoise, main, weight_bytes
-from jdllm.execution.transformer import embed, logits
-from jdllm.models.block import Rows, block, project_keys_values
+from jdllm.execution.transformer import embed, logits, packed_ranges
+from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
-from jdllm.models.rotary import cos_sin
+from jdllm.models.layer import Layer
 from jdllm.models.weights import Params, init_params
-from jdllm.pallas.attention import attention
-from jdllm.pallas.grouped_matmul import grouped_matmul
 from jdllm.pallas.split_attention import dense_table, with_fresh_rows
 from tests.benchmarks.shapes import small
 
@@ -36,13 +34,12 @@ def full(
     positions = np.arange(CACHED + FRESH)
     ends = np.where(positions < CACHED, CACHED, CACHED + FRESH)
     rows = Rows(positions, np.zeros_like(positions), ends)
-    rotation = cos_sin(config.rope, config.head_dim, jnp.asarray(positions))
-    h, cache = embed(params, tokens), []
+    h, cache, sees = embed(params, tokens), [], packed_ranges(config, rows)
     for index in range(config.num_layers):
-        layer = jax.tree.map(lambda leaf, index=index: leaf[index], params["layers"])
-        k, v = project_keys_values(layer, config, h, rotation)
+        layer = Layer({name: leaf[index] for name, leaf in params["layers"].items()}, config)
+        k, v = layer.project(h, sees.rotation, ("k", "v"))
         cache.append((k[:CACHED], v[:CACHED]))
-        h = block(layer, config, h, rotation, rows, attention, grouped_matmul)
+        h, _ = layer.apply(h, sees)
     return logits(params, config, h[CACHED:]).argmax(axis=1), cache
 
 

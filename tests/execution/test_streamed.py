@@ -8,13 +8,11 @@ import pytest
 from benchmarks.shapes import SHAPES
 from jdllm.execution.few_rows import streamed
 from jdllm.execution.few_rows.streamed import streamed_of
-from jdllm.execution.transformer import attention_over, embed, scan_layers
-from jdllm.models.block import Rows, block
+from jdllm.execution.transformer import embed, packed_ranges, scan_layers
+from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
-from jdllm.models.rotary import cos_sin
 from jdllm.models.weights import abstract_params, init_params
 from jdllm.pallas.device import HOPPER, Target
-from jdllm.pallas.grouped_matmul import grouped_matmul
 from jdllm.pallas.skinny_matmul import api
 from tests.benchmarks.shapes import small
 
@@ -22,13 +20,9 @@ from tests.benchmarks.shapes import small
 def run(params: dict, config: ModelConfig, few_rows: int | None) -> jax.Array:
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 80, 24))
     rows = Rows(np.arange(24), np.zeros(24, np.int32), np.full(24, 24, np.int32))
-    rotation = cos_sin(config.rope, config.head_dim, jnp.asarray(rows.positions))
-    attention = attention_over(rows)
-
-    def body(h, layer, _):
-        return block(layer, config, h, rotation, rows, attention, grouped_matmul)
-
-    return scan_layers(params, config, embed(params, tokens), body, few_rows=few_rows)
+    sees = packed_ranges(config, rows)
+    h = embed(params, tokens)
+    return scan_layers(params, config, h, lambda h, layer: layer.apply(h, sees)[0], few_rows=few_rows)
 
 
 @pytest.mark.parametrize(

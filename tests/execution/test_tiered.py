@@ -21,8 +21,6 @@ from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig, MoeConfig
 from jdllm.models.visibility import key_ranges
 from jdllm.models.weights import Params, is_spec, spec_tree
-from jdllm.pallas.attention.reference import attention_reference
-from jdllm.pallas.grouped_matmul.reference import grouped_matmul_reference
 from jdllm.serving.packing import lay_out
 
 TIERS = {
@@ -46,19 +44,14 @@ def executables() -> Executables:
     return Executables("cpu")
 
 
-# Forms that compile in a fraction of the others' time.
-OPERATORS = {"attention": attention_reference, "grouped_matmul": grouped_matmul_reference}
-tiered = functools.partial(forward_tiered, **OPERATORS)
-
-
 @functools.partial(jax.jit, static_argnames="config")
 def whole(params: Params, config: ModelConfig, tokens, rows: Rows) -> jax.Array:
-    return forward(params, config, tokens, rows, **OPERATORS)
+    return forward(params, config, tokens, rows)
 
 
 def check(params: Params, config: ModelConfig, tokens, rows: Rows, tiers: HostTiers, call) -> None:
     expected = np.asarray(whole(params, config, tokens, rows))
-    chunks = tiered(params, config, tokens, rows, tiers=tiers, call=call)
+    chunks = forward_tiered(params, config, tokens, rows, tiers=tiers, call=call)
     assert [len(c) for c in chunks] == [stop - start for start, stop in tiers.bounds(len(tokens))]
     assert {c.sharding.memory_kind for c in chunks} == {"pinned_host"}
     largest = np.abs(expected).max()
@@ -147,7 +140,9 @@ class TestMemory:
         before = alive()
         monkeypatch.setattr(jax, "device_put", device_put)
         column = np.zeros(self.rows, np.int32)
-        tiered(params, config, column, Rows(column, column, column + self.rows), tiers=tiers, call=call)
+        forward_tiered(
+            params, config, column, Rows(column, column, column + self.rows), tiers=tiers, call=call
+        )
         args = (config, tiers, self.rows, "float32")
         on_device, on_host = (sum(f(*args).values()) for f in (device_buffers, host_buffers))
         # What is on its way out is no longer referenced, so that the arrays alive are a little less.
@@ -222,7 +217,7 @@ class TestHostTiers:
     ):
         column = np.zeros(128, np.int32)
         with pytest.raises(ValueError, match="head_groups is 3, which does not divide 4 key-value heads"):
-            tiered(
+            forward_tiered(
                 params,
                 config,
                 column,

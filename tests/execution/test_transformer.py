@@ -11,14 +11,20 @@ from flax import nnx
 
 from jdllm.chunks import ChunkConfig
 from jdllm.execution.module import Transformer
-from jdllm.execution.transformer import Wanted, embed, final_norm, forward, forward_wanted, logits
+from jdllm.execution.transformer import (
+    Wanted,
+    embed,
+    final_norm,
+    forward,
+    forward_wanted,
+    logits,
+    packed_ranges,
+)
 from jdllm.layers import rms_norm
-from jdllm.models.block import Rows, attention_branch, ffn_branch, project_keys_values
+from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
-from jdllm.models.rotary import cos_sin
+from jdllm.models.layer import Layer
 from jdllm.models.weights import Params, TensorSpec, abstract_params, init_params, is_spec, spec_tree
-from jdllm.pallas.attention import attention
-from jdllm.pallas.grouped_matmul import grouped_matmul
 from jdllm.serving.packing import lay_out
 from tests.benchmarks.shapes import small
 from tests.models import numpy_transformer
@@ -73,14 +79,13 @@ def test_every_branch_of_every_layer(params: Params, config: ModelConfig, golden
 
     @jax.jit
     def outputs(params: Params) -> dict[str, jax.Array]:
-        rotation = cos_sin(config.rope, config.head_dim, jnp.asarray(rows.positions))
+        sees = packed_ranges(config, rows)
         h = embed(params, tokens)
         out = {"embed": h}
         for i in range(config.num_layers):
-            layer = {name: leaf[i] for name, leaf in params["layers"].items()}
-            keys_values = project_keys_values(layer, config, h, rotation)
-            attended = attention_branch(layer, config, h, rotation, rows, keys_values, attention)
-            fed = ffn_branch(layer, config, h + attended, grouped_matmul)
+            layer = Layer({name: leaf[i] for name, leaf in params["layers"].items()}, config)
+            attended = layer.project_back(sees.attend(layer, h)[0])
+            fed = layer.feed_forward(h + attended)
             h = h + attended + fed
             out |= {f"layer{i}.attn_out": attended, f"layer{i}.ff_out": fed, f"layer{i}": h}
         return out | {"final_norm": final_norm(params, config, h)}

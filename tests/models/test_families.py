@@ -11,17 +11,15 @@ import pytest
 
 from jdllm.checkpoints.loading import load_params
 from jdllm.execution.module import Transformer
-from jdllm.execution.transformer import embed, final_norm, forward, logits
+from jdllm.execution.transformer import embed, final_norm, forward, logits, packed_ranges
 from jdllm.layers import head_logits, rms_norm
-from jdllm.models.block import Rows, attention_branch, ffn_branch, project_keys_values
+from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import config_from_hf
+from jdllm.models.layer import Layer
 from jdllm.models.moe import route
-from jdllm.models.rotary import cos_sin
 from jdllm.models.visibility import key_ranges
 from jdllm.models.weights import Params, abstract_params
-from jdllm.pallas.attention import attention
-from jdllm.pallas.grouped_matmul import grouped_matmul
 from tests.helpers import Golden
 from tests.models.layer_by_layer import layers_in_order
 
@@ -86,18 +84,18 @@ def unpadded(tensors: dict[str, np.ndarray], case: str) -> list[np.ndarray]:
 def evaluate(params: Params, tokens, rows: Rows, *, config: ModelConfig) -> dict[str, jax.Array]:
     """Logits by `forward`, and every hidden state by walking the layers."""
     out = {"logits": logits(params, config, forward(params, config, tokens, rows))}
-    rotation = cos_sin(config.rope, config.head_dim, rows.positions)
+    sees = packed_ranges(config, rows)
     h = out["embed"] = embed(params, tokens)
-    for i, layer in enumerate(layers_in_order(params, config)):
-        keys_values = project_keys_values(layer, config, h, rotation)
-        attended = attention_branch(layer, config, h, rotation, rows, keys_values, attention)
+    for i, weights in enumerate(layers_in_order(params, config)):
+        layer = Layer(weights, config)
+        attended = layer.project_back(sees.attend(layer, h)[0])
         h = h + attended
         if config.moe is not None:
-            x = rms_norm(h, layer["ffn_norm"], config.rms_norm_eps)
-            out[f"layer{i}.router_logits"] = head_logits(x, layer["router"])
-            weights, chosen = route(x, layer["router"], None, config.moe.top_k)
-            out |= {f"layer{i}.topk_weights": weights, f"layer{i}.topk_ids": chosen}
-        fed = ffn_branch(layer, config, h, grouped_matmul)
+            x = rms_norm(h, weights["ffn_norm"], config.rms_norm_eps)
+            out[f"layer{i}.router_logits"] = head_logits(x, weights["router"])
+            shares, chosen = route(x, weights["router"], None, config.moe.top_k)
+            out |= {f"layer{i}.topk_weights": shares, f"layer{i}.topk_ids": chosen}
+        fed = layer.feed_forward(h)
         h = h + fed
         out |= {f"layer{i}.attn": attended, f"layer{i}.mlp": fed, f"layer{i}": h}
     out["final_norm"] = final_norm(params, config, h)

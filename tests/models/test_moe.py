@@ -10,14 +10,13 @@ from benchmarks.random_checkpoint import write_random_checkpoint
 from benchmarks.shapes import SHAPES
 from jdllm.checkpoints.loading import load_params
 from jdllm.chunks import ChunkConfig
-from jdllm.execution.transformer import embed, forward
-from jdllm.models.block import Rows, block
+from jdllm.execution.transformer import embed, forward, packed_ranges
+from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import config_from_hf
+from jdllm.models.layer import Layer
 from jdllm.models.moe import Experts, moe_ffn, route
-from jdllm.models.rotary import cos_sin
 from jdllm.models.weights import Params, abstract_params, init_params, layer_runs
-from jdllm.pallas.attention import attention
 from jdllm.pallas.grouped_matmul import grouped_matmul
 from jdllm.planning.aot import compile_for
 from tests.helpers import Golden
@@ -122,10 +121,9 @@ def test_chunks_of_rows_change_no_bit(batch):
 
 @functools.partial(jax.jit, static_argnames="config")
 def one_by_one(params: Params, config: ModelConfig, tokens: np.ndarray, rows: Rows) -> jax.Array:
-    rotation = cos_sin(config.rope, config.head_dim, rows.positions)
-    h = embed(params, tokens)
-    for layer in layers_in_order(params, config):
-        h = block(layer, config, h, rotation, rows, attention, grouped_matmul)
+    h, sees = embed(params, tokens), packed_ranges(config, rows)
+    for weights in layers_in_order(params, config):
+        h, _ = Layer(weights, config).apply(h, sees)
     return h
 
 

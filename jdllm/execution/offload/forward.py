@@ -17,8 +17,6 @@ from jaxtyping import Array
 
 from jdllm.execution.offload.host_memory import Device, pipeline, to_device, to_host
 from jdllm.execution.offload.parts import (
-    Heads,
-    KeysValues,
     accumulate,
     attend,
     finish,
@@ -29,13 +27,11 @@ from jdllm.execution.offload.parts import (
 )
 from jdllm.execution.offload.tiers import HostTiers
 from jdllm.execution.transformer import embed
-from jdllm.models.block import AttentionFn, Hidden, Layer, RowInts, Rows
+from jdllm.models.block import Hidden, RowInts, Rows
 from jdllm.models.config import ModelConfig
-from jdllm.models.moe import GroupedMatmulFn
+from jdllm.models.layer import Heads, KeysValues, Weights
 from jdllm.models.weights import Params, layer_runs
 from jdllm.pallas.attention import AttentionOutput
-from jdllm.pallas.attention import attention as default_attention
-from jdllm.pallas.grouped_matmul import grouped_matmul as default_grouped_matmul
 
 Call = Callable[..., Any]
 """Compiles and runs a function: `jdllm.compiling.executables.Executables.call`."""
@@ -49,14 +45,12 @@ def forward_tiered(
     *,
     tiers: HostTiers,
     call: Call,
-    attention: AttentionFn = default_attention,
-    grouped_matmul: GroupedMatmulFn = default_grouped_matmul,
 ) -> list[Hidden]:
     """Run all layers over packed rows that are in host memory.
 
     Arguments:
     - `params`: stacked weights on the device.
-    - `config`, `tokens`, `rows`, `attention`, `grouped_matmul`: as of `jdllm.execution.transformer.forward`.
+    - `config`, `tokens`, `rows`: as of `jdllm.execution.transformer.forward`.
     - `tiers`: what is in host memory, and the sizes of chunks.
     - `call`: compiles and runs the parts of a layer.
 
@@ -66,7 +60,7 @@ def forward_tiered(
     Raises `ValueError` where `tiers.head_groups` does not divide the key-value heads.
     """
     (device,) = params["final_norm"].devices()
-    run = _Run(config, tiers, Rows(*map(np.asarray, rows)), device, call, attention, grouped_matmul)
+    run = _Run(config, tiers, Rows(*map(np.asarray, rows)), device, call)
     h = run.embed(params["embed"], np.asarray(tokens))
     for layer in run.layers(params):
         if tiers.kv:
@@ -104,8 +98,6 @@ class _Run:
     rows: Rows
     device: Device
     call: Call
-    attention: AttentionFn
-    grouped_matmul: GroupedMatmulFn
 
     def embed(self, matrix: Array, tokens: np.ndarray) -> list[Hidden]:
         h: list[Any] = [None] * len(self._bounds)
@@ -120,13 +112,13 @@ class _Run:
         pipeline(range(len(h)), fetch, look_up)
         return h
 
-    def layers(self, params: Params) -> Iterator[Layer]:
+    def layers(self, params: Params) -> Iterator[Weights]:
         """A copy of the weights of each layer, in order."""
         for name, start, end in layer_runs(self.config):
             for place in range(start, end):
                 yield self.call(take_layer, params[name], np.int32(place))
 
-    def apply_by_groups(self, layer: Layer, h: list[Hidden]) -> None:
+    def apply_by_groups(self, layer: Weights, h: list[Hidden]) -> None:
         """With the keys and values of one group of heads at a time on the device.
 
         The outputs of all groups but the last wait in host memory, so that there is one output projection
@@ -136,7 +128,7 @@ class _Run:
         for group in range(self.tiers.head_groups):
             self._apply_group(layer, h, outputs, group)
 
-    def _apply_group(self, layer: Layer, h: list[Hidden], outputs: list[list[Heads]], index: int) -> None:
+    def _apply_group(self, layer: Weights, h: list[Hidden], outputs: list[list[Heads]], index: int) -> None:
         group = to_device(np.int32(index), self.device)
         stored = self._project_group(layer, h, group)
         last = index == self.tiers.head_groups - 1
@@ -154,8 +146,7 @@ class _Run:
                 stored,
                 group,
                 config=self.config,
-                heads=self.tiers.heads(self.config)[0],
-                attention=self.attention,
+                groups=self.tiers.head_groups,
             )
             if last:
                 return self._finish(layer, h, i, part, [*earlier, o])
@@ -164,7 +155,7 @@ class _Run:
 
         pipeline(range(len(h)), fetch, attend_chunk)
 
-    def _project_group(self, layer: Layer, h: list[Hidden], group: Array) -> KeysValues:
+    def _project_group(self, layer: Weights, h: list[Hidden], group: Array) -> KeysValues:
         heads = self.tiers.heads(self.config)[1]
         shape = (len(self.rows.positions), heads, self.config.head_dim)
         empty = functools.partial(jnp.zeros, shape, h[0].dtype, device=self.device)
@@ -184,14 +175,14 @@ class _Run:
                 group,
                 donate=("stored",),
                 config=self.config,
-                heads=heads,
+                groups=self.tiers.head_groups,
             )
             return done
 
         pipeline(range(len(h)), fetch, project)
         return stored
 
-    def apply_streamed(self, layer: Layer, h: list[Hidden]) -> None:
+    def apply_streamed(self, layer: Weights, h: list[Hidden]) -> None:
         """With keys and values in host memory: for every chunk of queries they pass through the device in
         chunks, whose attention is merged with that of the chunks before."""
         stored = self._project_to_host(layer, h)
@@ -219,7 +210,6 @@ class _Run:
                 start,
                 donate=("attended",),
                 config=self.config,
-                attention=self.attention,
             )
             running = running._replace(attended=attended)
             if visit.last:
@@ -228,9 +218,9 @@ class _Run:
 
         pipeline(self._visits, fetch, attend_chunk)
 
-    def _project_to_host(self, layer: Layer, h: list[Hidden]) -> list[KeysValues]:
+    def _project_to_host(self, layer: Weights, h: list[Hidden]) -> list[KeysValues]:
         group = to_device(np.int32(0), self.device)
-        static = {"config": self.config, "heads": self.config.num_kv_heads}
+        static = {"config": self.config, "groups": 1}
         stored: list[KeysValues] = []
 
         def fetch(i: int) -> tuple[Hidden, Array]:
@@ -243,16 +233,8 @@ class _Run:
         pipeline(range(len(h)), fetch, project)
         return stored
 
-    def _finish(self, layer: Layer, h: list[Hidden], i: int, part: Hidden, outputs: list[Heads]) -> Hidden:
-        after = self.call(
-            finish,
-            layer,
-            part,
-            outputs,
-            donate=("h",),
-            config=self.config,
-            grouped_matmul=self.grouped_matmul,
-        )
+    def _finish(self, layer: Weights, h: list[Hidden], i: int, part: Hidden, outputs: list[Heads]) -> Hidden:
+        after = self.call(finish, layer, part, outputs, donate=("h",), config=self.config)
         h[i] = to_host(after, self.device)
         return h[i]
 

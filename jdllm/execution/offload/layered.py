@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jdllm.execution.offload.parts import Heads, KeysValues, Scalar, take_layer
-from jdllm.layers import linear
-from jdllm.models.block import Hidden, Layer, ffn_branch, project, project_keys_values
+from jdllm.execution.offload.parts import Scalar, take_layer
+from jdllm.models.block import Hidden
 from jdllm.models.config import ModelConfig
+from jdllm.models.layer import Heads, KeysValues, Layer, Rotation, Weights
 from jdllm.models.rotary import cos_sin
+from jdllm.models.visibility import causal_range
 from jdllm.pallas.attention import AttentionOutput, attention, merge, nothing_seen
-from jdllm.pallas.grouped_matmul import grouped_matmul
 
 SEEN_AT_ONCE = 16384
 """Keys of the prompt that a generated row sees at a time, at most."""
@@ -47,8 +47,72 @@ class Generated(NamedTuple):
     v: Float[Array, "layers tokens kv_heads head_dim"]
 
 
+class Before(NamedTuple):
+    """A chunk of rows of a prompt that see the rows before them and each other: a `Sees`.
+
+    - `stored`: keys and values of all rows, those of the chunk to be added.
+    - `start`: first row of the chunk.
+    """
+
+    stored: KeysValues
+    start: Scalar
+
+    def attend(self, layer: Layer, h: Hidden) -> tuple[Heads, KeysValues]:
+        config = layer.config
+        positions, rotation = _chunk(config, self.start, h.shape[0])
+        k, v, q = layer.project(h, rotation, ("k", "v", "q"))
+        stored = _placed(self.stored, (k, v), self.start)
+        bounds = causal_range(config, positions)
+        return attention(q, *stored, *bounds, scale=config.attention_scale)[0], stored
+
+
+class Prompt(NamedTuple):
+    """One row of a prompt, whose keys are all stored: a `Sees`.
+
+    - `stored`: keys and values of all rows.
+    - `position`: of the row, `[1]`.
+    """
+
+    stored: KeysValues
+    position: Int[Array, " rows"]
+
+    def attend(self, layer: Layer, h: Hidden) -> tuple[Heads, None]:
+        config = layer.config
+        (q,) = layer.project(h, cos_sin(config.rope, config.head_dim, self.position), ("q",))
+        return over_prompt(q, self.stored, *causal_range(config, self.position), config=config).o, None
+
+
+class Behind(NamedTuple):
+    """One row behind a prompt, which is stored and sees the prompt and the rows between: a `Sees`.
+
+    - `prompt`: keys and values of the first `length` rows.
+    - `generated`: those of the `count` rows between.
+    """
+
+    prompt: KeysValues
+    generated: Generated
+    length: Int[Array, ""]
+    count: Int[Array, ""]
+
+    def attend(self, layer: Layer, h: Hidden) -> tuple[Heads, Generated]:
+        config, number, length, count = layer.config, layer.number, self.length, self.count
+        position = (length + count)[None]
+        k, v, q = layer.project(h, cos_sin(config.rope, config.head_dim, position), ("k", "v", "q"))
+        generated = Generated(
+            *(
+                lax.dynamic_update_slice(x, row[None].astype(x.dtype), (number, count, 0, 0))
+                for x, row in zip(self.generated, (k, v), strict=True)
+            )
+        )
+        own_k, own_v = (lax.dynamic_index_in_dim(x, number, keepdims=False) for x in generated)
+        first, _ = causal_range(config, position)
+        before = over_prompt(q, self.prompt, first, length[None], config=config)
+        start = jnp.clip(first - length, 0, count)
+        return merge([before, _over_few(q, (own_k, own_v), start, count[None] + 1, config)]).o, generated
+
+
 def prefill_layer(
-    stack: Layer, place: Scalar, h: Hidden, length: Scalar, *, config: ModelConfig, chunk: int
+    stack: Weights, place: Scalar, h: Hidden, length: Scalar, *, config: ModelConfig, chunk: int
 ) -> tuple[Hidden, KeysValues, Array]:
     """One layer over all rows of a prompt.
 
@@ -60,16 +124,12 @@ def prefill_layer(
 
     Returns the rows after the layer, its rotated keys and values, and an array to wait for.
     """
-    layer = take_layer(stack, place)
+    layer = Layer(take_layer(stack, place), config)
 
     def body(index: Array, carry: tuple[Hidden, KeysValues]) -> tuple[Hidden, KeysValues]:
         h, stored = carry
         start = index * chunk
-        rows, positions, rotation = _chunk(config, h, start, chunk)
-        k, v, q = project(layer, config, rows, rotation, ("k", "v", "q"))
-        stored = _placed(stored, (k, v), start)
-        found = attention(q, *stored, *_seen(config, positions), scale=config.head_dim**-0.5)
-        rows = _finished(layer, config, rows, found[0])
+        rows, stored = layer.apply(lax.dynamic_slice_in_dim(h, start, chunk), Before(stored, start))
         return lax.dynamic_update_slice_in_dim(h, rows, start, 0), stored
 
     chunks = (jnp.asarray(length) + chunk - 1) // chunk
@@ -78,29 +138,28 @@ def prefill_layer(
 
 
 def last_layer(
-    stack: Layer, place: Scalar, h: Hidden, length: Scalar, *, config: ModelConfig, chunk: int
+    stack: Weights, place: Scalar, h: Hidden, length: Scalar, *, config: ModelConfig, chunk: int
 ) -> tuple[Hidden, KeysValues]:
     """The last layer for a prompt of which only the last row is wanted: of the others it makes keys and
     values. Arguments as of `prefill_layer`; `h` is not donated.
 
     Returns that row, `[1, hidden]`, and the keys and values.
     """
-    layer, length = take_layer(stack, place), jnp.asarray(length)
+    layer, length = Layer(take_layer(stack, place), config), jnp.asarray(length)
 
     def body(index: Array, stored: KeysValues) -> KeysValues:
         start = index * chunk
-        rows, _, rotation = _chunk(config, h, start, chunk)
-        return _placed(stored, project_keys_values(layer, config, rows, rotation), start)
+        rows, (_, rotation) = lax.dynamic_slice_in_dim(h, start, chunk), _chunk(config, start, chunk)
+        k, v = layer.project(rows, rotation, ("k", "v"))
+        return _placed(stored, (k, v), start)
 
     stored = lax.fori_loop(0, (length + chunk - 1) // chunk, body, _no_keys(config, h))
-    row, position = lax.dynamic_slice_in_dim(h, length - 1, 1), (length - 1)[None]
-    (q,) = project(layer, config, row, cos_sin(config.rope, config.head_dim, position), ("q",))
-    found = over_prompt(q, stored, *_seen(config, position), config=config)
-    return _finished(layer, config, row, found.o), stored
+    row = lax.dynamic_slice_in_dim(h, length - 1, 1)
+    return layer.apply(row, Prompt(stored, (length - 1)[None]))[0], stored
 
 
 def generate_layer(
-    stack: Layer,
+    stack: Weights,
     place: Scalar,
     number: Scalar,
     h: Hidden,
@@ -121,22 +180,8 @@ def generate_layer(
 
     Returns the row after the layer, `generated`, and an array to wait for.
     """
-    layer, length, count = take_layer(stack, place), jnp.asarray(length), jnp.asarray(count)
-    position = (length + count)[None]
-    rotation = cos_sin(config.rope, config.head_dim, position)
-    k, v, q = project(layer, config, h, rotation, ("k", "v", "q"))
-    generated = Generated(
-        *(
-            lax.dynamic_update_slice(x, row[None].astype(x.dtype), (number, count, 0, 0))
-            for x, row in zip(generated, (k, v), strict=True)
-        )
-    )
-    own_k, own_v = (lax.dynamic_index_in_dim(x, number, keepdims=False) for x in generated)
-    first, _ = _seen(config, position)
-    before = over_prompt(q, prompt, first, length[None], config=config)
-    start = jnp.clip(first - length, 0, count)
-    found = merge([before, _over_few(q, (own_k, own_v), start, count[None] + 1, config)])
-    h = _finished(layer, config, h, found.o)
+    layer = Layer(take_layer(stack, place), config, number)
+    h, generated = layer.apply(h, Behind(prompt, generated, jnp.asarray(length), jnp.asarray(count)))
     return h, generated, h[0, :1]
 
 
@@ -176,7 +221,7 @@ def _over_few(
     k, v = keys_values
     by_group = q.reshape(q.shape[0], k.shape[1], -1, q.shape[2])
     options = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
-    scores = config.head_dim**-0.5 * jnp.einsum("qkgd,skd->qkgs", by_group, k, **options)
+    scores = config.attention_scale * jnp.einsum("qkgd,skd->qkgs", by_group, k, **options)
     at = jnp.arange(k.shape[0])
     seen = (at >= start[:, None]) & (at < end[:, None])
     scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
@@ -189,13 +234,10 @@ def _over_few(
     return AttentionOutput(o.reshape(q.shape), m.reshape(q.shape[:2]), total.reshape(q.shape[:2]))
 
 
-def _chunk(
-    config: ModelConfig, h: Hidden, start: Scalar, chunk: int
-) -> tuple[Hidden, Array, tuple[Array, Array]]:
-    """The rows from `start` on, their positions, and the rotation of these."""
+def _chunk(config: ModelConfig, start: Scalar, chunk: int) -> tuple[Array, Rotation]:
+    """The positions of the rows from `start` on, and their rotation."""
     positions = start + jnp.arange(chunk)
-    rows = lax.dynamic_slice_in_dim(h, start, chunk)
-    return rows, positions, cos_sin(config.rope, config.head_dim, positions)
+    return positions, cos_sin(config.rope, config.head_dim, positions)
 
 
 def _no_keys(config: ModelConfig, h: Hidden) -> KeysValues:
@@ -206,15 +248,3 @@ def _no_keys(config: ModelConfig, h: Hidden) -> KeysValues:
 def _placed(stored: KeysValues, part: KeysValues, start: Scalar) -> KeysValues:
     k, v = (lax.dynamic_update_slice_in_dim(x, new, start, 0) for x, new in zip(stored, part, strict=True))
     return k, v
-
-
-def _seen(config: ModelConfig, positions: Array) -> tuple[Array, Array]:
-    """The range of rows that each row sees."""
-    end = positions + 1
-    window = config.sliding_window
-    return jnp.zeros_like(end) if window is None else jnp.maximum(end - window, 0), end
-
-
-def _finished(layer: Layer, config: ModelConfig, h: Hidden, o: Heads) -> Hidden:
-    h = h + linear(o.reshape(h.shape[0], -1).astype(h.dtype), layer["o"])
-    return h + ffn_branch(layer, config, h, grouped_matmul)

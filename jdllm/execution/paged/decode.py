@@ -1,6 +1,5 @@
 """One token more of many sequences: each row sees what is stored of its own, and is stored itself."""
 
-import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -10,14 +9,13 @@ from jaxtyping import Array, Int
 from jdllm.arrays import Tensor
 from jdllm.execution.few_rows.chain import ChainOperands, chain_operands, run_chain
 from jdllm.execution.paged.pool import KeyValuePool
-from jdllm.execution.paged.stored_keys import Heads, StoredKeys, over_stored_keys
+from jdllm.execution.paged.stored_keys import StoredKeys, over_stored_keys
 from jdllm.execution.transformer import embed, scan_layers
-from jdllm.models.block import Hidden, Layer, RowInts, Rows, block
+from jdllm.models.block import Hidden, RowInts
 from jdllm.models.config import ModelConfig
+from jdllm.models.layer import Heads, Layer, LayerNumber, Rotation
 from jdllm.models.rotary import cos_sin
 from jdllm.models.weights import Params
-from jdllm.pallas.attention import AttentionOutput
-from jdllm.pallas.grouped_matmul import grouped_matmul
 from jdllm.pallas.split_attention import FRESH_UNIT, PageTable, split_attention
 
 
@@ -38,6 +36,29 @@ class Window(NamedTuple):
     keys: StoredKeys
     start: RowInts
     end: RowInts
+
+
+class StoredRows(NamedTuple):
+    """One row of each sequence, which is stored and sees what is stored of its own: a `Sees`.
+
+    - `rotation`: of the rows.
+    - the others: as of `forward_decode`.
+    """
+
+    rotation: Rotation
+    pool: KeyValuePool
+    place: Place
+    seen: PageTable | Window
+
+    def attend(self, layer: Layer, h: Hidden) -> tuple[Heads, KeyValuePool]:
+        k, v, q = layer.project(h, self.rotation, ("k", "v", "q"))
+        pool = store_rows(self.pool, layer.number, self.place, k, v)
+        scale = layer.config.attention_scale
+        if isinstance(self.seen, PageTable):
+            found = split_attention(q[:, None], *pool, self.seen, layer=layer.number, scale=scale)
+            return found.o[:, 0], pool
+        keys, start, end = self.seen
+        return over_stored_keys(q, start, end, keys, pool, layer.number, scale).o, pool
 
 
 def forward_decode(
@@ -61,22 +82,10 @@ def forward_decode(
     Returns the hidden rows after the last layer, and the pool.
     """
     rotation = cos_sin(config.rope, config.head_dim, positions)
-    if isinstance(seen, PageTable):
-        rows, attention = Rows(positions, positions, positions), functools.partial(_over_pages, seen)
-    else:
-        rows, attention = Rows(positions, seen.start, seen.end), functools.partial(_over_window, seen)
 
-    def body(carry: tuple[Hidden, KeyValuePool], layer: Layer, number: Array) -> tuple[Hidden, KeyValuePool]:
+    def body(carry: tuple[Hidden, KeyValuePool], layer: Layer) -> tuple[Hidden, KeyValuePool]:
         h, pool = carry
-        written: list[KeyValuePool] = []
-
-        def attend(q: Heads, k: Heads, v: Heads, *_: RowInts, scale: float) -> AttentionOutput:
-            stored = store_rows(pool, number, place, k, v)
-            written.append(stored)
-            return attention(q, stored, number, scale)
-
-        h = block(layer, config, h, rotation, rows, attend, grouped_matmul)
-        return h, written[0]
+        return layer.apply(h, StoredRows(rotation, pool, place, seen))
 
     return scan_layers(params, config, (embed(params, jnp.asarray(tokens)), pool), body, few_rows=len(tokens))
 
@@ -112,7 +121,7 @@ def forward_decode_chained(
     """
     same = chain_rows(len(tokens)) // len(tokens)
     tokens, positions = (jnp.repeat(jnp.asarray(x), same) for x in (tokens, positions))
-    rotation, scale = cos_sin(config.rope, config.head_dim, positions), config.head_dim**-0.5
+    rotation, scale = cos_sin(config.rope, config.head_dim, positions), config.attention_scale
 
     def attend(q: Heads, k: Heads, v: Heads, *, layer: Array, chained: bool) -> Array:
         by_sequence, fresh = q.reshape(-1, same, *q.shape[1:]), (k, v)
@@ -129,7 +138,9 @@ def forward_decode_chained(
     return h[::same], store_rows(pool, slice(None), place, k, v)
 
 
-def store_rows(pool: KeyValuePool, layers: Array | slice, place: Place, k: Array, v: Array) -> KeyValuePool:
+def store_rows(
+    pool: KeyValuePool, layers: LayerNumber | slice, place: Place, k: Array, v: Array
+) -> KeyValuePool:
     """Write a row of keys and values of each sequence.
 
     Arguments:
@@ -141,14 +152,3 @@ def store_rows(pool: KeyValuePool, layers: Array | slice, place: Place, k: Array
             for x, rows in zip(pool, (k, v), strict=True)
         )
     )
-
-
-def _over_pages(
-    table: PageTable, q: Heads, pool: KeyValuePool, number: Array, scale: float
-) -> AttentionOutput:
-    found = split_attention(q[:, None], *pool, table, layer=number, scale=scale)
-    return AttentionOutput(*(x[:, 0] for x in found))
-
-
-def _over_window(seen: Window, q: Heads, pool: KeyValuePool, number: Array, scale: float) -> AttentionOutput:
-    return over_stored_keys(q, seen.start, seen.end, seen.keys, pool, number, scale)

@@ -1,22 +1,71 @@
 """The transformer with a pool of keys and values: a refresh stores them, the steps that reuse read them."""
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxtyping import Array
 
 from jdllm.execution.few_rows.chain import ChainOperands, chain_operands, chains, run_chain
 from jdllm.execution.paged.pool import KeyValuePool
-from jdllm.execution.paged.selection import Selection, slots_of, sources, store
-from jdllm.execution.transformer import Wanted, attention_over, embed, last_block, scan_layers
-from jdllm.models.block import AttentionFn, Hidden, Layer, RowInts, Rows, block, project
+from jdllm.execution.paged.selection import Selection, Slots, slots_of, sources, store
+from jdllm.execution.transformer import Wanted, embed, packed_ranges, ranges_of_wanted, scan_layers
+from jdllm.models.block import Hidden, RowInts, Rows
 from jdllm.models.config import ModelConfig
-from jdllm.models.moe import GroupedMatmulFn
+from jdllm.models.layer import Heads, Layer, Ranges, Rotation
 from jdllm.models.rotary import cos_sin
 from jdllm.models.weights import Params
 from jdllm.pallas.attention import AttentionOutput
-from jdllm.pallas.grouped_matmul import grouped_matmul as default_grouped_matmul
 from jdllm.pallas.split_attention import PageTable, split_attention
+
+
+class SelectedRanges(NamedTuple):
+    """Packed rows that see ranges of each other, and of which a selection is stored: a `Sees`.
+
+    - `ranges`: what they see.
+    - `pool`: where they are stored.
+    - `selection`, `slots`: which of them, and where.
+    - `scored`: as of `sources`.
+    """
+
+    ranges: Ranges
+    pool: KeyValuePool
+    selection: Selection
+    slots: Slots
+    scored: bool
+
+    def attend(self, layer: Layer, h: Hidden) -> tuple[Heads, KeyValuePool]:
+        k, v, q = layer.project(h, self.ranges.rotation, ("k", "v", "q"))
+        pool = self.store(layer, q, k, v)
+        return self.ranges.over(layer, q, k, v)[0], pool
+
+    def store(self, layer: Layer, q: Heads, k: Heads, v: Heads) -> KeyValuePool:
+        """Write the selected rows."""
+        source = sources(q, k, self.selection, self.slots, scored=self.scored)
+        return KeyValuePool(*store(*self.pool, layer.number, k, v, self.slots.page, source))
+
+
+class Pages(NamedTuple):
+    """Tiles of rows that see pages of a pool and fresh rows: a `Sees`.
+
+    - `rotation`: of the rows.
+    - `pool`, `table`: as of `forward_reuse`.
+    - `attention`: with the contract of `jdllm.pallas.split_attention.split_attention`.
+    """
+
+    rotation: Rotation
+    pool: KeyValuePool
+    table: PageTable
+    attention: Callable[..., AttentionOutput]
+
+    def attend(self, layer: Layer, h: Hidden) -> tuple[Array, None]:
+        k, v, q = layer.project(h, self.rotation, ("k", "v", "q"))
+        return self.over(q, k, v, layer=layer.number, scale=layer.config.attention_scale), None
+
+    def over(self, q: Heads, k: Heads, v: Heads, **options: Any) -> Array:
+        """Attention of rotated queries, `[tiles, rows, heads, head_dim]`."""
+        by_tile = q.reshape(self.table.first.shape[0] - 1, -1, *q.shape[1:])
+        return self.attention(by_tile, *self.pool, self.table, fresh=(k, v), **options).o
 
 
 def forward_refresh(
@@ -30,14 +79,11 @@ def forward_refresh(
     *,
     scored: bool,
     wanted: Wanted,
-    attention: AttentionFn | None = None,
-    grouped_matmul: GroupedMatmulFn = default_grouped_matmul,
 ) -> tuple[Hidden, KeyValuePool]:
     """Run all layers over whole sequences and store what each layer selects.
 
     Arguments:
-    - `params`, `config`, `tokens`, `rows`, `attention`, `grouped_matmul`: as of
-      `jdllm.execution.transformer.forward`.
+    - `params`, `config`, `tokens`, `rows`: as of `jdllm.execution.transformer.forward`.
     - `pool`: carried through the layers and written in place; donate it.
     - `selection`: which rows may be stored, and how many.
     - `table`: the pages of each segment; how many of their rows are live does not matter here.
@@ -46,28 +92,17 @@ def forward_refresh(
 
     Returns the hidden rows of `wanted`, which storing does not change, and the pool.
     """
-    rotation = cos_sin(config.rope, config.head_dim, rows.positions)
-    slots = slots_of(selection, table, pool.k.shape[3])
-    attention = attention or attention_over(rows)
+    ranges, slots = packed_ranges(config, rows), slots_of(selection, table, pool.k.shape[3])
 
-    def body(carry: tuple[Hidden, KeyValuePool], layer: Layer, number: Array) -> tuple[Hidden, KeyValuePool]:
+    def body(carry: tuple[Hidden, KeyValuePool], layer: Layer) -> tuple[Hidden, KeyValuePool]:
         h, pool = carry
-        stored: list[KeyValuePool] = []
+        return layer.apply(h, SelectedRanges(ranges, pool, selection, slots, scored))
 
-        def attend(q: Array, k: Array, v: Array, *bounds: RowInts, scale: float) -> Any:
-            source = sources(q, k, selection, slots, scored=scored)
-            stored.append(KeyValuePool(*store(*pool, number, k, v, slots.page, source)))
-            return attention(q, k, v, *bounds, scale=scale)
-
-        h = block(layer, config, h, rotation, rows, attend, grouped_matmul)
-        return h, stored[0]
-
-    def last(carry: tuple[Hidden, KeyValuePool], layer: Layer, number: Array) -> tuple[Hidden, KeyValuePool]:
+    def last(carry: tuple[Hidden, KeyValuePool], layer: Layer) -> tuple[Hidden, KeyValuePool]:
         h, pool = carry
-        q, k, v = project(layer, config, h, rotation, ("q", "k", "v"))  # all queries only to score keys
-        source = sources(q, k, selection, slots, scored=scored)
-        pool = KeyValuePool(*store(*pool, number, k, v, slots.page, source))
-        return last_block(layer, config, h, rotation, rows, (k, v), wanted, grouped_matmul), pool
+        k, v, q = layer.project(h, ranges.rotation, ("k", "v", "q"))  # all queries only to score keys
+        pool = SelectedRanges(ranges, pool, selection, slots, scored).store(layer, q, k, v)
+        return layer.apply(h[wanted.rows], ranges_of_wanted(ranges, wanted, (k, v)))[0], pool
 
     return scan_layers(params, config, (embed(params, tokens), pool), body, last=last)
 
@@ -82,7 +117,6 @@ def forward_reuse(
     *,
     operands: ChainOperands | None = None,
     attention: Callable[..., AttentionOutput] | None = None,
-    grouped_matmul: GroupedMatmulFn = default_grouped_matmul,
 ) -> Hidden:
     """Run all layers over some rows of each sequence, against themselves and what is stored.
 
@@ -99,24 +133,9 @@ def forward_reuse(
     Returns the hidden rows.
     """
     rotation = cos_sin(config.rope, config.head_dim, rows.positions)
-    h, scale, tiles = embed(params, tokens), config.head_dim**-0.5, table.first.shape[0] - 1
-    attend_to = attention or split_attention
-
-    def attend(q: Array, k: Array, v: Array, **options: Any) -> AttentionOutput:
-        by_tile = q.reshape(tiles, -1, *q.shape[1:])
-        return attend_to(by_tile, *pool, table, fresh=(k, v), scale=scale, **options)
-
+    h, sees = embed(params, tokens), Pages(rotation, pool, table, attention or split_attention)
     if attention is None and chains(params, config, len(tokens)):
         made = operands or chain_operands(params, config)
-        hidden, _ = run_chain(
-            params, config, made, h, rotation, lambda *qkv, **options: attend(*qkv, **options).o
-        )
-        return hidden
-
-    def body(h: Hidden, layer: Layer, number: Array) -> Hidden:
-        def attend_layer(q: Array, k: Array, v: Array, *_: RowInts, scale: float) -> AttentionOutput:
-            return attend(q, k, v, layer=number)
-
-        return block(layer, config, h, rotation, rows, attend_layer, grouped_matmul)
-
-    return scan_layers(params, config, h, body, few_rows=len(tokens))
+        attend = functools.partial(sees.over, scale=config.attention_scale)
+        return run_chain(params, config, made, h, rotation, attend)[0]
+    return scan_layers(params, config, h, lambda h, layer: layer.apply(h, sees)[0], few_rows=len(tokens))

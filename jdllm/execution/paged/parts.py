@@ -4,7 +4,7 @@ Rows see each other by their ranges, and what is stored of others. Their own key
 at other positions where asked.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -12,15 +12,15 @@ from jaxtyping import Array, Bool, Int
 
 from jdllm.arrays import Tensor
 from jdllm.execution.paged.pool import KeyValuePool
-from jdllm.execution.paged.stored_keys import Heads, StoredKeys, over_stored_keys
-from jdllm.execution.transformer import Wanted, attention_over, embed, scan_layers
-from jdllm.layers import linear, rotate
-from jdllm.models.block import Hidden, Layer, RowInts, Rows, ffn_branch, project_unrotated
+from jdllm.execution.paged.stored_keys import StoredKeys, over_stored_keys
+from jdllm.execution.transformer import Wanted, embed, packed_ranges, ranges_of_wanted, scan_layers
+from jdllm.layers import rotate
+from jdllm.models.block import Hidden, RowInts, Rows
 from jdllm.models.config import ModelConfig
+from jdllm.models.layer import Heads, Layer, LayerNumber, Ranges
 from jdllm.models.rotary import cos_sin
 from jdllm.models.weights import Params
 from jdllm.pallas.attention import AttentionOutput, merge
-from jdllm.pallas.grouped_matmul import grouped_matmul
 from jdllm.pallas.split_attention import PageTable, split_attention
 
 
@@ -58,6 +58,43 @@ class Parts(NamedTuple):
     keys: StoredKeys | None = None
 
 
+class PartRows(NamedTuple):
+    """Rows of parts, which are stored and see what `parts` says: a `Sees`.
+
+    - `ranges`: of the rows.
+    - `parts`, `pool`: as of `forward_parts`.
+    """
+
+    ranges: Ranges
+    parts: Parts
+    pool: KeyValuePool | None
+
+    def attend(self, layer: Layer, h: Hidden) -> tuple[Heads, KeyValuePool | None]:
+        q, k, v = layer.project_unrotated(h, ("q", "k", "v"))
+        pool = _store(layer, self.parts.storage, self.pool, k, v)
+        q, k = (rotate(x, *self.ranges.rotation) for x in (q, k))
+        own = None if self.parts.own is None else (self.parts.own, k, v)
+        return _outputs(layer, q, self.ranges._replace(keys_values=(k, v)), own, self.parts, pool), pool
+
+
+class WantedRows(NamedTuple):
+    """Some of the rows of parts, whose keys and values are stored already: a `Sees`.
+
+    - `ranges`: of these rows, with the keys and values of all.
+    - `own`: which of them see their own key, and their own keys and values.
+    - `parts`, `pool`: as of `forward_parts`.
+    """
+
+    ranges: Ranges
+    own: tuple[Bool[Array, " rows"], Heads, Heads] | None
+    parts: Parts
+    pool: KeyValuePool | None
+
+    def attend(self, layer: Layer, h: Hidden) -> tuple[Heads, None]:
+        (q,) = layer.project(h, self.ranges.rotation, ("q",))
+        return _outputs(layer, q, self.ranges, self.own, self.parts, self.pool), None
+
+
 def forward_parts(
     params: Params, config: ModelConfig, parts: Parts, pool: KeyValuePool | None
 ) -> tuple[Hidden, KeyValuePool | None]:
@@ -71,62 +108,58 @@ def forward_parts(
 
     Returns the hidden rows that are wanted, in their order, and the pool.
     """
-    rotation = cos_sin(config.rope, config.head_dim, parts.rows.positions)
-    everywhere, scale = attention_over(parts.rows), config.head_dim**-0.5
-    few_rows = None if parts.table is None else len(parts.tokens)
+    ranges, (rows, live) = packed_ranges(config, parts.rows), parts.wanted
 
-    def body(carry: tuple[Hidden, KeyValuePool | None], layer: Layer, number: Array):
+    def body(carry: tuple[Hidden, KeyValuePool | None], layer: Layer) -> tuple[Hidden, KeyValuePool | None]:
         h, pool = carry
-        q, k, v = project_unrotated(layer, config, h, ("q", "k", "v"))
-        pool = _store(config, parts.storage, pool, number, k, v)
-        q, k = rotate(q, *rotation), rotate(k, *rotation)
-        bounds = parts.rows.k_start, parts.rows.k_end
-        if parts.keys is not None and pool is not None:
-            found = [over_stored_keys(q, *bounds, parts.keys, pool, number, scale)]
-        else:
-            found = [everywhere(q, k, v, *bounds, scale=scale)]
-        if parts.own is not None:
-            found.append(_of_itself(q, k, v, parts.own, scale))
-        if parts.table is not None and pool is not None:
-            found.append(_of_stored(q, pool, parts.table, number, scale))
-        return _finished(layer, config, h, found), pool
+        return layer.apply(h, PartRows(ranges, parts, pool))
 
-    def last(carry: tuple[Hidden, KeyValuePool | None], layer: Layer, number: Array):
+    def last(carry: tuple[Hidden, KeyValuePool | None], layer: Layer) -> tuple[Hidden, KeyValuePool | None]:
         h, pool = carry
-        k, v = project_unrotated(layer, config, h, ("k", "v"))
-        pool = _store(config, parts.storage, pool, number, k, v)
-        (rows, live), k = parts.wanted, rotate(k, *rotation)
-        (q,) = project_unrotated(layer, config, h[rows], ("q",))
-        q = rotate(q, *(x[rows] for x in rotation))
-        start, end = (jnp.asarray(x)[rows] for x in parts.rows[1:])
-        end = jnp.where(live, end, start)
-        seen = Rows(jnp.asarray(parts.rows.positions)[rows], start, end)
-        if parts.keys is not None and pool is not None:
-            found = [over_stored_keys(q, start, end, parts.keys, pool, number, scale)]
-        else:
-            found = [attention_over(seen, k.shape[0])(q, k, v, start, end, scale=scale)]
-        if parts.own is not None:
-            own = jnp.asarray(parts.own)[rows] & live
-            found.append(_of_itself(q, k[rows], v[rows], own, scale))
-        return _finished(layer, config, h[rows], found), pool
+        k, v = layer.project_unrotated(h, ("k", "v"))
+        pool = _store(layer, parts.storage, pool, k, v)
+        k = rotate(k, *ranges.rotation)
+        own = None if parts.own is None else (jnp.asarray(parts.own)[rows] & live, k[rows], v[rows])
+        seen = ranges_of_wanted(ranges, parts.wanted, (k, v))
+        return layer.apply(h[rows], WantedRows(seen, own, parts, pool))[0], pool
 
     carry = embed(params, jnp.asarray(parts.tokens)), pool
     if parts.table is None:
         return scan_layers(params, config, carry, body, last=last)
     # Tiles see pages together: the rows that are wanted are no tiles.
-    h, pool = scan_layers(params, config, carry, body, few_rows=few_rows)
-    return h[parts.wanted.rows], pool
+    h, pool = scan_layers(params, config, carry, body, few_rows=len(parts.tokens))
+    return h[rows], pool
 
 
-def _finished(layer: Layer, config: ModelConfig, h: Hidden, found: list[Any]) -> Hidden:
-    parts = [AttentionOutput(*part) for part in found]
-    o = (parts[0] if len(parts) == 1 else merge(parts)).o
-    h = h + linear(o.reshape(h.shape[0], -1), layer["o"])
-    return h + ffn_branch(layer, config, h, grouped_matmul)
+def _outputs(
+    layer: Layer,
+    q: Heads,
+    ranges: Ranges,
+    own: tuple[Bool[Tensor, " rows"], Heads, Heads] | None,
+    parts: Parts,
+    pool: KeyValuePool | None,
+) -> Heads:
+    """Attention of rotated queries over everything that they see.
+
+    Arguments:
+    - `ranges`: theirs, with the keys and values of all rows.
+    - `own`: which of them see their own key, and their own keys and values.
+    """
+    scale, (_, start, end) = layer.config.attention_scale, ranges.rows
+    if parts.keys is not None and pool is not None:
+        found = [over_stored_keys(q, start, end, parts.keys, pool, layer.number, scale)]
+    else:
+        assert ranges.keys_values is not None
+        found = [AttentionOutput(*ranges.over(layer, q, *ranges.keys_values))]
+    if own is not None:
+        found.append(_of_itself(q, *own, scale))
+    if parts.table is not None and pool is not None:
+        found.append(_of_stored(q, pool, parts.table, layer.number, scale))
+    return (found[0] if len(found) == 1 else merge(found)).o
 
 
 def _of_stored(
-    q: Heads, pool: KeyValuePool, table: PageTable, number: Array, scale: float
+    q: Heads, pool: KeyValuePool, table: PageTable, number: LayerNumber, scale: float
 ) -> AttentionOutput:
     tiles = len(table.first) - 1
     by_tile = q.reshape(tiles, -1, *q.shape[1:])
@@ -134,7 +167,7 @@ def _of_stored(
     return AttentionOutput(*(x.reshape(q.shape[0], *x.shape[2:]) for x in found))
 
 
-def _of_itself(q: Heads, k: Heads, v: Heads, own: Bool[Tensor, " rows"], scale: float) -> AttentionOutput:
+def _of_itself(q: Heads, own: Bool[Tensor, " rows"], k: Heads, v: Heads, scale: float) -> AttentionOutput:
     """Attention of each row of `own` over its own key alone."""
     group = q.shape[1] // k.shape[1]
     own = jnp.asarray(own)[:, None]
@@ -148,16 +181,12 @@ def _of_itself(q: Heads, k: Heads, v: Heads, own: Bool[Tensor, " rows"], scale: 
 
 
 def _store(
-    config: ModelConfig,
-    storage: Storage | None,
-    pool: KeyValuePool | None,
-    number: Int[Array, ""],
-    k: Heads,
-    v: Heads,
+    layer: Layer, storage: Storage | None, pool: KeyValuePool | None, k: Heads, v: Heads
 ) -> KeyValuePool | None:
     """Write unrotated keys and values of one layer into whole pages, rotated to their new positions."""
     if storage is None or pool is None:
         return pool
+    config, number = layer.config, layer.number
     layers = storage.source.shape[0]
     source = lax.dynamic_index_in_dim(
         jnp.asarray(storage.source), jnp.minimum(number, layers - 1), keepdims=False

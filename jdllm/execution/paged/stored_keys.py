@@ -4,14 +4,13 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from jdllm.arrays import Tensor
 from jdllm.execution.paged.pool import KeyValuePool
 from jdllm.models.block import RowInts
+from jdllm.models.layer import Heads, KeysValues, LayerNumber
 from jdllm.pallas.attention import AttentionOutput, attention, merge, nothing_seen
-
-Heads = Float[Array, "rows heads head_dim"]
 
 GATHERED_KEYS = 16384
 """Keys that exist beside the pool at a time."""
@@ -28,7 +27,7 @@ class StoredKeys(NamedTuple):
     valid: Int[Tensor, " entries"]
 
 
-def gathered_keys(keys: StoredKeys, pool: KeyValuePool, number: Array) -> tuple[Heads, Heads]:
+def gathered_keys(keys: StoredKeys, pool: KeyValuePool, number: LayerNumber) -> KeysValues:
     """The rows of some pages of one layer; values that are not live are zero, whatever was there."""
     pages = jnp.asarray(keys.pages)
     live = jnp.arange(pool.k.shape[3]) < jnp.asarray(keys.valid)[:, None]
@@ -38,7 +37,13 @@ def gathered_keys(keys: StoredKeys, pool: KeyValuePool, number: Array) -> tuple[
 
 
 def over_stored_keys(
-    q: Heads, start: RowInts, end: RowInts, keys: StoredKeys, pool: KeyValuePool, number: Array, scale: float
+    q: Heads,
+    start: RowInts,
+    end: RowInts,
+    keys: StoredKeys,
+    pool: KeyValuePool,
+    number: LayerNumber,
+    scale: float,
 ) -> AttentionOutput:
     """Attention of rotated queries over ranges of stored rows, `GATHERED_KEYS` at a time.
 

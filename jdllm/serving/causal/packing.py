@@ -17,7 +17,7 @@ from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.execution.paged.stored_keys import StoredKeys
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
-from jdllm.models.visibility import key_ranges
+from jdllm.models.visibility import key_ranges, window_start
 from jdllm.planning.buckets import power_bucket
 from jdllm.planning.ladder import Entry
 from jdllm.serving.causal.request import CausalRequest
@@ -125,7 +125,7 @@ def pack_prompts(
 def pages_read(request: CausalRequest, config: ModelConfig, steps: int) -> range:
     """Which of its pages a request reads or writes while it generates up to so many tokens."""
     last = request.known + min(steps, request.steps_left) - 1
-    seen = 0 if config.sliding_window is None else max(0, request.known - config.sliding_window)
+    seen = int(window_start(config, request.known, 0))
     return range(seen // PAGE_ROWS, pages_of(last))
 
 

@@ -1,0 +1,155 @@
+"""The one layer of the transformer: norms, projections, rotation, attention, residuals and feed-forward.
+
+Every way to run layers takes them from here, whole or in parts: over packed rows, over pages, in chunks, with
+host memory. Only the kernels of `jdllm.execution.few_rows.chain` have this order built in. What the rows of a
+layer see is an object of its own, a `Sees`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jdllm.layers import linear, rms_norm, rotate, swiglu
+from jdllm.models.block import Hidden, Rows
+from jdllm.models.config import ModelConfig
+from jdllm.models.moe import moe_ffn
+from jdllm.pallas.grouped_matmul import grouped_matmul
+
+Heads = Float[Array, "rows heads head_dim"]
+KeysValues = tuple[Heads, Heads]
+Rotation = tuple[Array, Array]
+"""Cosine and sine of the angles of rows, as `jdllm.models.rotary.cos_sin` returns them."""
+LayerNumber = Int[Array, ""] | int
+AttentionFn = Callable[..., tuple[Array, Array, Array]]
+"""Attention with the contract of `jdllm.pallas.attention.attention`."""
+Weights = Mapping[str, Any]
+"""The weights of one layer by name, with `experts` and `streamed` where these stay in their stacks."""
+
+
+class Sees[Kept](Protocol):
+    """What the rows of a layer see: ranges of packed rows, pages of a pool, keys of a sequence."""
+
+    def attend(self, layer: "Layer", h: Hidden) -> tuple[Array, Kept]:
+        """Attention of the rows `h`, whose queries, keys and values `layer.project` makes.
+
+        Returns the outputs, `[..., heads, head_dim]` in the order of the rows, and what the rows leave
+        behind: the pool where they are stored, `None` where nothing is kept.
+        """
+        ...
+
+
+class Group(NamedTuple):
+    """One of `count` equal groups of heads; `index` may be known on the device only."""
+
+    index: Int[Array, ""] | int
+    count: int
+
+
+ALL_HEADS = Group(0, 1)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layer:
+    """One layer of a model.
+
+    - `weights`: of the layer.
+    - `number`: of the layer in the model, for what is stored by layer.
+    """
+
+    weights: Weights
+    config: ModelConfig
+    number: LayerNumber = 0
+
+    def apply[Kept](self, h: Hidden, sees: Sees[Kept]) -> tuple[Hidden, Kept]:
+        """The rows after the layer, and what `sees` leaves behind."""
+        o, kept = sees.attend(self, h)
+        return self.finish(h, o), kept
+
+    def finish(self, h: Hidden, o: Array) -> Hidden:
+        """The rows after the layer, from the rows before the layer and their attention outputs."""
+        h = h + self.project_back(o.reshape(h.shape[0], -1).astype(h.dtype))
+        return h + self.feed_forward(h)
+
+    def project(
+        self, h: Hidden, rotation: Rotation, names: tuple[str, ...], group: Group = ALL_HEADS
+    ) -> tuple[Heads, ...]:
+        """Projections "q" and "k", which are rotated, and "v" of the rows `h`, in the order of `names`."""
+        heads = zip(names, self.project_unrotated(h, names, group), strict=True)
+        return tuple(y if name == "v" else rotate(y, *rotation) for name, y in heads)
+
+    def project_unrotated(
+        self, h: Hidden, names: tuple[str, ...], group: Group = ALL_HEADS
+    ) -> tuple[Heads, ...]:
+        """`project`, before anything is rotated."""
+        x = rms_norm(h, self.weights["attn_norm"], self.config.rms_norm_eps)
+        if names[0] in self._streamed:
+            products = zip(names, self.weights["streamed"].products(x, names), strict=True)
+            return tuple(
+                self._by_heads(name, y + self.weights.get(f"{name}_bias", 0)) for name, y in products
+            )
+        return tuple(self._project_group(x, name, group) for name in names)
+
+    def project_back(self, o: Float[Array, "... heads head_dim"]) -> Hidden:
+        """The output projection of attention; the residual is not added."""
+        return linear(o.reshape(-1, self.config.num_heads * self.config.head_dim), self.weights["o"])
+
+    def feed_forward(self, h: Hidden) -> Hidden:
+        """Feed-forward of the rows `h`, dense or by experts; the residual is not added."""
+        weights, moe = self.weights, self.config.moe
+        x = rms_norm(h, weights["ffn_norm"], self.config.rms_norm_eps)
+        if "gate" in self._streamed:
+            return linear(weights["streamed"].products(x, ("gate", "up"), gated=True)[0], weights["down"])
+        if moe is None or "experts" not in weights:
+            return swiglu(x, weights["gate"], weights["up"], weights["down"])
+        bias = weights.get("expert_bias")
+        return moe_ffn(x, weights["router"], bias, weights["experts"], moe.top_k, grouped_matmul)
+
+    def _project_group(self, x: Hidden, name: str, group: Group) -> Heads:
+        """A projection of normed rows for one group of heads."""
+        heads = (self.config.num_heads if name == "q" else self.config.num_kv_heads) // group.count
+        weight, bias = self.weights[name], self.weights.get(f"{name}_bias")
+        if group.count > 1:
+            start, size = group.index * heads * self.config.head_dim, heads * self.config.head_dim
+            weight = lax.dynamic_slice_in_dim(weight, start, size)
+            bias = None if bias is None else lax.dynamic_slice_in_dim(bias, start, size)
+        return self._by_heads(name, linear(x, weight, bias))
+
+    def _by_heads(self, name: str, y: Float[Array, "rows outputs"]) -> Heads:
+        """A projection by heads, normed where the model norms it."""
+        y = y.reshape(y.shape[0], -1, self.config.head_dim)
+        norm = self.weights.get(f"{name}_norm")
+        return y if norm is None else rms_norm(y, norm, self.config.rms_norm_eps)
+
+    @property
+    def _streamed(self) -> Collection[str]:
+        """Weights that are read from the stack of all layers (`jdllm.execution.few_rows.streamed`)."""
+        return self.weights["streamed"].weights if "streamed" in self.weights else ()
+
+
+class Ranges(NamedTuple):
+    """Rows that see ranges of keys: a `Sees`.
+
+    - `rows`: their positions and ranges.
+    - `rotation`: of their positions.
+    - `attention`: the attention to use.
+    - `keys_values`: rotated keys, and values, that ranges refer to; `None` for those of the rows.
+    """
+
+    rows: Rows
+    rotation: Rotation
+    attention: AttentionFn
+    keys_values: KeysValues | None = None
+
+    def attend(self, layer: Layer, h: Hidden, group: Group = ALL_HEADS) -> tuple[Heads, None]:
+        if self.keys_values is None:
+            k, v, q = layer.project(h, self.rotation, ("k", "v", "q"), group)
+            return self.over(layer, q, k, v)[0], None
+        (q,) = layer.project(h, self.rotation, ("q",), group)
+        return self.over(layer, q, *self.keys_values)[0], None
+
+    def over(self, layer: Layer, q: Heads, k: Heads, v: Heads) -> tuple[Array, Array, Array]:
+        """Attention of rotated queries, with residuals."""
+        return self.attention(q, k, v, self.rows.k_start, self.rows.k_end, scale=layer.config.attention_scale)
