@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 from flax import nnx
@@ -11,7 +11,8 @@ from benchmarks.cases import case_parser
 from benchmarks.generations import GEN_LENGTH, generation, random_prompts
 from benchmarks.record import print_row, record
 from benchmarks.shapes import SHAPES
-from jdllm.decoding.sampling import Cache, SamplingParams
+from jdllm.decoding.registry import cache_names
+from jdllm.decoding.sampling import SamplingParams
 from jdllm.execution.module import Transformer
 from jdllm.llm import LLM
 
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str]) -> None:
     """
     parser = case_parser("background", main.__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="llada-8b")
-    parser.add_argument("--cache", choices=get_args(Cache), default="none")
+    parser.add_argument("--cache", choices=cache_names(), default="none")
     parser.add_argument("--larger", type=int, default=1500, help="tokens of the prompt that comes first")
     parser.add_argument("--prompt", type=int, nargs="+", default=[777, 512])
     args = parser.parse_args(arguments)

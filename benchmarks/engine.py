@@ -6,7 +6,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, get_args
+from typing import Any
 from unittest import mock
 
 import jax
@@ -21,7 +21,8 @@ from benchmarks.generations import GEN_LENGTH, generation, random_prompts
 from benchmarks.record import print_row, record
 from benchmarks.shapes import SHAPES
 from jdllm.compiling.executables import Executable, Executables
-from jdllm.decoding.sampling import Cache, SamplingParams
+from jdllm.decoding.registry import cache_names
+from jdllm.decoding.sampling import SamplingParams
 from jdllm.demo import checkpoint_path
 from jdllm.execution.module import Transformer
 from jdllm.llm import LLM
@@ -131,7 +132,7 @@ def overhead(arguments: Sequence[str]) -> None:
     parser.add_argument("--shape", choices=SHAPES, default="llada-8b")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 32])
     parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--cache", choices=get_args(Cache), default="dual")
+    parser.add_argument("--cache", choices=cache_names(), default="dual")
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     args = parser.parse_args(arguments)
     model = Transformer(SHAPES[args.shape], rngs=nnx.Rngs(0), dtype="bfloat16")
@@ -168,7 +169,7 @@ def draw_requests(
     rng: np.random.Generator, count: int, longest: int
 ) -> tuple[list[int], list[SamplingParams]]:
     """Lengths of prompts, log-uniform up to `longest`, and for each a rule, a cache, blocks and a seed."""
-    kinds = list(itertools.product(RULES, get_args(Cache)))
+    kinds = list(itertools.product(RULES, cache_names()))
     lengths = np.exp(rng.uniform(np.log(SHORTEST), np.log(longest + 1), count)).astype(int)
     sampling = []
     for place in rng.integers(0, len(kinds), count):

@@ -20,6 +20,7 @@ from benchmarks.cases import case_parser
 from benchmarks.record import print_row, record
 from benchmarks.shapes import SHAPES
 from jdllm.decoding.cache_policies import Phase, kept, phase
+from jdllm.decoding.registry import cache_names
 from jdllm.decoding.sampling import Cache, SamplingParams
 from jdllm.execution.module import Transformer
 from jdllm.llm import LLM
@@ -116,7 +117,7 @@ def generate(arguments: Sequence[str]) -> None:
     """
     parser = case_parser("generate", generate.__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="llada-8b")
-    parser.add_argument("--cache", nargs="+", choices=get_args(Cache), default=["dual"])
+    parser.add_argument("--cache", nargs="+", choices=cache_names(), default=["dual"])
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--prompt", type=int, nargs="+", default=[512])
     parser.add_argument("--retention", type=float, default=0.5)

@@ -22,14 +22,14 @@ def explain(error: ValidationError, declaration: type) -> str:
     properties = TypeAdapter(declaration).json_schema()["properties"]
     if name not in properties:
         return f"there is no parameter {name or shortened(first['input'])}"
-    expected = first["msg"] if first["type"] == "expected" else _described(properties[name])
+    expected = first["msg"] if first["type"] == "expected" else described(properties[name])
     return f"{name} is {shortened(first['input'])}, expected {expected}"
 
 
-def _described(schema: Mapping[str, Any]) -> str:
+def described(schema: Mapping[str, Any]) -> str:
     """What a JSON schema allows, in words."""
     if "anyOf" in schema:
-        return " or ".join(_described(part) for part in schema["anyOf"])
+        return " or ".join(described(part) for part in schema["anyOf"])
     if "enum" in schema:
         return f"one of {', '.join(map(repr, schema['enum']))}"
     if "exclusiveMinimum" in schema:
@@ -45,15 +45,20 @@ def _described(schema: Mapping[str, Any]) -> str:
         case "string":
             return "a text of at least one character"
         case "array":
-            return f"{_described(schema['items'])}, or a list of such"
+            return f"{described(schema['items'])}, or a list of such"
     return "None"
 
 
 def descriptions(declaration: type) -> dict[str, str]:
     """The first sentence of a declaration's docstring on each field, with its default; several fields may
     share an entry."""
+    return first_sentences(declaration.__doc__ or "")
+
+
+def first_sentences(docstring: str) -> dict[str, str]:
+    """As `descriptions`, of a docstring."""
     found = {}
-    for entry in re.split(r"\n\s*- ", declaration.__doc__ or ""):
+    for entry in re.split(r"\n\s*- ", docstring):
         heads = re.match(r"(`\w+`( \((`[^`]*`|[^()`])*\))?(, )?)+: ", entry)
         if heads is None:
             continue

@@ -22,7 +22,8 @@ import numpy as np
 from benchmarks.cases import case_parser
 from benchmarks.quality.tables import comparisons, tables
 from benchmarks.record import environment, write
-from jdllm.decoding.cache_policies import POLICIES, Phase, policy_of
+from jdllm.decoding.cache_policies import Phase, policy_of
+from jdllm.decoding.registry import POLICIES
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.schedule import block_steps
 from jdllm.demo import checkpoint_path

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from jdllm.api.fields import UNKNOWN_FIELD
 from jdllm.api.protocol import SAMPLING_FIELDS, TemplateFields
 from jdllm.arguments import shortened
+from jdllm.decoding.registry import options
 from jdllm.errors import DoesNotFitError, JdllmError, KvPoolError, NonFiniteError
 
 _log = logging.getLogger("jdllm.api")
@@ -205,6 +206,5 @@ def path(place: Sequence[str | int]) -> str:
 def _named_field(message: str) -> str | None:
     """The field that a message begins with."""
     first = message.partition(" ")[0]
-    return (
-        first if first in (*SAMPLING_FIELDS, *TemplateFields.model_fields, "mc_num", "batch_size") else None
-    )
+    known = (*SAMPLING_FIELDS, *options(), *TemplateFields.model_fields, "mc_num", "batch_size")
+    return first if first in known else None

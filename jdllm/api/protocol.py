@@ -8,6 +8,8 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
     ValidationInfo,
     create_model,
     field_validator,
@@ -17,8 +19,9 @@ from pydantic_core import PydanticCustomError
 
 from jdllm.api.fields import Fields, PassedOver, nothing, only, without_zeros
 from jdllm.checkpoints.conversation import SILENT, TEXT_PARTS, Rendering
-from jdllm.declarations import descriptions
-from jdllm.decoding.sampling import LONGEST, SamplingParams, none_at
+from jdllm.decoding.kinds import LONGEST
+from jdllm.decoding.sampling import SamplingParams, none_at
+from jdllm.decoding.sampling_options import further_options, parameter_helps
 from jdllm.pallas.masked_logits import LISTED
 
 _APART = ("logprobs", "return_history", "stop", "stop_token_ids")
@@ -43,7 +46,7 @@ _Several = Field(min_length=1, max_length=MAX_LISTED, fail_fast=True)
 
 def _sampling_fields() -> dict[str, Any]:
     """Fields of `SamplingParams`, which may be left out, with their bounds and descriptions."""
-    helps = descriptions(SamplingParams)
+    helps = parameter_helps(SamplingParams)
     return {
         name: (Optional[kind], Field(default=None, description=helps.get(name)))  # noqa: UP045
         for name, kind in _KINDS.items()
@@ -84,7 +87,28 @@ class StreamOptions(Fields):
 
 
 class Asking(SamplingFields):
-    """What every request that denoises may say."""
+    """What every request that denoises may say.
+
+    Options of rules and policies that were registered after this declaration are passed on as they are:
+    `SamplingParams` checks them.
+    """
+
+    _further: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _take_further(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        if not isinstance(data, dict):
+            return handler(data)
+        names = data.keys() & further_options(SamplingParams).keys()
+        made = handler({name: value for name, value in data.items() if name not in names})
+        made._further = {name: data[name] for name in data if name in names}
+        return made
+
+    @property
+    def further(self) -> dict[str, Any]:
+        """Options that were registered after this declaration, by name."""
+        return self._further
 
     model: Annotated[str | None, Field(description="A name of GET /v1/models; by default the first.")] = None
     parse_special: Annotated[
@@ -320,7 +344,7 @@ class DetokenizeRequest(Fields):
     tokens: _AnyIds
 
 
-def given_fields(body: BaseModel) -> Mapping[str, Any]:
+def given_fields(body: Asking) -> Mapping[str, Any]:
     """The fields of `SamplingParams` that a request says something about."""
-    values = {name: getattr(body, name) for name in SAMPLING_FIELDS}
+    values = {name: getattr(body, name) for name in SAMPLING_FIELDS} | body.further
     return {name: value for name, value in values.items() if value is not None}

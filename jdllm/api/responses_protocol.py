@@ -5,7 +5,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from jdllm.api.protocol import MAX_LISTED, ChatMessage, OpenAIFields, TextFormat
-from jdllm.decoding.sampling import LONGEST, none_at
+from jdllm.decoding.kinds import LONGEST
+from jdllm.decoding.sampling import none_at
 
 _PASSED_OVER = ConfigDict(strict=True, extra="ignore")
 """Items of an answer come back with an id, a status and annotations, which say nothing here."""

@@ -8,7 +8,9 @@ from pydantic_core import to_jsonable_python
 
 from jdllm.api.protocol import SAMPLING_FIELDS, InfillRequest
 from jdllm.api.service import Service
+from jdllm.decoding.registry import options
 from jdllm.decoding.sampling import SamplingParams
+from jdllm.decoding.sampling_options import further_options, option_schema, parameter_helps
 
 _DEFAULT = re.compile(r" \[default: [^\]]*\]$")
 _NOT_OF_MASKS = ("steps", "block_length")
@@ -22,16 +24,45 @@ class Application(FastAPI):
         """The schema; it is made once."""
         if self.openapi_schema is None:
             service: Service = self.state.service
-            _show_defaults(super().openapi()["components"]["schemas"], service.settings.default_sampling)
+            schemas = super().openapi()["components"]["schemas"]
+            _show_options(schemas)
+            _show_defaults(schemas, service.settings.default_sampling)
         assert self.openapi_schema is not None
         return self.openapi_schema
 
 
+def _show_options(schemas: dict[str, Any]) -> None:
+    """Write into the schemas of what clients send the options of rules and policies.
+
+    `x-used-when` says with which values of other fields an option has an effect, any of them; elsewhere it is
+    refused. `x-offered` marks what a page should have a field for.
+    """
+    further, helps = further_options(SamplingParams), parameter_helps(SamplingParams)
+    for schema in _of_clients(schemas).values():
+        for name, (option, users) in options().items():
+            if name in further:
+                title = name.replace("_", " ").title()
+                schema["properties"][name] = option_schema(option) | {
+                    "title": title,
+                    "description": helps[name],
+                }
+            shown = schema["properties"][name]
+            shown["x-used-when"] = {user: list(values) for user, values in users.items()}
+            shown["x-offered"] = option.offered
+
+
+def _of_clients(schemas: dict[str, Any]) -> dict[str, Any]:
+    """The schemas of requests that denoise, by name."""
+    return {
+        name: schema
+        for name, schema in schemas.items()
+        if name.endswith("Request") and "gen_length" in schema.get("properties", ())
+    }
+
+
 def _show_defaults(schemas: dict[str, Any], sampling: SamplingParams) -> None:
     """Write a server's parameters into the schemas of what clients send: values, and how helps end."""
-    for name, schema in schemas.items():
-        if not name.endswith("Request") or "gen_length" not in schema.get("properties", ()):
-            continue
+    for name, schema in _of_clients(schemas).items():
         left_out = _NOT_OF_MASKS if name == InfillRequest.__name__ else ()
         for field in SAMPLING_FIELDS:
             value = to_jsonable_python(getattr(sampling, field))

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jdllm.arguments import positive, shortened
+from jdllm.decoding.registry import RULES
 from jdllm.errors import RequestError
 from jdllm.json_files import read_object
 
@@ -110,8 +111,8 @@ def poisson_arrivals(rate: float, count: int, seed: int) -> list[float]:
 
 def steps_of(sampling: Mapping[str, Any]) -> int | None:
     """Forward evaluations that a whole generation has, where the fields of its request say that."""
-    by_confidence = sampling.get("transfer") in ("threshold", "factor", "entropy_bound", "adaptive")
-    if by_confidence or sampling.get("alg") == "confidence_threshold":
+    chosen = [RULES.get((field, sampling.get(field, ""))) for field in ("transfer", "alg")]
+    if any(rule is not None and not rule.takes_steps for rule in chosen):
         return None
     return sampling.get("steps")
 

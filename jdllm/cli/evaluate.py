@@ -172,7 +172,7 @@ def generator(llm: "LLM", sampling: SamplingParams) -> "Generate":
 
     blocks = max(1, sampling.gen_length // (sampling.block_length or sampling.gen_length))
     # One step a block packs the same shapes as many do: it compiles what the timed run needs.
-    one_step = dataclasses.replace(sampling, steps=blocks)
+    one_step = sampling.changed(steps=blocks)
 
     def compile_for(prompts: list[list[int]]) -> None:
         if sampling.cache == "none":

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jdllm.arguments import resembling
 from jdllm.checkpoints.conversation import Rendering
-from jdllm.cli.options import OPTION_NAMES
+from jdllm.cli.options import option_names
 from jdllm.cli.rendering import NAMES
 from jdllm.cli.report import LineError
 from jdllm.decoding.sampling import SamplingParams
@@ -115,11 +115,11 @@ def _read(number: int, line: str) -> Line:
     if not isinstance(value, str if kind == "prompt" else list):
         raise RequestError(f"{kind} must be a {'text' if kind == 'prompt' else 'list'}")
     told = NAMES if kind == "messages" else ()
-    known = (*_KINDS, *told, *OPTION_NAMES)
+    known = (*_KINDS, *told, *option_names())
     # As over HTTP null is what was left out; a seed is then drawn.
     given = {name for name, one in entry.items() if one is not None or name == "seed"}
     rendering = {name: entry[name] for name in told if name in given}
-    fields = {name: entry[name] for name in OPTION_NAMES if name in given}
+    fields = {name: entry[name] for name in option_names() if name in given}
     kept = {name: one for name, one in entry.items() if name not in known}
     for name in kept:
         if name in ANSWERED:

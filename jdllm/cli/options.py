@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin,
 
 import typer
 
-from jdllm.declarations import descriptions
 from jdllm.decoding.prefilling import Prefilling
 from jdllm.decoding.sampling import SamplingParams
+from jdllm.decoding.sampling_options import parameter_helps, parameter_kinds, parameter_names
 from jdllm.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -157,8 +157,9 @@ def takes_model(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-OPTION_NAMES = [f.name for f in dataclasses.fields(SamplingParams) if f.name != "return_history"]
-"""Fields that are options; a history is for Python alone."""
+def option_names() -> list[str]:
+    """Parameters that are options, those of rules and policies too; a history is for Python alone."""
+    return [name for name in parameter_names(SamplingParams) if name != "return_history"]
 
 
 def takes_sampling(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -167,27 +168,39 @@ def takes_sampling(*left_out: str) -> Callable[[Callable[..., None]], Callable[.
     Arguments:
     - `left_out`: fields that the command decides itself.
 
-    The command takes them as `**options`, as they were typed: see `given_sampling`.
+    The command takes them as `**options`, as they were typed: see `given_sampling`. A parser that is made
+    later has options for rules and policies that were registered meanwhile.
     """
+    return lambda command: _TakesSampling(command, left_out)
 
-    def add(command: Callable[..., None]) -> Callable[..., None]:
-        signature = inspect.signature(command)
+
+class _TakesSampling:
+    """A command whose signature has the options of this moment."""
+
+    def __init__(self, command: Callable[..., None], left_out: tuple[str, ...]):
+        functools.update_wrapper(self, command)
+        self._command = command
+        self._left_out = left_out
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._command(*args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        signature = inspect.signature(self._command)
         own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         options = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
             for name, annotation in _annotations().items()
-            if name not in left_out
+            if name not in self._left_out
         ]
-        command.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
-        return command
-
-    return add
+        return signature.replace(parameters=[*own, *options])
 
 
 def given_sampling(options: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of `SamplingParams` from the options that were typed; what is no number stays a text, which the
     declaration refuses in its own words."""
-    kinds = get_type_hints(SamplingParams)
+    kinds = parameter_kinds(SamplingParams)
     return {name: _value(kinds[name], typed) for name, typed in options.items() if typed not in (None, [])}
 
 
@@ -259,16 +272,25 @@ def as_option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-_LONG_NAMES = [name for name in OPTION_NAMES if "_" in name]
 _ENGINE_NAMES = ("host_memory", "kv_pool", "max_context", "max_num_batched_tokens", "max_num_logits")
-_ANY = "|".join((*OPTION_NAMES, "mc_num", "batch_size", "memory"))  # of likelihoods, and of `LLM`
 _VALUE = r"""=(?:'([^']*)'|([\w.]+))"""
-# A name of one word is a word of other sentences too: it has to stand where the library puts a field.
-_NAMED = re.compile(
-    rf"\b(?<!')({'|'.join((*_LONG_NAMES, *_ENGINE_NAMES))})\b(?:{_VALUE})?"
-    rf"|(?:^|(?<=: )|(?<=leave )|(?<=set )|(?<=needs )|(?<= and )|(?<= or ))({_ANY})\b(?:{_VALUE})?"
-    rf"|\b({_ANY})(?= '|=)(?:{_VALUE})?"
-)
+
+
+def _named() -> re.Pattern[str]:
+    """Finds the names of options in messages.
+
+    A name of one word is a word of other sentences too: it has to stand where the library puts a field.
+    """
+    any_name = "|".join((*option_names(), "mc_num", "batch_size", "memory"))  # of likelihoods, and of `LLM`
+    return re.compile(
+        rf"\b(?<!')({'|'.join((*_long_names(), *_ENGINE_NAMES))})\b(?:{_VALUE})?"
+        rf"|(?:^|(?<=: )|(?<=leave )|(?<=set )|(?<=needs )|(?<= and )|(?<= or ))({any_name})\b(?:{_VALUE})?"
+        rf"|\b({any_name})(?= '|=)(?:{_VALUE})?"
+    )
+
+
+def _long_names() -> list[str]:
+    return [name for name in option_names() if "_" in name]
 
 
 def in_option_words(message: str) -> str:
@@ -278,18 +300,18 @@ def in_option_words(message: str) -> str:
         name, *values = [part for part in found.groups() if part is not None]
         return " ".join([as_option(name), *values])
 
-    return _NAMED.sub(option, message.replace("prompt_token_ids", "--token-ids"))
+    return _named().sub(option, message.replace("prompt_token_ids", "--token-ids"))
 
 
 def _annotations() -> dict[str, Any]:
     """The option of each field: its type, its choices and its help, as `SamplingParams` states them."""
-    helps = {name: _in_options(text) for name, text in descriptions(SamplingParams).items()}
-    kinds = get_type_hints(SamplingParams)
-    return {name: _option(name, kinds[name], helps.get(name, "")) for name in OPTION_NAMES}
+    helps = {name: _in_options(text) for name, text in parameter_helps(SamplingParams).items()}
+    kinds = parameter_kinds(SamplingParams)
+    return {name: _option(name, kinds[name], helps.get(name, "")) for name in option_names()}
 
 
 def _in_options(text: str) -> str:
-    return re.sub(rf"\b({'|'.join(_LONG_NAMES)})\b", lambda found: as_option(found[0]), text)
+    return re.sub(rf"\b({'|'.join(_long_names())})\b", lambda found: as_option(found[0]), text)
 
 
 def _option(name: str, kind: Any, text: str) -> Any:

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -22,11 +22,11 @@ from jdllm.cli.options import (
     parse_prefilling,
 )
 from jdllm.cli.report import DOES_NOT_FIT, print_result
+from jdllm.decoding.registry import cache_names
 from jdllm.errors import CheckpointError, ConfigError
 from jdllm.planning.descriptions import described_targets
 
 if TYPE_CHECKING:
-    from jdllm.decoding.sampling import Cache
     from jdllm.models.config import ModelConfig
     from jdllm.planning.budget import Budget
     from jdllm.planning.card import Card
@@ -71,7 +71,7 @@ def plan(
         typer.Option(
             "--cache",
             "--cache-policy",
-            metavar="none|prefix|dual|selective|sparse|head_sparse",
+            metavar="|".join(cache_names()),
             help="What the KV pool keeps.",
         ),
     ] = "none",
@@ -143,7 +143,7 @@ def plan(
         dtype,
         kernels,
         mask_ratio=mask_ratio,
-        cache_policy=cast("Cache", cache_policy),
+        cache_policy=cache_policy,
         retention=retention,
         max_num_logits=max_num_logits,
     )

@@ -8,7 +8,7 @@ import importlib.metadata
 import os
 import platform
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +51,22 @@ def program_key(
             described(program.function),
             described(dict(program.static)),
             str(tree),
+            described(tuple(_held(tree))),
             repr(kinds),
             repr((program.donate, sorted(options.items()), kernels)),
         ]
     except NotDescribedError:
         return None
     return "\n".join([*parts, _environment(devices[0])])
+
+
+def _held(tree: Any) -> Iterator[Any]:
+    """What nodes of classes of this package hold beside arrays, such as the rules of a batch."""
+    node = tree.node_data()
+    if node is not None and hasattr(node[0], "tree_flatten"):
+        yield node[1]
+    for part in tree.children():
+        yield from _held(part)
 
 
 def described(value: Any) -> str:

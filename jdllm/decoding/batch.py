@@ -1,10 +1,12 @@
 """The arrays of one packed denoising step."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from jdllm.arrays import Tensor
+from jdllm.decoding.transfer.of_rules import OfRules
 from jdllm.models.block import Rows
 from jdllm.pallas.masked_logits import Likeliest
 
@@ -46,12 +48,12 @@ class SegmentParams(NamedTuple):
     - `order_temperature`: where above 0, rows are drawn by softmax(confidence / order_temperature).
 
     Transfer rule
-    - `rule`: a `Rule`.
+    - `rule`: the number of a rule, as of `jdllm.decoding.registry.number_of`.
     - `quota`, `fraction`: the block's `StepTable` from the current step on.
     - `plus_masked`: the quota counts from the rows that are still masked.
     - `by_fraction`: the quota is `fraction` of the masked rows, truncated.
     - `pooled`: for such a quota the masked rows are averaged over all pooled segments.
-    - `threshold`, `strict`, `factor`, `open_end`, `entropy_bound`: as in `RuleParams`.
+    - `options`: the rules' own parameters, and which rules there are.
     """
 
     seed: UInt32[Tensor, "segments 2"]
@@ -78,20 +80,21 @@ class SegmentParams(NamedTuple):
     plus_masked: Bool[Tensor, " segments"]
     by_fraction: Bool[Tensor, " segments"]
     pooled: Bool[Tensor, " segments"]
-    threshold: Float[Tensor, " segments"]
-    strict: Bool[Tensor, " segments"]
-    factor: Float[Tensor, " segments"]
-    open_end: Bool[Tensor, " segments"]
-    entropy_bound: Float[Tensor, " segments"]
+    options: OfRules
 
 
 class Batch(NamedTuple):
-    """One packed batch: tokens and rows of all segments, the head rows, and the segments' parameters."""
+    """One packed batch: tokens and rows of all segments, the head rows, and the segments' parameters.
+
+    - `states`: what rules carry from step to step, before the first step: by the rule's name and the array's.
+      Arrays have an entry for each segment, or for each head row in the given order.
+    """
 
     tokens: Int[Tensor, " rows"]
     rows: Rows
     head: HeadRows
     segments: SegmentParams
+    states: Mapping[str, Mapping[str, Shaped[Tensor, " entries"]]] = {}
 
 
 class Trace(NamedTuple):
@@ -105,6 +108,7 @@ class Trace(NamedTuple):
     - `likeliest`: the likeliest ids of each row in that distribution at the step that committed it, or of
       each row at each step; unspecified where none was committed or nobody asked, and `None` below
       `Level.FILTERED`.
+    - `states`: `Batch.states` after the last step.
     """
 
     steps: Int[Array, ""]
@@ -112,3 +116,4 @@ class Trace(NamedTuple):
     committed: Bool[Array, "capacity head"]
     logprobs: Float[Array, "capacity head"]
     likeliest: Likeliest | None
+    states: Mapping[str, Mapping[str, Shaped[Array, " entries"]]] = {}

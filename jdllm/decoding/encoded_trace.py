@@ -1,7 +1,7 @@
 """A trace as few arrays: to the host in one transfer instead of four, or in two where ids are listed."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -24,10 +24,12 @@ class EncodedTrace(NamedTuple):
       token, plus one where it was committed; then the bits of the log-probabilities.
     - `likeliest`: `Trace.likeliest`, each id followed by the bits of its log-probability; `None` where there
       are none or nobody asks.
+    - `states`: `Trace.states`.
     """
 
     lines: Int[Tensor, "capacity+1 2*head"]
     likeliest: Int[Tensor, "*steps head listed 2"] | None
+    states: Mapping[str, Mapping[str, Shaped[Tensor, " entries"]]]
 
 
 class Steps(NamedTuple):
@@ -48,9 +50,9 @@ def encode(trace: Trace) -> EncodedTrace:
     lines = jnp.concatenate([choices, _bits(trace.logprobs)], axis=1)
     lines = jnp.concatenate([jnp.full((1, lines.shape[1]), trace.steps), lines])
     if trace.likeliest is None:
-        return EncodedTrace(lines, None)
+        return EncodedTrace(lines, None, trace.states)
     ids, values = trace.likeliest
-    return EncodedTrace(lines, jnp.stack([ids, _bits(values)], axis=-1))
+    return EncodedTrace(lines, jnp.stack([ids, _bits(values)], axis=-1), trace.states)
 
 
 def _bits(values: Tensor) -> Array:
@@ -59,8 +61,8 @@ def _bits(values: Tensor) -> Array:
 
 def decode(encoded: EncodedTrace) -> Steps:
     """The steps that ran, as the device counted them; of NumPy arrays."""
-    every, found = (None if x is None else np.asarray(x) for x in encoded)
-    assert every is not None
+    every = np.asarray(encoded.lines)
+    found = None if encoded.likeliest is None else np.asarray(encoded.likeliest)
     head, count = every.shape[1] // 2, every[0, 0]
     lines = every[1 : 1 + count]
     choices, logprobs = lines[:, :head], lines[:, head:]

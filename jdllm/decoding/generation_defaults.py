@@ -1,15 +1,15 @@
 """Sampling parameters that a checkpoint itself asks for."""
 
-import dataclasses
 from pathlib import Path
 
 from jdllm.decoding.causal_sampling import PENALTIES, check_causal
-from jdllm.decoding.sampling import FILTERS, SamplingParams, is_drawn, without_effect
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.decoding.sampling_checks import FILTERS, is_drawn, without_effect
+from jdllm.decoding.sampling_options import parameter_names
 from jdllm.errors import CheckpointError, RequestError
 from jdllm.json_files import read_object
 from jdllm.models.hf_config import GENERATION_CONFIG
 
-_OWN = {field.name for field in dataclasses.fields(SamplingParams)}
 _PUBLISHED = ("eps", "alg_temp")
 """Fields that published files carry whether or not the sampler that they name uses them; filters are too."""
 
@@ -36,8 +36,9 @@ def default_sampling(directory: str | Path, *, causal: bool = False) -> Sampling
     path = Path(directory) / GENERATION_CONFIG
     if not path.is_file():
         return SamplingParams()
+    own = parameter_names(SamplingParams)
     stated = {key: value for key, value in read_object(path).items() if value is not None}
-    fields = {key: value for key, value in stated.items() if key in _OWN}
+    fields = {key: value for key, value in stated.items() if key in own}
     if "max_new_tokens" in stated:
         fields.setdefault("gen_length", stated["max_new_tokens"])
     if not causal:
@@ -49,7 +50,7 @@ def default_sampling(directory: str | Path, *, causal: bool = False) -> Sampling
         fields["temperature"] = 0.0
     elif causal:
         fields.setdefault("temperature", 1.0)
-    together = dataclasses.asdict(SamplingParams()) | fields
+    together = dict(vars(SamplingParams())) | fields
     idle = [name for name in without_effect(together) if name in _PUBLISHED]
     if not is_drawn(together):
         idle += FILTERS

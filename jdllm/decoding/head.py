@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jdllm.arrays import Tensor
 from jdllm.decoding.batch import HeadRows, SegmentParams
-from jdllm.decoding.transfer import Measure
+from jdllm.decoding.transfer.rule import Measure
 from jdllm.execution.transformer import final_norm
 from jdllm.models.block import Hidden
 from jdllm.models.config import ModelConfig

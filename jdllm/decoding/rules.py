@@ -1,55 +1,42 @@
 """From `SamplingParams` to the arrays that the step takes."""
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import numpy as np
 
 from jdllm.decoding.batch import BANS, PADDING_BANS
-from jdllm.decoding.sampling import BY_TIMETABLE, SamplingParams
-from jdllm.decoding.schedule import StepTable, deferred_quota, dream_fractions, transfer_schedule
-from jdllm.decoding.transfer import Measure, Rule
+from jdllm.decoding.registry import NO_CACHE, RULES, number_of, numbered, options
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.decoding.schedule import StepTable
+from jdllm.decoding.transfer.of_rules import OfRules
+from jdllm.decoding.transfer.quota import QUOTA
+from jdllm.decoding.transfer.rule import Acceptance, Measure, TransferRule
 from jdllm.errors import RequestError
 from jdllm.models.config import ModelConfig
 from jdllm.noise import seed_words
 from jdllm.pallas.masked_logits import Level
 
-_RULES = {
-    "schedule": Rule.QUOTA,
-    "margin": Rule.QUOTA,
-    "threshold": Rule.THRESHOLD,
-    "factor": Rule.FACTOR,
-    "entropy_bound": Rule.ENTROPY_BOUND,
-    "origin": Rule.ORIGIN,
-    "maskgit_plus": Rule.QUOTA,
-    "topk_margin": Rule.QUOTA,
-    "entropy": Rule.QUOTA,
-    "confidence_threshold": Rule.DEFERRED,
-}
-_MEASURES = {
-    "margin": Measure.MARGIN,
-    "topk_margin": Measure.MARGIN,
-    "entropy_bound": Measure.ENTROPY,
-    "entropy": Measure.ENTROPY,
-}
-
-
 _COLDEST = 1e-20
 """Logits divided by less might be infinite; what is drawn at this temperature is the likeliest already."""
 
 
-def rule_of(sampling: SamplingParams) -> Rule:
-    """The transfer rule of a request; adaptive parallel decoding has none.
-
-    In blocks, which Dream's sampler has with a cache only, Fast-dLLM's rule puts nothing off.
-    """
-    if sampling.alg == "confidence_threshold" and sampling.cache != "none":
-        return Rule.THRESHOLD
-    return _RULES[sampling.alg or sampling.transfer]
+def rule_of(sampling: SamplingParams) -> TransferRule:
+    """The transfer rule of a request; that of adaptive parallel decoding has no acceptance."""
+    rule = RULES["transfer", sampling.transfer] if sampling.alg is None else RULES["alg", sampling.alg]
+    return rule if rule.cached is None or sampling.cache == NO_CACHE else rule.cached
 
 
 def measure_of(sampling: SamplingParams) -> Measure:
     """What orders the rows of a request."""
-    if sampling.remasking == "random":
-        return Measure.RANDOM
-    return _MEASURES.get(sampling.alg or sampling.transfer, Measure.PROBABILITY)
+    return Measure.RANDOM if sampling.remasking == "random" else rule_of(sampling).measure
+
+
+def acceptance_of(sampling: SamplingParams) -> Acceptance:
+    """What of a request's rule runs on the device."""
+    acceptance = rule_of(sampling).acceptance
+    assert acceptance is not None  # adaptive parallel decoding has steps of its own
+    return acceptance
 
 
 def head_level(sampling: SamplingParams) -> Level:
@@ -72,23 +59,17 @@ def step_table(sampling: SamplingParams, masks: int, steps: int, most: int) -> S
     - `most`: masked positions that may be left when the block is entered. Rules without a quota commit at
       least one of them a step, so they never need more steps.
     """
-    rule = None if sampling.adaptive else rule_of(sampling)
-    if rule is Rule.DEFERRED:
-        quota = deferred_quota(masks, steps)
-    elif rule is Rule.QUOTA and sampling.alg is None:
-        quota = transfer_schedule(masks, steps)
-    else:
-        quota = np.zeros(steps if sampling.alg in BY_TIMETABLE else most, np.int32)
-    fraction = np.zeros(len(quota), np.float32)
-    if sampling.alg in BY_TIMETABLE:
-        fraction = dream_fractions(steps, sampling.effective("eps"))
-    return StepTable(quota, fraction)
+    rule = rule_of(sampling)
+    if rule.table is not None:
+        return rule.table(masks, steps, sampling.options)
+    return StepTable(np.zeros(most, np.int32), np.zeros(most, np.float32))
 
 
-def segment_row(sampling: SamplingParams, config: ModelConfig) -> dict[str, np.ndarray | np.generic]:
+def segment_row(sampling: SamplingParams, config: ModelConfig) -> dict[str, Any]:
     """The entries of `SegmentParams` that do not change while a request runs."""
     token_bans, confidence_bans = bans(sampling, config)
     rule, filters = rule_of(sampling), sampling.filters
+    number = number_of(QUOTA if rule.acceptance is None else rule.acceptance)
     return {
         "seed": seed_words(sampling.seed),
         "temperature": _temperature(sampling.temperature),
@@ -106,16 +87,30 @@ def segment_row(sampling: SamplingParams, config: ModelConfig) -> dict[str, np.n
         "coarse_confidence": np.bool_(sampling.confidence_dtype == "model"),
         "stop_last": np.bool_(sampling.confidence_eos_eot_inf == "fixed"),
         "order_temperature": _temperature(sampling.effective("alg_temp")),
-        "rule": np.int32(rule),
-        "plus_masked": np.bool_(rule is Rule.DEFERRED),
-        "by_fraction": np.bool_(sampling.alg in BY_TIMETABLE),
+        "rule": np.int32(number),
+        "plus_masked": np.bool_(rule.quota == "plus masked"),
+        "by_fraction": np.bool_(rule.quota == "share of masked"),
         "pooled": np.bool_(sampling.quota == "batch"),
-        "threshold": np.float32(sampling.effective("threshold")),
-        "strict": np.bool_(sampling.effective("threshold_strict")),
-        "factor": np.float32(sampling.effective("factor")),
-        "open_end": np.bool_(sampling.effective("factor_end") == "official"),
-        "entropy_bound": np.float32(sampling.effective("entropy_bound")),
+        "options": {
+            name: option.array(sampling.effective(name))
+            for name, (option, _) in options().items()
+            if option.array is not None
+        },
     }
+
+
+def segment_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The fields of `SegmentParams` that `segment_row` gives, from the rows of all segments."""
+    columns: dict[str, Any] = {
+        name: np.stack([row[name] for row in rows]) for name in rows[0] if name != "options"
+    }
+    # An option may have been registered after a request was made.
+    values = {
+        name: np.stack([row["options"].get(name, option.array(option.default)) for row in rows])
+        for name, (option, _) in options().items()
+        if option.array is not None
+    }
+    return {**columns, "options": OfRules(values, numbered())}
 
 
 def adaptive_row(sampling: SamplingParams, config: ModelConfig) -> dict[str, np.ndarray | np.generic]:

@@ -11,7 +11,8 @@ from jaxtyping import Array, Bool, Float, Int
 from jdllm.chunks import ChunkConfig
 from jdllm.decoding.batch import Batch, HeadRows, SegmentParams, Trace
 from jdllm.decoding.head import Choice, Sources, choose, source_rows, where_rows
-from jdllm.decoding.transfer import Candidates, RuleParams, select
+from jdllm.decoding.transfer.ranking import Candidates, RuleParams
+from jdllm.decoding.transfer.select import select
 from jdllm.execution.transformer import Wanted, forward, forward_wanted
 from jdllm.models.block import Hidden
 from jdllm.models.config import ModelConfig
@@ -223,7 +224,12 @@ def empty_trace(batch: Batch, level: Level) -> Trace:
     shape = (batch.segments.quota.shape[1], batch.head.row.shape[0])
     likeliest = None if level < Level.FILTERED else Likeliest.nothing(shape[1])
     return Trace(
-        jnp.int32(0), jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool), jnp.zeros(shape), likeliest
+        jnp.int32(0),
+        jnp.zeros(shape, jnp.int32),
+        jnp.zeros(shape, bool),
+        jnp.zeros(shape),
+        likeliest,
+        jax.tree.map(jnp.asarray, batch.states),
     )
 
 
@@ -254,7 +260,8 @@ def transfer(
     candidates = _candidates(choice, masked, head, segments, bits)
     counts = _count(masked, head, segments.quota.shape[0])
     params = _rule_params(segments, index, counts)
-    commit = select(candidates, segments.rule, params, entropies=level >= Level.MOMENTS)
+    entropies = level >= Level.MOMENTS
+    commit, states = select(candidates, segments.rule, params, trace.states, entropies=entropies)
     tokens = _commit(tokens, head, commit, choice.token)
     return tokens, Trace(
         index + 1,
@@ -262,6 +269,7 @@ def transfer(
         trace.committed.at[index].set(commit),
         trace.logprobs.at[index].set(choice.logprob),
         jax.tree.map(lambda old, new: where_rows(commit, new, old), trace.likeliest, choice.likeliest),
+        states,
     )
 
 
@@ -288,11 +296,7 @@ def _rule_params(segments: SegmentParams, index: Array, masked: Int[Array, " seg
     return RuleParams(
         quota=jnp.where(segments.by_fraction, by_fraction, quota),
         fraction=fraction,
-        threshold=segments.threshold,
-        strict=segments.strict,
-        factor=segments.factor,
-        open_end=segments.open_end,
-        entropy_bound=segments.entropy_bound,
+        options=segments.options,
     )
 
 

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from jdllm.arguments import check_types, positive
 from jdllm.decoding.sampling import SamplingParams
+from jdllm.decoding.sampling_options import parameter_names
 from jdllm.errors import ConfigError, RequestError
 from jdllm.llm import LLM
 from jdllm.noise import sample_seed
 
 _OF_LLM = set(inspect.signature(LLM).parameters) - {"model", "load_weights", "chunks", "progress"}
-_FIELDS = {f.name for f in dataclasses.fields(SamplingParams)}
 _ANSWERS = {"n", "logprobs", "return_history"}
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _FILTERS = ("top_p", "top_k", "min_p")
@@ -61,7 +61,7 @@ class ModelArguments:
 def read_model_arguments(given: Mapping[str, Any]) -> ModelArguments:
     """Sort the values of `--model_args`, without `pretrained`; `ConfigError` for what nobody takes."""
     own = {f.name for f in dataclasses.fields(ModelArguments)} - {"of_llm", "sampling"}
-    fields = _FIELDS - _ANSWERS - _OF_TASKS
+    fields = {*parameter_names(SamplingParams)} - _ANSWERS - _OF_TASKS
     for name in given:
         if name in _OF_TASKS:
             raise ConfigError(f"model_args has {name!r}: tasks ask for it too, so give it with --gen_kwargs")
@@ -99,7 +99,7 @@ def request_sampling(
         given = {name: value for name, value in given.items() if name not in _FILTERS}
     if given.get("num_beams") == 1:
         del given["num_beams"]
-    unknown = sorted(set(given) - (_FIELDS - _ANSWERS))
+    unknown = sorted(set(given) - ({*parameter_names(SamplingParams)} - _ANSWERS))
     if unknown:
         raise RequestError(
             f"the generation arguments have {unknown[0]!r}, expected until, max_gen_toks, do_sample,"

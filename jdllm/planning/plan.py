@@ -5,12 +5,13 @@ import dataclasses
 import functools
 import time
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from jdllm.chunks import TILE, ChunkConfig
 from jdllm.decoding.cache_policies import kept
+from jdllm.decoding.registry import cache_names
 from jdllm.decoding.sampling import Cache, SamplingParams
 from jdllm.errors import ConfigError
 from jdllm.execution.offload.tiers import HostTiers, host_buffers
@@ -59,8 +60,8 @@ class Workload:
     def __post_init__(self):
         if not 0 < self.mask_ratio <= 1:
             raise ConfigError(f"mask ratio {self.mask_ratio:g}: expected a number above 0, at most 1")
-        if self.cache_policy not in get_args(Cache):
-            known = ", ".join(get_args(Cache))
+        if self.cache_policy not in cache_names():
+            known = ", ".join(cache_names())
             raise ConfigError(f"unknown cache policy {self.cache_policy!r}: expected one of {known}")
         self._sampling()  # refuses what a generation would refuse
 

@@ -2,13 +2,13 @@
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jdllm.arrays import padded
 from jdllm.decoding.batch import Batch, HeadRows, SegmentParams
-from jdllm.decoding.rules import segment_row
+from jdllm.decoding.rules import segment_columns, segment_row
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
@@ -16,6 +16,7 @@ from jdllm.models.visibility import key_ranges
 from jdllm.planning.buckets import row_bucket
 from jdllm.planning.ladder import Entry
 from jdllm.serving.request import Request
+from jdllm.serving.rule_states import packed_states
 from jdllm.serving.spec import generation_spec
 
 
@@ -73,7 +74,8 @@ def pack(requests: Sequence[Request], config: ModelConfig, entry: Entry) -> Pack
     ]
     row, unguided, segment = (np.concatenate(column) for column in zip(*parts, strict=True))
     head = head_rows(row, unguided, segment, entry)
-    return Packed(Batch(tokens, rows, head, segment_params(requests, entry, config)), candidates)
+    segments, states = segment_params(requests, entry, config), packed_states(requests, candidates, entry)
+    return Packed(Batch(tokens, rows, head, segments, states), candidates)
 
 
 def head_rows(row: np.ndarray, unguided: np.ndarray, segment: np.ndarray, entry: Entry) -> HeadRows:
@@ -88,7 +90,6 @@ def segment_params(requests: Sequence[Request], entry: Entry, config: ModelConfi
     size, steps = entry.segments, entry.steps
     missing = size - len(requests)
     rows = [r.segment for r in requests] + [_padding_row(config)] * missing
-    columns: dict[str, np.ndarray] = {name: np.asarray([row[name] for row in rows]) for name in rows[0]}
     left = [r.table_left(steps) for r in requests]
     progress = {
         "step": np.array([r.steps for r in requests], np.int32),
@@ -96,9 +97,10 @@ def segment_params(requests: Sequence[Request], entry: Entry, config: ModelConfi
         "quota": np.stack([table.quota for table in left]),
         "fraction": np.stack([table.fraction for table in left]),
     }
-    return SegmentParams(**columns, **{name: padded(x, size) for name, x in progress.items()})
+    columns: dict[str, Any] = {name: padded(x, size) for name, x in progress.items()}
+    return SegmentParams(**segment_columns(rows), **columns)
 
 
 @functools.cache
-def _padding_row(config: ModelConfig) -> dict[str, np.ndarray | np.generic]:
+def _padding_row(config: ModelConfig) -> dict[str, Any]:
     return segment_row(SamplingParams(), config)

@@ -3,16 +3,18 @@
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jdllm.arrays import padded
-from jdllm.decoding.cache_policies import Phase, View, phase
+from jdllm.decoding.cache_policies import Phase, phase
+from jdllm.decoding.caches.policy import View
 from jdllm.decoding.encoded_trace import LISTED, Steps
+from jdllm.decoding.registry import number_of
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.schedule import StepTable
-from jdllm.decoding.transfer import Rule
+from jdllm.decoding.transfer.quota import QUOTA
 from jdllm.prefilling.prefilled import Prefilled
 from jdllm.serving.spec import Block, RequestSpec
 from jdllm.serving.stop_strings import StopStrings
@@ -43,6 +45,7 @@ class Progress(NamedTuple):
     steps: int
     block_step: int
     block: int
+    rule_state: Mapping[str, np.ndarray]
 
 
 class Request:
@@ -62,6 +65,9 @@ class Request:
     - `found`: how many rows were stored already when it was admitted, `None` where rows cannot be shared.
     - `prefilled`: what came of preparing its long context, `None` where it has none.
     - `prepared`: whether the steps of the current block may run.
+    - `acceptance`: what of its transfer rule runs on the device, `None` where another model decides;
+      `rule_state`: what the rule carries from step to step of a block, by name, of the whole request or
+      `[length]`.
     - `forwarded`: with a cache the positions that steps of `Phase.REUSE` evaluate, rising; `stored`: how many
       rows of each layer they find stored, or of each page.
     """
@@ -90,6 +96,9 @@ class Request:
         self._block = 0
         stop, decode = spec.sampling.stop, spec.decode
         self._stops = StopStrings(stop, decode) if stop and decode is not None else None
+        self.acceptance = spec.acceptance
+        self.rule_state = self._initial_state()
+        self._found_state: Mapping[str, np.ndarray] | None = None
         self._refreshed = self._progress()
 
     @property
@@ -129,12 +138,12 @@ class Request:
         return self.spec.rows
 
     @property
-    def segment(self) -> Mapping[str, np.ndarray | np.generic]:
+    def segment(self) -> Mapping[str, Any]:
         """What the next step needs to know of the sampling parameters."""
         if not self._forced:
             return self.spec.segment
         surest = {
-            "rule": np.int32(Rule.QUOTA),
+            "rule": np.int32(number_of(QUOTA)),
             "plus_masked": np.bool_(False),
             "by_fraction": np.bool_(False),
         }
@@ -170,7 +179,8 @@ class Request:
         """The sequence as a cache policy sees it."""
         exact = self.spec.shifted and not self.sampling.effective("official_forcing")
         start = max(self.block.start - 1, 0) if exact else self.block.start
-        return View(len(self.tokens), start, self.block.stop, self.tokens == self.mask_id, exact)
+        masked, options = self.tokens == self.mask_id, self.sampling.options
+        return View(len(self.tokens), start, self.block.stop, masked, exact, options)
 
     @property
     def block(self) -> Block:
@@ -261,11 +271,14 @@ class Request:
         self.committed_in[positions] = self.steps + step
         self.steps += count
         self.block_step += count
+        if self._found_state is not None:
+            self.rule_state, self._found_state = self._found_state, None
         if self.sampling.return_history:
             self.history.append(self.tokens.copy())
         while not self.finished and self._block_is_over():
             self._block = len(self.blocks) if self._text_is_over() else self._block + 1
             self.block_step = 0
+            self.rule_state = self._initial_state()
         if self.finished:
             self.ended = time.perf_counter()
 
@@ -273,6 +286,10 @@ class Request:
         """Take in what a refresh stored, before the step that it was: `go_back` leads here."""
         self.forwarded, self.stored = forwarded, stored
         self._refreshed = self._progress()
+
+    def find_state(self, state: Mapping[str, np.ndarray]) -> None:
+        """Take in what its rule carries after the steps that are taken in next."""
+        self._found_state = state
 
     def find(self, rows: int) -> None:
         """Take in that so many of its first rows are stored already; 0 where rows cannot be shared."""
@@ -284,7 +301,8 @@ class Request:
         """
         now = self._refreshed
         self.tokens, self.logprobs, self.committed_in = (x.copy() for x in now[:3])
-        self.steps, self.block_step, self._block = now[3:]
+        self.steps, self.block_step, self._block, self.rule_state = now[3:]
+        self._found_state = None
         del self.history[self.steps :]
 
     def _progress(self) -> Progress:
@@ -295,7 +313,15 @@ class Request:
             self.steps,
             self.block_step,
             self._block,
+            self.rule_state,
         )
+
+    def _initial_state(self) -> Mapping[str, np.ndarray]:
+        arrays = () if self.acceptance is None else self.acceptance.state
+        return {
+            array.name: np.full(len(self.tokens) if array.per_row else (), array.initial, array.dtype)
+            for array in arrays
+        }
 
     def end_of_text(self) -> int | None:
         """Where in the result the text ends, if nothing is masked before: at its first stop id, or at the

@@ -10,6 +10,7 @@ import numpy as np
 from jdllm.decoding.encoded_trace import EncodedTrace, Steps, decode
 from jdllm.serving.launch import Launch, Launcher
 from jdllm.serving.request import Request
+from jdllm.serving.rule_states import hand_out
 from jdllm.serving.scheduler import Kind
 
 
@@ -57,6 +58,8 @@ class Runner:
         """Wait for a part: the steps that it did, or evaluations that were none. Raises what the device
         raised."""
         found = jax.tree.map(np.asarray, pending.trace.result())
+        if isinstance(found, EncodedTrace):
+            hand_out(found.states, pending.requests, pending.launch.candidates)
         return decode(found) if pending.launch.take is None else pending.launch.take(found)
 
     def probe(self) -> None:

@@ -2,16 +2,17 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jdllm.checkpoints.token_text import Decode
 from jdllm.decoding.cache_policies import kept, policy_of
 from jdllm.decoding.causal_sampling import check_denoising
-from jdllm.decoding.rules import adaptive_row, segment_row, step_table
+from jdllm.decoding.rules import adaptive_row, rule_of, segment_row, step_table
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.schedule import StepTable, block_steps
+from jdllm.decoding.transfer.rule import Acceptance
 from jdllm.errors import RequestError
 from jdllm.models.config import ModelConfig
 
@@ -53,7 +54,7 @@ class RequestSpec:
     shifted: bool
     stop_ids: tuple[int, ...]
     decode: Decode | None
-    segment: Mapping[str, np.ndarray | np.generic]
+    segment: Mapping[str, Any]
 
     @property
     def cached(self) -> bool:
@@ -68,6 +69,11 @@ class RequestSpec:
     def adaptive(self) -> bool:
         """Whether its steps are those of adaptive parallel decoding."""
         return self.sampling.adaptive
+
+    @property
+    def acceptance(self) -> Acceptance | None:
+        """What of its transfer rule runs on the device; `None` where another model decides."""
+        return rule_of(self.sampling).acceptance
 
     @property
     def guided(self) -> bool:

@@ -1,7 +1,7 @@
 """The engine's benchmarks: whose time is counted, what is drawn, what has grown."""
 
 import time
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,8 @@ from flax import nnx
 
 from benchmarks.engine import compilations, draw_requests, grown, measure_overhead, one_by_one, serve
 from jdllm.compiling.executables import Executables
-from jdllm.decoding.sampling import Cache, SamplingParams
+from jdllm.decoding.registry import cache_names
+from jdllm.decoding.sampling import SamplingParams
 from jdllm.execution.module import Transformer
 from jdllm.llm import LLM
 from tests.benchmarks.shapes import small
@@ -55,7 +56,7 @@ def test_random_requests_have_every_rule_and_cache_and_keep_to_their_bounds():
     lengths, sampling = draw_requests(np.random.default_rng(0), 1000, 400)
     assert min(lengths) < 10
     assert 300 < max(lengths) <= 400
-    assert {s.cache for s in sampling} == set(get_args(Cache))
+    assert {s.cache for s in sampling} == set(cache_names())
     assert {s.transfer for s in sampling} == {"schedule", "threshold", "factor", "entropy_bound", "margin"}
     assert {s.gen_length % s.block_length for s in sampling if s.block_length} == {0}
     again = draw_requests(np.random.default_rng(0), 1000, 400)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jdllm.cli.jsonl import ANSWERED
-from jdllm.cli.options import OPTION_NAMES
+from jdllm.cli.options import option_names
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.llm import LLM
 from jdllm.outputs import CompletionOutput
@@ -103,7 +103,7 @@ def test_a_user_s_own_keys_come_back(loaded_speaking: LLM, use_model: UseModel):
 
 def test_keys_of_answers_are_known():
     fields = {f.name for f in dataclasses.fields(CompletionOutput)} - {"index"}
-    assert fields <= {*ANSWERED, *OPTION_NAMES}
+    assert fields <= {*ANSWERED, *option_names()}
 
 
 @pytest.mark.parametrize("source", ["file", "stdin"])

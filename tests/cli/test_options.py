@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 from typer.testing import CliRunner
@@ -16,6 +16,7 @@ from jdllm.cli.evaluate import evaluate
 from jdllm.cli.generate import generate
 from jdllm.cli.options import in_option_words
 from jdllm.decoding.sampling import SamplingParams
+from jdllm.decoding.sampling_options import parameter_kinds
 from jdllm.outputs import RequestOutput
 from tests.cli.helpers import IDS, LLADA, UseModel, assert_mistake
 from tests.helpers import Golden
@@ -56,7 +57,7 @@ def test_help_names_every_choice():
     parameters = inspect.signature(generate).parameters
     choices = {
         name: get_args(choice)
-        for name, kind in get_type_hints(SamplingParams).items()
+        for name, kind in parameter_kinds(SamplingParams).items()
         for choice in literals(kind)
     }
     assert "transfer" in choices

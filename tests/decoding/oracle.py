@@ -11,9 +11,8 @@ import ml_dtypes
 import numpy as np
 
 from jdllm.decoding.sampling import SamplingParams
-from jdllm.decoding.transfer import Rule
 from tests.decoding import numpy_noise, slow_rules
-from tests.decoding.slow_rules import Asked
+from tests.decoding.slow_rules import Asked, Rule
 
 Logits = Callable[[np.ndarray], np.ndarray]
 

@@ -1,9 +1,19 @@
 """The transfer rules once more: one segment at a time, plain Python, float64."""
 
+import enum
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jdllm.decoding.transfer import Rule
+
+class Rule(enum.Enum):
+    """What rules do on the device, by name."""
+
+    QUOTA = "quota"
+    THRESHOLD = "threshold"
+    FACTOR = "factor"
+    ENTROPY_BOUND = "entropy_bound"
+    ORIGIN = "origin"
+    DEFERRED = "deferred"
 
 
 class Asked(NamedTuple):

@@ -5,7 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdllm.decoding.cache_policies import POLICIES, Phase, View, kept, phase, policy_of
+from jdllm.decoding.cache_policies import Phase, kept, phase, policy_of
+from jdllm.decoding.caches.policy import View
+from jdllm.decoding.registry import POLICIES
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
 

@@ -12,7 +12,7 @@ import pytest
 from jdllm.decoding.batch import SegmentParams
 from jdllm.decoding.head import Choice, decide
 from jdllm.decoding.penalty import Counted, Penalty, decide_penalised
-from jdllm.decoding.rules import head_level, segment_row
+from jdllm.decoding.rules import head_level, segment_columns, segment_row
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import config_from_hf
@@ -62,7 +62,7 @@ def segments_of(samplings: Sequence[SamplingParams], config: ModelConfig) -> Seg
     unused = {"step": np.int32(0), "steps_left": np.int32(1)}
     table = {"quota": np.zeros(1, np.int32), "fraction": np.zeros(1, np.float32)}
     rows = [{**segment_row(s, config), **unused, **table} for s in samplings]
-    return SegmentParams(**{name: np.stack([row[name] for row in rows]) for name in rows[0]})
+    return SegmentParams(**segment_columns(rows))
 
 
 def weights(config: ModelConfig, rows: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

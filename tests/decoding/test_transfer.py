@@ -13,10 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdllm.decoding.transfer import Candidates, Rule, RuleParams, select
-from tests.decoding.slow_rules import Asked, committed
+from jdllm.decoding.registry import numbered
+from jdllm.decoding.transfer.of_rules import OfRules
+from jdllm.decoding.transfer.ranking import Candidates, RuleParams
+from jdllm.decoding.transfer.select import select
+from tests.decoding.slow_rules import Asked, Rule, committed
 
 ROWS, SEGMENTS = 24, 4
+OPTIONS = ("threshold", "threshold_strict", "factor", "factor_end", "entropy_bound")
 NOT_DREAM = [Rule.QUOTA, Rule.THRESHOLD, Rule.FACTOR, Rule.ENTROPY_BOUND, Rule.DEFERRED]
 jitted = jax.jit(select, static_argnames="entropies")
 
@@ -99,8 +103,13 @@ def run(
     )
     dtypes = (np.int32, np.float32, np.float32, np.bool_, np.float32, np.bool_, np.float32)
     columns = (np.array(c, d) for c, d in zip(zip(*params, strict=True), dtypes, strict=True))
-    rule = np.array(rules, np.int32)
-    return np.asarray(jitted(candidates, rule, RuleParams(*columns), entropies=entropies))
+    quota, fraction, *own = columns
+    options = OfRules(dict(zip(OPTIONS, own, strict=True)), numbered())
+    numbers = {acceptance.name: number for number, acceptance in numbered()}
+    rule = np.array([numbers[rule.value] for rule in rules], np.int32)
+    commit, states = jitted(candidates, rule, RuleParams(quota, fraction, options), {}, entropies=entropies)
+    assert not states
+    return np.asarray(commit)
 
 
 def cases(rules: st.SearchStrategy[Rule]) -> st.SearchStrategy[Case]:

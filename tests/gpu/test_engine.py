@@ -1,7 +1,6 @@
 """The engine by the kernels of a card: n steps for n, and no result from values that are not numbers."""
 
 import dataclasses
-from typing import get_args
 
 import jax
 import numpy as np
@@ -10,6 +9,7 @@ from flax import nnx
 
 from benchmarks.shapes import SHAPES
 from jdllm import LLM, NonFiniteError, SamplingParams, Transformer
+from jdllm.decoding.registry import cache_names
 from jdllm.decoding.sampling import Cache
 
 pytestmark = pytest.mark.gpu
@@ -28,7 +28,7 @@ def model() -> Transformer:
     return Transformer(CONFIG, rngs=nnx.Rngs(0), dtype="bfloat16")
 
 
-@pytest.mark.parametrize("cache", get_args(Cache))
+@pytest.mark.parametrize("cache", cache_names())
 def test_a_generation_of_n_steps_evaluates_n(cache: Cache, model: Transformer):
     llm = LLM(model, max_num_batched_tokens=16 * 768, kv_pool=POOL)
     outputs = llm.generate(prompt_token_ids=PROMPTS, sampling=dataclasses.replace(SAMPLING, cache=cache))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jdllm.decoding.batch import PADDING_BANS
 from jdllm.decoding.sampling import SamplingParams
-from jdllm.decoding.transfer import Measure
+from jdllm.decoding.transfer.rule import Measure
 from jdllm.models.config import ModelConfig
 from jdllm.planning.buckets import MAX_STEPS_PER_DISPATCH, power_bucket, row_bucket
 from jdllm.serving.packing import demand, lay_out

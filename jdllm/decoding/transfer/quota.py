@@ -1,10 +1,39 @@
 """The fixed schedule: the surest `quota` rows."""
 
-from jaxtyping import Array, Bool
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from jdllm.decoding.transfer.ranking import Ranked, RuleParams
+import numpy as np
+
+from jdllm.decoding.schedule import StepTable, transfer_schedule
+from jdllm.decoding.transfer.rule import Acceptance, Measure, TransferRule
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool
+
+    from jdllm.decoding.transfer.ranking import Ranked, RuleParams
 
 
-def accept(ranked: Ranked, params: RuleParams, segments: int) -> Bool[Array, " rows"]:
+def accept(ranked: "Ranked", params: "RuleParams", segments: int) -> "Bool[Array, ' rows']":
     """Rows of the first `quota` ranks. LLaDA's schedule, Dream's timetable, and margin and random orders."""
     return ranked.rank < params.quota
+
+
+def linear(masks: int, steps: int, options: Mapping[str, Any]) -> StepTable:
+    """LLaDA's linear schedule."""
+    return StepTable(transfer_schedule(masks, steps), np.zeros(steps, np.float32))
+
+
+QUOTA = Acceptance("quota", accept)
+
+SCHEDULE = TransferRule(
+    "transfer", "schedule", "LLaDA's quota of the surest ones", QUOTA, table=linear, published=True
+)
+MARGIN = TransferRule(
+    "transfer",
+    "margin",
+    "the schedule, ordered by the margin of the best over the second-best probability",
+    QUOTA,
+    Measure.MARGIN,
+    table=linear,
+)

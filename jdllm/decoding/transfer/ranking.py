@@ -1,30 +1,15 @@
 """What a transfer rule sees: the candidates of every segment, ranked."""
 
-import enum
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jdllm.arrays import Tensor
 
 PerRow = Float[Array, " rows"]
-
-
-class Measure(enum.IntEnum):
-    """How sure the sampler is of a row's token; higher commits first.
-
-    - `PROBABILITY`: the model's probability of the token.
-    - `RANDOM`: a uniform draw.
-    - `MARGIN`: the largest probability less the second largest.
-    - `ENTROPY`: the negative entropy, sum of p ln(p + 1e-10), in nats.
-    """
-
-    PROBABILITY = 0
-    RANDOM = 1
-    MARGIN = 2
-    ENTROPY = 3
 
 
 class RuleParams(NamedTuple):
@@ -32,18 +17,12 @@ class RuleParams(NamedTuple):
 
     - `quota`: tokens to commit.
     - `fraction`: share of the masked rows to commit, in [0, 1].
-    - `threshold`, `strict`: confidence to reach, or to exceed where strict.
-    - `factor`, `open_end`: slope of the factor rule, and whether its last row passes unseen.
-    - `entropy_bound`: nats.
+    - `options`: the options of all rules that the device reads, by name; see `jdllm.decoding.option.Option`.
     """
 
     quota: Int[Tensor, " segments"]
     fraction: Float[Tensor, " segments"]
-    threshold: Float[Tensor, " segments"]
-    strict: Bool[Tensor, " segments"]
-    factor: Float[Tensor, " segments"]
-    open_end: Bool[Tensor, " segments"]
-    entropy_bound: Float[Tensor, " segments"]
+    options: Mapping[str, Shaped[Tensor, " segments"]]
 
 
 class Candidates(NamedTuple):
@@ -85,6 +64,17 @@ class Ranked(NamedTuple):
         lowest = jnp.full(segments + 1, self.rank.shape[0])
         lowest = lowest.at[self.segment].min(jnp.where(where, self.rank, self.rank.shape[0]))
         return jnp.minimum(lowest[self.segment], self.count)
+
+
+State = Mapping[str, Shaped[Array, " entries"]]
+"""The arrays of one rule by name: an entry for each segment, or for each row in the order of `Ranked`."""
+
+Accept = Callable[[Ranked, RuleParams, int], Bool[Array, " rows"]]
+"""(ranked rows, parameters of each row's segment, segments) -> the rows that commit. What is said of rows of
+other rules does not count."""
+
+AcceptWithState = Callable[[Ranked, RuleParams, int, State], tuple[Bool[Array, " rows"], State]]
+"""The same of a rule that carries state: it takes that before the step, and returns it after the step."""
 
 
 def rank_candidates(candidates: Candidates, segments: int) -> Ranked:

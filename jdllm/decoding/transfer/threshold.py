@@ -1,19 +1,44 @@
 """Confidence threshold: every row that is sure enough, and the surest in any case."""
 
-import jax.numpy as jnp
-from jaxtyping import Array, Bool
+from typing import TYPE_CHECKING
 
-from jdllm.decoding.transfer.ranking import Ranked, RuleParams
+import numpy as np
+
+from jdllm.decoding.kinds import Scale
+from jdllm.decoding.option import Option
+from jdllm.decoding.transfer.rule import Acceptance, TransferRule
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool
+
+    from jdllm.decoding.transfer.ranking import Ranked, RuleParams
 
 
-def reaches(ranked: Ranked, params: RuleParams) -> Bool[Array, " rows"]:
+def reaches(ranked: "Ranked", params: "RuleParams") -> "Bool[Array, ' rows']":
     """Rows whose confidence reaches the threshold (exceeds it where strict), or that rank first."""
-    above = jnp.where(
-        params.strict, ranked.confidence > params.threshold, ranked.confidence >= params.threshold
-    )
+    import jax.numpy as jnp  # what declares parameters is read without JAX
+
+    threshold, strict = params.options["threshold"], params.options["threshold_strict"]
+    above = jnp.where(strict, ranked.confidence > threshold, ranked.confidence >= threshold)
     return above | (ranked.rank == 0)
 
 
-def accept(ranked: Ranked, params: RuleParams, segments: int) -> Bool[Array, " rows"]:
+def accept(ranked: "Ranked", params: "RuleParams", segments: int) -> "Bool[Array, ' rows']":
     """Fast-dLLM's parallel decoding (NVlabs/Fast-dLLM v1, `threshold`)."""
     return reaches(ranked, params)
+
+
+_HELP = "confidence to reach, or to exceed where strict (the published samplers differ, quirk Q11)."
+
+OPTIONS = (
+    Option("threshold", Scale, 0.9, _HELP, np.float32),
+    Option("threshold_strict", bool, False, _HELP, np.bool_, offered=False),
+)
+ACCEPTANCE = Acceptance("threshold", accept)
+RULE = TransferRule(
+    "transfer",
+    "threshold",
+    "all at least as sure as `threshold`, and the surest (Fast-dLLM)",
+    ACCEPTANCE,
+    options=OPTIONS,
+)

@@ -7,7 +7,7 @@ import numpy as np
 
 from jdllm.compiling.executables import temp_bytes
 from jdllm.decoding.batch import Batch, HeadRows, SegmentParams
-from jdllm.decoding.rules import segment_row
+from jdllm.decoding.rules import segment_columns, segment_row
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.step import denoise
 from jdllm.models.block import Rows
@@ -53,10 +53,7 @@ def _batch(config: ModelConfig, plan: MemoryPlan) -> Batch:
     entry = bucket_entry(plan.rows, plan.head_rows)
     rows, head = (np.zeros(size, np.int32) for size in (entry.rows, entry.head_rows))
     segment, table = np.zeros(entry.segments, np.int32), np.zeros((entry.segments, entry.steps), np.int32)
-    asked = {
-        name: np.stack([value] * entry.segments)
-        for name, value in segment_row(SamplingParams(), config).items()
-    }
+    asked = segment_columns([segment_row(SamplingParams(), config)] * entry.segments)
     segments = SegmentParams(
         **asked, step=segment, steps_left=segment, quota=table, fraction=table.astype(np.float32)
     )

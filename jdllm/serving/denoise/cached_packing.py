@@ -17,6 +17,7 @@ from jdllm.serving.launch import Stored
 from jdllm.serving.packing import Packed, head_rows, pack, segment_params
 from jdllm.serving.pool.kv_pool import KvPool, Live
 from jdllm.serving.request import Request
+from jdllm.serving.rule_states import packed_states
 
 
 class RefreshBatch(NamedTuple):
@@ -114,7 +115,8 @@ def pack_reuse(
         parts.append((row, np.full_like(row, index)))
     row, segment = (np.concatenate(column) for column in zip(*parts, strict=True))
     head = head_rows(row, row, segment, entry)
-    batch = Batch(tokens, Rows(positions, unused, unused), head, segment_params(requests, entry, config))
+    segments, states = segment_params(requests, entry, config), packed_states(requests, candidates, entry)
+    batch = Batch(tokens, Rows(positions, unused, unused), head, segments, states)
     owner = np.repeat(np.arange(len(requests)), tiles_of)
     forwarded = np.array([len(r.forwarded) for r in requests])
     first_row, seen = (padded(x[owner], tiles) for x in (starts, forwarded))

@@ -10,10 +10,10 @@ from jdllm.checkpoints.token_text import Decode
 from jdllm.decoding.cache_policies import Phase
 from jdllm.decoding.causal_sampling import check_denoising
 from jdllm.decoding.prefilling import Prefilling
-from jdllm.decoding.rules import rule_of, segment_row, step_table
+from jdllm.decoding.rules import acceptance_of, segment_row, step_table
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.schedule import StepTable
-from jdllm.decoding.transfer import Rule
+from jdllm.decoding.transfer.quota import QUOTA
 from jdllm.errors import RequestError
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.models.config import ModelConfig
@@ -193,7 +193,7 @@ def _block(start: int, stop: int, sampling: SamplingParams, gen_length: int, con
     steps = max(1, masks * (sampling.steps or gen_length) // gen_length)
     if not config.logits_shift:
         return Block(start, stop, masks, step_table(sampling, masks, steps, gen_length))
-    if masks > 1 and steps < 2 and rule_of(sampling) is Rule.QUOTA:
+    if masks > 1 and steps < 2 and acceptance_of(sampling) is QUOTA:
         raise RequestError(
             f"{sampling.steps} steps for {gen_length} tokens leave a block of {masks} less than two steps, of"
             " which the first commits one token: give more steps"

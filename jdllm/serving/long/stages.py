@@ -24,6 +24,7 @@ from jdllm.serving.long.request import LongRequest
 from jdllm.serving.on_device import OnDevice
 from jdllm.serving.packing import head_rows, segment_params
 from jdllm.serving.part_packing import Filled, Read, packed_rows, storage_of, table_of
+from jdllm.serving.rule_states import packed_states
 from jdllm.serving.spec import mask_id_of
 
 _build = encoding(build)
@@ -181,7 +182,9 @@ class Build(Stage):
         tokens, rows = packed_rows(evaluation.rows, entry.rows)
         head = np.array(evaluation.head, np.int32)
         packed = head_rows(head, head, np.zeros_like(head), entry)
-        batch = Batch(tokens, rows, packed, segment_params([request], entry, model.config))
+        opened = np.zeros(0, np.int32) if self.candidates is None else self.candidates
+        states = packed_states([request], [opened], entry)
+        batch = Batch(tokens, rows, packed, segment_params([request], entry, model.config), states)
         pages = model.pool.pages_of(request.id)
         filled = []
         for part, source, positions in evaluation.stores:

@@ -1,0 +1,1 @@
+"""Cache policies, one a file: which rows a refresh may store, and when it is due."""

@@ -1,0 +1,22 @@
+"""dKV-Cache, decode variant."""
+
+import numpy as np
+
+from jdllm.decoding.caches.policy import CachePolicy, View
+
+
+class Selective(CachePolicy):
+    """Everything decoded: the prompt, and what was committed before the refresh.
+
+    A token is thus evaluated once as itself before it is stored. Later tokens are evaluated until the next
+    refresh, where dKV-Cache stores them one step after they were committed.
+    """
+
+    def candidates(self, view: View) -> np.ndarray:
+        forwarded = view.masked.copy()
+        if view.shifted:
+            forwarded[:-1] |= view.masked[1:]
+        return np.flatnonzero(~forwarded)
+
+
+POLICY = Selective("selective", "the prompt and what is decoded (dKV-Cache)", delay=1, interval=8)

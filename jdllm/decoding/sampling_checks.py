@@ -1,0 +1,111 @@
+"""Which sampling parameters go together."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from jdllm.decoding.registry import NO_CACHE, RULES, options
+from jdllm.decoding.transfer.rule import Measure
+from jdllm.errors import RequestError
+
+if TYPE_CHECKING:
+    from jdllm.decoding.sampling import SamplingParams
+
+FILTERS = {"top_p": 1, "top_k": None, "min_p": 0}
+"""The filters of a distribution, with the value that lets everything pass."""
+
+_NOT_ADAPTIVE = {
+    "cfg_scale": (0.0, "has no classifier-free guidance"),
+    "cache": ("none", "evaluates whole sequences"),
+    "block_length": (None, "has no blocks"),
+    "remasking": ("low_confidence", "goes from left to right"),
+    "confidence_eos_eot_inf": (None, "goes from left to right"),
+    "prompt_masks": ("error", "does not fill masks in the prompt (infill does)"),
+}
+"""What adaptive parallel decoding has not: each option's default, and why."""
+
+_NOT_PREFILLED = {
+    "cache": ("none", "is a cache of its own"),
+    "cfg_scale": (0.0, "has no classifier-free guidance"),
+    "alg": (None, "commits by transfer rules"),
+    "prompt_masks": ("error", "does not fill masks in the prompt"),
+}
+"""What requests over long contexts have not: each option's default, and why."""
+
+
+def check_together(sampling: "SamplingParams") -> None:
+    """Raise `RequestError` for parameters that have no effect together, or that exclude each other."""
+    _check_effect(sampling)
+    _check_prefilling(sampling)
+    _check_cache(sampling)
+    _check_adaptive(sampling)
+    _check_order(sampling)
+
+
+def without_effect(fields: Mapping[str, Any]) -> list[str]:
+    """The parameters among `fields` that belong to a rule or a cache, are set, and that nothing uses."""
+    declared = options()
+    return [
+        name
+        for name, value in fields.items()
+        if value is not None
+        and name in declared
+        and not any(fields[user] in values for user, values in declared[name].users.items())
+    ]
+
+
+def is_drawn(fields: Mapping[str, Any]) -> bool:
+    """Whether tokens are drawn from distributions that filters could narrow."""
+    return fields["temperature"] != 0 or fields["alg"] is not None
+
+
+def _check_effect(sampling: "SamplingParams") -> None:
+    for name in without_effect(vars(sampling)):
+        users = options()[name].users.items()
+        needs = " or ".join(f"{user} {' or '.join(map(repr, values))}" for user, values in users)
+        raise RequestError(f"{name} has no effect here: it needs {needs}")
+
+
+def _check_cache(sampling: "SamplingParams") -> None:
+    cache = sampling.cache
+    if cache == NO_CACHE:
+        return
+    if sampling.cfg_scale > 0:
+        raise RequestError(f"cache {cache!r} has no classifier-free guidance: set cfg_scale=0")
+    if sampling.prompt_masks != "error":
+        raise RequestError(f"cache {cache!r} does not fill masks in the prompt: use infill for them")
+    if sampling.quota == "batch":
+        raise RequestError(f"quota 'batch' counts over requests in step: cache {cache!r} has none such")
+
+
+def _check_prefilling(sampling: "SamplingParams") -> None:
+    if sampling.prefilling and sampling.adaptive:
+        raise RequestError("prefilling has no verifier: choose another transfer than 'adaptive'")
+    for name, (default, why) in _NOT_PREFILLED.items() if sampling.prefilling else ():
+        value = getattr(sampling, name)
+        if value != default:
+            raise RequestError(f"prefilling {why}: leave {name} at {default!r} (it is {value!r})")
+
+
+def _check_adaptive(sampling: "SamplingParams") -> None:
+    for name, (default, why) in _NOT_ADAPTIVE.items() if sampling.adaptive else ():
+        value = getattr(sampling, name)
+        if value != default:
+            raise RequestError(f"transfer 'adaptive' {why}: leave {name} at {default!r} (it is {value!r})")
+    for name, value in sampling.filters.items() if sampling.adaptive else ():
+        raise RequestError(
+            "transfer 'adaptive' draws from whole distributions:"
+            f" leave {name} at {FILTERS[name]!r} (it is {value!r})"
+        )
+
+
+def _check_order(sampling: "SamplingParams") -> None:
+    alg, transfer = sampling.alg, sampling.transfer
+    if alg is None:
+        ordered = RULES["transfer", transfer].measure is not Measure.PROBABILITY
+        if sampling.remasking == "random" and ordered:
+            raise RequestError(f"transfer {transfer!r} brings its own order: leave remasking alone")
+        return
+    if transfer != "schedule" or sampling.remasking != "low_confidence":
+        raise RequestError(f"alg {alg!r} brings its own order: leave transfer and remasking alone")
+    if sampling.cache == NO_CACHE and sampling.block_length not in (None, sampling.gen_length):
+        raise RequestError(f"alg {alg!r} has blocks only with a cache: leave block_length alone")
