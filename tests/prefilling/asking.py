@@ -110,7 +110,7 @@ def driven(engine: Engine, spec: LongSpec, until: Callable[[LongRequest], bool])
     """A request that was added and driven until something holds; it is left in the engine."""
     number = engine.add(spec, updates="every")
     engine.step()
-    request = engine._entries[number].request
+    request = engine._entries[number]
     assert isinstance(request, LongRequest)
     while not until(request):
         assert not engine.idle

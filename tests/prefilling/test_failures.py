@@ -222,7 +222,7 @@ def poison(engine: Engine) -> None:
         if owner in stored:
             valid = np.minimum(PAGE_ROWS, stored[owner] - PAGE_ROWS * np.arange(len(held)))
         elif owner in engine._entries:
-            request = engine._entries[owner].request
+            request = engine._entries[owner]
             if isinstance(request, LongRequest) and request.layout is not None:
                 valid = request.live_rows(range(len(request.layout.part_rows)))
             elif isinstance(request, LongRequest):
