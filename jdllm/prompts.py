@@ -164,7 +164,7 @@ def ask(
     asked = []
     for i, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
         seed = secrets.randbits(_DRAWN_BITS) if params.seed is None else params.seed
-        samples = [dataclasses.replace(params, n=1, seed=sample_seed(seed, k)) for k in range(params.n)]
+        samples = [params.changed(n=1, seed=sample_seed(seed, k)) for k in range(params.n)]
         with naming_prompt(i, len(prompts)):
             specs = [make(prompt.ids, sample) for sample in samples]
         asked.append(Asked(prompt.text, seed, specs))

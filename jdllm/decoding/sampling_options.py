@@ -93,6 +93,7 @@ def _checked(option: Option, value: object) -> Any:
         return _adapter(option).validate_python(plain(value))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
+        # As of a field that may be null: `explain` says so too.
         expected = first["msg"] if first["type"] == "expected" else described(option_schema(option))
         raise RequestError(f"{option.name} is {shortened(value)}, expected {expected}") from None
 

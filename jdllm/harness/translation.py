@@ -123,7 +123,7 @@ def repeats_drawn_anew(contexts: Sequence[str], sampling: Sequence[SamplingParam
         before = asked[context, params]
         asked[context, params] += 1
         if before and params.seed is not None:
-            params = dataclasses.replace(params, seed=sample_seed(params.seed, before))
+            params = params.changed(seed=sample_seed(params.seed, before))
         made.append(params)
     return made
 
