@@ -8,7 +8,7 @@ from pydantic_core import to_jsonable_python
 
 from jdllm.api.protocol import SAMPLING_FIELDS, InfillRequest
 from jdllm.api.service import Service
-from jdllm.decoding.registry import options
+from jdllm.decoding.registry import NO_CACHE, POLICIES, options
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.sampling_options import further_options, option_schema, parameter_helps
 
@@ -35,7 +35,8 @@ def _show_options(schemas: dict[str, Any]) -> None:
     """Write into the schemas of what clients send the options of rules and policies.
 
     `x-used-when` says with which values of other fields an option has an effect, any of them; elsewhere it is
-    refused. `x-offered` marks what a page should have a field for.
+    refused. `x-default-when` says the default where it depends on such a value. `x-offered` marks what a page
+    should have a field for.
     """
     further, helps = further_options(SamplingParams), parameter_helps(SamplingParams)
     for schema in _of_clients(schemas).values():
@@ -49,6 +50,9 @@ def _show_options(schemas: dict[str, Any]) -> None:
             shown = schema["properties"][name]
             shown["x-used-when"] = {user: list(values) for user, values in users.items()}
             shown["x-offered"] = option.offered
+        for name in ("refresh_delay", "refresh_interval"):
+            defaults = {NO_CACHE: 0} | {policy.name: policy.defaults[name] for policy in POLICIES.values()}
+            schema["properties"][name]["x-default-when"] = {"cache": defaults}
 
 
 def _of_clients(schemas: dict[str, Any]) -> dict[str, Any]:

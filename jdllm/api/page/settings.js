@@ -13,19 +13,10 @@ const LENGTHS = GROUPS.Length;
 const KEPT = ["gen_length", "steps", "seed"];
 
 const drawn = (values) => values.temperature > 0 || values.alg !== undefined;
-const scored = (values) => values.cache === "sparse" || values.cache === "head_sparse";
-const cached = (values) => values.cache !== undefined && values.cache !== "none";
-const delayed = (values) => scored(values) || values.cache === "selective";
-// When a field has an effect; the server refuses it elsewhere.
-const USED = {
-  threshold: (values) => values.transfer === "threshold" || values.alg === "confidence_threshold",
-  factor: (values) => values.transfer === "factor",
-  entropy_bound: (values) => values.transfer === "entropy_bound",
-  retention: scored,
-  refresh_delay: cached,
-  top_p: drawn,
-  top_k: drawn,
-};
+// When a field has an effect, where the schema does not say that (`x-used-when`).
+const USED = { top_p: drawn, top_k: drawn };
+// The group of an option that only some values of these fields use.
+const GROUP_OF = { transfer: "Order", alg: "Order", cache: "Cache" };
 
 // What holds where neither the user nor the server has set a value.
 const OTHERWISE = {
@@ -35,7 +26,6 @@ const OTHERWISE = {
   top_k: () => "off",
   seed: () => "random",
   alg: () => "none",
-  refresh_delay: (values) => (delayed(values) ? 1 : 0),
 };
 const DESCRIBED = /\[default: (.+)\]/;
 
@@ -78,7 +68,7 @@ export class Settings {
       Object.entries(sampling).filter(([name, value]) => value !== null && name !== "seed"),
     );
     for (const [title, names] of Object.entries(GROUPS)) {
-      const known = names.filter((name) => name in schema.properties);
+      const known = [...names, ...this.others(title)].filter((name) => name in schema.properties);
       this.root.append(
         group(
           title,
@@ -87,6 +77,21 @@ export class Settings {
       );
     }
     this.refresh();
+  }
+
+  // Options of rules and caches that no group lists, such as those that were registered for this server.
+  others(title) {
+    const listed = Object.values(GROUPS).flat();
+    const belongs = ([name, property]) =>
+      property["x-offered"] && !listed.includes(name) && GROUP_OF[Object.keys(property["x-used-when"])[0]] === title;
+    return Object.entries(this.schema.properties).filter(belongs).map(([name]) => name);
+  }
+
+  // Whether a field has an effect; the server refuses it elsewhere.
+  used(name, all) {
+    const when = this.schema.properties[name]["x-used-when"];
+    if (when === undefined) return USED[name]?.(all) ?? true;
+    return Object.entries(when).some(([field, values]) => values.includes(all[field]));
   }
 
   field(name, property) {
@@ -109,7 +114,7 @@ export class Settings {
   values({ infill = false } = {}) {
     const all = this.effective();
     const left = Object.entries(this.entered()).filter(
-      ([name]) => !(infill && LENGTHS.includes(name)) && (USED[name]?.(all) ?? true),
+      ([name]) => !(infill && LENGTHS.includes(name)) && this.used(name, all),
     );
     return Object.fromEntries(left);
   }
@@ -126,8 +131,11 @@ export class Settings {
   otherwise(name, values) {
     const { [name]: _, ...entered } = values;
     const all = this.effective(entered);
-    const described = this.schema.properties[name].description?.match(DESCRIBED)?.[1];
-    return String(all[name] ?? OTHERWISE[name]?.(all) ?? described ?? "none");
+    const property = this.schema.properties[name];
+    const described = property.description?.match(DESCRIBED)?.[1];
+    const chosen = Object.entries(property["x-default-when"] ?? {}).map(([field, values]) => values[all[field]]);
+    const own = OTHERWISE[name]?.(all) ?? chosen.find((value) => value !== undefined);
+    return String(all[name] ?? own ?? described ?? "none");
   }
 
   entered() {
@@ -172,7 +180,7 @@ export class Settings {
     const all = this.effective(values);
     for (const [name, input] of Object.entries(this.fields)) {
       const unused = input.closest(".field").classList.contains("unused");
-      input.disabled = unused || !(USED[name]?.(all) ?? true);
+      input.disabled = unused || !this.used(name, all);
       showOtherwise(input, this.otherwise(name, values));
     }
     this.preset.value = this.presetOf(values);

@@ -95,6 +95,11 @@ class CachePolicy(abc.ABC):
         scored = (RETENTION, POOL_KERNEL) if self.scored else ()
         return (*scored, REFRESH_DELAY, REFRESH_INTERVAL, OFFICIAL_FORCING, *self.own)
 
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        """The defaults of options that each policy has of its own."""
+        return {REFRESH_DELAY.name: self.delay, REFRESH_INTERVAL.name: self.interval}
+
     @abc.abstractmethod
     def candidates(self, view: View) -> np.ndarray:
         """Positions that a refresh may store, rising; all others are forwarded until the next one."""
