@@ -1,6 +1,5 @@
 """The primitives of the transformer."""
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
@@ -34,16 +33,6 @@ def head_logits(x: Float[Array, "rows d"], head: Float[Array, "vocab d"]) -> Flo
         precision=lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
-
-
-def swiglu(
-    x: Float[Array, "rows d"],
-    gate: Float[Array, "ffn d"],
-    up: Float[Array, "ffn d"],
-    down: Float[Array, "d ffn"],
-) -> Float[Array, "rows d"]:
-    """The gated feed-forward layer, down(silu(gate x) * up x)."""
-    return linear(jax.nn.silu(linear(x, gate)) * linear(x, up), down)
 
 
 def rotate(

@@ -16,7 +16,8 @@ from jdllm.arrays import Tensor
 from jdllm.chunks import ChunkConfig
 from jdllm.execution.chunked import run_layers
 from jdllm.execution.few_rows.streamed import streamed_of
-from jdllm.layers import head_logits, rms_norm
+from jdllm.layers import rms_norm
+from jdllm.models import leaf
 from jdllm.models.block import Hidden, RowInts, Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.layer import AttentionFn, KeysValues, Layer, Ranges
@@ -161,7 +162,7 @@ def scan_layers[Carry](
 
 def embed(params: Params, tokens: RowInts) -> Hidden:
     """Look up the token embeddings."""
-    return params["embed"][tokens]
+    return leaf.rows(params["embed"], tokens)
 
 
 def final_norm(params: Params, config: ModelConfig, h: Hidden) -> Hidden:
@@ -171,4 +172,4 @@ def final_norm(params: Params, config: ModelConfig, h: Hidden) -> Hidden:
 
 def logits(params: Params, config: ModelConfig, h: Hidden) -> Float[Array, "rows vocab"]:
     """f32 logits of the given hidden rows; pass only the rows that need them."""
-    return head_logits(final_norm(params, config, h), head_weights(params))
+    return leaf.logits(final_norm(params, config, h), head_weights(params))

@@ -9,12 +9,14 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, Protocol
 
+import jax
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jdllm.layers import linear, rms_norm, rotate, swiglu
+from jdllm.layers import rms_norm, rotate
 from jdllm.models.block import Hidden, Rows
 from jdllm.models.config import ModelConfig
+from jdllm.models.leaf import matmul
 from jdllm.models.moe import moe_ffn
 from jdllm.pallas.grouped_matmul import grouped_matmul
 
@@ -94,18 +96,20 @@ class Layer:
 
     def project_back(self, o: Float[Array, "... heads head_dim"]) -> Hidden:
         """The output projection of attention; the residual is not added."""
-        return linear(o.reshape(-1, self.config.num_heads * self.config.head_dim), self.weights["o"])
+        return matmul(o.reshape(-1, self.config.num_heads * self.config.head_dim), self.weights["o"])
 
     def feed_forward(self, h: Hidden) -> Hidden:
         """Feed-forward of the rows `h`, dense or by experts; the residual is not added."""
         weights, moe = self.weights, self.config.moe
         x = rms_norm(h, weights["ffn_norm"], self.config.rms_norm_eps)
+        if moe is not None and "experts" in weights:
+            bias = weights.get("expert_bias")
+            return moe_ffn(x, weights["router"], bias, weights["experts"], moe.top_k, grouped_matmul)
         if "gate" in self._streamed:
-            return linear(weights["streamed"].products(x, ("gate", "up"), gated=True)[0], weights["down"])
-        if moe is None or "experts" not in weights:
-            return swiglu(x, weights["gate"], weights["up"], weights["down"])
-        bias = weights.get("expert_bias")
-        return moe_ffn(x, weights["router"], bias, weights["experts"], moe.top_k, grouped_matmul)
+            (inner,) = weights["streamed"].products(x, ("gate", "up"), gated=True)
+        else:
+            inner = jax.nn.silu(matmul(x, weights["gate"])) * matmul(x, weights["up"])
+        return matmul(inner, weights["down"])
 
     def _project_group(self, x: Hidden, name: str, group: Group) -> Heads:
         """A projection of normed rows for one group of heads."""
@@ -115,7 +119,7 @@ class Layer:
             start, size = group.index * heads * self.config.head_dim, heads * self.config.head_dim
             weight = lax.dynamic_slice_in_dim(weight, start, size)
             bias = None if bias is None else lax.dynamic_slice_in_dim(bias, start, size)
-        return self._by_heads(name, linear(x, weight, bias))
+        return self._by_heads(name, matmul(x, weight, bias))
 
     def _by_heads(self, name: str, y: Float[Array, "rows outputs"]) -> Heads:
         """A projection by heads, normed where the model norms it."""

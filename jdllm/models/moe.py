@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int, Int32
 
-from jdllm.layers import head_logits
+from jdllm.models.leaf import logits
 
 GroupedMatmulFn = Callable[..., Array]
 
@@ -60,7 +60,7 @@ def route(
     over all experts are f32. The weights are the probabilities themselves, bias included: they do not add
     up to one (quirk Q35). Source: LLaDAMoESparseMoeBlock of modeling_lladamoe.py.
     """
-    probabilities = jax.nn.softmax(head_logits(x, router), axis=-1)
+    probabilities = jax.nn.softmax(logits(x, router), axis=-1)
     if bias is not None:
         probabilities = probabilities + bias.astype(jnp.float32)
     weights, experts = lax.top_k(probabilities, top_k)

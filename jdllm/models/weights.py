@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdllm.models.config import ModelConfig
+from jdllm.models.leaf import nbytes
 from jdllm.models.registry import FAMILIES
 
 type Tree[T] = dict[str, T | dict[str, T]]
@@ -180,18 +181,26 @@ def is_spec(node: object) -> bool:
 
 def abstract_params(config: ModelConfig, dtype: jnp.dtype | str) -> Params:
     """The parameter tree as `ShapeDtypeStruct`s, for compilation without weights."""
-    return jax.tree.map(lambda spec: spec.struct(dtype), spec_tree(config), is_leaf=is_spec)
+    return _abstract(spec_tree(config), dtype)
+
+
+def _abstract(specs: Tree[TensorSpec], dtype: jnp.dtype | str) -> Params:
+    return jax.tree.map(lambda spec: spec.struct(dtype), specs, is_leaf=is_spec)
 
 
 def param_bytes(config: ModelConfig, dtype: jnp.dtype | str) -> int:
     """Bytes of all weights in `dtype`."""
-    leaves = jax.tree.leaves(spec_tree(config), is_leaf=is_spec)
-    return sum(math.prod(spec.shape) for spec in leaves) * np.dtype(dtype).itemsize
+    return tree_bytes(abstract_params(config, dtype))
+
+
+def layer_bytes(config: ModelConfig, dtype: jnp.dtype | str, layer: int) -> int:
+    """Bytes of the weights of one layer in `dtype`."""
+    return tree_bytes(_abstract(layer_specs(config, layer), dtype))
 
 
 def tree_bytes(params: Params) -> int:
-    """Bytes of the weights that are there."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    """Bytes of weights, which may be abstract."""
+    return sum(map(nbytes, jax.tree.leaves(params)))
 
 
 def zero_params(config: ModelConfig, dtype: jnp.dtype | str) -> Params:

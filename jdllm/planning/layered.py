@@ -10,12 +10,11 @@ import functools
 import math
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from jdllm.execution.offload.layered import SEEN_AT_ONCE, Layering
 from jdllm.models.config import ModelConfig
-from jdllm.models.weights import is_spec, layer_specs
+from jdllm.models.weights import layer_bytes
 from jdllm.planning.account import Account
 from jdllm.planning.buckets import power_bucket, row_bucket
 from jdllm.planning.budget import Budget, format_bytes
@@ -73,11 +72,10 @@ class Layered(NamedTuple):
     def temporaries(self, chunk: int) -> int:
         """Bytes that the executable of a layer needs beside what it is given and returns: a copy of the
         layer's weights, and the rows of a chunk on their way."""
-        config, layer = self.config, jax.tree.leaves(layer_specs(self.config, 0), is_leaf=is_spec)
-        weights = sum(math.prod(spec.shape) for spec in layer)
+        config = self.config
         heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         widths = 4 * config.hidden_size + heads + 2 * config.intermediate_size
-        return (weights + chunk * widths) * self.itemsize + _BLOCKS
+        return layer_bytes(config, self.dtype, 0) + chunk * widths * self.itemsize + _BLOCKS
 
     def generating(self, rows: int) -> int:
         """The same for a layer of a generated row behind a prompt in so many rows."""

@@ -1,11 +1,12 @@
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
 from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import config_from_hf
-from jdllm.models.visibility import key_ranges
+from jdllm.models.visibility import causal_range, key_ranges, window_start
 from tests.helpers import Golden
 
 FULL = config_from_hf(Golden("dream").directory)
@@ -45,3 +46,16 @@ def test_blocks_see_themselves_and_those_before(config, block):
 def test_a_window_longer_than_the_sequence_changes_nothing():
     wide = dataclasses.replace(WINDOW, sliding_window=40)
     np.testing.assert_array_equal(mask(wide, 3, 40, 50), mask(CAUSAL, 3, 40, 50))
+
+
+@pytest.mark.parametrize("config", [CAUSAL, WINDOW])
+def test_positions_on_the_device_have_the_ranges_of_the_host(config):
+    traced = jax.jit(lambda position: causal_range(config, position))(np.arange(40, dtype=np.int32))
+    np.testing.assert_array_equal(traced, key_ranges(config, 0, 40))
+
+
+def test_a_window_begins_where_its_keys_do():
+    end, begin = np.array([70, 100]), np.array([64, 64])
+    expected = np.maximum(end - WINDOW.sliding_window, begin)
+    np.testing.assert_array_equal(window_start(WINDOW, end, begin), expected)
+    np.testing.assert_array_equal(window_start(CAUSAL, end, begin), begin)

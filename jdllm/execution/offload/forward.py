@@ -30,6 +30,7 @@ from jdllm.execution.transformer import embed
 from jdllm.models.block import Hidden, RowInts, Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.layer import Heads, KeysValues, Weights
+from jdllm.models.leaf import device_of
 from jdllm.models.weights import Params, layer_runs
 from jdllm.pallas.attention import AttentionOutput
 
@@ -59,8 +60,7 @@ def forward_tiered(
 
     Raises `ValueError` where `tiers.head_groups` does not divide the key-value heads.
     """
-    (device,) = params["final_norm"].devices()
-    run = _Run(config, tiers, Rows(*map(np.asarray, rows)), device, call)
+    run = _Run(config, tiers, Rows(*map(np.asarray, rows)), device_of(params), call)
     h = run.embed(params["embed"], np.asarray(tokens))
     for layer in run.layers(params):
         if tiers.kv:

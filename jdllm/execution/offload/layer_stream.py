@@ -13,6 +13,7 @@ from jdllm.chunks import ChunkConfig
 from jdllm.execution.offload.host_memory import Device, to_device, to_host
 from jdllm.execution.offload.placement import single_layer
 from jdllm.execution.transformer import apply_layers, embed
+from jdllm.models import leaf
 from jdllm.models.block import Hidden, RowInts, Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
@@ -87,7 +88,9 @@ class OffloadedWeights:
         Arguments:
         - `compile`: `jdllm.compiling.executables.Executables.compile`.
         """
-        h = jax.ShapeDtypeStruct((len(rows.positions), self.config.hidden_size), self.top["final_norm"].dtype)
+        h = jax.ShapeDtypeStruct(
+            (len(rows.positions), self.config.hidden_size), leaf.dtypes_of(self.top).activations
+        )
         kinds = {next(iter(layer)): layer for layer in self._layers}
         abstract = functools.partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
         return [
@@ -106,7 +109,7 @@ class OffloadedWeights:
     def _embedded(self, tokens: np.ndarray, call: Callable[..., Any]) -> Hidden:
         matrix = self.top["embed"]
         if isinstance(matrix, np.ndarray):
-            return to_device(matrix[tokens], self.device)
+            return to_device(leaf.rows(matrix, tokens), self.device)
         return call(embed, {"embed": matrix}, tokens)
 
     def _in_order(self) -> Iterator[tuple[Params, bool]]:

@@ -1,13 +1,11 @@
 """Which layers' weights are in host memory, and the bytes that this leaves on the device."""
 
 import dataclasses
-import math
 
-import jax
 import jax.numpy as jnp
 
 from jdllm.models.config import ModelConfig
-from jdllm.models.weights import is_spec, layer_specs, param_bytes
+from jdllm.models.weights import layer_bytes, param_bytes
 
 LAYERS_ON_DEVICE = 2
 """Layers out of host memory that are on the device at a time: one is computed, one arrives."""
@@ -34,7 +32,7 @@ def device_weight_bytes(config: ModelConfig, dtype: jnp.dtype | str, offloaded: 
     if not offloaded:
         return param_bytes(config, dtype)
     away = host_weight_bytes(config, dtype, offloaded)
-    arrived = max(_layer_bytes(config, dtype, layer) for layer in offloaded_layers(config, offloaded))
+    arrived = max(layer_bytes(config, dtype, layer) for layer in offloaded_layers(config, offloaded))
     return param_bytes(config, dtype) - away + LAYERS_ON_DEVICE * arrived
 
 
@@ -48,9 +46,4 @@ def host_weight_bytes(config: ModelConfig, dtype: jnp.dtype | str, offloaded: in
 
 def streamed_bytes(config: ModelConfig, dtype: jnp.dtype | str, offloaded: int) -> int:
     """Bytes that each step moves to the device; arguments as above."""
-    return sum(_layer_bytes(config, dtype, layer) for layer in offloaded_layers(config, offloaded))
-
-
-def _layer_bytes(config: ModelConfig, dtype: jnp.dtype | str, layer: int) -> int:
-    leaves = jax.tree.leaves(layer_specs(config, layer), is_leaf=is_spec)
-    return jnp.dtype(dtype).itemsize * sum(math.prod(spec.shape) for spec in leaves)
+    return sum(layer_bytes(config, dtype, layer) for layer in offloaded_layers(config, offloaded))

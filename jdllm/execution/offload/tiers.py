@@ -5,14 +5,12 @@ the keys and values of the running layer too.
 """
 
 import dataclasses
-import math
 
-import jax
 import jax.numpy as jnp
 
 from jdllm.execution.offload.host_memory import IN_FLIGHT
 from jdllm.models.config import ModelConfig
-from jdllm.models.weights import is_spec, layer_stacks, spec_tree
+from jdllm.models.weights import layer_bytes, layer_stacks
 
 _TILE = 128
 
@@ -76,7 +74,7 @@ def device_buffers(
     hidden = chunk * config.hidden_size * size
     outputs = chunk * heads * config.head_dim * size
     buffers = {
-        "layer": _layer_bytes(config, size),
+        "layer": max(layer_bytes(config, dtype, layers[0]) for layers in layer_stacks(config).values()),
         "positions and key ranges": IN_FLIGHT * 3 * chunk * 4,
         "residual chunks": IN_FLIGHT * hidden,
     }
@@ -121,10 +119,3 @@ def transfer_bytes(
         return 2 * hidden + len(tiers.bounds(rows)) * keys_values, hidden + keys_values
     outputs = rows * (config.num_heads - heads) * config.head_dim * size
     return 2 * tiers.head_groups * hidden + outputs, hidden + outputs
-
-
-def _layer_bytes(config: ModelConfig, itemsize: int) -> int:
-    """Bytes of the weights of the largest layer."""
-    specs = spec_tree(config)
-    stacks = [jax.tree.leaves(specs[name], is_leaf=is_spec) for name in layer_stacks(config)]
-    return itemsize * max(sum(math.prod(spec.shape[1:]) for spec in stack) for stack in stacks)

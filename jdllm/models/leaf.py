@@ -1,0 +1,59 @@
+"""What a weight is: the one place that multiplies with weights, looks up their rows and counts their bytes.
+
+A weight is a plain array, `[outputs, inputs]`. A weight that is kept in another form is another type, and
+these functions tell the types apart.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jdllm.arrays import Tensor
+from jdllm.layers import head_logits, linear
+
+Device = Any
+"""A `jax.Device`, which has no static type."""
+
+
+class Dtypes(NamedTuple):
+    """Types of a model's numbers: its matrices, its hidden rows, and the keys and values that it stores."""
+
+    weights: jnp.dtype
+    activations: jnp.dtype
+    pool: jnp.dtype
+
+
+def dtypes_of(params: dict[str, Any]) -> Dtypes:
+    """The types of a model, by its weights."""
+    activations = params["final_norm"].dtype
+    return Dtypes(params["embed"].dtype, activations, activations)
+
+
+def device_of(params: dict[str, Any]) -> Device:
+    """The device that holds a model."""
+    (device,) = params["final_norm"].devices()
+    return device
+
+
+def matmul(
+    x: Float[Array, "rows i"], weight: Float[Array, "o i"], bias: Float[Array, " o"] | None = None
+) -> Float[Array, "rows o"]:
+    """Products of rows with a weight, in the dtype of the rows."""
+    return linear(x, weight, bias)
+
+
+def logits(x: Float[Array, "rows d"], weight: Float[Array, "o d"]) -> Float[Array, "rows o"]:
+    """Products of rows with a weight in f32, for the head and for routers."""
+    return head_logits(x, weight)
+
+
+def rows(weight: Float[Tensor, "o i"], ids: Int[Tensor, " rows"]) -> Float[Array, "rows i"]:
+    """Some rows of a weight; NumPy rows of a weight that is a NumPy array."""
+    return weight[ids]
+
+
+def nbytes(weight: Array | jax.ShapeDtypeStruct) -> int:
+    """Bytes of a weight, which may be abstract."""
+    return weight.size * weight.dtype.itemsize
