@@ -21,6 +21,7 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import ConfigError, NonFiniteError, RequestError
 from jdllm.loaded_model import LoadedModel, load_model
 from jdllm.models.config import ModelConfig
+from jdllm.models.leaf import device_of, dtypes_of
 from jdllm.models.weights import tree_bytes
 from jdllm.outputs import RequestOutput, request_output
 from jdllm.pallas.device import preferring, target
@@ -195,8 +196,7 @@ class LLM(ScoresText):
         self.config, self.tokenizer = loaded.config, loaded.tokenizer
         self._default_sampling = loaded.default_sampling
         params, offloaded = loaded.params, loaded.offloaded
-        (device,) = params["final_norm"].devices()
-        dtype = params["final_norm"].dtype.name
+        device, dtype = device_of(params), dtypes_of(params).activations.name
         self._executables = executables = Executables(
             device.platform, _store(cache_dir), kernels=runs_on.kernels
         )

@@ -26,6 +26,7 @@ from jdllm.execution.transformer import embed
 from jdllm.models.block import Hidden
 from jdllm.models.config import ModelConfig
 from jdllm.models.layer import KeysValues
+from jdllm.models.leaf import device_of, dtypes_of
 from jdllm.models.weights import Params, layer_runs
 from jdllm.pallas.masked_logits import Level
 
@@ -138,10 +139,11 @@ class LayeredSequence:
         Arguments:
         - `compile`: `jdllm.compiling.executables.Executables.compile`.
         """
-        config, layering, dtype = self._config, self._layering, self._params["final_norm"].dtype
+        config, layering = self._config, self._layering
+        _, dtype, pool = dtypes_of(self._params)
         h = jax.ShapeDtypeStruct((layering.rows, config.hidden_size), dtype)
         keys = jax.ShapeDtypeStruct((layering.rows, config.num_kv_heads, config.head_dim), dtype)
-        behind = jax.eval_shape(lambda: _nothing_generated(config, layering, dtype))
+        behind = jax.eval_shape(lambda: _nothing_generated(config, layering, pool))
         count, found = np.int32(0), []
         for name in dict.fromkeys(name for name, _ in self._layers):
             stack = self._params[name]
@@ -159,8 +161,7 @@ class LayeredSequence:
 
     @property
     def _device(self) -> Device:
-        (device,) = self._params["final_norm"].devices()
-        return device
+        return device_of(self._params)
 
     def _layer(self, number: int) -> tuple[Any, np.int32]:
         name, place = self._layers[number]
@@ -185,7 +186,7 @@ class LayeredSequence:
         layers, layering = self._config.num_layers, self._layering
         for number in range(layers - layering.kept_behind, layers - layering.kept):
             self._stored[number] = jax.block_until_ready(to_device(self._stored[number], self._device))
-        dtype = self._params["final_norm"].dtype
+        dtype = dtypes_of(self._params).pool
         self._generated = to_device(_nothing_generated(self._config, layering, dtype), self._device)
         self._away = itertools.cycle(range(layers - layering.kept_behind))
 

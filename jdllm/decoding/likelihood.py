@@ -13,7 +13,7 @@ from jdllm.chunks import ChunkConfig
 from jdllm.decoding.batch import HeadRows
 from jdllm.decoding.head import Sources, gather_guided, source_rows
 from jdllm.execution.transformer import forward, logits
-from jdllm.layers import head_logits
+from jdllm.models import leaf
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params, head_weights
@@ -94,7 +94,7 @@ def token_logprobs(
             lambda x: lax.dynamic_slice_in_dim(x, start, size), (head, positions, guidance, targets, listed)
         )
         h = gather_guided(params, config, hidden, _sources(config, part, at), scale)
-        found = _scores(head_logits(h, head_weights(params)), target, wanted)
+        found = _scores(leaf.logits(h, head_weights(params)), target, wanted)
         return jax.tree.map(lambda all, new: lax.dynamic_update_slice_in_dim(all, new, start, 0), out, found)
 
     nothing = jnp.zeros(total), jnp.zeros(total, jnp.int32), jnp.zeros(total)

@@ -12,6 +12,7 @@ from jdllm.execution.chunked import layer_by_layer
 from jdllm.execution.transformer import embed, logits
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
+from jdllm.models.leaf import dtypes_of
 from jdllm.models.visibility import key_ranges
 from jdllm.models.weights import Params, layer_runs
 
@@ -45,7 +46,7 @@ def origin(
         return None
     place = int(np.argmin(finite))
     where = ["the embeddings", *(f"layer {i}" for i in range(config.num_layers)), "the head"][place]
-    dtype = params["final_norm"].dtype.name
+    dtype = dtypes_of(params).activations.name
     advice = ": load it as bfloat16 or float32" if dtype == "float16" else ""
     return f"values exceed {dtype} in {where}, with weights that are all finite{advice}"
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jdllm.arrays import Tensor
 from jdllm.decoding.batch import SegmentParams
 from jdllm.decoding.head import Choice, choice_by
-from jdllm.layers import head_logits
+from jdllm.models import leaf
 from jdllm.models.weights import Params, head_weights
 from jdllm.pallas.masked_logits import Level, RowDecision, RowSampling
 from jdllm.pallas.masked_logits.xla import decide_logits
@@ -72,7 +72,7 @@ def decide_penalised(
     Log-probabilities are those after the penalties. Where `decide` takes the portable form, as on a CPU, rows
     without an effective penalty get from both the same bits.
     """
-    logits = head_logits(h, head_weights(params))
+    logits = leaf.logits(h, head_weights(params))
     logits = _penalised(logits, jax.tree.map(lambda x: jnp.asarray(x)[segment], penalty))
     # Fused with the penalties, sums over the vocabulary could differ from those of `decide` in the last bit.
     logits = lax.optimization_barrier(logits)

@@ -16,6 +16,7 @@ from jdllm.execution.transformer import apply_layers, logits
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.layer import AttentionFn
+from jdllm.models.leaf import dtypes_of
 from jdllm.models.weights import Params
 from jdllm.pallas.device import target
 
@@ -120,7 +121,7 @@ def all_logits(
     The layers are the transformer's own. The embedding is a product with one-hot rows instead of a lookup,
     because the gradient of a lookup adds up all rows of one token in the dtype of the weights.
     """
-    one_hot = jax.nn.one_hot(tokens, config.vocab_size, dtype=params["embed"].dtype)
+    one_hot = jax.nn.one_hot(tokens, config.vocab_size, dtype=dtypes_of(params).weights)
     h = one_hot @ params["embed"]
     return logits(params, config, apply_layers(params, config, h, rows, attention=attention))
 

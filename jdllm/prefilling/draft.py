@@ -9,11 +9,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jdllm.arrays import Tensor
 from jdllm.decoding.prefilling import Prefilling
-from jdllm.execution.transformer import Wanted, final_norm, forward_wanted
-from jdllm.layers import head_logits
+from jdllm.execution.transformer import Wanted, forward_wanted, logits
 from jdllm.models.block import RowInts, Rows
 from jdllm.models.config import ModelConfig
-from jdllm.models.weights import Params, head_weights
+from jdllm.models.weights import Params
 from jdllm.prefilling.segments import Segment
 
 _NEVER = np.asarray(2, np.float32)
@@ -81,12 +80,12 @@ def draft(
 
     def fill(round: Int[Array, ""], tokens: Int[Array, " rows"]) -> Int[Array, " rows"]:
         hidden = forward_wanted(params, config, tokens, rows, wanted)
-        logits = head_logits(final_norm(params, config, hidden), head_weights(params))
-        sure = 1 / jnp.exp(logits - logits.max(axis=-1, keepdims=True)).sum(axis=-1)
+        found = logits(params, config, hidden)
+        sure = 1 / jnp.exp(found - found.max(axis=-1, keepdims=True)).sum(axis=-1)
         masked = tokens[slots] == mask_id
         first = (round == 0) & (jnp.arange(len(slots)) == 0)
         chosen = jnp.where(round == 0, first, masked & _surest(sure, masked, quota[round], table.threshold))
-        return tokens.at[slots].set(jnp.where(chosen, jnp.argmax(logits, axis=-1), tokens[slots]))
+        return tokens.at[slots].set(jnp.where(chosen, jnp.argmax(found, axis=-1), tokens[slots]))
 
     def unfinished(carry: tuple[Array, Array]) -> Bool[Array, ""]:
         round, tokens = carry

@@ -11,11 +11,10 @@ from jaxtyping import Array, Bool, Float, Int
 from jdllm.arrays import Tensor
 from jdllm.execution.paged.parts import Parts, forward_parts
 from jdllm.execution.paged.pool import KeyValuePool
-from jdllm.execution.transformer import final_norm
-from jdllm.layers import head_logits
+from jdllm.execution.transformer import logits
 from jdllm.models.block import Hidden
 from jdllm.models.config import ModelConfig
-from jdllm.models.weights import Params, head_weights
+from jdllm.models.weights import Params
 from jdllm.prefilling.segments import Segment, ends
 
 Ints = Int[np.ndarray, " length"]
@@ -128,8 +127,8 @@ def target_logprobs(
     def evaluate(index: Array, out: Float[Array, " rows"]) -> Float[Array, " rows"]:
         start = jnp.minimum(index * size, total - size)
         h, target = (lax.dynamic_slice_in_dim(x, start, size) for x in (hidden, targets))
-        logits = head_logits(final_norm(params, config, h), head_weights(params))
-        chosen = jnp.take_along_axis(logits, target[:, None], axis=-1)[:, 0]
-        return lax.dynamic_update_slice_in_dim(out, chosen - jax.nn.logsumexp(logits, axis=-1), start, 0)
+        found = logits(params, config, h)
+        chosen = jnp.take_along_axis(found, target[:, None], axis=-1)[:, 0]
+        return lax.dynamic_update_slice_in_dim(out, chosen - jax.nn.logsumexp(found, axis=-1), start, 0)
 
     return lax.fori_loop(0, chunks, evaluate, jnp.zeros(total))

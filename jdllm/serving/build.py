@@ -4,6 +4,7 @@ from jdllm.chunks import ChunkConfig
 from jdllm.compiling.executables import Executables
 from jdllm.execution.offload.layer_stream import OffloadedWeights
 from jdllm.models.config import ModelConfig
+from jdllm.models.leaf import dtypes_of
 from jdllm.models.weights import Params
 from jdllm.planning.account import Account
 from jdllm.planning.ladder import MAX_SEGMENTS, TILE_ROWS
@@ -46,7 +47,7 @@ def make_engine(
     Raises `ConfigError` and `DoesNotFitError` for what the model's way of generating cannot do.
     """
     background = Background()
-    pool = DevicePool(config, params["final_norm"].dtype, account.pages)
+    pool = DevicePool(config, dtypes_of(params).pool, account.pages)
     mode = mode_of(config)
     model = OnDevice(params, config, executables, account, pool)
     parts = mode.parts(model, background, Extras(chunks, max_num_logits, verifier, offloaded))

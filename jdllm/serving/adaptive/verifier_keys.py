@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jdllm.execution.paged.pool import PAGE_ROWS, pool_bytes
+from jdllm.models.leaf import dtypes_of
 from jdllm.planning.buckets import power_bucket
 from jdllm.planning.ladder import MAX_SEGMENTS
 from jdllm.serving.adaptive.verifier import Verifier
@@ -33,7 +34,7 @@ def verifier_keys_bytes(verifier: Verifier, rows: int) -> int:
 
 
 def _bytes(verifier: Verifier, pages: int) -> int:
-    return pool_bytes(verifier.config, verifier.params["final_norm"].dtype.name, pages, PAGE_ROWS)
+    return pool_bytes(verifier.config, dtypes_of(verifier.params).pool.name, pages, PAGE_ROWS)
 
 
 class VerifierKeys:
@@ -100,9 +101,8 @@ class VerifierKeys:
         self._stored, self.pool = {}, self._made(self._rows)
 
     def _made(self, rows: int) -> DevicePool:
-        return DevicePool(
-            self._verifier.config, self._verifier.params["final_norm"].dtype, verifier_pages(rows)
-        )
+        verifier = self._verifier
+        return DevicePool(verifier.config, dtypes_of(verifier.params).pool, verifier_pages(rows))
 
 
 def _spans(request: Request, stored: int) -> Spans:

@@ -7,6 +7,7 @@ from jdllm.compiling.executables import temp_bytes
 from jdllm.decoding.layered import LayeredSequence
 from jdllm.errors import NoRoomError
 from jdllm.execution.paged.pool import PAGE_ROWS
+from jdllm.models.leaf import dtypes_of
 from jdllm.planning.budget import MemoryBudgetError, format_bytes
 from jdllm.planning.ladder import Entry
 from jdllm.planning.layered import Layered, LayeredPlan, longest_layered, missing, plan_layered
@@ -35,7 +36,7 @@ class LayeredRunner:
 
     def __init__(self, model: OnDevice):
         self._params, self._config, self._executables, account, self._pool = model
-        self.model = Layered.of_account(model.config, model.params["final_norm"].dtype.name, account)
+        self.model = Layered.of_account(model.config, dtypes_of(model.params).activations.name, account)
         self._pages = model.pool.pages
         self._running: dict[int, LayeredSequence] = {}
 

@@ -5,7 +5,6 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from jdllm.chunks import ChunkConfig
@@ -18,6 +17,7 @@ from jdllm.decoding.step import denoise
 from jdllm.decoding.tiered import denoise_tiered
 from jdllm.execution.offload.layer_stream import OffloadedWeights
 from jdllm.execution.offload.tiers import HostTiers
+from jdllm.models.leaf import dtypes_of
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.buckets import head_bucket, row_bucket
 from jdllm.planning.ladder import Entry, Ladder, Sizes
@@ -188,7 +188,7 @@ class FullRunner:
         if self._offloaded is None:
             return temp_bytes(self._compiled(batch, mask_id, chunks))
         layers = self._offloaded.compile(batch.rows, chunks, self._executables.compile)
-        rows = len(batch.tokens) * self._config.hidden_size * self._dtype.itemsize
+        rows = len(batch.tokens) * self._config.hidden_size * dtypes_of(self._params).activations.itemsize
         return rows + max(map(temp_bytes, layers))
 
     def _compiled(self, batch: Batch, mask_id: int, chunks: ChunkConfig) -> Executable:
@@ -208,13 +208,9 @@ class FullRunner:
 
     def workload(self, level: Level) -> Workload:
         """What steps are planned for."""
-        dtype = str(self._dtype)
+        dtype = dtypes_of(self._params).activations.name
         device = self._executables.target
         return Workload(self._config, dtype, device, level=level, max_num_logits=self._max_num_logits)
-
-    @property
-    def _dtype(self) -> jnp.dtype:
-        return self._params["final_norm"].dtype
 
     def _unplanned(self, head_rows: int) -> ChunkConfig:
         most = self._max_num_logits or _UNPLANNED_LOGITS
