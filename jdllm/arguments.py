@@ -1,18 +1,17 @@
 """Checks of what a caller passes: the name, its value and what would be right."""
 
+import numbers
 import reprlib
 from collections.abc import Iterable
 from types import NoneType
 from typing import Any, get_args
-
-import numpy as np
 
 from jdllm.errors import ConfigError, JdllmError
 
 
 def positive(name: str, value: object, error: type[JdllmError]) -> int:
     """`value` as an integer, NumPy's too; `error` for what is none, booleans included, or below 1."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
         raise error(f"{name} is {shortened(value)}, expected a positive integer")
     return int(value)
 

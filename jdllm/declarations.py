@@ -1,18 +1,32 @@
 """Declarations in words: what pydantic says of a value that one does not allow, and what its fields mean."""
 
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from jdllm.arguments import shortened
 
 
 def plain(value: object) -> object:
-    """NumPy's scalars as Python's."""
+    """NumPy's scalars as Python's. There are none until NumPy is loaded, and help texts are printed
+    without it."""
+    if "numpy" not in sys.modules:
+        return value
+    import numpy as np
+
     return value.item() if isinstance(value, np.generic) else value
+
+
+def listed(value: object) -> object:
+    """NumPy's arrays as lists."""
+    if "numpy" not in sys.modules:
+        return value
+    import numpy as np
+
+    return value.tolist() if isinstance(value, np.ndarray) else value
 
 
 def explain(error: ValidationError, declaration: type) -> str:

@@ -5,16 +5,17 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jdllm.arguments import positive, shortened
 from jdllm.decoding.registry import RULES
 from jdllm.errors import RequestError
 from jdllm.json_files import read_object
 
-Lengths = Callable[[np.random.Generator, int], list[int]]
+if TYPE_CHECKING:
+    from numpy.random import Generator
+
+Lengths = Callable[["Generator", int], list[int]]
 """Draws so many lengths."""
 
 LONGEST = 2**24
@@ -96,6 +97,8 @@ def draw_prompts(
 
     Raises `RequestError` where no id is left.
     """
+    import numpy as np
+
     ids = np.array([i for i in range(vocab_size // 2) if i not in avoided])
     if not ids.size:
         raise RequestError(f"a vocabulary of {vocab_size} ids has none that prompts could be made of")
@@ -106,6 +109,8 @@ def draw_prompts(
 
 def poisson_arrivals(rate: float, count: int, seed: int) -> list[float]:
     """Seconds at which requests arrive that come independently of each other, `rate` a second."""
+    import numpy as np
+
     return np.cumsum(_rng(seed, _ARRIVALS).exponential(1 / rate, count)).tolist()
 
 
@@ -117,7 +122,9 @@ def steps_of(sampling: Mapping[str, Any]) -> int | None:
     return sampling.get("steps")
 
 
-def _rng(seed: int, stream: int) -> np.random.Generator:
+def _rng(seed: int, stream: int) -> "Generator":
+    import numpy as np  # takes longer to import than all help texts to print
+
     return np.random.default_rng([seed, stream])
 
 
@@ -126,7 +133,9 @@ def _cycled(lengths: list[int]) -> Lengths:
 
 
 def _lognormal(mean: float, sigma: float) -> Lengths:
-    def draw(rng: np.random.Generator, count: int) -> list[int]:
+    import numpy as np
+
+    def draw(rng: "Generator", count: int) -> list[int]:
         drawn = rng.lognormal(math.log(mean) - sigma**2 / 2, sigma, count)
         return np.clip(np.rint(drawn), 1, LONGEST).astype(int).tolist()
 

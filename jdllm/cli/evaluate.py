@@ -23,8 +23,7 @@ from jdllm.cli.options import (
 )
 from jdllm.cli.report import print_result
 from jdllm.decoding.sampling import SamplingParams
-from jdllm.demo import checkpoint_path
-from jdllm.demo.tasks import MAX_INSTANCES
+from jdllm.demo import MAX_INSTANCES, checkpoint_path
 from jdllm.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:

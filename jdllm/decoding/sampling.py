@@ -4,7 +4,6 @@ import functools
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-import numpy as np
 from pydantic import (
     BeforeValidator,
     ConfigDict,
@@ -17,7 +16,7 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs
 
-from jdllm.declarations import explain, plain
+from jdllm.declarations import explain, listed, plain
 from jdllm.decoding.kinds import LARGEST, Length, OneOf, Scale, Share
 from jdllm.decoding.prefilling import PrefillingLike
 from jdllm.decoding.registry import RULES, cache_names, options, rule_names
@@ -36,8 +35,7 @@ _OFFICIAL_TOP_K = 50
 
 def _tuple(value: object) -> object:
     """A single string, a list or an array as a tuple; nothing as an empty one."""
-    if isinstance(value, np.ndarray):
-        value = value.tolist()
+    value = listed(value)
     if isinstance(value, list | tuple):
         return tuple(plain(part) for part in value)
     return () if value is None else (value,)

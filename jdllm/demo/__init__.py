@@ -3,6 +3,9 @@
 from pathlib import Path
 from typing import Literal
 
+MAX_INSTANCES = 10_000
+"""Of each task in one evaluation: all have that many, and what compares them with the training fits."""
+
 
 def checkpoint_path(model: Literal["demo", "retrieval"] = "demo") -> Path:
     """The directory of a bundled checkpoint: `config.json`, `model.safetensors` and the tokenizer files.

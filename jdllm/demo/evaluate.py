@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from jaxtyping import Float32
 
-from jdllm.demo.tasks import MAX_INSTANCES, TASKS, Instance, distinct_instances, test_instances
+from jdllm.demo import MAX_INSTANCES
+from jdllm.demo.tasks import TASKS, Instance, distinct_instances, test_instances
 from jdllm.demo.tokenizer import answer_text, plain_ids
 from jdllm.errors import RequestError
 

@@ -19,9 +19,6 @@ GEN_LENGTH = 32
 MAX_LENGTH = 512
 """Longest prompt and response together, in tokens; one ASCII character is one token."""
 
-MAX_INSTANCES = 10_000
-"""Of each task in one evaluation: all have that many, and what compares them with the training fits."""
-
 TEST_SHARE = 0.1
 """Share of all instances that the hash puts into the test set."""
 
