@@ -1,9 +1,11 @@
 """Declarations in words: what pydantic says of a value that one does not allow, and what its fields mean."""
 
+import functools
+import inspect
 import re
 import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Concatenate, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -56,8 +58,12 @@ def described(schema: Mapping[str, Any]) -> str:
             return f"a number from {schema['minimum']:g} to {schema['maximum']:g}"
         case "boolean":
             return "True or False"
-        case "string":
+        case "string" if "minLength" in schema:
             return "a text of at least one character"
+        case "string":
+            return f"a {schema.get('format', 'text')}"
+        case "object":
+            return "a mapping"
         case "array":
             return f"{described(schema['items'])}, or a list of such"
     return "None"
@@ -79,7 +85,32 @@ def first_sentences(docstring: str) -> dict[str, str]:
         sentence = re.split(r"[.;](?:\s|$)", entry[heads.end() :], maxsplit=1)[0]
         text = re.sub(r" \([^()]*quirk[^()]*\)", "", " ".join(sentence.replace("`", "").split()))
         for name, default in re.findall(r"`(\w+)`(?: \(([^`()]+|`None`:[^()]+)\))?", heads[0]):
-            shown = default.removeprefix("`None`: ").replace("`", "").strip('"')
+            shown = default.rpartition(": ")[2].replace("`", "").strip('"')
             hidden = shown in ("", "False", "True", "none")
             found[name] = f"{text[0].upper()}{text[1:]}." + ("" if hidden else f" [default: {shown}]")
     return found
+
+
+def takes[**P, T, S](
+    declaration: Callable[P, T],
+) -> Callable[[Callable[[S, T], None]], Callable[Concatenate[S, P], None]]:
+    """Give a method that takes a declaration an argument for each field of this declaration.
+
+    Type checkers, editors and `help` see the fields, their defaults and the docstring of the declaration.
+    """
+    signature = inspect.signature(declaration)
+    types = get_type_hints(declaration)  # without the checks that annotations carry
+    fields = [field.replace(annotation=types[name]) for name, field in signature.parameters.items()]
+
+    def decorate(method: Callable[[S, T], None]) -> Callable[Concatenate[S, P], None]:
+        @functools.wraps(method)
+        def run(self: S, *args: P.args, **kwargs: P.kwargs) -> None:
+            signature.bind(*args, **kwargs)  # Python's own error for a name that is no field
+            method(self, declaration(*args, **kwargs))
+
+        owner = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        run.__signature__ = inspect.Signature([owner, *fields])  # type: ignore[attr-defined]
+        run.__doc__ = declaration.__doc__
+        return run
+
+    return decorate

@@ -53,7 +53,7 @@ def load_model(
     """Load a checkpoint onto the default device, with as many layers in host memory as it has no room for.
 
     Arguments:
-    - `model`, `dtype`, `overrides`, `load_weights`, `progress`: as `jdllm.llm.LLM` takes them.
+    - `model`, `dtype`, `overrides`, `load_weights`, `progress`: as of `jdllm.engine_options.EngineOptions`.
     - `count_offloaded`: how many layers go to host memory, of a model in a dtype.
 
     Raises `CheckpointError` and `ConfigError` as `LLM` does.

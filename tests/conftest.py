@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 from jax.experimental.compilation_cache import compilation_cache
 
+from jdllm.byte_sizes import parse_bytes
 from jdllm.checkpoints.loading import load_params
 from jdllm.compiling import store as executable_store
 from jdllm.compiling.executables import Executables
@@ -21,7 +22,6 @@ from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import config_from_hf
 from jdllm.models.weights import Params
 from jdllm.planning import account
-from jdllm.planning.budget import parse_bytes
 from jdllm.serving.background import Background
 from tests.helpers import Golden
 

@@ -147,7 +147,7 @@ def takes_model(command: Callable[..., None]) -> Callable[..., None]:
     def run(**given: Any) -> None:
         source = ModelOptions(**{name: given.pop(name) for name in fields})
         if source.host_memory != HOST_MEMORY:
-            from jdllm.planning.budget import parse_host_memory
+            from jdllm.byte_sizes import parse_host_memory
             from jdllm.planning.host import let_pin
 
             let_pin(parse_host_memory(source.host_memory, "--host-memory"))

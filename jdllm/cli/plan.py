@@ -131,9 +131,10 @@ def plan(
     With --prefilling it plans what a question over a context of any length takes, stage by stage. Of a causal
     model it says how a prompt is read, and how fast tokens follow.
     """
+    from jdllm.byte_sizes import parse_bytes, parse_host_memory
     from jdllm.cli import plan_report
     from jdllm.planning.answer import make_report
-    from jdllm.planning.budget import Budget, parse_bytes, parse_host_memory
+    from jdllm.planning.budget import Budget
 
     card = _card(target, memory)
     workload = _workload(
@@ -267,7 +268,7 @@ def _card(target: str | None, memory: str | None) -> "Card":
 
 def _assumed(target: str | None, memory: str | None, card: "Card") -> list[str]:
     """Lines that say what was taken for options that were not given."""
-    from jdllm.planning.budget import format_bytes
+    from jdllm.byte_sizes import format_bytes
 
     lines = []
     if target in (None, AUTO):

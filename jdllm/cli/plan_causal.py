@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from jdllm.byte_sizes import format_bytes
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.planning.account import Account
-from jdllm.planning.budget import format_bytes
 from jdllm.planning.causal import CausalPlan
 from jdllm.planning.plan import Workload
 from jdllm.planning.step_time import estimated

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+from jdllm.byte_sizes import format_bytes
 from jdllm.decoding.prefilling import Prefilling
 from jdllm.execution.paged.pool import PAGE_ROWS, pool_bytes
 from jdllm.planning.account import Account
-from jdllm.planning.budget import format_bytes
 from jdllm.planning.plan import Workload
 from jdllm.planning.prefilling import Question, StagePlan, context_rows, lacking, measured
 from jdllm.planning.step_time import estimated, format_seconds

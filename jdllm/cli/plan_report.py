@@ -8,10 +8,11 @@ from typing import Any
 
 import jax
 
+from jdllm.byte_sizes import format_bytes
 from jdllm.cli.options import as_option, in_option_words
 from jdllm.planning.account import Account
 from jdllm.planning.answer import Longest, Report, room_of
-from jdllm.planning.budget import CUDA_CONTEXT, GUARD, format_bytes
+from jdllm.planning.budget import CUDA_CONTEXT, GUARD
 from jdllm.planning.checks.compiler import compiler_temp_bytes
 from jdllm.planning.plan import Workload, row_ladder
 from jdllm.planning.report import Frame, format_peak_table, timeline

@@ -205,8 +205,9 @@ def _warmed(llm: "LLM", prefilling: "Prefilling | None") -> str:
 
 def describe_account(account: "Account") -> str:
     """What the device holds, line by line, and how many requests the KV pool has room for."""
+    from jdllm.byte_sizes import format_bytes
     from jdllm.execution.paged.pool import PAGE_ROWS
-    from jdllm.planning.budget import GUARD, format_bytes
+    from jdllm.planning.budget import GUARD
 
     steps = [(f"step, {kind}", size) for kind, size in account.steps.items()]
     rows = [*account.table(), *steps]

@@ -1,7 +1,6 @@
 """What lm-eval asks for, in the terms of `LLM`: nothing here needs lm-eval."""
 
 import dataclasses
-import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -9,11 +8,12 @@ from typing import Any, NamedTuple
 from jdllm.arguments import check_types, positive
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.sampling_options import parameter_names
+from jdllm.engine_options import EngineOptions
 from jdllm.errors import ConfigError, RequestError
-from jdllm.llm import LLM
 from jdllm.noise import sample_seed
 
-_OF_LLM = set(inspect.signature(LLM).parameters) - {"model", "load_weights", "chunks", "progress"}
+_DECIDED = {"model", "load_weights", "chunks", "progress"}
+_OF_LLM = {f.name for f in dataclasses.fields(EngineOptions)} - _DECIDED
 _ANSWERS = {"n", "logprobs", "return_history"}
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _FILTERS = ("top_p", "top_k", "min_p")

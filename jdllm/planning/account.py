@@ -8,13 +8,14 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
+from jdllm.byte_sizes import format_bytes
 from jdllm.errors import ConfigError, NoRoomError
 from jdllm.execution.offload.placement import device_weight_bytes
 from jdllm.execution.paged.pool import PAGE_ROWS, pool_bytes
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import param_bytes
 from jdllm.pallas.device import Target
-from jdllm.planning.budget import Budget, format_bytes
+from jdllm.planning.budget import Budget
 from jdllm.planning.ladder import DEFAULT_ROWS
 from jdllm.planning.plan import LONGEST, rungs
 from jdllm.planning.room import Options, Room

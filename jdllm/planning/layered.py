@@ -12,12 +12,13 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from jdllm.byte_sizes import format_bytes
 from jdllm.execution.offload.layered import SEEN_AT_ONCE, Layering
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import layer_bytes
 from jdllm.planning.account import Account
 from jdllm.planning.buckets import power_bucket, row_bucket
-from jdllm.planning.budget import Budget, format_bytes
+from jdllm.planning.budget import Budget
 from jdllm.planning.plan import row_ladder
 from jdllm.planning.search import largest
 

@@ -4,12 +4,13 @@ import dataclasses
 import functools
 import math
 
+from jdllm.byte_sizes import format_bytes
 from jdllm.errors import ConfigError, DoesNotFitError
 from jdllm.execution.offload.placement import device_weight_bytes, host_weight_bytes, streamed_bytes
 from jdllm.models.config import ModelConfig
 from jdllm.pallas.device import Target
 from jdllm.planning.account import Account, make_account
-from jdllm.planning.budget import Budget, format_bytes
+from jdllm.planning.budget import Budget
 from jdllm.planning.ladder import DEFAULT_ROWS
 from jdllm.planning.plan import MemoryPlan, Workload, max_context, plan_memory
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from jaxtyping import Int64
 
+from jdllm.byte_sizes import format_bytes
 from jdllm.errors import JdllmError
-from jdllm.planning.budget import format_bytes
 from jdllm.planning.planner import ActivationPlan, PlannedTensor
 
 if TYPE_CHECKING:

@@ -5,11 +5,12 @@ import functools
 import math
 from typing import NamedTuple
 
+from jdllm.byte_sizes import format_bytes
 from jdllm.errors import DoesNotFitError
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.models.weights import param_bytes
 from jdllm.pallas.masked_logits import Level
-from jdllm.planning.budget import Budget, MemoryBudgetError, format_bytes
+from jdllm.planning.budget import Budget, MemoryBudgetError
 from jdllm.planning.ladder import DEFAULT_ROWS
 from jdllm.planning.plan import refusal, row_ladder
 from jdllm.planning.search import largest

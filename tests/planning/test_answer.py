@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks.shapes import SHAPES
+from jdllm.byte_sizes import parse_bytes
 from jdllm.compiling.executables import Executables
 from jdllm.decoding.registry import cache_names
 from jdllm.decoding.sampling import SamplingParams
@@ -20,7 +21,7 @@ from jdllm.models.config import ModelConfig
 from jdllm.pallas.device import HOPPER
 from jdllm.planning.answer import make_report
 from jdllm.planning.buckets import row_bucket
-from jdllm.planning.budget import Budget, parse_bytes
+from jdllm.planning.budget import Budget
 from jdllm.planning.card import described_card
 from jdllm.planning.causal import plan_causal
 from jdllm.planning.offloading import account_with_offloading

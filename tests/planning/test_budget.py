@@ -9,19 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jdllm.byte_sizes import DEFAULT_HOST_MEMORY, format_bytes, parse_bytes, parse_host_memory
 from jdllm.errors import ConfigError
 from jdllm.planning import budget, host
 from jdllm.planning.budget import (
-    DEFAULT_HOST_MEMORY,
     DEFAULT_OVERHEAD,
     GUARD,
     Budget,
     MemoryBudgetError,
     device_budget,
     device_memory,
-    format_bytes,
-    parse_bytes,
-    parse_host_memory,
     usable_host_memory,
 )
 from tests.planning.fake_drivers import FakeCard, FakeDrivers

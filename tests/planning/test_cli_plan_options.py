@@ -10,8 +10,9 @@ import pytest
 from typer.main import get_command
 
 from jdllm import LLM
+from jdllm.byte_sizes import parse_bytes
 from jdllm.cli import app
-from jdllm.planning.budget import Budget, parse_bytes
+from jdllm.planning.budget import Budget
 from jdllm.planning.card import Card
 from tests.helpers import Golden
 from tests.planning.plan_command import GIB, assert_mistake, facts, invoke, run

@@ -7,8 +7,9 @@ import re
 import pytest
 
 from benchmarks.shapes import SHAPES
+from jdllm.byte_sizes import parse_bytes
 from jdllm.execution.offload.tiers import HostTiers
-from jdllm.planning.budget import Budget, MemoryBudgetError, parse_bytes
+from jdllm.planning.budget import Budget, MemoryBudgetError
 from jdllm.planning.plan import MemoryPlan, Workload, check, max_context, plan_memory, refusal, rungs
 
 GIB = 2**30

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jdllm.byte_sizes import format_bytes
 from jdllm.errors import JdllmError
-from jdllm.planning.budget import format_bytes
 from jdllm.planning.planner import ActivationPlan, first_fit, make_plan
 from jdllm.planning.report import (
     Frame,

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 
+from jdllm.byte_sizes import format_bytes
 from jdllm.compiling.executables import temp_bytes
 from jdllm.decoding.layered import LayeredSequence
 from jdllm.errors import NoRoomError

@@ -1,0 +1,174 @@
+"""How a model is loaded and run: one declaration for the library, the commands, the server and lm-eval."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self
+
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
+from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError
+
+from jdllm.arguments import positive
+from jdllm.byte_sizes import DEFAULT_HOST_MEMORY, EXPECTED, parse_bytes, parse_host_memory
+from jdllm.chunks import ChunkConfig
+from jdllm.declarations import explain
+from jdllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jdllm.execution.module import Transformer
+
+    Source = str | Path | Transformer
+else:
+    Source = Any
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+KERNELS = ("auto", "triton", "xla")
+
+
+class Typed(NamedTuple):
+    """Marks an option that commands have too.
+
+    - `metavar`: how their help writes its value; `None` for the name of its type.
+    """
+
+    metavar: str | None = None
+
+
+def _count(value: object) -> int:
+    try:
+        return positive("", value, ConfigError)
+    except ConfigError:
+        raise PydanticCustomError("expected", "a positive integer") from None
+
+
+def _bytes(parse: Callable[[Any], int]) -> PlainValidator:
+    def check(value: object) -> object:
+        try:
+            parse(value)
+        except ConfigError:
+            raise PydanticCustomError("expected", EXPECTED) from None
+        return value
+
+    return PlainValidator(check)
+
+
+def _one_of(names: tuple[str, ...]) -> PlainValidator:
+    def check(value: object) -> object:
+        if not isinstance(value, str) or value not in names:
+            raise PydanticCustomError("expected", "one of {names}", {"names": ", ".join(map(repr, names))})
+        return value
+
+    return PlainValidator(check)
+
+
+def _source(value: object) -> object:
+    if not isinstance(value, str | Path):
+        from jdllm.execution.module import Transformer  # Flax takes long to import: paths do without it
+
+        if not isinstance(value, Transformer):
+            raise PydanticCustomError("expected", "str or Path or Transformer")
+    return value
+
+
+def _chunks(value: object) -> object:
+    if not isinstance(value, ChunkConfig):
+        raise PydanticCustomError("expected", "ChunkConfig or None")
+    return value
+
+
+_Source = Annotated[Source, PlainValidator(_source)]
+_Count = Annotated[int, BeforeValidator(_count), Field(ge=1)]
+_Bytes = Annotated[int | str, _bytes(parse_bytes)]
+
+
+@dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True))
+class EngineOptions:
+    """Arguments of `LLM`.
+
+    Model
+    - `model`: a Hugging Face checkpoint directory or hub id, or a `Transformer` that is already in memory.
+    - `dtype` ("auto"): type of the weights, or auto for the type of the checkpoint. Results equal the
+      official sampler's token by token in float32 at temperature 0.
+    - `hf_overrides` (`None`: none): values that replace values of `config.json`, for example a
+      `rope_scaling` for longer contexts. A mapping such as `{"eos_token_id": 7}`.
+    - `load_weights` (True): read the weights of a checkpoint. False leaves the weights zero, which is enough
+      for warming up executables that another process then finds in `cache_dir`.
+
+    Memory
+    - `memory` (`None`: the memory that XLA may allot): all memory of the device that may be used, for example
+      24GiB. A number of bytes, or a text with a unit. The weights and the CUDA context are part of it. Every
+      step is planned and compiled within this memory before the step runs.
+    - `kv_pool` (`None`: the rest): the part of this memory for the pool of keys and values. The rest is the
+      memory that weights and the largest step leave, and 1 GiB on a CPU without `memory`.
+    - `host_memory` ("64GiB"): host memory that may be used if the device is too small. The memory is pinned;
+      "0" is none. If the weights do not fit on the device, as many layers as fit stay there, and the other
+      layers come to the device in every step. Then there is no KV pool, and no `score` or `logits`.
+    - `max_num_batched_tokens` (`None`: chosen from the memory, 8192 to 36864): packed rows of one step over
+      all requests. A longer request runs alone. By default the number is the largest one that leaves the KV
+      pool 85 % of the room that it would have without steps. It is 8192 with a `verifier`, for a causal
+      model, and on a CPU without `memory`. `LLM.account.rows` holds the number.
+    - `max_context` (`None`: the rows of a step): the longest sequence that the KV pool leaves room for. A
+      longer sequence without a cache takes the room of the pool: it runs while no request with a cache runs.
+      With a cache the limit holds if the pool then still has room for a quarter as many rows.
+    - `max_num_logits` (`None`: as many as fit): masked rows whose logits may exist at the same time. On a CPU
+      without `memory` the default is 512.
+    - `chunks` (`None`: planned): chunk counts for every step, instead of planned counts.
+
+    Adaptive parallel decoding
+    - `verifier` (`None`: none): autoregressive model for `transfer` "adaptive", such as Qwen2 for Dream. A
+      checkpoint directory or hub id, which is loaded in the dtype of the model, or a `Transformer`. Its
+      weights stay on the device beside the weights of the model, and count against `memory`. It must have the
+      tokenizer of the model; either tokenizer may define further ids after the common ids.
+    - `verifier_shares_ids` (False): take vocabularies of different sizes to agree up to the end of the
+      smaller one. Needed if not both tokenizers are known (token ids only, or a `Transformer`).
+
+    Executables
+    - `kernels` ("auto"): kernels that may run, either the best for the card (auto), or only kernels in Triton
+      (triton), or none (xla). Triton needs a card from Ampere on.
+    - `cache_dir` ("auto": ~/.cache/jdllm/executables): the directory that keeps executables for the next
+      process, which then need not compile them. The directory belongs to the user alone (mode 0700), and is
+      made if there is none. "auto" follows `XDG_CACHE_HOME`; if nothing can be kept there, a warning says so.
+      `None` keeps nothing.
+    - `warmup` (False): compile everything at the start that requests of up to `max_num_batched_tokens` rows
+      may need (8192 rows or more without a cache).
+    - `progress` (True): show a progress bar while loading and warming up. If standard error is no terminal, a
+      line appears every 10 s.
+
+    Raises `ConfigError` for a value that no model can have.
+    """
+
+    model: _Source
+    _: KW_ONLY
+    dtype: Annotated[str, _one_of(DTYPES), Typed("|".join(DTYPES))] = "auto"
+    hf_overrides: Annotated[Mapping[str, Any] | None, Typed("JSON")] = None
+    load_weights: bool = True
+    memory: Annotated[_Bytes | None, Typed("BYTES")] = None
+    kv_pool: Annotated[_Bytes | None, Typed("BYTES")] = None
+    host_memory: Annotated[int | str, _bytes(parse_host_memory), Typed("BYTES")] = DEFAULT_HOST_MEMORY
+    max_num_batched_tokens: Annotated[_Count | None, Typed()] = None
+    max_context: Annotated[_Count | None, Typed()] = None
+    max_num_logits: Annotated[_Count | None, Typed()] = None
+    chunks: Annotated[ChunkConfig, PlainValidator(_chunks)] | None = None
+    verifier: _Source | None = None
+    verifier_shares_ids: bool = False
+    kernels: Annotated[str, _one_of(KERNELS), Typed("|".join(KERNELS))] = "auto"
+    cache_dir: Annotated[str | Path | None, Typed("DIR|none")] = "auto"
+    warmup: bool = False
+    progress: bool = True
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _explained(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            return handler(data)
+        except ValidationError as error:
+            raise ConfigError(explain(error, cls)) from None

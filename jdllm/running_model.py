@@ -1,0 +1,186 @@
+"""A model on its device, with the engine that runs its requests: what `LLM` starts from its options."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from jdllm.byte_sizes import parse_bytes
+from jdllm.checkpoints.tokenizer import Tokenizer
+from jdllm.compiling import store as executable_store
+from jdllm.compiling.executables import Executables
+from jdllm.compiling.store import ExecutableStore
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.engine_options import EngineOptions
+from jdllm.errors import ConfigError
+from jdllm.loaded_model import LoadedModel, load_model
+from jdllm.models.config import ModelConfig
+from jdllm.models.leaf import device_of, dtypes_of
+from jdllm.models.weights import tree_bytes
+from jdllm.pallas.device import Target, preferring, target
+from jdllm.planning.account import Account, make_account
+from jdllm.planning.budget import Budget, device_budget, usable_host_memory
+from jdllm.planning.ladder import DEFAULT_ROWS
+from jdllm.planning.offloading import account_with_offloading
+from jdllm.scoring import Scorer
+from jdllm.serving.adaptive.verifier import Verifier, load_verifier
+from jdllm.serving.adaptive.verifier_keys import verifier_keys_bytes
+from jdllm.serving.build import make_engine
+from jdllm.serving.engine import Engine
+
+
+class Parts(NamedTuple):
+    """What of a model holds memory of the device."""
+
+    engine: Engine
+    scorer: Scorer
+
+
+class RunningModel(NamedTuple):
+    """A model that answers.
+
+    - `config`, `tokenizer`, `default_sampling`: of the checkpoint.
+    - `account`: how the memory of the device is shared out.
+    - `executables`: where compiled steps are kept.
+    - `parts`: the engine and the scorer.
+    - `description`: in a few words, for people.
+    """
+
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+    default_sampling: SamplingParams
+    account: Account
+    executables: Executables
+    parts: Parts
+    description: str
+
+
+def start(options: EngineOptions) -> RunningModel:
+    """Load a model, share out the memory of its device, and make its engine; raises as `LLM` does."""
+    host_memory = usable_host_memory(jax.devices()[0], options.host_memory)
+    with preferring(options.kernels):
+        runs_on = target()
+    runs_on.check_card()
+    loaded = _load(options, host_memory, runs_on)
+    device, dtype = device_of(loaded.params), dtypes_of(loaded.params).activations.name
+    executables = Executables(device.platform, _store(options.cache_dir), kernels=runs_on.kernels)
+    verifier = _verifier(options, loaded, dtype)
+    verifier_bytes = 0 if verifier is None else tree_bytes(verifier.params)
+    held = loaded.device_bytes + verifier_bytes
+    if verifier is not None:
+        verifier_bytes += verifier_keys_bytes(verifier, _rows(options) or DEFAULT_ROWS[0])
+    budget = device_budget(device, options.memory, host_memory, held=held)
+    offloaded = loaded.offloaded
+    account = make_account(
+        loaded.config,
+        dtype,
+        budget,
+        device=executables.target,
+        verifier_bytes=verifier_bytes,
+        weights_bytes=None if offloaded else loaded.device_bytes,
+        offloaded=0 if offloaded is None else offloaded.count,
+        **_sizes(options),
+    )
+    engine = make_engine(
+        loaded.params,
+        loaded.config,
+        executables,
+        account,
+        chunks=options.chunks,
+        max_num_logits=options.max_num_logits,
+        verifier=verifier,
+        eager_pool=device.platform != "cpu" and offloaded is None,
+        offloaded=offloaded,
+    )
+    scorer = Scorer(
+        loaded.params,
+        loaded.config,
+        executables,
+        account,
+        engine.between_parts,
+        options.max_num_logits or 512,
+    )
+    return RunningModel(
+        loaded.config,
+        loaded.tokenizer,
+        loaded.default_sampling,
+        account,
+        executables,
+        Parts(engine, scorer),
+        _described(loaded, device, budget),
+    )
+
+
+def _load(options: EngineOptions, host_memory: int, runs_on: Target) -> LoadedModel:
+    """The model, from a checkpoint with as many layers in host memory as the device has no room for."""
+
+    def count_offloaded(config: ModelConfig, dtype: str) -> int:
+        budget = device_budget(jax.devices()[0], options.memory, host_memory, held=0)
+        if budget is None or options.verifier is not None:
+            return 0
+        return account_with_offloading(config, dtype, budget, device=runs_on, **_sizes(options)).offloaded
+
+    if isinstance(options.model, str | Path):
+        return load_model(
+            options.model,
+            options.dtype,
+            options.hf_overrides or {},
+            count_offloaded,
+            load_weights=options.load_weights,
+            progress=options.progress,
+        )
+    if options.dtype != "auto" or options.hf_overrides or not options.load_weights:
+        raise ConfigError(
+            "dtype, hf_overrides and load_weights are for checkpoints: a Transformer has its own"
+        )
+    return LoadedModel(options.model.config, options.model.params())
+
+
+def _verifier(options: EngineOptions, loaded: LoadedModel, dtype: str) -> Verifier | None:
+    if options.verifier is None:
+        return None
+    return load_verifier(
+        options.verifier,
+        loaded.config,
+        loaded.tokenizer,
+        dtype,
+        shares_ids=options.verifier_shares_ids,
+        progress=options.progress,
+    )
+
+
+def _rows(options: EngineOptions) -> int | None:
+    """Rows of the largest step as far as options say them: a verifier leaves no choice by memory."""
+    if options.verifier is not None:
+        return options.max_num_batched_tokens or DEFAULT_ROWS[0]
+    return options.max_num_batched_tokens
+
+
+def _sizes(options: EngineOptions) -> dict[str, int | None]:
+    """Arguments of an account."""
+    return {
+        "max_num_batched_tokens": _rows(options),
+        "max_num_logits": options.max_num_logits,
+        "max_context": options.max_context,
+        "kv_pool": None if options.kv_pool is None else parse_bytes(options.kv_pool, "kv_pool"),
+    }
+
+
+def _store(cache_dir: str | Path | None) -> ExecutableStore | None:
+    if cache_dir == "auto":
+        return executable_store.default_store()
+    return None if cache_dir is None else ExecutableStore(Path(cache_dir))
+
+
+def _described(loaded: LoadedModel, device: Any, budget: Budget | None) -> str:
+    weights = loaded.params if loaded.offloaded is None else loaded.offloaded.all
+    leaves = jax.tree.leaves(weights)
+    parameters = sum(leaf.size for leaf in leaves)
+    largest = max(leaves, key=lambda leaf: leaf.size)
+    memory = f"{sum(leaf.nbytes for leaf in leaves) / 2**30:.2f} GiB of weights"
+    if budget is not None:
+        memory += f" in {budget.device / 2**30:.2f} GiB"
+    return (
+        f"{loaded.config.family}, {parameters / 1e9:.3g}B parameters, {largest.dtype.name},"
+        f" {device.device_kind}, {memory}"
+    )
