@@ -113,7 +113,7 @@ class EngineOptions:
       "0" is none. If the weights do not fit on the device, as many layers as fit stay there, and the other
       layers come to the device in every step. Then there is no KV pool, and no `score` or `logits`.
     - `max_num_batched_tokens` (`None`: chosen from the memory, 8192 to 36864): packed rows of one step over
-      all requests. A longer request runs alone. By default the number is the largest one that leaves the KV
+      all requests (a longer request runs alone). By default the number is the largest one that leaves the KV
       pool 85 % of the room that it would have without steps. It is 8192 with a `verifier`, for a causal
       model, and on a CPU without `memory`. `LLM.account.rows` holds the number.
     - `max_context` (`None`: the rows of a step): the longest sequence that the KV pool leaves room for. A

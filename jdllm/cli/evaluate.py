@@ -11,16 +11,9 @@ import typer
 from typer.core import TyperCommand
 
 from jdllm.cli.compiling import told_of_compiling
+from jdllm.cli.engine import ModelOptions, asked_sampling, load_model, takes_model
 from jdllm.cli.evaluate_long import benchmark_of, evaluate_benchmark, long_generator
-from jdllm.cli.options import (
-    Json,
-    ModelOptions,
-    asked_sampling,
-    given_sampling,
-    load_model,
-    takes_model,
-    takes_sampling,
-)
+from jdllm.cli.options import Json, given_sampling, takes_sampling
 from jdllm.cli.report import print_result
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.demo import MAX_INSTANCES, checkpoint_path

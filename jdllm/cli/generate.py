@@ -8,17 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jdllm.cli.compiling import told_of_compiling
+from jdllm.cli.engine import ModelOptions, Verifier, asked_sampling, load_model, takes_model
 from jdllm.cli.jsonl import generate_lines, read_lines
-from jdllm.cli.options import (
-    Json,
-    ModelOptions,
-    as_option,
-    asked_sampling,
-    given_sampling,
-    load_model,
-    takes_model,
-    takes_sampling,
-)
+from jdllm.cli.options import Json, as_option, given_sampling, takes_sampling
 from jdllm.cli.prompt import LongText, Prompts, check_given_once, read_long, read_prompts, read_text
 from jdllm.cli.rendering import AddGenerationPrompt, ChatTemplateKwargs, ContinueFinalMessage, given_rendering
 from jdllm.cli.report import print_result
@@ -68,9 +60,7 @@ def generate(
         bool, typer.Option("--parse-special", help="Special tokens in a prompt become their ids.")
     ] = False,
     as_json: Json = False,
-    verifier: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Autoregressive model for --transfer adaptive.")
-    ] = None,
+    verifier: Verifier = None,
     *,
     source: ModelOptions,
     **options: Any,

@@ -6,16 +6,9 @@ from typing import Annotated, Any
 import typer
 
 from jdllm.cli.compiling import told_of_compiling
+from jdllm.cli.engine import ModelOptions, asked_sampling, load_model, takes_model
 from jdllm.cli.generate import TokenIds, print_outputs
-from jdllm.cli.options import (
-    Json,
-    ModelOptions,
-    asked_sampling,
-    given_sampling,
-    load_model,
-    takes_model,
-    takes_sampling,
-)
+from jdllm.cli.options import Json, given_sampling, takes_sampling
 from jdllm.cli.prompt import read_prompts
 
 

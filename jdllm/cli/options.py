@@ -1,4 +1,4 @@
-"""Options that commands share, and what they are turned into."""
+"""Options that commands share beside those of the model, and what they are turned into."""
 
 import dataclasses
 import functools
@@ -6,36 +6,17 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
 from jdllm.decoding.prefilling import Prefilling
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.sampling_options import parameter_helps, parameter_kinds, parameter_names
-from jdllm.errors import ConfigError, RequestError
+from jdllm.engine_options import EngineOptions
+from jdllm.errors import RequestError
 
-if TYPE_CHECKING:
-    from jdllm.llm import LLM
-
-Model = Annotated[
-    str | None,
-    typer.Option(
-        metavar="DIR_OR_HUB_ID",
-        help="Checkpoint directory, or hub id such as org/name.",
-        show_default="the bundled demo model",
-    ),
-]
-ModelArgument = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="[DIR_OR_HUB_ID]",
-        help="Checkpoint directory, or hub id such as org/name.",
-        show_default="the bundled demo model",
-    ),
-]
 ServedNames = Annotated[
     list[str] | None,
     typer.Option(
@@ -54,107 +35,6 @@ WarmPrefilling = Annotated[
         show_default="they are compiled when first needed",
     ),
 ]
-BatchedTokens = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="Packed rows of one step over all requests; a longer request runs alone.",
-        show_default="chosen from the memory, 8192 to 36864",
-    ),
-]
-MaxNumLogits = Annotated[
-    int | None,
-    typer.Option(min=1, help="Masked rows whose logits may exist at a time.", show_default="what fits"),
-]
-MaxContext = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        help="The longest sequence that the KV pool leaves room for.",
-        show_default="a step's rows; longer ones without a cache take the pool's room",
-    ),
-]
-HfOverrides = Annotated[
-    str | None,
-    typer.Option(
-        metavar="JSON", help="Values in the place of those of config.json.", show_default="as it is"
-    ),
-]
-KvPool = Annotated[
-    str | None,
-    typer.Option(metavar="BYTES", help="Size of the KV pool.", show_default="what the memory leaves"),
-]
-HOST_MEMORY = "64GiB"
-KERNELS = "auto|triton|xla"
-KERNELS_HELP = "Kernels that may run: those that suit the card, those in Triton only, or none."
-NOWHERE = "none"
-"""The cache directory of a command that keeps nothing."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelOptions:
-    """Which model a command loads, and how: options of every command that runs one."""
-
-    model: Model = None
-    dtype: Annotated[
-        str, typer.Option(metavar="auto|float32|bfloat16|float16", help="Type of the weights.")
-    ] = "auto"
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="BYTES",
-            help="What the device may hold in all, such as 24GiB.",
-            show_default="what XLA may allot",
-        ),
-    ] = None
-    host_memory: Annotated[
-        str,
-        typer.Option(metavar="BYTES", help="Host memory that a step may use where the device is too small."),
-    ] = HOST_MEMORY
-    max_num_batched_tokens: BatchedTokens = None
-    max_num_logits: MaxNumLogits = None
-    max_context: MaxContext = None
-    kv_pool: KvPool = None
-    hf_overrides: HfOverrides = None
-    cache_dir: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR|none",
-            help="Where executables are kept for the next command, which need not compile them.",
-            show_default="~/.cache/jdllm/executables",
-        ),
-    ] = None
-    kernels: Annotated[str, typer.Option(metavar=KERNELS, help=KERNELS_HELP)] = "auto"
-
-
-def takes_model(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command an option for every field of `ModelOptions`, except for those that it takes itself.
-
-    The command takes all of them as `source`.
-    """
-    signature = inspect.signature(command)
-    own = [p for p in signature.parameters.values() if p.name != "source" and p.kind is not p.VAR_KEYWORD]
-    others = [p for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
-    kinds = get_type_hints(ModelOptions, include_extras=True)
-    fields = {f.name: f.default for f in dataclasses.fields(ModelOptions)}
-    options = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kinds[name])
-        for name, default in fields.items()
-        if name not in signature.parameters
-    ]
-
-    @functools.wraps(command)
-    def run(**given: Any) -> None:
-        source = ModelOptions(**{name: given.pop(name) for name in fields})
-        if source.host_memory != HOST_MEMORY:
-            from jdllm.byte_sizes import parse_host_memory
-            from jdllm.planning.host import let_pin
-
-            let_pin(parse_host_memory(source.host_memory, "--host-memory"))
-        command(source=source, **given)
-
-    run.__signature__ = signature.replace(parameters=[*own, *options, *others])  # type: ignore[attr-defined]
-    return run
 
 
 def option_names() -> list[str]:
@@ -204,54 +84,6 @@ def given_sampling(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _value(kinds[name], typed) for name, typed in options.items() if typed not in (None, [])}
 
 
-def asked_sampling(source: ModelOptions, given: Mapping[str, Any]) -> SamplingParams:
-    """The defaults of a checkpoint, which `load_model` need not have loaded, with other values.
-
-    Raises `RequestError` for a value that no request can have or the model cannot do, and as `LLM` does for
-    the checkpoint.
-    """
-    from jdllm.decoding.generation_defaults import default_sampling
-    from jdllm.models.hf_config import config_from_checkpoint
-    from jdllm.serving.modes.registry import mode_of
-
-    directory, overrides = _directory(source.model), parse_overrides(source.hf_overrides)
-    config = config_from_checkpoint(directory, overrides)
-    sampling = default_sampling(directory, causal=config.in_order).changed(**given)
-    mode_of(config).check_sampling(sampling)
-    return sampling
-
-
-def load_model(source: ModelOptions, verifier: str | None = None) -> "LLM":
-    """Load a checkpoint, or the demo model, and its verifier; raises as `LLM` does."""
-    from jdllm.llm import LLM
-
-    return LLM(**as_arguments(source), verifier=verifier)
-
-
-def as_arguments(source: ModelOptions) -> dict[str, Any]:
-    """Arguments of `LLM`: the directories are looked up."""
-    asked = source.cache_dir
-    cache_dir = "auto" if asked is None else None if asked == NOWHERE else Path(asked)
-    read = {
-        "model": _directory(source.model),
-        "cache_dir": cache_dir,
-        "hf_overrides": parse_overrides(source.hf_overrides),
-    }
-    return dataclasses.asdict(source) | read
-
-
-def parse_overrides(typed: str | None) -> dict[str, Any] | None:
-    """What `--hf-overrides` puts in the place of keys of config.json; raises `ConfigError` for no object."""
-    if typed is None:
-        return None
-    values = _parsed(typed)
-    if not isinstance(values, dict):
-        raise ConfigError(
-            f"--hf-overrides is {typed!r}, expected a JSON object such as '{{\"rope_theta\": 4e6}}'"
-        )
-    return values
-
-
 def parse_prefilling(typed: str) -> Prefilling:
     """A preset or fields in JSON, as they were typed; raises `RequestError`."""
     found = SamplingParams(**given_sampling({"prefilling": typed})).prefilling
@@ -260,19 +92,12 @@ def parse_prefilling(typed: str) -> Prefilling:
     return found
 
 
-def _directory(model: str | None) -> Path:
-    from jdllm.checkpoints.loading import resolve
-    from jdllm.demo import checkpoint_path
-
-    return checkpoint_path() if model is None else resolve(model)
-
-
 def as_option(name: str) -> str:
     """`gen_length` as `--gen-length`."""
     return f"--{name.replace('_', '-')}"
 
 
-_ENGINE_NAMES = ("host_memory", "kv_pool", "max_context", "max_num_batched_tokens", "max_num_logits")
+_ENGINE_NAMES = [f.name for f in dataclasses.fields(EngineOptions) if "_" in f.name]
 _VALUE = r"""=(?:'([^']*)'|([\w.]+))"""
 
 
@@ -337,7 +162,7 @@ def _metavar(kind: Any) -> str:
 def _value(kind: Any, typed: Any) -> Any:
     leaves = _leaves(kind)
     if Prefilling in leaves and typed.startswith("{"):
-        return _parsed(typed)
+        return parsed(typed)
     if isinstance(typed, list):
         return tuple(_value(tuple(leaves), one) for one in typed)
     if isinstance(typed, bool) or typed in leaves:
@@ -353,7 +178,7 @@ def _value(kind: Any, typed: Any) -> Any:
     return typed
 
 
-def _parsed(typed: str) -> Any:
+def parsed(typed: str) -> Any:
     """Fields in JSON; what is none stays a text."""
     try:
         return json.loads(typed)

@@ -8,19 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from jdllm.cli.options import (
-    HOST_MEMORY,
-    KERNELS,
-    KERNELS_HELP,
-    BatchedTokens,
-    HfOverrides,
-    Json,
-    KvPool,
-    MaxContext,
-    MaxNumLogits,
-    parse_overrides,
-    parse_prefilling,
-)
+from jdllm.cli.engine import ModelOptions, takes_options
+from jdllm.cli.options import Json, parse_prefilling
 from jdllm.cli.report import DOES_NOT_FIT, print_result
 from jdllm.decoding.registry import cache_names
 from jdllm.errors import CheckpointError, ConfigError
@@ -36,6 +25,7 @@ if TYPE_CHECKING:
 AUTO = "auto"
 
 
+@takes_options("cache_dir")
 def plan(
     model: Annotated[
         str,
@@ -48,14 +38,6 @@ def plan(
     context: Annotated[
         int | None,
         typer.Option(help="Tokens of the sequence, masks included.", show_default="the longest that fits"),
-    ] = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            metavar="BYTES",
-            help="Memory of the device, as 24GiB, 24G (the same), 24GB (decimal) or in bytes.",
-            show_default="what XLA may allot of the card",
-        ),
     ] = None,
     mask_ratio: Annotated[float, typer.Option(help="Masked tokens per token.")] = 0.5,
     target: Annotated[
@@ -79,25 +61,9 @@ def plan(
         float | None,
         typer.Option(help="Share of the keys that a sparse policy keeps.", show_default="0.5"),
     ] = None,
-    dtype: Annotated[
-        str,
-        typer.Option(
-            metavar="auto|float32|bfloat16|float16",
-            help="Type of weights and activations; auto: the checkpoint's, bfloat16 where it states none.",
-        ),
-    ] = "auto",
-    kernels: Annotated[str, typer.Option(metavar=KERNELS, help=KERNELS_HELP)] = "auto",
-    host_memory: Annotated[
-        str, typer.Option(metavar="BYTES", help="Host memory for what the device cannot hold; 0 for none.")
-    ] = HOST_MEMORY,
     host_tiers: Annotated[
         bool, typer.Option("--host-tiers/--no-host-tiers", help="Whether host memory may be used.")
     ] = True,
-    max_num_logits: MaxNumLogits = None,
-    max_num_batched_tokens: BatchedTokens = None,
-    max_context: MaxContext = None,
-    kv_pool: KvPool = None,
-    hf_overrides: HfOverrides = None,
     prefilling: Annotated[
         str | None,
         typer.Option(
@@ -124,6 +90,8 @@ def plan(
         ),
     ] = None,
     as_json: Json = False,
+    *,
+    source: ModelOptions,
 ) -> None:
     """Plan the memory of one denoising step, the longest context that fits, and the KV pool of `LLM`.
 
@@ -136,24 +104,26 @@ def plan(
     from jdllm.planning.answer import make_report
     from jdllm.planning.budget import Budget
 
+    asked = source.given
+    memory, kv_pool = asked["memory"], asked["kv_pool"]
     card = _card(target, memory)
     workload = _workload(
         _config_path(model),
-        parse_overrides(hf_overrides),
+        asked["hf_overrides"],
         card.target,
-        dtype,
-        kernels,
+        asked["dtype"],
+        asked["kernels"],
         mask_ratio=mask_ratio,
         cache_policy=cache_policy,
         retention=retention,
-        max_num_logits=max_num_logits,
+        max_num_logits=asked["max_num_logits"],
     )
-    host = parse_host_memory(host_memory, "--host-memory")
+    host = parse_host_memory(asked["host_memory"], "--host-memory")
     device = card.default_memory if memory is None else parse_bytes(memory, "--memory")
     budget = Budget(device, host=host if host_tiers else 0)
     sizes = {
-        "max_num_batched_tokens": max_num_batched_tokens,
-        "max_context": max_context,
+        "max_num_batched_tokens": asked["max_num_batched_tokens"],
+        "max_context": asked["max_context"],
         "kv_pool": None if kv_pool is None else parse_bytes(kv_pool, "--kv-pool"),
     }
     if workload.config.in_order:

@@ -6,7 +6,8 @@ from typing import Annotated
 import typer
 
 from jdllm.cli.compiling import told_of_compiling
-from jdllm.cli.options import Json, ModelOptions, load_model, takes_model
+from jdllm.cli.engine import ModelOptions, load_model, takes_model
+from jdllm.cli.options import Json
 from jdllm.cli.report import print_result
 
 

@@ -12,16 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jdllm.cli.compiling import told_of_compiling
-from jdllm.cli.options import (
-    ModelArgument,
-    ModelOptions,
-    ServedNames,
-    WarmPrefilling,
-    as_arguments,
-    asked_sampling,
-    parse_prefilling,
-    takes_model,
-)
+from jdllm.cli.engine import ModelArgument, ModelOptions, as_arguments, asked_sampling, takes_model
+from jdllm.cli.options import ServedNames, WarmPrefilling, parse_prefilling
 from jdllm.cli.report import print_result
 from jdllm.errors import ConfigError, RequestError
 

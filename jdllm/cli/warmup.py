@@ -2,15 +2,8 @@
 
 import json
 
-from jdllm.cli.options import (
-    Json,
-    ModelArgument,
-    ModelOptions,
-    WarmPrefilling,
-    as_arguments,
-    parse_prefilling,
-    takes_model,
-)
+from jdllm.cli.engine import ModelArgument, ModelOptions, as_arguments, takes_model
+from jdllm.cli.options import Json, WarmPrefilling, parse_prefilling
 from jdllm.cli.report import print_result
 from jdllm.errors import ConfigError
 

@@ -9,7 +9,7 @@ from jdllm.decoding.layered import LayeredSequence
 from jdllm.errors import NoRoomError
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.models.leaf import dtypes_of
-from jdllm.planning.budget import MemoryBudgetError, format_bytes
+from jdllm.planning.budget import MemoryBudgetError
 from jdllm.planning.ladder import Entry
 from jdllm.planning.layered import Layered, LayeredPlan, longest_layered, missing, plan_layered
 from jdllm.serving.causal.packing import next_of
