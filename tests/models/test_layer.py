@@ -48,6 +48,6 @@ def test_rows_that_are_wanted_get_what_all_rows_give_them(shape: str):
     all_rows, kept = layer.apply(h, sees)
     assert kept is None
     wanted = Wanted(jnp.array([7, 2]), jnp.ones(2, bool))
-    keys_values = layer.project(h, sees.rotation, ("k", "v"))
-    some, _ = layer.apply(h[wanted.rows], ranges_of_wanted(sees, wanted, keys_values))
+    k, v = layer.project(h, sees.rotation, ("k", "v"))
+    some, _ = layer.apply(h[wanted.rows], ranges_of_wanted(sees, wanted, (k, v)))
     close(some, all_rows[wanted.rows], rtol=1e-5, atol=1e-5)
