@@ -102,7 +102,7 @@ def test_lm_eval_takes_every_field_that_changes_answers_or_memory():
     assert read_model_arguments(given).of_llm == given
 
 
-@pytest.mark.parametrize("name", FIELDS.keys() - {"model", "chunks"})
+@pytest.mark.parametrize("name", sorted(FIELDS.keys() - {"model", "chunks"}))
 def test_other_values_than_the_default_are_taken_as_they_are(name: str):
     assert getattr(options_with(name, OTHERS[name]), name) == OTHERS[name]
     assert OTHERS[name] != FIELDS[name].default
