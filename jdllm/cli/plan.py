@@ -3,11 +3,13 @@
 import dataclasses
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from jdllm.byte_sizes import parse_bytes, parse_host_memory
 from jdllm.cli.engine import ModelOptions, takes_options
 from jdllm.cli.options import Json, parse_prefilling
 from jdllm.cli.report import DOES_NOT_FIT, print_result
@@ -17,7 +19,7 @@ from jdllm.planning.descriptions import described_targets
 
 if TYPE_CHECKING:
     from jdllm.models.config import ModelConfig
-    from jdllm.planning.budget import Budget
+    from jdllm.planning.answer import StepQuestion
     from jdllm.planning.card import Card
     from jdllm.planning.plan import Workload
     from jdllm.planning.prefilling import Question
@@ -99,73 +101,84 @@ def plan(
     With --prefilling it plans what a question over a context of any length takes, stage by stage. Of a causal
     model it says how a prompt is read, and how fast tokens follow.
     """
-    from jdllm.byte_sizes import parse_bytes, parse_host_memory
-    from jdllm.cli import plan_report
-    from jdllm.planning.answer import make_report
-    from jdllm.planning.budget import Budget
-
-    asked = source.given
-    memory, kv_pool = asked["memory"], asked["kv_pool"]
+    memory = source.given["memory"]
     card = _card(target, memory)
-    workload = _workload(
-        _config_path(model),
-        asked["hf_overrides"],
-        card.target,
-        asked["dtype"],
-        asked["kernels"],
-        mask_ratio=mask_ratio,
-        cache_policy=cache_policy,
-        retention=retention,
-        max_num_logits=asked["max_num_logits"],
-    )
-    host = parse_host_memory(asked["host_memory"], "--host-memory")
-    device = card.default_memory if memory is None else parse_bytes(memory, "--memory")
-    budget = Budget(device, host=host if host_tiers else 0)
-    sizes = {
-        "max_num_batched_tokens": asked["max_num_batched_tokens"],
-        "max_context": asked["max_context"],
-        "kv_pool": None if kv_pool is None else parse_bytes(kv_pool, "--kv-pool"),
-    }
-    if workload.config.in_order:
+    step = {"mask_ratio": mask_ratio, "cache_policy": cache_policy, "retention": retention}
+    asked = _asked(source.given, _config_path(model), card, context, host_tiers, step)
+    if asked.workload.config.in_order:
         if prefilling is not None:
             raise ConfigError("--prefilling is for models that denoise: leave it out for a causal model")
-        _plan_causal(workload, card, budget, sizes, context, as_json)
-        return
-    if prefilling is not None:
-        question = _question(context, instruction_tokens, query_tokens, gen_length)
-        _plan_prefilling(workload, card, budget, sizes, prefilling, question, as_json)
-        return
-    report = make_report(workload, card, budget, context, sizes)
+        _plan_causal(asked, as_json)
+    elif prefilling is not None:
+        _plan_prefilling(
+            asked, prefilling, _question(context, instruction_tokens, query_tokens, gen_length), as_json
+        )
+    else:
+        lines = [] if as_json else _assumed(target, memory, card)
+        _plan_step(asked, memory, lines, plot, not as_json if check is None else check, as_json)
+
+
+def _asked(
+    given: Mapping[str, Any],
+    config: Path,
+    card: "Card",
+    context: int | None,
+    host_tiers: bool,
+    step: dict[str, Any],
+) -> "StepQuestion":
+    """The question as options ask it; `step` are fields of `Workload`."""
+    from jdllm.planning.answer import StepQuestion
+    from jdllm.planning.budget import Budget
+
+    memory, kv_pool, host = given["memory"], given["kv_pool"], given["host_memory"]
+    read = given["hf_overrides"], given["dtype"], given["kernels"]
+    workload = _workload(config, card.target, *read, max_num_logits=given["max_num_logits"], **step)
+    device = card.default_memory if memory is None else parse_bytes(memory, "--memory")
+    budget = Budget(device, host=parse_host_memory(host, "--host-memory") if host_tiers else 0)
+    sizes = {
+        "max_num_batched_tokens": given["max_num_batched_tokens"],
+        "max_context": given["max_context"],
+        "kv_pool": None if kv_pool is None else parse_bytes(kv_pool, "--kv-pool"),
+    }
+    return StepQuestion(workload, card, budget, context, sizes)
+
+
+def _plan_step(
+    asked: "StepQuestion",
+    memory: str | None,
+    assumed: list[str],
+    plot: Path | None,
+    check: bool,
+    as_json: bool,
+) -> None:
+    from jdllm.cli import plan_report
+    from jdllm.planning.answer import make_report
+
+    report = make_report(asked)
     if plot is not None:
         plan_report.draw(report, plot, memory)
-    check = not as_json if check is None else check
     compiled = plan_report.compiled_bytes(report) if check else None
     if as_json:
         print_result(json.dumps(plan_report.facts(report, compiled)))
     else:
-        assumed = _assumed(target, memory, card)
         parts = plan_report.describe(report), plan_report.compared(report, compiled, check)
         print_result("\n".join([*assumed, *parts, "", plan_report.describe_engine(report)]))
     if report.refusal is not None:
         _does_not_fit(str(report.refusal))
 
 
-def _plan_causal(
-    workload: "Workload",
-    card: "Card",
-    budget: "Budget",
-    sizes: dict[str, Any],
-    prompt: int | None,
-    as_json: bool,
-) -> None:
+def _plan_causal(asked: "StepQuestion", as_json: bool) -> None:
     from jdllm.cli.plan_causal import causal_facts, describe_causal
     from jdllm.planning.account import make_account
     from jdllm.planning.causal import plan_causal
 
-    account = make_account(workload.config, workload.dtype, budget, device=workload.device, **sizes)
-    plan = plan_causal(workload, account, card.target, prompt)
+    workload, target = asked.workload, asked.card.target
+    account = make_account(
+        workload.config, workload.dtype, asked.budget, device=workload.device, **asked.sizes
+    )
+    plan = plan_causal(workload, account, target, asked.context)
     told = causal_facts(account, plan)
-    print_result(json.dumps(told) if as_json else describe_causal(workload, account, card.target, plan))
+    print_result(json.dumps(told) if as_json else describe_causal(workload, account, target, plan))
     if not plan.fits:
         _does_not_fit(
             f"a prompt of {plan.prompt} tokens does not fit, and the longest that does has"
@@ -181,34 +194,23 @@ def _question(context: int | None, instruction: int, query: int, gen_length: int
     return Question(context, instruction, query, gen_length, gen_length)
 
 
-def _plan_prefilling(
-    workload: "Workload",
-    card: "Card",
-    budget: "Budget",
-    sizes: dict[str, Any],
-    prefilling: str,
-    question: "Question",
-    as_json: bool,
-) -> None:
+def _plan_prefilling(asked: "StepQuestion", prefilling: str, question: "Question", as_json: bool) -> None:
     from jdllm.cli.plan_prefilling import describe_stages, stage_facts
     from jdllm.planning.account import make_account
-    from jdllm.planning.prefilling import lacking, plan_stages
+    from jdllm.planning.prefilling import LongPlan
 
-    asked = parse_prefilling(prefilling)
+    workload, settings = asked.workload, parse_prefilling(prefilling)
     account = make_account(
         workload.config,
         workload.dtype,
-        budget,
+        asked.budget,
         device=workload.device,
         max_num_logits=workload.max_num_logits,
-        **sizes,
+        **asked.sizes,
     )
-    arguments = workload, account, card.target, asked, question
-    stages = plan_stages(*arguments)
-    print_result(
-        json.dumps(stage_facts(*arguments, stages)) if as_json else describe_stages(*arguments, stages)
-    )
-    if (lacks := lacking(account, stages)) is not None:
+    plan = LongPlan(workload, account, asked.card.target, settings, question)
+    print_result(json.dumps(stage_facts(plan)) if as_json else describe_stages(plan))
+    if (lacks := plan.lacking) is not None:
         _does_not_fit(f"{lacks}: raise --memory, or keep fewer chunks or tokens of each")
 
 
@@ -272,7 +274,7 @@ def _config_path(model: str) -> Path:
 
 
 def _workload(
-    path: Path, overrides: dict[str, Any] | None, target: str, dtype: str, kernels: str, **rest: Any
+    path: Path, target: str, overrides: dict[str, Any] | None, dtype: str, kernels: str, **rest: Any
 ) -> "Workload":
     """What is planned for; `rest` are fields of `Workload` as they are."""
     from jdllm.models.hf_config import config_from_hf, read_config

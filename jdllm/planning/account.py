@@ -15,7 +15,7 @@ from jdllm.execution.paged.pool import PAGE_ROWS, pool_bytes
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import param_bytes
 from jdllm.pallas.device import Target
-from jdllm.planning.budget import Budget
+from jdllm.planning.budget import Budget, StepRoom
 from jdllm.planning.ladder import DEFAULT_ROWS
 from jdllm.planning.plan import LONGEST, rungs
 from jdllm.planning.room import Options, Room
@@ -43,7 +43,6 @@ class Account:
       budget has it: what `jdllm plan` promises. Unusual sampling may need a little more; the plan of a step
       has the last word.
     - `pages`, `page_bytes`: of the pool, the scratch page included.
-    - `unlike_planned`: bytes by which `weights` differ from what plans count.
     - `offloaded`: layers whose weights are in host memory. Then there is no pool, and steps are cut to fit on
       the device only.
     - `sharing`: how the device is shared out, if there is a budget; with all weights on it.
@@ -60,7 +59,6 @@ class Account:
     longest: int
     pages: int
     page_bytes: int
-    unlike_planned: int = 0
     offloaded: int = 0
     sharing: Sharing | None = None
 
@@ -97,16 +95,15 @@ class Account:
         named = " and ".join(f"{name}={value!r}" for name, value in options.items())
         raise NoRoomError(f"a request {lacks}: set {named} or more, or shorten its prompt or its generation")
 
-    def step_budget(self, rows: int) -> Budget | None:
-        """What a step of so many packed rows may use, in the terms of `plan_bucket`.
+    def step_room(self, rows: int) -> StepRoom | None:
+        """The room for a step of so many packed rows; `None` where there is no budget.
 
-        Up to `max_context` rows the pool stays, and counts as overhead. Beyond, it has to be given up before
-        the step runs.
+        Up to `max_context` rows the pool stays. Beyond, it has to be given up before the step runs.
         """
         if self.budget is None:
             return None
-        beside = self.verifier + self.unlike_planned + (self.pool_bytes if rows <= self.max_context else 0)
-        return less(self.budget, beside)
+        pool = self.pool_bytes if rows <= self.max_context else 0
+        return self.budget.beside(self.weights + self.verifier + pool)
 
     def table(self) -> list[tuple[str, int]]:
         """Names and bytes of all that the device holds; they sum up to the budget where there is one."""
@@ -180,7 +177,6 @@ def make_account(
             longest=LONGEST,
             pages=pages or rounded(max(1, UNPLANNED_POOL // page_bytes)),
             page_bytes=page_bytes,
-            unlike_planned=weights - planned,
         )
     room = less(budget, verifier_bytes)
     asked = None if max_num_batched_tokens is None and not offloaded else rows
@@ -205,7 +201,6 @@ def make_account(
         longest=max(beside, longest),
         pages=pages,
         page_bytes=page_bytes,
-        unlike_planned=weights - planned,
         offloaded=offloaded,
         sharing=shared if not offloaded else dataclasses.replace(shared, weights=planned, asked_pages=None),
     )
@@ -216,8 +211,8 @@ def _steps(model: StepNeeds, account: Account, context: int) -> dict[str, int]:
     """Bytes of the largest step of each kind, where full ones have up to `context` rows or `account.rows`."""
     whole = model.whole(account.rows) if account.max_refresh else 0
     rows = max(account.rows, context)
-    budget = account.step_budget(compiled_rows(rows))
-    full = model.full(rows, budget) if budget is not None and (not whole or rows > account.rows) else whole
+    room = account.step_room(compiled_rows(rows))
+    full = model.full(rows, room) if room is not None and (not whole or rows > account.rows) else whole
     return {"full": max(whole, full), "refresh": whole, "reuse": whole}
 
 

@@ -2,8 +2,7 @@
 
 import contextlib
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jdllm.errors import ConfigError
@@ -15,7 +14,7 @@ from jdllm.planning.offloading import account_with_offloading, longest_offloaded
 from jdllm.planning.plan import (
     MemoryPlan,
     Workload,
-    least_device_bytes,
+    least_room,
     max_context,
     plan_memory,
     row_ladder,
@@ -35,10 +34,69 @@ class Longest(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
+class StepQuestion:
+    """What is asked of a card.
+
+    - `workload`, `card`, `budget`: the model and its step, where it runs, and what may be used.
+    - `context`: tokens of the step; `None` for as many as fit.
+    - `sizes`: of the engine, arguments of `account_with_offloading`.
+    """
+
+    workload: Workload
+    card: Card
+    budget: Budget
+    context: int | None
+    sizes: Mapping[str, Any]
+
+    def account(self, **changed: Any) -> Account:
+        """The account of an engine with other sizes than those that were asked for; raises `ConfigError`."""
+        return account_with_offloading(
+            self.workload.config,
+            self.workload.dtype,
+            self.budget,
+            device=self.workload.device,
+            max_num_logits=self.workload.max_num_logits,
+            **{**self.sizes, **changed},
+        )
+
+    def tried(self, **changed: Any) -> Account | None:
+        """The same; `None` where there is none."""
+        with contextlib.suppress(ConfigError):
+            return self.account(**changed)
+        return None
+
+    def engine(self) -> Account | None:
+        """The account of the engine that was asked for; `None` where the budget has room for no step.
+
+        Raises `ConfigError` for a size that was asked for and does not fit.
+        """
+        try:
+            return self.account()
+        except MemoryBudgetError:
+            return None
+        except ConfigError:
+            if any(self.sizes.get(name) for name in ("max_context", "kv_pool")):
+                raise
+            return None
+
+    def plan(self, context: int, tiers: Sequence[HostTiers] = ()) -> MemoryPlan:
+        """The plan of a step of so many tokens."""
+        return plan_memory(self.workload, context, self.budget, host_tiers=tiers)
+
+    def timed(self, context: int, tiers: Sequence[HostTiers] = ()) -> Longest:
+        """How long a step of a context that fits takes; 0 where none does."""
+        return self.taking(self.plan(context, tiers)) if context else Longest(0, 0.0)
+
+    def taking(self, plan: MemoryPlan) -> Longest:
+        """The context of a plan, and how long its step takes."""
+        return Longest(plan.context, step_time(self.workload, plan, self.card.target).seconds)
+
+
+@dataclasses.dataclass(frozen=True)
 class Report:
     """The answer to one question.
 
-    - `workload`, `card`, `budget`: what was asked.
+    - `question`: what was asked; its `workload`, `card` and `budget` are the report's too.
     - `plan`: of the step; where it does not fit, of the same step in the least budget that would do.
     - `refusal`: why it does not fit; `stop_reason` is "fits", or names what no chunk count lowers further.
     - `longest`, `on_device`: with host memory as the budget has it, and without.
@@ -46,9 +104,7 @@ class Report:
     - `options`: what `LLM` has to be asked for so that it takes this context; nothing where its defaults do.
     """
 
-    workload: Workload
-    card: Card
-    budget: Budget
+    question: StepQuestion
     plan: MemoryPlan
     refusal: MemoryBudgetError | None
     stop_reason: str
@@ -58,107 +114,82 @@ class Report:
     options: Options
 
     @property
+    def workload(self) -> Workload:
+        return self.question.workload
+
+    @property
+    def card(self) -> Card:
+        return self.question.card
+
+    @property
+    def budget(self) -> Budget:
+        return self.question.budget
+
+    @property
     def positions(self) -> int:
         """Positions that the model is made for."""
         config = self.workload.config
         return config.rope.effective_context(config.max_positions)
 
 
-def make_report(
-    workload: Workload, card: Card, budget: Budget, context: int | None, given: Mapping[str, Any]
-) -> Report:
-    """Plan a step of `context` tokens, by default of as many as fit, and an engine.
+def make_report(question: StepQuestion) -> Report:
+    """Plan a step of the context that was asked for, by default of as many tokens as fit, and an engine.
 
-    Arguments:
-    - `given`: sizes of the engine that were asked for, arguments of `account_with_offloading`.
-
-    Raises `ConfigError` for one of `given` that does not fit.
+    Raises `ConfigError` for a size of the engine that does not fit.
     """
-    account = functools.partial(
-        account_with_offloading,
-        workload.config,
-        workload.dtype,
-        budget,
-        device=workload.device,
-        max_num_logits=workload.max_num_logits,
-    )
-    make = _cached if workload.caches else _uncached
-    return make(workload, card, budget, context, account, given)
+    return _cached(question) if question.workload.caches else _uncached(question)
 
 
-def _timed(workload: Workload, card: Card, budget: Budget, length: int, host: bool) -> Longest:
-    if not length:
-        return Longest(0, 0.0)
-    found = plan_memory(workload, length, budget, host_tiers=host)
-    return Longest(length, step_time(workload, found, card.target).seconds)
-
-
-def _uncached(
-    workload: Workload,
-    card: Card,
-    budget: Budget,
-    asked: int | None,
-    account: Callable[..., Account],
-    given: Mapping[str, Any],
-) -> Report:
+def _uncached(asked: StepQuestion) -> Report:
     """A step of a sequence that stores nothing."""
+    workload, budget = asked.workload, asked.budget
     tiers = rungs(workload.config) if budget.host else []
-    on_device = _timed(workload, card, budget, max_context(workload, budget, host_tiers=False), False)
-    longest = on_device
+    on_device = longest = asked.timed(max_context(workload, budget, host_tiers=False))
     if tiers:
-        longest = _timed(workload, card, budget, max_context(workload, budget, host_tiers=tiers), True)
-    context = asked if asked is not None else max(1, longest.context)
-    found = plan_memory(workload, context, budget, host_tiers=tiers)
-    engine, options = _engine(account, given), {}
+        longest = asked.timed(max_context(workload, budget, host_tiers=tiers), tiers)
+    context = asked.context if asked.context is not None else max(1, longest.context)
+    found = asked.plan(context, tiers)
+    room = found.room
+    engine, options = asked.engine(), {}
     if found.fits:
-        return Report(workload, card, budget, found, None, "fits", longest, on_device, engine, options)
-    beyond = _tried(account, {**given, "max_context": context})
+        return Report(asked, found, None, "fits", longest, on_device, engine, options)
+    beyond = asked.tried(max_context=context)
     if beyond is not None:
         same = engine is not None and engine.offloaded == beyond.offloaded
         engine, options = beyond, {} if same else {"max_context": context}
     if engine is not None and engine.offloaded:
         most = longest_offloaded(workload, engine)
-        context = most if longest.context == 0 and asked is None else context
+        context = most if longest.context == 0 and asked.context is None else context
         found = plan_offloaded(workload, context, engine)
         if found.fits:
-            of_most = plan_offloaded(workload, most, engine)
-            longest = Longest(most, step_time(workload, of_most, card.target).seconds)
-            return Report(workload, card, budget, found, None, "fits", longest, on_device, engine, options)
-    needed = least_device_bytes(workload, found.bucket, budget, tiers)
+            longest = asked.taking(plan_offloaded(workload, most, engine))
+            return Report(asked, found, None, "fits", longest, on_device, engine, options)
+    needed = room.held + least_room(workload, found.bucket, room, tiers)
     enough_host = found.host_bytes <= budget.host
     stop_reason = found.activation.stop_reason if enough_host else "host memory is too small"
-    return _refused(workload, card, budget, context, needed, stop_reason, longest, on_device, engine, tiers)
+    return _refused(asked, context, needed, stop_reason, longest, on_device, engine, tiers)
 
 
-def _cached(
-    workload: Workload,
-    card: Card,
-    budget: Budget,
-    asked: int | None,
-    account: Callable[..., Account],
-    given: Mapping[str, Any],
-) -> Report:
+def _cached(asked: StepQuestion) -> Report:
     """A refresh of a request with a cache. It fits where an engine takes the request, which
     may need `max_context`."""
-    engine = _engine(account, given)
+    workload, engine = asked.workload, asked.engine()
     sharing = None if engine is None else engine.sharing
     longest = Longest(0, 0.0)
     if sharing is not None:
         most = largest(lambda rows: _options(workload, sharing, rows) is not None, row_ladder()) or 0
-        longest = _timed(workload, card, budget, most, False)
-    context = asked if asked is not None else max(1, longest.context)
+        longest = asked.timed(most)
+    context = asked.context if asked.context is not None else max(1, longest.context)
     options = None if sharing is None else _options(workload, sharing, context)
     if options is not None:
-        engine = _tried(account, {**given, **options}) if options else engine
-        found = plan_memory(workload, context, budget, host_tiers=False)
-        return Report(workload, card, budget, found, None, "fits", longest, longest, engine, options)
-    room, needed = room_of(workload, context), None
+        engine = asked.tried(**options) if options else engine
+        return Report(asked, asked.plan(context), None, "fits", longest, longest, engine, options)
     if sharing is not None:
-        needed = room.least_memory(dataclasses.replace(sharing, context=context))
+        needed = room_of(workload, context).least_memory(dataclasses.replace(sharing, context=context))
     else:
-        found = plan_memory(workload, context, budget, host_tiers=False)
-        needed = least_device_bytes(workload, found.bucket, budget)
-    return _refused(workload, card, budget, context, needed, "the KV pool", longest, longest, engine, [])
+        found = asked.plan(context)
+        needed = found.room.held + least_room(workload, found.bucket, found.room)
+    return _refused(asked, context, needed, "the KV pool", longest, longest, engine, [])
 
 
 def room_of(workload: Workload, context: int) -> Room:
@@ -178,9 +209,7 @@ def _options(workload: Workload, sharing: Sharing, context: int) -> Options | No
 
 
 def _refused(
-    workload: Workload,
-    card: Card,
-    budget: Budget,
+    asked: StepQuestion,
     context: int,
     needed: int,
     stop_reason: str,
@@ -189,38 +218,8 @@ def _refused(
     engine: Account | None,
     tiers: Sequence[HostTiers],
 ) -> Report:
-    enough = dataclasses.replace(budget, device=needed)
-    return Report(
-        workload,
-        card,
-        budget,
-        plan_memory(workload, context, enough, host_tiers=tiers),
-        MemoryBudgetError(f"a step of {context} tokens", needed, budget.device, longest.context),
-        stop_reason,
-        longest,
-        on_device,
-        engine,
-        {},
-    )
-
-
-def _engine(account: Callable[..., Account], given: Mapping[str, Any]) -> Account | None:
-    """The account of the engine that was asked for; `None` where the budget has room for no step.
-
-    Raises `ConfigError` for a size that was asked for and does not fit.
-    """
-    try:
-        return account(**given)
-    except MemoryBudgetError:
-        return None
-    except ConfigError:
-        if any(given.get(name) for name in ("max_context", "kv_pool")):
-            raise
-        return None
-
-
-def _tried(account: Callable[..., Account], options: Mapping[str, Any]) -> Account | None:
-    """The account of an engine with these options; `None` where there is none."""
-    with contextlib.suppress(ConfigError):
-        return account(**options)
-    return None
+    enough = dataclasses.replace(asked, budget=dataclasses.replace(asked.budget, device=needed))
+    available = asked.budget.device
+    refusal = MemoryBudgetError(f"a step of {context} tokens", needed, available, longest.context)
+    plan = enough.plan(context, tiers)
+    return Report(asked, plan, refusal, stop_reason, longest, on_device, engine, {})

@@ -35,6 +35,24 @@ class Budget:
     overhead: int = DEFAULT_OVERHEAD
     host: int = parse_bytes(DEFAULT_HOST_MEMORY)
 
+    def beside(self, size: int) -> "StepRoom":
+        """The room for a step beside `size` bytes that stay on the device, such as weights."""
+        held = self.overhead + size
+        return StepRoom(self.device - held, self.host, held)
+
+
+class StepRoom(NamedTuple):
+    """What is left for one step.
+
+    - `device`: bytes of the device; negative where not even the rest fits.
+    - `host`: bytes of pinned host memory.
+    - `held`: bytes of the device that the step does not have: overhead, weights, a pool. Messages count them.
+    """
+
+    device: int
+    host: int = 0
+    held: int = 0
+
 
 class MemoryBudgetError(DoesNotFitError):
     """A step that does not fit the budget.

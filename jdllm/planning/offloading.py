@@ -12,7 +12,7 @@ from jdllm.pallas.device import Target
 from jdllm.planning.account import Account, make_account
 from jdllm.planning.budget import Budget
 from jdllm.planning.ladder import DEFAULT_ROWS
-from jdllm.planning.plan import MemoryPlan, Workload, max_context, plan_memory
+from jdllm.planning.plan import MemoryPlan, Workload, bucket_of, longest_context, plan_bucket
 
 
 def account_with_offloading(
@@ -75,27 +75,26 @@ def plan_offloaded(workload: Workload, context: int, account: Account) -> Memory
     - `account`: of that engine.
     """
     config, dtype = workload.config, workload.dtype
-    terms = _in_terms_of_plans(account)
-    plan = plan_memory(workload, context, terms, host_tiers=False)
-    return dataclasses.replace(
-        plan,
-        budget=dataclasses.replace(terms, overhead=terms.overhead - account.unlike_planned),
+    budget = _budget(account)
+    step = plan_bucket(workload, bucket_of(workload, context), budget.beside(account.weights))
+    away = host_weight_bytes(config, dtype, account.offloaded)
+    return MemoryPlan(
+        **vars(dataclasses.replace(step, host_bytes=away)),
+        budget=budget,
         weights_bytes=account.weights,
-        host_bytes=host_weight_bytes(config, dtype, account.offloaded),
         streamed_bytes=streamed_bytes(config, dtype, account.offloaded),
     )
 
 
 def longest_offloaded(workload: Workload, account: Account) -> int:
     """The longest context of such an engine."""
-    return max_context(workload, _in_terms_of_plans(account), host_tiers=False)
+    return longest_context(workload, _budget(account).beside(account.weights))
 
 
-def _in_terms_of_plans(account: Account) -> Budget:
-    """A budget for plans that count all weights."""
+def _budget(account: Account) -> Budget:
     if account.budget is None:
         raise ValueError("this account has no budget")
-    return dataclasses.replace(account.budget, overhead=account.budget.overhead + account.unlike_planned)
+    return account.budget
 
 
 def _checked(account: Account, config: ModelConfig, dtype: str, budget: Budget) -> Account:

@@ -21,12 +21,15 @@ from jdllm.models.weights import param_bytes
 from jdllm.pallas.device import HOPPER, Target
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.buckets import head_bucket, row_bucket, steps_per_dispatch
-from jdllm.planning.budget import Budget, MemoryBudgetError
+from jdllm.planning.budget import Budget, MemoryBudgetError, StepRoom
 from jdllm.planning.graph import GraphTemplate
 from jdllm.planning.planner import ActivationPlan
 from jdllm.planning.search import largest, search
 from jdllm.planning.templates import StepKind, listed_bytes, step_template
 from jdllm.planning.tier_template import tier_template
+
+UNLIMITED = StepRoom(1 << 62)
+"""Room for any step."""
 
 _MOST_CHUNKS = 512
 _LOOK_BACK = 8
@@ -88,26 +91,24 @@ class Workload:
         return pool_bytes(self.config, self.dtype, pages, PAGE_ROWS)
 
 
-@dataclasses.dataclass(frozen=True)
-class MemoryPlan:
-    """The memory of one step.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    """The memory of one step, whatever else is on the device.
 
     - `context`, `rows`, `head_rows`: tokens, and the compiled sizes that hold them.
-    - `budget`: what may be used.
-    - `weights_bytes`, `kv_pool_bytes`, `batch_bytes`: what stays on the device during a step; the batch
-      counts its inputs and the trace that comes back.
+    - `room`: what the step may use.
+    - `kv_pool_bytes`, `batch_bytes`: what no chunk count changes; the batch counts its inputs and the trace
+      that comes back.
     - `activation`: the plan of everything else.
     - `chunks`: the chunk counts to run with; with `tiers` only that of the logits matters.
     - `tiers`: what is in host memory beside weights, or `None`; `host_bytes` of host memory in all.
-    - `streamed_bytes`: of weights that each step copies out of host memory.
     - `seconds`: how long planning took.
     """
 
     context: int
     rows: int
     head_rows: int
-    budget: Budget
-    weights_bytes: int
+    room: StepRoom
     kv_pool_bytes: int
     batch_bytes: int
     activation: ActivationPlan
@@ -115,11 +116,34 @@ class MemoryPlan:
     tiers: HostTiers | None
     host_bytes: int
     seconds: float
-    streamed_bytes: int = 0
 
     @property
     def bucket(self) -> "Bucket":
         return Bucket(self.context, self.rows, self.head_rows)
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of the device that the step needs."""
+        return self.kv_pool_bytes + self.batch_bytes + self.activation.peak_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.step_bytes <= self.room.device and self.host_bytes <= self.room.host
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryPlan(StepPlan):
+    """The memory of a device during one step.
+
+    - `budget`: what may be used.
+    - `weights_bytes`: of the device.
+    - `streamed_bytes`: of weights that each step copies out of host memory.
+    - others: as of `StepPlan`.
+    """
+
+    budget: Budget
+    weights_bytes: int
+    streamed_bytes: int = 0
 
     @property
     def fixed_bytes(self) -> int:
@@ -130,10 +154,6 @@ class MemoryPlan:
     def peak_bytes(self) -> int:
         """The whole device need, overhead included."""
         return self.fixed_bytes + self.activation.peak_bytes
-
-    @property
-    def fits(self) -> bool:
-        return self.peak_bytes <= self.budget.device and self.host_bytes <= self.budget.host
 
     @property
     def host_tiers(self) -> list[str]:
@@ -171,28 +191,46 @@ def plan_memory(
     Returns the plan; where nothing fits, the last that was tried, with `fits` false.
     Source: Mosaic (global memory planning and dynamic peak taming), and host tiers beyond it.
     """
+    weights = param_bytes(workload.config, workload.dtype)
+    tiers = _tiers(workload, host_tiers)
+    step = plan_bucket(workload, bucket_of(workload, context), budget.beside(weights), tiers)
+    return MemoryPlan(**vars(step), budget=budget, weights_bytes=weights)
+
+
+def bucket_of(workload: Workload, context: int) -> Bucket:
+    """The compiled sizes that hold a sequence of so many tokens; raises `ConfigError` for no length."""
     if not 1 <= context <= LONGEST:
         raise ConfigError(f"context is {context}, expected 1 to {LONGEST} tokens")
     head_rows = head_bucket(max(1, round(context * workload.mask_ratio)))
-    bucket = Bucket(context, row_bucket(context), head_rows)
-    tiers = rungs(workload.config) if host_tiers is True else host_tiers or ()
-    return plan_bucket(workload, bucket, budget, tiers)
+    return Bucket(context, row_bucket(context), head_rows)
 
 
 def plan_bucket(
-    workload: Workload, bucket: Bucket, budget: Budget, tiers: Iterable[HostTiers] = ()
-) -> MemoryPlan:
-    """`plan_memory` for compiled sizes; `tiers` are tried in order where the device is too small."""
-    plan = _plan_on_device(workload, bucket, budget)
+    workload: Workload, bucket: Bucket, room: StepRoom, tiers: Iterable[HostTiers] = ()
+) -> StepPlan:
+    """Plan one step of compiled sizes in the room that is left for it.
+
+    Arguments:
+    - `tiers`: tried in order where the device is too small.
+
+    Returns the plan; where nothing fits, the last that was tried, with `fits` false.
+    """
+    plan = _plan_on_device(workload, bucket, room)
     for rung in () if plan.fits or workload.caches else tiers:
-        plan = _plan_tiered(workload, bucket, budget, rung)
+        plan = _plan_tiered(workload, bucket, room, rung)
         if plan.fits:
             break
     return plan
 
 
 def max_context(workload: Workload, budget: Budget, *, host_tiers: bool | Sequence[HostTiers] = True) -> int:
-    """The longest context that fits, a value of the row ladder; 0 where none does.
+    """The longest context that fits beside the weights, a value of the row ladder; 0 where none does."""
+    room = budget.beside(param_bytes(workload.config, workload.dtype))
+    return longest_context(workload, room, _tiers(workload, host_tiers))
+
+
+def longest_context(workload: Workload, room: StepRoom, tiers: Sequence[HostTiers] = ()) -> int:
+    """The longest context whose step fits the room; arguments as of `plan_bucket`.
 
     By bisection, and then a look back: how rows divide into equal chunks may leave a gap below the longest,
     and everything up to the result should fit.
@@ -200,7 +238,7 @@ def max_context(workload: Workload, budget: Budget, *, host_tiers: bool | Sequen
     ladder = row_ladder()
 
     def fits(rows: int) -> bool:
-        return plan_memory(workload, rows, budget, host_tiers=host_tiers).fits
+        return plan_bucket(workload, bucket_of(workload, rows), room, tiers).fits
 
     longest = largest(fits, ladder)
     if longest is None:
@@ -210,29 +248,28 @@ def max_context(workload: Workload, budget: Budget, *, host_tiers: bool | Sequen
     return ladder[gaps[0] - 1] if gaps else longest
 
 
-def least_device_bytes(
-    workload: Workload, bucket: Bucket, budget: Budget, tiers: Sequence[HostTiers] = ()
-) -> int:
-    """The smallest budget of the device that a step fits which does not fit `budget`; arguments as above."""
+def least_room(workload: Workload, bucket: Bucket, room: StepRoom, tiers: Sequence[HostTiers] = ()) -> int:
+    """The fewest bytes of the device that a step fits which does not fit `room`; arguments as of
+    `plan_bucket`."""
 
     def fits(device: int) -> bool:
-        return plan_bucket(workload, bucket, dataclasses.replace(budget, device=device), tiers).fits
+        return plan_bucket(workload, bucket, room._replace(device=device), tiers).fits
 
-    whole = _plan_on_device(workload, bucket, dataclasses.replace(budget, device=1 << 62))
-    return bisect.bisect_left(range(whole.peak_bytes), True, lo=max(0, budget.device + 1), key=fits)
+    whole = _plan_on_device(workload, bucket, UNLIMITED)
+    return bisect.bisect_left(range(whole.step_bytes), True, lo=max(0, room.device + 1), key=fits)
 
 
 def check(workload: Workload, plan: MemoryPlan) -> MemoryPlan:
     """Return `plan`, or raise `MemoryBudgetError` where it does not fit."""
     if plan.fits:
         return plan
-    raise refusal(workload, plan.bucket, plan.budget, rungs(workload.config) if plan.tiers else ())
+    raise refusal(workload, plan.bucket, plan.room, rungs(workload.config) if plan.tiers else ())
 
 
 def refusal(
     workload: Workload,
     bucket: Bucket,
-    budget: Budget,
+    room: StepRoom,
     tiers: Sequence[HostTiers],
     *,
     what: str | None = None,
@@ -242,19 +279,19 @@ def refusal(
     """The error for a step that does not fit.
 
     Arguments:
-    - `workload`, `bucket`, `budget`, `tiers`: as of `plan_bucket`.
+    - `workload`, `bucket`, `room`, `tiers`: as of `plan_bucket`.
     - `what`: the step, by default by its rows.
     - `surplus`: bytes that the compiler asks for beyond what is planned.
-    - `compiled`: what it asks for in all, where it was asked.
+    - `compiled`: bytes of the room that the compiler asks for, where it was asked.
     """
-    left = dataclasses.replace(budget, device=budget.device - surplus)
-    needed = max(compiled, surplus + least_device_bytes(workload, bucket, left, tiers))
+    left = room._replace(device=room.device - surplus)
+    needed = max(compiled, surplus + least_room(workload, bucket, left, tiers))
     alike = dataclasses.replace(workload, mask_ratio=min(1.0, bucket.head_rows / bucket.rows))
     return MemoryBudgetError(
         what or f"a step of {bucket.rows} rows, {bucket.head_rows} of them masked,",
-        needed,
-        budget.device,
-        max_context(alike, left, host_tiers=tiers),
+        room.held + needed,
+        room.held + room.device,
+        longest_context(alike, left, tiers),
     )
 
 
@@ -295,39 +332,37 @@ def ladders(workload: Workload, rows: int, head_rows: int) -> dict[str, list[int
     return {"logits": powers, "ffn": cuts, "query": cuts, "kv": cuts, "heads": groups}
 
 
-def _plan_on_device(workload: Workload, bucket: Bucket, budget: Budget) -> MemoryPlan:
+def _plan_on_device(workload: Workload, bucket: Bucket, room: StepRoom) -> StepPlan:
     start = time.perf_counter()
     template = step_template(workload.config, workload.kind)
-    return _planned(workload, bucket, budget, template, None, start)
+    return _planned(workload, bucket, room, template, None, start)
 
 
-def _plan_tiered(workload: Workload, bucket: Bucket, budget: Budget, tiers: HostTiers) -> MemoryPlan:
+def _plan_tiered(workload: Workload, bucket: Bucket, room: StepRoom, tiers: HostTiers) -> StepPlan:
     start = time.perf_counter()
     template = tier_template(workload.config, workload.kind, tiers, bucket.rows, workload.dtype)
-    return _planned(workload, bucket, budget, template, tiers, start)
+    return _planned(workload, bucket, room, template, tiers, start)
 
 
 def _planned(
     workload: Workload,
     bucket: Bucket,
-    budget: Budget,
+    room: StepRoom,
     template: GraphTemplate,
     tiers: HostTiers | None,
     start: float,
-) -> MemoryPlan:
+) -> StepPlan:
     config, dtype = workload.config, workload.dtype
     counts = ladders(workload, bucket.rows, bucket.head_rows)
     if tiers is not None:
         counts = {"logits": counts["logits"]}
-    weights = param_bytes(config, dtype)
     pool = workload.kv_pool_bytes(bucket.context)
     batch = bucket.batch_bytes(workload.level)
-    left = budget.device - budget.overhead - weights - pool - batch
+    left = room.device - pool - batch
     activation = search(template, {"T": bucket.rows, "M": bucket.head_rows}, counts, left)
-    return MemoryPlan(
-        *bucket,
-        budget=budget,
-        weights_bytes=weights,
+    return StepPlan(
+        **bucket._asdict(),
+        room=room,
         kv_pool_bytes=pool,
         batch_bytes=batch,
         activation=activation,
@@ -336,6 +371,10 @@ def _planned(
         host_bytes=0 if tiers is None else sum(host_buffers(config, tiers, bucket.rows, dtype).values()),
         seconds=time.perf_counter() - start,
     )
+
+
+def _tiers(workload: Workload, host_tiers: bool | Sequence[HostTiers]) -> Sequence[HostTiers]:
+    return rungs(workload.config) if host_tiers is True else host_tiers or ()
 
 
 def rungs(config: ModelConfig) -> list[HostTiers]:

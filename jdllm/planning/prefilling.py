@@ -1,7 +1,7 @@
 """What each stage of a long context takes: memory, pages of the pool and time, before anything runs."""
 
 import dataclasses
-from collections.abc import Sequence
+import functools
 from typing import NamedTuple
 
 from jdllm.decoding.prefilling import Prefilling
@@ -9,10 +9,8 @@ from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.models.weights import param_bytes
 from jdllm.planning.account import Account
 from jdllm.planning.buckets import fine_bucket, row_bucket
-from jdllm.planning.plan import Bucket, Budget, Workload, plan_bucket
+from jdllm.planning.plan import UNLIMITED, Bucket, Workload, plan_bucket
 from jdllm.planning.step_time import RATES, step_flops
-
-_ANY = Budget(1 << 60)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +39,54 @@ class StagePlan(NamedTuple):
     step_bytes: int
     stored_rows: int
     seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class LongPlan:
+    """A question over a long context on one card.
+
+    - `workload`, `account`, `target`, `prefilling`, `question`: as of `plan_stages`.
+    """
+
+    workload: Workload
+    account: Account
+    target: str
+    prefilling: Prefilling
+    question: Question
+
+    @functools.cached_property
+    def stages(self) -> list[StagePlan]:
+        """What has to run, in order."""
+        return plan_stages(self.workload, self.account, self.target, self.prefilling, self.question)
+
+    @property
+    def seconds(self) -> float:
+        """An estimate of the whole time."""
+        return sum(stage.seconds for stage in self.stages)
+
+    @property
+    def measured(self) -> bool:
+        """Whether the seconds are at rates that were measured."""
+        return RATES[self.target].measured and self.workload.dtype != "float32"
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of the device during the largest stage."""
+        overhead = 0 if self.account.budget is None else self.account.budget.overhead
+        held = self.account.weights + overhead + self.account.pool_bytes
+        return held + max(stage.step_bytes for stage in self.stages)
+
+    @property
+    def lacking(self) -> str | None:
+        """What the engine has no room for, in words; `None` where all stages fit."""
+        most, pages = self.account.max_refresh, self.account.pages - 1
+        for stage in self.stages:
+            if stage.rows > most:
+                return f"the stage {stage.name} has {stage.rows} rows, and at most {most} fit"
+            if stage.stored_rows > pages * PAGE_ROWS and stage.name == "build":
+                needed = stage.stored_rows // PAGE_ROWS
+                return f"a request needs {needed} pages of the KV pool, which has {pages}"
+        return None
 
 
 def plan_stages(
@@ -82,22 +128,6 @@ def plan_stages(
     built = question.instruction + context + question.query + question.gen_length
     stages.append(plan.stage("build", 1, built, 1, stored=_stored(question, context, kept)))
     return [*stages, plan.steps(question, built)]
-
-
-def measured(workload: Workload, target: str) -> bool:
-    """Whether the seconds of stages are at rates that were measured."""
-    return RATES[target].measured and workload.dtype != "float32"
-
-
-def lacking(account: Account, stages: Sequence[StagePlan]) -> str | None:
-    """What an engine has no room for, in words; `None` where all stages fit."""
-    for stage in stages:
-        if stage.rows > account.max_refresh:
-            return f"the stage {stage.name} has {stage.rows} rows, and at most {account.max_refresh} fit"
-        if stage.stored_rows > (account.pages - 1) * PAGE_ROWS and stage.name == "build":
-            needed = stage.stored_rows // PAGE_ROWS
-            return f"a request needs {needed} pages of the KV pool, which has {account.pages - 1}"
-    return None
 
 
 def context_rows(prefilling: Prefilling, question: Question) -> int:
@@ -144,7 +174,7 @@ class _Planned:
         config = self._workload.config
         size = row_bucket(rows) if rows < 512 else fine_bucket(rows)
         bucket = Bucket(rows, size, max(head_rows, 1))
-        needed = plan_bucket(self._workload, bucket, _ANY).activation.peak_bytes
+        needed = plan_bucket(self._workload, bucket, UNLIMITED).activation.peak_bytes
         segment = segment or rows
         flops = rows / segment * step_flops(config, segment, round(head_rows * segment / rows))
         rate = self._rates.flops_f32 if self._workload.dtype == "float32" else self._rates.flops

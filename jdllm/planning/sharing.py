@@ -8,9 +8,8 @@ from typing import NamedTuple
 from jdllm.byte_sizes import format_bytes
 from jdllm.errors import DoesNotFitError
 from jdllm.execution.paged.pool import PAGE_ROWS
-from jdllm.models.weights import param_bytes
 from jdllm.pallas.masked_logits import Level
-from jdllm.planning.budget import Budget, MemoryBudgetError
+from jdllm.planning.budget import Budget, MemoryBudgetError, StepRoom
 from jdllm.planning.ladder import DEFAULT_ROWS
 from jdllm.planning.plan import refusal, row_ladder
 from jdllm.planning.search import largest
@@ -90,10 +89,9 @@ class Sharing:
         """Bytes beside a whole step of `rows` rows; negative where it does not fit."""
         return self.free - self.needs.whole_with_margin(rows)
 
-    def beside(self, pages: int) -> Budget:
-        """What is left beside a pool, in the terms of `plan_bucket`, which counts the model's weights."""
-        unlike = self.weights - param_bytes(self.needs.config, self.needs.dtype)
-        return less(self.budget, unlike + pages * self.page_bytes)
+    def beside(self, pages: int) -> StepRoom:
+        """The room for a step beside a pool."""
+        return self.budget.beside(self.weights + pages * self.page_bytes)
 
     def longest(self, pages: int) -> int:
         """The longest context whose full steps run beside a pool, whatever is sampled; 0 where none does."""

@@ -12,8 +12,16 @@ from jdllm.models.config import ModelConfig
 from jdllm.pallas.device import Target
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.buckets import head_bucket, row_bucket
-from jdllm.planning.budget import Budget
-from jdllm.planning.plan import Bucket, MemoryPlan, Workload, max_context, plan_bucket, plan_memory
+from jdllm.planning.budget import StepRoom
+from jdllm.planning.plan import (
+    UNLIMITED,
+    Bucket,
+    StepPlan,
+    Workload,
+    bucket_of,
+    longest_context,
+    plan_bucket,
+)
 
 _LOGITS_ROWS = (512, 256, 128, 64, 32, 16)
 """Head rows whose logits may exist at a time in refreshes and reuses, the most first."""
@@ -59,27 +67,26 @@ class StepNeeds:
         heads = config.num_heads, config.num_kv_heads, config.head_dim
         return rows * widths * itemsize + gathering_bytes(rows, *heads, itemsize)
 
-    def full(self, rows: int, budget: Budget) -> int:
+    def full(self, rows: int, room: StepRoom) -> int:
         """Bytes of a full step of `rows` rows that is cut to fit, whatever is sampled."""
         return max(
-            _step_bytes(plan_bucket(self.workload(level), whole_bucket(rows), budget, self.tiers))
+            _step_bytes(plan_bucket(self.workload(level), whole_bucket(rows), room, self.tiers))
             for level in Level
         )
 
-    def fits_on_device(self, context: int, budget: Budget) -> bool:
+    def fits_on_device(self, context: int, room: StepRoom) -> bool:
         """Whether full steps of so many tokens fit at every level."""
-        return all(
-            plan_memory(self.workload(level), context, budget, host_tiers=False).fits for level in Level
-        )
+        workloads = map(self.workload, Level)
+        return all(plan_bucket(one, bucket_of(one, context), room).fits for one in workloads)
 
-    def longest_on_device(self, budget: Budget) -> int:
+    def longest_on_device(self, room: StepRoom) -> int:
         """The longest context that fits at every level; 0 where none does."""
-        return min(max_context(self.workload(level), budget, host_tiers=False) for level in Level)
+        return min(longest_context(self.workload(level), room) for level in Level)
 
-    def longest(self, budget: Budget) -> int:
+    def longest(self, room: StepRoom) -> int:
         """The longest context that fits by the default workload, with host memory; 0 where none does."""
         workload = Workload(self.config, self.dtype, self.device, max_num_logits=self.max_num_logits)
-        return max_context(workload, budget, host_tiers=self.tiers)
+        return longest_context(workload, room, self.tiers)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -89,11 +96,10 @@ def _whole(needs: StepNeeds, rows: int, logits_rows: int) -> int:
         dataclasses.replace(needs.workload(level), cache_policy="dual", max_num_logits=logits_rows)
         for level in Level
     )
-    unlimited = Budget(1 << 62, 0, 0)
-    return max(_step_bytes(plan_bucket(workload, whole_bucket(rows), unlimited)) for workload in workloads)
+    return max(_step_bytes(plan_bucket(workload, whole_bucket(rows), UNLIMITED)) for workload in workloads)
 
 
-def _step_bytes(plan: MemoryPlan) -> int:
+def _step_bytes(plan: StepPlan) -> int:
     return plan.activation.peak_bytes + plan.batch_bytes
 
 

@@ -13,10 +13,8 @@ def check_fits(account: Account, what: str, rows: int, executable: Executable) -
     - `rows`: its packed rows, which say whether it runs beside the KV pool.
     - `executable`: with the weights among its arguments, and the pool where it reads or writes it.
     """
-    budget = account.step_budget(rows)
-    if budget is None:
+    room = account.step_room(rows)
+    if room is None or (needed := sum(executable.needs)) <= room.device:
         return
-    weights = account.weights - account.unlike_planned
-    needed = budget.overhead + weights + sum(executable.needs)
-    if needed > budget.device:
-        raise MemoryBudgetError(what, needed, budget.device, account.longest, "context without a cache")
+    available = room.held + room.device
+    raise MemoryBudgetError(what, room.held + needed, available, account.longest, "context without a cache")

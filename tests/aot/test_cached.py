@@ -17,7 +17,7 @@ from jdllm.models.weights import abstract_params
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.aot import compile_for
 from jdllm.planning.ladder import Sizes, make_ladder
-from jdllm.planning.plan import Bucket, Budget, Workload, plan_bucket
+from jdllm.planning.plan import UNLIMITED, Bucket, Workload, plan_bucket
 from jdllm.serving.denoise.cached_packing import ReuseBatch, pack_refresh, pack_reuse, reuse_demand
 from jdllm.serving.pool.kv_pool import KvPool
 from jdllm.serving.request import Request
@@ -55,7 +55,7 @@ def layer_bytes(pages: KvPool) -> int:
 def plan_for(cache: Any, rows: int, head_rows: int) -> int:
     """Bytes of temporaries that the plan gives a refresh."""
     bucket = Bucket(rows, rows, head_rows)
-    return plan_bucket(Workload(CONFIG, cache_policy=cache), bucket, Budget(1 << 50)).activation.peak_bytes
+    return plan_bucket(Workload(CONFIG, cache_policy=cache), bucket, UNLIMITED).activation.peak_bytes
 
 
 @pytest.mark.parametrize("cache", ["dual", "head_sparse"])

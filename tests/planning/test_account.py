@@ -24,7 +24,7 @@ from jdllm.planning.account import Account, make_account
 from jdllm.planning.buckets import head_bucket, row_bucket
 from jdllm.planning.budget import Budget, MemoryBudgetError
 from jdllm.planning.ladder import DEFAULT_ROWS
-from jdllm.planning.plan import LONGEST, Bucket, MemoryPlan, Workload, plan_bucket, plan_memory
+from jdllm.planning.plan import LONGEST, UNLIMITED, Bucket, StepPlan, Workload, plan_bucket, plan_memory
 
 MIB, GIB = 2**20, 2**30
 BUNDLED = config_from_hf(checkpoint_path())
@@ -77,7 +77,7 @@ class Case:
     def workload(self, level: Level, **options: Any) -> Workload:
         return Workload(self.config, self.dtype, level=level, **options)
 
-    def assert_fits(self, plan: MemoryPlan, pool: bool) -> None:
+    def assert_fits(self, plan: StepPlan, pool: bool) -> None:
         step = plan.activation.peak_bytes + plan.batch_bytes
         assert self.held(pool) + step <= self.budget.device
         assert plan.host_bytes <= self.budget.host
@@ -86,14 +86,14 @@ class Case:
         """Steps of so many rows fit: a refresh and a full one beside the pool, and one without it."""
         for level in Level if refreshed else ():
             whole = self.workload(level, cache_policy="dual", max_num_logits=self.account.max_num_logits)
-            plan = plan_bucket(whole, bucket(refreshed), Budget(1 << 60, 0, 0))
+            plan = plan_bucket(whole, bucket(refreshed), UNLIMITED)
             assert plan.chunks.layers_whole
             self.assert_fits(plan, pool=True)
         for level in Level if beside else ():
             workload = self.workload(level, max_num_logits=self.max_num_logits)
-            budget = self.account.step_budget(beside)
-            assert budget is not None
-            plan = plan_bucket(workload, bucket(beside), budget)
+            room = self.account.step_room(beside)
+            assert room is not None
+            plan = plan_bucket(workload, bucket(beside), room)
             assert plan.fits
             self.assert_fits(plan, pool=True)
         workload = self.workload(Level.TOP, max_num_logits=self.max_num_logits)
@@ -169,7 +169,7 @@ def test_logits_need_no_more_than_the_rest_of_a_step(mib: int):
         workload = Workload(
             SHAPES["llada-8b"], level=Level.FILTERED, cache_policy="dual", max_num_logits=logits_rows
         )
-        return plan_bucket(workload, bucket(account.rows), Budget(1 << 60)).activation.peak_bytes
+        return plan_bucket(workload, bucket(account.rows), UNLIMITED).activation.peak_bytes
 
     assert step(account.max_num_logits) == step(1) < step(2 * account.max_num_logits)
     assert llada(mib, max_num_logits=100).max_num_logits == 100
@@ -217,9 +217,9 @@ def test_the_pool_leaves_room_for_the_longest_context_asked_for():
     assert usual.max_context < 131072 <= long.max_context
     assert 1 < long.pages < usual.pages
     assert (long.rows, long.longest) == (usual.rows, usual.longest)
-    budget = long.step_budget(131072)
-    assert budget is not None
-    assert plan_memory(Workload(SHAPES["llada-8b"], mask_ratio=1.0), 131072, budget, host_tiers=False).fits
+    room = long.step_room(131072)
+    assert room is not None
+    assert plan_bucket(Workload(SHAPES["llada-8b"], mask_ratio=1.0), bucket(131072), room).fits
 
 
 def test_what_is_asked_for_must_fit():
@@ -245,11 +245,11 @@ def test_a_pool_of_the_size_that_was_asked_for():
 
 def test_a_step_beyond_the_pool_may_use_its_bytes():
     account = llada(24576, verifier_bytes=GIB)
-    beside, alone = account.step_budget(account.max_context), account.step_budget(account.max_context + 1)
+    beside, alone = account.step_room(account.max_context), account.step_room(account.max_context + 1)
     assert beside is not None
     assert alone is not None
-    assert beside.overhead == alone.overhead + account.pages * 32 * MIB
-    assert alone.overhead == Budget(1).overhead + GIB
+    assert alone.device - beside.device == account.pages * 32 * MIB
+    assert alone.device == free_of(SHAPES["llada-8b"], 24576) - GIB
     assert dict(account.table())["verifier"] == GIB
 
 
@@ -260,9 +260,9 @@ def test_what_else_is_on_the_device_counts(options: dict[str, int]):
     planned, less = llada(24576), llada(24576, **options)
     assert less.pages <= planned.pages - 28
     assert sum(size for _, size in less.table()) == 24 * GIB
-    alone = less.step_budget(LONGEST)
+    alone = less.step_room(LONGEST)
     assert alone is not None
-    assert alone.overhead == Budget(1).overhead + GIB
+    assert alone.device == free_of(SHAPES["llada-8b"], 24576) - GIB
     case = Case(SHAPES["llada-8b"], "bfloat16", less, Budget(24 * GIB), None, verifier=GIB)
     case.check(less.max_refresh, less.max_context, less.longest)
 
@@ -272,7 +272,7 @@ def test_without_a_budget_the_pool_has_a_gib(monkeypatch: pytest.MonkeyPatch):
     account = account_of(BUNDLED, None, "float32", max_num_batched_tokens=2048)
     assert 0.75 * GIB < account.pool_bytes <= GIB
     assert (account.rows, account.max_context, account.longest) == (2048, LONGEST, LONGEST)
-    assert account.step_budget(1) is None
+    assert account.step_room(1) is None
     assert dict(account.table())["KV pool"] == account.pool_bytes
     small = account_of(BUNDLED, None, "float32", kv_pool=4 * MIB)
     assert small.pages == 4 * MIB // page_of(BUNDLED, "float32")
@@ -289,7 +289,7 @@ def step_of(config: ModelConfig, rows: int) -> int:
         plan_bucket(
             Workload(config, level=level, cache_policy="dual", max_num_logits=16),
             bucket(rows),
-            Budget(1 << 60),
+            UNLIMITED,
         )
         for level in Level
     )

@@ -19,7 +19,7 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import ConfigError, JdllmError, RequestError
 from jdllm.models.config import ModelConfig
 from jdllm.pallas.device import HOPPER
-from jdllm.planning.answer import make_report
+from jdllm.planning.answer import StepQuestion, make_report
 from jdllm.planning.buckets import row_bucket
 from jdllm.planning.budget import Budget
 from jdllm.planning.card import described_card
@@ -130,7 +130,7 @@ def check(device: Device, tokens: int, sampling: SamplingParams) -> None:
         return
     workload = workload_of(device, sampling)
     try:
-        report = make_report(workload, CARD, device.budget, tokens, dict(device.sizes))
+        report = make_report(StepQuestion(workload, CARD, device.budget, tokens, dict(device.sizes)))
     except ConfigError:
         assert not takes(device, tokens, sampling)
         return
@@ -149,7 +149,7 @@ def check_longest(device: Device, sampling: SamplingParams) -> None:
         return
     workload = workload_of(device, sampling)
     with contextlib.suppress(ConfigError):
-        report = make_report(workload, CARD, device.budget, None, dict(device.sizes))
+        report = make_report(StepQuestion(workload, CARD, device.budget, None, dict(device.sizes)))
         if report.longest.context:
             assert report.refusal is None
             assert report.plan.context == report.longest.context
@@ -231,7 +231,7 @@ def test_a_refusal_names_options_that_make_room(sizes: dict[str, Any]):
 def test_a_plan_of_a_cached_request_names_the_context_that_the_engine_has_to_be_asked_for():
     device = Device("dream-7b", Budget(24 * 1024 * MIB), ())
     workload = workload_of(device, SamplingParams(cache="head_sparse"))
-    report = make_report(workload, CARD, device.budget, 16384, {})
+    report = make_report(StepQuestion(workload, CARD, device.budget, 16384, {}))
     assert report.options == {"max_context": 16384}
     assert report.engine is not None
     assert report.engine.max_refresh >= 16384

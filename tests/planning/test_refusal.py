@@ -21,7 +21,11 @@ def refused(
     workload: Workload, context: int, budget: Budget, tiers: list[HostTiers]
 ) -> MemoryBudgetError | None:
     plan = plan_memory(workload, context, budget, host_tiers=tiers)
-    return None if plan.fits else refusal(workload, plan.bucket, budget, tiers)
+    return None if plan.fits else refusal(workload, plan.bucket, plan.room, tiers)
+
+
+def refusal_of(workload: Workload, plan: MemoryPlan, **asked: int) -> MemoryBudgetError:
+    return refusal(workload, plan.bucket, plan.room, [], **asked)
 
 
 @pytest.mark.parametrize("ratio", [0.05, pytest.param(1.0, marks=pytest.mark.slow)])
@@ -63,21 +67,20 @@ def test_the_longest_context_is_for_the_same_share_of_masks():
     many = dataclasses.replace(few, mask_ratio=1.0)
     nothing = Budget(GIB, host=0)
     least, most = (
-        refusal(workload, plan_memory(workload, 131072, nothing).bucket, nothing, []).needed_bytes
-        for workload in (few, many)
+        refusal_of(workload, plan_memory(workload, 131072, nothing)).needed_bytes for workload in (few, many)
     )
     assert least < most
     budget = Budget((least + most) // 2, host=0)
     assert max_context(few, budget) >= 131072
-    assert refusal(few, plan_memory(many, 131072, budget).bucket, budget, []).max_context < 131072
+    assert refusal_of(few, plan_memory(many, 131072, budget)).max_context < 131072
 
 
 def test_a_surplus_that_the_compiler_asks_for_is_part_of_the_need():
     workload, budget = Workload(SHAPES["llada-8b"]), Budget(17 * GIB, host=0)
     plan = plan_memory(workload, 131072, budget)
-    alone = refusal(workload, plan.bucket, budget, [])
-    assert refusal(workload, plan.bucket, budget, [], surplus=GIB).needed_bytes == alone.needed_bytes + GIB
-    assert refusal(workload, plan.bucket, budget, [], compiled=99 * GIB).needed_bytes == 99 * GIB
+    alone = refusal_of(workload, plan)
+    assert refusal_of(workload, plan, surplus=GIB).needed_bytes == alone.needed_bytes + GIB
+    assert refusal_of(workload, plan, compiled=99 * GIB).needed_bytes == plan.room.held + 99 * GIB
 
 
 def test_a_plan_is_checked():

@@ -20,8 +20,9 @@ from jdllm.execution.offload.tiers import HostTiers
 from jdllm.models.leaf import dtypes_of
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.buckets import head_bucket, row_bucket
+from jdllm.planning.budget import StepRoom
 from jdllm.planning.ladder import Entry, Ladder, Sizes
-from jdllm.planning.plan import Bucket, Budget, Workload, plan_bucket, refusal, rungs
+from jdllm.planning.plan import Bucket, Workload, plan_bucket, refusal, rungs
 from jdllm.serving.background import Background
 from jdllm.serving.launch import Launch
 from jdllm.serving.on_device import OnDevice
@@ -72,11 +73,11 @@ class FullRunner:
         """Raise `MemoryBudgetError` for a request without a cache that is too long for the device."""
         if spec.cached or self._chunks is not None or spec.rows <= self._account.longest:
             return
-        budget = self._account.step_budget(spec.rows)
-        if budget is not None:
+        room = self._account.step_room(spec.rows)
+        if room is not None:
             masked = int((spec.tokens == spec.mask_id).sum())
             bucket = Bucket(spec.rows, row_bucket(spec.rows), head_bucket(masked))
-            raise refusal(self.workload(Level.TOP), bucket, budget, self._tiers)
+            raise refusal(self.workload(Level.TOP), bucket, room, self._tiers)
 
     def launch(self, requests: list[Request], max_steps: int) -> Launch:
         """As of `jdllm.serving.launch.Launcher`; where host memory is used, at most one step runs."""
@@ -108,10 +109,10 @@ class FullRunner:
         """What the ladder needs compiled, as far as plans tell before; the parts of a step that the host
         drives are not among them."""
         for entry, batch in self._empty():
-            budget = self._account.step_budget(entry.rows)
+            room = self._account.step_room(entry.rows)
             chunks = self._unplanned(entry.head_rows)
-            if budget is not None:
-                plan = plan_bucket(self.workload(Level.FILTERED), _bucket(entry), budget)
+            if room is not None:
+                plan = plan_bucket(self.workload(Level.FILTERED), _bucket(entry), room)
                 chunks = self._chunks or plan.chunks
             if self._offloaded is not None:
                 return
@@ -177,11 +178,11 @@ class FullRunner:
         return self._choices[entry]
 
     def _choose(self, batch: Batch, mask_id: int, entry: Entry) -> tuple[ChunkConfig, HostTiers | None]:
-        budget = self._account.step_budget(entry.rows)
-        if budget is None:
+        room = self._account.step_room(entry.rows)
+        if room is None:
             return self._unplanned(entry.head_rows), None
         needs = functools.partial(self._temp_bytes, batch, mask_id)
-        return self._fit(self.workload(Level.FILTERED), entry, budget, self._tiers, needs)
+        return self._fit(self.workload(Level.FILTERED), entry, room, self._tiers, needs)
 
     def _temp_bytes(self, batch: Batch, mask_id: int, chunks: ChunkConfig) -> int:
         """What the compiler allots to a step, or where the host drives it, to a layer and its rows."""
@@ -198,13 +199,13 @@ class FullRunner:
     def adaptive_chunks(self, entry: Entry, needs: Callable[[ChunkConfig], int]) -> ChunkConfig:
         """Chunk counts for steps of adaptive parallel decoding, which need so many bytes beside what plans
         count as fixed; raises `MemoryBudgetError`."""
-        budget = self._account.step_budget(entry.rows)
-        if budget is None:
+        room = self._account.step_room(entry.rows)
+        if room is None:
             return self._unplanned(entry.head_rows)
         # Logits of two models and their mixture: about what a filter keeps.
         most = self._max_num_logits or _UNPLANNED_LOGITS
         workload = dataclasses.replace(self.workload(Level.FILTERED), max_num_logits=most)
-        return self._fit(workload, entry, budget, (), needs)[0]
+        return self._fit(workload, entry, room, (), needs)[0]
 
     def workload(self, level: Level) -> Workload:
         """What steps are planned for."""
@@ -220,7 +221,7 @@ class FullRunner:
         self,
         workload: Workload,
         entry: Entry,
-        budget: Budget,
+        room: StepRoom,
         tiers: Sequence[HostTiers],
         needs: Callable[[ChunkConfig], int],
     ) -> tuple[ChunkConfig, HostTiers | None]:
@@ -228,20 +229,20 @@ class FullRunner:
         bucket = _bucket(entry)
         surplus = needed = 0
         for _ in range(_ATTEMPTS):
-            left = dataclasses.replace(budget, device=budget.device - surplus)
+            left = room._replace(device=room.device - surplus)
             plan = plan_bucket(workload, bucket, left, tiers)
             chunks = self._chunks or plan.chunks
             if plan.tiers is not None and self._chunks is None:
                 if not plan.fits:
                     break
                 return chunks, plan.tiers
-            needed = plan.fixed_bytes + needs(chunks)
-            if needed <= budget.device:
+            needed = plan.batch_bytes + needs(chunks)
+            if needed <= room.device:
                 return chunks, None
             if self._chunks is not None or not plan.fits:
                 break
-            surplus += needed - budget.device
-        raise refusal(workload, bucket, budget, tiers, surplus=surplus, compiled=needed)
+            surplus += needed - room.device
+        raise refusal(workload, bucket, room, tiers, surplus=surplus, compiled=needed)
 
 
 def _name(entry: Entry) -> str:
