@@ -1,9 +1,11 @@
 """A model on its device, with the engine that runs its requests: what `LLM` starts from its options."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from jax.extend import backend
 
 from jdllm.byte_sizes import parse_bytes
 from jdllm.checkpoints.tokenizer import Tokenizer
@@ -19,7 +21,7 @@ from jdllm.models.leaf import device_of, dtypes_of
 from jdllm.models.weights import tree_bytes
 from jdllm.pallas.device import Target, preferring, target
 from jdllm.planning.account import Account, make_account
-from jdllm.planning.budget import Budget, device_budget, usable_host_memory
+from jdllm.planning.budget import Budget, device_budget, pool_gaps, usable_host_memory
 from jdllm.planning.ladder import DEFAULT_ROWS
 from jdllm.planning.offloading import account_with_offloading
 from jdllm.scoring import Scorer
@@ -61,22 +63,24 @@ def start(options: EngineOptions) -> RunningModel:
     with preferring(options.kernels):
         runs_on = target()
     runs_on.check_card()
-    loaded = _load(options, host_memory, runs_on)
-    device, dtype = device_of(loaded.params), dtypes_of(loaded.params).activations.name
+    device = _device(options)
+    gaps = pool_gaps(device)
+    budget = device_budget(device, options.memory, host_memory, held=_held(options))
+    loaded = _load(options, budget, runs_on)
+    dtype = dtypes_of(loaded.params).activations.name
     executables = Executables(device.platform, _store(options.cache_dir), kernels=runs_on.kernels)
     verifier = _verifier(options, loaded, dtype)
-    verifier_bytes = 0 if verifier is None else tree_bytes(verifier.params)
-    held = loaded.device_bytes + verifier_bytes
-    if verifier is not None:
-        verifier_bytes += verifier_keys_bytes(verifier, _rows(options) or DEFAULT_ROWS[0])
-    budget = device_budget(device, options.memory, host_memory, held=held)
+    if budget is not None and options.memory is None:
+        # Loading may leave gaps between arrays, in which no step runs.
+        lost = pool_gaps(device) - gaps
+        budget = dataclasses.replace(budget, device=budget.device - lost)
     offloaded = loaded.offloaded
     account = make_account(
         loaded.config,
         dtype,
         budget,
         device=executables.target,
-        verifier_bytes=verifier_bytes,
+        verifier_bytes=_verifier_bytes(options, verifier),
         weights_bytes=None if offloaded else loaded.device_bytes,
         offloaded=0 if offloaded is None else offloaded.count,
         **_sizes(options),
@@ -111,11 +115,23 @@ def start(options: EngineOptions) -> RunningModel:
     )
 
 
-def _load(options: EngineOptions, host_memory: int, runs_on: Target) -> LoadedModel:
+def _device(options: EngineOptions) -> Any:
+    """Where the model is, or goes."""
+    if isinstance(options.model, str | Path):
+        return backend.get_default_device()
+    return device_of(options.model.params())
+
+
+def _held(options: EngineOptions) -> int:
+    """Bytes of models that are in memory already: the budget is for these."""
+    models = [one for one in (options.model, options.verifier) if not isinstance(one, str | Path | None)]
+    return sum(tree_bytes(one.params()) for one in models)
+
+
+def _load(options: EngineOptions, budget: Budget | None, runs_on: Target) -> LoadedModel:
     """The model, from a checkpoint with as many layers in host memory as the device has no room for."""
 
     def count_offloaded(config: ModelConfig, dtype: str) -> int:
-        budget = device_budget(jax.devices()[0], options.memory, host_memory, held=0)
         if budget is None or options.verifier is not None:
             return 0
         return account_with_offloading(config, dtype, budget, device=runs_on, **_sizes(options)).offloaded
@@ -147,6 +163,14 @@ def _verifier(options: EngineOptions, loaded: LoadedModel, dtype: str) -> Verifi
         shares_ids=options.verifier_shares_ids,
         progress=options.progress,
     )
+
+
+def _verifier_bytes(options: EngineOptions, verifier: Verifier | None) -> int:
+    """Bytes of the device for a verifier: its weights, and its keys and values."""
+    if verifier is None:
+        return 0
+    keys = verifier_keys_bytes(verifier, _rows(options) or DEFAULT_ROWS[0])
+    return tree_bytes(verifier.params) + keys
 
 
 def _rows(options: EngineOptions) -> int | None:

@@ -130,11 +130,12 @@ def _asked(
     from jdllm.planning.answer import StepQuestion
     from jdllm.planning.budget import Budget
 
-    memory, kv_pool, host = given["memory"], given["kv_pool"], given["host_memory"]
+    memory, kv_pool = given["memory"], given["kv_pool"]
+    host = parse_host_memory(given["host_memory"], "--host-memory")
     read = given["hf_overrides"], given["dtype"], given["kernels"]
     workload = _workload(config, card.target, *read, max_num_logits=given["max_num_logits"], **step)
     device = card.default_memory if memory is None else parse_bytes(memory, "--memory")
-    budget = Budget(device, host=parse_host_memory(host, "--host-memory") if host_tiers else 0)
+    budget = Budget(device, host=host if host_tiers else 0)
     sizes = {
         "max_num_batched_tokens": given["max_num_batched_tokens"],
         "max_context": given["max_context"],

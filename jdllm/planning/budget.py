@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -110,9 +111,17 @@ def device_memory(device: Any) -> DeviceMemory | None:
     stats = device.memory_stats()
     state = card_state(device.local_hardware_id)
     overhead = DEFAULT_OVERHEAD if state is None else max(0, state.used - stats.get("pool_bytes", 0))
-    pool, arrays = stats.get("pool_bytes", 0), stats["bytes_in_use"]
-    gaps = max(0, pool - arrays - stats.get("largest_free_block_bytes", pool))
-    return DeviceMemory(stats["bytes_limit"], overhead, arrays, gaps)
+    return DeviceMemory(stats["bytes_limit"], overhead, stats["bytes_in_use"], _gaps(stats))
+
+
+def pool_gaps(device: Any) -> int:
+    """Bytes of XLA's pool between arrays, as of `DeviceMemory`; 0 for a CPU."""
+    return _gaps(device.memory_stats()) if device.platform in _GPUS else 0
+
+
+def _gaps(stats: Mapping[str, int]) -> int:
+    pool = stats.get("pool_bytes", 0)
+    return max(0, pool - stats["bytes_in_use"] - stats.get("largest_free_block_bytes", pool))
 
 
 def usable_host_memory(device: Any, host_memory: int | str) -> int:
