@@ -165,18 +165,8 @@ def make_account(
     pages = 1 if offloaded else None if kv_pool is None else _asked_pages(kv_pool, page_bytes)
     rows = max_num_batched_tokens or DEFAULT_ROWS[0]
     if budget is None:
-        return Account(
-            budget=None,
-            weights=weights,
-            verifier=verifier_bytes,
-            steps=dict.fromkeys(("full", "refresh", "reuse"), model.whole(rows)),
-            rows=rows,
-            max_num_logits=model.logits_rows(rows),
-            max_context=LONGEST,
-            max_refresh=LONGEST,
-            longest=LONGEST,
-            pages=pages or rounded(max(1, UNPLANNED_POOL // page_bytes)),
-            page_bytes=page_bytes,
+        return _unlimited(
+            model, weights, verifier_bytes, rows, pages or rounded(max(1, UNPLANNED_POOL // page_bytes))
         )
     room = less(budget, verifier_bytes)
     asked = None if max_num_batched_tokens is None and not offloaded else rows
@@ -205,6 +195,23 @@ def make_account(
         sharing=shared if not offloaded else dataclasses.replace(shared, weights=planned, asked_pages=None),
     )
     return dataclasses.replace(account, steps=_steps(model, account, max_context or 0))
+
+
+def _unlimited(model: StepNeeds, weights: int, verifier: int, rows: int, pages: int) -> Account:
+    """The account of a device without a budget."""
+    return Account(
+        budget=None,
+        weights=weights,
+        verifier=verifier,
+        steps=dict.fromkeys(("full", "refresh", "reuse"), model.whole(rows)),
+        rows=rows,
+        max_num_logits=model.logits_rows(rows),
+        max_context=LONGEST,
+        max_refresh=LONGEST,
+        longest=LONGEST,
+        pages=pages,
+        page_bytes=pool_bytes(model.config, model.dtype, 1, PAGE_ROWS),
+    )
 
 
 def _steps(model: StepNeeds, account: Account, context: int) -> dict[str, int]:

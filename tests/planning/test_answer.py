@@ -72,7 +72,8 @@ def engine_of(device: Device, **options: Any) -> Engine:
     account = account_with_offloading(
         device.config, "bfloat16", device.budget, device=HOPPER, **{**dict(device.sizes), **options}
     )
-    params: Any = {"final_norm": jax.ShapeDtypeStruct((1,), np.dtype("bfloat16"))}
+    leaf = jax.ShapeDtypeStruct((1,), np.dtype("bfloat16"))
+    params: Any = {"embed": leaf, "final_norm": leaf}
     return make_engine(params, device.config, Executables("cpu"), account)
 
 
