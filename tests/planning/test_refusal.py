@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import re
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ def refused(
     return None if plan.fits else refusal(workload, plan.bucket, plan.room, tiers)
 
 
-def refusal_of(workload: Workload, plan: MemoryPlan, **asked: int) -> MemoryBudgetError:
+def refusal_of(workload: Workload, plan: MemoryPlan, **asked: Any) -> MemoryBudgetError:
     return refusal(workload, plan.bucket, plan.room, [], **asked)
 
 
