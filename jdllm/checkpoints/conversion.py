@@ -3,9 +3,7 @@
 import dataclasses
 import hashlib
 import json
-import shutil
 from pathlib import Path
-from typing import Any
 
 import jax
 from safetensors import safe_open
@@ -15,13 +13,12 @@ from jdllm.checkpoints.byte_progress import Progress, reporter
 from jdllm.checkpoints.index import DTYPES, FILE_INDEX, SINGLE_FILE, Index, listed
 from jdllm.checkpoints.loading import check, check_tied_head, read_index, resolve_dtype
 from jdllm.checkpoints.native import Manifest, NativeTensor
+from jdllm.checkpoints.saving import copy_files, restate_dtype, safetensors_header
 from jdllm.checkpoints.staging import Stage, staged, synced
 from jdllm.errors import CheckpointError, ConfigError
 from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import config_from_hf, read_config
 from jdllm.models.weights import TensorSpec, is_spec, spec_tree
-
-_KEPT = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
 
 type Leaves = dict[tuple[str, ...], tuple[TensorSpec, str]]
 
@@ -66,9 +63,9 @@ def to_native(
     with staged(target, job, overwrite=overwrite) as stage:
         tensors = _write_chunks(stage, plan, index, progress)
         native.write_orbax_metadata(stage.directory, leaves)
-        _copy_files(source, stage.directory)
+        copy_files(source, stage.directory)
         if config.dtype not in (None, loaded):
-            _restate_dtype(stage.directory / "config.json", loaded)
+            restate_dtype(stage.directory, loaded)
         files = {name: _metadata(source / name) for name in dict.fromkeys(t.file for t in tensors)}
         omitted = sorted(index.keys() - {tensor.name for tensor in tensors})
         manifest = Manifest(config.family, loaded, tuple(tensors), files, tuple(omitted))
@@ -112,7 +109,7 @@ def to_hf(
             weight_map = {tensor.name: tensor.file for tensor in manifest.tensors}
             content = {"metadata": {"total_size": manifest.bytes}, "weight_map": weight_map}
             (stage.directory / FILE_INDEX).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-        _copy_files(source, stage.directory)
+        copy_files(source, stage.directory)
     return manifest
 
 
@@ -176,15 +173,8 @@ def _write_chunks(
 def _write_safetensors(
     path: Path, tensors: list[NativeTensor], index: Index, metadata: dict[str, str]
 ) -> None:
-    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
-    end = 0
-    for tensor in tensors:
-        start, end = end, end + tensor.bytes
-        header[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
     with synced(path) as out:
-        out.write(len(text).to_bytes(8, "little") + text)
+        out.write(safetensors_header(((t.name, t.dtype, t.shape) for t in tensors), metadata))
         for tensor in tensors:
             if native.stream(index[tensor.name], out.write) != tensor.sha256:
                 raise CheckpointError(
@@ -195,18 +185,3 @@ def _write_safetensors(
 def _metadata(file: Path) -> dict[str, str]:
     with safe_open(file, framework="numpy") as opened:
         return opened.metadata() or {}
-
-
-def _copy_files(source: Path, target: Path) -> None:
-    """Configuration, tokenizer, chat template and model code: all but the weights."""
-    for pattern in _KEPT:
-        for file in source.glob(pattern):
-            if file.is_file() and file.name not in (native.MANIFEST, FILE_INDEX):
-                shutil.copyfile(file, target / file.name)
-
-
-def _restate_dtype(path: Path, dtype: str) -> None:
-    """A configuration that states the type of weights that were cast would misstate it."""
-    values = read_config(path)
-    key = "dtype" if values.get("dtype") is not None else "torch_dtype"
-    path.write_text(json.dumps(values | {key: dtype}, indent=2) + "\n")

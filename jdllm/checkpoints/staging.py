@@ -100,7 +100,9 @@ def _check_target(target: Path, overwrite: bool) -> None:
     if not target.exists():
         return
     if not overwrite:
-        raise CheckpointError(f"{target} exists: give another name, or --overwrite to replace it")
+        raise CheckpointError(
+            f"{target} exists: give another name, or replace it (--overwrite, overwrite=True)"
+        )
     if not (target / "config.json").is_file():
         raise CheckpointError(f"{target} is no checkpoint, so --overwrite does not replace it")
 

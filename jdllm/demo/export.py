@@ -6,17 +6,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from safetensors.numpy import save
-
+from jdllm.checkpoints.index import SINGLE_FILE
+from jdllm.checkpoints.saving import write_weights
 from jdllm.demo.tasks import GEN_LENGTH, MAX_LENGTH
 from jdllm.demo.tokenizer import BOS, EOS, EOT, MASK, VOCAB_SIZE, write_tokenizer
 from jdllm.errors import CheckpointError
-from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import GENERATION_CONFIG, config_from_hf
-from jdllm.models.weights import Params, is_spec, spec_tree
+from jdllm.models.weights import Params
 
 
 def hf_config(
@@ -72,16 +68,6 @@ def hf_config(
     }
 
 
-def official_tensors(config: ModelConfig, params: Params) -> dict[str, np.ndarray]:
-    """The weights in bfloat16 by their official names, unstacked."""
-    specs, leaves = jax.tree.leaves(spec_tree(config), is_leaf=is_spec), jax.tree.leaves(params)
-    return {
-        name: np.ascontiguousarray(np.asarray(leaf.astype(jnp.bfloat16))[place])
-        for spec, leaf in zip(specs, leaves, strict=True)
-        for name, place in spec.sources()
-    }
-
-
 def require_free(out: Path) -> None:
     """Raise `CheckpointError` where `out` exists: a checkpoint is never overwritten."""
     if out.exists():
@@ -105,8 +91,7 @@ def write_checkpoint(out: Path, hf_values: dict[str, Any], params: Params) -> No
         generation = {"gen_length": GEN_LENGTH}
         for name, values in (("config.json", hf_values), (GENERATION_CONFIG, generation)):
             (temporary / name).write_text(json.dumps(values, indent=2) + "\n")
-        tensors = official_tensors(config_from_hf(hf_values), params)
-        (temporary / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
+        write_weights(temporary / SINGLE_FILE, config_from_hf(hf_values), params, "bfloat16")
         write_tokenizer(temporary)
         temporary.chmod(0o755)
         temporary.rename(out)
