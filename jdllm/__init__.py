@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from jdllm import losses
     from jdllm.chunks import ChunkConfig
     from jdllm.decoding.prefilling import Prefilling
     from jdllm.decoding.sampling import SamplingParams
@@ -56,6 +57,7 @@ __all__ = [
     "config_from_hf",
     "generation_spec",
     "infill_spec",
+    "losses",
     "max_context",
     "plan_memory",
 ]
@@ -93,6 +95,8 @@ _MODULES = {
 
 def __getattr__(name: str) -> object:
     """Import public names on first use, so that the command line starts without loading JAX."""
+    if name == "losses":
+        return importlib.import_module("jdllm.losses")
     if name in _MODULES:
         return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'jdllm' has no attribute {name!r}")

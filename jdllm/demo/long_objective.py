@@ -11,10 +11,9 @@ from jdllm.demo.objective import (
     attend_example,
     attention_of_parts,
     dense_layout,
-    draw_masks,
-    weighted_loss,
 )
 from jdllm.demo.tokenizer import MASK
+from jdllm.losses import draw_masks, weighted_loss
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
@@ -59,7 +58,7 @@ def long_loss(
     example = layout.example
     place = jnp.asarray(layout.position)
     response = (place >= prompt_length[example]) & (place < total_length[example])
-    masked, ratio = draw_masks(key, layout, response)
+    masked, ratio = draw_masks(key, response, example, len(layout.start))
     masked = jnp.where(scoring[example], response, masked)
     ratio = jnp.where(scoring, 1.0, ratio)
     shown = jnp.where(masked, MASK, tokens)

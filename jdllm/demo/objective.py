@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jdllm.demo.tokenizer import MASK
 from jdllm.execution.transformer import apply_layers, logits
+from jdllm.losses import draw_masks, weighted_loss
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.layer import AttentionFn
@@ -22,8 +23,6 @@ from jdllm.pallas.device import target
 
 type Shape = tuple[int, int]
 """(examples, tokens of each) of one dense part of the packed rows."""
-
-_LOWEST_RATIO = 0.02
 
 
 class Layout(NamedTuple):
@@ -126,30 +125,6 @@ def all_logits(
     return logits(params, config, apply_layers(params, config, h, rows, attention=attention))
 
 
-def draw_masks(
-    key: Array, layout: Layout, response: Bool[Array, " rows"]
-) -> tuple[Bool[Array, " rows"], Float[Array, " examples"]]:
-    """Mask each response row with its example's probability.
-
-    Arguments:
-    - `key`: of the draws.
-    - `layout`: of the rows.
-    - `response`: rows that may be masked.
-
-    Returns the masked rows and each example's probability, which is uniform over (0.02, 1) and stratified
-    over the examples; the floor bounds the loss weights.
-    """
-    ratio_key, mask_key = jax.random.split(key)
-    examples = len(layout.start)
-    # A stride coprime to the count spreads the strata over examples that are drawn in order of their bucket.
-    stride = next(s for s in range(int(examples * 0.618) + 1, 2 * examples + 2) if np.gcd(s, examples) == 1)
-    strata = jnp.asarray(np.arange(examples) * stride % examples / examples, jnp.float32)
-    uniform = (strata + jax.random.uniform(ratio_key)) % 1.0
-    ratio = _LOWEST_RATIO + (1 - _LOWEST_RATIO) * uniform
-    draws = jax.random.uniform(mask_key, layout.example.shape)
-    return response & (draws < ratio[layout.example]), ratio
-
-
 def masked_loss(
     params: Params,
     config: ModelConfig,
@@ -173,23 +148,11 @@ def masked_loss(
     example = layout.example
     position = jnp.asarray(layout.position)
     response = (position >= prompt_length[example]) & (position < total_length[example])
-    masked, ratio = draw_masks(key, layout, response)
+    masked, ratio = draw_masks(key, response, example, len(layout.start))
     shown = jnp.where(masked, MASK, tokens)
     predicted = all_logits(params, config, shown, layout.rows(total_length), dense_attention(layout.shapes))
     weight = 1.0 / (ratio * (total_length - prompt_length))
     return weighted_loss(predicted, tokens, masked, weight[example]) / len(layout.start)
-
-
-def weighted_loss(
-    predicted: Float[Array, "rows vocab"],
-    tokens: Int[Array, " rows"],
-    masked: Bool[Array, " rows"],
-    weight: Float[Array, " rows"],
-) -> Float[Array, ""]:
-    """The sum of the masked rows' cross entropies, in nats, each times its weight."""
-    right = jnp.take_along_axis(predicted, tokens[:, None], axis=1)[:, 0]
-    nats = jax.nn.logsumexp(predicted, axis=1) - right
-    return jnp.sum(jnp.where(masked, nats * weight, 0.0))
 
 
 @functools.partial(jax.jit, static_argnames=("config", "steps"))

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jdllm.arrays import Tensor
+from jdllm.errors import ConfigError
 from jdllm.layers import head_logits, linear
 
 Device = Any
@@ -32,9 +33,11 @@ def dtypes_of(params: dict[str, Any]) -> Dtypes:
 
 
 def device_of(params: dict[str, Any]) -> Device:
-    """The device that holds a model."""
-    (device,) = params["final_norm"].devices()
-    return device
+    """The device that holds a model. Raises `ConfigError` for a model on several devices."""
+    devices = params["final_norm"].devices()
+    if len(devices) > 1:
+        raise ConfigError(f"the weights lie on {len(devices)} devices, and LLM runs on one: load them there")
+    return next(iter(devices))
 
 
 def matmul(

@@ -9,6 +9,9 @@ from jdllm.errors import ConfigError
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params, TensorSpec, is_spec, spec_tree
 
+AXES = ("layers", "vocab", "hidden", "heads", "kv_heads", "head_dim", "ffn", "experts")
+"""The axis names that weights of any model have."""
+
 Rules = Mapping[str, str]
 """Axis name of the spec tree -> axis of the mesh; axes without a rule are not cut."""
 
@@ -19,21 +22,22 @@ def shardings(config: ModelConfig, mesh: Mesh, rules: Rules) -> Params:
     Arguments:
     - `config`: the model.
     - `mesh`: the devices.
-    - `rules`: such as `{"heads": "model", "kv_heads": "model", "ffn": "model", "vocab": "model"}`.
+    - `rules`: such as `{"heads": "model", "kv_heads": "model", "ffn": "model", "vocab": "model"}`; names that
+      this model does not have are passed over.
 
     Returns the tree of `jdllm.models.weights.spec_tree` with a `NamedSharding` for each leaf.
 
-    Raises `ConfigError` for a name that no weight or no axis of the mesh has, for an axis that its devices
+    Raises `ConfigError` for a name outside of `AXES` or of the mesh, for an axis that its devices
     do not divide, and for a weight of which two axes go to one axis of the mesh.
     """
-    specs = spec_tree(config)
-    known = {name for spec in jax.tree.leaves(specs, is_leaf=is_spec) for name in spec.axes}
     for name, on_mesh in rules.items():
-        if name not in known:
-            raise ConfigError(f"rules: no weight has an axis {name!r}: expected {', '.join(sorted(known))}")
+        if name not in AXES:
+            raise ConfigError(f"rules: no weight has an axis {name!r}: expected {', '.join(AXES)}")
         if on_mesh not in mesh.shape:
             raise ConfigError(f"rules: the mesh has no axis {on_mesh!r}: expected {', '.join(mesh.shape)}")
-    return jax.tree.map(lambda spec: _sharding(spec, mesh, rules), specs, is_leaf=is_spec)
+    # XLA partitions the products; axes that JAX makes explicit would need a sharding at each of them.
+    automatic = Mesh(mesh.devices, mesh.axis_names)
+    return jax.tree.map(lambda spec: _sharding(spec, automatic, rules), spec_tree(config), is_leaf=is_spec)
 
 
 def _sharding(spec: TensorSpec, mesh: Mesh, rules: Rules) -> NamedSharding:

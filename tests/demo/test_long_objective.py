@@ -7,9 +7,10 @@ import numpy as np
 from jdllm.demo.export import hf_config
 from jdllm.demo.long_data import LongBatches, LongBucket, make_long_batches
 from jdllm.demo.long_objective import long_loss
-from jdllm.demo.objective import dense_layout, draw_masks
+from jdllm.demo.objective import dense_layout
 from jdllm.demo.tokenizer import MASK
 from jdllm.execution.transformer import forward, logits
+from jdllm.losses import draw_masks
 from jdllm.models.block import Rows
 from jdllm.models.hf_config import config_from_hf
 from jdllm.models.weights import Params, init_params
@@ -50,7 +51,7 @@ def test_the_loss_is_that_of_every_sequence_alone():
     loss = jax.jit(lambda arrays: long_loss(params, CONFIG, BUCKETS, **arrays, key=key))(arrays)
     place = layout.position
     response = (place >= prompt_length[layout.example]) & (place < total_length[layout.example])
-    hidden, ratio = map(np.asarray, draw_masks(key, layout, jnp.asarray(response)))
+    hidden, ratio = map(np.asarray, draw_masks(key, jnp.asarray(response), layout.example, len(layout.start)))
     expected = 0.0
     for example, start in enumerate(layout.start.tolist()):
         before, total = prompt_length[example], total_length[example]

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from jdllm.demo.export import hf_config
-from jdllm.demo.objective import all_logits, denoise, dense_attention, dense_layout, draw_masks, masked_loss
+from jdllm.demo.objective import all_logits, denoise, dense_attention, dense_layout, masked_loss
 from jdllm.demo.tokenizer import MASK
 from jdllm.execution.transformer import forward, logits
+from jdllm.losses import draw_masks
 from jdllm.models.block import Rows
 from jdllm.models.hf_config import config_from_hf
 from jdllm.models.weights import Params, init_params
@@ -59,7 +60,7 @@ def test_logits_are_those_of_the_transformer_for_each_sequence_alone(params: Par
 def test_masks_stay_in_the_response_and_follow_the_ratio():
     layout = dense_layout(((500, 40),))
     response = jnp.asarray(layout.position >= 8)
-    masked, ratio = draw_masks(jax.random.key(1), layout, response)
+    masked, ratio = draw_masks(jax.random.key(1), response, layout.example, len(layout.start))
     assert not np.any(masked & ~response)
     np.testing.assert_allclose(np.sort(ratio), 0.02 + 0.98 * (np.arange(500) + 0.5) / 500, atol=0.002)
     share = np.asarray(masked).reshape(500, 40)[:, 8:].mean(axis=1)
@@ -71,7 +72,7 @@ def test_loss_is_the_weighted_cross_entropy_of_the_masked_tokens(params: Params,
     layout, key = dense_layout(SHAPES), jax.random.key(2)
     loss = loss_of(params, tokens, key)
     response = (layout.position >= PROMPT[layout.example]) & (layout.position < TOTAL[layout.example])
-    masked, ratio = map(np.asarray, draw_masks(key, layout, jnp.asarray(response)))
+    masked, ratio = map(np.asarray, draw_masks(key, jnp.asarray(response), layout.example, len(layout.start)))
     expected = 0.0
     for example, start in enumerate((0, 8, 16, 24, 36)):
         part = slice(start, start + TOTAL[example])
