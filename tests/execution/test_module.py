@@ -297,7 +297,8 @@ class TestLoading:
 
 
 class TestSharding:
-    def test_two_devices(self, tmp_path: Path):
+    @pytest.mark.slow
+    def test_two_devices(self):
         """The same logits and gradients; each device has half of what is cut."""
         environment = os.environ | {
             "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
