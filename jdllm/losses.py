@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from jdllm.arrays import Tensor
 from jdllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,11 +23,11 @@ LOWEST_RATIO = 0.02
 
 def masked_loss(
     model: "Transformer",
-    tokens: Int[Array, "batch length"],
-    response: Bool[Array, "batch length"],
+    tokens: Int[Tensor, "batch length"],
+    response: Bool[Tensor, "batch length"],
     key: Array,
     *,
-    padding_mask: Bool[Array, "batch length"] | None = None,
+    padding_mask: Bool[Tensor, "batch length"] | None = None,
 ) -> Float[Array, ""]:
     """The LLaDA objective of a batch, in nats for each response token.
 
@@ -59,7 +60,7 @@ def masked_loss(
 
 
 def draw_masks(
-    key: Array, response: Bool[Array, "*rows"], sequence: Int[np.ndarray, "*rows"], sequences: int
+    key: Array, response: Bool[Tensor, "*rows"], sequence: Int[np.ndarray, "*rows"], sequences: int
 ) -> tuple[Bool[Array, "*rows"], Float[Array, " sequences"]]:
     """Mask each response token with the probability of its sequence.
 
@@ -79,12 +80,12 @@ def draw_masks(
     strata = jnp.asarray(np.arange(sequences) * stride % sequences / sequences, jnp.float32)
     uniform = (strata + jax.random.uniform(ratio_key)) % 1.0
     ratio = LOWEST_RATIO + (1 - LOWEST_RATIO) * uniform
-    return response & (jax.random.uniform(mask_key, response.shape) < ratio[sequence]), ratio
+    return (jax.random.uniform(mask_key, response.shape) < ratio[sequence]) & response, ratio
 
 
 def weighted_loss(
     predicted: Float[Array, "*rows vocab"],
-    tokens: Int[Array, "*rows"],
+    tokens: Int[Tensor, "*rows"],
     masked: Bool[Array, "*rows"],
     weight: Float[Array, "*#rows"],
 ) -> Float[Array, ""]:

@@ -55,7 +55,7 @@ def test_against_numpy(model: Transformer, config: ModelConfig, tokens: np.ndarr
     assert not (masked & ~RESPONSE).any()
     expected = []
     for row in range(BATCH):
-        shown = np.where(masked[row], config.mask_id, tokens[row])[: TOTAL[row]]
+        shown = np.where(masked[row], np.int32(config.mask_id or 0), tokens[row])[: TOTAL[row]]
         predicted = numpy_transformer.logits(model.params(), config, shown)
         nats = 0.0
         for place in np.flatnonzero(masked[row]):

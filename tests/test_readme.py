@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +26,10 @@ GUIDES = [
 ]
 """Pages of which every block runs, unless a comment says why it does not."""
 
-CHECKED_ELSEWHERE = {"docs/clients.md": "tests/clients/test_transcripts.py"}
+CHECKED_ELSEWHERE = {
+    "docs/clients.md": "tests/clients/test_transcripts.py",
+    "docs/flax.md": "tests/test_flax_page.py",
+}
 
 _BLOCK = re.compile(r"(?P<left_out><!-- not run: [^\n]+ -->\n)?```(?P<language>\w+)\n(?P<text>.*?)```", re.S)
 _LEFT_OUT = shutil.ignore_patterns(
@@ -44,9 +48,9 @@ class Block(NamedTuple):
         return re.findall(r"^\$ ((?:.*\\\n)*.*)", self.text, re.M)
 
 
-def blocks(language: str) -> list[Block]:
-    """The blocks of all guides that run, in order; a block that stands on two pages is there once."""
-    found = [m for page in GUIDES for m in _BLOCK.finditer(page.read_text()) if not m["left_out"]]
+def blocks(language: str, pages: Sequence[Path] = GUIDES) -> list[Block]:
+    """The blocks of pages that run, in order; a block that stands on two pages is there once."""
+    found = [m for page in pages for m in _BLOCK.finditer(page.read_text()) if not m["left_out"]]
     return list(dict.fromkeys(Block(m["language"], m["text"]) for m in found if m["language"] == language))
 
 
@@ -55,8 +59,8 @@ def commands() -> list[str]:
     return list(dict.fromkeys(command for block in blocks("console") for command in block.commands))
 
 
-def run(command: list[str], directory: Path, path: Path | None = None) -> None:
-    """Run a command, with the programs of `path` before others; what it prints is shown where it fails."""
+def run(command: list[str], directory: Path, path: Path | None = None) -> str:
+    """What a command prints, with the programs of `path` before others; errors are shown where it fails."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
     environment |= {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1"}
     if path is not None:
@@ -65,6 +69,7 @@ def run(command: list[str], directory: Path, path: Path | None = None) -> None:
         command, cwd=directory, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int
 
+from jdllm.arrays import Tensor
 from jdllm.models.config import ModelConfig
 from jdllm.models.rotary import cos_sin
-from jdllm.pallas.device import target
 
 
 @jax.tree_util.register_dataclass
@@ -39,16 +39,15 @@ class Sees:
         scale: float,
     ) -> Float[Array, "rows heads head_dim"]:
         """Attention of all tokens, whose rows lie one sequence after another. It has a gradient."""
-        batch = [x.reshape(*self.shape, *x.shape[1:]) for x in (q, k, v)]
-        fused = target().on_cuda and q.dtype in (jnp.bfloat16, jnp.float16)
-        return (_attend_fused if fused else _attend)(*batch, self.mask, scale).reshape(q.shape)
+        queries, keys, values = (x.reshape(*self.shape, *x.shape[1:]) for x in (q, k, v))
+        return _attend(queries, keys, values, self.mask, scale).reshape(q.shape)
 
 
 def sees(
     config: ModelConfig,
     shape: tuple[int, int],
-    padding_mask: Bool[Array, "batch length"] | None = None,
-    positions: Int[Array, "batch length"] | None = None,
+    padding_mask: Bool[Tensor, "batch length"] | None = None,
+    positions: Int[Tensor, "batch length"] | None = None,
 ) -> Sees:
     """What the tokens of a batch see under the attention of a model.
 
@@ -116,19 +115,6 @@ def _attend(
         scores = jnp.where(mask[:, :, None], scores, np.finfo(np.float32).min)
     probabilities = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
     return _dot("bhgqk,bkhd->bqhgd", probabilities, v).astype(q.dtype).reshape(q.shape)
-
-
-def _attend_fused(
-    q: Float[Array, "batch queries heads d"],
-    k: Float[Array, "batch keys kv_heads d"],
-    v: Float[Array, "batch keys kv_heads d"],
-    mask: Bool[Array, "batch 1 queries keys"] | None,
-    scale: float,
-) -> Float[Array, "batch queries heads d"]:
-    """The same by cuDNN, which keeps no scores for the gradient."""
-    if mask is not None:
-        mask = jnp.broadcast_to(mask, (q.shape[0], 1, q.shape[1], k.shape[1]))
-    return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, implementation="cudnn")
 
 
 def _dot(spec: str, a: Array, b: Array) -> Float32[Array, "..."]:

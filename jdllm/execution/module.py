@@ -9,6 +9,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float32, Int
 
+from jdllm.arrays import Tensor
 from jdllm.checkpoints.loading import load_params, resolve, resolve_dtype
 from jdllm.checkpoints.saving import save_hf
 from jdllm.checkpoints.tokenizer import complete_ids, load_tokenizer
@@ -22,7 +23,7 @@ from jdllm.models.hf_config import config_from_checkpoint
 from jdllm.models.sharding import Rules, shardings
 from jdllm.models.weights import Params, init_params, layer_runs, layer_stacks, spec_tree
 
-Tokens = Int[Array, "batch length"]
+Tokens = Int[Tensor, "batch length"]
 
 
 class Transformer(nnx.Module):
@@ -41,6 +42,12 @@ class Transformer(nnx.Module):
       more. An attribute of the same name can be set at any time.
     """
 
+    embed: nnx.Param
+    layers: Layers
+    dense_layers: Layers
+    final_norm: nnx.Param
+    head: nnx.Param
+
     def __init__(
         self,
         config: ModelConfig,
@@ -55,14 +62,13 @@ class Transformer(nnx.Module):
         self.config = config
         self.remat = remat
         self._source: str | None = None
-        specs = spec_tree(config)
         stacks = layer_stacks(config)
-        for name, leaf in params.items():
-            if name in stacks:
-                axes = {key: spec.axes for key, spec in specs[name].items()}
-                setattr(self, name, Layers(config, leaf, axes, name=name, numbers=stacks[name]))
+        for name, spec in spec_tree(config).items():
+            if isinstance(spec, dict):
+                axes = {leaf: leaf_spec.axes for leaf, leaf_spec in spec.items()}
+                setattr(self, name, Layers(config, params[name], axes, name=name, numbers=stacks[name]))
             else:
-                setattr(self, name, param(leaf, specs[name].axes))
+                setattr(self, name, param(params[name], spec.axes))
 
     @classmethod
     def from_pretrained(
@@ -141,8 +147,8 @@ class Transformer(nnx.Module):
     def sees(
         self,
         shape: tuple[int, int],
-        padding_mask: Bool[Array, "batch length"] | None = None,
-        positions: Int[Array, "batch length"] | None = None,
+        padding_mask: Bool[Tensor, "batch length"] | None = None,
+        positions: Int[Tensor, "batch length"] | None = None,
     ) -> Sees:
         """What the tokens of a batch see of each other, as every layer of this model takes it.
 
@@ -162,8 +168,8 @@ class Transformer(nnx.Module):
         self,
         tokens: Tokens,
         *,
-        padding_mask: Bool[Array, "batch length"] | None = None,
-        positions: Int[Array, "batch length"] | None = None,
+        padding_mask: Bool[Tensor, "batch length"] | None = None,
+        positions: Int[Tensor, "batch length"] | None = None,
     ) -> Float32[Array, "batch length vocab"]:
         """f32 logits of every token, before any shift.
 

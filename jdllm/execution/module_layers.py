@@ -62,6 +62,12 @@ class Attention(Part):
     `q_norm` and `k_norm`.
     """
 
+    attn_norm: nnx.Param
+    q: nnx.Param
+    k: nnx.Param
+    v: nnx.Param
+    o: nnx.Param
+
     def __call__(self, h: Hidden, sees: Sees) -> Hidden:
         """What attention adds to the hidden states `h`."""
         layer, rows = self.leaves(), h.reshape(-1, h.shape[-1])
@@ -72,6 +78,11 @@ class Attention(Part):
 
 class FeedForward(Part):
     """The feed-forward part of a layer, its norm included: `ffn_norm`, `gate`, `up` and `down`."""
+
+    ffn_norm: nnx.Param
+    gate: nnx.Param
+    up: nnx.Param
+    down: nnx.Param
 
     def __call__(self, h: Hidden) -> Hidden:
         """What this part adds to the hidden states `h`."""
@@ -84,6 +95,12 @@ class Experts(Part):
     Parameters: `ffn_norm`, `router`, `experts_gate`, `experts_up`, `experts_down`, and where the model has
     it `expert_bias`.
     """
+
+    ffn_norm: nnx.Param
+    router: nnx.Param
+    experts_gate: nnx.Param
+    experts_up: nnx.Param
+    experts_down: nnx.Param
 
     def __call__(self, h: Hidden) -> Hidden:
         """What the experts add to the hidden states `h`."""

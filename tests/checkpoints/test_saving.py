@@ -19,8 +19,8 @@ from jdllm.models.weights import Params
 from tests.helpers import Golden
 
 
-def load(directory: Path, **options: str) -> Transformer:
-    return Transformer.from_pretrained(directory, **options)
+def load(directory: Path, dtype: str = "auto") -> Transformer:
+    return Transformer.from_pretrained(directory, dtype=dtype)
 
 
 @pytest.mark.parametrize("family", ["llada", "dream", "llada_moe", "qwen2"])
