@@ -17,7 +17,8 @@ from jdllm.errors import CheckpointError
 from jdllm.execution import dense
 from jdllm.execution.dense import Sees
 from jdllm.execution.module_layers import Hidden, Layers, param
-from jdllm.layers import head_logits, rms_norm
+from jdllm.layers import rms_norm
+from jdllm.models import leaf
 from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import config_from_checkpoint
 from jdllm.models.sharding import Rules, shardings
@@ -65,7 +66,7 @@ class Transformer(nnx.Module):
         stacks = layer_stacks(config)
         for name, spec in spec_tree(config).items():
             if isinstance(spec, dict):
-                axes = {leaf: leaf_spec.axes for leaf, leaf_spec in spec.items()}
+                axes = {key: of_leaf.axes for key, of_leaf in spec.items()}
                 setattr(self, name, Layers(config, params[name], axes, name=name, numbers=stacks[name]))
             else:
                 setattr(self, name, param(params[name], spec.axes))
@@ -162,7 +163,7 @@ class Transformer(nnx.Module):
         """f32 logits of hidden states after the last layer."""
         normed = rms_norm(h, self.final_norm.get_value(), self.config.rms_norm_eps)
         head = self.embed if self.config.tied_head else self.head
-        return head_logits(normed.reshape(-1, h.shape[-1]), head.get_value()).reshape(*h.shape[:-1], -1)
+        return leaf.logits(normed.reshape(-1, h.shape[-1]), head.get_value()).reshape(*h.shape[:-1], -1)
 
     def __call__(
         self,
@@ -180,7 +181,7 @@ class Transformer(nnx.Module):
         - `positions`: for the rotary embedding; by default each token's place among those of its sequence.
         """
         sees = self.sees((tokens.shape[0], tokens.shape[1]), padding_mask, positions)
-        h = self.embed.get_value()[tokens]
+        h = leaf.rows(self.embed.get_value(), tokens)
         for name, first, end in layer_runs(self.config):
             h = vars(self)[name].run(h, sees, first, end, remat=self.remat)
         return self.logits(h)

@@ -16,10 +16,8 @@ from jaxtyping import Array, Float
 
 from jdllm.execution import dense
 from jdllm.execution.dense import Sees
-from jdllm.layers import linear
-from jdllm.models.block import ffn_branch, project
+from jdllm.models import layer, moe
 from jdllm.models.config import ModelConfig
-from jdllm.models.moe import experts_of
 
 Hidden = Float[Array, "batch length hidden"]
 Leaves = Mapping[str, Any]
@@ -50,7 +48,7 @@ class Part(nnx.Module):
         for name, leaf in leaves.items():
             setattr(self, name, param(leaf, axes[name]))
 
-    def leaves(self) -> dict[str, Array]:
+    def leaves(self) -> dict[str, Any]:
         """The weights by name."""
         return {name: x.get_value() for name, x in vars(self).items() if isinstance(x, nnx.Param)}
 
@@ -70,10 +68,10 @@ class Attention(Part):
 
     def __call__(self, h: Hidden, sees: Sees) -> Hidden:
         """What attention adds to the hidden states `h`."""
-        layer, rows = self.leaves(), h.reshape(-1, h.shape[-1])
-        q, k, v = project(layer, self.config, rows, sees.rotation, ("q", "k", "v"))
-        o = sees.attend(q, k, v, self.config.head_dim**-0.5)
-        return linear(o.reshape(len(rows), -1), layer["o"]).reshape(h.shape)
+        whole = layer.Layer(self.leaves(), self.config)
+        q, k, v = whole.project(h.reshape(-1, h.shape[-1]), sees.rotation, ("q", "k", "v"))
+        o = sees.attend(q, k, v, self.config.attention_scale)
+        return whole.project_back(o).reshape(h.shape)
 
 
 class FeedForward(Part):
@@ -86,7 +84,8 @@ class FeedForward(Part):
 
     def __call__(self, h: Hidden) -> Hidden:
         """What this part adds to the hidden states `h`."""
-        return _feed_forward(self.leaves(), self.config, h)
+        whole = layer.Layer(self.leaves(), self.config)
+        return whole.feed_forward(h.reshape(-1, h.shape[-1])).reshape(h.shape)
 
 
 class Experts(Part):
@@ -104,9 +103,11 @@ class Experts(Part):
 
     def __call__(self, h: Hidden) -> Hidden:
         """What the experts add to the hidden states `h`."""
-        layer = self.leaves()
-        stack_of_one = {name: layer.pop(name)[None] for name in tuple(layer) if name.startswith("experts_")}
-        return _feed_forward(layer | {"experts": experts_of(stack_of_one)}, self.config, h)
+        leaves = self.leaves()
+        gate, up, down = (leaves.pop(f"experts_{name}") for name in ("gate", "up", "down"))
+        experts = moe.Experts(gate, up, down, first=0, per_layer=len(gate))
+        whole = layer.Layer(leaves | {"experts": experts}, self.config)
+        return whole.feed_forward(h.reshape(-1, h.shape[-1]), dense.grouped_matmul).reshape(h.shape)
 
 
 class Layer(nnx.Module):
@@ -129,7 +130,7 @@ class Layer(nnx.Module):
         else:
             self.feed_forward = FeedForward(config, second, axes)
 
-    def leaves(self) -> dict[str, Array]:
+    def leaves(self) -> dict[str, Any]:
         """The weights by name."""
         return self.attention.leaves() | self._second.leaves()
 
@@ -200,7 +201,3 @@ class Layers(Layer):
 
     def _layer(self, leaves: Leaves) -> Layer:
         return Layer(self.config, leaves, dict(self._axes))
-
-
-def _feed_forward(layer: Leaves, config: ModelConfig, h: Hidden) -> Hidden:
-    return ffn_branch(layer, config, h.reshape(-1, h.shape[-1]), dense.grouped_matmul).reshape(h.shape)

@@ -17,7 +17,7 @@ from jdllm.layers import rms_norm, rotate
 from jdllm.models.block import Hidden, Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.leaf import matmul
-from jdllm.models.moe import moe_ffn
+from jdllm.models.moe import GroupedMatmulFn, moe_ffn
 from jdllm.pallas.grouped_matmul import grouped_matmul
 
 Heads = Float[Array, "rows heads head_dim"]
@@ -98,13 +98,17 @@ class Layer:
         """The output projection of attention; the residual is not added."""
         return matmul(o.reshape(-1, self.config.num_heads * self.config.head_dim), self.weights["o"])
 
-    def feed_forward(self, h: Hidden) -> Hidden:
-        """Feed-forward of the rows `h`, dense or by experts; the residual is not added."""
+    def feed_forward(self, h: Hidden, products: GroupedMatmulFn = grouped_matmul) -> Hidden:
+        """Feed-forward of the rows `h`, dense or by experts; the residual is not added.
+
+        Arguments:
+        - `products`: of rows with their experts; the default has no gradient.
+        """
         weights, moe = self.weights, self.config.moe
         x = rms_norm(h, weights["ffn_norm"], self.config.rms_norm_eps)
         if moe is not None and "experts" in weights:
             bias = weights.get("expert_bias")
-            return moe_ffn(x, weights["router"], bias, weights["experts"], moe.top_k, grouped_matmul)
+            return moe_ffn(x, weights["router"], bias, weights["experts"], moe.top_k, products)
         if "gate" in self._streamed:
             (inner,) = weights["streamed"].products(x, ("gate", "up"), gated=True)
         else:

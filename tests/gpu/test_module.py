@@ -31,7 +31,7 @@ def cosine(a: jax.Array, b: jax.Array) -> float:
 
 def test_bfloat16_goes_where_float32_goes(config: ModelConfig):
     full = Transformer(config, rngs=nnx.Rngs(0), dtype="float32")
-    half = Transformer(config, jax.tree.map(lambda leaf: leaf.astype("bfloat16"), full.params()))
+    half = Transformer(config, jax.tree.map(lambda x: x.astype("bfloat16"), full.params()))
 
     @nnx.jit
     def logits(model: Transformer) -> jax.Array:
