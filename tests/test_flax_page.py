@@ -23,7 +23,7 @@ def test_snippets(tmp_path: Path):
     logits, layers, shares = (printed(text, tmp_path) for text in SNIPPETS if text != TRAINING)
     assert logits == "b'46'\n"
     assert layers.splitlines()[-1] == "[52 54]"
-    assert shares == "PartitionSpec(None, 'model', None)\n"
+    assert shares == "P(None, 'model', None)\n"
 
 
 @pytest.mark.slow
