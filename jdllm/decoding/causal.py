@@ -10,13 +10,13 @@ from jaxtyping import Array, Bool, Int
 from jdllm.arrays import Tensor
 from jdllm.decoding.batch import Batch, HeadRows, SegmentParams, Trace
 from jdllm.decoding.head import Choice, Sources, choose
-from jdllm.decoding.penalty import Penalty, decide_penalised
+from jdllm.decoding.penalty import Penalty
 from jdllm.execution.few_rows.chain import chain_operands, chains
 from jdllm.execution.paged.decode import Place, Window, chain_rows, forward_decode, forward_decode_chained
 from jdllm.execution.paged.parts import Parts, Storage, forward_parts
 from jdllm.execution.paged.pool import PAGE_ROWS, SCRATCH_PAGE, KeyValuePool
 from jdllm.execution.paged.stored_keys import StoredKeys
-from jdllm.execution.transformer import Wanted, final_norm
+from jdllm.execution.transformer import Wanted
 from jdllm.models.block import Hidden
 from jdllm.models.config import ModelConfig
 from jdllm.models.visibility import window_start
@@ -151,13 +151,13 @@ def decode(
                 params, config, tokens, positions, pool, place, table, operands=operands
             )
             # Nor may what the head needs besides be computed between two layers.
-            hidden, asked = lax.optimization_barrier((hidden, count))
+            hidden, asked, known = lax.optimization_barrier((hidden, count, penalty))
         else:
             seen = _seen(config, reads, lengths, step)
             hidden, pool = forward_decode(params, config, tokens, positions, pool, place, seen)
-            asked = count
+            asked, known = count, penalty
         now = jnp.asarray(segments.step) + step
-        choice = chosen(params, config, hidden, head, positions + 1, segments, now, asked, penalty, level)
+        choice = chosen(params, config, hidden, head, positions + 1, segments, now, asked, known, level)
         token, committed, logprob = committing(choice, goes_on)
         trace = Trace(
             step + 1,
@@ -197,11 +197,6 @@ def chosen(
     Arguments:
     - `count`: how many there are, and how many of them, the first, are plain.
     """
-    if penalty is not None:
-        h, owner = final_norm(params, config, hidden), head.segment
-        return decide_penalised(
-            params, h, owner, positions, segments, step, count[0], penalty, level=Level.FILTERED
-        )
     own = jnp.arange(hidden.shape[0], dtype=jnp.int32)
     sources = Sources(own, own)
     return choose(
@@ -214,6 +209,7 @@ def chosen(
         segments,
         step,
         *count,
+        penalty,
         chunks=1,
         level=level,
     )

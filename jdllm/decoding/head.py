@@ -1,6 +1,5 @@
 """The head for the rows that are still masked, a bounded chunk at a time."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -10,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jdllm.arrays import Tensor
 from jdllm.decoding.batch import HeadRows, SegmentParams
+from jdllm.decoding.penalty import Penalty
 from jdllm.decoding.transfer.rule import Measure
 from jdllm.execution.transformer import final_norm
 from jdllm.models.block import Hidden
@@ -20,6 +20,7 @@ from jdllm.pallas.masked_logits import (
     Level,
     Likeliest,
     RowDecision,
+    RowPenalty,
     RowSampling,
     masked_logits,
     rows_at_once,
@@ -96,6 +97,7 @@ def choose(
     step: Int[Tensor, " segments"],
     count: Int[Array, ""],
     plain: Int[Array, ""],
+    penalty: Penalty | None = None,
     *,
     chunks: int,
     level: Level,
@@ -109,6 +111,7 @@ def choose(
     - `segments`, `step`: parameters of the segments and the denoising step that each is in.
     - `count`: rows to evaluate; of several chunks those beyond it are skipped on the device.
     - `plain`: how many of them, the first, have no filter and are not listed.
+    - `penalty`: of the segments; `None` where none has one.
     - `chunks`: into how many chunks the head rows are cut where logits exist, which they do for one chunk at
       a time; static.
     - `level`: what the segments' measures, filters and lists need; static. Plain rows never meet the last
@@ -121,7 +124,7 @@ def choose(
         rows, at, own = part
         guidance = jnp.asarray(segments.guidance)[rows.segment]
         h = gather_guided(params, config, hidden, own, guidance)
-        return decide(params, h, rows.segment, at, segments, step, live, level=level)
+        return decide(params, h, rows.segment, at, segments, step, live, penalty, level=level)
 
     def in_chunks(begin: Array | int, end: Array, level: Level, out: Choice) -> Choice:
         """Rows [begin, end) into `out`."""
@@ -165,6 +168,7 @@ def decide(
     segments: SegmentParams,
     step: Int[Tensor, " segments"],
     count: Int[Array, ""] | int,
+    penalty: Penalty | None = None,
     *,
     level: Level,
 ) -> Choice:
@@ -173,35 +177,17 @@ def decide(
     Arguments:
     - `h`: rows that predict tokens, as `guide` makes them.
     - `segment`, `positions`: of the tokens.
-    - `segments`, `step`, `level`: as in `choose`.
+    - `segments`, `step`: parameters of the segments and the denoising step that each is in.
     - `count`: may exceed the rows.
-    """
-
-    def reduce(rows: RowSampling) -> RowDecision:
-        return masked_logits(h, head_weights(params), rows, level, count=count)
-
-    return choice_by(reduce, segment, positions, segments, step, h.dtype)
-
-
-def choice_by(
-    reduce: Callable[[RowSampling], RowDecision],
-    segment: Int[Tensor, " head"],
-    positions: Int[Array, " head"],
-    segments: SegmentParams,
-    step: Int[Tensor, " segments"],
-    dtype: jnp.dtype,
-) -> Choice:
-    """The choice for rows whose logits `reduce` has, told how each is drawn.
-
-    Arguments:
-    - `segment`, `positions`, `segments`, `step`: as in `decide`.
-    - `dtype`: of the weights, which coarse confidences are rounded to.
+    - `penalty`: of the segments; `None` where none has one. Log-probabilities are those after the penalties.
+    - `level`: at least what the segments' measures, filters and lists need; static.
     """
     seeds = jnp.asarray(segments.seed)
     token_keys = step_keys(seeds, Purpose.TOKEN, step)
     order_keys = step_keys(seeds, Purpose.ORDER, step)
     part, keys, order = jax.tree.map(lambda x: jnp.asarray(x)[segment], (segments, token_keys, order_keys))
-    decision = reduce(_row_sampling(part, keys, positions))
+    rows = _row_sampling(part, keys, positions, penalty and penalty.of_rows(jnp.asarray(segment)))
+    decision = masked_logits(h, head_weights(params), rows, level, count=count)
     draw = uniform(position_bits(order, positions))
     # Ids that are kept out of the confidence may be above all others: at most certain.
     logprob = jnp.minimum(decision.logit - decision.maximum - jnp.log(decision.total), 0)
@@ -210,10 +196,12 @@ def choice_by(
         maximum, total = decision.maximum[:, None], decision.total[:, None]
         values = jnp.minimum(likeliest.values - maximum - jnp.log(total), 0)
         likeliest = likeliest._replace(values=values)
-    return Choice(decision.token, _confidence(decision, part, draw, dtype), logprob, likeliest)
+    return Choice(decision.token, _confidence(decision, part, draw, h.dtype), logprob, likeliest)
 
 
-def _row_sampling(part: SegmentParams, keys: tuple[Array, Array], positions: Array) -> RowSampling:
+def _row_sampling(
+    part: SegmentParams, keys: tuple[Array, Array], positions: Array, penalty: RowPenalty | None
+) -> RowSampling:
     return RowSampling(
         keys=keys,
         positions=positions,
@@ -227,6 +215,7 @@ def _row_sampling(part: SegmentParams, keys: tuple[Array, Array], positions: Arr
         token_bans=part.token_bans,
         confidence_bans=jnp.where(part.stop_last[:, None], -1, part.confidence_bans),
         listed=part.listed,
+        penalty=penalty,
     )
 
 

@@ -28,10 +28,17 @@ pytestmark = pytest.mark.aot
 CONFIG = CAUSAL_SHAPES["llama-3.1-8b"]
 PAGES = 4096  # half a GiB for the keys of a layer
 MIB = 2**20
+MOST_SPILLED = 160
+"""Bytes of a thread, once for each tile of ids, where the head changes logits by penalties."""
 
 
-def asked(length: int, count: int, config: ModelConfig) -> tuple[list[CausalRequest], DevicePool]:
-    pool, sampling = DevicePool(config, "bfloat16", PAGES), SamplingParams(max_tokens=64)
+def asked(
+    length: int, count: int, config: ModelConfig, penalty: float = 1.0
+) -> tuple[list[CausalRequest], DevicePool]:
+    pool, sampling = (
+        DevicePool(config, "bfloat16", PAGES),
+        SamplingParams(max_tokens=64, repetition_penalty=penalty),
+    )
     requests = [CausalRequest(causal_spec(np.arange(length), sampling, config), i) for i in range(count)]
     for request in requests:
         pool.admit(request)
@@ -62,14 +69,20 @@ def test_a_part_of_a_prompt_fills_pages_in_place(rows: int, stored: bool):
     assert memory.temp_size_in_bytes < account.largest_step * 17 / 16
 
 
-@pytest.mark.parametrize(("count", "window"), [(8, None), (32, None), (32, 4096)])
+@pytest.mark.parametrize(
+    ("count", "window", "penalty"), [(8, None, 1.0), (32, None, 1.0), (32, None, 1.2), (32, 4096, 1.0)]
+)
 def test_decodes_write_rows_in_place(
-    count: int, window: int | None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    count: int,
+    window: int | None,
+    penalty: float,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ):
     """They run as a chain of kernels that keep to their registers; with a window pages are gathered."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     config = dataclasses.replace(CONFIG, sliding_window=window)
-    requests, pool = asked(1024, count, config)
+    requests, pool = asked(1024, count, config, penalty)
     for request in requests:
         request.computed = 1023
     entries = 2 * PAGES if window is None else 1024
@@ -80,7 +93,8 @@ def test_decodes_write_rows_in_place(
     assert memory.temp_size_in_bytes < (64 if window is None else 512) * MIB
     if window is None:
         printed = "".join(capfd.readouterr())
-        assert spills_of(printed) == {("0", "0")}, printed
+        spilled = max(int(count) for pair in spills_of(printed) for count in pair)
+        assert spilled <= (MOST_SPILLED if penalty != 1 else 0), printed
         chain = chain_of(executable.as_text() or "")
         assert chain.of_layers == 8 * config.num_layers
         assert not chain.between

@@ -11,7 +11,7 @@ import pytest
 from jdllm.compiling.executables import temp_bytes
 from jdllm.pallas import triton_launch
 from jdllm.pallas.device import Target
-from jdllm.pallas.masked_logits import Level, RowSampling, masked_logits
+from jdllm.pallas.masked_logits import Level, RowPenalty, RowSampling, masked_logits
 from jdllm.pallas.masked_logits.limits import PARTIAL_BYTES
 from jdllm.planning.aot import compile_for
 from tests.aot.triton_kernels import check_kernel
@@ -20,11 +20,17 @@ pytestmark = pytest.mark.aot
 
 VOCAB, DEPTH = 126_464, 4096
 CASES = [
-    *((rows, level, jnp.bfloat16) for rows in (16, 32, 64, 4096) for level in (Level.TOP, Level.MOMENTS)),
-    (32, Level.TOP, jnp.float16),
-    (32, Level.MOMENTS, jnp.float32),
-    (4096, Level.MOMENTS, jnp.float32),
+    *(
+        (rows, level, jnp.bfloat16, False)
+        for rows in (16, 32, 64, 4096)
+        for level in (Level.TOP, Level.MOMENTS)
+    ),
+    *((rows, Level.TOP, jnp.bfloat16, True) for rows in (16, 64)),
+    (32, Level.TOP, jnp.float16, False),
+    (32, Level.MOMENTS, jnp.float32, False),
+    (4096, Level.MOMENTS, jnp.float32, False),
 ]
+"""Rows, level, type, and whether rows have penalties."""
 
 MOST_SPILLED = 448
 """Bytes of a thread, once for each tile of many rows on cards with room for 128 ids in it: logits, noise and
@@ -34,11 +40,13 @@ MOST_SPILLED_F32 = 1200
 """Likewise: without tensor cores larger tiles are faster all the same."""
 
 
-def operands(rows: int, dtype) -> tuple[Any, Any, RowSampling]:
+def operands(rows: int, dtype, penalised: bool = False) -> tuple[Any, Any, RowSampling]:
     i, u, f, b = (jax.ShapeDtypeStruct((rows,), t) for t in (jnp.int32, jnp.uint32, jnp.float32, jnp.bool_))
     bans = jax.ShapeDtypeStruct((rows, 2), jnp.int32)
     hidden, head = (jax.ShapeDtypeStruct((n, DEPTH), dtype) for n in (rows, VOCAB))
-    return hidden, head, RowSampling._make(((u, u), i, f, b, i, f, f, b, i, bans, bans, b))
+    occurrences = jax.ShapeDtypeStruct((rows, VOCAB), jnp.int32)
+    penalty = RowPenalty._make((occurrences, i, f, f, f)) if penalised else None
+    return hidden, head, RowSampling._make(((u, u), i, f, b, i, f, f, b, i, bans, bans, b, penalty))
 
 
 @pytest.mark.parametrize("capability", [8.0, 8.6, 8.9, 9.0, 10.0, 12.0])
@@ -47,9 +55,9 @@ def test_it_fits_the_card(kernels: list[Any], monkeypatch: pytest.MonkeyPatch, c
     form = importlib.import_module("jdllm.pallas.masked_logits.triton")
     for module in (triton_launch, form):
         monkeypatch.setattr(module, "target", lambda: Target(True, capability))
-    for rows, level, dtype in CASES:
+    for rows, level, dtype, penalised in CASES:
         decide = functools.partial(form.masked_logits_triton, level=level)
-        jax.jit(decide).trace(*operands(rows, dtype)).lower(lowering_platforms=("cuda",))
+        jax.jit(decide).trace(*operands(rows, dtype, penalised)).lower(lowering_platforms=("cuda",))
         is_large = rows > 64 and triton_launch.shared_kib(capability) >= 227
         spilled = MOST_SPILLED_F32 if dtype == jnp.float32 else MOST_SPILLED if is_large else 8
         check_kernel(kernels[-1], capability, spilled)

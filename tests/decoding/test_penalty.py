@@ -11,7 +11,7 @@ import pytest
 
 from jdllm.decoding.batch import SegmentParams
 from jdllm.decoding.head import Choice, decide
-from jdllm.decoding.penalty import Counted, Penalty, decide_penalised
+from jdllm.decoding.penalty import Penalty
 from jdllm.decoding.rules import head_level, segment_columns, segment_row
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.models.config import ModelConfig
@@ -39,17 +39,14 @@ FILTERED = [
 
 
 @functools.partial(jax.jit, static_argnames="level")
-def plain(head: jax.Array, *args, level: Level) -> Choice:
+def chosen_by(head: jax.Array, *args, level: Level) -> Choice:
     return decide({"head": head}, *args, level=level)
 
 
-@functools.partial(jax.jit, static_argnames="level")
-def penalised(head: jax.Array, *args, level: Level) -> Choice:
-    h, segment, positions, segments, step, count, *penalties = args
-    penalty = Penalty(*penalties)
-    return decide_penalised(
-        {"head": head}, h, segment, positions, segments, step, count, penalty, level=level
-    )
+def repeating(occurrences: np.ndarray, repetition: np.ndarray) -> Penalty:
+    """Penalties for repetition alone."""
+    nothing = np.zeros(len(repetition), np.float32)
+    return Penalty(occurrences.astype(np.int32), repetition, nothing, nothing)
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +117,7 @@ def test_equals_float64_with_hugging_faces_rule(samplings: list[SamplingParams],
         for s, i, at in zip(each, segment, positions, strict=True)
     ]
     row = oracle(expected, rows, temperature[:, None] * numpy_noise.gumbel(np.stack(bits)))
-    chosen = penalised(
+    chosen = chosen_by(
         head,
         h,
         segment,
@@ -128,8 +125,7 @@ def test_equals_float64_with_hugging_faces_rule(samplings: list[SamplingParams],
         segments_of(samplings, config),
         STEPS,
         len(segment),
-        seen_in(ids, config.vocab_size),
-        PENALTIES,
+        repeating(seen_in(ids, config.vocab_size), PENALTIES),
         level=max(map(head_level, samplings)),
     )
     np.testing.assert_array_equal(chosen.token, row.token)
@@ -160,22 +156,23 @@ def test_counts_are_taken_off_behind_the_repetition_penalty(
     ]
     rows = asked(4, vocab=config.vocab_size, temperature=temperature)
     row = oracle(expected, rows, temperature[:, None] * numpy_noise.gumbel(np.stack(bits)))
-    counted = Counted(counts, presence, frequency)
-    args = np.arange(4), positions, segments_of(samplings, config), STEPS, 4, seen_in(ids, config.vocab_size)
-    chosen = penalised(head, h, *args, factor, counted, level=Level.TOP)
+    occurrences = seen_in(ids, config.vocab_size).astype(np.int32) + counts
+    penalty = Penalty(occurrences, factor, presence, frequency)
+    args = np.arange(4), positions, segments_of(samplings, config), STEPS, 4, penalty
+    chosen = chosen_by(head, h, *args, level=Level.TOP)
     np.testing.assert_array_equal(chosen.token, row.token)
     logprob = row.logit - row.maximum - np.log(row.total)
     np.testing.assert_allclose(chosen.logprob, logprob, rtol=1e-5, atol=1e-5)
 
 
 def test_what_is_generated_is_counted():
-    seen, counts = np.zeros((2, 5), bool), np.array([[0, 1, 0, 0, 0], [0, 0, 3, 0, 0]], np.int32)
-    nothing = np.zeros(2, np.float32)
-    before = Penalty(seen, nothing, Counted(counts, nothing, nothing))
-    after = before.with_tokens(jnp.array([1, 2]), jnp.array([True, False]))
-    assert after.counted is not None
-    np.testing.assert_array_equal(after.counted.counts, [[0, 2, 0, 0, 0], [0, 0, 3, 0, 0]])
-    np.testing.assert_array_equal(np.argwhere(after.seen), [[0, 1]])
+    occurrences, nothing = (
+        np.array([[0, 2, 0, 0, 1], [0, 0, 4, 0, 0], [1, 0, 0, 0, 1]]),
+        np.zeros(3, np.float32),
+    )
+    before = Penalty(occurrences.astype(np.int32), nothing, nothing, nothing)
+    after = before.with_tokens(jnp.array([1, 2, 3]), jnp.array([True, False, True]))
+    np.testing.assert_array_equal(after.occurrences, [[0, 3, 0, 0, 1], [0, 0, 4, 0, 0], [1, 0, 0, 2, 1]])
 
 
 def test_filters_see_the_penalised_distribution(config: ModelConfig):
@@ -187,16 +184,17 @@ def test_filters_see_the_penalised_distribution(config: ModelConfig):
     assert not inside[ids].all()
     rows, positions = np.zeros(500, int), np.arange(500)
     segments, seen = segments_of([sampling], config), seen_in([ids], config.vocab_size)
-    args = rows, positions, segments, np.array([0]), 500, seen, np.array([4], np.float32)
-    tokens = penalised(head, np.repeat(h, 500, axis=0), *args, level=Level.FILTERED).token
+    args = rows, positions, segments, np.array([0]), 500, repeating(seen, np.array([4], np.float32))
+    tokens = chosen_by(head, np.repeat(h, 500, axis=0), *args, level=Level.FILTERED).token
     assert set(np.asarray(tokens).tolist()) == set(np.flatnonzero(inside).tolist())
 
 
 def test_each_sign_by_hand(config: ModelConfig):
     logits = np.array([[4.0, -1.0, 0.0, 3.0, -1.0, 2.5]], np.float32)
     seen = np.array([[True, True, True, False, False, False]])
-    args = np.array([0]), np.array([0]), segments_of(GREEDY[:1], config), np.array([0]), 1, seen
-    chosen = penalised(np.eye(6, dtype=np.float32), logits, *args, np.array([2], np.float32), level=Level.TOP)
+    penalty = repeating(seen, np.array([2], np.float32))
+    args = np.array([0]), np.array([0]), segments_of(GREEDY[:1], config), np.array([0]), 1, penalty
+    chosen = chosen_by(np.eye(6, dtype=np.float32), logits, *args, level=Level.TOP)
     after = np.array([2.0, -2.0, 0.0, 3.0, -1.0, 2.5])
     assert chosen.token[0] == 3
     assert float(chosen.logprob[0]) == pytest.approx(3 - np.log(np.exp(after).sum()), abs=1e-6)
@@ -209,8 +207,9 @@ def test_banned_ids_stay_banned(config: ModelConfig):
     banning = dataclasses.replace(config, eos_id=int(best))
     segments = segments_of([SamplingParams(logits_eos_inf=True)], banning)
     seen = seen_in([np.array([best, second])], config.vocab_size)
-    args = np.array([0]), np.array([0]), segments, np.array([0]), 1, seen, np.array([0.5], np.float32)
-    assert penalised(head, h, *args, level=Level.TOP).token[0] == second
+    penalty = repeating(seen, np.array([0.5], np.float32))
+    args = np.array([0]), np.array([0]), segments, np.array([0]), 1, penalty
+    assert chosen_by(head, h, *args, level=Level.TOP).token[0] == second
 
 
 @pytest.mark.parametrize("level", Level)
@@ -224,12 +223,12 @@ def test_without_an_effect_every_bit_is_that_of_the_head(
     head, h = (jnp.asarray(x, dtype) for x in weights(config, rows))
     segment, positions = np.arange(rows) % 4, np.arange(rows) * 17
     args = h, segment, positions, segments_of(samplings, config), STEPS, rows
-    expected = plain(head, *args, level=level)
+    expected = chosen_by(head, *args, level=level)
     every, none = (np.full((4, config.vocab_size), value) for value in (True, False))
-    for seen, penalty in ((every, np.ones(4, np.float32)), (none, PENALTIES)):
-        chosen = penalised(head, *args, seen, penalty, level=level)
+    for seen, by in ((every, np.ones(4, np.float32)), (none, PENALTIES)):
+        chosen = chosen_by(head, *args, repeating(seen, by), level=level)
         jax.tree.map(np.testing.assert_array_equal, chosen, expected)
-    mixed = penalised(head, *args, every, PENALTIES, level=level)
+    mixed = chosen_by(head, *args, repeating(every, PENALTIES), level=level)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[::4], b[::4]), mixed, expected)
     if rows > 1:
         assert (np.asarray(mixed.logprob) != np.asarray(expected.logprob)).any()

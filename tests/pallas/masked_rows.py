@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdllm.noise import Purpose, seed_words, step_keys
-from jdllm.pallas.masked_logits import Level, RowDecision, RowSampling
+from jdllm.pallas.masked_logits import Level, RowDecision, RowPenalty, RowSampling
 from tests.decoding import numpy_noise
 
 VOCAB = 300
@@ -54,7 +54,7 @@ def oracle(logits: np.ndarray, rows: RowSampling, noise: np.ndarray | float = 0.
     out = []
     noise = np.broadcast_to(noise, logits.shape)
     for i, row in enumerate(np.asarray(logits, np.float64)):
-        allowed = row.copy()
+        allowed = row.copy() if rows.penalty is None else penalised(row, rows.penalty, i)
         allowed[rows.limit[i] :] = -np.inf
         allowed[rows.token_bans[i][rows.token_bans[i] != NONE]] = -np.inf
         temperature = float(rows.temperature[i])
@@ -76,6 +76,27 @@ def oracle(logits: np.ndarray, rows: RowSampling, noise: np.ndarray | float = 0.
         entropy = (p * np.log(p + 1e-10)).sum()
         out.append((token, allowed[token] / divisor, measured.max(), total, second, entropy))
     return Expected(*np.reshape(out, (-1, len(Expected._fields))).T)
+
+
+def penalised(logits: np.ndarray, penalty: RowPenalty, row: int) -> np.ndarray:
+    """The logits of a row, id by id: repetition in transformers' way, presence and frequency in vLLM's."""
+    out = logits.copy()
+    repetition, presence, frequency = (float(column[row]) for column in penalty[2:])
+    for token, occurs in enumerate(np.asarray(penalty.occurrences)[penalty.sequence[row]]):
+        if occurs > 0:
+            out[token] = out[token] * repetition if out[token] < 0 else out[token] / repetition
+        if occurs > 1:
+            out[token] -= presence + frequency * (occurs - 1)
+    return out
+
+
+def penalties(rows: int, vocab: int) -> RowPenalty:
+    """Penalties of three sequences, one of them without any; each number is a short sum of powers of 2."""
+    rng = np.random.default_rng(vocab)
+    occurrences = np.maximum(rng.integers(-2, 4, (3, vocab)), 0).astype(np.int32)
+    sequence = rng.integers(0, 3, rows).astype(np.int32)
+    columns = np.array([[1, 2, 0.5], [0, 1.5, -2], [0, -0.25, 0.75]], np.float32)
+    return RowPenalty(occurrences, sequence, *columns[:, sequence])
 
 
 def kept(

@@ -20,6 +20,7 @@ from tests.pallas.masked_rows import (
     kept,
     no_bans,
     oracle,
+    penalties,
 )
 
 jitted = jax.jit(masked_logits_xla, static_argnums=3)
@@ -89,6 +90,19 @@ def test_ids_from_the_limit_on_leave_the_distribution(logits: np.ndarray):
     check(actual, oracle(logits, rows))
     assert (np.asarray(actual.token) < limit).all()
     assert (logits.argmax(axis=1) >= limit).any()
+
+
+@pytest.mark.parametrize("level", [Level.MOMENTS, Level.FILTERED])
+def test_penalties_come_first(logits: np.ndarray, level: Level):
+    best = logits.argmax(axis=1)
+    filters = {"top_k": 40, "top_p": 0.9} if level is Level.FILTERED else {}
+    rows = asked(
+        len(logits), token_bans=np.stack([best, best], axis=1) * np.array([1, 0]) - [0, 1], **filters
+    )
+    rows = rows._replace(penalty=penalties(len(logits), VOCAB))
+    expected = oracle(logits, rows)
+    assert (expected.token != oracle(logits, rows._replace(penalty=None)).token).any()
+    check(decide(logits, rows, level), expected, level)
 
 
 def test_ties_go_to_the_lowest_id():

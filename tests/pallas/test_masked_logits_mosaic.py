@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jdllm import noise
 from jdllm.pallas.hopper import WARPGROUP_ROWS
-from jdllm.pallas.masked_logits import Level, RowSampling
+from jdllm.pallas.masked_logits import Level, RowPenalty, RowSampling
 from jdllm.pallas.masked_logits.extremes import NO_ID
 from jdllm.pallas.masked_logits.gumbel import gumbel
 from jdllm.pallas.masked_logits.kernel import head_partials
@@ -31,7 +31,7 @@ from jdllm.pallas.masked_logits.tiles import (
     padded_splits,
 )
 from tests.decoding import numpy_noise
-from tests.pallas.masked_rows import NONE, asked, check, drawn, oracle
+from tests.pallas.masked_rows import NONE, asked, check, drawn, oracle, penalties
 
 DEPTH = 128
 ONE = Tiles(64, row_groups=1, column_groups=1, row_blocks=1, column_blocks=1, stages=2, processors=2)
@@ -91,9 +91,16 @@ def everything(rows: int, vocab: int) -> RowSampling:
     )
 
 
-def check_everything(rows: int, vocab: int, level: Level, tiles: Tiles | None, depth: int = DEPTH) -> None:
+def check_everything(
+    rows: int,
+    vocab: int,
+    level: Level,
+    tiles: Tiles | None,
+    depth: int = DEPTH,
+    penalty: RowPenalty | None = None,
+) -> None:
     hidden, head = operands(rows, vocab, depth=depth)
-    logits, sampling = exact_logits(hidden, head), everything(rows, vocab)
+    logits, sampling = exact_logits(hidden, head), everything(rows, vocab)._replace(penalty=penalty)
     draws = np.asarray(sampling.temperature)[:, None] * drawn(SEED, STEP, rows, vocab)
     expected = oracle(logits, sampling, draws)
     assert (expected.token != oracle(logits, sampling).token).any()
@@ -130,6 +137,12 @@ def test_float16():
 @pytest.mark.slow
 def test_bans_limits_temperatures_and_noise_together(tiles: Tiles, level: Level):
     check_everything(70, 304, level, tiles)
+
+
+@pytest.mark.parametrize(("tiles", "level"), [(ONE, Level.MOMENTS), (COLUMN_PAIR, Level.TOP)])
+@pytest.mark.slow
+def test_penalties_come_first(tiles: Tiles, level: Level):
+    check_everything(70, 304, level, tiles, penalty=penalties(70, 304))
 
 
 @pytest.mark.slow
@@ -298,6 +311,11 @@ class TestOnACard:
     @pytest.mark.parametrize("rows", [5, 64, 128, 300])
     def test_everything(self, rows: int, level: Level):
         check_everything(rows, 20_008, level, None, depth=512)
+
+    @pytest.mark.parametrize("level", [Level.TOP, Level.MOMENTS])
+    @pytest.mark.parametrize("rows", [5, 64, 128, 300])
+    def test_penalties(self, rows: int, level: Level):
+        check_everything(rows, 20_008, level, None, depth=512, penalty=penalties(rows, 20_008))
 
     def test_a_higher_level_changes_nothing_that_a_lower_one_gives(self):
         hidden, head = operands(200, 20_008, depth=512)

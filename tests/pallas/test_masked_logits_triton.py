@@ -13,7 +13,7 @@ from jdllm.pallas.device import Target
 from jdllm.pallas.masked_logits import Level, api, masked_logits
 from jdllm.pallas.triton_launch import ProductSizes, Schedule
 from tests.helpers import slow
-from tests.pallas.masked_rows import asked, check, drawn, oracle
+from tests.pallas.masked_rows import asked, check, drawn, oracle, penalties
 from tests.pallas.test_masked_logits_mosaic import (
     SEED,
     STEP,
@@ -68,6 +68,16 @@ def test_bans_limits_temperatures_and_noise_together(decide, level: Level):
     draws = np.asarray(rows.temperature)[:, None] * drawn(SEED, STEP, 21, 304)
     expected = oracle(logits, rows, draws)
     assert (expected.token != oracle(logits, rows).token).any()
+    check(decide(hidden, head, rows, level), expected, level)
+
+
+@pytest.mark.parametrize("level", [Level.TOP, slow(Level.MOMENTS)])
+def test_penalties_come_first(decide, level: Level):
+    hidden, head = operands(21, 304)
+    logits, rows = exact_logits(hidden, head), everything(21, 304)._replace(penalty=penalties(21, 304))
+    draws = np.asarray(rows.temperature)[:, None] * drawn(SEED, STEP, 21, 304)
+    expected = oracle(logits, rows, draws)
+    assert (expected.token != oracle(logits, rows._replace(penalty=None), draws).token).any()
     check(decide(hidden, head, rows, level), expected, level)
 
 

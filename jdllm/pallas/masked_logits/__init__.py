@@ -2,6 +2,15 @@
 
 from jdllm.pallas.listed import LISTED
 from jdllm.pallas.masked_logits.api import masked_logits, rows_at_once
-from jdllm.pallas.masked_logits.types import Level, Likeliest, RowDecision, RowSampling
+from jdllm.pallas.masked_logits.types import Level, Likeliest, RowDecision, RowPenalty, RowSampling
 
-__all__ = ["LISTED", "Level", "Likeliest", "RowDecision", "RowSampling", "masked_logits", "rows_at_once"]
+__all__ = [
+    "LISTED",
+    "Level",
+    "Likeliest",
+    "RowDecision",
+    "RowPenalty",
+    "RowSampling",
+    "masked_logits",
+    "rows_at_once",
+]

@@ -48,6 +48,7 @@ class _Launch:
     vocab: int
     steps: int
     token_bans: int
+    penalised: bool
 
     def stage(self, step: Scalar) -> Scalar:
         return lax.rem(step, jnp.int32(self.tiles.stages))
@@ -94,7 +95,7 @@ def head_partials(
     - `level`: below `Level.FILTERED`.
     """
     vocab, depth = head.shape
-    launch = _Launch(tiles, level, vocab, depth // DEPTH, token_bans)
+    launch = _Launch(tiles, level, vocab, depth // DEPTH, token_bans, table.occurrences is not None)
     shape = (padded_splits(tiles.splits(vocab)), tiles.padded_rows(hidden.shape[0]))
     fields = Partials._fields + Moments._fields * (level >= Level.MOMENTS)
     dtypes = [jnp.int32 if field == "token" else jnp.float32 for field in fields]
@@ -114,7 +115,7 @@ def head_partials(
         ),
         kernel_name="masked_logits",
     )
-    results = kernel(hidden, head, count.reshape(1), *table)
+    results = kernel(hidden, head, count.reshape(1), *jax.tree.leaves(table))
     moments = results[len(Partials._fields) :]
     return Partials(*results[: len(Partials._fields)]), Moments(*moments) if moments else None
 
@@ -133,6 +134,7 @@ def _ring(tiles: Tiles, dtype: jnp.dtype) -> list[Any]:
 
 
 def _kernel(hidden, head, count_ref, words, marks, *refs, launch: _Launch) -> None:
+    occurrences, *refs = refs if launch.penalised else (None, *refs)
     out, ring = refs[: -len(_Ring._fields)], _Ring(*refs[-len(_Ring._fields) :])
     tiles, count = launch.tiles, count_ref[0]
     warpgroup = lax.axis_index("warpgroup")
@@ -145,7 +147,7 @@ def _kernel(hidden, head, count_ref, words, marks, *refs, launch: _Launch) -> No
     @pl.when(warpgroup < tiles.consumers)
     def _consumer():
         plgpu.set_max_registers(tiles.consumer_registers, action="increase")
-        _consume(ring, RowTable(words, marks), out, count, launch)
+        _consume(ring, RowTable(words, marks, occurrences), out, count, launch)
 
 
 def _load(hidden, head, ring: _Ring, count: Scalar, launch: _Launch) -> None:
@@ -184,7 +186,7 @@ def _consume(ring: _Ring, table: RowTable, out: Sequence[Any], count: Scalar, la
         split = block_split + column_group
 
         def decide() -> None:
-            rows = RowFields(table.words, row, launch.token_bans)
+            rows = RowFields(table, row, launch.token_bans)
             # These arrive while the products are computed.
             mark = table.marks[split, lax.div(row, jnp.int32(WARPGROUP_ROWS))]
             scale = math.log2(math.e) / rows.floats(Field.DIVISOR)

@@ -65,6 +65,8 @@ def reduce_tile(
     logits: Logits, split: Scalar, mark: Scalar, scale: PerRow, rows: RowFields, tiles: Tiles, level: Level
 ) -> list[Array]:
     """Reduce the logits of tile `split` to the values of `Partials` and, where asked for, `Moments`."""
+    if rows.penalised:
+        logits = _penalised(logits, split, rows, tiles)
     removed = mark & Mark.REMOVED != 0
 
     def allowed(x: Logits) -> Logits:
@@ -82,6 +84,21 @@ def reduce_tile(
     )
     logits = lax.cond(removed, measured, lambda x: x, logits)
     return [*choice, *_measure(logits, scale, level)]
+
+
+def _penalised(logits: Logits, split: Scalar, rows: RowFields, tiles: Tiles) -> Logits:
+    """The logits after penalties for ids that the rows' sequences hold."""
+    fields = Field.REPETITION, Field.PRESENCE, Field.FREQUENCY
+    repetition, presence, frequency = (_across(rows.floats(field)) for field in fields)
+    nothing = _splat(0.0, jnp.float32)
+
+    def changed(column: int) -> Strip:
+        x, held = _strip(logits, column), rows.occurrences(tiles.first_id(split, column))
+        divided = lax.select(x > 0, x / repetition, x * repetition)
+        times = jnp.maximum(held - 1, 0).astype(jnp.float32)
+        return lax.select(held > 0, divided, x) - frequency * times - lax.select(held > 1, presence, nothing)
+
+    return lax.concatenate([changed(column) for column in _columns(tiles)], dimension=1)
 
 
 def _below(logits: Logits, split: Scalar, rows: RowFields, tiles: Tiles) -> Logits:

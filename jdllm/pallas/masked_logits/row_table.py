@@ -10,9 +10,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, UInt32
 
-from jdllm.pallas.hopper import WARPGROUP_ROWS
-from jdllm.pallas.masked_logits.tiles import Tiles, id_of
-from jdllm.pallas.masked_logits.types import RowSampling
+from jdllm.arrays import Tensor
+from jdllm.pallas.hopper import STRIP, WARPGROUP_ROWS
+from jdllm.pallas.masked_logits.tiles import Index, Tiles, id_of
+from jdllm.pallas.masked_logits.types import RowPenalty, RowSampling
 
 
 class Mark(enum.IntFlag):
@@ -35,7 +36,10 @@ class Field(enum.IntEnum):
     LIMIT = 3
     TEMPERATURE = 4
     DIVISOR = 5
-    BANS = 6
+    REPETITION = 6
+    PRESENCE = 7
+    FREQUENCY = 8
+    BANS = 9
 
 
 class RowTable(NamedTuple):
@@ -43,10 +47,13 @@ class RowTable(NamedTuple):
 
     - `words`: a line for each `Field`.
     - `marks`: for each tile of ids and each 64 rows the `Mark`s.
+    - `occurrences`: of each row, as `RowPenalty` counts them, for the ids of all tiles; `None` where no row
+      has a penalty.
     """
 
     words: Int[Array, "fields padded_rows"]
     marks: Int[Array, "splits groups"]
+    occurrences: Int[Array, "padded_rows padded_vocab"] | None
 
 
 def divisors(rows: RowSampling) -> Float[Array, " rows"]:
@@ -69,8 +76,19 @@ def row_table(rows: RowSampling, count: Int[Array, ""], vocab: int, tiles: Tiles
     divisor = padded(divisors(rows), 1)
     bans = [padded(ban, -1) for ban in (*rows.token_bans.T, *rows.confidence_bans.T)]
     keyed = map(padded, (*rows.keys, rows.positions))
-    words = jnp.stack([_as_int(line) for line in (*keyed, limit, temperature, divisor, *bans)])
-    return RowTable(words, _marks(limit, temperature, bans, vocab, tiles))
+    penalties, occurrences = [jnp.zeros_like(temperature)] * 3, None
+    if rows.penalty is not None:
+        penalties = [padded(jnp.asarray(x, jnp.float32), neutral) for x, neutral in _penalties(rows.penalty)]
+        ids = id_of(tiles.splits(vocab) * tiles.pairs - 1, 1) + 1
+        occurrences = jnp.asarray(rows.penalty.occurrences, jnp.int32)[rows.penalty.sequence]
+        occurrences = jnp.pad(occurrences, (padding, (0, ids - vocab)))
+    words = jnp.stack([_as_int(line) for line in (*keyed, limit, temperature, divisor, *penalties, *bans)])
+    return RowTable(words, _marks(limit, temperature, bans, vocab, tiles), occurrences)
+
+
+def _penalties(penalty: RowPenalty) -> list[tuple[Float[Tensor, " rows"], float]]:
+    """The lines from `Field.REPETITION` on, each with what changes nothing."""
+    return [(penalty.repetition, 1), (penalty.presence, 0), (penalty.frequency, 0)]
 
 
 def _marks(
@@ -97,15 +115,22 @@ def _as_int(line: Any) -> Int[Array, " rows"]:
 class RowFields:
     """The fields of a warpgroup's rows, read inside the kernel."""
 
-    def __init__(self, table: Any, first: Int[Array, ""], token_bans: int):
-        self._table = table
+    def __init__(self, table: RowTable, first: Int[Array, ""], token_bans: int):
+        self._words: Any = table.words
+        self._occurrences: Any = table.occurrences
         self._rows = pl.ds(first, WARPGROUP_ROWS)
+        self.penalised = table.occurrences is not None
         self.token_bans = range(Field.BANS, Field.BANS + token_bans)
-        self.confidence_bans = range(self.token_bans.stop, table.shape[0])
+        self.confidence_bans = range(self.token_bans.stop, table.words.shape[0])
 
     def integers(self, line: Int[Array, ""] | int) -> Int[Array, " warpgroup_rows"]:
-        line_of_rows = self._table.at[line, self._rows]
+        line_of_rows = self._words.at[line, self._rows]
         return plgpu.load(line_of_rows, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+
+    def occurrences(self, first_id: Index) -> Int[Array, "warpgroup_rows strip"]:
+        """Of the ids of a strip, where rows are `penalised`."""
+        of_strip = self._occurrences.at[self._rows, pl.ds(first_id, STRIP)]
+        return plgpu.load(of_strip, layout=plgpu.Layout.WGMMA, optimized=False)
 
     def words(self, field: Field) -> UInt32[Array, " warpgroup_rows"]:
         return self.integers(field).astype(jnp.uint32)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jdllm.pallas.device import target
@@ -13,8 +14,8 @@ from jdllm.pallas.masked_logits.extremes import LOWEST
 from jdllm.pallas.masked_logits.limits import PROGRAMS, check_triton
 from jdllm.pallas.masked_logits.row_table import divisors
 from jdllm.pallas.masked_logits.triton_kernel import reduce_logits
-from jdllm.pallas.masked_logits.types import Level, RowDecision, RowSampling
-from jdllm.pallas.triton_launch import MANY, ProductSizes, Schedule, SizeTable, fitting, launch
+from jdllm.pallas.masked_logits.types import Level, RowDecision, RowPenalty, RowSampling
+from jdllm.pallas.triton_launch import LEAST, MANY, ProductSizes, Schedule, SizeTable, fitting, launch
 
 
 class Partials(NamedTuple):
@@ -59,6 +60,11 @@ _SIZES: SizeTable[ProductSizes] = {
 """Of up to so many rows. A word of the noise has half of the columns of a tile, for up to 128 counters."""
 
 
+_NO_PENALTY = RowPenalty(
+    np.zeros((1, 1), np.int32), np.zeros(1, np.int32), *(np.zeros(1, np.float32) for _ in range(3))
+)
+"""What the kernel is given, and never reads, where no row has a penalty."""
+
 sizes_for = functools.partial(fitting, _SIZES)
 
 
@@ -83,18 +89,22 @@ def masked_logits_triton(
     """
     check_triton(hidden, head, level)
     number, vocab = len(hidden), len(head)
-    sizes = sizes or sizes_for(number, hidden.dtype.itemsize, target().capability)
+    # Counts of ids for more rows of a program would not fit into registers. Programs of the same part of the
+    # head run side by side, so that this part is read once all the same.
+    at_once = number if rows.penalty is None else LEAST
+    sizes = sizes or sizes_for(at_once, hidden.dtype.itemsize, target().capability)
     blocks = -(-number // sizes.rows)
     parts = max(1, min(PROGRAMS // blocks, -(-vocab // sizes.columns)))
     shape = parts, number
     temperature, divisor = jnp.asarray(rows.temperature, jnp.float32), divisors(rows)
     integers = (rows.positions, rows.limit, rows.token_bans, rows.confidence_bans)
     positions, limit, token_bans, confidence_bans = (jnp.asarray(x, jnp.int32) for x in integers)
+    penalty = rows.penalty or _NO_PENALTY
     live = jnp.asarray(number if count is None else count, jnp.int32).reshape(1)
     partials = launch(
         reduce_logits,
         *(hidden, head, *rows.keys, positions, jnp.minimum(limit, vocab), temperature, divisor),
-        *(token_bans, confidence_bans, live, number, vocab),
+        *(token_bans, confidence_bans, *map(jnp.asarray, penalty), live, number, vocab),
         out_shape=[
             jax.ShapeDtypeStruct(shape, jnp.int32 if field == "token" else jnp.float32)
             for field in Partials._fields
@@ -105,6 +115,7 @@ def masked_logits_triton(
         DEPTH=hidden.shape[1],
         TOKEN_BANS=token_bans.shape[1],
         CONFIDENCE_BANS=confidence_bans.shape[1],
+        PENALISED=rows.penalty is not None,
         MOMENTS=level >= Level.MOMENTS,
         BLOCK_R=sizes.rows,
         PAIRS=sizes.columns // 2,

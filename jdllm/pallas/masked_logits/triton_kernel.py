@@ -35,6 +35,11 @@ def reduce_logits(
     divisor,
     token_bans,
     confidence_bans,
+    occurrences,
+    sequence,
+    repetition,
+    presence,
+    frequency,
     count,
     rows,
     vocab,
@@ -49,15 +54,13 @@ def reduce_logits(
     DEPTH: tl.constexpr,
     TOKEN_BANS: tl.constexpr,
     CONFIDENCE_BANS: tl.constexpr,
+    PENALISED: tl.constexpr,
     MOMENTS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     PAIRS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Reduce one of `PARTS` parts of the vocabulary for `BLOCK_R` rows, none of them from `count` on.
-
-    Pointers are those of `RowSampling`'s columns and of `triton.Partials`.
-    """
+    """Reduce a part of the vocabulary for `BLOCK_R` rows; pointers as in `RowSampling` and `Partials`."""
     first_row, part = tl.program_id(0) * BLOCK_R, tl.program_id(1)
     row = first_row + tl.arange(0, BLOCK_R)
     exists = row < rows
@@ -69,47 +72,28 @@ def reduce_logits(
     best_id = tl.full([BLOCK_R], _NO_ID, tl.int32)
     best_logit = tl.full([BLOCK_R], _LOWEST, tl.float32)
     most, next_most = best_logit, best_logit
-    sum_, sum_weighted = tl.zeros([BLOCK_R], tl.float32), tl.zeros([BLOCK_R], tl.float32)
+    sum_, moment = tl.zeros([BLOCK_R], tl.float32), tl.zeros([BLOCK_R], tl.float32)
     tiles = tl.cdiv(vocab, 2 * _LANES) * _LANES // PAIRS
-    size = tl.cdiv(tiles, PARTS)
-    begin = part * size
-    end = tl.where(first_row < tl.load(count), tl.minimum(begin + size, tiles), 0)
+    begin = part * tl.cdiv(tiles, PARTS)
+    end = tl.minimum(begin + tl.cdiv(tiles, PARTS), tiles)
+    end = tl.where(first_row < tl.load(count), end, 0)
+    # What is loaded of a row stays in the cache; held over the loop it would take registers from the product.
     for tile in range(begin, end):
         first = tile * PAIRS
-        first_id = first // _LANES * _LANES + first
-        ids = _ids(first_id, PAIRS)
+        ids = _ids(first // _LANES * _LANES + first, PAIRS)
         x = _logits(hidden, head, first_row, ids, exists, vocab, DEPTH, BLOCK_R, PAIRS, BLOCK_D)
-        last = tl.load(limit + row, mask=exists, other=0)
-        x = tl.where(ids[None, :] < last[:, None], x, _LOWEST)
+        if PENALISED:
+            held = _held(occurrences, sequence, row, ids, exists, vocab)
+            x = _penalised(x, held, repetition, presence, frequency, row, exists)
+        x = _below(x, ids, limit, row, exists)
         x = _without(x, ids, token_bans, row, exists, TOKEN_BANS)
-
         scores = x
         if noisy:
             counter = first + tl.arange(0, PAIRS)
             scores = _noised(x, heat, key_0, key_1, position, row, exists, counter, BLOCK_R, PAIRS)
-        top, top_id = _largest(scores, ids)
-        found = tl.max(tl.where(ids[None, :] == top_id[:, None], x, _LOWEST), 1)
-        better = (top > best) | ((top == best) & (top_id < best_id))
-        best, best_id = tl.where(better, top, best), tl.where(better, top_id, best_id)
-        best_logit = tl.where(better, found, best_logit)
-
+        best, best_id, best_logit = _chosen(scores, x, ids, best, best_id, best_logit)
         x = _without(x, ids, confidence_bans, row, exists, CONFIDENCE_BANS)
-        if MOMENTS:
-            top, top_id = _largest(x, ids)
-            other = tl.max(tl.where(ids[None, :] == top_id[:, None], _LOWEST, x), 1)
-            next_most = tl.maximum(tl.maximum(next_most, other), tl.minimum(most, top))
-        else:
-            top = tl.max(x, 1)
-        new_most = tl.maximum(most, top)
-        # The difference comes first, so that the largest logit counts 1 exactly.
-        exponent = (x - new_most[:, None]) * scale[:, None]
-        p = tl.exp2(exponent)
-        decay = (most - new_most) * scale
-        if MOMENTS:
-            sum_weighted = (sum_weighted + sum_ * tl.maximum(decay, _NOTHING)) * tl.exp2(decay)
-            sum_weighted += tl.sum(p * tl.maximum(exponent, _NOTHING), 1)
-        sum_ = sum_ * tl.exp2(decay) + tl.sum(p, 1)
-        most = new_most
+        most, next_most, sum_, moment = _measured(x, ids, scale, most, next_most, sum_, moment, MOMENTS)
 
     to = part.to(tl.int64) * rows + row
     tl.store(score + to, best, mask=exists)
@@ -118,7 +102,37 @@ def reduce_logits(
     tl.store(maximum + to, most, mask=exists)
     tl.store(total + to, sum_, mask=exists)
     tl.store(second + to, next_most, mask=exists)
-    tl.store(weighted + to, sum_weighted, mask=exists)
+    tl.store(weighted + to, moment, mask=exists)
+
+
+@triton.jit
+def _chosen(scores, x, ids, best, best_id, best_logit):
+    """The best score so far, its id and its logit, after one more tile."""
+    top, top_id = _largest(scores, ids)
+    found = tl.max(tl.where(ids[None, :] == top_id[:, None], x, _LOWEST), 1)
+    better = (top > best) | ((top == best) & (top_id < best_id))
+    best, best_id = tl.where(better, top, best), tl.where(better, top_id, best_id)
+    return best, best_id, tl.where(better, found, best_logit)
+
+
+@triton.jit
+def _measured(x, ids, scale, most, next_most, sum_, moment, MOMENTS: tl.constexpr):
+    """The measures so far after one more tile: sums are rescaled to the largest logit of all."""
+    if MOMENTS:
+        top, top_id = _largest(x, ids)
+        other = tl.max(tl.where(ids[None, :] == top_id[:, None], _LOWEST, x), 1)
+        next_most = tl.maximum(tl.maximum(next_most, other), tl.minimum(most, top))
+    else:
+        top = tl.max(x, 1)
+    new_most = tl.maximum(most, top)
+    # The difference comes first, so that the largest logit counts 1 exactly.
+    exponent = (x - new_most[:, None]) * scale[:, None]
+    p = tl.exp2(exponent)
+    decay = (most - new_most) * scale
+    if MOMENTS:
+        moment = (moment + sum_ * tl.maximum(decay, _NOTHING)) * tl.exp2(decay)
+        moment += tl.sum(p * tl.maximum(exponent, _NOTHING), 1)
+    return new_most, next_most, sum_ * tl.exp2(decay) + tl.sum(p, 1), moment
 
 
 @triton.jit
@@ -154,6 +168,37 @@ def _logits(
         w = tl.load(head + k + w_at, mask=inside[None, :] & deep[:, None], other=0.0)
         product = tl.dot(x, w, product, input_precision="ieee")
     return product
+
+
+@triton.jit
+def _held(occurrences, sequence, row, ids, exists, vocab):
+    """How often each row's sequence holds these ids, as `RowPenalty` counts; 0 behind the vocabulary."""
+    own = tl.load(sequence + row, mask=exists, other=0).to(tl.int64) * vocab
+    inside = exists[:, None] & (ids < vocab)[None, :]
+    return tl.load(occurrences + own[:, None] + ids[None, :], mask=inside, other=0)
+
+
+@triton.jit
+def _penalised(x, held, repetition, presence, frequency, row, exists):
+    """The logits after penalties for ids that occur `held` times, as `RowPenalty` counts them."""
+    by = tl.load(repetition + row, mask=exists, other=1.0)[:, None]
+    once = tl.load(presence + row, mask=exists, other=0.0)[:, None]
+    each = tl.load(frequency + row, mask=exists, other=0.0)[:, None]
+    # One element after the other: all at once they would not fit into registers.
+    return tl.map_elementwise(_penalised_one, x, held, by, once, each)
+
+
+@triton.jit
+def _penalised_one(x, held, repetition, presence, frequency):
+    x = tl.where(held > 0, tl.where(x > 0, x / repetition, x * repetition), x)
+    return tl.where(held > 1, x - frequency * (held - 1) - presence, x)
+
+
+@triton.jit
+def _below(x, ids, limit, row, exists):
+    """The logits, `_LOWEST` for ids from the limit on."""
+    last = tl.load(limit + row, mask=exists, other=0)
+    return tl.where(ids[None, :] < last[:, None], x, _LOWEST)
 
 
 @triton.jit

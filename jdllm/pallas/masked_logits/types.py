@@ -27,6 +27,24 @@ class Level(enum.IntEnum):
     FILTERED = 2
 
 
+class RowPenalty(NamedTuple):
+    """Penalties for ids that a row's sequence holds; they come before everything else that a row asks for.
+
+    - `occurrences`: of each id in each sequence: 0 where the sequence does not hold the id; else 1, and 1
+      more for each time that the id was generated.
+    - `sequence`: which sequence each row belongs to.
+    - `repetition`: the logit of an id that occurs is divided by this where it is positive, and multiplied
+      elsewhere; 1 changes nothing.
+    - `presence`, `frequency`: then taken from the logit of an id that was generated, once and each time.
+    """
+
+    occurrences: Int[Tensor, "sequences vocab"]
+    sequence: Int[Tensor, " rows"]
+    repetition: Float[Tensor, " rows"]
+    presence: Float[Tensor, " rows"]
+    frequency: Float[Tensor, " rows"]
+
+
 class RowSampling(NamedTuple):
     """How each row's token is drawn.
 
@@ -41,6 +59,7 @@ class RowSampling(NamedTuple):
     - `token_bans`: ids removed from the distribution; -1 stands for none.
     - `confidence_bans`: ids further removed from `maximum` and `total` only; -1 stands for none.
     - `listed`: rows whose likeliest ids are wanted.
+    - `penalty`: `None` where no row has one.
     """
 
     keys: Keys
@@ -55,6 +74,7 @@ class RowSampling(NamedTuple):
     token_bans: Ids
     confidence_bans: Ids
     listed: Bool[Tensor, " rows"]
+    penalty: RowPenalty | None = None
 
 
 class Likeliest(NamedTuple):
@@ -74,7 +94,7 @@ class Likeliest(NamedTuple):
 
 
 class RowDecision(NamedTuple):
-    """What is kept of a row's logits, after bans and, where it is tempered, temperature and filters.
+    """What is kept of a row's logits, after penalties, bans and, of a tempered row, temperature and filters.
 
     - `token`: argmax of the noised logits, the lowest id on ties.
     - `logit`: the logit of `token`, without noise.

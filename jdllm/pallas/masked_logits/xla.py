@@ -9,7 +9,7 @@ from jdllm.arrays import Tensor
 from jdllm.layers import head_logits
 from jdllm.noise import gumbel, vocabulary_bits
 from jdllm.pallas.listed import LISTED
-from jdllm.pallas.masked_logits.types import Ids, Keys, Level, Likeliest, RowDecision, RowSampling
+from jdllm.pallas.masked_logits.types import Ids, Keys, Level, Likeliest, RowDecision, RowPenalty, RowSampling
 
 Logits = Float[Array, "rows vocab"]
 
@@ -24,6 +24,10 @@ def masked_logits_xla(
 def decide_logits(logits: Logits, rows: RowSampling, level: Level) -> RowDecision:
     """What `masked_logits` returns, of f32 logits in place of a product."""
     ids = jnp.arange(logits.shape[1])
+    if rows.penalty is not None:
+        # Sums over the vocabulary, fused with the penalties, could differ in the last bit from the sums of a
+        # batch without any.
+        logits = lax.optimization_barrier(penalised(logits, rows.penalty))
     logits = allowed(logits, rows.limit, rows.token_bans)
     scale = jnp.where(rows.temperature > 0, rows.temperature, 1.0)
     divisor = jnp.where(rows.tempered, scale, 1.0)[:, None]
@@ -47,6 +51,17 @@ def decide_logits(logits: Logits, rows: RowSampling, level: Level) -> RowDecisio
         negative_entropy = (p * jnp.log(p + 1e-10)).sum(axis=-1)
     listed = likeliest(measured, rows.listed) if level >= Level.FILTERED else None
     return RowDecision(token, logit, maximum, total, second, negative_entropy, listed)
+
+
+def penalised(logits: Logits, penalty: RowPenalty) -> Logits:
+    """The logits after their penalties."""
+    occurrences = jnp.asarray(penalty.occurrences)[penalty.sequence]
+    columns = penalty.repetition, penalty.presence, penalty.frequency
+    repetition, presence, frequency = (jnp.asarray(x)[:, None] for x in columns)
+    divided = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    times = jnp.maximum(occurrences - 1, 0)
+    logits = jnp.where(occurrences > 0, divided, logits)
+    return logits - frequency * times - jnp.where(times > 0, presence, 0)
 
 
 def likeliest(values: Logits, listed: Bool[Tensor, " rows"]) -> Likeliest:

@@ -1,6 +1,5 @@
 """Packs parts of prompts, and sequences that grow by a token, into arrays of compiled sizes."""
 
-import enum
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,7 +9,7 @@ from jdllm.arrays import padded
 from jdllm.decoding.batch import Batch, SegmentParams
 from jdllm.decoding.causal import Reads, Sequences
 from jdllm.decoding.encoded_trace import Steps
-from jdllm.decoding.penalty import Counted, Penalty
+from jdllm.decoding.penalty import Penalty
 from jdllm.decoding.rules import evaluated_apart
 from jdllm.execution.paged.parts import Storage
 from jdllm.execution.paged.pool import PAGE_ROWS
@@ -208,40 +207,29 @@ def _plain(requests: Sequence[CausalRequest]) -> np.ndarray:
     return np.array(sum(not evaluated_apart(request.sampling) for request in requests), np.int32)
 
 
-class Penalties(enum.IntEnum):
-    """What a part has to know of the ids that its sequences hold, for penalties of any of them.
-
-    - `SEEN`: which they hold; `COUNTED`: also how often each was generated.
-    """
-
-    NONE = 0
-    SEEN = 1
-    COUNTED = 2
+_PENALTIES = (("repetition_penalty", 1), ("presence_penalty", 0), ("frequency_penalty", 0))
+"""Options, each with the value that changes nothing."""
 
 
-def penalties_of(requests: Sequence[CausalRequest]) -> Penalties:
-    """Of a part of these requests."""
-    asked = [request.sampling for request in requests]
-    if any(sampling.presence_penalty or sampling.frequency_penalty for sampling in asked):
-        return Penalties.COUNTED
-    return Penalties(any(sampling.repetition_penalty != 1 for sampling in asked))
+def penalised(requests: Sequence[CausalRequest]) -> bool:
+    """Whether any of them has a penalty."""
+    return any(getattr(r.sampling, name) != nothing for r in requests for name, nothing in _PENALTIES)
 
 
 def _penalty(requests: Sequence[CausalRequest], entry: Entry, config: ModelConfig) -> Penalty | None:
-    kind = penalties_of(requests)
-    if kind is Penalties.NONE:
+    if not penalised(requests):
         return None
     size = entry.segments
-    seen, counts = (np.zeros((size, config.vocab_size), dtype) for dtype in (bool, np.int32))
+    occurrences = np.zeros((size, config.vocab_size), np.int32)
     for segment, request in enumerate(requests):
-        seen[segment, request.tokens[: request.known]] = True
         generated = request.tokens[len(request.prompt) : request.known]
-        counts[segment] = np.bincount(generated, minlength=config.vocab_size)
-    factor, presence, frequency = (
-        padded(np.array([getattr(request.sampling, name) for request in requests], np.float32), size, fill)
-        for name, fill in (("repetition_penalty", 1), ("presence_penalty", 0), ("frequency_penalty", 0))
+        occurrences[segment] = np.bincount(generated, minlength=config.vocab_size)
+        occurrences[segment, np.unique(request.tokens[: request.known])] += 1
+    columns = (
+        padded(np.array([getattr(request.sampling, name) for request in requests], np.float32), size, nothing)
+        for name, nothing in _PENALTIES
     )
-    return Penalty(seen, factor, Counted(counts, presence, frequency) if kind is Penalties.COUNTED else None)
+    return Penalty(occurrences, *columns)
 
 
 def usual_entries(rows: int) -> int:

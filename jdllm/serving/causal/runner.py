@@ -21,14 +21,13 @@ from jdllm.serving.causal.layered_runner import LayeredRunner
 from jdllm.serving.causal.packing import (
     PackedPrompts,
     PackedSequences,
-    Penalties,
     by_request,
     pack_prompts,
     pack_sequences,
     pages_of,
     pages_read,
     part_of,
-    penalties_of,
+    penalised,
     spread,
     usual_entries,
 )
@@ -67,7 +66,7 @@ class CausalRunner:
         self._ladder = ladder
         self._layered = layered
         self._parts = PartRunner(model, background)
-        kinds = list(itertools.product((False, True), Penalties))
+        kinds = list(itertools.product((False, True), repeat=2))
         self._prefill_sizes = {kind: Sizes(ladder.prefill) for kind in kinds}
         self._decode_sizes = {kind: Sizes(ladder.decode) for kind in kinds}
         self._chained = functools.cache(functools.partial(decodes_in_chain, model.params, model.config))
@@ -96,7 +95,7 @@ class CausalRunner:
         asked = of_class(CausalRequest, requests)
         parts = [part_of(request, self.chunk) for request in asked]
         stored, rows = any(part.start > 0 for part in parts), sum(map(len, parts))
-        sizes = self._prefill_sizes[stored, penalties_of(asked)]
+        sizes = self._prefill_sizes[stored, penalised(asked)]
         entries = power_bucket(sum(pages_of(part.stop) for part in parts), self._usual) if stored else None
 
         def packed(entry: Entry) -> Packed[PackedPrompts]:
@@ -111,8 +110,8 @@ class CausalRunner:
     def decode(self, requests: list[Request], max_steps: int) -> Launch:
         """Up to `max_steps` tokens of each request. As of `Launcher`."""
         asked = of_class(CausalRequest, requests)
-        kind = any(evaluated_apart(request.sampling) for request in asked), penalties_of(asked)
-        sizes, level = self._decode_sizes[kind], _LEVELS[any(kind)]
+        kind = any(evaluated_apart(request.sampling) for request in asked), penalised(asked)
+        sizes, level = self._decode_sizes[kind], _LEVELS[kind[0]]
 
         def packed(entry: Entry) -> Packed[PackedSequences]:
             needed = sum(1 + len(pages_read(request, self._config, entry.steps)) for request in asked)
@@ -157,8 +156,8 @@ class CausalRunner:
         """Compile every entry of the ladder; those of penalties are compiled when first needed."""
         self._executables.prepare(list(self.programs()))
         for chosen in (False, True):
-            self._prefill_sizes[chosen, Penalties.NONE].compiled.update(self._ladder.prefill)
-            self._decode_sizes[chosen, Penalties.NONE].compiled.update(self._ladder.decode)
+            self._prefill_sizes[chosen, False].compiled.update(self._ladder.prefill)
+            self._decode_sizes[chosen, False].compiled.update(self._ladder.decode)
 
     def _least_entries(self, entry: Entry) -> int:
         """Entries of the page table of a decode, at least; those of a window are gathered."""
