@@ -75,13 +75,13 @@ def in_text(
     suffix: Sequence[int] | np.ndarray,
     config: ModelConfig,
 ) -> list[Question]:
-    """For each option a question after its tokens and those of `suffix`, for a causal model; `prefix` is not
-    empty.
+    """For each option a question after the tokens of the option and of `suffix`, for a causal model; `prefix`
+    is not empty.
 
-    Their log-probabilities sum up to log p(option, suffix | prefix), and so the options' shares are those of
-    p(option | prefix, suffix). Exact.
+    The log-probabilities sum up to log p(option, suffix | prefix), so the shares of the options are the
+    shares of p(option | prefix, suffix). Exact.
 
-    Raises `RequestError` where there is no option, and for one that is empty.
+    Raises `RequestError` if there is no option, and for an empty option.
     """
     before, after = (_ids_around(x, config) for x in (prefix, suffix))
     _check_options(options)

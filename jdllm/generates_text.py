@@ -108,7 +108,7 @@ class GeneratesText(abc.ABC):
     ) -> Iterator[StepUpdate | RequestOutput]:
         """`generate`, as it happens.
 
-        Arguments and errors: as of `generate`, before anything has run.
+        Arguments and errors are the same as for `generate`; errors come before anything has run.
 
         Yields a `StepUpdate` after each step of each request, and the output of a prompt as soon as its
         samples are finished. Leaving the iteration ends what is left.
@@ -145,8 +145,13 @@ class GeneratesText(abc.ABC):
         - `context`: stands at the beginning of the last message, and is prepared as
           `SamplingParams.prefilling` says; what the template has before it is the instruction of a
           `LongPrompt`, what it has behind it the query.
-        - `add_generation_prompt`, `continue_final_message`, `chat_template_kwargs`: as of `Rendering`.
-        - others: as for `generate`.
+        - `add_generation_prompt`: end with the beginning of an answer; by default unless the last message is
+          continued.
+        - `continue_final_message`: end inside the last message; the answer continues the message.
+        - `chat_template_kwargs`: variables of the template, such as `{"enable_thinking": False}`.
+        - `sampling_params`, or `sampling`: for all conversations, or one for each.
+        - `on_step`: called with a `StepUpdate` after each step of each request, as it happens.
+        - `progress`: show a progress bar, if standard error is a terminal.
 
         Returns one output for each conversation, in order; its `prompt` is the rendered template. Special
         tokens in the messages are plain text: only what the template itself says is special.
@@ -184,9 +189,15 @@ class GeneratesText(abc.ABC):
         denoised in its share of `steps` (one a mask by default) before the next; see
         `jdllm.serving.spec.infill_spec`. Not a mode of the official sampler; its rules per step are.
 
-        Arguments as for `generate`; a text holds the tokenizer's mask token where something is missing, the
-        one special token that is parsed in any case. Of `default_sampling()` all but `steps` and
-        `block_length` apply.
+        Arguments:
+        - `texts`: the mask token of the tokenizer stands for each missing token; this special token is
+          parsed in any case.
+        - `sampling_params`, or `sampling`: for all texts, or one for each; by default `default_sampling()`
+          without `steps` and `block_length`.
+        - `token_ids`: ids instead of texts, one list for each sequence.
+        - `on_step`: called with a `StepUpdate` after each step of each request, as it happens.
+        - `parse_special`: special tokens in the texts become their ids; otherwise they are plain text.
+        - `progress`: show a progress bar, if standard error is a terminal.
 
         Returns one output for each sequence, whose `token_ids` and `text` are the whole sequence.
         """

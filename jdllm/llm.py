@@ -86,14 +86,14 @@ class LLM(GeneratesText, ScoresText):
         return f"LLM({self._description})"
 
     def warmup(self, progress: bool = True, prefilling: Prefilling | Preset | None = None) -> Prepared:
-        """Compile or load what `LLM(warmup=True)` does; says how many executables that were.
+        """Compile or load the executables of `LLM(warmup=True)`; returns how many there were.
 
-        Steps of all requests of up to `max_num_batched_tokens` rows, and evaluations that score given text.
-        What is left is compiled when first needed: longer sequences, a repetition penalty of causal models
-        and their prompts that run layer by layer, and stages of long contexts without `prefilling`.
+        These run the steps of all requests of up to `max_num_batched_tokens` rows, and score given text.
+        Other executables are compiled when first needed: longer sequences, a repetition penalty of causal
+        models and their prompts that run layer by layer, and stages of long contexts without `prefilling`.
 
         Arguments:
-        - `progress`: as of `LLM`.
+        - `progress`: show a progress bar. If standard error is no terminal, a line appears every 10 s.
         - `prefilling`: the stages of questions over long contexts too, with these settings or those of a
           preset: questions of random ids are asked. Instructions of more than 128 tokens and queries of more
           than 64 may still compile something.

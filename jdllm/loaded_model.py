@@ -53,8 +53,12 @@ def load_model(
     """Load a checkpoint onto the default device, with as many layers in host memory as it has no room for.
 
     Arguments:
-    - `model`, `dtype`, `overrides`, `load_weights`, `progress`: as of `jdllm.engine_options.EngineOptions`.
-    - `count_offloaded`: how many layers go to host memory, of a model in a dtype.
+    - `model`: a Hugging Face checkpoint directory or hub id.
+    - `dtype`: of the weights; "auto" for the type of the checkpoint.
+    - `overrides`: values that replace values of `config.json`.
+    - `count_offloaded`: returns how many layers of a model in a dtype go to host memory.
+    - `load_weights`: read the weights; `False` leaves them zero.
+    - `progress`: show a progress bar.
 
     Raises `CheckpointError` and `ConfigError` as `LLM` does.
     """

@@ -36,7 +36,13 @@ Pairs = Iterable[tuple[str | TokenIds, str | TokenIds]]
 
 
 class MonteCarlo(NamedTuple):
-    """How a likelihood is estimated; the fields are those of `ScoresText.score`."""
+    """How a likelihood is estimated.
+
+    - `mc_num`: masked copies of the answer to average over.
+    - `batch_size`: copies in which the number of masks is stratified.
+    - `cfg_scale`: classifier-free guidance.
+    - `seed`: of the masks.
+    """
 
     mc_num: int = 128
     batch_size: int = 16
@@ -93,7 +99,7 @@ class ScoresText(abc.ABC):
           in which the number of masks is stratified.
         - `cfg_scale`: classifier-free guidance.
         - `seed`: of the masks.
-        - `parse_special`: as for `generate`.
+        - `parse_special`: special tokens in the texts become their ids; otherwise they are plain text.
 
         Of a causal model the sum over the answer's tokens, each given all before it, in one evaluation.
         Otherwise an estimate of the model's bound; more copies, less variance. The same masks give the
@@ -126,7 +132,7 @@ class ScoresText(abc.ABC):
     ) -> Likelihood:
         """`score`, with its standard error.
 
-        Arguments and errors: as of `score`.
+        Arguments and errors are the same as for `score`.
 
         Returns the value of `score` as `log_likelihood`, its `standard_error` from the spread of the batches
         (`None` where there is one only), and the copies that were evaluated, `mc_num`. A causal model's value
@@ -157,8 +163,9 @@ class ScoresText(abc.ABC):
 
         Arguments:
         - `pairs`: texts or ids, in any mix.
-        - `progress`: show how far it has come, where standard error is a terminal.
-        - others: as for `score`.
+        - `mc_num`, `batch_size`, `cfg_scale`, `seed`: how each likelihood is estimated, as `score` describes.
+        - `parse_special`: special tokens in the texts become their ids; otherwise they are plain text.
+        - `progress`: show a progress bar, if standard error is a terminal.
 
         Returns one for each pair, in order: in float32 the same numbers as one by one, up to rounding.
         """
@@ -183,8 +190,9 @@ class ScoresText(abc.ABC):
         Arguments:
         - `pairs`: (prompt, answer), texts or ids in any mix; they share evaluations. To score a whole text,
           let its first token be the prompt.
-        - `top_logprobs`: how many of the likeliest ids are told of each token's place, up to 20.
-        - `parse_special`, `progress`: as for `likelihoods`.
+        - `top_logprobs`: how many of the likeliest ids are reported for each token's place, up to 20.
+        - `parse_special`: special tokens in the texts become their ids; otherwise they are plain text.
+        - `progress`: show a progress bar, if standard error is a terminal.
 
         Returns for each pair one for each token of its answer. Their `logprob`s sum up to `score`, and an
         answer is what greedy decoding gives where each of its tokens is the `best`. Exact.
@@ -233,7 +241,7 @@ class ScoresText(abc.ABC):
 
         Arguments:
         - `token_ids`: ids without masks.
-        - `top_logprobs`: how many of the likeliest ids are told of each token's place, up to 20.
+        - `top_logprobs`: how many of the likeliest ids are reported for each token's place, up to 20.
 
         Returns one for each token. Their `logprob`s sum up to the pseudo-log-likelihood of masked models,
         which is no likelihood: a token sees those after it. It takes the square of the length in rows.

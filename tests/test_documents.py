@@ -1,5 +1,6 @@
-"""What documents and docstrings point at exists: modules, names, files and pages."""
+"""Documents and docstrings name things that exist, and docstrings describe their arguments."""
 
+import ast
 import pkgutil
 import re
 from collections.abc import Iterator
@@ -60,6 +61,27 @@ def test_a_page_names_what_is_there(path):
 def test_docstrings_name_what_is_there():
     lost = {str(file.relative_to(ROOT)): name for file in SOURCES for name in named(file) if not exists(name)}
     assert lost == {}
+
+
+# An argument that is described elsewhere makes the reader open another file.
+_ELSEWHERE = re.compile(r"\bas of\b|: as (?:in|for) `|\barguments(?: and errors)?:? as\b", re.I)
+
+
+def docstrings(file: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield " ".join((ast.get_docstring(node) or "").split())
+
+
+def test_docstrings_describe_arguments_where_they_stand():
+    package = [file for file in SOURCES if file.is_relative_to(ROOT / "jdllm")]
+    found = {
+        f"{file.relative_to(ROOT)}: {phrase.group()}"
+        for file in package
+        for text in docstrings(file)
+        for phrase in _ELSEWHERE.finditer(text)
+    }
+    assert found == set()
 
 
 def test_what_is_not_there_is_found():

@@ -14,8 +14,8 @@ class Arrivals:
     """Counts a request that generates as on its way, until `submitted` or its answer.
 
     Arguments:
-    - `expecting`: as of `AsyncEngine.expecting`.
-    - `paths`: of routes that generate.
+    - `expecting`: tells the engine, inside `with`, that a request is on its way (`AsyncEngine.expecting`).
+    - `paths`: of the routes that generate.
     """
 
     def __init__(

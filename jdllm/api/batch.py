@@ -174,7 +174,7 @@ def run_batch(llm: LLM, names: tuple[str, ...], tasks: Iterable[Task], add: Call
 
 
 async def answer_all(app: ASGIApp, tasks: Iterable[Task], add: Callable[[Any], None]) -> None:
-    """Ask an application many requests at a time; arguments as of `run_batch`."""
+    """Ask an application many requests at a time; `add` takes each line of answers."""
     waiting = iter(tasks)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
 

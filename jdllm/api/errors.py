@@ -71,7 +71,8 @@ class ApiError(Exception):
     """An answer other than success.
 
     - `status`: of HTTP.
-    - `param`, `code`: as of `ErrorBody`.
+    - `param`: the field that the error concerns.
+    - `code`: a name of the error for programs.
     - `headers`: of the answer.
     """
 

@@ -1,4 +1,4 @@
-"""What requests may say: the fields of OpenAI's API, and those of `SamplingParams` by their own names."""
+"""What requests may say: fields of OpenAI's API, and fields of `SamplingParams` by their own names."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional, Self, get_type_hints

@@ -40,11 +40,11 @@ class Running:
     - `asked`: what its prompts ask for.
     - `submitted`: its requests in the engine.
     - `engine`: which they are submitted to.
-    - `metrics`: what is told of its end.
+    - `metrics`: count its end.
     - `tokenizer`: of the model; without one the outputs have no texts.
-    - `calls`: those that wait or run, by their ids. The call is among them until its end.
+    - `calls`: the waiting and running calls, by id. The call is among them until its end.
 
-    `owner` is as of `owner_of`.
+    `owner` is the number of the key that the call came with; `None` without keys, and for the admin's key.
     """
 
     def __init__(

@@ -157,7 +157,7 @@ class _Server(uvicorn.Server):
         self._stopping = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As of uvicorn."""
+        """Open the port, as `uvicorn.Server.startup` does."""
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
 

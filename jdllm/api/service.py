@@ -234,9 +234,9 @@ class Service:
         - `request`: of HTTP; when its client goes, so does the call.
         - `prefix`: of the call's id.
         - `asked`: what each prompt asks for.
-        - `updates`: as of `Engine.add`.
+        - `updates`: "every" for updates as they happen, "later" for updates at the end of a block.
 
-        Raises `ApiError` where the queue is full or the engine cannot go on, and what `Engine.add` raises.
+        Raises `ApiError` if the queue is full or the engine has stopped, and the errors of `Engine.add`.
         """
         if self.engine.error is not None:
             raise dead(self.engine.error)

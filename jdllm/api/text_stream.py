@@ -16,9 +16,9 @@ class Delta(NamedTuple):
     """What came to a text.
 
     - `text`: new characters.
-    - `tokens`: ids of the generated tokens that are told of for the first time, their log-probabilities, the
-      steps that committed them, and where in the whole text each begins.
-    - `tops`: the likeliest tokens in the place of each, as of `CompletionOutput.top_logprobs`.
+    - `tokens`: ids of the generated tokens that are reported for the first time, their log-probabilities, the
+      steps that committed them, and the place in the whole text where each begins.
+    - `tops`: for each of these tokens the likeliest ids in its place with their log-probabilities.
     """
 
     text: str

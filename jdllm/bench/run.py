@@ -21,7 +21,8 @@ class Options(NamedTuple):
 
     - `url`, `api_key`: the server.
     - `model`: its name there, `None` for the first that the server lists.
-    - `endpoint`, `stream`: as of `Form`.
+    - `endpoint`: the route to ask.
+    - `stream`: how the answer is streamed; `None` for an answer in one piece.
     - `requests`, `warmup`: requests that are timed, and those before them that are not.
     - `lengths`, `gen_length`: of the prompts and of the answers.
     - `sampling`: further fields of the requests.

@@ -41,7 +41,7 @@ def to_native(
     - `target`: the directory to make; it appears when it is complete.
     - `dtype`: "bfloat16", "float16" or "float32" casts every tensor; "auto" keeps each in its type.
     - `overwrite`: replace a checkpoint at `target`, at the very end.
-    - `progress`: as for `jdllm.checkpoints.loading.load_params`.
+    - `progress`: `True` draws a bar on a terminal's stderr; a function is called with bytes.
 
     Returns the manifest. Bytes equal the source's where the type is kept; a cast rounds to nearest even. A
     tied head and rotary frequencies, which the model computes, are left out and named in the manifest.
@@ -83,7 +83,10 @@ def to_hf(
 
     Arguments:
     - `source`: the directory of the native checkpoint.
-    - `target`, `overwrite`, `progress`: as for `to_native`; a killed run continues with its next file.
+    - `target`: the directory to make; it appears when it is complete. A killed run continues
+      with its next file.
+    - `overwrite`: replace a checkpoint at `target`, at the very end.
+    - `progress`: `True` draws a bar on a terminal's stderr; a function is called with bytes.
 
     Returns the manifest of `source`.
 

@@ -215,9 +215,11 @@ def load_by_layer(
     """Load a checkpoint's weights a layer at a time.
 
     Arguments:
-    - `path`, `config`, `dtype`, `progress`: as of `load_params`.
+    - `path`, `config`: the directory of the checkpoint, and its model.
+    - `dtype`: of the weights on the device.
     - `place`: called with a layer's number, or `None`, and its weights on the default device, before others
-      are read; what it returns is kept.
+      are read; its results are kept.
+    - `progress`: `True` draws a bar on a terminal's stderr; a function is called with bytes.
     - `order`: all numbers of layers, in the order in which they are read after what is outside of them; by
       default ascending.
 

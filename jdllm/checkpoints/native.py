@@ -36,7 +36,7 @@ _ZARR_TYPES = {"BF16": "bfloat16", "F16": "<f2", "F32": "<f4"}
 class NativeTensor:
     """One Hugging Face tensor of a native checkpoint.
 
-    - `name`, `dtype`, `shape`: as in a safetensors header.
+    - `name`, `dtype`, `shape`: the entries of a safetensors header, such as "BF16" for the type.
     - `file`: the safetensors file that it belongs to.
     - `chunk`: the file in the native checkpoint that holds its bytes, relative to the directory.
     - `sha256`: of its bytes, in hexadecimal; empty before they are written.
@@ -132,7 +132,7 @@ def compare_checksums(directory: Path, *, progress: bool | Progress = False) -> 
 
     Arguments:
     - `directory`: the native checkpoint.
-    - `progress`: as for `jdllm.checkpoints.loading.load_params`.
+    - `progress`: `True` draws a bar on a terminal's stderr; a function is called with bytes.
 
     Returns the manifest.
 

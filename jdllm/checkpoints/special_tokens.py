@@ -55,11 +55,11 @@ class SpecialTokens:
         self._longest = max(map(len, self._beginnings), default=0)
 
     def protect(self, text: str, parsed: Collection[str] = ()) -> str:
-        """Spell every special token in `text`, but those of `parsed`, so that it is none.
+        """Spell every special token in `text`, except the tokens in `parsed`, as plain text.
 
-        That is whatever the tokenizer takes for one, which may be another spelling. A beginning at the very
-        end of the text, or before spaces there, is spelled too: what follows it, in a chat template, may be
-        the rest.
+        Other spellings count too, if the tokenizer reads them as the token. The beginning of a special token
+        at the very end of the text, or before spaces there, is spelled as well: a chat template may continue
+        the text with the rest of the token.
         """
         found = [(at.start, at.stop) for at in self._find(text) if self._contents[at.index] not in parsed]
         end = len(text.rstrip())

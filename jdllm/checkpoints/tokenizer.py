@@ -63,8 +63,8 @@ def complete_ids(config: ModelConfig, tokenizer: "Tokenizer", overrides: Collect
 
     Arguments:
     - `config`: the model; a mask and an end of a turn that it states are kept.
-    - `tokenizer`: the checkpoint's; the family knows the text of its tokens. What the tokenizer names as end
-      of a text is one beside those of `config`.
+    - `tokenizer`: the checkpoint's; the family knows the text of its tokens. The tokenizer's end of a text
+      counts beside the ends that `config` has.
     - `overrides`: keys of `config.json` that the user replaced; with `eos_token_id`, no other ends count.
 
     Returns the configuration with the ids that were found; the others stay `None`.
@@ -198,10 +198,11 @@ class Tokenizer:
         """Render a conversation whose last message has a context at its beginning.
 
         Arguments:
-        - `messages`, `rendering`: as of `encode_chat`.
+        - `messages`: the conversation; several texts of one message are joined by line breaks.
+        - `rendering`: how the template renders; by default up to the beginning of the model's answer.
         - `context`: stands before the text of the last message; it is not encoded here.
 
-        Returns the rendered text with the context, and the ids of what stands before it and behind it.
+        Returns the rendered text with the context, and the ids before and behind the context.
 
         Raises what `apply_chat_template` raises, and `RequestError` where the template does not show the last
         message once, as it is.
@@ -219,7 +220,8 @@ class Tokenizer:
         """Render a conversation.
 
         Arguments:
-        - `messages`, `rendering`: as of `encode_chat`.
+        - `messages`: the conversation; several texts of one message are joined by line breaks.
+        - `rendering`: how the template renders; by default up to the beginning of the model's answer.
 
         Returns the text, to `encode` with `parse_special`.
 

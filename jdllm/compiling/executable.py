@@ -23,7 +23,12 @@ Device = Any
 
 
 def compiler_options(platform: str, *, chained: bool = False, tuned: bool = True) -> Options:
-    """Options of an executable, by platform and by `chained` and `tuned` as of `Program`.
+    """Options of an executable.
+
+    Arguments:
+    - `platform`: such as "cuda".
+    - `chained`: whether the function has chains of kernels (`jdllm.pallas.chain`).
+    - `tuned`: whether its matrix products are tried on the device while it is compiled.
 
     Triton matrix products cannot read a slice of stacked weights in place: with them, each layer of a scan
     copies its weights first. The dot merger concatenates the weights of products that share an operand, which
@@ -102,7 +107,7 @@ class Flat(NamedTuple):
 
 
 def donated_places(function: Callable[..., Any], donate: Sequence[str]) -> tuple[int, ...]:
-    """Where the arguments with these names are among those of `function`."""
+    """The places of the arguments with these names among the arguments of `function`."""
     names = list(inspect.signature(function).parameters) if donate else []
     return tuple(names.index(name) for name in donate)
 
@@ -123,8 +128,9 @@ class Executable:
     """A compiled function, called with arguments like those that it was compiled for.
 
     - `compiled`: of `Flat.run`.
-    - `tree`, `host`: as of `Flat`; `out_tree`: of the results.
-    - `needs`: kept, since XLA takes tens of milliseconds to tell.
+    - `tree`, `out_tree`: the structure of the arguments and of the results.
+    - `host`: how the leaves that the host passes are merged into words.
+    - `needs`: kept, because XLA takes tens of milliseconds to count the bytes.
     """
 
     compiled: jax.stages.Compiled
@@ -163,7 +169,7 @@ class Lowered(NamedTuple):
 
 
 def lower(program: Program, options: Options) -> Lowered:
-    """Trace and lower a program, with options as of `compiler_options`."""
+    """Trace and lower a program with the options of the compiler."""
     results: list[Any] = []
     flat = Flat.of(program, results)
     jitted = jax.jit(flat.run, donate_argnums=flat.donated, compiler_options=options)

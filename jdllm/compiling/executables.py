@@ -55,8 +55,8 @@ class Executables:
     Arguments:
     - `platform`: the platform of the arrays that will be passed, for the compiler options.
     - `store`: where executables are kept for other processes; nowhere by default.
-    - `capacity`: how many are kept in memory; those go first that were used least recently.
-    - `kernels`: those that operators choose among, as of `jdllm.pallas.device.Kernels`.
+    - `capacity`: how many are kept in memory; the least recently used go first.
+    - `kernels`: "auto" for any kernel that suits the card, "triton" for kernels in Triton, "xla" for none.
 
     `compiled` and `loaded` count how many were compiled, and taken from the store.
     """
@@ -98,7 +98,7 @@ class Executables:
         """`function(*args, **static)` by the executable for the shapes of `args` and for `static`.
 
         The arguments with the names `donate` give their memory to results, and cannot be used again. `tuned`
-        is as of `Program`.
+        says whether matrix products are tried on the device while the executable is compiled.
         """
         return self.compile(function, *args, donate=donate, tuned=tuned, **static)(*args)
 
@@ -111,7 +111,14 @@ class Executables:
         tuned: bool = True,
         **static: Hashable,
     ) -> Executable:
-        """The executable itself; arguments as of `Program`."""
+        """The executable itself.
+
+        Arguments:
+        - `args`: trees of arrays, or of `jax.ShapeDtypeStruct` for arrays on the device.
+        - `donate`: names of the function's arguments whose memory results may take.
+        - `chained`: whether the function has chains of kernels (`jdllm.pallas.chain`).
+        - `tuned`: whether matrix products are tried on the device while the executable is compiled.
+        """
         return self.get(Program(function, args, static, donate, chained, tuned))
 
     def get(self, program: Program) -> Executable:

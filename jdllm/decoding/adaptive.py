@@ -33,8 +33,8 @@ Cut = Callable[[Array], Array]
 
 
 class Drawn(NamedTuple):
-    """What each row takes, and the log-probability of that, or of another token that was asked for; with
-    such tokens the likeliest ids too, as of `RowDecision`, with log-probabilities."""
+    """The token of each row, and its log-probability, or the log-probability of another token that was asked
+    for; for such tokens also the likeliest ids of the row, with log-probabilities."""
 
     token: Int[Array, " rows"]
     logprob: Float[Array, " rows"]
@@ -44,8 +44,12 @@ class Drawn(NamedTuple):
 class AdaptiveSegments(NamedTuple):
     """What each segment asks for.
 
-    - `seed`, `step`, `temperature`: as in `jdllm.decoding.batch.SegmentParams`.
-    - `limit`, `token_bans`, `listed`: as in `RowSampling`.
+    - `seed`: two words of the request's seed.
+    - `step`: denoising steps that the request has behind it.
+    - `temperature`: of the tokens, 0 for no noise.
+    - `limit`: ids from here on are removed from the distribution.
+    - `token_bans`: ids removed from the distribution; -1 stands for none.
+    - `listed`: rows whose likeliest ids are wanted.
     - `mixture_weight`: share of the diffusion model's logits in the mixture, from 0 to 1.
     """
 
@@ -62,7 +66,8 @@ class Verified(NamedTuple):
     """Rows that the verifier evaluates.
 
     - `positions`: their positions.
-    - `place`, `seen`: as of `jdllm.execution.paged.decode.forward_decode`.
+    - `place`: where their keys and values are stored, no two in the same place.
+    - `seen`: the pages or ranges of rows that each row sees, itself included.
     """
 
     positions: RowInts

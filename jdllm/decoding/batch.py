@@ -40,15 +40,21 @@ class SegmentParams(NamedTuple):
 
     Token and confidence
     - `temperature`, `guidance`: token temperature and classifier-free guidance scale.
-    - `tempered`, `top_k`, `top_p`, `min_p`, `top_k_first`, `limit`, `token_bans`, `confidence_bans`,
-      `listed`: as in `RowSampling`.
+    - `tempered`: measure confidences on logits / temperature instead of clean logits.
+    - `top_k`, `top_p`, `min_p`: filters on the tempered distribution; the vocabulary size, 1 and 0 filter
+      nothing.
+    - `top_k_first`: measure `top_p` on the ids that `top_k` leaves, instead of the whole distribution.
+    - `limit`: ids from here on are removed from the distribution.
+    - `token_bans`, `confidence_bans`: ids removed from the distribution, and ids removed from confidences
+      only; -1 stands for none.
+    - `listed`: segments whose likeliest ids are wanted.
     - `measure`: a `Measure`.
     - `coarse_confidence`: confidences are rounded to the dtype of the weights.
     - `stop_last`: rows whose token is one of `confidence_bans` rank last; the softmax is left alone.
     - `order_temperature`: where above 0, rows are drawn by softmax(confidence / order_temperature).
 
     Transfer rule
-    - `rule`: the number of a rule, as of `jdllm.decoding.registry.number_of`.
+    - `rule`: the number of the rule in the registry.
     - `quota`, `fraction`: the block's `StepTable` from the current step on.
     - `plus_masked`: the quota counts from the rows that are still masked.
     - `by_fraction`: the quota is `fraction` of the masked rows, truncated.

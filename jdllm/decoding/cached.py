@@ -41,13 +41,16 @@ def refresh(
     """One denoising step of whole sequences, whose keys and values are stored.
 
     Arguments:
-    - `params`, `batch`, `config`, `mask_id`, `level`, `selection_bits`: as of `jdllm.decoding.step.denoise`.
-    - `selection`, `table`, `pool`, `scored`: as of `forward_refresh`; a segment that stores nothing keeps
-      none of its candidates.
+    - `params`, `batch`: stacked weights, and the packed batch.
+    - `selection`: which rows may be stored, and how many; a segment that stores nothing keeps no candidate.
+    - `table`: the pages of each segment.
+    - `pool`: written in place; donate it.
+    - `config`, `mask_id`, `level`: static.
     - `logits_chunks`: into how many chunks the head rows are cut where logits exist; static.
+    - `scored`: whether any segment keeps its best candidates; static.
+    - `selection_bits`: static; the source of the draws that select rows.
 
-    Returns the trace of one step, and the pool. The step itself is exact: it
-    evaluates everything.
+    Returns the trace of one step, and the pool. The step itself is exact: it evaluates everything.
     """
     tokens = jnp.asarray(batch.tokens)
     asked = asked_rows(config, tokens, batch, mask_id, level)
@@ -76,11 +79,16 @@ def reuse(
     """Run up to `max_steps` denoising steps of the rows that are not stored, in a loop like `denoise`.
 
     Arguments:
+    - `params`: stacked weights.
     - `batch`: the rows that are forwarded.
-    - `table`, `pool`: as of `forward_reuse`.
-    - the others: as of `refresh` and `jdllm.decoding.step.denoise`.
+    - `table`: the pages, and the fresh rows, that each tile of rows sees.
+    - `pool`: keys and values of the last refresh; read only.
+    - `max_steps`: int32, at most the columns of the segments' step tables. Tokens do not depend on it.
+    - `config`, `mask_id`, `level`: static.
+    - `logits_chunks`: into how many chunks the head rows are cut where logits exist; static.
+    - `selection_bits`: static; the source of the draws that select rows.
 
-    Returns the trace. Approximate: what is stored is as old as the last refresh.
+    Returns the trace. Approximate: the stored keys and values are as old as the last refresh.
     """
     operands = chain_operands(params, config) if chains(params, config, len(batch.tokens)) else None
     return run_steps(

@@ -27,7 +27,7 @@ def default_sampling(directory: str | Path, *, causal: bool = False) -> Sampling
     `top_k` that is not stated filters nothing, where transformers would keep 50 ids.
 
     Arguments:
-    - `directory`: of the checkpoint. Without the file the defaults are those of `SamplingParams`.
+    - `directory`: of the checkpoint. Without the file the defaults of `SamplingParams` hold.
     - `causal`: whether the model generates one token after another.
 
     Raises `CheckpointError`, naming file and key, where the file is no JSON object, a value is not allowed or

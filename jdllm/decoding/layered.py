@@ -43,8 +43,8 @@ class LayeredSequence:
     - `prompt`: its tokens.
     - `call`: compiles and runs the parts.
 
-    Exact: tokens are those of `jdllm.decoding.causal`. One caller at a time. Its arrays are free once nobody
-    refers to it.
+    Exact: `jdllm.decoding.causal` would choose the same tokens. One caller at a time. Its arrays are free
+    once nobody refers to it.
     """
 
     def __init__(
@@ -98,7 +98,9 @@ class LayeredSequence:
         """Read the prompt with the last layer, and choose the token behind it.
 
         Arguments:
-        - `segments`, `plain`, `penalty`: as of `jdllm.decoding.causal.prefill`, of one segment.
+        - `segments`: what the sequence asks of the sampler, as one segment.
+        - `plain`: 1 if it has no filter and is not listed, else 0.
+        - `penalty`: of the ids that the prompt holds; `None` without one.
         """
         self._wait_for_leaving()
         number = self._config.num_layers - 1
@@ -111,7 +113,8 @@ class LayeredSequence:
     def next_token(
         self, token: int, segments: SegmentParams, plain: Int[np.ndarray, ""], penalty: Penalty | None
     ) -> EncodedTrace:
-        """Evaluate the last token, and choose the one behind it; arguments as above."""
+        """Evaluate the last token, and choose the token behind it; `segments`, `plain` and `penalty` have the
+        same meaning as for the first token."""
         if self._generated is None:
             self._begin()
         h = self._call(embed, {"embed": self._params["embed"]}, np.array([token], np.int32))

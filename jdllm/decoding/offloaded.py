@@ -38,11 +38,12 @@ def denoise_offloaded(
 
     Arguments:
     - `weights`: of the model.
-    - `batch`: the packed batch as NumPy arrays, as of `jdllm.decoding.step.denoise`.
-    - `mask_id`, `chunks`, `level`, `selection_bits`: as of `denoise`.
+    - `batch`: the packed batch as NumPy arrays.
+    - `mask_id`, `chunks`, `level`: the id of the mask, chunk counts, and what the head computes for a row.
+    - `selection_bits`: the source of the draws that select rows.
     - `executables`: where the parts of the step are kept.
 
-    Returns the trace of at most one step. Exact: tokens and commitments are those of `denoise`.
+    Returns the trace of at most one step. Exact: `denoise` chooses and commits the same tokens.
     """
     if not jax.device_get(executables.call(_may, batch, mask_id=mask_id)):
         return empty_trace(batch, level)

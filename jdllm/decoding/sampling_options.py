@@ -69,7 +69,7 @@ def parameter_kinds(cls: type) -> dict[str, Any]:
 
 
 def parameter_helps(cls: type) -> dict[str, str]:
-    """The first sentence on each parameter, with its default, as of `jdllm.declarations.descriptions`."""
+    """The first sentence on each parameter in the docstring of `cls`, with its default."""
     return first_sentences(_filled(_TEMPLATES[cls]))
 
 

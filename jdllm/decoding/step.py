@@ -72,9 +72,9 @@ def denoise(
     - `max_steps`: int32, at most the columns of the segments' step tables. Tokens do not depend on it.
       Those with an unguided copy are at most half as many as there is room for.
     - `config`, `mask_id`, `chunks`, `level`: static.
-    - `selection_bits`: static; where the draws that select rows come from.
+    - `selection_bits`: static; the source of the draws that select rows.
 
-    Returns the trace. Exact: the steps are those of the official LLaDA and Dream samplers.
+    Returns the trace. Exact: the official LLaDA and Dream samplers take the same steps.
     """
 
     def hidden_of(tokens: Int[Array, " rows"], asked: Asked) -> tuple[Hidden, Sources]:
@@ -111,9 +111,13 @@ def run_steps(
     """The device loop of `denoise`, for any way to the hidden rows.
 
     Arguments:
-    - `hidden_of`: from the tokens of the packed rows and what is asked for to hidden rows after the last
-      layer, and which of them predict tokens.
-    - the others: as of `denoise`.
+    - `hidden_of`: takes the tokens of the packed rows and the rows that are asked for; returns hidden rows
+      after the last layer, and which of them predict tokens.
+    - `params`, `batch`: stacked weights, and the packed batch.
+    - `max_steps`: int32, at most the columns of the segments' step tables.
+    - `config`, `mask_id`, `level`: static.
+    - `logits_chunks`: into how many chunks the head rows are cut where logits exist; static.
+    - `selection_bits`: static; the source of the draws that select rows.
     """
 
     def unfinished(carry: tuple[Array, Trace]) -> Bool[Array, ""]:

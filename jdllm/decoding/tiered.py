@@ -47,13 +47,14 @@ def denoise_tiered(
 
     Arguments:
     - `params`: stacked weights.
-    - `batch`: the packed batch as NumPy arrays, as of `jdllm.decoding.step.denoise`.
+    - `batch`: the packed batch as NumPy arrays.
     - `tiers`: what is in host memory, and the sizes of chunks.
     - `logits_chunks`: into how many chunks the head rows are cut; logits exist for one at a time.
-    - `config`, `mask_id`, `level`, `selection_bits`: as of `denoise`.
+    - `config`, `mask_id`, `level`: the model, the id of its mask, and what the head computes for a row.
+    - `selection_bits`: the source of the draws that select rows.
     - `executables`: where the parts of the step are kept.
 
-    Returns the trace of at most one step. Exact: tokens and commitments are those of `denoise`.
+    Returns the trace of at most one step. Exact: `denoise` chooses and commits the same tokens.
     """
     asked, may = jax.device_get(executables.call(_asked, batch, config=config, mask_id=mask_id))
     if not may:

@@ -44,7 +44,9 @@ def long_loss(
     Arguments:
     - `params`: in the dtype to compute in.
     - `config`, `buckets`: static.
-    - `tokens` to `total_length`: as in `jdllm.demo.long_data.LongBatches`, of one step; int32.
+    - `tokens`, `positions`: int32, of every row of one step; rows of the response hold the ids to predict.
+    - `ends`: int32; a row sees itself and the rows of its example before this one.
+    - `prompt_length`, `total_length`: int32, the rows before the response, and the rows up to its end.
     - `key`: of the masks.
 
     Returns the mean over examples of the loss per response token, in nats; f32. See

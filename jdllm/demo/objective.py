@@ -56,7 +56,7 @@ def dense_layout(shapes: tuple[Shape, ...]) -> Layout:
 def dense_attention(shapes: tuple[Shape, ...]) -> AttentionFn:
     """Attention over packed rows that are dense parts of the given shapes; differentiable.
 
-    The key ranges must be those of `Layout.rows`. The softmax residuals of the contract are not computed:
+    `Layout.rows` must have made the key ranges. The softmax residuals of the contract are not computed:
     both are zero.
     """
 
@@ -139,7 +139,8 @@ def masked_loss(
     Arguments:
     - `params`: in the dtype to compute in.
     - `config`, `layout`: static.
-    - `tokens`, `prompt_length`, `total_length`: as in `jdllm.demo.data.Batches`, of one step, int32.
+    - `tokens`: int32 ids of every position of one step, the response included.
+    - `prompt_length`, `total_length`: int32, the tokens before the response, and the tokens up to its end.
     - `key`: of the masks.
 
     Returns the mean over examples of the loss per response token, in nats; f32. Source: section 2.3 of

@@ -54,7 +54,7 @@ class LayerView(Mapping[str, Any]):
 
 
 def run_layers(params: Params, config: ModelConfig, h: Hidden, rows: Rows, chunks: ChunkConfig) -> Hidden:
-    """Apply all layers to `h` with the chunk counts of `chunks`; the result is that of the whole operators.
+    """Apply all layers to `h` with the chunk counts of `chunks`; whole operators give the same result.
 
     Raises `ValueError` where `chunks.heads` does not divide the key-value heads.
     """
@@ -64,7 +64,7 @@ def run_layers(params: Params, config: ModelConfig, h: Hidden, rows: Rows, chunk
 def layer_by_layer(
     params: Params, config: ModelConfig, h: Hidden, rows: Rows, chunks: ChunkConfig
 ) -> Iterator[Hidden]:
-    """The hidden rows after each layer, as of `run_layers`."""
+    """Apply the layers to `h` one by one, in chunks; yields the hidden rows after each."""
     if config.num_kv_heads % chunks.heads:
         raise ValueError(f"{chunks.heads} head groups do not divide {config.num_kv_heads} key-value heads")
     chunks = chunks.in_loops()

@@ -56,7 +56,7 @@ def sees(
     - `shape`: (sequences, tokens of each).
     - `padding_mask`: false for tokens that are not there; no token sees them, and default positions do not
       count them. They may be anywhere.
-    - `positions`: for the rotary embedding; by default a token's place among those of its sequence.
+    - `positions`: for the rotary embedding; by default the place of each token in its sequence.
     """
     order = jnp.broadcast_to(jnp.arange(shape[1]), shape)
     if padding_mask is not None:

@@ -90,7 +90,7 @@ class Transformer(nnx.Module):
         - `mesh`: the devices; by default the weights go to the default device.
         - `rules`: how the weights are cut, from axis names of the spec tree to axes of `mesh`
           (`jdllm.models.sharding.shardings`). Each device receives its own share only.
-        - `remat`: as for the class.
+        - `remat`: recompute each layer's activations in the backward pass.
         - `progress`: show a progress bar where standard error is a terminal.
 
         Raises `CheckpointError` and `ConfigError` for a checkpoint or rules that cannot be used.
@@ -151,11 +151,12 @@ class Transformer(nnx.Module):
         padding_mask: Bool[Tensor, "batch length"] | None = None,
         positions: Int[Tensor, "batch length"] | None = None,
     ) -> Sees:
-        """What the tokens of a batch see of each other, as every layer of this model takes it.
+        """What the tokens of a batch see of each other, in the form that every layer of this model takes.
 
         Arguments:
         - `shape`: (sequences, tokens of each).
-        - `padding_mask`, `positions`: as for a call.
+        - `padding_mask`: false for padding, on any side.
+        - `positions`: for the rotary embedding; by default the place of each token in its sequence.
         """
         return dense.sees(self.config, shape, padding_mask, positions)
 
@@ -176,9 +177,9 @@ class Transformer(nnx.Module):
 
         Arguments:
         - `tokens`: ids.
-        - `padding_mask`: false for tokens that are not there, on any side. The logits of all other tokens
-          are those of the sequence without padding; logits of padding mean nothing.
-        - `positions`: for the rotary embedding; by default each token's place among those of its sequence.
+        - `padding_mask`: false for padding, on any side. All other tokens have the logits of the sequence
+          without padding; logits of padding mean nothing.
+        - `positions`: for the rotary embedding; by default the place of each token in its sequence.
         """
         sees = self.sees((tokens.shape[0], tokens.shape[1]), padding_mask, positions)
         h = leaf.rows(self.embed.get_value(), tokens)

@@ -156,7 +156,8 @@ class Layers(Layer):
     layer, assign to the parameters of the stack.
 
     Arguments:
-    - `config`, `leaves`, `axes`: as for `Layer`, stacked.
+    - `config`: the model.
+    - `leaves`, `axes`: the stacked weights, and their axes.
     - `name`: of the stack in the spec tree.
     - `numbers`: the numbers of the layers in the model, in order.
     """

@@ -79,9 +79,14 @@ def apply_layers(
 def forward_wanted(
     params: Params, config: ModelConfig, tokens: RowInts, rows: Rows, wanted: Wanted
 ) -> Hidden:
-    """`forward` for the rows that somebody wants: of the others the last layer makes keys and values only.
+    """`forward` for the wanted rows: for other rows the last layer makes keys and values only.
 
-    Arguments as of `forward`. Returns the hidden rows of `wanted`, in its order.
+    Arguments:
+    - `params`, `config`: stacked weights, and the model; the latter is static.
+    - `tokens`, `rows`: int32 ids, and positions and key ranges, of all rows.
+    - `wanted`: the rows to return.
+
+    Returns the hidden rows of `wanted`, in its order.
     """
     sees = packed_ranges(config, rows)
 

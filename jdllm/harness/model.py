@@ -30,9 +30,9 @@ class HarnessLM(LM):
       up to `max_num_batched_tokens` rows, on JAX's first device.
     - others: see `ModelArguments`.
 
-    Log-likelihoods are those of `jdllm.harness.likelihoods`: exact of causal models, and of others stratified
-    Monte Carlo estimates of their bound. Special tokens in a context become their ids, as for the models of
-    lm-eval: a rendered chat template has some.
+    Log-likelihoods are exact for causal models. For other models they are stratified Monte Carlo estimates of
+    the bound. Special tokens in a context become their ids, as for the models of lm-eval: a rendered chat
+    template has some.
     """
 
     def __init__(

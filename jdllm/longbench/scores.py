@@ -51,7 +51,7 @@ def qa_f1_characters(prediction: str, truth: str) -> float:
 
 
 def rouge_l_characters(prediction: str, truth: str) -> float:
-    """`rouge_l` with characters for words, where LongBench takes those of `jieba`: see `qa_f1_characters`."""
+    """`rouge_l` with characters for words; LongBench has the words of `jieba`: see `qa_f1_characters`."""
     return rouge_l(" ".join(prediction), " ".join(truth))
 
 

@@ -30,12 +30,12 @@ def config_from_hf(config: Mapping[str, Any] | str | Path) -> ModelConfig:
 
 
 def config_from_checkpoint(directory: Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
-    """Translate the configuration of a checkpoint whose texts are to end where it says.
+    """Translate the configuration of a checkpoint, with the ids that end its texts.
 
     Arguments:
     - `directory`: holds `config.json` and, perhaps, `generation_config.json`, whose `eos_token_id` adds
-      to that of `config.json`.
-    - `overrides`: keys that replace those of `config.json`; with `eos_token_id`, no other ids count.
+      to the ids of `config.json`.
+    - `overrides`: keys that replace keys of `config.json`; with `eos_token_id`, no other ids count.
 
     Returns the configuration of a registered family.
 

@@ -81,7 +81,9 @@ def moe_ffn(
     dtype of `x` as in the published model; the sum is f32.
 
     Arguments:
-    - `x`, `router`, `bias`, `top_k`: as of `route`.
+    - `x`: normed rows.
+    - `router`, `bias`: weights of the router, and the bias on its probabilities.
+    - `top_k`: experts per row.
     - `experts`: of this layer.
     - `grouped_matmul`: with the contract of `jdllm.pallas.grouped_matmul.grouped_matmul`, `gate` included.
     """

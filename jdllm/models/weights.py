@@ -114,7 +114,7 @@ def spec_tree(config: ModelConfig) -> Tree[TensorSpec]:
 
 
 def layer_specs(config: ModelConfig, layer: int) -> Tree[TensorSpec]:
-    """The weights of one layer, as of a model that has no other: a stack of one, by the stack's name."""
+    """The weights of one layer alone: a stack of one layer, by the stack's name."""
 
     def alone(spec: TensorSpec) -> TensorSpec:
         return dataclasses.replace(spec, shape=(1, *spec.shape[1:]), layers=(layer,))

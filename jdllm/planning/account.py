@@ -138,7 +138,8 @@ def make_account(
     more, by which a compiled step may differ from its plan. Full steps are cut to fit beside the pool.
 
     Arguments:
-    - `config`, `dtype`, `device`: as of `Workload`.
+    - `config`, `dtype`: the model, and the type of its weights and activations.
+    - `device`: what the kernels of the model are chosen by.
     - `budget`: what may be used; `None` for a CPU without `memory`.
     - `max_num_batched_tokens`: packed rows of one step. Where the budget is too small for a whole step of
       them beside a pool that holds as many, `rows` is the largest bucket below that fits so. Where none
@@ -149,7 +150,7 @@ def make_account(
     - `max_num_logits`: head rows whose logits may exist at a time; `None` for as many as fit in full steps,
       and in others for as many as need no more than the rest of the step, at most 512.
     - `max_context`: the pool leaves room for full steps of so many tokens, and for refreshes of them where
-      these leave a pool of a quarter as many rows; by default for those of `rows`.
+      these leave a pool of a quarter as many rows; by default for `rows` tokens.
     - `kv_pool`: bytes of the pool, 0 for none; by default all that is left, rounded down to a number of
       pages with few binary digits: executables depend on it, and outlast small changes of free memory.
     - `verifier_bytes`, `weights_bytes`: bytes on the device, the latter by default those of the model.

@@ -22,14 +22,14 @@ from jdllm.planning.descriptions import description
 
 
 def capability_of(target: str) -> tuple[int, int]:
-    """The compute capability of a described card, (9, 0) for Hopper; arguments as of `target_sharding`."""
+    """The compute capability of a described card such as "h200", (9, 0) for Hopper."""
     stated = re.search(r"cuda_compute_capability\s*{([^}]*)}", description(target))
     numbers = dict(re.findall(r"(major|minor):\s*(\d+)", stated[1] if stated else ""))
     return int(numbers.get("major", 0)), int(numbers.get("minor", 0))
 
 
 def memory_of(target: str) -> int:
-    """Bytes of memory of a described card; arguments as of `target_sharding`."""
+    """Bytes of memory of a described card such as "h200"."""
     stated = re.search(r"device_memory_size:\s*(\d+)", description(target))
     return int(stated[1]) if stated else 0
 
@@ -38,8 +38,8 @@ def device_of(target: str, kernels: str = "auto") -> Target:
     """What operators choose their forms by on a described card, for which any kernel can be compiled.
 
     Arguments:
-    - `target`: as of `target_sharding`.
-    - `kernels`: as of `jdllm.pallas.device.preferring`.
+    - `target`: the name of the card, such as "h200".
+    - `kernels`: "auto" for any kernel that suits the card, "triton" for kernels in Triton, "xla" for none.
     """
     major, minor = capability_of(target)
     return Target(on_cuda=True, capability=major + minor / 10, kernels=known_kernels(kernels))

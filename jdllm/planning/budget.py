@@ -115,7 +115,7 @@ def device_memory(device: Any) -> DeviceMemory | None:
 
 
 def pool_gaps(device: Any) -> int:
-    """Bytes of XLA's pool between arrays, as of `DeviceMemory`; 0 for a CPU."""
+    """Bytes of XLA's pool between arrays: free, but too small for large arrays; 0 for a CPU."""
     return _gaps(device.memory_stats()) if device.platform in _GPUS else 0
 
 
@@ -125,8 +125,10 @@ def _gaps(stats: Mapping[str, int]) -> int:
 
 
 def usable_host_memory(device: Any, host_memory: int | str) -> int:
-    """Bytes of host memory that may be pinned for a device, asked before anything is; arguments as of
-    `device_budget`. Of the default, as much as there is.
+    """Bytes of host memory that may be pinned for a device, asked before anything is pinned.
+
+    `host_memory` is a number of bytes or a text with a unit. If it is the default, the answer is at most as
+    much as the machine has left.
 
     Raises `ConfigError` for more than can be pinned.
     """

@@ -43,7 +43,10 @@ def runtime_limit() -> int:
 
 
 def available(*, meminfo: Path = _MEMINFO, group: Path = _GROUP) -> int | None:
-    """Bytes of host memory that are left; `None` where nothing tells. Arguments as of `check_pinnable`."""
+    """Bytes of host memory that are left; `None` where nothing tells.
+
+    `meminfo` and `group` are where Linux tells of the memory of the machine and of the control group.
+    """
     found = [_of_machine(meminfo), _of_group(group)]
     return min((left for left in found if left is not None), default=None)
 

@@ -28,11 +28,18 @@ def account_with_offloading(
 ) -> Account:
     """The account of an engine that has as many layers on the device as fit.
 
-    All of them stay there where any step fits beside them, and one of `max_context` tokens. Otherwise the
-    fewest go to host memory that leave room for that and for full steps of `max_num_batched_tokens` rows;
-    where even all layers leave no such room, all go.
+    All layers stay there if any step fits beside them, and a step of `max_context` tokens. Otherwise as few
+    as possible go to host memory, so that such steps fit and full steps of `max_num_batched_tokens` rows. If
+    this room is too small without any layer, all go.
 
-    Arguments: as of `jdllm.planning.account.make_account`.
+    Arguments:
+    - `config`, `dtype`: the model, and the type of its weights and activations.
+    - `budget`: what may be used.
+    - `device`: what the kernels of the model are chosen by.
+    - `max_num_batched_tokens`: packed rows of one step; by default chosen from the memory.
+    - `max_num_logits`: head rows whose logits may exist at a time; `None` for as many as fit.
+    - `max_context`: the longest sequence that must fit; by default as long as the largest step.
+    - `kv_pool`: bytes of the pool, 0 for none; by default all that is left.
 
     Raises what `make_account` raises, and `DoesNotFitError` where host memory is too small for the rest.
     """
@@ -71,7 +78,8 @@ def plan_offloaded(workload: Workload, context: int, account: Account) -> Memory
     """Plan one step of an engine that has layers in host memory.
 
     Arguments:
-    - `workload`, `context`: as of `jdllm.planning.plan.plan_memory`.
+    - `workload`: what is planned for.
+    - `context`: tokens of the sequence, masks included.
     - `account`: of that engine.
     """
     config, dtype = workload.config, workload.dtype

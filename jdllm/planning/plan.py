@@ -46,8 +46,8 @@ class Workload:
     - `device`: what it runs on.
     - `mask_ratio`: masked rows per row.
     - `level`: what the head computes for a row.
-    - `cache_policy`, `retention`: decide the size of the KV pool, as in `SamplingParams`. With a cache,
-      layers run whole and on the device.
+    - `cache_policy`, `retention`: the cache of requests and the share of rows that it keeps, which decide the
+      size of the KV pool. With a cache, layers run whole and on the device.
     - `max_num_logits`: head rows whose logits may exist at a time; `None` for as many as fit.
     """
 
@@ -138,7 +138,6 @@ class MemoryPlan(StepPlan):
     - `budget`: what may be used.
     - `weights_bytes`: of the device.
     - `streamed_bytes`: of weights that each step copies out of host memory.
-    - others: as of `StepPlan`.
     """
 
     budget: Budget
@@ -211,6 +210,8 @@ def plan_bucket(
     """Plan one step of compiled sizes in the room that is left for it.
 
     Arguments:
+    - `workload`, `bucket`: what is planned for, and the compiled sizes of the step.
+    - `room`: what the step may use.
     - `tiers`: tried in order where the device is too small.
 
     Returns the plan; where nothing fits, the last that was tried, with `fits` false.
@@ -230,10 +231,10 @@ def max_context(workload: Workload, budget: Budget, *, host_tiers: bool | Sequen
 
 
 def longest_context(workload: Workload, room: StepRoom, tiers: Sequence[HostTiers] = ()) -> int:
-    """The longest context whose step fits the room; arguments as of `plan_bucket`.
+    """The longest context whose step fits the room, with one of the `tiers` where the device is too small.
 
-    By bisection, and then a look back: how rows divide into equal chunks may leave a gap below the longest,
-    and everything up to the result should fit.
+    By bisection, and then a look back: the division of rows into equal chunks may leave a gap below the
+    longest, and everything up to the result should fit.
     """
     ladder = row_ladder()
 
@@ -249,8 +250,7 @@ def longest_context(workload: Workload, room: StepRoom, tiers: Sequence[HostTier
 
 
 def least_room(workload: Workload, bucket: Bucket, room: StepRoom, tiers: Sequence[HostTiers] = ()) -> int:
-    """The fewest bytes of the device that a step fits which does not fit `room`; arguments as of
-    `plan_bucket`."""
+    """The fewest bytes of the device that hold a step which does not fit `room`, with one of the `tiers`."""
 
     def fits(device: int) -> bool:
         return plan_bucket(workload, bucket, room._replace(device=device), tiers).fits
@@ -279,7 +279,8 @@ def refusal(
     """The error for a step that does not fit.
 
     Arguments:
-    - `workload`, `bucket`, `room`, `tiers`: as of `plan_bucket`.
+    - `workload`, `bucket`: what is planned for, and the compiled sizes of the step.
+    - `room`, `tiers`: what the step may use, and the host tiers that were tried.
     - `what`: the step, by default by its rows.
     - `surplus`: bytes that the compiler asks for beyond what is planned.
     - `compiled`: bytes of the room that the compiler asks for, where it was asked.

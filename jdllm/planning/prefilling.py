@@ -45,7 +45,10 @@ class StagePlan(NamedTuple):
 class LongPlan:
     """A question over a long context on one card.
 
-    - `workload`, `account`, `target`, `prefilling`, `question`: as of `plan_stages`.
+    - `workload`: the model and its type.
+    - `account`: of an engine, whose largest step is a batch of chunks.
+    - `target`: a card that `jdllm.planning.step_time.RATES` has.
+    - `prefilling`, `question`: how the context is prepared, and the lengths of the question.
     """
 
     workload: Workload
@@ -96,7 +99,7 @@ def plan_stages(
 
     Arguments:
     - `workload`: the model and its type.
-    - `account`: of an engine, whose largest step is that of a batch of chunks.
+    - `account`: of an engine, whose largest step is a batch of chunks.
     - `target`: a card that `jdllm.planning.step_time.RATES` has.
 
     Steps of the answer are counted one for each token.

@@ -39,7 +39,7 @@ class Sharing:
 
     - `needs`: what steps of the model need.
     - `budget`: what may be used, the verifier counted as overhead.
-    - `weights`, `page_bytes`: bytes, as of `jdllm.planning.account.Account`.
+    - `weights`, `page_bytes`: bytes of the model's weights, and of a page of the pool.
     - `asked_rows`, `asked_pages`, `context`: packed rows of a step, pages of the pool, and the longest
       sequence that the pool has to leave room for, where somebody said so.
     """

@@ -44,7 +44,8 @@ the rate of sums in float16, and one direction of 16 lanes of PCIe 4.0 or 5.0. A
 
 
 class StepTime(NamedTuple):
-    """An estimate: `seconds` of a step whose products run at `flops` a second; `measured` as of `Rates`."""
+    """An estimate: `seconds` of a step whose products run at `flops` a second; `measured` says whether steps
+    of jdllm reach the card's rates; otherwise the data sheet gives the rates."""
 
     seconds: float
     flops: float

@@ -195,9 +195,12 @@ def build(
     """One evaluation, whose rows are stored; where it opens a block, the first step of that block.
 
     Arguments:
-    - `params`, `batch`, `config`, `mask_id`, `level`: as of `jdllm.decoding.step.denoise`.
-    - `table`, `storage`, `pool`: as of `jdllm.execution.paged.parts.forward_parts`; donate the pool.
-    - `logits_chunks`: as of `jdllm.decoding.cached.refresh`.
+    - `params`, `batch`: stacked weights, and the packed batch.
+    - `table`: the pages that each tile of rows sees; `None` if no page is read.
+    - `storage`: the rows to store.
+    - `pool`: written in place; donate it.
+    - `config`, `mask_id`, `level`: static.
+    - `logits_chunks`: into how many chunks the head rows are cut where logits exist; static.
 
     Returns the trace of one step, which commits nothing where there are no head rows, and the pool.
     """

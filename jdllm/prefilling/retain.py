@@ -42,8 +42,9 @@ class Watched(NamedTuple):
 class WatchedRanges(NamedTuple):
     """Packed rows that see ranges of each other, and some of which are watched: a `Sees`.
 
-    - `ranges`: what they see.
-    - the others: as of `retain`.
+    - `ranges`: the rows that each row sees.
+    - `watched`: the rows whose attention is measured.
+    - `prefilling`: settings; the fields `retention...` matter.
     """
 
     ranges: Ranges
@@ -60,7 +61,8 @@ def retention_segment(prefix: Ints, chunk: Ints, window: Ints, mask: str) -> Seg
     """Instruction, chunk, and the end of the query behind it.
 
     Arguments:
-    - `mask`: as of `jdllm.decoding.prefilling.RetentionMask`.
+    - `prefix`, `chunk`, `window`: ids of each.
+    - `mask`: what the rows see: "causal", "none" or "query_to_chunk" (`Prefilling.retention_mask`).
     """
     tokens = np.concatenate([prefix, chunk, window])
     return Segment.of(tokens, ends(mask, len(prefix), len(chunk), len(window)))
@@ -80,8 +82,9 @@ def retain(
     Only the products of the watched rows exist, never those of all rows.
 
     Arguments:
-    - `tokens`, `rows`: segments as of `retention_segment`.
-    - `config`, `prefilling`: static; of the latter the fields `retention...`.
+    - `tokens`, `rows`: of segments that `retention_segment` makes.
+    - `watched`: the rows whose attention is measured.
+    - `config`, `prefilling`: static; of the settings the fields `retention...` matter.
 
     Returns f32 values; one group for all heads, or one for each key-value head. Tokens beyond the length of a
     chunk are not meaningful. Exact: as published. Source: Prefilling-dLLM.

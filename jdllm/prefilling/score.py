@@ -79,7 +79,8 @@ def scoring_of(
     itself (leave-one-out, each token by itself).
 
     Arguments:
-    - `mask`: as of `jdllm.decoding.prefilling.ScoreMask`; without a shift "causal" or "full".
+    - `mask`: what the rows see: "causal", "full", "none" or "query_to_chunk" (`Prefilling.score_mask`).
+      Without a shift "causal" or "full".
     """
     tokens = np.concatenate([prefix, chunk, after.tokens]).astype(np.int32)
     before = len(prefix) + len(chunk)
@@ -105,7 +106,7 @@ def score(
     """Log-probabilities of tokens behind the chunks of a batch.
 
     Arguments:
-    - `parts`: as of `forward_parts`; `wanted` are the rows that predict the tokens.
+    - `parts`: the rows; `wanted` are the rows that predict the tokens.
     - `targets`: these tokens.
     - `pool`: chunks that are stored, or to be stored.
     - `config`, `logits_chunks`: static; f32 logits exist for one of so many chunks of the wanted rows.

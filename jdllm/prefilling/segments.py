@@ -43,10 +43,10 @@ def joined(segments: Sequence[Segment]) -> tuple[Segment, Int[np.ndarray, " segm
 
 
 def ends(mask: str, prefix: int, chunk: int, after: int) -> Ints:
-    """How far the rows of instruction, chunk and what follows it see.
+    """How far the rows of instruction, chunk and the rows behind it see.
 
     Arguments:
-    - `mask`: as of `jdllm.decoding.prefilling.ScoreMask`.
+    - `mask`: "causal", "full", "none" or "query_to_chunk" (`Prefilling.score_mask`).
     - `prefix`, `chunk`, `after`: how many rows each has.
 
     Returns the end of each row's range, which begins with the first row.

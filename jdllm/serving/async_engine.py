@@ -41,10 +41,13 @@ class AsyncEngine:
         self._thread.start()
 
     def submit(self, specs: Sequence[RequestSpec], *, updates: Updates = "later") -> Submitted:
-        """Take the requests of a call in, in order of arrival; `updates` as of `Engine.add`.
+        """Take in the requests of a call, in order of arrival.
 
-        Returns what yields their updates, in the event loop that this is called in. Raises what `Engine.add`
-        raises, and `error` where the engine cannot go on.
+        Arguments:
+        - `updates`: "every" for updates as they happen, "later" for updates at the end of a block.
+
+        Returns an iterator over the updates, for the caller's event loop. Raises the errors of `Engine.add`,
+        and `error` if the engine has stopped.
         """
         with self._work:
             if self.error is not None:
@@ -76,7 +79,8 @@ class AsyncEngine:
         """Denoise one request.
 
         Arguments:
-        - `spec`, `updates`: as of `Engine.add`.
+        - `spec`: the request.
+        - `updates`: "every" for updates as they happen, "later" for updates at the end of a block.
 
         Yields its updates; the last one is `Ended`, which has the error of a request that failed. Leaving
         the iteration, or cancelling the task that waits in it, aborts the request. Raises as `submit` does.

@@ -17,8 +17,9 @@ class Diagnosis:
     """Runs the sequence of a request once more, layer by layer.
 
     Arguments:
-    - `params`: the weights; `None` where not all are on the device, for then nothing is run again.
-    - `config`, `executables`: as of `jdllm.serving.denoise.full_runner.FullRunner`.
+    - `params`: the weights; `None` if not all are on the device: then nothing is run again.
+    - `config`: the model.
+    - `executables`: keep the compiled functions.
     - `verifier`: of adaptive requests.
     """
 

@@ -54,7 +54,7 @@ class Flight:
         return sum(part.rows for part in self._parts)
 
     def counts(self) -> dict[str, Mapping[Kind, int]]:
-        """`parts`, `rows` and `head_rows` of those that came back, as of `Stats`."""
+        """`parts`, `rows` and `head_rows` of the collected parts, by kind."""
         return {name: {kind: count[kind] for kind in Kind} for name, count in self._counts.items()}
 
     def add(self, pending: Pending, demands: Sequence[Demand]) -> None:

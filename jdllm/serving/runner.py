@@ -38,9 +38,13 @@ class Runner:
         self._queue = ThreadPoolExecutor(1, thread_name_prefix="jdllm")
 
     def submit(self, kind: Kind, requests: list[Request], max_steps: int) -> Pending:
-        """Pack a part and put it behind those that were submitted before; changes no request.
+        """Pack a part and put it behind the parts that were submitted before; changes no request.
 
-        Arguments and errors: as of `Launcher`.
+        Arguments:
+        - `kind`, `requests`: of the part.
+        - `max_steps`: denoising steps at most.
+
+        Raises `MemoryBudgetError` if the part does not fit, before anything of it has run.
         """
         launch = self._launchers[kind](requests, max_steps)
         listed = any(request.sampling.listed for request in requests)

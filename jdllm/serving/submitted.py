@@ -17,10 +17,10 @@ class Submitted:
     Arguments:
     - `engine`: takes the requests in; somebody else drives it.
     - `specs`: in order of arrival.
-    - `updates`: as of `Engine.add`.
+    - `updates`: "every" for updates as they happen, "later" for updates at the end of a block.
 
-    `ids` are those in the engine. Updates wait for a reader who is slow: at most one for each denoising step.
-    Raises what `Engine.add` raises; none of the requests is left then.
+    `ids` are the ids of the requests in the engine. Updates wait for a slow reader: at most one for each
+    denoising step. If `Engine.add` raises an error, so does this, and none of the requests is left.
     """
 
     def __init__(self, engine: Engine, specs: Sequence[RequestSpec], updates: Updates):

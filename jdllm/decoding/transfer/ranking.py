@@ -49,7 +49,8 @@ class Ranked(NamedTuple):
     - `segment`: the number of segments for rows that are no candidates.
     - `rank`: place within the segment, from 0; equal orders go to the lowest row.
     - `count`: candidates of the row's segment.
-    - `confidence`, `draw`: as in `Candidates`.
+    - `confidence`: by the segment's measure.
+    - `draw`: a uniform draw in (0, 1).
     """
 
     row: Int[Array, " rows"]

@@ -98,7 +98,7 @@ def run_chain(
     """Run all layers of a model for which `chains` holds.
 
     Arguments:
-    - `operands`: as of `chain_operands`.
+    - `operands`: the weights of the chain, which `chain_operands` makes once.
     - `h`: embedded rows.
     - `rotation`: cosine and sine of the rows' angles.
     - `attention`: over everything that each row sees.

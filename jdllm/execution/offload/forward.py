@@ -51,12 +51,13 @@ def forward_tiered(
 
     Arguments:
     - `params`: stacked weights on the device.
-    - `config`, `tokens`, `rows`: as of `jdllm.execution.transformer.forward`.
+    - `config`, `tokens`: the model, and int32 ids of all rows.
+    - `rows`: positions and key ranges.
     - `tiers`: what is in host memory, and the sizes of chunks.
     - `call`: compiles and runs the parts of a layer.
 
     Returns the hidden rows after the last layer, before the final norm, in chunks of `tiers.chunk_rows` in
-    pinned host memory. Exact: they are those of `forward` up to rounding.
+    pinned host memory. Exact: equal to the rows of `forward` up to rounding.
 
     Raises `ValueError` where `tiers.head_groups` does not divide the key-value heads.
     """

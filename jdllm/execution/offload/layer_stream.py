@@ -64,12 +64,12 @@ class OffloadedWeights:
         """Run all layers over packed rows.
 
         Arguments:
-        - `tokens`, `rows`: NumPy arrays, as of `jdllm.execution.transformer.forward`.
+        - `tokens`, `rows`: ids, and positions and key ranges, of all rows; NumPy arrays.
         - `chunks`: chunk counts, those of the logits without effect.
         - `call`: compiles and runs a function: `jdllm.compiling.executables.Executables.call`.
 
-        Returns the hidden rows after the last layer, before the final norm. Exact: they are those of
-        `forward` up to rounding.
+        Returns the hidden rows after the last layer, before the final norm. Exact: equal to the
+        rows of `forward` up to rounding.
         """
         placed = to_device(rows, self.device)
         h = self._embedded(np.asarray(tokens), call)
@@ -144,9 +144,15 @@ class OffloadedWeights:
 def apply_one(
     h: Hidden, layer: Params, rows: Rows, *, config: ModelConfig, chunks: ChunkConfig
 ) -> tuple[Hidden, Array]:
-    """One layer; arguments as of `jdllm.execution.transformer.apply_layers`, of a model that has no other.
+    """One layer, for a model that has no other.
 
-    Returns the rows after it, and an array to wait for that is not donated.
+    Arguments:
+    - `h`: hidden rows before the layer.
+    - `layer`: the parameter tree of the layer alone.
+    - `rows`: positions and key ranges.
+    - `config`, `chunks`: the model, and chunk counts; static.
+
+    Returns the rows after the layer, and an array to wait for that is not donated.
     """
     h = apply_layers(layer, config, h, rows, chunks=chunks)
     return h, h[0, :1]

@@ -117,7 +117,7 @@ def prefill_layer(
     """One layer over all rows of a prompt.
 
     Arguments:
-    - `stack`, `place`: the weights of like layers, and which of them this one is.
+    - `stack`, `place`: the weights of like layers, and the place of this layer among them.
     - `h`: the residual stream, in whole chunks, to be donated. Rows from `length` on mean nothing.
     - `length`: tokens of the prompt.
     - `chunk`: rows that are computed at a time; static.
@@ -140,10 +140,15 @@ def prefill_layer(
 def last_layer(
     stack: Weights, place: Scalar, h: Hidden, length: Scalar, *, config: ModelConfig, chunk: int
 ) -> tuple[Hidden, KeysValues]:
-    """The last layer for a prompt of which only the last row is wanted: of the others it makes keys and
-    values. Arguments as of `prefill_layer`; `h` is not donated.
+    """The last layer for a prompt of which only the last row is wanted: other rows get keys and values only.
 
-    Returns that row, `[1, hidden]`, and the keys and values.
+    Arguments:
+    - `stack`, `place`: the weights of like layers, and the place of this layer among them.
+    - `h`: the residual stream, in whole chunks; not donated. Rows from `length` on mean nothing.
+    - `length`: tokens of the prompt.
+    - `chunk`: rows that are computed at a time; static.
+
+    Returns the last row, `[1, hidden]`, and the keys and values.
     """
     layer, length = Layer(take_layer(stack, place), config), jnp.asarray(length)
 
@@ -173,10 +178,11 @@ def generate_layer(
     """One layer for one row behind the prompt.
 
     Arguments:
-    - `stack`, `place`: as of `prefill_layer`; `number`: of the layer in the model.
+    - `stack`, `place`: the weights of like layers, and the place of this layer among them.
+    - `number`: of the layer in the model.
     - `h`: the row, `[1, hidden]`.
     - `prompt`: keys and values of the first `length` rows.
-    - `generated`: those of the `count` rows between, to be donated; the row's own are added.
+    - `generated`: keys and values of the `count` rows between, to be donated; the row's own are added.
 
     Returns the row after the layer, `generated`, and an array to wait for.
     """

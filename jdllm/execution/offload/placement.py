@@ -37,7 +37,7 @@ def device_weight_bytes(config: ModelConfig, dtype: jnp.dtype | str, offloaded: 
 
 
 def host_weight_bytes(config: ModelConfig, dtype: jnp.dtype | str, offloaded: int) -> int:
-    """Bytes of weights in host memory; arguments as above."""
+    """Bytes of weights in host memory, where so many layers are `offloaded`."""
     if not offloaded:
         return 0
     embedding = 0 if config.tied_head else config.vocab_size * config.hidden_size * jnp.dtype(dtype).itemsize
@@ -45,5 +45,5 @@ def host_weight_bytes(config: ModelConfig, dtype: jnp.dtype | str, offloaded: in
 
 
 def streamed_bytes(config: ModelConfig, dtype: jnp.dtype | str, offloaded: int) -> int:
-    """Bytes that each step moves to the device; arguments as above."""
+    """Bytes that each step moves to the device, where so many layers are `offloaded`."""
     return sum(layer_bytes(config, dtype, layer) for layer in offloaded_layers(config, offloaded))

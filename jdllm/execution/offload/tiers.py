@@ -92,7 +92,7 @@ def device_buffers(
 
 
 def host_buffers(config: ModelConfig, tiers: HostTiers, rows: int, dtype: jnp.dtype | str) -> dict[str, int]:
-    """Bytes of all arrays that are in pinned host memory at the worst moment; arguments as above.
+    """Bytes of all arrays that are in pinned host memory at the worst moment.
 
     A chunk is replaced by a new array before the old one is free, hence some chunks more than the rows have.
     """

@@ -39,10 +39,12 @@ class Window(NamedTuple):
 
 
 class StoredRows(NamedTuple):
-    """One row of each sequence, which is stored and sees what is stored of its own: a `Sees`.
+    """One row of each sequence, which is stored and sees the stored rows of its sequence: a `Sees`.
 
     - `rotation`: of the rows.
-    - the others: as of `forward_decode`.
+    - `pool`: stored keys and values; the rows' own are written into it.
+    - `place`: where each row is stored.
+    - `seen`: the pages or ranges of rows that each row sees, itself included.
     """
 
     rotation: Rotation
@@ -73,11 +75,11 @@ def forward_decode(
     """Run all layers over one row of each sequence.
 
     Arguments:
-    - `params`, `config`: as of `jdllm.execution.transformer.forward`.
+    - `params`, `config`: stacked weights, and the model; the latter is static.
     - `tokens`, `positions`: of the rows.
-    - `pool`: what is stored; the rows' own keys and values are written into it, in place: donate it.
-    - `place`: where; no two the same.
-    - `seen`: what each row sees, itself included: pages of which it sees all live rows, or ranges of rows.
+    - `pool`: stored keys and values; the rows' own are written into it, in place: donate it.
+    - `place`: where each row is stored, no two in the same place.
+    - `seen`: the rows that each row sees, itself included: all live rows of pages, or ranges of rows.
 
     Returns the hidden rows after the last layer, and the pool.
     """
@@ -112,12 +114,16 @@ def forward_decode_chained(
     """`forward_decode` as a chain of kernels, for which `chains` must hold with the sequences' `chain_rows`.
 
     Arguments:
-    - `table`: what each row sees, of the pool without itself, and itself as a fresh row, that of its number.
-    - `operands`: of the chain, where a loop has made them.
-    - the others: as of `forward_decode`.
+    - `params`, `config`: stacked weights, and the model; the latter is static.
+    - `tokens`, `positions`: of the rows.
+    - `pool`: stored keys and values; the rows' own are written into it, in place: donate it.
+    - `place`: where each row is stored, no two in the same place.
+    - `table`: the rows that each row sees: in the pool without itself, and itself as the fresh row of the
+      same number.
+    - `operands`: of the chain, if a loop has made them.
 
-    A kernel of the chain may not wait for what is written into the pool: all layers' rows are written after
-    the last one.
+    A kernel of the chain may not wait for writes into the pool: the rows of all layers are written after the
+    last layer.
     """
     same = chain_rows(len(tokens)) // len(tokens)
     tokens, positions = (jnp.repeat(jnp.asarray(x), same) for x in (tokens, positions))

@@ -22,10 +22,10 @@ from jdllm.pallas.split_attention import PageTable, split_attention
 class SelectedRanges(NamedTuple):
     """Packed rows that see ranges of each other, and of which a selection is stored: a `Sees`.
 
-    - `ranges`: what they see.
-    - `pool`: where they are stored.
-    - `selection`, `slots`: which of them, and where.
-    - `scored`: as of `sources`.
+    - `ranges`: the rows that each row sees.
+    - `pool`: stores the selected rows.
+    - `selection`, `slots`: which rows are stored, and in which slots.
+    - `scored`: whether any segment keeps its best candidates; queries are not read otherwise.
     """
 
     ranges: Ranges
@@ -49,7 +49,8 @@ class Pages(NamedTuple):
     """Tiles of rows that see pages of a pool and fresh rows: a `Sees`.
 
     - `rotation`: of the rows.
-    - `pool`, `table`: as of `forward_reuse`.
+    - `pool`: read only.
+    - `table`: the pages and the fresh rows of each tile.
     - `attention`: with the contract of `jdllm.pallas.split_attention.split_attention`.
     """
 
@@ -83,12 +84,13 @@ def forward_refresh(
     """Run all layers over whole sequences and store what each layer selects.
 
     Arguments:
-    - `params`, `config`, `tokens`, `rows`: as of `jdllm.execution.transformer.forward`.
+    - `params`, `config`: stacked weights, and the model; the latter is static.
+    - `tokens`, `rows`: int32 ids, and positions and key ranges, of all rows.
     - `pool`: carried through the layers and written in place; donate it.
     - `selection`: which rows may be stored, and how many.
     - `table`: the pages of each segment; how many of their rows are live does not matter here.
-    - `scored`: as of `sources`; static.
-    - `wanted`: as of `jdllm.execution.transformer.forward_wanted`.
+    - `scored`: whether any segment keeps its best candidates; static.
+    - `wanted`: the rows to return; for other rows the last layer makes keys and values only.
 
     Returns the hidden rows of `wanted`, which storing does not change, and the pool.
     """
@@ -121,14 +123,14 @@ def forward_reuse(
     """Run all layers over some rows of each sequence, against themselves and what is stored.
 
     Arguments:
-    - `rows`: their key ranges do not matter here.
+    - `params`, `config`: stacked weights, and the model; the latter is static.
+    - `tokens`, `rows`: int32 ids and positions of the rows; key ranges do not matter here.
     - `pool`: read only.
     - `table`: the packed rows are cut evenly into as many tiles as it has requests; each tile sees its own
       pages and, as fresh rows, some of the packed ones. All rows of a tile belong to one segment.
     - `operands`: of the chain, where a loop has made them and the layers are one.
     - `attention`: the attention to use, with the contract of `jdllm.pallas.split_attention.split_attention`,
       which is the default; with another one the layers are no chain.
-    - the others: as of `jdllm.execution.transformer.forward`.
 
     Returns the hidden rows.
     """

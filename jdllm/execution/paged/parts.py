@@ -38,14 +38,15 @@ class Storage(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Packed rows, and what they see beside each other.
+    """Packed rows, and the keys that they see beside each other.
 
-    - `tokens`, `rows`: as of `jdllm.execution.transformer.forward`. With `keys` their ranges are of its rows.
-    - `keys`: the keys that ranges refer to, read after `storage` was written; `None` for those of the rows.
-    - `own`: rows that see their own key beside their range, which it is no part of; `None` where none does.
-    - `table`: the pages that each tile of rows sees, of as many tiles as it has requests; `None` where
-      nothing is read.
-    - `storage`: what is stored; `None` where nothing is.
+    - `tokens`, `rows`: int32 ids, and positions and key ranges, of all rows. With `keys`, ranges count in
+      the rows of `keys`.
+    - `keys`: the keys that ranges refer to, read after `storage` was written; `None` for the rows' own keys.
+    - `own`: rows that see their own key, which lies outside their range; `None` if no row does.
+    - `table`: the pages that each tile of rows sees; the table has a request for each tile. `None` if no page
+      is read.
+    - `storage`: the rows to store; `None` if no row is stored.
     - `wanted`: the rows whose hidden states are wanted.
     """
 
@@ -62,7 +63,8 @@ class PartRows(NamedTuple):
     """Rows of parts, which are stored and see what `parts` says: a `Sees`.
 
     - `ranges`: of the rows.
-    - `parts`, `pool`: as of `forward_parts`.
+    - `parts`: the rows.
+    - `pool`: stored keys and values; `None` if nothing is read or stored.
     """
 
     ranges: Ranges
@@ -82,7 +84,8 @@ class WantedRows(NamedTuple):
 
     - `ranges`: of these rows, with the keys and values of all.
     - `own`: which of them see their own key, and their own keys and values.
-    - `parts`, `pool`: as of `forward_parts`.
+    - `parts`: all rows.
+    - `pool`: stored keys and values; `None` if nothing is read or stored.
     """
 
     ranges: Ranges
@@ -101,12 +104,12 @@ def forward_parts(
     """Run all layers.
 
     Arguments:
-    - `params`, `config`: as of `jdllm.execution.transformer.forward`.
+    - `params`, `config`: stacked weights, and the model; the latter is static.
     - `parts`: the rows.
-    - `pool`: what is stored already, and what is written where there is storage: donate it then. `None` where
-      nothing is read or stored.
+    - `pool`: stored keys and values. With storage the pool is written in place: donate it. `None` if nothing
+      is read or stored.
 
-    Returns the hidden rows that are wanted, in their order, and the pool.
+    Returns the wanted hidden rows, in their order, and the pool.
     """
     ranges, (rows, live) = packed_ranges(config, parts.rows), parts.wanted
 

@@ -91,7 +91,7 @@ def sources(q: Queries, k: Keys, selection: Selection, slots: Slots, *, scored: 
     """The packed row that each slot takes, for each key-value head.
 
     Arguments:
-    - `q`, `k`: as of `candidate_order`.
+    - `q`, `k`: rotated.
     - `slots`: as `slots_of` returns them.
     - `scored`: whether any segment may be scored, static; queries and keys are not read otherwise.
 
@@ -138,7 +138,7 @@ def store(
     - `pool_k`, `pool_v`: written in place where the caller donates or carries them.
     - `layer`: which layer of the pools.
     - `k`, `v`: rotated keys, and values, of all packed rows.
-    - `page`: the page of each entry, as in `Slots`.
+    - `page`: the page of each entry; beyond the pool for an entry that is not written.
     - `source`: as `sources` returns it.
 
     Returns both pools.

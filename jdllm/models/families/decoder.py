@@ -88,8 +88,9 @@ def causal_config(
     """`decoder_config` of the causal families, whose code is that of transformers itself.
 
     Arguments:
-    - `values`, `fields`, `differences`: as of `decoder_config`.
-    - `window`: the sliding window of all layers, where they have one; `layer_types` must agree.
+    - `values`, `fields`: the parsed `config.json`, and typed access to it.
+    - `window`: the sliding window of all layers, if they have one; `layer_types` must agree.
+    - `differences`: fields of `ModelConfig` that the family sets itself, and options of `decoder_config`.
 
     Raises `ConfigError` as `decoder_config` does, and for code of the checkpoint's own.
     """

@@ -55,7 +55,7 @@ class AdaptiveRunner:
         self._chosen: dict[tuple[Entry, int, int], ChunkConfig] = {}
 
     def launch(self, requests: list[Request], max_steps: int) -> Launch:
-        """One iteration, as of `Launcher`; host memory is not used."""
+        """Pack one iteration; `max_steps` does not matter, and host memory is not used."""
         rows, head_rows = np.sum([demand(r) for r in requests], axis=0).tolist()
         entry = self._sizes.choose(rows, head_rows, len(requests))
         spans = self._keys.hold(requests)

@@ -37,7 +37,8 @@ def load_verifier(
     - `source`: a Hugging Face checkpoint directory or hub id, or a `Transformer`, which keeps its dtype.
     - `config`, `tokenizer`: of the diffusion model.
     - `dtype`: of the weights of a checkpoint.
-    - `shares_ids`: as of `check_verifier`.
+    - `shares_ids`: without a tokenizer, take vocabularies of different sizes to agree up to the end of the
+      smaller one.
     - `progress`: show a progress bar while loading, where standard error is a terminal.
 
     Raises what `check_verifier` raises, before any weight is read, and `CheckpointError` for a checkpoint

@@ -72,7 +72,7 @@ class LayeredRunner:
         )
 
     def launch(self, requests: list[Request], max_steps: int) -> Launch:
-        """Some layers of a prompt, or a token. As of `jdllm.serving.launch.Launcher`, for one request."""
+        """Pack some layers of a prompt, or one token, of one request; `max_steps` does not matter."""
         (request,) = of_class(CausalRequest, requests)
         if request.id not in self._running:
             self._running[request.id] = self._begin(request)

@@ -31,7 +31,11 @@ _STOPS = 8
 class PackedPrompts(NamedTuple):
     """Parts of prompts.
 
-    - `batch`, `storage`, `keys`, `plain`, `penalty`: as of `jdllm.decoding.causal.prefill`.
+    - `batch`: the parts; the head rows are the last rows of prompts that end, plain rows first.
+    - `storage`: the rows to store.
+    - `keys`: the keys that ranges refer to; `None` for the rows' own keys.
+    - `plain`: how many head rows have no filter and are not listed.
+    - `penalty`: of the ids that the prompts hold; `None` if no segment has one.
     - `order`: which requests the head rows belong to.
     """
 
@@ -51,7 +55,9 @@ class PackedPrompts(NamedTuple):
 class PackedSequences(NamedTuple):
     """Sequences that generate.
 
-    - `sequences`, `reads`, `penalty`: as of `jdllm.decoding.causal.decode`.
+    - `sequences`: the last token of each, and what each asks of the sampler.
+    - `reads`: the stored rows that each sequence sees: all but its last token.
+    - `penalty`: of the known ids; `None` if no segment has one.
     - `order`: which requests the segments belong to.
     """
 

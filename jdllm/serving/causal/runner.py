@@ -91,7 +91,7 @@ class CausalRunner:
         return Demand(Kind.PREFILL, len(part), int(part.stop == asked.known), pages_of(part.stop))
 
     def prefill(self, requests: list[Request], max_steps: int) -> Launch:
-        """The next part of each prompt. As of `Launcher`."""
+        """Pack the next part of each prompt; `max_steps` does not matter."""
         asked = of_class(CausalRequest, requests)
         parts = [part_of(request, self.chunk) for request in asked]
         stored, rows = any(part.start > 0 for part in parts), sum(map(len, parts))
@@ -108,7 +108,7 @@ class CausalRunner:
         return self._launch(chosen, asked, counts, stored_rows)
 
     def decode(self, requests: list[Request], max_steps: int) -> Launch:
-        """Up to `max_steps` tokens of each request. As of `Launcher`."""
+        """Pack up to `max_steps` tokens of each request."""
         asked = of_class(CausalRequest, requests)
         kind = any(evaluated_apart(request.sampling) for request in asked), penalised(asked)
         sizes, level = self._decode_sizes[kind], _LEVELS[kind[0]]

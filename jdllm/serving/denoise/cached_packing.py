@@ -21,11 +21,12 @@ from jdllm.serving.rule_states import packed_states
 
 
 class RefreshBatch(NamedTuple):
-    """A packed batch of whole sequences, and what of them is stored.
+    """A packed batch of whole sequences, and the rows that are stored.
 
-    - `packed`: as of `jdllm.serving.packing.pack`.
-    - `selection`, `table`: as of `jdllm.decoding.cached.refresh`.
-    - `stored`: for each request what is stored of it, `None` where nothing is.
+    - `packed`: the batch.
+    - `selection`: which rows may be stored, and how many.
+    - `table`: the pages of each segment.
+    - `stored`: for each request the rows that are stored of it, `None` if none is.
     """
 
     packed: Packed

@@ -81,7 +81,7 @@ class CachedRunner:
             sizes.compiled.update(self._ladder.reuse)
 
     def refresh(self, requests: list[Request], max_steps: int) -> Launch:
-        """One step of whole sequences; what each policy asks for is stored. As of `Launcher`."""
+        """Pack one step of whole sequences; the rows that each policy asks for are stored."""
         rows, head_rows = np.sum([demand(r) for r in requests], axis=0).tolist()
         scored = self._needs_scores(requests)
         sizes = self._refresh_sizes[scored]
@@ -95,7 +95,7 @@ class CachedRunner:
         return Launch(run, chosen.batch.packed.candidates, chosen.batch.stored)
 
     def reuse(self, requests: list[Request], max_steps: int) -> Launch:
-        """Up to `max_steps` steps of what each request forwards. As of `Launcher`."""
+        """Pack up to `max_steps` steps of the rows that each request forwards."""
         rows, head_rows, needed = np.sum([reuse_demand(r, PAGE_ROWS) for r in requests], axis=0).tolist()
         level = _reuse_level(requests)
         sizes = self._reuse_sizes[level]

@@ -80,7 +80,7 @@ class FullRunner:
             raise refusal(self.workload(Level.TOP), bucket, room, self._tiers)
 
     def launch(self, requests: list[Request], max_steps: int) -> Launch:
-        """As of `jdllm.serving.launch.Launcher`; where host memory is used, at most one step runs."""
+        """Pack up to `max_steps` steps of whole sequences; with host memory at most one step runs."""
         rows, head_rows = np.sum([demand(r) for r in requests], axis=0).tolist()
         entry = self._sizes.choose(rows, head_rows, len(requests), max_steps)
         batch, candidates = pack(requests, self._config, entry)

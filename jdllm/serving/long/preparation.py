@@ -72,7 +72,7 @@ class Preparation:
         """Nothing: stages are pure, and their results are stored in the pool."""
 
     def launch(self, requests: list[Request], max_steps: int) -> Launch:
-        """As of `jdllm.serving.launch.Launcher`, for one request."""
+        """Pack the next stage of one request; `max_steps` does not matter."""
         (request,) = of_class(LongRequest, requests)
         stage = self._stage(request)
         candidates = np.zeros(0, np.int32) if stage.candidates is None else stage.candidates

@@ -117,7 +117,7 @@ class Draft(Stage):
 class Retain(Stage):
     """Measures what the tokens of selected chunks are worth.
 
-    The array is that of `jdllm.prefilling.retain.retain`, with the chunks in the order of `chunks`.
+    The array holds the values of `jdllm.prefilling.retain.retain`, with the chunks in the order of `chunks`.
 
     Arguments:
     - `chunks`: the chunks, by their number, at most `room`; `window`: what stands behind them.
