@@ -17,25 +17,24 @@ from jdllm.serving.request import Request, Timings
 class CompletionOutput:
     """One sample of a request. Equal to another that holds the same result, whatever time it took.
 
-    - `index`: which of the request's samples it is.
-    - `text`: `token_ids` up to the first end id or stop string, without special tokens, as they read behind
-      the prompt: where words begin with their spaces, so does the text. `None` without a tokenizer.
-    - `token_ids`: the generated ids, at most `max_tokens`. With early stop they end with the token that ends
-      the text, which is included: the first end-of-sequence, end-of-turn or other stop id, or what completes
-      a stop string; without, all `gen_length` ids are there. For infilling: the whole sequence.
-    - `finish_reason`: "stop" where the text ended with nothing masked before its end, else "length". Without
-      early stop the model's own end ids end no text: only stop strings and ids that were asked for do.
-    - `nfe`: forward evaluations of the model; of a causal one those that gave a token.
+    - `index`: the number of the sample in its request.
+    - `text`: the text that `token_ids` add to the prompt, up to the first end id or stop string, without
+      special tokens. If words begin with their spaces, so does the text. `None` without a tokenizer.
+    - `token_ids`: the generated ids, at most `max_tokens`. With early stop the last id is the id that ends
+      the text: the first end-of-sequence, end-of-turn or other stop id, or the id that completes a stop
+      string. Without early stop there are `gen_length` ids. For infilling: the whole sequence.
+    - `finish_reason`: "stop" if the text ended with nothing masked before its end, else "length". Without
+      early stop, only the requested stop strings and ids end a text, not the end ids of the model.
+    - `nfe`: forward evaluations of the model; for a causal model the evaluations that gave a token.
     - `timings`: seconds.
-    - `history`: int32 `[nfe, length]`, the whole sequence after every step, where it was asked for.
-    - `logprobs`, `committed_in`: of each of `token_ids`, where they were asked for: its log-probability in
-      the step that committed it, in the distribution that its confidence is measured on, and that step;
-      `None` for a token that was given.
-    - `top_logprobs`: of each of `token_ids` the likeliest ids there with their log-probabilities, the
-      likeliest first, as many as were asked for; the token's own id comes last where it is not among them.
-      `None` for a token that was given, and where none were asked for.
-    - `prefilling`: what came of preparing a long context, where the prompt had one.
-    - `num_cached_tokens`: tokens of the prompt whose keys and values were there already, of a causal model.
+    - `history`: int32 `[nfe, length]`, the whole sequence after every step, if requested.
+    - `logprobs`, `committed_in`: for each of `token_ids`, if requested: its log-probability in the step that
+      committed it, in the distribution of its confidence, and this step; `None` for a given token.
+    - `top_logprobs`: for each of `token_ids` the likeliest ids in its place with their log-probabilities, the
+      likeliest first, as many as requested; the id of the token comes last if it is not among them. `None`
+      for a given token, and without a request.
+    - `prefilling`: how the long context of a prompt was prepared, if the prompt had one.
+    - `num_cached_tokens`: for a causal model: tokens of the prompt whose keys and values were stored already.
     """
 
     index: int
@@ -70,11 +69,11 @@ class CompletionOutput:
 class RequestOutput:
     """The result of one request.
 
-    - `prompt`: the prompt text, where it was given as text.
-    - `prompt_token_ids`: the ids that were denoised from (for infilling the whole sequence with its masks).
-    - `seed`: of its random draws; a fresh one where it was `None`.
-    - `outputs`: its `n` samples. `text`, `token_ids`, `finish_reason`, `nfe`, `timings`, `history`,
-      `logprobs`, `committed_in`, `top_logprobs`, `prefilling` and `num_cached_tokens` are those of the first.
+    - `prompt`: the prompt text, if the prompt was given as text.
+    - `prompt_token_ids`: the ids before denoising (for infilling the whole sequence with its masks).
+    - `seed`: of its random draws; a fresh seed if the request had `None`.
+    - `outputs`: its `n` samples. The first sample gives `text`, `token_ids`, `finish_reason`, `nfe`,
+      `timings`, `history`, `logprobs`, `committed_in`, `top_logprobs`, `prefilling` and `num_cached_tokens`.
     """
 
     prompt: str | None

@@ -27,9 +27,9 @@ class LongPrompt:
     Each part is a text or token ids.
 
     - `instruction`: stands before the context, and before every chunk of it; may be empty.
-    - `context`: what is cut into chunks, of which the best are kept.
+    - `context`: text to cut into chunks; the best chunks are kept.
     - `query`: stands behind the context, before the answer.
-    - `scoring_query` (`None`): what chunks are scored with instead of the query.
+    - `scoring_query` (`None`): scores the chunks instead of the query.
     """
 
     context: str | TokenIds

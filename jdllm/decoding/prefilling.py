@@ -32,61 +32,62 @@ Build = Literal["full_mask", "full_query", "chunk_query", "chunk_only"]
 class Prefilling:
     """How a long context is cut, scored, thinned out and cached before the answer is denoised.
 
-    The context becomes chunks. Each is scored by itself, beside the instruction and the query; the best are
-    kept, in the order of the document. Their keys and values are computed once, and the answer is denoised
-    against these. The defaults are the paper's main setting for Dream (preset "dream"). Of each field every
-    value is exact: it does what the published code does with its switch of that meaning, token by token in
-    f32 at temperature 0. Source: Prefilling-dLLM (menik1126/prefilling-dllm).
+    The context becomes chunks. Each chunk is scored by itself, beside the instruction and the query; the best
+    chunks are kept, in the order of the document. Their keys and values are computed once, and the answer is
+    denoised against these. The defaults are the paper's main setting for Dream (preset "dream"). Every value
+    of every field is exact: the published code has a switch of the same meaning, and tokens are equal in f32
+    at temperature 0. Source: Prefilling-dLLM (menik1126/prefilling-dllm).
 
     Chunks
-    - `chunk_length` (1024): tokens of a chunk. One that does not begin with `bos_id` gets it, and a full one
-      loses its last token for it.
-    - `split_from_tail` (False): the first chunk is the short one instead of the last.
-    - `bos_id` (`None`): the token that begins a chunk; by default the tokenizer's, else that of config.json.
-    - `chunks_kept` (4): of a context with no more chunks all are kept.
-    - `keep_first_chunk` (False): keep the first one too, beside these.
+    - `chunk_length` (1024): tokens of a chunk. A chunk that does not begin with `bos_id` gets this token, and
+      a full chunk loses its last token in exchange.
+    - `split_from_tail` (False): the first chunk is the short chunk instead of the last.
+    - `bos_id` (`None`): the token that begins a chunk; by default from the tokenizer, else from config.json.
+    - `chunks_kept` (4): chunks that are kept; a context with no more chunks keeps all.
+    - `keep_first_chunk` (False): keep the first chunk too, beside the best chunks.
 
     Draft
     - `draft_length` (4): tokens of an answer that is drafted without the context.
-    - `draft_rounds` (1): after the first token as many rounds, each of which fills the surest; the others
+    - `draft_rounds` (1): rounds after the first token, each of which fills the surest token; other tokens
       stay masked.
-    - `draft_steps` (`None`): instead of rounds, fill as many tokens, less the first, at once. Where rounds
-      and steps are `None` the whole draft is filled, by the request's threshold.
+    - `draft_steps` (`None`): instead of rounds, fill as many tokens, less the first, at once. If rounds and
+      steps are `None`, the whole draft is filled, by the request's threshold.
 
     Scores
-    - `score` ("draft"): the mean log-probability of the query and of what is drafted; "query" drafts nothing.
-    - `score_window` (`None`): score the last so many tokens of the query instead of all.
-    - `score_unfilled` (False): score the masks that are left in the draft too, as tokens.
-    - `score_mask` ("causal"): what a row sees. "full": rows of the chunk see all of it and the instruction,
-      others are causal; "query_to_chunk": everything, except that rows of the chunk do not see what follows
-      it; "none": everything.
+    - `score` ("draft"): the mean log-probability of the query and of the draft; "query" drafts nothing.
+    - `score_window` (`None`): score only as many of the last tokens of the query.
+    - `score_unfilled` (False): score the remaining masks of the draft too, as tokens.
+    - `score_mask` ("causal"): what a row sees. "full": rows of the chunk see the whole chunk and the
+      instruction, other rows are causal; "query_to_chunk": everything, except that rows of the chunk do not
+      see rows behind the chunk; "none": everything.
 
     Retention
-    - `tokens_kept` (`None`): tokens of a chunk that are kept; by default all.
-    - `retention` ("global"): the same ones everywhere; "per_head": for each layer and key-value head its own.
-    - `retention_window` (8): last rows of the query whose attention counts; `retention_draft` (False): what
-      is drafted stands behind the query here.
-    - `retention_direction` ("query_to_chunk"): how much the query attends to the chunk's tokens, these to
-      it ("chunk_to_query"), or the sum ("both").
-    - `retention_mask` ("causal"): as `score_mask`; rows of the chunk see the query with "none" only. It is
-      also that of the build "chunk_query".
+    - `tokens_kept` (`None`): tokens of a chunk to keep; by default all.
+    - `retention` ("global"): keep the same tokens everywhere; "per_head": each layer and key-value head keeps
+      its own.
+    - `retention_window` (8): last rows of the query whose attention counts; `retention_draft` (False): the
+      draft stands behind the query here.
+    - `retention_direction` ("query_to_chunk"): how much the query attends to the chunk's tokens, these
+      tokens to the query ("chunk_to_query"), or the sum ("both").
+    - `retention_mask` ("causal"): what a row sees. "query_to_chunk": everything, except that rows of the
+      chunk do not see the query; "none": everything. The build "chunk_query" has the same mask.
     - `retention_pool` (7), `retention_pooling` ("max"): width and kind of the pool along the chunk.
-    - `retention_rows` ("sum"), `retention_heads` ("sum"), `retention_layers` ("mean"): what is made of the
-      values of several rows, of several heads after the pool, and of several layers.
-    - `retention_depth` (`None`: all): layers that count: the first so many, or the last for a negative
-      number.
+    - `retention_rows` ("sum"), `retention_heads` ("sum"), `retention_layers` ("mean"): how the values
+      of several rows are combined, of several heads after the pool, and of several layers.
+    - `retention_depth` (`None`: all): how many of the first layers count, or of the last layers for a
+      negative number.
     - `retention_keep` ("high"): the tokens with the highest values, or the lowest ("low").
     - `retention_instruction` (True): the instruction stands before the chunk here.
-    - `keep_bos` (True): the first token of a chunk is kept in any case.
+    - `keep_bos` (True): keep the first token of a chunk in any case.
 
     Keys and values
-    - `build` ("full_mask"): one evaluation of instruction, chunks, query and masks, which all see each other;
+    - `build` ("full_mask"): one evaluation of instruction, chunks, query and masks; all see each other;
       "full_query": without the masks; "chunk_query": each chunk after the instruction, by itself;
       "chunk_only": each chunk alone. The last two evaluate the query afterwards.
-    - `chunk_positions` ("continuous"): the chunks that are kept follow one another; "reuse": all begin at the
-      end of the instruction; "absolute": each is where it was in the document.
+    - `chunk_positions` ("continuous"): the kept chunks follow one another; "reuse": all begin at the end of
+      the instruction; "absolute": each chunk has its place in the document.
     - `query_positions` ("after_chunks"): the query follows as many whole chunks as are kept; "after_window":
-      one chunk; "after_cache": the last position that is used.
+      one chunk; "after_cache": the last used position.
     """
 
     chunk_length: Annotated[int, Field(ge=2, le=_MOST)] = 1024

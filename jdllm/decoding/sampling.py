@@ -59,52 +59,52 @@ _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
 @with_options
 class SamplingParams:
-    """How one request is generated. The defaults are the official LLaDA sampler's behaviour (exact in f32
-    at temperature 0: every token equals the official code's), except that `early_stop` is on.
+    """How one request is generated. The defaults are the behaviour of the official LLaDA sampler (exact in
+    f32 at temperature 0: every token equals the token of the official code), except that `early_stop` is on.
 
-    Every value is checked when it is made; what is wrong raises `RequestError`. NumPy's scalars are taken as
-    Python's; booleans are no numbers, and numbers no booleans. A parameter that belongs to one rule or cache
-    is `None` unless it is set, which stands for the default given below, and refused where nothing uses it.
-    What clients send by habit is taken as they mean it: filters that nothing draws from change nothing.
+    Every value is checked when it is made; a wrong value raises `RequestError`. NumPy's scalars count as
+    Python's; booleans are no numbers, and numbers no booleans. A parameter of one rule or cache is `None` for
+    the default given below, and is refused if no rule or cache of the request uses it. Harmless habits of
+    clients are accepted: filters without any draw change nothing.
 
     Lengths
     - `gen_length` (128): tokens to generate after the prompt.
-    - `max_tokens` (`None`): tokens to return at most; -1 is `None`. Where `gen_length` is left out, it is
-      this number, rounded up to whole blocks; elsewhere it may not exceed `gen_length`.
+    - `max_tokens` (`None`): tokens to return at most; -1 is `None`. Without `gen_length`, the request
+      generates this number, rounded up to whole blocks; otherwise it may not exceed `gen_length`.
     - `steps` (`None`: `gen_length`): denoising steps in all; a multiple of the number of blocks. Rules that
       commit by confidence ("threshold", "factor", "entropy_bound") or "adaptive" take as many as they need.
     - `block_length` (`None`: `gen_length`): length of the blocks that are finished from left to right;
       divides `gen_length`.
     - `early_stop` (True): stop after the block in which the text ends, and cut `token_ids` after the first
-      end-of-sequence or end-of-turn id. The kept text is that of the full run (quirk Q7), because a block
-      cannot change once it is finished. False runs every block and returns all `gen_length` ids.
-    - `stop` (none), `stop_token_ids` (none): texts and ids that end the answer, a single one or a list. A
-      text has to lie within the answer, across tokens or not: what begins in the prompt does not count.
+      end-of-sequence or end-of-turn id. The full run has the same text up to this id (quirk Q7), because a
+      finished block cannot change. False runs every block and returns all `gen_length` ids.
+    - `stop` (none), `stop_token_ids` (none): texts and ids that end the answer, one or a list. A text must
+      lie within the answer, across tokens or not: a text that begins in the prompt does not count.
 
     Answers
-    - `n` (1): samples of each prompt. Sample i has the key (`seed`, i), sample 0 thus the plain seed.
-    - `logprobs` (`None`): report the log-probability of each token at the step that committed it, that step,
-      and so many of the likeliest ids of its distribution, up to 20, as in vLLM. True is 0: the token itself
-      without others; False is `None`: nothing.
+    - `n` (1): samples of each prompt. Sample i has the key (`seed`, i), so sample 0 has the plain seed.
+    - `logprobs` (`None`): report the log-probability of each token at the step that committed it, this step,
+      and as many of the likeliest ids of its distribution, up to 20, as in vLLM. True is 0: the token itself
+      without other ids; False is `None`: nothing.
 
     Tokens
-    - `temperature` (0.0): 0 takes the argmax, otherwise tokens are drawn from softmax(logits / temperature)
-      by Gumbel noise. LLaDA's confidence is that of the clean logits either way, Dream's (`alg`) that of the
-      tempered ones.
-    - `top_p`, `top_k`, `min_p` (`None`): keep the likeliest ids only: the fewest that together exceed
-      `top_p`, at most `top_k` of them, and those at least `min_p` times as likely as the likeliest, by
-      softmax(logits / temperature). This is the published order of Dream, and also LLaDA's, whose sampler
-      has no filters. Causal models follow transformers: temperature, then `top_k`, then `top_p`, for which
-      the fewest that reach it among these `top_k` are kept, then `min_p`. Ids that are as likely as the last
-      that is kept stay too. The filters say what tokens are drawn from: without a temperature or `alg`
-      they change nothing. `top_k` -1 and 0 are `None`. LLaDA's confidence stays that of the clean logits;
-      with `alg` they are applied before the confidence is taken, as published.
+    - `temperature` (0.0): 0 takes the argmax; otherwise tokens are drawn from softmax(logits / temperature)
+      by Gumbel noise. LLaDA measures its confidence on the clean logits either way, Dream (`alg`) on the
+      tempered logits.
+    - `top_p`, `top_k`, `min_p` (`None`): keep only the likeliest ids: the fewest that together exceed
+      `top_p`, at most `top_k` ids, and ids at least `min_p` times as likely as the likeliest, by
+      softmax(logits / temperature). This is the published order of Dream. LLaDA's sampler has no filters and
+      gets the same order here. Causal models follow transformers: temperature, then `top_k`, then `top_p`
+      (the fewest of these `top_k` ids that reach it), then `min_p`. Ids that are as likely as the last kept
+      id stay too. Filters matter for draws only: without a temperature or `alg` they change nothing. `top_k`
+      -1 and 0 are `None`. LLaDA still measures its confidence on the clean logits; with `alg` the filters
+      come before the confidence, as published.
     - `cfg_scale` (0.0): classifier-free guidance; logits = u + (cfg_scale + 1)(c - u), where u sees the
       prompt masked. Doubles the rows of a step. Works with prompts of any length, padded or not (the
       official function fails without an explicit attention mask, quirk Q2).
-    - `seed` (0): of all random draws of this request, 64 bits; `None` or -1 draws one for each request. The
-      same seed gives the same tokens in any batch. Uniforms lie strictly inside (0, 1), where the official
-      code may draw 0 (quirk Q5).
+    - `seed` (0): of all random draws of this request, 64 bits; `None` or -1 draws a seed for each request.
+      The same seed gives the same tokens in any batch. Uniforms lie strictly inside (0, 1), where the
+      official code may draw 0 (quirk Q5).
     - `logits_eos_inf` (False): never choose the end-of-sequence id.
     - `undefined_tokens` (`None`): "official" may choose the mask id and ids that the tokenizer does not
       define, as the published code may; "banned" removes them from every distribution (quirk Q12). `None`
@@ -114,27 +114,27 @@ class SamplingParams:
     Order
     - `transfer` ("schedule"): which tokens a step commits. {transfer}
     {options of transfer}
-    - `remasking` ("low_confidence"): what orders the tokens; "random" draws the order.
+    - `remasking` ("low_confidence"): order of the tokens; "random" draws the order.
     - `confidence_eos_eot_inf` (`None`): commit end ids as late as possible. "official" reproduces the
       published behaviour: the end ids leave the softmax after the argmax, so a position that holds one has
       confidence 0 and all others gain; with a temperature only the end-of-turn id is affected (quirk Q1).
       "fixed" leaves all other confidences as they are and ranks positions that hold either id last.
-    - `confidence_dtype` ("float32"): "model" rounds confidences to the dtype of the weights as the official
-      code does; in bfloat16 many then tie, and ties go to the lowest position (quirk Q4). The two are the
-      same for f32 weights.
+    - `confidence_dtype` ("float32"): "model" rounds confidences to the dtype of the weights, as the official
+      code does; in bfloat16 many then tie, and ties go to the lowest position (quirk Q4). The two values are
+      equal for f32 weights.
 
     Cache
     - `cache` ("none"): "none" evaluates the whole sequence in every step and is exact. All others are
-      approximate: a refresh stores keys and values, and until the next one only the remaining rows are
+      approximate: a refresh stores keys and values, and until the next refresh only the other rows are
       evaluated. {cache}
     {options of cache}
 
     Adaptive parallel decoding (`transfer` "adaptive"; `LLM` needs a `verifier`)
-    - A step drafts the next masked positions and accepts them up to the first where the mixture of both
-      models' logits would have chosen another token, but always one. Draft and mixture share their Gumbel
-      noise, which the published code forgets with a temperature (quirk Q17). Both models evaluate whole
-      sequences; ids beyond the smaller vocabulary are never chosen. With `early_stop` it ends with the step
-      that accepts an end id in the generated part.
+    - A step drafts the next masked positions. It accepts them up to the first position where the mixture of
+      both models' logits would have chosen another token, and always accepts one. Draft and mixture share
+      their Gumbel noise, which the published code forgets with a temperature (quirk Q17). Both models
+      evaluate whole sequences; ids beyond the smaller vocabulary are never chosen. With `early_stop` the
+      request ends with the step that accepts an end id in the generated part.
 
     Dream's published sampler (`transfer` and `remasking` stay at their defaults; blocks need a cache).
     `official` makes the published call, whose `top_k` is 50.
@@ -142,25 +142,24 @@ class SamplingParams:
     {options of alg}
 
     Prompt
-    - `prompt_masks` ("error"): what to do with a mask id inside the prompt. "official" fills it as the
+    - `prompt_masks` ("error"): treatment of a mask id inside the prompt. "official" fills the mask as the
       official sampler does: from the first block on, at the expense of the block's own quota, so that
       some masks may be left at the end (quirks Q3, Q6). `LLM.infill` has a cleaner definition.
-    - `prefilling` (`None`): how a long context is prepared, where the prompt has one: `Prefilling`, or the
-      name of a preset ("dream", "dream_sparse", "ultrallada", "ultrallada_sparse", "official_sparse",
-      "official").
-      The answer is denoised against what is stored, in blocks of `block_length`, the last perhaps shorter.
-      With shifted logits a block's first step commits its first token, whatever its confidence.
+    - `prefilling` (`None`): how the long context of a prompt is prepared: `Prefilling`, or the name of a
+      preset ("dream", "dream_sparse", "ultrallada", "ultrallada_sparse", "official_sparse", "official").
+      The answer is denoised against the stored context, in blocks of `block_length`, the last perhaps
+      shorter. With shifted logits the first step of a block commits its first token, whatever its confidence.
     - `return_history` (False): keep the sequence after every step in `RequestOutput.history`.
 
     Causal models (Llama, Mistral, Qwen2, Qwen3), which generate one token after another
-    - `repetition_penalty` (1.0): of causal models only: logits of ids that occur in the prompt or in what was
-      generated are divided by it where positive, else multiplied. This comes before temperature and filters,
-      as in transformers and vLLM, and log-probabilities are measured after it.
-    - `presence_penalty` (0.0), `frequency_penalty` (0.0): of causal models only, -2 to 2: what is taken from
-      the logit of each id that was generated, once, and as often as it was. The prompt does not count. They
-      come behind `repetition_penalty` and before temperature and filters, and log-probabilities are measured
+    - `repetition_penalty` (1.0): for causal models only: divides the positive logits of ids that occur in the
+      prompt or the generated text, and multiplies the negative ones. This comes before temperature and
+      filters, as in transformers and vLLM, and log-probabilities are measured after it.
+    - `presence_penalty` (0.0), `frequency_penalty` (0.0): for causal models only, -2 to 2: subtracted from
+      the logit of each generated id, once, and as often as it was generated. The prompt does not count. Both
+      come after `repetition_penalty` and before temperature and filters, and log-probabilities are measured
       after them, too.
-    - Beside these they take `gen_length`, `max_tokens`, `early_stop`, `stop`, `stop_token_ids`, `n`,
+    - Causal models also take `gen_length`, `max_tokens`, `early_stop`, `stop`, `stop_token_ids`, `n`,
       `logprobs`, `temperature`, `top_p`, `top_k`, `min_p`, `seed`, `logits_eos_inf`, `undefined_tokens` and
       `return_history`. All other fields are for denoising: a request that changes one is refused.
     """
@@ -248,10 +247,10 @@ class SamplingParams:
     def official(cls, alg: DreamAlgorithm = "origin", **options: Any) -> Self:
         """Dream's published call with its defaults, `top_k` 50 included.
 
-        That number stands in no file of Dream's: the call builds its generation configuration from the
-        model's, which in transformers 4.46 carries `top_k` 50 where nobody set it, so that the published
-        sampler keeps 50 logits before it takes any confidence. Without it several confidences, and thus
-        orders and tokens, differ.
+        No file of Dream states this number: the call builds its generation configuration from the model's
+        configuration, which in transformers 4.46 has `top_k` 50 by default. So the published sampler keeps
+        50 logits before it takes any confidence. Without this `top_k` several confidences differ, and with
+        them orders and tokens.
 
         Arguments:
         - `alg`: Dream's algorithm, by default the published default.
@@ -262,8 +261,8 @@ class SamplingParams:
     def changed(self, **options: Any) -> Self:
         """A copy with other values.
 
-        Fields of this one that lose their effect by it go back to their defaults, and `gen_length` follows
-        a new `max_tokens`. Raises `RequestError` as the class itself does.
+        Fields that lose their effect go back to their defaults, and `gen_length` follows a new
+        `max_tokens`. Raises `RequestError` as the class itself does.
         """
         kept = dict(vars(self))
         if "max_tokens" in options:

@@ -22,21 +22,21 @@ POOL_KERNEL = Option(
     "pool_kernel",
     Annotated[int, Field(ge=1, le=LONGEST), AfterValidator(odd)],
     3,
-    "odd width of the max pool over their scores, 1 for none.",
+    "odd width of the max pool over the scores of these rows, 1 for none.",
     offered=False,
 )
 REFRESH_DELAY = Option(
     "refresh_delay",
     Step,
     None,
-    "step of a block, counted from 0, that refreshes; those before it evaluate everything.",
+    "step of a block, counted from 0, that refreshes; the steps before it evaluate everything.",
     shown_default="1 for sparse, head_sparse and selective, else 0",
 )
 REFRESH_INTERVAL = Option(
     "refresh_interval",
     Step,
     None,
-    "further refreshes, at the multiples of it.",
+    "further refreshes, at the multiples of this number of steps.",
     shown_default="8 for selective, else 0, which is never",
     offered=False,
 )

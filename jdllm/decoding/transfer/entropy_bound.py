@@ -40,5 +40,5 @@ RULE = TransferRule(
     "the lowest entropies while those before sum to at most `entropy_bound`",
     ACCEPTANCE,
     Measure.ENTROPY,
-    options=(Option("entropy_bound", Scale, 0.1, "nats.", np.float32),),
+    options=(Option("entropy_bound", Scale, 0.1, "bound of the summed entropies, in nats.", np.float32),),
 )

@@ -34,7 +34,7 @@ ALG_TEMP = Option(
     "above 0, positions are drawn from softmax(confidence / alg_temp).",
     offered=False,
 )
-_EPS = Option("eps", Share, 1e-3, "where the timetable ends.", shown_default="1e-3", offered=False)
+_EPS = Option("eps", Share, 1e-3, "end of the timetable.", shown_default="1e-3", offered=False)
 _QUOTA = Option(
     "quota",
     Literal["row", "batch"],
