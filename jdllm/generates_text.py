@@ -44,7 +44,7 @@ OnStep = Callable[[StepUpdate], None]
 class GeneratesText(abc.ABC):
     """The part of `LLM` that generates.
 
-    `config` and `tokenizer` are those of the model.
+    `config` and `tokenizer` belong to the model.
     """
 
     config: ModelConfig
@@ -302,7 +302,7 @@ class GeneratesText(abc.ABC):
         """What `generate` asks of the engine for one sample.
 
         Arguments:
-        - `prompt`: ids, or those of a question over a long context.
+        - `prompt`: ids, or the ids of a question over a long context.
 
         Raises `RequestError` as `generate` does.
         """

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Float32
 def rms_norm(x: Float[Array, "*rows d"], weight: Float[Array, " d"], eps: float) -> Float[Array, "*rows d"]:
     """Root-mean-square norm: normalised in f32, cast to the dtype of `x`, then multiplied by the weight.
 
-    The order matters in low precision; it is that of the published models.
+    The order matters in low precision; the published models have the same order.
     """
     x32 = x.astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)

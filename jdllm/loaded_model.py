@@ -85,7 +85,7 @@ def load_model(
 def _weights(
     path: Path, config: ModelConfig, dtype: str, count: int, load_weights: bool, progress: bool
 ) -> tuple[Params, list[Params]]:
-    """The weights on the device; where `count` layers are in host memory, those of all layers apart."""
+    """The weights on the device; where `count` layers are in host memory, the weights of all layers apart."""
     if not count:
         if not load_weights:
             return zero_params(config, dtype), []

@@ -1,6 +1,6 @@
 """Training losses for the Flax module `jdllm.Transformer`.
 
-The objective is that of LLaDA (section 2.3 of Nie et al. 2025, arXiv 2502.09992): mask each response token
+The objective is LLaDA's (section 2.3 of Nie et al. 2025, arXiv 2502.09992): mask each response token
 with a random probability, and predict the masked tokens.
 """
 

@@ -63,7 +63,7 @@ _OF_MASKS = {
 class ScoresText(abc.ABC):
     """The part of `LLM` that generates nothing.
 
-    `config` is that of the model.
+    `config` belongs to the model.
     """
 
     config: ModelConfig
@@ -265,7 +265,7 @@ class ScoresText(abc.ABC):
         are masked, the share of each option in their sum, and the index of the best, of equals the first.
         Longer options are at a disadvantage, as in any likelihood.
 
-        Of a causal model the log-likelihoods are those of option and suffix together, given the prefix: the
+        For a causal model the log-likelihoods are of option and suffix together, given the prefix: the
         shares are the probabilities of the options between prefix and suffix, among each other. Exact.
 
         Raises `RequestError` where there is no option, for one that is empty or has a mask, and with a causal

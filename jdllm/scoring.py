@@ -245,8 +245,8 @@ def one_masked(
 
 
 def following(prompt: np.ndarray, answer: np.ndarray) -> Question:
-    """A question after every token of `answer` given those before it, for a causal model; `prompt` is not
-    empty. The last token is not evaluated: nobody asks what follows it."""
+    """A question after every token of `answer` given the tokens before it, for a causal model; `prompt` is
+    not empty. The last token is not evaluated: nobody asks what follows it."""
     ids = np.concatenate([prompt, answer])
     return Question(ids[:-1], np.arange(len(prompt), len(ids)), answer)
 

@@ -61,8 +61,8 @@ def _by_kind(counts: dict[Kind, int]) -> dict[str, int]:
 
 @router.get("/v1/requests", responses=RESPONSES)
 async def requests(request: Request) -> dict[str, Any]:
-    """The requests that wait or run, in order of arrival: one for each sample. Who has a key sees those of
-    the key, and who has the admin's all."""
+    """The requests that wait or run, in order of arrival: one for each sample. The owner of a key sees the
+    requests of the key, and the owner of the admin's key all requests."""
     service: Service = request.app.state.service
     owner = owner_of(request)
     calls = {id: call for call, running in service.calls_of(owner).items() for id in running.requests}

@@ -108,7 +108,7 @@ class Pieces:
         return self.bytes(token).decode(errors="replace")
 
     def bytes(self, token: int) -> bytes:
-        """The bytes of a token: those of all tokens of a text make the text."""
+        """The bytes of a token; the bytes of all tokens of a text make the text."""
         return b"" if self.tokenizer is None else self.tokenizer.token_bytes(token)
 
     def name(self, token: int) -> str:
@@ -120,7 +120,8 @@ class Pieces:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in said)
 
     def offsets(self, spec: RequestSpec, tokens: Sequence[int], text: str | None) -> list[int]:
-        """Where in `text`, the answer to a request, each of its tokens begins: at its end those behind it."""
+        """Where in `text`, the answer to a request, each of its tokens begins; tokens behind the text begin
+        at its end."""
         if self.tokenizer is None:
             return [0] * len(tokens)
         offsets = self.tokenizer.offsets(tokens, spec.tokens[: spec.returned.start])

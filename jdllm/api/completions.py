@@ -165,7 +165,8 @@ async def _echoes(
     service: Service, request: Request, body: CompletionRequest, asked: Sequence[Asked]
 ) -> Response:
     """The prompts and a token each, or none, with the log-probability of every token of the prompt where they
-    are asked for: by a causal model given those before it, by others where it alone is masked."""
+    are asked for: given the tokens before it in a causal model, and in other models with only this token
+    masked."""
     ignored, causal = service.ignored(body), service.llm.config.in_order
     call, created, samples = call_id("cmpl"), int(time.time()), [_NOTHING] * len(asked)
     if body.max_tokens:

@@ -52,7 +52,7 @@ class Fields(BaseModel):
         return made
 
     def ignored(self) -> list[str]:
-        """The names that were passed over, those of inner declarations with their paths."""
+        """The names that were passed over; names of inner declarations have their paths."""
         found = list(self._unknown)
         for name in self.model_fields_set:
             value = getattr(self, name)

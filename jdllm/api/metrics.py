@@ -108,7 +108,7 @@ class Metrics:
 
         Arguments:
         - `endpoint`: its path.
-        - `status`: of the answer; times count of those with 200 only.
+        - `status`: of the answer; only answers with 200 have times.
         - `latency`: seconds that it took.
         - `first_block`: seconds until tokens were committed, `None` where none were.
         - `prompt_tokens`, `completion_tokens`: that were read, and that were generated.
@@ -129,7 +129,7 @@ class Metrics:
     def http(self) -> dict[str, Any]:
         """What the page of figures shows of requests over HTTP, over all paths.
 
-        Returns `statuses`, how many ended with each; and of those with 200 `seconds`, their sum, and
+        Returns `statuses`, how many ended with each; and for answers with 200 `seconds`, their sum, and
         `within`, pairs of a time and how many took at most that long; the last time is `None`, any.
         """
         statuses, within = collections.Counter(), collections.Counter()

@@ -52,8 +52,8 @@ class Settings:
     - `default_sampling`: what applies where a request says nothing.
     - `max_queue`: requests that may wait.
     - `max_n`: samples of a prompt.
-    - `max_requests_per_key`: requests, one for each sample, that who has one key may have waiting or running,
-      `None` for any number. Who needs no key shares them with all others.
+    - `max_requests_per_key`: requests, one for each sample, that the owner of a key may have waiting or
+      running, `None` for any number. Without keys all clients share this number.
     - `request_timeout`: seconds that a request may take, `None` for any.
     - `log_requests`, `log_prompts`: whether answered requests are logged, and whether what clients wrote is.
     - `allow_beyond_positions`: whether sequences may be longer than the positions that the model is made for.
@@ -150,7 +150,7 @@ class Service:
         return {"ignored_fields": names} if names else {}
 
     def sampling(self, body: Asking, **further: object) -> SamplingParams:
-        """The parameters of a request: its own, and where it says nothing those of the server.
+        """The parameters of a request: its own values, and otherwise the server's.
 
         Without a seed one is drawn. `max_tokens` without `steps` evaluates a step for each token. Raises
         `RequestError` for what cannot be, and `ApiError` for more steps than tokens.

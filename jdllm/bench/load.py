@@ -16,7 +16,7 @@ class Ask(NamedTuple):
 
     - `index`: its place in the order of arrival.
     - `body`: see `Form.body`.
-    - `prompt_tokens`: those that it sends.
+    - `prompt_tokens`: the tokens that it sends.
     """
 
     index: int
@@ -33,7 +33,7 @@ class Load:
     - `clock`: seconds, the one that the client has.
     - `told`: called with each record as its request ends.
 
-    `records` are those of all requests that were sent, in the order of their ends. Times count from the call
+    `records` has all requests that were sent, in the order of their ends. Times count from the call
     of `closed` or `open`. Where such a call is cancelled, so are the requests that are under way.
     """
 

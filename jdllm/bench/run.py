@@ -23,7 +23,7 @@ class Options(NamedTuple):
     - `model`: its name there, `None` for the first that the server lists.
     - `endpoint`: the route to ask.
     - `stream`: how the answer is streamed; `None` for an answer in one piece.
-    - `requests`, `warmup`: requests that are timed, and those before them that are not.
+    - `requests`, `warmup`: timed requests, and untimed requests before them.
     - `lengths`, `gen_length`: of the prompts and of the answers.
     - `sampling`: further fields of the requests.
     - `seed`: of lengths, prompts and arrivals.

@@ -10,8 +10,8 @@ from jdllm.bench.records import Record
 
 
 class Spread(NamedTuple):
-    """A distribution of seconds over the requests that told; `std` is that of a sample, percentiles are
-    interpolated."""
+    """A distribution of seconds over the requests that have one; `std` is the deviation of a sample, percentiles
+    are interpolated."""
 
     requests: int
     mean: float
@@ -26,9 +26,9 @@ class Summary(NamedTuple):
 
     - `errors`: how often each message was seen.
     - `other_length`: requests that did not generate exactly the tokens that were asked for.
-    - `other_nfe`: those whose forward evaluations are not the steps that were asked for.
+    - `other_nfe`: requests whose forward evaluations differ from the requested steps.
     - `duration`: from the first arrival to the last end.
-    - `generated_tokens`: without those of the prompts, as in every rate.
+    - `generated_tokens`: without tokens of the prompts, as in every rate.
     - `latency` and the times to the first text and block: from when a request was due, not from when it was
       sent.
     - `halves`: mean latency of the requests that arrived first, and of the others: one that grows tells of

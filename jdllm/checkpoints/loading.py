@@ -127,7 +127,7 @@ def check(config: ModelConfig, index: Index) -> None:
 
 
 def check_tied_head(config: ModelConfig, index: Index) -> None:
-    """Compare the bytes of a stored head with those of the embedding that the configuration ties it to.
+    """Compare the bytes of a stored head with the bytes of the embedding that the configuration ties it to.
 
     Raises `CheckpointError` where they differ: transformers then takes the stored head after all, and a
     reader that follows the configuration takes the embedding.
@@ -223,7 +223,7 @@ def load_by_layer(
     - `order`: all numbers of layers, in the order in which they are read after what is outside of them; by
       default ascending.
 
-    Returns the weights outside of the layers, whose number is `None`, and those of each layer, as
+    Returns the weights outside of the layers, whose number is `None`, and the weights of each layer, as
     `jdllm.models.weights.layer_specs` lists them.
 
     Raises what `load_params` raises.

@@ -32,7 +32,7 @@ from jdllm.pallas.device import Kernels, Target, preferring, target
 __all__ = ["Executable", "Executables", "Prepared", "Program", "compiler_options", "temp_bytes"]
 
 CAPACITY = 128
-"""Executables that are kept in memory: those of two ladders, and what single requests need beside them."""
+"""Executables that are kept in memory: enough for two ladders and for the needs of single requests."""
 
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 

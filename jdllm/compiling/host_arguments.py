@@ -47,7 +47,7 @@ class HostArguments:
 
     @classmethod
     def of(cls, leaves: Sequence[Any]) -> "HostArguments":
-        """For leaves like these; those of other types than int32, uint32, f32 and bool are not merged."""
+        """For leaves like these; leaves of other types than int32, uint32, f32 and bool are not merged."""
 
         def part(leaf: Any) -> Part | None:
             merged = on_host(leaf) and leaf.dtype in _MERGED and leaf.size <= LARGEST

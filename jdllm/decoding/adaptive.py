@@ -105,7 +105,7 @@ def read(
     Arguments:
     - `verifier`, `config`: its weights, and what it is; static.
     - `tokens`, `rows`: the rows.
-    - `pool`: what is stored of those before them; given back, donate it.
+    - `pool`: stored keys and values of the rows before them; returned, so donate it.
 
     Returns 0, and the pool.
     """
@@ -129,11 +129,11 @@ def denoise_adaptive(
     - `params`, `verifier`: stacked weights of the diffusion model and of the autoregressive one.
     - `batch`: the packed batch.
     - `pool`: of the verifier; given back, donate it.
-    - `config`, `verifier_config`, `chunks`: static. Chunk counts are those of the diffusion model; logits of
+    - `config`, `verifier_config`, `chunks`: static. Chunk counts are for the diffusion model; logits of
       both models exist for one chunk of the head rows at a time.
 
     Returns a trace of one step: the draft, and which of it was accepted, at least the first of each segment;
-    and the pool. Tokens are those of the smaller vocabulary. Exact: the diffusion model evaluates whole
+    and the pool. Tokens come from the smaller vocabulary. Exact: the diffusion model evaluates whole
     sequences, and what the verifier has stored does not depend on what follows.
     """
     head, segments = batch.head, batch.segments
@@ -213,7 +213,7 @@ def _draw(
     """What each row takes of the values, without its bans and with its noise.
 
     Arguments:
-    - `of`: the tokens whose log-probabilities are returned instead of those of what is taken, with the
+    - `of`: the tokens whose log-probabilities are returned instead of the taken tokens', with the
       likeliest of all.
     """
     values = allowed(values, part.limit, part.token_bans)

@@ -194,8 +194,8 @@ class LayeredSequence:
         self._away = itertools.cycle(range(layers - layering.kept_behind))
 
     def _prompt_of(self, number: int) -> KeysValues:
-        """The prompt's keys and values of a layer on the device; those of the next layer in host memory are
-        on their way then.
+        """The prompt's keys and values of a layer on the device; the keys and values of the next layer in
+        host memory are on their way then.
 
         XLA starts a copy after all computation that was enqueued before it, and a copy takes its memory when
         it is enqueued: the layer before was computed, and this one is not enqueued yet.

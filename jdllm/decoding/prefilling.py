@@ -204,4 +204,4 @@ def _read(value: object) -> object:
 PrefillingLike = Annotated[
     Prefilling | None, BeforeValidator(_read, json_schema_input_type=Preset | Prefilling | None)
 ]
-"""`Prefilling`, the name of a preset, or fields in a mapping, of which `preset` names that of the others."""
+"""`Prefilling`, the name of a preset, or fields in a mapping, in which `preset` gives the others."""

@@ -22,7 +22,7 @@ _COLDEST = 1e-20
 
 
 def rule_of(sampling: SamplingParams) -> TransferRule:
-    """The transfer rule of a request; that of adaptive parallel decoding has no acceptance."""
+    """The transfer rule of a request; the rule of adaptive parallel decoding has no acceptance."""
     rule = RULES["transfer", sampling.transfer] if sampling.alg is None else RULES["alg", sampling.alg]
     return rule if rule.cached is None or sampling.cache == NO_CACHE else rule.cached
 

@@ -38,7 +38,7 @@ def dream_fractions(steps: int, eps: float) -> np.ndarray:
     """Dream's timetable: the share of the masked rows that each step commits.
 
     Times fall evenly from 1 to `eps`; a step from t to s commits 1 - s / t, the last one everything. The
-    f32 rounding is that of the published code (evenly spaced values are built from both ends), because the
+    f32 rounding equals the published code (evenly spaced values are built from both ends), because the
     counts are truncated to integers.
 
     Returns f32 `[steps]`. Source: HKUNLP/Dream, generation_utils.

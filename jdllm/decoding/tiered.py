@@ -28,7 +28,7 @@ from jdllm.models.weights import Params, head_weights
 from jdllm.pallas.masked_logits import LISTED, Level, Likeliest, rows_at_once
 
 _KEPT_CHUNKS = IN_FLIGHT - 1
-"""Hidden chunks that stay on the device: those of the guided and of the unguided rows last used."""
+"""Hidden chunks that stay on the device: the last used chunk of the guided and of the unguided rows."""
 
 
 def denoise_tiered(

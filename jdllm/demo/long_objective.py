@@ -22,7 +22,7 @@ from jdllm.models.weights import Params
 def attend_ranges(
     q: Array, k: Array, v: Array, ends: Int[Array, "examples length"], scale: float
 ) -> Float[Array, "examples length heads d"]:
-    """A row sees itself and those of its example before its own end."""
+    """A row sees itself and the rows of its example before its own end."""
     key = jnp.arange(ends.shape[1])
     seen = (key < ends[:, None, :, None]) | (key == key[:, None])
     return jax.nn.dot_product_attention(q, k, v, mask=seen, scale=scale)

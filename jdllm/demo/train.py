@@ -121,7 +121,7 @@ class TrainSettings:
         return tuple(bucket for bucket in self.buckets if isinstance(bucket, LongBucket))
 
     def _buckets(self) -> tuple[Bucket, ...] | None:
-        """The buckets where they are not those of long contexts."""
+        """The buckets, if these are not the buckets of long contexts."""
         return tuple(bucket for bucket in self.buckets if isinstance(bucket, Bucket)) or None
 
 

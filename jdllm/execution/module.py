@@ -127,7 +127,7 @@ class Transformer(nnx.Module):
         - `overwrite`: replace a checkpoint at `directory`.
 
         Raises `CheckpointError` where `directory` exists or cannot be written, where no `like` is known, and
-        where the configuration of `like` is that of another model.
+        where the configuration of `like` belongs to another model.
         """
         like = like or self._source
         if like is None:

@@ -47,7 +47,7 @@ def forward(
     - `params`: weights as `jdllm.models.weights.spec_tree` describes them.
     - `config`: the model; static.
     - `tokens`: int32 ids of all rows.
-    - `rows`: positions and key ranges; `jdllm.models.visibility.key_ranges` gives those of one sequence.
+    - `rows`: positions and key ranges; `jdllm.models.visibility.key_ranges` gives the ranges of one sequence.
     - `chunks`: chunk counts; static.
 
     Returns the hidden rows after the last layer, before the final norm, in the dtype of the weights.

@@ -109,7 +109,7 @@ class Estimated(Likelihoods):
 class Exact(Likelihoods):
     """Of a causal model: exact, by one evaluation of each pair, which also says what is greedy.
 
-    Pairs and windows are those of lm-eval's own causal models: a text without a context is behind the
+    Pairs and windows follow lm-eval's own causal models: a text without a context is behind the
     tokenizer's BOS or else the model's EOS, and the last token of a pair needs no position. Of a whole text
     its own tokens are scored alone, never a BOS that the tokenizer puts before it.
 

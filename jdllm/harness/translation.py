@@ -23,7 +23,7 @@ Encode = Callable[[str], list[int]]
 
 
 class Pair(NamedTuple):
-    """Ids before an answer, and those of the answer, whose log-likelihood is asked for."""
+    """Ids before an answer, and the ids of the answer, whose log-likelihood is asked for."""
 
     prompt: list[int]
     answer: list[int]
@@ -40,7 +40,7 @@ class ModelArguments:
       stratified; not of causal models.
     - `is_check_greedy`: whether an answer is compared with the greedy one, which takes a forward evaluation a
       token unless the model is causal. Only some metrics ask for it; without, no answer counts as greedy.
-    - `max_length`: positions of a sequence; `None` for those of the model.
+    - `max_length`: positions of a sequence; `None` for as many as the model has.
     """
 
     of_llm: Mapping[str, Any]

@@ -26,7 +26,7 @@ class Sample(NamedTuple):
     - `instruction`, `context`, `query`: the prompt is these three, one after the other.
     - `answers`: what scores full marks; see the scores of each dataset.
     - `task`: the dataset.
-    - `all_classes`: those to choose from, of datasets that classify.
+    - `all_classes`: the classes to choose from, for datasets that classify.
     - `length`: words or, in Chinese, characters of the sample, where the file tells it.
     """
 
@@ -47,7 +47,7 @@ def read_samples(
     Arguments:
     - `paths`: JSON lines, UTF-8; blank lines are passed over. A line's dataset is that of its `dataset`
       field, which LongBench's have; else the one that is asked for, or that the file is named after
-      (`passkey.jsonl`). Names of LongBench-E (`qasper_e`) are those of LongBench.
+      (`passkey.jsonl`). Names of LongBench-E (`qasper_e`) are the names of LongBench.
     - `benchmark`: "longbench" or "infinitebench".
     - `dataset`: read samples of this one only; `None` reads all.
     - `limit`: samples of each dataset at most, the first ones.

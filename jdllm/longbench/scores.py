@@ -73,7 +73,7 @@ def classification(prediction: str, truth: str, classes: Sequence[str]) -> float
 
 
 def retrieval(prediction: str, truth: str) -> float:
-    """The share of the numbers in an answer that are that of the truth, "Paragraph 7" or "段落7"."""
+    """The share of the numbers in an answer that equal the number of the truth, "Paragraph 7" or "段落7"."""
     found = re.search(r"(?:Paragraph |段落)(\d+)", truth)
     return count(prediction, found[1]) if found else 0.0
 

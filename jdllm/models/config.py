@@ -24,7 +24,8 @@ class MoeConfig:
     """Feed-forward layers made of experts, of which every row uses a few.
 
     - `experts`: experts in a layer.
-    - `top_k`: experts that a row uses: those of its largest router probabilities, which weigh them unscaled.
+    - `top_k`: experts that a row uses: the experts of its largest router probabilities, which weigh them
+      unscaled.
     - `expert_size`: inner width of an expert.
     - `expert_bias`: a bias is added to the router probabilities, before the choice and in the weights.
     - `dense_layers`: indices of layers without experts, rising; their width is `intermediate_size`.
@@ -82,12 +83,12 @@ class ModelConfig:
 
     @property
     def in_order(self) -> bool:
-        """Whether each token is generated from those before it alone; other models fill masks."""
+        """Whether each token is generated from the tokens before it alone; other models fill masks."""
         return self.attention == "causal"
 
     @property
     def defined_ids(self) -> int:
-        """Ids below this one have a meaning: those of the tokenizer, where its length is known."""
+        """Ids below this one have a meaning: the ids of the tokenizer, if its length is known."""
         return min(self.token_limit or self.vocab_size, self.vocab_size)
 
     @property

@@ -143,7 +143,8 @@ class Ranges(NamedTuple):
     - `rows`: their positions and ranges.
     - `rotation`: of their positions.
     - `attention`: the attention to use.
-    - `keys_values`: rotated keys, and values, that ranges refer to; `None` for those of the rows.
+    - `keys_values`: rotated keys, and values, that ranges refer to; `None` for the keys and values of the
+      rows.
     """
 
     rows: Rows

@@ -14,7 +14,7 @@ GroupedMatmulFn = Callable[..., Array]
 
 
 class Experts(NamedTuple):
-    """Weights of the experts of all layers of a stack, and where those of one layer begin.
+    """Weights of the experts of all layers of a stack, and the place where the experts of one layer begin.
 
     The stack is never sliced by layer: an operator that is no XLA product would be given a copy.
 

@@ -204,7 +204,7 @@ def tree_bytes(params: Params) -> int:
 
 
 def zero_params(config: ModelConfig, dtype: jnp.dtype | str) -> Params:
-    """Weights that are all zero: arrays like those of the model, where their values do not matter."""
+    """Weights that are all zero: arrays like the weights of the model, for uses without their values."""
     return jax.tree.map(lambda spec: jnp.zeros(spec.shape, dtype), spec_tree(config), is_leaf=is_spec)
 
 

@@ -153,7 +153,8 @@ def make_account(
       these leave a pool of a quarter as many rows; by default for `rows` tokens.
     - `kv_pool`: bytes of the pool, 0 for none; by default all that is left, rounded down to a number of
       pages with few binary digits: executables depend on it, and outlast small changes of free memory.
-    - `verifier_bytes`, `weights_bytes`: bytes on the device, the latter by default those of the model.
+    - `verifier_bytes`, `weights_bytes`: bytes on the device; by default the weights take the bytes of the
+      model.
     - `offloaded`: layers whose weights are in host memory, which leaves no pool; `jdllm.planning.offloading`
       says how many.
 

@@ -46,7 +46,7 @@ def device_of(target: str, kernels: str = "auto") -> Target:
 
 
 def has_compiler() -> bool:
-    """Whether a compiler for CUDA is installed, that of the `cuda13` or of the `cuda12` extra."""
+    """Whether a compiler for CUDA is installed, by the extra `cuda13` or `cuda12`."""
     if importlib.util.find_spec("jax_plugins") is None:
         return False
     return any(importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") for version in (12, 13))

@@ -60,7 +60,7 @@ def _platforms() -> str | None:
 
 
 def target_for(capability: tuple[int, int], memory: int) -> str:
-    """The description of a card of this compute capability, that of the nearest memory where several are.
+    """The description of a card of this compute capability; of several, the card with the nearest memory.
 
     Where none is, `DEFAULT_TARGET`.
     """

@@ -13,7 +13,7 @@ from jdllm.planning.step_time import RATES, Rates, step_flops
 class CausalPlan(NamedTuple):
     """A prompt and the tokens behind it, on one card.
 
-    - `prompt`: its tokens; `fits`: whether they and those behind them have room.
+    - `prompt`: its tokens; `fits`: whether these and the generated tokens have room.
     - `layered`: how they have it where the KV pool is too small; `None` where it is not, or nothing fits.
     - `parts`: in which the prompt is evaluated; `rows`: of the largest.
     - `prefill_seconds`: to the first token; `back_seconds`: until keys are back on the device before the

@@ -11,7 +11,7 @@ from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.planning.buckets import head_bucket, power_bucket, row_bucket, steps_per_dispatch
 
 TILE_ROWS = 32
-"""Rows that read the pool together; those of a request are padded to a multiple."""
+"""Rows that read the pool together; the rows of a request are padded to a multiple."""
 
 MAX_SEGMENTS = 64
 """Requests of one part of an iteration."""
@@ -165,7 +165,7 @@ class Sizes:
     until that is compiled too.
 
     - `compiled`: entries that are.
-    - `given_up`: those that cannot be.
+    - `given_up`: sizes that cannot be compiled.
     """
 
     def __init__(self, entries: Sequence[Entry]):

@@ -37,7 +37,7 @@ class Layered(NamedTuple):
 
     - `config`, `dtype`: the model and the type of its weights.
     - `budget`: of device and host.
-    - `weights`: bytes of the device, those of other models among them.
+    - `weights`: bytes of the device, the weights of other models included.
     """
 
     config: ModelConfig

@@ -100,7 +100,7 @@ class StepPlan:
     - `kv_pool_bytes`, `batch_bytes`: what no chunk count changes; the batch counts its inputs and the trace
       that comes back.
     - `activation`: the plan of everything else.
-    - `chunks`: the chunk counts to run with; with `tiers` only that of the logits matters.
+    - `chunks`: the chunk counts to run with; with `tiers` only the count of the logits matters.
     - `tiers`: what is in host memory beside weights, or `None`; `host_bytes` of host memory in all.
     - `seconds`: how long planning took.
     """
@@ -298,7 +298,7 @@ def refusal(
 
 @functools.cache
 def row_ladder() -> list[int]:
-    """All compiled numbers of rows, up to that of the longest context."""
+    """All compiled numbers of rows, up to the number for the longest context."""
     rows, ladder = 1, []
     while rows <= LONGEST:
         ladder.append(row_bucket(rows))

@@ -173,7 +173,7 @@ class _Planned:
         segment: int | None = None,
         stored: int = 0,
     ) -> StagePlan:
-        """A stage of like evaluations, whose rows see those of their own segment."""
+        """A stage of like evaluations, whose rows see the rows of their own segment."""
         config = self._workload.config
         size = row_bucket(rows) if rows < 512 else fine_bucket(rows)
         bucket = Bucket(rows, size, max(head_rows, 1))

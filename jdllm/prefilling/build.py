@@ -1,4 +1,4 @@
-"""The fifth stage: keys and values of what was kept are computed once, and those of each finished block."""
+"""The fifth stage: keys and values of the kept rows are computed once, and of each finished block."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -24,7 +24,7 @@ class Stored(NamedTuple):
 
     - `part`: its number in the layout.
     - `source`: the rows of the evaluation that it takes, by layer and head where these differ.
-    - `positions`: those that its keys get.
+    - `positions`: the positions that its keys get.
     """
 
     part: int
@@ -77,7 +77,7 @@ def advancing(
 
     Arguments:
     - `block`: the one that begins.
-    - `tokens`: int32, those of the block before, which is finished.
+    - `tokens`: int32, the tokens of the block before, which is finished.
     """
     slots = np.array(layout.block_slots(block - 1))
     segment = Segment.of(tokens, np.full(len(slots), len(slots)), _answer_positions(layout)[slots])

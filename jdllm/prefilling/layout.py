@@ -38,7 +38,7 @@ class Layout:
 
     - `prefilling`: how.
     - `prefix`, `query`: int32 tokens of the instruction and of the query.
-    - `chunks`: those that were selected, in the order of the document.
+    - `chunks`: the selected chunks, in the order of the document.
     - `gen_length`, `block_length`: masks behind the query, and in a block; the last may be shorter.
     """
 
@@ -61,7 +61,7 @@ class Layout:
         return -(-self.gen_length // self.block_length)
 
     def block_slots(self, block: int) -> range:
-        """The positions of a block among those of the answer."""
+        """The positions of a block among the positions of the answer."""
         start = block * self.block_length
         return range(start, min(start + self.block_length, self.gen_length))
 

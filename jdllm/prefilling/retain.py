@@ -79,7 +79,7 @@ def retain(
 ) -> Values:
     """What each token of some chunks is worth in each layer: attention probabilities, pooled along the chunk.
 
-    Only the products of the watched rows exist, never those of all rows.
+    Only the products of the watched rows exist, never the products of all rows.
 
     Arguments:
     - `tokens`, `rows`: of segments that `retention_segment` makes.

@@ -10,7 +10,7 @@ def best_chunks(
     """The chunks with the highest scores, in the order of the document; of equal ones the earlier.
 
     Arguments:
-    - `scores`: those that are not finite are the lowest.
+    - `scores`: scores that are not finite are the lowest.
     - `count`: how many are kept; all where there are no more.
     - `keep_first`: keep the first chunk and so many others.
     """

@@ -61,7 +61,7 @@ class AsyncEngine:
     def expecting(self) -> Iterator[None]:
         """Say that a request is on its way, until it is submitted or refused.
 
-        Requests that arrive together then start together: those that are a step apart would stay so, and
+        Requests that arrive together then start together: requests that are a step apart would stay so, and
         each of their refreshes would be smaller, with more padding. Nobody waits where something runs.
         """
         with self._work:

@@ -61,7 +61,7 @@ class Flight:
         """Take in a part that was submitted.
 
         Arguments:
-        - `demands`: those of its requests.
+        - `demands`: of its requests.
         """
         now, since = time.perf_counter(), self._idle_since
         idle = 0.0 if since is None or self._parts else now - since

@@ -79,7 +79,7 @@ def pack(requests: Sequence[Request], config: ModelConfig, entry: Entry) -> Pack
 
 
 def head_rows(row: np.ndarray, unguided: np.ndarray, segment: np.ndarray, entry: Entry) -> HeadRows:
-    """The head rows of a batch, padded to those of its entry."""
+    """The head rows of a batch, padded to the head rows of its entry."""
     columns = ((row, 0), (unguided, 0), (segment, entry.segments))
     return HeadRows(*(padded(x.astype(np.int32), entry.head_rows, fill) for x, fill in columns))
 

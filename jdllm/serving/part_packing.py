@@ -23,7 +23,7 @@ class Filled(NamedTuple):
 
     - `pages`: int32, as many as the rows take.
     - `source`: `[#layers, #kv_heads, rows]`, the packed row of each.
-    - `positions`: those of the stored keys.
+    - `positions`: of the stored keys.
     """
 
     pages: np.ndarray
@@ -75,7 +75,7 @@ def storage_of(filled: Sequence[Filled], rows: int) -> Storage:
 def table_of(reads: Sequence[Read], tiles: int) -> PageTable:
     """The table of tiles of which the first see the given pages, and the others nothing.
 
-    The number of entries depends on that of tiles alone, as long as a tile sees a few pages.
+    The number of entries depends on the number of tiles alone, as long as a tile sees a few pages.
     """
     first = np.cumsum([0, *(len(read.pages) for read in reads)]).astype(np.int32)
     entries = power_bucket(int(first[-1]), tiles * _USUAL_PAGES)

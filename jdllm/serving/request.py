@@ -212,7 +212,7 @@ class Request:
         return masked[: self.sampling.effective("max_lookahead")] if self.adaptive else masked
 
     def shown(self, positions: np.ndarray, step: Steps) -> np.ndarray:
-        """Which of the head rows of a step are told: those that were masked before it."""
+        """Which of the head rows of a step are reported: the rows that were masked before it."""
         return self.tokens[positions] == self.mask_id
 
     def sequences(self) -> Iterator[np.ndarray]:
@@ -243,7 +243,7 @@ class Request:
         """Take in several denoising steps of one block.
 
         Arguments:
-        - `positions`: int32 `[head]`, those of the head rows.
+        - `positions`: int32 `[head]`, of the head rows.
         - `steps`: what the device did with them; the block is not over before the last one.
         """
         if self.sampling.return_history:
@@ -364,7 +364,7 @@ def of_committed(positions: np.ndarray, step: Steps) -> tuple[np.ndarray, ...]:
     """What `Request.advance` takes in of one step.
 
     Arguments:
-    - `positions`: int32 `[head]`, those of the head rows.
+    - `positions`: int32 `[head]`, of the head rows.
     """
     took = step.committed
     return positions[took], step.tokens[took], step.logprobs[took], step.likeliest[took]

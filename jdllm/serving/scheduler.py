@@ -328,5 +328,5 @@ class Scheduler:
 
 
 def _uncached_rows(life: Life) -> int:
-    """Rows that count towards those of all requests without a cache."""
+    """Rows that count towards the limit of all requests without a cache."""
     return 0 if life.pages else life.rows

@@ -67,7 +67,7 @@ class RequestSpec:
 
     @property
     def adaptive(self) -> bool:
-        """Whether its steps are those of adaptive parallel decoding."""
+        """Whether adaptive parallel decoding takes its steps."""
         return self.sampling.adaptive
 
     @property

@@ -75,7 +75,7 @@ Accept = Callable[[Ranked, RuleParams, int], Bool[Array, " rows"]]
 other rules does not count."""
 
 AcceptWithState = Callable[[Ranked, RuleParams, int, State], tuple[Bool[Array, " rows"], State]]
-"""The same of a rule that carries state: it takes that before the step, and returns it after the step."""
+"""The same for a rule that carries state: it takes the state before the step, and returns the next state."""
 
 
 def rank_candidates(candidates: Candidates, segments: int) -> Ranked:

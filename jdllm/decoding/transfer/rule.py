@@ -73,7 +73,7 @@ Table = Callable[[int, int, Mapping[str, Any]], StepTable]
 class TransferRule:
     """A transfer rule: a value of `transfer` or `alg` in `SamplingParams`.
 
-    - `field`, `name`: the parameter and its value that choose the rule. Rules of `alg` are those of Dream's
+    - `field`, `name`: the parameter and its value that choose the rule. Rules of `alg` belong to Dream's
       sampler: they measure confidences after temperature and filters.
     - `help`: which tokens a step commits, in words.
     - `acceptance`: what runs on the device; `None` where a verifier decides.

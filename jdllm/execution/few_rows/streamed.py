@@ -35,9 +35,9 @@ class Streamed(NamedTuple):
 def streamed_of(stack: dict[str, Array], rows: int) -> Streamed | None:
     """Take the weights that `rows` rows had better stream out of a stack of layers; `None` for none.
 
-    Those of queries, keys and values are among them, and those of a gate. Outputs that are added to the
-    residual are not: they are too few to keep all processors busy without partial sums, and XLA's products
-    are faster.
+    The weights of queries, keys and values are among them, and the weights of a gate. Outputs that are added
+    to the residual are not: they are too few to keep all processors busy without partial sums, and XLA's
+    products are faster.
     """
     weights: dict[str, Stack] = {}
     for names in _TOGETHER:

@@ -185,7 +185,7 @@ class _Run:
 
     def apply_streamed(self, layer: Weights, h: list[Hidden]) -> None:
         """With keys and values in host memory: for every chunk of queries they pass through the device in
-        chunks, whose attention is merged with that of the chunks before."""
+        chunks, whose attention is merged with the attention of the chunks before."""
         stored = self._project_to_host(layer, h)
         running: _Queries
 

@@ -32,8 +32,8 @@ class OffloadedWeights:
       where `place_layer` has put it.
     - `device`: where the model runs.
 
-    A layer is copied to the device while those before it are computed, the first of a step while the step
-    before it ends. One caller at a time.
+    A layer is copied to the device while the layers before it are computed, the first of a step while the
+    step before it ends. One caller at a time.
     """
 
     def __init__(self, config: ModelConfig, top: Params, layers: Sequence[Params], device: Device):
@@ -65,7 +65,7 @@ class OffloadedWeights:
 
         Arguments:
         - `tokens`, `rows`: ids, and positions and key ranges, of all rows; NumPy arrays.
-        - `chunks`: chunk counts, those of the logits without effect.
+        - `chunks`: chunk counts; the count of the logits has no effect.
         - `call`: compiles and runs a function: `jdllm.compiling.executables.Executables.call`.
 
         Returns the hidden rows after the last layer, before the final norm. Exact: equal to the

@@ -1,9 +1,9 @@
 """The executables of a causal sequence that runs layer by layer, whose keys do not all fit on the device.
 
-A layer is one executable: rows go through it in chunks, each of which sees the keys of those before. What
-grows with the sequence is the residual stream, which is updated in place, and the keys and values of a layer,
-which may leave for host memory while the next layer is computed. Tokens behind the prompt see these and the
-few rows that were generated, in two parts that log-sum-exp puts together.
+A layer is one executable: rows go through it in chunks, each of which sees the keys of the chunks before.
+What grows with the sequence is the residual stream, which is updated in place, and the keys and values of a
+layer, which may leave for host memory while the next layer is computed. Tokens behind the prompt see these
+and the few rows that were generated, in two parts that log-sum-exp puts together.
 """
 
 from typing import NamedTuple
@@ -50,7 +50,7 @@ class Generated(NamedTuple):
 class Before(NamedTuple):
     """A chunk of rows of a prompt that see the rows before them and each other: a `Sees`.
 
-    - `stored`: keys and values of all rows, those of the chunk to be added.
+    - `stored`: keys and values of all rows; the chunk's own are added.
     - `start`: first row of the chunk.
     """
 
@@ -86,7 +86,7 @@ class Behind(NamedTuple):
     """One row behind a prompt, which is stored and sees the prompt and the rows between: a `Sees`.
 
     - `prompt`: keys and values of the first `length` rows.
-    - `generated`: those of the `count` rows between.
+    - `generated`: keys and values of the `count` rows between.
     """
 
     prompt: KeysValues

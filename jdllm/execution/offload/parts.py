@@ -1,6 +1,6 @@
 """The executables of `jdllm.execution.offload.forward`: parts of one layer for one chunk of rows.
 
-`weights` are those of the layer, unstacked, `h` the chunk's rows of the residual stream.
+`weights` belong to the layer, unstacked, `h` the chunk's rows of the residual stream.
 """
 
 import jax.numpy as jnp
@@ -42,7 +42,8 @@ def store_keys_values(
     config: ModelConfig,
     groups: int,
 ) -> tuple[KeysValues, Array]:
-    """Write `keys_values` of the chunk that begins at row `start` into those of all rows, to be donated.
+    """Write `keys_values` of the chunk that begins at row `start` into the keys and values of all rows, to be
+    donated.
 
     Returns them, and an array to wait for that is not donated.
     """
@@ -100,7 +101,7 @@ def accumulate(
 
 
 def finish(weights: Weights, h: Hidden, outputs: list[Heads], *, config: ModelConfig) -> Hidden:
-    """The rows after the layer, from those before it and the attention outputs of all groups of heads."""
+    """The rows after the layer, from the rows before it and the attention outputs of all groups of heads."""
     if "experts_gate" in weights:
         gate, up, down = (weights[f"experts_{name}"] for name in ("gate", "up", "down"))
         weights = {**weights, "experts": Experts(gate, up, down, 0, gate.shape[0])}

@@ -29,7 +29,7 @@ class Storage(NamedTuple):
 
     - `page`: the page that each entry fills; beyond any pool, and no two the same, where it is none.
     - `source`: the packed row of each slot, with one layer for all, or one head, where they are the same.
-    - `positions`: those that the stored keys are rotated to, whatever they have among the packed rows.
+    - `positions`: the stored keys are rotated to these, whatever their positions among the packed rows.
     """
 
     page: Int[Tensor, " entries"]

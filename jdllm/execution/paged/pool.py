@@ -45,6 +45,7 @@ def pool_bytes(config: ModelConfig, dtype: str, pages: int, page_rows: int) -> i
 
 
 def check_page_rows(page_rows: int) -> None:
-    """Raise `KvPoolError` for pages that attention cannot read: those of no positive multiple of 64 rows."""
+    """Raise `KvPoolError` for pages that attention cannot read: a page needs a positive multiple of 64
+    rows."""
     if page_rows < TILE or page_rows % TILE:
         raise KvPoolError(f"pages of {page_rows} rows: expected a positive multiple of {TILE}")

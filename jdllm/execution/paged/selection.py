@@ -55,7 +55,7 @@ class Slots(NamedTuple):
 
     - `page`: the page that each entry is written to; beyond any pool, and no two the same, where it is none.
     - `place`: where in the candidates' order a slot's row is. Slots beyond what is kept repeat the last one.
-    - `source`: the packed row of each slot where the order is that of the candidates themselves.
+    - `source`: the packed row of each slot, if the slots have the order of the candidates.
     """
 
     page: Int32[Array, " entries"]

@@ -85,7 +85,7 @@ def decoder_config(
 def causal_config(
     values: Mapping[str, Any], fields: HfFields, *, window: int | None = None, **differences: Any
 ) -> ModelConfig:
-    """`decoder_config` of the causal families, whose code is that of transformers itself.
+    """`decoder_config` of the causal families, whose code is in transformers itself.
 
     Arguments:
     - `values`, `fields`: the parsed `config.json`, and typed access to it.

@@ -59,7 +59,7 @@ def exact(graph: Graph, time_limit: float = 60.0) -> Layout:
 
 
 def _settle(graph: Graph, offsets: np.ndarray) -> Layout:
-    """Whole bytes for real offsets: each tensor rests on those of its lifetime that start below it."""
+    """Whole bytes for real offsets: each tensor rests on the tensors of its lifetime that start below it."""
     exact_offsets = [0] * len(offsets)
     placed: list[int] = []
     for i in np.argsort(offsets, kind="stable").tolist():

@@ -68,7 +68,7 @@ def check_verifier(
     - `verifier_tokenizer`, `tokenizer`: theirs, where they are known. Then every id that both define must be
       the same token; either vocabulary may have more rows, and either tokenizer more tokens.
     - `shares_ids`: where a tokenizer is not known, take vocabularies of different sizes to agree up to the
-      end of the smaller one; those of one size are taken to agree anyway.
+      end of the smaller one; vocabularies of one size are taken to agree anyway.
     """
     if verifier.attention != "causal":
         raise ConfigError(

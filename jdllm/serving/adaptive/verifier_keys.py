@@ -15,8 +15,8 @@ from jdllm.serving.request import Request
 class Spans(NamedTuple):
     """Rows of a request that the verifier has to evaluate.
 
-    - `unread`: those before its window that are not stored.
-    - `window`: those that predict its window: from the one before it to the one before its last draft.
+    - `unread`: rows before its window that are not stored.
+    - `window`: rows that predict its window, from the row before it to the row before its last draft.
     """
 
     unread: range
@@ -55,7 +55,7 @@ class VerifierKeys:
 
     @property
     def beyond_plan(self) -> int:
-        """Bytes of the pool that exceed those of a step's rows."""
+        """Bytes of the pool beyond the bytes of a step's rows."""
         return _bytes(self._verifier, self.pool.pages + 1 - verifier_pages(self._rows))
 
     def hold(self, requests: Sequence[Request]) -> list[Spans]:

@@ -77,7 +77,7 @@ def causal_spec(
 class CausalRequest(Request):
     """A request of a causal model as it runs.
 
-    - `known`: how many tokens are there, those of the prompt included.
+    - `known`: how many tokens are there, prompt included.
     - `computed`: how many of the first of them are stored. All others but one have to be evaluated before
       the next token is generated; that one is evaluated with it.
     - `found`: how many were stored already when it was admitted.

@@ -153,14 +153,14 @@ class CausalRunner:
                 yield self._decode_program(packed, entry, level, 1)
 
     def warm(self) -> None:
-        """Compile every entry of the ladder; those of penalties are compiled when first needed."""
+        """Compile every entry of the ladder; entries with penalties are compiled when first needed."""
         self._executables.prepare(list(self.programs()))
         for chosen in (False, True):
             self._prefill_sizes[chosen, False].compiled.update(self._ladder.prefill)
             self._decode_sizes[chosen, False].compiled.update(self._ladder.decode)
 
     def _least_entries(self, entry: Entry) -> int:
-        """Entries of the page table of a decode, at least; those of a window are gathered."""
+        """Entries of the page table of a decode, at least; the rows of a window are gathered."""
         if self._config.sliding_window is None:
             return self._pool.entries(entry.segments)
         return entry.segments * (pages_of(self._config.sliding_window + entry.steps) + 2)

@@ -116,7 +116,7 @@ def long_spec(
 
     Arguments:
     - `sampling`: with `prefilling`; `gen_length` masks are filled block by block.
-    - `bos_id`: of the tokenizer, where `prefilling` names none; that of the configuration comes last.
+    - `bos_id`: of the tokenizer, if `prefilling` names none; the id of the configuration comes last.
     - `decode`: ids to text, for stop strings.
 
     Raises `RequestError` for an empty query or one beyond the positions of the model, ids outside the

@@ -129,7 +129,7 @@ class DevicePool:
         return self.table.page_table(owners, live, sum(len(self.pages_of(owner)) for owner in owners))
 
     def has_room(self, rows: Sequence[int]) -> bool:
-        """Whether pages for contents of so many rows could be found beside those of requests."""
+        """Whether contents of so many rows could have pages beside the pages of requests."""
         return sum(map(self.table.pages_for, rows)) <= self.free_pages
 
     def store_chunks(self, chunks: Mapping[bytes, int]) -> dict[bytes, np.ndarray]:

@@ -37,7 +37,7 @@ class KvPool:
     - `pages`: pages of the pool, the scratch page included.
     - `page_rows`: rows of a page, a multiple of 64.
     - `free`: a set of pages; bit i of word w is page 512 w + i.
-    - `kept`: a set of pages, alike: those that stay when a request that holds them leaves.
+    - `kept`: a set of pages, alike: pages that stay when the request that holds them leaves.
     - `owned`: the pages of each request in the order of its rows, as the bytes of int32.
     """
 
@@ -145,7 +145,7 @@ class KvPool:
         """What some requests have stored, as attention reads it.
 
         Arguments:
-        - `requests`: those that attend, in the order of their queries.
+        - `requests`: the requests that attend, in the order of their queries.
         - `rows`: how many rows of each are live, from its first on, at most those of its pages; or how many
           of each of its pages are, from the first of the page on.
         - `bound`: entries of the table, at least the pages with live rows.

@@ -16,7 +16,7 @@ _START = b""
 
 
 class PrefixPages:
-    """Pages of the KV pool that are stored under their tokens and all those before them.
+    """Pages of the KV pool that are stored under their tokens and all tokens before them.
 
     Where a page is stored, so are all before it. Pages that no running request reads are given up, least
     recently used first, as soon as others are needed; a page never outlives one before it. An operation costs
@@ -39,13 +39,13 @@ class PrefixPages:
 
     @staticmethod
     def keys(tokens: Int[np.ndarray, " tokens"], page_rows: int = PAGE_ROWS) -> list[bytes]:
-        """What tells full pages apart: each key those of its page and all before it."""
+        """Keys of full pages: each key stands for the tokens of its page and of all pages before it."""
         return list(_chain(_START, tokens, page_rows))
 
     def take(
         self, pool: KvPool, request: int, tokens: Int[np.ndarray, " tokens"], rows: int
     ) -> tuple[KvPool, int]:
-        """Give `request` its pages: those stored for the longest beginning of its tokens, then free ones.
+        """Give `request` its pages: pages stored for the longest beginning of its tokens, then free pages.
 
         Arguments:
         - `tokens`: what it evaluates first; of the last one nothing is reused.
@@ -102,7 +102,7 @@ class PrefixPages:
         return pool.discard(oldest)
 
     def clear(self, pool: KvPool) -> KvPool:
-        """Forget all contents, those of running requests too: nothing of them will be stored.
+        """Forget all contents, of running requests too: nothing of them will be stored.
 
         Pages that are being read become free with their last reader.
         """

@@ -69,7 +69,7 @@ class StoredChunks:
 
 
 def content_key(*parts: np.ndarray | str) -> bytes:
-    """What tells contents apart: those of arrays of ids and of texts, in order."""
+    """A key for contents: for arrays of ids and texts, in order."""
     digest = hashlib.blake2b(digest_size=24)
     for part in parts:
         content = part.encode() if isinstance(part, str) else np.ascontiguousarray(part, np.int32).tobytes()
