@@ -10,8 +10,8 @@ from jdllm.bench.records import Record
 
 
 class Spread(NamedTuple):
-    """A distribution of seconds over the requests that have one; `std` is the deviation of a sample, percentiles
-    are interpolated."""
+    """A distribution of seconds over the requests that have one; `std` is the deviation of a sample,
+    percentiles are interpolated."""
 
     requests: int
     mean: float
