@@ -19,7 +19,7 @@ _UNITS = {"": 1, "b": 1} | {
 def parse_bytes(value: int | str, name: str = "memory") -> int:
     """A number of bytes, such as 17179869184, "16GiB", "16G" (the same) or "24 GB" (decimal).
 
-    Raises `ConfigError`, naming `name`, for anything else and for what is not positive.
+    Raises `ConfigError`, naming `name`, for anything else and for numbers that are not positive.
     """
     match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", str(value))
     if (

@@ -18,7 +18,7 @@ class ChunkConfig:
     - `logits`: chunks of the masked rows through the head.
 
     A count of 1 leaves the operator whole. Counts change memory and speed, never results: every chunk
-    computes what it holds exactly as the whole operator would.
+    computes its rows exactly as the whole operator would.
     """
 
     ffn: int = 1

@@ -32,7 +32,7 @@ def listed(value: object) -> object:
 
 
 def explain(error: ValidationError, declaration: type) -> str:
-    """The first thing wrong with what a declaration was given: the field, its value and what is expected."""
+    """The first mistake in the values of a declaration: the field, its value and the expected values."""
     first = error.errors(include_url=False)[0]
     name = str(first["loc"][0]) if first["loc"] else ""
     properties = TypeAdapter(declaration).json_schema()["properties"]

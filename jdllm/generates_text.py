@@ -111,7 +111,7 @@ class GeneratesText(abc.ABC):
         Arguments and errors are the same as for `generate`; errors come before anything has run.
 
         Yields a `StepUpdate` after each step of each request, and the output of a prompt as soon as its
-        samples are finished. Leaving the iteration ends what is left.
+        samples are finished. Leaving the iteration ends all other samples.
         """
         given = read_prompts(
             prompts,
@@ -325,7 +325,7 @@ class GeneratesText(abc.ABC):
 def _given_once(
     sampling_params: Sampling | None, sampling: Sampling | None, default: SamplingParams
 ) -> Sampling:
-    """What was given under one of two names, or the default."""
+    """The value that was given under one of two names, or the default."""
     if sampling_params is not None and sampling is not None:
         raise RequestError("sampling and sampling_params are one and the same: give either")
     return next((given for given in (sampling_params, sampling) if given is not None), default)

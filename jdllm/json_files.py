@@ -13,7 +13,7 @@ def read_object(path: Path, error: type[JdllmError] = CheckpointError) -> dict[s
 
     Arguments:
     - `path`: the file, UTF-8.
-    - `error`: what is raised.
+    - `error`: the class of errors to raise.
 
     Returns the object. A number beyond the range of a float is infinite, however it is written.
 

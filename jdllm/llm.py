@@ -64,7 +64,7 @@ class LLM(GeneratesText, ScoresText):
 
     @property
     def executables(self) -> Executables:
-        """What is compiled, with counts of what was compiled and what was loaded."""
+        """The executables, with counts of compiled and of loaded ones."""
         return self._executables
 
     @property

@@ -1,4 +1,4 @@
-"""Counter-based noise: a draw depends on what it is for, never on where or when it is computed.
+"""Counter-based noise: a draw depends on its purpose, never on where or when it is computed.
 
 Every draw is a pure function of (request seed, purpose, step, absolute position, vocabulary index), so
 tokens do not change with batch composition, chunk counts, tiling or device count. The generator is

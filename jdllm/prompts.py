@@ -90,7 +90,7 @@ def read_prompts(
 
 
 def read_conversations(messages: Conversation | Iterable[Conversation]) -> list[Sequence[Message]]:
-    """One conversation or many; their messages are not checked. `RequestError` for what is neither."""
+    """One conversation or many; their messages are not checked. `RequestError` for anything else."""
     if isinstance(messages, str):
         return [[{"role": "user", "content": messages}]]
     entries = _entries(messages, "messages")

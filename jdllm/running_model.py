@@ -32,7 +32,7 @@ from jdllm.serving.engine import Engine
 
 
 class Parts(NamedTuple):
-    """What of a model holds memory of the device."""
+    """The parts of a model that hold memory of the device."""
 
     engine: Engine
     scorer: Scorer

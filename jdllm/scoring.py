@@ -117,7 +117,7 @@ class Scorer:
         self._compiled: list[Entry] = []
 
     def programs(self) -> Iterator[Program]:
-        """What is needed for text of up to as many rows as one evaluation has."""
+        """The programs for text of up to as many rows as one evaluation has."""
         one = Question(np.zeros(2, np.int32), np.zeros(1, np.int32), np.zeros(1, np.int32))
         for entry in make_score_ladder(self._account.rows):
             yield self._program([one], 0.0, entry)
@@ -246,7 +246,7 @@ def one_masked(
 
 def following(prompt: np.ndarray, answer: np.ndarray) -> Question:
     """A question after every token of `answer` given the tokens before it, for a causal model; `prompt` is
-    not empty. The last token is not evaluated: nobody asks what follows it."""
+    not empty. The last token is not evaluated: its prediction is not needed."""
     ids = np.concatenate([prompt, answer])
     return Question(ids[:-1], np.arange(len(prompt), len(ids)), answer)
 

@@ -24,7 +24,8 @@ SILENT = ("assistant", "tool", "function")
 class Rendering:
     """How a chat template renders a conversation.
 
-    - `add_generation_prompt` (`None`: unless the last message is continued): end with what begins an answer.
+    - `add_generation_prompt` (`None`: unless the last message is continued): end with the beginning of an
+      answer.
     - `continue_final_message` (False): end inside the last message, which the answer goes on with.
     - `chat_template_kwargs` (none): variables of the template, such as `{"enable_thinking": False}`.
 
@@ -52,19 +53,19 @@ class Rendering:
 
     @property
     def begins_answer(self) -> bool:
-        """Whether the text ends with what begins an answer."""
+        """Whether the text ends with the beginning of an answer."""
         if self.add_generation_prompt is None:
             return not self.continue_final_message
         return self.add_generation_prompt
 
 
 def plain_message(index: int, message: Message) -> dict[str, Any]:
-    """A message whose content is one text, without what is `None`.
+    """A message whose content is one text, without keys whose value is `None`.
 
     Arguments:
     - `index`: of the message, for errors.
 
-    Raises `RequestError` for what is no message.
+    Raises `RequestError` for anything else.
     """
     fields = _without_none(message) if isinstance(message, Mapping) else {}
     content = fields.get("content")

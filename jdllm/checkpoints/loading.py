@@ -220,8 +220,8 @@ def load_by_layer(
     - `place`: called with a layer's number, or `None`, and its weights on the default device, before others
       are read; its results are kept.
     - `progress`: `True` draws a bar on a terminal's stderr; a function is called with bytes.
-    - `order`: all numbers of layers, in the order in which they are read after what is outside of them; by
-      default ascending.
+    - `order`: all numbers of layers, in the order in which they are read after the weights outside of layers;
+      by default ascending.
 
     Returns the weights outside of the layers, whose number is `None`, and the weights of each layer, as
     `jdllm.models.weights.layer_specs` lists them.

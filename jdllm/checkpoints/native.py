@@ -161,7 +161,7 @@ def stream(stored: StoredTensor, write: Callable[[bytes | memoryview], Any], dty
     - `dtype`: what the values are cast to (rounding to nearest even), in the words of a safetensors header;
       theirs if `None`.
 
-    Returns the SHA-256 of what was handed over, in hexadecimal.
+    Returns the SHA-256 of all bytes, in hexadecimal.
     """
     digest = hashlib.sha256()
     for piece in _pieces(stored):

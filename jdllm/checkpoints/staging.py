@@ -46,7 +46,7 @@ class Stage:
         return file.is_file() and file.stat().st_size == entry["size"]
 
     def value(self, part: str) -> Any:
-        """What was recorded of a complete part."""
+        """The record of a complete part."""
         return self._done[part]["value"]
 
 

@@ -76,7 +76,7 @@ class Flat(NamedTuple):
     - `run`: takes the words of all merged leaves of the arguments, then the other leaves; returns the leaves
       of the results.
     - `donated`: places of the donated ones among what `run` takes.
-    - `args`: what it takes.
+    - `args`: its arguments.
     - `tree`, `host`: of the program's arguments, and which leaves are merged.
     """
 

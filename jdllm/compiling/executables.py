@@ -50,7 +50,7 @@ Progress = Callable[[int, Program], None]
 
 
 class Executables:
-    """Compiles on first use and keeps what it compiled; several threads may share it.
+    """Compiles on first use and keeps the executables; several threads may share it.
 
     Arguments:
     - `platform`: the platform of the arrays that will be passed, for the compiler options.
@@ -163,7 +163,7 @@ class Executables:
 
         Arguments:
         - `progress`: called in this thread whenever a program is ready.
-        - `rest`: called at the end; what it compiles is counted too.
+        - `rest`: called at the end; its executables are counted too.
         - `threads`: of the backend; by default one for each processor, at most 16.
 
         Raises what the first program raises that cannot be compiled; those that have begun are finished.
@@ -270,7 +270,7 @@ def _uncollected() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ended(pool: concurrent.futures.ThreadPoolExecutor) -> Iterator[None]:
-    """Wait for what a pool has begun; what it has not begun is given up after an error."""
+    """Wait for the tasks that a pool has begun; after an error the other tasks are given up."""
     try:
         yield
     except BaseException:

@@ -96,7 +96,7 @@ def described(value: Any) -> str:
 
 
 def _function(value: Any) -> str:
-    """A function whose source is part of `_sources`, with what it closes over."""
+    """A function whose source is part of `_sources`, with the values that it closes over."""
     own = isinstance(value, types.FunctionType) and value.__module__.partition(".")[0] == jdllm.__name__
     if not own:
         raise NotDescribedError(value)

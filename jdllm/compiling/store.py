@@ -42,7 +42,7 @@ class ExecutableStore:
     """Contents by key, in files of a directory that is the user's alone.
 
     Loading an executable runs code that its file names: who can write the file could run anything. So a
-    directory that another user owns or may enter is refused. What is damaged is taken for absent. Several
+    directory that another user owns or may enter is refused. Damaged files count as absent. Several
     processes may use a directory at once.
 
     Arguments:
@@ -83,7 +83,7 @@ class ExecutableStore:
         return content
 
     def save(self, key: str, content: bytes) -> bool:
-        """Keep `content` under `key`, instead of what was there; whether the disk took it."""
+        """Keep `content` under `key`, in place of older content; returns whether the disk took it."""
         data = _MAGIC + hashlib.sha256(content).digest() + content
         if len(data) > self.limit_bytes:
             return False
@@ -102,7 +102,7 @@ class ExecutableStore:
         return True
 
     def drop(self, key: str) -> None:
-        """Forget what is kept under `key`."""
+        """Forget the content under `key`."""
         with contextlib.suppress(OSError):
             self._path(key).unlink()
 
@@ -110,7 +110,7 @@ class ExecutableStore:
         return self.directory / f"{hashlib.sha256(key.encode()).hexdigest()}{_SUFFIX}"
 
     def _bound(self) -> None:
-        """Remove what was used least recently, and what a process that was stopped did not finish."""
+        """Remove the least recently used files, and unfinished files of stopped processes."""
         kept: list[tuple[float, int, Path]] = []
         for path in self.directory.iterdir():
             with contextlib.suppress(OSError):

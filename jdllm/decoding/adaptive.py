@@ -81,7 +81,7 @@ class AdaptiveBatch(NamedTuple):
     - `tokens`: of all segments, masks included.
     - `rows`: as the diffusion model sees them.
     - `verified`: as the verifier sees each segment from the row before its first head row to the one before
-      its last; what is before them is stored.
+      its last; the rows before them are stored.
     - `verified_row`: the packed row of each of these.
     - `verified_from`: which of them predicts each head row.
     - `head`: each segment's window, its next masked rows, rising; `unguided` is not read.

@@ -1,8 +1,8 @@
 """Cache policies: what is refreshed when, what a refresh may store, and which rows the other steps forward.
 
 A refresh evaluates the whole sequence; the steps that follow evaluate only rows that were not among the
-refresh's candidates, against the stored keys and values. All policies are approximate but "none": what is
-stored is as old as the refresh.
+refresh's candidates, against the stored keys and values. All policies are approximate but "none":
+stored keys and values are as old as the refresh.
 """
 
 import enum
@@ -17,7 +17,7 @@ class Phase(enum.IntEnum):
 
     - `FULL`: the whole sequence; nothing is stored.
     - `REFRESH`: the whole sequence, and its candidates' keys and values are stored.
-    - `REUSE`: the rows that were not candidates, against what is stored.
+    - `REUSE`: the rows that were not candidates, against stored keys and values.
     """
 
     FULL = 0

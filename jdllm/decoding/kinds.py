@@ -28,7 +28,7 @@ def odd(value: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class OneOf:
-    """One of the names that are known at the moment: what is registered later is allowed, too.
+    """One of the names that are known at the moment: names that are registered later are allowed, too.
 
     - `names`: returns the names, in the order in which they are listed.
     """

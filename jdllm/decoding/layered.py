@@ -39,7 +39,7 @@ class LayeredSequence:
 
     Arguments:
     - `params`, `config`: the model, its weights on the device.
-    - `layering`: its arrays, and what is where.
+    - `layering`: the sizes of its arrays, and the layers whose keys stay on the device.
     - `prompt`: its tokens.
     - `call`: compiles and runs the parts.
 

@@ -37,7 +37,7 @@ def register(declared: TransferRule | CachePolicy) -> None:
     """Let requests ask for a rule or a policy, and for its options.
 
     `SamplingParams`, the command line and the server know it from then on. Register before a model is loaded
-    or a server made: what was compiled before serves no longer.
+    or a server made: executables that were compiled before serve no longer.
 
     Raises `ConfigError` for a name that is taken, of a rule, a policy, an acceptance or another option.
     """
@@ -86,7 +86,7 @@ def cache_names() -> list[str]:
 
 
 def number_of(acceptance: Acceptance) -> int:
-    """What stands for an acceptance in batches."""
+    """The number of an acceptance in batches."""
     return _NUMBERS[acceptance]
 
 
@@ -109,7 +109,7 @@ def options() -> Mapping[str, Declared]:
 
 
 def _acceptances(rule: TransferRule) -> list[Acceptance]:
-    """What of a rule runs on the device, with and without a cache."""
+    """The acceptances of a rule, with and without a cache."""
     found = [one.acceptance for one in (rule, rule.cached) if one is not None]
     return [one for one in found if one is not None]
 

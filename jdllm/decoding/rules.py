@@ -33,7 +33,7 @@ def measure_of(sampling: SamplingParams) -> Measure:
 
 
 def acceptance_of(sampling: SamplingParams) -> Acceptance:
-    """What of a request's rule runs on the device."""
+    """The part of a request's rule that runs on the device."""
     acceptance = rule_of(sampling).acceptance
     assert acceptance is not None  # adaptive parallel decoding has steps of its own
     return acceptance

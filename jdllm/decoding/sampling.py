@@ -283,12 +283,12 @@ class SamplingParams:
 
     @property
     def adaptive(self) -> bool:
-        """Whether a verifier decides what is accepted."""
+        """Whether a verifier decides which tokens are accepted."""
         return self.transfer == "adaptive"
 
     @property
     def filters(self) -> dict[str, Any]:
-        """`top_p`, `top_k` and `min_p` as far as they take anything away from what is drawn."""
+        """`top_p`, `top_k` and `min_p` as far as they change a draw."""
         given = {name: getattr(self, name) for name in FILTERS}
         drawn = is_drawn(vars(self))
         return {name: value for name, value in given.items() if drawn and value not in (None, FILTERS[name])}

@@ -56,7 +56,7 @@ def parameter_names(cls: type) -> list[str]:
 
 
 def parameter_kinds(cls: type) -> dict[str, Any]:
-    """The types of all parameters, without their bounds; choices are a `Literal` of what is known now."""
+    """The types of all parameters, without their bounds; choices are a `Literal` of the known names."""
     further = {name: one.option.kind | None for name, one in further_options(cls).items()}
     bounded = {**get_type_hints(cls, include_extras=True), **further}
     kinds = get_type_hints(type(cls.__name__, (), {"__annotations__": bounded}))

@@ -140,7 +140,7 @@ def run_steps(
 def asked_rows(
     config: ModelConfig, tokens: Int[Array, " rows"], batch: Batch, mask_id: int, level: Level
 ) -> Asked:
-    """What there is to evaluate: only masked rows meet the head. `transfer` takes what it finds so."""
+    """The rows to evaluate: only masked rows meet the head. `transfer` takes what it finds so."""
     masked = masked_rows(tokens, batch, mask_id)
     order, place = _in_front(masked)
     plain = masked
@@ -250,7 +250,7 @@ def transfer(
 
     Arguments:
     - `tokens`, `trace`: before the step.
-    - `asked`, `choice`: what the head was asked for, and what it chose in that order.
+    - `asked`, `choice`: the rows of the head, and its choices in the same order.
 
     Returns tokens and trace after the step.
     """

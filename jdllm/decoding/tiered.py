@@ -48,7 +48,7 @@ def denoise_tiered(
     Arguments:
     - `params`: stacked weights.
     - `batch`: the packed batch as NumPy arrays.
-    - `tiers`: what is in host memory, and the sizes of chunks.
+    - `tiers`: arrays in host memory, and the sizes of chunks.
     - `logits_chunks`: into how many chunks the head rows are cut; logits exist for one at a time.
     - `config`, `mask_id`, `level`: the model, the id of its mask, and what the head computes for a row.
     - `selection_bits`: the source of the draws that select rows.

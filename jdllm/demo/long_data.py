@@ -75,7 +75,7 @@ class Example(NamedTuple):
 class LongBatches(NamedTuple):
     """Several training steps; rows and examples of all buckets lie one after another, bucket by bucket.
 
-    - `tokens`, `positions`: of every row; the rows of the response hold what they are to predict.
+    - `tokens`, `positions`: of every row; the rows of the response hold the ids to predict.
     - `ends`: a row sees itself and the rows of its example before this one.
     - `prompt_length`: rows before the response; `total_length`: with it; what follows is padding.
     """
@@ -88,7 +88,7 @@ class LongBatches(NamedTuple):
 
 
 def draw_scoring(rng: np.random.Generator, task: str, length: int, split: Split = "train") -> Example:
-    """A query behind one chunk, each token of it predicted from what is before it, at most `length` rows.
+    """A query behind one chunk, each token predicted from the rows before it, at most `length` rows.
 
     Half the queries are a piece of the chunk, from anywhere: to copy is what the score of a chunk rests on,
     and questions alone, of which each has few tokens that a chunk foretells, teach it slowly. The chunk

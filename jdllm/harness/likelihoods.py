@@ -25,7 +25,7 @@ class Likelihoods(abc.ABC):
 
     Arguments:
     - `llm`, `tokenizer`: the model, and what reads texts for it, special tokens included.
-    - `asked`: what was said of likelihoods.
+    - `asked`: the arguments that concern likelihoods.
     - `max_length`: positions of a sequence.
     """
 
@@ -107,7 +107,7 @@ class Estimated(Likelihoods):
 
 
 class Exact(Likelihoods):
-    """Of a causal model: exact, by one evaluation of each pair, which also says what is greedy.
+    """Of a causal model: exact, by one evaluation of each pair, which also finds the greedy tokens.
 
     Pairs and windows follow lm-eval's own causal models: a text without a context is behind the
     tokenizer's BOS or else the model's EOS, and the last token of a pair needs no position. Of a whole text
@@ -151,7 +151,7 @@ class Exact(Likelihoods):
 
     @property
     def _first(self) -> int:
-        """What is before a text that nothing is before."""
+        """The ids before a text without a context."""
         ids = self._tokenizer.bos_id, self._llm.config.eos_id
         found = next((i for i in ids if i is not None), None)
         if found is None:

@@ -77,7 +77,7 @@ class HarnessLM(LM):
         return self._tokenizer.apply_chat_template(before) + begun["content"]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Answer (context, generation arguments) requests; the texts end before what they stop at."""
+        """Answer (context, generation arguments) requests; the texts end before their stop strings."""
         default = self._llm.default_sampling()
         contexts = [request.args[0] for request in requests]
         asked = [request_sampling(default, self._asked.sampling, request.args[1]) for request in requests]

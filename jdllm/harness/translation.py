@@ -59,7 +59,7 @@ class ModelArguments:
 
 
 def read_model_arguments(given: Mapping[str, Any]) -> ModelArguments:
-    """Sort the values of `--model_args`, without `pretrained`; `ConfigError` for what nobody takes."""
+    """Sort the values of `--model_args`, without `pretrained`; `ConfigError` for unknown names."""
     own = {f.name for f in dataclasses.fields(ModelArguments)} - {"of_llm", "sampling"}
     fields = {*parameter_names(SamplingParams)} - _ANSWERS - _OF_TASKS
     for name in given:
@@ -88,7 +88,7 @@ def request_sampling(
     Otherwise the task's length is generated, in as many steps as tokens unless `steps` is named. Without
     `do_sample` a temperature above 0 samples; with it the temperature is 1 by default.
 
-    Raises `RequestError` for what is no generation argument, and as `SamplingParams` does.
+    Raises `RequestError` for other names, and as `SamplingParams` does.
     """
     given = dict(asked)
     lengths = [given.pop(name, None) for name in _LENGTHS]

@@ -25,7 +25,7 @@ class DatasetResult:
     - `metric`: the name of its score.
     - `samples`: how many were asked.
     - `score`: mean over them, times 100, rounded to two places.
-    - `seconds`: wall time of the generation, with what it had to compile.
+    - `seconds`: wall time of the generation, compilation included.
     - `by_length`: the score of the samples in each range of LongBench-E, `None` for a range without any; of
       LongBench's samples that tell their length.
     """

@@ -106,7 +106,7 @@ def _best(score: Callable[[str, str], float]) -> Callable[[str, Sequence[str]], 
 
 
 def _after(text: str, prefixes: Sequence[str]) -> str | None:
-    """What stands behind the first of the prefixes that is there, and one character more; `None` without."""
+    """The text behind the first prefix that occurs, and one character more; `None` without."""
     for prefix in prefixes:
         _, found, rest = text.partition(prefix)
         if found:

@@ -58,7 +58,7 @@ class Layer:
     """One layer of a model.
 
     - `weights`: of the layer.
-    - `number`: of the layer in the model, for what is stored by layer.
+    - `number`: of the layer in the model, for keys and values that are stored by layer.
     """
 
     weights: Weights

@@ -53,7 +53,7 @@ def route(
 
     Arguments:
     - `x`: normed rows.
-    - `router`, `bias`: weights of the router, and what is added to its probabilities.
+    - `router`, `bias`: weights of the router, and the bias on its probabilities.
     - `top_k`: experts per row.
 
     Returns weights and experts, by falling weight (of equal ones the lower expert first). Logits and softmax

@@ -1,6 +1,6 @@
 """The memory account of an engine, made once at its start.
 
-Weights come first, then what the driver and other models hold, then the largest step. What is left is the
+Weights come first, then what the driver and other models hold, then the largest step. The rest is the
 pool of keys and values, which never grows.
 """
 

@@ -35,7 +35,7 @@ class Longest(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StepQuestion:
-    """What is asked of a card.
+    """A question about a card.
 
     - `workload`, `card`, `budget`: the model and its step, where it runs, and what may be used.
     - `context`: tokens of the step; `None` for as many as fit.
@@ -96,7 +96,7 @@ class StepQuestion:
 class Report:
     """The answer to one question.
 
-    - `question`: what was asked; its `workload`, `card` and `budget` are the report's too.
+    - `question`: the question; its `workload`, `card` and `budget` are the report's too.
     - `plan`: of the step; where it does not fit, of the same step in the least budget that would do.
     - `refusal`: why it does not fit; `stop_reason` is "fits", or names what no chunk count lowers further.
     - `longest`, `on_device`: with host memory as the budget has it, and without.

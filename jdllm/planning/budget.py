@@ -43,7 +43,7 @@ class Budget:
 
 
 class StepRoom(NamedTuple):
-    """What is left for one step.
+    """The memory that is left for one step.
 
     - `device`: bytes of the device; negative where not even the rest fits.
     - `host`: bytes of pinned host memory.
@@ -90,7 +90,7 @@ class DeviceMemory(NamedTuple):
     - `limit`: bytes that XLA may allot in all.
     - `overhead`: bytes in use outside XLA's pool: the CUDA context, libraries, other processes.
     - `arrays`: bytes of this process's arrays.
-    - `gaps`: bytes of XLA's pool between arrays: free, but too small for what is large.
+    - `gaps`: bytes of XLA's pool between arrays: free, but too small for large arrays.
     """
 
     limit: int

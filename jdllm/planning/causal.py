@@ -92,6 +92,6 @@ def _prefill_seconds(workload: Workload, account: Account, rates: Rates, tokens:
 
 
 def _token_seconds(workload: Workload, account: Account, rates: Rates, tokens: int) -> float:
-    """By what is read on the device."""
+    """Estimated by the bytes that are read on the device."""
     keys = pool_bytes(workload.config, workload.dtype, 1, PAGE_ROWS) * tokens // PAGE_ROWS
     return (account.weights + keys) / (rates.decode or rates.bytes)

@@ -1,4 +1,4 @@
-"""The compiled sizes of an engine: a fixed ladder, so that what it has compiled once serves every request."""
+"""The compiled sizes of an engine: a fixed ladder, so that a compiled executable serves every request."""
 
 import bisect
 import dataclasses

@@ -33,7 +33,7 @@ _BLOCKS = 32 << 20
 
 
 class Layered(NamedTuple):
-    """A model, and what it may use.
+    """A model, and the memory that it may use.
 
     - `config`, `dtype`: the model and the type of its weights.
     - `budget`: of device and host.
@@ -71,7 +71,7 @@ class Layered(NamedTuple):
         return self.fixed(self.temporaries(chunk), generated) + growing
 
     def temporaries(self, chunk: int) -> int:
-        """Bytes that the executable of a layer needs beside what it is given and returns: a copy of the
+        """Bytes that the executable of a layer needs beside its arguments and results: a copy of the
         layer's weights, and the rows of a chunk on their way."""
         config = self.config
         heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
@@ -84,7 +84,7 @@ class Layered(NamedTuple):
 
 
 class LayeredPlan(NamedTuple):
-    """A sequence and what it takes.
+    """A sequence and the memory that it takes.
 
     - `prompt`: its tokens before the first one that is generated.
     - `layering`: how it is run.

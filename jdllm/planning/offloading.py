@@ -78,7 +78,7 @@ def plan_offloaded(workload: Workload, context: int, account: Account) -> Memory
     """Plan one step of an engine that has layers in host memory.
 
     Arguments:
-    - `workload`: what is planned for.
+    - `workload`: the model and its requests.
     - `context`: tokens of the sequence, masks included.
     - `account`: of that engine.
     """

@@ -40,10 +40,10 @@ LONGEST = 1 << 24
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What is to be planned for.
+    """The model, the device and the requests of a plan.
 
     - `config`, `dtype`: the model, and the type of its weights and activations.
-    - `device`: what it runs on.
+    - `device`: the device of the model.
     - `mask_ratio`: masked rows per row.
     - `level`: what the head computes for a row.
     - `cache_policy`, `retention`: the cache of requests and the share of rows that it keeps, which decide the
@@ -97,11 +97,11 @@ class StepPlan:
 
     - `context`, `rows`, `head_rows`: tokens, and the compiled sizes that hold them.
     - `room`: what the step may use.
-    - `kv_pool_bytes`, `batch_bytes`: what no chunk count changes; the batch counts its inputs and the trace
-      that comes back.
+    - `kv_pool_bytes`, `batch_bytes`: bytes that no chunk count changes; the batch counts its inputs and the
+      trace that comes back.
     - `activation`: the plan of everything else.
     - `chunks`: the chunk counts to run with; with `tiers` only the count of the logits matters.
-    - `tiers`: what is in host memory beside weights, or `None`; `host_bytes` of host memory in all.
+    - `tiers`: arrays in host memory beside weights, or `None`; `host_bytes` of host memory in all.
     - `seconds`: how long planning took.
     """
 
@@ -156,7 +156,7 @@ class MemoryPlan(StepPlan):
 
     @property
     def host_tiers(self) -> list[str]:
-        """Names of what is in host memory."""
+        """Names of the arrays in host memory."""
         weights = ["weights"] if self.streamed_bytes else []
         if self.tiers is None:
             return weights
@@ -182,7 +182,7 @@ def plan_memory(
     """Plan one step: the cheapest way in latency that fits.
 
     Arguments:
-    - `workload`, `budget`: what is planned for, and what may be used.
+    - `workload`, `budget`: the model and its requests, and the memory that may be used.
     - `context`: tokens of the sequence, masks included.
     - `host_tiers`: whether host memory may be used where the device is too small, as `LLM` would, or which
       tiers to try.
@@ -210,7 +210,7 @@ def plan_bucket(
     """Plan one step of compiled sizes in the room that is left for it.
 
     Arguments:
-    - `workload`, `bucket`: what is planned for, and the compiled sizes of the step.
+    - `workload`, `bucket`: the model and its requests, and the compiled sizes of the step.
     - `room`: what the step may use.
     - `tiers`: tried in order where the device is too small.
 
@@ -279,10 +279,10 @@ def refusal(
     """The error for a step that does not fit.
 
     Arguments:
-    - `workload`, `bucket`: what is planned for, and the compiled sizes of the step.
+    - `workload`, `bucket`: the model and its requests, and the compiled sizes of the step.
     - `room`, `tiers`: what the step may use, and the host tiers that were tried.
     - `what`: the step, by default by its rows.
-    - `surplus`: bytes that the compiler asks for beyond what is planned.
+    - `surplus`: bytes that the compiler asks for beyond the plan.
     - `compiled`: bytes of the room that the compiler asks for, where it was asked.
     """
     left = room._replace(device=room.device - surplus)

@@ -59,7 +59,7 @@ class LongPlan:
 
     @functools.cached_property
     def stages(self) -> list[StagePlan]:
-        """What has to run, in order."""
+        """The stages to run, in order."""
         return plan_stages(self.workload, self.account, self.target, self.prefilling, self.question)
 
     @property
@@ -185,7 +185,7 @@ class _Planned:
         return StagePlan(name, evaluations, rows, needed, stored, seconds)
 
     def steps(self, question: Question, rows: int) -> StagePlan:
-        """The steps of the answer, which read the weights and what is stored."""
+        """The steps of the answer, which read the weights and the stored keys and values."""
         config = self._workload.config
         keys = 2 * config.num_layers * config.num_kv_heads * config.head_dim * rows
         read = self._weights + keys * (4 if self._workload.dtype == "float32" else 2)

@@ -68,7 +68,7 @@ class Sharing:
     @property
     def rows(self) -> int:
         """The most packed rows of a step: the requested rows, or else the most of `DEFAULT_ROWS` whose whole
-        step takes no more than 15 % of what is free beside the weights, and leaves a pool that holds as many
+        step takes no more than 15 % of the bytes beside the weights, and leaves a pool that holds as many
         rows; the least of them where none does, and for a causal model."""
         if self.asked_rows is not None:
             return self.asked_rows

@@ -61,7 +61,7 @@ class StepNeeds:
         return whole + whole // _MARGIN
 
     def _gathering(self, rows: int) -> int:
-        """Bytes of a part of a prompt while it sees what is stored: of few rows gathered keys are most."""
+        """Bytes of a part of a prompt that sees stored keys: with few rows the gathered keys take most."""
         config, itemsize = self.config, jnp.dtype(self.dtype).itemsize
         widths = 2 * config.hidden_size + 3 * config.num_heads * config.head_dim
         heads = config.num_heads, config.num_kv_heads, config.head_dim

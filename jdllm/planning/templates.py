@@ -44,7 +44,7 @@ class StepKind(NamedTuple):
     """What decides the shape of a step's graph, beside the model.
 
     - `itemsize`: bytes of a number in weights and activations.
-    - `device`: what it runs on: which form of an operator it takes decides what exists in memory.
+    - `device`: of the model; its forms of operators decide which arrays exist in memory.
     - `level`: what the head computes for a row.
     """
 

@@ -53,7 +53,7 @@ def building(layout: Layout, window: Ints, mask_id: int, *, shifted: bool) -> It
     """The evaluations before the first block.
 
     Arguments:
-    - `window`: what stands behind each chunk while it is encoded by itself, where it can be seen.
+    - `window`: rows behind each chunk while the chunk is encoded by itself, if it can see them.
     - `shifted`: whether the last row before a block predicts its first token, which is then committed before
       the block's own steps.
     """
@@ -146,7 +146,7 @@ def _apart(layout: Layout, window: Ints) -> Evaluation:
 
 
 def _masks(layout: Layout, block: int, mask_id: int, shifted: bool) -> Evaluation:
-    """All masks from a block on, behind what is finished."""
+    """All masks from a block on, behind the finished tokens."""
     slots = np.arange(layout.block_slots(block).start, layout.gen_length)
     segment = Segment.of(
         np.full(len(slots), mask_id), np.full(len(slots), len(slots)), _answer_positions(layout)[slots]

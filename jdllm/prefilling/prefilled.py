@@ -1,4 +1,4 @@
-"""What came of preparing a long context."""
+"""How a long context was prepared."""
 
 import dataclasses
 from typing import Any
@@ -8,7 +8,7 @@ import numpy as np
 
 @dataclasses.dataclass(eq=False)
 class Prefilled:
-    """What came of preparing a long context.
+    """How a long context was prepared.
 
     - `selected`: the chunks that were kept, by their number in the document, rising.
     - `scores`: f32, of all chunks.

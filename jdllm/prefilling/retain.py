@@ -102,7 +102,7 @@ def retain(
 
 
 def reduced_layers(values: Float[np.ndarray, "layers *of tokens"], prefilling: Prefilling) -> np.ndarray:
-    """What is made of the values of several layers.
+    """Combine the values of several layers.
 
     Returns f32 `[*of, tokens]` where all layers keep the same tokens, else `[layers, *of, tokens]`: layers
     that do not count take the values of the lowest that does.

@@ -21,7 +21,7 @@ Ints = Int[np.ndarray, " length"]
 
 
 class Behind(NamedTuple):
-    """What stands behind each chunk: the query, and the draft with its masks.
+    """The rows behind each chunk: the query, and the draft with its masks.
 
     - `tokens`: int32 of both.
     - `scored`: which of them are scored.
@@ -34,7 +34,7 @@ class Behind(NamedTuple):
 class Scoring(NamedTuple):
     """The rows that score one chunk.
 
-    - `segment`: instruction, chunk and what is behind it; rows that stand in for a scored token come last.
+    - `segment`: instruction, chunk and the rows behind it; rows that stand in for a scored token come last.
     - `own`: rows that see their own key beside their range.
     - `sources`, `targets`: the row that predicts each scored token, and the token.
     """
@@ -45,7 +45,7 @@ class Scoring(NamedTuple):
     targets: Ints
 
     def after(self, stored: int) -> "Scoring":
-        """The same without its first rows, which are stored: what is left sees all of them."""
+        """The same without its first rows, which are stored: the other rows see all of them."""
         parts = Segment(*(x[stored:] for x in self.segment))
         parts = parts._replace(
             k_start=np.zeros(parts.size, np.int32), k_end=np.maximum(parts.k_end - stored, 0)
@@ -56,7 +56,7 @@ class Scoring(NamedTuple):
 def behind(
     query: Ints, draft: Ints, mask_id: int, *, window: int | None = None, unfilled: bool = False
 ) -> Behind:
-    """What is scored behind every chunk.
+    """The tokens that are scored behind every chunk.
 
     Arguments:
     - `draft`: its slots; those that are masks are not scored, unless `unfilled`.
@@ -75,7 +75,7 @@ def scoring_of(
     """The rows that score a chunk.
 
     With shifted logits each token is predicted by the row before it. Otherwise by a mask in its own place:
-    where nothing sees what comes later, such a mask can be a row of its own, which sees what is before it and
+    where no row sees later rows, such a mask can be a row of its own, which sees the rows before it and
     itself (leave-one-out, each token by itself).
 
     Arguments:

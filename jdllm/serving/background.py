@@ -33,7 +33,7 @@ class Background:
         return not (self._busy or self._closed)
 
     def start(self, sizes: Sizes, entry: Entry, name: str, make: Callable[[], object]) -> None:
-        """Call `make` beside the engine, and then count `entry` among what is compiled.
+        """Call `make` beside the engine, and then count `entry` as compiled.
 
         Nothing happens while another entry is made ready, and after `close`.
 

@@ -1,4 +1,4 @@
-"""Whether an executable fits beside what is on the device, asked before it runs."""
+"""Whether an executable fits on the device beside all other arrays, asked before it runs."""
 
 from jdllm.compiling.executables import Executable
 from jdllm.planning.account import Account

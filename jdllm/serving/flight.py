@@ -12,7 +12,7 @@ from jdllm.serving.updates import PartDone
 
 
 class _Part(NamedTuple):
-    """A part that was submitted: what it takes, when that was, and how long the device was idle before."""
+    """A submitted part: its demand, its time, and how long the device was idle before."""
 
     pending: Pending
     rows: int
@@ -89,6 +89,6 @@ class Flight:
         self._idle_since = None
 
     def drain(self) -> None:
-        """Wait for what was submitted, and forget it."""
+        """Wait for all submitted parts, and forget them."""
         while self._parts:
             wait([self._parts.popleft().pending.trace])

@@ -41,7 +41,7 @@ class Launch(NamedTuple):
 class Compiled(Protocol):
     """What compiles the entries of a ladder.
 
-    - `programs`: what they need, as far as plans tell before anything is compiled.
+    - `programs`: the programs, as far as plans tell before anything is compiled.
     - `warm`: compile all that is not compiled yet.
     """
 

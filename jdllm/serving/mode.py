@@ -42,7 +42,7 @@ class Holder(Protocol):
     """Holds something for requests beside the KV pool.
 
     - `held`: for how many requests it holds something.
-    - `forget`: give up what is held for a request, which has ended or begins again.
+    - `forget`: give up everything held for a request, which has ended or begins again.
     - `clear`: give up everything that a failed part may have damaged, for all requests.
     """
 

@@ -45,7 +45,7 @@ def packed_rows(segment: Segment, size: int) -> tuple[np.ndarray, Rows]:
 
 
 def storage_of(filled: Sequence[Filled], rows: int) -> Storage:
-    """What is stored of an evaluation.
+    """The rows that are stored of an evaluation.
 
     Arguments:
     - `rows`: packed rows, padding included. The number of entries depends on them alone, so that their
@@ -87,7 +87,7 @@ def table_of(reads: Sequence[Read], tiles: int) -> PageTable:
 
 
 def in_tiles(segments: Sequence[Segment]) -> list[Segment]:
-    """Segments that each fill whole tiles; what is added sees nothing."""
+    """Segments that each fill whole tiles; added rows see nothing."""
     return [
         Segment(*(padded(x, -(-segment.size // TILE_ROWS) * TILE_ROWS) for x in segment))
         for segment in segments

@@ -52,7 +52,7 @@ class Request:
     """The state of one request, which only commits change: `advance`, `advance_many`, `store`, `go_back`.
 
     - `id`: of the request in its engine.
-    - `spec`: what was asked for.
+    - `spec`: the request as it was asked.
     - `tokens`: int32 `[length]`, the whole sequence as it stands.
     - `initial_masks`: bool `[length]`, positions that were masked at the start; all others count as prompt.
     - `logprobs`: f32 `[length]`, the log-probability of each committed token, 0 for others; `committed_in`:
@@ -63,9 +63,9 @@ class Request:
     - `known`, `computed`: where rows depend on no later token, how many first tokens are there, and of how
       many of them keys and values are stored; 0 for others, whose rows nobody can share.
     - `found`: how many rows were stored already when it was admitted, `None` where rows cannot be shared.
-    - `prefilled`: what came of preparing its long context, `None` where it has none.
+    - `prefilled`: how its long context was prepared, `None` without one.
     - `prepared`: whether the steps of the current block may run.
-    - `acceptance`: what of its transfer rule runs on the device, `None` where another model decides;
+    - `acceptance`: the part of its transfer rule that runs on the device, `None` where another model decides;
       `rule_state`: what the rule carries from step to step of a block, by name, of the whole request or
       `[length]`.
     - `forwarded`: with a cache the positions that steps of `Phase.REUSE` evaluate, rising; `stored`: how many
@@ -295,7 +295,7 @@ class Request:
         """Take in that so many of its first rows are stored already; 0 where rows cannot be shared."""
 
     def go_back(self) -> None:
-        """Be where the last refresh began, or the request where there was none: what it stored is lost.
+        """Go back to the last refresh, or to the beginning of the request: its stored keys are lost.
 
         Steps from there on, whose noise is keyed by their number, commit the same tokens again.
         """

@@ -1,4 +1,4 @@
-"""Runs parts of iterations: packs them, submits them in order, and collects what they did."""
+"""Runs parts of iterations: packs them, submits them in order, and collects their results."""
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -74,9 +74,9 @@ class Runner:
             raise RuntimeError(f"the device does not answer any more: {error}") from error
 
     def between_parts[T](self, function: Callable[[], T]) -> T:
-        """`function()`, behind what was submitted before and before what is submitted later."""
+        """`function()`, between the parts that were submitted before and after this call."""
         return self._queue.submit(function).result()
 
     def close(self) -> None:
-        """Wait for what was submitted; nothing can be submitted afterwards."""
+        """Wait for all submitted parts; no part can be submitted afterwards."""
         self._queue.shutdown()

@@ -38,7 +38,7 @@ class Kind(enum.IntEnum):
     REFRESH = 1
     """Whole sequences, whose keys and values are stored."""
     REUSE = 2
-    """Only the positions that are forwarded, against what is stored."""
+    """Only the forwarded positions, against stored keys and values."""
     ADAPTIVE = 3
     """A draft and its verification."""
     PREPARE = 4
@@ -46,7 +46,7 @@ class Kind(enum.IntEnum):
     PREFILL = 5
     """Parts of prompts of a causal model, which are stored."""
     DECODE = 6
-    """The last token of each sequence of a causal model, against what is stored."""
+    """The last token of each sequence of a causal model, against stored keys and values."""
     LAYERED = 7
     """Some layers of one sequence of a causal model, or its last token; its keys do not fit the pool."""
 
@@ -207,7 +207,7 @@ class Scheduler:
 
         Arguments:
         - `request`: its id.
-        - `life`: what it needs at most.
+        - `life`: its largest needs.
         """
         self.check(life)
         self._waiting[request] = life
@@ -274,7 +274,7 @@ class Scheduler:
     def plan(
         self, ready: Mapping[int, Demand], busy: Collection[Kind] = (), in_flight_rows: int = 0
     ) -> list[Part]:
-        """Choose what is submitted next.
+        """Choose the parts that are submitted next.
 
         Arguments:
         - `ready`: the next step of each running request that is not in flight.

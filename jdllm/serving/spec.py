@@ -37,7 +37,7 @@ class RequestSpec:
 
     - `prompt`: int32 ids that the request came with; masks among them are to be filled.
     - `tokens`: int32 `[length]`, the whole sequence at the start: the prompt, then masks. Read-only.
-    - `blocks`: what is denoised, from left to right.
+    - `blocks`: the blocks to denoise, from left to right.
     - `returned`: the part of the sequence that is the result.
     - `sampling`: how it is denoised.
     - `mask_id`, `shifted`: of the model: its mask, and whether its logits are shifted.
@@ -72,7 +72,7 @@ class RequestSpec:
 
     @property
     def acceptance(self) -> Acceptance | None:
-        """What of its transfer rule runs on the device; `None` where another model decides."""
+        """The part of its transfer rule that runs on the device; `None` where another model decides."""
         return rule_of(self.sampling).acceptance
 
     @property

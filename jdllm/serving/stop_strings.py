@@ -8,7 +8,7 @@ from jdllm.checkpoints.token_text import Decode
 
 
 class StopStrings:
-    """Looks for the end of a result; what was looked at is not looked at again.
+    """Looks for the end of a result; reads each token once.
 
     Arguments:
     - `strings`: any of them ends the text; each lies within the result as a whole.

@@ -12,7 +12,7 @@ from jdllm.serving.updates import Ended, Update
 
 class Submitted:
     """Iterate over it for the updates of its requests, which are named by their index in `specs`; inside
-    `with`, which aborts what is left.
+    `with`, which aborts all open requests at its end.
 
     Arguments:
     - `engine`: takes the requests in; somebody else drives it.
@@ -42,13 +42,13 @@ class Submitted:
             self._loop.call_soon_threadsafe(self._told.put_nowait, update)
 
     def end(self, error: Exception) -> None:
-        """Abort what is left, and let whoever iterates meet `error` next. Of the event loop's thread."""
+        """Abort all open requests, and raise `error` in the reader next. Of the event loop's thread."""
         self.close()
         self._error = error
         self._told.put_nowait(None)  # wakes it up
 
     def close(self) -> None:
-        """Abort what is left."""
+        """Abort all open requests."""
         for request in self._left:
             self._engine.abort(request)
         self._left = {}

@@ -60,7 +60,7 @@ Update = StepUpdate | Ended
 
 
 class Stats(NamedTuple):
-    """Counts of an engine since it was made, and what it holds now.
+    """Counts of an engine since it was made, and its present requests and pages.
 
     - `waiting`, `running`: requests.
     - `finished`, `failed`, `aborted`: requests that ended so.

@@ -12,4 +12,4 @@ class Dual(CachePolicy):
         return np.concatenate([np.arange(view.start), np.arange(view.stop, view.length)])
 
 
-POLICY = Dual("dual", "what is outside it (Fast-dLLM)")
+POLICY = Dual("dual", "everything outside it (Fast-dLLM)")

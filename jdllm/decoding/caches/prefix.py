@@ -12,4 +12,4 @@ class Prefix(CachePolicy):
         return np.arange(view.start)
 
 
-POLICY = Prefix("prefix", "what is left of the block")
+POLICY = Prefix("prefix", "everything to the left of the block")

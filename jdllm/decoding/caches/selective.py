@@ -6,7 +6,7 @@ from jdllm.decoding.caches.policy import CachePolicy, View
 
 
 class Selective(CachePolicy):
-    """Everything decoded: the prompt, and what was committed before the refresh.
+    """The prompt, and all tokens that were committed before the refresh.
 
     A token is thus evaluated once as itself before it is stored. Later tokens are evaluated until the next
     refresh, where dKV-Cache stores them one step after they were committed.
@@ -19,4 +19,4 @@ class Selective(CachePolicy):
         return np.flatnonzero(~forwarded)
 
 
-POLICY = Selective("selective", "the prompt and what is decoded (dKV-Cache)", delay=1, interval=8)
+POLICY = Selective("selective", "the prompt and the decoded tokens (dKV-Cache)", delay=1, interval=8)

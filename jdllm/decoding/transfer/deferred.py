@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def accept(ranked: "Ranked", params: "RuleParams", segments: int) -> "Bool[Array, ' rows']":
     """Of the first `quota` ranks those that reach the threshold, and the first in any case.
 
-    What is put off returns in the next step's quota (NVlabs/Fast-dLLM v1, Dream, `confidence_threshold`).
+    Deferred tokens return in the next step's quota (NVlabs/Fast-dLLM v1, Dream, `confidence_threshold`).
     """
     return (ranked.rank < params.quota) & threshold.reaches(ranked, params)
 

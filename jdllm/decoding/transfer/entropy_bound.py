@@ -1,4 +1,4 @@
-"""Entropy bound: commit together what is nearly independent."""
+"""Entropy bound: commit nearly independent tokens together."""
 
 from typing import TYPE_CHECKING
 

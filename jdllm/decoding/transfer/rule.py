@@ -46,7 +46,7 @@ class StateArray(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Acceptance:
-    """What of a rule runs on the device; several rules may share one.
+    """The part of a rule that runs on the device; several rules may share one.
 
     - `name`: unique among those that are registered.
     - `accept`: returns the rows that commit, from the ranked rows. With a `state` the function also takes the
@@ -77,7 +77,7 @@ class TransferRule:
       sampler: they measure confidences after temperature and filters.
     - `help`: which tokens a step commits, in words.
     - `acceptance`: what runs on the device; `None` where a verifier decides.
-    - `measure`: what of a row it reads, by which rows are ranked unless their order is drawn.
+    - `measure`: the measure of a row that the rule reads; it ranks the rows unless their order is drawn.
     - `options`: the parameters that have an effect with this rule.
     - `table`: what each step may commit; `None` where confidences alone decide, so that a block takes as many
       steps as it needs.

@@ -27,7 +27,7 @@ _BIASES = tuple(f"{name}_bias" for name in _QKV)
 
 
 class ChainedAttention(Protocol):
-    """Attention of rotated queries over what is cached and over fresh keys and values.
+    """Attention of rotated queries over cached and fresh keys and values.
 
     Returns the outputs of all rows in their order, in any shape.
     """

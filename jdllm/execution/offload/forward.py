@@ -53,7 +53,7 @@ def forward_tiered(
     - `params`: stacked weights on the device.
     - `config`, `tokens`: the model, and int32 ids of all rows.
     - `rows`: positions and key ranges.
-    - `tiers`: what is in host memory, and the sizes of chunks.
+    - `tiers`: arrays in host memory, and the sizes of chunks.
     - `call`: compiles and runs the parts of a layer.
 
     Returns the hidden rows after the last layer, before the final norm, in chunks of `tiers.chunk_rows` in

@@ -159,7 +159,7 @@ def apply_one(
 
 
 def place_weights(device: Device, offloaded: Collection[int]) -> Callable[[int | None, Params], Params]:
-    """Puts weights where `OffloadedWeights` has them: a layer by its number, and what is outside of layers.
+    """Puts weights where `OffloadedWeights` has them: a layer by its number, and weights outside of layers.
 
     Arguments:
     - `device`: where they are.

@@ -1,4 +1,4 @@
-"""One token more of many sequences: each row sees what is stored of its own, and is stored itself."""
+"""One token more of many sequences: each row sees the stored rows of its sequence, and is stored itself."""
 
 from typing import NamedTuple
 

@@ -120,7 +120,7 @@ def forward_reuse(
     operands: ChainOperands | None = None,
     attention: Callable[..., AttentionOutput] | None = None,
 ) -> Hidden:
-    """Run all layers over some rows of each sequence, against themselves and what is stored.
+    """Run all layers over some rows of each sequence, against themselves and stored keys and values.
 
     Arguments:
     - `params`, `config`: stacked weights, and the model; the latter is static.

@@ -1,6 +1,6 @@
 """The transformer over parts of sequences.
 
-Rows see each other by their ranges, and what is stored of others. Their own keys and values are stored too,
+Rows see each other by their ranges, and stored rows. Their own keys and values are stored too,
 at other positions where asked.
 """
 

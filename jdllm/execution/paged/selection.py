@@ -54,7 +54,8 @@ class Slots(NamedTuple):
     """What the slots of a page table take, as far as it is the same in every layer.
 
     - `page`: the page that each entry is written to; beyond any pool, and no two the same, where it is none.
-    - `place`: where in the candidates' order a slot's row is. Slots beyond what is kept repeat the last one.
+    - `place`: where in the candidates' order a slot's row is. Slots beyond the kept candidates repeat the
+      last one.
     - `source`: the packed row of each slot, if the slots have the order of the candidates.
     """
 

@@ -26,7 +26,8 @@ TENSOR_NAMES: dict[str, str] = decoder.TENSOR_NAMES | {
 
 
 def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
-    """Translate a parsed LLaDA-MoE `config.json`; `ConfigError` names what is missing or unsupported."""
+    """Translate a parsed LLaDA-MoE `config.json`; `ConfigError` names a key that is missing or
+    unsupported."""
     fields = HfFields(values, "LLaDA-MoE")
     fields.require("attention_bias", (False,))
     fields.require("clip_qkv", (None,))

@@ -95,7 +95,7 @@ def pack_verified(
 
 
 def parts_of(requests: Sequence[Request], unread: Sequence[range], most: int) -> Iterator[list[Part]]:
-    """What is not stored of some requests, in groups of at most `most` rows."""
+    """The rows of some requests that are not stored, in groups of at most `most` rows."""
     group, room = [], most
     for request, left in zip(requests, unread, strict=True):
         while left:

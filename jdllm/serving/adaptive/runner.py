@@ -36,7 +36,7 @@ class AdaptiveRunner:
     - `ladder`: the sizes of its steps.
     - `full`: says how steps of the diffusion model are cut.
     - `verifier`: the autoregressive model.
-    - `keys`: what it has stored.
+    - `keys`: the keys and values that it has stored.
     """
 
     def __init__(

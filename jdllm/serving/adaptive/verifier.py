@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Verifier(NamedTuple):
-    """A causal model whose ids mean what they mean to the diffusion model."""
+    """A causal model whose ids stand for the same tokens as in the diffusion model."""
 
     params: Params
     config: ModelConfig

@@ -107,7 +107,7 @@ class CausalRequest(Request):
         self.computed = stored
 
     def go_back(self) -> None:
-        """What is stored is lost: it has to be computed again."""
+        """Its stored keys are lost: they have to be computed again."""
         self.computed = 0
 
     def advance_many(self, positions: np.ndarray, steps: Steps) -> None:

@@ -98,7 +98,7 @@ def pack_reuse(
 ) -> ReuseBatch:
     """Lay out the forwarded rows of each request in whole tiles, and list what each tile reads.
 
-    It reads what is stored of its request, and all the rows of it that are forwarded.
+    It reads the stored rows of its request, and all its forwarded rows.
 
     Arguments:
     - `entries`: of the page table.

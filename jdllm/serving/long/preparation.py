@@ -43,7 +43,7 @@ class Preparation:
         self._next: dict[int, Stage] = {}
 
     def next(self, request: Request) -> Stage | None:
-        """What has to be evaluated before the steps of the current block may run; `None` where nothing."""
+        """The stage to evaluate before the steps of the current block may run; `None` without one."""
         return None if request.prepared else self._stage(*of_class(LongRequest, [request]))
 
     def _stage(self, request: LongRequest) -> Stage:
@@ -190,7 +190,7 @@ class Preparation:
         return min(prefilling.chunks_kept + prefilling.keep_first_chunk, max(1, self._most // each))
 
     def _kept(self, request: LongRequest, chunk: int, values: np.ndarray | None) -> KeptChunk:
-        """A chunk with what is kept of it, from its values `[..., groups, tokens]`."""
+        """A chunk with its kept tokens, from its values `[..., groups, tokens]`."""
         prefilling, tokens = request.long_spec.prefilling, request.long_spec.chunks[chunk].tokens
         per_head = prefilling.tokens_kept is not None and prefilling.retention == "per_head"
         if values is None:

@@ -28,7 +28,7 @@ class LongContext(NamedTuple):
     """A question over a context, as int32 ids.
 
     - `instruction`: stands before every chunk; may be empty.
-    - `context`: what is cut into chunks; may be empty.
+    - `context`: ids that are cut into chunks; may be empty.
     - `query`: stands before the answer.
     - `scoring_query`: what chunks are scored with, usually the query.
     """
@@ -242,8 +242,8 @@ class LongRequest(Request):
     """The state of a request over a long context.
 
     - `layout`: its sequence, once chunks have been selected.
-    - `prefilled`: what came of the stages so far.
-    - `opened`: the block whose steps may run: what is between two blocks has been done.
+    - `prefilled`: results of the stages so far.
+    - `opened`: the block whose steps may run: the stages before it are done.
     """
 
     prefilled: Prefilled
@@ -310,6 +310,6 @@ class LongRequest(Request):
         return np.concatenate(live)
 
     def go_back(self) -> None:
-        """Be where the request began: what was stored is lost."""
+        """Go back to the beginning of the request: its stored keys are lost."""
         super().go_back()
         self.begin_again()

@@ -21,7 +21,7 @@ from jdllm.serving.part_packing import Filled, Read, in_tiles, packed_rows, stor
 class Score(Stage):
     """Scores the first of some chunks, as many as fit, and stores their keys where that may serve again.
 
-    The array is the log-probabilities of what is scored behind each of them, `taken` chunks.
+    The array is the log-probabilities of the scored tokens behind each of them, `taken` chunks.
 
     Arguments:
     - `most`: packed rows.
@@ -101,7 +101,7 @@ class Score(Stage):
         return self._launched(scorings, segment, starts, entry, None, storage)
 
     def _launch_stored(self) -> Callable[[], Any]:
-        """What is behind the chunks alone; the last row of a chunk predicts what follows it."""
+        """The rows behind the chunks alone; the last row of a chunk predicts the row behind it."""
         prefix = len(self._spec.long.instruction)
         lengths = [len(self._spec.chunks[chunk].tokens) for chunk in self.taken]
         scorings = [
@@ -164,7 +164,7 @@ class Score(Stage):
         return bool(keys) and keys[0] in chunks and keys[chunk + 1] in chunks
 
     def _read(self, numbers: Sequence[int], rows: Sequence[int]) -> list[Read]:
-        """So many rows of what is stored under each of the keys."""
+        """So many rows of the stored content of each key."""
         stored = [self._model.pool.chunks.find(self._keys[number]) for number in numbers]
         table = self._model.pool.table_of([chunk.owner for chunk in stored if chunk is not None], rows)
         pages, valid = np.asarray(table.pages), np.asarray(table.valid)

@@ -120,7 +120,7 @@ class Retain(Stage):
     The array holds the values of `jdllm.prefilling.retain.retain`, with the chunks in the order of `chunks`.
 
     Arguments:
-    - `chunks`: the chunks, by their number, at most `room`; `window`: what stands behind them.
+    - `chunks`: the chunks, by their number, at most `room`; `window`: the rows behind them.
     """
 
     name = "retain"
@@ -206,7 +206,7 @@ class Build(Stage):
         return functools.partial(model.pool.run, executable, model.params, *arguments, writes=True)
 
     def _sizes(self) -> tuple[Entry, Any]:
-        """Compiled sizes, and the table of what is read."""
+        """Compiled sizes, and the table of pages to read."""
         head = head_bucket(self.head_rows)
         if not self._evaluation.reads:
             entry = self._model.build_sizes.choose(self.rows, 0, 1)

@@ -1,1 +1,1 @@
-"""The KV pool: pages of keys and values, who holds them, and what is kept in them."""
+"""The KV pool: pages of keys and values, their holders, and their kept contents."""

@@ -108,7 +108,7 @@ class DevicePool:
             self._pool = _zeroed(self._pool, beyond)
 
     def free(self) -> None:
-        """Free the pool on the device: what it held is lost."""
+        """Free the pool on the device: its contents are lost."""
         self.forget_contents()
         self._pool = None
 

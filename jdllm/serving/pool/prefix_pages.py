@@ -12,7 +12,7 @@ from jdllm.serving.pool.kv_pool import KvPool
 from jdllm.serving.pool.stored_chunks import content_key
 
 _START = b""
-"""What stands for the page before the first one."""
+"""The key of the page before the first one."""
 
 
 class PrefixPages:
@@ -95,8 +95,8 @@ class PrefixPages:
         return pool.release(request, keep).discard(forgotten)
 
     def make_room(self, pool: KvPool, pages: int) -> KvPool:
-        """Give up what was used least recently until so many pages are free, or only pages with readers are
-        stored."""
+        """Give up the least recently used contents until so many pages are free, or only pages with readers
+        are stored."""
         oldest = self._oldest(pages - pool.free_pages)
         self._forget(oldest)
         return pool.discard(oldest)

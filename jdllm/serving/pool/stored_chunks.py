@@ -11,7 +11,7 @@ from jdllm.serving.pool.kv_pool import KvPool
 
 
 class StoredChunk(NamedTuple):
-    """What is stored under a key.
+    """The content of a key.
 
     - `owner`: who holds its pages in the pool; no request has such an id.
     - `rows`: how many rows it has.
@@ -42,7 +42,7 @@ class StoredChunks:
         return key in self._stored
 
     def find(self, key: bytes) -> StoredChunk | None:
-        """What is stored under a key; it was used now."""
+        """The content of a key; counts as a use."""
         if key not in self._stored:
             return None
         self._stored.move_to_end(key)
@@ -57,7 +57,7 @@ class StoredChunks:
         return pool, chunk
 
     def make_room(self, pool: KvPool, pages: int) -> KvPool:
-        """Give up what was used least recently until so many pages are free, or nothing is left."""
+        """Give up the least recently used contents until so many pages are free, or none is left."""
         while self._stored and pool.free_pages < pages:
             pool = pool.release(self._stored.popitem(last=False)[1].owner)
             self.changes += 1
