@@ -16,6 +16,7 @@ from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params, param_bytes
 from jdllm.planning.budget import Budget, MemoryBudgetError
 from jdllm.planning.templates import step_template
+from jdllm.serving.denoise.full_runner import FullRunner
 from jdllm.serving.engine import Engine
 from tests.conftest import LLADA
 from tests.engines import engine_of, finish, generation_request
