@@ -29,7 +29,8 @@ FLOPS_PER_SECOND = 700e12
 """The floor of an operator is at these rates, whatever the run reaches."""
 
 _QUEUED_SECONDS, _LONG_SECONDS = 0.05, 1.0
-_SETTLING_SECONDS, _SUSTAINED_SECONDS = 0.5, 2.0
+SETTLING_SECONDS, SUSTAINED_SECONDS = 0.5, 2.0
+"""How long a function is called before its time is taken, and while its time is taken."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,10 +87,10 @@ def sustained(run: Callable[[], Any]) -> Sustained:
     program = shutil.which("nvidia-smi")
     if program is None:
         return Sustained(_repeat(run, 0.0), {})
-    _repeat(run, _SETTLING_SECONDS)
+    _repeat(run, SETTLING_SECONDS)
     query = [program, "-i", "0", "--query-gpu=clocks.sm,power.draw.instant", "--format=csv,noheader"]
     with subprocess.Popen([*query, "-lms", "100"], stdout=subprocess.PIPE, text=True) as process:
-        seconds = _repeat(run, _SUSTAINED_SECONDS)
+        seconds = _repeat(run, SUSTAINED_SECONDS)
         process.terminate()
         said, _ = process.communicate()
     samples = [(float(mhz), float(watts)) for mhz, watts in re.findall(r"(\d+) MHz, ([\d.]+) W", said)]

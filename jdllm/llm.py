@@ -68,7 +68,8 @@ class LLM(GeneratesText, ScoresText):
         return self._executables
 
     @property
-    def _scorer(self) -> Scorer:
+    def scorer(self) -> Scorer:
+        """What evaluates given texts; raises `ConfigError` without all weights on the device."""
         if self.account.offloaded:
             raise ConfigError(
                 "score and logits need all weights on the device, and those of"
@@ -103,7 +104,7 @@ class LLM(GeneratesText, ScoresText):
         """
         questions = [] if prefilling is None else self._questions(prefilling)
         # Scores need all weights on the device.
-        warmed = [self.engine, *([] if self.account.offloaded else [self._scorer])]
+        warmed = [self.engine, *([] if self.account.offloaded else [self.scorer])]
         programs = [program for one in warmed for program in one.programs()]
 
         def rest() -> None:

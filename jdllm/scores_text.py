@@ -70,8 +70,8 @@ class ScoresText(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def _scorer(self) -> Scorer:
-        """What evaluates the model."""
+    def scorer(self) -> Scorer:
+        """What evaluates given texts."""
 
     @abc.abstractmethod
     def _encode(self, text: str, *, parse_special: bool, begins: bool = True) -> list[int]:
@@ -174,7 +174,7 @@ class ScoresText(abc.ABC):
             _check_exact(settings)
             return list(map(exact_likelihood, self._following("score", pairs, parse_special, progress)))
         asked = self._masked_pairs(pairs, settings, parse_special)
-        found = self._scorer.likelihoods(asked, cfg_scale, mask_id_of(self.config))
+        found = self.scorer.likelihoods(asked, cfg_scale, mask_id_of(self.config))
         return _taken(found, len(asked), progress)
 
     def token_logprobs(
@@ -234,7 +234,7 @@ class ScoresText(abc.ABC):
         for i, asked in enumerate(zip(given, positions, targets, strict=True)):
             with naming_prompt(i, len(given)):
                 questions.append(one_masked(*asked, mask_id, self.config))
-        return conditionals_of(self._scorer.answers("conditionals", questions))
+        return conditionals_of(self.scorer.answers("conditionals", questions))
 
     def pseudo_likelihood(self, token_ids: TokenIds, *, top_logprobs: int = 0) -> list[Conditional]:
         """Score every token of a sequence given all others: each is masked alone.
@@ -251,7 +251,7 @@ class ScoresText(abc.ABC):
         mask_id = self._mask_id("pseudo_likelihood")
         ids = unmasked_ids(token_ids, "the sequence", self.config)
         questions, listed = each_alone(ids, mask_id), _listed(top_logprobs)
-        return conditionals_of(self._scorer.answers("pseudo_likelihood", questions, listed=listed))
+        return conditionals_of(self.scorer.answers("pseudo_likelihood", questions, listed=listed))
 
     def choose(self, prefix: TokenIds, options: Iterable[TokenIds], suffix: TokenIds = ()) -> OptionScores:
         """Score options for a gap by the chain rule.
@@ -274,10 +274,10 @@ class ScoresText(abc.ABC):
         if self._causal:
             self._check_begun("prefix", prefix)
             questions = in_text(prefix, list(options), suffix, self.config)
-            scores = self._scorer.answers("choose", questions)
+            scores = self.scorer.answers("choose", questions)
             return shares_of(np.array([exact_likelihood(found).log_likelihood for found in scores]))
         chain = Chain(prefix, list(options), suffix, self.config)
-        return chain.option_scores(self._scorer.answers("choose", chain.questions))
+        return chain.option_scores(self.scorer.answers("choose", chain.questions))
 
     @property
     def _causal(self) -> bool:
@@ -334,7 +334,7 @@ class ScoresText(abc.ABC):
     ) -> list[TokenScores]:
         """Scores of each answer's tokens by a causal model; `what`: the call, for messages."""
         asked = self._pairs(pairs, parse_special)
-        found = self._scorer.answers(what, itertools.starmap(following, asked), listed=listed)
+        found = self.scorer.answers(what, itertools.starmap(following, asked), listed=listed)
         return _taken(found, len(asked), progress)
 
     def logits(self, token_ids: Sequence[TokenIds] | np.ndarray) -> np.ndarray:
@@ -351,7 +351,7 @@ class ScoresText(abc.ABC):
             ids = np.empty(0)
         if ids.ndim != 2 or not ids.size:
             raise RequestError("logits takes ids of shape [batch, length], all rows of one length")
-        return self._scorer.logits(checked_ids(ids.reshape(-1), self.config).reshape(ids.shape))
+        return self.scorer.logits(checked_ids(ids.reshape(-1), self.config).reshape(ids.shape))
 
 
 def _check_exact(settings: MonteCarlo) -> None:

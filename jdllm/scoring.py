@@ -112,7 +112,7 @@ class Scorer:
         self._config = config
         self._executables = executables
         self._account = account
-        self._run = run
+        self.run = run
         self._max_logits = max_logits
         self._compiled: list[Entry] = []
 
@@ -221,7 +221,7 @@ class Scorer:
         """Raises `MemoryBudgetError` where it does not fit, before it runs."""
         executable, rows = self._executables.get(program), len(program.args[1])
         check_fits(self._account, f"an evaluation of {rows} rows", rows, executable)
-        return self._run(lambda: executable(*program.args))
+        return self.run(lambda: executable(*program.args))
 
     def logits(self, token_ids: np.ndarray) -> np.ndarray:
         """f32 `[batch, length, vocab]` of int32 ids `[batch, length]`, before any shift, finite or not."""

@@ -73,14 +73,14 @@ def logprobs(llm: LLM, ids: list[int]) -> np.ndarray:
 
 
 def count_evaluations(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    scorer, evaluations = llm._open.scorer, []
-    plain = scorer._run
+    scorer, evaluations = llm.scorer, []
+    plain = scorer.run
 
     def run(function: Callable[[], Any]) -> Any:
         evaluations.append(None)
         return plain(function)
 
-    monkeypatch.setattr(scorer, "_run", run)
+    monkeypatch.setattr(scorer, "run", run)
     return evaluations
 
 

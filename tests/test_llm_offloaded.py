@@ -32,7 +32,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_workspace(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("jdllm.planning.templates._WORKSPACE", 0)
+    monkeypatch.setattr("jdllm.planning.templates.WORKSPACE", 0)
     step_template.cache_clear()
     yield
     step_template.cache_clear()

@@ -62,7 +62,7 @@ def test_texts_dicts_and_ids_mix(speaking: LLM):
 
 
 def test_nothing_runs_where_the_last_prompt_is_wrong(speaking: LLM, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(speaking, "_parts", None)
+    monkeypatch.setattr(speaking.engine, "add", None)
     with pytest.raises(RequestError, match=r"prompts\[2\] is None"):
         speaking.generate((text for text in ["a", "b", None]), SHORT)  # pyright: ignore
     with pytest.raises(RequestError, match=r"prompt 1: .*U\+DC80, at character 2"):
@@ -84,7 +84,7 @@ def test_score_takes_texts_as_they_are(speaking: LLM, monkeypatch: pytest.Monkey
             scored.append([*pair.prompt.tolist(), *pair.answer.tolist()])
             yield Likelihood(0.0, None, 1)
 
-    monkeypatch.setattr(speaking._open.scorer, "likelihoods", note)
+    monkeypatch.setattr(speaking.scorer, "likelihoods", note)
     speaking.score("a", "<|eot_id|>")
     speaking.score("a", "<|eot_id|>", parse_special=True)
     assert scored == [list(b"a<|eot_id|>"), [ord("a"), demo.EOT]]

@@ -54,14 +54,14 @@ def masked(llm: LLM, ids: Sequence[int], *positions: int) -> list[int]:
 
 
 def count_evaluations(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    scorer, evaluations = llm._open.scorer, []
-    plain = scorer._run
+    scorer, evaluations = llm.scorer, []
+    plain = scorer.run
 
     def run(function: Callable[[], Any]) -> Any:
         evaluations.append(None)
         return plain(function)
 
-    monkeypatch.setattr(scorer, "_run", run)
+    monkeypatch.setattr(scorer, "run", run)
     return evaluations
 
 
@@ -266,15 +266,15 @@ def test_values_that_are_no_numbers_are_named(params: Params, config: ModelConfi
 
 
 def test_others_are_served_between_evaluations(llm: LLM, monkeypatch: pytest.MonkeyPatch):
-    scorer, answers = llm._open.scorer, []
-    plain = scorer._run
+    scorer, answers = llm.scorer, []
+    plain = scorer.run
 
     def run(function: Callable[[], Any]) -> Any:
         answers.extend(llm.generate(prompt_token_ids=[PROMPT], sampling=SHORT))
         return plain(function)
 
     expected = llm.pseudo_likelihood(PROMPT * 10)
-    monkeypatch.setattr(scorer, "_run", run)
+    monkeypatch.setattr(scorer, "run", run)
     assert llm.pseudo_likelihood(PROMPT * 10) == expected
     assert len(answers) == 15  # two sequences of 30 rows in 64
 

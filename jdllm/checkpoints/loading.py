@@ -26,7 +26,8 @@ from jdllm.models.config import ModelConfig
 from jdllm.models.registry import FAMILIES
 from jdllm.models.weights import Params, TensorSpec, Tree, is_spec, layer_specs, spec_tree
 
-_PIECE_BYTES = 8 << 20
+PIECE_BYTES = 8 << 20
+"""Bytes that are read from a file at a time, or one row."""
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _COMPUTED = (".rotary_emb.inv_freq",)
 
@@ -344,7 +345,7 @@ def _write(leaf: jax.Array, piece: jax.Array, start: jax.Array, *, transposed: b
 def _read_pieces(stored: StoredTensor) -> Iterator[tuple[int, np.ndarray]]:
     """(first row, rows) of the pieces, all of one shape: the last may repeat rows of the one before."""
     rows, row_bytes = stored.shape[0], stored.bytes // stored.shape[0]
-    size = min(rows, max(1, _PIECE_BYTES // row_bytes))
+    size = min(rows, max(1, PIECE_BYTES // row_bytes))
     with stored.file.open("rb", buffering=0) as file:
         for row in range(0, rows, size):
             row = min(row, rows - size)

@@ -1,6 +1,7 @@
 """`jdllm bench`: load on a server, measured by a client."""
 
 import asyncio
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -16,6 +17,7 @@ from jdllm.bench.report import as_json as run_as_json
 from jdllm.bench.report import compare as compared
 from jdllm.bench.report import describe, describe_comparison
 from jdllm.bench.workload import Lengths, parse_lengths, read_workload
+from jdllm.cli.groups import OptionGroup, takes_groups
 from jdllm.cli.options import Json
 from jdllm.cli.report import print_result
 from jdllm.errors import ConfigError, RequestError
@@ -39,21 +41,29 @@ def common() -> None:
     """Measure a server."""
 
 
-@app.command("serve")
-def serve(
-    url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:8000",
+@dataclasses.dataclass(frozen=True)
+class Server(OptionGroup):
+    """What is measured."""
+
+    url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:8000"
     model: Annotated[
         str | None, typer.Option(metavar="NAME", help="Its name there.", show_default="the first it lists")
-    ] = None,
+    ] = None
     api_key: Annotated[
         str | None,
         typer.Option(
             envvar="JDLLM_API_KEY", metavar="KEY", help="Sent as a bearer token.", show_default=False
         ),
-    ] = None,
-    endpoint: Annotated[
-        str, typer.Option(metavar="completions|chat", help="Which API is asked.")
-    ] = "completions",
+    ] = None
+    endpoint: Annotated[str, typer.Option(metavar="completions|chat", help="Which API is asked.")] = (
+        "completions"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Pace(OptionGroup):
+    """When requests are sent."""
+
     mode: Annotated[
         str,
         typer.Option(
@@ -61,19 +71,25 @@ def serve(
             help="Closed: so many requests at a time. Open: requests arrive as a Poisson process, whether the"
             " server keeps up or not.",
         ),
-    ] = "closed",
+    ] = "closed"
     concurrency: Annotated[
         int | None,
         typer.Option(min=1, help="Requests at a time of a closed loop.", show_default="all at once"),
-    ] = None,
+    ] = None
     rate: Annotated[
         float | None, typer.Option(help="Requests a second of an open loop.", show_default=False)
-    ] = None,
+    ] = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Work(OptionGroup):
+    """What is asked for."""
+
     requests: Annotated[
         int | None, typer.Option(min=1, help="How many.", show_default=f"those of --lengths, or {_REQUESTS}")
-    ] = None,
-    warmup: Annotated[int, typer.Option(min=0, help="Requests before them that are not timed.")] = 0,
-    seed: Annotated[int, typer.Option(min=0, help="Of lengths, prompts and arrivals.")] = 0,
+    ] = None
+    warmup: Annotated[int, typer.Option(min=0, help="Requests before them that are not timed.")] = 0
+    seed: Annotated[int, typer.Option(min=0, help="Of lengths, prompts and arrivals.")] = 0
     prompt_length: Annotated[
         str | None,
         typer.Option(
@@ -81,7 +97,7 @@ def serve(
             help="Tokens of the prompts: random ids of the vocabulary's lower half.",
             show_default=_PROMPT_LENGTH,
         ),
-    ] = None,
+    ] = None
     lengths: Annotated[
         Path | None,
         typer.Option(
@@ -90,7 +106,7 @@ def serve(
             " them and no option says otherwise.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     gen_length: Annotated[
         int | None,
         typer.Option(
@@ -98,20 +114,29 @@ def serve(
             help="Tokens that each generates, whatever ends its text (ignore_eos).",
             show_default=f"that of --lengths, or {_GEN_LENGTH}",
         ),
-    ] = None,
+    ] = None
     sampling: Annotated[
         str,
         typer.Option(metavar="JSON", help='Further fields of the requests, as \'{"cache": "dual"}\'.'),
-    ] = "{}",
+    ] = "{}"
     stream: Annotated[
         bool, typer.Option("--stream/--no-stream", help="Only streams tell of first texts and blocks.")
-    ] = True,
+    ] = True
     stream_mode: Annotated[
         str, typer.Option(metavar="text|denoise", help="What is streamed: text, or every step.")
-    ] = "text",
+    ] = "text"
     vocab_size: Annotated[
         int | None, typer.Option(min=2, help="Ids of the model.", show_default="as the server says")
-    ] = None,
+    ] = None
+
+
+@app.command("serve")
+@takes_groups
+def serve(
+    *,
+    server: Server,
+    pace: Pace,
+    work: Work,
     out: Annotated[
         Path | None,
         typer.Option(metavar="FILE.jsonl", help="Where a record of each request goes.", show_default=False),
@@ -134,22 +159,22 @@ def serve(
         _compare(compare, as_json)
         return
     bench = _bench()
-    workload = _workload(lengths, prompt_length, requests, gen_length)
+    workload = _workload(work)
     options = bench.Options(
-        url=url,
-        api_key=api_key or None,
-        model=model,
-        endpoint=_one_of("--endpoint", endpoint, "completions", "chat"),
-        stream=_one_of("--stream-mode", stream_mode, "text", "denoise") if stream else None,
+        url=server.url,
+        api_key=server.api_key or None,
+        model=server.model,
+        endpoint=_one_of("--endpoint", server.endpoint, "completions", "chat"),
+        stream=_one_of("--stream-mode", work.stream_mode, "text", "denoise") if work.stream else None,
         requests=workload.requests,
-        warmup=warmup,
+        warmup=work.warmup,
         lengths=workload.lengths,
         gen_length=workload.gen_length,
-        sampling=workload.sampling | _sampling(sampling),
-        seed=seed,
-        rate=_rate(mode, rate, concurrency),
-        concurrency=concurrency,
-        vocab_size=vocab_size,
+        sampling=workload.sampling | _sampling(work.sampling),
+        seed=work.seed,
+        rate=_rate(pace),
+        concurrency=pace.concurrency,
+        vocab_size=work.vocab_size,
     )
     run = _measure(bench, options, out)
     print_result(json.dumps(run_as_json(options, run)) if as_json else describe(options, run))
@@ -168,19 +193,17 @@ class _Workload(NamedTuple):
     sampling: dict[str, Any]
 
 
-def _workload(
-    file: Path | None, prompt_length: str | None, requests: int | None, gen_length: int | None
-) -> _Workload:
-    if file is None:
-        lengths = parse_lengths(prompt_length or _PROMPT_LENGTH)
-        return _Workload(requests or _REQUESTS, lengths, gen_length or _GEN_LENGTH, {})
-    if prompt_length is not None:
+def _workload(work: Work) -> _Workload:
+    if work.lengths is None:
+        lengths = parse_lengths(work.prompt_length or _PROMPT_LENGTH)
+        return _Workload(work.requests or _REQUESTS, lengths, work.gen_length or _GEN_LENGTH, {})
+    if work.prompt_length is not None:
         raise RequestError("--lengths and --prompt-length both say how long prompts are: leave one out")
-    found = read_workload(file)
+    found = read_workload(work.lengths)
     return _Workload(
-        requests or found.count,
+        work.requests or found.count,
         found.lengths,
-        gen_length or found.gen_length or _GEN_LENGTH,
+        work.gen_length or found.gen_length or _GEN_LENGTH,
         found.sampling,
     )
 
@@ -196,17 +219,17 @@ def _sampling(text: str) -> dict[str, Any]:
     return fields
 
 
-def _rate(mode: str, rate: float | None, concurrency: int | None) -> float | None:
+def _rate(pace: Pace) -> float | None:
     """Arrivals a second of an open loop, `None` for a closed one."""
-    if _one_of("--mode", mode, "closed", "open") == "closed":
-        if rate is not None:
+    if _one_of("--mode", pace.mode, "closed", "open") == "closed":
+        if pace.rate is not None:
             raise RequestError("--rate is for --mode open: a closed loop has --concurrency")
         return None
-    if rate is None or not 0 < rate < math.inf:
+    if pace.rate is None or not 0 < pace.rate < math.inf:
         raise RequestError("--mode open needs a --rate above 0, in requests a second")
-    if concurrency is not None:
+    if pace.concurrency is not None:
         raise RequestError("--concurrency is for --mode closed: an open loop sends requests as they arrive")
-    return rate
+    return pace.rate
 
 
 def _one_of[T: str](option: str, value: str, *choices: T) -> T:

@@ -97,7 +97,7 @@ def evaluate(
     model by --model_args pretrained=DIR,mc_num=128,...
     """
     if harness:
-        _run_harness(arguments or [])
+        run_harness(arguments or [])
         return
     if arguments:
         raise RequestError(f"unexpected argument {arguments[0]!r}: only {_HARNESS} takes some")
@@ -143,7 +143,7 @@ def _run_benchmark(
     evaluate_benchmark(benchmark, groups, generate, as_json)
 
 
-def _run_harness(arguments: list[str]) -> None:
+def run_harness(arguments: list[str]) -> None:
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError(f"{_HARNESS} needs lm-eval: install the extra, as in jdllm[harness]")
     from jdllm.harness.command import run

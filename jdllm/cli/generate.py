@@ -1,5 +1,6 @@
 """`jdllm generate`: text after prompts."""
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import typer
 
 from jdllm.cli.compiling import told_of_compiling
 from jdllm.cli.engine import ModelOptions, Verifier, asked_sampling, load_model, takes_model
+from jdllm.cli.groups import OptionGroup, takes_groups
 from jdllm.cli.jsonl import generate_lines, read_lines
 from jdllm.cli.options import Json, as_option, given_sampling, takes_sampling
 from jdllm.cli.prompt import LongText, Prompts, check_given_once, read_long, read_prompts, read_text
@@ -26,14 +28,15 @@ TokenIds = Annotated[
 ]
 
 
-@takes_sampling()
-@takes_model
-def generate(
+@dataclasses.dataclass(frozen=True)
+class Given(OptionGroup):
+    """Where prompts come from."""
+
     prompts: Annotated[
         list[str] | None, typer.Argument(metavar="[PROMPT]...", help="The prompts.", show_default=False)
-    ] = None,
-    file: Annotated[Path | None, typer.Option(help="Read one prompt from a file.")] = None,
-    token_ids: TokenIds = None,
+    ] = None
+    file: Annotated[Path | None, typer.Option(help="Read one prompt from a file.")] = None
+    token_ids: TokenIds = None
     jsonl: Annotated[
         Path | None,
         typer.Option(
@@ -41,27 +44,45 @@ def generate(
             help='Read a JSON object a line: {"prompt": ...}, {"prompt_token_ids": ...} or {"messages": ...},'
             " with sampling parameters of its own; print one a line, with what other keys the line has.",
         ),
-    ] = None,
+    ] = None
     context: Annotated[
         Path | None,
         typer.Option(metavar="FILE|-", help="A long context, which --prefilling prepares for --query."),
-    ] = None,
-    query: Annotated[str | None, typer.Option(help="The question over a --context.")] = None,
+    ] = None
+    query: Annotated[str | None, typer.Option(help="The question over a --context.")] = None
     instruction: Annotated[
         str | None, typer.Option(help="What stands before a --context, and before every chunk of it.")
-    ] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Put each prompt into the model's chat template.")
-    ] = False,
-    add_generation_prompt: AddGenerationPrompt = None,
-    continue_final_message: ContinueFinalMessage = False,
-    chat_template_kwargs: ChatTemplateKwargs = None,
+    ] = None
+
+    def prompts_of_options(self) -> dict[str, object]:
+        """Prompts that are no lines and no long context, by what gives them."""
+        return {"an argument": self.prompts or None, "--file": self.file, "--token-ids": self.token_ids}
+
+
+@dataclasses.dataclass(frozen=True)
+class Read(OptionGroup):
+    """How prompts are read."""
+
+    chat: Annotated[bool, typer.Option("--chat", help="Put each prompt into the model's chat template.")] = (
+        False
+    )
+    add_generation_prompt: AddGenerationPrompt = None
+    continue_final_message: ContinueFinalMessage = False
+    chat_template_kwargs: ChatTemplateKwargs = None
     parse_special: Annotated[
         bool, typer.Option("--parse-special", help="Special tokens in a prompt become their ids.")
-    ] = False,
+    ] = False
+
+
+@takes_sampling()
+@takes_model
+@takes_groups
+def generate(
+    *,
+    given: Given,
+    read: Read,
     as_json: Json = False,
     verifier: Verifier = None,
-    *,
     source: ModelOptions,
     **options: Any,
 ) -> None:
@@ -73,52 +94,53 @@ def generate(
     --context and --query. Where the model has no tokenizer the generated ids are printed instead. What no
     option says is as the checkpoint's generation_config.json has it.
     """
-    given = given_sampling(options)
-    rendering = given_rendering(add_generation_prompt, continue_final_message, chat_template_kwargs)
-    if rendering and not chat and jsonl is None:
+    typed = given_sampling(options)
+    rendering = given_rendering(
+        read.add_generation_prompt, read.continue_final_message, read.chat_template_kwargs
+    )
+    if rendering and not read.chat and given.jsonl is None:
         raise RequestError(f"{as_option(next(iter(rendering)))} is for conversations: add --chat")
-    if jsonl is not None:
-        check_given_once(
-            {
-                "--jsonl": jsonl,
-                "an argument": prompts or None,
-                "--file": file,
-                "--token-ids": token_ids,
-                "--chat": chat or None,
-            }
-        )
-        lines = read_lines(read_text(None if str(jsonl) == "-" else jsonl, "lines", "--jsonl"))
-        defaults = asked_sampling(source, given)
+    if given.jsonl is not None:
+        _answer_lines(given, given.jsonl, read, source, verifier, typed, rendering)
+        return
+    if not read.chat:
+        rendering = None
+    if given.context is not None or given.query is not None or given.instruction is not None:
+        check_given_once({"--context": given.context or "-", **given.prompts_of_options()})
+        long = read_long(given.context, given.query, given.instruction, read.chat)
+        sampling = asked_sampling(source, {"steps": None, **typed})
         llm = load_model(source, verifier)
         with told_of_compiling():
-            outputs = generate_lines(llm, lines, defaults, rendering, parse_special=parse_special)
-        for line, output in zip(lines, outputs, strict=True):
-            print_result(json.dumps(line.kept | json_fields(output)))
-        return
-    if context is not None or query is not None or instruction is not None:
-        check_given_once(
-            {
-                "--context": context or "-",
-                "an argument": prompts or None,
-                "--file": file,
-                "--token-ids": token_ids,
-            }
-        )
-        long = read_long(context, query, instruction, chat)
-        sampling = asked_sampling(source, {"steps": None, **given})
+            outputs = _answer(llm, long, sampling, rendering, read.parse_special)
+    else:
+        asked = read_prompts(given.prompts, given.file, given.token_ids)
+        if read.chat and asked.texts is None:
+            raise RequestError("--chat applies to prompts of text, not to --token-ids")
+        sampling = asked_sampling(source, typed)
         llm = load_model(source, verifier)
-        with told_of_compiling():
-            outputs = _answer(llm, long, sampling, rendering if chat else None, parse_special)
-        print_outputs(outputs, as_json)
-        return
-    asked = read_prompts(prompts, file, token_ids)
-    if chat and asked.texts is None:
-        raise RequestError("--chat applies to prompts of text, not to --token-ids")
-    sampling = asked_sampling(source, given)
-    llm = load_model(source, verifier)
-    live = not as_json and to_terminal()
-    outputs = _generate(llm, asked, sampling, rendering if chat else None, parse_special, live)
+        live = not as_json and to_terminal()
+        outputs = _generate(llm, asked, sampling, rendering, read.parse_special, live)
     print_outputs(outputs, as_json)
+
+
+def _answer_lines(
+    given: Given,
+    jsonl: Path,
+    read: Read,
+    source: ModelOptions,
+    verifier: str | None,
+    typed: dict[str, Any],
+    rendering: dict[str, Any],
+) -> None:
+    """Print a line for each line of `jsonl`."""
+    check_given_once({"--jsonl": jsonl, **given.prompts_of_options(), "--chat": read.chat or None})
+    lines = read_lines(read_text(None if str(jsonl) == "-" else jsonl, "lines", "--jsonl"))
+    defaults = asked_sampling(source, typed)
+    llm = load_model(source, verifier)
+    with told_of_compiling():
+        outputs = generate_lines(llm, lines, defaults, rendering, parse_special=read.parse_special)
+    for line, output in zip(lines, outputs, strict=True):
+        print_result(json.dumps(line.kept | json_fields(output)))
 
 
 def _generate(

@@ -11,6 +11,7 @@ import typer
 
 from jdllm.byte_sizes import parse_bytes, parse_host_memory
 from jdllm.cli.engine import ModelOptions, takes_options
+from jdllm.cli.groups import OptionGroup, takes_groups
 from jdllm.cli.options import Json, parse_prefilling
 from jdllm.cli.report import DOES_NOT_FIT, print_result
 from jdllm.decoding.registry import cache_names
@@ -27,7 +28,81 @@ if TYPE_CHECKING:
 AUTO = "auto"
 
 
+@dataclasses.dataclass(frozen=True)
+class Step(OptionGroup):
+    """Which step is planned, and for which card."""
+
+    context: Annotated[
+        int | None,
+        typer.Option(help="Tokens of the sequence, masks included.", show_default="the longest that fits"),
+    ] = None
+    mask_ratio: Annotated[float, typer.Option(help="Masked tokens per token.")] = 0.5
+    target: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|CARD",
+            help=f"The card that is here (auto), or one of {', '.join(described_targets())}.",
+            show_default="the one that is here, or h200",
+        ),
+    ] = None
+    cache_policy: Annotated[
+        str,
+        typer.Option(
+            "--cache",
+            "--cache-policy",
+            metavar="|".join(cache_names()),
+            help="What the KV pool keeps.",
+        ),
+    ] = "none"
+    retention: Annotated[
+        float | None,
+        typer.Option(help="Share of the keys that a sparse policy keeps.", show_default="0.5"),
+    ] = None
+    host_tiers: Annotated[
+        bool, typer.Option("--host-tiers/--no-host-tiers", help="Whether host memory may be used.")
+    ] = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Long(OptionGroup):
+    """A question over a long context."""
+
+    prefilling: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PRESET|JSON", help="Plan the stages of a long --context instead.", show_default=False
+        ),
+    ] = None
+    instruction_tokens: Annotated[
+        int, typer.Option(min=0, help="With --prefilling: tokens before the context.")
+    ] = 32
+    query_tokens: Annotated[int, typer.Option(min=1, help="With --prefilling: tokens behind it.")] = 64
+    gen_length: Annotated[int, typer.Option(min=1, help="With --prefilling: tokens of the answer.")] = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Shown(OptionGroup):
+    """What is shown of the plan of a step."""
+
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Draw the memory timeline: .png, .svg or .pdf.", show_default=False
+        ),
+    ] = None
+    check: Annotated[
+        bool | None,
+        typer.Option(
+            "--check/--no-check",
+            help="Compile the step for the card and compare.",
+            show_default="on, with --json off",
+        ),
+    ] = None
+    as_json: Json = False
+
+
 @takes_options("cache_dir")
+@takes_groups
 def plan(
     model: Annotated[
         str,
@@ -37,62 +112,10 @@ def plan(
             show_default=False,
         ),
     ],
-    context: Annotated[
-        int | None,
-        typer.Option(help="Tokens of the sequence, masks included.", show_default="the longest that fits"),
-    ] = None,
-    mask_ratio: Annotated[float, typer.Option(help="Masked tokens per token.")] = 0.5,
-    target: Annotated[
-        str | None,
-        typer.Option(
-            metavar="auto|CARD",
-            help=f"The card that is here (auto), or one of {', '.join(described_targets())}.",
-            show_default="the one that is here, or h200",
-        ),
-    ] = None,
-    cache_policy: Annotated[
-        str,
-        typer.Option(
-            "--cache",
-            "--cache-policy",
-            metavar="|".join(cache_names()),
-            help="What the KV pool keeps.",
-        ),
-    ] = "none",
-    retention: Annotated[
-        float | None,
-        typer.Option(help="Share of the keys that a sparse policy keeps.", show_default="0.5"),
-    ] = None,
-    host_tiers: Annotated[
-        bool, typer.Option("--host-tiers/--no-host-tiers", help="Whether host memory may be used.")
-    ] = True,
-    prefilling: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PRESET|JSON", help="Plan the stages of a long --context instead.", show_default=False
-        ),
-    ] = None,
-    instruction_tokens: Annotated[
-        int, typer.Option(min=0, help="With --prefilling: tokens before the context.")
-    ] = 32,
-    query_tokens: Annotated[int, typer.Option(min=1, help="With --prefilling: tokens behind it.")] = 64,
-    gen_length: Annotated[int, typer.Option(min=1, help="With --prefilling: tokens of the answer.")] = 32,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Draw the memory timeline: .png, .svg or .pdf.", show_default=False
-        ),
-    ] = None,
-    check: Annotated[
-        bool | None,
-        typer.Option(
-            "--check/--no-check",
-            help="Compile the step for the card and compare.",
-            show_default="on, with --json off",
-        ),
-    ] = None,
-    as_json: Json = False,
     *,
+    step: Step,
+    long: Long,
+    shown: Shown,
     source: ModelOptions,
 ) -> None:
     """Plan the memory of one denoising step, the longest context that fits, and the KV pool of `LLM`.
@@ -102,64 +125,56 @@ def plan(
     model it says how a prompt is read, and how fast tokens follow.
     """
     memory = source.given["memory"]
-    card = _card(target, memory)
-    step = {"mask_ratio": mask_ratio, "cache_policy": cache_policy, "retention": retention}
-    asked = _asked(source.given, _config_path(model), card, context, host_tiers, step)
+    card = _card(step.target, memory)
+    asked = _asked(source.given, _config_path(model), card, step)
     if asked.workload.config.in_order:
-        if prefilling is not None:
+        if long.prefilling is not None:
             raise ConfigError("--prefilling is for models that denoise: leave it out for a causal model")
-        _plan_causal(asked, as_json)
-    elif prefilling is not None:
-        _plan_prefilling(
-            asked, prefilling, _question(context, instruction_tokens, query_tokens, gen_length), as_json
-        )
+        _plan_causal(asked, shown.as_json)
+    elif long.prefilling is not None:
+        _plan_prefilling(asked, long.prefilling, _question(step.context, long), shown.as_json)
     else:
-        lines = [] if as_json else _assumed(target, memory, card)
-        _plan_step(asked, memory, lines, plot, not as_json if check is None else check, as_json)
+        lines = [] if shown.as_json else _assumed(step.target, memory, card)
+        _plan_step(asked, memory, lines, shown)
 
 
-def _asked(
-    given: Mapping[str, Any],
-    config: Path,
-    card: "Card",
-    context: int | None,
-    host_tiers: bool,
-    step: dict[str, Any],
-) -> "StepQuestion":
-    """The question as options ask it; `step` are fields of `Workload`."""
+def _asked(given: Mapping[str, Any], config: Path, card: "Card", step: Step) -> "StepQuestion":
+    """The question as options ask it."""
     from jdllm.planning.answer import StepQuestion
     from jdllm.planning.budget import Budget
 
     memory, kv_pool = given["memory"], given["kv_pool"]
     host = parse_host_memory(given["host_memory"], "--host-memory")
     read = given["hf_overrides"], given["dtype"], given["kernels"]
-    workload = _workload(config, card.target, *read, max_num_logits=given["max_num_logits"], **step)
+    workload = _workload(
+        config,
+        card.target,
+        *read,
+        max_num_logits=given["max_num_logits"],
+        mask_ratio=step.mask_ratio,
+        cache_policy=step.cache_policy,
+        retention=step.retention,
+    )
     device = card.default_memory if memory is None else parse_bytes(memory, "--memory")
-    budget = Budget(device, host=host if host_tiers else 0)
+    budget = Budget(device, host=host if step.host_tiers else 0)
     sizes = {
         "max_num_batched_tokens": given["max_num_batched_tokens"],
         "max_context": given["max_context"],
         "kv_pool": None if kv_pool is None else parse_bytes(kv_pool, "--kv-pool"),
     }
-    return StepQuestion(workload, card, budget, context, sizes)
+    return StepQuestion(workload, card, budget, step.context, sizes)
 
 
-def _plan_step(
-    asked: "StepQuestion",
-    memory: str | None,
-    assumed: list[str],
-    plot: Path | None,
-    check: bool,
-    as_json: bool,
-) -> None:
+def _plan_step(asked: "StepQuestion", memory: str | None, assumed: list[str], shown: Shown) -> None:
     from jdllm.cli import plan_report
     from jdllm.planning.answer import make_report
 
     report = make_report(asked)
-    if plot is not None:
-        plan_report.draw(report, plot, memory)
+    if shown.plot is not None:
+        plan_report.draw(report, shown.plot, memory)
+    check = not shown.as_json if shown.check is None else shown.check
     compiled = plan_report.compiled_bytes(report) if check else None
-    if as_json:
+    if shown.as_json:
         print_result(json.dumps(plan_report.facts(report, compiled)))
     else:
         parts = plan_report.describe(report), plan_report.compared(report, compiled, check)
@@ -187,12 +202,12 @@ def _plan_causal(asked: "StepQuestion", as_json: bool) -> None:
         )
 
 
-def _question(context: int | None, instruction: int, query: int, gen_length: int) -> "Question":
+def _question(context: int | None, long: Long) -> "Question":
     from jdllm.planning.prefilling import Question
 
     if context is None or context < 1:
         raise ConfigError("--prefilling plans a long context: give its tokens, as --context 131072")
-    return Question(context, instruction, query, gen_length, gen_length)
+    return Question(context, long.instruction_tokens, long.query_tokens, long.gen_length, long.gen_length)
 
 
 def _plan_prefilling(asked: "StepQuestion", prefilling: str, question: "Question", as_json: bool) -> None:

@@ -1,20 +1,21 @@
 """`jdllm serve`: an HTTP server with OpenAI's API and a page."""
 
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from jdllm.cli.compiling import told_of_compiling
 from jdllm.cli.engine import ModelArgument, ModelOptions, as_arguments, asked_sampling, takes_model
-from jdllm.cli.options import ServedNames, WarmPrefilling, parse_prefilling
+from jdllm.cli.groups import takes_groups
+from jdllm.cli.options import parse_prefilling
 from jdllm.cli.report import print_result
+from jdllm.cli.serve_options import Address, Browsers, Certificate, Keys, Limits, Start, Taken
 from jdllm.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -34,103 +35,17 @@ _COLD = "nothing is compiled beforehand: the first requests of a size wait for t
 
 
 @takes_model
+@takes_groups
 def serve(
     model: ModelArgument = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free one.")
-    ] = 8000,
-    max_queue: Annotated[
-        int, typer.Option(min=1, help="Requests that may wait; further ones are answered with 429.")
-    ] = 1024,
-    max_n: Annotated[int, typer.Option(min=1, help="Samples that a request may ask for of a prompt.")] = 128,
-    max_requests_per_key: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Requests, one for each sample, that who has a key may have waiting or running; further ones"
-            " are answered with 429.",
-            show_default="any number",
-        ),
-    ] = None,
-    request_timeout: Annotated[
-        float | None,
-        typer.Option(min=0.001, metavar="SECONDS", help="What a request may take.", show_default="any time"),
-    ] = None,
-    strict_fields: Annotated[
-        bool,
-        typer.Option("--strict-fields", help="Refuse requests with names that are no field, with 400."),
-    ] = False,
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY",
-            envvar="JDLLM_API_KEY",
-            help="A key that clients have to send; may be repeated. A process list shows options: prefer the"
-            " environment variable.",
-            show_default="none is needed",
-        ),
-    ] = None,
-    admin_key: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KEY",
-            envvar="JDLLM_ADMIN_KEY",
-            help="A further key, which sees and ends the requests of all; the others only their own.",
-        ),
-    ] = None,
-    served_model_name: ServedNames = None,
-    default_sampling: Annotated[
-        str | None,
-        typer.Option(
-            metavar="JSON",
-            help="Sampling parameters where a request says nothing.",
-            show_default="the checkpoint's",
-        ),
-    ] = None,
-    warmup: Annotated[
-        bool | None,
-        typer.Option(
-            "--warmup/--no-warmup",
-            help="Compile every step before the port answers, or what they need when they come.",
-            show_default="--warmup on a GPU, --no-warmup on a CPU",
-        ),
-    ] = None,
-    prefilling: WarmPrefilling = None,
-    cors_origin: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="ORIGIN",
-            help="From whose pages browsers may ask, such as https://a.example, or * for any; may be"
-            " repeated.",
-        ),
-    ] = None,
-    allowed_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="What clients may call this server in Host, beside its loopback names and --host, or * for"
-            " anything; may be repeated.",
-            show_default="anything where --host is 0.0.0.0 or ::",
-        ),
-    ] = None,
-    allow_beyond_positions: Annotated[
-        bool,
-        typer.Option(
-            "--allow-beyond-positions", help="Take sequences longer than the positions of the model, too."
-        ),
-    ] = False,
-    log_requests: Annotated[
-        bool,
-        typer.Option("--log-requests", help="Log answered requests too, not only refused ones."),
-    ] = False,
-    log_prompts: Annotated[
-        bool,
-        typer.Option("--log-prompts", help="Log what clients write: prompts, and wrong values."),
-    ] = False,
-    ssl_certfile: Annotated[Path | None, typer.Option(metavar="FILE", help="Certificate, for TLS.")] = None,
-    ssl_keyfile: Annotated[Path | None, typer.Option(metavar="FILE", help="Its key.")] = None,
     *,
+    address: Address,
+    limits: Limits,
+    keys: Keys,
+    start: Start,
+    browsers: Browsers,
+    taken: Taken,
+    certificate: Certificate,
     source: ModelOptions,
 ) -> None:
     """Serve a model over HTTP: OpenAI's completions and chat, infilling, scores, metrics, and a page at /.
@@ -139,9 +54,10 @@ def serve(
     SIGTERM or Ctrl-C finishes what runs, a second one stops at once.
     """
     check_installed("serving", *_NEEDED)
-    if (ssl_certfile is None) != (ssl_keyfile is None):
+    certfile, keyfile = certificate.ssl_certfile, certificate.ssl_keyfile
+    if (certfile is None) != (keyfile is None):
         raise ConfigError("--ssl-certfile and --ssl-keyfile go together: give both")
-    if prefilling is not None and warmup is False:
+    if start.prefilling is not None and start.warmup is False:
         raise ConfigError("--prefilling is for the warm-up: leave it or --no-warmup out")
     from jdllm.api.app import Access
     from jdllm.api.server import Tls, bind, serve
@@ -149,42 +65,38 @@ def serve(
     from jdllm.demo.examples import EXAMPLES
     from jdllm.llm import LLM
 
-    tls = None if ssl_certfile is None or ssl_keyfile is None else Tls(ssl_certfile, ssl_keyfile)
+    tls = None if certfile is None or keyfile is None else Tls(certfile, keyfile)
     if tls is not None:
         tls.check()
-    long_settings = None if prefilling is None else parse_prefilling(prefilling)
-    given, names = _given_sampling(default_sampling), names_of(served_model_name, source.model)
+    long_settings = None if start.prefilling is None else parse_prefilling(start.prefilling)
+    given, names = _given_sampling(start.default_sampling), names_of(start.served_model_name, source.model)
     access = Access(
-        api_keys=_keys(api_key or []),
-        admin_key=None if admin_key is None else _keys([admin_key])[0],
-        allowed_hosts=_hosts(host, allowed_host or []),
-        cors_origins=_origins(cors_origin or []),
+        api_keys=_keys(keys.api_key or []),
+        admin_key=None if keys.admin_key is None else _keys([keys.admin_key])[0],
+        allowed_hosts=_hosts(address.host, browsers.allowed_host or []),
+        cors_origins=_origins(browsers.cors_origin or []),
     )
-    with bind(host, port) as bound, contextlib.ExitStack() as stack:
+    with bind(address.host, address.port) as bound, contextlib.ExitStack() as stack:
         arguments = as_arguments(source)
         default = _asked(source, given)
         llm = LLM(**arguments)
         settings = Settings(
             names=names,
             default_sampling=default,
-            max_queue=max_queue,
-            max_n=max_n,
-            max_requests_per_key=max_requests_per_key,
-            request_timeout=request_timeout,
-            log_requests=log_requests,
-            log_prompts=log_prompts,
-            allow_beyond_positions=allow_beyond_positions,
-            strict_fields=strict_fields,
             examples=EXAMPLES if source.model is None else {},
+            **dataclasses.asdict(limits),
+            **dataclasses.asdict(taken),
         )
         print_result(describe_account(llm.account))
-        warms = llm.executables.platform != "cpu" or prefilling is not None if warmup is None else warmup
+        warms = start.warmup
+        if warms is None:
+            warms = llm.executables.platform != "cpu" or long_settings is not None
 
         def prepare() -> None:
             print_result(_warmed(llm, long_settings) if warms else _COLD)
             stack.enter_context(told_of_compiling())
-            scheme, (address, taken, *_) = "https" if ssl_certfile else "http", bound.getsockname()
-            print_result(f"{settings.names[0]} at {scheme}://{address}:{taken}")
+            scheme, (host, port, *_) = "https" if certfile else "http", bound.getsockname()
+            print_result(f"{settings.names[0]} at {scheme}://{host}:{port}")
 
         sys.exit(serve(llm, settings, access, bound, tls, prepare))
 

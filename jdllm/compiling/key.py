@@ -57,7 +57,7 @@ def program_key(
         ]
     except NotDescribedError:
         return None
-    return "\n".join([*parts, _environment(devices[0])])
+    return "\n".join([*parts, environment(devices[0])])
 
 
 def _held(tree: Any) -> Iterator[Any]:
@@ -96,7 +96,7 @@ def described(value: Any) -> str:
 
 
 def _function(value: Any) -> str:
-    """A function whose source is part of `_sources`, with the values that it closes over."""
+    """A function whose source is part of `sources`, with the values that it closes over."""
     own = isinstance(value, types.FunctionType) and value.__module__.partition(".")[0] == jdllm.__name__
     if not own:
         raise NotDescribedError(value)
@@ -115,22 +115,22 @@ def _memory(leaf: Any) -> str | None:
 
 
 @functools.cache
-def _environment(device: Device) -> str:
+def environment(device: Device) -> str:
     """Versions, sources, the device, and the processor, whose instructions are in executables too."""
     values = [
-        *(f"{name} {_version(name)}" for name in _PACKAGES),
+        *(f"{name} {version_of(name)}" for name in _PACKAGES),
         *(f"{name} {getattr(jax.config, name)}" for name in _TRACING),
         *(f"{name} {os.environ.get(name)}" for name in _VARIABLES),
-        f"sources {_sources()}",
+        f"sources {sources()}",
         f"platform {device.platform} {device.client.platform_version}",
         f"device {device.id} {device.device_kind} {getattr(device, 'compute_capability', None)}",
         f"driver {_first_line(Path('/proc/driver/nvidia/version'))}",
-        f"processor {platform.machine()} {_processor()} {os.cpu_count()} {os.environ.get('NPROC')}",
+        f"processor {platform.machine()} {processor()} {os.cpu_count()} {os.environ.get('NPROC')}",
     ]
     return "\n".join(values)
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -138,7 +138,7 @@ def _version(package: str) -> str | None:
 
 
 @functools.cache
-def _sources() -> str:
+def sources() -> str:
     """A digest of this package's modules, by name and text."""
     root, digest = Path(jdllm.__file__).parent, hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
@@ -154,7 +154,7 @@ def _first_line(path: Path) -> str | None:
         return None
 
 
-def _processor() -> str:
+def processor() -> str:
     """The first processor's model and features."""
     try:
         text = Path("/proc/cpuinfo").read_text()

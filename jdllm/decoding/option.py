@@ -16,8 +16,8 @@ class Option:
     - `kind`: its type and bounds, as pydantic reads annotations.
     - `default`: what `None` stands for.
     - `help`: what the parameter means. The first sentence is the help of the command line and of the schema.
-    - `array`: makes an entry of an array for the device of the value, such as `np.float32`. `None`: only the
-      host reads the parameter.
+    - `array`: makes of the value what the device reads, such as `float`: a float, an integer or a bool, which
+      an array holds in 32 bits or as a bool, or a scalar of NumPy. `None`: only the host reads the parameter.
     - `shown_default`: the default in words, where `default` itself says too little.
     - `offered`: whether the page of the server has a field for the parameter.
     """

@@ -1,6 +1,6 @@
 """From `SamplingParams` to the arrays that the step takes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,7 +8,7 @@ import numpy as np
 from jdllm.decoding.batch import BANS, PADDING_BANS
 from jdllm.decoding.registry import NO_CACHE, RULES, number_of, numbered, options
 from jdllm.decoding.sampling import SamplingParams
-from jdllm.decoding.schedule import StepTable
+from jdllm.decoding.schedule import StepTable, quotas
 from jdllm.decoding.transfer.of_rules import OfRules
 from jdllm.decoding.transfer.quota import QUOTA
 from jdllm.decoding.transfer.rule import Acceptance, Measure, TransferRule
@@ -19,6 +19,8 @@ from jdllm.pallas.masked_logits import Level
 
 _COLDEST = 1e-20
 """Logits divided by less might be infinite; what is drawn at this temperature is the likeliest already."""
+
+_ENTRIES = {float: np.float32, int: np.int32, bool: np.bool_}
 
 
 def rule_of(sampling: SamplingParams) -> TransferRule:
@@ -62,7 +64,7 @@ def step_table(sampling: SamplingParams, masks: int, steps: int, most: int) -> S
     rule = rule_of(sampling)
     if rule.table is not None:
         return rule.table(masks, steps, sampling.options)
-    return StepTable(np.zeros(most, np.int32), np.zeros(most, np.float32))
+    return quotas(np.zeros(most, np.int32))
 
 
 def segment_row(sampling: SamplingParams, config: ModelConfig) -> dict[str, Any]:
@@ -92,7 +94,7 @@ def segment_row(sampling: SamplingParams, config: ModelConfig) -> dict[str, Any]
         "by_fraction": np.bool_(rule.quota == "share of masked"),
         "pooled": np.bool_(sampling.quota == "batch"),
         "options": {
-            name: option.array(sampling.effective(name))
+            name: _entry(option.array, sampling.effective(name))
             for name, (option, _) in options().items()
             if option.array is not None
         },
@@ -106,7 +108,7 @@ def segment_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
     # An option may have been registered after a request was made.
     values = {
-        name: np.stack([row["options"].get(name, option.array(option.default)) for row in rows])
+        name: np.stack([row["options"].get(name, _entry(option.array, option.default)) for row in rows])
         for name, (option, _) in options().items()
         if option.array is not None
     }
@@ -145,6 +147,12 @@ def bans(sampling: SamplingParams, config: ModelConfig) -> tuple[np.ndarray, np.
             )
     pad = [PADDING_BANS] * BANS
     return np.array((tokens + pad)[:BANS], np.int32), np.array((confidence + pad)[:BANS], np.int32)
+
+
+def _entry(array: Callable[[Any], Any], value: Any) -> np.generic:
+    """What stands for the value of an option in an array."""
+    made = array(value)
+    return made if isinstance(made, np.generic) else _ENTRIES[type(made)](made)
 
 
 def _temperature(asked: float) -> np.float32:

@@ -21,6 +21,16 @@ class StepTable(NamedTuple):
         return len(self.quota)
 
 
+def quotas(quota: np.ndarray) -> StepTable:
+    """The table of a rule that commits `quota`, int32 `[steps]`."""
+    return StepTable(quota, np.zeros(len(quota), np.float32))
+
+
+def fractions(fraction: np.ndarray) -> StepTable:
+    """The table of a rule that commits `fraction`, f32 `[steps]`."""
+    return StepTable(np.zeros(len(fraction), np.int32), fraction)
+
+
 def transfer_schedule(masks: int, steps: int) -> np.ndarray:
     """LLaDA's linear schedule: `masks` tokens spread over `steps` steps, larger counts first.
 

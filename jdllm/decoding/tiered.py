@@ -112,7 +112,7 @@ def _choose(
         rows = jnp.zeros((size, config.hidden_size), hidden[0].dtype, device=device)
         for index in np.unique(sources // chunk_rows):
             places = sources - np.int32(index * chunk_rows)
-            rows = executables.call(_take, rows, load(index), places, donate=("rows",))
+            rows = executables.call(take_rows, rows, load(index), places, donate=("rows",))
             jax.block_until_ready(rows)  # a chunk is not fetched before the one in front was read
         return rows
 
@@ -127,7 +127,7 @@ def _choose(
         used = np.minimum(np.arange(total)[window], count - 1)
         sources = [guided[used]] if np.array_equal(guided, unguided) else [guided[used], unguided[used]]
         part = executables.call(
-            _decide,
+            decide_window,
             weights,
             [gather(rows) for rows in sources],
             asked.rows.segment[window],
@@ -148,13 +148,13 @@ def _asked(batch: Batch, *, config: ModelConfig, mask_id: int) -> tuple[Asked, B
     return asked, may_step(asked.masked, batch, 0)
 
 
-def _take(rows: Hidden, chunk: Hidden, places: Int[Array, " rows"]) -> Hidden:
+def take_rows(rows: Hidden, chunk: Hidden, places: Int[Array, " rows"]) -> Hidden:
     """Replace the rows whose place lies in `chunk`."""
     inside = (places >= 0) & (places < chunk.shape[0])
     return jnp.where(inside[:, None], chunk[jnp.clip(places, 0, chunk.shape[0] - 1)], rows)
 
 
-def _decide(
+def decide_window(
     weights: Params,
     sources: list[Float[Array, "head hidden"]],
     segment: Int[Array, " head"],

@@ -32,7 +32,7 @@ class HarnessLM(LM):
 
     Log-likelihoods are exact for causal models. For other models they are stratified Monte Carlo estimates of
     the bound. Special tokens in a context become their ids, as for the models of lm-eval: a rendered chat
-    template has some.
+    template has some. `llm` is the model.
     """
 
     def __init__(
@@ -46,16 +46,16 @@ class HarnessLM(LM):
         super().__init__()
         self._name = str(pretrained)
         self._asked = read_model_arguments(others)
-        self._llm = LLM(pretrained, **self._asked.of_llm)
-        if self._llm.tokenizer is None:
+        self.llm = LLM(pretrained, **self._asked.of_llm)
+        if self.llm.tokenizer is None:
             raise ConfigError(f"lm-eval asks with texts, and {pretrained} has no tokenizer files")
-        self._tokenizer: Tokenizer = self._llm.tokenizer
-        config = self._llm.config
+        self._tokenizer: Tokenizer = self.llm.tokenizer
+        config = self.llm.config
         positions = config.rope.effective_context(config.max_positions)
         self._max_length = self._asked.max_length or positions
-        self._likelihoods = likelihoods_of(self._llm, self._tokenizer, self._asked, self._max_length)
+        self._likelihoods = likelihoods_of(self.llm, self._tokenizer, self._asked, self._max_length)
         # What holds for every request is refused before the first, if at all.
-        sampling = request_sampling(self._llm.default_sampling(), self._asked.sampling, {})
+        sampling = request_sampling(self.llm.default_sampling(), self._asked.sampling, {})
         mode_of(config).check_sampling(sampling)
 
     @property
@@ -78,7 +78,7 @@ class HarnessLM(LM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Answer (context, generation arguments) requests; the texts end before their stop strings."""
-        default = self._llm.default_sampling()
+        default = self.llm.default_sampling()
         contexts = [request.args[0] for request in requests]
         asked = [request_sampling(default, self._asked.sampling, request.args[1]) for request in requests]
         sampling = repeats_drawn_anew(contexts, asked)
@@ -89,7 +89,7 @@ class HarnessLM(LM):
         kept = [fitted(pair, self._max_length) for pair in pairs]
         self._warn_of_length(pairs, kept)
         prompts = [pair.prompt for pair in kept]
-        outputs = self._llm.generate(prompt_token_ids=prompts, sampling=sampling, progress=not disable_tqdm)
+        outputs = self.llm.generate(prompt_token_ids=prompts, sampling=sampling, progress=not disable_tqdm)
         texts = [output.text or "" for output in outputs]
         return self._remember("generate_until", requests, texts)
 

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 from jdllm.errors import ConfigError
 from jdllm.models.rotary import RopeConfig
@@ -48,7 +48,8 @@ class ModelConfig:
 
     - `qkv_bias`: query, key and value projections have a bias.
     - `qk_norm`: queries and keys are normed per head, before the rotary embedding.
-    - `attention`: which rows see each other; `jdllm.models.visibility.key_ranges` turns it into ranges.
+    - `attention`: chooses the way of generating, as of `jdllm.serving.modes.registry`. In that of "causal"
+      models a row sees itself and those before it, otherwise all (`jdllm.models.visibility.key_ranges`).
     - `sliding_window`: a row of a causal model sees the latest so many rows, itself included.
     - `logits_shift`: the logits of row j - 1 predict token j; row 0 predicts itself.
     - `moe`: of a mixture of experts.
@@ -69,7 +70,7 @@ class ModelConfig:
     tied_head: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
-    attention: Literal["full", "causal"] = "full"
+    attention: str = "full"
     sliding_window: int | None = None
     logits_shift: bool = False
     moe: MoeConfig | None = None

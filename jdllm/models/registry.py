@@ -11,50 +11,39 @@ from jdllm.models.families import decoder, dream, llada, llada_moe, llama, mistr
 class Family(NamedTuple):
     """What a family adds to the one transformer.
 
+    - `name`: the `family` of its `ModelConfig`s.
+    - `architectures`, `model_types`: what `config.json` may call it.
     - `config_from_hf`: translates a parsed `config.json`.
     - `tensor_names`: leaf path in the spec tree -> Hugging Face tensor name, `{layer}` where it has layers
       and `{expert}` where it has experts.
     - `mask_token`, `turn_end`: text of the mask and end-of-turn tokens, whose ids `config.json` may lack.
     """
 
+    name: str
+    architectures: tuple[str, ...]
+    model_types: tuple[str, ...]
     config_from_hf: Callable[[Mapping[str, Any]], ModelConfig]
     tensor_names: Mapping[str, str]
     mask_token: str | None = None
     turn_end: str | None = None
 
 
-FAMILIES: dict[str, Family] = {
-    "llada": Family(llada.config_from_hf, llada.TENSOR_NAMES, llada.MASK_TOKEN, llada.TURN_END),
-    "llada_moe": Family(
-        llada_moe.config_from_hf, llada_moe.TENSOR_NAMES, llada_moe.MASK_TOKEN, llada_moe.TURN_END
-    ),
-    "dream": Family(dream.config_from_hf, decoder.TENSOR_NAMES, dream.MASK_TOKEN, dream.TURN_END),
-    "llama": Family(llama.config_from_hf, decoder.TENSOR_NAMES, turn_end=llama.TURN_END),
-    "mistral": Family(mistral.config_from_hf, decoder.TENSOR_NAMES),
-    "qwen2": Family(qwen2.config_from_hf, decoder.TENSOR_NAMES, turn_end=qwen2.TURN_END),
-    "qwen3": Family(qwen3.config_from_hf, decoder.TENSOR_NAMES, turn_end=qwen3.TURN_END),
-}
+FAMILIES: dict[str, Family] = {}
+"""The families by name."""
 
-_ARCHITECTURES: dict[str, str] = {
-    "LLaDAModelLM": "llada",
-    "LLaDAMoEModel": "llada_moe",
-    "LLaDAMoEModelLM": "llada_moe",
-    "DreamModel": "dream",
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
 
-_MODEL_TYPES: dict[str, str] = {
-    "llada": "llada",
-    "lladamoe": "llada_moe",
-    "Dream": "dream",
-    "llama": "llama",
-    "mistral": "mistral",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-}
+def register(family: Family) -> None:
+    """Let checkpoints be of a family; raises `ConfigError` for a name of it that is taken."""
+    for kind, of in _KINDS.items():
+        known = {name for other in FAMILIES.values() for name in of(other)}
+        if taken := known.intersection(of(family)):
+            raise ConfigError(f"{kind} {min(taken)!r} is registered already: name the family otherwise")
+    FAMILIES[family.name] = family
+
+
+def unregister(family: Family) -> None:
+    """Take back a registration; no model of the family may be in use."""
+    del FAMILIES[family.name]
 
 
 def family_of(hf_config: Mapping[str, Any]) -> Family:
@@ -63,12 +52,77 @@ def family_of(hf_config: Mapping[str, Any]) -> Family:
     Raises `ConfigError`, listing the known ones, when it names none.
     """
     architectures, model_type = hf_config.get("architectures"), hf_config.get("model_type")
+    by_architecture = {name: family for family in FAMILIES.values() for name in family.architectures}
     for name in architectures if isinstance(architectures, list) else []:
-        if isinstance(name, str) and name in _ARCHITECTURES:
-            return FAMILIES[_ARCHITECTURES[name]]
-    if isinstance(model_type, str) and model_type in _MODEL_TYPES:
-        return FAMILIES[_MODEL_TYPES[model_type]]
+        if isinstance(name, str) and name in by_architecture:
+            return by_architecture[name]
+    for family in FAMILIES.values():
+        if model_type in family.model_types:
+            return family
     raise ConfigError(
         f"unknown model family (architectures {architectures}, model_type {model_type!r}):"
-        f" jdllm runs {', '.join(sorted(_ARCHITECTURES))}"
+        f" jdllm runs {', '.join(sorted(by_architecture))}"
     )
+
+
+_KINDS: dict[str, Callable[[Family], tuple[str, ...]]] = {
+    "family": lambda family: (family.name,),
+    "architecture": lambda family: family.architectures,
+    "model_type": lambda family: family.model_types,
+}
+
+for _family in (
+    Family(
+        "llada",
+        ("LLaDAModelLM",),
+        ("llada",),
+        llada.config_from_hf,
+        llada.TENSOR_NAMES,
+        llada.MASK_TOKEN,
+        llada.TURN_END,
+    ),
+    Family(
+        "llada_moe",
+        ("LLaDAMoEModel", "LLaDAMoEModelLM"),
+        ("lladamoe",),
+        llada_moe.config_from_hf,
+        llada_moe.TENSOR_NAMES,
+        llada_moe.MASK_TOKEN,
+        llada_moe.TURN_END,
+    ),
+    Family(
+        "dream",
+        ("DreamModel",),
+        ("Dream",),
+        dream.config_from_hf,
+        decoder.TENSOR_NAMES,
+        dream.MASK_TOKEN,
+        dream.TURN_END,
+    ),
+    Family(
+        "llama",
+        ("LlamaForCausalLM",),
+        ("llama",),
+        llama.config_from_hf,
+        decoder.TENSOR_NAMES,
+        turn_end=llama.TURN_END,
+    ),
+    Family("mistral", ("MistralForCausalLM",), ("mistral",), mistral.config_from_hf, decoder.TENSOR_NAMES),
+    Family(
+        "qwen2",
+        ("Qwen2ForCausalLM",),
+        ("qwen2",),
+        qwen2.config_from_hf,
+        decoder.TENSOR_NAMES,
+        turn_end=qwen2.TURN_END,
+    ),
+    Family(
+        "qwen3",
+        ("Qwen3ForCausalLM",),
+        ("qwen3",),
+        qwen3.config_from_hf,
+        decoder.TENSOR_NAMES,
+        turn_end=qwen3.TURN_END,
+    ),
+):
+    register(_family)

@@ -40,7 +40,8 @@ class Choice(NamedTuple):
     passed_over: tuple[tuple[str, str], ...]
 
 
-_choices: dict[Choice, None] = {}
+noted: dict[Choice, None] = {}
+"""The different choices so far, the oldest first."""
 
 
 def choose(operator: str, forms: Forms, implementation: str | None, kernels: Kernels = "auto") -> str:
@@ -121,17 +122,17 @@ def card_forms(device: Target, operator: str, mosaic_gpu: Check, triton: Check, 
 
 def choices() -> list[Choice]:
     """The different choices of this process so far, the oldest first."""
-    return list(_choices)
+    return list(noted)
 
 
 def _keep(choice: Choice) -> None:
-    if choice in _choices or len(_choices) == _MOST_KEPT:
+    if choice in noted or len(noted) == _MOST_KEPT:
         return
-    _choices[choice] = None
+    noted[choice] = None
     for form, reason in choice.passed_over:
-        _log_once(f"{choice.operator} runs as {choice.form}, not as {form}: {reason}")
+        log_once(f"{choice.operator} runs as {choice.form}, not as {form}: {reason}")
 
 
 @functools.cache
-def _log_once(message: str) -> None:
+def log_once(message: str) -> None:
     _log.info(message)

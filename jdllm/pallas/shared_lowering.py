@@ -48,7 +48,7 @@ class LoweredKernels:
             return self._kept[key]
 
 
-_kernels = LoweredKernels(CAPACITY)
+kernels = LoweredKernels(CAPACITY)
 
 
 def lowered_once[**P, R](*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -84,7 +84,7 @@ def lowered_once[**P, R](*static: str) -> Callable[[Callable[P, R]], Callable[P,
                 exported = export.export(jax.jit(kernel), platforms=["cuda"], disabled_checks=_UNCHECKED)
                 return jax.jit(exported(*shapes).call)
 
-            return _kernels.get(key, lower)(*leaves)
+            return kernels.get(key, lower)(*leaves)
 
         return call
 

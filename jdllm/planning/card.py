@@ -45,7 +45,7 @@ def visible_card() -> Card | None:
 
     It is planned as `target_for` says, with the memory that it has itself.
     """
-    if _platforms() == "cpu":
+    if platforms() == "cpu":
         return None
     state = card_state(0)
     if state is None:
@@ -54,7 +54,7 @@ def visible_card() -> Card | None:
     return Card(state.name, target, state.memory, capability_of(target) == state.capability)
 
 
-def _platforms() -> str | None:
+def platforms() -> str | None:
     """What `JAX_PLATFORMS` says."""
     return jax.config.jax_platforms
 

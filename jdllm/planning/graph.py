@@ -228,7 +228,7 @@ class GraphTemplate:
             raise ValueError(f"{self.name}: operator {name!r} exists already")
         index = len(self.ops)
         for tensor in inputs:
-            self._storage(tensor).last = index
+            self._tensor(tensor).last = index
         written = dict(outputs or {})
         if scratch != 0:
             written[f"{name}.scratch"] = scratch
@@ -237,10 +237,6 @@ class GraphTemplate:
         self.ops.append(name)
         self.owners.append(tuple(owners))
         self._compiled = None
-
-    def add_alias(self, name: str, of: str) -> None:
-        """Another name for the storage of `of`: the result of an operator that works in place."""
-        self._define(name, self._storage(of))
 
     def add_barrier(self, name: str, inputs: Iterable[str]) -> None:
         """Keep `inputs` alive to here, such as what a loop reads until its last chunk."""
@@ -289,7 +285,7 @@ class GraphTemplate:
         self._tensors[name] = tensor
         self._compiled = None
 
-    def _storage(self, name: str) -> _Tensor:
+    def _tensor(self, name: str) -> _Tensor:
         if name not in self._tensors:
             raise ValueError(f"{self.name}: nothing before this wrote tensor {name!r}")
         return self._tensors[name]
@@ -302,8 +298,7 @@ class GraphTemplate:
         return self._compiled
 
 
-def _compile(names: Sequence[_Tensor], owners: Sequence[tuple[str, ...]]) -> _Compiled:
-    tensors = list({id(tensor): tensor for tensor in names}.values())
+def _compile(tensors: Sequence[_Tensor], owners: Sequence[tuple[str, ...]]) -> _Compiled:
     last = tuple(len(owners) - 1 if tensor.keep else tensor.last for tensor in tensors)
     column_of: dict[Size, int] = {}
     column = np.array([column_of.setdefault(t.size, len(column_of)) for t in tensors], np.int64)

@@ -85,7 +85,7 @@ def timeline(plan_before: ActivationPlan, plan_after: ActivationPlan, out_path: 
 
     Raises `JdllmError` where matplotlib is missing, or the format or directory is unknown.
     """
-    figure = _draw(plan_before, plan_after, frame)
+    figure = figure_of(plan_before, plan_after, frame)
     suffix, formats = out_path.suffix.removeprefix("."), figure.canvas.get_supported_filetypes()
     if suffix not in formats:
         raise JdllmError(
@@ -98,7 +98,8 @@ def timeline(plan_before: ActivationPlan, plan_after: ActivationPlan, out_path: 
     partial.replace(out_path)
 
 
-def _draw(plan_before: ActivationPlan, plan_after: ActivationPlan, frame: Frame) -> "Figure":
+def figure_of(plan_before: ActivationPlan, plan_after: ActivationPlan, frame: Frame) -> "Figure":
+    """The picture of `timeline`, which takes the same arguments."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -32,7 +32,7 @@ LAYERS = 2
 _LAYER_COUNTS = ("ffn", "query", "kv", "heads")
 """Where any of these is above 1, all operators of a layer run in loops."""
 
-_WORKSPACE = 32 << 20
+WORKSPACE = 32 << 20
 """Bytes that cuBLAS asks for beside a product; XLA allots them like any tensor."""
 _XLA_TILE = 512
 _LOGITS = {Level.TOP: 2.0, Level.MOMENTS: 2.0, Level.FILTERED: 7.1}
@@ -115,7 +115,7 @@ def _add_attention(graph: GraphTemplate, config: ModelConfig, kind: StepKind, la
         owners=cut,
     )
     graph.add_op(
-        f"{layer} project k", [names["x for k v"]], {names["linear k"]: linear}, _WORKSPACE, owners=cut
+        f"{layer} project k", [names["x for k v"]], {names["linear k"]: linear}, WORKSPACE, owners=cut
     )
     graph.add_op(
         f"{layer} rotate k",
@@ -128,7 +128,7 @@ def _add_attention(graph: GraphTemplate, config: ModelConfig, kind: StepKind, la
         f"{layer} project v",
         [names["x for k v"]],
         {names["v"]: store},
-        maximum(linear + _WORKSPACE, part * hidden * _cut("heads")) + part * angles * _cut(*_LAYER_COUNTS),
+        maximum(linear + WORKSPACE, part * hidden * _cut("heads")) + part * angles * _cut(*_LAYER_COUNTS),
         owners=cut,
     )
 
@@ -137,7 +137,7 @@ def _add_attention(graph: GraphTemplate, config: ModelConfig, kind: StepKind, la
     cut = ("query", "heads")
     x, linear_q, q, o = (f"{layer} {name}" for name in ("x for q", "linear q", "q", "o"))
     graph.add_op(f"{layer} norm for q", ["h"], {x: part * hidden}, part * hidden * _cut("heads"), owners=cut)
-    graph.add_op(f"{layer} project q", [x], {linear_q: width}, _WORKSPACE, owners=cut)
+    graph.add_op(f"{layer} project q", [x], {linear_q: width}, WORKSPACE, owners=cut)
     graph.add_op(
         f"{layer} rotate q",
         [linear_q],
@@ -150,7 +150,7 @@ def _add_attention(graph: GraphTemplate, config: ModelConfig, kind: StepKind, la
     tiles = ceil_div(tile * (2 * 4 * config.num_heads), groups) if portable else 0
     graph.add_op(f"{layer} attention", [q, names["k"], names["v"]], {o: width}, residuals + tiles, owners=cut)
     graph.add_barrier(f"{layer} last group", [names["k"], names["v"], o])
-    graph.add_op(f"{layer} project o", [o, "h", names["attended"]], {}, _WORKSPACE, owners=cut)
+    graph.add_op(f"{layer} project o", [o, "h", names["attended"]], {}, WORKSPACE, owners=cut)
 
 
 def add_feed_forward(
@@ -167,23 +167,23 @@ def add_feed_forward(
     if dense or moe is None:
         width = part * (config.intermediate_size * kind.itemsize)
         gate, up, product = (f"{layer} {name}" for name in ("gate", "up", "product"))
-        graph.add_op(f"{layer} project gate", [x], {gate: width}, _WORKSPACE, owners=("ffn",))
-        graph.add_op(f"{layer} project up", [x], {up: width}, _WORKSPACE, owners=("ffn",))
+        graph.add_op(f"{layer} project gate", [x], {gate: width}, WORKSPACE, owners=("ffn",))
+        graph.add_op(f"{layer} project up", [x], {up: width}, WORKSPACE, owners=("ffn",))
         graph.add_op(f"{layer} multiply", [gate, up], {product: width}, owners=("ffn",))
-        graph.add_op(f"{layer} project down", [product, "h"], {}, _WORKSPACE, owners=("ffn",))
+        graph.add_op(f"{layer} project down", [product, "h"], {}, WORKSPACE, owners=("ffn",))
         return
     wide = part * (moe.top_k * config.hidden_size * kind.itemsize)
     inner = part * (moe.top_k * moe.expert_size * kind.itemsize)
     scores, order, by_expert, gate, up, down = (
         f"{layer} {name}" for name in ("router", "order", "rows by expert", "gate", "up", "down")
     )
-    graph.add_op(f"{layer} route", [x], {scores: part * (3 * 4 * moe.experts)}, _WORKSPACE, owners=("ffn",))
+    graph.add_op(f"{layer} route", [x], {scores: part * (3 * 4 * moe.experts)}, WORKSPACE, owners=("ffn",))
     graph.add_op(f"{layer} sort", [scores], {order: part * (4 * 4 * moe.top_k)}, owners=("ffn",))
     gap = f"{layer} gap"
     loop = _cut(*_LAYER_COUNTS) if isinstance(part, Size) else 0
     gates = _gates_in_kernel(moe, config.hidden_size, kind)
     inputs = part * (config.hidden_size * kind.itemsize)
-    gap_bytes = (inputs + minimum(inputs, _WORKSPACE * gates)) * loop
+    gap_bytes = (inputs + minimum(inputs, WORKSPACE * gates)) * loop
     graph.add_op(f"{layer} gather", [x, order], {by_expert: wide, gap: gap_bytes}, owners=("ffn",))
     if gates:
         graph.add_op(f"{layer} experts gate and up", [by_expert, gap], {up: inner}, owners=("ffn",))
@@ -238,6 +238,6 @@ def listed_bytes(level: Level) -> int:
 
 def _add_logits(graph: GraphTemplate, config: ModelConfig, kind: StepKind, part: Size) -> None:
     row = 4 * config.vocab_size
-    graph.add_op("project logits", ["head rows"], {"logits": part * row}, _WORKSPACE, owners=("logits",))
+    graph.add_op("project logits", ["head rows"], {"logits": part * row}, WORKSPACE, owners=("logits",))
     extra = math.ceil((_LOGITS[kind.level] - 1) * row)
     graph.add_op("choose", ["logits"], {"decisions": part * 32}, part * extra, owners=("logits",))

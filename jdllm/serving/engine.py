@@ -50,6 +50,7 @@ class Engine:
     the same tokens. Where the device does not answer any more, `step` raises.
 
     `observe`, where it is set, is called with every part that was collected, by whoever calls `step`.
+    `runner`, `pool`, `scheduler` and `parts` can be read as attributes, and `entries`: the requests by id.
     """
 
     observe: Callable[[PartDone], None] | None = None
@@ -66,9 +67,9 @@ class Engine:
         background: Background,
         non_finite: Callable[[Request], NonFiniteError],
     ):
-        self._runner = runner
-        self._pool = pool
-        self._scheduler = scheduler
+        self.runner = runner
+        self.pool = pool
+        self.scheduler = scheduler
         self._account = account
         self._mode = mode
         self.parts = parts
@@ -78,7 +79,7 @@ class Engine:
         self._lock = threading.RLock()
         self._arrivals: deque[Entry] = deque()
         self._aborts: deque[int] = deque()
-        self._entries = Entries(self._end, non_finite)
+        self.entries = Entries(self._end, non_finite)
         self._flight = Flight()
 
     @property
@@ -114,7 +115,7 @@ class Engine:
         life = self._costs.life(spec)
         if life.pages:
             self._account.check_room(life.rows, life.pages)
-        self._scheduler.check(life)
+        self.scheduler.check(life)
         self._arrivals.append(Entry(request, updates, deliver))
         return request.id
 
@@ -129,16 +130,16 @@ class Engine:
 
     def stats(self) -> Stats:
         """Counts since the engine was made, and what it holds now."""
-        count = self._entries.counts
+        count = self.entries.counts
         return Stats(
-            waiting=len(self._scheduler.waiting) + len(self._arrivals),
-            running=len(self._scheduler.running),
+            waiting=len(self.scheduler.waiting) + len(self._arrivals),
+            running=len(self.scheduler.running),
             finished=count["finished"],
             failed=count["failed"],
             aborted=count["aborted"],
             evaluated=self.evaluated,
-            free_pages=self._pool.free_pages,
-            pages=self._pool.pages,
+            free_pages=self.pool.free_pages,
+            pages=self.pool.pages,
             rebuilt=count["rebuilt"],
             tokens=count["tokens"],
             **self._flight.counts(),
@@ -146,9 +147,9 @@ class Engine:
 
     def requests(self) -> list[RequestState]:
         """The requests that wait or run, in the order of their arrival."""
-        entries = [*self._arrivals, *self._entries]  # in this order none is missed on its way
+        entries = [*self._arrivals, *self.entries]  # in this order none is missed on its way
         states = {entry.request.id: entry.request for entry in entries}
-        running, now = set(self._scheduler.running), time.perf_counter()
+        running, now = set(self.scheduler.running), time.perf_counter()
         return [
             RequestState(
                 id=request,
@@ -165,7 +166,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether no request is left."""
-        return not (self._entries or self._arrivals)
+        return not (self.entries or self._arrivals)
 
     def run(self, specs: Sequence[RequestSpec], *, updates: Updates = "later") -> Iterator[Update]:
         """Denoise requests to their end, beside those of others; whoever waits drives the engine.
@@ -214,9 +215,9 @@ class Engine:
         """End all requests with `error`: all are told before anything is cleaned up, which may fail too."""
         with self._lock:
             self._take_arrivals()
-            for entry in self._entries:
-                self._entries.tell(Ended(entry.request.id, entry.request, error))
-            for entry in self._entries:
+            for entry in self.entries:
+                self.entries.tell(Ended(entry.request.id, entry.request, error))
+            for entry in self.entries:
                 self._leave(entry.request.id, "failed")
             self._flight.drain()
             self._free()
@@ -237,66 +238,66 @@ class Engine:
 
     def between_parts[T](self, function: Callable[[], T]) -> T:
         """`function()`, while no part of the engine runs."""
-        return self._runner.between_parts(function)
+        return self.runner.between_parts(function)
 
     def close(self) -> None:
         """Wait for what runs, forget all requests and free the KV pool."""
         self._background.close()
         with self._lock:
             self._take_arrivals()
-            for entry in self._entries:
+            for entry in self.entries:
                 self._leave(entry.request.id, "aborted")
             self._flight.drain()
-            self._runner.close()
+            self.runner.close()
             self._free()
 
     def _take_arrivals(self) -> None:
         while self._arrivals:
-            if not self._entries:
+            if not self.entries:
                 self._flight.rest()
             entry = self._arrivals.popleft()
-            self._entries.add(entry)
-            self._scheduler.add(entry.request.id, self._costs.life(entry.request.spec))
+            self.entries.add(entry)
+            self.scheduler.add(entry.request.id, self._costs.life(entry.request.spec))
         while self._aborts:
             request = self._aborts.popleft()
-            if request in self._entries:
+            if request in self.entries:
                 self._leave(request, "aborted")
 
     def _leave(self, request: int, how: str) -> Request:
-        state = self._entries.remove(request, how)
+        state = self.entries.remove(request, how)
         self._forget(request)
-        if self._in_pool(state) and request in self._scheduler.running:
-            self._pool.release(state, keep=how != "failed")
-        self._scheduler.remove(request)
+        if self._in_pool(state) and request in self.scheduler.running:
+            self.pool.release(state, keep=how != "failed")
+        self.scheduler.remove(request)
         return state
 
     def _submit(self) -> list[Update]:
-        for request in self._scheduler.admit():
-            state = self._entries[request]
+        for request in self.scheduler.admit():
+            state = self.entries[request]
             state.started = time.perf_counter()
             if self._in_pool(state):
-                self._pool.admit(state)
+                self.pool.admit(state)
         busy = self._flight.ids
         ready: dict[int, Demand] = {}
         failed: list[Update] = []
-        for request in [self._entries[i] for i in self._scheduler.running if i not in busy]:
+        for request in [self.entries[i] for i in self.scheduler.running if i not in busy]:
             try:
                 ready[request.id] = self._costs.demand(request)
             except Exception as error:
                 failed.append(self._end(request, error))
-        for part in self._scheduler.plan(ready, self._flight.kinds, self._flight.rows):
+        for part in self.scheduler.plan(ready, self._flight.kinds, self._flight.rows):
             failed += self._submit_part(part, ready)
         return failed
 
     def _submit_part(self, part: Part, demands: Mapping[int, Demand]) -> list[Update]:
         """Submit a part; where it cannot be packed its halves instead, down to the requests at fault, which
         end. The others run in this turn all the same."""
-        requests = [self._entries[i] for i in part.ids]
+        requests = [self.entries[i] for i in part.ids]
         try:
-            pending = self._runner.submit(part.kind, requests, self._steps(part))
+            pending = self.runner.submit(part.kind, requests, self._steps(part))
         except Exception as error:
-            self._runner.probe()
-            self._pool.forget_contents()
+            self.runner.probe()
+            self.pool.forget_contents()
             if len(requests) == 1:
                 return [self._end(requests[0], error)]
             half = len(requests) // 2
@@ -307,11 +308,11 @@ class Engine:
 
     def _steps(self, part: Part) -> int:
         """Steps that a part may do before others of its company have to be served."""
-        alone = len(part.ids) == len(self._scheduler.running)
+        alone = len(part.ids) == len(self.scheduler.running)
         if not alone:
             return 1
-        told = any(map(self._entries.told_every, part.ids))
-        requests = [self._entries[i] for i in part.ids]
+        told = any(map(self.entries.told_every, part.ids))
+        requests = [self.entries[i] for i in part.ids]
         if part.kind is Kind.DECODE:
             left = max(r.steps_left for r in requests)
             return min(left, _TOLD_TOKENS) if told else left
@@ -321,13 +322,13 @@ class Engine:
 
     def _collect(self, pending: Pending) -> list[Update]:
         try:
-            steps = self._runner.collect(pending)
+            steps = self.runner.collect(pending)
         except Exception as error:
             self._flight.drain()
-            self._runner.probe()
-            self._pool.forget_contents()
+            self.runner.probe()
+            self.pool.forget_contents()
             self._rebuild_lost_pools()
-            left = [request for request in pending.requests if request.id in self._entries]
+            left = [request for request in pending.requests if request.id in self.entries]
             found = self._non_finite if isinstance(error, NonFiniteError) else lambda _: error
             return [self._end(request, found(request)) for request in left]
         done = self._flight.remove_first(len(steps.tokens) if isinstance(steps, Steps) else steps)
@@ -336,17 +337,17 @@ class Engine:
         for request, stored in zip(pending.requests, pending.launch.stored, strict=True):
             if stored is not None:
                 request.store(*stored)
-        return list(self._entries.take_in(pending, steps)) if isinstance(steps, Steps) else []
+        return list(self.entries.take_in(pending, steps)) if isinstance(steps, Steps) else []
 
     def _end(self, request: Request, error: Exception | None) -> Update:
         if isinstance(error, NonFiniteError) and self._in_pool(request):
-            self._runner.between_parts(lambda: self._pool.clean(request))
-        ended = self._entries.tell(Ended(request.id, request, error))
+            self.runner.between_parts(lambda: self.pool.clean(request))
+        ended = self.entries.tell(Ended(request.id, request, error))
         self._leave(request.id, "finished" if error is None else "failed")
         return ended
 
     def _free(self) -> None:
-        self._pool.free()
+        self.pool.free()
         for holder in self.parts.holders:
             holder.clear()
 
@@ -354,10 +355,10 @@ class Engine:
         """Make the KV pool again where a failed executable took it along; clear the holders anyway."""
         for holder in self.parts.holders:
             holder.clear()
-        if self._pool.lost:
-            self._pool.free()
-            self._entries.counts["rebuilt"] += 1
-            for entry in self._entries:
+        if self.pool.lost:
+            self.pool.free()
+            self.entries.counts["rebuilt"] += 1
+            for entry in self.entries:
                 if self._in_pool(entry.request):
                     entry.request.go_back()
                     self._forget(entry.request.id)

@@ -13,7 +13,7 @@ from jdllm.decoding.caches.policy import View
 from jdllm.decoding.encoded_trace import LISTED, Steps
 from jdllm.decoding.registry import number_of
 from jdllm.decoding.sampling import SamplingParams
-from jdllm.decoding.schedule import StepTable
+from jdllm.decoding.schedule import StepTable, quotas
 from jdllm.decoding.transfer.quota import QUOTA
 from jdllm.prefilling.prefilled import Prefilled
 from jdllm.serving.spec import Block, RequestSpec
@@ -200,7 +200,7 @@ class Request:
         if self._forced:
             only = np.zeros(capacity, np.int32)
             only[0] = 1
-            return StepTable(only, np.zeros(capacity, np.float32))
+            return quotas(only)
         rows = (column[self.block_step :][:capacity] for column in self.block.table)
         return StepTable(*(padded(row, capacity) for row in rows))
 

@@ -175,13 +175,14 @@ def test_failures_of_denoising_streams_and_whole_answers(fake: FakeServer):
     assert "no usage" in error
 
 
-def test_an_answer_of_another_shape_is_a_failure():
+def test_an_answer_of_another_shape_is_a_failure(monkeypatch: pytest.MonkeyPatch):
     def answer(request: httpx.Request) -> httpx.Response:
         return httpx.Response(200, json={"choices": [5], "usage": {"completion_tokens": 1}})
 
+    monkeypatch.setattr(httpx, "AsyncHTTPTransport", lambda **_: httpx.MockTransport(answer))
+
     async def ask() -> None:
         client = Client("http://there", None, time.perf_counter)
-        client._http = httpx.AsyncClient(base_url="http://there", transport=httpx.MockTransport(answer))
         load = Load(client, Form("m", "completions", None, 1, {}), time.perf_counter)
         async with client:
             await load.closed([Ask(0, b"{}", 3)], 1)

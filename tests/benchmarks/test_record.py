@@ -52,8 +52,8 @@ class TestSustained:
             program.chmod(0o755)
 
         monkeypatch.setenv("PATH", str(tmp_path))
-        monkeypatch.setattr(record, "_SETTLING_SECONDS", 0.0)
-        monkeypatch.setattr(record, "_SUSTAINED_SECONDS", 0.5)
+        monkeypatch.setattr(record, "SETTLING_SECONDS", 0.0)
+        monkeypatch.setattr(record, "SUSTAINED_SECONDS", 0.5)
         return install
 
     def test_means_of_what_is_said_while_the_work_goes_on(self, answer):

@@ -155,21 +155,21 @@ def test_a_lost_pool_is_computed_again(build: Build, config: ModelConfig, monkey
     """Another's prefill takes the pool: whoever was generating goes on with the same tokens."""
     expected = answers(run(build(), [(prompt(70), FREE)], config))
     engine = build()
-    launch = engine._runner._launchers[Kind.PREFILL]
+    launch = engine.parts.launchers[Kind.PREFILL]
     failing = [False]
 
     def launched(requests: Any, steps: int) -> Any:
         out = launch(requests, steps)
 
         def fail() -> Any:
-            pool = engine._pool._pool
+            pool = engine.pool.arrays
             assert pool is not None
             pool.k.delete()
             raise RuntimeError("the device failed")
 
         return out._replace(run=fail) if failing[0] else out
 
-    monkeypatch.setitem(engine._runner._launchers, Kind.PREFILL, launched)
+    monkeypatch.setitem(engine.parts.launchers, Kind.PREFILL, launched)
     updates: list[Any] = []
     first = engine.add(causal_spec(prompt(70), FREE, config), updates="every", deliver=updates.append)
     for _ in range(2):

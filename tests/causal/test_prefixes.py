@@ -69,7 +69,7 @@ def test_what_is_no_number_leaves_the_pool(params: Params, config: ModelConfig, 
     broken = np.append(prompt(200), 450).astype(np.int32)
     with pytest.raises(NonFiniteError):
         run(engine, [(broken, FREE)], config)
-    pool = engine._pool._pool
+    pool = engine.pool.arrays
     assert pool is not None
     assert not any(bool(jnp.isnan(x).any()) for x in pool)
     [request] = run(engine, [(prompt(60), FREE)], config)

@@ -74,7 +74,7 @@ def assert_same(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) 
 
 @pytest.mark.parametrize("piece_bytes", [1, 1000, 4096, 8 << 20])
 def test_leaves_hold_the_stored_values(monkeypatch, piece_bytes):
-    monkeypatch.setattr(loading, "_PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(loading, "PIECE_BYTES", piece_bytes)
     params = load_params(GOLDEN.directory, CONFIG, "float32")
     assert_same(stored_values(params, CONFIG), GOLDEN.tensors("model"))
     shapes = jax.tree.map(lambda spec: spec.shape, spec_tree(CONFIG), is_leaf=is_spec)

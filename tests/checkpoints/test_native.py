@@ -144,7 +144,7 @@ SHARDED = """
     from jdllm.checkpoints import loading
     from jdllm.checkpoints.loading import load_params
 
-    loading._PIECE_BYTES = 3000
+    loading.PIECE_BYTES = 3000
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("a", "b"))
 
     def same(leaf, sharding, expected):

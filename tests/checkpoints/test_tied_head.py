@@ -29,7 +29,7 @@ def tied(request, tmp_path, monkeypatch) -> tuple[Path, str, str]:
     (directory / "config.json").write_text(json.dumps(config | {key: True}))
     tensors = load_file(directory / "model.safetensors")
     save_file(tensors | {head: tensors[embedding].copy()}, directory / "model.safetensors")
-    monkeypatch.setattr(loading, "_PIECE_BYTES", 10_000)
+    monkeypatch.setattr(loading, "PIECE_BYTES", 10_000)
     return directory, embedding, head
 
 

@@ -47,7 +47,7 @@ def model() -> HarnessLM:
 
 @pytest.fixture(scope="module")
 def llm(model: HarnessLM) -> LLM:
-    return model._llm
+    return model.llm
 
 
 def instances(kind: str, *arguments: tuple) -> list[Instance]:
@@ -118,7 +118,8 @@ class TestModelClass:
 
     def test_conversations_are_rendered_with_real_special_tokens(self, model: HarnessLM, llm: LLM):
         rendered = model.apply_chat_template([{"role": "user", "content": "1+1="}])
-        assert model._encode(rendered) == demo.chat_ids("1+1=")
+        assert llm.tokenizer is not None
+        assert llm.tokenizer.encode(rendered, parse_special=True) == demo.chat_ids("1+1=")
         begun = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "It is "}]
         assert model.apply_chat_template(begun, add_generation_prompt=False) == rendered + "It is "
         (answer,) = model.generate_until(instances("generate_until", (rendered, GREEDY)))
@@ -141,7 +142,7 @@ class TestModelClass:
 def test_a_causal_model_is_asked_as_lm_eval_asks_its_own(begins: Begins, tmp_path: Path):
     directory = write_speaking(tmp_path, "mistral_swa", begins)
     model = HarnessLM(str(directory), dtype="float32", max_num_batched_tokens=ROWS, max_length=6)
-    llm, first, before = model._llm, EOS if begins == "none" else BOS, [BOS] * (begins == "added")
+    llm, first, before = model.llm, EOS if begins == "none" else BOS, [BOS] * (begins == "added")
     asked = [("w5 w6", " w7 w8"), ("w4 w5 w6 w7 w8", " w9 w10 w11"), ("", "w9")]
     with pytest.warns(UserWarning, match="1 of 3 contexts are too long for max_length 6"):
         found = model.loglikelihood(instances("loglikelihood", *asked), disable_tqdm=True)

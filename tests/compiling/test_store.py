@@ -232,15 +232,15 @@ class TestKey:
             key_of(function=encoding(rms_norm)),
         ]
         for name, value in (
-            ("_version", lambda _: "9"),
-            ("_sources", lambda: "0"),
-            ("_processor", lambda: ""),
+            ("version_of", lambda _: "9"),
+            ("sources", lambda: "0"),
+            ("processor", lambda: ""),
         ):
-            executable_key._environment.cache_clear()
+            executable_key.environment.cache_clear()
             with monkeypatch.context() as patch:
                 patch.setattr(executable_key, name, value)
                 keys.append(key_of())
-        executable_key._environment.cache_clear()
+        executable_key.environment.cache_clear()
         assert len(set(keys)) == len(keys)
         assert key_of() == keys[0]
 

@@ -126,7 +126,7 @@ class Recorder:
         self._alive: set[int] = set()
         self._numbers: dict[int, int] = {}
         monkeypatch.setattr(layer_stream, "to_device", self.copy)
-        monkeypatch.setattr(layer_stream, "_on_host", lambda layer: layer["layers"].away)
+        monkeypatch.setattr(layer_stream, "on_host", lambda layer: layer["layers"].away)
         monkeypatch.setattr(jax, "block_until_ready", self.wait)
 
     def copy(self, layer, device):

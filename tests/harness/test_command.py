@@ -27,7 +27,7 @@ app.command("other")(lambda: None)  # with one command only, typer leaves its na
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Every call of lm-eval, by its arguments."""
     calls: list[list[str]] = []
-    monkeypatch.setattr("jdllm.cli.evaluate._run_harness", calls.append)
+    monkeypatch.setattr("jdllm.cli.evaluate.run_harness", calls.append)
     return calls
 
 

@@ -14,9 +14,9 @@ CAUSAL = config_from_hf(Golden("llama").directory)
 WINDOW = config_from_hf(Golden("mistral_swa").directory)
 
 
-def mask(config: ModelConfig, start: int, length: int, total: int, **options) -> np.ndarray:
+def mask(config: ModelConfig, start: int, length: int, total: int) -> np.ndarray:
     """The ranges as the matrix of which row sees which key."""
-    k_start, k_end = key_ranges(config, start, length, **options)
+    k_start, k_end = key_ranges(config, start, length)
     assert k_start.dtype == k_end.dtype == np.int32
     key = np.arange(total)
     return (key >= k_start[:, None]) & (key < k_end[:, None])
@@ -33,14 +33,6 @@ def test_each_pattern_is_its_definition(start, length):
     np.testing.assert_array_equal(
         mask(WINDOW, start, length, total), inside & (k <= q) & (k > q - WINDOW.sliding_window)
     )
-
-
-@pytest.mark.parametrize("config", [FULL, CAUSAL])
-@pytest.mark.parametrize("block", [1, 4, 32, 64])
-def test_blocks_see_themselves_and_those_before(config, block):
-    q, k = np.arange(42)[:, None], np.arange(50) - 5
-    expected = (k >= 0) & (k < 42) & (k // block <= q // block)
-    np.testing.assert_array_equal(mask(config, 5, 42, 50, block_length=block), expected)
 
 
 def test_a_window_longer_than_the_sequence_changes_nothing():

@@ -163,8 +163,8 @@ class TestChoice:
 
     @pytest.fixture(autouse=True)
     def forgotten(self, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(dispatch, "_choices", {})
-        dispatch._log_once.cache_clear()
+        monkeypatch.setattr(dispatch, "noted", {})
+        dispatch.log_once.cache_clear()
 
     @pytest.fixture
     def on(self, monkeypatch: pytest.MonkeyPatch):

@@ -24,8 +24,8 @@ def never(reason: str):
 
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(dispatch, "_choices", {})
-    dispatch._log_once.cache_clear()
+    monkeypatch.setattr(dispatch, "noted", {})
+    dispatch.log_once.cache_clear()
 
 
 def test_the_first_that_can_run_is_taken_and_reasons_are_kept():

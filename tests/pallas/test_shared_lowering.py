@@ -21,7 +21,7 @@ HOPPER = Target(on_cuda=True, capability=9.0)
 def bodies(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What a traced body notes, on a card that is only described."""
     monkeypatch.setattr(shared_lowering, "target", lambda: HOPPER)
-    monkeypatch.setattr(shared_lowering, "_kernels", LoweredKernels(32))
+    monkeypatch.setattr(shared_lowering, "kernels", LoweredKernels(32))
     return []
 
 

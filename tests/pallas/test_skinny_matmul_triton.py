@@ -27,7 +27,7 @@ def form() -> Iterator[Any]:
 @pytest.fixture
 def whole(form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inputs are not cut into parts."""
-    monkeypatch.setattr(form, "_PROGRAMS", 1)
+    monkeypatch.setattr(form, "PROGRAMS", 1)
 
 
 def cut(rows: int = 32, columns: int = 64, depth: int = 64) -> ProductSizes:
@@ -95,7 +95,7 @@ def test_other_cuts(form: Any, gated: bool, columns: int, depth: int):
 
 @pytest.mark.parametrize("programs", [1, 20, 10_000])
 def test_parts_of_any_number(form: Any, monkeypatch: pytest.MonkeyPatch, programs: int):
-    monkeypatch.setattr(form, "_PROGRAMS", programs)
+    monkeypatch.setattr(form, "PROGRAMS", programs)
     check(form, *operands(20, 64, 600, 1))
 
 

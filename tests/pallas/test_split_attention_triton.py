@@ -27,7 +27,7 @@ def form() -> Iterator[Any]:
     """The module of the form, whose kernel is interpreted: programs take long, so requests have few parts."""
     with pytest.MonkeyPatch.context() as patch:
         for form in interpreted("split_attention"):
-            patch.setattr(form, "_PROGRAMS", 16)
+            patch.setattr(form, "PROGRAMS", 16)
             yield form
 
 
@@ -59,7 +59,7 @@ def test_ragged_requests(form: Any, dtype: Any, heads: int, kv_heads: int, queri
 @pytest.mark.parametrize("programs", [*map(slow, (1, 10_000)), 12])
 def test_parts_of_a_request_are_one(form: Any, programs: int, monkeypatch: pytest.MonkeyPatch):
     """As many as keep a card busy, also more than a request has entries."""
-    monkeypatch.setattr(form, "_PROGRAMS", programs)
+    monkeypatch.setattr(form, "PROGRAMS", programs)
     c = case(RAGGED, heads=4, kv_heads=2, queries=2, dtype=jnp.float32)
     check(run(form, c), oracle(c), TOLERANCE["float32"])
 
@@ -120,7 +120,7 @@ def test_names_the_limit(form: Any, q: Any, pool: Any, reason: str):
 class TestChoice:
     @pytest.fixture
     def on(self, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(dispatch, "_choices", {})
+        monkeypatch.setattr(dispatch, "noted", {})
 
         def pretend(capability: float) -> None:
             monkeypatch.setattr(api, "target", lambda: Target(True, capability))

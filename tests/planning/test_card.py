@@ -67,7 +67,7 @@ def test_a_name_without_a_description():
 
 
 def test_the_card_that_cuda_shows_first(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(card, "_platforms", lambda: None)
+    monkeypatch.setattr(card, "platforms", lambda: None)
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
     ada, hopper = FakeCard("ada", (8, 9), 50, 3, 20), FakeCard("hopper", (9, 0), 1 << 37, 1 << 29, 7)
     FakeDrivers(monkeypatch, visible=[hopper], present=[ada, hopper])
@@ -78,7 +78,7 @@ def test_the_card_that_cuda_shows_first(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_card_of_an_unknown_capability(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(card, "_platforms", lambda: None)
+    monkeypatch.setattr(card, "platforms", lambda: None)
     turing = FakeCard("turing", (7, 5), 16 * GIB, 0, 0)
     FakeDrivers(monkeypatch, visible=[turing], present=[turing])
     assert card.visible_card() == card.Card("turing", card.DEFAULT_TARGET, 16 * GIB, described=False)
@@ -87,13 +87,13 @@ def test_a_card_of_an_unknown_capability(monkeypatch: pytest.MonkeyPatch):
 def test_a_card_that_jax_may_not_use_is_not_asked(monkeypatch: pytest.MonkeyPatch):
     hopper = FakeCard("hopper", (9, 0), 1 << 37, 0, 0)
     FakeDrivers(monkeypatch, visible=[hopper], present=[hopper])
-    monkeypatch.setattr(card, "_platforms", lambda: "cpu")
+    monkeypatch.setattr(card, "platforms", lambda: "cpu")
     assert card.visible_card() is None
 
 
 def test_no_driver_is_no_card(monkeypatch: pytest.MonkeyPatch):
     FakeDrivers(monkeypatch, visible=None, present=None)
-    monkeypatch.setattr(card, "_platforms", lambda: None)
+    monkeypatch.setattr(card, "platforms", lambda: None)
     assert card.visible_card() is None
 
 

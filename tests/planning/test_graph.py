@@ -23,11 +23,10 @@ def llada_like(layers: int = 2) -> GraphTemplate:
     template.add_op("embed", ["tokens"], {"x": rows * HIDDEN * BF16})
     for layer in range(layers):
         name = f"layer{layer}"
-        x = "x" if layer == 0 else f"layer{layer - 1}.out"
-        _attention(template, name, x, query_rows, kv_rows, rows)
+        _attention(template, name, query_rows, kv_rows, rows)
         template.add_op(
             f"{name}.ffn.norm",
-            [f"{name}.x"],
+            ["x"],
             {f"{name}.ffn.in": ffn_rows * HIDDEN * BF16},
             scratch=ffn_rows * F32,
             owners=("ffn",),
@@ -36,14 +35,12 @@ def llada_like(layers: int = 2) -> GraphTemplate:
             wide = {f"{name}.{part}": ffn_rows * FFN_WIDTH * BF16}
             template.add_op(f"{name}.ffn.{part}", [f"{name}.ffn.in"], wide, owners=("ffn",))
         template.add_op(f"{name}.ffn.act", [f"{name}.gate", f"{name}.up"], owners=("ffn",))
-        template.add_alias(f"{name}.product", f"{name}.gate")
         down = {f"{name}.down": ffn_rows * HIDDEN * BF16}
-        template.add_op(f"{name}.ffn.down", [f"{name}.product"], down, owners=("ffn",))
-        template.add_op(f"{name}.ffn.add", [f"{name}.down", f"{name}.x"], owners=("ffn",))
-        template.add_alias(f"{name}.out", f"{name}.x")
-        template.add_barrier(f"{name}.ffn.end", [f"{name}.out"])
+        template.add_op(f"{name}.ffn.down", [f"{name}.gate"], down, owners=("ffn",))
+        template.add_op(f"{name}.ffn.add", [f"{name}.down", "x"], owners=("ffn",))
+        template.add_barrier(f"{name}.ffn.end", ["x"])
     hidden = {"head.rows": head_rows * HIDDEN * BF16}
-    template.add_op("head.gather", [f"layer{layers - 1}.out"], hidden, owners=("logits",))
+    template.add_op("head.gather", ["x"], hidden, owners=("logits",))
     logits = {"head.logits": head_rows * VOCABULARY * F32}
     template.add_op("head.product", ["head.rows"], logits, owners=("logits",))
     template.add_op(
@@ -53,16 +50,16 @@ def llada_like(layers: int = 2) -> GraphTemplate:
         scratch=head_rows * VOCABULARY * F32,
         owners=("logits",),
     )
-    template.add_barrier("end", ["head.best", f"layer{layers - 1}.out"])
+    template.add_barrier("end", ["head.best", "x"])
     return template
 
 
-def _attention(template: GraphTemplate, name: str, x: str, query_rows: Size, kv_rows: Size, rows: Size):
+def _attention(template: GraphTemplate, name: str, query_rows: Size, kv_rows: Size, rows: Size):
     heads = dim("heads")
     grouped = minimum(heads + -1, 1)
     template.add_op(
         f"{name}.kv.norm",
-        [x],
+        ["x"],
         {f"{name}.kv.in": kv_rows * HIDDEN * BF16, f"{name}.k": rows * KV_WIDTH * BF16},
         owners=("kv",),
     )
@@ -73,9 +70,9 @@ def _attention(template: GraphTemplate, name: str, x: str, query_rows: Size, kv_
         scratch=kv_rows * KV_WIDTH * F32,
         owners=("kv",),
     )
-    template.add_barrier(f"{name}.kv.end", [x, f"{name}.k", f"{name}.v"])
+    template.add_barrier(f"{name}.kv.end", ["x", f"{name}.k", f"{name}.v"])
     normed = {f"{name}.q.in": query_rows * HIDDEN * BF16}
-    template.add_op(f"{name}.q.norm", [x], normed, owners=("query",))
+    template.add_op(f"{name}.q.norm", ["x"], normed, owners=("query",))
     template.add_op(
         f"{name}.q.project",
         [f"{name}.q.in"],
@@ -95,9 +92,8 @@ def _attention(template: GraphTemplate, name: str, x: str, query_rows: Size, kv_
     )
     mixed = {f"{name}.mixed": query_rows * HIDDEN * BF16}
     template.add_op(f"{name}.mix", [f"{name}.o", f"{name}.groups"], mixed, owners=("query", "heads"))
-    template.add_op(f"{name}.add", [f"{name}.mixed", x], owners=("query",))
-    template.add_alias(f"{name}.x", x)
-    template.add_barrier(f"{name}.end", [f"{name}.x", f"{name}.k", f"{name}.v"])
+    template.add_op(f"{name}.add", [f"{name}.mixed", "x"], owners=("query",))
+    template.add_barrier(f"{name}.end", ["x", f"{name}.k", f"{name}.v"])
 
 
 WHOLE = dict.fromkeys(("ffn", "query", "kv", "heads", "logits"), 1)
@@ -153,12 +149,10 @@ def programs(draw) -> list[tuple[str, list[str], list[str]]]:
     """Operators as (kind, tensors read, tensors named), each reading what earlier ones named."""
     program, known = [], []
     for index in range(draw(st.integers(1, 12))):
-        kinds = ["op", "input", "keep", "barrier", "alias"] if known else ["op", "input", "keep"]
+        kinds = ["op", "input", "keep", "barrier"] if known else ["op", "input", "keep"]
         kind = draw(st.sampled_from(kinds))
         reads = draw(st.lists(st.sampled_from(known), max_size=3, unique=True)) if known else []
         names = [f"t{index}.{i}" for i in range(draw(st.integers(0, 2)) if kind == "op" else 1)]
-        if kind == "alias":
-            reads = [draw(st.sampled_from(known))]
         program.append((kind, reads, names))
         if kind != "barrier":
             known += names
@@ -169,27 +163,21 @@ def programs(draw) -> list[tuple[str, list[str], list[str]]]:
 def test_live_bytes_are_those_of_a_program_walked_by_hand(program, expression, values):
     dims = dict(zip(DIMS, values, strict=True))
     template = GraphTemplate("random")
-    storage: dict[str, str] = {}
     uses: dict[str, list[int]] = {}
     ops, kept = 0, []
     for kind, reads, names in program:
         if kind in ("op", "barrier"):
             for name in reads:
-                uses[storage[name]].append(ops)
+                uses[name].append(ops)
             if kind == "op":
                 template.add_op(f"op{ops}", reads, {name: expression[0] for name in names}, scratch=dim("a"))
-                storage |= {name: name for name in names}
                 uses |= {name: [ops] for name in names}
                 uses[f"scratch{ops}"] = [ops]
             else:
                 template.add_barrier(f"op{ops}", reads)
             ops += 1
-        elif kind == "alias":
-            template.add_alias(names[0], reads[0])
-            storage[names[0]] = storage[reads[0]]
         else:
             template.add_input(names[0], expression[0], keep=kind == "keep")
-            storage[names[0]] = names[0]
             uses[names[0]] = [0]
             kept += [names[0]] * (kind == "keep")
     for name in kept:
@@ -247,8 +235,6 @@ def test_mistakes_in_a_template_are_named():
         template.add_op("second", outputs={"x": 1})
     with pytest.raises(ValueError, match="nothing before this wrote tensor 'y'"):
         template.add_barrier("third", ["y"])
-    with pytest.raises(ValueError, match="nothing before this wrote tensor 'y'"):
-        template.add_alias("z", of="y")
     with pytest.raises(ValueError, match=r"no value for dimension 'T', got \['M'\]"):
         template.instantiate({"M": 1})
     with pytest.raises(ValueError, match="empty: a template needs at least one operator"):

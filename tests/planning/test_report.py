@@ -12,7 +12,7 @@ from jdllm.planning.planner import ActivationPlan, first_fit, make_plan
 from jdllm.planning.report import (
     Frame,
     PeakRow,
-    _draw,
+    figure_of,
     format_peak_table,
     live_by_count,
     peak_table,
@@ -74,7 +74,7 @@ def test_live_bytes_are_told_apart_by_the_counts_that_cut_them(plans: Plans):
 
 def test_the_picture_shows_both_plans_their_peaks_what_stays_and_the_budget(plans: Plans):
     pytest.importorskip("matplotlib")
-    figure = _draw(*plans, FRAME)
+    figure = figure_of(*plans, FRAME)
     assert figure.get_suptitle() == FRAME.title
     assert len(figure.axes) == 2
     assert figure.axes[0].get_ylim() == figure.axes[1].get_ylim()

@@ -110,7 +110,7 @@ def driven(engine: Engine, spec: LongSpec, until: Callable[[LongRequest], bool])
     """A request that was added and driven until something holds; it is left in the engine."""
     number = engine.add(spec, updates="every")
     engine.step()
-    request = engine._entries[number]
+    request = engine.entries[number]
     assert isinstance(request, LongRequest)
     while not until(request):
         assert not engine.idle
@@ -141,7 +141,7 @@ def all_free(engine: Engine) -> None:
     stats = engine.stats()
     assert engine.idle
     assert stats.free_pages == stats.pages
-    cache = engine._pool
+    cache = engine.pool
     assert [holder.held for holder in engine.parts.holders] == [0]
-    owned = {stored.owner for stored in cache.chunks._stored.values()}
+    owned = {stored.owner for stored in cache.chunks.stored.values()}
     assert set(cache.table.owned) == owned

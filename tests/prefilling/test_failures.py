@@ -32,14 +32,14 @@ Build = Callable[..., Engine]
 
 def at_part(engine: Engine, number: int, then: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Do something while the part with that number, of those collected, is in flight."""
-    collect, count = engine._runner.collect, iter(range(1000))
+    collect, count = engine.runner.collect, iter(range(1000))
 
     def collected(pending: Any) -> Any:
         if next(count) == number:
             then()
         return collect(pending)
 
-    monkeypatch.setattr(engine._runner, "collect", collected)
+    monkeypatch.setattr(engine.runner, "collect", collected)
 
 
 @pytest.mark.parametrize("name", ["two blocks", "few tokens"])
@@ -55,7 +55,7 @@ def test_an_abort_leaves_nothing_behind_at_any_stage(
         reached: list[str] = []
 
         def abort(engine: Engine = engine, aborted: int = aborted, reached: list[str] = reached) -> None:
-            if aborted in engine._entries:
+            if aborted in engine.entries:
                 reached.append(preparation_of(engine).waits_for(aborted) or "steps")
             engine.abort(aborted)
 
@@ -83,7 +83,7 @@ def test_an_abort_leaves_nothing_behind_at_any_stage(
 def failing(engine: Engine, kind: Kind, lost: bool, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Lets the next part of a kind that serves a request fail, perhaps with the pool."""
     doomed: set[int] = set()
-    launch = engine._runner._launchers[kind]
+    launch = engine.parts.launchers[kind]
 
     def launched(requests: list[Request], max_steps: int) -> Any:
         made = launch(requests, max_steps)
@@ -92,14 +92,14 @@ def failing(engine: Engine, kind: Kind, lost: bool, monkeypatch: pytest.MonkeyPa
         doomed.clear()
 
         def fail() -> Any:
-            pool = engine._pool._pool
+            pool = engine.pool.arrays
             if lost and pool is not None:
                 pool.k.delete()
             raise RuntimeError("the device failed")
 
         return made._replace(run=fail)
 
-    monkeypatch.setitem(engine._runner._launchers, kind, launched)
+    monkeypatch.setitem(engine.parts.launchers, kind, launched)
     return doomed.add
 
 
@@ -113,7 +113,7 @@ def test_a_request_begins_again_where_another_takes_the_pool_with_it(
     before, whole = 0, False
     while not whole:
         engine = build()
-        engine._pool.make()
+        engine.pool.make()
         fail = failing(engine, Kind.REFRESH, lost, monkeypatch)
         told: list[Any] = []
         number = engine.add(SPECS[name], updates="every", deliver=told.append)
@@ -211,25 +211,25 @@ def nothing_written(*args: Any) -> KeyValuePool:
 
 def poison(engine: Engine) -> None:
     """Make numbers of all rows that are not live into NaN, while no part runs."""
-    cache = engine._pool
-    if cache._pool is None:
+    cache = engine.pool
+    if cache.arrays is None:
         return
     pages = cache.table
     live = np.zeros((pages.pages, PAGE_ROWS), bool)
-    stored = {chunk.owner: chunk.rows for chunk in cache.chunks._stored.values()}
+    stored = {chunk.owner: chunk.rows for chunk in cache.chunks.stored.values()}
     for owner in pages.owned:
         held, valid = pages.pages_of(owner), None
         if owner in stored:
             valid = np.minimum(PAGE_ROWS, stored[owner] - PAGE_ROWS * np.arange(len(held)))
-        elif owner in engine._entries:
-            request = engine._entries[owner]
+        elif owner in engine.entries:
+            request = engine.entries[owner]
             if isinstance(request, LongRequest) and request.layout is not None:
                 valid = request.live_rows(range(len(request.layout.part_rows)))
             elif isinstance(request, LongRequest):
                 valid = np.zeros(len(held), int)
         live[held] = True if valid is None else np.arange(PAGE_ROWS) < np.resize(valid, len(held))[:, None]
     keep = live[None, :, None, :, None]
-    cache._pool = KeyValuePool(*(jnp.where(keep, x, jnp.nan) for x in cache._pool))
+    cache.arrays = KeyValuePool(*(jnp.where(keep, x, jnp.nan) for x in cache.arrays))
 
 
 @pytest.mark.slow

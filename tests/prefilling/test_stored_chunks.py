@@ -116,7 +116,7 @@ def test_a_chunk_that_occurs_twice_is_stored_once(build: Build):
     twice = asking._replace(context=np.tile(asking.context, 3))
     first = ask(engine, twice)
     np.testing.assert_allclose(first.prefilled.scores[1:], first.prefilled.scores[0], rtol=1e-6)
-    assert len(engine._pool.chunks._stored) == 2
+    assert len(engine.pool.chunks.stored) == 2
     second, expected = ask(engine, another(twice, 1)), ask(build(), another(twice, 1))
     assert second.prefilled.cached_chunks == 3
     # Which of three equal chunks are selected is a matter of rounding.
@@ -157,7 +157,7 @@ def test_a_context_that_does_not_fit_beside_its_request_is_not_stored(build: Bui
     for n in range(2):
         found = ask(engine, another(asking, n))
         assert found.prefilled.cached_chunks == 0
-        assert not engine._pool.chunks._stored
+        assert not engine.pool.chunks.stored
     same(found, ask(build(), another(asking, 1)))
 
 
@@ -273,7 +273,7 @@ def test_stored_chunks_are_a_list_in_the_order_of_their_use(operations: list[tup
                 held[number] = pages
                 pool = pool.allocate(number, rows)
         assert (key in chunks) == (key in stored)
-        assert list(chunks._stored) == list(stored)
+        assert list(chunks.stored) == list(stored)
         if set(stored) != before:
             assert chunks.changes > changes
         assert pool.free_pages == free()

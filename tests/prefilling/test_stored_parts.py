@@ -65,7 +65,7 @@ def leave(engine: Engine, request: LongRequest) -> None:
 
 
 def pool_of(engine: Engine) -> KeyValuePool:
-    pool = engine._pool._pool
+    pool = engine.pool.arrays
     assert pool is not None
     return pool
 
@@ -73,7 +73,7 @@ def pool_of(engine: Engine) -> KeyValuePool:
 def rows_of(engine: Engine, request: LongRequest, layer: int, count: int) -> list[np.ndarray]:
     """Keys and values of the first `count` rows of a request's parts, `[rows, kv_heads, head_dim]`."""
     assert request.layout is not None
-    pages, found = engine._pool.pages_of(request.id), []
+    pages, found = engine.pool.pages_of(request.id), []
     for tensor in pool_of(engine):
         parts = []
         for part, rows in enumerate(request.layout.part_rows):
@@ -136,7 +136,7 @@ def logits(
     tokens, rows = packed_rows(segment, size)
     table = None
     if reads:
-        found = engine._pool.table_of([request.id], [request.live_rows(reads)])
+        found = engine.pool.table_of([request.id], [request.live_rows(reads)])
         read = Read(np.asarray(found.pages), np.asarray(found.valid))
         table = table_of([read] * -(-segment.size // TILE_ROWS), size // TILE_ROWS)
     at = np.resize(wanted, 32).astype(np.int32)

@@ -169,7 +169,7 @@ def test_an_engine_that_cannot_go_on_ends_all_and_says_so(
     def broken() -> Any:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(engine._scheduler, "admit", broken)
+    monkeypatch.setattr(engine.scheduler, "admit", broken)
     deaths, ends, late = die(engine, asked)
     assert [str(end.error) for end in ends] == ["broken"] * 2
     assert deaths.driver.error is late
@@ -188,8 +188,8 @@ def test_all_are_told_although_the_engine_cannot_even_be_cleaned_up(
     def cannot(*_: Any) -> Any:
         raise ValueError("cannot be cleaned up")
 
-    monkeypatch.setattr(engine._scheduler, "plan", broken)
-    monkeypatch.setattr(engine._scheduler, "remove", cannot)
+    monkeypatch.setattr(engine.scheduler, "plan", broken)
+    monkeypatch.setattr(engine.scheduler, "remove", cannot)
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     deaths, ends, late = die(engine, asked)
     assert [str(end.error) for end in ends] == ["broken"] * 2
@@ -198,14 +198,14 @@ def test_all_are_told_although_the_engine_cannot_even_be_cleaned_up(
 
 def failing_once(engine: Engine, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     """Let the first part fail where the runner's `submit` or `collect` is called."""
-    method, failures = getattr(engine._runner, call), iter([RuntimeError("the device failed")])
+    method, failures = getattr(engine.runner, call), iter([RuntimeError("the device failed")])
 
     def failing(*arguments: Any) -> Any:
         if (error := next(failures, None)) is not None:
             raise error
         return method(*arguments)
 
-    monkeypatch.setattr(engine._runner, call, failing)
+    monkeypatch.setattr(engine.runner, call, failing)
 
 
 @pytest.mark.parametrize("call", ["submit", "collect"])

@@ -38,13 +38,13 @@ def build(params: Params, config: ModelConfig, executables: Executables):
 
 def submitted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Kind, list[int], int]]:
     """Notes every part: its kind, the lengths of its requests and the steps that it may do."""
-    parts, submit = [], engine._runner.submit
+    parts, submit = [], engine.runner.submit
 
     def note(kind: Kind, requests: list[Request], max_steps: int) -> Any:
         parts.append((kind, [len(r.prompt) for r in requests], max_steps))
         return submit(kind, requests, max_steps)
 
-    monkeypatch.setattr(engine._runner, "submit", note)
+    monkeypatch.setattr(engine.runner, "submit", note)
     return parts
 
 
@@ -149,7 +149,7 @@ class Failing:
 
     def __init__(self, engine: Engine, kind: Kind, monkeypatch: pytest.MonkeyPatch):
         self.left = 0
-        launch = engine._runner._launchers[kind]
+        launch = engine.parts.launchers[kind]
 
         def failing(requests: list[Request], max_steps: int) -> Any:
             launched = launch(requests, max_steps)
@@ -158,14 +158,14 @@ class Failing:
             self.left -= 1
 
             def fail() -> Any:
-                pool = engine._pool._pool
+                pool = engine.pool.arrays
                 if kind is Kind.REFRESH and pool is not None:
                     pool.k.delete()
                 raise RuntimeError("the device failed")
 
             return launched._replace(run=fail)
 
-        monkeypatch.setitem(engine._runner._launchers, kind, failing)
+        monkeypatch.setitem(engine.parts.launchers, kind, failing)
 
 
 @pytest.mark.parametrize("kind", [Kind.REFRESH, Kind.REUSE])
@@ -291,7 +291,7 @@ def test_an_interrupt_leaves_an_engine_that_works(build, config, monkeypatch):
     asked = make(config, [9, 20], cache="dual")
     _, expected = finish(build(), asked)
     engine = build()
-    collect = engine._runner.collect
+    collect = engine.runner.collect
     calls = iter([False, False, True])
 
     def interrupted(pending: Any) -> Any:
@@ -299,7 +299,7 @@ def test_an_interrupt_leaves_an_engine_that_works(build, config, monkeypatch):
             raise KeyboardInterrupt
         return collect(pending)
 
-    monkeypatch.setattr(engine._runner, "collect", interrupted)
+    monkeypatch.setattr(engine.runner, "collect", interrupted)
     with pytest.raises(KeyboardInterrupt):
         finish(engine, asked)
     _, states = finish(engine, asked)
@@ -321,14 +321,14 @@ def test_a_long_exact_request_takes_the_room_of_the_pool_and_gives_it_back(
     engine = engine_of(params, config, executables, 64, max_context=128)
     parts = submitted(engine, monkeypatch)
     there: list[bool] = []
-    collect = engine._runner.collect
+    collect = engine.runner.collect
 
     def note(pending: Any) -> Any:
         done = collect(pending)
-        there.append(engine._pool._pool is not None)
+        there.append(engine.pool.arrays is not None)
         return done
 
-    monkeypatch.setattr(engine._runner, "collect", note)
+    monkeypatch.setattr(engine.runner, "collect", note)
     _, states = finish(engine, [before, long, after])
     same(states, expected)
     lengths = [lengths for _, lengths, _ in parts]

@@ -124,16 +124,17 @@ class TestObserver:
         assert all(part.idle >= 0.02 for part in parts[1:])
 
     def test_without_requests_it_is_not(self, engine, config):
-        """The last part of an aborted request is collected when nobody is left."""
+        """The last part of aborted requests is collected when nobody is left."""
         parts: list[PartDone] = []
         engine.observe = parts.append
         lone, other = make(config, [5, 9])
+        [cached] = make(config, [5], cache="dual")
         finish(engine, [lone])
         time.sleep(0.05)
-        request = engine.add(lone.spec, updates="every")
-        engine.step()
-        engine._submit()
-        engine.abort(request)
+        requests = [engine.add(request.spec, updates="every") for request in (lone, cached)]
+        engine.step()  # runs two parts, of different kinds, and collects one
+        for request in requests:
+            engine.abort(request)
         engine.step()
         time.sleep(0.05)
         finish(engine, [other])

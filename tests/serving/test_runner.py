@@ -1,7 +1,7 @@
 """Steps within a memory budget: tokens do not depend on it, and what cannot fit is refused beforehand."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -16,8 +16,8 @@ from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params, param_bytes
 from jdllm.planning.budget import Budget, MemoryBudgetError
 from jdllm.planning.templates import step_template
+from jdllm.serving.denoise.full_runner import FullRunner
 from jdllm.serving.engine import Engine
-from jdllm.serving.scheduler import Kind
 from tests.conftest import LLADA
 from tests.engines import engine_of, finish, generation_request
 
@@ -42,8 +42,8 @@ def run(
 
 
 def choices_of(engine: Engine) -> list:
-    launch: Any = engine._runner._launchers[Kind.FULL]
-    return list(launch.__self__._choices.values())
+    [full] = [one for one in engine.parts.compiled if isinstance(one, FullRunner)]
+    return list(full.choices.values())
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def unplanned(params: Params, config: ModelConfig, executables: Executables) -> 
 @pytest.fixture
 def small(params: Params, config: ModelConfig, monkeypatch: pytest.MonkeyPatch):
     """Budgets in bytes above the weights, where products need no workspace."""
-    monkeypatch.setattr("jdllm.planning.templates._WORKSPACE", 0)
+    monkeypatch.setattr("jdllm.planning.templates.WORKSPACE", 0)
     step_template.cache_clear()
     yield lambda extra, host=0: Budget(param_bytes(config, "float32") + extra, 0, host)
     step_template.cache_clear()

@@ -138,7 +138,7 @@ def test_prompts_are_read_in_parts(rows: int, monkeypatch: pytest.MonkeyPatch):
     sampling = SamplingParams(gen_length=12, transfer="adaptive", mixture_weight=0.6, max_lookahead=5)
     prompts = [np.arange(n).tolist() for n in (150, 31, 2)]
     expected = LLM(tiny(DREAM), verifier=tiny(CAUSAL)).generate(prompt_token_ids=prompts, sampling=sampling)
-    monkeypatch.setattr("jdllm.serving.adaptive.runner._MOST_READ", rows)
+    monkeypatch.setattr("jdllm.serving.adaptive.runner.MOST_READ", rows)
     found = LLM(tiny(DREAM), verifier=tiny(CAUSAL)).generate(prompt_token_ids=prompts, sampling=sampling)
     assert [output.token_ids for output in found] == [output.token_ids for output in expected]
 
@@ -160,7 +160,7 @@ def test_stored_keys_that_a_failure_took_are_stored_again(monkeypatch: pytest.Mo
 
         return Launch(run, [request.candidates() for request in requests], [None] * len(requests))
 
-    monkeypatch.setitem(engine._runner._launchers, Kind.FULL, failing)
+    monkeypatch.setitem(engine.parts.launchers, Kind.FULL, failing)
     plain = SamplingParams(gen_length=4)
     lost = engine.add(generation_spec([4, 5], plain, llm.config), deliver=updates.append)
     while not engine.idle:

@@ -66,7 +66,7 @@ def test_keys_are_scored_only_where_some_are_stored(
     engine = engine_of(params, config, Executables("cpu"), 256)
     cached = engine.parts.compiled[1]
     assert isinstance(cached, CachedRunner)
-    sizes = cached._refresh_sizes
+    sizes = cached.refresh_sizes
     turns: list[bool] = []
 
     def counted(scored: bool, choose: Any) -> Any:

@@ -4,13 +4,15 @@ import abc
 import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-import numpy as np
 from pydantic import AfterValidator, Field
 
 from jdllm.decoding.kinds import LONGEST, Step, odd
 from jdllm.decoding.option import Option
+
+if TYPE_CHECKING:
+    import numpy as np
 
 RETENTION = Option(
     "retention",
@@ -64,7 +66,7 @@ class View(NamedTuple):
     length: int
     start: int
     stop: int
-    masked: np.ndarray
+    masked: "np.ndarray"
     shifted: bool
     options: Mapping[str, Any] = MappingProxyType({})
 
@@ -101,5 +103,5 @@ class CachePolicy(abc.ABC):
         return {REFRESH_DELAY.name: self.delay, REFRESH_INTERVAL.name: self.interval}
 
     @abc.abstractmethod
-    def candidates(self, view: View) -> np.ndarray:
+    def candidates(self, view: View) -> "np.ndarray":
         """Positions that a refresh may store, rising; all others are forwarded until the next one."""

@@ -1,8 +1,11 @@
 """dKV-Cache, decode variant."""
 
-import numpy as np
+from typing import TYPE_CHECKING
 
 from jdllm.decoding.caches.policy import CachePolicy, View
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Selective(CachePolicy):
@@ -12,11 +15,11 @@ class Selective(CachePolicy):
     refresh, where dKV-Cache stores them one step after they were committed.
     """
 
-    def candidates(self, view: View) -> np.ndarray:
+    def candidates(self, view: View) -> "np.ndarray":
         forwarded = view.masked.copy()
         if view.shifted:
             forwarded[:-1] |= view.masked[1:]
-        return np.flatnonzero(~forwarded)
+        return (~forwarded).nonzero()[0]
 
 
 POLICY = Selective("selective", "the prompt and the decoded tokens (dKV-Cache)", delay=1, interval=8)

@@ -4,9 +4,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from jdllm.decoding.schedule import StepTable, deferred_quota
 from jdllm.decoding.transfer import threshold
 from jdllm.decoding.transfer.rule import Acceptance, TransferRule
 from jdllm.decoding.transfer.timetable import ALG_TEMP
@@ -14,6 +11,7 @@ from jdllm.decoding.transfer.timetable import ALG_TEMP
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool
 
+    from jdllm.decoding.schedule import StepTable
     from jdllm.decoding.transfer.ranking import Ranked, RuleParams
 
 
@@ -25,10 +23,12 @@ def accept(ranked: "Ranked", params: "RuleParams", segments: int) -> "Bool[Array
     return (ranked.rank < params.quota) & threshold.reaches(ranked, params)
 
 
-def deferring(masks: int, steps: int, options: Mapping[str, Any]) -> StepTable:
+def deferring(masks: int, steps: int, options: Mapping[str, Any]) -> "StepTable":
     """The rule's quota, relative to the rows that are still masked."""
-    quota = deferred_quota(masks, steps)
-    return StepTable(quota, np.zeros(len(quota), np.float32))
+    # What declares parameters is read without NumPy.
+    from jdllm.decoding.schedule import deferred_quota, quotas
+
+    return quotas(deferred_quota(masks, steps))
 
 
 ACCEPTANCE = Acceptance("deferred", accept)

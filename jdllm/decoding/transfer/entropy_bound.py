@@ -2,8 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from jdllm.decoding.kinds import Scale
 from jdllm.decoding.option import Option
 from jdllm.decoding.transfer.rule import Acceptance, Measure, TransferRule
@@ -40,5 +38,5 @@ RULE = TransferRule(
     "the lowest entropies while those before sum to at most `entropy_bound`",
     ACCEPTANCE,
     Measure.ENTROPY,
-    options=(Option("entropy_bound", Scale, 0.1, "bound of the summed entropies, in nats.", np.float32),),
+    options=(Option("entropy_bound", Scale, 0.1, "bound of the summed entropies, in nats.", float),),
 )

@@ -2,8 +2,6 @@
 
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-
 from jdllm.decoding.kinds import Scale
 from jdllm.decoding.option import Option
 from jdllm.decoding.transfer.rule import Acceptance, TransferRule
@@ -26,8 +24,8 @@ def accept(ranked: "Ranked", params: "RuleParams", segments: int) -> "Bool[Array
     return ranked.rank < ranked.first_rank(~passes & ~(open_end & last), segments)
 
 
-def _open_end(end: str) -> np.bool_:
-    return np.bool_(end == "official")
+def _open_end(end: str) -> bool:
+    return end == "official"
 
 
 _HELP = (
@@ -42,7 +40,7 @@ RULE = TransferRule(
     "as many as their number justifies by `factor` (Fast-dLLM)",
     ACCEPTANCE,
     options=(
-        Option("factor", Scale, 1.0, _HELP, np.float32),
+        Option("factor", Scale, 1.0, _HELP, float),
         Option("factor_end", Literal["official", "fixed"], "official", _HELP, _open_end, offered=False),
     ),
 )

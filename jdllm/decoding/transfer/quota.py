@@ -3,14 +3,12 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from jdllm.decoding.schedule import StepTable, transfer_schedule
 from jdllm.decoding.transfer.rule import Acceptance, Measure, TransferRule
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool
 
+    from jdllm.decoding.schedule import StepTable
     from jdllm.decoding.transfer.ranking import Ranked, RuleParams
 
 
@@ -19,9 +17,12 @@ def accept(ranked: "Ranked", params: "RuleParams", segments: int) -> "Bool[Array
     return ranked.rank < params.quota
 
 
-def linear(masks: int, steps: int, options: Mapping[str, Any]) -> StepTable:
+def linear(masks: int, steps: int, options: Mapping[str, Any]) -> "StepTable":
     """LLaDA's linear schedule."""
-    return StepTable(transfer_schedule(masks, steps), np.zeros(steps, np.float32))
+    # What declares parameters is read without NumPy.
+    from jdllm.decoding.schedule import quotas, transfer_schedule
+
+    return quotas(transfer_schedule(masks, steps))
 
 
 QUOTA = Acceptance("quota", accept)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from jdllm.decoding.option import Option
-from jdllm.decoding.schedule import StepTable
 
 if TYPE_CHECKING:
+    from jdllm.decoding.schedule import StepTable
     from jdllm.decoding.transfer.ranking import Accept, AcceptWithState
 
 Field = Literal["transfer", "alg"]
@@ -65,7 +65,7 @@ class Acceptance:
         return f"Acceptance({self.name})"
 
 
-Table = Callable[[int, int, Mapping[str, Any]], StepTable]
+Table = Callable[[int, int, Mapping[str, Any]], "StepTable"]
 """(masks of the block, its steps, options by name) -> what each step may commit."""
 
 

@@ -2,8 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from jdllm.decoding.kinds import Scale
 from jdllm.decoding.option import Option
 from jdllm.decoding.transfer.rule import Acceptance, TransferRule
@@ -31,8 +29,8 @@ def accept(ranked: "Ranked", params: "RuleParams", segments: int) -> "Bool[Array
 _HELP = "confidence to reach, or to exceed where strict (the published samplers differ, quirk Q11)."
 
 OPTIONS = (
-    Option("threshold", Scale, 0.9, _HELP, np.float32),
-    Option("threshold_strict", bool, False, _HELP, np.bool_, offered=False),
+    Option("threshold", Scale, 0.9, _HELP, float),
+    Option("threshold_strict", bool, False, _HELP, bool, offered=False),
 )
 ACCEPTANCE = Acceptance("threshold", accept)
 RULE = TransferRule(

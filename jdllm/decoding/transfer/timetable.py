@@ -3,17 +3,15 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
 from jdllm.decoding.kinds import Scale, Share
 from jdllm.decoding.option import Option
-from jdllm.decoding.schedule import StepTable, dream_fractions
 from jdllm.decoding.transfer.quota import QUOTA
 from jdllm.decoding.transfer.rule import Acceptance, Measure, TransferRule
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool
 
+    from jdllm.decoding.schedule import StepTable
     from jdllm.decoding.transfer.ranking import Ranked, RuleParams
 
 
@@ -22,9 +20,12 @@ def accept(ranked: "Ranked", params: "RuleParams", segments: int) -> "Bool[Array
     return ranked.draw < params.fraction
 
 
-def timetable(masks: int, steps: int, options: Mapping[str, Any]) -> StepTable:
+def timetable(masks: int, steps: int, options: Mapping[str, Any]) -> "StepTable":
     """Dream's timetable."""
-    return StepTable(np.zeros(steps, np.int32), dream_fractions(steps, options["eps"]))
+    # What declares parameters is read without NumPy.
+    from jdllm.decoding.schedule import dream_fractions, fractions
+
+    return fractions(dream_fractions(steps, options["eps"]))
 
 
 ALG_TEMP = Option(

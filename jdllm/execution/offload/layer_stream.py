@@ -41,7 +41,7 @@ class OffloadedWeights:
         self.top = top
         self.device = device
         self._layers = layers
-        self._offloaded = itertools.cycle([i for i, layer in enumerate(layers) if _on_host(layer)])
+        self._offloaded = itertools.cycle([i for i, layer in enumerate(layers) if on_host(layer)])
         self._coming: tuple[int, Params] | None = None
         self._computed: Array | None = None
 
@@ -53,7 +53,7 @@ class OffloadedWeights:
     @property
     def count(self) -> int:
         """Layers in host memory."""
-        return sum(map(_on_host, self._layers))
+        return sum(map(on_host, self._layers))
 
     @property
     def device_bytes(self) -> int:
@@ -120,7 +120,7 @@ class OffloadedWeights:
         takes its memory when it is enqueued.
         """
         for number, layer in enumerate(self._layers):
-            if not _on_host(layer):
+            if not on_host(layer):
                 yield layer, False
                 continue
             jax.block_until_ready(self._computed)
@@ -175,7 +175,7 @@ def place_weights(device: Device, offloaded: Collection[int]) -> Callable[[int |
     return place
 
 
-def _on_host(layer: Params) -> bool:
+def on_host(layer: Params) -> bool:
     return all(map(_off_device, jax.tree.leaves(layer)))
 
 

@@ -15,7 +15,7 @@ from jdllm.pallas.skinny_matmul.types import Bias, Layer, Product, Rotation, Sta
 from jdllm.pallas.skinny_matmul.xla import rotated
 from jdllm.pallas.triton_launch import ProductSizes, Schedule, SizeTable, fitting, launch
 
-_PROGRAMS = 128
+PROGRAMS = 128
 """As many keep any card busy."""
 
 _MOST_PARTS = 8
@@ -93,4 +93,4 @@ def skinny_matmul_triton(
 
 def parts_of(blocks: int, steps: int) -> int:
     """Parts that inputs of so many steps are cut into, each of which takes so many programs."""
-    return min(-(-_PROGRAMS // blocks), steps, _MOST_PARTS)
+    return min(-(-PROGRAMS // blocks), steps, _MOST_PARTS)

@@ -16,7 +16,7 @@ from jdllm.pallas.split_attention.triton_kernel import attend
 from jdllm.pallas.split_attention.types import FRESH_UNIT, Fresh, PageTable, Pool, Queries
 from jdllm.pallas.triton_launch import Schedule, Sizes, SizeTable, block, fitting, launch, score_depth
 
-_PROGRAMS = 512
+PROGRAMS = 512
 """As many keep any card busy, four on each multiprocessor of an H200."""
 
 
@@ -97,4 +97,4 @@ def split_attention_triton(
 
 def parts_of(entries: int, programs: int) -> int:
     """Parts that the entries of each request are cut into, where each has so many programs."""
-    return max(1, min(_PROGRAMS // programs, entries, 64))
+    return max(1, min(PROGRAMS // programs, entries, 64))

@@ -24,7 +24,7 @@ from jdllm.serving.packing import demand
 from jdllm.serving.request import Request
 
 _denoise_adaptive = encoding(denoise_adaptive)
-_LEAST_READ, _MOST_READ = 128, 1024
+LEAST_READ, MOST_READ = 128, 1024
 """Rows of prompts that the verifier reads at a time."""
 
 
@@ -80,8 +80,8 @@ class AdaptiveRunner:
         """What the verifier has to read before it can see the windows of some requests."""
         verifier, pool = self._verifier, self._keys.pool
         calls = []
-        for parts in parts_of(requests, unread, _MOST_READ):
-            size = power_bucket(sum(len(part.rows) for part in parts), _LEAST_READ)
+        for parts in parts_of(requests, unread, MOST_READ):
+            size = power_bucket(sum(len(part.rows) for part in parts), LEAST_READ)
             tokens = np.concatenate([request.tokens[rows.start : rows.stop] for request, rows in parts])
             packed = pack_verified(parts, verifier.config, pool.table, size, pool.pages)
             arguments = verifier.params, padded(tokens.astype(np.int32), size), packed

@@ -10,7 +10,7 @@ from jdllm.decoding.causal_sampling import check_causal
 from jdllm.decoding.encoded_trace import Steps
 from jdllm.decoding.rules import segment_row
 from jdllm.decoding.sampling import SamplingParams
-from jdllm.decoding.schedule import StepTable
+from jdllm.decoding.schedule import quotas
 from jdllm.models.config import ModelConfig
 from jdllm.serving.request import Request, of_committed
 from jdllm.serving.spec import Block, RequestSpec, check_stops, checked_ids
@@ -59,7 +59,7 @@ def causal_spec(
     tokens = np.concatenate([prompt, np.full(length, UNKNOWN, np.int32)])
     tokens.setflags(write=False)
     whole = slice(len(prompt), len(tokens))
-    table = StepTable(np.ones(length, np.int32), np.zeros(length, np.float32))
+    table = quotas(np.ones(length, np.int32))
     return CausalSpec(
         prompt=prompt,
         tokens=tokens,

@@ -42,6 +42,8 @@ class CachedRunner:
     - `model`: the model on its device.
     - `ladder`: the sizes of its steps.
     - `background`: compiles sizes that fit better than those that serve now.
+
+    `refresh_sizes` are those of refreshes that only store, and of refreshes that also score stored keys.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class CachedRunner:
         self._params, self._config, self._executables, self._account, self._pool = model
         self._ladder = ladder
         self._parts = PartRunner(model, background)
-        self._refresh_sizes = {scored: Sizes(ladder.refresh) for scored in (False, True)}
+        self.refresh_sizes = {scored: Sizes(ladder.refresh) for scored in (False, True)}
         self._reuse_sizes = {level: Sizes(ladder.reuse) for level in _REUSE_LEVELS}
         self._chained = functools.cache(functools.partial(chains, model.params, model.config))
 
@@ -76,7 +78,7 @@ class CachedRunner:
         """Compile every entry of the ladder. Refreshes that score keys serve those that do not: twice as many
         sizes save more padding than scoring costs."""
         self._executables.prepare(list(self.programs()))
-        self._refresh_sizes[True].compiled.update(self._ladder.refresh)
+        self.refresh_sizes[True].compiled.update(self._ladder.refresh)
         for sizes in self._reuse_sizes.values():
             sizes.compiled.update(self._ladder.reuse)
 
@@ -84,7 +86,7 @@ class CachedRunner:
         """Pack one step of whole sequences; the rows that each policy asks for are stored."""
         rows, head_rows = np.sum([demand(r) for r in requests], axis=0).tolist()
         scored = self._needs_scores(requests)
-        sizes = self._refresh_sizes[scored]
+        sizes = self.refresh_sizes[scored]
 
         def packed(entry: Entry) -> Packed[RefreshBatch]:
             batch = pack_refresh(requests, self._config, self._pool.table, entry)
@@ -119,7 +121,7 @@ class CachedRunner:
         a refresh, the other one is quicker; it is not compiled for that alone, nor once all are compiled."""
         scoring = [request for request in requests if _scores(request)]
         now = any(request.phase is Phase.REFRESH for request in scoring)
-        plain, scored = (sizes.compiled for sizes in self._refresh_sizes.values())
+        plain, scored = (sizes.compiled for sizes in self.refresh_sizes.values())
         return now or (not plain and (bool(scoring) or scored.issuperset(self._ladder.refresh)))
 
     def _refresh_program(self, batch: RefreshBatch, entry: Entry, *, scored: bool) -> Program:

@@ -47,6 +47,8 @@ class FullRunner:
     - `offloaded`: all weights where layers are in host memory; `params` are then those outside of layers.
     - `max_num_logits`: head rows whose logits may exist at a time; by default as many as fit the budget,
       and 512 without one.
+
+    `choices` are the chunks and tiers of each size so far, as they were planned.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class FullRunner:
         self._offloaded = offloaded
         self._tiers = () if model.account.offloaded else tuple(rungs(model.config))
         self._sizes = Sizes(ladder.full)
-        self._choices: dict[Entry, tuple[ChunkConfig, HostTiers | None]] = {}
+        self.choices: dict[Entry, tuple[ChunkConfig, HostTiers | None]] = {}
 
     def check(self, spec: RequestSpec) -> None:
         """Raise `MemoryBudgetError` for a request without a cache that is too long for the device."""
@@ -173,9 +175,9 @@ class FullRunner:
         return {"config": self._config, "mask_id": mask_id, "chunks": chunks, "level": Level.FILTERED}
 
     def _choice(self, batch: Batch, mask_id: int, entry: Entry) -> tuple[ChunkConfig, HostTiers | None]:
-        if entry not in self._choices:
-            self._choices[entry] = self._choose(batch, mask_id, entry)
-        return self._choices[entry]
+        if entry not in self.choices:
+            self.choices[entry] = self._choose(batch, mask_id, entry)
+        return self.choices[entry]
 
     def _choose(self, batch: Batch, mask_id: int, entry: Entry) -> tuple[ChunkConfig, HostTiers | None]:
         room = self._account.step_room(entry.rows)

@@ -12,7 +12,7 @@ from jdllm.decoding.causal_sampling import check_denoising
 from jdllm.decoding.prefilling import Prefilling
 from jdllm.decoding.rules import acceptance_of, segment_row, step_table
 from jdllm.decoding.sampling import SamplingParams
-from jdllm.decoding.schedule import StepTable
+from jdllm.decoding.schedule import StepTable, quotas
 from jdllm.decoding.transfer.quota import QUOTA
 from jdllm.errors import RequestError
 from jdllm.execution.paged.pool import PAGE_ROWS
@@ -199,7 +199,7 @@ def _block(start: int, stop: int, sampling: SamplingParams, gen_length: int, con
             " which the first commits one token: give more steps"
         )
     if masks == 1:
-        return Block(start, stop, masks, StepTable(np.ones(1, np.int32), np.zeros(1, np.float32)))
+        return Block(start, stop, masks, quotas(np.ones(1, np.int32)))
     rest = step_table(sampling, masks - 1, steps - 1, gen_length)
     table = StepTable(np.insert(rest.quota, 0, 1), np.insert(rest.fraction, 0, 0))
     return Block(start, stop, masks, table)

@@ -10,6 +10,21 @@ MODES: dict[str, Mode] = {"full": Denoising(), "causal": Causal()}
 """The mode of each kind of attention, by `ModelConfig.attention`."""
 
 
+def register(attention: str, mode: Mode) -> None:
+    """Let models with a kind of attention generate in a mode.
+
+    Raises `ConfigError` for a kind that has a mode already.
+    """
+    if attention in MODES:
+        raise ConfigError(f"attention {attention!r} is registered already: name it otherwise")
+    MODES[attention] = mode
+
+
+def unregister(attention: str) -> None:
+    """Take back a registration; no model with this attention may be in use."""
+    del MODES[attention]
+
+
 def mode_of(config: ModelConfig) -> Mode:
     """How a model generates. Raises `ConfigError`, listing the known kinds, for attention without a mode."""
     if config.attention not in MODES:

@@ -38,6 +38,7 @@ class DevicePool:
 
     - `table`: which pages each request holds; a value, which every change replaces.
     - `chunks`, `prefixes`: contents whose pages no request holds.
+    - `arrays`: those on the device, `None` while there are none.
     - `abstract`: the shapes and types of the arrays.
     """
 
@@ -48,7 +49,7 @@ class DevicePool:
         self.table = KvPool.empty(pages, PAGE_ROWS)
         self.chunks = StoredChunks()
         self.prefixes = PrefixPages()
-        self._pool: KeyValuePool | None = None
+        self.arrays: KeyValuePool | None = None
         self.abstract = jax.eval_shape(self._empty)
 
     @property
@@ -65,13 +66,13 @@ class DevicePool:
     @property
     def lost(self) -> bool:
         """Whether the pool was given to an executable that failed."""
-        if self._pool is None:
+        if self.arrays is None:
             return False
         try:
-            jax.block_until_ready(self._pool)
+            jax.block_until_ready(self.arrays)
         except Exception:
             return True
-        return self._pool.k.is_deleted() or self._pool.v.is_deleted()
+        return self.arrays.k.is_deleted() or self.arrays.v.is_deleted()
 
     def entries(self, tiles: int) -> int:
         """Entries of the page table of so many tiles: requests of up to two tiles may fill the pool."""
@@ -101,16 +102,16 @@ class DevicePool:
         """Zero what a request wrote, while no part runs: values that are no numbers must not be left in rows
         that are not live."""
         pages = self.table.own_pages_of(request.id)
-        if self._pool is not None and len(pages):
+        if self.arrays is not None and len(pages):
             size = power_bucket(len(pages), _CLEANED)
             beyond = np.full(size, self._pages, np.int32)
             beyond[: len(pages)] = pages
-            self._pool = _zeroed(self._pool, beyond)
+            self.arrays = _zeroed(self.arrays, beyond)
 
     def free(self) -> None:
         """Free the pool on the device: its contents are lost."""
         self.forget_contents()
-        self._pool = None
+        self.arrays = None
 
     def forget_contents(self) -> None:
         """Give up the pages of all contents: after a failure they may not have been written."""
@@ -151,14 +152,14 @@ class DevicePool:
         """Call an executable with the pool as its last argument, which it gives back where it writes it."""
         out, pool = executable(*arguments, self.device())
         if writes:
-            self._pool = pool
+            self.arrays = pool
         return out
 
     def device(self) -> KeyValuePool:
         """The arrays on the device, put there now if they are not."""
-        if self._pool is None:
-            self._pool = self._empty()
-        return self._pool
+        if self.arrays is None:
+            self.arrays = self._empty()
+        return self.arrays
 
     def _empty(self) -> KeyValuePool:
         return empty_pool(self._config, self._pages, PAGE_ROWS, self._dtype)

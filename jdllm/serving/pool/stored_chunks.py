@@ -25,12 +25,15 @@ class StoredChunks:
     """Rows of the KV pool that belong to contents instead of requests.
 
     They take pages that no request needs, and give them up, least recently used first, as soon as one does.
-    The pool is a value: what changes it returns another. `changes` counts how often keys came or went.
+    The pool is a value: what changes it returns another.
+
+    - `stored`: the chunks by key, the least recently used first.
+    - `changes`: how often keys came or went.
     """
 
     def __init__(self):
         self.changes = 0
-        self._stored: OrderedDict[bytes, StoredChunk] = OrderedDict()
+        self.stored: OrderedDict[bytes, StoredChunk] = OrderedDict()
         self._owners = itertools.count(-2, -1)
 
     def pages(self, pool: KvPool) -> int:
@@ -39,27 +42,27 @@ class StoredChunks:
 
     def __contains__(self, key: bytes) -> bool:
         """Whether something is stored under a key, which is not used by this."""
-        return key in self._stored
+        return key in self.stored
 
     def find(self, key: bytes) -> StoredChunk | None:
         """The content of a key; counts as a use."""
-        if key not in self._stored:
+        if key not in self.stored:
             return None
-        self._stored.move_to_end(key)
-        return self._stored[key]
+        self.stored.move_to_end(key)
+        return self.stored[key]
 
     def add(self, pool: KvPool, key: bytes, rows: int) -> tuple[KvPool, StoredChunk]:
         """Take pages for so many rows, which `make_room` has made, under a key that has none."""
         chunk = StoredChunk(next(self._owners), rows)
         pool = pool.allocate(chunk.owner, rows)
-        self._stored[key] = chunk
+        self.stored[key] = chunk
         self.changes += 1
         return pool, chunk
 
     def make_room(self, pool: KvPool, pages: int) -> KvPool:
         """Give up the least recently used contents until so many pages are free, or none is left."""
-        while self._stored and pool.free_pages < pages:
-            pool = pool.release(self._stored.popitem(last=False)[1].owner)
+        while self.stored and pool.free_pages < pages:
+            pool = pool.release(self.stored.popitem(last=False)[1].owner)
             self.changes += 1
         return pool
 
