@@ -13,6 +13,7 @@ from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import abstract_params, init_params
 from jdllm.pallas.device import HOPPER, Target
+from jdllm.pallas.dispatch import Form
 from jdllm.pallas.skinny_matmul import api
 from tests.benchmarks.shapes import small
 
@@ -32,7 +33,7 @@ def test_hidden_rows_are_the_same(shape: str, monkeypatch: pytest.MonkeyPatch):
     config = small(shape)
     params = jax.tree.map(lambda x: 4 * x, init_params(config, jax.random.key(1), "float32"))
     expected = jax.jit(run, static_argnums=(1, 2))(params, config, None)
-    monkeypatch.setattr(streamed, "streaming_form", lambda x, weights: "xla")
+    monkeypatch.setattr(streamed, "default_form", lambda x, weights: Form("kernel", language="triton"))
     actual = jax.jit(run, static_argnums=(1, 2))(params, config, 24)
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-4)
 

@@ -1,21 +1,38 @@
 """The portable form: an online softmax over key blocks, in any XLA backend."""
 
+import functools
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jdllm.pallas.attention.limits import SCORE_TILE
 from jdllm.pallas.attention.types import AttentionOutput, Bounds, Keys, Queries
 
 
 def attention_xla(
-    q: Queries, k: Keys, v: Keys, k_start: Bounds, k_end: Bounds, *, scale: float, block: int
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    k_start: Bounds,
+    k_end: Bounds,
+    *,
+    scale: float,
+    block: int | None = None,
 ) -> AttentionOutput:
     """Portable form of `jdllm.pallas.attention.attention`.
 
     Scores exist for `block` rows x `block` keys x heads at a time. Each block of rows visits only the key
     blocks that its rows' ranges touch, so that packed segments cost what they would cost alone. The last
     block of rows or keys is shifted back to end at the boundary: no operand is ever padded.
+
+    Arguments:
+    - `block`: by default what suits the platform.
     """
+    if block is None:
+        # A CPU gains nothing from large tiles, and packed short segments lose by them.
+        small, large = (functools.partial(attention_xla, scale=scale, block=b) for b in (128, SCORE_TILE))
+        return lax.platform_dependent(q, k, v, k_start, k_end, cpu=small, default=large)
     rows, heads, head_dim = q.shape
     keys, kv_heads, _ = k.shape
     row_block, key_block = min(block, rows), min(block, keys)

@@ -3,21 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from jdllm.pallas.device import Target
-from jdllm.pallas.dispatch import Forms, card_forms
+from jdllm.pallas.dispatch import Form, Operator, forms_of
 from jdllm.pallas.grouped_matmul.tiles import CHUNK, DEPTH
 from jdllm.pallas.grouped_matmul.types import Gate, Weights, X
-
-
-def forms(
-    device: Target,
-    x: X | jax.ShapeDtypeStruct,
-    weights: Weights | jax.ShapeDtypeStruct,
-    gate: Gate | jax.ShapeDtypeStruct,
-) -> Forms:
-    """The forms of grouped products of these operands on a device."""
-    checks = (lambda: check_mosaic_gpu(x, weights, gate)), (lambda: check_triton(x, weights, gate))
-    return card_forms(device, "grouped products", *checks, "padded", "reference")
 
 
 def check_mosaic_gpu(
@@ -62,3 +50,16 @@ def check_triton(
         raise NotImplementedError(
             f"the Triton form takes gates of the shape of the matrices, not {gate.shape} and {weights.shape}"
         )
+
+
+GROUPED_MATMUL = Operator(
+    "grouped products",
+    forms_of(
+        "jdllm.pallas.grouped_matmul",
+        Form("mosaic_gpu", check_mosaic_gpu, "mosaic_gpu", workspace=0),
+        Form("triton", check_triton, "triton", workspace=0),
+        Form("padded", workspace=2),
+        Form("reference", workspace=2),
+    ),
+)
+"""Checked by rows, matrices and gates. Workspaces are the products that a gated one is made of in memory."""

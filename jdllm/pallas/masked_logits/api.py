@@ -6,10 +6,8 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from jdllm.pallas.device import target
-from jdllm.pallas.dispatch import choose
-from jdllm.pallas.masked_logits.limits import forms, fused_rows
+from jdllm.pallas.masked_logits.limits import MASKED_LOGITS, default_call
 from jdllm.pallas.masked_logits.types import Level, RowDecision, RowSampling
-from jdllm.pallas.masked_logits.xla import masked_logits_xla
 
 Implementation = Literal["mosaic_gpu", "triton", "xla"]
 
@@ -43,20 +41,8 @@ def masked_logits(
 
     Raises `NotImplementedError` where the given implementation cannot run, naming its limit.
     """
-
-    device = target()
-    form = choose("masked logits", forms(device, hidden, head, level), implementation, device.kernels)
-    if form == "mosaic_gpu":
-        # Pallas for GPUs takes a while to import: only where it runs.
-        from jdllm.pallas.masked_logits.mosaic_gpu import masked_logits_mosaic_gpu
-
-        return masked_logits_mosaic_gpu(hidden, head, rows, level, count=count)
-    if form == "triton":
-        # So does Triton.
-        from jdllm.pallas.masked_logits.triton import masked_logits_triton
-
-        return masked_logits_triton(hidden, head, rows, level, count=count)
-    return masked_logits_xla(hidden, head, rows, level)
+    form = MASKED_LOGITS.choose(target(), implementation, hidden, head, level)
+    return form(hidden, head, rows, level, hints={"count": count})
 
 
 def rows_at_once(
@@ -66,7 +52,8 @@ def rows_at_once(
 
     Arguments:
     - `chunks`: into how many parts the plan cuts logits, which counts only where logits exist.
-    - `head`, `level`: as of `masked_logits`.
+    - `head`: the output matrix.
+    - `level`: what the rows' measures and filters need.
     """
-    most = fused_rows(target(), head, level)
-    return -(-rows // chunks) if most is None else min(rows, most)
+    call = default_call(target(), head, level)
+    return -(-rows // chunks) if call is None else min(rows, call.most_rows)

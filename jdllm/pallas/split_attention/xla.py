@@ -1,5 +1,7 @@
 """The portable form: an online softmax over runs of pages, in any XLA backend."""
 
+import functools
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -20,13 +22,23 @@ def split_attention_xla(
     fresh_unit: int = FRESH_UNIT,
     layer: Int[Array, ""] | int,
     scale: float,
-    keys: int,
+    keys: int | None = None,
 ) -> AttentionOutput:
     """Portable form of `jdllm.pallas.split_attention.split_attention`.
 
     One request after another takes the pages of about `keys` keys at a time: only their keys, values and
     scores exist.
+
+    Arguments:
+    - `keys`: by default what suits the platform.
     """
+    if keys is None:
+        # Few keys at a time suit the caches of a CPU; a GPU needs many to be busy.
+        small, large = (
+            functools.partial(split_attention_xla, fresh_unit=fresh_unit, layer=layer, scale=scale, keys=keys)
+            for keys in (512, 4096)
+        )
+        return lax.platform_dependent(q, k_pool, v_pool, table, fresh, cpu=small, default=large)
     _, _, kv_heads, page_rows, head_dim = k_pool.shape
     requests, queries, heads, _ = q.shape
     group = heads // kv_heads
