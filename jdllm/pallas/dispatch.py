@@ -8,8 +8,11 @@ never taken for a reason to run a slower one.
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
 
 from jdllm.pallas.device import Kernels, Target
 
@@ -144,6 +147,13 @@ class Operator[W](NamedTuple):
     def _check(self, form: Form[W], device: Target, operands: tuple[Any, ...]) -> None:
         _CHECKS[form.language](device, self.name)
         form.check(*operands)
+
+
+def check_one_dtype(refusal: str, known: Sequence[Any], *operands: jax.Array | jax.ShapeDtypeStruct) -> None:
+    """Raise `NotImplementedError`, the refusal and the types, unless all operands are of one known type."""
+    dtypes = {x.dtype for x in operands}
+    if len(dtypes) > 1 or not dtypes <= {jnp.dtype(x) for x in known}:
+        raise NotImplementedError(f"{refusal} {', '.join(sorted(map(str, dtypes)))}")
 
 
 def limit[**P](check: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> str | None:

@@ -11,14 +11,7 @@ from jdllm.pallas.attention.types import AttentionOutput, Bounds, Keys, Queries
 
 
 def attention_xla(
-    q: Queries,
-    k: Keys,
-    v: Keys,
-    k_start: Bounds,
-    k_end: Bounds,
-    *,
-    scale: float,
-    block: int | None = None,
+    q: Queries, k: Keys, v: Keys, k_start: Bounds, k_end: Bounds, *, scale: float, block: int | None = None
 ) -> AttentionOutput:
     """Portable form of `jdllm.pallas.attention.attention`.
 
@@ -54,13 +47,13 @@ def attention_xla(
             visible = (column >= first[:, None]) & (column < last[:, None]) & (column >= begin)
             k_block = lax.dynamic_slice_in_dim(k, at, key_block)
             v_block = lax.dynamic_slice_in_dim(v, at, key_block)
-            scores = scale * _dot("qhgd,shd->hgqs", q_block, k_block)
+            scores = scale * dot("qhgd,shd->hgqs", q_block, k_block)
             scores = jnp.where(visible, scores, -jnp.inf)
             new_m = jnp.maximum(m, scores.max(axis=-1))
             finite_m = jnp.where(jnp.isneginf(new_m), 0.0, new_m)
             p = jnp.exp(scores - finite_m[..., None])
             decay = jnp.exp(m - finite_m)
-            o = o * decay[..., None] + _dot("hgqs,shd->hgqd", p.astype(v.dtype), v_block)
+            o = o * decay[..., None] + dot("hgqs,shd->hgqd", p.astype(v.dtype), v_block)
             return o, new_m, total * decay + p.sum(axis=-1)
 
         shape = (kv_heads, group, row_block)
@@ -87,5 +80,5 @@ def attention_xla(
     return AttentionOutput(*lax.fori_loop(0, -(-rows // row_block), store, out))
 
 
-def _dot(spec: str, a: Array, b: Array) -> Float[Array, "..."]:
+def dot(spec: str, a: Array, b: Array) -> Float[Array, "..."]:
     return jnp.einsum(spec, a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)

@@ -254,6 +254,8 @@ def _multiply(
             plgpu.wgmma_wait(launch.tiles.matrices)  # of the steps, only this one is still under way
             release(k - 1)
 
+        # Products are issued before those of the step before have ended; a stage is free a step later. Rows
+        # of other units are multiplied too: they change no other row, and `_store` leaves them out.
         issue(0)
         meanwhile()
         lax.fori_loop(1, launch.steps, step, None)

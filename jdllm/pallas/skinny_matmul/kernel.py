@@ -294,6 +294,8 @@ def _multiply(shared: _Shared, launch: _Launch) -> Sums:
             plgpu.wgmma_wait(1)  # of the steps, only this one is still under way
             release(i - 1)
 
+        # Products are issued before those of the step before have ended; a stage is free a step later. Where
+        # a product takes more columns than a stage has, nobody reads the sums of the others.
         issue(0)
         lax.fori_loop(1, steps, step, None)
         whole = sums[...]

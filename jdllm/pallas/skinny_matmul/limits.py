@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jdllm.pallas.dispatch import Form, Operator, forms_of
+from jdllm.pallas.dispatch import Form, Operator, check_one_dtype, forms_of
 from jdllm.pallas.skinny_matmul.tiles import COLUMN_UNIT, DEPTH, MAX_ROWS, ROTATED_UNIT
 from jdllm.pallas.skinny_matmul.types import Stack, X
 
@@ -18,12 +18,8 @@ def check_mosaic_gpu(x: X | jax.ShapeDtypeStruct, weights: Stacks, head_dim: int
     Arguments:
     - `head_dim`: of products that are rotated.
     """
-    dtypes = {x.dtype, *(w.dtype for w in weights)}
-    if len(dtypes) > 1 or x.dtype not in (jnp.bfloat16, jnp.float16):
-        names = ", ".join(sorted(str(dtype) for dtype in dtypes))
-        raise NotImplementedError(
-            f"the Hopper form multiplies few rows of all bfloat16 or all float16, not of {names}"
-        )
+    refusal = "the Hopper form multiplies few rows of all bfloat16 or all float16, not of"
+    check_one_dtype(refusal, (jnp.bfloat16, jnp.float16), x, *weights)
     if not 1 <= x.shape[0] <= MAX_ROWS:
         raise NotImplementedError(f"the Hopper form takes 1 to {MAX_ROWS} rows, not {x.shape[0]}")
     k = weights[0].shape[2]
@@ -45,12 +41,8 @@ def check_triton(x: X | jax.ShapeDtypeStruct, weights: Stacks, head_dim: int | N
     Arguments:
     - `head_dim`: of products that are rotated; any.
     """
-    dtypes = {x.dtype, *(w.dtype for w in weights)}
-    if len(dtypes) > 1 or x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        names = ", ".join(sorted(str(dtype) for dtype in dtypes))
-        raise NotImplementedError(
-            f"the Triton form multiplies few rows of all bfloat16, all float16 or all float32, not of {names}"
-        )
+    refusal = "the Triton form multiplies few rows of all bfloat16, all float16 or all float32, not of"
+    check_one_dtype(refusal, (jnp.bfloat16, jnp.float16, jnp.float32), x, *weights)
     if not 1 <= x.shape[0] <= MAX_ROWS:
         raise NotImplementedError(f"the Triton form takes 1 to {MAX_ROWS} rows, not {x.shape[0]}")
     if any(0 in w.shape[1:] for w in weights):

@@ -19,10 +19,9 @@ from jdllm.pallas.attention.types import AttentionOutput
 from jdllm.pallas.chain import let_next_start, wait_for_kernel_before
 from jdllm.pallas.hopper import STRIP
 from jdllm.pallas.shared_lowering import lowered_once
-from jdllm.pallas.split_attention.kernel import Partials
 from jdllm.pallas.split_attention.softmax import LOWEST
 from jdllm.pallas.split_attention.tiles import Tiles
-from jdllm.pallas.split_attention.work import Scalar, Shape, share_of, usual_pieces
+from jdllm.pallas.split_attention.work import Partials, Scalar, Shape, share_of, usual_pieces
 
 _MOST_AT_ONCE = 20  # pieces whose loads are in flight together: of one, a lane has four numbers and more
 _WARPS, _LANES = 4, 32  # of a warpgroup
