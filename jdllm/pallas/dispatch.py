@@ -31,6 +31,7 @@ _TURNED_OFF: Mapping[Kernels, tuple[Language, ...]] = {
     "xla": ("mosaic_gpu", "triton"),
 }
 
+Reasons = tuple[tuple[str, str], ...]
 _log = logging.getLogger("jdllm")
 _MOST_KEPT = 1024
 
@@ -80,7 +81,7 @@ class Choice(NamedTuple):
 
     operator: str
     form: str
-    passed_over: tuple[tuple[str, str], ...]
+    passed_over: Reasons
 
 
 _choices: dict[Choice, None] = {}
@@ -126,12 +127,9 @@ class Operator[W](NamedTuple):
 
     def limits(self, device: Target, *operands: Any) -> Iterator[str]:
         """Why forms cannot run, of those that cannot."""
-        reasons = (limit(self._check, form, device, operands) for form in self.forms)
-        return filter(None, reasons)
+        return filter(None, (limit(self._check, form, device, operands) for form in self.forms))
 
-    def _first(
-        self, device: Target, operands: tuple[Any, ...]
-    ) -> tuple[Form[W], tuple[tuple[str, str], ...]]:
+    def _first(self, device: Target, operands: tuple[Any, ...]) -> tuple[Form[W], Reasons]:
         """The first form that can run, and why those before it do not."""
         passed_over: list[tuple[str, str]] = []
         for form in self.forms:

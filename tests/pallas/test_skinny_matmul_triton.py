@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdllm.pallas.device import Kernels, Target
-from jdllm.pallas.skinny_matmul import Implementation, api, default_form, skinny_matmul, xla
+from jdllm.pallas.device import Target
+from jdllm.pallas.skinny_matmul import Implementation, api, skinny_matmul, xla
 from jdllm.pallas.triton_launch import ProductSizes, Schedule
 from tests.pallas.rotation import turned
 from tests.pallas.test_skinny_matmul import LAYER, LAYERS, different_outputs, operands
@@ -196,13 +196,6 @@ class TestChoice:
         self.call(monkeypatch, Target(True, 9.0, kernels="triton"))
         self.call(monkeypatch, Target(True, 9.0, kernels="xla"))
         assert chosen == [*["skinny_matmul_triton"] * 3, "skinny_matmul_xla"]
-
-    @pytest.mark.parametrize(
-        ("kernels", "form"), [("auto", "mosaic_gpu"), ("triton", "triton"), ("xla", "xla")]
-    )
-    def test_which_kernel_streams(self, monkeypatch, kernels: Kernels, form: str):
-        monkeypatch.setattr(api, "target", lambda: Target(True, 9.0, kernels))
-        assert default_form(*operands(8, 16, 64, 1)).name == form
 
     @pytest.mark.parametrize(
         ("device", "reason"),

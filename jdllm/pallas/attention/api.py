@@ -34,9 +34,8 @@ def attention(
       block-causal and sliding-window attention differ in these ranges only; an empty range is allowed.
     - `scale`: factor of the scores, usually head_dim ** -0.5.
     - `ranges`: `ranges_of` the bounds, for callers that have the same ones in many calls.
-    - `implementation`: "mosaic_gpu" (a kernel for Hopper), "triton" (a kernel for cards from Ampere on, by
-      the extras cuda12 and cuda13), "xla" (portable) or "reference" (dense oracle). By default the first
-      that can run, and is not turned off (`jdllm.pallas.device.preferring`).
+    - `implementation`: "mosaic_gpu" (for Hopper), "triton" (from Ampere on, by the extras cuda12 and cuda13),
+      "xla" (portable) or "reference" (dense oracle); by default the first that can run and is not turned off.
     - `platform`: what will run it, "cpu" or "cuda"; by default the platform of JAX's default device.
 
     Returns (o, m, l) as `AttentionOutput` describes; scores and softmax are f32.

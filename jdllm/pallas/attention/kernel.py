@@ -23,7 +23,7 @@ from jdllm.pallas.attention.ranges import BLOCK_ROWS, CLUSTER, CLUSTER_ROWS, CON
 from jdllm.pallas.attention.types import Keys, Queries
 from jdllm.pallas.hopper import STRIP, WARPGROUP_ROWS, consumer_registers
 from jdllm.pallas.products import Output, Products, Scores
-from jdllm.pallas.ring import drain, free_barriers, swizzled
+from jdllm.pallas.ring import COMPILER_PARAMS, drain, free_barriers, swizzled
 from jdllm.pallas.shared_lowering import lowered_once
 
 _LOADER_REGISTERS = 24
@@ -124,9 +124,7 @@ def attend(
         cluster_names=("block",),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
+        compiler_params=COMPILER_PARAMS,
         kernel_name="packed_attention",
     )
     return kernel(q, k, v, *ranges)

@@ -30,10 +30,10 @@ def grouped_matmul(
     - `first_group`: index in `weights` of the first group's matrix.
     - `gate`: a second matrix per group. With it the result is silu(x gate) * (x weights), both products
       rounded to the dtype of `x`; "mosaic_gpu" and "triton" never write them, the other forms do.
-    - `implementation`: "mosaic_gpu" (a kernel for Hopper, 16-bit types), "triton" (a kernel for cards from
-      Ampere on, by the extras cuda12 and cuda13), "padded" (portable) or "reference" (dense oracle). By
-      default the first that can run, and is not turned off (`jdllm.pallas.device.preferring`); on CUDA,
-      padded with a warning. `lax.ragged_dot` is none of them: it multiplies every row with every matrix.
+    - `implementation`: "mosaic_gpu" (for Hopper), "triton" (from Ampere on, by the extras cuda12 and cuda13),
+      "padded" (portable) or "reference" (dense oracle); by default the first that can run and is not turned
+      off; on CUDA, padded with a warning. `lax.ragged_dot` is none of them: it multiplies every row with
+      every matrix.
     - `platform`: what will run it, "cpu" or "cuda"; by default the platform of JAX's default device.
 
     Returns the products in the dtype of `x`, accumulated in f32.

@@ -31,10 +31,9 @@ def masked_logits(
     - `level`: static; at least what any row's measure and filters need.
     - `count`: rows from here on need not be computed, and what they return is unspecified; by default, and
       where it exceeds them, all rows are.
-    - `implementation`: "mosaic_gpu" (a kernel for Hopper), "triton" (a kernel for cards from Ampere on, by
-      the extras cuda12 and cuda13), neither of which holds logits, or "xla" (portable; the logits of all rows
-      exist in f32). By default the first that can run, and is not turned off
-      (`jdllm.pallas.device.preferring`).
+    - `implementation`: "mosaic_gpu" (for Hopper) or "triton" (from Ampere on, by the extras cuda12 and
+      cuda13), neither of which holds logits, or "xla" (portable; the logits of all rows exist in f32); by
+      default the first that can run and is not turned off.
 
     Returns a `RowDecision` of `[rows]` arrays. The forms differ by rounding; tokens are the same unless two
     logits, with their noise, are as close as that.

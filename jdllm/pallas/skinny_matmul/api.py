@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 from typing import Literal
 
-import jax
 from jaxtyping import Array, Float32
 
 from jdllm.pallas.device import target
-from jdllm.pallas.dispatch import Form
 from jdllm.pallas.skinny_matmul.limits import SKINNY_MATMUL
 from jdllm.pallas.skinny_matmul.types import Bias, Layer, Product, Rotation, Stack, X, head_dim_of
 
@@ -39,9 +37,8 @@ def skinny_matmul(
       products but the last are rotated as `jdllm.layers.rotate` does, whole heads of twice the pairs.
     - `chained`: whether the kernel for Hopper is part of a chain (`jdllm.pallas.chain`): then all but the
       rows is older than it.
-    - `implementation`: "mosaic_gpu" (a kernel for Hopper, 16-bit types, at most 64 rows), "triton" (a kernel
-      for cards from Ampere on, by the extras cuda12 and cuda13, at most 64 rows) or "xla" (portable). By
-      default the first that can run, and is not turned off (`jdllm.pallas.device.preferring`).
+    - `implementation`: "mosaic_gpu" (for Hopper), "triton" (from Ampere on, by the extras cuda12 and cuda13)
+      or "xla" (portable); by default the first that can run and is not turned off.
 
     Returns x @ w[layer].T for each stack `w`, or the gated product alone, in the dtype of `x`. Sums are f32;
     a gated product is one of products that were rounded to the dtype of `x`.
@@ -77,19 +74,6 @@ def skinny_parts(
     from jdllm.pallas.skinny_matmul.mosaic_gpu import skinny_parts_mosaic_gpu
 
     return skinny_parts_mosaic_gpu(x, weight, layer=layer, chained=chained)
-
-
-def default_form(
-    x: X | jax.ShapeDtypeStruct, weights: Sequence[Stack], head_dim: int | None = None
-) -> Form[None]:
-    """The form that `skinny_matmul` takes by default.
-
-    Where no kernel runs, matrices that were sliced from their stacks do as well.
-
-    Arguments:
-    - `head_dim`: of products that are rotated.
-    """
-    return SKINNY_MATMUL.default(target(), x, weights, head_dim)
 
 
 def _check_shapes(x: X, weights: Sequence[Stack], gated: bool) -> None:

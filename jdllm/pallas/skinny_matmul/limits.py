@@ -58,4 +58,4 @@ SKINNY_MATMUL = Operator[None](
         Form("xla"),
     ),
 )
-"""Checked by rows, weights and the size of rotated heads."""
+"""Checked by rows, weights and, where products are rotated, the size of heads."""

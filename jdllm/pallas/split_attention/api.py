@@ -43,9 +43,8 @@ def split_attention(
     - `scale`: factor of the scores, usually head_dim ** -0.5; positive.
     - `chained`: whether the kernel for Hopper is part of a chain (`jdllm.pallas.chain`): then the pools, the
       table and the layer are older than it.
-    - `implementation`: "mosaic_gpu" (a kernel for Hopper), "triton" (a kernel for cards from Ampere on, by
-      the extras cuda12 and cuda13), "xla" (portable) or "reference" (dense oracle). By default the first
-      that can run, and is not turned off (`jdllm.pallas.device.preferring`).
+    - `implementation`: "mosaic_gpu" (for Hopper), "triton" (from Ampere on, by the extras cuda12 and cuda13),
+      "xla" (portable) or "reference" (dense oracle); by default the first that can run and is not turned off.
 
     Returns (o, m, l) as `AttentionOutput` describes, with `[requests, queries]` for its rows, to be merged
     with attention over other keys by `jdllm.pallas.attention.merge`; scores and softmax are f32.
@@ -57,14 +56,8 @@ def split_attention(
     _check_fresh(k_pool, fresh, fresh_unit)
 
     form = SPLIT_ATTENTION.choose(target(), implementation, q, k_pool)
-    return form(
-        *(q, k_pool, v_pool, table),
-        fresh=fresh,
-        fresh_unit=fresh_unit,
-        layer=layer,
-        scale=scale,
-        hints={"chained": chained},
-    )
+    options = {"fresh": fresh, "fresh_unit": fresh_unit, "layer": layer, "scale": scale}
+    return form(q, k_pool, v_pool, table, **options, hints={"chained": chained})
 
 
 def _check_shapes(q: Queries, k_pool: Pool, v_pool: Pool, table: PageTable, scale: float) -> None:

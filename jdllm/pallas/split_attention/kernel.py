@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 from jdllm.pallas.chain import let_next_start, wait_for_kernel_before
 from jdllm.pallas.hopper import STRIP, WARPGROUP_ROWS
 from jdllm.pallas.products import Products
-from jdllm.pallas.ring import drain, free_barriers, swizzled
+from jdllm.pallas.ring import COMPILER_PARAMS, drain, free_barriers, swizzled
 from jdllm.pallas.shared_lowering import lowered_once
 from jdllm.pallas.split_attention.softmax import LiveRows, State, across, masked, no_state
 from jdllm.pallas.split_attention.tiles import LOADER_REGISTERS, TILE, Tiles
@@ -185,9 +185,7 @@ def attention_partials(
         cluster_names=("row_block",),
         num_threads=tiles.consumers + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
+        compiler_params=COMPILER_PARAMS,
         kernel_name="split_attention",
     )
     return Partials(*kernel(*(x for x in inputs if x is not None)))
