@@ -49,9 +49,7 @@ OURS = "jdllm"
 def attention_form(config: ModelConfig, kernels: Kernels = "auto", dtype: str = "bfloat16") -> str:
     """The attention that a step runs by default here."""
     with preferring(kernels):
-        form = planned_attention(config, dtype, target())
-    assert form is not None
-    return form
+        return planned_attention(config, dtype, target()).name
 
 
 def arguments(config: ModelConfig, rows: int) -> tuple[Batch, dict[str, Any]]:

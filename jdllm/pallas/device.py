@@ -75,7 +75,7 @@ def target(platform: str | None = None) -> Target:
 
 
 def preferring(kernels: str):
-    """A context in which operators choose among these kernels, as of `Kernels`, unless a form is asked for.
+    """A context in which operators choose among these kernels, one of `Kernels`, unless a form is asked for.
 
     What `jax.jit` has traced is kept apart by it. Raises `ConfigError` for any other name.
     """

@@ -9,6 +9,8 @@ from jaxtyping import Array, Int
 
 from jdllm.pallas.hopper import STRIP, SWIZZLE, SWIZZLE_COLUMNS
 
+COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
+
 
 def swizzled(shape: tuple[int, ...], dtype: jnp.dtype, strip: int = STRIP) -> Any:
     """Shared memory for a 16-bit operand of the tensor cores.

@@ -70,7 +70,7 @@ def fitting[S](table: SizeTable[S], size: int, itemsize: int, capability: float 
     Arguments:
     - `size`: of a head, or the number of rows.
     - `itemsize`: bytes of a number of the operands.
-    - `capability`: as of `jdllm.pallas.device.Target`.
+    - `capability`: the card's compute capability, 9.0 for Hopper; `None` where it is not known.
     """
     shared = shared_kib(capability)
     return next(sizes for most, least, sizes in table[itemsize] if size <= most and shared >= least)
@@ -82,7 +82,7 @@ def block(size: int) -> int:
 
 
 def score_depth(head_dim: int, itemsize: int) -> int:
-    """How many numbers of a head are multiplied at a time for scores, as of `block`.
+    """How many numbers of a head are multiplied at a time for scores, a power of two.
 
     Without tensor cores, which do not multiply float32, operands are in registers: whole heads would not fit.
     """

@@ -14,18 +14,12 @@ import jax.numpy as jnp
 
 from jdllm.chunks import TILE
 from jdllm.models.config import ModelConfig, MoeConfig
-from jdllm.pallas.attention.limits import forms as attention_forms
+from jdllm.pallas.attention.limits import ATTENTION
 from jdllm.pallas.device import Target
-from jdllm.pallas.dispatch import default_form
-from jdllm.pallas.grouped_matmul.limits import forms as grouped_forms
+from jdllm.pallas.dispatch import Form
+from jdllm.pallas.grouped_matmul.limits import GROUPED_MATMUL
 from jdllm.pallas.masked_logits import LISTED, Level
-from jdllm.pallas.masked_logits.limits import (
-    FUSED_UNIT,
-    PARTIAL_BYTES,
-    fused_rows,
-    head_form,
-    partial_bytes,
-)
+from jdllm.pallas.masked_logits.limits import FUSED_UNIT, default_call
 from jdllm.planning.graph import GraphTemplate, Size, ceil_div, dim, maximum, minimum
 
 LAYERS = 2
@@ -34,7 +28,6 @@ _LAYER_COUNTS = ("ffn", "query", "kv", "heads")
 
 WORKSPACE = 32 << 20
 """Bytes that cuBLAS asks for beside a product; XLA allots them like any tensor."""
-_XLA_TILE = 512
 _LOGITS = {Level.TOP: 2.0, Level.MOMENTS: 2.0, Level.FILTERED: 7.1}
 """f32 arrays of head rows x vocabulary alive at once: before and after the bans, or around a sort. Of those 7
 the sort takes 4 for itself on a card, of which a compiler without a card knows nothing."""
@@ -53,14 +46,14 @@ class StepKind(NamedTuple):
     level: Level = Level.TOP
 
 
-def attention_form(config: ModelConfig, dtype: str, device: Target) -> str | None:
+def attention_form(config: ModelConfig, dtype: str, device: Target) -> Form[int]:
     """The form of packed attention that a model's steps take.
 
     Arguments:
     - `dtype`: of weights and activations.
     """
     q = jax.ShapeDtypeStruct((1, config.num_heads, config.head_dim), dtype)
-    return default_form(attention_forms(device, q, config.head_dim**-0.5), device.kernels)
+    return ATTENTION.default(device, q, config.head_dim**-0.5)
 
 
 @functools.lru_cache(maxsize=64)
@@ -145,9 +138,9 @@ def _add_attention(graph: GraphTemplate, config: ModelConfig, kind: StepKind, la
         owners=cut,
     )
     residuals = ceil_div(part * (2 * 4 * config.num_heads), groups)
-    tile = minimum(part, _XLA_TILE) * minimum(rows, _XLA_TILE)
-    portable = attention_form(config, _dtype(kind).name, kind.device) == "xla"
-    tiles = ceil_div(tile * (2 * 4 * config.num_heads), groups) if portable else 0
+    scored = attention_form(config, _dtype(kind).name, kind.device).workspace or 0
+    tile = minimum(part, scored) * minimum(rows, scored)
+    tiles = ceil_div(tile * (2 * 4 * config.num_heads), groups)
     graph.add_op(f"{layer} attention", [q, names["k"], names["v"]], {o: width}, residuals + tiles, owners=cut)
     graph.add_barrier(f"{layer} last group", [names["k"], names["v"], o])
     graph.add_op(f"{layer} project o", [o, "h", names["attended"]], {}, WORKSPACE, owners=cut)
@@ -201,8 +194,7 @@ def _gates_in_kernel(moe: MoeConfig, hidden_size: int, kind: StepKind) -> bool:
         jax.ShapeDtypeStruct(shape, _dtype(kind))
         for shape in ((1, hidden_size), (moe.experts, hidden_size, moe.expert_size))
     )
-    forms = grouped_forms(kind.device, rows, matrices, matrices)
-    return default_form(forms, kind.device.kernels) in ("mosaic_gpu", "triton")
+    return GROUPED_MATMUL.default(kind.device, rows, matrices, matrices).workspace == 0
 
 
 def _dtype(kind: StepKind) -> jnp.dtype:
@@ -212,21 +204,19 @@ def _dtype(kind: StepKind) -> jnp.dtype:
 def add_head(graph: GraphTemplate, config: ModelConfig, kind: StepKind, hidden: str) -> None:
     """Operators of the head, which reads the rows in `hidden`, over the dimensions M and logits."""
     output = jax.ShapeDtypeStruct((config.vocab_size, config.hidden_size), _dtype(kind))
-    fused = fused_rows(kind.device, output, kind.level)
-    part = ceil_div(dim("M"), dim("logits")) if fused is None else minimum(dim("M"), fused)
+    call = default_call(kind.device, output, kind.level)
+    part = ceil_div(dim("M"), dim("logits")) if call is None else minimum(dim("M"), call.most_rows)
     graph.add_op("order masked rows", outputs={"masked rows": dim("M") * (48 + listed_bytes(kind.level))})
     graph.add_op(
         "gather head rows",
         [hidden, "masked rows"],
         {"head rows": part * (2 * config.hidden_size * kind.itemsize)},
-        owners=("logits",) if fused is None else (),
+        owners=("logits",) if call is None else (),
     )
-    if fused is None:
+    if call is None:
         _add_logits(graph, config, kind, part)
     else:
-        kept: Size | int = PARTIAL_BYTES
-        if head_form(kind.device, output, kind.level) == "mosaic_gpu":
-            kept = ceil_div(part, FUSED_UNIT) * (FUSED_UNIT * partial_bytes(config.vocab_size, kind.level))
+        kept = ceil_div(part, FUSED_UNIT) * call.per_unit + call.fixed
         graph.add_op("choose", ["head rows"], {"decisions": part * 32}, kept)
     graph.add_barrier("commit", [hidden, "masked rows", "decisions"])
 

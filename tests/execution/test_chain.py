@@ -13,6 +13,7 @@ from benchmarks.shapes import CAUSAL_SHAPES, SHAPES
 from benchmarks.steps.cached import random_cache
 from jdllm.decoding.causal import decode, decodes_in_chain
 from jdllm.decoding.sampling import SamplingParams
+from jdllm.execution.few_rows import chain, streamed
 from jdllm.execution.few_rows.chain import chains
 from jdllm.execution.paged.forward import forward_reuse
 from jdllm.execution.paged.pool import PAGE_ROWS, KeyValuePool, pool_shape
@@ -50,7 +51,7 @@ FRESH, CACHED = 32, 100
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch):
     """Kernels are chosen as on a Hopper card without Triton, and made for the interpreter."""
-    for module in (add_norm_api, skinny_api, split_api):
+    for module in (add_norm_api, chain, skinny_api, split_api, streamed):
         monkeypatch.setattr(module, "target", lambda: Target(True, 9.0, triton=False))
 
 

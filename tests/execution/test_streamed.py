@@ -1,5 +1,7 @@
 """Layers whose weights are read from their stacks, against layers that are given their own matrices."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,7 @@ from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import abstract_params, init_params
 from jdllm.pallas.device import HOPPER, Target
-from jdllm.pallas.skinny_matmul import api
+from jdllm.pallas.dispatch import Form
 from tests.benchmarks.shapes import small
 
 
@@ -32,7 +34,8 @@ def test_hidden_rows_are_the_same(shape: str, monkeypatch: pytest.MonkeyPatch):
     config = small(shape)
     params = jax.tree.map(lambda x: 4 * x, init_params(config, jax.random.key(1), "float32"))
     expected = jax.jit(run, static_argnums=(1, 2))(params, config, None)
-    monkeypatch.setattr(streamed, "streaming_form", lambda x, weights: "xla")
+    form = Form[None]("kernel", language="triton")
+    monkeypatch.setattr(streamed, "SKINNY_MATMUL", SimpleNamespace(default=lambda *_: form))
     actual = jax.jit(run, static_argnums=(1, 2))(params, config, 24)
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-4)
 
@@ -54,7 +57,7 @@ def test_hidden_rows_are_the_same(shape: str, monkeypatch: pytest.MonkeyPatch):
 def test_what_few_rows_stream_on_a_card(
     shape: str, rows: int, dtype: str, device: Target, taken: set[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(api, "target", lambda: device)
+    monkeypatch.setattr(streamed, "target", lambda: device)
     stack = dict(abstract_params(SHAPES[shape], dtype)["layers"])
     left = dict(stack)
     found = streamed_of(left, rows)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jdllm.pallas.device import Target
-from jdllm.pallas.grouped_matmul import Implementation, api, grouped_matmul, mosaic_gpu
+from jdllm.pallas.grouped_matmul import Implementation, api, grouped_matmul, mosaic_gpu, padded
 from jdllm.pallas.grouped_matmul.mosaic_gpu import grouped_matmul_mosaic_gpu
 from jdllm.pallas.grouped_matmul.row_units import row_units
 from jdllm.pallas.grouped_matmul.tiles import LOADER_REGISTERS, Tiles, default_tiles
@@ -227,7 +227,7 @@ class TestChoice:
         monkeypatch.setattr(
             mosaic_gpu, "grouped_matmul_mosaic_gpu", lambda *_: names.append("mosaic_gpu") or "product"
         )
-        monkeypatch.setattr(api, "grouped_matmul_padded", lambda *_: names.append("padded") or "product")
+        monkeypatch.setattr(padded, "grouped_matmul_padded", lambda *_: names.append("padded") or "product")
         return names
 
     @staticmethod

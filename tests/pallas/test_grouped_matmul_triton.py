@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jdllm.pallas.device import Target
-from jdllm.pallas.grouped_matmul import Implementation, api, grouped_matmul
+from jdllm.pallas.grouped_matmul import Implementation, api, grouped_matmul, padded
 from jdllm.pallas.triton_launch import ProductSizes, Schedule
 from tests.pallas.test_grouped_matmul import oracle
 from tests.pallas.triton_interpreter import interpreted
@@ -160,7 +160,7 @@ class TestChoice:
     def chosen(self, form: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         """The forms that were asked to multiply."""
         names: list[str] = []
-        for module, function in ((form, "grouped_matmul_triton"), (api, "grouped_matmul_padded")):
+        for module, function in ((form, "grouped_matmul_triton"), (padded, "grouped_matmul_padded")):
             monkeypatch.setattr(module, function, lambda *_, name=function: names.append(name) or "product")
         return names
 

@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jdllm.layers import linear, rotate
 from jdllm.pallas.device import Target
-from jdllm.pallas.skinny_matmul import Implementation, api, skinny_matmul
+from jdllm.pallas.skinny_matmul import Implementation, api, skinny_matmul, xla
 from jdllm.pallas.skinny_matmul.limits import check_mosaic_gpu
 from jdllm.pallas.skinny_matmul.mosaic_gpu import skinny_matmul_mosaic_gpu, skinny_parts_mosaic_gpu
 from jdllm.pallas.skinny_matmul.tiles import DEPTH, Tiles
@@ -289,7 +289,7 @@ class TestChoice:
         names: list[str] = []
         forms = [
             (mosaic_gpu, "skinny_matmul_mosaic_gpu", "mosaic_gpu"),
-            (api, "skinny_matmul_xla", "xla"),
+            (xla, "skinny_matmul_xla", "xla"),
         ]
         for module, function, name in forms:
             monkeypatch.setattr(module, function, lambda *_, name=name, **__: names.append(name) or ())

@@ -18,8 +18,10 @@ from jdllm.models.block import Hidden
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params, layer_runs
 from jdllm.pallas.add_norm import add_norm, check_add_norm
+from jdllm.pallas.device import target
 from jdllm.pallas.dispatch import limit
-from jdllm.pallas.skinny_matmul import skinny_matmul, skinny_parts, streaming_form
+from jdllm.pallas.skinny_matmul import skinny_matmul, skinny_parts
+from jdllm.pallas.skinny_matmul.limits import SKINNY_MATMUL
 
 _QKV, _GATES = ("q", "k", "v"), ("gate", "up")
 _WEIGHTS = {"attn_norm", "ffn_norm", "o", "down", *_QKV, *_GATES}
@@ -57,13 +59,13 @@ def chains(params: Params, config: ModelConfig, rows: int) -> bool:
         return False
     if config.rope.rotated_dim(config.head_dim) < config.head_dim:
         return False
-    if limit(lambda: check_add_norm(stack["o"].dtype, config.hidden_size)) is not None:
+    if limit(check_add_norm, stack["o"].dtype, config.hidden_size) is not None:
         return False
 
     def streamed(*names: str, head_dim: int | None = None) -> bool:
         weights = [stack[name] for name in names]
         x = jax.ShapeDtypeStruct((rows, weights[0].shape[2]), weights[0].dtype)
-        return streaming_form(x, weights, head_dim) == "mosaic_gpu"
+        return "chained" in SKINNY_MATMUL.default(target(), x, weights, head_dim).hints
 
     rotated = streamed(*_QKV, head_dim=config.head_dim)
     return rotated and all(streamed(*names) for names in (_GATES, ("o",), ("down",)))

@@ -5,7 +5,9 @@ from typing import NamedTuple
 import jax
 from jaxtyping import Array, Float, Int
 
-from jdllm.pallas.skinny_matmul import skinny_matmul, streaming_form
+from jdllm.pallas.device import target
+from jdllm.pallas.skinny_matmul import skinny_matmul
+from jdllm.pallas.skinny_matmul.limits import SKINNY_MATMUL
 
 Stack = Float[Array, "layers outputs inputs"]
 
@@ -45,6 +47,6 @@ def streamed_of(stack: dict[str, Array], rows: int) -> Streamed | None:
         if len(found) < len(names):
             continue
         x = jax.ShapeDtypeStruct((rows, found[0].shape[2]), found[0].dtype)
-        if streaming_form(x, found) is not None:
+        if SKINNY_MATMUL.default(target(), x, found).language != "xla":
             weights |= {name: stack.pop(name) for name in names}
     return Streamed(weights, 0) if weights else None

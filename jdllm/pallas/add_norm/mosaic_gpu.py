@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jdllm.pallas.chain import let_next_start, wait_for_kernel_before
 from jdllm.pallas.hopper import SHARED_BYTES
+from jdllm.pallas.ring import COMPILER_PARAMS
 from jdllm.pallas.shared_lowering import lowered_once
 
 _VECTOR = 4
@@ -40,9 +41,7 @@ def add_norm_mosaic_gpu(
         scratch_types=[_ALONE],
         grid=(rows,),
         grid_names=("row",),
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
+        compiler_params=COMPILER_PARAMS,
         kernel_name="add_norm",
     )
     return tuple(kernel(h, parts, norms, layer.reshape(1)))

@@ -1,19 +1,14 @@
 """Packed attention: the entry point and the merge of partial results."""
 
-import functools
 from collections.abc import Sequence
 from typing import Literal
 
 import jax.numpy as jnp
-from jax import lax
 
-from jdllm.pallas.attention.limits import forms
+from jdllm.pallas.attention.limits import ATTENTION
 from jdllm.pallas.attention.ranges import Ranges
-from jdllm.pallas.attention.reference import attention_reference
 from jdllm.pallas.attention.types import AttentionOutput, Bounds, Keys, Queries
-from jdllm.pallas.attention.xla import attention_xla
 from jdllm.pallas.device import target
-from jdllm.pallas.dispatch import choose
 
 Implementation = Literal["mosaic_gpu", "triton", "xla", "reference"]
 
@@ -39,9 +34,8 @@ def attention(
       block-causal and sliding-window attention differ in these ranges only; an empty range is allowed.
     - `scale`: factor of the scores, usually head_dim ** -0.5.
     - `ranges`: `ranges_of` the bounds, for callers that have the same ones in many calls.
-    - `implementation`: "mosaic_gpu" (a kernel for Hopper), "triton" (a kernel for cards from Ampere on, by
-      the extras cuda12 and cuda13), "xla" (portable) or "reference" (dense oracle). By default the first
-      that can run, and is not turned off (`jdllm.pallas.device.preferring`).
+    - `implementation`: "mosaic_gpu" (for Hopper), "triton" (from Ampere on, by the extras cuda12 and cuda13),
+      "xla" (portable) or "reference" (dense oracle); by default the first that can run and is not turned off.
     - `platform`: what will run it, "cpu" or "cuda"; by default the platform of JAX's default device.
 
     Returns (o, m, l) as `AttentionOutput` describes; scores and softmax are f32.
@@ -53,23 +47,8 @@ def attention(
             f"attention: {q.shape[1]} query heads are no multiple of {k.shape[1]} key-value heads"
         )
 
-    device = target(platform)
-    form = choose("attention", forms(device, q, scale), implementation, device.kernels)
-    if form == "reference":
-        return attention_reference(q, k, v, k_start, k_end, scale=scale)
-    if form == "mosaic_gpu":
-        # Pallas for GPUs takes a while to import: only where it runs.
-        from jdllm.pallas.attention.mosaic_gpu import attention_mosaic_gpu
-
-        return attention_mosaic_gpu(q, k, v, k_start, k_end, scale=scale, ranges=ranges)
-    if form == "triton":
-        # So does Triton.
-        from jdllm.pallas.attention.triton import attention_triton
-
-        return attention_triton(q, k, v, k_start, k_end, scale=scale)
-    # A CPU gains nothing from large tiles, and packed short segments lose by them.
-    small, large = (functools.partial(attention_xla, scale=scale, block=block) for block in (128, 512))
-    return lax.platform_dependent(q, k, v, k_start, k_end, cpu=small, default=large)
+    form = ATTENTION.choose(target(platform), implementation, q, scale)
+    return form(q, k, v, k_start, k_end, scale=scale, hints={"ranges": ranges})
 
 
 def nothing_seen(q: Queries) -> AttentionOutput:

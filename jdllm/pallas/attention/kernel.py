@@ -23,7 +23,7 @@ from jdllm.pallas.attention.ranges import BLOCK_ROWS, CLUSTER, CLUSTER_ROWS, CON
 from jdllm.pallas.attention.types import Keys, Queries
 from jdllm.pallas.hopper import STRIP, WARPGROUP_ROWS, consumer_registers
 from jdllm.pallas.products import Output, Products, Scores
-from jdllm.pallas.ring import drain, free_barriers, swizzled
+from jdllm.pallas.ring import COMPILER_PARAMS, drain, free_barriers, swizzled
 from jdllm.pallas.shared_lowering import lowered_once
 
 _LOADER_REGISTERS = 24
@@ -105,7 +105,7 @@ class _Launch:
 def attend(
     q: Queries, k: Keys, v: Keys, ranges: Ranges, scale: float, tiles: Tiles, products: Products
 ) -> tuple[Queries, Float[Array, "heads padded_rows"], Float[Array, "heads padded_rows"]]:
-    """Attention of packed rows; `o`, `m` and `l` as of `AttentionOutput`, the last two by head.
+    """Attention of packed rows: the fields of `AttentionOutput`, `m` and `l` by head.
 
     Arguments:
     - `q`, `k`, `v`: bfloat16 or float16; rows and keys multiples of 8.
@@ -124,9 +124,7 @@ def attend(
         cluster_names=("block",),
         num_threads=CONSUMERS + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
+        compiler_params=COMPILER_PARAMS,
         kernel_name="packed_attention",
     )
     return kernel(q, k, v, *ranges)
@@ -227,6 +225,8 @@ def _consume(memory: _Memory, ranges: Ranges, span: _Span, launch: _Launch) -> _
         plgpu.barrier_arrive(memory.v_free.at[launch.stage(j - 1)])
         return _State(o * _across(decay, o), p.astype(q.dtype), m, total)
 
+    # Scores are a block of keys ahead of values: the first come before the loop, the last values after it.
+    # The first warpgroup begins. A block that a row does not see at all leaves it as it is (`_softmax`).
     pl.when(warpgroup == 1)(pass_turn)
     plgpu.barrier_wait(memory.q_full.at[warpgroup])
     state = lax.fori_loop(1, span.steps, next_block, first_block())
@@ -252,6 +252,7 @@ def _seen(scores: Scores, key: Scalar, bounds: list[RowInts], ranges: Ranges) ->
 def _softmax(scores: Scores, m: PerRow, scale: float) -> tuple[Scores, PerRow, PerRow]:
     """Probabilities relative to the new largest score, that score, and the factor of what came before."""
     new_m = jnp.maximum(m, scores.max(axis=1) * scale)
+    # A row that has seen nothing yet has -inf everywhere: minus 0 that gives weights of 0, minus itself none.
     finite = jnp.where(new_m == -jnp.inf, 0.0, new_m)
     return jnp.exp2(scores * scale - _across(finite, scores)), new_m, jnp.exp2(m - finite)
 

@@ -4,19 +4,15 @@ import jax
 import jax.numpy as jnp
 
 from jdllm.pallas.attention.types import Queries
-from jdllm.pallas.device import Target
-from jdllm.pallas.dispatch import Forms, card_forms
+from jdllm.pallas.dispatch import Form, Operator, forms_of
 
 HEAD_DIMS = (64, 128)
 
 MOST_HEAD_DIM = 256
 """Of the Triton kernel."""
 
-
-def forms(device: Target, q: Queries | jax.ShapeDtypeStruct, scale: float) -> Forms:
-    """The forms of attention of `q` on a device."""
-    checks = (lambda: check_mosaic_gpu(q, scale)), (lambda: check_triton(q, scale))
-    return card_forms(device, "attention", *checks, "xla", "reference")
+SCORE_TILE = 512
+"""Rows, and keys, whose scores the portable form has in memory on a card."""
 
 
 def check_mosaic_gpu(q: Queries | jax.ShapeDtypeStruct, scale: float) -> None:
@@ -39,3 +35,16 @@ def check_triton(q: Queries | jax.ShapeDtypeStruct, scale: float) -> None:
         )
     if scale <= 0:
         raise NotImplementedError(f"attention in Triton takes a scale above 0, not {scale}")
+
+
+ATTENTION = Operator(
+    "attention",
+    forms_of(
+        "jdllm.pallas.attention",
+        Form("mosaic_gpu", check_mosaic_gpu, "mosaic_gpu", hints=("ranges",), workspace=0),
+        Form("triton", check_triton, "triton", workspace=0),
+        Form("xla", workspace=SCORE_TILE),
+        Form("reference"),
+    ),
+)
+"""Checked by queries and scale. Workspaces are rows, and keys, whose scores are in memory."""

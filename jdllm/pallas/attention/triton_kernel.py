@@ -31,7 +31,7 @@ def attend(
     BLOCK_D: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Attention of `BLOCK_Q` rows of a head; pointers as of `AttentionOutput`.
+    """Attention of `BLOCK_Q` rows of a head: `o`, `m` and `l` are `AttentionOutput`.
 
     `BLOCK_D` holds `HEAD_DIM`, of which `DEPTH` numbers at a time are multiplied for the scores.
     """
@@ -59,6 +59,8 @@ def attend(
     out = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     most = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
+    # Blocks at both ends are masked, those between are not: two loops without a branch, which load ahead. A
+    # row may see nothing of a masked block, and weighs it 0; in the second loop each row sees all.
     for masked in range(0, blocks - (whole_end - whole_begin)):
         block = masked + tl.where(masked < whole_begin, 0, whole_end - whole_begin)
         out, most, total = _visit(

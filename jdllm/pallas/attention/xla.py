@@ -1,21 +1,31 @@
 """The portable form: an online softmax over key blocks, in any XLA backend."""
 
+import functools
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jdllm.pallas.attention.limits import SCORE_TILE
 from jdllm.pallas.attention.types import AttentionOutput, Bounds, Keys, Queries
 
 
 def attention_xla(
-    q: Queries, k: Keys, v: Keys, k_start: Bounds, k_end: Bounds, *, scale: float, block: int
+    q: Queries, k: Keys, v: Keys, k_start: Bounds, k_end: Bounds, *, scale: float, block: int | None = None
 ) -> AttentionOutput:
     """Portable form of `jdllm.pallas.attention.attention`.
 
     Scores exist for `block` rows x `block` keys x heads at a time. Each block of rows visits only the key
     blocks that its rows' ranges touch, so that packed segments cost what they would cost alone. The last
     block of rows or keys is shifted back to end at the boundary: no operand is ever padded.
+
+    Arguments:
+    - `block`: by default what suits the platform.
     """
+    if block is None:
+        # A CPU gains nothing from large tiles, and packed short segments lose by them.
+        small, large = (functools.partial(attention_xla, scale=scale, block=b) for b in (128, SCORE_TILE))
+        return lax.platform_dependent(q, k, v, k_start, k_end, cpu=small, default=large)
     rows, heads, head_dim = q.shape
     keys, kv_heads, _ = k.shape
     row_block, key_block = min(block, rows), min(block, keys)
@@ -37,13 +47,13 @@ def attention_xla(
             visible = (column >= first[:, None]) & (column < last[:, None]) & (column >= begin)
             k_block = lax.dynamic_slice_in_dim(k, at, key_block)
             v_block = lax.dynamic_slice_in_dim(v, at, key_block)
-            scores = scale * _dot("qhgd,shd->hgqs", q_block, k_block)
+            scores = scale * dot("qhgd,shd->hgqs", q_block, k_block)
             scores = jnp.where(visible, scores, -jnp.inf)
             new_m = jnp.maximum(m, scores.max(axis=-1))
             finite_m = jnp.where(jnp.isneginf(new_m), 0.0, new_m)
             p = jnp.exp(scores - finite_m[..., None])
             decay = jnp.exp(m - finite_m)
-            o = o * decay[..., None] + _dot("hgqs,shd->hgqd", p.astype(v.dtype), v_block)
+            o = o * decay[..., None] + dot("hgqs,shd->hgqd", p.astype(v.dtype), v_block)
             return o, new_m, total * decay + p.sum(axis=-1)
 
         shape = (kv_heads, group, row_block)
@@ -70,5 +80,5 @@ def attention_xla(
     return AttentionOutput(*lax.fori_loop(0, -(-rows // row_block), store, out))
 
 
-def _dot(spec: str, a: Array, b: Array) -> Float[Array, "..."]:
+def dot(spec: str, a: Array, b: Array) -> Float[Array, "..."]:
     return jnp.einsum(spec, a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)

@@ -4,10 +4,7 @@ import warnings
 from typing import Literal
 
 from jdllm.pallas.device import target
-from jdllm.pallas.dispatch import choose, limit
-from jdllm.pallas.grouped_matmul.limits import forms
-from jdllm.pallas.grouped_matmul.padded import grouped_matmul_padded
-from jdllm.pallas.grouped_matmul.reference import grouped_matmul_reference
+from jdllm.pallas.grouped_matmul.limits import GROUPED_MATMUL
 from jdllm.pallas.grouped_matmul.types import FirstGroup, Gate, GroupSizes, Product, Weights, X
 
 Implementation = Literal["mosaic_gpu", "triton", "padded", "reference"]
@@ -33,10 +30,10 @@ def grouped_matmul(
     - `first_group`: index in `weights` of the first group's matrix.
     - `gate`: a second matrix per group. With it the result is silu(x gate) * (x weights), both products
       rounded to the dtype of `x`; "mosaic_gpu" and "triton" never write them, the other forms do.
-    - `implementation`: "mosaic_gpu" (a kernel for Hopper, 16-bit types), "triton" (a kernel for cards from
-      Ampere on, by the extras cuda12 and cuda13), "padded" (portable) or "reference" (dense oracle). By
-      default the first that can run, and is not turned off (`jdllm.pallas.device.preferring`); on CUDA,
-      padded with a warning. `lax.ragged_dot` is none of them: it multiplies every row with every matrix.
+    - `implementation`: "mosaic_gpu" (for Hopper), "triton" (from Ampere on, by the extras cuda12 and cuda13),
+      "padded" (portable) or "reference" (dense oracle); by default the first that can run and is not turned
+      off; on CUDA, padded with a warning. `lax.ragged_dot` is none of them: it multiplies every row with
+      every matrix.
     - `platform`: what will run it, "cpu" or "cuda"; by default the platform of JAX's default device.
 
     Returns the products in the dtype of `x`, accumulated in f32.
@@ -44,23 +41,8 @@ def grouped_matmul(
     Raises `NotImplementedError` where the given implementation cannot run, naming its limit.
     """
     device = target(platform)
-
-    possible = forms(device, x, weights, gate)
-    form = choose("grouped products", possible, implementation, device.kernels)
-    arguments = x, weights, group_sizes, first_group, gate
-    if form == "mosaic_gpu":
-        # Pallas for GPUs takes a while to import: only where it runs.
-        from jdllm.pallas.grouped_matmul.mosaic_gpu import grouped_matmul_mosaic_gpu
-
-        return grouped_matmul_mosaic_gpu(*arguments)
-    if form == "triton":
-        # So does Triton.
-        from jdllm.pallas.grouped_matmul.triton import grouped_matmul_triton
-
-        return grouped_matmul_triton(*arguments)
-    if form == "reference":
-        return grouped_matmul_reference(*arguments)
-    if implementation is None and device.on_cuda and device.kernels != "xla":
-        reasons = "; ".join(filter(None, map(limit, possible.values())))
+    form = GROUPED_MATMUL.choose(device, implementation, x, weights, gate)
+    if implementation is None and form.language == "xla" and device.on_cuda and device.kernels != "xla":
+        reasons = "; ".join(GROUPED_MATMUL.limits(device, x, weights, gate))
         warnings.warn(f"experts are multiplied by a slow, portable form: {reasons}", stacklevel=2)
-    return grouped_matmul_padded(*arguments)
+    return form(x, weights, group_sizes, first_group, gate)

@@ -24,7 +24,7 @@ from jdllm.pallas.grouped_matmul.row_units import RowUnits
 from jdllm.pallas.grouped_matmul.tiles import CHUNK, DEPTH, LOADER_REGISTERS, Tiles
 from jdllm.pallas.grouped_matmul.types import Product, Weights, X
 from jdllm.pallas.hopper import WARPGROUP_ROWS
-from jdllm.pallas.ring import drain, free_barriers, swizzled
+from jdllm.pallas.ring import COMPILER_PARAMS, drain, free_barriers, swizzled
 from jdllm.pallas.shared_lowering import lowered_once
 
 Scalar = Int[Array, ""]
@@ -125,9 +125,7 @@ def unit_products(x: X, matrices: Sequence[Weights], units: RowUnits, rows: int,
         cluster_names=("row_block", "column_block"),
         num_threads=tiles.consumers + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
+        compiler_params=COMPILER_PARAMS,
         kernel_name="gated_matmul" if tiles.matrices > 1 else "grouped_matmul",
     )
     return kernel(x, *matrices, *units)
@@ -254,6 +252,8 @@ def _multiply(
             plgpu.wgmma_wait(launch.tiles.matrices)  # of the steps, only this one is still under way
             release(k - 1)
 
+        # Products are issued before those of the step before have ended; a stage is free a step later. Rows
+        # of other units are multiplied too: they change no other row, and `_store` leaves them out.
         issue(0)
         meanwhile()
         lax.fori_loop(1, launch.steps, step, None)

@@ -3,35 +3,18 @@
 import jax
 import jax.numpy as jnp
 
-from jdllm.pallas.device import Target
-from jdllm.pallas.dispatch import Forms, card_forms
+from jdllm.pallas.dispatch import Form, Operator, check_one_dtype, forms_of
 from jdllm.pallas.grouped_matmul.tiles import CHUNK, DEPTH
-from jdllm.pallas.grouped_matmul.types import Gate, Weights, X
+from jdllm.pallas.grouped_matmul.types import Weights, X
+
+Rows = X | jax.ShapeDtypeStruct
+Matrices = Weights | jax.ShapeDtypeStruct
 
 
-def forms(
-    device: Target,
-    x: X | jax.ShapeDtypeStruct,
-    weights: Weights | jax.ShapeDtypeStruct,
-    gate: Gate | jax.ShapeDtypeStruct,
-) -> Forms:
-    """The forms of grouped products of these operands on a device."""
-    checks = (lambda: check_mosaic_gpu(x, weights, gate)), (lambda: check_triton(x, weights, gate))
-    return card_forms(device, "grouped products", *checks, "padded", "reference")
-
-
-def check_mosaic_gpu(
-    x: X | jax.ShapeDtypeStruct,
-    weights: Weights | jax.ShapeDtypeStruct,
-    gate: Gate | jax.ShapeDtypeStruct,
-) -> None:
+def check_mosaic_gpu(x: Rows, weights: Matrices, gate: Matrices | None) -> None:
     """Raise `NotImplementedError`, naming the limit, where the Hopper form cannot take these operands."""
-    dtypes = {x.dtype, weights.dtype} | ({gate.dtype} if gate is not None else set())
-    if len(dtypes) > 1 or x.dtype not in (jnp.bfloat16, jnp.float16):
-        names = ", ".join(sorted(str(dtype) for dtype in dtypes))
-        raise NotImplementedError(
-            f"the Hopper form multiplies groups of all bfloat16 or all float16, not of {names}"
-        )
+    refusal = "the Hopper form multiplies groups of all bfloat16 or all float16, not of"
+    check_one_dtype(refusal, (jnp.bfloat16, jnp.float16), x, weights, *([] if gate is None else [gate]))
     _, k, n = weights.shape
     if k % DEPTH or n % CHUNK or 0 in (k, n):
         raise NotImplementedError(
@@ -44,21 +27,28 @@ def check_mosaic_gpu(
         )
 
 
-def check_triton(
-    x: X | jax.ShapeDtypeStruct,
-    weights: Weights | jax.ShapeDtypeStruct,
-    gate: Gate | jax.ShapeDtypeStruct,
-) -> None:
+def check_triton(x: Rows, weights: Matrices, gate: Matrices | None) -> None:
     """Raise `NotImplementedError`, naming the limit, where the Triton form cannot take these operands."""
-    dtypes = {x.dtype, weights.dtype} | ({gate.dtype} if gate is not None else set())
-    if len(dtypes) > 1 or x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        names = ", ".join(sorted(str(dtype) for dtype in dtypes))
-        raise NotImplementedError(
-            f"the Triton form multiplies groups of all bfloat16, all float16 or all float32, not of {names}"
-        )
+    refusal = "the Triton form multiplies groups of all bfloat16, all float16 or all float32, not of"
+    check_one_dtype(
+        refusal, (jnp.bfloat16, jnp.float16, jnp.float32), x, weights, *([] if gate is None else [gate])
+    )
     if 0 in weights.shape[1:]:
         raise NotImplementedError(f"the Triton form takes no matrices without numbers, {weights.shape[1:]}")
     if gate is not None and gate.shape != weights.shape:
         raise NotImplementedError(
             f"the Triton form takes gates of the shape of the matrices, not {gate.shape} and {weights.shape}"
         )
+
+
+GROUPED_MATMUL = Operator(
+    "grouped products",
+    forms_of(
+        "jdllm.pallas.grouped_matmul",
+        Form("mosaic_gpu", check_mosaic_gpu, "mosaic_gpu", workspace=0),
+        Form("triton", check_triton, "triton", workspace=0),
+        Form("padded", workspace=2),
+        Form("reference", workspace=2),
+    ),
+)
+"""Checked by rows, matrices and gates. Workspaces are the products that a gated one is made of in memory."""

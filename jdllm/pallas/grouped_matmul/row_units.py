@@ -30,7 +30,8 @@ def row_units(group_sizes: GroupSizes, first_group: FirstGroup, rows: int, unit_
     """Cut each group, from the multiple of 8 at or before its first row, into units of `unit_rows`.
 
     Arguments:
-    - `group_sizes`, `first_group`: as of `jdllm.pallas.grouped_matmul.grouped_matmul`.
+    - `group_sizes`: rows in each group; a group may be empty.
+    - `first_group`: the matrix of the first group.
     - `rows`: of all groups together.
     """
     sizes = jnp.asarray(group_sizes, jnp.int32)

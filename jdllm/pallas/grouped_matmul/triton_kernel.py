@@ -79,6 +79,8 @@ def _sums(
     w_at = depth[:, None] * N + tl.arange(0, BLOCK_N)[None, :]
     gate = tl.zeros([BLOCK_R, BLOCK_N], tl.float32)
     product = tl.zeros([BLOCK_R, BLOCK_N], tl.float32)
+    # Rows are read once for both matrices. Sums of all rows add tiles of the inputs in one order, and rows of
+    # other units are read as 0: a row's bits depend on the row and its matrices only.
     for k in range(0, K, BLOCK_K):
         deep = (depth < K - k) | (K % BLOCK_K == 0)
         exists = deep[:, None] & inside[None, :]

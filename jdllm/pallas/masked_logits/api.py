@@ -6,10 +6,8 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from jdllm.pallas.device import target
-from jdllm.pallas.dispatch import choose
-from jdllm.pallas.masked_logits.limits import forms, fused_rows
+from jdllm.pallas.masked_logits.limits import MASKED_LOGITS, default_call
 from jdllm.pallas.masked_logits.types import Level, RowDecision, RowSampling
-from jdllm.pallas.masked_logits.xla import masked_logits_xla
 
 Implementation = Literal["mosaic_gpu", "triton", "xla"]
 
@@ -33,30 +31,17 @@ def masked_logits(
     - `level`: static; at least what any row's measure and filters need.
     - `count`: rows from here on need not be computed, and what they return is unspecified; by default, and
       where it exceeds them, all rows are.
-    - `implementation`: "mosaic_gpu" (a kernel for Hopper), "triton" (a kernel for cards from Ampere on, by
-      the extras cuda12 and cuda13), neither of which holds logits, or "xla" (portable; the logits of all rows
-      exist in f32). By default the first that can run, and is not turned off
-      (`jdllm.pallas.device.preferring`).
+    - `implementation`: "mosaic_gpu" (for Hopper) or "triton" (from Ampere on, by the extras cuda12 and
+      cuda13), neither of which holds logits, or "xla" (portable; the logits of all rows exist in f32); by
+      default the first that can run and is not turned off.
 
     Returns a `RowDecision` of `[rows]` arrays. The forms differ by rounding; tokens are the same unless two
     logits, with their noise, are as close as that.
 
     Raises `NotImplementedError` where the given implementation cannot run, naming its limit.
     """
-
-    device = target()
-    form = choose("masked logits", forms(device, hidden, head, level), implementation, device.kernels)
-    if form == "mosaic_gpu":
-        # Pallas for GPUs takes a while to import: only where it runs.
-        from jdllm.pallas.masked_logits.mosaic_gpu import masked_logits_mosaic_gpu
-
-        return masked_logits_mosaic_gpu(hidden, head, rows, level, count=count)
-    if form == "triton":
-        # So does Triton.
-        from jdllm.pallas.masked_logits.triton import masked_logits_triton
-
-        return masked_logits_triton(hidden, head, rows, level, count=count)
-    return masked_logits_xla(hidden, head, rows, level)
+    form = MASKED_LOGITS.choose(target(), implementation, hidden, head, level)
+    return form(hidden, head, rows, level, hints={"count": count})
 
 
 def rows_at_once(
@@ -66,7 +51,8 @@ def rows_at_once(
 
     Arguments:
     - `chunks`: into how many parts the plan cuts logits, which counts only where logits exist.
-    - `head`, `level`: as of `masked_logits`.
+    - `head`: the output matrix.
+    - `level`: what the rows' measures and filters need.
     """
-    most = fused_rows(target(), head, level)
-    return -(-rows // chunks) if most is None else min(rows, most)
+    call = default_call(target(), head, level)
+    return -(-rows // chunks) if call is None else min(rows, call.most_rows)

@@ -1,11 +1,13 @@
 """The forms of masked logits, and what those for NVIDIA cards can take."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jdllm.pallas.device import Target
-from jdllm.pallas.dispatch import Forms, card_forms, default_form
+from jdllm.pallas.dispatch import Form, Operator, forms_of
 from jdllm.pallas.hopper import STRIP
 from jdllm.pallas.masked_logits.tiles import DEPTH, MAX_COLUMNS, padded_splits
 from jdllm.pallas.masked_logits.types import Level
@@ -26,13 +28,21 @@ MAX_ROWS = {Level.TOP: 2048, Level.MOMENTS: 1024}
 FUSED_UNIT = 256
 """Rows of one call are padded to a multiple of this, or to one of its halves."""
 
+
+class HeadCall(NamedTuple):
+    """A call that holds no logits.
+
+    - `most_rows`: that it can take.
+    - `fixed`: bytes that it keeps however many they are.
+    - `per_unit`: bytes that it keeps of each `FUSED_UNIT` rows.
+    """
+
+    most_rows: int
+    fixed: int = 0
+    per_unit: int = 0
+
+
 Operand = Float[Array, "rows d"] | jax.ShapeDtypeStruct
-
-
-def forms(device: Target, hidden: Operand, head: Operand, level: Level) -> Forms:
-    """The forms of masked logits of `hidden` on a device."""
-    checks = (lambda: check_mosaic_gpu(hidden, head, level)), (lambda: check_triton(hidden, head, level))
-    return card_forms(device, "masked logits", *checks, "xla")
 
 
 def check_mosaic_gpu(hidden: Operand, head: Operand, level: Level) -> None:
@@ -55,24 +65,6 @@ def check_triton(hidden: Operand, head: Operand, level: Level) -> None:
         )
 
 
-def head_form(device: Target, head: Operand, level: Level) -> str | None:
-    """The form of masked logits of a few rows by default."""
-    row = jax.ShapeDtypeStruct((1, head.shape[1]), head.dtype)
-    return default_form(forms(device, row, head, level), device.kernels)
-
-
-def fused_rows(device: Target, head: Operand, level: Level) -> int | None:
-    """Rows that a call can take by default without their logits; `None` where these exist."""
-    most = {"mosaic_gpu": MAX_ROWS.get(level), "triton": MOST_AT_ONCE, "xla": None}
-    return most[head_form(device, head, level) or "xla"]
-
-
-def partial_bytes(vocab: int, level: Level) -> int:
-    """Bytes that a call on Hopper keeps for each padded row: a few numbers of every tile of ids."""
-    fields = 7 if level >= Level.MOMENTS else 5
-    return padded_splits(-(-vocab // MAX_COLUMNS)) * fields * 4
-
-
 def _check_operands(dtype: jnp.dtype, head: Operand, level: Level) -> None:
     if level >= Level.FILTERED:
         raise NotImplementedError("the Hopper head does not filter by top-k or top-p")
@@ -87,3 +79,34 @@ def _check_operands(dtype: jnp.dtype, head: Operand, level: Level) -> None:
             f"the Hopper head takes hidden sizes that are multiples of {DEPTH} and vocabularies that are "
             f"multiples of {STRIP}, not {depth} and {vocab}"
         )
+
+
+def default_call(device: Target, head: Operand, level: Level) -> HeadCall | None:
+    """A call of a few rows by default; `None` where their logits exist."""
+    row = jax.ShapeDtypeStruct((1, head.shape[1]), head.dtype)
+    call = MASKED_LOGITS.default(device, row, head, level).workspace
+    return None if call is None else call(head.shape[0], level)
+
+
+def _call_on_hopper(vocab: int, level: Level) -> HeadCall:
+    """A few numbers of every tile of ids are kept for each row."""
+    fields = 7 if level >= Level.MOMENTS else 5
+    per_row = padded_splits(-(-vocab // MAX_COLUMNS)) * fields * 4
+    return HeadCall(MAX_ROWS[level], per_unit=FUSED_UNIT * per_row)
+
+
+def _call_in_triton(vocab: int, level: Level) -> HeadCall:
+    return HeadCall(MOST_AT_ONCE, fixed=PARTIAL_BYTES)
+
+
+MASKED_LOGITS = Operator(
+    "masked logits",
+    forms_of(
+        "jdllm.pallas.masked_logits",
+        Form("mosaic_gpu", check_mosaic_gpu, "mosaic_gpu", hints=("count",), workspace=_call_on_hopper),
+        Form("triton", check_triton, "triton", hints=("count",), workspace=_call_in_triton),
+        Form("xla"),
+    ),
+)
+"""Checked by rows, the output matrix and the level. Workspaces are asked for a vocabulary and a level; forms
+without one hold logits."""

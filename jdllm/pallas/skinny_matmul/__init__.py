@@ -1,5 +1,5 @@
 """Products of a few rows with matrices of a layer."""
 
-from jdllm.pallas.skinny_matmul.api import Implementation, skinny_matmul, skinny_parts, streaming_form
+from jdllm.pallas.skinny_matmul.api import Implementation, skinny_matmul, skinny_parts
 
-__all__ = ["Implementation", "skinny_matmul", "skinny_parts", "streaming_form"]
+__all__ = ["Implementation", "skinny_matmul", "skinny_parts"]

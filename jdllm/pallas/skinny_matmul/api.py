@@ -3,14 +3,11 @@
 from collections.abc import Sequence
 from typing import Literal
 
-import jax
 from jaxtyping import Array, Float32
 
 from jdllm.pallas.device import target
-from jdllm.pallas.dispatch import choose, default_form
-from jdllm.pallas.skinny_matmul.limits import forms
+from jdllm.pallas.skinny_matmul.limits import SKINNY_MATMUL
 from jdllm.pallas.skinny_matmul.types import Bias, Layer, Product, Rotation, Stack, X, head_dim_of
-from jdllm.pallas.skinny_matmul.xla import skinny_matmul_xla
 
 Implementation = Literal["mosaic_gpu", "triton", "xla"]
 
@@ -40,9 +37,8 @@ def skinny_matmul(
       products but the last are rotated as `jdllm.layers.rotate` does, whole heads of twice the pairs.
     - `chained`: whether the kernel for Hopper is part of a chain (`jdllm.pallas.chain`): then all but the
       rows is older than it.
-    - `implementation`: "mosaic_gpu" (a kernel for Hopper, 16-bit types, at most 64 rows), "triton" (a kernel
-      for cards from Ampere on, by the extras cuda12 and cuda13, at most 64 rows) or "xla" (portable). By
-      default the first that can run, and is not turned off (`jdllm.pallas.device.preferring`).
+    - `implementation`: "mosaic_gpu" (for Hopper), "triton" (from Ampere on, by the extras cuda12 and cuda13)
+      or "xla" (portable); by default the first that can run and is not turned off.
 
     Returns x @ w[layer].T for each stack `w`, or the gated product alone, in the dtype of `x`. Sums are f32;
     a gated product is one of products that were rounded to the dtype of `x`.
@@ -53,20 +49,9 @@ def skinny_matmul(
     _check_shapes(x, weights, gated)
     _check_added(weights, gated, bias)
     _check_rotation(x, weights, rotation)
-    device, options = target(), {"layer": layer, "gated": gated, "bias": bias, "rotation": rotation}
-    possible = forms(device, x, weights, head_dim_of(rotation))
-    form = choose("products of a few rows", possible, implementation, device.kernels)
-    if form == "mosaic_gpu":
-        # Pallas for GPUs takes a while to import: only where it runs.
-        from jdllm.pallas.skinny_matmul.mosaic_gpu import skinny_matmul_mosaic_gpu
-
-        return skinny_matmul_mosaic_gpu(x, weights, **options, chained=chained)
-    if form == "triton":
-        # So does Triton.
-        from jdllm.pallas.skinny_matmul.triton import skinny_matmul_triton
-
-        return skinny_matmul_triton(x, weights, **options)
-    return skinny_matmul_xla(x, weights, **options)
+    form = SKINNY_MATMUL.choose(target(), implementation, x, weights, head_dim_of(rotation))
+    options = {"layer": layer, "gated": gated, "bias": bias, "rotation": rotation}
+    return form(x, weights, **options, hints={"chained": chained})
 
 
 def skinny_parts(
@@ -74,29 +59,21 @@ def skinny_parts(
 ) -> Float32[Array, "parts rows n"]:
     """A product whose sums are left in parts, for who reads it next to add them; for Hopper only.
 
-    Arguments as of `skinny_matmul`. Returns parts that sum to x @ weight[layer].T, one or several as it suits
-    the shapes. Raises `NotImplementedError` where the kernel cannot run, naming its limit.
+    Arguments:
+    - `x`: the rows.
+    - `weight`: a stack with a matrix per layer whose rows make the outputs.
+    - `layer`: which matrix of the stack.
+    - `chained`: whether the kernel is part of a chain: then all but the rows is older than it.
+
+    Returns parts that sum to x @ weight[layer].T, one or several as it suits the shapes. Raises
+    `NotImplementedError` where the kernel cannot run, naming its limit.
     """
     _check_shapes(x, [weight], gated=False)
-    forms(target(), x, [weight])["mosaic_gpu"]()
+    SKINNY_MATMUL.choose(target(), "mosaic_gpu", x, [weight])
+    # Pallas for GPUs takes a while to import: only where it runs.
     from jdllm.pallas.skinny_matmul.mosaic_gpu import skinny_parts_mosaic_gpu
 
     return skinny_parts_mosaic_gpu(x, weight, layer=layer, chained=chained)
-
-
-def streaming_form(
-    x: X | jax.ShapeDtypeStruct, weights: Sequence[Stack], head_dim: int | None = None
-) -> str | None:
-    """The kernel that `skinny_matmul` takes by default, `None` where it takes none.
-
-    Without one, matrices that were sliced from their stacks do as well.
-
-    Arguments:
-    - `head_dim`: of products that are rotated.
-    """
-    device = target()
-    form = default_form(forms(device, x, weights, head_dim), device.kernels)
-    return None if form == "xla" else form
 
 
 def _check_shapes(x: X, weights: Sequence[Stack], gated: bool) -> None:

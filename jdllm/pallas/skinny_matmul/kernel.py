@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 from jdllm.pallas.chain import let_next_start, wait_for_kernel_before
 from jdllm.pallas.gating import gated
 from jdllm.pallas.hopper import STRIP
-from jdllm.pallas.ring import drain, swizzled
+from jdllm.pallas.ring import COMPILER_PARAMS, drain, swizzled
 from jdllm.pallas.shared_lowering import lowered_once
 from jdllm.pallas.skinny_matmul.tiles import (
     COLUMN_UNIT,
@@ -181,9 +181,7 @@ def block_products(
         grid_names=("column_block", "split"),
         num_threads=2,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
+        compiler_params=COMPILER_PARAMS,
         kernel_name="skinny_matmul",
     )
     return kernel(x, layer.reshape(1), *weights, *(() if bias is None else (bias,)), *(rotation or ()))
@@ -294,6 +292,8 @@ def _multiply(shared: _Shared, launch: _Launch) -> Sums:
             plgpu.wgmma_wait(1)  # of the steps, only this one is still under way
             release(i - 1)
 
+        # Products are issued before those of the step before have ended; a stage is free a step later. Where
+        # a product takes more columns than a stage has, nobody reads the sums of the others.
         issue(0)
         lax.fori_loop(1, steps, step, None)
         whole = sums[...]

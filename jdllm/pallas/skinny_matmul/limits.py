@@ -5,18 +5,11 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jdllm.pallas.device import Target
-from jdllm.pallas.dispatch import Forms, card_forms
+from jdllm.pallas.dispatch import Form, Operator, check_one_dtype, forms_of
 from jdllm.pallas.skinny_matmul.tiles import COLUMN_UNIT, DEPTH, MAX_ROWS, ROTATED_UNIT
 from jdllm.pallas.skinny_matmul.types import Stack, X
 
 Stacks = Sequence[Stack] | Sequence[jax.ShapeDtypeStruct]
-
-
-def forms(device: Target, x: X | jax.ShapeDtypeStruct, weights: Stacks, head_dim: int | None = None) -> Forms:
-    """The forms of products of these operands on a device; `head_dim` as of `check_mosaic_gpu`."""
-    checks = (lambda: check_mosaic_gpu(x, weights, head_dim)), (lambda: check_triton(x, weights))
-    return card_forms(device, "products of a few rows", *checks, "xla")
 
 
 def check_mosaic_gpu(x: X | jax.ShapeDtypeStruct, weights: Stacks, head_dim: int | None = None) -> None:
@@ -25,12 +18,8 @@ def check_mosaic_gpu(x: X | jax.ShapeDtypeStruct, weights: Stacks, head_dim: int
     Arguments:
     - `head_dim`: of products that are rotated.
     """
-    dtypes = {x.dtype, *(w.dtype for w in weights)}
-    if len(dtypes) > 1 or x.dtype not in (jnp.bfloat16, jnp.float16):
-        names = ", ".join(sorted(str(dtype) for dtype in dtypes))
-        raise NotImplementedError(
-            f"the Hopper form multiplies few rows of all bfloat16 or all float16, not of {names}"
-        )
+    refusal = "the Hopper form multiplies few rows of all bfloat16 or all float16, not of"
+    check_one_dtype(refusal, (jnp.bfloat16, jnp.float16), x, *weights)
     if not 1 <= x.shape[0] <= MAX_ROWS:
         raise NotImplementedError(f"the Hopper form takes 1 to {MAX_ROWS} rows, not {x.shape[0]}")
     k = weights[0].shape[2]
@@ -46,15 +35,27 @@ def check_mosaic_gpu(x: X | jax.ShapeDtypeStruct, weights: Stacks, head_dim: int
         )
 
 
-def check_triton(x: X | jax.ShapeDtypeStruct, weights: Stacks) -> None:
-    """Raise `NotImplementedError`, naming the limit, where the Triton form cannot take these operands."""
-    dtypes = {x.dtype, *(w.dtype for w in weights)}
-    if len(dtypes) > 1 or x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        names = ", ".join(sorted(str(dtype) for dtype in dtypes))
-        raise NotImplementedError(
-            f"the Triton form multiplies few rows of all bfloat16, all float16 or all float32, not of {names}"
-        )
+def check_triton(x: X | jax.ShapeDtypeStruct, weights: Stacks, head_dim: int | None = None) -> None:
+    """Raise `NotImplementedError`, naming the limit, where the Triton form cannot take these operands.
+
+    Arguments:
+    - `head_dim`: of products that are rotated; any.
+    """
+    refusal = "the Triton form multiplies few rows of all bfloat16, all float16 or all float32, not of"
+    check_one_dtype(refusal, (jnp.bfloat16, jnp.float16, jnp.float32), x, *weights)
     if not 1 <= x.shape[0] <= MAX_ROWS:
         raise NotImplementedError(f"the Triton form takes 1 to {MAX_ROWS} rows, not {x.shape[0]}")
     if any(0 in w.shape[1:] for w in weights):
         raise NotImplementedError(f"the Triton form takes no weights of {[w.shape for w in weights]}")
+
+
+SKINNY_MATMUL = Operator[None](
+    "products of a few rows",
+    forms_of(
+        "jdllm.pallas.skinny_matmul",
+        Form("mosaic_gpu", check_mosaic_gpu, "mosaic_gpu", hints=("chained",)),
+        Form("triton", check_triton, "triton"),
+        Form("xla"),
+    ),
+)
+"""Checked by rows, weights and, where products are rotated, the size of heads."""

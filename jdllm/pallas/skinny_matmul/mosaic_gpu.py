@@ -43,7 +43,7 @@ def skinny_matmul_mosaic_gpu(
 def skinny_parts_mosaic_gpu(
     x: X, weight: Stack, *, layer: Layer, chained: bool = False, tiles: Tiles | None = None
 ) -> Float32[Array, "parts rows n"]:
-    """Hopper form of `jdllm.pallas.skinny_matmul.skinny_parts`; `tiles` as of `skinny_matmul_mosaic_gpu`."""
+    """Hopper form of `jdllm.pallas.skinny_matmul.skinny_parts`; `tiles` is the cut, by default what suits."""
     (parts,) = _parts(x, [weight], layer, tiles, chained=chained)
     return parts.astype(jnp.float32)
 

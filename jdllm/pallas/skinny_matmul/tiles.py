@@ -94,7 +94,10 @@ class Tiles:
     ) -> None:
         """Raise `NotImplementedError`, naming the limit, where a block cannot take this cut.
 
-        Arguments as of `default_tiles`.
+        Arguments:
+        - `rows`, `outputs`, `k`: rows of the operand, outputs of each weight, and inputs.
+        - `gated`, `biased`: whether the result is a gated product, and whether something is added.
+        - `head_dim`: of products that are rotated.
         """
         whole = "gated" if gated else "rotated" if head_dim else "biased" if biased else None
         if whole and self.splits > 1:

@@ -82,6 +82,8 @@ def _sums(
     w_at = begin * BLOCK_K + tl.arange(0, BLOCK_N)[:, None] * K + depth[None, :]
     product = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
     other = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
+    # No address depends on what a step reads: the loop loads ahead, which is what counts here. Rows and
+    # outputs that are not there are read as 0, and never stored.
     for step in range(begin, end):
         deep = (depth < K - step * BLOCK_K) | (K % BLOCK_K == 0)
         x_tile = tl.trans(tl.load(x + x_at, mask=exist[:, None] & deep[None, :], other=0.0))

@@ -1,20 +1,15 @@
 """Split-S attention: the entry point."""
 
-import functools
 import math
 from typing import Literal
 
-from jax import lax
 from jaxtyping import Array, Int
 
 from jdllm.pallas.attention.types import AttentionOutput
 from jdllm.pallas.device import target
-from jdllm.pallas.dispatch import choose
-from jdllm.pallas.split_attention.limits import forms
-from jdllm.pallas.split_attention.reference import split_attention_reference
+from jdllm.pallas.split_attention.limits import SPLIT_ATTENTION
 from jdllm.pallas.split_attention.tiles import TILE
 from jdllm.pallas.split_attention.types import FRESH_UNIT, Fresh, PageTable, Pool, Queries
-from jdllm.pallas.split_attention.xla import split_attention_xla
 
 Implementation = Literal["mosaic_gpu", "triton", "xla", "reference"]
 
@@ -48,9 +43,8 @@ def split_attention(
     - `scale`: factor of the scores, usually head_dim ** -0.5; positive.
     - `chained`: whether the kernel for Hopper is part of a chain (`jdllm.pallas.chain`): then the pools, the
       table and the layer are older than it.
-    - `implementation`: "mosaic_gpu" (a kernel for Hopper), "triton" (a kernel for cards from Ampere on, by
-      the extras cuda12 and cuda13), "xla" (portable) or "reference" (dense oracle). By default the first
-      that can run, and is not turned off (`jdllm.pallas.device.preferring`).
+    - `implementation`: "mosaic_gpu" (for Hopper), "triton" (from Ampere on, by the extras cuda12 and cuda13),
+      "xla" (portable) or "reference" (dense oracle); by default the first that can run and is not turned off.
 
     Returns (o, m, l) as `AttentionOutput` describes, with `[requests, queries]` for its rows, to be merged
     with attention over other keys by `jdllm.pallas.attention.merge`; scores and softmax are f32.
@@ -61,40 +55,9 @@ def split_attention(
     _check_shapes(q, k_pool, v_pool, table, scale)
     _check_fresh(k_pool, fresh, fresh_unit)
 
-    device = target()
-    form = choose("split attention", forms(device, q, k_pool), implementation, device.kernels)
-    if form == "reference":
-        return split_attention_reference(
-            q, k_pool, v_pool, table, fresh=fresh, fresh_unit=fresh_unit, layer=layer, scale=scale
-        )
-    if form == "mosaic_gpu":
-        # Pallas for GPUs takes a while to import: only where it runs.
-        from jdllm.pallas.split_attention.mosaic_gpu import split_attention_mosaic_gpu
-
-        return split_attention_mosaic_gpu(
-            q,
-            k_pool,
-            v_pool,
-            table,
-            fresh=fresh,
-            fresh_unit=fresh_unit,
-            layer=layer,
-            scale=scale,
-            chained=chained,
-        )
-    if form == "triton":
-        # So does Triton.
-        from jdllm.pallas.split_attention.triton import split_attention_triton
-
-        return split_attention_triton(
-            q, k_pool, v_pool, table, fresh=fresh, fresh_unit=fresh_unit, layer=layer, scale=scale
-        )
-    # Few keys at a time suit the caches of a CPU; a GPU needs many to be busy.
-    small, large = (
-        functools.partial(split_attention_xla, fresh_unit=fresh_unit, layer=layer, scale=scale, keys=keys)
-        for keys in (512, 4096)
-    )
-    return lax.platform_dependent(q, k_pool, v_pool, table, fresh, cpu=small, default=large)
+    form = SPLIT_ATTENTION.choose(target(), implementation, q, k_pool)
+    options = {"fresh": fresh, "fresh_unit": fresh_unit, "layer": layer, "scale": scale}
+    return form(q, k_pool, v_pool, table, **options, hints={"chained": chained})
 
 
 def _check_shapes(q: Queries, k_pool: Pool, v_pool: Pool, table: PageTable, scale: float) -> None:

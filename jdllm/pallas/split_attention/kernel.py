@@ -22,25 +22,12 @@ from jaxtyping import Array, Float, Int
 from jdllm.pallas.chain import let_next_start, wait_for_kernel_before
 from jdllm.pallas.hopper import STRIP, WARPGROUP_ROWS
 from jdllm.pallas.products import Products
-from jdllm.pallas.ring import drain, free_barriers, swizzled
+from jdllm.pallas.ring import COMPILER_PARAMS, drain, free_barriers, swizzled
 from jdllm.pallas.shared_lowering import lowered_once
 from jdllm.pallas.split_attention.softmax import LiveRows, State, across, masked, no_state
 from jdllm.pallas.split_attention.tiles import LOADER_REGISTERS, TILE, Tiles
 from jdllm.pallas.split_attention.types import FRESH_UNIT
-from jdllm.pallas.split_attention.work import Piece, Scalar, Shape, pair_of, piece_of, share_of
-
-
-class Partials(NamedTuple):
-    """What is known of each piece; unspecified for pieces that no worker has.
-
-    - `o`: the sum of 2^(score - m) times values, f32.
-    - `m`: the largest score times log2(e); `LOWEST` times some factor where there was none.
-    - `l`: the sum of 2^(score - m).
-    """
-
-    o: Float[Array, "pieces rows head_dim"]
-    m: Float[Array, "pieces rows"]
-    l: Float[Array, "pieces rows"]  # noqa: E741
+from jdllm.pallas.split_attention.work import Partials, Piece, Scalar, Shape, pair_of, piece_of, share_of
 
 
 class Inputs(NamedTuple):
@@ -182,7 +169,7 @@ def attention_partials(
     - `tiles`: the cut.
     - `scale`: factor of the scores.
     - `products`: how tiles are multiplied.
-    - `fresh_unit`: as of `jdllm.pallas.split_attention.split_attention`.
+    - `fresh_unit`: fresh rows of an entry begin at a multiple of it.
     - `chained`: as in `jdllm.pallas.chain`; all but queries and fresh rows is older than the chain.
     """
     launch = _Launch(tiles, shape, scale, products, fresh_unit, chained)
@@ -198,9 +185,7 @@ def attention_partials(
         cluster_names=("row_block",),
         num_threads=tiles.consumers + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
+        compiler_params=COMPILER_PARAMS,
         kernel_name="split_attention",
     )
     return Partials(*kernel(*(x for x in inputs if x is not None)))
@@ -395,12 +380,14 @@ def _attend(
     scores = launch.products.scores(q, ring.k.at[stage], take_turn)
     partial = functools.reduce(jnp.minimum, live.counts) < TILE
     scores = lax.cond(partial, functools.partial(masked, live=live), lambda x: x, scores)
+    # The largest score is finite from the beginning: what is not live weighs 0, also where nothing else is.
     m = jnp.maximum(state.m, scores.max(axis=1))
     p = jnp.exp2(scores * factor - across(m * factor, scores.shape[1]))
     decay = jnp.exp2((state.m - m) * factor)
     o = state.o * across(decay, state.o.shape[1])
     total = state.l * decay + p.sum(axis=1)
     p = p.astype(q.dtype)
+    # The softmax ends before the turn does: the other warpgroup's products run meanwhile.
     o, m, total, p = lax.optimization_barrier((o, m, total, p))
     take_turn()
     o = launch.products.accumulate(o, p, ring.v.at[stage])

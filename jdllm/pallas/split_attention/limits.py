@@ -4,19 +4,12 @@ import jax
 import jax.numpy as jnp
 
 from jdllm.pallas.attention.limits import MOST_HEAD_DIM
-from jdllm.pallas.device import Target
-from jdllm.pallas.dispatch import Forms, card_forms
+from jdllm.pallas.dispatch import Form, Operator, forms_of
 from jdllm.pallas.split_attention.tiles import MAX_ROWS
 from jdllm.pallas.split_attention.types import Pool, Queries
 from jdllm.pallas.split_attention.work import tile_rows
 
 HEAD_DIMS = (64, 128)
-
-
-def forms(device: Target, q: Queries | jax.ShapeDtypeStruct, k_pool: Pool | jax.ShapeDtypeStruct) -> Forms:
-    """The forms of Split-S attention of `q` on a device."""
-    checks = (lambda: check_mosaic_gpu(q, k_pool)), (lambda: check_triton(q, k_pool))
-    return card_forms(device, "split attention", *checks, "xla", "reference")
 
 
 def check_mosaic_gpu(q: Queries | jax.ShapeDtypeStruct, k_pool: Pool | jax.ShapeDtypeStruct) -> None:
@@ -50,3 +43,16 @@ def check_triton(q: Queries | jax.ShapeDtypeStruct, k_pool: Pool | jax.ShapeDtyp
         raise NotImplementedError(
             f"split attention in Triton takes heads of up to {MOST_HEAD_DIM}, not of {q.shape[-1]}"
         )
+
+
+SPLIT_ATTENTION = Operator[None](
+    "split attention",
+    forms_of(
+        "jdllm.pallas.split_attention",
+        Form("mosaic_gpu", check_mosaic_gpu, "mosaic_gpu", hints=("chained",)),
+        Form("triton", check_triton, "triton"),
+        Form("xla"),
+        Form("reference"),
+    ),
+)
+"""Checked by queries and the pool of keys."""

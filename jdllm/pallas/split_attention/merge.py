@@ -18,11 +18,11 @@ from jaxtyping import Array
 from jdllm.pallas.attention.types import AttentionOutput
 from jdllm.pallas.chain import let_next_start, wait_for_kernel_before
 from jdllm.pallas.hopper import STRIP
+from jdllm.pallas.ring import COMPILER_PARAMS
 from jdllm.pallas.shared_lowering import lowered_once
-from jdllm.pallas.split_attention.kernel import Partials
 from jdllm.pallas.split_attention.softmax import LOWEST
 from jdllm.pallas.split_attention.tiles import Tiles
-from jdllm.pallas.split_attention.work import Scalar, Shape, share_of, usual_pieces
+from jdllm.pallas.split_attention.work import Partials, Scalar, Shape, share_of, usual_pieces
 
 _MOST_AT_ONCE = 20  # pieces whose loads are in flight together: of one, a lane has four numbers and more
 _WARPS, _LANES = 4, 32  # of a warpgroup
@@ -48,9 +48,7 @@ def merge_partials(
         out_type=[jax.ShapeDtypeStruct((*queries, shape.head_dim), dtype), per_query, per_query],
         grid=(shape.pairs, shape.rows // _rows_of(shape)),
         grid_names=("pair", "rows"),
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
+        compiler_params=COMPILER_PARAMS,
         kernel_name="merge_split_attention",
     )
     return AttentionOutput(*kernel(*partials, first))

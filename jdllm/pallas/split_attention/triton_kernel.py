@@ -38,7 +38,7 @@ def attend(
     BLOCK_D: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Attention over one of `PARTS` parts; pointers as of `AttentionOutput` with the parts before its rows.
+    """Attention over one of `PARTS` parts: `o`, `m` and `l` are `AttentionOutput` of each part.
 
     `FRESH_UNIT` is 0 where there are no fresh rows; `BLOCK_D` holds `HEAD_DIM`, of which `DEPTH` numbers at a
     time are multiplied for the scores.
@@ -49,9 +49,6 @@ def attend(
     exists = row < QUERIES * GROUP
     heads = KV_HEADS * GROUP
     place = (request * QUERIES + row // GROUP) * heads + kv_head * GROUP + row % GROUP
-    column = tl.arange(0, BLOCK_D)[None, :]
-    inside = exists[:, None] & (column < HEAD_DIM)
-    at = place.to(tl.int64)[:, None] * HEAD_DIM + column
     q_rows = q + place.to(tl.int64) * HEAD_DIM
     q_tile = _part(q_rows, 0, exists, HEAD_DIM, DEPTH)
 
@@ -67,7 +64,8 @@ def attend(
     for index in range(0, (end - begin) * BLOCKS):
         entry, skipped = begin + index // BLOCKS, index % BLOCKS * BLOCK_K
         page = tl.load(pages + entry)
-        # Fresh rows come in the loop below: without a branch this one loads ahead.
+        # Fresh rows come in the loop below: without a branch this one loads ahead. Here none of them is live,
+        # and what is not live weighs nothing.
         live = tl.where(page < 0, 0, tl.load(valid + entry)) - skipped
         start = ((of_layer + tl.maximum(page, 0)) * KV_HEADS + kv_head) * PAGE_ROWS + skipped
         out, most, total = _visit(
@@ -88,13 +86,8 @@ def attend(
                     KV_HEADS * HEAD_DIM, HEAD_DIM, SCALE, BLOCK_K, BLOCK_D, DEPTH,
                 )  # fmt: skip
 
-    seen = total > 0
-    rows = tl.num_programs(2).to(tl.int64) * QUERIES * heads
-    out = out / tl.where(seen, total, 1.0)[:, None]
-    tl.store(o + part * rows * HEAD_DIM + at, out.to(o.dtype.element_ty), mask=inside)
-    log_2 = 0.6931471805599453
-    tl.store(m + part * rows + place, tl.where(seen, most * log_2, float("-inf")), mask=exists)
-    tl.store(l + part * rows + place, total, mask=exists)
+    before = part * tl.num_programs(2).to(tl.int64) * QUERIES * heads
+    _store(o + before * HEAD_DIM, m + before, l + before, place, exists, out, most, total, HEAD_DIM, BLOCK_D)
 
 
 @triton.jit
@@ -130,6 +123,19 @@ def _visit(
     v_tile = _part(v_rows + k_at, 0, lives, HEAD_DIM, BLOCK_D)
     out = tl.dot(p.to(v_tile.dtype), v_tile, out * decay[:, None], input_precision="ieee")
     return out, most, total * decay + tl.sum(p, 1)
+
+
+@triton.jit
+def _store(o, m, sums, place, exists, out, most, total, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Write what rows have seen to their places in a part; a row that has seen no key is 0."""
+    seen = total > 0
+    out = out / tl.where(seen, total, 1.0)[:, None]
+    column = tl.arange(0, BLOCK_D)[None, :]
+    to = o + place.to(tl.int64)[:, None] * HEAD_DIM + column
+    tl.store(to, out.to(o.dtype.element_ty), mask=exists[:, None] & (column < HEAD_DIM))
+    log_2 = 0.6931471805599453
+    tl.store(m + place, tl.where(seen, most * log_2, float("-inf")), mask=exists)
+    tl.store(sums + place, total, mask=exists)
 
 
 @triton.jit

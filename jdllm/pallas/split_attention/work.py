@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from jdllm.pallas.hopper import STRIP, padded_rows
 from jdllm.pallas.split_attention.tiles import TILE, Tiles
@@ -72,6 +72,19 @@ class Shape:
     def pieces(self, tiles: Tiles) -> int:
         """Room for what all workers find."""
         return (tiles.workers + self.pairs) * tiles.key_groups
+
+
+class Partials(NamedTuple):
+    """What is known of each piece; unspecified for pieces that no worker has.
+
+    - `o`: the sum of 2^(score - m) times values, f32.
+    - `m`: the largest score times log2(e); `LOWEST` times some factor where there was none.
+    - `l`: the sum of 2^(score - m).
+    """
+
+    o: Float[Array, "pieces rows head_dim"]
+    m: Float[Array, "pieces rows"]
+    l: Float[Array, "pieces rows"]  # noqa: E741
 
 
 class Share(NamedTuple):

@@ -1,10 +1,13 @@
 """The portable form: an online softmax over runs of pages, in any XLA backend."""
 
+import functools
+
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from jdllm.pallas.attention.types import AttentionOutput
+from jdllm.pallas.attention.xla import dot
 from jdllm.pallas.split_attention.types import FRESH_UNIT, Fresh, PageTable, Pool, Queries, gathered
 
 Carry = tuple[Array, Array, Array]
@@ -20,13 +23,23 @@ def split_attention_xla(
     fresh_unit: int = FRESH_UNIT,
     layer: Int[Array, ""] | int,
     scale: float,
-    keys: int,
+    keys: int | None = None,
 ) -> AttentionOutput:
     """Portable form of `jdllm.pallas.split_attention.split_attention`.
 
     One request after another takes the pages of about `keys` keys at a time: only their keys, values and
     scores exist.
+
+    Arguments:
+    - `keys`: by default what suits the platform.
     """
+    if keys is None:
+        # Few keys at a time suit the caches of a CPU; a GPU needs many to be busy.
+        small, large = (
+            functools.partial(split_attention_xla, fresh_unit=fresh_unit, layer=layer, scale=scale, keys=keys)
+            for keys in (512, 4096)
+        )
+        return lax.platform_dependent(q, k_pool, v_pool, table, fresh, cpu=small, default=large)
     _, _, kv_heads, page_rows, head_dim = k_pool.shape
     requests, queries, heads, _ = q.shape
     group = heads // kv_heads
@@ -50,13 +63,13 @@ def split_attention_xla(
             live = jnp.arange(page_rows) < jnp.where(entry < end, valid[at], 0)[:, None]
             # Rows that are not live may hold anything, and 0 times infinity is no number.
             v = jnp.where(live[:, None, :, None], rows_of(v_pool, v_fresh, pages[at]), 0)
-            scores = scale * _dot("qhgd,phsd->hgqps", query, rows_of(k_pool, k_fresh, pages[at]))
+            scores = scale * dot("qhgd,phsd->hgqps", query, rows_of(k_pool, k_fresh, pages[at]))
             scores = jnp.where(live, scores, -jnp.inf)
             new_m = jnp.maximum(m, scores.max(axis=(-2, -1)))
             finite_m = jnp.where(jnp.isneginf(new_m), 0.0, new_m)
             p = jnp.exp(scores - finite_m[..., None, None])
             decay = jnp.exp(m - finite_m)
-            o = o * decay[..., None] + _dot("hgqps,phsd->hgqd", p.astype(v.dtype), v)
+            o = o * decay[..., None] + dot("hgqps,phsd->hgqd", p.astype(v.dtype), v)
             return o, new_m, total * decay + p.sum(axis=(-2, -1))
 
         shape = (kv_heads, group, queries)
@@ -68,7 +81,3 @@ def split_attention_xla(
         return by_query, m, total
 
     return AttentionOutput(*lax.map(attend, jnp.arange(requests)))
-
-
-def _dot(spec: str, a: Array, b: Array) -> Float[Array, "..."]:
-    return jnp.einsum(spec, a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
