@@ -17,7 +17,7 @@ from jdllm.models.config import ModelConfig
 from jdllm.outputs import RequestOutput, request_output
 from jdllm.progress import shown
 from jdllm.prompts import (
-    Asked,
+    AskedPrompt,
     Conversation,
     Prompt,
     PromptLike,
@@ -265,7 +265,7 @@ class GeneratesText(abc.ABC):
         return [outputs[i] for i in range(len(asked))]
 
     def _run(
-        self, asked: list[Asked], *, updates: Updates, show: Callable[[Update], None] = lambda _: None
+        self, asked: list[AskedPrompt], *, updates: Updates, show: Callable[[Update], None] = lambda _: None
     ) -> Iterator[tuple[int, StepUpdate | RequestOutput]]:
         """Updates of all requests and the outputs of finished prompts, each with the index of its prompt."""
         specs = [(prompt, spec) for prompt, one in enumerate(asked) for spec in one.specs]
@@ -288,7 +288,7 @@ class GeneratesText(abc.ABC):
 
     def _ask(
         self, make: Callable[..., RequestSpec], prompts: list[Prompt], sampling: Sampling
-    ) -> list[Asked]:
+    ) -> list[AskedPrompt]:
         each = sampling_for_each(sampling, len(prompts))
         asked = ask(prompts, each, make)
         self._warn_of_length(specs_of(asked))

@@ -10,8 +10,8 @@ from jdllm.engine_options import EngineOptions
 from jdllm.errors import ConfigError
 from jdllm.generates_text import GeneratesText
 from jdllm.progress import warming
-from jdllm.prompts import Asked
-from jdllm.running_model import Parts, start
+from jdllm.prompts import AskedPrompt
+from jdllm.running_model import Resident, start
 from jdllm.scores_text import ScoresText
 from jdllm.scoring import Scorer
 from jdllm.serving.engine import Engine
@@ -41,7 +41,7 @@ class LLM(GeneratesText, ScoresText):
         self._default_sampling = model.default_sampling
         self._executables = model.executables
         self._description = model.description
-        self._parts: Parts | None = model.parts
+        self._parts: Resident | None = model.parts
         if options.warmup:
             self.warmup(options.progress)
 
@@ -78,7 +78,7 @@ class LLM(GeneratesText, ScoresText):
         return self._open.scorer
 
     @property
-    def _open(self) -> Parts:
+    def _open(self) -> Resident:
         if self._parts is None:
             raise ConfigError("this LLM is closed: make another one")
         return self._parts
@@ -111,7 +111,7 @@ class LLM(GeneratesText, ScoresText):
             for one in warmed:
                 one.warm()
             for question in questions:
-                for _ in self._run([Asked(None, 0, [question])], updates="none"):
+                for _ in self._run([AskedPrompt(None, 0, [question])], updates="none"):
                     pass
 
         with warming(len(programs), progress) as take:

@@ -135,7 +135,7 @@ def sampling_for_each(
     return each
 
 
-class Asked(NamedTuple):
+class AskedPrompt(NamedTuple):
     """One prompt's text, where it has one, the seed of its draws, and what each sample asks for."""
 
     text: str | None
@@ -143,7 +143,7 @@ class Asked(NamedTuple):
     specs: list[RequestSpec]
 
 
-def specs_of(asked: Iterable[Asked]) -> list[RequestSpec]:
+def specs_of(asked: Iterable[AskedPrompt]) -> list[RequestSpec]:
     """What the samples of all prompts ask for, in order of the prompts."""
     return [spec for one in asked for spec in one.specs]
 
@@ -152,7 +152,7 @@ def ask(
     prompts: Sequence[Prompt],
     sampling: Sequence[SamplingParams],
     make: Callable[[Any, SamplingParams], RequestSpec],
-) -> list[Asked]:
+) -> list[AskedPrompt]:
     """What the requests of a call ask for.
 
     Arguments:
@@ -167,7 +167,7 @@ def ask(
         samples = [params.changed(n=1, seed=sample_seed(seed, k)) for k in range(params.n)]
         with naming_prompt(i, len(prompts)):
             specs = [make(prompt.ids, sample) for sample in samples]
-        asked.append(Asked(prompt.text, seed, specs))
+        asked.append(AskedPrompt(prompt.text, seed, specs))
     return asked
 
 

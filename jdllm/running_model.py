@@ -31,7 +31,7 @@ from jdllm.serving.build import make_engine
 from jdllm.serving.engine import Engine
 
 
-class Parts(NamedTuple):
+class Resident(NamedTuple):
     """The parts of a model that hold memory of the device."""
 
     engine: Engine
@@ -53,7 +53,7 @@ class RunningModel(NamedTuple):
     default_sampling: SamplingParams
     account: Account
     executables: Executables
-    parts: Parts
+    parts: Resident
     description: str
 
 
@@ -110,7 +110,7 @@ def start(options: EngineOptions) -> RunningModel:
         loaded.default_sampling,
         account,
         executables,
-        Parts(engine, scorer),
+        Resident(engine, scorer),
         _described(loaded, device, budget),
     )
 

@@ -38,7 +38,7 @@ from jdllm.compiling.executables import temp_bytes
 from jdllm.execution.few_rows.chain import chains
 from jdllm.execution.module import Transformer
 from jdllm.execution.paged.forward import forward_reuse
-from jdllm.execution.paged.pool import KeyValuePool
+from jdllm.execution.paged.pool import KvArrays
 from jdllm.execution.transformer import final_norm
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
@@ -81,7 +81,7 @@ def denoise(
     asked = sampling(fresh, config.vocab_size, noise=False)
 
     def step(_: int, tokens: Int[Array, " fresh"]) -> Int[Array, " fresh"]:
-        pool = KeyValuePool(k_pool, v_pool)
+        pool = KvArrays(k_pool, v_pool)
         h = forward_reuse(params, config, tokens, rows, pool, table, attention=_ATTENTION[form])
         return masked_logits(final_norm(params, config, h), head_weights(params), asked, Level.TOP).token
 

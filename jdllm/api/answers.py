@@ -8,7 +8,7 @@ from pydantic_core import to_json
 
 from jdllm.checkpoints.tokenizer import Tokenizer
 from jdllm.outputs import CompletionOutput, RequestOutput
-from jdllm.prompts import Asked
+from jdllm.prompts import AskedPrompt
 from jdllm.serving.long.request import LongSpec
 from jdllm.serving.spec import RequestSpec
 
@@ -88,7 +88,7 @@ def usage_of(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     return counts | ({"prompt_tokens_details": {"cached_tokens": sum(cached)}} if cached else {})
 
 
-def prompt_tokens(asked: Sequence[Asked]) -> int:
+def prompt_tokens(asked: Sequence[AskedPrompt]) -> int:
     """Tokens of all prompts."""
     return sum(len(one.specs[0].prompt) for one in asked)
 

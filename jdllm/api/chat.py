@@ -14,7 +14,7 @@ from jdllm.api.protocol import ChatMessage, ChatRequest
 from jdllm.api.service import Service
 from jdllm.checkpoints.conversation import Rendering
 from jdllm.outputs import CompletionOutput
-from jdllm.prompts import Asked, Prompt, read_conversation, specs_of
+from jdllm.prompts import AskedPrompt, Prompt, read_conversation, specs_of
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -48,7 +48,7 @@ def _characters(value: Any) -> int:
     return sum(map(_characters, inner))
 
 
-def _asked(service: Service, body: ChatRequest) -> list[Asked]:
+def _asked(service: Service, body: ChatRequest) -> list[AskedPrompt]:
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise bad_request(
             "max_tokens and max_completion_tokens are one and the same: give either", "max_tokens"
@@ -66,7 +66,7 @@ def _asked(service: Service, body: ChatRequest) -> list[Asked]:
     return asked_of(service, [prompt], service.sampling(body, **options))
 
 
-def _shape(service: Service, body: ChatRequest, asked: list[Asked]) -> Shape:
+def _shape(service: Service, body: ChatRequest, asked: list[AskedPrompt]) -> Shape:
     pieces, top = pieces_of(service), body.top_logprobs or 0
     specs = specs_of(asked)
 

@@ -26,7 +26,7 @@ from jdllm.api.protocol import CompletionRequest
 from jdllm.api.running import call_id
 from jdllm.api.service import Service
 from jdllm.outputs import CompletionOutput
-from jdllm.prompts import Asked, LongPrompt, Prompt, ask, read_long, specs_of
+from jdllm.prompts import AskedPrompt, LongPrompt, Prompt, ask, read_long, specs_of
 from jdllm.scoring import Conditional
 from jdllm.serving.request import Timings
 from jdllm.serving.spec import infill_spec, mask_id_of
@@ -88,14 +88,14 @@ def _prompts(service: Service, body: CompletionRequest) -> list[Prompt]:
     ]
 
 
-def _behind(service: Service, body: CompletionRequest) -> list[Asked]:
+def _behind(service: Service, body: CompletionRequest) -> list[AskedPrompt]:
     options = openai_options(body, logprobs=body.logprobs)
     if body.max_tokens == 0:  # nothing of this is generated
         options["max_tokens"] = 1
     return asked_of(service, _prompts(service, body), service.sampling(body, **options))
 
 
-def _between(service: Service, body: CompletionRequest) -> list[Asked]:
+def _between(service: Service, body: CompletionRequest) -> list[AskedPrompt]:
     """Masks between each prompt and the suffix; only these are the answer."""
     options = openai_options(body, logprobs=body.logprobs)
     sampling = service.sampling_of_masks(body, **options)
@@ -114,7 +114,7 @@ def _between(service: Service, body: CompletionRequest) -> list[Asked]:
     return ask(prompts, [sampling] * len(prompts), make)
 
 
-def _shape(service: Service, body: CompletionRequest, asked: Sequence[Asked]) -> Shape:
+def _shape(service: Service, body: CompletionRequest, asked: Sequence[AskedPrompt]) -> Shape:
     pieces = pieces_of(service)
     texts = [_echoed(service, one) if body.echo else "" for one in asked for _ in one.specs]
     specs = specs_of(asked)
@@ -153,7 +153,7 @@ def _ranked(sample: CompletionOutput) -> list[Ranked | None]:
     return ranked_of(tokens, logprobs, sample.top_logprobs)
 
 
-def _echoed(service: Service, one: Asked) -> str:
+def _echoed(service: Service, one: AskedPrompt) -> str:
     """The prompt as it was given. Of ids the text, where there is a tokenizer; a character that they leave
     unfinished is the answer's."""
     if one.text is not None or service.llm.tokenizer is None:
@@ -162,7 +162,7 @@ def _echoed(service: Service, one: Asked) -> str:
 
 
 async def _echoes(
-    service: Service, request: Request, body: CompletionRequest, asked: Sequence[Asked]
+    service: Service, request: Request, body: CompletionRequest, asked: Sequence[AskedPrompt]
 ) -> Response:
     """The prompts and a token each, or none, with the log-probability of every token of the prompt where they
     are asked for: given the tokens before it in a causal model, and in other models with only this token
@@ -206,7 +206,7 @@ async def _echoes(
 
 
 def _scored(
-    service: Service, asked: Asked, sample: CompletionOutput, scores: Sequence[Conditional | None]
+    service: Service, asked: AskedPrompt, sample: CompletionOutput, scores: Sequence[Conditional | None]
 ) -> dict[str, Any]:
     """Log-probabilities of a prompt, whose tokens have scores, and of its first sample."""
     pieces, ids = pieces_of(service), asked.specs[0].prompt.tolist()

@@ -15,7 +15,7 @@ from jdllm.api.service import Service
 from jdllm.api.text_stream import TextStream
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.outputs import CompletionOutput
-from jdllm.prompts import Asked, Prompt, ask, specs_of
+from jdllm.prompts import AskedPrompt, Prompt, ask, specs_of
 from jdllm.serving.engine import Updates
 from jdllm.serving.long.request import LongContext
 from jdllm.serving.updates import StepUpdate, Update
@@ -43,7 +43,7 @@ class Shape(NamedTuple):
     )
 
 
-def asked_of(service: Service, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Asked]:
+def asked_of(service: Service, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[AskedPrompt]:
     """The requests of a call that generates behind its prompts; raises as `jdllm.prompts.ask` does."""
     service.check_room(len(prompts) * sampling.n)
     for prompt in prompts:
@@ -62,7 +62,7 @@ def openai_options(body: OpenAIFields, *, logprobs: int | None) -> dict[str, Any
 
 
 async def answer(
-    service: Service, request: Request, body: OpenAIFields, asked: Sequence[Asked], shape: Shape
+    service: Service, request: Request, body: OpenAIFields, asked: Sequence[AskedPrompt], shape: Shape
 ) -> Response:
     """Run a call and answer it, whole or as a stream."""
     model, ignored = service.model(body.model), service.ignored(body)

@@ -20,7 +20,7 @@ from jdllm.api.running import call_id
 from jdllm.api.service import Service
 from jdllm.choosing import OptionScores
 from jdllm.decoding.sampling import SamplingParams
-from jdllm.prompts import Asked, Prompt, ask
+from jdllm.prompts import AskedPrompt, Prompt, ask
 from jdllm.serving.request import Request as Ended
 from jdllm.serving.spec import infill_spec, mask_id_of
 
@@ -197,7 +197,7 @@ def _joined(pieces: Sequence[list[int]]) -> list[int]:
     return list(itertools.chain.from_iterable(pieces))
 
 
-def _asked(service: Service, templates: Sequence[Template], sampling: SamplingParams) -> list[Asked]:
+def _asked(service: Service, templates: Sequence[Template], sampling: SamplingParams) -> list[AskedPrompt]:
     service.check_room(len(templates) * sampling.n)
     for template in templates:
         service.check_length(len(template.tokens))

@@ -19,7 +19,7 @@ from jdllm.api.service import Service
 from jdllm.api.text_stream import TextStream
 from jdllm.checkpoints.conversation import Rendering
 from jdllm.outputs import RequestOutput
-from jdllm.prompts import Asked, Prompt
+from jdllm.prompts import AskedPrompt, Prompt
 from jdllm.serving.updates import StepUpdate
 
 router = APIRouter(route_class=BodyRoute)
@@ -56,7 +56,7 @@ def _check(body: ResponsesRequest) -> None:
         raise bad_request("max_tokens and max_output_tokens are one and the same: give either", "max_tokens")
 
 
-def _asked(service: Service, body: ResponsesRequest) -> Asked:
+def _asked(service: Service, body: ResponsesRequest) -> AskedPrompt:
     options = openai_options(body, logprobs=None) | {"n": 1}
     if body.max_output_tokens is not None:
         options["max_tokens"] = body.max_output_tokens
@@ -77,7 +77,7 @@ class _Answer:
         self,
         body: ResponsesRequest,
         running: Running,
-        asked: Asked,
+        asked: AskedPrompt,
         model: str,
         ignored: dict[str, Any],
     ):

@@ -14,7 +14,7 @@ from jdllm.api.errors import ApiError, as_api_error, dead
 from jdllm.api.metrics import Metrics
 from jdllm.checkpoints.tokenizer import Tokenizer
 from jdllm.outputs import CompletionOutput, RequestOutput, request_output
-from jdllm.prompts import Asked
+from jdllm.prompts import AskedPrompt
 from jdllm.serving.async_engine import AsyncEngine
 from jdllm.serving.request import Request
 from jdllm.serving.submitted import Submitted
@@ -51,7 +51,7 @@ class Running:
         self,
         id: str,
         request: fastapi.Request,
-        asked: Sequence[Asked],
+        asked: Sequence[AskedPrompt],
         submitted: Submitted,
         *,
         engine: AsyncEngine,

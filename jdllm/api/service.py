@@ -19,7 +19,7 @@ from jdllm.api.running import Running, call_id, owner_of
 from jdllm.checkpoints.tokenizer import Tokenizer
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.llm import LLM
-from jdllm.prompts import Asked, specs_of
+from jdllm.prompts import AskedPrompt, specs_of
 from jdllm.serving.async_engine import AsyncEngine
 from jdllm.serving.engine import Updates
 
@@ -226,7 +226,7 @@ class Service:
             raise self._timed_out() from None
 
     def submit(
-        self, request: fastapi.Request, prefix: str, asked: Sequence[Asked], updates: Updates
+        self, request: fastapi.Request, prefix: str, asked: Sequence[AskedPrompt], updates: Updates
     ) -> Running:
         """Hand a call to the engine.
 

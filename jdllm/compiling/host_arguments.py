@@ -24,7 +24,7 @@ _BOOL = np.dtype(np.bool_)
 _MERGED = frozenset(map(np.dtype, (np.int32, np.uint32, np.float32, np.bool_)))
 
 
-class Part(NamedTuple):
+class MergedLeaf(NamedTuple):
     """A merged leaf. It has a word for each element: its bits, or whether it is true."""
 
     shape: tuple[int, ...]
@@ -43,15 +43,15 @@ class HostArguments:
     - `parts`: for each leaf how it is merged, `None` where it is passed as it is.
     """
 
-    parts: tuple[Part | None, ...]
+    parts: tuple[MergedLeaf | None, ...]
 
     @classmethod
     def of(cls, leaves: Sequence[Any]) -> "HostArguments":
         """For leaves like these; leaves of other types than int32, uint32, f32 and bool are not merged."""
 
-        def part(leaf: Any) -> Part | None:
+        def part(leaf: Any) -> MergedLeaf | None:
             merged = on_host(leaf) and leaf.dtype in _MERGED and leaf.size <= LARGEST
-            return Part(leaf.shape, leaf.dtype) if merged else None
+            return MergedLeaf(leaf.shape, leaf.dtype) if merged else None
 
         return cls(tuple(map(part, leaves)))
 
@@ -65,7 +65,7 @@ class HostArguments:
             if part is None:
                 others.append(leaf)
             elif leaf.shape != part.shape or leaf.dtype != part.dtype:
-                raise TypeError(f"compiled for {part}, called with {Part(leaf.shape, leaf.dtype)}")
+                raise TypeError(f"compiled for {part}, called with {MergedLeaf(leaf.shape, leaf.dtype)}")
             else:
                 words += _words(leaf).tobytes(), bytes(4 * (-leaf.size % _ALIGNED))
         return np.frombuffer(b"".join(words), np.int32), others

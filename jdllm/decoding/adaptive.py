@@ -19,7 +19,7 @@ from jdllm.chunks import ChunkConfig
 from jdllm.decoding.batch import HeadRows, Trace
 from jdllm.decoding.head import source_rows
 from jdllm.execution.paged.decode import Place, Window, forward_decode
-from jdllm.execution.paged.pool import KeyValuePool
+from jdllm.execution.paged.pool import KvArrays
 from jdllm.execution.transformer import forward, logits
 from jdllm.models.block import Hidden, RowInts, Rows
 from jdllm.models.config import ModelConfig
@@ -98,8 +98,8 @@ class AdaptiveBatch(NamedTuple):
 
 
 def read(
-    verifier: Params, tokens: RowInts, rows: Verified, pool: KeyValuePool, *, config: ModelConfig
-) -> tuple[Int[Array, ""], KeyValuePool]:
+    verifier: Params, tokens: RowInts, rows: Verified, pool: KvArrays, *, config: ModelConfig
+) -> tuple[Int[Array, ""], KvArrays]:
     """Store rows of prompts for the verifier.
 
     Arguments:
@@ -117,12 +117,12 @@ def denoise_adaptive(
     params: Params,
     verifier: Params,
     batch: AdaptiveBatch,
-    pool: KeyValuePool,
+    pool: KvArrays,
     *,
     config: ModelConfig,
     verifier_config: ModelConfig,
     chunks: ChunkConfig,
-) -> tuple[Trace, KeyValuePool]:
+) -> tuple[Trace, KvArrays]:
     """One iteration: draft the window of every segment, verify it and accept a prefix.
 
     Arguments:
@@ -179,8 +179,8 @@ def denoise_adaptive(
 
 
 def _evaluate(
-    verifier: Params, config: ModelConfig, tokens: RowInts, rows: Verified, pool: KeyValuePool
-) -> tuple[Hidden, KeyValuePool]:
+    verifier: Params, config: ModelConfig, tokens: RowInts, rows: Verified, pool: KvArrays
+) -> tuple[Hidden, KvArrays]:
     return forward_decode(verifier, config, tokens, rows.positions, pool, rows.place, rows.seen)
 
 

@@ -16,7 +16,7 @@ from jdllm.decoding.step import (
 )
 from jdllm.execution.few_rows.chain import chain_operands, chains
 from jdllm.execution.paged.forward import forward_refresh, forward_reuse
-from jdllm.execution.paged.pool import KeyValuePool
+from jdllm.execution.paged.pool import KvArrays
 from jdllm.execution.paged.selection import Selection
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
@@ -29,7 +29,7 @@ def refresh(
     batch: Batch,
     selection: Selection,
     table: PageTable,
-    pool: KeyValuePool,
+    pool: KvArrays,
     *,
     config: ModelConfig,
     mask_id: int,
@@ -37,7 +37,7 @@ def refresh(
     level: Level,
     scored: bool,
     selection_bits: SelectionBits = keyed_bits,
-) -> tuple[Trace, KeyValuePool]:
+) -> tuple[Trace, KvArrays]:
     """One denoising step of whole sequences, whose keys and values are stored.
 
     Arguments:
@@ -67,7 +67,7 @@ def reuse(
     params: Params,
     batch: Batch,
     table: PageTable,
-    pool: KeyValuePool,
+    pool: KvArrays,
     max_steps: Int[Array, ""],
     *,
     config: ModelConfig,

@@ -13,8 +13,8 @@ from jdllm.decoding.head import Choice, Sources, choose
 from jdllm.decoding.penalty import Penalty
 from jdllm.execution.few_rows.chain import chain_operands, chains
 from jdllm.execution.paged.decode import Place, Window, chain_rows, forward_decode, forward_decode_chained
-from jdllm.execution.paged.parts import Parts, Storage, forward_parts
-from jdllm.execution.paged.pool import PAGE_ROWS, SCRATCH_PAGE, KeyValuePool
+from jdllm.execution.paged.parts import PackedParts, Storage, forward_parts
+from jdllm.execution.paged.pool import PAGE_ROWS, SCRATCH_PAGE, KvArrays
 from jdllm.execution.paged.stored_keys import StoredKeys
 from jdllm.execution.transformer import Wanted
 from jdllm.models.block import Hidden
@@ -58,7 +58,7 @@ class Reads(NamedTuple):
     next: Int[Tensor, "segments reached"]
 
 
-_Turn = tuple[Array, Array, Trace, Penalty | None, KeyValuePool]
+_Turn = tuple[Array, Array, Trace, Penalty | None, KvArrays]
 """The last token of each sequence, which of them have ended, the trace, seen ids, and the pool."""
 
 
@@ -69,16 +69,16 @@ def prefill(
     keys: StoredKeys | None,
     plain: Int[Tensor, ""],
     penalty: Penalty | None,
-    pool: KeyValuePool,
+    pool: KvArrays,
     *,
     config: ModelConfig,
     level: Level,
-) -> tuple[Trace, KeyValuePool]:
+) -> tuple[Trace, KvArrays]:
     """Evaluate parts of prompts, store them, and choose the token after each that is whole.
 
     Arguments:
     - `batch`: the parts; the head rows are the last ones of prompts that end, plain ones first.
-    - `storage`, `keys`, `pool`: as of `Parts` and `forward_parts`.
+    - `storage`, `keys`, `pool`: as of `PackedParts` and `forward_parts`.
     - `plain`: how many head rows have no filter and are not listed.
     - `penalty`: of the ids that the prompts hold; `None` where no segment has one.
     - `config`, `level`: as of `jdllm.decoding.step.denoise`; static.
@@ -88,7 +88,7 @@ def prefill(
     head = HeadRows(*(jnp.asarray(x) for x in batch.head))
     live = jnp.asarray(head.segment) < batch.segments.step.shape[0]
     wanted = Wanted(head.row, live)
-    parts = Parts(batch.tokens, batch.rows, None, None, storage, wanted, keys)
+    parts = PackedParts(batch.tokens, batch.rows, None, None, storage, wanted, keys)
     hidden, written = forward_parts(params, config, parts, pool)
     assert written is not None
     positions = jnp.asarray(batch.rows.positions)[head.row] + 1
@@ -105,11 +105,11 @@ def decode(
     reads: Reads,
     penalty: Penalty | None,
     max_steps: Int[Array, ""],
-    pool: KeyValuePool,
+    pool: KvArrays,
     *,
     config: ModelConfig,
     level: Level,
-) -> tuple[Trace, KeyValuePool]:
+) -> tuple[Trace, KvArrays]:
     """Generate up to `max_steps` tokens of each sequence, until all have ended.
 
     Arguments:

@@ -24,7 +24,7 @@ SelectionBits = Callable[[Array, Array, Array, Array], Array]
 """(seed [segments, 2], step [segments], segment [rows], position [rows]) -> uint32 [rows]."""
 
 
-class Asked(NamedTuple):
+class AskedRows(NamedTuple):
     """What a step asks the head for, the masked head rows first, and of these the plain ones.
 
     - `masked`: which head rows are masked, in their given order.
@@ -77,7 +77,7 @@ def denoise(
     Returns the trace. Exact: the official LLaDA and Dream samplers take the same steps.
     """
 
-    def hidden_of(tokens: Int[Array, " rows"], asked: Asked) -> tuple[Hidden, Sources]:
+    def hidden_of(tokens: Int[Array, " rows"], asked: AskedRows) -> tuple[Hidden, Sources]:
         if not chunks.layers_whole:
             return forward(params, config, tokens, batch.rows, chunks=chunks), asked.sources
         wanted, sources = wanted_of(asked)
@@ -97,7 +97,7 @@ def denoise(
 
 
 def run_steps(
-    hidden_of: Callable[[Int[Array, " rows"], Asked], tuple[Hidden, Sources]],
+    hidden_of: Callable[[Int[Array, " rows"], AskedRows], tuple[Hidden, Sources]],
     params: Params,
     batch: Batch,
     max_steps: Int[Array, ""],
@@ -139,7 +139,7 @@ def run_steps(
 
 def asked_rows(
     config: ModelConfig, tokens: Int[Array, " rows"], batch: Batch, mask_id: int, level: Level
-) -> Asked:
+) -> AskedRows:
     """The rows to evaluate: only masked rows meet the head. `transfer` takes what it finds so."""
     masked = masked_rows(tokens, batch, mask_id)
     order, place = _in_front(masked)
@@ -151,7 +151,7 @@ def asked_rows(
         place = jnp.argsort(order)
     rows = jax.tree.map(lambda x: jnp.asarray(x)[order], batch.head)
     positions = jnp.asarray(batch.rows.positions)[rows.row]
-    return Asked(masked, place, plain.sum(), rows, positions, source_rows(config, rows, positions))
+    return AskedRows(masked, place, plain.sum(), rows, positions, source_rows(config, rows, positions))
 
 
 def apart(segments: SegmentParams, config: ModelConfig) -> Bool[Array, " segments"]:
@@ -160,7 +160,7 @@ def apart(segments: SegmentParams, config: ModelConfig) -> Bool[Array, " segment
     return (top_k < config.vocab_size) | (top_p <= 1) | (min_p > 0) | segments.listed
 
 
-def wanted_of(asked: Asked) -> tuple[Wanted, Sources]:
+def wanted_of(asked: AskedRows) -> tuple[Wanted, Sources]:
     """The rows that predict what is asked for, unguided copies last, and where they are among these."""
     place = jnp.arange(len(asked.masked))
     copied = (asked.sources.guided != asked.sources.unguided) & (place < asked.count)
@@ -183,7 +183,7 @@ def evaluate(
     config: ModelConfig,
     hidden: Hidden,
     sources: Sources,
-    asked: Asked,
+    asked: AskedRows,
     batch: Batch,
     steps: Int[Array, ""] | int,
     *,
@@ -241,7 +241,7 @@ def transfer(
     tokens: Int[Array, " rows"],
     trace: Trace,
     batch: Batch,
-    asked: Asked,
+    asked: AskedRows,
     choice: Choice,
     selection_bits: SelectionBits,
     level: Level,

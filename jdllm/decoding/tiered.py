@@ -11,7 +11,7 @@ from jdllm.compiling.executables import Executables
 from jdllm.decoding.batch import Batch, SegmentParams, Trace
 from jdllm.decoding.head import Choice, decide, guide
 from jdllm.decoding.step import (
-    Asked,
+    AskedRows,
     SelectionBits,
     asked_rows,
     empty_trace,
@@ -92,7 +92,7 @@ def _choose(
     params: Params,
     config: ModelConfig,
     hidden: list[Hidden],
-    asked: Asked,
+    asked: AskedRows,
     segments: SegmentParams,
     *,
     chunk_rows: int,
@@ -142,7 +142,7 @@ def _choose(
     return Choice(*jax.tree.map(jnp.asarray, whole))
 
 
-def _asked(batch: Batch, *, config: ModelConfig, mask_id: int) -> tuple[Asked, Bool[Array, ""]]:
+def _asked(batch: Batch, *, config: ModelConfig, mask_id: int) -> tuple[AskedRows, Bool[Array, ""]]:
     """What a step asks for, and whether there may be one."""
     asked = asked_rows(config, jnp.asarray(batch.tokens), batch, mask_id, Level.TOP)
     return asked, may_step(asked.masked, batch, 0)
@@ -173,7 +173,7 @@ def decide_window(
 
 def _transfer(
     batch: Batch,
-    asked: Asked,
+    asked: AskedRows,
     choice: Choice,
     *,
     selection_bits: SelectionBits,

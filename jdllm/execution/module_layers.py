@@ -34,7 +34,7 @@ def param(leaf: Any, axes: tuple[str, ...]) -> nnx.Param:
     return nnx.Param(leaf, out_sharding=axes, eager_sharding=False)
 
 
-class Part(nnx.Module):
+class NamedLeaves(nnx.Module):
     """Named parameters.
 
     Arguments:
@@ -53,7 +53,7 @@ class Part(nnx.Module):
         return {name: x.get_value() for name, x in vars(self).items() if isinstance(x, nnx.Param)}
 
 
-class Attention(Part):
+class Attention(NamedLeaves):
     """The attention of a layer, its norm included.
 
     Parameters: `attn_norm`, `q`, `k`, `v`, `o`, and where the model has them `q_bias`, `k_bias`, `v_bias`,
@@ -74,7 +74,7 @@ class Attention(Part):
         return whole.project_back(o).reshape(h.shape)
 
 
-class FeedForward(Part):
+class FeedForward(NamedLeaves):
     """The feed-forward part of a layer, its norm included: `ffn_norm`, `gate`, `up` and `down`."""
 
     ffn_norm: nnx.Param
@@ -88,7 +88,7 @@ class FeedForward(Part):
         return whole.feed_forward(h.reshape(-1, h.shape[-1])).reshape(h.shape)
 
 
-class Experts(Part):
+class Experts(NamedLeaves):
     """A mixture of experts, its norm included.
 
     Parameters: `ffn_norm`, `router`, `experts_gate`, `experts_up`, `experts_down`, and where the model has

@@ -9,8 +9,8 @@ from jaxtyping import Int
 
 from jdllm.decoding.batch import Batch, Trace
 from jdllm.decoding.step import asked_rows, empty_trace, evaluate, keyed_bits, transfer, wanted_of
-from jdllm.execution.paged.parts import Parts, Storage, forward_parts
-from jdllm.execution.paged.pool import KeyValuePool
+from jdllm.execution.paged.parts import PackedParts, Storage, forward_parts
+from jdllm.execution.paged.pool import KvArrays
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.pallas.masked_logits import Level
@@ -185,13 +185,13 @@ def build(
     batch: Batch,
     table: PageTable | None,
     storage: Storage,
-    pool: KeyValuePool,
+    pool: KvArrays,
     *,
     config: ModelConfig,
     mask_id: int,
     logits_chunks: int,
     level: Level,
-) -> tuple[Trace, KeyValuePool]:
+) -> tuple[Trace, KvArrays]:
     """One evaluation, whose rows are stored; where it opens a block, the first step of that block.
 
     Arguments:
@@ -207,7 +207,7 @@ def build(
     tokens = jnp.asarray(batch.tokens)
     asked = asked_rows(config, tokens, batch, mask_id, level)
     wanted, sources = wanted_of(asked)
-    parts = Parts(tokens, batch.rows, None, table, storage, wanted)
+    parts = PackedParts(tokens, batch.rows, None, table, storage, wanted)
     hidden, written = forward_parts(params, config, parts, pool)
     choice = evaluate(params, config, hidden, sources, asked, batch, 0, chunks=logits_chunks, level=level)
     trace = transfer(tokens, empty_trace(batch, level), batch, asked, choice, keyed_bits, level)[1]

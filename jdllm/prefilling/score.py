@@ -9,8 +9,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jdllm.arrays import Tensor
-from jdllm.execution.paged.parts import Parts, forward_parts
-from jdllm.execution.paged.pool import KeyValuePool
+from jdllm.execution.paged.parts import PackedParts, forward_parts
+from jdllm.execution.paged.pool import KvArrays
 from jdllm.execution.transformer import logits
 from jdllm.models.block import Hidden
 from jdllm.models.config import ModelConfig
@@ -96,13 +96,13 @@ def scoring_of(
 
 def score(
     params: Params,
-    parts: Parts,
+    parts: PackedParts,
     targets: Int[Tensor, " wanted"],
-    pool: KeyValuePool | None,
+    pool: KvArrays | None,
     *,
     config: ModelConfig,
     logits_chunks: int,
-) -> tuple[Float[Array, " wanted"], KeyValuePool | None]:
+) -> tuple[Float[Array, " wanted"], KvArrays | None]:
     """Log-probabilities of tokens behind the chunks of a batch.
 
     Arguments:

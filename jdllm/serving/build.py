@@ -12,10 +12,10 @@ from jdllm.serving.adaptive.verifier import Verifier
 from jdllm.serving.background import Background
 from jdllm.serving.diagnosis import Diagnosis
 from jdllm.serving.engine import Engine
-from jdllm.serving.mode import Extras, Parts
+from jdllm.serving.mode import EngineParts, Extras
 from jdllm.serving.modes.registry import mode_of
 from jdllm.serving.on_device import OnDevice
-from jdllm.serving.pool.device_pool import DevicePool
+from jdllm.serving.pool.kv_pool import KvPool
 from jdllm.serving.runner import Runner
 from jdllm.serving.scheduler import Limits, Scheduler
 
@@ -47,7 +47,7 @@ def make_engine(
     Raises `ConfigError` and `DoesNotFitError` for what the model's way of generating cannot do.
     """
     background = Background()
-    pool = DevicePool(config, dtypes_of(params).pool, account.pages)
+    pool = KvPool(config, dtypes_of(params).pool, account.pages)
     mode = mode_of(config)
     model = OnDevice(params, config, executables, account, pool)
     parts = mode.parts(model, background, Extras(chunks, max_num_logits, verifier, offloaded))
@@ -65,7 +65,7 @@ def make_engine(
     )
 
 
-def limits_of(parts: Parts, account: Account, pool: DevicePool) -> Limits:
+def limits_of(parts: EngineParts, account: Account, pool: KvPool) -> Limits:
     """What the scheduler may give to one part, and to all requests together."""
     return Limits(
         max_num_batched_tokens=account.rows,

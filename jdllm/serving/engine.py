@@ -16,8 +16,8 @@ from jdllm.planning.account import Account
 from jdllm.serving.background import Background
 from jdllm.serving.entries import Entries, Entry, Updates
 from jdllm.serving.flight import Flight
-from jdllm.serving.mode import Mode, Parts
-from jdllm.serving.pool.device_pool import DevicePool
+from jdllm.serving.mode import EngineParts, Mode
+from jdllm.serving.pool.kv_pool import KvPool
 from jdllm.serving.request import Request
 from jdllm.serving.runner import Pending, Runner
 from jdllm.serving.scheduler import Demand, Kind, Part, Scheduler
@@ -58,11 +58,11 @@ class Engine:
     def __init__(
         self,
         runner: Runner,
-        pool: DevicePool,
+        pool: KvPool,
         scheduler: Scheduler,
         account: Account,
         mode: Mode,
-        parts: Parts,
+        parts: EngineParts,
         *,
         background: Background,
         non_finite: Callable[[Request], NonFiniteError],

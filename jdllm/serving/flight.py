@@ -11,7 +11,7 @@ from jdllm.serving.scheduler import Demand, Kind
 from jdllm.serving.updates import PartDone
 
 
-class _Part(NamedTuple):
+class _Submitted(NamedTuple):
     """A submitted part: its demand, its time, and how long the device was idle before."""
 
     pending: Pending
@@ -29,7 +29,7 @@ class Flight:
 
     def __init__(self):
         self.evaluated = 0
-        self._parts: deque[_Part] = deque()
+        self._parts: deque[_Submitted] = deque()
         self._counts = {name: Counter[Kind]() for name in ("parts", "rows", "head_rows")}
         self._idle_since: float | None = None
 
@@ -66,7 +66,7 @@ class Flight:
         now, since = time.perf_counter(), self._idle_since
         idle = 0.0 if since is None or self._parts else now - since
         rows, head_rows = sum(d.rows for d in demands), sum(d.head_rows for d in demands)
-        self._parts.append(_Part(pending, rows, head_rows, now, idle))
+        self._parts.append(_Submitted(pending, rows, head_rows, now, idle))
 
     def remove_first(self, steps: int) -> PartDone:
         """Count the part that was submitted first, which was collected.

@@ -67,7 +67,7 @@ class Costs(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Parts:
+class EngineParts:
     """What an engine is made of.
 
     - `launchers`: for each kind of part the function that packs it.
@@ -129,7 +129,7 @@ class Mode(Protocol):
         """
         ...
 
-    def parts(self, model: OnDevice, background: Background, extras: Extras) -> Parts:
+    def parts(self, model: OnDevice, background: Background, extras: Extras) -> EngineParts:
         """What an engine is made of.
 
         Arguments:

@@ -6,7 +6,7 @@ from jdllm.compiling.executables import Executables
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.planning.account import Account
-from jdllm.serving.pool.device_pool import DevicePool
+from jdllm.serving.pool.kv_pool import KvPool
 
 
 class OnDevice(NamedTuple):
@@ -22,4 +22,4 @@ class OnDevice(NamedTuple):
     config: ModelConfig
     executables: Executables
     account: Account
-    pool: DevicePool
+    pool: KvPool

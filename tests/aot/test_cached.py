@@ -11,7 +11,7 @@ from benchmarks.shapes import SHAPES
 from jdllm.compiling.executables import temp_bytes
 from jdllm.decoding.cached import refresh, reuse
 from jdllm.decoding.sampling import SamplingParams
-from jdllm.execution.paged.pool import PAGE_ROWS, KeyValuePool, pool_shape
+from jdllm.execution.paged.pool import PAGE_ROWS, KvArrays, pool_shape
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import abstract_params
 from jdllm.pallas.masked_logits import Level
@@ -19,7 +19,7 @@ from jdllm.planning.aot import compile_for
 from jdllm.planning.ladder import Sizes, make_ladder
 from jdllm.planning.plan import UNLIMITED, Bucket, Workload, plan_bucket
 from jdllm.serving.denoise.cached_packing import ReuseBatch, pack_refresh, pack_reuse, reuse_demand
-from jdllm.serving.pool.kv_pool import KvPool
+from jdllm.serving.pool.page_book import PageBook
 from jdllm.serving.request import Request
 from tests.aot.chains import chain_of, spills_of
 from tests.engines import entry_of, generation_request
@@ -33,21 +33,23 @@ PAGES = 1 + 16 * REQUESTS * LENGTH // PAGE_ROWS  # a layer's keys are half a GiB
 STATIC = {"config": CONFIG, "mask_id": CONFIG.mask_id, "logits_chunks": 1, "level": Level.TOP}
 
 
-def requests(cache: str, count: int = REQUESTS, config: ModelConfig = CONFIG) -> tuple[list[Request], KvPool]:
+def requests(
+    cache: str, count: int = REQUESTS, config: ModelConfig = CONFIG
+) -> tuple[list[Request], PageBook]:
     sampling = SamplingParams(gen_length=256, block_length=32, cache=cache, refresh_delay=0)  # pyright: ignore
-    pages = KvPool.empty(PAGES, PAGE_ROWS)
+    pages = PageBook.empty(PAGES, PAGE_ROWS)
     out = [generation_request(i, np.arange(LENGTH - 256), sampling, config) for i in range(count)]
     for request in out:
         pages = pages.allocate(request.id, LENGTH)
     return out, pages
 
 
-def abstract_pool(pages: KvPool, config: ModelConfig = CONFIG) -> KeyValuePool:
+def abstract_pool(pages: PageBook, config: ModelConfig = CONFIG) -> KvArrays:
     array: Any = jax.ShapeDtypeStruct(pool_shape(config, pages.pages, PAGE_ROWS), jnp.bfloat16)
-    return KeyValuePool(array, array)
+    return KvArrays(array, array)
 
 
-def layer_bytes(pages: KvPool) -> int:
+def layer_bytes(pages: PageBook) -> int:
     """Keys of one layer."""
     return int(np.prod(pool_shape(CONFIG, pages.pages, PAGE_ROWS)[1:])) * 2
 
@@ -76,7 +78,7 @@ def test_a_refresh_is_as_planned_and_copies_no_layer_of_the_pool(cache: str):
     assert memory.alias_size_in_bytes >= 2 * CONFIG.num_layers * layer_bytes(pages)
 
 
-def packed_reuse(asked: list[Request], pages: KvPool, config: ModelConfig) -> ReuseBatch:
+def packed_reuse(asked: list[Request], pages: PageBook, config: ModelConfig) -> ReuseBatch:
     """The part that follows a refresh of all."""
     refreshed = pack_refresh(asked, config, pages, entry_of(asked))
     for request, stored in zip(asked, refreshed.stored, strict=True):

@@ -20,7 +20,7 @@ from jdllm.planning.budget import Budget
 from jdllm.planning.ladder import Entry
 from jdllm.serving.causal.packing import pack_prompts, pack_sequences
 from jdllm.serving.causal.request import CausalRequest, causal_spec
-from jdllm.serving.pool.device_pool import DevicePool
+from jdllm.serving.pool.kv_pool import KvPool
 from tests.aot.chains import chain_of, spills_of
 
 pytestmark = pytest.mark.aot
@@ -34,9 +34,9 @@ MOST_SPILLED = 160
 
 def asked(
     length: int, count: int, config: ModelConfig, penalty: float = 1.0
-) -> tuple[list[CausalRequest], DevicePool]:
+) -> tuple[list[CausalRequest], KvPool]:
     pool, sampling = (
-        DevicePool(config, "bfloat16", PAGES),
+        KvPool(config, "bfloat16", PAGES),
         SamplingParams(max_tokens=64, repetition_penalty=penalty),
     )
     requests = [CausalRequest(causal_spec(np.arange(length), sampling, config), i) for i in range(count)]
@@ -61,7 +61,7 @@ def test_a_part_of_a_prompt_fills_pages_in_place(rows: int, stored: bool):
     requests, pool = asked(65536, 1, CONFIG)
     part = range(65536 - rows, 65536) if stored else range(rows)
     entry, entries = Entry(rows, 8, 8, 1), 1024 if stored else None
-    packed = pack_prompts(requests, [part], CONFIG, pool.table, entry, entries)
+    packed = pack_prompts(requests, [part], CONFIG, pool.book, entry, entries)
     memory = compiled(prefill, (*packed.arguments, pool.abstract), CONFIG).memory_analysis()
     assert memory.alias_size_in_bytes >= pool_bytes(CONFIG)
     account = make_account(CONFIG, "bfloat16", Budget(40 << 30), device=HOPPER, max_num_batched_tokens=rows)
@@ -86,7 +86,7 @@ def test_decodes_write_rows_in_place(
     for request in requests:
         request.computed = 1023
     entries = 2 * PAGES if window is None else 1024
-    packed = pack_sequences(requests, config, pool.table, Entry(count, count, count, 16), entries)
+    packed = pack_sequences(requests, config, pool.book, Entry(count, count, count, 16), entries)
     executable = compiled(decode, (*packed.arguments, np.int32(1), pool.abstract), config)
     memory = executable.memory_analysis()
     assert memory.alias_size_in_bytes >= pool_bytes(config)

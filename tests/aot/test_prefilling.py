@@ -21,7 +21,7 @@ from jdllm.serving.long.request import LongContext, LongRequest, long_spec
 from jdllm.serving.long.score_stage import Score
 from jdllm.serving.long.stages import Build, Draft, Model, Retain
 from jdllm.serving.on_device import OnDevice
-from jdllm.serving.pool.device_pool import DevicePool
+from jdllm.serving.pool.kv_pool import KvPool
 from jdllm.serving.pool.stored_chunks import content_key
 
 pytestmark = pytest.mark.aot
@@ -57,7 +57,7 @@ def model() -> Model:
     account = make_account(CONFIG, "bfloat16", None, device=HOPPER, max_num_batched_tokens=ROWS)
     account = dataclasses.replace(account, pages=PAGES)
     executables = ForCard()
-    pool = DevicePool(CONFIG, "bfloat16", PAGES)
+    pool = KvPool(CONFIG, "bfloat16", PAGES)
     return Model(OnDevice(params, CONFIG, executables, account, pool))
 
 

@@ -26,7 +26,7 @@ from jdllm.serving.background import Background
 from jdllm.serving.denoise.cached_runner import CachedRunner
 from jdllm.serving.denoise.full_runner import FullRunner
 from jdllm.serving.on_device import OnDevice
-from jdllm.serving.pool.device_pool import DevicePool
+from jdllm.serving.pool.kv_pool import KvPool
 
 pytestmark = pytest.mark.aot
 
@@ -61,7 +61,7 @@ def programs() -> list[Program]:
     params, executables = abstract_params(CONFIG, "bfloat16"), Executables("cuda")
     budget = Budget(memory_of("h200"))
     account = make_account(CONFIG, "bfloat16", budget, device=HOPPER, max_num_batched_tokens=8 * ROWS)
-    pool, ladder = DevicePool(CONFIG, "bfloat16", account.pages), make_ladder(account.rows)
+    pool, ladder = KvPool(CONFIG, "bfloat16", account.pages), make_ladder(account.rows)
     model = OnDevice(params, CONFIG, executables, account, pool)
     full = FullRunner(model, ladder, Background()).programs()
     cached = CachedRunner(model, ladder, Background()).programs()

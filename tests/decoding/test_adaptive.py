@@ -363,7 +363,7 @@ class TestMemory:
         requests = [generation_request(i, np.zeros(90, int), sampling, wide) for i in range(8)]
         keys = VerifierKeys(Verifier(abstract_params(causal, "float32"), causal), 1024)
         windows = [span.window for span in keys.hold(requests)]
-        batch = pack_adaptive(requests, windows, wide, causal, keys.pool.table, entry_of(requests)).batch
+        batch = pack_adaptive(requests, windows, wide, causal, keys.pool.book, entry_of(requests)).batch
         assert batch.head.row.shape == (256,)
         cut = ChunkConfig(logits=chunks)
         run = functools.partial(denoise_adaptive, config=wide, verifier_config=causal, chunks=cut)

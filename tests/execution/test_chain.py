@@ -16,7 +16,7 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.execution.few_rows import chain, streamed
 from jdllm.execution.few_rows.chain import chains
 from jdllm.execution.paged.forward import forward_reuse
-from jdllm.execution.paged.pool import PAGE_ROWS, KeyValuePool, pool_shape
+from jdllm.execution.paged.pool import PAGE_ROWS, KvArrays, pool_shape
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import abstract_params, init_params
@@ -29,7 +29,7 @@ from jdllm.pallas.split_attention import split_attention
 from jdllm.planning.ladder import Entry
 from jdllm.serving.causal.packing import pack_sequences
 from jdllm.serving.causal.request import CausalRequest, causal_spec
-from jdllm.serving.pool.device_pool import DevicePool
+from jdllm.serving.pool.kv_pool import KvPool
 
 SIZES = {
     "hidden_size": 512,
@@ -90,7 +90,7 @@ def test_the_chain_computes_what_the_layers_do(config: ModelConfig, capsys: pyte
             params["layers"][name] = jax.random.normal(key, shape, "bfloat16")
     k_pool, v_pool, table = random_cache(config, CACHED, FRESH, 64, "bfloat16")
     tokens, unused = jnp.arange(FRESH) % 90, jnp.zeros(FRESH, jnp.int32)
-    inputs = tokens, Rows(CACHED + jnp.arange(FRESH), unused, unused), KeyValuePool(k_pool, v_pool), table
+    inputs = tokens, Rows(CACHED + jnp.arange(FRESH), unused, unused), KvArrays(k_pool, v_pool), table
     assert chains(params, config, FRESH)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         actual = np.asarray(forward_reuse(params, config, *inputs), np.float64)
@@ -119,7 +119,7 @@ def test_decodes_in_a_chain_are_those_of_the_layers(segments: int, capsys: pytes
     config = dataclasses.replace(CAUSAL_SHAPES["llama-3.1-8b"], **SIZES | {"num_kv_heads": 2})
     params = init_params(config, jax.random.key(0), "bfloat16")
     requests, sampling = [], SamplingParams(max_tokens=4, early_stop=False)
-    pages = DevicePool(config, "bfloat16", 16)
+    pages = KvPool(config, "bfloat16", 16)
     for number, length in enumerate((64, 65, 100)):
         request = CausalRequest(causal_spec(np.arange(length) % 90, sampling, config), number)
         pages.admit(request)
@@ -127,8 +127,8 @@ def test_decodes_in_a_chain_are_those_of_the_layers(segments: int, capsys: pytes
         requests.append(request)
     shape = pool_shape(config, 16, PAGE_ROWS)
     keys = jax.random.split(jax.random.key(1))
-    pool = KeyValuePool(*(jax.random.normal(key, shape, "bfloat16") for key in keys))
-    packed = pack_sequences(requests, config, pages.table, Entry(segments, segments, segments, 1), 40)
+    pool = KvArrays(*(jax.random.normal(key, shape, "bfloat16") for key in keys))
+    packed = pack_sequences(requests, config, pages.book, Entry(segments, segments, segments, 1), 40)
     arguments = params, *packed.arguments, jnp.int32(1), pool
     assert decodes_in_chain(params, config, segments)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):

@@ -16,7 +16,7 @@ from jdllm.execution.few_rows.chain import chains
 from jdllm.execution.module import Transformer
 from jdllm.execution.paged.decode import Place, forward_decode, forward_decode_chained
 from jdllm.execution.paged.forward import forward_reuse
-from jdllm.execution.paged.pool import PAGE_ROWS, KeyValuePool, pool_shape
+from jdllm.execution.paged.pool import PAGE_ROWS, KvArrays, pool_shape
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
@@ -50,7 +50,7 @@ def operands(request: pytest.FixtureRequest) -> tuple[ModelConfig, tuple[Any, ..
     unused = jnp.zeros(fresh, jnp.int32)
     rows = Rows(cached + jnp.arange(fresh), unused, unused)
     assert chains(params, config, fresh)
-    return config, (params, tokens, rows, KeyValuePool(k_pool, v_pool), table)
+    return config, (params, tokens, rows, KvArrays(k_pool, v_pool), table)
 
 
 def chain(params, tokens, rows, pool, table, *, config):
@@ -93,7 +93,7 @@ def sequences(config: ModelConfig, count: int, most: int) -> tuple[tuple[Any, ..
     pages, rng = most // PAGE_ROWS + 1, np.random.default_rng(0)
     stored = rng.integers(0, most + 1, count).astype(np.int32)
     keys = jax.random.split(jax.random.key(0))
-    pool = KeyValuePool(
+    pool = KvArrays(
         *(jax.random.normal(key, pool_shape(config, count * pages, PAGE_ROWS), "bfloat16") for key in keys)
     )
     place = Place(np.arange(count, dtype=np.int32) * pages + stored // PAGE_ROWS, stored % PAGE_ROWS)

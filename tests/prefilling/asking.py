@@ -144,4 +144,4 @@ def all_free(engine: Engine) -> None:
     cache = engine.pool
     assert [holder.held for holder in engine.parts.holders] == [0]
     owned = {stored.owner for stored in cache.chunks.stored.values()}
-    assert set(cache.table.owned) == owned
+    assert set(cache.book.owned) == owned

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jdllm.errors import NonFiniteError
-from jdllm.execution.paged.pool import PAGE_ROWS, KeyValuePool, empty_pool
+from jdllm.execution.paged.pool import PAGE_ROWS, KvArrays, empty_pool
 from jdllm.models.weights import Params
 from jdllm.serving.engine import Engine
 from jdllm.serving.long.request import LongRequest, LongSpec
@@ -205,7 +205,7 @@ def test_values_that_are_not_numbers_end_a_request_without_a_context(build: Buil
     all_free(engine)
 
 
-def nothing_written(*args: Any) -> KeyValuePool:
+def nothing_written(*args: Any) -> KvArrays:
     return jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), empty_pool(*args))
 
 
@@ -214,7 +214,7 @@ def poison(engine: Engine) -> None:
     cache = engine.pool
     if cache.arrays is None:
         return
-    pages = cache.table
+    pages = cache.book
     live = np.zeros((pages.pages, PAGE_ROWS), bool)
     stored = {chunk.owner: chunk.rows for chunk in cache.chunks.stored.values()}
     for owner in pages.owned:
@@ -229,7 +229,7 @@ def poison(engine: Engine) -> None:
                 valid = np.zeros(len(held), int)
         live[held] = True if valid is None else np.arange(PAGE_ROWS) < np.resize(valid, len(held))[:, None]
     keep = live[None, :, None, :, None]
-    cache.arrays = KeyValuePool(*(jnp.where(keep, x, jnp.nan) for x in cache.arrays))
+    cache.arrays = KvArrays(*(jnp.where(keep, x, jnp.nan) for x in cache.arrays))
 
 
 @pytest.mark.slow
@@ -237,7 +237,7 @@ def test_rows_that_nothing_wrote_decide_nothing(
     build: Build, alone: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
     """The pool is made of NaN, and what is not live becomes NaN again after every part."""
-    monkeypatch.setattr("jdllm.serving.pool.device_pool.empty_pool", nothing_written)
+    monkeypatch.setattr("jdllm.serving.pool.kv_pool.empty_pool", nothing_written)
     names = [name for name, spec in SPECS.items() if isinstance(spec, LongSpec)]
     engine = build()
     groups = [[name] for name in names] + [[*names[::2], "dual", *names[1::2]]]  # these over stored chunks

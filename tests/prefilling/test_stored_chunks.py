@@ -16,7 +16,7 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.serving.engine import Engine
 from jdllm.serving.long.request import LongContext, LongRequest
-from jdllm.serving.pool.kv_pool import KvPool
+from jdllm.serving.pool.page_book import PageBook
 from jdllm.serving.pool.stored_chunks import StoredChunks, content_key
 from jdllm.serving.spec import generation_spec
 from tests.engines import engine_of
@@ -229,7 +229,7 @@ OPERATIONS = st.lists(
 
 @given(OPERATIONS)
 def test_stored_chunks_are_a_list_in_the_order_of_their_use(operations: list[tuple[str, int, int]]):
-    chunks, pool = StoredChunks(), KvPool.empty(10, PAGE_ROWS)
+    chunks, pool = StoredChunks(), PageBook.empty(10, PAGE_ROWS)
     stored: OrderedDict[bytes, int] = OrderedDict()
     held: dict[int, int] = {}
 

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from jdllm.execution.paged.parts import Parts, forward_parts
-from jdllm.execution.paged.pool import KeyValuePool
+from jdllm.execution.paged.parts import PackedParts, forward_parts
+from jdllm.execution.paged.pool import KvArrays
 from jdllm.execution.transformer import Wanted, final_norm
 from jdllm.layers import head_logits
 from jdllm.models.weights import head_weights
@@ -64,7 +64,7 @@ def leave(engine: Engine, request: LongRequest) -> None:
     all_free(engine)
 
 
-def pool_of(engine: Engine) -> KeyValuePool:
+def pool_of(engine: Engine) -> KvArrays:
     pool = engine.pool.arrays
     assert pool is not None
     return pool
@@ -121,7 +121,7 @@ def logits_of() -> Any:
     """Logits of the rows that parts want."""
     params, config = model_of(FAMILY)
 
-    def run(parts: Parts, pool: KeyValuePool | None) -> jax.Array:
+    def run(parts: PackedParts, pool: KvArrays | None) -> jax.Array:
         hidden, _ = forward_parts(params, config, parts, pool)
         return head_logits(final_norm(params, config, hidden), head_weights(params))
 
@@ -140,7 +140,7 @@ def logits(
         read = Read(np.asarray(found.pages), np.asarray(found.valid))
         table = table_of([read] * -(-segment.size // TILE_ROWS), size // TILE_ROWS)
     at = np.resize(wanted, 32).astype(np.int32)
-    parts = Parts(tokens, rows, None, table, None, Wanted(at, np.arange(32) < len(wanted)))
+    parts = PackedParts(tokens, rows, None, table, None, Wanted(at, np.arange(32) < len(wanted)))
     return np.asarray(logits_of()(parts, pool_of(engine) if reads else None))[: len(wanted)]
 
 

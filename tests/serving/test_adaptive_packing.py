@@ -8,7 +8,7 @@ import pytest
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.serving.adaptive.packing import pack_adaptive, parts_of
-from jdllm.serving.pool.kv_pool import KvPool
+from jdllm.serving.pool.page_book import PageBook
 from tests.decoding.test_adaptive import CAUSAL, LLADA, MASK
 from tests.engines import entry_of, generation_request, infill_request
 
@@ -21,7 +21,7 @@ def test_windows_are_packed_for_both_models():
         generation_request(0, np.arange(4), SAMPLING, LLADA),
         infill_request(1, np.array([1, MASK, 2, MASK, 3]), SAMPLING, LLADA),
     ]
-    pool = KvPool.empty(8, PAGE_ROWS).allocate(1, 5).allocate(0, 9)
+    pool = PageBook.empty(8, PAGE_ROWS).allocate(1, 5).allocate(0, 9)
     rows = [range(3, 5), range(3)]
     batch, candidates = pack_adaptive(requests, rows, LLADA, window, pool, entry_of(requests))
     assert [c.tolist() for c in candidates] == [[4, 5], [1, 3]]
@@ -47,7 +47,7 @@ def test_windows_are_packed_for_both_models():
 
 def test_a_window_that_begins_its_sequence_is_predicted_by_its_first_row():
     requests = [infill_request(0, np.array([MASK, 5, MASK]), SAMPLING, LLADA)]
-    pool = KvPool.empty(2, PAGE_ROWS).allocate(0, 3)
+    pool = PageBook.empty(2, PAGE_ROWS).allocate(0, 3)
     batch = pack_adaptive(requests, [range(2)], LLADA, CAUSAL, pool, entry_of(requests)).batch
     assert batch.verified_row[:2].tolist() == [0, 1]
     assert batch.verified_from[:2].tolist() == [0, 1]

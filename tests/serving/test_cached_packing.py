@@ -10,7 +10,7 @@ from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.models.config import ModelConfig
 from jdllm.planning.ladder import Entry
 from jdllm.serving.denoise.cached_packing import pack_refresh, pack_reuse
-from jdllm.serving.pool.kv_pool import KvPool
+from jdllm.serving.pool.page_book import PageBook
 from jdllm.serving.request import Request
 from tests.benchmarks.shapes import small
 from tests.engines import entry_of, generation_request
@@ -19,9 +19,9 @@ PROMPT, GENERATED = 100, 64
 CONFIG: ModelConfig = small("llada-8b")
 
 
-def requests(*caches: str, **options: Any) -> tuple[list[Request], KvPool]:
+def requests(*caches: str, **options: Any) -> tuple[list[Request], PageBook]:
     """A request for each cache, with its pages."""
-    pool, out = KvPool.empty(64, PAGE_ROWS), []
+    pool, out = PageBook.empty(64, PAGE_ROWS), []
     for index, cache in enumerate(caches):
         asked: dict[str, Any] = {"cache": cache, "refresh_delay": 0, **options}
         sampling = SamplingParams(gen_length=GENERATED, block_length=32, **asked)
@@ -30,7 +30,7 @@ def requests(*caches: str, **options: Any) -> tuple[list[Request], KvPool]:
     return out, pool
 
 
-def store_all(asked: list[Request], pool: KvPool) -> None:
+def store_all(asked: list[Request], pool: PageBook) -> None:
     """A refresh of all, as the engine takes it in."""
     for request, stored in zip(asked, pack_refresh(asked, CONFIG, pool, entry_of(asked)).stored, strict=True):
         assert stored is not None

@@ -26,7 +26,7 @@ from jdllm.serving.long.preparation import Preparation
 from jdllm.serving.mode import Extras
 from jdllm.serving.modes.denoising import Denoising, DenoisingCosts
 from jdllm.serving.on_device import OnDevice
-from jdllm.serving.pool.device_pool import DevicePool
+from jdllm.serving.pool.kv_pool import KvPool
 from jdllm.serving.request import Request
 from jdllm.serving.runner import Runner
 from jdllm.serving.scheduler import Demand, Scheduler
@@ -267,7 +267,7 @@ def faulty_engine(
 ) -> Engine:
     """An engine of 128 rows; `packed` is called with requests that are packed, `counted` before."""
     account = make_account(config, "float32", None, device=CPU, max_num_batched_tokens=128, kv_pool=2**22)
-    pool = DevicePool(config, jnp.float32, account.pages)
+    pool = KvPool(config, jnp.float32, account.pages)
     model, background, mode = OnDevice(params, config, executables, account, pool), Background(), Denoising()
     parts = mode.parts(model, background, Extras())
 

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from jdllm.errors import KvPoolError
-from jdllm.serving.pool.kv_pool import KvPool
+from jdllm.serving.pool.page_book import PageBook
 from jdllm.serving.pool.prefix_pages import PrefixPages
 from jdllm.serving.pool.stored_chunks import StoredChunks
 
 ROWS = 64
 
 
-def free(pool: KvPool) -> list[int]:
+def free(pool: PageBook) -> list[int]:
     """The free pages in the order in which they would be given out."""
     return pool.allocate(-1, pool.free_pages * pool.page_rows).pages_of(-1).tolist()
 
@@ -33,7 +33,7 @@ class Host:
 
     def __init__(self, *texts: str, page_rows: int = ROWS):
         self.prefix = PrefixPages()
-        self.pool = KvPool.empty(10, page_rows)
+        self.pool = PageBook.empty(10, page_rows)
         for letters in texts:
             self.run(text(letters, page_rows=page_rows))
 
@@ -155,7 +155,7 @@ class TestEnds:
         for request, page in [(1, 3), (0, 2), (2, 1)]:
             host.end(request, tokens[request])
             assert host.make_room(9) == [[page]]
-        assert host.pool == KvPool.empty(10, ROWS)
+        assert host.pool == PageBook.empty(10, ROWS)
 
     def test_only_those_that_were_taken_are_stored(self):
         host = Host()
@@ -164,7 +164,7 @@ class TestEnds:
         host.run(text(""))
         host.pool = host.pool.allocate(99, ROWS)
         host.end(99, text("a"))
-        assert host.pool == KvPool.empty(10, ROWS)
+        assert host.pool == PageBook.empty(10, ROWS)
 
 
 class TestRoom:
@@ -233,7 +233,7 @@ class TestClear:
         host.take(0, text("x"))
         host.pool = host.prefix.clear(host.pool)
         host.end(0, text("x"))
-        assert host.pool == KvPool.empty(10, ROWS)
+        assert host.pool == PageBook.empty(10, ROWS)
         assert [host.run(text("abc"))[1] for _ in range(2)] == [0, 2 * ROWS]
 
     def test_read_pages_become_free_with_their_last_reader(self):
@@ -282,7 +282,7 @@ class Model(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.prefix = PrefixPages()
-        self.pool = KvPool.empty(POOL_PAGES, ROWS)
+        self.pool = PageBook.empty(POOL_PAGES, ROWS)
         self.ids = itertools.count()
         self.free = set(range(1, POOL_PAGES))
         self.running: dict[int, Running] = {}

@@ -127,9 +127,9 @@ def keys_of(llm: LLM) -> VerifierKeys:
 def test_an_ended_request_gives_its_pages_back():
     llm = LLM(tiny(DREAM), verifier=tiny(CAUSAL))
     keys = keys_of(llm)
-    free = keys.pool.table.free_pages
+    free = keys.pool.book.free_pages
     llm.generate(prompt_token_ids=[[1, 2], [3]], sampling=SamplingParams(gen_length=6, transfer="adaptive"))
-    assert keys.pool.table.free_pages == free
+    assert keys.pool.book.free_pages == free
 
 
 @pytest.mark.parametrize("rows", [1, 40])

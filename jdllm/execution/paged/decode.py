@@ -8,7 +8,7 @@ from jaxtyping import Array, Int
 
 from jdllm.arrays import Tensor
 from jdllm.execution.few_rows.chain import ChainOperands, chain_operands, run_chain
-from jdllm.execution.paged.pool import KeyValuePool
+from jdllm.execution.paged.pool import KvArrays
 from jdllm.execution.paged.stored_keys import StoredKeys, over_stored_keys
 from jdllm.execution.transformer import embed, scan_layers
 from jdllm.models.block import Hidden, RowInts
@@ -48,11 +48,11 @@ class StoredRows(NamedTuple):
     """
 
     rotation: Rotation
-    pool: KeyValuePool
+    pool: KvArrays
     place: Place
     seen: PageTable | Window
 
-    def attend(self, layer: Layer, h: Hidden) -> tuple[Heads, KeyValuePool]:
+    def attend(self, layer: Layer, h: Hidden) -> tuple[Heads, KvArrays]:
         k, v, q = layer.project(h, self.rotation, ("k", "v", "q"))
         pool = store_rows(self.pool, layer.number, self.place, k, v)
         scale = layer.config.attention_scale
@@ -68,10 +68,10 @@ def forward_decode(
     config: ModelConfig,
     tokens: RowInts,
     positions: RowInts,
-    pool: KeyValuePool,
+    pool: KvArrays,
     place: Place,
     seen: PageTable | Window,
-) -> tuple[Hidden, KeyValuePool]:
+) -> tuple[Hidden, KvArrays]:
     """Run all layers over one row of each sequence.
 
     Arguments:
@@ -85,7 +85,7 @@ def forward_decode(
     """
     rotation = cos_sin(config.rope, config.head_dim, positions)
 
-    def body(carry: tuple[Hidden, KeyValuePool], layer: Layer) -> tuple[Hidden, KeyValuePool]:
+    def body(carry: tuple[Hidden, KvArrays], layer: Layer) -> tuple[Hidden, KvArrays]:
         h, pool = carry
         return layer.apply(h, StoredRows(rotation, pool, place, seen))
 
@@ -105,12 +105,12 @@ def forward_decode_chained(
     config: ModelConfig,
     tokens: RowInts,
     positions: RowInts,
-    pool: KeyValuePool,
+    pool: KvArrays,
     place: Place,
     table: PageTable,
     *,
     operands: ChainOperands | None = None,
-) -> tuple[Hidden, KeyValuePool]:
+) -> tuple[Hidden, KvArrays]:
     """`forward_decode` as a chain of kernels, for which `chains` must hold with the sequences' `chain_rows`.
 
     Arguments:
@@ -144,15 +144,13 @@ def forward_decode_chained(
     return h[::same], store_rows(pool, slice(None), place, k, v)
 
 
-def store_rows(
-    pool: KeyValuePool, layers: LayerNumber | slice, place: Place, k: Array, v: Array
-) -> KeyValuePool:
+def store_rows(pool: KvArrays, layers: LayerNumber | slice, place: Place, k: Array, v: Array) -> KvArrays:
     """Write a row of keys and values of each sequence.
 
     Arguments:
     - `layers`: one, of which `k` and `v` are `[rows, kv_heads, head_dim]`, or all: `[rows, layers, ...]`.
     """
-    return KeyValuePool(
+    return KvArrays(
         *(
             x.at[layers, place.page, :, place.row].set(rows.astype(x.dtype), mode="drop", unique_indices=True)
             for x, rows in zip(pool, (k, v), strict=True)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from jaxtyping import Array
 
 from jdllm.execution.few_rows.chain import ChainOperands, chain_operands, chains, run_chain
-from jdllm.execution.paged.pool import KeyValuePool
+from jdllm.execution.paged.pool import KvArrays
 from jdllm.execution.paged.selection import Selection, Slots, slots_of, sources, store
 from jdllm.execution.transformer import Wanted, embed, packed_ranges, ranges_of_wanted, scan_layers
 from jdllm.models.block import Hidden, RowInts, Rows
@@ -29,20 +29,20 @@ class SelectedRanges(NamedTuple):
     """
 
     ranges: Ranges
-    pool: KeyValuePool
+    pool: KvArrays
     selection: Selection
     slots: Slots
     scored: bool
 
-    def attend(self, layer: Layer, h: Hidden) -> tuple[Heads, KeyValuePool]:
+    def attend(self, layer: Layer, h: Hidden) -> tuple[Heads, KvArrays]:
         k, v, q = layer.project(h, self.ranges.rotation, ("k", "v", "q"))
         pool = self.store(layer, q, k, v)
         return self.ranges.over(layer, q, k, v)[0], pool
 
-    def store(self, layer: Layer, q: Heads, k: Heads, v: Heads) -> KeyValuePool:
+    def store(self, layer: Layer, q: Heads, k: Heads, v: Heads) -> KvArrays:
         """Write the selected rows."""
         source = sources(q, k, self.selection, self.slots, scored=self.scored)
-        return KeyValuePool(*store(*self.pool, layer.number, k, v, self.slots.page, source))
+        return KvArrays(*store(*self.pool, layer.number, k, v, self.slots.page, source))
 
 
 class Pages(NamedTuple):
@@ -55,7 +55,7 @@ class Pages(NamedTuple):
     """
 
     rotation: Rotation
-    pool: KeyValuePool
+    pool: KvArrays
     table: PageTable
     attention: Callable[..., AttentionOutput]
 
@@ -74,13 +74,13 @@ def forward_refresh(
     config: ModelConfig,
     tokens: RowInts,
     rows: Rows,
-    pool: KeyValuePool,
+    pool: KvArrays,
     selection: Selection,
     table: PageTable,
     *,
     scored: bool,
     wanted: Wanted,
-) -> tuple[Hidden, KeyValuePool]:
+) -> tuple[Hidden, KvArrays]:
     """Run all layers over whole sequences and store what each layer selects.
 
     Arguments:
@@ -96,11 +96,11 @@ def forward_refresh(
     """
     ranges, slots = packed_ranges(config, rows), slots_of(selection, table, pool.k.shape[3])
 
-    def body(carry: tuple[Hidden, KeyValuePool], layer: Layer) -> tuple[Hidden, KeyValuePool]:
+    def body(carry: tuple[Hidden, KvArrays], layer: Layer) -> tuple[Hidden, KvArrays]:
         h, pool = carry
         return layer.apply(h, SelectedRanges(ranges, pool, selection, slots, scored))
 
-    def last(carry: tuple[Hidden, KeyValuePool], layer: Layer) -> tuple[Hidden, KeyValuePool]:
+    def last(carry: tuple[Hidden, KvArrays], layer: Layer) -> tuple[Hidden, KvArrays]:
         h, pool = carry
         k, v, q = layer.project(h, ranges.rotation, ("k", "v", "q"))  # all queries only to score keys
         pool = SelectedRanges(ranges, pool, selection, slots, scored).store(layer, q, k, v)
@@ -114,7 +114,7 @@ def forward_reuse(
     config: ModelConfig,
     tokens: RowInts,
     rows: Rows,
-    pool: KeyValuePool,
+    pool: KvArrays,
     table: PageTable,
     *,
     operands: ChainOperands | None = None,

@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from jdllm.arrays import Tensor
-from jdllm.execution.paged.pool import KeyValuePool
+from jdllm.execution.paged.pool import KvArrays
 from jdllm.execution.paged.stored_keys import StoredKeys, over_stored_keys
 from jdllm.execution.transformer import Wanted, embed, packed_ranges, ranges_of_wanted, scan_layers
 from jdllm.layers import rotate
@@ -37,7 +37,7 @@ class Storage(NamedTuple):
     positions: Int[Tensor, "entries page_rows"]
 
 
-class Parts(NamedTuple):
+class PackedParts(NamedTuple):
     """Packed rows, and the keys that they see beside each other.
 
     - `tokens`, `rows`: int32 ids, and positions and key ranges, of all rows. With `keys`, ranges count in
@@ -68,10 +68,10 @@ class PartRows(NamedTuple):
     """
 
     ranges: Ranges
-    parts: Parts
-    pool: KeyValuePool | None
+    parts: PackedParts
+    pool: KvArrays | None
 
-    def attend(self, layer: Layer, h: Hidden) -> tuple[Heads, KeyValuePool | None]:
+    def attend(self, layer: Layer, h: Hidden) -> tuple[Heads, KvArrays | None]:
         q, k, v = layer.project_unrotated(h, ("q", "k", "v"))
         pool = _store(layer, self.parts.storage, self.pool, k, v)
         q, k = (rotate(x, *self.ranges.rotation) for x in (q, k))
@@ -90,8 +90,8 @@ class WantedRows(NamedTuple):
 
     ranges: Ranges
     own: tuple[Bool[Array, " rows"], Heads, Heads] | None
-    parts: Parts
-    pool: KeyValuePool | None
+    parts: PackedParts
+    pool: KvArrays | None
 
     def attend(self, layer: Layer, h: Hidden) -> tuple[Heads, None]:
         (q,) = layer.project(h, self.ranges.rotation, ("q",))
@@ -99,8 +99,8 @@ class WantedRows(NamedTuple):
 
 
 def forward_parts(
-    params: Params, config: ModelConfig, parts: Parts, pool: KeyValuePool | None
-) -> tuple[Hidden, KeyValuePool | None]:
+    params: Params, config: ModelConfig, parts: PackedParts, pool: KvArrays | None
+) -> tuple[Hidden, KvArrays | None]:
     """Run all layers.
 
     Arguments:
@@ -113,11 +113,11 @@ def forward_parts(
     """
     ranges, (rows, live) = packed_ranges(config, parts.rows), parts.wanted
 
-    def body(carry: tuple[Hidden, KeyValuePool | None], layer: Layer) -> tuple[Hidden, KeyValuePool | None]:
+    def body(carry: tuple[Hidden, KvArrays | None], layer: Layer) -> tuple[Hidden, KvArrays | None]:
         h, pool = carry
         return layer.apply(h, PartRows(ranges, parts, pool))
 
-    def last(carry: tuple[Hidden, KeyValuePool | None], layer: Layer) -> tuple[Hidden, KeyValuePool | None]:
+    def last(carry: tuple[Hidden, KvArrays | None], layer: Layer) -> tuple[Hidden, KvArrays | None]:
         h, pool = carry
         k, v = layer.project_unrotated(h, ("k", "v"))
         pool = _store(layer, parts.storage, pool, k, v)
@@ -139,8 +139,8 @@ def _outputs(
     q: Heads,
     ranges: Ranges,
     own: tuple[Bool[Tensor, " rows"], Heads, Heads] | None,
-    parts: Parts,
-    pool: KeyValuePool | None,
+    parts: PackedParts,
+    pool: KvArrays | None,
 ) -> Heads:
     """Attention of rotated queries over everything that they see.
 
@@ -162,7 +162,7 @@ def _outputs(
 
 
 def _of_stored(
-    q: Heads, pool: KeyValuePool, table: PageTable, number: LayerNumber, scale: float
+    q: Heads, pool: KvArrays, table: PageTable, number: LayerNumber, scale: float
 ) -> AttentionOutput:
     tiles = len(table.first) - 1
     by_tile = q.reshape(tiles, -1, *q.shape[1:])
@@ -184,8 +184,8 @@ def _of_itself(q: Heads, own: Bool[Tensor, " rows"], k: Heads, v: Heads, scale: 
 
 
 def _store(
-    layer: Layer, storage: Storage | None, pool: KeyValuePool | None, k: Heads, v: Heads
-) -> KeyValuePool | None:
+    layer: Layer, storage: Storage | None, pool: KvArrays | None, k: Heads, v: Heads
+) -> KvArrays | None:
     """Write unrotated keys and values of one layer into whole pages, rotated to their new positions."""
     if storage is None or pool is None:
         return pool
@@ -201,7 +201,7 @@ def _store(
     rotated = rotate(by_slot, cos, sin).reshape(k.shape[0], k.shape[2], k.shape[1], k.shape[3])
     k = jnp.moveaxis(rotated, 2, 1)
     # Only a scatter of unique indices is plain stores.
-    return KeyValuePool(
+    return KvArrays(
         *(
             x.at[number, storage.page].set(rows.astype(x.dtype), mode="drop", unique_indices=True)
             for x, rows in zip(pool, (k, v), strict=True)

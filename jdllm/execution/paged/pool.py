@@ -17,17 +17,17 @@ PAGE_ROWS = 64
 """Rows of a page."""
 
 
-class KeyValuePool(NamedTuple):
+class KvArrays(NamedTuple):
     """Rotated keys and values of all layers and requests, in pages; one of them is `SCRATCH_PAGE`."""
 
     k: Float[Array, "layers pages kv_heads page_rows head_dim"]
     v: Float[Array, "layers pages kv_heads page_rows head_dim"]
 
 
-def empty_pool(config: ModelConfig, pages: int, page_rows: int, dtype: jnp.dtype | str) -> KeyValuePool:
+def empty_pool(config: ModelConfig, pages: int, page_rows: int, dtype: jnp.dtype | str) -> KvArrays:
     """A pool of zeros."""
     shape = pool_shape(config, pages, page_rows)
-    return KeyValuePool(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    return KvArrays(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
 def pool_shape(config: ModelConfig, pages: int, page_rows: int) -> tuple[int, int, int, int, int]:

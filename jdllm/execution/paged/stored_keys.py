@@ -7,7 +7,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from jdllm.arrays import Tensor
-from jdllm.execution.paged.pool import KeyValuePool
+from jdllm.execution.paged.pool import KvArrays
 from jdllm.models.block import RowInts
 from jdllm.models.layer import Heads, KeysValues, LayerNumber
 from jdllm.pallas.attention import AttentionOutput, attention, merge, nothing_seen
@@ -27,7 +27,7 @@ class StoredKeys(NamedTuple):
     valid: Int[Tensor, " entries"]
 
 
-def gathered_keys(keys: StoredKeys, pool: KeyValuePool, number: LayerNumber) -> KeysValues:
+def gathered_keys(keys: StoredKeys, pool: KvArrays, number: LayerNumber) -> KeysValues:
     """The rows of some pages of one layer; values that are not live are zero, whatever was there."""
     pages = jnp.asarray(keys.pages)
     live = jnp.arange(pool.k.shape[3]) < jnp.asarray(keys.valid)[:, None]
@@ -41,7 +41,7 @@ def over_stored_keys(
     start: RowInts,
     end: RowInts,
     keys: StoredKeys,
-    pool: KeyValuePool,
+    pool: KvArrays,
     number: LayerNumber,
     scale: float,
 ) -> AttentionOutput:

@@ -15,7 +15,7 @@ from jdllm.models.visibility import key_ranges
 from jdllm.planning.buckets import power_bucket
 from jdllm.planning.ladder import Entry
 from jdllm.serving.packing import head_rows, lay_out
-from jdllm.serving.pool.kv_pool import KvPool
+from jdllm.serving.pool.page_book import PageBook
 from jdllm.serving.request import Request
 
 
@@ -26,7 +26,7 @@ class PackedAdaptive(NamedTuple):
     candidates: list[np.ndarray]
 
 
-class Part(NamedTuple):
+class VerifiedRows(NamedTuple):
     """Rows of a request that the verifier evaluates together, at least one."""
 
     request: Request
@@ -38,7 +38,7 @@ def pack_adaptive(
     windows: Sequence[range],
     config: ModelConfig,
     verifier_config: ModelConfig,
-    pool: KvPool,
+    pool: PageBook,
     entry: Entry,
 ) -> PackedAdaptive:
     """Lay out the requests as the diffusion model sees them, and what the verifier evaluates of them.
@@ -53,7 +53,7 @@ def pack_adaptive(
     segment = np.repeat(np.arange(len(requests)), [len(window) for window in candidates])
     first = np.cumsum([0, *map(len, windows)])
     size = power_bucket(int(first[-1]), entry.head_rows)
-    parts = [Part(*part) for part in zip(requests, windows, strict=True)]
+    parts = [VerifiedRows(*part) for part in zip(requests, windows, strict=True)]
     verified_row = [start + np.arange(w.start, w.stop) for start, w in zip(starts, windows, strict=True)]
     verified_from = [
         at + np.maximum(masked - 1, 0) - window.start
@@ -72,7 +72,7 @@ def pack_adaptive(
 
 
 def pack_verified(
-    parts: Sequence[Part], config: ModelConfig, pool: KvPool, size: int, entries: int
+    parts: Sequence[VerifiedRows], config: ModelConfig, pool: PageBook, size: int, entries: int
 ) -> Verified:
     """Rows of the verifier, padded to `size` with rows that see nothing and are stored nowhere.
 
@@ -94,12 +94,12 @@ def pack_verified(
     return Verified(positions, Place(page, row), Window(StoredKeys(table.pages, table.valid), start, end))
 
 
-def parts_of(requests: Sequence[Request], unread: Sequence[range], most: int) -> Iterator[list[Part]]:
+def parts_of(requests: Sequence[Request], unread: Sequence[range], most: int) -> Iterator[list[VerifiedRows]]:
     """The rows of some requests that are not stored, in groups of at most `most` rows."""
     group, room = [], most
     for request, left in zip(requests, unread, strict=True):
         while left:
-            group.append(Part(request, left[:room]))
+            group.append(VerifiedRows(request, left[:room]))
             left, room = left[room:], room - len(group[-1].rows)
             if not room:
                 yield group

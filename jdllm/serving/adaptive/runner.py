@@ -62,7 +62,7 @@ class AdaptiveRunner:
         reads = self._reads(requests, [span.unread for span in spans])
         windows, pool = [span.window for span in spans], self._keys.pool
         batch, candidates = pack_adaptive(
-            requests, windows, self._config, self._verifier.config, pool.table, entry
+            requests, windows, self._config, self._verifier.config, pool.book, entry
         )
         arguments = self._params, self._verifier.params, batch
         step = self._compiled(arguments, entry)
@@ -83,7 +83,7 @@ class AdaptiveRunner:
         for parts in parts_of(requests, unread, MOST_READ):
             size = power_bucket(sum(len(part.rows) for part in parts), LEAST_READ)
             tokens = np.concatenate([request.tokens[rows.start : rows.stop] for request, rows in parts])
-            packed = pack_verified(parts, verifier.config, pool.table, size, pool.pages)
+            packed = pack_verified(parts, verifier.config, pool.book, size, pool.pages)
             arguments = verifier.params, padded(tokens.astype(np.int32), size), packed
             executable = self._executables.compile(
                 read, *arguments, pool.abstract, donate=("pool",), config=verifier.config

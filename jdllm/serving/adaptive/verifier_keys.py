@@ -8,7 +8,7 @@ from jdllm.models.leaf import dtypes_of
 from jdllm.planning.buckets import power_bucket
 from jdllm.planning.ladder import MAX_SEGMENTS
 from jdllm.serving.adaptive.verifier import Verifier
-from jdllm.serving.pool.device_pool import DevicePool
+from jdllm.serving.pool.kv_pool import KvPool
 from jdllm.serving.request import Request
 
 
@@ -68,7 +68,7 @@ class VerifierKeys:
             self._stored, self.pool = {}, self._made(rows)
         for request in requests:
             self._stored[request.id] = self._stored.pop(request.id, 0)
-        table = self.pool.table
+        table = self.pool.book
         for request in requests:
             if request.id in table.owned:
                 continue
@@ -78,7 +78,7 @@ class VerifierKeys:
                 del self._stored[oldest]
                 table = table.release(oldest) if oldest in table.owned else table
             table = table.allocate(request.id, len(request.tokens))
-        self.pool.table = table
+        self.pool.book = table
         return [_spans(request, self._stored[request.id]) for request in requests]
 
     def stored(self, requests: Sequence[Request], spans: Sequence[Spans]) -> None:
@@ -94,15 +94,15 @@ class VerifierKeys:
     def forget(self, request: int) -> None:
         """Take the pages of a request back where it holds any."""
         if self._stored.pop(request, None) is not None:
-            self.pool.table = self.pool.table.release(request)
+            self.pool.book = self.pool.book.release(request)
 
     def clear(self) -> None:
         """Give up all pages, and the pool on the device."""
         self._stored, self.pool = {}, self._made(self._rows)
 
-    def _made(self, rows: int) -> DevicePool:
+    def _made(self, rows: int) -> KvPool:
         verifier = self._verifier
-        return DevicePool(verifier.config, dtypes_of(verifier.params).pool, verifier_pages(rows))
+        return KvPool(verifier.config, dtypes_of(verifier.params).pool, verifier_pages(rows))
 
 
 def _spans(request: Request, stored: int) -> Spans:

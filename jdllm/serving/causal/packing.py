@@ -22,7 +22,7 @@ from jdllm.planning.ladder import Entry
 from jdllm.serving.causal.request import CausalRequest
 from jdllm.serving.packing import head_rows, segment_params
 from jdllm.serving.part_packing import Filled, storage_of
-from jdllm.serving.pool.kv_pool import KvPool
+from jdllm.serving.pool.page_book import PageBook
 
 _STOPS = 8
 """Stop ids of a sequence, at least."""
@@ -86,7 +86,7 @@ def pack_prompts(
     requests: Sequence[CausalRequest],
     parts: Sequence[range],
     config: ModelConfig,
-    pool: KvPool,
+    pool: PageBook,
     entry: Entry,
     entries: int | None,
 ) -> PackedPrompts:
@@ -135,7 +135,7 @@ def pages_read(request: CausalRequest, config: ModelConfig, steps: int) -> range
 
 
 def pack_sequences(
-    requests: Sequence[CausalRequest], config: ModelConfig, pool: KvPool, entry: Entry, entries: int
+    requests: Sequence[CausalRequest], config: ModelConfig, pool: PageBook, entry: Entry, entries: int
 ) -> PackedSequences:
     """List what each request reads while it generates up to `entry.steps` tokens.
 

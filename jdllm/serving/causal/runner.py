@@ -99,7 +99,7 @@ class CausalRunner:
         entries = power_bucket(sum(pages_of(part.stop) for part in parts), self._usual) if stored else None
 
         def packed(entry: Entry) -> Packed[PackedPrompts]:
-            batch = pack_prompts(asked, parts, self._config, self._pool.table, entry, entries)
+            batch = pack_prompts(asked, parts, self._config, self._pool.book, entry, entries)
             return Packed(batch, self._prefill_program(batch, entry))
 
         chosen = self._parts.choose(sizes, packed, Need(rows, len(asked), len(asked)))
@@ -116,7 +116,7 @@ class CausalRunner:
         def packed(entry: Entry) -> Packed[PackedSequences]:
             needed = sum(1 + len(pages_read(request, self._config, entry.steps)) for request in asked)
             entries = power_bucket(needed, self._least_entries(entry))
-            batch = pack_sequences(asked, self._config, self._pool.table, entry, entries)
+            batch = pack_sequences(asked, self._config, self._pool.book, entry, entries)
             return Packed(batch, self._decode_program(batch, entry, level, min(max_steps, entry.steps)))
 
         chosen = self._parts.choose(sizes, packed, Need(len(asked), len(asked), len(asked), max_steps))
@@ -142,7 +142,7 @@ class CausalRunner:
     def programs(self) -> Iterator[Program]:
         """What the ladder needs compiled."""
         request = CausalRequest(causal_spec([0], SamplingParams(gen_length=1), self._config), -1)
-        pool = self._pool.table.allocate(request.id, 2)
+        pool = self._pool.book.allocate(request.id, 2)
         for entry in self._ladder.prefill:
             for entries in (None, self._usual):
                 packed = pack_prompts([request], [range(1)], self._config, pool, entry, entries)

@@ -15,7 +15,7 @@ from jdllm.pallas.split_attention import PageTable, with_fresh_rows
 from jdllm.planning.ladder import TILE_ROWS, Entry
 from jdllm.serving.launch import Stored
 from jdllm.serving.packing import Packed, head_rows, pack, segment_params
-from jdllm.serving.pool.kv_pool import KvPool, Live
+from jdllm.serving.pool.page_book import Live, PageBook
 from jdllm.serving.request import Request
 from jdllm.serving.rule_states import packed_states
 
@@ -43,7 +43,7 @@ class ReuseBatch(NamedTuple):
 
 
 def pack_refresh(
-    requests: Sequence[Request], config: ModelConfig, pool: KvPool, entry: Entry
+    requests: Sequence[Request], config: ModelConfig, pool: PageBook, entry: Entry
 ) -> RefreshBatch:
     """Lay out whole sequences, and say which rows each layer may store."""
     packed = pack(requests, config, entry)
@@ -94,7 +94,7 @@ def reuse_demand(request: Request, page_rows: int) -> tuple[int, int, int]:
 
 
 def pack_reuse(
-    requests: Sequence[Request], config: ModelConfig, pool: KvPool, entry: Entry, entries: int
+    requests: Sequence[Request], config: ModelConfig, pool: PageBook, entry: Entry, entries: int
 ) -> ReuseBatch:
     """Lay out the forwarded rows of each request in whole tiles, and list what each tile reads.
 
@@ -135,7 +135,7 @@ def _pages(live: Live, page_rows: int) -> int:
     return int(np.count_nonzero(live)) if isinstance(live, np.ndarray) else -(-live // page_rows)
 
 
-def _table(pool: KvPool, reads: Sequence[tuple[int, Live]], size: int, entries: int) -> PageTable:
+def _table(pool: PageBook, reads: Sequence[tuple[int, Live]], size: int, entries: int) -> PageTable:
     """The pages of each (request, live rows), and of none for what is missing to `size`."""
     table = pool.page_table([request for request, _ in reads], [rows for _, rows in reads], entries)
     first = np.asarray(table.first)

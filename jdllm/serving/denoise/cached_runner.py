@@ -63,7 +63,7 @@ class CachedRunner:
         """What the ladder needs compiled; nothing where requests cannot be cached."""
         if not self._account.max_refresh:
             return
-        request, pages = smallest_request(self._config), self._pool.table.allocate(-1, 2)
+        request, pages = smallest_request(self._config), self._pool.book.allocate(-1, 2)
         request.id = -1
         for entry in self._ladder.refresh:
             yield self._refresh_program(
@@ -89,7 +89,7 @@ class CachedRunner:
         sizes = self.refresh_sizes[scored]
 
         def packed(entry: Entry) -> Packed[RefreshBatch]:
-            batch = pack_refresh(requests, self._config, self._pool.table, entry)
+            batch = pack_refresh(requests, self._config, self._pool.book, entry)
             return Packed(batch, self._refresh_program(batch, entry, scored=scored))
 
         chosen = self._parts.choose(sizes, packed, Need(rows, head_rows, len(requests)))
@@ -105,7 +105,7 @@ class CachedRunner:
         def packed(entry: Entry) -> Packed[ReuseBatch]:
             usual = self._usual_entries(entry)
             entries = usual if needed <= usual else power_bucket(needed, usual)
-            batch = pack_reuse(requests, self._config, self._pool.table, entry, entries)
+            batch = pack_reuse(requests, self._config, self._pool.book, entry, entries)
             return Packed(batch, self._reuse_program(batch, entry, level, min(max_steps, entry.steps)))
 
         chosen = self._parts.choose(sizes, packed, Need(rows, head_rows, len(requests), max_steps))

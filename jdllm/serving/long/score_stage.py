@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jdllm.arrays import padded
-from jdllm.execution.paged.parts import Parts
+from jdllm.execution.paged.parts import PackedParts
 from jdllm.execution.transformer import Wanted
 from jdllm.planning.ladder import TILE_ROWS, Entry, Sizes
 from jdllm.prefilling.score import Behind, Scoring, score, scoring_of
@@ -133,7 +133,7 @@ class Score(Stage):
             for scoring, at in zip(scorings, starts.tolist(), strict=True):
                 own[at : at + len(scoring.own)] = scoring.own
         wanted = Wanted(padded(sources.astype(np.int32), size), np.arange(size) < len(sources))
-        parts = Parts(tokens, rows, own, table, storage, wanted)
+        parts = PackedParts(tokens, rows, own, table, storage, wanted)
         pool = None if table is None and storage is None else model.pool.abstract
         executable = model.compile(
             "scores",

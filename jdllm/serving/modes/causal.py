@@ -17,7 +17,7 @@ from jdllm.serving.background import Background
 from jdllm.serving.causal.layered_runner import LayeredRunner
 from jdllm.serving.causal.request import CausalRequest, CausalSpec, causal_spec
 from jdllm.serving.causal.runner import CausalRunner
-from jdllm.serving.mode import Classes, Extras, Parts
+from jdllm.serving.mode import Classes, EngineParts, Extras
 from jdllm.serving.on_device import OnDevice
 from jdllm.serving.scheduler import Kind
 
@@ -40,7 +40,7 @@ class Causal:
     ) -> CausalSpec:
         return causal_spec(prompt, sampling, config, decode, bos_id)
 
-    def parts(self, model: OnDevice, background: Background, extras: Extras) -> Parts:
+    def parts(self, model: OnDevice, background: Background, extras: Extras) -> EngineParts:
         account, pages = model.account, model.pool.pages
         if extras.chunks is not None:
             raise ConfigError("chunks are for models that denoise: leave them out for a causal model")
@@ -53,7 +53,7 @@ class Causal:
         layered = LayeredRunner(model)
         runner = CausalRunner(model, ladder, layered, background)
         most = ladder.decode[-1].segments
-        return Parts(
+        return EngineParts(
             launchers={
                 Kind.PREFILL: runner.prefill,
                 Kind.DECODE: runner.decode,

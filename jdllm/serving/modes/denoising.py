@@ -24,7 +24,7 @@ from jdllm.serving.denoise.full_runner import FullRunner
 from jdllm.serving.launch import Launcher
 from jdllm.serving.long.preparation import Preparation
 from jdllm.serving.long.request import LongRequest, LongSpec
-from jdllm.serving.mode import Classes, Extras, Holder, Parts
+from jdllm.serving.mode import Classes, EngineParts, Extras, Holder
 from jdllm.serving.on_device import OnDevice
 from jdllm.serving.packing import demand
 from jdllm.serving.request import Request
@@ -50,7 +50,7 @@ class Denoising:
     ) -> RequestSpec:
         return generation_spec(prompt, sampling, config, decode)
 
-    def parts(self, model: OnDevice, background: Background, extras: Extras) -> Parts:
+    def parts(self, model: OnDevice, background: Background, extras: Extras) -> EngineParts:
         account, ladder = model.account, make_ladder(model.account.rows)
         preparation = Preparation(model)
         full = FullRunner(
@@ -79,7 +79,7 @@ class Denoising:
             check_verifiable(spec, extras.verifier)
             full.check(spec)
 
-        return Parts(
+        return EngineParts(
             launchers=launchers,
             costs=DenoisingCosts(preparation, account.rows),
             check=check,

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jdllm.execution.paged.pool import PAGE_ROWS
-from jdllm.serving.pool.kv_pool import KvPool
+from jdllm.serving.pool.page_book import PageBook
 from jdllm.serving.pool.stored_chunks import content_key
 
 _START = b""
@@ -43,8 +43,8 @@ class PrefixPages:
         return list(_chain(_START, tokens, page_rows))
 
     def take(
-        self, pool: KvPool, request: int, tokens: Int[np.ndarray, " tokens"], rows: int
-    ) -> tuple[KvPool, int]:
+        self, pool: PageBook, request: int, tokens: Int[np.ndarray, " tokens"], rows: int
+    ) -> tuple[PageBook, int]:
         """Give `request` its pages: pages stored for the longest beginning of its tokens, then free pages.
 
         Arguments:
@@ -67,8 +67,8 @@ class PrefixPages:
         return pool, len(found) * pool.page_rows
 
     def give_back(
-        self, pool: KvPool, request: int, tokens: Int[np.ndarray, " tokens"], computed: int
-    ) -> KvPool:
+        self, pool: PageBook, request: int, tokens: Int[np.ndarray, " tokens"], computed: int
+    ) -> PageBook:
         """Take the pages of `request`, which ends: full ones are stored, where none is under the same key.
 
         Arguments:
@@ -94,14 +94,14 @@ class PrefixPages:
                 self._unread.move_to_end(page)
         return pool.release(request, keep).discard(forgotten)
 
-    def make_room(self, pool: KvPool, pages: int) -> KvPool:
+    def make_room(self, pool: PageBook, pages: int) -> PageBook:
         """Give up the least recently used contents until so many pages are free, or only pages with readers
         are stored."""
         oldest = self._oldest(pages - pool.free_pages)
         self._forget(oldest)
         return pool.discard(oldest)
 
-    def clear(self, pool: KvPool) -> KvPool:
+    def clear(self, pool: PageBook) -> PageBook:
         """Forget all contents, of running requests too: nothing of them will be stored.
 
         Pages that are being read become free with their last reader.

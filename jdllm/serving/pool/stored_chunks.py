@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jdllm.serving.pool.kv_pool import KvPool
+from jdllm.serving.pool.page_book import PageBook
 
 
 class StoredChunk(NamedTuple):
@@ -36,7 +36,7 @@ class StoredChunks:
         self.stored: OrderedDict[bytes, StoredChunk] = OrderedDict()
         self._owners = itertools.count(-2, -1)
 
-    def pages(self, pool: KvPool) -> int:
+    def pages(self, pool: PageBook) -> int:
         """How many pages of a pool they hold; any thread may ask."""
         return sum(len(pool.pages_of(owner)) for owner in pool.owned if owner < 0)
 
@@ -51,7 +51,7 @@ class StoredChunks:
         self.stored.move_to_end(key)
         return self.stored[key]
 
-    def add(self, pool: KvPool, key: bytes, rows: int) -> tuple[KvPool, StoredChunk]:
+    def add(self, pool: PageBook, key: bytes, rows: int) -> tuple[PageBook, StoredChunk]:
         """Take pages for so many rows, which `make_room` has made, under a key that has none."""
         chunk = StoredChunk(next(self._owners), rows)
         pool = pool.allocate(chunk.owner, rows)
@@ -59,14 +59,14 @@ class StoredChunks:
         self.changes += 1
         return pool, chunk
 
-    def make_room(self, pool: KvPool, pages: int) -> KvPool:
+    def make_room(self, pool: PageBook, pages: int) -> PageBook:
         """Give up the least recently used contents until so many pages are free, or none is left."""
         while self.stored and pool.free_pages < pages:
             pool = pool.release(self.stored.popitem(last=False)[1].owner)
             self.changes += 1
         return pool
 
-    def clear(self, pool: KvPool) -> KvPool:
+    def clear(self, pool: PageBook) -> PageBook:
         """Give up everything."""
         return self.make_room(pool, pool.pages)
 

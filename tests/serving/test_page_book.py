@@ -17,7 +17,7 @@ from jdllm.errors import JdllmError, KvPoolError
 from jdllm.execution.paged.pool import pool_bytes, pool_shape
 from jdllm.models.config import ModelConfig
 from jdllm.pallas.split_attention import PageTable, split_attention
-from jdllm.serving.pool.kv_pool import KvPool
+from jdllm.serving.pool.page_book import PageBook
 
 ROWS = 64
 """Rows of a page, where a test needs no others."""
@@ -28,18 +28,18 @@ PROBE = -1
 Owned = dict[int, list[int]]
 
 
-def held(pool: KvPool) -> Owned:
+def held(pool: PageBook) -> Owned:
     return {request: pool.pages_of(request).tolist() for request in pool.owned}
 
 
-def free(pool: KvPool) -> list[int]:
+def free(pool: PageBook) -> list[int]:
     """The free pages in the order in which they would be given out."""
     return pool.allocate(PROBE, pool.free_pages * pool.page_rows).pages_of(PROBE).tolist()
 
 
-def pool_with(*rows: int, pages: int = 10) -> KvPool:
+def pool_with(*rows: int, pages: int = 10) -> PageBook:
     """Requests 0, 1, ... with so many rows each, one after another."""
-    pool = KvPool.empty(pages, ROWS)
+    pool = PageBook.empty(pages, ROWS)
     for request, count in enumerate(rows):
         pool = pool.allocate(request, count)
     return pool
@@ -82,7 +82,7 @@ class Model:
             self.free |= set(pages)
         return possible
 
-    def check(self, pool: KvPool) -> None:
+    def check(self, pool: PageBook) -> None:
         own = [page for pages in held(pool).values() for page in pages if page not in self.kept]
         assert sorted([0, *free(pool), *self.kept, *own]) == list(range(pool.pages))
         assert held(pool) == self.owned
@@ -96,7 +96,7 @@ def some_of(pages: Iterable[int], rng: random.Random) -> list[int]:
     return chosen if rng.random() < 0.9 else [rng.randrange(24)]
 
 
-def random_operation(pool: KvPool, model: Model, rng: random.Random) -> KvPool:
+def random_operation(pool: PageBook, model: Model, rng: random.Random) -> PageBook:
     """Do the same to both; where the model says that it cannot be, the pool must refuse."""
     request, count = rng.randrange(8), rng.choice([0, 1, 1, 2, 3, 5, 8])
     rows = max(count * ROWS - rng.randrange(ROWS), 0)
@@ -125,8 +125,8 @@ class TestPages:
     @pytest.mark.parametrize("steps", [20_000, pytest.param(100_000, marks=pytest.mark.slow)])
     def test_any_operations_keep_every_page_in_one_place(self, steps: int):
         rng = random.Random(0)
-        pool, model = KvPool.empty(24, ROWS), Model(24)
-        sampled: list[tuple[KvPool, Owned, list[int]]] = []
+        pool, model = PageBook.empty(24, ROWS), Model(24)
+        sampled: list[tuple[PageBook, Owned, list[int]]] = []
         refused = 0
         for step in range(steps):
             before, pool = pool, random_operation(pool, model, rng)
@@ -141,7 +141,7 @@ class TestPages:
 
     @pytest.mark.parametrize("pages", [511, 512, 513, 1500])
     def test_pages_of_large_pools(self, pages: int):
-        pool = KvPool.empty(pages, ROWS)
+        pool = PageBook.empty(pages, ROWS)
         assert pool.free_pages == pages - 1
         pool = pool.allocate(0, 500 * ROWS).allocate(1, (pages - 501) * ROWS)
         assert pool.pages_of(1).tolist() == list(range(501, pages))
@@ -159,7 +159,7 @@ class TestPages:
     def test_a_request_may_hold_no_pages(self):
         pool = pool_with(0)
         assert held(pool) == {0: []}
-        assert pool.release(0) == KvPool.empty(10, ROWS)
+        assert pool.release(0) == PageBook.empty(10, ROWS)
 
     def test_kept_pages_stay_and_come_first(self):
         pool = pool_with(3 * ROWS, ROWS).release(0, keep=[3, 1])
@@ -170,7 +170,7 @@ class TestPages:
         pool = pool.release(2, keep=[5]).release(3)
         assert free(pool) == [2, 6, 7, 8, 9]
         assert free(pool.discard([5, 3])) == [2, 3, 5, 6, 7, 8, 9]
-        assert pool.discard([1, 3, 5]).release(1) == KvPool.empty(10, ROWS)
+        assert pool.discard([1, 3, 5]).release(1) == PageBook.empty(10, ROWS)
 
     @pytest.mark.parametrize("page", [511, 512, 513])
     def test_kept_pages_of_large_pools(self, page: int):
@@ -178,11 +178,11 @@ class TestPages:
         assert free(pool) == sorted({*range(1, 1500)} - {page, 1024})
         pool = pool.discard([page])
         assert free(pool) == sorted({*range(1, 1500)} - {1024})
-        assert pool.discard([1024]) == KvPool.empty(1500, ROWS)
+        assert pool.discard([1024]) == PageBook.empty(1500, ROWS)
 
     @pytest.mark.parametrize(("rows", "pages"), [(0, 0), (1, 1), (128, 1), (129, 2), (1280, 10)])
     def test_pages_for_rows(self, rows: int, pages: int):
-        assert KvPool.empty(2, 128).pages_for(rows) == pages
+        assert PageBook.empty(2, 128).pages_for(rows) == pages
 
     def test_a_pool_cannot_be_changed(self):
         pool = pool_with(ROWS)
@@ -196,7 +196,7 @@ class TestPages:
             pages[0] = 3
 
 
-def places(pool: KvPool, request: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
+def places(pool: PageBook, request: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
     """The page of each row, and its row in that page."""
     row = np.arange(rows)
     return pool.pages_of(request)[row // pool.page_rows], row % pool.page_rows
@@ -208,7 +208,7 @@ class Rows(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.page_rows = ROWS
-        self.pool = KvPool.empty(9, self.page_rows)
+        self.pool = PageBook.empty(9, self.page_rows)
         self.keys = np.zeros((2, self.pool.pages, 3, self.page_rows, 1))
         self.written: dict[int, np.ndarray] = {}
         self.fresh = 0
@@ -292,7 +292,7 @@ class TestTables:
         assert table.first.tolist() == [0, 3, 3, 4, 5]
 
     def test_no_requests(self):
-        pool = KvPool.empty(4, ROWS)
+        pool = PageBook.empty(4, ROWS)
         assert [x.tolist() for x in pool.page_table([], [], 2)] == [[0, 0], [0, 0], [0]]
 
     def test_attention_reads_what_was_written(self, config: ModelConfig):
@@ -303,7 +303,7 @@ class TestTables:
         k, v = rng.normal(size=(2, 2, rows, 2, 8)).astype(np.float32)
         q = rng.normal(size=(1, 4, 4, 8)).astype(np.float32)
 
-        def attend(pool: KvPool, request: int) -> np.ndarray:
+        def attend(pool: PageBook, request: int) -> np.ndarray:
             page, row = places(pool, request, rows)
             layers = np.arange(2)[:, None]
             keys, values = np.full((2, *pool_shape(config, pool.pages, ROWS)), 100.0, np.float32)
@@ -367,9 +367,12 @@ class TestErrors:
             ),
             (lambda p, _: p.allocate(5, -1), "-1 rows of the KV pool: expected 0 or more"),
             (lambda p, _: p.page_table([1], [-1], 9), "-1 rows"),
-            (lambda p, _: KvPool.empty(0, 64), "a KV pool of 0 pages: expected at least 1, the scratch page"),
-            (lambda p, _: KvPool.empty(2, 0), "pages of 0 rows: expected a positive multiple of 64"),
-            (lambda p, _: KvPool.empty(2, -64), "pages of -64 rows"),
+            (
+                lambda p, _: PageBook.empty(0, 64),
+                "a KV pool of 0 pages: expected at least 1, the scratch page",
+            ),
+            (lambda p, _: PageBook.empty(2, 0), "pages of 0 rows: expected a positive multiple of 64"),
+            (lambda p, _: PageBook.empty(2, -64), "pages of -64 rows"),
             (lambda p, config: pool_shape(config, 2, 96), "pages of 96 rows: expected a .* multiple of 64"),
         ],
     )
