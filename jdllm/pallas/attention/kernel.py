@@ -252,7 +252,7 @@ def _seen(scores: Scores, key: Scalar, bounds: list[RowInts], ranges: Ranges) ->
 def _softmax(scores: Scores, m: PerRow, scale: float) -> tuple[Scores, PerRow, PerRow]:
     """Probabilities relative to the new largest score, that score, and the factor of what came before."""
     new_m = jnp.maximum(m, scores.max(axis=1) * scale)
-    # A row that has seen nothing yet has -inf everywhere: minus 0 that gives weights of 0, minus itself none.
+    # A row that has seen nothing yet has -inf only: minus 0 that weighs 0, minus itself it is no number.
     finite = jnp.where(new_m == -jnp.inf, 0.0, new_m)
     return jnp.exp2(scores * scale - _across(finite, scores)), new_m, jnp.exp2(m - finite)
 
