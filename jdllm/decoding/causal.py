@@ -46,8 +46,9 @@ class Sequences(NamedTuple):
 class Reads(NamedTuple):
     """The pages that sequences read and write while a dispatch runs.
 
-    - `pages`, `first`: as of `PageTable`, those of all steps included; behind those of each sequence an entry
-      of one fresh row, that of its number, which is read where a row is not stored before it is seen.
+    - `pages`: the pages of each sequence, all steps included. Behind them lies an entry of one fresh row,
+      which has the sequence's number; it is read where a row is not stored before it is seen.
+    - `first`: where the entries of each sequence begin; at the end, how many entries there are.
     - `before`: how many rows of its sequence lie before each entry's page.
     - `next`: of each sequence the pages from that of its last token on, as many as the steps may reach.
     """
@@ -78,10 +79,12 @@ def prefill(
 
     Arguments:
     - `batch`: the parts; the head rows are the last ones of prompts that end, plain ones first.
-    - `storage`, `keys`, `pool`: as of `PackedParts` and `forward_parts`.
+    - `storage`, `keys`: what the parts store, and the stored keys that their ranges refer to.
+    - `pool`: keys and values of all requests.
     - `plain`: how many head rows have no filter and are not listed.
     - `penalty`: of the ids that the prompts hold; `None` where no segment has one.
-    - `config`, `level`: as of `jdllm.decoding.step.denoise`; static.
+    - `config`: the model; static.
+    - `level`: at least what the segments' filters and lists need; static.
 
     Returns the trace of one step for the head rows, and the pool. Exact.
     """
@@ -116,7 +119,8 @@ def decode(
     - `reads`, `pool`: what is stored: all but the last token of each.
     - `penalty`: of the ids that are known; `None` where no segment has one.
     - `max_steps`: int32, at most the columns of the segments' step tables. Tokens do not depend on it.
-    - `config`, `level`: as of `jdllm.decoding.step.denoise`; static.
+    - `config`: the model; static.
+    - `level`: at least what the segments' filters and lists need; static.
 
     Returns the trace, of which step i holds the i-th token of each segment that had not ended, and the pool.
     Exact.

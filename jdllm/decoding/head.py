@@ -39,7 +39,7 @@ class Sources(NamedTuple):
 class Choice(NamedTuple):
     """The token of each head row, how sure the sampler is of it (higher commits first), and its
     log-probability in the distribution that probabilities are measured on; the likeliest ids of that
-    distribution, as of `RowDecision`, with log-probabilities."""
+    distribution, with log-probabilities."""
 
     token: Int[Array, " head"]
     confidence: Float[Array, " head"]

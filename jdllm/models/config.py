@@ -48,8 +48,8 @@ class ModelConfig:
 
     - `qkv_bias`: query, key and value projections have a bias.
     - `qk_norm`: queries and keys are normed per head, before the rotary embedding.
-    - `attention`: chooses the way of generating, as of `jdllm.serving.modes.registry`. In that of "causal"
-      models a row sees itself and those before it, otherwise all (`jdllm.models.visibility.key_ranges`).
+    - `attention`: the name of a way of generating in `jdllm.serving.modes.registry`. In "causal" models a
+      row sees itself and those before it, otherwise all (`jdllm.models.visibility.key_ranges`).
     - `sliding_window`: a row of a causal model sees the latest so many rows, itself included.
     - `logits_shift`: the logits of row j - 1 predict token j; row 0 predicts itself.
     - `moe`: of a mixture of experts.

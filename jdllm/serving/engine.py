@@ -173,7 +173,7 @@ class Engine:
 
         Arguments:
         - `specs`: in order of arrival.
-        - `updates`: as of `add`.
+        - `updates`: "every" step, "later", or "none"; tokens are the same.
 
         Yields the updates of these requests, which are named by their index in `specs`. Leaving it aborts
         what is left of them. Raises what `add` raises, before anything of them has run.

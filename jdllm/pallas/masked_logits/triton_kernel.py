@@ -60,7 +60,7 @@ def reduce_logits(
     PAIRS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Reduce a part of the vocabulary for `BLOCK_R` rows; pointers as in `RowSampling` and `Partials`."""
+    """Reduce a part of the vocabulary for `BLOCK_R` rows that `RowSampling` describes."""
     first_row, part = tl.program_id(0) * BLOCK_R, tl.program_id(1)
     row = first_row + tl.arange(0, BLOCK_R)
     exists = row < rows

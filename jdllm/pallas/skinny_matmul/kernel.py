@@ -163,7 +163,7 @@ def block_products(
     - `gated`: whether the one result is silu of the first product times the second.
     - `bias`: what is added to the products of each layer, one product after the other.
     - `rotation`: cosine and sine of each row: all products but the last are rotated.
-    - `chained`: as in `jdllm.pallas.chain`; all but `x` is older than the chain.
+    - `chained`: part of a chain of kernels, where all but `x` is older.
 
     Returns a product for each stack, or the gated one: in the dtype of `x` where the inputs are whole, else
     f32 sums of each part of them.

@@ -31,7 +31,7 @@ def skinny_matmul_mosaic_gpu(
     bit of the silu.
 
     Arguments:
-    - `chained`: as in `jdllm.pallas.chain`; all but `x` is older than the chain.
+    - `chained`: part of a chain of kernels, where all but `x` is older.
     - `tiles`: the cut; by default one that suits the shapes.
 
     Raises `NotImplementedError`, naming the limit, for operands and cuts that it cannot take.

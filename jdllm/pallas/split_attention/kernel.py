@@ -170,7 +170,7 @@ def attention_partials(
     - `scale`: factor of the scores.
     - `products`: how tiles are multiplied.
     - `fresh_unit`: fresh rows of an entry begin at a multiple of it.
-    - `chained`: as in `jdllm.pallas.chain`; all but queries and fresh rows is older than the chain.
+    - `chained`: part of a chain of kernels, where all but queries and fresh rows is older.
     """
     launch = _Launch(tiles, shape, scale, products, fresh_unit, chained)
     pieces = shape.pieces(tiles)

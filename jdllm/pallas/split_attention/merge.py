@@ -37,7 +37,7 @@ def merge_partials(
     Arguments:
     - `partials`: what the workers left, for the same `first`, `shape` and `tiles`.
     - `dtype`: of the output.
-    - `chained`: as in `jdllm.pallas.chain`; `first` is older than the chain.
+    - `chained`: part of a chain of kernels, where `first` is older.
 
     Returns (o, m, l) for all padded queries.
     """

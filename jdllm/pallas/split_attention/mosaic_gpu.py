@@ -31,7 +31,7 @@ def split_attention_mosaic_gpu(
     """Hopper form of `jdllm.pallas.split_attention.split_attention`.
 
     Arguments:
-    - `chained`: as in `jdllm.pallas.chain`; pools, `table` and `layer` are older than the chain.
+    - `chained`: part of a chain of kernels, where pools, `table` and `layer` are older.
     - `tiles`: the cut; by default one that suits the number of queries per key-value head.
 
     Raises `NotImplementedError`, naming the limit, for operands that it cannot take.
