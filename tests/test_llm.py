@@ -281,6 +281,7 @@ class TestUndefinedIds:
     def test_may_be_chosen_as_published(self, options: dict[str, Any], short: LLM):
         assert max(self.seen(short, **options)) >= 400
 
+    @pytest.mark.slow
     def test_the_mask_is_one_of_them_where_all_ids_are_defined(self, llm: LLM):
         assert MASK in self.seen(llm)
         banned = self.seen(llm, undefined_tokens="banned")

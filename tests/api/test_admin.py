@@ -23,6 +23,7 @@ def test_the_model_is_listed_under_its_names(client, service: Service):
     assert client.get("/v1/models/other").status_code == 404
 
 
+@pytest.mark.slow
 def test_no_sequence_is_longer_than_the_positions_of_the_model(
     client, service: Service, monkeypatch: pytest.MonkeyPatch
 ):

@@ -71,6 +71,7 @@ def test_every_token_is_an_event(client: TestClient, tokens: list[int]):
     assert told[-1][1]["text"] == f" {words(*tokens)}"
 
 
+@pytest.mark.slow
 def test_what_was_read_before_is_counted(client: TestClient):
     body = {"prompt": [*range(2, 150)], "max_tokens": 2}
     usage = [client.post("/v1/completions", json=body).json()["usage"] for _ in range(2)]

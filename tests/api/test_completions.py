@@ -154,6 +154,7 @@ def test_the_likeliest_tokens_are_listed_beside_the_chosen_one(client, demo: LLM
     assert [listed for part in parts for listed in part] == found["top_logprobs"]
 
 
+@pytest.mark.slow
 def test_echo_with_log_probabilities_masks_each_token_alone(
     client, demo: LLM, tokenizer: Tokenizer, mask_id: int
 ):
@@ -200,7 +201,7 @@ def test_tokens_of_an_echo_have_places_in_the_text_that_was_given(client):
     assert choice["logprobs"]["tokens"][:5] == ["1", r"bytes:\xe2", r"bytes:\x82", r"bytes:\xac", "<"]
 
 
-@pytest.mark.parametrize("cache", ["none", "dual"])
+@pytest.mark.parametrize("cache", ["none", pytest.param("dual", marks=pytest.mark.slow)])
 def test_a_stream_is_the_text_in_parts(client, cache):
     body = {"prompt": [PROMPT, OTHER], "max_tokens": 16, "block_length": 4, "cache": cache, "n": 2, "seed": 3}
     whole = ask(client, **body)

@@ -96,6 +96,7 @@ def test_a_mistake_is_refused(client, body):
     assert client.post("/v1/infill", json=body).status_code == 400
 
 
+@pytest.mark.slow
 def test_scores_are_the_library_s(client, demo: LLM):
     body = {"prompt": "1+1=", "answers": ["2", "31"], "mc_num": 32, "batch_size": 8, "seed": 3}
     answer = client.post("/v1/score", json=body).json()

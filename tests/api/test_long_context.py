@@ -65,6 +65,7 @@ def test_a_conversation_over_a_context(client: TestClient, demo: LLM):
 
 
 @pytest.mark.parametrize("mode", ["text", "denoise"])
+@pytest.mark.slow
 def test_streams_end_with_the_same_text(client: TestClient, demo: LLM, mode: str):
     (expected,) = demo.generate(LongPrompt(context=CONTEXT, query="get ac="), SAMPLING)
     body = {"prompt": "get ac=", "context": CONTEXT, "stream": True, "stream_mode": mode}

@@ -55,6 +55,7 @@ def values(metrics: Metrics) -> dict[tuple[str, ...], float]:
     }
 
 
+@pytest.mark.slow
 def test_work_is_that_of_the_requests(engine, metrics, make):
     finish(engine, [make(5)], updates="every")
     found = values(metrics)

@@ -56,6 +56,7 @@ def test_pages_are_filled_and_left(build: Build, config: ModelConfig, oracle: Or
         assert engine.stats().free_pages == 7
 
 
+@pytest.mark.slow
 def test_company_changes_nothing(build: Build, config: ModelConfig):
     drawn = {"temperature": 0.9, "max_tokens": 12, "early_stop": False}
     asked = [

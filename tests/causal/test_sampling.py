@@ -52,6 +52,7 @@ def counted(oracle: Oracle, ids: np.ndarray, count: int, sampling: SamplingParam
     return tokens[len(ids) :]
 
 
+@pytest.mark.slow
 def test_penalties_of_what_was_generated(build: Build, config: ModelConfig, oracle: Oracle):
     """Each in the company of the others; pages of a prompt are shared whatever is asked of it."""
     ids, count = prompt(150), 20

@@ -54,6 +54,7 @@ def test_changed_weights_in_another_type(tmp_path: Path):
     np.testing.assert_array_equal(load(tmp_path / "half").embed[...], saved.embed[...])
 
 
+@pytest.mark.slow
 def test_it_generates_with_the_tokenizer_of_its_source(tmp_path: Path):
     load(checkpoint_path()).save_pretrained(tmp_path / "saved")
     sampling = SamplingParams(gen_length=8, steps=8, block_length=8)

@@ -10,6 +10,7 @@ from jdllm.llm import LLM
 from tests.cli.helpers import IDS, LLADA, SHORT, UseModel, assert_mistake, outputs, process, run
 
 
+@pytest.mark.slow
 def test_json_of_a_recorded_run(trajectories: dict[str, np.ndarray]):
     prompt = trajectories["off_g16_s16_b16.prompt"][0].tolist()
     final = trajectories["off_g16_s16_b16.states"][-1, 0].tolist()

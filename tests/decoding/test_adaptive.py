@@ -81,8 +81,9 @@ def check(updates: list[StepUpdate], history: np.ndarray, iterations: list[Itera
         assert update.committed.tolist() == [n < iteration.accepted for n in range(len(iteration.window))]
 
 
-@pytest.mark.parametrize("together", [4, pytest.param(16, marks=SLOW)])
-@pytest.mark.parametrize("family", ["dream", pytest.param("llada", marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("together", [4, 16])
+@pytest.mark.parametrize("family", ["dream", "llada"])
 def test_every_iteration_equals_the_slow_copy(family: str, together: int, request: pytest.FixtureRequest):
     pair: Pair = request.getfixturevalue(family)
     asked = [(s, prompt) for s in CASES.values() for prompt in PROMPTS[:2]]

@@ -134,6 +134,7 @@ def test_state_lasts_where_others_end_a_dispatch(stopping_llm: LLM):
 
 
 @pytest.mark.usefixtures("rule", "policy")
+@pytest.mark.slow
 def test_state_lasts_from_refreshes_to_reuses(stopping_llm: LLM):
     """Refreshes and reuses take turns; with a cache that stores nothing all of them are exact."""
     sampling, ids = falling(**ASKED[1], cache="far", margin=100), prompts(2, seed=5)

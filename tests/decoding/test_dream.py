@@ -81,6 +81,7 @@ class TestDrawnOrder:
         assert sum(counts) == draws
         assert stats.chisquare(counts, draws * np.array(list(expected.values()))).pvalue > 1e-3
 
+    @pytest.mark.slow
     def test_a_low_temperature_takes_the_surest(self, dream_llm: LLM):
         sampling = [
             SamplingParams(

@@ -69,6 +69,7 @@ def test_the_recordings_are_there():
     assert len(RECORDED) == 3
 
 
+@pytest.mark.slow
 def test_own_draws_commit_about_their_share(dream_llm: LLM):
     """With 4 steps to a vanishing end, a quarter of all positions in each step."""
     sampling = [

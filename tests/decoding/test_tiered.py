@@ -122,6 +122,7 @@ def test_experts(executables: Executables):
     compare(params, config, LLADA, RESIDUAL, executables)
 
 
+@pytest.mark.slow
 def test_no_step_where_a_segment_has_finished_its_block(
     params: Params, config: ModelConfig, executables: Executables
 ):
@@ -134,6 +135,7 @@ def test_no_step_where_a_segment_has_finished_its_block(
 
 
 @pytest.mark.parametrize("tiers", [RESIDUAL, slow(WIDE)])
+@pytest.mark.slow
 def test_arrays_on_the_device_are_those_listed(
     tiers: HostTiers, params: Params, config: ModelConfig, executables: Executables, monkeypatch
 ):

@@ -129,7 +129,7 @@ def wide_llm(family: str) -> LLM:
     return LLM(Golden(family).directory, dtype="float32", max_num_batched_tokens=128, kv_pool=KV_POOL)
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("family", ["llada", "dream", pytest.param("llada_moe", marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("shared_executables")
 def test_every_token_of_every_step_of_all_together(family: str):
     """All of a family but the few with end ids of their own."""

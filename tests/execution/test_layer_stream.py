@@ -81,6 +81,7 @@ def test_weights_are_where_they_are_counted(family: str):
     assert host_weight_bytes(config, "float32", 0) == 0
 
 
+@pytest.mark.slow
 def test_loading_takes_no_more_of_the_device_than_running(config: ModelConfig):
     away, most = offloaded_layers(config, 1), 0
     place = place_weights(DEVICE, away)

@@ -127,6 +127,7 @@ class TestLogits:
         close(run(model, place + 7), goldens["fwd_b1.logits"])
         assert np.abs(np.asarray(run(model, place * 2)) - goldens["fwd_b1.logits"]).max() > 0.01
 
+    @pytest.mark.slow
     def test_layers_with_and_without_experts(self, mixed_config: ModelConfig):
         model, ids = drawn(mixed_config), np.random.default_rng(1).integers(500, size=(2, 9))
         actual = evaluate(model, jnp.asarray(ids), None)
@@ -208,6 +209,7 @@ class TestGradient:
             expected = (ends[0] - ends[1]) / (2 * step)
             assert abs(np.sum(np.asarray(grad) * direction) - expected) < 1e-3 * max(1, abs(expected))
 
+    @pytest.mark.slow
     def test_of_experts_against_differences(self, mixed_config: ModelConfig):
         """Of the executables' transformer, whose products of experts have no gradient; float32."""
         model, rng = drawn(mixed_config), np.random.default_rng(6)

@@ -41,7 +41,7 @@ def test_groups_of_heads_make_up_all_heads(shape: str):
         close(jnp.concatenate(parts, axis=1), heads, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("shape", ["dream-7b", "llada-moe-7b"])
+@pytest.mark.parametrize("shape", ["dream-7b", pytest.param("llada-moe-7b", marks=pytest.mark.slow)])
 def test_rows_that_are_wanted_get_what_all_rows_give_them(shape: str):
     config = small(shape)
     layer, h, sees = first_layer(config), hidden(config), packed_ranges(config, rows())

@@ -137,6 +137,7 @@ class TestKernel:
             for product, expected in zip(actual, exact, strict=True):
                 np.testing.assert_array_equal(np.asarray(product, np.float64), expected)
 
+    @pytest.mark.slow
     def test_rotated_queries_and_keys_of_fewer_heads_with_a_bias(self):
         x, exact, stacks, bias = different_outputs((256, 64, 64), biased=True)
         angles = jnp.asarray(np.random.default_rng(0).uniform(0, 6, (len(x), 32)), jnp.float32)

@@ -119,6 +119,7 @@ def test_what_operators_choose_by_on_a_described_card():
         device_of("h100", "cuda")
 
 
+@pytest.mark.slow
 def test_layers_go_to_host_memory_where_the_weights_do_not_fit(llada: Path):
     got = facts(llada, memory="8GiB", context=4096)
     assert got["fits"]

@@ -135,7 +135,8 @@ def test_a_request_begins_again_where_another_takes_the_pool_with_it(
     assert before > 6
 
 
-@pytest.mark.parametrize("lost", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [True, False])
 def test_a_stage_that_fails_ends_its_own_request(
     build: Build, alone: dict[str, Any], lost: bool, monkeypatch: pytest.MonkeyPatch
 ):

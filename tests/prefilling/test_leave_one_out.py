@@ -185,6 +185,7 @@ def test_an_answer_is_that_of_the_oracle(
     np.testing.assert_array_equal(found.history, [[*asking.query, *state] for state in states])
 
 
+@pytest.mark.slow
 def test_a_block_begins_with_a_usual_step(engine: Engine):
     """Where the threshold lets everything pass, one step for each block is all there is."""
     for build in BUILDS:

@@ -66,6 +66,7 @@ def test_two_threads_share_one_engine(build: Build, alone: dict[str, Any]):
     all_free(engine)
 
 
+@pytest.mark.slow
 def test_what_came_of_each_stage_is_told(build: Build):
     case = Case("sparse_global")
     request = end(build(), recorded_spec("sparse_global", CONFIG))

@@ -18,10 +18,12 @@ from tests.prefilling.recorded import GOLDEN, Case, case_names
 from tests.prefilling.settings import sampling_of
 
 LONG = {
+    "best47",
     "best47_rounds0_draft6",
     "best47_score_bidirectional",
     "defaults_full_prompt",
     "sparse_global",
+    "sparse_per_head",
     "sparse_per_head_last_layer",
     "sparse_per_head_pool3",
     "sparse_variant",

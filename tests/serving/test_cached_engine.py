@@ -103,6 +103,7 @@ def test_blocks_of_more_steps_than_a_dispatch_may_do(llm: LLM):
     same(alone, stepwise)
 
 
+@pytest.mark.slow
 def test_keeping_everything_is_a_dual_cache(llm: LLM):
     prompt = [np.random.default_rng(1).integers(1, 100, 40)]
     dual = dataclasses.replace(PLAIN, cache="dual")

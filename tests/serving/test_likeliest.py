@@ -108,6 +108,7 @@ def test_every_position_equals_float64(
         check(model, prompt, sampling, output)
 
 
+@pytest.mark.slow
 def test_asking_changes_no_token_and_company_nothing(stopping_llm: LLM):
     """With a cache too, whose refresh is exact."""
     cached = sampled(logprobs=4, cache="dual", block_length=4)

@@ -63,6 +63,7 @@ def transformer(path: Path, **changes: int) -> Transformer:
     return Transformer(config, {**params, **cut})
 
 
+@pytest.mark.slow
 def test_from_directories_as_from_memory(checkpoint: Checkpoint):
     """Both tokenizers define a token that the other has not, as Dream's and Qwen2.5's."""
     model = checkpoint(DREAM, words(505, mask=509))

@@ -124,6 +124,7 @@ def keys_of(llm: LLM) -> VerifierKeys:
     return keys
 
 
+@pytest.mark.slow
 def test_an_ended_request_gives_its_pages_back():
     llm = LLM(tiny(DREAM), verifier=tiny(CAUSAL))
     keys = keys_of(llm)
