@@ -41,7 +41,7 @@ class Kind(enum.IntEnum):
     """Only the forwarded positions, against stored keys and values."""
     ADAPTIVE = 3
     """A draft and its verification."""
-    PREPARE = 4
+    STAGE = 4
     """A stage of one long context, before its answer is denoised or between two blocks of it."""
     PREFILL = 5
     """Parts of prompts of a causal model, which are stored."""
@@ -57,7 +57,7 @@ SUBMITTED = (
     Kind.REFRESH,
     Kind.FULL,
     Kind.ADAPTIVE,
-    Kind.PREPARE,
+    Kind.STAGE,
     Kind.PREFILL,
     Kind.LAYERED,
 )
@@ -152,7 +152,7 @@ class _Draft:
     def holds(self, demand: Demand, limits: Limits) -> bool:
         """Whether `demand` fits too. A part that is empty holds everything, one that prepares one request."""
         return not self.ids or (
-            demand.kind is not Kind.PREPARE
+            demand.kind is not Kind.STAGE
             and (demand.kind is not Kind.REUSE or self.rows + demand.rows <= limits.reuse_rows)
             and self.head_rows + demand.head_rows <= limits.max_num_logits
             and self.entries + demand.entries <= limits.entries

@@ -142,7 +142,7 @@ def test_a_stage_that_fails_ends_its_own_request(
 ):
     for waiting in range(6):
         engine = build()
-        fail = failing(engine, Kind.PREPARE, lost, monkeypatch)
+        fail = failing(engine, Kind.STAGE, lost, monkeypatch)
         told: list[Any] = []
         others = {
             engine.add(SPECS[name], deliver=told.append): name for name in ("two blocks", "dual", "exact")

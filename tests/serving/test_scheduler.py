@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jdllm.errors import RequestError
 from jdllm.serving.scheduler import SUBMITTED, Demand, Kind, Life, Limits, Part, Scheduler
 
-FULL, REFRESH, REUSE, ADAPTIVE, PREPARE, PREFILL, DECODE, LAYERED = Kind
+FULL, REFRESH, REUSE, ADAPTIVE, STAGE, PREFILL, DECODE, LAYERED = Kind
 LIMITS = Limits(
     max_num_batched_tokens=100,
     max_num_seqs=8,
@@ -44,7 +44,7 @@ def adaptive(rows: int) -> Demand:
 
 
 def prepare(rows: int) -> Demand:
-    return Demand(PREPARE, rows, 0, 0)
+    return Demand(STAGE, rows, 0, 0)
 
 
 def with_lives(*lives: Life, limits: Limits = LIMITS) -> Scheduler:
@@ -150,7 +150,7 @@ class TestParts:
         plans = Plans(full(10), adaptive(10), refresh(10), reuse(10), full(10), reuse(10), prepare(10))
         found = plans.scheduler.plan(plans.ready)
         assert found[:3] == [Part(REUSE, (3, 5)), Part(REFRESH, (2,)), Part(FULL, (0, 4))]
-        assert found[3:] == [Part(ADAPTIVE, (1,)), Part(PREPARE, (6,))]
+        assert found[3:] == [Part(ADAPTIVE, (1,)), Part(STAGE, (6,))]
         assert [part.kind for part in found] == [k for k in SUBMITTED if k < PREFILL]
 
     def test_decodes_go_on_beside_a_prompt(self):
@@ -158,7 +158,7 @@ class TestParts:
         assert plans.scheduler.plan(plans.ready) == [Part(DECODE, (1, 2)), Part(PREFILL, (0,))]
 
     def test_one_request_is_prepared_at_a_time(self):
-        assert Plans(prepare(10), prepare(10)).plan() == {PREPARE: (0,)}
+        assert Plans(prepare(10), prepare(10)).plan() == {STAGE: (0,)}
 
     def test_nothing_is_ready(self):
         assert Plans().plan() == {}

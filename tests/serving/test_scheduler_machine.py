@@ -47,7 +47,7 @@ def cached(rows: int, head_rows: int, window: int, reuses: list[int]) -> Script:
 def prepared(rows: int, window: int, stages: int, reuses: list[int]) -> Script:
     """A block is some stages of preparation and some reuses."""
     pages, window = -(-rows // PAGE_ROWS), min(window, rows)
-    stage, reuse = Demand(Kind.PREPARE, rows, 0, 0), Demand(Kind.REUSE, window, window, pages)
+    stage, reuse = Demand(Kind.STAGE, rows, 0, 0), Demand(Kind.REUSE, window, window, pages)
     return Script(
         Life(rows, pages), tuple(step for n in reuses for step in (*(stage,) * stages, *(reuse,) * n))
     )
@@ -163,7 +163,7 @@ class Arrivals(RuleBasedStateMachine):
     def one_part(self, demands: Iterable[Demand]) -> bool:
         kinds, rows, head_rows, entries = zip(*demands, strict=True)
         return (
-            Kind.PREPARE not in kinds
+            Kind.STAGE not in kinds
             and sum(head_rows) <= self.limits.max_num_logits
             and sum(entries) <= self.limits.entries
             and (Kind.REUSE not in kinds or sum(rows) <= self.limits.reuse_rows)

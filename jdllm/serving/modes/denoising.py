@@ -66,7 +66,7 @@ class Denoising:
             Kind.FULL: full.launch,
             Kind.REFRESH: cached.refresh,
             Kind.REUSE: cached.reuse,
-            Kind.PREPARE: preparation.launch,
+            Kind.STAGE: preparation.launch,
         }
         holders: list[Holder] = [preparation]
         if extras.verifier is not None:
@@ -113,7 +113,7 @@ class DenoisingCosts:
 
     def demand(self, request: Request) -> Demand:
         if (stage := self._preparation.next(request)) is not None:
-            return Demand(Kind.PREPARE, stage.rows, 0, 0)
+            return Demand(Kind.STAGE, stage.rows, 0, 0)
         if request.cached and request.phase is Phase.REUSE:
             return Demand(Kind.REUSE, *reuse_demand(request, PAGE_ROWS))
         kind = Kind.REFRESH if request.cached else Kind.ADAPTIVE if request.adaptive else Kind.FULL
