@@ -105,7 +105,7 @@ def test_a_build_writes_the_pool_in_place(model: Model):
     model.pool.admit(asked)
     (evaluation,) = building(asked.layout, spec.long.query, 0, shifted=True)
     Build(model, asked, evaluation).launch()
-    compiled = made(model, "run")
+    compiled = made(model, "build")
     assert compiled.memory_analysis().alias_size_in_bytes >= 2 * CONFIG.num_layers * layer_bytes()
     assert temp_bytes(compiled) < 600 * MIB
     model.pool.release(asked)
