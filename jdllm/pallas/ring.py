@@ -10,6 +10,7 @@ from jaxtyping import Array, Int
 from jdllm.pallas.hopper import STRIP, SWIZZLE, SWIZZLE_COLUMNS
 
 COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
+"""The default semantics infer layouts, which takes 20 s for the operations of the head's kernel."""
 
 
 def swizzled(shape: tuple[int, ...], dtype: jnp.dtype, strip: int = STRIP) -> Any:

@@ -24,7 +24,7 @@ from jdllm.pallas.masked_logits.reduction import Logits, Moments, Partials, redu
 from jdllm.pallas.masked_logits.row_table import Field, RowFields, RowTable
 from jdllm.pallas.masked_logits.tiles import DEPTH, LOADER_REGISTERS, Tiles, padded_splits
 from jdllm.pallas.masked_logits.types import Level
-from jdllm.pallas.ring import drain, free_barriers, swizzled
+from jdllm.pallas.ring import COMPILER_PARAMS, drain, free_barriers, swizzled
 from jdllm.pallas.shared_lowering import lowered_once
 
 Scalar = Int[Array, ""]
@@ -109,10 +109,7 @@ def head_partials(
         cluster_names=("row_block", "column_block"),
         num_threads=tiles.consumers + 1,
         thread_name="warpgroup",
-        # The default semantics infer layouts, which takes 20 s for this many operations.
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
+        compiler_params=COMPILER_PARAMS,
         kernel_name="masked_logits",
     )
     results = kernel(hidden, head, count.reshape(1), *jax.tree.leaves(table))

@@ -23,6 +23,7 @@ from jdllm.pallas.masked_logits.reduction import Moments, Partials
 from jdllm.pallas.masked_logits.row_table import Field
 from jdllm.pallas.masked_logits.tiles import CHUNK
 from jdllm.pallas.masked_logits.types import RowDecision
+from jdllm.pallas.ring import COMPILER_PARAMS
 from jdllm.pallas.shared_lowering import lowered_once
 
 Scalar = Int[Array, ""]
@@ -57,9 +58,7 @@ def merge_tiles(
         out_type=[jax.ShapeDtypeStruct((rows,), jnp.int32), *[floats] * (len(tiles) - 2)],
         grid=(rows // STRIP,),
         grid_names=("strip",),
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
+        compiler_params=COMPILER_PARAMS,
         kernel_name="merge_masked_logits",
     )
     token, logit, maximum, total, *rest = kernel(*tiles, words, count.reshape(1))
