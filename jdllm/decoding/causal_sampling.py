@@ -22,10 +22,17 @@ _OF_DENOISING = {
 """Fields that only denoising uses, and why a causal model does not. Parameters of a rule or a cache are
 refused with it: without it they cannot be set."""
 
-PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-"""Fields that only causal models use."""
-
 _DEFAULTS = SamplingParams()
+
+PENALTIES = {
+    name: getattr(_DEFAULTS, name) for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")
+}
+"""Fields that only causal models use, each with the value that changes nothing."""
+
+
+def penalties_of(sampling: SamplingParams) -> list[str]:
+    """The penalties that change something."""
+    return [name for name, nothing in PENALTIES.items() if getattr(sampling, name) != nothing]
 
 
 def check_causal(sampling: SamplingParams) -> None:
@@ -37,6 +44,5 @@ def check_causal(sampling: SamplingParams) -> None:
 
 def check_denoising(sampling: SamplingParams) -> None:
     """Raise `RequestError` where a field that only causal models use is not at its default."""
-    for name in PENALTIES:
-        if getattr(sampling, name) != getattr(_DEFAULTS, name):
-            raise RequestError(f"{name} is for causal models: one that denoises does not generate in order")
+    for name in penalties_of(sampling):
+        raise RequestError(f"{name} is for causal models: one that denoises does not generate in order")

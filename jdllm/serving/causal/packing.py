@@ -8,6 +8,7 @@ import numpy as np
 from jdllm.arrays import padded
 from jdllm.decoding.batch import Batch, SegmentParams
 from jdllm.decoding.causal import Reads, Sequences
+from jdllm.decoding.causal_sampling import PENALTIES, penalties_of
 from jdllm.decoding.encoded_trace import Steps
 from jdllm.decoding.penalty import Penalty
 from jdllm.decoding.rules import evaluated_apart
@@ -213,13 +214,9 @@ def _plain(requests: Sequence[CausalRequest]) -> np.ndarray:
     return np.array(sum(not evaluated_apart(request.sampling) for request in requests), np.int32)
 
 
-_PENALTIES = (("repetition_penalty", 1), ("presence_penalty", 0), ("frequency_penalty", 0))
-"""Options, each with the value that changes nothing."""
-
-
 def penalised(requests: Sequence[CausalRequest]) -> bool:
     """Whether any of them has a penalty."""
-    return any(getattr(r.sampling, name) != nothing for r in requests for name, nothing in _PENALTIES)
+    return any(penalties_of(request.sampling) for request in requests)
 
 
 def _penalty(requests: Sequence[CausalRequest], entry: Entry, config: ModelConfig) -> Penalty | None:
@@ -229,11 +226,11 @@ def _penalty(requests: Sequence[CausalRequest], entry: Entry, config: ModelConfi
     occurrences = np.zeros((size, config.vocab_size), np.int32)
     for segment, request in enumerate(requests):
         generated = request.tokens[len(request.prompt) : request.known]
-        occurrences[segment] = np.bincount(generated, minlength=config.vocab_size)
-        occurrences[segment, np.unique(request.tokens[: request.known])] += 1
+        occurrences[segment, request.tokens[: request.known]] = 1
+        occurrences[segment] += np.bincount(generated, minlength=config.vocab_size)
     columns = (
         padded(np.array([getattr(request.sampling, name) for request in requests], np.float32), size, nothing)
-        for name, nothing in _PENALTIES
+        for name, nothing in PENALTIES.items()
     )
     return Penalty(occurrences, *columns)
 
