@@ -22,7 +22,7 @@ ELSEWHERE := --ignore tests/aot --ignore tests/gpu
 PART ?= 1/1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-slow test-demo test-lowest test-clients test-aot test-gpu test-triton bench docs lint \
+.PHONY: help demo serve test default-tests test-slow test-demo test-lowest test-clients test-aot test-gpu test-triton bench docs lint \
   format clean
 
 help:  ## show the targets
@@ -77,7 +77,11 @@ serve: $(VENV)/.ready  ## serve the bundled model on the CPU: a page and OpenAI'
 # Threads of a NumPy product wait busily, and there is a process for each core already.
 test test-slow test-demo test-aot: export OPENBLAS_NUM_THREADS = 1
 
-test: $(VENV)/.ready lint  ## lint and the default tests, on the CPU
+# Pyright has one thread: beside the tests it costs half of its time.
+test: $(VENV)/.ready  ## lint and the default tests, on the CPU
+	@$(MAKE) --no-print-directory --jobs 2 lint default-tests
+
+default-tests: $(VENV)/.ready
 	$(CPU) $(BIN)/python -m pytest $(SHARING) $(ELSEWHERE) \
 	  -m 'not slow and not demo and not aot and not gpu and not clients'
 

@@ -258,6 +258,7 @@ class TestUndefinedIds:
     def test_the_length_of_the_tokenizer_is_known(self, short: LLM):
         assert (short.config.token_limit, short.config.vocab_size) == (400, 512)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "options",
         [
@@ -271,6 +272,7 @@ class TestUndefinedIds:
         assert len(seen) > 50
         assert max(seen) < 400
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "options",
         [

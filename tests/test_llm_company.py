@@ -93,6 +93,7 @@ def test_outputs_survive_pickling(llm: LLM):
     assert pickle.loads(pickle.dumps(output)) == output
 
 
+@pytest.mark.slow
 def test_two_models_in_a_process(llm: LLM, params: Params, config: ModelConfig, alone: list[list[int]]):
     with LLM(Transformer(config, params), max_num_batched_tokens=64) as other:
         for model in (other, llm):

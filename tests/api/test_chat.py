@@ -104,6 +104,7 @@ def test_a_mistake_names_its_field(client, extra, param):
     assert answer.json()["error"]["param"] == param
 
 
+@pytest.mark.slow
 def test_an_answer_is_sent_back_as_it_is(client, demo: LLM):
     given = ask(client, max_tokens=8)["choices"][0]["message"]
     (expected,) = demo.chat(

@@ -45,6 +45,7 @@ def test_a_completion_is_what_the_library_generates(client, demo: LLM):
     }
 
 
+@pytest.mark.slow
 def test_without_ends_an_answer_is_as_long_as_was_asked_for(client, demo: LLM):
     """The model ends its answer to this prompt before; stop strings and ids of the request end it still."""
     reasons = {}

@@ -98,6 +98,7 @@ def test_values_that_change_nothing_are_accepted(client: TestClient, route: str,
     assert post(client, route, **body, **habit) == post(client, route, **body)
 
 
+@pytest.mark.slow
 def test_a_length_of_minus_one_is_the_servers(client: TestClient, service: Service):
     for field in ({}, {"max_tokens": -1}, {"max_tokens": None, "max_completion_tokens": -1}):
         answer = post(client, "/v1/chat/completions", messages=[USER], ignore_eos=True, **field)

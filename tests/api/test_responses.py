@@ -92,6 +92,7 @@ def test_an_answer_that_is_cut_is_incomplete(client: TestClient):
     assert events(client, max_output_tokens=2)[-1]["type"] == "response.incomplete"
 
 
+@pytest.mark.slow
 def test_nothing_is_stored_whatever_was_asked(client: TestClient):
     for store in (True, False, None):
         answer = ask(client, store=store)

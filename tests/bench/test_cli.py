@@ -173,6 +173,7 @@ def test_a_client_loads_no_jax():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
+@pytest.mark.slow
 def test_an_interrupt_prints_what_there_is(fake: FakeServer, tmp_path: Path):
     fake.block_seconds = 0.1
     out = tmp_path / "run.jsonl"

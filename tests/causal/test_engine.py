@@ -73,6 +73,7 @@ def test_company_changes_nothing(build: Build, config: ModelConfig):
         np.testing.assert_allclose(mine.logprobs, theirs.logprobs, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_noise_is_keyed_by_seed_step_and_position(build: Build, config: ModelConfig, oracle: Oracle):
     ids, tokens = prompt(20), list(prompt(20))
     sampling = SamplingParams(temperature=0.8, seed=77, max_tokens=6, early_stop=False)

@@ -105,6 +105,7 @@ def test_a_damaged_vocabulary_is_named(directory):
         load_tokenizer(directory)
 
 
+@pytest.mark.slow
 def test_it_is_read_silently(directory):
     code = (
         "import sys; from jdllm.checkpoints.tokenizer import load_tokenizer;"

@@ -39,6 +39,7 @@ def test_every_tensor_comes_back(family: str, tmp_path: Path):
     assert (tmp_path / "saved" / "config.json").read_bytes() == (source / "config.json").read_bytes()
 
 
+@pytest.mark.slow
 def test_changed_weights_in_another_type(tmp_path: Path):
     model = load(checkpoint_path(), dtype="float32")
     model.layers.attention.q[...] = model.layers.attention.q[...] + 0.3

@@ -196,6 +196,7 @@ def test_damaged_files_are_named(tmp_path, content):
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.slow
 def test_transformers_is_imported_late_and_silently(tmp_path):
     save(tmp_path)
     code = (

@@ -90,6 +90,7 @@ def test_chat_applies_the_template(loaded_speaking: LLM, use_model: UseModel):
     assert (output["prompt"], output["prompt_token_ids"]) == ("w1 w5 w6 w2", [1, 5, 6, 2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "rendered"),
     [

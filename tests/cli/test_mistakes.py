@@ -117,5 +117,6 @@ def test_mistakes_in_the_command():
     assert_mistake(runner.invoke(app, ["generat"]), "generat")
 
 
+@pytest.mark.slow
 def test_a_mistake_in_a_true_process():
     assert_mistake(process("generate", "--model", str(LLADA), "w5"), "tokenizer.json")

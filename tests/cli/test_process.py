@@ -87,6 +87,7 @@ def test_ctrl_c_exits_quietly(tmp_path: Path):
     assert (child.returncode, stdout, stderr) == (130, b"", b"")
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_is_no_traceback():
     reader, writer = os.pipe()
     os.close(reader)
@@ -102,6 +103,7 @@ def test_a_closed_pipe_is_no_traceback():
     assert (result.returncode, result.stderr) == (1, "")
 
 
+@pytest.mark.slow
 def test_the_text_fills_in_in_a_terminal(speaking: Path, loaded_speaking: LLM, tmp_path: Path):
     directory = tmp_path / "short context"
     shutil.copytree(speaking, directory)

@@ -91,6 +91,7 @@ def script(*args: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_the_script_converts(tmp_path):
     done = script(SOURCE, tmp_path / "native", "--dtype", "bfloat16")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -110,6 +110,7 @@ def test_a_killed_conversion_back_continues(tmp_path, source, native):
     assert written(target).items() >= complete.items()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["weights", "time", "config", "dtype", "direction"])
 def test_another_conversion_does_not_continue(tmp_path, source, native, change):
     target = tmp_path / "target"

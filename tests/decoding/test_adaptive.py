@@ -128,6 +128,7 @@ def test_the_likeliest_are_those_of_the_mixture(family: str, request: pytest.Fix
             before = after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llada", "dream"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_diffusion_model_alone_accepts_whole_windows(
@@ -371,6 +372,7 @@ class TestMemory:
         params = (abstract_params(config, "float32") for config in (wide, causal))
         assert largest_intermediate(run, *params, batch, keys.pool.abstract) == 256 // chunks * self.vocab
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("sampling", [pytest.param(SamplingParams(gen_length=4), marks=SLOW), adaptive()])
     def test_a_verifier_counts_against_the_memory(self, sampling: SamplingParams):
         weights = [param_bytes(config, "float32") for config in (LLADA, CAUSAL)]

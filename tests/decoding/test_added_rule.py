@@ -142,6 +142,7 @@ def test_state_lasts_from_refreshes_to_reuses(stopping_llm: LLM):
     check(outputs, [expected(stopping_llm, x, sampling) for x in ids])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("rule", "policy")
 @pytest.mark.parametrize("cache", [{}, {"cache": "far", "margin": 3}], ids=["none", "far"])
 def test_tokens_do_not_depend_on_the_length_of_a_dispatch(

@@ -186,6 +186,7 @@ def test_a_block_longer_than_a_dispatch(llm: LLM):
 class TestEndsInTheConfidence:
     """`confidence_eos_eot_inf`, on enough prompts that each rule for the softmax decides somewhere."""
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("mode", ["fixed", "official"])
     @pytest.mark.parametrize("temperature", [0.0, 1.0])
     def test_softmax(self, mode: Literal["fixed", "official"], temperature: float, stopping_llm: LLM):
@@ -244,6 +245,7 @@ INFILLS = {
 }
 
 
+@pytest.mark.slow
 def test_infill_denoises_the_masks_in_groups(stopping_llm: LLM):
     rng = np.random.default_rng(3)
     sequences = []
@@ -281,6 +283,7 @@ def test_confidences_rounded_to_the_dtype_of_the_model_tie(coarse_llm: LLM):
     assert any((a.history != b.history).any() for a, b in zip(outputs, fine, strict=True))
 
 
+@pytest.mark.slow
 def test_f32_models_round_nothing(llm: LLM):
     ids = prompts(3)
     runs = [

@@ -133,6 +133,7 @@ def test_each_rule(rule: Rule):
     check()
 
 
+@pytest.mark.slow
 @given(cases(st.sampled_from(list(Rule))))
 def test_any_mix(case: Case):
     np.testing.assert_array_equal(case.actual(), case.expected())

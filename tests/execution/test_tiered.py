@@ -110,6 +110,7 @@ class TestEqualsForward:
 class TestMemory:
     rows = 1024
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", TIERS)
     def test_arrays_and_transfers_are_those_listed(
         self, name: str, params: Params, config: ModelConfig, executables: Executables, monkeypatch

@@ -30,6 +30,7 @@ def rows() -> Rows:
     return Rows(*(jnp.asarray(x) for x in (np.arange(ROWS), np.zeros(ROWS, int), np.full(ROWS, ROWS))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["llada-8b", "dream-7b", "llada-moe-7b"])
 def test_groups_of_heads_make_up_all_heads(shape: str):
     config = small(shape)

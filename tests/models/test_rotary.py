@@ -149,6 +149,7 @@ def test_angles_are_the_published_f32_angles_far_out():
     np.testing.assert_allclose(sin, np.sin(angles), atol=1e-6)
 
 
+@pytest.mark.slow
 @given(
     hnp.arrays(np.float32, (3, 2, 16), elements=st.floats(-4, 4, width=32)),
     st.lists(st.integers(0, 2000), min_size=3, max_size=3),

@@ -50,6 +50,7 @@ def full(rows: int, keys: int) -> tuple[np.ndarray, np.ndarray]:
     return np.zeros(rows, np.int32), np.full(rows, keys, np.int32)
 
 
+@pytest.mark.slow
 def test_several_clusters_heads_and_blocks_of_keys_that_end_anywhere():
     check(rounded(300, 203, heads=2), *full(300, 203))
 
@@ -70,6 +71,7 @@ def test_float16():
     check(rounded(10, 70, dtype=jnp.float16), *full(10, 70))
 
 
+@pytest.mark.slow
 def test_segments_that_begin_anywhere_and_rows_that_see_nothing():
     lengths, rows = [37, 90, 5, 140], 300
     ends = np.cumsum(lengths)

@@ -91,6 +91,7 @@ def test_more_units_than_start_together(form: Any):
     check(form, [50, 120, 0, 33, 7], n=40)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_row_does_not_depend_on_the_others(form: Any, monkeypatch: pytest.MonkeyPatch, gated: bool):
     """The same rows in groups of other sizes, at other places of a unit and beside NaN: the same bits."""

@@ -198,6 +198,7 @@ def test_the_kernel_draws_the_documented_bits(columns: int):
         assert not np.asarray(actual.logit[split, :rows]).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [slow(Level.TOP), Level.MOMENTS])
 def test_the_merge_of_many_tiles(level: Level):
     """As many as two rounds of loads take, with equal scores in different tiles."""

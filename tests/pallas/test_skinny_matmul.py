@@ -76,6 +76,7 @@ def check(
 
 @pytest.mark.usefixtures("interpreted")
 class TestKernel:
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("weights", "gated", "tiles"),
         [
@@ -127,6 +128,7 @@ class TestKernel:
                     np.asarray(form, np.float64), exact, rtol=float(jnp.finfo(dtype).eps), atol=1e-4
                 )
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("outputs", [(64, 32), slow((48, 16, 80))])
     @pytest.mark.parametrize("biased", [slow(False), True])
     def test_weights_of_different_outputs(self, outputs: tuple[int, ...], biased: bool):

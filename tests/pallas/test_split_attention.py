@@ -118,6 +118,7 @@ class TestPortable:
         both = AttentionOutput(*(x.reshape(3, 4, *x.shape[1:]) for x in merge([cached, fresh])))
         check(both, oracle(c, (fresh_k, fresh_v)), F32)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("implementation", ["reference", "xla"])
     @pytest.mark.parametrize("page_rows", [slow(64), 128])
     def test_fresh_rows_of_the_table_count_as_cached_ones(self, implementation, page_rows: int):
@@ -226,6 +227,7 @@ class TestKernel:
         c = case([[192, 70, 0, 64], [1, 192]], page_rows=192)
         check(kernel(c, CUTS[cut]), oracle(c), BF16)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("cut", "heads", "kv_heads", "unit"),
         [

@@ -11,6 +11,7 @@ from jdllm.pallas.split_attention.tiles import Tiles, default_tiles
 from jdllm.pallas.split_attention.work import Shape, pair_of, piece_of, share_of, usual_pieces
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     st.lists(st.integers(0, 40), min_size=1, max_size=6),

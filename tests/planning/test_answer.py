@@ -209,6 +209,7 @@ def test_an_engine_takes_what_a_plan_says_fits_and_nothing_else(cases: list[Case
         check_longest(case.device, case.sampling)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{}, {"kv_pool": 512 * MIB}])
 def test_a_refusal_names_options_that_make_room(sizes: dict[str, Any]):
     device = Device("dream-7b", Budget(24 * 1024 * MIB, host=0), tuple(sizes.items()))

@@ -159,6 +159,7 @@ def test_a_context_that_does_not_fit_is_one_line_and_exit_code_3(llada: Path, as
         assert result.stdout.startswith("does not fit on h200: 1048576 tokens")
 
 
+@pytest.mark.slow
 def test_too_little_host_memory(llada: Path):
     got = facts(llada, "--host-memory", "1GiB", context=1 << 20, code=3)
     assert got["stop_reason"] == "host memory is too small"
@@ -166,6 +167,7 @@ def test_too_little_host_memory(llada: Path):
     assert facts(llada, "--host-memory", "1GiB", context=1 << 20, memory=str(got["needed_bytes"]))["fits"]
 
 
+@pytest.mark.slow
 def test_weights_alone_are_too_much(llada: Path):
     result = run(llada, "--json", "--no-host-tiers", memory="8GiB")
     assert (result.exit_code, json.loads(result.stdout)["max_context"]) == (3, 0)
@@ -174,6 +176,7 @@ def test_weights_alone_are_too_much(llada: Path):
     assert lines[-3:] == ["longest context: none fits", "", "LLM in this budget: no step fits"]
 
 
+@pytest.mark.slow
 def test_without_a_context_the_longest_is_planned(llada: Path):
     result = invoke(llada, "--memory", "24GiB", "--json")
     got = json.loads(result.stdout)

@@ -36,6 +36,7 @@ def test_options_and_defaults_are_those_of_the_library():
     assert fields["host"].default == parse_bytes(library["host_memory"].default)
 
 
+@pytest.mark.slow
 def test_the_type_is_that_of_the_checkpoint(llada: Path, tmp_path: Path):
     values = json.loads((llada / "config.json").read_text())
     for stated, expected in (("float32", "float32"), ("float16", "float16"), (None, "bfloat16")):
@@ -48,6 +49,7 @@ H100 = Card("NVIDIA H100 80GB HBM3", "h100", 80 * GIB)
 B300 = Card("NVIDIA B300 SXM6 AC", "h200", 268 * GIB, described=False)
 
 
+@pytest.mark.slow
 def test_card_and_memory_default_to_the_card_that_is_here(llada: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("jdllm.planning.card.visible_card", lambda: H100)
     result = invoke(llada, "--no-check", "--context", "4096")

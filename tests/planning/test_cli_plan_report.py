@@ -12,6 +12,7 @@ from tests.planning.plan_command import GIB, facts, run
 pytestmark = pytest.mark.usefixtures("no_card")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "dtype", "kernels", "in_tiles"),
     [

@@ -73,6 +73,7 @@ def check_triples(seed: int, count: int):
     assert 0.1 * count < accepted < 0.95 * count, "both outcomes are tried"
 
 
+@pytest.mark.slow
 def test_random_triples_fit_or_are_refused_rightly():
     check_triples(seed=0, count=500)
 

@@ -120,6 +120,7 @@ def problems(draw):
     return template, dims, ladders, draw(st.integers(0, whole + 256))
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(problems())
 def test_jumps_reach_what_unit_steps_reach(problem):

@@ -168,6 +168,7 @@ def damaged(token: int) -> Params:
     return {**params, "embed": params["embed"].at[token].set(jnp.nan)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["instruction", "context", "query"])
 @pytest.mark.parametrize("score", ["draft", "query"])
 def test_values_that_are_not_numbers_end_a_request(build: Build, part: str, score: str):

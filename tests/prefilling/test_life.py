@@ -123,6 +123,7 @@ def test_log_probabilities_are_those_of_the_steps_that_committed(build: Build):
             assert step == 0 or request.history[step - 1][position] == MASK
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["full_mask", "chunk_query"])
 def test_fewer_tokens_are_the_first_of_more(build: Build, mode: str):
     """Blocks beyond `max_tokens` are seen as masks, and never denoised."""

@@ -117,6 +117,7 @@ def test_any_chunks(chunks: ChunkConfig, llada: Model):
         check(llada, group, chunks=chunks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llada", slow("dream")])
 def test_one_step_a_dispatch(family: str, request: pytest.FixtureRequest):
     for group in GROUPS:

@@ -98,6 +98,7 @@ def check_position(
     assert top[token] == logprob
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "asked"), [("stopping_llm", LLADA), ("dream_llm", DREAM)])
 def test_every_position_equals_float64(
     family: str, asked: Sequence[SamplingParams], request: pytest.FixtureRequest

@@ -55,6 +55,7 @@ def test_what_lies_behind_an_accepted_window_is_read_later():
     assert keys.hold([request]) == [Spans(range(3, 6), range(6, 7))]
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_every_row_that_is_seen_was_evaluated_with_its_last_token(data: st.DataObject):
     """Brute force: which token each stored row was evaluated with, and what it saw then."""
@@ -144,6 +145,7 @@ def test_prompts_are_read_in_parts(rows: int, monkeypatch: pytest.MonkeyPatch):
     assert [output.token_ids for output in found] == [output.token_ids for output in expected]
 
 
+@pytest.mark.slow
 def test_stored_keys_that_a_failure_took_are_stored_again(monkeypatch: pytest.MonkeyPatch):
     llm = LLM(tiny(DREAM), verifier=tiny(CAUSAL))
     engine, keys = llm.engine, keys_of(llm)
