@@ -69,6 +69,7 @@ def test_as_many_layers_as_fit_stay_and_tokens_are_the_same(checkpoint: Path, ex
                 ask()
 
 
+@pytest.mark.slow
 def test_a_context_that_is_asked_for_moves_layers(checkpoint: Path):
     with small(checkpoint, 8) as llm:
         assert llm.account.offloaded == 0

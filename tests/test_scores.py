@@ -265,6 +265,7 @@ def test_values_that_are_no_numbers_are_named(params: Params, config: ModelConfi
                 call(llm)
 
 
+@pytest.mark.slow
 def test_others_are_served_between_evaluations(llm: LLM, monkeypatch: pytest.MonkeyPatch):
     scorer, answers = llm.scorer, []
     plain = scorer.run

@@ -31,6 +31,7 @@ def test_an_answer_is_what_the_library_says(client, demo: LLM):
     )
 
 
+@pytest.mark.slow
 def test_several_turns_and_parts_of_text(client, demo: LLM):
     messages = [
         {"role": "system", "content": "add"},
@@ -62,6 +63,7 @@ def test_a_stream_begins_with_the_role_and_is_the_text_in_parts(client):
         assert rest[-1]["finish_reason"] == choice["finish_reason"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("top", [slow(0), 20])
 def test_the_likeliest_tokens_are_listed_whole_and_streamed(
     client, demo: LLM, tokenizer: Tokenizer, top: int

@@ -136,6 +136,7 @@ def test_log_probabilities_are_those_of_the_committing_step(client, demo: LLM):
     assert found["text_offset"][1] == len(found["tokens"][0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [5, slow(0), slow(1)])
 def test_the_likeliest_tokens_are_listed_beside_the_chosen_one(client, demo: LLM, count: int):
     """At a temperature the chosen one is often none of them."""

@@ -108,6 +108,7 @@ def test_a_length_of_minus_one_is_the_servers(client: TestClient, service: Servi
     assert answer["usage"]["completion_tokens"] == 3
 
 
+@pytest.mark.slow
 def test_a_filter_takes_the_temperature_of_the_server(
     client: TestClient, demo: LLM, service: Service, monkeypatch: pytest.MonkeyPatch
 ):

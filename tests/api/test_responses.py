@@ -57,6 +57,7 @@ def test_a_response_is_what_the_library_says(client: TestClient, demo: LLM):
     }
 
 
+@pytest.mark.slow
 def test_messages_instructions_and_answers_of_ours_are_a_conversation(client: TestClient, demo: LLM):
     first = ask(client, input="1+1=")["output"]
     text = first[0]["content"][0]["text"]
@@ -75,6 +76,7 @@ def test_messages_instructions_and_answers_of_ours_are_a_conversation(client: Te
     assert answer["instructions"] == "add"
 
 
+@pytest.mark.slow
 def test_sampling_parameters_have_their_usual_names(client: TestClient):
     options = {"temperature": 2.0, "top_p": 0.9, "seed": 5, "ignore_eos": True}
     answer = ask(client, **options)

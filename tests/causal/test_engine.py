@@ -88,6 +88,7 @@ def test_noise_is_keyed_by_seed_step_and_position(build: Build, config: ModelCon
     assert answers([request]) == [tokens[20:]]
 
 
+@pytest.mark.slow
 def test_the_likeliest_are_those_of_the_clean_distribution(build: Build, config: ModelConfig, oracle: Oracle):
     """Of a prompt's first token and of those behind it, beside requests that ask for nothing or filter."""
     drawn = {"temperature": 0.8, "max_tokens": 6, "early_stop": False}

@@ -34,6 +34,7 @@ def test_a_second_turn_evaluates_its_new_tokens(build: Build, config: ModelConfi
     assert engine.stats().free_pages == engine.stats().pages
 
 
+@pytest.mark.slow
 def test_company_reads_the_same_pages(build: Build, config: ModelConfig):
     engine = build()
     system = prompt(130)

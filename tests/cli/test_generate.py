@@ -38,6 +38,7 @@ def test_json_of_a_recorded_run(trajectories: dict[str, np.ndarray]):
     assert timings["total"] == pytest.approx(timings["queued"] + timings["running"])
 
 
+@pytest.mark.slow
 def test_sampling_options_reach_the_sampler(
     trajectories: dict[str, np.ndarray], llm: LLM, use_model: UseModel
 ):

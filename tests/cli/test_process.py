@@ -51,6 +51,7 @@ def test_help_takes_little_of_the_processor():
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
 
 
+@pytest.mark.slow
 def test_a_model_from_a_directory_needs_no_flax():
     """Importing Flax takes longer than a short answer."""
     code = "import sys, jdllm.cli, jdllm.llm; assert 'jax' in sys.modules; assert 'flax' not in sys.modules"

@@ -99,6 +99,7 @@ def test_it_is_warmed_up_on_a_card_or_where_that_is_asked_for(
     assert ("nothing is compiled beforehand" in result.stdout) is not warm
 
 
+@pytest.mark.slow
 def test_a_server_reads_overrides_and_settings_of_long_contexts(served: list[Served]):
     overrides, fields = '{"max_sequence_length": 4096}', '{"chunk_length": 64, "chunks_kept": 2}'
     result = serve("--hf-overrides", overrides, "--prefilling", fields)

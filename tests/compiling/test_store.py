@@ -278,6 +278,7 @@ def test_values_are_described_apart():
             described((value,))
 
 
+@pytest.mark.slow
 def test_another_process_has_the_same_descriptions_and_loads_a_sort(tmp_path: Path, config: ModelConfig):
     """On a CPU the other way to serialise refuses sorts."""
     program = Program(lambda x: (jnp.sort(jnp.tanh(x @ x.T), axis=0), {"sum": x.sum()}), (X,), {})

@@ -285,6 +285,7 @@ def free(dream: Pair) -> list[int]:
 
 
 class TestEnd:
+    @pytest.mark.slow
     def test_an_end_id_ends_the_text_where_it_is_accepted(self, free: list[int]):
         at = 7
         assert free[at] not in free[:at]

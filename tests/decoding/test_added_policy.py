@@ -48,6 +48,7 @@ def policy() -> Iterator[CachePolicy]:
     unregister(POLICY)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("policy")
 def test_with_nothing_stored_its_steps_are_exact(stopping_llm: LLM):
     sampling, ids = sampled(cache="far", margin=100, block_length=4), prompts(2, seed=7)

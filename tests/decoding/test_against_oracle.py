@@ -72,6 +72,7 @@ def test_ragged_batch_of_different_parameters(stopping_llm: LLM):
     check(outputs, [oracle.generate(logits, x, s, IDS) for x, s in zip(ids, sampling, strict=True)])
 
 
+@pytest.mark.slow
 def test_an_empty_prompt_asks_for_any_text(stopping_llm: LLM):
     names = ("plain", "blocks", "guided", "temperature")
     ids, sampling = [np.empty(0, np.int64), *prompts(1)], [RAGGED[name] for name in names]
@@ -138,6 +139,7 @@ DREAM_RULES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rules", [pytest.param(RULES, id="transfer"), slow(DREAM_RULES, id="alg")])
 def test_every_rule_in_one_ragged_batch(rules: dict[str, SamplingParams], stopping_llm: LLM):
     ids, sampling = prompts(len(rules), seed=5), list(rules.values())
@@ -156,6 +158,7 @@ def test_every_rule_with_shifted_logits(rules: dict[str, SamplingParams], dream_
     check(outputs, [oracle.generate(logits, x, s, known) for x, s in zip(ids, sampling, strict=True)])
 
 
+@pytest.mark.slow
 def test_rules_commit_now_one_token_and_now_several(stopping_llm: LLM):
     """What makes the comparison with the oracle worth something."""
     for name in ("threshold", "factor", "entropy bound", "threshold, hot"):

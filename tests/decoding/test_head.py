@@ -91,6 +91,7 @@ def test_every_rule(params: Params, config: ModelConfig):
     check(params, stops, ALL, oracle.Ids(mask=510, eos=stops.eos_id, eot=stops.eot_id))
 
 
+@pytest.mark.slow
 def test_every_rule_with_shifted_logits(dream_params: Params, dream_config: ModelConfig):
     known = [s for s in ALL if s.confidence_eos_eot_inf is None]
     ids = oracle.Ids(mask=509, eos=dream_config.eos_id, shift=True)
@@ -132,6 +133,7 @@ def test_a_higher_level_chooses_the_same(needed: Level, dream_params: Params, dr
         np.testing.assert_array_equal(other.confidence[:count], runs[0].confidence[:count])
 
 
+@pytest.mark.slow
 def test_chunks_choose_the_same(dream_params: Params, dream_config: ModelConfig):
     batch, count = packed([s for s in ALL if s.confidence_eos_eot_inf is None], dream_config)
     hidden = hidden_rows(batch, dream_config)

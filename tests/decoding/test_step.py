@@ -86,6 +86,7 @@ class TestMemory:
 
     vocab, head = 32768, 1024
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("level", Level)
     @pytest.mark.parametrize("chunks", [1, 2, 8])
     def test_the_largest_array_is_a_chunk_of_logits(self, chunks: int, level: Level, config: ModelConfig):

@@ -148,11 +148,13 @@ def test_a_mix_gives_what_each_segment_gives_alone(case: Case):
         assert set(np.flatnonzero(alone)) == own & set(np.flatnonzero(together))
 
 
+@pytest.mark.slow
 @given(cases(st.sampled_from([rule for rule in Rule if rule is not Rule.ENTROPY_BOUND])))
 def test_without_entropies_other_rules_are_the_same(case: Case):
     np.testing.assert_array_equal(case.actual(entropies=False), case.expected())
 
 
+@pytest.mark.slow
 @given(cases(st.sampled_from(NOT_DREAM)))
 def test_every_segment_commits_something_except_by_chance(case: Case):
     case.params = [params._replace(quota=max(params.quota, 1)) for params in case.params]

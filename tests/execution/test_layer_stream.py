@@ -43,6 +43,7 @@ def slow(*values: object):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "count", "chunks"),
     [

@@ -136,6 +136,7 @@ class TestLogits:
 
 
 class TestParts:
+    @pytest.mark.slow
     def test_hidden_states_layer_by_layer(self, config: ModelConfig, params: Params, goldens):
         model, ids = Transformer(config, params), goldens["fwd_b1.input_ids"]
         sees = model.sees(ids.shape)

@@ -224,6 +224,7 @@ def test_segments_that_are_not_scored_keep_their_order_whatever_their_rows_hold(
     assert_order(segments, padding=4)
 
 
+@pytest.mark.slow
 def test_rows_are_read_only_where_a_segment_is_scored():
     q, k, selection = pack(random_batch(0, "normal", segments=2, scored=False))
     slots = slots_of(selection, table_for(np.arange(9), np.array([4, 4])), PAGE_ROWS)
@@ -312,6 +313,7 @@ def test_pages_are_untouched_where_no_segment_stores():
         np.testing.assert_array_equal(got, pool)
 
 
+@pytest.mark.slow
 def test_stored_rows_take_the_type_of_the_pool():
     (segment,) = random_batch(0, "normal", segments=1, scored=False, keep=3)
     _, k, selection = pack([segment])

@@ -65,6 +65,7 @@ class TestEqualsForward:
         tokens, rows, _ = lay_out(SEQUENCES, config)
         check(params, config, tokens, rows, TIERS[name], executables.call)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", ["groups", slow("wide")])
     def test_biases_and_shared_heads(
         self, name: str, dream_params: Params, dream_config: ModelConfig, executables: Executables

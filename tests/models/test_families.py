@@ -145,6 +145,7 @@ def test_greedy_continuations(recorded):
     assert tested == 7
 
 
+@pytest.mark.slow
 def test_the_module_sees_what_the_family_sees():
     golden = Golden("mistral_swa")
     config = config_from_hf(golden.directory)

@@ -183,6 +183,7 @@ def test_any_ranges(pairs: list[tuple[int, int]]):
     close(compiled("xla", BLOCK)(*x, bounds[:, 0], bounds[:, 1]), oracle(x, bounds[:, 0], bounds[:, 1]))
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, ROWS), max_size=3), st.sampled_from(KINDS))
 def test_merge_of_disjoint_keys_is_the_whole(cuts: list[int], kind: str):
     x = inputs(ROWS, ROWS, 4, 2)

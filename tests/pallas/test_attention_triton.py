@@ -56,6 +56,7 @@ def test_equals_float64(attend, kind: str):
     check(attend, inputs(ROWS, ROWS, 4, 2), *ranges(kind, ROWS, ROWS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [DTYPES[1], slow(DTYPES[2])])
 def test_sixteen_bits(attend, dtype):
     for kind in ("packed", "sliding"):

@@ -70,6 +70,7 @@ def check(sizes: np.ndarray, tiles: Tiles | None, dtype=jnp.bfloat16) -> None:
 
 @pytest.mark.usefixtures("interpreted")
 class TestProducts:
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         "tiles",
         [

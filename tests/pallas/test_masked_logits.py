@@ -112,6 +112,7 @@ def test_ties_go_to_the_lowest_id():
     np.testing.assert_array_equal(decide(logits, asked(3)).token, [7, 298, 0])
 
 
+@pytest.mark.slow
 def test_the_second_value_may_equal_the_first():
     logits = np.zeros((2, VOCAB), np.float32)
     logits[0, [40, 7]] = 5

@@ -340,6 +340,7 @@ class TestGumbel:
         portable = np.asarray(noise.gumbel(jnp.asarray(bits)), np.float64)
         assert (np.abs(actual - portable) <= 2 * ulp(portable)).all()
 
+    @pytest.mark.slow
     def test_a_million_draws(self):
         self.check(np.random.default_rng(0).integers(0, 2**32, 1_000_000))
 

@@ -60,6 +60,7 @@ def test_vocabularies_around_a_group(decide, vocab: int):
     check(decide(hidden, head, rows, Level.TOP), oracle(exact_logits(hidden, head), rows))
 
 
+@pytest.mark.slow
 @any_tiles
 @pytest.mark.parametrize("level", [Level.TOP, Level.MOMENTS])
 def test_bans_limits_temperatures_and_noise_together(decide, level: Level):
@@ -90,6 +91,7 @@ def test_bans_next_to_the_edges_of_tiles(decide):
     check(decide(hidden, head, rows, Level.MOMENTS), oracle(exact_logits(hidden, head), rows), Level.MOMENTS)
 
 
+@pytest.mark.slow
 def test_rows_from_the_count_on_are_not_computed(decide):
     hidden, head = operands(40, 64)
     rows = asked(40, vocab=64)
@@ -110,6 +112,7 @@ def test_one_id_left_has_no_second(decide):
     np.testing.assert_array_equal(actual.negative_entropy, [0, 0])
 
 
+@pytest.mark.slow
 @any_tiles
 def test_equal_logits_in_different_tiles(decide):
     head = jnp.zeros((304, 64), jnp.bfloat16).at[jnp.asarray([40, 170, 290]), 0].set(1)
@@ -134,6 +137,7 @@ def test_infinite_operands_give_no_finite_probability(decide, where: str, value:
     assert ((np.asarray(actual.token) >= 0) & (np.asarray(actual.token) < VOCAB)).all()
 
 
+@pytest.mark.slow
 def test_the_noise_is_the_documented_one(triton_form):
     """With a head of zeros each part's score is its largest draw."""
     rows, vocab = 5, 520

@@ -164,6 +164,7 @@ class TestKernel:
         for layer in range(LAYERS):
             check(jitted(jnp.int32(layer)), x, stacks, layer=layer)
 
+    @pytest.mark.slow
     def test_a_row_does_not_depend_on_what_the_others_hold(self):
         rng = np.random.default_rng(0)
         x, w = (jnp.asarray(rng.standard_normal(s), jnp.bfloat16) for s in ((16, 192), (1, 64, 192)))

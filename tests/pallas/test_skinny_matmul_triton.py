@@ -116,6 +116,7 @@ def test_a_bias_is_added_before_the_sum_is_rounded(form: Any):
     assert product.tolist() == [[1]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("biased", [False, True])
 def test_rotated_queries_and_keys_of_fewer_heads(form: Any, biased: bool):
     x, exact, stacks, bias = different_outputs((96, 32, 32), biased)

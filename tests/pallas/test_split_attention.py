@@ -107,6 +107,7 @@ class TestPortable:
         v = c.v.at[:, page, :, 5:].set(jnp.nan)
         check(run(c, "xla", v=v), oracle(c), F32)
 
+    @pytest.mark.slow
     def test_merged_with_a_fresh_block_it_is_attention_over_both(self):
         c = case([[64, 20], [9], []], queries=4, heads=4, kv_heads=2, dtype=jnp.float32)
         rng = np.random.default_rng(1)
@@ -216,6 +217,7 @@ class TestKernel:
         c = case([[64, 5, 64, 30]], queries=queries, heads=heads)
         check(kernel(c, CUTS[cut]), oracle(c), BF16)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("cut", ["wide", slow("one"), slow("blocks"), slow("all")])
     def test_fresh_rows(self, cut: str):
         c = case(RAGGED, heads=4, kv_heads=2)

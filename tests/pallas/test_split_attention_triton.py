@@ -56,6 +56,7 @@ def test_ragged_requests(form: Any, dtype: Any, heads: int, kv_heads: int, queri
     assert not np.asarray(actual.l[1]).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("programs", [*map(slow, (1, 10_000)), 12])
 def test_parts_of_a_request_are_one(form: Any, programs: int, monkeypatch: pytest.MonkeyPatch):
     """As many as keep a card busy, also more than a request has entries."""
@@ -76,6 +77,7 @@ def test_head_sizes(form: Any, head_dim: int):
     check(run(form, c), oracle(c), TOLERANCE["float32"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_rows", [slow(64), 128])
 def test_fresh_rows_of_the_table_count_as_cached_ones(form: Any, page_rows: int):
     c = case(RAGGED, heads=4, kv_heads=2, page_rows=page_rows, dtype=jnp.float32)
@@ -131,6 +133,7 @@ class TestChoice:
         c = case(RAGGED, dtype=jnp.float32)
         return split_attention(*c[:4], layer=c.layer, scale=c.scale, **options)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("capability", [slow(8.0), 9.0])
     def test_it_runs_where_no_other_kernel_can(self, on, form: Any, capability: float):
         on(capability)

@@ -189,6 +189,7 @@ def test_without_a_context_the_longest_is_planned(llada: Path):
     assert (nothing.exit_code, json.loads(nothing.stdout)["fits"]) == (3, False)
 
 
+@pytest.mark.slow
 def test_an_engine_in_the_budget(llada: Path):
     engine = facts(llada)["engine"]
     assert engine["rows"] == 12288

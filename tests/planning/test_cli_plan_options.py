@@ -22,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("no_card")
 LONGEST = 1 << 24
 
 
+@pytest.mark.slow
 def test_spellings_of_a_size(llada: Path):
     same = {facts(llada, memory=text)["budget_bytes"] for text in ("24G", "24GiB", "24 gib", str(24 * GIB))}
     assert same == {24 * GIB}
@@ -93,6 +94,7 @@ def test_without_a_card_the_description_of_one_is_taken_and_named(llada: Path):
     assert got["budget_bytes"] == 150109880320 * 3 // 4 + (768 << 20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "words"),
     [

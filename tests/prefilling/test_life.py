@@ -49,6 +49,7 @@ def test_requests_are_the_same_alone_and_in_company(
         all_free(engine)
 
 
+@pytest.mark.slow
 def test_two_threads_share_one_engine(build: Build, alone: dict[str, Any]):
     engine, found = build(), dict[str, Request]()
 

@@ -69,6 +69,7 @@ def test_a_second_question_over_the_same_context_encodes_no_chunk(build: Build, 
         same(second, fresh)
 
 
+@pytest.mark.slow
 def test_what_rows_of_chunks_see_tells_stored_ones_apart(build: Build):
     """The keys of a chunk depend on its instruction and on the mask, and on nothing else."""
     asking, engine = question(22), build()

@@ -144,6 +144,7 @@ def logits(
     return np.asarray(logits_of()(parts, pool_of(engine) if reads else None))[: len(wanted)]
 
 
+@pytest.mark.slow
 @EVERY_CASE
 def test_logits_of_the_first_token_and_of_the_first_step_are_those_recorded(engine: Engine, name: str):
     case = Case(name)

@@ -166,6 +166,7 @@ class TestRequests:
         engine.step()
         assert [state.running for state in engine.requests()] == [True, False]
 
+    @pytest.mark.slow
     def test_any_thread_may_ask_at_any_time(self, engine, config):
         """A reader never sees a request twice, nor one that is more or less than whole."""
         asked = make(config, [5, 9, 13, 17], cache="dual")
