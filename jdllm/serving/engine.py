@@ -307,18 +307,11 @@ class Engine:
         return []
 
     def _steps(self, part: Part) -> int:
-        """Steps that a part may do before others of its company have to be served."""
+        """Steps of a part: fewer where somebody wants each as it comes."""
+        if not any(map(self.entries.told_every, part.ids)):
+            return part.steps
         alone = len(part.ids) == len(self.scheduler.running)
-        if not alone:
-            return 1
-        told = any(map(self.entries.told_every, part.ids))
-        requests = [self.entries[i] for i in part.ids]
-        if part.kind is Kind.DECODE:
-            left = max(r.steps_left for r in requests)
-            return min(left, _TOLD_TOKENS) if told else left
-        if told:
-            return 1
-        return min(r.reuse_steps if part.kind is Kind.REUSE else r.steps_left for r in requests)
+        return min(part.steps, _TOLD_TOKENS) if part.kind is Kind.DECODE and alone else 1
 
     def _collect(self, pending: Pending) -> list[Update]:
         try:

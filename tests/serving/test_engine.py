@@ -75,7 +75,7 @@ def test_all_in_step_run_to_the_end_of_a_block(build, config, monkeypatch):
     engine = build()
     parts = submitted(engine, monkeypatch)
     finish(engine, make(config, [5, 9], cache="dual"))
-    assert parts == 2 * [(Kind.REFRESH, [5, 9], 4), (Kind.REUSE, [5, 9], 3)]
+    assert parts == 2 * [(Kind.REFRESH, [5, 9], 1), (Kind.REUSE, [5, 9], 3)]
 
 
 def test_who_arrives_later_joins_and_nobody_runs_alone(build, config, monkeypatch):

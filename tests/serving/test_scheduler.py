@@ -65,7 +65,7 @@ class Plans:
         self.ready = dict(enumerate(demands))
 
     def plan(self, busy: Collection[Kind] = (), rows: int = 0) -> dict[Kind, tuple[int, ...]]:
-        return dict(self.scheduler.plan(self.ready, busy, rows))
+        return {part.kind: part.ids for part in self.scheduler.plan(self.ready, busy, rows)}
 
 
 class TestAdd:

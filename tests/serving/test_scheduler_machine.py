@@ -31,6 +31,11 @@ class Script(NamedTuple):
     life: Life
     steps: tuple[Demand, ...]
 
+    def next(self, done: int) -> Demand:
+        """The step after so many, and how many of its kind there are."""
+        demand, *later = self.steps[done:]
+        return demand._replace(steps=1 + sum(1 for _ in itertools.takewhile(demand.__eq__, later)))
+
 
 def uncached(kind: Kind, rows: int, head_rows: int, steps: int) -> Script:
     return Script(Life(rows, 0), (Demand(kind, rows, min(head_rows, rows), 0),) * steps)
@@ -73,7 +78,9 @@ def some_limits(draw: st.DrawFn) -> Limits:
     sizes: dict[Kind, tuple[int, ...]] = {Kind.REFRESH: rows, Kind.PREFILL: rows} if rows else {}
     uncached = draw(st.integers(min(8, budget), budget))
     limits = budget, seqs, logits, entries, reuses, pages, longest, refresh, beside, uncached
-    return Limits(*limits, sizes)
+    return Limits(
+        *limits, sizes, company_steps=draw(st.integers(1, 4)), company_rows=draw(st.integers(0, 60))
+    )
 
 
 ROWS = st.integers(1, 16) | st.integers(1, 60)
@@ -130,7 +137,7 @@ class Arrivals(RuleBasedStateMachine):
 
     def ready(self) -> dict[int, Demand]:
         flying = {request for part, _ in self.in_flight for request in part.ids}
-        return {r: self.scripts[r].steps[n] for r, n in self.steps_done.items() if r not in flying}
+        return {r: self.scripts[r].next(n) for r, n in self.steps_done.items() if r not in flying}
 
     def turn(self, request: int) -> tuple[int, int]:
         return self.last_turn[request], self.arrived[request]
@@ -161,7 +168,7 @@ class Arrivals(RuleBasedStateMachine):
         return rows <= self.limits.max_num_batched_tokens and (not part or self.one_part([*part, demand]))
 
     def one_part(self, demands: Iterable[Demand]) -> bool:
-        kinds, rows, head_rows, entries = zip(*demands, strict=True)
+        kinds, rows, head_rows, entries, _ = zip(*demands, strict=True)
         return (
             Kind.STAGE not in kinds
             and sum(head_rows) <= self.limits.max_num_logits
@@ -263,6 +270,24 @@ class Arrivals(RuleBasedStateMachine):
             assert list(part.ids) == sorted(part.ids, key=self.arrived.__getitem__)
             assert len(part.ids) <= self.limits.max_num_seqs
             assert len(part.ids) == 1 or self.one_part(ready[request] for request in part.ids)
+            self.check_steps(part, [ready[request] for request in part.ids])
+
+    def check_steps(self, part: Part, demands: list[Demand]) -> None:
+        """A part ends where one of its requests needs something else, and in company after a few steps."""
+        left = [demand.steps for demand in demands]
+        most = max(left) if part.kind is Kind.DECODE else min(left)
+        assert 1 <= part.steps <= most
+        if len(demands) == len(self.steps_done):
+            assert part.steps == most
+        elif part.kind in (Kind.REUSE, Kind.DECODE):
+            rows = part.steps * sum(demand.rows for demand in demands)
+            assert part.steps == 1 or (
+                part.steps <= self.limits.company_steps and rows <= self.limits.company_rows
+            )
+            more = rows // part.steps * (part.steps + 1)
+            assert part.steps in (most, self.limits.company_steps) or more > self.limits.company_rows
+        else:
+            assert part.steps == 1
 
     def check_choice(self, served: dict[int, Demand], candidates: dict[int, Demand]) -> None:
         """The first pick is served or everybody waits for it; nobody else is left out who fits beside those
@@ -297,7 +322,9 @@ class Arrivals(RuleBasedStateMachine):
         for request in part.ids:
             if request not in self.steps_done:
                 continue
-            self.steps_done[request] += 1
+            self.steps_done[request] += min(
+                part.steps, self.scripts[request].next(self.steps_done[request]).steps
+            )
             if self.steps_done[request] == len(self.scripts[request].steps):
                 self.forget(request)
             else:

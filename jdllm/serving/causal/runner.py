@@ -86,7 +86,7 @@ class CausalRunner:
             return self._layered.demand(asked)
         if asked.decodes:
             pages = pages_read(asked, self._config, self._ladder.decode[0].steps)
-            return Demand(Kind.DECODE, 1, 1, 1 + len(pages))
+            return Demand(Kind.DECODE, 1, 1, 1 + len(pages), asked.steps_left)
         part = part_of(asked, self.chunk)
         return Demand(Kind.PREFILL, len(part), int(part.stop == asked.known), pages_of(part.stop))
 

@@ -115,6 +115,8 @@ class DenoisingCosts:
         if (stage := self._preparation.next(request)) is not None:
             return Demand(Kind.STAGE, stage.rows, 0, 0)
         if request.cached and request.phase is Phase.REUSE:
-            return Demand(Kind.REUSE, *reuse_demand(request, PAGE_ROWS))
-        kind = Kind.REFRESH if request.cached else Kind.ADAPTIVE if request.adaptive else Kind.FULL
-        return Demand(kind, *demand(request), 0)
+            return Demand(Kind.REUSE, *reuse_demand(request, PAGE_ROWS), request.reuse_steps)
+        if request.cached:
+            return Demand(Kind.REFRESH, *demand(request), 0)
+        kind = Kind.ADAPTIVE if request.adaptive else Kind.FULL
+        return Demand(kind, *demand(request), 0, request.steps_left)
