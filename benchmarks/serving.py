@@ -9,9 +9,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
 import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
@@ -95,7 +97,7 @@ def served(model: Path, max_num_batched_tokens: int | None, cache: Path) -> Iter
         try:
             for line in process.stdout or ():
                 print(f"  {line.rstrip()}", flush=True)
-                if "startup complete" in line:
+                if "Started server process" in line:
                     break
                 if found := _ROWS.search(line):
                     rows = int(found[1])
@@ -103,11 +105,22 @@ def served(model: Path, max_num_batched_tokens: int | None, cache: Path) -> Iter
                     url = found[1]
             else:
                 raise RuntimeError(f"the server ended with {process.wait()}")
+            wait_for_health(url)
             yield {"url": url, "rows": rows, "start_s": time.perf_counter() - start}
         finally:
             process.send_signal(signal.SIGTERM)
             for line in process.stdout or ():
                 print(f"  {line.rstrip()}", flush=True)
+
+
+def wait_for_health(url: str) -> None:
+    """Wait until a server that has started answers; raises `RuntimeError` after ten seconds."""
+    for _ in range(100):
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{url}/health").status_code == HTTPStatus.OK:
+                return
+        time.sleep(0.1)
+    raise RuntimeError(f"{url} does not answer")
 
 
 def put_load(url: str, load: Load, gen_length: int) -> dict[str, Any]:
