@@ -43,6 +43,18 @@ def phase(sampling: SamplingParams, block_step: int) -> Phase:
     return Phase.REFRESH if block_step == delay or again else Phase.REUSE
 
 
+def steps_to_refresh(sampling: SamplingParams, block_step: int) -> int | None:
+    """Steps from `block_step` on, itself included, until the first that is none of `Phase.REUSE`.
+
+    Returns `None` where the block has no such step."""
+    if phase(sampling, block_step) is not Phase.REUSE:
+        return 0
+    policy = policy_of(sampling)
+    assert policy is not None  # whoever reuses has one
+    interval = policy.interval if sampling.refresh_interval is None else sampling.refresh_interval
+    return interval - block_step % interval if interval else None
+
+
 def kept(sampling: SamplingParams, candidates: int) -> int:
     """How many of a refresh's candidates are stored; of a whole sequence, at most so many ever are.
 

@@ -25,9 +25,15 @@ _LARGE = 8192
 """Rows from which on a step of twice as many takes twice as long."""
 
 _MOST_DEFAULT = 36864
-_MOST_EXECUTABLES = 48
+_MOST_EXECUTABLES = 58
 
-_BOUND_TILES = 8
+_BOUND_TILES = 2
+_QUARTERS = range(_BOUND, 4096)
+"""Rows of refreshes, four sizes to a doubling: under load most of the device's time goes there."""
+
+_TILE_QUARTERS = range(8, 48)
+"""The same for tiles of reuses."""
+
 _SMALL = 2048
 """Rows up to which a refresh may have as many head rows: an eighth of them may be less than a block."""
 
@@ -35,9 +41,6 @@ _BETWEEN = 1.5
 """What sizes of many rows differ by at most."""
 
 _WIDE = 2
-_REUSE_LEVELS = 2
-"""Executables for each size of a reuse: one ranks what another need not."""
-
 _DECODED, _DECODE_STEPS = (1, 8, 16, 32, MAX_SEGMENTS), 16
 _WIDE_PARTS = 512
 """Rows from which on parts of as many prompts as there are requests share a step."""
@@ -72,15 +75,17 @@ class Ladder:
     """The entries of each kind of step, by rising rows.
 
     - `full`: whole sequences; some entries have as many head rows as rows, the others few. Of a ladder that
-      would have more than 48 executables, sizes above 8192 rows are left out: requests that share nothing
+      would have more than 58 executables, sizes above 8192 rows are left out: requests that share nothing
       are as quick in turn.
     - `refresh`: whole sequences whose keys and values are stored, one step each.
-    - `reuse`: rows in tiles of `TILE_ROWS`.
+    - `reuse`: rows in tiles of `TILE_ROWS`; `ranked`: such rows where the head ranks a whole vocabulary, in
+      fewer sizes.
     """
 
     full: tuple[Entry, ...]
     refresh: tuple[Entry, ...]
     reuse: tuple[Entry, ...]
+    ranked: tuple[Entry, ...]
 
     @property
     def head_rows(self) -> int:
@@ -102,18 +107,19 @@ def make_ladder(max_num_batched_tokens: int) -> Ladder:
     (`jdllm.pallas.shared_lowering`).
     """
     sizes = _sizes(max_num_batched_tokens)
-    refresh = [entry._replace(steps=1) for entry in _narrow(sizes)]
+    between = _quarters(_QUARTERS, sizes[-1])
+    refresh = [entry._replace(steps=1) for entry in _narrow(sorted({*sizes, *between}))]
     if refresh[-1].head_rows < sizes[-1] <= _SMALL:
         refresh.append(_for_many([_entry(sizes[-1], sizes[-1])])[0]._replace(steps=1))
-    reuse = [
-        _entry(tiles * TILE_ROWS, tiles * TILE_ROWS)._replace(segments=max(8, min(tiles, MAX_SEGMENTS)))
-        for tiles in _tiles(min(_MOST_TILES, -(-max_num_batched_tokens // TILE_ROWS)))
-    ]
-    left = _MOST_EXECUTABLES - len(refresh) - _REUSE_LEVELS * len(reuse)
+    most = min(_MOST_TILES, -(-max_num_batched_tokens // TILE_ROWS))
+    reuse, ranked = (_reuses(tiles) for tiles in (_tiles(most, _BOUND_TILES), _tiles(most, _MOST_TILES)))
+    reuse = sorted({*reuse, *_reuses(_quarters(_TILE_QUARTERS, most))})
+    left = _MOST_EXECUTABLES - len(refresh) - len(reuse) - len(ranked)
     sizes = sizes[: max(left - _WIDE, sum(rows <= _LARGE for rows in sizes))]
     some = sorted({sizes[len(sizes) // 2], sizes[-1]})
     wide = _for_many([_entry(rows, rows) for rows in some])
-    return Ladder(tuple(sorted({*_narrow(sizes), *wide})), tuple(refresh), tuple(reuse))
+    full = sorted({*_narrow(sizes), *wide})
+    return Ladder(tuple(full), tuple(refresh), tuple(reuse), tuple(ranked))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,10 +258,24 @@ def _sizes(most: int) -> list[int]:
     return [*(size for size in smaller if len(large) == 1 or size <= _LARGE), *reversed(large)]
 
 
-def _tiles(most: int) -> list[int]:
-    """Numbers of tiles, of which the last is at least `most`."""
-    sizes = _numbers(1, _BOUND_TILES, 2 * most)
+def _reuses(tiles: Sequence[int]) -> list[Entry]:
+    return [
+        _entry(count * TILE_ROWS, count * TILE_ROWS)._replace(segments=max(8, min(count, MAX_SEGMENTS)))
+        for count in tiles
+    ]
+
+
+def _tiles(most: int, bound: int) -> list[int]:
+    """Numbers of tiles, of which the last is at least `most`; from `bound` on some lie halfway between."""
+    sizes = _numbers(1, bound, 4 * most)
     return sizes[: bisect.bisect_left(sizes, most) + 1]
+
+
+def _quarters(between: range, last: int) -> list[int]:
+    """5/4 and 7/4 of the powers of two in a range, clearly below `last`."""
+    powers = (1 << i for i in range(last.bit_length()) if 1 << i in between)
+    sizes = (part * power // 4 for power in powers for part in (5, 7))
+    return [size for size in sizes if size in between and 8 * size <= 7 * last]
 
 
 def _numbers(unit: int, bound: int, last: int) -> list[int]:

@@ -310,8 +310,7 @@ class Engine:
         """Steps of a part: fewer where somebody wants each as it comes."""
         if not any(map(self.entries.told_every, part.ids)):
             return part.steps
-        alone = len(part.ids) == len(self.scheduler.running)
-        return min(part.steps, _TOLD_TOKENS) if part.kind is Kind.DECODE and alone else 1
+        return min(part.steps, _TOLD_TOKENS) if part.kind is Kind.DECODE else 1
 
     def _collect(self, pending: Pending) -> list[Update]:
         try:

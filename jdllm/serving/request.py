@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jdllm.arrays import padded
-from jdllm.decoding.cache_policies import Phase, phase
+from jdllm.decoding.cache_policies import Phase, phase, steps_to_refresh
 from jdllm.decoding.caches.policy import View
 from jdllm.decoding.encoded_trace import LISTED, Steps
 from jdllm.decoding.registry import number_of
@@ -157,10 +157,8 @@ class Request:
     @property
     def reuse_steps(self) -> int:
         """Steps from the next one on until the block may have to be refreshed."""
-        steps = range(self.block_step, self.block_step + self.steps_left)
-        return next(
-            (i for i, step in enumerate(steps) if phase(self.sampling, step) != Phase.REUSE), len(steps)
-        )
+        due = steps_to_refresh(self.sampling, self.block_step)
+        return self.steps_left if due is None else min(due, self.steps_left)
 
     @property
     def _forced(self) -> bool:

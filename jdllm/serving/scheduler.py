@@ -16,9 +16,6 @@ them, each in the order of turns. Who does not fit what is left is passed over, 
   one serves. Where each iteration has room for L rows of refreshes and none of them is longer, a refresh is
   served after at most ceil(2 D / L) iterations: D is its rows and those of all that precede it. Where a limit
   on head rows is reached too, the same quotient for head rows is added to 2 D / L.
-- Reuses and decodes do several steps at a time: the device would wait for the host between two of them. Beside
-  requests that they do not serve, these are at most `Limits.company_steps`, and fewer for many rows. So a
-  request that becomes ready waits at most for as many steps, or for a step of another kind.
 - Requests that are out of step with others are served by executables that they fill: a part ends where it
   leaves the smallest share of one empty, but not before half of its rows. Then 4 D / L takes the place of
   2 D / L above.
@@ -68,10 +65,6 @@ SUBMITTED = (
 
 _CHEAP = (Kind.REUSE, Kind.DECODE)
 
-COMPANY_STEPS, COMPANY_ROWS = 8, 2048
-"""Steps of a reuse or decode beside others at most, and rows in all of them: for an 8B model on an H200 some
-40 ms, of which the host takes about 2."""
-
 
 class Life(NamedTuple):
     """What a request needs at most, over its whole life.
@@ -117,8 +110,6 @@ class Limits:
       takes the room of the pool.
     - `uncached_rows`: packed rows of all requests that run without pages; a longer one runs alone.
     - `sizes`: of kinds whose parts fill executables, the rows of these, in rising order.
-    - `company_steps`: steps of a reuse or decode at most while requests run that it does not serve;
-      `company_rows`: its rows in all these steps together.
     """
 
     max_num_batched_tokens: int
@@ -132,8 +123,6 @@ class Limits:
     beside_pool: int
     uncached_rows: int
     sizes: Mapping[Kind, Sequence[int]] = dataclasses.field(default_factory=dict)
-    company_steps: int = COMPANY_STEPS
-    company_rows: int = COMPANY_ROWS
 
 
 class Part(NamedTuple):
@@ -321,7 +310,9 @@ class Scheduler:
                 draft.add(request, demand)
                 left -= demand.rows
         return [
-            self._serve(kind, self._filling(draft, ready), ready) for kind, draft in drafts.items() if draft.ids
+            self._serve(kind, self._filling(draft, ready), ready)
+            for kind, draft in drafts.items()
+            if draft.ids
         ]
 
     def _filling(self, draft: _Draft, ready: Mapping[int, Demand]) -> list[int]:
@@ -347,15 +338,13 @@ class Scheduler:
         return Part(kind, tuple(sorted(ids, key=self._turn)), self._steps(kind, [ready[i] for i in ids]))
 
     def _steps(self, kind: Kind, demands: Sequence[Demand]) -> int:
-        """Steps of a part. A decode goes on where some of its requests have ended; others end together."""
-        left = [demand.steps for demand in demands]
-        most = max(left) if kind is Kind.DECODE else min(left)
-        if len(demands) == len(self._running):
-            return most
-        if kind not in _CHEAP:
+        """Steps of a part: one beside requests that the part does not serve. They would join it later: on a
+        busy device this costs more than the host's time between two steps. A decode goes on where some of its
+        requests have ended."""
+        if len(demands) < len(self._running):
             return 1
-        limits, rows = self._limits, sum(demand.rows for demand in demands)
-        return max(1, min(most, limits.company_steps, limits.company_rows // rows))
+        left = [demand.steps for demand in demands]
+        return max(left) if kind is Kind.DECODE else min(left)
 
 
 def _uncached_rows(life: Life) -> int:

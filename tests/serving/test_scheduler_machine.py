@@ -78,9 +78,7 @@ def some_limits(draw: st.DrawFn) -> Limits:
     sizes: dict[Kind, tuple[int, ...]] = {Kind.REFRESH: rows, Kind.PREFILL: rows} if rows else {}
     uncached = draw(st.integers(min(8, budget), budget))
     limits = budget, seqs, logits, entries, reuses, pages, longest, refresh, beside, uncached
-    return Limits(
-        *limits, sizes, company_steps=draw(st.integers(1, 4)), company_rows=draw(st.integers(0, 60))
-    )
+    return Limits(*limits, sizes)
 
 
 ROWS = st.integers(1, 16) | st.integers(1, 60)
@@ -273,21 +271,10 @@ class Arrivals(RuleBasedStateMachine):
             self.check_steps(part, [ready[request] for request in part.ids])
 
     def check_steps(self, part: Part, demands: list[Demand]) -> None:
-        """A part ends where one of its requests needs something else, and in company after a few steps."""
+        """A part ends where one of its requests needs something else, and beside others after a step."""
         left = [demand.steps for demand in demands]
         most = max(left) if part.kind is Kind.DECODE else min(left)
-        assert 1 <= part.steps <= most
-        if len(demands) == len(self.steps_done):
-            assert part.steps == most
-        elif part.kind in (Kind.REUSE, Kind.DECODE):
-            rows = part.steps * sum(demand.rows for demand in demands)
-            assert part.steps == 1 or (
-                part.steps <= self.limits.company_steps and rows <= self.limits.company_rows
-            )
-            more = rows // part.steps * (part.steps + 1)
-            assert part.steps in (most, self.limits.company_steps) or more > self.limits.company_rows
-        else:
-            assert part.steps == 1
+        assert part.steps == (most if len(demands) == len(self.steps_done) else 1)
 
     def check_choice(self, served: dict[int, Demand], candidates: dict[int, Demand]) -> None:
         """The first pick is served or everybody waits for it; nobody else is left out who fits beside those

@@ -56,7 +56,8 @@ class CachedRunner:
         self._ladder = ladder
         self._parts = PartRunner(model, background)
         self.refresh_sizes = {scored: Sizes(ladder.refresh) for scored in (False, True)}
-        self._reuse_sizes = {level: Sizes(ladder.reuse) for level in _REUSE_LEVELS}
+        self._reuse_entries = dict(zip(_REUSE_LEVELS, (ladder.reuse, ladder.ranked), strict=True))
+        self._reuse_sizes = {level: Sizes(entries) for level, entries in self._reuse_entries.items()}
         self._chained = functools.cache(functools.partial(chains, model.params, model.config))
 
     def programs(self) -> Iterator[Program]:
@@ -69,9 +70,9 @@ class CachedRunner:
             yield self._refresh_program(
                 pack_refresh([request], self._config, pages, entry), entry, scored=True
             )
-        for entry in self._ladder.reuse:
-            batch = pack_reuse([request], self._config, pages, entry, self._usual_entries(entry))
-            for level in self._reuse_sizes:
+        for level, entries in self._reuse_entries.items():
+            for entry in entries:
+                batch = pack_reuse([request], self._config, pages, entry, self._usual_entries(entry))
                 yield self._reuse_program(batch, entry, level, 1)
 
     def warm(self) -> None:
@@ -79,8 +80,8 @@ class CachedRunner:
         sizes save more padding than scoring costs."""
         self._executables.prepare(list(self.programs()))
         self.refresh_sizes[True].compiled.update(self._ladder.refresh)
-        for sizes in self._reuse_sizes.values():
-            sizes.compiled.update(self._ladder.reuse)
+        for level, entries in self._reuse_entries.items():
+            self._reuse_sizes[level].compiled.update(entries)
 
     def refresh(self, requests: list[Request], max_steps: int) -> Launch:
         """Pack one step of whole sequences; the rows that each policy asks for are stored."""
