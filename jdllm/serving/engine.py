@@ -201,15 +201,20 @@ class Engine:
     def step(self) -> list[Update]:
         """Submit what can run, and collect the part that was submitted first.
 
+        Updates are delivered behind the next submission: whoever reads them is busy while the device is, too.
+        A step that delivers collects nothing.
+
         Returns the updates of this step, of all requests; none where nothing is left to do. Raises where the
         engine cannot go on, as when the device does not answer: then `fail` ends what is left.
         """
         with self._lock:
             self._take_arrivals()
-            failed = self._submit()
-            if not self._flight:
-                return failed
-            return [*failed, *self._collect(self._flight.first)]
+            updates = self._submit()
+            if not self.entries.deliver() and self._flight:
+                updates += self._collect(self._flight.first)
+            if not self.entries:
+                self.entries.deliver()
+            return updates
 
     def fail(self, error: Exception) -> None:
         """End all requests with `error`: all are told before anything is cleaned up, which may fail too."""
@@ -217,6 +222,7 @@ class Engine:
             self._take_arrivals()
             for entry in self.entries:
                 self.entries.tell(Ended(entry.request.id, entry.request, error))
+            self.entries.deliver()
             for entry in self.entries:
                 self._leave(entry.request.id, "failed")
             self._flight.drain()

@@ -46,6 +46,7 @@ class Entries:
         self._non_finite = non_finite
         self._entries: dict[int, Entry] = {}
         self._delivered: dict[int, int] = {}
+        self._told: list[tuple[Entry, Update]] = []
         self.counts: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -70,22 +71,33 @@ class Entries:
         """Take a request out.
 
         Arguments:
-        - `how`: how it left, as the counts name it.
+        - `how`: how it left, as the counts name it. Who was aborted is told nothing more.
         """
         del self._delivered[request]
         self.counts[how] += 1
-        return self._entries.pop(request).request
+        entry = self._entries.pop(request)
+        if how == "aborted":
+            self._told = [told for told in self._told if told[0] is not entry]
+        return entry.request
 
     def told_every(self, request: int) -> bool:
         """Whether somebody waits for every step of a request."""
         return self._entries[request].updates == "every"
 
     def tell(self, update: Update) -> Update:
-        """Deliver an update to whoever asked for it; returns it."""
-        deliver = self._entries[update.request].deliver
-        if deliver is not None:
-            deliver(update)
+        """Keep an update for whoever asked for updates of its request; returns it."""
+        entry = self._entries[update.request]
+        if entry.deliver is not None:
+            self._told.append((entry, update))
         return update
+
+    def deliver(self) -> bool:
+        """Deliver all updates that are kept; whether there were any."""
+        told, self._told = self._told, []
+        for entry, update in told:
+            if entry.deliver is not None:
+                entry.deliver(update)
+        return bool(told)
 
     def take_in(self, pending: Pending, steps: Steps) -> Iterator[Update]:
         """Commit the steps of a part that was collected.

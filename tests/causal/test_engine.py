@@ -174,16 +174,16 @@ def test_a_lost_pool_is_computed_again(build: Build, config: ModelConfig, monkey
 
     monkeypatch.setitem(engine.parts.launchers, Kind.PREFILL, launched)
     updates: list[Any] = []
-    first = engine.add(causal_spec(prompt(70), FREE, config), updates="every", deliver=updates.append)
+    first = engine.add(causal_spec(prompt(70), FREE, config), updates="every")
     for _ in range(2):
-        engine.step()
+        updates += engine.step()
     failing[0] = True
-    second = engine.add(causal_spec(prompt(9), FREE, config), deliver=updates.append)
+    second = engine.add(causal_spec(prompt(9), FREE, config))
     while not any(isinstance(u, Ended) for u in updates):
-        engine.step()
+        updates += engine.step()
     failing[0] = False
     while not engine.idle:
-        engine.step()
+        updates += engine.step()
     ended = {u.request: u for u in updates if isinstance(u, Ended)}
     assert str(ended[second].error) == "the device failed"
     assert ended[first].error is None

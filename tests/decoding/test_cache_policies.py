@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdllm.decoding.cache_policies import Phase, kept, phase, policy_of
+from jdllm.decoding.cache_policies import Phase, kept, phase, policy_of, steps_to_refresh
 from jdllm.decoding.caches.policy import View
 from jdllm.decoding.registry import POLICIES
 from jdllm.decoding.sampling import SamplingParams
@@ -50,6 +50,23 @@ def test_refreshes_come_again_at_multiples_of_the_interval():
     assert phases(9, cache="sparse", refresh_delay=2, refresh_interval=4) == [
         FULL, FULL, REFRESH, REUSE, REFRESH, REUSE, REUSE, REUSE, REFRESH
     ]  # fmt: skip
+
+
+@given(
+    st.sampled_from(sorted(POLICIES)),
+    st.none() | st.integers(0, 9),
+    st.none() | st.integers(0, 9),
+    st.integers(0, 40),
+)
+def test_steps_to_a_refresh_are_those_that_reuse(cache, delay: int | None, interval: int | None, step: int):
+    sampling = SamplingParams(cache=cache, refresh_delay=delay, refresh_interval=interval)
+    count = steps_to_refresh(sampling, step)
+    later = [phase(sampling, step + n) for n in range(20)]
+    if count is None:
+        assert set(later) == {Phase.REUSE}
+    else:
+        assert later[:count] == [Phase.REUSE] * count
+        assert later[count] is not Phase.REUSE
 
 
 def test_selective_refreshes_like_dkv_cache():

@@ -187,3 +187,32 @@ class TestRequests:
         tokens = [count for _, count in seen]
         assert tokens == sorted(tokens)
         assert engine.stats().tokens == 5 * 32
+
+
+class TestDelivery:
+    def test_updates_come_behind_the_next_submission(self, engine, config, monkeypatch):
+        """The device is busy while they are read."""
+        events: list[str] = []
+        submit = engine.runner.submit
+
+        def note(*args: Any) -> Any:
+            events.append("submitted")
+            return submit(*args)
+
+        monkeypatch.setattr(engine.runner, "submit", note)
+        [lone] = make(config, [5])
+        engine.add(lone.spec, updates="every", deliver=lambda update: events.append(type(update).__name__))
+        while not engine.idle:
+            engine.step()
+        assert events == ["submitted", *["submitted", "StepUpdate"] * 7, "StepUpdate", "Ended"]
+
+    def test_who_is_aborted_is_told_nothing_more(self, engine, config):
+        told: list[Any] = []
+        requests = [engine.add(r.spec, updates="every", deliver=told.append) for r in make(config, [5, 9])]
+        engine.step()
+        assert told == []
+        engine.abort(requests[0])
+        while not engine.idle:
+            engine.step()
+        assert {update.request for update in told} == {requests[1]}
+        assert len(told) == 9
