@@ -1,11 +1,15 @@
 """Traces: files written by hand, and the requests that they say."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from jdllm.bench.trace import Arrival, read_trace
 from jdllm.errors import RequestError
+from tests.helpers import ROOT
+
+BURSTS = ROOT / "benchmarks/workloads/bursts120.jsonl"
 
 TRACE = """\
 {"at": 0.25, "prompt_tokens": 5}
@@ -97,3 +101,26 @@ def test_steps_are_whole_for_every_request(tmp_path: Path):
     trace.check_steps(2, 8)  # 12 tokens take 3
     with pytest.raises(RequestError, match=r"line 3: 'gen_length' is 12, .* where 8 tokens take 3"):
         trace.check_steps(3, 8)
+
+
+def test_the_recorded_bursts_are_what_their_page_draws(capsys: pytest.CaptureFixture[str]):
+    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/bench.md").read_text(), re.S)
+    exec(program, {})
+    assert capsys.readouterr().out == BURSTS.read_text()
+
+
+def test_the_recorded_bursts_are_bursts():
+    trace = read_trace(BURSTS)
+    sizes, begins = [0], [trace.times[0]]
+    for at in trace.times:
+        if at - begins[-1] >= 2:
+            sizes.append(0)
+            begins.append(at)
+        assert at - begins[-1] < 1
+        sizes[-1] += 1
+    assert (sum(sizes), len(sizes), trace.shared_gen_length) == (120, 14, 256)
+    assert (min(sizes), max(sizes)) == (6, 12)
+    assert trace.times[-1] == pytest.approx(122, abs=1)
+    short = sum(length < 512 for length in trace.prompt_lengths)
+    assert short == pytest.approx(60, abs=3 * 120**0.5 / 2)  # half of a log-uniform draw
+    assert 128 <= min(trace.prompt_lengths) <= max(trace.prompt_lengths) <= 2048
