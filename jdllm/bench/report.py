@@ -110,7 +110,7 @@ def _counts(summary: Summary, run: "Run") -> list[str]:
     ended = [part for part in parts if not part.startswith("0 ")]
     rows = [
         ("completed", ", ".join([f"{summary.completed} of {summary.requests}", *ended])),
-        ("duration", f"{summary.duration:.2f} s"),
+        ("duration", f"{summary.duration:.2f} s from the first arrival to the last end"),
         ("requests/s", f"{summary.request_throughput:.3f}"),
         ("generated tokens/s", f"{summary.generated_tokens_per_second:.1f} (prompt tokens are not counted)"),
         ("most at once", str(summary.max_concurrency)),
