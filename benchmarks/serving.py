@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 import numpy as np
@@ -24,6 +24,7 @@ from benchmarks.cases import case_parser
 from benchmarks.generations import GEN_LENGTH, WORKLOAD
 from benchmarks.random_checkpoint import llada_hf_config, write_random_checkpoint
 from benchmarks.record import print_row, record
+from benchmarks.serving_loads import LOADS, SMALL, Load, capacities
 from benchmarks.shapes import SHAPES
 from jdllm.bench.workload import draw_prompts, parse_lengths, read_workload
 from jdllm.decoding.sampling import SamplingParams
@@ -36,61 +37,23 @@ _ROWS = re.compile(r"largest step, (\d+) rows")
 DEMO = "demo"
 
 
-class Load(NamedTuple):
-    """A load on the server.
-
-    - `name`: in the table.
-    - `sampling`: of its requests, beside blocks of 32 and a step for each token.
-    - `requests`: how many.
-    - `options`: further options of `jdllm bench serve`.
-    """
-
-    name: str
-    sampling: dict[str, Any]
-    requests: int
-    options: tuple[str, ...]
-
-    @property
-    def open(self) -> bool:
-        """Whether its requests arrive when they do, whatever the server does."""
-        return "--mode" in self.options
-
-
-def head_sparse(delay: int) -> dict[str, Any]:
-    """dLLM-Serve's cache, with half of the keys kept."""
-    return {"cache": "head_sparse", "retention": 0.5, "refresh_delay": delay}
-
-
-_LENGTHS = ("--lengths", str(WORKLOAD))
-SMALL = "small, 32 clients"
-
-LOADS = {
-    "delay_1": Load("32 at once", head_sparse(1), 32, (*_LENGTHS, "--no-stream")),
-    "delay_0": Load("32 at once", head_sparse(0), 32, (*_LENGTHS, "--no-stream")),
-    "plain_64": Load("64 at once", head_sparse(0), 64, (*_LENGTHS, "--no-stream")),
-    "denoise_64": Load("64 at once", head_sparse(0), 64, (*_LENGTHS, "--stream-mode", "denoise")),
-    "poisson_0.5": Load("0.5 a second", head_sparse(0), 60, (*_LENGTHS, "--mode", "open", "--rate", "0.5")),
-    "poisson_1.5": Load("1.5 a second", head_sparse(0), 200, (*_LENGTHS, "--mode", "open", "--rate", "1.5")),
-    "threshold_32": Load(
-        SMALL,
-        {"transfer": "threshold", "threshold": 0.9},
-        256,
-        ("--prompt-length", "40", "--no-stream", "--concurrency", "32"),
-    ),
-}
-"""What may be measured; the last one is for the bundled model on a CPU."""
-
-
 @contextlib.contextmanager
-def served(model: Path, max_num_batched_tokens: int | None, cache: Path) -> Iterator[dict[str, Any]]:
+def served(
+    model: Path, max_num_batched_tokens: int | None, cache: Path, beyond_positions: bool = False
+) -> Iterator[dict[str, Any]]:
     """A server of its own process; yields its address as `url`, packed `rows` of its largest step, and
     `start_s` until it was ready.
+
+    Arguments:
+    - `beyond_positions`: whether it takes sequences longer than the positions of the model.
 
     Raises `RuntimeError` where it ends before.
     """
     options = ["--port", "0", "--cache-dir", str(cache)]
     if max_num_batched_tokens is not None:
         options += ["--max-num-batched-tokens", str(max_num_batched_tokens)]
+    if beyond_positions:
+        options.append("--allow-beyond-positions")
     command = [sys.executable, "-m", "jdllm", "serve", str(model), *options]
     start = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
@@ -126,13 +89,7 @@ def wait_for_health(url: str) -> None:
 def put_load(url: str, load: Load, gen_length: int) -> dict[str, Any]:
     """One row of the table: what `jdllm bench serve` measured."""
     command = ["bench", "serve", "--url", url, "--json", "--gen-length", str(gen_length)]
-    command += [
-        "--requests",
-        str(load.requests),
-        "--sampling",
-        json.dumps(_asked(load, gen_length)),
-        *load.options,
-    ]
+    command += ["--sampling", json.dumps(_asked(load, gen_length)), *load.arguments]
     done = subprocess.run(
         [sys.executable, "-m", "jdllm", *command], stdout=subprocess.PIPE, text=True, check=True
     )
@@ -146,7 +103,7 @@ def put_load(url: str, load: Load, gen_length: int) -> dict[str, Any]:
     row |= {name: summary[name] for name in ("requests", "completed", "failed", "other_length", "other_nfe")}
     row |= {"seconds": summary["duration"], "tokens_s": summary["generated_tokens_per_second"]}
     for name in ("latency", "time_to_first_block"):
-        for part in ("mean", "p50", "p99"):
+        for part in ("mean", "std", "p50", "p99"):
             row[f"{name}_{part}_s"] = summary[name][part] if summary[name] else None
     row["first_half_s"], row["second_half_s"] = summary["halves"]
     server = said["server"] or {}
@@ -181,6 +138,8 @@ def _prompts(llm: LLM, load: Load) -> list[np.ndarray]:
     tokenizer, config = llm.tokenizer, llm.config
     if tokenizer is None:
         raise RuntimeError("the checkpoint has no tokenizer")
+    if load.requests is None:
+        raise RuntimeError("the requests of a trace are sent as they arrive")
     named = frozenset(i for i in (config.eos_id, config.eot_id, config.mask_id) if i is not None)
     lengths = parse_lengths("40") if load.name == SMALL else read_workload(WORKLOAD).lengths
     return [np.array(ids) for ids in draw_prompts(lengths, load.requests, len(tokenizer), named, 0)]
@@ -200,9 +159,13 @@ def main(arguments: Sequence[str]) -> None:
     """A server in a process of its own, and `jdllm bench serve` against it, on the same host over HTTP.
 
     `python3 -m benchmarks serving [--loads delay_1 delay_0 ...] [--direct] [--shape llada-8b]` on a card, or
-    with `--shape demo`, the bundled model. With `--direct` loads without an arrival rate are measured through
-    `LLM.generate` too, all requests in one call, behind the server's end. Latencies count from a request's
-    arrival. `evaluated` are the forward evaluations of the device.
+    with `--shape demo`, the bundled model. `--loads poisson_{0.25,0.5,1.0,1.5,2.0,2.5}` sweeps the rate of
+    arrivals, and ends with the capacity: the highest rate at which the mean latency of the second half of the
+    requests is at most 1.3 times that of the first half. Where something was compiled meanwhile, halves tell
+    nothing of the load. `burst` replays a trace. With `--direct` loads without arrivals of their own are
+    measured through `LLM.generate` too, all requests in one call, behind the server's end. Latencies count
+    from a request's arrival. `seconds` is the span from the first arrival to the last end. `evaluated` are
+    the forward evaluations of the device.
     """
     parser = case_parser("serving", main.__doc__)
     parser.add_argument("--shape", choices=(*SHAPES, DEMO), default="llada-8b")
@@ -224,13 +187,15 @@ def main(arguments: Sequence[str]) -> None:
         scratch = args.directory or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         cache, table = scratch / "executables", []
         model = checkpoint_path() if args.shape == DEMO else _checkpoint(scratch, args.shape)
-        with served(model, args.max_num_batched_tokens, cache) as server:
+        long = any(LOADS[name].lengths == "long" for name in args.loads)
+        with served(model, args.max_num_batched_tokens, cache, long) as server:
             for name in args.loads:
                 row = {"shape": args.shape, "through": "HTTP"} | put_load(
                     server["url"], LOADS[name], gen_length
                 )
                 table.append(row)
                 print_row(row)
+        found = capacities(zip(map(LOADS.__getitem__, args.loads), table, strict=True))
         if args.direct:
             command = [
                 sys.executable,
@@ -253,7 +218,10 @@ def main(arguments: Sequence[str]) -> None:
         args.out,
         max_num_batched_tokens=server["rows"],
         start_s=server["start_s"],
+        **({"capacity": found} if found else {}),
     )
+    for lengths, rate in found.items():
+        print(f"capacity, {lengths} lengths: {'no rate' if rate is None else f'{rate:g} a second'}")
 
 
 def _measure_directly(

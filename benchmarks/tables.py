@@ -61,7 +61,8 @@ SECTIONS = (
     Section(
         "Serving",
         "`jdllm bench serve` sent requests over HTTP on the same host. `LLM.generate` answered the same"
-        " requests. Latencies are in seconds from the arrival of a request.",
+        " requests. Latencies are in seconds from the arrival of a request. `seconds` is the span from the"
+        " first arrival to the last end.",
         ("serving_*",),
     ),
     Section(

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,27 @@ def parse_object(text: str | bytes, path: Path, error: type[JdllmError] = Checkp
     if not isinstance(values, dict):
         raise error(f"{path} holds a {type(values).__name__}: expected a JSON object")
     return values
+
+
+def numbered_lines(path: Path, error: type[JdllmError] = CheckpointError) -> Iterator[tuple[int, str]]:
+    """The lines of a file of JSON lines that are not blank, each with its number.
+
+    Arguments:
+    - `path`: the file, UTF-8.
+    - `error`: the class of errors to raise.
+
+    Raises `error`, naming the file, where it cannot be read or is no text.
+    """
+    try:
+        # A text may hold other line breaks than the file's own, which do not end a line of JSON.
+        with path.open(encoding="utf-8-sig", newline="\n") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield number, line
+    except OSError as e:
+        raise error(f"{path} cannot be read: {e.strerror}") from None
+    except UnicodeDecodeError as e:
+        raise error(f"{path} is no UTF-8 text ({e})") from None
 
 
 def _integer(text: str) -> int | float:

@@ -7,7 +7,7 @@ import pytest
 from jdllm.checkpoints.loading import read_index
 from jdllm.checkpoints.native import read_manifest
 from jdllm.errors import CheckpointError, ConfigError, JdllmError
-from jdllm.json_files import read_object
+from jdllm.json_files import numbered_lines, read_object
 from jdllm.models.hf_config import config_from_checkpoint, config_from_hf
 from tests.helpers import Golden
 
@@ -70,3 +70,21 @@ def test_every_file_of_a_checkpoint_is_read_so(tmp_path, name, reader):
     (tmp_path / name).write_bytes(DEEP)
     with pytest.raises(JdllmError, match=f"{name} is not readable as JSON: it nests too deeply"):
         reader(tmp_path)
+
+
+def test_lines_have_their_numbers_and_end_at_line_feeds_only(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes('\ufeff{}\r\n \n\n{"a": "b\u2028c\rd"}'.encode())
+    lines = [(number, line.strip()) for number, line in numbered_lines(path)]
+    assert lines == [(1, "{}"), (4, '{"a": "b\u2028c\rd"}')]
+
+
+def test_lines_of_what_is_no_file_of_text_are_refused(tmp_path):
+    (tmp_path / "x.jsonl").write_bytes(b"{}\n\xff\n")
+    for name, reason in (
+        ("x.jsonl", "is no UTF-8 text"),
+        ("y.jsonl", "cannot be read"),
+        ("", "cannot be read"),
+    ):
+        with pytest.raises(ConfigError, match=f"{name} {reason}"):
+            list(numbered_lines(tmp_path / name, ConfigError))

@@ -27,6 +27,7 @@ GUIDES = [
 """Pages of which every block runs, unless a comment says why it does not."""
 
 CHECKED_ELSEWHERE = {
+    "docs/bench.md": "tests/bench/test_trace.py",
     "docs/clients.md": "tests/clients/test_transcripts.py",
     "docs/flax.md": "tests/test_flax_page.py",
 }

@@ -8,7 +8,6 @@ from jdllm.bench.answers import Answer, BadAnswer
 from jdllm.bench.client import Client
 from jdllm.bench.form import Form
 from jdllm.bench.records import Record, Status
-from jdllm.bench.workload import steps_of
 
 
 class Ask(NamedTuple):
@@ -16,12 +15,15 @@ class Ask(NamedTuple):
 
     - `index`: its place in the order of arrival.
     - `body`: see `Form.body`.
-    - `prompt_tokens`: the tokens that it sends.
+    - `prompt_tokens`, `gen_length`: the tokens that it sends, and those that it asks for.
+    - `steps`: the forward evaluations that it asks for, where it says so.
     """
 
     index: int
     body: bytes
     prompt_tokens: int
+    gen_length: int
+    steps: int | None
 
 
 class Load:
@@ -45,7 +47,6 @@ class Load:
         told: Callable[[Record], None] = lambda _: None,
     ):
         self._client, self._form, self._clock, self._told = client, form, clock, told
-        self._steps = steps_of(form.sampling)
         self._start = 0.0
         self.records: list[Record] = []
 
@@ -107,7 +108,7 @@ class Load:
             sent=sent,
             ended=ended,
             prompt_tokens=told.prompt_tokens,
-            asked_tokens=self._form.gen_length,
+            asked_tokens=ask.gen_length,
             completion_tokens=told.completion_tokens,
             status=status,
             error=error,
@@ -116,7 +117,7 @@ class Load:
             time_to_first_block=self._since(due, told.first_block),
             finish_reason=told.finish_reason,
             nfe=told.nfe,
-            steps=self._steps,
+            steps=ask.steps,
         )
         self.records.append(record)
         self._told(record)

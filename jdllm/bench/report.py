@@ -31,12 +31,13 @@ _MESSAGES = 5
 
 def as_json(options: "Options", run: "Run") -> dict[str, Any]:
     """All of a run but its records. The API key is not told."""
-    asked = {k: v for k, v in options._asdict().items() if k not in ("api_key", "lengths", "model")}
+    asked = {k: v for k, v in options._asdict().items() if k not in ("api_key", "lengths", "model", "trace")}
     summary = _plain(summarize(run.records)) if run.records else None
     return {
         "model": run.model,
-        "mode": "closed" if options.rate is None else "open",
+        "mode": "closed" if options.rate is options.trace is None else "open",
         **asked,
+        "trace": None if options.trace is None else str(options.trace.path),
         "interrupted": run.interrupted,
         "summary": summary,
         "server": run.server,
@@ -82,7 +83,11 @@ def describe_comparison(first: Sequence[Record], second: Sequence[Record], names
 
 
 def _title(options: "Options", model: str) -> str:
-    if options.rate is not None:
+    if options.trace is not None:
+        load = (
+            f"{options.requests} requests, arrivals and lengths of {options.trace.path}, seed {options.seed}"
+        )
+    elif options.rate is not None:
         load = (
             f"{options.requests} requests, Poisson arrivals, {options.rate:g} a second, seed {options.seed}"
         )
@@ -90,10 +95,13 @@ def _title(options: "Options", model: str) -> str:
         load = f"{options.requests} requests at once"
     else:
         load = f"{options.requests} requests, {options.concurrency} at a time"
+    lengths = options.gen_lengths(options.requests)
+    least, most = min(lengths), max(lengths)
+    asked = str(least) if least == most else f"{least} to {most}"
     streamed = {None: "not streamed", "text": "streamed", "denoise": "streamed step by step"}[options.stream]
     return (
         f"{model}, {options.endpoint}, {streamed}: {load}\n"
-        f"each generates {options.gen_length} tokens, whatever ends the text (ignore_eos)"
+        f"each generates {asked} tokens, whatever ends the text (ignore_eos)"
     )
 
 
@@ -102,7 +110,7 @@ def _counts(summary: Summary, run: "Run") -> list[str]:
     ended = [part for part in parts if not part.startswith("0 ")]
     rows = [
         ("completed", ", ".join([f"{summary.completed} of {summary.requests}", *ended])),
-        ("duration", f"{summary.duration:.2f} s"),
+        ("duration", f"{summary.duration:.2f} s from the first arrival to the last end"),
         ("requests/s", f"{summary.request_throughput:.3f}"),
         ("generated tokens/s", f"{summary.generated_tokens_per_second:.1f} (prompt tokens are not counted)"),
         ("most at once", str(summary.max_concurrency)),

@@ -1,6 +1,7 @@
 """A run: what is asked of whom, the requests of it, and their records."""
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ from jdllm.bench.client import Client
 from jdllm.bench.form import Endpoint, Form, StreamMode
 from jdllm.bench.load import Ask, Load
 from jdllm.bench.records import Record
+from jdllm.bench.trace import Trace
 from jdllm.bench.workload import Lengths, draw_prompts, poisson_arrivals
 from jdllm.errors import RequestError
 
@@ -25,9 +27,11 @@ class Options(NamedTuple):
     - `stream`: how the answer is streamed; `None` for an answer in one piece.
     - `requests`, `warmup`: timed requests, and untimed requests before them.
     - `lengths`, `gen_length`: of the prompts and of the answers.
-    - `sampling`: further fields of the requests.
+    - `sampling`: further fields of the requests; `steps` are those of `gen_length` tokens.
     - `seed`: of lengths, prompts and arrivals.
-    - `rate`: of arrivals, in requests a second; `None` for a closed loop.
+    - `rate`: of Poisson arrivals, in requests a second.
+    - `trace`: when the requests arrive, and what each generates, in place of `rate` and `gen_length`. A load
+      without `rate` and `trace` is a closed loop.
     - `concurrency`: of a closed loop, `None` for all requests at once.
     - `vocab_size`: `None` asks the server.
     """
@@ -46,6 +50,18 @@ class Options(NamedTuple):
     rate: float | None
     concurrency: int | None
     vocab_size: int | None
+    trace: Trace | None = None
+
+    def arrivals(self) -> list[float] | None:
+        """Seconds at which the requests arrive, `None` in a closed loop."""
+        if self.trace is not None:
+            return self.trace.times
+        return None if self.rate is None else poisson_arrivals(self.rate, self.requests, self.seed)
+
+    def gen_lengths(self, count: int) -> list[int]:
+        """Tokens that each of the first `count` requests generates. Those of a trace are cycled."""
+        lengths = [self.gen_length] if self.trace is None else self.trace.gen_lengths(self.gen_length)
+        return list(itertools.islice(itertools.cycle(lengths), count))
 
 
 class Run(NamedTuple):
@@ -90,11 +106,12 @@ async def run(options: Options, told: Callable[[Record], None] = lambda _: None)
 
 async def _completed(load: Load, asks: list[Ask], options: Options) -> bool:
     """Whether the load came to its end before it was cancelled."""
+    arrivals = options.arrivals()
     try:
-        if options.rate is None:
+        if arrivals is None:
             await load.closed(asks, options.concurrency or len(asks))
         else:
-            await load.open(asks, poisson_arrivals(options.rate, len(asks), options.seed))
+            await load.open(asks, arrivals)
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is not None:
@@ -118,9 +135,9 @@ async def _asks(client: Client, form: Form, options: Options) -> list[Ask]:
     count = options.requests + options.warmup
     prompts = draw_prompts(options.lengths, count, vocab_size, avoided, options.seed)
     asks = []
-    for index, ids in enumerate(prompts):
+    for index, (ids, gen_length) in enumerate(zip(prompts, options.gen_lengths(count), strict=True)):
         given = await client.text(ids) if form.endpoint == "chat" else ids
-        asks.append(Ask(index, form.body(given), len(ids)))
+        asks.append(Ask(index, form.body(given, gen_length), len(ids), gen_length, form.steps(gen_length)))
     return asks
 
 

@@ -3,7 +3,7 @@
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -51,14 +51,14 @@ def read_workload(path: Path) -> FileWorkload:
     if not isinstance(lengths, list) or not lengths:
         raise RequestError(f"{path} has no list 'prompt_lengths'")
     for i, length in enumerate(lengths):
-        _length(f"prompt_lengths[{i}] of {path}", length)
+        checked_length(f"prompt_lengths[{i}] of {path}", length)
     numbers = {
         name: positive(f"'{name}' of {path}", values[name], RequestError)
         for name in ("gen_length", *_STEPPED)
         if name in values
     }
     gen_length = numbers.pop("gen_length", None)
-    return FileWorkload(_cycled(lengths), len(lengths), gen_length, numbers)
+    return FileWorkload(cycled(lengths), len(lengths), gen_length, numbers)
 
 
 def parse_lengths(text: str) -> Lengths:
@@ -73,7 +73,7 @@ def parse_lengths(text: str) -> Lengths:
     """
     match text.split(":"):
         case [length] if _is_length(length):
-            return _cycled([int(length)])
+            return cycled([int(length)])
         case [least, most] if _is_length(least) and _is_length(most) and int(least) <= int(most):
             return lambda rng, count: rng.integers(int(least), int(most) + 1, count).tolist()
         case ["lognormal", mean, sigma] if _number(mean) >= 1 and _number(sigma) >= 0:
@@ -122,14 +122,23 @@ def steps_of(sampling: Mapping[str, Any]) -> int | None:
     return sampling.get("steps")
 
 
+def cycled(lengths: Sequence[int]) -> Lengths:
+    """Draws `lengths` in turn, without any chance."""
+    return lambda _, count: list(itertools.islice(itertools.cycle(lengths), count))
+
+
+def checked_length(name: str, value: object) -> int:
+    """`value` as a number of tokens, at most `LONGEST`; raises `RequestError`, which begins with `name`."""
+    length = positive(name, value, RequestError)
+    if length > LONGEST:
+        raise RequestError(f"{name} is {shortened(value)}, expected at most {LONGEST}")
+    return length
+
+
 def _rng(seed: int, stream: int) -> "Generator":
     import numpy as np  # takes longer to import than all help texts to print
 
     return np.random.default_rng([seed, stream])
-
-
-def _cycled(lengths: list[int]) -> Lengths:
-    return lambda _, count: list(itertools.islice(itertools.cycle(lengths), count))
 
 
 def _lognormal(mean: float, sigma: float) -> Lengths:
@@ -140,12 +149,6 @@ def _lognormal(mean: float, sigma: float) -> Lengths:
         return np.clip(np.rint(drawn), 1, LONGEST).astype(int).tolist()
 
     return draw
-
-
-def _length(name: str, value: object) -> int:
-    if positive(name, value, RequestError) > LONGEST:
-        raise RequestError(f"{name} is {shortened(value)}, expected at most {LONGEST}")
-    return int(value)  # type: ignore[call-overload]
 
 
 def _is_length(text: str) -> bool:

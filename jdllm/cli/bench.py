@@ -16,7 +16,8 @@ from jdllm.bench.records import check_writable, read_records, write_records
 from jdllm.bench.report import as_json as run_as_json
 from jdllm.bench.report import compare as compared
 from jdllm.bench.report import describe, describe_comparison
-from jdllm.bench.workload import Lengths, parse_lengths, read_workload
+from jdllm.bench.trace import Trace, read_trace
+from jdllm.bench.workload import Lengths, cycled, parse_lengths, read_workload
 from jdllm.cli.groups import OptionGroup, takes_groups
 from jdllm.cli.options import Json
 from jdllm.cli.report import print_result
@@ -65,19 +66,29 @@ class Pace(OptionGroup):
     """When requests are sent."""
 
     mode: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="closed|open",
-            help="Closed: so many requests at a time. Open: requests arrive as a Poisson process, whether the"
-            " server keeps up or not.",
+            help="Closed: so many requests at a time. Open: requests arrive as a Poisson process, or as"
+            " --trace says, whether the server keeps up or not.",
+            show_default="open with --trace, else closed",
         ),
-    ] = "closed"
+    ] = None
     concurrency: Annotated[
         int | None,
         typer.Option(min=1, help="Requests at a time of a closed loop.", show_default="all at once"),
     ] = None
     rate: Annotated[
         float | None, typer.Option(help="Requests a second of an open loop.", show_default=False)
+    ] = None
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.jsonl",
+            help='Replay arrivals and lengths: {"at": SECONDS, "prompt_tokens": N, "gen_length": M} a line,'
+            " in the order of at. gen_length may be left out.",
+            show_default=False,
+        ),
     ] = None
 
 
@@ -86,7 +97,8 @@ class Work(OptionGroup):
     """What is asked for."""
 
     requests: Annotated[
-        int | None, typer.Option(min=1, help="How many.", show_default=f"those of --lengths, or {_REQUESTS}")
+        int | None,
+        typer.Option(min=1, help="How many.", show_default=f"those of --lengths or --trace, or {_REQUESTS}"),
     ] = None
     warmup: Annotated[int, typer.Option(min=0, help="Requests before them that are not timed.")] = 0
     seed: Annotated[int, typer.Option(min=0, help="Of lengths, prompts and arrivals.")] = 0
@@ -112,7 +124,7 @@ class Work(OptionGroup):
         typer.Option(
             min=1,
             help="Tokens that each generates, whatever ends its text (ignore_eos).",
-            show_default=f"that of --lengths, or {_GEN_LENGTH}",
+            show_default=f"that of --lengths or --trace, or {_GEN_LENGTH}",
         ),
     ] = None
     sampling: Annotated[
@@ -159,7 +171,7 @@ def serve(
         _compare(compare, as_json)
         return
     bench = _bench()
-    workload = _workload(work)
+    workload = _workload(work) if pace.trace is None else _replayed(pace.trace, pace, work)
     options = bench.Options(
         url=server.url,
         api_key=server.api_key or None,
@@ -170,11 +182,12 @@ def serve(
         warmup=work.warmup,
         lengths=workload.lengths,
         gen_length=workload.gen_length,
-        sampling=workload.sampling | _sampling(work.sampling),
+        sampling=workload.sampling,
         seed=work.seed,
         rate=_rate(pace),
         concurrency=pace.concurrency,
         vocab_size=work.vocab_size,
+        trace=workload.trace,
     )
     run = _measure(bench, options, out)
     print_result(json.dumps(run_as_json(options, run)) if as_json else describe(options, run))
@@ -185,18 +198,21 @@ def serve(
 
 
 class _Workload(NamedTuple):
-    """How many requests, how long their prompts and answers are, and what else the file says of them."""
+    """How many requests, how long their prompts and answers are, their further fields, and when they arrive
+    where a trace says so."""
 
     requests: int
     lengths: Lengths
     gen_length: int
     sampling: dict[str, Any]
+    trace: Trace | None = None
 
 
 def _workload(work: Work) -> _Workload:
+    sampling = _sampling(work.sampling)
     if work.lengths is None:
         lengths = parse_lengths(work.prompt_length or _PROMPT_LENGTH)
-        return _Workload(work.requests or _REQUESTS, lengths, work.gen_length or _GEN_LENGTH, {})
+        return _Workload(work.requests or _REQUESTS, lengths, work.gen_length or _GEN_LENGTH, sampling)
     if work.prompt_length is not None:
         raise RequestError("--lengths and --prompt-length both say how long prompts are: leave one out")
     found = read_workload(work.lengths)
@@ -204,8 +220,30 @@ def _workload(work: Work) -> _Workload:
         work.requests or found.count,
         found.lengths,
         work.gen_length or found.gen_length or _GEN_LENGTH,
-        found.sampling,
+        found.sampling | sampling,
     )
+
+
+def _replayed(path: Path, pace: Pace, work: Work) -> _Workload:
+    """The load of a trace."""
+    for option, value, what in (
+        ("--rate", pace.rate, "when requests arrive"),
+        ("--requests", work.requests, "how many requests there are"),
+        ("--prompt-length", work.prompt_length, "how long prompts are"),
+        ("--lengths", work.lengths, "how long prompts are"),
+    ):
+        if value is not None:
+            raise RequestError(f"--trace and {option} both say {what}: leave one out")
+    sampling, trace = _sampling(work.sampling), read_trace(path)
+    gen_length = work.gen_length or trace.shared_gen_length or _GEN_LENGTH
+    if sampling.get("steps") is not None:
+        if work.gen_length is None and len(set(trace.gen_lengths(gen_length))) > 1:
+            raise RequestError(
+                f"the requests of {path} differ in 'gen_length': --gen-length says how many tokens the"
+                " 'steps' of --sampling are for"
+            )
+        trace.check_steps(sampling["steps"], gen_length)
+    return _Workload(len(trace.arrivals), cycled(trace.prompt_lengths), gen_length, sampling, trace)
 
 
 def _sampling(text: str) -> dict[str, Any]:
@@ -220,13 +258,17 @@ def _sampling(text: str) -> dict[str, Any]:
 
 
 def _rate(pace: Pace) -> float | None:
-    """Arrivals a second of an open loop, `None` for a closed one."""
-    if _one_of("--mode", pace.mode, "closed", "open") == "closed":
+    """Poisson arrivals a second of an open loop, `None` for a closed one or a trace."""
+    by_default = "closed" if pace.trace is None else "open"
+    mode = by_default if pace.mode is None else _one_of("--mode", pace.mode, "closed", "open")
+    if mode == "closed":
+        if pace.trace is not None:
+            raise RequestError("--trace is for --mode open: a closed loop has no arrivals")
         if pace.rate is not None:
             raise RequestError("--rate is for --mode open: a closed loop has --concurrency")
         return None
-    if pace.rate is None or not 0 < pace.rate < math.inf:
-        raise RequestError("--mode open needs a --rate above 0, in requests a second")
+    if pace.trace is None and (pace.rate is None or not 0 < pace.rate < math.inf):
+        raise RequestError("--mode open needs a --rate above 0, in requests a second, or a --trace")
     if pace.concurrency is not None:
         raise RequestError("--concurrency is for --mode closed: an open loop sends requests as they arrive")
     return pace.rate

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from jdllm.arguments import shortened
 from jdllm.errors import RequestError
-from jdllm.json_files import parse_object
+from jdllm.json_files import numbered_lines, parse_object
 from jdllm.longbench.templates import BENCHMARKS, Dataset
 
 _LETTERS = "ABCD"
@@ -79,26 +79,13 @@ def read_samples(
 
 def _read(path: Path, benchmark: str, asked: str | None) -> Iterator[Sample]:
     """The samples of one file; `asked`: the dataset of lines that name none."""
-    for number, line in _lines(path):
+    for number, line in numbered_lines(path, RequestError):
         where = f"{path}, line {number}"
         entry = parse_object(line, Path(where), RequestError)
         try:
             yield _sample(entry, benchmark, asked or path.stem)
         except RequestError as error:
             raise RequestError(f"{where}: {error}") from None
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    try:
-        # A text may hold other line breaks than the file's own, which do not end a line of JSON.
-        with path.open(encoding="utf-8-sig", newline="\n") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield number, line
-    except OSError as error:
-        raise RequestError(f"{path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{path} is no UTF-8 text ({error})") from None
 
 
 def _sample(entry: Mapping[str, Any], benchmark: str, otherwise: str) -> Sample:

@@ -78,6 +78,65 @@ def test_json_and_records_agree(fake: FakeServer, tmp_path: Path):
     assert found["server"]["evaluated"] == 6 * 8
 
 
+def test_a_trace_is_an_open_loop_with_its_own_requests(fake: FakeServer, tmp_path: Path):
+    trace, out = tmp_path / "trace.jsonl", tmp_path / "run.jsonl"
+    trace.write_text(
+        '{"at": 0.1, "prompt_tokens": 4, "gen_length": 8}\n'
+        '{"at": 0.1, "prompt_tokens": 2}\n'
+        '{"at": 0.3, "prompt_tokens": 6, "gen_length": 4}\n'
+    )
+    args = ["--url", fake.url, "--trace", str(trace), "--gen-length", "16", "--sampling", '{"steps": 16}']
+    result = serve(*args, "--out", str(out), "--json")
+    assert (result.exit_code, result.stderr) == (0, "")
+    found = json.loads(result.stdout)
+    assert (found["mode"], found["rate"], found["trace"]) == ("open", None, str(trace))
+    assert (found["requests"], found["summary"]["completed"]) == (3, 3)
+    assert found["summary"]["generated_tokens"] == 8 + 16 + 4
+    assert (found["summary"]["other_length"], found["summary"]["other_nfe"]) == (0, 0)
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(r["scheduled"], r["asked_tokens"], r["steps"]) for r in records] == [
+        (0.1, 8, 8),
+        (0.1, 16, 16),
+        (0.3, 4, 4),
+    ]
+    assert found["summary"]["duration"] == pytest.approx(max(r["ended"] for r in records) - 0.1, abs=1e-5)
+    lines = serve(*args, "--mode", "open").stdout.splitlines()
+    assert lines[0] == (f"first, completions, streamed: 3 requests, arrivals and lengths of {trace}, seed 0")
+    assert lines[1].startswith("each generates 4 to 16 tokens")
+
+
+def test_the_length_that_a_trace_shares_is_that_of_its_steps(fake: FakeServer, tmp_path: Path):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"at": 0, "prompt_tokens": 4, "gen_length": 8}\n')
+    result = serve("--url", fake.url, "--trace", str(trace), "--sampling", '{"steps": 8}', "--json")
+    assert (json.loads(result.stdout)["gen_length"], fake.bodies[0]["steps"]) == (8, 8)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--rate", "1"], ["--trace and --rate both say when requests arrive"]),
+        (["--requests", "2"], ["--trace and --requests both say how many"]),
+        (["--prompt-length", "4"], ["--trace and --prompt-length both say how long prompts are"]),
+        (["--lengths", "lengths.json"], ["--trace and --lengths both say how long prompts are"]),
+        (["--concurrency", "2"], ["--concurrency is for --mode closed"]),
+        (["--mode", "closed"], ["--trace is for --mode open"]),
+        (["--mode", ""], ["--mode is ''"]),
+        (["--trace", "missing.jsonl"], ["missing.jsonl cannot be read"]),
+        (["--sampling", '{"steps": 8}'], ["differ in 'gen_length': --gen-length says"]),
+        (["--gen-length", "8", "--sampling", '{"steps": 3}'], ["line 2: 'gen_length' is 4"]),
+        (["--gen-length", "8", "--sampling", '{"steps": "8"}'], ["'steps' of --sampling is '8'"]),
+    ],
+)
+def test_a_trace_excludes_what_says_the_same(
+    args: list[str], words: list[str], fake: FakeServer, tmp_path: Path
+):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"at": 0, "prompt_tokens": 4}\n{"at": 0, "prompt_tokens": 4, "gen_length": 4}\n')
+    assert_mistake(serve("--url", fake.url, "--trace", str(trace), *args), *words)
+    assert fake.bodies == []
+
+
 def test_the_key_comes_from_the_environment_and_is_not_told(fake: FakeServer):
     fake.key = "s3cret"
     args = ["bench", "serve", "--url", fake.url, "--requests", "1", "--json"]

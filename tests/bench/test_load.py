@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from pathlib import Path
 from typing import Any, cast
 
 import httpx
@@ -14,7 +15,8 @@ from jdllm.bench.load import Ask, Load
 from jdllm.bench.records import Record
 from jdllm.bench.run import Options, Run, run
 from jdllm.bench.summary import summarize
-from jdllm.bench.workload import parse_lengths, poisson_arrivals
+from jdllm.bench.trace import Arrival, Trace
+from jdllm.bench.workload import cycled, parse_lengths, poisson_arrivals
 from jdllm.errors import RequestError
 from tests.bench.fake_server import BLOCK, MASK_ID, VOCAB_SIZE, FakeServer
 
@@ -131,6 +133,62 @@ def test_an_open_loop_sends_at_its_arrivals_however_slow_the_server_is(fake: Fak
     assert second > first
 
 
+def replayed(fake: FakeServer, *arrivals: Arrival, **others: Any) -> list[Record]:
+    """Records of the requests of a trace, in the order of their arrivals."""
+    trace = Trace(Path("trace.jsonl"), arrivals)
+    lengths = cycled(trace.prompt_lengths)
+    found = done(fake, requests=len(arrivals), lengths=lengths, trace=trace, **others)
+    return sorted(found.records, key=lambda r: r.index)
+
+
+BURST = (
+    Arrival(1, 0.0, 5, TOKENS),
+    Arrival(2, 0.0, 9, 3 * BLOCK),
+    Arrival(3, 0.25, 3, None),
+    Arrival(4, 0.3, 7, BLOCK),
+)
+"""Arrivals whose lengths differ; the third generates what the load says."""
+
+
+@pytest.mark.parametrize(
+    ("steps", "asked"), [(TOKENS, [8, 12, 8, 4]), (BLOCK, [4, 6, 4, 2]), (None, [None] * 4)]
+)
+def test_a_trace_is_replayed_with_its_arrivals_lengths_and_steps(
+    steps: int | None, asked: list[int | None], fake: FakeServer
+):
+    fields = {} if steps is None else {"steps": steps}
+    records = replayed(fake, *BURST, sampling={"block_length": BLOCK, **fields})
+    assert [r.scheduled for r in records] == [0.0, 0.0, 0.25, 0.3]
+    assert all(r.scheduled <= r.sent < r.scheduled + 0.2 for r in records)
+    assert [r.prompt_tokens for r in records] == [5, 9, 3, 7]
+    assert [r.asked_tokens for r in records] == [r.completion_tokens for r in records] == [8, 12, 8, 4]
+    assert [r.steps for r in records] == asked
+    bodies = sorted((len(b["prompt"]), b["max_tokens"], b.get("steps")) for b in fake.bodies)
+    assert bodies == sorted(zip([5, 9, 3, 7], [8, 12, 8, 4], asked, strict=True))
+
+
+@pytest.mark.parametrize(("steps", "other"), [(TOKENS, 0), (BLOCK, 4), (None, 0)])
+def test_a_summary_counts_the_steps_of_each_length(steps: int | None, other: int, fake: FakeServer):
+    """The server evaluates once for each token."""
+    fields = {} if steps is None else {"steps": steps}
+    summary = summarize(replayed(fake, *BURST, sampling=fields))
+    assert (summary.completed, summary.other_length, summary.other_nfe) == (4, 0, other)
+    assert summary.generated_tokens == summary.nfe == 8 + 12 + 8 + 4
+
+
+def test_a_rule_that_takes_what_it_needs_has_no_steps(fake: FakeServer):
+    records = replayed(fake, *BURST, sampling={"transfer": "threshold", "threshold": 0.9})
+    assert {r.steps for r in records} == {None}
+
+
+def test_a_trace_begins_again_for_the_warmup(fake: FakeServer):
+    records = replayed(fake, *BURST[:2], warmup=3)
+    assert [r.index for r in records] == [0, 1]
+    sent = [(len(b["prompt"]), b["max_tokens"]) for b in fake.bodies]
+    assert sorted(sent[:3]) == [(5, 8), (5, 8), (9, 12)]
+    assert sorted(sent[3:]) == [(5, 8), (9, 12)]
+
+
 class HoldingUp:
     """A client that holds the event loop for a while with each request."""
 
@@ -141,7 +199,7 @@ class HoldingUp:
 
 def test_latencies_of_an_open_loop_count_from_the_arrival():
     load = Load(cast(Client, HoldingUp()), Form("m", "completions", None, 1, {}), time.perf_counter)
-    asyncio.run(load.open([Ask(i, b"", 1) for i in range(5)], [0.0] * 5))
+    asyncio.run(load.open([Ask(i, b"", 1, 1, None) for i in range(5)], [0.0] * 5))
     for r in load.records:
         assert r.latency >= 0.05 * (r.index + 1)
         assert r.sent >= 0.05 * r.index
@@ -185,7 +243,7 @@ def test_an_answer_of_another_shape_is_a_failure(monkeypatch: pytest.MonkeyPatch
         client = Client("http://there", None, time.perf_counter)
         load = Load(client, Form("m", "completions", None, 1, {}), time.perf_counter)
         async with client:
-            await load.closed([Ask(0, b"{}", 3)], 1)
+            await load.closed([Ask(0, b"{}", 3, 1, None)], 1)
         (record,) = load.records
         assert record.status == "failed"
         assert record.error is not None
