@@ -72,7 +72,8 @@ class SamplingParams:
     - `max_tokens` (`None`): tokens to return at most; -1 is `None`. Without `gen_length`, the request
       generates this number, rounded up to whole blocks; otherwise it may not exceed `gen_length`.
     - `steps` (`None`: `gen_length`): denoising steps in all; a multiple of the number of blocks. Rules that
-      commit by confidence ("threshold", "factor", "entropy_bound") or "adaptive" take as many as they need.
+      commit by confidence ("threshold", "falling_threshold", "factor", "entropy_bound") or "adaptive" take as
+      many as they need.
     - `block_length` (`None`: `gen_length`): length of the blocks that are finished from left to right;
       divides `gen_length`.
     - `early_stop` (True): stop after the block in which the text ends, and cut `token_ids` after the first
@@ -192,6 +193,7 @@ class SamplingParams:
     transfer: Transfer = "schedule"
     threshold: float | None = None
     threshold_strict: bool | None = None
+    threshold_fall: float | None = None
     factor: float | None = None
     factor_end: str | None = None
     entropy_bound: float | None = None

@@ -171,6 +171,7 @@ CACHE_OPTIONS = {
 }
 RULE_OPTIONS = {
     "threshold": {"transfer": "threshold", "threshold": 0.75, "threshold_strict": True},
+    "falling threshold": {"transfer": "falling_threshold", "threshold": 0.75, "threshold_fall": 0.6},
     "factor": {"transfer": "factor", "factor": 1.25, "factor_end": "fixed"},
     "entropy bound": {"transfer": "entropy_bound", "entropy_bound": 0.5},
 }
