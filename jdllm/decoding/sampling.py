@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs
 
 from jdllm.declarations import explain, listed, plain
-from jdllm.decoding.kinds import LARGEST, Length, OneOf, Scale, Share
+from jdllm.decoding.kinds import LARGEST, Length, OneOf, Scale, Share, Step
 from jdllm.decoding.prefilling import PrefillingLike
 from jdllm.decoding.registry import RULES, cache_names, options, rule_names
 from jdllm.decoding.sampling_checks import FILTERS, check_together, is_drawn, without_effect
@@ -129,6 +129,9 @@ class SamplingParams:
       approximate: a refresh stores keys and values, and until the next refresh only the other rows are
       evaluated. {cache}
     {options of cache}
+    - `suffix_window` (`None`: all): full steps and refreshes evaluate so many of the next masks behind the
+      block, and the last position. The other masks behind the block are neither evaluated nor stored
+      (Streaming-dLLM). This is approximate with every cache and without one.
 
     Adaptive parallel decoding (`transfer` "adaptive"; `LLM` needs a `verifier`)
     - A step drafts the next masked positions. It accepts them up to the first position where the mixture of
@@ -208,6 +211,7 @@ class SamplingParams:
     refresh_delay: int | None = None
     refresh_interval: int | None = None
     official_forcing: bool | None = None
+    suffix_window: Step | None = None
     mixture_weight: float | None = None
     max_lookahead: int | None = None
     prefilling: PrefillingLike = None

@@ -168,6 +168,7 @@ CACHE_OPTIONS = {
     "refresh_delay": 2,
     "refresh_interval": 4,
     "official_forcing": True,
+    "suffix_window": 64,
 }
 RULE_OPTIONS = {
     "threshold": {"transfer": "threshold", "threshold": 0.75, "threshold_strict": True},
