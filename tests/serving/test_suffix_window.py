@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdllm.decoding.registry import POLICIES
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
 from jdllm.execution.paged.pool import PAGE_ROWS
@@ -219,14 +218,19 @@ class TestRows:
             head = np.asarray(batch.head.row)[np.asarray(batch.head.segment) == index] - start
             np.testing.assert_array_equal(own[head], candidates[index])
 
-    @pytest.mark.parametrize("cache", POLICIES)
-    def test_nothing_else_is_stored_or_forwarded(self, cache: str, config: ModelConfig):
+    @pytest.mark.parametrize(
+        ("cache", "keep"),
+        [("prefix", 10), ("dual", 14), ("selective", 10), ("sparse", 7), ("head_sparse", 7)],
+    )
+    def test_nothing_else_is_stored_or_forwarded(self, cache: str, keep: int, config: ModelConfig):
+        """Of 10 tokens, a block of 4, a window of 3 and the last position."""
         request = generation_request(0, np.full(10, 7), asked(3, cache=cache, refresh_delay=0), config)
         pool = PageBook.empty(4, PAGE_ROWS).allocate(0, 26)
         batch = pack_refresh([request], config, pool, entry_of([request]))
         (stored,) = batch.stored
         assert stored is not None
-        forwarded, _ = stored
+        forwarded, count = stored
+        assert count == int(batch.selection.keep[0]) == keep
         evaluated = [*range(17), 25]
         segment = np.asarray(batch.selection.segment)
         rows = np.asarray(batch.selection.row)[segment == 0]
