@@ -1,11 +1,12 @@
 """Quality and work of the cached modes on the bundled demo model, against the exact mode.
 
 Run as `python3 -m benchmarks quality [--rules schedule] [--policies sparse head_sparse] [--delays 0 1]
-[--retentions 0.1 0.5] [--instances 2000] [--append FILE ...]`. A cell is a transfer rule with a cache policy,
-for sparse and head_sparse with a retention and a refresh delay as well; all cells answer the same held-out
-instances, the first of `jdllm eval`. The exact mode is evaluated for every rule, because the others are
-compared with it. Prints Markdown tables. The JSON file is written anew after every cell, so that a run that
-is cut short keeps what it has; `--append` adds the cells of other parts.
+[--retentions 0.1 0.5] [--windows 0 8] [--instances 2000] [--append FILE ...]`. A cell is a transfer rule with
+a cache policy, for sparse and head_sparse with a retention and a refresh delay as well; all cells answer the
+same held-out instances, the first of `jdllm eval`. The exact mode is evaluated for every rule, because the
+others are compared with it. Every cell is evaluated again with each suffix window. Prints Markdown tables.
+The JSON file is written anew after every cell, so that a run that is cut short keeps what it has; `--append`
+adds the cells of other parts.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.cases import case_parser
-from benchmarks.quality.tables import comparisons, tables
+from benchmarks.quality.tables import changes, comparisons, tables
 from benchmarks.record import environment, write
 from jdllm.decoding.cache_policies import Phase, policy_of
 from jdllm.decoding.registry import POLICIES
@@ -43,6 +44,8 @@ ALL_POLICIES = (EXACT, *POLICIES)
 RULES: dict[str, dict[str, Any]] = {
     "schedule": {},
     "threshold": {"transfer": "threshold", "threshold": 0.9},
+    "falling_0.3": {"transfer": "falling_threshold", "threshold": 0.9, "threshold_fall": 0.3},
+    "falling_0.6": {"transfer": "falling_threshold", "threshold": 0.9, "threshold_fall": 0.6},
     "factor": {"transfer": "factor", "factor": 1.0},
 }
 RETENTIONS = (0.1, 0.2, 0.3, 0.4, 0.5)
@@ -56,16 +59,22 @@ class Cell(NamedTuple):
     - `policy`: a cache of `SamplingParams`.
     - `retention`: of the policies that select rows, else `None`.
     - `delay`: step of a block that refreshes; `None` without a cache.
+    - `window`: masks behind the block that are evaluated; `None` for all.
     """
 
     rule: str
     policy: str
     retention: float | None = None
     delay: int | None = None
+    window: int | None = None
 
     def sampling(self, block_length: int) -> SamplingParams:
         """Every block is run, one step a token where the rule is the schedule."""
-        options = {"retention": self.retention, "refresh_delay": self.delay}
+        options = {
+            "retention": self.retention,
+            "refresh_delay": self.delay,
+            "suffix_window": self.window,
+        }
         given = {name: value for name, value in options.items() if value is not None}
         return SamplingParams(
             gen_length=GEN_LENGTH,
@@ -96,9 +105,22 @@ class Answers(NamedTuple):
 
 
 def grid(
+    rules: Sequence[str],
+    policies: Sequence[str],
+    retentions: Sequence[float],
+    delays: Sequence[int],
+    windows: Sequence[int] = (),
+) -> Iterator[Cell]:
+    """The cells of these settings, of each rule the exact one first, and of each cell the one without a
+    window."""
+    for cell in _with_all_rows(rules, policies, retentions, delays):
+        yield cell
+        yield from (cell._replace(window=window) for window in windows)
+
+
+def _with_all_rows(
     rules: Sequence[str], policies: Sequence[str], retentions: Sequence[float], delays: Sequence[int]
 ) -> Iterator[Cell]:
-    """The cells of these settings, of each rule the exact one first."""
     for rule in rules:
         yield Cell(rule, EXACT)
         for policy in policies:
@@ -155,11 +177,11 @@ def rows_forwarded(
     - `sampling`, `config`: of the run.
     """
     request, policy, rows = Request(generation_spec(prompt, sampling, config)), policy_of(sampling), 0
-    reused = len(request.tokens)
+    reused = 0
     for after in history:
         if request.phase is Phase.REFRESH and policy is not None:
-            reused = len(request.tokens) - len(policy.candidates(request.view()))
-        rows += reused if request.phase is Phase.REUSE else len(request.tokens)
+            reused = len(np.setdiff1d(request.evaluated, policy.candidates(request.view())))
+        rows += reused if request.phase is Phase.REUSE else len(request.evaluated)
         changed = np.flatnonzero(after != request.tokens)
         request.advance(changed, after[changed], np.zeros(len(changed)))
     return rows
@@ -230,11 +252,12 @@ def read_part(path: Path, settings: dict[str, Any]) -> tuple[list[dict[str, Any]
 
 def in_order(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Each cell's last row, in the order of the grid."""
-    cells = {Cell(*(row[name] for name in Cell._fields)): row for row in rows}
+    cells = {Cell(**{name: row[name] for name in Cell._fields if name in row}): row for row in rows}
 
     def place(cell: Cell) -> tuple[Any, ...]:
         rule, policy = list(RULES).index(cell.rule), ALL_POLICIES.index(cell.policy)
-        return rule, policy, cell.retention or 0, cell.delay or 0
+        window = -1 if cell.window is None else cell.window
+        return rule, policy, cell.retention or 0, cell.delay or 0, window
 
     return [cells[cell] for cell in sorted(cells, key=place)]
 
@@ -249,6 +272,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--policies", nargs="+", choices=ALL_POLICIES, default=ALL_POLICIES)
     parser.add_argument("--retentions", nargs="+", type=float, default=RETENTIONS)
     parser.add_argument("--delays", nargs="+", type=int, default=DELAYS)
+    parser.add_argument("--windows", nargs="*", type=int, default=[], help="suffix windows")
     parser.add_argument("--instances", type=int, default=2000, help="of each cell, over all tasks")
     parser.add_argument("--block-length", type=int, default=8)
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
@@ -286,12 +310,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         new = row(cell, instances, answers, exact[cell.rule])
         print(*cell, f"{new['exact_match']:.1%} {answers.seconds:.0f} s", file=sys.stderr, flush=True)
         rows = in_order([*rows, new])
-        write(NAME, rows, args.out, settings=settings, parts=parts, comparisons=comparisons(rows))
+        compared = {"comparisons": comparisons(rows), "changes": changes(rows)}
+        write(NAME, rows, args.out, settings=settings, parts=parts, **compared)
     print(tables(rows))
 
 
 def planned(args: argparse.Namespace) -> list[tuple[Cell, SamplingParams]]:
     """The cells that were asked for; raises `RequestError` where one of them cannot be."""
     block_steps(GEN_LENGTH, GEN_LENGTH, args.block_length)
-    cells = grid(args.rules, args.policies, args.retentions, args.delays)
+    cells = grid(args.rules, args.policies, args.retentions, args.delays, args.windows)
     return [(cell, cell.sampling(args.block_length)) for cell in cells]

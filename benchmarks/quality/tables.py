@@ -1,4 +1,4 @@
-"""The quality benchmark's Markdown tables, and head_sparse beside sparse."""
+"""The quality benchmark's Markdown tables, and which of its cells are better."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -7,9 +7,16 @@ from benchmarks.quality.paired import discordance
 
 LEVEL = 0.95
 
+Row = dict[str, Any]
 
-def comparisons(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """head_sparse against sparse, wherever both were evaluated with one rule, retention and delay.
+_SETTING = {"rule": "rule", "policy": "cache", "retention": "retention", "delay": "delay", "window": "window"}
+"""The fields of a setting, and what tables call them."""
+
+_INTERVAL = ("difference (points)", f"{LEVEL:.0%} interval")
+
+
+def comparisons(rows: Sequence[Row]) -> list[Row]:
+    """head_sparse against sparse, wherever both were evaluated with one rule, retention, delay and window.
 
     Arguments:
     - `rows`: cells as `benchmarks.quality.cells.row` gives them, all over the same instances.
@@ -18,51 +25,72 @@ def comparisons(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     two got right; `difference` of the shares of right answers, positive where head_sparse has more; `low` and
     `high`, its Tango interval; and the `verdict` on head_sparse.
     """
-
-    def outcomes(policy: str) -> dict[tuple[Any, ...], list[bool]]:
-        return {
-            (row["rule"], row["retention"], row["delay"]): [digit == "1" for digit in row["right"]]
-            for row in rows
-            if row["policy"] == policy
-        }
-
-    by_head, by_layer = outcomes("head_sparse"), outcomes("sparse")
+    cells = {_cell(row): row for row in rows}
     result = []
-    for setting in by_head.keys() & by_layer.keys():
-        counts = discordance(by_head[setting], by_layer[setting])
-        low, high = counts.interval(LEVEL)
-        result.append(
-            {
-                **dict(zip(("rule", "retention", "delay"), setting, strict=True)),
-                "head_sparse_only": counts.first,
-                "sparse_only": counts.second,
-                "difference": counts.difference,
-                "low": low,
-                "high": high,
-                "verdict": counts.verdict(LEVEL),
-            }
-        )
-    order = {setting: place for place, setting in enumerate(by_head)}
-    return sorted(result, key=lambda row: order[row["rule"], row["retention"], row["delay"]])
+    for row in rows:
+        other = cells.get(_cell({**row, "policy": "sparse"}))
+        if row["policy"] == "head_sparse" and other is not None:
+            setting = {name: row.get(name) for name in _SETTING if name != "policy"}
+            result.append({**setting, **_paired(row, other, "head_sparse_only", "sparse_only")})
+    return result
 
 
-def tables(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown tables: all cells, exact match by task, and head_sparse against sparse where both are."""
+def changes(rows: Sequence[Row]) -> list[Row]:
+    """Cells with a suffix window against those without one, and falling thresholds against the fixed one.
+
+    Arguments:
+    - `rows`: as of `comparisons`.
+
+    Returns for each: the setting; `against`, what the other cell has instead; `own_only` and `other_only`,
+    the instances that only one of the two got right; and the rest as `comparisons` does.
+    """
+    cells = {_cell(row): row for row in rows}
+    result = []
+    for row in rows:
+        others = [("all masks", {"window": None})] if row.get("window") is not None else []
+        others += [("threshold", {"rule": "threshold"})] if row["rule"].startswith("falling") else []
+        for against, change in others:
+            other = cells.get(_cell({**row, **change}))
+            if other is not None:
+                setting = {name: row.get(name) for name in _SETTING}
+                paired = _paired(row, other, "own_only", "other_only")
+                result.append({**setting, "against": against, **paired})
+    return result
+
+
+def _cell(row: Row) -> tuple[Any, ...]:
+    return tuple(row.get(name) for name in _SETTING)
+
+
+def _paired(row: Row, other: Row, own_name: str, other_name: str) -> Row:
+    own, theirs = ([digit == "1" for digit in one["right"]] for one in (row, other))
+    counts = discordance(own, theirs)
+    low, high = counts.interval(LEVEL)
+    return {
+        own_name: counts.first,
+        other_name: counts.second,
+        "difference": counts.difference,
+        "low": low,
+        "high": high,
+        "verdict": counts.verdict(LEVEL),
+    }
+
+
+def tables(rows: Sequence[Row]) -> str:
+    """Markdown tables: all cells, exact match by task, head_sparse against sparse where both are, and what
+    windows and thresholds that fall change."""
     parts = [_cells(rows), _tasks(rows)]
-    compared = comparisons(rows)
-    if compared:
+    if compared := comparisons(rows):
         parts.append(_compared(compared))
+    if changed := changes(rows):
+        parts.append(_changed(changed))
     return "\n\n".join(parts)
 
 
-def _cells(rows: Sequence[dict[str, Any]]) -> str:
-    header = (
-        *("rule", "cache", "retention", "delay", "exact match"),
-        *("tokens/forward", "tokens/1000 rows", "answers as exact", "tokens as exact"),
-    )
+def _cells(rows: Sequence[Row]) -> str:
+    header = ("exact match", "tokens/forward", "tokens/1000 rows", "answers as exact", "tokens as exact")
     body = (
         (
-            *_setting(row),
             f"{row['exact_match']:.1%}",
             f"{row['tokens_per_forward']:.2f}",
             f"{1000 * row['tokens_per_row']:.1f}",
@@ -71,40 +99,46 @@ def _cells(rows: Sequence[dict[str, Any]]) -> str:
         )
         for row in rows
     )
-    return markdown(header, body, 2)
+    return _by_setting(rows, header, body, 2)
 
 
-def _tasks(rows: Sequence[dict[str, Any]]) -> str:
+def _tasks(rows: Sequence[Row]) -> str:
     names = list(rows[0]["tasks"])
-    body = ((*_setting(row), *(f"{row['tasks'][name]:.1%}" for name in names)) for row in rows)
-    return markdown(("rule", "cache", "retention", "delay", *names), body, 2)
+    return _by_setting(rows, names, ([f"{row['tasks'][name]:.1%}" for name in names] for row in rows), 2)
 
 
-def _setting(row: dict[str, Any]) -> tuple[str, ...]:
-    retention, delay = ("" if row[name] is None else str(row[name]) for name in ("retention", "delay"))
-    return row["rule"], row["policy"], retention, delay
+def _compared(rows: Sequence[Row]) -> str:
+    header = ("only head_sparse right", "only sparse right", *_INTERVAL, "head_sparse is")
+    body = ([str(row["head_sparse_only"]), str(row["sparse_only"]), *_interval(row)] for row in rows)
+    return _with_note(_by_setting(rows, header, body, 1), rows)
 
 
-def _compared(rows: Sequence[dict[str, Any]]) -> str:
-    header = (
-        *("rule", "retention", "delay", "only head_sparse right", "only sparse right"),
-        *("difference (points)", f"{LEVEL:.0%} interval", "head_sparse is"),
-    )
-    body = (
-        (
-            *(row["rule"], str(row["retention"]), str(row["delay"])),
-            *(str(row["head_sparse_only"]), str(row["sparse_only"])),
-            f"{100 * row['difference']:+.2f}",
-            f"{100 * row['low']:+.2f} to {100 * row['high']:+.2f}",
-            row["verdict"],
-        )
-        for row in rows
-    )
+def _changed(rows: Sequence[Row]) -> str:
+    header = ("against", "only this right", "only the other right", *_INTERVAL, "this is")
+    body = ([row["against"], str(row["own_only"]), str(row["other_only"]), *_interval(row)] for row in rows)
+    return _with_note(_by_setting(rows, header, body, 2), rows)
+
+
+def _interval(row: Row) -> list[str]:
+    low, high = 100 * row["low"], 100 * row["high"]
+    return [f"{100 * row['difference']:+.2f}", f"{low:+.2f} to {high:+.2f}", row["verdict"]]
+
+
+def _with_note(table: str, rows: Sequence[Row]) -> str:
     note = (
         f"Intervals are Tango's for paired proportions. Comparisons: {len(rows)}; where nothing differs"
         f" {(1 - LEVEL) * len(rows):.1f} of them exclude 0 by chance."
     )
-    return f"{markdown(header, body, 1)}\n\n{note}"
+    return f"{table}\n\n{note}"
+
+
+def _by_setting(rows: Sequence[Row], header: Sequence[str], body: Iterable[Sequence[str]], left: int) -> str:
+    """A table with the columns of `body` behind those of the setting that the rows have."""
+    windows = any(row.get("window") is not None for row in rows)
+    names = [name for name in _SETTING if (windows if name == "window" else name in rows[0])]
+    settings = (["" if row.get(name) is None else str(row[name]) for name in names] for row in rows)
+    lines = ([*setting, *line] for setting, line in zip(settings, body, strict=True))
+    return markdown([*(_SETTING[name] for name in names), *header], lines, left)
 
 
 def markdown(header: Sequence[str], body: Iterable[Sequence[str]], left: int) -> str:

@@ -13,6 +13,7 @@ _OF_DENOISING = {
     "transfer": _IN_ORDER,
     "remasking": _IN_ORDER,
     "cache": "keeps the keys and values of every token",
+    "suffix_window": "has no blocks",
     "cfg_scale": "has no classifier-free guidance",
     "confidence_eos_eot_inf": _UNRANKED,
     "confidence_dtype": _UNRANKED,

@@ -8,7 +8,16 @@ from typing import NamedTuple
 from jdllm.decoding.caches import dual, head_sparse, prefix, selective, sparse
 from jdllm.decoding.caches.policy import CachePolicy
 from jdllm.decoding.option import Option
-from jdllm.decoding.transfer import adaptive, deferred, entropy_bound, factor, quota, threshold, timetable
+from jdllm.decoding.transfer import (
+    adaptive,
+    deferred,
+    entropy_bound,
+    factor,
+    falling_threshold,
+    quota,
+    threshold,
+    timetable,
+)
 from jdllm.decoding.transfer.rule import Acceptance, TransferRule
 from jdllm.errors import ConfigError
 
@@ -125,6 +134,7 @@ def _register_own() -> None:
     for rule in (
         quota.SCHEDULE,
         threshold.RULE,
+        falling_threshold.RULE,
         factor.RULE,
         entropy_bound.RULE,
         quota.MARGIN,

@@ -101,6 +101,19 @@ def segment_row(sampling: SamplingParams, config: ModelConfig) -> dict[str, Any]
     }
 
 
+def initial_states(head_rows: int, segments: int) -> dict[str, dict[str, np.ndarray]]:
+    """`Batch.states` of batches of these sizes in which every segment enters a block; only rules that carry
+    something have an entry."""
+    return {
+        rule.name: {
+            array.name: np.full(head_rows if array.per_row else segments, array.initial, array.dtype)
+            for array in rule.state
+        }
+        for _, rule in numbered()
+        if rule.state
+    }
+
+
 def segment_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The fields of `SegmentParams` that `segment_row` gives, from the rows of all segments."""
     columns: dict[str, Any] = {

@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs
 
 from jdllm.declarations import explain, listed, plain
-from jdllm.decoding.kinds import LARGEST, Length, OneOf, Scale, Share
+from jdllm.decoding.kinds import LARGEST, Length, OneOf, Scale, Share, Step
 from jdllm.decoding.prefilling import PrefillingLike
 from jdllm.decoding.registry import RULES, cache_names, options, rule_names
 from jdllm.decoding.sampling_checks import FILTERS, check_together, is_drawn, without_effect
@@ -72,7 +72,8 @@ class SamplingParams:
     - `max_tokens` (`None`): tokens to return at most; -1 is `None`. Without `gen_length`, the request
       generates this number, rounded up to whole blocks; otherwise it may not exceed `gen_length`.
     - `steps` (`None`: `gen_length`): denoising steps in all; a multiple of the number of blocks. Rules that
-      commit by confidence ("threshold", "factor", "entropy_bound") or "adaptive" take as many as they need.
+      commit by confidence ("threshold", "falling_threshold", "factor", "entropy_bound") or "adaptive" take as
+      many as they need.
     - `block_length` (`None`: `gen_length`): length of the blocks that are finished from left to right;
       divides `gen_length`.
     - `early_stop` (True): stop after the block in which the text ends, and cut `token_ids` after the first
@@ -128,6 +129,9 @@ class SamplingParams:
       approximate: a refresh stores keys and values, and until the next refresh only the other rows are
       evaluated. {cache}
     {options of cache}
+    - `suffix_window` (`None`: all): full steps and refreshes evaluate so many of the next masks behind the
+      block, and the last position. The other masks behind the block are neither evaluated nor stored
+      (Streaming-dLLM). This is approximate with every cache and without one.
 
     Adaptive parallel decoding (`transfer` "adaptive"; `LLM` needs a `verifier`)
     - A step drafts the next masked positions. It accepts them up to the first position where the mixture of
@@ -192,6 +196,7 @@ class SamplingParams:
     transfer: Transfer = "schedule"
     threshold: float | None = None
     threshold_strict: bool | None = None
+    threshold_fall: float | None = None
     factor: float | None = None
     factor_end: str | None = None
     entropy_bound: float | None = None
@@ -206,6 +211,7 @@ class SamplingParams:
     refresh_delay: int | None = None
     refresh_interval: int | None = None
     official_forcing: bool | None = None
+    suffix_window: Step | None = None
     mixture_weight: float | None = None
     max_lookahead: int | None = None
     prefilling: PrefillingLike = None

@@ -17,6 +17,7 @@ _NOT_ADAPTIVE = {
     "cfg_scale": (0.0, "has no classifier-free guidance"),
     "cache": ("none", "evaluates whole sequences"),
     "block_length": (None, "has no blocks"),
+    "suffix_window": (None, "has no blocks"),
     "remasking": ("low_confidence", "goes from left to right"),
     "confidence_eos_eot_inf": (None, "goes from left to right"),
     "prompt_masks": ("error", "does not fill masks in the prompt (infill does)"),
@@ -25,6 +26,7 @@ _NOT_ADAPTIVE = {
 
 _NOT_PREFILLED = {
     "cache": ("none", "is a cache of its own"),
+    "suffix_window": (None, "has no steps of whole sequences"),
     "cfg_scale": (0.0, "has no classifier-free guidance"),
     "alg": (None, "commits by transfer rules"),
     "prompt_masks": ("error", "does not fill masks in the prompt"),

@@ -37,40 +37,47 @@ def smallest_request(config: ModelConfig) -> Request:
 
 
 def lay_out(
-    sequences: Sequence[np.ndarray], config: ModelConfig, size: int | None = None
+    sequences: Sequence[np.ndarray],
+    config: ModelConfig,
+    size: int | None = None,
+    positions: Sequence[np.ndarray] | None = None,
 ) -> tuple[np.ndarray, Rows, np.ndarray]:
     """Put sequences one after another into `size` rows, each a segment that sees itself only.
 
     Arguments:
     - `size`: by default a bucket that holds them.
+    - `positions`: rotary positions of the tokens of each sequence, by default from 0 on.
 
     Returns int32 tokens `[rows]`, their `Rows`, and the first row of each sequence. Padding sees no keys.
     """
     lengths = [len(s) for s in sequences]
     starts = np.cumsum([0, *lengths])
     size = size or row_bucket(int(starts[-1]))
-    tokens, positions, k_start, k_end = (np.zeros(size, np.int32) for _ in range(4))
-    for ids, start, length in zip(sequences, starts, lengths, strict=False):
-        rows = slice(start, start + length)
-        tokens[rows], positions[rows] = ids, np.arange(length)
-        k_start[rows], k_end[rows] = key_ranges(config, int(start), length)
-    return tokens, Rows(positions, k_start, k_end), starts[:-1]
+    tokens, rotary, k_start, k_end = (np.zeros(size, np.int32) for _ in range(4))
+    for ids, start, own in zip(sequences, starts, positions or map(np.arange, lengths), strict=False):
+        rows = slice(start, start + len(ids))
+        tokens[rows], rotary[rows] = ids, own
+        k_start[rows], k_end[rows] = key_ranges(config, int(start), len(ids))
+    return tokens, Rows(rotary, k_start, k_end), starts[:-1]
 
 
 def demand(request: Request) -> tuple[int, int]:
-    """Packed rows and head rows of a request whose whole sequence is evaluated; guidance counts twice."""
-    return request.rows, len(request.candidates()) * (2 if request.guided else 1)
+    """Packed rows and head rows of a full step or a refresh of a request; guidance counts twice."""
+    copies = 2 if request.guided else 1
+    return len(request.evaluated) * copies, len(request.candidates()) * copies
 
 
 def pack(requests: Sequence[Request], config: ModelConfig, entry: Entry) -> Packed:
     """Lay the requests out one after another, each followed by its unguided copy where it has guidance."""
-    candidates = [r.candidates() for r in requests]
-    sequences = [[r.tokens, r.unguided_tokens()] if r.guided else [r.tokens] for r in requests]
-    tokens, rows, starts = lay_out([copy for copies in sequences for copy in copies], config, entry.rows)
-    first = np.cumsum([0, *(len(copies) for copies in sequences)])
+    candidates, evaluated = [r.candidates() for r in requests], [r.evaluated for r in requests]
+    copies = [(ids[at], at) for r, at in zip(requests, evaluated, strict=True) for ids in r.sequences()]
+    sequences, positions = zip(*copies, strict=True)
+    tokens, rows, starts = lay_out(sequences, config, entry.rows, positions)
+    last = np.cumsum([2 if r.guided else 1 for r in requests]) - 1
+    places = [np.searchsorted(at, masked) for at, masked in zip(evaluated, candidates, strict=True)]
     parts = [
-        (starts[first[i]] + masked, starts[first[i + 1] - 1] + masked, np.full_like(masked, i))
-        for i, masked in enumerate(candidates)
+        (starts[last[i] - r.guided] + places[i], starts[last[i]] + places[i], np.full_like(places[i], i))
+        for i, r in enumerate(requests)
     ]
     row, unguided, segment = (np.concatenate(column) for column in zip(*parts, strict=True))
     head = head_rows(row, unguided, segment, entry)

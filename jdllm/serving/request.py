@@ -134,8 +134,9 @@ class Request:
         return self.spec.guided
 
     @property
-    def rows(self) -> int:
-        return self.spec.rows
+    def evaluated(self) -> np.ndarray:
+        """Positions that full steps and refreshes of the current block evaluate, rising."""
+        return self.spec.evaluated(self.block)
 
     @property
     def segment(self) -> Mapping[str, Any]:

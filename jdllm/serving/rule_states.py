@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jdllm.decoding.registry import numbered
+from jdllm.decoding.rules import initial_states
 from jdllm.planning.ladder import Entry
 from jdllm.serving.request import Request
 
@@ -13,26 +13,24 @@ from jdllm.serving.request import Request
 def packed_states(
     requests: Sequence[Request], candidates: Sequence[np.ndarray], entry: Entry
 ) -> dict[str, dict[str, np.ndarray]]:
-    """`Batch.states` of requests whose head rows follow one another; empty where no rule carries anything.
+    """`Batch.states` of requests whose head rows follow one another.
 
     Arguments:
     - `candidates`: for each request the positions of its head rows.
     """
     stops = np.cumsum([0, *map(len, candidates)])
-    states: dict[str, dict[str, np.ndarray]] = {}
-    for _, rule in numbered():
+    states = initial_states(entry.head_rows, entry.segments)
+    for index, request in enumerate(requests):
+        rule = request.acceptance
+        if rule is None:
+            continue
         for array in rule.state:
-            size = entry.head_rows if array.per_row else entry.segments
-            packed = np.full(size, array.initial, array.dtype)
-            for index, request in enumerate(requests):
-                if request.acceptance != rule:
-                    continue
-                carried = request.rule_state[array.name]
-                if array.per_row:
-                    packed[stops[index] : stops[index + 1]] = carried[candidates[index]]
-                else:
-                    packed[index] = carried
-            states.setdefault(rule.name, {})[array.name] = packed
+            carried = request.rule_state[array.name]
+            packed = states[rule.name][array.name]
+            if array.per_row:
+                packed[stops[index] : stops[index + 1]] = carried[candidates[index]]
+            else:
+                packed[index] = carried
     return states
 
 

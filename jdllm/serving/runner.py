@@ -48,11 +48,14 @@ class Runner:
         """
         launch = self._launchers[kind](requests, max_steps)
         listed = any(request.sampling.listed for request in requests)
+        rules = {request.acceptance.name for request in requests if request.acceptance is not None}
 
         def run() -> Any:
             found = launch.run()
-            if isinstance(found, EncodedTrace) and not listed:
-                found = found._replace(likeliest=None)
+            if isinstance(found, EncodedTrace):
+                # Nothing is transferred that nobody in the part reads.
+                states = {name: state for name, state in found.states.items() if name in rules}
+                found = found._replace(likeliest=found.likeliest if listed else None, states=states)
             jax.tree.map(lambda x: x.copy_to_host_async(), found)
             return found
 

@@ -82,8 +82,20 @@ class RequestSpec:
 
     @property
     def rows(self) -> int:
-        """Packed rows of a step that evaluates everything."""
-        return len(self.tokens) * (2 if self.guided else 1)
+        """Packed rows of its largest step."""
+        return len(self.evaluated(self.blocks[-1])) * (2 if self.guided else 1)
+
+    def evaluated(self, block: Block) -> np.ndarray:
+        """Positions that a full step or a refresh evaluates in a block, rising.
+
+        With a `suffix_window` these are all but the masks behind the block, of which only the first so many
+        and the last position are evaluated. Masks behind the block are those of the start.
+        """
+        every, window = np.arange(len(self.tokens)), self.sampling.suffix_window
+        if window is None:
+            return every
+        behind = block.stop + np.flatnonzero(self.tokens[block.stop : -1] == self.mask_id)
+        return np.delete(every, behind[window:])
 
     @property
     def positions(self) -> int:
@@ -93,7 +105,7 @@ class RequestSpec:
     @property
     def stored_rows(self) -> int:
         """Rows of the KV pool that it may ever need."""
-        return kept(self.sampling, len(self.tokens))
+        return kept(self.sampling, len(self.evaluated(self.blocks[-1])))
 
 
 def generation_spec(

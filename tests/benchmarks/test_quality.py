@@ -19,7 +19,7 @@ from benchmarks.quality.cells import (
     rows_forwarded,
     same_tokens,
 )
-from benchmarks.quality.tables import comparisons, tables
+from benchmarks.quality.tables import changes, comparisons, tables
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.demo import checkpoint_path
 from jdllm.demo.tasks import TASKS, Instance, split_of
@@ -42,7 +42,7 @@ def row(policy: str, right: str, rule: str = "schedule", **fields: Any) -> dict[
 class TestCells:
     def test_the_whole_grid(self):
         cells = list(grid(list(quality.RULES), quality.ALL_POLICIES, quality.RETENTIONS, quality.DELAYS))
-        assert len(set(cells)) == len(cells) == 3 * (4 + 2 * 5 * 2)
+        assert len(set(cells)) == len(cells) == len(quality.RULES) * (4 + 2 * 5 * 2)
         assert cells[:5] == [
             Cell("schedule", "none"),
             Cell("schedule", "prefix", None, 0),
@@ -55,12 +55,32 @@ class TestCells:
         cells = list(grid(["factor"], ["sparse"], [0.3], [1]))
         assert cells == [Cell("factor", "none"), Cell("factor", "sparse", 0.3, 1)]
 
+    def test_each_cell_with_each_window(self):
+        cells = list(grid(["threshold"], ["dual"], [0.3], [1], [0, 8]))
+        assert cells == [
+            Cell("threshold", "none"),
+            Cell("threshold", "none", window=0),
+            Cell("threshold", "none", window=8),
+            Cell("threshold", "dual", None, 0),
+            Cell("threshold", "dual", None, 0, 0),
+            Cell("threshold", "dual", None, 0, 8),
+        ]
+
     def test_sampling_parameters(self):
         common: dict[str, Any] = {"gen_length": 32, "block_length": 8, "early_stop": False}
         common["return_history"] = True
         assert Cell("schedule", "none").sampling(8) == SamplingParams(**common)
         assert Cell("threshold", "head_sparse", 0.3, 0).sampling(8) == SamplingParams(
             **common, transfer="threshold", threshold=0.9, cache="head_sparse", retention=0.3, refresh_delay=0
+        )
+        assert Cell("falling_0.6", "dual", None, 0, 4).sampling(8) == SamplingParams(
+            **common,
+            transfer="falling_threshold",
+            threshold=0.9,
+            threshold_fall=0.6,
+            cache="dual",
+            refresh_delay=0,
+            suffix_window=4,
         )
         assert Cell("factor", "dual", None, 0).sampling(8) == SamplingParams(
             **common, transfer="factor", factor=1.0, cache="dual", refresh_delay=0
@@ -91,6 +111,8 @@ class TestRows:
             slow("sparse", {}, ([LENGTH] * 2 + [BLOCK] * 6) * 2),
             slow("head_sparse", {"refresh_delay": 0}, ([LENGTH] + [BLOCK] * 7) * 2),
             slow("dual", {"refresh_interval": 3}, ([LENGTH, *[BLOCK] * 2] * 2 + [LENGTH, BLOCK]) * 2),
+            slow("none", {"suffix_window": 3}, [PROMPT + BLOCK + 4] * 8 + [LENGTH] * 8),
+            slow("dual", {"suffix_window": 0}, [PROMPT + BLOCK + 1] + [BLOCK] * 7 + [LENGTH] + [BLOCK] * 7),
             # At a block's second step all but one of the block and all to its right are masked.
             ("selective", {}, [LENGTH] * 2 + [15] * 6 + [LENGTH] * 2 + [7] * 6),
         ],
@@ -155,7 +177,8 @@ class TestAgreement:
         exact = Answers(np.array([[*b"2", EOS], [*b"b", EOS]]), [True, True], 4, 24, 1.0)
         other = Answers(np.array([[*b"2", EOS], [*b"bb"]]), [True, False], 2, 16, 2.5)
         assert quality.row(Cell("schedule", "dual", None, 0), instances, other, exact) == {
-            **{"rule": "schedule", "policy": "dual", "retention": None, "delay": 0, "instances": 2},
+            **{"rule": "schedule", "policy": "dual", "retention": None, "delay": 0, "window": None},
+            **{"instances": 2},
             **{"exact_match": 0.5, "tasks": {"addition": 1.0, "sorting": 0.0}},
             **{"tokens_per_forward": 2.0, "tokens_per_row": 0.25},
             **{"same_answers": 0.5, "same_tokens": 0.75, "right": "10", "seconds": 2.5},
@@ -184,7 +207,27 @@ class TestComparison:
         assert found["verdict"] == verdict
 
 
+class TestChanges:
+    def test_a_window_against_all_masks(self):
+        found = changes([row("dual", "11", window=None), row("dual", "01", window=4), row("none", "11")])
+        assert [(one["window"], one["against"], one["own_only"], one["other_only"]) for one in found] == [
+            (4, "all masks", 0, 1)
+        ]
+
+    def test_a_falling_threshold_against_the_fixed_one(self):
+        rows = [row("dual", "01", rule="threshold"), row("dual", "11", rule="falling_0.3")]
+        (found,) = changes([*rows, row("none", "11", rule="falling_0.6")])
+        assert (found["rule"], found["against"]) == ("falling_0.3", "threshold")
+        assert (found["own_only"], found["other_only"], found["difference"]) == (1, 0, 0.5)
+        assert found["low"] < 0.5 < found["high"]
+
+
 class TestMerging:
+    def test_cells_of_older_records_have_no_window(self):
+        old, new = row("dual", "00"), row("dual", "10", window=4)
+        assert in_order([new, old]) == [old, new]
+        assert in_order([old, row("dual", "11", window=None)]) == [row("dual", "11", window=None)]
+
     def test_new_cells_replace_their_like_in_the_order_of_the_grid(self):
         old = [row("head_sparse", "00"), row("sparse", "01", rule="factor")]
         new = [row("sparse", "10"), row("head_sparse", "11")]

@@ -168,9 +168,11 @@ CACHE_OPTIONS = {
     "refresh_delay": 2,
     "refresh_interval": 4,
     "official_forcing": True,
+    "suffix_window": 64,
 }
 RULE_OPTIONS = {
     "threshold": {"transfer": "threshold", "threshold": 0.75, "threshold_strict": True},
+    "falling threshold": {"transfer": "falling_threshold", "threshold": 0.75, "threshold_fall": 0.6},
     "factor": {"transfer": "factor", "factor": 1.25, "factor_end": "fixed"},
     "entropy bound": {"transfer": "entropy_bound", "entropy_bound": 0.5},
 }

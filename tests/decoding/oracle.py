@@ -18,6 +18,7 @@ Logits = Callable[[np.ndarray], np.ndarray]
 
 CONFIDENCE_RULES = {
     "threshold": Rule.THRESHOLD,
+    "falling_threshold": Rule.FALLING_THRESHOLD,
     "factor": Rule.FACTOR,
     "entropy_bound": Rule.ENTROPY_BOUND,
 }
@@ -108,6 +109,7 @@ def _steps(
             rule = Rule.ORIGIN if sampling.alg == "origin" else Rule.QUOTA
             yield rule, Asked(int(left() * share), fraction=share)
     elif sampling.transfer in CONFIDENCE_RULES:
+        entered = left()
         while True:
             yield (
                 CONFIDENCE_RULES[sampling.transfer],
@@ -117,6 +119,8 @@ def _steps(
                     factor=sampling.effective("factor"),
                     open_end=sampling.effective("factor_end") == "official",
                     entropy_bound=sampling.effective("entropy_bound"),
+                    fall=sampling.effective("threshold_fall"),
+                    masks=entered,
                 ),
             )
     else:

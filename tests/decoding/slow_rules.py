@@ -10,6 +10,7 @@ class Rule(enum.Enum):
 
     QUOTA = "quota"
     THRESHOLD = "threshold"
+    FALLING_THRESHOLD = "falling_threshold"
     FACTOR = "factor"
     ENTROPY_BOUND = "entropy_bound"
     ORIGIN = "origin"
@@ -17,7 +18,8 @@ class Rule(enum.Enum):
 
 
 class Asked(NamedTuple):
-    """Parameters of all rules for one step of one segment."""
+    """Parameters of all rules for one step of one segment; `masks` are those of the block before its first
+    step, 0 if this is the first."""
 
     quota: int = 0
     fraction: float = 0.0
@@ -26,6 +28,8 @@ class Asked(NamedTuple):
     factor: float = 1.0
     open_end: bool = True
     entropy_bound: float = 0.1
+    fall: float = 0.3
+    masks: int = 0
 
 
 def committed(
@@ -43,11 +47,19 @@ def committed(
         return ranked[: bounded_count([-confidence[row] for row in ranked], asked.entropy_bound)]
     if rule is Rule.DEFERRED:
         ranked = ranked[: asked.quota]
+    if rule is Rule.FALLING_THRESHOLD:
+        asked = asked._replace(threshold=fallen(len(ranked), asked))
     return ranked[:1] + [row for row in ranked[1:] if reaches(confidence[row], asked)]
 
 
 def reaches(confidence: float, asked: Asked) -> bool:
     return confidence > asked.threshold if asked.strict else confidence >= asked.threshold
+
+
+def fallen(left: int, asked: Asked) -> float:
+    """The threshold where so many rows of the block are masked."""
+    filled = asked.masks - left if asked.masks else 0
+    return asked.threshold * (1 - asked.fall * filled / max(asked.masks, 1))
 
 
 def factor_count(falling: list[float], factor: float, open_end: bool) -> int:

@@ -91,6 +91,16 @@ RULES = {
     "threshold, guided": sampled(transfer="threshold", threshold=0.5, cfg_scale=1.0),
     "threshold, hot": sampled(transfer="threshold", threshold=0.1, temperature=1.0, seed=1),
     "threshold, random order": sampled(transfer="threshold", threshold=0.6, remasking="random", seed=2),
+    "falling threshold": sampled(transfer="falling_threshold", threshold=0.4, threshold_fall=0.6),
+    "falling threshold, hot, in blocks": sampled(
+        transfer="falling_threshold",
+        threshold=0.3,
+        threshold_fall=0.9,
+        threshold_strict=True,
+        temperature=0.5,
+        seed=6,
+        block_length=4,
+    ),
     "factor": sampled(transfer="factor", factor=2.0),
     "factor, in blocks": sampled(transfer="factor", factor=1.5, block_length=4),
     "factor, fixed end": sampled(transfer="factor", factor=1.5, block_length=4, factor_end="fixed"),
@@ -161,7 +171,7 @@ def test_every_rule_with_shifted_logits(rules: dict[str, SamplingParams], dream_
 @pytest.mark.slow
 def test_rules_commit_now_one_token_and_now_several(stopping_llm: LLM):
     """What makes the comparison with the oracle worth something."""
-    for name in ("threshold", "factor", "entropy bound", "threshold, hot"):
+    for name in ("threshold", "falling threshold", "factor", "entropy bound", "threshold, hot"):
         outputs = stopping_llm.generate(prompt_token_ids=prompts(8, seed=5), sampling=RULES[name])
         took = [int((a != b).sum()) for o in outputs for a, b in pairwise(np.asarray(o.history))]
         assert {1, 2} <= set(took), name

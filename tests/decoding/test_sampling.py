@@ -287,6 +287,7 @@ def test_rules_with_an_order_of_their_own_take_no_random_one(transfer: Any):
         ({"alg": "confidence_threshold"}, False),
         ({"repetition_penalty": 1.1}, False),
         ({"transfer": "threshold"}, True),
+        ({"transfer": "falling_threshold"}, True),
         ({"transfer": "factor"}, True),
         ({"transfer": "entropy_bound"}, True),
         ({"transfer": "margin"}, True),

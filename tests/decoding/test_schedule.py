@@ -130,7 +130,7 @@ class TestStepTable:
             assert table.quota.tolist() == [3, 3, 2]
             assert not table.fraction.any()
 
-    @pytest.mark.parametrize("transfer", ["threshold", "factor", "entropy_bound"])
+    @pytest.mark.parametrize("transfer", ["threshold", "falling_threshold", "factor", "entropy_bound"])
     def test_rules_by_confidence_may_take_a_step_for_each_mask(self, transfer):
         assert len(step_table(SamplingParams(transfer=transfer), 8, 3, 50)) == 50
 

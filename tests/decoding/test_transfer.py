@@ -20,8 +20,8 @@ from jdllm.decoding.transfer.select import select
 from tests.decoding.slow_rules import Asked, Rule, committed
 
 ROWS, SEGMENTS = 24, 4
-OPTIONS = ("threshold", "threshold_strict", "factor", "factor_end", "entropy_bound")
-NOT_DREAM = [Rule.QUOTA, Rule.THRESHOLD, Rule.FACTOR, Rule.ENTROPY_BOUND, Rule.DEFERRED]
+OPTIONS = ("threshold", "threshold_strict", "factor", "factor_end", "entropy_bound", "threshold_fall")
+NOT_DREAM = [rule for rule in Rule if rule is not Rule.ORIGIN]
 jitted = jax.jit(select, static_argnames="entropies")
 
 asked = st.builds(
@@ -33,6 +33,9 @@ asked = st.builds(
     factor=st.integers(0, 40).map(lambda n: n / 8),
     open_end=st.booleans(),
     entropy_bound=st.integers(0, 40).map(lambda n: n / 16),
+    fall=st.integers(0, 16).map(lambda n: n / 16),
+    # Beyond the rows of a case, and a power of two: shares of it are exact in f32.
+    masks=st.sampled_from([0, 32, 64]),
 )
 # What is certain is frequent, so that the factor rule passes more than a row or two.
 share = st.integers(0, 16).map(lambda n: n / 16) | st.integers(900, 1024).map(lambda n: n / 1024)
@@ -101,14 +104,21 @@ def run(
         order=jnp.asarray(confidence if order is None else order, jnp.float32),
         draw=jnp.asarray(np.zeros(count) if draw is None else draw, jnp.float32),
     )
-    dtypes = (np.int32, np.float32, np.float32, np.bool_, np.float32, np.bool_, np.float32)
+    f32 = np.float32
+    dtypes = (np.int32, f32, f32, np.bool_, f32, np.bool_, f32, f32, np.int32)
     columns = (np.array(c, d) for c, d in zip(zip(*params, strict=True), dtypes, strict=True))
-    quota, fraction, *own = columns
+    quota, fraction, *own, masks = columns
     options = OfRules(dict(zip(OPTIONS, own, strict=True)), numbered())
     numbers = {acceptance.name: number for number, acceptance in numbered()}
     rule = np.array([numbers[rule.value] for rule in rules], np.int32)
-    commit, states = jitted(candidates, rule, RuleParams(quota, fraction, options), {}, entropies=entropies)
-    assert not states
+    states = {"falling_threshold": {"masks": masks}}
+    commit, after = jitted(
+        candidates, rule, RuleParams(quota, fraction, options), states, entropies=entropies
+    )
+    left = np.bincount(np.asarray(candidates.segment)[np.asarray(candidates.masked)], minlength=len(rules))
+    falling = [one is Rule.FALLING_THRESHOLD for one in rules]
+    entered = np.where(falling, np.maximum(masks, left[: len(rules)]), masks)
+    np.testing.assert_array_equal(after["falling_threshold"]["masks"], entered)
     return np.asarray(commit)
 
 
@@ -207,6 +217,38 @@ class TestThreshold:
         for strict, expected in ((False, [0, 1]), (True, [0])):
             commit = run([Rule.THRESHOLD], [Asked(threshold=1.0, strict=strict)], confidence)
             assert np.flatnonzero(commit).tolist() == expected
+
+
+class TestFallingThreshold:
+    def test_it_falls_with_the_masks_of_the_block(self):
+        """A block of eight rows; each is as sure in every step."""
+        confidence = np.array([0.75, 0.5, 0.625, 0.5625, 0.25, 0.8125, 0.125, 0.375])
+        left, took = np.ones(8, bool), []
+        while left.any():
+            threshold = 0.75 * (1 - 1.0 * (1 - left.sum() / 8))
+            commit = left & (confidence >= threshold)
+            if not commit.any():
+                commit = left & (confidence == confidence[left].max())
+            asked = Asked(threshold=0.75, fall=1.0, masks=8 if took else 0)
+            actual = run([Rule.FALLING_THRESHOLD], [asked], confidence, left)
+            np.testing.assert_array_equal(actual, commit)
+            left, took = left & ~commit, [*took, np.flatnonzero(commit).tolist()]
+        assert took == [[0, 5], [2, 3], [1, 7], [4], [6]]
+
+    @given(st.data())
+    def test_without_a_fall_it_is_the_threshold(self, data: st.DataObject):
+        confidence = data.draw(st.lists(st.floats(0, 1, width=32), min_size=ROWS, max_size=ROWS))
+        masked = data.draw(st.lists(st.booleans(), min_size=ROWS, max_size=ROWS))
+        threshold, masks = data.draw(st.floats(0, 1, width=32)), data.draw(st.integers(0, 2 * ROWS))
+        params = [Asked(threshold=threshold, fall=0.0, masks=masks, strict=data.draw(st.booleans()))]
+        falling, plain = (
+            run([rule], params, confidence, masked) for rule in (Rule.FALLING_THRESHOLD, Rule.THRESHOLD)
+        )
+        np.testing.assert_array_equal(falling, plain)
+
+    def test_the_surest_row_commits_below_any_threshold(self):
+        params = [Asked(threshold=1.0, fall=0.0, masks=4)]
+        assert np.flatnonzero(run([Rule.FALLING_THRESHOLD], params, [0.25, 0.5, 0.125])).tolist() == [1]
 
 
 class TestFactor:

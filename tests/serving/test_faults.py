@@ -99,6 +99,13 @@ RULES = st.one_of(
         optional={"threshold": st.sampled_from([0.0, 0.3, 1.0, 1e6]), "threshold_strict": st.booleans()},
     ),
     st.fixed_dictionaries(
+        {"transfer": st.just("falling_threshold")},
+        optional={
+            "threshold": st.sampled_from([0.0, 0.3, 1e6]),
+            "threshold_fall": st.sampled_from([0.0, 1.0]),
+        },
+    ),
+    st.fixed_dictionaries(
         {"transfer": st.just("factor")},
         optional={"factor": st.sampled_from([0.0, 2.0, 1e6]), "factor_end": st.just("fixed")},
     ),

@@ -36,6 +36,7 @@ DREAM_RULES = {
     "confidence_threshold": {"alg": "confidence_threshold", "steps": 3, "threshold": 0.3},
     "drawn order": {"alg": "entropy", "steps": 3, "alg_temp": 0.5},
     "filtered": {"alg": "maskgit_plus", "top_p": 0.8, "top_k": 9, "cfg_scale": 0.5},
+    "falling threshold": {"transfer": "falling_threshold", "threshold": 0.4, "threshold_fall": 0.7},
 }
 SAMPLING = {
     f"{name} at {temperature}": SamplingParams(

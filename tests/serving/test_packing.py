@@ -125,7 +125,7 @@ class TestPack:
                 copy = batch.tokens[at + length : at + 2 * length]
                 assert (copy[:prompt] == MASK).all()
                 np.testing.assert_array_equal(copy[prompt:], request.tokens[prompt:])
-            at += request.rows
+            at += demand(request)[0]
         assert len(batch.tokens) == row_bucket(at)
 
     @given(request_lists())
@@ -143,7 +143,7 @@ class TestPack:
             assert candidates[index].tolist() == masked
             copy = at + len(request.tokens) * request.guided
             expected += [(at + p, copy + p, index) for p in masked]
-            at += request.rows
+            at += demand(request)[0]
         count = len(expected)
         assert list(zip(*(x[:count].tolist() for x in head), strict=True)) == expected
         assert (head.segment[count:] == size).all()

@@ -5,7 +5,7 @@ const GROUPS = {
   Length: ["gen_length", "steps", "block_length"],
   Tokens: ["temperature", "top_p", "top_k", "cfg_scale", "seed"],
   Order: ["alg", "transfer", "threshold", "factor", "entropy_bound", "remasking"],
-  Cache: ["cache", "retention", "refresh_delay"],
+  Cache: ["cache", "retention", "refresh_delay", "suffix_window"],
 };
 // Wherever a text is filled in, its masks say how long the result is.
 const LENGTHS = GROUPS.Length;
@@ -25,6 +25,7 @@ const OTHERWISE = {
   top_p: () => "off",
   top_k: () => "off",
   seed: () => "random",
+  suffix_window: () => "all",
   alg: () => "none",
 };
 const DESCRIBED = /\[default: (.+)\]/;

@@ -7,16 +7,19 @@ from jdllm.decoding.option import Option
 from jdllm.decoding.transfer.rule import Acceptance, TransferRule
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool
+    from jaxtyping import Array, Bool, Float
 
+    from jdllm.arrays import Tensor
     from jdllm.decoding.transfer.ranking import Ranked, RuleParams
 
 
-def reaches(ranked: "Ranked", params: "RuleParams") -> "Bool[Array, ' rows']":
-    """Rows whose confidence reaches the threshold (exceeds it where strict), or that rank first."""
+def reaches(
+    ranked: "Ranked", params: "RuleParams", share: "Float[Tensor, ' rows'] | float" = 1.0
+) -> "Bool[Array, ' rows']":
+    """Rows that reach a share of the threshold (exceed it where strict), or that rank first."""
     import jax.numpy as jnp  # what declares parameters is read without JAX
 
-    threshold, strict = params.options["threshold"], params.options["threshold_strict"]
+    threshold, strict = share * params.options["threshold"], params.options["threshold_strict"]
     above = jnp.where(strict, ranked.confidence > threshold, ranked.confidence >= threshold)
     return above | (ranked.rank == 0)
 

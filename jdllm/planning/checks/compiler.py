@@ -7,7 +7,7 @@ import numpy as np
 
 from jdllm.compiling.executables import temp_bytes
 from jdllm.decoding.batch import Batch, HeadRows, SegmentParams
-from jdllm.decoding.rules import segment_columns, segment_row
+from jdllm.decoding.rules import initial_states, segment_columns, segment_row
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.step import denoise
 from jdllm.models.block import Rows
@@ -57,4 +57,5 @@ def _batch(config: ModelConfig, plan: MemoryPlan) -> Batch:
     segments = SegmentParams(
         **asked, step=segment, steps_left=segment, quota=table, fraction=table.astype(np.float32)
     )
-    return Batch(rows, Rows(rows, rows, rows), HeadRows(head, head, head), segments)
+    states = initial_states(entry.head_rows, entry.segments)
+    return Batch(rows, Rows(rows, rows, rows), HeadRows(head, head, head), segments, states)

@@ -45,11 +45,12 @@ class ReuseBatch(NamedTuple):
 def pack_refresh(
     requests: Sequence[Request], config: ModelConfig, pool: PageBook, entry: Entry
 ) -> RefreshBatch:
-    """Lay out whole sequences, and say which rows each layer may store."""
+    """Lay out what refreshes evaluate, and say which rows each layer may store."""
     packed = pack(requests, config, entry)
     rows, segments = entry.rows, entry.segments
     stored: list[Stored | None] = [None] * len(requests)
-    starts = np.cumsum([0, *(len(r.tokens) for r in requests)])
+    evaluated = [r.evaluated for r in requests]
+    starts = np.cumsum([0, *map(len, evaluated)])
     names = ("block_first", "block_rows", "keep", "scored", "per_head", "width")
     columns = {name: np.zeros(segments, np.int32) for name in names}
     columns["width"][:] = 1
@@ -60,11 +61,12 @@ def pack_refresh(
         policy = policy_of(request.sampling)
         if policy is None or request.phase is not Phase.REFRESH:
             continue
-        candidates = policy.candidates(request.view())
-        forwarded = np.ones(len(request.tokens), bool)
-        forwarded[candidates] = False
+        storable = np.zeros(len(request.tokens), bool)
+        storable[policy.candidates(request.view())] = True
+        storable = storable[evaluated[index]]
+        candidates = np.flatnonzero(storable)
         keep = kept(request.sampling, len(candidates))
-        stored[index] = Stored(np.flatnonzero(forwarded), keep)
+        stored[index] = Stored(evaluated[index][~storable], keep)
         candidate_rows.append(start + candidates)
         candidate_segments.append(np.full(len(candidates), index))
         columns["keep"][index] = keep
