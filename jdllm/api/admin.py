@@ -43,7 +43,7 @@ async def stats(request: Request) -> dict[str, Any]:
     """Counts since the start, and what is held now."""
     service: Service = request.app.state.service
     counts = service.llm.engine.stats()._asdict()
-    for name in ("parts", "rows", "head_rows"):
+    for name in ("parts", "served", "rows", "padding", "head_rows", "busy", "waited"):
         counts[name] = _by_kind(counts[name])
     counts["head_rows"] = sum(counts["head_rows"].values())
     executables = service.llm.executables
@@ -55,7 +55,7 @@ async def stats(request: Request) -> dict[str, Any]:
     }
 
 
-def _by_kind(counts: dict[Kind, int]) -> dict[str, int]:
+def _by_kind(counts: dict[Kind, float]) -> dict[str, float]:
     return {kind.name.lower(): count for kind, count in counts.items()}
 
 

@@ -209,8 +209,12 @@ def _work(stats: Stats) -> Iterator[Metric]:
     )
     for name, what, counts in (
         ("parts", "Parts of iterations that ran.", stats.parts),
+        ("served", "Requests in evaluations: by forward evaluations they are requests in one.", stats.served),
         ("rows", "Packed rows of requests that were evaluated.", stats.rows),
+        ("padding_rows", "Packed rows that were evaluated for nobody.", stats.padding),
         ("head_rows", "Rows of requests that met the head.", stats.head_rows),
+        ("device_busy_seconds", "Seconds in which the device ran parts.", stats.busy),
+        ("waited_seconds", "Seconds in which requests that could be served waited for a part.", stats.waited),
     ):
         family = CounterMetricFamily(f"jdllm_{name}", what, labels=["kind"])
         for kind, count in counts.items():

@@ -143,6 +143,8 @@ class Engine:
             rebuilt=count["rebuilt"],
             tokens=count["tokens"],
             **self._flight.counts(),
+            busy=dict(self._flight.busy),
+            waited=dict(self._flight.waited),
         )
 
     def requests(self) -> list[RequestState]:
@@ -280,7 +282,7 @@ class Engine:
     def _submit(self) -> list[Update]:
         for request in self.scheduler.admit():
             state = self.entries[request]
-            state.started = time.perf_counter()
+            state.started = state.ready = time.perf_counter()
             if self._in_pool(state):
                 self.pool.admit(state)
         busy = self._flight.ids
@@ -298,7 +300,7 @@ class Engine:
     def _submit_part(self, part: Part, demands: Mapping[int, Demand]) -> list[Update]:
         """Submit a part; where it cannot be packed its halves instead, down to the requests at fault, which
         end. The others run in this turn all the same."""
-        requests = [self.entries[i] for i in part.ids]
+        requests, packing = [self.entries[i] for i in part.ids], time.perf_counter()
         try:
             pending = self.runner.submit(part.kind, requests, self._steps(part))
         except Exception as error:
@@ -309,7 +311,7 @@ class Engine:
             half = len(requests) // 2
             halves = (part._replace(ids=ids) for ids in (part.ids[:half], part.ids[half:]))
             return [update for each in halves for update in self._submit_part(each, demands)]
-        self._flight.add(pending, [demands[i] for i in part.ids])
+        self._flight.add(pending, [demands[i] for i in part.ids], packing)
         return []
 
     def _steps(self, part: Part) -> int:
@@ -333,6 +335,7 @@ class Engine:
         if self.observe is not None:
             self.observe(done)
         for request, stored in zip(pending.requests, pending.launch.stored, strict=True):
+            request.ready = done.times.collected
             if stored is not None:
                 request.store(*stored)
         return list(self.entries.take_in(pending, steps)) if isinstance(steps, Steps) else []

@@ -8,16 +8,19 @@ from typing import NamedTuple
 
 from jdllm.serving.runner import Pending
 from jdllm.serving.scheduler import Demand, Kind
-from jdllm.serving.updates import PartDone
+from jdllm.serving.updates import PartDone, PartTimes
 
 
 class _Submitted(NamedTuple):
-    """A submitted part: its demand, its time, and how long the device was idle before."""
+    """A submitted part: its demand, when its packing began and ended, when each of its requests became ready,
+    and how long the device was idle before."""
 
     pending: Pending
     rows: int
     head_rows: int
+    packing: float
     submitted: float
+    ready: tuple[float, ...]
     idle: float
 
 
@@ -25,13 +28,17 @@ class Flight:
     """Parts in the order in which they were submitted.
 
     - `evaluated`: forward evaluations of the model, as the device reports them.
+    - `busy`, `waited`: seconds of the collected parts by kind, as `Stats` names them.
     """
 
     def __init__(self):
         self.evaluated = 0
         self._parts: deque[_Submitted] = deque()
-        self._counts = {name: Counter[Kind]() for name in ("parts", "rows", "head_rows")}
+        self._counts = {name: Counter[Kind]() for name in ("parts", "served", "rows", "padding", "head_rows")}
+        self.busy = dict.fromkeys(Kind, 0.0)
+        self.waited = dict.fromkeys(Kind, 0.0)
         self._idle_since: float | None = None
+        self._ended = 0.0
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -54,19 +61,21 @@ class Flight:
         return sum(part.rows for part in self._parts)
 
     def counts(self) -> dict[str, Mapping[Kind, int]]:
-        """`parts`, `rows` and `head_rows` of the collected parts, by kind."""
+        """Counts of the collected parts, as `Stats` names them."""
         return {name: {kind: count[kind] for kind in Kind} for name, count in self._counts.items()}
 
-    def add(self, pending: Pending, demands: Sequence[Demand]) -> None:
+    def add(self, pending: Pending, demands: Sequence[Demand], packing: float) -> None:
         """Take in a part that was submitted.
 
         Arguments:
         - `demands`: of its requests.
+        - `packing`: when its packing began.
         """
         now, since = time.perf_counter(), self._idle_since
         idle = 0.0 if since is None or self._parts else now - since
         rows, head_rows = sum(d.rows for d in demands), sum(d.head_rows for d in demands)
-        self._parts.append(_Submitted(pending, rows, head_rows, now, idle))
+        ready = tuple(request.ready for request in pending.requests)
+        self._parts.append(_Submitted(pending, rows, head_rows, packing, now, ready, idle))
 
     def remove_first(self, steps: int) -> PartDone:
         """Count the part that was submitted first, which was collected.
@@ -77,12 +86,25 @@ class Flight:
         part, now = self._parts.popleft(), time.perf_counter()
         if not self._parts:
             self._idle_since = now
-        kind, requests = part.pending.kind, len(part.pending.requests)
+        pending, ran = part.pending, part.pending.ran.result()
+        began, self._ended = max(ran.launched, self._ended), ran.ended
+        times = PartTimes(part.ready, part.packing, part.submitted, began, ran.ended, now)
+        padding = max(0, pending.launch.rows - part.rows)
+        ids = tuple(request.id for request in pending.requests)
+        done = PartDone(pending.kind, ids, part.rows, padding, part.head_rows, steps, part.idle, times)
+        self._count(done)
+        return done
+
+    def _count(self, done: PartDone) -> None:
+        kind, steps = done.kind, done.steps
         self.evaluated += steps
         self._counts["parts"][kind] += 1
-        self._counts["rows"][kind] += steps * part.rows
-        self._counts["head_rows"][kind] += steps * part.head_rows
-        return PartDone(kind, requests, part.rows, part.head_rows, steps, now - part.submitted, part.idle)
+        self._counts["served"][kind] += steps * done.requests
+        self._counts["rows"][kind] += steps * done.rows
+        self._counts["padding"][kind] += steps * done.padding
+        self._counts["head_rows"][kind] += steps * done.head_rows
+        self.busy[kind] += done.busy
+        self.waited[kind] += done.waited
 
     def rest(self) -> None:
         """Until now there was no request: the device was not idle for want of the host."""
@@ -91,4 +113,4 @@ class Flight:
     def drain(self) -> None:
         """Wait for all submitted parts, and forget them."""
         while self._parts:
-            wait([self._parts.popleft().pending.trace])
+            wait([self._parts.popleft().pending.ran])

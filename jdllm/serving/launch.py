@@ -30,12 +30,14 @@ class Launch(NamedTuple):
     - `stored`: for each request what a refresh stores of it, `None` where nothing is.
     - `take`: of a stage of preparation, takes in what it found; returns its steps where it was one, or else
       how many evaluations of the model it did.
+    - `rows`: packed rows of one step with padding, 0 where they are those of its requests.
     """
 
     run: Callable[[], Any]
     candidates: list[np.ndarray]
     stored: Sequence[Stored | None]
     take: Callable[[Any], Steps | int] | None = None
+    rows: int = 0
 
 
 class Compiled(Protocol):

@@ -68,6 +68,8 @@ class Request:
     - `acceptance`: the part of its transfer rule that runs on the device, `None` where another model decides;
       `rule_state`: what the rule carries from step to step of a block, by name, of the whole request or
       `[length]`.
+    - `created`, `ready`, `started`, `ended`: seconds of `time.perf_counter` at which it arrived, could be
+      served the last time, was admitted, and ended.
     - `forwarded`: with a cache the positions that steps of `Phase.REUSE` evaluate, rising; `stored`: how many
       rows of each layer they find stored, or of each page.
     """
@@ -90,7 +92,7 @@ class Request:
         self.steps = 0
         self.block_step = 0
         self.history: list[np.ndarray] = []
-        self.created = time.perf_counter()
+        self.created = self.ready = time.perf_counter()
         self.started: float | None = None
         self.ended: float | None = None
         self._block = 0

@@ -1,5 +1,6 @@
 """Runs parts of iterations: packs them, submits them in order, and collects their results."""
 
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -14,13 +15,25 @@ from jdllm.serving.rule_states import hand_out
 from jdllm.serving.scheduler import Kind
 
 
+class Ran(NamedTuple):
+    """A part that has run.
+
+    - `found`: what it returned, as NumPy arrays.
+    - `launched`, `ended`: when the host put it on the device's queue, and when its results were there.
+    """
+
+    found: Any
+    launched: float
+    ended: float
+
+
 class Pending(NamedTuple):
     """A part that was submitted."""
 
     kind: Kind
     requests: list[Request]
     launch: Launch
-    trace: Future[Any]
+    ran: Future[Ran]
 
 
 class Runner:
@@ -30,12 +43,14 @@ class Runner:
     - `launchers`: for each kind of part what packs it.
 
     A thread of its own puts parts on the device's queue: a device loop whose turns the device counts keeps
-    whoever starts it waiting, and meanwhile the next part is packed.
+    whoever starts it waiting, and meanwhile the next part is packed. Another thread waits for results. So the
+    time is known at which the device has ended a part, however late the part is collected.
     """
 
     def __init__(self, launchers: Mapping[Kind, Launcher]):
         self._launchers = launchers
         self._queue = ThreadPoolExecutor(1, thread_name_prefix="jdllm")
+        self._results = ThreadPoolExecutor(1, thread_name_prefix="jdllm-results")
 
     def submit(self, kind: Kind, requests: list[Request], max_steps: int) -> Pending:
         """Pack a part and put it behind the parts that were submitted before; changes no request.
@@ -50,21 +65,27 @@ class Runner:
         listed = any(request.sampling.listed for request in requests)
         rules = {request.acceptance.name for request in requests if request.acceptance is not None}
 
-        def run() -> Any:
+        def run() -> tuple[Any, float]:
+            launched = time.perf_counter()
             found = launch.run()
             if isinstance(found, EncodedTrace):
                 # Nothing is transferred that nobody in the part reads.
                 states = {name: state for name, state in found.states.items() if name in rules}
                 found = found._replace(likeliest=found.likeliest if listed else None, states=states)
             jax.tree.map(lambda x: x.copy_to_host_async(), found)
-            return found
+            return found, launched
 
-        return Pending(kind, requests, launch, self._queue.submit(run))
+        def wait() -> Ran:
+            found, launched = running.result()
+            return Ran(jax.tree.map(np.asarray, found), launched, time.perf_counter())
+
+        running = self._queue.submit(run)
+        return Pending(kind, requests, launch, self._results.submit(wait))
 
     def collect(self, pending: Pending) -> Steps | int:
         """Wait for a part: the steps that it did, or evaluations that were none. Raises what the device
         raised."""
-        found = jax.tree.map(np.asarray, pending.trace.result())
+        found = pending.ran.result().found
         if isinstance(found, EncodedTrace):
             hand_out(found.states, pending.requests, pending.launch.candidates)
         return decode(found) if pending.launch.take is None else pending.launch.take(found)
@@ -83,3 +104,4 @@ class Runner:
     def close(self) -> None:
         """Wait for all submitted parts; no part can be submitted afterwards."""
         self._queue.shutdown()
+        self._results.shutdown()

@@ -69,8 +69,10 @@ class Stats(NamedTuple):
     - `rebuilt`: how often the KV pool was lost with an executable and made again.
     - `tokens`: that were committed for good.
     - `parts`: that were collected, by kind.
-    - `rows`, `head_rows`: packed rows and head rows of the requests in these, by kind, once for every step
-      that a part did.
+    - `served`, `rows`, `padding`, `head_rows`: requests in these, their packed rows, packed rows that belong
+      to nobody, and head rows, by kind, once for every step that a part did.
+    - `busy`: seconds of the device, by kind.
+    - `waited`: seconds in which requests that were ready waited for a part, by kind, of all together.
 
     Steps that are repeated after the pool was lost count again.
     """
@@ -86,8 +88,12 @@ class Stats(NamedTuple):
     rebuilt: int
     tokens: int
     parts: Mapping[Kind, int]
+    served: Mapping[Kind, int]
     rows: Mapping[Kind, int]
+    padding: Mapping[Kind, int]
     head_rows: Mapping[Kind, int]
+    busy: Mapping[Kind, float]
+    waited: Mapping[Kind, float]
 
 
 class RequestState(NamedTuple):
@@ -110,21 +116,61 @@ class RequestState(NamedTuple):
     steps: int
 
 
+class PartTimes(NamedTuple):
+    """When a part did what, in seconds of `time.perf_counter`.
+
+    - `ready`: when each of its requests could be served.
+    - `packing`, `submitted`: when the host began and ended to pack it.
+    - `began`, `ended`: when the device did. A part begins where the part before it has ended, or where the
+      host puts it on the device's queue, its arguments included.
+    - `collected`: when the host took in what it found.
+    """
+
+    ready: tuple[float, ...]
+    packing: float
+    submitted: float
+    began: float
+    ended: float
+    collected: float
+
+
 class PartDone(NamedTuple):
     """A part that an engine has collected.
 
     - `kind`: its executable.
-    - `requests`: how many it served.
-    - `rows`, `head_rows`: packed rows and head rows of these in one step.
+    - `ids`: the requests that it served.
+    - `rows`, `padding`, `head_rows`: packed rows of these in one step, packed rows that belong to nobody, and
+      head rows.
     - `steps`: denoising steps that it did.
-    - `seconds`: from its submission to its collection.
     - `idle`: seconds before its submission in which the device had nothing to do, though there were requests.
+    - `times`: when it did what.
     """
 
     kind: Kind
-    requests: int
+    ids: tuple[int, ...]
     rows: int
+    padding: int
     head_rows: int
     steps: int
-    seconds: float
     idle: float
+    times: PartTimes
+
+    @property
+    def requests(self) -> int:
+        """How many requests it served."""
+        return len(self.ids)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from its submission to its collection."""
+        return self.times.collected - self.times.submitted
+
+    @property
+    def busy(self) -> float:
+        """Seconds of the device."""
+        return self.times.ended - self.times.began
+
+    @property
+    def waited(self) -> float:
+        """Seconds in which its requests were ready and waited, all together."""
+        return sum(self.times.submitted - ready for ready in self.times.ready)

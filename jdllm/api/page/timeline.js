@@ -3,6 +3,7 @@
 const KEPT_SECONDS = 60;
 const KINDS = ["full", "refresh", "reuse", "adaptive"];
 const MILLISECONDS = 1000;
+const PERCENT = 100;
 
 export class Timeline {
   constructor() {
@@ -36,6 +37,11 @@ function sample(before, stats, oldest, now) {
   const seconds = Math.max(stats.uptime - before.uptime, 1e-3);
   const rate = (count) => (count(stats) - count(before)) / seconds;
   const rates = KINDS.map((kind) => [`${kind}Rows`, rate((one) => one.rows[kind])]);
+  const share = (part, whole, factor = 1) => {
+    const [some, all] = [rate(part), rate(whole)];
+    return all > 0 ? (factor * some) / all : null;
+  };
+  const rows = (one) => sum(one.rows) + sum(one.padding);
   const ended = within(oldest, stats);
   return {
     now,
@@ -45,12 +51,20 @@ function sample(before, stats, oldest, now) {
     pages: stats.pages - stats.free_pages,
     tokens: rate((one) => one.tokens),
     evaluations: rate((one) => one.evaluated),
+    busy: PERCENT * rate((one) => sum(one.busy)),
+    padding: share((one) => sum(one.padding), rows, PERCENT),
+    served: share((one) => sum(one.served), (one) => one.evaluated),
+    refreshWait: share((one) => one.waited.refresh, (one) => one.served.refresh, MILLISECONDS),
     answered: rate(answered),
     errors: rate(errors),
     median: quantile(ended, 0.5),
     slow: quantile(ended, 0.95),
     ...Object.fromEntries(rates),
   };
+}
+
+function sum(counts) {
+  return Object.values(counts).reduce((all, count) => all + count, 0);
 }
 
 function answered({ http }) {

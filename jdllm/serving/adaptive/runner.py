@@ -74,7 +74,7 @@ class AdaptiveRunner:
                 call()
             return pool.run(step, *arguments, writes=True)
 
-        return Launch(run, candidates, [None] * len(requests))
+        return Launch(run, candidates, [None] * len(requests), rows=entry.rows)
 
     def _reads(self, requests: Sequence[Request], unread: Sequence[range]) -> list[Callable[[], Any]]:
         """What the verifier has to read before it can see the windows of some requests."""

@@ -137,7 +137,7 @@ class CausalRunner:
 
         positions = [np.arange(r.known, r.known + count) for r, count in zip(asked, counts, strict=True)]
         run = functools.partial(self._pool.run, chosen.executable, *chosen.arguments[:-1], writes=True)
-        return Launch(run, positions, stored, take)
+        return Launch(run, positions, stored, take, chosen.entry.rows)
 
     def programs(self) -> Iterator[Program]:
         """What the ladder needs compiled."""

@@ -95,7 +95,8 @@ class CachedRunner:
 
         chosen = self._parts.choose(sizes, packed, Need(rows, head_rows, len(requests)))
         run = functools.partial(self._pool.run, chosen.executable, *chosen.arguments[:-1], writes=True)
-        return Launch(run, chosen.batch.packed.candidates, chosen.batch.stored)
+        packed_rows = chosen.entry.rows
+        return Launch(run, chosen.batch.packed.candidates, chosen.batch.stored, rows=packed_rows)
 
     def reuse(self, requests: list[Request], max_steps: int) -> Launch:
         """Pack up to `max_steps` steps of the rows that each request forwards."""
@@ -115,6 +116,7 @@ class CachedRunner:
             lambda: chosen.executable(*arguments, self._pool.device(), steps),
             chosen.batch.packed.candidates,
             [None] * len(requests),
+            rows=chosen.entry.rows,
         )
 
     def _needs_scores(self, requests: list[Request]) -> bool:

@@ -105,7 +105,7 @@ class FullRunner:
             static = self._static(mask_id, chunks)
             return self._executables.call(_denoise, self._params, batch, steps, **static)
 
-        return Launch(run, candidates, [None] * len(requests))
+        return Launch(run, candidates, [None] * len(requests), rows=entry.rows)
 
     def programs(self) -> Iterator[Program]:
         """What the ladder needs compiled, as far as plans tell before; the parts of a step that the host
