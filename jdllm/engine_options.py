@@ -140,6 +140,8 @@ class EngineOptions:
       `None` keeps nothing.
     - `warmup` (False): compile everything at the start that requests of up to `max_num_batched_tokens` rows
       may need (8192 rows or more without a cache).
+    - `trace` (`None`: none): a file for what the engine does, for Perfetto or chrome://tracing. The file
+      tells when the device ran which parts, with their rows and padding, and for what each request waited.
     - `progress` (True): show a progress bar while loading and warming up. If standard error is no terminal, a
       line appears every 10 s.
 
@@ -163,6 +165,7 @@ class EngineOptions:
     kernels: Annotated[str, _one_of(KERNELS), Typed("|".join(KERNELS))] = "auto"
     cache_dir: Annotated[str | Path | None, Typed("DIR|none")] = "auto"
     warmup: bool = False
+    trace: Annotated[str | Path | None, Typed("FILE")] = None
     progress: bool = True
 
     @model_validator(mode="wrap")

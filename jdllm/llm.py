@@ -18,6 +18,7 @@ from jdllm.serving.engine import Engine
 from jdllm.serving.long.request import long_spec
 from jdllm.serving.long.warm_question import ANSWER, warm_questions
 from jdllm.serving.spec import RequestSpec
+from jdllm.serving.trace import Trace
 
 
 class LLM(GeneratesText, ScoresText):
@@ -35,7 +36,14 @@ class LLM(GeneratesText, ScoresText):
 
     @takes(EngineOptions)
     def __init__(self, options: EngineOptions):
-        model = start(options)
+        trace = None if options.trace is None else Trace(options.trace)
+        try:
+            model = start(options)
+        except BaseException:
+            if trace is not None:
+                trace.discard()
+            raise
+        model.parts.engine.trace = trace
         self.config, self.tokenizer = model.config, model.tokenizer
         self.account = model.account
         self._default_sampling = model.default_sampling

@@ -42,6 +42,7 @@ OTHERS: dict[str, Any] = {
     "verifier_shares_ids": True,
     "kernels": "xla",
     "cache_dir": None,
+    "trace": "trace.json",
     "warmup": True,
     "progress": False,
 }

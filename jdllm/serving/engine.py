@@ -22,6 +22,7 @@ from jdllm.serving.request import Request
 from jdllm.serving.runner import Pending, Runner
 from jdllm.serving.scheduler import Demand, Kind, Part, Scheduler
 from jdllm.serving.spec import RequestSpec
+from jdllm.serving.trace import Trace
 from jdllm.serving.updates import Ended, PartDone, RequestState, Stats, Update
 
 _ids = itertools.count()
@@ -49,11 +50,13 @@ class Engine:
     made again, and requests whose keys were in it go back to their last refresh and repeat their steps, to
     the same tokens. Where the device does not answer any more, `step` raises.
 
-    `observe`, where it is set, is called with every part that was collected, by whoever calls `step`.
+    `observe`, where it is set, is called with every part that was collected, by whoever calls `step`; `trace`
+    takes in what the engine does, and is closed with it.
     `runner`, `pool`, `scheduler` and `parts` can be read as attributes, and `entries`: the requests by id.
     """
 
     observe: Callable[[PartDone], None] | None = None
+    trace: Trace | None = None
 
     def __init__(
         self,
@@ -258,6 +261,8 @@ class Engine:
             self._flight.drain()
             self.runner.close()
             self._free()
+            if self.trace is not None:
+                self.trace.close()
 
     def _take_arrivals(self) -> None:
         while self._arrivals:
@@ -273,6 +278,8 @@ class Engine:
 
     def _leave(self, request: int, how: str) -> Request:
         state = self.entries.remove(request, how)
+        if self.trace is not None:
+            self.trace.left(state, how)
         self._forget(request)
         if self._in_pool(state) and request in self.scheduler.running:
             self.pool.release(state, keep=how != "failed")
@@ -334,6 +341,8 @@ class Engine:
         done = self._flight.remove_first(len(steps.tokens) if isinstance(steps, Steps) else steps)
         if self.observe is not None:
             self.observe(done)
+        if self.trace is not None:
+            self.trace.part(done, pending.requests)
         for request, stored in zip(pending.requests, pending.launch.stored, strict=True):
             request.ready = done.times.collected
             if stored is not None:

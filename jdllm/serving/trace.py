@@ -1,0 +1,135 @@
+"""What an engine did when, as a file for Perfetto or chrome://tracing."""
+
+import heapq
+import itertools
+import json
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from jdllm.errors import ConfigError
+from jdllm.serving.request import Request
+from jdllm.serving.updates import PartDone
+
+_DEVICE, _HOST, _REQUESTS = 1, 2, 3
+_PROCESSES = {_DEVICE: "device", _HOST: "host, packing", _REQUESTS: "requests"}
+_MICROSECONDS = 1e6
+
+_log = logging.getLogger("jdllm")
+
+
+class Trace:
+    """Writes events in the Trace Event Format, as a JSON array that grows.
+
+    Spans of the device are parts with their rows, padding, steps and requests. Spans of the host tell how
+    long each part was packed. Each request has a line of spans: for what it waits, and which part serves it.
+    A line is free again when its request has ended.
+
+    Arguments:
+    - `path`: the file; an older one is replaced.
+
+    Raises `ConfigError` where it cannot be written. Later a full disk ends the trace with a warning, and
+    nothing else.
+    """
+
+    def __init__(self, path: str | Path):
+        self._begin = time.perf_counter()
+        self._free, self._lines = [0], itertools.count(1)
+        self._line: dict[int, int] = {}
+        try:
+            self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115  # it stays open
+        except OSError as e:
+            raise ConfigError(f"trace is {str(path)!r}, which cannot be written: {e.strerror}") from None
+        self._write(
+            [
+                {"name": "process_name", "ph": "M", "pid": process, "args": {"name": name}}
+                for process, name in _PROCESSES.items()
+            ],
+            before="[",
+        )
+
+    def part(self, done: PartDone, requests: Sequence[Request]) -> None:
+        """Take in a part that was collected.
+
+        Arguments:
+        - `requests`: that it served, in the order of its `ids`.
+        """
+        self._write([*self._of_part(done), *self._of_requests(done, requests)])
+
+    def left(self, request: Request, how: str) -> None:
+        """Take in a request that has left the engine.
+
+        Arguments:
+        - `how`: "finished", "failed" or "aborted".
+        """
+        line, now = self._line_of(request), time.perf_counter()
+        events = [{"name": how, "ph": "i", "s": "t", **self._place(_REQUESTS, line, now)}]
+        if request.started is None:
+            events += self._span("waits for a start", _REQUESTS, line, request.created, now)
+        self._write(events)
+        heapq.heappush(self._free, self._line.pop(request.id))
+
+    def discard(self) -> None:
+        """Remove the file: there is no engine."""
+        self._file.close()
+        Path(self._file.name).unlink()
+
+    def close(self) -> None:
+        """End the array, and close the file."""
+        self._write(
+            [{"name": "closed", "ph": "i", "s": "g", **self._place(_DEVICE, 0, time.perf_counter())}], end="]"
+        )
+        self._file.close()
+
+    def _of_part(self, done: PartDone) -> Iterator[dict[str, Any]]:
+        kind, times = done.kind.name.lower(), done.times
+        said = {
+            "requests": done.requests,
+            "rows": done.rows,
+            "padding": done.padding,
+            "head_rows": done.head_rows,
+            "steps": done.steps,
+        }
+        yield from self._span(kind, _DEVICE, 0, times.began, times.ended, said)
+        yield from self._span(kind, _HOST, 0, times.packing, times.submitted, {"idle_before": done.idle})
+
+    def _of_requests(self, done: PartDone, requests: Sequence[Request]) -> Iterator[dict[str, Any]]:
+        kind, times = done.kind.name.lower(), done.times
+        for request, ready in zip(requests, times.ready, strict=True):
+            new, line = request.id not in self._line, self._line_of(request)
+            if new:
+                yield from self._span("waits for a start", _REQUESTS, line, request.created, ready)
+            yield from self._span(f"waits for {kind}", _REQUESTS, line, ready, times.submitted)
+            yield from self._span(kind, _REQUESTS, line, times.submitted, times.collected, {"id": request.id})
+
+    def _line_of(self, request: Request) -> int:
+        """The line of a request: the lowest that is free."""
+        if request.id not in self._line:
+            self._line[request.id] = heapq.heappop(self._free) if self._free else next(self._lines)
+        return self._line[request.id]
+
+    def _span(
+        self, name: str, process: int, line: int, start: float, end: float, said: dict[str, Any] | None = None
+    ) -> Iterator[dict[str, Any]]:
+        span = {
+            "name": name,
+            "ph": "X",
+            **self._place(process, line, start),
+            "dur": _MICROSECONDS * (end - start),
+        }
+        yield span if said is None else span | {"args": said}
+
+    def _place(self, process: int, line: int, moment: float) -> dict[str, Any]:
+        return {"pid": process, "tid": line, "ts": _MICROSECONDS * (moment - self._begin)}
+
+    def _write(self, events: Sequence[dict[str, Any]], before: str = ",\n", end: str = "") -> None:
+        if self._file.closed:
+            return
+        try:
+            self._file.write(before + ",\n".join(map(json.dumps, events)) + end)
+            self._file.flush()
+        except OSError as e:
+            _log.warning("the trace ends: %s cannot be written: %s", self._file.name, e.strerror)
+            self._file.close()
