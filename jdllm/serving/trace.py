@@ -14,7 +14,8 @@ from jdllm.serving.request import Request
 from jdllm.serving.updates import PartDone
 
 _DEVICE, _HOST, _REQUESTS = 1, 2, 3
-_PROCESSES = {_DEVICE: "device", _HOST: "host, packing", _REQUESTS: "requests"}
+_PROCESSES = {_DEVICE: "device", _HOST: "host", _REQUESTS: "requests"}
+_PACKING, _TAKING = 0, 1
 _MICROSECONDS = 1e6
 
 _log = logging.getLogger("jdllm")
@@ -24,8 +25,9 @@ class Trace:
     """Writes events in the Trace Event Format, as a JSON array that grows.
 
     Spans of the device are parts with their rows, padding, steps and requests. Spans of the host tell how
-    long each part was packed. Each request has a line of spans: for what it waits, and which part serves it.
-    A line is free again when its request has ended.
+    long each part was packed (line 0), and how long its results waited to be taken in (line 1). Each request
+    has a line of spans: for what it waits, and which part serves it. A line is free again when its request
+    has ended.
 
     Arguments:
     - `path`: the file; an older one is replaced.
@@ -67,7 +69,7 @@ class Trace:
         line, now = self._line_of(request), time.perf_counter()
         events = [{"name": how, "ph": "i", "s": "t", **self._place(_REQUESTS, line, now)}]
         if request.started is None:
-            events += self._span("waits for a start", _REQUESTS, line, request.created, now)
+            events += self._waits_for_a_start(request, now)
         self._write(events)
         heapq.heappush(self._free, self._line.pop(request.id))
 
@@ -93,16 +95,29 @@ class Trace:
             "steps": done.steps,
         }
         yield from self._span(kind, _DEVICE, 0, times.began, times.ended, said)
-        yield from self._span(kind, _HOST, 0, times.packing, times.submitted, {"idle_before": done.idle})
+        yield from self._span(
+            kind, _HOST, _PACKING, times.packing, times.submitted, {"idle_before": done.idle}
+        )
+        yield from self._span(kind, _HOST, _TAKING, times.ended, times.collected)
 
     def _of_requests(self, done: PartDone, requests: Sequence[Request]) -> Iterator[dict[str, Any]]:
         kind, times = done.kind.name.lower(), done.times
         for request, ready in zip(requests, times.ready, strict=True):
-            new, line = request.id not in self._line, self._line_of(request)
-            if new:
-                yield from self._span("waits for a start", _REQUESTS, line, request.created, ready)
-            yield from self._span(f"waits for {kind}", _REQUESTS, line, ready, times.submitted)
-            yield from self._span(kind, _REQUESTS, line, times.submitted, times.collected, {"id": request.id})
+            if request.id not in self._line:
+                yield from self._waits_for_a_start(request, ready)
+            line, said = self._line_of(request), {"id": request.id}
+            yield from self._span(f"waits for {kind}", _REQUESTS, line, ready, times.submitted, said)
+            yield from self._span(kind, _REQUESTS, line, times.submitted, times.collected, said)
+
+    def _waits_for_a_start(self, request: Request, end: float) -> Iterator[dict[str, Any]]:
+        said = {
+            "id": request.id,
+            "prompt_tokens": len(request.prompt),
+            "tokens": len(request.tokens),
+            "blocks": len(request.blocks),
+        }
+        line = self._line_of(request)
+        return self._span("waits for a start", _REQUESTS, line, request.created, end, said)
 
     def _line_of(self, request: Request) -> int:
         """The line of a request: the lowest that is free."""

@@ -25,8 +25,10 @@ MESSAGES = [{"role": "user", "content": "12+30="}]
 
 @pytest.fixture(scope="module", autouse=True)
 def event_loops() -> Iterator[None]:
-    """It leaves event loops open: they are collected here, not in somebody else's test."""
+    """It leaves event loops open, which its kept clients refer to: they are collected here, not in somebody
+    else's test."""
     yield
+    litellm.in_memory_llm_clients_cache.flush_cache()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         gc.collect()

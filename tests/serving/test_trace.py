@@ -62,7 +62,11 @@ def test_parts_are_those_that_the_engine_tells(engine: Engine, config: ModelConf
     assert [e["dur"] for e in device] == pytest.approx([MICROSECONDS * part.busy for part in parts])
     for before, after in pairwise(device):
         assert before["ts"] + before["dur"] <= after["ts"] + ROUNDING
-    assert len(found["host, packing"]) == len(parts)
+    packed, taken = ([e for e in found["host"] if e["tid"] == line] for line in (0, 1))
+    assert len(packed) == len(taken) == len(parts)
+    for span, waited, part in zip(packed, taken, parts, strict=True):
+        assert span["ts"] + span["dur"] <= waited["ts"]
+        assert waited["dur"] == pytest.approx(MICROSECONDS * (part.times.collected - part.times.ended))
 
 
 def test_a_request_waits_or_is_served_from_its_arrival_to_its_end(
@@ -76,6 +80,9 @@ def test_a_request_waits_or_is_served_from_its_arrival_to_its_end(
         lines[span["tid"]].append(span)
     assert len(lines) == 3
     for spans, state in zip(lines.values(), states, strict=True):
+        said = {"prompt_tokens": len(state.prompt), "tokens": len(state.prompt) + 8, "blocks": 2}
+        assert spans[0]["args"] == said | {"id": spans[1]["args"]["id"]}
+        assert len({span["args"]["id"] for span in spans}) == 1
         assert [span["name"] for span in spans[:3]] == ["waits for a start", "waits for refresh", "refresh"]
         assert {"reuse", "waits for reuse"} <= {span["name"] for span in spans}
         for before, after in pairwise(spans):
