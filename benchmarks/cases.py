@@ -37,6 +37,7 @@ CASES = {
     "causal_long": Case("benchmarks.causal_long:main", "causal prompts beyond the KV pool"),
     "causal_agreement": Case("benchmarks.causal_agreement:main", "causal models: greedy tokens in 16 bits"),
     "prefilling": Case("benchmarks.prefilling:main", "questions over long contexts, by stage"),
+    "simulate": Case("benchmarks.simulation:main", "the scheduler under a recorded load, without a card"),
     "serving": Case("benchmarks.serving:main", "a served model under load, over HTTP"),
     "card": Case("benchmarks.card_report:main", "what a card does with each kind of kernels, to send in"),
     "step": Case("benchmarks.steps.full:main", "a full step, beside torch and plain JAX"),

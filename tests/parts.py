@@ -47,8 +47,9 @@ def assign(files: Sequence[str], seconds: Mapping[str, float], count: int) -> li
     weights = [seconds.get(file, usual) for file in files]
     ends = list(accumulate(weights))
     # A test belongs where its middle falls: a long one overhangs its part by half of its time at most.
+    whole = max(ends, default=0.0) or 1.0  # of tests that take no time
     return [
-        min(int((end - weight / 2) / ends[-1] * count) + 1, count)
+        min(int((end - weight / 2) / whole * count) + 1, count)
         for end, weight in zip(ends, weights, strict=True)
     ]
 

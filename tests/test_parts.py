@@ -12,7 +12,7 @@ from tests.parts import assign
 pytest_plugins = ["pytester"]
 
 FILES = [f"test_{letter}.py" for letter in "abcdef"]
-DURATIONS = st.dictionaries(st.sampled_from(FILES), st.floats(0.01, 1000))
+DURATIONS = st.dictionaries(st.sampled_from(FILES), st.just(0.0) | st.floats(0.01, 1000))
 
 
 @given(st.lists(st.sampled_from(FILES)), DURATIONS, st.integers(1, 5))

@@ -1,0 +1,303 @@
+"""The scheduler under load without a card: parts take as long as a recorded trace says.
+
+`python3 -m benchmarks simulate TRACE` reads what `jdllm serve --trace TRACE` wrote of requests with a cache:
+how long parts of each size took, how long the host took, when requests came and how long they were. Then the
+same requests arrive at the scheduler of this tree, in a time of its own. So a policy is compared with another
+before it is measured. `--rate` asks for Poisson arrivals instead of the recorded ones.
+"""
+
+import json
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.cases import case_parser
+from benchmarks.record import print_row
+from jdllm.bench.workload import poisson_arrivals
+from jdllm.execution.paged.pool import PAGE_ROWS
+from jdllm.planning.ladder import DEFAULT_ROWS, MAX_SEGMENTS, TILE_ROWS, make_ladder
+from jdllm.serving.scheduler import Demand, Kind, Life, Limits, Part, Scheduler
+
+CACHED = (Kind.REFRESH, Kind.REUSE)
+Times = Mapping[Kind, Mapping[int, float]]
+"""Seconds of a step by kind and packed rows, padding included."""
+
+
+class Asked(NamedTuple):
+    """A request with a cache that commits a token in each step, and refreshes in the first step of a block.
+
+    - `arrival`: in seconds.
+    - `prompt`, `length`: tokens of its prompt, and of its whole sequence.
+    - `blocks`: how many it denoises.
+    """
+
+    arrival: float
+    prompt: int
+    length: int
+    blocks: int = 8
+
+    @property
+    def block(self) -> int:
+        """Steps of a block."""
+        return (self.length - self.prompt) // self.blocks
+
+    def demand(self, done: int, tiles: int = 1) -> Demand:
+        """What the step behind `done` ones takes."""
+        left = self.block - done % self.block
+        if left == self.block:
+            return Demand(Kind.REFRESH, self.length, left, 0)
+        return Demand(Kind.REUSE, tiles * TILE_ROWS, left, -(-self.length // PAGE_ROWS), left)
+
+
+class Host(NamedTuple):
+    """Seconds of the host.
+
+    - `packing`, `packing_each`: of a part, and of each of its requests.
+    - `launch`: from there until the device begins.
+    - `taking`, `taking_each`: from the end of a part until the next one is packed, and of this for each step
+      of each request.
+    """
+
+    packing: float = 0.0
+    packing_each: float = 0.0
+    launch: float = 0.0
+    taking: float = 0.0
+    taking_each: float = 0.0
+
+
+class Outcome(NamedTuple):
+    """What came of a load.
+
+    - `latency`, `first_block`: seconds of each request until its end, and until its first block was there.
+    - `evaluated`: forward evaluations; `served`: requests in all of these together.
+    - `busy`: share of the time in which the device ran parts.
+    - `padding`: share of the rows that belong to nobody.
+    """
+
+    latency: np.ndarray
+    first_block: np.ndarray
+    evaluated: int
+    served: int
+    busy: float
+    padding: float
+
+    def row(self) -> dict[str, Any]:
+        """For a table."""
+        half = len(self.latency) // 2
+        return {
+            "latency_mean_s": float(self.latency.mean()),
+            "latency_p50_s": float(np.median(self.latency)),
+            "latency_p99_s": float(np.percentile(self.latency, 99)),
+            "first_half_s": float(self.latency[:half].mean()) if half else None,
+            "second_half_s": float(self.latency[half:].mean()),
+            "first_block_p50_s": float(np.median(self.first_block)),
+            "first_block_p99_s": float(np.percentile(self.first_block, 99)),
+            "evaluated": self.evaluated,
+            "requests_an_evaluation": self.served / self.evaluated,
+            "busy": self.busy,
+            "padding": self.padding,
+        }
+
+
+def limits_of(most: int = DEFAULT_ROWS[-1], sizes: Sequence[int] | None = None) -> Limits:
+    """Room for parts of so many rows, and for any number of pages.
+
+    Arguments:
+    - `sizes`: rows of refreshes, by default those of the ladder.
+    """
+    ladder, pages = make_ladder(most), 1 << 20
+    return Limits(
+        max_num_batched_tokens=most,
+        max_num_seqs=MAX_SEGMENTS,
+        max_num_logits=ladder.head_rows,
+        entries=2 * pages,
+        reuse_rows=TILE_ROWS * ladder.tiles,
+        pages=pages,
+        longest=most,
+        longest_refresh=most,
+        beside_pool=most,
+        uncached_rows=most,
+        sizes={Kind.REFRESH: sizes or [entry.rows for entry in ladder.refresh]},
+    )
+
+
+class _Device:
+    """Runs parts one after another, each as long as its size takes."""
+
+    def __init__(self, times: Times, sizes: Mapping[Kind, Sequence[int]]):
+        self._times = {kind: sorted(of_size.items()) for kind, of_size in times.items()}
+        self._sizes = sizes
+        self.free = self.busy = 0.0
+        self.rows = self.padding = 0
+
+    def run(self, kind: Kind, rows: int, steps: int, earliest: float) -> float:
+        """The end of a part that could begin at `earliest`."""
+        size = next((size for size in self._sizes[kind] if size >= rows), rows)
+        known, seconds = zip(*self._times[kind], strict=True)
+        took = steps * float(np.interp(size, known, seconds))
+        self.rows, self.padding = self.rows + steps * rows, self.padding + steps * (size - rows)
+        self.busy += took
+        self.free = max(self.free, earliest) + took
+        return self.free
+
+
+def simulate(
+    asked: Sequence[Asked],
+    times: Times,
+    host: Host,
+    limits: Limits | None = None,
+    reuse_sizes: Sequence[int] | None = None,
+    scheduler: Callable[[Limits], Scheduler] = Scheduler,
+) -> Outcome:
+    """Let requests arrive at a scheduler.
+
+    Arguments:
+    - `asked`: in the order of their arrival.
+    - `times`: of parts; sizes in between are interpolated.
+    - `limits`: of the scheduler; the sizes of refreshes among them.
+    - `reuse_sizes`: rows of reuses, by default those of the ladder.
+    """
+    limits = limits or limits_of()
+    reuses = reuse_sizes or [entry.rows for entry in make_ladder(limits.max_num_batched_tokens).reuse]
+    device = _Device(times, {Kind.REFRESH: limits.sizes[Kind.REFRESH], Kind.REUSE: reuses})
+    plans, flight = scheduler(limits), deque[tuple[Part, float, int]]()
+    done, first, end = [0] * len(asked), [0.0] * len(asked), [0.0] * len(asked)
+    now, arrived, evaluated, served = 0.0, 0, 0, 0
+    while not all(end):
+        while arrived < len(asked) and asked[arrived].arrival <= now:
+            length = asked[arrived].length
+            plans.add(arrived, Life(length, -(-length // PAGE_ROWS)))
+            arrived += 1
+        plans.admit()
+        flying = {request for part, _, _ in flight for request in part.ids}
+        ready = {i: asked[i].demand(done[i]) for i in plans.running if i not in flying}
+        busy, in_flight = [part.kind for part, _, _ in flight], sum(rows for *_, rows in flight)
+        for part in plans.plan(ready, busy, in_flight):
+            rows, count = sum(ready[i].rows for i in part.ids), len(part.ids)
+            now += host.packing + count * host.packing_each
+            flight.append((part, device.run(part.kind, rows, part.steps, now + host.launch), rows))
+            evaluated, served = evaluated + part.steps, served + part.steps * count
+        if not flight:
+            now = max(now, asked[arrived].arrival)
+            continue
+        part, ended, _ = flight.popleft()
+        now = max(now, ended) + host.taking + part.steps * len(part.ids) * host.taking_each
+        for i in part.ids:
+            done[i] += part.steps
+            if not first[i] and done[i] >= asked[i].block:
+                first[i] = now
+            if done[i] == asked[i].blocks * asked[i].block:
+                end[i] = now
+                plans.remove(i)
+    arrivals = np.array([one.arrival for one in asked])
+    padding = device.padding / (device.rows + device.padding)
+    share = device.busy / (now - asked[0].arrival)
+    return Outcome(np.array(end) - arrivals, np.array(first) - arrivals, evaluated, served, share, padding)
+
+
+class Recorded(NamedTuple):
+    """What a trace tells.
+
+    - `asked`: its requests; `latency`: seconds of each.
+    - `times`, `host`: of its parts.
+    - `evaluated`: forward evaluations.
+    """
+
+    asked: list[Asked]
+    latency: np.ndarray
+    times: Times
+    host: Host
+    evaluated: int
+
+
+def read_trace(path: Path) -> Recorded:
+    """Read what `jdllm.serving.trace.Trace` wrote of requests with a cache that finished."""
+    text = path.read_text()
+    events = json.loads(text if text.endswith("]") else text + "]")
+    names = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+    spans: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            spans[names[event["pid"]]].append(event)
+    asked, latency = _asked(spans["requests"])
+    kinds = {kind.name.lower(): kind for kind in CACHED}
+    parts = [span for span in spans["device"] if span["name"] in kinds]
+    took: dict[Kind, dict[int, list[float]]] = {kind: defaultdict(list) for kind in CACHED}
+    for part in parts:
+        said = part["args"]
+        took[kinds[part["name"]]][said["rows"] + said["padding"]].append(part["dur"] / said["steps"] / 1e6)
+    times = {kind: {rows: median(found) for rows, found in sizes.items()} for kind, sizes in took.items()}
+    evaluated = sum(part["args"]["steps"] for part in parts)
+    return Recorded(asked, latency, times, _host(spans["host"], spans["device"]), evaluated)
+
+
+def _asked(spans: Sequence[dict[str, Any]]) -> tuple[list[Asked], np.ndarray]:
+    """The requests of spans, in the order of their arrival, and the latency of each."""
+    own: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for span in spans:
+        own[span["args"]["id"]].append(span)
+    begun = sorted(own.values(), key=lambda found: found[0]["ts"])
+    zero = begun[0][0]["ts"]
+    asked = [
+        Asked(
+            (found[0]["ts"] - zero) / 1e6,
+            *(found[0]["args"][n] for n in ("prompt_tokens", "tokens", "blocks")),
+        )
+        for found in begun
+    ]
+    ends = [max(span["ts"] + span["dur"] for span in found) for found in begun]
+    return asked, np.array([(end - found[0]["ts"]) / 1e6 for end, found in zip(ends, begun, strict=True)])
+
+
+def _host(host: Sequence[dict[str, Any]], device: Sequence[dict[str, Any]]) -> Host:
+    """What the host takes, from its spans and the device's, which are in the same order."""
+    packed, taken = ([span for span in host if span["tid"] == line] for line in (0, 1))
+    count = np.array([span["args"]["requests"] for span in device])
+    packing, packing_each = _line(count, np.array([span["dur"] for span in packed]))
+    steps = np.array([span["args"]["steps"] for span in device])
+    collected = sorted((span["ts"] + span["dur"], n) for span, n in zip(taken, count * steps, strict=True))
+    starts = sorted(span["ts"] for span in packed)
+    following = np.searchsorted(starts, [at for at, _ in collected])
+    gaps = [(n, starts[i] - at) for (at, n), i in zip(collected, following, strict=True) if i < len(starts)]
+    found = np.array([gap for gap in gaps if gap[1] < 50_000]).reshape(-1, 2)
+    taking, taking_each = _line(found[:, 0], found[:, 1])
+    idle = [
+        part["ts"] - span["ts"] - span["dur"]
+        for part, span in zip(device, packed, strict=True)
+        if span["args"]["idle_before"]
+    ]
+    launch = median(idle) if idle else 0.0
+    return Host(*(seconds / 1e6 for seconds in (packing, packing_each, launch, taking, taking_each)))
+
+
+def _line(count: np.ndarray, took: np.ndarray) -> tuple[float, float]:
+    """What a part takes, and each of its requests; by least squares, and nothing below zero."""
+    if len(set(count.tolist())) < 2:
+        return float(np.median(took)) if len(took) else 0.0, 0.0
+    slope, at_zero = np.polyfit(count, took, 1)
+    return max(0.0, float(at_zero)), max(0.0, float(slope))
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Compare a recorded load with the same load on the scheduler of this tree.
+
+    `python3 -m benchmarks simulate TRACE [--rate 2.0 ...]`: a line for the recorded requests, and one for
+    Poisson arrivals at each rate, with the lengths of the recorded ones in turn.
+    """
+    parser = case_parser("simulate", main.__doc__)
+    parser.add_argument("trace", type=Path, help="what jdllm serve --trace FILE wrote")
+    parser.add_argument("--rate", type=float, nargs="+", default=[], help="requests a second")
+    args = parser.parse_args(arguments)
+    found = read_trace(args.trace)
+    print_row(
+        {"requests": len(found.asked), "latency_mean_s": found.latency.mean(), "evaluated": found.evaluated}
+    )
+    print_row({"simulated": "the same", **simulate(found.asked, found.times, found.host).row()})
+    for rate in args.rate:
+        arrivals = poisson_arrivals(rate, len(found.asked), seed=0)
+        asked = [one._replace(arrival=at) for one, at in zip(found.asked, arrivals, strict=True)]
+        print_row({"simulated": f"{rate:g} a second", **simulate(asked, found.times, found.host).row()})

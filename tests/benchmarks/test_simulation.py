@@ -1,0 +1,123 @@
+"""The scheduler in a time of its own: by hand, beside a run on a card, and from a trace of an engine."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.generations import GEN_LENGTH, WORKLOAD
+from benchmarks.simulation import Asked, Host, limits_of, read_trace, simulate
+from jdllm.bench.workload import poisson_arrivals, read_workload
+from jdllm.compiling.executables import Executables
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.models.config import ModelConfig
+from jdllm.models.weights import Params
+from jdllm.serving.scheduler import Kind
+from jdllm.serving.trace import Trace
+from jdllm.serving.updates import PartDone
+from tests.engines import engine_of, finish, generation_request
+
+TIMES = {Kind.REFRESH: {128: 0.010}, Kind.REUSE: {32: 0.002, 64: 0.003}}
+
+
+def test_one_request_takes_its_parts_and_the_host():
+    alone = [Asked(0.0, 4, 8, blocks=1)]
+    assert simulate(alone, TIMES, Host()).latency == pytest.approx([0.010 + 3 * 0.002])
+    host = Host(packing=0.001, packing_each=0.0005, launch=0.0002, taking=0.003, taking_each=0.0001)
+    refresh, reuse = (0.0015 + 0.0002 + took + 0.003 for took in (0.010 + 0.0001, 3 * (0.002 + 0.0001)))
+    found = simulate(alone, TIMES, host)
+    assert found.latency == pytest.approx([refresh + reuse])
+    assert (found.evaluated, found.served) == (4, 4)
+    assert found.padding == pytest.approx((128 - 8) / (128 + 3 * 32))
+
+
+def test_two_that_arrive_together_share_their_parts():
+    found = simulate([Asked(0.0, 4, 8, blocks=1)] * 2, TIMES, Host())
+    assert found.latency == pytest.approx([0.010 + 3 * 0.003] * 2)
+    assert (found.evaluated, found.served) == (4, 8)
+
+
+def test_who_comes_later_waits_for_the_device():
+    first, second = simulate(
+        [Asked(0.0, 4, 8, blocks=1), Asked(0.004, 4, 8, blocks=1)], TIMES, Host()
+    ).latency
+    # The second refresh is packed behind the first; then the first goes on alone, a step at a time.
+    assert first == pytest.approx(0.010 + 0.010 + 0.002 + 2 * 0.003, abs=0.004)
+    assert second >= 0.006 + 0.010 + 3 * 0.002
+
+
+class TestCard:
+    """`jdllm bench serve` at 1.5 a second, LLaDA-8B's shape on an H100, head_sparse with delay 0, at commit
+    6d9c88a with one step beside others: mean latency 11.18 s, 99 % within 18.80 s, 6313 evaluations."""
+
+    REFRESHES = (128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 18432, 24576, 36864)
+    REUSES = (32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
+    TIMES = {  # noqa: RUF012  # nothing changes it
+        Kind.REFRESH: {
+            512: 0.0182,
+            768: 0.0242,
+            1024: 0.0290,
+            1536: 0.0411,
+            2048: 0.0521,
+            3072: 0.0767,
+            4096: 0.1000,
+            6144: 0.1493,
+            8192: 0.195,
+            36864: 0.875,
+        },
+        Kind.REUSE: {
+            32: 0.0066,
+            64: 0.0070,
+            128: 0.0084,
+            256: 0.01015,
+            384: 0.0123,
+            512: 0.0159,
+            768: 0.0220,
+            1024: 0.0287,
+            1536: 0.0403,
+        },
+    }
+    HOST = Host(0.00122, 0.000092, 0.0027, 0.00082, 0.0002)
+
+    @pytest.fixture
+    def asked(self) -> list[Asked]:
+        lengths = read_workload(WORKLOAD).lengths(np.random.default_rng(0), 200)
+        arrivals = poisson_arrivals(1.5, 200, seed=0)
+        return [Asked(at, length, length + GEN_LENGTH) for at, length in zip(arrivals, lengths, strict=True)]
+
+    def test_its_latency_is_reproduced(self, asked: list[Asked]):
+        found = simulate(asked, self.TIMES, self.HOST, limits_of(sizes=self.REFRESHES), self.REUSES)
+        assert found.latency.mean() == pytest.approx(11.18, rel=0.1)
+        assert np.percentile(found.latency, 99) == pytest.approx(18.80, rel=0.1)
+        assert found.evaluated == pytest.approx(6313, rel=0.1)
+
+    def test_more_sizes_leave_less_padding_and_less_latency(self, asked: list[Asked]):
+        before = simulate(asked, self.TIMES, self.HOST, limits_of(sizes=self.REFRESHES), self.REUSES)
+        now = simulate(asked, self.TIMES, self.HOST)
+        assert now.padding < 0.6 * before.padding
+        assert now.latency.mean() < 0.9 * before.latency.mean()
+
+
+def test_a_trace_is_read_as_the_engine_tells_it(
+    params: Params, config: ModelConfig, executables: Executables, tmp_path: Path
+):
+    engine = engine_of(params, config, executables, 128)
+    engine.trace = Trace(tmp_path / "trace.json")
+    parts: list[PartDone] = []
+    engine.observe = parts.append
+    sampling = SamplingParams(gen_length=8, block_length=4, early_stop=False, cache="dual")
+    prompts = [np.arange(1, n + 1) for n in (5, 9, 7)]
+    _, states = finish(engine, [generation_request(i, p, sampling, config) for i, p in enumerate(prompts)])
+    engine.close()
+    found = read_trace(tmp_path / "trace.json")
+    assert [(one.prompt, one.length, one.blocks) for one in found.asked] == [
+        (5, 13, 2),
+        (9, 17, 2),
+        (7, 15, 2),
+    ]
+    assert found.latency == pytest.approx([state.timings().total for state in states], rel=0.2, abs=0.02)
+    assert found.evaluated == sum(part.steps for part in parts)
+    sizes = {(part.kind, part.rows + part.padding) for part in parts}
+    assert {(kind, rows) for kind, times in found.times.items() for rows in times} == sizes
+    again = simulate([one._replace(arrival=0.0) for one in found.asked], found.times, found.host)
+    assert again.evaluated == found.evaluated
