@@ -1,10 +1,12 @@
 """Which requests run next: a count of rows, pages and turns, without tokens or arrays.
 
 **Admission** looks ahead. A request starts when the pages of its whole life are free, so that nobody is ever
-preempted and nobody who runs can lack memory. Requests start in the order of their arrival.
+preempted and nobody who runs can lack memory. Requests with pages start in the order of their arrival, and so
+do requests without: neither waits for what the other lacks. A request that takes the room of the pool needs
+both, so it passes nobody, and nobody passes it.
 
 **Turns.** Among the ready requests whose kind is not in flight, the one that was served least recently has
-the first pick; ties go to the earlier arrival. Reuses and decodes are cheap and pick next, the others after
+the first pick; ties go to the earlier admission. Reuses and decodes are cheap and pick next, the others after
 them, each in the order of turns. Who does not fit what is left is passed over, but not for ever:
 
 - Where the first pick does not fit beside what is in flight, nobody is served until it does. Every plan
@@ -64,6 +66,10 @@ SUBMITTED = (
 """The order of the parts of an iteration: the host prepares the next reuse while the others run."""
 
 _CHEAP = (Kind.REUSE, Kind.DECODE)
+_WHOLE = (Kind.FULL, Kind.ADAPTIVE)
+
+COMPANY_ROWS = 2048
+"""Rows from which on whole sequences are about as quick in turn as together."""
 
 
 class Life(NamedTuple):
@@ -99,7 +105,8 @@ class Limits:
     """What the engine has room for.
 
     - `max_num_batched_tokens`: packed rows of one iteration, all its parts together.
-    - `max_num_seqs`: running requests, hence also the requests of one part.
+    - `max_num_seqs`: running requests with pages, and running requests without, hence also the requests of
+      one part.
     - `max_num_logits`: head rows of one part.
     - `entries`: page table entries of one part.
     - `reuse_rows`: packed rows of one part that reuses.
@@ -110,6 +117,8 @@ class Limits:
       takes the room of the pool.
     - `uncached_rows`: packed rows of all requests that run without pages; a longer one runs alone.
     - `sizes`: of kinds whose parts fill executables, the rows of these, in rising order.
+    - `company_rows`: packed rows of one part of requests without pages while others with pages run, who wait
+      for each of these parts. One request may have more.
     """
 
     max_num_batched_tokens: int
@@ -123,6 +132,7 @@ class Limits:
     beside_pool: int
     uncached_rows: int
     sizes: Mapping[Kind, Sequence[int]] = dataclasses.field(default_factory=dict)
+    company_rows: int = COMPANY_ROWS
 
 
 class Part(NamedTuple):
@@ -137,13 +147,21 @@ class Part(NamedTuple):
     steps: int = 1
 
 
-@dataclasses.dataclass(slots=True)
-class _Running:
-    """A running request: its place in the order of arrival, and the number of the last plan that served it,
-    or before the first the number of the last plan before its admission."""
+class _Waiting(NamedTuple):
+    """A request that waits, and its place in the order of arrival."""
 
     life: Life
     arrival: int
+
+
+@dataclasses.dataclass(slots=True)
+class _Running:
+    """A running request: its places in the orders of arrival and of admission, and the number of the last
+    plan that served it, or before the first the number of the last plan before its admission."""
+
+    life: Life
+    arrival: int
+    admission: int
     served: int
 
 
@@ -156,10 +174,15 @@ class _Draft:
     head_rows: int = 0
     entries: int = 0
 
-    def holds(self, demand: Demand, limits: Limits) -> bool:
-        """Whether `demand` fits too. A part that is empty holds everything, one that prepares one request."""
+    def holds(self, demand: Demand, limits: Limits, whole_rows: int) -> bool:
+        """Whether `demand` fits too. A part that is empty holds everything, one that prepares one request.
+
+        Arguments:
+        - `whole_rows`: rows of a part of whole sequences.
+        """
         return not self.ids or (
             demand.kind is not Kind.STAGE
+            and (demand.kind not in _WHOLE or self.rows + demand.rows <= whole_rows)
             and (demand.kind is not Kind.REUSE or self.rows + demand.rows <= limits.reuse_rows)
             and self.head_rows + demand.head_rows <= limits.max_num_logits
             and self.entries + demand.entries <= limits.entries
@@ -183,11 +206,12 @@ class Scheduler:
 
     def __init__(self, limits: Limits):
         self._limits = limits
-        self._waiting: dict[int, Life] = {}
+        self._waiting: dict[int, _Waiting] = {}
         self._running: dict[int, _Running] = {}
         self._free_pages = limits.pages
         self._uncached_rows = 0
-        self._admissions = 0
+        self._count = {True: 0, False: 0}
+        self._arrivals = self._admissions = 0
         self._plans = 0
 
     @property
@@ -202,7 +226,7 @@ class Scheduler:
     @property
     def running(self) -> tuple[int, ...]:
         """Requests that have started, in the order of their arrival."""
-        return tuple(self._running)
+        return tuple(sorted(self._running, key=self._arrival))
 
     @property
     def free_pages(self) -> int:
@@ -217,7 +241,8 @@ class Scheduler:
         - `life`: its largest needs.
         """
         self.check(life)
-        self._waiting[request] = life
+        self._waiting[request] = _Waiting(life, self._arrivals)
+        self._arrivals += 1
 
     def check(self, life: Life) -> None:
         """Raise `RequestError` for a request that could not run even alone. Any thread may ask."""
@@ -242,24 +267,30 @@ class Scheduler:
         life = self._running.pop(request).life
         self._free_pages += life.pages
         self._uncached_rows -= _uncached_rows(life)
+        self._count[life.pages > 0] -= 1
 
     def admit(self) -> list[int]:
-        """Start the requests that have waited longest, up to the first that does not fit.
+        """Start the requests that have waited longest, with pages up to the first that does not fit, and
+        without pages up to the first of these.
 
-        A request fits where fewer than `max_num_seqs` run and its pages are free. All that run without pages
-        have at most `uncached_rows` together, unless one of them is longer and the only one. One that
-        takes the room of the pool runs while nobody holds pages, and nobody gets any while it runs.
+        A request fits where fewer than `max_num_seqs` run with pages, or without as it does, and its pages
+        are free. All that run without pages have at most `uncached_rows` together, unless one of them is
+        longer and the only one. One that takes the room of the pool runs while nobody holds pages, and nobody
+        gets any while it runs.
 
         Returns those that now run, in the order of their arrival.
         """
-        admitted = []
-        for request, life in self._waiting.items():
-            if not self._has_room(life):
-                break
-            self._running[request] = _Running(life, self._admissions, self._plans)
+        admitted, waits = [], {True: False, False: False}
+        for request, (life, arrival) in self._waiting.items():
+            queues = (True, False) if self._takes_pool(life) else (life.pages > 0,)
+            if any(waits[queue] for queue in queues) or not self._has_room(life):
+                waits |= dict.fromkeys(queues, True)
+                continue
+            self._running[request] = _Running(life, arrival, self._admissions, self._plans)
             self._admissions += 1
             self._free_pages -= life.pages
             self._uncached_rows += _uncached_rows(life)
+            self._count[life.pages > 0] += 1
             admitted.append(request)
         for request in admitted:
             del self._waiting[request]
@@ -268,7 +299,7 @@ class Scheduler:
     def _has_room(self, life: Life) -> bool:
         rows = self._uncached_rows + _uncached_rows(life)
         return (
-            len(self._running) < self._limits.max_num_seqs
+            self._count[life.pages > 0] < self._limits.max_num_seqs
             and life.pages <= self._free_pages
             and (life.pages > 0 or not self._uncached_rows or rows <= self._limits.uncached_rows)
             and not (self._takes_pool(life) and self._free_pages < self._limits.pages)
@@ -303,10 +334,12 @@ class Scheduler:
         first, *others = turns
         others.sort(key=lambda request: ready[request].kind not in _CHEAP)
         drafts = {kind: _Draft() for kind in SUBMITTED}
+        limits = self._limits
+        whole_rows = limits.company_rows if self._count[True] else limits.max_num_batched_tokens
         for request in (first, *others):
             demand = ready[request]
             draft = drafts[demand.kind]
-            if request == first or (demand.rows <= left and draft.holds(demand, self._limits)):
+            if request == first or (demand.rows <= left and draft.holds(demand, limits, whole_rows)):
                 draft.add(request, demand)
                 left -= demand.rows
         return [
@@ -328,14 +361,17 @@ class Scheduler:
         best = max((rows for rows in reached if 2 * rows >= draft.rows), key=filled)
         return ids[: reached.index(best) + 1]
 
+    def _arrival(self, request: int) -> int:
+        return self._running[request].arrival
+
     def _turn(self, request: int) -> tuple[int, int]:
         running = self._running[request]
-        return running.served, running.arrival
+        return running.served, running.admission
 
     def _serve(self, kind: Kind, ids: list[int], ready: Mapping[int, Demand]) -> Part:
         for request in ids:
             self._running[request].served = self._plans
-        return Part(kind, tuple(sorted(ids, key=self._turn)), self._steps(kind, [ready[i] for i in ids]))
+        return Part(kind, tuple(sorted(ids, key=self._arrival)), self._steps(kind, [ready[i] for i in ids]))
 
     def _steps(self, kind: Kind, demands: Sequence[Demand]) -> int:
         """Steps of a part: one beside requests that the part does not serve. They would join it later: on a

@@ -94,20 +94,27 @@ class TestAdmission:
         assert scheduler.free_pages == 5
         assert (scheduler.running, scheduler.waiting) == ((0, 1), (2, 3))
 
-    def test_nobody_overtakes(self):
+    def test_nobody_overtakes_who_needs_the_same(self):
         scheduler = with_lives(Life(10, 30), Life(10, 30), Life(10, 1), Life(10, 0))
-        assert scheduler.admit() == [0]
+        assert scheduler.admit() == [0, 3]
         assert scheduler.admit() == []
         scheduler.remove(0)
-        assert scheduler.admit() == [1, 2, 3]
+        assert scheduler.admit() == [1, 2]
+        assert scheduler.running == (1, 2, 3)
 
-    def test_at_most_max_num_seqs_run(self):
-        scheduler = with_lives(*[Life(1, i % 2) for i in range(10)])
-        assert scheduler.admit() == list(range(8))
+    def test_requests_with_pages_pass_those_that_wait_for_rows(self):
+        scheduler = with_lives(Life(90, 0), Life(90, 0), Life(5, 1), Life(5, 0))
+        assert scheduler.admit() == [0, 2]
+        scheduler.remove(0)
+        assert scheduler.admit() == [1, 3]
+
+    def test_at_most_max_num_seqs_run_with_pages_and_as_many_without(self):
+        scheduler = with_lives(*[Life(1, i % 2) for i in range(20)])
+        assert scheduler.admit() == list(range(16))
         scheduler.remove(3)
         scheduler.remove(4)
-        assert scheduler.admit() == [8, 9]
-        assert scheduler.running == (0, 1, 2, 5, 6, 7, 8, 9)
+        assert scheduler.admit() == [16, 17]
+        assert scheduler.running == (*range(3), *range(5, 18))
 
     def test_requests_without_pages_fit_one_iteration_together(self):
         scheduler = with_lives(Life(60, 0), Life(140, 9), Life(40, 0), Life(1, 0))
@@ -156,6 +163,18 @@ class TestParts:
     def test_decodes_go_on_beside_a_prompt(self):
         plans = Plans(Demand(PREFILL, 98, 1, 2), *[Demand(DECODE, 1, 1, 2)] * 3)
         assert plans.scheduler.plan(plans.ready) == [Part(DECODE, (1, 2)), Part(PREFILL, (0,))]
+
+    def test_whole_sequences_are_few_beside_requests_with_pages(self):
+        limits = dataclasses.replace(LIMITS, company_rows=25)
+        scheduler = with_lives(Life(10, 0), Life(10, 0), Life(10, 0), Life(30, 1), limits=limits)
+        scheduler.admit()
+        ready = {**dict.fromkeys(range(3), full(10)), 3: refresh(30)}
+        first, second = (scheduler.plan(ready), scheduler.plan(ready))
+        assert [part.ids for part in first] == [(3,), (0, 1)]
+        assert [part.ids for part in second] == [(3,), (0, 2)]
+        scheduler.remove(3)
+        del ready[3]
+        assert [part.ids for part in scheduler.plan(ready)] == [(0, 1, 2)]
 
     def test_one_request_is_prepared_at_a_time(self):
         assert Plans(prepare(10), prepare(10)).plan() == {STAGE: (0,)}

@@ -78,7 +78,7 @@ def some_limits(draw: st.DrawFn) -> Limits:
     sizes: dict[Kind, tuple[int, ...]] = {Kind.REFRESH: rows, Kind.PREFILL: rows} if rows else {}
     uncached = draw(st.integers(min(8, budget), budget))
     limits = budget, seqs, logits, entries, reuses, pages, longest, refresh, beside, uncached
-    return Limits(*limits, sizes)
+    return Limits(*limits, sizes, company_rows=draw(st.integers(1, 40)))
 
 
 ROWS = st.integers(1, 16) | st.integers(1, 60)
@@ -108,6 +108,7 @@ class Arrivals(RuleBasedStateMachine):
         self.scheduler = Scheduler(limits)
         self.arrivals = itertools.count()
         self.arrived: dict[int, int] = {}
+        self.admitted: dict[int, int] = {}
         self.scripts: dict[int, Script] = {}
         self.waiting: deque[int] = deque()
         self.steps_done: dict[int, int] = {}
@@ -138,17 +139,15 @@ class Arrivals(RuleBasedStateMachine):
         return {r: self.scripts[r].next(n) for r, n in self.steps_done.items() if r not in flying}
 
     def turn(self, request: int) -> tuple[int, int]:
-        return self.last_turn[request], self.arrived[request]
+        return self.last_turn[request], self.admitted[request]
 
     def fits_life(self, life: Life) -> bool:
         lives = [self.scripts[r].life for r in self.steps_done]
 
-        def takes_pool(life: Life) -> bool:
-            return life.pages == 0 and life.rows > self.limits.beside_pool
-
+        takes_pool = self.takes_pool
         without_pages = [other.rows for other in lives if not other.pages]
         return (
-            len(lives) < self.limits.max_num_seqs
+            sum((other.pages > 0) == (life.pages > 0) for other in lives) < self.limits.max_num_seqs
             and sum(other.pages for other in lives) + life.pages <= self.limits.pages
             and (
                 life.pages > 0
@@ -158,6 +157,14 @@ class Arrivals(RuleBasedStateMachine):
             and not (takes_pool(life) and any(other.pages for other in lives))
             and not (life.pages and any(map(takes_pool, lives)))
         )
+
+    def takes_pool(self, life: Life) -> bool:
+        return life.pages == 0 and life.rows > self.limits.beside_pool
+
+    def stands_before(self, life: Life, other: Life) -> bool:
+        """Whether a request that waits keeps one behind it waiting: they need the same."""
+        takes = self.takes_pool(life) or self.takes_pool(other)
+        return takes or (life.pages > 0) == (other.pages > 0)
 
     def fits_plan(self, demand: Demand, ahead: Collection[Demand]) -> bool:
         """Whether `demand` fits beside what is in flight and `ahead`."""
@@ -172,6 +179,11 @@ class Arrivals(RuleBasedStateMachine):
             and sum(head_rows) <= self.limits.max_num_logits
             and sum(entries) <= self.limits.entries
             and (Kind.REUSE not in kinds or sum(rows) <= self.limits.reuse_rows)
+            and (
+                not {Kind.FULL, Kind.ADAPTIVE}.intersection(kinds)
+                or sum(rows) <= self.limits.company_rows
+                or not any(self.scripts[request].life.pages for request in self.steps_done)
+            )
         )
 
     def forget(self, request: int) -> None:
@@ -229,12 +241,17 @@ class Arrivals(RuleBasedStateMachine):
     def admit(self):
         self.count += 1
         for request in self.scheduler.admit():
-            assert request == self.waiting.popleft()
-            assert self.fits_life(self.scripts[request].life)
+            life, place = self.scripts[request].life, self.waiting.index(request)
+            before = [self.scripts[other].life for other in itertools.islice(self.waiting, place)]
+            assert not any(self.stands_before(other, life) for other in before)
+            self.waiting.remove(request)
+            assert self.fits_life(life)
             self.steps_done[request] = 0
-            self.last_turn[request] = next(self.turns)
+            self.last_turn[request] = self.admitted[request] = next(self.turns)
             self.becomes_ready(request)
-        assert not self.waiting or not self.fits_life(self.scripts[self.waiting[0]].life)
+        lives = [self.scripts[request].life for request in self.waiting]
+        for place, life in enumerate(lives):
+            assert any(self.stands_before(other, life) for other in lives[:place]) or not self.fits_life(life)
 
     @precondition(lambda self: self.steps_done)
     @rule()
@@ -332,7 +349,7 @@ class Arrivals(RuleBasedStateMachine):
     def queues_and_pages_are_those_of_the_test(self):
         assert self.scheduler.waiting == tuple(self.waiting)
         assert self.scheduler.running == tuple(self.running)
-        assert len(self.running) <= self.limits.max_num_seqs
+        assert len(self.running) <= 2 * self.limits.max_num_seqs
         held = sum(self.scripts[request].life.pages for request in self.running)
         assert self.scheduler.free_pages == self.limits.pages - held >= 0
 
