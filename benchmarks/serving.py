@@ -39,21 +39,19 @@ DEMO = "demo"
 
 @contextlib.contextmanager
 def served(
-    model: Path, max_num_batched_tokens: int | None, cache: Path, beyond_positions: bool = False
+    model: Path, max_num_batched_tokens: int | None, cache: Path, more: Sequence[str] = ()
 ) -> Iterator[dict[str, Any]]:
     """A server of its own process; yields its address as `url`, packed `rows` of its largest step, and
     `start_s` until it was ready.
 
     Arguments:
-    - `beyond_positions`: whether it takes sequences longer than the positions of the model.
+    - `more`: further options of `jdllm serve`.
 
     Raises `RuntimeError` where it ends before.
     """
-    options = ["--port", "0", "--cache-dir", str(cache)]
+    options = ["--port", "0", "--cache-dir", str(cache), *more]
     if max_num_batched_tokens is not None:
         options += ["--max-num-batched-tokens", str(max_num_batched_tokens)]
-    if beyond_positions:
-        options.append("--allow-beyond-positions")
     command = [sys.executable, "-m", "jdllm", "serve", str(model), *options]
     start = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
@@ -177,6 +175,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--directory", type=Path, help="where checkpoint and cache are kept, by default temporary"
     )
+    parser.add_argument("--trace", type=Path, help="what the server does, for Perfetto and for simulate")
     parser.add_argument("--child", nargs=2, type=Path, help="measure without a server, and print lines")
     args = parser.parse_args(arguments)
     gen_length = 64 if args.shape == DEMO else GEN_LENGTH
@@ -187,8 +186,10 @@ def main(arguments: Sequence[str]) -> None:
         scratch = args.directory or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         cache, table = scratch / "executables", []
         model = checkpoint_path() if args.shape == DEMO else _checkpoint(scratch, args.shape)
-        long = any(LOADS[name].lengths == "long" for name in args.loads)
-        with served(model, args.max_num_batched_tokens, cache, long) as server:
+        more = [] if args.trace is None else ["--trace", str(args.trace)]
+        if any(LOADS[name].lengths == "long" for name in args.loads):
+            more.append("--allow-beyond-positions")
+        with served(model, args.max_num_batched_tokens, cache, more) as server:
             for name in args.loads:
                 row = {"shape": args.shape, "through": "HTTP"} | put_load(
                     server["url"], LOADS[name], gen_length

@@ -105,9 +105,12 @@ def test_a_capacity_needs_several_rates_of_the_same_lengths():
 
 
 def test_a_server_answers_inside_and_has_ended_outside(tmp_path: Path):
-    with served(checkpoint_path(), 512, tmp_path) as server:
+    with served(checkpoint_path(), 512, tmp_path, ["--trace", str(tmp_path / "trace.json")]) as server:
         assert server["rows"] == 512
         assert server["start_s"] > 0
-        assert httpx.get(f"{server['url']}/health").status_code == 200
+        body = {"prompt": "12+5=", "max_tokens": 8, "seed": 1}
+        assert httpx.post(f"{server['url']}/v1/completions", json=body, timeout=60).status_code == 200
+    events = json.loads((tmp_path / "trace.json").read_text())
+    assert [event["name"] for event in events if event["ph"] == "i"] == ["finished", "closed"]
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{server['url']}/health")
