@@ -22,8 +22,8 @@ ELSEWHERE := --ignore tests/aot --ignore tests/gpu
 PART ?= 1/1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test default-tests test-slow test-demo test-lowest test-clients test-aot test-gpu test-triton bench docs lint \
-  format clean
+.PHONY: help demo serve test default-tests test-slow test-demo test-lowest test-clients test-aot test-gpu test-triton \
+  bench docs lint format clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14

@@ -45,12 +45,13 @@ class Asked(NamedTuple):
         """Steps of a block."""
         return (self.length - self.prompt) // self.blocks
 
-    def demand(self, done: int, tiles: int = 1) -> Demand:
+    def demand(self, done: int) -> Demand:
         """What the step behind `done` ones takes."""
         left = self.block - done % self.block
         if left == self.block:
             return Demand(Kind.REFRESH, self.length, left, 0)
-        return Demand(Kind.REUSE, tiles * TILE_ROWS, left, -(-self.length // PAGE_ROWS), left)
+        tiles = -(-self.block // TILE_ROWS)
+        return Demand(Kind.REUSE, tiles * TILE_ROWS, left, tiles * -(-self.length // PAGE_ROWS), left)
 
 
 class Host(NamedTuple):

@@ -39,7 +39,7 @@ def changes(rows: Sequence[Row]) -> list[Row]:
     """Cells with a suffix window against those without one, and falling thresholds against the fixed one.
 
     Arguments:
-    - `rows`: as of `comparisons`.
+    - `rows`: cells as `benchmarks.quality.cells.row` gives them, all over the same instances.
 
     Returns for each: the setting; `against`, what the other cell has instead; `own_only` and `other_only`,
     the instances that only one of the two got right; and the rest as `comparisons` does.

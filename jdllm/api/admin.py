@@ -43,8 +43,7 @@ async def stats(request: Request) -> dict[str, Any]:
     """Counts since the start, and what is held now."""
     service: Service = request.app.state.service
     counts = service.llm.engine.stats()._asdict()
-    for name in ("parts", "served", "rows", "padding", "head_rows", "busy", "waited"):
-        counts[name] = _by_kind(counts[name])
+    counts |= {name: _by_kind(count) for name, count in counts.items() if isinstance(count, dict)}
     counts["head_rows"] = sum(counts["head_rows"].values())
     executables = service.llm.executables
     return counts | {

@@ -46,7 +46,8 @@ def phase(sampling: SamplingParams, block_step: int) -> Phase:
 def steps_to_refresh(sampling: SamplingParams, block_step: int) -> int | None:
     """Steps from `block_step` on, itself included, until the first that is none of `Phase.REUSE`.
 
-    Returns `None` where the block has no such step."""
+    Returns `None` where the block has no such step.
+    """
     if phase(sampling, block_step) is not Phase.REUSE:
         return 0
     policy = policy_of(sampling)

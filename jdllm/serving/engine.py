@@ -342,7 +342,7 @@ class Engine:
         if self.observe is not None:
             self.observe(done)
         if self.trace is not None:
-            self.trace.part(done, pending.requests)
+            self.trace.part(done, {r.id: r for r in pending.requests if r.id in self.entries})
         for request, stored in zip(pending.requests, pending.launch.stored, strict=True):
             request.ready = done.times.collected
             if stored is not None:

@@ -5,7 +5,7 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,8 @@ class Trace:
 
     def __init__(self, path: str | Path):
         self._begin = time.perf_counter()
-        self._free, self._lines = [0], itertools.count(1)
+        self._lines = itertools.count()
+        self._free: list[int] = []
         self._line: dict[int, int] = {}
         try:
             self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115  # it stays open
@@ -52,11 +53,11 @@ class Trace:
             before="[",
         )
 
-    def part(self, done: PartDone, requests: Sequence[Request]) -> None:
+    def part(self, done: PartDone, requests: Mapping[int, Request]) -> None:
         """Take in a part that was collected.
 
         Arguments:
-        - `requests`: that it served, in the order of its `ids`.
+        - `requests`: that it served and that have not left since, by id.
         """
         self._write([*self._of_part(done), *self._of_requests(done, requests)])
 
@@ -100,12 +101,14 @@ class Trace:
         )
         yield from self._span(kind, _HOST, _TAKING, times.ended, times.collected)
 
-    def _of_requests(self, done: PartDone, requests: Sequence[Request]) -> Iterator[dict[str, Any]]:
+    def _of_requests(self, done: PartDone, requests: Mapping[int, Request]) -> Iterator[dict[str, Any]]:
         kind, times = done.kind.name.lower(), done.times
-        for request, ready in zip(requests, times.ready, strict=True):
-            if request.id not in self._line:
-                yield from self._waits_for_a_start(request, ready)
-            line, said = self._line_of(request), {"id": request.id}
+        for id, ready in zip(done.ids, times.ready, strict=True):
+            if id not in requests:
+                continue
+            if id not in self._line:
+                yield from self._waits_for_a_start(requests[id], ready)
+            line, said = self._line[id], {"id": id}
             yield from self._span(f"waits for {kind}", _REQUESTS, line, ready, times.submitted, said)
             yield from self._span(kind, _REQUESTS, line, times.submitted, times.collected, said)
 

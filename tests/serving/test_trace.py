@@ -102,6 +102,24 @@ def test_lines_are_used_again(engine: Engine, config: ModelConfig, tmp_path: Pat
     assert [e["name"] for e in found["instants"]] == ["finished"] * 3 + ["aborted", "closed"]
 
 
+def test_who_leaves_while_a_part_runs_has_no_line_any_more(
+    engine: Engine, config: ModelConfig, tmp_path: Path
+):
+    """A step collects one of two parts: the other still runs when its request is aborted."""
+    for _ in range(3):
+        [plain], [cached] = some(config, [5]), some(config, [9], cache="dual")
+        requests = [engine.add(one.spec, updates="every") for one in (plain, cached)]
+        engine.step()
+        for request in requests:
+            engine.abort(request)
+        while not engine.idle:
+            engine.step()
+        engine.step()
+    engine.close()
+    found = read(tmp_path / "trace.json")
+    assert {span["tid"] for span in found["requests"]} <= {0, 1}
+
+
 def test_a_file_that_cannot_be_written_is_a_mistake(tmp_path: Path):
     with pytest.raises(
         ConfigError, match=r"trace is '.*nowhere/t.json', which cannot be written: No such file"

@@ -95,8 +95,7 @@ class CachedRunner:
 
         chosen = self._parts.choose(sizes, packed, Need(rows, head_rows, len(requests)))
         run = functools.partial(self._pool.run, chosen.executable, *chosen.arguments[:-1], writes=True)
-        packed_rows = chosen.entry.rows
-        return Launch(run, chosen.batch.packed.candidates, chosen.batch.stored, rows=packed_rows)
+        return Launch(run, chosen.batch.packed.candidates, chosen.batch.stored, rows=chosen.entry.rows)
 
     def reuse(self, requests: list[Request], max_steps: int) -> Launch:
         """Pack up to `max_steps` steps of the rows that each request forwards."""
