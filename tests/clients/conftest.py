@@ -14,6 +14,12 @@ def pytest_ignore_collect(config: pytest.Config) -> bool | None:
     return None if "clients" in config.option.markexpr.replace("not clients", "") else True
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """litellm keeps event loops open, and their sockets. They are collected in the time of whichever test runs."""
+    for left_open in ("socket", "event loop"):
+        item.add_marker(pytest.mark.filterwarnings(f"ignore:unclosed <?{left_open}:ResourceWarning"))
+
+
 @pytest.fixture(scope="session")
 def start_server(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[Starter]:
     """Starts further servers: see `Starter`."""

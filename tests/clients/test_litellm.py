@@ -1,10 +1,7 @@
 """litellm, as one of the packages that speak OpenAI's API their own way."""
 
 import asyncio
-import gc
 import os
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,17 +18,6 @@ pytestmark = [
 ]
 
 MESSAGES = [{"role": "user", "content": "12+30="}]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def event_loops() -> Iterator[None]:
-    """It leaves event loops open, which its kept clients refer to: they are collected here, not in somebody
-    else's test."""
-    yield
-    litellm.in_memory_llm_clients_cache.flush_cache()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
-        gc.collect()
 
 
 @pytest.fixture(scope="module")
