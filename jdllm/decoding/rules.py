@@ -59,12 +59,12 @@ def step_table(sampling: SamplingParams, masks: int, steps: int, most: int) -> S
     Arguments:
     - `masks`: masked positions of the block; `steps`: its share of the request's steps.
     - `most`: masked positions that may be left when the block is entered. Rules without a quota commit at
-      least one of them a step, so they never need more steps.
+      least one of them a step, so they never need more steps. Each of their steps may commit all `masks`.
     """
     rule = rule_of(sampling)
     if rule.table is not None:
         return rule.table(masks, steps, sampling.options)
-    return quotas(np.zeros(most, np.int32))
+    return quotas(np.full(most, masks, np.int32))
 
 
 def segment_row(sampling: SamplingParams, config: ModelConfig) -> dict[str, Any]:

@@ -15,7 +15,7 @@ def pytest_ignore_collect(config: pytest.Config) -> bool | None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """litellm keeps event loops open, and their sockets. They are collected in the time of whichever test runs."""
+    """litellm leaves event loops and their sockets open. They are collected while any other test runs."""
     for left_open in ("socket", "event loop"):
         item.add_marker(pytest.mark.filterwarnings(f"ignore:unclosed <?{left_open}:ResourceWarning"))
 

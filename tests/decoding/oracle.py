@@ -109,7 +109,6 @@ def _steps(
             rule = Rule.ORIGIN if sampling.alg == "origin" else Rule.QUOTA
             yield rule, Asked(int(left() * share), fraction=share)
     elif sampling.transfer in CONFIDENCE_RULES:
-        entered = left()
         while True:
             yield (
                 CONFIDENCE_RULES[sampling.transfer],
@@ -120,7 +119,7 @@ def _steps(
                     open_end=sampling.effective("factor_end") == "official",
                     entropy_bound=sampling.effective("entropy_bound"),
                     fall=sampling.effective("threshold_fall"),
-                    masks=entered,
+                    masks=masks,
                 ),
             )
     else:

@@ -18,8 +18,7 @@ class Rule(enum.Enum):
 
 
 class Asked(NamedTuple):
-    """Parameters of all rules for one step of one segment; `masks` are those of the block before its first
-    step, 0 if this is the first."""
+    """Parameters of all rules for one step of one segment; `masks` are those of the block."""
 
     quota: int = 0
     fraction: float = 0.0
@@ -58,7 +57,7 @@ def reaches(confidence: float, asked: Asked) -> bool:
 
 def fallen(left: int, asked: Asked) -> float:
     """The threshold where so many rows of the block are masked."""
-    filled = asked.masks - left if asked.masks else 0
+    filled = max(asked.masks - left, 0)
     return asked.threshold * (1 - asked.fall * filled / max(asked.masks, 1))
 
 

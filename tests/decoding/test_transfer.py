@@ -111,14 +111,10 @@ def run(
     options = OfRules(dict(zip(OPTIONS, own, strict=True)), numbered())
     numbers = {acceptance.name: number for number, acceptance in numbered()}
     rule = np.array([numbers[rule.value] for rule in rules], np.int32)
-    states = {"falling_threshold": {"masks": masks}}
-    commit, after = jitted(
-        candidates, rule, RuleParams(quota, fraction, options), states, entropies=entropies
-    )
-    left = np.bincount(np.asarray(candidates.segment)[np.asarray(candidates.masked)], minlength=len(rules))
     falling = [one is Rule.FALLING_THRESHOLD for one in rules]
-    entered = np.where(falling, np.maximum(masks, left[: len(rules)]), masks)
-    np.testing.assert_array_equal(after["falling_threshold"]["masks"], entered)
+    quota = np.where(falling, masks, quota)  # where confidences alone decide, a step may commit the block
+    commit, states = jitted(candidates, rule, RuleParams(quota, fraction, options), {}, entropies=entropies)
+    assert not states
     return np.asarray(commit)
 
 
@@ -229,7 +225,7 @@ class TestFallingThreshold:
             commit = left & (confidence >= threshold)
             if not commit.any():
                 commit = left & (confidence == confidence[left].max())
-            asked = Asked(threshold=0.75, fall=1.0, masks=8 if took else 0)
+            asked = Asked(threshold=0.75, fall=1.0, masks=8)
             actual = run([Rule.FALLING_THRESHOLD], [asked], confidence, left)
             np.testing.assert_array_equal(actual, commit)
             left, took = left & ~commit, [*took, np.flatnonzero(commit).tolist()]

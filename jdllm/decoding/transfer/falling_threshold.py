@@ -5,17 +5,15 @@ from typing import TYPE_CHECKING
 from jdllm.decoding.kinds import Share
 from jdllm.decoding.option import Option
 from jdllm.decoding.transfer import threshold
-from jdllm.decoding.transfer.rule import Acceptance, StateArray, TransferRule
+from jdllm.decoding.transfer.rule import Acceptance, TransferRule
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool
 
-    from jdllm.decoding.transfer.ranking import Ranked, RuleParams, State
+    from jdllm.decoding.transfer.ranking import Ranked, RuleParams
 
 
-def accept(
-    ranked: "Ranked", params: "RuleParams", segments: int, state: "State"
-) -> "tuple[Bool[Array, ' rows'], State]":
+def accept(ranked: "Ranked", params: "RuleParams", segments: int) -> "Bool[Array, ' rows']":
     """Rows that reach threshold * (1 - threshold_fall * (1 - r)), and the first in any case.
 
     r is the share of the block's masked rows that are still masked, so the first step of a block has the
@@ -26,11 +24,9 @@ def accept(
     """
     import jax.numpy as jnp  # what declares parameters is read without JAX
 
-    own = ranked.segment == jnp.arange(segments)[:, None]
-    masks = jnp.maximum(state["masks"], jnp.where(own, ranked.count, 0).max(axis=1, initial=0))
-    left = ranked.count / jnp.append(masks, 1)[ranked.segment]
-    share = 1 - params.options["threshold_fall"] * (1 - left)
-    return threshold.reaches(ranked, params, share), {"masks": masks}
+    # Masks in the prompt, which an official sampler fills too, come in addition to the block's.
+    left = jnp.minimum(ranked.count / jnp.maximum(params.quota, 1), 1)
+    return threshold.reaches(ranked, params, 1 - params.options["threshold_fall"] * (1 - left))
 
 
 RULE = TransferRule(
@@ -38,7 +34,7 @@ RULE = TransferRule(
     "falling_threshold",
     "all at least as sure as `threshold`, which falls by `threshold_fall` as the block fills, and the surest"
     " (Streaming-dLLM)",
-    Acceptance("falling_threshold", accept, state=(StateArray("masks", "int32", 0),)),
+    Acceptance("falling_threshold", accept),
     options=(
         *threshold.OPTIONS,
         Option(

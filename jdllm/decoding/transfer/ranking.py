@@ -15,7 +15,7 @@ PerRow = Float[Array, " rows"]
 class RuleParams(NamedTuple):
     """Parameters of the rules for this step, one entry per segment; a rule reads its own.
 
-    - `quota`: tokens to commit.
+    - `quota`: tokens to commit; where confidences alone decide, the masks of the block when it was entered.
     - `fraction`: share of the masked rows to commit, in [0, 1].
     - `options`: the options of all rules that the device reads, by name; see `jdllm.decoding.option.Option`.
     """

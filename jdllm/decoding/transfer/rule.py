@@ -80,7 +80,7 @@ class TransferRule:
     - `measure`: the measure of a row that the rule reads; it ranks the rows unless their order is drawn.
     - `options`: the parameters that have an effect with this rule.
     - `table`: what each step may commit; `None` where confidences alone decide, so that a block takes as many
-      steps as it needs.
+      steps as it needs, and each may commit all of the block.
     - `quota`: how the quota comes from the table: as it stands, as a share of the rows that are still masked,
       or in addition to these rows.
     - `published`: whether ids that the tokenizer does not define may be chosen unless a request bans them.
