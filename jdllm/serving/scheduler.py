@@ -220,13 +220,14 @@ class Scheduler:
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """Requests that have not started, in the order of their arrival."""
+        """Requests that have not started, in the order of their arrival. Any thread may ask."""
         return tuple(self._waiting)
 
     @property
     def running(self) -> tuple[int, ...]:
-        """Requests that have started, in the order of their arrival."""
-        return tuple(sorted(self._running, key=self._arrival))
+        """Requests that have started, in the order of their arrival. Any thread may ask."""
+        running = list(self._running.items())  # at once: the engine's thread may remove one
+        return tuple(request for request, _ in sorted(running, key=lambda item: item[1].arrival))
 
     @property
     def free_pages(self) -> int:

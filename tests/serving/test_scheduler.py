@@ -1,6 +1,8 @@
 """The scheduler's rules, one by one."""
 
 import dataclasses
+import sys
+import threading
 from collections.abc import Collection
 from fractions import Fraction
 from math import ceil
@@ -150,6 +152,32 @@ class TestAdmission:
         assert scheduler.free_pages == 50
         assert scheduler.admit() == [2]
         assert scheduler.free_pages == 0
+
+    def test_other_threads_may_ask_who_runs(self):
+        scheduler, asked, faults = Scheduler(LIMITS), threading.Event(), list[Exception]()
+
+        def ask() -> None:
+            while not asked.is_set():
+                try:
+                    assert set(scheduler.running) | set(scheduler.waiting) <= set(range(10_000))
+                except Exception as fault:
+                    faults.append(fault)
+
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        try:
+            thread = threading.Thread(target=ask)
+            thread.start()
+            for request in range(10_000):
+                scheduler.add(request, Life(1, 1))
+                scheduler.admit()
+                if request >= 6:
+                    scheduler.remove(request - 6)
+        finally:
+            sys.setswitchinterval(interval)
+            asked.set()
+            thread.join()
+        assert not faults
 
 
 class TestParts:
