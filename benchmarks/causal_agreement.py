@@ -14,7 +14,7 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.execution.module import Transformer
 from jdllm.llm import LLM
 from jdllm.outputs import RequestOutput
-from jdllm.serving.scheduler import Kind
+from jdllm.serving.demands import Kind
 
 WAYS = {"pool": "4GiB", "host": "64MiB"}
 """Where keys are, and a pool that holds all prompts, or none of them."""

@@ -20,7 +20,8 @@ from benchmarks.record import print_row
 from jdllm.bench.workload import poisson_arrivals
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.planning.ladder import DEFAULT_ROWS, MAX_SEGMENTS, TILE_ROWS, make_ladder
-from jdllm.serving.scheduler import Demand, Kind, Life, Limits, Part, Scheduler
+from jdllm.serving.demands import Demand, Kind, Life, Limits, Part
+from jdllm.serving.scheduler import Scheduler
 
 CACHED = (Kind.REFRESH, Kind.REUSE)
 Times = Mapping[Kind, Mapping[int, float]]
@@ -121,7 +122,7 @@ def limits_of(most: int = DEFAULT_ROWS[-1], sizes: Sequence[int] | None = None) 
         longest=most,
         longest_refresh=most,
         beside_pool=most,
-        uncached_rows=most,
+        whole_rows=most,
         sizes={Kind.REFRESH: sizes or [entry.rows for entry in ladder.refresh]},
     )
 
@@ -135,15 +136,15 @@ class _Device:
         self.free = self.busy = 0.0
         self.rows = self.padding = 0
 
-    def run(self, kind: Kind, rows: int, steps: int, earliest: float) -> float:
-        """The end of a part that could begin at `earliest`."""
+    def run(self, kind: Kind, rows: int, steps: int, earliest: float) -> tuple[float, float]:
+        """The end of a part that could begin at `earliest`, and how long it takes."""
         size = next((size for size in self._sizes[kind] if size >= rows), rows)
         known, seconds = zip(*self._times[kind], strict=True)
         took = steps * float(np.interp(size, known, seconds))
         self.rows, self.padding = self.rows + steps * rows, self.padding + steps * (size - rows)
         self.busy += took
         self.free = max(self.free, earliest) + took
-        return self.free
+        return self.free, took
 
 
 def simulate(
@@ -165,7 +166,7 @@ def simulate(
     limits = limits or limits_of()
     reuses = reuse_sizes or [entry.rows for entry in make_ladder(limits.max_num_batched_tokens).reuse]
     device = _Device(times, {Kind.REFRESH: limits.sizes[Kind.REFRESH], Kind.REUSE: reuses})
-    plans, flight = scheduler(limits), deque[tuple[Part, float, int]]()
+    plans, flight = scheduler(limits), deque[tuple[Part, tuple[float, float], int]]()
     done, first, end = [0] * len(asked), [0.0] * len(asked), [0.0] * len(asked)
     now, arrived, evaluated, served = 0.0, 0, 0, 0
     while not all(end):
@@ -185,7 +186,8 @@ def simulate(
         if not flight:
             now = max(now, asked[arrived].arrival)
             continue
-        part, ended, _ = flight.popleft()
+        part, (ended, took), _ = flight.popleft()
+        plans.charge(part.ids, took)
         now = max(now, ended) + host.taking + part.steps * len(part.ids) * host.taking_each
         for i in part.ids:
             done[i] += part.steps

@@ -10,7 +10,7 @@ from jdllm import __version__
 from jdllm.api.errors import RESPONSES, dead
 from jdllm.api.running import owner_of
 from jdllm.api.service import Service
-from jdllm.serving.scheduler import Kind
+from jdllm.serving.demands import Kind
 
 router = APIRouter()
 

@@ -13,8 +13,8 @@ from prometheus_client.samples import Sample
 
 from jdllm import __version__
 from jdllm.compiling.executables import Executables
+from jdllm.serving.demands import Kind
 from jdllm.serving.engine import Engine
-from jdllm.serving.scheduler import Kind
 from jdllm.serving.updates import PartDone, Stats
 
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/infill", "/v1/score")

@@ -10,6 +10,7 @@ from jdllm.planning.account import Account
 from jdllm.planning.ladder import MAX_SEGMENTS, TILE_ROWS
 from jdllm.serving.adaptive.verifier import Verifier
 from jdllm.serving.background import Background
+from jdllm.serving.demands import Limits
 from jdllm.serving.diagnosis import Diagnosis
 from jdllm.serving.engine import Engine
 from jdllm.serving.mode import EngineParts, Extras
@@ -17,7 +18,7 @@ from jdllm.serving.modes.registry import mode_of
 from jdllm.serving.on_device import OnDevice
 from jdllm.serving.pool.kv_pool import KvPool
 from jdllm.serving.runner import Runner
-from jdllm.serving.scheduler import Limits, Scheduler
+from jdllm.serving.scheduler import Scheduler
 
 
 def make_engine(
@@ -77,6 +78,6 @@ def limits_of(parts: EngineParts, account: Account, pool: KvPool) -> Limits:
         longest=parts.longest,
         longest_refresh=account.max_refresh,
         beside_pool=parts.beside_pool,
-        uncached_rows=parts.uncached_rows,
+        whole_rows=parts.whole_rows,
         sizes={kind: [entry.rows for entry in entries] for kind, entries in parts.filled.items()},
     )

@@ -14,13 +14,14 @@ from jdllm.decoding.encoded_trace import Steps
 from jdllm.errors import NonFiniteError, RequestError
 from jdllm.planning.account import Account
 from jdllm.serving.background import Background
+from jdllm.serving.demands import Demand, Kind, Part
 from jdllm.serving.entries import Entries, Entry, Updates
 from jdllm.serving.flight import Flight
 from jdllm.serving.mode import EngineParts, Mode
 from jdllm.serving.pool.kv_pool import KvPool
 from jdllm.serving.request import Request
 from jdllm.serving.runner import Pending, Runner
-from jdllm.serving.scheduler import Demand, Kind, Part, Scheduler
+from jdllm.serving.scheduler import Scheduler
 from jdllm.serving.spec import RequestSpec
 from jdllm.serving.trace import Trace
 from jdllm.serving.updates import Ended, PartDone, RequestState, Stats, Update
@@ -30,6 +31,9 @@ _ids = itertools.count()
 _TOLD_TOKENS = 4
 """Tokens of causal requests that come together where somebody wants each as it comes: the device waits while
 the host turns to the next dispatch, which takes it up to 2 ms."""
+
+_LOOKS = 5e-3
+"""Seconds after which a thread that waits for its turn to drive the engine looks for its updates."""
 
 
 class Engine:
@@ -101,6 +105,7 @@ class Engine:
         *,
         updates: Updates = "later",
         deliver: Callable[[Update], None] | None = None,
+        call: int | None = None,
     ) -> int:
         """Take a request in; it starts with one of the next steps.
 
@@ -109,6 +114,8 @@ class Engine:
           happen; otherwise the device may run to the end of a block, and `StepUpdate`s come "later" or not at
           all, which saves time. Tokens are the same.
         - `deliver`: called with each of its updates, by whoever calls `step`.
+        - `call`: the id of another request. Requests with one `call` share its turns, so that calls of many
+          requests do not hold up others. Without `call` the request is a call of its own.
 
         Returns its id, unique in the process. Raises `RequestError` or `KvPoolError` for what can never run.
         """
@@ -119,7 +126,7 @@ class Engine:
         if life.pages:
             self._account.check_room(life.rows, life.pages)
         self.scheduler.check(life)
-        self._arrivals.append(Entry(request, updates, deliver))
+        self._arrivals.append(Entry(request, request.id if call is None else call, updates, deliver))
         return request.id
 
     def abort(self, request: int) -> None:
@@ -185,10 +192,13 @@ class Engine:
         """
         mine: deque[Update] = deque()
         left: dict[int, int] = {}
+        call: int | None = None
         try:
             for index, spec in enumerate(specs):
                 with _naming(index, len(specs)):
-                    left[self.add(spec, updates=updates, deliver=mine.append)] = index
+                    request = self.add(spec, updates=updates, deliver=mine.append, call=call)
+                call = request if call is None else call
+                left[request] = index
             while left:
                 while mine:
                     update = mine.popleft()
@@ -196,9 +206,12 @@ class Engine:
                     if isinstance(update, Ended):
                         del left[update.request]
                     yield update._replace(request=index)
-                with self._lock:
-                    if left and not mine:
-                        self.step()
+                if left and self._lock.acquire(timeout=_LOOKS):
+                    try:
+                        if not mine:
+                            self.step()
+                    finally:
+                        self._lock.release()
         finally:
             for request in left:
                 self.abort(request)
@@ -270,7 +283,7 @@ class Engine:
                 self._flight.rest()
             entry = self._arrivals.popleft()
             self.entries.add(entry)
-            self.scheduler.add(entry.request.id, self._costs.life(entry.request.spec))
+            self.scheduler.add(entry.request.id, self._costs.life(entry.request.spec), entry.call)
         while self._aborts:
             request = self._aborts.popleft()
             if request in self.entries:
@@ -339,6 +352,7 @@ class Engine:
             found = self._non_finite if isinstance(error, NonFiniteError) else lambda _: error
             return [self._end(request, found(request)) for request in left]
         done = self._flight.remove_first(len(steps.tokens) if isinstance(steps, Steps) else steps)
+        self.scheduler.charge(done.ids, done.busy)
         if self.observe is not None:
             self.observe(done)
         if self.trace is not None:

@@ -22,11 +22,13 @@ End = Callable[[Request, Exception | None], Update]
 class Entry(NamedTuple):
     """A request of the engine.
 
+    - `call`: requests with the same number share turns.
     - `updates`: whether its steps are told: "every" as they happen, "later", or "none".
     - `deliver`: takes its updates too.
     """
 
     request: Request
+    call: int
     updates: Updates
     deliver: Callable[[Update], None] | None
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 from typing import NamedTuple
 
+from jdllm.serving.demands import Demand, Kind
 from jdllm.serving.runner import Pending
-from jdllm.serving.scheduler import Demand, Kind
 from jdllm.serving.updates import PartDone, PartTimes
 
 

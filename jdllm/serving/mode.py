@@ -14,10 +14,10 @@ from jdllm.models.config import ModelConfig
 from jdllm.planning.ladder import Entry
 from jdllm.serving.adaptive.verifier import Verifier
 from jdllm.serving.background import Background
+from jdllm.serving.demands import Demand, Kind, Life
 from jdllm.serving.launch import Compiled, Launcher
 from jdllm.serving.on_device import OnDevice
 from jdllm.serving.request import Request
-from jdllm.serving.scheduler import Demand, Kind, Life
 from jdllm.serving.spec import RequestSpec
 
 Classes = Mapping[type[RequestSpec], type[Request]]
@@ -81,7 +81,7 @@ class EngineParts:
     - `filled`: the sizes of kinds whose requests are worth waiting for.
     - `longest`: rows of the longest request that is admitted.
     - `beside_pool`: rows up to which a step leaves the pool where it is.
-    - `uncached_rows`: rows of requests without a cache that run at a time.
+    - `whole_rows`: rows of whole sequences that share one part.
     """
 
     launchers: Mapping[Kind, Launcher]
@@ -95,7 +95,7 @@ class EngineParts:
     filled: Mapping[Kind, Sequence[Entry]]
     longest: int
     beside_pool: int
-    uncached_rows: int
+    whole_rows: int
 
 
 class Mode(Protocol):

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 
 from jdllm.decoding.encoded_trace import EncodedTrace, Steps, decode
+from jdllm.serving.demands import Kind
 from jdllm.serving.launch import Launch, Launcher
 from jdllm.serving.request import Request
 from jdllm.serving.rule_states import hand_out
-from jdllm.serving.scheduler import Kind
 
 
 class Ran(NamedTuple):

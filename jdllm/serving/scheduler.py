@@ -1,9 +1,13 @@
 """Which requests run next: a count of rows, pages and turns, without tokens or arrays.
 
-**Admission** looks ahead. A request starts when the pages of its whole life are free, so that nobody is ever
-preempted and nobody who runs can lack memory. Requests with pages start in the order of their arrival, and so
-do requests without: neither waits for what the other lacks. A request that takes the room of the pool needs
-both, so it passes nobody, and nobody passes it.
+**Admission** (`jdllm.serving.admission`) looks ahead. A request starts when the pages of its whole life are
+free, so that nobody is ever preempted and nobody who runs can lack memory. Requests with pages wait for each
+other, because they need the same. So do those that hold other memory. Requests that hold nothing wait for
+earlier ones of their own call only. A request that takes the room of the pool waits for pages too: it passes
+nobody with pages, and none of these passes it.
+
+Calls that need the same take part in rounds, with one request each: a call of a thousand requests does not
+hold up another. Calls of one request start in the order of their arrival.
 
 **Turns.** Among the ready requests whose kind is not in flight, the one that was served least recently has
 the first pick; ties go to the earlier admission. Reuses and decodes are cheap and pick next, the others after
@@ -21,148 +25,43 @@ them, each in the order of turns. Who does not fit what is left is passed over, 
 - Requests that are out of step with others are served by executables that they fill: a part ends where it
   leaves the smallest share of one empty, but not before half of its rows. Then 4 D / L takes the place of
   2 D / L above.
+- Requests without pages have one turn together; who has pages precedes them in a tie. A plan that cannot
+  serve the first of them serves none of them, so their turn is bound as others' turns are. The first is of
+  the call that has had least of the device (`jdllm.serving.shares`), and within the call the one that was
+  served least recently. Others join its part, but no request of another call with more than 4 times its rows.
+- While another call has had less, with pages or without, requests without pages are not served: a short
+  request pays neither for the steps nor for the rows of long ones. Where n calls run, and their longest part
+  takes P seconds, a call of such requests is overdue, and comes before all these, once the calls have had
+  4 n P seconds of the device since its last part.
 """
 
 import dataclasses
-import enum
 import itertools
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
 
-from jdllm.errors import RequestError
-
-
-class Kind(enum.IntEnum):
-    """What a part of an iteration runs; each kind is an executable of its own."""
-
-    FULL = 0
-    """Whole sequences, nothing stored."""
-    REFRESH = 1
-    """Whole sequences, whose keys and values are stored."""
-    REUSE = 2
-    """Only the forwarded positions, against stored keys and values."""
-    ADAPTIVE = 3
-    """A draft and its verification."""
-    STAGE = 4
-    """A stage of one long context, before its answer is denoised or between two blocks of it."""
-    PREFILL = 5
-    """Parts of prompts of a causal model, which are stored."""
-    DECODE = 6
-    """The last token of each sequence of a causal model, against stored keys and values."""
-    LAYERED = 7
-    """Some layers of one sequence of a causal model, or its last token; its keys do not fit the pool."""
-
-
-SUBMITTED = (
-    Kind.REUSE,
-    Kind.DECODE,
-    Kind.REFRESH,
-    Kind.FULL,
-    Kind.ADAPTIVE,
-    Kind.STAGE,
-    Kind.PREFILL,
-    Kind.LAYERED,
-)
-"""The order of the parts of an iteration: the host prepares the next reuse while the others run."""
+from jdllm.serving.admission import Admission
+from jdllm.serving.demands import SUBMITTED, Demand, Kind, Life, Limits, Part
+from jdllm.serving.shares import Turns
 
 _CHEAP = (Kind.REUSE, Kind.DECODE)
 _WHOLE = (Kind.FULL, Kind.ADAPTIVE)
-
-COMPANY_ROWS = 2048
-"""Rows from which on whole sequences are about as quick in turn as together."""
-
-
-class Life(NamedTuple):
-    """What a request needs at most, over its whole life.
-
-    - `rows`: packed rows of its largest step.
-    - `pages`: pages of the KV pool, 0 without a cache.
-    """
-
-    rows: int
-    pages: int
-
-
-class Demand(NamedTuple):
-    """What the next step of a request takes.
-
-    - `kind`: the executable that runs it.
-    - `rows`: packed rows.
-    - `head_rows`: rows that meet the head.
-    - `entries`: entries of the page table, 0 for what reads nothing that is stored.
-    - `steps`: steps of this kind that the request does before another kind is due.
-    """
-
-    kind: Kind
-    rows: int
-    head_rows: int
-    entries: int
-    steps: int = 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """What the engine has room for.
-
-    - `max_num_batched_tokens`: packed rows of one iteration, all its parts together.
-    - `max_num_seqs`: running requests with pages, and running requests without, hence also the requests of
-      one part.
-    - `max_num_logits`: head rows of one part.
-    - `entries`: page table entries of one part.
-    - `reuse_rows`: packed rows of one part that reuses.
-    - `pages`: pages that requests may hold in all, the scratch page excluded.
-    - `longest`: packed rows of a request that runs alone, at least `max_num_batched_tokens`;
-      `longest_refresh` of one with pages.
-    - `beside_pool`: packed rows up to which a request without pages runs while others hold some; a longer one
-      takes the room of the pool.
-    - `uncached_rows`: packed rows of all requests that run without pages; a longer one runs alone.
-    - `sizes`: of kinds whose parts fill executables, the rows of these, in rising order.
-    - `company_rows`: packed rows of one part of requests without pages while others with pages run, who wait
-      for each of these parts. One request may have more.
-    """
-
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    max_num_logits: int
-    entries: int
-    reuse_rows: int
-    pages: int
-    longest: int
-    longest_refresh: int
-    beside_pool: int
-    uncached_rows: int
-    sizes: Mapping[Kind, Sequence[int]] = dataclasses.field(default_factory=dict)
-    company_rows: int = COMPANY_ROWS
-
-
-class Part(NamedTuple):
-    """Requests that one executable serves together.
-
-    - `ids`: in the order of their arrival.
-    - `steps`: that the executable does at most before others have to be served.
-    """
-
-    kind: Kind
-    ids: tuple[int, ...]
-    steps: int = 1
-
-
-class _Waiting(NamedTuple):
-    """A request that waits, and its place in the order of arrival."""
-
-    life: Life
-    arrival: int
+_LONGER = 4
+"""By which factor a whole sequence may be longer than the first of its part, if that is another call's."""
 
 
 @dataclasses.dataclass(slots=True)
 class _Running:
-    """A running request: its places in the orders of arrival and of admission, and the number of the last
-    plan that served it, or before the first the number of the last plan before its admission."""
+    """A running request: its places in the orders of arrival and of admission, the number of the last plan
+    that served it, or before the first the number of the last plan before its admission, and the rows that it
+    had in that plan."""
 
     life: Life
+    call: int
     arrival: int
     admission: int
     served: int
+    rows: int = 0
 
 
 @dataclasses.dataclass(slots=True)
@@ -184,6 +83,7 @@ class _Draft:
             demand.kind is not Kind.STAGE
             and (demand.kind not in _WHOLE or self.rows + demand.rows <= whole_rows)
             and (demand.kind is not Kind.REUSE or self.rows + demand.rows <= limits.reuse_rows)
+            and len(self.ids) < limits.max_num_seqs
             and self.head_rows + demand.head_rows <= limits.max_num_logits
             and self.entries + demand.entries <= limits.entries
         )
@@ -206,13 +106,11 @@ class Scheduler:
 
     def __init__(self, limits: Limits):
         self._limits = limits
-        self._waiting: dict[int, _Waiting] = {}
+        self._admission = Admission(limits)
         self._running: dict[int, _Running] = {}
-        self._free_pages = limits.pages
-        self._uncached_rows = 0
-        self._count = {True: 0, False: 0}
-        self._arrivals = self._admissions = 0
-        self._plans = 0
+        self._calls = Turns()
+        self._whole_served = 0
+        self._admissions = self._plans = 0
 
     @property
     def limits(self) -> Limits:
@@ -221,7 +119,7 @@ class Scheduler:
     @property
     def waiting(self) -> tuple[int, ...]:
         """Requests that have not started, in the order of their arrival. Any thread may ask."""
-        return tuple(self._waiting)
+        return self._admission.waiting
 
     @property
     def running(self) -> tuple[int, ...]:
@@ -232,83 +130,64 @@ class Scheduler:
     @property
     def free_pages(self) -> int:
         """Pages that no running request holds."""
-        return self._free_pages
+        return self._admission.free_pages
 
-    def add(self, request: int, life: Life) -> None:
+    def check(self, life: Life) -> None:
+        """Raise `RequestError` for a request that could not run even alone. Any thread may ask."""
+        self._admission.check(life)
+
+    def add(self, request: int, life: Life, call: int | None = None) -> None:
         """Let `request` wait behind all others; raises what `check` raises.
 
         Arguments:
         - `request`: its id.
         - `life`: its largest needs.
+        - `call`: any number; requests of the same number share its turns. By default the request's own id.
         """
         self.check(life)
-        self._waiting[request] = _Waiting(life, self._arrivals)
-        self._arrivals += 1
-
-    def check(self, life: Life) -> None:
-        """Raise `RequestError` for a request that could not run even alone. Any thread may ask."""
-        limits = self._limits
-        if life.pages > limits.pages:
-            raise RequestError(
-                f"a request needs {life.pages} pages of the KV pool, which has {limits.pages}:"
-                " shorten its prompt or its generation, or make the pool larger"
-            )
-        longest = limits.longest_refresh if life.pages else limits.longest
-        if life.rows > longest:
-            raise RequestError(
-                f"a request has a step of {life.rows} rows, and at most {longest} fit:"
-                " shorten its prompt or its generation, or give more memory"
-            )
+        self._admission.add(request, life, request if call is None else call)
 
     def remove(self, request: int) -> None:
         """Forget `request`, waiting or running, and free its pages. It may be in flight."""
-        if request in self._waiting:
-            del self._waiting[request]
+        if request in self._admission:
+            self._admission.remove(request)
             return
-        life = self._running.pop(request).life
-        self._free_pages += life.pages
-        self._uncached_rows -= _uncached_rows(life)
-        self._count[life.pages > 0] -= 1
+        running = self._running.pop(request)
+        self._admission.release(running.life, running.call)
+        self._calls.leave(running.call)
 
     def admit(self) -> list[int]:
-        """Start the requests that have waited longest, with pages up to the first that does not fit, and
-        without pages up to the first of these.
+        """Start the requests that have waited longest, as far as there is room.
 
-        A request fits where fewer than `max_num_seqs` run with pages, or without as it does, and its pages
-        are free. All that run without pages have at most `uncached_rows` together, unless one of them is
-        longer and the only one. One that takes the room of the pool runs while nobody holds pages, and nobody
+        Requests with pages start up to the first whose pages are not free. At most `max_num_seqs` of them
+        run. Requests that hold nothing start up to the first that goes beyond `whole_rows` or `max_num_seqs`
+        of its call's running ones, or is longer and not the only one. Those that hold other memory start as
+        if all were one call's. One that takes the room of the pool runs while nobody holds pages, and nobody
         gets any while it runs.
 
-        Returns those that now run, in the order of their arrival.
+        Returns those that now run, in the order in which they start.
         """
-        admitted, waits = [], {True: False, False: False}
-        for request, (life, arrival) in self._waiting.items():
-            queues = (True, False) if self._takes_pool(life) else (life.pages > 0,)
-            if any(waits[queue] for queue in queues) or not self._has_room(life):
-                waits |= dict.fromkeys(queues, True)
-                continue
-            self._running[request] = _Running(life, arrival, self._admissions, self._plans)
+        if not self._admission.without_pages:
+            self._whole_served = self._plans
+        admitted = self._admission.admit()
+        for _, arrival, request, life, call in admitted:
+            self._running[request] = _Running(life, call, arrival, self._admissions, self._plans)
             self._admissions += 1
-            self._free_pages -= life.pages
-            self._uncached_rows += _uncached_rows(life)
-            self._count[life.pages > 0] += 1
-            admitted.append(request)
-        for request in admitted:
-            del self._waiting[request]
-        return admitted
+            self._calls.join(call)
+        return [waiting.request for waiting in admitted]
 
-    def _has_room(self, life: Life) -> bool:
-        rows = self._uncached_rows + _uncached_rows(life)
-        return (
-            self._count[life.pages > 0] < self._limits.max_num_seqs
-            and life.pages <= self._free_pages
-            and (life.pages > 0 or not self._uncached_rows or rows <= self._limits.uncached_rows)
-            and not (self._takes_pool(life) and self._free_pages < self._limits.pages)
-            and not (life.pages and any(self._takes_pool(other.life) for other in self._running.values()))
-        )
+    def charge(self, requests: Sequence[int], seconds: float) -> None:
+        """Take in what a part had of the device.
 
-    def _takes_pool(self, life: Life) -> bool:
-        return life.pages == 0 and life.rows > self._limits.beside_pool
+        Arguments:
+        - `requests`: of the part; those that have left count as nobody's.
+        - `seconds`: that the part took, which its requests share by their rows.
+        """
+        running = [self._running[request] for request in requests if request in self._running]
+        rows, shares = sum(one.rows for one in running), Counter[int]()
+        for one in running:
+            shares[one.call] += seconds * one.rows / rows
+        self._calls.charge(shares)
 
     def plan(
         self, ready: Mapping[int, Demand], busy: Collection[Kind] = (), in_flight_rows: int = 0
@@ -326,9 +205,7 @@ class Scheduler:
         else is in flight, and then alone. One that takes more than a part has is alone in it.
         """
         self._plans += 1
-        turns = sorted(
-            (request for request, demand in ready.items() if demand.kind not in busy), key=self._turn
-        )
+        turns = self._turns([request for request, demand in ready.items() if demand.kind not in busy], busy)
         left = self._limits.max_num_batched_tokens - in_flight_rows
         if not turns or (busy and ready[turns[0]].rows > left):
             return []
@@ -336,18 +213,48 @@ class Scheduler:
         others.sort(key=lambda request: ready[request].kind not in _CHEAP)
         drafts = {kind: _Draft() for kind in SUBMITTED}
         limits = self._limits
-        whole_rows = limits.company_rows if self._count[True] else limits.max_num_batched_tokens
+        whole_rows = limits.whole_rows if len(self._calls) == 1 else limits.company_rows
+        first_whole = next((request for request in turns if not self._running[request].life.pages), None)
+        whole_waits = False
         for request in (first, *others):
             demand = ready[request]
             draft = drafts[demand.kind]
-            if request == first or (demand.rows <= left and draft.holds(demand, limits, whole_rows)):
+            if request == first or (
+                demand.rows <= left
+                and draft.holds(demand, limits, whole_rows)
+                and self._joins(request, draft, ready)
+                and not (whole_waits and not self._running[request].life.pages)
+            ):
                 draft.add(request, demand)
                 left -= demand.rows
+            else:
+                whole_waits |= request == first_whole
         return [
             self._serve(kind, self._filling(draft, ready), ready)
             for kind, draft in drafts.items()
             if draft.ids
         ]
+
+    def _turns(self, candidates: Sequence[int], busy: Collection[Kind]) -> list[int]:
+        """The order of those that may be served now.
+
+        Requests without pages are left out while another call runs that has had less: a part that evaluates
+        whole sequences would be a step that the requests of this call wait for.
+        """
+        turns = sorted(candidates, key=self._turn)
+        first_whole = next((request for request in turns if not self._running[request].life.pages), None)
+        if first_whole is None or self._calls.is_first(self._running[first_whole].call):
+            return turns
+        others = [request for request in turns if self._running[request].life.pages]
+        return others if others or busy else turns
+
+    def _joins(self, request: int, draft: _Draft, ready: Mapping[int, Demand]) -> bool:
+        """Whether the first of a part need not mind the length of `request`."""
+        if not draft.ids or ready[request].kind not in _WHOLE:
+            return True
+        first = draft.ids[0]
+        same_call = self._running[request].call == self._running[first].call
+        return same_call or ready[request].rows <= _LONGER * ready[first].rows
 
     def _filling(self, draft: _Draft, ready: Mapping[int, Demand]) -> list[int]:
         """The requests of a part up to where it fills an executable best; all where they are in step."""
@@ -365,14 +272,20 @@ class Scheduler:
     def _arrival(self, request: int) -> int:
         return self._running[request].arrival
 
-    def _turn(self, request: int) -> tuple[int, int]:
+    def _turn(self, request: int) -> tuple[int, bool, bool, float, int, int]:
         running = self._running[request]
-        return running.served, running.admission
+        if running.life.pages:
+            return running.served, False, False, 0, running.served, running.admission
+        return self._whole_served, True, *self._calls.place(running.call), running.served, running.admission
 
     def _serve(self, kind: Kind, ids: list[int], ready: Mapping[int, Demand]) -> Part:
+        ids = sorted(ids, key=self._arrival)
         for request in ids:
-            self._running[request].served = self._plans
-        return Part(kind, tuple(sorted(ids, key=self._arrival)), self._steps(kind, [ready[i] for i in ids]))
+            running = self._running[request]
+            running.served, running.rows = self._plans, ready[request].rows
+            if not running.life.pages:
+                self._whole_served = self._plans
+        return Part(kind, tuple(ids), self._steps(kind, [ready[i] for i in ids]))
 
     def _steps(self, kind: Kind, demands: Sequence[Demand]) -> int:
         """Steps of a part: one beside requests that the part does not serve. They would join it later: on a
@@ -382,8 +295,3 @@ class Scheduler:
             return 1
         left = [demand.steps for demand in demands]
         return max(left) if kind is Kind.DECODE else min(left)
-
-
-def _uncached_rows(life: Life) -> int:
-    """Rows that count towards the limit of all requests without a cache."""
-    return 0 if life.pages else life.rows

@@ -29,9 +29,12 @@ class Submitted:
         self._told: asyncio.Queue[Update | None] = asyncio.Queue()
         self._left: dict[int, int] = {}
         self._error: Exception | None = None
+        call: int | None = None
         try:
             for index, spec in enumerate(specs):
-                self._left[engine.add(spec, updates=updates, deliver=self._deliver)] = index
+                request = engine.add(spec, updates=updates, deliver=self._deliver, call=call)
+                call = request if call is None else call
+                self._left[request] = index
         except BaseException:
             self.close()
             raise

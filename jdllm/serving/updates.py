@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jdllm.decoding.encoded_trace import LISTED
+from jdllm.serving.demands import Kind
 from jdllm.serving.request import Request
-from jdllm.serving.scheduler import Kind
 
 _NOTHING = np.zeros((0, 0), LISTED)
 

@@ -12,7 +12,7 @@ from jdllm.compiling.executables import Executables
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
-from jdllm.serving.scheduler import Kind
+from jdllm.serving.demands import Kind
 from jdllm.serving.trace import Trace
 from jdllm.serving.updates import PartDone
 from tests.engines import engine_of, finish, generation_request

@@ -14,7 +14,7 @@ from jdllm.execution.paged import stored_keys
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.serving.causal.request import causal_spec
-from jdllm.serving.scheduler import Kind
+from jdllm.serving.demands import Kind
 from jdllm.serving.updates import Ended, PartDone, StepUpdate
 from tests.causal.running import FREE, Build, Oracle, answers, greedy, prompt, run
 from tests.decoding.numpy_noise import gumbel, token_bits

@@ -18,8 +18,8 @@ from jdllm.planning.layered import Layered, longest_layered, plan_layered
 from jdllm.serving.build import make_engine
 from jdllm.serving.causal.layered_runner import LayeredRunner
 from jdllm.serving.causal.request import causal_spec
+from jdllm.serving.demands import Kind
 from jdllm.serving.engine import Engine
-from jdllm.serving.scheduler import Kind
 from tests.causal.conftest import EXECUTABLES
 from tests.causal.running import FREE, Build, Oracle, answers, greedy, prompt, run
 

@@ -11,7 +11,7 @@ from jdllm.errors import NonFiniteError
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.serving.causal.request import CausalRequest
-from jdllm.serving.scheduler import Kind
+from jdllm.serving.demands import Kind
 from jdllm.serving.updates import PartDone
 from tests.causal.running import FREE, Build, Oracle, answers, greedy, prompt, run
 from tests.engines import engine_of

@@ -11,7 +11,7 @@ from benchmarks.shapes import CAUSAL_SHAPES
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.execution.module import Transformer
 from jdllm.llm import LLM
-from jdllm.serving.scheduler import Kind
+from jdllm.serving.demands import Kind
 from tests.causal import test_recorded as recorded
 from tests.causal.conftest import golden, llm  # noqa: F401  # fixtures
 

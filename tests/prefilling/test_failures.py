@@ -11,10 +11,10 @@ import pytest
 from jdllm.errors import NonFiniteError
 from jdllm.execution.paged.pool import PAGE_ROWS, KvArrays, empty_pool
 from jdllm.models.weights import Params
+from jdllm.serving.demands import Kind
 from jdllm.serving.engine import Engine
 from jdllm.serving.long.request import LongRequest, LongSpec
 from jdllm.serving.request import Request
-from jdllm.serving.scheduler import Kind
 from jdllm.serving.updates import Ended, StepUpdate
 from tests.prefilling.asking import (
     all_free,

@@ -59,6 +59,27 @@ def test_many_at_once_give_what_each_gives_alone(engine: Engine, asked: list[Req
     assert engine.stats().finished == 6
 
 
+def test_those_that_are_submitted_together_hold_up_nobody(engine: Engine, config: ModelConfig):
+    """Two of them are too long for one part, so one starts behind the other; a third starts at once."""
+    sampling = SamplingParams(gen_length=8, block_length=4, early_stop=False)
+    many, one = (
+        [generation_request(i, np.arange(1, n), sampling, config) for i in range(4)] for n in (99, 9)
+    )
+
+    async def main(driver: AsyncEngine, asked: Sequence[Request]) -> list[str]:
+        order = []
+
+        async def end(requests: Sequence[Request], name: str) -> None:
+            with driver.submit([request.spec for request in requests]) as submitted:
+                async for update in submitted:
+                    order.extend([name] * isinstance(update, Ended))
+
+        await asyncio.gather(end(asked[:-1], "many"), end(asked[-1:], "one"))
+        return order
+
+    assert "one" in run(engine, [*many, one[0]], main)[:2]
+
+
 def test_leaving_or_cancelling_aborts(engine: Engine, asked: list[Request]):
     async def main(driver: AsyncEngine, asked: Sequence[Request]) -> int:
         first = driver.run(asked[0].spec, updates="every")

@@ -14,9 +14,9 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import KvPoolError, RequestError
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
+from jdllm.serving.demands import Kind
 from jdllm.serving.engine import Engine
 from jdllm.serving.request import Request
-from jdllm.serving.scheduler import Kind
 from jdllm.serving.updates import Ended, StepUpdate
 from tests.engines import engine_of, finish, generation_request
 

@@ -19,6 +19,7 @@ from jdllm.pallas.device import CPU
 from jdllm.planning.account import make_account
 from jdllm.serving.background import Background
 from jdllm.serving.build import limits_of
+from jdllm.serving.demands import Demand
 from jdllm.serving.diagnosis import Diagnosis
 from jdllm.serving.engine import Engine
 from jdllm.serving.launch import Launch, Launcher
@@ -29,7 +30,7 @@ from jdllm.serving.on_device import OnDevice
 from jdllm.serving.pool.kv_pool import KvPool
 from jdllm.serving.request import Request
 from jdllm.serving.runner import Runner
-from jdllm.serving.scheduler import Demand, Scheduler
+from jdllm.serving.scheduler import Scheduler
 from jdllm.serving.spec import generation_spec, infill_spec
 from jdllm.serving.updates import Ended, Update
 from tests.engines import engine_of

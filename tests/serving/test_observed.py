@@ -13,10 +13,10 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.planning.ladder import TILE_ROWS
+from jdllm.serving.demands import Kind
 from jdllm.serving.engine import Engine
 from jdllm.serving.request import Request
 from jdllm.serving.runner import Runner
-from jdllm.serving.scheduler import Kind
 from jdllm.serving.updates import PartDone
 from tests.engines import engine_of, finish, generation_request
 
@@ -162,9 +162,17 @@ class TestRequests:
 
     def test_one_that_does_not_fit_yet_waits(self, engine, config):
         for request in make(config, [100, 101]):
-            engine.add(request.spec, updates="every")
+            engine.add(request.spec, updates="every", call=7)
         engine.step()
         assert [state.running for state in engine.requests()] == [True, False]
+
+    def test_those_of_one_run_share_a_part_and_hold_up_nobody(self, engine, config):
+        updates = engine.run([request.spec for request in make(config, [100, 101])], updates="every")
+        next(updates)
+        engine.add(make(config, [102])[0].spec)
+        engine.step()
+        assert [state.running for state in engine.requests()] == [True, False, True]
+        updates.close()
 
     @pytest.mark.slow
     def test_any_thread_may_ask_at_any_time(self, engine, config):

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jdllm.errors import RequestError
-from jdllm.serving.scheduler import SUBMITTED, Demand, Kind, Life, Limits, Part, Scheduler
+from jdllm.serving.demands import SUBMITTED, Demand, Kind, Life, Limits, Part
+from jdllm.serving.scheduler import Scheduler
 
 FULL, REFRESH, REUSE, ADAPTIVE, STAGE, PREFILL, DECODE, LAYERED = Kind
 LIMITS = Limits(
@@ -25,7 +26,7 @@ LIMITS = Limits(
     longest=150,
     longest_refresh=140,
     beside_pool=130,
-    uncached_rows=100,
+    whole_rows=100,
 )
 
 
@@ -49,25 +50,30 @@ def prepare(rows: int) -> Demand:
     return Demand(STAGE, rows, 0, 0)
 
 
-def with_lives(*lives: Life, limits: Limits = LIMITS) -> Scheduler:
-    """Requests 0, 1, ... wait."""
+def with_lives(*lives: Life, limits: Limits = LIMITS, call: int | None = None) -> Scheduler:
+    """Requests 0, 1, ... wait, each a call of its own unless all are of one."""
     scheduler = Scheduler(limits)
     for request, life in enumerate(lives):
-        scheduler.add(request, life)
+        scheduler.add(request, life, call)
     return scheduler
 
 
 class Plans:
-    """Requests 0, 1, ... run and want `demands`; each of them holds a page."""
+    """Requests 0, 1, ... run and want `demands`; each holds a page unless it is a whole sequence."""
 
     def __init__(self, *demands: Demand, limits: Limits = LIMITS):
         limits = dataclasses.replace(limits, max_num_seqs=max(limits.max_num_seqs, len(demands)))
-        self.scheduler = with_lives(*[Life(1, 1)] * len(demands), limits=limits)
+        lives = [Life(1, int(demand.kind not in (FULL, ADAPTIVE))) for demand in demands]
+        self.scheduler = with_lives(*lives, limits=limits)
         self.scheduler.admit()
         self.ready = dict(enumerate(demands))
 
     def plan(self, busy: Collection[Kind] = (), rows: int = 0) -> dict[Kind, tuple[int, ...]]:
-        return {part.kind: part.ids for part in self.scheduler.plan(self.ready, busy, rows)}
+        """The parts of a plan, which end at once; they take a second for each row."""
+        parts = self.scheduler.plan(self.ready, busy, rows)
+        for part in parts:
+            self.scheduler.charge(part.ids, sum(self.ready[request].rows for request in part.ids))
+        return {part.kind: part.ids for part in parts}
 
 
 class TestAdd:
@@ -104,25 +110,26 @@ class TestAdmission:
         assert scheduler.admit() == [1, 2]
         assert scheduler.running == (1, 2, 3)
 
-    def test_requests_with_pages_pass_those_that_wait_for_rows(self):
-        scheduler = with_lives(Life(90, 0), Life(90, 0), Life(5, 1), Life(5, 0))
-        assert scheduler.admit() == [0, 2]
-        scheduler.remove(0)
-        assert scheduler.admit() == [1, 3]
+    def test_requests_that_hold_nothing_wait_for_nobody(self):
+        scheduler = with_lives(Life(1, 50), Life(1, 1), Life(90, 0, holds=True), *[Life(100, 0)] * 20)
+        assert scheduler.admit() == [0, 2, *range(3, 23)]
 
-    def test_at_most_max_num_seqs_run_with_pages_and_as_many_without(self):
-        scheduler = with_lives(*[Life(1, i % 2) for i in range(20)])
-        assert scheduler.admit() == list(range(16))
-        scheduler.remove(3)
-        scheduler.remove(4)
-        assert scheduler.admit() == [16, 17]
-        assert scheduler.running == (*range(3), *range(5, 18))
+    @pytest.mark.parametrize(("holds", "call"), [(False, 7), (True, 7), (True, None)])
+    def test_those_of_one_call_fit_one_part_and_so_do_those_that_hold_memory(
+        self, holds: bool, call: int | None
+    ):
+        scheduler = with_lives(*(Life(rows, 0, holds) for rows in (60, 40, 1, 1)), call=call)
+        scheduler.add(4, Life(1, 1))
+        scheduler.add(5, Life(1, 0))
+        assert set(scheduler.admit()) == {0, 1, 4, 5}
+        scheduler.remove(1)
+        assert scheduler.admit() == [2, 3]
 
-    def test_requests_without_pages_fit_one_iteration_together(self):
-        scheduler = with_lives(Life(60, 0), Life(140, 9), Life(40, 0), Life(1, 0))
-        assert scheduler.admit() == [0, 1, 2]
-        scheduler.remove(0)
-        assert scheduler.admit() == [3]
+    def test_at_most_max_num_seqs_with_pages_of_one_call_or_holding_memory(self):
+        assert with_lives(*[Life(1, 1)] * 9).admit() == list(range(8))
+        assert with_lives(*[Life(1, 0)] * 9, call=3).admit() == list(range(8))
+        assert with_lives(*[Life(1, 0, holds=True)] * 9).admit() == list(range(8))
+        assert with_lives(*[Life(1, 0)] * 9).admit() == list(range(9))
 
     def test_what_takes_the_room_of_the_pool_runs_while_nobody_holds_pages(self):
         scheduler = with_lives(Life(10, 1), Life(131, 0), Life(10, 1))
@@ -134,8 +141,8 @@ class TestAdmission:
         assert scheduler.admit() == [2]
         assert with_lives(Life(10, 1), Life(130, 0), Life(10, 1)).admit() == [0, 1, 2]
 
-    def test_a_longer_request_without_pages_is_the_only_one(self):
-        scheduler = with_lives(Life(1, 0), Life(101, 0), Life(1, 0))
+    def test_a_longer_request_without_pages_is_the_only_one_of_its_call(self):
+        scheduler = with_lives(Life(1, 0), Life(101, 0), Life(1, 0), call=3)
         assert scheduler.admit() == [0]
         scheduler.remove(0)
         assert scheduler.admit() == [1]
@@ -180,6 +187,87 @@ class TestAdmission:
         assert not faults
 
 
+class TestCalls:
+    def test_a_call_of_many_requests_holds_nobody_up(self):
+        limits = dataclasses.replace(LIMITS, max_num_seqs=2)
+        scheduler = with_lives(*[Life(1, 1)] * 100, limits=limits, call=0)
+        started = scheduler.admit()
+        for one, other in ((100, 200), (101, 201)):
+            scheduler.add(one, Life(1, 1))
+            scheduler.add(other, Life(1, 1))
+        for _ in range(4):
+            scheduler.remove(started[-1])
+            started += scheduler.admit()
+        assert started[2:] == [2, 100, 200, 101]
+
+    def test_calls_share_what_starts(self):
+        limits = dataclasses.replace(LIMITS, max_num_seqs=1)
+        scheduler = Scheduler(limits)
+        for request in range(30):
+            scheduler.add(request, Life(1, 1), call=0 if request < 12 else 1 if request < 20 else 2)
+        started = []
+        while scheduler.waiting:
+            started += scheduler.admit()
+            scheduler.remove(started[-1])
+        assert started[:9] == [0, 12, 20, 1, 13, 21, 2, 14, 22]
+        assert sorted(started) == list(range(30))
+
+    def test_whole_sequences_take_turns_by_rows(self):
+        """A call of 19 rows a step has five steps for one of a call of 95."""
+        plans = Plans(full(95), full(19))
+        served = [plans.plan()[FULL] for _ in range(60)]
+        assert served[:2] == [(0,), (1,)]
+        assert served.count((0,)) == 10
+
+    def test_a_short_one_does_not_pay_for_longer_ones(self):
+        assert Plans(full(10), full(41), full(40)).plan() == {FULL: (0, 2)}
+        assert Plans(full(41), full(10)).plan() == {FULL: (0, 1)}
+        scheduler = with_lives(*[Life(1, 0)] * 2, call=3)
+        scheduler.admit()
+        assert scheduler.plan({0: full(10), 1: full(41)}) == [Part(FULL, (0, 1))]
+
+    def test_small_ones_do_not_pass_a_large_one_for_ever(self):
+        plans = Plans(*[refresh(60)] * 2, full(70), full(10))
+        served = [plans.plan().get(FULL, ()) for _ in range(40)]
+        assert sum(2 in ids for ids in served) >= 4
+
+    def test_who_joined_many_parts_waits_no_longer_for_it(self):
+        plans = Plans(full(10), full(40), full(90))
+        for _ in range(50):
+            plans.plan()
+        plans.scheduler.remove(0)
+        del plans.ready[0]
+        served = [plans.plan()[FULL] for _ in range(5)]
+        assert (1,) in served
+
+    @pytest.mark.parametrize("short", [full(4), refresh(4)])
+    def test_a_short_one_waits_for_one_part_of_long_ones(self, short: Demand):
+        """It has less of the device than one of their parts takes, so they go on when it has ended."""
+        plans = Plans(*[full(95)] * 9)
+        plans.plan()
+        in_flight = plans.scheduler.plan(plans.ready)
+        plans.scheduler.add(9, Life(4, int(short.kind is REFRESH)))
+        plans.scheduler.admit()
+        for request in in_flight[0].ids:
+            del plans.ready[request]
+        plans.ready[9] = short
+        assert plans.scheduler.plan(plans.ready, [FULL], 95) == (
+            [] if short.kind is FULL else [Part(REFRESH, (9,))]
+        )
+        plans.scheduler.charge(in_flight[0].ids, 95)
+        plans.ready |= dict.fromkeys(in_flight[0].ids, full(95))
+        assert [plans.plan() for _ in range(8)] == [{short.kind: (9,)}] * 8
+
+    def test_a_newcomer_goes_first_for_as_long_as_the_longest_part_takes(self):
+        plans = Plans(full(50), full(50))
+        for _ in range(9):
+            plans.plan()
+        plans.scheduler.add(2, Life(1, 0))
+        plans.scheduler.admit()
+        plans.ready[2] = full(60)
+        assert [plans.plan()[FULL] for _ in range(4)] == [(2,), (2,), (0, 1), (2,)]
+
+
 class TestParts:
     def test_one_part_of_each_kind_the_reuse_first(self):
         plans = Plans(full(10), adaptive(10), refresh(10), reuse(10), full(10), reuse(10), prepare(10))
@@ -194,7 +282,8 @@ class TestParts:
 
     def test_whole_sequences_are_few_beside_requests_with_pages(self):
         limits = dataclasses.replace(LIMITS, company_rows=25)
-        scheduler = with_lives(Life(10, 0), Life(10, 0), Life(10, 0), Life(30, 1), limits=limits)
+        scheduler = with_lives(*[Life(10, 0)] * 3, limits=limits, call=0)
+        scheduler.add(3, Life(30, 1))
         scheduler.admit()
         ready = {**dict.fromkeys(range(3), full(10)), 3: refresh(30)}
         first, second = (scheduler.plan(ready), scheduler.plan(ready))
@@ -248,8 +337,8 @@ class TestTurns:
         assert [plans.plan()[FULL] for _ in range(5)] == [(0,), (1,), (2,), (0,), (1,)]
 
     def test_ties_go_to_the_earlier_arrival(self):
-        plans = Plans(full(40), full(40), full(40))
-        assert [plans.plan()[FULL] for _ in range(3)] == [(0, 1), (0, 2), (0, 1)]
+        plans = Plans(refresh(40), refresh(40), refresh(40))
+        assert [plans.plan()[REFRESH] for _ in range(3)] == [(0, 1), (0, 2), (0, 1)]
 
     def test_parts_are_in_the_order_of_arrival_whatever_the_ids(self):
         scheduler = Scheduler(LIMITS)
@@ -260,12 +349,12 @@ class TestTurns:
         assert [scheduler.plan(ready)[0].ids for _ in range(3)] == [(9, 3), (9, 5), (9, 3)]
 
     def test_a_new_request_waits_behind_those_that_ran_before(self):
-        plans = Plans(full(60), full(60))
-        assert plans.plan() == {FULL: (0,)}
+        plans = Plans(refresh(60), refresh(60))
+        assert plans.plan() == {REFRESH: (0,)}
         plans.scheduler.add(2, Life(60, 1))
         plans.scheduler.admit()
-        plans.ready[2] = full(60)
-        assert [plans.plan()[FULL] for _ in range(4)] == [(1,), (0,), (2,), (1,)]
+        plans.ready[2] = refresh(60)
+        assert [plans.plan()[REFRESH] for _ in range(4)] == [(1,), (0,), (2,), (1,)]
 
     def test_reuses_pick_before_refreshes(self):
         plans = Plans(refresh(60), refresh(40), reuse(20), reuse(20))

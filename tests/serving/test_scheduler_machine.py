@@ -18,7 +18,8 @@ from hypothesis.stateful import (
 )
 
 from jdllm.errors import RequestError
-from jdllm.serving.scheduler import SUBMITTED, Demand, Kind, Life, Limits, Part, Scheduler
+from jdllm.serving.demands import SUBMITTED, Demand, Kind, Life, Limits, Part
+from jdllm.serving.scheduler import Scheduler
 
 PAGE_ROWS = 4
 OTHER_KINDS = len(Kind) - 1
@@ -26,10 +27,11 @@ MOST_WAITING, FEWEST_FOR_ABORT = 6, 4
 
 
 class Script(NamedTuple):
-    """A request: its life, and its steps from the first to the last."""
+    """A request: its life, its steps from the first to the last, and a number of its call."""
 
     life: Life
     steps: tuple[Demand, ...]
+    call: int = 0
 
     def next(self, done: int) -> Demand:
         """The step after so many, and how many of its kind there are."""
@@ -38,7 +40,8 @@ class Script(NamedTuple):
 
 
 def uncached(kind: Kind, rows: int, head_rows: int, steps: int) -> Script:
-    return Script(Life(rows, 0), (Demand(kind, rows, min(head_rows, rows), 0),) * steps)
+    life = Life(rows, 0, holds=kind is Kind.ADAPTIVE)
+    return Script(life, (Demand(kind, rows, min(head_rows, rows), 0),) * steps)
 
 
 def cached(rows: int, head_rows: int, window: int, reuses: list[int]) -> Script:
@@ -76,8 +79,8 @@ def some_limits(draw: st.DrawFn) -> Limits:
     beside, refresh, longest = (budget + n for n in sorted(beyond))
     rows = draw(st.sampled_from([(), (4, 8, 16, 32)]))
     sizes: dict[Kind, tuple[int, ...]] = {Kind.REFRESH: rows, Kind.PREFILL: rows} if rows else {}
-    uncached = draw(st.integers(min(8, budget), budget))
-    limits = budget, seqs, logits, entries, reuses, pages, longest, refresh, beside, uncached
+    whole = draw(st.integers(min(8, budget), budget))
+    limits = budget, seqs, logits, entries, reuses, pages, longest, refresh, beside, whole
     return Limits(*limits, sizes, company_rows=draw(st.integers(1, 40)))
 
 
@@ -113,10 +116,16 @@ class Arrivals(RuleBasedStateMachine):
         self.waiting: deque[int] = deque()
         self.steps_done: dict[int, int] = {}
         self.in_flight: deque[tuple[Part, int]] = deque()
-        self.turns = itertools.count()
-        self.last_turn: dict[int, int] = {}
+        self.plans = 0
+        self.last_plan: dict[int, int] = {}
+        self.last_plan_without_pages = 0
+        self.had: dict[int, int] = {}
+        self.given = self.longest = self.all_had = 0
+        self.since: dict[int, int] = {}
+        self.last_rows: dict[int, int] = {}
         self.waited: dict[int, int] = {}
         self.bound: dict[int, int] = {}
+        self.waited_without_pages = self.bound_without_pages = 0
         self.stalled = False
         self.count = 0
 
@@ -138,21 +147,40 @@ class Arrivals(RuleBasedStateMachine):
         flying = {request for part, _ in self.in_flight for request in part.ids}
         return {r: self.scripts[r].next(n) for r, n in self.steps_done.items() if r not in flying}
 
-    def turn(self, request: int) -> tuple[int, int]:
-        return self.last_turn[request], self.admitted[request]
+    def has_pages(self, request: int) -> bool:
+        return self.scripts[request].life.pages > 0
 
-    def fits_life(self, life: Life) -> bool:
-        lives = [self.scripts[r].life for r in self.steps_done]
+    def turn(self, request: int) -> tuple[int | bool, ...]:
+        """Requests without pages have one turn together."""
+        own = self.last_plan[request], self.admitted[request]
+        if self.has_pages(request):
+            return own[0], False, False, 0, *own
+        call = self.scripts[request].call
+        place = self.since[call] if self.overdue(call) else self.had[call]
+        return self.last_plan_without_pages, True, not self.overdue(call), place, *own
 
-        takes_pool = self.takes_pool
-        without_pages = [other.rows for other in lives if not other.pages]
+    def overdue(self, call: int) -> bool:
+        return self.given - self.since[call] > 4 * len(self.calls) * self.longest
+
+    def group(self, script: Script) -> str | int:
+        """Requests that need the same room."""
+        return "pages" if script.life.pages else "held" if script.life.holds else script.call
+
+    def needs(self, script: Script) -> tuple[str | int, bool]:
+        return self.group(script), self.takes_pool(script.life)
+
+    def fits_life(self, script: Script) -> bool:
+        running = [self.scripts[r] for r in self.steps_done]
+        life, takes_pool = script.life, self.takes_pool
+        group = [other.life for other in running if self.group(other) == self.group(script)]
+        lives = [other.life for other in running]
         return (
-            sum((other.pages > 0) == (life.pages > 0) for other in lives) < self.limits.max_num_seqs
+            len(group) < self.limits.max_num_seqs
             and sum(other.pages for other in lives) + life.pages <= self.limits.pages
             and (
                 life.pages > 0
-                or not without_pages
-                or sum(without_pages) + life.rows <= self.limits.uncached_rows
+                or not group
+                or sum(other.rows for other in group) + life.rows <= self.limits.whole_rows
             )
             and not (takes_pool(life) and any(other.pages for other in lives))
             and not (life.pages and any(map(takes_pool, lives)))
@@ -161,10 +189,10 @@ class Arrivals(RuleBasedStateMachine):
     def takes_pool(self, life: Life) -> bool:
         return life.pages == 0 and life.rows > self.limits.beside_pool
 
-    def stands_before(self, life: Life, other: Life) -> bool:
-        """Whether a request that waits keeps one behind it waiting: they need the same."""
-        takes = self.takes_pool(life) or self.takes_pool(other)
-        return takes or (life.pages > 0) == (other.pages > 0)
+    def stands_before(self, script: Script, other: Script) -> bool:
+        """Whether a request that waits may keep another waiting: they need the same."""
+        needs_pages = [one.life.pages > 0 or self.takes_pool(one.life) for one in (script, other)]
+        return all(needs_pages) or self.group(script) == self.group(other)
 
     def fits_plan(self, demand: Demand, ahead: Collection[Demand]) -> bool:
         """Whether `demand` fits beside what is in flight and `ahead`."""
@@ -172,17 +200,22 @@ class Arrivals(RuleBasedStateMachine):
         rows = self.rows_in_flight + sum(other.rows for other in ahead) + demand.rows
         return rows <= self.limits.max_num_batched_tokens and (not part or self.one_part([*part, demand]))
 
+    @property
+    def calls(self) -> set[int]:
+        """The calls that run."""
+        return {self.scripts[request].call for request in self.steps_done}
+
     def one_part(self, demands: Iterable[Demand]) -> bool:
         kinds, rows, head_rows, entries, _ = zip(*demands, strict=True)
         return (
             Kind.STAGE not in kinds
+            and len(kinds) <= self.limits.max_num_seqs
             and sum(head_rows) <= self.limits.max_num_logits
             and sum(entries) <= self.limits.entries
             and (Kind.REUSE not in kinds or sum(rows) <= self.limits.reuse_rows)
             and (
                 not {Kind.FULL, Kind.ADAPTIVE}.intersection(kinds)
-                or sum(rows) <= self.limits.company_rows
-                or not any(self.scripts[request].life.pages for request in self.steps_done)
+                or sum(rows) <= (self.limits.whole_rows if len(self.calls) == 1 else self.limits.company_rows)
             )
         )
 
@@ -198,13 +231,19 @@ class Arrivals(RuleBasedStateMachine):
         before = sum(self.turn(other) < self.turn(request) for other in self.steps_done)
         self.waited[request], self.bound[request] = 0, (OTHER_KINDS + 1) * (before + 1)
 
+    def turn_without_pages_begins(self) -> None:
+        """As `becomes_ready`, for the turn that requests without pages have together."""
+        self.waited_without_pages = 0
+        self.bound_without_pages = (OTHER_KINDS + 1) * (len(self.steps_done) + 1)
+
     # What may happen.
 
     @precondition(lambda self: len(self.waiting) < MOST_WAITING)
-    @rule(scripts=st.lists(SCRIPTS, min_size=1, max_size=6))
-    def arrive(self, scripts: list[Script]):
+    @rule(scripts=st.lists(SCRIPTS, min_size=1, max_size=6), together=st.booleans())
+    def arrive(self, scripts: list[Script], together: bool):
+        first = self.count + 1
         for script in scripts:
-            self.add(script)
+            self.add(script._replace(call=first if together else self.count + 1))
 
     def add(self, script: Script) -> None:
         self.count += 1
@@ -213,7 +252,7 @@ class Arrivals(RuleBasedStateMachine):
         self.arrived[request], self.scripts[request] = arrival, script
         longest = self.limits.longest_refresh if script.life.pages else self.limits.longest
         try:
-            self.scheduler.add(request, script.life)
+            self.scheduler.add(request, script.life, script.call)
         except RequestError:
             assert script.life.pages > self.limits.pages or script.life.rows > longest
         else:
@@ -228,30 +267,39 @@ class Arrivals(RuleBasedStateMachine):
         self.forget(data.draw(st.sampled_from([*self.waiting, *self.running])))
 
     @precondition(lambda self: self.waiting or self.steps_done)
-    @rule(parts=st.integers(0, 3))
-    def iterate(self, parts: int):
+    @rule(parts=st.integers(0, 3), seconds=st.integers(1, 9))
+    def iterate(self, parts: int, seconds: int):
         """What an engine does in every iteration."""
         self.admit()
         self.plan()
         for _ in range(min(parts, len(self.in_flight))):
-            self.end()
+            self.end(seconds)
 
     @precondition(lambda self: self.waiting)
     @rule()
     def admit(self):
         self.count += 1
         for request in self.scheduler.admit():
-            life, place = self.scripts[request].life, self.waiting.index(request)
-            before = [self.scripts[other].life for other in itertools.islice(self.waiting, place)]
-            assert not any(self.stands_before(other, life) for other in before)
+            script, place = self.scripts[request], self.waiting.index(request)
+            before = [self.scripts[other] for other in itertools.islice(self.waiting, place)]
+            assert not any(
+                other.call == script.call and self.needs(other) == self.needs(script) for other in before
+            )
             self.waiting.remove(request)
-            assert self.fits_life(life)
+            assert self.fits_life(script)
+            if not self.has_pages(request) and all(map(self.has_pages, self.steps_done)):
+                self.last_plan_without_pages = self.plans
+                self.turn_without_pages_begins()
+            if script.call not in self.calls:
+                self.had[script.call] = self.all_had - self.longest
+                self.since[script.call] = self.given
             self.steps_done[request] = 0
-            self.last_turn[request] = self.admitted[request] = next(self.turns)
+            self.last_plan[request], self.admitted[request] = self.plans, len(self.admitted)
             self.becomes_ready(request)
-        lives = [self.scripts[request].life for request in self.waiting]
-        for place, life in enumerate(lives):
-            assert any(self.stands_before(other, life) for other in lives[:place]) or not self.fits_life(life)
+        waiting = [self.scripts[request] for request in self.waiting]
+        for script in waiting:
+            others = (other for other in waiting if other is not script)
+            assert any(self.stands_before(other, script) for other in others) or not self.fits_life(script)
 
     @precondition(lambda self: self.steps_done)
     @rule()
@@ -260,14 +308,23 @@ class Arrivals(RuleBasedStateMachine):
         ready, busy = self.ready(), self.busy
         parts = self.scheduler.plan(ready, busy, self.rows_in_flight)
         served = {request: ready[request] for part in parts for request in part.ids}
-        candidates = {r: demand for r, demand in ready.items() if demand.kind not in busy}
+        candidates = self.candidates(ready, busy)
         self.check_parts(parts, ready, busy)
         self.check_choice(served, candidates)
-        turn = next(self.turns)
+        self.plans += 1
         for request in served:
-            self.last_turn[request] = turn
+            self.last_plan[request], self.last_rows[request] = self.plans, ready[request].rows
+            if not self.has_pages(request):
+                self.last_plan_without_pages = self.plans
+        if any(not self.has_pages(request) for request in candidates.keys() - served.keys()) and all(
+            map(self.has_pages, served)
+        ):
+            self.waited_without_pages += bool(served) or not self.stalled
+            assert self.waited_without_pages <= self.bound_without_pages
+        else:
+            self.turn_without_pages_begins()
         for request in candidates if served or not self.stalled else ():
-            self.waited[request] += 1
+            self.waited[request] += self.has_pages(request)
             assert self.waited[request] <= self.bound[request]
         self.stalled = not served
         self.in_flight += [(part, sum(ready[r].rows for r in part.ids)) for part in parts]
@@ -312,17 +369,59 @@ class Arrivals(RuleBasedStateMachine):
                 self.turn(request),
             )
 
-        for request in () if self.limits.sizes else candidates.keys() - served.keys():
-            ahead = [demand for other, demand in served.items() if pick(other) < pick(request)]
-            assert not self.fits_plan(candidates[request], ahead)
+        without_pages = sorted((r for r in candidates if not self.has_pages(r)), key=self.turn)
+        assert not without_pages or without_pages[0] in served or served.keys().isdisjoint(without_pages)
+        for request in candidates if not self.limits.sizes else ():
+            ahead = [other for other in served if pick(other) < pick(request)]
+            fits = self.fits_plan(candidates[request], [served[other] for other in ahead])
+            own = [other for other in ahead if served[other].kind is candidates[request].kind]
+            if request in without_pages and own:
+                fits = fits and self.may_join(request, min(own, key=self.turn), candidates)
+            elif request in without_pages[1:]:
+                fits = fits and without_pages[0] in served
+            assert (request in served) == (fits or request == first)
+
+    def may_join(self, request: int, first: int, demands: dict[int, Demand]) -> bool:
+        """Whether a part without pages that begins with `first` has no fault with the length of `request`."""
+        same_call = self.scripts[request].call == self.scripts[first].call
+        return (
+            same_call
+            or demands[request].kind not in (Kind.FULL, Kind.ADAPTIVE)
+            or demands[request].rows <= 4 * demands[first].rows
+        )
+
+    def candidates(self, ready: dict[int, Demand], busy: set[Kind]) -> dict[int, Demand]:
+        """Those that may be served: without pages only if the first has had least, or nobody else can be."""
+        found = {r: demand for r, demand in ready.items() if demand.kind not in busy}
+        without = sorted((r for r in found if not self.has_pages(r)), key=self.turn)
+        if without and (len(found) > len(without) or busy):
+            call = self.scripts[without[0]].call
+            if not self.overdue(call) and self.had[call] > min(self.had[other] for other in self.calls):
+                return {r: demand for r, demand in found.items() if self.has_pages(r)}
+        return found
+
+    def charge(self, part: Part, seconds: int) -> None:
+        """The requests of a part share its time, in seconds that are whole for each row."""
+        here = [request for request in part.ids if request in self.steps_done]
+        seconds *= sum(self.last_rows[request] for request in here)
+        self.scheduler.charge(part.ids, seconds)
+        self.given, self.longest = self.given + seconds, max(self.longest, seconds)
+        most = min((self.had[call] for call in self.calls), default=0) + 2 * self.longest
+        served = {self.scripts[request].call for request in here}
+        for call in served:
+            rows = sum(self.last_rows[request] for request in here if self.scripts[request].call == call)
+            more = seconds // sum(self.last_rows[request] for request in here) * rows
+            self.had[call], self.since[call] = min(self.had[call] + more, most), self.given
+        self.all_had = max(self.all_had, min((self.had[call] for call in self.calls), default=0))
 
     @precondition(lambda self: self.in_flight)
-    @rule()
-    def end(self):
+    @rule(seconds=st.integers(1, 9))
+    def end(self, seconds: int = 1):
         """The oldest part in flight ends; those of its requests that are still there have done a step."""
         self.count += 1
         part, _ = self.in_flight.popleft()
         self.stalled = False
+        self.charge(part, seconds)
         for request in part.ids:
             if request not in self.steps_done:
                 continue
@@ -349,7 +448,7 @@ class Arrivals(RuleBasedStateMachine):
     def queues_and_pages_are_those_of_the_test(self):
         assert self.scheduler.waiting == tuple(self.waiting)
         assert self.scheduler.running == tuple(self.running)
-        assert len(self.running) <= 2 * self.limits.max_num_seqs
+        assert sum(map(self.has_pages, self.running)) <= self.limits.max_num_seqs
         held = sum(self.scripts[request].life.pages for request in self.running)
         assert self.scheduler.free_pages == self.limits.pages - held >= 0
 

@@ -14,9 +14,9 @@ from jdllm.llm import LLM
 from jdllm.models.weights import abstract_params
 from jdllm.serving.adaptive.verifier import Verifier
 from jdllm.serving.adaptive.verifier_keys import Spans, VerifierKeys, verifier_keys_bytes
+from jdllm.serving.demands import Kind
 from jdllm.serving.launch import Launch
 from jdllm.serving.request import Request
-from jdllm.serving.scheduler import Kind
 from jdllm.serving.spec import generation_spec
 from jdllm.serving.updates import Ended
 from tests.decoding.adaptive_models import CAUSAL, DREAM, LLADA, MASK, tiny

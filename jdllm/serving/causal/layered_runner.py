@@ -14,10 +14,10 @@ from jdllm.planning.ladder import Entry
 from jdllm.planning.layered import Layered, LayeredPlan, longest_layered, missing, plan_layered
 from jdllm.serving.causal.packing import next_of
 from jdllm.serving.causal.request import CausalRequest
+from jdllm.serving.demands import Demand, Kind, Life
 from jdllm.serving.launch import Launch, Stored
 from jdllm.serving.on_device import OnDevice
 from jdllm.serving.request import Request, of_class
-from jdllm.serving.scheduler import Demand, Kind, Life
 from jdllm.serving.spec import RequestSpec
 
 _ROWS = 1 << 19
@@ -52,7 +52,7 @@ class LayeredRunner:
 
     def life(self, spec: RequestSpec) -> Life:
         """What a request needs at most."""
-        return Life(len(spec.tokens), 0)
+        return Life(len(spec.tokens), 0, holds=True)
 
     def demand(self, request: CausalRequest) -> Demand:
         """What the next step of a request takes."""

@@ -32,11 +32,11 @@ from jdllm.serving.causal.packing import (
     usual_entries,
 )
 from jdllm.serving.causal.request import CausalRequest, causal_spec
+from jdllm.serving.demands import Demand, Kind, Life
 from jdllm.serving.launch import Launch, Stored
 from jdllm.serving.on_device import OnDevice
 from jdllm.serving.part_runner import Chosen, Need, Packed, PartRunner
 from jdllm.serving.request import Request, of_class
-from jdllm.serving.scheduler import Demand, Kind, Life
 from jdllm.serving.spec import RequestSpec
 
 _prefill, _decode = encoding(prefill), encoding(decode)

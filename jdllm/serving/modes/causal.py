@@ -17,9 +17,9 @@ from jdllm.serving.background import Background
 from jdllm.serving.causal.layered_runner import LayeredRunner
 from jdllm.serving.causal.request import CausalRequest, CausalSpec, causal_spec
 from jdllm.serving.causal.runner import CausalRunner
+from jdllm.serving.demands import Kind
 from jdllm.serving.mode import Classes, EngineParts, Extras
 from jdllm.serving.on_device import OnDevice
-from jdllm.serving.scheduler import Kind
 
 
 class Causal:
@@ -69,5 +69,5 @@ class Causal:
             filled={Kind.PREFILL: ladder.prefill},
             longest=LONGEST,
             beside_pool=0,
-            uncached_rows=account.rows,
+            whole_rows=account.rows,
         )

@@ -18,6 +18,7 @@ from jdllm.serving.adaptive.runner import AdaptiveRunner
 from jdllm.serving.adaptive.verifier import check_verifiable
 from jdllm.serving.adaptive.verifier_keys import VerifierKeys
 from jdllm.serving.background import Background
+from jdllm.serving.demands import Demand, Kind, Life
 from jdllm.serving.denoise.cached_packing import reuse_demand
 from jdllm.serving.denoise.cached_runner import CachedRunner
 from jdllm.serving.denoise.full_runner import FullRunner
@@ -28,7 +29,6 @@ from jdllm.serving.mode import Classes, EngineParts, Extras, Holder
 from jdllm.serving.on_device import OnDevice
 from jdllm.serving.packing import demand
 from jdllm.serving.request import Request
-from jdllm.serving.scheduler import Demand, Kind, Life
 from jdllm.serving.spec import RequestSpec, generation_spec
 
 
@@ -91,7 +91,7 @@ class Denoising:
             filled={Kind.REFRESH: ladder.refresh},
             longest=account.longest if extras.chunks is None else LONGEST,
             beside_pool=account.max_context,
-            uncached_rows=min(account.rows, ladder.full[-1].rows),
+            whole_rows=min(account.rows, ladder.full[-1].rows),
         )
 
 
@@ -109,7 +109,8 @@ class DenoisingCosts:
 
     def life(self, spec: RequestSpec) -> Life:
         pages = -(-spec.stored_rows // PAGE_ROWS) if spec.cached else 0
-        return Life(spec.rows if spec.rows <= self._rows else row_bucket(spec.rows), pages)
+        rows = spec.rows if spec.rows <= self._rows else row_bucket(spec.rows)
+        return Life(rows, pages, holds=spec.adaptive)
 
     def demand(self, request: Request) -> Demand:
         if (stage := self._preparation.next(request)) is not None:

@@ -1,0 +1,123 @@
+"""What the scheduler counts: kinds of parts, what requests take, and what the engine has room for."""
+
+import dataclasses
+import enum
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+
+class Kind(enum.IntEnum):
+    """What a part of an iteration runs; each kind is an executable of its own."""
+
+    FULL = 0
+    """Whole sequences, nothing stored."""
+    REFRESH = 1
+    """Whole sequences, whose keys and values are stored."""
+    REUSE = 2
+    """Only the forwarded positions, against stored keys and values."""
+    ADAPTIVE = 3
+    """A draft and its verification."""
+    STAGE = 4
+    """A stage of one long context, before its answer is denoised or between two blocks of it."""
+    PREFILL = 5
+    """Parts of prompts of a causal model, which are stored."""
+    DECODE = 6
+    """The last token of each sequence of a causal model, against stored keys and values."""
+    LAYERED = 7
+    """Some layers of one sequence of a causal model, or its last token; its keys do not fit the pool."""
+
+
+SUBMITTED = (
+    Kind.REUSE,
+    Kind.DECODE,
+    Kind.REFRESH,
+    Kind.FULL,
+    Kind.ADAPTIVE,
+    Kind.STAGE,
+    Kind.PREFILL,
+    Kind.LAYERED,
+)
+"""The order of the parts of an iteration: the host prepares the next reuse while the others run."""
+
+_CHEAP = (Kind.REUSE, Kind.DECODE)
+_WHOLE = (Kind.FULL, Kind.ADAPTIVE)
+
+COMPANY_ROWS = 2048
+"""Rows from which on whole sequences are about as quick in turn as together."""
+
+
+class Life(NamedTuple):
+    """What a request needs at most, over its whole life.
+
+    - `rows`: packed rows of its largest step.
+    - `pages`: pages of the KV pool, 0 without a cache.
+    - `holds`: without pages, whether memory elsewhere is held for it from step to step.
+    """
+
+    rows: int
+    pages: int
+    holds: bool = False
+
+
+class Demand(NamedTuple):
+    """What the next step of a request takes.
+
+    - `kind`: the executable that runs it.
+    - `rows`: packed rows.
+    - `head_rows`: rows that meet the head.
+    - `entries`: entries of the page table, 0 for what reads nothing that is stored.
+    - `steps`: steps of this kind that the request does before another kind is due.
+    """
+
+    kind: Kind
+    rows: int
+    head_rows: int
+    entries: int
+    steps: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What the engine has room for.
+
+    - `max_num_batched_tokens`: packed rows of one iteration, all its parts together.
+    - `max_num_seqs`: requests of one part, hence also running requests with pages, running ones that hold
+      other memory, and running ones of one call that hold none.
+    - `max_num_logits`: head rows of one part.
+    - `entries`: page table entries of one part.
+    - `reuse_rows`: packed rows of one part that reuses.
+    - `pages`: pages that requests may hold in all, the scratch page excluded.
+    - `longest`: packed rows of a request that runs alone, at least `max_num_batched_tokens`;
+      `longest_refresh` of one with pages.
+    - `beside_pool`: packed rows up to which a request without pages runs while others hold some; a longer one
+      takes the room of the pool.
+    - `whole_rows`: packed rows of one part of whole sequences; a longer one is alone in its part.
+    - `sizes`: of kinds whose parts fill executables, the rows of these, in rising order.
+    - `company_rows`: packed rows of one part of whole sequences where several calls run, who wait for each of
+      these parts. One request may have more.
+    """
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_num_logits: int
+    entries: int
+    reuse_rows: int
+    pages: int
+    longest: int
+    longest_refresh: int
+    beside_pool: int
+    whole_rows: int
+    sizes: Mapping[Kind, Sequence[int]] = dataclasses.field(default_factory=dict)
+    company_rows: int = COMPANY_ROWS
+
+
+class Part(NamedTuple):
+    """Requests that one executable serves together.
+
+    - `ids`: in the order of their arrival.
+    - `steps`: that the executable does at most before others have to be served.
+    """
+
+    kind: Kind
+    ids: tuple[int, ...]
+    steps: int = 1
