@@ -154,6 +154,8 @@ class SamplingParams:
       The answer is denoised against the stored context, in blocks of `block_length`, the last perhaps
       shorter. With shifted logits the first step of a block commits its first token, whatever its confidence.
     - `return_history` (False): keep the sequence after every step in `RequestOutput.history`.
+    - `priority` (0): the lowest number starts first and is served first, as in vLLM. Tokens do not depend on
+      `priority`. Nobody who runs is stopped for others.
 
     Causal models (Llama, Mistral, Qwen2, Qwen3), which generate one token after another
     - `repetition_penalty` (1.0): for causal models only: divides the positive logits of ids that occur in the
@@ -164,8 +166,9 @@ class SamplingParams:
       come after `repetition_penalty` and before temperature and filters, and log-probabilities are measured
       after them, too.
     - Causal models also take `gen_length`, `max_tokens`, `early_stop`, `stop`, `stop_token_ids`, `n`,
-      `logprobs`, `temperature`, `top_p`, `top_k`, `min_p`, `seed`, `logits_eos_inf`, `undefined_tokens` and
-      `return_history`. All other fields are for denoising: a request that changes one is refused.
+      `logprobs`, `temperature`, `top_p`, `top_k`, `min_p`, `seed`, `logits_eos_inf`, `undefined_tokens`,
+      `priority` and `return_history`. All other fields are for denoising: a request that changes one is
+      refused.
     """
 
     max_tokens: Annotated[Length | None, none_at(-1)] = None
@@ -205,6 +208,7 @@ class SamplingParams:
     eps: float | None = None
     quota: str | None = None
     return_history: bool = False
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     cache: Cache = "none"
     retention: float | None = None
     pool_kernel: int | None = None

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from jdllm.errors import RequestError
 from jdllm.serving.demands import Life, Limits
-from jdllm.serving.shares import Rounds
+from jdllm.serving.shares import Caller, Rounds
 
 _PAGES, _HELD = "pages", "held"
 
@@ -14,11 +14,12 @@ _PAGES, _HELD = "pages", "held"
 class Waiting(NamedTuple):
     """A request that waits.
 
-    - `round`: the lowest starts first.
+    - `priority`, `round`: the lowest starts first.
     - `arrival`: its place in the order of arrival.
     - `call`: requests of one call share its turns.
     """
 
+    priority: int
     round: float
     arrival: int
     request: int
@@ -74,11 +75,12 @@ class Admission:
                 " shorten its prompt or its generation, or give more memory"
             )
 
-    def add(self, request: int, life: Life, call: int) -> None:
+    def add(self, request: int, life: Life, caller: Caller) -> None:
         """Let `request` wait: see `Scheduler.add`."""
         rounds = self._rounds_of(life)
-        round = 0.0 if rounds is None else rounds.join(call)
-        self._waiting[request] = waiting = Waiting(round, self._arrivals, request, life, call)
+        round = 0.0 if rounds is None else rounds.join(caller.call)
+        waiting = Waiting(caller.priority, round, self._arrivals, request, life, caller.call)
+        self._waiting[request] = waiting
         self._arrivals += 1
         bisect.insort(self._order, waiting)
 
@@ -94,11 +96,10 @@ class Admission:
         admitted: list[Waiting] = []
         full: set[str | int] = set()
         for waiting in self._order:
-            _, _, _, life, call = waiting
-            group, takes_pool = _group(life, call), self._takes_pool(life)
+            life, group = waiting.life, _group(waiting.life, waiting.call)
             if group in full or not self._has_room(life, group):
                 full.add(group)
-            elif takes_pool and (_PAGES in full or self._running[_PAGES]):
+            elif self._takes_pool(life) and (_PAGES in full or self._running[_PAGES]):
                 full |= {group, _PAGES}
             else:
                 self._start(life, group)

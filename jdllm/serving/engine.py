@@ -7,15 +7,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-import numpy as np
-
 from jdllm.compiling.executables import Program
 from jdllm.decoding.encoded_trace import Steps
 from jdllm.errors import NonFiniteError, RequestError
 from jdllm.planning.account import Account
 from jdllm.serving.background import Background
 from jdllm.serving.demands import Demand, Kind, Part
-from jdllm.serving.entries import Entries, Entry, Updates
+from jdllm.serving.entries import Entries, Entry, Updates, state_of
 from jdllm.serving.flight import Flight
 from jdllm.serving.mode import EngineParts, Mode
 from jdllm.serving.pool.kv_pool import KvPool
@@ -160,20 +158,8 @@ class Engine:
     def requests(self) -> list[RequestState]:
         """The requests that wait or run, in the order of their arrival."""
         entries = [*self._arrivals, *self.entries]  # in this order none is missed on its way
-        states = {entry.request.id: entry.request for entry in entries}
-        running, now = set(self.scheduler.running), time.perf_counter()
-        return [
-            RequestState(
-                id=request,
-                running=request in running,
-                age=now - state.created,
-                prompt_tokens=len(state.prompt),
-                length=len(state.tokens),
-                masked=int(np.count_nonzero(state.tokens == state.mask_id)),
-                steps=state.steps,
-            )
-            for request, state in sorted(states.items())
-        ]
+        states, running = {entry.request.id: entry.request for entry in entries}, set(self.scheduler.running)
+        return [state_of(states[request], running=request in running) for request in sorted(states)]
 
     @property
     def idle(self) -> bool:
@@ -283,7 +269,8 @@ class Engine:
                 self._flight.rest()
             entry = self._arrivals.popleft()
             self.entries.add(entry)
-            self.scheduler.add(entry.request.id, self._costs.life(entry.request.spec), entry.call)
+            life, priority = self._costs.life(entry.request.spec), entry.request.sampling.priority
+            self.scheduler.add(entry.request.id, life, entry.call, priority)
         while self._aborts:
             request = self._aborts.popleft()
             if request in self.entries:

@@ -1,6 +1,7 @@
 """The requests of an engine: who is told of their steps, and what a collected part commits to them."""
 
 import itertools
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
@@ -11,7 +12,7 @@ from jdllm.decoding.encoded_trace import Steps
 from jdllm.errors import NonFiniteError
 from jdllm.serving.request import Request, of_committed
 from jdllm.serving.runner import Pending
-from jdllm.serving.updates import StepUpdate, Update
+from jdllm.serving.updates import RequestState, StepUpdate, Update
 
 Updates = Literal["every", "later", "none"]
 
@@ -31,6 +32,19 @@ class Entry(NamedTuple):
     call: int
     updates: Updates
     deliver: Callable[[Update], None] | None
+
+
+def state_of(request: Request, *, running: bool) -> RequestState:
+    """What is told of a request that waits or runs."""
+    return RequestState(
+        id=request.id,
+        running=running,
+        age=time.perf_counter() - request.created,
+        prompt_tokens=len(request.prompt),
+        length=len(request.tokens),
+        masked=int(np.count_nonzero(request.tokens == request.mask_id)),
+        steps=request.steps,
+    )
 
 
 class Entries:

@@ -7,7 +7,8 @@ earlier ones of their own call only. A request that takes the room of the pool w
 nobody with pages, and none of these passes it.
 
 Calls that need the same take part in rounds, with one request each: a call of a thousand requests does not
-hold up another. Calls of one request start in the order of their arrival.
+hold up another. Calls of one request start in the order of their arrival. Requests of a lower priority number
+start first, and are served first: all of this, and all bounds, are among requests of one priority.
 
 **Turns.** Among the ready requests whose kind is not in flight, the one that was served least recently has
 the first pick; ties go to the earlier admission. Reuses and decodes are cheap and pick next, the others after
@@ -37,12 +38,11 @@ them, each in the order of turns. Who does not fit what is left is passed over, 
 
 import dataclasses
 import itertools
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from jdllm.serving.admission import Admission
 from jdllm.serving.demands import SUBMITTED, Demand, Kind, Life, Limits, Part
-from jdllm.serving.shares import Turns
+from jdllm.serving.shares import Caller, Turns
 
 _CHEAP = (Kind.REUSE, Kind.DECODE)
 _WHOLE = (Kind.FULL, Kind.ADAPTIVE)
@@ -57,7 +57,7 @@ class _Running:
     had in that plan."""
 
     life: Life
-    call: int
+    caller: Caller
     arrival: int
     admission: int
     served: int
@@ -136,16 +136,17 @@ class Scheduler:
         """Raise `RequestError` for a request that could not run even alone. Any thread may ask."""
         self._admission.check(life)
 
-    def add(self, request: int, life: Life, call: int | None = None) -> None:
-        """Let `request` wait behind all others; raises what `check` raises.
+    def add(self, request: int, life: Life, call: int | None = None, priority: int = 0) -> None:
+        """Let `request` wait behind all others of its priority; raises what `check` raises.
 
         Arguments:
         - `request`: its id.
         - `life`: its largest needs.
         - `call`: any number; requests of the same number share its turns. By default the request's own id.
+        - `priority`: the lowest is served first.
         """
         self.check(life)
-        self._admission.add(request, life, request if call is None else call)
+        self._admission.add(request, life, Caller(priority, request if call is None else call))
 
     def remove(self, request: int) -> None:
         """Forget `request`, waiting or running, and free its pages. It may be in flight."""
@@ -153,8 +154,8 @@ class Scheduler:
             self._admission.remove(request)
             return
         running = self._running.pop(request)
-        self._admission.release(running.life, running.call)
-        self._calls.leave(running.call)
+        self._admission.release(running.life, running.caller.call)
+        self._calls.leave(running.caller)
 
     def admit(self) -> list[int]:
         """Start the requests that have waited longest, as far as there is room.
@@ -170,10 +171,11 @@ class Scheduler:
         if not self._admission.without_pages:
             self._whole_served = self._plans
         admitted = self._admission.admit()
-        for _, arrival, request, life, call in admitted:
-            self._running[request] = _Running(life, call, arrival, self._admissions, self._plans)
+        for priority, _, arrival, request, life, call in admitted:
+            caller = Caller(priority, call)
+            self._running[request] = _Running(life, caller, arrival, self._admissions, self._plans)
             self._admissions += 1
-            self._calls.join(call)
+            self._calls.join(caller)
         return [waiting.request for waiting in admitted]
 
     def charge(self, requests: Sequence[int], seconds: float) -> None:
@@ -184,9 +186,9 @@ class Scheduler:
         - `seconds`: that the part took, which its requests share by their rows.
         """
         running = [self._running[request] for request in requests if request in self._running]
-        rows, shares = sum(one.rows for one in running), Counter[int]()
+        rows, shares = sum(one.rows for one in running), dict[Caller, float]()
         for one in running:
-            shares[one.call] += seconds * one.rows / rows
+            shares[one.caller] = shares.get(one.caller, 0.0) + seconds * one.rows / rows
         self._calls.charge(shares)
 
     def plan(
@@ -243,7 +245,7 @@ class Scheduler:
         """
         turns = sorted(candidates, key=self._turn)
         first_whole = next((request for request in turns if not self._running[request].life.pages), None)
-        if first_whole is None or self._calls.is_first(self._running[first_whole].call):
+        if first_whole is None or self._calls.is_first(self._running[first_whole].caller):
             return turns
         others = [request for request in turns if self._running[request].life.pages]
         return others if others or busy else turns
@@ -253,7 +255,7 @@ class Scheduler:
         if not draft.ids or ready[request].kind not in _WHOLE:
             return True
         first = draft.ids[0]
-        same_call = self._running[request].call == self._running[first].call
+        same_call = self._running[request].caller.call == self._running[first].caller.call
         return same_call or ready[request].rows <= _LONGER * ready[first].rows
 
     def _filling(self, draft: _Draft, ready: Mapping[int, Demand]) -> list[int]:
@@ -272,11 +274,12 @@ class Scheduler:
     def _arrival(self, request: int) -> int:
         return self._running[request].arrival
 
-    def _turn(self, request: int) -> tuple[int, bool, bool, float, int, int]:
+    def _turn(self, request: int) -> tuple[int | float, ...]:
         running = self._running[request]
         if running.life.pages:
-            return running.served, False, False, 0, running.served, running.admission
-        return self._whole_served, True, *self._calls.place(running.call), running.served, running.admission
+            return running.caller.priority, running.served, False, running.admission
+        place = self._calls.place(running.caller)
+        return running.caller.priority, self._whole_served, True, *place, running.served, running.admission
 
     def _serve(self, kind: Kind, ids: list[int], ready: Mapping[int, Demand]) -> Part:
         ids = sorted(ids, key=self._arrival)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import NamedTuple
 
 
 class Rounds:
@@ -30,53 +31,69 @@ class Rounds:
             del self._left[call], self._next[call]
 
 
-class Turns:
-    """What each call that runs has had of the device, in seconds.
+class Caller(NamedTuple):
+    """The requests of a call that have one priority; the lowest number is served first."""
 
-    A call that comes has had less than all before it, by the longest part: a short one may end before long
-    ones go on. Calls that come can pass another only until that one is overdue: until n calls have had 4 n
-    times the longest part since its last one. Nobody counts as more than twice the longest part ahead of the
-    one that has had least.
+    priority: int
+    call: int
+
+
+class Turns:
+    """What each caller that runs has had of the device, in seconds.
+
+    Callers of a lower number go before all others. One that comes has had less than all before it, by the
+    longest part: a short one may end before long ones go on. Others of its priority can pass a caller only
+    until it is overdue: until n callers have had 4 n times the longest part since its last one. Nobody counts
+    as more than twice the longest part ahead of the one of its priority that has had least.
     """
 
     def __init__(self):
-        self._longest = self._given = self._all_had = 0.0
-        self._had: dict[int, float] = {}
-        self._since: dict[int, float] = {}
-        self._requests: Counter[int] = Counter()
+        self._longest = self._given = 0.0
+        self._had: dict[int, dict[Caller, float]] = {}
+        self._all_had: dict[int, float] = {}
+        self._since: dict[Caller, float] = {}
+        self._requests: Counter[Caller] = Counter()
 
     def __len__(self) -> int:
-        return len(self._had)
+        return len(self._since)
 
-    def join(self, call: int) -> None:
-        """Let one more request of a call run."""
-        if not self._requests[call]:
-            self._had[call], self._since[call] = self._all_had - self._longest, self._given
-        self._requests[call] += 1
+    def join(self, caller: Caller) -> None:
+        """Let one more request of a caller run."""
+        if not self._requests[caller]:
+            start = self._all_had.setdefault(caller.priority, 0.0) - self._longest
+            self._had.setdefault(caller.priority, {})[caller] = start
+            self._since[caller] = self._given
+        self._requests[caller] += 1
 
-    def leave(self, call: int) -> None:
-        """Take one request of a call out."""
-        self._requests[call] -= 1
-        if not self._requests[call]:
-            del self._requests[call], self._had[call], self._since[call]
+    def leave(self, caller: Caller) -> None:
+        """Take one request of a caller out."""
+        self._requests[caller] -= 1
+        if self._requests[caller]:
+            return
+        del self._requests[caller], self._since[caller], self._had[caller.priority][caller]
+        if not self._had[caller.priority]:
+            del self._had[caller.priority], self._all_had[caller.priority]
 
-    def place(self, call: int) -> tuple[bool, float]:
-        """The place of a call in the order of turns, lowest first: the overdue, then who has had least."""
-        overdue = self._given - self._since[call] > 4 * len(self) * self._longest
-        return not overdue, self._since[call] if overdue else self._had[call]
+    def place(self, caller: Caller) -> tuple[bool, float]:
+        """The place of a caller among those of its priority, lowest first."""
+        overdue = self._given - self._since[caller] > 4 * len(self) * self._longest
+        return not overdue, self._since[caller] if overdue else self._had[caller.priority][caller]
 
-    def is_first(self, call: int) -> bool:
-        """Whether a call is overdue, or no other call has had less."""
-        not_overdue, had = self.place(call)
-        return not not_overdue or had <= min(self._had.values())
+    def is_first(self, caller: Caller) -> bool:
+        """Whether a caller is overdue, or nobody has a lower number, or the same and has had less."""
+        not_overdue, had = self.place(caller)
+        least = min(self._had)
+        return not not_overdue or (caller.priority == least and had <= min(self._had[least].values()))
 
-    def charge(self, seconds: Mapping[int, float]) -> None:
-        """Take in what the calls of a part had of the device, those that have left included."""
+    def charge(self, seconds: Mapping[Caller, float]) -> None:
+        """Take in what the callers of a part had of the device, those that have left included."""
         total = sum(seconds.values())
         self._given += total
         self._longest = max(self._longest, total)
-        here = {call: more for call, more in seconds.items() if call in self._had}
-        most = min(self._had.values(), default=0.0) + 2 * self._longest
-        for call, more in here.items():
-            self._since[call], self._had[call] = self._given, min(self._had[call] + more, most)
-        self._all_had = max(self._all_had, min(self._had.values(), default=0.0))
+        here = {caller: more for caller, more in seconds.items() if caller in self._since}
+        most = {priority: min(had.values()) + 2 * self._longest for priority, had in self._had.items()}
+        for caller, more in here.items():
+            had, self._since[caller] = self._had[caller.priority], self._given
+            had[caller] = min(had[caller] + more, most[caller.priority])
+        for priority, had in self._had.items():
+            self._all_had[priority] = max(self._all_had[priority], min(had.values()))

@@ -29,6 +29,7 @@ TAKEN: dict[str, Any] = {
     "logits_eos_inf": True,
     "undefined_tokens": "banned",
     "return_history": True,
+    "priority": -3,
 }
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [

@@ -38,6 +38,8 @@ from jdllm.models.config import ModelConfig
         ("early_stop", 0),
         ("early_stop", np.int64(1)),
         ("return_history", None),
+        ("priority", 0.5),
+        ("priority", 2**31),
         ("logits_eos_inf", 1.0),
         ("threshold_strict", "true"),
         ("official_forcing", 1),

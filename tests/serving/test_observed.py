@@ -166,6 +166,16 @@ class TestRequests:
         engine.step()
         assert [state.running for state in engine.requests()] == [True, False]
 
+    def test_the_lowest_priority_number_starts_first(self, engine, config):
+        """Only one of them fits a part of their call."""
+        specs = [make(config, [100], priority=priority)[0].spec for priority in (0, 5, -1)]
+        first, second, third = (engine.add(spec, call=7) for spec in specs)
+        order = []
+        while not engine.idle:
+            engine.step()
+            order += [state.id for state in engine.requests() if state.running]
+        assert list(dict.fromkeys(order)) == [third, first, second]
+
     def test_those_of_one_run_share_a_part_and_hold_up_nobody(self, engine, config):
         updates = engine.run([request.spec for request in make(config, [100, 101])], updates="every")
         next(updates)

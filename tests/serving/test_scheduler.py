@@ -3,7 +3,6 @@
 import dataclasses
 import sys
 import threading
-from collections.abc import Collection
 from fractions import Fraction
 from math import ceil
 
@@ -12,68 +11,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jdllm.errors import RequestError
-from jdllm.serving.demands import SUBMITTED, Demand, Kind, Life, Limits, Part
+from jdllm.serving.demands import SUBMITTED, Demand, Life, Part
 from jdllm.serving.scheduler import Scheduler
-
-FULL, REFRESH, REUSE, ADAPTIVE, STAGE, PREFILL, DECODE, LAYERED = Kind
-LIMITS = Limits(
-    max_num_batched_tokens=100,
-    max_num_seqs=8,
-    max_num_logits=60,
-    entries=20,
-    reuse_rows=100,
-    pages=50,
-    longest=150,
-    longest_refresh=140,
-    beside_pool=130,
-    whole_rows=100,
+from tests.serving.plans import (
+    ADAPTIVE,
+    DECODE,
+    FULL,
+    LIMITS,
+    PREFILL,
+    REFRESH,
+    REUSE,
+    STAGE,
+    Plans,
+    adaptive,
+    full,
+    prepare,
+    refresh,
+    reuse,
+    with_lives,
 )
-
-
-def full(rows: int, head_rows: int = 1) -> Demand:
-    return Demand(FULL, rows, head_rows, 0)
-
-
-def refresh(rows: int, head_rows: int = 1) -> Demand:
-    return Demand(REFRESH, rows, head_rows, 0)
-
-
-def reuse(rows: int, head_rows: int = 1, entries: int = 1) -> Demand:
-    return Demand(REUSE, rows, head_rows, entries)
-
-
-def adaptive(rows: int) -> Demand:
-    return Demand(ADAPTIVE, rows, 1, 0)
-
-
-def prepare(rows: int) -> Demand:
-    return Demand(STAGE, rows, 0, 0)
-
-
-def with_lives(*lives: Life, limits: Limits = LIMITS, call: int | None = None) -> Scheduler:
-    """Requests 0, 1, ... wait, each a call of its own unless all are of one."""
-    scheduler = Scheduler(limits)
-    for request, life in enumerate(lives):
-        scheduler.add(request, life, call)
-    return scheduler
-
-
-class Plans:
-    """Requests 0, 1, ... run and want `demands`; each holds a page unless it is a whole sequence."""
-
-    def __init__(self, *demands: Demand, limits: Limits = LIMITS):
-        limits = dataclasses.replace(limits, max_num_seqs=max(limits.max_num_seqs, len(demands)))
-        lives = [Life(1, int(demand.kind not in (FULL, ADAPTIVE))) for demand in demands]
-        self.scheduler = with_lives(*lives, limits=limits)
-        self.scheduler.admit()
-        self.ready = dict(enumerate(demands))
-
-    def plan(self, busy: Collection[Kind] = (), rows: int = 0) -> dict[Kind, tuple[int, ...]]:
-        """The parts of a plan, which end at once; they take a second for each row."""
-        parts = self.scheduler.plan(self.ready, busy, rows)
-        for part in parts:
-            self.scheduler.charge(part.ids, sum(self.ready[request].rows for request in part.ids))
-        return {part.kind: part.ids for part in parts}
 
 
 class TestAdd:
@@ -185,87 +141,6 @@ class TestAdmission:
             asked.set()
             thread.join()
         assert not faults
-
-
-class TestCalls:
-    def test_a_call_of_many_requests_holds_nobody_up(self):
-        limits = dataclasses.replace(LIMITS, max_num_seqs=2)
-        scheduler = with_lives(*[Life(1, 1)] * 100, limits=limits, call=0)
-        started = scheduler.admit()
-        for one, other in ((100, 200), (101, 201)):
-            scheduler.add(one, Life(1, 1))
-            scheduler.add(other, Life(1, 1))
-        for _ in range(4):
-            scheduler.remove(started[-1])
-            started += scheduler.admit()
-        assert started[2:] == [2, 100, 200, 101]
-
-    def test_calls_share_what_starts(self):
-        limits = dataclasses.replace(LIMITS, max_num_seqs=1)
-        scheduler = Scheduler(limits)
-        for request in range(30):
-            scheduler.add(request, Life(1, 1), call=0 if request < 12 else 1 if request < 20 else 2)
-        started = []
-        while scheduler.waiting:
-            started += scheduler.admit()
-            scheduler.remove(started[-1])
-        assert started[:9] == [0, 12, 20, 1, 13, 21, 2, 14, 22]
-        assert sorted(started) == list(range(30))
-
-    def test_whole_sequences_take_turns_by_rows(self):
-        """A call of 19 rows a step has five steps for one of a call of 95."""
-        plans = Plans(full(95), full(19))
-        served = [plans.plan()[FULL] for _ in range(60)]
-        assert served[:2] == [(0,), (1,)]
-        assert served.count((0,)) == 10
-
-    def test_a_short_one_does_not_pay_for_longer_ones(self):
-        assert Plans(full(10), full(41), full(40)).plan() == {FULL: (0, 2)}
-        assert Plans(full(41), full(10)).plan() == {FULL: (0, 1)}
-        scheduler = with_lives(*[Life(1, 0)] * 2, call=3)
-        scheduler.admit()
-        assert scheduler.plan({0: full(10), 1: full(41)}) == [Part(FULL, (0, 1))]
-
-    def test_small_ones_do_not_pass_a_large_one_for_ever(self):
-        plans = Plans(*[refresh(60)] * 2, full(70), full(10))
-        served = [plans.plan().get(FULL, ()) for _ in range(40)]
-        assert sum(2 in ids for ids in served) >= 4
-
-    def test_who_joined_many_parts_waits_no_longer_for_it(self):
-        plans = Plans(full(10), full(40), full(90))
-        for _ in range(50):
-            plans.plan()
-        plans.scheduler.remove(0)
-        del plans.ready[0]
-        served = [plans.plan()[FULL] for _ in range(5)]
-        assert (1,) in served
-
-    @pytest.mark.parametrize("short", [full(4), refresh(4)])
-    def test_a_short_one_waits_for_one_part_of_long_ones(self, short: Demand):
-        """It has less of the device than one of their parts takes, so they go on when it has ended."""
-        plans = Plans(*[full(95)] * 9)
-        plans.plan()
-        in_flight = plans.scheduler.plan(plans.ready)
-        plans.scheduler.add(9, Life(4, int(short.kind is REFRESH)))
-        plans.scheduler.admit()
-        for request in in_flight[0].ids:
-            del plans.ready[request]
-        plans.ready[9] = short
-        assert plans.scheduler.plan(plans.ready, [FULL], 95) == (
-            [] if short.kind is FULL else [Part(REFRESH, (9,))]
-        )
-        plans.scheduler.charge(in_flight[0].ids, 95)
-        plans.ready |= dict.fromkeys(in_flight[0].ids, full(95))
-        assert [plans.plan() for _ in range(8)] == [{short.kind: (9,)}] * 8
-
-    def test_a_newcomer_goes_first_for_as_long_as_the_longest_part_takes(self):
-        plans = Plans(full(50), full(50))
-        for _ in range(9):
-            plans.plan()
-        plans.scheduler.add(2, Life(1, 0))
-        plans.scheduler.admit()
-        plans.ready[2] = full(60)
-        assert [plans.plan()[FULL] for _ in range(4)] == [(2,), (2,), (0, 1), (2,)]
 
 
 class TestParts:

@@ -1,9 +1,9 @@
 """The scheduler under random arrivals, aborts and failures, against counters of the test's own."""
 
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -20,83 +20,11 @@ from hypothesis.stateful import (
 from jdllm.errors import RequestError
 from jdllm.serving.demands import SUBMITTED, Demand, Kind, Life, Limits, Part
 from jdllm.serving.scheduler import Scheduler
+from tests.serving.ledger import Ledger
+from tests.serving.scripts import SCRIPTS, Script, some_limits
 
-PAGE_ROWS = 4
 OTHER_KINDS = len(Kind) - 1
 MOST_WAITING, FEWEST_FOR_ABORT = 6, 4
-
-
-class Script(NamedTuple):
-    """A request: its life, its steps from the first to the last, and a number of its call."""
-
-    life: Life
-    steps: tuple[Demand, ...]
-    call: int = 0
-
-    def next(self, done: int) -> Demand:
-        """The step after so many, and how many of its kind there are."""
-        demand, *later = self.steps[done:]
-        return demand._replace(steps=1 + sum(1 for _ in itertools.takewhile(demand.__eq__, later)))
-
-
-def uncached(kind: Kind, rows: int, head_rows: int, steps: int) -> Script:
-    life = Life(rows, 0, holds=kind is Kind.ADAPTIVE)
-    return Script(life, (Demand(kind, rows, min(head_rows, rows), 0),) * steps)
-
-
-def cached(rows: int, head_rows: int, window: int, reuses: list[int]) -> Script:
-    """A block is a refresh and some reuses."""
-    pages, window = -(-rows // PAGE_ROWS), min(window, rows)
-    refresh = Demand(Kind.REFRESH, rows, min(head_rows, rows), 0)
-    reuse = Demand(Kind.REUSE, window, min(head_rows, window), pages)
-    return Script(Life(rows, pages), tuple(step for n in reuses for step in (refresh, *(reuse,) * n)))
-
-
-def prepared(rows: int, window: int, stages: int, reuses: list[int]) -> Script:
-    """A block is some stages of preparation and some reuses."""
-    pages, window = -(-rows // PAGE_ROWS), min(window, rows)
-    stage, reuse = Demand(Kind.STAGE, rows, 0, 0), Demand(Kind.REUSE, window, window, pages)
-    return Script(
-        Life(rows, pages), tuple(step for n in reuses for step in (*(stage,) * stages, *(reuse,) * n))
-    )
-
-
-def generated(prompt: int, chunk: int, tokens: int) -> Script:
-    """A prompt in parts, then a row a token."""
-    pages, chunks = -(-(prompt + tokens) // PAGE_ROWS), [*[chunk] * (prompt // chunk), prompt % chunk]
-    parts = [
-        Demand(Kind.PREFILL, rows, int(i == len(chunks) - 1), pages) for i, rows in enumerate(chunks) if rows
-    ]
-    return Script(Life(min(prompt, chunk), pages), (*parts, *[Demand(Kind.DECODE, 1, 1, pages)] * tokens))
-
-
-@st.composite
-def some_limits(draw: st.DrawFn) -> Limits:
-    ends = ((8, 48), (1, 12), (1, 40), (1, 16), (1, 30), (2, 24), (0, 24), (0, 24), (0, 24))
-    budget, seqs, logits, entries, reuses, pages, *beyond = draw(
-        st.tuples(*(st.integers(*end) for end in ends))
-    )
-    beside, refresh, longest = (budget + n for n in sorted(beyond))
-    rows = draw(st.sampled_from([(), (4, 8, 16, 32)]))
-    sizes: dict[Kind, tuple[int, ...]] = {Kind.REFRESH: rows, Kind.PREFILL: rows} if rows else {}
-    whole = draw(st.integers(min(8, budget), budget))
-    limits = budget, seqs, logits, entries, reuses, pages, longest, refresh, beside, whole
-    return Limits(*limits, sizes, company_rows=draw(st.integers(1, 40)))
-
-
-ROWS = st.integers(1, 16) | st.integers(1, 60)
-SCRIPTS = st.one_of(
-    st.builds(uncached, st.sampled_from([Kind.FULL, Kind.ADAPTIVE]), ROWS, ROWS, st.integers(1, 12)),
-    st.builds(cached, ROWS, ROWS, st.integers(1, 12), st.lists(st.integers(0, 4), min_size=1, max_size=4)),
-    st.builds(
-        prepared,
-        ROWS,
-        st.integers(1, 12),
-        st.integers(1, 3),
-        st.lists(st.integers(0, 4), min_size=1, max_size=2),
-    ),
-    st.builds(generated, ROWS, st.integers(1, 16), st.integers(1, 6)),
-)
 
 
 class Arrivals(RuleBasedStateMachine):
@@ -111,6 +39,7 @@ class Arrivals(RuleBasedStateMachine):
         self.scheduler = Scheduler(limits)
         self.arrivals = itertools.count()
         self.arrived: dict[int, int] = {}
+        self.priorities: set[int] = set()
         self.admitted: dict[int, int] = {}
         self.scripts: dict[int, Script] = {}
         self.waiting: deque[int] = deque()
@@ -119,9 +48,7 @@ class Arrivals(RuleBasedStateMachine):
         self.plans = 0
         self.last_plan: dict[int, int] = {}
         self.last_plan_without_pages = 0
-        self.had: dict[int, int] = {}
-        self.given = self.longest = self.all_had = 0
-        self.since: dict[int, int] = {}
+        self.ledger = Ledger()
         self.last_rows: dict[int, int] = {}
         self.waited: dict[int, int] = {}
         self.bound: dict[int, int] = {}
@@ -152,15 +79,11 @@ class Arrivals(RuleBasedStateMachine):
 
     def turn(self, request: int) -> tuple[int | bool, ...]:
         """Requests without pages have one turn together."""
-        own = self.last_plan[request], self.admitted[request]
+        own, priority = (self.last_plan[request], self.admitted[request]), self.scripts[request].priority
         if self.has_pages(request):
-            return own[0], False, False, 0, *own
+            return priority, own[0], False, False, 0, *own
         call = self.scripts[request].call
-        place = self.since[call] if self.overdue(call) else self.had[call]
-        return self.last_plan_without_pages, True, not self.overdue(call), place, *own
-
-    def overdue(self, call: int) -> bool:
-        return self.given - self.since[call] > 4 * len(self.calls) * self.longest
+        return priority, self.last_plan_without_pages, True, *self.ledger.place(call), *own
 
     def group(self, script: Script) -> str | int:
         """Requests that need the same room."""
@@ -200,23 +123,16 @@ class Arrivals(RuleBasedStateMachine):
         rows = self.rows_in_flight + sum(other.rows for other in ahead) + demand.rows
         return rows <= self.limits.max_num_batched_tokens and (not part or self.one_part([*part, demand]))
 
-    @property
-    def calls(self) -> set[int]:
-        """The calls that run."""
-        return {self.scripts[request].call for request in self.steps_done}
-
     def one_part(self, demands: Iterable[Demand]) -> bool:
         kinds, rows, head_rows, entries, _ = zip(*demands, strict=True)
+        whole_rows = self.limits.whole_rows if len(self.ledger) == 1 else self.limits.company_rows
         return (
             Kind.STAGE not in kinds
             and len(kinds) <= self.limits.max_num_seqs
             and sum(head_rows) <= self.limits.max_num_logits
             and sum(entries) <= self.limits.entries
             and (Kind.REUSE not in kinds or sum(rows) <= self.limits.reuse_rows)
-            and (
-                not {Kind.FULL, Kind.ADAPTIVE}.intersection(kinds)
-                or sum(rows) <= (self.limits.whole_rows if len(self.calls) == 1 else self.limits.company_rows)
-            )
+            and (not {Kind.FULL, Kind.ADAPTIVE}.intersection(kinds) or sum(rows) <= whole_rows)
         )
 
     def forget(self, request: int) -> None:
@@ -224,6 +140,9 @@ class Arrivals(RuleBasedStateMachine):
             self.waiting.remove(request)
         else:
             del self.steps_done[request]
+            call = self.scripts[request].call
+            if all(self.scripts[other].call != call for other in self.steps_done):
+                self.ledger.end(call)
         self.scheduler.remove(request)
 
     def becomes_ready(self, request: int) -> None:
@@ -231,19 +150,26 @@ class Arrivals(RuleBasedStateMachine):
         before = sum(self.turn(other) < self.turn(request) for other in self.steps_done)
         self.waited[request], self.bound[request] = 0, (OTHER_KINDS + 1) * (before + 1)
 
+    def may_be_passed(self, request: int) -> bool:
+        """Whether there were others of a higher priority: bounds are among requests of one priority."""
+        return self.scripts[request].priority > min(self.priorities)
+
     def turn_without_pages_begins(self) -> None:
         """As `becomes_ready`, for the turn that requests without pages have together."""
         self.waited_without_pages = 0
         self.bound_without_pages = (OTHER_KINDS + 1) * (len(self.steps_done) + 1)
 
-    # What may happen.
-
     @precondition(lambda self: len(self.waiting) < MOST_WAITING)
-    @rule(scripts=st.lists(SCRIPTS, min_size=1, max_size=6), together=st.booleans())
-    def arrive(self, scripts: list[Script], together: bool):
+    @rule(
+        scripts=st.lists(SCRIPTS, min_size=1, max_size=6),
+        together=st.booleans(),
+        priority=st.sampled_from([0, 0, 0, -1, 2]),
+    )
+    def arrive(self, scripts: list[Script], together: bool, priority: int):
         first = self.count + 1
         for script in scripts:
-            self.add(script._replace(call=first if together else self.count + 1))
+            self.add(script._replace(call=first if together else self.count + 1, priority=priority))
+        self.priorities.add(priority)
 
     def add(self, script: Script) -> None:
         self.count += 1
@@ -252,7 +178,7 @@ class Arrivals(RuleBasedStateMachine):
         self.arrived[request], self.scripts[request] = arrival, script
         longest = self.limits.longest_refresh if script.life.pages else self.limits.longest
         try:
-            self.scheduler.add(request, script.life, script.call)
+            self.scheduler.add(request, script.life, script.call, script.priority)
         except RequestError:
             assert script.life.pages > self.limits.pages or script.life.rows > longest
         else:
@@ -290,9 +216,8 @@ class Arrivals(RuleBasedStateMachine):
             if not self.has_pages(request) and all(map(self.has_pages, self.steps_done)):
                 self.last_plan_without_pages = self.plans
                 self.turn_without_pages_begins()
-            if script.call not in self.calls:
-                self.had[script.call] = self.all_had - self.longest
-                self.since[script.call] = self.given
+            if script.call not in self.ledger:
+                self.ledger.begin(script.call, script.priority)
             self.steps_done[request] = 0
             self.last_plan[request], self.admitted[request] = self.plans, len(self.admitted)
             self.becomes_ready(request)
@@ -320,12 +245,12 @@ class Arrivals(RuleBasedStateMachine):
             map(self.has_pages, served)
         ):
             self.waited_without_pages += bool(served) or not self.stalled
-            assert self.waited_without_pages <= self.bound_without_pages
+            assert self.waited_without_pages <= self.bound_without_pages or len(self.priorities) > 1
         else:
             self.turn_without_pages_begins()
         for request in candidates if served or not self.stalled else ():
             self.waited[request] += self.has_pages(request)
-            assert self.waited[request] <= self.bound[request]
+            assert self.waited[request] <= self.bound[request] or self.may_be_passed(request)
         self.stalled = not served
         self.in_flight += [(part, sum(ready[r].rows for r in part.ids)) for part in parts]
         in_flight = [request for part, _ in self.in_flight for request in part.ids]
@@ -363,11 +288,8 @@ class Arrivals(RuleBasedStateMachine):
         assert first in served
 
         def pick(request: int) -> tuple:
-            return (
-                request != first,
-                candidates[request].kind not in (Kind.REUSE, Kind.DECODE),
-                self.turn(request),
-            )
+            cheap = candidates[request].kind in (Kind.REUSE, Kind.DECODE)
+            return request != first, not cheap, self.turn(request)
 
         without_pages = sorted((r for r in candidates if not self.has_pages(r)), key=self.turn)
         assert not without_pages or without_pages[0] in served or served.keys().isdisjoint(without_pages)
@@ -383,36 +305,27 @@ class Arrivals(RuleBasedStateMachine):
 
     def may_join(self, request: int, first: int, demands: dict[int, Demand]) -> bool:
         """Whether a part without pages that begins with `first` has no fault with the length of `request`."""
-        same_call = self.scripts[request].call == self.scripts[first].call
-        return (
-            same_call
-            or demands[request].kind not in (Kind.FULL, Kind.ADAPTIVE)
-            or demands[request].rows <= 4 * demands[first].rows
-        )
+        whole = demands[request].kind in (Kind.FULL, Kind.ADAPTIVE)
+        short = demands[request].rows <= 4 * demands[first].rows
+        return not whole or short or self.scripts[request].call == self.scripts[first].call
 
     def candidates(self, ready: dict[int, Demand], busy: set[Kind]) -> dict[int, Demand]:
         """Those that may be served: without pages only if the first has had least, or nobody else can be."""
         found = {r: demand for r, demand in ready.items() if demand.kind not in busy}
         without = sorted((r for r in found if not self.has_pages(r)), key=self.turn)
-        if without and (len(found) > len(without) or busy):
-            call = self.scripts[without[0]].call
-            if not self.overdue(call) and self.had[call] > min(self.had[other] for other in self.calls):
-                return {r: demand for r, demand in found.items() if self.has_pages(r)}
+        waits = len(found) > len(without) or busy
+        if without and waits and not self.ledger.goes_first(self.scripts[without[0]].call):
+            return {r: demand for r, demand in found.items() if self.has_pages(r)}
         return found
 
     def charge(self, part: Part, seconds: int) -> None:
         """The requests of a part share its time, in seconds that are whole for each row."""
-        here = [request for request in part.ids if request in self.steps_done]
-        seconds *= sum(self.last_rows[request] for request in here)
-        self.scheduler.charge(part.ids, seconds)
-        self.given, self.longest = self.given + seconds, max(self.longest, seconds)
-        most = min((self.had[call] for call in self.calls), default=0) + 2 * self.longest
-        served = {self.scripts[request].call for request in here}
-        for call in served:
-            rows = sum(self.last_rows[request] for request in here if self.scripts[request].call == call)
-            more = seconds // sum(self.last_rows[request] for request in here) * rows
-            self.had[call], self.since[call] = min(self.had[call] + more, most), self.given
-        self.all_had = max(self.all_had, min((self.had[call] for call in self.calls), default=0))
+        rows = {r: self.last_rows[r] for r in part.ids if r in self.steps_done}
+        self.scheduler.charge(part.ids, seconds * sum(rows.values()))
+        shares = Counter[int]()
+        for request, own in rows.items():
+            shares[self.scripts[request].call] += seconds * own
+        self.ledger.charge(shares)
 
     @precondition(lambda self: self.in_flight)
     @rule(seconds=st.integers(1, 9))
