@@ -108,6 +108,11 @@ def test_a_server_reads_overrides_and_settings_of_long_contexts(served: list[Ser
     assert_mistake(serve("--prefilling", "nobody"), "--prefilling is 'nobody'")
 
 
+def test_adaptive_defaults_need_a_verifier(served: list[Served]):
+    result = serve("--default-sampling", '{"transfer": "adaptive"}')
+    assert_mistake(result, "--default-sampling: ", "needs an autoregressive verifier", "--verifier")
+
+
 def test_a_model_is_called_as_its_directory_or_as_was_said(served: list[Served]):
     directory = str(checkpoint_path())
     assert serve(directory).exit_code == 0
