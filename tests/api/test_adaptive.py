@@ -89,6 +89,13 @@ def test_masks_are_filled_in_their_places(client: TestClient, llm: LLM):
     assert answer.json()["choices"][0]["token_ids"] == expected
 
 
+def test_defaults_for_other_rules_give_way(llm: LLM):
+    """Published files of Dream name an order."""
+    with served(llm, SamplingParams(alg="origin", steps=16, top_p=0.9)) as client:
+        choice = completion(client, **FIELDS).json()["choices"][0]
+    assert choice["token_ids"] == tokens(llm)
+
+
 def test_a_servers_own_sampling_may_be_adaptive(llm: LLM):
     with served(llm, llm.default_sampling().changed(**FIELDS)) as client:
         assert completion(client, seed=3).json()["choices"][0]["token_ids"] == tokens(llm)
