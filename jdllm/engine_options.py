@@ -37,7 +37,7 @@ KERNELS = ("auto", "triton", "xla")
 class Typed(NamedTuple):
     """Marks an option that commands have too.
 
-    - `metavar`: how their help writes its value; `None` for the name of its type.
+    - `metavar`: how their help writes its value; `None` for a number, and for a switch, which has none.
     """
 
     metavar: str | None = None
@@ -100,7 +100,7 @@ class EngineOptions:
       official sampler's token by token in float32 at temperature 0.
     - `hf_overrides` (`None`: none): values that replace values of `config.json`, for example a
       `rope_scaling` for longer contexts. A mapping such as `{"eos_token_id": 7}`.
-    - `load_weights` (True): read the weights of a checkpoint. False leaves the weights zero, which is enough
+    - `load_weights` (True): read the weights of checkpoints. False leaves the weights zero, which is enough
       for warming up executables that another process then finds in `cache_dir`.
 
     Memory
@@ -160,8 +160,8 @@ class EngineOptions:
     max_context: Annotated[_Count | None, Typed()] = None
     max_num_logits: Annotated[_Count | None, Typed()] = None
     chunks: Annotated[ChunkConfig, PlainValidator(_chunks)] | None = None
-    verifier: _Source | None = None
-    verifier_shares_ids: bool = False
+    verifier: Annotated[_Source | None, Typed("DIR_OR_HUB_ID")] = None
+    verifier_shares_ids: Annotated[bool, Typed()] = False
     kernels: Annotated[str, _one_of(KERNELS), Typed("|".join(KERNELS))] = "auto"
     cache_dir: Annotated[str | Path | None, Typed("DIR|none")] = "auto"
     warmup: bool = False

@@ -26,7 +26,7 @@ from jdllm.planning.ladder import DEFAULT_ROWS
 from jdllm.planning.offloading import account_with_offloading
 from jdllm.scoring import Scorer
 from jdllm.serving.adaptive.verifier import Verifier, load_verifier
-from jdllm.serving.adaptive.verifier_keys import verifier_keys_bytes
+from jdllm.serving.adaptive.verifier_keys import verifier_bytes
 from jdllm.serving.build import make_engine
 from jdllm.serving.engine import Engine
 
@@ -80,7 +80,7 @@ def start(options: EngineOptions) -> RunningModel:
         dtype,
         budget,
         device=executables.target,
-        verifier_bytes=_verifier_bytes(options, verifier),
+        verifier_bytes=0 if verifier is None else verifier_bytes(verifier, _rows(options) or DEFAULT_ROWS[0]),
         weights_bytes=None if offloaded else loaded.device_bytes,
         offloaded=0 if offloaded is None else offloaded.count,
         **_sizes(options),
@@ -161,16 +161,9 @@ def _verifier(options: EngineOptions, loaded: LoadedModel, dtype: str) -> Verifi
         loaded.tokenizer,
         dtype,
         shares_ids=options.verifier_shares_ids,
+        load_weights=options.load_weights,
         progress=options.progress,
     )
-
-
-def _verifier_bytes(options: EngineOptions, verifier: Verifier | None) -> int:
-    """Bytes of the device for a verifier: its weights, and its keys and values."""
-    if verifier is None:
-        return 0
-    keys = verifier_keys_bytes(verifier, _rows(options) or DEFAULT_ROWS[0])
-    return tree_bytes(verifier.params) + keys
 
 
 def _rows(options: EngineOptions) -> int | None:

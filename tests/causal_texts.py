@@ -1,4 +1,4 @@
-"""Causal checkpoints that read and write words."""
+"""Checkpoints that read and write words."""
 
 from pathlib import Path
 from typing import Literal

@@ -25,7 +25,7 @@ from tests.helpers import ROOT
 FIELDS = {field.name: field for field in dataclasses.fields(EngineOptions)}  # type: ignore[arg-type]
 HELPS = descriptions(EngineOptions)
 LOADING = ("generate", "infill", "score", "eval", "warmup", "serve", "run-batch")
-FOR_PYTHON = {"load_weights", "chunks", "verifier", "verifier_shares_ids", "warmup", "progress"}
+FOR_PYTHON = {"load_weights", "chunks", "warmup", "progress"}
 """Fields that commands decide, or that only one of them has, in a form of its own."""
 
 OTHERS: dict[str, Any] = {
@@ -81,7 +81,7 @@ def test_every_command_that_loads_an_engine_takes_every_field(command: str):
 
 def test_a_plan_takes_every_field_that_changes_memory():
     options = options_of("plan")
-    assert FIELDS.keys() - options.keys() == FOR_PYTHON | {"cache_dir"}
+    assert FIELDS.keys() - options.keys() == FOR_PYTHON | {"cache_dir", "verifier_shares_ids"}
     for name in FIELDS.keys() & options.keys() - {"model"}:
         assert (options[name].default, options[name].help) == (FIELDS[name].default, HELPS[name])
 
@@ -141,5 +141,5 @@ def test_the_documents_table_says_what_the_declaration_says():
             rows[cells[0]] = cells[1:]
     for name in FIELDS.keys() - FOR_PYTHON - {"model"}:
         told, default = rows[f"--{name.replace('_', '-')}"]
-        shown = "" if default == "none" else f" [default: {default}]"
+        shown = "" if default in ("none", "off") else f" [default: {default}]"
         assert f"{told[0].upper()}{told[1:]}.{shown}" == HELPS[name]

@@ -15,7 +15,7 @@ from jdllm.cli.options import as_option, parsed
 from jdllm.declarations import descriptions
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.engine_options import EngineOptions, Typed
-from jdllm.errors import ConfigError
+from jdllm.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from jdllm.llm import LLM
@@ -29,7 +29,6 @@ Model = Annotated[str | None, typer.Option(metavar="DIR_OR_HUB_ID", help=_SOURCE
 ModelArgument = Annotated[
     str | None, typer.Argument(metavar="[DIR_OR_HUB_ID]", help=_SOURCE, show_default=_BUNDLED)
 ]
-Verifier = Annotated[str | None, typer.Option(metavar="DIR_OR_HUB_ID", help=HELPS["verifier"])]
 NOWHERE = "none"
 """The cache directory of a command that keeps nothing."""
 
@@ -82,8 +81,8 @@ def takes_model(command: Callable[..., None]) -> Callable[..., None]:
 def asked_sampling(source: ModelOptions, given: Mapping[str, Any]) -> SamplingParams:
     """The defaults of a checkpoint, which `load_model` need not have loaded, with other values.
 
-    Raises `RequestError` for a value that no request can have or the model cannot do, and as `LLM` does for
-    the checkpoint.
+    Raises `RequestError` for a value that no request can have or the model cannot do, or not without a
+    verifier, and as `LLM` does for the checkpoint.
     """
     from jdllm.decoding.generation_defaults import default_sampling
     from jdllm.models.hf_config import config_from_checkpoint
@@ -93,14 +92,16 @@ def asked_sampling(source: ModelOptions, given: Mapping[str, Any]) -> SamplingPa
     config = config_from_checkpoint(directory, source.given["hf_overrides"])
     sampling = default_sampling(directory, causal=config.in_order).changed(**given)
     mode_of(config).check_sampling(sampling)
+    if sampling.adaptive and source.given["verifier"] is None:
+        raise RequestError("transfer 'adaptive' needs an autoregressive verifier: name one by --verifier")
     return sampling
 
 
-def load_model(source: ModelOptions, verifier: str | None = None) -> "LLM":
-    """Load a checkpoint, or the demo model, and its verifier; raises as `LLM` does."""
+def load_model(source: ModelOptions) -> "LLM":
+    """Load a checkpoint, or the demo model; raises as `LLM` does."""
     from jdllm.llm import LLM
 
-    return LLM(**as_arguments(source), verifier=verifier)
+    return LLM(**as_arguments(source))
 
 
 def as_arguments(source: ModelOptions) -> dict[str, Any]:
@@ -137,8 +138,10 @@ def _parameter(name: str, default: Any, annotation: Any) -> inspect.Parameter:
 
 
 def _option(name: str, kind: Any, typed: Typed) -> Any:
-    """How typer reads a field: a number within its bounds, or a text."""
+    """How typer reads a field: a number within its bounds, a switch, or a text."""
     flag, text = as_option(name), HELPS[name]
+    if get_args(kind)[0] is bool:
+        return Annotated[bool, typer.Option(flag, help=text)]
     if typed.metavar is not None:
         option = typer.Option(flag, metavar=typed.metavar, help=text, show_default=False)
         return Annotated[str | None, option]

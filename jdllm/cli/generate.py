@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jdllm.cli.compiling import told_of_compiling
-from jdllm.cli.engine import ModelOptions, Verifier, asked_sampling, load_model, takes_model
+from jdllm.cli.engine import ModelOptions, asked_sampling, load_model, takes_model
 from jdllm.cli.groups import OptionGroup, takes_groups
 from jdllm.cli.jsonl import generate_lines, read_lines
 from jdllm.cli.options import Json, as_option, given_sampling, takes_sampling
@@ -82,7 +82,6 @@ def generate(
     given: Given,
     read: Read,
     as_json: Json = False,
-    verifier: Verifier = None,
     source: ModelOptions,
     **options: Any,
 ) -> None:
@@ -101,7 +100,7 @@ def generate(
     if rendering and not read.chat and given.jsonl is None:
         raise RequestError(f"{as_option(next(iter(rendering)))} is for conversations: add --chat")
     if given.jsonl is not None:
-        _answer_lines(given, given.jsonl, read, source, verifier, typed, rendering)
+        _answer_lines(given, given.jsonl, read, source, typed, rendering)
         return
     if not read.chat:
         rendering = None
@@ -109,7 +108,7 @@ def generate(
         check_given_once({"--context": given.context or "-", **given.prompts_of_options()})
         long = read_long(given.context, given.query, given.instruction, read.chat)
         sampling = asked_sampling(source, {"steps": None, **typed})
-        llm = load_model(source, verifier)
+        llm = load_model(source)
         with told_of_compiling():
             outputs = _answer(llm, long, sampling, rendering, read.parse_special)
     else:
@@ -117,7 +116,7 @@ def generate(
         if read.chat and asked.texts is None:
             raise RequestError("--chat applies to prompts of text, not to --token-ids")
         sampling = asked_sampling(source, typed)
-        llm = load_model(source, verifier)
+        llm = load_model(source)
         live = not as_json and to_terminal()
         outputs = _generate(llm, asked, sampling, rendering, read.parse_special, live)
     print_outputs(outputs, as_json)
@@ -128,7 +127,6 @@ def _answer_lines(
     jsonl: Path,
     read: Read,
     source: ModelOptions,
-    verifier: str | None,
     typed: dict[str, Any],
     rendering: dict[str, Any],
 ) -> None:
@@ -136,7 +134,7 @@ def _answer_lines(
     check_given_once({"--jsonl": jsonl, **given.prompts_of_options(), "--chat": read.chat or None})
     lines = read_lines(read_text(None if str(jsonl) == "-" else jsonl, "lines", "--jsonl"))
     defaults = asked_sampling(source, typed)
-    llm = load_model(source, verifier)
+    llm = load_model(source)
     with told_of_compiling():
         outputs = generate_lines(llm, lines, defaults, rendering, parse_special=read.parse_special)
     for line, output in zip(lines, outputs, strict=True):

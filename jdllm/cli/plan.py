@@ -101,7 +101,7 @@ class Shown(OptionGroup):
     as_json: Json = False
 
 
-@takes_options("cache_dir")
+@takes_options("cache_dir", "verifier_shares_ids")
 @takes_groups
 def plan(
     model: Annotated[
@@ -142,6 +142,8 @@ def _asked(given: Mapping[str, Any], config: Path, card: "Card", step: Step) -> 
     """The question as options ask it."""
     from jdllm.planning.answer import StepQuestion
     from jdllm.planning.budget import Budget
+    from jdllm.planning.ladder import DEFAULT_ROWS
+    from jdllm.planning.sharing import less
 
     memory, kv_pool = given["memory"], given["kv_pool"]
     host = parse_host_memory(given["host_memory"], "--host-memory")
@@ -157,12 +159,30 @@ def _asked(given: Mapping[str, Any], config: Path, card: "Card", step: Step) -> 
     )
     device = card.default_memory if memory is None else parse_bytes(memory, "--memory")
     budget = Budget(device, host=host if step.host_tiers else 0)
+    rows = given["max_num_batched_tokens"]
+    verifier = 0
+    if given["verifier"] is not None:
+        rows = rows or DEFAULT_ROWS[0]
+        verifier = _verifier_bytes(given["verifier"], workload, rows)
     sizes = {
-        "max_num_batched_tokens": given["max_num_batched_tokens"],
+        "max_num_batched_tokens": rows,
         "max_context": given["max_context"],
         "kv_pool": None if kv_pool is None else parse_bytes(kv_pool, "--kv-pool"),
     }
-    return StepQuestion(workload, card, budget, step.context, sizes)
+    return StepQuestion(workload, card, less(budget, verifier), step.context, sizes, verifier)
+
+
+def _verifier_bytes(source: str, workload: "Workload", rows: int) -> int:
+    """Bytes of a verifier beside steps of so many packed rows."""
+    from jdllm.models.hf_config import config_from_hf, read_config
+    from jdllm.models.weights import abstract_params
+    from jdllm.serving.adaptive.verifier import Verifier, check_verifier
+    from jdllm.serving.adaptive.verifier_keys import verifier_bytes
+
+    config = config_from_hf(read_config(_config_path(source)))
+    # Which ids the tokenizers share changes no memory.
+    check_verifier(config, None, workload.config, None, shares_ids=True)
+    return verifier_bytes(Verifier(abstract_params(config, workload.dtype), config), rows)
 
 
 def _plan_step(asked: "StepQuestion", memory: str | None, assumed: list[str], shown: Shown) -> None:

@@ -20,7 +20,7 @@ from jdllm.declarations import explain, listed, plain
 from jdllm.decoding.kinds import LARGEST, Length, OneOf, Scale, Share, Step
 from jdllm.decoding.prefilling import PrefillingLike
 from jdllm.decoding.registry import RULES, cache_names, options, rule_names
-from jdllm.decoding.sampling_checks import FILTERS, check_together, is_drawn, without_effect
+from jdllm.decoding.sampling_checks import FILTERS, check_together, excluded, is_drawn, without_effect
 from jdllm.decoding.sampling_options import taken_apart, with_options
 from jdllm.errors import RequestError
 from jdllm.pallas.listed import LISTED
@@ -271,10 +271,14 @@ class SamplingParams:
     def changed(self, **options: Any) -> Self:
         """A copy with other values.
 
-        Fields that lose their effect go back to their defaults, and `gen_length` follows a new
-        `max_tokens`. Raises `RequestError` as the class itself does.
+        Fields that lose their effect go back to their defaults, and so do fields that a new `transfer` or
+        `alg` excludes. `gen_length` follows a new `max_tokens`. Raises `RequestError` as the class itself
+        does.
         """
         kept = dict(vars(self))
+        if names := excluded(options):
+            bare = vars(type(self)())
+            kept |= {name: bare[name] for name in names}
         if "max_tokens" in options:
             del kept["gen_length"]
         together = kept | options

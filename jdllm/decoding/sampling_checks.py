@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 FILTERS = {"top_p": 1, "top_k": None, "min_p": 0}
 """The filters of a distribution, with the value that lets everything pass."""
 
+_SCHEDULE = "schedule"
+"""The rule that is no rule of its own: orders of Dream take its place."""
+
 _NOT_ADAPTIVE = {
     "cfg_scale": (0.0, "has no classifier-free guidance"),
     "cache": ("none", "evaluates whole sequences"),
@@ -53,6 +56,18 @@ def without_effect(fields: Mapping[str, Any]) -> list[str]:
         and name in declared
         and not any(fields[user] in values for user, values in declared[name].users.items())
     ]
+
+
+def excluded(given: Mapping[str, Any]) -> list[str]:
+    """The parameters that a rule among given ones has no room for."""
+    names = []
+    if given.get("transfer", _SCHEDULE) != _SCHEDULE:
+        names.append("alg")
+    if given.get("alg") is not None:
+        names += ["transfer", "remasking"]
+    if given.get("transfer") == "adaptive":
+        names += [*_NOT_ADAPTIVE, *FILTERS]
+    return names
 
 
 def is_drawn(fields: Mapping[str, Any]) -> bool:
@@ -107,7 +122,7 @@ def _check_order(sampling: "SamplingParams") -> None:
         if sampling.remasking == "random" and ordered:
             raise RequestError(f"transfer {transfer!r} brings its own order: leave remasking alone")
         return
-    if transfer != "schedule" or sampling.remasking != "low_confidence":
+    if transfer != _SCHEDULE or sampling.remasking != "low_confidence":
         raise RequestError(f"alg {alg!r} brings its own order: leave transfer and remasking alone")
     if sampling.cache == NO_CACHE and sampling.block_length not in (None, sampling.gen_length):
         raise RequestError(f"alg {alg!r} has blocks only with a cache: leave block_length alone")

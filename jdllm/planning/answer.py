@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from jdllm.errors import ConfigError
 from jdllm.execution.offload.tiers import HostTiers
-from jdllm.planning.account import Account
+from jdllm.planning.account import Account, make_account
 from jdllm.planning.budget import Budget, MemoryBudgetError
 from jdllm.planning.card import Card
 from jdllm.planning.offloading import account_with_offloading, longest_offloaded, plan_offloaded
@@ -37,9 +37,11 @@ class Longest(NamedTuple):
 class StepQuestion:
     """A question about a card.
 
-    - `workload`, `card`, `budget`: the model and its step, where it runs, and what may be used.
+    - `workload`, `card`, `budget`: the model and its step, where it runs, and what may be used; a verifier
+      is part of the overhead.
     - `context`: tokens of the step; `None` for as many as fit.
     - `sizes`: of the engine, arguments of `account_with_offloading`.
+    - `verifier`: bytes of a verifier. Beside it no layers go to host memory.
     """
 
     workload: Workload
@@ -47,10 +49,17 @@ class StepQuestion:
     budget: Budget
     context: int | None
     sizes: Mapping[str, Any]
+    verifier: int = 0
+
+    @property
+    def overhead(self) -> int:
+        """Bytes of the budget's overhead without a verifier."""
+        return self.budget.overhead - self.verifier
 
     def account(self, **changed: Any) -> Account:
         """The account of an engine with other sizes than those that were asked for; raises `ConfigError`."""
-        return account_with_offloading(
+        make = make_account if self.verifier else account_with_offloading
+        return make(
             self.workload.config,
             self.workload.dtype,
             self.budget,

@@ -31,9 +31,9 @@ class Packed(NamedTuple):
     candidates: list[np.ndarray]
 
 
-def smallest_request(config: ModelConfig) -> Request:
+def smallest_request(config: ModelConfig, **sampling: Any) -> Request:
     """A request of two tokens, for batches whose sizes alone matter."""
-    return Request(generation_spec([0], SamplingParams(gen_length=1), config))
+    return Request(generation_spec([0], SamplingParams(gen_length=1, **sampling), config))
 
 
 def lay_out(

@@ -9,7 +9,7 @@ from fastapi.testclient import TestClient
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.llm import LLM
 from jdllm.serving.demands import Kind
-from tests.api.causal_server import served
+from tests.api.words_server import served
 from tests.conftest import BUDGET, KV_POOL
 from tests.helpers import Golden
 

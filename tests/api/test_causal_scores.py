@@ -7,8 +7,8 @@ from fastapi.testclient import TestClient
 
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.llm import LLM
-from tests.api.causal_server import served
 from tests.api.sse import events
+from tests.api.words_server import served
 from tests.causal_texts import BOS, words, write_speaking
 from tests.conftest import BUDGET, KV_POOL
 

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,9 @@ from typer.testing import CliRunner, Result
 
 from jdllm.cli import app
 from tests.conftest import LLADA as GOLDEN
+from tests.helpers import Golden
 
-LLADA = GOLDEN.directory
+LLADA, QWEN2 = GOLDEN.directory, Golden("qwen2").directory
 IDS = ["--token-ids", "[[5,6,7]]"]
 COMPILATION_CACHE = "JAX_COMPILATION_CACHE_DIR"
 SHORT = ["--gen-length", "8", "--dtype", "float32", "--no-early-stop"]
@@ -34,6 +35,12 @@ def outputs(result: Result) -> list[dict[str, Any]]:
 def process(*args: str, **options: Any) -> subprocess.CompletedProcess[str]:
     defaults: dict[str, Any] = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
     return subprocess.run([sys.executable, "-m", "jdllm", *args], timeout=300, **(defaults | options))
+
+
+def as_arguments(options: Mapping[str, Any]) -> list[str]:
+    """`{"top_k": 7, "threshold_strict": True}` as `--top-k 7 --threshold-strict`."""
+    given = [[f"--{name.replace('_', '-')}", str(value)] for name, value in options.items()]
+    return [part for pair in given for part in (pair[:1] if pair[1] == "True" else pair)]
 
 
 def assert_mistake(result: Result | subprocess.CompletedProcess[str], *words: str) -> None:

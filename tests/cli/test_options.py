@@ -18,7 +18,7 @@ from jdllm.cli.options import in_option_words
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.sampling_options import parameter_kinds
 from jdllm.outputs import RequestOutput
-from tests.cli.helpers import IDS, LLADA, UseModel, assert_mistake
+from tests.cli.helpers import IDS, LLADA, UseModel, as_arguments, assert_mistake
 from tests.helpers import Golden
 
 
@@ -125,6 +125,12 @@ def test_those_of_a_causal_checkpoint_too(use_model: UseModel, tmp_path: Path):
             "is for models that denoise: a causal model generates one token after another",
         ),
         (LLADA, "--repetition-penalty", "1.1", "is for causal models"),
+        (
+            LLADA,
+            "--transfer",
+            "adaptive",
+            "'adaptive' needs an autoregressive verifier: name one by --verifier",
+        ),
     ],
 )
 def test_a_mistake_in_an_option_is_told_before_anything_is_loaded(
@@ -181,12 +187,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dream": DREAM_OPTIONS,
     "cache": CACHE_OPTIONS,
 } | {name: {"gen_length": 24, **options} for name, options in RULE_OPTIONS.items()}
-
-
-def as_arguments(options: dict[str, Any]) -> list[str]:
-    """`{"top_k": 7, "threshold_strict": True}` as `--top-k 7 --threshold-strict`."""
-    given = [[f"--{name.replace('_', '-')}", str(value)] for name, value in options.items()]
-    return [part for pair in given for part in (pair[:1] if pair[1] == "True" else pair)]
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)

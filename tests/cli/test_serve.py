@@ -12,13 +12,15 @@ from typer.testing import CliRunner, Result
 from jdllm.api import server
 from jdllm.api.app import Access
 from jdllm.api.service import Settings
+from jdllm.byte_sizes import format_bytes
 from jdllm.cli import app
 from jdllm.cli.serve import BUNDLED
 from jdllm.compiling.executables import Executables, Prepared
 from jdllm.demo import checkpoint_path
 from jdllm.llm import LLM
-from tests.cli.helpers import assert_mistake
+from tests.cli.helpers import QWEN2, assert_mistake
 from tests.conftest import KV_POOL
+from tests.helpers import Golden
 
 
 class Served(NamedTuple):
@@ -106,6 +108,21 @@ def test_a_server_reads_overrides_and_settings_of_long_contexts(served: list[Ser
     assert (result.exit_code, result.stderr) == (0, "")
     assert served[0].llm.config.max_positions == 4096
     assert_mistake(serve("--prefilling", "nobody"), "--prefilling is 'nobody'")
+
+
+def test_adaptive_defaults_need_a_verifier(served: list[Served]):
+    result = serve("--default-sampling", '{"transfer": "adaptive"}')
+    assert_mistake(result, "--default-sampling: ", "needs an autoregressive verifier", "--verifier")
+
+
+def test_a_server_has_a_verifier(served: list[Served]):
+    sampling = ["--default-sampling", '{"transfer": "adaptive", "max_lookahead": 8}']
+    result = serve(str(Golden("dream").directory), "--verifier", str(QWEN2), *sampling)
+    assert (result.exit_code, result.stderr) == (0, "")
+    [one] = served
+    assert one.settings.default_sampling.adaptive
+    [line] = [line for line in result.stdout.splitlines() if line.startswith("verifier")]
+    assert line.split("  ")[-1].strip() == format_bytes(one.llm.account.verifier)
 
 
 def test_a_model_is_called_as_its_directory_or_as_was_said(served: list[Served]):

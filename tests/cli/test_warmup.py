@@ -16,7 +16,17 @@ from jdllm.compiling.executables import Prepared
 from jdllm.decoding.prefilling import PRESETS, Prefilling
 from jdllm.errors import ConfigError
 from jdllm.llm import LLM
-from tests.cli.helpers import COMPILATION_CACHE, IDS, LLADA, SHORT, assert_mistake, process, run
+from tests.cli.helpers import (
+    COMPILATION_CACHE,
+    IDS,
+    LLADA,
+    QWEN2,
+    SHORT,
+    as_arguments,
+    assert_mistake,
+    process,
+    run,
+)
 
 COMMANDS = {
     "generate": IDS,
@@ -31,6 +41,8 @@ OPTIONS = {
     "host_memory": "2GiB",
     "max_num_batched_tokens": 96,
     "cache_dir": Path("kept"),
+    "verifier": str(QWEN2),
+    "verifier_shares_ids": True,
 }
 
 
@@ -49,7 +61,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_that_runs_a_model_makes_it_as_its_options_say(command: str, asked: dict[str, Any]):
-    given = [part for name, value in OPTIONS.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    given = as_arguments(OPTIONS)
     where = [str(LLADA)] if command == "warmup" else ["--model", str(LLADA)]
     assert_mistake(CliRunner().invoke(app, [command, *where, *COMMANDS[command], *given]), "refused")
     assert asked.items() >= OPTIONS.items()
@@ -110,24 +122,37 @@ def test_warming_up_says_what_it_took(options: list[str], printed: str, monkeypa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("verifier", [None, str(QWEN2)], ids=["alone", "with a verifier"])
 def test_what_was_compiled_before_is_compiled_by_nobody_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    verifier: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Neither by a model with the weights that warming up does not read, nor by another command."""
     monkeypatch.delenv(COMPILATION_CACHE, raising=False)  # what JAX's own cache has is not kept again
     kept = tmp_path / "kept"
     options = ["--dtype", "float32", "--max-num-batched-tokens", "32", "--cache-dir", str(kept)]
+    sampling = SHORT
+    if verifier is not None:
+        options += ["--verifier", verifier]
+        sampling = [*SHORT, "--transfer", "adaptive"]
     first = json.loads(process("warmup", str(LLADA), *options, "--json").stdout)
     files = {path.name for path in kept.iterdir()}
     assert first["compiled"] == len(files) > 3
     library = (
         "import sys; from jdllm import LLM;"
-        "llm = LLM(sys.argv[1], dtype='float32', max_num_batched_tokens=32, cache_dir=sys.argv[2]);"
+        "given = {'cache_dir': sys.argv[2], 'verifier': sys.argv[3] if sys.argv[3:] else None};"
+        "llm = LLM(sys.argv[1], dtype='float32', max_num_batched_tokens=32, **given);"
         "print(list(llm.warmup()[:2]))"
     )
-    command = [sys.executable, "-c", library, str(LLADA), str(kept)]
+    command = [
+        sys.executable,
+        "-c",
+        library,
+        str(LLADA),
+        str(kept),
+        *([] if verifier is None else [verifier]),
+    ]
     found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     assert json.loads(found.stdout) == [0, len(files)]
-    answer = process("generate", "--model", str(LLADA), *IDS, *SHORT, *options, "--json")
+    answer = process("generate", "--model", str(LLADA), *IDS, *sampling, *options, "--json")
     assert len(json.loads(answer.stdout)["outputs"][0]["token_ids"]) == 8
     assert {path.name for path in kept.iterdir()} == files

@@ -149,6 +149,28 @@ def test_a_parameter_without_effect_is_refused(
     )
 
 
+@pytest.mark.parametrize(
+    ("before", "named"),
+    [
+        ({"alg": "origin", "eps": 1e-2, "top_k": 50}, {"transfer": "adaptive"}),
+        ({"block_length": 32, "cache": "dual", "refresh_interval": 4}, {"transfer": "adaptive"}),
+        ({"temperature": 0.5, "top_p": 0.9}, {"transfer": "adaptive", "temperature": 0.5}),
+        ({"alg": "entropy", "alg_temp": 0.1}, {"transfer": "factor"}),
+        ({"transfer": "threshold", "threshold": 0.8}, {"alg": "entropy"}),
+        ({"remasking": "random"}, {"alg": "origin"}),
+    ],
+)
+def test_a_new_rule_takes_the_place_of_what_it_excludes(before: dict[str, Any], named: dict[str, Any]):
+    assert SamplingParams(**before).changed(**named) == SamplingParams(**named)
+
+
+def test_what_is_named_together_still_excludes():
+    with pytest.raises(RequestError, match="alg 'origin' brings its own order"):
+        SamplingParams().changed(alg="origin", transfer="adaptive")
+    with pytest.raises(RequestError, match="transfer 'adaptive' evaluates whole sequences"):
+        SamplingParams(transfer="adaptive").changed(cache="dual")
+
+
 BARE = {"transfer": "schedule", "cache": "none", "temperature": 0.0, "alg": None}
 
 

@@ -13,7 +13,8 @@ from jdllm.errors import ConfigError
 from jdllm.pallas.device import Target
 from jdllm.planning.aot import device_of
 from jdllm.planning.buckets import row_bucket
-from tests.planning.plan_command import GIB, SHAPES, facts, invoke, run
+from tests.helpers import Golden
+from tests.planning.plan_command import GIB, SHAPES, assert_mistake, facts, invoke, run
 
 pytestmark = pytest.mark.usefixtures("no_card")
 
@@ -33,7 +34,13 @@ KEYS = {
         "step_seconds",
         "step_seconds_at_measured_rate",
     ),
-    *("max_context_step_seconds", "max_context_without_host_tiers_step_seconds", "engine", "options"),
+    *(
+        "verifier_bytes",
+        "max_context_step_seconds",
+        "max_context_without_host_tiers_step_seconds",
+        "engine",
+        "options",
+    ),
 }
 
 
@@ -218,3 +225,37 @@ def test_the_options_reach_the_engine(llada: Path):
 
 def test_no_engine_in_too_little(llada: Path):
     assert facts(llada, "--no-host-tiers", memory="8GiB", code=3)["engine"] is None
+
+
+def test_a_verifier_takes_its_bytes_from_steps_and_pool(configs: dict[str, Path], tmp_path: Path):
+    """Qwen2.5-0.5B beside Dream: its weights, and a page for each 64 rows of a step and for each request."""
+    shape = {
+        "hidden_size": 896,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "intermediate_size": 4864,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    }
+    stated = json.loads((Golden("qwen2").directory / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(stated | shape))
+    verifier = "--verifier", str(tmp_path)
+    alone, beside = (facts(configs["dream"], *options, memory="40GiB") for options in ((), verifier))
+    keys = (1 + 8192 // 64 + 64) * 64 * 24 * 2 * 2 * 64 * 2
+    assert alone["verifier_bytes"] == 0
+    assert beside["verifier_bytes"] == pytest.approx(2 * 494e6 + keys, rel=0.002)
+    assert beside["overhead_bytes"] == alone["overhead_bytes"]
+    assert beside["peak_bytes"] == alone["peak_bytes"] + beside["verifier_bytes"]
+    longest = "max_context_without_host_tiers"
+    assert beside[longest] < alone[longest]
+    assert beside["engine"]["rows"] == 8192
+    table = run(configs["dream"], *verifier, "--no-check", memory="40GiB").stdout
+    assert f"verifier    {beside['verifier_bytes'] / GIB:>8.2f} GiB" in table
+    assert "GiB" not in next(line for line in table.splitlines() if line.startswith("overhead"))
+
+
+def test_a_verifier_that_cannot_verify_is_refused(configs: dict[str, Path]):
+    model, causal = configs["dream"], Golden("qwen2").directory
+    assert_mistake(run(model, "--verifier", str(model)), "dream model, whose attention is not causal")
+    assert_mistake(run(causal, "--verifier", str(causal)), "a verifier is for models that denoise")

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -97,6 +98,24 @@ def test_a_model_that_is_not_causal_is_refused():
     for verifier in (LLADA, transformer(LLADA)):
         with pytest.raises(ConfigError, match="verifier is a llada model, whose attention is not causal"):
             LLM(transformer(DREAM), verifier=verifier)
+
+
+def test_a_causal_model_has_no_use_for_a_verifier():
+    with pytest.raises(ConfigError, match="a verifier is for models that denoise: leave it out"):
+        LLM(QWEN2, verifier=QWEN2)
+
+
+def test_weights_that_nobody_asked_for_are_zero():
+    """Executables for them serve the real ones."""
+    read, empty = (
+        load_verifier(QWEN2, config_from_hf(DREAM), None, "float32", load_weights=loaded).params
+        for loaded in (True, False)
+    )
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), read) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), empty
+    )
+    assert any(leaf.any() for leaf in jax.tree.leaves(read))
+    assert not any(leaf.any() for leaf in jax.tree.leaves(empty))
 
 
 def test_sizes_that_differ_need_both_tokenizers_or_the_users_word(checkpoint: Checkpoint):

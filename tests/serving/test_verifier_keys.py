@@ -140,7 +140,7 @@ def test_prompts_are_read_in_parts(rows: int, monkeypatch: pytest.MonkeyPatch):
     sampling = SamplingParams(gen_length=12, transfer="adaptive", mixture_weight=0.6, max_lookahead=5)
     prompts = [np.arange(n).tolist() for n in (150, 31, 2)]
     expected = LLM(tiny(DREAM), verifier=tiny(CAUSAL)).generate(prompt_token_ids=prompts, sampling=sampling)
-    monkeypatch.setattr("jdllm.serving.adaptive.runner.MOST_READ", rows)
+    monkeypatch.setattr("jdllm.serving.adaptive.runner.READ_ROWS", (rows,))
     found = LLM(tiny(DREAM), verifier=tiny(CAUSAL)).generate(prompt_token_ids=prompts, sampling=sampling)
     assert [output.token_ids for output in found] == [output.token_ids for output in expected]
 

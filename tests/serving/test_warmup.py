@@ -9,8 +9,11 @@ from jdllm.compiling.executables import Executables
 from jdllm.decoding.sampling import Cache, SamplingParams
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
+from jdllm.serving.adaptive.verifier import Verifier
 from jdllm.serving.denoise.cached_runner import CachedRunner
-from tests.engines import engine_of, finish, generation_request
+from jdllm.serving.request import Request
+from tests.decoding.adaptive_models import CAUSAL, DREAM, MASK, tiny
+from tests.engines import engine_of, finish, generation_request, infill_request
 
 CHOICES: list[dict[str, Any]] = [
     {},
@@ -86,3 +89,40 @@ def test_keys_are_scored_only_where_some_are_stored(
     assert turns == [False] * 2
     assert tokens(cache="head_sparse", refresh_delay=1) == alone
     assert turns == [False, True] * 2
+
+
+def drawn_adaptive(rng: np.random.Generator, number: int) -> Request:
+    """A generation, or an infill whose masks lie anywhere."""
+    sampling = SamplingParams(
+        gen_length=int(rng.integers(1, 40)),
+        transfer="adaptive",
+        max_lookahead=int(rng.integers(1, 40)),
+        temperature=float(rng.choice([0.0, 1.0])),
+        logprobs=int(rng.choice([0, 3])),
+        seed=number,
+    )
+    tokens = rng.integers(1, 200, int(rng.integers(1, 180)))
+    if rng.integers(2):
+        return generation_request(number, tokens[:80], sampling, DREAM)
+    tokens[rng.random(len(tokens)) < rng.choice([0.05, 0.9])] = MASK
+    tokens[-1] = MASK
+    return infill_request(number, tokens, sampling, DREAM)
+
+
+@pytest.mark.slow
+def test_adaptive_requests_compile_nothing():
+    """Their prompts are read in parts of all sizes, and their windows have holes."""
+    executables = Executables("cpu")
+    verifier = Verifier(tiny(CAUSAL).params(), CAUSAL)
+    engine = engine_of(tiny(DREAM).params(), DREAM, executables, 256, verifier=verifier)
+    engine.warm()
+    compiled = len(executables)
+    assert compiled == len(engine.programs()) <= 48
+    rng = np.random.default_rng(0)
+    for count in (1, 1, 1, 4, 20, 20):
+        adaptive = [drawn_adaptive(rng, i) for i in range(count)]
+        others = [generation_request(0, *drawn(rng, 120), DREAM) for _ in range(count // 4)]
+        finish(engine, [*adaptive, *others])
+    short = SamplingParams(gen_length=2, transfer="adaptive")
+    finish(engine, [generation_request(i, np.array([5]), short, DREAM) for i in range(64)])
+    assert len(executables) == compiled

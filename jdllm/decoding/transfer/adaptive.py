@@ -16,8 +16,7 @@ RULE = TransferRule(
             0.5,
             "the diffusion model's share of the mixture; 1 accepts every draft, 0 only tokens that the"
             " verifier would have chosen.",
-            offered=False,
         ),
-        Option("max_lookahead", Length, 32, "masked positions that a step drafts.", offered=False),
+        Option("max_lookahead", Length, 32, "masked positions that a step drafts."),
     ),
 )

@@ -12,7 +12,6 @@ from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.execution.paged.stored_keys import StoredKeys
 from jdllm.models.config import ModelConfig
 from jdllm.models.visibility import key_ranges
-from jdllm.planning.buckets import power_bucket
 from jdllm.planning.ladder import Entry
 from jdllm.serving.packing import head_rows, lay_out
 from jdllm.serving.pool.page_book import PageBook
@@ -46,13 +45,13 @@ def pack_adaptive(
     Arguments:
     - `windows`: what the verifier evaluates of each request, a `Spans` of the verifier's keys.
     - `pool`: of the verifier.
+    - `entry`: has as many head rows as the windows have rows, or more.
     """
     candidates = [r.candidates() for r in requests]
     tokens, rows, starts = lay_out([r.tokens for r in requests], config, entry.rows)
     row = np.concatenate([start + window for start, window in zip(starts, candidates, strict=True)])
     segment = np.repeat(np.arange(len(requests)), [len(window) for window in candidates])
     first = np.cumsum([0, *map(len, windows)])
-    size = power_bucket(int(first[-1]), entry.head_rows)
     parts = [VerifiedRows(*part) for part in zip(requests, windows, strict=True)]
     verified_row = [start + np.arange(w.start, w.stop) for start, w in zip(starts, windows, strict=True)]
     verified_from = [
@@ -62,8 +61,10 @@ def pack_adaptive(
     batch = AdaptiveBatch(
         tokens,
         rows,
-        pack_verified(parts, verifier_config, pool, size, entry.rows // PAGE_ROWS + entry.segments),
-        padded(np.concatenate(verified_row).astype(np.int32), size),
+        pack_verified(
+            parts, verifier_config, pool, entry.head_rows, entry.rows // PAGE_ROWS + entry.segments
+        ),
+        padded(np.concatenate(verified_row).astype(np.int32), entry.head_rows),
         padded(np.concatenate(verified_from).astype(np.int32), entry.head_rows),
         head_rows(row, row, segment, entry),
         _segments(requests, entry.segments),

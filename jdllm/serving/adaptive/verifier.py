@@ -8,7 +8,7 @@ from jdllm.checkpoints.tokenizer import Tokenizer, load_tokenizer
 from jdllm.errors import ConfigError, RequestError
 from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import config_from_hf, read_config
-from jdllm.models.weights import Params
+from jdllm.models.weights import Params, zero_params
 from jdllm.serving.spec import RequestSpec
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ def load_verifier(
     dtype: str,
     *,
     shares_ids: bool = False,
+    load_weights: bool = True,
     progress: bool = False,
 ) -> Verifier:
     """Load a verifier, or take one that is in memory.
@@ -39,6 +40,7 @@ def load_verifier(
     - `dtype`: of the weights of a checkpoint.
     - `shares_ids`: without a tokenizer, take vocabularies of different sizes to agree up to the end of the
       smaller one.
+    - `load_weights`: read the weights of a checkpoint; `False` leaves them zero.
     - `progress`: show a progress bar while loading, where standard error is a terminal.
 
     Raises what `check_verifier` raises, before any weight is read, and `CheckpointError` for a checkpoint
@@ -50,6 +52,8 @@ def load_verifier(
     path = resolve(source)
     verifier = config_from_hf(read_config(path))
     check_verifier(verifier, load_tokenizer(path), config, tokenizer, shares_ids=shares_ids)
+    if not load_weights:
+        return Verifier(zero_params(verifier, dtype), verifier)
     return Verifier(load_params(path, verifier, dtype, progress=progress), verifier)
 
 
@@ -70,6 +74,8 @@ def check_verifier(
     - `shares_ids`: where a tokenizer is not known, take vocabularies of different sizes to agree up to the
       end of the smaller one; vocabularies of one size are taken to agree anyway.
     """
+    if config.in_order:
+        raise ConfigError("a verifier is for models that denoise: leave it out for a causal model")
     if verifier.attention != "causal":
         raise ConfigError(
             f"the verifier is a {verifier.family} model, whose attention is not causal: expected an"
@@ -99,7 +105,8 @@ def check_verifiable(request: RequestSpec, verifier: Verifier | None) -> None:
         return
     if verifier is None:
         raise RequestError(
-            "transfer 'adaptive' needs an autoregressive verifier: load LLM(..., verifier=...)"
+            "transfer 'adaptive' needs an autoregressive verifier: load LLM(..., verifier=...), or start"
+            " jdllm serve with --verifier"
         )
     size = verifier.config.vocab_size
     unknown = [int(i) for i in request.prompt if i >= size and i != request.mask_id]

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from jdllm.execution.paged.pool import PAGE_ROWS, pool_bytes
 from jdllm.models.leaf import dtypes_of
+from jdllm.models.weights import tree_bytes
 from jdllm.planning.buckets import power_bucket
 from jdllm.planning.ladder import MAX_SEGMENTS
 from jdllm.serving.adaptive.verifier import Verifier
@@ -26,6 +27,12 @@ class Spans(NamedTuple):
 def verifier_pages(rows: int) -> int:
     """Pages for all requests of a step of so many packed rows, the scratch page included."""
     return 1 + -(-rows // PAGE_ROWS) + MAX_SEGMENTS
+
+
+def verifier_bytes(verifier: Verifier, rows: int) -> int:
+    """Bytes of a verifier on the device beside steps of so many packed rows: its weights, which may be
+    abstract, and what it stores."""
+    return tree_bytes(verifier.params) + verifier_keys_bytes(verifier, rows)
 
 
 def verifier_keys_bytes(verifier: Verifier, rows: int) -> int:

@@ -111,13 +111,9 @@ class FullRunner:
         """What the ladder needs compiled, as far as plans tell before; the parts of a step that the host
         drives are not among them."""
         for entry, batch in self._empty():
-            room = self._account.step_room(entry.rows)
-            chunks = self._unplanned(entry.head_rows)
-            if room is not None:
-                plan = plan_bucket(self.workload(Level.FILTERED), _bucket(entry), room)
-                chunks = self._chunks or plan.chunks
             if self._offloaded is not None:
                 return
+            chunks = self._planned(self.workload(Level.FILTERED), entry)
             args = self._params, batch, np.int32(1)
             static = self._static(mask_id_of(self._config), chunks)
             yield Program(_denoise, args, static, name=_name(entry))
@@ -204,10 +200,24 @@ class FullRunner:
         room = self._account.step_room(entry.rows)
         if room is None:
             return self._unplanned(entry.head_rows)
-        # Logits of two models and their mixture: about what a filter keeps.
+        return self._fit(self._adaptive_workload, entry, room, (), needs)[0]
+
+    def planned_adaptive_chunks(self, entry: Entry) -> ChunkConfig:
+        """The same as far as plans tell before anything is compiled."""
+        return self._planned(self._adaptive_workload, entry)
+
+    @property
+    def _adaptive_workload(self) -> Workload:
+        """Logits of two models and their mixture take about what a filter keeps."""
         most = self._max_num_logits or _UNPLANNED_LOGITS
-        workload = dataclasses.replace(self.workload(Level.FILTERED), max_num_logits=most)
-        return self._fit(workload, entry, room, (), needs)[0]
+        return dataclasses.replace(self.workload(Level.FILTERED), max_num_logits=most)
+
+    def _planned(self, workload: Workload, entry: Entry) -> ChunkConfig:
+        """Chunk counts by a plan alone."""
+        room = self._account.step_room(entry.rows)
+        if room is None:
+            return self._unplanned(entry.head_rows)
+        return self._chunks or plan_bucket(workload, _bucket(entry), room).chunks
 
     def workload(self, level: Level) -> Workload:
         """What steps are planned for."""

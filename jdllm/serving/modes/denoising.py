@@ -22,7 +22,7 @@ from jdllm.serving.demands import Demand, Kind, Life
 from jdllm.serving.denoise.cached_packing import reuse_demand
 from jdllm.serving.denoise.cached_runner import CachedRunner
 from jdllm.serving.denoise.full_runner import FullRunner
-from jdllm.serving.launch import Launcher
+from jdllm.serving.launch import Compiled, Launcher
 from jdllm.serving.long.preparation import Preparation
 from jdllm.serving.long.request import LongRequest, LongSpec
 from jdllm.serving.mode import Classes, EngineParts, Extras, Holder
@@ -69,11 +69,13 @@ class Denoising:
             Kind.STAGE: preparation.launch,
         }
         holders: list[Holder] = [preparation]
+        compiled: list[Compiled] = [full, cached]
         if extras.verifier is not None:
             keys = VerifierKeys(extras.verifier, account.rows)
             adaptive = AdaptiveRunner(model, ladder, full, extras.verifier, keys)
             launchers[Kind.ADAPTIVE] = adaptive.launch
             holders.append(keys)
+            compiled.append(adaptive)
 
         def check(spec: RequestSpec) -> None:
             check_verifiable(spec, extras.verifier)
@@ -83,7 +85,7 @@ class Denoising:
             launchers=launchers,
             costs=DenoisingCosts(preparation, account.rows),
             check=check,
-            compiled=(full, cached),
+            compiled=compiled,
             holders=holders,
             longest_served=account.rows if account.budget is None else account.longest,
             head_rows=ladder.head_rows,

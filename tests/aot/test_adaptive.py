@@ -1,0 +1,64 @@
+"""Adaptive steps of Dream-7B and a verifier of its size compiled for an H200: a warm-up has room for them."""
+
+import dataclasses
+import functools
+
+import pytest
+
+from benchmarks.shapes import SHAPES
+from jdllm.compiling.executables import Executables, Program
+from jdllm.execution.paged.pool import PAGE_ROWS, pool_bytes
+from jdllm.models.weights import abstract_params
+from jdllm.pallas.device import HOPPER
+from jdllm.planning.account import Account, make_account
+from jdllm.planning.aot import compile_for
+from jdllm.planning.budget import Budget
+from jdllm.planning.ladder import make_ladder
+from jdllm.serving.adaptive.runner import AdaptiveRunner
+from jdllm.serving.adaptive.verifier import Verifier
+from jdllm.serving.adaptive.verifier_keys import VerifierKeys, verifier_bytes, verifier_pages
+from jdllm.serving.background import Background
+from jdllm.serving.denoise.full_runner import FullRunner
+from jdllm.serving.on_device import OnDevice
+from jdllm.serving.pool.kv_pool import KvPool
+
+pytestmark = pytest.mark.aot
+
+CONFIG = SHAPES["dream-7b"]
+CAUSAL = dataclasses.replace(CONFIG, family="qwen2", attention="causal", logits_shift=False, mask_id=None)
+VERIFIER = Verifier(abstract_params(CAUSAL, "bfloat16"), CAUSAL)
+ROWS = 8192
+ACCOUNT = make_account(
+    CONFIG,
+    "bfloat16",
+    Budget(40 << 30, host=0),
+    device=HOPPER,
+    max_num_batched_tokens=ROWS,
+    verifier_bytes=verifier_bytes(VERIFIER, ROWS),
+)
+
+
+def programs(account: Account) -> list[Program]:
+    """All that a warm-up compiles for the verifier."""
+    ladder, pool = make_ladder(account.rows), KvPool(CONFIG, "bfloat16", account.pages)
+    model = OnDevice(abstract_params(CONFIG, "bfloat16"), CONFIG, Executables("cuda"), account, pool)
+    full = FullRunner(model, ladder, Background())
+    return list(AdaptiveRunner(model, ladder, full, VERIFIER, VerifierKeys(VERIFIER, ROWS)).programs())
+
+
+@pytest.mark.parametrize("name", [f"adaptive step of {ROWS} rows", "verifier's reading of 1024 rows"])
+def test_the_largest_fit_beside_the_pool_and_write_the_verifiers_in_place(name: str):
+    assert ACCOUNT.rows == ROWS
+    room = ACCOUNT.step_room(ROWS)
+    assert room is not None
+    found = [program for program in programs(ACCOUNT) if program.name == name]
+    assert found
+    for program in found:
+        function, args, static, donate, *_ = program
+        run = functools.partial(function, **static)
+        compiled = compile_for("h200", run, *args, donate=donate)
+        memory = compiled.memory_analysis()
+        assert memory is not None
+        assert memory.temp_size_in_bytes < room.device
+        pool = pool_bytes(CAUSAL, "bfloat16", verifier_pages(ROWS), PAGE_ROWS)
+        assert memory.alias_size_in_bytes >= pool
