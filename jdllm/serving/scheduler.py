@@ -109,7 +109,7 @@ class Scheduler:
         self._admission = Admission(limits)
         self._running: dict[int, _Running] = {}
         self._calls = Turns()
-        self._whole_served = 0
+        self._served_without_pages = 0
         self._admissions = self._plans = 0
 
     @property
@@ -169,7 +169,7 @@ class Scheduler:
         Returns those that now run, in the order in which they start.
         """
         if not self._admission.without_pages:
-            self._whole_served = self._plans
+            self._served_without_pages = self._plans
         admitted = self._admission.admit()
         for priority, _, arrival, request, life, call in admitted:
             caller = Caller(priority, call)
@@ -216,8 +216,7 @@ class Scheduler:
         drafts = {kind: _Draft() for kind in SUBMITTED}
         limits = self._limits
         whole_rows = limits.whole_rows if len(self._calls) == 1 else limits.company_rows
-        first_whole = next((request for request in turns if not self._running[request].life.pages), None)
-        whole_waits = False
+        first_without_pages, passed = self._first_without_pages(turns), set[int]()
         for request in (first, *others):
             demand = ready[request]
             draft = drafts[demand.kind]
@@ -225,12 +224,12 @@ class Scheduler:
                 demand.rows <= left
                 and draft.holds(demand, limits, whole_rows)
                 and self._joins(request, draft, ready)
-                and not (whole_waits and not self._running[request].life.pages)
+                and (self._has_pages(request) or first_without_pages not in passed)
             ):
                 draft.add(request, demand)
                 left -= demand.rows
             else:
-                whole_waits |= request == first_whole
+                passed.add(request)
         return [
             self._serve(kind, self._filling(draft, ready), ready)
             for kind, draft in drafts.items()
@@ -244,11 +243,17 @@ class Scheduler:
         whole sequences would be a step that the requests of this call wait for.
         """
         turns = sorted(candidates, key=self._turn)
-        first_whole = next((request for request in turns if not self._running[request].life.pages), None)
-        if first_whole is None or self._calls.is_first(self._running[first_whole].caller):
+        first = self._first_without_pages(turns)
+        if first is None or self._calls.is_first(self._running[first].caller):
             return turns
-        others = [request for request in turns if self._running[request].life.pages]
+        others = [request for request in turns if self._has_pages(request)]
         return others if others or busy else turns
+
+    def _first_without_pages(self, turns: Sequence[int]) -> int | None:
+        return next((request for request in turns if not self._has_pages(request)), None)
+
+    def _has_pages(self, request: int) -> bool:
+        return self._running[request].life.pages > 0
 
     def _joins(self, request: int, draft: _Draft, ready: Mapping[int, Demand]) -> bool:
         """Whether the first of a part need not mind the length of `request`."""
@@ -276,18 +281,18 @@ class Scheduler:
 
     def _turn(self, request: int) -> tuple[int | float, ...]:
         running = self._running[request]
-        if running.life.pages:
-            return running.caller.priority, running.served, False, running.admission
-        place = self._calls.place(running.caller)
-        return running.caller.priority, self._whole_served, True, *place, running.served, running.admission
+        priority, own = running.caller.priority, (running.served, running.admission)
+        if self._has_pages(request):
+            return priority, running.served, False, *own
+        return priority, self._served_without_pages, True, *self._calls.place(running.caller), *own
 
     def _serve(self, kind: Kind, ids: list[int], ready: Mapping[int, Demand]) -> Part:
         ids = sorted(ids, key=self._arrival)
         for request in ids:
             running = self._running[request]
             running.served, running.rows = self._plans, ready[request].rows
-            if not running.life.pages:
-                self._whole_served = self._plans
+            if not self._has_pages(request):
+                self._served_without_pages = self._plans
         return Part(kind, tuple(ids), self._steps(kind, [ready[i] for i in ids]))
 
     def _steps(self, kind: Kind, demands: Sequence[Demand]) -> int:

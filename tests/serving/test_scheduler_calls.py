@@ -96,6 +96,24 @@ class TestCalls:
         plans.ready |= dict.fromkeys(in_flight[0].ids, full(95))
         assert [plans.plan() for _ in range(8)] == [{short.kind: (9,)}] * 8
 
+    @pytest.mark.parametrize("short", [full(20), refresh(20)])
+    def test_newcomers_do_not_pass_a_long_one_for_ever(self, short: Demand):
+        """Two calls run at a time, and the longest part takes 95 seconds: one is overdue after 8 times 95."""
+        plans, waits = Plans(full(95)), [0]
+        plans.plan()
+        for newcomer in range(1, 200):
+            plans.scheduler.add(newcomer, Life(20, int(short.kind is REFRESH)))
+            plans.scheduler.admit()
+            plans.ready[newcomer] = short
+            while (served := plans.plan()).get(short.kind) != (newcomer,):
+                assert served == {FULL: (0,)}
+                waits.append(0)
+            waits[-1] += 20
+            plans.scheduler.remove(newcomer)
+            del plans.ready[newcomer]
+        assert len(waits) > 4
+        assert max(waits) <= 8 * 95 + 20
+
     def test_a_newcomer_goes_first_for_as_long_as_the_longest_part_takes(self):
         plans = Plans(full(50), full(50))
         for _ in range(9):
