@@ -6,9 +6,9 @@ other, because they need the same. So do those that hold other memory. Requests 
 earlier ones of their own call only. A request that takes the room of the pool waits for pages too: it passes
 nobody with pages, and none of these passes it.
 
-Calls that need the same take part in rounds, with one request each: a call of a thousand requests does not
-hold up another. Calls of one request start in the order of their arrival. Requests of a lower priority number
-start first, and are served first: all of this, and all bounds, are among requests of one priority.
+Calls that need the same take part in rounds, with one request each: nobody waits for all of a call of a
+thousand requests. Calls of one request start in the order of their arrival. Requests of a lower priority
+number start first, and are served first: all of this, and all bounds, are among requests of one priority.
 
 **Turns.** Among the ready requests whose kind is not in flight, the one that was served least recently has
 the first pick; ties go to the earlier admission. Reuses and decodes are cheap and pick next, the others after
