@@ -20,8 +20,9 @@ class Rounds:
     def join(self, call: int) -> float:
         """Let one more request of a call wait; returns its round."""
         self._left[call] += 1
-        self._next[call] = max(self._next.get(call, self._clock) + 1, self._clock + 1)
-        return self._next[call] - 1
+        round = max(self._next.get(call, 0.0), self._clock)
+        self._next[call] = round + 1
+        return round
 
     def leave(self, call: int, *, served: bool) -> None:
         """Take one request of a call out, which was served or not."""
@@ -86,13 +87,12 @@ class Turns:
         return not not_overdue or (caller.priority == least and had <= min(self._had[least].values()))
 
     def charge(self, seconds: Mapping[Caller, float]) -> None:
-        """Take in what the callers of a part had of the device, those that have left included."""
+        """Take in what the callers of a part had of the device, as far as they still run."""
         total = sum(seconds.values())
         self._given += total
         self._longest = max(self._longest, total)
-        here = {caller: more for caller, more in seconds.items() if caller in self._since}
         most = {priority: min(had.values()) + 2 * self._longest for priority, had in self._had.items()}
-        for caller, more in here.items():
+        for caller, more in seconds.items():
             had, self._since[caller] = self._had[caller.priority], self._given
             had[caller] = min(had[caller] + more, most[caller.priority])
         for priority, had in self._had.items():
