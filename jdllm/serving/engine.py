@@ -112,8 +112,8 @@ class Engine:
           happen; otherwise the device may run to the end of a block, and `StepUpdate`s come "later" or not at
           all, which saves time. Tokens are the same.
         - `deliver`: called with each of its updates, by whoever calls `step`.
-        - `call`: the id of another request. Requests with one `call` share its turns, so that calls of many
-          requests do not hold up others. Without `call` the request is a call of its own.
+        - `call`: a number of `new_call`. Requests of one call share its turns, so that calls of many requests
+          do not hold up others. Without `call` the request is a call of its own.
 
         Returns its id, unique in the process. Raises `RequestError` or `KvPoolError` for what can never run.
         """
@@ -126,6 +126,10 @@ class Engine:
         self.scheduler.check(life)
         self._arrivals.append(Entry(request, request.id if call is None else call, updates, deliver))
         return request.id
+
+    def new_call(self) -> int:
+        """A number for requests that somebody asks for together."""
+        return next(_ids)
 
     def abort(self, request: int) -> None:
         """Forget a request, wherever it is; one that has ended is none. It gets no further updates."""
@@ -178,13 +182,11 @@ class Engine:
         """
         mine: deque[Update] = deque()
         left: dict[int, int] = {}
-        call: int | None = None
+        call = self.new_call()
         try:
             for index, spec in enumerate(specs):
                 with _naming(index, len(specs)):
-                    request = self.add(spec, updates=updates, deliver=mine.append, call=call)
-                call = request if call is None else call
-                left[request] = index
+                    left[self.add(spec, updates=updates, deliver=mine.append, call=call)] = index
             while left:
                 while mine:
                     update = mine.popleft()

@@ -29,12 +29,10 @@ class Submitted:
         self._told: asyncio.Queue[Update | None] = asyncio.Queue()
         self._left: dict[int, int] = {}
         self._error: Exception | None = None
-        call: int | None = None
+        call = engine.new_call()
         try:
             for index, spec in enumerate(specs):
-                request = engine.add(spec, updates=updates, deliver=self._deliver, call=call)
-                call = request if call is None else call
-                self._left[request] = index
+                self._left[engine.add(spec, updates=updates, deliver=self._deliver, call=call)] = index
         except BaseException:
             self.close()
             raise
