@@ -17,7 +17,7 @@ from jdllm.serving.demands import Kind
 from jdllm.serving.engine import Engine
 from jdllm.serving.request import Request
 from jdllm.serving.runner import Runner
-from jdllm.serving.updates import PartDone
+from jdllm.serving.updates import PartDone, Update
 from tests.engines import engine_of, finish, generation_request
 
 NOTHING = dict.fromkeys(Kind, 0)
@@ -161,20 +161,44 @@ class TestRequests:
         assert engine.requests() == []
 
     def test_one_that_does_not_fit_yet_waits(self, engine, config):
+        call = engine.new_call()
         for request in make(config, [100, 101]):
-            engine.add(request.spec, updates="every", call=7)
+            engine.add(request.spec, updates="every", call=call)
         engine.step()
         assert [state.running for state in engine.requests()] == [True, False]
 
     def test_the_lowest_priority_number_starts_first(self, engine, config):
         """Only one of them fits a part of their call."""
         specs = [make(config, [100], priority=priority)[0].spec for priority in (0, 5, -1)]
-        first, second, third = (engine.add(spec, call=7) for spec in specs)
+        call = engine.new_call()
+        first, second, third = (engine.add(spec, call=call) for spec in specs)
         order = []
         while not engine.idle:
             engine.step()
             order += [state.id for state in engine.requests() if state.running]
         assert list(dict.fromkeys(order)) == [third, first, second]
+
+    def test_a_thread_returns_as_soon_as_its_own_requests_have_ended(self, engine, config):
+        """Another thread drives the engine, and does not let go of it before the first has returned."""
+        long, short = make(config, [60])[0], make(config, [5], gen_length=4)[0]
+        thread = threading.Thread(target=lambda: list(engine.run([short.spec])))
+        returned: list[bool] = []
+
+        def drive(_: Update) -> None:
+            if thread.ident is not None:
+                return
+            thread.start()
+            while not engine.stats().finished:
+                engine.step()
+            engine.step()  # delivers its end
+            thread.join(10)
+            returned.append(not thread.is_alive())
+
+        engine.add(long.spec, updates="every", deliver=drive)
+        while not engine.idle:
+            engine.step()
+        thread.join()
+        assert returned == [True]
 
     def test_those_of_one_run_share_a_part_and_hold_up_nobody(self, engine, config):
         updates = engine.run([request.spec for request in make(config, [100, 101])], updates="every")
