@@ -36,6 +36,7 @@ def refresh(
     logits_chunks: int,
     level: Level,
     scored: bool,
+    short: bool = False,
     selection_bits: SelectionBits = keyed_bits,
 ) -> tuple[Trace, KvArrays]:
     """One denoising step of whole sequences, whose keys and values are stored.
@@ -48,6 +49,8 @@ def refresh(
     - `config`, `mask_id`, `level`: static.
     - `logits_chunks`: into how many chunks the head rows are cut where logits exist; static.
     - `scored`: whether any segment keeps its best candidates; static.
+    - `short`: whether the blocks of all these are short, as in `jdllm.execution.paged.selection.sources`;
+      static.
     - `selection_bits`: static; the source of the draws that select rows.
 
     Returns the trace of one step, and the pool. The step itself is exact: it evaluates everything.
@@ -56,7 +59,7 @@ def refresh(
     asked = asked_rows(config, tokens, batch, mask_id, level)
     wanted, sources = wanted_of(asked)
     hidden, pool = forward_refresh(
-        params, config, tokens, batch.rows, pool, selection, table, scored=scored, wanted=wanted
+        params, config, tokens, batch.rows, pool, selection, table, scored=scored, short=short, wanted=wanted
     )
     choice = evaluate(params, config, hidden, sources, asked, batch, 0, chunks=logits_chunks, level=level)
     trace = transfer(tokens, empty_trace(batch, level), batch, asked, choice, selection_bits, level)[1]
@@ -68,7 +71,7 @@ def reuse(
     batch: Batch,
     table: PageTable,
     pool: KvArrays,
-    max_steps: Int[Array, ""],
+    max_steps: Int[Array, ""] | None,
     *,
     config: ModelConfig,
     mask_id: int,
@@ -83,7 +86,8 @@ def reuse(
     - `batch`: the rows that are forwarded.
     - `table`: the pages, and the fresh rows, that each tile of rows sees.
     - `pool`: keys and values of the last refresh; read only.
-    - `max_steps`: int32, at most the columns of the segments' step tables. Tokens do not depend on it.
+    - `max_steps`: int32, at most the columns of the segments' step tables; `None` for one step without a
+      loop. Tokens do not depend on it.
     - `config`, `mask_id`, `level`: static.
     - `logits_chunks`: into how many chunks the head rows are cut where logits exist; static.
     - `selection_bits`: static; the source of the draws that select rows.

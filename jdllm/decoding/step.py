@@ -100,7 +100,7 @@ def run_steps(
     hidden_of: Callable[[Int[Array, " rows"], AskedRows], tuple[Hidden, Sources]],
     params: Params,
     batch: Batch,
-    max_steps: Int[Array, ""],
+    max_steps: Int[Array, ""] | None,
     *,
     config: ModelConfig,
     mask_id: int,
@@ -114,16 +114,12 @@ def run_steps(
     - `hidden_of`: takes the tokens of the packed rows and the rows that are asked for; returns hidden rows
       after the last layer, and which of them predict tokens.
     - `params`, `batch`: stacked weights, and the packed batch.
-    - `max_steps`: int32, at most the columns of the segments' step tables.
+    - `max_steps`: int32, at most the columns of the segments' step tables. `None` for one step without a
+      loop: a loop whose turns the device counts keeps the host from launching what comes next.
     - `config`, `mask_id`, `level`: static.
     - `logits_chunks`: into how many chunks the head rows are cut where logits exist; static.
     - `selection_bits`: static; the source of the draws that select rows.
     """
-
-    def unfinished(carry: tuple[Array, Trace]) -> Bool[Array, ""]:
-        tokens, trace = carry
-        masked = masked_rows(tokens, batch, mask_id)
-        return (trace.steps < max_steps) & may_step(masked, batch, trace.steps)
 
     def step(carry: tuple[Array, Trace]) -> tuple[Array, Trace]:
         tokens, trace = carry
@@ -134,7 +130,16 @@ def run_steps(
         )
         return transfer(tokens, trace, batch, asked, choice, selection_bits, level)
 
-    return lax.while_loop(unfinished, step, (jnp.asarray(batch.tokens), empty_trace(batch, level)))[1]
+    first = jnp.asarray(batch.tokens), empty_trace(batch, level)
+    if max_steps is None:
+        return step(first)[1]
+
+    def unfinished(carry: tuple[Array, Trace]) -> Bool[Array, ""]:
+        tokens, trace = carry
+        masked = masked_rows(tokens, batch, mask_id)
+        return (trace.steps < max_steps) & may_step(masked, batch, trace.steps)
+
+    return lax.while_loop(unfinished, step, first)[1]
 
 
 def asked_rows(

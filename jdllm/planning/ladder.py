@@ -25,7 +25,7 @@ _LARGE = 8192
 """Rows from which on a step of twice as many takes twice as long."""
 
 _MOST_DEFAULT = 36864
-_MOST_EXECUTABLES = 58
+_MOST_EXECUTABLES = 90
 
 _BOUND_TILES = 2
 _QUARTERS = range(_BOUND, 4096)
@@ -75,15 +75,17 @@ class Ladder:
     """The entries of each kind of step, by rising rows.
 
     - `full`: whole sequences; some entries have as many head rows as rows, the others few. Of a ladder that
-      would have more than 58 executables, sizes above 8192 rows are left out: requests that share nothing
+      would have more than 90 executables, sizes above 8192 rows are left out: requests that share nothing
       are as quick in turn.
-    - `refresh`: whole sequences whose keys and values are stored, one step each.
-    - `reuse`: rows in tiles of `TILE_ROWS`; `ranked`: such rows where the head ranks a whole vocabulary, in
-      fewer sizes.
+    - `refresh`: whole sequences whose keys and values are stored, one step each; `refresh_any`: the same for
+      any requests, where the head ranks a whole vocabulary or blocks are long, in fewer sizes.
+    - `reuse`: rows in tiles of `TILE_ROWS`, with one executable for one step and one for several; `ranked`:
+      such rows where the head ranks a whole vocabulary, in fewer sizes, with one executable for both.
     """
 
     full: tuple[Entry, ...]
     refresh: tuple[Entry, ...]
+    refresh_any: tuple[Entry, ...]
     reuse: tuple[Entry, ...]
     ranked: tuple[Entry, ...]
 
@@ -108,18 +110,16 @@ def make_ladder(max_num_batched_tokens: int) -> Ladder:
     """
     sizes = _sizes(max_num_batched_tokens)
     between = _quarters(_QUARTERS, sizes[-1])
-    refresh = [entry._replace(steps=1) for entry in _narrow(sorted({*sizes, *between}))]
-    if refresh[-1].head_rows < sizes[-1] <= _SMALL:
-        refresh.append(_for_many([_entry(sizes[-1], sizes[-1])])[0]._replace(steps=1))
+    refresh, refresh_any = _refreshes(sorted({*sizes, *between})), _refreshes(sizes)
     most = min(_MOST_TILES, -(-max_num_batched_tokens // TILE_ROWS))
     reuse, ranked = (_reuses(tiles) for tiles in (_tiles(most, _BOUND_TILES), _tiles(most, _MOST_TILES)))
     reuse = sorted({*reuse, *_reuses(_quarters(_TILE_QUARTERS, most))})
-    left = _MOST_EXECUTABLES - len(refresh) - len(reuse) - len(ranked)
+    left = _MOST_EXECUTABLES - len(refresh) - len(refresh_any) - 2 * len(reuse) - len(ranked)
     sizes = sizes[: max(left - _WIDE, sum(rows <= _LARGE for rows in sizes))]
     some = sorted({sizes[len(sizes) // 2], sizes[-1]})
     wide = _for_many([_entry(rows, rows) for rows in some])
     full = sorted({*_narrow(sizes), *wide})
-    return Ladder(tuple(full), tuple(refresh), tuple(reuse), tuple(ranked))
+    return Ladder(*map(tuple, (full, refresh, refresh_any, reuse, ranked)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,6 +244,14 @@ def _narrow(sizes: Sequence[int]) -> list[Entry]:
     return _for_many([_entry(rows, _few(rows)) for rows in sizes])
 
 
+def _refreshes(sizes: Sequence[int]) -> list[Entry]:
+    """Refreshes of these numbers of rows; of a small ladder, the largest also with as many head rows."""
+    entries = _narrow(sizes)
+    if entries[-1].head_rows < sizes[-1] <= _SMALL:
+        entries += _for_many([_entry(sizes[-1], sizes[-1])])
+    return [entry._replace(steps=1) for entry in entries]
+
+
 def _sizes(most: int) -> list[int]:
     """Numbers of rows up to `most`, in whole units, so that a step of many is padded by a half at most.
 
@@ -286,5 +294,4 @@ def _numbers(unit: int, bound: int, last: int) -> list[int]:
 
 
 DEFAULT_ROWS = tuple(rows for rows in _sizes(_MOST_DEFAULT) if rows >= _LARGE)
-"""What an account chooses the packed rows of a step from: the large sizes of the largest ladder of 48
-executables."""
+"""What an account chooses the packed rows of a step from: the large sizes of the largest ladder."""

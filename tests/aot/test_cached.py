@@ -117,3 +117,25 @@ def test_nothing_stands_between_the_kernels_of_a_chain(
     assert chain.beside <= 32  # the next step waits for them
     printed = "".join(capfd.readouterr())
     assert spills_of(printed) == {("0", "0")}, printed
+
+
+def counted_turns(compiled: Any) -> int:
+    """Loops whose turns the device counts, and branches that it chooses: the host waits for each."""
+    lines = (compiled.as_text() or "").splitlines()
+    loops = [line for line in lines if " while(" in line and "known_trip_count" not in line]
+    return len(loops) + sum(" conditional(" in line for line in lines)
+
+
+def test_the_host_need_not_wait_for_a_usual_part():
+    """What is launched next then follows at once. A loop of steps shows that the count counts."""
+    asked, pages = requests("head_sparse")
+    (batch, _), selection, table, _ = pack_refresh(asked, CONFIG, pages, entry_of(asked))
+    params, pool = abstract_params(CONFIG, "bfloat16"), abstract_pool(pages)
+    arguments = (params, batch, selection, table, pool)
+    refreshed = compile_for("h200", refresh, *arguments, donate=("pool",), scored=True, short=True, **STATIC)
+    assert counted_turns(refreshed) == 0
+    (batch, _), table = packed_reuse(asked, pages, CONFIG)
+    for steps, counted in ((None, 0), (np.int32(1), 1)):
+        assert (
+            counted_turns(compile_for("h200", reuse, params, batch, table, pool, steps, **STATIC)) == counted
+        )

@@ -7,16 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdllm.execution.paged.selection import Selection, slots_of, sources, store
+from jdllm.execution.paged.selection import SHORT_BLOCK, Selection, slots_of, sources, store
 from jdllm.pallas.split_attention import PageTable
 
 HEAD_DIM, PAGE_ROWS = 8, 4
 GROUPS = [(4, 2), (3, 3), (4, 1)]
 
 
-@functools.partial(jax.jit, static_argnames="scored")
-def sources_of(q, k, selection, table, scored):
-    return sources(q, k, selection, slots_of(selection, table, PAGE_ROWS), scored=scored)
+@functools.partial(jax.jit, static_argnames=("scored", "short"))
+def sources_of(q, k, selection, table, scored, short):
+    return sources(q, k, selection, slots_of(selection, table, PAGE_ROWS), scored=scored, short=short)
 
 
 def slow(*values: object):
@@ -65,14 +65,20 @@ class Segment:
 
 
 def random_segment(
-    rng: np.random.Generator, heads: int, kv_heads: int, kind: str, **fixed: bool | int
+    rng: np.random.Generator,
+    heads: int,
+    kv_heads: int,
+    kind: str,
+    block_rows: int | None,
+    **fixed: bool | int,
 ) -> Segment:
-    """A segment of any policy.
+    """A segment of any policy, with a block of so many rows, or else of any few.
 
     `kind`: "ties" has small integers, of which f32 makes exact scores; "near" has keys that differ by a few
     units in the last place, so that rounding decides their order; "normal" neither.
     """
-    block_rows = int(rng.choice([0, 1, 2, 4, 8, 16]) if kind == "ties" else rng.integers(1, 20))
+    if block_rows is None:
+        block_rows = int(rng.choice([0, 1, 2, 4, 8, 16]) if kind == "ties" else rng.integers(1, 20))
     rows = block_rows + int(rng.integers(0, 25))
     start = int(rng.integers(0, rows - block_rows + 1))
     block = np.arange(start, start + block_rows)
@@ -96,9 +102,17 @@ def random_segment(
     return Segment(*arrays, **(policy | fixed))  # pyright: ignore[reportArgumentType]
 
 
-def random_batch(seed: int, kind: str, heads: int = 4, kv_heads: int = 2, segments: int = 6, **fixed):
+def random_batch(
+    seed: int,
+    kind: str,
+    heads: int = 4,
+    kv_heads: int = 2,
+    segments: int = 6,
+    block_rows: int | None = None,
+    **fixed,
+):
     rng = np.random.default_rng(seed)
-    return [random_segment(rng, heads, kv_heads, kind, **fixed) for _ in range(segments)]
+    return [random_segment(rng, heads, kv_heads, kind, block_rows, **fixed) for _ in range(segments)]
 
 
 def pack(
@@ -139,13 +153,19 @@ def table_for(pages: np.ndarray, counts: np.ndarray) -> PageTable:
     return PageTable(pages.astype(np.int32), np.zeros(len(pages), np.int32), first)
 
 
-def order_by_segment(segments: Sequence[Segment], padding: int = 0, dtype=np.float32) -> list[np.ndarray]:
-    """What `sources` says of each segment where all are kept: its rows `[candidates, kv_heads]`."""
+def order_by_segment(
+    segments: Sequence[Segment], padding: int = 0, dtype=np.float32, short: bool | None = None
+) -> list[np.ndarray]:
+    """What `sources` says of each segment where all are kept: its rows `[candidates, kv_heads]`.
+
+    `short`: what it is told of the blocks, by default the truth.
+    """
+    short = all(len(s.block) <= SHORT_BLOCK for s in segments) if short is None else short
     q, k, selection = pack(segments, padding, dtype)
     keep = np.array([len(s.candidates) for s in segments], np.int32)
     counts = -(-keep // PAGE_ROWS)
     table = table_for(1 + np.arange(counts.sum()), counts)
-    got = sources_of(q, k, selection._replace(keep=keep), table, scored_of(segments))
+    got = sources_of(q, k, selection._replace(keep=keep), table, scored_of(segments), short)
     assert got.dtype == jnp.int32
     assert got.shape[1:] in ((k.shape[1], PAGE_ROWS), (1, PAGE_ROWS))
     rows = np.broadcast_to(got, (len(got), k.shape[1], PAGE_ROWS)).swapaxes(1, 2)
@@ -213,6 +233,21 @@ def test_company_changes_no_order(seed):
     np.testing.assert_array_equal(order_by_segment(segments[-1:])[0], together[-1])
 
 
+def test_long_blocks_are_scored_by_all_of_their_rows():
+    longer = random_batch(4, "ties", segments=2, block_rows=4 * SHORT_BLOCK, scored=True)
+    segments = [*longer, *random_batch(5, "ties", segments=2, scored=True)]
+    shortened = [dataclasses.replace(s, block=s.block[:SHORT_BLOCK]) for s in longer]
+    assert any((a.order() != b.order()).any() for a, b in zip(longer, shortened, strict=True))
+    assert_order(segments, padding=3)
+
+
+@pytest.mark.slow
+def test_short_blocks_have_the_same_order_where_long_ones_could_be():
+    segments = random_batch(6, "near", scored=True)
+    for short, general in zip(*(order_by_segment(segments, short=x) for x in (True, False)), strict=True):
+        np.testing.assert_array_equal(short, general)
+
+
 @pytest.mark.parametrize("scored_too", [False, True])
 def test_segments_that_are_not_scored_keep_their_order_whatever_their_rows_hold(scored_too):
     segments = [
@@ -233,23 +268,23 @@ def test_rows_are_read_only_where_a_segment_is_scored():
 
 
 def test_a_device_does_not_wait_for_the_host():
-    """In no layer of a refresh, but for rows of a block beyond the usual: only their turns does it count."""
+    """In no layer of a refresh, but for blocks that may be long."""
     segments = random_batch(0, "normal", segments=2, scored=True)
     q, k, selection = pack(segments)
     table = table_for(np.arange(9), np.array([4, 4]))
     pool = jnp.zeros((1, 9, k.shape[1], PAGE_ROWS, HEAD_DIM))
 
-    def refresh(pool, q, k, selection, table):
-        slots = slots_of(selection, table, PAGE_ROWS)
-        source = sources(q, k, selection, slots, scored=scored_of(segments))
-        return slots, store(pool, pool, 0, k, k, slots.page, source)
+    def text(short: bool) -> str:
+        def refresh(pool, q, k, selection, table):
+            slots = slots_of(selection, table, PAGE_ROWS)
+            source = sources(q, k, selection, slots, scored=scored_of(segments), short=short)
+            return slots, store(pool, pool, 0, k, k, slots.page, source)
 
-    text = str(jax.make_jaxpr(refresh)(pool, q, k, selection, table))
-    assert "cond[" not in text
-    assert text.count("while[") == 1
-    usual, counted = text.split("while[")
-    assert usual.count("scan[") == 1
-    assert counted.count("scan[") == 1
+        return str(jax.make_jaxpr(refresh)(pool, q, k, selection, table))
+
+    assert "cond[" not in text(short=True)
+    assert "while[" not in text(short=True)
+    assert text(short=False).count("while[") == 1
 
 
 def page_table(rng: np.random.Generator, keep: np.ndarray) -> tuple[PageTable, int]:

@@ -75,8 +75,8 @@ def test_keys_are_scored_only_where_some_are_stored(
     def counted(scored: bool, choose: Any) -> Any:
         return lambda *args: (turns.append(scored), choose(*args))[1]
 
-    for scored, kind in sizes.items():
-        monkeypatch.setattr(kind, "choose", counted(scored, kind.choose))
+    for form, kind in sizes.items():
+        monkeypatch.setattr(kind, "choose", counted(form.scored, kind.choose))
 
     def tokens(**options: Any) -> list[int]:
         sampling = SamplingParams(gen_length=16, block_length=8, **options)

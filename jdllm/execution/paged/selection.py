@@ -19,7 +19,8 @@ Pool = Float[Array, "layers pages kv_heads page_rows head_dim"]
 Order = Int32[Array, "kv_heads candidates"]
 Sources = Int32[Array, "entries #kv_heads page_rows"]
 
-_ROWS_PER_TURN, _USUAL_TURNS, _COUNTED_TURNS = 8, 4, 8
+SHORT_BLOCK = 32
+"""Rows of a block of the usual length, and fewer: the host need not wait while their queries are added."""
 
 
 class Selection(NamedTuple):
@@ -88,23 +89,26 @@ def slots_of(selection: Selection, table: PageTable, page_rows: int) -> Slots:
     return Slots(page, place, selection.row[place][:, None].astype(jnp.int32))
 
 
-def sources(q: Queries, k: Keys, selection: Selection, slots: Slots, *, scored: bool) -> Sources:
+def sources(
+    q: Queries, k: Keys, selection: Selection, slots: Slots, *, scored: bool, short: bool = False
+) -> Sources:
     """The packed row that each slot takes, for each key-value head.
 
     Arguments:
     - `q`, `k`: rotated.
     - `slots`: as `slots_of` returns them.
     - `scored`: whether any segment may be scored, static; queries and keys are not read otherwise.
+    - `short`: whether no scored segment has a block of more than `SHORT_BLOCK` rows, static.
 
     Returns int32 rows, with one head for all where they are the same.
     """
     if not scored:
         return slots.source
-    order = candidate_order(q, k, selection)
+    order = candidate_order(q, k, selection, short=short)
     return jnp.moveaxis(jnp.asarray(selection.row)[order[:, slots.place]], 0, 1).astype(jnp.int32)
 
 
-def candidate_order(q: Queries, k: Keys, selection: Selection) -> Order:
+def candidate_order(q: Queries, k: Keys, selection: Selection, *, short: bool = False) -> Order:
     """The candidates in the order in which each segment keeps them, for each key-value head.
 
     Scores are products of keys with the mean query of all rows of the segment's block, masked or not, in f32:
@@ -114,11 +118,12 @@ def candidate_order(q: Queries, k: Keys, selection: Selection) -> Order:
 
     Arguments:
     - `q`, `k`: rotated.
+    - `short`: whether no scored segment has a block of more than `SHORT_BLOCK` rows, static.
 
     Returns int32 indices into the candidates, by rising segment; padding is last.
     """
     selection = Selection(*map(jnp.asarray, selection))
-    scores = _pooled(_scores(q, k, selection), selection)
+    scores = _pooled(_scores(q, k, selection, short=short), selection)
     index = jnp.arange(scores.shape[1], dtype=jnp.int32)
     segment, index = (jnp.broadcast_to(x, scores.shape) for x in (selection.segment, index))
     return lax.sort((segment, -scores, index), num_keys=3)[2]
@@ -157,38 +162,36 @@ def store(
     return pool_k, pool_v
 
 
-def _mean_queries(q: Queries, selection: Selection) -> Float32[Array, "segments heads head_dim"]:
+def _mean_queries(
+    q: Queries, selection: Selection, *, short: bool
+) -> Float32[Array, "segments heads head_dim"]:
     """The mean query of each segment's block.
 
-    Rows are added one after the other, in as many turns as the longest block needs: the sum is the same in
-    any company, which scattered additions on a GPU are not. A loop whose turns the device counts waits for
-    the host, so that the turns of usual blocks are not counted.
+    Rows are added one after the other: the sum is the same in any company, which scattered additions on a GPU
+    are not. A loop whose turns the device counts waits for the host in every layer, so that there is none
+    where all blocks are short.
     """
     count = selection.block_rows
 
-    def add(turn: Int[Array, ""], total: Array) -> Array:
-        for offset in range(_ROWS_PER_TURN):
-            i = turn * _ROWS_PER_TURN + offset
+    def add(turn: Int[Array, ""] | int, total: Array) -> Array:
+        for offset in range(SHORT_BLOCK):
+            i = turn * SHORT_BLOCK + offset
             row = jnp.minimum(selection.block_first + i, q.shape[0] - 1)
             total += jnp.where((i < count)[:, None, None], q[row].astype(jnp.float32), 0)
         return total
 
-    total = jnp.zeros((count.size, *q.shape[1:]), jnp.float32)
-    total = lax.fori_loop(0, _USUAL_TURNS, add, total)
-
-    def more(counted: Int[Array, ""], total: Array) -> Array:
-        begin = _USUAL_TURNS + counted * _COUNTED_TURNS
-        return lax.fori_loop(0, _COUNTED_TURNS, lambda turn, total: add(begin + turn, total), total)
-
-    left = count.max() - _USUAL_TURNS * _ROWS_PER_TURN
-    total = lax.fori_loop(0, -(-left // (_COUNTED_TURNS * _ROWS_PER_TURN)), more, total)
+    total = add(0, jnp.zeros((count.size, *q.shape[1:]), jnp.float32))
+    if not short:
+        total = lax.fori_loop(1, -(-count.max() // SHORT_BLOCK), add, total)
     return total / jnp.maximum(count, 1)[:, None, None]
 
 
-def _scores(q: Queries, k: Keys, selection: Selection) -> Float32[Array, "kv_heads candidates"]:
+def _scores(
+    q: Queries, k: Keys, selection: Selection, *, short: bool
+) -> Float32[Array, "kv_heads candidates"]:
     """What each candidate is worth before pooling; 0 in segments that are not scored."""
     owner = selection.owner
-    query = _mean_queries(q, selection).reshape(selection.keep.size, k.shape[1], -1, k.shape[2])
+    query = _mean_queries(q, selection, short=short).reshape(selection.keep.size, k.shape[1], -1, k.shape[2])
     # A product and a sum fuse with both gathers; a matrix product would be given the gathered queries.
     products = query[owner] * k[selection.row][:, :, None]
     scores = products.sum(axis=-1)

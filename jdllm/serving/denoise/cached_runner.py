@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from jdllm.decoding.encoded_trace import encoding
 from jdllm.decoding.rules import head_level
 from jdllm.execution.few_rows.chain import chains
 from jdllm.execution.paged.pool import PAGE_ROWS
+from jdllm.execution.paged.selection import SHORT_BLOCK
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.buckets import power_bucket
 from jdllm.planning.ladder import TILE_ROWS, Entry, Ladder, Sizes
@@ -32,7 +33,20 @@ from jdllm.serving.request import Request
 from jdllm.serving.spec import mask_id_of
 
 _refresh, _reuse = encoding(refresh), encoding(reuse)
-_REUSE_LEVELS = (Level.TOP, Level.FILTERED)
+_LEVELS = (Level.TOP, Level.FILTERED)
+
+
+class RefreshForm(NamedTuple):
+    """What refreshes are compiled for.
+
+    - `scored`: whether any request keeps its best candidates.
+    - `usual`: whether no request needs a level of the head above `Level.TOP`, nor has its keys scored by a
+      block of more than `SHORT_BLOCK` rows. Then the device counts no turns of a loop, which the host would
+      wait for.
+    """
+
+    scored: bool
+    usual: bool
 
 
 class CachedRunner:
@@ -43,7 +57,7 @@ class CachedRunner:
     - `ladder`: the sizes of its steps.
     - `background`: compiles sizes that fit better than those that serve now.
 
-    `refresh_sizes` are those of refreshes that only store, and of refreshes that also score stored keys.
+    `refresh_sizes` are those of each form of a refresh.
     """
 
     def __init__(
@@ -55,9 +69,15 @@ class CachedRunner:
         self._params, self._config, self._executables, self._account, self._pool = model
         self._ladder = ladder
         self._parts = PartRunner(model, background)
-        self.refresh_sizes = {scored: Sizes(ladder.refresh) for scored in (False, True)}
-        self._reuse_entries = dict(zip(_REUSE_LEVELS, (ladder.reuse, ladder.ranked), strict=True))
+        self._refresh_entries = {True: ladder.refresh, False: ladder.refresh_any}
+        self.refresh_sizes = {
+            RefreshForm(scored, usual): Sizes(entries)
+            for usual, entries in self._refresh_entries.items()
+            for scored in (False, True)
+        }
+        self._reuse_entries = dict(zip(_LEVELS, (ladder.reuse, ladder.ranked), strict=True))
         self._reuse_sizes = {level: Sizes(entries) for level, entries in self._reuse_entries.items()}
+        self._warm = False
         self._chained = functools.cache(functools.partial(chains, model.params, model.config))
 
     def programs(self) -> Iterator[Program]:
@@ -66,32 +86,35 @@ class CachedRunner:
             return
         request, pages = smallest_request(self._config), self._pool.book.allocate(-1, 2)
         request.id = -1
-        for entry in self._ladder.refresh:
-            yield self._refresh_program(
-                pack_refresh([request], self._config, pages, entry), entry, scored=True
-            )
+        for usual, entries in self._refresh_entries.items():
+            for entry in entries:
+                batch = pack_refresh([request], self._config, pages, entry)
+                yield self._refresh_program(batch, entry, RefreshForm(scored=True, usual=usual))
         for level, entries in self._reuse_entries.items():
             for entry in entries:
                 batch = pack_reuse([request], self._config, pages, entry, self._usual_entries(entry))
-                yield self._reuse_program(batch, entry, level, 1)
+                for steps in (1, None) if level is Level.TOP else (1,):
+                    yield self._reuse_program(batch, entry, level, steps)
 
     def warm(self) -> None:
         """Compile every entry of the ladder. Refreshes that score keys serve those that do not: twice as many
         sizes save more padding than scoring costs."""
         self._executables.prepare(list(self.programs()))
-        self.refresh_sizes[True].compiled.update(self._ladder.refresh)
+        for usual, entries in self._refresh_entries.items():
+            self.refresh_sizes[RefreshForm(scored=True, usual=usual)].compiled.update(entries)
         for level, entries in self._reuse_entries.items():
             self._reuse_sizes[level].compiled.update(entries)
+        self._warm = True
 
     def refresh(self, requests: list[Request], max_steps: int) -> Launch:
         """Pack one step of whole sequences; the rows that each policy asks for are stored."""
         rows, head_rows = np.sum([demand(r) for r in requests], axis=0).tolist()
-        scored = self._needs_scores(requests)
-        sizes = self.refresh_sizes[scored]
+        form = self._form(requests)
+        sizes = self.refresh_sizes[form]
 
         def packed(entry: Entry) -> Packed[RefreshBatch]:
             batch = pack_refresh(requests, self._config, self._pool.book, entry)
-            return Packed(batch, self._refresh_program(batch, entry, scored=scored))
+            return Packed(batch, self._refresh_program(batch, entry, form))
 
         chosen = self._parts.choose(sizes, packed, Need(rows, head_rows, len(requests)))
         run = functools.partial(self._pool.run, chosen.executable, *chosen.arguments[:-1], writes=True)
@@ -100,14 +123,15 @@ class CachedRunner:
     def reuse(self, requests: list[Request], max_steps: int) -> Launch:
         """Pack up to `max_steps` steps of the rows that each request forwards."""
         rows, head_rows, needed = np.sum([reuse_demand(r, PAGE_ROWS) for r in requests], axis=0).tolist()
-        level = _reuse_level(requests)
-        sizes = self._reuse_sizes[level]
+        level = _head_level(requests)
+        sizes, once = self._reuse_sizes[level], self._warm and max_steps == 1 and level is Level.TOP
 
         def packed(entry: Entry) -> Packed[ReuseBatch]:
             usual = self._usual_entries(entry)
             entries = usual if needed <= usual else power_bucket(needed, usual)
             batch = pack_reuse(requests, self._config, self._pool.book, entry, entries)
-            return Packed(batch, self._reuse_program(batch, entry, level, min(max_steps, entry.steps)))
+            steps = None if once else min(max_steps, entry.steps)
+            return Packed(batch, self._reuse_program(batch, entry, level, steps))
 
         chosen = self._parts.choose(sizes, packed, Need(rows, head_rows, len(requests), max_steps))
         *arguments, _, steps = chosen.arguments
@@ -118,21 +142,33 @@ class CachedRunner:
             rows=chosen.entry.rows,
         )
 
-    def _needs_scores(self, requests: list[Request]) -> bool:
-        """Whether the executable that scores keys serves a part. Where nobody stores now, as in a step before
-        a refresh, the other one is quicker; it is not compiled for that alone, nor once all are compiled."""
-        scoring = [request for request in requests if _scores(request)]
-        now = any(request.phase is Phase.REFRESH for request in scoring)
-        plain, scored = (sizes.compiled for sizes in self.refresh_sizes.values())
-        return now or (not plain and (bool(scoring) or scored.issuperset(self._ladder.refresh)))
+    def _form(self, requests: list[Request]) -> RefreshForm:
+        """The form that serves a part.
 
-    def _refresh_program(self, batch: RefreshBatch, entry: Entry, *, scored: bool) -> Program:
+        Where nobody stores now, as in a step before a refresh, the form that does not score keys is quicker;
+        it is not compiled for that alone, nor once all sizes of the other one are compiled.
+        """
+        scoring = [request for request in requests if _scores(request)]
+        short = all(r.block.stop - r.block.start <= SHORT_BLOCK for r in scoring)
+        usual = short and _head_level(requests) is Level.TOP
+        now = any(request.phase is Phase.REFRESH for request in scoring)
+        plain, scored = (self.refresh_sizes[RefreshForm(x, usual)].compiled for x in (False, True))
+        whole = scored.issuperset(self._refresh_entries[usual])
+        return RefreshForm(now or (not plain and (bool(scoring) or whole)), usual)
+
+    def _refresh_program(self, batch: RefreshBatch, entry: Entry, form: RefreshForm) -> Program:
         args = self._params, batch.packed.batch, batch.selection, batch.table, self._pool.abstract
-        static = self._static(entry, Level.FILTERED) | {"scored": scored}
+        level = Level.TOP if form.usual else Level.FILTERED
+        static = self._static(entry, level) | {"scored": form.scored, "short": form.usual}
         return Program(_refresh, args, static, donate=("pool",), name=f"refresh of {entry.rows} rows")
 
-    def _reuse_program(self, batch: ReuseBatch, entry: Entry, level: Level, steps: int) -> Program:
-        args = self._params, batch.packed.batch, batch.table, self._pool.abstract, np.int32(steps)
+    def _reuse_program(self, batch: ReuseBatch, entry: Entry, level: Level, steps: int | None) -> Program:
+        """A loop of so many steps; or one step without a loop, which does not keep the host waiting.
+
+        Only a warm-up compiles both: a loop does one step too.
+        """
+        most = None if steps is None else np.int32(steps)
+        args = self._params, batch.packed.batch, batch.table, self._pool.abstract, most
         static, chained = self._static(entry, level), self._chained(entry.rows)
         return Program(_reuse, args, static, chained=chained, name=f"reuse of {entry.rows} rows")
 
@@ -149,10 +185,10 @@ class CachedRunner:
         }
 
 
-def _reuse_level(requests: list[Request]) -> Level:
-    """One of the two levels that reuses are compiled for: usual ones end sooner at the lower."""
+def _head_level(requests: list[Request]) -> Level:
+    """One of the two levels that steps are compiled for: usual ones end sooner at the lower."""
     usual = all(head_level(r.sampling) is Level.TOP for r in requests)
-    return _REUSE_LEVELS[0] if usual else _REUSE_LEVELS[1]
+    return _LEVELS[0] if usual else _LEVELS[1]
 
 
 def _scores(request: Request) -> bool:
