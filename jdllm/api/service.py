@@ -243,6 +243,7 @@ class Service:
         specs = specs_of(asked)
         self.check_room(len(specs))
         self._check_share(owner_of(request), len(specs))
+        began = time.monotonic()
         submitted = self.engine.submit(specs, updates=updates)
         arrivals.submitted(request)
         request.state.counted = True
@@ -255,6 +256,7 @@ class Service:
             metrics=self.metrics,
             tokenizer=self.llm.tokenizer,
             calls=self.running,
+            began=began,
         )
         if self.settings.log_prompts:
             for one in asked:
