@@ -146,11 +146,15 @@ def test_a_client_that_goes_is_told_of(service: Service, log: pytest.LogCaptureF
     headers = [(b"host", b"testserver"), (b"content-type", b"application/json")]
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
     messages = iter([{"type": "http.request", "body": body}])
+    # A stream and its call both wait for the client to go. Here the stream hears first, and ends the call.
+    deaf = iter([False, stream])
 
     async def main(waiting: Service) -> None:
         async def receive() -> Message:
             if message := next(messages, None):
                 return message
+            if next(deaf, False):
+                await asyncio.Event().wait()
             while not waiting.running:
                 await asyncio.sleep(0.01)
             return {"type": "http.disconnect"}
