@@ -31,7 +31,7 @@ help:  ## show the targets
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12) and "jdllm needs Python 3.12 or newer")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,train,convert,plot,serve]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,train,convert,plot,serve,otel]'
 	@touch $@
 
 $(AOT_VENV)/.ready: pyproject.toml
@@ -58,7 +58,7 @@ $(LOWEST_VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv --clear $(LOWEST_VENV)
 	$(LOWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check uv
 	$(LOWEST_VENV)/bin/uv pip install --quiet --python $(LOWEST_VENV)/bin/python --resolution lowest-direct \
-	  --editable '.[dev,train,convert,plot,serve]'
+	  --editable '.[dev,train,convert,plot,serve,otel]'
 	@touch $@
 
 # Of the package it needs the extra alone: building the pages imports nothing of jdllm.
@@ -95,7 +95,8 @@ test-demo: $(VENV)/.ready  ## quick tests of the bundled model and the benchmark
 # What uses each dependency: files, tokenizers, models, recorded runs, commands, pictures, the server.
 LOWEST_TESTS := $(addprefix tests/,test_package.py test_progress.py checkpoints convert models \
   decoding/test_trajectories.py cli/test_generate.py planning/test_report.py demo/test_train.py \
-  harness/test_translation.py $(addprefix api/test_,completions.py chat.py schema.py metrics.py batch.py bodies.py))
+  harness/test_translation.py $(addprefix api/test_,completions.py chat.py schema.py metrics.py batch.py bodies.py \
+  otel.py))
 test-lowest: $(LOWEST_VENV)/.ready  ## a selection of tests with the lowest versions of the dependencies
 	$(LOWEST_VENV)/bin/uv pip list --python $(LOWEST_VENV)/bin/python
 	$(CPU) $(LOWEST_VENV)/bin/python -m pytest $(SPREAD) --dist loadfile -o cache_dir=$(LOWEST_VENV)/cache \

@@ -147,9 +147,8 @@ def request_output(
 
 def _completion(index: int, request: Request, decode: Decode | None) -> CompletionOutput:
     end = request.end_of_text()
-    result = request.tokens[request.returned]
-    kept = result if end is None or not request.sampling.early_stop else result[: end + 1]
-    positions = slice(request.returned.start, request.returned.start + len(kept))
+    positions = _kept(request, end)
+    kept = request.tokens[positions]
     logprobs, steps = request.logprobs[positions].tolist(), request.committed_in[positions].tolist()
     asked, listed = request.sampling.logprobs is not None, request.likeliest[positions]
     return CompletionOutput(
@@ -171,6 +170,18 @@ def _completion(index: int, request: Request, decode: Decode | None) -> Completi
         prefilling=request.prefilled,
         num_cached_tokens=request.found,
     )
+
+
+def generated(request: Request) -> int:
+    """How many tokens of the result a finished request has generated."""
+    return int(np.count_nonzero(request.committed_in[_kept(request, request.end_of_text())] >= 0))
+
+
+def _kept(request: Request, end: int | None) -> slice:
+    """The positions of the result, up to the token that ends the text."""
+    if end is None or not request.sampling.early_stop:
+        return request.returned
+    return slice(request.returned.start, request.returned.start + end + 1)
 
 
 def top_of(likeliest: np.ndarray, token: int, logprob: float) -> dict[int, float]:

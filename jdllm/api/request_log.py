@@ -48,8 +48,8 @@ class RequestLog:
     - `answered`: whether answered requests are told of too.
     - `prompts`: whether what clients wrote may be told.
 
-    In a request's state are its id (`request_id`), and as soon as there is one its `error` or its `counts`:
-    tokens that were read, and that were made.
+    In a request's state are its id (`request_id`), as soon as there is one its `error`, and once its call has
+    ended a `CallEnd` (`call`).
     """
 
     def __init__(self, app: ASGIApp, *, answered: bool = False, prompts: bool = False):
@@ -88,17 +88,23 @@ class RequestLog:
             return
         what = f"{scope['method']} {_printable(scope['path'])} {error.status if error else status}"
         if error is not None:
-            what += f" {self._reason(error)}"
-        elif counts := state.get("counts"):
-            what += f", {counts[0]} tokens read, {counts[1]} generated"
+            what += f" {reason(error, self._prompts)}"
+        elif call := state.get("call"):
+            what += f", {call.prompt_tokens} tokens read, {call.completion_tokens} generated"
         client = scope["client"][0] if scope.get("client") else "-"
         _log.info("%s, %.3f s, from %s, id %s", what, seconds, client, state["request_id"])
 
-    def _reason(self, error: ApiError) -> str:
-        known = [part for part in (error.code, error.param) if part]
-        if self._prompts or error.code in _SAID:
-            known.append(error.message)
-        return _printable(": ".join(known))
+
+def reason(error: ApiError, prompts: bool) -> str:
+    """What was wrong, on one line.
+
+    Arguments:
+    - `prompts`: whether what clients wrote may be told.
+    """
+    known = [part for part in (error.code, error.param) if part]
+    if prompts or error.code in _SAID:
+        known.append(error.message)
+    return _printable(": ".join(known))
 
 
 def _id_of(scope: Scope) -> str:

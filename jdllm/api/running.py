@@ -7,13 +7,12 @@ from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple, Self
 
 import fastapi
-import numpy as np
 
 from jdllm.api.answers import prompt_tokens
 from jdllm.api.errors import ApiError, as_api_error, dead
 from jdllm.api.metrics import Metrics
 from jdllm.checkpoints.tokenizer import Tokenizer
-from jdllm.outputs import CompletionOutput, RequestOutput, request_output
+from jdllm.outputs import CompletionOutput, RequestOutput, generated, request_output
 from jdllm.prompts import AskedPrompt
 from jdllm.serving.async_engine import AsyncEngine
 from jdllm.serving.request import Request
@@ -31,6 +30,26 @@ class Told(NamedTuple):
     update: Update
 
 
+class CallEnd(NamedTuple):
+    """What monitoring is told of a call that has ended.
+
+    - `id`: of the call.
+    - `prompt_tokens`, `completion_tokens`: that were read, and that were generated.
+    - `evaluations`: forward evaluations of its samples that ended.
+    - `queued`: seconds until the first of these started, `None` where none has ended.
+    - `first_block`: seconds until the first tokens of these were committed, `None` where none were.
+    - `seconds`: that the call took.
+    """
+
+    id: str
+    prompt_tokens: int
+    completion_tokens: int
+    evaluations: int
+    queued: float | None
+    first_block: float | None
+    seconds: float
+
+
 class Running:
     """A call in the engine; iterate over it once, inside `with`.
 
@@ -43,6 +62,7 @@ class Running:
     - `metrics`: count its end.
     - `tokenizer`: of the model; without one the outputs have no texts.
     - `calls`: the waiting and running calls, by id. The call is among them until its end.
+    - `began`: the moment of `time.monotonic` before it was submitted.
 
     `owner` is the number of the key that the call came with; `None` without keys, and for the admin's key.
     """
@@ -58,11 +78,11 @@ class Running:
         metrics: Metrics,
         tokenizer: Tokenizer | None,
         calls: "dict[str, Running]",
+        began: float,
     ):
         self.id, self.owner, self.asked, self._request = id, owner_of(request), asked, request
         self.created = int(time.time())
-        self.first_block: float | None = None
-        self._started = time.monotonic()
+        self._began = began
         self._submitted, self._engine, self._metrics, self._tokenizer = submitted, engine, metrics, tokenizer
         self._calls = calls
         calls[id] = self
@@ -78,7 +98,7 @@ class Running:
     @property
     def seconds(self) -> float:
         """Since it was submitted."""
-        return time.monotonic() - self._started
+        return time.monotonic() - self._began
 
     def watch(self, timeout: float | None, timed_out: ApiError) -> None:
         """End it when the client goes or the time is over."""
@@ -90,7 +110,7 @@ class Running:
     async def _until_gone(self) -> None:
         while (await self._request.receive())["type"] != "http.disconnect":
             pass
-        self.end(ApiError(_CLIENT_GONE, "the client has gone", code="client_gone"))
+        self.end(_gone())
 
     def end(self, error: ApiError) -> None:
         """Let whoever iterates see `error` next."""
@@ -101,18 +121,37 @@ class Running:
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         self._submitted.close()
-        read = prompt_tokens(self.asked)
-        made = sum(int(np.count_nonzero(state.committed_in >= 0)) for state in self._ended.values())
-        status = 200 if error is None else error.status if isinstance(error, ApiError) else _CLIENT_GONE
-        endpoint = self._request.url.path
-        self._metrics.request_ended(endpoint, status, self.seconds, self.first_block, read, made)
-        self._request.state.counts = read, made
-        if isinstance(error, ApiError):
-            self._request.state.error = error
+        end = self._summary()
+        # Who leaves a stream may cancel it before the call is ended.
+        failed = error if error is None or isinstance(error, ApiError) else _gone()
+        self._metrics.request_ended(
+            self._request.url.path,
+            200 if failed is None else failed.status,
+            end.seconds,
+            end.first_block,
+            end.prompt_tokens,
+            end.completion_tokens,
+        )
+        self._request.state.call = end
+        if failed is not None:
+            self._request.state.error = failed
         for waiting in (self._watching, self._timeout):
             if waiting is not None:
                 waiting.cancel()
         self._calls.pop(self.id, None)
+
+    def _summary(self) -> CallEnd:
+        states = self._ended.values()
+        firsts = [state.committed - state.created for state in states if state.committed is not None]
+        return CallEnd(
+            id=self.id,
+            prompt_tokens=prompt_tokens(self.asked),
+            completion_tokens=sum(map(generated, states)),
+            evaluations=sum(state.steps for state in states),
+            queued=min((state.timings().queued for state in states), default=None),
+            first_block=min(firsts, default=None),
+            seconds=self.seconds,
+        )
 
     async def __aiter__(self) -> AsyncIterator[Told]:
         """The updates of all samples; raises `ApiError` where one fails or it is ended."""
@@ -123,8 +162,6 @@ class Running:
                     if update.error is not None:
                         raise update.error
                     self._ended[choice] = update.state
-                elif self.first_block is None and update.committed.any():
-                    self.first_block = self.seconds
                 yield Told(choice, update)
         except Exception as error:
             if self._engine.error is not None:
@@ -157,6 +194,10 @@ class Running:
         async for _ in self:
             pass
         return self.outputs()
+
+
+def _gone() -> ApiError:
+    return ApiError(_CLIENT_GONE, "the client has gone", code="client_gone")
 
 
 def owner_of(request: fastapi.Request) -> int | None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import h11
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.config import LOGGING_CONFIG
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -231,16 +232,26 @@ def serve(
     service = Service(llm, engine, settings, metrics)
     server = _Server(config, service.stop)
     try:
-        config.app = create_app(service, access)
-        config.load()
-        prepare()
-        # What is there now stays: garbage collections need not look through the model's objects each time.
-        gc.collect()
-        gc.freeze()
-        memory.keep_little()
-        server.run(sockets=[bound])
+        with _traced(create_app(service, access), settings) as config.app:
+            config.load()
+            prepare()
+            # What is there now stays: garbage collections need not look through the model's objects again.
+            gc.collect()
+            gc.freeze()
+            memory.keep_little()
+            server.run(sockets=[bound])
     finally:
         service.close()
         engine.close()
         llm.close()
     return 0 if engine.error is None else 1
+
+
+def _traced(app: ASGIApp, settings: Settings) -> contextlib.AbstractContextManager[ASGIApp]:
+    """The application, inside `with`; it tells of its requests where that is asked for."""
+    endpoint = settings.otlp_traces_endpoint
+    if endpoint is None:
+        return contextlib.nullcontext(app)
+    from jdllm.api.otel import traced  # it needs an extra
+
+    return traced(app, endpoint, settings.names[0], prompts=settings.log_prompts)

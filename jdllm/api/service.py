@@ -58,6 +58,7 @@ class Settings:
     - `log_requests`, `log_prompts`: whether answered requests are logged, and whether what clients wrote is.
     - `allow_beyond_positions`: whether sequences may be longer than the positions that the model is made for.
     - `strict_fields`: whether a request with a field that nobody knows is refused.
+    - `otlp_traces_endpoint`: URL that takes a span of each request, `None` for none.
     - `examples`: texts that the page offers to try, by its modes "complete", "chat" and "infill".
     """
 
@@ -71,6 +72,7 @@ class Settings:
     log_prompts: bool = False
     allow_beyond_positions: bool = False
     strict_fields: bool = False
+    otlp_traces_endpoint: str | None = None
     examples: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
 
 
@@ -243,6 +245,7 @@ class Service:
         specs = specs_of(asked)
         self.check_room(len(specs))
         self._check_share(owner_of(request), len(specs))
+        began = time.monotonic()
         submitted = self.engine.submit(specs, updates=updates)
         arrivals.submitted(request)
         request.state.counted = True
@@ -255,6 +258,7 @@ class Service:
             metrics=self.metrics,
             tokenizer=self.llm.tokenizer,
             calls=self.running,
+            began=began,
         )
         if self.settings.log_prompts:
             for one in asked:

@@ -25,11 +25,13 @@ if TYPE_CHECKING:
     from jdllm.planning.account import Account
 
 _NEEDED = ("fastapi", "uvicorn", "uvloop", "prometheus_client")
+_NEEDED_TO_TRACE = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http")
 _REQUESTS = (1024, 4096, 16384)
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 _EVERYWHERE = ("0.0.0.0", "::")
 _HOST = re.compile(r"[\w.-]+|\[[0-9a-fA-F:.]+\]")
 _ORIGIN = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://([\w.-]+|\[[0-9a-fA-F:.]+\])(:\d+)?")
+_URL = re.compile(r"https?://[^\s/]+(/\S*)?")
 BUNDLED = "jdllm-demo"
 _COLD = "nothing is compiled beforehand: the first requests of a size wait for that (--warmup)"
 
@@ -54,6 +56,7 @@ def serve(
     SIGTERM or Ctrl-C finishes what runs, a second one stops at once.
     """
     check_installed("serving", *_NEEDED)
+    _check_tracing(taken.otlp_traces_endpoint)
     certfile, keyfile = certificate.ssl_certfile, certificate.ssl_keyfile
     if (certfile is None) != (keyfile is None):
         raise ConfigError("--ssl-certfile and --ssl-keyfile go together: give both")
@@ -127,10 +130,28 @@ def describe_account(account: "Account") -> str:
     return "\n".join(lines)
 
 
-def check_installed(what: str, *needed: str) -> None:
-    """Raise `ConfigError` where packages are missing that `what` needs."""
-    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
-        raise ConfigError(f"{what} needs {', '.join(missing)}: install the extra, as in jdllm[serve]")
+def check_installed(what: str, *needed: str, extra: str = "serve") -> None:
+    """Raise `ConfigError` where packages of an extra are missing that `what` needs."""
+    if missing := [name for name in needed if not _is_installed(name)]:
+        raise ConfigError(f"{what} needs {', '.join(missing)}: install the extra, as in jdllm[{extra}]")
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of a package around it
+        return False
+
+
+def _check_tracing(endpoint: str | None) -> None:
+    """Raise `ConfigError` where spans cannot be sent to `endpoint`."""
+    if endpoint is None:
+        return
+    if not _URL.fullmatch(endpoint):
+        raise ConfigError(
+            f"--otlp-traces-endpoint is {endpoint!r}, expected a URL such as http://localhost:4318/v1/traces"
+        )
+    check_installed("--otlp-traces-endpoint", *_NEEDED_TO_TRACE, extra="otel")
 
 
 def names_of(given: Sequence[str] | None, model: str | None) -> tuple[str, ...]:

@@ -118,7 +118,7 @@ class Browsers(OptionGroup):
 
 @dataclasses.dataclass(frozen=True)
 class Taken(OptionGroup):
-    """What is taken and logged; fields of `jdllm.api.service.Settings`."""
+    """What is taken, logged and traced; fields of `jdllm.api.service.Settings`."""
 
     allow_beyond_positions: Annotated[
         bool,
@@ -134,6 +134,14 @@ class Taken(OptionGroup):
         bool,
         typer.Option("--log-prompts", help="Log what clients write: prompts, and wrong values."),
     ] = False
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Where spans of requests are sent, by OTLP over HTTP, such as"
+            " http://localhost:4318/v1/traces. Needs the extra otel.",
+        ),
+    ] = None
 
 
 @dataclasses.dataclass(frozen=True)

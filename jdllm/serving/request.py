@@ -68,8 +68,8 @@ class Request:
     - `acceptance`: the part of its transfer rule that runs on the device, `None` where another model decides;
       `rule_state`: what the rule carries from step to step of a block, by name, of the whole request or
       `[length]`.
-    - `created`, `ready`, `started`, `ended`: seconds of `time.perf_counter` at which it arrived, could be
-      served the last time, was admitted, and ended.
+    - `created`, `ready`, `started`, `committed`, `ended`: seconds of `time.perf_counter` at which it arrived,
+      could be served the last time, was admitted, had its first tokens, and ended.
     - `forwarded`: with a cache the positions that steps of `Phase.REUSE` evaluate, rising; `stored`: how many
       rows of each layer they find stored, or of each page.
     """
@@ -94,6 +94,7 @@ class Request:
         self.history: list[np.ndarray] = []
         self.created = self.ready = time.perf_counter()
         self.started: float | None = None
+        self.committed: float | None = None
         self.ended: float | None = None
         self._block = 0
         stop, decode = spec.sampling.stop, spec.decode
@@ -280,6 +281,8 @@ class Request:
             self._block = len(self.blocks) if self._text_is_over() else self._block + 1
             self.block_step = 0
             self.rule_state = self._initial_state()
+        if self.committed is None and len(positions):
+            self.committed = time.perf_counter()
         if self.finished:
             self.ended = time.perf_counter()
 

@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fastapi.testclient import TestClient
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
 from jdllm.api.metrics import ENDPOINTS, Metrics
+from jdllm.api.service import Service
 from jdllm.compiling.executables import Executables
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.models.config import ModelConfig
@@ -148,6 +150,26 @@ class TestRequests:
         assert found["jdllm_first_block_seconds_sum", name] == pytest.approx(0.04)
         assert found["jdllm_prompt_tokens_total", name] == 7
         assert found["jdllm_completion_tokens_total", name] == 9
+
+    def test_a_call_has_a_time_to_its_first_tokens_with_a_stream_and_without(
+        self, client: TestClient, service: Service
+    ):
+        name, body = "vllm:time_to_first_token_seconds", {"prompt": "1", "max_tokens": 2}
+        before = values(service.metrics)[f"{name}_count", "demo"]
+        for count, stream in enumerate((False, True), start=1):
+            client.post("/v1/completions", json=body | {"stream": stream})
+            found = values(service.metrics)
+            assert found[f"{name}_count", "demo"] == before + count
+            assert 0 < found[f"{name}_sum", "demo"] <= found["vllm:e2e_request_latency_seconds_sum", "demo"]
+
+    def test_generated_tokens_are_those_of_the_answer(self, client: TestClient, service: Service):
+        """The text ends before its block does, and the model writes on to the end of the block."""
+        body = {"prompt": "12+3=", "max_tokens": 8}
+        before = values(service.metrics)["vllm:generation_tokens_total", "demo"]
+        usage = client.post("/v1/completions", json=body).json()["usage"]
+        assert usage["completion_tokens"] < 8
+        found = values(service.metrics)["vllm:generation_tokens_total", "demo"]
+        assert found == before + usage["completion_tokens"]
 
     def test_clients_cannot_make_up_labels(self, metrics):
         for endpoint in ENDPOINTS:

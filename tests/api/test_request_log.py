@@ -140,6 +140,36 @@ def test_what_fails_unforeseen_is_an_error_with_an_id(log: pytest.LogCaptureFixt
     assert SECRET not in log.messages[-1]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_is_told_of(service: Service, log: pytest.LogCaptureFixture, stream: bool):
+    body = json.dumps({"prompt": SECRET, "max_tokens": 1, "stream": stream}).encode()
+    headers = [(b"host", b"testserver"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
+    messages = iter([{"type": "http.request", "body": body}])
+    # A stream and its call both wait for the client to go. Here the stream hears first, and ends the call.
+    deaf = iter([False, stream])
+
+    async def main(waiting: Service) -> None:
+        async def receive() -> Message:
+            if message := next(messages, None):
+                return message
+            if next(deaf, False):
+                await asyncio.Event().wait()
+            while not waiting.running:
+                await asyncio.sleep(0.01)
+            return {"type": "http.disconnect"}
+
+        async def send(_: Message) -> None:
+            pass
+
+        await create_app(waiting)(scope | {"query_string": b""}, receive, send)
+
+    with undriven(service) as waiting:
+        asyncio.run(main(waiting))
+    [message] = log.messages
+    assert message.startswith("POST /v1/completions 499 client_gone")
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_server_that_stops_tells_its_clients(service: Service, path: str, stream: bool):

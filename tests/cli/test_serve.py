@@ -2,6 +2,7 @@
 
 import socket
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -145,6 +146,7 @@ def test_options_reach_the_server(served: list[Served], tmp_path: Path):
         "cors-origin": "https://a.example",
         "api-key": "secret",
         "admin-key": "more-secret",
+        "otlp-traces-endpoint": "http://localhost:4318/v1/traces",
     }
     files = ["--ssl-certfile", str(pem[0]), "--ssl-keyfile", str(pem[1])]
     given = [part for name, value in options.items() for part in (f"--{name}", str(value))]
@@ -155,6 +157,7 @@ def test_options_reach_the_server(served: list[Served], tmp_path: Path):
     assert "secret" not in result.output
     [one] = served
     assert (one.settings.max_queue, one.settings.request_timeout) == (5, 2.5)
+    assert one.settings.otlp_traces_endpoint == "http://localhost:4318/v1/traces"
     assert one.settings.strict_fields
     assert one.settings.allow_beyond_positions
     assert (one.settings.max_n, one.settings.max_requests_per_key) == (3, 4)
@@ -214,6 +217,8 @@ def test_keys_of_the_environment_stand_apart(served: list[Served], monkeypatch: 
         (["--cors-origin", ""], ["--cors-origin"]),
         (["--allowed-host", "a.example:80"], ["--allowed-host", "port"]),
         (["--allowed-host", ""], ["--allowed-host"]),
+        (["--otlp-traces-endpoint", "localhost:4318"], ["--otlp-traces-endpoint", "'localhost:4318'"]),
+        (["--otlp-traces-endpoint", "http:///v1/traces"], ["--otlp-traces-endpoint", "URL"]),
         (["--no-warmup", "--prefilling", "dream"], ["--prefilling", "--no-warmup"]),
         (["--host", "no.such.host.invalid"], ["cannot listen"]),
         (["no-such-directory"], ["no-such-directory"]),
@@ -227,6 +232,20 @@ def test_a_mistake_is_one_line(served: list[Served], options: list[str], words: 
 def test_without_the_extra_it_says_so(served: list[Served], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "uvloop" else name)
     assert_mistake(serve(), "uvloop", "jdllm[serve]")
+
+
+@pytest.mark.parametrize(
+    "lost", ["opentelemetry", "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"]
+)
+def test_without_the_extra_for_spans_it_says_so(
+    served: list[Served], monkeypatch: pytest.MonkeyPatch, lost: str
+):
+    for name in [name for name in sys.modules if name.startswith(f"{lost}.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, lost, None)
+    result = serve("--otlp-traces-endpoint", "http://localhost:4318/v1/traces")
+    assert_mistake(result, "--otlp-traces-endpoint needs opentelemetry.", "jdllm[otel]")
+    assert not served
 
 
 @pytest.mark.parametrize("further", [[], ["--kv-pool", KV_POOL]])
