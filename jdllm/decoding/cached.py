@@ -36,7 +36,7 @@ def refresh(
     logits_chunks: int,
     level: Level,
     scored: bool,
-    short: bool = False,
+    usual: bool = False,
     selection_bits: SelectionBits = keyed_bits,
 ) -> tuple[Trace, KvArrays]:
     """One denoising step of whole sequences, whose keys and values are stored.
@@ -49,7 +49,7 @@ def refresh(
     - `config`, `mask_id`, `level`: static.
     - `logits_chunks`: into how many chunks the head rows are cut where logits exist; static.
     - `scored`: whether any segment keeps its best candidates; static.
-    - `short`: whether the blocks of all these are short, as in `jdllm.execution.paged.selection.sources`;
+    - `usual`: whether all these are usual, as in `jdllm.execution.paged.selection.sources`;
       static.
     - `selection_bits`: static; the source of the draws that select rows.
 
@@ -59,7 +59,7 @@ def refresh(
     asked = asked_rows(config, tokens, batch, mask_id, level)
     wanted, sources = wanted_of(asked)
     hidden, pool = forward_refresh(
-        params, config, tokens, batch.rows, pool, selection, table, scored=scored, short=short, wanted=wanted
+        params, config, tokens, batch.rows, pool, selection, table, scored=scored, usual=usual, wanted=wanted
     )
     choice = evaluate(params, config, hidden, sources, asked, batch, 0, chunks=logits_chunks, level=level)
     trace = transfer(tokens, empty_trace(batch, level), batch, asked, choice, selection_bits, level)[1]

@@ -132,7 +132,7 @@ def test_the_host_need_not_wait_for_a_usual_part():
     (batch, _), selection, table, _ = pack_refresh(asked, CONFIG, pages, entry_of(asked))
     params, pool = abstract_params(CONFIG, "bfloat16"), abstract_pool(pages)
     arguments = (params, batch, selection, table, pool)
-    refreshed = compile_for("h200", refresh, *arguments, donate=("pool",), scored=True, short=True, **STATIC)
+    refreshed = compile_for("h200", refresh, *arguments, donate=("pool",), scored=True, usual=True, **STATIC)
     assert counted_turns(refreshed) == 0
     (batch, _), table = packed_reuse(asked, pages, CONFIG)
     for steps, counted in ((None, 0), (np.int32(1), 1)):

@@ -7,16 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdllm.execution.paged.selection import SHORT_BLOCK, Selection, slots_of, sources, store
+from jdllm.execution.paged.selection import USUAL_BLOCK, USUAL_WIDTH, Selection, slots_of, sources, store
 from jdllm.pallas.split_attention import PageTable
 
 HEAD_DIM, PAGE_ROWS = 8, 4
 GROUPS = [(4, 2), (3, 3), (4, 1)]
 
 
-@functools.partial(jax.jit, static_argnames=("scored", "short"))
-def sources_of(q, k, selection, table, scored, short):
-    return sources(q, k, selection, slots_of(selection, table, PAGE_ROWS), scored=scored, short=short)
+@functools.partial(jax.jit, static_argnames=("scored", "usual"))
+def sources_of(q, k, selection, table, scored, usual):
+    return sources(q, k, selection, slots_of(selection, table, PAGE_ROWS), scored=scored, usual=usual)
 
 
 def slow(*values: object):
@@ -154,18 +154,19 @@ def table_for(pages: np.ndarray, counts: np.ndarray) -> PageTable:
 
 
 def order_by_segment(
-    segments: Sequence[Segment], padding: int = 0, dtype=np.float32, short: bool | None = None
+    segments: Sequence[Segment], padding: int = 0, dtype=np.float32, usual: bool | None = None
 ) -> list[np.ndarray]:
     """What `sources` says of each segment where all are kept: its rows `[candidates, kv_heads]`.
 
-    `short`: what it is told of the blocks, by default the truth.
+    `usual`: what it is told of the segments, by default the truth.
     """
-    short = all(len(s.block) <= SHORT_BLOCK for s in segments) if short is None else short
+    if usual is None:
+        usual = all(len(s.block) <= USUAL_BLOCK and s.width <= USUAL_WIDTH for s in segments if s.scored)
     q, k, selection = pack(segments, padding, dtype)
     keep = np.array([len(s.candidates) for s in segments], np.int32)
     counts = -(-keep // PAGE_ROWS)
     table = table_for(1 + np.arange(counts.sum()), counts)
-    got = sources_of(q, k, selection._replace(keep=keep), table, scored_of(segments), short)
+    got = sources_of(q, k, selection._replace(keep=keep), table, scored_of(segments), usual)
     assert got.dtype == jnp.int32
     assert got.shape[1:] in ((k.shape[1], PAGE_ROWS), (1, PAGE_ROWS))
     rows = np.broadcast_to(got, (len(got), k.shape[1], PAGE_ROWS)).swapaxes(1, 2)
@@ -234,18 +235,18 @@ def test_company_changes_no_order(seed):
 
 
 def test_long_blocks_are_scored_by_all_of_their_rows():
-    longer = random_batch(4, "ties", segments=2, block_rows=4 * SHORT_BLOCK, scored=True)
+    longer = random_batch(4, "ties", segments=2, block_rows=4 * USUAL_BLOCK, scored=True)
     segments = [*longer, *random_batch(5, "ties", segments=2, scored=True)]
-    shortened = [dataclasses.replace(s, block=s.block[:SHORT_BLOCK]) for s in longer]
+    shortened = [dataclasses.replace(s, block=s.block[:USUAL_BLOCK]) for s in longer]
     assert any((a.order() != b.order()).any() for a, b in zip(longer, shortened, strict=True))
     assert_order(segments, padding=3)
 
 
 @pytest.mark.slow
-def test_short_blocks_have_the_same_order_where_long_ones_could_be():
-    segments = random_batch(6, "near", scored=True)
-    for short, general in zip(*(order_by_segment(segments, short=x) for x in (True, False)), strict=True):
-        np.testing.assert_array_equal(short, general)
+def test_usual_segments_have_the_same_order_where_others_could_be():
+    segments = random_batch(6, "near", scored=True, width=USUAL_WIDTH)
+    for usual, general in zip(*(order_by_segment(segments, usual=x) for x in (True, False)), strict=True):
+        np.testing.assert_array_equal(usual, general)
 
 
 @pytest.mark.parametrize("scored_too", [False, True])
@@ -274,17 +275,17 @@ def test_a_device_does_not_wait_for_the_host():
     table = table_for(np.arange(9), np.array([4, 4]))
     pool = jnp.zeros((1, 9, k.shape[1], PAGE_ROWS, HEAD_DIM))
 
-    def text(short: bool) -> str:
+    def text(usual: bool) -> str:
         def refresh(pool, q, k, selection, table):
             slots = slots_of(selection, table, PAGE_ROWS)
-            source = sources(q, k, selection, slots, scored=scored_of(segments), short=short)
+            source = sources(q, k, selection, slots, scored=scored_of(segments), usual=usual)
             return slots, store(pool, pool, 0, k, k, slots.page, source)
 
         return str(jax.make_jaxpr(refresh)(pool, q, k, selection, table))
 
-    assert "cond[" not in text(short=True)
-    assert "while[" not in text(short=True)
-    assert text(short=False).count("while[") == 1
+    assert "cond[" not in text(usual=True)
+    assert "while[" not in text(usual=True)
+    assert text(usual=False).count("while[") == 1
 
 
 def page_table(rng: np.random.Generator, keep: np.ndarray) -> tuple[PageTable, int]:

@@ -10,7 +10,8 @@ from jdllm.decoding.sampling import Cache, SamplingParams
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.serving.adaptive.verifier import Verifier
-from jdllm.serving.denoise.cached_runner import CachedRunner
+from jdllm.serving.denoise.cached_runner import CachedRunner, RefreshForm
+from jdllm.serving.engine import Engine
 from jdllm.serving.request import Request
 from tests.decoding.adaptive_models import CAUSAL, DREAM, MASK, tiny
 from tests.engines import engine_of, finish, generation_request, infill_request
@@ -62,33 +63,64 @@ def test_requests_of_any_kind_compile_nothing(params: Params, config: ModelConfi
     assert len(executables) == compiled
 
 
+def refreshed_by(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[RefreshForm]:
+    """A list of the forms of refreshes, which grows with each refresh."""
+    cached = engine.parts.compiled[1]
+    assert isinstance(cached, CachedRunner)
+    forms: list[RefreshForm] = []
+
+    def counted(form: RefreshForm, choose: Any) -> Any:
+        return lambda *args: (forms.append(form), choose(*args))[1]
+
+    for form, kind in cached.refresh_sizes.items():
+        monkeypatch.setattr(kind, "choose", counted(form, kind.choose))
+    return forms
+
+
+@pytest.mark.slow
+def test_refreshes_are_usual_where_all_requests_of_a_part_are(
+    params: Params, config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+):
+    """Requests of any kind have the same tokens in company as alone."""
+    engine = engine_of(params, config, Executables("cpu"), 256)
+    forms = refreshed_by(engine, monkeypatch)
+    usual = {"cache": "head_sparse", "gen_length": 8, "steps": 8}
+    others = [{"gen_length": 40, "steps": 8}, {"pool_kernel": 17}, {"temperature": 1.0, "top_p": 0.9}]
+
+    def tokens(*asked: dict[str, Any]) -> list[list[int]]:
+        forms.clear()
+        requests = [
+            generation_request(i, np.arange(40), SamplingParams(**usual | own), config)
+            for i, own in enumerate(asked)
+        ]
+        return [request.tokens.tolist() for request in finish(engine, requests)[1]]
+
+    (alone,) = tokens({})
+    assert {form.usual for form in forms} == {True}
+    for own in others:
+        (unusual,) = tokens(own)
+        assert {form.usual for form in forms} == {False}
+        assert tokens({}, own) == [alone, unusual]
+
+
 @pytest.mark.slow
 def test_keys_are_scored_only_where_some_are_stored(
     params: Params, config: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ):
     engine = engine_of(params, config, Executables("cpu"), 256)
-    cached = engine.parts.compiled[1]
-    assert isinstance(cached, CachedRunner)
-    sizes = cached.refresh_sizes
-    turns: list[bool] = []
-
-    def counted(scored: bool, choose: Any) -> Any:
-        return lambda *args: (turns.append(scored), choose(*args))[1]
-
-    for form, kind in sizes.items():
-        monkeypatch.setattr(kind, "choose", counted(form.scored, kind.choose))
+    forms = refreshed_by(engine, monkeypatch)
 
     def tokens(**options: Any) -> list[int]:
         sampling = SamplingParams(gen_length=16, block_length=8, **options)
-        turns.clear()
+        forms.clear()
         return finish(engine, [generation_request(0, np.arange(40), sampling, config)])[1][0].tokens.tolist()
 
     alone = tokens(cache="head_sparse", refresh_delay=1)
-    assert turns == [True] * 4  # nothing is compiled for the step before a refresh
+    assert [form.scored for form in forms] == [True] * 4  # nothing is compiled for the step before a refresh
     tokens(cache="dual")
-    assert turns == [False] * 2
+    assert [form.scored for form in forms] == [False] * 2
     assert tokens(cache="head_sparse", refresh_delay=1) == alone
-    assert turns == [False, True] * 2
+    assert [form.scored for form in forms] == [False, True] * 2
 
 
 def drawn_adaptive(rng: np.random.Generator, number: int) -> Request:

@@ -26,7 +26,7 @@ class SelectedRanges(NamedTuple):
     - `pool`: stores the selected rows.
     - `selection`, `slots`: which rows are stored, and in which slots.
     - `scored`: whether any segment keeps its best candidates; queries are not read otherwise.
-    - `short`: whether the blocks of all these are short, as in `jdllm.execution.paged.selection.sources`.
+    - `usual`: whether all these are usual, as in `jdllm.execution.paged.selection.sources`.
     """
 
     ranges: Ranges
@@ -34,7 +34,7 @@ class SelectedRanges(NamedTuple):
     selection: Selection
     slots: Slots
     scored: bool
-    short: bool
+    usual: bool
 
     def attend(self, layer: Layer, h: Hidden) -> tuple[Heads, KvArrays]:
         k, v, q = layer.project(h, self.ranges.rotation, ("k", "v", "q"))
@@ -43,7 +43,7 @@ class SelectedRanges(NamedTuple):
 
     def store(self, layer: Layer, q: Heads, k: Heads, v: Heads) -> KvArrays:
         """Write the selected rows."""
-        source = sources(q, k, self.selection, self.slots, scored=self.scored, short=self.short)
+        source = sources(q, k, self.selection, self.slots, scored=self.scored, usual=self.usual)
         return KvArrays(*store(*self.pool, layer.number, k, v, self.slots.page, source))
 
 
@@ -81,7 +81,7 @@ def forward_refresh(
     table: PageTable,
     *,
     scored: bool,
-    short: bool,
+    usual: bool,
     wanted: Wanted,
 ) -> tuple[Hidden, KvArrays]:
     """Run all layers over whole sequences and store what each layer selects.
@@ -93,7 +93,7 @@ def forward_refresh(
     - `selection`: which rows may be stored, and how many.
     - `table`: the pages of each segment; how many of their rows are live does not matter here.
     - `scored`: whether any segment keeps its best candidates; static.
-    - `short`: whether the blocks of all these are short, as in `jdllm.execution.paged.selection.sources`;
+    - `usual`: whether all these are usual, as in `jdllm.execution.paged.selection.sources`;
       static.
     - `wanted`: the rows to return; for other rows the last layer makes keys and values only.
 
@@ -103,12 +103,12 @@ def forward_refresh(
 
     def body(carry: tuple[Hidden, KvArrays], layer: Layer) -> tuple[Hidden, KvArrays]:
         h, pool = carry
-        return layer.apply(h, SelectedRanges(ranges, pool, selection, slots, scored, short))
+        return layer.apply(h, SelectedRanges(ranges, pool, selection, slots, scored, usual))
 
     def last(carry: tuple[Hidden, KvArrays], layer: Layer) -> tuple[Hidden, KvArrays]:
         h, pool = carry
         k, v, q = layer.project(h, ranges.rotation, ("k", "v", "q"))  # all queries only to score keys
-        pool = SelectedRanges(ranges, pool, selection, slots, scored, short).store(layer, q, k, v)
+        pool = SelectedRanges(ranges, pool, selection, slots, scored, usual).store(layer, q, k, v)
         return layer.apply(h[wanted.rows], ranges_of_wanted(ranges, wanted, (k, v)))[0], pool
 
     return scan_layers(params, config, (embed(params, tokens), pool), body, last=last)

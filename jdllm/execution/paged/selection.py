@@ -19,8 +19,11 @@ Pool = Float[Array, "layers pages kv_heads page_rows head_dim"]
 Order = Int32[Array, "kv_heads candidates"]
 Sources = Int32[Array, "entries #kv_heads page_rows"]
 
-SHORT_BLOCK = 32
-"""Rows of a block of the usual length, and fewer: the host need not wait while their queries are added."""
+USUAL_BLOCK = 32
+"""Rows of a block of the usual length at most: the host need not wait while their queries are added."""
+
+USUAL_WIDTH = 15
+"""Candidates of a max pool of the usual width at most: few passes find their maximum."""
 
 
 class Selection(NamedTuple):
@@ -90,7 +93,7 @@ def slots_of(selection: Selection, table: PageTable, page_rows: int) -> Slots:
 
 
 def sources(
-    q: Queries, k: Keys, selection: Selection, slots: Slots, *, scored: bool, short: bool = False
+    q: Queries, k: Keys, selection: Selection, slots: Slots, *, scored: bool, usual: bool = False
 ) -> Sources:
     """The packed row that each slot takes, for each key-value head.
 
@@ -98,17 +101,18 @@ def sources(
     - `q`, `k`: rotated.
     - `slots`: as `slots_of` returns them.
     - `scored`: whether any segment may be scored, static; queries and keys are not read otherwise.
-    - `short`: whether no scored segment has a block of more than `SHORT_BLOCK` rows, static.
+    - `usual`: whether every scored segment has a block of at most `USUAL_BLOCK` rows, and a width of at most
+      `USUAL_WIDTH`; static.
 
     Returns int32 rows, with one head for all where they are the same.
     """
     if not scored:
         return slots.source
-    order = candidate_order(q, k, selection, short=short)
+    order = candidate_order(q, k, selection, usual=usual)
     return jnp.moveaxis(jnp.asarray(selection.row)[order[:, slots.place]], 0, 1).astype(jnp.int32)
 
 
-def candidate_order(q: Queries, k: Keys, selection: Selection, *, short: bool = False) -> Order:
+def candidate_order(q: Queries, k: Keys, selection: Selection, *, usual: bool = False) -> Order:
     """The candidates in the order in which each segment keeps them, for each key-value head.
 
     Scores are products of keys with the mean query of all rows of the segment's block, masked or not, in f32:
@@ -118,12 +122,13 @@ def candidate_order(q: Queries, k: Keys, selection: Selection, *, short: bool = 
 
     Arguments:
     - `q`, `k`: rotated.
-    - `short`: whether no scored segment has a block of more than `SHORT_BLOCK` rows, static.
+    - `usual`: whether every scored segment has a block of at most `USUAL_BLOCK` rows, and a width of at most
+      `USUAL_WIDTH`; static.
 
     Returns int32 indices into the candidates, by rising segment; padding is last.
     """
     selection = Selection(*map(jnp.asarray, selection))
-    scores = _pooled(_scores(q, k, selection, short=short), selection)
+    scores = _pooled(_scores(q, k, selection, usual=usual), selection, usual=usual)
     index = jnp.arange(scores.shape[1], dtype=jnp.int32)
     segment, index = (jnp.broadcast_to(x, scores.shape) for x in (selection.segment, index))
     return lax.sort((segment, -scores, index), num_keys=3)[2]
@@ -163,35 +168,35 @@ def store(
 
 
 def _mean_queries(
-    q: Queries, selection: Selection, *, short: bool
+    q: Queries, selection: Selection, *, usual: bool
 ) -> Float32[Array, "segments heads head_dim"]:
     """The mean query of each segment's block.
 
     Rows are added one after the other: the sum is the same in any company, which scattered additions on a GPU
     are not. A loop whose turns the device counts waits for the host in every layer, so that there is none
-    where all blocks are short.
+    where all segments are usual.
     """
     count = selection.block_rows
 
     def add(turn: Int[Array, ""] | int, total: Array) -> Array:
-        for offset in range(SHORT_BLOCK):
-            i = turn * SHORT_BLOCK + offset
+        for offset in range(USUAL_BLOCK):
+            i = turn * USUAL_BLOCK + offset
             row = jnp.minimum(selection.block_first + i, q.shape[0] - 1)
             total += jnp.where((i < count)[:, None, None], q[row].astype(jnp.float32), 0)
         return total
 
     total = add(0, jnp.zeros((count.size, *q.shape[1:]), jnp.float32))
-    if not short:
-        total = lax.fori_loop(1, -(-count.max() // SHORT_BLOCK), add, total)
+    if not usual:
+        total = lax.fori_loop(1, -(-count.max() // USUAL_BLOCK), add, total)
     return total / jnp.maximum(count, 1)[:, None, None]
 
 
 def _scores(
-    q: Queries, k: Keys, selection: Selection, *, short: bool
+    q: Queries, k: Keys, selection: Selection, *, usual: bool
 ) -> Float32[Array, "kv_heads candidates"]:
     """What each candidate is worth before pooling; 0 in segments that are not scored."""
     owner = selection.owner
-    query = _mean_queries(q, selection, short=short).reshape(selection.keep.size, k.shape[1], -1, k.shape[2])
+    query = _mean_queries(q, selection, usual=usual).reshape(selection.keep.size, k.shape[1], -1, k.shape[2])
     # A product and a sum fuse with both gathers; a matrix product would be given the gathered queries.
     products = query[owner] * k[selection.row][:, :, None]
     scores = products.sum(axis=-1)
@@ -201,12 +206,12 @@ def _scores(
 
 
 def _pooled(
-    scores: Float32[Array, "kv_heads candidates"], selection: Selection
+    scores: Float32[Array, "kv_heads candidates"], selection: Selection, *, usual: bool
 ) -> Float32[Array, "kv_heads candidates"]:
     """The maximum over the candidates of the same segment that lie within half its width.
 
     Two spans of 1, 2, 4, ... candidates cover any span. How many such lengths there are depends on the
-    candidates alone, so that one executable serves every width.
+    candidates alone, or on the largest usual width, so that one executable serves every width up to these.
     """
     segments, candidates = selection.keep.size, selection.segment.size
     begin = jnp.searchsorted(selection.segment, jnp.arange(segments + 1), method="compare_all")
@@ -215,8 +220,8 @@ def _pooled(
     first = jnp.maximum(begin[owner], index - half)
     stop = jnp.minimum(begin[owner + 1], index + half + 1)
     from_each = pooled = scores
-    length = 1
-    while length < candidates:
+    length, widest = 1, min(candidates, USUAL_WIDTH) if usual else candidates
+    while 2 * length <= widest:
         # From now on the maximum over `2 * length` candidates, or as many as there are, from each one on.
         following = jnp.concatenate([from_each[:, length:], from_each[:, -length:]], axis=1)
         from_each, length = jnp.maximum(from_each, following), 2 * length

@@ -13,7 +13,7 @@ from jdllm.decoding.encoded_trace import encoding
 from jdllm.decoding.rules import head_level
 from jdllm.execution.few_rows.chain import chains
 from jdllm.execution.paged.pool import PAGE_ROWS
-from jdllm.execution.paged.selection import SHORT_BLOCK
+from jdllm.execution.paged.selection import USUAL_BLOCK, USUAL_WIDTH
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.buckets import power_bucket
 from jdllm.planning.ladder import TILE_ROWS, Entry, Ladder, Sizes
@@ -40,9 +40,9 @@ class RefreshForm(NamedTuple):
     """What refreshes are compiled for.
 
     - `scored`: whether any request keeps its best candidates.
-    - `usual`: whether no request needs a level of the head above `Level.TOP`, nor has its keys scored by a
-      block of more than `SHORT_BLOCK` rows. Then the device counts no turns of a loop, which the host would
-      wait for.
+    - `usual`: whether no request needs a level of the head above `Level.TOP`, and those that score keys are
+      usual, as in `jdllm.execution.paged.selection.sources`. Then the device counts no turns of a loop, which
+      the host would wait for.
     """
 
     scored: bool
@@ -149,8 +149,7 @@ class CachedRunner:
         it is not compiled for that alone, nor once all sizes of the other one are compiled.
         """
         scoring = [request for request in requests if _scores(request)]
-        short = all(r.block.stop - r.block.start <= SHORT_BLOCK for r in scoring)
-        usual = short and _head_level(requests) is Level.TOP
+        usual = all(map(_scores_as_usual, scoring)) and _head_level(requests) is Level.TOP
         now = any(request.phase is Phase.REFRESH for request in scoring)
         plain, scored = (self.refresh_sizes[RefreshForm(x, usual)].compiled for x in (False, True))
         whole = scored.issuperset(self._refresh_entries[usual])
@@ -159,7 +158,7 @@ class CachedRunner:
     def _refresh_program(self, batch: RefreshBatch, entry: Entry, form: RefreshForm) -> Program:
         args = self._params, batch.packed.batch, batch.selection, batch.table, self._pool.abstract
         level = Level.TOP if form.usual else Level.FILTERED
-        static = self._static(entry, level) | {"scored": form.scored, "short": form.usual}
+        static = self._static(entry, level) | form._asdict()
         return Program(_refresh, args, static, donate=("pool",), name=f"refresh of {entry.rows} rows")
 
     def _reuse_program(self, batch: ReuseBatch, entry: Entry, level: Level, steps: int | None) -> Program:
@@ -195,3 +194,8 @@ def _scores(request: Request) -> bool:
     """Whether its refreshes keep the best of their candidates."""
     policy = policy_of(request.sampling)
     return policy is not None and policy.scored
+
+
+def _scores_as_usual(request: Request) -> bool:
+    block, width = request.block, request.sampling.effective("pool_kernel")
+    return block.stop - block.start <= USUAL_BLOCK and width <= USUAL_WIDTH
