@@ -1,6 +1,7 @@
 """Fixtures that many files share: the recorded LLaDA data, and models that are compiled once a session."""
 
 import contextlib
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,7 +82,10 @@ def no_compilation_cache() -> Iterator[None]:
 
 
 _MAPPINGS = 40_000
-"""Memory mappings of a process, of which Linux allows 65,530: each compiled program takes dozens."""
+"""Memory mappings of a process, of which Linux allows 65,530: each compiled program takes hundreds."""
+
+_SHARED = 64
+"""Executables that the tests of a session share: with 128, a process had hardly room for one more ladder."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -91,6 +95,7 @@ def _few_mappings() -> Iterator[None]:
     mappings = Path("/proc/self/maps")
     if mappings.exists() and len(mappings.read_bytes().splitlines()) > _MAPPINGS:
         jax.clear_caches()
+        gc.collect()  # engines are cycles
 
 
 account.UNPLANNED_POOL = parse_bytes(KV_POOL)
@@ -137,8 +142,11 @@ def params(config: ModelConfig) -> Params:
 
 @pytest.fixture(scope="session")
 def executables() -> Executables:
-    """Compiled functions, shared by tests that build their own engines and by `shared_executables`."""
-    return Executables("cpu")
+    """Compiled functions, shared by tests that build their own engines and by `shared_executables`.
+
+    Few of them: they stay for the session, and `_few_mappings` cannot give them up.
+    """
+    return Executables("cpu", capacity=_SHARED)
 
 
 @contextlib.contextmanager

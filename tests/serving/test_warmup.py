@@ -4,7 +4,6 @@ import gc
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
@@ -47,10 +46,9 @@ def drawn(rng: np.random.Generator, most: int) -> tuple[np.ndarray, SamplingPara
 
 
 @pytest.fixture(autouse=True)
-def room_for_code() -> Iterator[None]:
-    """A ladder is many executables: a process that keeps those of all tests before has no room for more."""
-    jax.clear_caches()
-    gc.collect()
+def _one_ladder() -> Iterator[None]:
+    """The executables of an engine, which is a cycle, go before the next test compiles a ladder of its own: a
+    process has too few mappings for several."""
     yield
     gc.collect()
 
@@ -87,6 +85,50 @@ def refreshed_by(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Refres
     for form, kind in cached.refresh_sizes.items():
         monkeypatch.setattr(kind, "choose", counted(form, kind.choose))
     return forms
+
+
+@pytest.mark.slow
+def test_tokens_are_the_same_with_and_without_a_warm_up(params: Params, config: ModelConfig):
+    """A warm-up compiles single steps of their own, which serve requests that are out of step."""
+    rng = np.random.default_rng(0)
+    asked = [
+        (rng.integers(0, 50, 10 + block), SamplingParams(gen_length=12, block_length=block, cache=cache))
+        for block, cache in ((4, "dual"), (6, "head_sparse"), (12, "prefix"))
+    ]
+    tokens: list[list[list[int]]] = []
+    for warmed in (True, False):
+        engine = engine_of(params, config, Executables("cpu"), 128)
+        if warmed:
+            engine.warm()
+        requests = [generation_request(i, *each, config) for i, each in enumerate(asked)]
+        tokens.append([request.tokens.tolist() for request in finish(engine, requests)[1]])
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.slow
+def test_refreshes_are_usual_where_all_requests_of_a_part_are(
+    params: Params, config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+):
+    """Requests of any kind have the same tokens in company as alone."""
+    engine = engine_of(params, config, Executables("cpu"), 256)
+    forms = refreshed_by(engine, monkeypatch)
+    usual = {"cache": "head_sparse", "gen_length": 8, "steps": 8}
+    others = [{"gen_length": 40, "steps": 8}, {"pool_kernel": 17}, {"temperature": 1.0, "top_p": 0.9}]
+
+    def tokens(*asked: dict[str, Any]) -> list[list[int]]:
+        forms.clear()
+        requests = [
+            generation_request(i, np.arange(40), SamplingParams(**usual | own), config)
+            for i, own in enumerate(asked)
+        ]
+        return [request.tokens.tolist() for request in finish(engine, requests)[1]]
+
+    (alone,) = tokens({})
+    assert {form.usual for form in forms} == {True}
+    for own in others:
+        (unusual,) = tokens(own)
+        assert {form.usual for form in forms} == {False}
+        assert tokens({}, own) == [alone, unusual]
 
 
 @pytest.mark.slow
