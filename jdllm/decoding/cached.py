@@ -49,8 +49,7 @@ def refresh(
     - `config`, `mask_id`, `level`: static.
     - `logits_chunks`: into how many chunks the head rows are cut where logits exist; static.
     - `scored`: whether any segment keeps its best candidates; static.
-    - `usual`: whether all these are usual, as in `jdllm.execution.paged.selection.sources`;
-      static.
+    - `usual`: whether all these are usual, as in `jdllm.execution.paged.selection.sources`; static.
     - `selection_bits`: static; the source of the draws that select rows.
 
     Returns the trace of one step, and the pool. The step itself is exact: it evaluates everything.

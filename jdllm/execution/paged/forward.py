@@ -93,8 +93,7 @@ def forward_refresh(
     - `selection`: which rows may be stored, and how many.
     - `table`: the pages of each segment; how many of their rows are live does not matter here.
     - `scored`: whether any segment keeps its best candidates; static.
-    - `usual`: whether all these are usual, as in `jdllm.execution.paged.selection.sources`;
-      static.
+    - `usual`: whether all these are usual, as in `jdllm.execution.paged.selection.sources`; static.
     - `wanted`: the rows to return; for other rows the last layer makes keys and values only.
 
     Returns the hidden rows of `wanted`, which storing does not change, and the pool.
