@@ -207,8 +207,8 @@ class Engine:
     def step(self) -> list[Update]:
         """Submit what can run, and collect the part that was submitted first.
 
-        Updates are delivered behind the next submission: whoever reads them is busy while the device is, too.
-        A step that delivers collects nothing.
+        Updates are delivered, and the trace is written, behind the next submission: whoever reads them is busy
+        while the device is, too. A step that delivers collects nothing.
 
         Returns the updates of this step, of all requests; none where nothing is left to do. Raises where the
         engine cannot go on, as when the device does not answer: then `fail` ends what is left.
@@ -216,6 +216,8 @@ class Engine:
         with self._lock:
             self._take_arrivals()
             updates = self._submit()
+            if self.trace is not None:
+                self.trace.catch_up()
             if not self.entries.deliver() and self._flight:
                 updates += self._collect(self._flight.first)
             if not self.entries:

@@ -61,6 +61,11 @@ class RequestSpec:
         return policy_of(self.sampling) is not None
 
     @property
+    def in_order(self) -> bool:
+        """Whether each step commits the next token of the text."""
+        return False
+
+    @property
     def forces_first(self) -> bool:
         """Whether the first step of a block commits the block's first token, and no other."""
         return self.shifted and self.cached and self.sampling.effective("official_forcing")

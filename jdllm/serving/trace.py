@@ -5,6 +5,7 @@ import itertools
 import json
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ class Trace:
     Spans of the device are parts with their rows, padding, steps and requests. Spans of the host tell how
     long each part was packed (line 0), and how long its results waited to be taken in (line 1). Each request
     has a line of spans: for what it waits, and which part serves it. A line is free again when its request
-    has ended.
+    has ended. Parts are written by `catch_up`, while the device is busy with the next ones.
 
     Arguments:
     - `path`: the file; an older one is replaced.
@@ -41,6 +42,7 @@ class Trace:
         self._lines = itertools.count()
         self._free: list[int] = []
         self._line: dict[int, int] = {}
+        self._parts: deque[tuple[PartDone, Mapping[int, Request]]] = deque()
         try:
             self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115  # it stays open
         except OSError as e:
@@ -59,7 +61,13 @@ class Trace:
         Arguments:
         - `requests`: that it served and that have not left since, by id.
         """
-        self._write([*self._of_part(done), *self._of_requests(done, requests)])
+        self._parts.append((done, requests))
+
+    def catch_up(self) -> None:
+        """Write the parts that were taken in."""
+        while self._parts:
+            done, requests = self._parts.popleft()
+            self._write([*self._of_part(done), *self._of_requests(done, requests)])
 
     def left(self, request: Request, how: str) -> None:
         """Take in a request that has left the engine.
@@ -67,6 +75,7 @@ class Trace:
         Arguments:
         - `how`: "finished", "failed" or "aborted".
         """
+        self.catch_up()
         line, now = self._line_of(request), time.perf_counter()
         events = [{"name": how, "ph": "i", "s": "t", **self._place(_REQUESTS, line, now)}]
         if request.started is None:
@@ -81,6 +90,7 @@ class Trace:
 
     def close(self) -> None:
         """End the array, and close the file."""
+        self.catch_up()
         self._write(
             [{"name": "closed", "ph": "i", "s": "g", **self._place(_DEVICE, 0, time.perf_counter())}], end="]"
         )

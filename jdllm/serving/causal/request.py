@@ -28,6 +28,10 @@ class CausalSpec(RequestSpec):
         return True
 
     @property
+    def in_order(self) -> bool:
+        return True
+
+    @property
     def stored_rows(self) -> int:
         return len(self.tokens)
 
