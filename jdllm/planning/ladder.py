@@ -25,14 +25,17 @@ _LARGE = 8192
 """Rows from which on a step of twice as many takes twice as long."""
 
 _MOST_DEFAULT = 36864
-_MOST_EXECUTABLES = 90
+_MOST_EXECUTABLES = 93
 
 _BOUND_TILES = 2
 _QUARTERS = range(_BOUND, 4096)
 """Rows of refreshes, four sizes to a doubling: under load most of the device's time goes there."""
 
-_TILE_QUARTERS = range(8, 48)
-"""The same for tiles of reuses."""
+_EIGHTHS = range(1024, 4096)
+"""Rows of refreshes, eight sizes to a doubling: a refresh of one or two requests."""
+
+_TILE_QUARTERS = range(4, 48)
+"""Tiles of single steps that reuse, four sizes to a doubling."""
 
 _SMALL = 2048
 """Rows up to which a refresh may have as many head rows: an eighth of them may be less than a block."""
@@ -75,18 +78,19 @@ class Ladder:
     """The entries of each kind of step, by rising rows.
 
     - `full`: whole sequences; some entries have as many head rows as rows, the others few. Of a ladder that
-      would have more than 90 executables, sizes above 8192 rows are left out: requests that share nothing
+      would have more than 93 executables, sizes above 8192 rows are left out: requests that share nothing
       are as quick in turn.
     - `refresh`: whole sequences whose keys and values are stored, one step each; `refresh_any`: the same for
       any requests, where the head ranks a whole vocabulary or blocks are long, in fewer sizes.
-    - `reuse`: rows in tiles of `TILE_ROWS`, with one executable for one step and one for several; `ranked`:
-      such rows where the head ranks a whole vocabulary, in fewer sizes, with one executable for both.
+    - `reuse`: rows in tiles of `TILE_ROWS`; `loops`: those of them that a warm-up compiles for several steps
+      too. `ranked`: such rows where the head ranks a whole vocabulary, in fewer sizes, for any steps.
     """
 
     full: tuple[Entry, ...]
     refresh: tuple[Entry, ...]
     refresh_any: tuple[Entry, ...]
     reuse: tuple[Entry, ...]
+    loops: tuple[Entry, ...]
     ranked: tuple[Entry, ...]
 
     @property
@@ -109,17 +113,17 @@ def make_ladder(max_num_batched_tokens: int) -> Ladder:
     (`jdllm.pallas.shared_lowering`).
     """
     sizes = _sizes(max_num_batched_tokens)
-    between = _quarters(_QUARTERS, sizes[-1])
+    between = [*_between(4, _QUARTERS, sizes[-1]), *_between(8, _EIGHTHS, sizes[-1])]
     refresh, refresh_any = _refreshes(sorted({*sizes, *between})), _refreshes(sizes)
     most = min(_MOST_TILES, -(-max_num_batched_tokens // TILE_ROWS))
-    reuse, ranked = (_reuses(tiles) for tiles in (_tiles(most, _BOUND_TILES), _tiles(most, _MOST_TILES)))
-    reuse = sorted({*reuse, *_reuses(_quarters(_TILE_QUARTERS, most))})
-    left = _MOST_EXECUTABLES - len(refresh) - len(refresh_any) - 2 * len(reuse) - len(ranked)
+    loops, ranked = (_reuses(tiles) for tiles in (_tiles(most, _BOUND_TILES), _tiles(most, _MOST_TILES)))
+    reuse = sorted({*loops, *_reuses(_between(4, _TILE_QUARTERS, most))})
+    left = _MOST_EXECUTABLES - sum(map(len, (refresh, refresh_any, reuse, loops, ranked)))
     sizes = sizes[: max(left - _WIDE, sum(rows <= _LARGE for rows in sizes))]
     some = sorted({sizes[len(sizes) // 2], sizes[-1]})
     wide = _for_many([_entry(rows, rows) for rows in some])
     full = sorted({*_narrow(sizes), *wide})
-    return Ladder(*map(tuple, (full, refresh, refresh_any, reuse, ranked)))
+    return Ladder(*map(tuple, (full, refresh, refresh_any, reuse, loops, ranked)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,11 +283,16 @@ def _tiles(most: int, bound: int) -> list[int]:
     return sizes[: bisect.bisect_left(sizes, most) + 1]
 
 
-def _quarters(between: range, last: int) -> list[int]:
-    """5/4 and 7/4 of the powers of two in a range, clearly below `last`."""
-    powers = (1 << i for i in range(last.bit_length()) if 1 << i in between)
-    sizes = (part * power // 4 for power in powers for part in (5, 7))
-    return [size for size in sizes if size in between and 8 * size <= 7 * last]
+def _between(parts: int, numbers: range, last: int) -> list[int]:
+    """What lies between powers of two of `numbers` and their halfways, at odd parts of each power, clearly
+    below `last`.
+
+    Arguments:
+    - `parts`: of a power.
+    """
+    powers = (1 << i for i in range(last.bit_length()) if 1 << i in numbers)
+    sizes = (part * power // parts for power in powers for part in range(parts + 1, 2 * parts, 2))
+    return [size for size in sizes if size in numbers and 8 * size <= 7 * last]
 
 
 def _numbers(unit: int, bound: int, last: int) -> list[int]:

@@ -75,8 +75,8 @@ class CachedRunner:
             for usual, entries in self._refresh_entries.items()
             for scored in (False, True)
         }
-        self._reuse_entries = dict(zip(_LEVELS, (ladder.reuse, ladder.ranked), strict=True))
-        self._reuse_sizes = {level: Sizes(entries) for level, entries in self._reuse_entries.items()}
+        self._single_steps = Sizes(ladder.reuse)
+        self._steps = {Level.TOP: Sizes(ladder.reuse), Level.FILTERED: Sizes(ladder.ranked)}
         self._warm = False
         self._chained = functools.cache(functools.partial(chains, model.params, model.config))
 
@@ -90,11 +90,14 @@ class CachedRunner:
             for entry in entries:
                 batch = pack_refresh([request], self._config, pages, entry)
                 yield self._refresh_program(batch, entry, RefreshForm(scored=True, usual=usual))
-        for level, entries in self._reuse_entries.items():
+        for entries, level, steps in (
+            (self._ladder.reuse, Level.TOP, None),
+            (self._ladder.loops, Level.TOP, 1),
+            (self._ladder.ranked, Level.FILTERED, 1),
+        ):
             for entry in entries:
                 batch = pack_reuse([request], self._config, pages, entry, self._usual_entries(entry))
-                for steps in (1, None) if level is Level.TOP else (1,):
-                    yield self._reuse_program(batch, entry, level, steps)
+                yield self._reuse_program(batch, entry, level, steps)
 
     def warm(self) -> None:
         """Compile every entry of the ladder. Refreshes that score keys serve those that do not: twice as many
@@ -102,8 +105,13 @@ class CachedRunner:
         self._executables.prepare(list(self.programs()))
         for usual, entries in self._refresh_entries.items():
             self.refresh_sizes[RefreshForm(scored=True, usual=usual)].compiled.update(entries)
-        for level, entries in self._reuse_entries.items():
-            self._reuse_sizes[level].compiled.update(entries)
+        self._steps[Level.TOP] = Sizes(self._ladder.loops)
+        for sizes, entries in (
+            (self._single_steps, self._ladder.reuse),
+            (self._steps[Level.TOP], self._ladder.loops),
+            (self._steps[Level.FILTERED], self._ladder.ranked),
+        ):
+            sizes.compiled.update(entries)
         self._warm = True
 
     def refresh(self, requests: list[Request], max_steps: int) -> Launch:
@@ -124,7 +132,8 @@ class CachedRunner:
         """Pack up to `max_steps` steps of the rows that each request forwards."""
         rows, head_rows, needed = np.sum([reuse_demand(r, PAGE_ROWS) for r in requests], axis=0).tolist()
         level = _head_level(requests)
-        sizes, once = self._reuse_sizes[level], self._warm and max_steps == 1 and level is Level.TOP
+        once = self._warm and max_steps == 1 and level is Level.TOP
+        sizes = self._single_steps if once else self._steps[level]
 
         def packed(entry: Entry) -> Packed[ReuseBatch]:
             usual = self._usual_entries(entry)
