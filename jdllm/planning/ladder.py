@@ -25,7 +25,7 @@ _LARGE = 8192
 """Rows from which on a step of twice as many takes twice as long."""
 
 _MOST_DEFAULT = 36864
-_MOST_EXECUTABLES = 93
+_MOST_EXECUTABLES = 99
 
 _BOUND_TILES = 2
 _QUARTERS = range(_BOUND, 4096)
@@ -34,8 +34,8 @@ _QUARTERS = range(_BOUND, 4096)
 _EIGHTHS = range(1024, 4096)
 """Rows of refreshes, eight sizes to a doubling: a refresh of one or two requests."""
 
-_TILE_QUARTERS = range(4, 48)
-"""Tiles of single steps that reuse, four sizes to a doubling."""
+_TILES = (*range(1, 16), *range(16, 24, 2), 24, 28, 32, 40, 48, _MOST_TILES)
+"""Tiles of reuses in a loop: under load half of the device's time goes there."""
 
 _SMALL = 2048
 """Rows up to which a refresh may have as many head rows: an eighth of them may be less than a block."""
@@ -78,19 +78,20 @@ class Ladder:
     """The entries of each kind of step, by rising rows.
 
     - `full`: whole sequences; some entries have as many head rows as rows, the others few. Of a ladder that
-      would have more than 93 executables, sizes above 8192 rows are left out: requests that share nothing
+      would have more than 99 executables, sizes above 8192 rows are left out: requests that share nothing
       are as quick in turn.
     - `refresh`: whole sequences whose keys and values are stored, one step each; `refresh_any`: the same for
       any requests, where the head ranks a whole vocabulary or blocks are long, in fewer sizes.
-    - `reuse`: rows in tiles of `TILE_ROWS`; `loops`: those of them that a warm-up compiles for several steps
-      too. `ranked`: such rows where the head ranks a whole vocabulary, in fewer sizes, for any steps.
+    - `reuse`: rows in tiles of `TILE_ROWS`, several steps in a loop; `single`: those of them that a warm-up
+      compiles for one step without a loop too; `ranked`: such rows where the head ranks a whole vocabulary, in
+      a loop and in fewer sizes.
     """
 
     full: tuple[Entry, ...]
     refresh: tuple[Entry, ...]
     refresh_any: tuple[Entry, ...]
     reuse: tuple[Entry, ...]
-    loops: tuple[Entry, ...]
+    single: tuple[Entry, ...]
     ranked: tuple[Entry, ...]
 
     @property
@@ -116,14 +117,14 @@ def make_ladder(max_num_batched_tokens: int) -> Ladder:
     between = [*_between(4, _QUARTERS, sizes[-1]), *_between(8, _EIGHTHS, sizes[-1])]
     refresh, refresh_any = _refreshes(sorted({*sizes, *between})), _refreshes(sizes)
     most = min(_MOST_TILES, -(-max_num_batched_tokens // TILE_ROWS))
-    loops, ranked = (_reuses(tiles) for tiles in (_tiles(most, _BOUND_TILES), _tiles(most, _MOST_TILES)))
-    reuse = sorted({*loops, *_reuses(_between(4, _TILE_QUARTERS, most))})
-    left = _MOST_EXECUTABLES - sum(map(len, (refresh, refresh_any, reuse, loops, ranked)))
+    single, ranked = (_reuses(tiles) for tiles in (_tiles(most, _BOUND_TILES), _tiles(most, _MOST_TILES)))
+    reuse = _reuses([tiles for tiles in _TILES if tiles * TILE_ROWS <= single[-1].rows])
+    left = _MOST_EXECUTABLES - sum(map(len, (refresh, refresh_any, reuse, single, ranked)))
     sizes = sizes[: max(left - _WIDE, sum(rows <= _LARGE for rows in sizes))]
     some = sorted({sizes[len(sizes) // 2], sizes[-1]})
     wide = _for_many([_entry(rows, rows) for rows in some])
     full = sorted({*_narrow(sizes), *wide})
-    return Ladder(*map(tuple, (full, refresh, refresh_any, reuse, loops, ranked)))
+    return Ladder(*map(tuple, (full, refresh, refresh_any, reuse, single, ranked)))
 
 
 @dataclasses.dataclass(frozen=True)

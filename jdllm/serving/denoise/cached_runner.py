@@ -75,7 +75,7 @@ class CachedRunner:
             for usual, entries in self._refresh_entries.items()
             for scored in (False, True)
         }
-        self._single_steps = Sizes(ladder.reuse)
+        self._single_steps = Sizes(ladder.single)
         self._steps = {Level.TOP: Sizes(ladder.reuse), Level.FILTERED: Sizes(ladder.ranked)}
         self._warm = False
         self._chained = functools.cache(functools.partial(chains, model.params, model.config))
@@ -91,8 +91,8 @@ class CachedRunner:
                 batch = pack_refresh([request], self._config, pages, entry)
                 yield self._refresh_program(batch, entry, RefreshForm(scored=True, usual=usual))
         for entries, level, steps in (
-            (self._ladder.reuse, Level.TOP, None),
-            (self._ladder.loops, Level.TOP, 1),
+            (self._ladder.reuse, Level.TOP, 1),
+            (self._ladder.single, Level.TOP, None),
             (self._ladder.ranked, Level.FILTERED, 1),
         ):
             for entry in entries:
@@ -105,10 +105,9 @@ class CachedRunner:
         self._executables.prepare(list(self.programs()))
         for usual, entries in self._refresh_entries.items():
             self.refresh_sizes[RefreshForm(scored=True, usual=usual)].compiled.update(entries)
-        self._steps[Level.TOP] = Sizes(self._ladder.loops)
         for sizes, entries in (
-            (self._single_steps, self._ladder.reuse),
-            (self._steps[Level.TOP], self._ladder.loops),
+            (self._steps[Level.TOP], self._ladder.reuse),
+            (self._single_steps, self._ladder.single),
             (self._steps[Level.FILTERED], self._ladder.ranked),
         ):
             sizes.compiled.update(entries)
