@@ -117,14 +117,15 @@ def initial_states(head_rows: int, segments: int) -> dict[str, dict[str, np.ndar
 def segment_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The fields of `SegmentParams` that `segment_row` gives, from the rows of all segments."""
     columns: dict[str, Any] = {
-        name: np.stack([row[name] for row in rows]) for name in rows[0] if name != "options"
+        name: np.array([row[name] for row in rows]) for name in rows[0] if name != "options"
     }
-    # An option may have been registered after a request was made.
-    values = {
-        name: np.stack([row["options"].get(name, _entry(option.array, option.default)) for row in rows])
-        for name, (option, _) in options().items()
-        if option.array is not None
-    }
+    values = {}
+    for name, (option, _) in options().items():
+        if option.array is not None:
+            given = [row["options"].get(name) for row in rows]
+            # An option may have been registered after a request was made.
+            default = _entry(option.array, option.default) if None in given else None
+            values[name] = np.array([default if value is None else value for value in given])
     return {**columns, "options": OfRules(values, numbered())}
 
 

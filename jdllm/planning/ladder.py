@@ -82,9 +82,9 @@ class Ladder:
       are as quick in turn.
     - `refresh`: whole sequences whose keys and values are stored, one step each; `refresh_any`: the same for
       any requests, where the head ranks a whole vocabulary or blocks are long, in fewer sizes.
-    - `reuse`: rows in tiles of `TILE_ROWS`, several steps in a loop; `single`: those of them that a warm-up
-      compiles for one step without a loop too; `ranked`: such rows where the head ranks a whole vocabulary, in
-      a loop and in fewer sizes.
+    - `reuse`: rows in tiles of `TILE_ROWS`, several steps in a loop; `single`: one step of them without a
+      loop, in fewer sizes; `ranked`: such rows where the head ranks a whole vocabulary, in a loop and in fewer
+      sizes.
     """
 
     full: tuple[Entry, ...]
@@ -118,6 +118,7 @@ def make_ladder(max_num_batched_tokens: int) -> Ladder:
     refresh, refresh_any = _refreshes(sorted({*sizes, *between})), _refreshes(sizes)
     most = min(_MOST_TILES, -(-max_num_batched_tokens // TILE_ROWS))
     single, ranked = (_reuses(tiles) for tiles in (_tiles(most, _BOUND_TILES), _tiles(most, _MOST_TILES)))
+    single = [entry._replace(steps=1) for entry in single]
     reuse = _reuses([tiles for tiles in _TILES if tiles * TILE_ROWS <= single[-1].rows])
     left = _MOST_EXECUTABLES - sum(map(len, (refresh, refresh_any, reuse, single, ranked)))
     sizes = sizes[: max(left - _WIDE, sum(rows <= _LARGE for rows in sizes))]
