@@ -62,6 +62,8 @@ class Host(NamedTuple):
     - `launch`: from there until the device begins.
     - `taking`, `taking_each`: from the end of a part until the next one is packed, and of this for each step
       of each request.
+    - `waking`: by how much a single step that reuses takes longer where the device was idle: it waits for the
+      launch of one kernel after the other.
     """
 
     packing: float = 0.0
@@ -69,6 +71,7 @@ class Host(NamedTuple):
     launch: float = 0.0
     taking: float = 0.0
     taking_each: float = 0.0
+    waking: float = 0.0
 
 
 class Outcome(NamedTuple):
@@ -130,17 +133,20 @@ def limits_of(most: int = DEFAULT_ROWS[-1], sizes: Sequence[int] | None = None) 
 class _Device:
     """Runs parts one after another, each as long as its size takes."""
 
-    def __init__(self, times: Times, sizes: Mapping[Kind, Sequence[int]]):
+    def __init__(self, times: Times, sizes: Mapping[Kind, Sequence[int]], single: Sequence[int], waking: float):
         self._times = {kind: sorted(of_size.items()) for kind, of_size in times.items()}
-        self._sizes = sizes
+        self._sizes, self._single, self._waking = sizes, single, waking
         self.free = self.busy = 0.0
         self.rows = self.padding = 0
 
     def run(self, kind: Kind, rows: int, steps: int, earliest: float) -> tuple[float, float]:
         """The end of a part that could begin at `earliest`, and how long it takes."""
-        size = next((size for size in self._sizes[kind] if size >= rows), rows)
+        alone = kind is Kind.REUSE and steps == 1
+        sizes = self._single if alone else self._sizes[kind]
+        size = next((size for size in sizes if size >= rows), rows)
         known, seconds = zip(*self._times[kind], strict=True)
         took = steps * float(np.interp(size, known, seconds))
+        took += self._waking if alone and earliest > self.free else 0.0
         self.rows, self.padding = self.rows + steps * rows, self.padding + steps * (size - rows)
         self.busy += took
         self.free = max(self.free, earliest) + took
@@ -161,11 +167,13 @@ def simulate(
     - `asked`: in the order of their arrival.
     - `times`: of parts; sizes in between are interpolated.
     - `limits`: of the scheduler; the sizes of refreshes among them.
-    - `reuse_sizes`: rows of reuses, by default those of the ladder.
+    - `reuse_sizes`: rows of reuses, by default those of the ladder, which has others for single steps.
     """
     limits = limits or limits_of()
-    reuses = reuse_sizes or [entry.rows for entry in make_ladder(limits.max_num_batched_tokens).reuse]
-    device = _Device(times, {Kind.REFRESH: limits.sizes[Kind.REFRESH], Kind.REUSE: reuses})
+    ladder = make_ladder(limits.max_num_batched_tokens)
+    loops, single = (reuse_sizes or [entry.rows for entry in part] for part in (ladder.reuse, ladder.single))
+    sizes = {Kind.REFRESH: limits.sizes[Kind.REFRESH], Kind.REUSE: loops}
+    device = _Device(times, sizes, single, host.waking)
     plans, flight = scheduler(limits), deque[tuple[Part, tuple[float, float], int]]()
     done, first, end = [0] * len(asked), [0.0] * len(asked), [0.0] * len(asked)
     now, arrived, evaluated, served = 0.0, 0, 0, 0
@@ -227,15 +235,34 @@ def read_trace(path: Path) -> Recorded:
         if event["ph"] == "X":
             spans[names[event["pid"]]].append(event)
     asked, latency = _asked(spans["requests"])
+    times, waking = _times(spans["host"], spans["device"])
+    host = _host(spans["host"], spans["device"])._replace(waking=waking)
+    evaluated = sum(part["args"]["steps"] for part in spans["device"])
+    return Recorded(asked, latency, times, host, evaluated)
+
+
+def _times(host: Sequence[dict[str, Any]], device: Sequence[dict[str, Any]]) -> tuple[Times, float]:
+    """How long a step takes by kind and size, and by how much a single one that reuses takes longer on an idle
+    device. Their spans are in the same order."""
     kinds = {kind.name.lower(): kind for kind in CACHED}
-    parts = [span for span in spans["device"] if span["name"] in kinds]
+    packed = [span for span in host if span["tid"] == 0]
     took: dict[Kind, dict[int, list[float]]] = {kind: defaultdict(list) for kind in CACHED}
-    for part in parts:
-        said = part["args"]
-        took[kinds[part["name"]]][said["rows"] + said["padding"]].append(part["dur"] / said["steps"] / 1e6)
+    woken: list[tuple[int, float]] = []
+    for before, part in zip(packed, device, strict=True):
+        if part["name"] not in kinds:
+            continue
+        said, kind = part["args"], kinds[part["name"]]
+        rows, seconds = said["rows"] + said["padding"], part["dur"] / said["steps"] / 1e6
+        if kind is Kind.REUSE and said["steps"] == 1 and before["args"]["idle_before"]:
+            woken.append((rows, seconds))
+        else:
+            took[kind][rows].append(seconds)
+    for rows, seconds in woken:
+        if rows not in took[Kind.REUSE]:  # there is no other
+            took[Kind.REUSE][rows].append(seconds)
     times = {kind: {rows: median(found) for rows, found in sizes.items()} for kind, sizes in took.items()}
-    evaluated = sum(part["args"]["steps"] for part in parts)
-    return Recorded(asked, latency, times, _host(spans["host"], spans["device"]), evaluated)
+    longer = [seconds - times[Kind.REUSE][rows] for rows, seconds in woken]
+    return times, max(0.0, median(longer)) if longer else 0.0
 
 
 def _asked(spans: Sequence[dict[str, Any]]) -> tuple[list[Asked], np.ndarray]:
