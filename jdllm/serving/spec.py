@@ -61,6 +61,12 @@ class RequestSpec:
         return policy_of(self.sampling) is not None
 
     @property
+    def refreshes_once(self) -> bool:
+        """Whether only the first step of the request stores keys and values: those of the prompt alone."""
+        policy = policy_of(self.sampling)
+        return policy is not None and policy.once
+
+    @property
     def forces_first(self) -> bool:
         """Whether the first step of a block commits the block's first token, and no other."""
         return self.shifted and self.cached and self.sampling.effective("official_forcing")
@@ -104,7 +110,9 @@ class RequestSpec:
 
     @property
     def stored_rows(self) -> int:
-        """Rows of the KV pool that it may ever need."""
+        """Rows of the KV pool that it may ever need, of a request with a cache at least one."""
+        if self.refreshes_once:
+            return max(1, self.blocks[0].start)
         return kept(self.sampling, len(self.evaluated(self.blocks[-1])))
 
 
