@@ -110,9 +110,7 @@ class RequestSpec:
 
     @property
     def stored_rows(self) -> int:
-        """Rows of the KV pool that it may ever need, of a request with a cache at least one."""
-        if self.refreshes_once:
-            return max(1, self.blocks[0].start)
+        """Rows of the KV pool that it may ever need."""
         return kept(self.sampling, len(self.evaluated(self.blocks[-1])))
 
 

@@ -7,12 +7,10 @@ import pytest
 
 from jdllm.compiling.executables import Executables
 from jdllm.decoding.sampling import SamplingParams
-from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.llm import LLM
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.serving.demands import Kind
-from jdllm.serving.spec import generation_spec
 from jdllm.serving.updates import Ended
 from tests.conftest import DREAM, LLADA
 from tests.decoding import oracle
@@ -147,9 +145,3 @@ def test_after_a_lost_pool_the_steps_are_the_same(
     assert engine.stats().rebuilt == 1
     states = expected("llada", request.prompt, sampling)
     np.testing.assert_array_equal(ended[number].state.history, states)
-
-
-@pytest.mark.parametrize(("prompt", "pages"), [(0, 1), (PAGE_ROWS, 1), (PAGE_ROWS + 1, 2)])
-def test_a_life_has_pages_for_the_prompt_alone(prompt: int, pages: int, config: ModelConfig):
-    spec = generation_spec(np.full(prompt, 7), SamplingParams(cache="prompt", gen_length=512), config)
-    assert -(-spec.stored_rows // PAGE_ROWS) == pages
