@@ -58,7 +58,7 @@ class Cell(NamedTuple):
     - `rule`: a key of `RULES`.
     - `policy`: a cache of `SamplingParams`.
     - `retention`: of the policies that select rows, else `None`.
-    - `delay`: step of a block that refreshes; `None` without a cache.
+    - `delay`: step of a block that refreshes; `None` without a cache, and of a policy that refreshes once.
     - `window`: masks behind the block that are evaluated; `None` for all.
     """
 
@@ -129,7 +129,7 @@ def _with_all_rows(
             if POLICIES[policy].scored:
                 yield from (Cell(rule, policy, *both) for both in itertools.product(retentions, delays))
             else:
-                yield Cell(rule, policy, None, POLICIES[policy].delay)
+                yield Cell(rule, policy, None, None if POLICIES[policy].once else POLICIES[policy].delay)
 
 
 def draw_instances(count: int) -> list[Instance]:
@@ -177,11 +177,10 @@ def rows_forwarded(
     - `sampling`, `config`: of the run.
     """
     request, policy, rows = Request(generation_spec(prompt, sampling, config)), policy_of(sampling), 0
-    reused = 0
     for after in history:
         if request.phase is Phase.REFRESH and policy is not None:
-            reused = len(np.setdiff1d(request.evaluated, policy.candidates(request.view())))
-        rows += reused if request.phase is Phase.REUSE else len(request.evaluated)
+            request.store(np.setdiff1d(request.evaluated, policy.candidates(request.view())), 0)
+        rows += len(request.forwarded if request.phase is Phase.REUSE else request.evaluated)
         changed = np.flatnonzero(after != request.tokens)
         request.advance(changed, after[changed], np.zeros(len(changed)))
     return rows

@@ -30,11 +30,13 @@ def policy_of(sampling: SamplingParams) -> CachePolicy | None:
     return POLICIES.get(sampling.cache)
 
 
-def phase(sampling: SamplingParams, block_step: int) -> Phase:
-    """What the step `block_step` of a block, counted from 0, evaluates."""
+def phase(sampling: SamplingParams, block_step: int, block: int = 0) -> Phase:
+    """What the step `block_step` of a block evaluates; steps and blocks are counted from 0."""
     policy = policy_of(sampling)
     if policy is None:
         return Phase.FULL
+    if policy.once:
+        return Phase.REFRESH if block_step == block == 0 else Phase.REUSE
     delay = policy.delay if sampling.refresh_delay is None else sampling.refresh_delay
     interval = policy.interval if sampling.refresh_interval is None else sampling.refresh_interval
     if block_step < delay:
@@ -43,12 +45,13 @@ def phase(sampling: SamplingParams, block_step: int) -> Phase:
     return Phase.REFRESH if block_step == delay or again else Phase.REUSE
 
 
-def steps_to_refresh(sampling: SamplingParams, block_step: int) -> int | None:
-    """Steps from `block_step` on, itself included, until the first that is none of `Phase.REUSE`.
+def steps_to_refresh(sampling: SamplingParams, block_step: int, block: int = 0) -> int | None:
+    """Steps from the step `block_step` of a block on, itself included, until the first that is none of
+    `Phase.REUSE`.
 
     Returns `None` where the block has no such step.
     """
-    if phase(sampling, block_step) is not Phase.REUSE:
+    if phase(sampling, block_step, block) is not Phase.REUSE:
         return 0
     policy = policy_of(sampling)
     assert policy is not None  # whoever reuses has one

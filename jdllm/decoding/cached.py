@@ -52,7 +52,8 @@ def refresh(
     - `usual`: whether all these are usual, as in `jdllm.execution.paged.selection.sources`; static.
     - `selection_bits`: static; the source of the draws that select rows.
 
-    Returns the trace of one step, and the pool. The step itself is exact: it evaluates everything.
+    Returns the trace of one step, and the pool. The step itself is exact where every row sees its whole
+    sequence: it evaluates everything.
     """
     tokens = jnp.asarray(batch.tokens)
     asked = asked_rows(config, tokens, batch, mask_id, level)

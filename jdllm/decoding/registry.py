@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from jdllm.decoding.caches import dual, head_sparse, prefix, selective, sparse
+from jdllm.decoding.caches import dual, head_sparse, prefix, prompt, selective, sparse
 from jdllm.decoding.caches.policy import CachePolicy
 from jdllm.decoding.option import Option
 from jdllm.decoding.transfer import (
@@ -143,8 +143,8 @@ def _register_own() -> None:
         deferred.RULE,
     ):
         register(rule)
-    for policy in (prefix.POLICY, dual.POLICY, selective.POLICY, sparse.POLICY, head_sparse.POLICY):
-        register(policy)
+    for cache in (prefix, dual, selective, sparse, head_sparse, prompt):
+        register(cache.POLICY)
 
 
 _register_own()

@@ -156,12 +156,12 @@ class Request:
     @property
     def phase(self) -> Phase:
         """What the next step evaluates."""
-        return phase(self.sampling, self.block_step)
+        return phase(self.sampling, self.block_step, self._block)
 
     @property
     def reuse_steps(self) -> int:
         """Steps from the next one on until the block may have to be refreshed."""
-        due = steps_to_refresh(self.sampling, self.block_step)
+        due = steps_to_refresh(self.sampling, self.block_step, self._block)
         return self.steps_left if due is None else min(due, self.steps_left)
 
     @property
@@ -281,6 +281,9 @@ class Request:
             self._block = len(self.blocks) if self._text_is_over() else self._block + 1
             self.block_step = 0
             self.rule_state = self._initial_state()
+            if self.spec.refreshes_once and not self.finished:
+                # The block may evaluate further masks, and no refresh tells which rows are forwarded.
+                self.forwarded = self.evaluated[self.evaluated >= self.forwarded[0]]
         if self.committed is None and len(positions):
             self.committed = time.perf_counter()
         if self.finished:

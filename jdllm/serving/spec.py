@@ -66,6 +66,12 @@ class RequestSpec:
         return False
 
     @property
+    def refreshes_once(self) -> bool:
+        """Whether only the first step of the request stores keys and values: those of the prompt alone."""
+        policy = policy_of(self.sampling)
+        return policy is not None and policy.once
+
+    @property
     def forces_first(self) -> bool:
         """Whether the first step of a block commits the block's first token, and no other."""
         return self.shifted and self.cached and self.sampling.effective("official_forcing")

@@ -42,7 +42,7 @@ def row(policy: str, right: str, rule: str = "schedule", **fields: Any) -> dict[
 class TestCells:
     def test_the_whole_grid(self):
         cells = list(grid(list(quality.RULES), quality.ALL_POLICIES, quality.RETENTIONS, quality.DELAYS))
-        assert len(set(cells)) == len(cells) == len(quality.RULES) * (4 + 2 * 5 * 2)
+        assert len(set(cells)) == len(cells) == len(quality.RULES) * (5 + 2 * 5 * 2)
         assert cells[:5] == [
             Cell("schedule", "none"),
             Cell("schedule", "prefix", None, 0),
@@ -50,6 +50,7 @@ class TestCells:
             Cell("schedule", "selective", None, 1),
             Cell("schedule", "sparse", 0.1, 0),
         ]
+        assert Cell("schedule", "prompt") in cells
 
     def test_the_exact_mode_is_always_there(self):
         cells = list(grid(["factor"], ["sparse"], [0.3], [1]))
@@ -113,6 +114,8 @@ class TestRows:
             slow("dual", {"refresh_interval": 3}, ([LENGTH, *[BLOCK] * 2] * 2 + [LENGTH, BLOCK]) * 2),
             slow("none", {"suffix_window": 3}, [PROMPT + BLOCK + 4] * 8 + [LENGTH] * 8),
             slow("dual", {"suffix_window": 0}, [PROMPT + BLOCK + 1] + [BLOCK] * 7 + [LENGTH] + [BLOCK] * 7),
+            slow("prompt", {}, [LENGTH] + [2 * BLOCK] * 15),
+            slow("prompt", {"suffix_window": 3}, [PROMPT + BLOCK + 4] + [BLOCK + 4] * 7 + [2 * BLOCK] * 8),
             # At a block's second step all but one of the block and all to its right are masked.
             ("selective", {}, [LENGTH] * 2 + [15] * 6 + [LENGTH] * 2 + [7] * 6),
         ],
@@ -128,7 +131,7 @@ class TestRows:
         counted = [rows_forwarded(prompt, output.history[:n], sampling, llm.config) for n in range(17)]
         assert np.diff(counted).tolist() == expected
 
-    @pytest.mark.parametrize("policy", ["none", "selective", "head_sparse"])
+    @pytest.mark.parametrize("policy", ["none", "selective", "head_sparse", "prompt"])
     def test_are_those_that_the_engine_packs(self, llm: LLM, policy: Any, monkeypatch: pytest.MonkeyPatch):
         """At one step a dispatch, with blocks of many lengths; the tiny Dream would forward one row more."""
         packed: list[int] = []
@@ -285,7 +288,7 @@ class TestCommand:
         shown, printed = tables(content["rows"]), capsys.readouterr().out
         assert printed == f"{shown}\n"
         lines = shown.splitlines()
-        assert sum(line.startswith("| threshold |") for line in lines) == 6 + 6 + 1
+        assert sum(line.startswith("| threshold |") for line in lines) == 7 + 7 + 1
         assert {line.count("|") for line in lines[:8]} == {10}
         assert "| threshold | 0.5 | 1 | 0 | 1 | -12.50 |" in shown
         assert "| no difference shown |" in shown
@@ -294,7 +297,7 @@ class TestCommand:
         whole = tmp_path / "whole"
         quality.main([*SMALL, "--rules", "threshold", "factor", "--out", str(whole)])
         done: list[str] = []
-        for policies in (["sparse", "dual"], ["head_sparse", "prefix", "selective"]):
+        for policies in (["sparse", "dual"], ["head_sparse", "prefix", "selective", "prompt"]):
             for rule in ("factor", "threshold"):
                 part = tmp_path / f"{len(done)}"
                 given = ["--rules", rule, "--policies", *policies, "--out", str(part)]
@@ -333,7 +336,7 @@ class TestCommand:
         plain = quality.measure
 
         def fail_at_last(llm: LLM, instances: Sequence[Instance], sampling: SamplingParams) -> Answers:
-            if sampling.cache == "head_sparse":
+            if sampling.cache == quality.ALL_POLICIES[-1]:
                 raise KeyboardInterrupt
             return plain(llm, instances, sampling)
 

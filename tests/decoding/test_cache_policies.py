@@ -52,8 +52,19 @@ def test_refreshes_come_again_at_multiples_of_the_interval():
     ]  # fmt: skip
 
 
+def test_a_prompt_cache_refreshes_once():
+    sampling = SamplingParams(cache="prompt")
+    assert phases(4, cache="prompt") == [REFRESH, REUSE, REUSE, REUSE]
+    assert [phase(sampling, step, block=1) for step in range(3)] == [REUSE] * 3
+    assert steps_to_refresh(sampling, 0) == 0
+    assert steps_to_refresh(sampling, 1) is steps_to_refresh(sampling, 0, block=1) is None
+
+
+REFRESHING = sorted(name for name, policy in POLICIES.items() if not policy.once)
+
+
 @given(
-    st.sampled_from(sorted(POLICIES)),
+    st.sampled_from(REFRESHING),
     st.none() | st.integers(0, 9),
     st.none() | st.integers(0, 9),
     st.integers(0, 40),
@@ -75,8 +86,10 @@ def test_selective_refreshes_like_dkv_cache():
     assert reused == [step for step in range(20) if step > 1 and step % 8]
 
 
-def test_prefix_stores_what_is_left_of_the_block():
-    np.testing.assert_array_equal(POLICIES["prefix"].candidates(view()), range(4))
+@pytest.mark.parametrize("cache", ["prefix", "prompt"])
+def test_these_store_what_is_left_of_the_block(cache):
+    """In the first block, where the prompt cache stores, this is the prompt."""
+    np.testing.assert_array_equal(POLICIES[cache].candidates(view()), range(4))
 
 
 @pytest.mark.parametrize("cache", ["dual", "sparse", "head_sparse"])
@@ -132,6 +145,10 @@ def test_a_share_below_one_row_is_one(cache):
     [
         ({"cache": "triple"}, "cache is 'triple', expected one of 'none', 'prefix'"),
         ({"cache": "dual", "cfg_scale": 1.0}, "cache 'dual' has no classifier-free guidance"),
+        ({"cache": "prompt", "cfg_scale": 1.0}, "cache 'prompt' has no classifier-free guidance"),
+        ({"cache": "prompt", "refresh_delay": 0}, "refresh_delay has no effect here"),
+        ({"cache": "prompt", "refresh_interval": 4}, "refresh_interval has no effect here"),
+        ({"cache": "prompt", "official_forcing": True}, "official_forcing has no effect here"),
         ({"cache": "dual", "prompt_masks": "official"}, "does not fill masks in the prompt"),
         ({"cache": "dual", "alg": "entropy", "quota": "batch"}, "cache 'dual' has none such"),
         ({"alg": "entropy", "block_length": 4, "gen_length": 8}, "blocks only with a cache"),

@@ -27,6 +27,7 @@ SETTINGS = [
     {"cache": "sparse", "retention": 0.4, "pool_kernel": 5},
     {"cache": "head_sparse", "retention": 0.6, "transfer": "factor"},
     {"cache": "head_sparse", "refresh_delay": 0, "refresh_interval": 4, "block_length": 16},
+    {"cache": "prompt", "temperature": 0.8, "seed": 1},
 ]
 
 

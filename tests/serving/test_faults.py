@@ -134,6 +134,7 @@ CACHES = st.one_of(
         {"cache": st.sampled_from(["prefix", "dual", "selective"])},
         optional={"refresh_delay": COUNTS, "refresh_interval": COUNTS, "official_forcing": st.booleans()},
     ),
+    st.just({"cache": "prompt"}),
     st.fixed_dictionaries(
         {"cache": st.sampled_from(["sparse", "head_sparse"])},
         optional={
@@ -226,6 +227,7 @@ def test_shares_of_few_rows_and_other_ends_of_what_may_be_asked(llada: Model):
         Asked(False, some, {**blocks, "cache": "head_sparse", "retention": 0.02, "refresh_delay": 0}),
         Asked(True, (mask,) * 3, {"cache": "dual"}),
         Asked(True, (mask, 9, 8), {"cache": "prefix"}),
+        Asked(True, (mask, 9, mask), {"cache": "prompt"}),
         Asked(False, some, {**blocks, "cache": "sparse", "refresh_delay": 2**24, "pool_kernel": 2**24 - 1}),
         Asked(False, some, {**blocks, "cache": "selective", "refresh_interval": 1}),
         Asked(False, some, {**blocks, "cache": "dual", "top_k": 2**31 - 1, "temperature": 1e6}),
@@ -235,8 +237,8 @@ def test_shares_of_few_rows_and_other_ends_of_what_may_be_asked(llada: Model):
         Asked(True, some, {}),
     ]
     answers = llada.check(asked)
-    assert [bool(answer.refusal) for answer in answers] == [False] * 10 + [True] * 3
-    assert "pages of the KV pool" in str(answers[10].refusal)
+    assert [bool(answer.refusal) for answer in answers] == [False] * 11 + [True] * 3
+    assert "pages of the KV pool" in str(answers[11].refusal)
 
 
 @pytest.mark.slow

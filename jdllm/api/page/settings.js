@@ -42,6 +42,7 @@ const PRESETS = {
   "Fast-dLLM: factor, prefix cache": { block_length: 32, transfer: "factor", factor: 1, cache: "prefix" },
   "dLLM-Serve: head-sparse cache": { block_length: 32, cache: "head_sparse", retention: 0.5 },
   "dKV-Cache: selective cache": { block_length: 32, cache: "selective" },
+  "LLaDA guide: prompt cache": { block_length: 32, cache: "prompt" },
   "EB sampler: entropy bound": { block_length: 32, transfer: "entropy_bound", entropy_bound: 0.1 },
   "Dream, official: entropy": { alg: "entropy", temperature: 0.2, top_p: 0.95 },
 };

@@ -80,6 +80,8 @@ class CachePolicy(abc.ABC):
     - `delay`, `interval`: defaults of `refresh_delay` and `refresh_interval`; an interval of 0 is none.
     - `scored`: whether only the best candidates are kept, by their attention scores.
     - `per_head`: whether each key-value head keeps its own.
+    - `once`: whether a request refreshes in its first step only. The candidates are then its first rows, and
+      see each other only in this step. So stored keys and values do not depend on any other row.
     - `own`: parameters beside those that all policies have.
     """
 
@@ -89,13 +91,15 @@ class CachePolicy(abc.ABC):
     interval: int = 0
     scored: bool = False
     per_head: bool = False
+    once: bool = False
     own: tuple[Option, ...] = ()
 
     @property
     def options(self) -> tuple[Option, ...]:
         """The parameters that have an effect with this policy."""
         scored = (RETENTION, POOL_KERNEL) if self.scored else ()
-        return (*scored, REFRESH_DELAY, REFRESH_INTERVAL, OFFICIAL_FORCING, *self.own)
+        refreshes = () if self.once else (REFRESH_DELAY, REFRESH_INTERVAL, OFFICIAL_FORCING)
+        return (*scored, *refreshes, *self.own)
 
     @property
     def defaults(self) -> Mapping[str, Any]:

@@ -55,6 +55,7 @@ def pack_refresh(
     columns = {name: np.zeros(segments, np.int32) for name in names}
     columns["width"][:] = 1
     candidate_rows, candidate_segments = [], []
+    k_end = np.array(packed.batch.rows.k_end)
     for index, (request, start) in enumerate(zip(requests, starts, strict=False)):
         first, stop = request.block.start, request.block.stop
         columns["block_first"][index], columns["block_rows"][index] = start + first, stop - first
@@ -67,11 +68,15 @@ def pack_refresh(
         candidates = np.flatnonzero(storable)
         keep = kept(request.sampling, len(candidates))
         stored[index] = Stored(evaluated[index][~storable], keep)
+        if policy.once:  # the candidates are the first rows, and see each other only
+            k_end[start : start + len(candidates)] = start + len(candidates)
         candidate_rows.append(start + candidates)
         candidate_segments.append(np.full(len(candidates), index))
         columns["keep"][index] = keep
         columns["scored"][index], columns["per_head"][index] = policy.scored, policy.per_head
         columns["width"][index] = request.sampling.effective("pool_kernel") if policy.scored else 1
+    rows_seen = packed.batch.rows._replace(k_end=k_end)
+    packed = packed._replace(batch=packed.batch._replace(rows=rows_seen))
     selection = Selection(
         columns["block_first"],
         columns["block_rows"],
