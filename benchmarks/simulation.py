@@ -133,7 +133,9 @@ def limits_of(most: int = DEFAULT_ROWS[-1], sizes: Sequence[int] | None = None) 
 class _Device:
     """Runs parts one after another, each as long as its size takes."""
 
-    def __init__(self, times: Times, sizes: Mapping[Kind, Sequence[int]], single: Sequence[int], waking: float):
+    def __init__(
+        self, times: Times, sizes: Mapping[Kind, Sequence[int]], single: Sequence[int], waking: float
+    ):
         self._times = {kind: sorted(of_size.items()) for kind, of_size in times.items()}
         self._sizes, self._single, self._waking = sizes, single, waking
         self.free = self.busy = 0.0
@@ -242,8 +244,8 @@ def read_trace(path: Path) -> Recorded:
 
 
 def _times(host: Sequence[dict[str, Any]], device: Sequence[dict[str, Any]]) -> tuple[Times, float]:
-    """How long a step takes by kind and size, and by how much a single one that reuses takes longer on an idle
-    device. Their spans are in the same order."""
+    """How long a step takes by kind and size, and by how much a single step that reuses takes longer on an
+    idle device. The spans of both are in the same order."""
     kinds = {kind.name.lower(): kind for kind in CACHED}
     packed = [span for span in host if span["tid"] == 0]
     took: dict[Kind, dict[int, list[float]]] = {kind: defaultdict(list) for kind in CACHED}

@@ -66,7 +66,7 @@ async def answer(
 ) -> Response:
     """Run a call and answer it, whole or as a stream."""
     model, ignored = service.model(body.model), service.ignored(body)
-    running = service.submit(request, shape.prefix, asked, _updates(body))
+    running = service.submit(request, shape.prefix, asked, _updates(body, asked))
     if body.stream:
         if body.stream_mode == "denoise":
             events = denoise_events(running, pieces_of(service), ignored)
@@ -92,10 +92,12 @@ def streamed(events: AsyncGenerator[bytes] | Iterable[bytes]) -> StreamingRespon
     return StreamingResponse(content, media_type=EVENTS, headers=headers)
 
 
-def _updates(body: OpenAIFields) -> Updates:
+def _updates(body: OpenAIFields, asked: Sequence[AskedPrompt]) -> Updates:
+    """Tokens in order are read as they come; the text of a block often comes at its end anyway."""
     if not body.stream:
         return "none"
-    return "every" if body.stream_mode == "denoise" else "later"
+    as_they_come = body.stream_mode == "denoise" or any(spec.in_order for spec in specs_of(asked))
+    return "every" if as_they_come else "later"
 
 
 def pieces_of(service: Service) -> Pieces:

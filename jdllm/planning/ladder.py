@@ -82,9 +82,9 @@ class Ladder:
       are as quick in turn.
     - `refresh`: whole sequences whose keys and values are stored, one step each; `refresh_any`: the same for
       any requests, where the head ranks a whole vocabulary or blocks are long, in fewer sizes.
-    - `reuse`: rows in tiles of `TILE_ROWS`, several steps in a loop; `single`: one step of them without a
-      loop, in fewer sizes; `ranked`: such rows where the head ranks a whole vocabulary, in a loop and in fewer
-      sizes.
+    - `reuse`: rows in tiles of `TILE_ROWS`, several steps in a loop; `single`: one step of such rows without
+      a loop, in fewer sizes; `ranked`: such rows where the head ranks a whole vocabulary, in a loop and in
+      fewer sizes.
     """
 
     full: tuple[Entry, ...]

@@ -207,7 +207,7 @@ class Engine:
     def step(self) -> list[Update]:
         """Submit what can run, and collect the part that was submitted first.
 
-        Updates are delivered, and the trace is written, behind the next submission: whoever reads them is busy
+        Behind the next submission updates are delivered and the trace is written: whoever reads them is busy
         while the device is, too. A step that delivers collects nothing.
 
         Returns the updates of this step, of all requests; none where nothing is left to do. Raises where the

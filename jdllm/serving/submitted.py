@@ -10,7 +10,6 @@ from jdllm.serving.engine import Engine, Updates
 from jdllm.serving.spec import RequestSpec
 from jdllm.serving.updates import Ended, Update
 
-
 _GATHERED = 0.05
 """Seconds between two times at which the event loop is woken for updates that need not come as they happen.
 
@@ -37,7 +36,7 @@ class Submitted:
         self._told: asyncio.Queue[Update | None] = asyncio.Queue()
         self._left: dict[int, int] = {}
         self._error: Exception | None = None
-        self._gathers = updates == "later" and not any(spec.in_order for spec in specs)
+        self._gathers = updates == "later"
         self._gathered: deque[Update] = deque()
         self._expected = False
         call = engine.new_call()

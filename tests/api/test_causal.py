@@ -7,6 +7,7 @@ from fastapi.testclient import TestClient
 
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.llm import LLM
+from jdllm.serving.demands import Kind
 from tests.api.sse import events
 from tests.api.words_server import served
 from tests.causal_texts import words, write_speaking
@@ -49,6 +50,17 @@ def test_a_stream_has_the_same_text(client: TestClient, tokens: list[int]):
     body = {"prompt": words(*PROMPT), "max_tokens": 12, "stream": True}
     told = events(client.post("/v1/completions", json=body).text)
     assert "".join(part["choices"][0]["text"] for _, part in told) == f" {words(*tokens)}"
+
+
+def test_a_stream_comes_in_shorter_dispatches(client: TestClient, llm: LLM):
+    """Of 12 tokens the first comes with the prompt, and the others at most four at a time."""
+
+    def decodes(**stream: bool) -> int:
+        before = llm.engine.stats().parts[Kind.DECODE]
+        assert client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 12, **stream}).is_success
+        return llm.engine.stats().parts[Kind.DECODE] - before
+
+    assert (decodes(stream=True), decodes()) == (3, 1)
 
 
 def test_a_stop_string_may_begin_with_the_space_of_a_word(client: TestClient, tokens: list[int]):

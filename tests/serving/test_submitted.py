@@ -10,7 +10,6 @@ import pytest
 
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.models.config import ModelConfig
-from jdllm.serving.causal.request import causal_spec
 from jdllm.serving.engine import Engine, Updates
 from jdllm.serving.request import Request
 from jdllm.serving.spec import RequestSpec, generation_spec
@@ -44,11 +43,6 @@ def spec(config: ModelConfig) -> RequestSpec:
     return generation_spec([1, 2], SamplingParams(gen_length=4), config)
 
 
-@pytest.fixture
-def causal(config: ModelConfig) -> RequestSpec:
-    return causal_spec([1, 2], SamplingParams(gen_length=4), config)
-
-
 async def told_at_once(spec: RequestSpec, updates: Updates) -> list[int]:
     """How many updates have been read after each of three steps and after the end."""
     engine, read = Told(), []
@@ -72,10 +66,6 @@ async def told_at_once(spec: RequestSpec, updates: Updates) -> list[int]:
 
 def test_every_update_comes_as_it_happens(spec: RequestSpec):
     assert asyncio.run(told_at_once(spec, "every")) == [1, 2, 3, 4]
-
-
-def test_tokens_in_order_come_one_by_one(causal: RequestSpec):
-    assert asyncio.run(told_at_once(causal, "later")) == [1, 2, 3, 4]
 
 
 def test_later_updates_are_gathered_behind_the_first_until_the_end(spec: RequestSpec):
