@@ -92,7 +92,7 @@ class TestCalls:
         assert plans.scheduler.plan(plans.ready, [FULL], 95) == (
             [] if short.kind is FULL else [Part(REFRESH, (9,))]
         )
-        plans.scheduler.charge(in_flight[0].ids, 95)
+        plans.scheduler.charge(in_flight[0], 95)
         plans.ready |= dict.fromkeys(in_flight[0].ids, full(95))
         assert [plans.plan() for _ in range(8)] == [{short.kind: (9,)}] * 8
 
