@@ -27,7 +27,7 @@ from tests.serving.scripts import SCRIPTS, Script, some_limits
 
 OTHER_KINDS = len(Kind) - 1
 MOST_WAITING, FEWEST_FOR_ABORT = 6, 4
-TICKS, QUARTER = 1024, Fraction(1, 4)
+TICKS, HALF = 1024, Fraction(1, 2)
 """Ticks of the test's clock in a second, and the seconds that a part of several steps takes at most."""
 
 
@@ -253,7 +253,7 @@ class Arrivals(RuleBasedStateMachine):
 
     def check_steps(self, part: Part, demands: list[Demand]) -> None:
         """A part ends where one of its requests needs something else, and beside others after a step. Where
-        clients share the engine, a part of several steps takes a quarter of a second at most, and about as
+        clients share the engine, a part of several steps takes half a second at most, and about as
         much as the quickest and slowest steps of its kind let it take."""
         left = [demand.steps for demand in demands]
         most = max(left) if part.kind is Kind.DECODE else min(left)
@@ -263,8 +263,8 @@ class Arrivals(RuleBasedStateMachine):
             assert part.steps == most
         else:
             assert 1 <= part.steps <= most
-            assert part.steps == 1 or part.steps * min(known) <= QUARTER
-            assert part.steps in (1, most) or (part.steps + 1) * max(known) >= QUARTER
+            assert part.steps == 1 or part.steps * min(known) <= HALF
+            assert part.steps in (1, most) or (part.steps + 1) * max(known) >= HALF
 
     def check_choice(self, served: dict[int, Demand], candidates: dict[int, Demand]) -> None:
         """The first pick is served or everybody waits for it; nobody else is left out who fits beside those
