@@ -37,9 +37,7 @@ class _Taken(NamedTuple):
     pages: int = 0
 
     def plus(self, life: Life, count: int) -> "_Taken":
-        return _Taken(
-            self.requests + count, self.rows + count * life.rows, self.pages + count * life.pages
-        )
+        return _Taken(self.requests + count, self.rows + count * life.rows, self.pages + count * life.pages)
 
 
 _NOTHING = _Taken()
@@ -49,9 +47,10 @@ class Admission:
     """Requests that wait, and the room that running ones leave.
 
     Arguments:
-    - `limits`: what the engine has room for.
+    - `limits`: what the engine has room for. The attribute may be replaced by one that is shared or not.
 
-    `free_pages` are the pages that no running request holds.
+    `free_pages` are the pages that no running request holds, `without_pages` counts running requests without
+    pages.
     """
 
     def __init__(self, limits: Limits):
@@ -62,7 +61,7 @@ class Admission:
         self._arrivals = 0
         self.free_pages = limits.pages
         self._taken: dict[_Group | tuple[_Group, int], _Taken] = {}
-        self._without_pages = self._takers = 0
+        self.without_pages = self._takers = 0
 
     def __contains__(self, request: int) -> bool:
         return request in self._waiting
@@ -71,11 +70,6 @@ class Admission:
     def waiting(self) -> tuple[int, ...]:
         """Requests that wait, in the order of their arrival. Any thread may ask."""
         return tuple(self._waiting)
-
-    @property
-    def without_pages(self) -> int:
-        """How many requests run without pages."""
-        return self._without_pages
 
     def check(self, life: Life) -> None:
         """Raise `RequestError` for a request that could not run even alone. Any thread may ask."""
@@ -141,7 +135,7 @@ class Admission:
     def _count(self, life: Life, call: int, change: int) -> None:
         """Count a request that starts, with a `change` of 1, or has left, with -1."""
         self.free_pages -= change * life.pages
-        self._without_pages += change * (not life.pages)
+        self.without_pages += change * (not life.pages)
         self._takers += change * self._takes_pool(life)
         group = _group(life, call)
         for key in (group, (group, call)):
@@ -170,7 +164,7 @@ class Admission:
         return not taken.requests or taken.rows + life.rows <= self.limits.whole_rows
 
     def _leaves_room(self, life: Life, group: _Group, taken: _Taken) -> bool:
-        """Whether a call that takes so much leaves room for other calls of its group once a request starts."""
+        """Whether a call leaves room for other calls of a group, where it starts a request beside `taken`."""
         if group not in (_PAGES, _HELD) or not self.limits.shared or not taken.requests:
             return True
         return (

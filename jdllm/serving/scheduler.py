@@ -12,8 +12,10 @@ number start first, and are served first: all of this, and all bounds, are among
 
 Where clients share the engine (`Limits.shared`), the running requests of a call that have pages, or that hold
 other memory, take at most seven eighths of the room, or are one request. A call that has its share waits for
-its own requests only; others pass it, and it gains no turns meanwhile. So beside one such call, however many
-requests it has, a request starts at once that fits an eighth of the places and of the pages.
+its own requests only. Others pass it, and it gains no turns meanwhile. Where one call of many requests fills
+its share and nobody else runs, a request of another call that fits an eighth of the room starts at once.
+Beside several calls it waits, in its turn, until one of their requests has ended. A part of several steps
+takes about half a second at most: who comes meanwhile waits for it.
 
 **Turns.** Among the ready requests whose kind is not in flight, the one that was served least recently has
 the first pick; ties go to the earlier admission. Reuses and decodes are cheap and pick next, the others after
@@ -174,9 +176,9 @@ class Scheduler:
         Requests with pages start up to the first whose pages are not free. At most `max_num_seqs` of them
         run. Requests that hold nothing start up to the first that goes beyond `whole_rows` or `max_num_seqs`
         of its call's running ones, or is longer and not the only one. Those that hold other memory start as
-        if all were one call's. Where clients share the engine, requests with pages or other memory are passed
-        over from the first on that goes beyond its call's share and is not the only one. One that takes the room of the pool runs while nobody holds pages, and nobody
-        gets any while it runs.
+        if all were one call's. Where clients share the engine, those of a call with pages or other memory
+        start up to the first that goes beyond the call's share and is not the only one; other calls pass it.
+        One that takes the room of the pool runs while nobody holds pages, and nobody gets any while it runs.
 
         Returns those that now run, in the order in which they start.
         """
@@ -311,7 +313,7 @@ class Scheduler:
     def _steps(self, kind: Kind, demands: Sequence[Demand]) -> int:
         """Steps of a part: one beside requests that the part does not serve. They would join it later: on a
         busy device this costs more than the host's time between two steps. A decode goes on where some of its
-        requests have ended. Nobody can join meanwhile, so a part is short where others may come."""
+        requests have ended. Nobody can join a part, so it is short where clients share the engine."""
         if len(demands) < len(self._running):
             return 1
         left = [demand.steps for demand in demands]

@@ -33,9 +33,7 @@ class TestPace:
 class TestParts:
     def test_a_part_of_a_server_takes_half_a_second(self):
         """The device may do fewer steps than it is told, as where a block is finished."""
-        plans = Plans(
-            *[reuse(20)._replace(steps=31)] * 2, limits=dataclasses.replace(LIMITS, shared=True)
-        )
+        plans = Plans(*[reuse(20)._replace(steps=31)] * 2, limits=dataclasses.replace(LIMITS, shared=True))
         scheduler, found = plans.scheduler, list[int]()
         for did, seconds in ((1, 0.02), (20, 0.8), (12, 0.012), (31, 31.0), (1, 1.0)):
             (part,) = scheduler.plan(plans.ready)

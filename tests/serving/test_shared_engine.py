@@ -52,8 +52,8 @@ def engine(llm: LLM) -> Iterator[Engine]:
 
 
 def test_a_short_request_starts_at_once_and_waits_for_few_parts(llm: LLM, engine: Engine):
-    """It has four steps. Between two of them each other request has at most one reuse: parts in flight and two
-    more hold these, and there are at most as many refreshes."""
+    """It has four steps. Between two of them each other request has at most one reuse. The part in flight and
+    two more hold these, and there are at most as many refreshes."""
     parts, told = list[PartDone](), list[Update]()
     engine.observe = parts.append
     short = engine.add(spec(llm, 8, 4), deliver=told.append)
