@@ -109,7 +109,7 @@ class Outcome(NamedTuple):
 
 
 def limits_of(most: int = DEFAULT_ROWS[-1], sizes: Sequence[int] | None = None) -> Limits:
-    """Room for parts of so many rows, and for any number of pages.
+    """Room for parts of so many rows, and for any number of pages, on a server.
 
     Arguments:
     - `sizes`: rows of refreshes, by default those of the ladder.
@@ -127,6 +127,7 @@ def limits_of(most: int = DEFAULT_ROWS[-1], sizes: Sequence[int] | None = None) 
         beside_pool=most,
         whole_rows=most,
         sizes={Kind.REFRESH: sizes or [entry.rows for entry in ladder.refresh]},
+        shared=True,
     )
 
 
@@ -197,7 +198,7 @@ def simulate(
             now = max(now, asked[arrived].arrival)
             continue
         part, (ended, took), _ = flight.popleft()
-        plans.charge(part.ids, took)
+        plans.charge(part, took)
         now = max(now, ended) + host.taking + part.steps * len(part.ids) * host.taking_each
         for i in part.ids:
             done[i] += part.steps

@@ -226,6 +226,7 @@ def serve(
     # Streams keep the event loop busy; the engine's thread would wait 5 ms for each of its turns.
     sys.setswitchinterval(_SWITCH_SECONDS)
     bound.setsockopt(*_REUSED)
+    llm.engine.scheduler.share()
     engine = AsyncEngine(llm.engine, on_dead=stop)
     metrics = Metrics(settings.names[0], llm.engine, llm.executables)
     llm.engine.observe = metrics.observe_part

@@ -10,6 +10,13 @@ Calls that need the same take part in rounds, with one request each: nobody wait
 thousand requests. Calls of one request start in the order of their arrival. Requests of a lower priority
 number start first, and are served first: all of this, and all bounds, are among requests of one priority.
 
+Where clients share the engine (`Limits.shared`), the running requests of a call that have pages, or that hold
+other memory, take at most seven eighths of the room, or are one request. A call that has its share waits for
+its own requests only. Others pass it, and it gains no turns meanwhile. Where one call of many requests fills
+its share and nobody else runs, a request of another call that fits an eighth of the room starts at once.
+Beside several calls it waits, in its turn, until one of their requests has ended. A part of several steps
+takes about half a second at most: who comes meanwhile waits for it.
+
 **Turns.** Among the ready requests whose kind is not in flight, the one that was served least recently has
 the first pick; ties go to the earlier admission. Reuses and decodes are cheap and pick next, the others after
 them, each in the order of turns. Who does not fit what is left is passed over, but not for ever:
@@ -41,7 +48,8 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 
 from jdllm.serving.admission import Admission
-from jdllm.serving.demands import SUBMITTED, Demand, Kind, Life, Limits, Part
+from jdllm.serving.demands import PART_SECONDS, SUBMITTED, Demand, Kind, Life, Limits, Part
+from jdllm.serving.pace import Pace
 from jdllm.serving.shares import Caller, Turns
 
 _CHEAP = (Kind.REUSE, Kind.DECODE)
@@ -109,12 +117,17 @@ class Scheduler:
         self._admission = Admission(limits)
         self._running: dict[int, _Running] = {}
         self._calls = Turns()
+        self._pace = Pace()
         self._served_without_pages = 0
         self._admissions = self._plans = 0
 
     @property
     def limits(self) -> Limits:
         return self._limits
+
+    def share(self) -> None:
+        """Say that clients share the engine from now on: see `Limits.shared`."""
+        self._limits = self._admission.limits = dataclasses.replace(self._limits, shared=True)
 
     @property
     def waiting(self) -> tuple[int, ...]:
@@ -163,8 +176,9 @@ class Scheduler:
         Requests with pages start up to the first whose pages are not free. At most `max_num_seqs` of them
         run. Requests that hold nothing start up to the first that goes beyond `whole_rows` or `max_num_seqs`
         of its call's running ones, or is longer and not the only one. Those that hold other memory start as
-        if all were one call's. One that takes the room of the pool runs while nobody holds pages, and nobody
-        gets any while it runs.
+        if all were one call's. Where clients share the engine, those of a call with pages or other memory
+        start up to the first that goes beyond the call's share and is not the only one; other calls pass it.
+        One that takes the room of the pool runs while nobody holds pages, and nobody gets any while it runs.
 
         Returns those that now run, in the order in which they start.
         """
@@ -178,18 +192,19 @@ class Scheduler:
             self._calls.join(caller)
         return [waiting.request for waiting in admitted]
 
-    def charge(self, requests: Sequence[int], seconds: float) -> None:
+    def charge(self, part: Part, seconds: float) -> None:
         """Take in what a part had of the device.
 
         Arguments:
-        - `requests`: of the part; those that have left count as nobody's.
+        - `part`: with the steps that it did. Requests that have left count as nobody's.
         - `seconds`: that the part took, which its requests share by their rows.
         """
-        running = [self._running[request] for request in requests if request in self._running]
+        running = [self._running[request] for request in part.ids if request in self._running]
         rows, shares = sum(one.rows for one in running), dict[Caller, float]()
         for one in running:
             shares[one.caller] = shares.get(one.caller, 0.0) + seconds * one.rows / rows
         self._calls.charge(shares)
+        self._pace.learn(part.kind, rows, seconds / max(1, part.steps))
 
     def plan(
         self, ready: Mapping[int, Demand], busy: Collection[Kind] = (), in_flight_rows: int = 0
@@ -298,8 +313,11 @@ class Scheduler:
     def _steps(self, kind: Kind, demands: Sequence[Demand]) -> int:
         """Steps of a part: one beside requests that the part does not serve. They would join it later: on a
         busy device this costs more than the host's time between two steps. A decode goes on where some of its
-        requests have ended."""
+        requests have ended. Nobody can join a part, so it is short where clients share the engine."""
         if len(demands) < len(self._running):
             return 1
         left = [demand.steps for demand in demands]
-        return max(left) if kind is Kind.DECODE else min(left)
+        most = max(left) if kind is Kind.DECODE else min(left)
+        if not self._limits.shared:
+            return most
+        return min(most, self._pace.steps(kind, sum(demand.rows for demand in demands), PART_SECONDS))

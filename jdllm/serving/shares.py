@@ -31,6 +31,16 @@ class Rounds:
         if not self._left[call]:
             del self._left[call], self._next[call]
 
+    def put_back(self, call: int, round: float) -> int:
+        """By how many whole rounds the requests of a call fall back that others have passed.
+
+        Arguments:
+        - `round`: of the first of them, which counts as one that comes now.
+        """
+        late = max(0, int(self._clock - round))
+        self._next[call] += late
+        return late
+
 
 class Caller(NamedTuple):
     """The requests of a call that have one priority; the lowest number is served first."""

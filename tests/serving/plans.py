@@ -63,5 +63,5 @@ class Plans:
         """The parts of a plan, which end at once; they take a second for each row."""
         parts = self.scheduler.plan(self.ready, busy, rows)
         for part in parts:
-            self.scheduler.charge(part.ids, sum(self.ready[request].rows for request in part.ids))
+            self.scheduler.charge(part, sum(self.ready[request].rows for request in part.ids))
         return {part.kind: part.ids for part in parts}

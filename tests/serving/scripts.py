@@ -66,7 +66,7 @@ def some_limits(draw: st.DrawFn) -> Limits:
     sizes: dict[Kind, tuple[int, ...]] = {Kind.REFRESH: rows, Kind.PREFILL: rows} if rows else {}
     whole = draw(st.integers(min(8, budget), budget))
     limits = budget, seqs, logits, entries, reuses, pages, longest, refresh, beside, whole
-    return Limits(*limits, sizes, company_rows=draw(st.integers(1, 40)))
+    return Limits(*limits, sizes, company_rows=draw(st.integers(1, 40)), shared=draw(st.booleans()))
 
 
 ROWS = st.integers(1, 16) | st.integers(1, 60)

@@ -92,7 +92,7 @@ class TestCalls:
         assert plans.scheduler.plan(plans.ready, [FULL], 95) == (
             [] if short.kind is FULL else [Part(REFRESH, (9,))]
         )
-        plans.scheduler.charge(in_flight[0].ids, 95)
+        plans.scheduler.charge(in_flight[0], 95)
         plans.ready |= dict.fromkeys(in_flight[0].ids, full(95))
         assert [plans.plan() for _ in range(8)] == [{short.kind: (9,)}] * 8
 
@@ -122,3 +122,65 @@ class TestCalls:
         plans.scheduler.admit()
         plans.ready[2] = full(60)
         assert [plans.plan()[FULL] for _ in range(4)] == [(2,), (2,), (0, 1), (2,)]
+
+
+class TestCallsOfServers:
+    """Clients share the engine: eight places, 50 pages, 100 rows of whole sequences."""
+
+    LIMITS = dataclasses.replace(LIMITS, shared=True)
+
+    @pytest.mark.parametrize(
+        ("life", "started", "alone"),
+        [
+            (Life(1, 1), 7, 8),
+            (Life(1, 6), 7, 8),
+            (Life(1, 10), 4, 5),
+            (Life(20, 0, holds=True), 4, 5),
+            (Life(1, 0, holds=True), 7, 8),
+            (Life(1, 0), 8, 8),
+        ],
+    )
+    def test_a_call_leaves_room_to_another(self, life: Life, started: int, alone: int):
+        assert with_lives(*[life] * 100, call=0).admit() == list(range(alone))
+        scheduler = with_lives(*[life] * 100, limits=self.LIMITS, call=0)
+        assert scheduler.admit() == list(range(started))
+        other = life._replace(rows=min(life.rows, 12), pages=min(life.pages, 6))
+        scheduler.add(100, other)
+        assert scheduler.admit() == [100]
+        scheduler.remove(0)
+        assert scheduler.admit() == [started]
+
+    @pytest.mark.parametrize("life", [Life(1, 50), Life(100, 0, holds=True)])
+    def test_one_request_of_a_call_may_take_all(self, life: Life):
+        scheduler = with_lives(*[life] * 3, limits=self.LIMITS, call=0)
+        for request in range(3):
+            assert scheduler.admit() == [request]
+            scheduler.remove(request)
+
+    def test_requests_of_a_call_do_not_pass_each_other(self):
+        scheduler = with_lives(Life(1, 30), Life(1, 20), Life(1, 1), limits=self.LIMITS, call=0)
+        assert scheduler.admit() == [0]
+        scheduler.remove(0)
+        assert scheduler.admit() == [1, 2]
+
+    def test_a_call_that_others_pass_gains_no_turns(self):
+        """Twenty others start beside seven of a call, whose room then goes to another call in its turn."""
+        scheduler = with_lives(*[Life(1, 6)] * 100, limits=self.LIMITS, call=0)
+        running = scheduler.admit()
+        for other in range(100, 120):
+            scheduler.add(other, Life(1, 8))
+            assert scheduler.admit() == [other]
+            scheduler.remove(other)
+        scheduler.add(200, Life(1, 12))
+        for started in ([], [200]):
+            scheduler.remove(running.pop())
+            found = scheduler.admit()
+            running += found
+            assert [request for request in found if request == 200] == started
+
+    def test_an_engine_may_be_shared_from_some_time_on(self):
+        scheduler = with_lives(*[Life(1, 1)] * 100, call=0)
+        assert not scheduler.limits.shared
+        scheduler.share()
+        assert scheduler.limits.shared
+        assert scheduler.admit() == list(range(7))

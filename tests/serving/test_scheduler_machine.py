@@ -3,6 +3,7 @@
 import itertools
 from collections import Counter, deque
 from collections.abc import Collection, Iterable
+from fractions import Fraction
 from typing import ClassVar
 
 import pytest
@@ -21,10 +22,13 @@ from jdllm.errors import RequestError
 from jdllm.serving.demands import SUBMITTED, Demand, Kind, Life, Limits, Part
 from jdllm.serving.scheduler import Scheduler
 from tests.serving.ledger import Ledger
+from tests.serving.room import Room
 from tests.serving.scripts import SCRIPTS, Script, some_limits
 
 OTHER_KINDS = len(Kind) - 1
 MOST_WAITING, FEWEST_FOR_ABORT = 6, 4
+TICKS, HALF = 1024, Fraction(1, 2)
+"""Ticks of the test's clock in a second, and the seconds that a part of several steps takes at most."""
 
 
 class Arrivals(RuleBasedStateMachine):
@@ -48,8 +52,9 @@ class Arrivals(RuleBasedStateMachine):
         self.plans = 0
         self.last_plan: dict[int, int] = {}
         self.last_plan_without_pages = 0
-        self.ledger = Ledger()
+        self.ledger, self.room = Ledger(), Room(limits)
         self.last_rows: dict[int, int] = {}
+        self.step_seconds: dict[Kind, list[Fraction]] = {}
         self.waited: dict[int, int] = {}
         self.bound: dict[int, int] = {}
         self.waited_without_pages = self.bound_without_pages = 0
@@ -85,37 +90,8 @@ class Arrivals(RuleBasedStateMachine):
         call = self.scripts[request].call
         return priority, self.last_plan_without_pages, True, *self.ledger.place(call), *own
 
-    def group(self, script: Script) -> str | int:
-        """Requests that need the same room."""
-        return "pages" if script.life.pages else "held" if script.life.holds else script.call
-
-    def needs(self, script: Script) -> tuple[str | int, bool]:
-        return self.group(script), self.takes_pool(script.life)
-
-    def fits_life(self, script: Script) -> bool:
-        running = [self.scripts[r] for r in self.steps_done]
-        life, takes_pool = script.life, self.takes_pool
-        group = [other.life for other in running if self.group(other) == self.group(script)]
-        lives = [other.life for other in running]
-        return (
-            len(group) < self.limits.max_num_seqs
-            and sum(other.pages for other in lives) + life.pages <= self.limits.pages
-            and (
-                life.pages > 0
-                or not group
-                or sum(other.rows for other in group) + life.rows <= self.limits.whole_rows
-            )
-            and not (takes_pool(life) and any(other.pages for other in lives))
-            and not (life.pages and any(map(takes_pool, lives)))
-        )
-
-    def takes_pool(self, life: Life) -> bool:
-        return life.pages == 0 and life.rows > self.limits.beside_pool
-
-    def stands_before(self, script: Script, other: Script) -> bool:
-        """Whether a request that waits may keep another waiting: they need the same."""
-        needs_pages = [one.life.pages > 0 or self.takes_pool(one.life) for one in (script, other)]
-        return all(needs_pages) or self.group(script) == self.group(other)
+    def running_scripts(self) -> list[Script]:
+        return [self.scripts[request] for request in self.steps_done]
 
     def fits_plan(self, demand: Demand, ahead: Collection[Demand]) -> bool:
         """Whether `demand` fits beside what is in flight and `ahead`."""
@@ -193,13 +169,13 @@ class Arrivals(RuleBasedStateMachine):
         self.forget(data.draw(st.sampled_from([*self.waiting, *self.running])))
 
     @precondition(lambda self: self.waiting or self.steps_done)
-    @rule(parts=st.integers(0, 3), seconds=st.integers(1, 9))
-    def iterate(self, parts: int, seconds: int):
+    @rule(parts=st.integers(0, 3), ticks=st.integers(1, 9))
+    def iterate(self, parts: int, ticks: int):
         """What an engine does in every iteration."""
         self.admit()
         self.plan()
         for _ in range(min(parts, len(self.in_flight))):
-            self.end(seconds)
+            self.end(ticks)
 
     @precondition(lambda self: self.waiting)
     @rule()
@@ -208,11 +184,10 @@ class Arrivals(RuleBasedStateMachine):
         for request in self.scheduler.admit():
             script, place = self.scripts[request], self.waiting.index(request)
             before = [self.scripts[other] for other in itertools.islice(self.waiting, place)]
-            assert not any(
-                other.call == script.call and self.needs(other) == self.needs(script) for other in before
-            )
+            needs = self.room.needs
+            assert not any(other.call == script.call and needs(other) == needs(script) for other in before)
             self.waiting.remove(request)
-            assert self.fits_life(script)
+            assert self.room.fits(script, self.running_scripts())
             if not self.has_pages(request) and all(map(self.has_pages, self.steps_done)):
                 self.last_plan_without_pages = self.plans
                 self.turn_without_pages_begins()
@@ -221,10 +196,17 @@ class Arrivals(RuleBasedStateMachine):
             self.steps_done[request] = 0
             self.last_plan[request], self.admitted[request] = self.plans, len(self.admitted)
             self.becomes_ready(request)
-        waiting = [self.scripts[request] for request in self.waiting]
+        self.check_who_waits([self.scripts[request] for request in self.waiting], self.running_scripts())
+
+    def check_who_waits(self, waiting: list[Script], running: list[Script]) -> None:
+        """Who waits has no room, or waits for others; not for those of another call that has its share."""
         for script in waiting:
-            others = (other for other in waiting if other is not script)
-            assert any(self.stands_before(other, script) for other in others) or not self.fits_life(script)
+            assert not self.room.fits(script, running) or any(
+                self.room.stands_before(other, script)
+                and (other.call == script.call or not self.room.has_its_share(other, running))
+                for other in waiting
+                if other is not script
+            )
 
     @precondition(lambda self: self.steps_done)
     @rule()
@@ -270,10 +252,19 @@ class Arrivals(RuleBasedStateMachine):
             self.check_steps(part, [ready[request] for request in part.ids])
 
     def check_steps(self, part: Part, demands: list[Demand]) -> None:
-        """A part ends where one of its requests needs something else, and beside others after a step."""
+        """A part ends where one of its requests needs something else, and beside others after a step. Where
+        clients share the engine, a part of several steps takes half a second at most, and about as
+        much as the quickest and slowest steps of its kind let it take."""
         left = [demand.steps for demand in demands]
         most = max(left) if part.kind is Kind.DECODE else min(left)
-        assert part.steps == (most if len(demands) == len(self.steps_done) else 1)
+        most = most if len(demands) == len(self.steps_done) else 1
+        known = self.step_seconds.get(part.kind, [])
+        if not self.limits.shared or most == 1:
+            assert part.steps == most
+        else:
+            assert 1 <= part.steps <= most
+            assert part.steps == 1 or part.steps * min(known) <= HALF
+            assert part.steps in (1, most) or (part.steps + 1) * max(known) >= HALF
 
     def check_choice(self, served: dict[int, Demand], candidates: dict[int, Demand]) -> None:
         """The first pick is served or everybody waits for it; nobody else is left out who fits beside those
@@ -318,23 +309,26 @@ class Arrivals(RuleBasedStateMachine):
             return {r: demand for r, demand in found.items() if self.has_pages(r)}
         return found
 
-    def charge(self, part: Part, seconds: int) -> None:
-        """The requests of a part share its time, in seconds that are whole for each row."""
+    def charge(self, part: Part, ticks: int) -> None:
+        """The requests of a part share its time, in ticks that are whole for each row."""
         rows = {r: self.last_rows[r] for r in part.ids if r in self.steps_done}
-        self.scheduler.charge(part.ids, seconds * sum(rows.values()))
+        taken = ticks * sum(rows.values())
+        self.scheduler.charge(part, taken / TICKS)
+        if rows:
+            self.step_seconds.setdefault(part.kind, []).append(Fraction(taken, TICKS * part.steps))
         shares = Counter[int]()
         for request, own in rows.items():
-            shares[self.scripts[request].call] += seconds * own
+            shares[self.scripts[request].call] += ticks * own
         self.ledger.charge(shares)
 
     @precondition(lambda self: self.in_flight)
-    @rule(seconds=st.integers(1, 9))
-    def end(self, seconds: int = 1):
+    @rule(ticks=st.integers(1, 9))
+    def end(self, ticks: int = 1):
         """The oldest part in flight ends; those of its requests that are still there have done a step."""
         self.count += 1
         part, _ = self.in_flight.popleft()
         self.stalled = False
-        self.charge(part, seconds)
+        self.charge(part, ticks)
         for request in part.ids:
             if request not in self.steps_done:
                 continue

@@ -1,0 +1,19 @@
+"""How long steps take, as parts before have shown."""
+
+from jdllm.serving.demands import Kind
+
+
+class Pace:
+    """Seconds of a step, for each kind and for sizes a factor of two apart: those of the last such part."""
+
+    def __init__(self):
+        self._seconds: dict[tuple[Kind, int], float] = {}
+
+    def learn(self, kind: Kind, rows: int, seconds: float) -> None:
+        """Take in how long a step of a kind and of so many packed rows took."""
+        self._seconds[kind, rows.bit_length()] = seconds
+
+    def steps(self, kind: Kind, rows: int, seconds: float) -> int:
+        """How many steps take `seconds` at most: at least one, and one where no such step is known."""
+        known = self._seconds.get((kind, rows.bit_length())) or seconds
+        return max(1, int(seconds / known))

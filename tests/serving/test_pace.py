@@ -1,0 +1,49 @@
+"""How many steps fit a time."""
+
+import dataclasses
+
+import pytest
+
+from jdllm.serving.demands import Kind, Part
+from jdllm.serving.pace import Pace
+from tests.serving.plans import LIMITS, REUSE, Plans, reuse
+
+
+class TestPace:
+    def test_one_step_where_none_is_known(self):
+        pace = Pace()
+        pace.learn(Kind.FULL, 40, 0.01)
+        assert pace.steps(Kind.REUSE, 40, 0.25) == 1
+        assert pace.steps(Kind.FULL, 80, 0.25) == 1
+
+    @pytest.mark.parametrize(("step", "steps"), [(0.01, 25), (0.011, 22), (0.25, 1), (0.3, 1), (0.0, 1)])
+    def test_as_many_as_the_time_holds_and_at_least_one(self, step: float, steps: int):
+        pace = Pace()
+        pace.learn(Kind.REUSE, 40, step)
+        assert pace.steps(Kind.REUSE, 40, 0.25) == steps
+
+    def test_the_last_part_of_about_as_many_rows_counts(self):
+        pace = Pace()
+        pace.learn(Kind.REUSE, 33, 0.1)
+        pace.learn(Kind.REUSE, 63, 0.01)
+        pace.learn(Kind.REUSE, 64, 0.1)
+        assert pace.steps(Kind.REUSE, 32, 0.25) == 25
+
+
+class TestParts:
+    def test_a_part_of_a_server_takes_half_a_second(self):
+        """The device may do fewer steps than it is told, as where a block is finished."""
+        plans = Plans(*[reuse(20)._replace(steps=31)] * 2, limits=dataclasses.replace(LIMITS, shared=True))
+        scheduler, found = plans.scheduler, list[int]()
+        for did, seconds in ((1, 0.02), (20, 0.8), (12, 0.012), (31, 31.0), (1, 1.0)):
+            (part,) = scheduler.plan(plans.ready)
+            found.append(part.steps)
+            scheduler.charge(Part(REUSE, part.ids, did), seconds)
+        assert found == [1, 25, 12, 31, 1]
+
+    def test_a_part_of_one_caller_ends_where_its_requests_need_something_else(self):
+        plans = Plans(reuse(20)._replace(steps=31), reuse(20)._replace(steps=9))
+        for _ in range(2):
+            (part,) = plans.scheduler.plan(plans.ready)
+            assert part.steps == 9
+            plans.scheduler.charge(part, 90.0)
