@@ -12,14 +12,13 @@ from jdllm.serving.updates import PartDone, PartTimes
 
 
 class _Submitted(NamedTuple):
-    """A submitted part: its demand, when its packing began and ended, when each of its requests became ready,
-    and how long the device was idle before."""
+    """A submitted part: its demand, when its packing began, when each of its requests became ready, and how
+    long the device was idle before."""
 
     pending: Pending
     rows: int
     head_rows: int
     packing: float
-    submitted: float
     ready: tuple[float, ...]
     idle: float
 
@@ -71,11 +70,11 @@ class Flight:
         - `demands`: of its requests.
         - `packing`: when its packing began.
         """
-        now, since = time.perf_counter(), self._idle_since
-        idle = 0.0 if since is None or self._parts else now - since
+        since = self._idle_since
+        idle = 0.0 if since is None or self._parts else pending.packed - since
         rows, head_rows = sum(d.rows for d in demands), sum(d.head_rows for d in demands)
         ready = tuple(request.ready for request in pending.requests)
-        self._parts.append(_Submitted(pending, rows, head_rows, packing, now, ready, idle))
+        self._parts.append(_Submitted(pending, rows, head_rows, packing, ready, idle))
 
     def remove_first(self, steps: int) -> PartDone:
         """Count the part that was submitted first, which was collected.
@@ -88,7 +87,7 @@ class Flight:
             self._idle_since = now
         pending, ran = part.pending, part.pending.ran.result()
         began, self._ended = max(ran.launched, self._ended), ran.ended
-        times = PartTimes(part.ready, part.packing, part.submitted, began, ran.ended, now)
+        times = PartTimes(part.ready, part.packing, pending.packed, began, ran.ended, now)
         padding = max(0, pending.launch.rows - part.rows)
         ids = tuple(request.id for request in pending.requests)
         done = PartDone(pending.kind, ids, part.rows, padding, part.head_rows, steps, part.idle, times)

@@ -31,6 +31,7 @@ class Launch(NamedTuple):
     - `take`: of a stage of preparation, takes in what it found; returns its steps where it was one, or else
       how many evaluations of the model it did.
     - `rows`: packed rows of one step with padding, 0 where they are those of its requests.
+    - `quick`: whether `run` waits for nothing that the device does, such as the turns of a loop.
     """
 
     run: Callable[[], Any]
@@ -38,6 +39,7 @@ class Launch(NamedTuple):
     stored: Sequence[Stored | None]
     take: Callable[[Any], Steps | int] | None = None
     rows: int = 0
+    quick: bool = False
 
 
 class Compiled(Protocol):

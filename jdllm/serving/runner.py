@@ -1,5 +1,6 @@
 """Runs parts of iterations: packs them, submits them in order, and collects their results."""
 
+import concurrent.futures
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,12 +29,13 @@ class Ran(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """A part that was submitted."""
+    """A part that was submitted; `packed` is when its packing ended."""
 
     kind: Kind
     requests: list[Request]
     launch: Launch
     ran: Future[Ran]
+    packed: float
 
 
 class Runner:
@@ -43,14 +45,16 @@ class Runner:
     - `launchers`: for each kind of part what packs it.
 
     A thread of its own puts parts on the device's queue: a device loop whose turns the device counts keeps
-    whoever starts it waiting, and meanwhile the next part is packed. Another thread waits for results. So the
-    time is known at which the device has ended a part, however late the part is collected.
+    whoever starts it waiting, and meanwhile the next part is packed. Where the device is idle, a quick launch
+    is over when `submit` returns. Another thread waits for results. So the time is known at which the device
+    has ended a part, however late the part is collected.
     """
 
     def __init__(self, launchers: Mapping[Kind, Launcher]):
         self._launchers = launchers
         self._queue = ThreadPoolExecutor(1, thread_name_prefix="jdllm")
         self._results = ThreadPoolExecutor(1, thread_name_prefix="jdllm-results")
+        self._last: Future[Ran] | None = None
 
     def submit(self, kind: Kind, requests: list[Request], max_steps: int) -> Pending:
         """Pack a part and put it behind the parts that were submitted before; changes no request.
@@ -62,6 +66,7 @@ class Runner:
         Raises `MemoryBudgetError` if the part does not fit, before anything of it has run.
         """
         launch = self._launchers[kind](requests, max_steps)
+        packed = time.perf_counter()
         listed = any(request.sampling.listed for request in requests)
         rules = {request.acceptance.name for request in requests if request.acceptance is not None}
 
@@ -79,8 +84,13 @@ class Runner:
             found, launched = running.result()
             return Ran(jax.tree.map(np.asarray, found), launched, time.perf_counter())
 
+        idle = self._last is None or self._last.done()
         running = self._queue.submit(run)
-        return Pending(kind, requests, launch, self._results.submit(wait))
+        if idle and launch.quick:
+            # An idle device waits for the launch, and the launch would wait for what this thread does next.
+            concurrent.futures.wait([running])
+        self._last = self._results.submit(wait)
+        return Pending(kind, requests, launch, self._last, packed)
 
     def collect(self, pending: Pending) -> Steps | int:
         """Wait for a part: the steps that it did, or evaluations that were none. Raises what the device

@@ -125,7 +125,9 @@ class CachedRunner:
 
         chosen = self._parts.choose(sizes, packed, Need(rows, head_rows, len(requests)))
         run = functools.partial(self._pool.run, chosen.executable, *chosen.arguments[:-1], writes=True)
-        return Launch(run, chosen.batch.packed.candidates, chosen.batch.stored, rows=chosen.entry.rows)
+        return Launch(
+            run, chosen.batch.packed.candidates, chosen.batch.stored, rows=chosen.entry.rows, quick=form.usual
+        )
 
     def reuse(self, requests: list[Request], max_steps: int) -> Launch:
         """Pack up to `max_steps` steps of the rows that each request forwards."""
@@ -148,6 +150,7 @@ class CachedRunner:
             chosen.batch.packed.candidates,
             [None] * len(requests),
             rows=chosen.entry.rows,
+            quick=once,
         )
 
     def _form(self, requests: list[Request]) -> RefreshForm:
