@@ -24,6 +24,7 @@ from jdllm.serving.demands import Demand, Kind, Life, Limits, Part
 from jdllm.serving.scheduler import Scheduler
 
 CACHED = (Kind.REFRESH, Kind.REUSE)
+_NAMES = {kind.name.lower(): kind for kind in CACHED}
 Times = Mapping[Kind, Mapping[int, float]]
 """Seconds of a step by kind and packed rows, padding included."""
 
@@ -240,21 +241,20 @@ def read_trace(path: Path) -> Recorded:
     asked, latency = _asked(spans["requests"])
     times, waking = _times(spans["host"], spans["device"])
     host = _host(spans["host"], spans["device"])._replace(waking=waking)
-    evaluated = sum(part["args"]["steps"] for part in spans["device"])
+    evaluated = sum(part["args"]["steps"] for part in spans["device"] if part["name"] in _NAMES)
     return Recorded(asked, latency, times, host, evaluated)
 
 
 def _times(host: Sequence[dict[str, Any]], device: Sequence[dict[str, Any]]) -> tuple[Times, float]:
     """How long a step takes by kind and size, and by how much a single step that reuses takes longer on an
     idle device. The spans of both are in the same order."""
-    kinds = {kind.name.lower(): kind for kind in CACHED}
     packed = [span for span in host if span["tid"] == 0]
     took: dict[Kind, dict[int, list[float]]] = {kind: defaultdict(list) for kind in CACHED}
     woken: list[tuple[int, float]] = []
     for before, part in zip(packed, device, strict=True):
-        if part["name"] not in kinds:
+        if part["name"] not in _NAMES:
             continue
-        said, kind = part["args"], kinds[part["name"]]
+        said, kind = part["args"], _NAMES[part["name"]]
         rows, seconds = said["rows"] + said["padding"], part["dur"] / said["steps"] / 1e6
         if kind is Kind.REUSE and said["steps"] == 1 and before["args"]["idle_before"]:
             woken.append((rows, seconds))
