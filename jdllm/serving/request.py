@@ -283,7 +283,8 @@ class Request:
             self.rule_state = self._initial_state()
             if self.spec.refreshes_once and not self.finished:
                 # The block may evaluate further masks, and no refresh tells which rows are forwarded.
-                self.forwarded = self.evaluated[self.evaluated >= self.forwarded[0]]
+                evaluated = self.evaluated
+                self.forwarded = evaluated[evaluated >= self.forwarded[0]]
         if self.committed is None and len(positions):
             self.committed = time.perf_counter()
         if self.finished:

@@ -55,7 +55,7 @@ def pack_refresh(
     columns = {name: np.zeros(segments, np.int32) for name in names}
     columns["width"][:] = 1
     candidate_rows, candidate_segments = [], []
-    k_end = np.array(packed.batch.rows.k_end)
+    k_end = np.asarray(packed.batch.rows.k_end)  # of this batch alone, hence written in place
     for index, (request, start) in enumerate(zip(requests, starts, strict=False)):
         first, stop = request.block.start, request.block.stop
         columns["block_first"][index], columns["block_rows"][index] = start + first, stop - first
@@ -75,8 +75,6 @@ def pack_refresh(
         columns["keep"][index] = keep
         columns["scored"][index], columns["per_head"][index] = policy.scored, policy.per_head
         columns["width"][index] = request.sampling.effective("pool_kernel") if policy.scored else 1
-    rows_seen = packed.batch.rows._replace(k_end=k_end)
-    packed = packed._replace(batch=packed.batch._replace(rows=rows_seen))
     selection = Selection(
         columns["block_first"],
         columns["block_rows"],
