@@ -113,7 +113,6 @@ class Scheduler:
     """
 
     def __init__(self, limits: Limits):
-        self._limits = limits
         self._admission = Admission(limits)
         self._running: dict[int, _Running] = {}
         self._calls = Turns()
@@ -123,11 +122,11 @@ class Scheduler:
 
     @property
     def limits(self) -> Limits:
-        return self._limits
+        return self._admission.limits
 
     def share(self) -> None:
         """Say that clients share the engine from now on: see `Limits.shared`."""
-        self._limits = self._admission.limits = dataclasses.replace(self._limits, shared=True)
+        self._admission.limits = dataclasses.replace(self.limits, shared=True)
 
     @property
     def waiting(self) -> tuple[int, ...]:
@@ -223,13 +222,13 @@ class Scheduler:
         """
         self._plans += 1
         turns = self._turns([request for request, demand in ready.items() if demand.kind not in busy], busy)
-        left = self._limits.max_num_batched_tokens - in_flight_rows
+        left = self.limits.max_num_batched_tokens - in_flight_rows
         if not turns or (busy and ready[turns[0]].rows > left):
             return []
         first, *others = turns
         others.sort(key=lambda request: ready[request].kind not in _CHEAP)
         drafts = {kind: _Draft() for kind in SUBMITTED}
-        limits = self._limits
+        limits = self.limits
         whole_rows = limits.whole_rows if len(self._calls) == 1 else limits.company_rows
         first_without_pages, passed = self._first_without_pages(turns), set[int]()
         for request in (first, *others):
@@ -280,7 +279,7 @@ class Scheduler:
 
     def _filling(self, draft: _Draft, ready: Mapping[int, Demand]) -> list[int]:
         """The requests of a part up to where it fills an executable best; all where they are in step."""
-        ids, sizes = draft.ids, self._limits.sizes.get(ready[draft.ids[0]].kind, ())
+        ids, sizes = draft.ids, self.limits.sizes.get(ready[draft.ids[0]].kind, ())
         if not sizes or len(ids) == len(self._running):
             return ids
         reached = list(itertools.accumulate(ready[request].rows for request in ids))
@@ -318,6 +317,6 @@ class Scheduler:
             return 1
         left = [demand.steps for demand in demands]
         most = max(left) if kind is Kind.DECODE else min(left)
-        if not self._limits.shared:
+        if not self.limits.shared:
             return most
         return min(most, self._pace.steps(kind, sum(demand.rows for demand in demands), PART_SECONDS))
