@@ -103,10 +103,12 @@ test-lowest: $(LOWEST_VENV)/.ready  ## a selection of tests with the lowest vers
 	  -m 'not slow and not aot and not gpu and not clients' $(LOWEST_TESTS)
 
 # One after the other: they share a server, and measure what it holds.
+# litellm leaves event loops and their sockets open. They are collected during another test, or after the last one.
 test-clients: export AIPERF=$(AIPERF_VENV)/bin/aiperf
 test-clients: $(CLIENTS_VENV)/.ready $(AIPERF_VENV)/.ready  ## others' packages against a real server, on the CPU; takes PART
 	command -v chromium >/dev/null || (apt-get update --quiet && apt-get install --quiet --yes chromium)
-	$(CPU) $(CLIENTS_VENV)/bin/python -m pytest tests/clients -m clients --part $(PART)
+	$(CPU) $(CLIENTS_VENV)/bin/python -m pytest tests/clients -m clients --part $(PART) \
+	  -W ignore:unclosed:ResourceWarning
 
 test-aot: $(AOT_VENV)/.ready  ## compile for GPUs without one; takes PART
 	$(CPU) $(AOT_VENV)/bin/python -m pytest $(ONE_BY_ONE) --part $(PART) -m aot tests/aot tests/models

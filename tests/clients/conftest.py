@@ -14,12 +14,6 @@ def pytest_ignore_collect(config: pytest.Config) -> bool | None:
     return None if "clients" in config.option.markexpr.replace("not clients", "") else True
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """litellm leaves event loops and their sockets open. They are collected while any other test runs."""
-    for left_open in ("socket", "event loop"):
-        item.add_marker(pytest.mark.filterwarnings(f"ignore:unclosed <?{left_open}:ResourceWarning"))
-
-
 @pytest.fixture(scope="session")
 def start_server(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[Starter]:
     """Starts further servers: see `Starter`."""
