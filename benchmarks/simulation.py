@@ -7,7 +7,7 @@ before it is measured. `--rate` asks for Poisson arrivals instead of the recorde
 """
 
 import json
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -53,7 +53,8 @@ class Asked(NamedTuple):
         if left == self.block:
             return Demand(Kind.REFRESH, self.length, left, 0)
         tiles = -(-self.block // TILE_ROWS)
-        return Demand(Kind.REUSE, tiles * TILE_ROWS, left, tiles * -(-self.length // PAGE_ROWS), left)
+        entries = tiles * -(-self.length // PAGE_ROWS)
+        return Demand(Kind.REUSE, tiles * TILE_ROWS, left, entries, left, ahead=True)
 
 
 class Host(NamedTuple):
@@ -157,6 +158,58 @@ class _Device:
         return self.free, took
 
 
+class _Flight:
+    """Parts that are submitted, and the steps of each request that are `done`, or submitted too."""
+
+    def __init__(self, asked: Sequence[Asked]):
+        self._asked = asked
+        self._parts = deque[tuple[Part, tuple[float, float], int]]()
+        self.done, self._sent = [0] * len(asked), [0] * len(asked)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def add(self, part: Part, times: tuple[float, float]) -> None:
+        self._parts.append((part, times, self.rows_of(part)))
+        for request in part.ids:
+            self._sent[request] += part.steps
+
+    def remove_first(self) -> tuple[Part, tuple[float, float]]:
+        part, times, _ = self._parts.popleft()
+        for request in part.ids:
+            self.done[request] += part.steps
+        return part, times
+
+    def rows_of(self, part: Part) -> int:
+        """Packed rows of a part that is not submitted yet."""
+        return sum(self._demand(request).rows for request in part.ids)
+
+    def ahead(self, plans: Scheduler) -> dict[int, Demand]:
+        """Requests in flight that may reuse in a further part, as the engine has it."""
+        parts = [part for part, *_ in self._parts]
+        kinds = [part.kind for part in parts]
+        if len(set(kinds)) < len(kinds) or any(p.kind is Kind.REUSE and p.steps > 1 for p in parts):
+            return {}
+        parts_of = Counter(request for part in parts for request in part.ids)
+        demands = {i: self._demand(i) for i, count in parts_of.items() if count == 1 and self._in_block(i)}
+        return demands if plans.pays_ahead(sum(demand.rows for demand in demands.values())) else {}
+
+    def plan(self, plans: Scheduler, ahead: Mapping[int, Demand]) -> list[Part]:
+        """What is submitted next."""
+        flying = {request for part, *_ in self._parts for request in part.ids}
+        ready = {**{i: self._demand(i) for i in plans.running if i not in flying}, **ahead}
+        busy = [part.kind for part, *_ in self._parts if not (ahead and part.kind is Kind.REUSE)]
+        rows = 0 if ahead else sum(rows for *_, rows in self._parts)
+        parts = plans.plan(ready, busy, rows)
+        return [part._replace(steps=1) if ahead.keys() & part.ids else part for part in parts]
+
+    def _demand(self, request: int) -> Demand:
+        return self._asked[request].demand(self._sent[request])
+
+    def _in_block(self, request: int) -> bool:
+        return self._sent[request] % self._asked[request].block > 0
+
+
 def simulate(
     asked: Sequence[Asked],
     times: Times,
@@ -178,8 +231,8 @@ def simulate(
     loops, single = (reuse_sizes or [entry.rows for entry in part] for part in (ladder.reuse, ladder.single))
     sizes = {Kind.REFRESH: limits.sizes[Kind.REFRESH], Kind.REUSE: loops}
     device = _Device(times, sizes, single, host.waking)
-    plans, flight = scheduler(limits), deque[tuple[Part, tuple[float, float], int]]()
-    done, first, end = [0] * len(asked), [0.0] * len(asked), [0.0] * len(asked)
+    plans, flight = scheduler(limits), _Flight(asked)
+    first, end = [0.0] * len(asked), [0.0] * len(asked)
     now, arrived, evaluated, served = 0.0, 0, 0, 0
     while not all(end):
         while arrived < len(asked) and asked[arrived].arrival <= now:
@@ -187,25 +240,23 @@ def simulate(
             plans.add(arrived, Life(length, -(-length // PAGE_ROWS)))
             arrived += 1
         plans.admit()
-        flying = {request for part, _, _ in flight for request in part.ids}
-        ready = {i: asked[i].demand(done[i]) for i in plans.running if i not in flying}
-        busy, in_flight = [part.kind for part, _, _ in flight], sum(rows for *_, rows in flight)
-        for part in plans.plan(ready, busy, in_flight):
-            rows, count = sum(ready[i].rows for i in part.ids), len(part.ids)
-            now += host.packing + count * host.packing_each
-            flight.append((part, device.run(part.kind, rows, part.steps, now + host.launch), rows))
-            evaluated, served = evaluated + part.steps, served + part.steps * count
+        for more in (False, True):
+            ahead = flight.ahead(plans)
+            for part in flight.plan(plans, ahead) if ahead or not more else ():
+                rows, count = flight.rows_of(part), len(part.ids)
+                now += host.packing + count * host.packing_each
+                flight.add(part, device.run(part.kind, rows, part.steps, now + host.launch))
+                evaluated, served = evaluated + part.steps, served + part.steps * count
         if not flight:
             now = max(now, asked[arrived].arrival)
             continue
-        part, (ended, took), _ = flight.popleft()
+        part, (ended, took) = flight.remove_first()
         plans.charge(part, took)
         now = max(now, ended) + host.taking + part.steps * len(part.ids) * host.taking_each
         for i in part.ids:
-            done[i] += part.steps
-            if not first[i] and done[i] >= asked[i].block:
+            if not first[i] and flight.done[i] >= asked[i].block:
                 first[i] = now
-            if done[i] == asked[i].blocks * asked[i].block:
+            if flight.done[i] == asked[i].blocks * asked[i].block:
                 end[i] = now
                 plans.remove(i)
     arrivals = np.array([one.arrival for one in asked])

@@ -1,5 +1,8 @@
 """The one exception type that a user's mistake raises, and its kinds."""
 
+import contextlib
+from collections.abc import Iterator
+
 
 class JdllmError(Exception):
     """A user's mistake: the message says what was wrong, where, and what would be right."""
@@ -31,3 +34,13 @@ class NonFiniteError(JdllmError):
 
 class KvPoolError(JdllmError):
     """Keys and values that do not fit the pool, or pages asked of a request that does not hold them."""
+
+
+@contextlib.contextmanager
+def naming(what: str, index: int, count: int) -> Iterator[None]:
+    """Put the name and the index of one of `count` things before the message of a `RequestError`, where there
+    are several."""
+    try:
+        yield
+    except RequestError as e:
+        raise RequestError(f"{what} {index}: {e}" if count > 1 else str(e)) from None

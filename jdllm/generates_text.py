@@ -12,7 +12,7 @@ from jdllm.checkpoints.conversation import Rendering
 from jdllm.checkpoints.token_text import Decode
 from jdllm.checkpoints.tokenizer import Tokenizer
 from jdllm.decoding.sampling import SamplingParams
-from jdllm.errors import NonFiniteError, RequestError
+from jdllm.errors import NonFiniteError, RequestError, naming
 from jdllm.models.config import ModelConfig
 from jdllm.outputs import RequestOutput, request_output
 from jdllm.progress import shown
@@ -23,7 +23,6 @@ from jdllm.prompts import (
     PromptLike,
     TokenIds,
     ask,
-    naming_prompt,
     read_conversation,
     read_conversations,
     read_prompts,
@@ -167,7 +166,7 @@ class GeneratesText(abc.ABC):
         )
         given = []
         for i, conversation in enumerate(conversations):
-            with naming_prompt(i, len(conversations)):
+            with naming("prompt", i, len(conversations)):
                 given.append(read_conversation(conversation, tokenizer, context, rendering))
         asked = _given_once(sampling_params, sampling, self.default_sampling())
         return self._answer(self.spec, given, asked, on_step, progress)

@@ -2,8 +2,7 @@
 
 import dataclasses
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -12,7 +11,7 @@ from jdllm.arguments import shortened
 from jdllm.checkpoints.conversation import Message, Rendering
 from jdllm.checkpoints.tokenizer import Tokenizer
 from jdllm.decoding.sampling import SamplingParams
-from jdllm.errors import RequestError
+from jdllm.errors import RequestError, naming
 from jdllm.noise import sample_seed
 from jdllm.serving.long.request import LongContext
 from jdllm.serving.spec import RequestSpec
@@ -84,7 +83,7 @@ def read_prompts(
     entries = [prompts] if one else _entries(prompts, names[0])
     read = []
     for i, entry in enumerate(entries):
-        with naming_prompt(i, len(entries)):
+        with naming("prompt", i, len(entries)):
             read.append(_read(entry, names[0] if one else f"{names[0]}[{i}]", encode))
     return read
 
@@ -165,19 +164,10 @@ def ask(
     for i, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
         seed = secrets.randbits(_DRAWN_BITS) if params.seed is None else params.seed
         samples = [params.changed(n=1, seed=sample_seed(seed, k)) for k in range(params.n)]
-        with naming_prompt(i, len(prompts)):
+        with naming("prompt", i, len(prompts)):
             specs = [make(prompt.ids, sample) for sample in samples]
         asked.append(AskedPrompt(prompt.text, seed, specs))
     return asked
-
-
-@contextmanager
-def naming_prompt(index: int, count: int) -> Iterator[None]:
-    """Put the index of the prompt before the message of a `RequestError`, where there are several."""
-    try:
-        yield
-    except RequestError as e:
-        raise RequestError(f"prompt {index}: {e}" if count > 1 else str(e)) from None
 
 
 def _entries(value: object, name: str) -> list[Any]:

@@ -13,11 +13,11 @@ from jdllm.choosing import Chain, OptionScores, in_text, shares_of
 from jdllm.declarations import plain
 from jdllm.decoding.likelihood import TokenScores, perturb
 from jdllm.decoding.sampling import SamplingParams
-from jdllm.errors import RequestError
+from jdllm.errors import RequestError, naming
 from jdllm.models.config import ModelConfig
 from jdllm.pallas.masked_logits import LISTED
 from jdllm.progress import counted
-from jdllm.prompts import TokenIds, naming_prompt
+from jdllm.prompts import TokenIds
 from jdllm.scoring import (
     Conditional,
     Likelihood,
@@ -232,7 +232,7 @@ class ScoresText(abc.ABC):
             )
         questions = []
         for i, asked in enumerate(zip(given, positions, targets, strict=True)):
-            with naming_prompt(i, len(given)):
+            with naming("prompt", i, len(given)):
                 questions.append(one_masked(*asked, mask_id, self.config))
         return conditionals_of(self.scorer.answers("conditionals", questions))
 
@@ -315,7 +315,7 @@ class ScoresText(abc.ABC):
         given = list(pairs)
         made = []
         for i, pair in enumerate(given):
-            with naming_prompt(i, len(given)):
+            with naming("prompt", i, len(given)):
                 if isinstance(pair, str) or len(pair) != 2:
                     raise RequestError(f"a pair is {shortened(pair)}, expected (prompt, answer)")
                 prompt, answer = (

@@ -1,10 +1,14 @@
-"""Denoising steps with cached keys and values: a step that refreshes them, a device loop that reuses them."""
+"""Denoising steps with cached keys and values: a step that refreshes them, and steps that reuse them."""
+
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jdllm.decoding.batch import Batch, Trace
+from jdllm.decoding.head import Sources
 from jdllm.decoding.step import (
+    AskedRows,
     SelectionBits,
     asked_rows,
     empty_trace,
@@ -14,10 +18,12 @@ from jdllm.decoding.step import (
     transfer,
     wanted_of,
 )
+from jdllm.decoding.unseen import Unseen, left_by, with_unseen
 from jdllm.execution.few_rows.chain import chain_operands, chains
 from jdllm.execution.paged.forward import forward_refresh, forward_reuse
 from jdllm.execution.paged.pool import KvArrays
 from jdllm.execution.paged.selection import Selection
+from jdllm.models.block import Hidden
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.pallas.masked_logits import Level
@@ -36,9 +42,10 @@ def refresh(
     logits_chunks: int,
     level: Level,
     scored: bool,
+    left: int,
     usual: bool = False,
     selection_bits: SelectionBits = keyed_bits,
-) -> tuple[Trace, KvArrays]:
+) -> tuple[tuple[Trace, Int[Array, " left"]], KvArrays]:
     """One denoising step of whole sequences, whose keys and values are stored.
 
     Arguments:
@@ -49,11 +56,12 @@ def refresh(
     - `config`, `mask_id`, `level`: static.
     - `logits_chunks`: into how many chunks the head rows are cut where logits exist; static.
     - `scored`: whether any segment keeps its best candidates; static.
+    - `left`: of how many head rows tokens stay on the device; static.
     - `usual`: whether all these are usual, as in `jdllm.execution.paged.selection.sources`; static.
     - `selection_bits`: static; the source of the draws that select rows.
 
-    Returns the trace of one step, and the pool. The step itself is exact where every row sees its whole
-    sequence: it evaluates everything.
+    Returns the trace of one step, the tokens that are `left_by` it, and the pool. The step itself is exact
+    where every row sees its whole sequence: it evaluates everything.
     """
     tokens = jnp.asarray(batch.tokens)
     asked = asked_rows(config, tokens, batch, mask_id, level)
@@ -63,7 +71,7 @@ def refresh(
     )
     choice = evaluate(params, config, hidden, sources, asked, batch, 0, chunks=logits_chunks, level=level)
     trace = transfer(tokens, empty_trace(batch, level), batch, asked, choice, selection_bits, level)[1]
-    return trace, pool
+    return (trace, left_by(trace, batch, left)), pool
 
 
 def reuse(
@@ -71,7 +79,8 @@ def reuse(
     batch: Batch,
     table: PageTable,
     pool: KvArrays,
-    max_steps: Int[Array, ""] | None,
+    unseen: Unseen,
+    max_steps: Int[Array, ""],
     *,
     config: ModelConfig,
     mask_id: int,
@@ -83,23 +92,20 @@ def reuse(
 
     Arguments:
     - `params`: stacked weights.
-    - `batch`: the rows that are forwarded.
+    - `batch`: the rows that are forwarded, with the tokens that the host knows.
     - `table`: the pages, and the fresh rows, that each tile of rows sees.
     - `pool`: keys and values of the last refresh; read only.
-    - `max_steps`: int32, at most the columns of the segments' step tables; `None` for one step without a
-      loop. Tokens do not depend on it.
+    - `unseen`: the tokens that parts before left on the device.
+    - `max_steps`: int32, at most the columns of the segments' step tables. Tokens do not depend on it.
     - `config`, `mask_id`, `level`: static.
     - `logits_chunks`: into how many chunks the head rows are cut where logits exist; static.
     - `selection_bits`: static; the source of the draws that select rows.
 
     Returns the trace. Approximate: the stored keys and values are as old as the last refresh.
     """
-    operands = chain_operands(params, config) if chains(params, config, len(batch.tokens)) else None
+    batch = batch._replace(tokens=with_unseen(batch.tokens, unseen))
     return run_steps(
-        lambda tokens, asked: (
-            forward_reuse(params, config, tokens, batch.rows, pool, table, operands=operands),
-            asked.sources,
-        ),
+        _forwarding(params, batch, table, pool, config),
         params,
         batch,
         max_steps,
@@ -108,4 +114,58 @@ def reuse(
         logits_chunks=logits_chunks,
         level=level,
         selection_bits=selection_bits,
+    )
+
+
+def reuse_once(
+    params: Params,
+    batch: Batch,
+    table: PageTable,
+    pool: KvArrays,
+    unseen: Unseen,
+    *,
+    config: ModelConfig,
+    mask_id: int,
+    logits_chunks: int,
+    level: Level,
+    selection_bits: SelectionBits = keyed_bits,
+) -> tuple[Trace, Int[Array, " left"]]:
+    """Run one denoising step of the rows that are not stored.
+
+    Arguments:
+    - `params`: stacked weights.
+    - `batch`: the rows that are forwarded, with the tokens that the host knows.
+    - `table`: the pages, and the fresh rows, that each tile of rows sees.
+    - `pool`: keys and values of the last refresh; read only.
+    - `unseen`: the tokens that parts before left on the device.
+    - `config`, `mask_id`, `level`: static.
+    - `logits_chunks`: into how many chunks the head rows are cut where logits exist; static.
+    - `selection_bits`: static; the source of the draws that select rows.
+
+    Returns the trace of the step, and what is `left_by` it. Approximate like `reuse`. Without a loop, whose
+    turns the device counts, the host can launch the next part while the step runs.
+    """
+    batch = batch._replace(tokens=with_unseen(batch.tokens, unseen))
+    trace = run_steps(
+        _forwarding(params, batch, table, pool, config),
+        params,
+        batch,
+        None,
+        config=config,
+        mask_id=mask_id,
+        logits_chunks=logits_chunks,
+        level=level,
+        selection_bits=selection_bits,
+    )
+    return trace, left_by(trace, batch, len(unseen.reused))
+
+
+def _forwarding(
+    params: Params, batch: Batch, table: PageTable, pool: KvArrays, config: ModelConfig
+) -> Callable[[Int[Array, " rows"], AskedRows], tuple[Hidden, Sources]]:
+    """The way to the hidden rows of a step that reuses the pool."""
+    operands = chain_operands(params, config) if chains(params, config, len(batch.tokens)) else None
+    return lambda tokens, asked: (
+        forward_reuse(params, config, tokens, batch.rows, pool, table, operands=operands),
+        asked.sources,
     )

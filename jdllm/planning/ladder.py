@@ -35,7 +35,7 @@ _EIGHTHS = range(1024, 4096)
 """Rows of refreshes, eight sizes to a doubling: a refresh of one or two requests."""
 
 _TILES = (*range(1, 16), *range(16, 24, 2), 24, 28, 32, 40, 48, _MOST_TILES)
-"""Tiles of reuses in a loop: under load half of the device's time goes there."""
+"""Tiles of single steps that reuse: under load half of the device's time goes there."""
 
 _SMALL = 2048
 """Rows up to which a refresh may have as many head rows: an eighth of them may be less than a block."""
@@ -83,7 +83,7 @@ class Ladder:
     - `refresh`: whole sequences whose keys and values are stored, one step each; `refresh_any`: the same for
       any requests, where the head ranks a whole vocabulary or blocks are long, in fewer sizes.
     - `reuse`: rows in tiles of `TILE_ROWS`, several steps in a loop; `single`: one step of such rows without
-      a loop, in fewer sizes; `ranked`: such rows where the head ranks a whole vocabulary, in a loop and in
+      a loop, in more sizes; `ranked`: such rows where the head ranks a whole vocabulary, in a loop and in
       fewer sizes.
     """
 
@@ -117,9 +117,9 @@ def make_ladder(max_num_batched_tokens: int) -> Ladder:
     between = [*_between(4, _QUARTERS, sizes[-1]), *_between(8, _EIGHTHS, sizes[-1])]
     refresh, refresh_any = _refreshes(sorted({*sizes, *between})), _refreshes(sizes)
     most = min(_MOST_TILES, -(-max_num_batched_tokens // TILE_ROWS))
-    single, ranked = (_reuses(tiles) for tiles in (_tiles(most, _BOUND_TILES), _tiles(most, _MOST_TILES)))
+    reuse, ranked = (_reuses(tiles) for tiles in (_tiles(most, _BOUND_TILES), _tiles(most, _MOST_TILES)))
+    single = _reuses([tiles for tiles in _TILES if tiles * TILE_ROWS <= reuse[-1].rows])
     single = [entry._replace(steps=1) for entry in single]
-    reuse = _reuses([tiles for tiles in _TILES if tiles * TILE_ROWS <= single[-1].rows])
     left = _MOST_EXECUTABLES - sum(map(len, (refresh, refresh_any, reuse, single, ranked)))
     sizes = sizes[: max(left - _WIDE, sum(rows <= _LARGE for rows in sizes))]
     some = sorted({sizes[len(sizes) // 2], sizes[-1]})

@@ -56,6 +56,13 @@ and 13.7 s with half of it: who joins in the middle of others' blocks stays out 
 """
 
 
+HOST_SECONDS = 3e-3
+"""Seconds from the end of a part until the next one begins, about, where the host waits for its results.
+
+On an H200 under 1.5 requests a second they were 3.6 ms: 2.2 to take results in, 1.2 to pack, 0.2 to launch.
+"""
+
+
 class Life(NamedTuple):
     """What a request needs at most, over its whole life.
 
@@ -77,6 +84,7 @@ class Demand(NamedTuple):
     - `head_rows`: rows that meet the head.
     - `entries`: entries of the page table, 0 for what reads nothing that is stored.
     - `steps`: steps of this kind that the request does before another kind is due.
+    - `ahead`: whether the step behind this one can be packed before this one has ended.
     """
 
     kind: Kind
@@ -84,6 +92,7 @@ class Demand(NamedTuple):
     head_rows: int
     entries: int
     steps: int = 1
+    ahead: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """The engine: takes requests in, runs their steps together, and tells what was committed."""
 
-import contextlib
 import itertools
 import threading
 import time
@@ -9,11 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from jdllm.compiling.executables import Program
 from jdllm.decoding.encoded_trace import Steps
-from jdllm.errors import NonFiniteError, RequestError
+from jdllm.errors import NonFiniteError, naming
 from jdllm.planning.account import Account
 from jdllm.serving.background import Background
 from jdllm.serving.demands import Demand, Kind, Part
-from jdllm.serving.entries import Entries, Entry, Updates, state_of
+from jdllm.serving.entries import COUNTED, Entries, Entry, Updates, state_of
 from jdllm.serving.flight import Flight
 from jdllm.serving.mode import EngineParts, Mode
 from jdllm.serving.pool.kv_pool import KvPool
@@ -78,7 +77,6 @@ class Engine:
         self._account = account
         self._mode = mode
         self.parts = parts
-        self._costs = parts.costs
         self._background = background
         self._non_finite = non_finite
         self._lock = threading.RLock()
@@ -120,7 +118,7 @@ class Engine:
         number = next(_ids)
         request = self._mode.requests[type(spec)](spec, number)
         self.parts.check(spec)
-        life = self._costs.life(spec)
+        life = self.parts.costs.life(spec)
         if life.pages:
             self._account.check_room(life.rows, life.pages)
         self.scheduler.check(life)
@@ -142,21 +140,13 @@ class Engine:
 
     def stats(self) -> Stats:
         """Counts since the engine was made, and what it holds now."""
-        count = self.entries.counts
         return Stats(
             waiting=len(self.scheduler.waiting) + len(self._arrivals),
             running=len(self.scheduler.running),
-            finished=count["finished"],
-            failed=count["failed"],
-            aborted=count["aborted"],
-            evaluated=self.evaluated,
             free_pages=self.pool.free_pages,
             pages=self.pool.pages,
-            rebuilt=count["rebuilt"],
-            tokens=count["tokens"],
+            **{name: self.entries.counts[name] for name in COUNTED},
             **self._flight.counts(),
-            busy=dict(self._flight.busy),
-            waited=dict(self._flight.waited),
         )
 
     def requests(self) -> list[RequestState]:
@@ -185,7 +175,7 @@ class Engine:
         call = self.new_call()
         try:
             for index, spec in enumerate(specs):
-                with _naming(index, len(specs)):
+                with naming("request", index, len(specs)):
                     left[self.add(spec, updates=updates, deliver=mine.append, call=call)] = index
             while left:
                 while mine:
@@ -215,7 +205,9 @@ class Engine:
         """
         with self._lock:
             self._take_arrivals()
-            updates = self._submit()
+            updates = self._submit(self._ahead())
+            if ahead := self._ahead():
+                updates += self._submit(ahead)
             if self.trace is not None:
                 self.trace.catch_up()
             if not self.entries.deliver() and self._flight:
@@ -273,7 +265,7 @@ class Engine:
                 self._flight.rest()
             entry = self._arrivals.popleft()
             self.entries.add(entry)
-            life, priority = self._costs.life(entry.request.spec), entry.request.sampling.priority
+            life, priority = self.parts.costs.life(entry.request.spec), entry.request.sampling.priority
             self.scheduler.add(entry.request.id, life, entry.call, priority)
         while self._aborts:
             request = self._aborts.popleft()
@@ -290,7 +282,8 @@ class Engine:
         self.scheduler.remove(request)
         return state
 
-    def _submit(self) -> list[Update]:
+    def _submit(self, ahead: Mapping[int, Request]) -> list[Update]:
+        """Submit parts, also of requests in flight that are `ahead`, as they will be then."""
         for request in self.scheduler.admit():
             state = self.entries[request]
             state.started = state.ready = time.perf_counter()
@@ -299,35 +292,53 @@ class Engine:
         busy = self._flight.ids
         ready: dict[int, Demand] = {}
         failed: list[Update] = []
-        for request in [self.entries[i] for i in self.scheduler.running if i not in busy]:
+        idle = (self.entries[i] for i in self.scheduler.running if i not in busy)
+        for request in [*idle, *ahead.values()]:
             try:
-                ready[request.id] = self._costs.demand(request)
+                ready[request.id] = self.parts.costs.demand(request)
             except Exception as error:
-                failed.append(self._end(request, error))
-        for part in self.scheduler.plan(ready, self._flight.kinds, self._flight.rows):
-            failed += self._submit_part(part, ready)
+                failed.append(self._end(self.entries[request.id], error))
+        # Who goes ahead begins the next iteration, while the present one is in flight.
+        kinds = [kind for kind in self._flight.kinds if not (ahead and kind is Kind.REUSE)]
+        for part in self.scheduler.plan(ready, kinds, 0 if ahead else self._flight.rows):
+            failed += self._submit_part(part, ready, ahead)
         return failed
 
-    def _submit_part(self, part: Part, demands: Mapping[int, Demand]) -> list[Update]:
+    def _ahead(self) -> dict[int, Request]:
+        """Requests in flight that may reuse in a further part, as they will be then."""
+        if not self.scheduler.limits.shared:
+            return {}
+        ahead = {request.id: request for request in self._flight.ahead() if request.id in self.entries}
+        rows = sum(self.parts.costs.demand(request).rows for request in ahead.values())
+        return ahead if self.scheduler.pays_ahead(rows) else {}
+
+    def _submit_part(
+        self, part: Part, demands: Mapping[int, Demand], ahead: Mapping[int, Request]
+    ) -> list[Update]:
         """Submit a part; where it cannot be packed its halves instead, down to the requests at fault, which
         end. The others run in this turn all the same."""
         requests, packing = [self.entries[i] for i in part.ids], time.perf_counter()
+        packed = [ahead.get(request.id, request) for request in requests]
         try:
-            pending = self.runner.submit(part.kind, requests, self._steps(part))
+            pending = self.runner.submit(part.kind, packed, self._steps(part, ahead))
         except Exception as error:
             self.runner.probe()
             self.pool.forget_contents()
+            if ahead:  # they take tokens that the next part replaces: all at once, or when these are seen
+                others = tuple(i for i in part.ids if i not in ahead)
+                return self._submit_part(part._replace(ids=others), demands, {}) if others else []
             if len(requests) == 1:
                 return [self._end(requests[0], error)]
             half = len(requests) // 2
             halves = (part._replace(ids=ids) for ids in (part.ids[:half], part.ids[half:]))
-            return [update for each in halves for update in self._submit_part(each, demands)]
-        self._flight.add(pending, [demands[i] for i in part.ids], packing)
+            return [update for each in halves for update in self._submit_part(each, demands, ahead)]
+        pending, ready = pending._replace(requests=requests), [request.ready for request in packed]
+        self._flight.add(pending, [demands[i] for i in part.ids], packing, ready)
         return []
 
-    def _steps(self, part: Part) -> int:
-        """Steps of a part: fewer where somebody wants each as it comes."""
-        if not any(map(self.entries.told_every, part.ids)):
+    def _steps(self, part: Part, ahead: Mapping[int, Request]) -> int:
+        """Steps of a part: fewer where somebody wants each as it comes, or tokens have not been seen."""
+        if not (any(map(self.entries.told_every, part.ids)) or ahead.keys() & part.ids):
             return part.steps
         return min(part.steps, _TOLD_TOKENS) if part.kind is Kind.DECODE else 1
 
@@ -379,18 +390,9 @@ class Engine:
                     self._forget(entry.request.id)
 
     def _in_pool(self, request: Request) -> bool:
-        return self._costs.life(request.spec).pages > 0
+        return self.parts.costs.life(request.spec).pages > 0
 
     def _forget(self, request: int) -> None:
         """Give up what was prepared for a request, or is held for it beside the pool."""
         for holder in self.parts.holders:
             holder.forget(request)
-
-
-@contextlib.contextmanager
-def _naming(index: int, count: int) -> Iterator[None]:
-    """Put the index of the request before the message of a refusal, where there are several."""
-    try:
-        yield
-    except RequestError as e:
-        raise RequestError(f"request {index}: {e}" if count > 1 else str(e)) from None

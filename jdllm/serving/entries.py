@@ -14,6 +14,9 @@ from jdllm.serving.request import Request, of_committed
 from jdllm.serving.runner import Pending
 from jdllm.serving.updates import RequestState, StepUpdate, Update
 
+COUNTED = ("finished", "failed", "aborted", "rebuilt", "tokens")
+"""What `Entries.counts` counts, as `Stats` names it."""
+
 Updates = Literal["every", "later", "none"]
 
 End = Callable[[Request, Exception | None], Update]

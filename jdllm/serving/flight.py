@@ -2,11 +2,14 @@
 
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from jdllm.decoding.cache_policies import Phase
+from jdllm.serving.ahead import later
 from jdllm.serving.demands import Demand, Kind
+from jdllm.serving.request import Request
 from jdllm.serving.runner import Pending
 from jdllm.serving.updates import PartDone, PartTimes
 
@@ -59,22 +62,43 @@ class Flight:
     def rows(self) -> int:
         return sum(part.rows for part in self._parts)
 
-    def counts(self) -> dict[str, Mapping[Kind, int]]:
-        """Counts of the collected parts, as `Stats` names them."""
-        return {name: {kind: count[kind] for kind in Kind} for name, count in self._counts.items()}
+    def counts(self) -> dict[str, Any]:
+        """What is known of the collected parts, as `Stats` names it."""
+        counts = {name: {kind: count[kind] for kind in Kind} for name, count in self._counts.items()}
+        return {"evaluated": self.evaluated, "busy": dict(self.busy), "waited": dict(self.waited), **counts}
 
-    def add(self, pending: Pending, demands: Sequence[Demand], packing: float) -> None:
+    def ahead(self) -> Iterator[Request]:
+        """The requests of parts in flight that may reuse in a further part meanwhile, one step later.
+
+        Each is a copy, which waits for tokens of its part. There are none where two such parts are in flight.
+        """
+        parts = [part.pending for part in self._parts if part.pending.kind in (Kind.REFRESH, Kind.REUSE)]
+        kinds = [part.kind for part in parts]
+        if len(set(kinds)) < len(kinds) or any(
+            part.kind is Kind.REUSE and part.launch.left_from is None for part in parts
+        ):
+            return
+        parts_of = Counter(request.id for part in parts for request in part.requests)
+        for part in parts:
+            for index, request in enumerate(part.requests):
+                after = later(request, part.launch, index) if parts_of[request.id] == 1 else None
+                if after is not None and after.phase is Phase.REUSE:
+                    yield after
+
+    def add(
+        self, pending: Pending, demands: Sequence[Demand], packing: float, ready: Sequence[float]
+    ) -> None:
         """Take in a part that was submitted.
 
         Arguments:
         - `demands`: of its requests.
         - `packing`: when its packing began.
+        - `ready`: when each of its requests could be served.
         """
         since = self._idle_since
         idle = 0.0 if since is None or self._parts else pending.packed - since
         rows, head_rows = sum(d.rows for d in demands), sum(d.head_rows for d in demands)
-        ready = tuple(request.ready for request in pending.requests)
-        self._parts.append(_Submitted(pending, rows, head_rows, packing, ready, idle))
+        self._parts.append(_Submitted(pending, rows, head_rows, packing, tuple(ready), idle))
 
     def remove_first(self, steps: int) -> PartDone:
         """Count the part that was submitted first, which was collected.

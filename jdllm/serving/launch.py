@@ -32,6 +32,8 @@ class Launch(NamedTuple):
       how many evaluations of the model it did.
     - `rows`: packed rows of one step with padding, 0 where they are those of its requests.
     - `quick`: whether `run` waits for nothing that the device does, such as the turns of a loop.
+    - `left_from`: where its head rows begin among the tokens that parts leave on the device, as
+      `Unseen.source` counts; `None` where it leaves none.
     """
 
     run: Callable[[], Any]
@@ -40,6 +42,7 @@ class Launch(NamedTuple):
     take: Callable[[Any], Steps | int] | None = None
     rows: int = 0
     quick: bool = False
+    left_from: int | None = None
 
 
 class Compiled(Protocol):

@@ -13,6 +13,10 @@ class Pace:
         """Take in how long a step of a kind and of so many packed rows took."""
         self._seconds[kind, rows.bit_length()] = seconds
 
+    def takes(self, kind: Kind, rows: int, seconds: float) -> bool:
+        """Whether a step is known to take `seconds` at least."""
+        return self._seconds.get((kind, rows.bit_length()), 0.0) >= seconds
+
     def steps(self, kind: Kind, rows: int, seconds: float) -> int:
         """How many steps take `seconds` at most: at least one, and one where no such step is known."""
         known = self._seconds.get((kind, rows.bit_length())) or seconds

@@ -48,6 +48,17 @@ class Progress(NamedTuple):
     rule_state: Mapping[str, np.ndarray]
 
 
+class Awaited(NamedTuple):
+    """Tokens of a request that a part leaves on the device.
+
+    - `positions`: int32, of the head rows that the request had in the part, rising.
+    - `first`: the index of the first of them, as `Unseen.source` counts.
+    """
+
+    positions: np.ndarray
+    first: int
+
+
 class Request:
     """The state of one request, which only commits change: `advance`, `advance_many`, `store`, `go_back`.
 
@@ -65,6 +76,8 @@ class Request:
     - `found`: how many rows were stored already when it was admitted, `None` where rows cannot be shared.
     - `prefilled`: how its long context was prepared, `None` without one.
     - `prepared`: whether the steps of the current block may run.
+    - `awaited`: of a copy that is one step ahead (`jdllm.serving.ahead`), the tokens that this step commits;
+      `None` for others.
     - `acceptance`: the part of its transfer rule that runs on the device, `None` where another model decides;
       `rule_state`: what the rule carries from step to step of a block, by name, of the whole request or
       `[length]`.
@@ -78,6 +91,7 @@ class Request:
     found: int | None = None
     prefilled: Prefilled | None = None
     prepared = True
+    awaited: Awaited | None = None
 
     def __init__(self, spec: RequestSpec, id: int = 0):
         self.id = id

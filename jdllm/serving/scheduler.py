@@ -48,7 +48,7 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 
 from jdllm.serving.admission import Admission
-from jdllm.serving.demands import PART_SECONDS, SUBMITTED, Demand, Kind, Life, Limits, Part
+from jdllm.serving.demands import HOST_SECONDS, PART_SECONDS, SUBMITTED, Demand, Kind, Life, Limits, Part
 from jdllm.serving.pace import Pace
 from jdllm.serving.shares import Caller, Turns
 
@@ -62,14 +62,14 @@ _LONGER = 4
 class _Running:
     """A running request: its places in the orders of arrival and of admission, the number of the last plan
     that served it, or before the first the number of the last plan before its admission, and the rows that it
-    had in that plan."""
+    had in its last part of each kind."""
 
     life: Life
     caller: Caller
     arrival: int
     admission: int
     served: int
-    rows: int = 0
+    rows: dict[Kind, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(slots=True)
@@ -199,9 +199,9 @@ class Scheduler:
         - `seconds`: that the part took, which its requests share by their rows.
         """
         running = [self._running[request] for request in part.ids if request in self._running]
-        rows, shares = sum(one.rows for one in running), dict[Caller, float]()
+        rows, shares = sum(one.rows[part.kind] for one in running), dict[Caller, float]()
         for one in running:
-            shares[one.caller] = shares.get(one.caller, 0.0) + seconds * one.rows / rows
+            shares[one.caller] = shares.get(one.caller, 0.0) + seconds * one.rows[part.kind] / rows
         self._calls.charge(shares)
         self._pace.learn(part.kind, rows, seconds / max(1, part.steps))
 
@@ -211,9 +211,10 @@ class Scheduler:
         """Choose the parts that are submitted next.
 
         Arguments:
-        - `ready`: the next step of each running request that is not in flight.
+        - `ready`: the next step of each running request that is not in flight, and the step behind that in
+          flight of those that go ahead.
         - `busy`: kinds of which a part is in flight. They get no other: requests that are one step apart
-          would else stay apart for ever.
+          would else stay apart for ever. Reuses are not among them where their requests go ahead.
         - `in_flight_rows`: rows of the parts in flight.
 
         Returns at most one part of each kind, in the order of `SUBMITTED`. Together with what is in flight
@@ -249,6 +250,17 @@ class Scheduler:
             for kind, draft in drafts.items()
             if draft.ids
         ]
+
+    def pays_ahead(self, rows: int) -> bool:
+        """Whether single steps are submitted before the results of those before them are there.
+
+        They are where clients share the engine, and where such a step is known to take the device longer than
+        the host takes between two parts. Shorter steps are done several in a part.
+
+        Arguments:
+        - `rows`: packed rows of a step that reuses.
+        """
+        return self.limits.shared and self._pace.takes(Kind.REUSE, rows, HOST_SECONDS)
 
     def _turns(self, candidates: Sequence[int], busy: Collection[Kind]) -> list[int]:
         """The order of those that may be served now.
@@ -304,7 +316,7 @@ class Scheduler:
         ids = sorted(ids, key=self._arrival)
         for request in ids:
             running = self._running[request]
-            running.served, running.rows = self._plans, ready[request].rows
+            running.served, running.rows[kind] = self._plans, ready[request].rows
             if not self._has_pages(request):
                 self._served_without_pages = self._plans
         return Part(kind, tuple(ids), self._steps(kind, [ready[i] for i in ids]))
@@ -312,11 +324,13 @@ class Scheduler:
     def _steps(self, kind: Kind, demands: Sequence[Demand]) -> int:
         """Steps of a part: one beside requests that the part does not serve. They would join it later: on a
         busy device this costs more than the host's time between two steps. A decode goes on where some of its
-        requests have ended. Nobody can join a part, so it is short where clients share the engine."""
-        if len(demands) < len(self._running):
+        requests have ended. Nobody can join a part, so it is short where clients share the engine: one step
+        where the next one can be submitted meanwhile."""
+        rows = sum(demand.rows for demand in demands)
+        if len(demands) < len(self._running) or (all(d.ahead for d in demands) and self.pays_ahead(rows)):
             return 1
         left = [demand.steps for demand in demands]
         most = max(left) if kind is Kind.DECODE else min(left)
         if not self.limits.shared:
             return most
-        return min(most, self._pace.steps(kind, sum(demand.rows for demand in demands), PART_SECONDS))
+        return min(most, self._pace.steps(kind, rows, PART_SECONDS))

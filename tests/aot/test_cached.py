@@ -9,8 +9,9 @@ import pytest
 
 from benchmarks.shapes import SHAPES
 from jdllm.compiling.executables import temp_bytes
-from jdllm.decoding.cached import refresh, reuse
+from jdllm.decoding.cached import refresh, reuse, reuse_once
 from jdllm.decoding.sampling import SamplingParams
+from jdllm.decoding.unseen import Unseen
 from jdllm.execution.paged.pool import PAGE_ROWS, KvArrays, pool_shape
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import abstract_params
@@ -29,6 +30,7 @@ pytestmark = pytest.mark.aot
 CONFIG = SHAPES["llada-8b"]
 MIB = 2**20
 LENGTH, REQUESTS = 1024, 4
+LEFT = 2048
 PAGES = 1 + 16 * REQUESTS * LENGTH // PAGE_ROWS  # a layer's keys are half a GiB
 STATIC = {"config": CONFIG, "mask_id": CONFIG.mask_id, "logits_chunks": 1, "level": Level.TOP}
 
@@ -68,7 +70,13 @@ def test_a_refresh_is_as_planned_and_copies_no_layer_of_the_pool(cache: str):
     pool = abstract_pool(pages)
     arguments = (params, batch, selection, table, pool)
     compiled = compile_for(
-        "h200", refresh, *arguments, donate=("pool",), scored=cache == "head_sparse", **STATIC
+        "h200",
+        refresh,
+        *arguments,
+        donate=("pool",),
+        scored=cache == "head_sparse",
+        left=LEFT,
+        **STATIC,
     )
     memory = compiled.memory_analysis()
     assert memory is not None
@@ -89,10 +97,16 @@ def packed_reuse(asked: list[Request], pages: PageBook, config: ModelConfig) -> 
     return pack_reuse(asked, config, pages, entry, 2 * PAGES)
 
 
+def unseen(source: np.ndarray) -> Unseen:
+    left = np.zeros(LEFT, np.int32)
+    return Unseen(left, left, source)
+
+
 def test_a_reuse_copies_no_layer_of_the_pool():
     asked, pages = requests("dual")
-    (batch, _), table = packed_reuse(asked, pages, CONFIG)
-    arguments = (abstract_params(CONFIG, "bfloat16"), batch, table, abstract_pool(pages), np.int32(1))
+    (batch, _), table, source = packed_reuse(asked, pages, CONFIG)
+    params, pool = abstract_params(CONFIG, "bfloat16"), abstract_pool(pages)
+    arguments = (params, batch, table, pool, unseen(source), np.int32(1))
     compiled = compile_for("h200", reuse, *arguments, **STATIC)
     assert temp_bytes(compiled) < 64 * MIB
 
@@ -105,9 +119,9 @@ def test_nothing_stands_between_the_kernels_of_a_chain(
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     config = SHAPES[shape]
     asked, pages = requests("dual", count, config)
-    (batch, _), table = packed_reuse(asked, pages, config)
+    (batch, _), table, source = packed_reuse(asked, pages, config)
     pool, static = abstract_pool(pages, config), STATIC | {"config": config, "mask_id": config.mask_id}
-    arguments = (abstract_params(config, "bfloat16"), batch, table, pool, np.int32(1))
+    arguments = (abstract_params(config, "bfloat16"), batch, table, pool, unseen(source), np.int32(1))
     compiled = compile_for("h200", reuse, *arguments, chained=True, **static)
     assert temp_bytes(compiled) < 16 * MIB
     chain = chain_of(compiled.as_text() or "")
@@ -132,10 +146,11 @@ def test_the_host_need_not_wait_for_a_usual_part():
     (batch, _), selection, table, _ = pack_refresh(asked, CONFIG, pages, entry_of(asked))
     params, pool = abstract_params(CONFIG, "bfloat16"), abstract_pool(pages)
     arguments = (params, batch, selection, table, pool)
-    refreshed = compile_for("h200", refresh, *arguments, donate=("pool",), scored=True, usual=True, **STATIC)
+    form = {"scored": True, "usual": True, "left": LEFT}
+    refreshed = compile_for("h200", refresh, *arguments, donate=("pool",), **form, **STATIC)
     assert counted_turns(refreshed) == 0
-    (batch, _), table = packed_reuse(asked, pages, CONFIG)
-    for steps, counted in ((None, 0), (np.int32(1), 1)):
-        assert (
-            counted_turns(compile_for("h200", reuse, params, batch, table, pool, steps, **STATIC)) == counted
-        )
+    (batch, _), table, source = packed_reuse(asked, pages, CONFIG)
+    arguments = (params, batch, table, pool, unseen(source))
+    once = compile_for("h200", reuse_once, *arguments, **STATIC)
+    assert counted_turns(once) == 0
+    assert counted_turns(compile_for("h200", reuse, *arguments, np.int32(1), **STATIC)) == 1

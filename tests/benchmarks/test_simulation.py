@@ -32,6 +32,17 @@ def test_one_request_takes_its_parts_and_the_host():
     assert found.padding == pytest.approx((128 - 8) / (128 + 3 * 32))
 
 
+def test_steps_follow_one_another_without_the_host():
+    """Steps take longer than the host, which has packed the next one when a step ends. The first step waits
+    for the host: nobody knows yet how long a step takes."""
+    host = Host(packing=0.001, taking=0.002)
+    times = {Kind.REFRESH: {128: 0.010}, Kind.REUSE: {32: 0.004}}
+    alone = [Asked(0.0, 4, 12, blocks=2)]  # blocks of a refresh and three reuses
+    first, second = 0.010 + 0.003 + 3 * 0.004, 0.010 + 3 * 0.004
+    found = simulate(alone, times, host)
+    assert found.latency == pytest.approx([0.001 + first + 0.003 + second + 0.002])
+
+
 def test_a_single_step_on_an_idle_device_waits_for_its_launches():
     alone = [Asked(0.0, 4, 6, blocks=1)]  # a refresh and a single step
     late = Host(taking=0.001, waking=0.004)

@@ -48,7 +48,7 @@ def test_a_reuse_has_the_rows_of_its_blocks(count: int, rows: int):
     asked, pool = requests(*["dual"] * count)
     store_all(asked, pool)
     entry = Entry(rows, rows, 8, 64)
-    (batch, candidates), table = pack_reuse(asked, CONFIG, pool, entry, 100)
+    (batch, candidates), table, _ = pack_reuse(asked, CONFIG, pool, entry, 100)
     assert len(batch.tokens) == rows
     assert len(table.first) == rows // 32 + 1
     assert [len(c) for c in candidates] == [32] * count

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from jdllm.serving.demands import Kind, Part
+from jdllm.serving.demands import HOST_SECONDS, Kind, Part
 from jdllm.serving.pace import Pace
 from tests.serving.plans import LIMITS, REUSE, Plans, reuse
 
@@ -29,6 +29,13 @@ class TestPace:
         pace.learn(Kind.REUSE, 64, 0.1)
         assert pace.steps(Kind.REUSE, 32, 0.25) == 25
 
+    @pytest.mark.parametrize(("seconds", "takes"), [(0.009, True), (0.01, True), (0.011, False)])
+    def test_what_a_step_takes_is_known_once_there_was_one(self, seconds: float, takes: bool):
+        pace = Pace()
+        pace.learn(Kind.REUSE, 40, 0.01)
+        assert pace.takes(Kind.REUSE, 40, seconds) == takes
+        assert not pace.takes(Kind.REUSE, 80, seconds)
+
 
 class TestParts:
     def test_a_part_of_a_server_takes_half_a_second(self):
@@ -47,3 +54,25 @@ class TestParts:
             (part,) = plans.scheduler.plan(plans.ready)
             assert part.steps == 9
             plans.scheduler.charge(part, 90.0)
+
+    @pytest.mark.parametrize(
+        ("seconds", "ahead", "shared", "steps"),
+        [
+            (1.2 * HOST_SECONDS, True, True, 1),
+            (1.2 * HOST_SECONDS, True, False, 31),
+            (1.2 * HOST_SECONDS, False, True, 31),
+            (0.8 * HOST_SECONDS, True, True, 31),
+        ],
+    )
+    def test_a_part_is_one_step_where_the_next_can_be_submitted_meanwhile(
+        self, seconds: float, ahead: bool, shared: bool, steps: int
+    ):
+        """Clients share the engine, and the step takes longer than the host does between two parts."""
+        plans = Plans(
+            *[reuse(20)._replace(steps=31, ahead=ahead), reuse(20)._replace(steps=31, ahead=True)],
+            limits=dataclasses.replace(LIMITS, shared=shared),
+        )
+        (part,) = plans.scheduler.plan(plans.ready)
+        plans.scheduler.charge(Part(REUSE, part.ids, 1), seconds)
+        (part,) = plans.scheduler.plan(plans.ready)
+        assert part.steps == steps

@@ -37,9 +37,9 @@ class Arrivals(RuleBasedStateMachine):
     operations: ClassVar[int] = 0
     """What rules did in all examples: arrivals, aborts, admissions, plans, parts that ended or failed."""
 
-    @initialize(limits=some_limits())
-    def start(self, limits: Limits):
-        self.limits = limits
+    @initialize(limits=some_limits(), goes_ahead=st.booleans())
+    def start(self, limits: Limits, goes_ahead: bool):
+        self.limits, self.goes_ahead = limits, goes_ahead
         self.scheduler = Scheduler(limits)
         self.arrivals = itertools.count()
         self.arrived: dict[int, int] = {}
@@ -53,7 +53,7 @@ class Arrivals(RuleBasedStateMachine):
         self.last_plan: dict[int, int] = {}
         self.last_plan_without_pages = 0
         self.ledger, self.room = Ledger(), Room(limits)
-        self.last_rows: dict[int, int] = {}
+        self.last_rows: dict[tuple[int, Kind], int] = {}
         self.step_seconds: dict[Kind, list[Fraction]] = {}
         self.waited: dict[int, int] = {}
         self.bound: dict[int, int] = {}
@@ -79,6 +79,20 @@ class Arrivals(RuleBasedStateMachine):
         flying = {request for part, _ in self.in_flight for request in part.ids}
         return {r: self.scripts[r].next(n) for r, n in self.steps_done.items() if r not in flying}
 
+    def ahead(self) -> dict[int, Demand]:
+        """The step behind that in flight of each request that goes ahead: a reuse, behind a single step."""
+        parts = [part for part, _ in self.in_flight if part.kind in (Kind.REFRESH, Kind.REUSE)]
+        kinds = [part.kind for part in parts]
+        if not self.goes_ahead or len(set(kinds)) < len(kinds) or any(part.steps > 1 for part in parts):
+            return {}
+        parts_of, found = Counter(request for part in parts for request in part.ids), {}
+        for request, count in parts_of.items():
+            done = self.steps_done.get(request)
+            later = () if done is None or count > 1 else self.scripts[request].steps[done + 1 :]
+            if done is not None and later and later[0].kind is Kind.REUSE:
+                found[request] = self.scripts[request].next(done + 1)
+        return found
+
     def has_pages(self, request: int) -> bool:
         return self.scripts[request].life.pages > 0
 
@@ -93,14 +107,14 @@ class Arrivals(RuleBasedStateMachine):
     def running_scripts(self) -> list[Script]:
         return [self.scripts[request] for request in self.steps_done]
 
-    def fits_plan(self, demand: Demand, ahead: Collection[Demand]) -> bool:
-        """Whether `demand` fits beside what is in flight and `ahead`."""
-        part = [other for other in ahead if other.kind is demand.kind]
-        rows = self.rows_in_flight + sum(other.rows for other in ahead) + demand.rows
+    def fits_plan(self, demand: Demand, before: Collection[Demand], in_flight: int) -> bool:
+        """Whether `demand` fits beside so many rows in flight and what is `before` it."""
+        part = [other for other in before if other.kind is demand.kind]
+        rows = in_flight + sum(other.rows for other in before) + demand.rows
         return rows <= self.limits.max_num_batched_tokens and (not part or self.one_part([*part, demand]))
 
     def one_part(self, demands: Iterable[Demand]) -> bool:
-        kinds, rows, head_rows, entries, _ = zip(*demands, strict=True)
+        kinds, rows, head_rows, entries, *_ = zip(*demands, strict=True)
         whole_rows = self.limits.whole_rows if len(self.ledger) == 1 else self.limits.company_rows
         return (
             Kind.STAGE not in kinds
@@ -212,15 +226,17 @@ class Arrivals(RuleBasedStateMachine):
     @rule()
     def plan(self):
         self.count += 1
-        ready, busy = self.ready(), self.busy
-        parts = self.scheduler.plan(ready, busy, self.rows_in_flight)
+        ready, busy, rows, ahead = self.ready(), self.busy, self.rows_in_flight, self.ahead()
+        if ahead:  # the next iteration begins
+            ready, busy, rows = ready | ahead, busy - {Kind.REUSE}, 0
+        parts = self.scheduler.plan(ready, busy, rows)
         served = {request: ready[request] for part in parts for request in part.ids}
         candidates = self.candidates(ready, busy)
         self.check_parts(parts, ready, busy)
-        self.check_choice(served, candidates)
+        self.check_choice(served, candidates, rows)
         self.plans += 1
-        for request in served:
-            self.last_plan[request], self.last_rows[request] = self.plans, ready[request].rows
+        for request, demand in served.items():
+            self.last_plan[request], self.last_rows[request, demand.kind] = self.plans, demand.rows
             if not self.has_pages(request):
                 self.last_plan_without_pages = self.plans
         if any(not self.has_pages(request) for request in candidates.keys() - served.keys()) and all(
@@ -234,9 +250,12 @@ class Arrivals(RuleBasedStateMachine):
             self.waited[request] += self.has_pages(request)
             assert self.waited[request] <= self.bound[request] or self.may_be_passed(request)
         self.stalled = not served
-        self.in_flight += [(part, sum(ready[r].rows for r in part.ids)) for part in parts]
-        in_flight = [request for part, _ in self.in_flight for request in part.ids]
-        assert self.rows_in_flight <= self.limits.max_num_batched_tokens or len(in_flight) == 1
+        together = rows + sum(demand.rows for demand in served.values())
+        alone = not rows and len(served) == 1
+        assert not served or alone or together <= self.limits.max_num_batched_tokens
+        for part in parts:
+            submitted = part._replace(steps=1) if ahead.keys() & part.ids else part
+            self.in_flight.append((submitted, sum(ready[r].rows for r in part.ids)))
 
     def check_parts(self, parts: list[Part], ready: dict[int, Demand], busy: set[Kind]) -> None:
         kinds = [part.kind for part in parts]
@@ -266,7 +285,7 @@ class Arrivals(RuleBasedStateMachine):
             assert part.steps == 1 or part.steps * min(known) <= HALF
             assert part.steps in (1, most) or (part.steps + 1) * max(known) >= HALF
 
-    def check_choice(self, served: dict[int, Demand], candidates: dict[int, Demand]) -> None:
+    def check_choice(self, served: dict[int, Demand], candidates: dict[int, Demand], in_flight: int) -> None:
         """The first pick is served or everybody waits for it; nobody else is left out who fits beside those
         that pick before, unless a part ends where it fills an executable."""
         if not candidates:
@@ -274,7 +293,7 @@ class Arrivals(RuleBasedStateMachine):
         first = min(candidates, key=self.turn)
         if not served:
             assert self.in_flight
-            assert not self.fits_plan(candidates[first], [])
+            assert not self.fits_plan(candidates[first], [], in_flight)
             return
         assert first in served
 
@@ -285,9 +304,9 @@ class Arrivals(RuleBasedStateMachine):
         without_pages = sorted((r for r in candidates if not self.has_pages(r)), key=self.turn)
         assert not without_pages or without_pages[0] in served or served.keys().isdisjoint(without_pages)
         for request in candidates if not self.limits.sizes else ():
-            ahead = [other for other in served if pick(other) < pick(request)]
-            fits = self.fits_plan(candidates[request], [served[other] for other in ahead])
-            own = [other for other in ahead if served[other].kind is candidates[request].kind]
+            before = [other for other in served if pick(other) < pick(request)]
+            fits = self.fits_plan(candidates[request], [served[other] for other in before], in_flight)
+            own = [other for other in before if served[other].kind is candidates[request].kind]
             if request in without_pages and own:
                 fits = fits and self.may_join(request, min(own, key=self.turn), candidates)
             elif request in without_pages[1:]:
@@ -311,7 +330,7 @@ class Arrivals(RuleBasedStateMachine):
 
     def charge(self, part: Part, ticks: int) -> None:
         """The requests of a part share its time, in ticks that are whole for each row."""
-        rows = {r: self.last_rows[r] for r in part.ids if r in self.steps_done}
+        rows = {r: self.last_rows[r, part.kind] for r in part.ids if r in self.steps_done}
         taken = ticks * sum(rows.values())
         self.scheduler.charge(part, taken / TICKS)
         if rows:

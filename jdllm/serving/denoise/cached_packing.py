@@ -36,10 +36,16 @@ class RefreshBatch(NamedTuple):
 
 
 class ReuseBatch(NamedTuple):
-    """A packed batch of the rows that are forwarded, and the pages that each tile of them reads."""
+    """A packed batch of the rows that are forwarded.
+
+    - `packed`: the batch.
+    - `table`: the pages that each tile of rows reads.
+    - `source`: int32 `[rows]`, where rows take tokens that the host has not seen, as in `Unseen`.
+    """
 
     packed: Packed
     table: PageTable
+    source: np.ndarray
 
 
 def pack_refresh(
@@ -112,6 +118,7 @@ def pack_reuse(
     starts = np.cumsum([0, *tiles_of]) * TILE_ROWS
     tiles = entry.rows // TILE_ROWS
     tokens, positions, unused = (np.zeros(entry.rows, np.int32) for _ in range(3))
+    source = np.full(entry.rows, -1, np.int32)
     parts, candidates = [], [request.candidates() for request in requests]
     for index, (request, start) in enumerate(zip(requests, starts, strict=False)):
         stop = start + len(request.forwarded)
@@ -119,6 +126,9 @@ def pack_reuse(
         positions[start:stop] = request.positions(request.forwarded)
         row = start + np.searchsorted(request.forwarded, candidates[index])
         parts.append((row, np.full_like(row, index)))
+        if request.awaited is not None:
+            at, first = request.awaited
+            source[start + np.searchsorted(request.forwarded, at)] = first + np.arange(len(at))
     row, segment = (np.concatenate(column) for column in zip(*parts, strict=True))
     head = head_rows(row, row, segment, entry)
     segments, states = segment_params(requests, entry, config), packed_states(requests, candidates, entry)
@@ -132,7 +142,7 @@ def pack_reuse(
     table = with_fresh_rows(table, first_row, seen, pool.page_rows)
     pages, valid = (padded(np.asarray(x), entries) for x in (table.pages, table.valid))
     table = PageTable(pages, valid, table.first)
-    return ReuseBatch(Packed(batch, candidates), table)
+    return ReuseBatch(Packed(batch, candidates), table, source)
 
 
 def _pages(live: Live, page_rows: int) -> int:

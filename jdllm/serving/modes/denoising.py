@@ -1,6 +1,6 @@
 """Generation by denoising: masks are filled block by block, whole sequences or cached parts of them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -83,7 +83,7 @@ class Denoising:
 
         return EngineParts(
             launchers=launchers,
-            costs=DenoisingCosts(preparation, account.rows),
+            costs=DenoisingCosts(preparation, account.rows, cached.goes_ahead),
             check=check,
             compiled=compiled,
             holders=holders,
@@ -103,11 +103,14 @@ class DenoisingCosts:
     Arguments:
     - `preparation`: prepares requests over long contexts.
     - `rows`: packed rows of a step of the ladder. Beyond, a request takes the rows that are compiled for it.
+    - `goes_ahead`: whether the next step of a request that reuses may be packed before its present one is
+      known.
     """
 
-    def __init__(self, preparation: Preparation, rows: int):
+    def __init__(self, preparation: Preparation, rows: int, goes_ahead: Callable[[Request], bool]):
         self._preparation = preparation
         self._rows = rows
+        self._goes_ahead = goes_ahead
 
     def life(self, spec: RequestSpec) -> Life:
         pages = -(-spec.stored_rows // PAGE_ROWS) if spec.cached else 0
@@ -118,7 +121,8 @@ class DenoisingCosts:
         if (stage := self._preparation.next(request)) is not None:
             return Demand(Kind.STAGE, stage.rows, 0, 0)
         if request.cached and request.phase is Phase.REUSE:
-            return Demand(Kind.REUSE, *reuse_demand(request, PAGE_ROWS), request.reuse_steps)
+            needs, ahead = reuse_demand(request, PAGE_ROWS), self._goes_ahead(request)
+            return Demand(Kind.REUSE, *needs, request.reuse_steps, ahead)
         if request.cached:
             return Demand(Kind.REFRESH, *demand(request), 0)
         kind = Kind.ADAPTIVE if request.adaptive else Kind.FULL

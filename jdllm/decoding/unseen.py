@@ -1,0 +1,40 @@
+"""Tokens that stay on the device, for parts that are packed before the host has seen them."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from jdllm.arrays import Tensor
+from jdllm.decoding.batch import Batch, Trace
+
+
+class Unseen(NamedTuple):
+    """The tokens that parts before leave on the device, and the packed rows that take them.
+
+    - `refreshed`, `reused`: what `left_by` made of the last refresh, and of the last single step that reused.
+    - `source`: for each packed row an index into `refreshed`, or, behind the end of `refreshed`, into
+      `reused`; -1 where the host knows the token.
+    """
+
+    refreshed: Int[Tensor, " left"]
+    reused: Int[Tensor, " left"]
+    source: Int[Tensor, " rows"]
+
+
+def left_by(trace: Trace, batch: Batch, size: int) -> Int[Array, " left"]:
+    """The tokens of the head rows after a single step.
+
+    Arguments:
+    - `trace`: of the step; `batch`: before the step.
+    - `size`: how many tokens to return. Further head rows are left out, and what is missing is 0.
+    """
+    before = jnp.asarray(batch.tokens)[batch.head.row]
+    tokens = jnp.where(trace.committed[0], trace.tokens[0], before)[:size]
+    return jnp.pad(tokens, (0, size - len(tokens)))
+
+
+def with_unseen(tokens: Int[Tensor, " rows"], unseen: Unseen) -> Int[Array, " rows"]:
+    """The tokens of packed rows, of which some come from parts before."""
+    left = jnp.concatenate([jnp.asarray(unseen.refreshed), jnp.asarray(unseen.reused)])
+    return jnp.where(unseen.source < 0, tokens, left[unseen.source])
