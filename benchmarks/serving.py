@@ -15,22 +15,16 @@ from typing import Any
 
 import httpx
 import numpy as np
-from tokenizers import Tokenizer
-from tokenizers.decoders import Fuse
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
 
 from benchmarks.cases import case_parser
 from benchmarks.generations import GEN_LENGTH, WORKLOAD
-from benchmarks.random_checkpoint import llada_hf_config, write_random_checkpoint
 from benchmarks.record import print_row, record
+from benchmarks.served_checkpoint import SERVED, write_served_checkpoint
 from benchmarks.serving_loads import LOADS, SMALL, Load, capacities
 from benchmarks.shapes import SHAPES
 from jdllm.bench.workload import draw_prompts, parse_lengths, read_workload
-from jdllm.decoding.sampling import SamplingParams
 from jdllm.demo import checkpoint_path
 from jdllm.llm import LLM
-from jdllm.models.config import ModelConfig
 
 _ADDRESS = re.compile(r" at (https?://\S+)")
 _ROWS = re.compile(r"largest step, (\d+) rows")
@@ -110,7 +104,8 @@ def put_load(url: str, load: Load, gen_length: int) -> dict[str, Any]:
 
 def direct(llm: LLM, load: Load, gen_length: int) -> dict[str, Any]:
     """The requests of a load, all in one call of `LLM.generate`: the second of two times."""
-    sampling = SamplingParams(gen_length=gen_length, early_stop=False, **_asked(load, gen_length))
+    asked = {"gen_length": gen_length, "steps": None, "early_stop": False} | _asked(load, gen_length)
+    sampling = llm.default_sampling().changed(**asked)
     prompts, seconds, before = _prompts(llm, load), 0.0, 0
     for _ in range(2):
         before, start = llm.engine.evaluated, time.perf_counter()
@@ -143,16 +138,6 @@ def _prompts(llm: LLM, load: Load) -> list[np.ndarray]:
     return [np.array(ids) for ids in draw_prompts(lengths, load.requests, len(tokenizer), named, 0)]
 
 
-def write_tokenizer(directory: Path, config: ModelConfig) -> None:
-    """A tokenizer in which each id is a word, so that streams have text."""
-    words = {f"w{i}": i for i in range(config.vocab_size)}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = Whitespace()
-    tokenizer.decoder = Fuse()
-    tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-
-
 def main(arguments: Sequence[str]) -> None:
     """A server in a process of its own, and `jdllm bench serve` against it, on the same host over HTTP.
 
@@ -166,7 +151,7 @@ def main(arguments: Sequence[str]) -> None:
     the forward evaluations of the device.
     """
     parser = case_parser("serving", main.__doc__)
-    parser.add_argument("--shape", choices=(*SHAPES, DEMO), default="llada-8b")
+    parser.add_argument("--shape", choices=(*SERVED, DEMO), default="llada-8b")
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=["delay_1", "delay_0"])
     parser.add_argument("--max-num-batched-tokens", type=int, help="by default as many as the server chooses")
     parser.add_argument(
@@ -185,7 +170,9 @@ def main(arguments: Sequence[str]) -> None:
     with contextlib.ExitStack() as stack:
         scratch = args.directory or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         cache, table = scratch / "executables", []
-        model = checkpoint_path() if args.shape == DEMO else _checkpoint(scratch, args.shape)
+        model = checkpoint_path() if args.shape == DEMO else scratch / args.shape
+        if not model.exists():
+            write_served_checkpoint(model, SHAPES[args.shape])
         more = [] if args.trace is None else ["--trace", str(args.trace)]
         if any(LOADS[name].lengths == "long" for name in args.loads):
             more.append("--allow-beyond-positions")
@@ -234,12 +221,3 @@ def _measure_directly(
         for load in loads.values():
             if not load.open:
                 print(json.dumps(direct(llm, load, gen_length)), flush=True)
-
-
-def _checkpoint(scratch: Path, shape: str) -> Path:
-    """The random checkpoint in `scratch`, written where there is none."""
-    path = scratch / shape
-    if not path.exists():
-        write_random_checkpoint(path, llada_hf_config(SHAPES[shape]))
-        write_tokenizer(path, SHAPES[shape])
-    return path
