@@ -39,6 +39,7 @@ CASES = {
     "prefilling": Case("benchmarks.prefilling:main", "questions over long contexts, by stage"),
     "simulate": Case("benchmarks.simulation:main", "the scheduler under a recorded load, without a card"),
     "serving": Case("benchmarks.serving:main", "a served model under load, over HTTP"),
+    "static_batcher": Case("benchmarks.static_batcher:main", "a server of static batches, for `serving`"),
     "card": Case("benchmarks.card_report:main", "what a card does with each kind of kernels, to send in"),
     "step": Case("benchmarks.steps.full:main", "a full step, beside torch and plain JAX"),
     "cached_step": Case("benchmarks.steps.cached:main", "a step of a block against cached rows"),

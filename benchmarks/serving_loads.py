@@ -48,6 +48,11 @@ class Load(NamedTuple):
         return self.rate is not None or self.trace is not None
 
     @property
+    def whole(self) -> "Load":
+        """The same load, whose answers come whole."""
+        return self._replace(options=(*self.options, "--no-stream"))
+
+    @property
     def arguments(self) -> list[str]:
         """Options of `jdllm bench serve` that say how many requests arrive when, and how long they are."""
         count = () if self.requests is None else ("--requests", str(self.requests))
