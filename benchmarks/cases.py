@@ -38,6 +38,7 @@ CASES = {
     "causal_agreement": Case("benchmarks.causal_agreement:main", "causal models: greedy tokens in 16 bits"),
     "prefilling": Case("benchmarks.prefilling:main", "questions over long contexts, by stage"),
     "simulate": Case("benchmarks.simulation:main", "the scheduler under a recorded load, without a card"),
+    "phases": Case("benchmarks.phases:main", "what phase multiplexing is worth, without a card"),
     "serving": Case("benchmarks.serving:main", "a served model under load, over HTTP"),
     "static_batcher": Case("benchmarks.static_batcher:main", "a server of static batches, for `serving`"),
     "card": Case("benchmarks.card_report:main", "what a card does with each kind of kernels, to send in"),
