@@ -7,7 +7,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -48,6 +48,38 @@ def llada_hf_config(config: ModelConfig, dtype: str = "bfloat16") -> dict[str, A
         "eot_token_id": config.eot_id,
         "torch_dtype": dtype,
     }
+
+
+def dream_hf_config(config: ModelConfig, dtype: str = "bfloat16") -> dict[str, Any]:
+    """The `config.json` that `config_from_hf` reads as `config`: a Dream without rotary scaling. The id that
+    ends a turn is the tokenizer's to say."""
+    return {
+        "architectures": ["DreamModel"],
+        "model_type": "Dream",
+        "hidden_act": "silu",
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "intermediate_size": config.intermediate_size,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope.theta,
+        "tie_word_embeddings": config.tied_head,
+        "use_sliding_window": False,
+        "mask_token_id": config.mask_id,
+        "bos_token_id": config.bos_id,
+        "eos_token_id": config.eos_id,
+        "torch_dtype": dtype,
+    }
+
+
+HF_CONFIGS: Mapping[str, Callable[[ModelConfig], dict[str, Any]]] = {
+    "llada": llada_hf_config,
+    "dream": dream_hf_config,
+}
+"""What writes the `config.json` of a family."""
 
 
 def write_random_checkpoint(

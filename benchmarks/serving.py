@@ -1,5 +1,6 @@
 """A served model under load, over HTTP, beside the same requests without a server."""
 
+import argparse
 import contextlib
 import json
 import re
@@ -8,66 +9,69 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
-from tokenizers import Tokenizer
-from tokenizers.decoders import Fuse
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
 
 from benchmarks.cases import case_parser
 from benchmarks.generations import GEN_LENGTH, WORKLOAD
-from benchmarks.random_checkpoint import llada_hf_config, write_random_checkpoint
 from benchmarks.record import print_row, record
+from benchmarks.served_checkpoint import SERVED, write_served_checkpoint
 from benchmarks.serving_loads import LOADS, SMALL, Load, capacities
 from benchmarks.shapes import SHAPES
+from benchmarks.static_batcher import BATCH
 from jdllm.bench.workload import draw_prompts, parse_lengths, read_workload
-from jdllm.decoding.sampling import SamplingParams
 from jdllm.demo import checkpoint_path
 from jdllm.llm import LLM
-from jdllm.models.config import ModelConfig
 
 _ADDRESS = re.compile(r" at (https?://\S+)")
 _ROWS = re.compile(r"largest step, (\d+) rows")
-DEMO = "demo"
+_PAGES = re.compile(r"^(\d+) pages of")
+DEMO, DIRECT = "demo", "LLM.generate"
+CONTINUOUS = ("jdllm", "serve")
+STATIC = ("benchmarks", "static_batcher")
 
 
 @contextlib.contextmanager
 def served(
-    model: Path, max_num_batched_tokens: int | None, cache: Path, more: Sequence[str] = ()
+    model: Path,
+    max_num_batched_tokens: int | None,
+    cache: Path,
+    more: Sequence[str] = (),
+    program: Sequence[str] = CONTINUOUS,
 ) -> Iterator[dict[str, Any]]:
-    """A server of its own process; yields its address as `url`, packed `rows` of its largest step, and
-    `start_s` until it was ready.
+    """A server of its own process; yields its address as `url`, packed `rows` of its largest step, `pages` of
+    its KV pool, and `start_s` until it was ready.
 
     Arguments:
-    - `more`: further options of `jdllm serve`.
+    - `more`: further options of the server.
+    - `program`: the module that Python runs, and the command of it.
 
     Raises `RuntimeError` where it ends before.
     """
     options = ["--port", "0", "--cache-dir", str(cache), *more]
     if max_num_batched_tokens is not None:
         options += ["--max-num-batched-tokens", str(max_num_batched_tokens)]
-    command = [sys.executable, "-m", "jdllm", "serve", str(model), *options]
+    command = [sys.executable, "-m", *program, str(model), *options]
     start = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
+            told: dict[str, Any] = {}
             for line in process.stdout or ():
                 print(f"  {line.rstrip()}", flush=True)
                 if "Started server process" in line:
                     break
-                if found := _ROWS.search(line):
-                    rows = int(found[1])
-                if found := _ADDRESS.search(line):
-                    url = found[1]
+                for name, pattern in (("rows", _ROWS), ("pages", _PAGES), ("url", _ADDRESS)):
+                    if found := pattern.search(line):
+                        told[name] = found[1] if name == "url" else int(found[1])
             else:
                 raise RuntimeError(f"the server ended with {process.wait()}")
-            wait_for_health(url)
-            yield {"url": url, "rows": rows, "start_s": time.perf_counter() - start}
+            wait_for_health(told["url"])
+            yield told | {"start_s": time.perf_counter() - start}
         finally:
             process.send_signal(signal.SIGTERM)
             for line in process.stdout or ():
@@ -108,9 +112,18 @@ def put_load(url: str, load: Load, gen_length: int) -> dict[str, Any]:
     return row | {"evaluated": server.get("evaluated"), "compiled": server.get("compiled")}
 
 
+def put_loads(url: str, loads: Sequence[Load], gen_length: int) -> Iterator[dict[str, Any]]:
+    """A row for each load, printed as soon as it is measured."""
+    for load in loads:
+        row = put_load(url, load, gen_length)
+        print_row(row)
+        yield row
+
+
 def direct(llm: LLM, load: Load, gen_length: int) -> dict[str, Any]:
     """The requests of a load, all in one call of `LLM.generate`: the second of two times."""
-    sampling = SamplingParams(gen_length=gen_length, early_stop=False, **_asked(load, gen_length))
+    asked = {"gen_length": gen_length, "steps": None, "early_stop": False} | _asked(load, gen_length)
+    sampling = llm.default_sampling().changed(**asked)
     prompts, seconds, before = _prompts(llm, load), 0.0, 0
     for _ in range(2):
         before, start = llm.engine.evaluated, time.perf_counter()
@@ -143,16 +156,6 @@ def _prompts(llm: LLM, load: Load) -> list[np.ndarray]:
     return [np.array(ids) for ids in draw_prompts(lengths, load.requests, len(tokenizer), named, 0)]
 
 
-def write_tokenizer(directory: Path, config: ModelConfig) -> None:
-    """A tokenizer in which each id is a word, so that streams have text."""
-    words = {f"w{i}": i for i in range(config.vocab_size)}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = Whitespace()
-    tokenizer.decoder = Fuse()
-    tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-
-
 def main(arguments: Sequence[str]) -> None:
     """A server in a process of its own, and `jdllm bench serve` against it, on the same host over HTTP.
 
@@ -160,15 +163,48 @@ def main(arguments: Sequence[str]) -> None:
     with `--shape demo`, the bundled model. `--loads poisson_{0.25,0.5,1.0,1.5,2.0,2.5}` sweeps the rate of
     arrivals, and ends with the capacity: the highest rate at which the mean latency of the second half of the
     requests is at most 1.3 times that of the first half. Where something was compiled meanwhile, halves tell
-    nothing of the load. `burst` replays a trace. With `--direct` loads without arrivals of their own are
-    measured through `LLM.generate` too, all requests in one call, behind the server's end. Latencies count
-    from a request's arrival. `seconds` is the span from the first arrival to the last end. `evaluated` are
-    the forward evaluations of the device.
+    nothing of the load. `burst` replays a trace. With `--static` the same loads are put on a server of static
+    batches too, behind the other's end; its answers come whole, so it has no times of first blocks. With
+    `--direct` loads without arrivals of their own are measured through `LLM.generate` too, all requests in
+    one call. Latencies count from a request's arrival. `seconds` is the span from the first arrival to the
+    last end. `evaluated` are the forward evaluations of the device.
     """
+    args = _parsed(arguments)
+    gen_length = 64 if args.shape == DEMO else GEN_LENGTH
+    if args.child:
+        _measure_directly(args, gen_length)
+        return
+    loads = [LOADS[name] for name in args.loads]
+    more = [] if args.max_num_logits is None else ["--max-num-logits", str(args.max_num_logits)]
+    if any(load.lengths == "long" for load in loads):
+        more.append("--allow-beyond-positions")
+    with contextlib.ExitStack() as stack:
+        scratch = args.directory or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        cache = scratch / "executables"
+        model = checkpoint_path() if args.shape == DEMO else scratch / args.shape
+        if not model.exists():
+            write_served_checkpoint(model, SHAPES[args.shape])
+        traced = [] if args.trace is None else ["--trace", str(args.trace)]
+        with served(model, args.max_num_batched_tokens, cache, [*more, *traced]) as server:
+            measured = {"HTTP": list(put_loads(server["url"], loads, gen_length))}
+        if args.static:
+            through, batch = f"static batches of {args.batch}", ["--batch", str(args.batch)]
+            with served(model, args.max_num_batched_tokens, cache, [*more, *batch], STATIC) as static:
+                whole = [load.whole for load in loads]
+                measured[through] = list(put_loads(static["url"], whole, gen_length))
+        if args.direct:
+            measured[DIRECT] = list(_direct_rows(arguments, model, cache))
+    _record(args, measured, server)
+
+
+def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser = case_parser("serving", main.__doc__)
-    parser.add_argument("--shape", choices=(*SHAPES, DEMO), default="llada-8b")
+    parser.add_argument("--shape", choices=(*SERVED, DEMO), default="llada-8b")
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=["delay_1", "delay_0"])
     parser.add_argument("--max-num-batched-tokens", type=int, help="by default as many as the server chooses")
+    parser.add_argument("--max-num-logits", type=int, help="by default as many as the server chooses")
+    parser.add_argument("--static", action="store_true", help="against a server of static batches, too")
+    parser.add_argument("--batch", type=int, default=BATCH, help="requests of a static batch")
     parser.add_argument(
         "--direct", action="store_true", help="without a server too, as far as that is defined"
     )
@@ -176,70 +212,66 @@ def main(arguments: Sequence[str]) -> None:
         "--directory", type=Path, help="where checkpoint and cache are kept, by default temporary"
     )
     parser.add_argument("--trace", type=Path, help="what the server does, for Perfetto and for simulate")
+    parser.add_argument("--suffix", default="", help="of the record's name, such as _arrivals")
     parser.add_argument("--child", nargs=2, type=Path, help="measure without a server, and print lines")
-    args = parser.parse_args(arguments)
-    gen_length = 64 if args.shape == DEMO else GEN_LENGTH
-    if args.child:
-        _measure_directly(args.child[0], args.max_num_batched_tokens, args.child[1], args.loads, gen_length)
-        return
-    with contextlib.ExitStack() as stack:
-        scratch = args.directory or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        cache, table = scratch / "executables", []
-        model = checkpoint_path() if args.shape == DEMO else _checkpoint(scratch, args.shape)
-        more = [] if args.trace is None else ["--trace", str(args.trace)]
-        if any(LOADS[name].lengths == "long" for name in args.loads):
-            more.append("--allow-beyond-positions")
-        with served(model, args.max_num_batched_tokens, cache, more) as server:
-            for name in args.loads:
-                row = {"shape": args.shape, "through": "HTTP"} | put_load(
-                    server["url"], LOADS[name], gen_length
-                )
-                table.append(row)
-                print_row(row)
-        found = capacities(zip(map(LOADS.__getitem__, args.loads), table, strict=True))
-        if args.direct:
-            command = [
-                sys.executable,
-                "-m",
-                "benchmarks",
-                "serving",
-                *arguments,
-                "--child",
-                str(model),
-                str(cache),
-            ]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            for line in done.stdout.splitlines():
-                if line.startswith("{"):
-                    table.append({"shape": args.shape, "through": "LLM.generate"} | json.loads(line))
-                    print_row(table[-1])
+    return parser.parse_args(arguments)
+
+
+def _record(
+    args: argparse.Namespace, measured: Mapping[str, Sequence[dict[str, Any]]], server: Mapping[str, Any]
+) -> None:
+    """Write the rows of each way that requests went, and say which rates were stable."""
+    loads = [LOADS[name] for name in args.loads]
+    capacity = {
+        through: found
+        for through, rows in measured.items()
+        if through != DIRECT and (found := capacities(zip(loads, rows, strict=True)))
+    }
+    extra = {"capacity": capacity} if capacity else {}
+    if args.max_num_logits is not None:
+        extra["max_num_logits"] = args.max_num_logits
     record(
-        f"serving_{args.shape}",
-        table,
+        f"serving_{args.shape}{args.suffix}",
+        [
+            {"shape": args.shape, "through": through, **row}
+            for through, rows in measured.items()
+            for row in rows
+        ],
         args.out,
         max_num_batched_tokens=server["rows"],
+        pages=server["pages"],
         start_s=server["start_s"],
-        **({"capacity": found} if found else {}),
+        **extra,
     )
-    for lengths, rate in found.items():
-        print(f"capacity, {lengths} lengths: {'no rate' if rate is None else f'{rate:g} a second'}")
+    for through, rates in capacity.items():
+        for lengths, rate in rates.items():
+            told = "no rate" if rate is None else f"{rate:g} a second"
+            print(f"capacity, {through}, {lengths} lengths: {told}")
 
 
-def _measure_directly(
-    model: Path, rows: int | None, cache: Path, names: Sequence[str], gen_length: int
-) -> None:
+def _direct_rows(arguments: Sequence[str], model: Path, cache: Path) -> Iterator[dict[str, Any]]:
+    """The rows of `_measure_directly`, in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks", "serving", *arguments, "--child", str(model), str(cache)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    for line in done.stdout.splitlines():
+        if line.startswith("{"):
+            row = json.loads(line)
+            print_row(row)
+            yield row
+
+
+def _measure_directly(args: argparse.Namespace, gen_length: int) -> None:
     """Print a line of JSON for each load that is no open loop; equal ones once."""
-    with LLM(model, warmup=True, max_num_batched_tokens=rows, cache_dir=cache, progress=False) as llm:
-        loads = {(LOADS[name].name, str(LOADS[name].sampling)): LOADS[name] for name in names}
+    model, cache = args.child
+    with LLM(
+        model,
+        warmup=True,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_num_logits=args.max_num_logits,
+        cache_dir=cache,
+        progress=False,
+    ) as llm:
+        loads = {(LOADS[name].name, str(LOADS[name].sampling)): LOADS[name] for name in args.loads}
         for load in loads.values():
             if not load.open:
                 print(json.dumps(direct(llm, load, gen_length)), flush=True)
-
-
-def _checkpoint(scratch: Path, shape: str) -> Path:
-    """The random checkpoint in `scratch`, written where there is none."""
-    path = scratch / shape
-    if not path.exists():
-        write_random_checkpoint(path, llada_hf_config(SHAPES[shape]))
-        write_tokenizer(path, SHAPES[shape])
-    return path

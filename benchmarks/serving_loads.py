@@ -48,6 +48,11 @@ class Load(NamedTuple):
         return self.rate is not None or self.trace is not None
 
     @property
+    def whole(self) -> "Load":
+        """The same load, whose answers come whole."""
+        return self._replace(options=(*self.options, "--no-stream"))
+
+    @property
     def arguments(self) -> list[str]:
         """Options of `jdllm bench serve` that say how many requests arrive when, and how long they are."""
         count = () if self.requests is None else ("--requests", str(self.requests))
@@ -70,6 +75,12 @@ def arriving(rate: float, requests: int, lengths: Lengths = "mixed") -> Load:
 
 _MIXED = LENGTHS["mixed"]
 
+OTHER_CACHES: Mapping[str, dict[str, Any]] = {
+    "dual": {"cache": "dual", "refresh_delay": 0},
+    "sparse": {"cache": "sparse", "retention": 0.5, "refresh_delay": 0},
+}
+"""Caches that keep every key, and the same half of the keys for all heads: what `head_sparse` is beside."""
+
 LOADS = {
     "delay_1": Load("32 at once", head_sparse(1), 32, (*_MIXED, "--no-stream")),
     "delay_0": Load("32 at once", head_sparse(0), 32, (*_MIXED, "--no-stream")),
@@ -85,6 +96,15 @@ LOADS = {
     # A long request has 1.2 s of arithmetic at 700 TFLOP/s: one a second is beyond any scheduler.
     "long_0.25": arriving(0.25, 60, "long"),
     "long_0.5": arriving(0.5, 60, "long"),
+    # Without lengths of their own they are no part of a sweep over rates.
+    **{
+        f"{name}_1.5": Load(f"1.5 a second, {name}", sampling, 200, _MIXED, rate=1.5)
+        for name, sampling in OTHER_CACHES.items()
+    },
+    **{
+        f"{name}_32": Load(f"32 at once, {name}", sampling, 32, (*_MIXED, "--no-stream"))
+        for name, sampling in OTHER_CACHES.items()
+    },
     "burst": Load("bursts", head_sparse(0), None, (), trace=BURSTS),
     "threshold_32": Load(
         SMALL,

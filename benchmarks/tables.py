@@ -61,8 +61,10 @@ SECTIONS = (
     Section(
         "Serving",
         "`jdllm bench serve` sent requests over HTTP on the same host. `LLM.generate` answered the same"
-        " requests. Latencies are in seconds from the arrival of a request. `seconds` is the span from the"
-        " first arrival to the last end.",
+        " requests. Rows through static batches are of a server that answers all requests of a batch at its"
+        " end, and only then takes the next batch. Rows with a scheduler are simulated from a trace."
+        " Latencies are in seconds from the arrival of a request. `seconds` is the span from the first"
+        " arrival to the last end.",
         ("serving_*",),
     ),
     Section(

@@ -8,7 +8,7 @@ from pydantic_core import to_jsonable_python
 
 from jdllm.api.protocol import SAMPLING_FIELDS, InfillRequest
 from jdllm.api.service import Service
-from jdllm.decoding.registry import NO_CACHE, POLICIES, options
+from jdllm.decoding.registry import NO_CACHE, POLICIES, RULES, options
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.sampling_options import further_options, option_schema, parameter_helps
 
@@ -26,6 +26,8 @@ class Application(FastAPI):
             service: Service = self.state.service
             schemas = super().openapi()["components"]["schemas"]
             _show_options(schemas)
+            if not service.llm.account.verifier:
+                _leave_out_verified(schemas)
             _show_defaults(schemas, service.settings.default_sampling)
         assert self.openapi_schema is not None
         return self.openapi_schema
@@ -53,6 +55,19 @@ def _show_options(schemas: dict[str, Any]) -> None:
         for name in ("refresh_delay", "refresh_interval"):
             defaults = {NO_CACHE: 0} | {policy.name: policy.defaults[name] for policy in POLICIES.values()}
             schema["properties"][name]["x-default-when"] = {"cache": defaults}
+
+
+def _leave_out_verified(schemas: dict[str, Any]) -> None:
+    """Take the rules out of the schemas that a verifier decides for, and the options that only they use."""
+    verified = {name for (of, name), rule in RULES.items() if of == "transfer" and rule.acceptance is None}
+    for schema in _of_clients(schemas).values():
+        properties = schema["properties"]
+        for kind in properties["transfer"]["anyOf"]:
+            if "enum" in kind:
+                kind["enum"] = [name for name in kind["enum"] if name not in verified]
+        for name, (_, users) in options().items():
+            if users.keys() == {"transfer"} and verified.issuperset(users["transfer"]):
+                del properties[name]
 
 
 def _of_clients(schemas: dict[str, Any]) -> dict[str, Any]:

@@ -60,6 +60,13 @@ def test_a_completion_is_what_the_library_gives(client: TestClient, llm: LLM, fi
     assert (choice["nfe"] < 12) is (asked["mixture_weight"] > 0)
 
 
+def test_the_schema_lists_it(client: TestClient):
+    schemas = client.get("/openapi.json").json()["components"]["schemas"]
+    shown = schemas["CompletionRequest"]["properties"]
+    assert "adaptive" in shown["transfer"]["anyOf"][0]["enum"]
+    assert shown["mixture_weight"]["x-used-when"] == {"transfer": ["adaptive"]}
+
+
 def test_a_stream_has_the_same_text(client: TestClient, llm: LLM):
     told = events(completion(client, **FIELDS, stream=True).text)
     assert len(told) > 2, "each step is told of"

@@ -7,6 +7,7 @@ from fastapi.testclient import TestClient
 
 from jdllm.api.app import create_app
 from jdllm.api.service import Service
+from jdllm.decoding.registry import rule_names
 from jdllm.decoding.sampling import SamplingParams
 
 REQUESTS = ("CompletionRequest", "ChatRequest", "ResponsesRequest", "InfillRequest")
@@ -51,3 +52,19 @@ def test_a_server_shows_its_own_parameters(changed: TestClient, sampling: Sampli
     assert shown["seed"].get("default") is None
     assert "default: 0" not in shown["seed"]["description"]
     assert "default: 128" not in str(shown)
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_server_without_a_verifier_does_not_list_what_needs_one(client: TestClient, name: str):
+    shown = properties(client, name)
+    listed = [choice for kind in shown["transfer"]["anyOf"] for choice in kind.get("enum", ())]
+    assert listed == [rule for rule in rule_names("transfer") if rule != "adaptive"]
+    assert not {"mixture_weight", "max_lookahead"} & shown.keys()
+    assert {"threshold", "temperature", "retention"} <= shown.keys()
+
+
+@pytest.mark.parametrize("rule", rule_names("transfer"))
+def test_the_listed_rules_are_those_that_are_answered(client: TestClient, rule: str):
+    body = {"prompt": "1+1=", "max_tokens": 4, "transfer": rule}
+    answered = client.post("/v1/completions", json=body).status_code == 200
+    assert answered == (rule in str(properties(client, "CompletionRequest")["transfer"]["anyOf"]))

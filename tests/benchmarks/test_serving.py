@@ -15,6 +15,7 @@ from benchmarks.serving import put_load, served
 from benchmarks.serving_loads import LOADS, Load, arriving, capacities
 from jdllm.cli import bench
 from jdllm.cli.report import Commands
+from jdllm.decoding.sampling import SamplingParams
 from jdllm.demo import checkpoint_path
 from tests.bench.fake_server import BLOCK, FakeServer, serving
 
@@ -46,6 +47,22 @@ def test_the_sweep_has_the_rates_of_the_published_one():
         assert load.requests is not None
         assert 60 <= load.requests <= 200
         assert load.lengths == "mixed"
+
+
+@pytest.mark.parametrize(("cache", "shares"), [("dual", {}), ("sparse", {"retention": 0.5})])
+def test_loads_with_other_caches_differ_by_the_cache_alone(cache: str, shares: dict[str, float]):
+    for own, other in ((f"{cache}_1.5", "poisson_1.5"), (f"{cache}_32", "delay_0")):
+        load, beside = LOADS[own], LOADS[other]
+        assert sorted(load.arguments) == sorted(beside.arguments)
+        assert load.sampling == {"cache": cache, "refresh_delay": 0, **shares}
+        assert beside.sampling == {"cache": "head_sparse", "refresh_delay": 0, "retention": 0.5}
+        assert load.name == f"{beside.name}, {cache}"
+        SamplingParams(gen_length=256, block_length=32, steps=256, **load.sampling)
+
+
+def test_other_caches_at_a_rate_are_no_part_of_a_sweep():
+    rows = [(arriving(0.5, 60), row(1.0, 1.0)), (LOADS["dual_1.5"], row(1.0, 1.0))]
+    assert capacities(rows) == {}
 
 
 def row_of_trace(fake: FakeServer, directory: Path) -> dict[str, Any]:
