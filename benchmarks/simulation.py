@@ -35,12 +35,14 @@ class Asked(NamedTuple):
     - `arrival`: in seconds.
     - `prompt`, `length`: tokens of its prompt, and of its whole sequence.
     - `blocks`: how many it denoises.
+    - `ahead`: whether its steps may be submitted before the tokens of the steps before have been seen.
     """
 
     arrival: float
     prompt: int
     length: int
     blocks: int = 8
+    ahead: bool = True
 
     @property
     def block(self) -> int:
@@ -54,7 +56,7 @@ class Asked(NamedTuple):
             return Demand(Kind.REFRESH, self.length, left, 0)
         tiles = -(-self.block // TILE_ROWS)
         entries = tiles * -(-self.length // PAGE_ROWS)
-        return Demand(Kind.REUSE, tiles * TILE_ROWS, left, entries, left, ahead=True)
+        return Demand(Kind.REUSE, tiles * TILE_ROWS, left, entries, left, self.ahead)
 
 
 class Host(NamedTuple):
@@ -133,6 +135,14 @@ def limits_of(most: int = DEFAULT_ROWS[-1], sizes: Sequence[int] | None = None) 
     )
 
 
+class _Ran(NamedTuple):
+    """When a part ended, how long it took, and whether the device was idle before."""
+
+    ended: float
+    took: float
+    woke: bool
+
+
 class _Device:
     """Runs parts one after another, each as long as its size takes."""
 
@@ -144,18 +154,19 @@ class _Device:
         self.free = self.busy = 0.0
         self.rows = self.padding = 0
 
-    def run(self, kind: Kind, rows: int, steps: int, earliest: float) -> tuple[float, float]:
-        """The end of a part that could begin at `earliest`, and how long it takes."""
+    def run(self, kind: Kind, rows: int, steps: int, earliest: float) -> "_Ran":
+        """Run a part that could begin at `earliest`."""
         alone = kind is Kind.REUSE and steps == 1
         sizes = self._single if alone else self._sizes[kind]
         size = next((size for size in sizes if size >= rows), rows)
         known, seconds = zip(*self._times[kind], strict=True)
         took = steps * float(np.interp(size, known, seconds))
-        took += self._waking if alone and earliest > self.free else 0.0
+        woke = earliest > self.free
+        took += self._waking if alone and woke else 0.0
         self.rows, self.padding = self.rows + steps * rows, self.padding + steps * (size - rows)
         self.busy += took
         self.free = max(self.free, earliest) + took
-        return self.free, took
+        return _Ran(self.free, took, woke)
 
 
 class _Flight:
@@ -163,22 +174,22 @@ class _Flight:
 
     def __init__(self, asked: Sequence[Asked]):
         self._asked = asked
-        self._parts = deque[tuple[Part, tuple[float, float], int]]()
+        self._parts = deque[tuple[Part, _Ran, int]]()
         self.done, self._sent = [0] * len(asked), [0] * len(asked)
 
     def __len__(self) -> int:
         return len(self._parts)
 
-    def add(self, part: Part, times: tuple[float, float]) -> None:
-        self._parts.append((part, times, self.rows_of(part)))
+    def add(self, part: Part, ran: _Ran) -> None:
+        self._parts.append((part, ran, self.rows_of(part)))
         for request in part.ids:
             self._sent[request] += part.steps
 
-    def remove_first(self) -> tuple[Part, tuple[float, float]]:
-        part, times, _ = self._parts.popleft()
+    def remove_first(self) -> tuple[Part, _Ran]:
+        part, ran, _ = self._parts.popleft()
         for request in part.ids:
             self.done[request] += part.steps
-        return part, times
+        return part, ran
 
     def rows_of(self, part: Part) -> int:
         """Packed rows of a part that is not submitted yet."""
@@ -188,10 +199,12 @@ class _Flight:
         """Requests in flight that may reuse in a further part, as the engine has it."""
         parts = [part for part, *_ in self._parts]
         kinds = [part.kind for part in parts]
-        if len(set(kinds)) < len(kinds) or any(p.kind is Kind.REUSE and p.steps > 1 for p in parts):
+        late = any(p.steps > 1 or not all(self._asked[i].ahead for i in p.ids) for p in parts)
+        if late or len(set(kinds)) < len(kinds):
             return {}
         parts_of = Counter(request for part in parts for request in part.ids)
-        demands = {i: self._demand(i) for i, count in parts_of.items() if count == 1 and self._in_block(i)}
+        alone = (request for request, count in parts_of.items() if count == 1)
+        demands = {i: self._demand(i) for i in alone if self._asked[i].ahead and self._in_block(i)}
         return demands if plans.pays_ahead(sum(demand.rows for demand in demands.values())) else {}
 
     def plan(self, plans: Scheduler, ahead: Mapping[int, Demand]) -> list[Part]:
@@ -250,9 +263,9 @@ def simulate(
         if not flight:
             now = max(now, asked[arrived].arrival)
             continue
-        part, (ended, took) = flight.remove_first()
-        plans.charge(part, took)
-        now = max(now, ended) + host.taking + part.steps * len(part.ids) * host.taking_each
+        part, ran = flight.remove_first()
+        plans.charge(part, ran.took, woke=ran.woke)
+        now = max(now, ran.ended) + host.taking + part.steps * len(part.ids) * host.taking_each
         for i in part.ids:
             if not first[i] and flight.done[i] >= asked[i].block:
                 first[i] = now

@@ -354,7 +354,7 @@ class Engine:
             found = self._non_finite if isinstance(error, NonFiniteError) else lambda _: error
             return [self._end(request, found(request)) for request in left]
         done = self._flight.remove_first(len(steps.tokens) if isinstance(steps, Steps) else steps)
-        self.scheduler.charge(Part(done.kind, done.ids, done.steps), done.busy)
+        self.scheduler.charge(Part(done.kind, done.ids, done.steps), done.busy, woke=done.idle > 0)
         if self.observe is not None:
             self.observe(done)
         if self.trace is not None:

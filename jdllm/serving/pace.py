@@ -9,9 +9,14 @@ class Pace:
     def __init__(self):
         self._seconds: dict[tuple[Kind, int], float] = {}
 
-    def learn(self, kind: Kind, rows: int, seconds: float) -> None:
-        """Take in how long a step of a kind and of so many packed rows took."""
-        self._seconds[kind, rows.bit_length()] = seconds
+    def learn(self, kind: Kind, rows: int, seconds: float, *, woke: bool = False) -> None:
+        """Take in how long a step of a kind and of so many packed rows took.
+
+        Arguments:
+        - `woke`: whether its time holds that of its launch too. Then it counts only where no other is known.
+        """
+        if not woke or (kind, rows.bit_length()) not in self._seconds:
+            self._seconds[kind, rows.bit_length()] = seconds
 
     def takes(self, kind: Kind, rows: int, seconds: float) -> bool:
         """Whether a step is known to take `seconds` at least."""

@@ -191,19 +191,20 @@ class Scheduler:
             self._calls.join(caller)
         return [waiting.request for waiting in admitted]
 
-    def charge(self, part: Part, seconds: float) -> None:
+    def charge(self, part: Part, seconds: float, *, woke: bool = False) -> None:
         """Take in what a part had of the device.
 
         Arguments:
         - `part`: with the steps that it did. Requests that have left count as nobody's.
         - `seconds`: that the part took, which its requests share by their rows.
+        - `woke`: whether the device was idle before. Then the part waited for the host to launch it.
         """
         running = [self._running[request] for request in part.ids if request in self._running]
         rows, shares = sum(one.rows[part.kind] for one in running), dict[Caller, float]()
         for one in running:
             shares[one.caller] = shares.get(one.caller, 0.0) + seconds * one.rows[part.kind] / rows
         self._calls.charge(shares)
-        self._pace.learn(part.kind, rows, seconds / max(1, part.steps))
+        self._pace.learn(part.kind, rows, seconds / max(1, part.steps), woke=woke)
 
     def plan(
         self, ready: Mapping[int, Demand], busy: Collection[Kind] = (), in_flight_rows: int = 0

@@ -33,12 +33,12 @@ def test_one_request_takes_its_parts_and_the_host():
 
 
 def test_steps_follow_one_another_without_the_host():
-    """Steps take longer than the host, which has packed the next one when a step ends. The first step waits
-    for the host: nobody knows yet how long a step takes."""
+    """Steps take longer than the host, which has packed the next one when a step ends. The first two steps
+    wait for the host: nobody knows yet how long a step takes."""
     host = Host(packing=0.001, taking=0.002)
     times = {Kind.REFRESH: {128: 0.010}, Kind.REUSE: {32: 0.004}}
     alone = [Asked(0.0, 4, 12, blocks=2)]  # blocks of a refresh and three reuses
-    first, second = 0.010 + 0.003 + 3 * 0.004, 0.010 + 3 * 0.004
+    first, second = 0.010 + 2 * 0.003 + 3 * 0.004, 0.010 + 3 * 0.004
     found = simulate(alone, times, host)
     assert found.latency == pytest.approx([0.001 + first + 0.003 + second + 0.002])
 
@@ -48,7 +48,7 @@ def test_a_single_step_on_an_idle_device_waits_for_its_launches():
     late = Host(taking=0.001, waking=0.004)
     assert simulate(alone, TIMES, late).latency == pytest.approx([0.010 + 0.001 + 0.004 + 0.002 + 0.001])
     assert simulate(alone, TIMES, Host(waking=0.004)).latency == pytest.approx([0.010 + 0.002])
-    more = [Asked(0.0, 4, 8, blocks=1)]  # another two steps in a loop
+    more = [Asked(0.0, 4, 8, blocks=1, ahead=False)]  # another two steps in a loop
     assert simulate(more, TIMES, late).latency == pytest.approx([0.018 + 2 * 0.002 + 0.001])
 
 
@@ -104,7 +104,8 @@ class TestCard:
     def asked(self) -> list[Asked]:
         lengths = read_workload(WORKLOAD).lengths(np.random.default_rng(0), 200)
         arrivals = poisson_arrivals(1.5, 200, seed=0)
-        return [Asked(at, length, length + GEN_LENGTH) for at, length in zip(arrivals, lengths, strict=True)]
+        prompts = zip(arrivals, lengths, strict=True)
+        return [Asked(at, length, length + GEN_LENGTH, ahead=False) for at, length in prompts]
 
     def test_its_latency_is_reproduced(self, asked: list[Asked]):
         found = simulate(asked, self.TIMES, self.HOST, limits_of(sizes=self.REFRESHES), self.REUSES)

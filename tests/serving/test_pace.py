@@ -29,6 +29,17 @@ class TestPace:
         pace.learn(Kind.REUSE, 64, 0.1)
         assert pace.steps(Kind.REUSE, 32, 0.25) == 25
 
+    def test_a_step_that_waited_for_its_launch_counts_where_no_other_is_known(self):
+        pace = Pace()
+        for step, woke, known in (
+            (0.1, True, 0.1),
+            (0.02, False, 0.02),
+            (0.2, True, 0.02),
+            (0.04, False, 0.04),
+        ):
+            pace.learn(Kind.REUSE, 40, step, woke=woke)
+            assert pace.steps(Kind.REUSE, 40, 1.0) == round(1 / known)
+
     @pytest.mark.parametrize(("seconds", "takes"), [(0.009, True), (0.01, True), (0.011, False)])
     def test_what_a_step_takes_is_known_once_there_was_one(self, seconds: float, takes: bool):
         pace = Pace()
