@@ -1,14 +1,10 @@
-"""Denoising steps with cached keys and values: a step that refreshes them, and steps that reuse them."""
-
-from collections.abc import Callable
+"""Denoising steps with cached keys and values: a step that refreshes them, a device loop that reuses them."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jdllm.decoding.batch import Batch, Trace
-from jdllm.decoding.head import Sources
 from jdllm.decoding.step import (
-    AskedRows,
     SelectionBits,
     asked_rows,
     empty_trace,
@@ -23,7 +19,6 @@ from jdllm.execution.few_rows.chain import chain_operands, chains
 from jdllm.execution.paged.forward import forward_refresh, forward_reuse
 from jdllm.execution.paged.pool import KvArrays
 from jdllm.execution.paged.selection import Selection
-from jdllm.models.block import Hidden
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.pallas.masked_logits import Level
@@ -80,14 +75,14 @@ def reuse(
     table: PageTable,
     pool: KvArrays,
     unseen: Unseen,
-    max_steps: Int[Array, ""],
+    max_steps: Int[Array, ""] | None,
     *,
     config: ModelConfig,
     mask_id: int,
     logits_chunks: int,
     level: Level,
     selection_bits: SelectionBits = keyed_bits,
-) -> Trace:
+) -> tuple[Trace, Int[Array, " left"]]:
     """Run up to `max_steps` denoising steps of the rows that are not stored, in a loop like `denoise`.
 
     Arguments:
@@ -96,16 +91,22 @@ def reuse(
     - `table`: the pages, and the fresh rows, that each tile of rows sees.
     - `pool`: keys and values of the last refresh; read only.
     - `unseen`: the tokens that parts before left on the device.
-    - `max_steps`: int32, at most the columns of the segments' step tables. Tokens do not depend on it.
+    - `max_steps`: int32, at most the columns of the segments' step tables; `None` for one step without a
+      loop. Tokens do not depend on it.
     - `config`, `mask_id`, `level`: static.
     - `logits_chunks`: into how many chunks the head rows are cut where logits exist; static.
     - `selection_bits`: static; the source of the draws that select rows.
 
-    Returns the trace. Approximate: the stored keys and values are as old as the last refresh.
+    Returns the trace, and the tokens that are `left_by` a single step; after several they mean nothing.
+    Approximate: the stored keys and values are as old as the last refresh.
     """
     batch = batch._replace(tokens=with_unseen(batch.tokens, unseen))
-    return run_steps(
-        _forwarding(params, batch, table, pool, config),
+    operands = chain_operands(params, config) if chains(params, config, len(batch.tokens)) else None
+    trace = run_steps(
+        lambda tokens, asked: (
+            forward_reuse(params, config, tokens, batch.rows, pool, table, operands=operands),
+            asked.sources,
+        ),
         params,
         batch,
         max_steps,
@@ -115,57 +116,4 @@ def reuse(
         level=level,
         selection_bits=selection_bits,
     )
-
-
-def reuse_once(
-    params: Params,
-    batch: Batch,
-    table: PageTable,
-    pool: KvArrays,
-    unseen: Unseen,
-    *,
-    config: ModelConfig,
-    mask_id: int,
-    logits_chunks: int,
-    level: Level,
-    selection_bits: SelectionBits = keyed_bits,
-) -> tuple[Trace, Int[Array, " left"]]:
-    """Run one denoising step of the rows that are not stored.
-
-    Arguments:
-    - `params`: stacked weights.
-    - `batch`: the rows that are forwarded, with the tokens that the host knows.
-    - `table`: the pages, and the fresh rows, that each tile of rows sees.
-    - `pool`: keys and values of the last refresh; read only.
-    - `unseen`: the tokens that parts before left on the device.
-    - `config`, `mask_id`, `level`: static.
-    - `logits_chunks`: into how many chunks the head rows are cut where logits exist; static.
-    - `selection_bits`: static; the source of the draws that select rows.
-
-    Returns the trace of the step, and what is `left_by` it. Approximate like `reuse`. Without a loop, whose
-    turns the device counts, the host can launch the next part while the step runs.
-    """
-    batch = batch._replace(tokens=with_unseen(batch.tokens, unseen))
-    trace = run_steps(
-        _forwarding(params, batch, table, pool, config),
-        params,
-        batch,
-        None,
-        config=config,
-        mask_id=mask_id,
-        logits_chunks=logits_chunks,
-        level=level,
-        selection_bits=selection_bits,
-    )
     return trace, left_by(trace, batch, len(unseen.reused))
-
-
-def _forwarding(
-    params: Params, batch: Batch, table: PageTable, pool: KvArrays, config: ModelConfig
-) -> Callable[[Int[Array, " rows"], AskedRows], tuple[Hidden, Sources]]:
-    """The way to the hidden rows of a step that reuses the pool."""
-    operands = chain_operands(params, config) if chains(params, config, len(batch.tokens)) else None
-    return lambda tokens, asked: (
-        forward_reuse(params, config, tokens, batch.rows, pool, table, operands=operands),
-        asked.sources,
-    )

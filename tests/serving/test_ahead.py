@@ -17,8 +17,6 @@ from jdllm.serving.request import Request
 from jdllm.serving.updates import Ended
 from tests.engines import engine_of, finish, generation_request
 
-pytestmark = pytest.mark.slow
-
 ROWS = 128
 TABLES: list[dict[str, Any]] = [
     {"cache": "dual"},
@@ -36,6 +34,7 @@ DREAM_TABLES: list[dict[str, Any]] = [
     {"cache": "dual", "alg": "origin", "steps": 12, "temperature": 0.5},
     {"cache": "prefix", "official_forcing": True, "steps": 12},
     {"cache": "head_sparse", "alg": "maskgit_plus", "alg_temp": 0.7, "steps": 8},
+    {"cache": "dual", "alg": "entropy", "steps": 12},
 ]
 OTHERS: list[dict[str, Any]] = [
     {"cache": "dual", "transfer": "threshold", "threshold": 0.3},
@@ -45,7 +44,7 @@ OTHERS: list[dict[str, Any]] = [
 
 
 class Family(NamedTuple):
-    """An engine that is compiled and that clients share, and one to run requests alone."""
+    """An engine that clients share, and one to run requests alone."""
 
     shared: Engine
     alone: Engine
@@ -53,13 +52,15 @@ class Family(NamedTuple):
     tables: list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=["llada", "dream"])
+@pytest.fixture(scope="module", params=[pytest.param("llada", marks=pytest.mark.slow), "dream"])
 def family(request: pytest.FixtureRequest) -> Iterator[Family]:
+    """LLaDA's has single steps of their own, which a warm-up compiles."""
     prefix = "" if request.param == "llada" else "dream_"
     params: Params = request.getfixturevalue(f"{prefix}params")
     config: ModelConfig = request.getfixturevalue(f"{prefix}config")
     shared = engine_of(params, config, Executables("cpu"), ROWS)
-    shared.warm()
+    if request.param == "llada":
+        shared.warm()
     shared.scheduler.share()
     alone = engine_of(params, config, Executables("cpu"), ROWS)
     yield Family(shared, alone, config, TABLES if request.param == "llada" else TABLES + DREAM_TABLES)
@@ -107,6 +108,7 @@ def result(state: Request) -> tuple[list[int], list[int], int]:
     return state.tokens.tolist(), state.committed_in.tolist(), state.steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_requests_in_company_are_what_they_are_alone(
     family: Family, seed: int, monkeypatch: pytest.MonkeyPatch

@@ -264,7 +264,7 @@ class Counted(DenoisingCosts):
     """Costs that cannot be told of some requests."""
 
     def __init__(self, preparation: Preparation, rows: int, fault: Fault):
-        super().__init__(preparation, rows, goes_ahead=lambda _: False)
+        super().__init__(preparation, rows)
         self._fault = fault
 
     def demand(self, request: Request) -> Demand:

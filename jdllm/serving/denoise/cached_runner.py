@@ -1,7 +1,7 @@
 """Runs cached steps: refreshes that fill the KV pool, and reuses that read it."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ import numpy as np
 
 from jdllm.compiling.executables import Program
 from jdllm.decoding.cache_policies import Phase, policy_of
-from jdllm.decoding.cached import refresh, reuse, reuse_once
+from jdllm.decoding.cached import refresh, reuse
 from jdllm.decoding.encoded_trace import EncodedTrace, encoding
 from jdllm.decoding.rules import head_level
 from jdllm.decoding.unseen import Unseen
@@ -32,11 +32,11 @@ from jdllm.serving.denoise.cached_packing import (
 from jdllm.serving.launch import Launch
 from jdllm.serving.on_device import OnDevice
 from jdllm.serving.packing import demand, smallest_request
-from jdllm.serving.part_runner import Chosen, Need, Packed, PartRunner
+from jdllm.serving.part_runner import Need, Packed, PartRunner
 from jdllm.serving.request import Request
 from jdllm.serving.spec import mask_id_of
 
-_refresh, _reuse, _reuse_once = encoding(refresh), encoding(reuse), encoding(reuse_once)
+_refresh, _reuse = encoding(refresh), encoding(reuse)
 _LEVELS = (Level.TOP, Level.FILTERED)
 
 
@@ -97,13 +97,14 @@ class CachedRunner:
             for entry in entries:
                 batch = pack_refresh([request], self._config, pages, entry)
                 yield self._refresh_program(batch, entry, RefreshForm(scored=True, usual=usual))
-        for entries, level in ((self._ladder.reuse, Level.TOP), (self._ladder.ranked, Level.FILTERED)):
+        for entries, level, steps in (
+            (self._ladder.reuse, Level.TOP, 1),
+            (self._ladder.single, Level.TOP, None),
+            (self._ladder.ranked, Level.FILTERED, 1),
+        ):
             for entry in entries:
                 batch = pack_reuse([request], self._config, pages, entry, self._usual_entries(entry))
-                yield self._reuse_program(batch, entry, level, 1)
-        for entry in self._ladder.single:
-            batch = pack_reuse([request], self._config, pages, entry, self._usual_entries(entry))
-            yield self._single_program(batch, entry)
+                yield self._reuse_program(batch, entry, level, steps)
 
     def warm(self) -> None:
         """Compile every entry of the ladder. Refreshes that score keys serve those that do not: twice as many
@@ -142,50 +143,40 @@ class CachedRunner:
             chosen.batch.stored,
             rows=chosen.entry.rows,
             quick=form.usual,
-            left_from=0 if self._warm and head_rows <= self._left else None,
+            left_from=0 if head_rows <= self._left else None,
         )
 
     def reuse(self, requests: list[Request], max_steps: int) -> Launch:
         """Pack up to `max_steps` steps of the rows that each request forwards."""
+        rows, head_rows, needed = np.sum([reuse_demand(r, PAGE_ROWS) for r in requests], axis=0).tolist()
         level = _head_level(requests)
-        if self._warm and max_steps == 1 and level is Level.TOP:
-            return self._reuse_once(requests)
-        chosen = self._chosen(
-            self._steps[level],
-            requests,
-            max_steps,
-            lambda batch, entry: self._reuse_program(batch, entry, level, min(max_steps, entry.steps)),
-        )
+        once = self._warm and max_steps == 1 and level is Level.TOP
+        sizes = self._single_steps if once else self._steps[level]
+
+        def packed(entry: Entry) -> Packed[ReuseBatch]:
+            usual = self._usual_entries(entry)
+            entries = usual if needed <= usual else power_bucket(needed, usual)
+            batch = pack_reuse(requests, self._config, self._pool.book, entry, entries)
+            steps = None if once else min(max_steps, entry.steps)
+            return Packed(batch, self._reuse_program(batch, entry, level, steps))
+
+        chosen = self._parts.choose(sizes, packed, Need(rows, head_rows, len(requests), max_steps))
         *arguments, _, _, steps = chosen.arguments
-        source = chosen.batch.source
-        return Launch(
-            lambda: chosen.executable(*arguments, self._pool.device(), self._unseen(source), steps),
-            chosen.batch.packed.candidates,
-            [None] * len(requests),
-            rows=chosen.entry.rows,
-        )
-
-    def goes_ahead(self, request: Request) -> bool:
-        """Whether the next step of a request that reuses may be packed before its present step is known."""
-        return self._warm and told_by_table(request) and _head_level([request]) is Level.TOP
-
-    def _reuse_once(self, requests: list[Request]) -> Launch:
-        """Pack one step; some requests may wait for tokens of the parts before."""
-        chosen = self._chosen(self._single_steps, requests, 1, self._single_program)
-        *arguments, _, _ = chosen.arguments
 
         def run() -> EncodedTrace:
             unseen = self._unseen(chosen.batch.source)
-            trace, self._left_by[Kind.REUSE] = chosen.executable(*arguments, self._pool.device(), unseen)
+            ran = chosen.executable(*arguments, self._pool.device(), unseen, steps)
+            trace, self._left_by[Kind.REUSE] = ran
             return trace
 
+        leaves = max_steps == 1 and head_rows <= self._left and all(map(told_by_table, requests))
         return Launch(
             run,
             chosen.batch.packed.candidates,
             [None] * len(requests),
             rows=chosen.entry.rows,
-            quick=True,
-            left_from=self._left if all(map(told_by_table, requests)) else None,
+            quick=once,
+            left_from=self._left if leaves else None,
         )
 
     def _unseen(self, source: np.ndarray) -> Unseen:
@@ -197,30 +188,6 @@ class CachedRunner:
             for kind, rows in ((Kind.REFRESH, of_refresh), (Kind.REUSE, of_reuse))
         )
         return Unseen(refreshed, reused, source)
-
-    def _chosen(
-        self,
-        sizes: Sizes,
-        requests: list[Request],
-        steps: int,
-        program: Callable[[ReuseBatch, Entry], Program],
-    ) -> Chosen[ReuseBatch]:
-        """A part that reuses.
-
-        Arguments:
-        - `sizes`: of its program.
-        - `steps`: that the part does at most.
-        - `program`: makes the program of a packed part.
-        """
-        rows, head_rows, needed = np.sum([reuse_demand(r, PAGE_ROWS) for r in requests], axis=0).tolist()
-
-        def packed(entry: Entry) -> Packed[ReuseBatch]:
-            usual = self._usual_entries(entry)
-            entries = usual if needed <= usual else power_bucket(needed, usual)
-            batch = pack_reuse(requests, self._config, self._pool.book, entry, entries)
-            return Packed(batch, program(batch, entry))
-
-        return self._parts.choose(sizes, packed, Need(rows, head_rows, len(requests), steps))
 
     def _form(self, requests: list[Request]) -> RefreshForm:
         """The form that serves a part.
@@ -241,21 +208,16 @@ class CachedRunner:
         static = self._static(entry, level) | form._asdict() | {"left": self._left}
         return Program(_refresh, args, static, donate=("pool",), name=f"refresh of {entry.rows} rows")
 
-    def _reuse_program(self, batch: ReuseBatch, entry: Entry, level: Level, steps: int) -> Program:
-        """A loop of so many steps."""
-        args = (*self._reuse_arguments(batch), np.int32(steps))
+    def _reuse_program(self, batch: ReuseBatch, entry: Entry, level: Level, steps: int | None) -> Program:
+        """A loop of so many steps; or one step without a loop, which does not keep the host waiting.
+
+        Only a warm-up compiles both: a loop does one step too.
+        """
+        most = None if steps is None else np.int32(steps)
+        unseen = Unseen(self._nothing_left, self._nothing_left, batch.source)
+        args = self._params, batch.packed.batch, batch.table, self._pool.abstract, unseen, most
         static, chained = self._static(entry, level), self._chained(entry.rows)
         return Program(_reuse, args, static, chained=chained, name=f"reuse of {entry.rows} rows")
-
-    def _single_program(self, batch: ReuseBatch, entry: Entry) -> Program:
-        """One step without a loop. Only a warm-up compiles it: a loop does one step too."""
-        args, chained = self._reuse_arguments(batch), self._chained(entry.rows)
-        static, name = self._static(entry, Level.TOP), f"single reuse of {entry.rows} rows"
-        return Program(_reuse_once, args, static, chained=chained, name=name)
-
-    def _reuse_arguments(self, batch: ReuseBatch) -> tuple[Any, ...]:
-        unseen = Unseen(self._nothing_left, self._nothing_left, batch.source)
-        return self._params, batch.packed.batch, batch.table, self._pool.abstract, unseen
 
     def _usual_entries(self, entry: Entry) -> int:
         """Entries of the page table of a reuse."""

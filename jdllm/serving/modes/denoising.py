@@ -1,6 +1,6 @@
 """Generation by denoising: masks are filled block by block, whole sequences or cached parts of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -17,6 +17,7 @@ from jdllm.planning.plan import LONGEST
 from jdllm.serving.adaptive.runner import AdaptiveRunner
 from jdllm.serving.adaptive.verifier import check_verifiable
 from jdllm.serving.adaptive.verifier_keys import VerifierKeys
+from jdllm.serving.ahead import told_by_table
 from jdllm.serving.background import Background
 from jdllm.serving.demands import Demand, Kind, Life
 from jdllm.serving.denoise.cached_packing import reuse_demand
@@ -83,7 +84,7 @@ class Denoising:
 
         return EngineParts(
             launchers=launchers,
-            costs=DenoisingCosts(preparation, account.rows, cached.goes_ahead),
+            costs=DenoisingCosts(preparation, account.rows),
             check=check,
             compiled=compiled,
             holders=holders,
@@ -103,14 +104,11 @@ class DenoisingCosts:
     Arguments:
     - `preparation`: prepares requests over long contexts.
     - `rows`: packed rows of a step of the ladder. Beyond, a request takes the rows that are compiled for it.
-    - `goes_ahead`: whether the next step of a request that reuses may be packed before its present one is
-      known.
     """
 
-    def __init__(self, preparation: Preparation, rows: int, goes_ahead: Callable[[Request], bool]):
+    def __init__(self, preparation: Preparation, rows: int):
         self._preparation = preparation
         self._rows = rows
-        self._goes_ahead = goes_ahead
 
     def life(self, spec: RequestSpec) -> Life:
         pages = -(-spec.stored_rows // PAGE_ROWS) if spec.cached else 0
@@ -121,7 +119,7 @@ class DenoisingCosts:
         if (stage := self._preparation.next(request)) is not None:
             return Demand(Kind.STAGE, stage.rows, 0, 0)
         if request.cached and request.phase is Phase.REUSE:
-            needs, ahead = reuse_demand(request, PAGE_ROWS), self._goes_ahead(request)
+            needs, ahead = reuse_demand(request, PAGE_ROWS), told_by_table(request)
             return Demand(Kind.REUSE, *needs, request.reuse_steps, ahead)
         if request.cached:
             return Demand(Kind.REFRESH, *demand(request), 0)
