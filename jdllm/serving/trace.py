@@ -42,6 +42,7 @@ class Trace:
         self._lines = itertools.count()
         self._free: list[int] = []
         self._line: dict[int, int] = {}
+        self._told: dict[int, float] = {}
         self._parts: deque[tuple[PartDone, Mapping[int, Request]]] = deque()
         try:
             self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115  # it stays open
@@ -81,6 +82,7 @@ class Trace:
         if request.started is None:
             events += self._waits_for_a_start(request, now)
         self._write(events)
+        self._told.pop(request.id, None)
         heapq.heappush(self._free, self._line.pop(request.id))
 
     def discard(self) -> None:
@@ -119,8 +121,13 @@ class Trace:
             if id not in self._line:
                 yield from self._waits_for_a_start(requests[id], ready)
             line, said = self._line[id], {"id": id}
-            yield from self._span(f"waits for {kind}", _REQUESTS, line, ready, times.submitted, said)
-            yield from self._span(kind, _REQUESTS, line, times.submitted, times.collected, said)
+            # A part that was submitted while another one served the request is shown behind that one.
+            begin = max(ready, self._told.get(id, ready))
+            submitted = max(times.submitted, begin)
+            if begin < submitted:
+                yield from self._span(f"waits for {kind}", _REQUESTS, line, begin, submitted, said)
+            yield from self._span(kind, _REQUESTS, line, submitted, times.collected, said)
+            self._told[id] = times.collected
 
     def _waits_for_a_start(self, request: Request, end: float) -> Iterator[dict[str, Any]]:
         said = {

@@ -69,9 +69,14 @@ def test_parts_are_those_that_the_engine_tells(engine: Engine, config: ModelConf
         assert waited["dur"] == pytest.approx(MICROSECONDS * (part.times.collected - part.times.ended))
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 def test_a_request_waits_or_is_served_from_its_arrival_to_its_end(
-    engine: Engine, config: ModelConfig, tmp_path: Path
+    engine: Engine, config: ModelConfig, tmp_path: Path, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ):
+    """Also where its next step is submitted while the present one runs."""
+    if ahead:
+        engine.scheduler.share()
+        monkeypatch.setattr("jdllm.serving.scheduler.HOST_SECONDS", 0.0)
     _, states = finish(engine, some(config, [5, 9, 7], cache="dual"), updates="every")
     engine.close()
     found = read(tmp_path / "trace.json")
@@ -84,7 +89,9 @@ def test_a_request_waits_or_is_served_from_its_arrival_to_its_end(
         assert spans[0]["args"] == said | {"id": spans[1]["args"]["id"]}
         assert len({span["args"]["id"] for span in spans}) == 1
         assert [span["name"] for span in spans[:3]] == ["waits for a start", "waits for refresh", "refresh"]
-        assert {"reuse", "waits for reuse"} <= {span["name"] for span in spans}
+        names = [span["name"] for span in spans]
+        assert names.count("reuse") == 2 * 3
+        assert ("waits for reuse" in names) != ahead
         for before, after in pairwise(spans):
             assert before["ts"] + before["dur"] == pytest.approx(after["ts"], abs=ROUNDING)
         spent = MICROSECONDS * state.timings().total
