@@ -205,7 +205,7 @@ class _Flight:
         parts_of = Counter(request for part in parts for request in part.ids)
         alone = (request for request, count in parts_of.items() if count == 1)
         demands = {i: self._demand(i) for i in alone if self._asked[i].ahead and self._in_block(i)}
-        return demands if plans.pays_ahead(sum(demand.rows for demand in demands.values())) else {}
+        return demands if plans.pays_ahead(demands.values()) else {}
 
     def plan(self, plans: Scheduler, ahead: Mapping[int, Demand]) -> list[Part]:
         """What is submitted next."""

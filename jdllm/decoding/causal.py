@@ -34,6 +34,8 @@ class Sequences(NamedTuple):
     - `stop_ids`: ids after which nothing is committed; -1 stands for none.
     - `segments`: what each asks of the sampler. Plain ones come first: no filter, not listed.
     - `plain`: how many these are.
+    - `left`: the last tokens that a part before leaves on the device, -1 where a sequence has ended.
+    - `source`: for each segment the index of its token in `left`; -1 where the host knows the token.
     """
 
     tokens: Int[Tensor, " segments"]
@@ -41,6 +43,8 @@ class Sequences(NamedTuple):
     stop_ids: Int[Tensor, "segments stops"]
     segments: SegmentParams
     plain: Int[Tensor, ""]
+    left: Int[Tensor, " left"]
+    source: Int[Tensor, " segments"]
 
 
 class Reads(NamedTuple):
@@ -112,7 +116,7 @@ def decode(
     *,
     config: ModelConfig,
     level: Level,
-) -> tuple[Trace, KvArrays]:
+) -> tuple[tuple[Trace, Int[Array, " left"]], KvArrays]:
     """Generate up to `max_steps` tokens of each sequence, until all have ended.
 
     Arguments:
@@ -122,8 +126,8 @@ def decode(
     - `config`: the model; static.
     - `level`: at least what the segments' filters and lists need; static.
 
-    Returns the trace, of which step i holds the i-th token of each segment that had not ended, and the pool.
-    Exact.
+    Returns the trace, of which step i holds the i-th token of each segment that had not ended, the last token
+    of each segment as `Sequences.left` holds it, and the pool. Exact.
     """
     lengths, stop_ids = jnp.asarray(sequences.lengths), jnp.asarray(sequences.stop_ids)
     segments, size = sequences.segments, sequences.lengths.shape[0]
@@ -174,9 +178,12 @@ def decode(
         penalty = None if penalty is None else penalty.with_tokens(token, committed)
         return token, ended, trace, penalty, pool
 
-    carry = jnp.asarray(sequences.tokens), jnp.zeros(size, bool), trace, penalty, pool
-    _, _, trace, _, pool = lax.while_loop(unfinished, turn, carry)
-    return trace, pool
+    source = jnp.asarray(sequences.source)
+    tokens = jnp.where(source < 0, sequences.tokens, jnp.asarray(sequences.left)[source])
+    carry = jnp.maximum(tokens, 0), tokens < 0, trace, penalty, pool
+    tokens, ended, trace, _, pool = lax.while_loop(unfinished, turn, carry)
+    left = jnp.pad(jnp.where(ended, -1, tokens), (0, len(sequences.left) - size))
+    return (trace, left), pool
 
 
 def decodes_in_chain(params: Params, config: ModelConfig, segments: int) -> bool:

@@ -1,4 +1,4 @@
-"""Requests one step later: a step is packed before the host has seen what the step before it commits."""
+"""Requests a part later: a step is packed before the host has seen what the step before it commits."""
 
 import copy
 import time
@@ -18,26 +18,25 @@ def told_by_table(request: Request) -> bool:
 
 
 def later(request: Request, launch: Launch, index: int) -> Request | None:
-    """A request as it will be after a single step that runs, apart from the tokens that this step commits.
+    """A request as it will be after a part that runs, apart from the tokens that the part commits.
 
     Arguments:
-    - `launch`, `index`: the part that the step is, and the place of the request in it.
+    - `launch`, `index`: the part, and the place of the request in it.
 
     Returns a copy, which waits for these tokens; `None` where the part leaves no tokens to others, and where
-    the step may end the block.
+    the part may end the block.
     """
-    if launch.left_from is None or not told_by_table(request) or request.steps_left < 2:
+    if launch.left_at is None or not told_by_table(request) or request.steps_left <= launch.steps:
         return None
     masked = int(np.count_nonzero(request.tokens[: request.block.stop] == request.mask_id))
-    if _committed(request, masked) >= masked:
+    if launch.steps * _committed(request, masked) >= masked:
         return None
     after, stored = copy.copy(request), launch.stored[index]
-    after.steps, after.block_step = request.steps + 1, request.block_step + 1
+    after.pass_over(launch.steps)
     after.ready = time.perf_counter()
     if stored is not None:
         after.forwarded, after.stored = stored.forwarded, stored.rows
-    first = launch.left_from + sum(map(len, launch.candidates[:index]))
-    after.awaited = Awaited(launch.candidates[index], first)
+    after.awaited = Awaited(launch.candidates[index], launch.left_at[index])
     return after
 
 

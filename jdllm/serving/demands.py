@@ -39,8 +39,9 @@ SUBMITTED = (
 )
 """The order of the parts of an iteration: the host prepares the next reuse while the others run."""
 
-_CHEAP = (Kind.REUSE, Kind.DECODE)
-_WHOLE = (Kind.FULL, Kind.ADAPTIVE)
+CHEAP = (Kind.REUSE, Kind.DECODE)
+"""Kinds of parts that read what is stored and evaluate few rows."""
+
 
 COMPANY_ROWS = 2048
 """Rows from which on whole sequences are about as quick in turn as together."""

@@ -11,7 +11,7 @@ from jdllm.decoding.encoded_trace import Steps
 from jdllm.errors import NonFiniteError, naming
 from jdllm.planning.account import Account
 from jdllm.serving.background import Background
-from jdllm.serving.demands import Demand, Kind, Part
+from jdllm.serving.demands import CHEAP, Demand, Kind, Part
 from jdllm.serving.entries import COUNTED, Entries, Entry, Updates, state_of
 from jdllm.serving.flight import Flight
 from jdllm.serving.mode import EngineParts, Mode
@@ -299,18 +299,17 @@ class Engine:
             except Exception as error:
                 failed.append(self._end(self.entries[request.id], error))
         # Who goes ahead begins the next iteration, while the present one is in flight.
-        kinds = [kind for kind in self._flight.kinds if not (ahead and kind is Kind.REUSE)]
+        kinds = [kind for kind in self._flight.kinds if not (ahead and kind in CHEAP)]
         for part in self.scheduler.plan(ready, kinds, 0 if ahead else self._flight.rows):
             failed += self._submit_part(part, ready, ahead)
         return failed
 
     def _ahead(self) -> dict[int, Request]:
-        """Requests in flight that may reuse in a further part, as they will be then."""
-        if not self.scheduler.limits.shared:
-            return {}
-        ahead = {request.id: request for request in self._flight.ahead() if request.id in self.entries}
-        rows = sum(self.parts.costs.demand(request).rows for request in ahead.values())
-        return ahead if self.scheduler.pays_ahead(rows) else {}
+        """Requests in flight that may be served by a further part, as they will be then."""
+        some = self.scheduler.limits.shared or Kind.DECODE in self._flight.kinds
+        ahead = {request.id: request for request in self._flight.ahead(self.entries)} if some else {}
+        demands = list(map(self.parts.costs.demand, ahead.values()))
+        return ahead if self.scheduler.pays_ahead(demands) else {}
 
     def _submit_part(
         self, part: Part, demands: Mapping[int, Demand], ahead: Mapping[int, Request]
@@ -337,10 +336,13 @@ class Engine:
         return []
 
     def _steps(self, part: Part, ahead: Mapping[int, Request]) -> int:
-        """Steps of a part: fewer where somebody wants each as it comes, or tokens have not been seen."""
-        if not (any(map(self.entries.told_every, part.ids)) or ahead.keys() & part.ids):
-            return part.steps
-        return min(part.steps, _TOLD_TOKENS) if part.kind is Kind.DECODE else 1
+        """Steps of a part: fewer where somebody wants each as it comes, or tokens have not been seen. Who
+        comes waits for two parts that decode."""
+        told, unseen = any(map(self.entries.told_every, part.ids)), bool(ahead.keys() & part.ids)
+        if part.kind is not Kind.DECODE:
+            return 1 if told or unseen else part.steps
+        short = told or (unseen and self.scheduler.limits.shared)
+        return min(part.steps, _TOLD_TOKENS) if short else part.steps
 
     def _collect(self, pending: Pending) -> list[Update]:
         try:

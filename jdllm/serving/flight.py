@@ -2,13 +2,13 @@
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from concurrent.futures import wait
 from typing import Any, NamedTuple
 
 from jdllm.decoding.cache_policies import Phase
 from jdllm.serving.ahead import later
-from jdllm.serving.demands import Demand, Kind
+from jdllm.serving.demands import CHEAP, Demand, Kind
 from jdllm.serving.request import Request
 from jdllm.serving.runner import Pending
 from jdllm.serving.updates import PartDone, PartTimes
@@ -67,22 +67,25 @@ class Flight:
         counts = {name: {kind: count[kind] for kind in Kind} for name, count in self._counts.items()}
         return {"evaluated": self.evaluated, "busy": dict(self.busy), "waited": dict(self.waited), **counts}
 
-    def ahead(self) -> Iterator[Request]:
-        """The requests of parts in flight that may reuse in a further part meanwhile, one step later.
+    def ahead(self, alive: Container[int]) -> Iterator[Request]:
+        """The requests of parts in flight that may reuse or decode in a further part meanwhile, a part later.
 
         Each is a copy, which waits for tokens of its part. There are none where two such parts are in flight.
+
+        Arguments:
+        - `alive`: ids of the requests that have not ended.
         """
-        parts = [part.pending for part in self._parts if part.pending.kind in (Kind.REFRESH, Kind.REUSE)]
+        parts = [part.pending for part in self._parts if part.pending.kind in (Kind.REFRESH, *CHEAP)]
         kinds = [part.kind for part in parts]
-        if len(set(kinds)) < len(kinds) or any(
-            part.kind is Kind.REUSE and part.launch.left_from is None for part in parts
-        ):
+        late = any(part.kind in CHEAP and part.launch.left_at is None for part in parts)
+        if late or len(set(kinds)) < len(kinds):
             return
         parts_of = Counter(request.id for part in parts for request in part.requests)
         for part in parts:
             for index, request in enumerate(part.requests):
-                after = later(request, part.launch, index) if parts_of[request.id] == 1 else None
-                if after is not None and after.phase is Phase.REUSE:
+                some = request.id in alive and parts_of[request.id] == 1
+                after = later(request, part.launch, index) if some else None
+                if after is not None and (part.kind is Kind.DECODE or after.phase is Phase.REUSE):
                     yield after
 
     def add(

@@ -32,8 +32,9 @@ class Launch(NamedTuple):
       how many evaluations of the model it did.
     - `rows`: packed rows of one step with padding, 0 where they are those of its requests.
     - `quick`: whether `run` waits for nothing that the device does, such as the turns of a loop.
-    - `left_from`: where its head rows begin among the tokens that parts leave on the device, as
-      `Unseen.source` counts; `None` where it leaves none.
+    - `steps`: that it does, where it leaves tokens on the device.
+    - `left_at`: for each request where its tokens begin among those that parts leave on the device, as
+      `Unseen.source` counts, or for a decode `Sequences.source`; `None` where it leaves none.
     """
 
     run: Callable[[], Any]
@@ -42,7 +43,8 @@ class Launch(NamedTuple):
     take: Callable[[Any], Steps | int] | None = None
     rows: int = 0
     quick: bool = False
-    left_from: int | None = None
+    steps: int = 1
+    left_at: Sequence[int] | None = None
 
 
 class Compiled(Protocol):

@@ -49,11 +49,8 @@ class Progress(NamedTuple):
 
 
 class Awaited(NamedTuple):
-    """Tokens of a request that a part leaves on the device.
-
-    - `positions`: int32, of the head rows that the request had in the part, rising.
-    - `first`: the index of the first of them, as `Unseen.source` counts.
-    """
+    """Tokens of a request that a part leaves on the device: the `positions` of its head rows in the part,
+    int32 and rising, and the index of the `first` of them, as `Launch.left_at` has it."""
 
     positions: np.ndarray
     first: int
@@ -303,6 +300,11 @@ class Request:
             self.committed = time.perf_counter()
         if self.finished:
             self.ended = time.perf_counter()
+
+    def pass_over(self, steps: int) -> None:
+        """Count steps whose tokens have not been seen: of a copy alone."""
+        self.steps += steps
+        self.block_step += steps
 
     def store(self, forwarded: np.ndarray, stored: int) -> None:
         """Take in what a refresh stored, before the step that it was: `go_back` leads here."""

@@ -48,11 +48,20 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 
 from jdllm.serving.admission import Admission
-from jdllm.serving.demands import HOST_SECONDS, PART_SECONDS, SUBMITTED, Demand, Kind, Life, Limits, Part
+from jdllm.serving.demands import (
+    CHEAP,
+    HOST_SECONDS,
+    PART_SECONDS,
+    SUBMITTED,
+    Demand,
+    Kind,
+    Life,
+    Limits,
+    Part,
+)
 from jdllm.serving.pace import Pace
 from jdllm.serving.shares import Caller, Turns
 
-_CHEAP = (Kind.REUSE, Kind.DECODE)
 _WHOLE = (Kind.FULL, Kind.ADAPTIVE)
 _LONGER = 4
 """By which factor a whole sequence may be longer than the first of its part, if that is another call's."""
@@ -228,7 +237,7 @@ class Scheduler:
         if not turns or (busy and ready[turns[0]].rows > left):
             return []
         first, *others = turns
-        others.sort(key=lambda request: ready[request].kind not in _CHEAP)
+        others.sort(key=lambda request: ready[request].kind not in CHEAP)
         drafts = {kind: _Draft() for kind in SUBMITTED}
         limits = self.limits
         whole_rows = limits.whole_rows if len(self._calls) == 1 else limits.company_rows
@@ -252,15 +261,19 @@ class Scheduler:
             if draft.ids
         ]
 
-    def pays_ahead(self, rows: int) -> bool:
-        """Whether single steps are submitted before the results of those before them are there.
+    def pays_ahead(self, demands: Collection[Demand]) -> bool:
+        """Whether a part is submitted before the results of the part before it are there.
 
-        They are where clients share the engine, and where such a step is known to take the device longer than
-        the host takes between two parts. Shorter steps are done several in a part.
+        A decode is. So is a single step that reuses, where clients share the engine, and where such a step is
+        known to take the device longer than the host takes between two parts. Shorter steps are done several
+        in a part.
 
         Arguments:
-        - `rows`: packed rows of a step that reuses.
+        - `demands`: of the part, all of one kind.
         """
+        if any(demand.kind is Kind.DECODE for demand in demands):
+            return True
+        rows = sum(demand.rows for demand in demands)
         return self.limits.shared and self._pace.takes(Kind.REUSE, rows, HOST_SECONDS)
 
     def _turns(self, candidates: Sequence[int], busy: Collection[Kind]) -> list[int]:
@@ -327,11 +340,10 @@ class Scheduler:
         busy device this costs more than the host's time between two steps. A decode goes on where some of its
         requests have ended. Nobody can join a part, so it is short where clients share the engine: one step
         where the next one can be submitted meanwhile."""
-        rows = sum(demand.rows for demand in demands)
-        if len(demands) < len(self._running) or (all(d.ahead for d in demands) and self.pays_ahead(rows)):
+        if len(demands) < len(self._running) or (all(d.ahead for d in demands) and self.pays_ahead(demands)):
             return 1
         left = [demand.steps for demand in demands]
         most = max(left) if kind is Kind.DECODE else min(left)
         if not self.limits.shared:
             return most
-        return min(most, self._pace.steps(kind, rows, PART_SECONDS))
+        return min(most, self._pace.steps(kind, sum(demand.rows for demand in demands), PART_SECONDS))

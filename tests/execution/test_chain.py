@@ -132,10 +132,12 @@ def test_decodes_in_a_chain_are_those_of_the_layers(segments: int, capsys: pytes
     arguments = params, *packed.arguments, jnp.int32(1), pool
     assert decodes_in_chain(params, config, segments)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-        trace, written = decode(*arguments, config=config, level=Level.TOP)
+        (trace, _), written = decode(*arguments, config=config, level=Level.TOP)
     assert "RACE" not in capsys.readouterr().out
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), (params, pool))
-    exact, stored = decode(wide[0], *packed.arguments, jnp.int32(1), wide[1], config=config, level=Level.TOP)
+    (exact, _), stored = decode(
+        wide[0], *packed.arguments, jnp.int32(1), wide[1], config=config, level=Level.TOP
+    )
     np.testing.assert_array_equal(trace.committed, exact.committed)
     np.testing.assert_allclose(trace.logprobs[0], exact.logprobs[0], atol=0.1)
     for before, mine, theirs in zip(wide[1], written, stored, strict=True):

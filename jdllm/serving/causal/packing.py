@@ -19,7 +19,7 @@ from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.visibility import key_ranges, window_start
 from jdllm.planning.buckets import power_bucket
-from jdllm.planning.ladder import Entry
+from jdllm.planning.ladder import MAX_SEGMENTS, Entry
 from jdllm.serving.causal.request import CausalRequest
 from jdllm.serving.packing import head_rows, segment_params
 from jdllm.serving.part_packing import Filled, storage_of
@@ -142,6 +142,8 @@ def pack_sequences(
 
     Arguments:
     - `entries`: of the page table.
+
+    No tokens are left from parts before; who runs the part puts them in.
     """
     order = np.array(
         sorted(range(len(requests)), key=lambda i: evaluated_apart(requests[i].sampling)), np.int64
@@ -171,6 +173,8 @@ def pack_sequences(
         padded(np.stack(stop_ids), size),
         segment_params(ordered, entry, config),
         _plain(ordered),
+        np.zeros(MAX_SEGMENTS, np.int32),
+        padded(np.array([-1 if r.awaited is None else r.awaited.first for r in ordered], np.int32), size, -1),
     )
     reads = Reads(
         pages,

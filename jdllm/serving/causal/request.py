@@ -102,6 +102,12 @@ class CausalRequest(Request):
         """Ids after which the device need not go on."""
         return self.spec.stop_ids if self.sampling.early_stop else ()
 
+    def pass_over(self, steps: int) -> None:
+        """Count tokens that have not been seen: of a copy alone."""
+        super().pass_over(steps)
+        self.known += steps
+        self.computed = self.known - 1
+
     def find(self, rows: int) -> None:
         """Take in that so many of the first tokens are stored already."""
         self.computed = self.found = rows

@@ -72,6 +72,7 @@ class CausalRunner:
         self._chained = functools.cache(functools.partial(decodes_in_chain, model.params, model.config))
         self._usual = usual_entries(model.account.rows)
         self.chunk = prefill_chunk(model.account.rows)
+        self._left: Any = None
 
     def life(self, spec: RequestSpec) -> Life:
         """What a request needs at most."""
@@ -120,8 +121,20 @@ class CausalRunner:
             return Packed(batch, self._decode_program(batch, entry, level, min(max_steps, entry.steps)))
 
         chosen = self._parts.choose(sizes, packed, Need(len(asked), len(asked), len(asked), max_steps))
-        counts = [min(max_steps, chosen.entry.steps, request.steps_left) for request in asked]
-        return self._launch(chosen, asked, counts, [None] * len(asked))
+        steps = min(max_steps, chosen.entry.steps)
+        counts = [min(steps, request.steps_left) for request in asked]
+        sequences, *others, _ = chosen.arguments[1:]
+
+        def run() -> EncodedTrace:
+            # A part that failed has left nothing: nobody waits for it, and nobody should find its failure.
+            waited = any(request.awaited is not None for request in asked)
+            given = sequences._replace(left=self._left) if waited else sequences
+            ran = self._pool.run(chosen.executable, self._params, given, *others, writes=True)
+            trace, self._left = ran
+            return trace
+
+        launch = self._launch(chosen, asked, counts, [None] * len(asked))._replace(run=run, steps=steps)
+        return launch if kind[1] else launch._replace(left_at=np.argsort(chosen.batch.order).tolist())
 
     def _launch(
         self,

@@ -31,6 +31,7 @@ from jdllm.serving.denoise.cached_packing import (
 )
 from jdllm.serving.launch import Launch
 from jdllm.serving.on_device import OnDevice
+from jdllm.serving.packing import Packed as PackedRequests
 from jdllm.serving.packing import demand, smallest_request
 from jdllm.serving.part_runner import Need, Packed, PartRunner
 from jdllm.serving.request import Request
@@ -143,7 +144,7 @@ class CachedRunner:
             chosen.batch.stored,
             rows=chosen.entry.rows,
             quick=form.usual,
-            left_from=0 if head_rows <= self._left else None,
+            left_at=_begins(chosen.batch.packed, 0) if head_rows <= self._left else None,
         )
 
     def reuse(self, requests: list[Request], max_steps: int) -> Launch:
@@ -176,7 +177,7 @@ class CachedRunner:
             [None] * len(requests),
             rows=chosen.entry.rows,
             quick=once,
-            left_from=self._left if leaves else None,
+            left_at=_begins(chosen.batch.packed, self._left) if leaves else None,
         )
 
     def _unseen(self, source: np.ndarray) -> Unseen:
@@ -236,6 +237,11 @@ def _head_level(requests: list[Request]) -> Level:
     """One of the two levels that steps are compiled for: usual ones end sooner at the lower."""
     usual = all(head_level(r.sampling) is Level.TOP for r in requests)
     return _LEVELS[0] if usual else _LEVELS[1]
+
+
+def _begins(packed: PackedRequests, first: int) -> list[int]:
+    """Where the head rows of each request begin, if those of the part begin at `first`."""
+    return (first + np.cumsum([0, *map(len, packed.candidates)])).tolist()[:-1]
 
 
 def _scores(request: Request) -> bool:
