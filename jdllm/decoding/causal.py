@@ -11,6 +11,7 @@ from jdllm.arrays import Tensor
 from jdllm.decoding.batch import Batch, HeadRows, SegmentParams, Trace
 from jdllm.decoding.head import Choice, Sources, choose
 from jdllm.decoding.penalty import Penalty
+from jdllm.decoding.unseen import padded, taken
 from jdllm.execution.few_rows.chain import chain_operands, chains
 from jdllm.execution.paged.decode import Place, Window, chain_rows, forward_decode, forward_decode_chained
 from jdllm.execution.paged.parts import PackedParts, Storage, forward_parts
@@ -178,12 +179,10 @@ def decode(
         penalty = None if penalty is None else penalty.with_tokens(token, committed)
         return token, ended, trace, penalty, pool
 
-    source = jnp.asarray(sequences.source)
-    tokens = jnp.where(source < 0, sequences.tokens, jnp.asarray(sequences.left)[source])
+    tokens = taken(sequences.tokens, sequences.left, sequences.source)
     carry = jnp.maximum(tokens, 0), tokens < 0, trace, penalty, pool
     tokens, ended, trace, _, pool = lax.while_loop(unfinished, turn, carry)
-    left = jnp.pad(jnp.where(ended, -1, tokens), (0, len(sequences.left) - size))
-    return (trace, left), pool
+    return (trace, padded(jnp.where(ended, -1, tokens), len(sequences.left))), pool
 
 
 def decodes_in_chain(params: Params, config: ModelConfig, segments: int) -> bool:

@@ -30,11 +30,27 @@ def left_by(trace: Trace, batch: Batch, size: int) -> Int[Array, " left"]:
     - `size`: how many tokens to return. Further head rows are left out, and what is missing is 0.
     """
     before = jnp.asarray(batch.tokens)[batch.head.row]
-    tokens = jnp.where(trace.committed[0], trace.tokens[0], before)[:size]
-    return jnp.pad(tokens, (0, size - len(tokens)))
+    return padded(jnp.where(trace.committed[0], trace.tokens[0], before), size)
+
+
+def padded(tokens: Int[Array, " tokens"], size: int) -> Int[Array, " left"]:
+    """The first `size` tokens; what is missing is 0."""
+    return jnp.pad(tokens[:size], (0, max(0, size - len(tokens))))
 
 
 def with_unseen(tokens: Int[Tensor, " rows"], unseen: Unseen) -> Int[Array, " rows"]:
     """The tokens of packed rows, of which some come from parts before."""
     left = jnp.concatenate([jnp.asarray(unseen.refreshed), jnp.asarray(unseen.reused)])
-    return jnp.where(unseen.source < 0, tokens, left[unseen.source])
+    return taken(tokens, left, unseen.source)
+
+
+def taken(
+    tokens: Int[Tensor, " rows"], left: Int[Tensor, " left"], source: Int[Tensor, " rows"]
+) -> Int[Array, " rows"]:
+    """The tokens of rows.
+
+    Arguments:
+    - `tokens`: that the host knows; `left`: that parts before leave on the device.
+    - `source`: for each row an index into `left`; -1 where the host knows the token.
+    """
+    return jnp.where(jnp.asarray(source) < 0, tokens, jnp.asarray(left)[source])

@@ -205,9 +205,9 @@ class Engine:
         """
         with self._lock:
             self._take_arrivals()
-            updates = self._submit(self._ahead())
-            if ahead := self._ahead():
-                updates += self._submit(ahead)
+            updates = self._submit(*self._ahead())
+            if (further := self._ahead())[0]:
+                updates += self._submit(*further)
             if self.trace is not None:
                 self.trace.catch_up()
             if not self.entries.deliver() and self._flight:
@@ -282,34 +282,32 @@ class Engine:
         self.scheduler.remove(request)
         return state
 
-    def _submit(self, ahead: Mapping[int, Request]) -> list[Update]:
-        """Submit parts, also of requests in flight that are `ahead`, as they will be then."""
+    def _submit(self, ahead: Mapping[int, Request], demands: Mapping[int, Demand]) -> list[Update]:
+        """Submit parts, also of requests that go `ahead`; both arguments are as `_ahead` returns them."""
         for request in self.scheduler.admit():
             state = self.entries[request]
             state.started = state.ready = time.perf_counter()
             if self._in_pool(state):
                 self.pool.admit(state)
-        busy = self._flight.ids
-        ready: dict[int, Demand] = {}
+        busy, ready = self._flight.ids, dict(demands)
         failed: list[Update] = []
-        idle = (self.entries[i] for i in self.scheduler.running if i not in busy)
-        for request in [*idle, *ahead.values()]:
+        for request in [self.entries[i] for i in self.scheduler.running if i not in busy]:
             try:
                 ready[request.id] = self.parts.costs.demand(request)
             except Exception as error:
-                failed.append(self._end(self.entries[request.id], error))
+                failed.append(self._end(request, error))
         # Who goes ahead begins the next iteration, while the present one is in flight.
         kinds = [kind for kind in self._flight.kinds if not (ahead and kind in CHEAP)]
         for part in self.scheduler.plan(ready, kinds, 0 if ahead else self._flight.rows):
             failed += self._submit_part(part, ready, ahead)
         return failed
 
-    def _ahead(self) -> dict[int, Request]:
-        """Requests in flight that may be served by a further part, as they will be then."""
+    def _ahead(self) -> tuple[dict[int, Request], dict[int, Demand]]:
+        """Requests in flight that a further part may serve, as they will be then, and what they take."""
         some = self.scheduler.limits.shared or Kind.DECODE in self._flight.kinds
         ahead = {request.id: request for request in self._flight.ahead(self.entries)} if some else {}
-        demands = list(map(self.parts.costs.demand, ahead.values()))
-        return ahead if self.scheduler.pays_ahead(demands) else {}
+        demands = {request.id: self.parts.costs.demand(request) for request in ahead.values()}
+        return (ahead, demands) if self.scheduler.pays_ahead(demands.values()) else ({}, {})
 
     def _submit_part(
         self, part: Part, demands: Mapping[int, Demand], ahead: Mapping[int, Request]

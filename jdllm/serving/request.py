@@ -73,7 +73,7 @@ class Request:
     - `found`: how many rows were stored already when it was admitted, `None` where rows cannot be shared.
     - `prefilled`: how its long context was prepared, `None` without one.
     - `prepared`: whether the steps of the current block may run.
-    - `awaited`: of a copy that is one step ahead (`jdllm.serving.ahead`), the tokens that this step commits;
+    - `awaited`: of a copy that is one part ahead (`jdllm.serving.ahead`), the tokens that this part commits;
       `None` for others.
     - `acceptance`: the part of its transfer rule that runs on the device, `None` where another model decides;
       `rule_state`: what the rule carries from step to step of a block, by name, of the whole request or

@@ -224,7 +224,7 @@ class Scheduler:
         - `ready`: the next step of each running request that is not in flight, and the step behind that in
           flight of those that go ahead.
         - `busy`: kinds of which a part is in flight. They get no other: requests that are one step apart
-          would else stay apart for ever. Reuses are not among them where their requests go ahead.
+          would else stay apart for ever. Reuses and decodes are not among them where requests go ahead.
         - `in_flight_rows`: rows of the parts in flight.
 
         Returns at most one part of each kind, in the order of `SUBMITTED`. Together with what is in flight
