@@ -45,6 +45,7 @@ CASES = {
     "step": Case("benchmarks.steps.full:main", "a full step, beside torch and plain JAX"),
     "cached_step": Case("benchmarks.steps.cached:main", "a step of a block against cached rows"),
     "profile": Case("benchmarks.steps.profile:main", "where the time of a step goes, by kernel"),
+    "parts": Case("benchmarks.steps.parts:main", "where the time of an engine's parts goes, by kernel"),
     "masked_logits": Case("benchmarks.operators.masked_logits:main", "head with reductions"),
     "attention": Case("benchmarks.operators.attention:main", "packed attention, beside cuDNN and tokamax"),
     "split_attention": Case("benchmarks.operators.split_attention:main", "attention over the KV pool"),

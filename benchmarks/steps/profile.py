@@ -31,7 +31,8 @@ SHOWN = 25
 
 
 class KernelEvent(NamedTuple):
-    """One execution on the device: kernel name, the HLO instruction it belongs to ("" if unknown), and times.
+    """One execution on the device: kernel name, the HLO instruction and module that it belongs to ("" if
+    unknown), and times.
 
     `start` and `duration` are microseconds.
     """
@@ -40,6 +41,7 @@ class KernelEvent(NamedTuple):
     operation: str
     start: float
     duration: float
+    module: str = ""
 
 
 def read_events(directory: Path) -> list[KernelEvent]:
@@ -79,7 +81,8 @@ def device_events(events: Sequence[dict[str, Any]]) -> Iterator[KernelEvent]:
         device = "/device:" in names.get((event["pid"], None), "")
         stream = names.get((event["pid"], event.get("tid")), "").startswith("Stream")
         if (device and stream) if on_device else operation:
-            yield KernelEvent(event["name"], operation, float(event["ts"]), float(event.get("dur", 0)))
+            start, duration = float(event["ts"]), float(event.get("dur", 0))
+            yield KernelEvent(event["name"], operation, start, duration, str(args.get("hlo_module", "")))
 
 
 def busy_us(events: Sequence[KernelEvent]) -> float:

@@ -5,6 +5,7 @@ import functools
 import inspect
 import io
 import pickle
+import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -102,8 +103,14 @@ class Flat(NamedTuple):
             results.append(out_tree)
             return out
 
+        run.__name__ = module_name(program.name)
         words, others = host.merge(leaves)
         return cls(run, donated, (words, *others), tree, host)
+
+
+def module_name(name: str) -> str:
+    """What profilers call an executable whose program has a name, apart from what JAX puts before it."""
+    return re.sub(r"\W+", "_", name) or "run"
 
 
 def donated_places(function: Callable[..., Any], donate: Sequence[str]) -> tuple[int, ...]:
