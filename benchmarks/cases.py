@@ -40,6 +40,7 @@ CASES = {
     "simulate": Case("benchmarks.simulation:main", "the scheduler under a recorded load, without a card"),
     "phases": Case("benchmarks.phases:main", "what phase multiplexing is worth, without a card"),
     "serving": Case("benchmarks.serving:main", "a served model under load, over HTTP"),
+    "short_request": Case("benchmarks.short_request:main", "a short request beside long ones, over HTTP"),
     "static_batcher": Case("benchmarks.static_batcher:main", "a server of static batches, for `serving`"),
     "card": Case("benchmarks.card_report:main", "what a card does with each kind of kernels, to send in"),
     "step": Case("benchmarks.steps.full:main", "a full step, beside torch and plain JAX"),
