@@ -44,8 +44,8 @@ them, each in the order of turns. Who does not fit what is left is passed over, 
 
 **Long refreshes** are cut by layers into parts of a kind of their own. Between two such parts hidden rows of
 one request are held (`Held`). Refreshes and reuses that leave room for these rows run meanwhile. Other
-requests, long refreshes among them, are not ready until the last of these parts is on its way. Then turns
-decide again: each of n requests that precede such a one begins at most one long refresh before it is served.
+requests, long refreshes among them, are not ready until the last of these parts is on its way. A plan begins
+at most one long refresh, so a request that waits for n plans waits for at most n long refreshes of others.
 """
 
 import dataclasses
