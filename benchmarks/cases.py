@@ -37,7 +37,7 @@ CASES = {
     "causal_long": Case("benchmarks.causal_long:main", "causal prompts beyond the KV pool"),
     "causal_agreement": Case("benchmarks.causal_agreement:main", "causal models: greedy tokens in 16 bits"),
     "prefilling": Case("benchmarks.prefilling:main", "questions over long contexts, by stage"),
-    "simulate": Case("benchmarks.simulation:main", "the scheduler under a recorded load, without a card"),
+    "simulate": Case("benchmarks.recorded_trace:main", "the scheduler under a recorded load, without a card"),
     "phases": Case("benchmarks.phases:main", "what phase multiplexing is worth, without a card"),
     "serving": Case("benchmarks.serving:main", "a served model under load, over HTTP"),
     "short_request": Case("benchmarks.short_request:main", "a short request beside long ones, over HTTP"),

@@ -9,9 +9,10 @@ from typing import Any
 
 from benchmarks.cases import case_parser
 from benchmarks.record import print_row, record
-from benchmarks.simulation import Asked, Recorded, read_trace, simulate
+from benchmarks.recorded_trace import Recorded, read_trace
+from benchmarks.simulation import Asked, simulate
 from jdllm.bench.workload import poisson_arrivals
-from jdllm.serving.demands import Demand, Kind, Limits, Part
+from jdllm.serving.demands import Demand, Held, Kind, Limits, Part
 from jdllm.serving.scheduler import Scheduler
 
 
@@ -28,7 +29,11 @@ class InPhase(Scheduler):
         return super().admit() if self._phase is Kind.REFRESH or not self.running else []
 
     def plan(
-        self, ready: Mapping[int, Demand], busy: Collection[Kind] = (), in_flight_rows: int = 0
+        self,
+        ready: Mapping[int, Demand],
+        busy: Collection[Kind] = (),
+        in_flight_rows: int = 0,
+        held: Held | None = None,
     ) -> list[Part]:
         """The part of the present phase; the next phase begins where nobody is left in this one."""
         if busy or not ready:

@@ -1,8 +1,12 @@
 """Denoising steps with cached keys and values: a step that refreshes them, a device loop that reuses them."""
 
-import jax.numpy as jnp
-from jaxtyping import Array, Int
+from collections.abc import Callable
+from typing import NamedTuple
 
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jdllm.arrays import Tensor
 from jdllm.decoding.batch import Batch, Trace
 from jdllm.decoding.step import (
     SelectionBits,
@@ -16,9 +20,11 @@ from jdllm.decoding.step import (
 )
 from jdllm.decoding.unseen import Unseen, left_by, with_unseen
 from jdllm.execution.few_rows.chain import chain_operands, chains
-from jdllm.execution.paged.forward import forward_refresh, forward_reuse
+from jdllm.execution.paged.forward import forward_refresh, forward_reuse, forward_some_layers
 from jdllm.execution.paged.pool import KvArrays
 from jdllm.execution.paged.selection import Selection
+from jdllm.execution.transformer import Wanted, embed
+from jdllm.models.block import Hidden, RowInts, Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.pallas.masked_logits import Level
@@ -58,15 +64,114 @@ def refresh(
     Returns the trace of one step, the tokens that are `left_by` it, and the pool. The step itself is exact
     where every row sees its whole sequence: it evaluates everything.
     """
-    tokens = jnp.asarray(batch.tokens)
-    asked = asked_rows(config, tokens, batch, mask_id, level)
-    wanted, sources = wanted_of(asked)
-    hidden, pool = forward_refresh(
-        params, config, tokens, batch.rows, pool, selection, table, scored=scored, usual=usual, wanted=wanted
-    )
-    choice = evaluate(params, config, hidden, sources, asked, batch, 0, chunks=logits_chunks, level=level)
-    trace = transfer(tokens, empty_trace(batch, level), batch, asked, choice, selection_bits, level)[1]
+
+    def forward(tokens: RowInts, wanted: Wanted) -> tuple[Hidden, KvArrays]:
+        given = params, config, tokens, batch.rows, pool, selection, table
+        return forward_refresh(*given, scored=scored, usual=usual, wanted=wanted)
+
+    step = _Step(config, mask_id, logits_chunks, level, selection_bits)
+    trace, pool = step.behind(forward, params, batch)
     return (trace, left_by(trace, batch, left)), pool
+
+
+def embedded(params: Params, tokens: RowInts) -> Hidden:
+    """The rows that the first layers of a refresh take.
+
+    Arguments:
+    - `tokens`: int32 ids of all rows.
+    """
+    return embed(params, tokens)
+
+
+def some_layers(
+    params: Params,
+    hidden: Hidden,
+    rows: Rows,
+    selection: Selection,
+    table: PageTable,
+    first: Int[Tensor, ""],
+    pool: KvArrays,
+    *,
+    config: ModelConfig,
+    count: int,
+) -> tuple[tuple[Hidden, Float[Array, " 1"]], KvArrays]:
+    """Some layers of one refresh of the usual form that scores keys; others follow later.
+
+    Arguments:
+    - `params`: stacked weights.
+    - `hidden`: the rows behind the layers before; donate them.
+    - `rows`, `selection`, `table`: of the whole refresh, as `refresh` takes them.
+    - `first`: int32, the first of these layers.
+    - `pool`: written in place; donate it.
+    - `config`: static; all layers are alike.
+    - `count`: of the layers, without the model's last one; static.
+
+    Returns the rows behind these layers with one number of them, by which the host knows when they are there,
+    and the pool.
+    """
+    given = params, config, hidden, rows, pool, selection, table
+    hidden, pool = forward_some_layers(*given, first=first, count=count)
+    return (hidden, hidden[0, :1]), pool
+
+
+def last_layers(
+    params: Params,
+    batch: Batch,
+    selection: Selection,
+    table: PageTable,
+    hidden: Hidden,
+    pool: KvArrays,
+    *,
+    config: ModelConfig,
+    mask_id: int,
+    logits_chunks: int,
+    level: Level,
+    count: int,
+    selection_bits: SelectionBits = keyed_bits,
+) -> tuple[Trace, KvArrays]:
+    """The last layers of a refresh that `some_layers` began, and its step.
+
+    Arguments:
+    - `hidden`: the rows behind the layers before.
+    - `count`: of the layers; static.
+    - the others: as of `refresh`.
+
+    Returns the trace of one step, and the pool.
+    """
+
+    def forward(_: RowInts, wanted: Wanted) -> tuple[Hidden, KvArrays]:
+        given = params, config, hidden, batch.rows, pool, selection, table
+        return forward_some_layers(*given, first=config.num_layers - count, count=count, wanted=wanted)
+
+    step = _Step(config, mask_id, logits_chunks, level, selection_bits)
+    return step.behind(forward, params, batch)
+
+
+class _Step(NamedTuple):
+    """The step that a refresh is, with the options of `refresh`."""
+
+    config: ModelConfig
+    mask_id: int
+    logits_chunks: int
+    level: Level
+    selection_bits: SelectionBits
+
+    def behind(
+        self,
+        forward: Callable[[RowInts, Wanted], tuple[Hidden, KvArrays]],
+        params: Params,
+        batch: Batch,
+    ) -> tuple[Trace, KvArrays]:
+        """Evaluate the head behind `forward`, which takes all tokens and returns the wanted rows."""
+        config, level, tokens = self.config, self.level, jnp.asarray(batch.tokens)
+        asked = asked_rows(config, tokens, batch, self.mask_id, level)
+        wanted, sources = wanted_of(asked)
+        hidden, pool = forward(tokens, wanted)
+        choice = evaluate(
+            params, config, hidden, sources, asked, batch, 0, chunks=self.logits_chunks, level=level
+        )
+        none = empty_trace(batch, level)
+        return transfer(tokens, none, batch, asked, choice, self.selection_bits, level)[1], pool
 
 
 def reuse(

@@ -6,7 +6,7 @@ attends to is its range [k_start, k_end) of rows. Nothing here knows about batch
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -142,27 +142,64 @@ def scan_layers[Carry](
     """
     before = 0
     for name, start, end in layer_runs(config):
-        stack = dict(params[name])
-        experts = experts_of(stack)
-        streamed = None if few_rows is None else streamed_of(stack, few_rows)
-        wholes = {name: x for name, x in (("experts", experts), ("streamed", streamed)) if x is not None}
-
-        def step(
-            place: Array, carry: Carry, body=body, stack=stack, wholes=wholes, offset=before - start
-        ) -> Carry:
-            weights = {
-                name: lax.dynamic_index_in_dim(leaf, place, keepdims=False) for name, leaf in stack.items()
-            }
-            weights |= {name: whole.of_layer(place) for name, whole in wholes.items()}
-            return body(carry, Layer(weights, config, place + offset))
-
+        step = _stepping(params, config, name, before - start, few_rows)
         like = end - (last is not None and before + end - start == config.num_layers)
         unroll = 1 if few_rows is None else min(_UNROLLED, like - start)
-        carry = lax.fori_loop(start, like, step, carry, unroll=unroll)
+        apply = functools.partial(step, body)
+        carry = lax.fori_loop(start, like, apply, carry, unroll=unroll)
         if like < end:
-            carry = step(jnp.int32(like), carry, last)
+            assert last is not None
+            carry = step(last, jnp.int32(like), carry)
         before += end - start
     return carry
+
+
+def scan_some_layers[Carry](
+    params: Params,
+    config: ModelConfig,
+    first: Int[Tensor, ""] | int,
+    count: int,
+    carry: Carry,
+    body: Callable[[Carry, Layer], Carry],
+    *,
+    last: Callable[[Carry, Layer], Carry] | None = None,
+) -> Carry:
+    """`scan_layers` for `count` layers from `first` on, of a model whose layers are all alike.
+
+    Arguments:
+    - `first`: may be known on the device only. The number of turns is known beforehand, so the host need not
+      wait for the device.
+    - `last`: for the last of these layers, in place of `body`.
+    """
+    ((name, _, _),) = layer_runs(config)
+    step, like = _stepping(params, config, name, 0, None), count - (last is not None)
+    carry = lax.fori_loop(0, like, lambda i, carry: step(body, first + i, carry), carry)
+    return carry if last is None else step(last, jnp.int32(first + like), carry)
+
+
+def _stepping(
+    params: Params, config: ModelConfig, name: str, offset: int, few_rows: int | None
+) -> Callable[..., Any]:
+    """What applies a body to a carry at a place of a stack.
+
+    Arguments:
+    - `name`: of the stack.
+    - `offset`: what is added to a place for the number of its layer.
+    - `few_rows`: as in `scan_layers`.
+    """
+    stack = dict(params[name])
+    experts = experts_of(stack)
+    streamed = None if few_rows is None else streamed_of(stack, few_rows)
+    wholes = {name: x for name, x in (("experts", experts), ("streamed", streamed)) if x is not None}
+
+    def step[Carry](body: Callable[[Carry, Layer], Carry], place: Array, carry: Carry) -> Carry:
+        weights = {
+            name: lax.dynamic_index_in_dim(leaf, place, keepdims=False) for name, leaf in stack.items()
+        }
+        weights |= {name: whole.of_layer(place) for name, whole in wholes.items()}
+        return body(carry, Layer(weights, config, place + offset))
+
+    return step
 
 
 def embed(params: Params, tokens: RowInts) -> Hidden:

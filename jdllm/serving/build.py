@@ -1,5 +1,7 @@
 """An engine from its parts."""
 
+import dataclasses
+
 from jdllm.chunks import ChunkConfig
 from jdllm.compiling.executables import Executables
 from jdllm.execution.offload.layer_stream import OffloadedWeights
@@ -10,7 +12,7 @@ from jdllm.planning.account import Account
 from jdllm.planning.ladder import MAX_SEGMENTS, TILE_ROWS
 from jdllm.serving.adaptive.verifier import Verifier
 from jdllm.serving.background import Background
-from jdllm.serving.demands import Limits
+from jdllm.serving.demands import COMPANY_ROWS, Limits
 from jdllm.serving.diagnosis import Diagnosis
 from jdllm.serving.engine import Engine
 from jdllm.serving.mode import EngineParts, Extras
@@ -32,6 +34,7 @@ def make_engine(
     verifier: Verifier | None = None,
     eager_pool: bool = False,
     offloaded: OffloadedWeights | None = None,
+    company_rows: int = COMPANY_ROWS,
 ) -> Engine:
     """An engine for one model on one device.
 
@@ -44,6 +47,7 @@ def make_engine(
     - `verifier`: the model that checks the drafts of adaptive parallel decoding.
     - `eager_pool`: put the KV pool on the device now, not with the first request that needs the pool.
     - `offloaded`: all weights where layers are in host memory; `params` are then those outside of layers.
+    - `company_rows`: of `Limits`.
 
     Raises `ConfigError` and `DoesNotFitError` for what the model's way of generating cannot do.
     """
@@ -51,13 +55,14 @@ def make_engine(
     pool = KvPool(config, dtypes_of(params).pool, account.pages)
     mode = mode_of(config)
     model = OnDevice(params, config, executables, account, pool)
-    parts = mode.parts(model, background, Extras(chunks, max_num_logits, verifier, offloaded))
+    extras = Extras(chunks, max_num_logits, verifier, offloaded, company_rows)
+    parts = mode.parts(model, background, extras)
     if eager_pool:
         pool.make()
     return Engine(
         Runner(parts.launchers),
         pool,
-        Scheduler(limits_of(parts, account, pool)),
+        Scheduler(dataclasses.replace(limits_of(parts, account, pool), company_rows=company_rows)),
         account,
         mode,
         parts,

@@ -25,6 +25,8 @@ class Kind(enum.IntEnum):
     """The last token of each sequence of a causal model, against stored keys and values."""
     LAYERED = 7
     """Some layers of one sequence of a causal model, or its last token; its keys do not fit the pool."""
+    LAYERS = 8
+    """Some layers of one long refresh, whose hidden rows stay on the device until the next ones."""
 
 
 SUBMITTED = (
@@ -36,6 +38,7 @@ SUBMITTED = (
     Kind.STAGE,
     Kind.PREFILL,
     Kind.LAYERED,
+    Kind.LAYERS,
 )
 """The order of the parts of an iteration: the host prepares the next reuse while the others run."""
 
@@ -45,6 +48,10 @@ CHEAP = (Kind.REUSE, Kind.DECODE)
 
 COMPANY_ROWS = 2048
 """Rows from which on whole sequences are about as quick in turn as together."""
+
+CUT = 2
+"""Where clients share the engine, a refresh of more than so many times `company_rows` rows is cut by
+layers."""
 
 CALL_SHARE = 7 / 8
 """The share of places, pages and other room that one call has at most where clients share the engine."""
@@ -94,6 +101,16 @@ class Demand(NamedTuple):
     entries: int
     steps: int = 1
     ahead: bool = False
+
+
+class Held(NamedTuple):
+    """What stays on the device for a request between two of its parts: hidden rows of a refresh.
+
+    - `rows`: by how many rows parts of others are smaller meanwhile, at least.
+    """
+
+    request: int
+    rows: int
 
 
 @dataclasses.dataclass(frozen=True)

@@ -230,12 +230,13 @@ class Engine:
 
     def programs(self) -> list[Program]:
         """What the ladder of this engine needs compiled."""
-        return [program for kind in self.parts.compiled for program in kind.programs()]
+        warmed = self.parts.warmed(shared=self.scheduler.limits.shared)
+        return [program for kind in warmed for program in kind.programs()]
 
     def warm(self) -> None:
         """Compile the whole ladder: nothing that fits it compiles afterwards."""
         with self._lock:
-            for kind in self.parts.compiled:
+            for kind in self.parts.warmed(shared=self.scheduler.limits.shared):
                 kind.warm()
 
     def settle(self) -> None:
@@ -244,7 +245,7 @@ class Engine:
 
     def between_parts[T](self, function: Callable[[], T]) -> T:
         """`function()`, while no part of the engine runs."""
-        return self.runner.between_parts(function)
+        return self.runner.between_parts(lambda: self.parts.with_room(function))
 
     def close(self) -> None:
         """Wait for what runs, forget all requests and free the KV pool."""
@@ -276,7 +277,7 @@ class Engine:
         state = self.entries.remove(request, how)
         if self.trace is not None:
             self.trace.left(state, how)
-        self._forget(request)
+        self.parts.forget(request)
         if self._in_pool(state) and request in self.scheduler.running:
             self.pool.release(state, keep=how != "failed")
         self.scheduler.remove(request)
@@ -298,7 +299,7 @@ class Engine:
                 failed.append(self._end(request, error))
         # Who goes ahead begins the next iteration, while the present one is in flight.
         kinds = [kind for kind in self._flight.kinds if not (ahead and kind in CHEAP)]
-        for part in self.scheduler.plan(ready, kinds, 0 if ahead else self._flight.rows):
+        for part in self.scheduler.plan(ready, kinds, 0 if ahead else self._flight.rows, self.parts.held()):
             failed += self._submit_part(part, ready, ahead)
         return failed
 
@@ -374,25 +375,18 @@ class Engine:
 
     def _free(self) -> None:
         self.pool.free()
-        for holder in self.parts.holders:
-            holder.clear()
+        self.parts.clear()
 
     def _rebuild_lost_pools(self) -> None:
         """Make the KV pool again where a failed executable took it along; clear the holders anyway."""
-        for holder in self.parts.holders:
-            holder.clear()
+        self.parts.clear()
         if self.pool.lost:
             self.pool.free()
             self.entries.counts["rebuilt"] += 1
             for entry in self.entries:
                 if self._in_pool(entry.request):
                     entry.request.go_back()
-                    self._forget(entry.request.id)
+                    self.parts.forget(entry.request.id)
 
     def _in_pool(self, request: Request) -> bool:
         return self.parts.costs.life(request.spec).pages > 0
-
-    def _forget(self, request: int) -> None:
-        """Give up what was prepared for a request, or is held for it beside the pool."""
-        for holder in self.parts.holders:
-            holder.forget(request)

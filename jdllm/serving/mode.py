@@ -14,7 +14,7 @@ from jdllm.models.config import ModelConfig
 from jdllm.planning.ladder import Entry
 from jdllm.serving.adaptive.verifier import Verifier
 from jdllm.serving.background import Background
-from jdllm.serving.demands import Demand, Kind, Life
+from jdllm.serving.demands import COMPANY_ROWS, Demand, Held, Kind, Life
 from jdllm.serving.launch import Compiled, Launcher
 from jdllm.serving.on_device import OnDevice
 from jdllm.serving.request import Request
@@ -30,12 +30,15 @@ class Extras(NamedTuple):
     - `max_num_logits`: head rows whose logits may exist at a time.
     - `verifier`: the model that checks the drafts of adaptive parallel decoding.
     - `offloaded`: all weights, where layers are in host memory.
+    - `company_rows`: of `Limits`; where clients share the engine, a refresh of more than `CUT` times as many
+      is cut.
     """
 
     chunks: ChunkConfig | None = None
     max_num_logits: int | None = None
     verifier: Verifier | None = None
     offloaded: OffloadedWeights | None = None
+    company_rows: int = COMPANY_ROWS
 
 
 class Holder(Protocol):
@@ -73,7 +76,8 @@ class EngineParts:
     - `launchers`: for each kind of part the function that packs it.
     - `costs`: counts what requests take.
     - `check`: raises `JdllmError` for a request that this engine cannot serve.
-    - `compiled`: what a warm-up compiles.
+    - `compiled`: what a warm-up compiles; `compiled_shared`: what it compiles too where clients share the
+      engine.
     - `holders`: what holds something for requests beside the pool.
     - `longest_served`: tokens of the longest sequence that has room.
     - `head_rows`: head rows that requests share in one part.
@@ -82,6 +86,8 @@ class EngineParts:
     - `longest`: rows of the longest request that is admitted.
     - `beside_pool`: rows up to which a step leaves the pool where it is.
     - `whole_rows`: rows of whole sequences that share one part.
+    - `held`: what stays on the device between two parts of a request, `None` where nothing does.
+    - `set_aside`: takes this off the device until the next part; called in the thread of the parts.
     """
 
     launchers: Mapping[Kind, Launcher]
@@ -96,6 +102,32 @@ class EngineParts:
     longest: int
     beside_pool: int
     whole_rows: int
+    compiled_shared: Sequence[Compiled] = ()
+    held: Callable[[], Held | None] = lambda: None
+    set_aside: Callable[[], None] = lambda: None
+
+    def forget(self, request: int) -> None:
+        """Give up everything that is held for a request."""
+        for holder in self.holders:
+            holder.forget(request)
+
+    def clear(self) -> None:
+        """Give up everything that a failed part may have damaged."""
+        for holder in self.holders:
+            holder.clear()
+
+    def with_room[T](self, function: Callable[[], T]) -> T:
+        """`function()`, which may take all the memory that a step has; in the thread of the parts."""
+        self.set_aside()
+        return function()
+
+    def warmed(self, *, shared: bool) -> list[Compiled]:
+        """What a warm-up compiles.
+
+        Arguments:
+        - `shared`: whether clients share the engine.
+        """
+        return [*self.compiled, *(self.compiled_shared if shared else ())]
 
 
 class Mode(Protocol):

@@ -22,8 +22,8 @@ the first pick; ties go to the earlier admission. Reuses and decodes are cheap a
 them, each in the order of turns. Who does not fit what is left is passed over, but not for ever:
 
 - Where the first pick does not fit beside what is in flight, nobody is served until it does. Every plan
-  therefore serves the first pick, or waits for one of at most seven parts of other kinds. A request that n
-  running requests precede in turn is served within 8 (n + 1) plans in which it is ready and its kind is not
+  therefore serves the first pick, or waits for one of at most eight parts of other kinds. A request that n
+  running requests precede in turn is served within 9 (n + 1) plans in which it is ready and its kind is not
   busy. A second plan that serves nobody before a part has ended is not counted.
 - Refreshes that are due at once are spread over several iterations. Two iterations in a row serve more rows
   than one has room for, because the first refresh that an iteration passes over is the first that the next
@@ -41,6 +41,11 @@ them, each in the order of turns. Who does not fit what is left is passed over, 
   request pays neither for the steps nor for the rows of long ones. Where n calls run, and their longest part
   takes P seconds, a call of such requests is overdue, and comes before all these, once the calls have had
   4 n P seconds of the device since its last part.
+
+**Long refreshes** are cut by layers into parts of a kind of their own. Between two such parts hidden rows of
+one request are held (`Held`). Refreshes and reuses that leave room for these rows run meanwhile. Other
+requests, long refreshes among them, are not ready until the last of these parts is on its way. A plan begins
+at most one long refresh, so a request that waits for n plans waits for at most n long refreshes of others.
 """
 
 import dataclasses
@@ -54,6 +59,7 @@ from jdllm.serving.demands import (
     PART_SECONDS,
     SUBMITTED,
     Demand,
+    Held,
     Kind,
     Life,
     Limits,
@@ -63,6 +69,8 @@ from jdllm.serving.pace import Pace
 from jdllm.serving.shares import Caller, Turns
 
 _WHOLE = (Kind.FULL, Kind.ADAPTIVE)
+_ALONE = (Kind.STAGE, Kind.LAYERS)
+_BESIDE_HELD = (Kind.REFRESH, Kind.REUSE)
 _LONGER = 4
 """By which factor a whole sequence may be longer than the first of its part, if that is another call's."""
 
@@ -91,13 +99,14 @@ class _Draft:
     entries: int = 0
 
     def holds(self, demand: Demand, limits: Limits, whole_rows: int) -> bool:
-        """Whether `demand` fits too. A part that is empty holds everything, one that prepares one request.
+        """Whether `demand` fits too. A part that is empty holds everything. A part that prepares, or that has
+        some layers, holds one request.
 
         Arguments:
         - `whole_rows`: rows of a part of whole sequences.
         """
         return not self.ids or (
-            demand.kind is not Kind.STAGE
+            demand.kind not in _ALONE
             and (demand.kind not in _WHOLE or self.rows + demand.rows <= whole_rows)
             and (demand.kind is not Kind.REUSE or self.rows + demand.rows <= limits.reuse_rows)
             and len(self.ids) < limits.max_num_seqs
@@ -110,6 +119,22 @@ class _Draft:
         self.rows += demand.rows
         self.head_rows += demand.head_rows
         self.entries += demand.entries
+
+
+@dataclasses.dataclass(slots=True)
+class _Left:
+    """Rows that a plan may still give: in all, and beside what is held, which the holder's own part has."""
+
+    rows: int
+    beside: int
+
+    def holds(self, demand: Demand) -> bool:
+        return demand.rows <= self.rows and (demand.kind is Kind.LAYERS or demand.rows <= self.beside)
+
+    def take(self, demand: Demand) -> None:
+        self.rows -= demand.rows
+        if demand.kind is not Kind.LAYERS:
+            self.beside -= demand.rows
 
 
 class Scheduler:
@@ -216,7 +241,11 @@ class Scheduler:
         self._pace.learn(part.kind, rows, seconds / max(1, part.steps), woke=woke)
 
     def plan(
-        self, ready: Mapping[int, Demand], busy: Collection[Kind] = (), in_flight_rows: int = 0
+        self,
+        ready: Mapping[int, Demand],
+        busy: Collection[Kind] = (),
+        in_flight_rows: int = 0,
+        held: Held | None = None,
     ) -> list[Part]:
         """Choose the parts that are submitted next.
 
@@ -226,15 +255,18 @@ class Scheduler:
         - `busy`: kinds of which a part is in flight. They get no other: requests that are one step apart
           would else stay apart for ever. Reuses and decodes are not among them where requests go ahead.
         - `in_flight_rows`: rows of the parts in flight.
+        - `held`: what is held for a request between two parts.
 
         Returns at most one part of each kind, in the order of `SUBMITTED`. Together with what is in flight
         they have at most `max_num_batched_tokens` rows, except that a longer request is served when nothing
         else is in flight, and then alone. One that takes more than a part has is alone in it.
         """
         self._plans += 1
-        turns = self._turns([request for request, demand in ready.items() if demand.kind not in busy], busy)
-        left = self.limits.max_num_batched_tokens - in_flight_rows
-        if not turns or (busy and ready[turns[0]].rows > left):
+        most = self.limits.max_num_batched_tokens
+        left = _Left(most - in_flight_rows, most - (held.rows if held else 0))
+        able = (request for request, demand in ready.items() if demand.kind not in busy)
+        turns = self._turns([i for i in able if held is None or _runs_beside(held, i, ready[i], left)], busy)
+        if not turns or (busy and not left.holds(ready[turns[0]])):
             return []
         first, *others = turns
         others.sort(key=lambda request: ready[request].kind not in CHEAP)
@@ -246,13 +278,13 @@ class Scheduler:
             demand = ready[request]
             draft = drafts[demand.kind]
             if request == first or (
-                demand.rows <= left
+                left.holds(demand)
                 and draft.holds(demand, limits, whole_rows)
                 and self._joins(request, draft, ready)
                 and (self._has_pages(request) or first_without_pages not in passed)
             ):
                 draft.add(request, demand)
-                left -= demand.rows
+                left.take(demand)
             else:
                 passed.add(request)
         return [
@@ -347,3 +379,9 @@ class Scheduler:
         if not self.limits.shared:
             return most
         return min(most, self._pace.steps(kind, sum(demand.rows for demand in demands), PART_SECONDS))
+
+
+def _runs_beside(held: Held, request: int, demand: Demand, left: _Left) -> bool:
+    """Whether a step may run while something is held. A whole sequence without pages may take all the memory
+    that a step has, however short it is; so may a stage."""
+    return request == held.request or (demand.kind in _BESIDE_HELD and demand.rows <= left.beside)

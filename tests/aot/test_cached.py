@@ -9,12 +9,12 @@ import pytest
 
 from benchmarks.shapes import SHAPES
 from jdllm.compiling.executables import temp_bytes
-from jdllm.decoding.cached import refresh, reuse
+from jdllm.decoding.cached import last_layers, refresh, reuse, some_layers
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.unseen import Unseen
 from jdllm.execution.paged.pool import PAGE_ROWS, KvArrays, pool_shape
 from jdllm.models.config import ModelConfig
-from jdllm.models.weights import abstract_params
+from jdllm.models.weights import abstract_params, tree_bytes
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.aot import compile_for
 from jdllm.planning.ladder import Sizes, make_ladder
@@ -153,3 +153,31 @@ def test_the_host_need_not_wait_for_a_usual_part():
     arguments = (params, batch, table, pool, unseen(source))
     for steps, counted in ((None, 0), (np.int32(1), 1)):
         assert counted_turns(compile_for("h200", reuse, *arguments, steps, **STATIC)) == counted
+
+
+@pytest.mark.parametrize("part", ["some", "last"])
+def test_layers_of_a_refresh_write_the_pool_in_place_and_the_host_need_not_wait(part: str):
+    """Beside the pool, only hidden rows stay from part to part, and some layers replace them. XLA copies
+    the weights of a layer whose number only the device knows."""
+    asked, pages = requests("head_sparse")
+    (batch, _), selection, table, _ = pack_refresh(asked, CONFIG, pages, entry_of(asked))
+    params, pool = abstract_params(CONFIG, "bfloat16"), abstract_pool(pages)
+    rows = len(batch.tokens)
+    hidden = jax.ShapeDtypeStruct((rows, CONFIG.hidden_size), jnp.bfloat16)
+    if part == "some":
+        arguments = params, hidden, batch.rows, selection, table, np.int32(3), pool
+        donate = ("hidden", "pool")
+        compiled = compile_for("h200", some_layers, *arguments, donate=donate, config=CONFIG, count=4)
+    else:
+        arguments = params, batch, selection, table, hidden, pool
+        compiled = compile_for("h200", last_layers, *arguments, donate=("pool",), count=4, **STATIC)
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    hidden_bytes = rows * CONFIG.hidden_size * 2
+    copied = tree_bytes(params["layers"]) // CONFIG.num_layers if part == "some" else 0
+    planned = plan_for("head_sparse", rows, len(batch.head.row))
+    assert memory.temp_size_in_bytes < planned + copied + 64 * MIB
+    assert memory.temp_size_in_bytes < layer_bytes(pages)
+    kept = 2 * CONFIG.num_layers * layer_bytes(pages) + hidden_bytes * (part == "some")
+    assert memory.alias_size_in_bytes >= kept
+    assert counted_turns(compiled) == 0

@@ -3,10 +3,10 @@
 import dataclasses
 from collections.abc import Collection
 
-from jdllm.serving.demands import Demand, Kind, Life, Limits
+from jdllm.serving.demands import Demand, Held, Kind, Life, Limits
 from jdllm.serving.scheduler import Scheduler
 
-FULL, REFRESH, REUSE, ADAPTIVE, STAGE, PREFILL, DECODE, LAYERED = Kind
+FULL, REFRESH, REUSE, ADAPTIVE, STAGE, PREFILL, DECODE, LAYERED, LAYERS = Kind
 LIMITS = Limits(
     max_num_batched_tokens=100,
     max_num_seqs=8,
@@ -41,6 +41,10 @@ def prepare(rows: int) -> Demand:
     return Demand(STAGE, rows, 0, 0)
 
 
+def layers(rows: int) -> Demand:
+    return Demand(LAYERS, rows, 1, 0)
+
+
 def with_lives(*lives: Life, limits: Limits = LIMITS, call: int | None = None) -> Scheduler:
     """Requests 0, 1, ... wait, each a call of its own unless all are of one."""
     scheduler = Scheduler(limits)
@@ -59,9 +63,11 @@ class Plans:
         self.scheduler.admit()
         self.ready = dict(enumerate(demands))
 
-    def plan(self, busy: Collection[Kind] = (), rows: int = 0) -> dict[Kind, tuple[int, ...]]:
+    def plan(
+        self, busy: Collection[Kind] = (), rows: int = 0, held: Held | None = None
+    ) -> dict[Kind, tuple[int, ...]]:
         """The parts of a plan, which end at once; they take a second for each row."""
-        parts = self.scheduler.plan(self.ready, busy, rows)
+        parts = self.scheduler.plan(self.ready, busy, rows, held)
         for part in parts:
             self.scheduler.charge(part, sum(self.ready[request].rows for request in part.ids))
         return {part.kind: part.ids for part in parts}

@@ -21,7 +21,19 @@ class Script(NamedTuple):
     def next(self, done: int) -> Demand:
         """The step after so many, and how many of its kind there are."""
         demand, *later = self.steps[done:]
+        if demand.kind is Kind.LAYERS:
+            return demand
         return demand._replace(steps=1 + sum(1 for _ in itertools.takewhile(demand.__eq__, later)))
+
+    def in_layers(self, done: int) -> bool:
+        """Whether some but not all layers of a refresh have run after so many steps."""
+        kinds = [step.kind for step in self.steps[max(done - 1, 0) : done + 1]]
+        return done > 0 and kinds == [Kind.LAYERS, Kind.LAYERS]
+
+
+def held_rows(demand: Demand) -> int:
+    """By how many rows other parts are smaller between two parts of a refresh that is cut."""
+    return -(-demand.rows // 3)
 
 
 def uncached(kind: Kind, rows: int, head_rows: int, steps: int) -> Script:
@@ -35,6 +47,16 @@ def cached(rows: int, head_rows: int, window: int, reuses: list[int]) -> Script:
     refresh = Demand(Kind.REFRESH, rows, min(head_rows, rows), 0)
     reuse = Demand(Kind.REUSE, window, min(head_rows, window), pages)
     return Script(Life(rows, pages), tuple(step for n in reuses for step in (refresh, *(reuse,) * n)))
+
+
+def cut(rows: int, head_rows: int, window: int, parts: int, reuses: list[int]) -> Script:
+    """A block is a refresh in some parts, and some reuses."""
+    pages, window = -(-rows // PAGE_ROWS), min(window, rows)
+    layers = Demand(Kind.LAYERS, rows, min(head_rows, rows), 0)
+    reuse = Demand(Kind.REUSE, window, min(head_rows, window), pages)
+    return Script(
+        Life(rows, pages), tuple(step for n in reuses for step in (*(layers,) * parts, *(reuse,) * n))
+    )
 
 
 def prepared(rows: int, window: int, stages: int, reuses: list[int]) -> Script:
@@ -73,6 +95,14 @@ ROWS = st.integers(1, 16) | st.integers(1, 60)
 SCRIPTS = st.one_of(
     st.builds(uncached, st.sampled_from([Kind.FULL, Kind.ADAPTIVE]), ROWS, ROWS, st.integers(1, 12)),
     st.builds(cached, ROWS, ROWS, st.integers(1, 12), st.lists(st.integers(0, 4), min_size=1, max_size=4)),
+    st.builds(
+        cut,
+        ROWS,
+        ROWS,
+        st.integers(1, 12),
+        st.integers(2, 4),
+        st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    ),
     st.builds(
         prepared,
         ROWS,

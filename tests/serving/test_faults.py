@@ -19,19 +19,18 @@ from jdllm.pallas.device import CPU
 from jdllm.planning.account import make_account
 from jdllm.serving.background import Background
 from jdllm.serving.build import limits_of
-from jdllm.serving.demands import Demand
+from jdllm.serving.demands import Demand, Life
 from jdllm.serving.diagnosis import Diagnosis
 from jdllm.serving.engine import Engine
 from jdllm.serving.launch import Launch, Launcher
-from jdllm.serving.long.preparation import Preparation
-from jdllm.serving.mode import Extras
-from jdllm.serving.modes.denoising import Denoising, DenoisingCosts
+from jdllm.serving.mode import Costs, Extras
+from jdllm.serving.modes.denoising import Denoising
 from jdllm.serving.on_device import OnDevice
 from jdllm.serving.pool.kv_pool import KvPool
 from jdllm.serving.request import Request
 from jdllm.serving.runner import Runner
 from jdllm.serving.scheduler import Scheduler
-from jdllm.serving.spec import generation_spec, infill_spec
+from jdllm.serving.spec import RequestSpec, generation_spec, infill_spec
 from jdllm.serving.updates import Ended, Update
 from tests.engines import engine_of
 
@@ -260,16 +259,18 @@ Fault = Callable[[Request], None]
 """Raises for a request that something is wrong with."""
 
 
-class Counted(DenoisingCosts):
+class Counted(NamedTuple):
     """Costs that cannot be told of some requests."""
 
-    def __init__(self, preparation: Preparation, rows: int, fault: Fault):
-        super().__init__(preparation, rows)
-        self._fault = fault
+    costs: Costs
+    fault: Fault
+
+    def life(self, spec: RequestSpec) -> Life:
+        return self.costs.life(spec)
 
     def demand(self, request: Request) -> Demand:
-        self._fault(request)
-        return super().demand(request)
+        self.fault(request)
+        return self.costs.demand(request)
 
 
 def faulty_engine(
@@ -290,9 +291,7 @@ def faulty_engine(
         return launched
 
     launchers = {kind: faulty(launch) for kind, launch in parts.launchers.items()}
-    parts = dataclasses.replace(
-        parts, launchers=launchers, costs=Counted(Preparation(model), account.rows, counted)
-    )
+    parts = dataclasses.replace(parts, launchers=launchers, costs=Counted(parts.costs, counted))
     return Engine(
         Runner(launchers),
         pool,

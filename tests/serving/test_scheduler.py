@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jdllm.errors import RequestError
-from jdllm.serving.demands import SUBMITTED, Demand, Life, Part
+from jdllm.serving.demands import SUBMITTED, Demand, Held, Life, Part
 from jdllm.serving.scheduler import Scheduler
 from tests.serving.plans import (
     ADAPTIVE,
     DECODE,
     FULL,
+    LAYERS,
     LIMITS,
     PREFILL,
     REFRESH,
@@ -25,6 +26,7 @@ from tests.serving.plans import (
     Plans,
     adaptive,
     full,
+    layers,
     prepare,
     refresh,
     reuse,
@@ -325,3 +327,31 @@ class TestPartsFillExecutables:
 
     def test_other_kinds_are_whole(self):
         assert Plans(full(30), full(20), reuse(1), limits=self.LIMITS).plan()[FULL] == (0, 1)
+
+
+class TestLongRefreshes:
+    """Request 0 has run some layers of its refresh."""
+
+    HELD = Held(0, 50)
+
+    def test_one_part_has_layers_of_one_request(self):
+        assert Plans(layers(40), layers(40)).plan() == {LAYERS: (0,)}
+
+    @pytest.mark.parametrize("demand", [full(1), adaptive(1), prepare(1), layers(1), refresh(51), reuse(51)])
+    def test_who_needs_the_memory_waits(self, demand: Demand):
+        plans = Plans(layers(60), demand)
+        assert [plans.plan(held=self.HELD) for _ in range(3)] == [{LAYERS: (0,)}] * 3
+        assert plans.plan(busy=(LAYERS,), rows=0, held=self.HELD) == {}
+        assert 1 in {request for part in plans.plan().values() for request in part}
+
+    def test_others_leave_room_for_the_hidden_rows(self):
+        """Parts of others have at most 100 - 50 rows together, beside the 60 rows of the next layers."""
+        plans = Plans(layers(60), refresh(30), refresh(30), reuse(10))
+        assert plans.plan(held=self.HELD) == {REUSE: (3,), REFRESH: (1,), LAYERS: (0,)}
+        assert plans.plan(held=self.HELD) == {REUSE: (3,), REFRESH: (2,), LAYERS: (0,)}
+        assert plans.plan(busy=(LAYERS,), held=self.HELD) == {REUSE: (3,), REFRESH: (1,)}
+
+    def test_who_waits_begins_next(self):
+        plans = Plans(layers(60), layers(60), refresh(10))
+        plans.plan(held=self.HELD)
+        assert plans.plan() == {REFRESH: (2,), LAYERS: (1,)}

@@ -19,8 +19,9 @@ from hypothesis.stateful import (
 )
 
 from jdllm.errors import RequestError
-from jdllm.serving.demands import SUBMITTED, Demand, Kind, Life, Limits, Part
+from jdllm.serving.demands import SUBMITTED, Demand, Held, Kind, Life, Limits, Part
 from jdllm.serving.scheduler import Scheduler
+from tests.serving.in_flight import InFlight
 from tests.serving.ledger import Ledger
 from tests.serving.room import Room
 from tests.serving.scripts import SCRIPTS, Script, some_limits
@@ -39,7 +40,7 @@ class Arrivals(RuleBasedStateMachine):
 
     @initialize(limits=some_limits(), goes_ahead=st.booleans())
     def start(self, limits: Limits, goes_ahead: bool):
-        self.limits, self.goes_ahead = limits, goes_ahead
+        self.limits = limits
         self.scheduler = Scheduler(limits)
         self.arrivals = itertools.count()
         self.arrived: dict[int, int] = {}
@@ -48,7 +49,7 @@ class Arrivals(RuleBasedStateMachine):
         self.scripts: dict[int, Script] = {}
         self.waiting: deque[int] = deque()
         self.steps_done: dict[int, int] = {}
-        self.in_flight: deque[tuple[Part, int]] = deque()
+        self.in_flight = InFlight(self.scripts, self.steps_done, goes_ahead)
         self.plans = 0
         self.last_plan: dict[int, int] = {}
         self.last_plan_without_pages = 0
@@ -59,6 +60,7 @@ class Arrivals(RuleBasedStateMachine):
         self.bound: dict[int, int] = {}
         self.waited_without_pages = self.bound_without_pages = 0
         self.stalled = False
+        self.held: Held | None = None
         self.count = 0
 
     # What the test knows by its own counting.
@@ -66,32 +68,6 @@ class Arrivals(RuleBasedStateMachine):
     @property
     def running(self) -> list[int]:
         return sorted(self.steps_done, key=self.arrived.__getitem__)
-
-    @property
-    def rows_in_flight(self) -> int:
-        return sum(rows for _, rows in self.in_flight)
-
-    @property
-    def busy(self) -> set[Kind]:
-        return {part.kind for part, _ in self.in_flight}
-
-    def ready(self) -> dict[int, Demand]:
-        flying = {request for part, _ in self.in_flight for request in part.ids}
-        return {r: self.scripts[r].next(n) for r, n in self.steps_done.items() if r not in flying}
-
-    def ahead(self) -> dict[int, Demand]:
-        """The step behind that in flight of each request that goes ahead: a reuse, behind a single step."""
-        parts = [part for part, _ in self.in_flight if part.kind in (Kind.REFRESH, Kind.REUSE)]
-        kinds = [part.kind for part in parts]
-        if not self.goes_ahead or len(set(kinds)) < len(kinds) or any(part.steps > 1 for part in parts):
-            return {}
-        parts_of, found = Counter(request for part in parts for request in part.ids), {}
-        for request, count in parts_of.items():
-            done = self.steps_done.get(request)
-            later = () if done is None or count > 1 else self.scripts[request].steps[done + 1 :]
-            if done is not None and later and later[0].kind is Kind.REUSE:
-                found[request] = self.scripts[request].next(done + 1)
-        return found
 
     def has_pages(self, request: int) -> bool:
         return self.scripts[request].life.pages > 0
@@ -111,13 +87,20 @@ class Arrivals(RuleBasedStateMachine):
         """Whether `demand` fits beside so many rows in flight and what is `before` it."""
         part = [other for other in before if other.kind is demand.kind]
         rows = in_flight + sum(other.rows for other in before) + demand.rows
-        return rows <= self.limits.max_num_batched_tokens and (not part or self.one_part([*part, demand]))
+        fits = rows <= self.limits.max_num_batched_tokens and self.leave_room([*before, demand], demand)
+        return fits and (not part or self.one_part([*part, demand]))
+
+    def leave_room(self, demands: Iterable[Demand], last: Demand) -> bool:
+        """Whether steps leave room for what is held, whose owner's own parts need no more."""
+        rows = sum(demand.rows for demand in demands if demand.kind is not Kind.LAYERS)
+        rows += self.held.rows if self.held else 0
+        return last.kind is Kind.LAYERS or rows <= self.limits.max_num_batched_tokens
 
     def one_part(self, demands: Iterable[Demand]) -> bool:
         kinds, rows, head_rows, entries, *_ = zip(*demands, strict=True)
         whole_rows = self.limits.whole_rows if len(self.ledger) == 1 else self.limits.company_rows
         return (
-            Kind.STAGE not in kinds
+            not {Kind.STAGE, Kind.LAYERS}.intersection(kinds)
             and len(kinds) <= self.limits.max_num_seqs
             and sum(head_rows) <= self.limits.max_num_logits
             and sum(entries) <= self.limits.entries
@@ -226,10 +209,12 @@ class Arrivals(RuleBasedStateMachine):
     @rule()
     def plan(self):
         self.count += 1
-        ready, busy, rows, ahead = self.ready(), self.busy, self.rows_in_flight, self.ahead()
+        flight = self.in_flight
+        ready, busy, rows, ahead = flight.ready(), flight.busy, flight.rows, flight.ahead()
+        self.held = flight.held()
         if ahead:  # the next iteration begins
             ready, busy, rows = ready | ahead, busy - {Kind.REUSE}, 0
-        parts = self.scheduler.plan(ready, busy, rows)
+        parts = self.scheduler.plan(ready, busy, rows, self.held)
         served = {request: ready[request] for part in parts for request in part.ids}
         candidates = self.candidates(ready, busy)
         self.check_parts(parts, ready, busy)
@@ -255,7 +240,7 @@ class Arrivals(RuleBasedStateMachine):
         assert not served or alone or together <= self.limits.max_num_batched_tokens
         for part in parts:
             submitted = part._replace(steps=1) if ahead.keys() & part.ids else part
-            self.in_flight.append((submitted, sum(ready[r].rows for r in part.ids)))
+            self.in_flight.add(submitted, sum(ready[r].rows for r in part.ids))
 
     def check_parts(self, parts: list[Part], ready: dict[int, Demand], busy: set[Kind]) -> None:
         kinds = [part.kind for part in parts]
@@ -321,12 +306,16 @@ class Arrivals(RuleBasedStateMachine):
 
     def candidates(self, ready: dict[int, Demand], busy: set[Kind]) -> dict[int, Demand]:
         """Those that may be served: without pages only if the first has had least, or nobody else can be."""
-        found = {r: demand for r, demand in ready.items() if demand.kind not in busy}
+        found = {r: d for r, d in ready.items() if d.kind not in busy and self.runs_beside_held(r, d)}
         without = sorted((r for r in found if not self.has_pages(r)), key=self.turn)
         waits = len(found) > len(without) or busy
         if without and waits and not self.ledger.goes_first(self.scripts[without[0]].call):
             return {r: demand for r, demand in found.items() if self.has_pages(r)}
         return found
+
+    def runs_beside_held(self, request: int, demand: Demand) -> bool:
+        small = demand.kind in (Kind.REFRESH, Kind.REUSE) and self.leave_room([demand], demand)
+        return self.held is None or request == self.held.request or small
 
     def charge(self, part: Part, ticks: int) -> None:
         """The requests of a part share its time, in ticks that are whole for each row."""
@@ -345,7 +334,7 @@ class Arrivals(RuleBasedStateMachine):
     def end(self, ticks: int = 1):
         """The oldest part in flight ends; those of its requests that are still there have done a step."""
         self.count += 1
-        part, _ = self.in_flight.popleft()
+        part = self.in_flight.end()
         self.stalled = False
         self.charge(part, ticks)
         for request in part.ids:
@@ -364,7 +353,7 @@ class Arrivals(RuleBasedStateMachine):
     def fail(self):
         """The oldest part in flight fails, and its requests with it."""
         self.count += 1
-        part, _ = self.in_flight.popleft()
+        part = self.in_flight.end()
         self.stalled = False
         for request in part.ids:
             if request in self.steps_done:

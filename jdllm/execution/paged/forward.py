@@ -4,12 +4,20 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
+from jdllm.arrays import Tensor
 from jdllm.execution.few_rows.chain import ChainOperands, chain_operands, chains, run_chain
 from jdllm.execution.paged.pool import KvArrays
 from jdllm.execution.paged.selection import Selection, Slots, slots_of, sources, store
-from jdllm.execution.transformer import Wanted, embed, packed_ranges, ranges_of_wanted, scan_layers
+from jdllm.execution.transformer import (
+    Wanted,
+    embed,
+    packed_ranges,
+    ranges_of_wanted,
+    scan_layers,
+    scan_some_layers,
+)
 from jdllm.models.block import Hidden, RowInts, Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.layer import Heads, Layer, Ranges, Rotation
@@ -17,6 +25,9 @@ from jdllm.models.rotary import cos_sin
 from jdllm.models.weights import Params
 from jdllm.pallas.attention import AttentionOutput
 from jdllm.pallas.split_attention import PageTable, split_attention
+
+_Carry = tuple[Hidden, KvArrays]
+_Body = Callable[[_Carry, Layer], _Carry]
 
 
 class SelectedRanges(NamedTuple):
@@ -98,19 +109,71 @@ def forward_refresh(
 
     Returns the hidden rows of `wanted`, which storing does not change, and the pool.
     """
+    sees = _sees(config, rows, pool, selection, table, scored=scored, usual=usual)
+    body, last = _layers(sees, wanted)
+    return scan_layers(params, config, (embed(params, tokens), pool), body, last=last)
+
+
+def forward_some_layers(
+    params: Params,
+    config: ModelConfig,
+    h: Hidden,
+    rows: Rows,
+    pool: KvArrays,
+    selection: Selection,
+    table: PageTable,
+    *,
+    first: Int[Tensor, ""] | int,
+    count: int,
+    wanted: Wanted | None = None,
+) -> tuple[Hidden, KvArrays]:
+    """`count` layers of a scored and usual `forward_refresh` from layer `first` on, where all are alike.
+
+    Arguments:
+    - `h`: the rows that the layers before have made; before the first layer, embedded tokens.
+    - `rows`, `pool`, `selection`, `table`: as of the whole refresh.
+    - `first`: may be known on the device only.
+    - `count`: static.
+    - `wanted`: where the last of these layers is the model's last one.
+
+    Returns the hidden rows, those of `wanted` where it is given, and the pool.
+    """
+    sees = _sees(config, rows, pool, selection, table, scored=True, usual=True)
+    body, last = _layers(sees, wanted)
+    return scan_some_layers(params, config, first, count, (h, pool), body, last=last)
+
+
+def _sees(
+    config: ModelConfig,
+    rows: Rows,
+    pool: KvArrays,
+    selection: Selection,
+    table: PageTable,
+    *,
+    scored: bool,
+    usual: bool,
+) -> SelectedRanges:
+    """What is the same in all layers of a refresh."""
     ranges, slots = packed_ranges(config, rows), slots_of(selection, table, pool.k.shape[3])
+    return SelectedRanges(ranges, pool, selection, slots, scored, usual)
 
-    def body(carry: tuple[Hidden, KvArrays], layer: Layer) -> tuple[Hidden, KvArrays]:
-        h, pool = carry
-        return layer.apply(h, SelectedRanges(ranges, pool, selection, slots, scored, usual))
 
-    def last(carry: tuple[Hidden, KvArrays], layer: Layer) -> tuple[Hidden, KvArrays]:
+def _layers(sees: SelectedRanges, wanted: Wanted | None) -> tuple[_Body, _Body | None]:
+    """What a refresh does in a layer, and in the model's last layer, of which some rows are `wanted`."""
+
+    def body(carry: _Carry, layer: Layer) -> _Carry:
         h, pool = carry
+        return layer.apply(h, sees._replace(pool=pool))
+
+    def last(carry: _Carry, layer: Layer) -> _Carry:
+        assert wanted is not None
+        h, pool = carry
+        ranges = sees.ranges
         k, v, q = layer.project(h, ranges.rotation, ("k", "v", "q"))  # all queries only to score keys
-        pool = SelectedRanges(ranges, pool, selection, slots, scored, usual).store(layer, q, k, v)
+        pool = sees._replace(pool=pool).store(layer, q, k, v)
         return layer.apply(h[wanted.rows], ranges_of_wanted(ranges, wanted, (k, v)))[0], pool
 
-    return scan_layers(params, config, (embed(params, tokens), pool), body, last=last)
+    return body, None if wanted is None else last
 
 
 def forward_reuse(

@@ -16,7 +16,9 @@ from jdllm.decoding.unseen import Unseen
 from jdllm.execution.few_rows.chain import chains
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.execution.paged.selection import USUAL_BLOCK, USUAL_WIDTH
+from jdllm.models.config import ModelConfig
 from jdllm.pallas.masked_logits import Level
+from jdllm.planning.account import Account
 from jdllm.planning.buckets import power_bucket
 from jdllm.planning.ladder import TILE_ROWS, Entry, Ladder, Sizes
 from jdllm.serving.ahead import told_by_table
@@ -197,7 +199,7 @@ class CachedRunner:
         it is not compiled for that alone, nor once all sizes of the other one are compiled.
         """
         scoring = [request for request in requests if _scores(request)]
-        usual = all(map(_scores_as_usual, scoring)) and _head_level(requests) is Level.TOP
+        usual = all(map(is_usual, requests))
         now = any(request.phase is Phase.REFRESH for request in scoring)
         plain, scored = (self.refresh_sizes[RefreshForm(x, usual)].compiled for x in (False, True))
         whole = scored.issuperset(self._refresh_entries[usual])
@@ -206,7 +208,9 @@ class CachedRunner:
     def _refresh_program(self, batch: RefreshBatch, entry: Entry, form: RefreshForm) -> Program:
         args = self._params, batch.packed.batch, batch.selection, batch.table, self._pool.abstract
         level = Level.TOP if form.usual else Level.FILTERED
-        static = self._static(entry, level) | form._asdict() | {"left": self._left}
+        static = (
+            step_static(self._config, self._account, entry, level) | form._asdict() | {"left": self._left}
+        )
         return Program(_refresh, args, static, donate=("pool",), name=f"refresh of {entry.rows} rows")
 
     def _reuse_program(self, batch: ReuseBatch, entry: Entry, level: Level, steps: int | None) -> Program:
@@ -217,20 +221,28 @@ class CachedRunner:
         most = None if steps is None else np.int32(steps)
         unseen = Unseen(self._nothing_left, self._nothing_left, batch.source)
         args = self._params, batch.packed.batch, batch.table, self._pool.abstract, unseen, most
-        static, chained = self._static(entry, level), self._chained(entry.rows)
+        static = step_static(self._config, self._account, entry, level)
+        chained = self._chained(entry.rows)
         return Program(_reuse, args, static, chained=chained, name=f"reuse of {entry.rows} rows")
 
     def _usual_entries(self, entry: Entry) -> int:
         """Entries of the page table of a reuse."""
         return self._pool.entries(entry.rows // TILE_ROWS)
 
-    def _static(self, entry: Entry, level: Level) -> dict[str, Any]:
-        return {
-            "config": self._config,
-            "mask_id": mask_id_of(self._config),
-            "logits_chunks": -(-entry.head_rows // self._account.max_num_logits),
-            "level": level,
-        }
+
+def step_static(config: ModelConfig, account: Account, entry: Entry, level: Level) -> dict[str, Any]:
+    """The static arguments of every cached step."""
+    return {
+        "config": config,
+        "mask_id": mask_id_of(config),
+        "logits_chunks": -(-entry.head_rows // account.max_num_logits),
+        "level": level,
+    }
+
+
+def is_usual(request: Request) -> bool:
+    """Whether the usual form of a refresh serves a request: see `RefreshForm`."""
+    return _head_level([request]) is Level.TOP and (not _scores(request) or _scores_as_usual(request))
 
 
 def _head_level(requests: list[Request]) -> Level:

@@ -23,6 +23,7 @@ from jdllm.serving.demands import Demand, Kind, Life
 from jdllm.serving.denoise.cached_packing import reuse_demand
 from jdllm.serving.denoise.cached_runner import CachedRunner
 from jdllm.serving.denoise.full_runner import FullRunner
+from jdllm.serving.denoise.layers_runner import LayersRunner
 from jdllm.serving.launch import Compiled, Launcher
 from jdllm.serving.long.preparation import Preparation
 from jdllm.serving.long.request import LongRequest, LongSpec
@@ -63,13 +64,15 @@ class Denoising:
             offloaded=extras.offloaded,
         )
         cached = CachedRunner(model, ladder, background)
+        layers = LayersRunner(model, ladder.refresh, extras.company_rows)
         launchers: dict[Kind, Launcher] = {
             Kind.FULL: full.launch,
             Kind.REFRESH: cached.refresh,
             Kind.REUSE: cached.reuse,
             Kind.STAGE: preparation.launch,
+            Kind.LAYERS: layers.launch,
         }
-        holders: list[Holder] = [preparation]
+        holders: list[Holder] = [preparation, layers]
         compiled: list[Compiled] = [full, cached]
         if extras.verifier is not None:
             keys = VerifierKeys(extras.verifier, account.rows)
@@ -84,7 +87,7 @@ class Denoising:
 
         return EngineParts(
             launchers=launchers,
-            costs=DenoisingCosts(preparation, account.rows),
+            costs=DenoisingCosts(preparation, account.rows, layers),
             check=check,
             compiled=compiled,
             holders=holders,
@@ -95,6 +98,9 @@ class Denoising:
             longest=account.longest if extras.chunks is None else LONGEST,
             beside_pool=account.max_context,
             whole_rows=min(account.rows, ladder.full[-1].rows),
+            compiled_shared=[layers],
+            held=lambda: layers.held_rows,
+            set_aside=layers.set_aside,
         )
 
 
@@ -104,11 +110,13 @@ class DenoisingCosts:
     Arguments:
     - `preparation`: prepares requests over long contexts.
     - `rows`: packed rows of a step of the ladder. Beyond, a request takes the rows that are compiled for it.
+    - `layers`: runs refreshes that are cut.
     """
 
-    def __init__(self, preparation: Preparation, rows: int):
+    def __init__(self, preparation: Preparation, rows: int, layers: LayersRunner):
         self._preparation = preparation
         self._rows = rows
+        self._layers = layers
 
     def life(self, spec: RequestSpec) -> Life:
         pages = -(-spec.stored_rows // PAGE_ROWS) if spec.cached else 0
@@ -122,6 +130,7 @@ class DenoisingCosts:
             needs, ahead = reuse_demand(request, PAGE_ROWS), told_by_table(request)
             return Demand(Kind.REUSE, *needs, request.reuse_steps, ahead)
         if request.cached:
-            return Demand(Kind.REFRESH, *demand(request), 0)
+            kind = Kind.LAYERS if self._layers.takes(request) else Kind.REFRESH
+            return Demand(kind, *demand(request), 0)
         kind = Kind.ADAPTIVE if request.adaptive else Kind.FULL
         return Demand(kind, *demand(request), 0, request.steps_left)
