@@ -38,6 +38,7 @@ CASES = {
     "causal_agreement": Case("benchmarks.causal_agreement:main", "causal models: greedy tokens in 16 bits"),
     "prefilling": Case("benchmarks.prefilling:main", "questions over long contexts, by stage"),
     "simulate": Case("benchmarks.recorded_trace:main", "the scheduler under a recorded load, without a card"),
+    "trace_picture": Case("benchmarks.trace_picture:main", "a picture of some tenths of a second of traces"),
     "phases": Case("benchmarks.phases:main", "what phase multiplexing is worth, without a card"),
     "serving": Case("benchmarks.serving:main", "a served model under load, over HTTP"),
     "short_request": Case("benchmarks.short_request:main", "a short request beside long ones, over HTTP"),

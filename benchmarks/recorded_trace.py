@@ -37,8 +37,8 @@ class Recorded(NamedTuple):
     evaluated: int
 
 
-def read_trace(path: Path) -> Recorded:
-    """Read what `jdllm.serving.trace.Trace` wrote of requests with a cache that finished."""
+def read_spans(path: Path) -> dict[str, list[dict[str, Any]]]:
+    """The spans of what `jdllm.serving.trace.Trace` wrote, by process: "device", "host" and "requests"."""
     text = path.read_text()
     events = json.loads(text if text.endswith("]") else text + "]")
     names = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
@@ -46,6 +46,12 @@ def read_trace(path: Path) -> Recorded:
     for event in events:
         if event["ph"] == "X":
             spans[names[event["pid"]]].append(event)
+    return spans
+
+
+def read_trace(path: Path) -> Recorded:
+    """Read a trace of requests with a cache that finished."""
+    spans = read_spans(path)
     asked, latency = _asked(spans["requests"])
     times, waking = _times(spans["host"], spans["device"])
     host = _host(spans["host"], spans["device"])._replace(waking=waking)

@@ -229,7 +229,8 @@ class _Flight:
         """Requests in flight that may reuse in a further part, as the engine has it."""
         parts = [part for part, *_ in self._parts if part.kind in CACHED]
         kinds = [part.kind for part in parts]
-        late = any(p.steps > 1 or not all(self._asked[i].ahead for i in p.ids) for p in parts)
+        reuses = [part for part in parts if part.kind is Kind.REUSE]
+        late = any(part.steps > 1 or not all(self._asked[i].ahead for i in part.ids) for part in reuses)
         if late or len(set(kinds)) < len(kinds):
             return {}
         parts_of = Counter(request for part in parts for request in part.ids)

@@ -13,7 +13,7 @@ def test_a_case_names_its_own_command(name: str, capsys: pytest.CaptureFixture[s
     assert exit_.value.code == 0
     said = capsys.readouterr().out
     assert f"usage: python3 -m benchmarks {name} " in said
-    without = ("rerun", "results", "plan_peak", "torch_step", "static_batcher")
+    without = ("rerun", "results", "plan_peak", "torch_step", "static_batcher", "trace_picture")
     assert ("--out OUT" in said) == (name not in without)
 
 

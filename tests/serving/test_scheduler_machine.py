@@ -50,9 +50,8 @@ class Arrivals(RuleBasedStateMachine):
         self.waiting: deque[int] = deque()
         self.steps_done: dict[int, int] = {}
         self.in_flight = InFlight(self.scripts, self.steps_done, goes_ahead)
-        self.plans = 0
+        self.plans = self.last_plan_without_pages = self.count = 0
         self.last_plan: dict[int, int] = {}
-        self.last_plan_without_pages = 0
         self.ledger, self.room = Ledger(), Room(limits)
         self.last_rows: dict[tuple[int, Kind], int] = {}
         self.step_seconds: dict[Kind, list[Fraction]] = {}
@@ -61,7 +60,6 @@ class Arrivals(RuleBasedStateMachine):
         self.waited_without_pages = self.bound_without_pages = 0
         self.stalled = False
         self.held: Held | None = None
-        self.count = 0
 
     # What the test knows by its own counting.
 

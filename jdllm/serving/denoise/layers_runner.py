@@ -1,6 +1,7 @@
 """Runs long refreshes some layers at a time: other parts run in between."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -111,11 +112,10 @@ class LayersRunner:
         first, begun.layers = begun.layers, begun.layers + begun.size.count
         rows = begun.size.entry.rows
         if begun.layers >= self._model.config.num_layers:
-            batch = begun.batch
-            run = lambda: self._run_last(begun)  # noqa: E731
+            batch, run = begun.batch, functools.partial(self._run_last, begun)
             return Launch(run, batch.packed.candidates, batch.stored, rows=rows, quick=True)
-        nothing = [np.zeros(0, np.int32)]
-        return Launch(lambda: self._run_some(begun, first), nothing, [None], lambda _: 0, rows, quick=True)
+        nothing, run = [np.zeros(0, np.int32)], functools.partial(self._run_some, begun, first)
+        return Launch(run, nothing, [None], lambda _: 0, rows, quick=True)
 
     @property
     def held(self) -> int:
