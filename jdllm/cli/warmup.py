@@ -33,6 +33,7 @@ def warmup(
     store = llm.executables.store
     if store is None:
         raise ConfigError(_NOWHERE)
+    llm.engine.scheduler.share()  # a server needs more than others
     done = llm.warmup(prefilling=long_settings)
     if as_json:
         print_result(json.dumps({**done._asdict(), "cache_dir": str(store.directory)}))

@@ -31,7 +31,7 @@ from jdllm.pallas.device import Kernels, Target, preferring, target
 
 __all__ = ["Executable", "Executables", "Prepared", "Program", "compiler_options", "temp_bytes"]
 
-CAPACITY = 128
+CAPACITY = 160
 """Executables that are kept in memory: enough for the largest ladder and for the needs of single requests."""
 
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"

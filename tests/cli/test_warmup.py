@@ -107,6 +107,7 @@ def test_a_cache_directory_that_cannot_be_is_a_mistake_where_it_was_asked_for(tm
 def test_warming_up_says_what_it_took(options: list[str], printed: str, monkeypatch: pytest.MonkeyPatch):
     class Warm:
         executables = SimpleNamespace(store=SimpleNamespace(directory="kept"))
+        engine = SimpleNamespace(scheduler=SimpleNamespace(share=lambda: None))
 
         def __init__(self, **_: Any): ...
 

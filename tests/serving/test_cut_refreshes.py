@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -13,10 +14,16 @@ from jdllm.checkpoints.loading import load_params
 from jdllm.compiling.executables import Executables
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.demo import checkpoint_path
+from jdllm.execution.paged.pool import PAGE_ROWS, pool_bytes
 from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import config_from_hf
-from jdllm.models.weights import Params
+from jdllm.models.weights import Params, tree_bytes
+from jdllm.pallas.device import CPU
+from jdllm.planning.account import Account, make_account
+from jdllm.planning.budget import Budget
 from jdllm.planning.ladder import make_ladder
+from jdllm.planning.step_needs import StepNeeds
+from jdllm.serving.build import make_engine
 from jdllm.serving.demands import CUT, Kind
 from jdllm.serving.engine import Engine
 from jdllm.serving.request import Request
@@ -114,8 +121,11 @@ def together(engine: Engine, requests: Sequence[Request]) -> list[Any]:
 
 
 def drive(engine: Engine, until: Callable[[], bool]) -> None:
-    while not until():
+    for _ in range(2000):
+        if until():
+            return
         engine.step()
+    raise AssertionError("the engine goes on for ever")
 
 
 def empty(engine: Engine) -> bool:
@@ -217,13 +227,20 @@ def test_a_failure_in_the_middle_is_its_parts_alone(
         cut.add(request.spec, deliver=lambda u: ends.update({u.request: u} if isinstance(u, Ended) else {}))
         for request in requests
     ]
-    launch, seen = cut.runner.submit, [0]
+    launch, run, seen = cut.runner.submit, cut.pool.run, [0]
+
+    def behind(*_: Any, **__: Any) -> Any:
+        """The next layers, which are in flight behind the part that fails: nobody collects them."""
+        monkeypatch.setattr(cut.pool, "run", run)
+        raise RuntimeError("nothing has run")
 
     def submit(which: Kind, served: list[Request], max_steps: int) -> Any:
         pending = launch(which, served, max_steps)
         if which is kind and cut.parts.held() is not None:
             seen[0] += 1
             if seen[0] == 3:
+                if kind is Kind.REUSE:
+                    monkeypatch.setattr(cut.pool, "run", behind)
                 ran = cut.runner.between_parts(lambda: failed(pending, cut, lost=lost))
                 return pending._replace(ran=ran)
         return pending
@@ -249,17 +266,22 @@ def failed(pending: Any, engine: Engine, *, lost: bool) -> Any:
     return ran
 
 
-def test_hidden_rows_leave_the_device_for_who_needs_all_of_it(
-    cut: Engine, whole: Engine, parts: list[PartDone], model: Any
-):
-    request, told = asked(model[1], 5, 200), list[Update]()
+def test_hidden_rows_leave_the_device_for_who_needs_all_of_it(cut: Engine, whole: Engine, model: Any):
+    request, told = asked(model[1], 5, 110), list[Update]()
+
+    def hidden() -> int:
+        shape = 128, model[1].hidden_size
+        return sum(array.shape == shape and not array.is_deleted() for array in jax.live_arrays())
+
+    found, others = list[tuple[int, int]](), hidden()
     cut.add(request.spec, deliver=told.append)
     while not cut.idle:
         cut.step()
-        cut.between_parts(lambda: None)
+        found.append((cut.runner.between_parts(hidden) - others, cut.between_parts(hidden) - others))
+    assert {before for before, _ in found} == {0, 1}
+    assert {during for _, during in found} == {0}
     [end] = [update for update in told if isinstance(update, Ended)]
     assert result(end.state) == alone(whole, [request])[0]
-    assert any(part.kind is Kind.LAYERS for part in parts)
 
 
 def test_nothing_is_cut_without_a_warm_up_for_clients_who_share(
@@ -274,4 +296,51 @@ def test_nothing_is_cut_without_a_warm_up_for_clients_who_share(
     assert sum("by layers" in program.name for program in engine.programs()) == 3 * len(sizes)
     together(engine, [asked(model[1], 1, 200)])
     assert engine.stats().parts[Kind.LAYERS] == 0
+    engine.close()
+
+
+def account_of(model: tuple[Params, ModelConfig], rows: int) -> Account:
+    """Of a device with room for the weights, a step of so many rows and a small pool."""
+    weights, config = tree_bytes(model[0]), model[1]
+    needed = StepNeeds(config, "float32", CPU, None, ()).whole_with_margin(rows)
+    budget = Budget(weights + needed + pool_bytes(config, "float32", 32, PAGE_ROWS), overhead=0)
+    return make_account(
+        config, "float32", budget, device=CPU, max_num_batched_tokens=rows, weights_bytes=weights
+    )
+
+
+def test_others_fit_beside_the_hidden_rows(compiled: Executables, model: tuple[Params, ModelConfig]):
+    """What is compiled says so: the bytes of every size that may run meanwhile, and those of hidden rows."""
+    account = account_of(model, ROWS)
+    engine = make_engine(*model, compiled, account, company_rows=COMPANY_ROWS)
+    engine.scheduler.share()
+    for kind in engine.parts.compiled_shared:
+        kind.warm()
+    engine.add(asked(model[1], 1, 200).spec)
+    drive(engine, lambda: engine.parts.held() is not None)
+    held, room = engine.parts.held(), account.step_room(ROWS)
+    assert held is not None
+    assert room is not None
+    assert 0 < held.rows < ROWS
+    hidden = 256 * model[1].hidden_size * 4
+    sizes = {program.name: program for program in engine.programs()}
+    beside = [entry.rows for entry in make_ladder(ROWS).refresh if entry.rows <= ROWS - held.rows]
+    for rows in beside:
+        needs = compiled.get(sizes[f"refresh of {rows} rows"]).needs
+        assert sum(needs) + hidden <= room.device
+    drive(engine, lambda: engine.idle)
+    engine.close()
+
+
+def test_a_refresh_is_whole_where_no_other_fits_beside_hidden_rows(
+    compiled: Executables, model: tuple[Params, ModelConfig]
+):
+    """The ladder has no size below the only one."""
+    engine = make_engine(*model, compiled, account_of(model, 128), company_rows=COMPANY_ROWS)
+    engine.scheduler.share()
+    for kind in engine.parts.compiled_shared:
+        kind.warm()
+    together(engine, [asked(model[1], 1, 120)])
+    parts = engine.stats().parts
+    assert (parts[Kind.LAYERS], parts[Kind.REFRESH]) == (0, 2)
     engine.close()

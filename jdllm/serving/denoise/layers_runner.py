@@ -135,7 +135,7 @@ class LayersRunner:
         """Take the hidden rows off the device until the next layers run."""
         begun = self._begun
         if begun is not None and begun.hidden is not None:
-            begun.hidden = np.asarray(begun.hidden)
+            begun.hidden = np.array(begun.hidden)  # a view would keep the rows where they are
 
     def _begin(self, request: Request) -> _Begun:
         size = self._size(request)
