@@ -100,7 +100,8 @@ def some_layers(
     Arguments:
     - `params`: stacked weights.
     - `hidden`: the rows behind the layers before; donate them.
-    - `rows`, `selection`, `table`: of the whole refresh, as `refresh` takes them.
+    - `rows`: positions and key ranges of all rows.
+    - `selection`, `table`: which rows may be stored, how many, and the pages of each segment.
     - `first`: int32, the first of these layers.
     - `pool`: written in place; donate it.
     - `config`: static; all layers are alike.
@@ -134,7 +135,12 @@ def last_layers(
     Arguments:
     - `hidden`: the rows behind the layers before.
     - `count`: of the layers; static.
-    - the others: as of `refresh`.
+    - `params`, `batch`: stacked weights, and the packed batch.
+    - `selection`, `table`: which rows may be stored, how many, and the pages of each segment.
+    - `pool`: written in place; donate it.
+    - `config`, `mask_id`, `level`: static.
+    - `logits_chunks`: into how many chunks the head rows are cut where logits exist; static.
+    - `selection_bits`: static; the source of the draws that select rows.
 
     Returns the trace of one step, and the pool.
     """

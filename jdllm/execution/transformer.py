@@ -185,7 +185,7 @@ def _stepping(
     Arguments:
     - `name`: of the stack.
     - `offset`: what is added to a place for the number of its layer.
-    - `few_rows`: as in `scan_layers`.
+    - `few_rows`: how many rows the layers are applied to, `None` where they are many.
     """
     stack = dict(params[name])
     experts = experts_of(stack)

@@ -131,7 +131,9 @@ def forward_some_layers(
 
     Arguments:
     - `h`: the rows that the layers before have made; before the first layer, embedded tokens.
-    - `rows`, `pool`, `selection`, `table`: as of the whole refresh.
+    - `rows`: positions and key ranges of all rows.
+    - `pool`: carried through the layers and written in place; donate it.
+    - `selection`, `table`: which rows may be stored, how many, and the pages of each segment.
     - `first`: may be known on the device only.
     - `count`: static.
     - `wanted`: where the last of these layers is the model's last one.
