@@ -1,7 +1,6 @@
 """Denoising steps with cached keys and values: a step that refreshes them, a device loop that reuses them."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -23,7 +22,7 @@ from jdllm.execution.few_rows.chain import chain_operands, chains
 from jdllm.execution.paged.forward import forward_refresh, forward_reuse, forward_some_layers
 from jdllm.execution.paged.pool import KvArrays
 from jdllm.execution.paged.selection import Selection
-from jdllm.execution.transformer import Wanted, embed
+from jdllm.execution.transformer import Wanted
 from jdllm.models.block import Hidden, RowInts, Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
@@ -69,18 +68,17 @@ def refresh(
         given = params, config, tokens, batch.rows, pool, selection, table
         return forward_refresh(*given, scored=scored, usual=usual, wanted=wanted)
 
-    step = _Step(config, mask_id, logits_chunks, level, selection_bits)
-    trace, pool = step.behind(forward, params, batch)
+    trace, pool = _step_behind(
+        forward,
+        params,
+        batch,
+        config=config,
+        mask_id=mask_id,
+        logits_chunks=logits_chunks,
+        level=level,
+        selection_bits=selection_bits,
+    )
     return (trace, left_by(trace, batch, left)), pool
-
-
-def embedded(params: Params, tokens: RowInts) -> Hidden:
-    """The rows that the first layers of a refresh take.
-
-    Arguments:
-    - `tokens`: int32 ids of all rows.
-    """
-    return embed(params, tokens)
 
 
 def some_layers(
@@ -149,35 +147,37 @@ def last_layers(
         given = params, config, hidden, batch.rows, pool, selection, table
         return forward_some_layers(*given, first=config.num_layers - count, count=count, wanted=wanted)
 
-    step = _Step(config, mask_id, logits_chunks, level, selection_bits)
-    return step.behind(forward, params, batch)
+    return _step_behind(
+        forward,
+        params,
+        batch,
+        config=config,
+        mask_id=mask_id,
+        logits_chunks=logits_chunks,
+        level=level,
+        selection_bits=selection_bits,
+    )
 
 
-class _Step(NamedTuple):
-    """The step that a refresh is, with the options of `refresh`."""
-
-    config: ModelConfig
-    mask_id: int
-    logits_chunks: int
-    level: Level
-    selection_bits: SelectionBits
-
-    def behind(
-        self,
-        forward: Callable[[RowInts, Wanted], tuple[Hidden, KvArrays]],
-        params: Params,
-        batch: Batch,
-    ) -> tuple[Trace, KvArrays]:
-        """Evaluate the head behind `forward`, which takes all tokens and returns the wanted rows."""
-        config, level, tokens = self.config, self.level, jnp.asarray(batch.tokens)
-        asked = asked_rows(config, tokens, batch, self.mask_id, level)
-        wanted, sources = wanted_of(asked)
-        hidden, pool = forward(tokens, wanted)
-        choice = evaluate(
-            params, config, hidden, sources, asked, batch, 0, chunks=self.logits_chunks, level=level
-        )
-        none = empty_trace(batch, level)
-        return transfer(tokens, none, batch, asked, choice, self.selection_bits, level)[1], pool
+def _step_behind(
+    forward: Callable[[RowInts, Wanted], tuple[Hidden, KvArrays]],
+    params: Params,
+    batch: Batch,
+    *,
+    config: ModelConfig,
+    mask_id: int,
+    logits_chunks: int,
+    level: Level,
+    selection_bits: SelectionBits,
+) -> tuple[Trace, KvArrays]:
+    """The step that a refresh is, behind `forward`, which takes all tokens and returns the wanted rows."""
+    tokens = jnp.asarray(batch.tokens)
+    asked = asked_rows(config, tokens, batch, mask_id, level)
+    wanted, sources = wanted_of(asked)
+    hidden, pool = forward(tokens, wanted)
+    choice = evaluate(params, config, hidden, sources, asked, batch, 0, chunks=logits_chunks, level=level)
+    trace = transfer(tokens, empty_trace(batch, level), batch, asked, choice, selection_bits, level)[1]
+    return trace, pool
 
 
 def reuse(

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdllm.compiling.executables import Executable, Program
-from jdllm.decoding.cached import embedded, last_layers, some_layers
+from jdllm.decoding.cached import last_layers, some_layers
 from jdllm.decoding.encoded_trace import EncodedTrace, encoding
+from jdllm.execution.transformer import embed
 from jdllm.models.leaf import dtypes_of
 from jdllm.models.weights import layer_runs
 from jdllm.pallas.masked_logits import Level
@@ -92,12 +93,11 @@ class LayersRunner:
         sizes = (self._compiled(entry) for entry in self._entries())
         self._sizes = [size for size in sizes if size is not None]
 
-    def takes(self, request: Request) -> bool:
-        """Whether the next refresh of a request is cut."""
-        return self._size(request) is not None
+    def takes(self, request: Request, rows: int, head_rows: int) -> bool:
+        """Whether the next refresh of a request, of so many packed rows and head rows, is cut."""
+        return self._size(request, rows, head_rows) is not None
 
-    @property
-    def held_rows(self) -> Held | None:
+    def holding(self) -> Held | None:
         """Whose hidden rows are on the device; `None` where nobody's are."""
         begun = self._begun
         return None if begun is None else Held(begun.request, begun.size.held_rows)
@@ -138,7 +138,7 @@ class LayersRunner:
             begun.hidden = np.array(begun.hidden)  # a view would keep the rows where they are
 
     def _begin(self, request: Request) -> _Begun:
-        size = self._size(request)
+        size = self._size(request, *demand(request))
         assert size is not None
         batch = pack_refresh([request], self._model.config, self._model.pool.book, size.entry)
         return _Begun(request.id, size, batch)
@@ -162,8 +162,7 @@ class LayersRunner:
             self._begun = None
         return trace
 
-    def _size(self, request: Request) -> _Size | None:
-        rows, head_rows = demand(request)
+    def _size(self, request: Request, rows: int, head_rows: int) -> _Size | None:
         if rows <= CUT * self._company_rows or not is_usual(request):
             return None
         return next((size for size in self._sizes if size.entry.holds(rows, head_rows, 1)), None)
@@ -190,7 +189,7 @@ class LayersRunner:
         (batch, _), selection, table, _ = pack_refresh([request], config, pages, entry)
         hidden, count = self._hidden(entry), self._count(entry)
         name = f"refresh of {entry.rows} rows by layers"
-        yield Program(embedded, (params, batch.tokens), {}, name=name)
+        yield Program(embed, (params, batch.tokens), {}, name=name)
         arguments = params, hidden, batch.rows, selection, table, np.int32(0), pool.abstract
         donated = ("hidden", "pool")
         yield Program(some_layers, arguments, {"config": config, "count": count}, donated, name=name)

@@ -99,7 +99,7 @@ class Denoising:
             beside_pool=account.max_context,
             whole_rows=min(account.rows, ladder.full[-1].rows),
             compiled_shared=[layers],
-            held=lambda: layers.held_rows,
+            held=layers.holding,
             set_aside=layers.set_aside,
         )
 
@@ -130,7 +130,7 @@ class DenoisingCosts:
             needs, ahead = reuse_demand(request, PAGE_ROWS), told_by_table(request)
             return Demand(Kind.REUSE, *needs, request.reuse_steps, ahead)
         if request.cached:
-            kind = Kind.LAYERS if self._layers.takes(request) else Kind.REFRESH
-            return Demand(kind, *demand(request), 0)
+            needs = demand(request)
+            return Demand(Kind.LAYERS if self._layers.takes(request, *needs) else Kind.REFRESH, *needs, 0)
         kind = Kind.ADAPTIVE if request.adaptive else Kind.FULL
         return Demand(kind, *demand(request), 0, request.steps_left)
