@@ -18,7 +18,7 @@ import jax
 from flax import nnx
 
 from benchmarks.cases import case_parser
-from benchmarks.generations import BLOCK_LENGTH, random_prompts
+from benchmarks.generations import BLOCK_LENGTH, generation, random_prompts
 from benchmarks.record import record
 from benchmarks.shapes import CAUSAL_SHAPES, SHAPES
 from benchmarks.steps.profile import KernelEvent, busy_us, by_kernel, read_events
@@ -29,7 +29,7 @@ from jdllm.execution.module import Transformer
 from jdllm.llm import LLM
 from jdllm.serving.updates import PartDone
 
-TOKENS = 2 * BLOCK_LENGTH
+TOKENS, RETENTION = 2 * BLOCK_LENGTH, 0.5
 SHOWN = 16
 
 
@@ -84,14 +84,7 @@ def main(arguments: Sequence[str]) -> None:
     if args.shape in CAUSAL_SHAPES:
         sampling = SamplingParams(max_tokens=TOKENS, early_stop=False)
     else:
-        sampling = SamplingParams(
-            gen_length=TOKENS,
-            steps=TOKENS,
-            block_length=BLOCK_LENGTH,
-            cache=args.cache,
-            refresh_delay=0,
-            early_stop=False,
-        )
+        sampling = generation(args.cache, RETENTION, 0, TOKENS).changed(gen_length=TOKENS)
     with LLM(model, progress=False) as llm:
         table = [
             {"batch": batch, **row}

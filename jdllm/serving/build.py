@@ -1,7 +1,5 @@
 """An engine from its parts."""
 
-import dataclasses
-
 from jdllm.chunks import ChunkConfig
 from jdllm.compiling.executables import Executables
 from jdllm.execution.offload.layer_stream import OffloadedWeights
@@ -62,7 +60,7 @@ def make_engine(
     return Engine(
         Runner(parts.launchers),
         pool,
-        Scheduler(dataclasses.replace(limits_of(parts, account, pool), company_rows=company_rows)),
+        Scheduler(limits_of(parts, account, pool, company_rows)),
         account,
         mode,
         parts,
@@ -71,7 +69,7 @@ def make_engine(
     )
 
 
-def limits_of(parts: EngineParts, account: Account, pool: KvPool) -> Limits:
+def limits_of(parts: EngineParts, account: Account, pool: KvPool, company_rows: int = COMPANY_ROWS) -> Limits:
     """What the scheduler may give to one part, and to all requests together."""
     return Limits(
         max_num_batched_tokens=account.rows,
@@ -85,4 +83,5 @@ def limits_of(parts: EngineParts, account: Account, pool: KvPool) -> Limits:
         beside_pool=parts.beside_pool,
         whole_rows=parts.whole_rows,
         sizes={kind: [entry.rows for entry in entries] for kind, entries in parts.filled.items()},
+        company_rows=company_rows,
     )
