@@ -33,14 +33,16 @@ def compiler_options(platform: str, *, chained: bool = False, tuned: bool = True
 
     Triton matrix products cannot read a slice of stacked weights in place: with them, each layer of a scan
     copies its weights first. The dot merger concatenates the weights of products that share an operand, which
-    is a copy of them in every layer too. Kernels of a chain are launched one by one: in a graph, none would
-    start before the one before it has ended.
+    is a copy of them in every layer too. Within a graph of kernels, those that need nothing of one another
+    run side by side: the products of queries, keys and values, and small kernels beside products. Kernels of a
+    chain are launched one by one: in a graph, none would start before the one before it has ended.
     """
     if platform not in ("gpu", "cuda"):
         return {}
     options: Options = {
         "xla_gpu_enable_triton_gemm": False,
         "xla_gpu_dot_merger_threshold_mb": 0,
+        "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
     }
     if chained:
         options["xla_gpu_enable_command_buffer"] = _IN_GRAPHS

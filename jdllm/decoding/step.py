@@ -173,7 +173,9 @@ def wanted_of(asked: AskedRows) -> tuple[Wanted, Sources]:
     before = asked.count
     own = jnp.where(place < before, asked.sources.guided, asked.sources.unguided[order][place - before])
     live = place < before + copied.sum()
-    return Wanted(own, live), Sources(place, jnp.where(copied, before + copies, place))
+    # Without the barrier XLA counts copies anew for each number of each hidden row that is gathered by them.
+    copies = lax.optimization_barrier(jnp.where(copied, before + copies, place))
+    return Wanted(own, live), Sources(place, copies)
 
 
 def _in_front(flags: Bool[Array, " n"]) -> tuple[Int[Array, " n"], Int[Array, " n"]]:
