@@ -95,7 +95,9 @@ def test_decodes_write_rows_in_place(
         printed = "".join(capfd.readouterr())
         spilled = max(int(count) for pair in spills_of(printed) for count in pair)
         assert spilled <= (MOST_SPILLED if penalty != 1 else 0), printed
-        chain = chain_of(executable.as_text() or "")
+        text = executable.as_text() or ""
+        assert text.count(" while(") == 1, "a loop within a step waits for the host in every turn"
+        chain = chain_of(text)
         assert chain.of_layers == 8 * config.num_layers
         assert not chain.between
         assert not chain.constants

@@ -101,5 +101,6 @@ def with_fresh_rows(
 def request_of(entry: Int[Array, "..."], first: Int[Tensor, " requests+1"]) -> Int[Array, "..."]:
     """The request that owns each entry; the last one for entries that nobody owns."""
     first = jnp.asarray(first)
-    request = jnp.searchsorted(first[1:], entry, side="right")
+    # By halving it would be a loop on the device, with copies in each turn.
+    request = jnp.searchsorted(first[1:], entry, side="right", method="compare_all")
     return jnp.minimum(request, first.shape[0] - 2).astype(jnp.int32)
