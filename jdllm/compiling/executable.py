@@ -34,8 +34,8 @@ def compiler_options(platform: str, *, chained: bool = False, tuned: bool = True
     Triton matrix products cannot read a slice of stacked weights in place: with them, each layer of a scan
     copies its weights first. The dot merger concatenates the weights of products that share an operand, which
     is a copy of them in every layer too. Within a graph of kernels, those that need nothing of one another
-    run side by side: the products of queries, keys and values, and small kernels beside products. Kernels of a
-    chain are launched one by one: in a graph, none would start before the one before it has ended.
+    run side by side, such as the products of queries, keys and values. Kernels of a chain are launched one by
+    one: in a graph, none would start before the one before it has ended.
     """
     if platform not in ("gpu", "cuda"):
         return {}

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -42,6 +43,13 @@ def test_a_decode_waits_for_no_tokens_but_the_first(
     found = decodes(engine, monkeypatch)
     run(engine, [(prompt(9), SamplingParams(max_tokens=MOST, early_stop=False))], config)
     assert found == [(1, 0), (1, 1), (1, 1)]
+
+
+def test_tokens_that_a_decode_leaves_never_come_to_the_host(build: Build):
+    """Numbers that an executable takes from the host are put together there: the host would wait."""
+    sequences = [program.args[1] for program in build().programs() if program.name.startswith("decode")]
+    assert sequences
+    assert all(isinstance(asked.left, jax.Array) for asked in sequences)
 
 
 @pytest.mark.slow

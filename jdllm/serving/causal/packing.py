@@ -143,7 +143,7 @@ def pack_sequences(
     Arguments:
     - `entries`: of the page table.
 
-    No tokens are left from parts before; who runs the part puts them in.
+    No tokens are left from parts before; who runs the part puts them in, and has them on the device.
     """
     order = np.array(
         sorted(range(len(requests)), key=lambda i: evaluated_apart(requests[i].sampling)), np.int64

@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jdllm.compiling.executables import Program
@@ -15,7 +16,7 @@ from jdllm.decoding.rules import evaluated_apart
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.buckets import power_bucket
-from jdllm.planning.ladder import CausalLadder, Entry, Sizes, prefill_chunk
+from jdllm.planning.ladder import MAX_SEGMENTS, CausalLadder, Entry, Sizes, prefill_chunk
 from jdllm.serving.background import Background
 from jdllm.serving.causal.layered_runner import LayeredRunner
 from jdllm.serving.causal.packing import (
@@ -36,6 +37,7 @@ from jdllm.serving.demands import Demand, Kind, Life
 from jdllm.serving.launch import Launch, Stored
 from jdllm.serving.on_device import OnDevice
 from jdllm.serving.part_runner import Chosen, Need, Packed, PartRunner
+from jdllm.serving.pool.page_book import PageBook
 from jdllm.serving.request import Request, of_class
 from jdllm.serving.spec import RequestSpec
 
@@ -72,7 +74,9 @@ class CausalRunner:
         self._chained = functools.cache(functools.partial(decodes_in_chain, model.params, model.config))
         self._usual = usual_entries(model.account.rows)
         self.chunk = prefill_chunk(model.account.rows)
-        self._left: Any = None
+        # On the device from the first: executables take numbers of the host in another way.
+        self._nothing_left = jnp.zeros(MAX_SEGMENTS, jnp.int32)
+        self._left = self._nothing_left
 
     def life(self, spec: RequestSpec) -> Life:
         """What a request needs at most."""
@@ -117,7 +121,7 @@ class CausalRunner:
         def packed(entry: Entry) -> Packed[PackedSequences]:
             needed = sum(1 + len(pages_read(request, self._config, entry.steps)) for request in asked)
             entries = power_bucket(needed, self._least_entries(entry))
-            batch = pack_sequences(asked, self._config, self._pool.book, entry, entries)
+            batch = self._sequences(asked, self._pool.book, entry, entries)
             return Packed(batch, self._decode_program(batch, entry, level, min(max_steps, entry.steps)))
 
         chosen = self._parts.choose(sizes, packed, Need(len(asked), len(asked), len(asked), max_steps))
@@ -161,7 +165,7 @@ class CausalRunner:
                 packed = pack_prompts([request], [range(1)], self._config, pool, entry, entries)
                 yield self._prefill_program(packed, entry)
         for entry in self._ladder.decode:
-            packed = pack_sequences([request], self._config, pool, entry, self._least_entries(entry))
+            packed = self._sequences([request], pool, entry, self._least_entries(entry))
             for level in _LEVELS:
                 yield self._decode_program(packed, entry, level, 1)
 
@@ -171,6 +175,13 @@ class CausalRunner:
         for chosen in (False, True):
             self._prefill_sizes[chosen, False].compiled.update(self._ladder.prefill)
             self._decode_sizes[chosen, False].compiled.update(self._ladder.decode)
+
+    def _sequences(
+        self, asked: Sequence[CausalRequest], pool: PageBook, entry: Entry, entries: int
+    ) -> PackedSequences:
+        """As `pack_sequences` packs them; what parts leave for others stays on the device."""
+        packed = pack_sequences(asked, self._config, pool, entry, entries)
+        return packed._replace(sequences=packed.sequences._replace(left=self._nothing_left))
 
     def _least_entries(self, entry: Entry) -> int:
         """Entries of the page table of a decode, at least; the rows of a window are gathered."""
