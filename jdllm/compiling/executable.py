@@ -23,31 +23,35 @@ Device = Any
 """A `jax.Device`, which has no static type."""
 
 
-def compiler_options(platform: str, *, chained: bool = False, tuned: bool = True) -> Options:
+def compiler_options(
+    platform: str, *, chained: bool = False, tuned: bool = True, concurrent: bool = False
+) -> Options:
     """Options of an executable.
 
     Arguments:
     - `platform`: such as "cuda".
     - `chained`: whether the function has chains of kernels (`jdllm.pallas.chain`).
     - `tuned`: whether its matrix products are tried on the device while it is compiled.
+    - `concurrent`: whether kernels of a graph that need nothing of one another run side by side. Fewer
+      temporaries then take the memory of others.
 
     Triton matrix products cannot read a slice of stacked weights in place: with them, each layer of a scan
     copies its weights first. The dot merger concatenates the weights of products that share an operand, which
-    is a copy of them in every layer too. Within a graph of kernels, those that need nothing of one another
-    run side by side, such as the products of queries, keys and values. Kernels of a chain are launched one by
-    one: in a graph, none would start before the one before it has ended.
+    is a copy of them in every layer too. Kernels of a chain are launched one by one: in a graph, none would
+    start before the one before it has ended.
     """
     if platform not in ("gpu", "cuda"):
         return {}
     options: Options = {
         "xla_gpu_enable_triton_gemm": False,
         "xla_gpu_dot_merger_threshold_mb": 0,
-        "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
     }
     if chained:
         options["xla_gpu_enable_command_buffer"] = _IN_GRAPHS
     if not tuned:
         options["xla_gpu_autotune_level"] = 0
+    if concurrent:
+        options["xla_gpu_command_buffer_scheduling_mode"] = "CONCURRENT"
     return options
 
 
@@ -62,6 +66,7 @@ class Program(NamedTuple):
     - `tuned`: whether its matrix products are tried on the device while it is compiled, on copies of their
       operands.
     - `name`: what messages call it.
+    - `concurrent`: whether its kernels run side by side where they can, for which it needs more memory.
     """
 
     function: Callable[..., Any]
@@ -71,6 +76,7 @@ class Program(NamedTuple):
     chained: bool = False
     tuned: bool = True
     name: str = ""
+    concurrent: bool = False
 
 
 class Flat(NamedTuple):

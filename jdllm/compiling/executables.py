@@ -219,14 +219,16 @@ class Executables:
             return lower(program, self._options(program))
 
     def _options(self, program: Program) -> Any:
-        return compiler_options(self.platform, chained=program.chained, tuned=program.tuned)
+        return compiler_options(
+            self.platform, chained=program.chained, tuned=program.tuned, concurrent=program.concurrent
+        )
 
 
 def _key(program: Program) -> Hashable:
     """What tells executables of this process apart; values of arrays are no part of it."""
-    function, args, static, donate, chained, tuned, _ = program
+    function, args, static, donate, chained, tuned, _, concurrent = program
     kinds = tuple((leaf.shape, leaf.dtype, on_host(leaf)) for leaf in jax.tree.leaves(args))
-    return function, donate, chained, tuned, kinds, tuple(sorted(static.items()))
+    return function, donate, chained, tuned, concurrent, kinds, tuple(sorted(static.items()))
 
 
 def _devices(program: Program, platform: str) -> tuple[Device, ...]:

@@ -73,6 +73,7 @@ def compile_for(
     *args: Any,
     donate: tuple[str, ...] = (),
     chained: bool = False,
+    concurrent: bool = False,
     **static: Hashable,
 ) -> jax.stages.Compiled:
     """Compile `function(*args, **static)` for a described card.
@@ -82,13 +83,14 @@ def compile_for(
     - `args`: trees of anything with a shape and a dtype, such as `jax.ShapeDtypeStruct`.
     - `donate`: names of the arguments whose memory results may take.
     - `chained`: whether the function has chains of kernels.
+    - `concurrent`: whether kernels run side by side where they can.
     - `static`: keyword arguments that are no arrays.
 
     Returns the executable, whose `memory_analysis()` and `as_text()` answer for the card. It cannot run.
     """
     sharding = target_sharding(target)
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
-    options = compiler_options("cuda", chained=chained)
+    options = compiler_options("cuda", chained=chained, concurrent=concurrent)
     donated = donated_places(function, donate)
     jitted = jax.jit(lambda *a: function(*a, **static), donate_argnums=donated, compiler_options=options)
     (device,) = sharding.device_set

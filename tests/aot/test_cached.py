@@ -1,5 +1,6 @@
 """Cached steps of LLaDA-8B compiled for an H200: the pool is written in place, or only read."""
 
+import re
 from typing import Any
 
 import jax
@@ -84,6 +85,18 @@ def test_a_refresh_is_as_planned_and_copies_no_layer_of_the_pool(cache: str):
     assert abs(planned - memory.temp_size_in_bytes) < 0.05 * memory.temp_size_in_bytes + 64 * MIB
     assert planned + 64 * MIB < layer_bytes(pages)
     assert memory.alias_size_in_bytes >= 2 * CONFIG.num_layers * layer_bytes(pages)
+    gathers = re.findall(r"^%fused_gather.*?^}", compiled.as_text() or "", re.MULTILINE | re.DOTALL)
+    assert gathers
+    assert not any("reduce-window" in gather for gather in gathers), "sums for each number that is gathered"
+
+
+def test_kernels_run_side_by_side_in_the_memory_of_twice_the_rows():
+    asked, pages = requests("head_sparse")
+    (batch, _), selection, table, _ = pack_refresh(asked, CONFIG, pages, entry_of(asked))
+    arguments = (abstract_params(CONFIG, "bfloat16"), batch, selection, table, abstract_pool(pages))
+    form: dict[str, Any] = {"donate": ("pool",), "scored": True, "left": LEFT, "concurrent": True}
+    needed = temp_bytes(compile_for("h200", refresh, *arguments, **form, **STATIC))
+    assert needed < plan_for("head_sparse", 2 * REQUESTS * LENGTH, len(batch.head.row))
 
 
 def packed_reuse(asked: list[Request], pages: PageBook, config: ModelConfig) -> ReuseBatch:

@@ -201,12 +201,20 @@ def test_only_gpus_get_compiler_options():
 
 def test_programs_that_differ_in_options_are_told_apart():
     executables = Executables("cpu")
-    variants: list[dict[str, Any]] = [{}, {"tuned": False}, {"chained": True}, {"donate": ("x",)}]
+    variants: list[dict[str, Any]] = [
+        {},
+        {"tuned": False},
+        {"chained": True},
+        {"concurrent": True},
+        {"donate": ("x",)},
+    ]
     for options in variants:
-        executables.compile(scaled, np.zeros(3), factor=2, **options)
-    assert len(executables) == 4
+        executables.get(Program(scaled, (np.zeros(3),), {"factor": 2}, **options))
+    assert len(executables) == len(variants)
     plain = compiler_options("cuda")
     assert compiler_options("cuda", tuned=False) == plain | {"xla_gpu_autotune_level": 0}
+    concurrent = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
+    assert compiler_options("cuda", concurrent=True) == plain | concurrent
     assert compiler_options("cuda", chained=True).keys() - plain == {"xla_gpu_enable_command_buffer"}
 
 

@@ -211,7 +211,8 @@ class CachedRunner:
         static = (
             step_static(self._config, self._account, entry, level) | form._asdict() | {"left": self._left}
         )
-        return Program(_refresh, args, static, donate=("pool",), name=f"refresh of {entry.rows} rows")
+        name, concurrent = f"refresh of {entry.rows} rows", self._concurrent(entry)
+        return Program(_refresh, args, static, donate=("pool",), name=name, concurrent=concurrent)
 
     def _reuse_program(self, batch: ReuseBatch, entry: Entry, level: Level, steps: int | None) -> Program:
         """A loop of so many steps; or one step without a loop, which does not keep the host waiting.
@@ -222,8 +223,14 @@ class CachedRunner:
         unseen = Unseen(self._nothing_left, self._nothing_left, batch.source)
         args = self._params, batch.packed.batch, batch.table, self._pool.abstract, unseen, most
         static = step_static(self._config, self._account, entry, level)
-        chained = self._chained(entry.rows)
-        return Program(_reuse, args, static, chained=chained, name=f"reuse of {entry.rows} rows")
+        name, chained = f"reuse of {entry.rows} rows", self._chained(entry.rows)
+        concurrent = not chained and self._concurrent(entry)
+        return Program(_reuse, args, static, chained=chained, name=name, concurrent=concurrent)
+
+    def _concurrent(self, entry: Entry) -> bool:
+        """Whether kernels run side by side: temporaries take up to a third more than planned, for which there
+        is room where twice the rows fit."""
+        return 2 * entry.rows <= self._account.rows
 
     def _usual_entries(self, entry: Entry) -> int:
         """Entries of the page table of a reuse."""
