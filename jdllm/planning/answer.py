@@ -162,7 +162,8 @@ def _uncached(asked: StepQuestion) -> Report:
     engine, options = asked.engine(), {}
     if found.fits:
         return Report(asked, found, None, "fits", longest, on_device, engine, options)
-    beyond = asked.tried(max_context=context)
+    takes = engine is not None and engine.offloaded and plan_offloaded(workload, context, engine).fits
+    beyond = None if takes else asked.tried(max_context=context)
     if beyond is not None:
         same = engine is not None and engine.offloaded == beyond.offloaded
         engine, options = beyond, {} if same else {"max_context": context}
