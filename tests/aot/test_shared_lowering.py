@@ -15,8 +15,8 @@ from jdllm.models.weights import abstract_params
 from jdllm.pallas import shared_lowering
 from jdllm.pallas.attention import kernel as attention
 from jdllm.pallas.device import HOPPER
+from jdllm.pallas.masked_logits import Level, merge
 from jdllm.pallas.masked_logits import kernel as head
-from jdllm.pallas.masked_logits import merge
 from jdllm.pallas.shared_lowering import LoweredKernels
 from jdllm.planning.account import make_account
 from jdllm.planning.aot import memory_of, target_sharding
@@ -57,7 +57,7 @@ def lowered(monkeypatch: pytest.MonkeyPatch) -> collections.Counter[str]:
 
 
 def programs() -> list[Program]:
-    """Of as many rows, one that stores nothing and one that stores keys and values."""
+    """Of as many rows and with the same head, one that stores nothing and one that stores keys and values."""
     params, executables = abstract_params(CONFIG, "bfloat16"), Executables("cuda")
     budget = Budget(memory_of("h200"))
     account = make_account(CONFIG, "bfloat16", budget, device=HOPPER, max_num_batched_tokens=8 * ROWS)
@@ -65,7 +65,8 @@ def programs() -> list[Program]:
     model = OnDevice(params, CONFIG, executables, account, pool)
     full = FullRunner(model, ladder, Background()).programs()
     cached = CachedRunner(model, ladder, Background()).programs()
-    return [p for p in (*full, *cached) if len(p.args[1].tokens) == ROWS and len(p.args[1].head.row) < ROWS]
+    alike = [p for p in (*full, *cached) if len(p.args[1].tokens) == ROWS and len(p.args[1].head.row) < ROWS]
+    return [program for program in alike if program.static["level"] == Level.FILTERED]
 
 
 def lower(program: Program) -> str:
