@@ -182,8 +182,7 @@ class _Device:
         alone = kind is Kind.REUSE and steps == 1
         sizes = self._single if alone else self._sizes[kind]
         size = next((size for size in sizes if size >= rows), rows)
-        known, seconds = zip(*self._times[kind], strict=True)
-        took = share * steps * float(np.interp(size, known, seconds))
+        took = share * steps * _seconds_of(size, self._times[kind])
         woke = earliest > self.free
         took += self._waking if alone and woke else 0.0
         self.rows, self.padding = (
@@ -193,6 +192,16 @@ class _Device:
         self.busy += took
         self.free = max(self.free, earliest) + took
         return _Ran(self.free, took, woke)
+
+
+def _seconds_of(rows: int, times: Sequence[tuple[int, float]]) -> float:
+    """Seconds of a step of so many rows. Rows beyond the largest step that was measured cost the same each.
+
+    Arguments:
+    - `times`: rows and seconds of measured steps, by rows.
+    """
+    known, seconds = zip(*times, strict=True)
+    return float(np.interp(rows, known, seconds)) * max(1.0, rows / known[-1])
 
 
 class _Flight:
@@ -276,7 +285,8 @@ def simulate(
 
     Arguments:
     - `asked`: in the order of their arrival.
-    - `times`: of parts; sizes in between are interpolated.
+    - `times`: of parts. Sizes in between are interpolated. A larger one takes as much longer as it has more
+      rows.
     - `limits`: of the scheduler; the sizes of refreshes among them.
     - `reuse_sizes`: rows of reuses, by default those of the ladder, which has others for single steps.
     """

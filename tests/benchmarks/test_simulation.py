@@ -121,6 +121,12 @@ class TestCard:
         assert now.latency.mean() < 0.9 * before.latency.mean()
 
 
+def test_rows_beyond_the_largest_measured_step_cost_time():
+    """A scheduler that fills larger steps than those of the trace gets nothing for free."""
+    alone = [Asked(0.0, 636, 640, blocks=1)]
+    assert simulate(alone, TIMES, Host()).latency == pytest.approx([5 * 0.010 + 3 * 0.002])
+
+
 def test_a_refresh_in_parts_takes_as_long_as_a_whole_one():
     whole = [Asked(0.0, 4, 12, blocks=2)]
     parts = [whole[0]._replace(refresh_parts=4)]
