@@ -17,6 +17,7 @@ from jdllm.execution.offload.layer_stream import OffloadedWeights, place_weights
 from jdllm.execution.offload.placement import offloaded_layers
 from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import config_from_checkpoint
+from jdllm.models.spread import in_parts, mesh_of, shardings
 from jdllm.models.weights import Params, tree_bytes, zero_params
 
 
@@ -49,6 +50,7 @@ def load_model(
     *,
     load_weights: bool,
     progress: bool,
+    cards: int = 1,
 ) -> LoadedModel:
     """Load a checkpoint onto the default device, with as many layers in host memory as it has no room for.
 
@@ -59,11 +61,12 @@ def load_model(
     - `count_offloaded`: returns how many layers of a model in a dtype go to host memory.
     - `load_weights`: read the weights; `False` leaves them zero.
     - `progress`: show a progress bar.
+    - `cards`: on how many devices its steps run. Each of them gets its part of the weights.
 
     Raises `CheckpointError` and `ConfigError` as `LLM` does.
     """
     path = resolve(model)
-    config = config_from_checkpoint(path, overrides)
+    config = dataclasses.replace(config_from_checkpoint(path, overrides), cards=cards)
     dtype = resolve_dtype(path, config, dtype)
     count = count_offloaded(config, dtype)
     # The tokenizer's library takes longer to import than a small model to load.
@@ -86,6 +89,8 @@ def _weights(
     path: Path, config: ModelConfig, dtype: str, count: int, load_weights: bool, progress: bool
 ) -> tuple[Params, list[Params]]:
     """The weights on the device; where `count` layers are in host memory, the weights of all layers apart."""
+    if config.cards > 1:
+        return _spread_weights(path, config, dtype, load_weights, progress), []
     if not count:
         if not load_weights:
             return zero_params(config, dtype), []
@@ -100,3 +105,17 @@ def _weights(
     order = sorted(range(config.num_layers), key=lambda number: number in away)
     place = place_weights(jax.devices()[0], away)
     return load_by_layer(path, config, dtype, place, order=order, progress=progress)
+
+
+def _spread_weights(
+    path: Path, config: ModelConfig, dtype: str, load_weights: bool, progress: bool
+) -> Params:
+    """A part of each weight on every card, which never holds more."""
+    mesh = mesh_of(config.cards)
+    config.on_card()  # refuses sizes before anything is read
+    placed = shardings(config, mesh)
+    if load_weights:
+        params = load_params(path, config, dtype, progress=progress, sharding=placed)
+    else:
+        params = zero_params(config, dtype, placed)
+    return in_parts(params, config)

@@ -18,6 +18,7 @@ from jdllm.errors import ConfigError
 from jdllm.loaded_model import LoadedModel, load_model
 from jdllm.models.config import ModelConfig
 from jdllm.models.leaf import device_of, dtypes_of
+from jdllm.models.spread import in_parts, mesh_of, shardings
 from jdllm.models.weights import tree_bytes
 from jdllm.pallas.device import Target, preferring, target
 from jdllm.planning.account import Account, make_account
@@ -76,12 +77,12 @@ def start(options: EngineOptions) -> RunningModel:
         budget = dataclasses.replace(budget, device=budget.device - lost)
     offloaded = loaded.offloaded
     account = make_account(
-        loaded.config,
+        loaded.config.on_card(),
         dtype,
         budget,
         device=executables.target,
         verifier_bytes=0 if verifier is None else verifier_bytes(verifier, _rows(options) or DEFAULT_ROWS[0]),
-        weights_bytes=None if offloaded else loaded.device_bytes,
+        weights_bytes=None if offloaded else loaded.device_bytes // (options.devices or 1),
         offloaded=0 if offloaded is None else offloaded.count,
         **_sizes(options),
     )
@@ -132,7 +133,7 @@ def _load(options: EngineOptions, budget: Budget | None, runs_on: Target) -> Loa
     """The model, from a checkpoint with as many layers in host memory as the device has no room for."""
 
     def count_offloaded(config: ModelConfig, dtype: str) -> int:
-        if budget is None or options.verifier is not None:
+        if budget is None or options.verifier is not None or options.devices is not None:
             return 0
         return account_with_offloading(config, dtype, budget, device=runs_on, **_sizes(options)).offloaded
 
@@ -144,12 +145,19 @@ def _load(options: EngineOptions, budget: Budget | None, runs_on: Target) -> Loa
             count_offloaded,
             load_weights=options.load_weights,
             progress=options.progress,
+            cards=options.devices or 1,
         )
     if options.dtype != "auto" or options.hf_overrides or not options.load_weights:
         raise ConfigError(
             "dtype, hf_overrides and load_weights are for checkpoints: a Transformer has its own"
         )
-    return LoadedModel(options.model.config, options.model.params())
+    config, params = options.model.config, options.model.params()
+    if options.devices is None:
+        return LoadedModel(config, params)
+    config = dataclasses.replace(config, cards=options.devices)
+    config.on_card()  # refuses sizes before anything moves
+    placed = jax.device_put(params, shardings(config, mesh_of(config.cards)))
+    return LoadedModel(config, in_parts(placed, config))
 
 
 def _verifier(options: EngineOptions, loaded: LoadedModel, dtype: str) -> Verifier | None:

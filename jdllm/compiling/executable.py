@@ -13,6 +13,7 @@ import jax
 from jax.experimental import serialize_executable
 
 from jdllm.compiling.host_arguments import HostArguments
+from jdllm.compiling.over_cards import mesh_of, on_every_card, placements
 from jdllm.pallas.device import find_kernel_runtime
 
 _IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,DYNAMIC_SLICE_FUSION"  # but no CUSTOM_CALL
@@ -104,7 +105,10 @@ class Flat(NamedTuple):
         passed = [owner for owner, part in zip(owners, host.parts, strict=True) if part is None]
         places = donated_places(program.function, program.donate)
         donated = tuple(1 + i for i, owner in enumerate(passed) if owner in places)
+        mesh = mesh_of(program.args)
         function = functools.partial(program.function, **program.static)
+        if mesh is not None:
+            function = on_every_card(*program[:4], mesh)
 
         def run(words: Any, *others: Any) -> list[Any]:
             out, out_tree = jax.tree.flatten(function(*jax.tree.unflatten(tree, host.split(words, others))))
@@ -186,8 +190,9 @@ class Lowered(NamedTuple):
 def lower(program: Program, options: Options) -> Lowered:
     """Trace and lower a program with the options of the compiler."""
     results: list[Any] = []
-    flat = Flat.of(program, results)
-    jitted = jax.jit(flat.run, donate_argnums=flat.donated, compiler_options=options)
+    flat, mesh = Flat.of(program, results), mesh_of(program.args)
+    placed = {} if mesh is None else {"in_shardings": placements(flat.args, mesh)}
+    jitted = jax.jit(flat.run, donate_argnums=flat.donated, compiler_options=options, **placed)
     stage = jitted.lower(*flat.args)
     return Lowered(stage, results[-1])
 

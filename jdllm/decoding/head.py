@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jdllm.arrays import Tensor
 from jdllm.decoding.batch import HeadRows, SegmentParams
+from jdllm.decoding.head_decision import head_decision, head_rows_at_once
 from jdllm.decoding.penalty import Penalty
 from jdllm.decoding.transfer.rule import Measure
 from jdllm.execution.transformer import final_norm
@@ -22,8 +23,6 @@ from jdllm.pallas.masked_logits import (
     RowDecision,
     RowPenalty,
     RowSampling,
-    masked_logits,
-    rows_at_once,
 )
 
 _LAST = -1e30
@@ -128,7 +127,7 @@ def choose(
 
     def in_chunks(begin: Array | int, end: Array, level: Level, out: Choice) -> Choice:
         """Rows [begin, end) into `out`."""
-        size = rows_at_once(total, chunks, head_weights(params), level)
+        size = head_rows_at_once(total, chunks, head_weights(params), level)
 
         def chunk(index: Array, out: Choice) -> Choice:
             start = jnp.minimum(begin + index * size, total - size)
@@ -145,7 +144,7 @@ def choose(
         return lax.fori_loop(0, (end - begin + size - 1) // size, chunk, out)
 
     unfiltered = min(level, Level.MOMENTS)
-    if rows_at_once(total, chunks, head_weights(params), unfiltered) == total:
+    if head_rows_at_once(total, chunks, head_weights(params), unfiltered) == total:
         out = evaluate(everything, plain, unfiltered)
     else:
         empty = Choice(jnp.zeros(total, jnp.int32), jnp.zeros(total), jnp.zeros(total), None)
@@ -187,7 +186,7 @@ def decide(
     order_keys = step_keys(seeds, Purpose.ORDER, step)
     part, keys, order = jax.tree.map(lambda x: jnp.asarray(x)[segment], (segments, token_keys, order_keys))
     rows = _row_sampling(part, keys, positions, penalty and penalty.of_rows(jnp.asarray(segment)))
-    decision = masked_logits(h, head_weights(params), rows, level, count=count)
+    decision = head_decision(h, head_weights(params), rows, level, count=count)
     draw = uniform(position_bits(order, positions))
     # Ids that are kept out of the confidence may be above all others: at most certain.
     logprob = jnp.minimum(decision.logit - decision.maximum - jnp.log(decision.total), 0)

@@ -54,6 +54,8 @@ class ModelConfig:
     - `logits_shift`: the logits of row j - 1 predict token j; row 0 predicts itself.
     - `moe`: of a mixture of experts.
     - `more_eos_ids`: end a text as `eos_id` does; `eos_id` is the first that the checkpoint states.
+    - `cards`: on how many cards each step runs (`jdllm.models.cards`). Sizes are those of the whole model,
+      unless `on_card` has made the configuration.
     """
 
     family: str
@@ -81,6 +83,25 @@ class ModelConfig:
     eot_id: int | None = None
     dtype: str | None = None
     token_limit: int | None = None
+    cards: int = 1
+
+    def on_card(self) -> "ModelConfig":
+        """The part that each of `cards` cards has: as many layers and ids, but a part of heads and widths.
+
+        Raises `ConfigError` where a size is no multiple of the cards.
+        """
+        moe, cards = self.moe, self.cards
+        names = ["num_heads", "num_kv_heads", "intermediate_size"]
+        sizes = {name: getattr(self, name) for name in names}
+        if moe is not None:
+            sizes["expert_size"] = moe.expert_size
+        for name, size in sizes.items():
+            if size % cards:
+                raise ConfigError(f"{name} is {size}, of which {cards} cards cannot have equal parts")
+        parts = {name: sizes[name] // cards for name in names}
+        if moe is not None:
+            parts["moe"] = dataclasses.replace(moe, expert_size=moe.expert_size // cards)
+        return dataclasses.replace(self, **parts)
 
     @property
     def in_order(self) -> bool:

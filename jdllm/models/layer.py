@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jdllm.layers import rms_norm, rotate
 from jdllm.models.block import Hidden, Rows
+from jdllm.models.cards import summed
 from jdllm.models.config import ModelConfig
 from jdllm.models.leaf import matmul
 from jdllm.models.moe import GroupedMatmulFn, moe_ffn
@@ -96,7 +97,8 @@ class Layer:
 
     def project_back(self, o: Float[Array, "... heads head_dim"]) -> Hidden:
         """The output projection of attention; the residual is not added."""
-        return matmul(o.reshape(-1, self.config.num_heads * self.config.head_dim), self.weights["o"])
+        inputs = o.reshape(-1, self.config.num_heads * self.config.head_dim)
+        return summed(matmul(inputs, self.weights["o"]), self.config.cards)
 
     def feed_forward(self, h: Hidden, products: GroupedMatmulFn = grouped_matmul) -> Hidden:
         """Feed-forward of the rows `h`, dense or by experts; the residual is not added.
@@ -104,6 +106,10 @@ class Layer:
         Arguments:
         - `products`: of rows with their experts; the default has no gradient.
         """
+        return summed(self._feed_forward(h, products), self.config.cards)
+
+    def _feed_forward(self, h: Hidden, products: GroupedMatmulFn) -> Hidden:
+        """What this card adds."""
         weights, moe = self.weights, self.config.moe
         x = rms_norm(h, weights["ffn_norm"], self.config.rms_norm_eps)
         if moe is not None and "experts" in weights:

@@ -4,18 +4,36 @@ A weight is a plain array, `[outputs, inputs]`. A weight that is kept in another
 these functions tell the types apart.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jdllm.arrays import Tensor
 from jdllm.errors import ConfigError
 from jdllm.layers import head_logits, linear
+from jdllm.models.cards import AXIS, rows_of_part
 
 Device = Any
 """A `jax.Device`, which has no static type."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class VocabularyPart:
+    """A matrix with a row for each id, of which every card has as many (`jdllm.models.cards`).
+
+    - `weight`: `[vocab, hidden]`; on a card, inside a step, the part of this card.
+    """
+
+    weight: Float[Array, "vocab hidden"]
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return self.weight.dtype
 
 
 class Dtypes(NamedTuple):
@@ -47,14 +65,16 @@ def matmul(
     return linear(x, weight, bias)
 
 
-def logits(x: Float[Array, "rows d"], weight: Float[Array, "o d"]) -> Float[Array, "rows o"]:
+def logits(x: Float[Array, "rows d"], weight: Float[Array, "o d"] | VocabularyPart) -> Float[Array, "rows o"]:
     """Products of rows with a weight in f32, for the head and for routers."""
+    if isinstance(weight, VocabularyPart):
+        return lax.all_gather(head_logits(x, weight.weight), AXIS, axis=1, tiled=True)
     return head_logits(x, weight)
 
 
-def rows(weight: Float[Tensor, "o i"], ids: Int[Tensor, " rows"]) -> Float[Array, "rows i"]:
+def rows(weight: Float[Tensor, "o i"] | VocabularyPart, ids: Int[Tensor, " rows"]) -> Float[Array, "rows i"]:
     """Some rows of a weight; NumPy rows of a weight that is a NumPy array."""
-    return weight[ids]
+    return rows_of_part(weight.weight, ids) if isinstance(weight, VocabularyPart) else weight[ids]
 
 
 def nbytes(weight: Array | jax.ShapeDtypeStruct) -> int:

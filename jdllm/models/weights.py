@@ -203,9 +203,16 @@ def tree_bytes(params: Params) -> int:
     return sum(map(nbytes, jax.tree.leaves(params)))
 
 
-def zero_params(config: ModelConfig, dtype: jnp.dtype | str) -> Params:
-    """Weights that are all zero: arrays like the weights of the model, for uses without their values."""
-    return jax.tree.map(lambda spec: jnp.zeros(spec.shape, dtype), spec_tree(config), is_leaf=is_spec)
+def zero_params(config: ModelConfig, dtype: jnp.dtype | str, shardings: Params | None = None) -> Params:
+    """Weights that are all zero: arrays like the weights of the model, for uses without their values.
+
+    Arguments:
+    - `shardings`: of each weight, in a tree like the weights'; the default device has all if `None`.
+    """
+    specs, tree = jax.tree.flatten(spec_tree(config), is_leaf=is_spec)
+    placed = [None] * len(specs) if shardings is None else tree.flatten_up_to(shardings)
+    zeros = [jnp.zeros(spec.shape, dtype, device=at) for spec, at in zip(specs, placed, strict=True)]
+    return jax.tree.unflatten(tree, zeros)
 
 
 def init_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype | str) -> Params:

@@ -12,6 +12,7 @@ from jdllm.arrays import Tensor
 from jdllm.decoding.prefilling import Prefilling
 from jdllm.execution.transformer import embed, packed_ranges, scan_layers
 from jdllm.models.block import Hidden, RowInts, Rows
+from jdllm.models.cards import joined, largest, summed
 from jdllm.models.config import ModelConfig
 from jdllm.models.layer import Layer, Ranges
 from jdllm.models.weights import Params
@@ -54,7 +55,8 @@ class WatchedRanges(NamedTuple):
     def attend(self, layer: Layer, h: Hidden) -> tuple[Array, Float[Array, "chunks groups tokens"]]:
         k, v, q = layer.project(h, self.ranges.rotation, ("k", "v", "q"))
         out, scale = AttentionOutput(*self.ranges.over(layer, q, k, v)), layer.config.attention_scale
-        return out.o, _worth(q, k, out, self.ranges.rows.k_end, self.watched, self.prefilling, scale)
+        worth = _worth(q, k, out, self.ranges.rows.k_end, self.watched, self.prefilling, scale)
+        return out.o, _of_all_cards(worth, self.prefilling, layer.config.cards)
 
 
 def retention_segment(prefix: Ints, chunk: Ints, window: Ints, mask: str) -> Segment:
@@ -91,7 +93,7 @@ def retain(
     """
     sees = WatchedRanges(packed_ranges(config, rows), watched, prefilling)
     per_head = prefilling.retention == "per_head"
-    groups = config.num_kv_heads if per_head else 1
+    groups = config.num_kv_heads * config.cards if per_head else 1
     values = jnp.zeros((config.num_layers, watched.length.size, groups, watched.tokens.shape[1]))
 
     def body(carry: tuple[Hidden, Values], layer: Layer) -> tuple[Hidden, Values]:
@@ -141,6 +143,15 @@ def _worth(
         return by_group.mean(axis=2)
     of_heads = jnp.sum if prefilling.retention_heads == "sum" else jnp.max
     return of_heads(pooled, axis=1)[:, None]
+
+
+def _of_all_cards(
+    worth: Float[Array, "chunks groups tokens"], prefilling: Prefilling, cards: int
+) -> Float[Array, "chunks all_groups tokens"]:
+    """The values of all heads, from those of the heads of each card."""
+    if prefilling.retention == "per_head":
+        return joined(worth, cards, axis=1)
+    return (summed if prefilling.retention_heads == "sum" else largest)(worth, cards)
 
 
 def _probabilities(

@@ -51,8 +51,11 @@ class ChainOperands(NamedTuple):
 def chains(params: Params, config: ModelConfig, rows: int) -> bool:
     """Whether `run_chain` can take so many rows of this model, on the device at hand.
 
-    It cannot take experts, norms of queries and keys, nor heads that are rotated in part.
+    It cannot take experts, norms of queries and keys, heads that are rotated in part, nor parts of a model on
+    several cards, whose sums it would have to wait for.
     """
+    if config.cards > 1:
+        return False
     ((name, _, _), *more) = layer_runs(config)
     stack = params[name]
     if more or set(stack) not in (_WEIGHTS, _WEIGHTS | set(_BIASES)):

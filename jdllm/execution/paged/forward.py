@@ -54,7 +54,15 @@ class SelectedRanges(NamedTuple):
 
     def store(self, layer: Layer, q: Heads, k: Heads, v: Heads) -> KvArrays:
         """Write the selected rows."""
-        source = sources(q, k, self.selection, self.slots, scored=self.scored, usual=self.usual)
+        source = sources(
+            q,
+            k,
+            self.selection,
+            self.slots,
+            scored=self.scored,
+            usual=self.usual,
+            cards=layer.config.cards,
+        )
         return KvArrays(*store(*self.pool, layer.number, k, v, self.slots.page, source))
 
 

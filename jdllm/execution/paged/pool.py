@@ -4,6 +4,7 @@ import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax.sharding import Sharding
 from jaxtyping import Array, Float
 
 from jdllm.errors import KvPoolError
@@ -24,10 +25,16 @@ class KvArrays(NamedTuple):
     v: Float[Array, "layers pages kv_heads page_rows head_dim"]
 
 
-def empty_pool(config: ModelConfig, pages: int, page_rows: int, dtype: jnp.dtype | str) -> KvArrays:
-    """A pool of zeros."""
+def empty_pool(
+    config: ModelConfig,
+    pages: int,
+    page_rows: int,
+    dtype: jnp.dtype | str,
+    sharding: Sharding | None = None,
+) -> KvArrays:
+    """A pool of zeros, on the default device unless a `sharding` says where."""
     shape = pool_shape(config, pages, page_rows)
-    return KvArrays(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    return KvArrays(*(jnp.zeros(shape, dtype, device=sharding) for _ in range(2)))
 
 
 def pool_shape(config: ModelConfig, pages: int, page_rows: int) -> tuple[int, int, int, int, int]:

@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from jdllm.arrays import Tensor
+from jdllm.models.cards import summed
 from jdllm.pallas.split_attention import PageTable
 
 Queries = Float[Array, "rows heads head_dim"]
@@ -93,7 +94,14 @@ def slots_of(selection: Selection, table: PageTable, page_rows: int) -> Slots:
 
 
 def sources(
-    q: Queries, k: Keys, selection: Selection, slots: Slots, *, scored: bool, usual: bool = False
+    q: Queries,
+    k: Keys,
+    selection: Selection,
+    slots: Slots,
+    *,
+    scored: bool,
+    usual: bool = False,
+    cards: int = 1,
 ) -> Sources:
     """The packed row that each slot takes, for each key-value head.
 
@@ -103,16 +111,19 @@ def sources(
     - `scored`: whether any segment may be scored, static; queries and keys are not read otherwise.
     - `usual`: whether every scored segment has a block of at most `USUAL_BLOCK` rows, and a width of at most
       `USUAL_WIDTH`; static.
+    - `cards`: of the configuration, each of which has the heads of its part; static.
 
     Returns int32 rows, with one head for all where they are the same.
     """
     if not scored:
         return slots.source
-    order = candidate_order(q, k, selection, usual=usual)
+    order = candidate_order(q, k, selection, usual=usual, cards=cards)
     return jnp.moveaxis(jnp.asarray(selection.row)[order[:, slots.place]], 0, 1).astype(jnp.int32)
 
 
-def candidate_order(q: Queries, k: Keys, selection: Selection, *, usual: bool = False) -> Order:
+def candidate_order(
+    q: Queries, k: Keys, selection: Selection, *, usual: bool = False, cards: int = 1
+) -> Order:
     """The candidates in the order in which each segment keeps them, for each key-value head.
 
     Scores are products of keys with the mean query of all rows of the segment's block, masked or not, in f32:
@@ -124,11 +135,12 @@ def candidate_order(q: Queries, k: Keys, selection: Selection, *, usual: bool = 
     - `q`, `k`: rotated.
     - `usual`: whether every scored segment has a block of at most `USUAL_BLOCK` rows, and a width of at most
       `USUAL_WIDTH`; static.
+    - `cards`: of the configuration, each of which has the heads of its part; static.
 
     Returns int32 indices into the candidates, by rising segment; padding is last.
     """
     selection = Selection(*map(jnp.asarray, selection))
-    scores = _pooled(_scores(q, k, selection, usual=usual), selection, usual=usual)
+    scores = _pooled(_scores(q, k, selection, usual=usual, cards=cards), selection, usual=usual)
     index = jnp.arange(scores.shape[1], dtype=jnp.int32)
     segment, index = (jnp.broadcast_to(x, scores.shape) for x in (selection.segment, index))
     return lax.sort((segment, -scores, index), num_keys=3)[2]
@@ -192,7 +204,7 @@ def _mean_queries(
 
 
 def _scores(
-    q: Queries, k: Keys, selection: Selection, *, usual: bool
+    q: Queries, k: Keys, selection: Selection, *, usual: bool, cards: int
 ) -> Float32[Array, "kv_heads candidates"]:
     """What each candidate is worth before pooling; 0 in segments that are not scored."""
     owner = selection.owner
@@ -200,7 +212,7 @@ def _scores(
     # A product and a sum fuse with both gathers; a matrix product would be given the gathered queries.
     products = query[owner] * k[selection.row][:, :, None]
     scores = products.sum(axis=-1)
-    shared = scores.mean(axis=(1, 2))[:, None]
+    shared = summed(scores.mean(axis=(1, 2)), cards)[:, None] / cards
     scores = jnp.where(selection.per_head[owner][:, None], scores.max(axis=-1), shared)
     return jnp.where(selection.scored[owner][:, None], scores, 0).T
 

@@ -6,10 +6,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Sharding
 from jaxtyping import Int
 
 from jdllm.compiling.executables import Executable
-from jdllm.execution.paged.pool import PAGE_ROWS, KvArrays, empty_pool
+from jdllm.execution.paged.pool import PAGE_ROWS, KvArrays, empty_pool, pool_shape
 from jdllm.models.config import ModelConfig
 from jdllm.pallas.split_attention import PageTable
 from jdllm.planning.buckets import power_bucket
@@ -33,6 +34,7 @@ class KvPool:
     Arguments:
     - `config`, `dtype`: of the model.
     - `pages`: of the pool, the scratch page included, from first to last.
+    - `sharding`: of keys and values, on several cards.
 
     It is on the device from the first part that needs it until `free`, and made again in the same shape.
 
@@ -42,7 +44,7 @@ class KvPool:
     - `abstract`: the shapes and types of the arrays.
     """
 
-    def __init__(self, config: ModelConfig, dtype: Any, pages: int):
+    def __init__(self, config: ModelConfig, dtype: Any, pages: int, sharding: Sharding | None = None):
         self._config = config
         self._dtype = dtype
         self._pages = pages
@@ -50,7 +52,9 @@ class KvPool:
         self.chunks = StoredChunks()
         self.prefixes = PrefixPages()
         self.arrays: KvArrays | None = None
-        self.abstract = jax.eval_shape(self._empty)
+        self._sharding = sharding
+        shape = pool_shape(config, pages, PAGE_ROWS)
+        self.abstract = KvArrays(*[jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)] * 2)
 
     @property
     def free_pages(self) -> int:
@@ -162,4 +166,4 @@ class KvPool:
         return self.arrays
 
     def _empty(self) -> KvArrays:
-        return empty_pool(self._config, self._pages, PAGE_ROWS, self._dtype)
+        return empty_pool(self._config, self._pages, PAGE_ROWS, self._dtype, self._sharding)

@@ -1,0 +1,62 @@
+"""Functions that run on several cards at once, each with its part of the model (`jdllm.models.cards`)."""
+
+import functools
+import inspect
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jdllm.models.config import ModelConfig
+
+_EVERYWHERE = PartitionSpec()
+
+
+def mesh_of(args: Any) -> Mesh | None:
+    """The cards over which any of these arrays is spread; `None` where each lies on one device."""
+    for leaf in jax.tree.leaves(args):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
+            return sharding.mesh
+    return None
+
+
+def placements(leaves: Sequence[Any], mesh: Mesh) -> list[NamedSharding]:
+    """Where a call puts each argument: arrays that are not spread are the same on every card."""
+    return [NamedSharding(mesh, _spec(leaf)) for leaf in leaves]
+
+
+def on_every_card(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    static: Mapping[str, Hashable],
+    donate: Sequence[str],
+    mesh: Mesh,
+) -> Callable[..., Any]:
+    """`function(*args, **static)` on all cards, as a function of the arguments alone.
+
+    Arguments:
+    - `args`: trees of arrays. A card gets its part of those that are spread, and all of the others.
+    - `static`: configurations among them become those of a card's part.
+    - `donate`: names of arguments whose memory results may take. The one of them that is spread is the last
+      result, spread in the same way. Other results are the same on all cards.
+    - `mesh`: the cards.
+    """
+    own = {
+        name: value.on_card() if isinstance(value, ModelConfig) else value for name, value in static.items()
+    }
+    specs = jax.tree.map(_spec, args)
+    names = list(inspect.signature(function).parameters)
+    given_back = [specs[names.index(name)] for name in donate]
+    spread = [tree for tree in given_back if any(spec != _EVERYWHERE for spec in jax.tree.leaves(tree))]
+    results = (_EVERYWHERE, *spread) if spread else _EVERYWHERE
+    # Whether results are the same on all cards cannot be told of kernels.
+    return jax.shard_map(
+        functools.partial(function, **own), mesh=mesh, in_specs=specs, out_specs=results, check_vma=False
+    )
+
+
+def _spec(leaf: Any) -> PartitionSpec:
+    sharding = getattr(leaf, "sharding", None)
+    return sharding.spec if isinstance(sharding, NamedSharding) else _EVERYWHERE

@@ -1,0 +1,34 @@
+"""Masked logits for a head of one piece, and for one of which every card has a part of the ids."""
+
+from jaxtyping import Array, Float, Int
+
+from jdllm.models.leaf import VocabularyPart, logits
+from jdllm.pallas.masked_logits import Level, RowDecision, RowSampling, masked_logits, rows_at_once
+from jdllm.pallas.masked_logits.xla import decide_logits
+
+Head = Float[Array, "vocab hidden"] | VocabularyPart
+
+_GATHERED_ROWS = 256
+"""Rows whose logits exist at a time where cards gather them: of LLaDA 129 MB."""
+
+
+def head_decision(
+    hidden: Float[Array, "rows hidden"],
+    head: Head,
+    rows: RowSampling,
+    level: Level,
+    *,
+    count: Int[Array, ""] | int | None = None,
+) -> RowDecision:
+    """`jdllm.pallas.masked_logits.masked_logits`, with the same arguments. Cards that have parts of the head
+    gather their logits, and decide alike."""
+    if isinstance(head, VocabularyPart):
+        return decide_logits(logits(hidden, head), rows, level)
+    return masked_logits(hidden, head, rows, level, count=count)
+
+
+def head_rows_at_once(rows: int, chunks: int, head: Head, level: Level) -> int:
+    """How many of `rows` rows a call of `head_decision` should take; arguments as those of `rows_at_once`."""
+    if isinstance(head, VocabularyPart):
+        return min(-(-rows // chunks), _GATHERED_ROWS)
+    return rows_at_once(rows, chunks, head, level)

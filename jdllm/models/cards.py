@@ -1,0 +1,54 @@
+"""One step on several cards: each has a part of the heads, of the inner widths and of the vocabulary.
+
+A step runs on every card at once, inside `jax.shard_map`, with the configuration of one card's part
+(`ModelConfig.on_card`). Hidden rows, tokens and decisions are the same on all cards. What a card adds to
+hidden rows is a part of the sum, so that two sums over cards belong to each layer: behind the output
+projection of attention, and behind the feed-forward layer. Source: Megatron-LM (Shoeybi et al. 2019).
+"""
+
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jdllm.arrays import Tensor
+
+AXIS = "cards"
+"""The name of the mesh's axis."""
+
+
+def summed(x: Array, cards: int) -> Array:
+    """The sum of what all cards have.
+
+    Arguments:
+    - `cards`: of the configuration; `x` itself where it is 1.
+    """
+    return x if cards == 1 else lax.psum(x, AXIS)
+
+
+def largest(x: Array, cards: int) -> Array:
+    """The elementwise maximum of what all cards have; arguments as those of `summed`."""
+    return x if cards == 1 else lax.pmax(x, AXIS)
+
+
+def joined(x: Array, cards: int, axis: int) -> Array:
+    """What all cards have, one behind the other along an axis; arguments as those of `summed`."""
+    return x if cards == 1 else lax.all_gather(x, AXIS, axis=axis, tiled=True)
+
+
+def own_heads(x: Array, heads: int, cards: int, axis: int) -> Array:
+    """Of values for the heads of all cards those for the heads of this card.
+
+    Arguments:
+    - `heads`: of this card.
+    - `cards`: of the configuration; `x` itself where it is 1.
+    """
+    if cards == 1:
+        return x
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(AXIS) * heads, heads, axis)
+
+
+def rows_of_part(part: Float[Array, "o i"], ids: Int[Tensor, " rows"]) -> Float[Array, "rows i"]:
+    """Some rows of a matrix of which each card has as many, those of the first card first."""
+    own = ids - lax.axis_index(AXIS) * len(part)
+    inside = (own >= 0) & (own < len(part))
+    found = part.at[own].get(mode="clip")
+    return lax.psum(found * inside[:, None].astype(part.dtype), AXIS)
