@@ -124,7 +124,7 @@ class EngineOptions:
     - `chunks` (`None`: planned): chunk counts for every step, instead of planned counts.
 
     Several cards
-    - `devices` (`None`: one): cards of this machine on which each step runs at once. Each card has a part of
+    - `devices` (1): cards of this machine on which each step runs at once. Each card has a part of
       the weights and of the KV pool: equal parts of the heads and widths of the model, which must be
       multiples of the number. `memory` and `kv_pool` are those of each card. Not with a `verifier`, nor with
       layers in host memory. Tokens are those of one card, but for the order of sums.
@@ -166,7 +166,7 @@ class EngineOptions:
     max_context: Annotated[_Count | None, Typed()] = None
     max_num_logits: Annotated[_Count | None, Typed()] = None
     chunks: Annotated[ChunkConfig, PlainValidator(_chunks)] | None = None
-    devices: Annotated[_Count | None, Typed()] = None
+    devices: Annotated[_Count, Typed()] = 1
     verifier: Annotated[_Source | None, Typed("DIR_OR_HUB_ID")] = None
     verifier_shares_ids: Annotated[bool, Typed()] = False
     kernels: Annotated[str, _one_of(KERNELS), Typed("|".join(KERNELS))] = "auto"

@@ -17,8 +17,8 @@ from jdllm.execution.offload.layer_stream import OffloadedWeights, place_weights
 from jdllm.execution.offload.placement import offloaded_layers
 from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import config_from_checkpoint
-from jdllm.models.spread import in_parts, mesh_of, shardings
-from jdllm.models.weights import Params, tree_bytes, zero_params
+from jdllm.models.spread import card_bytes, in_parts, weight_shardings
+from jdllm.models.weights import Params, zero_params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +38,8 @@ class LoadedModel:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of weights on the device."""
-        return tree_bytes(self.params) if self.offloaded is None else self.offloaded.device_bytes
+        """Bytes of weights on the device; on several cards on each of them."""
+        return card_bytes(self.params) if self.offloaded is None else self.offloaded.device_bytes
 
 
 def load_model(
@@ -111,9 +111,7 @@ def _spread_weights(
     path: Path, config: ModelConfig, dtype: str, load_weights: bool, progress: bool
 ) -> Params:
     """A part of each weight on every card, which never holds more."""
-    mesh = mesh_of(config.cards)
-    config.on_card()  # refuses sizes before anything is read
-    placed = shardings(config, mesh)
+    placed = weight_shardings(config)
     if load_weights:
         params = load_params(path, config, dtype, progress=progress, sharding=placed)
     else:

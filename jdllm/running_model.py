@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import backend
 
-from jdllm.byte_sizes import parse_bytes
+from jdllm.byte_sizes import DEFAULT_HOST_MEMORY, parse_bytes, parse_host_memory
 from jdllm.checkpoints.tokenizer import Tokenizer
 from jdllm.compiling import store as executable_store
 from jdllm.compiling.executables import Executables
@@ -18,7 +18,7 @@ from jdllm.errors import ConfigError
 from jdllm.loaded_model import LoadedModel, load_model
 from jdllm.models.config import ModelConfig
 from jdllm.models.leaf import device_of, dtypes_of
-from jdllm.models.spread import in_parts, mesh_of, shardings
+from jdllm.models.spread import in_parts, weight_shardings
 from jdllm.models.weights import tree_bytes
 from jdllm.pallas.device import Target, preferring, target
 from jdllm.planning.account import Account, make_account
@@ -60,7 +60,9 @@ class RunningModel(NamedTuple):
 
 def start(options: EngineOptions) -> RunningModel:
     """Load a model, share out the memory of its device, and make its engine; raises as `LLM` does."""
-    host_memory = usable_host_memory(jax.devices()[0], options.host_memory)
+    _check_devices(options)
+    # Nothing that several cards do needs memory of the host.
+    host_memory = 0 if options.devices > 1 else usable_host_memory(jax.devices()[0], options.host_memory)
     with preferring(options.kernels):
         runs_on = target()
     runs_on.check_card()
@@ -82,7 +84,7 @@ def start(options: EngineOptions) -> RunningModel:
         budget,
         device=executables.target,
         verifier_bytes=0 if verifier is None else verifier_bytes(verifier, _rows(options) or DEFAULT_ROWS[0]),
-        weights_bytes=None if offloaded else loaded.device_bytes // (options.devices or 1),
+        weights_bytes=None if offloaded else loaded.device_bytes,
         offloaded=0 if offloaded is None else offloaded.count,
         **_sizes(options),
     )
@@ -116,8 +118,18 @@ def start(options: EngineOptions) -> RunningModel:
     )
 
 
+def _check_devices(options: EngineOptions) -> None:
+    """Raise `ConfigError` for what several cards cannot do."""
+    if options.devices == 1:
+        return
+    if options.verifier is not None:
+        raise ConfigError(f"devices is {options.devices}, and a model with a verifier runs on one")
+    if options.host_memory != DEFAULT_HOST_MEMORY and parse_host_memory(options.host_memory):
+        raise ConfigError(f"devices is {options.devices}, and host_memory is for a model on one: set it to 0")
+
+
 def _device(options: EngineOptions) -> Any:
-    """Where the model is, or goes."""
+    """Where the model is, or goes; of several cards the first."""
     if isinstance(options.model, str | Path):
         return backend.get_default_device()
     return device_of(options.model.params())
@@ -133,7 +145,7 @@ def _load(options: EngineOptions, budget: Budget | None, runs_on: Target) -> Loa
     """The model, from a checkpoint with as many layers in host memory as the device has no room for."""
 
     def count_offloaded(config: ModelConfig, dtype: str) -> int:
-        if budget is None or options.verifier is not None or options.devices is not None:
+        if budget is None or options.verifier is not None or options.devices > 1:
             return 0
         return account_with_offloading(config, dtype, budget, device=runs_on, **_sizes(options)).offloaded
 
@@ -145,18 +157,17 @@ def _load(options: EngineOptions, budget: Budget | None, runs_on: Target) -> Loa
             count_offloaded,
             load_weights=options.load_weights,
             progress=options.progress,
-            cards=options.devices or 1,
+            cards=options.devices,
         )
     if options.dtype != "auto" or options.hf_overrides or not options.load_weights:
         raise ConfigError(
             "dtype, hf_overrides and load_weights are for checkpoints: a Transformer has its own"
         )
     config, params = options.model.config, options.model.params()
-    if options.devices is None:
+    if options.devices == 1:
         return LoadedModel(config, params)
     config = dataclasses.replace(config, cards=options.devices)
-    config.on_card()  # refuses sizes before anything moves
-    placed = jax.device_put(params, shardings(config, mesh_of(config.cards)))
+    placed = jax.device_put(params, weight_shardings(config))
     return LoadedModel(config, in_parts(placed, config))
 
 

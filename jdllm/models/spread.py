@@ -1,4 +1,6 @@
-"""Where the weights and the KV pool of a model lie whose steps run on several cards."""
+"""Where weights and the KV pool lie if steps run on several cards (`jdllm.models.cards`)."""
+
+import math
 
 import jax
 import numpy as np
@@ -8,42 +10,52 @@ from jdllm.errors import ConfigError
 from jdllm.models.cards import AXIS
 from jdllm.models.config import ModelConfig
 from jdllm.models.leaf import VocabularyPart
-from jdllm.models.weights import Params, TensorSpec, is_spec, spec_tree
+from jdllm.models.sharding import shardings
+from jdllm.models.weights import Params
 
 _SPLIT = ("heads", "kv_heads", "ffn")
-"""Logical axes of which each card has a part; a vocabulary is split too where all parts are equal."""
-
 _BY_ID = ("embed", "head")
 
 
-def mesh_of(cards: int) -> Mesh:
-    """So many of this machine's devices, in a row. Raises `ConfigError` where there are fewer."""
-    devices = jax.local_devices()
-    if cards > len(devices):
-        raise ConfigError(f"devices is {cards}, and this machine has {len(devices)}")
-    return Mesh(np.array(devices[:cards]), (AXIS,))
+def weight_shardings(config: ModelConfig) -> Params:
+    """Where each weight lies, by the keys of the parameter tree.
 
+    A card has a part of the heads and of the inner widths, and of the vocabulary where all parts are equal.
 
-def shardings(config: ModelConfig, mesh: Mesh) -> Params:
-    """Where each weight lies, by the keys of the parameter tree."""
-
-    def of(spec: TensorSpec) -> NamedSharding:
-        split = (*_SPLIT, "vocab") if _parts_of_vocabulary(config) else _SPLIT
-        return NamedSharding(mesh, PartitionSpec(*(AXIS if axis in split else None for axis in spec.axes)))
-
-    return jax.tree.map(of, spec_tree(config), is_leaf=is_spec)
+    Raises `ConfigError` where a size is no multiple of the cards, and where this machine has too few.
+    """
+    config.on_card()
+    split = (*_SPLIT, "vocab") if _parts_of_vocabulary(config) else _SPLIT
+    return shardings(config, _mesh(config), dict.fromkeys(split, AXIS))
 
 
 def in_parts(params: Params, config: ModelConfig) -> Params:
-    """Weights that lie as `shardings` says, as a step takes them: it has to know of parts of a vocabulary."""
+    """Weights that lie as `weight_shardings` says, as a step takes them: it has to know of parts of a
+    vocabulary."""
     if not _parts_of_vocabulary(config):
         return params
     return params | {name: VocabularyPart(params[name]) for name in _BY_ID if name in params}
 
 
-def pool_sharding(mesh: Mesh) -> NamedSharding:
-    """Of a pool of keys or values: each card has those of its heads."""
-    return NamedSharding(mesh, PartitionSpec(None, None, AXIS))
+def card_bytes(params: Params) -> int:
+    """Bytes that weights take on each of their cards."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(params)
+    )
+
+
+def pool_sharding(config: ModelConfig) -> NamedSharding | None:
+    """Of a pool of keys or values: each card has those of its heads. `None` for one card."""
+    return NamedSharding(_mesh(config), PartitionSpec(None, None, AXIS)) if config.cards > 1 else None
+
+
+def _mesh(config: ModelConfig) -> Mesh:
+    """The first devices of this machine, in a row."""
+    devices = jax.local_devices()
+    if config.cards > len(devices):
+        raise ConfigError(f"devices is {config.cards}, and this machine has {len(devices)}")
+    return Mesh(np.array(devices[: config.cards]), (AXIS,))
 
 
 def _parts_of_vocabulary(config: ModelConfig) -> bool:

@@ -47,8 +47,8 @@ class Layered(NamedTuple):
 
     @classmethod
     def of_account(cls, config: ModelConfig, dtype: str, account: Account) -> "Layered | None":
-        """That of an engine; `None` where it has no budget."""
-        if account.budget is None:
+        """That of an engine; `None` where it has no budget, and on several cards."""
+        if account.budget is None or config.cards > 1:
             return None
         return cls(config, dtype, account.budget, account.weights + account.verifier)
 

@@ -5,7 +5,7 @@ from jdllm.compiling.executables import Executables
 from jdllm.execution.offload.layer_stream import OffloadedWeights
 from jdllm.models.config import ModelConfig
 from jdllm.models.leaf import dtypes_of
-from jdllm.models.spread import mesh_of, pool_sharding
+from jdllm.models.spread import pool_sharding
 from jdllm.models.weights import Params
 from jdllm.planning.account import Account
 from jdllm.planning.ladder import MAX_SEGMENTS, TILE_ROWS
@@ -51,8 +51,7 @@ def make_engine(
     Raises `ConfigError` and `DoesNotFitError` for what the model's way of generating cannot do.
     """
     background = Background()
-    mesh = mesh_of(config.cards) if config.cards > 1 else None
-    pool = KvPool(config, dtypes_of(params).pool, account.pages, mesh and pool_sharding(mesh))
+    pool = KvPool(config, dtypes_of(params).pool, account.pages, pool_sharding(config))
     mode = mode_of(config)
     model = OnDevice(params, config, executables, account, pool)
     extras = Extras(chunks, max_num_logits, verifier, offloaded, company_rows)

@@ -223,7 +223,9 @@ class FullRunner:
         """What steps are planned for."""
         dtype = dtypes_of(self._params).activations.name
         device = self._executables.target
-        return Workload(self._config, dtype, device, level=level, max_num_logits=self._max_num_logits)
+        return Workload(
+            self._config.on_card(), dtype, device, level=level, max_num_logits=self._max_num_logits
+        )
 
     def _unplanned(self, head_rows: int) -> ChunkConfig:
         most = self._max_num_logits or _UNPLANNED_LOGITS

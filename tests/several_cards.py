@@ -1,0 +1,83 @@
+"""What a model generates on so many cards; `test_several_cards.py` runs this where there are eight.
+
+`python3 -m tests.several_cards FAMILY CASES CARDS...` prints a line of JSON for each number of cards: tokens
+of the cases, "all" or names with commas between them, and logits.
+"""
+
+import json
+import sys
+from typing import Any
+
+import jax
+
+from jdllm import LLM
+from jdllm.demo import checkpoint_path
+from jdllm.prompts import LongPrompt
+from tests.helpers import Golden
+
+PROMPTS = [list(range(1, n)) for n in (9, 40, 21)]
+CONTEXT = LongPrompt(instruction=list(range(4)), context=list(range(5, 105)), query=list(range(200, 209)))
+DENOISED: dict[str, dict[str, Any]] = {
+    "uncached": {},
+    "guided": {"cfg_scale": 1.5},
+    "drawn": {"temperature": 0.8, "seed": 3},
+    "filtered": {"temperature": 0.8, "seed": 3, "top_k": 20, "top_p": 0.9},
+    "threshold": {"transfer": "threshold", "threshold": 0.1, "steps": None},
+    "dual": {"cache": "dual"},
+    "prefix": {"cache": "prefix"},
+    "sparse": {"cache": "sparse", "retention": 0.5},
+    "head_sparse": {"cache": "head_sparse", "retention": 0.5, "refresh_delay": 1},
+}
+PREPARED: dict[str, dict[str, Any]] = {
+    "prepared": {},
+    "prepared per head": {"retention": "per_head"},
+    "prepared by the largest": {"retention_heads": "max"},
+}
+IN_ORDER: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "drawn": {"temperature": 0.8, "seed": 3},
+    "penalised": {"repetition_penalty": 1.3, "presence_penalty": 0.5},
+}
+
+
+def tokens_of(llm: LLM, wanted: str) -> dict[str, list[list[int]]]:
+    """The tokens of each case: of three requests in company, or of a question over a long context."""
+    if llm.config.in_order:
+        sampling, cases = llm.default_sampling().changed(max_tokens=12, early_stop=False), IN_ORDER
+    else:
+        given = {"gen_length": 16, "block_length": 8, "steps": 16, "early_stop": False}
+        sampling, cases = llm.default_sampling().changed(**given), DENOISED
+    chosen = {name: case for name, case in cases.items() if wanted == "all" or name in wanted.split(",")}
+    found = {
+        name: llm.generate(prompt_token_ids=PROMPTS, sampling=sampling.changed(**case))
+        for name, case in chosen.items()
+    }
+    if wanted == "all" and not llm.config.in_order:
+        chunks = {"chunk_length": 32, "chunks_kept": 2, "tokens_kept": 8, "bos_id": 506}
+        found |= {
+            name: llm.generate(CONTEXT, sampling=sampling.changed(prefilling=chunks | case))
+            for name, case in PREPARED.items()
+        }
+    return {name: [list(output.token_ids) for output in outputs] for name, outputs in found.items()}
+
+
+def main(family: str, wanted: str, counts: list[int]) -> None:
+    jax.config.update("jax_disable_most_optimizations", True)  # most of the time is compiling
+    path = checkpoint_path() if family == "demo" else Golden(family).directory
+    for cards in counts:
+        with LLM(
+            path,
+            dtype="float32",
+            devices=cards,
+            cache_dir=None,
+            progress=False,
+            max_num_batched_tokens=256,
+            kv_pool="16MiB",
+        ) as llm:
+            tokens, logits = tokens_of(llm, wanted), llm.logits([PROMPTS[1]])[0, -1, :8].tolist()
+            weights = llm.account.weights
+            print(json.dumps({"cards": cards, "tokens": tokens, "logits": logits, "weights": weights}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], [int(count) for count in sys.argv[3:]])

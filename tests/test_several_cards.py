@@ -1,0 +1,67 @@
+"""Steps that run on several cards at once generate what one card generates."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jdllm import LLM, ConfigError
+from tests.helpers import GOLDENS, ROOT, Golden, slow
+
+CASES = "uncached,sparse,head_sparse"
+
+
+def on_cards(family: str, cases: str, *counts: int) -> list[dict[str, Any]]:
+    """What `tests/several_cards.py` tells, in a process that has eight devices."""
+    env = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(ROOT),
+    }
+    command = [sys.executable, "-m", "tests.several_cards", family, cases, *map(str, counts)]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.parametrize(
+    ("family", "cases", "counts"),
+    [
+        ("llada", CASES, (1, 2)),
+        slow("llada", "all", (1, 4)),
+        slow("dream", "all", (1, 2)),
+        slow("llada_moe", CASES, (1, 4)),
+        slow("llama", "all", (1, 2)),
+        slow("demo", CASES, (1, 8)),
+    ],
+)
+def test_tokens_are_those_of_one_card(family: str, cases: str, counts: tuple[int, ...]):
+    """In f32 sums in another order change the last bits of logits, and no token."""
+    alone, *others = on_cards(family, cases, *counts)
+    assert [alone["cards"], *(found["cards"] for found in others)] == list(counts)
+    assert all(tokens for tokens in alone["tokens"].values())
+    for found in others:
+        assert found["tokens"] == alone["tokens"]
+        np.testing.assert_allclose(found["logits"], alone["logits"], atol=1e-4, rtol=1e-4)
+        # Norms and routers are on all cards.
+        assert 1 <= found["weights"] * found["cards"] / alone["weights"] < 1.1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"devices": 2}, ["devices is 2", "this machine has 1"]),
+        ({"devices": 3}, ["num_heads is 4", "3 cards"]),
+        ({"devices": 2, "verifier": GOLDENS / "qwen2"}, ["devices is 2", "verifier"]),
+        ({"devices": 2, "host_memory": "1GiB"}, ["devices is 2", "host_memory"]),
+        ({"devices": 0}, ["devices", "positive"]),
+    ],
+)
+def test_cards_that_cannot_share_a_model_are_refused(options: dict[str, Any], words: list[str]):
+    with pytest.raises(ConfigError) as refused:
+        LLM(Golden("llada").directory, cache_dir=None, progress=False, **options)
+    assert all(word in str(refused.value) for word in words)
