@@ -191,8 +191,8 @@ def lower(program: Program, options: Options) -> Lowered:
     """Trace and lower a program with the options of the compiler."""
     results: list[Any] = []
     flat, mesh = Flat.of(program, results), mesh_of(program.args)
-    placed = {} if mesh is None else {"in_shardings": placements(flat.args, mesh)}
-    jitted = jax.jit(flat.run, donate_argnums=flat.donated, compiler_options=options, **placed)
+    jit = functools.partial(jax.jit, donate_argnums=flat.donated, compiler_options=options)
+    jitted = jit(flat.run) if mesh is None else jit(flat.run, in_shardings=placements(flat.args, mesh))
     stage = jitted.lower(*flat.args)
     return Lowered(stage, results[-1])
 

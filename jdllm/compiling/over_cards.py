@@ -17,7 +17,7 @@ def mesh_of(args: Any) -> Mesh | None:
     """The cards over which any of these arrays is spread; `None` where each lies on one device."""
     for leaf in jax.tree.leaves(args):
         sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) and sharding.mesh.size > 1:
             return sharding.mesh
     return None
 

@@ -6,6 +6,7 @@ hidden rows is a part of the sum, so that two sums over cards belong to each lay
 projection of attention, and behind the feed-forward layer. Source: Megatron-LM (Shoeybi et al. 2019).
 """
 
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -50,5 +51,5 @@ def rows_of_part(part: Float[Array, "o i"], ids: Int[Tensor, " rows"]) -> Float[
     """Some rows of a matrix of which each card has as many, those of the first card first."""
     own = ids - lax.axis_index(AXIS) * len(part)
     inside = (own >= 0) & (own < len(part))
-    found = part.at[own].get(mode="clip")
-    return lax.psum(found * inside[:, None].astype(part.dtype), AXIS)
+    found = jnp.where(inside[:, None], part.at[own].get(mode="clip"), 0)
+    return lax.psum(found, AXIS)

@@ -10,7 +10,7 @@ from jax.sharding import Sharding
 from jaxtyping import Int
 
 from jdllm.compiling.executables import Executable
-from jdllm.execution.paged.pool import PAGE_ROWS, KvArrays, empty_pool, pool_shape
+from jdllm.execution.paged.pool import PAGE_ROWS, KvArrays, empty_pool
 from jdllm.models.config import ModelConfig
 from jdllm.pallas.split_attention import PageTable
 from jdllm.planning.buckets import power_bucket
@@ -53,8 +53,9 @@ class KvPool:
         self.prefixes = PrefixPages()
         self.arrays: KvArrays | None = None
         self._sharding = sharding
-        shape = pool_shape(config, pages, PAGE_ROWS)
-        self.abstract = KvArrays(*[jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)] * 2)
+        self.abstract = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), jax.eval_shape(self._empty)
+        )
 
     @property
     def free_pages(self) -> int:
