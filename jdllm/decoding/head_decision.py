@@ -8,7 +8,7 @@ from jdllm.pallas.masked_logits.xla import decide_logits
 
 Head = Float[Array, "vocab hidden"] | VocabularyPart
 
-_GATHERED_ROWS = 256
+GATHERED_ROWS = 256
 """Rows whose logits exist at a time where cards gather them: of LLaDA 129 MB."""
 
 
@@ -30,5 +30,5 @@ def head_decision(
 def head_rows_at_once(rows: int, chunks: int, head: Head, level: Level) -> int:
     """How many of `rows` rows a call of `head_decision` should take; arguments as those of `rows_at_once`."""
     if isinstance(head, VocabularyPart):
-        return min(-(-rows // chunks), _GATHERED_ROWS)
+        return min(-(-rows // chunks), GATHERED_ROWS)
     return rows_at_once(rows, chunks, head, level)

@@ -104,6 +104,11 @@ class ModelConfig:
         return dataclasses.replace(self, **parts)
 
     @property
+    def vocabulary_in_parts(self) -> bool:
+        """Whether each of several cards has an equal part of the ids; otherwise each has all of them."""
+        return self.cards > 1 and self.vocab_size % self.cards == 0
+
+    @property
     def in_order(self) -> bool:
         """Whether each token is generated from the tokens before it alone; other models fill masks."""
         return self.attention == "causal"

@@ -1,6 +1,8 @@
 """Where weights and the KV pool lie if steps run on several cards (`jdllm.models.cards`)."""
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,23 +18,29 @@ from jdllm.models.weights import Params
 _SPLIT = ("heads", "kv_heads", "ffn")
 _BY_ID = ("embed", "head")
 
+Devices = Sequence[Any]
+"""Of `jax.Device`, which has no static type."""
 
-def weight_shardings(config: ModelConfig) -> Params:
+
+def weight_shardings(config: ModelConfig, devices: Devices | None = None) -> Params:
     """Where each weight lies, by the keys of the parameter tree.
 
     A card has a part of the heads and of the inner widths, and of the vocabulary where all parts are equal.
 
+    Arguments:
+    - `devices`: by default the first of this machine.
+
     Raises `ConfigError` where a size is no multiple of the cards, and where this machine has too few.
     """
     config.on_card()
-    split = (*_SPLIT, "vocab") if _parts_of_vocabulary(config) else _SPLIT
-    return shardings(config, _mesh(config), dict.fromkeys(split, AXIS))
+    split = (*_SPLIT, "vocab") if config.vocabulary_in_parts else _SPLIT
+    return shardings(config, _mesh(config, devices), dict.fromkeys(split, AXIS))
 
 
 def in_parts(params: Params, config: ModelConfig) -> Params:
     """Weights that lie as `weight_shardings` says, as a step takes them: it has to know of parts of a
     vocabulary."""
-    if not _parts_of_vocabulary(config):
+    if not config.vocabulary_in_parts:
         return params
     return params | {name: VocabularyPart(params[name]) for name in _BY_ID if name in params}
 
@@ -45,18 +53,21 @@ def card_bytes(params: Params) -> int:
     )
 
 
-def pool_sharding(config: ModelConfig) -> NamedSharding | None:
-    """Of a pool of keys or values: each card has those of its heads. `None` for one card."""
-    return NamedSharding(_mesh(config), PartitionSpec(None, None, AXIS)) if config.cards > 1 else None
+def pool_sharding(config: ModelConfig, devices: Devices | None = None) -> NamedSharding | None:
+    """Of a pool of keys or values: each card has those of its heads. `None` for one card.
+
+    Arguments:
+    - `devices`: by default the first of this machine.
+    """
+    if config.cards == 1:
+        return None
+    return NamedSharding(_mesh(config, devices), PartitionSpec(None, None, AXIS))
 
 
-def _mesh(config: ModelConfig) -> Mesh:
-    """The first devices of this machine, in a row."""
-    devices = jax.local_devices()
+def _mesh(config: ModelConfig, devices: Devices | None) -> Mesh:
+    """As many devices as the model runs on, in a row."""
+    if devices is None:
+        devices = jax.local_devices()
     if config.cards > len(devices):
         raise ConfigError(f"devices is {config.cards}, and this machine has {len(devices)}")
     return Mesh(np.array(devices[: config.cards]), (AXIS,))
-
-
-def _parts_of_vocabulary(config: ModelConfig) -> bool:
-    return config.vocab_size % config.cards == 0

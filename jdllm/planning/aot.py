@@ -12,11 +12,13 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import topologies
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdllm.compiling.executable import donated_places
 from jdllm.compiling.executables import compiler_options
+from jdllm.compiling.over_cards import mesh_of, on_every_card
 from jdllm.pallas.device import Target, known_kernels
 from jdllm.planning.descriptions import description
 
@@ -53,8 +55,8 @@ def has_compiler() -> bool:
 
 
 @functools.cache
-def target_sharding(target: str) -> NamedSharding:
-    """The placement of arrays on one described card.
+def target_devices(target: str, cards: int = 1) -> tuple[Any, ...]:
+    """Described cards of one host.
 
     Arguments:
     - `target`: a name for which `targets/` holds a description, such as "h200" or "rtx4090".
@@ -62,9 +64,13 @@ def target_sharding(target: str) -> NamedSharding:
     Raises `ConfigError` for any other name.
     """
     described = description(target)
-    topology = topologies.get_topology_desc(platform="cuda", target_config=described, topology="1x1x1")
-    mesh = topologies.make_mesh(topology, (1,), ("device",))
-    return NamedSharding(mesh, PartitionSpec())
+    found = topologies.get_topology_desc(platform="cuda", target_config=described, topology=f"1x1x{cards}")
+    return tuple(found.devices)
+
+
+def target_sharding(target: str) -> NamedSharding:
+    """The placement of arrays on one described card; raises as `target_devices` does."""
+    return NamedSharding(Mesh(np.array(target_devices(target)), ("device",)), PartitionSpec())
 
 
 def compile_for(
@@ -80,7 +86,8 @@ def compile_for(
 
     Arguments:
     - `target`: as `target_sharding` takes it.
-    - `args`: trees of anything with a shape and a dtype, such as `jax.ShapeDtypeStruct`.
+    - `args`: trees of anything with a shape and a dtype, such as `jax.ShapeDtypeStruct`. Where some have
+      shardings on several described cards, all of these run the function (`jdllm.compiling.over_cards`).
     - `donate`: names of the arguments whose memory results may take.
     - `chained`: whether the function has chains of kernels.
     - `concurrent`: whether kernels run side by side where they can.
@@ -88,11 +95,19 @@ def compile_for(
 
     Returns the executable, whose `memory_analysis()` and `as_text()` answer for the card. It cannot run.
     """
-    sharding = target_sharding(target)
-    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
+    cards = mesh_of(args)
+    everywhere = target_sharding(target) if cards is None else NamedSharding(cards, PartitionSpec())
+
+    def placed(x: Any) -> jax.ShapeDtypeStruct:
+        own = None if cards is None else getattr(x, "sharding", None)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own or everywhere)
+
+    args = jax.tree.map(placed, args)
     options = compiler_options("cuda", chained=chained, concurrent=concurrent)
     donated = donated_places(function, donate)
-    jitted = jax.jit(lambda *a: function(*a, **static), donate_argnums=donated, compiler_options=options)
-    (device,) = sharding.device_set
-    with jax.default_device(device):
-        return jitted.lower(*placed).compile()
+    called = functools.partial(function, **static)
+    if cards is not None:
+        called = on_every_card(function, args, static, donate, cards)
+    jitted = jax.jit(lambda *a: called(*a), donate_argnums=donated, compiler_options=options)
+    with jax.default_device(target_devices(target)[0]):
+        return jitted.lower(*args).compile()

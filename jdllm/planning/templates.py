@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jdllm.chunks import TILE
+from jdllm.decoding.head_decision import GATHERED_ROWS
 from jdllm.models.config import ModelConfig, MoeConfig
 from jdllm.pallas.attention.limits import ATTENTION
 from jdllm.pallas.device import Target
@@ -204,8 +205,10 @@ def _dtype(kind: StepKind) -> jnp.dtype:
 def add_head(graph: GraphTemplate, config: ModelConfig, kind: StepKind, hidden: str) -> None:
     """Operators of the head, which reads the rows in `hidden`, over the dimensions M and logits."""
     output = jax.ShapeDtypeStruct((config.vocab_size, config.hidden_size), _dtype(kind))
-    call = default_call(kind.device, output, kind.level)
+    call = None if config.vocabulary_in_parts else default_call(kind.device, output, kind.level)
     part = ceil_div(dim("M"), dim("logits")) if call is None else minimum(dim("M"), call.most_rows)
+    if config.vocabulary_in_parts:
+        part = minimum(part, GATHERED_ROWS)
     graph.add_op("order masked rows", outputs={"masked rows": dim("M") * (48 + listed_bytes(kind.level))})
     graph.add_op(
         "gather head rows",
@@ -228,6 +231,8 @@ def listed_bytes(level: Level) -> int:
 
 def _add_logits(graph: GraphTemplate, config: ModelConfig, kind: StepKind, part: Size) -> None:
     row = 4 * config.vocab_size
+    if config.vocabulary_in_parts:  # those of the card's own ids too
+        row += row // config.cards
     graph.add_op("project logits", ["head rows"], {"logits": part * row}, WORKSPACE, owners=("logits",))
     extra = math.ceil((_LOGITS[kind.level] - 1) * row)
     graph.add_op("choose", ["logits"], {"decisions": part * 32}, part * extra, owners=("logits",))

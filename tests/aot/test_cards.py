@@ -1,0 +1,108 @@
+"""Cached steps of LLaDA-8B compiled for several H200: each has its part of the bytes, and sums are few."""
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.shapes import SHAPES
+from jdllm.decoding.cached import refresh, reuse
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.decoding.unseen import Unseen
+from jdllm.execution.paged.pool import PAGE_ROWS, KvArrays, pool_bytes, pool_shape
+from jdllm.models.config import ModelConfig
+from jdllm.models.spread import in_parts, pool_sharding, weight_shardings
+from jdllm.models.weights import Params, abstract_params, param_bytes
+from jdllm.pallas.masked_logits import Level
+from jdllm.planning.aot import compile_for, target_devices
+from jdllm.planning.ladder import Sizes, make_ladder
+from jdllm.planning.plan import UNLIMITED, Bucket, Workload, plan_bucket
+from jdllm.serving.denoise.cached_packing import pack_refresh, pack_reuse, reuse_demand
+from jdllm.serving.pool.page_book import PageBook
+from jdllm.serving.request import Request
+from tests.engines import entry_of, generation_request
+
+pytestmark = pytest.mark.aot
+
+MIB, LENGTH, REQUESTS, LEFT = 2**20, 1024, 4, 2048
+SAMPLING = SamplingParams(gen_length=256, block_length=32, cache="head_sparse", refresh_delay=0)
+
+
+def on_cards(cards: int) -> tuple[ModelConfig, Params, PageBook, KvArrays]:
+    """The model, its weights, and a pool with its pages, for so many described cards."""
+    config, devices = dataclasses.replace(SHAPES["llada-8b"], cards=cards), target_devices("h200", cards)
+    params = jax.tree.map(
+        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
+        abstract_params(config, "bfloat16"),
+        weight_shardings(config, devices),
+    )
+    book = PageBook.empty(1 + REQUESTS * LENGTH // PAGE_ROWS, PAGE_ROWS)
+    for index in range(REQUESTS):
+        book = book.allocate(index, LENGTH)
+    at = pool_sharding(config, devices)
+    pool: Any = jax.ShapeDtypeStruct(pool_shape(config, book.pages, PAGE_ROWS), jnp.bfloat16, sharding=at)
+    return config, in_parts(params, config), book, KvArrays(pool, pool)
+
+
+def asked_of(config: ModelConfig) -> list[Request]:
+    return [generation_request(i, np.arange(LENGTH - 256), SAMPLING, config) for i in range(REQUESTS)]
+
+
+def sums_of(compiled: jax.stages.Compiled) -> int:
+    """Sums over cards that a compiled text begins."""
+    return len(re.findall(r" all-reduce(?:-start)?\(", compiled.as_text() or ""))
+
+
+@pytest.mark.parametrize("cards", [2, 8])
+def test_each_card_has_its_part_of_a_refresh(cards: int):
+    config, params, book, pool = on_cards(cards)
+    asked = asked_of(config)
+    (batch, _), selection, table, _ = pack_refresh(asked, config, book, entry_of(asked))
+    static = {"mask_id": config.mask_id, "logits_chunks": 1, "level": Level.TOP, "left": LEFT}
+    compiled = compile_for(
+        "h200",
+        refresh,
+        *(params, batch, selection, table, pool),
+        donate=("pool",),
+        config=config,
+        scored=True,
+        usual=True,
+        **static,
+    )
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    whole = param_bytes(config, "bfloat16") + pool_bytes(config, "bfloat16", book.pages, PAGE_ROWS)
+    assert whole / cards < memory.argument_size_in_bytes < whole / cards + 8 * MIB
+    assert memory.alias_size_in_bytes >= pool_bytes(config, "bfloat16", book.pages, PAGE_ROWS) // cards
+    bucket = Bucket(REQUESTS * LENGTH, REQUESTS * LENGTH, len(batch.head.row))
+    workload = Workload(config.on_card(), cache_policy="head_sparse")
+    planned = plan_bucket(workload, bucket, UNLIMITED).activation.peak_bytes
+    assert abs(planned - memory.temp_size_in_bytes) < 0.05 * memory.temp_size_in_bytes + 64 * MIB
+
+
+def test_a_reuse_has_two_sums_a_layer():
+    config, params, book, pool = on_cards(4)
+    asked = asked_of(config)
+    refreshed = pack_refresh(asked, config, book, entry_of(asked))
+    for request, stored in zip(asked, refreshed.stored, strict=True):
+        assert stored is not None
+        request.store(*stored)
+    rows, head_rows, _ = (sum(x) for x in zip(*(reuse_demand(r, PAGE_ROWS) for r in asked), strict=True))
+    entry = Sizes(make_ladder(8192).single).choose(rows, head_rows, len(asked))
+    packed = pack_reuse(asked, config, book, entry, 2 * book.pages)
+    left: Any = jax.ShapeDtypeStruct((LEFT,), jnp.int32)
+    compiled = compile_for(
+        "h200",
+        reuse,
+        *(params, packed.packed.batch, packed.table, pool, Unseen(left, left, packed.source), None),
+        config=config,
+        mask_id=config.mask_id,
+        logits_chunks=1,
+        level=Level.TOP,
+    )
+    unrolled = 4  # layers of a turn of the loop
+    assert sums_of(compiled) == 2 * unrolled + 1  # and that of the embedding
