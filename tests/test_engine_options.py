@@ -38,6 +38,7 @@ OTHERS: dict[str, Any] = {
     "max_num_batched_tokens": 96,
     "max_context": 4096,
     "max_num_logits": np.int64(7),
+    "devices": 2,
     "verifier": Path("verifier"),
     "verifier_shares_ids": True,
     "kernels": "xla",

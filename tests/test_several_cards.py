@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from jdllm import LLM, ConfigError
+from jdllm.cli import app
 from tests.helpers import GOLDENS, ROOT, Golden, slow
 
 CASES = "uncached,sparse,head_sparse"
@@ -65,3 +67,16 @@ def test_cards_that_cannot_share_a_model_are_refused(options: dict[str, Any], wo
     with pytest.raises(ConfigError) as refused:
         LLM(Golden("llada").directory, cache_dir=None, progress=False, **options)
     assert all(word in str(refused.value) for word in words)
+
+
+def test_a_plan_is_of_what_each_card_has():
+    """Five norms of 64 numbers are on both cards; of everything else each has half."""
+    plans = []
+    for devices in ("1", "2"):
+        options = ["--devices", devices, "--memory", "1GiB", "--target", "h200", "--json"]
+        result = CliRunner().invoke(app, ["plan", *options, str(Golden("llada").directory)])
+        plans.append(json.loads(result.stdout))
+    alone, shared = (plan["weights_bytes"] for plan in plans)
+    norms = 5 * 64 * 4
+    assert shared == (alone - norms) // 2 + norms
+    assert plans[1]["host_budget_bytes"] == 0

@@ -147,7 +147,9 @@ def _asked(given: Mapping[str, Any], config: Path, card: "Card", step: Step) -> 
 
     memory, kv_pool = given["memory"], given["kv_pool"]
     host = parse_host_memory(given["host_memory"], "--host-memory")
-    read = given["hf_overrides"], given["dtype"], given["kernels"]
+    if given["devices"] > 1:
+        host = 0  # what is in host memory belongs to one card
+    read = given["hf_overrides"], given["dtype"], given["kernels"], given["devices"]
     workload = _workload(
         config,
         card.target,
@@ -193,6 +195,8 @@ def _plan_step(asked: "StepQuestion", memory: str | None, assumed: list[str], sh
     if shown.plot is not None:
         plan_report.draw(report, shown.plot, memory)
     check = not shown.as_json if shown.check is None else shown.check
+    if asked.workload.config.cards > 1:
+        check = False  # a part of a step is compiled with the others only
     compiled = plan_report.compiled_bytes(report) if check else None
     if shown.as_json:
         print_result(json.dumps(plan_report.facts(report, compiled)))
@@ -310,9 +314,15 @@ def _config_path(model: str) -> Path:
 
 
 def _workload(
-    path: Path, target: str, overrides: dict[str, Any] | None, dtype: str, kernels: str, **rest: Any
+    path: Path,
+    target: str,
+    overrides: dict[str, Any] | None,
+    dtype: str,
+    kernels: str,
+    cards: int,
+    **rest: Any,
 ) -> "Workload":
-    """What is planned for; `rest` are fields of `Workload` as they are."""
+    """What is planned for: of several cards the part of each; `rest` are fields of `Workload` as they are."""
     from jdllm.models.hf_config import config_from_hf, read_config
     from jdllm.planning.aot import device_of
     from jdllm.planning.plan import Workload
@@ -322,7 +332,8 @@ def _workload(
     if config.mask_id is None:
         # Some families name it in the tokenizer. Memory does not depend on it, but compiling needs one.
         config = dataclasses.replace(config, mask_id=config.vocab_size - 1)
-    return Workload(config, dtype, device_of(target, kernels), **rest)
+    on_card = dataclasses.replace(config, cards=cards).on_card()
+    return Workload(on_card, dtype, device_of(target, kernels), **rest)
 
 
 def _dtype(path: Path, config: "ModelConfig", dtype: str) -> str:

@@ -26,12 +26,20 @@ def summed(x: Array, cards: int) -> Array:
 
 
 def largest(x: Array, cards: int) -> Array:
-    """The elementwise maximum of what all cards have; arguments as those of `summed`."""
+    """The elementwise maximum of what all cards have.
+
+    Arguments:
+    - `cards`: of the configuration; `x` itself where it is 1.
+    """
     return x if cards == 1 else lax.pmax(x, AXIS)
 
 
 def joined(x: Array, cards: int, axis: int) -> Array:
-    """What all cards have, one behind the other along an axis; arguments as those of `summed`."""
+    """What all cards have, one behind the other along an axis.
+
+    Arguments:
+    - `cards`: of the configuration; `x` itself where it is 1.
+    """
     return x if cards == 1 else lax.all_gather(x, AXIS, axis=axis, tiled=True)
 
 

@@ -56,6 +56,7 @@ class ModelConfig:
     - `more_eos_ids`: end a text as `eos_id` does; `eos_id` is the first that the checkpoint states.
     - `cards`: on how many cards each step runs (`jdllm.models.cards`). Sizes are those of the whole model,
       unless `on_card` has made the configuration.
+    - `own_ids`: rows of the embedding and of the head on one of these cards; `None` for all ids.
     """
 
     family: str
@@ -84,9 +85,10 @@ class ModelConfig:
     dtype: str | None = None
     token_limit: int | None = None
     cards: int = 1
+    own_ids: int | None = None
 
     def on_card(self) -> "ModelConfig":
-        """The part that each of `cards` cards has: as many layers and ids, but a part of heads and widths.
+        """The part that each of `cards` cards has: as many layers, and a part of heads, widths and ids.
 
         Raises `ConfigError` where a size is no multiple of the cards.
         """
@@ -101,6 +103,8 @@ class ModelConfig:
         parts = {name: sizes[name] // cards for name in names}
         if moe is not None:
             parts["moe"] = dataclasses.replace(moe, expert_size=moe.expert_size // cards)
+        if self.vocabulary_in_parts:
+            parts["own_ids"] = self.vocab_size // cards
         return dataclasses.replace(self, **parts)
 
     @property

@@ -102,7 +102,7 @@ def spec_tree(config: ModelConfig) -> Tree[TensorSpec]:
         }
 
     stacks = layer_stacks(config)
-    matrix, axes = (config.vocab_size, config.hidden_size), ("vocab", "hidden")
+    matrix, axes = (config.own_ids or config.vocab_size, config.hidden_size), ("vocab", "hidden")
     tree: Tree[TensorSpec] = {"embed": leaf("embed", matrix, axes)}
     tree["layers"] = stack(stacks["layers"], _attention(config) + (_experts(config) or _dense_ffn(config)))
     if "dense_layers" in stacks:
