@@ -29,6 +29,13 @@ async def model(name: str, request: Request) -> dict[str, Any]:
     return _card(service, service.model(name))
 
 
+@router.get("/server_info", responses=RESPONSES)
+async def server_info(request: Request) -> dict[str, str]:
+    """The model's first name, in the form in which sglang-router asks for it."""
+    service: Service = request.app.state.service
+    return {"served_model_name": service.settings.names[0]}
+
+
 @router.post("/tokenize", responses=RESPONSES)
 async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
     """Ids of a text, in which special tokens become theirs unless `parse_special` is false, or of a

@@ -148,6 +148,12 @@ class OpenAIFields(Asking):
     verbosity: PassedOver = None
     parallel_tool_calls: PassedOver = None
     spaces_between_special_tokens: PassedOver = None
+    # Routers add these to the requests that they pass on.
+    separate_reasoning: PassedOver = None
+    stream_reasoning: PassedOver = None
+    include_reasoning: PassedOver = None
+    no_stop_trim: Annotated[bool | None, only(False, why="a text ends before its stop string")] = None
+    return_hidden_states: Annotated[bool | None, only(False, why="no hidden states")] = None
     skip_special_tokens: Annotated[
         bool | None, only(True, why="texts are without special tokens; token_ids of completions have them")
     ] = None

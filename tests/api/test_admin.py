@@ -71,6 +71,11 @@ def test_a_remote_tokenizer_finds_what_it_needs(client, tokenizer: Tokenizer, ma
     assert info["chat_template"] == tokenizer.chat_template
 
 
+def test_a_router_finds_the_name_of_the_model(client):
+    listed = client.get("/v1/models").json()["data"]
+    assert client.get("/server_info").json() == {"served_model_name": listed[0]["id"]}
+
+
 def test_health_version_and_counts(client):
     assert client.get("/health").json() == {"status": "ok"}
     head = client.head("/health")
@@ -141,6 +146,13 @@ def test_keys_open_the_api_and_nothing_else_needs_one(service: Service):
             assert client.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code == 200
         for path in ("/health", "/metrics", "/version", "/openapi.json"):
             assert client.get(path).status_code == 200
+
+
+def test_a_key_that_is_sent_twice_is_one_key(service: Service):
+    right, wrong = ("Authorization", "Bearer right"), ("Authorization", "Bearer wrong")
+    with TestClient(create_app(service, Access(api_keys=("right", "spare")))) as client:
+        for headers, status in (([right, right], 200), ([right, wrong], 401), ([wrong, wrong], 401)):
+            assert client.get("/v1/models", headers=headers).status_code == status
 
 
 class Keys:

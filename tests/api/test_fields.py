@@ -88,6 +88,8 @@ HABITS: list[dict[str, Any]] = [
     {"tool_choice": "auto", "tools": [], "functions": [], "function_call": "none"},
     {"tool_choice": "none", "logit_bias": {}, "store": True, "user": "me", "n": 1},
     {"logit_bias": {"5": 0, "17": 0.0}},
+    {"no_stop_trim": False, "return_hidden_states": False, "separate_reasoning": True},
+    {"stream_reasoning": True, "include_reasoning": True},
 ]
 
 
@@ -148,6 +150,8 @@ def test_no_stream_is_held_back_by_proxies(client: TestClient, route: str, extra
             {"tool_choice": "required"},
             "tool_choice is 'required': expected 'auto' or 'none': there are no tools",
         ),
+        ({"no_stop_trim": True}, "no_stop_trim is True: expected False: a text ends before"),
+        ({"return_hidden_states": True}, "return_hidden_states is True: expected False: no hidden states"),
         ({"tools": [{"type": "function"}]}, "tools is [{'type': 'function'}]: expected nothing: no tools"),
         ({"tools": {"strict": 0}}, "tools is {'strict': 0}: expected nothing: no tools"),
         ({"logit_bias": {"5": 1, "6": 0}}, "logit_bias is {'5': 1, '6': 0}: expected nothing"),

@@ -29,6 +29,7 @@ OPERATIONS = (
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{name}"),
     ("GET", "/tokenizer_info"),
+    ("GET", "/server_info"),
     ("GET", "/health"),
     ("GET", "/version"),
     ("GET", "/metrics"),
