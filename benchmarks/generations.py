@@ -113,7 +113,8 @@ def _suffix(kernels: str) -> str:
 def generate(arguments: Sequence[str]) -> None:
     """Equal requests, all at once.
 
-    `python3 -m benchmarks generate [--cache dual] [--batch 1 8] [--prompt 512] [--shape llada-8b]` on a card.
+    `python3 -m benchmarks generate [--cache dual] [--batch 1 8] [--prompt 512] [--shape llada-8b]
+    [--devices 1 2 4]` on as many cards.
     """
     parser = case_parser("generate", generate.__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="llada-8b")
@@ -125,20 +126,26 @@ def generate(arguments: Sequence[str]) -> None:
     parser.add_argument("--steps", type=int, default=GEN_LENGTH, help="denoising steps of a request")
     parser.add_argument("--max-num-batched-tokens", type=int, help="by default as many as LLM chooses")
     parser.add_argument("--kernels", choices=get_args(Kernels), default="auto")
+    parser.add_argument("--devices", type=int, nargs="+", default=[1], help="cards of each step")
     args = parser.parse_args(arguments)
     model = Transformer(SHAPES[args.shape], rngs=nnx.Rngs(0), dtype="bfloat16")
-    rows = args.max_num_batched_tokens
-    llm = LLM(model, max_num_batched_tokens=rows, kernels=args.kernels, progress=False)
-    table = []
-    for cache, batch, prompt, delay in itertools.product(
-        args.cache, args.batch, args.prompt, args.delay or [None]
-    ):
-        sampling = generation(cache, args.retention, delay, args.steps)
-        table.append({"shape": args.shape, **measure(llm, batch, prompt, sampling)})
-        print_row(table[-1])
+    options = {"max_num_batched_tokens": args.max_num_batched_tokens, "kernels": args.kernels}
+    table, rows = [], 0
+    for devices in args.devices:
+        with LLM(model, devices=devices, progress=False, **options) as llm:
+            rows, asked = llm.account.rows, {"shape": args.shape}
+            if args.devices != [1]:
+                asked["devices"] = devices
+            for cache, batch, prompt, delay in itertools.product(
+                args.cache, args.batch, args.prompt, args.delay or [None]
+            ):
+                sampling = generation(cache, args.retention, delay, args.steps)
+                table.append(asked | measure(llm, batch, prompt, sampling))
+                print_row(table[-1])
     kinds = ("-".join(map(str, kind)) for kind in (args.cache, args.batch, args.prompt))
     name = "generate_{}_{}_b{}_p{}".format(args.shape, *kinds) + _suffix(args.kernels)
-    record(name, table, args.out, max_num_batched_tokens=llm.account.rows)
+    cards = "" if args.devices == [1] else "_cards" + "-".join(map(str, args.devices))
+    record(name + cards, table, args.out, max_num_batched_tokens=rows)
 
 
 def prompt_lengths() -> list[int]:
