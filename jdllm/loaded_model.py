@@ -89,12 +89,13 @@ def _weights(
     path: Path, config: ModelConfig, dtype: str, count: int, load_weights: bool, progress: bool
 ) -> tuple[Params, list[Params]]:
     """The weights on the device; where `count` layers are in host memory, the weights of all layers apart."""
-    if config.cards > 1:
-        return _spread_weights(path, config, dtype, load_weights, progress), []
     if not count:
-        if not load_weights:
-            return zero_params(config, dtype), []
-        return load_params(path, config, dtype, progress=progress), []
+        placed = weight_shardings(config)
+        if load_weights:
+            params = load_params(path, config, dtype, progress=progress, sharding=placed)
+        else:
+            params = zero_params(config, dtype, placed)
+        return in_parts(params, config), []
     if not load_weights:
         raise ConfigError(
             f"the weights of {count} layers would be in host memory, which leaves nothing to warm up:"
@@ -105,15 +106,3 @@ def _weights(
     order = sorted(range(config.num_layers), key=lambda number: number in away)
     place = place_weights(jax.devices()[0], away)
     return load_by_layer(path, config, dtype, place, order=order, progress=progress)
-
-
-def _spread_weights(
-    path: Path, config: ModelConfig, dtype: str, load_weights: bool, progress: bool
-) -> Params:
-    """A part of each weight on every card, which never holds more."""
-    placed = weight_shardings(config)
-    if load_weights:
-        params = load_params(path, config, dtype, progress=progress, sharding=placed)
-    else:
-        params = zero_params(config, dtype, placed)
-    return in_parts(params, config)

@@ -22,8 +22,8 @@ Devices = Sequence[Any]
 """Of `jax.Device`, which has no static type."""
 
 
-def weight_shardings(config: ModelConfig, devices: Devices | None = None) -> Params:
-    """Where each weight lies, by the keys of the parameter tree.
+def weight_shardings(config: ModelConfig, devices: Devices | None = None) -> Params | None:
+    """Where each weight lies, by the keys of the parameter tree; `None` for one card.
 
     A card has a part of the heads and of the inner widths, and of the vocabulary where all parts are equal.
 
@@ -32,6 +32,8 @@ def weight_shardings(config: ModelConfig, devices: Devices | None = None) -> Par
 
     Raises `ConfigError` where a size is no multiple of the cards, and where this machine has too few.
     """
+    if config.cards == 1:
+        return None
     config.on_card()
     split = (*_SPLIT, "vocab") if config.vocabulary_in_parts else _SPLIT
     return shardings(config, _mesh(config, devices), dict.fromkeys(split, AXIS))
