@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import serialize_executable
+from jax.sharding import Mesh
 
 from jdllm.compiling.host_arguments import HostArguments
-from jdllm.compiling.over_cards import mesh_of, on_every_card, placements
+from jdllm.compiling.over_cards import bound, mesh_of, placements
 from jdllm.pallas.device import find_kernel_runtime
 
 _IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,DYNAMIC_SLICE_FUSION"  # but no CUSTOM_CALL
@@ -88,6 +89,7 @@ class Flat(NamedTuple):
     - `donated`: places of the donated ones among what `run` takes.
     - `args`: its arguments.
     - `tree`, `host`: of the program's arguments, and which leaves are merged.
+    - `mesh`: the cards that run it, `None` for one.
     """
 
     run: Callable[..., list[Any]]
@@ -95,6 +97,7 @@ class Flat(NamedTuple):
     args: tuple[Any, ...]
     tree: Any
     host: HostArguments
+    mesh: Mesh | None
 
     @classmethod
     def of(cls, program: Program, results: list[Any]) -> "Flat":
@@ -106,9 +109,7 @@ class Flat(NamedTuple):
         places = donated_places(program.function, program.donate)
         donated = tuple(1 + i for i, owner in enumerate(passed) if owner in places)
         mesh = mesh_of(program.args)
-        function = functools.partial(program.function, **program.static)
-        if mesh is not None:
-            function = on_every_card(*program[:4], mesh)
+        function = bound(program.function, program.args, program.static, places, mesh)
 
         def run(words: Any, *others: Any) -> list[Any]:
             out, out_tree = jax.tree.flatten(function(*jax.tree.unflatten(tree, host.split(words, others))))
@@ -117,7 +118,7 @@ class Flat(NamedTuple):
 
         run.__name__ = module_name(program.name)
         words, others = host.merge(leaves)
-        return cls(run, donated, (words, *others), tree, host)
+        return cls(run, donated, (words, *others), tree, host, mesh)
 
 
 def module_name(name: str) -> str:
@@ -190,9 +191,11 @@ class Lowered(NamedTuple):
 def lower(program: Program, options: Options) -> Lowered:
     """Trace and lower a program with the options of the compiler."""
     results: list[Any] = []
-    flat, mesh = Flat.of(program, results), mesh_of(program.args)
+    flat = Flat.of(program, results)
     jit = functools.partial(jax.jit, donate_argnums=flat.donated, compiler_options=options)
-    jitted = jit(flat.run) if mesh is None else jit(flat.run, in_shardings=placements(flat.args, mesh))
+    if flat.mesh is not None:
+        jit = functools.partial(jit, in_shardings=placements(flat.args, flat.mesh))
+    jitted = jit(flat.run)
     stage = jitted.lower(*flat.args)
     return Lowered(stage, results[-1])
 

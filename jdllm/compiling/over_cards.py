@@ -1,7 +1,6 @@
 """Functions that run on several cards at once, each with its part of the model (`jdllm.models.cards`)."""
 
 import functools
-import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -27,28 +26,29 @@ def placements(leaves: Sequence[Any], mesh: Mesh) -> list[NamedSharding]:
     return [NamedSharding(mesh, _spec(leaf)) for leaf in leaves]
 
 
-def on_every_card(
+def bound(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     static: Mapping[str, Hashable],
-    donate: Sequence[str],
-    mesh: Mesh,
+    donated: Sequence[int],
+    mesh: Mesh | None,
 ) -> Callable[..., Any]:
-    """`function(*args, **static)` on all cards, as a function of the arguments alone.
+    """`function(*args, **static)` as a function of the arguments alone, on all cards of a mesh.
 
     Arguments:
     - `args`: trees of arrays. A card gets its part of those that are spread, and all of the others.
-    - `static`: configurations among them become those of a card's part.
-    - `donate`: names of arguments whose memory results may take. The one of them that is spread is the last
+    - `static`: on several cards, configurations among them become those of a card's part.
+    - `donated`: places of arguments whose memory results may take. The one of them that is spread is the last
       result, spread in the same way. Other results are the same on all cards.
-    - `mesh`: the cards.
+    - `mesh`: the cards, `None` for one.
     """
+    if mesh is None:
+        return functools.partial(function, **static)
     own = {
         name: value.on_card() if isinstance(value, ModelConfig) else value for name, value in static.items()
     }
     specs = jax.tree.map(_spec, args)
-    names = list(inspect.signature(function).parameters)
-    given_back = [specs[names.index(name)] for name in donate]
+    given_back = [specs[place] for place in donated]
     spread = [tree for tree in given_back if any(spec != _EVERYWHERE for spec in jax.tree.leaves(tree))]
     results = (_EVERYWHERE, *spread) if spread else _EVERYWHERE
     # Whether results are the same on all cards cannot be told of kernels.

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdllm.compiling.executable import donated_places
 from jdllm.compiling.executables import compiler_options
-from jdllm.compiling.over_cards import mesh_of, on_every_card
+from jdllm.compiling.over_cards import bound, mesh_of
 from jdllm.pallas.device import Target, known_kernels
 from jdllm.planning.descriptions import description
 
@@ -105,9 +105,7 @@ def compile_for(
     args = jax.tree.map(placed, args)
     options = compiler_options("cuda", chained=chained, concurrent=concurrent)
     donated = donated_places(function, donate)
-    called = functools.partial(function, **static)
-    if cards is not None:
-        called = on_every_card(function, args, static, donate, cards)
+    called = bound(function, args, static, donated, cards)
     jitted = jax.jit(lambda *a: called(*a), donate_argnums=donated, compiler_options=options)
     with jax.default_device(target_devices(target)[0]):
         return jitted.lower(*args).compile()
