@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from jdllm.arrays import Tensor
 from jdllm.errors import ConfigError
 from jdllm.layers import head_logits, linear
-from jdllm.models.cards import AXIS, rows_of_part
+from jdllm.models.cards import AXIS, joined, rows_of_part
 
 Device = Any
 """A `jax.Device`, which has no static type."""
@@ -68,7 +68,7 @@ def matmul(
 def logits(x: Float[Array, "rows d"], weight: Float[Array, "o d"] | VocabularyPart) -> Float[Array, "rows o"]:
     """Products of rows with a weight in f32, for the head and for routers."""
     if isinstance(weight, VocabularyPart):
-        return lax.all_gather(head_logits(x, weight.weight), AXIS, axis=1, tiled=True)
+        return joined(head_logits(x, weight.weight), lax.axis_size(AXIS), axis=1)
     return head_logits(x, weight)
 
 

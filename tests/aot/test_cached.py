@@ -18,12 +18,12 @@ from jdllm.models.config import ModelConfig
 from jdllm.models.weights import abstract_params, tree_bytes
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.aot import compile_for
-from jdllm.planning.ladder import Sizes, make_ladder
 from jdllm.planning.plan import UNLIMITED, Bucket, Workload, plan_bucket
-from jdllm.serving.denoise.cached_packing import ReuseBatch, pack_refresh, pack_reuse, reuse_demand
+from jdllm.serving.denoise.cached_packing import pack_refresh
 from jdllm.serving.pool.page_book import PageBook
 from jdllm.serving.request import Request
 from tests.aot.chains import chain_of, spills_of
+from tests.aot.packing import packed_reuse
 from tests.engines import entry_of, generation_request
 
 pytestmark = pytest.mark.aot
@@ -97,17 +97,6 @@ def test_kernels_run_side_by_side_in_the_memory_of_twice_the_rows():
     form: dict[str, Any] = {"donate": ("pool",), "scored": True, "left": LEFT, "concurrent": True}
     needed = temp_bytes(compile_for("h200", refresh, *arguments, **form, **STATIC))
     assert needed < plan_for("head_sparse", 2 * REQUESTS * LENGTH, len(batch.head.row))
-
-
-def packed_reuse(asked: list[Request], pages: PageBook, config: ModelConfig) -> ReuseBatch:
-    """The part that follows a refresh of all."""
-    refreshed = pack_refresh(asked, config, pages, entry_of(asked))
-    for request, stored in zip(asked, refreshed.stored, strict=True):
-        assert stored is not None
-        request.store(*stored)
-    rows, head_rows, _ = (sum(x) for x in zip(*(reuse_demand(r, PAGE_ROWS) for r in asked), strict=True))
-    entry = Sizes(make_ladder(8192).reuse).choose(rows, head_rows, len(asked))
-    return pack_reuse(asked, config, pages, entry, 2 * PAGES)
 
 
 def unseen(source: np.ndarray) -> Unseen:

@@ -19,11 +19,11 @@ from jdllm.models.spread import in_parts, pool_sharding, weight_shardings
 from jdllm.models.weights import Params, abstract_params, param_bytes
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.aot import compile_for, target_devices
-from jdllm.planning.ladder import Sizes, make_ladder
 from jdllm.planning.plan import UNLIMITED, Bucket, Workload, plan_bucket
-from jdllm.serving.denoise.cached_packing import pack_refresh, pack_reuse, reuse_demand
+from jdllm.serving.denoise.cached_packing import pack_refresh
 from jdllm.serving.pool.page_book import PageBook
 from jdllm.serving.request import Request
+from tests.aot.packing import packed_reuse
 from tests.engines import entry_of, generation_request
 
 pytestmark = pytest.mark.aot
@@ -86,19 +86,12 @@ def test_each_card_has_its_part_of_a_refresh(cards: int):
 
 def test_a_reuse_has_two_sums_a_layer():
     config, params, book, pool = on_cards(4)
-    asked = asked_of(config)
-    refreshed = pack_refresh(asked, config, book, entry_of(asked))
-    for request, stored in zip(asked, refreshed.stored, strict=True):
-        assert stored is not None
-        request.store(*stored)
-    rows, head_rows, _ = (sum(x) for x in zip(*(reuse_demand(r, PAGE_ROWS) for r in asked), strict=True))
-    entry = Sizes(make_ladder(8192).single).choose(rows, head_rows, len(asked))
-    packed = pack_reuse(asked, config, book, entry, 2 * book.pages)
+    (batch, _), table, source = packed_reuse(asked_of(config), book, config)
     left: Any = jax.ShapeDtypeStruct((LEFT,), jnp.int32)
     compiled = compile_for(
         "h200",
         reuse,
-        *(params, packed.packed.batch, packed.table, pool, Unseen(left, left, packed.source), None),
+        *(params, batch, table, pool, Unseen(left, left, source), None),
         config=config,
         mask_id=config.mask_id,
         logits_chunks=1,

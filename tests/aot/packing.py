@@ -1,0 +1,20 @@
+"""Batches of requests for steps that are compiled only."""
+
+from jdllm.execution.paged.pool import PAGE_ROWS
+from jdllm.models.config import ModelConfig
+from jdllm.planning.ladder import Sizes, make_ladder
+from jdllm.serving.denoise.cached_packing import ReuseBatch, pack_refresh, pack_reuse, reuse_demand
+from jdllm.serving.pool.page_book import PageBook
+from jdllm.serving.request import Request
+from tests.engines import entry_of
+
+
+def packed_reuse(asked: list[Request], pages: PageBook, config: ModelConfig) -> ReuseBatch:
+    """The part that follows a refresh of all."""
+    refreshed = pack_refresh(asked, config, pages, entry_of(asked))
+    for request, stored in zip(asked, refreshed.stored, strict=True):
+        assert stored is not None
+        request.store(*stored)
+    rows, head_rows, _ = (sum(x) for x in zip(*(reuse_demand(r, PAGE_ROWS) for r in asked), strict=True))
+    entry = Sizes(make_ladder(8192).reuse).choose(rows, head_rows, len(asked))
+    return pack_reuse(asked, config, pages, entry, 2 * pages.pages)
