@@ -8,6 +8,7 @@ CLIENTS_VENV := .venv-clients
 AIPERF_VENV := .venv-aiperf
 DOCS_VENV := .venv-docs
 LOWEST_VENV := .venv-lowest
+RAY_VENV := .venv-ray
 CPU := JAX_PLATFORMS=cpu
 # Each process of a lane would compile all tests again, and each command that a test starts all of jdllm.
 unexport PYTHONDONTWRITEBYTECODE
@@ -16,14 +17,14 @@ SPREAD := -n auto --maxprocesses 4 --max-worker-restart 0
 # Tests of a directory share models, and long tests are handed out one by one.
 SHARING := $(SPREAD) --dist loadscope
 ONE_BY_ONE := $(SPREAD) --dist worksteal
-ELSEWHERE := --ignore tests/aot --ignore tests/gpu
+ELSEWHERE := --ignore tests/aot --ignore tests/gpu --ignore tests/ray
 # `make test-slow PART=2/3` runs the second of three parts that take about the same time; so do the other longer
 # lanes. tests/parts.py says how the times are recorded.
 PART ?= 1/1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test default-tests test-slow test-demo test-lowest test-clients test-aot test-gpu test-triton \
-  bench docs lint format clean
+.PHONY: help demo serve test default-tests test-slow test-demo test-lowest test-clients test-ray test-aot test-gpu \
+  test-triton bench docs lint format clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -51,6 +52,11 @@ $(AIPERF_VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(AIPERF_VENV)
 	$(AIPERF_VENV)/bin/python -m pip install --quiet --upgrade pip
 	$(AIPERF_VENV)/bin/python -m pip install --quiet --disable-pip-version-check aiperf
+	@touch $@
+
+$(RAY_VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(RAY_VENV)
+	$(RAY_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,serve,ray]'
 	@touch $@
 
 # uv takes the lowest version of each requirement in pyproject.toml, and the highest of what these need.
@@ -110,6 +116,10 @@ test-clients: $(CLIENTS_VENV)/.ready $(AIPERF_VENV)/.ready  ## others' packages 
 	$(CPU) $(CLIENTS_VENV)/bin/python -m pytest tests/clients -m clients --part $(PART) \
 	  -W ignore:unclosed:ResourceWarning
 
+# One after the other: each test has two cores busy.
+test-ray: $(RAY_VENV)/.ready  ## several replicas under Ray Serve, on the CPU
+	$(CPU) $(RAY_VENV)/bin/python -m pytest tests/ray
+
 test-aot: $(AOT_VENV)/.ready  ## compile for GPUs without one; takes PART
 	$(CPU) $(AOT_VENV)/bin/python -m pytest $(ONE_BY_ONE) --part $(PART) -m aot tests/aot tests/models
 
@@ -157,5 +167,5 @@ format: $(VENV)/.ready  ## format the code
 	$(BIN)/ruff format
 
 clean:  ## remove the environments and caches
-	rm -rf $(VENV) $(AOT_VENV) $(CLIENTS_VENV) $(AIPERF_VENV) $(DOCS_VENV) $(LOWEST_VENV) site .pytest_cache .ruff_cache \
-	  .hypothesis
+	rm -rf $(VENV) $(AOT_VENV) $(CLIENTS_VENV) $(AIPERF_VENV) $(DOCS_VENV) $(LOWEST_VENV) $(RAY_VENV) \
+	  site .pytest_cache .ruff_cache .hypothesis

@@ -25,7 +25,7 @@ from jdllm.api.protocol import CompletionRequest
 from jdllm.api.running import call_id
 from jdllm.api.server import bind
 from jdllm.api.service import Service, Settings
-from jdllm.cli.serve import describe_account
+from jdllm.cli.asked_server import describe_account
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.llm import LLM
 from jdllm.outputs import RequestOutput

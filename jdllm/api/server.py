@@ -2,11 +2,9 @@
 
 import asyncio
 import contextlib
-import gc
 import signal
 import socket
 import ssl
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -14,38 +12,27 @@ from typing import Any, NamedTuple
 
 import h11
 import uvicorn
-from starlette.types import ASGIApp
-from uvicorn.config import LOGGING_CONFIG
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from jdllm.api import memory
-from jdllm.api.app import Access, create_app
+from jdllm.api.app import Access
 from jdllm.api.errors import bad_request
-from jdllm.api.metrics import Metrics
-from jdllm.api.service import Service, Settings
+from jdllm.api.served import LOGGING, served, settle
+from jdllm.api.service import Settings
 from jdllm.errors import ConfigError
 from jdllm.llm import LLM
-from jdllm.serving.async_engine import AsyncEngine
 
 HEAD_SECONDS = 30.0
 """How long the head of a request may take to arrive."""
 
-_SWITCH_SECONDS = 5e-4
+IDLE_SECONDS = 30
+"""How long a connection without a request stays open."""
+
 _REUSED = socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_IDLE_SECONDS = 30
 _FAREWELL_SECONDS = 2.0
 """How long clients have to take the last of an answer that a second signal ends."""
 
 _HEADER_BYTES = 64 << 10
-_LOGGING = {
-    **LOGGING_CONFIG,
-    "loggers": {
-        **LOGGING_CONFIG["loggers"],
-        "jdllm.api": {"handlers": ["default"], "level": "INFO", "propagate": False},
-    },
-}
-"""Uvicorn's, in whose form the server tells of requests too."""
 
 
 class Tls(NamedTuple):
@@ -206,53 +193,28 @@ def serve(
 
     Returns the exit code: 0 after a signal, 1 where the engine cannot go on.
     """
-    config = uvicorn.Config(
-        app="",
-        http=_Protocol,
-        ssl_certfile=tls and tls.certificate,
-        ssl_keyfile=tls and tls.key,
-        timeout_keep_alive=_IDLE_SECONDS,
-        h11_max_incomplete_event_size=_HEADER_BYTES,
-        server_header=False,
-        log_level="info",
-        log_config=_LOGGING,
-        lifespan="off",
-        access_log=False,
-    )
 
     def stop(_: Exception) -> None:
         server.should_exit = True
 
-    # Streams keep the event loop busy; the engine's thread would wait 5 ms for each of its turns.
-    sys.setswitchinterval(_SWITCH_SECONDS)
     bound.setsockopt(*_REUSED)
-    llm.engine.scheduler.share()
-    engine = AsyncEngine(llm.engine, on_dead=stop)
-    metrics = Metrics(settings.names[0], llm.engine, llm.executables)
-    llm.engine.observe = metrics.observe_part
-    service = Service(llm, engine, settings, metrics)
-    server = _Server(config, service.stop)
-    try:
-        with _traced(create_app(service, access), settings) as config.app:
-            config.load()
-            prepare()
-            # What is there now stays: garbage collections need not look through the model's objects again.
-            gc.collect()
-            gc.freeze()
-            memory.keep_little()
-            server.run(sockets=[bound])
-    finally:
-        service.close()
-        engine.close()
-        llm.close()
+    with served(llm, settings, access, stop) as (app, service, engine):
+        config = uvicorn.Config(
+            app=app,
+            http=_Protocol,
+            ssl_certfile=tls and tls.certificate,
+            ssl_keyfile=tls and tls.key,
+            timeout_keep_alive=IDLE_SECONDS,
+            h11_max_incomplete_event_size=_HEADER_BYTES,
+            server_header=False,
+            log_level="info",
+            log_config=LOGGING,
+            lifespan="off",
+            access_log=False,
+        )
+        server = _Server(config, service.stop)
+        config.load()
+        prepare()
+        settle()
+        server.run(sockets=[bound])
     return 0 if engine.error is None else 1
-
-
-def _traced(app: ASGIApp, settings: Settings) -> contextlib.AbstractContextManager[ASGIApp]:
-    """The application, inside `with`; it tells of its requests where that is asked for."""
-    endpoint = settings.otlp_traces_endpoint
-    if endpoint is None:
-        return contextlib.nullcontext(app)
-    from jdllm.api.otel import traced  # it needs an extra
-
-    return traced(app, endpoint, settings.names[0], prompts=settings.log_prompts)

@@ -45,7 +45,7 @@ class ModelOptions:
     given: Mapping[str, Any]
 
 
-def takes_options(*left_out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def takes_options(*left_out: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Give a command an option for the model and for every field of `EngineOptions` that commands have.
 
     Arguments:
@@ -55,17 +55,17 @@ def takes_options(*left_out: str) -> Callable[[Callable[..., None]], Callable[..
     """
     shared = {name: option for name, option in _options().items() if name not in left_out}
 
-    def add(command: Callable[..., None]) -> Callable[..., None]:
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(command)
         own = [p for p in signature.parameters.values() if p.name != "source" and p.kind is not p.VAR_KEYWORD]
         others = [p for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
         options = [option for name, option in shared.items() if name not in signature.parameters]
 
         @functools.wraps(command)
-        def run(**given: Any) -> None:
+        def run(**given: Any) -> Any:
             read = {name: _read(name, given.pop(name)) for name in shared if name != "model"}
             model = given["model"] if "model" in signature.parameters else given.pop("model")
-            command(source=ModelOptions(model, read), **given)
+            return command(source=ModelOptions(model, read), **given)
 
         run.__signature__ = signature.replace(parameters=[*own, *options, *others])  # type: ignore[attr-defined]
         return run
@@ -73,7 +73,7 @@ def takes_options(*left_out: str) -> Callable[[Callable[..., None]], Callable[..
     return add
 
 
-def takes_model(command: Callable[..., None]) -> Callable[..., None]:
+def takes_model(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command all options of a model that it loads; it takes them as `source`."""
     return takes_options()(command)
 

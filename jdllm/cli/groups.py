@@ -12,7 +12,7 @@ class OptionGroup:
     """A base of dataclasses whose fields are options: annotated as typer has it, each with a default."""
 
 
-def takes_groups(command: Callable[..., None]) -> Callable[..., None]:
+def takes_groups(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command an option for each field of each `OptionGroup` that it takes."""
     signature = inspect.signature(command)
     groups = {name: p.annotation for name, p in signature.parameters.items() if _is_group(p.annotation)}
@@ -25,12 +25,12 @@ def takes_groups(command: Callable[..., None]) -> Callable[..., None]:
                 yield parameter
 
     @functools.wraps(command)
-    def run(**given: Any) -> None:
+    def run(**given: Any) -> Any:
         made = {
             name: group(**{field.name: given.pop(field.name) for field in dataclasses.fields(group)})
             for name, group in groups.items()
         }
-        command(**made, **given)
+        return command(**made, **given)
 
     run.__signature__ = signature.replace(parameters=list(options()))  # type: ignore[attr-defined]
     return run

@@ -7,12 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
+from jdllm.cli.asked_server import check_installed, names_of
 from jdllm.cli.compiling import told_of_compiling
 from jdllm.cli.engine import ModelArgument, ModelOptions, load_model, takes_model
 from jdllm.cli.options import ServedNames
 from jdllm.cli.prompt import read_text
 from jdllm.cli.report import print_result
-from jdllm.cli.serve import check_installed, names_of
 from jdllm.errors import RequestError
 
 _COUNTED = ("answered", "refused", "wrong lines", "answered before")

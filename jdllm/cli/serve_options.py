@@ -150,3 +150,39 @@ class Certificate(OptionGroup):
 
     ssl_certfile: Annotated[Path | None, typer.Option(metavar="FILE", help="Certificate, for TLS.")] = None
     ssl_keyfile: Annotated[Path | None, typer.Option(metavar="FILE", help="Its key.")] = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Replicas(OptionGroup):
+    """How many servers of the model there are."""
+
+    replicas: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Servers of the model at one port, each in a process and on a card of its own. More than one"
+            " need the extra ray.",
+        ),
+    ] = 1
+    max_replicas: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Servers that there may be while many requests wait or run; --replicas is then the least.",
+            show_default="--replicas",
+        ),
+    ] = None
+    target_ongoing_requests: Annotated[
+        int,
+        typer.Option(min=1, help="Requests of a server that wait or run; more of them start a further one."),
+    ] = 32
+
+    @property
+    def most(self) -> int:
+        """Servers that there may be."""
+        return self.replicas if self.max_replicas is None else self.max_replicas
+
+    @property
+    def several(self) -> bool:
+        """Whether there may be more than one server."""
+        return self.most > 1 or self.replicas > 1

@@ -15,7 +15,7 @@ from jdllm.api.app import Access
 from jdllm.api.service import Settings
 from jdllm.byte_sizes import format_bytes
 from jdllm.cli import app
-from jdllm.cli.serve import BUNDLED
+from jdllm.cli.asked_server import BUNDLED
 from jdllm.compiling.executables import Executables, Prepared
 from jdllm.demo import checkpoint_path
 from jdllm.llm import LLM

@@ -1,0 +1,99 @@
+"""`jdllm serve --replicas`: several servers behind one port answer as one does, and outlive each other."""
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+
+from tests.api.sse import events
+from tests.clients.servers import Server, Starter, until
+from tests.ray.asking import Asking, completed, cpu_seconds, replicas_of
+
+SAMPLED = {"temperature": 0.8, "seed": 5}
+
+
+@pytest.fixture(scope="module")
+def server(start_server: Starter) -> Server:
+    """Two replicas."""
+    return start_server("--no-warmup", "--replicas", "2").ready()
+
+
+def post(server: Server, path: str, **body: Any) -> str:
+    with server.client() as client:
+        answer = client.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        assert len(answer.headers.get_list("x-request-id")) == 1
+        return answer.text
+
+
+def streamed(server: Server, path: str, **body: Any) -> tuple[str, str, Any]:
+    """What a stream says: the text, why it ends, and the usage."""
+    options = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 32}
+    told = [data for _, data in events(post(server, path, **SAMPLED, **options, **body))]
+    choices = [choice for data in told for choice in data["choices"]]
+    parts = [choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices]
+    return "".join(parts), choices[-1]["finish_reason"], told[-1]["usage"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "123+456="}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "12+30="}]}),
+    ],
+)
+def test_streams_are_those_of_a_plain_server(server: Server, plain: Server, path: str, body: dict[str, Any]):
+    expected = streamed(plain, path, **body)
+    assert expected[0]
+    for _ in range(4):  # both replicas, most likely
+        assert streamed(server, path, **body) == expected
+
+
+def test_both_replicas_answer(server: Server):
+    replicas = replicas_of(server.pid)
+    before = [cpu_seconds(pid) for pid in replicas]
+    for one in [Asking(server.url) for _ in range(4)]:
+        assert one.done().completion()[0]
+    assert len(replicas) == 2
+    assert min(cpu_seconds(pid) - spent for pid, spent in zip(replicas, before, strict=True)) > 1.0
+
+
+def test_a_killed_replica_takes_no_request_along_that_had_not_begun_to_stream(server: Server, plain: Server):
+    seeds = range(2)
+    expected = [completed(plain, temperature=0.8, seed=seed) for seed in seeds]
+    killed, kept = replicas_of(server.pid)
+
+    def ask(stream: bool) -> list[tuple[str, Asking]]:
+        return [
+            (expected[seed], Asking(server.url, temperature=0.8, seed=seed, stream=stream)) for seed in seeds
+        ]
+
+    streams = ask(True) + ask(True)
+    until(lambda: all(one.begun for _, one in streams), 60.0)
+    whole, late = ask(False) + ask(False), ask(True)
+    time.sleep(1.0)  # they reach the replicas
+    assert not any(one.text for _, one in whole)
+    os.kill(killed, signal.SIGKILL)
+    for text, one in whole:
+        assert one.done().completion() == (text, None)
+    codes = []
+    for text, one in streams + late:
+        told, code = one.done().completion()
+        assert one.status == 200
+        assert (told, code) == (text, None) or (one.begun and text.startswith(told) and code == "server_died")
+        codes.append(code)
+    assert set(codes) == {None, "server_died"}
+    until(lambda: len(replicas_of(server.pid)) == 2, 60.0)
+    assert kept in replicas_of(server.pid)
+
+
+def test_a_signal_lets_what_runs_finish(server: Server, plain: Server):
+    expected = completed(plain)
+    asked = [Asking(server.url, stream=stream) for stream in (True, False, True, False)]
+    until(lambda: all(one.begun for one in asked[::2]), 60.0)
+    server.process.send_signal(signal.SIGTERM)
+    assert [one.done().completion() for one in asked] == [(expected, None)] * 4
+    assert server.process.wait(60.0) == 0
+    assert not replicas_of(server.pid)
