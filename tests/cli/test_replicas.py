@@ -1,15 +1,19 @@
 """What `jdllm serve --replicas` makes of its options, without Ray; tests/ray runs the replicas."""
 
 import pickle
+import pkgutil
 
 import pytest
 import typer
+import yaml
 from typer.testing import CliRunner, Result
 
+from jdllm.api.retries import Retries
 from jdllm.cli import app
 from jdllm.cli.replicas import asked_by
 from jdllm.errors import ConfigError
 from tests.cli.helpers import assert_mistake
+from tests.helpers import ROOT
 
 
 def serve(*options: str) -> Result:
@@ -63,6 +67,24 @@ def test_a_configuration_has_the_options_of_the_command():
 
 def test_a_configuration_without_options_has_the_bundled_model():
     assert asked_by({}).source.model is None
+
+
+def test_kuberay_runs_what_is_tried_without_it():
+    """tests/ray deploys docs/ray/serve.yaml."""
+    tried = yaml.safe_load((ROOT / "docs" / "ray" / "serve.yaml").read_text())
+    spec = yaml.safe_load((ROOT / "docs" / "ray" / "rayservice.yaml").read_text())["spec"]
+    asked = yaml.safe_load(spec["serveConfigV2"])
+    asked["applications"][0]["args"]["model"] = tried["applications"][0]["args"]["model"]
+    assert asked == tried
+    module, _, function = tried["applications"][0]["import_path"].partition(":")
+    assert callable(pkgutil.resolve_name(f"{module}:{function}"))
+    ray = spec["rayClusterConfig"]
+    for group in [ray["headGroupSpec"], *ray["workerGroupSpecs"]]:
+        [container] = group["template"]["spec"]["containers"]
+        environment = {one["name"]: one.get("value") for one in container["env"]}
+        callback = environment["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"]
+        [middleware] = pkgutil.resolve_name(callback)()
+        assert middleware.cls is Retries
 
 
 def test_a_mistake_of_a_configuration_is_one_of_the_command():

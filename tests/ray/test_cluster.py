@@ -20,6 +20,9 @@ PORT, DASHBOARD = 8391, 8392
 URL = f"http://127.0.0.1:{PORT}"
 BINARIES = Path(sys.executable).parent
 SMALL = {"dtype": "float32", "max-num-batched-tokens": ROWS, "kv-pool": "128MiB"}
+BY_SESSION = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+"""As docs/scaling.md has it."""
+
 Deploy = Callable[[dict[str, Any]], None]
 
 
@@ -34,11 +37,12 @@ def configuration() -> dict[str, Any]:
 
 
 def replicas(count: int) -> dict[str, Any]:
-    """The same with so many replicas."""
+    """The same with so many replicas. Requests of a session go to one of them."""
     found = configuration()
     [deployment] = found["applications"][0]["deployments"]
     del deployment["autoscaling_config"]
     deployment["num_replicas"] = count
+    deployment["request_router_config"] = {"request_router_class": BY_SESSION}
     return found
 
 
@@ -95,6 +99,21 @@ def deploy(cluster: int, tmp_path_factory: pytest.TempPathFactory) -> Deploy:
         until(running, 120.0)
 
     return run
+
+
+def test_a_session_has_one_replica(deploy: Deploy):
+    deploy(replicas(2))
+    with httpx.Client(base_url=URL, timeout=120.0, trust_env=False) as client:
+
+        def finished(session: str) -> int:
+            """Requests that the replica of a session has finished."""
+            return client.get("/v1/stats", headers={"x-session-id": session}).json()["finished"]
+
+        for _ in range(6):
+            body = {"prompt": "1+1=", "max_tokens": 1}
+            assert client.post("/v1/completions", json=body, headers={"x-session-id": "a"}).is_success
+        assert [finished("a") for _ in range(6)] == [6] * 6
+        assert {finished(str(number)) for number in range(20)} == {0, 6}
 
 
 def test_fewer_replicas_finish_what_runs(cluster: int, deploy: Deploy, plain: Server):

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from typing import Any
 
 import pytest
@@ -16,8 +15,20 @@ SAMPLED = {"temperature": 0.8, "seed": 5}
 
 @pytest.fixture(scope="module")
 def server(start_server: Starter) -> Server:
-    """Two replicas."""
-    return start_server("--no-warmup", "--replicas", "2").ready()
+    """A replica, and another one that many requests have started."""
+    options = ["--replicas", "1", "--max-replicas", "2", "--target-ongoing-requests", "1"]
+    server = start_server("--no-warmup", *options).ready()
+    assert len(replicas_of(server.pid)) == 1
+    asked: list[Asking] = []
+
+    def another() -> bool:
+        asked.extend(Asking(server.url) for _ in range(4 - sum(one.is_alive() for one in asked)))
+        return len(replicas_of(server.pid)) == 2
+
+    until(another, 90.0)
+    for one in asked:
+        assert one.done().completion()[0]
+    return server
 
 
 def post(server: Server, path: str, **body: Any) -> str:
@@ -70,10 +81,10 @@ def test_a_killed_replica_takes_no_request_along_that_had_not_begun_to_stream(se
             (expected[seed], Asking(server.url, temperature=0.8, seed=seed, stream=stream)) for seed in seeds
         ]
 
-    streams = ask(True) + ask(True)
+    # One step of a replica serves half of them, so they go on together.
+    streams, whole = ask(True) + ask(True), ask(False) + ask(False)
     until(lambda: all(one.begun for _, one in streams), 60.0)
-    whole, late = ask(False) + ask(False), ask(True)
-    time.sleep(1.0)  # they reach the replicas
+    late = ask(True)
     assert not any(one.text for _, one in whole)
     os.kill(killed, signal.SIGKILL)
     for text, one in whole:
