@@ -128,9 +128,15 @@ def run(app: serve.Application, host: str, port: int, tls: Tls | None, ready: Ca
             ready()
             threading.Event().wait()
         except RuntimeError as error:
-            raise ConfigError(f"the replicas do not start: {error}") from None
+            raise ConfigError(f"the replicas do not start: {_raised() or error}") from None
         except KeyboardInterrupt:
             _drain()
+
+
+def _raised() -> str:
+    """What the last replica has raised that did not start: the last line of what Ray knows of it."""
+    app = serve.status().applications.get(NAME)
+    return "" if app is None else app.deployments[NAME].message.strip().rpartition("\n")[2]
 
 
 def _drain() -> None:

@@ -108,3 +108,11 @@ def test_a_signal_lets_what_runs_finish(server: Server, plain: Server):
     assert [one.done().completion() for one in asked] == [(expected, None)] * 4
     assert server.process.wait(60.0) == 0
     assert not replicas_of(server.pid)
+
+
+def test_a_model_that_does_not_fit_is_said_in_the_end(start_server: Starter):
+    server = start_server("--max-replicas", "2", "--memory", "1MiB")
+    assert server.process.wait(120.0) == 2
+    [line] = [line for line in server.log.read_text().splitlines() if line.startswith("error: ")]
+    assert line.startswith("error: the replicas do not start: ")
+    assert "leave 0 B of the memory, 1.00 MiB" in line
