@@ -72,23 +72,24 @@ def _leave(_: Exception) -> None:
     os._exit(1)
 
 
-def places() -> int:
-    """Replicas that the running Ray has room for: one for each card, or for each core without cards."""
+def places(cards: int) -> int:
+    """Replicas of so many cards each that the running Ray has room for; without cards one for each core."""
     resources = ray.cluster_resources()
-    return int(resources.get("GPU") or resources.get("CPU", 0))
+    return int(resources.get("GPU", 0)) // cards if resources.get("GPU") else int(resources.get("CPU", 0))
 
 
-def application(load: Load, scale: Scale, max_queue: int) -> serve.Application:
+def application(load: Load, scale: Scale, max_queue: int, cards: int = 1) -> serve.Application:
     """The replicas, for a running Ray to start.
 
     Arguments:
     - `load`: makes the model, in the process of each replica.
     - `scale`: how many replicas there are.
     - `max_queue`: requests that may wait in a replica.
+    - `cards`: of each replica, where the machines have any.
     """
     options = {
         "name": NAME,
-        "ray_actor_options": {"num_gpus": 1 if ray.cluster_resources().get("GPU") else 0},
+        "ray_actor_options": {"num_gpus": cards if ray.cluster_resources().get("GPU") else 0},
         # A replica refuses what it has no room for itself, and says when to come again.
         "max_ongoing_requests": 2 * max_queue,
         "max_constructor_retry_count": _STARTS,

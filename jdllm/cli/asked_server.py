@@ -62,6 +62,11 @@ class AskedServer:
         self.names()
         self.access()
 
+    @property
+    def cards(self) -> int:
+        """Cards on which each step runs."""
+        return self.source.given["devices"]
+
     def names(self) -> tuple[str, ...]:
         """What the model is called."""
         return names_of(self.start.served_model_name, self.source.model)

@@ -53,13 +53,12 @@ def serve_replicas(asked: AskedServer, replicas: Replicas, port: int, tls: "Tls 
     from jdllm.api.replicas import Scale, application, places, run
 
     ray.init(include_dashboard=False)
-    if replicas.most > places():
-        raise ConfigError(
-            f"{replicas.most} replicas are asked for, and Ray has cards or cores for {places()}"
-        )
+    room = places(asked.cards)
+    if replicas.most > room:
+        raise ConfigError(f"{replicas.most} replicas are asked for, and Ray has cards or cores for {room}")
     scale = Scale(replicas.replicas, replicas.most, replicas.target_ongoing_requests)
     url = f"{'https' if tls else 'http'}://{asked.host}:{port}"
-    app = application(asked.ready, scale, asked.limits.max_queue)
+    app = application(asked.ready, scale, asked.limits.max_queue, asked.cards)
     run(app, asked.host, port, tls, lambda: print_result(f"{name} at {url}"))
 
 
@@ -75,7 +74,7 @@ def build(options: dict[str, Any]) -> "Application":
     _check(asked)
     from jdllm.api.replicas import Scale, application
 
-    return application(asked.ready, Scale(1, 1, 1), asked.limits.max_queue)
+    return application(asked.ready, Scale(1, 1, 1), asked.limits.max_queue, asked.cards)
 
 
 def asked_by(options: dict[str, Any]) -> AskedServer:
