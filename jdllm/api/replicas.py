@@ -1,4 +1,4 @@
-"""Several servers of a model, by Ray Serve: each is a replica, in a process and on a card of its own."""
+"""Several servers of a model, by Ray Serve: each is a replica, in a process and on cards of its own."""
 
 import contextlib
 import dataclasses

@@ -160,7 +160,7 @@ class Replicas(OptionGroup):
         int,
         typer.Option(
             min=1,
-            help="Servers of the model at one port, each in a process and on a card of its own. More than one"
+            help="Servers of the model at one port, each in a process and on cards of its own. More than one"
             " need the extra ray.",
         ),
     ] = 1
