@@ -12,7 +12,7 @@ import secrets
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
 from jdllm.arrays import Tensor
 
@@ -76,13 +76,20 @@ def step_keys(
 def vocabulary_bits(
     keys: tuple[Array, Array], positions: Array, vocab_size: int
 ) -> UInt32[Array, "rows vocab"]:
-    """32 random bits for every row and vocabulary index.
+    """32 random bits for every row and vocabulary index."""
+    return id_bits(keys, positions, jnp.arange(vocab_size, dtype=jnp.uint32)[None, :])
+
+
+def id_bits(
+    keys: tuple[Array, Array], positions: Array, ids: Int[Tensor, "#rows ids"]
+) -> UInt32[Array, "rows ids"]:
+    """32 random bits for every row and some vocabulary indices.
 
     One generator call gives two words. Index v takes the first or the second word as bit 7 of v is 0 or 1,
     with a counter made of the other bits, so that a tile of 256 indices needs 128 calls. Here every index
     makes its own call: XLA fuses that into what reads the bits, and writes none of them to memory.
     """
-    index = jnp.arange(vocab_size, dtype=jnp.uint32)[None, :]
+    index = jnp.asarray(ids, jnp.uint32)
     counters = index // (2 * LANES) * LANES + index % LANES
     words = threefry((keys[0][:, None], keys[1][:, None]), (positions.astype(jnp.uint32)[:, None], counters))
     return jnp.where(index // LANES % 2 == 0, *words)

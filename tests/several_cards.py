@@ -75,8 +75,10 @@ def main(family: str, wanted: str, counts: list[int]) -> None:
             kv_pool="16MiB",
         ) as llm:
             tokens, logits = tokens_of(llm, wanted), llm.logits([PROMPTS[1]])[0, -1, :8].tolist()
-            weights = llm.account.weights
-            print(json.dumps({"cards": cards, "tokens": tokens, "logits": logits, "weights": weights}))
+            told = {"cards": cards, "tokens": tokens, "logits": logits, "weights": llm.account.weights}
+            matrices = 1 if llm.config.tied_head else 2
+            told |= {"ids": llm.config.vocab_size, "id_bytes": 4 * matrices * llm.config.hidden_size}
+            print(json.dumps(told))
 
 
 if __name__ == "__main__":

@@ -7,12 +7,16 @@ from typing import Any, NoReturn, cast
 
 from jdllm.errors import ConfigError
 from jdllm.models.rotary import RopeConfig
+from jdllm.noise import LANES
 
 LARGEST_SIZE = 2**31 - 1
 """No size or id is larger: devices count in 32 bits."""
 
 MOST_LAYERS = MOST_EXPERTS = 4096
 """Every layer and expert has tensors whose names are listed before anything is read."""
+
+ID_UNIT = 2 * LANES
+"""The ids of a card are a multiple: noise is drawn for two ids at a time (`jdllm.noise.id_bits`)."""
 
 _LARGEST_HEAD = 1 << 16
 
@@ -56,7 +60,8 @@ class ModelConfig:
     - `more_eos_ids`: end a text as `eos_id` does; `eos_id` is the first that the checkpoint states.
     - `cards`: on how many cards each step runs (`jdllm.models.cards`). Sizes are those of the whole model,
       unless `on_card` has made the configuration.
-    - `own_ids`: rows of the embedding and of the head on one of these cards; `None` for all ids.
+    - `own_ids`: rows of the embedding and of the head on one of these cards; behind the last id they are
+      zeros. `None` for all ids.
     """
 
     family: str
@@ -103,14 +108,9 @@ class ModelConfig:
         parts = {name: sizes[name] // cards for name in names}
         if moe is not None:
             parts["moe"] = dataclasses.replace(moe, expert_size=moe.expert_size // cards)
-        if self.vocabulary_in_parts:
-            parts["own_ids"] = self.vocab_size // cards
+        if cards > 1:
+            parts["own_ids"] = -(-self.vocab_size // (cards * ID_UNIT)) * ID_UNIT
         return dataclasses.replace(self, **parts)
-
-    @property
-    def vocabulary_in_parts(self) -> bool:
-        """Whether each of several cards has an equal part of the ids; otherwise each has all of them."""
-        return self.cards > 1 and self.vocab_size % self.cards == 0
 
     @property
     def in_order(self) -> bool:

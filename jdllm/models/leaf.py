@@ -26,10 +26,13 @@ Device = Any
 class VocabularyPart:
     """A matrix with a row for each id, of which every card has as many (`jdllm.models.cards`).
 
-    - `weight`: `[vocab, hidden]`; on a card, inside a step, the part of this card.
+    - `weight`: `[padded_vocab, hidden]`, zeros behind the last id; on a card, inside a step, the part of this
+      card.
+    - `ids`: how many ids there are.
     """
 
-    weight: Float[Array, "vocab hidden"]
+    weight: Float[Array, "padded_vocab hidden"]
+    ids: int = dataclasses.field(metadata={"static": True})
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -68,7 +71,7 @@ def matmul(
 def logits(x: Float[Array, "rows d"], weight: Float[Array, "o d"] | VocabularyPart) -> Float[Array, "rows o"]:
     """Products of rows with a weight in f32, for the head and for routers."""
     if isinstance(weight, VocabularyPart):
-        return joined(head_logits(x, weight.weight), lax.axis_size(AXIS), axis=1)
+        return joined(head_logits(x, weight.weight), lax.axis_size(AXIS), axis=1)[:, : weight.ids]
     return head_logits(x, weight)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -25,7 +26,8 @@ Devices = Sequence[Any]
 def weight_shardings(config: ModelConfig, devices: Devices | None = None) -> Params | None:
     """Where each weight lies, by the keys of the parameter tree; `None` for one card.
 
-    A card has a part of the heads and of the inner widths, and of the vocabulary where all parts are equal.
+    A card has a part of the heads and of the inner widths, and of the vocabulary where parts are equal; where
+    they are not, `in_parts` makes them so.
 
     Arguments:
     - `devices`: by default the first of this machine.
@@ -35,16 +37,28 @@ def weight_shardings(config: ModelConfig, devices: Devices | None = None) -> Par
     if config.cards == 1:
         return None
     config.on_card()
-    split = (*_SPLIT, "vocab") if config.vocabulary_in_parts else _SPLIT
+    split = _SPLIT if config.vocab_size % config.cards else (*_SPLIT, "vocab")
     return shardings(config, _mesh(config, devices), dict.fromkeys(split, AXIS))
 
 
 def in_parts(params: Params, config: ModelConfig) -> Params:
     """Weights that lie as `weight_shardings` says, as a step takes them: it has to know of parts of a
     vocabulary."""
-    if not config.vocabulary_in_parts:
+    if config.cards == 1:
         return params
-    return params | {name: VocabularyPart(params[name]) for name in _BY_ID if name in params}
+    return params | {name: _by_id(params[name], config) for name in _BY_ID if name in params}
+
+
+def _by_id(weight: Any, config: ModelConfig) -> VocabularyPart:
+    """A matrix with a row for each id, padded so that every card has as many."""
+    rows = config.cards * (config.on_card().own_ids or 0)
+    at = NamedSharding(weight.sharding.mesh, PartitionSpec(AXIS))
+    if isinstance(weight, jax.ShapeDtypeStruct):
+        padded: Any = jax.ShapeDtypeStruct((rows, *weight.shape[1:]), weight.dtype, sharding=at)
+        return VocabularyPart(padded, config.vocab_size)
+    missing = ((0, rows - len(weight)), (0, 0))
+    pad = jax.jit(lambda x: jnp.pad(x, missing), out_shardings=at)
+    return VocabularyPart(pad(weight), config.vocab_size)
 
 
 def card_bytes(params: Params) -> int:

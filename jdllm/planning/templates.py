@@ -204,10 +204,10 @@ def _dtype(kind: StepKind) -> jnp.dtype:
 
 def add_head(graph: GraphTemplate, config: ModelConfig, kind: StepKind, hidden: str) -> None:
     """Operators of the head, which reads the rows in `hidden`, over the dimensions M and logits."""
-    output = jax.ShapeDtypeStruct((config.vocab_size, config.hidden_size), _dtype(kind))
-    call = None if config.vocabulary_in_parts else default_call(kind.device, output, kind.level)
+    output = jax.ShapeDtypeStruct((config.own_ids or config.vocab_size, config.hidden_size), _dtype(kind))
+    call = default_call(kind.device, output, kind.level)
     part = ceil_div(dim("M"), dim("logits")) if call is None else minimum(dim("M"), call.most_rows)
-    if config.vocabulary_in_parts:
+    if _gathers(config, kind):
         part = minimum(part, GATHERED_ROWS)
     graph.add_op("order masked rows", outputs={"masked rows": dim("M") * (48 + listed_bytes(kind.level))})
     graph.add_op(
@@ -224,15 +224,20 @@ def add_head(graph: GraphTemplate, config: ModelConfig, kind: StepKind, hidden: 
     graph.add_barrier("commit", [hidden, "masked rows", "decisions"])
 
 
+def _gathers(config: ModelConfig, kind: StepKind) -> bool:
+    """Whether each card has the logits of all ids (`jdllm.decoding.head_decision`)."""
+    return config.own_ids is not None and kind.level >= Level.FILTERED
+
+
 def listed_bytes(level: Level) -> int:
     """Bytes of the likeliest ids of a head row, with their log-probabilities."""
     return 8 * LISTED if level >= Level.FILTERED else 0
 
 
 def _add_logits(graph: GraphTemplate, config: ModelConfig, kind: StepKind, part: Size) -> None:
-    row = 4 * config.vocab_size
-    if config.vocabulary_in_parts:  # those of the card's own ids too
-        row += row // config.cards
+    row = 4 * (config.own_ids or config.vocab_size)
+    if _gathers(config, kind):
+        row += 4 * config.vocab_size
     graph.add_op("project logits", ["head rows"], {"logits": part * row}, WORKSPACE, owners=("logits",))
     extra = math.ceil((_LOGITS[kind.level] - 1) * row)
     graph.add_op("choose", ["logits"], {"decisions": part * 32}, part * extra, owners=("logits",))

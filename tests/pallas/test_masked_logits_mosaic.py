@@ -93,10 +93,14 @@ def check_everything(
     tiles: Tiles | None,
     depth: int = DEPTH,
     penalty: RowPenalty | None = None,
+    first_id: int | None = None,
 ) -> None:
     hidden, head = operands(rows, vocab, depth=depth)
     logits, sampling = exact_logits(hidden, head), everything(rows, vocab)._replace(penalty=penalty)
-    draws = np.asarray(sampling.temperature)[:, None] * drawn(SEED, STEP, rows, vocab)
+    noise_of = drawn(SEED, STEP, rows, (first_id or 0) + vocab)[:, first_id or 0 :]
+    draws = np.asarray(sampling.temperature)[:, None] * noise_of
+    if first_id is not None:
+        sampling = sampling._replace(first_id=np.full(rows, first_id))
     expected = oracle(logits, sampling, draws)
     assert (expected.token != oracle(logits, sampling).token).any()
     check(masked_logits_mosaic_gpu(hidden, head, sampling, level, tiles=tiles), expected, level)
@@ -132,6 +136,11 @@ def test_float16():
 @pytest.mark.slow
 def test_bans_limits_temperatures_and_noise_together(tiles: Tiles, level: Level):
     check_everything(70, 304, level, tiles)
+
+
+@pytest.mark.parametrize("tiles", [slow(COLUMN_PAIR), ONE])
+def test_the_head_may_begin_within_the_vocabulary(tiles: Tiles):
+    check_everything(10, 304, Level.TOP, tiles, first_id=512)
 
 
 @pytest.mark.parametrize(("tiles", "level"), [(ONE, Level.MOMENTS), (COLUMN_PAIR, Level.TOP)])
@@ -312,6 +321,10 @@ class TestOnACard:
     @pytest.mark.parametrize("rows", [5, 64, 128, 300])
     def test_penalties(self, rows: int, level: Level):
         check_everything(rows, 20_008, level, None, depth=512, penalty=penalties(rows, 20_008))
+
+    @pytest.mark.parametrize("rows", [5, 300])
+    def test_a_part_of_the_vocabulary(self, rows: int):
+        check_everything(rows, 20_008, Level.MOMENTS, None, depth=512, first_id=5120)
 
     def test_a_higher_level_changes_nothing_that_a_lower_one_gives(self):
         hidden, head = operands(200, 20_008, depth=512)

@@ -72,6 +72,16 @@ def test_bans_limits_temperatures_and_noise_together(decide, level: Level):
     check(decide(hidden, head, rows, level), expected, level)
 
 
+def test_the_head_may_begin_within_the_vocabulary(decide):
+    """The noise is that of its ids there; bans and limits count from its first id."""
+    hidden, head = operands(21, 304)
+    rows = everything(21, 304)._replace(first_id=np.full(21, 512))
+    draws = np.asarray(rows.temperature)[:, None] * drawn(SEED, STEP, 21, 512 + 304)
+    expected = oracle(exact_logits(hidden, head), rows, draws[:, 512:])
+    assert (expected.token != oracle(exact_logits(hidden, head), rows, draws[:, :304]).token).any()
+    check(decide(hidden, head, rows, Level.TOP), expected)
+
+
 @pytest.mark.parametrize("level", [Level.TOP, slow(Level.MOMENTS)])
 def test_penalties_come_first(decide, level: Level):
     hidden, head = operands(21, 304)

@@ -143,6 +143,7 @@ def _draw(logits: Logits, split: Scalar, rows: RowFields, tiles: Tiles) -> tuple
     key = (_across(rows.words(Field.KEY_0)), _across(rows.words(Field.KEY_1)))
     at, temperature = _across(rows.words(Field.POSITION)), _across(rows.floats(Field.TEMPERATURE))
     position = _positions()
+    first = position + _across(rows.integers(Field.COUNTER))
     strips = tiles.pairs // STRIP
     unrolled = next(n for n in range(_UNROLLED, 0, -1) if strips % n == 0)
 
@@ -157,7 +158,7 @@ def _draw(logits: Logits, split: Scalar, rows: RowFields, tiles: Tiles) -> tuple
         best = list(best)
         for j in range(unrolled):
             counter = tiles.counter(split, (i * unrolled + j) * STRIP)
-            bits = threefry(key, (at, (position + counter).astype(jnp.uint32)))
+            bits = threefry(key, (at, (first + counter).astype(jnp.uint32)))
             for word in range(2):
                 score = pick(i, word, j) + temperature * gumbel(bits[word])
                 best[word] = _better(best[word], score, id_of(counter, word))

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from jdllm.arrays import Tensor
 from jdllm.pallas.hopper import STRIP, WARPGROUP_ROWS
-from jdllm.pallas.masked_logits.tiles import Index, Tiles, id_of
+from jdllm.pallas.masked_logits.tiles import Index, Tiles, counter_of, id_of
 from jdllm.pallas.masked_logits.types import RowPenalty, RowSampling
 
 
@@ -28,7 +28,8 @@ class Mark(enum.IntFlag):
 
 
 class Field(enum.IntEnum):
-    """Lines of the table of words; from `BANS` on, bans of the token, then bans of the confidence."""
+    """Lines of the table of words; `COUNTER` is the first counter of the noise. From `BANS` on, bans of the
+    token, then bans of the confidence."""
 
     KEY_0 = 0
     KEY_1 = 1
@@ -39,7 +40,8 @@ class Field(enum.IntEnum):
     REPETITION = 6
     PRESENCE = 7
     FREQUENCY = 8
-    BANS = 9
+    COUNTER = 9
+    BANS = 10
 
 
 class RowTable(NamedTuple):
@@ -56,12 +58,6 @@ class RowTable(NamedTuple):
     occurrences: Int[Array, "padded_rows padded_vocab"] | None
 
 
-def divisors(rows: RowSampling) -> Float[Array, " rows"]:
-    """What each row's logits are divided by before they are measured."""
-    temperature = jnp.asarray(rows.temperature, jnp.float32)
-    return jnp.where(jnp.asarray(rows.tempered) & (temperature > 0), temperature, 1.0)
-
-
 def row_table(rows: RowSampling, count: Int[Array, ""], vocab: int, tiles: Tiles) -> RowTable:
     """Gather what the kernel needs; rows from `count` on, and those added as padding, ask for nothing."""
     number = len(rows.positions)
@@ -73,7 +69,7 @@ def row_table(rows: RowSampling, count: Int[Array, ""], vocab: int, tiles: Tiles
 
     limit = padded(jnp.minimum(jnp.asarray(rows.limit), vocab), vocab)
     temperature = padded(jnp.asarray(rows.temperature, jnp.float32))
-    divisor = padded(divisors(rows), 1)
+    divisor = padded(rows.divisor, 1)
     bans = [padded(ban, -1) for ban in (*rows.token_bans.T, *rows.confidence_bans.T)]
     keyed = map(padded, (*rows.keys, rows.positions))
     penalties, occurrences = [jnp.zeros_like(temperature)] * 3, None
@@ -82,7 +78,9 @@ def row_table(rows: RowSampling, count: Int[Array, ""], vocab: int, tiles: Tiles
         ids = id_of(tiles.splits(vocab) * tiles.pairs - 1, 1) + 1
         occurrences = jnp.asarray(rows.penalty.occurrences, jnp.int32)[rows.penalty.sequence]
         occurrences = jnp.pad(occurrences, (padding, (0, ids - vocab)))
-    words = jnp.stack([_as_int(line) for line in (*keyed, limit, temperature, divisor, *penalties, *bans)])
+    counter = padded(0 if rows.first_id is None else counter_of(jnp.asarray(rows.first_id)))
+    lines = (*keyed, limit, temperature, divisor, *penalties, counter, *bans)
+    words = jnp.stack([_as_int(line) for line in lines])
     return RowTable(words, _marks(limit, temperature, bans, vocab, tiles), occurrences)
 
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from jdllm.pallas.device import target
 from jdllm.pallas.masked_logits.extremes import LOWEST
 from jdllm.pallas.masked_logits.limits import PROGRAMS, check_triton
-from jdllm.pallas.masked_logits.row_table import divisors
+from jdllm.pallas.masked_logits.tiles import counter_of
 from jdllm.pallas.masked_logits.triton_kernel import reduce_logits
 from jdllm.pallas.masked_logits.types import Level, RowDecision, RowPenalty, RowSampling
 from jdllm.pallas.triton_launch import LEAST, MANY, ProductSizes, Schedule, SizeTable, fitting, launch
@@ -96,14 +96,15 @@ def masked_logits_triton(
     blocks = -(-number // sizes.rows)
     parts = max(1, min(PROGRAMS // blocks, -(-vocab // sizes.columns)))
     shape = parts, number
-    temperature, divisor = jnp.asarray(rows.temperature, jnp.float32), divisors(rows)
+    temperature, divisor = jnp.asarray(rows.temperature, jnp.float32), rows.divisor
     integers = (rows.positions, rows.limit, rows.token_bans, rows.confidence_bans)
     positions, limit, token_bans, confidence_bans = (jnp.asarray(x, jnp.int32) for x in integers)
     penalty = rows.penalty or _NO_PENALTY
     live = jnp.asarray(number if count is None else count, jnp.int32).reshape(1)
+    first = jnp.zeros(1, jnp.int32) if rows.first_id is None else counter_of(jnp.asarray(rows.first_id)[:1])
     partials = launch(
         reduce_logits,
-        *(hidden, head, *rows.keys, positions, jnp.minimum(limit, vocab), temperature, divisor),
+        *(hidden, head, *rows.keys, positions, first, jnp.minimum(limit, vocab), temperature, divisor),
         *(token_bans, confidence_bans, *map(jnp.asarray, penalty), live, number, vocab),
         out_shape=[
             jax.ShapeDtypeStruct(shape, jnp.int32 if field == "token" else jnp.float32)

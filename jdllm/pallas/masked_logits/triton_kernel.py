@@ -30,6 +30,7 @@ def reduce_logits(
     key_0,
     key_1,
     position,
+    first_counter,
     limit,
     temperature,
     divisor,
@@ -89,7 +90,7 @@ def reduce_logits(
         x = _without(x, ids, token_bans, row, exists, TOKEN_BANS)
         scores = x
         if noisy:
-            counter = first + tl.arange(0, PAIRS)
+            counter = tl.load(first_counter) + first + tl.arange(0, PAIRS)
             scores = _noised(x, heat, key_0, key_1, position, row, exists, counter, BLOCK_R, PAIRS)
         best, best_id, best_logit = _chosen(scores, x, ids, best, best_id, best_logit)
         x = _without(x, ids, confidence_bans, row, exists, CONFIDENCE_BANS)

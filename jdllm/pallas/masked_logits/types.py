@@ -60,6 +60,8 @@ class RowSampling(NamedTuple):
     - `confidence_bans`: ids further removed from `maximum` and `total` only; -1 stands for none.
     - `listed`: rows whose likeliest ids are wanted.
     - `penalty`: `None` where no row has one.
+    - `first_id`: of the whole vocabulary, the id that keys the noise of the head's first id: a multiple of
+      256, the same for all rows. `None` for 0. All other ids count from the head's first one.
     """
 
     keys: Keys
@@ -75,6 +77,13 @@ class RowSampling(NamedTuple):
     confidence_bans: Ids
     listed: Bool[Tensor, " rows"]
     penalty: RowPenalty | None = None
+    first_id: Int[Tensor, " rows"] | None = None
+
+    @property
+    def divisor(self) -> Float[Array, " rows"]:
+        """What each row's logits are divided by before they are measured."""
+        temperature = jnp.asarray(self.temperature, jnp.float32)
+        return jnp.where(jnp.asarray(self.tempered) & (temperature > 0), temperature, 1.0)
 
 
 class Likeliest(NamedTuple):

@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jdllm.arrays import Tensor
 from jdllm.layers import head_logits
-from jdllm.noise import gumbel, vocabulary_bits
+from jdllm.noise import gumbel, id_bits
 from jdllm.pallas.listed import LISTED
 from jdllm.pallas.masked_logits.types import Ids, Keys, Level, Likeliest, RowDecision, RowPenalty, RowSampling
 
@@ -30,12 +30,12 @@ def decide_logits(logits: Logits, rows: RowSampling, level: Level) -> RowDecisio
         logits = lax.optimization_barrier(penalised(logits, rows.penalty))
     logits = allowed(logits, rows.limit, rows.token_bans)
     scale = jnp.where(rows.temperature > 0, rows.temperature, 1.0)
-    divisor = jnp.where(rows.tempered, scale, 1.0)[:, None]
+    divisor = rows.divisor[:, None]
     choices = logits
     if level >= Level.FILTERED:
         choices = _filtered(logits, scale[:, None], rows)
         logits = jnp.where(rows.tempered[:, None], choices, logits)
-    token = drawn(choices, rows.temperature, rows.keys, jnp.asarray(rows.positions))
+    token = drawn(choices, rows.temperature, rows.keys, jnp.asarray(rows.positions), rows.first_id)
     measured = _without(logits / divisor, ids, rows.confidence_bans)
     maximum = measured.max(axis=-1)
     total = jnp.exp(measured - maximum[:, None]).sum(axis=-1)
@@ -95,15 +95,23 @@ def allowed(logits: Logits, limit: Int[Tensor, " rows"], token_bans: Ids) -> Log
 
 
 def drawn(
-    logits: Logits, temperature: Float[Tensor, " rows"], keys: Keys, positions: Int[Array, " rows"]
+    logits: Logits,
+    temperature: Float[Tensor, " rows"],
+    keys: Keys,
+    positions: Int[Array, " rows"],
+    first_id: Int[Tensor, " rows"] | None = None,
 ) -> Int[Array, " rows"]:
     """argmax of each row, with its noise where its temperature is above 0; int32, the lowest id on ties.
 
     The noise depends on the key, the position and the id only: it is the same whatever is drawn from.
+
+    Arguments:
+    - `first_id`: as `RowSampling` has it.
     """
 
     def noised() -> Array:
-        bits = vocabulary_bits(keys, positions, logits.shape[1])
+        ids = jnp.arange(logits.shape[1])[None, :]
+        bits = id_bits(keys, positions, ids if first_id is None else first_id[:, None] + ids)
         # argmax inside the branch, so that the noised logits need no buffer of their own
         scale = temperature[:, None]
         return jnp.argmax(jnp.where(scale > 0, logits + scale * gumbel(bits), logits), axis=-1)
