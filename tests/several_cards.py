@@ -1,10 +1,12 @@
 """What a model generates on so many cards; `test_several_cards.py` runs this where there are eight.
 
 `python3 -m tests.several_cards FAMILY CASES CARDS...` prints a line of JSON for each number of cards: tokens
-of the cases, "all" or names with commas between them, and logits.
+of the cases, "all" or names with commas between them, logits, and how many executables were compiled, and how
+many the directory `JDLLM_TEST_KEPT` had, if it is set.
 """
 
 import json
+import os
 import sys
 from typing import Any
 
@@ -69,7 +71,7 @@ def main(family: str, wanted: str, counts: list[int]) -> None:
             path,
             dtype="float32",
             devices=cards,
-            cache_dir=None,
+            cache_dir=os.environ.get("JDLLM_TEST_KEPT"),
             progress=False,
             max_num_batched_tokens=256,
             kv_pool="16MiB",
@@ -77,6 +79,7 @@ def main(family: str, wanted: str, counts: list[int]) -> None:
             tokens, logits = tokens_of(llm, wanted), llm.logits([PROMPTS[1]])[0, -1, :8].tolist()
             told = {"cards": cards, "tokens": tokens, "logits": logits, "weights": llm.account.weights}
             matrices = 1 if llm.config.tied_head else 2
+            told |= {"compiled": llm.executables.compiled, "loaded": llm.executables.loaded}
             told |= {"ids": llm.config.vocab_size, "id_bytes": 4 * matrices * llm.config.hidden_size}
             print(json.dumps(told))
 

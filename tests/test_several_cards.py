@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,17 @@ def test_tokens_are_those_of_one_card(family: str, cases: str, counts: tuple[int
         # Norms and routers are on all cards, and cards have parts of the ids in whole units of 256.
         padded = -(-alone["ids"] // (256 * found["cards"])) * 256 * found["cards"] - alone["ids"]
         assert 1 <= (found["weights"] * found["cards"] - padded * alone["id_bytes"]) / alone["weights"] < 1.1
+
+
+@pytest.mark.slow
+def test_executables_for_several_cards_serve_the_next_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("JDLLM_TEST_KEPT", str(tmp_path / "kept"))
+    one, two, again = (on_cards("llada", "sparse", cards)[0] for cards in (1, 2, 2))
+    assert (one["loaded"], two["loaded"], again["compiled"]) == (0, 0, 0)
+    assert again["loaded"] == two["compiled"] == one["compiled"] > 1
+    assert again["tokens"] == two["tokens"] == one["tokens"]
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from jdllm.compiling.executable import (
 )
 from jdllm.compiling.host_arguments import on_host
 from jdllm.compiling.key import program_key
+from jdllm.compiling.over_cards import mesh_of
 from jdllm.compiling.store import ExecutableStore
 from jdllm.pallas.device import Kernels, Target, preferring, target
 
@@ -232,7 +233,10 @@ def _key(program: Program) -> Hashable:
 
 
 def _devices(program: Program, platform: str) -> tuple[Device, ...]:
-    """Where the program's arrays are: all devices of the first one that is on any."""
+    """Where the program runs: on the cards over which arrays are spread, else where the first array is."""
+    mesh = mesh_of(program.args)
+    if mesh is not None:
+        return tuple(mesh.devices.flat)
     for leaf in jax.tree.leaves(program.args):
         sharding = getattr(leaf, "sharding", None)
         if sharding is not None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 import jdllm
 from jdllm.compiling.executable import Device, Options, Program
@@ -39,13 +40,14 @@ def program_key(
 ) -> str | None:
     """Everything that the executable of a program depends on, with the options of the compiler among it.
 
-    `None` where that cannot be told: for functions that are not of this package, for values of unknown types,
-    and for arrays that are spread over devices.
+    `None` where that cannot be told: for functions that are not of this package, and for values of unknown
+    types.
+
+    Arguments:
+    - `devices`: that run it, in order.
     """
-    if len(devices) != 1:
-        return None
     leaves, tree = jax.tree.flatten(program.args)
-    kinds = [(leaf.shape, str(leaf.dtype), on_host(leaf), _memory(leaf)) for leaf in leaves]
+    kinds = [(leaf.shape, str(leaf.dtype), on_host(leaf), _memory(leaf), _spread(leaf)) for leaf in leaves]
     try:
         parts = [
             described(program.function),
@@ -57,7 +59,7 @@ def program_key(
         ]
     except NotDescribedError:
         return None
-    return "\n".join([*parts, environment(devices[0])])
+    return "\n".join([*parts, *map(environment, devices)])
 
 
 def _held(tree: Any) -> Iterator[Any]:
@@ -112,6 +114,12 @@ def _memory(leaf: Any) -> str | None:
         return None
     default = next(iter(sharding.device_set)).default_memory().kind
     return None if sharding.memory_kind == default else sharding.memory_kind
+
+
+def _spread(leaf: Any) -> str | None:
+    """Along which axes an array is spread over cards."""
+    sharding = getattr(leaf, "sharding", None)
+    return str(sharding.spec) if isinstance(sharding, NamedSharding) else None
 
 
 @functools.cache

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
 
 from jdllm.models.config import ModelConfig
 
@@ -24,6 +25,12 @@ def mesh_of(args: Any) -> Mesh | None:
 def placements(leaves: Sequence[Any], mesh: Mesh) -> list[NamedSharding]:
     """Where a call puts each argument: arrays that are not spread are the same on every card."""
     return [NamedSharding(mesh, _spec(leaf)) for leaf in leaves]
+
+
+def everywhere(x: Array, args: Any) -> Array:
+    """`x` on all cards over which any of these arrays is spread, so that no step has to send it there."""
+    mesh = mesh_of(args)
+    return x if mesh is None else jax.device_put(x, NamedSharding(mesh, _EVERYWHERE))
 
 
 def bound(

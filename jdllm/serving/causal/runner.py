@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdllm.compiling.executables import Program
+from jdllm.compiling.over_cards import everywhere
 from jdllm.decoding.causal import decode, decodes_in_chain, prefill
 from jdllm.decoding.encoded_trace import EncodedTrace, Steps, encoding
 from jdllm.decoding.encoded_trace import decode as decoded
@@ -75,7 +76,7 @@ class CausalRunner:
         self._usual = usual_entries(model.account.rows)
         self.chunk = prefill_chunk(model.account.rows)
         # On the device from the first: executables take numbers of the host in another way.
-        self._nothing_left = jnp.zeros(MAX_SEGMENTS, jnp.int32)
+        self._nothing_left = everywhere(jnp.zeros(MAX_SEGMENTS, jnp.int32), model.params)
         self._left = self._nothing_left
 
     def life(self, spec: RequestSpec) -> Life:

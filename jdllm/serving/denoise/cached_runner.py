@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdllm.compiling.executables import Program
+from jdllm.compiling.over_cards import everywhere
 from jdllm.decoding.cache_policies import Phase, policy_of
 from jdllm.decoding.cached import refresh, reuse
 from jdllm.decoding.encoded_trace import EncodedTrace, encoding
@@ -86,7 +87,7 @@ class CachedRunner:
         self._steps = {Level.TOP: Sizes(ladder.reuse), Level.FILTERED: Sizes(ladder.ranked)}
         self._warm = False
         self._left = max(entry.head_rows for entry in (*ladder.refresh, *ladder.single))
-        self._nothing_left = jnp.zeros(self._left, jnp.int32)
+        self._nothing_left = everywhere(jnp.zeros(self._left, jnp.int32), model.params)
         self._left_by = {kind: self._nothing_left for kind in (Kind.REFRESH, Kind.REUSE)}
         self._chained = functools.cache(functools.partial(chains, model.params, model.config))
 
