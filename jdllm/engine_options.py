@@ -182,3 +182,13 @@ class EngineOptions:
             return handler(data)
         except ValidationError as error:
             raise ConfigError(explain(error, cls)) from None
+
+
+def check_devices(devices: int, verifier: object, host_memory: int | str) -> None:
+    """Raise `ConfigError` for what several cards cannot do."""
+    if devices == 1:
+        return
+    if verifier is not None:
+        raise ConfigError(f"devices is {devices}, and a model with a verifier runs on one")
+    if host_memory != DEFAULT_HOST_MEMORY and parse_host_memory(host_memory):
+        raise ConfigError(f"devices is {devices}, and host_memory is for a model on one: set it to 0")

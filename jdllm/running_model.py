@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import backend
 
-from jdllm.byte_sizes import DEFAULT_HOST_MEMORY, parse_bytes, parse_host_memory
+from jdllm.byte_sizes import parse_bytes
 from jdllm.checkpoints.tokenizer import Tokenizer
 from jdllm.compiling import store as executable_store
 from jdllm.compiling.executables import Executables
 from jdllm.compiling.store import ExecutableStore
 from jdllm.decoding.sampling import SamplingParams
-from jdllm.engine_options import EngineOptions
+from jdllm.engine_options import EngineOptions, check_devices
 from jdllm.errors import ConfigError
 from jdllm.loaded_model import LoadedModel, load_model
 from jdllm.models.config import ModelConfig
@@ -60,7 +60,7 @@ class RunningModel(NamedTuple):
 
 def start(options: EngineOptions) -> RunningModel:
     """Load a model, share out the memory of its device, and make its engine; raises as `LLM` does."""
-    _check_devices(options)
+    check_devices(options.devices, options.verifier, options.host_memory)
     # Nothing that several cards do needs memory of the host.
     host_memory = 0 if options.devices > 1 else usable_host_memory(jax.devices()[0], options.host_memory)
     with preferring(options.kernels):
@@ -116,16 +116,6 @@ def start(options: EngineOptions) -> RunningModel:
         Resident(engine, scorer),
         _described(loaded, device, budget),
     )
-
-
-def _check_devices(options: EngineOptions) -> None:
-    """Raise `ConfigError` for what several cards cannot do."""
-    if options.devices == 1:
-        return
-    if options.verifier is not None:
-        raise ConfigError(f"devices is {options.devices}, and a model with a verifier runs on one")
-    if options.host_memory != DEFAULT_HOST_MEMORY and parse_host_memory(options.host_memory):
-        raise ConfigError(f"devices is {options.devices}, and host_memory is for a model on one: set it to 0")
 
 
 def _device(options: EngineOptions) -> Any:

@@ -82,6 +82,21 @@ def test_cards_that_cannot_share_a_model_are_refused(options: dict[str, Any], wo
     assert all(word in str(refused.value) for word in words)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--verifier", str(GOLDENS / "qwen2")], ["devices is 2", "verifier"]),
+        (["--host-memory", "1GiB"], ["devices is 2", "--host-memory"]),
+        (["--check"], ["--check", "--devices"]),
+    ],
+)
+def test_a_plan_refuses_what_generating_would(options: list[str], words: list[str]):
+    asked = ["plan", "--devices", "2", "--memory", "1GiB", "--target", "h200", *options]
+    result = CliRunner().invoke(app, [*asked, str(Golden("llada").directory)])
+    assert result.exit_code == 2
+    assert all(word in result.output for word in words)
+
+
 def test_a_plan_is_of_what_each_card_has():
     """Five norms of 64 numbers are on both cards; of everything else each has half."""
     plans = []

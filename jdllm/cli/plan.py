@@ -15,6 +15,7 @@ from jdllm.cli.groups import OptionGroup, takes_groups
 from jdllm.cli.options import Json, parse_prefilling
 from jdllm.cli.report import DOES_NOT_FIT, print_result
 from jdllm.decoding.registry import cache_names
+from jdllm.engine_options import check_devices
 from jdllm.errors import CheckpointError, ConfigError
 from jdllm.planning.descriptions import described_targets
 
@@ -147,6 +148,7 @@ def _asked(given: Mapping[str, Any], config: Path, card: "Card", step: Step) -> 
 
     memory, kv_pool = given["memory"], given["kv_pool"]
     host = parse_host_memory(given["host_memory"], "--host-memory")
+    check_devices(given["devices"], given["verifier"], given["host_memory"])
     if given["devices"] > 1:
         host = 0  # what is in host memory belongs to one card
     read = given["hf_overrides"], given["dtype"], given["kernels"], given["devices"]
@@ -196,7 +198,9 @@ def _plan_step(asked: "StepQuestion", memory: str | None, assumed: list[str], sh
         plan_report.draw(report, shown.plot, memory)
     check = not shown.as_json if shown.check is None else shown.check
     if asked.workload.config.cards > 1:
-        check = False  # a part of a step is compiled with the others only
+        if shown.check:
+            raise ConfigError("--check compiles a step for one card: leave it out with --devices")
+        check = False
     compiled = plan_report.compiled_bytes(report) if check else None
     if shown.as_json:
         print_result(json.dumps(plan_report.facts(report, compiled)))
