@@ -46,6 +46,7 @@ CASES = {
     "card": Case("benchmarks.card_report:main", "what a card does with each kind of kernels, to send in"),
     "step": Case("benchmarks.steps.full:main", "a full step, beside torch and plain JAX"),
     "cached_step": Case("benchmarks.steps.cached:main", "a step of a block against cached rows"),
+    "cards": Case("benchmarks.steps.cards:main", "both steps on one card and on several"),
     "profile": Case("benchmarks.steps.profile:main", "where the time of a step goes, by kernel"),
     "parts": Case("benchmarks.steps.parts:main", "where the time of an engine's parts goes, by kernel"),
     "masked_logits": Case("benchmarks.operators.masked_logits:main", "head with reductions"),

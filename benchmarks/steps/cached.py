@@ -35,6 +35,8 @@ from benchmarks.record import (
 )
 from benchmarks.shapes import SHAPES
 from jdllm.compiling.executables import temp_bytes
+from jdllm.compiling.over_cards import everywhere
+from jdllm.decoding.head_decision import head_decision
 from jdllm.execution.few_rows.chain import chains
 from jdllm.execution.module import Transformer
 from jdllm.execution.paged.forward import forward_reuse
@@ -42,9 +44,10 @@ from jdllm.execution.paged.pool import KvArrays
 from jdllm.execution.transformer import final_norm
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
+from jdllm.models.spread import pool_sharding
 from jdllm.models.weights import Params, abstract_params, head_weights
 from jdllm.pallas.attention import AttentionOutput
-from jdllm.pallas.masked_logits import Level, masked_logits
+from jdllm.pallas.masked_logits import Level
 from jdllm.pallas.split_attention import PageTable, dense_table, split_attention, with_fresh_rows
 
 STEPS = 16
@@ -83,7 +86,7 @@ def denoise(
     def step(_: int, tokens: Int[Array, " fresh"]) -> Int[Array, " fresh"]:
         pool = KvArrays(k_pool, v_pool)
         h = forward_reuse(params, config, tokens, rows, pool, table, attention=_ATTENTION[form])
-        return masked_logits(final_norm(params, config, h), head_weights(params), asked, Level.TOP).token
+        return head_decision(final_norm(params, config, h), head_weights(params), asked, Level.TOP).token
 
     return lax.fori_loop(0, steps, step, tokens)
 
@@ -97,12 +100,12 @@ def random_cache(
     """
     pages = -(-rows // page_rows)
     shape = config.num_layers, pages, config.num_kv_heads, page_rows, config.head_dim
-    draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
+    draw = jax.jit(jax.random.normal, static_argnums=(1, 2), out_shardings=pool_sharding(config))
     k_pool, v_pool = (draw(jax.random.key(i), shape, jnp.dtype(dtype)) for i in range(2))
     table = dense_table(np.array([rows], np.int32), pages, page_rows)
     order = np.random.default_rng(0).permutation(pages).astype(np.int32)
     table = with_fresh_rows(table._replace(pages=order), np.array([0]), np.array([fresh]), page_rows)
-    return k_pool, v_pool, jax.tree.map(jnp.asarray, table)
+    return k_pool, v_pool, jax.tree.map(lambda x: everywhere(jnp.asarray(x), k_pool), table)
 
 
 class Compiled(NamedTuple):
@@ -127,7 +130,7 @@ def compile_step(
     """`STEPS` steps of `fresh` random tokens against `cached` random keys and values."""
     pools_and_table = random_cache(config, cached, fresh, page_rows, "bfloat16")
     tokens = jax.random.randint(jax.random.key(2), (fresh,), 0, config.defined_ids)
-    inputs = params, *pools_and_table, tokens, jnp.int32(cached)
+    inputs = params, *pools_and_table, everywhere(tokens, params), everywhere(jnp.int32(cached), params)
     static = {"config": config, "form": form, "steps": STEPS}
     return Compiled(compiled(denoise, *inputs, chained=form == "chain", **static), inputs)
 

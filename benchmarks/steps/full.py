@@ -26,6 +26,7 @@ from benchmarks.record import Ceilings, compiled, measure_ceilings, median_secon
 from benchmarks.shapes import SHAPES
 from jdllm.chunks import ChunkConfig
 from jdllm.compiling.executables import temp_bytes
+from jdllm.compiling.over_cards import everywhere
 from jdllm.decoding.batch import Batch
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.step import denoise
@@ -76,6 +77,7 @@ def compile_step(
 ) -> tuple[jax.stages.Compiled, Batch]:
     """The executable for `arguments`, which takes (params, batch, steps), and the batch."""
     batch, static = arguments(config, rows)
+    batch = jax.tree.map(lambda x: everywhere(x, params), batch)
     return compiled(denoise, params, batch, np.int32(1), kernels=kernels, **static), batch
 
 

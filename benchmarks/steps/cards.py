@@ -1,0 +1,114 @@
+"""Steps on one card and on several of one host, with random weights.
+
+Run as `python3 -m benchmarks cards [--shape llada-8b] [--devices 1 2 4] [--rows 1024 4096 16384 32768]
+[--cached 4096]` on a machine with as many cards: a full step of each number of rows, of which half are masked
+and evaluated, and a step of `--fresh` rows against `--cached` stored ones. `times` is how often a step of the
+first number of cards takes as long. Floors are those of one card over the number of cards: what cards send
+each other is no part of them.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from benchmarks.cases import case_parser
+from benchmarks.record import Ceilings, measure_ceilings, median_seconds, print_row, record
+from benchmarks.shapes import SHAPES
+from benchmarks.steps import cached, full
+from jdllm.decoding.batch import Batch
+from jdllm.execution.module import Transformer
+from jdllm.models.config import ModelConfig
+from jdllm.models.spread import in_parts, weight_shardings
+from jdllm.models.weights import Params, param_bytes
+from jdllm.planning.step_time import step_flops
+
+
+def placed(params: Params, config: ModelConfig) -> Params:
+    """The weights as steps on `config.cards` cards take them."""
+    return in_parts(jax.device_put(params, weight_shardings(config)), config)
+
+
+def full_steps(
+    params: Params, config: ModelConfig, rows: Sequence[int], ceilings: Ceilings
+) -> Iterator[dict[str, Any]]:
+    """A row of the table for each full step.
+
+    Arguments:
+    - `params`: as `placed` returns them.
+    - `rows`: of each step.
+    """
+    for count in rows:
+        executable, batch = full.compile_step(params, config, count)
+        seconds = _seconds(executable, params, batch)
+        needed = step_flops(config, count, count // 2) / ceilings.flops
+        floor = max(needed, param_bytes(config, "bfloat16") / ceilings.bytes)
+        yield _row("full", config, count, seconds, floor)
+
+
+def _seconds(executable: Any, params: Params, batch: Batch) -> float:
+    """Seconds of a full step."""
+    return median_seconds(lambda: executable(params, batch, np.int32(full.STEPS))) / full.STEPS
+
+
+def cached_step(
+    params: Params, config: ModelConfig, fresh: int, stored: int, ceilings: Ceilings
+) -> dict[str, Any]:
+    """The row of the step of a block."""
+    form = "chain" if config.cards == 1 and config.moe is None else "layers"
+    run = cached.compile_step(params, config, fresh=fresh, cached=stored, form=form)
+    pool_bytes = sum(pool.nbytes for pool in run.inputs[1:3])
+    floor = (param_bytes(config, "bfloat16") + pool_bytes) / ceilings.bytes
+    return _row("cached", config, fresh, median_seconds(run) / cached.STEPS, floor)
+
+
+def _row(step: str, config: ModelConfig, rows: int, seconds: float, floor: float) -> dict[str, Any]:
+    floor /= config.cards
+    return {
+        "step": step,
+        "rows": rows,
+        "devices": config.cards,
+        "step_ms": 1e3 * seconds,
+        "floor_ms": 1e3 * floor,
+        "share_of_floor": floor / seconds,
+    }
+
+
+def with_times(table: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows, step by step, each with how often a step of the first number of cards takes as long."""
+    first: dict[tuple[str, int], float] = {}
+    for row in table:
+        first.setdefault((row["step"], row["rows"]), row["step_ms"])
+    compared = [row | {"times": first[row["step"], row["rows"]] / row["step_ms"]} for row in table]
+    return sorted(compared, key=lambda row: (row["step"], row["rows"], row["devices"]))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = case_parser("cards", __doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="llada-8b")
+    parser.add_argument("--devices", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rows", type=int, nargs="*", default=[1024, 4096, 16384, 32768])
+    parser.add_argument("--fresh", type=int, default=32)
+    parser.add_argument("--cached", type=int, default=4096)
+    args = parser.parse_args(arguments)
+    ceilings = measure_ceilings()
+    whole = Transformer(SHAPES[args.shape], rngs=nnx.Rngs(0), dtype="bfloat16").params()
+    table = []
+    for cards in args.devices:
+        config = dataclasses.replace(SHAPES[args.shape], cards=cards)
+        params = placed(whole, config)
+        table.append(cached_step(params, config, args.fresh, args.cached, ceilings))
+        print_row(table[-1])
+        for row in full_steps(params, config, args.rows, ceilings):
+            table.append(row)
+            print_row(row)
+    record(
+        f"cards_{args.shape}",
+        with_times(table),
+        args.out,
+        ceiling_tflops=ceilings.flops / 1e12,
+        ceiling_tb_s=ceilings.bytes / 1e12,
+    )
