@@ -42,13 +42,14 @@ def masked_loss(
     Returns the mean over sequences of: the sum of the masked tokens' cross entropies, divided by the mask
     probability and by the count of response tokens. f32.
 
-    Raises `ConfigError` for a causal model, and for one without a mask token.
+    Raises `ConfigError` for a model whose tokens do not all see each other, and for one without a mask token.
     """
     config = model.config
-    if config.in_order or config.mask_id is None:
+    if config.attention != "full" or config.mask_id is None:
+        kind = "without mask_id has no mask token" if config.attention == "full" else f"is {config.attention}"
         raise ConfigError(
-            f"the masked loss is for diffusion models: a {config.family} model"
-            + (" is causal" if config.in_order else " without mask_id has no mask token")
+            "the masked loss is for diffusion models whose tokens all see each other:"
+            f" a {config.family} model {kind}"
         )
     sequence = np.broadcast_to(np.arange(len(tokens))[:, None], tokens.shape)
     masked, ratio = draw_masks(key, response, sequence, len(tokens))

@@ -79,6 +79,7 @@ def test_it_is_the_objective_of_the_bundled_models(
     ("change", "said"),
     [
         ({"attention": "causal"}, "a llada model is causal"),
+        ({"attention": "block_causal", "block_length": 4}, "a llada model is block_causal"),
         ({"mask_id": None}, "without mask_id has no mask token"),
     ],
 )

@@ -64,13 +64,22 @@ def sees(
         order = jnp.maximum(jnp.cumsum(padding_mask, axis=1) - 1, 0)
     positions = order if positions is None else jnp.broadcast_to(jnp.asarray(positions), shape)
     mask = None if padding_mask is None else padding_mask[:, None, None, :]
-    if config.in_order:
-        before = order[:, None, :, None] - order[:, None, None, :]
-        seen = before >= 0
-        if config.sliding_window is not None:
-            seen &= before < config.sliding_window
+    seen = _seen(config, order[:, None, :, None], order[:, None, None, :])
+    if seen is not None:
         mask = seen if mask is None else seen & mask
     return Sees(shape, cos_sin(config.rope, config.head_dim, positions.reshape(-1)), mask)
+
+
+def _seen(
+    config: ModelConfig, query: Int[Array, "batch 1 queries 1"], key: Int[Array, "batch 1 1 keys"]
+) -> Bool[Array, "batch 1 queries keys"] | None:
+    """Which keys each query sees, by their places in a sequence; `None` for all of them."""
+    if config.attention == "block_causal":
+        return key // config.block_length <= query // config.block_length
+    if not config.in_order:
+        return None
+    seen = key <= query
+    return seen if config.sliding_window is None else seen & (query - key < config.sliding_window)
 
 
 def grouped_matmul(

@@ -25,8 +25,9 @@ Leaves = Mapping[str, Any]
 Axes = Mapping[str, tuple[str, ...]]
 """The logical names of the axes of each weight."""
 
-_FEED_FORWARD = ("ffn_norm", "gate", "up", "down")
-_EXPERTS = ("ffn_norm", "router", "expert_bias", "experts_gate", "experts_up", "experts_down")
+_GATED = ("gate", "up", "down")
+_FEED_FORWARD = ("ffn_norm", *_GATED)
+_EXPERTS = ("ffn_norm", "router", "expert_bias", *(f"{a}_{b}" for a in ("experts", "shared") for b in _GATED))
 
 
 def param(leaf: Any, axes: tuple[str, ...]) -> nnx.Param:
@@ -92,7 +93,7 @@ class Experts(NamedLeaves):
     """A mixture of experts, its norm included.
 
     Parameters: `ffn_norm`, `router`, `experts_gate`, `experts_up`, `experts_down`, and where the model has
-    it `expert_bias`.
+    them `expert_bias`, `shared_gate`, `shared_up` and `shared_down`.
     """
 
     ffn_norm: nnx.Param
@@ -104,7 +105,7 @@ class Experts(NamedLeaves):
     def __call__(self, h: Hidden) -> Hidden:
         """What the experts add to the hidden states `h`."""
         leaves = self.leaves()
-        gate, up, down = (leaves.pop(f"experts_{name}") for name in ("gate", "up", "down"))
+        gate, up, down = (leaves.pop(f"experts_{name}") for name in _GATED)
         experts = moe.Experts(gate, up, down, first=0, per_layer=len(gate))
         whole = layer.Layer(leaves | {"experts": experts}, self.config)
         return whole.feed_forward(h.reshape(-1, h.shape[-1]), dense.grouped_matmul).reshape(h.shape)

@@ -25,14 +25,20 @@ _QUANTIZATION = ("quant_method", "format", "bits", "load_in_4bit", "load_in_8bit
 
 @dataclasses.dataclass(frozen=True)
 class MoeConfig:
-    """Feed-forward layers made of experts, of which every row uses a few.
+    """Feed-forward layers made of experts, of which every row uses a few (`jdllm.models.moe.route`).
 
     - `experts`: experts in a layer.
-    - `top_k`: experts that a row uses: the experts of its largest router probabilities, which weigh them
-      unscaled.
+    - `top_k`: experts that a row uses: those of its highest scores.
     - `expert_size`: inner width of an expert.
-    - `expert_bias`: a bias is added to the router probabilities, before the choice and in the weights.
+    - `expert_bias`: a bias is added to the scores before the choice.
     - `dense_layers`: indices of layers without experts, rising; their width is `intermediate_size`.
+    - `score`: what makes scores of the router's logits: "softmax" over all experts, or "sigmoid".
+    - `bias_weighs`: the weights are scores with the bias, otherwise without it.
+    - `groups`, `kept_groups`: how many equal groups of neighbours the experts form, and of how many groups
+      a row may use experts: of those whose two highest scores have the largest sums.
+    - `normalized`: the weights of a row are divided by their sum.
+    - `scale`: what the weights are multiplied by.
+    - `shared_size`: inner width of an expert that every row uses, unweighted; 0 where there is none.
     """
 
     experts: int
@@ -40,6 +46,13 @@ class MoeConfig:
     expert_size: int
     expert_bias: bool = False
     dense_layers: tuple[int, ...] = ()
+    score: str = "softmax"
+    bias_weighs: bool = True
+    groups: int = 1
+    kept_groups: int = 1
+    normalized: bool = False
+    scale: float = 1.0
+    shared_size: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +66,9 @@ class ModelConfig:
     - `qkv_bias`: query, key and value projections have a bias.
     - `qk_norm`: queries and keys are normed per head, before the rotary embedding.
     - `attention`: the name of a way of generating in `jdllm.serving.modes.registry`. In "causal" models a
-      row sees itself and those before it, otherwise all (`jdllm.models.visibility.key_ranges`).
+      row sees itself and those before it, in "block_causal" models its block and those before it, otherwise
+      all (`jdllm.models.visibility.key_ranges`).
+    - `block_length`: rows of a block of a block-causal model. Blocks are counted from position 0.
     - `sliding_window`: a row of a causal model sees the latest so many rows, itself included.
     - `logits_shift`: the logits of row j - 1 predict token j; row 0 predicts itself.
     - `moe`: of a mixture of experts.
@@ -79,6 +94,7 @@ class ModelConfig:
     qkv_bias: bool = False
     qk_norm: bool = False
     attention: str = "full"
+    block_length: int | None = None
     sliding_window: int | None = None
     logits_shift: bool = False
     moe: MoeConfig | None = None
@@ -101,13 +117,14 @@ class ModelConfig:
         names = ["num_heads", "num_kv_heads", "intermediate_size"]
         sizes = {name: getattr(self, name) for name in names}
         if moe is not None:
-            sizes["expert_size"] = moe.expert_size
+            sizes |= {"expert_size": moe.expert_size, "shared_size": moe.shared_size}
         for name, size in sizes.items():
             if size % cards:
                 raise ConfigError(f"{name} is {size}, of which {cards} cards cannot have equal parts")
         parts = {name: sizes[name] // cards for name in names}
         if moe is not None:
-            parts["moe"] = dataclasses.replace(moe, expert_size=moe.expert_size // cards)
+            widths = {name: sizes[name] // cards for name in ("expert_size", "shared_size")}
+            parts["moe"] = dataclasses.replace(moe, **widths)
         if cards > 1:
             parts["own_ids"] = -(-self.vocab_size // (cards * ID_UNIT)) * ID_UNIT
         return dataclasses.replace(self, **parts)

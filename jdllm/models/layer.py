@@ -114,12 +114,17 @@ class Layer:
         x = rms_norm(h, weights["ffn_norm"], self.config.rms_norm_eps)
         if moe is not None and "experts" in weights:
             bias = weights.get("expert_bias")
-            return moe_ffn(x, weights["router"], bias, weights["experts"], moe.top_k, products)
+            chosen = moe_ffn(x, weights["router"], bias, weights["experts"], moe, products)
+            return chosen + self._gated(x, "shared_") if moe.shared_size else chosen
         if "gate" in self._streamed:
             (inner,) = weights["streamed"].products(x, ("gate", "up"), gated=True)
-        else:
-            inner = jax.nn.silu(matmul(x, weights["gate"])) * matmul(x, weights["up"])
-        return matmul(inner, weights["down"])
+            return matmul(inner, weights["down"])
+        return self._gated(x)
+
+    def _gated(self, x: Hidden, prefix: str = "") -> Hidden:
+        """A gated feed-forward layer of normed rows; its weights have names that begin with `prefix`."""
+        gate, up, down = (self.weights[f"{prefix}{name}"] for name in ("gate", "up", "down"))
+        return matmul(jax.nn.silu(matmul(x, gate)) * matmul(x, up), down)
 
     def _project_group(self, x: Hidden, name: str, group: Group) -> Heads:
         """A projection of normed rows for one group of heads."""

@@ -8,9 +8,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int, Int32
 
+from jdllm.models.config import MoeConfig
 from jdllm.models.leaf import logits
 
 GroupedMatmulFn = Callable[..., Array]
+
+_NO_ZERO = 1e-20
+"""Added to the sum of a row's weights, as the published code does."""
 
 
 class Experts(NamedTuple):
@@ -47,24 +51,39 @@ def route(
     x: Float[Array, "rows hidden"],
     router: Float[Array, "experts hidden"],
     bias: Float[Array, " experts"] | None,
-    top_k: int,
+    moe: MoeConfig,
 ) -> tuple[Float32[Array, "rows top_k"], Int32[Array, "rows top_k"]]:
     """Choose each row's experts.
 
     Arguments:
     - `x`: normed rows.
-    - `router`, `bias`: weights of the router, and the bias on its probabilities.
-    - `top_k`: experts per row.
+    - `router`, `bias`: weights of the router, and the bias on its scores.
+    - `moe`: how scores are made, how they choose, and how they become weights.
 
-    Returns weights and experts, by falling weight (of equal ones the lower expert first). Logits and softmax
-    over all experts are f32. The weights are the probabilities themselves, bias included: they do not add
-    up to one (quirk Q35). Source: LLaDAMoESparseMoeBlock of modeling_lladamoe.py.
+    Returns weights and experts, by falling score (of equal ones the lower expert first). Everything is f32.
+    Unless normalised, weights do not add up to one (quirk Q35). Sources: LLaDAMoESparseMoeBlock of
+    modeling_lladamoe.py, the gate of modeling_llada2_moe.py and Qwen3MoeSparseMoeBlock of transformers.
     """
-    probabilities = jax.nn.softmax(logits(x, router), axis=-1)
-    if bias is not None:
-        probabilities = probabilities + bias.astype(jnp.float32)
-    weights, experts = lax.top_k(probabilities, top_k)
-    return weights, experts
+    row_logits = logits(x, router)
+    scores = jax.nn.sigmoid(row_logits) if moe.score == "sigmoid" else jax.nn.softmax(row_logits, axis=-1)
+    biased = scores if bias is None else scores + bias.astype(jnp.float32)
+    weights, experts = lax.top_k(_in_kept_groups(biased, moe), moe.top_k)
+    if not moe.bias_weighs:
+        weights = jnp.take_along_axis(scores, experts, axis=-1)
+    if moe.normalized:
+        weights = weights / (weights.sum(axis=-1, keepdims=True) + _NO_ZERO)
+    return weights * moe.scale, experts
+
+
+def _in_kept_groups(scores: Float32[Array, "rows experts"], moe: MoeConfig) -> Float32[Array, "rows experts"]:
+    """The scores of experts in a row's best groups (of equal ones the lower), -inf for all others."""
+    if moe.kept_groups == moe.groups:
+        return scores
+    by_group = scores.reshape(len(scores), moe.groups, -1)
+    best_two, _ = lax.top_k(by_group, 2)
+    _, kept = lax.top_k(best_two.sum(axis=-1), moe.kept_groups)
+    is_kept = (kept[:, :, None] == jnp.arange(moe.groups)).any(axis=1)
+    return jnp.where(is_kept[:, :, None], by_group, -jnp.inf).reshape(scores.shape)
 
 
 def moe_ffn(
@@ -72,23 +91,23 @@ def moe_ffn(
     router: Float[Array, "experts hidden"],
     bias: Float[Array, " experts"] | None,
     experts: Experts,
-    top_k: int,
+    moe: MoeConfig,
     grouped_matmul: GroupedMatmulFn,
 ) -> Float[Array, "rows hidden"]:
-    """The weighted sum of each row's experts, every one a gated feed-forward layer.
+    """The weighted sum of the experts that each row chooses, every one a gated feed-forward layer.
 
     Rows are sorted by expert, so that each product reads an expert's weights once. Weights are cast to the
     dtype of `x` as in the published model; the sum is f32.
 
     Arguments:
     - `x`: normed rows.
-    - `router`, `bias`: weights of the router, and the bias on its probabilities.
-    - `top_k`: experts per row.
+    - `router`, `bias`: weights of the router, and the bias on its scores.
     - `experts`: of this layer.
+    - `moe`: how rows choose.
     - `grouped_matmul`: with the contract of `jdllm.pallas.grouped_matmul.grouped_matmul`, `gate` included.
     """
-    rows, hidden = x.shape
-    weights, chosen = route(x, router, bias, top_k)
+    (rows, hidden), top_k = x.shape, moe.top_k
+    weights, chosen = route(x, router, bias, moe)
     chosen = chosen.reshape(-1)
     order = jnp.argsort(chosen)
     # Into an array of which nothing stays: a new one would be copied in every turn of a loop over layers.

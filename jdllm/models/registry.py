@@ -5,7 +5,18 @@ from typing import Any, NamedTuple
 
 from jdllm.errors import ConfigError
 from jdllm.models.config import ModelConfig
-from jdllm.models.families import decoder, dream, llada, llada_moe, llama, mistral, qwen2, qwen3
+from jdllm.models.families import (
+    decoder,
+    dream,
+    llada,
+    llada_moe,
+    llama,
+    mistral,
+    qwen2,
+    qwen3,
+    sdar,
+    sdar_moe,
+)
 
 
 class Family(NamedTuple):
@@ -86,7 +97,7 @@ for _family in (
         ("LLaDAMoEModel", "LLaDAMoEModelLM"),
         ("lladamoe",),
         llada_moe.config_from_hf,
-        llada_moe.TENSOR_NAMES,
+        decoder.EXPERT_NAMES,
         llada_moe.MASK_TOKEN,
         llada_moe.TURN_END,
     ),
@@ -123,6 +134,24 @@ for _family in (
         qwen3.config_from_hf,
         decoder.TENSOR_NAMES,
         turn_end=qwen3.TURN_END,
+    ),
+    Family(
+        "sdar",
+        ("SDARForCausalLM",),
+        ("sdar",),
+        sdar.config_from_hf,
+        decoder.TENSOR_NAMES,
+        sdar.MASK_TOKEN,
+        sdar.TURN_END,
+    ),
+    Family(
+        "sdar_moe",
+        ("SDARMoeForCausalLM",),
+        ("sdar_moe",),
+        sdar_moe.config_from_hf,
+        decoder.EXPERT_NAMES,
+        sdar.MASK_TOKEN,
+        sdar.TURN_END,
     ),
 ):
     register(_family)

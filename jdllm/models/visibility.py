@@ -18,7 +18,7 @@ def key_ranges(config: ModelConfig, start: int, length: int) -> tuple[Range, Ran
     """The ranges [k_start, k_end) of a sequence's rows.
 
     Arguments:
-    - `config`: the model; its `attention` and `sliding_window` say what a row sees.
+    - `config`: the model; its `attention`, `block_length` and `sliding_window` say what a row sees.
     - `start`: packed row of the sequence's first token.
     - `length`: tokens of the sequence.
 
@@ -28,6 +28,8 @@ def key_ranges(config: ModelConfig, start: int, length: int) -> tuple[Range, Ran
     first, end = np.zeros_like(row), np.full_like(row, length)
     if config.in_order:
         first, end = causal_range(config, row)
+    elif config.attention == "block_causal":
+        first, end = block_range(config, row, length)
     return (start + first).astype(np.int32), (start + end).astype(np.int32)
 
 
@@ -41,6 +43,21 @@ def causal_range(config: ModelConfig, position: Bounds) -> tuple[Any, Any]:
     """
     end = position + 1
     return window_start(config, end, 0), end
+
+
+def block_range(config: ModelConfig, position: Bounds, length: Bounds | int) -> tuple[Any, Any]:
+    """The range of positions that rows of a block-causal model see: their block, and all blocks before it.
+
+    Arguments:
+    - `config`: the model; its `block_length` says where blocks end.
+    - `position`: of each row, on the host or traced.
+    - `length`: of the sequence of each row, where its last block ends.
+
+    Returns the first position of each range and the one behind its last.
+    """
+    form = jnp if isinstance(position, jax.Array) else np
+    block_end = (position // config.block_length + 1) * config.block_length
+    return form.zeros_like(position), form.minimum(block_end, length)
 
 
 def window_start(config: ModelConfig, end: Bounds | int, begin: Bounds | int) -> Any:

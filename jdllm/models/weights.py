@@ -24,6 +24,8 @@ from jdllm.models.registry import FAMILIES
 type Tree[T] = dict[str, T | dict[str, T]]
 Params = dict[str, Any]
 
+_INTO_RESIDUAL = ("layers/o", "layers/down", "layers/experts_down", "layers/shared_down")
+
 
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
@@ -144,11 +146,14 @@ def _attention(config: ModelConfig) -> list[_Leaf]:
 
 
 def _dense_ffn(config: ModelConfig) -> list[_Leaf]:
-    hidden, ffn = config.hidden_size, config.intermediate_size
+    return _gated(config.hidden_size, config.intermediate_size)
+
+
+def _gated(hidden: int, ffn: int, prefix: str = "") -> list[_Leaf]:
     return [
-        ("gate", (ffn, hidden), ("ffn", "hidden")),
-        ("up", (ffn, hidden), ("ffn", "hidden")),
-        ("down", (hidden, ffn), ("hidden", "ffn")),
+        (f"{prefix}gate", (ffn, hidden), ("ffn", "hidden")),
+        (f"{prefix}up", (ffn, hidden), ("ffn", "hidden")),
+        (f"{prefix}down", (hidden, ffn), ("hidden", "ffn")),
     ]
 
 
@@ -164,13 +169,14 @@ def _experts(config: ModelConfig) -> list[_Leaf]:
         (f"experts_{name}", (experts, hidden, ffn), ("experts", "hidden", "ffn")) for name in ("gate", "up")
     ]
     leaves.append(("experts_down", (experts, ffn, hidden), ("experts", "ffn", "hidden")))
-    return leaves
+    shared = config.moe.shared_size
+    return leaves + (_gated(hidden, shared, "shared_") if shared else [])
 
 
 def _init_std(config: ModelConfig, name: str) -> float:
     if name.endswith("norm"):
         return 0.0
-    into_residual = name in ("layers/o", "layers/down", "layers/experts_down")
+    into_residual = name in _INTO_RESIDUAL
     return 0.02 / math.sqrt(2 * config.num_layers) if into_residual else 0.02
 
 

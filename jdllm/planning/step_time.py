@@ -82,15 +82,19 @@ def step_time(workload: Workload, plan: MemoryPlan, target: str) -> StepTime:
 
 
 def step_flops(config: ModelConfig, rows: int, head_rows: int) -> float:
-    """Floating-point operations of one full step of one segment; rows of a causal model see half of it."""
+    """Floating-point operations of one full step of one segment.
+
+    Rows of a causal model see half of it, and those of a block-causal model the rest of their blocks too.
+    """
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     widths = config.num_layers * config.intermediate_size
     if config.moe is not None:
         sparse = config.num_layers - len(config.moe.dense_layers)
-        per_row = config.moe.top_k * config.moe.expert_size + config.moe.experts / 3
+        per_row = config.moe.top_k * config.moe.expert_size + config.moe.shared_size + config.moe.experts / 3
         widths = sparse * per_row + len(config.moe.dense_layers) * config.intermediate_size
     projections = config.hidden_size * (config.num_layers * (2 * q + 2 * kv) + 3 * widths)
-    seen = rows * (rows + 1) / 2 if config.in_order else rows * rows
+    block = {"causal": 1, "block_causal": config.block_length}.get(config.attention) or rows
+    seen = rows * (rows + block) / 2
     attention = config.num_layers * 2 * seen * q
     return 2.0 * (rows * projections + attention + head_rows * config.hidden_size * config.vocab_size)
 

@@ -159,11 +159,7 @@ def add_feed_forward(
     graph.add_op(f"{layer} norm", ["h"], {x: part * (config.hidden_size * kind.itemsize)}, owners=("ffn",))
     moe = config.moe
     if dense or moe is None:
-        width = part * (config.intermediate_size * kind.itemsize)
-        gate, up, product = (f"{layer} {name}" for name in ("gate", "up", "product"))
-        graph.add_op(f"{layer} project gate", [x], {gate: width}, WORKSPACE, owners=("ffn",))
-        graph.add_op(f"{layer} project up", [x], {up: width}, WORKSPACE, owners=("ffn",))
-        graph.add_op(f"{layer} multiply", [gate, up], {product: width}, owners=("ffn",))
+        product = _add_gates(graph, layer, x, part * (config.intermediate_size * kind.itemsize))
         graph.add_op(f"{layer} project down", [product, "h"], {}, WORKSPACE, owners=("ffn",))
         return
     wide = part * (moe.top_k * config.hidden_size * kind.itemsize)
@@ -186,7 +182,29 @@ def add_feed_forward(
         graph.add_op(f"{layer} experts up", [by_expert, gap], {up: inner}, owners=("ffn",))
         graph.add_op(f"{layer} multiply", [gate, up], owners=("ffn",))
     graph.add_op(f"{layer} experts down", [up], {down: wide}, owners=("ffn",))
-    graph.add_op(f"{layer} combine", [down, order, "h"], owners=("ffn",))
+    results = [down, order]
+    if moe.shared_size:
+        results.append(f"{layer} shared down")
+        product = _add_gates(graph, f"{layer} shared", x, part * (moe.shared_size * kind.itemsize))
+        graph.add_op(
+            f"{layer} project shared down", [product], {results[-1]: inputs}, WORKSPACE, owners=("ffn",)
+        )
+    graph.add_op(f"{layer} combine", [*results, "h"], owners=("ffn",))
+
+
+def _add_gates(graph: GraphTemplate, layer: str, x: str, width: Size | int) -> str:
+    """Operators of a gated feed-forward layer before its last product. Returns the input of that.
+
+    Arguments:
+    - `layer`: begins the names.
+    - `x`: the normed rows.
+    - `width`: bytes of each product.
+    """
+    gate, up, product = (f"{layer} {name}" for name in ("gate", "up", "product"))
+    graph.add_op(f"{layer} project gate", [x], {gate: width}, WORKSPACE, owners=("ffn",))
+    graph.add_op(f"{layer} project up", [x], {up: width}, WORKSPACE, owners=("ffn",))
+    graph.add_op(f"{layer} multiply", [gate, up], {product: width}, owners=("ffn",))
+    return product
 
 
 def _gates_in_kernel(moe: MoeConfig, hidden_size: int, kind: StepKind) -> bool:

@@ -8,6 +8,7 @@ import pytest
 from jax import lax
 
 from jdllm.compiling.executables import temp_bytes
+from jdllm.models.config import MoeConfig
 from jdllm.models.moe import Experts, moe_ffn
 from jdllm.pallas.grouped_matmul import grouped_matmul
 from jdllm.pallas.grouped_matmul.mosaic_gpu import grouped_matmul_mosaic_gpu
@@ -16,6 +17,7 @@ from jdllm.planning.aot import compile_for
 pytestmark = pytest.mark.aot
 
 LAYERS, EXPERTS, TOP_K, HIDDEN, FFN = 3, 64, 8, 2048, 1024
+MOE = MoeConfig(EXPERTS, TOP_K, FFN)
 TOKENS = 1024
 ROWS = TOP_K * TOKENS
 ROWS_OF_KERNEL = ROWS + 128
@@ -54,7 +56,7 @@ def test_a_layer_keeps_one_array_of_wide_rows_and_one_of_narrow_ones():
         def layer(x, at):
             place, router = at
             experts = Experts(gate, up, down, 0, EXPERTS).of_layer(place)
-            return x + moe_ffn(x, router, None, experts, TOP_K, grouped_matmul), None
+            return x + moe_ffn(x, router, None, experts, MOE, grouped_matmul), None
 
         return lax.scan(layer, x, (jnp.arange(LAYERS), routers))[0]
 

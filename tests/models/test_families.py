@@ -1,5 +1,6 @@
 """Every family against the recorded outputs of its published code: logits, layers, routing, greedy runs."""
 
+import dataclasses
 import functools
 import itertools
 from typing import NamedTuple
@@ -20,11 +21,12 @@ from jdllm.models.layer import Layer
 from jdllm.models.moe import route
 from jdllm.models.visibility import key_ranges
 from jdllm.models.weights import Params, abstract_params
-from tests.helpers import Golden
+from tests.helpers import Golden, slow
 from tests.models.layer_by_layer import layers_in_order
 
 CAUSAL = ["llama", "llama31_rope", "mistral", "mistral_swa", "qwen2"]
-FAMILIES = ["dream", "llada_moe", *CAUSAL]
+BLOCKS = ["sdar"]
+FAMILIES = ["dream", "llada_moe", *BLOCKS, *CAUSAL]
 close = functools.partial(np.testing.assert_allclose, atol=2e-4, rtol=1e-4)
 
 
@@ -58,9 +60,9 @@ def recorded(family) -> Recorded:
         places[case] = [slice(a, b) for a, b in itertools.pairwise(ends)]
         start = int(ends[-1])
     tokens = np.concatenate([ids for rows in sequences.values() for ids in rows])
-    packed = [p for slices in places.values() for p in slices]
-    ranges = [key_ranges(config, p.start, p.stop - p.start) for p in packed]
-    positions = np.concatenate([np.arange(p.stop - p.start) for p in packed])
+    packed = [(case, p) for case, slices in places.items() for p in slices]
+    ranges = [key_ranges(as_run(config, tensors, case), p.start, p.stop - p.start) for case, p in packed]
+    positions = np.concatenate([np.arange(p.stop - p.start) for _, p in packed])
     rows = Rows(positions, *map(np.concatenate, zip(*ranges, strict=True)))
     params = load_params(golden.directory, config, "float32")
     run = jax.jit(functools.partial(evaluate, config=config))
@@ -68,7 +70,17 @@ def recorded(family) -> Recorded:
 
 
 def cases(tensors: dict[str, np.ndarray]) -> list[str]:
-    return sorted({name.split(".")[0] for name in tensors})
+    """Names of whole sequences: what runs before others are stored has a test of its own."""
+    named = {name.split(".")[0] for name in tensors if name.endswith((".input_ids", ".output"))}
+    return sorted(named - {"cache"})
+
+
+def as_run(config: ModelConfig, tensors: dict[str, np.ndarray], case: str) -> ModelConfig:
+    """The model with the attention of a case: some have blocks of another length, some none."""
+    if case.startswith("fwd_full"):
+        return dataclasses.replace(config, attention="full")
+    lengths = [tensors[name] for name in (f"{case}.block_length", f"{case}.block_size") if name in tensors]
+    return dataclasses.replace(config, block_length=int(lengths[0][0])) if lengths else config
 
 
 def unpadded(tensors: dict[str, np.ndarray], case: str) -> list[np.ndarray]:
@@ -90,10 +102,10 @@ def evaluate(params: Params, tokens, rows: Rows, *, config: ModelConfig) -> dict
         layer = Layer(weights, config)
         attended = layer.project_back(sees.attend(layer, h)[0])
         h = h + attended
-        if config.moe is not None:
+        if config.moe is not None and "router" in weights:
             x = rms_norm(h, weights["ffn_norm"], config.rms_norm_eps)
             out[f"layer{i}.router_logits"] = head_logits(x, weights["router"])
-            shares, chosen = route(x, weights["router"], None, config.moe.top_k)
+            shares, chosen = route(x, weights["router"], weights.get("expert_bias"), config.moe)
             out |= {f"layer{i}.topk_weights": shares, f"layer{i}.topk_ids": chosen}
         fed = layer.feed_forward(h)
         h = h + fed
@@ -116,14 +128,14 @@ def test_logits_of_every_forward(recorded):
 
 
 def test_hidden_states_of_every_layer(recorded):
-    prefix = "fwd_b1.hidden."
-    names = [name.removeprefix(prefix) for name in recorded.tensors if name.startswith(prefix)]
-    assert len(names) >= 8
-    (place,) = recorded.places["fwd_b1"]
-    for name in names:
-        ours, theirs = recorded.computed[name][place], recorded.tensors[prefix + name]
+    found = [name for name in recorded.tensors if ".hidden." in name]
+    assert len(found) >= 8
+    for name in found:
+        case, state = name.split(".hidden.")
+        (place,) = recorded.places[case]
+        ours, theirs = recorded.computed[state][place], recorded.tensors[name]
         theirs = theirs.reshape(-1, theirs.shape[-1])
-        if name.endswith("topk_ids"):
+        if state.endswith("topk_ids"):
             np.testing.assert_array_equal(ours, theirs, err_msg=name)
         else:
             close(ours, theirs, err_msg=name)
@@ -145,13 +157,33 @@ def test_greedy_continuations(recorded):
     assert tested == 7
 
 
-@pytest.mark.slow
-def test_the_module_sees_what_the_family_sees():
-    golden = Golden("mistral_swa")
-    config = config_from_hf(golden.directory)
-    model = Transformer(config, load_params(golden.directory, config, "float32"))
+@pytest.mark.parametrize("family", BLOCKS, scope="module")
+def test_a_block_sees_stored_blocks_and_itself(family):
+    """Two clean blocks, then a third one with masks, and the same without masks."""
+    golden = Golden(family)
+    tensors, config = golden.tensors(), config_from_hf(golden.directory)
+    config = dataclasses.replace(config, block_length=8)
+    params = load_params(golden.directory, config, "float32")
+    run = jax.jit(functools.partial(evaluate, config=config))
+    rows = Rows(np.arange(24), *key_ranges(config, 0, 24))
+    drafted = run(params, tensors["cache.input_ids"][0], rows)["logits"]
+    close(drafted[:16], tensors["cache.prefill_logits"][0])
+    close(drafted[16:], tensors["cache.block_logits"][0])
+    if "cache.store_logits" in tensors:
+        stored = run(params, tensors["cache.store_input_ids"][0], rows)["logits"]
+        close(stored[16:], tensors["cache.store_logits"][0])
+
+
+SEEN = [slow("mistral_swa", "fwd_batch"), ("sdar", "fwd_block_ragged")]
+
+
+@pytest.mark.parametrize(("name", "case"), SEEN)
+def test_the_module_sees_what_the_family_sees(name, case):
+    golden = Golden(name)
     tensors = golden.tensors()
-    close(model(jnp.asarray(tensors["fwd_batch.input_ids"])), tensors["fwd_batch.logits"])
+    config = as_run(config_from_hf(golden.directory), tensors, case)
+    model = Transformer(config, load_params(golden.directory, config, "float32"))
+    close(model(jnp.asarray(tensors[f"{case}.input_ids"])), tensors[f"{case}.logits"])
 
 
 @pytest.mark.parametrize("family", ["dream", "llada_moe"], scope="module")

@@ -1,5 +1,7 @@
 """What each family reads from its `config.json`, and what it refuses."""
 
+import dataclasses
+
 import pytest
 
 from benchmarks.shapes import SHAPES
@@ -13,8 +15,10 @@ from tests.models import qwen3_reference
 
 VALUES = {
     name: Golden(name).json("config")
-    for name in ("dream", "llada_moe", "llama", "llama31_rope", "mistral", "mistral_swa", "qwen2")
-} | {"qwen3": qwen3_reference.VALUES}
+    for name in ("dream", "llada_moe", "llama", "llama31_rope", "mistral", "mistral_swa", "qwen2", "sdar")
+}
+VALUES["qwen3"] = qwen3_reference.VALUES
+VALUES["sdar_moe"] = qwen3_reference.VALUES | qwen3_reference.SDAR_MOE
 DREAM_7B = VALUES["dream"] | {
     "hidden_size": 3584,
     "num_hidden_layers": 28,
@@ -110,12 +114,52 @@ def test_qwen3_is_translated():
     )
 
 
-def test_the_causal_families_differ_where_they_should():
+def test_sdar_is_translated():
+    assert config_from_hf(VALUES["sdar"]) == ModelConfig(
+        family="sdar",
+        vocab_size=320,
+        hidden_size=64,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        intermediate_size=128,
+        max_positions=32768,
+        rms_norm_eps=1e-6,
+        rope=RopeConfig(1e6),
+        qk_norm=True,
+        attention="block_causal",
+        block_length=4,
+        mask_id=317,
+        bos_id=310,
+        eos_id=310,
+        dtype="float32",
+    )
+
+
+@pytest.mark.parametrize("name", ["sdar", "sdar_moe"])
+def test_blocks_of_sdar_have_four_tokens_unless_stated(name):
+    values = {key: value for key, value in VALUES[name].items() if key != "block_size"}
+    assert config_from_hf(values).block_length == 4
+    assert config_from_hf(values | {"block_size": 16}).block_length == 16
+
+
+def test_the_experts_of_sdar_are_read():
+    moe = MoeConfig(experts=6, top_k=2, expert_size=24, dense_layers=(1,), normalized=True)
+    assert config_from_hf(VALUES["sdar_moe"]).moe == moe
+    sparse = VALUES["sdar_moe"] | {"decoder_sparse_step": 3, "mlp_only_layers": []}
+    assert config_from_hf(sparse).moe == dataclasses.replace(moe, dense_layers=(0, 1))
+    assert config_from_hf(VALUES["sdar_moe"] | {"mlp_only_layers": [0, 1, 2]}).moe is None
+
+
+def test_the_families_differ_where_they_should():
     configs = {name: config_from_hf(values) for name, values in VALUES.items()}
     causal = {name for name, config in configs.items() if config.attention == "causal"}
     assert causal == {"llama", "llama31_rope", "mistral", "mistral_swa", "qwen2", "qwen3"}
     assert {name for name, config in configs.items() if config.qkv_bias} == {"dream", "qwen2"}
-    assert {name for name, config in configs.items() if config.qk_norm} == {"llada_moe", "qwen3"}
+    assert {name for name, config in configs.items() if config.qk_norm} == {
+        "llada_moe", "qwen3", "sdar", "sdar_moe",
+    }  # fmt: skip
     assert {name for name, config in configs.items() if config.tied_head} == {"llama31_rope", "qwen2"}
     assert {name: c.sliding_window for name, c in configs.items() if c.sliding_window} == {"mistral_swa": 12}
     assert {name for name, config in configs.items() if config.logits_shift} == {"dream"}
@@ -148,6 +192,29 @@ def test_dream_7b_has_the_published_bytes():
     ids=["8B", "0.6B"],
 )
 def test_qwen3_has_the_published_bytes(values, parameters):
+    assert param_bytes(config_from_hf(values), "bfloat16") == 2 * parameters
+
+
+SDAR_8B = VALUES["sdar"] | {key: value for key, value in QWEN3_8B.items() if key != "architectures"}
+SDAR_30B = VALUES["sdar_moe"] | {
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "mlp_only_layers": [],
+    "vocab_size": 151936,
+}
+
+
+@pytest.mark.parametrize(
+    ("values", "parameters"), [(SDAR_8B, 8_190_735_360), (SDAR_30B, 30_532_122_624)], ids=["8B", "30B-A3B"]
+)
+def test_block_models_have_the_published_bytes(values, parameters):
     assert param_bytes(config_from_hf(values), "bfloat16") == 2 * parameters
 
 
@@ -208,6 +275,9 @@ def test_layers_without_experts_and_the_bias_are_read():
         (None, "qwen2", "qwen2"),
         (["Qwen3ForCausalLM"], None, "qwen3"),
         (None, "qwen3", "qwen3"),
+        (["SDARForCausalLM"], None, "sdar"),
+        (None, "sdar", "sdar"),
+        (None, "sdar_moe", "sdar_moe"),
     ],
 )
 def test_the_architecture_decides_before_the_model_type(architectures, model_type, family):
@@ -240,6 +310,14 @@ COMMON = [
     ("rope_scaling", {"rope_type": "spiral", "factor": 2.0}),
 ]
 CAUSAL = [("is_causal", False), ("auto_map", {"AutoModel": "modeling.Own"}), ("partial_rotary_factor", 0.5)]
+SDAR = [
+    ("attention_bias", True),
+    ("use_sliding_window", True),
+    ("head_dim", None),
+    ("block_size", 0),
+    ("block_size", "4"),
+    ("partial_rotary_factor", 0.5),
+]
 OWN = {
     "dream": [
         ("partial_rotary_factor", 0.5),
@@ -257,6 +335,17 @@ OWN = {
         ("head_dim", None),
         ("head_dim", 0),
         ("layer_types", ["sliding_attention"] * 3),
+    ],
+    "sdar": SDAR,
+    "sdar_moe": [
+        *SDAR,
+        ("num_key_value_heads", None),
+        ("moe_intermediate_size", None),
+        ("num_experts", None),
+        ("num_experts_per_tok", 7),
+        ("norm_topk_prob", None),
+        ("decoder_sparse_step", 0),
+        ("mlp_only_layers", 1),
     ],
     "llada_moe": [
         ("attention_bias", True),

@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 
 import jax
@@ -12,7 +13,7 @@ from jdllm.checkpoints.loading import load_params
 from jdllm.chunks import ChunkConfig
 from jdllm.execution.transformer import embed, forward, packed_ranges
 from jdllm.models.block import Rows
-from jdllm.models.config import ModelConfig
+from jdllm.models.config import ModelConfig, MoeConfig
 from jdllm.models.hf_config import config_from_hf
 from jdllm.models.layer import Layer
 from jdllm.models.moe import Experts, moe_ffn, route
@@ -25,6 +26,7 @@ from tests.models.layer_by_layer import layers_in_order
 GOLDEN = Golden("llada_moe")
 CONFIG = config_from_hf(GOLDEN.directory)
 HIDDEN, FFN, EXPERTS, LAYERS, TOP_K = 16, 12, 6, 3, 3
+MOE = MoeConfig(EXPERTS, TOP_K, FFN)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +55,7 @@ def token_by_token(x: np.ndarray, weights: dict[str, jax.Array], biased: bool, p
 @jax.jit
 def layer(x: jax.Array, weights: dict[str, jax.Array], bias: jax.Array | None, place: int) -> jax.Array:
     experts = Experts(weights["gate"], weights["up"], weights["down"], 0, EXPERTS).of_layer(place)
-    return moe_ffn(x, weights["router"], bias, experts, TOP_K, grouped_matmul)
+    return moe_ffn(x, weights["router"], bias, experts, MOE, grouped_matmul)
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -69,8 +71,9 @@ def test_a_layer_is_the_weighted_sum_of_each_rows_experts(weights, biased, place
 
 def test_the_bias_changes_the_choice_and_the_weights(weights):
     x = np.random.default_rng(0).standard_normal((40, HIDDEN), np.float32)
-    plain, chosen = route(jnp.asarray(x), weights["router"], None, EXPERTS)
-    biased, chosen_biased = route(jnp.asarray(x), weights["router"], weights["bias"], EXPERTS)
+    every = dataclasses.replace(MOE, top_k=EXPERTS)
+    plain, chosen = route(jnp.asarray(x), weights["router"], None, every)
+    biased, chosen_biased = route(jnp.asarray(x), weights["router"], weights["bias"], every)
     assert not np.array_equal(chosen[:, :TOP_K], chosen_biased[:, :TOP_K])
     by_expert = [
         np.take_along_axis(np.asarray(w), np.argsort(c, axis=1), 1)
@@ -81,7 +84,8 @@ def test_the_bias_changes_the_choice_and_the_weights(weights):
 
 
 def test_equal_experts_are_chosen_from_the_lowest():
-    weights, chosen = route(jnp.ones((2, HIDDEN)), jnp.zeros((EXPERTS, HIDDEN)), None, 4)
+    four = dataclasses.replace(MOE, top_k=4)
+    weights, chosen = route(jnp.ones((2, HIDDEN)), jnp.zeros((EXPERTS, HIDDEN)), None, four)
     np.testing.assert_array_equal(chosen, [[0, 1, 2, 3]] * 2)
     np.testing.assert_allclose(weights, 1 / EXPERTS, rtol=1e-6)
 
@@ -89,8 +93,8 @@ def test_equal_experts_are_chosen_from_the_lowest():
 def test_decisions_are_f32_whatever_the_weights_are(weights):
     x = jnp.asarray(np.random.default_rng(0).standard_normal((8, HIDDEN)), jnp.bfloat16)
     router = jnp.asarray(weights["router"], jnp.bfloat16)
-    probabilities, chosen = route(x, router, None, TOP_K)
-    exact, same = route(x.astype(jnp.float32), router.astype(jnp.float32), None, TOP_K)
+    probabilities, chosen = route(x, router, None, MOE)
+    exact, same = route(x.astype(jnp.float32), router.astype(jnp.float32), None, MOE)
     assert probabilities.dtype == jnp.float32
     np.testing.assert_array_equal(chosen, same)
     np.testing.assert_allclose(probabilities, exact, rtol=1e-5)

@@ -1,4 +1,4 @@
-"""Qwen3 from a checkpoint on disk to logits, against NumPy."""
+"""Qwen3 and SDAR-MoE from a checkpoint on disk to logits, against NumPy."""
 
 import json
 from pathlib import Path
@@ -20,6 +20,8 @@ CASES: dict[str, Values] = {
     "untied head": {},
     "tied head": {"tie_word_embeddings": True},
     "a window": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0},
+    "experts and blocks": reference.SDAR_MOE,
+    "shares of experts as they are": reference.SDAR_MOE | {"norm_topk_prob": False, "mlp_only_layers": []},
 }
 
 

@@ -1,5 +1,6 @@
 """Plans of causal models: what an engine takes, and what the command line says."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -66,14 +67,21 @@ def test_beyond_the_pool_keys_are_in_host_memory():
     assert "host memory" in said
 
 
-def test_causal_attention_is_counted_once():
+@pytest.mark.parametrize(
+    ("changes", "ends"),
+    [
+        ({}, range(1, 37)),
+        ({"attention": "block_causal", "block_length": 4}, [4 * (row // 4 + 1) for row in range(36)]),
+    ],
+)
+def test_attention_in_order_is_counted_once(changes, ends):
     """Against the sum over rows of what each sees."""
-    rows, heads = 37, CONFIG.num_heads * CONFIG.head_dim
-    attention = sum(2 * 2 * seen * heads for seen in range(1, rows + 1)) * CONFIG.num_layers
+    config, rows, heads = dataclasses.replace(CONFIG, **changes), 36, CONFIG.num_heads * CONFIG.head_dim
+    attention = sum(2 * 2 * seen * heads for seen in ends) * CONFIG.num_layers
     matrices = 2 * heads + 2 * CONFIG.num_kv_heads * CONFIG.head_dim + 3 * CONFIG.intermediate_size
     products = 2 * rows * CONFIG.num_layers * CONFIG.hidden_size * matrices
     head = 2 * CONFIG.hidden_size * CONFIG.vocab_size
-    assert step_flops(CONFIG, rows, 1) == attention + products + head
+    assert step_flops(config, rows, 1) == attention + products + head
 
 
 def run(*options: str) -> Result:

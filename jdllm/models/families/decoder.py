@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from jdllm.errors import ConfigError
-from jdllm.models.config import MOST_LAYERS, HfFields, ModelConfig
+from jdllm.models.config import MOST_EXPERTS, MOST_LAYERS, HfFields, ModelConfig, MoeConfig
 from jdllm.models.rotary import RopeConfig
 
 _LAYER = "model.layers.{layer}."
+_MLP = _LAYER + "mlp."
 
 TENSOR_NAMES: dict[str, str] = {
     "embed": "model.embed_tokens.weight",
@@ -28,6 +29,15 @@ TENSOR_NAMES: dict[str, str] = {
     "final_norm": "model.norm.weight",
     "head": "lm_head.weight",
 }
+
+EXPERT_NAMES: dict[str, str] = TENSOR_NAMES | {
+    "layers/router": _MLP + "gate.weight",
+    "layers/expert_bias": _MLP + "expert_bias",
+    "layers/experts_gate": _MLP + "experts.{expert}.gate_proj.weight",
+    "layers/experts_up": _MLP + "experts.{expert}.up_proj.weight",
+    "layers/experts_down": _MLP + "experts.{expert}.down_proj.weight",
+}
+"""`TENSOR_NAMES` of models that have experts."""
 
 
 def decoder_config(
@@ -80,6 +90,24 @@ def decoder_config(
         dtype=fields.dtype(),
         **differences,
     )
+
+
+def experts_config(fields: HfFields, dense_layers: tuple[int, ...], **rule: Any) -> MoeConfig | None:
+    """The experts of a model, whose numbers are `num_experts` and `num_experts_per_tok`.
+
+    Arguments:
+    - `fields`: typed access to the parsed `config.json`.
+    - `dense_layers`: layers without experts; where all layers are, there is no `MoeConfig`.
+    - `rule`: the other fields of `MoeConfig`.
+
+    Raises `ConfigError` for a number that is missing or impossible.
+    """
+    if len(dense_layers) == fields.size("num_hidden_layers", most=MOST_LAYERS):
+        return None
+    experts, top_k = fields.size("num_experts", most=MOST_EXPERTS), fields.size("num_experts_per_tok")
+    if top_k > experts:
+        raise ConfigError(f"config.json: num_experts_per_tok {top_k} exceeds num_experts {experts}")
+    return MoeConfig(experts, top_k, dense_layers=dense_layers, **rule)
 
 
 def causal_config(

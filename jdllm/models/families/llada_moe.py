@@ -8,21 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from jdllm.errors import ConfigError
-from jdllm.models.config import MOST_EXPERTS, MOST_LAYERS, HfFields, ModelConfig, MoeConfig
+from jdllm.models.config import MOST_LAYERS, HfFields, ModelConfig, MoeConfig
 from jdllm.models.families import decoder
 
 MASK_TOKEN = "<|mask|>"
 TURN_END = "<|role_end|>"
-
-_MLP = "model.layers.{layer}.mlp."
-
-TENSOR_NAMES: dict[str, str] = decoder.TENSOR_NAMES | {
-    "layers/router": _MLP + "gate.weight",
-    "layers/expert_bias": _MLP + "expert_bias",
-    "layers/experts_gate": _MLP + "experts.{expert}.gate_proj.weight",
-    "layers/experts_up": _MLP + "experts.{expert}.up_proj.weight",
-    "layers/experts_down": _MLP + "experts.{expert}.down_proj.weight",
-}
 
 
 def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
@@ -57,15 +47,9 @@ def _moe(fields: HfFields) -> MoeConfig | None:
             f" for each of the {layers} layers"
         )
     dense = tuple(layer for layer, flag in enumerate(has_experts) if not flag)
-    if len(dense) == layers:
-        return None
-    experts, top_k = fields.size("num_experts", most=MOST_EXPERTS), fields.size("num_experts_per_tok")
-    if top_k > experts:
-        raise ConfigError(f"config.json: num_experts_per_tok {top_k} exceeds num_experts {experts}")
-    return MoeConfig(
-        experts=experts,
-        top_k=top_k,
+    return decoder.experts_config(
+        fields,
+        dense,
         expert_size=fields.size("expert_intermediate_size"),
         expert_bias=fields.get("moe_router_enable_expert_bias", bool, False),
-        dense_layers=dense,
     )

@@ -29,6 +29,7 @@ def mode_of(config: ModelConfig) -> Mode:
     """How a model generates. Raises `ConfigError`, listing the known kinds, for attention without a mode."""
     if config.attention not in MODES:
         raise ConfigError(
-            f"no way of generating for attention {config.attention!r}: expected {', '.join(MODES)}"
+            f"jdllm cannot generate from {config.family} models yet: it has no way of generating for"
+            f" attention {config.attention!r} (known: {', '.join(MODES)})"
         )
     return MODES[config.attention]
