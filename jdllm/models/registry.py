@@ -8,6 +8,7 @@ from jdllm.models.config import ModelConfig
 from jdllm.models.families import (
     decoder,
     dream,
+    fast_dllm_v2,
     llada,
     llada_moe,
     llama,
@@ -134,6 +135,15 @@ for _family in (
         qwen3.config_from_hf,
         decoder.TENSOR_NAMES,
         turn_end=qwen3.TURN_END,
+    ),
+    Family(
+        "fast_dllm_v2",
+        ("Fast_dLLM_QwenForCausalLM",),
+        ("Fast_dLLM_Qwen",),
+        fast_dllm_v2.config_from_hf,
+        decoder.TENSOR_NAMES,
+        fast_dllm_v2.MASK_TOKEN,
+        fast_dllm_v2.TURN_END,
     ),
     Family(
         "sdar",

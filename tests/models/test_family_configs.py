@@ -13,10 +13,10 @@ from jdllm.models.weights import param_bytes
 from tests.helpers import Golden
 from tests.models import qwen3_reference
 
-VALUES = {
-    name: Golden(name).json("config")
-    for name in ("dream", "llada_moe", "llama", "llama31_rope", "mistral", "mistral_swa", "qwen2", "sdar")
-}
+RECORDED = (
+    "dream", "fast_dllm_v2", "llada_moe", "llama", "llama31_rope", "mistral", "mistral_swa", "qwen2", "sdar",
+)  # fmt: skip
+VALUES = {name: Golden(name).json("config") for name in RECORDED}
 VALUES["qwen3"] = qwen3_reference.VALUES
 VALUES["sdar_moe"] = qwen3_reference.VALUES | qwen3_reference.SDAR_MOE
 DREAM_7B = VALUES["dream"] | {
@@ -137,6 +137,36 @@ def test_sdar_is_translated():
     )
 
 
+def test_fast_dllm_v2_is_translated():
+    assert config_from_hf(VALUES["fast_dllm_v2"]) == ModelConfig(
+        family="fast_dllm_v2",
+        vocab_size=512,
+        hidden_size=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        intermediate_size=160,
+        max_positions=32768,
+        rms_norm_eps=1e-6,
+        rope=RopeConfig(1e6),
+        qkv_bias=True,
+        attention="block_causal",
+        block_length=8,
+        logits_shift=True,
+        bos_id=498,
+        eos_id=500,
+        dtype="float32",
+    )
+
+
+def test_an_absent_key_of_fast_dllm_v2_is_what_its_class_takes():
+    absent = ("bd_size", "num_key_value_heads", "rope_theta")
+    values = {key: value for key, value in VALUES["fast_dllm_v2"].items() if key not in absent}
+    config = config_from_hf(values | {"num_attention_heads": 32, "hidden_size": 512})
+    assert (config.block_length, config.num_kv_heads, config.rope.theta) == (32, 32, 10000.0)
+
+
 @pytest.mark.parametrize("name", ["sdar", "sdar_moe"])
 def test_blocks_of_sdar_have_four_tokens_unless_stated(name):
     values = {key: value for key, value in VALUES[name].items() if key != "block_size"}
@@ -156,13 +186,15 @@ def test_the_families_differ_where_they_should():
     configs = {name: config_from_hf(values) for name, values in VALUES.items()}
     causal = {name for name, config in configs.items() if config.attention == "causal"}
     assert causal == {"llama", "llama31_rope", "mistral", "mistral_swa", "qwen2", "qwen3"}
-    assert {name for name, config in configs.items() if config.qkv_bias} == {"dream", "qwen2"}
+    assert {name for name, config in configs.items() if config.qkv_bias} == {
+        "dream", "fast_dllm_v2", "qwen2",
+    }  # fmt: skip
     assert {name for name, config in configs.items() if config.qk_norm} == {
         "llada_moe", "qwen3", "sdar", "sdar_moe",
     }  # fmt: skip
     assert {name for name, config in configs.items() if config.tied_head} == {"llama31_rope", "qwen2"}
     assert {name: c.sliding_window for name, c in configs.items() if c.sliding_window} == {"mistral_swa": 12}
-    assert {name for name, config in configs.items() if config.logits_shift} == {"dream"}
+    assert {name for name, config in configs.items() if config.logits_shift} == {"dream", "fast_dllm_v2"}
     assert configs["llama31_rope"].rope.kind == "llama3"
     assert all(config.mask_id is None for name, config in configs.items() if name in causal)
 
@@ -196,6 +228,13 @@ def test_qwen3_has_the_published_bytes(values, parameters):
 
 
 SDAR_8B = VALUES["sdar"] | {key: value for key, value in QWEN3_8B.items() if key != "architectures"}
+FAST_DLLM_7B = VALUES["fast_dllm_v2"] | {
+    key: DREAM_7B[key]
+    for key in (
+        "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
+        "vocab_size",
+    )
+} | {"layer_types": ["full_attention"] * 28}  # fmt: skip
 SDAR_30B = VALUES["sdar_moe"] | {
     "hidden_size": 2048,
     "num_hidden_layers": 48,
@@ -212,7 +251,9 @@ SDAR_30B = VALUES["sdar_moe"] | {
 
 
 @pytest.mark.parametrize(
-    ("values", "parameters"), [(SDAR_8B, 8_190_735_360), (SDAR_30B, 30_532_122_624)], ids=["8B", "30B-A3B"]
+    ("values", "parameters"),
+    [(SDAR_8B, 8_190_735_360), (SDAR_30B, 30_532_122_624), (FAST_DLLM_7B, 7_615_616_512)],
+    ids=["SDAR-8B", "SDAR-30B-A3B", "Fast-dLLM-v2-7B"],
 )
 def test_block_models_have_the_published_bytes(values, parameters):
     assert param_bytes(config_from_hf(values), "bfloat16") == 2 * parameters
@@ -275,6 +316,8 @@ def test_layers_without_experts_and_the_bias_are_read():
         (None, "qwen2", "qwen2"),
         (["Qwen3ForCausalLM"], None, "qwen3"),
         (None, "qwen3", "qwen3"),
+        (["Fast_dLLM_QwenForCausalLM"], None, "fast_dllm_v2"),
+        (None, "Fast_dLLM_Qwen", "fast_dllm_v2"),
         (["SDARForCausalLM"], None, "sdar"),
         (None, "sdar", "sdar"),
         (None, "sdar_moe", "sdar_moe"),
@@ -325,6 +368,7 @@ OWN = {
         ("intermediate_size", None),
         ("mask_token_id", "<|mask|>"),
     ],
+    "fast_dllm_v2": [("partial_rotary_factor", 0.5), ("use_sliding_window", True), ("bd_size", 0)],
     "llama": [*CAUSAL, ("attention_bias", True), ("sliding_window", 4096)],
     "mistral": [*CAUSAL, ("sliding_window", 0), ("layer_types", ["sliding_attention"] * 2)],
     "qwen2": [*CAUSAL, ("use_sliding_window", 1)],
@@ -393,10 +437,10 @@ def test_an_impossible_window_of_qwen_is_named(name, value):
 
 
 WITHOUT_EFFECT = [
-    *((name, "attention_dropout", 0.5) for name in ("dream", "llama", "mistral", "qwen2", "qwen3")),
-    *((name, "attention_bias", True) for name in ("dream", "mistral", "qwen2")),
+    *((name, "attention_dropout", 0.5) for name in ("dream", "llama", "mistral", "qwen2", "qwen3", "sdar")),
+    *((name, "attention_bias", True) for name in ("dream", "fast_dllm_v2", "mistral", "qwen2")),
     *((name, "use_sliding_window", True) for name in ("llama", "mistral")),
-    *((name, "sliding_window", 5) for name in ("dream", "qwen2", "qwen3")),
+    *((name, "sliding_window", 5) for name in ("dream", "fast_dllm_v2", "qwen2", "qwen3", "sdar")),
     *((name, "max_window_layers", 1) for name in ("llama", "mistral_swa", "qwen2", "qwen3")),
 ]
 

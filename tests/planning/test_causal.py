@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import numpy as np
+import pytest
 from typer.testing import Result
 
 from benchmarks.shapes import CAUSAL_SHAPES
