@@ -11,13 +11,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import jax
 import numpy as np
 
 from jdllm.checkpoints.index import DTYPES
 from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import config_from_hf
-from jdllm.models.weights import TensorSpec, is_spec, spec_tree
+from jdllm.models.weights import TensorSpec, stored_specs
 
 _POOL_ELEMENTS = 4_000_037  # a prime, so that no two tensors begin at the same offset for long
 
@@ -98,11 +97,7 @@ def write_random_checkpoint(
     directory = Path(directory)
     config = config_from_hf(hf_config)
     stored = next(name for name, dtype in DTYPES.items() if dtype.name == (config.dtype or "bfloat16"))
-    specs = [
-        (name, spec)
-        for spec in jax.tree.leaves(spec_tree(config), is_leaf=is_spec)
-        for name, _ in spec.sources()
-    ]
+    specs = [(name, spec) for spec in stored_specs(config).values() for name, _ in spec.sources()]
     shards = _shards(specs, DTYPES[stored].itemsize, shard_bytes)
     pool = np.random.default_rng(seed).standard_normal(_POOL_ELEMENTS, np.float32)
 

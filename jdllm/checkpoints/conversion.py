@@ -5,7 +5,6 @@ import hashlib
 import json
 from pathlib import Path
 
-import jax
 from safetensors import safe_open
 
 from jdllm.checkpoints import native
@@ -18,9 +17,9 @@ from jdllm.checkpoints.staging import Stage, staged, synced
 from jdllm.errors import CheckpointError, ConfigError
 from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import config_from_hf, read_config
-from jdllm.models.weights import TensorSpec, is_spec, spec_tree
+from jdllm.models.weights import LeafPath, TensorSpec, stored_specs
 
-type Leaves = dict[tuple[str, ...], tuple[TensorSpec, str]]
+type Leaves = dict[LeafPath, tuple[TensorSpec, str]]
 
 
 def to_native(
@@ -122,13 +121,16 @@ def _refuse_overlap(source: Path, target: Path) -> None:
 
 
 def _leaves(config: ModelConfig, index: Index, cast: str | None) -> Leaves:
-    """Every leaf with the type that it is stored in, in the words of a safetensors header."""
+    """Every stored leaf with its type, in the words of a safetensors header.
+
+    Rows of the same tensors are one leaf, such as "q_k_v".
+    """
     names = {dtype.name: name for name, dtype in DTYPES.items()}
     leaves: Leaves = {}
     mixed = []
-    for keys, spec in jax.tree.leaves_with_path(spec_tree(config), is_leaf=is_spec):
+    for paths, spec in stored_specs(config).items():
         types = {index[name].dtype for name, _ in spec.sources()}
-        path = tuple(key.key for key in keys)
+        path = (*paths[0][:-1], "_".join(path[-1] for path in paths))
         leaves[path] = (spec, names[cast] if cast else min(types))
         if len(types) > 1 and not cast:
             mixed.append(f"{'.'.join(path)} ({', '.join(sorted(types))})")

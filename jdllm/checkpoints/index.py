@@ -41,6 +41,11 @@ class StoredTensor:
         """Bytes of its data; 0 for a type that cannot be loaded."""
         return math.prod(self.shape) * (DTYPES[self.dtype].itemsize if self.dtype in DTYPES else 0)
 
+    def rows(self, first: int, count: int) -> "StoredTensor":
+        """`count` of its rows, from `first` on."""
+        before = self.bytes // self.shape[0] * first
+        return dataclasses.replace(self, shape=(count, *self.shape[1:]), offset=self.offset + before)
+
 
 type Index = dict[str, StoredTensor]
 

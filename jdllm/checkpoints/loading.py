@@ -249,7 +249,14 @@ def _checked_index(path: Path, config: ModelConfig) -> Index:
 
 
 def _source_bytes(specs: Tree[TensorSpec], index: Index) -> int:
-    return sum(index[name].bytes for _, spec in _leaves(specs) for name, _ in spec.sources())
+    return sum(_own_rows(spec, index[name]).bytes for _, spec in _leaves(specs) for name, _ in spec.sources())
+
+
+def _own_rows(spec: TensorSpec, stored: StoredTensor) -> StoredTensor:
+    """What a leaf has of one of its source tensors."""
+    if spec.source_rows is None:
+        return stored
+    return stored.rows(spec.first_row, spec.shape[1])
 
 
 def _load_tree(
@@ -281,13 +288,14 @@ def _load_leaf(
 ) -> jax.Array:
     shards = _allocate(spec, dtype, sharding)
     for name, place in spec.sources():
-        for row, piece in _read_pieces(index[name]):
+        stored = _own_rows(spec, index[name])
+        for row, piece in _read_pieces(stored):
             # The last write is awaited only after the next piece was read: both overlap, and two pieces live.
             jax.block_until_ready([shard.buffer for shard in shards])
             block = piece.reshape((1,) * len(place) + piece.shape)
             for shard in shards:
                 shard.take(block, (*place, row, *[0] * (piece.ndim - 1)))
-        advance(index[name].bytes)
+        advance(stored.bytes)
     buffers = jax.block_until_ready([shard.buffer for shard in shards])
     if sharding is None:
         return buffers[0]

@@ -1,8 +1,10 @@
 """Weights in memory as a Hugging Face checkpoint, and what lies beside the weights of any checkpoint."""
 
 import dataclasses
+import functools
 import json
 import math
+import operator
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator
@@ -19,7 +21,7 @@ from jdllm.checkpoints.staging import staged, synced
 from jdllm.errors import CheckpointError
 from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import config_from_hf, read_config
-from jdllm.models.weights import Params, TensorSpec, is_spec, spec_tree
+from jdllm.models.weights import LeafPath, Params, TensorSpec, stored_specs
 
 _KEPT = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
 _OF_TEXTS = ("mask_id", "bos_id", "eos_id", "more_eos_ids", "eot_id", "dtype", "token_limit")
@@ -68,17 +70,16 @@ def write_weights(path: Path, config: ModelConfig, params: Params, dtype: str | 
     - `config`, `params`: the model and its weights.
     - `dtype`: the name of the stored type; `None` keeps each weight in its type.
     """
-    specs = jax.tree.leaves(spec_tree(config), is_leaf=is_spec)
-    leaves = jax.tree.leaves(params)
+    stored = [(spec, [_leaf(params, path) for path in paths]) for paths, spec in stored_specs(config).items()]
     with synced(path) as out:
         header = (
-            (name, _header_name(dtype or leaf.dtype.name), spec.source_shape)
-            for spec, leaf in zip(specs, leaves, strict=True)
+            (name, _header_name(dtype or leaves[0].dtype.name), spec.source_shape)
+            for spec, leaves in stored
             for name, _ in spec.sources()
         )
         out.write(safetensors_header(header, {"format": "pt"}))
-        for spec, leaf in zip(specs, leaves, strict=True):
-            for tensor in _tensors(spec, leaf, dtype):
+        for spec, leaves in stored:
+            for tensor in _tensors(spec, leaves, dtype):
                 out.write(tensor.data)
 
 
@@ -130,10 +131,15 @@ def _check_like(config: ModelConfig, like: Path) -> None:
         )
 
 
-def _tensors(spec: TensorSpec, leaf: jax.Array, dtype: str | None) -> Iterator[np.ndarray]:
-    """The source tensors of a leaf, in order, as bytes."""
+def _leaf(params: Params, path: LeafPath) -> jax.Array:
+    return functools.reduce(operator.getitem, path, params)  # pyright: ignore[reportReturnType]
+
+
+def _tensors(spec: TensorSpec, leaves: list[jax.Array], dtype: str | None) -> Iterator[np.ndarray]:
+    """The source tensors of a stored leaf, in order, as bytes; several leaves have rows of each."""
     for _, place in spec.sources():
-        tensor = jnp.asarray(leaf[place], dtype)
+        rows = [leaf[place] for leaf in leaves]
+        tensor = jnp.asarray(rows[0] if len(rows) == 1 else jnp.concatenate(rows), dtype)
         value = np.asarray(tensor.T if spec.transposed else tensor)
         yield np.ascontiguousarray(value).reshape(-1).view(np.uint8)
 

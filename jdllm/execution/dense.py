@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from jdllm.arrays import Tensor
 from jdllm.models.config import ModelConfig
 from jdllm.models.rotary import cos_sin
+from jdllm.models.visibility import block_range
 
 
 @jax.tree_util.register_dataclass
@@ -64,18 +65,19 @@ def sees(
         order = jnp.maximum(jnp.cumsum(padding_mask, axis=1) - 1, 0)
     positions = order if positions is None else jnp.broadcast_to(jnp.asarray(positions), shape)
     mask = None if padding_mask is None else padding_mask[:, None, None, :]
-    seen = _seen(config, order[:, None, :, None], order[:, None, None, :])
+    seen = _seen(config, order)
     if seen is not None:
         mask = seen if mask is None else seen & mask
     return Sees(shape, cos_sin(config.rope, config.head_dim, positions.reshape(-1)), mask)
 
 
 def _seen(
-    config: ModelConfig, query: Int[Array, "batch 1 queries 1"], key: Int[Array, "batch 1 1 keys"]
+    config: ModelConfig, order: Int[Array, "batch length"]
 ) -> Bool[Array, "batch 1 queries keys"] | None:
-    """Which keys each query sees, by their places in a sequence; `None` for all of them."""
+    """Which tokens each token sees, by their places in a sequence; `None` for all of them."""
+    query, key = order[:, None, :, None], order[:, None, None, :]
     if config.attention == "block_causal":
-        return key // config.block_length <= query // config.block_length
+        return key < block_range(config, query, order.shape[1])[1]
     if not config.in_order:
         return None
     seen = key <= query

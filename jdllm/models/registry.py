@@ -10,6 +10,7 @@ from jdllm.models.families import (
     dream,
     fast_dllm_v2,
     llada,
+    llada2,
     llada_moe,
     llama,
     mistral,
@@ -27,7 +28,7 @@ class Family(NamedTuple):
     - `architectures`, `model_types`: what `config.json` may call it.
     - `config_from_hf`: translates a parsed `config.json`.
     - `tensor_names`: leaf path in the spec tree -> Hugging Face tensor name, `{layer}` where it has layers
-      and `{expert}` where it has experts.
+      and `{expert}` where it has experts. Leaves with one name are its rows, one leaf after another.
     - `mask_token`, `turn_end`: text of the mask and end-of-turn tokens, whose ids `config.json` may lack.
     """
 
@@ -101,6 +102,15 @@ for _family in (
         decoder.EXPERT_NAMES,
         llada_moe.MASK_TOKEN,
         llada_moe.TURN_END,
+    ),
+    Family(
+        "llada2",
+        ("LLaDA2MoeModelLM",),
+        ("llada2_moe",),
+        llada2.config_from_hf,
+        llada2.TENSOR_NAMES,
+        llada2.MASK_TOKEN,
+        llada2.TURN_END,
     ),
     Family(
         "dream",

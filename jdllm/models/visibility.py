@@ -55,6 +55,7 @@ def block_range(config: ModelConfig, position: Bounds, length: Bounds | int) -> 
 
     Returns the first position of each range and the one behind its last.
     """
+    assert config.block_length is not None
     form = jnp if isinstance(position, jax.Array) else np
     block_end = (position // config.block_length + 1) * config.block_length
     return form.zeros_like(position), form.minimum(block_end, length)

@@ -37,6 +37,8 @@ class TensorSpec:
     - `init_std`: standard deviation of a random initialisation; 0 means all ones (norm weights).
     - `layers`: the model's layers that a stacked leaf holds, in order.
     - `transposed`: the source is a matrix in the other order.
+    - `first_row`, `source_rows`: a leaf stacked over layers has the rows from `first_row` on of tensors
+      with so many rows; `None` where it has all of them.
     """
 
     shape: tuple[int, ...]
@@ -45,11 +47,15 @@ class TensorSpec:
     init_std: float
     layers: tuple[int, ...] = ()
     transposed: bool = False
+    first_row: int = 0
+    source_rows: int | None = None
 
     @property
     def source_shape(self) -> tuple[int, ...]:
         """Shape of each source tensor."""
         shape = self.shape[self._stacking :]
+        if self.source_rows is not None:
+            return (self.source_rows, *shape[1:])
         return shape[::-1] if self.transposed else shape
 
     def sources(self) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -62,6 +68,13 @@ class TensorSpec:
     def _stacking(self) -> int:
         """Leading axes that the leaf has and its sources have not."""
         return ("{layer}" in self.source) + ("{expert}" in self.source)
+
+    def whole(self) -> "TensorSpec":
+        """The leaf that has all rows of its source tensors."""
+        if self.source_rows is None:
+            return self
+        shape = (self.shape[0], self.source_rows, *self.shape[2:])
+        return dataclasses.replace(self, shape=shape, first_row=0, source_rows=None)
 
     def struct(self, dtype: jnp.dtype | str) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(self.shape, jnp.dtype(dtype))
@@ -94,7 +107,7 @@ def spec_tree(config: ModelConfig) -> Tree[TensorSpec]:
         return TensorSpec(shape, axes, names[name], _init_std(config, name))
 
     def stack(layers: tuple[int, ...], leaves: list[_Leaf]) -> dict[str, TensorSpec]:
-        return {
+        specs = {
             name: dataclasses.replace(
                 leaf(f"layers/{name}", (len(layers), *shape), ("layers", *axes)),
                 layers=layers,
@@ -102,6 +115,7 @@ def spec_tree(config: ModelConfig) -> Tree[TensorSpec]:
             )
             for name, shape, axes in leaves
         }
+        return _as_rows_of_sources(specs)
 
     stacks = layer_stacks(config)
     matrix, axes = (config.own_ids or config.vocab_size, config.hidden_size), ("vocab", "hidden")
@@ -113,6 +127,39 @@ def spec_tree(config: ModelConfig) -> Tree[TensorSpec]:
     if not config.tied_head:
         tree["head"] = leaf("head", matrix, axes)
     return tree
+
+
+def _as_rows_of_sources(specs: dict[str, TensorSpec]) -> dict[str, TensorSpec]:
+    """The leaves of a stack; those with one source are its rows, in their order."""
+    rows: dict[str, list[int]] = {}
+    for spec in specs.values():
+        rows.setdefault(spec.source, []).append(spec.shape[1])
+    first, placed = dict.fromkeys(rows, 0), dict(specs)
+    for name, spec in specs.items():
+        if len(rows[spec.source]) > 1:
+            placed[name] = dataclasses.replace(
+                spec, first_row=first[spec.source], source_rows=sum(rows[spec.source])
+            )
+            first[spec.source] += spec.shape[1]
+    return placed
+
+
+type LeafPath = tuple[str, ...]
+
+
+def stored_specs(config: ModelConfig) -> dict[tuple[LeafPath, ...], TensorSpec]:
+    """The leaves as checkpoints store them: leaves that are rows of the same tensors are one.
+
+    Returns them by the paths of these leaves in the spec tree, in the order of their rows.
+    """
+    found: dict[tuple[str, tuple[int, ...]], list[LeafPath]] = {}
+    specs: dict[LeafPath, TensorSpec] = {}
+    for keys, spec in jax.tree.leaves_with_path(spec_tree(config), is_leaf=is_spec):
+        path = tuple(key.key for key in keys)
+        specs[path] = spec
+        found.setdefault((spec.source, spec.layers), []).append(path)
+    by_row = [tuple(sorted(paths, key=lambda path: specs[path].first_row)) for paths in found.values()]
+    return {paths: specs[paths[0]].whole() for paths in by_row}
 
 
 def layer_specs(config: ModelConfig, layer: int) -> Tree[TensorSpec]:

@@ -148,6 +148,28 @@ def test_progress_reaches_the_bytes_of_all_tensors():
     assert len(calls) == len(GOLDEN.tensors("model"))
 
 
+@pytest.mark.parametrize("piece_bytes", [1000, 8 << 20])
+def test_rows_of_one_tensor_are_read_once(monkeypatch, piece_bytes):
+    """Of LLaDA2, whose queries, keys and values are rows of a tensor, in this order."""
+    monkeypatch.setattr(loading, "PIECE_BYTES", piece_bytes)
+    golden, calls = Golden("llada2"), []
+    config, tensors = config_from_hf(golden.directory), golden.tensors("model")
+    params = load_params(golden.directory, config, "float32", progress=lambda *call: calls.append(call))
+    for layer, (stack, place) in enumerate([("dense_layers", 0), ("layers", 0), ("layers", 1)]):
+        rows = np.split(tensors[f"model.layers.{layer}.attention.query_key_value.weight"], [64, 96])
+        for name, expected in zip("qkv", rows, strict=True):
+            np.testing.assert_array_equal(params[stack][name][place], expected, err_msg=name)
+    assert calls[-1] == (sum(x.nbytes for x in tensors.values()),) * 2
+
+
+def test_a_tensor_of_several_weights_has_all_of_their_rows(tmp_path):
+    golden, name = Golden("llada2"), "model.layers.1.attention.query_key_value.weight"
+    tensors = golden.tensors("model")
+    write(tmp_path, tensors | {name: tensors[name][:96]})
+    with pytest.raises(CheckpointError, match=rf"{name} is \[96, 64\], expected \[128, 64\]"):
+        load_params(tmp_path, config_from_hf(golden.directory), "float32")
+
+
 @pytest.mark.parametrize(
     ("progress", "terminal", "drawn"), [(True, True, True), (True, False, False), (False, True, False)]
 )

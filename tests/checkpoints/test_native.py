@@ -26,7 +26,7 @@ from tests.helpers import Golden
 GOLDEN = Golden("llada")
 CONFIG = config_from_hf(GOLDEN.directory)
 ROOT = Path(__file__).parents[2]
-FAMILIES = ["llada", "llada_moe", "dream", "llama", "mistral", "qwen2"]
+FAMILIES = ["llada", "llada2", "llada_moe", "dream", "llama", "mistral", "qwen2"]
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +94,18 @@ def test_orbax_restores_experts_in_the_order_of_the_model(tmp_path):
     np.testing.assert_array_equal(restored["o"], expected)
 
 
+def test_orbax_restores_one_array_of_one_tensor(tmp_path):
+    """Queries, keys and values of a layer are rows of it, and stay so."""
+    golden = Golden("llada2")
+    to_native(golden.directory, tmp_path / "native")
+    with ocp.StandardCheckpointer() as reader:
+        restored = reader.restore(tmp_path / "native")
+    name, tensors = "model.layers.{}.attention.query_key_value.weight", golden.tensors("model")
+    np.testing.assert_array_equal(restored["dense_layers"]["q_k_v"], stacked(tensors, name, 1))
+    np.testing.assert_array_equal(restored["layers"]["q_k_v"], stacked(tensors, name, 3)[1:])
+    assert {"q", "k", "v"}.isdisjoint(restored["layers"])
+
+
 def test_orbax_restores_onto_devices(native):
     expected = load_params(native, CONFIG, "float32")
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), expected)
@@ -157,10 +169,12 @@ SHARDED = """
     path = Path(sys.argv[1])
     config = config_from_hf(path)
     whole = load_params(path, config, "float32")
-    last_axes = lambda *axes: lambda x: NamedSharding(mesh, P(*([None] * x.ndim + [*axes])[-x.ndim:]))
+    even = lambda node: all(x.shape[0] % 2 == 0 for x in jax.tree.leaves(node))
+    axes_of = lambda x, axes: ([None] * x.ndim + [*axes])[-x.ndim:] if even(x) else []
+    last_axes = lambda *axes: lambda x: NamedSharding(mesh, P(*axes_of(x, axes)))
     shardings = [
         NamedSharding(mesh, P()),
-        {key: NamedSharding(mesh, P("a")) for key in whole},
+        {key: NamedSharding(mesh, P("a") if even(node) else P()) for key, node in whole.items()},
         jax.tree.map(last_axes("b", "a"), whole),
         jax.tree.map(last_axes(("a", "b")), whole),
     ]
@@ -171,10 +185,14 @@ SHARDED = """
 
 
 @pytest.mark.slow
-def test_shards_are_loaded_onto_their_devices(tmp_path):
-    """Four devices hold what `device_put` of whole leaves would put there; experts are transposed."""
+@pytest.mark.parametrize("family", ["llada_moe", "llada2"])
+def test_shards_are_loaded_onto_their_devices(tmp_path, family):
+    """Four devices hold what `device_put` of whole leaves would put there.
+
+    Experts are transposed, and queries, keys and values of LLaDA2 are rows of one tensor.
+    """
     env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    to_native(Golden("llada_moe").directory, tmp_path / "native")
+    to_native(Golden(family).directory, tmp_path / "native")
     command = [sys.executable, "-c", textwrap.dedent(SHARDED), str(tmp_path / "native")]
     run = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

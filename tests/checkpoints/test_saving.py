@@ -23,9 +23,9 @@ def load(directory: Path, dtype: str = "auto") -> Transformer:
     return Transformer.from_pretrained(directory, dtype=dtype)
 
 
-@pytest.mark.parametrize("family", ["llada", "dream", "llada_moe", "qwen2"])
+@pytest.mark.parametrize("family", ["llada", "dream", "llada2", "llada_moe", "qwen2"])
 def test_every_tensor_comes_back(family: str, tmp_path: Path):
-    """Those of models with experts and with a tied head too, under their published names."""
+    """Under their published names: of experts, of several weights in one tensor, and with a tied head."""
     source = Golden(family).directory
     load(source).save_pretrained(tmp_path / "saved")
     theirs, ours = (

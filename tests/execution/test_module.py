@@ -25,7 +25,7 @@ from jdllm.models.weights import Params, is_spec, spec_tree
 from tests.helpers import ROOT, Golden
 from tests.models import numpy_transformer
 
-FAMILIES = ["llada", "dream", "llada_moe", "llama31_rope", "mistral_swa", "qwen2"]
+FAMILIES = ["llada", "dream", "fast_dllm_v2", "llada_moe", "llama31_rope", "mistral_swa", "qwen2"]
 RULES = {"heads": "model", "kv_heads": "model", "ffn": "model", "vocab": "model"}
 
 close = functools.partial(np.testing.assert_allclose, atol=2e-4, rtol=1e-4)

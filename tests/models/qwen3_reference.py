@@ -148,7 +148,7 @@ def _by_experts(row: np.ndarray, weights: Tensors, mlp: str, values: dict[str, A
     shares = shares / shares.sum()
     chosen = np.argsort(-shares, kind="stable")[: values["num_experts_per_tok"]]
     total = shares[chosen].sum() if values["norm_topk_prob"] else 1.0
-    return sum(shares[n] / total * _gated(row, weights, f"{mlp}experts.{n}.") for n in chosen)
+    return np.sum([shares[n] / total * _gated(row, weights, f"{mlp}experts.{n}.") for n in chosen], axis=0)
 
 
 def _rotated(x: np.ndarray, theta: float) -> np.ndarray:

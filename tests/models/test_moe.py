@@ -100,6 +100,87 @@ def test_decisions_are_f32_whatever_the_weights_are(weights):
     np.testing.assert_allclose(probabilities, exact, rtol=1e-5)
 
 
+# Groups, and weights of other sizes
+
+GROUPED = MoeConfig(
+    experts=16,
+    top_k=3,
+    expert_size=FFN,
+    expert_bias=True,
+    score="sigmoid",
+    bias_weighs=False,
+    groups=4,
+    kept_groups=2,
+    normalized=True,
+    scale=2.5,
+)
+
+
+def routed(row_logits: np.ndarray, bias: np.ndarray, moe: MoeConfig) -> tuple[np.ndarray, np.ndarray]:
+    """The published rule for one row in f64, by sorting: of equal groups and experts the first ones."""
+    scores = 1 / (1 + np.exp(-row_logits.astype(np.float64)))
+    biased = scores + bias
+    groups = np.split(np.arange(moe.experts), moe.groups)
+    best_two = [np.sort(biased[group])[-2:].sum() for group in groups]
+    kept = np.argsort(-np.array(best_two), kind="stable")[: moe.kept_groups]
+    allowed = np.sort(np.concatenate([groups[n] for n in kept]))
+    chosen = allowed[np.argsort(-biased[allowed], kind="stable")[: moe.top_k]]
+    return scores[chosen] / (scores[chosen].sum() + 1e-20) * moe.scale, chosen
+
+
+def assert_routed(row_logits: np.ndarray, bias: np.ndarray, moe: MoeConfig) -> None:
+    identity = jnp.eye(moe.experts)
+    found = route(jnp.asarray(row_logits), identity, jnp.asarray(bias), moe)
+    expected = [routed(row, bias, moe) for row in row_logits]
+    np.testing.assert_array_equal(found[1], [chosen for _, chosen in expected])
+    np.testing.assert_allclose(found[0], [weights for weights, _ in expected], rtol=1e-5)
+
+
+@pytest.mark.parametrize(("groups", "kept"), [(4, 2), (8, 3), (4, 4), (1, 1)])
+def test_experts_of_the_best_groups_are_chosen(groups, kept):
+    rng = np.random.default_rng(groups)
+    row_logits = rng.standard_normal((200, 16)).astype(np.float32)
+    bias = rng.uniform(-0.5, 0.5, 16).astype(np.float32)
+    assert_routed(row_logits, bias, dataclasses.replace(GROUPED, groups=groups, kept_groups=kept))
+
+
+def test_a_group_that_is_left_out_stays_out_whatever_the_bias():
+    """The best groups are the first two, and their biased scores are all below zero."""
+    bias = np.repeat([-1.5, -1.0, -2.0, -3.0], 4).astype(np.float32)
+    row_logits = np.tile([3.0, 2.0, -4.0, -5.0], (1, 4)).astype(np.float32)
+    every = dataclasses.replace(GROUPED, top_k=8)
+    assert_routed(row_logits, bias, every)
+    _, chosen = route(jnp.asarray(row_logits), jnp.eye(16), jnp.asarray(bias), every)
+    assert set(np.asarray(chosen)[0].tolist()) == set(range(8))
+
+
+def test_of_equal_groups_and_experts_the_first_are_chosen():
+    """Scores of four values only, of which no two pairs have one sum: most rows have ties of both kinds."""
+    rng = np.random.default_rng(0)
+    row_logits = rng.choice(np.array([-3, -1, 0, 2], np.float32), (300, 16))
+    assert_routed(row_logits, np.zeros(16, np.float32), GROUPED)
+
+
+def test_a_shared_expert_is_added_as_it_is(weights):
+    """Against the same layer without it, and the gated products in f64."""
+    rng = np.random.default_rng(2)
+    x = rng.standard_normal((9, HIDDEN)).astype(np.float32)
+    names = {"shared_gate": (FFN, HIDDEN), "shared_up": (FFN, HIDDEN), "shared_down": (HIDDEN, FFN)}
+    shared = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in names.items()}
+    experts = Experts(weights["gate"], weights["up"], weights["down"], 0, EXPERTS)
+    leaves = shared | {"ffn_norm": jnp.ones(HIDDEN), "router": weights["router"], "experts": experts}
+    without, having = (
+        Layer(leaves, dataclasses.replace(CONFIG, moe=dataclasses.replace(MOE, shared_size=size)))
+        for size in (0, FFN)
+    )
+    normed = x.astype(np.float64) / np.sqrt((x.astype(np.float64) ** 2).mean(axis=1, keepdims=True) + 1e-5)
+    gate, up, down = (shared[name].astype(np.float64) for name in names)
+    inner = normed @ gate.T
+    expected = (inner / (1 + np.exp(-inner)) * (normed @ up.T)) @ down.T
+    added = np.asarray(having.feed_forward(jnp.asarray(x))) - np.asarray(without.feed_forward(jnp.asarray(x)))
+    np.testing.assert_allclose(added, expected, rtol=1e-3, atol=1e-3)
+
+
 # Whole models
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jdllm.models.config import ModelConfig
+from jdllm.models.hf_config import config_from_hf
 from jdllm.models.weights import (
     Params,
     TensorSpec,
@@ -17,8 +18,10 @@ from jdllm.models.weights import (
     is_spec,
     param_bytes,
     spec_tree,
+    stored_specs,
 )
 from tests.conftest import LLADA
+from tests.helpers import Golden
 
 
 def specs_of(config: ModelConfig) -> list[TensorSpec]:
@@ -30,6 +33,24 @@ def test_sources_are_exactly_the_tensors_of_the_checkpoint(config: ModelConfig):
     named = [(name, spec.source_shape) for spec in specs_of(config) for name, _ in spec.sources()]
     assert len(named) == len(dict(named))
     assert dict(named) == stored
+
+
+def test_leaves_with_one_source_are_its_rows():
+    config = config_from_hf(Golden("llada2").directory)
+    stored = {name: tensor.shape for name, tensor in Golden("llada2").tensors("model").items()}
+    layers = spec_tree(config)["layers"]
+    assert isinstance(layers, dict)
+    assert [(layers[name].first_row, layers[name].shape[1]) for name in "qkv"] == [
+        (0, 64),
+        (64, 32),
+        (96, 32),
+    ]
+    assert {name: spec.source_shape for spec in specs_of(config) for name, _ in spec.sources()} == stored
+    whole = [
+        (name, spec.source_shape) for spec in stored_specs(config).values() for name, _ in spec.sources()
+    ]
+    assert len(whole) == len(stored)
+    assert dict(whole) == stored
 
 
 def test_stacked_leaves_hold_one_source_for_each_layer(config: ModelConfig):
