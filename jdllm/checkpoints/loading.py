@@ -94,8 +94,8 @@ def check(config: ModelConfig, index: Index) -> None:
     - `config`: the model.
     - `index`: the stored tensors.
 
-    Rotary frequencies are tolerated, for they are computed, and so is a head that the configuration ties to
-    the embedding.
+    Tolerated are rotary frequencies, which are computed, a head that the configuration ties to the embedding,
+    and what the family ignores.
 
     Raises `CheckpointError` that names every missing, unknown and mis-shaped tensor, and every type that
     cannot be loaded (lists are cut after 20 names, and say how many follow).
@@ -365,5 +365,6 @@ def _read_pieces(stored: StoredTensor) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def _redundant(config: ModelConfig, name: str) -> bool:
-    tied = config.tied_head and name == FAMILIES[config.family].tensor_names["head"]
-    return tied or name.endswith(_COMPUTED)
+    family = FAMILIES[config.family]
+    tied = config.tied_head and name == family.tensor_names["head"]
+    return tied or name.endswith(_COMPUTED + family.ignored)

@@ -17,9 +17,9 @@ from jaxtyping import Array, Float, Int
 from jdllm.chunks import ChunkConfig, chunk_rows
 from jdllm.models.block import Hidden, Rows
 from jdllm.models.config import ModelConfig
-from jdllm.models.layer import ALL_HEADS, Group, Heads, KeysValues, Layer, Ranges, Rotation
+from jdllm.models.layer import ALL_HEADS, Group, Heads, KeysValues, Layer, Ranges
 from jdllm.models.moe import experts_of
-from jdllm.models.rotary import cos_sin
+from jdllm.models.rotary import Rotation, rotation_at
 from jdllm.models.weights import Params, layer_runs
 from jdllm.pallas.attention import attention
 
@@ -96,7 +96,7 @@ def _window(tree: Any, start: Start, size: int) -> Any:
 
 
 def _rotation(config: ModelConfig, rows: Rows, start: Start, size: int) -> Rotation:
-    return cos_sin(config.rope, config.head_dim, _window(rows.positions, start, size))
+    return rotation_at(config.rope, config.head_dim, _window(rows.positions, start, size))
 
 
 def _add(h: Hidden, start: Start, branch: Hidden) -> Hidden:
@@ -132,7 +132,7 @@ def _attended(
 ) -> Heads:
     """Attention of a chunk of rows over the keys and values of all rows, for one group of heads."""
     h, rows = _window((h, rows), start, size)
-    rotation = cos_sin(layer.config.rope, layer.config.head_dim, rows.positions)
+    rotation = rotation_at(layer.config.rope, layer.config.head_dim, rows.positions)
     return Ranges(rows, rotation, attention, keys_values).attend(layer, h, group)[0]
 
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from jdllm.arrays import Tensor
 from jdllm.models.config import ModelConfig
-from jdllm.models.rotary import cos_sin
+from jdllm.models.rotary import Rotation, rotation_at
 from jdllm.models.visibility import block_range
 
 
@@ -23,13 +23,13 @@ class Sees:
     """What the tokens of a padded batch see of each other, and where they stand.
 
     - `shape`: (sequences, tokens of each).
-    - `rotation`: cosine and sine of the angles of all tokens, `[batch x length, pairs]` each.
+    - `rotation`: of all tokens.
     - `mask`: `[batch, 1, queries, keys]`, true where a query sees a key; its first and third axis may be 1.
       `None`: every token sees every token.
     """
 
     shape: tuple[int, int] = dataclasses.field(metadata={"static": True})
-    rotation: tuple[Float32[Array, "rows pairs"], Float32[Array, "rows pairs"]]
+    rotation: Rotation
     mask: Bool[Array, "batch 1 queries keys"] | None
 
     def attend(
@@ -68,7 +68,7 @@ def sees(
     seen = _seen(config, order)
     if seen is not None:
         mask = seen if mask is None else seen & mask
-    return Sees(shape, cos_sin(config.rope, config.head_dim, positions.reshape(-1)), mask)
+    return Sees(shape, rotation_at(config.rope, config.head_dim, positions.reshape(-1)), mask)
 
 
 def _seen(
@@ -76,12 +76,12 @@ def _seen(
 ) -> Bool[Array, "batch 1 queries keys"] | None:
     """Which tokens each token sees, by their places in a sequence; `None` for all of them."""
     query, key = order[:, None, :, None], order[:, None, None, :]
+    if config.in_order or config.causal_context:
+        seen = key <= query
+        return seen if config.sliding_window is None else seen & (query - key < config.sliding_window)
     if config.attention == "block_causal":
         return key < block_range(config, query, order.shape[1])[1]
-    if not config.in_order:
-        return None
-    seen = key <= query
-    return seen if config.sliding_window is None else seen & (query - key < config.sliding_window)
+    return None
 
 
 def grouped_matmul(

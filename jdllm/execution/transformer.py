@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
@@ -22,7 +23,7 @@ from jdllm.models.block import Hidden, RowInts, Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.layer import AttentionFn, KeysValues, Layer, Ranges
 from jdllm.models.moe import experts_of
-from jdllm.models.rotary import cos_sin
+from jdllm.models.rotary import rotation_at
 from jdllm.models.weights import Params, head_weights, layer_runs
 from jdllm.pallas.attention import attention as default_attention
 from jdllm.pallas.attention.ranges import ranges_of
@@ -105,7 +106,7 @@ def packed_ranges(config: ModelConfig, rows: Rows, attention: AttentionFn | None
     Arguments:
     - `attention`: the default one where it is `None`.
     """
-    rotation = cos_sin(config.rope, config.head_dim, rows.positions)
+    rotation = rotation_at(config.rope, config.head_dim, rows.positions)
     return Ranges(rows, rotation, attention or attention_over(rows, rows.k_start.shape[0]))
 
 
@@ -113,8 +114,8 @@ def ranges_of_wanted(sees: Ranges, wanted: Wanted, keys_values: KeysValues) -> R
     """What the rows of `wanted` see of the keys and values of all rows."""
     rows = Rows(*(jnp.asarray(x)[wanted.rows] for x in sees.rows))
     rows = rows._replace(k_end=jnp.where(wanted.live, rows.k_end, rows.k_start))
-    cos, sin = (x[wanted.rows] for x in sees.rotation)
-    return Ranges(rows, (cos, sin), attention_over(rows, keys_values[0].shape[0]), keys_values)
+    rotation = jax.tree.map(lambda x: x[wanted.rows], sees.rotation)
+    return Ranges(rows, rotation, attention_over(rows, keys_values[0].shape[0]), keys_values)
 
 
 def attention_over(rows: Rows, keys: int) -> AttentionFn:

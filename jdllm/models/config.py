@@ -69,6 +69,8 @@ class ModelConfig:
       row sees itself and those before it, in "block_causal" models its block and those before it, otherwise
       all (`jdllm.models.visibility.key_ranges`).
     - `block_length`: rows of a block of a block-causal model. Blocks are counted from position 0.
+    - `causal_context`: the finished rows of a block-causal model see themselves and those before them. Blocks
+      are counted from where the prompt ends, and only the rows of a block that is being filled see it whole.
     - `sliding_window`: a row of a causal model sees the latest so many rows, itself included.
     - `logits_shift`: the logits of row j - 1 predict token j; row 0 predicts itself.
     - `moe`: of a mixture of experts.
@@ -95,6 +97,7 @@ class ModelConfig:
     qk_norm: bool = False
     attention: str = "full"
     block_length: int | None = None
+    causal_context: bool = False
     sliding_window: int | None = None
     logits_shift: bool = False
     moe: MoeConfig | None = None

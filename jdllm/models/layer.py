@@ -19,12 +19,11 @@ from jdllm.models.cards import summed
 from jdllm.models.config import ModelConfig
 from jdllm.models.leaf import matmul
 from jdllm.models.moe import GroupedMatmulFn, moe_ffn
+from jdllm.models.rotary import Rotation
 from jdllm.pallas.grouped_matmul import grouped_matmul
 
 Heads = Float[Array, "rows heads head_dim"]
 KeysValues = tuple[Heads, Heads]
-Rotation = tuple[Array, Array]
-"""Cosine and sine of the angles of rows, as `jdllm.models.rotary.cos_sin` returns them."""
 LayerNumber = Int[Array, ""] | int
 AttentionFn = Callable[..., tuple[Array, Array, Array]]
 """Attention with the contract of `jdllm.pallas.attention.attention`."""
@@ -42,6 +41,16 @@ class Sees[Kept](Protocol):
         behind: the pool where they are stored, `None` where nothing is kept.
         """
         ...
+
+
+def turned(name: str, y: Heads, rotation: Rotation) -> Heads:
+    """A projection "q" or "k" as attention takes it: rotated, and queries scaled. A "v" stays as it is."""
+    if name == "v":
+        return y
+    y = rotate(y, rotation.cos, rotation.sin)
+    if name == "k" or rotation.query_scale is None:
+        return y
+    return y * rotation.query_scale[:, None, None].astype(y.dtype)
 
 
 class Group(NamedTuple):
@@ -81,7 +90,7 @@ class Layer:
     ) -> tuple[Heads, ...]:
         """Projections "q" and "k", which are rotated, and "v" of the rows `h`, in the order of `names`."""
         heads = zip(names, self.project_unrotated(h, names, group), strict=True)
-        return tuple(y if name == "v" else rotate(y, *rotation) for name, y in heads)
+        return tuple(turned(name, y, rotation) for name, y in heads)
 
     def project_unrotated(
         self, h: Hidden, names: tuple[str, ...], group: Group = ALL_HEADS

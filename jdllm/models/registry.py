@@ -14,6 +14,7 @@ from jdllm.models.families import (
     llada_moe,
     llama,
     mistral,
+    nemotron_labs_diffusion,
     qwen2,
     qwen3,
     sdar,
@@ -30,6 +31,7 @@ class Family(NamedTuple):
     - `tensor_names`: leaf path in the spec tree -> Hugging Face tensor name, `{layer}` where it has layers
       and `{expert}` where it has experts. Leaves with one name are its rows, one leaf after another.
     - `mask_token`, `turn_end`: text of the mask and end-of-turn tokens, whose ids `config.json` may lack.
+    - `ignored`: ends of the names of tensors that checkpoints may have and the model does not read.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Family(NamedTuple):
     tensor_names: Mapping[str, str]
     mask_token: str | None = None
     turn_end: str | None = None
+    ignored: tuple[str, ...] = ()
 
 
 FAMILIES: dict[str, Family] = {}
@@ -154,6 +157,14 @@ for _family in (
         decoder.TENSOR_NAMES,
         fast_dllm_v2.MASK_TOKEN,
         fast_dllm_v2.TURN_END,
+    ),
+    Family(
+        "nemotron_labs_diffusion",
+        ("NemotronLabsDiffusionModel",),
+        ("nemotron_labs_diffusion",),
+        nemotron_labs_diffusion.config_from_hf,
+        nemotron_labs_diffusion.TENSOR_NAMES,
+        ignored=nemotron_labs_diffusion.IGNORED,
     ),
     Family(
         "sdar",

@@ -7,7 +7,7 @@ weights were trained with them: at position 100,000 an ulp of a frequency is a v
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -39,6 +39,8 @@ class RopeConfig:
     - `beta_fast`, `beta_slow`, `truncate`: rotations over the original context above which "yarn" keeps a
       frequency and below which it interpolates it, and whether these bounds are widened to whole dimensions.
     - `low_freq_factor`, `high_freq_factor`: the same bounds for "llama3".
+    - `query_beta`: a rotated query at position p is multiplied by 1 + query_beta ln(1 + n), where n is how
+      often `original_positions` goes into p.
     """
 
     theta: float
@@ -52,12 +54,18 @@ class RopeConfig:
     truncate: bool = True
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
+    query_beta: float = 0.0
 
     def __post_init__(self):
         _check_kind(self.kind)
         if self.kind in _NEED_ORIGINAL and self.original_positions < 1:
             raise ConfigError(
                 f"config.json: rope_type {self.kind!r} needs a positive original_max_position_embeddings"
+            )
+        if self.query_beta and self.original_positions < 1:
+            raise ConfigError(
+                "config.json: llama_4_scaling_beta needs a positive original_max_position_embeddings, and a"
+                " rope_type that has it"
             )
 
     @classmethod
@@ -141,6 +149,27 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     Returns f32 `[rotated_dim / 2]`.
     """
     return KINDS[rope.kind](rope, rope.rotated_dim(head_dim))
+
+
+class Rotation(NamedTuple):
+    """How queries and keys of rows are turned.
+
+    - `cos`, `sin`: of the angles of the rows, as `cos_sin` returns them.
+    - `query_scale`: what rotated queries are multiplied by; `None` for 1.
+    """
+
+    cos: Float32[Array, "rows pairs"]
+    sin: Float32[Array, "rows pairs"]
+    query_scale: Float32[Array, " rows"] | None = None
+
+
+def rotation_at(rope: RopeConfig, head_dim: int, positions: Int[Tensor, " rows"]) -> Rotation:
+    """The rotation of rows at `positions`; arguments are those of `cos_sin`."""
+    scale = None
+    if rope.query_beta:
+        periods = jnp.asarray(positions) // rope.original_positions
+        scale = 1 + rope.query_beta * jnp.log1p(periods.astype(jnp.float32))
+    return Rotation(*cos_sin(rope, head_dim, positions), scale)
 
 
 def cos_sin(

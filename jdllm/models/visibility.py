@@ -15,10 +15,11 @@ Bounds = Int[Tensor, " rows"]
 
 
 def key_ranges(config: ModelConfig, start: int, length: int) -> tuple[Range, Range]:
-    """The ranges [k_start, k_end) of a sequence's rows.
+    """The ranges [k_start, k_end) of a sequence's rows, as they are when the sequence is finished.
 
     Arguments:
-    - `config`: the model; its `attention`, `block_length` and `sliding_window` say what a row sees.
+    - `config`: the model; its `attention`, `block_length`, `causal_context` and `sliding_window` say what a
+      row sees.
     - `start`: packed row of the sequence's first token.
     - `length`: tokens of the sequence.
 
@@ -26,7 +27,7 @@ def key_ranges(config: ModelConfig, start: int, length: int) -> tuple[Range, Ran
     """
     row = np.arange(length, dtype=np.int32)
     first, end = np.zeros_like(row), np.full_like(row, length)
-    if config.in_order:
+    if config.in_order or config.causal_context:
         first, end = causal_range(config, row)
     elif config.attention == "block_causal":
         first, end = block_range(config, row, length)
@@ -34,7 +35,7 @@ def key_ranges(config: ModelConfig, start: int, length: int) -> tuple[Range, Ran
 
 
 def causal_range(config: ModelConfig, position: Bounds) -> tuple[Any, Any]:
-    """The range of positions that rows of a causal model see.
+    """The range of positions that rows of a causal model see, and those of a causal context.
 
     Arguments:
     - `position`: of each row, on the host or traced.
@@ -46,7 +47,8 @@ def causal_range(config: ModelConfig, position: Bounds) -> tuple[Any, Any]:
 
 
 def block_range(config: ModelConfig, position: Bounds, length: Bounds | int) -> tuple[Any, Any]:
-    """The range of positions that rows of a block-causal model see: their block, and all blocks before it.
+    """The range of positions that rows of a block-causal model see whose blocks are counted from position 0:
+    their block, and all blocks before it.
 
     Arguments:
     - `config`: the model; its `block_length` says where blocks end.

@@ -162,6 +162,21 @@ def test_rows_of_one_tensor_are_read_once(monkeypatch, piece_bytes):
     assert calls[-1] == (sum(x.nbytes for x in tensors.values()),) * 2
 
 
+def test_scales_of_caches_and_an_adapter_are_left_alone(tmp_path):
+    """Both may lie with a Nemotron-Labs-Diffusion checkpoint; such scales are unknown to other families."""
+    golden = Golden("nemotron_labs_diffusion")
+    copied, config = tmp_path / "copied", config_from_hf(golden.directory)
+    shutil.copytree(golden.directory, copied)
+    scales = {f"encoder.layers.0.self_attn.{name}": np.ones(1, np.float32) for name in ("k_scale", "v_scale")}
+    write(copied, golden.tensors("model") | scales)
+    ours, theirs = (load_params(resolve(path), config, "float32") for path in (copied, golden.directory))
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    assert (copied / "linear_spec_lora" / "adapter_config.json").is_file()
+    write(tmp_path, GOLDEN.tensors("model") | scales)
+    with pytest.raises(CheckpointError, match=r"2 unknown: encoder.layers.0.self_attn.k_scale"):
+        load_params(tmp_path, CONFIG, "float32")
+
+
 def test_a_tensor_of_several_weights_has_all_of_their_rows(tmp_path):
     golden, name = Golden("llada2"), "model.layers.1.attention.query_key_value.weight"
     tensors = golden.tensors("model")

@@ -48,7 +48,7 @@ def test_a_file_comes_back_byte_by_byte(tmp_path, dtype):
     assert {tensor.name for tensor in manifest.tensors} == tensors.keys()
 
 
-@pytest.mark.parametrize("family", ["llada2", "llada_moe", "dream", "qwen2"])
+@pytest.mark.parametrize("family", ["llada2", "llada_moe", "nemotron_labs_diffusion", "dream", "qwen2"])
 def test_every_family_comes_back_byte_by_byte(tmp_path, family):
     source = Golden(family).directory
     to_native(source, tmp_path / "native")

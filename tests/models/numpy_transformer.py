@@ -30,6 +30,9 @@ def _norm(x: np.ndarray, weight: np.ndarray, config: ModelConfig) -> np.ndarray:
 def _attention(layer: dict[str, np.ndarray], config: ModelConfig, x: np.ndarray) -> np.ndarray:
     length = len(x)
     q, k, v = (x @ layer[name].T for name in "qkv")
+    if config.rope.query_beta:
+        periods = np.arange(length) // config.rope.original_positions
+        q = q * (1 + config.rope.query_beta * np.log(1 + periods))[:, None]
     out = []
     for head in range(config.num_heads):
         shared = head // (config.num_heads // config.num_kv_heads)

@@ -5,7 +5,7 @@ from tests.models import qwen3_reference
 
 RECORDED = (
     "dream", "fast_dllm_v2", "llada2", "llada_moe", "llama", "llama31_rope", "mistral", "mistral_swa",
-    "qwen2", "sdar",
+    "nemotron_labs_diffusion", "qwen2", "sdar",
 )  # fmt: skip
 VALUES = {name: Golden(name).json("config") for name in RECORDED}
 VALUES["qwen3"] = qwen3_reference.VALUES
@@ -31,6 +31,15 @@ QWEN3_8B = VALUES["qwen3"] | {
     "max_window_layers": 36,
     "vocab_size": 151936,
     "torch_dtype": "bfloat16",
+}
+NEMOTRON_8B = VALUES["nemotron_labs_diffusion"] | {
+    "hidden_size": 4096,
+    "num_hidden_layers": 34,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 14336,
+    "vocab_size": 131072,
 }
 SDAR_8B = VALUES["sdar"] | {key: value for key, value in QWEN3_8B.items() if key != "architectures"}
 FAST_DLLM_7B = VALUES["fast_dllm_v2"] | {

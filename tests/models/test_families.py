@@ -19,13 +19,14 @@ from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import config_from_hf
 from jdllm.models.layer import Layer
 from jdllm.models.moe import route
+from jdllm.models.rotary import inverse_frequencies
 from jdllm.models.visibility import key_ranges
 from jdllm.models.weights import Params, abstract_params
 from tests.helpers import Golden, slow
 from tests.models.layer_by_layer import layers_in_order
 
 CAUSAL = ["llama", "llama31_rope", "mistral", "mistral_swa", "qwen2"]
-BLOCKS = ["fast_dllm_v2", "llada2", "sdar"]
+BLOCKS = ["fast_dllm_v2", "llada2", "nemotron_labs_diffusion", "sdar"]
 FAMILIES = ["dream", "llada_moe", *BLOCKS, *CAUSAL]
 close = functools.partial(np.testing.assert_allclose, atol=2e-4, rtol=1e-4)
 
@@ -78,7 +79,7 @@ def cases(tensors: dict[str, np.ndarray]) -> list[str]:
 def as_run(config: ModelConfig, tensors: dict[str, np.ndarray], case: str) -> ModelConfig:
     """The model with the attention of a case: some have blocks of another length, some none."""
     if case.startswith("fwd_full"):
-        return dataclasses.replace(config, attention="full")
+        return dataclasses.replace(config, attention="full", causal_context=False)
     lengths = [tensors[name] for name in (f"{case}.block_length", f"{case}.block_size") if name in tensors]
     return dataclasses.replace(config, block_length=int(lengths[0][0])) if lengths else config
 
@@ -174,11 +175,37 @@ def test_a_block_sees_stored_blocks_and_itself(family):
         close(stored[16:], tensors["cache.store_logits"][0])
 
 
+def test_a_block_being_filled_sees_itself_and_a_causal_context():
+    """Of Nemotron-Labs-Diffusion: a prefix, and a block behind it both before and after it is finished."""
+    golden = Golden("nemotron_labs_diffusion")
+    tensors, config = golden.tensors(), config_from_hf(golden.directory)
+    params = load_params(golden.directory, config, "float32")
+    run = jax.jit(functools.partial(evaluate, config=config))
+    prefix, block = (tensors[f"cache.{name}_ids"][0] for name in ("prefix", "block"))
+    start, end = key_ranges(config, 0, 21)
+    clean = np.concatenate([prefix, tensors["cache.store_ids"][0]])
+    finished = run(params, clean, Rows(np.arange(21), start, end))
+    close(finished["logits"][:13], tensors["cache.prefill_logits"][0])
+    close(finished["logits"][13:], tensors["cache.store_logits"][0])
+    end = np.where(np.arange(21) < 13, end, 21)
+    drafted = run(params, np.concatenate([prefix, block]), Rows(np.arange(21), start, end))
+    close(drafted["logits"][13:], tensors["cache.block_logits"][0])
+
+
+def test_frequencies_of_nemotron_are_the_recorded_ones():
+    golden = Golden("nemotron_labs_diffusion")
+    tensors, config = golden.tensors(), config_from_hf(golden.directory)
+    frequencies = inverse_frequencies(config.rope, config.head_dim)
+    np.testing.assert_allclose(frequencies, tensors["rope.inv_freq"], rtol=1e-6)
+    assert config.rope.attention_factor == tensors["rope.attention_scaling"][0]
+
+
 SEEN = [
     slow("mistral_swa", "fwd_batch"),
     ("sdar", "fwd_block_ragged"),
     slow("fast_dllm_v2", "fwd_ragged"),
     ("llada2", "fwd_block_batch"),
+    slow("nemotron_labs_diffusion", "fwd_causal_batch"),
 ]
 
 

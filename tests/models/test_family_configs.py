@@ -201,6 +201,35 @@ def test_llada2_may_state_its_block():
     assert config_from_hf(VALUES["llada2"] | {"block_length": 16}).block_length == 16
 
 
+def test_nemotron_is_translated():
+    assert config_from_hf(VALUES["nemotron_labs_diffusion"]) == ModelConfig(
+        family="nemotron_labs_diffusion",
+        vocab_size=320,
+        hidden_size=64,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        intermediate_size=128,
+        max_positions=262144,
+        rms_norm_eps=1e-5,
+        rope=RopeConfig(1e6, kind="yarn", factor=16.0, original_positions=16384, query_beta=0.1),
+        attention="block_causal",
+        block_length=8,
+        causal_context=True,
+        mask_id=100,
+        bos_id=1,
+        eos_id=11,
+        dtype="float32",
+    )
+
+
+def test_nemotron_without_scaling():
+    values = {key: value for key, value in VALUES["nemotron_labs_diffusion"].items() if key != "block_size"}
+    config = config_from_hf(values | {"rope_parameters": None})
+    assert (config.rope, config.block_length) == (RopeConfig(1e6), 32)
+
+
 @pytest.mark.parametrize("name", ["sdar", "sdar_moe"])
 def test_blocks_of_sdar_have_four_tokens_unless_stated(name):
     values = {key: value for key, value in VALUES[name].items() if key != "block_size"}
@@ -289,6 +318,8 @@ def test_layers_without_experts_and_the_bias_are_read():
         (["SDARForCausalLM"], None, "sdar"),
         (None, "sdar", "sdar"),
         (None, "sdar_moe", "sdar_moe"),
+        (["NemotronLabsDiffusionModel"], None, "nemotron_labs_diffusion"),
+        (None, "nemotron_labs_diffusion", "nemotron_labs_diffusion"),
     ],
 )
 def test_the_architecture_decides_before_the_model_type(architectures, model_type, family):

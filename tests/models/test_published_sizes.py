@@ -10,6 +10,7 @@ from tests.models.published_configs import (
     FAST_DLLM_7B,
     LLADA2_FLASH,
     LLADA2_MINI,
+    NEMOTRON_8B,
     QWEN3_8B,
     SDAR_8B,
     SDAR_30B,
@@ -50,10 +51,11 @@ def test_qwen3_has_the_published_bytes(values, parameters):
         (FAST_DLLM_7B, 7_615_616_512),
         (LLADA2_MINI, 16_255_643_392),
         (LLADA2_FLASH, 102_889_705_216),
+        (NEMOTRON_8B, 8_489_553_920),
         (SDAR_8B, 8_190_735_360),
         (SDAR_30B, 30_532_122_624),
     ],
-    ids=["Fast-dLLM-v2-7B", "LLaDA2-mini", "LLaDA2-flash", "SDAR-8B", "SDAR-30B-A3B"],
+    ids=["Fast-dLLM-v2-7B", "LLaDA2-mini", "LLaDA2-flash", "Nemotron-8B", "SDAR-8B", "SDAR-30B-A3B"],
 )
 def test_block_models_have_the_published_bytes(values, parameters):
     assert param_bytes(config_from_hf(values), "bfloat16") == 2 * parameters

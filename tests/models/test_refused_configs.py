@@ -93,6 +93,14 @@ OWN = {
         ("decoder_sparse_step", 0),
         ("mlp_only_layers", 1),
     ],
+    "nemotron_labs_diffusion": [
+        ("attention_bias", True),
+        ("block_size", 0),
+        ("dlm_paradigm", "block_diff"),
+        ("head_dim", None),
+        ("partial_rotary_factor", 0.5),
+        ("sliding_window", 128),
+    ],
     "llada_moe": [
         ("attention_bias", True),
         ("clip_qkv", 8.0),
@@ -119,9 +127,11 @@ OWN = {
     ("name", "key", "value"), [(name, *case) for name, own in OWN.items() for case in COMMON + own]
 )
 def test_what_cannot_be_run_is_named(name, key, value):
-    named = "rope_type" if key == "rope_scaling" else key
+    named, others = key, {}
+    if key == "rope_scaling":
+        named, others = "rope_type", {"rope_parameters": None}
     with pytest.raises(ConfigError, match=named):
-        config_from_hf(VALUES[name] | {key: value})
+        config_from_hf(VALUES[name] | others | {key: value})
 
 
 def test_a_sliding_window_fits_its_layer_types():

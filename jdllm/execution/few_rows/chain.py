@@ -16,6 +16,7 @@ from jaxtyping import Array, Int
 from jdllm.layers import rms_norm
 from jdllm.models.block import Hidden
 from jdllm.models.config import ModelConfig
+from jdllm.models.rotary import Rotation
 from jdllm.models.weights import Params, layer_runs
 from jdllm.pallas.add_norm import add_norm, check_add_norm
 from jdllm.pallas.device import target
@@ -51,10 +52,10 @@ class ChainOperands(NamedTuple):
 def chains(params: Params, config: ModelConfig, rows: int) -> bool:
     """Whether `run_chain` can take so many rows of this model, on the device at hand.
 
-    It cannot take experts, norms of queries and keys, heads that are rotated in part, nor parts of a model on
-    several cards, whose sums it would have to wait for.
+    It cannot take experts, norms of queries and keys, heads that are rotated in part, queries that are scaled
+    by position, nor parts of a model on several cards, whose sums it would have to wait for.
     """
-    if config.cards > 1:
+    if config.cards > 1 or config.rope.query_beta:
         return False
     ((name, _, _), *more) = layer_runs(config)
     stack = params[name]
@@ -97,7 +98,7 @@ def run_chain(
     config: ModelConfig,
     operands: ChainOperands,
     h: Hidden,
-    rotation: tuple[Array, Array],
+    rotation: Rotation,
     attention: ChainedAttention,
 ) -> tuple[Hidden, list[tuple[Array, Array]]]:
     """Run all layers of a model for which `chains` holds.
@@ -105,7 +106,7 @@ def run_chain(
     Arguments:
     - `operands`: the weights of the chain, which `chain_operands` makes once.
     - `h`: embedded rows.
-    - `rotation`: cosine and sine of the rows' angles.
+    - `rotation`: of the rows.
     - `attention`: over everything that each row sees.
 
     Returns the hidden rows after the last layer, as `jdllm.execution.transformer.scan_layers` would, but for
@@ -126,7 +127,7 @@ def run_chain(
             parts = skinny_parts(y, stack[weight], layer=place, chained=chained)
             return add_norm(h, parts, stack[norm], of_layer, eps=config.rms_norm_eps, chained=chained)
 
-        qkv = products(x, _QKV, bias=bias, rotation=rotation)
+        qkv = products(x, _QKV, bias=bias, rotation=(rotation.cos, rotation.sin))
         q, k, v = (y.reshape(y.shape[0], -1, config.head_dim) for y in qkv)
         o = attention(q, k, v, layer=place, chained=chained)
         h, x = add(h, o.reshape(h.shape[0], -1), "o", "ffn_norm", place)

@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, Int
 from jdllm.execution.offload.parts import Scalar, take_layer
 from jdllm.models.block import Hidden
 from jdllm.models.config import ModelConfig
-from jdllm.models.layer import Heads, KeysValues, Layer, Rotation, Weights
-from jdllm.models.rotary import cos_sin
+from jdllm.models.layer import Heads, KeysValues, Layer, Weights
+from jdllm.models.rotary import Rotation, rotation_at
 from jdllm.models.visibility import causal_range
 from jdllm.pallas.attention import AttentionOutput, attention, merge, nothing_seen
 
@@ -78,7 +78,7 @@ class Prompt(NamedTuple):
 
     def attend(self, layer: Layer, h: Hidden) -> tuple[Heads, None]:
         config = layer.config
-        (q,) = layer.project(h, cos_sin(config.rope, config.head_dim, self.position), ("q",))
+        (q,) = layer.project(h, rotation_at(config.rope, config.head_dim, self.position), ("q",))
         return over_prompt(q, self.stored, *causal_range(config, self.position), config=config).o, None
 
 
@@ -97,7 +97,7 @@ class Behind(NamedTuple):
     def attend(self, layer: Layer, h: Hidden) -> tuple[Heads, Generated]:
         config, number, length, count = layer.config, layer.number, self.length, self.count
         position = (length + count)[None]
-        k, v, q = layer.project(h, cos_sin(config.rope, config.head_dim, position), ("k", "v", "q"))
+        k, v, q = layer.project(h, rotation_at(config.rope, config.head_dim, position), ("k", "v", "q"))
         generated = Generated(
             *(
                 lax.dynamic_update_slice(x, row[None].astype(x.dtype), (number, count, 0, 0))
@@ -243,7 +243,7 @@ def _over_few(
 def _chunk(config: ModelConfig, start: Scalar, chunk: int) -> tuple[Array, Rotation]:
     """The positions of the rows from `start` on, and their rotation."""
     positions = start + jnp.arange(chunk)
-    return positions, cos_sin(config.rope, config.head_dim, positions)
+    return positions, rotation_at(config.rope, config.head_dim, positions)
 
 
 def _no_keys(config: ModelConfig, h: Hidden) -> KeysValues:

@@ -11,7 +11,7 @@ from jdllm.models.block import Hidden, RowInts, Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.layer import Group, Heads, KeysValues, Layer, Ranges, Weights
 from jdllm.models.moe import Experts
-from jdllm.models.rotary import cos_sin
+from jdllm.models.rotary import rotation_at
 from jdllm.pallas.attention import AttentionOutput, attention, merge, nothing_seen
 
 Scalar = Int[Array, ""] | int
@@ -26,7 +26,7 @@ def keys_values(
     weights: Weights, h: Hidden, positions: RowInts, group: Scalar, *, config: ModelConfig, groups: int
 ) -> KeysValues:
     """Rotated keys and values of one of `groups` equal groups of heads."""
-    rotation = cos_sin(config.rope, config.head_dim, positions)
+    rotation = rotation_at(config.rope, config.head_dim, positions)
     k, v = Layer(weights, config).project(h, rotation, ("k", "v"), Group(group, groups))
     return k, v
 
@@ -63,7 +63,7 @@ def attend(
     groups: int,
 ) -> Heads:
     """Attention of one of `groups` groups of query heads over the keys and values of all rows."""
-    rotation = cos_sin(config.rope, config.head_dim, rows.positions)
+    rotation = rotation_at(config.rope, config.head_dim, rows.positions)
     sees = Ranges(rows, rotation, attention, stored)
     return sees.attend(Layer(weights, config), h, Group(group, groups))[0]
 
@@ -72,7 +72,7 @@ def start_queries(
     weights: Weights, h: Hidden, positions: RowInts, *, config: ModelConfig
 ) -> tuple[Heads, AttentionOutput]:
     """Rotated queries of all heads, and their attention over no keys yet, with f32 outputs."""
-    rotation = cos_sin(config.rope, config.head_dim, positions)
+    rotation = rotation_at(config.rope, config.head_dim, positions)
     (q,) = Layer(weights, config).project(h, rotation, ("q",))
     return q, nothing_seen(q)
 

@@ -13,8 +13,8 @@ from jdllm.execution.paged.stored_keys import StoredKeys, over_stored_keys
 from jdllm.execution.transformer import embed, scan_layers
 from jdllm.models.block import Hidden, RowInts
 from jdllm.models.config import ModelConfig
-from jdllm.models.layer import Heads, Layer, LayerNumber, Rotation
-from jdllm.models.rotary import cos_sin
+from jdllm.models.layer import Heads, Layer, LayerNumber
+from jdllm.models.rotary import Rotation, rotation_at
 from jdllm.models.weights import Params
 from jdllm.pallas.split_attention import FRESH_UNIT, PageTable, split_attention
 
@@ -83,7 +83,7 @@ def forward_decode(
 
     Returns the hidden rows after the last layer, and the pool.
     """
-    rotation = cos_sin(config.rope, config.head_dim, positions)
+    rotation = rotation_at(config.rope, config.head_dim, positions)
 
     def body(carry: tuple[Hidden, KvArrays], layer: Layer) -> tuple[Hidden, KvArrays]:
         h, pool = carry
@@ -127,7 +127,7 @@ def forward_decode_chained(
     """
     same = chain_rows(len(tokens)) // len(tokens)
     tokens, positions = (jnp.repeat(jnp.asarray(x), same) for x in (tokens, positions))
-    rotation, scale = cos_sin(config.rope, config.head_dim, positions), config.attention_scale
+    rotation, scale = rotation_at(config.rope, config.head_dim, positions), config.attention_scale
 
     def attend(q: Heads, k: Heads, v: Heads, *, layer: Array, chained: bool) -> Array:
         by_sequence, fresh = q.reshape(-1, same, *q.shape[1:]), (k, v)

@@ -20,8 +20,8 @@ from jdllm.execution.transformer import (
 )
 from jdllm.models.block import Hidden, RowInts, Rows
 from jdllm.models.config import ModelConfig
-from jdllm.models.layer import Heads, Layer, Ranges, Rotation
-from jdllm.models.rotary import cos_sin
+from jdllm.models.layer import Heads, Layer, Ranges
+from jdllm.models.rotary import Rotation, rotation_at
 from jdllm.models.weights import Params
 from jdllm.pallas.attention import AttentionOutput
 from jdllm.pallas.split_attention import PageTable, split_attention
@@ -211,7 +211,7 @@ def forward_reuse(
 
     Returns the hidden rows.
     """
-    rotation = cos_sin(config.rope, config.head_dim, rows.positions)
+    rotation = rotation_at(config.rope, config.head_dim, rows.positions)
     h, sees = embed(params, tokens), Pages(rotation, pool, table, attention or split_attention)
     if attention is None and chains(params, config, len(tokens)):
         made = operands or chain_operands(params, config)

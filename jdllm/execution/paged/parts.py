@@ -18,7 +18,7 @@ from jdllm.layers import rotate
 from jdllm.models.block import Hidden, RowInts, Rows
 from jdllm.models.cards import own_heads
 from jdllm.models.config import ModelConfig
-from jdllm.models.layer import Heads, Layer, LayerNumber, Ranges
+from jdllm.models.layer import Heads, Layer, LayerNumber, Ranges, turned
 from jdllm.models.rotary import cos_sin
 from jdllm.models.weights import Params
 from jdllm.pallas.attention import AttentionOutput, merge
@@ -75,7 +75,7 @@ class PartRows(NamedTuple):
     def attend(self, layer: Layer, h: Hidden) -> tuple[Heads, KvArrays | None]:
         q, k, v = layer.project_unrotated(h, ("q", "k", "v"))
         pool = _store(layer, self.parts.storage, self.pool, k, v)
-        q, k = (rotate(x, *self.ranges.rotation) for x in (q, k))
+        q, k = (turned(name, x, self.ranges.rotation) for name, x in (("q", q), ("k", k)))
         own = None if self.parts.own is None else (self.parts.own, k, v)
         return _outputs(layer, q, self.ranges._replace(keys_values=(k, v)), own, self.parts, pool), pool
 
@@ -122,7 +122,7 @@ def forward_parts(
         h, pool = carry
         k, v = layer.project_unrotated(h, ("k", "v"))
         pool = _store(layer, parts.storage, pool, k, v)
-        k = rotate(k, *ranges.rotation)
+        k = turned("k", k, ranges.rotation)
         own = None if parts.own is None else (jnp.asarray(parts.own)[rows] & live, k[rows], v[rows])
         seen = ranges_of_wanted(ranges, parts.wanted, (k, v))
         return layer.apply(h[rows], WantedRows(seen, own, parts, pool))[0], pool
