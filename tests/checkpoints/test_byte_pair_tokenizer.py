@@ -128,6 +128,19 @@ def test_ids_that_the_configuration_lacks_are_looked_up(directory):
     assert dataclasses.replace(completed, mask_id=None, eot_id=None, more_eos_ids=()) == bare
 
 
+@pytest.mark.parametrize(
+    ("family", "mask"), [("fast_dllm_v2", "|<MASK>|"), ("llada2", "<|mask|>"), ("sdar", "<|MASK|>")]
+)
+def test_the_mask_of_a_block_model_is_found_by_its_text(directory, family, mask):
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    added = config["added_tokens_decoder"]
+    index = next(i for i, token in added.items() if token["content"] == "<|mask|>")
+    added[index]["content"] = config["mask_token"] = mask
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    bare = dataclasses.replace(config_from_hf(Golden(family).directory), mask_id=None)
+    assert complete_ids(bare, loaded(directory)).mask_id == int(index)
+
+
 def test_ids_of_the_configuration_are_kept(directory):
     config = dataclasses.replace(config_from_hf(Golden("dream").directory), mask_id=5, eot_id=6)
     assert complete_ids(config, loaded(directory), ["eos_token_id"]) == config

@@ -72,7 +72,8 @@ def test_what_a_chain_can_take():
     assert not holds(dataclasses.replace(SMALL, hidden_size=640, num_heads=5, num_kv_heads=5))
     assert not holds(dataclasses.replace(SMALL, head_dim=48))
     half = dataclasses.replace(SMALL.rope, fraction=0.5)
-    assert not holds(dataclasses.replace(SMALL, rope=half))
+    scaled = dataclasses.replace(SMALL.rope, query_beta=0.1, original_positions=64)
+    assert not any(holds(dataclasses.replace(SMALL, rope=rope)) for rope in (half, scaled))
 
 
 def test_none_elsewhere():

@@ -1,6 +1,7 @@
 """Queries that grow with their position (`RopeConfig.query_beta`), however the layers are run."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 
 from jdllm import LLM, SamplingParams, Transformer
 from jdllm.chunks import ChunkConfig
-from jdllm.execution.transformer import forward, logits
+from jdllm.execution.transformer import Wanted, forward, forward_wanted, logits
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import config_from_hf
@@ -20,6 +21,7 @@ from tests.helpers import Golden
 from tests.models import numpy_transformer
 
 SCALED = {"query_beta": 0.8, "original_positions": 7}
+close = functools.partial(np.testing.assert_allclose, atol=2e-4, rtol=2e-4)
 IDS = np.random.default_rng(0).integers(0, 90, 37)
 
 
@@ -55,23 +57,31 @@ def test_logits_are_those_of_numpy(params: Params, config: ModelConfig):
     expected = numpy_transformer.logits(params, config, IDS)
     unscaled = dataclasses.replace(config, rope=dataclasses.replace(config.rope, query_beta=0.0))
     assert np.abs(expected - numpy_transformer.logits(params, unscaled, IDS)).max() > 0.1
-    close = {"atol": 2e-4, "rtol": 2e-4}
-    np.testing.assert_allclose(packed(params, config, ChunkConfig()), expected, **close)
-    np.testing.assert_allclose(Transformer(config, params)(jnp.asarray(IDS[None]))[0], expected, **close)
+    close(packed(params, config, ChunkConfig()), expected)
+    close(Transformer(config, params)(jnp.asarray(IDS[None]))[0], expected)
 
 
 def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch, params: Params, config: ModelConfig):
     monkeypatch.setattr("jdllm.chunks.TILE", 1)
     cut = packed(params, config, ChunkConfig(query=3, kv=2, heads=2))
-    np.testing.assert_allclose(cut, packed(params, config, ChunkConfig()), atol=1e-4, rtol=1e-4)
+    close(cut, packed(params, config, ChunkConfig()))
+
+
+def test_rows_that_are_wanted_are_those_of_all_rows(params: Params, config: ModelConfig):
+    rows = Rows(np.arange(len(IDS)), *key_ranges(config, 0, len(IDS)))
+    wanted = Wanted(np.array([20, 3, 36]), np.ones(3, bool))
+    some = jax.jit(lambda params: forward_wanted(params, config, IDS, rows, wanted))(params)
+    close(logits(params, config, some), packed(params, config, ChunkConfig())[[20, 3, 36]])
 
 
 def test_stored_rows_are_seen_by_scaled_queries(params: Params, config: ModelConfig):
     """The engine reads a prompt in parts, and then decodes; the module evaluates all of it at once."""
     model = Transformer(dataclasses.replace(config, attention="causal"), params)
     with LLM(model, max_num_batched_tokens=16, kv_pool="1MiB", progress=False) as llm:
-        sampling = SamplingParams(gen_length=8, stop_token_ids=[])
-        found = llm.generate(prompt_token_ids=[IDS.tolist()], sampling=sampling)[0].token_ids
-    whole = jnp.asarray([*IDS, *found])[None]
-    chosen = np.asarray(model(whole))[0].argmax(axis=-1)[len(IDS) - 1 : -1]
-    np.testing.assert_array_equal(found, chosen)
+        sampling = SamplingParams(gen_length=8, logprobs=0)
+        (output,) = llm.generate(prompt_token_ids=[IDS.tolist()], sampling=sampling)
+    whole = jnp.asarray([*IDS, *output.token_ids])[None]
+    expected = np.asarray(jax.nn.log_softmax(model(whole)[0]))[len(IDS) - 1 : -1]
+    assert len(output.token_ids) == 8
+    np.testing.assert_array_equal(output.token_ids, expected.argmax(axis=-1))
+    close(output.logprobs, expected.max(axis=-1))

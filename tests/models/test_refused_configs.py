@@ -41,6 +41,7 @@ SDAR = [
 ]
 OWN = {
     "dream": [
+        ("block_size", 32),
         ("partial_rotary_factor", 0.5),
         ("use_sliding_window", True),
         ("intermediate_size", None),

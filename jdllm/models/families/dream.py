@@ -18,4 +18,5 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
     """Translate a parsed Dream `config.json`; `ConfigError` names a key that is missing or unsupported."""
     fields = HfFields(values, "Dream", CLASS_DEFAULTS)
     fields.require("use_sliding_window", (False,))
+    fields.refuse("block_size", "jdllm does not run Dream with blocks, such as DreamReasoner")
     return decoder_config(values, fields, family="dream", default_theta=1e4, qkv_bias=True, logits_shift=True)
