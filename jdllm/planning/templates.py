@@ -167,6 +167,9 @@ def add_feed_forward(
     scores, order, by_expert, gate, up, down = (
         f"{layer} {name}" for name in ("router", "order", "rows by expert", "gate", "up", "down")
     )
+    results, shared = [down, order], []
+    if moe.shared_size:  # XLA makes its gated product first, and keeps it
+        shared.append(_add_gates(graph, f"{layer} shared", x, part * (moe.shared_size * kind.itemsize)))
     graph.add_op(f"{layer} route", [x], {scores: part * (3 * 4 * moe.experts)}, WORKSPACE, owners=("ffn",))
     graph.add_op(f"{layer} sort", [scores], {order: part * (4 * 4 * moe.top_k)}, owners=("ffn",))
     gap = f"{layer} gap"
@@ -182,12 +185,10 @@ def add_feed_forward(
         graph.add_op(f"{layer} experts up", [by_expert, gap], {up: inner}, owners=("ffn",))
         graph.add_op(f"{layer} multiply", [gate, up], owners=("ffn",))
     graph.add_op(f"{layer} experts down", [up], {down: wide}, owners=("ffn",))
-    results = [down, order]
-    if moe.shared_size:
+    if shared:
         results.append(f"{layer} shared down")
-        product = _add_gates(graph, f"{layer} shared", x, part * (moe.shared_size * kind.itemsize))
         graph.add_op(
-            f"{layer} project shared down", [product], {results[-1]: inputs}, WORKSPACE, owners=("ffn",)
+            f"{layer} project shared down", shared, {results[-1]: inputs}, WORKSPACE, owners=("ffn",)
         )
     graph.add_op(f"{layer} combine", [*results, "h"], owners=("ffn",))
 

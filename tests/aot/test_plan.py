@@ -5,10 +5,12 @@ import dataclasses
 import pytest
 
 from benchmarks.shapes import SHAPES
+from jdllm.models.hf_config import config_from_hf
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.aot import device_of
 from jdllm.planning.checks.compiler import compiler_temp_bytes
 from jdllm.planning.plan import Budget, MemoryPlan, Workload, max_context, plan_memory
+from tests.models.published_configs import LLADA2_MINI
 
 pytestmark = pytest.mark.aot
 
@@ -98,6 +100,12 @@ def test_head_levels(level: Level):
 def test_all_layers_need_what_two_need():
     workload, plan = planned(LLADA, "h200", 131072, 0.5, 20)
     check(workload, plan, "h200", layers=workload.config.num_layers)
+
+
+@pytest.mark.parametrize("rows", [4096, 32768])
+def test_experts_by_groups_and_a_shared_one(rows: int):
+    workload = Workload(config_from_hf(LLADA2_MINI))
+    check(workload, plan_memory(workload, rows, Budget(60 * GIB)), "h200", layers=3)
 
 
 def test_dense_layers_among_experts():
