@@ -197,6 +197,11 @@ def test_the_experts_of_llada2_are_read(changes, expected):
     assert config_from_hf(VALUES["llada2"] | changes).moe == dataclasses.replace(LLADA2_EXPERTS, **expected)
 
 
+def test_each_card_has_a_part_of_the_shared_expert():
+    part = dataclasses.replace(config_from_hf(VALUES["llada2"]), cards=2).on_card().moe
+    assert part == dataclasses.replace(LLADA2_EXPERTS, expert_size=10, shared_size=10)
+
+
 def test_llada2_may_state_its_block():
     assert config_from_hf(VALUES["llada2"] | {"block_length": 16}).block_length == 16
 

@@ -135,6 +135,18 @@ def test_what_cannot_be_run_is_named(name, key, value):
         config_from_hf(VALUES[name] | others | {key: value})
 
 
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        ({"rope_type": "default", "llama_4_scaling_beta": 0.1}, "needs a positive original_max_position"),
+        ({"llama_4_scaling_beta": "much"}, "rope_parameters of config.json: llama_4_scaling_beta is 'much'"),
+    ],
+)
+def test_an_impossible_scale_of_queries_is_named(scaling, message):
+    with pytest.raises(ConfigError, match=message):
+        config_from_hf(VALUES["nemotron_labs_diffusion"] | {"rope_parameters": scaling})
+
+
 def test_a_sliding_window_fits_its_layer_types():
     values = VALUES["mistral_swa"] | {"layer_types": ["sliding_attention"] * 2}
     assert config_from_hf(values).sliding_window == 12
