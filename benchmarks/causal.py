@@ -54,7 +54,8 @@ def prefill(llm: LLM, length: int, repeats: int) -> dict[str, Any]:
     times = [
         seconds_of(llm, prompts_of(config, 1, length, seed), 1) for seed in range(repeats + 1)
     ]  # the first compiles
-    seconds, floor = statistics.median(times[1:]), step_flops(config, length, 1) / RATES[_CARD].flops
+    floor = step_flops(config, length, 1) / RATES[_CARD].flops / config.cards
+    seconds = statistics.median(times[1:])
     return {
         "what": "prefill",
         "batch": 1,
@@ -82,7 +83,7 @@ def decode(llm: LLM, batch: int, length: int, repeats: int, bytes_per_second: fl
     rows = batch * (length + DECODED // 2)
     read = param_bytes(config, "bfloat16") - config.vocab_size * config.hidden_size * 2
     read += rows * pool_bytes(config, "bfloat16", 1, PAGE_ROWS) / PAGE_ROWS
-    floor = read / bytes_per_second
+    floor = read / bytes_per_second / config.cards
     return {
         "what": "decode",
         "batch": batch,
@@ -98,11 +99,11 @@ def decode(llm: LLM, batch: int, length: int, repeats: int, bytes_per_second: fl
 def main(arguments: Sequence[str]) -> None:
     """Time to the first token, and of a token.
 
-    `python3 -m benchmarks causal [--prefill 8192 32768 131072] [--decode 1x4096 32x1024]` on a card. A prompt
-    is one part where --max-num-batched-tokens leaves room for it and 64 tokens of others. Decodes run up to
-    16 tokens a dispatch; `streamed_s` is a token of `LLM.stream`. Floors are arithmetic at the rate of plans
-    for an H200, causal attention counted once, or the bytes of weights and keys at the rate of a copy, as the
-    run measures it.
+    `python3 -m benchmarks causal [--prefill 8192 32768 131072] [--decode 1x4096 32x1024]` on a card, or on
+    several with `--devices`. A prompt is one part where --max-num-batched-tokens leaves room for it and 64
+    tokens of others. Decodes run up to 16 tokens a dispatch; `streamed_s` is a token of `LLM.stream`. Floors
+    are arithmetic at the rate of plans for an H200, causal attention counted once, or the bytes of weights
+    and keys at the rate of a copy, as the run measures it; of several cards each has its share of both.
     """
     parser = case_parser("causal", main.__doc__)
     parser.add_argument("--shape", choices=CAUSAL_SHAPES, default="llama-3.1-8b")
@@ -110,12 +111,13 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--decode", nargs="*", default=["1x4096", "32x1024"], help="requests x tokens")
     parser.add_argument("--max-num-batched-tokens", type=int, default=131136)
     parser.add_argument("--memory")
+    parser.add_argument("--devices", type=int, default=1, help="cards of each step")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args(arguments)
     sizes = {"max_num_batched_tokens": args.max_num_batched_tokens, "memory": args.memory}
     model = Transformer(CAUSAL_SHAPES[args.shape], rngs=nnx.Rngs(0), dtype="bfloat16")
     table, ceilings = [], measure_ceilings()
-    with LLM(model, progress=False, **sizes) as llm:
+    with LLM(model, devices=args.devices, progress=False, **sizes) as llm:
         # What is compiled stands in for smaller sizes: short prompts come first.
         for length in sorted(args.prefill):
             table.append({"shape": args.shape, **prefill(llm, length, args.repeats)})
@@ -124,4 +126,5 @@ def main(arguments: Sequence[str]) -> None:
             table.append({"shape": args.shape, **decode(llm, batch, length, args.repeats, ceilings.bytes)})
             print_row(table[-1])
     name = f"causal_{args.shape}" + (f"_{args.memory}" if args.memory else "")
+    name += f"_cards{args.devices}" if args.devices > 1 else ""
     record(name, table, args.out, ceiling_tb_s=ceilings.bytes / 1e12, **sizes)
