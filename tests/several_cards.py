@@ -64,7 +64,8 @@ def tokens_of(llm: LLM, wanted: str) -> dict[str, list[list[int]]]:
 
 
 def main(family: str, wanted: str, counts: list[int]) -> None:
-    jax.config.update("jax_disable_most_optimizations", True)  # most of the time is compiling
+    if jax.default_backend() == "cpu":  # where most of the time is compiling
+        jax.config.update("jax_disable_most_optimizations", True)
     path = checkpoint_path() if family == "demo" else Golden(family).directory
     for cards in counts:
         with LLM(
