@@ -39,6 +39,7 @@ CASES = {
     "prefilling": Case("benchmarks.prefilling:main", "questions over long contexts, by stage"),
     "simulate": Case("benchmarks.recorded_trace:main", "the scheduler under a recorded load, without a card"),
     "trace_picture": Case("benchmarks.trace_picture:main", "a picture of some tenths of a second of traces"),
+    "replicas": Case("benchmarks.replicas:main", "many replicas behind a router, without a card"),
     "phases": Case("benchmarks.phases:main", "what phase multiplexing is worth, without a card"),
     "serving": Case("benchmarks.serving:main", "a served model under load, over HTTP"),
     "short_request": Case("benchmarks.short_request:main", "a short request beside long ones, over HTTP"),
