@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jdllm.compiling.executables import Executables
-from jdllm.decoding import head
+from jdllm.decoding import head_decision
 from jdllm.decoding.head import where_rows
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.models.config import ModelConfig
@@ -71,7 +71,7 @@ def test_a_generation_of_n_steps_evaluates_n(
 ):
     expected, evaluated = run(params, config, executables, options)
     assert evaluated == STEPS
-    monkeypatch.setattr(head, "masked_logits", poisoned(SMALLEST, np.nan))
+    monkeypatch.setattr(head_decision, "masked_logits", poisoned(SMALLEST, np.nan))
     actual, evaluated = run(params, config, Executables("cpu"), options)
     assert evaluated == STEPS
     for ours, theirs in zip(actual, expected, strict=True):
