@@ -11,10 +11,13 @@ from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.planning.buckets import head_bucket, power_bucket, row_bucket, steps_per_dispatch
 
 TILE_ROWS = 32
-"""Rows that read the pool together; the rows of a request are padded to a multiple."""
+"""Rows of a usual block."""
 
 MAX_SEGMENTS = 64
 """Requests of one part of an iteration."""
+
+_SHIFTED_TILE_ROWS = 40
+"""Room for a usual block and the row before it, in whole units of the kernels."""
 
 _MOST_TILES = 64
 _UNIT = 128
@@ -82,9 +85,10 @@ class Ladder:
       are as quick in turn.
     - `refresh`: whole sequences whose keys and values are stored, one step each; `refresh_any`: the same for
       any requests, where the head ranks a whole vocabulary or blocks are long, in fewer sizes.
-    - `reuse`: rows in tiles of `TILE_ROWS`, several steps in a loop; `single`: one step of such rows without
+    - `reuse`: rows in tiles of `tile_rows`, several steps in a loop; `single`: one step of such rows without
       a loop, in more sizes; `ranked`: such rows where the head ranks a whole vocabulary, in a loop and in
       fewer sizes.
+    - `tile_rows`: rows that read the pool together.
     """
 
     full: tuple[Entry, ...]
@@ -93,6 +97,7 @@ class Ladder:
     reuse: tuple[Entry, ...]
     single: tuple[Entry, ...]
     ranked: tuple[Entry, ...]
+    tile_rows: int
 
     @property
     def head_rows(self) -> int:
@@ -103,29 +108,44 @@ class Ladder:
     @property
     def tiles(self) -> int:
         """Tiles of the largest step of rows that reuse."""
-        return self.reuse[-1].rows // TILE_ROWS
+        return self.reuse[-1].rows // self.tile_rows
 
 
-def make_ladder(max_num_batched_tokens: int) -> Ladder:
+def tile_rows(shifted: bool) -> int:
+    """Rows that read the pool together; the rows of a request are padded to a multiple.
+
+    Arguments:
+    - `shifted`: whether logits are, so that a block forwards the row before it too.
+    """
+    return _SHIFTED_TILE_ROWS if shifted else TILE_ROWS
+
+
+def make_ladder(max_num_batched_tokens: int, *, shifted: bool = False) -> Ladder:
     """The ladder of an engine whose steps have at most so many packed rows.
 
     Its largest refresh holds exactly these, in whole tiles. Longer sequences run in entries of their own
     (`Sizes`). Entries have numbers of rows and head rows in common, so that they have kernels in common
     (`jdllm.pallas.shared_lowering`).
+
+    Arguments:
+    - `shifted`: whether logits are, so that a block forwards the row before it too.
     """
+    unit = tile_rows(shifted)
     sizes = _sizes(max_num_batched_tokens)
     between = [*_between(4, _QUARTERS, sizes[-1]), *_between(8, _EIGHTHS, sizes[-1])]
     refresh, refresh_any = _refreshes(sorted({*sizes, *between})), _refreshes(sizes)
-    most = min(_MOST_TILES, -(-max_num_batched_tokens // TILE_ROWS))
-    reuse, ranked = (_reuses(tiles) for tiles in (_tiles(most, _BOUND_TILES), _tiles(most, _MOST_TILES)))
-    single = _reuses([tiles for tiles in _TILES if tiles * TILE_ROWS <= reuse[-1].rows])
+    most = min(_MOST_TILES, -(-max_num_batched_tokens // unit))
+    reuse, ranked = (
+        _reuses(tiles, unit) for tiles in (_tiles(most, _BOUND_TILES), _tiles(most, _MOST_TILES))
+    )
+    single = _reuses([tiles for tiles in _TILES if tiles * unit <= reuse[-1].rows], unit)
     single = [entry._replace(steps=1) for entry in single]
     left = _MOST_EXECUTABLES - sum(map(len, (refresh, refresh_any, reuse, single, ranked)))
     sizes = sizes[: max(left - _WIDE, sum(rows <= _LARGE for rows in sizes))]
     some = sorted({sizes[len(sizes) // 2], sizes[-1]})
     wide = _for_many([_entry(rows, rows) for rows in some])
     full = sorted({*_narrow(sizes), *wide})
-    return Ladder(*map(tuple, (full, refresh, refresh_any, reuse, single, ranked)))
+    return Ladder(*map(tuple, (full, refresh, refresh_any, reuse, single, ranked)), tile_rows=unit)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,9 +292,9 @@ def _sizes(most: int) -> list[int]:
     return [*(size for size in smaller if len(large) == 1 or size <= _LARGE), *reversed(large)]
 
 
-def _reuses(tiles: Sequence[int]) -> list[Entry]:
+def _reuses(tiles: Sequence[int], unit: int) -> list[Entry]:
     return [
-        _entry(count * TILE_ROWS, count * TILE_ROWS)._replace(segments=max(8, min(count, MAX_SEGMENTS)))
+        _entry(count * unit, count * unit)._replace(segments=max(8, min(count, MAX_SEGMENTS)))
         for count in tiles
     ]
 

@@ -16,5 +16,5 @@ def packed_reuse(asked: list[Request], pages: PageBook, config: ModelConfig) -> 
         assert stored is not None
         request.store(*stored)
     rows, head_rows, _ = (sum(x) for x in zip(*(reuse_demand(r, PAGE_ROWS) for r in asked), strict=True))
-    entry = Sizes(make_ladder(8192).reuse).choose(rows, head_rows, len(asked))
+    entry = Sizes(make_ladder(8192, shifted=config.logits_shift).reuse).choose(rows, head_rows, len(asked))
     return pack_reuse(asked, config, pages, entry, 2 * pages.pages)

@@ -12,7 +12,7 @@ from jdllm.execution.paged.selection import Selection
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
 from jdllm.pallas.split_attention import PageTable, with_fresh_rows
-from jdllm.planning.ladder import TILE_ROWS, Entry
+from jdllm.planning.ladder import Entry, tile_rows
 from jdllm.serving.launch import Stored
 from jdllm.serving.packing import Packed, head_rows, pack, segment_params
 from jdllm.serving.pool.page_book import Live, PageBook
@@ -99,9 +99,10 @@ def pack_refresh(
 
 def reuse_demand(request: Request, page_rows: int) -> tuple[int, int, int]:
     """Packed rows, head rows and entries of the page table of a request that reuses."""
-    tiles = -(-len(request.forwarded) // TILE_ROWS)
+    unit = tile_rows(request.spec.shifted)
+    tiles = -(-len(request.forwarded) // unit)
     pages = _pages(request.stored, page_rows) + -(-len(request.forwarded) // page_rows)
-    return tiles * TILE_ROWS, len(request.candidates()), tiles * pages
+    return tiles * unit, len(request.candidates()), tiles * pages
 
 
 def pack_reuse(
@@ -114,9 +115,10 @@ def pack_reuse(
     Arguments:
     - `entries`: of the page table.
     """
-    tiles_of = [-(-len(r.forwarded) // TILE_ROWS) for r in requests]
-    starts = np.cumsum([0, *tiles_of]) * TILE_ROWS
-    tiles = entry.rows // TILE_ROWS
+    unit = tile_rows(config.logits_shift)
+    tiles_of = [-(-len(r.forwarded) // unit) for r in requests]
+    starts = np.cumsum([0, *tiles_of]) * unit
+    tiles = entry.rows // unit
     tokens, positions, unused = (np.zeros(entry.rows, np.int32) for _ in range(3))
     source = np.full(entry.rows, -1, np.int32)
     parts, candidates = [], [request.candidates() for request in requests]

@@ -21,7 +21,7 @@ from jdllm.models.config import ModelConfig
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.account import Account
 from jdllm.planning.buckets import power_bucket
-from jdllm.planning.ladder import TILE_ROWS, Entry, Ladder, Sizes
+from jdllm.planning.ladder import Entry, Ladder, Sizes
 from jdllm.serving.ahead import told_by_table
 from jdllm.serving.background import Background
 from jdllm.serving.demands import Kind
@@ -235,7 +235,7 @@ class CachedRunner:
 
     def _usual_entries(self, entry: Entry) -> int:
         """Entries of the page table of a reuse."""
-        return self._pool.entries(entry.rows // TILE_ROWS)
+        return self._pool.entries(entry.rows // self._ladder.tile_rows)
 
 
 def step_static(config: ModelConfig, account: Account, entry: Entry, level: Level) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class Denoising:
         return generation_spec(prompt, sampling, config, decode)
 
     def parts(self, model: OnDevice, background: Background, extras: Extras) -> EngineParts:
-        account, ladder = model.account, make_ladder(model.account.rows)
+        account, ladder = model.account, make_ladder(model.account.rows, shifted=model.config.logits_shift)
         preparation = Preparation(model)
         full = FullRunner(
             model,
@@ -94,6 +94,7 @@ class Denoising:
             longest_served=account.rows if account.budget is None else account.longest,
             head_rows=ladder.head_rows,
             tiles=ladder.tiles,
+            reuse_rows=ladder.reuse[-1].rows,
             filled={Kind.REFRESH: ladder.refresh},
             longest=account.longest if extras.chunks is None else LONGEST,
             beside_pool=account.max_context,
