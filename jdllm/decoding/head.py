@@ -195,7 +195,8 @@ def decide(
         maximum, total = decision.maximum[:, None], decision.total[:, None]
         values = jnp.minimum(likeliest.values - maximum - jnp.log(total), 0)
         likeliest = likeliest._replace(values=values)
-    return Choice(decision.token, _confidence(decision, part, draw, h.dtype), logprob, likeliest)
+    confidence = _confidence(decision, part, positions, draw, h.dtype)
+    return Choice(decision.token, confidence, logprob, likeliest)
 
 
 def _row_sampling(
@@ -219,7 +220,11 @@ def _row_sampling(
 
 
 def _confidence(
-    decision: RowDecision, part: SegmentParams, draw: Float[Array, " rows"], dtype: jnp.dtype
+    decision: RowDecision,
+    part: SegmentParams,
+    positions: Int[Array, " rows"],
+    draw: Float[Array, " rows"],
+    dtype: jnp.dtype,
 ) -> Float[Array, " rows"]:
     probability = jnp.exp(decision.logit - decision.maximum) / decision.total
     banned = jnp.any(decision.token[:, None] == part.confidence_bans, axis=1)
@@ -230,7 +235,7 @@ def _confidence(
         Measure.MARGIN: margin,
         Measure.ENTROPY: decision.negative_entropy,
     }
-    confidence = draw
+    confidence = jnp.where(part.measure == Measure.POSITION, -positions.astype(jnp.float32), draw)
     for measure, values in by_measure.items():
         rounded = jnp.where(part.coarse_confidence, values.astype(dtype).astype(jnp.float32), values)
         confidence = jnp.where(part.measure == measure, rounded, confidence)

@@ -11,6 +11,7 @@ from jdllm.decoding.option import Option
 from jdllm.decoding.transfer import (
     adaptive,
     deferred,
+    dynamic,
     entropy_bound,
     factor,
     falling_threshold,
@@ -138,6 +139,8 @@ def _register_own() -> None:
         factor.RULE,
         entropy_bound.RULE,
         quota.MARGIN,
+        dynamic.RULE,
+        quota.SEQUENTIAL,
         adaptive.RULE,
         *timetable.RULES,
         deferred.RULE,

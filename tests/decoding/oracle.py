@@ -123,8 +123,10 @@ def _steps(
                 ),
             )
     else:
+        rule = Rule.DYNAMIC if sampling.transfer == "dynamic" else Rule.QUOTA
         for i in range(steps):
-            yield Rule.QUOTA, Asked(masks // steps + (1 if i < masks % steps else 0))
+            quota = masks // steps + (1 if i < masks % steps else 0)
+            yield rule, Asked(quota, threshold=sampling.effective("threshold"))
 
 
 def _order(
@@ -168,7 +170,7 @@ def choose(
     if sampling.remasking == "random":
         confidence = numpy_noise.order_uniform(seed_of(sampling), step, position)
     else:
-        confidence = _confidence(logits, token, sampling, ids)
+        confidence = _confidence(logits, token, position, sampling, ids)
     if sampling.confidence_eos_eot_inf == "fixed" and token in (ids.eos, ids.eot):
         confidence = -1e30
     return token, confidence
@@ -196,7 +198,7 @@ def _softmax(logits: np.ndarray) -> np.ndarray:
     return weights / weights.sum()
 
 
-def _confidence(logits: np.ndarray, token: int, sampling: SamplingParams, ids: Ids) -> float:
+def _confidence(logits: np.ndarray, token: int, position: int, sampling: SamplingParams, ids: Ids) -> float:
     logits = logits.copy()
     if sampling.alg is not None and sampling.temperature > 0:
         logits /= sampling.temperature
@@ -211,6 +213,8 @@ def _confidence(logits: np.ndarray, token: int, sampling: SamplingParams, ids: I
         confidence = best - second
     elif measure in ("entropy", "entropy_bound"):
         confidence = (p * np.log(p + 1e-10)).sum()
+    elif measure == "sequential":
+        return -float(position)
     else:
         confidence = p[token]
     if sampling.confidence_dtype == "model":

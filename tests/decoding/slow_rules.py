@@ -15,6 +15,7 @@ class Rule(enum.Enum):
     ENTROPY_BOUND = "entropy_bound"
     ORIGIN = "origin"
     DEFERRED = "deferred"
+    DYNAMIC = "dynamic"
 
 
 class Asked(NamedTuple):
@@ -44,6 +45,9 @@ def committed(
         return ranked[: factor_count([confidence[row] for row in ranked], asked.factor, asked.open_end)]
     if rule is Rule.ENTROPY_BOUND:
         return ranked[: bounded_count([-confidence[row] for row in ranked], asked.entropy_bound)]
+    if rule is Rule.DYNAMIC:
+        above = [row for row in ranked if confidence[row] > asked.threshold]
+        return above if len(above) >= asked.quota else ranked[: asked.quota]
     if rule is Rule.DEFERRED:
         ranked = ranked[: asked.quota]
     if rule is Rule.FALLING_THRESHOLD:

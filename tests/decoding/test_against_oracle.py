@@ -112,6 +112,16 @@ RULES = {
     "margin, hot, in blocks": sampled(
         transfer="margin", steps=4, block_length=4, temperature=1.0, seed=5, undefined_tokens="official"
     ),
+    "dynamic": sampled(transfer="dynamic", threshold=0.3, steps=4),
+    "dynamic, hot, in blocks": sampled(
+        transfer="dynamic", threshold=0.2, block_length=4, temperature=0.7, seed=7
+    ),
+    "dynamic, random order": sampled(transfer="dynamic", threshold=0.6, steps=4, remasking="random", seed=3),
+    "sequential": sampled(transfer="sequential", steps=4),
+    "sequential, in blocks, rounded": sampled(
+        transfer="sequential", steps=6, block_length=4, confidence_dtype="model"
+    ),
+    "ends last, sequential": sampled(confidence_eos_eot_inf="fixed", transfer="sequential", steps=4),
     "ends last, threshold": sampled(confidence_eos_eot_inf="fixed", transfer="threshold", threshold=0.2),
     "ends last, entropy bound": sampled(
         confidence_eos_eot_inf="fixed", transfer="entropy_bound", entropy_bound=4.0

@@ -38,3 +38,12 @@ MARGIN = TransferRule(
     Measure.MARGIN,
     table=linear,
 )
+SEQUENTIAL = TransferRule(
+    "transfer",
+    "sequential",
+    "the schedule, from left to right (SDAR)",
+    QUOTA,
+    Measure.POSITION,
+    table=linear,
+    published=True,
+)

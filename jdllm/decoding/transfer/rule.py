@@ -21,12 +21,14 @@ class Measure(enum.IntEnum):
     - `RANDOM`: a uniform draw.
     - `MARGIN`: the largest probability less the second largest.
     - `ENTROPY`: the negative entropy, sum of p ln(p + 1e-10), in nats.
+    - `POSITION`: the negative position, so that the first masked row commits first.
     """
 
     PROBABILITY = 0
     RANDOM = 1
     MARGIN = 2
     ENTROPY = 3
+    POSITION = 4
 
 
 class StateArray(NamedTuple):
