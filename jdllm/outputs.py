@@ -10,7 +10,8 @@ import numpy as np
 
 from jdllm.checkpoints.token_text import Decode
 from jdllm.prefilling.prefilled import Prefilled
-from jdllm.serving.request import Request, Timings
+from jdllm.serving.request import Request
+from jdllm.serving.timings import Timings
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

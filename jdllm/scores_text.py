@@ -173,8 +173,9 @@ class ScoresText(abc.ABC):
         if self._causal:
             _check_exact(settings)
             return list(map(exact_likelihood, self._following("score", pairs, parse_special, progress)))
+        mask_id = self._mask_id("score")
         asked = self._masked_pairs(pairs, settings, parse_special)
-        found = self.scorer.likelihoods(asked, cfg_scale, mask_id_of(self.config))
+        found = self.scorer.likelihoods(asked, cfg_scale, mask_id)
         return _taken(found, len(asked), progress)
 
     def token_logprobs(
@@ -276,6 +277,7 @@ class ScoresText(abc.ABC):
             questions = in_text(prefix, list(options), suffix, self.config)
             scores = self.scorer.answers("choose", questions)
             return shares_of(np.array([exact_likelihood(found).log_likelihood for found in scores]))
+        self._mask_id("choose")
         chain = Chain(prefix, list(options), suffix, self.config)
         return chain.option_scores(self.scorer.answers("choose", chain.questions))
 
@@ -288,6 +290,8 @@ class ScoresText(abc.ABC):
             raise RequestError(
                 f"{what} is for models that denoise: a causal model has no masks, but token_logprobs"
             )
+        if self.config.attention == "block_causal":
+            raise RequestError(f"{what} is for models that see whole sequences: a block model does not")
         return mask_id_of(self.config)
 
     def _check_begun(self, what: str, ids: TokenIds) -> None:

@@ -22,7 +22,7 @@ from tests.helpers import ROOT
 GUIDES = [
     ROOT / "README.md",  # first: it installs the package
     *(ROOT / "docs" / f"{name}.md" for name in ("install", "library", "commands", "memory", "models")),
-    *(ROOT / "docs" / f"{name}.md" for name in ("samplers", "caching", "prefilling", "causal")),
+    *(ROOT / "docs" / f"{name}.md" for name in ("samplers", "caching", "prefilling", "blocks", "causal")),
 ]
 """Pages of which every block runs, unless a comment says why it does not."""
 

@@ -28,8 +28,8 @@ from jdllm.api.service import Service
 from jdllm.outputs import CompletionOutput
 from jdllm.prompts import AskedPrompt, LongPrompt, Prompt, ask, read_long, specs_of
 from jdllm.scoring import Conditional
-from jdllm.serving.request import Timings
 from jdllm.serving.spec import infill_spec, mask_id_of
+from jdllm.serving.timings import Timings
 
 router = APIRouter(route_class=BodyRoute)
 

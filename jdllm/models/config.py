@@ -138,6 +138,11 @@ class ModelConfig:
         return self.attention == "causal"
 
     @property
+    def in_parts(self) -> bool:
+        """Whether what is stored of a row never grows old, so that sequences are evaluated in parts."""
+        return self.in_order or self.attention == "block_causal"
+
+    @property
     def defined_ids(self) -> int:
         """Ids below this one have a meaning: the ids of the tokenizer, if its length is known."""
         return min(self.token_limit or self.vocab_size, self.vocab_size)

@@ -69,7 +69,7 @@ class Sharing:
     def rows(self) -> int:
         """The most packed rows of a step: the requested rows, or else the most of `DEFAULT_ROWS` whose whole
         step takes no more than 15 % of the bytes beside the weights, and leaves a pool that holds as many
-        rows; the least of them where none does, and for a causal model."""
+        rows; the least of them where none does, and for a model that is evaluated in parts."""
         if self.asked_rows is not None:
             return self.asked_rows
 
@@ -78,12 +78,12 @@ class Sharing:
             least = max(1 + pages_of(rows), self.asked_pages or 0) * self.page_bytes
             return left >= max(_POOL_SHARE * self.free, least)
 
-        return DEFAULT_ROWS[0] if self._causal else largest(leaves_a_pool, DEFAULT_ROWS) or DEFAULT_ROWS[0]
+        return DEFAULT_ROWS[0] if self._in_parts else largest(leaves_a_pool, DEFAULT_ROWS) or DEFAULT_ROWS[0]
 
     @property
-    def _causal(self) -> bool:
+    def _in_parts(self) -> bool:
         """Whether sequences are read in parts, so that no step is longer than `rows`."""
-        return self.needs.config.in_order
+        return self.needs.config.in_parts
 
     def left(self, rows: int) -> int:
         """Bytes beside a whole step of `rows` rows; negative where it does not fit."""
@@ -126,7 +126,7 @@ class Sharing:
         most = max(1, (self.budget.device - self.weights) // self.page_bytes)
         if self.context is None:
             return most
-        refreshed = 0 if self._causal else self._pages_beside(self.context)
+        refreshed = 0 if self._in_parts else self._pages_beside(self.context)
         if refreshed > pages_of(self.context // 4):
             return refreshed
         context = self.context

@@ -53,7 +53,7 @@ class StepNeeds:
     def whole(self, rows: int) -> int:
         """Bytes of a step of `rows` rows in which no operator of a layer is cut, whatever is sampled."""
         whole = _whole(self, rows, self.logits_rows(rows))
-        return max(whole, self._gathering(rows)) if self.config.in_order else whole
+        return max(whole, self._gathering(rows)) if self.config.in_parts else whole
 
     def whole_with_margin(self, rows: int) -> int:
         """`whole` and a sixteenth more, by which a compiled step may differ from its plan."""

@@ -28,7 +28,7 @@ def later(request: Request, launch: Launch, index: int) -> Request | None:
     """
     if launch.left_at is None or not told_by_table(request) or request.steps_left <= launch.steps:
         return None
-    masked = int(np.count_nonzero(request.tokens[: request.block.stop] == request.mask_id))
+    masked = len(request.masked())
     if launch.steps * _committed(request, masked) >= masked:
         return None
     after, stored = copy.copy(request), launch.stored[index]

@@ -24,11 +24,13 @@ class Filled(NamedTuple):
     - `pages`: int32, as many as the rows take.
     - `source`: `[#layers, #kv_heads, rows]`, the packed row of each.
     - `positions`: of the stored keys.
+    - `kept`: rows that lie before them in the first page, and stay there.
     """
 
     pages: np.ndarray
     source: np.ndarray
     positions: np.ndarray
+    kept: int = 0
 
 
 class Read(NamedTuple):
@@ -44,12 +46,13 @@ def packed_rows(segment: Segment, size: int) -> tuple[np.ndarray, Rows]:
     return tokens, Rows(*rows)
 
 
-def storage_of(filled: Sequence[Filled], rows: int) -> Storage:
+def storage_of(filled: Sequence[Filled], rows: int, *, whole: bool = True) -> Storage:
     """The rows that are stored of an evaluation.
 
     Arguments:
     - `rows`: packed rows, padding included. The number of entries depends on them alone, so that their
       executable serves any lengths; on that of parts only where these have less than a page on average.
+    - `whole`: whether all rows begin with a page; otherwise those before them in a page may be kept.
     """
     pages = rows // PAGE_ROWS
     entries = pages + power_bucket(len(filled), max(pages, 32))
@@ -57,19 +60,22 @@ def storage_of(filled: Sequence[Filled], rows: int) -> Storage:
     page = np.iinfo(np.int32).max - np.arange(entries, dtype=np.int32)
     source = np.zeros((layers, entries, heads, PAGE_ROWS), np.int32)
     positions = np.zeros((entries, PAGE_ROWS), np.int32)
+    kept = None if whole else np.zeros(entries, np.int32)
     at = 0
-    for pages, rows_of, places in filled:
+    for pages, rows_of, places, before in filled:
         count, slots = len(pages), len(pages) * PAGE_ROWS
         if not count:
             continue
         # Slots beyond the last row repeat it: they are not live.
-        slot = np.minimum(np.arange(slots), rows_of.shape[-1] - 1)
+        slot = np.clip(np.arange(slots) - before, 0, rows_of.shape[-1] - 1)
+        if kept is not None:
+            kept[at] = before
         by_page = rows_of[:, :, slot].reshape(*rows_of.shape[:2], count, PAGE_ROWS)
         page[at : at + count] = pages
         source[:, at : at + count] = np.moveaxis(by_page, 1, 2)
         positions[at : at + count] = places[slot].reshape(count, PAGE_ROWS)
         at += count
-    return Storage(page, source, positions)
+    return Storage(page, source, positions, kept)
 
 
 def table_of(reads: Sequence[Read], tiles: int) -> PageTable:

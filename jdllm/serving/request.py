@@ -1,6 +1,5 @@
 """One request as it runs: its tokens and how far it has come."""
 
-import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,22 +17,7 @@ from jdllm.decoding.transfer.quota import QUOTA
 from jdllm.prefilling.prefilled import Prefilled
 from jdllm.serving.spec import Block, RequestSpec
 from jdllm.serving.stop_strings import StopStrings
-
-
-@dataclasses.dataclass(frozen=True)
-class Timings:
-    """Seconds: waiting before the first step, denoising, and both."""
-
-    queued: float
-    running: float
-
-    @property
-    def total(self) -> float:
-        return self.queued + self.running
-
-    def to_dict(self) -> dict[str, float]:
-        """All three, ready for JSON."""
-        return {"queued": self.queued, "running": self.running, "total": self.total}
+from jdllm.serving.timings import Timings
 
 
 class Progress(NamedTuple):
@@ -70,6 +54,7 @@ class Request:
     - `steps`: denoising steps done, each one forward evaluation.
     - `known`, `computed`: where rows depend on no later token, how many first tokens are there, and of how
       many of them keys and values are stored; 0 for others, whose rows nobody can share.
+    - `content`: what its rows depend on beside their tokens: rows are shared by requests that agree in it.
     - `found`: how many rows were stored already when it was admitted, `None` where rows cannot be shared.
     - `prefilled`: how its long context was prepared, `None` without one.
     - `prepared`: whether the steps of the current block may run.
@@ -85,6 +70,7 @@ class Request:
     """
 
     known = computed = 0
+    content = b""
     found: int | None = None
     prefilled: Prefilled | None = None
     prepared = True
@@ -217,11 +203,15 @@ class Request:
         rows = (column[self.block_step :][:capacity] for column in self.block.table)
         return StepTable(*(padded(row, capacity) for row in rows))
 
+    def masked(self) -> np.ndarray:
+        """Positions that steps of the current block may fill and have not, rising."""
+        return np.flatnonzero(self.tokens[: self.block.stop] == self.mask_id)
+
     def candidates(self) -> np.ndarray:
         """Positions that are masked and may commit in the next step, rising."""
         if self._forced:
             return np.array([self.block.start])
-        masked = np.flatnonzero(self.tokens[: self.block.stop] == self.mask_id)
+        masked = self.masked()
         return masked[: self.sampling.effective("max_lookahead")] if self.adaptive else masked
 
     def shown(self, positions: np.ndarray, step: Steps) -> np.ndarray:
@@ -350,7 +340,7 @@ class Request:
     def end_of_text(self) -> int | None:
         """Where in the result the text ends, if nothing is masked before: at its first stop id, or at the
         token that completes the first of its stop strings."""
-        if self.mask_id in self.tokens[: self.returned.start]:
+        if not self._prompt_is_filled():
             return None
         result = self.tokens[self.returned]
         filled = result[: _first(result == self.mask_id)]
@@ -360,6 +350,10 @@ class Request:
         start, count = self.returned.start, len(filled) if end is None else end
         completed = self._stops.completed_at(self.tokens, start, start + count)
         return end if completed is None else completed
+
+    def _prompt_is_filled(self) -> bool:
+        """Whether no mask that is to be filled is left before the result."""
+        return self.mask_id not in self.tokens[: self.returned.start]
 
     def timings(self) -> Timings:
         ended = self.ended or time.perf_counter()

@@ -143,12 +143,7 @@ def generation_spec(
     check_stops(sampling, config, decode)
     prompt = checked_ids(prompt, config, may_be_empty=not sampling.adaptive)
     mask_id = mask_id_of(config)
-    if sampling.prompt_masks == "error" and (prompt == mask_id).any():
-        at = int(np.flatnonzero(prompt == mask_id)[0])
-        raise RequestError(
-            f"the prompt contains the mask id {mask_id} at position {at}: remove it, use infill, or set"
-            " prompt_masks='official' to have it filled as the official sampler does"
-        )
+    without_masks(prompt, sampling, mask_id)
     gen_length = sampling.gen_length
     block_length = sampling.block_length or gen_length
     steps = block_steps(gen_length, sampling.steps or gen_length, block_length)
@@ -176,10 +171,12 @@ def infill_spec(
     The masked positions, in order, are cut into blocks of `block_length` masks (the last may be shorter);
     each block is finished before the next. `gen_length`, `max_tokens` and `early_stop` do not apply; `steps`
     defaults to one a mask, and is otherwise a multiple of the number of blocks. Raises `RequestError` as
-    `generation_spec` does, where nothing is masked, and for stop strings or ids.
+    `generation_spec` does, where nothing is masked, for stop strings or ids, and with a block model.
     """
     if sampling.prefilling is not None:
         raise RequestError("prefilling is for prompts with a long context, not for infilling: leave it out")
+    if config.attention == "block_causal":
+        raise RequestError("a block model sees nothing behind a block: it generates, and fills nothing in")
     if sampling.stop or sampling.stop_token_ids:
         raise RequestError("a sequence to infill has no end to stop at: leave stop and stop_token_ids out")
     tokens = checked_ids(tokens, config)
@@ -238,6 +235,16 @@ def check_stops(sampling: SamplingParams, config: ModelConfig, decode: Decode | 
             raise RequestError(
                 f"stop_token_ids has {i}, outside the vocabulary (0 to {config.vocab_size - 1})"
             )
+
+
+def without_masks(prompt: np.ndarray, sampling: SamplingParams, mask_id: int) -> None:
+    """Raise `RequestError` for a mask in a prompt, int32 `[length]`, unless `prompt_masks` allows masks."""
+    if sampling.prompt_masks == "error" and (prompt == mask_id).any():
+        at = int(np.flatnonzero(prompt == mask_id)[0])
+        raise RequestError(
+            f"the prompt contains the mask id {mask_id} at position {at}: remove it, use infill, or set"
+            " prompt_masks='official' to have it filled as the official sampler does"
+        )
 
 
 def mask_id_of(config: ModelConfig) -> int:

@@ -13,7 +13,7 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.demo.tokenizer import EOS
 from jdllm.llm import LLM
 from jdllm.outputs import CompletionOutput, RequestOutput
-from jdllm.serving.request import Timings
+from jdllm.serving.timings import Timings
 from tests.cli.helpers import LLADA, UseModel, assert_mistake
 
 

@@ -31,11 +31,13 @@ class Storage(NamedTuple):
     - `page`: the page that each entry fills; beyond any pool, and no two the same, where it is none.
     - `source`: the packed row of each slot, with one layer for all, or one head, where they are the same.
     - `positions`: the stored keys are rotated to these, whatever their positions among the packed rows.
+    - `kept`: how many of the first slots of each page stay as they are; `None` where pages are filled whole.
     """
 
     page: Int[Tensor, " entries"]
     source: Int[Tensor, "#layers entries #kv_heads page_rows"]
     positions: Int[Tensor, "entries page_rows"]
+    kept: Int[Tensor, " entries"] | None = None
 
 
 class PackedParts(NamedTuple):
@@ -203,6 +205,13 @@ def _store(
     by_slot = jnp.moveaxis(k, 1, 2).reshape(cos.shape[0], k.shape[1], k.shape[3])
     rotated = rotate(by_slot, cos, sin).reshape(k.shape[0], k.shape[2], k.shape[1], k.shape[3])
     k = jnp.moveaxis(rotated, 2, 1)
+    if storage.kept is not None:
+        slot = jnp.arange(k.shape[2], dtype=jnp.int32)
+        new = (slot >= jnp.asarray(storage.kept)[:, None])[:, None, :, None]
+        k, v = (
+            jnp.where(new, rows.astype(x.dtype), x.at[number, storage.page].get(mode="clip"))
+            for x, rows in zip(pool, (k, v), strict=True)
+        )
     # Only a scatter of unique indices is plain stores.
     return KvArrays(
         *(

@@ -3,10 +3,11 @@
 from jdllm.errors import ConfigError
 from jdllm.models.config import ModelConfig
 from jdllm.serving.mode import Mode
+from jdllm.serving.modes.blocks import Blocks
 from jdllm.serving.modes.causal import Causal
 from jdllm.serving.modes.denoising import Denoising
 
-MODES: dict[str, Mode] = {"full": Denoising(), "causal": Causal()}
+MODES: dict[str, Mode] = {"full": Denoising(), "causal": Causal(), "block_causal": Blocks()}
 """The mode of each kind of attention, by `ModelConfig.attention`."""
 
 
@@ -27,9 +28,13 @@ def unregister(attention: str) -> None:
 
 def mode_of(config: ModelConfig) -> Mode:
     """How a model generates. Raises `ConfigError`, listing the known kinds, for attention without a mode."""
-    if config.attention not in MODES:
+    needs = config.attention
+    if needs == "block_causal":
+        needs += " with a causal context" if config.causal_context else ""
+        needs += " with shifted logits" if config.logits_shift else ""
+    if needs not in MODES:
         raise ConfigError(
             f"jdllm cannot generate from {config.family} models yet: it has no way of generating for"
-            f" attention {config.attention!r} (known: {', '.join(MODES)})"
+            f" attention {needs!r} (known: {', '.join(MODES)})"
         )
-    return MODES[config.attention]
+    return MODES[needs]

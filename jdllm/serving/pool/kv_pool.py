@@ -91,7 +91,7 @@ class KvPool:
         rows = request.spec.stored_rows
         self.book = self.chunks.make_room(self.book, self.book.pages_for(rows))
         known = request.tokens[: request.known]
-        self.book, found = self.prefixes.take(self.book, request.id, known, rows)
+        self.book, found = self.prefixes.take(self.book, request.id, known, rows, request.content)
         request.find(found)
 
     def release(self, request: Request, *, keep: bool = True) -> None:
@@ -101,7 +101,8 @@ class KvPool:
         - `keep`: its full pages of computed tokens stay for others as long as there is room.
         """
         computed = request.computed if keep else 0
-        self.book = self.prefixes.give_back(self.book, request.id, request.tokens, computed)
+        leaving = request.id, request.tokens, computed, request.content
+        self.book = self.prefixes.give_back(self.book, *leaving)
 
     def clean(self, request: Request) -> None:
         """Zero what a request wrote, while no part runs: values that are no numbers must not be left in rows

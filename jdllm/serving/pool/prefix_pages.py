@@ -43,19 +43,25 @@ class PrefixPages:
         return list(_chain(_START, tokens, page_rows))
 
     def take(
-        self, pool: PageBook, request: int, tokens: Int[np.ndarray, " tokens"], rows: int
+        self,
+        pool: PageBook,
+        request: int,
+        tokens: Int[np.ndarray, " tokens"],
+        rows: int,
+        content: bytes = _START,
     ) -> tuple[PageBook, int]:
         """Give `request` its pages: pages stored for the longest beginning of its tokens, then free pages.
 
         Arguments:
         - `tokens`: what it evaluates first; of the last one nothing is reused.
         - `rows`: how many rows it needs in all.
+        - `content`: what the rows depend on beside their tokens, of whole numbers of 32 bits.
 
         Other stored pages are given up for the free ones. Returns the pool, and how many rows are there
         already. Raises `KvPoolError` and changes nothing where too few pages can be found, and where the
         request is in the pool already.
         """
-        found = self._find(tokens[: min(len(tokens) - 1, rows)], pool.page_rows)
+        found = self._find(content, tokens[: min(len(tokens) - 1, rows)], pool.page_rows)
         needed = pool.pages_for(rows) - len(found) - pool.free_pages
         oldest = self._oldest(needed, beside=set(found))
         pool = pool.discard(oldest).allocate(request, rows, kept=found)
@@ -67,13 +73,19 @@ class PrefixPages:
         return pool, len(found) * pool.page_rows
 
     def give_back(
-        self, pool: PageBook, request: int, tokens: Int[np.ndarray, " tokens"], computed: int
+        self,
+        pool: PageBook,
+        request: int,
+        tokens: Int[np.ndarray, " tokens"],
+        computed: int,
+        content: bytes = _START,
     ) -> PageBook:
         """Take the pages of `request`, which ends: full ones are stored, where none is under the same key.
 
         Arguments:
         - `tokens`: of its rows from the first on, those that it was admitted with and what followed.
         - `computed`: how many of its first rows have been written; with 0, no page of its own is stored.
+        - `content`: what the rows depend on beside their tokens, as `take` had it.
 
         Raises `KvPoolError` where it is not in the pool.
         """
@@ -81,7 +93,7 @@ class PrefixPages:
         shared = [page for page in pages if page in self._readers]
         stored = list(shared)
         if request in self._storing:
-            before = self._keys[shared[-1]] if shared else _START
+            before = self._keys[shared[-1]] if shared else content
             start = len(shared) * pool.page_rows
             keys = _chain(before, tokens[start : max(computed, start)], pool.page_rows)
             stored += [self._store(*own) for own in zip(keys, pages[len(shared) :], strict=False)]
@@ -111,9 +123,9 @@ class PrefixPages:
             contents.clear()
         return pool.discard(unread)
 
-    def _find(self, tokens: Int[np.ndarray, " tokens"], page_rows: int) -> list[int]:
+    def _find(self, content: bytes, tokens: Int[np.ndarray, " tokens"], page_rows: int) -> list[int]:
         """The pages that are stored for the longest beginning of `tokens`."""
-        keys = _chain(_START, tokens, page_rows)
+        keys = _chain(content, tokens, page_rows)
         return [self._pages[key] for key in itertools.takewhile(self._pages.__contains__, keys)]
 
     def _store(self, key: bytes, page: int) -> int:

@@ -1,0 +1,27 @@
+"""Which sampling parameters a block model has a use for."""
+
+from jdllm.decoding.causal_sampling import check_denoising
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.errors import RequestError
+
+_UNUSED = {
+    "alg": "commits by transfer rules",
+    "cache": "stores finished blocks, which is exact",
+    "suffix_window": "evaluates nothing behind a block",
+    "cfg_scale": "has no classifier-free guidance",
+    "prefilling": "stores its prompt block by block",
+}
+"""Fields that only models use whose rows see the whole sequence, and why a block model does not."""
+
+_DEFAULTS = SamplingParams()
+
+
+def check_blocks(sampling: SamplingParams) -> None:
+    """Raise `RequestError` where a field that a block model has no use for is not at its default."""
+    check_denoising(sampling)
+    for name, why in _UNUSED.items():
+        value, default = getattr(sampling, name), getattr(_DEFAULTS, name)
+        if value != default:
+            raise RequestError(f"a block model {why}: leave {name} at {default!r} (it is {value!r})")
+    if sampling.adaptive:
+        raise RequestError("a block model has no verifier: choose another transfer than 'adaptive'")

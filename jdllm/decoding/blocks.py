@@ -1,0 +1,45 @@
+"""Storing finished blocks of block models: an evaluation that nobody chooses tokens from."""
+
+import numpy as np
+from jaxtyping import Array, Float
+
+from jdllm.execution.paged.parts import PackedParts, Storage, forward_parts
+from jdllm.execution.paged.pool import KvArrays
+from jdllm.execution.paged.stored_keys import StoredKeys
+from jdllm.execution.transformer import Wanted
+from jdllm.models.block import RowInts, Rows
+from jdllm.models.config import ModelConfig
+from jdllm.models.weights import Params
+
+
+def store_blocks(
+    params: Params,
+    tokens: RowInts,
+    rows: Rows,
+    storage: Storage,
+    keys: StoredKeys | None,
+    pool: KvArrays,
+    *,
+    config: ModelConfig,
+) -> tuple[Float[Array, " 1"], KvArrays]:
+    """Evaluate whole blocks and store their keys and values.
+
+    Arguments:
+    - `params`: stacked weights.
+    - `tokens`: int32 ids of the packed rows.
+    - `rows`: their positions and key ranges; with `keys`, ranges count in the rows of `keys`.
+    - `storage`: where the rows are stored.
+    - `keys`: the stored keys that ranges refer to, the rows' own among them; `None` where all see only rows
+      of this evaluation.
+    - `pool`: keys and values of all requests, written in place: donate it.
+    - `config`: the model; static.
+
+    Returns a number by which the host knows when the rows are stored, and the pool. Exact: stored rows depend
+    on no later block.
+    """
+    # Of the last layer only keys and values are needed: one row is the least that it evaluates besides.
+    wanted = Wanted(np.zeros(1, np.int32), np.zeros(1, bool))
+    parts = PackedParts(tokens, rows, None, None, storage, wanted, keys)
+    hidden, written = forward_parts(params, config, parts, pool)
+    assert written is not None
+    return hidden[0, :1], written

@@ -1,0 +1,177 @@
+"""Requests of block models: finished blocks are stored once, the block behind them is denoised."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from jdllm.checkpoints.token_text import Decode
+from jdllm.decoding.block_sampling import check_blocks
+from jdllm.decoding.rules import segment_row, step_table
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.errors import RequestError
+from jdllm.execution.paged.pool import PAGE_ROWS
+from jdllm.models.config import ModelConfig
+from jdllm.serving.request import Request
+from jdllm.serving.spec import Block, RequestSpec, check_stops, checked_ids, mask_id_of, without_masks
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BlockSpec(RequestSpec):
+    """What a request asks of a block model.
+
+    - `blocks`: counted from the beginning of the prompt; the first is the one in which the prompt ends. The
+      blocks before it hold prompt only, and are stored before anything is denoised.
+    - `block_length`: positions of a block. A row sees its block and all blocks before it.
+    """
+
+    block_length: int
+
+    @property
+    def cached(self) -> bool:
+        return True
+
+    @property
+    def forces_first(self) -> bool:
+        return False
+
+    @property
+    def stored_rows(self) -> int:
+        return max(self.blocks[-1].start, 1)
+
+
+def block_spec(
+    prompt: Sequence[int] | np.ndarray,
+    sampling: SamplingParams,
+    config: ModelConfig,
+    decode: Decode | None = None,
+) -> BlockSpec:
+    """A request that appends masks to `prompt`, up to the end of a block, and fills them block by block.
+
+    Arguments:
+    - `prompt`: int32 ids `[length]`. An empty prompt asks for any text.
+    - `sampling`: its `gen_length` need not fill whole blocks: what is denoised beyond is not returned. The
+      blocks that `gen_length` takes, rounded up, share `steps`.
+    - `decode`: ids to text, for stop strings.
+
+    Raises `RequestError` for parameters that block models have no use for, an id outside the vocabulary, a
+    mask id in the prompt (unless `prompt_masks` is "official": then masks in whole blocks of the prompt stay,
+    and others are filled), a block length that is no divisor of a page, `steps` that do not divide, and stop
+    strings without `decode`.
+    """
+    check_blocks(sampling)
+    check_stops(sampling, config, decode)
+    prompt, mask_id = checked_ids(prompt, config, may_be_empty=True), mask_id_of(config)
+    without_masks(prompt, sampling, mask_id)
+    length = _block_length(sampling, config)
+    masks = min(sampling.max_tokens or sampling.gen_length, sampling.gen_length)
+    table = step_table(sampling, length, _steps(sampling, length), length)
+    stop = len(prompt) + masks
+    starts = range(len(prompt) // length * length, stop, length)
+    blocks = tuple(Block(at, at + length, at + length - max(at, len(prompt)), table) for at in starts)
+    tokens = np.concatenate([prompt, np.full(blocks[-1].stop - len(prompt), mask_id, np.int32)])
+    tokens.setflags(write=False)
+    return BlockSpec(
+        prompt=prompt,
+        tokens=tokens,
+        blocks=blocks,
+        returned=slice(len(prompt), stop),
+        sampling=sampling,
+        mask_id=mask_id,
+        shifted=config.logits_shift,
+        stop_ids=(*config.stop_ids, *sampling.stop_token_ids),
+        decode=decode,
+        segment=segment_row(sampling, config),
+        block_length=length,
+    )
+
+
+def _block_length(sampling: SamplingParams, config: ModelConfig) -> int:
+    """Positions of a block: what the request says, or else the model."""
+    length = sampling.block_length or config.block_length
+    assert length is not None  # a block model has one
+    if PAGE_ROWS % length:
+        raise RequestError(
+            f"block_length is {length}, expected a divisor of {PAGE_ROWS}, such as {config.block_length},"
+            " which config.json states or implies"
+        )
+    return length
+
+
+def _steps(sampling: SamplingParams, length: int) -> int:
+    """Denoising steps of a block: one for each position unless the request says how many there are."""
+    blocks = -(-sampling.gen_length // length)
+    if sampling.steps is None:
+        return length
+    if sampling.steps % blocks:
+        raise RequestError(
+            f"steps {sampling.steps} is not divisible by the {blocks} blocks of {length} that gen_length"
+            f" {sampling.gen_length} takes: choose a multiple, such as {length * blocks}"
+        )
+    return sampling.steps // blocks
+
+
+class BlockRequest(Request):
+    """A request of a block model as it runs.
+
+    - `known`: tokens of finished blocks, those of the prompt included.
+    - `computed`: how many of these are stored. The current block is denoised when all are.
+    - `found`: how many were stored already when it was admitted.
+    - `forwarded`: the positions of the current block, which each of its steps evaluates.
+    """
+
+    def __init__(self, spec: BlockSpec, id: int = 0):
+        self.block_length = spec.block_length
+        self.known = spec.blocks[0].start
+        self.computed = self.found = 0
+        super().__init__(spec, id)
+        # Rows of blocks of another length see other rows.
+        self.content = np.array([spec.block_length], np.int32).tobytes()
+        self._enter()
+
+    @property
+    def denoises(self) -> bool:
+        """Whether the next step denoises; before it, finished blocks have to be stored."""
+        return self.computed == self.known
+
+    def masked(self) -> np.ndarray:
+        start = self.block.start
+        return start + np.flatnonzero(self.tokens[start : self.block.stop] == self.mask_id)
+
+    def find(self, rows: int) -> None:
+        """Take in that so many of the first rows are stored already."""
+        self.computed = self.found = self.stored = rows
+
+    def store(self, forwarded: np.ndarray, stored: int) -> None:
+        """Take in that so many rows are stored; `forwarded` does not matter."""
+        self.computed = self.stored = stored
+
+    def go_back(self) -> None:
+        """Its stored keys are lost: they have to be computed again."""
+        self.computed = self.stored = 0
+
+    def sequences(self) -> Iterator[np.ndarray]:
+        yield self.tokens[: self.block.stop]
+
+    def _commit(
+        self,
+        count: int,
+        step: np.ndarray | int,
+        positions: np.ndarray,
+        tokens: np.ndarray,
+        logprobs: np.ndarray,
+        likeliest: np.ndarray | None,
+    ) -> None:
+        super()._commit(count, step, positions, tokens, logprobs, likeliest)
+        if not self.finished:
+            self._enter()
+
+    def _enter(self) -> None:
+        self.known = self.block.start
+        self.forwarded = np.arange(self.block.start, self.block.stop)
+
+    def _block_is_over(self) -> bool:
+        return self.steps_left <= 0 or not len(self.masked())
+
+    def _prompt_is_filled(self) -> bool:
+        return self.mask_id not in self.tokens[self.blocks[0].start : self.returned.start]

@@ -1,0 +1,111 @@
+"""Runs block models: finished blocks are stored, and the block behind them is denoised against these."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from jdllm.compiling.executables import Program
+from jdllm.decoding.blocks import store_blocks
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.execution.paged.pool import PAGE_ROWS
+from jdllm.planning.buckets import power_bucket
+from jdllm.planning.ladder import CausalLadder, Entry, Ladder, Sizes, prefill_chunk
+from jdllm.serving.ahead import told_by_table
+from jdllm.serving.background import Background
+from jdllm.serving.blocks.packing import PackedBlocks, pack_blocks, pages_of, part_of
+from jdllm.serving.blocks.request import BlockRequest, block_spec
+from jdllm.serving.demands import Demand, Kind, Life
+from jdllm.serving.denoise.cached_packing import reuse_demand
+from jdllm.serving.denoise.cached_runner import CachedRunner
+from jdllm.serving.launch import Launch, Stored
+from jdllm.serving.on_device import OnDevice
+from jdllm.serving.part_runner import Need, Packed, PartRunner
+from jdllm.serving.request import Request, of_class
+from jdllm.serving.spec import RequestSpec
+
+
+class BlockRunner:
+    """Stores and denoises blocks.
+
+    Arguments:
+    - `model`: the model on its device.
+    - `ladder`: the sizes of steps that denoise; its refreshes are not used.
+    - `stores`: the sizes of parts that store, of `CausalLadder.prefill`.
+    - `background`: compiles sizes that fit better than those that serve now.
+
+    - `chunk`: tokens of a prompt that one part stores at most, whole pages.
+    - `denoise`: packs up to so many steps of the current block of each request.
+    """
+
+    def __init__(self, model: OnDevice, ladder: Ladder, stores: CausalLadder, background: Background):
+        self._params, self._config, self._executables, account, self._pool = model
+        self._entries = stores.prefill
+        self._parts = PartRunner(model, background)
+        self._sizes = {stored: Sizes(self._entries) for stored in (False, True)}
+        self._usual = pages_of(account.rows) + PAGE_ROWS
+        without = dataclasses.replace(ladder, refresh=(), refresh_any=())
+        self._steps = CachedRunner(model, without, background)
+        self.chunk = prefill_chunk(account.rows)
+        self.denoise = self._steps.reuse
+
+    def life(self, spec: RequestSpec) -> Life:
+        """What a request needs at most."""
+        return Life(min(len(spec.tokens), self.chunk), pages_of(spec.stored_rows))
+
+    def demand(self, request: Request) -> Demand:
+        """What the next step of a request takes."""
+        [asked] = of_class(BlockRequest, [request])
+        if asked.denoises:
+            needs = reuse_demand(asked, PAGE_ROWS)
+            return Demand(Kind.REUSE, *needs, asked.steps_left, told_by_table(asked))
+        part = part_of(asked, self.chunk)
+        return Demand(Kind.PREFILL, len(part), 0, pages_of(part.stop))
+
+    def store(self, requests: list[Request], max_steps: int) -> Launch:
+        """Pack finished blocks of each request; `max_steps` does not matter."""
+        asked = of_class(BlockRequest, requests)
+        parts = [part_of(request, self.chunk) for request in asked]
+        stored, rows = any(part.start > 0 for part in parts), sum(map(len, parts))
+        entries = power_bucket(sum(pages_of(part.stop) for part in parts), self._usual) if stored else None
+
+        def packed(entry: Entry) -> Packed[PackedBlocks]:
+            batch = pack_blocks(asked, parts, self._config, self._pool.book, entry, entries)
+            return Packed(batch, self._program(batch, entry))
+
+        chosen = self._parts.choose(self._sizes[stored], packed, Need(rows, 0, len(asked)))
+
+        def run() -> Any:
+            return self._pool.run(chosen.executable, *chosen.arguments[:-1], writes=True)
+
+        return Launch(
+            run,
+            [np.zeros(0, np.int64)] * len(asked),
+            [Stored(np.arange(0), part.stop) for part in parts],
+            lambda _: 1,
+            chosen.entry.rows,
+        )
+
+    def programs(self) -> Iterator[Program]:
+        """What the ladder needs compiled."""
+        sampling = SamplingParams(gen_length=1, block_length=1)
+        request = BlockRequest(block_spec([0], sampling, self._config), -1)
+        pool = self._pool.book.allocate(request.id, 2)
+        for entry in self._entries:
+            for entries in (None, self._usual):
+                packed = pack_blocks([request], [range(1)], self._config, pool, entry, entries)
+                yield self._program(packed, entry)
+        yield from self._steps.programs()
+
+    def warm(self) -> None:
+        """Compile every entry of the ladder."""
+        self._executables.prepare(list(self.programs()))
+        for sizes in self._sizes.values():
+            sizes.compiled.update(self._entries)
+        self._steps.warm()
+
+    def _program(self, batch: PackedBlocks, entry: Entry) -> Program:
+        arguments = self._params, *batch, self._pool.abstract
+        name = f"storing of {entry.rows} rows"
+        return Program(store_blocks, arguments, {"config": self._config}, donate=("pool",), name=name)

@@ -1,0 +1,68 @@
+"""Generation by block models: block after block, of which each is denoised and then stored."""
+
+from collections.abc import Sequence
+from types import MappingProxyType
+
+import numpy as np
+
+from jdllm.checkpoints.token_text import Decode
+from jdllm.decoding.block_sampling import check_blocks
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.errors import ConfigError, DoesNotFitError
+from jdllm.execution.paged.pool import PAGE_ROWS
+from jdllm.models.config import ModelConfig
+from jdllm.planning.ladder import make_causal_ladder, make_ladder
+from jdllm.planning.plan import LONGEST
+from jdllm.serving.background import Background
+from jdllm.serving.blocks.request import BlockRequest, BlockSpec, block_spec
+from jdllm.serving.blocks.runner import BlockRunner
+from jdllm.serving.demands import Kind
+from jdllm.serving.mode import Classes, EngineParts, Extras
+from jdllm.serving.on_device import OnDevice
+
+
+class Blocks:
+    """Blocks of the prompt are stored; then a block is denoised against them, and stored when it is done."""
+
+    requests: Classes = MappingProxyType({BlockSpec: BlockRequest})
+
+    def check_sampling(self, sampling: SamplingParams) -> None:
+        check_blocks(sampling)
+
+    def spec(
+        self,
+        prompt: Sequence[int] | np.ndarray,
+        sampling: SamplingParams,
+        config: ModelConfig,
+        decode: Decode | None = None,
+        bos_id: int | None = None,
+    ) -> BlockSpec:
+        return block_spec(prompt, sampling, config, decode)
+
+    def parts(self, model: OnDevice, background: Background, extras: Extras) -> EngineParts:
+        account = model.account
+        if extras.chunks is not None:
+            raise ConfigError("chunks are for steps of whole sequences: leave them out for a block model")
+        if extras.verifier is not None:
+            raise ConfigError("a verifier is for models that see whole sequences, which block models do not")
+        if account.offloaded:
+            raise DoesNotFitError(
+                f"the memory leaves no room for {account.offloaded} layers of this block model, whose weights"
+                " have to be on the device: raise memory"
+            )
+        ladder, stores = make_ladder(account.rows), make_causal_ladder(account.rows)
+        runner = BlockRunner(model, ladder, stores, background)
+        return EngineParts(
+            launchers={Kind.PREFILL: runner.store, Kind.REUSE: runner.denoise},
+            costs=runner,
+            check=lambda spec: None,
+            compiled=(runner,),
+            holders=(),
+            longest_served=model.pool.pages * PAGE_ROWS,
+            head_rows=ladder.head_rows,
+            tiles=ladder.tiles,
+            filled={Kind.PREFILL: stores.prefill},
+            longest=LONGEST,
+            beside_pool=0,
+            whole_rows=account.rows,
+        )

@@ -1,0 +1,66 @@
+"""A recorded SDAR checkpoint, engines for it, and evaluations of whole sequences."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdllm.checkpoints.loading import load_params
+from jdllm.compiling.executables import Executables
+from jdllm.execution.transformer import forward, logits
+from jdllm.llm import LLM
+from jdllm.models.block import Rows
+from jdllm.models.config import ModelConfig
+from jdllm.models.hf_config import config_from_hf
+from jdllm.models.visibility import key_ranges
+from jdllm.models.weights import Params
+from tests.blocks.oracle import Logits
+from tests.blocks.recorded import SDAR
+from tests.causal.running import Build
+from tests.engines import engine_of
+
+EXECUTABLES = Executables("cpu")
+BUCKET = 128
+
+
+@pytest.fixture(scope="package")
+def sdar() -> LLM:
+    return LLM(SDAR.directory, max_num_batched_tokens=256, kv_pool="8MiB", progress=False)
+
+
+@pytest.fixture(scope="package")
+def config() -> ModelConfig:
+    return config_from_hf(SDAR.directory)
+
+
+@pytest.fixture(scope="package")
+def params(config: ModelConfig) -> Params:
+    return load_params(SDAR.directory, config, "float32")
+
+
+@pytest.fixture(scope="package")
+def logits_of(params: Params, config: ModelConfig) -> Logits:
+    """Logits of all tokens of a sequence, from an evaluation of the whole of it."""
+
+    @jax.jit
+    def run(tokens: jax.Array, rows: Rows) -> jax.Array:
+        return logits(params, config, forward(params, config, tokens, rows))
+
+    def of(tokens: np.ndarray, block_length: int) -> np.ndarray:
+        own = dataclasses.replace(config, block_length=block_length)
+        missing = -len(tokens) % BUCKET
+        ranges = (np.pad(x, (0, missing)) for x in key_ranges(own, 0, len(tokens)))
+        rows = Rows(np.arange(len(tokens) + missing), *ranges)
+        found = run(jnp.asarray(np.pad(tokens, (0, missing))), rows)
+        return np.asarray(found)[: len(tokens)]
+
+    return of
+
+
+@pytest.fixture
+def build(params: Params, config: ModelConfig) -> Build:
+    return lambda rows=128, pages=40, **options: engine_of(
+        params, config, EXECUTABLES, rows, pages=pages, **options
+    )
