@@ -1,6 +1,6 @@
 """Which sampling parameters a block model has a use for."""
 
-from jdllm.decoding.causal_sampling import check_denoising
+from jdllm.decoding.causal_sampling import check_unpenalised
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
 
@@ -18,7 +18,7 @@ _DEFAULTS = SamplingParams()
 
 def check_blocks(sampling: SamplingParams) -> None:
     """Raise `RequestError` where a field that a block model has no use for is not at its default."""
-    check_denoising(sampling)
+    check_unpenalised(sampling)
     for name, why in _UNUSED.items():
         value, default = getattr(sampling, name), getattr(_DEFAULTS, name)
         if value != default:

@@ -7,6 +7,7 @@ _IN_ORDER = "commits each token as it comes"
 _UNRANKED = "ranks no tokens by confidence"
 
 _OF_DENOISING = {
+    "stop_in_block": "has no blocks",
     "steps": "generates one token after another",
     "block_length": "has no blocks",
     "alg": _IN_ORDER,
@@ -44,6 +45,13 @@ def check_causal(sampling: SamplingParams) -> None:
 
 
 def check_denoising(sampling: SamplingParams) -> None:
+    """Raise `RequestError` where a field that only causal or block models use is not at its default."""
+    check_unpenalised(sampling)
+    if sampling.stop_in_block:
+        raise RequestError("stop_in_block is for block models: this one ends a text with its block")
+
+
+def check_unpenalised(sampling: SamplingParams) -> None:
     """Raise `RequestError` where a field that only causal models use is not at its default."""
     for name in penalties_of(sampling):
         raise RequestError(f"{name} is for causal models: one that denoises does not generate in order")

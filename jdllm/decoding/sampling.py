@@ -79,6 +79,8 @@ class SamplingParams:
     - `early_stop` (True): stop after the block in which the text ends, and cut `token_ids` after the first
       end-of-sequence or end-of-turn id. The full run has the same text up to this id (quirk Q7), because a
       finished block cannot change. False runs every block and returns all `gen_length` ids.
+    - `stop_in_block` (False): for block models only: `early_stop` ends with the step that completes the text,
+      which may leave masks in its block (LLaDA2.0's `eos_early_stop`). The kept text is the same.
     - `stop` (none), `stop_token_ids` (none): texts and ids that end the answer, one or a list. A text must
       lie within the answer, across tokens or not: a text that begins in the prompt does not count.
 
@@ -179,6 +181,7 @@ class SamplingParams:
     stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_tuple)] = ()
     stop_token_ids: Annotated[tuple[_TokenId, ...], BeforeValidator(_tuple)] = ()
     early_stop: bool = True
+    stop_in_block: bool = False
     logprobs: Annotated[int | None, Field(ge=0, le=LISTED), BeforeValidator(_count)] = None
     temperature: Scale = 0.0
     top_p: Share | None = None

@@ -17,7 +17,7 @@ from jdllm.models.hf_config import config_from_hf
 from jdllm.models.visibility import key_ranges
 from jdllm.models.weights import Params
 from tests.blocks.oracle import Logits
-from tests.blocks.recorded import SDAR
+from tests.blocks.recorded import LLADA2, SDAR
 from tests.causal.running import Build
 from tests.engines import engine_of
 
@@ -28,6 +28,19 @@ BUCKET = 128
 @pytest.fixture(scope="package")
 def sdar() -> LLM:
     return LLM(SDAR.directory, max_num_batched_tokens=256, kv_pool="8MiB", progress=False)
+
+
+@pytest.fixture(scope="package")
+def llada2() -> LLM:
+    """Neither the mask nor the end of a text is in its `config.json`, or not that of every recorded run."""
+    overrides = {"mask_token_id": LLADA2.json("goldens")["mask_id"], "eos_token_id": None}
+    return LLM(
+        LLADA2.directory,
+        max_num_batched_tokens=256,
+        kv_pool="8MiB",
+        progress=False,
+        hf_overrides=overrides,
+    )
 
 
 @pytest.fixture(scope="package")

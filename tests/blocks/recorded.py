@@ -8,7 +8,7 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.outputs import RequestOutput
 from tests.helpers import Golden
 
-SDAR = Golden("sdar")
+SDAR, LLADA2 = Golden("sdar"), Golden("llada2")
 
 OVERWRITTEN = ("sdar_p3_g29_b4_s1_static", "sdar_p7_g25_b8_s1_static")
 """Runs in which a quota above the number of masks overwrites the prompt, which jdllm never does."""
@@ -54,10 +54,31 @@ def sdar_runs() -> list[Run]:
     return runs
 
 
-def check(output: RequestOutput, run: Run) -> None:
+def llada2_runs() -> list[Run]:
+    """Those of LLaDA2.0's loop, which stores nothing: each forward is a step."""
+    tensors, runs = LLADA2.tensors("trajectories"), []
+    for name, case in LLADA2.json("trajectories")["cases"].items():
+        if case["algo"] != "llada2_generate":
+            continue
+        gen_length, length = case["gen_length"], case["block_length"]
+        steps = min(case["steps"], gen_length // case.get("minimal_topk", 1))
+        sampling = SamplingParams(
+            gen_length=gen_length,
+            block_length=length,
+            steps=steps * -(-gen_length // length),
+            transfer="dynamic",
+            threshold=case["threshold"],
+            stop_token_ids=case["eos_id"],
+            stop_in_block=case["eos_early_stop"],
+            return_history=True,
+        )
+        runs.append(Run(name, tensors[f"{name}.prompt"][0], sampling, tensors[f"{name}.states"][:, 0]))
+    return runs
+
+
+def check(output: RequestOutput, run: Run, mask_id: int) -> None:
     """Every token of every step is the recorded one."""
     history: Any = np.array(output.history)
     np.testing.assert_array_equal(history, run.states[:, : history.shape[1]], err_msg=run.name)
-    unseen = run.states[:, history.shape[1] :]
-    assert (unseen == SDAR.json("goldens")["mask_id"]).all()
+    assert (run.states[:, history.shape[1] :] == mask_id).all()
     assert output.nfe == len(run.states)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from jdllm.chunks import ChunkConfig
+from jdllm.decoding.causal_sampling import check_causal, check_denoising
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import ConfigError, RequestError
 from jdllm.llm import LLM
@@ -85,3 +86,15 @@ def test_other_ways_of_generating(family: str):
 def test_options_of_other_models(options: dict[str, Any], told: str):
     with pytest.raises(ConfigError, match=told):
         LLM(SDAR.directory, max_num_batched_tokens=128, progress=False, **options)
+
+
+def test_an_end_inside_of_a_block_is_for_block_models(sdar: LLM):
+    sampling = SamplingParams(gen_length=4, stop_in_block=True)
+    [output] = sdar.generate(prompt_token_ids=[[1, 2, 3]], sampling=sampling)
+    assert len(output.token_ids) == 4
+    for check, told in (
+        (check_denoising, "for block models"),
+        (check_causal, "a causal model has no blocks"),
+    ):
+        with pytest.raises(RequestError, match=f"^stop_in_block is .*{told}"):
+            check(sampling)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from jdllm.decoding.block_sampling import check_blocks
 from jdllm.decoding.causal_sampling import check_causal, check_denoising
 from jdllm.decoding.prefilling import Prefilling
 from jdllm.decoding.sampling import SamplingParams
@@ -33,6 +34,7 @@ TAKEN: dict[str, Any] = {
 }
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("stop_in_block", {"stop_in_block": True}),
     ("steps", {"steps": 8}),
     ("block_length", {"block_length": 32}),
     ("alg", {"alg": "entropy"}),
@@ -75,7 +77,7 @@ def test_what_only_denoising_uses_is_refused(field: str, options: dict[str, Any]
     sampling = SamplingParams(**options)
     with pytest.raises(RequestError, match=rf"^{field} is for models that denoise: a causal model [^\n]+$"):
         check_causal(sampling)
-    check_denoising(sampling)
+    (check_blocks if field == "stop_in_block" else check_denoising)(sampling)
 
 
 @pytest.mark.parametrize(

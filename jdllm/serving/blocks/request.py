@@ -7,12 +7,13 @@ import numpy as np
 
 from jdllm.checkpoints.token_text import Decode
 from jdllm.decoding.block_sampling import check_blocks
+from jdllm.decoding.encoded_trace import Steps
 from jdllm.decoding.rules import segment_row, step_table
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.models.config import ModelConfig
-from jdllm.serving.request import Request
+from jdllm.serving.request import Request, of_committed
 from jdllm.serving.spec import Block, RequestSpec, check_stops, checked_ids, mask_id_of, without_masks
 
 
@@ -170,8 +171,18 @@ class BlockRequest(Request):
         self.known = self.block.start
         self.forwarded = np.arange(self.block.start, self.block.stop)
 
+    def advance_many(self, positions: np.ndarray, steps: Steps) -> None:
+        """Take in several steps, up to the one that completes the text where this ends the request."""
+        if not self.sampling.stop_in_block:
+            super().advance_many(positions, steps)
+            return
+        for step in map(Steps, *steps):
+            if not self.finished:
+                self.advance(*of_committed(positions, step))
+
     def _block_is_over(self) -> bool:
-        return self.steps_left <= 0 or not len(self.masked())
+        filled = self.steps_left <= 0 or not len(self.masked())
+        return filled or (self.sampling.stop_in_block and self._text_is_over())
 
     def _prompt_is_filled(self) -> bool:
         return self.mask_id not in self.tokens[self.blocks[0].start : self.returned.start]
