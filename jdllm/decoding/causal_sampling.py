@@ -8,6 +8,7 @@ _UNRANKED = "ranks no tokens by confidence"
 
 _OF_DENOISING = {
     "stop_in_block": "has no blocks",
+    "small_block_length": "has no blocks",
     "steps": "generates one token after another",
     "block_length": "has no blocks",
     "alg": _IN_ORDER,
@@ -23,6 +24,8 @@ _OF_DENOISING = {
 }
 """Fields that only denoising uses, and why a causal model does not. Parameters of a rule or a cache are
 refused with it: without it they cannot be set."""
+
+_OF_BLOCKS = ("stop_in_block", "small_block_length")
 
 _DEFAULTS = SamplingParams()
 
@@ -47,8 +50,9 @@ def check_causal(sampling: SamplingParams) -> None:
 def check_denoising(sampling: SamplingParams) -> None:
     """Raise `RequestError` where a field that only causal or block models use is not at its default."""
     check_unpenalised(sampling)
-    if sampling.stop_in_block:
-        raise RequestError("stop_in_block is for block models: this one ends a text with its block")
+    for name in _OF_BLOCKS:
+        if getattr(sampling, name) != getattr(_DEFAULTS, name):
+            raise RequestError(f"{name} is for block models, whose rows see no later block: leave it out")
 
 
 def check_unpenalised(sampling: SamplingParams) -> None:

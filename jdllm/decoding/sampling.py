@@ -76,6 +76,8 @@ class SamplingParams:
       many as they need.
     - `block_length` (`None`: `gen_length`): length of the blocks that are finished from left to right;
       divides `gen_length`.
+    - `small_block_length` (`None`: `block_length`): for block models only: how many positions of a block are
+      filled before the next ones (Fast-dLLM v2); divides the block length. Small blocks share `steps`.
     - `early_stop` (True): stop after the block in which the text ends, and cut `token_ids` after the first
       end-of-sequence or end-of-turn id. The full run has the same text up to this id (quirk Q7), because a
       finished block cannot change. False runs every block and returns all `gen_length` ids.
@@ -176,6 +178,7 @@ class SamplingParams:
     max_tokens: Annotated[Length | None, none_at(-1)] = None
     steps: Length | None = None
     block_length: Length | None = None
+    small_block_length: Length | None = None
     gen_length: Length = 128
     n: Annotated[int, Field(ge=1, le=1024)] = 1
     stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_tuple)] = ()

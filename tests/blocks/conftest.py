@@ -17,30 +17,39 @@ from jdllm.models.hf_config import config_from_hf
 from jdllm.models.visibility import key_ranges
 from jdllm.models.weights import Params
 from tests.blocks.oracle import Logits
-from tests.blocks.recorded import LLADA2, SDAR
+from tests.blocks.recorded import FAST_DLLM_V2, LLADA2, SDAR
 from tests.causal.running import Build
 from tests.engines import engine_of
+from tests.helpers import Golden
 
 EXECUTABLES = Executables("cpu")
 BUCKET = 128
 
 
+def llm_of(golden: Golden) -> LLM:
+    """Not every `config.json` states the mask, and recorded runs have ends of their own."""
+    return LLM(
+        golden.directory,
+        max_num_batched_tokens=256,
+        kv_pool="8MiB",
+        progress=False,
+        hf_overrides={"mask_token_id": golden.json("goldens")["mask_id"], "eos_token_id": None},
+    )
+
+
 @pytest.fixture(scope="package")
 def sdar() -> LLM:
-    return LLM(SDAR.directory, max_num_batched_tokens=256, kv_pool="8MiB", progress=False)
+    return llm_of(SDAR)
 
 
 @pytest.fixture(scope="package")
 def llada2() -> LLM:
-    """Neither the mask nor the end of a text is in its `config.json`, or not that of every recorded run."""
-    overrides = {"mask_token_id": LLADA2.json("goldens")["mask_id"], "eos_token_id": None}
-    return LLM(
-        LLADA2.directory,
-        max_num_batched_tokens=256,
-        kv_pool="8MiB",
-        progress=False,
-        hf_overrides=overrides,
-    )
+    return llm_of(LLADA2)
+
+
+@pytest.fixture(scope="package")
+def fast_dllm_v2() -> LLM:
+    return llm_of(FAST_DLLM_V2)
 
 
 @pytest.fixture(scope="package")

@@ -5,11 +5,21 @@ import pytest
 
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.llm import LLM
-from tests.blocks.recorded import LLADA2, OVERWRITTEN, SDAR, Run, check, llada2_runs, sdar_runs
+from tests.blocks.recorded import (
+    FAST_DLLM_V2,
+    LLADA2,
+    OVERWRITTEN,
+    SDAR,
+    Run,
+    check,
+    fast_dllm_v2_runs,
+    llada2_runs,
+    sdar_runs,
+)
 from tests.helpers import slow
 
-RUNS = {"sdar": sdar_runs(), "llada2": llada2_runs()}
-MASKS = {"sdar": SDAR.json("goldens")["mask_id"], "llada2": LLADA2.json("goldens")["mask_id"]}
+RUNS = {"sdar": sdar_runs(), "llada2": llada2_runs(), "fast_dllm_v2": fast_dllm_v2_runs()}
+MASKS = {golden.family: golden.json("goldens")["mask_id"] for golden in (SDAR, LLADA2, FAST_DLLM_V2)}
 ALONE = [(family, run) for family, runs in RUNS.items() for run in runs]
 
 
@@ -20,7 +30,11 @@ def llm(family: str, request: pytest.FixtureRequest) -> LLM:
 
 def test_all_runs_but_those_that_overwrite_their_prompt():
     cases = SDAR.json("trajectories")["cases"]
-    assert {family: len(runs) for family, runs in RUNS.items()} == {"sdar": 24, "llada2": 8}
+    assert {family: len(runs) for family, runs in RUNS.items()} == {
+        "sdar": 24,
+        "llada2": 8,
+        "fast_dllm_v2": 7,
+    }
     assert {name for name, case in cases.items() if case.get("prompt_tokens_overwritten")} == {*OVERWRITTEN}
 
 
@@ -42,11 +56,23 @@ def test_alone(llm: LLM, family: str, run: Run):
     check(output, run, MASKS[family])
 
 
-def test_what_llada2_returns(llada2: LLM):
-    """Up to the end of the text; without a history the device goes on to the end of the block."""
-    tensors = LLADA2.tensors("trajectories")
-    for run in RUNS["llada2"]:
-        sampling: SamplingParams = run.sampling.changed(return_history=False)
-        [output] = llada2.generate(prompt_token_ids=[run.prompt], sampling=sampling)
-        np.testing.assert_array_equal(output.token_ids, tensors[f"{run.name}.output"][0])
-        assert output.nfe == len(run.states)
+@pytest.mark.parametrize("family", [slow("llada2"), "fast_dllm_v2"])
+def test_answers_without_a_history(llm: LLM, family: str):
+    """The device goes on to the end of a block, also where the text ends before."""
+    for run in RUNS[family]:
+        [output] = llm.generate(
+            prompt_token_ids=[run.prompt], sampling=run.sampling.changed(return_history=False)
+        )
+        assert output.token_ids == run.output
+        assert output.nfe >= len(run.states)
+
+
+def test_pages_are_shared_where_their_last_row_foretells_a_token(fast_dllm_v2: LLM):
+    ids = np.random.default_rng(0).integers(0, 500, 128)
+    sampling = SamplingParams(gen_length=40, early_stop=False)
+    found = [fast_dllm_v2.generate(prompt_token_ids=[ids], sampling=sampling)[0] for _ in range(2)]
+    together = fast_dllm_v2.generate(prompt_token_ids=[ids[:100], ids, ids[:96]], sampling=sampling)
+    assert found[0].token_ids == found[1].token_ids == together[1].token_ids
+    for output, length in ((together[0], 100), (together[2], 96)):
+        [alone] = fast_dllm_v2.generate(prompt_token_ids=[ids[:length]], sampling=sampling)
+        assert output.token_ids == alone.token_ids

@@ -29,6 +29,7 @@ MASK = 317
         ({"transfer": "adaptive"}, "a block model has no verifier"),
         ({"presence_penalty": 1.0}, "presence_penalty is for causal models"),
         ({"block_length": 24}, "block_length is 24, expected a divisor of 64, such as 4"),
+        ({"small_block_length": 3}, "small_block_length is 3, expected a divisor of the block's 4 positions"),
         ({"block_length": 128}, "block_length is 128, expected a divisor of 64"),
         (
             {"gen_length": 10, "steps": 16},
@@ -66,10 +67,9 @@ def test_infilling_and_scores(sdar: LLM):
             call()
 
 
-@pytest.mark.parametrize("family", ["nemotron_labs_diffusion", "fast_dllm_v2"])
-def test_other_ways_of_generating(family: str):
-    with pytest.raises(ConfigError, match=f"jdllm cannot generate from {family} models yet"):
-        LLM(Golden(family).directory, max_num_batched_tokens=128, progress=False)
+def test_a_causal_context():
+    with pytest.raises(ConfigError, match="jdllm cannot generate from nemotron_labs_diffusion models yet"):
+        LLM(Golden("nemotron_labs_diffusion").directory, max_num_batched_tokens=128, progress=False)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ TAKEN: dict[str, Any] = {
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("stop_in_block", {"stop_in_block": True}),
+    ("small_block_length", {"small_block_length": 8}),
     ("steps", {"steps": 8}),
     ("block_length", {"block_length": 32}),
     ("alg", {"alg": "entropy"}),
@@ -77,7 +78,7 @@ def test_what_only_denoising_uses_is_refused(field: str, options: dict[str, Any]
     sampling = SamplingParams(**options)
     with pytest.raises(RequestError, match=rf"^{field} is for models that denoise: a causal model [^\n]+$"):
         check_causal(sampling)
-    (check_blocks if field == "stop_in_block" else check_denoising)(sampling)
+    (check_blocks if field in ("stop_in_block", "small_block_length") else check_denoising)(sampling)
 
 
 @pytest.mark.parametrize(

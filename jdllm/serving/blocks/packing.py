@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jdllm.decoding.batch import Batch
+from jdllm.decoding.rules import evaluated_apart
 from jdllm.execution.paged.parts import Storage
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.execution.paged.stored_keys import StoredKeys
@@ -14,6 +16,7 @@ from jdllm.models.config import ModelConfig
 from jdllm.models.visibility import block_range
 from jdllm.planning.ladder import Entry
 from jdllm.serving.blocks.request import BlockRequest
+from jdllm.serving.packing import head_rows, segment_params
 from jdllm.serving.part_packing import Filled, storage_of
 from jdllm.serving.pool.page_book import PageBook
 
@@ -25,12 +28,40 @@ class PackedBlocks(NamedTuple):
     - `rows`: positions and key ranges.
     - `storage`: where all rows are stored.
     - `keys`: the keys that ranges refer to; `None` for the rows' own keys.
+    - `ends`: the row behind the last one of each request.
     """
 
     tokens: np.ndarray
     rows: Rows
     storage: Storage
     keys: StoredKeys | None
+    ends: np.ndarray
+
+    @property
+    def arguments(self) -> tuple[np.ndarray, Rows, Storage, StoredKeys | None]:
+        """What the device needs to store them."""
+        return self.tokens, self.rows, self.storage, self.keys
+
+
+class PackedChoices(NamedTuple):
+    """Finished blocks of a model with shifted logits, of which some foretell the token behind them.
+
+    - `batch`: the rows; head rows are the last ones of blocks that foretell a token, plain ones first.
+    - `storage`, `keys`: as `PackedBlocks` has them.
+    - `plain`: how many head rows have no filter and are not listed.
+    - `order`: which requests the head rows belong to.
+    """
+
+    batch: Batch
+    storage: Storage
+    keys: StoredKeys | None
+    plain: np.ndarray
+    order: np.ndarray
+
+    @property
+    def arguments(self) -> tuple[Batch, Storage, StoredKeys | None, np.ndarray, None]:
+        """What the device needs; block models have no penalties."""
+        return self.batch, self.storage, self.keys, self.plain, None
 
 
 def part_of(request: BlockRequest, chunk: int) -> range:
@@ -82,4 +113,34 @@ def pack_blocks(
     nothing = Filled(tokens[:0], np.zeros((1, 1, 0), np.int64), tokens[:0])
     filled += [nothing] * (entry.segments - len(filled))
     storage = storage_of(filled, entry.rows, whole=False)
-    return PackedBlocks(tokens, Rows(positions, k_start, k_end), storage, keys)
+    return PackedBlocks(tokens, Rows(positions, k_start, k_end), storage, keys, starts[1:])
+
+
+def foretells(request: BlockRequest, part: range) -> bool:
+    """Whether the last row of a part gives the first token of the current block, which nothing else gives."""
+    return request.spec.shifted and part.stop == request.known and request.opens
+
+
+def with_choices(
+    packed: PackedBlocks,
+    requests: Sequence[BlockRequest],
+    parts: Sequence[range],
+    config: ModelConfig,
+    entry: Entry,
+) -> PackedChoices:
+    """Ask the head for the tokens behind parts that foretell one.
+
+    Arguments:
+    - `packed`: the parts, of the sizes of `entry`.
+    - `requests`, `parts`: as `pack_blocks` takes them.
+    - `config`: the model.
+    - `entry`: the sizes of the arrays.
+    """
+    chosen = [i for i, each in enumerate(zip(requests, parts, strict=True)) if foretells(*each)]
+    apart = [evaluated_apart(request.sampling) for request in requests]
+    order = np.array(sorted(chosen, key=lambda i: apart[i]), np.int64)
+    row = packed.ends[order] - 1
+    head = head_rows(row, row, order, entry)
+    batch = Batch(packed.tokens, packed.rows, head, segment_params(requests, entry, config))
+    plain = np.array(sum(not apart[i] for i in chosen), np.int32)
+    return PackedChoices(batch, packed.storage, packed.keys, plain, order)

@@ -21,9 +21,10 @@ from jdllm.serving.spec import Block, RequestSpec, check_stops, checked_ids, mas
 class BlockSpec(RequestSpec):
     """What a request asks of a block model.
 
-    - `blocks`: counted from the beginning of the prompt; the first is the one in which the prompt ends. The
-      blocks before it hold prompt only, and are stored before anything is denoised.
-    - `block_length`: positions of a block. A row sees its block and all blocks before it.
+    - `blocks`: what is denoised one after another: blocks, or parts of them (`small_block_length`). They are
+      counted from the beginning of the prompt; the prompt ends in the first.
+    - `block_length`: positions of a block that is stored at once. A row sees its block and all blocks before
+      it. Whole blocks of the prompt are stored before anything is denoised.
     """
 
     block_length: int
@@ -38,7 +39,7 @@ class BlockSpec(RequestSpec):
 
     @property
     def stored_rows(self) -> int:
-        return max(self.blocks[-1].start, 1)
+        return max(self.blocks[-1].start // self.block_length * self.block_length, 1)
 
 
 def block_spec(
@@ -62,15 +63,18 @@ def block_spec(
     """
     check_blocks(sampling)
     check_stops(sampling, config, decode)
-    prompt, mask_id = checked_ids(prompt, config, may_be_empty=True), mask_id_of(config)
-    without_masks(prompt, sampling, mask_id)
+    shifted, mask_id = config.logits_shift, mask_id_of(config)
+    prompt = checked_ids(prompt, config, may_be_empty=not shifted)
+    without_masks(prompt, sampling.changed(prompt_masks="error") if shifted else sampling, mask_id)
     length = _block_length(sampling, config)
+    small = _small_block_length(sampling, length)
     masks = min(sampling.max_tokens or sampling.gen_length, sampling.gen_length)
-    table = step_table(sampling, length, _steps(sampling, length), length)
+    table = step_table(sampling, small, _steps(sampling, small), small)
     stop = len(prompt) + masks
-    starts = range(len(prompt) // length * length, stop, length)
-    blocks = tuple(Block(at, at + length, at + length - max(at, len(prompt)), table) for at in starts)
-    tokens = np.concatenate([prompt, np.full(blocks[-1].stop - len(prompt), mask_id, np.int32)])
+    starts = range(len(prompt) // small * small, stop, small)
+    blocks = tuple(Block(at, at + small, at + small - max(at, len(prompt)), table) for at in starts)
+    seen = -(-stop // length) * length
+    tokens = np.concatenate([prompt, np.full(seen - len(prompt), mask_id, np.int32)])
     tokens.setflags(write=False)
     return BlockSpec(
         prompt=prompt,
@@ -79,7 +83,7 @@ def block_spec(
         returned=slice(len(prompt), stop),
         sampling=sampling,
         mask_id=mask_id,
-        shifted=config.logits_shift,
+        shifted=shifted,
         stop_ids=(*config.stop_ids, *sampling.stop_token_ids),
         decode=decode,
         segment=segment_row(sampling, config),
@@ -97,6 +101,16 @@ def _block_length(sampling: SamplingParams, config: ModelConfig) -> int:
             " which config.json states or implies"
         )
     return length
+
+
+def _small_block_length(sampling: SamplingParams, length: int) -> int:
+    """Positions that are filled before the next ones: those of a block, unless the request says less."""
+    small = sampling.small_block_length or length
+    if length % small:
+        raise RequestError(
+            f"small_block_length is {small}, expected a divisor of the block's {length} positions"
+        )
+    return small
 
 
 def _steps(sampling: SamplingParams, length: int) -> int:
@@ -118,13 +132,12 @@ class BlockRequest(Request):
     - `known`: tokens of finished blocks, those of the prompt included.
     - `computed`: how many of these are stored. The current block is denoised when all are.
     - `found`: how many were stored already when it was admitted.
-    - `forwarded`: the positions of the current block, which each of its steps evaluates.
+    - `forwarded`: the positions of the block that is being filled, which each of its steps evaluates.
     """
 
     def __init__(self, spec: BlockSpec, id: int = 0):
         self.block_length = spec.block_length
-        self.known = spec.blocks[0].start
-        self.computed = self.found = 0
+        self.known = self.computed = self.found = 0
         super().__init__(spec, id)
         # Rows of blocks of another length see other rows.
         self.content = np.array([spec.block_length], np.int32).tobytes()
@@ -134,6 +147,11 @@ class BlockRequest(Request):
     def denoises(self) -> bool:
         """Whether the next step denoises; before it, finished blocks have to be stored."""
         return self.computed == self.known
+
+    @property
+    def opens(self) -> bool:
+        """Whether the first token behind the finished blocks is masked."""
+        return bool(self.tokens[self.known] == self.mask_id)
 
     def masked(self) -> np.ndarray:
         start = self.block.start
@@ -152,7 +170,7 @@ class BlockRequest(Request):
         self.computed = self.stored = 0
 
     def sequences(self) -> Iterator[np.ndarray]:
-        yield self.tokens[: self.block.stop]
+        yield self.tokens[: self.known + self.block_length]
 
     def _commit(
         self,
@@ -163,16 +181,23 @@ class BlockRequest(Request):
         logprobs: np.ndarray,
         likeliest: np.ndarray | None,
     ) -> None:
+        if self.spec.shifted and self.known in positions:
+            self.block_step -= 1  # the block before has given its first token: no step of its own
         super()._commit(count, step, positions, tokens, logprobs, likeliest)
         if not self.finished:
             self._enter()
 
     def _enter(self) -> None:
-        self.known = self.block.start
-        self.forwarded = np.arange(self.block.start, self.block.stop)
+        self.known = self.block.start // self.block_length * self.block_length
+        self.forwarded = np.arange(self.known, self.known + self.block_length)
 
     def advance_many(self, positions: np.ndarray, steps: Steps) -> None:
-        """Take in several steps, up to the one that completes the text where this ends the request."""
+        """Take in several steps, up to the one that completes the text where this ends the request.
+
+        Where a block was stored that foretells nothing there is no step.
+        """
+        if not len(positions):
+            return
         if not self.sampling.stop_in_block:
             super().advance_many(positions, steps)
             return

@@ -1,29 +1,45 @@
 """Runs block models: finished blocks are stored, and the block behind them is denoised against these."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from jdllm.compiling.executables import Program
 from jdllm.decoding.blocks import store_blocks
+from jdllm.decoding.causal import prefill
+from jdllm.decoding.encoded_trace import Steps, encoding
+from jdllm.decoding.encoded_trace import decode as decoded
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.execution.paged.pool import PAGE_ROWS
+from jdllm.pallas.masked_logits import Level
 from jdllm.planning.buckets import power_bucket
 from jdllm.planning.ladder import CausalLadder, Entry, Ladder, Sizes, prefill_chunk
 from jdllm.serving.ahead import told_by_table
 from jdllm.serving.background import Background
-from jdllm.serving.blocks.packing import PackedBlocks, pack_blocks, pages_of, part_of
+from jdllm.serving.blocks.packing import (
+    PackedBlocks,
+    PackedChoices,
+    foretells,
+    pack_blocks,
+    pages_of,
+    part_of,
+    with_choices,
+)
 from jdllm.serving.blocks.request import BlockRequest, block_spec
 from jdllm.serving.demands import Demand, Kind, Life
 from jdllm.serving.denoise.cached_packing import reuse_demand
 from jdllm.serving.denoise.cached_runner import CachedRunner
 from jdllm.serving.launch import Launch, Stored
+from jdllm.serving.next_tokens import by_request, spread
 from jdllm.serving.on_device import OnDevice
 from jdllm.serving.part_runner import Need, Packed, PartRunner
+from jdllm.serving.pool.page_book import PageBook
 from jdllm.serving.request import Request, of_class
 from jdllm.serving.spec import RequestSpec
+
+_store = encoding(prefill)
 
 
 class BlockRunner:
@@ -61,7 +77,7 @@ class BlockRunner:
             needs = reuse_demand(asked, PAGE_ROWS)
             return Demand(Kind.REUSE, *needs, asked.steps_left, told_by_table(asked))
         part = part_of(asked, self.chunk)
-        return Demand(Kind.PREFILL, len(part), 0, pages_of(part.stop))
+        return Demand(Kind.PREFILL, len(part), int(foretells(asked, part)), pages_of(part.stop))
 
     def store(self, requests: list[Request], max_steps: int) -> Launch:
         """Pack finished blocks of each request; `max_steps` does not matter."""
@@ -70,20 +86,26 @@ class BlockRunner:
         stored, rows = any(part.start > 0 for part in parts), sum(map(len, parts))
         entries = power_bucket(sum(pages_of(part.stop) for part in parts), self._usual) if stored else None
 
-        def packed(entry: Entry) -> Packed[PackedBlocks]:
-            batch = pack_blocks(asked, parts, self._config, self._pool.book, entry, entries)
+        def packed(entry: Entry) -> Packed[PackedBlocks | PackedChoices]:
+            batch = self._packed(asked, parts, self._pool.book, entry, entries)
             return Packed(batch, self._program(batch, entry))
 
-        chosen = self._parts.choose(self._sizes[stored], packed, Need(rows, 0, len(asked)))
+        chosen = self._parts.choose(self._sizes[stored], packed, Need(rows, len(asked), len(asked)))
+        counts = [int(foretells(*each)) for each in zip(asked, parts, strict=True)]
 
         def run() -> Any:
             return self._pool.run(chosen.executable, *chosen.arguments[:-1], writes=True)
 
+        def take(found: Any) -> Steps | int:
+            if not isinstance(chosen.batch, PackedChoices):
+                return 1
+            return spread(by_request(decoded(found), chosen.batch.order, len(asked)), counts)
+
         return Launch(
             run,
-            [np.zeros(0, np.int64)] * len(asked),
+            [np.arange(r.known, r.known + count) for r, count in zip(asked, counts, strict=True)],
             [Stored(np.arange(0), part.stop) for part in parts],
-            lambda _: 1,
+            take,
             chosen.entry.rows,
         )
 
@@ -94,7 +116,7 @@ class BlockRunner:
         pool = self._pool.book.allocate(request.id, 2)
         for entry in self._entries:
             for entries in (None, self._usual):
-                packed = pack_blocks([request], [range(1)], self._config, pool, entry, entries)
+                packed = self._packed([request], [range(1)], pool, entry, entries)
                 yield self._program(packed, entry)
         yield from self._steps.programs()
 
@@ -105,7 +127,22 @@ class BlockRunner:
             sizes.compiled.update(self._entries)
         self._steps.warm()
 
-    def _program(self, batch: PackedBlocks, entry: Entry) -> Program:
-        arguments = self._params, *batch, self._pool.abstract
-        name = f"storing of {entry.rows} rows"
-        return Program(store_blocks, arguments, {"config": self._config}, donate=("pool",), name=name)
+    def _packed(
+        self,
+        asked: Sequence[BlockRequest],
+        parts: Sequence[range],
+        pool: PageBook,
+        entry: Entry,
+        entries: int | None,
+    ) -> PackedBlocks | PackedChoices:
+        packed = pack_blocks(asked, parts, self._config, pool, entry, entries)
+        if not self._config.logits_shift:
+            return packed
+        return with_choices(packed, asked, parts, self._config, entry)
+
+    def _program(self, batch: PackedBlocks | PackedChoices, entry: Entry) -> Program:
+        arguments = self._params, *batch.arguments, self._pool.abstract
+        name, static = f"storing of {entry.rows} rows", {"config": self._config}
+        if isinstance(batch, PackedBlocks):
+            return Program(store_blocks, arguments, static, donate=("pool",), name=name)
+        return Program(_store, arguments, static | {"level": Level.FILTERED}, donate=("pool",), name=name)

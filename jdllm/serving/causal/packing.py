@@ -9,7 +9,6 @@ from jdllm.arrays import padded
 from jdllm.decoding.batch import Batch, SegmentParams
 from jdllm.decoding.causal import Reads, Sequences
 from jdllm.decoding.causal_sampling import PENALTIES, penalties_of
-from jdllm.decoding.encoded_trace import Steps
 from jdllm.decoding.penalty import Penalty
 from jdllm.decoding.rules import evaluated_apart
 from jdllm.execution.paged.parts import Storage
@@ -190,28 +189,6 @@ def next_of(
 ) -> tuple[SegmentParams, np.ndarray, Penalty | None]:
     """What the next token of one request needs: `segments`, `plain` and `penalty`."""
     return segment_params([request], entry, config), _plain([request]), _penalty([request], entry, config)
-
-
-def by_request(found: Steps, order: np.ndarray, requests: int) -> Steps:
-    """The columns of a trace in the order of the requests; nothing is committed for those without one."""
-    place = np.full(requests, -1)
-    place[order] = np.arange(len(order))
-    columns = Steps(*(x[:, place] for x in found))
-    return columns._replace(committed=columns.committed & (place >= 0))
-
-
-def spread(found: Steps, counts: Sequence[int]) -> Steps:
-    """A trace with a column for each token that a request may get, from one with a column for each request.
-
-    Arguments:
-    - `counts`: columns of each request; the token of step i is in the i-th.
-    """
-    owner = np.repeat(np.arange(len(counts)), counts)
-    turn = np.concatenate([np.arange(count) for count in counts])
-    own = np.arange(len(found.tokens))[:, None] == turn
-    tokens, committed, logprobs, likeliest = (x[:, owner] for x in found)
-    logprobs = np.where(own, logprobs, np.float32(0))
-    return Steps(np.where(own, tokens, 0), committed & own, logprobs, likeliest)
 
 
 def _plain(requests: Sequence[CausalRequest]) -> np.ndarray:

@@ -23,19 +23,18 @@ from jdllm.serving.causal.layered_runner import LayeredRunner
 from jdllm.serving.causal.packing import (
     PackedPrompts,
     PackedSequences,
-    by_request,
     pack_prompts,
     pack_sequences,
     pages_of,
     pages_read,
     part_of,
     penalised,
-    spread,
     usual_entries,
 )
 from jdllm.serving.causal.request import CausalRequest, causal_spec
 from jdllm.serving.demands import Demand, Kind, Life
 from jdllm.serving.launch import Launch, Stored
+from jdllm.serving.next_tokens import by_request, spread
 from jdllm.serving.on_device import OnDevice
 from jdllm.serving.part_runner import Chosen, Need, Packed, PartRunner
 from jdllm.serving.pool.page_book import PageBook

@@ -31,7 +31,6 @@ def mode_of(config: ModelConfig) -> Mode:
     needs = config.attention
     if needs == "block_causal":
         needs += " with a causal context" if config.causal_context else ""
-        needs += " with shifted logits" if config.logits_shift else ""
     if needs not in MODES:
         raise ConfigError(
             f"jdllm cannot generate from {config.family} models yet: it has no way of generating for"
