@@ -40,12 +40,19 @@ IN_ORDER: dict[str, dict[str, Any]] = {
     "drawn": {"temperature": 0.8, "seed": 3},
     "penalised": {"repetition_penalty": 1.3, "presence_penalty": 0.5},
 }
+IN_BLOCKS: dict[str, dict[str, Any]] = {
+    "schedule": {},
+    "dynamic": {"transfer": "dynamic", "threshold": 0.3},
+    "filtered": {"temperature": 0.8, "seed": 3, "top_k": 20},
+}
 
 
 def tokens_of(llm: LLM, wanted: str) -> dict[str, list[list[int]]]:
     """The tokens of each case: of three requests in company, or of a question over a long context."""
     if llm.config.in_order:
         sampling, cases = llm.default_sampling().changed(max_tokens=12, early_stop=False), IN_ORDER
+    elif llm.config.in_parts:
+        sampling, cases = llm.default_sampling().changed(max_tokens=12, early_stop=False), IN_BLOCKS
     else:
         given = {"gen_length": 16, "block_length": 8, "steps": 16, "early_stop": False}
         sampling, cases = llm.default_sampling().changed(**given), DENOISED
@@ -54,7 +61,7 @@ def tokens_of(llm: LLM, wanted: str) -> dict[str, list[list[int]]]:
         name: llm.generate(prompt_token_ids=PROMPTS, sampling=sampling.changed(**case))
         for name, case in chosen.items()
     }
-    if wanted == "all" and not llm.config.in_order:
+    if wanted == "all" and not llm.config.in_parts:
         chunks = {"chunk_length": 32, "chunks_kept": 2, "tokens_kept": 8, "bos_id": 506}
         found |= {
             name: llm.generate(CONTEXT, sampling=sampling.changed(prefilling=chunks | case))

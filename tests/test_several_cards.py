@@ -39,6 +39,7 @@ def on_cards(family: str, cases: str, *counts: int) -> list[dict[str, Any]]:
         slow("dream", "all", (1, 2)),
         slow("llada_moe", CASES, (1, 4)),
         slow("llama", "all", (1, 2)),
+        slow("sdar", "all", (1, 2)),
         slow("demo", CASES, (1, 8)),
     ],
 )

@@ -134,6 +134,12 @@ def test_blocks_are_stored_beside_other_requests_steps(build: Build, config: Mod
     check(requests, logits_of)
 
 
+def test_steps_go_ahead_where_clients_share_the_engine(build: Build, config: ModelConfig, logits_of: Logits):
+    engine = build()
+    engine.scheduler.share()
+    check(run(engine, [block_spec(prompt(60 + i, i), FREE, config) for i in range(3)]), logits_of)
+
+
 def test_text_ends_with_its_block(sdar: LLM):
     sampling = FREE.changed(gen_length=40, return_history=False)
     [whole] = sdar.generate(prompt_token_ids=[prompt(20)], sampling=sampling)

@@ -1,0 +1,71 @@
+"""Completions and chats of a block model, whole and streamed."""
+
+from collections.abc import Iterator
+
+import pytest
+from fastapi.testclient import TestClient
+
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.llm import LLM
+from tests.api.sse import events
+from tests.api.words_server import served
+from tests.causal_texts import words, write_speaking
+from tests.conftest import BUDGET, KV_POOL
+
+PROMPT = [5, 17, 300, 44, 120]
+ASKED = {
+    "max_tokens": 12,
+    "block_length": 8,
+    "small_block_length": 4,
+    "transfer": "threshold",
+    "threshold": 0.3,
+}
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    directory = write_speaking(tmp_path_factory.mktemp("speaking"), "fast_dllm_v2", "none")
+    sizes = {"max_num_batched_tokens": BUDGET, "kv_pool": KV_POOL}
+    with LLM(directory, dtype="float32", hf_overrides={"mask_token_id": 509}, **sizes) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def client(llm: LLM) -> Iterator[TestClient]:
+    with served(llm) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def text(llm: LLM) -> str:
+    [output] = llm.generate(prompt_token_ids=[PROMPT], sampling=SamplingParams(**ASKED))
+    assert len(output.token_ids) == 12
+    return f" {words(*output.token_ids)}"
+
+
+def test_a_completion_is_what_the_library_gives(client: TestClient, text: str):
+    answer = client.post("/v1/completions", json={"prompt": PROMPT, "logprobs": 1, **ASKED}).json()
+    [choice] = answer["choices"]
+    assert choice["text"] == text
+    assert len(choice["logprobs"]["token_logprobs"]) == 12
+    assert answer["usage"]["completion_tokens"] == 12
+
+
+def test_a_stream_has_the_same_text(client: TestClient, text: str):
+    body = {"prompt": words(*PROMPT), "stream": True, **ASKED}
+    told = events(client.post("/v1/completions", json=body).text)
+    assert "".join(part["choices"][0]["text"] for _, part in told) == text
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "told"),
+    [
+        ("/v1/completions", {"prompt": PROMPT, "cache": "dual"}, "leave cache at 'none'"),
+        ("/v1/completions", {"prompt": PROMPT, "suffix": "w5"}, "a block model sees nothing behind a block"),
+    ],
+    ids=["cache", "suffix"],
+)
+def test_what_it_does_not_do_is_refused(client: TestClient, route: str, body: dict[str, object], told: str):
+    answer = client.post(route, json=body)
+    assert answer.status_code == 400
+    assert told in answer.json()["error"]["message"]
