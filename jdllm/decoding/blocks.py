@@ -3,9 +3,8 @@
 import numpy as np
 from jaxtyping import Array, Float
 
-from jdllm.execution.paged.parts import PackedParts, Storage, forward_parts
+from jdllm.execution.paged.parts import PackedParts, Seen, Storage, forward_parts, seeing
 from jdllm.execution.paged.pool import KvArrays
-from jdllm.execution.paged.stored_keys import StoredKeys
 from jdllm.execution.transformer import Wanted
 from jdllm.models.block import RowInts, Rows
 from jdllm.models.config import ModelConfig
@@ -17,7 +16,7 @@ def store_blocks(
     tokens: RowInts,
     rows: Rows,
     storage: Storage,
-    keys: StoredKeys | None,
+    seen: Seen,
     pool: KvArrays,
     *,
     config: ModelConfig,
@@ -27,10 +26,9 @@ def store_blocks(
     Arguments:
     - `params`: stacked weights.
     - `tokens`: int32 ids of the packed rows.
-    - `rows`: their positions and key ranges; with `keys`, ranges count in the rows of `keys`.
+    - `rows`: their positions and key ranges.
     - `storage`: where the rows are stored.
-    - `keys`: the stored keys that ranges refer to, the rows' own among them; `None` where all see only rows
-      of this evaluation.
+    - `seen`: which stored rows they see.
     - `pool`: keys and values of all requests, written in place: donate it.
     - `config`: the model; static.
 
@@ -39,7 +37,7 @@ def store_blocks(
     """
     # Of the last layer only keys and values are needed: one row is the least that it evaluates besides.
     wanted = Wanted(np.zeros(1, np.int32), np.zeros(1, bool))
-    parts = PackedParts(tokens, rows, None, None, storage, wanted, keys)
+    parts = seeing(PackedParts(tokens, rows, None, None, storage, wanted), seen)
     hidden, written = forward_parts(params, config, parts, pool)
     assert written is not None
     return hidden[0, :1], written

@@ -14,7 +14,7 @@ from jdllm.decoding.penalty import Penalty
 from jdllm.decoding.unseen import padded, taken
 from jdllm.execution.few_rows.chain import chain_operands, chains
 from jdllm.execution.paged.decode import Place, Window, chain_rows, forward_decode, forward_decode_chained
-from jdllm.execution.paged.parts import PackedParts, Storage, forward_parts
+from jdllm.execution.paged.parts import PackedParts, Seen, Storage, forward_parts, seeing
 from jdllm.execution.paged.pool import PAGE_ROWS, SCRATCH_PAGE, KvArrays
 from jdllm.execution.paged.stored_keys import StoredKeys
 from jdllm.execution.transformer import Wanted
@@ -72,7 +72,7 @@ def prefill(
     params: Params,
     batch: Batch,
     storage: Storage,
-    keys: StoredKeys | None,
+    seen: Seen,
     plain: Int[Tensor, ""],
     penalty: Penalty | None,
     pool: KvArrays,
@@ -84,7 +84,7 @@ def prefill(
 
     Arguments:
     - `batch`: the parts; the head rows are the last ones of prompts that end, plain ones first.
-    - `storage`, `keys`: what the parts store, and the stored keys that their ranges refer to.
+    - `storage`, `seen`: what the parts store, and which stored rows they see.
     - `pool`: keys and values of all requests.
     - `plain`: how many head rows have no filter and are not listed.
     - `penalty`: of the ids that the prompts hold; `None` where no segment has one.
@@ -96,7 +96,7 @@ def prefill(
     head = HeadRows(*(jnp.asarray(x) for x in batch.head))
     live = jnp.asarray(head.segment) < batch.segments.step.shape[0]
     wanted = Wanted(head.row, live)
-    parts = PackedParts(batch.tokens, batch.rows, None, None, storage, wanted, keys)
+    parts = seeing(PackedParts(batch.tokens, batch.rows, None, None, storage, wanted), seen)
     hidden, written = forward_parts(params, config, parts, pool)
     assert written is not None
     positions = jnp.asarray(batch.rows.positions)[head.row] + 1

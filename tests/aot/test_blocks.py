@@ -16,7 +16,7 @@ from jdllm.models.weights import abstract_params
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.aot import compile_for
 from jdllm.planning.ladder import Entry
-from jdllm.serving.blocks.packing import pack_blocks, with_choices
+from jdllm.serving.blocks.packing import Form, pack_blocks, with_choices
 from jdllm.serving.blocks.request import BlockRequest, block_spec
 from jdllm.serving.pool.kv_pool import KvPool
 
@@ -37,12 +37,12 @@ def asked(config: ModelConfig) -> tuple[list[BlockRequest], list[range], KvPool]
     return requests, [range(1024 + 32 * (i % 2), 1056 + 32 * (i % 2)) for i in range(COUNT)], pool
 
 
-@pytest.mark.parametrize("shifted", [False, True])
-def test_blocks_are_stored_in_place(shifted: bool):
+@pytest.mark.parametrize(("shifted", "tiled"), [(False, True), (False, False), (True, True)])
+def test_blocks_are_stored_in_place(shifted: bool, tiled: bool):
     config = dataclasses.replace(CONFIG, logits_shift=shifted)
     requests, parts, pool = asked(config)
     entry = Entry(1024, COUNT, COUNT, 1)
-    packed = pack_blocks(requests, parts, config, pool.book, entry, 1024)
+    packed = pack_blocks(requests, parts, config, pool.book, entry, Form(tiled, entries=4096))
     static: dict[str, Any] = {"config": config}
     function, arguments = store_blocks, packed.arguments
     if shifted:

@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jdllm.compiling.executables import Executables
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.llm import LLM
 from jdllm.models.config import ModelConfig
+from jdllm.models.weights import Params
 from jdllm.outputs import RequestOutput
 from jdllm.serving.blocks.request import BlockRequest, BlockSpec, block_spec
 from jdllm.serving.demands import Kind
@@ -19,7 +21,7 @@ from tests.blocks import oracle
 from tests.blocks.oracle import Logits
 from tests.causal.running import Build
 from tests.decoding.slow_rules import Rule
-from tests.engines import finish
+from tests.engines import engine_of, finish
 
 FREE = SamplingParams(gen_length=16, block_length=8, early_stop=False, return_history=True)
 
@@ -158,3 +160,15 @@ def test_sampling_for_all_blocks(sdar: LLM):
     [output] = sdar.generate(prompt_token_ids=[prompt(9)], sampling=inside)
     [whole] = sdar.generate(prompt_token_ids=[prompt(9)], sampling=beyond)
     assert output.token_ids == whole.token_ids[:6]
+
+
+@pytest.mark.slow
+def test_nothing_compiles_after_a_warm_up(params: Params, config: ModelConfig):
+    executables = Executables("cpu")
+    engine = engine_of(params, config, executables, 64, pages=20)
+    engine.warm()
+    compiled = executables.compiled
+    sampling = [FREE, FREE.changed(transfer="dynamic", temperature=1.0, top_k=5)]
+    run(engine, [block_spec(prompt(40 * i + 3), one, config) for i, one in enumerate(sampling * 2)])
+    assert executables.compiled == compiled
+    engine.close()

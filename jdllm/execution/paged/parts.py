@@ -62,6 +62,18 @@ class PackedParts(NamedTuple):
     keys: StoredKeys | None = None
 
 
+Seen = StoredKeys | PageTable | None
+"""Stored rows that parts see: keys that their ranges refer to, their own among them; the pages that each tile
+of them sees beside the rows of its ranges; or none beside these."""
+
+
+def seeing(parts: PackedParts, seen: Seen) -> PackedParts:
+    """The parts, which see stored rows too."""
+    if isinstance(seen, PageTable):
+        return parts._replace(table=seen)
+    return parts._replace(keys=seen)
+
+
 class PartRows(NamedTuple):
     """Rows of parts, which are stored and see what `parts` says: a `Sees`.
 

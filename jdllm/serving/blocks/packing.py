@@ -6,15 +6,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jdllm.arrays import padded
 from jdllm.decoding.batch import Batch
 from jdllm.decoding.rules import evaluated_apart
-from jdllm.execution.paged.parts import Storage
+from jdllm.execution.paged.parts import Seen, Storage
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.execution.paged.stored_keys import StoredKeys
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.visibility import block_range
-from jdllm.planning.ladder import Entry
+from jdllm.planning.ladder import TILE_ROWS, Entry
 from jdllm.serving.blocks.request import BlockRequest
 from jdllm.serving.packing import head_rows, segment_params
 from jdllm.serving.part_packing import Filled, storage_of
@@ -27,41 +28,41 @@ class PackedBlocks(NamedTuple):
     - `tokens`: int32 ids.
     - `rows`: positions and key ranges.
     - `storage`: where all rows are stored.
-    - `keys`: the keys that ranges refer to; `None` for the rows' own keys.
+    - `seen`: which stored rows they see.
     - `ends`: the row behind the last one of each request.
     """
 
     tokens: np.ndarray
     rows: Rows
     storage: Storage
-    keys: StoredKeys | None
+    seen: Seen
     ends: np.ndarray
 
     @property
-    def arguments(self) -> tuple[np.ndarray, Rows, Storage, StoredKeys | None]:
+    def arguments(self) -> tuple[np.ndarray, Rows, Storage, Seen]:
         """What the device needs to store them."""
-        return self.tokens, self.rows, self.storage, self.keys
+        return self.tokens, self.rows, self.storage, self.seen
 
 
 class PackedChoices(NamedTuple):
     """Finished blocks of a model with shifted logits, of which some foretell the token behind them.
 
     - `batch`: the rows; head rows are the last ones of blocks that foretell a token, plain ones first.
-    - `storage`, `keys`: as `PackedBlocks` has them.
+    - `storage`, `seen`: as `PackedBlocks` has them.
     - `plain`: how many head rows have no filter and are not listed.
     - `order`: which requests the head rows belong to.
     """
 
     batch: Batch
     storage: Storage
-    keys: StoredKeys | None
+    seen: Seen
     plain: np.ndarray
     order: np.ndarray
 
     @property
-    def arguments(self) -> tuple[Batch, Storage, StoredKeys | None, np.ndarray, None]:
+    def arguments(self) -> tuple[Batch, Storage, Seen, np.ndarray, None]:
         """What the device needs; block models have no penalties."""
-        return self.batch, self.storage, self.keys, self.plain, None
+        return self.batch, self.storage, self.seen, self.plain, None
 
 
 def part_of(request: BlockRequest, chunk: int) -> range:
@@ -74,13 +75,35 @@ def pages_of(rows: int) -> int:
     return -(-rows // PAGE_ROWS)
 
 
+class Form(NamedTuple):
+    """How parts are laid out.
+
+    - `tiled`: the rows of each request fill whole tiles, which see its stored rows page by page. Otherwise
+      stored rows are gathered, for which they may be few, or each is seen by many.
+    - `entries`: of the table of these pages, `None` where nothing is stored before any part.
+    """
+
+    tiled: bool
+    entries: int | None
+
+
+def is_short(part: range) -> bool:
+    """Whether a part is a block, or little more, behind stored rows."""
+    return part.start > 0 and len(part) <= PAGE_ROWS
+
+
+def tiles_of(part: range) -> int:
+    """Tiles that the rows of a part fill."""
+    return -(-len(part) // TILE_ROWS)
+
+
 def pack_blocks(
     requests: Sequence[BlockRequest],
     parts: Sequence[range],
     config: ModelConfig,
     pool: PageBook,
     entry: Entry,
-    entries: int | None,
+    form: Form,
 ) -> PackedBlocks:
     """Lay out a part of each request, one after another.
 
@@ -90,22 +113,21 @@ def pack_blocks(
     - `config`: the model.
     - `pool`: the pages of the requests.
     - `entry`: the sizes of the arrays.
-    - `entries`: pages that are read, at most, where a part does not begin at the first token of its request;
-      `None` where all do.
+    - `form`: how parts are laid out.
     """
     tokens, positions, k_start, k_end = (np.zeros(entry.rows, np.int32) for _ in range(4))
-    starts, keys, filled = np.cumsum([0, *map(len, parts)]), None, []
-    bases = starts
-    if entries is not None:
-        table = pool.page_table([r.id for r in requests], [part.stop for part in parts], entries)
-        keys, bases = StoredKeys(table.pages, table.valid), PAGE_ROWS * np.asarray(table.first)
-    for request, part, start, base in zip(requests, parts, starts, bases, strict=False):
+    lengths = np.array([tiles_of(part) * TILE_ROWS if form.tiled else len(part) for part in parts])
+    starts, filled = np.cumsum(lengths) - lengths, []
+    seen, bases = _seen(requests, parts, pool, entry, form)
+    bases = starts - [part.start for part in parts] if bases is None else bases
+    for request, part, start, base in zip(requests, parts, starts, bases, strict=True):
         rows = slice(start, start + len(part))
         tokens[rows] = request.tokens[part.start : part.stop]
         positions[rows] = part
         own = dataclasses.replace(config, block_length=request.block_length)
         first, end = block_range(own, positions[rows], part.stop)
-        k_start[rows], k_end[rows] = base + first, base + end
+        k_start[rows] = base + (part.start if form.tiled else first)
+        k_end[rows] = base + end
         pages = pool.pages_of(request.id)[part.start // PAGE_ROWS : pages_of(part.stop)]
         source = np.arange(rows.start, rows.stop)[None, None]
         filled.append(Filled(pages, source, positions[rows], part.start % PAGE_ROWS))
@@ -113,7 +135,24 @@ def pack_blocks(
     nothing = Filled(tokens[:0], np.zeros((1, 1, 0), np.int64), tokens[:0])
     filled += [nothing] * (entry.segments - len(filled))
     storage = storage_of(filled, entry.rows, whole=False)
-    return PackedBlocks(tokens, Rows(positions, k_start, k_end), storage, keys, starts[1:])
+    ends = starts + [len(part) for part in parts]
+    return PackedBlocks(tokens, Rows(positions, k_start, k_end), storage, seen, ends)
+
+
+def _seen(
+    requests: Sequence[BlockRequest], parts: Sequence[range], pool: PageBook, entry: Entry, form: Form
+) -> tuple[Seen, np.ndarray | None]:
+    """The stored rows that parts see and, where ranges refer to them, where those of each request begin."""
+    ids, entries = [request.id for request in requests], form.entries
+    if entries is None:
+        return None, None
+    if not form.tiled:
+        table = pool.page_table(ids, [part.stop for part in parts], entries)
+        return StoredKeys(table.pages, table.valid), PAGE_ROWS * np.asarray(table.first)[:-1]
+    owner = np.repeat(np.arange(len(parts)), list(map(tiles_of, parts))).tolist()
+    table = pool.page_table([ids[i] for i in owner], [parts[i].start for i in owner], entries)
+    first = np.asarray(table.first)
+    return table._replace(first=padded(first, entry.rows // TILE_ROWS + 1, int(first[-1]))), None
 
 
 def foretells(request: BlockRequest, part: range) -> bool:
@@ -143,4 +182,4 @@ def with_choices(
     head = head_rows(row, row, order, entry)
     batch = Batch(packed.tokens, packed.rows, head, segment_params(requests, entry, config))
     plain = np.array(sum(not apart[i] for i in chosen), np.int32)
-    return PackedChoices(batch, packed.storage, packed.keys, plain, order)
+    return PackedChoices(batch, packed.storage, packed.seen, plain, order)

@@ -15,16 +15,19 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.buckets import power_bucket
-from jdllm.planning.ladder import CausalLadder, Entry, Ladder, Sizes, prefill_chunk
+from jdllm.planning.ladder import TILE_ROWS, CausalLadder, Entry, Ladder, Sizes, prefill_chunk
 from jdllm.serving.ahead import told_by_table
 from jdllm.serving.background import Background
 from jdllm.serving.blocks.packing import (
+    Form,
     PackedBlocks,
     PackedChoices,
     foretells,
+    is_short,
     pack_blocks,
     pages_of,
     part_of,
+    tiles_of,
     with_choices,
 )
 from jdllm.serving.blocks.request import BlockRequest, block_spec
@@ -47,8 +50,9 @@ class BlockRunner:
 
     Arguments:
     - `model`: the model on its device.
-    - `ladder`: the sizes of steps that denoise; its refreshes are not used.
-    - `stores`: the sizes of parts that store, of `CausalLadder.prefill`.
+    - `ladder`: the sizes of steps that denoise, and of parts that store blocks behind stored rows; its
+      refreshes are not used.
+    - `stores`: the sizes of other parts that store, of `CausalLadder.prefill`.
     - `background`: compiles sizes that fit better than those that serve now.
 
     - `chunk`: tokens of a prompt that one part stores at most, whole pages.
@@ -57,9 +61,11 @@ class BlockRunner:
 
     def __init__(self, model: OnDevice, ladder: Ladder, stores: CausalLadder, background: Background):
         self._params, self._config, self._executables, account, self._pool = model
-        self._entries = stores.prefill
+        self._entries = {False: stores.prefill, True: ladder.reuse}
         self._parts = PartRunner(model, background)
-        self._sizes = {stored: Sizes(self._entries) for stored in (False, True)}
+        self._sizes = {
+            kind: Sizes(self._entries[kind[0]]) for kind in ((False, False), (False, True), (True, True))
+        }
         self._usual = pages_of(account.rows) + PAGE_ROWS
         without = dataclasses.replace(ladder, refresh=(), refresh_any=())
         self._steps = CachedRunner(model, without, background)
@@ -77,20 +83,30 @@ class BlockRunner:
             needs = reuse_demand(asked, PAGE_ROWS)
             return Demand(Kind.REUSE, *needs, asked.steps_left, told_by_table(asked))
         part = part_of(asked, self.chunk)
-        return Demand(Kind.PREFILL, len(part), int(foretells(asked, part)), pages_of(part.stop))
+        chosen, tiles = int(foretells(asked, part)), tiles_of(part)
+        if is_short(part):
+            return Demand(Kind.PREFILL, tiles * TILE_ROWS, chosen, tiles * pages_of(part.stop))
+        return Demand(Kind.PREFILL, len(part), chosen, pages_of(part.stop))
 
     def store(self, requests: list[Request], max_steps: int) -> Launch:
         """Pack finished blocks of each request; `max_steps` does not matter."""
         asked = of_class(BlockRequest, requests)
         parts = [part_of(request, self.chunk) for request in asked]
-        stored, rows = any(part.start > 0 for part in parts), sum(map(len, parts))
-        entries = power_bucket(sum(pages_of(part.stop) for part in parts), self._usual) if stored else None
+        tiles, entries = sum(map(tiles_of, parts)), None
+        tiled = all(map(is_short, parts)) and tiles * TILE_ROWS <= self._entries[True][-1].rows
+        if tiled:
+            entries = sum(tiles_of(part) * pages_of(part.start) for part in parts)
+        elif any(part.start > 0 for part in parts):
+            entries = sum(pages_of(part.stop) for part in parts)
+        rows = tiles * TILE_ROWS if tiled else sum(map(len, parts))
 
         def packed(entry: Entry) -> Packed[PackedBlocks | PackedChoices]:
-            batch = self._packed(asked, parts, self._pool.book, entry, entries)
+            form = self._form(entry, tiled=tiled, entries=entries)
+            batch = self._packed(asked, parts, self._pool.book, entry, form)
             return Packed(batch, self._program(batch, entry))
 
-        chosen = self._parts.choose(self._sizes[stored], packed, Need(rows, len(asked), len(asked)))
+        sizes = self._sizes[tiled, entries is not None]
+        chosen = self._parts.choose(sizes, packed, Need(rows, len(asked), len(asked)))
         counts = [int(foretells(*each)) for each in zip(asked, parts, strict=True)]
 
         def run() -> Any:
@@ -114,18 +130,26 @@ class BlockRunner:
         sampling = SamplingParams(gen_length=1, block_length=1)
         request = BlockRequest(block_spec([0], sampling, self._config), -1)
         pool = self._pool.book.allocate(request.id, 2)
-        for entry in self._entries:
-            for entries in (None, self._usual):
-                packed = self._packed([request], [range(1)], pool, entry, entries)
-                yield self._program(packed, entry)
+        for tiled, stored in self._sizes:
+            for entry in self._entries[tiled]:
+                form = self._form(entry, tiled=tiled, entries=1 if stored else None)
+                part = range(int(tiled), int(tiled) + 1)
+                yield self._program(self._packed([request], [part], pool, entry, form), entry)
         yield from self._steps.programs()
 
     def warm(self) -> None:
         """Compile every entry of the ladder."""
         self._executables.prepare(list(self.programs()))
-        for sizes in self._sizes.values():
-            sizes.compiled.update(self._entries)
+        for (tiled, _), sizes in self._sizes.items():
+            sizes.compiled.update(self._entries[tiled])
         self._steps.warm()
+
+    def _form(self, entry: Entry, *, tiled: bool, entries: int | None) -> Form:
+        """A form with room for so many entries of a table, which is rarely another one than others have."""
+        if entries is None:
+            return Form(tiled, None)
+        usual = self._pool.entries(entry.rows // TILE_ROWS) if tiled else self._usual
+        return Form(tiled, power_bucket(entries, usual))
 
     def _packed(
         self,
@@ -133,9 +157,9 @@ class BlockRunner:
         parts: Sequence[range],
         pool: PageBook,
         entry: Entry,
-        entries: int | None,
+        form: Form,
     ) -> PackedBlocks | PackedChoices:
-        packed = pack_blocks(asked, parts, self._config, pool, entry, entries)
+        packed = pack_blocks(asked, parts, self._config, pool, entry, form)
         if not self._config.logits_shift:
             return packed
         return with_choices(packed, asked, parts, self._config, entry)
