@@ -11,13 +11,14 @@ from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.planning.buckets import head_bucket, power_bucket, row_bucket, steps_per_dispatch
 
 TILE_ROWS = 32
-"""Rows of a usual block."""
+"""Rows of a usual tile, which read the pool together; the rows of a request are padded to a multiple."""
 
 MAX_SEGMENTS = 64
 """Requests of one part of an iteration."""
 
-_SHIFTED_TILE_ROWS = 40
-"""Room for a usual block and the row before it, in whole units of the kernels."""
+SHIFTED_TILE_ROWS = 40
+"""Rows of a tile where a block forwards the row before it too, since logits are shifted: room for a usual
+block and this row, in whole units of the kernels."""
 
 _MOST_TILES = 64
 _UNIT = 128
@@ -111,16 +112,7 @@ class Ladder:
         return self.reuse[-1].rows // self.tile_rows
 
 
-def tile_rows(shifted: bool) -> int:
-    """Rows that read the pool together; the rows of a request are padded to a multiple.
-
-    Arguments:
-    - `shifted`: whether logits are, so that a block forwards the row before it too.
-    """
-    return _SHIFTED_TILE_ROWS if shifted else TILE_ROWS
-
-
-def make_ladder(max_num_batched_tokens: int, *, shifted: bool = False) -> Ladder:
+def make_ladder(max_num_batched_tokens: int, *, tile_rows: int = TILE_ROWS) -> Ladder:
     """The ladder of an engine whose steps have at most so many packed rows.
 
     Its largest refresh holds exactly these, in whole tiles. Longer sequences run in entries of their own
@@ -128,24 +120,23 @@ def make_ladder(max_num_batched_tokens: int, *, shifted: bool = False) -> Ladder
     (`jdllm.pallas.shared_lowering`).
 
     Arguments:
-    - `shifted`: whether logits are, so that a block forwards the row before it too.
+    - `tile_rows`: rows that read the pool together.
     """
-    unit = tile_rows(shifted)
     sizes = _sizes(max_num_batched_tokens)
     between = [*_between(4, _QUARTERS, sizes[-1]), *_between(8, _EIGHTHS, sizes[-1])]
     refresh, refresh_any = _refreshes(sorted({*sizes, *between})), _refreshes(sizes)
-    most = min(_MOST_TILES, -(-max_num_batched_tokens // unit))
+    most = min(_MOST_TILES, -(-max_num_batched_tokens // tile_rows))
     reuse, ranked = (
-        _reuses(tiles, unit) for tiles in (_tiles(most, _BOUND_TILES), _tiles(most, _MOST_TILES))
+        _reuses(tiles, tile_rows) for tiles in (_tiles(most, _BOUND_TILES), _tiles(most, _MOST_TILES))
     )
-    single = _reuses([tiles for tiles in _TILES if tiles * unit <= reuse[-1].rows], unit)
+    single = _reuses([tiles for tiles in _TILES if tiles * tile_rows <= reuse[-1].rows], tile_rows)
     single = [entry._replace(steps=1) for entry in single]
     left = _MOST_EXECUTABLES - sum(map(len, (refresh, refresh_any, reuse, single, ranked)))
     sizes = sizes[: max(left - _WIDE, sum(rows <= _LARGE for rows in sizes))]
     some = sorted({sizes[len(sizes) // 2], sizes[-1]})
     wide = _for_many([_entry(rows, rows) for rows in some])
     full = sorted({*_narrow(sizes), *wide})
-    return Ladder(*map(tuple, (full, refresh, refresh_any, reuse, single, ranked)), tile_rows=unit)
+    return Ladder(*map(tuple, (full, refresh, refresh_any, reuse, single, ranked)), tile_rows=tile_rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,9 +283,9 @@ def _sizes(most: int) -> list[int]:
     return [*(size for size in smaller if len(large) == 1 or size <= _LARGE), *reversed(large)]
 
 
-def _reuses(tiles: Sequence[int], unit: int) -> list[Entry]:
+def _reuses(tiles: Sequence[int], tile_rows: int) -> list[Entry]:
     return [
-        _entry(count * unit, count * unit)._replace(segments=max(8, min(count, MAX_SEGMENTS)))
+        _entry(count * tile_rows, count * tile_rows)._replace(segments=max(8, min(count, MAX_SEGMENTS)))
         for count in tiles
     ]
 
