@@ -70,7 +70,15 @@ SECTIONS = (
     Section(
         "Operators",
         "Single kernels ran with random data, beside the form of XLA and other libraries.",
-        ("masked_logits_*", "attention*", "split_attention_*", "grouped_*", "skinny_*", "torch_*"),
+        (
+            "masked_logits_*",
+            "attention*",
+            "split_attention_*",
+            "grouped_*",
+            "skinny_*",
+            "exchange*",
+            "torch_*",
+        ),
     ),
     Section(
         "Memory planning",
