@@ -1,10 +1,11 @@
 """Steps on one card and on several of one host, with random weights.
 
 Run as `python3 -m benchmarks cards [--shape llada-8b] [--devices 1 2 4] [--rows 1024 4096 16384 32768]
-[--cached 4096]` on a machine with as many cards: a full step of each number of rows, of which half are masked
-and evaluated, and a step of `--fresh` rows against `--cached` stored ones. `times` is how often a step of the
-first number of cards takes as long. Floors are those of one card over the number of cards: what cards send
-each other is no part of them.
+[--cached 4096] [--exchange]` on a machine with as many cards: a full step of each number of rows, of
+which half are masked and evaluated, and a step of `--fresh` rows against `--cached` stored ones. With
+`--exchange` a kernel does the sums over cards of the cached step, if it can; otherwise XLA's collective does
+all. `times` is how often a step of the first number of cards takes as long. Floors are those of one card over
+the number of cards: what cards send each other is no part of them.
 """
 
 import dataclasses
@@ -22,14 +23,19 @@ from benchmarks.steps import cached, full
 from jdllm.decoding.batch import Batch
 from jdllm.execution.module import Transformer
 from jdllm.models.config import ModelConfig
-from jdllm.models.spread import in_parts, weight_shardings
+from jdllm.models.spread import exchanging, in_parts, weight_shardings
 from jdllm.models.weights import Params, param_bytes
 from jdllm.planning.step_time import step_flops
 
 
-def placed(params: Params, config: ModelConfig) -> Params:
-    """The weights as steps on `config.cards` cards take them."""
-    return in_parts(jax.device_put(params, weight_shardings(config)), config)
+def placed(params: Params, config: ModelConfig, *, exchange: bool = False) -> Params:
+    """The weights as steps on `config.cards` cards take them.
+
+    Arguments:
+    - `exchange`: whether a kernel does the sums of cached steps, where the cards can exchange.
+    """
+    parts = in_parts(jax.device_put(params, weight_shardings(config)), config)
+    return exchanging(parts) if exchange and config.cards > 1 else parts
 
 
 def full_steps(
@@ -93,20 +99,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, nargs="*", default=[1024, 4096, 16384, 32768])
     parser.add_argument("--fresh", type=int, default=32)
     parser.add_argument("--cached", type=int, default=4096)
+    parser.add_argument("--exchange", action="store_true", help="a kernel does the sums of a cached step")
     args = parser.parse_args(arguments)
     ceilings = measure_ceilings()
     whole = Transformer(SHAPES[args.shape], rngs=nnx.Rngs(0), dtype="bfloat16").params()
     table = []
     for cards in args.devices:
         config = dataclasses.replace(SHAPES[args.shape], cards=cards)
-        params = placed(whole, config)
+        params = placed(whole, config, exchange=args.exchange)
         table.append(cached_step(params, config, args.fresh, args.cached, ceilings))
         print_row(table[-1])
         for row in full_steps(params, config, args.rows, ceilings):
             table.append(row)
             print_row(row)
     record(
-        f"cards_{args.shape}",
+        f"cards_{args.shape}{'_exchange' if args.exchange else ''}",
         with_times(table),
         args.out,
         ceiling_tflops=ceilings.flops / 1e12,

@@ -20,6 +20,7 @@ from jdllm.execution.few_rows.streamed import streamed_of
 from jdllm.layers import rms_norm
 from jdllm.models import leaf
 from jdllm.models.block import Hidden, RowInts, Rows
+from jdllm.models.cards import ADDRESSES
 from jdllm.models.config import ModelConfig
 from jdllm.models.layer import AttentionFn, KeysValues, Layer, Ranges
 from jdllm.models.moe import experts_of
@@ -192,12 +193,13 @@ def _stepping(
     experts = experts_of(stack)
     streamed = None if few_rows is None else streamed_of(stack, few_rows)
     wholes = {name: x for name, x in (("experts", experts), ("streamed", streamed)) if x is not None}
+    exchanged = {} if few_rows is None else {name: x for name, x in params.items() if name == ADDRESSES}
 
     def step[Carry](body: Callable[[Carry, Layer], Carry], place: Array, carry: Carry) -> Carry:
         weights = {
             name: lax.dynamic_index_in_dim(leaf, place, keepdims=False) for name, leaf in stack.items()
         }
-        weights |= {name: whole.of_layer(place) for name, whole in wholes.items()}
+        weights |= {name: whole.of_layer(place) for name, whole in wholes.items()} | exchanged
         return body(carry, Layer(weights, config, place + offset))
 
     return step

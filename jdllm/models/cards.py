@@ -8,21 +8,28 @@ projection of attention, and behind the feed-forward layer. Source: Megatron-LM 
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int32
 
 from jdllm.arrays import Tensor
+from jdllm.pallas.exchange import sum_over_cards
 
 AXIS = "cards"
 """The name of the mesh's axis."""
 
+ADDRESSES = "addresses"
+"""Beside the weights of cards that can exchange: `jdllm.pallas.exchange.addresses_of` these cards."""
 
-def summed(x: Array, cards: int) -> Array:
+
+def summed(x: Array, cards: int, addresses: Int32[Array, "1 words"] | None = None) -> Array:
     """The sum of what all cards have.
 
     Arguments:
     - `cards`: of the configuration; `x` itself where it is 1.
+    - `addresses`: of this card, for a few rows of cards that can exchange; otherwise XLA's collective adds.
     """
-    return x if cards == 1 else lax.psum(x, AXIS)
+    if cards == 1:
+        return x
+    return lax.psum(x, AXIS) if addresses is None else sum_over_cards(x, addresses, AXIS)
 
 
 def largest(x: Array, cards: int) -> Array:

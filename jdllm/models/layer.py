@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jdllm.layers import rms_norm, rotate
 from jdllm.models.block import Hidden, Rows
-from jdllm.models.cards import summed
+from jdllm.models.cards import ADDRESSES, summed
 from jdllm.models.config import ModelConfig
 from jdllm.models.leaf import matmul
 from jdllm.models.moe import GroupedMatmulFn, moe_ffn
@@ -67,7 +67,7 @@ ALL_HEADS = Group(0, 1)
 class Layer:
     """One layer of a model.
 
-    - `weights`: of the layer.
+    - `weights`: of the layer; for a few rows on cards that can exchange also their `ADDRESSES`.
     - `number`: of the layer in the model, for keys and values that are stored by layer.
     """
 
@@ -107,7 +107,7 @@ class Layer:
     def project_back(self, o: Float[Array, "... heads head_dim"]) -> Hidden:
         """The output projection of attention; the residual is not added."""
         inputs = o.reshape(-1, self.config.num_heads * self.config.head_dim)
-        return summed(matmul(inputs, self.weights["o"]), self.config.cards)
+        return self._summed(matmul(inputs, self.weights["o"]))
 
     def feed_forward(self, h: Hidden, products: GroupedMatmulFn = grouped_matmul) -> Hidden:
         """Feed-forward of the rows `h`, dense or by experts; the residual is not added.
@@ -115,7 +115,11 @@ class Layer:
         Arguments:
         - `products`: of rows with their experts; the default has no gradient.
         """
-        return summed(self._feed_forward(h, products), self.config.cards)
+        return self._summed(self._feed_forward(h, products))
+
+    def _summed(self, part: Hidden) -> Hidden:
+        """What all cards add."""
+        return summed(part, self.config.cards, self.weights.get(ADDRESSES))
 
     def _feed_forward(self, h: Hidden, products: GroupedMatmulFn) -> Hidden:
         """What this card adds."""

@@ -10,11 +10,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdllm.errors import ConfigError
-from jdllm.models.cards import AXIS
+from jdllm.models.cards import ADDRESSES, AXIS
 from jdllm.models.config import ModelConfig
 from jdllm.models.leaf import VocabularyPart
 from jdllm.models.sharding import shardings
 from jdllm.models.weights import Params
+from jdllm.pallas.exchange import addresses_of, described_addresses, memory_bytes
 
 _SPLIT = ("heads", "kv_heads", "ffn")
 _BY_ID = ("embed", "head")
@@ -49,6 +50,19 @@ def in_parts(params: Params, config: ModelConfig) -> Params:
     return params | {name: _by_id(params[name], config) for name in _BY_ID if name in params}
 
 
+def exchanging(params: Params) -> Params:
+    """Weights in parts, and `ADDRESSES` where their cards can exchange rows of their dtype.
+
+    A kernel then does the sums of cached steps. Engines wait for a measurement on cards.
+    """
+    norm: Any = params["final_norm"]
+    if norm.dtype.itemsize != 2:
+        return params
+    described = isinstance(norm, jax.ShapeDtypeStruct)
+    addresses = (described_addresses if described else addresses_of)(norm.sharding.mesh)
+    return params if addresses is None else params | {ADDRESSES: addresses}
+
+
 def _by_id(weight: Any, config: ModelConfig) -> VocabularyPart:
     """A matrix with a row for each id, padded so that every card has as many."""
     rows = config.cards * (config.on_card().own_ids or 0)
@@ -62,11 +76,12 @@ def _by_id(weight: Any, config: ModelConfig) -> VocabularyPart:
 
 
 def card_bytes(params: Params) -> int:
-    """Bytes that weights take on each of their cards."""
-    return sum(
+    """Bytes that weights take on each of their cards, and what these have for exchanges."""
+    weights = sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(params)
     )
+    return weights + (memory_bytes(len(params[ADDRESSES])) if ADDRESSES in params else 0)
 
 
 def pool_sharding(config: ModelConfig, devices: Devices | None = None) -> NamedSharding | None:

@@ -15,7 +15,7 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.unseen import Unseen
 from jdllm.execution.paged.pool import PAGE_ROWS, KvArrays, pool_bytes, pool_shape
 from jdllm.models.config import ModelConfig
-from jdllm.models.spread import in_parts, pool_sharding, weight_shardings
+from jdllm.models.spread import exchanging, in_parts, pool_sharding, weight_shardings
 from jdllm.models.weights import Params, abstract_params, param_bytes
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.aot import compile_for, target_devices
@@ -57,6 +57,11 @@ def sums_of(compiled: jax.stages.Compiled) -> int:
     return len(re.findall(r" all-reduce(?:-start)?\(", compiled.as_text() or ""))
 
 
+def exchanges_of(compiled: jax.stages.Compiled) -> int:
+    """Sums that are kernels."""
+    return len(re.findall(r"custom-call\(.*exchange_mosaic_gpu", compiled.as_text() or ""))
+
+
 @pytest.mark.parametrize("cards", [2, 8])
 def test_each_card_has_its_part_of_a_refresh(cards: int):
     config, params, book, pool = on_cards(cards)
@@ -73,6 +78,7 @@ def test_each_card_has_its_part_of_a_refresh(cards: int):
         usual=True,
         **static,
     )
+    assert exchanges_of(compiled) == 0  # of so many rows XLA's collective moves fewer bytes
     memory = compiled.memory_analysis()
     assert memory is not None
     whole = param_bytes(config, "bfloat16") + pool_bytes(config, "bfloat16", book.pages, PAGE_ROWS)
@@ -84,8 +90,12 @@ def test_each_card_has_its_part_of_a_refresh(cards: int):
     assert abs(planned - memory.temp_size_in_bytes) < 0.05 * memory.temp_size_in_bytes + 64 * MIB
 
 
-def test_a_reuse_has_two_sums_a_layer():
+@pytest.mark.parametrize("with_kernel", [True, False])
+def test_a_reuse_has_two_sums_a_layer(with_kernel: bool):
+    """Each sum is one kernel where the weights have the addresses, and one of XLA's collectives elsewhere."""
     config, params, book, pool = on_cards(4)
+    if with_kernel:
+        params = exchanging(params)
     (batch, _), table, source = packed_reuse(asked_of(config), book, config)
     left: Any = jax.ShapeDtypeStruct((LEFT,), jnp.int32)
     compiled = compile_for(
@@ -97,5 +107,6 @@ def test_a_reuse_has_two_sums_a_layer():
         logits_chunks=1,
         level=Level.TOP,
     )
-    unrolled = 4  # layers of a turn of the loop
-    assert sums_of(compiled) == 2 * unrolled + 1  # and that of the embedding
+    sums = 2 * 4  # layers of a turn of the loop
+    assert exchanges_of(compiled) == (sums if with_kernel else 0)
+    assert sums_of(compiled) == (0 if with_kernel else sums) + 1  # that of the embedding

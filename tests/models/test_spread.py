@@ -1,0 +1,26 @@
+"""Where weights lie on several cards, and what comes beside them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jdllm.models.cards import ADDRESSES, AXIS
+from jdllm.models.spread import card_bytes, exchanging
+
+AT = NamedSharding(Mesh(np.array(jax.devices("cpu")[:1]), (AXIS,)), PartitionSpec())
+WEIGHTS = {"final_norm": jax.ShapeDtypeStruct((64,), jnp.bfloat16, sharding=AT)}
+
+
+def test_memory_for_exchanges_counts_on_each_card():
+    """Two slots of 2 MiB for each of three cards, and 128 lines of 128 bytes."""
+    addresses = jax.ShapeDtypeStruct((3, 8), jnp.int32, sharding=AT)
+    assert card_bytes(WEIGHTS) == 2 * 64
+    added = card_bytes(WEIGHTS | {ADDRESSES: addresses}) - card_bytes(WEIGHTS)
+    assert added == 3 * 2 * 2 * 2**20 + 128 * 128 + 4 * 3 * 8
+
+
+def test_devices_that_cannot_exchange_get_weights_alone():
+    assert set(exchanging(WEIGHTS)) == {"final_norm"}
+    whole = {"final_norm": jax.device_put(jnp.ones(64, jnp.bfloat16), AT)}
+    assert set(exchanging(whole)) == {"final_norm"}
