@@ -8,7 +8,6 @@ says whether the tokens are those of the portable forms. What cannot run has its
 """
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
@@ -19,7 +18,7 @@ from benchmarks.cases import case_parser
 from benchmarks.generations import random_prompts
 from benchmarks.record import Ceilings, measure_ceilings, median_seconds, print_row, record
 from benchmarks.shapes import SHAPES
-from benchmarks.steps.full import STEPS, compile_step
+from benchmarks.steps.full import compile_step, step_seconds
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.demo import checkpoint_path
 from jdllm.errors import JdllmError
@@ -54,8 +53,7 @@ def steps(
     params = Transformer(config, rngs=nnx.Rngs(0), dtype="bfloat16").params()
     for count in rows:
         executable, batch = compile_step(params, config, count, kernels)
-        run = functools.partial(executable, params, batch, np.int32(STEPS))
-        seconds = median_seconds(run) / STEPS
+        seconds = step_seconds(executable, params, batch)
         floor = step_flops(config, count, count // 2) / ceilings.flops
         yield {"rows": count, "step_ms": 1e3 * seconds, "share_of_products": floor / seconds}
 

@@ -13,14 +13,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 
 from benchmarks.cases import case_parser
 from benchmarks.record import Ceilings, measure_ceilings, median_seconds, print_row, record
 from benchmarks.shapes import SHAPES
 from benchmarks.steps import cached, full
-from jdllm.decoding.batch import Batch
 from jdllm.execution.module import Transformer
 from jdllm.models.config import ModelConfig
 from jdllm.models.spread import exchanging, in_parts, weight_shardings
@@ -49,25 +47,24 @@ def full_steps(
     """
     for count in rows:
         executable, batch = full.compile_step(params, config, count)
-        seconds = _seconds(executable, params, batch)
+        seconds = full.step_seconds(executable, params, batch)
         needed = step_flops(config, count, count // 2) / ceilings.flops
         floor = max(needed, param_bytes(config, "bfloat16") / ceilings.bytes)
         yield _row("full", config, count, seconds, floor)
 
 
-def _seconds(executable: Any, params: Params, batch: Batch) -> float:
-    """Seconds of a full step."""
-    return median_seconds(lambda: executable(params, batch, np.int32(full.STEPS))) / full.STEPS
-
-
 def cached_step(
-    params: Params, config: ModelConfig, fresh: int, stored: int, ceilings: Ceilings
+    params: Params, config: ModelConfig, fresh: int, stored: int, weights: float, ceilings: Ceilings
 ) -> dict[str, Any]:
-    """The row of the step of a block."""
+    """The row of the step of a block.
+
+    Arguments:
+    - `weights`: bytes of the weights that the step reads, of all cards together.
+    """
     form = "chain" if config.cards == 1 and config.moe is None else "layers"
     run = cached.compile_step(params, config, fresh=fresh, cached=stored, form=form)
     pool_bytes = sum(pool.nbytes for pool in run.inputs[1:3])
-    floor = (param_bytes(config, "bfloat16") + pool_bytes) / ceilings.bytes
+    floor = (weights + pool_bytes) / ceilings.bytes
     return _row("cached", config, fresh, median_seconds(run) / cached.STEPS, floor)
 
 
@@ -103,11 +100,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     ceilings = measure_ceilings()
     whole = Transformer(SHAPES[args.shape], rngs=nnx.Rngs(0), dtype="bfloat16").params()
+    weights = cached.weight_bytes(whole, SHAPES[args.shape], args.fresh)
     table = []
     for cards in args.devices:
         config = dataclasses.replace(SHAPES[args.shape], cards=cards)
         params = placed(whole, config, exchange=args.exchange)
-        table.append(cached_step(params, config, args.fresh, args.cached, ceilings))
+        table.append(cached_step(params, config, args.fresh, args.cached, weights, ceilings))
         print_row(table[-1])
         for row in full_steps(params, config, args.rows, ceilings):
             table.append(row)

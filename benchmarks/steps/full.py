@@ -81,6 +81,11 @@ def compile_step(
     return compiled(denoise, params, batch, np.int32(1), kernels=kernels, **static), batch
 
 
+def step_seconds(executable: jax.stages.Compiled, params: Params, batch: Batch) -> float:
+    """Seconds of a step, of several in one call of what `compile_step` returns."""
+    return median_seconds(lambda: executable(params, batch, np.int32(STEPS))) / STEPS
+
+
 def measure(
     params: Params, shape: str, rows: int, ceilings: Ceilings, kernels: Kernels = "auto"
 ) -> dict[str, float | int | str]:
@@ -89,7 +94,7 @@ def measure(
     start = time.perf_counter()
     executable, batch = compile_step(params, config, rows, kernels)
     compile_seconds = time.perf_counter() - start
-    seconds = median_seconds(lambda: executable(params, batch, np.int32(STEPS))) / STEPS
+    seconds = step_seconds(executable, params, batch)
     flops = step_flops(config, rows, rows // 2)
     floor = max(flops / ceilings.flops, param_bytes(config, dtype) / ceilings.bytes)
     return {

@@ -14,11 +14,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 
 import jdllm
 from jdllm.compiling.executable import Device, Options, Program
 from jdllm.compiling.host_arguments import on_host
+from jdllm.compiling.over_cards import spec_of
 from jdllm.pallas.device import Kernels
 
 _PACKAGES = ("jax", "jaxlib", "numpy", "flax", "tokamax", "jax-triton", "triton")
@@ -47,7 +47,9 @@ def program_key(
     - `devices`: that run it, in order.
     """
     leaves, tree = jax.tree.flatten(program.args)
-    kinds = [(leaf.shape, str(leaf.dtype), on_host(leaf), _memory(leaf), _spread(leaf)) for leaf in leaves]
+    kinds = [
+        (leaf.shape, str(leaf.dtype), on_host(leaf), _memory(leaf), str(spec_of(leaf))) for leaf in leaves
+    ]
     try:
         parts = [
             described(program.function),
@@ -114,12 +116,6 @@ def _memory(leaf: Any) -> str | None:
         return None
     default = next(iter(sharding.device_set)).default_memory().kind
     return None if sharding.memory_kind == default else sharding.memory_kind
-
-
-def _spread(leaf: Any) -> str | None:
-    """Along which axes an array is spread over cards."""
-    sharding = getattr(leaf, "sharding", None)
-    return str(sharding.spec) if isinstance(sharding, NamedSharding) else None
 
 
 @functools.cache

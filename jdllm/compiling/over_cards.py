@@ -24,7 +24,7 @@ def mesh_of(args: Any) -> Mesh | None:
 
 def placements(leaves: Sequence[Any], mesh: Mesh) -> list[NamedSharding]:
     """Where a call puts each argument: arrays that are not spread are the same on every card."""
-    return [NamedSharding(mesh, _spec(leaf)) for leaf in leaves]
+    return [NamedSharding(mesh, spec_of(leaf)) for leaf in leaves]
 
 
 def everywhere(x: Array, args: Any) -> Array:
@@ -54,7 +54,7 @@ def bound(
     own = {
         name: value.on_card() if isinstance(value, ModelConfig) else value for name, value in static.items()
     }
-    specs = jax.tree.map(_spec, args)
+    specs = jax.tree.map(spec_of, args)
     given_back = [specs[place] for place in donated]
     spread = [tree for tree in given_back if any(spec != _EVERYWHERE for spec in jax.tree.leaves(tree))]
     results = (_EVERYWHERE, *spread) if spread else _EVERYWHERE
@@ -64,6 +64,7 @@ def bound(
     )
 
 
-def _spec(leaf: Any) -> PartitionSpec:
+def spec_of(leaf: Any) -> PartitionSpec:
+    """Along which axes an array is spread over cards; along none where it lies on one device."""
     sharding = getattr(leaf, "sharding", None)
     return sharding.spec if isinstance(sharding, NamedSharding) else _EVERYWHERE

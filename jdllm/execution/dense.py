@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from jdllm.arrays import Tensor
 from jdllm.models.config import ModelConfig
 from jdllm.models.rotary import Rotation, rotation_at
-from jdllm.models.visibility import block_range
+from jdllm.models.visibility import seen_range
 
 
 @jax.tree_util.register_dataclass
@@ -76,12 +76,8 @@ def _seen(
 ) -> Bool[Array, "batch 1 queries keys"] | None:
     """Which tokens each token sees, by their places in a sequence; `None` for all of them."""
     query, key = order[:, None, :, None], order[:, None, None, :]
-    if config.in_order or config.causal_context:
-        seen = key <= query
-        return seen if config.sliding_window is None else seen & (query - key < config.sliding_window)
-    if config.attention == "block_causal":
-        return key < block_range(config, query, order.shape[1])[1]
-    return None
+    found = seen_range(config, query, order.shape[1])
+    return None if found is None else (found[0] <= key) & (key < found[1])
 
 
 def grouped_matmul(

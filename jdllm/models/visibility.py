@@ -26,12 +26,27 @@ def key_ranges(config: ModelConfig, start: int, length: int) -> tuple[Range, Ran
     Returns two int32 arrays of `length` packed rows.
     """
     row = np.arange(length, dtype=np.int32)
-    first, end = np.zeros_like(row), np.full_like(row, length)
-    if config.in_order or config.causal_context:
-        first, end = causal_range(config, row)
-    elif config.attention == "block_causal":
-        first, end = block_range(config, row, length)
+    first, end = seen_range(config, row, length) or (np.zeros_like(row), np.full_like(row, length))
     return (start + first).astype(np.int32), (start + end).astype(np.int32)
+
+
+def seen_range(config: ModelConfig, position: Bounds, length: Bounds | int) -> tuple[Any, Any] | None:
+    """The range of positions that rows of a finished sequence see.
+
+    Arguments:
+    - `config`: the model; its `attention`, `block_length`, `causal_context` and `sliding_window` say what a
+      row sees.
+    - `position`: of each row, on the host or traced.
+    - `length`: of the sequence of each row.
+
+    Returns the first position of each range and the one behind its last; `None` where every row sees the
+    whole sequence.
+    """
+    if config.in_order or config.causal_context:
+        return causal_range(config, position)
+    if config.attention == "block_causal":
+        return block_range(config, position, length)
+    return None
 
 
 def causal_range(config: ModelConfig, position: Bounds) -> tuple[Any, Any]:
