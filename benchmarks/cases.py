@@ -33,6 +33,7 @@ CASES = {
     "first_token": Case("benchmarks.first_token:main", "from LLM(...) to a first block, in new processes"),
     "first_calls": Case("benchmarks.first_calls:main", "first calls of new processes, with the defaults"),
     "background": Case("benchmarks.background:main", "steps while a size is compiled in the background"),
+    "blocks": Case("benchmarks.blocks:main", "block models: whole generations of equal requests"),
     "causal": Case("benchmarks.causal:main", "causal models: time to a first token, and of a token"),
     "causal_long": Case("benchmarks.causal_long:main", "causal prompts beyond the KV pool"),
     "causal_agreement": Case("benchmarks.causal_agreement:main", "causal models: greedy tokens in 16 bits"),

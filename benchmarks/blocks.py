@@ -1,0 +1,75 @@
+"""Tokens per second of block models with random weights.
+
+Run as `python3 -m benchmarks blocks [--shape sdar-8b] [--batch 1 32] [--prompt 1024] [--block 4 32]
+[--per-forward 4]` on a card: equal requests, all at once, of 256 tokens, of which each forward evaluation
+fills `--per-forward`. The prompts of the timed run are those of the runs before, so their blocks are stored
+already. A finished block is stored by one more evaluation, which counts. `forward_ms` is a share of the
+seconds for each evaluation of the device. The floor is the bytes of the weights that an evaluation reads and
+of the stored keys and values, which it reads once, over the measured copy rate.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from flax import nnx
+
+from benchmarks.cases import case_parser
+from benchmarks.generations import GEN_LENGTH, measure
+from benchmarks.record import measure_ceilings, print_row, record
+from benchmarks.shapes import BLOCK_SHAPES
+from benchmarks.steps.cached import weight_bytes
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.execution.module import Transformer
+from jdllm.llm import LLM
+from jdllm.models.config import ModelConfig
+
+_ITEM_BYTES = 2  # of bfloat16
+
+
+def stored_bytes(config: ModelConfig, rows: int) -> int:
+    """Bytes of the keys and values of so many stored rows."""
+    return 2 * _ITEM_BYTES * config.num_layers * config.num_kv_heads * config.head_dim * rows
+
+
+def with_floor(row: dict[str, Any], moved: float, rate: float) -> dict[str, Any]:
+    """A row of the table with the time of an evaluation and its floor.
+
+    Arguments:
+    - `row`: of `benchmarks.generations.measure`.
+    - `moved`: bytes that an evaluation reads.
+    - `rate`: bytes that a copy moves in a second.
+    """
+    names = ("batch", "prompt", "tokens_s", "seconds", "evaluated", "compiled")
+    seconds = row["seconds"] / row["evaluated"]
+    return {name: row[name] for name in names} | {
+        "forward_ms": 1e3 * seconds,
+        "floor_ms": 1e3 * moved / rate,
+        "share_of_floor": moved / rate / seconds,
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = case_parser("blocks", __doc__)
+    parser.add_argument("--shape", choices=BLOCK_SHAPES, default="sdar-8b")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--prompt", type=int, nargs="+", default=[1024])
+    parser.add_argument("--block", type=int, nargs="+", help="positions; by default those of the shape")
+    parser.add_argument("--per-forward", type=int, nargs="+", default=[4], help="tokens")
+    args = parser.parse_args(arguments)
+    config, rate = BLOCK_SHAPES[args.shape], measure_ceilings().bytes
+    model = Transformer(config, rngs=nnx.Rngs(0), dtype="bfloat16")
+    table = []
+    with LLM(model, progress=False) as llm:
+        for batch, prompt, block, filled in itertools.product(
+            args.batch, args.prompt, args.block or [config.block_length], args.per_forward
+        ):
+            sampling = SamplingParams(
+                gen_length=GEN_LENGTH, steps=GEN_LENGTH // filled, block_length=block, early_stop=False
+            )
+            moved = weight_bytes(model.params(), config, batch * block)
+            moved += batch * stored_bytes(config, prompt + GEN_LENGTH // 2)
+            asked = {"shape": args.shape, "block": block, "per_forward": filled}
+            table.append(asked | with_floor(measure(llm, batch, prompt, sampling), moved, rate))
+            print_row(table[-1])
+    record(f"blocks_{args.shape}", table, args.out, ceiling_tb_s=rate / 1e12)
