@@ -24,7 +24,7 @@ SILENT_SECONDS = 15.0
 """Seconds without an event after which a comment comes."""
 
 STREAMED: dict[int | str, dict[str, Any]] = {
-    200: {"description": "The answer, or its stream.", "content": {EVENTS: {"schema": {"type": "string"}}}}
+    200: {"description": "The answer, or its stream.", "content": {EVENTS: {}}}
 }
 """What a route documents whose answer may be a stream."""
 

@@ -28,7 +28,7 @@ SUMS = {"123+456=": "579", "12+30=": "42"}
 SHORT = {"model": MODEL, "max_tokens": 8, "temperature": 0}
 RUNNING = {
     **{"model": MODEL, "prompt": "123+456=", "temperature": 0},
-    **{"gen_length": 64, "steps": 64, "block_length": 8, "early_stop": False},
+    **{"gen_length": 128, "steps": 128, "block_length": 8, "early_stop": False},
 }
 """A request that takes some seconds, and streams its first text early."""
 
