@@ -1,6 +1,6 @@
 """Which sampling parameters a block model has a use for."""
 
-from jdllm.decoding.causal_sampling import check_unpenalised
+from jdllm.decoding.causal_sampling import changed, check_unpenalised
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
 
@@ -13,15 +13,11 @@ _UNUSED = {
 }
 """Fields that only models use whose rows see the whole sequence, and why a block model does not."""
 
-_DEFAULTS = SamplingParams()
-
 
 def check_blocks(sampling: SamplingParams) -> None:
     """Raise `RequestError` where a field that a block model has no use for is not at its default."""
     check_unpenalised(sampling)
-    for name, why in _UNUSED.items():
-        value, default = getattr(sampling, name), getattr(_DEFAULTS, name)
-        if value != default:
-            raise RequestError(f"a block model {why}: leave {name} at {default!r} (it is {value!r})")
+    for name, value, default in changed(sampling, _UNUSED):
+        raise RequestError(f"a block model {_UNUSED[name]}: leave {name} at {default!r} (it is {value!r})")
     if sampling.adaptive:
         raise RequestError("a block model has no verifier: choose another transfer than 'adaptive'")

@@ -1,5 +1,8 @@
 """Which sampling parameters a model has a use for: one that is causal, and one that denoises."""
 
+from collections.abc import Iterable, Iterator
+from typing import Any
+
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
 
@@ -35,24 +38,30 @@ PENALTIES = {
 """Fields that only causal models use, each with the value that changes nothing."""
 
 
+def changed(sampling: SamplingParams, names: Iterable[str]) -> Iterator[tuple[str, Any, Any]]:
+    """The fields that are not at their default: the name, the value and the default of each."""
+    for name in names:
+        value, default = getattr(sampling, name), getattr(_DEFAULTS, name)
+        if value != default:
+            yield name, value, default
+
+
 def penalties_of(sampling: SamplingParams) -> list[str]:
     """The penalties that change something."""
-    return [name for name, nothing in PENALTIES.items() if getattr(sampling, name) != nothing]
+    return [name for name, *_ in changed(sampling, PENALTIES)]
 
 
 def check_causal(sampling: SamplingParams) -> None:
     """Raise `RequestError` where a field that only denoising uses is not at its default."""
-    for name, why in _OF_DENOISING.items():
-        if getattr(sampling, name) != getattr(_DEFAULTS, name):
-            raise RequestError(f"{name} is for models that denoise: a causal model {why}")
+    for name, *_ in changed(sampling, _OF_DENOISING):
+        raise RequestError(f"{name} is for models that denoise: a causal model {_OF_DENOISING[name]}")
 
 
 def check_denoising(sampling: SamplingParams) -> None:
     """Raise `RequestError` where a field that only causal or block models use is not at its default."""
     check_unpenalised(sampling)
-    for name in _OF_BLOCKS:
-        if getattr(sampling, name) != getattr(_DEFAULTS, name):
-            raise RequestError(f"{name} is for block models, whose rows see no later block: leave it out")
+    for name, *_ in changed(sampling, _OF_BLOCKS):
+        raise RequestError(f"{name} is for block models, whose rows see no later block: leave it out")
 
 
 def check_unpenalised(sampling: SamplingParams) -> None:
