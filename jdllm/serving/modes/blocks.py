@@ -8,7 +8,7 @@ import numpy as np
 from jdllm.checkpoints.token_text import Decode
 from jdllm.decoding.block_sampling import check_blocks
 from jdllm.decoding.sampling import SamplingParams
-from jdllm.errors import ConfigError, DoesNotFitError
+from jdllm.errors import ConfigError
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.models.config import ModelConfig
 from jdllm.planning.ladder import make_causal_ladder, make_ladder
@@ -17,6 +17,7 @@ from jdllm.serving.background import Background
 from jdllm.serving.blocks.request import BlockRequest, BlockSpec, block_spec
 from jdllm.serving.blocks.runner import BlockRunner
 from jdllm.serving.demands import Kind
+from jdllm.serving.fitting import check_on_device
 from jdllm.serving.mode import Classes, EngineParts, Extras
 from jdllm.serving.on_device import OnDevice
 
@@ -45,11 +46,7 @@ class Blocks:
             raise ConfigError("chunks are for steps of whole sequences: leave them out for a block model")
         if extras.verifier is not None:
             raise ConfigError("a verifier is for models that see whole sequences, which block models do not")
-        if account.offloaded:
-            raise DoesNotFitError(
-                f"the memory leaves no room for {account.offloaded} layers of this block model, whose weights"
-                " have to be on the device: raise memory"
-            )
+        check_on_device(account, "block model")
         ladder, stores = make_ladder(account.rows), make_causal_ladder(account.rows)
         runner = BlockRunner(model, ladder, stores, background)
         return EngineParts(

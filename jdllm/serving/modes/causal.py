@@ -8,7 +8,7 @@ import numpy as np
 from jdllm.checkpoints.token_text import Decode
 from jdllm.decoding.causal_sampling import check_causal
 from jdllm.decoding.sampling import SamplingParams
-from jdllm.errors import ConfigError, DoesNotFitError
+from jdllm.errors import ConfigError
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.models.config import ModelConfig
 from jdllm.planning.ladder import make_causal_ladder
@@ -18,6 +18,7 @@ from jdllm.serving.causal.layered_runner import LayeredRunner
 from jdllm.serving.causal.request import CausalRequest, CausalSpec, causal_spec
 from jdllm.serving.causal.runner import CausalRunner
 from jdllm.serving.demands import Kind
+from jdllm.serving.fitting import check_on_device
 from jdllm.serving.mode import Classes, EngineParts, Extras
 from jdllm.serving.on_device import OnDevice
 
@@ -44,11 +45,7 @@ class Causal:
         account, pages = model.account, model.pool.pages
         if extras.chunks is not None:
             raise ConfigError("chunks are for models that denoise: leave them out for a causal model")
-        if account.offloaded:
-            raise DoesNotFitError(
-                f"the memory leaves no room for {account.offloaded} layers of this causal model, whose"
-                " weights have to be on the device: raise memory"
-            )
+        check_on_device(account, "causal model")
         ladder = make_causal_ladder(account.rows)
         layered = LayeredRunner(model)
         runner = CausalRunner(model, ladder, layered, background)
