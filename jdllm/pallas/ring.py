@@ -51,3 +51,28 @@ def drain(steps: Int[Array, ""], stages: int, *free: Any) -> None:
             plgpu.barrier_wait(barriers.at[lax.rem(step, jnp.int32(stages))])
 
     lax.fori_loop(jnp.maximum(steps - stages, 0), steps, wait, None)
+
+
+def pass_on(full: Any, free: Any) -> None:
+    """Wait for a stage that this warpgroup does not read, and say that the stage is free.
+
+    One warp speaks for all four, so the others must have seen the full stage before. A barrier tells only
+    odd fillings from even ones: a warp that is a filling late waits for ever.
+
+    Arguments:
+    - `full`, `free`: the barriers of the stage.
+    """
+    plgpu.barrier_wait(full)
+    release(free)
+
+
+def release(free: Any) -> None:
+    """Say that this warpgroup is done with a stage, when all of its warps are.
+
+    Behind a product of the tensor cores `plgpu.barrier_arrive` is enough: all warps begin a product together.
+
+    Arguments:
+    - `free`: the barrier of the stage.
+    """
+    plgpu.commit_smem()  # it waits for all warps
+    plgpu.barrier_arrive(free)

@@ -24,7 +24,7 @@ from jdllm.pallas.grouped_matmul.row_units import RowUnits
 from jdllm.pallas.grouped_matmul.tiles import CHUNK, DEPTH, LOADER_REGISTERS, Tiles
 from jdllm.pallas.grouped_matmul.types import Product, Weights, X
 from jdllm.pallas.hopper import WARPGROUP_ROWS
-from jdllm.pallas.ring import COMPILER_PARAMS, drain, free_barriers, swizzled
+from jdllm.pallas.ring import COMPILER_PARAMS, drain, free_barriers, pass_on, swizzled
 from jdllm.pallas.shared_lowering import lowered_once
 
 Scalar = Int[Array, ""]
@@ -270,8 +270,7 @@ def _skip(shared: _Shared, first_step: Scalar, launch: _Launch) -> None:
 
     def step(k: Scalar, _: None) -> None:
         stage = launch.stage(first_step + k)
-        plgpu.barrier_wait(shared.full.at[stage])
-        plgpu.barrier_arrive(shared.free.at[stage])
+        pass_on(shared.full.at[stage], shared.free.at[stage])
 
     lax.fori_loop(0, launch.steps, step, None)
 

@@ -24,7 +24,7 @@ from jdllm.pallas.masked_logits.reduction import Logits, Moments, Partials, redu
 from jdllm.pallas.masked_logits.row_table import Field, RowFields, RowTable
 from jdllm.pallas.masked_logits.tiles import DEPTH, LOADER_REGISTERS, Tiles, padded_splits
 from jdllm.pallas.masked_logits.types import Level
-from jdllm.pallas.ring import COMPILER_PARAMS, drain, free_barriers, swizzled
+from jdllm.pallas.ring import COMPILER_PARAMS, drain, free_barriers, pass_on, swizzled
 from jdllm.pallas.shared_lowering import lowered_once
 
 Scalar = Int[Array, ""]
@@ -234,7 +234,6 @@ def _skip(ring: _Ring, first_step: Scalar, launch: _Launch) -> None:
 
     def step(k: Scalar, _: None) -> None:
         stage = launch.stage(first_step + k)
-        plgpu.barrier_wait(ring.full.at[stage])
-        plgpu.barrier_arrive(ring.free.at[stage])
+        pass_on(ring.full.at[stage], ring.free.at[stage])
 
     lax.fori_loop(0, launch.steps, step, None)

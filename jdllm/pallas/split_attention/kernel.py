@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 from jdllm.pallas.chain import let_next_start, wait_for_kernel_before
 from jdllm.pallas.hopper import STRIP, WARPGROUP_ROWS
 from jdllm.pallas.products import Products
-from jdllm.pallas.ring import COMPILER_PARAMS, drain, free_barriers, swizzled
+from jdllm.pallas.ring import COMPILER_PARAMS, drain, free_barriers, release, swizzled
 from jdllm.pallas.shared_lowering import lowered_once
 from jdllm.pallas.split_attention.softmax import LiveRows, State, across, masked, no_state
 from jdllm.pallas.split_attention.tiles import LOADER_REGISTERS, TILE, Tiles
@@ -354,7 +354,7 @@ def _consume(inputs: Inputs, ring: _Ring, out: Partials, launch: _Launch) -> Non
         start = (steps, launch.live_rows(piece, jnp.int32(0), inputs), no_state(launch.shape.head_dim))
         count, _, state = lax.fori_loop(0, launch.steps(piece), step, start)
         pl.when(row_group == 0)(take_turn)
-        plgpu.barrier_arrive(ring.q_free)
+        release(ring.q_free)  # also of a piece of whose steps none was this warpgroup's
         slot = (lax.axis_index("worker") + piece.pair) * tiles.key_groups + key_group
         at = pl.ds(row, WARPGROUP_ROWS)
         out.o[slot, at] = state.o
