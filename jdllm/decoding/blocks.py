@@ -10,6 +10,8 @@ from jdllm.models.block import RowInts, Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 
+_LAST_ROWS = 8
+
 
 def store_blocks(
     params: Params,
@@ -35,8 +37,9 @@ def store_blocks(
     Returns a number by which the host knows when the rows are stored, and the pool. Exact: stored rows depend
     on no later block.
     """
-    # Of the last layer only keys and values are needed: one row is the least that it evaluates besides.
-    wanted = Wanted(np.zeros(1, np.int32), np.zeros(1, bool))
+    # Of the last layer only keys and values are needed. It evaluates a few rows besides: products of one row
+    # would become sums, for which the compiler copies the weights of all layers while it tries them.
+    wanted = Wanted(np.zeros(_LAST_ROWS, np.int32), np.zeros(_LAST_ROWS, bool))
     parts = seeing(PackedParts(tokens, rows, None, None, storage, wanted), seen)
     hidden, written = forward_parts(params, config, parts, pool)
     assert written is not None

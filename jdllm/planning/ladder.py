@@ -11,10 +11,14 @@ from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.planning.buckets import head_bucket, power_bucket, row_bucket, steps_per_dispatch
 
 TILE_ROWS = 32
-"""Rows that read the pool together; the rows of a request are padded to a multiple."""
+"""Rows of a usual tile, which read the pool together; the rows of a request are padded to a multiple."""
 
 MAX_SEGMENTS = 64
 """Requests of one part of an iteration."""
+
+SHIFTED_TILE_ROWS = 40
+"""Rows of a tile where a block forwards the row before it too, since logits are shifted: room for a usual
+block and this row, in whole units of the kernels."""
 
 _MOST_TILES = 64
 _UNIT = 128
@@ -82,9 +86,10 @@ class Ladder:
       are as quick in turn.
     - `refresh`: whole sequences whose keys and values are stored, one step each; `refresh_any`: the same for
       any requests, where the head ranks a whole vocabulary or blocks are long, in fewer sizes.
-    - `reuse`: rows in tiles of `TILE_ROWS`, several steps in a loop; `single`: one step of such rows without
+    - `reuse`: rows in tiles of `tile_rows`, several steps in a loop; `single`: one step of such rows without
       a loop, in more sizes; `ranked`: such rows where the head ranks a whole vocabulary, in a loop and in
       fewer sizes.
+    - `tile_rows`: rows that read the pool together.
     """
 
     full: tuple[Entry, ...]
@@ -93,6 +98,7 @@ class Ladder:
     reuse: tuple[Entry, ...]
     single: tuple[Entry, ...]
     ranked: tuple[Entry, ...]
+    tile_rows: int
 
     @property
     def head_rows(self) -> int:
@@ -103,29 +109,34 @@ class Ladder:
     @property
     def tiles(self) -> int:
         """Tiles of the largest step of rows that reuse."""
-        return self.reuse[-1].rows // TILE_ROWS
+        return self.reuse[-1].rows // self.tile_rows
 
 
-def make_ladder(max_num_batched_tokens: int) -> Ladder:
+def make_ladder(max_num_batched_tokens: int, *, tile_rows: int = TILE_ROWS) -> Ladder:
     """The ladder of an engine whose steps have at most so many packed rows.
 
     Its largest refresh holds exactly these, in whole tiles. Longer sequences run in entries of their own
     (`Sizes`). Entries have numbers of rows and head rows in common, so that they have kernels in common
     (`jdllm.pallas.shared_lowering`).
+
+    Arguments:
+    - `tile_rows`: rows that read the pool together.
     """
     sizes = _sizes(max_num_batched_tokens)
     between = [*_between(4, _QUARTERS, sizes[-1]), *_between(8, _EIGHTHS, sizes[-1])]
     refresh, refresh_any = _refreshes(sorted({*sizes, *between})), _refreshes(sizes)
-    most = min(_MOST_TILES, -(-max_num_batched_tokens // TILE_ROWS))
-    reuse, ranked = (_reuses(tiles) for tiles in (_tiles(most, _BOUND_TILES), _tiles(most, _MOST_TILES)))
-    single = _reuses([tiles for tiles in _TILES if tiles * TILE_ROWS <= reuse[-1].rows])
+    most = min(_MOST_TILES, -(-max_num_batched_tokens // tile_rows))
+    reuse, ranked = (
+        _reuses(tiles, tile_rows) for tiles in (_tiles(most, _BOUND_TILES), _tiles(most, _MOST_TILES))
+    )
+    single = _reuses([tiles for tiles in _TILES if tiles * tile_rows <= reuse[-1].rows], tile_rows)
     single = [entry._replace(steps=1) for entry in single]
     left = _MOST_EXECUTABLES - sum(map(len, (refresh, refresh_any, reuse, single, ranked)))
     sizes = sizes[: max(left - _WIDE, sum(rows <= _LARGE for rows in sizes))]
     some = sorted({sizes[len(sizes) // 2], sizes[-1]})
     wide = _for_many([_entry(rows, rows) for rows in some])
     full = sorted({*_narrow(sizes), *wide})
-    return Ladder(*map(tuple, (full, refresh, refresh_any, reuse, single, ranked)))
+    return Ladder(*map(tuple, (full, refresh, refresh_any, reuse, single, ranked)), tile_rows=tile_rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,9 +283,9 @@ def _sizes(most: int) -> list[int]:
     return [*(size for size in smaller if len(large) == 1 or size <= _LARGE), *reversed(large)]
 
 
-def _reuses(tiles: Sequence[int]) -> list[Entry]:
+def _reuses(tiles: Sequence[int], tile_rows: int) -> list[Entry]:
     return [
-        _entry(count * TILE_ROWS, count * TILE_ROWS)._replace(segments=max(8, min(count, MAX_SEGMENTS)))
+        _entry(count * tile_rows, count * tile_rows)._replace(segments=max(8, min(count, MAX_SEGMENTS)))
         for count in tiles
     ]
 

@@ -8,7 +8,7 @@ from jdllm.models.leaf import dtypes_of
 from jdllm.models.spread import pool_sharding
 from jdllm.models.weights import Params
 from jdllm.planning.account import Account
-from jdllm.planning.ladder import MAX_SEGMENTS, TILE_ROWS
+from jdllm.planning.ladder import MAX_SEGMENTS
 from jdllm.serving.adaptive.verifier import Verifier
 from jdllm.serving.background import Background
 from jdllm.serving.demands import COMPANY_ROWS, Limits
@@ -77,7 +77,7 @@ def limits_of(parts: EngineParts, account: Account, pool: KvPool, company_rows: 
         max_num_seqs=MAX_SEGMENTS,
         max_num_logits=parts.head_rows,
         entries=pool.entries(parts.tiles),
-        reuse_rows=TILE_ROWS * parts.tiles,
+        reuse_rows=parts.reuse_rows,
         pages=pool.pages,
         longest=parts.longest,
         longest_refresh=account.max_refresh,

@@ -82,6 +82,7 @@ class EngineParts:
     - `longest_served`: tokens of the longest sequence that has room.
     - `head_rows`: head rows that requests share in one part.
     - `tiles`: tiles of the largest step that reads the pool.
+    - `reuse_rows`: rows of the largest step of a block that reads the pool; 0 where no kind of step does.
     - `filled`: the sizes of kinds whose requests are worth waiting for.
     - `longest`: rows of the longest request that is admitted.
     - `beside_pool`: rows up to which a step leaves the pool where it is.
@@ -98,6 +99,7 @@ class EngineParts:
     longest_served: int
     head_rows: int
     tiles: int
+    reuse_rows: int
     filled: Mapping[Kind, Sequence[Entry]]
     longest: int
     beside_pool: int

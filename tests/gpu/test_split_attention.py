@@ -62,6 +62,17 @@ def test_model_shapes(heads: int, kv_heads: int, implementation: str):
     check(c, attend(c, implementation))
 
 
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton", "xla"])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(16, 2), (12, 2), (28, 4)])
+def test_a_block_and_the_row_before(heads: int, kv_heads: int, implementation: Any):
+    """Models with shifted logits: more than 256 rows of queries share a key-value head."""
+    bare = case(lengths([1, 3000, 0, 65]), queries=40, heads=heads, kv_heads=kv_heads, head_dim=128)
+    c, fresh, _ = with_fresh(bare, [33, 7, 0, 100])
+    actual = split_attention(*c[:4], fresh=fresh, layer=c.layer, scale=c.scale, implementation=implementation)
+    check(c, actual, fresh)
+    check(bare, attend(bare, implementation))
+
+
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "xla"])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (16, 4), (28, 4)])
 def test_ragged_requests(heads: int, kv_heads: int, implementation: str):

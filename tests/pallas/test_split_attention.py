@@ -40,6 +40,7 @@ CUTS = {
     "wide": dataclasses.replace(SMALL, step_tiles=2),
     "rows": dataclasses.replace(SMALL, row_groups=2),
     "blocks": dataclasses.replace(SMALL, row_blocks=2, processors=4),
+    "four blocks": dataclasses.replace(SMALL, row_blocks=4, processors=4),
     "all": Tiles(row_groups=2, row_blocks=2, step_tiles=2, stages=2, min_tiles=3, processors=6),
 }
 
@@ -210,6 +211,7 @@ class TestKernel:
             slow("blocks", 24, 4),
             slow("all", 24, 10),
             slow("all", 40, 5),
+            slow("four blocks", 40, 6),
             slow("all", 8, 32),
         ],
     )
@@ -302,7 +304,7 @@ class TestRefusals:
         [
             ({"dtype": jnp.float32}, "not float32 and float32"),
             ({"head_dim": 32}, r"heads of \(64, 128\), not of 32"),
-            ({"queries": 33, "heads": 7}, "at most 256 rows of queries per key-value head, not 280"),
+            ({"queries": 74, "heads": 7}, "at most 512 rows of queries per key-value head, not 560"),
         ],
     )
     def test_the_limits_of_the_kernel(self, change: dict, reason: str):

@@ -17,7 +17,7 @@ from jdllm.serving.request import Request
 from jdllm.serving.updates import Ended
 from tests.engines import engine_of, finish, generation_request
 
-ROWS = 128
+ROWS = {"llada": 128, "dream": 160}  # four tiles
 TABLES: list[dict[str, Any]] = [
     {"cache": "dual"},
     {"cache": "dual", "steps": 6},
@@ -58,11 +58,11 @@ def family(request: pytest.FixtureRequest) -> Iterator[Family]:
     prefix = "" if request.param == "llada" else "dream_"
     params: Params = request.getfixturevalue(f"{prefix}params")
     config: ModelConfig = request.getfixturevalue(f"{prefix}config")
-    shared = engine_of(params, config, Executables("cpu"), ROWS)
+    shared = engine_of(params, config, Executables("cpu"), ROWS[request.param])
     if request.param == "llada":
         shared.warm()
     shared.scheduler.share()
-    alone = engine_of(params, config, Executables("cpu"), ROWS)
+    alone = engine_of(params, config, Executables("cpu"), ROWS[request.param])
     yield Family(shared, alone, config, TABLES if request.param == "llada" else TABLES + DREAM_TABLES)
     shared.close()
     alone.close()

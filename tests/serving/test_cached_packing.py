@@ -8,7 +8,7 @@ import pytest
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.models.config import ModelConfig
-from jdllm.planning.ladder import Entry
+from jdllm.planning.ladder import TILE_ROWS, Entry
 from jdllm.serving.denoise.cached_packing import pack_refresh, pack_reuse
 from jdllm.serving.pool.page_book import PageBook
 from jdllm.serving.request import Request
@@ -48,7 +48,7 @@ def test_a_reuse_has_the_rows_of_its_blocks(count: int, rows: int):
     asked, pool = requests(*["dual"] * count)
     store_all(asked, pool)
     entry = Entry(rows, rows, 8, 64)
-    (batch, candidates), table, _ = pack_reuse(asked, CONFIG, pool, entry, 100)
+    (batch, candidates), table, _ = pack_reuse(asked, CONFIG, pool, entry, 100, TILE_ROWS)
     assert len(batch.tokens) == rows
     assert len(table.first) == rows // 32 + 1
     assert [len(c) for c in candidates] == [32] * count

@@ -7,7 +7,7 @@ from jdllm.pallas.hopper import PROCESSORS, WARPGROUP_ROWS, consumer_registers
 TILE = 64
 """Keys that are loaded by one copy."""
 
-MAX_ROWS = 256
+MAX_ROWS = 512
 """Folded rows of one pair of request and key-value head."""
 
 LOADER_REGISTERS = 40
@@ -86,9 +86,10 @@ def default_tiles(rows: int, head_dim: int) -> Tiles:
 
     Up to 64 rows are a matter of streaming keys: small steps keep most bytes in flight. Beyond, products
     count too: two warpgroups alternate between the tensor cores and the softmax, and beyond 128 rows two
-    blocks share what they load.
+    or four blocks share what they load.
     """
     more = 128 // head_dim
     if rows <= WARPGROUP_ROWS:
         return Tiles(stages=6 * more)
-    return Tiles(row_groups=2, row_blocks=1 if rows <= 128 else 2, step_tiles=2, stages=3 * more)
+    row_blocks = 1 if rows <= 128 else 2 if rows <= 256 else 4
+    return Tiles(row_groups=2, row_blocks=row_blocks, step_tiles=2, stages=3 * more)

@@ -80,7 +80,7 @@ class BlockRunner:
         """What the next step of a request takes."""
         [asked] = of_class(BlockRequest, [request])
         if asked.denoises:
-            needs = reuse_demand(asked, PAGE_ROWS)
+            needs = reuse_demand(asked, PAGE_ROWS, TILE_ROWS)
             return Demand(Kind.REUSE, *needs, asked.steps_left, told_by_table(asked))
         part = part_of(asked, self.chunk)
         chosen, tiles = int(foretells(asked, part)), tiles_of(part)

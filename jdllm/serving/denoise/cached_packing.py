@@ -12,7 +12,7 @@ from jdllm.execution.paged.selection import Selection
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
 from jdllm.pallas.split_attention import PageTable, with_fresh_rows
-from jdllm.planning.ladder import TILE_ROWS, Entry
+from jdllm.planning.ladder import Entry
 from jdllm.serving.launch import Stored
 from jdllm.serving.packing import Packed, head_rows, pack, segment_params
 from jdllm.serving.pool.page_book import Live, PageBook
@@ -97,15 +97,25 @@ def pack_refresh(
     return RefreshBatch(packed, selection, table, stored)
 
 
-def reuse_demand(request: Request, page_rows: int) -> tuple[int, int, int]:
-    """Packed rows, head rows and entries of the page table of a request that reuses."""
-    tiles = -(-len(request.forwarded) // TILE_ROWS)
+def reuse_demand(request: Request, page_rows: int, tile_rows: int) -> tuple[int, int, int]:
+    """Packed rows, head rows and entries of the page table of a request that reuses.
+
+    Arguments:
+    - `page_rows`: of a page of the pool.
+    - `tile_rows`: of the ladder.
+    """
+    tiles = -(-len(request.forwarded) // tile_rows)
     pages = _pages(request.stored, page_rows) + -(-len(request.forwarded) // page_rows)
-    return tiles * TILE_ROWS, len(request.candidates()), tiles * pages
+    return tiles * tile_rows, len(request.candidates()), tiles * pages
 
 
 def pack_reuse(
-    requests: Sequence[Request], config: ModelConfig, pool: PageBook, entry: Entry, entries: int
+    requests: Sequence[Request],
+    config: ModelConfig,
+    pool: PageBook,
+    entry: Entry,
+    entries: int,
+    tile_rows: int,
 ) -> ReuseBatch:
     """Lay out the forwarded rows of each request in whole tiles, and list what each tile reads.
 
@@ -113,10 +123,11 @@ def pack_reuse(
 
     Arguments:
     - `entries`: of the page table.
+    - `tile_rows`: of the ladder.
     """
-    tiles_of = [-(-len(r.forwarded) // TILE_ROWS) for r in requests]
-    starts = np.cumsum([0, *tiles_of]) * TILE_ROWS
-    tiles = entry.rows // TILE_ROWS
+    tiles_of = [-(-len(r.forwarded) // tile_rows) for r in requests]
+    starts = np.cumsum([0, *tiles_of]) * tile_rows
+    tiles = entry.rows // tile_rows
     tokens, positions, unused = (np.zeros(entry.rows, np.int32) for _ in range(3))
     source = np.full(entry.rows, -1, np.int32)
     parts, candidates = [], [request.candidates() for request in requests]

@@ -21,7 +21,7 @@ from jdllm.models.config import ModelConfig
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.account import Account
 from jdllm.planning.buckets import power_bucket
-from jdllm.planning.ladder import TILE_ROWS, Entry, Ladder, Sizes
+from jdllm.planning.ladder import Entry, Ladder, Sizes
 from jdllm.serving.ahead import told_by_table
 from jdllm.serving.background import Background
 from jdllm.serving.demands import Kind
@@ -107,7 +107,8 @@ class CachedRunner:
             (self._ladder.ranked, Level.FILTERED, 1),
         ):
             for entry in entries:
-                batch = pack_reuse([request], self._config, pages, entry, self._usual_entries(entry))
+                needed = self._usual_entries(entry)
+                batch = pack_reuse([request], self._config, pages, entry, needed, self._ladder.tile_rows)
                 yield self._reuse_program(batch, entry, level, steps)
 
     def warm(self) -> None:
@@ -152,7 +153,9 @@ class CachedRunner:
 
     def reuse(self, requests: list[Request], max_steps: int) -> Launch:
         """Pack up to `max_steps` steps of the rows that each request forwards."""
-        rows, head_rows, needed = np.sum([reuse_demand(r, PAGE_ROWS) for r in requests], axis=0).tolist()
+        rows, head_rows, needed = np.sum(
+            [reuse_demand(r, PAGE_ROWS, self._ladder.tile_rows) for r in requests], axis=0
+        ).tolist()
         level = _head_level(requests)
         once = self._warm and max_steps == 1 and level is Level.TOP
         sizes = self._single_steps if once else self._steps[level]
@@ -160,7 +163,9 @@ class CachedRunner:
         def packed(entry: Entry) -> Packed[ReuseBatch]:
             usual = self._usual_entries(entry)
             entries = usual if needed <= usual else power_bucket(needed, usual)
-            batch = pack_reuse(requests, self._config, self._pool.book, entry, entries)
+            batch = pack_reuse(
+                requests, self._config, self._pool.book, entry, entries, self._ladder.tile_rows
+            )
             steps = None if once else min(max_steps, entry.steps)
             return Packed(batch, self._reuse_program(batch, entry, level, steps))
 
@@ -235,7 +240,7 @@ class CachedRunner:
 
     def _usual_entries(self, entry: Entry) -> int:
         """Entries of the page table of a reuse."""
-        return self._pool.entries(entry.rows // TILE_ROWS)
+        return self._pool.entries(entry.rows // self._ladder.tile_rows)
 
 
 def step_static(config: ModelConfig, account: Account, entry: Entry, level: Level) -> dict[str, Any]:

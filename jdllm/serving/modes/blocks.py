@@ -58,6 +58,7 @@ class Blocks:
             longest_served=model.pool.pages * PAGE_ROWS,
             head_rows=ladder.head_rows,
             tiles=ladder.tiles,
+            reuse_rows=ladder.reuse[-1].rows,
             filled={Kind.PREFILL: stores.prefill},
             longest=LONGEST,
             beside_pool=0,

@@ -63,6 +63,7 @@ class Causal:
             longest_served=max(pages * PAGE_ROWS, layered.longest),
             head_rows=most,
             tiles=most,
+            reuse_rows=0,
             filled={Kind.PREFILL: ladder.prefill},
             longest=LONGEST,
             beside_pool=0,

@@ -12,7 +12,7 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.models.config import ModelConfig
 from jdllm.planning.buckets import row_bucket
-from jdllm.planning.ladder import make_ladder
+from jdllm.planning.ladder import SHIFTED_TILE_ROWS, TILE_ROWS, make_ladder
 from jdllm.planning.plan import LONGEST
 from jdllm.serving.adaptive.runner import AdaptiveRunner
 from jdllm.serving.adaptive.verifier import check_verifiable
@@ -53,7 +53,9 @@ class Denoising:
         return generation_spec(prompt, sampling, config, decode)
 
     def parts(self, model: OnDevice, background: Background, extras: Extras) -> EngineParts:
-        account, ladder = model.account, make_ladder(model.account.rows)
+        account = model.account
+        tile_rows = SHIFTED_TILE_ROWS if model.config.logits_shift else TILE_ROWS
+        ladder = make_ladder(account.rows, tile_rows=tile_rows)
         preparation = Preparation(model)
         full = FullRunner(
             model,
@@ -87,13 +89,14 @@ class Denoising:
 
         return EngineParts(
             launchers=launchers,
-            costs=DenoisingCosts(preparation, account.rows, layers),
+            costs=DenoisingCosts(preparation, account.rows, tile_rows, layers),
             check=check,
             compiled=compiled,
             holders=holders,
             longest_served=account.rows if account.budget is None else account.longest,
             head_rows=ladder.head_rows,
             tiles=ladder.tiles,
+            reuse_rows=ladder.reuse[-1].rows,
             filled={Kind.REFRESH: ladder.refresh},
             longest=account.longest if extras.chunks is None else LONGEST,
             beside_pool=account.max_context,
@@ -110,12 +113,14 @@ class DenoisingCosts:
     Arguments:
     - `preparation`: prepares requests over long contexts.
     - `rows`: packed rows of a step of the ladder. Beyond, a request takes the rows that are compiled for it.
+    - `tile_rows`: of the ladder.
     - `layers`: runs refreshes that are cut.
     """
 
-    def __init__(self, preparation: Preparation, rows: int, layers: LayersRunner):
+    def __init__(self, preparation: Preparation, rows: int, tile_rows: int, layers: LayersRunner):
         self._preparation = preparation
         self._rows = rows
+        self._tile_rows = tile_rows
         self._layers = layers
 
     def life(self, spec: RequestSpec) -> Life:
@@ -127,7 +132,7 @@ class DenoisingCosts:
         if (stage := self._preparation.next(request)) is not None:
             return Demand(Kind.STAGE, stage.rows, 0, 0)
         if request.cached and request.phase is Phase.REUSE:
-            needs, ahead = reuse_demand(request, PAGE_ROWS), told_by_table(request)
+            needs, ahead = reuse_demand(request, PAGE_ROWS, self._tile_rows), told_by_table(request)
             return Demand(Kind.REUSE, *needs, request.reuse_steps, ahead)
         if request.cached:
             needs = demand(request)
