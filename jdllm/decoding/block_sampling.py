@@ -1,6 +1,6 @@
 """Which sampling parameters a block model has a use for."""
 
-from jdllm.decoding.causal_sampling import changed, check_unpenalised
+from jdllm.decoding.causal_sampling import changed, check_one_way, check_unpenalised
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
 
@@ -16,6 +16,7 @@ _UNUSED = {
 
 def check_blocks(sampling: SamplingParams) -> None:
     """Raise `RequestError` where a field that a block model has no use for is not at its default."""
+    check_one_way(sampling)
     check_unpenalised(sampling)
     for name, value, default in changed(sampling, _UNUSED):
         raise RequestError(f"a block model {_UNUSED[name]}: leave {name} at {default!r} (it is {value!r})")

@@ -53,15 +53,26 @@ def penalties_of(sampling: SamplingParams) -> list[str]:
 
 def check_causal(sampling: SamplingParams) -> None:
     """Raise `RequestError` where a field that only denoising uses is not at its default."""
+    check_one_way(sampling)
     for name, *_ in changed(sampling, _OF_DENOISING):
         raise RequestError(f"{name} is for models that denoise: a causal model {_OF_DENOISING[name]}")
 
 
 def check_denoising(sampling: SamplingParams) -> None:
     """Raise `RequestError` where a field that only causal or block models use is not at its default."""
+    check_one_way(sampling)
     check_unpenalised(sampling)
     for name, *_ in changed(sampling, _OF_BLOCKS):
         raise RequestError(f"{name} is for block models, whose rows see no later block: leave it out")
+
+
+def check_one_way(sampling: SamplingParams) -> None:
+    """Raise `RequestError` where a request chooses its way of generating, for models that have one way."""
+    if sampling.generation_mode is not None:
+        raise RequestError(
+            "generation_mode is for models that generate in several ways (Nemotron-Labs-Diffusion), and this"
+            f" model has one: leave generation_mode out (it is {sampling.generation_mode!r})"
+        )
 
 
 def check_unpenalised(sampling: SamplingParams) -> None:

@@ -29,6 +29,7 @@ Remasking = Literal["low_confidence", "random"]
 Transfer = Annotated[str, OneOf(functools.partial(rule_names, "transfer"))]
 DreamAlgorithm = Annotated[str, OneOf(functools.partial(rule_names, "alg"))]
 Cache = Annotated[str, OneOf(cache_names)]
+GenerationMode = Literal["autoregressive"]
 
 _OFFICIAL_TOP_K = 50
 
@@ -161,6 +162,10 @@ class SamplingParams:
     - `priority` (0): the lowest number starts first and is served first, as in vLLM. Tokens do not depend on
       `priority`. Nobody who runs is stopped for others.
 
+    Models that generate in several ways (Nemotron-Labs-Diffusion)
+    - `generation_mode` (`None`): which way a request takes. "autoregressive" generates one token after
+      another, and takes the parameters of a causal model.
+
     Causal models (Llama, Mistral, Qwen2, Qwen3), which generate one token after another
     - `repetition_penalty` (1.0): for causal models only: divides the positive logits of ids that occur in the
       prompt or the generated text, and multiplies the negative ones. This comes before temperature and
@@ -225,6 +230,7 @@ class SamplingParams:
     mixture_weight: float | None = None
     max_lookahead: int | None = None
     prefilling: PrefillingLike = None
+    generation_mode: GenerationMode | None = None
 
     @model_validator(mode="wrap")
     @classmethod

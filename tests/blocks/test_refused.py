@@ -67,11 +67,6 @@ def test_infilling_and_scores(sdar: LLM):
             call()
 
 
-def test_a_causal_context():
-    with pytest.raises(ConfigError, match="jdllm cannot generate from nemotron_labs_diffusion models yet"):
-        LLM(Golden("nemotron_labs_diffusion").directory, max_num_batched_tokens=128, progress=False)
-
-
 @pytest.mark.parametrize(
     ("options", "told"),
     [

@@ -5,9 +5,18 @@ from jdllm.models.config import ModelConfig
 from jdllm.serving.mode import Mode
 from jdllm.serving.modes.blocks import Blocks
 from jdllm.serving.modes.causal import Causal
+from jdllm.serving.modes.causal_context import CausalContext
 from jdllm.serving.modes.denoising import Denoising
 
-MODES: dict[str, Mode] = {"full": Denoising(), "causal": Causal(), "block_causal": Blocks()}
+CAUSAL_CONTEXT = "block_causal with a causal context"
+"""The kind of attention of a block model whose finished rows see as a causal model's (`causal_context`)."""
+
+MODES: dict[str, Mode] = {
+    "full": Denoising(),
+    "causal": Causal(),
+    "block_causal": Blocks(),
+    CAUSAL_CONTEXT: CausalContext(),
+}
 """The mode of each kind of attention, by `ModelConfig.attention`."""
 
 
@@ -28,9 +37,7 @@ def unregister(attention: str) -> None:
 
 def mode_of(config: ModelConfig) -> Mode:
     """How a model generates. Raises `ConfigError`, listing the known kinds, for attention without a mode."""
-    needs = config.attention
-    if needs == "block_causal":
-        needs += " with a causal context" if config.causal_context else ""
+    needs = CAUSAL_CONTEXT if config.causal_context else config.attention
     if needs not in MODES:
         raise ConfigError(
             f"jdllm cannot generate from {config.family} models yet: it has no way of generating for"
