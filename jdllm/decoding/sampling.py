@@ -29,7 +29,7 @@ Remasking = Literal["low_confidence", "random"]
 Transfer = Annotated[str, OneOf(functools.partial(rule_names, "transfer"))]
 DreamAlgorithm = Annotated[str, OneOf(functools.partial(rule_names, "alg"))]
 Cache = Annotated[str, OneOf(cache_names)]
-GenerationMode = Literal["autoregressive"]
+GenerationMode = Literal["autoregressive", "diffusion"]
 
 _OFFICIAL_TOP_K = 50
 
@@ -163,8 +163,9 @@ class SamplingParams:
       `priority`. Nobody who runs is stopped for others.
 
     Models that generate in several ways (Nemotron-Labs-Diffusion)
-    - `generation_mode` (`None`): which way a request takes. "autoregressive" generates one token after
-      another, and takes the parameters of a causal model.
+    - `generation_mode` (`None`: "diffusion"): which way a request takes. "diffusion" fills one block after
+      another, and takes the parameters of a block model. "autoregressive" generates one token after another,
+      and takes the parameters of a causal model.
 
     Causal models (Llama, Mistral, Qwen2, Qwen3), which generate one token after another
     - `repetition_penalty` (1.0): for causal models only: divides the positive logits of ids that occur in the

@@ -27,6 +27,8 @@ class Kind(enum.IntEnum):
     """Some layers of one sequence of a causal model, or its last token; its keys do not fit the pool."""
     LAYERS = 8
     """Some layers of one long refresh, whose hidden rows stay on the device until the next ones."""
+    STORE = 9
+    """Finished blocks of a block model whose other requests have a `PREFILL`; they are stored."""
 
 
 SUBMITTED = (
@@ -36,6 +38,7 @@ SUBMITTED = (
     Kind.FULL,
     Kind.ADAPTIVE,
     Kind.STAGE,
+    Kind.STORE,
     Kind.PREFILL,
     Kind.LAYERED,
     Kind.LAYERS,

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jdllm.decoding.sampling import SamplingParams
+from tests.blocks.recorded import Run
 from tests.helpers import Golden
 
 NEMOTRON = Golden("nemotron_labs_diffusion")
@@ -44,4 +45,36 @@ def autoregressive_runs() -> list[Generated]:
             stop_token_ids=stop_ids(case),
         )
         runs.append(Generated(name, prompt, sampling, output[len(prompt) :].tolist(), case["nfe"]))
+    return runs
+
+
+def diffusion_runs() -> list[Run]:
+    """Those with a causal context. A batch is as many runs; its rows share the loop, and nothing else.
+
+    Recorded is what each forward finds. What it changes is seen in the next. The last forward stores the last
+    block, which jdllm never does. The published loop looks for the end of the text after a step only: where
+    the first token of a block is the end, one more step is recorded, which is left out here.
+    """
+    tensors, runs = NEMOTRON.tensors("trajectories"), []
+    for name, case in cases("dlm").items():
+        if not case["causal_context"]:
+            continue
+        rule = {"transfer": "threshold", "threshold": case["threshold"]} if case["threshold"] else {}
+        sampling = SamplingParams(
+            gen_length=case["max_new_tokens"],
+            block_length=case["block_length"],
+            stop_token_ids=stop_ids(case),
+            stop_in_block=True,
+            return_history=True,
+            **rule,
+        )
+        states = np.where(tensors[f"{name}.forward_states"] < 0, MASK, tensors[f"{name}.forward_states"])
+        for row, (prompt, output) in enumerate(
+            zip(tensors[f"{name}.prompt"], tensors[f"{name}.output"], strict=True)
+        ):
+            own = states[:, row]
+            own = own[1:][(own[1:] != own[:-1]).any(axis=1)]
+            whole = (own[:, : len(output)] == output).all(axis=1)
+            own = own[: int(whole.argmax()) + 1 if stop_ids(case) and whole.any() else None]
+            runs.append(Run(f"{name}.{row}", prompt, sampling, own, output[len(prompt) :].tolist()))
     return runs

@@ -1,18 +1,31 @@
-"""Recorded runs of Nemotron-Labs-Diffusion: each request chooses its way of generating."""
+"""Nemotron-Labs-Diffusion: each request chooses its way of generating."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
+from jdllm.checkpoints.loading import load_params
 from jdllm.decoding.block_sampling import check_blocks
 from jdllm.decoding.causal_sampling import check_causal, check_denoising
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
+from jdllm.execution.transformer import forward, logits
 from jdllm.llm import LLM
+from jdllm.models.block import Rows
+from jdllm.models.hf_config import config_from_hf
 from jdllm.outputs import RequestOutput
-from tests.blocks.recorded_nemotron import MASK, NEMOTRON, Generated, autoregressive_runs
+from tests.blocks import context_oracle, recorded
+from tests.blocks.context_oracle import Logits
+from tests.blocks.recorded import Run
+from tests.blocks.recorded_nemotron import MASK, NEMOTRON, Generated, autoregressive_runs, diffusion_runs
+from tests.helpers import slow
 
-RUNS = autoregressive_runs()
+AUTOREGRESSIVE, DIFFUSION = autoregressive_runs(), diffusion_runs()
+FREE = SamplingParams(gen_length=16, early_stop=False, return_history=True)
+BUCKET = 384
 
 
 @pytest.fixture(scope="module")
@@ -21,38 +34,138 @@ def llm() -> Iterator[LLM]:
         yield llm
 
 
-def check(output: RequestOutput, run: Generated) -> None:
-    assert (output.token_ids, output.nfe) == (run.output, run.nfe), run.name
+@pytest.fixture(scope="module")
+def logits_of() -> Logits:
+    config = config_from_hf(NEMOTRON.directory)
+    params = load_params(NEMOTRON.directory, config, "float32")
+
+    @jax.jit
+    def run(tokens: jax.Array, rows: Rows) -> jax.Array:
+        return logits(params, config, forward(params, config, tokens, rows))
+
+    def of(tokens: np.ndarray, causal: int) -> np.ndarray:
+        position, length = np.arange(BUCKET), len(tokens)
+        end = np.where(position < causal, position + 1, length)
+        rows = Rows(position, np.zeros(BUCKET, int), np.where(position < length, end, 0))
+        return np.asarray(run(np.pad(tokens, (0, BUCKET - length)), rows))[:length]
+
+    return of
 
 
-def test_all_runs_but_those_with_a_thinking_budget():
-    assert [run.name for run in RUNS] == ["ar_p9", "ar_p40", "ar_eos"]
+def prompt(length: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([seed, length]).integers(200, 320, length).astype(np.int32)
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
-def test_alone(llm: LLM, run: Generated):
+def check(output: RequestOutput, run: Generated | Run) -> None:
+    if isinstance(run, Run):
+        recorded.check(output, run, MASK)
+    else:
+        assert (output.token_ids, output.nfe) == (run.output, run.nfe), run.name
+
+
+def test_all_runs_but_those_with_a_thinking_budget_or_without_a_causal_context():
+    assert [run.name for run in AUTOREGRESSIVE] == ["ar_p9", "ar_p40", "ar_eos"]
+    assert len(DIFFUSION) == 10
+
+
+@pytest.mark.parametrize(
+    "run",
+    [*AUTOREGRESSIVE, *(run if i % 3 == 0 else slow(run) for i, run in enumerate(DIFFUSION))],
+    ids=lambda run: run.name,
+)
+def test_alone(llm: LLM, run: Generated | Run):
     [output] = llm.generate(prompt_token_ids=[run.prompt], sampling=run.sampling)
     check(output, run)
 
 
 def test_all_together(llm: LLM):
-    prompts, sampling = [run.prompt for run in RUNS], [run.sampling for run in RUNS]
-    for output, run in zip(llm.generate(prompt_token_ids=prompts, sampling=sampling), RUNS, strict=True):
+    runs = [*AUTOREGRESSIVE, *DIFFUSION]
+    prompts, sampling = [run.prompt for run in runs], [run.sampling for run in runs]
+    for output, run in zip(llm.generate(prompt_token_ids=prompts, sampling=sampling), runs, strict=True):
         check(output, run)
+
+
+@pytest.mark.parametrize("threshold", [None, 0.3])
+def test_long_prompts_in_parts(llm: LLM, logits_of: Logits, threshold: float | None):
+    """Prompts that begin alike, in parts of 192 rows, and blocks of several lengths across pages."""
+    rule = {"transfer": "threshold", "threshold": threshold} if threshold else {}
+    system, lengths = prompt(200), [(5, 8), (30, 16), (0, 1), (40, 3)]
+    asked = [(np.append(system, prompt(n, 1)), FREE.changed(block_length=b, **rule)) for n, b in lengths]
+    outputs = llm.generate(prompt_token_ids=[ids for ids, _ in asked], sampling=[one for _, one in asked])
+    for output, (ids, _), (_, length) in zip(outputs, asked, lengths, strict=True):
+        given = logits_of, ids, -(-16 // length), length, MASK, threshold
+        np.testing.assert_array_equal(output.history, context_oracle.generate(*given))
+
+
+def test_both_ways_share_what_is_stored(llm: LLM):
+    """Rows of a finished text are the same, whichever way has generated it."""
+    ids, diffusion = prompt(100, 2), SamplingParams(gen_length=32, early_stop=False)
+    autoregressive = diffusion.changed(generation_mode="autoregressive")
+    [whole] = llm.generate(prompt_token_ids=[ids], sampling=diffusion)
+    turn = np.concatenate([ids, whole.token_ids, prompt(9, 3)])
+    outputs = llm.generate(prompt_token_ids=[turn], sampling=autoregressive)
+    outputs += llm.generate(prompt_token_ids=[turn], sampling=diffusion)
+    assert [output.num_cached_tokens for output in outputs] == [64, 128]
+    fresh = [turn[:64] - 1, turn[64:]]
+    [alone] = llm.generate(prompt_token_ids=[np.concatenate(fresh)], sampling=autoregressive)
+    assert alone.num_cached_tokens == 0
+
+
+def test_blocks_of_one_position_are_autoregressive(llm: LLM):
+    one = FREE.changed(block_length=1)
+    [output] = llm.generate(prompt_token_ids=[prompt(20)], sampling=one)
+    [expected] = llm.generate(
+        prompt_token_ids=[prompt(20)], sampling=FREE.changed(generation_mode="autoregressive")
+    )
+    assert output.token_ids == expected.token_ids
+    assert output.nfe == expected.nfe == 16
+
+
+@pytest.mark.slow
+def test_draws_do_not_depend_on_company(llm: LLM):
+    sampling = [FREE.changed(temperature=1.0, seed=i, top_k=[None, 20][i % 2]) for i in range(4)]
+    sampling += [one.changed(generation_mode="autoregressive") for one in sampling]
+    ids = [prompt(20 * i + 5, i) for i in range(8)]
+    together = llm.generate(prompt_token_ids=ids, sampling=sampling)
+    for one, asked, output in zip(ids, sampling, together, strict=True):
+        [alone] = llm.generate(prompt_token_ids=[one], sampling=asked)
+        assert alone.token_ids == output.token_ids
+
+
+@pytest.mark.slow
+def test_nothing_compiles_after_a_warm_up():
+    sizes = {"max_num_batched_tokens": 64, "kv_pool": "1MiB", "progress": False}
+    with LLM(NEMOTRON.directory, warmup=True, **sizes) as llm:
+        compiled = llm.executables.compiled
+        sampling = [FREE, FREE.changed(transfer="threshold", temperature=1.0, top_k=5)]
+        sampling += [FREE.changed(generation_mode="autoregressive")]
+        llm.generate(prompt_token_ids=[prompt(40 * i + 3) for i in range(3)], sampling=sampling)
+        assert llm.executables.compiled == compiled
 
 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"generation_mode": None}, "choose generation_mode='autoregressive'"),
-        ({"block_length": 8}, "block_length is for models that denoise: a causal model has no blocks"),
+        ({"small_block_length": 4}, "leave small_block_length out"),
+        ({"prompt_masks": "official"}, "leave prompt_masks at 'error'"),
+        ({"block_length": 65}, "block_length is 65, expected at most 64"),
+        ({"gen_length": 20, "steps": 7}, "steps 7 is not divisible by the 3 blocks of 8"),
+        ({"cache": "dual"}, "a block model stores finished blocks"),
+        ({"generation_mode": "autoregressive", "block_length": 8}, "a causal model has no blocks"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_a_mode_does_not_take_is_refused(llm: LLM, options: dict[str, object], told: str):
-    sampling = SamplingParams(generation_mode="autoregressive").changed(**options)
+def test_what_a_mode_does_not_take_is_refused(llm: LLM, options: dict[str, Any], told: str):
     with pytest.raises(RequestError, match=told):
-        llm.generate(prompt_token_ids=[[1, MASK]], sampling=sampling)
+        llm.generate(prompt_token_ids=[[1, 2]], sampling=SamplingParams(**options))
+
+
+@pytest.mark.parametrize(
+    ("ids", "told"), [([], "the prompt is empty"), ([1, MASK], f"the mask id {MASK} at position 1")]
+)
+def test_prompts_that_nothing_follows(llm: LLM, ids: list[int], told: str):
+    with pytest.raises(RequestError, match=told):
+        llm.generate(prompt_token_ids=[ids], sampling=FREE)
 
 
 @pytest.mark.parametrize("check", [check_causal, check_denoising, check_blocks])

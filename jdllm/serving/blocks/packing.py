@@ -14,7 +14,7 @@ from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.execution.paged.stored_keys import StoredKeys
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
-from jdllm.models.visibility import block_range
+from jdllm.models.visibility import seen_range
 from jdllm.planning.ladder import TILE_ROWS, Entry
 from jdllm.serving.blocks.request import BlockRequest
 from jdllm.serving.packing import head_rows, segment_params
@@ -45,7 +45,7 @@ class PackedBlocks(NamedTuple):
 
 
 class PackedChoices(NamedTuple):
-    """Finished blocks of a model with shifted logits, of which some foretell the token behind them.
+    """Finished blocks of which some foretell the token behind them.
 
     - `batch`: the rows; head rows are the last ones of blocks that foretell a token, plain ones first.
     - `storage`, `seen`: as `PackedBlocks` has them.
@@ -125,7 +125,9 @@ def pack_blocks(
         tokens[rows] = request.tokens[part.start : part.stop]
         positions[rows] = part
         own = dataclasses.replace(config, block_length=request.block_length)
-        first, end = block_range(own, positions[rows], part.stop)
+        seen_by_each = seen_range(own, positions[rows], part.stop)
+        assert seen_by_each is not None  # rows of a block model do not see everything
+        first, end = seen_by_each
         k_start[rows] = base + (part.start if form.tiled else first)
         k_end[rows] = base + end
         pages = pool.pages_of(request.id)[part.start // PAGE_ROWS : pages_of(part.stop)]
@@ -157,7 +159,7 @@ def _seen(
 
 def foretells(request: BlockRequest, part: range) -> bool:
     """Whether the last row of a part gives the first token of the current block, which nothing else gives."""
-    return request.spec.shifted and part.stop == request.known and request.opens
+    return request.foretold and part.stop == request.known and request.opens
 
 
 def with_choices(

@@ -38,6 +38,11 @@ class BlockSpec(RequestSpec):
         return False
 
     @property
+    def foretold(self) -> bool:
+        """Whether the evaluation that stores a block gives the first token of the next one."""
+        return self.shifted
+
+    @property
     def stored_rows(self) -> int:
         return max(self.blocks[-1].start // self.block_length * self.block_length, 1)
 
@@ -69,7 +74,7 @@ def block_spec(
     length = _block_length(sampling, config)
     small = _small_block_length(sampling, length)
     masks = min(sampling.max_tokens or sampling.gen_length, sampling.gen_length)
-    table = step_table(sampling, small, _steps(sampling, small), small)
+    table = step_table(sampling, small, steps_of_block(sampling, small), small)
     stop = len(prompt) + masks
     starts = range(len(prompt) // small * small, stop, small)
     blocks = tuple(Block(at, at + small, at + small - max(at, len(prompt)), table) for at in starts)
@@ -113,7 +118,7 @@ def _small_block_length(sampling: SamplingParams, length: int) -> int:
     return small
 
 
-def _steps(sampling: SamplingParams, length: int) -> int:
+def steps_of_block(sampling: SamplingParams, length: int) -> int:
     """Denoising steps of a block: one for each position unless the request says how many there are."""
     blocks = -(-sampling.gen_length // length)
     if sampling.steps is None:
@@ -129,6 +134,7 @@ def _steps(sampling: SamplingParams, length: int) -> int:
 class BlockRequest(Request):
     """A request of a block model as it runs.
 
+    - `block_length`, `foretold`: of the spec.
     - `known`: tokens of finished blocks, those of the prompt included.
     - `computed`: how many of these are stored. The current block is denoised when all are.
     - `found`: how many were stored already when it was admitted.
@@ -136,7 +142,7 @@ class BlockRequest(Request):
     """
 
     def __init__(self, spec: BlockSpec, id: int = 0):
-        self.block_length = spec.block_length
+        self.block_length, self.foretold = spec.block_length, spec.foretold
         self.known = self.computed = self.found = 0
         super().__init__(spec, id)
         # Rows of blocks of another length see other rows.
@@ -181,7 +187,7 @@ class BlockRequest(Request):
         logprobs: np.ndarray,
         likeliest: np.ndarray | None,
     ) -> None:
-        if self.spec.shifted and self.known in positions:
+        if self.foretold and self.known in positions:
             self.block_step -= 1  # the block before has given its first token: no step of its own
         super()._commit(count, step, positions, tokens, logprobs, likeliest)
         if not self.finished:

@@ -54,12 +54,20 @@ class BlockRunner:
       refreshes are not used.
     - `stores`: the sizes of other parts that store, of `CausalLadder.prefill`.
     - `background`: compiles sizes that fit better than those that serve now.
+    - `kind`: of the parts that store.
 
     - `chunk`: tokens of a prompt that one part stores at most, whole pages.
     - `denoise`: packs up to so many steps of the current block of each request.
     """
 
-    def __init__(self, model: OnDevice, ladder: Ladder, stores: CausalLadder, background: Background):
+    def __init__(
+        self,
+        model: OnDevice,
+        ladder: Ladder,
+        stores: CausalLadder,
+        background: Background,
+        kind: Kind = Kind.PREFILL,
+    ):
         self._params, self._config, self._executables, account, self._pool = model
         self._entries = {False: stores.prefill, True: ladder.reuse}
         self._parts = PartRunner(model, background)
@@ -69,6 +77,8 @@ class BlockRunner:
         self._usual = pages_of(account.rows) + PAGE_ROWS
         without = dataclasses.replace(ladder, refresh=(), refresh_any=())
         self._steps = CachedRunner(model, without, background)
+        self._kind = kind
+        self._foretells = self._config.logits_shift or self._config.causal_context
         self.chunk = prefill_chunk(account.rows)
         self.denoise = self._steps.reuse
 
@@ -85,8 +95,8 @@ class BlockRunner:
         part = part_of(asked, self.chunk)
         chosen, tiles = int(foretells(asked, part)), tiles_of(part)
         if is_short(part):
-            return Demand(Kind.PREFILL, tiles * TILE_ROWS, chosen, tiles * pages_of(part.stop))
-        return Demand(Kind.PREFILL, len(part), chosen, pages_of(part.stop))
+            return Demand(self._kind, tiles * TILE_ROWS, chosen, tiles * pages_of(part.stop))
+        return Demand(self._kind, len(part), chosen, pages_of(part.stop))
 
     def store(self, requests: list[Request], max_steps: int) -> Launch:
         """Pack finished blocks of each request; `max_steps` does not matter."""
@@ -160,7 +170,7 @@ class BlockRunner:
         form: Form,
     ) -> PackedBlocks | PackedChoices:
         packed = pack_blocks(asked, parts, self._config, pool, entry, form)
-        if not self._config.logits_shift:
+        if not self._foretells:
             return packed
         return with_choices(packed, asked, parts, self._config, entry)
 

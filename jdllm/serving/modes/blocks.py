@@ -42,10 +42,7 @@ class Blocks:
 
     def parts(self, model: OnDevice, background: Background, extras: Extras) -> EngineParts:
         account = model.account
-        if extras.chunks is not None:
-            raise ConfigError("chunks are for steps of whole sequences: leave them out for a block model")
-        if extras.verifier is not None:
-            raise ConfigError("a verifier is for models that see whole sequences, which block models do not")
+        check_extras(extras)
         check_on_device(account, "block model")
         ladder, stores = make_ladder(account.rows), make_causal_ladder(account.rows)
         runner = BlockRunner(model, ladder, stores, background)
@@ -64,3 +61,15 @@ class Blocks:
             beside_pool=0,
             whole_rows=account.rows,
         )
+
+
+def check_extras(extras: Extras) -> None:
+    """Raise `ConfigError` for what a block model has no use for.
+
+    Arguments:
+    - `extras`: what its engine would have beside the model.
+    """
+    if extras.chunks is not None:
+        raise ConfigError("chunks are for steps of whole sequences: leave them out for a block model")
+    if extras.verifier is not None:
+        raise ConfigError("a verifier is for models that see whole sequences, which block models do not")

@@ -1,0 +1,114 @@
+"""Requests that fill blocks behind a causal context, which gives the first token of each block."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from jdllm.checkpoints.token_text import Decode
+from jdllm.decoding.block_sampling import check_blocks
+from jdllm.decoding.rules import segment_row, step_table
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.errors import RequestError
+from jdllm.execution.paged.pool import PAGE_ROWS
+from jdllm.models.config import ModelConfig
+from jdllm.serving.blocks.request import BlockRequest, BlockSpec, steps_of_block
+from jdllm.serving.spec import Block, check_stops, checked_ids, mask_id_of
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ContextSpec(BlockSpec):
+    """What a request asks that fills blocks behind a causal context.
+
+    - `blocks`: counted from the end of the prompt. The evaluation that stores what lies before a block gives
+      the first token of the block; steps fill the other positions.
+    """
+
+    @property
+    def foretold(self) -> bool:
+        return True
+
+    @property
+    def stored_rows(self) -> int:
+        return self.blocks[-1].start
+
+
+def check_context(sampling: SamplingParams) -> None:
+    """Raise `RequestError` where a field that such a request has no use for is not at its default.
+
+    Arguments:
+    - `sampling`: without a `generation_mode`.
+    """
+    check_blocks(sampling)
+    if sampling.small_block_length is not None:
+        raise RequestError("blocks behind a causal context have no parts: leave small_block_length out")
+    if sampling.prompt_masks != "error":
+        raise RequestError(
+            "blocks begin behind the prompt, whose masks would stay: leave prompt_masks at 'error'"
+        )
+
+
+def context_spec(
+    prompt: Sequence[int] | np.ndarray,
+    sampling: SamplingParams,
+    config: ModelConfig,
+    decode: Decode | None = None,
+) -> ContextSpec:
+    """A request that appends blocks to `prompt` and fills them one after another.
+
+    Arguments:
+    - `prompt`: int32 ids `[length]`, at least one.
+    - `sampling`: without a `generation_mode`. Its `gen_length` need not fill whole blocks: what is filled
+      beyond is not returned. The blocks that `gen_length` takes, rounded up, share `steps`, which fill all
+      positions of a block but the first.
+    - `config`: the model, whose finished rows are causal.
+    - `decode`: ids to text, for stop strings.
+
+    Raises `RequestError` for parameters that such requests have no use for, an empty prompt, an id outside
+    the vocabulary, a mask id in the prompt, a block of more rows than a page has, `steps` that do not divide,
+    and stop strings without `decode`.
+    """
+    check_context(sampling)
+    check_stops(sampling, config, decode)
+    mask_id, prompt = mask_id_of(config), checked_ids(prompt, config)
+    masks = np.flatnonzero(prompt == mask_id)
+    if len(masks):
+        raise RequestError(
+            f"the prompt contains the mask id {mask_id} at position {masks[0]}: blocks begin behind"
+            " the prompt, and nothing fills masks before them, so remove it"
+        )
+    length = sampling.block_length or config.block_length
+    assert length is not None  # a block model has one
+    if length > PAGE_ROWS:
+        raise RequestError(f"block_length is {length}, expected at most {PAGE_ROWS}")
+    start, returned = len(prompt), min(sampling.max_tokens or sampling.gen_length, sampling.gen_length)
+    table = step_table(sampling, max(length - 1, 1), steps_of_block(sampling, length), length)
+    starts = range(start, start + returned, length)
+    blocks = tuple(Block(at, at + length, length, table) for at in starts)
+    tokens = np.concatenate([prompt, np.full(length * len(blocks), mask_id, np.int32)])
+    tokens.setflags(write=False)
+    return ContextSpec(
+        prompt=prompt,
+        tokens=tokens,
+        blocks=blocks,
+        returned=slice(start, start + returned),
+        sampling=sampling,
+        mask_id=mask_id,
+        shifted=False,
+        stop_ids=(*config.stop_ids, *sampling.stop_token_ids),
+        decode=decode,
+        segment=segment_row(sampling, config),
+        block_length=length,
+    )
+
+
+class ContextRequest(BlockRequest):
+    """A request that fills blocks behind a causal context, as it runs."""
+
+    def __init__(self, spec: ContextSpec, id: int = 0):
+        super().__init__(spec, id)
+        self.content = b""  # rows of the context do not depend on blocks
+
+    def _enter(self) -> None:
+        self.known = self.block.start
+        self.forwarded = np.arange(self.known, self.known + self.block_length)

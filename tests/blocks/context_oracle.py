@@ -1,0 +1,37 @@
+"""Diffusion behind a causal context once more: one sequence, no cache, one evaluation of all of it a step."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from tests.decoding.slow_rules import Asked, Rule, committed
+
+Logits = Callable[[np.ndarray, int], np.ndarray]
+"""(ids, how many of the first rows are causal; the others see all) -> logits of each row."""
+
+
+def generate(
+    logits_of: Logits, prompt: np.ndarray, blocks: int, length: int, mask_id: int, threshold: float | None
+) -> list[np.ndarray]:
+    """The sequence after each step, the first token of a block being one.
+
+    Arguments:
+    - `prompt`: int32 ids.
+    - `blocks`, `length`: how many blocks, and the positions of each.
+    - `threshold`: that tokens reach; `None` for one token a step.
+    """
+    tokens, states = np.append(prompt, np.full(blocks * length, mask_id)), []
+    for start in range(len(prompt), len(tokens), length):
+        stop = start + length
+        tokens[start] = logits_of(tokens[:start], start)[-1].argmax()
+        states.append(tokens.copy())
+        while (tokens[start:stop] == mask_id).any():
+            rows = start + np.flatnonzero(tokens[start:stop] == mask_id)
+            logits = logits_of(tokens[:stop], start)[rows].astype(np.float64)
+            weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+            sure = (weights / weights.sum(axis=1, keepdims=True)).max(axis=1).tolist()
+            rule = Rule.QUOTA if threshold is None else Rule.THRESHOLD
+            taken = committed(rule, sure, sure, [], Asked(quota=1, threshold=threshold or 0))
+            tokens[rows[taken]] = logits.argmax(axis=1)[taken]
+            states.append(tokens.copy())
+    return states
