@@ -29,7 +29,7 @@ Remasking = Literal["low_confidence", "random"]
 Transfer = Annotated[str, OneOf(functools.partial(rule_names, "transfer"))]
 DreamAlgorithm = Annotated[str, OneOf(functools.partial(rule_names, "alg"))]
 Cache = Annotated[str, OneOf(cache_names)]
-GenerationMode = Literal["autoregressive", "diffusion"]
+GenerationMode = Literal["autoregressive", "diffusion", "self_speculation"]
 
 _OFFICIAL_TOP_K = 50
 
@@ -165,7 +165,9 @@ class SamplingParams:
     Models that generate in several ways (Nemotron-Labs-Diffusion)
     - `generation_mode` (`None`: "diffusion"): which way a request takes. "diffusion" fills one block after
       another, and takes the parameters of a block model. "autoregressive" generates one token after another,
-      and takes the parameters of a causal model.
+      and takes the parameters of a causal model. "self_speculation" gives the same tokens as "autoregressive"
+      at temperature 0: the model drafts a block of `block_length` and verifies the draft. `transfer` says
+      which masks of a draft an evaluation fills, by default all.
 
     Causal models (Llama, Mistral, Qwen2, Qwen3), which generate one token after another
     - `repetition_penalty` (1.0): for causal models only: divides the positive logits of ids that occur in the

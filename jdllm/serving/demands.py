@@ -29,6 +29,8 @@ class Kind(enum.IntEnum):
     """Some layers of one long refresh, whose hidden rows stay on the device until the next ones."""
     STORE = 9
     """Finished blocks of a block model whose other requests have a `PREFILL`; they are stored."""
+    SPECULATE = 10
+    """A block of each request: its draft, and the verification, which is stored."""
 
 
 SUBMITTED = (
@@ -38,6 +40,7 @@ SUBMITTED = (
     Kind.FULL,
     Kind.ADAPTIVE,
     Kind.STAGE,
+    Kind.SPECULATE,
     Kind.STORE,
     Kind.PREFILL,
     Kind.LAYERED,

@@ -166,8 +166,8 @@ class Entries:
             return
         request.advance(*of_committed(positions, step))
         self.counts["tokens"] += int(np.count_nonzero(step.committed))
-        if update.step >= self._delivered[request.id]:
-            self._delivered[request.id] += 1
+        if len(update.positions) and update.step >= self._delivered[request.id]:
+            self._delivered[request.id] = update.step + 1
             yield self.tell(update)
         if request.finished:
             yield self._end(request, None)

@@ -8,17 +8,18 @@ from fastapi.testclient import TestClient
 from jdllm.llm import LLM
 from tests.api.sse import events
 from tests.api.words_server import served
-from tests.blocks.recorded_nemotron import autoregressive_runs, diffusion_runs
+from tests.blocks.recorded_nemotron import autoregressive_runs, diffusion_runs, speculative_runs
 from tests.causal_texts import words, write_speaking
 from tests.conftest import BUDGET, KV_POOL
 
 DIFFUSION, AUTOREGRESSIVE = diffusion_runs()[2], autoregressive_runs()[1]
+SPECULATIVE = speculative_runs(adapter=False)[1]
 ASKED = {
     "diffusion": {"max_tokens": 32, "block_length": 16, "transfer": "threshold", "threshold": 0.3},
     "autoregressive": {"max_tokens": 24, "generation_mode": "autoregressive"},
+    "self_speculation": {"max_tokens": 40, "generation_mode": "self_speculation", "block_length": 16},
 }
-PROMPTS = {"diffusion": DIFFUSION.prompt.tolist(), "autoregressive": AUTOREGRESSIVE.prompt.tolist()}
-TEXTS = {"diffusion": words(*DIFFUSION.output or ()), "autoregressive": words(*AUTOREGRESSIVE.output)}
+RUNS = dict(zip(ASKED, (DIFFUSION, AUTOREGRESSIVE, SPECULATIVE), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +34,9 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
 
 @pytest.mark.parametrize("mode", ASKED)
 def test_a_stream_has_the_recorded_text(client: TestClient, mode: str):
-    body = {"prompt": PROMPTS[mode], "stream": True, **ASKED[mode]}
+    body = {"prompt": RUNS[mode].prompt.tolist(), "stream": True, **ASKED[mode]}
     told = events(client.post("/v1/completions", json=body).text)
-    assert "".join(part["choices"][0]["text"] for _, part in told) == f" {TEXTS[mode]}"
+    assert "".join(part["choices"][0]["text"] for _, part in told) == f" {words(*RUNS[mode].output or ())}"
 
 
 def test_a_mode_that_is_not_there(client: TestClient):

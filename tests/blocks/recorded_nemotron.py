@@ -48,6 +48,29 @@ def autoregressive_runs() -> list[Generated]:
     return runs
 
 
+def speculative_runs(*, adapter: bool) -> list[Generated]:
+    """Those that draft with the adapter, or those that draft without it.
+
+    The published loop returns more than it is asked for where it accepts more.
+    """
+    tensors, runs = NEMOTRON.tensors("trajectories"), []
+    for name, case in cases("spec").items():
+        if case["lora"] != adapter:
+            continue
+        rule = {"transfer": "threshold", "threshold": case["threshold"]} if case["threshold"] else {}
+        sampling = SamplingParams(
+            generation_mode="self_speculation",
+            gen_length=case["max_new_tokens"],
+            block_length=case["block_length"],
+            stop_token_ids=stop_ids(case),
+            **rule,
+        )
+        [prompt], [output] = tensors[f"{name}.prompt"], tensors[f"{name}.output"]
+        answer = output[len(prompt) :][: case["max_new_tokens"]].tolist()
+        runs.append(Generated(name, prompt, sampling, answer, case["nfe"]))
+    return runs
+
+
 def diffusion_runs() -> list[Run]:
     """Those with a causal context. A batch is as many runs; its rows share the loop, and nothing else.
 

@@ -17,13 +17,23 @@ from jdllm.llm import LLM
 from jdllm.models.block import Rows
 from jdllm.models.hf_config import config_from_hf
 from jdllm.outputs import RequestOutput
+from jdllm.serving.updates import StepUpdate
 from tests.blocks import context_oracle, recorded
 from tests.blocks.context_oracle import Logits
 from tests.blocks.recorded import Run
-from tests.blocks.recorded_nemotron import MASK, NEMOTRON, Generated, autoregressive_runs, diffusion_runs
+from tests.blocks.recorded_nemotron import (
+    MASK,
+    NEMOTRON,
+    Generated,
+    autoregressive_runs,
+    diffusion_runs,
+    speculative_runs,
+)
 from tests.helpers import slow
 
 AUTOREGRESSIVE, DIFFUSION = autoregressive_runs(), diffusion_runs()
+SPECULATIVE = speculative_runs(adapter=False)
+SPECULATION: dict[str, Any] = {"generation_mode": "self_speculation"}
 FREE = SamplingParams(gen_length=16, early_stop=False, return_history=True)
 BUCKET = 384
 
@@ -65,12 +75,15 @@ def check(output: RequestOutput, run: Generated | Run) -> None:
 
 def test_all_runs_but_those_with_a_thinking_budget_or_without_a_causal_context():
     assert [run.name for run in AUTOREGRESSIVE] == ["ar_p9", "ar_p40", "ar_eos"]
-    assert len(DIFFUSION) == 10
+    assert (len(DIFFUSION), len(SPECULATIVE)) == (10, 6)
 
 
 @pytest.mark.parametrize(
     "run",
-    [*AUTOREGRESSIVE, *(run if i % 3 == 0 else slow(run) for i, run in enumerate(DIFFUSION))],
+    [
+        *AUTOREGRESSIVE,
+        *(run if i % 3 == 0 else slow(run) for i, run in enumerate([*DIFFUSION, *SPECULATIVE])),
+    ],
     ids=lambda run: run.name,
 )
 def test_alone(llm: LLM, run: Generated | Run):
@@ -79,7 +92,7 @@ def test_alone(llm: LLM, run: Generated | Run):
 
 
 def test_all_together(llm: LLM):
-    runs = [*AUTOREGRESSIVE, *DIFFUSION]
+    runs = [*AUTOREGRESSIVE, *DIFFUSION, *SPECULATIVE]
     prompts, sampling = [run.prompt for run in runs], [run.sampling for run in runs]
     for output, run in zip(llm.generate(prompt_token_ids=prompts, sampling=sampling), runs, strict=True):
         check(output, run)
@@ -121,6 +134,40 @@ def test_blocks_of_one_position_are_autoregressive(llm: LLM):
     assert output.nfe == expected.nfe == 16
 
 
+@pytest.mark.parametrize("rule", [{}, {"transfer": "threshold", "threshold": 0.3}])
+def test_self_speculation_gives_the_autoregressive_tokens(llm: LLM, rule: dict[str, Any]):
+    """Across pages, prompts in parts, in company, with blocks of several lengths; and their probabilities."""
+    lengths = [(5, 8), (190, 16), (63, 3), (64, 33), (65, 1), (250, 64)]
+    ids = [prompt(n, 4) for n, _ in lengths]
+    one = SamplingParams(generation_mode="autoregressive", gen_length=70, early_stop=False, logprobs=2)
+    asked = [one.changed(**SPECULATION, block_length=b, **rule) for _, b in lengths]
+    outputs = llm.generate(prompt_token_ids=ids, sampling=asked)
+    expected = llm.generate(prompt_token_ids=ids, sampling=one)
+    for output, other in zip(outputs, expected, strict=True):
+        assert output.token_ids == other.token_ids
+        assert len(output.top_logprobs or ()) == 70
+        for found, given in zip(output.top_logprobs or (), other.top_logprobs or (), strict=True):
+            assert found == pytest.approx(given, abs=2e-5)
+
+
+def test_verified_tokens_are_told_once(llm: LLM):
+    """Evaluations that draft are steps of which nothing is told."""
+    [run, *_] = SPECULATIVE
+    updates = list(llm.stream(prompt_token_ids=[run.prompt], sampling=run.sampling))
+    steps = [update for update in updates if isinstance(update, StepUpdate)]
+    told = np.concatenate([step.positions for step in steps])
+    np.testing.assert_array_equal(told, len(run.prompt) + np.arange(len(run.output)))
+    assert np.concatenate([step.provisional for step in steps]).tolist() == run.output
+    assert all(step.committed.all() for step in steps)
+    assert [step.step for step in steps] == list(range(0, run.nfe, 2))
+
+
+def test_evaluations_are_counted(llm: LLM):
+    run, before = SPECULATIVE[2], llm.engine.stats().evaluated
+    llm.generate(prompt_token_ids=[run.prompt], sampling=run.sampling)
+    assert llm.engine.stats().evaluated - before == run.nfe
+
+
 @pytest.mark.slow
 def test_draws_do_not_depend_on_company(llm: LLM):
     sampling = [FREE.changed(temperature=1.0, seed=i, top_k=[None, 20][i % 2]) for i in range(4)]
@@ -138,8 +185,9 @@ def test_nothing_compiles_after_a_warm_up():
     with LLM(NEMOTRON.directory, warmup=True, **sizes) as llm:
         compiled = llm.executables.compiled
         sampling = [FREE, FREE.changed(transfer="threshold", temperature=1.0, top_k=5)]
-        sampling += [FREE.changed(generation_mode="autoregressive")]
-        llm.generate(prompt_token_ids=[prompt(40 * i + 3) for i in range(3)], sampling=sampling)
+        for mode in ("autoregressive", "self_speculation"):
+            sampling += [FREE.changed(generation_mode=mode), FREE.changed(generation_mode=mode, logprobs=1)]
+        llm.generate(prompt_token_ids=[prompt(40 * i + 3) for i in range(6)], sampling=sampling)
         assert llm.executables.compiled == compiled
 
 
@@ -152,6 +200,11 @@ def test_nothing_compiles_after_a_warm_up():
         ({"gen_length": 20, "steps": 7}, "steps 7 is not divisible by the 3 blocks of 8"),
         ({"cache": "dual"}, "a block model stores finished blocks"),
         ({"generation_mode": "autoregressive", "block_length": 8}, "a causal model has no blocks"),
+        ({**SPECULATION, "temperature": 1.0}, "leave temperature at 0.0"),
+        ({**SPECULATION, "presence_penalty": 1.0}, "presence_penalty is for causal models"),
+        ({**SPECULATION, "block_length": 65}, "block_length is 65, expected at most 64"),
+        ({**SPECULATION, "transfer": "adaptive"}, "choose another transfer than 'adaptive'"),
+        ({**SPECULATION, "steps": 4}, "steps is for models that denoise"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

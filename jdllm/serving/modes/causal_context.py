@@ -7,6 +7,7 @@ from types import MappingProxyType
 import numpy as np
 
 from jdllm.checkpoints.token_text import Decode
+from jdllm.decoding.block_sampling import check_drafting
 from jdllm.decoding.causal_sampling import check_causal
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.models.config import ModelConfig
@@ -22,18 +23,22 @@ from jdllm.serving.modes.causal import Causal
 from jdllm.serving.on_device import OnDevice
 from jdllm.serving.request import Request
 from jdllm.serving.spec import RequestSpec
+from jdllm.serving.speculation.request import SpeculativeRequest, SpeculativeSpec, speculative_spec
+from jdllm.serving.speculation.runner import SpeculativeRunner
 
-_AUTOREGRESSIVE = "autoregressive"
+_CHECKS = {"autoregressive": check_causal, "diffusion": check_context, "self_speculation": check_drafting}
 
 
 class CausalContext:
-    """One token after another, or one block after another; both in one engine, with the same stored rows."""
+    """One token after another, one block after another, or the first by drafts: all in one engine, with the
+    same stored rows."""
 
-    requests: Classes = MappingProxyType({CausalSpec: CausalRequest, ContextSpec: ContextRequest})
+    requests: Classes = MappingProxyType(
+        {CausalSpec: CausalRequest, ContextSpec: ContextRequest, SpeculativeSpec: SpeculativeRequest}
+    )
 
     def check_sampling(self, sampling: SamplingParams) -> None:
-        check = check_causal if sampling.generation_mode == _AUTOREGRESSIVE else check_context
-        check(_of_one_way(sampling))
+        _CHECKS[_mode_of(sampling)](_of_one_way(sampling))
 
     def spec(
         self,
@@ -43,49 +48,58 @@ class CausalContext:
         decode: Decode | None = None,
         bos_id: int | None = None,
     ) -> RequestSpec:
-        own = _of_one_way(sampling)
-        if sampling.generation_mode == _AUTOREGRESSIVE:
+        mode, own = _mode_of(sampling), _of_one_way(sampling)
+        if mode == "diffusion":
+            return context_spec(prompt, own, config, decode)
+        if mode == "autoregressive":
             return causal_spec(prompt, own, _as_causal(config), decode, bos_id)
-        return context_spec(prompt, own, config, decode)
+        assert config.block_length is not None  # a block model has one
+        return speculative_spec(prompt, own, _as_causal(config), config.block_length, decode, bos_id)
 
     def parts(self, model: OnDevice, background: Background, extras: Extras) -> EngineParts:
         check_extras(extras)
-        rows = model.account.rows
-        causal = Causal().parts(model._replace(config=_as_causal(model.config)), background, extras)
+        rows, as_causal = model.account.rows, _as_causal(model.config)
+        causal = Causal().parts(model._replace(config=as_causal), background, extras)
         ladder = make_ladder(rows)
         blocks = BlockRunner(model, ladder, make_causal_ladder(rows), background, Kind.STORE)
+        drafts = SpeculativeRunner(model, as_causal, causal.costs, ladder, background)
+        own = {Kind.STORE: blocks.store, Kind.REUSE: blocks.denoise, Kind.SPECULATE: drafts.launch}
         return dataclasses.replace(
             causal,
-            launchers={**causal.launchers, Kind.STORE: blocks.store, Kind.REUSE: blocks.denoise},
-            costs=_Costs(causal.costs, blocks),
-            compiled=(*causal.compiled, blocks),
+            launchers={**causal.launchers, **own},
+            costs=_Costs(causal.costs, blocks, drafts),
+            compiled=(*causal.compiled, blocks, drafts),
             head_rows=max(causal.head_rows, ladder.head_rows),
             tiles=ladder.tiles,
         )
 
 
 class _Costs:
-    """Counts what requests of both kinds take.
+    """Counts what requests of all ways take.
 
     Arguments:
     - `causal`: counts for those that generate one token after another.
     - `blocks`: counts for those that fill blocks.
+    - `drafts`: counts for those whose model verifies its drafts.
     """
 
-    def __init__(self, causal: Costs, blocks: Costs):
-        self._causal = causal
-        self._blocks = blocks
+    def __init__(self, causal: Costs, blocks: Costs, drafts: Costs):
+        self._of = {CausalSpec: causal, ContextSpec: blocks, SpeculativeSpec: drafts}
 
     def life(self, spec: RequestSpec) -> Life:
-        return (self._blocks if isinstance(spec, ContextSpec) else self._causal).life(spec)
+        return self._of[type(spec)].life(spec)
 
     def demand(self, request: Request) -> Demand:
-        return (self._blocks if isinstance(request, ContextRequest) else self._causal).demand(request)
+        return self._of[type(request.spec)].demand(request)
 
 
 def _as_causal(config: ModelConfig) -> ModelConfig:
     """The model as one that generates one token after another."""
     return dataclasses.replace(config, attention="causal", block_length=None, causal_context=False)
+
+
+def _mode_of(sampling: SamplingParams) -> str:
+    return sampling.generation_mode or "diffusion"
 
 
 def _of_one_way(sampling: SamplingParams) -> SamplingParams:

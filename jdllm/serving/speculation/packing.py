@@ -1,0 +1,144 @@
+"""Packs blocks that are drafted and verified into arrays of compiled sizes."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jdllm.arrays import padded
+from jdllm.decoding.batch import Batch
+from jdllm.decoding.rules import evaluated_apart, initial_states
+from jdllm.execution.paged.parts import Storage
+from jdllm.execution.paged.pool import PAGE_ROWS
+from jdllm.models.block import Rows
+from jdllm.models.config import ModelConfig
+from jdllm.pallas.split_attention import PageTable, with_fresh_rows
+from jdllm.planning.ladder import TILE_ROWS, Entry
+from jdllm.serving.packing import head_rows, segment_params
+from jdllm.serving.part_packing import Filled, storage_of
+from jdllm.serving.pool.page_book import PageBook
+from jdllm.serving.speculation.request import SpeculativeRequest
+
+
+class PackedDrafts(NamedTuple):
+    """Blocks of which the first token is known, and the others are masks.
+
+    - `batch`: the blocks; the head rows are all their rows, those of plain requests first.
+    - `storage`: where all rows are stored.
+    - `stored`, `seen`: what each tile sees, without and with the rows of its own block.
+    - `plain`: how many head rows have no filter and are not listed.
+    - `order`: which requests the segments belong to.
+    """
+
+    batch: Batch
+    storage: Storage
+    stored: PageTable
+    seen: PageTable
+    plain: np.ndarray
+    order: list[int]
+
+    @property
+    def arguments(self) -> tuple[Batch, Storage, PageTable, PageTable, np.ndarray]:
+        """What the device needs."""
+        return self.batch, self.storage, self.stored, self.seen, self.plain
+
+
+class DraftNeeds(NamedTuple):
+    """Packed rows, head rows, and entries of the page table."""
+
+    rows: int
+    head_rows: int
+    entries: int
+
+
+def block_of(request: SpeculativeRequest) -> range:
+    """The positions of the block that is drafted next; it begins with the last known token."""
+    return range(request.known - 1, request.known - 1 + request.block_length)
+
+
+def draft_needs(request: SpeculativeRequest) -> DraftNeeds:
+    """What the next block of a request takes."""
+    tiles, pages = _tiles(request), -(-request.computed // PAGE_ROWS)
+    return DraftNeeds(tiles * TILE_ROWS, request.block_length, tiles * (pages + 1))
+
+
+def pack_drafts(
+    requests: Sequence[SpeculativeRequest],
+    config: ModelConfig,
+    mask_id: int,
+    pool: PageBook,
+    entry: Entry,
+    entries: int,
+) -> PackedDrafts:
+    """Lay out the next block of each request in whole tiles.
+
+    Arguments:
+    - `requests`: of which all but the last known token is stored.
+    - `config`, `mask_id`: the model.
+    - `pool`: the pages of the requests.
+    - `entry`: the sizes of the arrays.
+    - `entries`: of the page tables.
+    """
+    apart = [evaluated_apart(request.sampling) for request in requests]
+    order = sorted(range(len(requests)), key=lambda i: apart[i])
+    ordered = [requests[i] for i in order]
+    tiles_of = [_tiles(request) for request in ordered]
+    starts = np.cumsum([0, *tiles_of[:-1]]) * TILE_ROWS
+    tokens, positions, k_start, k_end = (np.zeros(entry.rows, np.int32) for _ in range(4))
+    row, filled = [], []
+    for request, start in zip(ordered, starts, strict=True):
+        block = block_of(request)
+        rows = np.arange(start, start + len(block))
+        tokens[rows], tokens[start] = mask_id, request.tokens[block.start]
+        positions[rows] = block
+        k_start[rows], k_end[rows] = start, rows + 1
+        pages = pool.pages_of(request.id)[block.start // PAGE_ROWS : -(-block.stop // PAGE_ROWS)]
+        filled.append(Filled(pages, rows[None, None], positions[rows], block.start % PAGE_ROWS))
+        row.append(rows)
+    # As many as there are segments: the number of entries that are compiled for depends on it.
+    nothing = Filled(tokens[:0], np.zeros((1, 1, 0), np.int64), tokens[:0])
+    filled += [nothing] * (entry.segments - len(filled))
+    at = np.concatenate(row)
+    segment = np.repeat(np.arange(len(ordered)), [request.block_length for request in ordered])
+    batch = Batch(
+        tokens,
+        Rows(positions, k_start, k_end),
+        head_rows(at, at, segment, entry),
+        segment_params(ordered, entry, config),
+        initial_states(entry.head_rows, entry.segments),
+    )
+    plain = sum(r.block_length for r in ordered if not evaluated_apart(r.sampling))
+    stored, seen = _tables(ordered, tiles_of, starts, pool, entry, entries)
+    storage = storage_of(filled, entry.rows, whole=False)
+    return PackedDrafts(batch, storage, stored, seen, np.array(plain, np.int32), order)
+
+
+def _tables(
+    ordered: Sequence[SpeculativeRequest],
+    tiles_of: Sequence[int],
+    starts: np.ndarray,
+    pool: PageBook,
+    entry: Entry,
+    entries: int,
+) -> tuple[PageTable, PageTable]:
+    """What each tile sees of what is stored, and that together with the rows of its block."""
+    tiles = entry.rows // TILE_ROWS
+    owner = np.repeat(np.arange(len(ordered)), tiles_of)
+    ids, live = [ordered[i].id for i in owner.tolist()], [ordered[i].computed for i in owner.tolist()]
+    used = sum(-(-rows // PAGE_ROWS) for rows in live)
+    table = pool.page_table(ids, live, used)
+    first = np.asarray(table.first)
+    table = table._replace(first=padded(first, tiles + 1, int(first[-1])))
+    fresh = np.array([request.block_length for request in ordered])
+    begins, counts = (padded(x[owner], tiles) for x in (starts, fresh))
+    stored, seen = (
+        each._replace(
+            pages=padded(np.asarray(each.pages), entries), valid=padded(np.asarray(each.valid), entries)
+        )
+        for each in (table, with_fresh_rows(table, begins, counts, PAGE_ROWS))
+    )
+    return stored, seen
+
+
+def _tiles(request: SpeculativeRequest) -> int:
+    return -(-request.block_length // TILE_ROWS)
