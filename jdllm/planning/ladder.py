@@ -20,6 +20,9 @@ SHIFTED_TILE_ROWS = 40
 """Rows of a tile where a block forwards the row before it too, since logits are shifted: room for a usual
 block and this row, in whole units of the kernels."""
 
+_UNIT_ROWS = 8
+"""Kernels take rows in whole units of so many."""
+
 _MOST_TILES = 64
 _UNIT = 128
 _BOUND = 512
@@ -137,6 +140,11 @@ def make_ladder(max_num_batched_tokens: int, *, tile_rows: int = TILE_ROWS) -> L
     wide = _for_many([_entry(rows, rows) for rows in some])
     full = sorted({*_narrow(sizes), *wide})
     return Ladder(*map(tuple, (full, refresh, refresh_any, reuse, single, ranked)), tile_rows=tile_rows)
+
+
+def block_tile_rows(block_length: int) -> int:
+    """Rows of a tile that a block of a block model fills: of short blocks, no more than the kernels need."""
+    return min(max(block_length, _UNIT_ROWS), TILE_ROWS)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,12 +38,12 @@ def asked(config: ModelConfig) -> tuple[list[BlockRequest], list[range], KvPool]
     return requests, [range(1024 + 32 * (i % 2), 1056 + 32 * (i % 2)) for i in range(COUNT)], pool
 
 
-@pytest.mark.parametrize(("shifted", "tiled"), [(False, True), (False, False), (True, True)])
-def test_blocks_are_stored_in_place(shifted: bool, tiled: bool):
+@pytest.mark.parametrize(("shifted", "tile_rows"), [(False, 32), (False, 8), (False, None), (True, 32)])
+def test_blocks_are_stored_in_place(shifted: bool, tile_rows: int | None):
     config = dataclasses.replace(CONFIG, logits_shift=shifted)
     requests, parts, pool = asked(config)
     entry = Entry(1024, COUNT, COUNT, 1)
-    packed = pack_blocks(requests, parts, config, pool.book, entry, Form(tiled, entries=4096))
+    packed = pack_blocks(requests, parts, config, pool.book, entry, Form(tile_rows, entries=4096))
     static: dict[str, Any] = {"config": config}
     function, arguments = store_blocks, packed.arguments
     if shifted:

@@ -15,7 +15,7 @@ from jdllm.execution.paged.stored_keys import StoredKeys
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.visibility import seen_range
-from jdllm.planning.ladder import TILE_ROWS, Entry
+from jdllm.planning.ladder import Entry
 from jdllm.serving.blocks.request import BlockRequest
 from jdllm.serving.packing import head_rows, segment_params
 from jdllm.serving.part_packing import Filled, storage_of
@@ -78,12 +78,12 @@ def pages_of(rows: int) -> int:
 class Form(NamedTuple):
     """How parts are laid out.
 
-    - `tiled`: the rows of each request fill whole tiles, which see its stored rows page by page. Otherwise
-      stored rows are gathered, for which they may be few, or each is seen by many.
+    - `tile_rows`: the rows of each request fill whole tiles of so many, which see its stored rows page by
+      page. `None` where stored rows are gathered, for which they may be few, or each is seen by many.
     - `entries`: of the table of these pages, `None` where nothing is stored before any part.
     """
 
-    tiled: bool
+    tile_rows: int | None
     entries: int | None
 
 
@@ -92,9 +92,9 @@ def is_short(part: range) -> bool:
     return part.start > 0 and len(part) <= PAGE_ROWS
 
 
-def tiles_of(part: range) -> int:
-    """Tiles that the rows of a part fill."""
-    return -(-len(part) // TILE_ROWS)
+def tiles_of(part: range, tile_rows: int) -> int:
+    """Tiles of so many rows that the rows of a part fill."""
+    return -(-len(part) // tile_rows)
 
 
 def pack_blocks(
@@ -116,7 +116,8 @@ def pack_blocks(
     - `form`: how parts are laid out.
     """
     tokens, positions, k_start, k_end = (np.zeros(entry.rows, np.int32) for _ in range(4))
-    lengths = np.array([tiles_of(part) * TILE_ROWS if form.tiled else len(part) for part in parts])
+    unit = form.tile_rows or 1
+    lengths = np.array([tiles_of(part, unit) * unit for part in parts])
     starts, filled = np.cumsum(lengths) - lengths, []
     seen, bases = _seen(requests, parts, pool, entry, form)
     bases = starts - [part.start for part in parts] if bases is None else bases
@@ -128,7 +129,7 @@ def pack_blocks(
         seen_by_each = seen_range(own, positions[rows], part.stop)
         assert seen_by_each is not None  # rows of a block model do not see everything
         first, end = seen_by_each
-        k_start[rows] = base + (part.start if form.tiled else first)
+        k_start[rows] = base + (part.start if form.tile_rows else first)
         k_end[rows] = base + end
         pages = pool.pages_of(request.id)[part.start // PAGE_ROWS : pages_of(part.stop)]
         source = np.arange(rows.start, rows.stop)[None, None]
@@ -145,16 +146,16 @@ def _seen(
     requests: Sequence[BlockRequest], parts: Sequence[range], pool: PageBook, entry: Entry, form: Form
 ) -> tuple[Seen, np.ndarray | None]:
     """The stored rows that parts see and, where ranges refer to them, where those of each request begin."""
-    ids, entries = [request.id for request in requests], form.entries
+    ids, (tile_rows, entries) = [request.id for request in requests], form
     if entries is None:
         return None, None
-    if not form.tiled:
+    if tile_rows is None:
         table = pool.page_table(ids, [part.stop for part in parts], entries)
         return StoredKeys(table.pages, table.valid), PAGE_ROWS * np.asarray(table.first)[:-1]
-    owner = np.repeat(np.arange(len(parts)), list(map(tiles_of, parts))).tolist()
+    owner = np.repeat(np.arange(len(parts)), [tiles_of(part, tile_rows) for part in parts]).tolist()
     table = pool.page_table([ids[i] for i in owner], [parts[i].start for i in owner], entries)
     first = np.asarray(table.first)
-    return table._replace(first=padded(first, entry.rows // TILE_ROWS + 1, int(first[-1]))), None
+    return table._replace(first=padded(first, entry.rows // tile_rows + 1, int(first[-1]))), None
 
 
 def foretells(request: BlockRequest, part: range) -> bool:

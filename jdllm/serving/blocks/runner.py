@@ -15,7 +15,7 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.buckets import power_bucket
-from jdllm.planning.ladder import TILE_ROWS, CausalLadder, Entry, Ladder, Sizes, prefill_chunk
+from jdllm.planning.ladder import CausalLadder, Entry, Ladder, Sizes, prefill_chunk
 from jdllm.serving.ahead import told_by_table
 from jdllm.serving.background import Background
 from jdllm.serving.blocks.packing import (
@@ -75,6 +75,7 @@ class BlockRunner:
             kind: Sizes(self._entries[kind[0]]) for kind in ((False, False), (False, True), (True, True))
         }
         self._usual = pages_of(account.rows) + PAGE_ROWS
+        self._tile_rows = ladder.tile_rows
         without = dataclasses.replace(ladder, refresh=(), refresh_any=())
         self._steps = CachedRunner(model, without, background)
         self._kind = kind
@@ -90,25 +91,26 @@ class BlockRunner:
         """What the next step of a request takes."""
         [asked] = of_class(BlockRequest, [request])
         if asked.denoises:
-            needs = reuse_demand(asked, PAGE_ROWS, TILE_ROWS)
+            needs = reuse_demand(asked, PAGE_ROWS, self._tile_rows)
             return Demand(Kind.REUSE, *needs, asked.steps_left, told_by_table(asked))
         part = part_of(asked, self.chunk)
-        chosen, tiles = int(foretells(asked, part)), tiles_of(part)
+        chosen, tiles = int(foretells(asked, part)), tiles_of(part, self._tile_rows)
         if is_short(part):
-            return Demand(self._kind, tiles * TILE_ROWS, chosen, tiles * pages_of(part.stop))
+            return Demand(self._kind, tiles * self._tile_rows, chosen, tiles * pages_of(part.stop))
         return Demand(self._kind, len(part), chosen, pages_of(part.stop))
 
     def store(self, requests: list[Request], max_steps: int) -> Launch:
         """Pack finished blocks of each request; `max_steps` does not matter."""
         asked = of_class(BlockRequest, requests)
         parts = [part_of(request, self.chunk) for request in asked]
-        tiles, entries = sum(map(tiles_of, parts)), None
-        tiled = all(map(is_short, parts)) and tiles * TILE_ROWS <= self._entries[True][-1].rows
+        tiles, entries = [tiles_of(part, self._tile_rows) for part in parts], None
+        filled = sum(tiles) * self._tile_rows
+        tiled = all(map(is_short, parts)) and filled <= self._entries[True][-1].rows
         if tiled:
-            entries = sum(tiles_of(part) * pages_of(part.start) for part in parts)
+            entries = sum(each * pages_of(part.start) for each, part in zip(tiles, parts, strict=True))
         elif any(part.start > 0 for part in parts):
             entries = sum(pages_of(part.stop) for part in parts)
-        rows = tiles * TILE_ROWS if tiled else sum(map(len, parts))
+        rows = filled if tiled else sum(map(len, parts))
 
         def packed(entry: Entry) -> Packed[PackedBlocks | PackedChoices]:
             form = self._form(entry, tiled=tiled, entries=entries)
@@ -156,10 +158,11 @@ class BlockRunner:
 
     def _form(self, entry: Entry, *, tiled: bool, entries: int | None) -> Form:
         """A form with room for so many entries of a table, which is rarely another one than others have."""
+        tile_rows = self._tile_rows if tiled else None
         if entries is None:
-            return Form(tiled, None)
-        usual = self._pool.entries(entry.rows // TILE_ROWS) if tiled else self._usual
-        return Form(tiled, power_bucket(entries, usual))
+            return Form(tile_rows, None)
+        usual = self._pool.entries(entry.rows // self._tile_rows) if tiled else self._usual
+        return Form(tile_rows, power_bucket(entries, usual))
 
     def _packed(
         self,

@@ -11,7 +11,7 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import ConfigError
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.models.config import ModelConfig
-from jdllm.planning.ladder import make_causal_ladder, make_ladder
+from jdllm.planning.ladder import block_tile_rows, make_causal_ladder, make_ladder
 from jdllm.planning.plan import LONGEST
 from jdllm.serving.background import Background
 from jdllm.serving.blocks.request import BlockRequest, BlockSpec, block_spec
@@ -44,7 +44,9 @@ class Blocks:
         account = model.account
         check_extras(extras)
         check_on_device(account, "block model")
-        ladder, stores = make_ladder(account.rows), make_causal_ladder(account.rows)
+        assert model.config.block_length is not None  # a block model has one
+        ladder = make_ladder(account.rows, tile_rows=block_tile_rows(model.config.block_length))
+        stores = make_causal_ladder(account.rows)
         runner = BlockRunner(model, ladder, stores, background)
         return EngineParts(
             launchers={Kind.PREFILL: runner.store, Kind.REUSE: runner.denoise},
