@@ -137,6 +137,10 @@ class EngineOptions:
     - `verifier_shares_ids` (False): take vocabularies of different sizes to agree up to the end of the
       smaller one. Needed if not both tokenizers are known (token ids only, or a `Transformer`).
 
+    Self-speculation
+    - `plain_drafts` (False): draft with the weights of the model alone, not with the adapter that its
+      checkpoint brings for drafts (Nemotron-Labs-Diffusion). Tokens are the same.
+
     Executables
     - `kernels` ("auto"): kernels that may run, either the best for the card (auto), or only kernels in Triton
       (triton), or none (xla). Triton needs a card from Ampere on.
@@ -169,6 +173,7 @@ class EngineOptions:
     devices: Annotated[_Count, Typed()] = 1
     verifier: Annotated[_Source | None, Typed("DIR_OR_HUB_ID")] = None
     verifier_shares_ids: Annotated[bool, Typed()] = False
+    plain_drafts: Annotated[bool, Typed()] = False
     kernels: Annotated[str, _one_of(KERNELS), Typed("|".join(KERNELS))] = "auto"
     cache_dir: Annotated[str | Path | None, Typed("DIR|none")] = "auto"
     warmup: bool = False

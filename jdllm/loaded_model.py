@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from jdllm.checkpoints.adapters import load_adapter
 from jdllm.checkpoints.loading import load_by_layer, load_params, resolve, resolve_dtype
 from jdllm.checkpoints.tokenizer import Tokenizer, complete_ids, load_tokenizer
 from jdllm.decoding.generation_defaults import default_sampling
@@ -15,6 +16,7 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import ConfigError
 from jdllm.execution.offload.layer_stream import OffloadedWeights, place_weights
 from jdllm.execution.offload.placement import offloaded_layers
+from jdllm.models.adapter import DraftAdapter
 from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import config_from_checkpoint
 from jdllm.models.spread import card_bytes, in_parts, weight_shardings
@@ -28,6 +30,7 @@ class LoadedModel:
     - `config`, `tokenizer`, `default_sampling`: of the checkpoint; no tokenizer where it has none.
     - `params`: the weights on the device; without the layers where some are in host memory.
     - `offloaded`: then all of the weights.
+    - `adapter`: with which the model drafts, `None` where the checkpoint has none or nobody wants it.
     """
 
     config: ModelConfig
@@ -35,11 +38,13 @@ class LoadedModel:
     tokenizer: Tokenizer | None = None
     default_sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
     offloaded: OffloadedWeights | None = None
+    adapter: DraftAdapter | None = None
 
     @property
     def device_bytes(self) -> int:
         """Bytes of weights on the device; on several cards on each of them."""
-        return card_bytes(self.params) if self.offloaded is None else self.offloaded.device_bytes
+        weights = card_bytes(self.params) if self.offloaded is None else self.offloaded.device_bytes
+        return weights + (0 if self.adapter is None else self.adapter.bytes)
 
 
 def load_model(
@@ -51,6 +56,7 @@ def load_model(
     load_weights: bool,
     progress: bool,
     cards: int = 1,
+    plain_drafts: bool = False,
 ) -> LoadedModel:
     """Load a checkpoint onto the default device, with as many layers in host memory as it has no room for.
 
@@ -61,7 +67,9 @@ def load_model(
     - `count_offloaded`: returns how many layers of a model in a dtype go to host memory.
     - `load_weights`: read the weights; `False` leaves them zero.
     - `progress`: show a progress bar.
-    - `cards`: on how many devices its steps run. Each of them gets its part of the weights.
+    - `cards`: on how many devices its steps run. Each of them gets its part of the weights. Drafts on
+      several have no adapter.
+    - `plain_drafts`: leave an adapter for drafts where it is.
 
     Raises `CheckpointError` and `ConfigError` as `LLM` does.
     """
@@ -81,8 +89,11 @@ def load_model(
     if layers:
         offloaded = OffloadedWeights(config, params, layers, jax.devices()[0])
         params = offloaded.top
+    adapter = None
+    if not plain_drafts and cards == 1 and offloaded is None:
+        adapter = load_adapter(path, config, dtype, load_weights=load_weights)
     sampling = default_sampling(path, causal=config.in_order)
-    return LoadedModel(config, params, tokenizer, sampling, offloaded)
+    return LoadedModel(config, params, tokenizer, sampling, offloaded, adapter)
 
 
 def _weights(

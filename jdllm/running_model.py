@@ -16,6 +16,7 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.engine_options import EngineOptions, check_devices
 from jdllm.errors import ConfigError
 from jdllm.loaded_model import LoadedModel, load_model
+from jdllm.models.adapter import Drafting
 from jdllm.models.config import ModelConfig
 from jdllm.models.leaf import device_of, dtypes_of
 from jdllm.models.spread import in_parts, weight_shardings
@@ -98,6 +99,7 @@ def start(options: EngineOptions) -> RunningModel:
         verifier=verifier,
         eager_pool=device.platform != "cpu" and offloaded is None,
         offloaded=offloaded,
+        drafting=Drafting(loaded.adapter, options.plain_drafts),
     )
     scorer = Scorer(
         loaded.params,
@@ -151,6 +153,7 @@ def _load(options: EngineOptions, budget: Budget | None, runs_on: Target) -> Loa
             load_weights=options.load_weights,
             progress=options.progress,
             cards=options.devices,
+            plain_drafts=options.plain_drafts,
         )
     if options.dtype != "auto" or options.hf_overrides or not options.load_weights:
         raise ConfigError(

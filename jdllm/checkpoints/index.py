@@ -62,7 +62,7 @@ def read_safetensors_index(directory: Path) -> Index:
     promises and no file holds.
     """
     if (directory / SINGLE_FILE).is_file():
-        return _read_header(directory / SINGLE_FILE)
+        return read_header(directory / SINGLE_FILE)
     if not (directory / FILE_INDEX).is_file():
         raise CheckpointError(
             f"no {SINGLE_FILE} and no {FILE_INDEX} in {directory}: only safetensors can be loaded"
@@ -71,7 +71,7 @@ def read_safetensors_index(directory: Path) -> Index:
     files = [directory / name for name in sorted(set(file_of.values()))]
     if absent := [file.name for file in files if not file.is_file()]:
         raise CheckpointError(f"{directory} lacks files that {FILE_INDEX} names: {listed(absent)}")
-    headers = {file.name: _read_header(file) for file in files}
+    headers = {file.name: read_header(file) for file in files}
     if lost := [f"{tensor} in {file}" for tensor, file in file_of.items() if tensor not in headers[file]]:
         raise CheckpointError(f"{directory / FILE_INDEX} names tensors that their files lack: {listed(lost)}")
     index: Index = {tensor: stored for header in headers.values() for tensor, stored in header.items()}
@@ -84,7 +84,12 @@ def listed(names: list[str]) -> str:
     return ", ".join(names[:_MOST_LISTED]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _read_header(file: Path) -> Index:
+def read_header(file: Path) -> Index:
+    """Read which tensors a safetensors file holds.
+
+    Returns every tensor by its name. Raises `CheckpointError` for a file that is missing, truncated or
+    damaged.
+    """
     try:
         with safe_open(file, framework="numpy"):
             pass

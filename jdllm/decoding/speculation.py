@@ -17,6 +17,7 @@ from jdllm.execution.paged.forward import forward_reuse
 from jdllm.execution.paged.parts import PackedParts, Storage, forward_parts
 from jdllm.execution.paged.pool import PAGE_ROWS, KvArrays
 from jdllm.execution.transformer import Wanted
+from jdllm.models.adapter import DraftAdapter, with_adapter
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.pallas.masked_logits import Level
@@ -28,6 +29,7 @@ MOST_FORWARDS = PAGE_ROWS
 
 def speculate(
     params: Params,
+    adapter: DraftAdapter | None,
     batch: Batch,
     storage: Storage,
     stored: PageTable,
@@ -44,6 +46,7 @@ def speculate(
 
     Arguments:
     - `params`: stacked weights.
+    - `adapter`: with which the model drafts, `None` for the model alone. It verifies without an adapter.
     - `batch`: the blocks: a known token each, and masks. The ranges of its rows are those of a causal model,
       and its head rows are all rows, those of plain segments first.
     - `storage`: where all rows are stored.
@@ -58,8 +61,9 @@ def speculate(
     before hold what the model generates; then the evaluations that drafted for each segment; and the pool.
     Rows behind those that count are stored too, and mean nothing. Exact.
     """
+    drafting = with_adapter(params, config, adapter)
     tokens, forwards = _draft(
-        params, batch, seen, pool, config=config, mask_id=mask_id, logits_chunks=logits_chunks, level=level
+        drafting, batch, seen, pool, config=config, mask_id=mask_id, logits_chunks=logits_chunks, level=level
     )
     head = batch.head
     live = jnp.asarray(head.segment) < batch.segments.step.shape[0]
@@ -100,8 +104,11 @@ def _draft(
     logits_chunks: int,
     level: Level,
 ) -> tuple[Int[Array, " rows"], Int[Array, " segments"]]:
-    """The tokens of blocks whose masks are filled by the segments' rules, and how many evaluations each took;
-    arguments are those of `speculate`."""
+    """The tokens of blocks whose masks are filled by the segments' rules, and how many evaluations each took.
+
+    Arguments:
+    - `params`: with the adapter; all others are those of `speculate`.
+    """
     batch = batch._replace(segments=_without_masks(batch.segments, mask_id))
     size = batch.segments.step.shape[0]
 

@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jdllm.layers import rms_norm, rotate
+from jdllm.models.adapter import DOWN, UP
 from jdllm.models.block import Hidden, Rows
 from jdllm.models.cards import ADDRESSES, summed
 from jdllm.models.config import ModelConfig
@@ -105,9 +106,12 @@ class Layer:
         return tuple(self._project_group(x, name, group) for name in names)
 
     def project_back(self, o: Float[Array, "... heads head_dim"]) -> Hidden:
-        """The output projection of attention; the residual is not added."""
+        """The output projection of attention, with what an adapter adds; the residual is not added."""
         inputs = o.reshape(-1, self.config.num_heads * self.config.head_dim)
-        return self._summed(matmul(inputs, self.weights["o"]))
+        back = matmul(inputs, self.weights["o"])
+        if DOWN in self.weights:
+            back += matmul(matmul(inputs, self.weights[DOWN]), self.weights[UP])
+        return self._summed(back)
 
     def feed_forward(self, h: Hidden, products: GroupedMatmulFn = grouped_matmul) -> Hidden:
         """Feed-forward of the rows `h`, dense or by experts; the residual is not added.

@@ -32,6 +32,7 @@ class Family(NamedTuple):
       and `{expert}` where it has experts. Leaves with one name are its rows, one leaf after another.
     - `mask_token`, `turn_end`: text of the mask and end-of-turn tokens, whose ids `config.json` may lack.
     - `ignored`: ends of the names of tensors that checkpoints may have and the model does not read.
+    - `draft_adapter`: the directory in a checkpoint that has the adapter with which the model drafts.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Family(NamedTuple):
     mask_token: str | None = None
     turn_end: str | None = None
     ignored: tuple[str, ...] = ()
+    draft_adapter: str | None = None
 
 
 FAMILIES: dict[str, Family] = {}
@@ -165,6 +167,7 @@ for _family in (
         nemotron_labs_diffusion.config_from_hf,
         nemotron_labs_diffusion.TENSOR_NAMES,
         ignored=nemotron_labs_diffusion.IGNORED,
+        draft_adapter=nemotron_labs_diffusion.DRAFT_ADAPTER,
     ),
     Family(
         "sdar",

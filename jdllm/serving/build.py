@@ -3,6 +3,7 @@
 from jdllm.chunks import ChunkConfig
 from jdllm.compiling.executables import Executables
 from jdllm.execution.offload.layer_stream import OffloadedWeights
+from jdllm.models.adapter import NO_DRAFTING, Drafting
 from jdllm.models.config import ModelConfig
 from jdllm.models.leaf import dtypes_of
 from jdllm.models.spread import pool_sharding
@@ -34,6 +35,7 @@ def make_engine(
     eager_pool: bool = False,
     offloaded: OffloadedWeights | None = None,
     company_rows: int = COMPANY_ROWS,
+    drafting: Drafting = NO_DRAFTING,
 ) -> Engine:
     """An engine for one model on one device.
 
@@ -47,6 +49,7 @@ def make_engine(
     - `eager_pool`: put the KV pool on the device now, not with the first request that needs the pool.
     - `offloaded`: all weights where layers are in host memory; `params` are then those outside of layers.
     - `company_rows`: of `Limits`.
+    - `drafting`: how a model drafts that verifies its own drafts.
 
     Raises `ConfigError` and `DoesNotFitError` for what the model's way of generating cannot do.
     """
@@ -54,7 +57,7 @@ def make_engine(
     pool = KvPool(config, dtypes_of(params).pool, account.pages, pool_sharding(config))
     mode = mode_of(config)
     model = OnDevice(params, config, executables, account, pool)
-    extras = Extras(chunks, max_num_logits, verifier, offloaded, company_rows)
+    extras = Extras(chunks, max_num_logits, verifier, offloaded, company_rows, drafting)
     parts = mode.parts(model, background, extras)
     if eager_pool:
         pool.make()

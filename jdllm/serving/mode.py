@@ -10,6 +10,7 @@ from jdllm.checkpoints.token_text import Decode
 from jdllm.chunks import ChunkConfig
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.execution.offload.layer_stream import OffloadedWeights
+from jdllm.models.adapter import NO_DRAFTING, Drafting
 from jdllm.models.config import ModelConfig
 from jdllm.planning.ladder import Entry
 from jdllm.serving.adaptive.verifier import Verifier
@@ -32,6 +33,7 @@ class Extras(NamedTuple):
     - `offloaded`: all weights, where layers are in host memory.
     - `company_rows`: of `Limits`; where clients share the engine, a refresh of more than `CUT` times as many
       is cut.
+    - `drafting`: how a model drafts that verifies its own drafts.
     """
 
     chunks: ChunkConfig | None = None
@@ -39,6 +41,7 @@ class Extras(NamedTuple):
     verifier: Verifier | None = None
     offloaded: OffloadedWeights | None = None
     company_rows: int = COMPANY_ROWS
+    drafting: Drafting = NO_DRAFTING
 
 
 class Holder(Protocol):

@@ -26,7 +26,9 @@ RUNS = dict(zip(ASKED, (DIFFUSION, AUTOREGRESSIVE, SPECULATIVE), strict=True))
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
     directory = write_speaking(tmp_path_factory.mktemp("speaking"), "nemotron_labs_diffusion", "none")
     with (
-        LLM(directory, dtype="float32", max_num_batched_tokens=BUDGET, kv_pool=KV_POOL) as llm,
+        LLM(
+            directory, dtype="float32", plain_drafts=True, max_num_batched_tokens=BUDGET, kv_pool=KV_POOL
+        ) as llm,
         served(llm) as client,
     ):
         yield client

@@ -1,6 +1,7 @@
 """Nemotron-Labs-Diffusion: each request chooses its way of generating."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -32,15 +33,22 @@ from tests.blocks.recorded_nemotron import (
 from tests.helpers import slow
 
 AUTOREGRESSIVE, DIFFUSION = autoregressive_runs(), diffusion_runs()
-SPECULATIVE = speculative_runs(adapter=False)
+SPECULATIVE, ADAPTED = (speculative_runs(adapter=adapter) for adapter in (False, True))
 SPECULATION: dict[str, Any] = {"generation_mode": "self_speculation"}
 FREE = SamplingParams(gen_length=16, early_stop=False, return_history=True)
+SIZES: dict[str, Any] = {"max_num_batched_tokens": 256, "kv_pool": "8MiB", "progress": False}
 BUCKET = 384
 
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(NEMOTRON.directory, max_num_batched_tokens=256, kv_pool="8MiB", progress=False) as llm:
+    with LLM(NEMOTRON.directory, plain_drafts=True, **SIZES) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def adapted() -> Iterator[LLM]:
+    with LLM(NEMOTRON.directory, **SIZES) as llm:
         yield llm
 
 
@@ -75,7 +83,7 @@ def check(output: RequestOutput, run: Generated | Run) -> None:
 
 def test_all_runs_but_those_with_a_thinking_budget_or_without_a_causal_context():
     assert [run.name for run in AUTOREGRESSIVE] == ["ar_p9", "ar_p40", "ar_eos"]
-    assert (len(DIFFUSION), len(SPECULATIVE)) == (10, 6)
+    assert (len(DIFFUSION), len(SPECULATIVE), len(ADAPTED)) == (10, 6, 4)
 
 
 @pytest.mark.parametrize(
@@ -96,6 +104,30 @@ def test_all_together(llm: LLM):
     prompts, sampling = [run.prompt for run in runs], [run.sampling for run in runs]
     for output, run in zip(llm.generate(prompt_token_ids=prompts, sampling=sampling), runs, strict=True):
         check(output, run)
+
+
+@pytest.mark.parametrize("run", [ADAPTED[1], *map(slow, ADAPTED[2:])], ids=lambda run: run.name)
+def test_drafts_with_the_adapter(adapted: LLM, run: Generated):
+    """Other drafts are accepted than without it, so the evaluations are others."""
+    [output] = adapted.generate(prompt_token_ids=[run.prompt], sampling=run.sampling)
+    check(output, run)
+
+
+def test_drafts_with_the_adapter_together_with_other_modes(adapted: LLM):
+    runs = [*ADAPTED, *AUTOREGRESSIVE, *DIFFUSION[::3]]
+    prompts, sampling = [run.prompt for run in runs], [run.sampling for run in runs]
+    for output, run in zip(adapted.generate(prompt_token_ids=prompts, sampling=sampling), runs, strict=True):
+        check(output, run)
+
+
+def test_a_checkpoint_without_the_adapter_does_not_draft(tmp_path: Path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(NEMOTRON.directory / name)
+    with LLM(tmp_path, **SIZES) as llm:
+        with pytest.raises(RequestError, match=r"without one .* load the model with plain_drafts=True"):
+            llm.generate(prompt_token_ids=[[1, 2]], sampling=SamplingParams(**SPECULATION))
+        [output] = llm.generate(prompt_token_ids=[[1, 2]], sampling=FREE)
+        assert len(output.token_ids) == 16
 
 
 @pytest.mark.parametrize("threshold", [None, 0.3])

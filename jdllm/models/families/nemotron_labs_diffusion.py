@@ -1,9 +1,8 @@
 """Nemotron-Labs-Diffusion (8B): Ministral 3, whose finished rows are causal and whose blocks are filled both
 ways.
 
-The adapter in `linear_spec_lora` belongs to a way of sampling and is not read. Source: the configuration and
-modeling_nemotron_labs_diffusion.py of the nvidia/Nemotron-Labs-Diffusion checkpoints, and Ministral3Attention
-of transformers.
+Source: the configuration and modeling_nemotron_labs_diffusion.py of the nvidia/Nemotron-Labs-Diffusion
+checkpoints, and Ministral3Attention of transformers.
 """
 
 import dataclasses
@@ -28,6 +27,9 @@ TENSOR_NAMES: dict[str, str] = {
 
 IGNORED = (".k_scale", ".v_scale")
 """Scales of caches in 8 bits."""
+
+DRAFT_ADAPTER = "linear_spec_lora"
+"""The directory of the adapter with which the published self-speculation drafts."""
 
 
 def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:

@@ -10,6 +10,8 @@ from jdllm.checkpoints.token_text import Decode
 from jdllm.decoding.block_sampling import check_drafting
 from jdllm.decoding.causal_sampling import check_causal
 from jdllm.decoding.sampling import SamplingParams
+from jdllm.errors import RequestError
+from jdllm.models.adapter import Drafting
 from jdllm.models.config import ModelConfig
 from jdllm.planning.ladder import make_causal_ladder, make_ladder
 from jdllm.serving.background import Background
@@ -62,11 +64,14 @@ class CausalContext:
         causal = Causal().parts(model._replace(config=as_causal), background, extras)
         ladder = make_ladder(rows)
         blocks = BlockRunner(model, ladder, make_causal_ladder(rows), background, Kind.STORE)
-        drafts = SpeculativeRunner(model, as_causal, causal.costs, ladder, background)
+        drafts = SpeculativeRunner(
+            model, extras.drafting.adapter, as_causal, causal.costs, ladder, background
+        )
         own = {Kind.STORE: blocks.store, Kind.REUSE: blocks.denoise, Kind.SPECULATE: drafts.launch}
         return dataclasses.replace(
             causal,
             launchers={**causal.launchers, **own},
+            check=lambda spec: _check(spec, causal, extras.drafting),
             costs=_Costs(causal.costs, blocks, drafts),
             compiled=(*causal.compiled, blocks, drafts),
             head_rows=max(causal.head_rows, ladder.head_rows),
@@ -91,6 +96,22 @@ class _Costs:
 
     def demand(self, request: Request) -> Demand:
         return self._of[type(request.spec)].demand(request)
+
+
+def _check(spec: RequestSpec, causal: EngineParts, drafting: Drafting) -> None:
+    """Raise `JdllmError` for a request that an engine cannot serve.
+
+    Arguments:
+    - `causal`: of those that generate one token after another.
+    """
+    if not isinstance(spec, SpeculativeSpec):
+        causal.check(spec)
+    elif drafting.adapter is None and not drafting.plain:
+        raise RequestError(
+            "self-speculation drafts with an adapter, and the model was loaded without one (a checkpoint has"
+            " it in linear_spec_lora, and several cards have none): load the model with plain_drafts=True"
+            " (--plain-drafts) to draft with its own weights"
+        )
 
 
 def _as_causal(config: ModelConfig) -> ModelConfig:

@@ -11,6 +11,7 @@ from jdllm.decoding.encoded_trace import decode as decoded
 from jdllm.decoding.rules import head_level
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.speculation import speculate
+from jdllm.models.adapter import DraftAdapter
 from jdllm.models.config import ModelConfig
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.buckets import power_bucket
@@ -37,6 +38,7 @@ class SpeculativeRunner:
 
     Arguments:
     - `model`: the model on its device.
+    - `adapter`: with which the model drafts, `None` for the model alone.
     - `causal`: the configuration of the model as a causal one.
     - `prompts`: counts what prompts take.
     - `ladder`: the sizes of its steps that reuse are those of drafts.
@@ -46,13 +48,14 @@ class SpeculativeRunner:
     def __init__(
         self,
         model: OnDevice,
+        adapter: DraftAdapter | None,
         causal: ModelConfig,
         prompts: Costs,
         ladder: Ladder,
         background: Background,
     ):
         self._params, self._config, self._executables, self._account, self._pool = model
-        self._causal, self._prompts = causal, prompts
+        self._adapter, self._causal, self._prompts = adapter, causal, prompts
         self._chunk = prefill_chunk(model.account.rows)
         self._parts = PartRunner(model, background)
         self._entries = {Level.TOP: ladder.reuse, Level.FILTERED: ladder.ranked}
@@ -115,7 +118,7 @@ class SpeculativeRunner:
         return pack_drafts(asked, self._config, mask_id_of(self._config), pool, entry, entries)
 
     def _program(self, batch: PackedDrafts, entry: Entry, level: Level) -> Program:
-        arguments = self._params, *batch.arguments, self._pool.abstract
+        arguments = self._params, self._adapter, *batch.arguments, self._pool.abstract
         static = {
             "config": self._config,
             "mask_id": mask_id_of(self._config),
