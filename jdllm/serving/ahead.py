@@ -7,7 +7,7 @@ import numpy as np
 
 from jdllm.decoding.registry import number_of
 from jdllm.decoding.transfer.quota import QUOTA
-from jdllm.serving.launch import Launch
+from jdllm.serving.launch import Launch, Stored
 from jdllm.serving.request import Awaited, Request
 
 
@@ -37,6 +37,19 @@ def later(request: Request, launch: Launch, index: int) -> Request | None:
     if stored is not None:
         after.forwarded, after.stored = stored.forwarded, stored.rows
     after.awaited = Awaited(launch.candidates[index], launch.left_at[index])
+    return after
+
+
+def with_stored(request: Request, stored: Stored | None) -> Request:
+    """A copy of a request as it will be after a part that commits none of its tokens.
+
+    Arguments:
+    - `stored`: what the part stores of it; `None` for nothing.
+    """
+    after = copy.copy(request)
+    after.ready = time.perf_counter()
+    if stored is not None:
+        after.store(*stored)
     return after
 
 

@@ -298,7 +298,8 @@ class Engine:
             except Exception as error:
                 failed.append(self._end(request, error))
         # Who goes ahead begins the next iteration, while the present one is in flight.
-        kinds = [kind for kind in self._flight.kinds if not (ahead and kind in CHEAP)]
+        unseen = any(request.awaited is not None for request in ahead.values())
+        kinds = [kind for kind in self._flight.kinds if not (unseen and kind in CHEAP)]
         for part in self.scheduler.plan(ready, kinds, 0 if ahead else self._flight.rows, self.parts.held()):
             failed += self._submit_part(part, ready, ahead)
         return failed
@@ -308,7 +309,12 @@ class Engine:
         some = self.scheduler.limits.shared or Kind.DECODE in self._flight.kinds
         ahead = {request.id: request for request in self._flight.ahead(self.entries)} if some else {}
         demands = {request.id: self.parts.costs.demand(request) for request in ahead.values()}
-        return (ahead, demands) if self.scheduler.pays_ahead(demands.values()) else ({}, {})
+        if not self.scheduler.pays_ahead(demands.values()):
+            ahead, demands = {}, {}
+        for request in self._flight.behind_stores(self.entries):
+            if (demand := self.parts.costs.demand(request)).kind is Kind.REUSE:
+                ahead[request.id], demands[request.id] = request, demand
+        return ahead, demands
 
     def _submit_part(
         self, part: Part, demands: Mapping[int, Demand], ahead: Mapping[int, Request]
@@ -337,7 +343,8 @@ class Engine:
     def _steps(self, part: Part, ahead: Mapping[int, Request]) -> int:
         """Steps of a part: fewer where somebody wants each as it comes, or tokens have not been seen. Who
         comes waits for two parts that decode."""
-        told, unseen = any(map(self.entries.told_every, part.ids)), bool(ahead.keys() & part.ids)
+        told = any(map(self.entries.told_every, part.ids))
+        unseen = any(ahead[i].awaited is not None for i in part.ids if i in ahead)
         if part.kind is not Kind.DECODE:
             return 1 if told or unseen else part.steps
         short = told or (unseen and self.scheduler.limits.shared)

@@ -7,7 +7,7 @@ from concurrent.futures import wait
 from typing import Any, NamedTuple
 
 from jdllm.decoding.cache_policies import Phase
-from jdllm.serving.ahead import later
+from jdllm.serving.ahead import later, with_stored
 from jdllm.serving.demands import CHEAP, Demand, Kind
 from jdllm.serving.request import Request
 from jdllm.serving.runner import Pending
@@ -87,6 +87,20 @@ class Flight:
                 after = later(request, part.launch, index) if some else None
                 if after is not None and (part.kind is Kind.DECODE or after.phase is Phase.REUSE):
                     yield after
+
+    def behind_stores(self, alive: Container[int]) -> Iterator[Request]:
+        """The requests of parts in flight that store rows and find no tokens, as they will be then.
+
+        Arguments:
+        - `alive`: ids of the requests that have not ended.
+        """
+        parts_of = Counter(request.id for part in self._parts for request in part.pending.requests)
+        for pending in (part.pending for part in self._parts):
+            launch = pending.launch
+            for index, request in enumerate(pending.requests):
+                finds = len(launch.candidates[index]) > 0
+                if request.id in alive and parts_of[request.id] == 1 and not finds:
+                    yield with_stored(request, launch.stored[index])
 
     def add(
         self, pending: Pending, demands: Sequence[Demand], packing: float, ready: Sequence[float]

@@ -1,6 +1,7 @@
 """Block models in an engine: prompts in parts, company, shared pages, requests that leave."""
 
 import contextlib
+import itertools
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -172,3 +173,14 @@ def test_nothing_compiles_after_a_warm_up(params: Params, config: ModelConfig):
     run(engine, [block_spec(prompt(40 * i + 3), one, config) for i, one in enumerate(sampling * 2)])
     assert executables.compiled == compiled
     engine.close()
+
+
+def test_steps_follow_their_store_without_the_host(build: Build, config: ModelConfig, logits_of: Logits):
+    """Each block is packed before the host has seen that the block before it is stored."""
+    engine, parts = build(), list[PartDone]()
+    engine.observe = parts.append
+    specs = [block_spec(prompt(24, i), FREE, config) for i in range(3)]
+    check(run(engine, specs), logits_of)
+    behind = [(a, b) for a, b in itertools.pairwise(parts) if a.kind is Kind.PREFILL and b.kind is Kind.REUSE]
+    assert len(behind) >= 2
+    assert all(b.times.submitted < a.times.collected for a, b in behind)
