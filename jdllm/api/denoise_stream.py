@@ -70,6 +70,7 @@ def _step(choice: int, update: StepUpdate, pieces: Pieces) -> dict[str, Any]:
         "texts": [pieces(token) for token in tokens],
         "committed": update.committed.tolist(),
         "confidence": np.exp(update.logprobs.astype(np.float64)).round(6).tolist(),
+        **({} if update.settled is None else {"settled": update.settled}),
     }
 
 

@@ -30,8 +30,9 @@ class TextStream:
     """The beginning of a request's answer that cannot change any more.
 
     Blocks are finished from left to right, but inside a block tokens are committed in any order. So what is
-    told is what is committed without a gap. A character that is cut between tokens, and what may be the
-    beginning of a stop string, wait for what follows, and so do their tokens.
+    told is what is committed without a gap, as far as no later step may replace it. A character that is cut
+    between tokens, and what may be the beginning of a stop string, wait for what follows, and so do their
+    tokens.
 
     Arguments:
     - `spec`: the request.
@@ -48,6 +49,7 @@ class TextStream:
         self._tokenizer = tokenizer
         self._logprobs = np.zeros(len(self._tokens), np.float32)
         self._steps = np.full(len(self._tokens), -1, np.int32)
+        self._settled: int | None = None
         self._listed = spec.sampling.listed
         self._likeliest = np.zeros((len(self._tokens), self._listed), LISTED)
         self._whole = ""
@@ -61,6 +63,7 @@ class TextStream:
         self._tokens[positions] = update.provisional[update.committed]
         self._logprobs[positions] = update.logprobs[update.committed]
         self._steps[positions] = update.step
+        self._settled = update.settled
         if self._listed:
             self._likeliest[positions] = update.likeliest[update.committed]
         tokens = self._committed()
@@ -89,9 +92,12 @@ class TextStream:
         return Delta(new, (ids, logprobs, steps, offsets), tops)
 
     def _committed(self) -> np.ndarray:
-        """The result up to its first mask, or to the id that ends it where nothing comes behind."""
+        """The result up to its first mask or token that may change, or to the id that ends it where nothing
+        comes behind."""
         result = self._tokens[self._returned]
         over = result == self._mask_id
+        if self._settled is not None:
+            over[max(self._settled - self._returned.start, 0) :] = True
         if self._cut:
             over |= np.isin(result, self._ends)
         return result[: _first(over)]

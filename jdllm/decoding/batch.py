@@ -6,6 +6,7 @@ from typing import NamedTuple
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from jdllm.arrays import Tensor
+from jdllm.decoding.editing import Editing
 from jdllm.decoding.transfer.of_rules import OfRules
 from jdllm.models.block import Rows
 from jdllm.pallas.masked_logits import Likeliest
@@ -94,6 +95,7 @@ class Batch(NamedTuple):
 
     - `states`: what rules carry from step to step, before the first step: by the rule's name and the array's.
       Arrays have an entry for each segment, or for each head row in the given order.
+    - `editing`: how segments edit tokens that are committed; `None` where no segment could.
     """
 
     tokens: Int[Tensor, " rows"]
@@ -101,20 +103,23 @@ class Batch(NamedTuple):
     head: HeadRows
     segments: SegmentParams
     states: Mapping[str, Mapping[str, Shaped[Tensor, " entries"]]] = {}
+    editing: Editing | None = None
 
 
 class Trace(NamedTuple):
     """What a dispatch did, step by step, for the head rows in their given order.
 
     - `steps`: denoising steps that ran.
-    - `tokens`: the choice for every head row at each step; 0 where the row was not masked.
-    - `committed`: the rows whose choice was committed at each step.
+    - `tokens`: the choice for every head row at each step; 0 where the row was not evaluated.
+    - `committed`: the rows whose choice was committed at each step. Only where a segment edits can a row be
+      committed again.
     - `logprobs`: f32, the log-probability of each choice in the distribution that probabilities are measured
-      on; 0 where the row was not masked, and not finite where the model's values were not.
+      on; 0 where the row was not evaluated, and not finite where the model's values were not.
     - `likeliest`: the likeliest ids of each row in that distribution at the step that committed it, or of
       each row at each step; unspecified where none was committed or nobody asked, and `None` below
       `Level.FILTERED`.
     - `states`: `Batch.states` after the last step.
+    - `post_left`: `Editing.post_left` after the last step; `None` where no segment could edit.
     """
 
     steps: Int[Array, ""]
@@ -123,3 +128,4 @@ class Trace(NamedTuple):
     logprobs: Float[Array, "capacity head"]
     likeliest: Likeliest | None
     states: Mapping[str, Mapping[str, Shaped[Array, " entries"]]] = {}
+    post_left: Int[Array, " segments"] | None = None

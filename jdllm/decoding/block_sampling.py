@@ -1,8 +1,11 @@
 """Which sampling parameters a block model has a use for."""
 
+from jdllm.arrays import padded
 from jdllm.decoding.causal_sampling import changed, check_causal, check_one_way, check_unpenalised
 from jdllm.decoding.sampling import SamplingParams
+from jdllm.decoding.schedule import StepTable
 from jdllm.errors import RequestError
+from jdllm.models.config import ModelConfig
 
 _UNUSED = {
     "alg": "commits by transfer rules",
@@ -36,3 +39,27 @@ def check_drafting(sampling: SamplingParams) -> None:
         )
     check_unpenalised(sampling)
     check_causal(sampling.changed(block_length=None, transfer="schedule"))
+
+
+def check_editing(sampling: SamplingParams, config: ModelConfig) -> None:
+    """Raise `RequestError` where committed tokens are to be edited, and the model's logits are shifted."""
+    if sampling.editing_threshold is not None and config.logits_shift:
+        raise RequestError(
+            "editing_threshold is for models whose rows predict their own token; the rows of this one predict"
+            " the token behind them: leave it out"
+        )
+
+
+def post_steps(sampling: SamplingParams) -> int:
+    """How many steps a block may take after it is filled."""
+    return 0 if sampling.editing_threshold is None else sampling.max_post_steps
+
+
+def with_post_steps(table: StepTable, sampling: SamplingParams) -> StepTable:
+    """The table of a block, and where a request edits, the steps that the block may take after it is filled.
+
+    Arguments:
+    - `table`: of the steps that fill the block.
+    """
+    length = len(table) + post_steps(sampling)
+    return StepTable(*(padded(column, length) for column in table))

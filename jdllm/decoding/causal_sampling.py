@@ -12,6 +12,7 @@ _UNRANKED = "ranks no tokens by confidence"
 _OF_DENOISING = {
     "stop_in_block": "has no blocks",
     "small_block_length": "has no blocks",
+    "editing_threshold": "has no blocks",
     "steps": "generates one token after another",
     "block_length": "has no blocks",
     "alg": _IN_ORDER,
@@ -28,7 +29,7 @@ _OF_DENOISING = {
 """Fields that only denoising uses, and why a causal model does not. Parameters of a rule or a cache are
 refused with it: without it they cannot be set."""
 
-_OF_BLOCKS = ("stop_in_block", "small_block_length")
+_OF_BLOCKS = ("stop_in_block", "small_block_length", "editing_threshold")
 
 _DEFAULTS = SamplingParams()
 

@@ -35,9 +35,9 @@ class EncodedTrace(NamedTuple):
 class Steps(NamedTuple):
     """The steps that ran.
 
-    - `tokens`: the choice for every head row at each step; 0 where the row was not masked.
-    - `committed`: the rows whose choice was committed at each step.
-    - `logprobs`: f32, the log-probability of each choice; 0 where the row was not masked, and not finite
+    - `tokens`: the choice for every head row at each step; 0 where the row was not evaluated.
+    - `committed`: the rows whose choice was committed at each step; a row that is edited more than once.
+    - `logprobs`: f32, the log-probability of each choice; 0 where the row was not evaluated, and not finite
       where the model's values were not.
     - `likeliest`: `LISTED`, the likeliest ids of each row where it was committed, and unspecified elsewhere;
       of width 0 where nobody asked.

@@ -18,6 +18,11 @@ Step = Annotated[int, Field(ge=0, le=LONGEST)]
 Scale = Annotated[float, Field(ge=0, le=LARGEST)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
+POST_STEPS = 16
+"""Steps of a block behind its last mask, unless a request says otherwise: as published for LLaDA2.1."""
+
+PostSteps = Annotated[int, Field(ge=0, le=1024)]
+
 
 def odd(value: int) -> int:
     """Refuse even numbers."""

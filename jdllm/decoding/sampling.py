@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs
 
 from jdllm.declarations import explain, listed, plain
-from jdllm.decoding.kinds import LARGEST, Length, OneOf, Scale, Share, Step
+from jdllm.decoding.kinds import LARGEST, POST_STEPS, Length, OneOf, PostSteps, Scale, Share, Step
 from jdllm.decoding.prefilling import PrefillingLike
 from jdllm.decoding.registry import RULES, cache_names, options, rule_names
 from jdllm.decoding.sampling_checks import FILTERS, check_together, excluded, is_drawn, without_effect
@@ -84,6 +84,11 @@ class SamplingParams:
       finished block cannot change. False runs every block and returns all `gen_length` ids.
     - `stop_in_block` (False): for block models only: `early_stop` ends with the step that completes the text,
       which may leave masks in its block (LLaDA2.0's `eos_early_stop`). The kept text is the same.
+    - `editing_threshold` (`None`: no editing): for block models only: a step also replaces tokens of its
+      block that earlier steps filled, where the step chooses another token with a probability above this
+      (LLaDA2.1). A block is final when it is finished. Other software names it `edit_threshold`.
+    - `max_post_steps` (16): with `editing_threshold`: steps that a block may take after its last mask is
+      filled. A block is finished before, if such a step replaces nothing. 0 edits beside filling only.
     - `stop` (none), `stop_token_ids` (none): texts and ids that end the answer, one or a list. A text must
       lie within the answer, across tokens or not: a text that begins in the prompt does not count.
 
@@ -193,6 +198,8 @@ class SamplingParams:
     stop_token_ids: Annotated[tuple[_TokenId, ...], BeforeValidator(_tuple)] = ()
     early_stop: bool = True
     stop_in_block: bool = False
+    editing_threshold: Share | None = None
+    max_post_steps: PostSteps = POST_STEPS
     logprobs: Annotated[int | None, Field(ge=0, le=LISTED), BeforeValidator(_count)] = None
     temperature: Scale = 0.0
     top_p: Share | None = None

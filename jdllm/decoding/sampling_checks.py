@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from jdllm.decoding.kinds import POST_STEPS
 from jdllm.decoding.registry import NO_CACHE, RULES, options
 from jdllm.decoding.transfer.rule import Measure
 from jdllm.errors import RequestError
@@ -44,6 +45,7 @@ def check_together(sampling: "SamplingParams") -> None:
     _check_cache(sampling)
     _check_adaptive(sampling)
     _check_order(sampling)
+    _check_editing(sampling)
 
 
 def without_effect(fields: Mapping[str, Any]) -> list[str]:
@@ -67,6 +69,8 @@ def excluded(given: Mapping[str, Any]) -> list[str]:
         names += ["transfer", "remasking"]
     if given.get("transfer") == "adaptive":
         names += [*_NOT_ADAPTIVE, *FILTERS]
+    if given.get("editing_threshold", POST_STEPS) is None:
+        names.append("max_post_steps")
     return names
 
 
@@ -126,3 +130,11 @@ def _check_order(sampling: "SamplingParams") -> None:
         raise RequestError(f"alg {alg!r} brings its own order: leave transfer and remasking alone")
     if sampling.cache == NO_CACHE and sampling.block_length not in (None, sampling.gen_length):
         raise RequestError(f"alg {alg!r} has blocks only with a cache: leave block_length alone")
+
+
+def _check_editing(sampling: "SamplingParams") -> None:
+    if sampling.editing_threshold is None:
+        if sampling.max_post_steps != POST_STEPS:
+            raise RequestError("max_post_steps has no effect here: it needs an editing_threshold")
+    elif sampling.stop_in_block:
+        raise RequestError("a token may change until its block is finished: leave stop_in_block out")

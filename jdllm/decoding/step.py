@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jdllm.chunks import ChunkConfig
 from jdllm.decoding.batch import Batch, HeadRows, SegmentParams, Trace
+from jdllm.decoding.editing import editable, post_left_after, replaced
 from jdllm.decoding.head import Choice, Sources, choose, source_rows, where_rows
 from jdllm.decoding.transfer.ranking import Candidates, RuleParams
 from jdllm.decoding.transfer.select import select
@@ -25,15 +26,17 @@ SelectionBits = Callable[[Array, Array, Array, Array], Array]
 
 
 class AskedRows(NamedTuple):
-    """What a step asks the head for, the masked head rows first, and of these the plain ones.
+    """What a step asks the head for, the rows that it evaluates first, and of these the plain ones.
 
     - `masked`: which head rows are masked, in their given order.
+    - `evaluated`: which ones the step evaluates: those, and where a segment edits those that it may replace.
     - `place`: where each of those is among the following.
     - `plain`: how many of them have no filter and are not listed.
     - `rows`, `positions`, `sources`: head rows, their positions, and the packed rows that predict them.
     """
 
     masked: Bool[Array, " head"]
+    evaluated: Bool[Array, " head"]
     place: Int[Array, " head"]
     plain: Int[Array, ""]
     rows: HeadRows
@@ -43,7 +46,7 @@ class AskedRows(NamedTuple):
     @property
     def count(self) -> Int[Array, ""]:
         """How many of them are asked for."""
-        return self.masked.sum()
+        return self.evaluated.sum()
 
 
 def keyed_bits(seed: Array, step: Array, segment: Array, positions: Array) -> Array:
@@ -69,6 +72,7 @@ def denoise(
     - `params`: stacked weights.
     - `batch`: the packed batch. `batch.head` lists the rows of every segment up to the end of its current
       block that are masked now, in rising order of position; later rows cannot commit and are not evaluated.
+      Of a segment that edits it lists the rows of the block that were masked when the block was entered.
     - `max_steps`: int32, at most the columns of the segments' step tables. Tokens do not depend on it.
       Those with an unguided copy are at most half as many as there is room for.
     - `config`, `mask_id`, `chunks`, `level`: static.
@@ -137,7 +141,7 @@ def run_steps(
     def unfinished(carry: tuple[Array, Trace]) -> Bool[Array, ""]:
         tokens, trace = carry
         masked = masked_rows(tokens, batch, mask_id)
-        return (trace.steps < max_steps) & may_step(masked, batch, trace.steps)
+        return (trace.steps < max_steps) & may_step(masked, batch, trace.steps, trace.post_left)
 
     return lax.while_loop(unfinished, step, first)[1]
 
@@ -145,18 +149,24 @@ def run_steps(
 def asked_rows(
     config: ModelConfig, tokens: Int[Array, " rows"], batch: Batch, mask_id: int, level: Level
 ) -> AskedRows:
-    """The rows to evaluate: only masked rows meet the head. `transfer` takes what it finds so."""
+    """The rows to evaluate: only masked rows meet the head, and those that may be edited. `transfer` takes
+    what it finds so."""
     masked = masked_rows(tokens, batch, mask_id)
-    order, place = _in_front(masked)
-    plain = masked
+    evaluated = masked
+    if batch.editing is not None:
+        evaluated |= editable(batch.editing, masked, batch.head.segment)
+    order, place = _in_front(evaluated)
+    plain = evaluated
     if level >= Level.FILTERED:
         segment = jnp.minimum(batch.head.segment, batch.segments.step.shape[0] - 1)
-        plain = masked & ~apart(batch.segments, config)[segment]
-        order = jnp.argsort(jnp.where(plain, 0, jnp.where(masked, 1, 2)), stable=True)
+        plain = evaluated & ~apart(batch.segments, config)[segment]
+        order = jnp.argsort(jnp.where(plain, 0, jnp.where(evaluated, 1, 2)), stable=True)
         place = jnp.argsort(order)
     rows = jax.tree.map(lambda x: jnp.asarray(x)[order], batch.head)
     positions = jnp.asarray(batch.rows.positions)[rows.row]
-    return AskedRows(masked, place, plain.sum(), rows, positions, source_rows(config, rows, positions))
+    return AskedRows(
+        masked, evaluated, place, plain.sum(), rows, positions, source_rows(config, rows, positions)
+    )
 
 
 def apart(segments: SegmentParams, config: ModelConfig) -> Bool[Array, " segments"]:
@@ -223,10 +233,22 @@ def masked_rows(tokens: Int[Array, " rows"], batch: Batch, mask_id: int) -> Bool
     return (tokens[batch.head.row] == mask_id) & (batch.head.segment < batch.segments.quota.shape[0])
 
 
-def may_step(masked: Bool[Array, " head"], batch: Batch, steps: Int[Array, ""] | int) -> Bool[Array, ""]:
-    """Whether no segment has finished its block after `steps` steps of this dispatch."""
+def may_step(
+    masked: Bool[Array, " head"],
+    batch: Batch,
+    steps: Int[Array, ""] | int,
+    post_left: Int[Array, " segments"] | None = None,
+) -> Bool[Array, ""]:
+    """Whether no segment has finished its block after `steps` steps of this dispatch.
+
+    Arguments:
+    - `masked`: which head rows are masked.
+    - `post_left`: as `Trace` has it.
+    """
     segments = batch.segments
     left = _count(masked, batch.head, segments.quota.shape[0]) > 0
+    if post_left is not None:
+        left |= post_left > 0
     return jnp.all((left & (steps < segments.steps_left)) | ~(segments.steps_left > 0))
 
 
@@ -241,6 +263,7 @@ def empty_trace(batch: Batch, level: Level) -> Trace:
         jnp.zeros(shape),
         likeliest,
         jax.tree.map(jnp.asarray, batch.states),
+        None if batch.editing is None else jnp.asarray(batch.editing.post_left),
     )
 
 
@@ -264,7 +287,7 @@ def transfer(
     head, segments, index = batch.head, batch.segments, trace.steps
     masked = asked.masked
     # A kernel leaves undefined what nobody asked for.
-    choice = jax.tree.map(lambda x: where_rows(masked, x[asked.place], 0), choice)
+    choice = jax.tree.map(lambda x: where_rows(asked.evaluated, x[asked.place], 0), choice)
     positions = jnp.asarray(batch.rows.positions)[head.row]
     now = jnp.asarray(segments.step) + index
     bits = selection_bits(jnp.asarray(segments.seed), now, jnp.asarray(head.segment), positions)
@@ -273,6 +296,12 @@ def transfer(
     params = _rule_params(segments, index, counts)
     entropies = level >= Level.MOMENTS
     commit, states = select(candidates, segments.rule, params, trace.states, entropies=entropies)
+    post_left = trace.post_left
+    if batch.editing is not None and post_left is not None:
+        before = tokens[head.row], choice.token, choice.logprob
+        edited = replaced(batch.editing, asked.evaluated & ~masked, head.segment, *before)
+        post_left = post_left_after(post_left, counts, _count(edited, head, len(post_left)))
+        commit |= edited
     tokens = _commit(tokens, head, commit, choice.token)
     return tokens, Trace(
         index + 1,
@@ -281,6 +310,7 @@ def transfer(
         trace.logprobs.at[index].set(choice.logprob),
         jax.tree.map(lambda old, new: where_rows(commit, new, old), trace.likeliest, choice.likeliest),
         states,
+        post_left,
     )
 
 

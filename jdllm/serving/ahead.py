@@ -13,8 +13,8 @@ from jdllm.serving.request import Awaited, Request
 
 def told_by_table(request: Request) -> bool:
     """Whether a table says how many tokens each step of the request commits, whatever the model finds."""
-    segment = request.spec.segment
-    return bool(segment["rule"] == number_of(QUOTA) and not segment["pooled"])
+    segment, edits = request.spec.segment, request.sampling.editing_threshold is not None
+    return bool(segment["rule"] == number_of(QUOTA) and not segment["pooled"] and not edits)
 
 
 def later(request: Request, launch: Launch, index: int) -> Request | None:

@@ -149,8 +149,9 @@ class Entries:
         if not np.isfinite(steps.logprobs).all():
             yield self._end(request, self._non_finite(request))
             return
+        edits = request.edits
         request.advance_many(positions, steps)
-        self.counts["tokens"] += int(np.count_nonzero(steps.committed))
+        self.counts["tokens"] += int(np.count_nonzero(steps.committed)) - (request.edits - edits)
         if request.finished:
             yield self._end(request, None)
 
@@ -164,9 +165,12 @@ class Entries:
         if not np.isfinite(update.logprobs).all():
             yield self._end(request, self._non_finite(request))
             return
+        edits = request.edits
         request.advance(*of_committed(positions, step))
-        self.counts["tokens"] += int(np.count_nonzero(step.committed))
-        if len(update.positions) and update.step >= self._delivered[request.id]:
+        self.counts["tokens"] += int(np.count_nonzero(step.committed)) - (request.edits - edits)
+        update = update._replace(settled=request.settled)
+        tells = len(update.positions) or update.settled is not None
+        if tells and update.step >= self._delivered[request.id]:
             self._delivered[request.id] = update.step + 1
             yield self.tell(update)
         if request.finished:

@@ -63,6 +63,8 @@ class Request:
     - `acceptance`: the part of its transfer rule that runs on the device, `None` where another model decides;
       `rule_state`: what the rule carries from step to step of a block, by name, of the whole request or
       `[length]`.
+    - `post_left`: how many more steps the current block may take without a mask, 0 where nothing is edited;
+      `edits`: how many committed tokens were replaced.
     - `created`, `ready`, `started`, `committed`, `ended`: seconds of `time.perf_counter` at which it arrived,
       could be served the last time, was admitted, had its first tokens, and ended.
     - `forwarded`: with a cache the positions that steps of `Phase.REUSE` evaluate, rising; `stored`: how many
@@ -75,6 +77,7 @@ class Request:
     prefilled: Prefilled | None = None
     prepared = True
     awaited: Awaited | None = None
+    post_left = edits = 0
 
     def __init__(self, spec: RequestSpec, id: int = 0):
         self.id = id
@@ -217,6 +220,11 @@ class Request:
     def shown(self, positions: np.ndarray, step: Steps) -> np.ndarray:
         """Which of the head rows of a step are reported: the rows that were masked before it."""
         return self.tokens[positions] == self.mask_id
+
+    @property
+    def settled(self) -> int | None:
+        """The first position from which on a step may replace committed tokens; `None` where none does."""
+        return None
 
     def sequences(self) -> Iterator[np.ndarray]:
         """What its steps evaluate, as things stand: token ids of whole sequences."""

@@ -18,12 +18,15 @@ class StepUpdate(NamedTuple):
     - `request`: its id in the engine; from `LLM` its index in the call.
     - `step`: the step that was done, counted from 0 over the request.
     - `positions`: int32 `[evaluated]`, positions of the sequence that were masked and evaluated, rising.
+      With an `editing_threshold` these are also the positions whose token the step replaced.
     - `provisional`: int32 `[evaluated]`, the token chosen for each of them in this step.
-    - `committed`: bool `[evaluated]`, which of them were committed for good.
+    - `committed`: bool `[evaluated]`, which of them were committed: for good, unless `settled` is a number.
     - `logprobs`: f32 `[evaluated]`, the log-probability of each provisional token in the distribution that
       its confidence is measured on.
     - `likeliest`: `LISTED` `[evaluated, listed]`, the likeliest ids of that distribution for each of the
       committed ones, as many as the request asked for, and unspecified for others.
+    - `settled`: with an `editing_threshold` the position from which on later steps may still replace
+      committed tokens; `None` where nothing is replaced.
     """
 
     request: int
@@ -33,11 +36,14 @@ class StepUpdate(NamedTuple):
     committed: np.ndarray
     logprobs: np.ndarray
     likeliest: np.ndarray = _NOTHING
+    settled: int | None = None
 
     __hash__ = None  # type: ignore[assignment]  # arrays inside
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, StepUpdate) and all(map(np.array_equal, self, other))
+        if not isinstance(other, StepUpdate):
+            return False
+        return self.settled == other.settled and all(map(np.array_equal, self[:-1], other[:-1]))
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -67,7 +73,7 @@ class Stats(NamedTuple):
     - `evaluated`: forward evaluations of the model, as the device reports them.
     - `free_pages`, `pages`: of the KV pool, without the scratch page.
     - `rebuilt`: how often the KV pool was lost with an executable and made again.
-    - `tokens`: that were committed for good.
+    - `tokens`: that were committed; who replaces one does not count.
     - `parts`: that were collected, by kind.
     - `served`, `rows`, `padding`, `head_rows`: requests in these, their packed rows, packed rows that belong
       to nobody, and head rows, by kind, once for every step that a part did.

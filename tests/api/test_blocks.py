@@ -61,11 +61,73 @@ def test_a_stream_has_the_same_text(client: TestClient, text: str):
     ("route", "body", "told"),
     [
         ("/v1/completions", {"prompt": PROMPT, "cache": "dual"}, "leave cache at 'none'"),
+        (
+            "/v1/completions",
+            {"prompt": PROMPT, "editing_threshold": 0.5},
+            "whose rows predict their own token",
+        ),
         ("/v1/completions", {"prompt": PROMPT, "suffix": "w5"}, "a block model sees nothing behind a block"),
     ],
-    ids=["cache", "suffix"],
+    ids=["cache", "editing", "suffix"],
 )
 def test_what_it_does_not_do_is_refused(client: TestClient, route: str, body: dict[str, object], told: str):
     answer = client.post(route, json=body)
     assert answer.status_code == 400
     assert told in answer.json()["error"]["message"]
+
+
+@pytest.fixture(scope="module")
+def editing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
+    """A server of a model whose tokens are edited."""
+    directory = write_speaking(tmp_path_factory.mktemp("editing"), "llada2", "none")
+    sizes = {"max_num_batched_tokens": BUDGET, "kv_pool": KV_POOL}
+    with (
+        LLM(directory, dtype="float32", hf_overrides={"mask_token_id": 511}, **sizes) as llm,
+        served(llm) as client,
+    ):
+        yield client
+
+
+EDITED = {
+    "prompt": PROMPT,
+    "max_tokens": 20,
+    "block_length": 8,
+    "transfer": "dynamic",
+    "threshold": 0.5,
+    "editing_threshold": 0.0,
+    "max_post_steps": 6,
+    "ignore_eos": True,
+}
+
+
+def test_a_stream_of_edited_text_is_never_taken_back(editing: TestClient):
+    """Tokens change that are committed without a gap; whoever reads the text never sees one of them."""
+    [choice] = editing.post("/v1/completions", json={**EDITED, "logprobs": 1}).json()["choices"]
+    told = events(editing.post("/v1/completions", json={**EDITED, "logprobs": 1, "stream": True}).text)
+    parts = [part["choices"][0] for _, part in told]
+    assert "".join(part["text"] for part in parts) == choice["text"]
+    assert len([part for part in parts if part["text"]]) > 1
+    for name in ("tokens", "token_logprobs", "committed_in", "text_offset"):
+        of_parts = [each for part in parts if part["logprobs"] for each in part["logprobs"][name]]
+        assert of_parts == pytest.approx(choice["logprobs"][name]), name
+
+
+def test_a_stream_of_steps_shows_edits(editing: TestClient):
+    body = {**EDITED, "stream": True, "stream_mode": "denoise"}
+    told = events(editing.post("/v1/completions", json=body).text)
+    [start], [end] = ([part for name, part in told if name == wanted] for wanted in ("start", "end"))
+    tokens, changes, settled = dict[int, int](), 0, start["start"]
+    for name, part in told:
+        if name != "step":
+            continue
+        for position, token, committed in zip(
+            part["positions"], part["token_ids"], part["committed"], strict=True
+        ):
+            if committed:
+                assert position >= settled
+                changes += position in tokens
+                tokens[position] = token
+        settled = max(settled, part["settled"])
+    assert changes > 0
+    assert [tokens[i] for i in range(start["start"], start["stop"])] == end["token_ids"]
+    assert settled >= start["stop"]

@@ -36,6 +36,7 @@ TAKEN: dict[str, Any] = {
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("stop_in_block", {"stop_in_block": True}),
     ("small_block_length", {"small_block_length": 8}),
+    ("editing_threshold", {"editing_threshold": 0.5, "max_post_steps": 4}),
     ("steps", {"steps": 8}),
     ("block_length", {"block_length": 32}),
     ("alg", {"alg": "entropy"}),
@@ -78,7 +79,8 @@ def test_what_only_denoising_uses_is_refused(field: str, options: dict[str, Any]
     sampling = SamplingParams(**options)
     with pytest.raises(RequestError, match=rf"^{field} is for models that denoise: a causal model [^\n]+$"):
         check_causal(sampling)
-    (check_blocks if field in ("stop_in_block", "small_block_length") else check_denoising)(sampling)
+    of_blocks = field in ("stop_in_block", "small_block_length", "editing_threshold")
+    (check_blocks if of_blocks else check_denoising)(sampling)
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,8 @@ export class Denoising {
       const history = this.histories[position - this.start];
       if (history === undefined || history.at(-1).state === GIVEN) return;
       const state = step.committed[i] ? COMMITTED : PROVISIONAL;
-      if (state === COMMITTED) committed += 1;
+      // Editing commits a position again: another token, but not one more.
+      if (state === COMMITTED && history.at(-1).state !== COMMITTED) committed += 1;
       history.push({ state, text: step.texts[i], confidence: step.confidence[i], frame });
     });
     this.steps.push({ committed, total: this.total(this.frames) + committed, at: now - this.began });

@@ -42,6 +42,8 @@ def check_context(sampling: SamplingParams) -> None:
     check_blocks(sampling)
     if sampling.small_block_length is not None:
         raise RequestError("blocks behind a causal context have no parts: leave small_block_length out")
+    if sampling.editing_threshold is not None:
+        raise RequestError("what is stored before a block gives its first token: leave editing_threshold out")
     if sampling.prompt_masks != "error":
         raise RequestError(
             "blocks begin behind the prompt, whose masks would stay: leave prompt_masks at 'error'"

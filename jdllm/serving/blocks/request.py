@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from jdllm.checkpoints.token_text import Decode
-from jdllm.decoding.block_sampling import check_blocks
+from jdllm.decoding.block_sampling import check_blocks, check_editing, post_steps, with_post_steps
 from jdllm.decoding.encoded_trace import Steps
 from jdllm.decoding.rules import segment_row, step_table
 from jdllm.decoding.sampling import SamplingParams
@@ -63,10 +63,11 @@ def block_spec(
 
     Raises `RequestError` for parameters that block models have no use for, an id outside the vocabulary, a
     mask id in the prompt (unless `prompt_masks` is "official": then masks in whole blocks of the prompt stay,
-    and others are filled), a block length that is no divisor of a page, `steps` that do not divide, and stop
-    strings without `decode`.
+    and others are filled), a block length that is no divisor of a page, `steps` that do not divide, stop
+    strings without `decode`, and editing with shifted logits.
     """
     check_blocks(sampling)
+    check_editing(sampling, config)
     check_stops(sampling, config, decode)
     shifted, mask_id = config.logits_shift, mask_id_of(config)
     prompt = checked_ids(prompt, config, may_be_empty=not shifted)
@@ -74,7 +75,7 @@ def block_spec(
     length = _block_length(sampling, config)
     small = _small_block_length(sampling, length)
     masks = min(sampling.max_tokens or sampling.gen_length, sampling.gen_length)
-    table = step_table(sampling, small, steps_of_block(sampling, small), small)
+    table = with_post_steps(step_table(sampling, small, steps_of_block(sampling, small), small), sampling)
     stop = len(prompt) + masks
     starts = range(len(prompt) // small * small, stop, small)
     blocks = tuple(Block(at, at + small, at + small - max(at, len(prompt)), table) for at in starts)
@@ -147,12 +148,24 @@ class BlockRequest(Request):
         super().__init__(spec, id)
         # Rows of blocks of another length see other rows.
         self.content = np.array([spec.block_length], np.int32).tobytes()
+        self.post_left = post_steps(self.sampling)
         self._enter()
 
     @property
     def denoises(self) -> bool:
         """Whether the next step denoises; before it, finished blocks have to be stored."""
         return self.computed == self.known
+
+    @property
+    def editing(self) -> bool:
+        """Whether steps replace committed tokens of their block."""
+        return self.sampling.editing_threshold is not None
+
+    @property
+    def settled(self) -> int | None:
+        if not self.editing:
+            return None
+        return len(self.tokens) if self.finished else self.block.start
 
     @property
     def opens(self) -> bool:
@@ -162,6 +175,15 @@ class BlockRequest(Request):
     def masked(self) -> np.ndarray:
         start = self.block.start
         return start + np.flatnonzero(self.tokens[start : self.block.stop] == self.mask_id)
+
+    def candidates(self) -> np.ndarray:
+        """Positions that the next step evaluates, rising: those that are masked, and with editing those that
+        were masked when the block was entered."""
+        start, stop = self.block.start, self.block.stop
+        return start + np.flatnonzero(self.initial_masks[start:stop]) if self.editing else self.masked()
+
+    def shown(self, positions: np.ndarray, step: Steps) -> np.ndarray:
+        return super().shown(positions, step) | step.committed
 
     def find(self, rows: int) -> None:
         """Take in that so many of the first rows are stored already."""
@@ -189,7 +211,15 @@ class BlockRequest(Request):
     ) -> None:
         if self.foretold and self.known in positions:
             self.block_step -= 1  # the block before has given its first token: no step of its own
+        if self.editing:
+            edits = int(np.count_nonzero(self.tokens[positions] != self.mask_id))
+            if not len(self.masked()):
+                self.post_left = max(self.post_left - 1, 0) if edits else 0
+            self.edits += edits
+        before = self._block
         super()._commit(count, step, positions, tokens, logprobs, likeliest)
+        if self._block > before:
+            self.post_left = post_steps(self.sampling)
         if not self.finished:
             self._enter()
 
@@ -200,11 +230,12 @@ class BlockRequest(Request):
     def advance_many(self, positions: np.ndarray, steps: Steps) -> None:
         """Take in several steps, up to the one that completes the text where this ends the request.
 
-        Where a block was stored that foretells nothing there is no step.
+        Where a block was stored that foretells nothing there is no step. With editing each step tells whether
+        there is a next one.
         """
         if not len(positions):
             return
-        if not self.sampling.stop_in_block:
+        if not self.sampling.stop_in_block and not self.editing:
             super().advance_many(positions, steps)
             return
         for step in map(Steps, *steps):
@@ -212,7 +243,7 @@ class BlockRequest(Request):
                 self.advance(*of_committed(positions, step))
 
     def _block_is_over(self) -> bool:
-        filled = self.steps_left <= 0 or not len(self.masked())
+        filled = self.steps_left <= 0 or not (len(self.masked()) or self.post_left)
         return filled or (self.sampling.stop_in_block and self._text_is_over())
 
     def _prompt_is_filled(self) -> bool:

@@ -13,6 +13,7 @@ from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
 from jdllm.pallas.split_attention import PageTable, with_fresh_rows
 from jdllm.planning.ladder import Entry
+from jdllm.serving.editing import packed_editing
 from jdllm.serving.launch import Stored
 from jdllm.serving.packing import Packed, head_rows, pack, segment_params
 from jdllm.serving.pool.page_book import Live, PageBook
@@ -143,7 +144,8 @@ def pack_reuse(
     row, segment = (np.concatenate(column) for column in zip(*parts, strict=True))
     head = head_rows(row, row, segment, entry)
     segments, states = segment_params(requests, entry, config), packed_states(requests, candidates, entry)
-    batch = Batch(tokens, Rows(positions, unused, unused), head, segments, states)
+    editing = packed_editing(requests, config, entry.segments)
+    batch = Batch(tokens, Rows(positions, unused, unused), head, segments, states, editing)
     owner = np.repeat(np.arange(len(requests)), tiles_of)
     forwarded = np.array([len(r.forwarded) for r in requests])
     first_row, seen = (padded(x[owner], tiles) for x in (starts, forwarded))
