@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jdllm.arrays import Tensor
+from jdllm.pallas.masked_logits import RowLowered
 
 NEVER = 2
 """A probability that nothing exceeds: the threshold of a segment that does not edit."""
@@ -21,10 +22,31 @@ class Editing(NamedTuple):
       that do not edit.
     - `post_left`: int32, how many more steps the block may take without a mask; 0 where a segment does not
       edit.
+    - `left`: int32, the packed row to the left of each head row in its block, -1 where there is none; `None`
+      where no segment has a penalty.
+    - `penalty`: f32, taken from the logit of the token in the row to the left; 0 changes nothing.
     """
 
     threshold: Float[Tensor, " segments"]
     post_left: Int[Tensor, " segments"]
+    left: Int[Tensor, " head"] | None
+    penalty: Float[Tensor, " segments"]
+
+
+def lowered_of(
+    editing: Editing, tokens: Int[Array, " rows"], segment: Int[Tensor, " head"]
+) -> RowLowered | None:
+    """The token of each head row's left neighbour as it stands, a mask or not, and its penalty.
+
+    Arguments:
+    - `tokens`: of the packed rows, before the step.
+    - `segment`: of each head row; the number of segments for padding.
+    """
+    if editing.left is None:
+        return None
+    left = jnp.asarray(editing.left)
+    penalty = jnp.append(jnp.asarray(editing.penalty, jnp.float32), 0)[segment]
+    return RowLowered(tokens[left], jnp.where(left < 0, 0, penalty))
 
 
 def editable(

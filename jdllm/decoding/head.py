@@ -21,6 +21,7 @@ from jdllm.pallas.masked_logits import (
     Level,
     Likeliest,
     RowDecision,
+    RowLowered,
     RowPenalty,
     RowSampling,
 )
@@ -97,6 +98,7 @@ def choose(
     count: Int[Array, ""],
     plain: Int[Array, ""],
     penalty: Penalty | None = None,
+    lowered: RowLowered | None = None,
     *,
     chunks: int,
     level: Level,
@@ -111,19 +113,23 @@ def choose(
     - `count`: rows to evaluate; of several chunks those beyond it are skipped on the device.
     - `plain`: how many of them, the first, have no filter and are not listed.
     - `penalty`: of the segments; `None` where none has one.
+    - `lowered`: of the rows, none of them plain; `None` where none has one.
     - `chunks`: into how many chunks the head rows are cut where logits exist, which they do for one chunk at
       a time; static.
     - `level`: what the segments' measures, filters and lists need; static. Plain rows never meet the last
       two.
     """
     total = head.row.shape[0]
-    everything = head, positions, sources
+    everything = head, positions, sources, lowered
 
-    def evaluate(part: tuple[HeadRows, Array, Sources], live: Int[Array, ""], level: Level) -> Choice:
-        rows, at, own = part
+    def evaluate(
+        part: tuple[HeadRows, Array, Sources, RowLowered | None], live: Int[Array, ""], level: Level
+    ) -> Choice:
+        rows, at, own, lower = part
         guidance = jnp.asarray(segments.guidance)[rows.segment]
         h = gather_guided(params, config, hidden, own, guidance)
-        return decide(params, h, rows.segment, at, segments, step, live, penalty, level=level)
+        lower = lower if level >= Level.FILTERED else None
+        return decide(params, h, rows.segment, at, segments, step, live, penalty, lower, level=level)
 
     def in_chunks(begin: Array | int, end: Array, level: Level, out: Choice) -> Choice:
         """Rows [begin, end) into `out`."""
@@ -168,6 +174,7 @@ def decide(
     step: Int[Tensor, " segments"],
     count: Int[Array, ""] | int,
     penalty: Penalty | None = None,
+    lowered: RowLowered | None = None,
     *,
     level: Level,
 ) -> Choice:
@@ -179,6 +186,7 @@ def decide(
     - `segments`, `step`: parameters of the segments and the denoising step that each is in.
     - `count`: may exceed the rows.
     - `penalty`: of the segments; `None` where none has one. Log-probabilities are those after the penalties.
+    - `lowered`: of the rows, likewise.
     - `level`: at least what the segments' measures, filters and lists need; static.
     """
     seeds = jnp.asarray(segments.seed)
@@ -186,6 +194,7 @@ def decide(
     order_keys = step_keys(seeds, Purpose.ORDER, step)
     part, keys, order = jax.tree.map(lambda x: jnp.asarray(x)[segment], (segments, token_keys, order_keys))
     rows = _row_sampling(part, keys, positions, penalty and penalty.of_rows(jnp.asarray(segment)))
+    rows = rows._replace(lowered=lowered)
     decision = head_decision(h, head_weights(params), rows, level, count=count)
     draw = uniform(position_bits(order, positions))
     # Ids that are kept out of the confidence may be above all others: at most certain.

@@ -116,6 +116,7 @@ def _of_part(rows: RowSampling, head: VocabularyPart, first: Int[Array, ""]) -> 
         token_bans=own(rows.token_bans),
         confidence_bans=own(rows.confidence_bans),
         penalty=None if rows.penalty is None else _penalty_of_part(rows.penalty, size, first),
+        lowered=None,
         first_id=jnp.full_like(limit, first),
     )
 

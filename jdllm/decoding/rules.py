@@ -49,8 +49,9 @@ def head_level(sampling: SamplingParams) -> Level:
 
 
 def evaluated_apart(sampling: SamplingParams) -> bool:
-    """Whether the logits of a request's rows have to exist: it filters them, or lists the likeliest."""
-    return sampling.filtered or sampling.listed > 0
+    """Whether the logits of a request's rows have to exist: it filters or changes them, or lists the
+    likeliest."""
+    return sampling.filtered or sampling.listed > 0 or sampling.penalty_lambda > 0
 
 
 def step_table(sampling: SamplingParams, masks: int, steps: int, most: int) -> StepTable:

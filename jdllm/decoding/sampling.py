@@ -89,6 +89,8 @@ class SamplingParams:
       (LLaDA2.1). A block is final when it is finished. Other software names it `edit_threshold`.
     - `max_post_steps` (16): with `editing_threshold`: steps that a block may take after its last mask is
       filled. A block is finished before, if such a step replaces nothing. 0 edits beside filling only.
+    - `penalty_lambda` (0.0): with `editing_threshold`: taken from the logit of the token that stands to the
+      left in the block, before anything is chosen or measured (SGLang's `JointThreshold`).
     - `stop` (none), `stop_token_ids` (none): texts and ids that end the answer, one or a list. A text must
       lie within the answer, across tokens or not: a text that begins in the prompt does not count.
 
@@ -200,6 +202,7 @@ class SamplingParams:
     stop_in_block: bool = False
     editing_threshold: Share | None = None
     max_post_steps: PostSteps = POST_STEPS
+    penalty_lambda: Scale = 0.0
     logprobs: Annotated[int | None, Field(ge=0, le=LISTED), BeforeValidator(_count)] = None
     temperature: Scale = 0.0
     top_p: Share | None = None

@@ -70,7 +70,7 @@ def excluded(given: Mapping[str, Any]) -> list[str]:
     if given.get("transfer") == "adaptive":
         names += [*_NOT_ADAPTIVE, *FILTERS]
     if given.get("editing_threshold", POST_STEPS) is None:
-        names.append("max_post_steps")
+        names += ["max_post_steps", "penalty_lambda"]
     return names
 
 
@@ -136,5 +136,7 @@ def _check_editing(sampling: "SamplingParams") -> None:
     if sampling.editing_threshold is None:
         if sampling.max_post_steps != POST_STEPS:
             raise RequestError("max_post_steps has no effect here: it needs an editing_threshold")
+        if sampling.penalty_lambda:
+            raise RequestError("penalty_lambda is for blocks that are edited: it needs an editing_threshold")
     elif sampling.stop_in_block:
         raise RequestError("a token may change until its block is finished: leave stop_in_block out")

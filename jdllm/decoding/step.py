@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jdllm.chunks import ChunkConfig
 from jdllm.decoding.batch import Batch, HeadRows, SegmentParams, Trace
-from jdllm.decoding.editing import editable, post_left_after, replaced
+from jdllm.decoding.editing import editable, lowered_of, post_left_after, replaced
 from jdllm.decoding.head import Choice, Sources, choose, source_rows, where_rows
 from jdllm.decoding.transfer.ranking import Candidates, RuleParams
 from jdllm.decoding.transfer.select import select
@@ -19,7 +19,7 @@ from jdllm.models.block import Hidden
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.noise import Purpose, gumbel, position_bits, step_keys, uniform
-from jdllm.pallas.masked_logits import Level, Likeliest
+from jdllm.pallas.masked_logits import Level, Likeliest, RowLowered
 
 SelectionBits = Callable[[Array, Array, Array, Array], Array]
 """(seed [segments, 2], step [segments], segment [rows], position [rows]) -> uint32 [rows]."""
@@ -33,6 +33,7 @@ class AskedRows(NamedTuple):
     - `place`: where each of those is among the following.
     - `plain`: how many of them have no filter and are not listed.
     - `rows`, `positions`, `sources`: head rows, their positions, and the packed rows that predict them.
+    - `lowered`: an id of each of them whose logit is lowered; `None` where none has one.
     """
 
     masked: Bool[Array, " head"]
@@ -42,6 +43,7 @@ class AskedRows(NamedTuple):
     rows: HeadRows
     positions: Int[Array, " head"]
     sources: Sources
+    lowered: RowLowered | None
 
     @property
     def count(self) -> Int[Array, ""]:
@@ -152,21 +154,23 @@ def asked_rows(
     """The rows to evaluate: only masked rows meet the head, and those that may be edited. `transfer` takes
     what it finds so."""
     masked = masked_rows(tokens, batch, mask_id)
-    evaluated = masked
+    evaluated, lowered = masked, None
     if batch.editing is not None:
         evaluated |= editable(batch.editing, masked, batch.head.segment)
+        lowered = lowered_of(batch.editing, tokens, batch.head.segment)
     order, place = _in_front(evaluated)
     plain = evaluated
     if level >= Level.FILTERED:
         segment = jnp.minimum(batch.head.segment, batch.segments.step.shape[0] - 1)
         plain = evaluated & ~apart(batch.segments, config)[segment]
+        if batch.editing is not None:
+            plain &= ~(jnp.asarray(batch.editing.penalty) > 0)[segment]
         order = jnp.argsort(jnp.where(plain, 0, jnp.where(evaluated, 1, 2)), stable=True)
         place = jnp.argsort(order)
     rows = jax.tree.map(lambda x: jnp.asarray(x)[order], batch.head)
     positions = jnp.asarray(batch.rows.positions)[rows.row]
-    return AskedRows(
-        masked, evaluated, place, plain.sum(), rows, positions, source_rows(config, rows, positions)
-    )
+    sources, lowered = source_rows(config, rows, positions), jax.tree.map(lambda x: x[order], lowered)
+    return AskedRows(masked, evaluated, place, plain.sum(), rows, positions, sources, lowered)
 
 
 def apart(segments: SegmentParams, config: ModelConfig) -> Bool[Array, " segments"]:
@@ -223,6 +227,7 @@ def evaluate(
         jnp.asarray(batch.segments.step) + steps,
         asked.count,
         asked.plain,
+        lowered=asked.lowered,
         chunks=chunks,
         level=level,
     )

@@ -47,7 +47,7 @@ def joint_runs() -> list[Run]:
     """
     tensors, mask_id, runs = LLADA21.tensors("trajectories"), LLADA21.json("goldens")["mask_id"], []
     for name, case in LLADA21.json("trajectories")["cases"].items():
-        if case["algo"] != "sglang_joint_threshold" or case["penalty_lambda"]:
+        if case["algo"] != "sglang_joint_threshold":
             continue
         sampling = SamplingParams(
             gen_length=case["gen_length"],
@@ -56,6 +56,7 @@ def joint_runs() -> list[Run]:
             threshold=case["threshold"],
             editing_threshold=case["edit_threshold"],
             max_post_steps=case["max_post_edit_steps"],
+            penalty_lambda=case["penalty_lambda"],
             early_stop=False,
             return_history=True,
         )

@@ -29,7 +29,7 @@ FREE = SamplingParams(gen_length=20, block_length=8, early_stop=False, return_hi
 
 def test_all_recorded_runs():
     names = [each.name.split("_")[0] for each in RUNS]
-    assert {name: names.count(name) for name in names} == {"llada21": 3, "llada21x": 9, "joint": 6}
+    assert {name: names.count(name) for name in names} == {"llada21": 3, "llada21x": 9, "joint": 9}
 
 
 def test_all_together(llada2: LLM):
@@ -157,9 +157,11 @@ def test_shifted_logits(fast_dllm_v2: LLM):
         ({"editing_threshold": 1.5}, "editing_threshold is 1.5, expected a number from 0 to 1 or None"),
         ({"editing_threshold": 0.5, "max_post_steps": -1}, "max_post_steps is -1, expected"),
         ({"editing_threshold": 0.5, "max_post_steps": 4096}, "max_post_steps is 4096, expected"),
+        ({"penalty_lambda": 1.0}, "penalty_lambda is for blocks that are edited"),
+        ({"editing_threshold": 0.5, "penalty_lambda": -1.0}, "penalty_lambda is -1.0, expected"),
         ({"editing_threshold": 0.5, "stop_in_block": True}, "a token may change until its block is finished"),
     ],
-    ids=["alone", "share", "negative", "many", "stop"],
+    ids=["alone", "share", "negative", "many", "unedited", "gain", "stop"],
 )
 def test_values(options: dict[str, Any], told: str):
     with pytest.raises(RequestError, match=told):
@@ -167,5 +169,5 @@ def test_values(options: dict[str, Any], told: str):
 
 
 def test_the_bound_goes_with_the_threshold():
-    asked = SamplingParams(editing_threshold=0.5, max_post_steps=4)
+    asked = SamplingParams(editing_threshold=0.5, max_post_steps=4, penalty_lambda=1.0)
     assert asked.changed(editing_threshold=None) == SamplingParams()

@@ -227,6 +227,7 @@ def test_nothing_compiles_after_a_warm_up():
     ("options", "told"),
     [
         ({"small_block_length": 4}, "leave small_block_length out"),
+        ({"editing_threshold": 0.5}, "leave editing_threshold out"),
         ({"prompt_masks": "official"}, "leave prompt_masks at 'error'"),
         ({"block_length": 65}, "block_length is 65, expected at most 64"),
         ({"gen_length": 20, "steps": 7}, "steps 7 is not divisible by the 3 blocks of 8"),

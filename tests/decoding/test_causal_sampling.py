@@ -36,7 +36,7 @@ TAKEN: dict[str, Any] = {
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("stop_in_block", {"stop_in_block": True}),
     ("small_block_length", {"small_block_length": 8}),
-    ("editing_threshold", {"editing_threshold": 0.5, "max_post_steps": 4}),
+    ("editing_threshold", {"editing_threshold": 0.5, "max_post_steps": 4, "penalty_lambda": 1.0}),
     ("steps", {"steps": 8}),
     ("block_length", {"block_length": 32}),
     ("alg", {"alg": "entropy"}),

@@ -2,13 +2,21 @@
 
 from jdllm.pallas.listed import LISTED
 from jdllm.pallas.masked_logits.api import masked_logits, rows_at_once
-from jdllm.pallas.masked_logits.types import Level, Likeliest, RowDecision, RowPenalty, RowSampling
+from jdllm.pallas.masked_logits.types import (
+    Level,
+    Likeliest,
+    RowDecision,
+    RowLowered,
+    RowPenalty,
+    RowSampling,
+)
 
 __all__ = [
     "LISTED",
     "Level",
     "Likeliest",
     "RowDecision",
+    "RowLowered",
     "RowPenalty",
     "RowSampling",
     "masked_logits",

@@ -45,6 +45,17 @@ class RowPenalty(NamedTuple):
     frequency: Float[Tensor, " rows"]
 
 
+class RowLowered(NamedTuple):
+    """One id of each row whose logit is lowered before everything else that the row asks for.
+
+    - `ids`: of the whole vocabulary.
+    - `by`: taken from the logit; 0 changes nothing.
+    """
+
+    ids: Int[Tensor, " rows"]
+    by: Float[Tensor, " rows"]
+
+
 class RowSampling(NamedTuple):
     """How each row's token is drawn.
 
@@ -60,6 +71,7 @@ class RowSampling(NamedTuple):
     - `confidence_bans`: ids further removed from `maximum` and `total` only; -1 stands for none.
     - `listed`: rows whose likeliest ids are wanted.
     - `penalty`: `None` where no row has one.
+    - `lowered`: `None` where no row has one. It counts at `Level.FILTERED` only.
     - `first_id`: of the whole vocabulary, the id that keys the noise of the head's first id: a multiple of
       256, the same for all rows. `None` for 0. All other ids count from the head's first one.
     """
@@ -77,6 +89,7 @@ class RowSampling(NamedTuple):
     confidence_bans: Ids
     listed: Bool[Tensor, " rows"]
     penalty: RowPenalty | None = None
+    lowered: RowLowered | None = None
     first_id: Int[Tensor, " rows"] | None = None
 
     @property

@@ -28,6 +28,10 @@ def decide_logits(logits: Logits, rows: RowSampling, level: Level) -> RowDecisio
         # Sums over the vocabulary, fused with the penalties, could differ in the last bit from the sums of a
         # batch without any.
         logits = lax.optimization_barrier(penalised(logits, rows.penalty))
+    if rows.lowered is not None and level >= Level.FILTERED:
+        own = ids == jnp.asarray(rows.lowered.ids)[:, None]
+        by = jnp.asarray(rows.lowered.by)[:, None]
+        logits = lax.optimization_barrier(jnp.where(own, logits - by, logits))
     logits = allowed(logits, rows.limit, rows.token_bans)
     scale = jnp.where(rows.temperature > 0, rows.temperature, 1.0)
     divisor = rows.divisor[:, None]

@@ -144,7 +144,7 @@ def pack_reuse(
     row, segment = (np.concatenate(column) for column in zip(*parts, strict=True))
     head = head_rows(row, row, segment, entry)
     segments, states = segment_params(requests, entry, config), packed_states(requests, candidates, entry)
-    editing = packed_editing(requests, config, entry.segments)
+    editing = packed_editing(requests, [rows for rows, _ in parts], config, entry)
     batch = Batch(tokens, Rows(positions, unused, unused), head, segments, states, editing)
     owner = np.repeat(np.arange(len(requests)), tiles_of)
     forwarded = np.array([len(r.forwarded) for r in requests])
