@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from jdllm.pallas.masked_logits import LISTED, Level, RowDecision, RowSampling
+from jdllm.pallas.masked_logits import LISTED, Level, RowDecision, RowLowered, RowSampling
 from jdllm.pallas.masked_logits.xla import masked_logits_xla
 from tests.pallas.masked_rows import (
     NONE,
@@ -103,6 +103,18 @@ def test_penalties_come_first(logits: np.ndarray, level: Level):
     expected = oracle(logits, rows)
     assert (expected.token != oracle(logits, rows._replace(penalty=None)).token).any()
     check(decide(logits, rows, level), expected, level)
+
+
+def test_the_logit_of_one_id_of_each_row_is_lowered(logits: np.ndarray):
+    """Before tokens are banned, chosen or measured; by 0 nothing is."""
+    best, by = logits.argmax(axis=1), np.where(np.arange(len(logits)) % 3, 5.0, 0.0)
+    exact = logits.astype(np.float64)
+    exact[np.arange(len(logits)), best] -= by
+    rows = asked(len(logits))
+    lowered = RowLowered(best.astype(np.int32), by.astype(np.float32))
+    actual = decide(logits, rows._replace(lowered=lowered), Level.FILTERED)
+    check(actual, oracle(exact, rows), Level.FILTERED)
+    assert ((np.asarray(actual.token) != best) & (by > 0)).any()
 
 
 def test_ties_go_to_the_lowest_id():
