@@ -1,7 +1,7 @@
 """Which sampling parameters a block model has a use for."""
 
 from jdllm.arrays import padded
-from jdllm.decoding.causal_sampling import changed, check_causal, check_one_way, check_unpenalised
+from jdllm.decoding.causal_sampling import changed, check_causal, check_unpenalised
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.schedule import StepTable
 from jdllm.errors import RequestError
@@ -19,7 +19,11 @@ _UNUSED = {
 
 def check_blocks(sampling: SamplingParams) -> None:
     """Raise `RequestError` where a field that a block model has no use for is not at its default."""
-    check_one_way(sampling)
+    if sampling.generation_mode not in (None, "diffusion"):
+        raise RequestError(
+            f"generation_mode is {sampling.generation_mode!r}, expected 'diffusion' or 'self_speculation':"
+            " a block model fills blocks"
+        )
     check_unpenalised(sampling)
     for name, value, default in changed(sampling, _UNUSED):
         raise RequestError(f"a block model {_UNUSED[name]}: leave {name} at {default!r} (it is {value!r})")

@@ -18,6 +18,7 @@ from jdllm.execution.paged.parts import PackedParts, Storage, forward_parts
 from jdllm.execution.paged.pool import PAGE_ROWS, KvArrays
 from jdllm.execution.transformer import Wanted
 from jdllm.models.adapter import DraftAdapter, with_adapter
+from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.pallas.masked_logits import Level
@@ -50,7 +51,8 @@ def speculate(
     - `batch`: the blocks: a known token each, and masks. The ranges of its rows are those of a causal model,
       and its head rows are all rows, those of plain segments first.
     - `storage`: where all rows are stored.
-    - `stored`, `seen`: the pages that each tile of rows sees, without and with the rows of its own block.
+    - `stored`, `seen`: the pages that each tile of rows sees, without and with the rows of its own block. For
+      a model without a causal context `stored` has as many tiles again, for masks that verify.
     - `plain`: how many head rows have no filter and are not listed.
     - `pool`: keys and values of all requests, written in place: donate it.
     - `config`, `mask_id`: the model; static.
@@ -69,6 +71,8 @@ def speculate(
     live = jnp.asarray(head.segment) < batch.segments.step.shape[0]
     wanted = Wanted(jnp.asarray(head.row), live)
     parts = PackedParts(tokens, batch.rows, None, stored, storage, wanted)
+    if not config.causal_context:
+        parts = _with_masks(parts, mask_id)
     hidden, written = forward_parts(params, config, parts, pool)
     assert written is not None
     own = jnp.arange(hidden.shape[0], dtype=jnp.int32)
@@ -91,6 +95,27 @@ def speculate(
     counts = live & _up_to_the_first(token != follows, jnp.asarray(head.segment))
     trace = Trace(jnp.int32(1), token[None], counts[None], logprob[None], choice.likeliest)
     return (trace, forwards), written
+
+
+def _with_masks(parts: PackedParts, mask_id: int) -> PackedParts:
+    """Verification by a model whose rows predict themselves: behind the rows of drafts as many masks.
+
+    The mask of a row takes the next position, and sees itself and what the row sees, as in blocks of one row.
+
+    Arguments:
+    - `parts`: the rows of drafts, of which hidden rows are wanted; the masks' are wanted in their place.
+    """
+    tokens, rows, wanted = jnp.asarray(parts.tokens), parts.rows, parts.wanted
+    count = len(tokens)
+    own = jnp.arange(2 * count) >= count
+    positions = jnp.concatenate([jnp.asarray(rows.positions), jnp.asarray(rows.positions) + 1])
+    ranges = (jnp.tile(jnp.asarray(x), 2) for x in (rows.k_start, rows.k_end))
+    return parts._replace(
+        tokens=jnp.where(own, mask_id, jnp.tile(tokens, 2)),
+        rows=Rows(positions, *ranges),
+        own=own,
+        wanted=Wanted(jnp.asarray(wanted.rows) + count, wanted.live),
+    )
 
 
 def _draft(

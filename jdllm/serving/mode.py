@@ -73,6 +73,22 @@ class Costs(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
+class CostsOf:
+    """Counts what requests of several classes take: `Costs`.
+
+    - `by_spec`: counts for each class of what may be asked for.
+    """
+
+    by_spec: Mapping[type[RequestSpec], Costs]
+
+    def life(self, spec: RequestSpec) -> Life:
+        return self.by_spec[type(spec)].life(spec)
+
+    def demand(self, request: Request) -> Demand:
+        return self.by_spec[type(request.spec)].demand(request)
+
+
+@dataclasses.dataclass(frozen=True)
 class EngineParts:
     """What an engine is made of.
 

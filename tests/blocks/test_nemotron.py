@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from jdllm.checkpoints.loading import load_params
-from jdllm.decoding.block_sampling import check_blocks
 from jdllm.decoding.causal_sampling import check_causal, check_denoising
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
@@ -254,7 +253,7 @@ def test_prompts_that_nothing_follows(llm: LLM, ids: list[int], told: str):
         llm.generate(prompt_token_ids=[ids], sampling=FREE)
 
 
-@pytest.mark.parametrize("check", [check_causal, check_denoising, check_blocks])
+@pytest.mark.parametrize("check", [check_causal, check_denoising])
 def test_models_of_one_way_have_no_choice(check: Callable[[SamplingParams], None]):
     with pytest.raises(RequestError, match=r"^generation_mode is for models that generate in several ways"):
         check(SamplingParams(generation_mode="autoregressive"))

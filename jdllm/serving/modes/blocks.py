@@ -6,9 +6,9 @@ from types import MappingProxyType
 import numpy as np
 
 from jdllm.checkpoints.token_text import Decode
-from jdllm.decoding.block_sampling import check_blocks
+from jdllm.decoding.block_sampling import check_blocks, check_drafting
 from jdllm.decoding.sampling import SamplingParams
-from jdllm.errors import ConfigError
+from jdllm.errors import ConfigError, RequestError
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.models.config import ModelConfig
 from jdllm.planning.ladder import block_tile_rows, make_causal_ladder, make_ladder
@@ -18,17 +18,29 @@ from jdllm.serving.blocks.request import BlockRequest, BlockSpec, block_spec
 from jdllm.serving.blocks.runner import BlockRunner
 from jdllm.serving.demands import Kind
 from jdllm.serving.fitting import check_on_device
-from jdllm.serving.mode import Classes, EngineParts, Extras
+from jdllm.serving.mode import Classes, CostsOf, EngineParts, Extras
 from jdllm.serving.on_device import OnDevice
+from jdllm.serving.spec import RequestSpec, mask_id_of
+from jdllm.serving.speculation.prompts import PromptStore
+from jdllm.serving.speculation.request import SpeculativeRequest, SpeculativeSpec, as_causal, speculative_spec
+from jdllm.serving.speculation.runner import SpeculativeRunner
+
+SPECULATION = "self_speculation"
 
 
 class Blocks:
-    """Blocks of the prompt are stored; then a block is denoised against them, and stored when it is done."""
+    """Blocks of the prompt are stored; then a block is denoised against them, and stored when it is done.
 
-    requests: Classes = MappingProxyType({BlockSpec: BlockRequest})
+    Or tokens are those of blocks of one position, which are drafted in longer blocks and verified.
+    """
+
+    requests: Classes = MappingProxyType({BlockSpec: BlockRequest, SpeculativeSpec: SpeculativeRequest})
 
     def check_sampling(self, sampling: SamplingParams) -> None:
-        check_blocks(sampling)
+        if sampling.generation_mode == SPECULATION:
+            check_drafting(sampling.changed(generation_mode=None))
+        else:
+            check_blocks(sampling)
 
     def spec(
         self,
@@ -37,8 +49,18 @@ class Blocks:
         config: ModelConfig,
         decode: Decode | None = None,
         bos_id: int | None = None,
-    ) -> BlockSpec:
-        return block_spec(prompt, sampling, config, decode)
+    ) -> RequestSpec:
+        if sampling.generation_mode != SPECULATION:
+            return block_spec(prompt, sampling, config, decode)
+        if config.logits_shift:
+            raise RequestError(
+                f"{config.family} models, whose logits are shifted, verify no drafts of their own"
+            )
+        mask_id_of(config)
+        own, length = sampling.changed(generation_mode=None), config.block_length
+        assert length is not None  # a block model has one
+        content = np.array([1], np.int32).tobytes()
+        return speculative_spec(prompt, own, as_causal(config), length, decode, None, content)
 
     def parts(self, model: OnDevice, background: Background, extras: Extras) -> EngineParts:
         account = model.account
@@ -46,13 +68,16 @@ class Blocks:
         check_on_device(account, "block model")
         assert model.config.block_length is not None  # a block model has one
         ladder = make_ladder(account.rows, tile_rows=block_tile_rows(model.config.block_length))
-        stores = make_causal_ladder(account.rows)
+        stores, causal = make_causal_ladder(account.rows), as_causal(model.config)
         runner = BlockRunner(model, ladder, stores, background)
+        prompts = PromptStore(model, causal, stores, background)
+        drafts = SpeculativeRunner(model, None, causal, prompts, make_ladder(account.rows), background)
+        others = {Kind.STORE: prompts.launch, Kind.SPECULATE: drafts.launch}
         return EngineParts(
-            launchers={Kind.PREFILL: runner.store, Kind.REUSE: runner.denoise},
-            costs=runner,
+            launchers={Kind.PREFILL: runner.store, Kind.REUSE: runner.denoise, **others},
+            costs=CostsOf({BlockSpec: runner, SpeculativeSpec: drafts}),
             check=lambda spec: None,
-            compiled=(runner,),
+            compiled=(runner, *(() if model.config.logits_shift else (prompts, drafts))),
             holders=(),
             longest_served=model.pool.pages * PAGE_ROWS,
             head_rows=ladder.head_rows,

@@ -18,14 +18,13 @@ from jdllm.serving.background import Background
 from jdllm.serving.blocks.context_request import ContextRequest, ContextSpec, check_context, context_spec
 from jdllm.serving.blocks.runner import BlockRunner
 from jdllm.serving.causal.request import CausalRequest, CausalSpec, causal_spec
-from jdllm.serving.demands import Demand, Kind, Life
-from jdllm.serving.mode import Classes, Costs, EngineParts, Extras
+from jdllm.serving.demands import Kind
+from jdllm.serving.mode import Classes, CostsOf, EngineParts, Extras
 from jdllm.serving.modes.blocks import check_extras
 from jdllm.serving.modes.causal import Causal
 from jdllm.serving.on_device import OnDevice
-from jdllm.serving.request import Request
 from jdllm.serving.spec import RequestSpec
-from jdllm.serving.speculation.request import SpeculativeRequest, SpeculativeSpec, speculative_spec
+from jdllm.serving.speculation.request import SpeculativeRequest, SpeculativeSpec, as_causal, speculative_spec
 from jdllm.serving.speculation.runner import SpeculativeRunner
 
 _CHECKS = {"autoregressive": check_causal, "diffusion": check_context, "self_speculation": check_drafting}
@@ -54,48 +53,29 @@ class CausalContext:
         if mode == "diffusion":
             return context_spec(prompt, own, config, decode)
         if mode == "autoregressive":
-            return causal_spec(prompt, own, _as_causal(config), decode, bos_id)
+            return causal_spec(prompt, own, as_causal(config), decode, bos_id)
         assert config.block_length is not None  # a block model has one
-        return speculative_spec(prompt, own, _as_causal(config), config.block_length, decode, bos_id)
+        return speculative_spec(prompt, own, as_causal(config), config.block_length, decode, bos_id)
 
     def parts(self, model: OnDevice, background: Background, extras: Extras) -> EngineParts:
         check_extras(extras)
-        rows, as_causal = model.account.rows, _as_causal(model.config)
-        causal = Causal().parts(model._replace(config=as_causal), background, extras)
+        rows, own_config = model.account.rows, as_causal(model.config)
+        causal = Causal().parts(model._replace(config=own_config), background, extras)
         ladder = make_ladder(rows)
         blocks = BlockRunner(model, ladder, make_causal_ladder(rows), background, Kind.STORE)
         drafts = SpeculativeRunner(
-            model, extras.drafting.adapter, as_causal, causal.costs, ladder, background
+            model, extras.drafting.adapter, own_config, causal.costs, ladder, background
         )
         own = {Kind.STORE: blocks.store, Kind.REUSE: blocks.denoise, Kind.SPECULATE: drafts.launch}
         return dataclasses.replace(
             causal,
             launchers={**causal.launchers, **own},
             check=lambda spec: _check(spec, causal, extras.drafting),
-            costs=_Costs(causal.costs, blocks, drafts),
+            costs=CostsOf({CausalSpec: causal.costs, ContextSpec: blocks, SpeculativeSpec: drafts}),
             compiled=(*causal.compiled, blocks, drafts),
             head_rows=max(causal.head_rows, ladder.head_rows),
             tiles=ladder.tiles,
         )
-
-
-class _Costs:
-    """Counts what requests of all ways take.
-
-    Arguments:
-    - `causal`: counts for those that generate one token after another.
-    - `blocks`: counts for those that fill blocks.
-    - `drafts`: counts for those whose model verifies its drafts.
-    """
-
-    def __init__(self, causal: Costs, blocks: Costs, drafts: Costs):
-        self._of = {CausalSpec: causal, ContextSpec: blocks, SpeculativeSpec: drafts}
-
-    def life(self, spec: RequestSpec) -> Life:
-        return self._of[type(spec)].life(spec)
-
-    def demand(self, request: Request) -> Demand:
-        return self._of[type(request.spec)].demand(request)
 
 
 def _check(spec: RequestSpec, causal: EngineParts, drafting: Drafting) -> None:
@@ -112,11 +92,6 @@ def _check(spec: RequestSpec, causal: EngineParts, drafting: Drafting) -> None:
             " it in linear_spec_lora, and several cards have none): load the model with plain_drafts=True"
             " (--plain-drafts) to draft with its own weights"
         )
-
-
-def _as_causal(config: ModelConfig) -> ModelConfig:
-    """The model as one that generates one token after another."""
-    return dataclasses.replace(config, attention="causal", block_length=None, causal_context=False)
 
 
 def _mode_of(sampling: SamplingParams) -> str:

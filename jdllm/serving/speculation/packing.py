@@ -25,7 +25,8 @@ class PackedDrafts(NamedTuple):
 
     - `batch`: the blocks; the head rows are all their rows, those of plain requests first.
     - `storage`: where all rows are stored.
-    - `stored`, `seen`: what each tile sees, without and with the rows of its own block.
+    - `stored`, `seen`: what each tile sees, without and with the rows of its own block; of the former twice
+      as many where masks verify, as `speculate` has it.
     - `plain`: how many head rows have no filter and are not listed.
     - `order`: which requests the segments belong to.
     """
@@ -56,10 +57,15 @@ def block_of(request: SpeculativeRequest) -> range:
     return range(request.known - 1, request.known - 1 + request.block_length)
 
 
-def draft_needs(request: SpeculativeRequest) -> DraftNeeds:
+def draft_needs(request: SpeculativeRequest, config: ModelConfig) -> DraftNeeds:
     """What the next block of a request takes."""
-    tiles, pages = _tiles(request), -(-request.computed // PAGE_ROWS)
+    tiles, pages = _tiles(request), copies_of(config) * -(-request.computed // PAGE_ROWS)
     return DraftNeeds(tiles * TILE_ROWS, request.block_length, tiles * (pages + 1))
+
+
+def copies_of(config: ModelConfig) -> int:
+    """How often a tile reads what is stored where it verifies: once more where masks verify."""
+    return 1 if config.causal_context else 2
 
 
 def pack_drafts(
@@ -108,7 +114,7 @@ def pack_drafts(
         initial_states(entry.head_rows, entry.segments),
     )
     plain = sum(r.block_length for r in ordered if not evaluated_apart(r.sampling))
-    stored, seen = _tables(ordered, tiles_of, starts, pool, entry, entries)
+    stored, seen = _tables(ordered, tiles_of, starts, pool, entry, entries, copies_of(config))
     storage = storage_of(filled, entry.rows, whole=False)
     return PackedDrafts(batch, storage, stored, seen, np.array(plain, np.int32), order)
 
@@ -120,24 +126,38 @@ def _tables(
     pool: PageBook,
     entry: Entry,
     entries: int,
+    copies: int,
 ) -> tuple[PageTable, PageTable]:
-    """What each tile sees of what is stored, and that together with the rows of its block."""
+    """What each tile sees of what is stored, and that together with the rows of its block.
+
+    Arguments:
+    - `copies`: of the tiles in the first of these tables.
+    """
     tiles = entry.rows // TILE_ROWS
     owner = np.repeat(np.arange(len(ordered)), tiles_of)
-    ids, live = [ordered[i].id for i in owner.tolist()], [ordered[i].computed for i in owner.tolist()]
+    ids, live = [ordered[i].id for i in owner.tolist()], [ordered[i].known - 1 for i in owner.tolist()]
     used = sum(-(-rows // PAGE_ROWS) for rows in live)
     table = pool.page_table(ids, live, used)
     first = np.asarray(table.first)
     table = table._replace(first=padded(first, tiles + 1, int(first[-1])))
     fresh = np.array([request.block_length for request in ordered])
     begins, counts = (padded(x[owner], tiles) for x in (starts, fresh))
+    both = _repeated(table, copies), with_fresh_rows(table, begins, counts, PAGE_ROWS)
     stored, seen = (
-        each._replace(
-            pages=padded(np.asarray(each.pages), entries), valid=padded(np.asarray(each.valid), entries)
+        one._replace(
+            pages=padded(np.asarray(one.pages), entries), valid=padded(np.asarray(one.valid), entries)
         )
-        for each in (table, with_fresh_rows(table, begins, counts, PAGE_ROWS))
+        for one in both
     )
     return stored, seen
+
+
+def _repeated(table: PageTable, copies: int) -> PageTable:
+    """A table on the host whose requests come as often one after another."""
+    pages, valid, first = map(np.asarray, table)
+    begins = [first[:-1] + copy * first[-1] for copy in range(copies)]
+    first = np.append(np.concatenate(begins), copies * first[-1]).astype(np.int32)
+    return PageTable(np.tile(pages, copies), np.tile(valid, copies), first)
 
 
 def _tiles(request: SpeculativeRequest) -> int:

@@ -23,9 +23,11 @@ class SpeculativeSpec(CausalSpec):
     """What a request asks whose model verifies its own drafts.
 
     - `block_length`: rows of a draft, of which the first is known. The last drafts may reach beyond the text.
+    - `content`: what its stored rows depend on beside their tokens.
     """
 
     block_length: int
+    content: bytes = b""
 
     @property
     def positions(self) -> int:
@@ -43,6 +45,7 @@ def speculative_spec(
     block_length: int,
     decode: Decode | None = None,
     bos_id: int | None = None,
+    content: bytes = b"",
 ) -> SpeculativeSpec:
     """A request like one of `causal_spec`, of which each round drafts a block and verifies the draft.
 
@@ -52,6 +55,7 @@ def speculative_spec(
       by default all.
     - `config`: the model as a causal one.
     - `block_length`: rows of a draft unless the request says how many.
+    - `content`: what stored rows depend on beside their tokens.
 
     Raises `RequestError` as `causal_spec` does, for parameters that drafts have no use for, and for a block
     of more rows than a page has.
@@ -66,7 +70,12 @@ def speculative_spec(
     drafted = sampling.changed(undefined_tokens=sampling.undefined_tokens or "official")
     fields = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
     fields |= {"sampling": drafted, "segment": segment_row(drafted, config)}
-    return SpeculativeSpec(**fields, block_length=length)
+    return SpeculativeSpec(**fields, block_length=length, content=content)
+
+
+def as_causal(config: ModelConfig) -> ModelConfig:
+    """A block model as one that generates one token after another."""
+    return dataclasses.replace(config, attention="causal", block_length=None, causal_context=False)
 
 
 class SpeculativeRequest(CausalRequest):
@@ -77,6 +86,7 @@ class SpeculativeRequest(CausalRequest):
         self.block_length = spec.block_length
         self._passed = 0
         super().__init__(spec, id)
+        self.content = spec.content
 
     def table_left(self, capacity: int) -> StepTable:
         """Each evaluation of a draft may fill all masks."""

@@ -69,13 +69,13 @@ class SpeculativeRunner:
         """What the next step of a request takes."""
         [asked] = of_class(SpeculativeRequest, [request])
         if asked.decodes:
-            return Demand(Kind.SPECULATE, *draft_needs(asked))
+            return Demand(Kind.SPECULATE, *draft_needs(asked, self._config))
         return self._prompts.demand(asked)
 
     def launch(self, requests: list[Request], max_steps: int) -> Launch:
         """Pack a block of each request; `max_steps` does not matter."""
         asked = of_class(SpeculativeRequest, requests)
-        rows, head_rows, needed = np.sum([draft_needs(request) for request in asked], axis=0).tolist()
+        rows, head_rows, needed = np.sum([draft_needs(r, self._config) for r in asked], axis=0).tolist()
         level = _LEVELS[any(head_level(request.sampling) is not Level.TOP for request in asked)]
 
         def packed(entry: Entry) -> Packed[PackedDrafts]:
