@@ -89,16 +89,15 @@ class Request:
         self.logprobs = np.zeros(len(self.tokens), np.float32)
         self.likeliest = np.zeros((len(self.tokens), self.sampling.listed), LISTED)
         self.committed_in = np.full(len(self.tokens), -1, np.int32)
-        self.steps = 0
-        self.block_step = 0
+        self.steps = self.block_step = 0
         self.history: list[np.ndarray] = []
         self.created = self.ready = time.perf_counter()
         self.started: float | None = None
         self.committed: float | None = None
         self.ended: float | None = None
         self._block = 0
-        stop, decode = spec.sampling.stop, spec.decode
-        self._stops = StopStrings(stop, decode) if stop and decode is not None else None
+        stop = spec.sampling.stop
+        self._stops = StopStrings(stop, spec.decode) if stop and spec.decode is not None else None
         self.acceptance = spec.acceptance
         self.rule_state = self._initial_state()
         self._found_state: Mapping[str, np.ndarray] | None = None
