@@ -46,7 +46,11 @@ def operands(rows: int, dtype, penalised: bool = False) -> tuple[Any, Any, RowSa
     hidden, head = (jax.ShapeDtypeStruct((n, DEPTH), dtype) for n in (rows, VOCAB))
     occurrences = jax.ShapeDtypeStruct((rows, VOCAB), jnp.int32)
     penalty = RowPenalty._make((occurrences, i, f, f, f)) if penalised else None
-    return hidden, head, RowSampling._make(((u, u), i, f, b, i, f, f, b, i, bans, bans, b, penalty, None))
+    return (
+        hidden,
+        head,
+        RowSampling._make(((u, u), i, f, b, i, f, f, b, i, bans, bans, b, penalty, None, None)),
+    )
 
 
 @pytest.mark.parametrize("capability", [8.0, 8.6, 8.9, 9.0, 10.0, 12.0])
