@@ -1,14 +1,17 @@
-"""Storing finished blocks of block models: an evaluation that nobody chooses tokens from."""
+"""Storing finished blocks of block models, alone or with the first step of the block behind each."""
 
 import numpy as np
 from jaxtyping import Array, Float
 
+from jdllm.decoding.batch import Batch, Trace
+from jdllm.decoding.step import SelectionBits, keyed_bits, step_behind
 from jdllm.execution.paged.parts import PackedParts, Seen, Storage, forward_parts, seeing
 from jdllm.execution.paged.pool import KvArrays
 from jdllm.execution.transformer import Wanted
-from jdllm.models.block import RowInts, Rows
+from jdllm.models.block import Hidden, RowInts, Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
+from jdllm.pallas.masked_logits import Level
 
 _LAST_ROWS = 8
 
@@ -44,3 +47,50 @@ def store_blocks(
     hidden, written = forward_parts(params, config, parts, pool)
     assert written is not None
     return hidden[0, :1], written
+
+
+def store_and_step(
+    params: Params,
+    batch: Batch,
+    storage: Storage,
+    seen: Seen,
+    pool: KvArrays,
+    *,
+    config: ModelConfig,
+    mask_id: int,
+    logits_chunks: int,
+    level: Level,
+    selection_bits: SelectionBits = keyed_bits,
+) -> tuple[Trace, KvArrays]:
+    """Store finished blocks, and take the first step of the block behind each in the same evaluation.
+
+    Arguments:
+    - `params`: stacked weights.
+    - `batch`: the rows of finished blocks and of those behind them, which see each other as in a finished
+      sequence. Head rows are masked rows of the latter.
+    - `storage`: where the rows of finished blocks are stored.
+    - `seen`: which stored rows the rows see.
+    - `pool`: keys and values of all requests, written in place: donate it.
+    - `config`, `mask_id`, `level`: static.
+    - `logits_chunks`: into how many chunks the head rows are cut where logits exist; static.
+    - `selection_bits`: static; the source of the draws that select rows.
+
+    Returns the trace of one step, and the pool. Exact: rows of a block see all of the blocks before it.
+    """
+
+    def forward(tokens: RowInts, wanted: Wanted) -> tuple[Hidden, KvArrays]:
+        parts = seeing(PackedParts(tokens, batch.rows, None, None, storage, wanted), seen)
+        hidden, written = forward_parts(params, config, parts, pool)
+        assert written is not None
+        return hidden, written
+
+    return step_behind(
+        forward,
+        params,
+        batch,
+        config=config,
+        mask_id=mask_id,
+        logits_chunks=logits_chunks,
+        level=level,
+        selection_bits=selection_bits,
+    )

@@ -1,22 +1,10 @@
 """Denoising steps with cached keys and values: a step that refreshes them, a device loop that reuses them."""
 
-from collections.abc import Callable
-
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jdllm.arrays import Tensor
 from jdllm.decoding.batch import Batch, Trace
-from jdllm.decoding.step import (
-    SelectionBits,
-    asked_rows,
-    empty_trace,
-    evaluate,
-    keyed_bits,
-    run_steps,
-    transfer,
-    wanted_of,
-)
+from jdllm.decoding.step import SelectionBits, keyed_bits, run_steps, step_behind
 from jdllm.decoding.unseen import Unseen, left_by, with_unseen
 from jdllm.execution.few_rows.chain import chain_operands, chains
 from jdllm.execution.paged.forward import forward_refresh, forward_reuse, forward_some_layers
@@ -68,7 +56,7 @@ def refresh(
         given = params, config, tokens, batch.rows, pool, selection, table
         return forward_refresh(*given, scored=scored, usual=usual, wanted=wanted)
 
-    trace, pool = _step_behind(
+    trace, pool = step_behind(
         forward,
         params,
         batch,
@@ -147,7 +135,7 @@ def last_layers(
         given = params, config, hidden, batch.rows, pool, selection, table
         return forward_some_layers(*given, first=config.num_layers - count, count=count, wanted=wanted)
 
-    return _step_behind(
+    return step_behind(
         forward,
         params,
         batch,
@@ -157,27 +145,6 @@ def last_layers(
         level=level,
         selection_bits=selection_bits,
     )
-
-
-def _step_behind(
-    forward: Callable[[RowInts, Wanted], tuple[Hidden, KvArrays]],
-    params: Params,
-    batch: Batch,
-    *,
-    config: ModelConfig,
-    mask_id: int,
-    logits_chunks: int,
-    level: Level,
-    selection_bits: SelectionBits,
-) -> tuple[Trace, KvArrays]:
-    """The step that a refresh is, behind `forward`, which takes all tokens and returns the wanted rows."""
-    tokens = jnp.asarray(batch.tokens)
-    asked = asked_rows(config, tokens, batch, mask_id, level)
-    wanted, sources = wanted_of(asked)
-    hidden, pool = forward(tokens, wanted)
-    choice = evaluate(params, config, hidden, sources, asked, batch, 0, chunks=logits_chunks, level=level)
-    trace = transfer(tokens, empty_trace(batch, level), batch, asked, choice, selection_bits, level)[1]
-    return trace, pool
 
 
 def reuse(

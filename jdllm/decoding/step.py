@@ -15,7 +15,7 @@ from jdllm.decoding.head import Choice, Sources, choose, source_rows, where_rows
 from jdllm.decoding.transfer.ranking import Candidates, RuleParams
 from jdllm.decoding.transfer.select import select
 from jdllm.execution.transformer import Wanted, forward, forward_wanted
-from jdllm.models.block import Hidden
+from jdllm.models.block import Hidden, RowInts
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.noise import Purpose, gumbel, position_bits, step_keys, uniform
@@ -146,6 +146,37 @@ def run_steps(
         return (trace.steps < max_steps) & may_step(masked, batch, trace.steps, trace.post_left)
 
     return lax.while_loop(unfinished, step, first)[1]
+
+
+def step_behind[Pool](
+    forward: Callable[[RowInts, Wanted], tuple[Hidden, Pool]],
+    params: Params,
+    batch: Batch,
+    *,
+    config: ModelConfig,
+    mask_id: int,
+    logits_chunks: int,
+    level: Level,
+    selection_bits: SelectionBits,
+) -> tuple[Trace, Pool]:
+    """One denoising step behind an evaluation that also stores.
+
+    Arguments:
+    - `forward`: takes all tokens, and the rows that are wanted; returns these, and what it has stored.
+    - `params`, `batch`: stacked weights, and the packed batch.
+    - `config`, `mask_id`, `level`: static.
+    - `logits_chunks`: into how many chunks the head rows are cut where logits exist; static.
+    - `selection_bits`: static; the source of the draws that select rows.
+
+    Returns the trace of one step, and what `forward` has stored.
+    """
+    tokens = jnp.asarray(batch.tokens)
+    asked = asked_rows(config, tokens, batch, mask_id, level)
+    wanted, sources = wanted_of(asked)
+    hidden, pool = forward(tokens, wanted)
+    choice = evaluate(params, config, hidden, sources, asked, batch, 0, chunks=logits_chunks, level=level)
+    trace = transfer(tokens, empty_trace(batch, level), batch, asked, choice, selection_bits, level)[1]
+    return trace, pool
 
 
 def asked_rows(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.shapes import CAUSAL_SHAPES
-from jdllm.decoding.blocks import store_blocks
+from jdllm.decoding.blocks import store_and_step, store_blocks
 from jdllm.decoding.causal import prefill
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.execution.paged.pool import PAGE_ROWS
@@ -17,7 +17,7 @@ from jdllm.models.weights import abstract_params
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.aot import compile_for
 from jdllm.planning.ladder import Entry
-from jdllm.serving.blocks.packing import Form, pack_blocks, with_choices
+from jdllm.serving.blocks.packing import Form, pack_blocks, with_choices, with_steps
 from jdllm.serving.blocks.request import BlockRequest, block_spec
 from jdllm.serving.pool.kv_pool import KvPool
 
@@ -38,17 +38,26 @@ def asked(config: ModelConfig) -> tuple[list[BlockRequest], list[range], KvPool]
     return requests, [range(1024 + 32 * (i % 2), 1056 + 32 * (i % 2)) for i in range(COUNT)], pool
 
 
-@pytest.mark.parametrize(("shifted", "tile_rows"), [(False, 32), (False, 8), (False, None), (True, 32)])
-def test_blocks_are_stored_in_place(shifted: bool, tile_rows: int | None):
+@pytest.mark.parametrize(
+    ("shifted", "tile_rows", "steps"),
+    [(False, 32, False), (False, 32, True), (False, 8, True), (False, None, False), (True, 32, False)],
+)
+def test_blocks_are_stored_in_place(shifted: bool, tile_rows: int | None, steps: bool):
     config = dataclasses.replace(CONFIG, logits_shift=shifted)
     requests, parts, pool = asked(config)
-    entry = Entry(1024, COUNT, COUNT, 1)
-    packed = pack_blocks(requests, parts, config, pool.book, entry, Form(tile_rows, entries=4096))
+    entry = Entry(2048 if steps else 1024, COUNT * COUNT, COUNT, 1)
+    packed = pack_blocks(
+        requests, parts, config, pool.book, entry, Form(tile_rows, entries=8192), steps=steps
+    )
     static: dict[str, Any] = {"config": config}
     function, arguments = store_blocks, packed.arguments
     if shifted:
         function, static["level"] = prefill, Level.TOP
         arguments = with_choices(packed, requests, parts, config, entry).arguments
+    if steps:
+        function = store_and_step
+        static |= {"mask_id": config.mask_id, "logits_chunks": 1, "level": Level.TOP}
+        arguments = with_steps(packed, requests, config, entry).arguments
     params = abstract_params(config, "bfloat16")
     executable: Any = compile_for(
         "h200", function, params, *arguments, pool.abstract, donate=("pool",), **static

@@ -31,6 +31,7 @@ from jdllm.serving.blocks.packing import (
     with_choices,
 )
 from jdllm.serving.blocks.request import BlockRequest, block_spec
+from jdllm.serving.blocks.step_runner import StepRunner, steps_at_once
 from jdllm.serving.demands import Demand, Kind, Life
 from jdllm.serving.denoise.cached_packing import reuse_demand
 from jdllm.serving.denoise.cached_runner import CachedRunner
@@ -55,9 +56,9 @@ class BlockRunner:
     - `stores`: the sizes of other parts that store, of `CausalLadder.prefill`.
     - `background`: compiles sizes that fit better than those that serve now.
     - `kind`: of the parts that store.
+    - `at_once`: stores few blocks together with the next step, where that can be.
 
     - `chunk`: tokens of a prompt that one part stores at most, whole pages.
-    - `denoise`: packs up to so many steps of the current block of each request.
     """
 
     def __init__(
@@ -67,21 +68,20 @@ class BlockRunner:
         stores: CausalLadder,
         background: Background,
         kind: Kind = Kind.PREFILL,
+        at_once: StepRunner | None = None,
     ):
         self._params, self._config, self._executables, account, self._pool = model
         self._entries = {False: stores.prefill, True: ladder.reuse}
         self._parts = PartRunner(model, background)
-        self._sizes = {
-            kind: Sizes(self._entries[kind[0]]) for kind in ((False, False), (False, True), (True, True))
-        }
+        kinds = [(False, False), (False, True), *([(True, True)] if at_once is None else [])]
+        self._sizes = {kind: Sizes(self._entries[kind[0]]) for kind in kinds}
         self._usual = pages_of(account.rows) + PAGE_ROWS
         self._tile_rows = ladder.tile_rows
         without = dataclasses.replace(ladder, refresh=(), refresh_any=())
         self._steps = CachedRunner(model, without, background)
-        self._kind = kind
+        self._kind, self._at_once = kind, at_once
         self._foretells = self._config.logits_shift or self._config.causal_context
         self.chunk = prefill_chunk(account.rows)
-        self.denoise = self._steps.reuse
 
     def life(self, spec: RequestSpec) -> Life:
         """What a request needs at most."""
@@ -93,11 +93,19 @@ class BlockRunner:
         if asked.denoises:
             needs = reuse_demand(asked, PAGE_ROWS, self._tile_rows)
             return Demand(Kind.REUSE, *needs, asked.steps_left, told_by_table(asked))
+        if self._at_once is not None and steps_at_once(asked):
+            return self._at_once.demand(asked)
         part = part_of(asked, self.chunk)
         chosen, tiles = int(foretells(asked, part)), tiles_of(part, self._tile_rows)
         if is_short(part):
             return Demand(self._kind, tiles * self._tile_rows, chosen, tiles * pages_of(part.stop))
         return Demand(self._kind, len(part), chosen, pages_of(part.stop))
+
+    def denoise(self, requests: list[Request], max_steps: int) -> Launch:
+        """Pack up to so many steps of the current block of each request; one where blocks are stored too."""
+        if self._at_once is None or all(request.denoises for request in of_class(BlockRequest, requests)):
+            return self._steps.reuse(requests, max_steps)
+        return self._at_once.launch(requests, max_steps)
 
     def store(self, requests: list[Request], max_steps: int) -> Launch:
         """Pack finished blocks of each request; `max_steps` does not matter."""
@@ -105,7 +113,8 @@ class BlockRunner:
         parts = [part_of(request, self.chunk) for request in asked]
         tiles, entries = [tiles_of(part, self._tile_rows) for part in parts], None
         filled = sum(tiles) * self._tile_rows
-        tiled = all(map(is_short, parts)) and filled <= self._entries[True][-1].rows
+        tiled = (True, True) in self._sizes and all(map(is_short, parts))
+        tiled = tiled and filled <= self._entries[True][-1].rows
         if tiled:
             entries = sum(each * pages_of(part.start) for each, part in zip(tiles, parts, strict=True))
         elif any(part.start > 0 for part in parts):
@@ -148,6 +157,8 @@ class BlockRunner:
                 part = range(int(tiled), int(tiled) + 1)
                 yield self._program(self._packed([request], [part], pool, entry, form), entry)
         yield from self._steps.programs()
+        if self._at_once is not None:
+            yield from self._at_once.programs()
 
     def warm(self) -> None:
         """Compile every entry of the ladder."""
@@ -155,6 +166,8 @@ class BlockRunner:
         for (tiled, _), sizes in self._sizes.items():
             sizes.compiled.update(self._entries[tiled])
         self._steps.warm()
+        if self._at_once is not None:
+            self._at_once.warm()
 
     def _form(self, entry: Entry, *, tiled: bool, entries: int | None) -> Form:
         """A form with room for so many entries of a table, which is rarely another one than others have."""

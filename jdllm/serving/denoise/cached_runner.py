@@ -41,7 +41,8 @@ from jdllm.serving.request import Request
 from jdllm.serving.spec import mask_id_of
 
 _refresh, _reuse = encoding(refresh), encoding(reuse)
-_LEVELS = (Level.TOP, Level.FILTERED)
+LEVELS = (Level.TOP, Level.FILTERED)
+"""Of the head, that steps are compiled for."""
 
 
 class RefreshForm(NamedTuple):
@@ -156,7 +157,7 @@ class CachedRunner:
         rows, head_rows, needed = np.sum(
             [reuse_demand(r, PAGE_ROWS, self._ladder.tile_rows) for r in requests], axis=0
         ).tolist()
-        level = _head_level(requests)
+        level = step_level(requests)
         once = self._warm and max_steps == 1 and level is Level.TOP
         sizes = self._single_steps if once else self._steps[level]
 
@@ -255,13 +256,13 @@ def step_static(config: ModelConfig, account: Account, entry: Entry, level: Leve
 
 def is_usual(request: Request) -> bool:
     """Whether the usual form of a refresh serves a request: see `RefreshForm`."""
-    return _head_level([request]) is Level.TOP and (not _scores(request) or _scores_as_usual(request))
+    return step_level([request]) is Level.TOP and (not _scores(request) or _scores_as_usual(request))
 
 
-def _head_level(requests: list[Request]) -> Level:
-    """One of the two levels that steps are compiled for: usual ones end sooner at the lower."""
+def step_level(requests: list[Request]) -> Level:
+    """One of the two levels of the head that steps are compiled for: usual ones end sooner at the lower."""
     usual = all(head_level(r.sampling) is Level.TOP for r in requests)
-    return _LEVELS[0] if usual else _LEVELS[1]
+    return LEVELS[0] if usual else LEVELS[1]
 
 
 def _begins(packed: PackedRequests, first: int) -> list[int]:
