@@ -17,7 +17,8 @@ from jdllm.llm import LLM
 from jdllm.models.block import Rows
 from jdllm.models.hf_config import config_from_hf
 from jdllm.outputs import RequestOutput
-from jdllm.serving.updates import StepUpdate
+from jdllm.serving.demands import Kind
+from jdllm.serving.updates import PartDone, StepUpdate
 from tests.blocks import context_oracle, recorded
 from tests.blocks.context_oracle import Logits
 from tests.blocks.recorded import Run
@@ -257,3 +258,10 @@ def test_prompts_that_nothing_follows(llm: LLM, ids: list[int], told: str):
 def test_models_of_one_way_have_no_choice(check: Callable[[SamplingParams], None]):
     with pytest.raises(RequestError, match=r"^generation_mode is for models that generate in several ways"):
         check(SamplingParams(generation_mode="autoregressive"))
+
+
+def test_blocks_of_several_requests_are_filled_together(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    parts = list[PartDone]()
+    monkeypatch.setattr(llm.engine, "observe", parts.append)
+    llm.generate(prompt_token_ids=[np.arange(1, 9 + i) for i in range(4)], sampling=FREE)
+    assert {len(part.ids) for part in parts if part.kind is Kind.REUSE} == {4}

@@ -75,6 +75,7 @@ class CausalContext:
             compiled=(*causal.compiled, blocks, drafts),
             head_rows=max(causal.head_rows, ladder.head_rows),
             tiles=ladder.tiles,
+            reuse_rows=ladder.reuse[-1].rows,
         )
 
 
