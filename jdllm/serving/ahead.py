@@ -40,16 +40,15 @@ def later(request: Request, launch: Launch, index: int) -> Request | None:
     return after
 
 
-def with_stored(request: Request, stored: Stored | None) -> Request:
+def with_stored(request: Request, stored: Stored) -> Request:
     """A copy of a request as it will be after a part that commits none of its tokens.
 
     Arguments:
-    - `stored`: what the part stores of it; `None` for nothing.
+    - `stored`: what the part stores of it.
     """
     after = copy.copy(request)
     after.ready = time.perf_counter()
-    if stored is not None:
-        after.store(*stored)
+    after.store(*stored)
     return after
 
 

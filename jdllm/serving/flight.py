@@ -89,7 +89,7 @@ class Flight:
                     yield after
 
     def behind_stores(self, alive: Container[int]) -> Iterator[Request]:
-        """The requests of parts in flight that store rows and find no tokens, as they will be then.
+        """The requests of parts in flight that store rows of them and find no tokens, as they will be then.
 
         Arguments:
         - `alive`: ids of the requests that have not ended.
@@ -97,10 +97,11 @@ class Flight:
         parts_of = Counter(request.id for part in self._parts for request in part.pending.requests)
         for pending in (part.pending for part in self._parts):
             launch = pending.launch
-            for index, request in enumerate(pending.requests):
-                finds = len(launch.candidates[index]) > 0
-                if request.id in alive and parts_of[request.id] == 1 and not finds:
-                    yield with_stored(request, launch.stored[index])
+            of_each = zip(pending.requests, launch.candidates, launch.stored, strict=True)
+            for request, found, stored in of_each:
+                alone = request.id in alive and parts_of[request.id] == 1
+                if alone and stored is not None and not len(found):
+                    yield with_stored(request, stored)
 
     def add(
         self, pending: Pending, demands: Sequence[Demand], packing: float, ready: Sequence[float]

@@ -46,16 +46,20 @@ def packed_rows(segment: Segment, size: int) -> tuple[np.ndarray, Rows]:
     return tokens, Rows(*rows)
 
 
-def storage_of(filled: Sequence[Filled], rows: int, *, whole: bool = True) -> Storage:
+def storage_of(
+    filled: Sequence[Filled], rows: int, *, whole: bool = True, parts: int | None = None
+) -> Storage:
     """The rows that are stored of an evaluation.
 
     Arguments:
     - `rows`: packed rows, padding included. The number of entries depends on them alone, so that their
       executable serves any lengths; on that of parts only where these have less than a page on average.
     - `whole`: whether all rows begin with a page; otherwise those before them in a page may be kept.
+    - `parts`: room for so many, as for the segments of an entry, on whose number the executable depends; by
+      default for those at hand.
     """
     pages = rows // PAGE_ROWS
-    entries = pages + power_bucket(len(filled), max(pages, 32))
+    entries = pages + power_bucket(len(filled) if parts is None else parts, max(pages, 32))
     layers, heads = (max((f.source.shape[axis] for f in filled), default=1) for axis in (0, 1))
     page = np.iinfo(np.int32).max - np.arange(entries, dtype=np.int32)
     source = np.zeros((layers, entries, heads, PAGE_ROWS), np.int32)

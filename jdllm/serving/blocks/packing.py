@@ -167,10 +167,7 @@ def pack_blocks(
             pages = pool.pages_of(request.id)[kept.start // PAGE_ROWS : pages_of(kept.stop)]
             source = np.arange(start, start + len(kept))[None, None]
             filled.append(Filled(pages, source, np.array(kept, np.int32), kept.start % PAGE_ROWS))
-    # As many as there are segments: the number of entries that are compiled for depends on it.
-    nothing = Filled(tokens[:0], np.zeros((1, 1, 0), np.int64), tokens[:0])
-    filled += [nothing] * (entry.segments - len(filled))
-    storage = storage_of(filled, entry.rows, whole=False)
+    storage = storage_of(filled, entry.rows, whole=False, parts=entry.segments)
     ends = starts + [len(part) for part in stored]
     return PackedBlocks(tokens, Rows(positions, k_start, k_end), storage, seen, ends)
 

@@ -24,7 +24,7 @@ class BlockSpec(RequestSpec):
     - `blocks`: what is denoised one after another: blocks, or parts of them (`small_block_length`). They are
       counted from the beginning of the prompt; the prompt ends in the first.
     - `block_length`: positions of a block that is stored at once. A row sees its block and all blocks before
-      it. Whole blocks of the prompt are stored before anything is denoised.
+      it. Whole blocks of the prompt are stored before anything is denoised, or with the first step.
     """
 
     block_length: int

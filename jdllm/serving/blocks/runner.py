@@ -97,7 +97,7 @@ class BlockRunner:
             return self._at_once.demand(asked)
         part = part_of(asked, self.chunk)
         chosen, tiles = int(foretells(asked, part)), tiles_of(part, self._tile_rows)
-        if is_short(part):
+        if self._at_once is None and is_short(part):
             return Demand(self._kind, tiles * self._tile_rows, chosen, tiles * pages_of(part.stop))
         return Demand(self._kind, len(part), chosen, pages_of(part.stop))
 
@@ -113,7 +113,7 @@ class BlockRunner:
         parts = [part_of(request, self.chunk) for request in asked]
         tiles, entries = [tiles_of(part, self._tile_rows) for part in parts], None
         filled = sum(tiles) * self._tile_rows
-        tiled = (True, True) in self._sizes and all(map(is_short, parts))
+        tiled = self._at_once is None and all(map(is_short, parts))
         tiled = tiled and filled <= self._entries[True][-1].rows
         if tiled:
             entries = sum(each * pages_of(part.start) for each, part in zip(tiles, parts, strict=True))

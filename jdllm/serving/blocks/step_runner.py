@@ -83,7 +83,6 @@ class StepRunner:
         """What the ladder needs compiled."""
         sampling = SamplingParams(gen_length=2, block_length=1)
         request = BlockRequest(block_spec([0], sampling, self._config), -1)
-        request.find(0)
         pool = self._pool.book.allocate(request.id, 2)
         for level in LEVELS:
             for entry in self._entries:

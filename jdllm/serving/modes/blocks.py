@@ -30,7 +30,8 @@ SPECULATION = "self_speculation"
 
 
 class Blocks:
-    """Blocks of the prompt are stored; then a block is denoised against them, and stored when it is done.
+    """Blocks of the prompt are stored; then a block is denoised against them. It is stored with the first
+    step of the next one, or before that step where logits are shifted.
 
     Or tokens are those of blocks of one position, which are drafted in longer blocks and verified.
     """

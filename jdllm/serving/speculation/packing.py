@@ -101,9 +101,6 @@ def pack_drafts(
         pages = pool.pages_of(request.id)[block.start // PAGE_ROWS : -(-block.stop // PAGE_ROWS)]
         filled.append(Filled(pages, rows[None, None], positions[rows], block.start % PAGE_ROWS))
         row.append(rows)
-    # As many as there are segments: the number of entries that are compiled for depends on it.
-    nothing = Filled(tokens[:0], np.zeros((1, 1, 0), np.int64), tokens[:0])
-    filled += [nothing] * (entry.segments - len(filled))
     at = np.concatenate(row)
     segment = np.repeat(np.arange(len(ordered)), [request.block_length for request in ordered])
     batch = Batch(
@@ -115,7 +112,7 @@ def pack_drafts(
     )
     plain = sum(r.block_length for r in ordered if not evaluated_apart(r.sampling))
     stored, seen = _tables(ordered, tiles_of, starts, pool, entry, entries, copies_of(config))
-    storage = storage_of(filled, entry.rows, whole=False)
+    storage = storage_of(filled, entry.rows, whole=False, parts=entry.segments)
     return PackedDrafts(batch, storage, stored, seen, np.array(plain, np.int32), order)
 
 
