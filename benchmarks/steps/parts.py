@@ -1,9 +1,11 @@
 """Where the device time of an engine's parts goes, by kernel.
 
 Run as `python3 -m benchmarks parts [--shape llada-8b] [--layers 8] [--batch 1 4 12] [--prompt 768]` on a
-card. Equal requests generate two blocks of 32 tokens, or 64 tokens of a causal model, with random weights.
-The second time everything is compiled, and the third time is traced. A row says what a kernel takes of a step
-of one executable. `step_us` is the time in which any kernel of the executable runs. Few layers are enough to
+card, for a block model also with `[--block 4] [--per-forward 4]`. Equal requests generate 64 tokens with
+random weights: two blocks of 32, blocks of a block model, of which each forward evaluation fills
+`--per-forward` tokens, or tokens of a causal model. The second time everything is compiled, and the third
+time is traced. A row says what a kernel takes of a step of one executable; a step that also stores blocks
+counts as one that does not. `step_us` is the time in which any kernel of the executable runs. Few layers are enough to
 see where the time of a layer goes, and are compiled sooner.
 """
 
@@ -20,7 +22,7 @@ from flax import nnx
 from benchmarks.cases import case_parser
 from benchmarks.generations import BLOCK_LENGTH, generation, random_prompts
 from benchmarks.record import record
-from benchmarks.shapes import CAUSAL_SHAPES, SHAPES
+from benchmarks.shapes import BLOCK_SHAPES, CAUSAL_SHAPES, SHAPES
 from benchmarks.steps.profile import KernelEvent, busy_us, by_kernel, read_events
 from jdllm.compiling.executable import module_name
 from jdllm.decoding.registry import cache_names
@@ -72,17 +74,22 @@ def by_part(events: Sequence[KernelEvent], done: Sequence[PartDone]) -> list[dic
 
 def main(arguments: Sequence[str]) -> None:
     parser = case_parser("parts", __doc__)
-    parser.add_argument("--shape", choices=[*SHAPES, *CAUSAL_SHAPES], default="llada-8b")
+    parser.add_argument("--shape", choices=[*SHAPES, *CAUSAL_SHAPES, *BLOCK_SHAPES], default="llada-8b")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--cache", choices=cache_names(), default="head_sparse")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 12])
     parser.add_argument("--prompt", type=int, default=768)
+    parser.add_argument("--block", type=int, help="positions of a block model's block; by default its own")
+    parser.add_argument("--per-forward", type=int, default=4, help="tokens of a block model")
     args = parser.parse_args(arguments)
-    shape = (SHAPES | CAUSAL_SHAPES)[args.shape]
+    shape = (SHAPES | CAUSAL_SHAPES | BLOCK_SHAPES)[args.shape]
     config = dataclasses.replace(shape, num_layers=args.layers)
     model = Transformer(config, rngs=nnx.Rngs(0), dtype="bfloat16")
     if args.shape in CAUSAL_SHAPES:
         sampling = SamplingParams(max_tokens=TOKENS, early_stop=False)
+    elif args.shape in BLOCK_SHAPES:
+        steps, block = TOKENS // args.per_forward, args.block or config.block_length
+        sampling = SamplingParams(gen_length=TOKENS, steps=steps, block_length=block, early_stop=False)
     else:
         sampling = generation(args.cache, RETENTION, 0, TOKENS).changed(gen_length=TOKENS)
     with LLM(model, progress=False) as llm:

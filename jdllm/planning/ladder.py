@@ -24,6 +24,8 @@ _UNIT_ROWS = 8
 """Kernels take rows in whole units of so many."""
 
 _MOST_TILES = 64
+"""Tiles of the largest step of rows that reuse, if these are usual ones; of others, as many as have its rows."""
+
 _UNIT = 128
 _BOUND = 512
 """Rows below which a step takes about as long as one of half as many: the weights are read anyway."""
@@ -41,8 +43,8 @@ _QUARTERS = range(_BOUND, 4096)
 _EIGHTHS = range(1024, 4096)
 """Rows of refreshes, eight sizes to a doubling: a refresh of one or two requests."""
 
-_TILES = (*range(1, 16), *range(16, 24, 2), 24, 28, 32, 40, 48, _MOST_TILES)
-"""Tiles of single steps that reuse: under load half of the device's time goes there."""
+_TILES = (*range(1, 16), *range(16, 24, 2), 24, 28, 32, 40, 48, _MOST_TILES, 96, 128, 192, 256)
+"""Tiles of single steps that reuse: under load half of the device's time goes there. More than 64 are short."""
 
 _SMALL = 2048
 """Rows up to which a refresh may have as many head rows: an eighth of them may be less than a block."""
@@ -128,9 +130,10 @@ def make_ladder(max_num_batched_tokens: int, *, tile_rows: int = TILE_ROWS) -> L
     sizes = _sizes(max_num_batched_tokens)
     between = [*_between(4, _QUARTERS, sizes[-1]), *_between(8, _EIGHTHS, sizes[-1])]
     refresh, refresh_any = _refreshes(sorted({*sizes, *between})), _refreshes(sizes)
-    most = min(_MOST_TILES, -(-max_num_batched_tokens // tile_rows))
+    largest = _MOST_TILES * max(1, TILE_ROWS // tile_rows)
+    most = min(largest, -(-max_num_batched_tokens // tile_rows))
     reuse, ranked = (
-        _reuses(tiles, tile_rows) for tiles in (_tiles(most, _BOUND_TILES), _tiles(most, _MOST_TILES))
+        _reuses(tiles, tile_rows) for tiles in (_tiles(most, _BOUND_TILES), _tiles(most, largest))
     )
     single = _reuses([tiles for tiles in _TILES if tiles * tile_rows <= reuse[-1].rows], tile_rows)
     single = [entry._replace(steps=1) for entry in single]

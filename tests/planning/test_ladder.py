@@ -185,3 +185,10 @@ def test_nobody_is_padded_for_ever():
     assert sizes.choose(200, 10, 1) == ENTRIES[2]
     sizes.compiled.add(ENTRIES[0])
     assert sizes.choose(100, 10, 1) == ENTRIES[0]
+
+
+def test_short_tiles_are_as_many_as_have_the_rows_of_usual_ones():
+    """Else requests with longer blocks than those of their model would take turns, out of step for good."""
+    short, usual = make_ladder(8192, tile_rows=8), make_ladder(8192)
+    assert [kind[-1].rows for kind in (short.reuse, short.single, short.ranked)] == [2048] * 3
+    assert (short.tiles, usual.tiles) == (256, 64)

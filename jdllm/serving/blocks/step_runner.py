@@ -109,7 +109,7 @@ class StepRunner:
     def _program(self, batch: PackedSteps, entry: Entry, level: Level) -> Program:
         arguments = self._params, *batch.arguments, self._pool.abstract
         static = step_static(self._config, self._account, entry, level)
-        name = f"storing of blocks and a step, {entry.rows} rows"
+        name = f"storing of blocks and reuse of {entry.rows} rows"
         return Program(_store_and_step, arguments, static, donate=("pool",), name=name)
 
 
