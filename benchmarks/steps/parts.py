@@ -2,11 +2,11 @@
 
 Run as `python3 -m benchmarks parts [--shape llada-8b] [--layers 8] [--batch 1 4 12] [--prompt 768]` on a
 card, for a block model also with `[--block 4] [--per-forward 4]`. Equal requests generate 64 tokens with
-random weights: two blocks of 32, blocks of a block model, of which each forward evaluation fills
-`--per-forward` tokens, or tokens of a causal model. The second time everything is compiled, and the third
-time is traced. A row says what a kernel takes of a step of one executable; a step that also stores blocks
-counts as one that does not. `step_us` is the time in which any kernel of the executable runs. Few layers are enough to
-see where the time of a layer goes, and are compiled sooner.
+random weights: two blocks of 32, tokens of a causal model, or blocks of a block model, of which each forward
+evaluation fills `--per-forward` tokens. The second time everything is compiled, and the third time is traced.
+A row says what a kernel takes of a step of one executable; steps that store blocks too count with the others.
+`step_us` is the time in which any kernel of the executable runs. Few layers are enough to see where the time
+of a layer goes, and are compiled sooner.
 """
 
 import collections

@@ -24,7 +24,7 @@ _UNIT_ROWS = 8
 """Kernels take rows in whole units of so many."""
 
 _MOST_TILES = 64
-"""Tiles of the largest step of rows that reuse, if these are usual ones; of others, as many as have its rows."""
+"""Tiles of the largest step of rows that reuse. Of short tiles there are as many as have the same rows."""
 
 _UNIT = 128
 _BOUND = 512
@@ -44,7 +44,7 @@ _EIGHTHS = range(1024, 4096)
 """Rows of refreshes, eight sizes to a doubling: a refresh of one or two requests."""
 
 _TILES = (*range(1, 16), *range(16, 24, 2), 24, 28, 32, 40, 48, _MOST_TILES, 96, 128, 192, 256)
-"""Tiles of single steps that reuse: under load half of the device's time goes there. More than 64 are short."""
+"""Tiles of single steps that reuse: under load half of the device's time goes there. Short ones go on."""
 
 _SMALL = 2048
 """Rows up to which a refresh may have as many head rows: an eighth of them may be less than a block."""

@@ -16,8 +16,8 @@ from jdllm.models.config import MoeConfig
 @pytest.mark.parametrize("shape", BLOCK_SHAPES)
 def test_every_evaluation_counts(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Blocks of 8, two tokens a forward: 4 forwards fill each of 4 blocks. The first of them stores what is
-    before the block, a prompt below a page or the block before. Where logits are shifted, an evaluation of its
-    own does."""
+    before the block, which is a prompt below a page, or the block before. Where logits are shifted, an
+    evaluation of its own does."""
     config = BLOCK_SHAPES[shape]
     small = dataclasses.replace(
         config,
