@@ -1,6 +1,5 @@
 """The training objective of the retrieval model: a row sees what the stages of Prefilling-dLLM let it see."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -9,6 +8,7 @@ from jdllm.demo.long_data import LongBucket
 from jdllm.demo.objective import (
     all_logits,
     attend_example,
+    attend_ranges,
     attention_of_parts,
     dense_layout,
 )
@@ -17,15 +17,6 @@ from jdllm.losses import draw_masks, weighted_loss
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
-
-
-def attend_ranges(
-    q: Array, k: Array, v: Array, ends: Int[Array, "examples length"], scale: float
-) -> Float[Array, "examples length heads d"]:
-    """A row sees itself and the rows of its example before its own end."""
-    key = jnp.arange(ends.shape[1])
-    seen = (key < ends[:, None, :, None]) | (key == key[:, None])
-    return jax.nn.dot_product_attention(q, k, v, mask=seen, scale=scale)
 
 
 def long_loss(

@@ -18,6 +18,7 @@ from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.layer import AttentionFn
 from jdllm.models.leaf import dtypes_of
+from jdllm.models.visibility import seen_range
 from jdllm.models.weights import Params
 from jdllm.pallas.device import target
 
@@ -81,6 +82,22 @@ def attend_example(
     )
 
 
+def attend_ranges(
+    q: Array,
+    k: Array,
+    v: Array,
+    ends: Int[Array, "examples length"],
+    scale: float,
+    *,
+    group: Int[np.ndarray, " length"] | None = None,
+) -> Float[Array, "examples length heads d"]:
+    """A row sees the rows of its example before its own end, and its group; without groups, itself."""
+    key = np.arange(ends.shape[1])
+    group = key if group is None else group
+    seen = (key < ends[:, None, :, None]) | (group == group[:, None])
+    return jax.nn.dot_product_attention(q, k, v, mask=seen, scale=scale)
+
+
 def attention_of_parts(parts: Sequence[tuple[Shape, Callable[..., Array]]]) -> AttentionFn:
     """Attention over packed rows that are dense parts, one after another.
 
@@ -110,6 +127,23 @@ def attention_of_parts(parts: Sequence[tuple[Shape, Callable[..., Array]]]) -> A
         return jnp.concatenate(outputs), nothing, nothing
 
     return attention
+
+
+def finished(
+    config: ModelConfig, layout: Layout, total_length: Int[Array, " examples"]
+) -> tuple[Rows, AttentionFn]:
+    """What the rows of finished sequences see, and the attention that lets them.
+
+    Arguments:
+    - `config`, `layout`: static.
+    - `total_length`: int32, the rows of each example that are no padding.
+    """
+    rows = layout.rows(total_length)
+    seen = seen_range(config, jnp.asarray(layout.position), total_length[layout.example])
+    if seen is None:
+        return rows, dense_attention(layout.shapes)
+    parts = [(shape, attend_ranges) for shape in layout.shapes]
+    return rows._replace(k_end=rows.k_start + seen[1]), attention_of_parts(parts)
 
 
 def all_logits(
@@ -164,7 +198,7 @@ def denoise(
     total_length: Int[Array, " batch"],
     steps: int,
 ) -> Int[Array, "batch length"]:
-    """Fill the mask tokens, the most confident one per forward evaluation.
+    """Fill the mask tokens, the most confident one per forward evaluation; of a block model block by block.
 
     Arguments:
     - `params`: weights in the dtype to compute in.
@@ -174,18 +208,20 @@ def denoise(
     - `steps`: forward evaluations; static.
 
     Returns the tokens after `steps` evaluations: LLaDA's sampler with low-confidence remasking in one block
-    at temperature 0, without its options.
+    at temperature 0, without its options; of a block model SDAR's, with as many steps as positions.
     """
     layout = dense_layout(((tokens.shape[0], tokens.shape[1]),))
-    rows = layout.rows(total_length)
+    rows, attention = finished(config, layout, total_length)
+    position = jnp.arange(tokens.shape[1])
+    block = position // (config.block_length or tokens.shape[1])
 
     def step(_: Any, state: Array) -> Array:
-        predicted = all_logits(params, config, state.reshape(-1), rows, dense_attention(layout.shapes))
+        predicted = all_logits(params, config, state.reshape(-1), rows, attention)
         best = jnp.max(predicted, axis=1) - jax.nn.logsumexp(predicted, axis=1)
-        confidence = jnp.where(state == MASK, best.reshape(state.shape), -jnp.inf)
-        at = jnp.argmax(confidence, axis=1)
+        masked = state == MASK
+        may = masked & (block == block[jnp.argmax(masked, axis=1)][:, None])
+        at = jnp.argmax(jnp.where(may, best.reshape(state.shape), -jnp.inf), axis=1)
         chosen = jnp.argmax(predicted, axis=1).reshape(state.shape)
-        here = (jnp.arange(state.shape[1]) == at[:, None]) & (state == MASK)
-        return jnp.where(here, chosen, state)
+        return jnp.where((position == at[:, None]) & may, chosen, state)
 
     return lax.fori_loop(0, steps, step, tokens)

@@ -2,7 +2,8 @@
 
 Needs optax (the `train` extra). Both bundled checkpoints were trained by this script on one H200: with
 `--model retrieval` it goes on from the demo model to one that finds facts in long contexts, for
-`jdllm.decoding.prefilling`.
+`jdllm.decoding.prefilling`, and with `--model block` to its twin among block models, an SDAR of the same size
+for the same tasks.
 """
 
 import dataclasses
@@ -25,6 +26,7 @@ from jaxtyping import Array, Float
 
 from jdllm.checkpoints.loading import load_params
 from jdllm.demo import checkpoint_path
+from jdllm.demo.block_objective import block_loss
 from jdllm.demo.data import (
     DEMO_BUCKETS,
     Asked,
@@ -33,7 +35,7 @@ from jdllm.demo.data import (
     make_batches,
     prefetch,
 )
-from jdllm.demo.export import hf_config, require_free, write_checkpoint
+from jdllm.demo.export import block_hf_config, hf_config, require_free, write_checkpoint
 from jdllm.demo.long_data import (
     MAX_POSITIONS,
     RETRIEVAL_BUCKETS,
@@ -61,7 +63,9 @@ class TrainSettings:
     """What determines a training run, apart from the machine.
 
     - `hidden_size`, `num_layers`, `num_heads`, `intermediate_size`: of the model.
-    - `begin_with`: a checkpoint of these sizes, whose weights come first; else they are drawn.
+    - `block_length`: of a block model, an SDAR, whose `buckets` have whole blocks; else a LLaDA is trained.
+    - `begin_with`: a LLaDA of these sizes, whose weights come first; else they are drawn. The norms of
+      queries and keys, which only a block model has, begin with ones.
     - `buckets`: the examples of every step, all of one kind.
     - `max_positions`: that the configuration states.
     - `minutes`: wall-clock budget in all, compilation included and the final evaluation excluded.
@@ -80,6 +84,7 @@ class TrainSettings:
     num_layers: int = 6
     num_heads: int = 8
     intermediate_size: int = 448
+    block_length: int | None = None
     begin_with: Path | None = None
     buckets: tuple[Bucket | LongBucket, ...] = DEMO_BUCKETS
     max_positions: int = 2 * MAX_LENGTH
@@ -94,6 +99,20 @@ class TrainSettings:
     final_instances: int = 1000
     seed: int = 0
     workers: int = dataclasses.field(default_factory=lambda: max((os.cpu_count() or 1) - 2, 1))
+
+    def hf_config(self) -> dict[str, Any]:
+        """The `config.json` of the model."""
+        sizes = self.hidden_size, self.num_layers, self.num_heads, self.intermediate_size, self.max_positions
+        return hf_config(*sizes) if self.block_length is None else block_hf_config(*sizes, self.block_length)
+
+    def first_weights(self) -> Params:
+        """The weights before the first step, f32."""
+        drawn = init_params(config_from_hf(self.hf_config()), jax.random.key(self.seed), "float32")
+        if self.begin_with is None:
+            return drawn
+        llada = config_from_hf(dataclasses.replace(self, block_length=None).hf_config())
+        loaded = load_params(self.begin_with, llada, "float32")
+        return {**loaded, "layers": {**drawn["layers"], **loaded["layers"]}}
 
     def held_out(self, count: int) -> dict[str, list[Asked]]:
         """`count` questions of each kind that training never sees."""
@@ -127,6 +146,7 @@ class TrainSettings:
 
 SETTINGS: dict[str, TrainSettings] = {
     "demo": TrainSettings(),
+    "block": TrainSettings(begin_with=checkpoint_path(), block_length=8, learning_rate=5e-4),
     "retrieval": TrainSettings(
         begin_with=checkpoint_path(),
         buckets=RETRIEVAL_BUCKETS,
@@ -219,22 +239,26 @@ def _cast_loss(
     if isinstance(batch, LongBatches):
         return long_loss(cast, config, settings.long_buckets(), **arrays, key=key)
     shapes = tuple((bucket.batch, bucket.length) for bucket in settings.buckets)
+    if settings.block_length is not None:
+        return block_loss(cast, config, shapes, **arrays, key=key)
     return masked_loss(cast, config, dense_layout(shapes), **arrays, key=key)
 
 
 def exact_match(params: Params, config: ModelConfig, asked: Sequence[Asked]) -> float:
     """Share of the prompts that `denoise` answers exactly, one token per step."""
     length = -(-max(len(prompt) for prompt, _ in asked) // 32) * 32 + GEN_LENGTH
+    whole = config.block_length or 1
+    most = GEN_LENGTH + whole - 1
     batch = min(_EVAL_BATCH, len(asked), max(1, _EVAL_ROWS // length))
     right = 0
     for first in range(0, len(asked), batch):
         group = asked[first : first + batch]
         tokens = np.full((batch, length), EOS, np.int32)
-        for row, (prompt, _) in zip(tokens, group, strict=False):
-            row[: len(prompt) + GEN_LENGTH] = prompt + [MASK] * GEN_LENGTH
         ends = np.full(batch, length, np.int32)
-        ends[: len(group)] = [len(prompt) + GEN_LENGTH for prompt, _ in group]
-        filled = np.asarray(denoise(params, config, tokens, ends, GEN_LENGTH))
+        for i, (prompt, _) in enumerate(group):
+            ends[i] = -(-(len(prompt) + GEN_LENGTH) // whole) * whole
+            tokens[i, : ends[i]] = prompt + [MASK] * (ends[i] - len(prompt))
+        filled = np.asarray(denoise(params, config, tokens, ends, most))
         for row, (prompt, answer) in zip(filled, group, strict=False):
             response = row[len(prompt) : len(prompt) + GEN_LENGTH].tolist()
             right += answer_text(response) == answer
@@ -262,18 +286,9 @@ def train(settings: TrainSettings, out: Path, log: Callable[[str], None] = print
     """
     require_free(out)
     began = time.monotonic()
-    values = hf_config(
-        settings.hidden_size,
-        settings.num_layers,
-        settings.num_heads,
-        settings.intermediate_size,
-        settings.max_positions,
-    )
+    values = settings.hf_config()
     config = config_from_hf(values)
-    if settings.begin_with is None:
-        params = init_params(config, jax.random.key(settings.seed), "float32")
-    else:
-        params = load_params(settings.begin_with, config, "float32")
+    params = settings.first_weights()
     log(f"{sum(p.size for p in jax.tree.leaves(params))} weights, {_describe(settings)}")
     with closing(prefetch(settings.make_batches(), settings.workers)) as source:
         params, losses, seconds = _optimise(settings, config, params, source, began, log)
@@ -351,7 +366,8 @@ def main(
     steps: Annotated[int, typer.Option(help="Most optimizer steps.")] = 1_000_000,
     seed: Annotated[int, typer.Option(help="Seed of weights that are drawn, masks and examples.")] = 0,
     model: Annotated[
-        Literal["demo", "retrieval"], typer.Option(help="The demo model, or the one for long contexts.")
+        Literal["demo", "block", "retrieval"],
+        typer.Option(help="The demo model, its twin among block models, or the one for long contexts."),
     ] = "demo",
 ) -> None:
     """Train a demo model on tasks that it generates itself."""

@@ -2,16 +2,15 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import get_args
 
 import jax
 import pytest
 
 from benchmarks.quality.lost_in_the_middle import draw_questions, measure
 from jdllm.checkpoints.loading import load_params, read_index
-from jdllm.demo import checkpoint_path
+from jdllm.demo import Bundled, checkpoint_path
 from jdllm.demo.data import Asked
-from jdllm.demo.export import hf_config
 from jdllm.demo.long_tasks import INSTRUCTION, LONG_TASKS
 from jdllm.demo.tasks import TASKS, distinct_instances
 from jdllm.demo.tokenizer import write_tokenizer
@@ -20,9 +19,11 @@ from jdllm.llm import LLM
 from jdllm.models.hf_config import config_from_hf
 from jdllm.models.weights import is_spec, spec_tree
 
+BUNDLED: tuple[Bundled, ...] = get_args(Bundled)
 
-@pytest.mark.parametrize("model", SETTINGS)
-def test_size_and_files(model: Any):
+
+@pytest.mark.parametrize("model", BUNDLED)
+def test_size_and_files(model: Bundled):
     sizes = {path.name: path.stat().st_size for path in checkpoint_path(model).iterdir()}
     assert set(sizes) == {
         "config.json",
@@ -34,20 +35,17 @@ def test_size_and_files(model: Any):
     assert sum(sizes.values()) < 8e6
 
 
-@pytest.mark.parametrize("model", SETTINGS)
-def test_it_is_what_the_script_writes(model: Any, tmp_path: Path):
+@pytest.mark.parametrize("model", BUNDLED)
+def test_it_is_what_the_script_writes(model: Bundled, tmp_path: Path):
     write_tokenizer(tmp_path)
     for path in tmp_path.iterdir():
         assert (checkpoint_path(model) / path.name).read_text() == path.read_text()
-    made = SETTINGS[model]
-    expected = hf_config(
-        made.hidden_size, made.num_layers, made.num_heads, made.intermediate_size, made.max_positions
-    )
+    expected = SETTINGS[model].hf_config()
     assert json.loads((checkpoint_path(model) / "config.json").read_text()) == expected
 
 
-@pytest.mark.parametrize("model", SETTINGS)
-def test_tensors_are_those_of_the_spec_tree(model: Any):
+@pytest.mark.parametrize("model", BUNDLED)
+def test_tensors_are_those_of_the_spec_tree(model: Bundled):
     path = checkpoint_path(model)
     specs = jax.tree.leaves(spec_tree(config_from_hf(path)), is_leaf=is_spec)
     stored = {name: (tensor.dtype, tensor.shape) for name, tensor in read_index(path).items()}

@@ -1,7 +1,6 @@
 import dataclasses
 import functools
 import itertools
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from safetensors import safe_open
 
 from jdllm.checkpoints.loading import load_params
 from jdllm.decoding.generation_defaults import default_sampling
+from jdllm.decoding.sampling import SamplingParams
 from jdllm.demo import checkpoint_path
 from jdllm.demo.data import DEMO_BUCKETS, Asked, Bucket, make_batches, prefetch
 from jdllm.demo.export import hf_config, write_checkpoint
@@ -22,6 +22,7 @@ from jdllm.demo.tasks import GEN_LENGTH, TASKS, Instance, split_of, stream
 from jdllm.demo.tokenizer import BOS, EOS, EOT
 from jdllm.demo.train import SETTINGS, TrainSettings, exact_match, learning_rate_at, train
 from jdllm.errors import CheckpointError
+from jdllm.llm import LLM
 from jdllm.models.hf_config import config_from_hf
 from jdllm.models.weights import init_params, is_spec, param_bytes, spec_tree
 
@@ -97,13 +98,17 @@ def test_learning_rate_warms_up_and_falls():
     np.testing.assert_allclose(rates, [0.0, 0.5, 1.0, 0.505, 0.01], atol=1e-6)
 
 
-def test_checkpoint_has_the_official_tensors_and_loads(tmp_path: Path):
-    values = hf_config(hidden_size=32, num_layers=3, num_heads=2, intermediate_size=40)
+@pytest.mark.parametrize("block_length", [None, 8])
+def test_checkpoint_has_the_official_tensors_and_loads(block_length: int | None, tmp_path: Path):
+    values = TrainSettings(
+        hidden_size=32, num_layers=3, num_heads=2, intermediate_size=40, block_length=block_length
+    ).hf_config()
     config = config_from_hf(values)
     params = init_params(config, jax.random.key(0), "float32")
     write_checkpoint(tmp_path / "a" / "demo", values, params)
     assert config_from_hf(tmp_path / "a" / "demo") == config
     assert (config.mask_id, config.stop_ids, config.vocab_size) == (261, (257, 260), 264)
+    assert (config.family, config.block_length) == ("llada" if block_length is None else "sdar", block_length)
     with safe_open(tmp_path / "a" / "demo" / "model.safetensors", framework="numpy") as file:
         stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         types = {file.get_slice(name).get_dtype() for name in stored}
@@ -120,7 +125,8 @@ def test_checkpoint_has_the_official_tensors_and_loads(tmp_path: Path):
         "tokenizer.json",
         "tokenizer_config.json",
     ]
-    assert default_sampling(tmp_path / "a" / "demo").gen_length == GEN_LENGTH
+    rule = {} if block_length is None else {"transfer": "dynamic", "threshold": 0.9}
+    assert default_sampling(tmp_path / "a" / "demo") == SamplingParams(gen_length=GEN_LENGTH, **rule)
     with pytest.raises(CheckpointError, match="exists already"):
         write_checkpoint(tmp_path / "a" / "demo", values, params)
 
@@ -132,12 +138,9 @@ def test_failed_write_leaves_nothing(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_demo_model_fits_into_eight_megabytes():
-    settings = TrainSettings()
-    values = hf_config(
-        settings.hidden_size, settings.num_layers, settings.num_heads, settings.intermediate_size
-    )
-    assert param_bytes(config_from_hf(values), "bfloat16") < 7.8e6
+@pytest.mark.parametrize("model", SETTINGS)
+def test_demo_models_fit_into_eight_megabytes(model: str):
+    assert param_bytes(config_from_hf(SETTINGS[model].hf_config()), "bfloat16") < 7.8e6
 
 
 def test_existing_directory_is_refused_in_one_line(tmp_path: Path):
@@ -166,9 +169,11 @@ def test_a_checkpoint_of_other_sizes_is_refused_as_a_beginning(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_training_learns_to_copy_the_value_of_a_single_pair(tmp_path: Path):
+@pytest.mark.parametrize("block_length", [None, 8])
+def test_training_learns_to_copy_the_value_of_a_single_pair(block_length: int | None, tmp_path: Path):
     lines: list[str] = []
-    report = train(SMALL, tmp_path / "demo", lines.append)
+    settings = dataclasses.replace(SMALL, block_length=block_length)
+    report = train(settings, tmp_path / "demo", lines.append)
     assert report.losses[0] > 5
     assert np.mean(report.losses[-5:]) < 0.02 * report.losses[0]
     assert any("retrieval" in line for line in lines)
@@ -177,7 +182,11 @@ def test_training_learns_to_copy_the_value_of_a_single_pair(tmp_path: Path):
     source = stream("retrieval", "test", np.random.default_rng(5), room=TASKS["retrieval"].min_room)
     asked = [Asked.plainly(instance) for instance in itertools.islice(source, 200)]
     assert exact_match(params, config, asked) > 0.8
-    assert json.loads((tmp_path / "demo" / "config.json").read_text())["model_type"] == "llada"
+    assert config.block_length == block_length
+    with LLM(tmp_path / "demo", dtype="float32", max_num_batched_tokens=256, progress=False) as llm:
+        outputs = llm.generate(prompt_token_ids=[prompt for prompt, _ in asked[:20]])
+    right = [output.text == answer for output, (_, answer) in zip(outputs, asked, strict=False)]
+    assert np.mean(right) > 0.7
 
 
 @pytest.mark.slow
@@ -204,9 +213,11 @@ def test_training_for_retrieval_learns_to_predict_queries_and_ends(tmp_path: Pat
     assert config.max_positions == 512
 
 
-def test_both_models_have_the_same_size_and_their_own_examples():
+def test_models_have_the_same_size_and_retrieval_its_own_examples():
     demo, retrieval = SETTINGS["demo"], SETTINGS["retrieval"]
     assert demo == TrainSettings(workers=demo.workers)
+    begun = {"begin_with": checkpoint_path(), "learning_rate": 5e-4}
+    assert SETTINGS["block"] == dataclasses.replace(demo, block_length=8, **begun)
     changed = {
         field.name
         for field in dataclasses.fields(demo)
