@@ -64,6 +64,9 @@ CASES = {
     "tiers": Case("benchmarks.tiers:main", "layers with host memory"),
     "offloaded": Case("benchmarks.offloaded:main", "generations with layers in host memory"),
     "quality": Case("benchmarks.quality.cells:main", "answers of the bundled model by cache and rule"),
+    "block_quality": Case(
+        "benchmarks.quality.block_cells:main", "answers of a block model by rule and block length"
+    ),
     "company": Case("benchmarks.quality.company:main", "tokens alone against those in company"),
     "lost_in_the_middle": Case(
         "benchmarks.quality.lost_in_the_middle:main", "facts in long contexts, by length and position"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.cases import case_parser
+from benchmarks.quality.block_tables import tables as block_tables
 from benchmarks.quality.lost_tables import table as lost_table
 from benchmarks.quality.tables import markdown
 from benchmarks.quality.tables import tables as quality_tables
@@ -95,7 +96,7 @@ SECTIONS = (
         "The bundled model",
         "The bundled model answered instances that training never saw, by cache and transfer rule. Other"
         " records tell how often the tokens of a request are the same alone and in company.",
-        ("quality_*", "company_*", "eval_*"),
+        ("quality_*", "block_quality_*", "company_*", "eval_*"),
     ),
     Section(
         "Long contexts",
@@ -269,6 +270,9 @@ def record_parts(name: str, record: Record) -> Iterator[str]:
     yield ", ".join(filter(None, origin)) + "." + f" {record.get('note', '')}".rstrip()
     if name.startswith("quality_"):
         yield quality_tables(rows)
+        return
+    if name.startswith("block_quality"):
+        yield block_tables(rows, record["comparisons"])
         return
     if name.startswith("lost_in_the_middle"):
         yield lost_table(rows)

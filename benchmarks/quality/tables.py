@@ -12,7 +12,7 @@ Row = dict[str, Any]
 _SETTING = {"rule": "rule", "policy": "cache", "retention": "retention", "delay": "delay", "window": "window"}
 """The fields of a setting, and what tables call them."""
 
-_INTERVAL = ("difference (points)", f"{LEVEL:.0%} interval")
+INTERVAL = ("difference (points)", f"{LEVEL:.0%} interval")
 
 
 def comparisons(rows: Sequence[Row]) -> list[Row]:
@@ -31,7 +31,7 @@ def comparisons(rows: Sequence[Row]) -> list[Row]:
         other = cells.get(_cell({**row, "policy": "sparse"}))
         if row["policy"] == "head_sparse" and other is not None:
             setting = {name: row.get(name) for name in _SETTING if name != "policy"}
-            result.append({**setting, **_paired(row, other, "head_sparse_only", "sparse_only")})
+            result.append({**setting, **paired(row, other, "head_sparse_only", "sparse_only")})
     return result
 
 
@@ -53,8 +53,8 @@ def changes(rows: Sequence[Row]) -> list[Row]:
             other = cells.get(_cell({**row, **change}))
             if other is not None:
                 setting = {name: row.get(name) for name in _SETTING}
-                paired = _paired(row, other, "own_only", "other_only")
-                result.append({**setting, "against": against, **paired})
+                pair = paired(row, other, "own_only", "other_only")
+                result.append({**setting, "against": against, **pair})
     return result
 
 
@@ -62,7 +62,13 @@ def _cell(row: Row) -> tuple[Any, ...]:
     return tuple(row.get(name) for name in _SETTING)
 
 
-def _paired(row: Row, other: Row, own_name: str, other_name: str) -> Row:
+def paired(row: Row, other: Row, own_name: str, other_name: str) -> Row:
+    """The paired comparison of two cells that were evaluated on the same instances.
+
+    Arguments:
+    - `row`, `other`: with `right`, a digit for each instance.
+    - `own_name`, `other_name`: what the counts of instances that only one got right are called.
+    """
     own, theirs = ([digit == "1" for digit in one["right"]] for one in (row, other))
     counts = discordance(own, theirs)
     low, high = counts.interval(LEVEL)
@@ -108,23 +114,25 @@ def _tasks(rows: Sequence[Row]) -> str:
 
 
 def _compared(rows: Sequence[Row]) -> str:
-    header = ("only head_sparse right", "only sparse right", *_INTERVAL, "head_sparse is")
-    body = ([str(row["head_sparse_only"]), str(row["sparse_only"]), *_interval(row)] for row in rows)
-    return _with_note(_by_setting(rows, header, body, 1), rows)
+    header = ("only head_sparse right", "only sparse right", *INTERVAL, "head_sparse is")
+    body = ([str(row["head_sparse_only"]), str(row["sparse_only"]), *interval(row)] for row in rows)
+    return with_note(_by_setting(rows, header, body, 1), rows)
 
 
 def _changed(rows: Sequence[Row]) -> str:
-    header = ("against", "only this right", "only the other right", *_INTERVAL, "this is")
-    body = ([row["against"], str(row["own_only"]), str(row["other_only"]), *_interval(row)] for row in rows)
-    return _with_note(_by_setting(rows, header, body, 2), rows)
+    header = ("against", "only this right", "only the other right", *INTERVAL, "this is")
+    body = ([row["against"], str(row["own_only"]), str(row["other_only"]), *interval(row)] for row in rows)
+    return with_note(_by_setting(rows, header, body, 2), rows)
 
 
-def _interval(row: Row) -> list[str]:
+def interval(row: Row) -> list[str]:
+    """The cells of a paired comparison below `INTERVAL`, and the verdict."""
     low, high = 100 * row["low"], 100 * row["high"]
     return [f"{100 * row['difference']:+.2f}", f"{low:+.2f} to {high:+.2f}", row["verdict"]]
 
 
-def _with_note(table: str, rows: Sequence[Row]) -> str:
+def with_note(table: str, rows: Sequence[Row]) -> str:
+    """A table of paired comparisons, and how to read its intervals."""
     note = (
         f"Intervals are Tango's for paired proportions. Comparisons: {len(rows)}; where nothing differs"
         f" {(1 - LEVEL) * len(rows):.1f} of them exclude 0 by chance."
