@@ -161,6 +161,14 @@ def test_a_run_begins_with_the_weights_of_a_checkpoint(tmp_path: Path):
     assert first == second
 
 
+def test_a_block_model_begins_with_the_weights_of_the_demo_model():
+    begun = SETTINGS["block"].first_weights()
+    norms = {name: begun["layers"].pop(name) for name in ("q_norm", "k_norm")}
+    assert {(x.shape, float(x.min()), float(x.max())) for x in norms.values()} == {((6, 32), 1.0, 1.0)}
+    demo = load_params(checkpoint_path(), config_from_hf(checkpoint_path()), "float32")
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), begun, demo))
+
+
 def test_a_checkpoint_of_other_sizes_is_refused_as_a_beginning(tmp_path: Path):
     settings = dataclasses.replace(SMALL, begin_with=checkpoint_path())
     with pytest.raises(CheckpointError):
