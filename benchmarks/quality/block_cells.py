@@ -31,7 +31,7 @@ from jdllm.serving.modes.registry import mode_of
 
 NAME = "block_quality_demo"
 BLOCK_LENGTHS = (4, 8, 16)
-THRESHOLDS = (0.5, 0.7, 0.9, 0.95)
+THRESHOLDS = (0.5, 0.7, 0.9)
 EDITING = (0.5, 0.9)
 EDITED = 0.7
 """The threshold of the dynamic rule with editing."""
@@ -46,8 +46,8 @@ class Cell(NamedTuple):
 
     - `rule`: a transfer rule, or `SPECULATION`.
     - `block_length`: of blocks, or of drafts.
-    - `threshold`: of the dynamic rule; of self-speculation, whose drafts are filled by that rule, or at once
-      where it is `None`.
+    - `threshold`: of the dynamic rule; of self-speculation, whose drafts are filled by the rule "threshold",
+      or at once where it is `None`.
     - `editing`: an `editing_threshold`.
     """
 
@@ -57,16 +57,15 @@ class Cell(NamedTuple):
     editing: float | None = None
 
     def sampling(self) -> SamplingParams:
-        options: dict[str, Any] = {"gen_length": GEN_LENGTH, "block_length": self.block_length}
-        if self.rule == SPECULATION:
-            options["generation_mode"] = SPECULATION
-        else:
+        options: dict[str, Any] = {"threshold": self.threshold, "editing_threshold": self.editing}
+        if self.rule != SPECULATION:
             options["transfer"] = self.rule
-        if self.threshold is not None:
-            options |= {"transfer": "dynamic", "threshold": self.threshold}
-        if self.editing is not None:
-            options["editing_threshold"] = self.editing
-        return SamplingParams(**options)
+        else:
+            # With the dynamic rule the quota of a draft, which is all of it, would come before the threshold.
+            options["generation_mode"] = SPECULATION
+            options["transfer"] = None if self.threshold is None else "threshold"
+        given = {name: value for name, value in options.items() if value is not None}
+        return SamplingParams(gen_length=GEN_LENGTH, block_length=self.block_length, **given)
 
     def against(self, block_length: int) -> "Cell":
         """The cell that this one is compared with, of a model with that block length."""

@@ -58,7 +58,7 @@ class TestCells:
             (Cell("self_speculation", 4), {"generation_mode": "self_speculation"}),
             (
                 Cell("self_speculation", 4, 0.9),
-                {"generation_mode": "self_speculation", "transfer": "dynamic", "threshold": 0.9},
+                {"generation_mode": "self_speculation", "transfer": "threshold", "threshold": 0.9},
             ),
         ],
     )
