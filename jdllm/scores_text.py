@@ -1,27 +1,24 @@
 """What `LLM` says of texts that are given: likelihoods, probabilities of single tokens, logits."""
 
 import abc
-import functools
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
-from jdllm.arguments import positive, shortened
+from jdllm.arguments import shortened
 from jdllm.choosing import Chain, OptionScores, in_text, shares_of
 from jdllm.declarations import plain
-from jdllm.decoding.likelihood import TokenScores, perturb
-from jdllm.decoding.sampling import SamplingParams
+from jdllm.decoding.likelihood import TokenScores
 from jdllm.errors import RequestError, naming
 from jdllm.models.config import ModelConfig
+from jdllm.monte_carlo import MonteCarlo, block_pairs, check_exact, masked_pairs
 from jdllm.pallas.masked_logits import LISTED
 from jdllm.progress import counted
 from jdllm.prompts import TokenIds
 from jdllm.scoring import (
     Conditional,
     Likelihood,
-    MaskedPair,
     Scorer,
     conditionals_of,
     each_alone,
@@ -33,31 +30,6 @@ from jdllm.scoring import (
 from jdllm.serving.spec import checked_ids, mask_id_of
 
 Pairs = Iterable[tuple[str | TokenIds, str | TokenIds]]
-
-
-class MonteCarlo(NamedTuple):
-    """How a likelihood is estimated.
-
-    - `mc_num`: masked copies of the answer to average over.
-    - `batch_size`: copies in which the number of masks is stratified.
-    - `cfg_scale`: classifier-free guidance.
-    - `seed`: of the masks.
-    """
-
-    mc_num: int = 128
-    batch_size: int = 16
-    cfg_scale: float = 0.0
-    seed: int = 0
-
-
-_EXACT = "masks nothing to score an answer"
-_OF_MASKS = {
-    "mc_num": _EXACT,
-    "batch_size": _EXACT,
-    "cfg_scale": "has no classifier-free guidance",
-    "seed": _EXACT,
-}
-"""Fields of `MonteCarlo`, and why a causal model does not have them."""
 
 
 class ScoresText(abc.ABC):
@@ -86,6 +58,7 @@ class ScoresText(abc.ABC):
         batch_size: int = 16,
         cfg_scale: float = 0.0,
         seed: int = 0,
+        block_length: int | None = None,
         parse_special: bool = False,
     ) -> float:
         """log p(answer | prompt), natural logarithm: exact of a causal model, and otherwise estimated by
@@ -93,20 +66,27 @@ class ScoresText(abc.ABC):
 
         Arguments:
         - `prompt`, `answer`: texts or ids; the answer may not be empty. The prompt may, unless the model is
-          causal: special tokens that begin a text, as far as the tokenizer has any, are before an empty text
-          too. An answer has none.
+          causal or a block model with shifted logits: special tokens that begin a text, as far as the
+          tokenizer has any, are before an empty text too. An answer has none.
         - `mc_num`: masked copies of the answer to average over; rounded down to batches of `batch_size`,
           in which the number of masks is stratified.
         - `cfg_scale`: classifier-free guidance.
         - `seed`: of the masks.
+        - `block_length`: of a block model, positions of a block, by default those that the model has.
         - `parse_special`: special tokens in the texts become their ids; otherwise they are plain text.
 
-        Of a causal model the sum over the answer's tokens, each given all before it, in one evaluation.
-        Otherwise an estimate of the model's bound; more copies, less variance. The same masks give the
-        official script's value. Source: get_log_likelihood.py of ML-GSAI/LLaDA.
+        Of a causal model the sum over the answer's tokens, each given all before it, in one evaluation; and
+        of a block model with a causal context. Otherwise an estimate of the model's bound; more copies, less
+        variance. The same masks give the official script's value. Source: get_log_likelihood.py of
+        ML-GSAI/LLaDA.
 
-        Raises `RequestError` for an empty answer, ids outside the vocabulary, and with a causal model for an
-        empty prompt and for `mc_num`, `batch_size`, `cfg_scale` or `seed` other than the default.
+        Of a block model the sum over the blocks of the answer. A copy of a block sees the blocks before it
+        without masks. At block length 1 the value is exact.
+
+        Raises `RequestError` for an empty answer, ids outside the vocabulary, an empty prompt where the model
+        needs one, and arguments that the model has no use for: with a causal model all that say how to
+        estimate, unless they are the defaults, with a block model `cfg_scale`, and with others
+        `block_length`.
         """
         found = self.likelihood(
             prompt,
@@ -115,6 +95,7 @@ class ScoresText(abc.ABC):
             batch_size=batch_size,
             cfg_scale=cfg_scale,
             seed=seed,
+            block_length=block_length,
             parse_special=parse_special,
         )
         return found.log_likelihood
@@ -128,6 +109,7 @@ class ScoresText(abc.ABC):
         batch_size: int = 16,
         cfg_scale: float = 0.0,
         seed: int = 0,
+        block_length: int | None = None,
         parse_special: bool = False,
     ) -> Likelihood:
         """`score`, with its standard error.
@@ -135,8 +117,8 @@ class ScoresText(abc.ABC):
         Arguments and errors are the same as for `score`.
 
         Returns the value of `score` as `log_likelihood`, its `standard_error` from the spread of the batches
-        (`None` where there is one only), and the copies that were evaluated, `mc_num`. A causal model's value
-        has the error 0 and one copy.
+        (`None` where there is one only), and the copies that the mean is over, `mc_num`. An exact value has
+        the error 0 and one copy.
         """
         [found] = self.likelihoods(
             [(prompt, answer)],
@@ -144,6 +126,7 @@ class ScoresText(abc.ABC):
             batch_size=batch_size,
             cfg_scale=cfg_scale,
             seed=seed,
+            block_length=block_length,
             parse_special=parse_special,
         )
         return found
@@ -156,6 +139,7 @@ class ScoresText(abc.ABC):
         batch_size: int = 16,
         cfg_scale: float = 0.0,
         seed: int = 0,
+        block_length: int | None = None,
         parse_special: bool = False,
         progress: bool = False,
     ) -> list[Likelihood]:
@@ -163,19 +147,23 @@ class ScoresText(abc.ABC):
 
         Arguments:
         - `pairs`: texts or ids, in any mix.
-        - `mc_num`, `batch_size`, `cfg_scale`, `seed`: how each likelihood is estimated, as `score` describes.
+        - `mc_num`, `batch_size`, `cfg_scale`, `seed`, `block_length`: how each likelihood is estimated, as
+          `score` describes.
         - `parse_special`: special tokens in the texts become their ids; otherwise they are plain text.
         - `progress`: show a progress bar, if standard error is a terminal.
 
         Returns one for each pair, in order: in float32 the same numbers as one by one, up to rounding.
         """
-        settings = MonteCarlo(mc_num, batch_size, cfg_scale, seed)
-        if self._causal:
-            _check_exact(settings)
+        settings = MonteCarlo(mc_num, batch_size, cfg_scale, seed, block_length)
+        if self.config.scored_in_order:
+            check_exact(settings, self.config)
             return list(map(exact_likelihood, self._following("score", pairs, parse_special, progress)))
-        mask_id = self._mask_id("score")
-        asked = self._masked_pairs(pairs, settings, parse_special)
-        found = self.scorer.likelihoods(asked, cfg_scale, mask_id)
+        mask_id, asked = mask_id_of(self.config), self._pairs(pairs, parse_special)
+        if self.config.attention == "block_causal":
+            in_blocks = block_pairs(asked, settings, self.config, mask_id)
+            found = self.scorer.block_likelihoods(in_blocks, mask_id)
+        else:
+            found = self.scorer.likelihoods(masked_pairs(asked, settings), cfg_scale, mask_id)
         return _taken(found, len(asked), progress)
 
     def token_logprobs(
@@ -186,7 +174,8 @@ class ScoresText(abc.ABC):
         parse_special: bool = False,
         progress: bool = False,
     ) -> list[list[Conditional]]:
-        """Score every token of each answer given the prompt and the tokens before it; of causal models.
+        """Score every token of each answer given the prompt and the tokens before it; of causal models and of
+        those with a causal context.
 
         Arguments:
         - `pairs`: (prompt, answer), texts or ids in any mix; they share evaluations. To score a whole text,
@@ -198,12 +187,13 @@ class ScoresText(abc.ABC):
         Returns for each pair one for each token of its answer. Their `logprob`s sum up to `score`, and an
         answer is what greedy decoding gives where each of its tokens is the `best`. Exact.
 
-        Raises `RequestError` as `score` does, and for a model that is not causal.
+        Raises `RequestError` as `score` does, and for other models.
         """
-        if not self._causal:
-            raise RequestError(
-                "token_logprobs is for causal models: pseudo_likelihood has what this one says of each token"
-            )
+        if not self.config.scored_in_order:
+            blocks = self.config.attention == "block_causal"
+            other = "score has the likelihood" if blocks else "pseudo_likelihood has what this one says"
+            of = "of a whole answer of this one" if blocks else "of each token"
+            raise RequestError(f"token_logprobs is for causal models: {other} {of}")
         listed = _listed(top_logprobs)
         scores = self._following("token_logprobs", pairs, parse_special, progress, listed)
         return [conditionals_of([found]) for found in scores]
@@ -272,7 +262,7 @@ class ScoresText(abc.ABC):
         Raises `RequestError` where there is no option, for one that is empty or has a mask, and with a causal
         model for an empty prefix.
         """
-        if self._causal:
+        if self.config.scored_in_order:
             self._check_begun("prefix", prefix)
             questions = in_text(prefix, list(options), suffix, self.config)
             scores = self.scorer.answers("choose", questions)
@@ -281,12 +271,8 @@ class ScoresText(abc.ABC):
         chain = Chain(prefix, list(options), suffix, self.config)
         return chain.option_scores(self.scorer.answers("choose", chain.questions))
 
-    @property
-    def _causal(self) -> bool:
-        return self.config.in_order
-
     def _mask_id(self, what: str) -> int:
-        if self._causal:
+        if self.config.in_order:
             raise RequestError(
                 f"{what} is for models that denoise: a causal model has no masks, but token_logprobs"
             )
@@ -295,24 +281,17 @@ class ScoresText(abc.ABC):
         return mask_id_of(self.config)
 
     def _check_begun(self, what: str, ids: TokenIds) -> None:
-        if self._causal and not len(ids):
+        if self._needs_begun and not len(ids):
             bos_id = self.config.bos_id
             such = "" if bos_id is None else f", such as the bos id {bos_id}"
-            raise RequestError(
-                f"the {what} is empty: a causal model needs a token before what it scores{such}"
-            )
+            whose = "a causal model" if self.config.in_order else f"a {self.config.family} model"
+            raise RequestError(f"the {what} is empty: {whose} needs a token before what it scores{such}")
 
-    def _masked_pairs(self, pairs: Pairs, settings: MonteCarlo, parse_special: bool) -> list[MaskedPair]:
-        mc_num = positive("mc_num", settings.mc_num, RequestError)
-        batch_size = positive("batch_size", settings.batch_size, RequestError)
-        # Refuses what a generation would refuse; there, -1 is no seed.
-        SamplingParams(cfg_scale=settings.cfg_scale, seed=settings.seed)
-        if settings.seed == -1:
-            raise RequestError(f"seed is -1, expected an integer from 0 to {2**64 - 1}")
-        masks = functools.cache(
-            lambda length: perturb(length, mc_num, min(batch_size, mc_num), settings.seed)
-        )
-        return [MaskedPair(*pair, masks(len(pair[1]))) for pair in self._pairs(pairs, parse_special)]
+    @property
+    def _needs_begun(self) -> bool:
+        """Whether the first token of a text has no row that predicts it."""
+        shifted = self.config.logits_shift and self.config.attention == "block_causal"
+        return self.config.scored_in_order or shifted
 
     def _pairs(self, pairs: Pairs, parse_special: bool) -> list[tuple[np.ndarray, np.ndarray]]:
         """The ids of each prompt and answer, checked."""
@@ -356,12 +335,6 @@ class ScoresText(abc.ABC):
         if ids.ndim != 2 or not ids.size:
             raise RequestError("logits takes ids of shape [batch, length], all rows of one length")
         return self.scorer.logits(checked_ids(ids.reshape(-1), self.config).reshape(ids.shape))
-
-
-def _check_exact(settings: MonteCarlo) -> None:
-    for name, why in _OF_MASKS.items():
-        if getattr(settings, name) != MonteCarlo._field_defaults[name]:
-            raise RequestError(f"{name} is for models that denoise: a causal model {why}")
 
 
 def _listed(top_logprobs: int) -> int:

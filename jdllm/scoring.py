@@ -4,15 +4,18 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
 from jdllm.arguments import shortened
+from jdllm.arrays import padded
+from jdllm.block_scoring import BlockPair, BlockQuestion, blocks_laid_out
 from jdllm.chunks import ChunkConfig
 from jdllm.compiling.executables import Executables, Program
-from jdllm.decoding.likelihood import Perturbation, TokenScores, all_logits, token_logprobs
+from jdllm.decoding.head import Sources
+from jdllm.decoding.likelihood import Asked, Perturbation, TokenScores, all_logits, token_logprobs
 from jdllm.decoding.non_finite import origin
 from jdllm.errors import NonFiniteError, RequestError
 from jdllm.models.config import ModelConfig
@@ -23,8 +26,9 @@ from jdllm.planning.buckets import head_bucket, row_bucket
 from jdllm.planning.budget import MemoryBudgetError
 from jdllm.planning.ladder import Entry, make_score_ladder
 from jdllm.serving.fitting import check_fits
-from jdllm.serving.packing import head_rows, lay_out
+from jdllm.serving.packing import lay_out
 from jdllm.serving.spec import checked_ids, mask_id_of
+from jdllm.serving.speculation.request import as_causal
 
 
 class Likelihood(NamedTuple):
@@ -34,7 +38,7 @@ class Likelihood(NamedTuple):
       tokens.
     - `standard_error`: of that mean, from its batches, which are independent; `None` where there is only one,
       and 0 where the value is exact.
-    - `mc_num`: masked copies that were evaluated; 1 where the value is exact, for the answer as it is.
+    - `mc_num`: masked copies that the mean is over; 1 where the value is exact, for the answer as it is.
     """
 
     log_likelihood: float
@@ -77,6 +81,20 @@ class Question(NamedTuple):
         return [self.tokens] if self.unguided is None else [self.tokens, self.unguided]
 
 
+class Evaluated(Protocol):
+    """What one evaluation can answer: the sequences that it takes, and the ids that are asked for."""
+
+    @property
+    def copies(self) -> list[np.ndarray]: ...
+
+    @property
+    def targets(self) -> np.ndarray: ...
+
+
+type Lay[Q] = Callable[[Sequence[Q], ModelConfig, Entry], Asked]
+"""Lays questions out one after another in the sizes of an entry."""
+
+
 class MaskedPair(NamedTuple):
     """A prompt, an answer, both int32 ids, and the masks that its likelihood is averaged over."""
 
@@ -109,7 +127,8 @@ class Scorer:
         max_logits: int,
     ):
         self._params = params
-        self._config = config
+        # Finished rows of such a model are those of a causal one.
+        self._config = as_causal(config) if config.causal_context else config
         self._executables = executables
         self._account = account
         self.run = run
@@ -118,15 +137,14 @@ class Scorer:
 
     def programs(self) -> Iterator[Program]:
         """The programs for text of up to as many rows as one evaluation has."""
-        one = Question(np.zeros(2, np.int32), np.zeros(1, np.int32), np.zeros(1, np.int32))
-        for entry in make_score_ladder(self._account.rows):
-            yield self._program([one], 0.0, entry)
+        return (self._program(asked, 0.0) for asked in self._asked_of_any())
 
     def warm(self) -> None:
         """Compile `programs`; those that do not fit the device are left out."""
         self._compiled = []
-        for program in self.programs():
-            executable, rows = self._executables.get(program), len(program.args[1])
+        for asked in self._asked_of_any():
+            program, rows = self._program(asked, 0.0), len(asked.tokens)
+            executable = self._executables.get(program)
             with contextlib.suppress(MemoryBudgetError):
                 check_fits(self._account, program.name, rows, executable)
                 self._compiled.append(Entry(rows, rows, 1, 1))
@@ -153,6 +171,25 @@ class Scorer:
             sums = [found.logprob.sum(dtype=np.float64) for found in itertools.islice(scores, ratio.size)]
             yield _likelihood(np.reshape(sums, ratio.shape) / ratio)
 
+    def block_likelihoods(self, pairs: Sequence[BlockPair], mask_id: int) -> Iterator[Likelihood]:
+        """Monte Carlo bound of log p(answer | prompt) of each pair by a block model, in order: the sum over
+        the blocks of the answer, each given all blocks before it.
+
+        Arguments:
+        - `pairs`: with masks. They share evaluations, and masked copies of the blocks of one share the rows
+          of its sequence.
+
+        Exact for given masks. Raises `NonFiniteError` where values of the model are infinite or not numbers.
+        """
+        rows = self._account.rows
+        questions = itertools.chain.from_iterable(pair.questions(rows, mask_id) for pair in pairs)
+        asked, told = itertools.tee(questions)
+        found = zip(told, self._answers("score", asked, blocks_laid_out), strict=True)
+        sums = (float(x) for question, scores in found for x in question.sums(np.asarray(scores.logprob)))
+        for pair in pairs:
+            estimates = pair.estimates(sums)
+            yield Likelihood(float(estimates[0, 0]), 0.0, 1) if pair.exact else _likelihood(estimates)
+
     def answers(
         self, what: str, questions: Iterable[Question], cfg_scale: float = 0.0, listed: int = 0
     ) -> Iterator[TokenScores]:
@@ -166,18 +203,24 @@ class Scorer:
 
         Raises `NonFiniteError` and `MemoryBudgetError`.
         """
-        for group in _grouped(questions, self._account.rows):
-            yield from self._evaluate(what, group, cfg_scale, listed)
+        return self._answers(what, questions, laid_out, cfg_scale, listed)
 
-    def _evaluate(
-        self, what: str, questions: Sequence[Question], cfg_scale: float, listed: int
+    def _answers[Q: Evaluated](
+        self, what: str, questions: Iterable[Q], lay: Lay[Q], cfg_scale: float = 0.0, listed: int = 0
+    ) -> Iterator[TokenScores]:
+        for group in _grouped(questions, self._account.rows):
+            yield from self._evaluate(what, group, lay, cfg_scale, listed)
+
+    def _evaluate[Q: Evaluated](
+        self, what: str, questions: Sequence[Q], lay: Lay[Q], cfg_scale: float, listed: int
     ) -> Iterator[TokenScores]:
         sequences = [copy for question in questions for copy in question.copies]
-        counts = [len(question.positions) for question in questions]
+        counts = [len(question.targets) for question in questions]
         rows, heads = sum(map(len, sequences)), sum(counts)
         compiled = (entry for entry in self._compiled if entry.holds(rows, heads, 1))
         entry = next(compiled, Entry(row_bucket(rows), head_bucket(heads), 1, 1))
-        scores: TokenScores = self._call(self._program(questions, cfg_scale, entry, bool(listed)))
+        program = self._program(lay(questions, self._config, entry), cfg_scale, bool(listed))
+        scores: TokenScores = self._call(program, entry.rows)
         if not listed:
             scores = scores._replace(likeliest=None)
         scores = jax.tree.map(lambda x: np.asarray(x)[:heads], scores)
@@ -189,27 +232,24 @@ class Scorer:
         parts = [slice(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
         return (jax.tree.map(lambda x, part=part: x[part], scores) for part in parts)
 
-    def _program(
-        self, questions: Sequence[Question], cfg_scale: float, entry: Entry, listed: bool = False
-    ) -> Program:
-        """An evaluation of some questions in the sizes of an entry."""
-        sequences = [copy for question in questions for copy in question.copies]
-        tokens, rows, starts = lay_out(sequences, self._config, entry.rows)
-        segment = np.repeat(np.arange(len(questions)), [len(question.positions) for question in questions])
-        last = np.cumsum([len(question.copies) for question in questions]) - 1
-        first = last - [len(question.copies) - 1 for question in questions]
-        positions = np.concatenate([question.positions for question in questions])
-        guided, unguided = (starts[which][segment] + positions for which in (first, last))
-        head = head_rows(guided, unguided, segment, entry._replace(segments=len(questions)))
-        targets = np.zeros_like(head.row)
-        targets[: len(positions)] = np.concatenate([question.targets for question in questions])
-        scale = np.full(len(targets), cfg_scale, np.float32)
-        chunks = ChunkConfig(logits=math.ceil(len(targets) / self._max_logits))
+    def _asked_of_any(self) -> Iterator[Asked]:
+        """The smallest question, in the sizes of each entry of the ladder."""
+        ids = np.zeros(2, np.int32)
+        for entry in make_score_ladder(self._account.rows):
+            if self._config.attention == "block_causal":
+                block = BlockQuestion(ids[:0], ids[:1], ids[None], np.array([[False, True]]), ids[:1])
+                yield blocks_laid_out([block], self._config, entry)
+            else:
+                yield laid_out([Question(ids, ids[:1], ids[:1])], self._config, entry)
+
+    def _program(self, asked: Asked, cfg_scale: float, listed: bool = False) -> Program:
+        rows, heads = len(asked.tokens), len(asked.targets)
+        scale = np.full(heads, cfg_scale, np.float32)
         return Program(
             token_logprobs,
-            (self._params, tokens, rows, head, scale, targets, np.full(len(targets), listed)),
-            {"config": self._config, "chunks": chunks},
-            name=f"score of {entry.rows} rows",
+            (self._params, asked, scale, np.full(heads, listed)),
+            {"config": self._config, "chunks": ChunkConfig(logits=math.ceil(heads / self._max_logits))},
+            name=f"score of {rows} rows",
         )
 
     def _non_finite(self, what: str, sequences: Sequence[np.ndarray]) -> NonFiniteError:
@@ -217,9 +257,9 @@ class Scorer:
         found = next(filter(None, places), "a log-probability is infinite or not a number")
         return NonFiniteError(f"{what}: {found}")
 
-    def _call(self, program: Program) -> Any:
+    def _call(self, program: Program, rows: int) -> Any:
         """Raises `MemoryBudgetError` where it does not fit, before it runs."""
-        executable, rows = self._executables.get(program), len(program.args[1])
+        executable = self._executables.get(program)
         check_fits(self._account, f"an evaluation of {rows} rows", rows, executable)
         return self.run(lambda: executable(*program.args))
 
@@ -227,9 +267,33 @@ class Scorer:
         """f32 `[batch, length, vocab]` of int32 ids `[batch, length]`, before any shift, finite or not."""
         tokens, rows, _ = lay_out(list(token_ids), self._config)
         static = {"config": self._config, "chunks": ChunkConfig()}
-        out = self._call(Program(all_logits, (self._params, tokens, rows), static))
+        out = self._call(Program(all_logits, (self._params, tokens, rows), static), len(tokens))
         batch, length = token_ids.shape
         return jax.device_get(out)[: batch * length].reshape(batch, length, -1)
+
+
+def laid_out(questions: Sequence[Question], config: ModelConfig, entry: Entry) -> Asked:
+    """The sequences of some questions one after another, in the sizes of an entry."""
+    copies = [question.copies for question in questions]
+    tokens, rows, starts = lay_out(list(itertools.chain.from_iterable(copies)), config, entry.rows)
+    last = np.cumsum([len(each) for each in copies]) - 1
+    first = last - [len(each) - 1 for each in copies]
+    places = [_predicting(question.positions, config) for question in questions]
+    sources = [
+        np.concatenate([starts[copy] + place for copy, place in zip(which, places, strict=True)])
+        for which in (first, last)
+    ]
+    targets = np.concatenate([question.targets for question in questions])
+    *rest, target = (padded(x.astype(np.int32), entry.head_rows) for x in (*sources, targets))
+    return Asked(tokens, rows, None, Sources(*rest), target)
+
+
+def _predicting(positions: np.ndarray, config: ModelConfig) -> np.ndarray:
+    """The positions that predict the tokens at `positions`: those before them where the model is causal, so
+    that a token may lie behind the sequence, or where its logits are shifted."""
+    if config.in_order or config.logits_shift:
+        return np.maximum(positions - 1, 0)
+    return positions
 
 
 def one_masked(
@@ -309,9 +373,9 @@ def _likelihood(estimates: np.ndarray) -> Likelihood:
     return Likelihood(float(estimates.mean()), error, estimates.size)
 
 
-def _grouped(questions: Iterable[Question], rows: int) -> Iterator[list[Question]]:
+def _grouped[Q: Evaluated](questions: Iterable[Q], rows: int) -> Iterator[list[Q]]:
     """Questions in order, together as long as their sequences have at most `rows` rows, or one alone."""
-    group: list[Question] = []
+    group: list[Q] = []
     taken = 0
     for question in questions:
         size = sum(map(len, question.copies))

@@ -165,9 +165,9 @@ async def _echoes(
     service: Service, request: Request, body: CompletionRequest, asked: Sequence[AskedPrompt]
 ) -> Response:
     """The prompts and a token each, or none, with the log-probability of every token of the prompt where they
-    are asked for: given the tokens before it in a causal model, and in other models with only this token
-    masked."""
-    ignored, causal = service.ignored(body), service.llm.config.in_order
+    are asked for: given the tokens before it where the model is scored so, and in other models with only this
+    token masked."""
+    ignored, causal = service.ignored(body), service.llm.config.scored_in_order
     call, created, samples = call_id("cmpl"), int(time.time()), [_NOTHING] * len(asked)
     if body.max_tokens:
         running = service.submit(request, "cmpl", asked, "none")

@@ -314,12 +314,12 @@ class InfillRequest(Asking):
 
 
 class ScoreRequest(Fields):
-    """POST /v1/score. `mc_num`, `batch_size`, `cfg_scale` and `seed` are for models that denoise."""
+    """POST /v1/score. All but `prompt` and `answers` are for models that denoise."""
 
     model: str | None = None
     prompt: Annotated[
         str | Ids,
-        Field(description="Text or ids before the answers; may be empty, but a causal model needs a token."),
+        Field(description="Text or ids before the answers; may be empty unless the model needs a token."),
     ]
     answers: Annotated[list[TextOrIds], _Several]
     mc_num: Annotated[int, Field(ge=1, le=4096, description="Masked copies to average over.")] = 128
@@ -328,6 +328,9 @@ class ScoreRequest(Fields):
     seed: Annotated[
         int, Field(ge=0, lt=2**64), BeforeValidator(lambda value: 0 if value == -1 else value)
     ] = 0
+    block_length: Annotated[int | None, Field(ge=1, description="Positions of a block of a block model.")] = (
+        None
+    )
     parse_special: bool | None = None
 
 

@@ -16,7 +16,8 @@ router = APIRouter(route_class=BodyRoute)
 
 @router.post("/v1/score", responses=RESPONSES)
 async def score(body: ScoreRequest, request: Request) -> dict[str, Any]:
-    """log p(answer | prompt) of each answer: a causal model's exactly, others by stratified Monte Carlo."""
+    """log p(answer | prompt) of each answer: a causal model's exactly, others by stratified Monte Carlo, of
+    block models block by block."""
     service: Service = request.app.state.service
     model, ignored = service.model(body.model), service.ignored(body)
     prompt, answers = await asyncio.to_thread(_ids, service, body)
@@ -29,6 +30,7 @@ async def score(body: ScoreRequest, request: Request) -> dict[str, Any]:
             batch_size=body.batch_size,
             cfg_scale=body.cfg_scale,
             seed=body.seed,
+            block_length=body.block_length,
         )
     )
     scores = [

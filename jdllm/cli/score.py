@@ -21,6 +21,10 @@ def score(
     ] = 16,
     cfg_scale: Annotated[float, typer.Option(help="Classifier-free guidance.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the masks.")] = 0,
+    block_length: Annotated[
+        int | None,
+        typer.Option(min=1, help="Positions of a block of a block model; at 1 the value is exact."),
+    ] = None,
     as_json: Json = False,
     *,
     source: ModelOptions,
@@ -29,6 +33,12 @@ def score(
     llm = load_model(source)
     with told_of_compiling():
         found = llm.score(
-            prompt, answer, mc_num=mc_num, batch_size=batch_size, cfg_scale=cfg_scale, seed=seed
+            prompt,
+            answer,
+            mc_num=mc_num,
+            batch_size=batch_size,
+            cfg_scale=cfg_scale,
+            seed=seed,
+            block_length=block_length,
         )
     print_result(json.dumps({"log_likelihood": found}) if as_json else f"{found:.6g}")

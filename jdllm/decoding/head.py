@@ -32,8 +32,8 @@ _LAST = -1e30
 class Sources(NamedTuple):
     """Rows whose hidden states predict the tokens of the head rows, and those of their unguided copies."""
 
-    guided: Int[Array, " head"]
-    unguided: Int[Array, " head"]
+    guided: Int[Tensor, " head"]
+    unguided: Int[Tensor, " head"]
 
 
 class Choice(NamedTuple):

@@ -1,5 +1,6 @@
 """Log-probabilities of given tokens, and the masks of a stratified Monte Carlo likelihood."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -10,9 +11,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jdllm.arrays import Tensor
 from jdllm.chunks import ChunkConfig
-from jdllm.decoding.batch import HeadRows
-from jdllm.decoding.head import Sources, gather_guided, source_rows
-from jdllm.execution.transformer import forward, logits
+from jdllm.decoding.head import Sources, gather_guided
+from jdllm.execution.transformer import apply_layers, embed, forward, logits
+from jdllm.execution.two_ranges import FurtherKeys, seeing_both
 from jdllm.models import leaf
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
@@ -32,7 +33,7 @@ class Perturbation(NamedTuple):
     ratio: np.ndarray
 
 
-def perturb(answer_length: int, mc_num: int, batch_size: int, seed: int) -> Perturbation:
+def perturb(answer_length: int, mc_num: int, batch_size: int, seed: int | Sequence[int]) -> Perturbation:
     """Draw the masks of the Monte Carlo estimate.
 
     Each iteration draws one number of masks and spreads the rows of its batch evenly over all numbers from
@@ -41,7 +42,7 @@ def perturb(answer_length: int, mc_num: int, batch_size: int, seed: int) -> Pert
     Arguments:
     - `answer_length`: positions of the answer, at least 1.
     - `mc_num`: rows in all, rounded down to whole batches of `batch_size`.
-    - `seed`: the same seed gives the same masks.
+    - `seed`: one number, or several; the same seed gives the same masks.
     """
     rng = np.random.default_rng(seed)
     iterations = max(mc_num // batch_size, 1)
@@ -66,46 +67,55 @@ class TokenScores(NamedTuple):
     likeliest: Likeliest | None
 
 
+class Asked(NamedTuple):
+    """Packed rows, and the tokens that are asked for.
+
+    - `tokens`, `rows`: int32 ids, and positions and key ranges, of all rows.
+    - `further`: keys that rows see beside those of their ranges; `None` where no row sees any.
+    - `sources`: the rows that predict the tokens.
+    - `targets`: the ids of the tokens, int32.
+    """
+
+    tokens: Int[Tensor, " rows"]
+    rows: Rows
+    further: FurtherKeys | None
+    sources: Sources
+    targets: Int[Tensor, " head"]
+
+
 def token_logprobs(
     params: Params,
-    tokens: Int[Array, " rows"],
-    rows: Rows,
-    head: HeadRows,
+    asked: Asked,
     guidance: Float[Array, " head"],
-    targets: Int[Array, " head"],
     listed: Bool[Array, " head"],
     *,
     config: ModelConfig,
     chunks: ChunkConfig,
 ) -> TokenScores:
-    """Scores of `targets` at the head rows after one forward evaluation, with the likeliest of `listed` rows.
+    """Scores of the tokens that are asked for after one forward evaluation, with the likeliest ids of
+    `listed` ones.
 
-    Logits exist for one of `chunks.logits` chunks of the head rows at a time. A causal model predicts a token
-    in the row before it, so that a head row may lie one behind the end of its sequence.
+    Logits exist for one of `chunks.logits` chunks of these tokens at a time.
     """
-    hidden = forward(params, config, tokens, rows, chunks=chunks)
-    positions = jnp.asarray(rows.positions)[head.row]
-    total = targets.shape[0]
+    attention = None if asked.further is None else seeing_both(asked.rows, asked.further)
+    embedded = embed(params, asked.tokens)
+    hidden = apply_layers(params, config, embedded, asked.rows, chunks=chunks, attention=attention)
+    total = asked.targets.shape[0]
     size = -(-total // chunks.logits)
 
     def evaluate(index: Array, out: TokenScores) -> TokenScores:
         start = jnp.minimum(index * size, total - size)
-        part, at, scale, target, wanted = jax.tree.map(
-            lambda x: lax.dynamic_slice_in_dim(x, start, size), (head, positions, guidance, targets, listed)
+        sources, scale, target, wanted = jax.tree.map(
+            lambda x: lax.dynamic_slice_in_dim(x, start, size),
+            (asked.sources, guidance, asked.targets, listed),
         )
-        h = gather_guided(params, config, hidden, _sources(config, part, at), scale)
+        h = gather_guided(params, config, hidden, sources, scale)
         found = _scores(leaf.logits(h, head_weights(params)), target, wanted)
         return jax.tree.map(lambda all, new: lax.dynamic_update_slice_in_dim(all, new, start, 0), out, found)
 
     nothing = jnp.zeros(total), jnp.zeros(total, jnp.int32), jnp.zeros(total)
     empty = TokenScores(*nothing, Likeliest.nothing(total))
     return lax.fori_loop(0, chunks.logits, evaluate, empty)
-
-
-def _sources(config: ModelConfig, head: HeadRows, positions: Int[Array, " head"]) -> Sources:
-    if config.in_order:
-        return Sources(*(jnp.maximum(jnp.asarray(row) - 1, 0) for row in (head.row, head.unguided)))
-    return source_rows(config, head, positions)
 
 
 def _scores(

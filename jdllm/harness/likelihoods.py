@@ -3,6 +3,7 @@
 import abc
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from jdllm.checkpoints.tokenizer import Tokenizer
 from jdllm.decoding.sampling import SamplingParams
@@ -55,6 +56,15 @@ class Likelihoods(abc.ABC):
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, parse_special=True)
 
+    @property
+    def _first(self) -> int:
+        """The id before a text without a context, where the model needs one."""
+        ids = self._tokenizer.bos_id, self._llm.config.eos_id
+        found = next((i for i in ids if i is not None), None)
+        if found is None:
+            raise ConfigError("a text without a context is scored behind a BOS or EOS id: the model has none")
+        return found
+
 
 class Estimated(Likelihoods):
     """Of a model that denoises: stratified Monte Carlo estimates of its bound, as in LLaDA's evaluation.
@@ -76,27 +86,28 @@ class Estimated(Likelihoods):
         return windows(self._encode(text), self._max_length)
 
     def log_likelihoods(self, pairs: Sequence[Pair], *, progress: bool) -> list[float]:
-        found = self._llm.likelihoods(
-            pairs,
-            mc_num=self._asked.mc_num,
-            batch_size=self._asked.mc_batch_size,
-            cfg_scale=self._asked.sampling.get("cfg_scale", 0.0),
-            seed=self._asked.sampling.get("seed", 0),
-            progress=progress,
-        )
+        found = self._llm.likelihoods(pairs, **self._settings, progress=progress)
         return [one.log_likelihood for one in found]
 
     def with_greedy(self, pairs: Sequence[Pair], *, progress: bool) -> list[tuple[float, bool]]:
-        greedy = self._greedy(pairs, progress)
+        greedy = self._greedy(pairs, progress) if self._asked.is_check_greedy else [False] * len(pairs)
         return list(zip(self.log_likelihoods(pairs, progress=progress), greedy, strict=True))
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """How likelihoods are estimated."""
+        return {
+            "mc_num": self._asked.mc_num,
+            "batch_size": self._asked.mc_batch_size,
+            "cfg_scale": self._asked.sampling.get("cfg_scale", 0.0),
+            "seed": self._asked.sampling.get("seed", 0),
+        }
 
     def _greedy(self, pairs: Sequence[Pair], progress: bool) -> list[bool]:
         """Whether each answer is what the model fills its place with, the surest token first.
 
         Source: suffix_greedy_prediction of eval_llada.py of ML-GSAI/LLaDA.
         """
-        if not self._asked.is_check_greedy:
-            return [False] * len(pairs)
         sampling = SamplingParams(cfg_scale=self._asked.sampling.get("cfg_scale", 0.0))
         masked = [[*pair.prompt, *[self._mask_id] * len(pair.answer)] for pair in pairs]
         outputs = self._llm.infill(token_ids=masked, sampling=sampling, progress=progress)
@@ -106,8 +117,48 @@ class Estimated(Likelihoods):
         ]
 
 
+class ByBlocks(Estimated):
+    """Of a block model: estimates block by block.
+
+    Where logits are shifted, a text without a context is behind the tokenizer's BOS or else the model's EOS.
+    """
+
+    def pair(self, context: str, continuation: str) -> Pair:
+        pair = super().pair(context, continuation)
+        return behind(self._first, pair.answer) if self._needs_token and not pair.prompt else pair
+
+    def fitted(self, pair: Pair) -> Pair:
+        return fitted(pair, self._max_length, least=int(self._needs_token))
+
+    def windows(self, text: str) -> list[Pair]:
+        if not self._needs_token:
+            return super().windows(text)
+        ids = self._tokenizer.encode(text, parse_special=True, begins=False)
+        return rolling_windows(ids, self._first, max(self._max_length - 1, 1))
+
+    @property
+    def _needs_token(self) -> bool:
+        return self._llm.config.logits_shift
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        return super()._settings | {"block_length": self._asked.sampling.get("block_length")}
+
+    def _greedy(self, pairs: Sequence[Pair], progress: bool) -> list[bool]:
+        """Whether each answer is what the model generates, the surest token of a block first."""
+        length = self._asked.sampling.get("block_length")
+        sampling = [
+            SamplingParams(gen_length=len(pair.answer), block_length=length, early_stop=False)
+            for pair in pairs
+        ]
+        prompts = [pair.prompt for pair in pairs]
+        outputs = self._llm.generate(prompt_token_ids=prompts, sampling=sampling, progress=progress)
+        return [output.token_ids == pair.answer for output, pair in zip(outputs, pairs, strict=True)]
+
+
 class Exact(Likelihoods):
-    """Of a causal model: exact, by one evaluation of each pair, which also finds the greedy tokens.
+    """Of a causal model and of those with a causal context: exact, by one evaluation of each pair, which also
+    finds the greedy tokens.
 
     Pairs and windows follow lm-eval's own causal models: a text without a context is behind the
     tokenizer's BOS or else the model's EOS, and the last token of a pair needs no position. Of a whole text
@@ -149,17 +200,10 @@ class Exact(Likelihoods):
             for tokens, pair in zip(scored, pairs, strict=True)
         ]
 
-    @property
-    def _first(self) -> int:
-        """The ids before a text without a context."""
-        ids = self._tokenizer.bos_id, self._llm.config.eos_id
-        found = next((i for i in ids if i is not None), None)
-        if found is None:
-            raise ConfigError("a text without a context is scored behind a BOS or EOS id: the model has none")
-        return found
-
 
 def likelihoods_of(llm: LLM, tokenizer: Tokenizer, asked: ModelArguments, max_length: int) -> Likelihoods:
     """How a model's likelihoods are found; raises as `Estimated` and `Exact` do."""
-    kind = Exact if llm.config.in_order else Estimated
+    config = llm.config
+    denoising = ByBlocks if config.attention == "block_causal" else Estimated
+    kind = Exact if config.scored_in_order else denoising
     return kind(llm, tokenizer, asked, max_length)

@@ -31,8 +31,8 @@ class HarnessLM(LM):
     - others: see `ModelArguments`.
 
     Log-likelihoods are exact for causal models. For other models they are stratified Monte Carlo estimates of
-    the bound. Special tokens in a context become their ids, as for the models of lm-eval: a rendered chat
-    template has some. `llm` is the model.
+    the bound, for block models block by block. Special tokens in a context become their ids, as for models
+    of lm-eval: a rendered chat template has some. `llm` is the model.
     """
 
     def __init__(

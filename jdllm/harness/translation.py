@@ -34,8 +34,8 @@ class ModelArguments:
     """What `--model_args` says, by whom it is for.
 
     - `of_llm`: arguments of `LLM`.
-    - `sampling`: fields of `SamplingParams` that hold for every generation; `cfg_scale` and `seed` hold for
-      likelihoods too.
+    - `sampling`: fields of `SamplingParams` that hold for every generation; `cfg_scale`, `seed` and
+      `block_length` of a block model hold for likelihoods too.
     - `mc_num`, `mc_batch_size`: masked copies of an answer, and among how many of them the number of masks is
       stratified; not of causal models.
     - `is_check_greedy`: whether an answer is compared with the greedy one, which takes a forward evaluation a
@@ -169,7 +169,8 @@ def windows(ids: Sequence[int], max_length: int) -> list[Pair]:
 
 
 def rolling_windows(ids: Sequence[int], first: int, max_length: int) -> list[Pair]:
-    """A text behind `first` in parts for a causal model, whose likelihoods multiply to its own.
+    """A text behind `first` in parts whose likelihoods multiply to its own, for a model that needs a token
+    before what it scores.
 
     Each part has up to `max_length` tokens and is scored after the token before it, but for the last: it is
     scored after as many as fit. The last token of a part needs no position. Source:

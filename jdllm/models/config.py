@@ -138,6 +138,12 @@ class ModelConfig:
         return self.attention == "causal"
 
     @property
+    def scored_in_order(self) -> bool:
+        """Whether a likelihood is that of each token given the tokens before it, by rows that see as those of
+        a causal model."""
+        return self.in_order or self.causal_context
+
+    @property
     def in_parts(self) -> bool:
         """Whether what is stored of a row never grows old, so that sequences are evaluated in parts."""
         return self.in_order or self.attention == "block_causal"

@@ -1,6 +1,7 @@
 """Completions and chats of a block model, whole and streamed."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
@@ -74,6 +75,19 @@ def test_what_it_does_not_do_is_refused(client: TestClient, route: str, body: di
     answer = client.post(route, json=body)
     assert answer.status_code == 400
     assert told in answer.json()["error"]["message"]
+
+
+def test_scores_are_the_library_s(client: TestClient, llm: LLM):
+    asked: dict[str, Any] = {"mc_num": 4, "batch_size": 2, "seed": 3, "block_length": 4}
+    answers = [[7, 8, 9], [300]]
+    found = client.post("/v1/score", json={"prompt": PROMPT, "answers": answers, **asked}).json()
+    expected = llm.likelihoods([(PROMPT, answer) for answer in answers], **asked)
+    for told, one, count in zip(found["scores"], expected, (4, 1), strict=True):
+        assert told["log_likelihood"] == pytest.approx(one.log_likelihood, rel=1e-5)
+        assert told["standard_error"] == pytest.approx(one.standard_error, rel=1e-3)
+        assert told["mc_num"] == one.mc_num == count
+    refused = client.post("/v1/score", json={"prompt": "", "answers": answers})
+    assert (refused.status_code, "the prompt is empty" in refused.text) == (400, True)
 
 
 @pytest.fixture(scope="module")

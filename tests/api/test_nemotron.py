@@ -41,6 +41,18 @@ def test_a_stream_has_the_recorded_text(client: TestClient, mode: str):
     assert "".join(part["choices"][0]["text"] for _, part in told) == f" {words(*RUNS[mode].output or ())}"
 
 
+def test_an_echo_has_the_likelihood_of_each_token(client: TestClient):
+    """Each token of a recorded answer is the best one there."""
+    ids = [*AUTOREGRESSIVE.prompt.tolist(), *AUTOREGRESSIVE.output]
+    body = {"prompt": ids, "max_tokens": 0, "logprobs": 1, "echo": True}
+    [choice] = client.post("/v1/completions", json=body).json()["choices"]
+    told = choice["logprobs"]
+    assert told["kind"] == "log_likelihood"
+    begin = len(AUTOREGRESSIVE.prompt)
+    for token, top in zip(told["tokens"][begin:], told["top_logprobs"][begin:], strict=True):
+        assert list(top) == [token]
+
+
 def test_a_mode_that_is_not_there(client: TestClient):
     answer = client.post("/v1/completions", json={"prompt": [5], "generation_mode": "spoken"})
     assert answer.status_code == 400

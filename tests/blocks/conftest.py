@@ -62,8 +62,7 @@ def params(config: ModelConfig) -> Params:
     return load_params(SDAR.directory, config, "float32")
 
 
-@pytest.fixture(scope="package")
-def logits_of(params: Params, config: ModelConfig) -> Logits:
+def whole_sequences(params: Params, config: ModelConfig) -> Logits:
     """Logits of all tokens of a sequence, from an evaluation of the whole of it."""
 
     @jax.jit
@@ -79,6 +78,11 @@ def logits_of(params: Params, config: ModelConfig) -> Logits:
         return np.asarray(found)[: len(tokens)]
 
     return of
+
+
+@pytest.fixture(scope="package")
+def logits_of(params: Params, config: ModelConfig) -> Logits:
+    return whole_sequences(params, config)
 
 
 @pytest.fixture

@@ -58,7 +58,6 @@ def test_infilling_and_scores(sdar: LLM):
     with pytest.raises(RequestError, match="a block model sees nothing behind a block"):
         sdar.infill(token_ids=[[1, MASK, 2]])
     for what, call in {
-        "score": lambda: sdar.score([1], [2]),
         "choose": lambda: sdar.choose([1], [[2], [3]]),
         "conditionals": lambda: sdar.conditionals([[1, MASK]], [1], [2]),
         "pseudo_likelihood": lambda: sdar.pseudo_likelihood([1, 2]),

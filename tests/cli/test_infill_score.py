@@ -64,8 +64,20 @@ def test_score_of_a_causal_model_is_exact(tmp_path: Path, use_model: UseModel):
         assert_mistake(run("score", "", "w6"), "the prompt is empty", "such as the bos id 1")
 
 
+def test_score_of_a_block_model_at_block_length_1_is_exact(tmp_path: Path, use_model: UseModel):
+    with LLM(write_speaking(tmp_path, "sdar", "none"), dtype="float32") as llm:
+        use_model(llm)
+        args = ["score", "w5 w6", "w7 w8 w9", "--block-length", "1"]
+        few, many = (float(run(*args, "--mc-num", str(count)).stdout) for count in (1, 64))
+        assert few == pytest.approx(llm.score([5, 6], [7, 8, 9], block_length=1), rel=1e-5)
+        assert many == few
+        assert_mistake(run("score", "w5", "w6", "--block-length", "3"), "--block-length is 3")
+        assert_mistake(run("score", "w5", "w6", "--cfg-scale", "1"), "--cfg-scale is for models that see")
+
+
 def test_mistakes_in_a_score(loaded_speaking: LLM, use_model: UseModel):
     use_model(loaded_speaking)
     assert_mistake(run("score", "w5", ""), "answer is empty")
     assert_mistake(run("score", "w5", "w6", "--mc-num", "0"), "--mc-num")
+    assert_mistake(run("score", "w5", "w6", "--block-length", "4"), "--block-length is for block models")
     assert_mistake(run("score", "w5", "w6", "--cfg-scale", "-1"), "--cfg-scale is -1")

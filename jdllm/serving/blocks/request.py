@@ -72,7 +72,7 @@ def block_spec(
     shifted, mask_id = config.logits_shift, mask_id_of(config)
     prompt = checked_ids(prompt, config, may_be_empty=not shifted)
     without_masks(prompt, sampling.changed(prompt_masks="error") if shifted else sampling, mask_id)
-    length = _block_length(sampling, config)
+    length = block_length_of(sampling.block_length, config)
     small = _small_block_length(sampling, length)
     masks = min(sampling.max_tokens or sampling.gen_length, sampling.gen_length)
     table = with_post_steps(step_table(sampling, small, steps_of_block(sampling, small), small), sampling)
@@ -97,11 +97,14 @@ def block_spec(
     )
 
 
-def _block_length(sampling: SamplingParams, config: ModelConfig) -> int:
-    """Positions of a block: what the request says, or else the model."""
-    length = sampling.block_length or config.block_length
+def block_length_of(asked: int | None, config: ModelConfig) -> int:
+    """Positions of a block: what is asked for, or else those of the model.
+
+    Raises `RequestError` where a page is not cut into such blocks.
+    """
+    length = config.block_length if asked is None else asked
     assert length is not None  # a block model has one
-    if PAGE_ROWS % length:
+    if length < 1 or PAGE_ROWS % length:
         raise RequestError(
             f"block_length is {length}, expected a divisor of {PAGE_ROWS}, such as {config.block_length},"
             " which config.json states or implies"
