@@ -33,7 +33,7 @@ from jdllm.serving.engine import Engine, Updates
 from jdllm.serving.long.request import LongContext, long_spec
 from jdllm.serving.modes.registry import mode_of
 from jdllm.serving.request import Request
-from jdllm.serving.spec import RequestSpec, infill_spec
+from jdllm.serving.spec import RequestSpec
 from jdllm.serving.updates import StepUpdate, Update
 
 Sampling = SamplingParams | Iterable[SamplingParams]
@@ -188,6 +188,9 @@ class GeneratesText(abc.ABC):
         denoised in its share of `steps` (one a mask by default) before the next; see
         `jdllm.serving.spec.infill_spec`. Not a mode of the official sampler; its rules per step are.
 
+        Blocks of a block model are counted from the first token, and a mask sees nothing behind its block
+        (`jdllm.serving.blocks.infill.block_infill_spec`).
+
         Arguments:
         - `texts`: the mask token of the tokenizer stands for each missing token; this special token is
           parsed in any case.
@@ -209,9 +212,7 @@ class GeneratesText(abc.ABC):
         # The checkpoint's own steps and blocks are for its `gen_length`, not for the masks of this text.
         default = self.default_sampling().changed(steps=None, block_length=None)
         asked = _given_once(sampling_params, sampling, default)
-        return self._answer(
-            lambda ids, one: infill_spec(ids, one, self.config), given, asked, on_step, progress
-        )
+        return self._answer(self.infill_spec, given, asked, on_step, progress)
 
     def chat_prompt(self, messages: Conversation) -> str:
         """Render messages (or one user message) with the model's chat template.
@@ -309,6 +310,16 @@ class GeneratesText(abc.ABC):
         if not isinstance(prompt, LongContext):
             return mode_of(self.config).spec(prompt, sampling, self.config, self._decode, bos_id)
         return long_spec(prompt, sampling, self.config, bos_id, decode=self._decode)
+
+    def infill_spec(self, token_ids: TokenIds, sampling: SamplingParams) -> RequestSpec:
+        """What `infill` asks of the engine for one sample.
+
+        Arguments:
+        - `token_ids`: ids with masks.
+
+        Raises `RequestError` as `infill` does.
+        """
+        return mode_of(self.config).infilling(token_ids, sampling, self.config)
 
     def _warn_of_length(self, specs: list[RequestSpec]) -> None:
         longest = max((spec.positions for spec in specs), default=0)

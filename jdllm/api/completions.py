@@ -28,7 +28,7 @@ from jdllm.api.service import Service
 from jdllm.outputs import CompletionOutput
 from jdllm.prompts import AskedPrompt, LongPrompt, Prompt, ask, read_long, specs_of
 from jdllm.scoring import Conditional
-from jdllm.serving.spec import infill_spec, mask_id_of
+from jdllm.serving.spec import mask_id_of
 from jdllm.serving.timings import Timings
 
 router = APIRouter(route_class=BodyRoute)
@@ -108,7 +108,7 @@ def _between(service: Service, body: CompletionRequest) -> list[AskedPrompt]:
         service.check_length(len(prompt.ids) + masks + len(suffix))
 
     def make(ids: Any, one: Any) -> Any:
-        spec = infill_spec([*ids, *[mask_id_of(config)] * masks, *suffix], one, config)
+        spec = service.llm.infill_spec([*ids, *[mask_id_of(config)] * masks, *suffix], one)
         return dataclasses.replace(spec, returned=slice(len(ids), len(ids) + masks))
 
     return ask(prompts, [sampling] * len(prompts), make)

@@ -22,7 +22,7 @@ from jdllm.choosing import OptionScores
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.prompts import AskedPrompt, Prompt, ask
 from jdllm.serving.request import Request as Ended
-from jdllm.serving.spec import infill_spec, mask_id_of
+from jdllm.serving.spec import mask_id_of
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -202,8 +202,7 @@ def _asked(service: Service, templates: Sequence[Template], sampling: SamplingPa
     for template in templates:
         service.check_length(len(template.tokens))
     prompts = [Prompt(template.text, template.tokens) for template in templates]
-    config = service.llm.config
-    return ask(prompts, [sampling] * len(prompts), lambda ids, one: infill_spec(ids, one, config))
+    return ask(prompts, [sampling] * len(prompts), service.llm.infill_spec)
 
 
 def _slots(service: Service, template: Template, state: Ended | None) -> list[dict[str, Any]]:

@@ -182,6 +182,18 @@ class Mode(Protocol):
         """
         ...
 
+    def infilling(
+        self, tokens: Sequence[int] | np.ndarray, sampling: SamplingParams, config: ModelConfig
+    ) -> RequestSpec:
+        """A request that fills the masks inside a sequence.
+
+        Arguments:
+        - `tokens`: int32 ids `[length]`, with masks.
+
+        Raises `RequestError` for what can never run.
+        """
+        ...
+
     def parts(self, model: OnDevice, background: Background, extras: Extras) -> EngineParts:
         """What an engine is made of.
 

@@ -176,7 +176,9 @@ def infill_spec(
     if sampling.prefilling is not None:
         raise RequestError("prefilling is for prompts with a long context, not for infilling: leave it out")
     if config.attention == "block_causal":
-        raise RequestError("a block model sees nothing behind a block: it generates, and fills nothing in")
+        raise RequestError(
+            "infill_spec is for models that see whole sequences: LLM.infill_spec serves block models too"
+        )
     if sampling.stop or sampling.stop_token_ids:
         raise RequestError("a sequence to infill has no end to stop at: leave stop and stop_token_ids out")
     tokens = checked_ids(tokens, config)

@@ -67,14 +67,39 @@ def test_a_stream_has_the_same_text(client: TestClient, text: str):
             {"prompt": PROMPT, "editing_threshold": 0.5},
             "whose rows predict their own token",
         ),
-        ("/v1/completions", {"prompt": PROMPT, "suffix": "w5"}, "a block model sees nothing behind a block"),
+        ("/v1/infill", {"token_ids": [509, 5]}, "position 0 is masked"),
+        (
+            "/v1/infill",
+            {"parts": ["w5", {"type": "choice", "options": ["w6", "w7"]}]},
+            "choose is for models that see whole sequences",
+        ),
     ],
-    ids=["cache", "editing", "suffix"],
+    ids=["cache", "editing", "first mask", "choice"],
 )
 def test_what_it_does_not_do_is_refused(client: TestClient, route: str, body: dict[str, object], told: str):
     answer = client.post(route, json=body)
     assert answer.status_code == 400
     assert told in answer.json()["error"]["message"]
+
+
+def test_an_infilling_is_what_the_library_gives(client: TestClient, llm: LLM):
+    ids = [*PROMPT, 509, 509, 7, 8, 509, 9]
+    sampling: dict[str, Any] = {"block_length": 4, "steps": 6}
+    [expected] = llm.infill(token_ids=[ids], sampling=SamplingParams(**sampling))
+    [choice] = client.post("/v1/infill", json={"token_ids": ids, **sampling}).json()["choices"]
+    assert choice["token_ids"] == expected.token_ids
+    assert [(slot["start"], slot["stop"]) for slot in choice["slots"]] == [(5, 7), (9, 10)]
+    assert choice["slots"][1]["token_ids"] == expected.token_ids[9:10]
+    parts = [words(*PROMPT), {"type": "text", "max_tokens": 2}, words(7, 8)]
+    [of_parts] = client.post("/v1/infill", json={"parts": parts, **sampling}).json()["choices"]
+    assert of_parts["token_ids"][:5] + of_parts["token_ids"][7:] == [*PROMPT, 7, 8]
+
+
+def test_a_suffix_stands_behind_the_answer(client: TestClient, llm: LLM):
+    [expected] = llm.infill(token_ids=[[*PROMPT, *[509] * 4, 7]], sampling=SamplingParams(block_length=4))
+    body = {"prompt": PROMPT, "suffix": "w7", "max_tokens": 4, "block_length": 4}
+    [choice] = client.post("/v1/completions", json=body).json()["choices"]
+    assert choice["text"] == f" {words(*expected.token_ids[5:9])}"
 
 
 def test_scores_are_the_library_s(client: TestClient, llm: LLM):

@@ -1,11 +1,14 @@
 """A recorded SDAR checkpoint, engines for it, and evaluations of whole sequences."""
 
 import dataclasses
+import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.special import log_softmax
 
 from jdllm.checkpoints.loading import load_params
 from jdllm.compiling.executables import Executables
@@ -16,6 +19,7 @@ from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import config_from_hf
 from jdllm.models.visibility import key_ranges
 from jdllm.models.weights import Params
+from jdllm.serving.spec import mask_id_of
 from tests.blocks.oracle import Logits
 from tests.blocks.recorded import FAST_DLLM_V2, LLADA2, SDAR
 from tests.causal.running import Build
@@ -78,6 +82,32 @@ def whole_sequences(params: Params, config: ModelConfig) -> Logits:
         return np.asarray(found)[: len(tokens)]
 
     return of
+
+
+class Scored(NamedTuple):
+    """A block model, and its logits by evaluations of whole sequences."""
+
+    llm: LLM
+    logits_of: Logits
+
+    @property
+    def mask_id(self) -> int:
+        return mask_id_of(self.llm.config)
+
+    def logprobs(self, tokens: np.ndarray, block_length: int) -> np.ndarray:
+        """f64 log-probabilities `[length, vocab]` of the token at each position."""
+        found = self.logits_of(tokens, block_length).astype(np.float64)
+        if self.llm.config.logits_shift:
+            found = np.concatenate([found[:1], found[:-1]])
+        return log_softmax(found, axis=-1)
+
+
+@functools.cache
+def scored_of(golden: Golden) -> Scored:
+    llm = llm_of(golden)
+    llm.scorer.warm()
+    params = load_params(golden.directory, llm.config, "float32")
+    return Scored(llm, whole_sequences(params, llm.config))
 
 
 @pytest.fixture(scope="package")

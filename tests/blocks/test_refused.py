@@ -54,9 +54,7 @@ def test_a_model_without_a_mask(config: ModelConfig):
         block_spec([1], SamplingParams(gen_length=4), dataclasses.replace(config, mask_id=None))
 
 
-def test_infilling_and_scores(sdar: LLM):
-    with pytest.raises(RequestError, match="a block model sees nothing behind a block"):
-        sdar.infill(token_ids=[[1, MASK, 2]])
+def test_what_sees_whole_sequences(sdar: LLM):
     for what, call in {
         "choose": lambda: sdar.choose([1], [[2], [3]]),
         "conditionals": lambda: sdar.conditionals([[1, MASK]], [1], [2]),

@@ -1,16 +1,13 @@
 """Likelihoods by blocks, against evaluations of whole sequences, one for each masked copy of each block."""
 
-import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy.special import log_softmax
 
-from jdllm.checkpoints.loading import load_params
 from jdllm.decoding.likelihood import perturb
 from jdllm.errors import NonFiniteError, RequestError
 from jdllm.execution.module import Transformer
@@ -18,40 +15,12 @@ from jdllm.llm import LLM
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.scoring import Likelihood
-from jdllm.serving.spec import mask_id_of
-from tests.blocks.conftest import llm_of, whole_sequences
-from tests.blocks.oracle import Logits
+from tests.blocks.conftest import Scored, scored_of
 from tests.blocks.recorded import FAST_DLLM_V2, LLADA2, SDAR
 from tests.conftest import KV_POOL
-from tests.helpers import Golden, slow
+from tests.helpers import slow
 
 GOLDENS = {"sdar": SDAR, "llada2": LLADA2, "fast_dllm_v2": FAST_DLLM_V2}
-
-
-class Scored(NamedTuple):
-    """A block model, and its logits by evaluations of whole sequences."""
-
-    llm: LLM
-    logits_of: Logits
-
-    @property
-    def mask_id(self) -> int:
-        return mask_id_of(self.llm.config)
-
-    def logprobs(self, tokens: np.ndarray, block_length: int) -> np.ndarray:
-        """f64 log-probabilities `[length, vocab]` of the token at each position."""
-        found = self.logits_of(tokens, block_length).astype(np.float64)
-        if self.llm.config.logits_shift:
-            found = np.concatenate([found[:1], found[:-1]])
-        return log_softmax(found, axis=-1)
-
-
-@functools.cache
-def scored_of(golden: Golden) -> Scored:
-    llm = llm_of(golden)
-    llm.scorer.warm()
-    params = load_params(golden.directory, llm.config, "float32")
-    return Scored(llm, whole_sequences(params, llm.config))
 
 
 @pytest.fixture(params=["sdar", slow("llada2"), "fast_dllm_v2"])

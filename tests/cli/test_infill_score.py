@@ -45,6 +45,15 @@ def test_mistakes_in_an_infilling(loaded_speaking: LLM, use_model: UseModel):
     assert_mistake(run("infill"), "empty")
 
 
+def test_infill_of_a_block_model(tmp_path: Path, use_model: UseModel):
+    with LLM(write_speaking(tmp_path, "sdar", "none"), dtype="float32") as llm:
+        use_model(llm)
+        (output,) = outputs(run("infill", "w5 w317 w6 w7 w8 w9", "--json"))
+        (expected,) = llm.infill(token_ids=[[5, 317, 6, 7, 8, 9]])
+        assert output["token_ids"] == expected.token_ids
+        assert output["token_ids"][2:] == [6, 7, 8, 9]
+
+
 def test_score_is_that_of_the_library(loaded_speaking: LLM, use_model: UseModel):
     use_model(loaded_speaking)
     args = ["score", "w5 w6", "w7 w8", "--mc-num", "4", "--batch-size", "2", "--seed", "1"]

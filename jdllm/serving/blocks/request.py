@@ -73,7 +73,7 @@ def block_spec(
     prompt = checked_ids(prompt, config, may_be_empty=not shifted)
     without_masks(prompt, sampling.changed(prompt_masks="error") if shifted else sampling, mask_id)
     length = block_length_of(sampling.block_length, config)
-    small = _small_block_length(sampling, length)
+    small = small_block_length_of(sampling, length)
     masks = min(sampling.max_tokens or sampling.gen_length, sampling.gen_length)
     table = with_post_steps(step_table(sampling, small, steps_of_block(sampling, small), small), sampling)
     stop = len(prompt) + masks
@@ -112,8 +112,11 @@ def block_length_of(asked: int | None, config: ModelConfig) -> int:
     return length
 
 
-def _small_block_length(sampling: SamplingParams, length: int) -> int:
-    """Positions that are filled before the next ones: those of a block, unless the request says less."""
+def small_block_length_of(sampling: SamplingParams, length: int) -> int:
+    """Positions that are filled before the next ones: those of a block, unless the request says less.
+
+    Raises `RequestError` where a block is not cut into such parts.
+    """
     small = sampling.small_block_length or length
     if length % small:
         raise RequestError(

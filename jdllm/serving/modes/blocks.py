@@ -14,6 +14,7 @@ from jdllm.models.config import ModelConfig
 from jdllm.planning.ladder import block_tile_rows, make_causal_ladder, make_ladder
 from jdllm.planning.plan import LONGEST
 from jdllm.serving.background import Background
+from jdllm.serving.blocks.infill import block_infill_spec
 from jdllm.serving.blocks.request import BlockRequest, BlockSpec, block_spec
 from jdllm.serving.blocks.runner import BlockRunner
 from jdllm.serving.blocks.step_runner import StepRunner
@@ -63,6 +64,11 @@ class Blocks:
         assert length is not None  # a block model has one
         content = np.array([1], np.int32).tobytes()
         return speculative_spec(prompt, own, as_causal(config), length, decode, None, content)
+
+    def infilling(
+        self, tokens: Sequence[int] | np.ndarray, sampling: SamplingParams, config: ModelConfig
+    ) -> RequestSpec:
+        return block_infill_spec(tokens, sampling, config)
 
     def parts(self, model: OnDevice, background: Background, extras: Extras) -> EngineParts:
         account = model.account

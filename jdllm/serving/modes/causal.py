@@ -21,6 +21,7 @@ from jdllm.serving.demands import Kind
 from jdllm.serving.fitting import check_on_device
 from jdllm.serving.mode import Classes, EngineParts, Extras
 from jdllm.serving.on_device import OnDevice
+from jdllm.serving.spec import RequestSpec, infill_spec
 
 
 class Causal:
@@ -40,6 +41,11 @@ class Causal:
         bos_id: int | None = None,
     ) -> CausalSpec:
         return causal_spec(prompt, sampling, config, decode, bos_id)
+
+    def infilling(
+        self, tokens: Sequence[int] | np.ndarray, sampling: SamplingParams, config: ModelConfig
+    ) -> RequestSpec:
+        return infill_spec(tokens, sampling, config)  # which says that there are no masks
 
     def parts(self, model: OnDevice, background: Background, extras: Extras) -> EngineParts:
         account, pages = model.account, model.pool.pages

@@ -57,6 +57,14 @@ class CausalContext:
         assert config.block_length is not None  # a block model has one
         return speculative_spec(prompt, own, as_causal(config), config.block_length, decode, bos_id)
 
+    def infilling(
+        self, tokens: Sequence[int] | np.ndarray, sampling: SamplingParams, config: ModelConfig
+    ) -> RequestSpec:
+        raise RequestError(
+            f"a {config.family} model counts blocks from the end of a prompt: it generates, and fills"
+            " nothing in"
+        )
+
     def parts(self, model: OnDevice, background: Background, extras: Extras) -> EngineParts:
         check_extras(extras)
         rows, own_config = model.account.rows, as_causal(model.config)

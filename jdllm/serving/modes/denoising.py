@@ -31,7 +31,7 @@ from jdllm.serving.mode import Classes, EngineParts, Extras, Holder
 from jdllm.serving.on_device import OnDevice
 from jdllm.serving.packing import demand
 from jdllm.serving.request import Request
-from jdllm.serving.spec import RequestSpec, generation_spec
+from jdllm.serving.spec import RequestSpec, generation_spec, infill_spec
 
 
 class Denoising:
@@ -51,6 +51,11 @@ class Denoising:
         bos_id: int | None = None,
     ) -> RequestSpec:
         return generation_spec(prompt, sampling, config, decode)
+
+    def infilling(
+        self, tokens: Sequence[int] | np.ndarray, sampling: SamplingParams, config: ModelConfig
+    ) -> RequestSpec:
+        return infill_spec(tokens, sampling, config)
 
     def parts(self, model: OnDevice, background: Background, extras: Extras) -> EngineParts:
         account = model.account
