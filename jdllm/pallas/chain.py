@@ -6,9 +6,16 @@ A chain begins with a kernel that is not chained, which starts when all before i
 launched so from a stream only; in a graph of XLA's they wait for each other as always.
 """
 
+import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jdllm.pallas.device import target
+from jdllm.pallas.hopper import SHARED_BYTES
+
+ALONE = plgpu.SMEM((SHARED_BYTES // 2 + 4096,), jnp.int8)
+"""Memory that a block of a row leaves unused. With more than half of the shared memory each block has a
+processor for itself. Blocks that start early find room on few processors only, those that the kernel before
+leaves idle, and would crowd there."""
 
 
 def let_next_start(chained: bool) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from benchmarks.shapes import CAUSAL_SHAPES, SHAPES
+from benchmarks.shapes import BLOCK_SHAPES, CAUSAL_SHAPES, SHAPES
 from benchmarks.steps.cached import random_cache
 from jdllm.decoding.causal import decode, decodes_in_chain
 from jdllm.decoding.sampling import SamplingParams
@@ -22,6 +22,7 @@ from jdllm.models.config import ModelConfig
 from jdllm.models.weights import abstract_params, init_params
 from jdllm.pallas.add_norm import api as add_norm_api
 from jdllm.pallas.device import Target
+from jdllm.pallas.head_norm import api as head_norm_api
 from jdllm.pallas.masked_logits import Level
 from jdllm.pallas.skinny_matmul import api as skinny_api
 from jdllm.pallas.split_attention import api as split_api
@@ -45,13 +46,14 @@ SIZES = {
 }
 SMALL = dataclasses.replace(SHAPES["llada-8b"], **SIZES)
 GROUPED = dataclasses.replace(SHAPES["dream-7b"], **SIZES | {"num_kv_heads": 2})
+NORMED = dataclasses.replace(BLOCK_SHAPES["sdar-8b"], **SIZES)
 FRESH, CACHED = 32, 100
 
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch):
     """Kernels are chosen as on a Hopper card without Triton, and made for the interpreter."""
-    for module in (add_norm_api, chain, skinny_api, split_api, streamed):
+    for module in (add_norm_api, chain, head_norm_api, skinny_api, split_api, streamed):
         monkeypatch.setattr(module, "target", lambda: Target(True, 9.0, triton=False))
 
 
@@ -71,6 +73,8 @@ def test_what_a_chain_can_take():
     assert holds(dataclasses.replace(SMALL, num_kv_heads=2))
     assert not holds(dataclasses.replace(SMALL, hidden_size=640, num_heads=5, num_kv_heads=5))
     assert not holds(dataclasses.replace(SMALL, head_dim=48))
+    assert holds(NORMED)
+    assert not holds(dataclasses.replace(NORMED, num_kv_heads=2))
     half = dataclasses.replace(SMALL.rope, fraction=0.5)
     scaled = dataclasses.replace(SMALL.rope, query_beta=0.1, original_positions=64)
     assert not any(holds(dataclasses.replace(SMALL, rope=rope)) for rope in (half, scaled))
@@ -82,10 +86,10 @@ def test_none_elsewhere():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("config", [SMALL, GROUPED], ids=["every-head", "groups-and-biases"])
+@pytest.mark.parametrize("config", [SMALL, GROUPED, NORMED], ids=["every-head", "groups-and-biases", "norms"])
 def test_the_chain_computes_what_the_layers_do(config: ModelConfig, capsys: pytest.CaptureFixture[str]):
     params = init_params(config, jax.random.key(0), "bfloat16")
-    for name in ("q_bias", "k_bias", "v_bias"):
+    for name in ("q_bias", "k_bias", "v_bias", "q_norm", "k_norm"):
         if name in params["layers"]:
             shape, key = params["layers"][name].shape, jax.random.key(len(name))
             params["layers"][name] = jax.random.normal(key, shape, "bfloat16")

@@ -21,12 +21,14 @@ from jdllm.models.weights import Params, layer_runs
 from jdllm.pallas.add_norm import add_norm, check_add_norm
 from jdllm.pallas.device import target
 from jdllm.pallas.dispatch import limit
+from jdllm.pallas.head_norm import check_head_norm, head_norm
 from jdllm.pallas.skinny_matmul import skinny_matmul, skinny_parts
 from jdllm.pallas.skinny_matmul.limits import SKINNY_MATMUL
 
 _QKV, _GATES = ("q", "k", "v"), ("gate", "up")
 _WEIGHTS = {"attn_norm", "ffn_norm", "o", "down", *_QKV, *_GATES}
 _BIASES = tuple(f"{name}_bias" for name in _QKV)
+_NORMS = ("q_norm", "k_norm")
 
 
 class ChainedAttention(Protocol):
@@ -52,18 +54,22 @@ class ChainOperands(NamedTuple):
 def chains(params: Params, config: ModelConfig, rows: int) -> bool:
     """Whether `run_chain` can take so many rows of this model, on the device at hand.
 
-    It cannot take experts, norms of queries and keys, heads that are rotated in part, queries that are scaled
-    by position, nor parts of a model on several cards, whose sums it would have to wait for.
+    It cannot take experts, heads that are rotated in part, queries that are scaled by position, nor parts of
+    a model on several cards, whose sums it would have to wait for.
     """
     if config.cards > 1 or config.rope.query_beta:
         return False
     ((name, _, _), *more) = layer_runs(config)
     stack = params[name]
-    if more or set(stack) not in (_WEIGHTS, _WEIGHTS | set(_BIASES)):
+    further, normed = set(stack) - _WEIGHTS, "q_norm" in stack
+    if more or not set(stack) >= _WEIGHTS or further not in (set(), set(_BIASES), set(_NORMS)):
         return False
     if config.rope.rotated_dim(config.head_dim) < config.head_dim:
         return False
     if limit(check_add_norm, stack["o"].dtype, config.hidden_size) is not None:
+        return False
+    heads = config.num_heads, config.num_kv_heads
+    if normed and limit(check_head_norm, stack["q"].dtype, heads, config.head_dim) is not None:
         return False
 
     def streamed(*names: str, head_dim: int | None = None) -> bool:
@@ -71,8 +77,8 @@ def chains(params: Params, config: ModelConfig, rows: int) -> bool:
         x = jax.ShapeDtypeStruct((rows, weights[0].shape[2]), weights[0].dtype)
         return "chained" in SKINNY_MATMUL.default(target(), x, weights, head_dim).hints
 
-    rotated = streamed(*_QKV, head_dim=config.head_dim)
-    return rotated and all(streamed(*names) for names in (_GATES, ("o",), ("down",)))
+    projected = streamed(*_QKV, head_dim=None if normed else config.head_dim)
+    return projected and all(streamed(*names) for names in (_GATES, ("o",), ("down",)))
 
 
 def chain_operands(params: Params, config: ModelConfig) -> ChainOperands:
@@ -114,6 +120,7 @@ def run_chain(
     """
     ((name, begin, _),) = layer_runs(config)
     stack, (numbers, bias) = params[name], operands
+    normed = "q_norm" in stack
 
     @functools.partial(jax.jit, static_argnames="chained")
     def layer(
@@ -127,14 +134,20 @@ def run_chain(
             parts = skinny_parts(y, stack[weight], layer=place, chained=chained)
             return add_norm(h, parts, stack[norm], of_layer, eps=config.rms_norm_eps, chained=chained)
 
-        qkv = products(x, _QKV, bias=bias, rotation=(rotation.cos, rotation.sin))
+        angles = rotation.cos, rotation.sin
+        qkv = products(x, _QKV, bias=bias, rotation=None if normed else angles)
         q, k, v = (y.reshape(y.shape[0], -1, config.head_dim) for y in qkv)
+        if normed:
+            norms, eps = (stack["q_norm"], stack["k_norm"]), config.rms_norm_eps
+            q, k = head_norm(q, k, norms, place, angles, eps=eps, chained=chained)
         o = attention(q, k, v, layer=place, chained=chained)
         h, x = add(h, o.reshape(h.shape[0], -1), "o", "ffn_norm", place)
         (y,) = products(x, _GATES, gated=True)
         return *add(h, y, "down", "attn_norm", after), (k, v)
 
     stored: list[tuple[Array, Array]] = []
+    # Else angles could be computed when they are first needed, behind the first kernel.
+    h, rotation = lax.optimization_barrier((h, rotation))
     x = rms_norm(h, stack["attn_norm"][begin], config.rms_norm_eps)
     for index, (number, after) in enumerate(zip(numbers, (*numbers[1:], numbers[-1]), strict=True)):
         # What all layers read is older than the chain: the first one has waited for it.

@@ -9,15 +9,12 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from jdllm.pallas.chain import let_next_start, wait_for_kernel_before
-from jdllm.pallas.hopper import SHARED_BYTES
+from jdllm.pallas.chain import ALONE, let_next_start, wait_for_kernel_before
 from jdllm.pallas.ring import COMPILER_PARAMS
 from jdllm.pallas.shared_lowering import lowered_once
 
 _VECTOR = 4
-# Unused: with more than half of the shared memory each block has a processor for itself. Blocks that start
-# early find room on few processors only, those that the kernel before leaves idle, and would crowd there.
-_ALONE = plgpu.SMEM((SHARED_BYTES // 2 + 4096,), jnp.int8)
+
 
 Row = Float[Array, " d"]
 
@@ -38,7 +35,7 @@ def add_norm_mosaic_gpu(
     kernel = plgpu.kernel(
         functools.partial(_kernel, eps=eps, chained=chained),
         out_type=[result, result],
-        scratch_types=[_ALONE],
+        scratch_types=[ALONE],
         grid=(rows,),
         grid_names=("row",),
         compiler_params=COMPILER_PARAMS,
