@@ -18,7 +18,8 @@ from jdllm.arrays import Tensor
 from jdllm.chunks import ChunkConfig
 from jdllm.decoding.batch import HeadRows, Trace
 from jdllm.decoding.head import source_rows
-from jdllm.execution.paged.decode import Place, Window, forward_decode
+from jdllm.execution.paged.decode import Window, forward_decode
+from jdllm.execution.paged.place import Place
 from jdllm.execution.paged.pool import KvArrays
 from jdllm.execution.transformer import forward, logits
 from jdllm.models.block import Hidden, RowInts, Rows

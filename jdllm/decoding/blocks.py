@@ -5,13 +5,16 @@ from jaxtyping import Array, Float
 
 from jdllm.decoding.batch import Batch, Trace
 from jdllm.decoding.step import SelectionBits, keyed_bits, step_behind
+from jdllm.execution.paged.forward import forward_storing
 from jdllm.execution.paged.parts import PackedParts, Seen, Storage, forward_parts, seeing
+from jdllm.execution.paged.place import Place
 from jdllm.execution.paged.pool import KvArrays
 from jdllm.execution.transformer import Wanted
 from jdllm.models.block import Hidden, RowInts, Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.pallas.masked_logits import Level
+from jdllm.pallas.split_attention import PageTable
 
 _LAST_ROWS = 8
 
@@ -52,8 +55,8 @@ def store_blocks(
 def store_and_step(
     params: Params,
     batch: Batch,
-    storage: Storage,
-    seen: Seen,
+    place: Place,
+    table: PageTable,
     pool: KvArrays,
     *,
     config: ModelConfig,
@@ -62,14 +65,14 @@ def store_and_step(
     level: Level,
     selection_bits: SelectionBits = keyed_bits,
 ) -> tuple[Trace, KvArrays]:
-    """Store finished blocks, and take the first step of the block behind each in the same evaluation.
+    """Store finished blocks, and take the first step of the block behind them in the same evaluation.
 
     Arguments:
     - `params`: stacked weights.
-    - `batch`: the rows of finished blocks and of those behind them, which see each other as in a finished
-      sequence. Head rows are masked rows of the latter.
-    - `storage`: where the rows of finished blocks are stored.
-    - `seen`: which stored rows the rows see.
+    - `batch`: the rows of finished blocks and of those behind them, in tiles of one block. Head rows are
+      masked rows of the latter.
+    - `place`: where the rows of finished blocks are stored.
+    - `table`: the pages and the blocks among the rows that each tile sees: its own block and those before.
     - `pool`: keys and values of all requests, written in place: donate it.
     - `config`, `mask_id`, `level`: static.
     - `logits_chunks`: into how many chunks the head rows are cut where logits exist; static.
@@ -79,10 +82,8 @@ def store_and_step(
     """
 
     def forward(tokens: RowInts, wanted: Wanted) -> tuple[Hidden, KvArrays]:
-        parts = seeing(PackedParts(tokens, batch.rows, None, None, storage, wanted), seen)
-        hidden, written = forward_parts(params, config, parts, pool)
-        assert written is not None
-        return hidden, written
+        hidden, written = forward_storing(params, config, tokens, batch.rows, pool, table, place)
+        return hidden[wanted.rows], written
 
     return step_behind(
         forward,

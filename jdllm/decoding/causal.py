@@ -13,8 +13,9 @@ from jdllm.decoding.head import Choice, Sources, choose
 from jdllm.decoding.penalty import Penalty
 from jdllm.decoding.unseen import padded, taken
 from jdllm.execution.few_rows.chain import chain_operands, chains
-from jdllm.execution.paged.decode import Place, Window, chain_rows, forward_decode, forward_decode_chained
+from jdllm.execution.paged.decode import Window, chain_rows, forward_decode, forward_decode_chained
 from jdllm.execution.paged.parts import PackedParts, Seen, Storage, forward_parts, seeing
+from jdllm.execution.paged.place import Place
 from jdllm.execution.paged.pool import PAGE_ROWS, SCRATCH_PAGE, KvArrays
 from jdllm.execution.paged.stored_keys import StoredKeys
 from jdllm.execution.transformer import Wanted

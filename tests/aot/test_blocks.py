@@ -17,9 +17,11 @@ from jdllm.models.weights import abstract_params
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.aot import compile_for
 from jdllm.planning.ladder import Entry
-from jdllm.serving.blocks.packing import Form, pack_blocks, with_choices, with_steps
+from jdllm.serving.blocks.packing import Form, pack_blocks, with_choices
 from jdllm.serving.blocks.request import BlockRequest, block_spec
+from jdllm.serving.blocks.step_packing import pack_steps
 from jdllm.serving.pool.kv_pool import KvPool
+from tests.aot.chains import chain_of
 
 pytestmark = pytest.mark.aot
 
@@ -27,6 +29,7 @@ CONFIG = dataclasses.replace(
     CAUSAL_SHAPES["llama-3.1-8b"], attention="block_causal", block_length=32, mask_id=0
 )
 PAGES, COUNT, MIB = 4096, 32, 2**20
+STEP_STATIC = {"mask_id": CONFIG.mask_id, "logits_chunks": 1, "level": Level.TOP}
 
 
 def asked(config: ModelConfig) -> tuple[list[BlockRequest], list[range], KvPool]:
@@ -38,35 +41,50 @@ def asked(config: ModelConfig) -> tuple[list[BlockRequest], list[range], KvPool]
     return requests, [range(1024 + 32 * (i % 2), 1056 + 32 * (i % 2)) for i in range(COUNT)], pool
 
 
-@pytest.mark.parametrize(
-    ("shifted", "tile_rows", "steps"),
-    [(False, 32, False), (False, 32, True), (False, 8, True), (False, None, False), (True, 32, False)],
-)
-def test_blocks_are_stored_in_place(shifted: bool, tile_rows: int | None, steps: bool):
+@pytest.mark.parametrize(("shifted", "tile_rows"), [(False, 32), (False, None), (True, 32)])
+def test_blocks_are_stored_in_place(shifted: bool, tile_rows: int | None):
     config = dataclasses.replace(CONFIG, logits_shift=shifted)
     requests, parts, pool = asked(config)
-    entry = Entry(2048 if steps else 1024, COUNT * COUNT, COUNT, 1)
-    packed = pack_blocks(
-        requests, parts, config, pool.book, entry, Form(tile_rows, entries=8192), steps=steps
-    )
+    entry = Entry(1024, COUNT * COUNT, COUNT, 1)
+    packed = pack_blocks(requests, parts, config, pool.book, entry, Form(tile_rows, entries=8192))
     static: dict[str, Any] = {"config": config}
     function, arguments = store_blocks, packed.arguments
     if shifted:
         function, static["level"] = prefill, Level.TOP
         arguments = with_choices(packed, requests, parts, config, entry).arguments
-    if steps:
-        function = store_and_step
-        static |= {"mask_id": config.mask_id, "logits_chunks": 1, "level": Level.TOP}
-        arguments = with_steps(packed, requests, config, entry).arguments
+    check_in_place(config, function, arguments, pool, static)
+
+
+@pytest.mark.parametrize(("count", "tile_rows"), [(COUNT, 32), (COUNT, 8), (1, 32)])
+def test_blocks_are_stored_in_place_with_a_step(count: int, tile_rows: int):
+    """Of one request the layers are a chain, in which nothing stands between two kernels."""
+    config = dataclasses.replace(CONFIG, qk_norm=True)
+    requests, _, pool = asked(config)
+    for request in requests:
+        request.find(1024)
+    entry = Entry(2 * 32 * count, 32 * count, max(count, 8), 1)
+    packed = pack_steps(requests[:count], config, pool.book, entry, 8192, tile_rows)
+    static = STEP_STATIC | {"config": config, "chained": count == 1}
+    text = check_in_place(config, store_and_step, packed.arguments, pool, static)
+    if count == 1:
+        chain = chain_of(text)
+        assert (chain.of_layers, chain.between, chain.constants) == (9 * config.num_layers, [], set())
+
+
+def check_in_place(
+    config: ModelConfig, function: Any, arguments: tuple[Any, ...], pool: KvPool, static: dict[str, Any]
+) -> str:
+    """Compile a part that fills the pool, and return its text."""
     params = abstract_params(config, "bfloat16")
     executable: Any = compile_for(
         "h200", function, params, *arguments, pool.abstract, donate=("pool",), **static
     )
-    memory = executable.memory_analysis()
+    memory, text = executable.memory_analysis(), executable.as_text()
     pool_bytes = 2 * config.num_layers * PAGES * PAGE_ROWS * config.num_kv_heads * config.head_dim * 2
     assert memory.alias_size_in_bytes >= pool_bytes
     assert memory.temp_size_in_bytes < 1024 * MIB, memory.temp_size_in_bytes / MIB
     # The compiler tries a sum over a layer's weights on a copy of all layers, for which there is no room.
     stacked = re.compile(rf"bf16\[{config.num_layers},\d{{4,}},\d+\]\S* parameter")
-    for computation in re.findall(r"\n%fused[^\n]*\{\n((?:  .*\n)*)", executable.as_text()):
+    for computation in re.findall(r"\n%fused[^\n]*\{\n((?:  .*\n)*)", text):
         assert not (stacked.search(computation) and " reduce(" in computation), computation
+    return text

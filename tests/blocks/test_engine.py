@@ -179,7 +179,7 @@ def test_steps_follow_their_store_without_the_host(build: Build, config: ModelCo
     """The first block is packed before the host has seen that the prompt is stored."""
     engine, parts = build(), list[PartDone]()
     engine.observe = parts.append
-    specs = [block_spec(prompt(96, i), FREE, config) for i in range(2)]
+    specs = [block_spec(prompt(160, i), FREE, config) for i in range(2)]
     check(run(engine, specs), logits_of)
     behind = [(a, b) for a, b in itertools.pairwise(parts) if a.kind is Kind.PREFILL and b.kind is Kind.REUSE]
     assert behind

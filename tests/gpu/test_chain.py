@@ -14,8 +14,9 @@ from benchmarks.steps.cached import random_cache
 from jdllm.compiling.executables import Executables
 from jdllm.execution.few_rows.chain import chains
 from jdllm.execution.module import Transformer
-from jdllm.execution.paged.decode import Place, forward_decode, forward_decode_chained
+from jdllm.execution.paged.decode import forward_decode, forward_decode_chained
 from jdllm.execution.paged.forward import forward_reuse
+from jdllm.execution.paged.place import Place
 from jdllm.execution.paged.pool import PAGE_ROWS, KvArrays, pool_shape
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig

@@ -4,26 +4,19 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
-from jdllm.arrays import Tensor
 from jdllm.execution.few_rows.chain import ChainOperands, chain_operands, run_chain
+from jdllm.execution.paged.place import Place, store_rows
 from jdllm.execution.paged.pool import KvArrays
 from jdllm.execution.paged.stored_keys import StoredKeys, over_stored_keys
 from jdllm.execution.transformer import embed, scan_layers
 from jdllm.models.block import Hidden, RowInts
 from jdllm.models.config import ModelConfig
-from jdllm.models.layer import Heads, Layer, LayerNumber
+from jdllm.models.layer import Heads, Layer
 from jdllm.models.rotary import Rotation, rotation_at
 from jdllm.models.weights import Params
 from jdllm.pallas.split_attention import FRESH_UNIT, PageTable, split_attention
-
-
-class Place(NamedTuple):
-    """Where the key and value of each row are stored: a row of a page, beyond the pool for nowhere."""
-
-    page: Int[Tensor, " rows"]
-    row: Int[Tensor, " rows"]
 
 
 class Window(NamedTuple):
@@ -142,17 +135,3 @@ def forward_decode_chained(
         jnp.stack([rows[::same] for rows in of_layers], axis=1) for of_layers in zip(*stored, strict=True)
     )
     return h[::same], store_rows(pool, slice(None), place, k, v)
-
-
-def store_rows(pool: KvArrays, layers: LayerNumber | slice, place: Place, k: Array, v: Array) -> KvArrays:
-    """Write a row of keys and values of each sequence.
-
-    Arguments:
-    - `layers`: one, of which `k` and `v` are `[rows, kv_heads, head_dim]`, or all: `[rows, layers, ...]`.
-    """
-    return KvArrays(
-        *(
-            x.at[layers, place.page, :, place.row].set(rows.astype(x.dtype), mode="drop", unique_indices=True)
-            for x, rows in zip(pool, (k, v), strict=True)
-        )
-    )

@@ -4,10 +4,13 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Int
 
 from jdllm.arrays import Tensor
 from jdllm.execution.few_rows.chain import ChainOperands, chain_operands, chains, run_chain
+from jdllm.execution.paged.place import Place, store_rows
 from jdllm.execution.paged.pool import KvArrays
 from jdllm.execution.paged.selection import Selection, Slots, slots_of, sources, store
 from jdllm.execution.transformer import (
@@ -88,6 +91,24 @@ class Pages(NamedTuple):
         """Attention of rotated queries, `[tiles, rows, heads, head_dim]`."""
         by_tile = q.reshape(self.table.first.shape[0] - 1, -1, *q.shape[1:])
         return self.attention(by_tile, *self.pool, self.table, fresh=(k, v), **options).o
+
+
+class StoredPages(NamedTuple):
+    """Tiles of rows that see pages of a pool and fresh rows, and of which some are stored: a `Sees`.
+
+    - `pages`: what the rows see.
+    - `place`: where each row is stored; nobody sees the row there.
+    """
+
+    pages: Pages
+    place: Place
+
+    def attend(self, layer: Layer, h: Hidden) -> tuple[Array, KvArrays]:
+        k, v, q = layer.project(h, self.pages.rotation, ("k", "v", "q"))
+        # Written before it is read: else the compiler would have to read a copy.
+        pool = store_rows(self.pages.pool, layer.number, self.place, k, v)
+        scale = layer.config.attention_scale
+        return self.pages._replace(pool=pool).over(q, k, v, layer=layer.number, scale=scale), pool
 
 
 def forward_refresh(
@@ -218,3 +239,41 @@ def forward_reuse(
         attend = functools.partial(sees.over, scale=config.attention_scale)
         return run_chain(params, config, made, h, rotation, attend)[0]
     return scan_layers(params, config, h, lambda h, layer: layer.apply(h, sees)[0], few_rows=len(tokens))
+
+
+def forward_storing(
+    params: Params,
+    config: ModelConfig,
+    tokens: RowInts,
+    rows: Rows,
+    pool: KvArrays,
+    table: PageTable,
+    place: Place,
+) -> tuple[Hidden, KvArrays]:
+    """`forward_reuse`, which also stores some of the rows.
+
+    Arguments:
+    - `params`, `config`: stacked weights, and the model; the latter is static.
+    - `tokens`, `rows`: int32 ids and positions of the rows; key ranges do not matter here.
+    - `pool`: written in place: donate it.
+    - `table`: what each tile of rows sees, as `forward_reuse` describes it: of the pool no row that is stored
+      now, which the tile sees as a fresh row instead.
+    - `place`: where each row is stored.
+
+    Returns the hidden rows, and the pool.
+    """
+    rotation = rotation_at(config.rope, config.head_dim, rows.positions)
+    h, sees = embed(params, tokens), Pages(rotation, pool, table, split_attention)
+    if chains(params, config, len(tokens)):
+        attend = functools.partial(sees.over, scale=config.attention_scale)
+        made = chain_operands(params, config)
+        # Nothing may stand between two layers, and the last one reads the pool that is written then.
+        h, stored = lax.optimization_barrier(run_chain(params, config, made, h, rotation, attend))
+        k, v = (jnp.stack(of_layers, axis=1) for of_layers in zip(*stored, strict=True))
+        return h, store_rows(pool, slice(None), place, k, v)
+
+    def body(carry: _Carry, layer: Layer) -> _Carry:
+        h, pool = carry
+        return layer.apply(h, StoredPages(sees._replace(pool=pool), place))
+
+    return scan_layers(params, config, (h, pool), body, few_rows=len(tokens))

@@ -72,28 +72,34 @@ def dense_table(lengths: Int[Tensor, " requests"], pages_per_request: int, page_
 
 
 def with_fresh_rows(
-    table: PageTable, start: Int[np.ndarray, " requests"], count: Int[np.ndarray, " requests"], page_rows: int
+    table: PageTable,
+    start: Int[np.ndarray, " runs"],
+    count: Int[np.ndarray, " runs"],
+    page_rows: int,
+    owner: Int[np.ndarray, " runs"] | None = None,
 ) -> PageTable:
-    """A table on the host, in which each request sees fresh rows after its pages.
+    """A table on the host, in which requests see runs of fresh rows after their pages.
 
     Arguments:
-    - `start`: the first fresh row of each request, a multiple of `FRESH_UNIT`.
-    - `count`: how many it sees from there on.
+    - `start`: the first fresh row of each run, a multiple of `FRESH_UNIT`.
+    - `count`: how many rows a run has from there on.
     - `page_rows`: rows of an entry.
+    - `owner`: the request that sees each run, rising; by default there is a run for each request.
 
-    Raises `ValueError` where a request's rows begin elsewhere.
+    Raises `ValueError` where a run begins elsewhere.
     """
     start, count, (pages, valid, first) = np.asarray(start), np.asarray(count), map(np.asarray, table)
     if (start % FRESH_UNIT).any():
         raise ValueError(f"fresh rows begin at multiples of {FRESH_UNIT}, not at {start}")
     entries = -(-count // page_rows)
-    before = np.cumsum([0, *entries])
-    owner = np.repeat(np.arange(len(entries)), entries)
-    skipped = (np.arange(before[-1]) - before[owner]) * page_rows
-    place = first[1:][owner]
+    run = np.repeat(np.arange(len(entries)), entries)
+    skipped = (np.arange(len(run)) - (np.cumsum(entries) - entries)[run]) * page_rows
+    requests = run if owner is None else np.asarray(owner)[run]
+    place = first[1:][requests]
+    before = np.insert(np.cumsum(np.bincount(requests, minlength=len(first) - 1)), 0, 0)
     return PageTable(
-        np.insert(pages, place, ~((start[owner] + skipped) // FRESH_UNIT)).astype(np.int32),
-        np.insert(valid, place, np.minimum(count[owner] - skipped, page_rows)).astype(np.int32),
+        np.insert(pages, place, ~((start[run] + skipped) // FRESH_UNIT)).astype(np.int32),
+        np.insert(valid, place, np.minimum(count[run] - skipped, page_rows)).astype(np.int32),
         (first + before).astype(np.int32),
     )
 

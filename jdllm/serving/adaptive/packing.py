@@ -7,7 +7,8 @@ import numpy as np
 
 from jdllm.arrays import padded
 from jdllm.decoding.adaptive import AdaptiveBatch, AdaptiveSegments, Verified
-from jdllm.execution.paged.decode import Place, Window
+from jdllm.execution.paged.decode import Window
+from jdllm.execution.paged.place import Place
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.execution.paged.stored_keys import StoredKeys
 from jdllm.models.config import ModelConfig

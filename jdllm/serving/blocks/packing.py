@@ -17,11 +17,9 @@ from jdllm.models.config import ModelConfig
 from jdllm.models.visibility import seen_range
 from jdllm.planning.ladder import Entry
 from jdllm.serving.blocks.request import BlockRequest
-from jdllm.serving.editing import packed_editing
 from jdllm.serving.packing import head_rows, segment_params
 from jdllm.serving.part_packing import Filled, storage_of
 from jdllm.serving.pool.page_book import PageBook
-from jdllm.serving.rule_states import packed_states
 
 
 class PackedBlocks(NamedTuple):
@@ -67,25 +65,6 @@ class PackedChoices(NamedTuple):
         return self.batch, self.storage, self.seen, self.plain, None
 
 
-class PackedSteps(NamedTuple):
-    """Finished blocks, and the first step of the block behind each.
-
-    - `batch`: the rows; head rows are those that the step evaluates.
-    - `storage`, `seen`: as `PackedBlocks` has them.
-    - `candidates`: for each request the positions of its head rows, which follow one another in the batch.
-    """
-
-    batch: Batch
-    storage: Storage
-    seen: Seen
-    candidates: list[np.ndarray]
-
-    @property
-    def arguments(self) -> tuple[Batch, Storage, Seen]:
-        """What the device needs."""
-        return self.batch, self.storage, self.seen
-
-
 def part_of(request: BlockRequest, chunk: int) -> range:
     """The tokens of a request that its next part stores: up to `chunk`, whole pages, unless these are all."""
     return range(request.computed, min(request.known, request.computed // PAGE_ROWS * PAGE_ROWS + chunk))
@@ -118,11 +97,6 @@ def tiles_of(part: range, tile_rows: int) -> int:
     return -(-len(part) // tile_rows)
 
 
-def with_block_behind(request: BlockRequest, part: range) -> range:
-    """A part that stores all finished blocks, and the block behind it."""
-    return range(part.start, part.stop + request.block_length)
-
-
 def pack_blocks(
     requests: Sequence[BlockRequest],
     parts: Sequence[range],
@@ -130,8 +104,6 @@ def pack_blocks(
     pool: PageBook,
     entry: Entry,
     form: Form,
-    *,
-    steps: bool = False,
 ) -> PackedBlocks:
     """Lay out a part of each request, one after another.
 
@@ -142,18 +114,14 @@ def pack_blocks(
     - `pool`: the pages of the requests.
     - `entry`: the sizes of the arrays.
     - `form`: how parts are laid out.
-    - `steps`: whether the block behind each part is evaluated too. It is not stored.
     """
-    stored = parts
-    if steps:
-        parts = [with_block_behind(*each) for each in zip(requests, stored, strict=True)]
     tokens, positions, k_start, k_end = (np.zeros(entry.rows, np.int32) for _ in range(4))
     unit = form.tile_rows or 1
     lengths = np.array([tiles_of(part, unit) * unit for part in parts])
     starts, filled = np.cumsum(lengths) - lengths, []
     seen, bases = _seen(requests, parts, pool, entry, form)
     bases = starts - [part.start for part in parts] if bases is None else bases
-    for request, part, kept, start, base in zip(requests, parts, stored, starts, bases, strict=True):
+    for request, part, start, base in zip(requests, parts, starts, bases, strict=True):
         rows = slice(start, start + len(part))
         tokens[rows] = request.tokens[part.start : part.stop]
         positions[rows] = part
@@ -163,12 +131,11 @@ def pack_blocks(
         first, end = seen_by_each
         k_start[rows] = base + (part.start if form.tile_rows else first)
         k_end[rows] = base + end
-        if kept:
-            pages = pool.pages_of(request.id)[kept.start // PAGE_ROWS : pages_of(kept.stop)]
-            source = np.arange(start, start + len(kept))[None, None]
-            filled.append(Filled(pages, source, np.array(kept, np.int32), kept.start % PAGE_ROWS))
+        pages = pool.pages_of(request.id)[part.start // PAGE_ROWS : pages_of(part.stop)]
+        source = np.arange(start, start + len(part))[None, None]
+        filled.append(Filled(pages, source, np.array(part, np.int32), part.start % PAGE_ROWS))
     storage = storage_of(filled, entry.rows, whole=False, parts=entry.segments)
-    ends = starts + [len(part) for part in stored]
+    ends = starts + [len(part) for part in parts]
     return PackedBlocks(tokens, Rows(positions, k_start, k_end), storage, seen, ends)
 
 
@@ -216,26 +183,3 @@ def with_choices(
     batch = Batch(packed.tokens, packed.rows, head, segment_params(requests, entry, config))
     plain = np.array(sum(not apart[i] for i in chosen), np.int32)
     return PackedChoices(batch, packed.storage, packed.seen, plain, order)
-
-
-def with_steps(
-    packed: PackedBlocks, requests: Sequence[BlockRequest], config: ModelConfig, entry: Entry
-) -> PackedSteps:
-    """Ask the head for the rows that the first step of the block behind each part evaluates.
-
-    Arguments:
-    - `packed`: parts that store all finished blocks, with the blocks behind them, of the sizes of `entry`.
-    - `requests`: whose parts they are.
-    - `config`: the model.
-    - `entry`: the sizes of the arrays.
-    """
-    candidates = [request.candidates() for request in requests]
-    ends = zip(requests, candidates, packed.ends, strict=True)
-    rows = [end + at - request.known for request, at, end in ends]
-    segment = np.repeat(np.arange(len(requests)), list(map(len, candidates)))
-    row = np.concatenate(rows)
-    head = head_rows(row, row, segment, entry)
-    segments, states = segment_params(requests, entry, config), packed_states(requests, candidates, entry)
-    editing = packed_editing(requests, rows, config, entry)
-    batch = Batch(packed.tokens, packed.rows, head, segments, states, editing)
-    return PackedSteps(batch, packed.storage, packed.seen, candidates)

@@ -31,7 +31,7 @@ from jdllm.serving.blocks.packing import (
     with_choices,
 )
 from jdllm.serving.blocks.request import BlockRequest, block_spec
-from jdllm.serving.blocks.step_runner import StepRunner, steps_at_once
+from jdllm.serving.blocks.step_runner import StepRunner
 from jdllm.serving.demands import Demand, Kind, Life
 from jdllm.serving.denoise.cached_packing import reuse_demand
 from jdllm.serving.denoise.cached_runner import CachedRunner
@@ -93,7 +93,7 @@ class BlockRunner:
         if asked.denoises:
             needs = reuse_demand(asked, PAGE_ROWS, self._tile_rows)
             return Demand(Kind.REUSE, *needs, asked.steps_left, told_by_table(asked))
-        if self._at_once is not None and steps_at_once(asked):
+        if self._at_once is not None and self._at_once.takes(asked):
             return self._at_once.demand(asked)
         part = part_of(asked, self.chunk)
         chosen, tiles = int(foretells(asked, part)), tiles_of(part, self._tile_rows)
