@@ -2,13 +2,14 @@
 
 Run as `python3 -m benchmarks blocks [--shape sdar-8b] [--batch 1 32] [--prompt 1024] [--block 4 32]
 [--per-forward 4]` on a card: equal requests, all at once, of 256 tokens, of which each forward evaluation
-fills `--per-forward`. The prompts of the timed run are those of the runs before, so their blocks are stored
+fills `--per-forward`. Each block length is that of a model of its own, as published. The prompts of the timed run are those of the runs before, so their blocks are stored
 already. A finished block is stored by the first step of the next one, or where logits are shifted by an
 evaluation of its own, which counts. `forward_ms` is a share of the seconds for each evaluation of the device.
 The floor is the bytes of the weights that an evaluation reads and of the stored keys and values, which it
 reads once, over the measured copy rate.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.execution.module import Transformer
 from jdllm.llm import LLM
 from jdllm.models.config import ModelConfig
+from jdllm.models.weights import Params
 
 _ITEM_BYTES = 2  # of bfloat16
 
@@ -50,6 +52,28 @@ def with_floor(row: dict[str, Any], moved: float, rate: float) -> dict[str, Any]
     }
 
 
+def measured(
+    llm: LLM, params: Params, batch: int, prompt: int, per_forward: int, rate: float
+) -> dict[str, Any]:
+    """A row of the table: equal requests, all at once.
+
+    Arguments:
+    - `params`: weights of the model.
+    - `batch`: how many; `prompt`: tokens of each prompt.
+    - `per_forward`: tokens that an evaluation fills.
+    - `rate`: bytes that a copy moves in a second.
+    """
+    config, steps = llm.config, GEN_LENGTH // per_forward
+    assert config.block_length is not None  # a block model has one
+    sampling = SamplingParams(
+        gen_length=GEN_LENGTH, steps=steps, block_length=config.block_length, early_stop=False
+    )
+    moved = weight_bytes(params, config, batch * config.block_length)
+    moved += batch * stored_bytes(config, prompt + GEN_LENGTH // 2)
+    row = with_floor(measure(llm, batch, prompt, sampling), moved, rate)
+    return {"block": config.block_length, "per_forward": per_forward, **row}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = case_parser("blocks", __doc__)
     parser.add_argument("--shape", choices=BLOCK_SHAPES, default="sdar-8b")
@@ -58,19 +82,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--block", type=int, nargs="+", help="positions; by default those of the shape")
     parser.add_argument("--per-forward", type=int, nargs="+", default=[4], help="tokens")
     args = parser.parse_args(arguments)
-    config, rate = BLOCK_SHAPES[args.shape], measure_ceilings().bytes
-    model = Transformer(config, rngs=nnx.Rngs(0), dtype="bfloat16")
-    table = []
-    with LLM(model, progress=False) as llm:
-        for batch, prompt, block, filled in itertools.product(
-            args.batch, args.prompt, args.block or [config.block_length], args.per_forward
-        ):
-            sampling = SamplingParams(
-                gen_length=GEN_LENGTH, steps=GEN_LENGTH // filled, block_length=block, early_stop=False
-            )
-            moved = weight_bytes(model.params(), config, batch * block)
-            moved += batch * stored_bytes(config, prompt + GEN_LENGTH // 2)
-            asked = {"shape": args.shape, "block": block, "per_forward": filled}
-            table.append(asked | with_floor(measure(llm, batch, prompt, sampling), moved, rate))
-            print_row(table[-1])
+    shape, rate, table = BLOCK_SHAPES[args.shape], measure_ceilings().bytes, []
+    for block in args.block or [shape.block_length]:
+        config = dataclasses.replace(shape, block_length=block)
+        model = Transformer(config, rngs=nnx.Rngs(0), dtype="bfloat16")
+        with LLM(model, progress=False) as llm:
+            for case in itertools.product(args.batch, args.prompt, args.per_forward):
+                table.append({"shape": args.shape, **measured(llm, model.params(), *case, rate)})
+                print_row(table[-1])
     record(f"blocks_{args.shape}", table, args.out, ceiling_tb_s=rate / 1e12)

@@ -84,14 +84,19 @@ def main(arguments: Sequence[str]) -> None:
     args = parser.parse_args(arguments)
     shape = (SHAPES | CAUSAL_SHAPES | BLOCK_SHAPES)[args.shape]
     config = dataclasses.replace(shape, num_layers=args.layers)
-    model = Transformer(config, rngs=nnx.Rngs(0), dtype="bfloat16")
     if args.shape in CAUSAL_SHAPES:
         sampling = SamplingParams(max_tokens=TOKENS, early_stop=False)
     elif args.shape in BLOCK_SHAPES:
-        steps, block = TOKENS // args.per_forward, args.block or config.block_length
-        sampling = SamplingParams(gen_length=TOKENS, steps=steps, block_length=block, early_stop=False)
+        config = dataclasses.replace(config, block_length=args.block or config.block_length)
+        sampling = SamplingParams(
+            gen_length=TOKENS,
+            steps=TOKENS // args.per_forward,
+            block_length=config.block_length,
+            early_stop=False,
+        )
     else:
         sampling = generation(args.cache, RETENTION, 0, TOKENS).changed(gen_length=TOKENS)
+    model = Transformer(config, rngs=nnx.Rngs(0), dtype="bfloat16")
     with LLM(model, progress=False) as llm:
         table = [
             {"batch": batch, **row}
