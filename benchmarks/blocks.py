@@ -2,11 +2,11 @@
 
 Run as `python3 -m benchmarks blocks [--shape sdar-8b] [--batch 1 32] [--prompt 1024] [--block 4 32]
 [--per-forward 4]` on a card: equal requests, all at once, of 256 tokens, of which each forward evaluation
-fills `--per-forward`. Each block length is that of a model of its own, as published. The prompts of the timed run are those of the runs before, so their blocks are stored
-already. A finished block is stored by the first step of the next one, or where logits are shifted by an
-evaluation of its own, which counts. `forward_ms` is a share of the seconds for each evaluation of the device.
-The floor is the bytes of the weights that an evaluation reads and of the stored keys and values, which it
-reads once, over the measured copy rate.
+fills `--per-forward`. Each block length is that of a model of its own, as published. The prompts of the timed
+run are those of the runs before, so their blocks are stored already. A finished block is stored by the first
+step of the next one, or where logits are shifted by an evaluation of its own, which counts. `forward_ms` is a
+share of the seconds for each evaluation of the device. The floor is the bytes of the weights that an
+evaluation reads and of the stored keys and values, which it reads once, over the measured copy rate.
 """
 
 import dataclasses

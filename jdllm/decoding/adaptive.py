@@ -29,7 +29,7 @@ from jdllm.noise import Purpose, step_keys
 from jdllm.pallas.masked_logits.types import Keys, Likeliest
 from jdllm.pallas.masked_logits.xla import allowed, drawn, likeliest
 
-Cut = Callable[[Array], Array]
+Cut = Callable[[Tensor], Array]
 """Cuts the rows of one chunk out of a column of all head rows."""
 
 
