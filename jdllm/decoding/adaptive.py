@@ -29,7 +29,7 @@ from jdllm.noise import Purpose, step_keys
 from jdllm.pallas.masked_logits.types import Keys, Likeliest
 from jdllm.pallas.masked_logits.xla import allowed, drawn, likeliest
 
-Cut = Callable[[Tensor], Array]
+Cut = Callable[[Array], Array]
 """Cuts the rows of one chunk out of a column of all head rows."""
 
 
@@ -155,7 +155,7 @@ def denoise_adaptive(
         return _in_chunks(choose, total, size, real.sum())
 
     def draft_logits(part: Cut) -> Float[Array, "part common"]:
-        return logits(params, config, hidden[part(drafted_from)])[:, :common]
+        return logits(params, config, hidden[part(jnp.asarray(drafted_from))])[:, :common]
 
     def draw(values: Float[Array, "part common"], part: Cut, of: Int[Array, " head"] | None = None) -> Drawn:
         chosen = None if of is None else part(of)
