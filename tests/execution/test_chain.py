@@ -15,11 +15,12 @@ from jdllm.decoding.causal import decode, decodes_in_chain
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.execution.few_rows import chain, streamed
 from jdllm.execution.few_rows.chain import chains
-from jdllm.execution.paged.forward import forward_reuse
+from jdllm.execution.paged.forward import forward_reuse, forward_storing
+from jdllm.execution.paged.place import Place
 from jdllm.execution.paged.pool import PAGE_ROWS, KvArrays, pool_shape
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
-from jdllm.models.weights import abstract_params, init_params
+from jdllm.models.weights import Params, abstract_params, init_params
 from jdllm.pallas.add_norm import api as add_norm_api
 from jdllm.pallas.device import Target
 from jdllm.pallas.head_norm import api as head_norm_api
@@ -84,15 +85,21 @@ def test_none_elsewhere():
     assert not holds(SMALL)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("config", [SMALL, GROUPED, NORMED], ids=["every-head", "groups-and-biases", "norms"])
-def test_the_chain_computes_what_the_layers_do(config: ModelConfig, capsys: pytest.CaptureFixture[str]):
+def weights(config: ModelConfig) -> Params:
+    """Random ones, biases and norms of heads among them."""
     params = init_params(config, jax.random.key(0), "bfloat16")
     for name in ("q_bias", "k_bias", "v_bias", "q_norm", "k_norm"):
         if name in params["layers"]:
             shape, key = params["layers"][name].shape, jax.random.key(len(name))
             params["layers"][name] = jax.random.normal(key, shape, "bfloat16")
+    return params
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("config", [SMALL, GROUPED, NORMED], ids=["every-head", "groups-and-biases", "norms"])
+def test_the_chain_computes_what_the_layers_do(config: ModelConfig, capsys: pytest.CaptureFixture[str]):
+    params = weights(config)
     k_pool, v_pool, table = random_cache(config, CACHED, FRESH, 64, "bfloat16")
     tokens, unused = jnp.arange(FRESH) % 90, jnp.zeros(FRESH, jnp.int32)
     inputs = tokens, Rows(CACHED + jnp.arange(FRESH), unused, unused), KvArrays(k_pool, v_pool), table
@@ -104,6 +111,30 @@ def test_the_chain_computes_what_the_layers_do(config: ModelConfig, capsys: pyte
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), (params, inputs[2]))
     exact = np.asarray(forward_reuse(wide[0], config, *inputs[:2], wide[1], table, attention=xla), np.float64)
     assert np.linalg.norm(actual - exact) < 0.02 * np.linalg.norm(exact)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("hopper")
+def test_a_chain_stores_what_the_layers_do(capsys: pytest.CaptureFixture[str]):
+    """The first eight rows go behind the cached ones, and nothing else changes."""
+    params, stored = weights(NORMED), np.arange(FRESH) < 8
+    *pool, table = random_cache(NORMED, CACHED, FRESH, PAGE_ROWS, "bfloat16")
+    page = np.where(stored, np.asarray(table.pages)[CACHED // PAGE_ROWS], 1000 + np.arange(FRESH))
+    place = Place(page.astype(np.int32), (CACHED + np.arange(FRESH, dtype=np.int32)) % PAGE_ROWS)
+    tokens, unused = jnp.arange(FRESH) % 90, jnp.zeros(FRESH, jnp.int32)
+    inputs = tokens, Rows(CACHED + jnp.arange(FRESH), unused, unused)
+    assert chains(params, NORMED, FRESH)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        _, written = forward_storing(params, NORMED, *inputs, KvArrays(*pool), table, place)
+    assert "RACE" not in capsys.readouterr().out
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), (params, KvArrays(*pool)))
+    _, exact = forward_storing(wide[0], NORMED, *inputs, wide[1], table, place)
+    for before, mine, theirs in zip(wide[1], written, exact, strict=True):
+        changed = np.asarray(theirs != before)
+        assert changed.any(axis=(0, 2, 4)).sum() == stored.sum()
+        difference = np.abs(np.asarray(mine, np.float64) - np.asarray(theirs, np.float64))
+        assert difference[changed].max() < 0.15
+        assert not difference[~changed].any()
 
 
 @pytest.mark.usefixtures("hopper")

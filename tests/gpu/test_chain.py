@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks.shapes import CAUSAL_SHAPES, SHAPES
+from benchmarks.shapes import BLOCK_SHAPES, CAUSAL_SHAPES, SHAPES
 from benchmarks.steps.cached import random_cache
 from jdllm.compiling.executables import Executables
 from jdllm.execution.few_rows.chain import chains
@@ -30,6 +30,7 @@ NARROW = dataclasses.replace(
     WIDE, hidden_size=512, num_heads=4, num_kv_heads=4, intermediate_size=1024, num_layers=20
 )
 GROUPED = dataclasses.replace(SHAPES["dream-7b"], num_layers=6)
+NORMED = dataclasses.replace(BLOCK_SHAPES["sdar-8b"], num_layers=6)
 REPEATS = 50
 
 
@@ -40,8 +41,8 @@ def card():
 
 @pytest.fixture(
     scope="module",
-    params=[(WIDE, 4000, 32), (WIDE, 70, 64), (NARROW, 300, 32), (GROUPED, 4000, 32)],
-    ids=["long", "short", "narrow", "groups"],
+    params=[(WIDE, 4000, 32), (WIDE, 70, 64), (NARROW, 300, 32), (GROUPED, 4000, 32), (NORMED, 4000, 32)],
+    ids=["long", "short", "narrow", "groups", "norms"],
 )
 def operands(request: pytest.FixtureRequest) -> tuple[ModelConfig, tuple[Any, ...]]:
     config, cached, fresh = request.param
