@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import huggingface_hub
 import jax
 import ml_dtypes
 import numpy as np
@@ -15,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from benchmarks.random_checkpoint import llada_hf_config, write_random_checkpoint
 from jdllm.checkpoints import loading
-from jdllm.checkpoints.loading import check, load_params, read_index, resolve, resolve_dtype
+from jdllm.checkpoints.loading import check, load_params, read_index, resolve_dtype
 from jdllm.errors import CheckpointError, ConfigError
 from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import config_from_hf
@@ -186,79 +185,6 @@ def test_the_stored_type_is_that_of_most_bytes(copy):
 def test_another_type_is_refused(dtype):
     with pytest.raises(ConfigError, match="bfloat16, float16, float32"):
         resolve_dtype(GOLDEN.directory, CONFIG, dtype)
-
-
-# Directories
-
-
-def test_a_directory_is_itself(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "org" / "name").mkdir(parents=True)
-    assert resolve(tmp_path) == resolve(str(tmp_path)) == tmp_path
-    assert resolve("org/name") == Path("org/name")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert resolve("~/org") == tmp_path / "org"
-
-
-@pytest.mark.parametrize(
-    "model", ["./org/name", "/org/name", "~/name", "../name", "a/b/c", "name", Path("org/name")]
-)
-def test_a_path_is_never_asked_of_the_hub(monkeypatch, model):
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
-    with pytest.raises(CheckpointError, match="no directory"):
-        resolve(model)
-
-
-@pytest.mark.parametrize("model", ["~nobody-of-that-name/model", "x" * 5000])
-def test_a_path_that_cannot_exist_is_refused(model):
-    with pytest.raises(CheckpointError, match="cannot be opened"):
-        resolve(model)
-
-
-def test_a_file_is_no_checkpoint():
-    file = GOLDEN.directory / "config.json"
-    with pytest.raises(CheckpointError, match=f"{file} is a file"):
-        resolve(file)
-
-
-def test_a_hub_id_is_downloaded_without_other_files(monkeypatch, tmp_path):
-    files = [
-        "config.json",
-        "generation_config.json",
-        "model-00001-of-00002.safetensors",
-        "model.safetensors.index.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "chat_template.jinja",
-        "additional_chat_templates/tool_use.jinja",
-    ]
-    others = [
-        "modeling_llada.py",
-        "pytorch_model.bin",
-        "README.md",
-        "onnx/model.safetensors",
-        "consolidated.safetensors",
-        "consolidated.00.pth",
-        "original/params.json",
-        "original/consolidated.00.pth",
-    ]
-
-    def snapshot_download(repo_id, **patterns):
-        kept = huggingface_hub.utils.filter_repo_objects(files + others, **patterns)
-        assert repo_id == "org/model-8B.v1"
-        assert list(kept) == files
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert resolve("org/model-8B.v1") == tmp_path
-
-
-def test_an_unreachable_hub_names_the_model(monkeypatch, tmp_path):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(CheckpointError, match="no directory nobody/nothing, and the hub does not give"):
-        resolve("nobody/nothing")
 
 
 # Damaged files
