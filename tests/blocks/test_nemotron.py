@@ -166,7 +166,7 @@ def test_blocks_of_one_position_are_autoregressive(llm: LLM):
     assert output.nfe == expected.nfe == 16
 
 
-@pytest.mark.parametrize("rule", [{}, {"transfer": "threshold", "threshold": 0.3}])
+@pytest.mark.parametrize("rule", [{}, slow({"transfer": "threshold", "threshold": 0.3})])
 def test_self_speculation_gives_the_autoregressive_tokens(llm: LLM, rule: dict[str, Any]):
     """Across pages, prompts in parts, in company, with blocks of several lengths; and their probabilities."""
     lengths = [(5, 8), (190, 16), (63, 3), (64, 33), (65, 1), (250, 64)]
