@@ -9,6 +9,7 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
 from jdllm.llm import LLM
 from tests.blocks.recorded import SDAR, sdar_runs
+from tests.helpers import slow
 
 ONE = SamplingParams(gen_length=40, block_length=1, early_stop=False)
 SPECULATION: dict[str, Any] = {"generation_mode": "self_speculation"}
@@ -18,7 +19,7 @@ def prompt(length: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng([seed, length]).integers(0, 300, length).astype(np.int32)
 
 
-@pytest.fixture(params=["sdar", "llada2"])
+@pytest.fixture(params=["sdar", slow("llada2")])
 def llm(request: pytest.FixtureRequest) -> LLM:
     return request.getfixturevalue(request.param)
 
