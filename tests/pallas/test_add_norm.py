@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jdllm.layers import rms_norm
 from jdllm.pallas.add_norm import add_norm, api, check_add_norm
@@ -12,13 +11,6 @@ from jdllm.pallas.add_norm.mosaic_gpu import add_norm_mosaic_gpu
 from jdllm.pallas.device import Target
 
 EPS = 1e-5
-
-
-@pytest.fixture
-def interpreted(capsys: pytest.CaptureFixture[str]):
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-        yield
-    assert "RACE" not in capsys.readouterr().out
 
 
 def normal(*shape: int, dtype=jnp.bfloat16) -> jax.Array:

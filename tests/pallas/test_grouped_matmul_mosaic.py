@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jdllm.pallas.device import Target
 from jdllm.pallas.grouped_matmul import Implementation, api, grouped_matmul, mosaic_gpu, padded
@@ -32,13 +31,6 @@ GATED_PAIR = dataclasses.replace(ROW_PAIR, matrices=2)
 def slow(*values: object):
     """A case for the longer lane: interpreting a kernel takes seconds."""
     return pytest.param(*values, marks=pytest.mark.slow)
-
-
-@pytest.fixture
-def interpreted(capsys: pytest.CaptureFixture[str]):
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-        yield
-    assert "RACE" not in capsys.readouterr().out
 
 
 def operands(rows: int, dtype=jnp.bfloat16) -> tuple[jax.Array, jax.Array, jax.Array]:

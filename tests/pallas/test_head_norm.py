@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jdllm.layers import rms_norm, rotate
 from jdllm.pallas.device import Target
@@ -12,13 +11,6 @@ from jdllm.pallas.head_norm import api, check_head_norm, head_norm
 from jdllm.pallas.head_norm.mosaic_gpu import head_norm_mosaic_gpu
 
 EPS = 1e-6
-
-
-@pytest.fixture
-def interpreted(capsys: pytest.CaptureFixture[str]):
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-        yield
-    assert "RACE" not in capsys.readouterr().out
 
 
 def normal(*shape: int, dtype=jnp.bfloat16) -> jax.Array:

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jdllm.layers import linear, rotate
 from jdllm.pallas.device import Target
@@ -19,13 +18,6 @@ from tests.pallas.rotation import turned
 LAYERS, LAYER = 3, 1
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
-
-
-@pytest.fixture
-def interpreted(capsys: pytest.CaptureFixture[str]):
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-        yield
-    assert "RACE" not in capsys.readouterr().out
 
 
 def operands(

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jdllm.pallas.attention import AttentionOutput, attention, merge
 from jdllm.pallas.device import Target
@@ -48,13 +47,6 @@ CUTS = {
 def slow(*values: object):
     """A case for the longer lane: interpreting a kernel takes seconds."""
     return pytest.param(*values, marks=pytest.mark.slow)
-
-
-@pytest.fixture
-def interpreted(capsys: pytest.CaptureFixture[str]):
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-        yield
-    assert "RACE" not in capsys.readouterr().out
 
 
 def run(c: Case, implementation, **changes) -> AttentionOutput:
