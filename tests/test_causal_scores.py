@@ -18,6 +18,7 @@ from jdllm.llm import LLM
 from jdllm.models.hf_config import config_from_hf
 from tests.causal_texts import BOS, words, write_speaking
 from tests.conftest import BUDGET, KV_POOL
+from tests.evaluations import count_evaluations
 from tests.helpers import Golden, slow
 
 FAMILIES = ["llama", slow("llama31_rope"), slow("mistral"), "mistral_swa", slow("qwen2")]
@@ -70,18 +71,6 @@ def pairs_of(family: str) -> list[tuple[list[int], list[int]]]:
 def logprobs(llm: LLM, ids: list[int]) -> np.ndarray:
     """f64 log-probabilities `[length, vocab]` of the token after each."""
     return log_softmax(llm.logits([ids])[0].astype(np.float64), axis=-1)
-
-
-def count_evaluations(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    scorer, evaluations = llm.scorer, []
-    plain = scorer.run
-
-    def run(function: Callable[[], Any]) -> Any:
-        evaluations.append(None)
-        return plain(function)
-
-    monkeypatch.setattr(scorer, "run", run)
-    return evaluations
 
 
 def test_every_token_is_scored_as_recorded(family: str, llm: LLM):

@@ -21,6 +21,7 @@ from jdllm.planning.ladder import make_score_ladder
 from jdllm.scoring import MaskedPair, Scorer
 from jdllm.serving.spec import mask_id_of
 from tests.conftest import BUDGET, KV_POOL
+from tests.evaluations import count_evaluations
 
 PROMPT, ANSWER = [5, 17, 300], [44, 120, 7, 9, 260]
 PAIRS = [(PROMPT, ANSWER), ([], [8]), ([1, 2, 3, 4, 5, 6, 7], [9, 10]), ([33], [3, 2, 1])]
@@ -51,18 +52,6 @@ def close(expected: Any) -> Any:
 def masked(llm: LLM, ids: Sequence[int], *positions: int) -> list[int]:
     assert llm.config.mask_id is not None
     return [llm.config.mask_id if i in positions else token for i, token in enumerate(ids)]
-
-
-def count_evaluations(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    scorer, evaluations = llm.scorer, []
-    plain = scorer.run
-
-    def run(function: Callable[[], Any]) -> Any:
-        evaluations.append(None)
-        return plain(function)
-
-    monkeypatch.setattr(scorer, "run", run)
-    return evaluations
 
 
 class TestLikelihood:

@@ -18,6 +18,7 @@ from jdllm.scoring import Likelihood
 from tests.blocks.conftest import Scored, scored_of
 from tests.blocks.recorded import FAST_DLLM_V2, LLADA2, SDAR
 from tests.conftest import KV_POOL
+from tests.evaluations import count_evaluations
 from tests.helpers import slow
 
 GOLDENS = {"sdar": SDAR, "llada2": LLADA2, "fast_dllm_v2": FAST_DLLM_V2}
@@ -55,18 +56,6 @@ def ids(count: int, seed: int = 0) -> list[int]:
 def close(expected: Any) -> Any:
     """Equal up to the rounding of f32."""
     return pytest.approx(expected, rel=1e-4, abs=1e-4)
-
-
-def count_evaluations(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    scorer, evaluations = llm.scorer, []
-    plain = scorer.run
-
-    def run(function: Callable[[], Any]) -> Any:
-        evaluations.append(None)
-        return plain(function)
-
-    monkeypatch.setattr(scorer, "run", run)
-    return evaluations
 
 
 @pytest.mark.parametrize(
