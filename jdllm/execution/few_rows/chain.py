@@ -61,14 +61,13 @@ def chains(params: Params, config: ModelConfig, rows: int) -> bool:
         return False
     ((name, _, _), *more) = layer_runs(config)
     stack = params[name]
-    further, normed = set(stack) - _WEIGHTS, "q_norm" in stack
-    if more or not set(stack) >= _WEIGHTS or further not in (set(), set(_BIASES), set(_NORMS)):
+    if more or set(stack) not in (_WEIGHTS, _WEIGHTS | set(_BIASES), _WEIGHTS | set(_NORMS)):
         return False
     if config.rope.rotated_dim(config.head_dim) < config.head_dim:
         return False
     if limit(check_add_norm, stack["o"].dtype, config.hidden_size) is not None:
         return False
-    heads = config.num_heads, config.num_kv_heads
+    heads, normed = (config.num_heads, config.num_kv_heads), "q_norm" in stack
     if normed and limit(check_head_norm, stack["q"].dtype, heads, config.head_dim) is not None:
         return False
 

@@ -15,7 +15,6 @@ from jdllm.pallas.shared_lowering import lowered_once
 
 _VECTOR = 4
 
-
 Row = Float[Array, " d"]
 
 
