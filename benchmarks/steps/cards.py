@@ -1,11 +1,12 @@
 """Steps on one card and on several of one host, with random weights.
 
 Run as `python3 -m benchmarks cards [--shape llada-8b] [--devices 1 2 4] [--rows 1024 4096 16384 32768]
-[--cached 4096] [--exchange]` on a machine with as many cards: a full step of each number of rows, of
-which half are masked and evaluated, and a step of `--fresh` rows against `--cached` stored ones. With
-`--exchange` a kernel does the sums over cards of the cached step, if it can; otherwise XLA's collective does
-all. `times` is how often a step of the first number of cards takes as long. Floors are those of one card over
-the number of cards: what cards send each other is no part of them.
+[--cached 4096] [--collective]` on a machine with as many cards: a full step of each number of rows, of
+which half are masked and evaluated, and a step of `--fresh` rows against `--cached` stored ones. Its layers
+are a chain of kernels, which do the sums over cards, if the cards can; with `--collective` XLA does the sums
+over several cards, and the layers are no chain. `times` is how often a step of the first number of cards
+takes as long. Floors are those of one card over the number of cards: what cards send each other is no part of
+them.
 """
 
 import dataclasses
@@ -19,21 +20,24 @@ from benchmarks.cases import case_parser
 from benchmarks.record import Ceilings, measure_ceilings, median_seconds, print_row, record
 from benchmarks.shapes import SHAPES
 from benchmarks.steps import cached, full
+from jdllm.compiling.over_cards import part_of_card
+from jdllm.execution.few_rows.chain import chains
 from jdllm.execution.module import Transformer
+from jdllm.models.cards import ADDRESSES
 from jdllm.models.config import ModelConfig
-from jdllm.models.spread import exchanging, in_parts, weight_shardings
+from jdllm.models.spread import in_parts, weight_shardings
 from jdllm.models.weights import Params, param_bytes
 from jdllm.planning.step_time import step_flops
 
 
-def placed(params: Params, config: ModelConfig, *, exchange: bool = False) -> Params:
+def placed(params: Params, config: ModelConfig, *, collective: bool = False) -> Params:
     """The weights as steps on `config.cards` cards take them.
 
     Arguments:
-    - `exchange`: whether a kernel does the sums of cached steps, where the cards can exchange.
+    - `collective`: whether XLA's collective does all sums, also where the cards can exchange.
     """
     parts = in_parts(jax.device_put(params, weight_shardings(config)), config)
-    return exchanging(parts) if exchange and config.cards > 1 else parts
+    return {name: x for name, x in parts.items() if name != ADDRESSES} if collective else parts
 
 
 def full_steps(
@@ -61,7 +65,7 @@ def cached_step(
     Arguments:
     - `weights`: bytes of the weights that the step reads, of all cards together.
     """
-    form = "chain" if config.cards == 1 and config.moe is None else "layers"
+    form = "chain" if chains(part_of_card(params), config.on_card(), fresh) else "layers"
     run = cached.compile_step(params, config, fresh=fresh, cached=stored, form=form)
     pool_bytes = sum(pool.nbytes for pool in run.inputs[1:3])
     floor = (weights + pool_bytes) / ceilings.bytes
@@ -96,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, nargs="*", default=[1024, 4096, 16384, 32768])
     parser.add_argument("--fresh", type=int, default=32)
     parser.add_argument("--cached", type=int, default=4096)
-    parser.add_argument("--exchange", action="store_true", help="a kernel does the sums of a cached step")
+    parser.add_argument("--collective", action="store_true", help="XLA does all sums over cards")
     args = parser.parse_args(arguments)
     ceilings = measure_ceilings()
     whole = Transformer(SHAPES[args.shape], rngs=nnx.Rngs(0), dtype="bfloat16").params()
@@ -104,14 +108,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     table = []
     for cards in args.devices:
         config = dataclasses.replace(SHAPES[args.shape], cards=cards)
-        params = placed(whole, config, exchange=args.exchange)
+        params = placed(whole, config, collective=args.collective)
         table.append(cached_step(params, config, args.fresh, args.cached, weights, ceilings))
         print_row(table[-1])
         for row in full_steps(params, config, args.rows, ceilings):
             table.append(row)
             print_row(row)
     record(
-        f"cards_{args.shape}{'_exchange' if args.exchange else ''}",
+        f"cards_{args.shape}{'_collective' if args.collective else ''}",
         with_times(table),
         args.out,
         ceiling_tflops=ceilings.flops / 1e12,

@@ -40,7 +40,8 @@ def compiler_options(
     Triton matrix products cannot read a slice of stacked weights in place: with them, each layer of a scan
     copies its weights first. The dot merger concatenates the weights of products that share an operand, which
     is a copy of them in every layer too. Kernels of a chain are launched one by one: in a graph, none would
-    start before the one before it has ended.
+    start before the one before it has ended. On several cards a scheduler of XLA's hides transfers: it would
+    put other kernels between those of a chain.
     """
     if platform not in ("gpu", "cuda"):
         return {}
@@ -50,6 +51,7 @@ def compiler_options(
     }
     if chained:
         options["xla_gpu_enable_command_buffer"] = _IN_GRAPHS
+        options["xla_gpu_enable_latency_hiding_scheduler"] = False
     if not tuned:
         options["xla_gpu_autotune_level"] = 0
     if concurrent:

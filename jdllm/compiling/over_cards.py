@@ -33,6 +33,17 @@ def everywhere(x: Array, args: Any) -> Array:
     return x if mesh is None else jax.device_put(x, NamedSharding(mesh, _EVERYWHERE))
 
 
+def part_of_card(args: Any) -> Any:
+    """The shapes of what each card has of these arrays, in the same tree: those not spread are whole."""
+
+    def shape(leaf: Any) -> jax.ShapeDtypeStruct:
+        sharding = getattr(leaf, "sharding", None)
+        own = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
+        return jax.ShapeDtypeStruct(own, leaf.dtype)
+
+    return jax.tree.map(shape, args)
+
+
 def bound(
     function: Callable[..., Any],
     args: tuple[Any, ...],

@@ -43,24 +43,20 @@ def weight_shardings(config: ModelConfig, devices: Devices | None = None) -> Par
 
 
 def in_parts(params: Params, config: ModelConfig) -> Params:
-    """Weights that lie as `weight_shardings` says, as a step takes them: it has to know of parts of a
-    vocabulary."""
+    """Weights that lie as `weight_shardings` says, as a step takes them.
+
+    A step has to know of parts of a vocabulary. Cards that can exchange rows of the weights' dtype get
+    `ADDRESSES` beside the weights: a kernel then does the sums of steps of few rows.
+    """
     if config.cards == 1:
         return params
-    return params | {name: _by_id(params[name], config) for name in _BY_ID if name in params}
-
-
-def exchanging(params: Params) -> Params:
-    """Weights in parts, and `ADDRESSES` where their cards can exchange rows of their dtype.
-
-    A kernel then does the sums of cached steps. Engines wait for a measurement on cards.
-    """
+    parts = params | {name: _by_id(params[name], config) for name in _BY_ID if name in params}
     norm: Any = params["final_norm"]
     if norm.dtype.itemsize != 2:
-        return params
+        return parts
     described = isinstance(norm, jax.ShapeDtypeStruct)
     addresses = (described_addresses if described else addresses_of)(norm.sharding.mesh)
-    return params if addresses is None else params | {ADDRESSES: addresses}
+    return parts if addresses is None else parts | {ADDRESSES: addresses}
 
 
 def _by_id(weight: Any, config: ModelConfig) -> VocabularyPart:

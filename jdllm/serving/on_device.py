@@ -1,8 +1,11 @@
 """A model on its device, as the runners of all rooms take it."""
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 from jdllm.compiling.executables import Executables
+from jdllm.compiling.over_cards import part_of_card
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import Params
 from jdllm.planning.account import Account
@@ -23,3 +26,8 @@ class OnDevice(NamedTuple):
     executables: Executables
     account: Account
     pool: KvPool
+
+    def on_each_card(self, holds: Callable[[Params, ModelConfig, int], bool]) -> Callable[[int], bool]:
+        """Whether something holds for the part of the model on each card, by a number of rows."""
+        part, config = part_of_card(self.params), self.config.on_card()
+        return functools.cache(lambda rows: holds(part, config, rows))

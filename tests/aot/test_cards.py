@@ -14,8 +14,9 @@ from jdllm.decoding.cached import refresh, reuse
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.unseen import Unseen
 from jdllm.execution.paged.pool import PAGE_ROWS, KvArrays, pool_bytes, pool_shape
+from jdllm.models.cards import ADDRESSES
 from jdllm.models.config import ModelConfig
-from jdllm.models.spread import exchanging, in_parts, pool_sharding, weight_shardings
+from jdllm.models.spread import in_parts, pool_sharding, weight_shardings
 from jdllm.models.weights import Params, abstract_params, param_bytes
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.aot import compile_for, target_devices
@@ -23,6 +24,7 @@ from jdllm.planning.plan import UNLIMITED, Bucket, Workload, plan_bucket
 from jdllm.serving.denoise.cached_packing import pack_refresh
 from jdllm.serving.pool.page_book import PageBook
 from jdllm.serving.request import Request
+from tests.aot.chains import chain_of, spills_of
 from tests.aot.packing import packed_reuse
 from tests.engines import entry_of, generation_request
 
@@ -90,23 +92,47 @@ def test_each_card_has_its_part_of_a_refresh(cards: int):
     assert abs(planned - memory.temp_size_in_bytes) < 0.05 * memory.temp_size_in_bytes + 64 * MIB
 
 
-@pytest.mark.parametrize("with_kernel", [True, False])
-def test_a_reuse_has_two_sums_a_layer(with_kernel: bool):
-    """Each sum is one kernel where the weights have the addresses, and one of XLA's collectives elsewhere."""
-    config, params, book, pool = on_cards(4)
-    if with_kernel:
-        params = exchanging(params)
-    (batch, _), table, source = packed_reuse(asked_of(config), book, config)
+def without_addresses(params: Params) -> Params:
+    return {name: x for name, x in params.items() if name != ADDRESSES}
+
+
+def compiled_reuse(cards: int, requests: int, with_kernel: bool, *, chained: bool) -> jax.stages.Compiled:
+    config, params, book, pool = on_cards(cards)
+    params = params if with_kernel else without_addresses(params)
+    (batch, _), table, source = packed_reuse(asked_of(config)[:requests], book, config)
     left: Any = jax.ShapeDtypeStruct((LEFT,), jnp.int32)
-    compiled = compile_for(
+    return compile_for(
         "h200",
         reuse,
-        *(params, batch, table, pool, Unseen(left, left, source), None),
+        *(params, batch, table, pool, Unseen(left, left, source), np.int32(1)),
+        chained=chained,
         config=config,
         mask_id=config.mask_id,
         logits_chunks=1,
         level=Level.TOP,
     )
+
+
+@pytest.mark.parametrize("with_kernel", [True, False])
+def test_a_reuse_has_two_sums_a_layer(with_kernel: bool):
+    """Each sum is one kernel where the weights have the addresses, and one of XLA's collectives elsewhere."""
+    compiled = compiled_reuse(4, REQUESTS, with_kernel, chained=False)
     sums = 2 * 4  # layers of a turn of the loop
     assert exchanges_of(compiled) == (sums if with_kernel else 0)
     assert sums_of(compiled) == (0 if with_kernel else sums) + 1  # that of the embedding
+
+
+@pytest.mark.parametrize("cards", [2, 8])
+def test_a_chain_adds_over_cards_between_its_kernels(
+    cards: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    """The kernels are those of one card, and nothing stands between them; no kernel leaves its registers."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    compiled = compiled_reuse(cards, 2, with_kernel=True, chained=True)
+    chain = chain_of(compiled.as_text() or "")
+    assert chain.of_layers == 8 * SHAPES["llada-8b"].num_layers
+    assert not chain.between
+    assert not chain.constants
+    assert exchanges_of(compiled) == 0
+    assert sums_of(compiled) == 1
+    assert spills_of("".join(capfd.readouterr())) == {("0", "0")}

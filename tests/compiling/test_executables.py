@@ -215,7 +215,8 @@ def test_programs_that_differ_in_options_are_told_apart():
     assert compiler_options("cuda", tuned=False) == plain | {"xla_gpu_autotune_level": 0}
     concurrent = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
     assert compiler_options("cuda", concurrent=True) == plain | concurrent
-    assert compiler_options("cuda", chained=True).keys() - plain == {"xla_gpu_enable_command_buffer"}
+    chained = {"xla_gpu_enable_command_buffer", "xla_gpu_enable_latency_hiding_scheduler"}
+    assert compiler_options("cuda", chained=True).keys() - plain == chained
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -1,12 +1,15 @@
 """Where weights lie on several cards, and what comes beside them."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from benchmarks.shapes import SHAPES
 from jdllm.models.cards import ADDRESSES, AXIS
-from jdllm.models.spread import card_bytes, exchanging
+from jdllm.models.spread import card_bytes, in_parts
 
 AT = NamedSharding(Mesh(np.array(jax.devices("cpu")[:1]), (AXIS,)), PartitionSpec())
 WEIGHTS = {"final_norm": jax.ShapeDtypeStruct((64,), jnp.bfloat16, sharding=AT)}
@@ -21,6 +24,7 @@ def test_memory_for_exchanges_counts_on_each_card():
 
 
 def test_devices_that_cannot_exchange_get_weights_alone():
-    assert set(exchanging(WEIGHTS)) == {"final_norm"}
+    config = dataclasses.replace(SHAPES["llada-8b"], cards=2)
+    assert set(in_parts(WEIGHTS, config)) == {"final_norm"}
     whole = {"final_norm": jax.device_put(jnp.ones(64, jnp.bfloat16), AT)}
-    assert set(exchanging(whole)) == {"final_norm"}
+    assert set(in_parts(whole, config)) == {"final_norm"}

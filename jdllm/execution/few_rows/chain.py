@@ -15,6 +15,7 @@ from jaxtyping import Array, Int
 
 from jdllm.layers import rms_norm
 from jdllm.models.block import Hidden
+from jdllm.models.cards import ADDRESSES
 from jdllm.models.config import ModelConfig
 from jdllm.models.rotary import Rotation
 from jdllm.models.weights import Params, layer_runs
@@ -55,9 +56,12 @@ def chains(params: Params, config: ModelConfig, rows: int) -> bool:
     """Whether `run_chain` can take so many rows of this model, on the device at hand.
 
     It cannot take experts, heads that are rotated in part, queries that are scaled by position, nor parts of
-    a model on several cards, whose sums it would have to wait for.
+    a model on cards that cannot exchange.
+
+    Arguments:
+    - `params`, `config`: of one card's part, where a step runs on several.
     """
-    if config.cards > 1 or config.rope.query_beta:
+    if (config.cards > 1 and ADDRESSES not in params) or config.rope.query_beta:
         return False
     ((name, _, _), *more) = layer_runs(config)
     stack = params[name]
@@ -65,7 +69,8 @@ def chains(params: Params, config: ModelConfig, rows: int) -> bool:
         return False
     if config.rope.rotated_dim(config.head_dim) < config.head_dim:
         return False
-    if limit(check_add_norm, stack["o"].dtype, config.hidden_size) is not None:
+    exchanged = rows if config.cards > 1 else 0
+    if limit(check_add_norm, stack["o"].dtype, config.hidden_size, exchanged) is not None:
         return False
     heads, normed = (config.num_heads, config.num_kv_heads), "q_norm" in stack
     if normed and limit(check_head_norm, stack["q"].dtype, heads, config.head_dim) is not None:
@@ -119,7 +124,7 @@ def run_chain(
     """
     ((name, begin, _),) = layer_runs(config)
     stack, (numbers, bias) = params[name], operands
-    normed = "q_norm" in stack
+    normed, addresses = "q_norm" in stack, params.get(ADDRESSES)
 
     @functools.partial(jax.jit, static_argnames="chained")
     def layer(
@@ -131,7 +136,8 @@ def run_chain(
 
         def add(h: Hidden, y: Hidden, weight: str, norm: str, of_layer: Array) -> tuple[Hidden, Hidden]:
             parts = skinny_parts(y, stack[weight], layer=place, chained=chained)
-            return add_norm(h, parts, stack[norm], of_layer, eps=config.rms_norm_eps, chained=chained)
+            options: Any = {"eps": config.rms_norm_eps, "chained": chained, "addresses": addresses}
+            return add_norm(h, parts, stack[norm], of_layer, **options)
 
         angles = rotation.cos, rotation.sin
         qkv = products(x, _QKV, bias=bias, rotation=None if normed else angles)

@@ -1,4 +1,7 @@
-"""The Hopper kernel of addition and norm, in Pallas for Mosaic GPU: a block of one warpgroup for each row."""
+"""The Hopper kernel of addition and norm, in Pallas for Mosaic GPU: a block of one warpgroup for each row.
+
+On several cards the block of a row exchanges what is added with the blocks of this row on the other cards.
+"""
 
 import functools
 from typing import Any
@@ -7,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int32
 
 from jdllm.pallas.chain import ALONE, let_next_start, wait_for_kernel_before
+from jdllm.pallas.exchange.row import sum_row_over_cards
 from jdllm.pallas.ring import COMPILER_PARAMS
 from jdllm.pallas.shared_lowering import lowered_once
 
@@ -24,6 +28,7 @@ def add_norm_mosaic_gpu(
     parts: Float[Array, "parts rows d"],
     norms: Float[Array, "layers d"],
     layer: Int[Array, ""],
+    addresses: Int32[Array, "1 words"] | None = None,
     *,
     eps: float,
     chained: bool,
@@ -40,10 +45,12 @@ def add_norm_mosaic_gpu(
         compiler_params=COMPILER_PARAMS,
         kernel_name="add_norm",
     )
-    return tuple(kernel(h, parts, norms, layer.reshape(1)))
+    exchanged = () if addresses is None else (addresses,)
+    return tuple(kernel(h, parts, norms, layer.reshape(1), *exchanged))
 
 
-def _kernel(h_ref, parts, norms, layer, sum_ref, normed_ref, _, *, eps: float, chained: bool) -> None:
+def _kernel(h_ref, parts, norms, layer, *others, eps: float, chained: bool) -> None:
+    *addresses, sum_ref, normed_ref, _ = others
     let_next_start(chained)
     row, d = lax.axis_index("row"), h_ref.shape[1]
     layout = plgpu.Layout.WG_STRIDED((d,), vec_size=_VECTOR)
@@ -55,7 +62,10 @@ def _kernel(h_ref, parts, norms, layer, sum_ref, normed_ref, _, *, eps: float, c
     wait_for_kernel_before(chained)
     h = load(h_ref.at[row])
     added = functools.reduce(jnp.add, [load(parts.at[part, row]) for part in range(parts.shape[0])])
-    total = h.astype(jnp.float32) + added.astype(h.dtype).astype(jnp.float32)
+    added = added.astype(h.dtype)
+    for of_card in addresses:
+        added = sum_row_over_cards(added, of_card, layout)
+    total = h.astype(jnp.float32) + added.astype(jnp.float32)
     h = total.astype(h.dtype)
     sum_ref[row] = h
     h32 = h.astype(jnp.float32)

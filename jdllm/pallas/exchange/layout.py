@@ -2,12 +2,12 @@
 
 The memory begins with a line for each block of threads: a flag for each card that sends, and at the end of
 the line the number of sums so far. Slots follow, one for each card that sends, twice over: sums take them by
-turns.
+turns. A slot has an area for each block. A block writes and reads its own areas only, whatever kernel the
+block belongs to. So a block waits for the same block of the other cards only.
 """
 
 BLOCKS = 128
-"""Blocks of threads of an exchange, whatever its size: a block always handles the same bytes of a slot. So a
-block waits for the same block of the other cards only."""
+"""The most blocks of threads of a kernel that exchanges."""
 
 LINE_BYTES = 128
 """Of a block: flags of 4 bytes, and the number of sums in the last 4 bytes."""
@@ -18,6 +18,9 @@ MAX_CARDS = COUNT_OFFSET // 4
 
 SLOT_BYTES = 2 * 2**20
 """The largest part of a card: 256 rows of 4096 numbers of 16 bits."""
+
+AREA_BYTES = SLOT_BYTES // BLOCKS
+"""The largest part of a block."""
 
 MAX_ROWS = 256
 """With more rows XLA's collective moves fewer bytes, and what it takes to start counts less."""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Literal
 
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Float
 
 from jdllm.pallas.device import target
 from jdllm.pallas.skinny_matmul.limits import SKINNY_MATMUL
@@ -56,7 +56,7 @@ def skinny_matmul(
 
 def skinny_parts(
     x: X, weight: Stack, *, layer: Layer = 0, chained: bool = False
-) -> Float32[Array, "parts rows n"]:
+) -> Float[Array, "parts rows n"]:
     """A product whose sums are left in parts, for who reads it next to add them; for Hopper only.
 
     Arguments:
@@ -65,8 +65,8 @@ def skinny_parts(
     - `layer`: which matrix of the stack.
     - `chained`: whether the kernel is part of a chain: then all but the rows is older than it.
 
-    Returns parts that sum to x @ weight[layer].T, one or several as it suits the shapes. Raises
-    `NotImplementedError` where the kernel cannot run, naming its limit.
+    Returns parts that sum to x @ weight[layer].T: several in f32, or a single one in the dtype of `x`, as it
+    suits the shapes. Raises `NotImplementedError` where the kernel cannot run, naming its limit.
     """
     _check_shapes(x, [weight], gated=False)
     SKINNY_MATMUL.choose(target(), "mosaic_gpu", x, [weight])

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Sequence
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float
 
 from jdllm.pallas.hopper import padded_rows
 from jdllm.pallas.skinny_matmul.kernel import block_products
@@ -42,10 +42,10 @@ def skinny_matmul_mosaic_gpu(
 
 def skinny_parts_mosaic_gpu(
     x: X, weight: Stack, *, layer: Layer, chained: bool = False, tiles: Tiles | None = None
-) -> Float32[Array, "parts rows n"]:
+) -> Float[Array, "parts rows n"]:
     """Hopper form of `jdllm.pallas.skinny_matmul.skinny_parts`; `tiles` is the cut, by default what suits."""
     (parts,) = _parts(x, [weight], layer, tiles, chained=chained)
-    return parts.astype(jnp.float32)
+    return parts
 
 
 def _parts(

@@ -1,6 +1,5 @@
 """Stores the block that a request has finished together with the next step."""
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,7 +45,7 @@ class StepRunner:
         self._entries, self._tile_rows = ladder.reuse, ladder.tile_rows
         self._parts = PartRunner(model, background)
         self._sizes = {level: Sizes(self._entries) for level in LEVELS}
-        self._chained = functools.cache(functools.partial(chains, model.params, model.config))
+        self._chained = model.on_each_card(chains)
 
     def takes(self, request: BlockRequest) -> bool:
         """Whether a request has blocks to store, few enough to be evaluated with the next step."""

@@ -71,7 +71,7 @@ class CausalRunner:
         kinds = list(itertools.product((False, True), repeat=2))
         self._prefill_sizes = {kind: Sizes(ladder.prefill) for kind in kinds}
         self._decode_sizes = {kind: Sizes(ladder.decode) for kind in kinds}
-        self._chained = functools.cache(functools.partial(decodes_in_chain, model.params, model.config))
+        self._chained = model.on_each_card(decodes_in_chain)
         self._usual = usual_entries(model.account.rows)
         self.chunk = prefill_chunk(model.account.rows)
         # On the device from the first: executables take numbers of the host in another way.

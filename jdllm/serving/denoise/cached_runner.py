@@ -1,6 +1,5 @@
 """Runs cached steps: refreshes that fill the KV pool, and reuses that read it."""
 
-import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -90,7 +89,7 @@ class CachedRunner:
         self._left = max(entry.head_rows for entry in (*ladder.refresh, *ladder.single))
         self._nothing_left = everywhere(jnp.zeros(self._left, jnp.int32), model.params)
         self._left_by = {kind: self._nothing_left for kind in (Kind.REFRESH, Kind.REUSE)}
-        self._chained = functools.cache(functools.partial(chains, model.params, model.config))
+        self._chained = model.on_each_card(chains)
 
     def programs(self) -> Iterator[Program]:
         """What the ladder needs compiled; nothing where requests cannot be cached."""
