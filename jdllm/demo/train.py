@@ -64,6 +64,8 @@ class TrainSettings:
 
     - `hidden_size`, `num_layers`, `num_heads`, `intermediate_size`: of the model.
     - `block_length`: of a block model, an SDAR, whose `buckets` have whole blocks; else a LLaDA is trained.
+    - `other_lengths`: of blocks, which steps have by turns with `block_length`, so that the model fills
+      blocks of these lengths too.
     - `begin_with`: a LLaDA of these sizes, whose weights come first; else they are drawn. The norms of
       queries and keys, which only a block model has, begin with ones.
     - `buckets`: the examples of every step, all of one kind.
@@ -85,6 +87,7 @@ class TrainSettings:
     num_heads: int = 8
     intermediate_size: int = 448
     block_length: int | None = None
+    other_lengths: tuple[int, ...] = ()
     begin_with: Path | None = None
     buckets: tuple[Bucket | LongBucket, ...] = DEMO_BUCKETS
     max_positions: int = 2 * MAX_LENGTH
@@ -146,7 +149,9 @@ class TrainSettings:
 
 SETTINGS: dict[str, TrainSettings] = {
     "demo": TrainSettings(),
-    "block": TrainSettings(begin_with=checkpoint_path(), block_length=8, learning_rate=5e-4),
+    "block": TrainSettings(
+        begin_with=checkpoint_path(), block_length=8, other_lengths=(1, 4), learning_rate=5e-4
+    ),
     "retrieval": TrainSettings(
         begin_with=checkpoint_path(),
         buckets=RETRIEVAL_BUCKETS,
@@ -239,7 +244,7 @@ def _cast_loss(
     if isinstance(batch, LongBatches):
         return long_loss(cast, config, settings.long_buckets(), **arrays, key=key)
     shapes = tuple((bucket.batch, bucket.length) for bucket in settings.buckets)
-    if settings.block_length is not None:
+    if config.block_length is not None:
         return block_loss(cast, config, shapes, **arrays, key=key)
     return masked_loss(cast, config, dense_layout(shapes), **arrays, key=key)
 
@@ -306,7 +311,11 @@ def _optimise(
     optimizer = make_optimizer(config, settings.weight_decay)
     state = TrainState(params, optimizer.init(params), jax.random.key(settings.seed + 1))
     batches = next(source)
-    compiled = train_steps.lower(state, batches, np.float32(0), config, settings).compile()
+    lengths = settings.block_length, *settings.other_lengths
+    compiled = [
+        train_steps.lower(state, batches, np.float32(0), one, settings).compile()
+        for one in (dataclasses.replace(config, block_length=length) for length in lengths)
+    ]
     ready = time.monotonic()
     log(f"ready after {ready - began:.0f} s")
     budget = max(60 * settings.minutes - (ready - began), 1e-9)
@@ -320,7 +329,7 @@ def _optimise(
             log(_progress_line(settings, config, state.params, losses, elapsed, progress))
         if progress >= 1:
             break
-        state, loss = compiled(state, batches, np.float32(progress))
+        state, loss = compiled[len(losses) % len(compiled)](state, batches, np.float32(progress))
         losses.append(loss)
         batches = next(source)
         # One dispatch may run while the next is queued; more would make the clock meaningless.

@@ -180,7 +180,8 @@ def test_a_checkpoint_of_other_sizes_is_refused_as_a_beginning(tmp_path: Path):
 @pytest.mark.parametrize("block_length", [None, 8])
 def test_training_learns_to_copy_the_value_of_a_single_pair(block_length: int | None, tmp_path: Path):
     lines: list[str] = []
-    settings = dataclasses.replace(SMALL, block_length=block_length)
+    others = (1,) if block_length else ()
+    settings = dataclasses.replace(SMALL, block_length=block_length, other_lengths=others)
     report = train(settings, tmp_path / "demo", lines.append)
     assert report.losses[0] > 5
     assert np.mean(report.losses[-5:]) < 0.02 * report.losses[0]
@@ -192,9 +193,14 @@ def test_training_learns_to_copy_the_value_of_a_single_pair(block_length: int | 
     assert exact_match(params, config, asked) > 0.8
     assert config.block_length == block_length
     with LLM(tmp_path / "demo", dtype="float32", max_num_batched_tokens=256, progress=False) as llm:
-        outputs = llm.generate(prompt_token_ids=[prompt for prompt, _ in asked[:20]])
-    right = [output.text == answer for output, (_, answer) in zip(outputs, asked, strict=False)]
-    assert np.mean(right) > 0.7
+        prompts, sampling = [prompt for prompt, _ in asked[:20]], llm.default_sampling()
+        answers = [
+            llm.generate(prompt_token_ids=prompts, sampling=one)
+            for one in (sampling, *(sampling.changed(block_length=length) for length in others))
+        ]
+    for outputs in answers:
+        right = [output.text == answer for output, (_, answer) in zip(outputs, asked, strict=False)]
+        assert np.mean(right) > 0.7
 
 
 @pytest.mark.slow
@@ -225,7 +231,7 @@ def test_models_have_the_same_size_and_retrieval_its_own_examples():
     demo, retrieval = SETTINGS["demo"], SETTINGS["retrieval"]
     assert demo == TrainSettings(workers=demo.workers)
     begun = {"begin_with": checkpoint_path(), "learning_rate": 5e-4}
-    assert SETTINGS["block"] == dataclasses.replace(demo, block_length=8, **begun)
+    assert SETTINGS["block"] == dataclasses.replace(demo, block_length=8, other_lengths=(1, 4), **begun)
     changed = {
         field.name
         for field in dataclasses.fields(demo)
