@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdllm.pallas.exchange import addresses_of, sum_over_cards
+from jdllm.pallas.exchange.layout import MAX_ROWS, TURNS
 
 AXIS = "cards"
 CASES: list[tuple[int, int, int, Any]] = [
@@ -25,12 +26,16 @@ CASES: list[tuple[int, int, int, Any]] = [
     (7, 128, 50, jnp.bfloat16),
     (200, 3584, 8, jnp.float16),
     (256, 4096, 8, jnp.bfloat16),
+    (256, 8192, 8, jnp.bfloat16),
+    (1000, 4096, 6, jnp.bfloat16),
+    (8192, 3584, 2, jnp.bfloat16),
+    (2500, 640, 6, jnp.float16),
 ]
 """Rows, columns, sums and type: sums of other sizes follow each other in the same memory. Parts are multiples
 of 256 bytes, since XLA gives kernels of Mosaic slices of a stack in place."""
 
-POISON = (256, 4096, 2, jnp.bfloat16)
-"""As many sums of the largest parts as there are halves of the memory."""
+POISON = (256, 8192, TURNS, jnp.bfloat16)
+"""As many sums as there are turns of slots; each fills a slot."""
 
 
 def sums(mesh: Mesh, parts: np.ndarray) -> np.ndarray:
@@ -66,6 +71,8 @@ def main() -> None:
         if addresses_of(mesh) is None:
             raise SystemExit(f"{cards} of these cards cannot exchange: {devices[:cards]}")
         for rows, columns, count, dtype in CASES:
+            if cards > 2 and rows > MAX_ROWS:
+                continue
             # What a sum would read too early, or beyond its part, is no number.
             poisoned_rows, poisoned_columns, halves, poisoned = POISON
             shape = (cards, halves, poisoned_rows, poisoned_columns)

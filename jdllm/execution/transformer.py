@@ -193,7 +193,7 @@ def _stepping(
     experts = experts_of(stack)
     streamed = None if few_rows is None else streamed_of(stack, few_rows)
     wholes = {name: x for name, x in (("experts", experts), ("streamed", streamed)) if x is not None}
-    exchanged = {} if few_rows is None else {name: x for name, x in params.items() if name == ADDRESSES}
+    exchanged = {name: x for name, x in params.items() if name == ADDRESSES}
 
     def step[Carry](body: Callable[[Carry, Layer], Carry], place: Array, carry: Carry) -> Carry:
         weights = {

@@ -30,7 +30,7 @@ def summed(x: Array, cards: int, addresses: Int32[Array, "1 words"] | None = Non
 
     Arguments:
     - `cards`: of the configuration; `x` itself where it is 1.
-    - `addresses`: of this card, for a few rows of cards that can exchange; otherwise XLA's collective adds.
+    - `addresses`: of this card, where the cards can exchange; otherwise XLA's collective adds.
     """
     if cards == 1:
         return x

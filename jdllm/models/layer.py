@@ -68,7 +68,7 @@ ALL_HEADS = Group(0, 1)
 class Layer:
     """One layer of a model.
 
-    - `weights`: of the layer; for a few rows on cards that can exchange also their `ADDRESSES`.
+    - `weights`: of the layer; on cards that can exchange also their `ADDRESSES`.
     - `number`: of the layer in the model, for keys and values that are stored by layer.
     """
 

@@ -88,7 +88,8 @@ def test_each_card_has_its_part_of_a_refresh(cards: int):
         usual=True,
         **static,
     )
-    assert exchanges_of(compiled) == 0  # of so many rows XLA's collective moves fewer bytes
+    # Two sums of all layers but the first, in turns of one, and of the first and the last.
+    assert exchanges_of(compiled) == (6 if cards == 2 else 0)  # of more cards XLA's collective moves fewer bytes
     assert computed_meanwhile(compiled) >= 2
     memory = compiled.memory_analysis()
     assert memory is not None

@@ -57,12 +57,11 @@ def test_rows_that_are_wanted_get_what_all_rows_give_them(shape: str):
     close(some, all_rows[wanted.rows], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("rows", [1000, 1024])
-def test_cards_add_up_to_the_layer_also_where_they_take_rows_in_pieces(rows: int):
+def test_cards_add_up_to_the_layer():
     """Each of two cards has half of the heads and of the inner width; NumPy has all, in float64."""
     config = small("llada-8b")
     weights = {name: np.asarray(x) for name, x in first_layer(config).weights.items()}
-    h, o = np.random.default_rng(0).standard_normal((2, rows, config.hidden_size), np.float32)
+    h, o = np.random.default_rng(0).standard_normal((2, ROWS, config.hidden_size), np.float32)
     of_outputs = {name: np.stack(np.split(weights[name], 2, axis=0)) for name in ("gate", "up")}
     of_inputs = {name: np.stack(np.split(weights[name], 2, axis=1)) for name in ("o", "down")}
     parts = of_outputs | of_inputs | {"ffn_norm": np.stack([weights["ffn_norm"]] * 2)}

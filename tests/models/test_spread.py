@@ -16,11 +16,11 @@ WEIGHTS = {"final_norm": jax.ShapeDtypeStruct((64,), jnp.bfloat16, sharding=AT)}
 
 
 def test_memory_for_exchanges_counts_on_each_card():
-    """Two slots of 2 MiB for each of three cards, and 128 lines of 128 bytes."""
+    """For each of three cards four slots of 4 MiB and two of 64 rows of 32 KiB; 256 lines of 128 bytes."""
     addresses = jax.ShapeDtypeStruct((3, 8), jnp.int32, sharding=AT)
     assert card_bytes(WEIGHTS) == 2 * 64
     added = card_bytes(WEIGHTS | {ADDRESSES: addresses}) - card_bytes(WEIGHTS)
-    assert added == 3 * 2 * 2 * 2**20 + 128 * 128 + 4 * 3 * 8
+    assert added == 3 * (4 * 4 + 2 * 2) * 2**20 + 256 * 128 + 4 * 3 * 8
 
 
 def test_devices_that_cannot_exchange_get_weights_alone():

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32
 
 from jdllm.pallas.device import target
-from jdllm.pallas.exchange.layout import AREA_BYTES, BLOCKS
+from jdllm.pallas.exchange.layout import MAX_COLUMNS, ROW_AREAS
 
 _COLUMN_UNIT = 512  # four columns for each thread of a warpgroup
 
@@ -26,11 +26,10 @@ def check_add_norm(dtype: jnp.dtype, columns: int, rows_over_cards: int = 0) -> 
         raise NotImplementedError(
             f"the kernel of addition and norm takes multiples of {_COLUMN_UNIT} columns, not {columns}"
         )
-    most = AREA_BYTES // dtype.itemsize
-    if rows_over_cards > BLOCKS or (rows_over_cards and columns > most):
+    if rows_over_cards > ROW_AREAS or (rows_over_cards and columns > MAX_COLUMNS):
         raise NotImplementedError(
-            f"the kernel of addition and norm exchanges up to {BLOCKS} rows of up to {most} columns, "
-            f"not {rows_over_cards} of {columns}"
+            f"the kernel of addition and norm exchanges up to {ROW_AREAS} rows of up to {MAX_COLUMNS} "
+            f"columns, not {rows_over_cards} of {columns}"
         )
 
 

@@ -31,5 +31,5 @@ def sum_over_cards(
     Returns the sum, in the dtype of `part`, the same bits on all cards. Raises `NotImplementedError` where
     the given implementation cannot run, naming its limit.
     """
-    form = EXCHANGE.choose(target(), implementation, part)
+    form = EXCHANGE.choose(target(), implementation, part, addresses.shape[1] // 2 - 1)
     return form(part, addresses, axis_name=axis_name)

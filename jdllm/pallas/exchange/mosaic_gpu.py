@@ -1,40 +1,86 @@
 """The Hopper kernel of a sum over cards, in Mosaic GPU: every card sends its part to all, and adds all parts.
 
-A block of threads copies its slice of the part into its area of the memory of every card. Then the block adds
-the slices that have come.
+A block of threads sends its slices of the part in rounds. In a round the block copies a slice into its area
+in the memory of every other card, and raises a flag there. Then the block waits for the flags of all cards
+for the slice of the round before, and adds what has come. Only plain stores go from card to card.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
 from jaxtyping import Array, Float, Int32
 
-from jdllm.pallas.exchange.layout import BLOCKS
-from jdllm.pallas.exchange.peers import (
-    RECEIVED,
-    Peers,
+from jdllm.pallas.exchange.device_code import (
+    MOST_POLLS,
+    Cards,
     address_of,
     i32,
+    integer,
+    load,
     long,
     of_words,
     plus,
     rounded_sum,
+    store_by_first,
     widened,
     words_of,
+)
+from jdllm.pallas.exchange.layout import (
+    AREA_BYTES,
+    LINE_BYTES,
+    MAX_BLOCKS,
+    ROUNDS_OFFSET,
+    SLOT_BYTES,
+    TURNS,
+    slot_offset,
 )
 from jdllm.pallas.ring import COMPILER_PARAMS
 from jdllm.pallas.shared_lowering import lowered_once
 
 _THREADS = 128
 _VECTOR_BYTES = 16  # that a thread moves at once
-_BLOCK_BYTES = _THREADS * _VECTOR_BYTES  # that a block moves at once
-_TURN_BYTES = BLOCKS * _BLOCK_BYTES  # that all threads move at once
-_WORDS = _VECTOR_BYTES // 4
-_NUMBERS = _VECTOR_BYTES // 2
+_WORDS, _NUMBERS = _VECTOR_BYTES // 4, _VECTOR_BYTES // 2
+_MOVE_BYTES = _THREADS * _VECTOR_BYTES  # that a block moves at once
+_FEW_BLOCKS = MAX_BLOCKS // 2  # one for each processor, for parts that take a single round then
+
+# What another card has written is in no cache that this processor reads by default.
+_RECEIVED = "ld.relaxed.sys.global"
+
+# Operands: the thread, how many cards, the flag on the card so far away, and the number of the round.
+_RAISE = """
+{
+    .reg .pred one;
+    setp.lt.u32 one, $0, $1;
+    @one st.release.sys.global.u32 [$2], $3;
+}
+"""
+
+# Operands: the thread, how many cards, the flag of the card so far away, and the number of the round.
+_WAIT = f"""
+{{
+    .reg .pred done;
+    .reg .b32 seen, polls;
+    setp.ge.u32 done, $0, $1;
+    @done bra DONE;
+    mov.u32 polls, 0;
+WAIT:
+    ld.acquire.sys.global.u32 seen, [$2];
+    sub.s32 seen, seen, $3;
+    setp.ge.s32 done, seen, 0;
+    @done bra DONE;
+    add.u32 polls, polls, 1;
+    setp.lt.u32 done, polls, {MOST_POLLS};
+    @done bra WAIT;
+    trap;
+DONE:
+}}
+"""
 
 
 @lowered_once("axis_name")
@@ -43,10 +89,11 @@ def exchange_mosaic_gpu(
 ) -> Float[Array, "rows d"]:
     """Hopper form of `jdllm.pallas.exchange.sum_over_cards`; `addresses` say which cards there are."""
     del axis_name
+    size = part.size * part.dtype.itemsize
     kernel = plgpu.kernel(
-        _kernel,
+        functools.partial(_kernel, size=size),
         out_type=jax.ShapeDtypeStruct(part.shape, part.dtype),
-        grid=(BLOCKS,),
+        grid=(_FEW_BLOCKS if size <= _FEW_BLOCKS * AREA_BYTES else MAX_BLOCKS,),
         grid_names=("block",),
         compiler_params=COMPILER_PARAMS,
         kernel_name="exchange",
@@ -54,71 +101,138 @@ def exchange_mosaic_gpu(
     return kernel(part, addresses)
 
 
-def _kernel(part_ref: Any, addresses_ref: Any, sum_ref: Any) -> None:
-    rows, d = part_ref.shape
-    run = functools.partial(
-        _exchange, cards=addresses_ref.shape[1] // 2 - 1, size=rows * d * part_ref.dtype.itemsize
-    )
+def _kernel(part_ref: Any, addresses_ref: Any, sum_ref: Any, *, size: int) -> None:
+    blocks = _FEW_BLOCKS if size <= _FEW_BLOCKS * AREA_BYTES else MAX_BLOCKS
+    run = functools.partial(_exchange, cards=addresses_ref.shape[1] // 2 - 1, size=size, blocks=blocks)
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 3)(run)(part_ref, addresses_ref, sum_ref)
 
 
-def _exchange(_: Any, part_ref: Any, addresses_ref: Any, sum_ref: Any, *, cards: int, size: int) -> None:
+def _exchange(
+    _: Any, part_ref: Any, addresses_ref: Any, sum_ref: Any, *, cards: int, size: int, blocks: int
+) -> None:
     """What a thread does.
 
     Arguments:
     - `part_ref`, `addresses_ref`, `sum_ref`: in the memory of this card.
     - `cards`: how many exchange.
     - `size`: of the part, in bytes.
+    - `blocks`: of threads.
     """
-    part, total = map(address_of, (part_ref, sum_ref))
+    slices = _Slices(address_of(part_ref), Cards(addresses_ref, cards), size, blocks)
     kind = ir.VectorType.get((_NUMBERS,), ir.MemRefType(part_ref.type).element_type)
-    peers = Peers(address_of(addresses_ref), cards)
-    in_block = widened(peers.thread, _VECTOR_BYTES)
-    first = plus(widened(peers.block, _BLOCK_BYTES), in_block)
-    # Where each vector of the thread lies: in the part, and in the block's area.
-    offsets = [
-        (plus(first, long(move * _TURN_BYTES)), plus(in_block, long(move * _BLOCK_BYTES)))
-        for move in range(-(-size // _TURN_BYTES))
-    ]
-    moves = _Moves(size)
-    own = [moves.load(part, offset, offset) for offset, _ in offsets]
-    for area in peers.sent_to:
-        for (offset, in_area), words in zip(offsets, own, strict=True):
-            moves.store(area, in_area, offset, words)
-    peers.agree()
-    for offset, in_area in offsets:
-        received = [moves.load(area, in_area, offset, RECEIVED) for area in peers.received]
-        added = rounded_sum([of_words(words, kind) for words in received])
-        moves.store(total, offset, offset, words_of(added))
-    peers.end()
+    total = address_of(sum_ref)
+    slices.send(integer(0))
+
+    def turn(before: Any, _: Sequence[Any]) -> Sequence[Any]:
+        slices.send(plus(before, integer(1)))
+        slices.add(before, total, kind)
+        return ()
+
+    if slices.rounds > 1:
+        utils.fori(integer(slices.rounds - 1), ())(turn)
+    slices.add(integer(slices.rounds - 1), total, kind)
+    slices.end()
 
 
-class _Moves:
-    """Loads and stores of 16 bytes, of which those beyond the end of a part do nothing.
+class _Slices:
+    """The slices of a part that a block of threads sends and adds, one in a round.
 
     Arguments:
-    - `size`: of a part, in bytes.
+    - `part`: where the part begins.
+    - `cards`: who exchanges.
+    - `size`: of the part, in bytes.
+    - `blocks`: of threads.
     """
 
-    def __init__(self, size: int):
-        self._size = size
-        self._whole = size % _TURN_BYTES == 0
+    def __init__(self, part: Any, cards: Cards, size: int, blocks: int):
+        self._part, self._cards, self._size = part, cards, size
+        self._all_bytes = blocks * _MOVE_BYTES  # that all blocks move at once
+        moves = -(-size // self._all_bytes)
+        self._moves = range(min(moves, AREA_BYTES // _MOVE_BYTES))
+        self.rounds = -(-moves // len(self._moves))
+        self._whole = size % (self._all_bytes * len(self._moves)) == 0
+        self._before = load(plus(cards.line, long(ROUNDS_OFFSET)), i32())
+        self._in_area = widened(cards.thread, _VECTOR_BYTES)
+        self._first = plus(widened(cards.block, _MOVE_BYTES), self._in_area)
+        # A thread raises the flag on the card so far away, and waits for the flag of that card here.
+        distance = arith.minui(cards.thread, integer(cards.count - 1))
+        in_lines = plus(widened(cards.block, LINE_BYTES), widened(cards.card, 4))
+        self._their_flag = plus(cards.memory_at(distance), in_lines)
+        flag = arith.remui(plus(cards.card, distance), integer(cards.count))
+        self._our_flag = plus(cards.line, widened(flag, 4))
 
-    def load(self, base: Any, offset: Any, in_part: Any, how: str = "ld.global") -> tuple[Any, ...]:
-        """Words at `offset` from an address, which are those at `in_part` of a part."""
-        load = f"{how}.v4.b32 {{$0, $1, $2, $3}}, [$4];"
-        at = [plus(base, offset)]
+    def send(self, number: Any) -> None:
+        """Copy the slice of a round to the other cards, and raise the flags there."""
+        area = plus(self._area(number), widened(self._cards.card, SLOT_BYTES))
+        places = self._places(number)
+        own = [self._load(plus(self._part, place), place) for place, _ in places]
+        for memory in self._cards.memories[1:]:
+            begin = plus(memory, area)
+            for (place, in_area), words in zip(places, own, strict=True):
+                self._store(plus(begin, in_area), place, words)
+        utils.warpgroup_barrier()
+        self._signal(_RAISE, self._their_flag, number)
+
+    def add(self, number: Any, total: Any, kind: Any) -> None:
+        """Wait for the slices of a round from all cards, and store their sum.
+
+        Arguments:
+        - `total`: where sums begin.
+        - `kind`: the type of 16 bytes of them.
+        """
+        self._signal(_WAIT, self._our_flag, number)
+        utils.warpgroup_barrier()
+        here = plus(self._cards.memories[0], self._area(number))
+        for place, in_area in self._places(number):
+            own, received = plus(self._part, place), plus(here, in_area)
+            parts = []
+            for sender in range(self._cards.count):
+                is_own = arith.cmpi(arith.CmpIPredicate.eq, self._cards.card, integer(sender))
+                address = arith.select(is_own, own, plus(received, long(sender * SLOT_BYTES)))
+                parts.append(of_words(self._load(address, place, _RECEIVED), kind))
+            self._store(plus(total, place), place, words_of(rounded_sum(parts)))
+
+    def end(self) -> None:
+        """Count the rounds."""
+        after = plus(self._before, integer(self.rounds))
+        store_by_first(self._cards.thread, plus(self._cards.line, long(ROUNDS_OFFSET)), after)
+
+    def _signal(self, signal: str, flag: Any, number: Any) -> None:
+        cards, counted = self._cards, self._counted(number)
+        utils.inline_ptx(signal, cards.thread, integer(cards.count), flag, counted, has_side_effects=True)
+
+    def _counted(self, number: Any) -> Any:
+        """The number of a round, counted over all sums."""
+        return plus(plus(self._before, integer(1)), number)
+
+    def _area(self, number: Any) -> Any:
+        """How far from the beginning of a card's memory the block's area for the first sender is."""
+        of_turn = arith.andi(self._counted(number), integer(TURNS - 1))
+        turn = widened(of_turn, self._cards.count * SLOT_BYTES)
+        first = slot_offset(0, 0, self._cards.count)
+        return plus(plus(turn, widened(self._cards.block, AREA_BYTES)), long(first))
+
+    def _places(self, number: Any) -> list[tuple[Any, Any]]:
+        """Where each vector of the thread lies in a round: in the part, and in the area."""
+        begin = plus(self._first, widened(number, self._all_bytes * len(self._moves)))
+        return [
+            (plus(begin, long(move * self._all_bytes)), plus(self._in_area, long(move * _MOVE_BYTES)))
+            for move in self._moves
+        ]
+
+    def _load(self, address: Any, place: Any, how: str = "ld.global") -> tuple[Any, ...]:
+        """Words at an address; zeros where their `place` is beyond the end of the part."""
+        ptx, operands = f"{how}.v4.b32 {{$0, $1, $2, $3}}, [$4];", [address]
         if not self._whole:
             zeros = " ".join(f"mov.b32 ${word}, 0;" for word in range(_WORDS))
-            load = f"{{ .reg .pred inside; setp.lt.u64 inside, $5, $6; {zeros} @inside {load} }}"
-            at += [in_part, long(self._size)]
-        return utils.inline_ptx(load, *at, result_types=[i32()] * _WORDS, has_side_effects=True)
+            ptx = f"{{ .reg .pred inside; setp.lt.u64 inside, $5, $6; {zeros} @inside {ptx} }}"
+            operands += [place, long(self._size)]
+        return utils.inline_ptx(ptx, *operands, result_types=[i32()] * _WORDS, has_side_effects=True)
 
-    def store(self, base: Any, offset: Any, in_part: Any, words: tuple[Any, ...]) -> None:
-        """Put words where `load` reads them."""
-        store = "st.global.v4.b32 [$0], {$1, $2, $3, $4};"
-        operands = [plus(base, offset), *words]
+    def _store(self, address: Any, place: Any, words: tuple[Any, ...]) -> None:
+        """Words to an address; nothing where their `place` is beyond the end of the part."""
+        ptx, operands = "st.global.v4.b32 [$0], {$1, $2, $3, $4};", [address, *words]
         if not self._whole:
-            store = f"{{ .reg .pred inside; setp.lt.u64 inside, $5, $6; @inside {store} }}"
-            operands += [in_part, long(self._size)]
-        utils.inline_ptx(store, *operands, has_side_effects=True)
+            ptx = f"{{ .reg .pred inside; setp.lt.u64 inside, $5, $6; @inside {ptx} }}"
+            operands += [place, long(self._size)]
+        utils.inline_ptx(ptx, *operands, has_side_effects=True)
