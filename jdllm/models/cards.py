@@ -6,8 +6,6 @@ hidden rows is a part of the sum, so that two sums over cards belong to each lay
 projection of attention, and behind the feed-forward layer. Source: Megatron-LM (Shoeybi et al. 2019).
 """
 
-from collections.abc import Callable
-
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Int32
@@ -17,9 +15,6 @@ from jdllm.pallas.exchange import sum_over_cards
 
 AXIS = "cards"
 """The name of the mesh's axis."""
-
-PIECE_ROWS = 512
-"""The fewest rows for which products are worth reading weights a second time."""
 
 ADDRESSES = "addresses"
 """Beside the weights of cards that can exchange: `jdllm.pallas.exchange.addresses_of` these cards."""
@@ -35,21 +30,6 @@ def summed(x: Array, cards: int, addresses: Int32[Array, "1 words"] | None = Non
     if cards == 1:
         return x
     return lax.psum(x, AXIS) if addresses is None else sum_over_cards(x, addresses, AXIS)
-
-
-def in_pieces(function: Callable[..., Array], pieces: int, *rows: Array) -> Array:
-    """`function` of rows, which treats every row alike, of one piece after the other.
-
-    While cards add what they have of one piece, each of them computes the next: XLA does both at once.
-
-    Arguments:
-    - `pieces`: how many; the rows must be a multiple.
-    - `rows`: arrays with as many rows.
-    """
-    if pieces == 1:
-        return function(*rows)
-    cut = zip(*(jnp.split(x, pieces) for x in rows), strict=True)
-    return jnp.concatenate([function(*piece) for piece in cut])
 
 
 def largest(x: Array, cards: int) -> Array:

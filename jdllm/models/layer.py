@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from jdllm.layers import rms_norm, rotate
 from jdllm.models.adapter import DOWN, UP
 from jdllm.models.block import Hidden, Rows
-from jdllm.models.cards import ADDRESSES, PIECE_ROWS, in_pieces, summed
+from jdllm.models.cards import ADDRESSES, summed
 from jdllm.models.config import ModelConfig
 from jdllm.models.leaf import matmul
 from jdllm.models.moe import GroupedMatmulFn, moe_ffn
@@ -83,10 +83,7 @@ class Layer:
 
     def finish(self, h: Hidden, o: Array) -> Hidden:
         """The rows after the layer, from the rows before the layer and their attention outputs."""
-        return in_pieces(self._finish, self._pieces(len(h)), h, o.reshape(len(h), -1).astype(h.dtype))
-
-    def _finish(self, h: Hidden, o: Float[Array, "rows inner"]) -> Hidden:
-        h = h + self.project_back(o)
+        h = h + self.project_back(o.reshape(h.shape[0], -1).astype(h.dtype))
         return h + self.feed_forward(h)
 
     def project(
@@ -123,12 +120,6 @@ class Layer:
         - `products`: of rows with their experts; the default has no gradient.
         """
         return self._summed(self._feed_forward(h, products))
-
-    def _pieces(self, rows: int) -> int:
-        """Into how many pieces rows are cut, of which cards add one while they compute the other."""
-        moe = self.config.moe
-        for_a_matrix = rows if moe is None else rows * moe.top_k // moe.experts
-        return 2 if self.config.cards > 1 and for_a_matrix >= 2 * PIECE_ROWS and rows % 2 == 0 else 1
 
     def _summed(self, part: Hidden) -> Hidden:
         """What all cards add."""

@@ -59,14 +59,6 @@ def sums_of(compiled: jax.stages.Compiled) -> int:
     return len(re.findall(r" all-reduce(?:-start)?\(", compiled.as_text() or ""))
 
 
-def computed_meanwhile(compiled: jax.stages.Compiled) -> int:
-    """How many sums over cards, in the turn of the loop over layers, have a product while they run."""
-    bodies = (compiled.as_text() or "").split("\n\n")
-    (layers,) = (body for body in bodies if " all-reduce-start(" in body and " while(" not in body)
-    waits = (wait.partition(" all-reduce-done(")[0] for wait in layers.split(" all-reduce-start(")[1:])
-    return sum(" %dynamic_slice_fusion" in wait for wait in waits)  # a product with a weight of the stack
-
-
 def exchanges_of(compiled: jax.stages.Compiled) -> int:
     """Sums that are kernels."""
     return len(re.findall(r"custom-call\(.*exchange_mosaic_gpu", compiled.as_text() or ""))
@@ -88,9 +80,8 @@ def test_each_card_has_its_part_of_a_refresh(cards: int):
         usual=True,
         **static,
     )
-    # Two sums of all layers but the first, in turns of one, and of the first and the last.
-    assert exchanges_of(compiled) == (6 if cards == 2 else 0)  # of more cards XLA's collective moves fewer bytes
-    assert computed_meanwhile(compiled) >= 2
+    # Two sums of a turn of the loop over layers, and two of the last layer; more cards send less by XLA's.
+    assert exchanges_of(compiled) == (4 if cards == 2 else 0)
     memory = compiled.memory_analysis()
     assert memory is not None
     whole = param_bytes(config, "bfloat16") + pool_bytes(config, "bfloat16", book.pages, PAGE_ROWS)
