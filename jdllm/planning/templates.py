@@ -6,6 +6,7 @@ memory, and what a matrix product needs beside its result, follow what the compi
 """
 
 import functools
+from collections.abc import Sequence
 import math
 from typing import NamedTuple
 
@@ -72,7 +73,8 @@ def step_template(config: ModelConfig, kind: StepKind) -> GraphTemplate:
     for layer in range(LAYERS):
         _add_attention(graph, config, kind, f"layer {layer}")
         dense = config.moe is None or (layer == 0 and bool(config.moe.dense_layers))
-        add_feed_forward(graph, config, kind, f"layer {layer}", _chunk(dim("T"), "ffn"), dense)
+        added = _added_apart(config, f"layer {layer}")
+        add_feed_forward(graph, config, kind, f"layer {layer}", _chunk(dim("T"), "ffn"), dense, added)
     add_head(graph, config, kind, "h")
     return graph
 
@@ -144,23 +146,31 @@ def _add_attention(graph: GraphTemplate, config: ModelConfig, kind: StepKind, la
     tiles = ceil_div(tile * (2 * 4 * config.num_heads), groups)
     graph.add_op(f"{layer} attention", [q, names["k"], names["v"]], {o: width}, residuals + tiles, owners=cut)
     graph.add_barrier(f"{layer} last group", [names["k"], names["v"], o])
-    graph.add_op(f"{layer} project o", [o, "h", names["attended"]], {}, WORKSPACE, owners=cut)
+    # What several cards add is added to h behind the feed-forward layer.
+    added = dict.fromkeys(_added_apart(config, layer), rows * hidden)
+    graph.add_op(f"{layer} project o", [o, "h", names["attended"]], added, WORKSPACE, owners=cut)
 
 
 def add_feed_forward(
-    graph: GraphTemplate, config: ModelConfig, kind: StepKind, layer: str, part: Size | int, dense: bool
+    graph: GraphTemplate,
+    config: ModelConfig,
+    kind: StepKind,
+    layer: str,
+    part: Size | int,
+    dense: bool,
+    added: Sequence[str] = (),
 ) -> None:
     """Operators of one layer's feed-forward branch for a chunk of `part` rows of "h", dense or by experts.
 
-    A symbolic `part` is a chunk of a device loop, whose buffers XLA places with a gap of a chunk of experts'
+    The results of operators before, named `added`, are added to "h" in the end. A symbolic `part` is a chunk of a device loop, whose buffers XLA places with a gap of a chunk of experts'
     inputs, and up to a workspace more where one kernel makes the gated product.
     """
     x = f"{layer} x"
     graph.add_op(f"{layer} norm", ["h"], {x: part * (config.hidden_size * kind.itemsize)}, owners=("ffn",))
-    moe = config.moe
+    moe, taken = config.moe, ["h", *added]
     if dense or moe is None:
         product = _add_gates(graph, layer, x, part * (config.intermediate_size * kind.itemsize))
-        graph.add_op(f"{layer} project down", [product, "h"], {}, WORKSPACE, owners=("ffn",))
+        graph.add_op(f"{layer} project down", [product, *taken], {}, WORKSPACE, owners=("ffn",))
         return
     wide = part * (moe.top_k * config.hidden_size * kind.itemsize)
     inner = part * (moe.top_k * moe.expert_size * kind.itemsize)
@@ -190,7 +200,12 @@ def add_feed_forward(
         graph.add_op(
             f"{layer} project shared down", shared, {results[-1]: inputs}, WORKSPACE, owners=("ffn",)
         )
-    graph.add_op(f"{layer} combine", [*results, "h"], owners=("ffn",))
+    graph.add_op(f"{layer} combine", [*results, *taken], owners=("ffn",))
+
+
+def _added_apart(config: ModelConfig, layer: str) -> list[str]:
+    """The sum of what cards add behind attention, if there are several; one card adds it to "h" at once."""
+    return [f"{layer} added"] if config.cards > 1 else []
 
 
 def _add_gates(graph: GraphTemplate, layer: str, x: str, width: Size | int) -> str:

@@ -80,8 +80,9 @@ def test_each_card_has_its_part_of_a_refresh(cards: int):
         usual=True,
         **static,
     )
-    # Two sums of a turn of the loop over layers, and two of the last layer; more cards send less by XLA's.
-    assert exchanges_of(compiled) == (4 if cards == 2 else 0)
+    # Two sums of a turn of the loop over layers, of which more cards send less by XLA's, and two of the last
+    # layer, which has few rows.
+    assert exchanges_of(compiled) == (4 if cards == 2 else 2)
     memory = compiled.memory_analysis()
     assert memory is not None
     whole = param_bytes(config, "bfloat16") + pool_bytes(config, "bfloat16", book.pages, PAGE_ROWS)

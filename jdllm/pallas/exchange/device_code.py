@@ -43,10 +43,12 @@ class Cards:
 
 def rounded_sum(parts: Sequence[Any]) -> Any:
     """The sum of vectors of 16-bit numbers in their order, in f32, rounded once."""
-    kind = ir.VectorType(parts[0].type)
-    wide = ir.VectorType.get(kind.shape, ir.F32Type.get())
-    total = functools.reduce(arith.addf, [arith.extf(wide, part) for part in parts])
-    return arith.truncf(kind, total)
+    return arith.truncf(parts[0].type, functools.reduce(arith.addf, map(extended, parts)))
+
+
+def extended(numbers: Any) -> Any:
+    """A vector of 16-bit numbers in f32."""
+    return arith.extf(ir.VectorType.get(ir.VectorType(numbers.type).shape, ir.F32Type.get()), numbers)
 
 
 def of_words(words: Sequence[Any], kind: Any) -> Any:

@@ -17,13 +17,13 @@ from jaxtyping import Array, Float
 from jdllm.pallas.exchange.device_code import (
     MOST_POLLS,
     Cards,
+    extended,
     i32,
     integer,
     load,
     long,
     of_words,
     plus,
-    rounded_sum,
     store_by_first,
     widened,
     words_of,
@@ -64,20 +64,16 @@ def _exchange(_: Any, row: mgpu.FragmentedArray, addresses_ref: Any, *, count: i
         begin = plus(memory, sent)
         for place, words in zip(places, own, strict=True):
             _send(plus(begin, place), words, number)
-    received = [
-        _receive(plus(plus(cards.memories[0], first), long(sender * slot_bytes)), len(own), number)
-        for sender in range(count)
-    ]
+    kind, totals = row.registers[0].type, None
+    for sender in range(count):
+        received = _receive(plus(plus(cards.memories[0], first), long(sender * slot_bytes)), len(own), number)
+        wide = [extended(of_words(words, kind)) for words in received]
+        totals = wide if totals is None else list(map(arith.addf, totals, wide))
     utils.warpgroup_barrier()  # all threads have read the counter
     store_by_first(cards.thread, counter, number)
-    kind = row.registers[0].type
-    registers = [
-        rounded_sum([of_words(of_card[register], kind) for of_card in received])
-        for register in range(len(own))
-    ]
-    return mgpu.FragmentedArray(
-        _registers=np.array(registers, dtype=object), _layout=row.layout, _is_signed=None
-    )
+    assert totals is not None
+    registers = np.array([arith.truncf(kind, total) for total in totals], dtype=object)
+    return mgpu.FragmentedArray(_registers=registers, _layout=row.layout, _is_signed=None)
 
 
 def _send(address: Any, words: tuple[Any, ...], number: Any) -> None:
