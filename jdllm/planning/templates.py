@@ -6,8 +6,8 @@ memory, and what a matrix product needs beside its result, follow what the compi
 """
 
 import functools
-from collections.abc import Sequence
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -162,8 +162,9 @@ def add_feed_forward(
 ) -> None:
     """Operators of one layer's feed-forward branch for a chunk of `part` rows of "h", dense or by experts.
 
-    The results of operators before, named `added`, are added to "h" in the end. A symbolic `part` is a chunk of a device loop, whose buffers XLA places with a gap of a chunk of experts'
-    inputs, and up to a workspace more where one kernel makes the gated product.
+    The results of operators before, named `added`, are added to "h" in the end. A symbolic `part` is a chunk
+    of a device loop, whose buffers XLA places with a gap of a chunk of experts' inputs, and up to a workspace
+    more where one kernel makes the gated product.
     """
     x = f"{layer} x"
     graph.add_op(f"{layer} norm", ["h"], {x: part * (config.hidden_size * kind.itemsize)}, owners=("ffn",))
