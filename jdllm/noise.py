@@ -28,6 +28,7 @@ class Purpose(enum.IntEnum):
     ORDER = 1
     SELECTION = 2
     SAMPLE = 3
+    ACCEPTANCE = 4
 
 
 @jax.jit  # traced once for each shape, in a hundred operations

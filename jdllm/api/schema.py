@@ -8,9 +8,11 @@ from pydantic_core import to_jsonable_python
 
 from jdllm.api.protocol import SAMPLING_FIELDS, InfillRequest
 from jdllm.api.service import Service
+from jdllm.decoding.block_sampling import verifies_drafts
 from jdllm.decoding.registry import NO_CACHE, POLICIES, RULES, options
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.sampling_options import further_options, option_schema, parameter_helps
+from jdllm.llm import LLM
 
 _DEFAULT = re.compile(r" \[default: [^\]]*\]$")
 _NOT_OF_MASKS = ("steps", "block_length")
@@ -26,8 +28,7 @@ class Application(FastAPI):
             service: Service = self.state.service
             schemas = super().openapi()["components"]["schemas"]
             _show_options(schemas)
-            if not service.llm.account.verifier:
-                _leave_out_verified(schemas)
+            _leave_out_rules(schemas, _unanswered(service.llm))
             _show_defaults(schemas, service.settings.default_sampling)
         assert self.openapi_schema is not None
         return self.openapi_schema
@@ -57,16 +58,25 @@ def _show_options(schemas: dict[str, Any]) -> None:
             schema["properties"][name]["x-default-when"] = {"cache": defaults}
 
 
-def _leave_out_verified(schemas: dict[str, Any]) -> None:
-    """Take the rules out of the schemas that a verifier decides for, and the options that only they use."""
-    verified = {name for (of, name), rule in RULES.items() if of == "transfer" and rule.acceptance is None}
+def _unanswered(llm: LLM) -> set[str]:
+    """The rules that no request may ask a model for."""
+    rules = set[str]()
+    if not llm.account.verifier:
+        rules |= {name for (of, name), rule in RULES.items() if of == "transfer" and rule.acceptance is None}
+    if not verifies_drafts(llm.config):
+        rules.add("lossy_speculation")
+    return rules
+
+
+def _leave_out_rules(schemas: dict[str, Any], rules: set[str]) -> None:
+    """Take rules out of the schemas, and the options that only they use."""
     for schema in _of_clients(schemas).values():
         properties = schema["properties"]
         for kind in properties["transfer"]["anyOf"]:
             if "enum" in kind:
-                kind["enum"] = [name for name in kind["enum"] if name not in verified]
+                kind["enum"] = [name for name in kind["enum"] if name not in rules]
         for name, (_, users) in options().items():
-            if users.keys() == {"transfer"} and verified.issuperset(users["transfer"]):
+            if users.keys() == {"transfer"} and rules.issuperset(users["transfer"]):
                 del properties[name]
 
 

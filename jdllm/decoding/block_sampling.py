@@ -17,6 +17,16 @@ _UNUSED = {
 """Fields that only models use whose rows see the whole sequence, and why a block model does not."""
 
 
+_NOT_SPECULATING = {
+    "temperature": "takes the likeliest tokens as its draft",
+    "small_block_length": "drafts and verifies whole blocks",
+    "editing_threshold": "corrects no token",
+    "confidence_eos_eot_inf": "accepts tokens by their probability",
+    "confidence_dtype": "accepts tokens by their probability",
+}
+"""What lossy speculation has not, and why."""
+
+
 def check_blocks(sampling: SamplingParams) -> None:
     """Raise `RequestError` where a field that a block model has no use for is not at its default."""
     if sampling.generation_mode not in (None, "diffusion"):
@@ -29,6 +39,26 @@ def check_blocks(sampling: SamplingParams) -> None:
         raise RequestError(f"a block model {_UNUSED[name]}: leave {name} at {default!r} (it is {value!r})")
     if sampling.adaptive:
         raise RequestError("a block model has no verifier: choose another transfer than 'adaptive'")
+    for name, value, default in changed(sampling, _NOT_SPECULATING) if sampling.lossy_speculation else ():
+        raise RequestError(
+            f"transfer 'lossy_speculation' {_NOT_SPECULATING[name]}: leave {name} at {default!r}"
+            f" (it is {value!r})"
+        )
+
+
+def verifies_drafts(config: ModelConfig) -> bool:
+    """Whether a model can verify its own drafts by `transfer` "lossy_speculation"."""
+    return config.attention == "block_causal" and not (config.causal_context or config.logits_shift)
+
+
+def check_no_lossy_speculation(sampling: SamplingParams, why: str) -> None:
+    """Raise `RequestError` for a request whose steps verify drafts, where there is none.
+
+    Arguments:
+    - `why`: what the request would need.
+    """
+    if sampling.lossy_speculation:
+        raise RequestError(f"transfer 'lossy_speculation' {why}: choose another transfer")
 
 
 def check_drafting(sampling: SamplingParams) -> None:
@@ -36,6 +66,7 @@ def check_drafting(sampling: SamplingParams) -> None:
     its default."""
     if sampling.adaptive:
         raise RequestError("a model verifies its own drafts: choose another transfer than 'adaptive'")
+    check_no_lossy_speculation(sampling, "verifies drafts in another way than self-speculation")
     if sampling.temperature:
         raise RequestError(
             "self-speculation takes the likeliest tokens: leave temperature at 0.0"

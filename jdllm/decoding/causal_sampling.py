@@ -63,6 +63,11 @@ def check_denoising(sampling: SamplingParams) -> None:
     """Raise `RequestError` where a field that only causal or block models use is not at its default."""
     check_one_way(sampling)
     check_unpenalised(sampling)
+    if sampling.lossy_speculation:
+        raise RequestError(
+            "transfer 'lossy_speculation' is for block models, which verify drafts in blocks of one row:"
+            " choose another transfer"
+        )
     for name, *_ in changed(sampling, _OF_BLOCKS):
         raise RequestError(f"{name} is for block models, whose rows see no later block: leave it out")
 

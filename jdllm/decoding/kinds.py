@@ -16,6 +16,7 @@ LARGEST = 1e6
 Length = Annotated[int, Field(ge=1, le=LONGEST)]
 Step = Annotated[int, Field(ge=0, le=LONGEST)]
 Scale = Annotated[float, Field(ge=0, le=LARGEST)]
+Real = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 POST_STEPS = 16

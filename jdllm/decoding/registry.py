@@ -15,6 +15,7 @@ from jdllm.decoding.transfer import (
     entropy_bound,
     factor,
     falling_threshold,
+    lossy_speculation,
     quota,
     threshold,
     timetable,
@@ -142,6 +143,7 @@ def _register_own() -> None:
         dynamic.RULE,
         quota.SEQUENTIAL,
         adaptive.RULE,
+        lossy_speculation.RULE,
         *timetable.RULES,
         deferred.RULE,
     ):

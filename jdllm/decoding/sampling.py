@@ -228,6 +228,16 @@ class SamplingParams:
     factor: float | None = None
     factor_end: str | None = None
     entropy_bound: float | None = None
+    verify_policy: str | None = None
+    verify_score: float | None = None
+    verify_on: float | None = None
+    verify_off: float | None = None
+    verify_span: int | None = None
+    verify_cost: float | None = None
+    verify_cost_each: bool | None = None
+    verify_sharpness: float | None = None
+    commit_sure: bool | None = None
+    causal_rows: bool | None = None
     alg: DreamAlgorithm | None = None
     alg_temp: float | None = None
     eps: float | None = None
@@ -325,6 +335,11 @@ class SamplingParams:
     def adaptive(self) -> bool:
         """Whether a verifier decides which tokens are accepted."""
         return self.transfer == "adaptive"
+
+    @property
+    def lossy_speculation(self) -> bool:
+        """Whether the model may verify each draft of a block, and drawn numbers accept its tokens."""
+        return self.transfer == "lossy_speculation"
 
     @property
     def filters(self) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def speculate(
     )
     token, _, logprob = committing(choice, live)
     follows = tokens[jnp.minimum(jnp.asarray(head.row) + 1, len(tokens) - 1)]
-    counts = live & _up_to_the_first(token != follows, jnp.asarray(head.segment))
+    counts = live & up_to_the_first(token != follows, jnp.asarray(head.segment))
     trace = Trace(jnp.int32(1), token[None], counts[None], logprob[None], choice.likeliest)
     return (trace, forwards), written
 
@@ -164,7 +164,7 @@ def _without_masks(segments: SegmentParams, mask_id: int) -> SegmentParams:
     return segments._replace(token_bans=jnp.stack([jnp.full_like(other, mask_id), other], axis=1))
 
 
-def _up_to_the_first(flags: Bool[Array, " head"], segment: Int[Array, " head"]) -> Bool[Array, " head"]:
+def up_to_the_first(flags: Bool[Array, " head"], segment: Int[Array, " head"]) -> Bool[Array, " head"]:
     """Which head rows come before the first of their segment that is flagged, that one included.
 
     Arguments:

@@ -31,6 +31,8 @@ class Kind(enum.IntEnum):
     """Finished blocks of a block model whose other requests have a `PREFILL`; they are stored."""
     SPECULATE = 10
     """A block of each request: its draft, and the verification, which is stored."""
+    VERIFY = 11
+    """A block of each request: its draft, and a verification where it seems worth it; nothing is stored."""
 
 
 SUBMITTED = (
@@ -41,6 +43,7 @@ SUBMITTED = (
     Kind.ADAPTIVE,
     Kind.STAGE,
     Kind.SPECULATE,
+    Kind.VERIFY,
     Kind.STORE,
     Kind.PREFILL,
     Kind.LAYERED,

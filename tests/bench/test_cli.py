@@ -66,6 +66,13 @@ def test_a_table(fake: FakeServer):
     assert lines[-1] == "1 failed: HTTP 429: the queue is full"
 
 
+def test_fields_of_a_transfer_rule_are_those_of_each_request(fake: FakeServer):
+    sampling = {"transfer": "lossy_speculation", "verify_policy": "span", "verify_span": 4, "seed": 7}
+    assert load(fake, "--sampling", json.dumps(sampling)).exit_code == 0
+    assert len(fake.bodies) == 6
+    assert all(sampling.items() <= body.items() for body in fake.bodies)
+
+
 def test_json_and_records_agree(fake: FakeServer, tmp_path: Path):
     out = tmp_path / "run.jsonl"
     result = load(fake, "--mode", "open", "--rate", "200", "--seed", "5", "--out", str(out), "--json")

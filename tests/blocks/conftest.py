@@ -20,6 +20,7 @@ from jdllm.models.hf_config import config_from_hf
 from jdllm.models.visibility import key_ranges
 from jdllm.models.weights import Params
 from jdllm.serving.spec import mask_id_of
+from tests.blocks.lossy_oracle import SeenLogits
 from tests.blocks.oracle import Logits
 from tests.blocks.recorded import FAST_DLLM_V2, LLADA2, SDAR
 from tests.causal.running import Build
@@ -66,20 +67,30 @@ def params(config: ModelConfig) -> Params:
     return load_params(SDAR.directory, config, "float32")
 
 
-def whole_sequences(params: Params, config: ModelConfig) -> Logits:
-    """Logits of all tokens of a sequence, from an evaluation of the whole of it."""
+def seen_sequences(params: Params, config: ModelConfig) -> SeenLogits:
+    """Logits of all tokens of a sequence of which each sees all before some row."""
 
     @jax.jit
     def run(tokens: jax.Array, rows: Rows) -> jax.Array:
         return logits(params, config, forward(params, config, tokens, rows))
 
-    def of(tokens: np.ndarray, block_length: int) -> np.ndarray:
-        own = dataclasses.replace(config, block_length=block_length)
+    def of(tokens: np.ndarray, ends: np.ndarray) -> np.ndarray:
         missing = -len(tokens) % BUCKET
-        ranges = (np.pad(x, (0, missing)) for x in key_ranges(own, 0, len(tokens)))
-        rows = Rows(np.arange(len(tokens) + missing), *ranges)
+        rows = Rows(np.arange(len(tokens) + missing), np.zeros_like(ends), ends)
+        rows = rows._replace(k_start=np.pad(rows.k_start, (0, missing)), k_end=np.pad(ends, (0, missing)))
         found = run(jnp.asarray(np.pad(tokens, (0, missing))), rows)
         return np.asarray(found)[: len(tokens)]
+
+    return of
+
+
+def whole_sequences(params: Params, config: ModelConfig) -> Logits:
+    """Logits of all tokens of a sequence, from an evaluation of the whole of it."""
+    seen_logits = seen_sequences(params, config)
+
+    def of(tokens: np.ndarray, block_length: int) -> np.ndarray:
+        own = dataclasses.replace(config, block_length=block_length)
+        return seen_logits(tokens, key_ranges(own, 0, len(tokens))[1])
 
     return of
 

@@ -237,7 +237,7 @@ def test_the_schema_and_the_server_know_it(client: TestClient):
     assert {"maximum": 1, "minimum": 0, "type": "number"} in shown["falling_from"]["anyOf"]
     assert "falling" in str(shown["transfer"])
     assert shown["threshold"]["x-used-when"] == {
-        "transfer": ["threshold", "falling_threshold", "dynamic"],
+        "transfer": ["threshold", "falling_threshold", "dynamic", "lossy_speculation"],
         "alg": ["confidence_threshold"],
     }
     asked = {"prompt": [5, 6, 7], "gen_length": 8, "transfer": "falling", "falling_from": 3}

@@ -48,6 +48,11 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("transfer", {"transfer": "factor", "factor": 1.0, "factor_end": "fixed"}),
     ("transfer", {"transfer": "entropy_bound", "entropy_bound": 0.1}),
     ("transfer", {"transfer": "adaptive", "mixture_weight": 0.5, "max_lookahead": 8}),
+    ("transfer", {"transfer": "lossy_speculation", "verify_policy": "span", "verify_span": 4}),
+    ("transfer", {"transfer": "lossy_speculation", "verify_score": 1.0, "verify_cost": 0.0}),
+    ("transfer", {"transfer": "lossy_speculation", "verify_on": 2.0, "verify_off": 0.0}),
+    ("transfer", {"transfer": "lossy_speculation", "verify_cost_each": True, "verify_sharpness": 2.0}),
+    ("transfer", {"transfer": "lossy_speculation", "commit_sure": True, "causal_rows": True}),
     ("remasking", {"remasking": "random"}),
     ("cache", {"cache": "sparse", "retention": 0.5, "pool_kernel": 3}),
     ("cache", {"cache": "dual", "refresh_delay": 0, "refresh_interval": 4, "official_forcing": True}),
@@ -80,6 +85,7 @@ def test_what_only_denoising_uses_is_refused(field: str, options: dict[str, Any]
     with pytest.raises(RequestError, match=rf"^{field} is for models that denoise: a causal model [^\n]+$"):
         check_causal(sampling)
     of_blocks = field in ("stop_in_block", "small_block_length", "editing_threshold")
+    of_blocks |= options.get("transfer") == "lossy_speculation"
     (check_blocks if of_blocks else check_denoising)(sampling)
 
 

@@ -149,6 +149,23 @@ def forward_parts(
     return h[rows], pool
 
 
+def forward_reading(params: Params, config: ModelConfig, parts: PackedParts, pool: KvArrays) -> Hidden:
+    """Run all layers over parts of which no row is stored.
+
+    Arguments:
+    - `params`, `config`: stacked weights, and the model; the latter is static.
+    - `parts`: the rows, with a table and without storage.
+    - `pool`: stored keys and values, read only.
+
+    Returns the wanted hidden rows, in their order.
+    """
+    ranges = packed_ranges(config, parts.rows)
+    sees = PartRows(ranges, parts, pool)
+    h = embed(params, jnp.asarray(parts.tokens))
+    h = scan_layers(params, config, h, lambda h, layer: layer.apply(h, sees)[0], few_rows=len(parts.tokens))
+    return h[parts.wanted.rows]
+
+
 def _outputs(
     layer: Layer,
     q: Heads,

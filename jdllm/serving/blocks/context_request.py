@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jdllm.checkpoints.token_text import Decode
-from jdllm.decoding.block_sampling import check_blocks
+from jdllm.decoding.block_sampling import check_blocks, check_no_lossy_speculation
 from jdllm.decoding.rules import segment_row, step_table
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
@@ -40,6 +40,7 @@ def check_context(sampling: SamplingParams) -> None:
     - `sampling`: without a `generation_mode`.
     """
     check_blocks(sampling)
+    check_no_lossy_speculation(sampling, "is for models without a causal context (SDAR, LLaDA2.0)")
     if sampling.small_block_length is not None:
         raise RequestError("blocks behind a causal context have no parts: leave small_block_length out")
     if sampling.editing_threshold is not None:

@@ -5,7 +5,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from jdllm.arrays import padded
-from jdllm.decoding.block_sampling import check_blocks, check_editing, with_post_steps
+from jdllm.decoding.block_sampling import (
+    check_blocks,
+    check_editing,
+    check_no_lossy_speculation,
+    with_post_steps,
+)
 from jdllm.decoding.rules import segment_row, step_table
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
@@ -78,6 +83,7 @@ def _check(sampling: SamplingParams) -> None:
             raise RequestError(f"a sequence to infill has no end to stop at: leave {name} out")
     if sampling.generation_mode == "self_speculation":
         raise RequestError("self-speculation generates, and fills nothing in: leave generation_mode out")
+    check_no_lossy_speculation(sampling, "generates, and fills nothing in")
 
 
 def _steps_of_each(sampling: SamplingParams, blocks: int, length: int) -> int:

@@ -125,7 +125,7 @@ def pack_blocks(
         rows = slice(start, start + len(part))
         tokens[rows] = request.tokens[part.start : part.stop]
         positions[rows] = part
-        own = dataclasses.replace(config, block_length=request.block_length)
+        own = dataclasses.replace(config, block_length=request.seen_length)
         seen_by_each = seen_range(own, positions[rows], part.stop)
         assert seen_by_each is not None  # rows of a block model do not see everything
         first, end = seen_by_each

@@ -43,6 +43,11 @@ class BlockSpec(RequestSpec):
         return self.shifted
 
     @property
+    def seen_length(self) -> int:
+        """Positions of the blocks whose rows see each other where they are stored."""
+        return self.block_length
+
+    @property
     def stored_rows(self) -> int:
         return max(self.blocks[-1].start // self.block_length * self.block_length, 1)
 
@@ -141,7 +146,7 @@ def steps_of_block(sampling: SamplingParams, length: int) -> int:
 class BlockRequest(Request):
     """A request of a block model as it runs.
 
-    - `block_length`, `foretold`: of the spec.
+    - `block_length`, `seen_length`, `foretold`: of the spec.
     - `known`: tokens of finished blocks, those of the prompt included.
     - `computed`: how many of these are stored. The current block is denoised when all are.
     - `found`: how many were stored already when it was admitted.
@@ -150,10 +155,11 @@ class BlockRequest(Request):
 
     def __init__(self, spec: BlockSpec, id: int = 0):
         self.block_length, self.foretold = spec.block_length, spec.foretold
+        self.seen_length = spec.seen_length
         self.known = self.computed = self.found = 0
         super().__init__(spec, id)
         # Rows of blocks of another length see other rows.
-        self.content = np.array([spec.block_length], np.int32).tobytes()
+        self.content = np.array([spec.seen_length], np.int32).tobytes()
         self.post_left = post_steps(self.sampling)
         self._enter()
 

@@ -95,6 +95,10 @@ class BlockRunner:
             return Demand(Kind.REUSE, *needs, asked.steps_left, told_by_table(asked))
         if self._at_once is not None and self._at_once.takes(asked):
             return self._at_once.demand(asked)
+        return self.store_demand(asked)
+
+    def store_demand(self, asked: BlockRequest) -> Demand:
+        """What storing the next finished blocks of a request takes."""
         part = part_of(asked, self.chunk)
         chosen, tiles = int(foretells(asked, part)), tiles_of(part, self._tile_rows)
         if self._at_once is None and is_short(part):

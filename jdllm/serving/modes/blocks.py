@@ -23,6 +23,8 @@ from jdllm.serving.fitting import check_on_device
 from jdllm.serving.mode import Classes, CostsOf, EngineParts, Extras
 from jdllm.serving.on_device import OnDevice
 from jdllm.serving.spec import RequestSpec, mask_id_of
+from jdllm.serving.speculation.lossy_request import LossyRequest, LossySpec, lossy_spec
+from jdllm.serving.speculation.lossy_runner import LossyRunner
 from jdllm.serving.speculation.prompts import PromptStore
 from jdllm.serving.speculation.request import SpeculativeRequest, SpeculativeSpec, as_causal, speculative_spec
 from jdllm.serving.speculation.runner import SpeculativeRunner
@@ -34,10 +36,13 @@ class Blocks:
     """Blocks of the prompt are stored; then a block is denoised against them. It is stored with the first
     step of the next one, or before that step where logits are shifted.
 
-    Or tokens are those of blocks of one position, which are drafted in longer blocks and verified.
+    Or tokens are those of blocks of one position, which are drafted in longer blocks and verified. Or a step
+    verifies what it drafts, and commits what that accepts.
     """
 
-    requests: Classes = MappingProxyType({BlockSpec: BlockRequest, SpeculativeSpec: SpeculativeRequest})
+    requests: Classes = MappingProxyType(
+        {BlockSpec: BlockRequest, SpeculativeSpec: SpeculativeRequest, LossySpec: LossyRequest}
+    )
 
     def check_sampling(self, sampling: SamplingParams) -> None:
         if sampling.generation_mode == SPECULATION:
@@ -53,6 +58,8 @@ class Blocks:
         decode: Decode | None = None,
         bos_id: int | None = None,
     ) -> RequestSpec:
+        if sampling.generation_mode != SPECULATION and sampling.lossy_speculation:
+            return lossy_spec(prompt, sampling, config, decode)
         if sampling.generation_mode != SPECULATION:
             return block_spec(prompt, sampling, config, decode)
         if config.logits_shift:
@@ -81,12 +88,17 @@ class Blocks:
         runner = BlockRunner(model, ladder, stores, background, at_once=at_once)
         prompts = PromptStore(model, causal, stores, background)
         drafts = SpeculativeRunner(model, None, causal, prompts, make_ladder(account.rows), background)
-        others = {Kind.STORE: prompts.launch, Kind.SPECULATE: drafts.launch}
+        lossy = LossyRunner(model, runner, ladder, background)
+        others = {
+            Kind.STORE: prompts.launch,
+            Kind.SPECULATE: drafts.launch,
+            Kind.VERIFY: lossy.launch,
+        }
         return EngineParts(
             launchers={Kind.PREFILL: runner.store, Kind.REUSE: runner.denoise, **others},
-            costs=CostsOf({BlockSpec: runner, SpeculativeSpec: drafts}),
+            costs=CostsOf({BlockSpec: runner, SpeculativeSpec: drafts, LossySpec: lossy}),
             check=lambda spec: None,
-            compiled=(runner, *(() if model.config.logits_shift else (prompts, drafts))),
+            compiled=(runner, *(() if model.config.logits_shift else (prompts, drafts, lossy))),
             holders=(),
             longest_served=model.pool.pages * PAGE_ROWS,
             head_rows=ladder.head_rows,

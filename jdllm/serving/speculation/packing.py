@@ -14,6 +14,7 @@ from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
 from jdllm.pallas.split_attention import PageTable, with_fresh_rows
 from jdllm.planning.ladder import TILE_ROWS, Entry
+from jdllm.serving.blocks.request import BlockRequest
 from jdllm.serving.packing import head_rows, segment_params
 from jdllm.serving.part_packing import Filled, storage_of
 from jdllm.serving.pool.page_book import PageBook
@@ -111,34 +112,47 @@ def pack_drafts(
         initial_states(entry.head_rows, entry.segments),
     )
     plain = sum(r.block_length for r in ordered if not evaluated_apart(r.sampling))
-    stored, seen = _tables(ordered, tiles_of, starts, pool, entry, entries, copies_of(config))
+    live = [block_of(request).start for request in ordered]
+    of_each = [Tiled(*each) for each in zip(ordered, live, tiles_of, starts.tolist(), strict=True)]
+    stored, seen = tables_of(of_each, pool, entry.rows // TILE_ROWS, entries, copies_of(config))
     storage = storage_of(filled, entry.rows, whole=False, parts=entry.segments)
     return PackedDrafts(batch, storage, stored, seen, np.array(plain, np.int32), order)
 
 
-def _tables(
-    ordered: Sequence[SpeculativeRequest],
-    tiles_of: Sequence[int],
-    starts: np.ndarray,
-    pool: PageBook,
-    entry: Entry,
-    entries: int,
-    copies: int,
+class Tiled(NamedTuple):
+    """A block in tiles of its own.
+
+    - `request`: whose block it is.
+    - `stored`: how many rows of the request are stored.
+    - `tiles`, `start`: how many tiles it fills, and the packed row with which it begins.
+    """
+
+    request: SpeculativeRequest | BlockRequest
+    stored: int
+    tiles: int
+    start: int
+
+
+def tables_of(
+    blocks: Sequence[Tiled], pool: PageBook, tiles: int, entries: int, copies: int
 ) -> tuple[PageTable, PageTable]:
     """What each tile sees of what is stored, and that together with the rows of its block.
 
     Arguments:
+    - `blocks`: one after another.
+    - `pool`: the pages of the requests.
+    - `tiles`: of the batch.
+    - `entries`: of the page tables.
     - `copies`: of the tiles in the first of these tables.
     """
-    tiles = entry.rows // TILE_ROWS
-    owner = np.repeat(np.arange(len(ordered)), tiles_of)
-    ids, live = [ordered[i].id for i in owner.tolist()], [ordered[i].known - 1 for i in owner.tolist()]
+    of_tile = [block for block in blocks for _ in range(block.tiles)]
+    live = [block.stored for block in of_tile]
     used = sum(-(-rows // PAGE_ROWS) for rows in live)
-    table = pool.page_table(ids, live, used)
+    table = pool.page_table([block.request.id for block in of_tile], live, used)
     first = np.asarray(table.first)
     table = table._replace(first=padded(first, tiles + 1, int(first[-1])))
-    fresh = np.array([request.block_length for request in ordered])
-    begins, counts = (padded(x[owner], tiles) for x in (starts, fresh))
+    begins = padded(np.array([block.start for block in of_tile]), tiles)
+    counts = padded(np.array([block.request.block_length for block in of_tile]), tiles)
     both = _repeated(table, copies), with_fresh_rows(table, begins, counts, PAGE_ROWS)
     stored, seen = (
         one._replace(
