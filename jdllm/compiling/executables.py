@@ -32,7 +32,7 @@ from jdllm.pallas.device import Kernels, Target, preferring, target
 
 __all__ = ["Executable", "Executables", "Prepared", "Program", "compiler_options", "temp_bytes"]
 
-CAPACITY = 160
+CAPACITY = 192
 """Executables that are kept in memory: enough for the largest ladder and for the needs of single requests."""
 
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"

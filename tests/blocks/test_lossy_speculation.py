@@ -21,7 +21,7 @@ from jdllm.serving.spec import mask_id_of
 from jdllm.serving.speculation.lossy_request import LossyRequest, lossy_spec
 from tests.blocks.conftest import seen_sequences
 from tests.blocks.lossy_oracle import Lossy, SeenLogits
-from tests.blocks.recorded import LLADA2, SDAR
+from tests.blocks.recorded import LLADA2
 from tests.blocks.recorded_lossy import Accepting, LossyRun, lossy_runs, recorded_draws
 from tests.engines import engine_of, finish
 
@@ -188,14 +188,3 @@ def test_refused_by_other_models(sdar: LLM, fast_dllm_v2: LLM):
     }.items():
         with pytest.raises(RequestError, match=told):
             check_model(sampling)
-
-
-@pytest.mark.slow
-def test_nothing_compiles_after_a_warm_up():
-    sizes: dict[str, Any] = {"max_num_batched_tokens": 64, "kv_pool": "1MiB", "progress": False}
-    with LLM(SDAR.directory, warmup=True, **sizes) as llm:
-        compiled = llm.executables.compiled
-        options = [{}, {"causal_rows": True}, {"logprobs": 1}, {"block_length": 16, "verify_cost": 0.0}]
-        sampling = [SamplingParams(gen_length=20, transfer="lossy_speculation", **each) for each in options]
-        llm.generate(prompt_token_ids=[prompt(40 * i + 3) for i in range(4)], sampling=sampling)
-        assert llm.executables.compiled == compiled

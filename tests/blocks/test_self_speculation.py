@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jdllm.compiling.executables import CAPACITY
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
 from jdllm.llm import LLM
@@ -90,4 +91,13 @@ def test_nothing_compiles_after_a_warm_up():
         compiled = llm.executables.compiled
         sampling = [ONE.changed(**SPECULATION, block_length=8, logprobs=logprobs) for logprobs in (None, 1)]
         llm.generate(prompt_token_ids=[prompt(40 * i + 3) for i in range(4)], sampling=sampling * 2)
+        options: list[dict[str, Any]] = [{}, {"causal_rows": True}, {"logprobs": 1}, {"block_length": 16}]
+        lossy = [SamplingParams(gen_length=20, transfer="lossy_speculation", **each) for each in options]
+        llm.generate(prompt_token_ids=[prompt(40 * i + 3) for i in range(4)], sampling=lossy)
         assert llm.executables.compiled == compiled
+
+
+def test_all_executables_are_kept_in_memory():
+    """Of the largest ladder that an engine has by default."""
+    with LLM(SDAR.directory, max_num_batched_tokens=36864, kv_pool="1MiB", progress=False) as llm:
+        assert 165 < len(llm.engine.programs()) <= CAPACITY
