@@ -58,10 +58,9 @@ class Blocks:
         decode: Decode | None = None,
         bos_id: int | None = None,
     ) -> RequestSpec:
-        if sampling.generation_mode != SPECULATION and sampling.lossy_speculation:
-            return lossy_spec(prompt, sampling, config, decode)
         if sampling.generation_mode != SPECULATION:
-            return block_spec(prompt, sampling, config, decode)
+            spec_of = lossy_spec if sampling.lossy_speculation else block_spec
+            return spec_of(prompt, sampling, config, decode)
         if config.logits_shift:
             raise RequestError(
                 f"{config.family} models, whose logits are shifted, verify no drafts of their own"
