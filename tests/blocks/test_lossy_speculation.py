@@ -134,6 +134,23 @@ def test_company_changes_nothing(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("in_block", [False, True])
+def test_the_text_ends(engine: Engine, together: Sequence[Request], config: ModelConfig, in_block: bool):
+    """With the step that completes the text, or with its block; the steps before are the same."""
+    length, options = ASKED[5]
+    whole = together[-2]
+    answer = whole.tokens[whole.returned].tolist()
+    stop = next(token for token in answer if answer.index(token) in range(12, 20))
+    ends = {"early_stop": True, "stop_in_block": in_block, "stop_token_ids": stop}
+    [request] = finish(engine, [asked_of(length, options | ends, config)])[1]
+    states = np.array(whole.history)
+    filled = length + answer.index(stop) + 1 if in_block else options["block_length"]
+    count = 1 + int((states[:, :filled] != mask_id_of(config)).all(axis=1).argmax())
+    np.testing.assert_array_equal(np.array(request.history), states[:count])
+    assert count < len(states)
+
+
+@pytest.mark.slow
 def test_a_slow_loop_of_llada2(llada2: LLM):
     """With `LLM`, in company of the lossless way."""
     params = load_params(LLADA2.directory, llada2.config, "float32")
