@@ -1,10 +1,11 @@
 """Storing finished blocks of block models, alone or with the first step of the block behind each."""
 
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jdllm.decoding.batch import Batch, Trace
 from jdllm.decoding.step import SelectionBits, keyed_bits, step_behind
+from jdllm.decoding.unseen import Unseen, left_by, with_unseen
 from jdllm.execution.paged.forward import forward_storing
 from jdllm.execution.paged.parts import PackedParts, Seen, Storage, forward_parts, seeing
 from jdllm.execution.paged.place import Place
@@ -57,6 +58,7 @@ def store_and_step(
     batch: Batch,
     place: Place,
     table: PageTable,
+    unseen: Unseen,
     pool: KvArrays,
     *,
     config: ModelConfig,
@@ -64,28 +66,31 @@ def store_and_step(
     logits_chunks: int,
     level: Level,
     selection_bits: SelectionBits = keyed_bits,
-) -> tuple[Trace, KvArrays]:
+) -> tuple[tuple[Trace, Int[Array, " left"]], KvArrays]:
     """Store finished blocks, and take the first step of the block behind them in the same evaluation.
 
     Arguments:
     - `params`: stacked weights.
-    - `batch`: the rows of finished blocks and of those behind them, in tiles of one block. Head rows are
-      masked rows of the latter.
+    - `batch`: the rows of finished blocks and of those behind them, in tiles of one block, with the tokens
+      that the host knows. Head rows are masked rows of the latter.
     - `place`: where the rows of finished blocks are stored.
     - `table`: the pages and the blocks among the rows that each tile sees: its own block and those before.
+    - `unseen`: the tokens that parts before left on the device.
     - `pool`: keys and values of all requests, written in place: donate it.
     - `config`, `mask_id`, `level`: static.
     - `logits_chunks`: into how many chunks the head rows are cut where logits exist; static.
     - `selection_bits`: static; the source of the draws that select rows.
 
-    Returns the trace of one step, and the pool. Exact: rows of a block see all of the blocks before it.
+    Returns the trace of one step, the tokens that are `left_by` it, and the pool. Exact: rows of a block see
+    all of the blocks before it.
     """
+    batch = batch._replace(tokens=with_unseen(batch.tokens, unseen))
 
     def forward(tokens: RowInts, wanted: Wanted) -> tuple[Hidden, KvArrays]:
         hidden, written = forward_storing(params, config, tokens, batch.rows, pool, table, place)
         return hidden[wanted.rows], written
 
-    return step_behind(
+    trace, pool = step_behind(
         forward,
         params,
         batch,
@@ -95,3 +100,4 @@ def store_and_step(
         level=level,
         selection_bits=selection_bits,
     )
+    return (trace, left_by(trace, batch, len(unseen.reused))), pool

@@ -8,7 +8,8 @@ import numpy as np
 from jdllm.decoding.registry import number_of
 from jdllm.decoding.transfer.quota import QUOTA
 from jdllm.serving.launch import Launch, Stored
-from jdllm.serving.request import Awaited, Request
+from jdllm.serving.progress import Awaited
+from jdllm.serving.request import Request
 
 
 def told_by_table(request: Request) -> bool:
@@ -24,18 +25,23 @@ def later(request: Request, launch: Launch, index: int) -> Request | None:
     - `launch`, `index`: the part, and the place of the request in it.
 
     Returns a copy, which waits for these tokens; `None` where the part leaves no tokens to others, and where
-    the part may end the block.
+    it may end the block, unless the request `goes_on`: then the part has one step, which surely ends the
+    block, and the copy is in the next one. The text may end with the block all the same. Then the host finds
+    no request any more for which it could take in the part that runs ahead.
     """
-    if launch.left_at is None or not told_by_table(request) or request.steps_left <= launch.steps:
+    if launch.left_at is None or not told_by_table(request):
         return None
     masked = len(request.masked())
-    if launch.steps * _committed(request, masked) >= masked:
+    over = request.steps_left <= launch.steps or launch.steps * _committed(request, masked) >= masked
+    if over and not request.goes_on:
         return None
     after, stored = copy.copy(request), launch.stored[index]
-    after.pass_over(launch.steps)
-    after.ready = time.perf_counter()
     if stored is not None:
-        after.forwarded, after.stored = stored.forwarded, stored.rows
+        after.store(*stored)
+    after.pass_over(launch.steps)
+    if over:
+        after.enter_next()
+    after.ready = time.perf_counter()
     after.awaited = Awaited(launch.candidates[index], launch.left_at[index])
     return after
 

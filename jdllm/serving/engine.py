@@ -306,11 +306,11 @@ class Engine:
 
     def _ahead(self) -> tuple[dict[int, Request], dict[int, Demand]]:
         """Requests in flight that a further part may serve, as they will be then, and what they take."""
-        some = self.scheduler.limits.shared or Kind.DECODE in self._flight.kinds
-        ahead = {request.id: request for request in self._flight.ahead(self.entries)} if some else {}
-        demands = {request.id: self.parts.costs.demand(request) for request in ahead.values()}
-        if not self.scheduler.pays_ahead(demands.values()):
-            ahead, demands = {}, {}
+        later = [(r, self.parts.costs.demand(r)) for r in self._flight.ahead(self.entries)]
+        cheap = [(request, demand) for request, demand in later if demand.kind in CHEAP]
+        pays = self.scheduler.pays_ahead([demand for _, demand in cheap])
+        ahead = {request.id: request for request, _ in cheap if pays}
+        demands = {request.id: demand for request, demand in cheap if pays}
         for request in self._flight.behind_stores(self.entries):
             if (demand := self.parts.costs.demand(request)).kind is Kind.REUSE:
                 ahead[request.id], demands[request.id] = request, demand

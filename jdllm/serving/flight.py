@@ -6,7 +6,6 @@ from collections.abc import Container, Iterator, Sequence
 from concurrent.futures import wait
 from typing import Any, NamedTuple
 
-from jdllm.decoding.cache_policies import Phase
 from jdllm.serving.ahead import later, with_stored
 from jdllm.serving.demands import CHEAP, Demand, Kind
 from jdllm.serving.request import Request
@@ -68,9 +67,10 @@ class Flight:
         return {"evaluated": self.evaluated, "busy": dict(self.busy), "waited": dict(self.waited), **counts}
 
     def ahead(self, alive: Container[int]) -> Iterator[Request]:
-        """The requests of parts in flight that may reuse or decode in a further part meanwhile, a part later.
+        """The requests of parts in flight that may be in a further part meanwhile, a part later.
 
-        Each is a copy, which waits for tokens of its part. There are none where two such parts are in flight.
+        Each is a copy, which waits for tokens of its part: these are for reuses and decodes alone. There are
+        none where two such parts are in flight.
 
         Arguments:
         - `alive`: ids of the requests that have not ended.
@@ -85,7 +85,7 @@ class Flight:
             for index, request in enumerate(part.requests):
                 some = request.id in alive and parts_of[request.id] == 1
                 after = later(request, part.launch, index) if some else None
-                if after is not None and (part.kind is Kind.DECODE or after.phase is Phase.REUSE):
+                if after is not None:
                     yield after
 
     def behind_stores(self, alive: Container[int]) -> Iterator[Request]:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -15,29 +15,10 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.schedule import StepTable, quotas
 from jdllm.decoding.transfer.quota import QUOTA
 from jdllm.prefilling.prefilled import Prefilled
+from jdllm.serving.progress import Awaited, Progress
 from jdllm.serving.spec import Block, RequestSpec
 from jdllm.serving.stop_strings import StopStrings
 from jdllm.serving.timings import Timings
-
-
-class Progress(NamedTuple):
-    """How far a request was at a moment: enough to go on from there."""
-
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    committed_in: np.ndarray
-    steps: int
-    block_step: int
-    block: int
-    rule_state: Mapping[str, np.ndarray]
-
-
-class Awaited(NamedTuple):
-    """Tokens of a request that a part leaves on the device: the `positions` of its head rows in the part,
-    int32 and rising, and the index of the `first` of them, as `Launch.left_at` has it."""
-
-    positions: np.ndarray
-    first: int
 
 
 class Request:
@@ -192,6 +173,11 @@ class Request:
         return self._block == len(self.blocks)
 
     @property
+    def goes_on(self) -> bool:
+        """Whether a step may enter the next block before the host has seen the tokens of this one."""
+        return False
+
+    @property
     def steps_left(self) -> int:
         """Steps left in the current block."""
         return len(self.block.table) - self.block_step
@@ -302,6 +288,10 @@ class Request:
         """Count steps whose tokens have not been seen: of a copy alone."""
         self.steps += steps
         self.block_step += steps
+
+    def enter_next(self) -> None:
+        """Go on to the next block, whatever this one's tokens are: of a copy alone, which `goes_on`."""
+        self._block, self.block_step, self.rule_state = self._block + 1, 0, self._initial_state()
 
     def store(self, forwarded: np.ndarray, stored: int) -> None:
         """Take in what a refresh stored, before the step that it was: `go_back` leads here."""

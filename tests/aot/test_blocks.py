@@ -4,6 +4,7 @@ import dataclasses
 import re
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -11,6 +12,7 @@ from benchmarks.shapes import CAUSAL_SHAPES
 from jdllm.decoding.blocks import store_and_step, store_blocks
 from jdllm.decoding.causal import prefill
 from jdllm.decoding.sampling import SamplingParams
+from jdllm.decoding.unseen import Unseen
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import abstract_params
@@ -65,7 +67,9 @@ def test_blocks_are_stored_in_place_with_a_step(count: int, tile_rows: int):
     entry = Entry(2 * 32 * count, 32 * count, max(count, 8), 1)
     packed = pack_steps(requests[:count], config, pool.book, entry, 8192, tile_rows)
     static = STEP_STATIC | {"config": config, "chained": count == 1}
-    text = check_in_place(config, store_and_step, packed.arguments, pool, static)
+    left: Any = jax.ShapeDtypeStruct((entry.head_rows,), np.int32)
+    arguments = *packed.arguments, Unseen(left, left, packed.source)
+    text = check_in_place(config, store_and_step, arguments, pool, static)
     if count == 1:
         chain = chain_of(text)
         assert (chain.of_layers, chain.between, chain.constants) == (9 * config.num_layers, [], set())

@@ -87,3 +87,12 @@ class TestParts:
         plans.scheduler.charge(Part(REUSE, part.ids, 1), seconds)
         (part,) = plans.scheduler.plan(plans.ready)
         assert part.steps == steps
+
+    def test_a_part_that_has_one_step_in_any_case_is_submitted_ahead(self):
+        """Whether clients share the engine or not: one of its requests has one step before something else."""
+        long, once = reuse(20)._replace(steps=31), reuse(20)
+        assert once.steps == 1
+        plans = Plans(long, once)
+        assert plans.scheduler.pays_ahead([long, once])
+        assert not plans.scheduler.pays_ahead([long, long])
+        assert not plans.scheduler.pays_ahead([])

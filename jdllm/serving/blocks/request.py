@@ -180,6 +180,10 @@ class BlockRequest(Request):
         return len(self.tokens) if self.finished else self.block.start
 
     @property
+    def goes_on(self) -> bool:
+        return self._block + 1 < len(self.blocks)
+
+    @property
     def opens(self) -> bool:
         """Whether the first token behind the finished blocks is masked."""
         return bool(self.tokens[self.known] == self.mask_id)
@@ -234,6 +238,10 @@ class BlockRequest(Request):
             self.post_left = post_steps(self.sampling)
         if not self.finished:
             self._enter()
+
+    def enter_next(self) -> None:
+        super().enter_next()
+        self._enter()
 
     def _enter(self) -> None:
         self.known = self.block.start // self.block_length * self.block_length

@@ -56,7 +56,7 @@ class BlockRunner:
     - `stores`: the sizes of other parts that store, of `CausalLadder.prefill`.
     - `background`: compiles sizes that fit better than those that serve now.
     - `kind`: of the parts that store.
-    - `at_once`: stores few blocks together with the next step, where that can be.
+    - `at_once`: whether few blocks are stored together with the next step; no block foretells a token then.
 
     - `chunk`: tokens of a prompt that one part stores at most, whole pages.
     """
@@ -68,18 +68,19 @@ class BlockRunner:
         stores: CausalLadder,
         background: Background,
         kind: Kind = Kind.PREFILL,
-        at_once: StepRunner | None = None,
+        at_once: bool = False,
     ):
         self._params, self._config, self._executables, account, self._pool = model
         self._entries = {False: stores.prefill, True: ladder.reuse}
         self._parts = PartRunner(model, background)
-        kinds = [(False, False), (False, True), *([(True, True)] if at_once is None else [])]
+        kinds = [(False, False), (False, True), *([] if at_once else [(True, True)])]
         self._sizes = {kind: Sizes(self._entries[kind[0]]) for kind in kinds}
         self._usual = pages_of(account.rows) + PAGE_ROWS
         self._tile_rows = ladder.tile_rows
         without = dataclasses.replace(ladder, refresh=(), refresh_any=())
         self._steps = CachedRunner(model, without, background)
-        self._kind, self._at_once = kind, at_once
+        self._kind = kind
+        self._at_once = StepRunner(model, ladder, background, self._steps.left) if at_once else None
         self._foretells = self._config.logits_shift or self._config.causal_context
         self.chunk = prefill_chunk(account.rows)
 

@@ -29,16 +29,18 @@ class PackedSteps(NamedTuple):
     - `place`: where rows of finished blocks are stored.
     - `table`: what each tile of rows sees.
     - `candidates`: for each request the positions of its head rows, which follow one another in the batch.
+    - `source`: where rows take tokens that the host has not seen, as in `Unseen`.
     """
 
     batch: Batch
     place: Place
     table: PageTable
     candidates: list[np.ndarray]
+    source: Int[np.ndarray, " rows"]
 
     @property
     def arguments(self) -> tuple[Batch, Place, PageTable]:
-        """What the device needs."""
+        """What the device needs, beside tokens that parts have left there."""
         return self.batch, self.place, self.table
 
 
@@ -109,7 +111,20 @@ def pack_steps(
     )
     place = _place(blocks, requests, pool, row, entry.rows)
     table = _table(blocks, requests, pool, entry.rows // tile_rows, entries)
-    return PackedSteps(batch, place, table, candidates)
+    return PackedSteps(batch, place, table, candidates, _source(requests, row, entry.rows))
+
+
+def _source(
+    requests: Sequence[BlockRequest], row: Int[np.ndarray, " packed"], size: int
+) -> Int[np.ndarray, " rows"]:
+    """For each packed row the index of a token that the host has not seen, -1 where it has."""
+    source, first = np.full(size, -1, np.int32), 0
+    for request in requests:
+        if request.awaited is not None:
+            at, left = request.awaited
+            source[row[first + at - request.computed]] = left + np.arange(len(at))
+        first += request.known + request.block_length - request.computed
+    return source
 
 
 def _laid_out(requests: Sequence[BlockRequest], tile_rows: int) -> _Blocks:

@@ -1,25 +1,27 @@
 """Stores the block that a request has finished together with the next step."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
 from jdllm.compiling.executables import Program
 from jdllm.decoding.blocks import store_and_step
-from jdllm.decoding.encoded_trace import encoding
+from jdllm.decoding.encoded_trace import EncodedTrace, encoding
 from jdllm.decoding.sampling import SamplingParams
+from jdllm.decoding.unseen import Unseen
 from jdllm.execution.few_rows.chain import chains
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.buckets import power_bucket
 from jdllm.planning.ladder import Entry, Ladder, Sizes
+from jdllm.serving.ahead import told_by_table
 from jdllm.serving.background import Background
 from jdllm.serving.blocks.request import BlockRequest, block_spec
 from jdllm.serving.blocks.step_packing import PackedSteps, needs_of, pack_steps
 from jdllm.serving.demands import Demand, Kind
 from jdllm.serving.denoise.cached_runner import LEVELS, step_level, step_static
 from jdllm.serving.launch import Launch, Stored
+from jdllm.serving.left_tokens import LeftTokens
 from jdllm.serving.on_device import OnDevice
 from jdllm.serving.part_runner import Need, Packed, PartRunner
 from jdllm.serving.pool.page_book import PageBook
@@ -38,12 +40,13 @@ class StepRunner:
     - `model`: the model on its device, whose stored blocks foretell nothing.
     - `ladder`: the sizes of steps.
     - `background`: compiles sizes that fit better than those that serve now.
+    - `left`: the tokens that parts leave.
     """
 
-    def __init__(self, model: OnDevice, ladder: Ladder, background: Background):
+    def __init__(self, model: OnDevice, ladder: Ladder, background: Background, left: LeftTokens):
         self._params, self._config, self._executables, self._account, self._pool = model
         self._entries, self._tile_rows = ladder.reuse, ladder.tile_rows
-        self._parts = PartRunner(model, background)
+        self._parts, self._left = PartRunner(model, background), left
         self._sizes = {level: Sizes(self._entries) for level in LEVELS}
         self._chained = model.on_each_card(chains)
 
@@ -72,14 +75,19 @@ class StepRunner:
         need = Need(needs[0] * self._tile_rows, head_rows, len(asked))
         chosen = self._parts.choose(self._sizes[level], packed, need)
 
-        def run() -> Any:
-            return self._pool.run(chosen.executable, *chosen.arguments[:-1], writes=True)
+        def run() -> EncodedTrace:
+            arguments, unseen = chosen.arguments[:-2], self._left.unseen(chosen.batch.source)
+            trace, tokens = self._pool.run(chosen.executable, *arguments, unseen, writes=True)
+            self._left.keep(Kind.REUSE, tokens)
+            return trace
 
+        candidates = chosen.batch.candidates
         return Launch(
             run,
-            chosen.batch.candidates,
+            candidates,
             [Stored(request.forwarded, request.known) for request in asked],
             rows=chosen.entry.rows,
+            left_at=self._left.begins(Kind.REUSE, candidates) if all(map(told_by_table, asked)) else None,
         )
 
     def programs(self) -> Iterator[Program]:
@@ -104,7 +112,8 @@ class StepRunner:
         return pack_steps(asked, self._config, pool, entry, size, self._tile_rows)
 
     def _program(self, batch: PackedSteps, entry: Entry, level: Level) -> Program:
-        arguments = self._params, *batch.arguments, self._pool.abstract
+        unseen = Unseen(self._left.nothing, self._left.nothing, batch.source)
+        arguments = self._params, *batch.arguments, unseen, self._pool.abstract
         static = step_static(self._config, self._account, entry, level)
         name = f"storing of blocks and reuse of {entry.rows} rows"
         chained = self._chained(entry.rows)

@@ -3,11 +3,9 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from jdllm.compiling.executables import Program
-from jdllm.compiling.over_cards import everywhere
 from jdllm.decoding.cache_policies import Phase, policy_of
 from jdllm.decoding.cached import refresh, reuse
 from jdllm.decoding.encoded_trace import EncodedTrace, encoding
@@ -32,8 +30,8 @@ from jdllm.serving.denoise.cached_packing import (
     reuse_demand,
 )
 from jdllm.serving.launch import Launch
+from jdllm.serving.left_tokens import LeftTokens
 from jdllm.serving.on_device import OnDevice
-from jdllm.serving.packing import Packed as PackedRequests
 from jdllm.serving.packing import demand, smallest_request
 from jdllm.serving.part_runner import Need, Packed, PartRunner
 from jdllm.serving.request import Request
@@ -65,7 +63,7 @@ class CachedRunner:
     - `ladder`: the sizes of its steps.
     - `background`: compiles sizes that fit better than those that serve now.
 
-    `refresh_sizes` are those of each form of a refresh.
+    `refresh_sizes` are those of each form of a refresh; `left` holds the tokens that parts leave.
     """
 
     def __init__(
@@ -86,9 +84,8 @@ class CachedRunner:
         self._single_steps = Sizes(ladder.single)
         self._steps = {Level.TOP: Sizes(ladder.reuse), Level.FILTERED: Sizes(ladder.ranked)}
         self._warm = False
-        self._left = max(entry.head_rows for entry in (*ladder.refresh, *ladder.single))
-        self._nothing_left = everywhere(jnp.zeros(self._left, jnp.int32), model.params)
-        self._left_by = {kind: self._nothing_left for kind in (Kind.REFRESH, Kind.REUSE)}
+        most = max(entry.head_rows for entry in (*ladder.refresh, *ladder.single))
+        self.left = LeftTokens(most, model.params)
         self._chained = model.on_each_card(chains)
 
     def programs(self) -> Iterator[Program]:
@@ -139,7 +136,8 @@ class CachedRunner:
 
         def run() -> EncodedTrace:
             arguments = chosen.arguments[:-1]
-            trace, self._left_by[Kind.REFRESH] = self._pool.run(chosen.executable, *arguments, writes=True)
+            trace, tokens = self._pool.run(chosen.executable, *arguments, writes=True)
+            self.left.keep(Kind.REFRESH, tokens)
             return trace
 
         return Launch(
@@ -148,7 +146,7 @@ class CachedRunner:
             chosen.batch.stored,
             rows=chosen.entry.rows,
             quick=form.usual,
-            left_at=_begins(chosen.batch.packed, 0) if head_rows <= self._left else None,
+            left_at=self.left.begins(Kind.REFRESH, chosen.batch.packed.candidates),
         )
 
     def reuse(self, requests: list[Request], max_steps: int) -> Launch:
@@ -173,30 +171,21 @@ class CachedRunner:
         *arguments, _, _, steps = chosen.arguments
 
         def run() -> EncodedTrace:
-            unseen = self._unseen(chosen.batch.source)
-            ran = chosen.executable(*arguments, self._pool.device(), unseen, steps)
-            trace, self._left_by[Kind.REUSE] = ran
+            unseen = self.left.unseen(chosen.batch.source)
+            trace, tokens = chosen.executable(*arguments, self._pool.device(), unseen, steps)
+            self.left.keep(Kind.REUSE, tokens)
             return trace
 
-        leaves = max_steps == 1 and head_rows <= self._left and all(map(told_by_table, requests))
+        candidates = chosen.batch.packed.candidates
+        leaves = max_steps == 1 and all(map(told_by_table, requests))
         return Launch(
             run,
-            chosen.batch.packed.candidates,
+            candidates,
             [None] * len(requests),
             rows=chosen.entry.rows,
             quick=once,
-            left_at=_begins(chosen.batch.packed, self._left) if leaves else None,
+            left_at=self.left.begins(Kind.REUSE, candidates) if leaves else None,
         )
-
-    def _unseen(self, source: np.ndarray) -> Unseen:
-        """The tokens that rows take from the parts before. Where no row waits for a part, its tokens are left
-        out: they fail with the part."""
-        of_refresh, of_reuse = (source >= 0) & (source < self._left), source >= self._left
-        refreshed, reused = (
-            self._left_by[kind] if rows.any() else self._nothing_left
-            for kind, rows in ((Kind.REFRESH, of_refresh), (Kind.REUSE, of_reuse))
-        )
-        return Unseen(refreshed, reused, source)
 
     def _form(self, requests: list[Request]) -> RefreshForm:
         """The form that serves a part.
@@ -215,7 +204,7 @@ class CachedRunner:
         args = self._params, batch.packed.batch, batch.selection, batch.table, self._pool.abstract
         level = Level.TOP if form.usual else Level.FILTERED
         static = (
-            step_static(self._config, self._account, entry, level) | form._asdict() | {"left": self._left}
+            step_static(self._config, self._account, entry, level) | form._asdict() | {"left": self.left.size}
         )
         name, concurrent = f"refresh of {entry.rows} rows", self._concurrent(entry)
         return Program(_refresh, args, static, donate=("pool",), name=name, concurrent=concurrent)
@@ -226,7 +215,7 @@ class CachedRunner:
         Only a warm-up compiles both: a loop does one step too.
         """
         most = None if steps is None else np.int32(steps)
-        unseen = Unseen(self._nothing_left, self._nothing_left, batch.source)
+        unseen = Unseen(self.left.nothing, self.left.nothing, batch.source)
         args = self._params, batch.packed.batch, batch.table, self._pool.abstract, unseen, most
         static = step_static(self._config, self._account, entry, level)
         name, chained = f"reuse of {entry.rows} rows", self._chained(entry.rows)
@@ -262,11 +251,6 @@ def step_level(requests: list[Request]) -> Level:
     """One of the two levels of the head that steps are compiled for: usual ones end sooner at the lower."""
     usual = all(head_level(r.sampling) is Level.TOP for r in requests)
     return LEVELS[0] if usual else LEVELS[1]
-
-
-def _begins(packed: PackedRequests, first: int) -> list[int]:
-    """Where the head rows of each request begin, if those of the part begin at `first`."""
-    return (first + np.cumsum([0, *map(len, packed.candidates)])).tolist()[:-1]
 
 
 def _scores(request: Request) -> bool:

@@ -17,7 +17,6 @@ from jdllm.serving.background import Background
 from jdllm.serving.blocks.infill import block_infill_spec
 from jdllm.serving.blocks.request import BlockRequest, BlockSpec, block_spec
 from jdllm.serving.blocks.runner import BlockRunner
-from jdllm.serving.blocks.step_runner import StepRunner
 from jdllm.serving.demands import Kind
 from jdllm.serving.fitting import check_on_device
 from jdllm.serving.mode import Classes, CostsOf, EngineParts, Extras
@@ -83,8 +82,7 @@ class Blocks:
         assert model.config.block_length is not None  # a block model has one
         ladder = make_ladder(account.rows, tile_rows=block_tile_rows(model.config.block_length))
         stores, causal = make_causal_ladder(account.rows), as_causal(model.config)
-        at_once = None if model.config.logits_shift else StepRunner(model, ladder, background)
-        runner = BlockRunner(model, ladder, stores, background, at_once=at_once)
+        runner = BlockRunner(model, ladder, stores, background, at_once=not model.config.logits_shift)
         prompts = PromptStore(model, causal, stores, background)
         drafts = SpeculativeRunner(model, None, causal, prompts, make_ladder(account.rows), background)
         lossy = LossyRunner(model, runner, ladder, background)
