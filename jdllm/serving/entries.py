@@ -126,11 +126,12 @@ class Entries:
         candidates = pending.launch.candidates
         stops = itertools.accumulate(map(len, candidates))
         told: list[tuple[Request, np.ndarray, slice]] = []
+        finite = bool(np.isfinite(steps.logprobs).all())
         for request, positions, stop in zip(pending.requests, candidates, stops, strict=True):
             part = slice(stop - len(positions), stop)
             if request.id in self and self._entries[request.id].updates == "none":
                 own = Steps(*(x[:, part] for x in steps))
-                yield from self._alone(request, self._advance_silently(request, positions, own))
+                yield from self._alone(request, self._advance_silently(request, positions, own, finite))
             else:
                 told.append((request, positions, part))
         for step in map(Steps, *steps):
@@ -145,8 +146,11 @@ class Entries:
         except Exception as error:
             yield self._end(request, error)
 
-    def _advance_silently(self, request: Request, positions: np.ndarray, steps: Steps) -> Iterator[Update]:
-        if not np.isfinite(steps.logprobs).all():
+    def _advance_silently(
+        self, request: Request, positions: np.ndarray, steps: Steps, finite: bool
+    ) -> Iterator[Update]:
+        """Take in the steps of a request, of a part whose values may all be known to be `finite`."""
+        if not (finite or np.isfinite(steps.logprobs).all()):
             yield self._end(request, self._non_finite(request))
             return
         edits = request.edits

@@ -1,13 +1,14 @@
 """Packs the requests of one dispatch into the arrays of a bucket."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jdllm.arrays import padded
 from jdllm.decoding.batch import Batch, HeadRows, SegmentParams
+from jdllm.decoding.registry import numbered, options
 from jdllm.decoding.rules import segment_columns, segment_row
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.models.block import Rows
@@ -17,7 +18,7 @@ from jdllm.planning.buckets import row_bucket
 from jdllm.planning.ladder import Entry
 from jdllm.serving.request import Request
 from jdllm.serving.rule_states import packed_states
-from jdllm.serving.spec import generation_spec
+from jdllm.serving.spec import RequestSpec, generation_spec
 
 
 class Packed(NamedTuple):
@@ -95,17 +96,36 @@ def segment_params(requests: Sequence[Request], entry: Entry, config: ModelConfi
     """One row per request with a table of the entry's steps, padded with inactive segments that ask for
     nothing."""
     size, steps = entry.segments, entry.steps
-    missing = size - len(requests)
-    rows = [r.segment for r in requests] + [_padding_row(config)] * missing
-    left = [r.table_left(steps) for r in requests]
-    progress = {
-        "step": np.array([r.steps for r in requests], np.int32),
-        "steps_left": np.array([r.steps_left for r in requests], np.int32),
-        "quota": np.stack([table.quota for table in left]),
-        "fraction": np.stack([table.fraction for table in left]),
-    }
-    columns: dict[str, Any] = {name: padded(x, size) for name, x in progress.items()}
-    return SegmentParams(**segment_columns(rows), **columns)
+    quota, fraction = np.zeros((size, steps), np.int32), np.zeros((size, steps), np.float32)
+    for index, request in enumerate(requests):
+        left = request.table_left(steps)
+        quota[index, : len(left)], fraction[index, : len(left)] = left.quota, left.fraction
+    asked = [(request.segment, request.spec) for request in requests]
+    if all(row is spec.segment for row, spec in asked):
+        columns = _columns(tuple(spec for _, spec in asked), size, config, (tuple(options()), numbered()))
+    else:
+        columns = segment_columns(_with_padding([row for row, _ in asked], size, config))
+    step = padded(np.array([r.steps for r in requests], np.int32), size)
+    steps_left = padded(np.array([r.steps_left for r in requests], np.int32), size)
+    return SegmentParams(**columns, step=step, steps_left=steps_left, quota=quota, fraction=fraction)
+
+
+@functools.lru_cache(maxsize=8)
+def _columns(
+    specs: tuple[RequestSpec, ...], size: int, config: ModelConfig, registered: Hashable
+) -> dict[str, Any]:
+    """What does not change while requests run: parts that follow one another often serve the same ones.
+
+    Arguments:
+    - `registered`: options and rules, for which there are columns.
+    """
+    return segment_columns(_with_padding([spec.segment for spec in specs], size, config))
+
+
+def _with_padding(
+    rows: Sequence[Mapping[str, Any]], size: int, config: ModelConfig
+) -> Sequence[Mapping[str, Any]]:
+    return [*rows, *[_padding_row(config)] * (size - len(rows))]
 
 
 @functools.cache

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from jdllm.arrays import padded
 from jdllm.decoding.cache_policies import Phase, phase, steps_to_refresh
 from jdllm.decoding.caches.policy import View
 from jdllm.decoding.encoded_trace import LISTED, Steps
@@ -182,14 +181,11 @@ class Request:
         """Steps left in the current block."""
         return len(self.block.table) - self.block_step
 
-    def table_left(self, capacity: int) -> StepTable:
-        """The next `capacity` steps of the current block's table, padded with zeros."""
+    def table_left(self, most: int) -> StepTable:
+        """The next steps of the current block's table, `most` at most."""
         if self._forced:
-            only = np.zeros(capacity, np.int32)
-            only[0] = 1
-            return quotas(only)
-        rows = (column[self.block_step :][:capacity] for column in self.block.table)
-        return StepTable(*(padded(row, capacity) for row in rows))
+            return quotas(np.ones(1, np.int32))
+        return StepTable(*(column[self.block_step :][:most] for column in self.block.table))
 
     def masked(self) -> np.ndarray:
         """Positions that steps of the current block may fill and have not, rising."""
@@ -246,8 +242,9 @@ class Request:
             for each in map(Steps, *steps):
                 self.advance(*of_committed(positions, each))
             return
-        step, row = np.nonzero(steps.committed)
-        tokens, _, logprobs, likeliest = (x[step, row] for x in steps)
+        step, row = steps.committed.nonzero()
+        tokens, logprobs = steps.tokens[step, row], steps.logprobs[step, row]
+        likeliest = steps.likeliest[step, row] if self.sampling.listed else None
         self._commit(len(steps.tokens), step, positions[row], tokens, logprobs, likeliest)
 
     def _commit(

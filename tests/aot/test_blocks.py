@@ -65,7 +65,8 @@ def test_blocks_are_stored_in_place_with_a_step(count: int, tile_rows: int):
     for request in requests:
         request.find(1024)
     entry = Entry(2 * 32 * count, 32 * count, max(count, 8), 1)
-    packed = pack_steps(requests[:count], config, pool.book, entry, 8192, tile_rows)
+    candidates = [request.candidates() for request in requests[:count]]
+    packed = pack_steps(requests[:count], candidates, config, pool.book, entry, 8192, tile_rows)
     static = STEP_STATIC | {"config": config, "chained": count == 1}
     left: Any = jax.ShapeDtypeStruct((entry.head_rows,), np.int32)
     arguments = *packed.arguments, Unseen(left, left, packed.source)

@@ -189,8 +189,8 @@ class BlockRequest(Request):
         return bool(self.tokens[self.known] == self.mask_id)
 
     def masked(self) -> np.ndarray:
-        start = self.block.start
-        return start + np.flatnonzero(self.tokens[start : self.block.stop] == self.mask_id)
+        start, stop, *_ = self.block
+        return start + (self.tokens[start:stop] == self.mask_id).nonzero()[0]
 
     def candidates(self) -> np.ndarray:
         """Positions that the next step evaluates, rising: those that are masked, and with editing those that
@@ -263,7 +263,9 @@ class BlockRequest(Request):
                 self.advance(*of_committed(positions, step))
 
     def _block_is_over(self) -> bool:
-        filled = self.steps_left <= 0 or not (len(self.masked()) or self.post_left)
+        start, stop, *_ = self.block
+        some = self.post_left or (self.tokens[start:stop] == self.mask_id).any()
+        filled = self.steps_left <= 0 or not some
         return filled or (self.sampling.stop_in_block and self._text_is_over())
 
     def _prompt_is_filled(self) -> bool:

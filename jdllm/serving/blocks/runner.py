@@ -94,8 +94,8 @@ class BlockRunner:
         if asked.denoises:
             needs = reuse_demand(asked, PAGE_ROWS, self._tile_rows)
             return Demand(Kind.REUSE, *needs, asked.steps_left, told_by_table(asked))
-        if self._at_once is not None and self._at_once.takes(asked):
-            return self._at_once.demand(asked)
+        if self._at_once is not None and (together := self._at_once.demand(asked)) is not None:
+            return together
         return self.store_demand(asked)
 
     def store_demand(self, asked: BlockRequest) -> Demand:

@@ -28,14 +28,12 @@ class PackedSteps(NamedTuple):
     - `batch`: the rows; head rows are those that the step evaluates.
     - `place`: where rows of finished blocks are stored.
     - `table`: what each tile of rows sees.
-    - `candidates`: for each request the positions of its head rows, which follow one another in the batch.
     - `source`: where rows take tokens that the host has not seen, as in `Unseen`.
     """
 
     batch: Batch
     place: Place
     table: PageTable
-    candidates: list[np.ndarray]
     source: Int[np.ndarray, " rows"]
 
     @property
@@ -75,6 +73,7 @@ def needs_of(request: BlockRequest, tile_rows: int) -> tuple[int, int]:
 
 def pack_steps(
     requests: Sequence[BlockRequest],
+    candidates: Sequence[np.ndarray],
     config: ModelConfig,
     pool: PageBook,
     entry: Entry,
@@ -85,6 +84,7 @@ def pack_steps(
 
     Arguments:
     - `requests`: each with a block that is being filled; blocks before it may have to be stored.
+    - `candidates`: for each request the positions of its head rows, which follow one another in the batch.
     - `config`: the model.
     - `pool`: the pages of the requests.
     - `entry`: the sizes of the arrays.
@@ -97,7 +97,6 @@ def pack_steps(
     tokens[row] = np.concatenate([r.tokens[r.computed : r.known + r.block_length] for r in requests])
     positions[row] = position
     last = np.cumsum([blocks_of(request) for request in requests]) - 1  # the blocks that are filled
-    candidates = [request.candidates() for request in requests]
     begins = blocks.start[last] - [request.known for request in requests]
     rows = [begin + at for begin, at in zip(begins.tolist(), candidates, strict=True)]
     segment, asked = np.repeat(np.arange(len(requests)), list(map(len, candidates))), np.concatenate(rows)
@@ -109,9 +108,9 @@ def pack_steps(
         packed_states(requests, candidates, entry),
         packed_editing(requests, rows, config, entry),
     )
-    place = _place(blocks, requests, pool, row, entry.rows)
+    place = _place(blocks, requests, pool, row, position, entry.rows)
     table = _table(blocks, requests, pool, entry.rows // tile_rows, entries)
-    return PackedSteps(batch, place, table, candidates, _source(requests, row, entry.rows))
+    return PackedSteps(batch, place, table, _source(requests, row, entry.rows))
 
 
 def _source(
@@ -151,15 +150,18 @@ def _place(
     requests: Sequence[BlockRequest],
     pool: PageBook,
     row: Int[np.ndarray, " rows"],
+    position: Int[np.ndarray, " rows"],
     size: int,
 ) -> Place:
     """Where the rows of finished blocks are stored. Other rows are stored in no page, each in another one."""
     page, of_page = np.iinfo(np.int32).max - np.arange(size, dtype=np.int32), np.zeros(size, np.int32)
-    positions = [np.arange(request.computed, request.known) for request in requests]
+    held = [pool.pages_of(request.id) for request in requests]
+    first = np.cumsum([0, *map(len, held)])[:-1]
     finished = np.append(blocks.owner[1:] == blocks.owner[:-1], False)
-    stored = row[np.repeat(finished, blocks.length)]
-    pages = [pool.pages_of(r.id)[at // PAGE_ROWS] for r, at in zip(requests, positions, strict=True)]
-    page[stored], of_page[stored] = np.concatenate(pages), np.concatenate(positions) % PAGE_ROWS
+    stored = np.repeat(finished, blocks.length)
+    owner, at = np.repeat(blocks.owner, blocks.length)[stored], position[stored]
+    page[row[stored]] = np.concatenate(held)[first[owner] + at // PAGE_ROWS]
+    of_page[row[stored]] = at % PAGE_ROWS
     return Place(page, of_page)
 
 
@@ -168,11 +170,14 @@ def _table(
 ) -> PageTable:
     """The stored rows of its request that each tile sees, its own block and the blocks before."""
     block = np.repeat(np.arange(len(blocks.owner)), blocks.tiles)  # of each tile
-    owners = [requests[i] for i in blocks.owner[block].tolist()]
-    stored = [request.computed for request in owners]
-    table = pool.page_table([request.id for request in owners], stored, sum(map(pages_of, stored)))
-    first = np.asarray(table.first)
-    table = table._replace(first=padded(first, tiles + 1, int(first[-1])))
+    stored = [request.computed for request in requests]
+    own = pool.page_table([request.id for request in requests], stored, sum(map(pages_of, stored)))
+    owner, begin = blocks.owner[block], np.asarray(own.first)
+    count = np.diff(begin)[owner]
+    first = np.append(0, np.cumsum(count)).astype(np.int32)
+    entry = np.repeat(begin[owner] - first[:-1], count) + np.arange(first[-1])  # of its request
+    pages, valid = (np.asarray(x)[entry] for x in (own.pages, own.valid))
+    table = PageTable(pages, valid, padded(first, tiles + 1, int(first[-1])))
     seen = blocks.nth[block] + 1
     tile = np.repeat(np.arange(len(block)), seen)
     back = np.cumsum(seen)[tile] - 1 - np.arange(len(tile))  # how many blocks before the tile's own

@@ -50,29 +50,30 @@ class StepRunner:
         self._sizes = {level: Sizes(self._entries) for level in LEVELS}
         self._chained = model.on_each_card(chains)
 
-    def takes(self, request: BlockRequest) -> bool:
-        """Whether a request has blocks to store, few enough to be evaluated with the next step."""
-        some = not request.foretold and not request.denoises
-        most = min(_MOST_ROWS, self._entries[-1].rows)
-        return some and needs_of(request, self._tile_rows)[0] * self._tile_rows <= most
-
-    def demand(self, request: BlockRequest) -> Demand:
-        """What storing its finished blocks and the next step take."""
+    def demand(self, request: BlockRequest) -> Demand | None:
+        """What storing its finished blocks and the next step take; `None` where no block is to be stored, or
+        too many are."""
+        if request.foretold or request.denoises:
+            return None
         tiles, entries = needs_of(request, self._tile_rows)
-        return Demand(Kind.REUSE, tiles * self._tile_rows, len(request.candidates()), entries)
+        rows = tiles * self._tile_rows
+        if rows > min(_MOST_ROWS, self._entries[-1].rows):
+            return None
+        return Demand(Kind.REUSE, rows, len(request.candidates()), entries)
 
     def launch(self, requests: list[Request], max_steps: int) -> Launch:
         """Pack the block that each request fills, behind those that it has finished and that are not stored.
         Whatever `max_steps` is, there is one step."""
         asked, level = of_class(BlockRequest, requests), step_level(requests)
-        needs = np.sum([needs_of(request, self._tile_rows) for request in asked], axis=0).tolist()
-        head_rows = sum(len(request.candidates()) for request in asked)
+        needs = zip(*(needs_of(request, self._tile_rows) for request in asked), strict=True)
+        tiles, entries = map(sum, needs)
+        candidates = [request.candidates() for request in asked]
 
         def packed(entry: Entry) -> Packed[PackedSteps]:
-            batch = self._packed(asked, self._pool.book, entry, needs[1])
+            batch = self._packed(asked, candidates, self._pool.book, entry, entries)
             return Packed(batch, self._program(batch, entry, level))
 
-        need = Need(needs[0] * self._tile_rows, head_rows, len(asked))
+        need = Need(tiles * self._tile_rows, sum(map(len, candidates)), len(asked))
         chosen = self._parts.choose(self._sizes[level], packed, need)
 
         def run() -> EncodedTrace:
@@ -81,7 +82,6 @@ class StepRunner:
             self._left.keep(Kind.REUSE, tokens)
             return trace
 
-        candidates = chosen.batch.candidates
         return Launch(
             run,
             candidates,
@@ -98,7 +98,9 @@ class StepRunner:
         pool = self._pool.book.allocate(request.id, 2)
         for level in LEVELS:
             for entry in self._entries:
-                yield self._program(self._packed([request], pool, entry, 1), entry, level)
+                yield self._program(
+                    self._packed([request], [request.candidates()], pool, entry, 1), entry, level
+                )
 
     def warm(self) -> None:
         """Compile every entry of the ladder."""
@@ -106,10 +108,17 @@ class StepRunner:
         for sizes in self._sizes.values():
             sizes.compiled.update(self._entries)
 
-    def _packed(self, asked: list[BlockRequest], pool: PageBook, entry: Entry, entries: int) -> PackedSteps:
+    def _packed(
+        self,
+        asked: list[BlockRequest],
+        candidates: list[np.ndarray],
+        pool: PageBook,
+        entry: Entry,
+        entries: int,
+    ) -> PackedSteps:
         usual = self._pool.entries(entry.rows // self._tile_rows)
         size = power_bucket(max(entries, 1), usual)
-        return pack_steps(asked, self._config, pool, entry, size, self._tile_rows)
+        return pack_steps(asked, candidates, self._config, pool, entry, size, self._tile_rows)
 
     def _program(self, batch: PackedSteps, entry: Entry, level: Level) -> Program:
         unseen = Unseen(self._left.nothing, self._left.nothing, batch.source)
