@@ -102,6 +102,7 @@ class Demand(NamedTuple):
     - `entries`: entries of the page table, 0 for what reads nothing that is stored.
     - `steps`: steps of this kind that the request does before another kind is due.
     - `ahead`: whether the step behind this one can be packed before this one has ended.
+    - `stores`: whether a step that reuses stores finished blocks too, for which a part has one step.
     """
 
     kind: Kind
@@ -110,6 +111,7 @@ class Demand(NamedTuple):
     entries: int
     steps: int = 1
     ahead: bool = False
+    stores: bool = False
 
 
 class Held(NamedTuple):

@@ -369,7 +369,7 @@ class Engine:
             self.trace.part(done, {r.id: r for r in pending.requests if r.id in self.entries})
         for request, stored in zip(pending.requests, pending.launch.stored, strict=True):
             request.ready = done.times.collected
-            if stored is not None:
+            if stored is not None and request.id in self.entries:
                 request.store(*stored)
         return list(self.entries.take_in(pending, steps)) if isinstance(steps, Steps) else []
 

@@ -99,7 +99,8 @@ def segment_params(requests: Sequence[Request], entry: Entry, config: ModelConfi
     quota, fraction = np.zeros((size, steps), np.int32), np.zeros((size, steps), np.float32)
     for index, request in enumerate(requests):
         left = request.table_left(steps)
-        quota[index, : len(left)], fraction[index, : len(left)] = left.quota, left.fraction
+        own = index, slice(len(left.quota))
+        quota[own], fraction[own] = left.quota, left.fraction
     asked = [(request.segment, request.spec) for request in requests]
     if all(row is spec.segment for row, spec in asked):
         columns = _columns(tuple(spec for _, spec in asked), size, config, (tuple(options()), numbered()))

@@ -296,14 +296,14 @@ class Scheduler:
     def pays_ahead(self, demands: Collection[Demand]) -> bool:
         """Whether a part is submitted before the results of the part before it are there.
 
-        A decode is, and a part that has one step in any case. So is a single step that reuses, where clients
-        share the engine, and where such a step is known to take the device longer than the host takes between
-        two parts. Shorter steps are done several in a part.
+        A decode is, and a step that also stores finished blocks. So is a single step that reuses, where
+        clients share the engine, and where such a step is known to take the device longer than the host takes
+        between two parts. Shorter steps are done several in a part.
 
         Arguments:
         - `demands`: of the part, all of one kind.
         """
-        if any(demand.kind is Kind.DECODE or demand.steps == 1 for demand in demands):
+        if any(demand.kind is Kind.DECODE or demand.stores for demand in demands):
             return True
         rows = sum(demand.rows for demand in demands)
         return self.limits.shared and self._pace.takes(Kind.REUSE, rows, HOST_SECONDS)

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jdllm.checkpoints.loading import load_params
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.models.config import ModelConfig
 from jdllm.serving.blocks.infill import block_infill_spec
@@ -16,12 +17,13 @@ from jdllm.serving.request import Request
 from jdllm.serving.spec import RequestSpec, mask_id_of
 from jdllm.serving.updates import Ended
 from tests.blocks import oracle
-from tests.blocks.conftest import scored_of
+from tests.blocks.conftest import EXECUTABLES, scored_of
 from tests.blocks.oracle import Logits
 from tests.blocks.recorded import FAST_DLLM_V2, SDAR, sdar_runs
 from tests.blocks.test_infill import shifted_logits
 from tests.causal.running import Build
-from tests.engines import finish
+from tests.engines import engine_of, finish
+from tests.helpers import Golden, slow
 
 FREE = SamplingParams(gen_length=16, block_length=4, steps=4, early_stop=False, return_history=True)
 """A step fills a block."""
@@ -161,6 +163,7 @@ def test_what_was_entered_behind_the_end_of_a_text_is_forgotten(
     engine, ended = build(pages=PAGES), free.changed(early_stop=True, stop_token_ids=[text[at]])
     requests = run(engine, [block_spec(ids, ended, config) for ids in (prompt(43), prompt(70), prompt(41))])
     assert text_of(requests[0]) == text[: at + 1]
+    assert requests[0].computed == 43 + at + 1 - 4
     for request in requests:
         check(request, logits_of)
     assert engine.stats().free_pages == engine.stats().pages
@@ -234,13 +237,16 @@ def test_a_failure_ends_the_requests_of_its_part(
         check(request, logits_of)
 
 
-@pytest.mark.parametrize("golden", [SDAR, FAST_DLLM_V2])
-def test_masks_inside_a_text_and_small_blocks(golden: Any, build: Build, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("golden", [SDAR, slow(FAST_DLLM_V2)])
+@pytest.mark.usefixtures("shared")
+def test_masks_inside_a_text_and_small_blocks(golden: Golden, monkeypatch: pytest.MonkeyPatch):
     """Given blocks between two with masks are stored with the awaited one. With shifted logits only small
     blocks of the same block are entered, the others wait for the token that their store gives."""
     llm, logits_of = scored_of(golden)
     shifted, mask_id = llm.config.logits_shift, mask_id_of(llm.config)
-    engine = llm.engine
+    params = load_params(golden.directory, llm.config, "float32")
+    engine = engine_of(params, llm.config, EXECUTABLES, 128, pages=40)
+    engine.scheduler.share()
     text = prompt(44, 5)
     text[[9, 10, 13, 14, 22, 32, 33, 36, 38]] = mask_id
     sampling = FREE.changed(block_length=8, small_block_length=4, steps=5)

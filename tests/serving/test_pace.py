@@ -88,11 +88,10 @@ class TestParts:
         (part,) = plans.scheduler.plan(plans.ready)
         assert part.steps == steps
 
-    def test_a_part_that_has_one_step_in_any_case_is_submitted_ahead(self):
-        """Whether clients share the engine or not: one of its requests has one step before something else."""
-        long, once = reuse(20)._replace(steps=31), reuse(20)
-        assert once.steps == 1
-        plans = Plans(long, once)
-        assert plans.scheduler.pays_ahead([long, once])
-        assert not plans.scheduler.pays_ahead([long, long])
+    def test_a_part_that_stores_finished_blocks_is_submitted_ahead(self):
+        """Whether clients share the engine or not: it has one step in any case."""
+        long, storing = reuse(20)._replace(steps=31), reuse(20)._replace(stores=True)
+        plans = Plans(long, storing)
+        assert plans.scheduler.pays_ahead([long, storing])
+        assert not plans.scheduler.pays_ahead([long, reuse(20)])
         assert not plans.scheduler.pays_ahead([])

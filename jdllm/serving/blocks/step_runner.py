@@ -59,7 +59,7 @@ class StepRunner:
         rows = tiles * self._tile_rows
         if rows > min(_MOST_ROWS, self._entries[-1].rows):
             return None
-        return Demand(Kind.REUSE, rows, len(request.candidates()), entries)
+        return Demand(Kind.REUSE, rows, len(request.candidates()), entries, stores=True)
 
     def launch(self, requests: list[Request], max_steps: int) -> Launch:
         """Pack the block that each request fills, behind those that it has finished and that are not stored.
