@@ -1,6 +1,6 @@
 """Quality and work of a block model on the tasks of the bundled models, by how its blocks are filled.
 
-Run as `python3 -m benchmarks block_quality --model DIR [--block-lengths 4 8 16] [--thresholds 0.5 0.9]
+Run as `python3 -m benchmarks block_quality [--model DIR] [--block-lengths 4 8 16] [--thresholds 0.5 0.9]
 [--editing 0.5] [--instances 2000]`. All cells answer the same held-out instances, the first of `jdllm eval`.
 Cells of one block length are the schedule (one token a step), the sequential and the dynamic rule, and the
 dynamic rule with editing. Each is compared with the schedule at the model's own block length. Cells of
@@ -23,6 +23,7 @@ from benchmarks.quality.cells import SEED, draw_instances
 from benchmarks.quality.tables import paired
 from benchmarks.record import write
 from jdllm.decoding.sampling import SamplingParams
+from jdllm.demo import checkpoint_path
 from jdllm.demo.tasks import GEN_LENGTH, Instance
 from jdllm.demo.tokenizer import answer_text, plain_ids
 from jdllm.errors import JdllmError
@@ -176,7 +177,9 @@ def _cell(one: Row) -> Cell:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = case_parser("block_quality", __doc__)
-    parser.add_argument("--model", type=Path, required=True, help="a checkpoint of `jdllm.demo.train`")
+    parser.add_argument(
+        "--model", type=Path, default=checkpoint_path("block"), help="a checkpoint of `jdllm.demo.train`"
+    )
     parser.add_argument("--block-lengths", nargs="+", type=int, default=BLOCK_LENGTHS)
     parser.add_argument("--thresholds", nargs="*", type=float, default=THRESHOLDS, help="dynamic rule")
     parser.add_argument("--editing", nargs="*", type=float, default=EDITING, help="editing thresholds")

@@ -1,6 +1,6 @@
 """Train the demo model: `python -m jdllm.demo.train --out DIR`.
 
-Needs optax (the `train` extra). Both bundled checkpoints were trained by this script on one H200: with
+Needs optax (the `train` extra). All bundled checkpoints were trained by this script on one H200: with
 `--model retrieval` it goes on from the demo model to one that finds facts in long contexts, for
 `jdllm.decoding.prefilling`, and with `--model block` to its twin among block models, an SDAR of the same size
 for the same tasks.

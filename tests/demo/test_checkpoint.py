@@ -54,9 +54,10 @@ def test_tensors_are_those_of_the_spec_tree(model: Bundled):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
-def test_it_answers_what_it_never_saw(task: str):
-    config = config_from_hf(checkpoint_path())
-    params = load_params(checkpoint_path(), config, "float32")
+@pytest.mark.parametrize("model", ["demo", "block"])
+def test_it_answers_what_it_never_saw(model: Bundled, task: str):
+    config = config_from_hf(checkpoint_path(model))
+    params = load_params(checkpoint_path(model), config, "float32")
     asked = [Asked.plainly(instance) for instance in distinct_instances(task, "test", 24, seed=8)]
     assert exact_match(params, config, asked) > 0.8
 

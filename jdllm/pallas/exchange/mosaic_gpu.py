@@ -92,43 +92,46 @@ def exchange_mosaic_gpu(
     size = part.size * part.dtype.itemsize
     kernel = plgpu.kernel(
         functools.partial(_kernel, size=size),
+        out_type=jax.ShapeDtypeStruct(part.shape, part.dtype),
         grid=(_FEW_BLOCKS if size <= _FEW_BLOCKS * AREA_BYTES else MAX_BLOCKS,),
         grid_names=("block",),
         compiler_params=COMPILER_PARAMS,
         kernel_name="exchange",
     )
-    sum_ref = jax.new_ref(part)  # the sum takes the memory of the part
-    kernel(sum_ref, addresses)
-    return jax.freeze(sum_ref)
+    # Not in place: XLA hands over a slice of a stack where it lies, and the sum would go into the stack.
+    return kernel(part, addresses)
 
 
-def _kernel(part_ref: Any, addresses_ref: Any, *, size: int) -> None:
+def _kernel(part_ref: Any, addresses_ref: Any, sum_ref: Any, *, size: int) -> None:
     blocks = _FEW_BLOCKS if size <= _FEW_BLOCKS * AREA_BYTES else MAX_BLOCKS
     run = functools.partial(_exchange, cards=addresses_ref.shape[1] // 2 - 1, size=size, blocks=blocks)
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 2)(run)(part_ref, addresses_ref)
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 3)(run)(part_ref, addresses_ref, sum_ref)
 
 
-def _exchange(_: Any, part_ref: Any, addresses_ref: Any, *, cards: int, size: int, blocks: int) -> None:
+def _exchange(
+    _: Any, part_ref: Any, addresses_ref: Any, sum_ref: Any, *, cards: int, size: int, blocks: int
+) -> None:
     """What a thread does.
 
     Arguments:
-    - `part_ref`, `addresses_ref`: in the memory of this card; the sum takes the place of the part.
+    - `part_ref`, `addresses_ref`, `sum_ref`: in the memory of this card.
     - `cards`: how many exchange.
     - `size`: of the part, in bytes.
     - `blocks`: of threads.
     """
     slices = _Slices(address_of(part_ref), Cards(addresses_ref, cards), size, blocks)
     kind = ir.VectorType.get((_NUMBERS,), ir.MemRefType(part_ref.type).element_type)
+    total = address_of(sum_ref)
     slices.send(integer(0))
 
     def turn(before: Any, _: Sequence[Any]) -> Sequence[Any]:
         slices.send(plus(before, integer(1)))
-        slices.add(before, kind)
+        slices.add(before, total, kind)
         return ()
 
     if slices.rounds > 1:
         utils.fori(integer(slices.rounds - 1), ())(turn)
-    slices.add(integer(slices.rounds - 1), kind)
+    slices.add(integer(slices.rounds - 1), total, kind)
     slices.end()
 
 
@@ -171,11 +174,12 @@ class _Slices:
         utils.warpgroup_barrier()
         self._signal(_RAISE, self._their_flag, number)
 
-    def add(self, number: Any, kind: Any) -> None:
-        """Wait for the slices of a round from all cards, and store their sum in place of the own one.
+    def add(self, number: Any, total: Any, kind: Any) -> None:
+        """Wait for the slices of a round from all cards, and store their sum.
 
         Arguments:
-        - `kind`: the type of 16 bytes.
+        - `total`: where sums begin.
+        - `kind`: the type of 16 bytes of them.
         """
         self._signal(_WAIT, self._our_flag, number)
         utils.warpgroup_barrier()
@@ -187,7 +191,7 @@ class _Slices:
                 is_own = arith.cmpi(arith.CmpIPredicate.eq, self._cards.card, integer(sender))
                 address = arith.select(is_own, own, plus(received, long(sender * SLOT_BYTES)))
                 parts.append(of_words(self._load(address, place, _RECEIVED), kind))
-            self._store(own, place, words_of(rounded_sum(parts)))
+            self._store(plus(total, place), place, words_of(rounded_sum(parts)))
 
     def end(self) -> None:
         """Count the rounds."""
