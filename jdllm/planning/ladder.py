@@ -21,6 +21,7 @@ SHIFTED_TILE_ROWS = 40
 block and this row, in whole units of the kernels."""
 
 _UNIT_ROWS = 8
+_SHORT_BLOCKS = (2, 4)
 """Kernels take rows in whole units of so many."""
 
 _MOST_TILES = 64
@@ -148,6 +149,15 @@ def make_ladder(max_num_batched_tokens: int, *, tile_rows: int = TILE_ROWS) -> L
 def block_tile_rows(block_length: int) -> int:
     """Rows of a tile that a block of a block model fills: of short blocks, no more than the kernels need."""
     return min(max(block_length, _UNIT_ROWS), TILE_ROWS)
+
+
+def short_tile_rows(block_length: int, tile_rows: int) -> int:
+    """Rows of a tile where nothing needs tiles of eight: blocks of two and of four fill tiles of their own.
+
+    Arguments:
+    - `tile_rows`: of the ladder.
+    """
+    return block_length if block_length in _SHORT_BLOCKS else tile_rows
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,7 +57,7 @@ def test_blocks_are_stored_in_place(shifted: bool, tile_rows: int | None):
     check_in_place(config, function, arguments, pool, static)
 
 
-@pytest.mark.parametrize(("count", "tile_rows"), [(COUNT, 32), (COUNT, 8), (1, 32)])
+@pytest.mark.parametrize(("count", "tile_rows"), [(COUNT, 32), (COUNT, 8), (COUNT, 4), (1, 32)])
 def test_blocks_are_stored_in_place_with_a_step(count: int, tile_rows: int):
     """Of one request the layers are a chain, in which nothing stands between two kernels."""
     config = dataclasses.replace(CONFIG, qk_norm=True)
@@ -66,7 +66,7 @@ def test_blocks_are_stored_in_place_with_a_step(count: int, tile_rows: int):
         request.find(1024)
     entry = Entry(2 * 32 * count, 32 * count, max(count, 8), 1)
     candidates = [request.candidates() for request in requests[:count]]
-    packed = pack_steps(requests[:count], candidates, config, pool.book, entry, 8192, tile_rows)
+    packed = pack_steps(requests[:count], candidates, config, pool.book, entry, 16384, tile_rows)
     static = STEP_STATIC | {"config": config, "chained": count == 1}
     left: Any = jax.ShapeDtypeStruct((entry.head_rows,), np.int32)
     arguments = *packed.arguments, Unseen(left, left, packed.source)

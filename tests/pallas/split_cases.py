@@ -79,7 +79,7 @@ def with_fresh(
     seen = [
         [np.asarray(x, np.float64)[at : at + n] for at, n in zip(start, counts, strict=False)] for x in (k, v)
     ]
-    table = with_fresh_rows(c.table, start[:-1] // unit * FRESH_UNIT, np.array(counts), page_rows)
+    table = with_fresh_rows(c.table, start[:-1], np.array(counts), page_rows, unit=unit)
     return c._replace(table=table), (k, v), (seen[0], seen[1])
 
 

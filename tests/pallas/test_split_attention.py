@@ -241,6 +241,11 @@ class TestKernel:
         bare, (c, fresh, seen) = c, with_fresh(c, [1, 1, unit, 0, 1, 1], unit)
         check(kernel(c, CUTS[cut], fresh, unit), oracle(bare, seen), BF16)
 
+    def test_short_blocks_and_their_own_rows(self):
+        c = case([[64, 20], [9], [], [64]], queries=4, heads=8, kv_heads=2)
+        bare, (c, fresh, seen) = c, with_fresh(c, [4, 4, 4, 4], 4)
+        check(kernel(c, SMALL, fresh, 4), oracle(bare, seen), BF16)
+
     @pytest.mark.slow
     @settings(max_examples=6)
     @given(st.data())

@@ -27,7 +27,7 @@ from jdllm.models.layer import Heads, Layer, Ranges
 from jdllm.models.rotary import Rotation, rotation_at
 from jdllm.models.weights import Params
 from jdllm.pallas.attention import AttentionOutput
-from jdllm.pallas.split_attention import PageTable, split_attention
+from jdllm.pallas.split_attention import PageTable, fresh_unit_of, split_attention
 
 _Carry = tuple[Hidden, KvArrays]
 _Body = Callable[[_Carry, Layer], _Carry]
@@ -74,7 +74,7 @@ class Pages(NamedTuple):
 
     - `rotation`: of the rows.
     - `pool`: read only.
-    - `table`: the pages and the fresh rows of each tile.
+    - `table`: the pages and the fresh rows of each tile; fresh rows begin where tiles begin.
     - `attention`: with the contract of `jdllm.pallas.split_attention.split_attention`.
     """
 
@@ -90,7 +90,8 @@ class Pages(NamedTuple):
     def over(self, q: Heads, k: Heads, v: Heads, **options: Any) -> Array:
         """Attention of rotated queries, `[tiles, rows, heads, head_dim]`."""
         by_tile = q.reshape(self.table.first.shape[0] - 1, -1, *q.shape[1:])
-        return self.attention(by_tile, *self.pool, self.table, fresh=(k, v), **options).o
+        unit = fresh_unit_of(by_tile.shape[1])
+        return self.attention(by_tile, *self.pool, self.table, fresh=(k, v), fresh_unit=unit, **options).o
 
 
 class StoredPages(NamedTuple):

@@ -71,26 +71,39 @@ def dense_table(lengths: Int[Tensor, " requests"], pages_per_request: int, page_
     return PageTable(request * pages_per_request + jnp.minimum(page, pages_per_request - 1), valid, first)
 
 
+def fresh_unit_of(tile_rows: int) -> int:
+    """The `fresh_unit` of requests of which fresh rows begin where queries of a request begin.
+
+    Arguments:
+    - `tile_rows`: queries of a request.
+    """
+    return FRESH_UNIT if FRESH_UNIT % tile_rows else tile_rows
+
+
 def with_fresh_rows(
     table: PageTable,
     start: Int[np.ndarray, " runs"],
     count: Int[np.ndarray, " runs"],
     page_rows: int,
     owner: Int[np.ndarray, " runs"] | None = None,
+    unit: int = FRESH_UNIT,
 ) -> PageTable:
     """A table on the host, in which requests see runs of fresh rows after their pages.
 
     Arguments:
-    - `start`: the first fresh row of each run, a multiple of `FRESH_UNIT`.
+    - `start`: the first fresh row of each run, a multiple of `unit`.
     - `count`: how many rows a run has from there on.
     - `page_rows`: rows of an entry.
     - `owner`: the request that sees each run, rising; by default there is a run for each request.
+    - `unit`: the `fresh_unit` of `split_attention`. An entry has no more fresh rows where it is less than
+      `FRESH_UNIT`.
 
     Raises `ValueError` where a run begins elsewhere.
     """
     start, count, (pages, valid, first) = np.asarray(start), np.asarray(count), map(np.asarray, table)
-    if (start % FRESH_UNIT).any():
-        raise ValueError(f"fresh rows begin at multiples of {FRESH_UNIT}, not at {start}")
+    if (start % unit).any():
+        raise ValueError(f"fresh rows begin at multiples of {unit}, not at {start}")
+    page_rows = page_rows if unit == FRESH_UNIT else unit
     entries = -(-count // page_rows)
     run = np.repeat(np.arange(len(entries)), entries)
     skipped = (np.arange(len(run)) - (np.cumsum(entries) - entries)[run]) * page_rows
@@ -98,7 +111,7 @@ def with_fresh_rows(
     place = first[1:][requests]
     before = np.insert(np.cumsum(np.bincount(requests, minlength=len(first) - 1)), 0, 0)
     return PageTable(
-        np.insert(pages, place, ~((start[run] + skipped) // FRESH_UNIT)).astype(np.int32),
+        np.insert(pages, place, ~((start[run] + skipped) // unit)).astype(np.int32),
         np.insert(valid, place, np.minimum(count[run] - skipped, page_rows)).astype(np.int32),
         (first + before).astype(np.int32),
     )

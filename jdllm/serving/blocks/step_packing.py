@@ -12,7 +12,7 @@ from jdllm.execution.paged.place import Place
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
-from jdllm.pallas.split_attention import PageTable, with_fresh_rows
+from jdllm.pallas.split_attention import FRESH_UNIT, PageTable, fresh_unit_of, with_fresh_rows
 from jdllm.planning.ladder import Entry
 from jdllm.serving.blocks.packing import pages_of
 from jdllm.serving.blocks.request import BlockRequest
@@ -67,7 +67,8 @@ def blocks_of(request: BlockRequest) -> int:
 def needs_of(request: BlockRequest, tile_rows: int) -> tuple[int, int]:
     """Tiles of so many rows that the blocks of a request fill, and entries of the page table of these."""
     blocks, of_block = blocks_of(request), -(-request.block_length // tile_rows)
-    seen = blocks * (blocks + 1) // 2  # each block sees itself and those before
+    entries = of_block if fresh_unit_of(tile_rows) < FRESH_UNIT else 1  # of the fresh rows of a block
+    seen = entries * blocks * (blocks + 1) // 2  # each block sees itself and those before
     return blocks * of_block, of_block * (blocks * pages_of(request.computed) + seen)
 
 
@@ -109,7 +110,7 @@ def pack_steps(
         packed_editing(requests, rows, config, entry),
     )
     place = _place(blocks, requests, pool, row, position, entry.rows)
-    table = _table(blocks, requests, pool, entry.rows // tile_rows, entries)
+    table = _table(blocks, requests, pool, entry.rows, tile_rows, entries)
     return PackedSteps(batch, place, table, _source(requests, row, entry.rows))
 
 
@@ -166,7 +167,12 @@ def _place(
 
 
 def _table(
-    blocks: _Blocks, requests: Sequence[BlockRequest], pool: PageBook, tiles: int, entries: int
+    blocks: _Blocks,
+    requests: Sequence[BlockRequest],
+    pool: PageBook,
+    rows: int,
+    tile_rows: int,
+    entries: int,
 ) -> PageTable:
     """The stored rows of its request that each tile sees, its own block and the blocks before."""
     block = np.repeat(np.arange(len(blocks.owner)), blocks.tiles)  # of each tile
@@ -177,11 +183,12 @@ def _table(
     first = np.append(0, np.cumsum(count)).astype(np.int32)
     entry = np.repeat(begin[owner] - first[:-1], count) + np.arange(first[-1])  # of its request
     pages, valid = (np.asarray(x)[entry] for x in (own.pages, own.valid))
-    table = PageTable(pages, valid, padded(first, tiles + 1, int(first[-1])))
+    table = PageTable(pages, valid, padded(first, rows // tile_rows + 1, int(first[-1])))
     seen = blocks.nth[block] + 1
     tile = np.repeat(np.arange(len(block)), seen)
     back = np.cumsum(seen)[tile] - 1 - np.arange(len(tile))  # how many blocks before the tile's own
     run = block[tile] - back
-    table = with_fresh_rows(table, blocks.start[run], blocks.length[run], PAGE_ROWS, tile)
+    fresh, unit = (blocks.start[run], blocks.length[run]), fresh_unit_of(tile_rows)
+    table = with_fresh_rows(table, *fresh, PAGE_ROWS, tile, unit)
     pages, valid = (padded(np.asarray(x), entries) for x in (table.pages, table.valid))
     return PageTable(pages, valid, table.first)

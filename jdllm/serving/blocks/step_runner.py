@@ -1,6 +1,6 @@
 """Stores the block that a request has finished together with the next step."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from jdllm.execution.few_rows.chain import chains
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.buckets import power_bucket
-from jdllm.planning.ladder import Entry, Ladder, Sizes
+from jdllm.planning.ladder import Entry, Ladder, Sizes, short_tile_rows
 from jdllm.serving.ahead import told_by_table
 from jdllm.serving.background import Background
 from jdllm.serving.blocks.request import BlockRequest, block_spec
@@ -33,6 +33,36 @@ _MOST_ROWS = 2 * PAGE_ROWS
 have to be stored, which fill their tiles in part."""
 
 
+class _TileRows:
+    """How many rows the tiles of an evaluation have.
+
+    A chain of kernels needs tiles of eight. Elsewhere tiles are as short as blocks are, so that no rows are
+    computed that nobody wants.
+
+    Arguments:
+    - `ladder`: the sizes of steps.
+    - `chained`: whether so many rows make a chain.
+    - `short`: rows of a tile where there is none.
+
+    - `usual`: rows of a tile of a chain.
+    """
+
+    def __init__(self, ladder: Ladder, chained: Callable[[int], bool], short: int):
+        self.usual, self._short = ladder.tile_rows, short
+        self._chained = max((entry.rows for entry in ladder.reuse if chained(entry.rows)), default=0)
+
+    def of(self, entry: Entry) -> int:
+        return self.usual if entry.rows <= self._chained else self._short
+
+    def rows_for(self, requests: Sequence[BlockRequest]) -> int:
+        """How many rows an evaluation of these requests needs."""
+        usual, short = (
+            rows * sum(needs_of(request, rows)[0] for request in requests)
+            for rows in (self.usual, self._short)
+        )
+        return usual if usual <= self._chained else max(short, self._chained + 1)
+
+
 class StepRunner:
     """One evaluation stores finished blocks, and steps in the block behind each. Others step in it too.
 
@@ -45,18 +75,21 @@ class StepRunner:
 
     def __init__(self, model: OnDevice, ladder: Ladder, background: Background, left: LeftTokens):
         self._params, self._config, self._executables, self._account, self._pool = model
-        self._entries, self._tile_rows = ladder.reuse, ladder.tile_rows
+        self._entries = ladder.reuse
         self._parts, self._left = PartRunner(model, background), left
         self._sizes = {level: Sizes(self._entries) for level in LEVELS}
         self._chained = model.on_each_card(chains)
+        assert self._config.block_length is not None  # a block model has one
+        short = short_tile_rows(self._config.block_length, ladder.tile_rows)
+        self._tiles = _TileRows(ladder, self._chained, short)
 
     def demand(self, request: BlockRequest) -> Demand | None:
         """What storing its finished blocks and the next step take; `None` where no block is to be stored, or
         too many are."""
         if request.foretold or request.denoises:
             return None
-        tiles, entries = needs_of(request, self._tile_rows)
-        rows = tiles * self._tile_rows
+        tiles, entries = needs_of(request, self._tiles.usual)
+        rows = tiles * self._tiles.usual
         if rows > min(_MOST_ROWS, self._entries[-1].rows):
             return None
         return Demand(Kind.REUSE, rows, len(request.candidates()), entries, stores=True)
@@ -65,15 +98,13 @@ class StepRunner:
         """Pack the block that each request fills, behind those that it has finished and that are not stored.
         Whatever `max_steps` is, there is one step."""
         asked, level = of_class(BlockRequest, requests), step_level(requests)
-        needs = zip(*(needs_of(request, self._tile_rows) for request in asked), strict=True)
-        tiles, entries = map(sum, needs)
         candidates = [request.candidates() for request in asked]
 
         def packed(entry: Entry) -> Packed[PackedSteps]:
-            batch = self._packed(asked, candidates, self._pool.book, entry, entries)
+            batch = self._packed(asked, candidates, self._pool.book, entry)
             return Packed(batch, self._program(batch, entry, level))
 
-        need = Need(tiles * self._tile_rows, sum(map(len, candidates)), len(asked))
+        need = Need(self._tiles.rows_for(asked), sum(map(len, candidates)), len(asked))
         chosen = self._parts.choose(self._sizes[level], packed, need)
 
         def run() -> EncodedTrace:
@@ -99,7 +130,7 @@ class StepRunner:
         for level in LEVELS:
             for entry in self._entries:
                 yield self._program(
-                    self._packed([request], [request.candidates()], pool, entry, 1), entry, level
+                    self._packed([request], [request.candidates()], pool, entry), entry, level
                 )
 
     def warm(self) -> None:
@@ -114,11 +145,11 @@ class StepRunner:
         candidates: list[np.ndarray],
         pool: PageBook,
         entry: Entry,
-        entries: int,
     ) -> PackedSteps:
-        usual = self._pool.entries(entry.rows // self._tile_rows)
-        size = power_bucket(max(entries, 1), usual)
-        return pack_steps(asked, candidates, self._config, pool, entry, size, self._tile_rows)
+        tile_rows = self._tiles.of(entry)
+        entries = sum(needs_of(request, tile_rows)[1] for request in asked)
+        size = power_bucket(max(entries, 1), self._pool.entries(entry.rows // tile_rows))
+        return pack_steps(asked, candidates, self._config, pool, entry, size, tile_rows)
 
     def _program(self, batch: PackedSteps, entry: Entry, level: Level) -> Program:
         unseen = Unseen(self._left.nothing, self._left.nothing, batch.source)
