@@ -90,10 +90,11 @@ def exchange_mosaic_gpu(
     """Hopper form of `jdllm.pallas.exchange.sum_over_cards`; `addresses` say which cards there are."""
     del axis_name
     size = part.size * part.dtype.itemsize
+    blocks = _FEW_BLOCKS if size <= _FEW_BLOCKS * AREA_BYTES else MAX_BLOCKS
     kernel = plgpu.kernel(
-        functools.partial(_kernel, size=size),
+        functools.partial(_kernel, size=size, blocks=blocks),
         out_type=jax.ShapeDtypeStruct(part.shape, part.dtype),
-        grid=(_FEW_BLOCKS if size <= _FEW_BLOCKS * AREA_BYTES else MAX_BLOCKS,),
+        grid=(blocks,),
         grid_names=("block",),
         compiler_params=COMPILER_PARAMS,
         kernel_name="exchange",
@@ -102,8 +103,7 @@ def exchange_mosaic_gpu(
     return kernel(part, addresses)
 
 
-def _kernel(part_ref: Any, addresses_ref: Any, sum_ref: Any, *, size: int) -> None:
-    blocks = _FEW_BLOCKS if size <= _FEW_BLOCKS * AREA_BYTES else MAX_BLOCKS
+def _kernel(part_ref: Any, addresses_ref: Any, sum_ref: Any, *, size: int, blocks: int) -> None:
     run = functools.partial(_exchange, cards=addresses_ref.shape[1] // 2 - 1, size=size, blocks=blocks)
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 3)(run)(part_ref, addresses_ref, sum_ref)
 
