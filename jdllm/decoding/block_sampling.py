@@ -1,7 +1,12 @@
 """Which sampling parameters a block model has a use for."""
 
 from jdllm.arrays import padded
-from jdllm.decoding.causal_sampling import changed, check_causal, check_unpenalised
+from jdllm.decoding.causal_sampling import (
+    changed,
+    check_causal,
+    check_no_lossy_speculation,
+    check_unpenalised,
+)
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.schedule import StepTable
 from jdllm.errors import RequestError
@@ -49,16 +54,6 @@ def check_blocks(sampling: SamplingParams) -> None:
 def verifies_drafts(config: ModelConfig) -> bool:
     """Whether a model can verify its own drafts by `transfer` "lossy_speculation"."""
     return config.attention == "block_causal" and not (config.causal_context or config.logits_shift)
-
-
-def check_no_lossy_speculation(sampling: SamplingParams, why: str) -> None:
-    """Raise `RequestError` for a request whose steps verify drafts, where there is none.
-
-    Arguments:
-    - `why`: what the request would need.
-    """
-    if sampling.lossy_speculation:
-        raise RequestError(f"transfer 'lossy_speculation' {why}: choose another transfer")
 
 
 def check_drafting(sampling: SamplingParams) -> None:

@@ -59,15 +59,22 @@ def check_causal(sampling: SamplingParams) -> None:
         raise RequestError(f"{name} is for models that denoise: a causal model {_OF_DENOISING[name]}")
 
 
+def check_no_lossy_speculation(sampling: SamplingParams, why: str) -> None:
+    """Raise `RequestError` for a request whose steps verify drafts, where there is none.
+
+    Arguments:
+    - `why`: what the request would need.
+    """
+    if sampling.lossy_speculation:
+        raise RequestError(f"transfer 'lossy_speculation' {why}: choose another transfer")
+
+
 def check_denoising(sampling: SamplingParams) -> None:
     """Raise `RequestError` where a field that only causal or block models use is not at its default."""
     check_one_way(sampling)
     check_unpenalised(sampling)
-    if sampling.lossy_speculation:
-        raise RequestError(
-            "transfer 'lossy_speculation' is for block models, which verify drafts in blocks of one row:"
-            " choose another transfer"
-        )
+    why = "is for block models, which verify drafts in blocks of one row"
+    check_no_lossy_speculation(sampling, why)
     for name, *_ in changed(sampling, _OF_BLOCKS):
         raise RequestError(f"{name} is for block models, whose rows see no later block: leave it out")
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from jdllm.checkpoints.token_text import Decode
-from jdllm.decoding.block_sampling import check_blocks, check_no_lossy_speculation
+from jdllm.decoding.block_sampling import check_blocks
+from jdllm.decoding.causal_sampling import check_no_lossy_speculation
 from jdllm.decoding.rules import segment_row, step_table
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError

@@ -5,12 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from jdllm.arrays import padded
-from jdllm.decoding.block_sampling import (
-    check_blocks,
-    check_editing,
-    check_no_lossy_speculation,
-    with_post_steps,
-)
+from jdllm.decoding.block_sampling import check_blocks, check_editing, with_post_steps
+from jdllm.decoding.causal_sampling import check_no_lossy_speculation
 from jdllm.decoding.rules import segment_row, step_table
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
