@@ -49,18 +49,21 @@ class _TileRows:
 
     def __init__(self, ladder: Ladder, chained: Callable[[int], bool], short: int):
         self.usual, self._short = ladder.tile_rows, short
-        self._chained = max((entry.rows for entry in ladder.reuse if chained(entry.rows)), default=0)
+        self._longest_chain = max((entry.rows for entry in ladder.reuse if chained(entry.rows)), default=0)
 
     def of(self, entry: Entry) -> int:
-        return self.usual if entry.rows <= self._chained else self._short
+        return self.usual if entry.rows <= self._longest_chain else self._short
 
     def rows_for(self, requests: Sequence[BlockRequest]) -> int:
         """How many rows an evaluation of these requests needs."""
-        usual, short = (
-            rows * sum(needs_of(request, rows)[0] for request in requests)
-            for rows in (self.usual, self._short)
-        )
-        return usual if usual <= self._chained else max(short, self._chained + 1)
+        usual = _rows_in_tiles(requests, self.usual)
+        if usual <= self._longest_chain or self._short == self.usual:
+            return usual
+        return max(_rows_in_tiles(requests, self._short), self._longest_chain + 1)
+
+
+def _rows_in_tiles(requests: Sequence[BlockRequest], tile_rows: int) -> int:
+    return tile_rows * sum(needs_of(request, tile_rows)[0] for request in requests)
 
 
 class StepRunner:
