@@ -23,6 +23,7 @@ from tests.blocks.recorded import FAST_DLLM_V2, SDAR, sdar_runs
 from tests.blocks.test_infill import shifted_logits
 from tests.causal.running import Build
 from tests.engines import engine_of, finish
+from tests.evaluations import note_parts
 from tests.helpers import Golden, slow
 
 FREE = SamplingParams(gen_length=16, block_length=4, steps=4, early_stop=False, return_history=True)
@@ -61,25 +62,12 @@ def check(request: Request, logits_of: Logits) -> None:
         assert request.steps == len(states)
 
 
-def parts_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Notes for every part that steps its requests, and how many of them wait for tokens of a part before."""
-    found, submit = list[tuple[int, int]](), engine.runner.submit
-
-    def note(kind: Kind, requests: list[Request], max_steps: int) -> Any:
-        if kind is Kind.REUSE:
-            found.append((len(requests), sum(request.awaited is not None for request in requests)))
-        return submit(kind, requests, max_steps)
-
-    monkeypatch.setattr(engine.runner, "submit", note)
-    return found
-
-
 def test_a_block_is_entered_before_the_host_has_seen_the_one_before(
     build: Build, config: ModelConfig, logits_of: Logits, monkeypatch: pytest.MonkeyPatch
 ):
     """Nobody shares the engine; prompts end inside of blocks and at their ends."""
     engine = build()
-    found = parts_of(engine, monkeypatch)
+    found = note_parts(engine, Kind.REUSE, monkeypatch)
     for request in run(engine, [block_spec(prompt(9 + i, i), FREE, config) for i in range(4)]):
         check(request, logits_of)
     assert found == [(4, 0), (4, 4), (4, 4), (4, 4), (3, 3)]  # three begin inside of a block
@@ -88,7 +76,7 @@ def test_a_block_is_entered_before_the_host_has_seen_the_one_before(
 def test_nobody_waits_but_for_the_first_step_where_steps_are_long(
     shared: Engine, config: ModelConfig, logits_of: Logits, monkeypatch: pytest.MonkeyPatch
 ):
-    found = parts_of(shared, monkeypatch)
+    found = note_parts(shared, Kind.REUSE, monkeypatch)
     [request] = run(shared, [block_spec(prompt(8), FREE.changed(steps=12), config)])
     check(request, logits_of)
     assert found == [(1, 0)] + [(1, 1)] * 11
@@ -99,7 +87,7 @@ def test_several_steps_of_a_block_are_one_part_where_nobody_shares_the_engine(
 ):
     """Such a part leaves no tokens. The step that stores a block is a part of its own."""
     engine = build()
-    found = parts_of(engine, monkeypatch)
+    found = note_parts(engine, Kind.REUSE, monkeypatch)
     run(engine, [block_spec(prompt(8), FREE.changed(steps=16), config)])
     assert found == [(1, 0)] * 8
 
@@ -123,7 +111,7 @@ def test_any_company(
 ):
     rng = np.random.default_rng(seed)
     engine = shared if seed % 2 == 0 else build()
-    found = parts_of(engine, monkeypatch)
+    found = note_parts(engine, Kind.REUSE, monkeypatch)
     specs = [drawn(rng, config) for _ in range(9)]
     for request in run(engine, specs, updates=("later", "every", "none")[seed % 3]):
         check(request, logits_of)
@@ -133,7 +121,7 @@ def test_any_company(
 
 def test_recorded_runs(shared: Engine, config: ModelConfig, monkeypatch: pytest.MonkeyPatch):
     """Some end by a token in the middle, and of some a threshold decides how long a block takes."""
-    found, runs = parts_of(shared, monkeypatch), sdar_runs()
+    found, runs = note_parts(shared, Kind.REUSE, monkeypatch), sdar_runs()
     recorded = scored_of(SDAR).llm
     specs = [block_spec(one.prompt, one.sampling, recorded.config) for one in runs]
     table = [i for i, one in enumerate(runs) if one.sampling.transfer != "dynamic"]
@@ -250,7 +238,7 @@ def test_masks_inside_a_text_and_small_blocks(golden: Golden, monkeypatch: pytes
     text = prompt(44, 5)
     text[[9, 10, 13, 14, 22, 32, 33, 36, 38]] = mask_id
     sampling = FREE.changed(block_length=8, small_block_length=4, steps=5)
-    found = parts_of(engine, monkeypatch)
+    found = note_parts(engine, Kind.REUSE, monkeypatch)
     [request] = run(engine, [block_infill_spec(text, sampling, llm.config)])
     logits_of = shifted_logits(logits_of) if shifted else logits_of
     states = oracle.infill(logits_of, text, 8, mask_id, steps=1, small=4, foretold=shifted)

@@ -10,26 +10,13 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.models.config import ModelConfig
 from jdllm.serving.causal.request import causal_spec
 from jdllm.serving.demands import Kind
-from jdllm.serving.engine import Engine
 from jdllm.serving.request import Request
 from jdllm.serving.updates import Ended
 from tests.causal.running import Build, Oracle, greedy, prompt, run
+from tests.evaluations import note_parts
 
 MOST = 40
 """Tokens of a request: two decodes and a half."""
-
-
-def decodes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Notes for every decode its requests, and how many of them wait for tokens."""
-    found, submit = list[tuple[int, int]](), engine.runner.submit
-
-    def note(kind: Kind, requests: list[Request], max_steps: int) -> Any:
-        if kind is Kind.DECODE:
-            found.append((len(requests), sum(request.awaited is not None for request in requests)))
-        return submit(kind, requests, max_steps)
-
-    monkeypatch.setattr(engine.runner, "submit", note)
-    return found
 
 
 def generated(request: Request) -> list[int]:
@@ -40,7 +27,7 @@ def test_a_decode_waits_for_no_tokens_but_the_first(
     build: Build, config: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ):
     engine = build()
-    found = decodes(engine, monkeypatch)
+    found = note_parts(engine, Kind.DECODE, monkeypatch)
     run(engine, [(prompt(9), SamplingParams(max_tokens=MOST, early_stop=False))], config)
     assert found == [(1, 0), (1, 1), (1, 1)]
 
@@ -70,7 +57,7 @@ def test_tokens_are_those_of_evaluations_of_everything(
         end = next((i + 1 for i, token in enumerate(tokens) if token in ends), MOST)
         expected.append(tokens[:end])
     engine = build()
-    found = decodes(engine, monkeypatch)
+    found = note_parts(engine, Kind.DECODE, monkeypatch)
     assert [generated(request) for request in run(engine, asked, config)] == expected
     assert any(waiting for _, waiting in found)
     assert [generated(request) for request in run(engine, asked[:1], config)] == expected[:1]
