@@ -81,11 +81,11 @@ def no_compilation_cache() -> Iterator[None]:
     compilation_cache.reset_cache()
 
 
-_MAPPINGS = 40_000
+_MAPPINGS = 25_000
 """Memory mappings of a process, of which Linux allows 65,530: each compiled program takes hundreds."""
 
-_SHARED = 64
-"""Executables that the tests of a session share: with 128, a process had hardly room for one more ladder."""
+_SHARED = 48
+"""Executables that the tests of a session share, of some 500 mappings each."""
 
 
 @pytest.fixture(autouse=True, scope="module")

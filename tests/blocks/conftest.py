@@ -27,7 +27,6 @@ from tests.causal.running import Build
 from tests.engines import engine_of
 from tests.helpers import Golden
 
-EXECUTABLES = Executables("cpu")
 BUCKET = 128
 
 
@@ -113,7 +112,7 @@ class Scored(NamedTuple):
         return log_softmax(found, axis=-1)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=2)  # each holds compiled programs
 def scored_of(golden: Golden) -> Scored:
     llm = llm_of(golden)
     llm.scorer.warm()
@@ -127,7 +126,7 @@ def logits_of(params: Params, config: ModelConfig) -> Logits:
 
 
 @pytest.fixture
-def build(params: Params, config: ModelConfig) -> Build:
+def build(params: Params, config: ModelConfig, executables: Executables) -> Build:
     return lambda rows=128, pages=40, **options: engine_of(
-        params, config, EXECUTABLES, rows, pages=pages, **options
+        params, config, executables, rows, pages=pages, **options
     )

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jdllm.checkpoints.loading import load_params
+from jdllm.compiling.executables import Executables
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.models.config import ModelConfig
 from jdllm.serving.blocks.infill import block_infill_spec
@@ -17,7 +18,7 @@ from jdllm.serving.request import Request
 from jdllm.serving.spec import RequestSpec, mask_id_of
 from jdllm.serving.updates import Ended
 from tests.blocks import oracle
-from tests.blocks.conftest import EXECUTABLES, scored_of
+from tests.blocks.conftest import scored_of
 from tests.blocks.oracle import Logits
 from tests.blocks.recorded import FAST_DLLM_V2, SDAR, sdar_runs
 from tests.blocks.test_infill import shifted_logits
@@ -227,13 +228,15 @@ def test_a_failure_ends_the_requests_of_its_part(
 
 @pytest.mark.parametrize("golden", [SDAR, slow(FAST_DLLM_V2)])
 @pytest.mark.usefixtures("shared")
-def test_masks_inside_a_text_and_small_blocks(golden: Golden, monkeypatch: pytest.MonkeyPatch):
+def test_masks_inside_a_text_and_small_blocks(
+    golden: Golden, executables: Executables, monkeypatch: pytest.MonkeyPatch
+):
     """Given blocks between two with masks are stored with the awaited one. With shifted logits only small
     blocks of the same block are entered, the others wait for the token that their store gives."""
     llm, logits_of = scored_of(golden)
     shifted, mask_id = llm.config.logits_shift, mask_id_of(llm.config)
     params = load_params(golden.directory, llm.config, "float32")
-    engine = engine_of(params, llm.config, EXECUTABLES, 128, pages=40)
+    engine = engine_of(params, llm.config, executables, 128, pages=40)
     engine.scheduler.share()
     text = prompt(44, 5)
     text[[9, 10, 13, 14, 22, 32, 33, 36, 38]] = mask_id

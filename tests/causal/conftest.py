@@ -23,7 +23,6 @@ FAMILIES = (
     "mistral_swa",
     *(pytest.param(name, marks=SLOW) for name in ("llama", "llama31_rope", "mistral", "qwen2")),
 )
-EXECUTABLES = Executables("cpu")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -67,7 +66,7 @@ def oracle(config: ModelConfig, params: Params) -> Oracle:
 
 
 @pytest.fixture
-def build(params: Params, config: ModelConfig) -> Build:
+def build(params: Params, config: ModelConfig, executables: Executables) -> Build:
     return lambda rows=256, pages=40, **options: engine_of(
-        params, config, EXECUTABLES, rows, pages=pages, **options
+        params, config, executables, rows, pages=pages, **options
     )

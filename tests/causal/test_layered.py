@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from jdllm.compiling.executables import Executables
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
 from jdllm.models.config import ModelConfig
@@ -20,7 +21,6 @@ from jdllm.serving.causal.layered_runner import LayeredRunner
 from jdllm.serving.causal.request import causal_spec
 from jdllm.serving.demands import Kind
 from jdllm.serving.engine import Engine
-from tests.causal.conftest import EXECUTABLES
 from tests.causal.running import FREE, Build, Oracle, answers, greedy, prompt, run
 
 HOST = 1 << 30
@@ -28,7 +28,7 @@ Layers = Callable[..., Engine]
 
 
 @pytest.fixture
-def layers(params: Params, config: ModelConfig) -> Layers:
+def layers(params: Params, config: ModelConfig, executables: Executables) -> Layers:
     """Engines whose pool has few pages, and that keep `kept` layers of some prompt on the device."""
 
     def make(kept: int, rows: int, *, pages: int = 1, host: int = HOST, tokens: int = 9) -> Engine:
@@ -43,7 +43,7 @@ def layers(params: Params, config: ModelConfig) -> Layers:
         model = Layered(config, "float32", Budget(0, 0, host), account.weights)
         budget = Budget(model.reading(rows, 128, tokens) + kept * model.keys_bytes(rows), 0, host)
         account = dataclasses.replace(account, budget=budget, pages=pages)
-        return make_engine(params, config, EXECUTABLES, account)
+        return make_engine(params, config, executables, account)
 
     return make
 
