@@ -36,15 +36,18 @@ def on_cards(family: str, cases: str, *counts: int) -> list[dict[str, Any]]:
     [
         ("llada", CASES, (1, 2)),
         slow("llada", "all", (1, 4)),
-        slow("dream", "all", (1, 2)),
+        slow("dream", "all", (1, 2, 4)),
         slow("llada_moe", CASES, (1, 4)),
-        slow("llama", "all", (1, 2)),
-        slow("sdar", "all", (1, 2)),
+        slow("llama", "all", (1, 2, 4)),
+        slow("sdar", "all", (1, 4)),
         slow("demo", CASES, (1, 8)),
     ],
 )
 def test_tokens_are_those_of_one_card(family: str, cases: str, counts: tuple[int, ...]):
-    """In f32 sums in another order change the last bits of logits, and no token."""
+    """In f32 sums in another order change the last bits of logits, and no token.
+
+    Dream, Llama and SDAR have two key-value heads, so that two of four cards have the same one.
+    """
     alone, *others = on_cards(family, cases, *counts)
     assert [alone["cards"], *(found["cards"] for found in others)] == list(counts)
     assert all(tokens for tokens in alone["tokens"].values())

@@ -40,11 +40,11 @@ from jdllm.decoding.head_decision import head_decision
 from jdllm.execution.few_rows.chain import chains
 from jdllm.execution.module import Transformer
 from jdllm.execution.paged.forward import forward_reuse
-from jdllm.execution.paged.pool import KvArrays
+from jdllm.execution.paged.pool import KvArrays, pool_shape
 from jdllm.execution.transformer import final_norm
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
-from jdllm.models.spread import pool_sharding
+from jdllm.models.spread import pool_config, pool_sharding
 from jdllm.models.weights import Params, abstract_params, head_weights
 from jdllm.pallas.attention import AttentionOutput
 from jdllm.pallas.masked_logits import Level
@@ -99,7 +99,7 @@ def random_cache(
     The table has the `fresh` rows that ask, too.
     """
     pages = -(-rows // page_rows)
-    shape = config.num_layers, pages, config.num_kv_heads, page_rows, config.head_dim
+    shape = pool_shape(pool_config(config), pages, page_rows)
     draw = jax.jit(jax.random.normal, static_argnums=(1, 2), out_shardings=pool_sharding(config))
     k_pool, v_pool = (draw(jax.random.key(i), shape, jnp.dtype(dtype)) for i in range(2))
     table = dense_table(np.array([rows], np.int32), pages, page_rows)

@@ -50,16 +50,30 @@ def joined(x: Array, cards: int, axis: int) -> Array:
     return x if cards == 1 else lax.all_gather(x, AXIS, axis=axis, tiled=True)
 
 
-def own_heads(x: Array, heads: int, cards: int, axis: int) -> Array:
-    """Of values for the heads of all cards those for the heads of this card.
+def own_kv_heads(x: Array, heads: int, cards: int, copies: int, axis: int) -> Array:
+    """Of values for all key-value heads of a model those for the heads of this card.
 
     Arguments:
-    - `heads`: of this card.
+    - `heads`: key-value heads of this card.
     - `cards`: of the configuration; `x` itself where it is 1.
+    - `copies`: how many cards have the same heads.
     """
     if cards == 1:
         return x
-    return lax.dynamic_slice_in_dim(x, lax.axis_index(AXIS) * heads, heads, axis)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(AXIS) // copies * heads, heads, axis)
+
+
+def of_copies(x: Array, copies: int) -> Array:
+    """What all cards have that have the key-value heads of this card, one behind the other along a new first
+    axis.
+
+    Arguments:
+    - `copies`: how many these are.
+    """
+    if copies == 1:
+        return x[None]
+    first = lax.axis_index(AXIS) // copies * copies
+    return lax.dynamic_slice_in_dim(lax.all_gather(x, AXIS), first, copies)
 
 
 def rows_of_part(part: Float[Array, "o i"], ids: Int[Tensor, " rows"]) -> Float[Array, "rows i"]:

@@ -79,6 +79,7 @@ class ModelConfig:
       unless `on_card` has made the configuration.
     - `own_ids`: rows of the embedding and of the head on one of these cards; behind the last id they are
       zeros. `None` for all ids.
+    - `kv_copies`: of one card's part: how many cards have its key-value heads, each with other queries.
     """
 
     family: str
@@ -110,21 +111,27 @@ class ModelConfig:
     token_limit: int | None = None
     cards: int = 1
     own_ids: int | None = None
+    kv_copies: int = 1
 
     def on_card(self) -> "ModelConfig":
         """The part that each of `cards` cards has: as many layers, and a part of heads, widths and ids.
 
-        Raises `ConfigError` where a size is no multiple of the cards.
+        Where there are fewer key-value heads than cards, a card has one, and shares it with others.
+
+        Raises `ConfigError` where a size is no multiple of the cards; the cards may be a multiple of the
+        key-value heads.
         """
         moe, cards = self.moe, self.cards
         names = ["num_heads", "num_kv_heads", "intermediate_size"]
+        copies = 1 if cards % self.num_kv_heads else cards // self.num_kv_heads
         sizes = {name: getattr(self, name) for name in names}
+        sizes["num_kv_heads"] *= copies
         if moe is not None:
             sizes |= {"expert_size": moe.expert_size, "shared_size": moe.shared_size}
         for name, size in sizes.items():
             if size % cards:
                 raise ConfigError(f"{name} is {size}, of which {cards} cards cannot have equal parts")
-        parts = {name: sizes[name] // cards for name in names}
+        parts = {name: sizes[name] // cards for name in names} | {"kv_copies": copies}
         if moe is not None:
             widths = {name: sizes[name] // cards for name in ("expert_size", "shared_size")}
             parts["moe"] = dataclasses.replace(moe, **widths)

@@ -1,5 +1,6 @@
 """Where weights and the KV pool lie if steps run on several cards (`jdllm.models.cards`)."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -8,16 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
 
 from jdllm.errors import ConfigError
 from jdllm.models.cards import ADDRESSES, AXIS
 from jdllm.models.config import ModelConfig
 from jdllm.models.leaf import VocabularyPart
 from jdllm.models.sharding import shardings
-from jdllm.models.weights import Params
+from jdllm.models.weights import Params, TensorSpec, spec_tree
 from jdllm.pallas.exchange import addresses_of, described_addresses, memory_bytes
 
-_SPLIT = ("heads", "kv_heads", "ffn")
+_SPLIT = ("heads", "ffn")
+_KV = "kv_heads"
 _BY_ID = ("embed", "head")
 
 Devices = Sequence[Any]
@@ -27,8 +30,8 @@ Devices = Sequence[Any]
 def weight_shardings(config: ModelConfig, devices: Devices | None = None) -> Params | None:
     """Where each weight lies, by the keys of the parameter tree; `None` for one card.
 
-    A card has a part of the heads and of the inner widths, and of the vocabulary where parts are equal; where
-    they are not, `in_parts` makes them so.
+    A card has a part of the heads and of the inner widths. It has one of the key-value heads and of the
+    vocabulary where parts are equal; where they are not, `in_parts` makes them so.
 
     Arguments:
     - `devices`: by default the first of this machine.
@@ -37,20 +40,23 @@ def weight_shardings(config: ModelConfig, devices: Devices | None = None) -> Par
     """
     if config.cards == 1:
         return None
-    config.on_card()
-    split = _SPLIT if config.vocab_size % config.cards else (*_SPLIT, "vocab")
+    equal = {_KV: config.on_card().kv_copies == 1, "vocab": config.vocab_size % config.cards == 0}
+    split = [*_SPLIT, *(axis for axis, are_equal in equal.items() if are_equal)]
     return shardings(config, _mesh(config, devices), dict.fromkeys(split, AXIS))
 
 
 def in_parts(params: Params, config: ModelConfig) -> Params:
     """Weights that lie as `weight_shardings` says, as a step takes them.
 
-    A step has to know of parts of a vocabulary. Cards that can exchange rows of the weights' dtype get
-    `ADDRESSES` beside the weights: a kernel then does the sums of steps of few rows.
+    A step has to know of parts of a vocabulary. Where several cards share a key-value head, each gets its
+    rows. Cards that can exchange rows of the weights' dtype get `ADDRESSES` beside the weights: a kernel then
+    does the sums of steps of few rows.
     """
     if config.cards == 1:
         return params
     parts = params | {name: _by_id(params[name], config) for name in _BY_ID if name in params}
+    stacks = {name: node for name, node in spec_tree(config).items() if isinstance(node, dict)}
+    parts |= {name: _copied(params[name], specs, config) for name, specs in stacks.items() if name in params}
     norm: Any = params["final_norm"]
     if norm.dtype.itemsize != 2:
         return parts
@@ -71,6 +77,27 @@ def _by_id(weight: Any, config: ModelConfig) -> VocabularyPart:
     return VocabularyPart(pad(weight), config.vocab_size)
 
 
+def _copied(stack: Params, specs: dict[str, TensorSpec], config: ModelConfig) -> Params:
+    """A stack of layers in which each key-value head is there once for each card that has it."""
+    copies = config.on_card().kv_copies
+    shared = [name for name, spec in specs.items() if _KV in spec.axes and copies > 1]
+    return stack | {name: _repeated(stack[name], config, copies) for name in shared}
+
+
+def _repeated(weight: Any, config: ModelConfig, copies: int) -> Any:
+    """A matrix or a bias of all layers with the rows of each head so often, one part of them on each card."""
+    layers, rows, *columns = weight.shape
+    at = NamedSharding(weight.sharding.mesh, PartitionSpec(None, AXIS))
+    if isinstance(weight, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((layers, rows * copies, *columns), weight.dtype, sharding=at)
+
+    def repeat(x: Array) -> Array:
+        heads = x.reshape(layers, config.num_kv_heads, -1, *columns)
+        return jnp.repeat(heads, copies, axis=1).reshape(layers, rows * copies, *columns)
+
+    return jax.jit(repeat, out_shardings=at)(weight)
+
+
 def card_bytes(params: Params) -> int:
     """Bytes that weights take on each of their cards, and what these have for exchanges."""
     weights = sum(
@@ -78,6 +105,11 @@ def card_bytes(params: Params) -> int:
         for leaf in jax.tree.leaves(params)
     )
     return weights + (memory_bytes(len(params[ADDRESSES])) if ADDRESSES in params else 0)
+
+
+def pool_config(config: ModelConfig) -> ModelConfig:
+    """The model whose key-value heads the pool of all cards has: each head once for each card that has it."""
+    return dataclasses.replace(config, num_kv_heads=config.cards * config.on_card().num_kv_heads)
 
 
 def pool_sharding(config: ModelConfig, devices: Devices | None = None) -> NamedSharding | None:

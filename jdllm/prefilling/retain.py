@@ -12,7 +12,7 @@ from jdllm.arrays import Tensor
 from jdllm.decoding.prefilling import Prefilling
 from jdllm.execution.transformer import embed, packed_ranges, scan_layers
 from jdllm.models.block import Hidden, RowInts, Rows
-from jdllm.models.cards import joined, largest, summed
+from jdllm.models.cards import joined, largest, of_copies, summed
 from jdllm.models.config import ModelConfig
 from jdllm.models.layer import Layer, Ranges
 from jdllm.models.weights import Params
@@ -56,7 +56,7 @@ class WatchedRanges(NamedTuple):
         k, v, q = layer.project(h, self.ranges.rotation, ("k", "v", "q"))
         out, scale = AttentionOutput(*self.ranges.over(layer, q, k, v)), layer.config.attention_scale
         worth = _worth(q, k, out, self.ranges.rows.k_end, self.watched, self.prefilling, scale)
-        return out.o, _of_all_cards(worth, self.prefilling, layer.config.cards)
+        return out.o, _of_all_cards(worth, self.prefilling, layer.config)
 
 
 def retention_segment(prefix: Ints, chunk: Ints, window: Ints, mask: str) -> Segment:
@@ -93,7 +93,7 @@ def retain(
     """
     sees = WatchedRanges(packed_ranges(config, rows), watched, prefilling)
     per_head = prefilling.retention == "per_head"
-    groups = config.num_kv_heads * config.cards if per_head else 1
+    groups = config.num_kv_heads * config.cards // config.kv_copies if per_head else 1
     values = jnp.zeros((config.num_layers, watched.length.size, groups, watched.tokens.shape[1]))
 
     def body(carry: tuple[Hidden, Values], layer: Layer) -> tuple[Hidden, Values]:
@@ -146,12 +146,13 @@ def _worth(
 
 
 def _of_all_cards(
-    worth: Float[Array, "chunks groups tokens"], prefilling: Prefilling, cards: int
+    worth: Float[Array, "chunks groups tokens"], prefilling: Prefilling, config: ModelConfig
 ) -> Float[Array, "chunks all_groups tokens"]:
     """The values of all heads, from those of the heads of each card."""
     if prefilling.retention == "per_head":
-        return joined(worth, cards, axis=1)
-    return (summed if prefilling.retention_heads == "sum" else largest)(worth, cards)
+        of_group = of_copies(worth, config.kv_copies).mean(axis=0)
+        return joined(of_group, config.cards, axis=1)[:, :: config.kv_copies]
+    return (summed if prefilling.retention_heads == "sum" else largest)(worth, config.cards)
 
 
 def _probabilities(

@@ -6,7 +6,7 @@ from jdllm.execution.offload.layer_stream import OffloadedWeights
 from jdllm.models.adapter import NO_DRAFTING, Drafting
 from jdllm.models.config import ModelConfig
 from jdllm.models.leaf import dtypes_of
-from jdllm.models.spread import pool_sharding
+from jdllm.models.spread import pool_config, pool_sharding
 from jdllm.models.weights import Params
 from jdllm.planning.account import Account
 from jdllm.planning.ladder import MAX_SEGMENTS
@@ -54,7 +54,7 @@ def make_engine(
     Raises `ConfigError` and `DoesNotFitError` for what the model's way of generating cannot do.
     """
     background = Background()
-    pool = KvPool(config, dtypes_of(params).pool, account.pages, pool_sharding(config))
+    pool = KvPool(pool_config(config), dtypes_of(params).pool, account.pages, pool_sharding(config))
     mode = mode_of(config)
     model = OnDevice(params, config, executables, account, pool)
     extras = Extras(chunks, max_num_logits, verifier, offloaded, company_rows, drafting)

@@ -16,7 +16,7 @@ from jdllm.decoding.unseen import Unseen
 from jdllm.execution.paged.pool import PAGE_ROWS, KvArrays, pool_bytes, pool_shape
 from jdllm.models.cards import ADDRESSES
 from jdllm.models.config import ModelConfig
-from jdllm.models.spread import in_parts, pool_sharding, weight_shardings
+from jdllm.models.spread import in_parts, pool_config, pool_sharding, weight_shardings
 from jdllm.models.weights import Params, abstract_params, param_bytes
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.aot import compile_for, target_devices
@@ -46,7 +46,8 @@ def on_cards(cards: int) -> tuple[ModelConfig, Params, PageBook, KvArrays]:
     for index in range(REQUESTS):
         book = book.allocate(index, LENGTH)
     at = pool_sharding(config, devices)
-    pool: Any = jax.ShapeDtypeStruct(pool_shape(config, book.pages, PAGE_ROWS), jnp.bfloat16, sharding=at)
+    shape = pool_shape(pool_config(config), book.pages, PAGE_ROWS)
+    pool: Any = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=at)
     return config, in_parts(params, config), book, KvArrays(pool, pool)
 
 

@@ -245,3 +245,21 @@ def test_non_finite_numbers_are_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(TINY | {"rms_norm_eps": float("nan")}))
     with pytest.raises(ConfigError, match="rms_norm_eps"):
         config_from_hf(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "cards", "own", "copies"),
+    [(8, 1, 8, 1), (8, 4, 2, 1), (4, 4, 1, 1), (4, 8, 1, 2), (1, 4, 1, 4)],
+)
+def test_a_card_has_a_part_of_the_key_value_heads_or_shares_one(
+    kv_heads: int, cards: int, own: int, copies: int
+):
+    whole = dataclasses.replace(config_from_hf(LLADA_8B), num_kv_heads=kv_heads, cards=cards)
+    part = whole.on_card()
+    assert (part.num_kv_heads, part.kv_copies, part.num_heads) == (own, copies, 32 // cards)
+
+
+def test_cards_that_cannot_share_key_value_heads_equally_are_refused():
+    sizes: dict[str, int] = {"num_heads": 12, "num_kv_heads": 4, "intermediate_size": 12288}
+    with pytest.raises(ConfigError, match="num_kv_heads is 4, of which 6 cards cannot have equal parts"):
+        dataclasses.replace(config_from_hf(LLADA_8B), cards=6, **sizes).on_card()

@@ -65,6 +65,7 @@ class SelectedRanges(NamedTuple):
             scored=self.scored,
             usual=self.usual,
             cards=layer.config.cards,
+            copies=layer.config.kv_copies,
         )
         return KvArrays(*store(*self.pool, layer.number, k, v, self.slots.page, source))
 

@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from jdllm.arrays import Tensor
-from jdllm.models.cards import summed
+from jdllm.models.cards import of_copies, summed
 from jdllm.pallas.split_attention import PageTable
 
 Queries = Float[Array, "rows heads head_dim"]
@@ -102,6 +102,7 @@ def sources(
     scored: bool,
     usual: bool = False,
     cards: int = 1,
+    copies: int = 1,
 ) -> Sources:
     """The packed row that each slot takes, for each key-value head.
 
@@ -111,18 +112,18 @@ def sources(
     - `scored`: whether any segment may be scored, static; queries and keys are not read otherwise.
     - `usual`: whether every scored segment has a block of at most `USUAL_BLOCK` rows, and a width of at most
       `USUAL_WIDTH`; static.
-    - `cards`: of the configuration, each of which has the heads of its part; static.
+    - `cards`, `copies`: of the configuration, how many have a part of the heads, and the same keys; static.
 
     Returns int32 rows, with one head for all where they are the same.
     """
     if not scored:
         return slots.source
-    order = candidate_order(q, k, selection, usual=usual, cards=cards)
+    order = candidate_order(q, k, selection, usual=usual, cards=cards, copies=copies)
     return jnp.moveaxis(jnp.asarray(selection.row)[order[:, slots.place]], 0, 1).astype(jnp.int32)
 
 
 def candidate_order(
-    q: Queries, k: Keys, selection: Selection, *, usual: bool = False, cards: int = 1
+    q: Queries, k: Keys, selection: Selection, *, usual: bool = False, cards: int = 1, copies: int = 1
 ) -> Order:
     """The candidates in the order in which each segment keeps them, for each key-value head.
 
@@ -135,12 +136,13 @@ def candidate_order(
     - `q`, `k`: rotated.
     - `usual`: whether every scored segment has a block of at most `USUAL_BLOCK` rows, and a width of at most
       `USUAL_WIDTH`; static.
-    - `cards`: of the configuration, each of which has the heads of its part; static.
+    - `cards`, `copies`: of the configuration, how many have a part of the heads, and the same keys; static.
 
     Returns int32 indices into the candidates, by rising segment; padding is last.
     """
     selection = Selection(*map(jnp.asarray, selection))
-    scores = _pooled(_scores(q, k, selection, usual=usual, cards=cards), selection, usual=usual)
+    scores = _scores(q, k, selection, usual=usual, cards=cards, copies=copies)
+    scores = _pooled(scores, selection, usual=usual)
     index = jnp.arange(scores.shape[1], dtype=jnp.int32)
     segment, index = (jnp.broadcast_to(x, scores.shape) for x in (selection.segment, index))
     return lax.sort((segment, -scores, index), num_keys=3)[2]
@@ -204,7 +206,7 @@ def _mean_queries(
 
 
 def _scores(
-    q: Queries, k: Keys, selection: Selection, *, usual: bool, cards: int
+    q: Queries, k: Keys, selection: Selection, *, usual: bool, cards: int, copies: int
 ) -> Float32[Array, "kv_heads candidates"]:
     """What each candidate is worth before pooling; 0 in segments that are not scored."""
     owner = selection.owner
@@ -213,7 +215,8 @@ def _scores(
     products = query[owner] * k[selection.row][:, :, None]
     scores = products.sum(axis=-1)
     shared = summed(scores.mean(axis=(1, 2)), cards)[:, None] / cards
-    scores = jnp.where(selection.per_head[owner][:, None], scores.max(axis=-1), shared)
+    of_group = of_copies(scores.max(axis=-1), copies).max(axis=0)
+    scores = jnp.where(selection.per_head[owner][:, None], of_group, shared)
     return jnp.where(selection.scored[owner][:, None], scores, 0).T
 
 
