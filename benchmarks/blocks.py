@@ -20,12 +20,11 @@ from benchmarks.cases import case_parser
 from benchmarks.generations import GEN_LENGTH, measure
 from benchmarks.record import measure_ceilings, print_row, record
 from benchmarks.shapes import BLOCK_SHAPES
-from benchmarks.steps.cached import weight_bytes
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.execution.module import Transformer
 from jdllm.llm import LLM
 from jdllm.models.config import ModelConfig
-from jdllm.models.weights import Params
+from jdllm.planning.step_time import weights_read
 
 _ITEM_BYTES = 2  # of bfloat16
 
@@ -52,13 +51,10 @@ def with_floor(row: dict[str, Any], moved: float, rate: float) -> dict[str, Any]
     }
 
 
-def measured(
-    llm: LLM, params: Params, batch: int, prompt: int, per_forward: int, rate: float
-) -> dict[str, Any]:
+def measured(llm: LLM, batch: int, prompt: int, per_forward: int, rate: float) -> dict[str, Any]:
     """A row of the table: equal requests, all at once.
 
     Arguments:
-    - `params`: weights of the model.
     - `batch`: how many; `prompt`: tokens of each prompt.
     - `per_forward`: tokens that an evaluation fills.
     - `rate`: bytes that a copy moves in a second.
@@ -68,7 +64,7 @@ def measured(
     sampling = SamplingParams(
         gen_length=GEN_LENGTH, steps=steps, block_length=config.block_length, early_stop=False
     )
-    moved = weight_bytes(params, config, batch * config.block_length)
+    moved = weights_read(config, "bfloat16", batch * config.block_length)
     moved += batch * stored_bytes(config, prompt + GEN_LENGTH // 2)
     row = with_floor(measure(llm, batch, prompt, sampling), moved, rate)
     return {"block": config.block_length, "per_forward": per_forward, **row}
@@ -88,6 +84,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         model = Transformer(config, rngs=nnx.Rngs(0), dtype="bfloat16")
         with LLM(model, progress=False) as llm:
             for case in itertools.product(args.batch, args.prompt, args.per_forward):
-                table.append({"shape": args.shape, **measured(llm, model.params(), *case, rate)})
+                table.append({"shape": args.shape, **measured(llm, *case, rate)})
                 print_row(table[-1])
     record(f"blocks_{args.shape}", table, args.out, ceiling_tb_s=rate / 1e12)

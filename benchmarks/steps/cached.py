@@ -49,6 +49,7 @@ from jdllm.models.weights import Params, abstract_params, head_weights
 from jdllm.pallas.attention import AttentionOutput
 from jdllm.pallas.masked_logits import Level
 from jdllm.pallas.split_attention import PageTable, dense_table, split_attention, with_fresh_rows
+from jdllm.planning.step_time import weights_read
 
 STEPS = 16
 
@@ -135,18 +136,6 @@ def compile_step(
     return Compiled(compiled(denoise, *inputs, chained=form == "chain", **static), inputs)
 
 
-def weight_bytes(params: Params, config: ModelConfig, fresh: int) -> float:
-    """Bytes of the weights that a step reads: all but the embedding, of which it reads single rows.
-
-    Of the experts those that some row chooses: as many as are to be expected if all are as likely.
-    """
-    total = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) - params["embed"].nbytes
-    if config.moe is None:
-        return total
-    experts = [leaf.nbytes for name, leaf in params["layers"].items() if name.startswith("experts_")]
-    return total - sum(experts) * (1 - config.moe.top_k / config.moe.experts) ** fresh
-
-
 def measure(params: Params, args: argparse.Namespace, form: Form, ceilings: Ceilings) -> dict[str, Any]:
     """One row of the table."""
     config = SHAPES[args.shape]
@@ -163,7 +152,7 @@ def measure(params: Params, args: argparse.Namespace, form: Form, ceilings: Ceil
     seconds = median_seconds(run) / STEPS
     for_long = sustained(run)
     pool_bytes = sum(pool.nbytes for pool in run.inputs[1:3])
-    moved = weight_bytes(params, config, args.fresh) + pool_bytes
+    moved = weights_read(config, "bfloat16", args.fresh) + pool_bytes
     return {
         "shape": args.shape,
         "fresh": args.fresh,

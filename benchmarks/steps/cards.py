@@ -27,7 +27,7 @@ from jdllm.models.cards import ADDRESSES
 from jdllm.models.config import ModelConfig
 from jdllm.models.spread import in_parts, weight_shardings
 from jdllm.models.weights import Params, param_bytes
-from jdllm.planning.step_time import step_flops
+from jdllm.planning.step_time import step_flops, weights_read
 
 
 def placed(params: Params, config: ModelConfig, *, collective: bool = False) -> Params:
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     ceilings = measure_ceilings()
     whole = Transformer(SHAPES[args.shape], rngs=nnx.Rngs(0), dtype="bfloat16").params()
-    weights = cached.weight_bytes(whole, SHAPES[args.shape], args.fresh)
+    weights = weights_read(SHAPES[args.shape], "bfloat16", args.fresh)
     table = []
     for cards in args.devices:
         config = dataclasses.replace(SHAPES[args.shape], cards=cards)

@@ -123,15 +123,18 @@ def plan(
 
     Needs a configuration only: no weights and no GPU. A context that does not fit ends with exit code 3.
     With --prefilling it plans what a question over a context of any length takes, stage by stage. Of a causal
-    model it says how a prompt is read, and how fast tokens follow.
+    model it says how a prompt is read, and how fast tokens follow; of a block model how fast evaluations do.
     """
     memory = source.given["memory"]
     card = _card(step.target, memory)
     asked = _asked(source.given, _config_path(model), card, step)
-    if asked.workload.config.in_order:
+    if asked.workload.config.in_parts:
         if long.prefilling is not None:
-            raise ConfigError("--prefilling is for models that denoise: leave it out for a causal model")
-        _plan_causal(asked, shown.as_json)
+            kind = "causal" if asked.workload.config.in_order else "block"
+            raise ConfigError(
+                f"--prefilling is for models that see all tokens: leave it out for a {kind} model"
+            )
+        _plan_parts(asked, shown.as_json)
     elif long.prefilling is not None:
         _plan_prefilling(asked, long.prefilling, _question(step.context, long), shown.as_json)
     else:
@@ -211,22 +214,31 @@ def _plan_step(asked: "StepQuestion", memory: str | None, assumed: list[str], sh
         _does_not_fit(str(report.refusal))
 
 
-def _plan_causal(asked: "StepQuestion", as_json: bool) -> None:
+def _plan_parts(asked: "StepQuestion", as_json: bool) -> None:
+    """Plan a prompt that is read in parts."""
+    from jdllm.cli.plan_blocks import block_facts, describe_blocks
     from jdllm.cli.plan_causal import causal_facts, describe_causal
     from jdllm.planning.account import make_account
+    from jdllm.planning.blocks import plan_blocks
     from jdllm.planning.causal import plan_causal
 
     workload, target = asked.workload, asked.card.target
     account = make_account(
         workload.config, workload.dtype, asked.budget, device=workload.device, **asked.sizes
     )
-    plan = plan_causal(workload, account, target, asked.context)
-    told = causal_facts(account, plan)
-    print_result(json.dumps(told) if as_json else describe_causal(workload, account, target, plan))
+    if workload.config.in_order:
+        plan = plan_causal(workload, account, target, asked.context)
+        told, said = causal_facts(account, plan), describe_causal(workload, account, target, plan)
+        longest = max(plan.longest, plan.longest_layered)
+    else:
+        plan = plan_blocks(workload, account, target, asked.context)
+        told, said = block_facts(account, plan), describe_blocks(workload, account, target, plan)
+        longest = plan.longest
+    print_result(json.dumps(told) if as_json else said)
     if not plan.fits:
         _does_not_fit(
-            f"a prompt of {plan.prompt} tokens does not fit, and the longest that does has"
-            f" {max(plan.longest, plan.longest_layered)}: shorten it, or raise --memory or --host-memory"
+            f"a prompt of {plan.prompt} tokens does not fit, and the longest that does has {longest}:"
+            " shorten it, or raise --memory or --host-memory"
         )
 
 

@@ -3,13 +3,11 @@
 from typing import Any
 
 from jdllm.byte_sizes import format_bytes
-from jdllm.execution.paged.pool import PAGE_ROWS
+from jdllm.cli.plan_parts import account_facts, account_lines, tokens_of
 from jdllm.planning.account import Account
 from jdllm.planning.causal import CausalPlan
 from jdllm.planning.plan import Workload
 from jdllm.planning.step_time import estimated
-
-_REQUESTS = (1024, 4096, 16384, 131072)
 
 
 def causal_facts(account: Account, plan: CausalPlan) -> dict[str, Any]:
@@ -17,25 +15,15 @@ def causal_facts(account: Account, plan: CausalPlan) -> dict[str, Any]:
     facts = plan._asdict()
     if plan.layered is not None:
         facts["layered"] = plan.layered._asdict() | {"layering": plan.layered.layering._asdict()}
-    return {
-        **facts,
-        "weights_bytes": account.weights,
-        "largest_step_bytes": account.largest_step,
-        "pool_pages": account.pages - 1,
-        "pool_bytes": account.pool_bytes,
-    }
+    return facts | account_facts(account)
 
 
 def describe_causal(workload: Workload, account: Account, target: str, plan: CausalPlan) -> str:
     """Times and memory of a prompt and of the tokens behind it, and what the KV pool holds."""
-    positions = workload.config.max_positions
 
     def tokens(count: int) -> str:
-        beyond = f" (beyond the {positions} positions of the model)" if count > positions else ""
-        return f"{count} tokens{beyond}"
+        return tokens_of(count, workload.config.max_positions)
 
-    pages = account.pages - 1
-    held = [f"{pages // -(-count // PAGE_ROWS)} of {count}" for count in _REQUESTS]
     longest = [f"longest prompt: {tokens(plan.longest)} in the KV pool"]
     if plan.longest_layered:
         longest.append(f"layer by layer, with keys in host memory: {tokens(plan.longest_layered)}")
@@ -44,11 +32,7 @@ def describe_causal(workload: Workload, account: Account, target: str, plan: Cau
             f"{tokens(plan.prompt)} of prompt {'fit' if plan.fits else 'do not fit'} on {target}",
             *_times(workload, plan),
             "",
-            f"weights       {format_bytes(account.weights)}",
-            f"largest step  {format_bytes(account.largest_step)}",
-            f"KV pool       {format_bytes(account.pool_bytes)}: {pages} pages of {PAGE_ROWS} tokens; requests"
-            f" of so many tokens: {', '.join(held)}",
-            f"peak          {format_bytes(plan.peak_bytes)}, overhead included",
+            *account_lines(account, plan.peak_bytes),
             *([f"host memory   {format_bytes(plan.host_bytes)}"] if plan.host_bytes else []),
             *longest,
         ]

@@ -7,7 +7,7 @@ from jdllm.planning.account import Account
 from jdllm.planning.ladder import prefill_chunk
 from jdllm.planning.layered import Layered, LayeredPlan, longest_layered, plan_layered
 from jdllm.planning.plan import Workload
-from jdllm.planning.step_time import RATES, Rates, step_flops
+from jdllm.planning.step_time import RATES, Rates, prefill_seconds
 
 
 class CausalPlan(NamedTuple):
@@ -73,7 +73,7 @@ def plan_causal(
         layered=layered,
         parts=parts,
         rows=min(tokens, chunk),
-        prefill_seconds=_prefill_seconds(workload, account, rates, tokens, parts),
+        prefill_seconds=prefill_seconds(workload, rates, tokens, parts),
         back_seconds=0.0 if layered is None else layered.back_bytes / rates.host_bytes,
         token_seconds=max(streamed, _token_seconds(workload, account, rates, tokens)),
         transfer_seconds=streamed,
@@ -84,11 +84,6 @@ def plan_causal(
         prefill_measured=rates.measured and workload.dtype != "float32",
         token_measured=rates.decode is not None and workload.dtype != "float32",
     )
-
-
-def _prefill_seconds(workload: Workload, account: Account, rates: Rates, tokens: int, parts: int) -> float:
-    flops = rates.flops_f32 if workload.dtype == "float32" else rates.flops
-    return max(step_flops(workload.config, tokens, 1) / flops, parts * account.weights / rates.bytes)
 
 
 def _token_seconds(workload: Workload, account: Account, rates: Rates, tokens: int) -> float:

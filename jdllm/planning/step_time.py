@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 from jdllm.execution.offload.tiers import transfer_bytes
 from jdllm.models.config import ModelConfig
+from jdllm.models.leaf import nbytes
+from jdllm.models.weights import abstract_params, param_bytes, tree_bytes
 from jdllm.planning.plan import MemoryPlan, Workload
 
 
@@ -97,6 +99,27 @@ def step_flops(config: ModelConfig, rows: int, head_rows: int) -> float:
     seen = rows * (rows + block) / 2
     attention = config.num_layers * 2 * seen * q
     return 2.0 * (rows * projections + attention + head_rows * config.hidden_size * config.vocab_size)
+
+
+def prefill_seconds(workload: Workload, rates: Rates, tokens: int, parts: int) -> float:
+    """Estimated seconds of a prompt of so many tokens that is evaluated in so many parts."""
+    config, dtype = workload.config, workload.dtype
+    flops = rates.flops_f32 if dtype == "float32" else rates.flops
+    return max(step_flops(config, tokens, 1) / flops, parts * param_bytes(config, dtype) / rates.bytes)
+
+
+def weights_read(config: ModelConfig, dtype: str, rows: int) -> float:
+    """Bytes of the weights that an evaluation of so many rows reads.
+
+    Of an embedding that is no head too it reads single rows. Of experts it reads those that some row chooses:
+    as many as are to be expected if all are as likely.
+    """
+    params = abstract_params(config, dtype)
+    total = tree_bytes(params) - (0 if config.tied_head else nbytes(params["embed"]))
+    if config.moe is None:
+        return total
+    experts = sum(nbytes(leaf) for name, leaf in params["layers"].items() if name.startswith("experts_"))
+    return total - experts * (1 - config.moe.top_k / config.moe.experts) ** rows
 
 
 def estimated(seconds: float, measured: bool) -> str:

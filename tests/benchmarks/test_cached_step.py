@@ -11,7 +11,7 @@ import pytest
 from benchmarks.record import Ceilings, Sustained
 from benchmarks.shapes import SHAPES
 from benchmarks.steps import cached as cached_step
-from benchmarks.steps.cached import denoise, main, weight_bytes
+from benchmarks.steps.cached import denoise, main
 from jdllm.execution.transformer import embed, logits, packed_ranges
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
@@ -65,24 +65,6 @@ def test_two_steps_against_the_cache_are_those_over_all_rows():
     actual = run(params, k_pool, v_pool, table, tokens[CACHED:], CACHED)
     np.testing.assert_array_equal(actual, twice)
     assert (once != twice).any()
-
-
-@pytest.mark.slow
-def test_the_weights_that_a_step_reads():
-    dense, sparse = small("dream-7b"), small("llada-moe-7b")
-    params = init_params(dense, jax.random.key(0), "bfloat16")
-    read = {name: leaf for name, leaf in params.items() if name != "embed"}
-    assert weight_bytes(params, dense, FRESH) == 2 * sum(leaf.size for leaf in jax.tree.leaves(read))
-    params, moe = init_params(sparse, jax.random.key(0), "bfloat16"), sparse.moe
-    assert moe is not None
-    rng, draws = np.random.default_rng(0), 2000
-    chosen = [
-        len({expert for _ in range(2) for expert in rng.permutation(moe.experts)[: moe.top_k]})
-        for _ in range(draws)
-    ]
-    one = 2 * sparse.num_layers * 3 * sparse.hidden_size * moe.expert_size
-    unchosen = weight_bytes(params, sparse, 10**6) - weight_bytes(params, sparse, 2)
-    assert unchosen == pytest.approx(one * (moe.experts - np.mean(chosen)), rel=0.05)
 
 
 @pytest.mark.slow

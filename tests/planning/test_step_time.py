@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from benchmarks.shapes import CAUSAL_SHAPES, SHAPES
@@ -14,7 +15,7 @@ from jdllm.planning.causal import CausalPlan, plan_causal
 from jdllm.planning.descriptions import described_targets
 from jdllm.planning.plan import Workload, plan_memory
 from jdllm.planning.prefilling import Question, plan_stages
-from jdllm.planning.step_time import RATES, format_seconds, step_time
+from jdllm.planning.step_time import RATES, format_seconds, step_time, weights_read
 
 GIB = 2**30
 LLADA = Workload(SHAPES["llada-8b"])
@@ -100,3 +101,28 @@ def test_no_step_is_faster_than_its_transfers():
 )
 def test_times_in_words(seconds: float, text: str):
     assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(("shape", "tied"), [("dream-7b", False), ("llama-3.1-8b", True)])
+def test_an_evaluation_reads_all_weights_but_an_embedding_that_is_no_head(shape: str, tied: bool):
+    config = dataclasses.replace((SHAPES | CAUSAL_SHAPES)[shape], tied_head=tied)
+    hidden, inner, heads = config.hidden_size, config.intermediate_size, config.head_dim
+    q, kv = config.num_heads * heads, config.num_kv_heads * heads
+    biases = (q + 2 * kv) if config.qkv_bias else 0
+    layer = hidden * (2 * q + 2 * kv + 3 * inner + 2) + biases
+    numbers = config.num_layers * layer + hidden + config.vocab_size * hidden
+    assert weights_read(config, "bfloat16", 32) == 2 * numbers
+
+
+def test_an_evaluation_reads_the_experts_that_some_row_chooses():
+    """Against draws."""
+    config = SHAPES["llada-moe-7b"]
+    moe, rng = config.moe, np.random.default_rng(0)
+    assert moe is not None
+    chosen = [
+        len({expert for _ in range(2) for expert in rng.permutation(moe.experts)[: moe.top_k]})
+        for _ in range(2000)
+    ]
+    one = 2 * config.num_layers * 3 * config.hidden_size * moe.expert_size
+    unchosen = weights_read(config, "bfloat16", 10**6) - weights_read(config, "bfloat16", 2)
+    assert unchosen == pytest.approx(one * (moe.experts - np.mean(chosen)), rel=0.01)
