@@ -126,8 +126,9 @@ class EngineOptions:
     Several cards
     - `devices` (1): cards of this machine on which each step runs at once. Each card has a part of
       the weights and of the KV pool: equal parts of the heads and widths of the model, which must be
-      multiples of the number. `memory` and `kv_pool` are those of each card. Not with a `verifier`, nor with
-      layers in host memory. Tokens are those of one card, but for the order of sums.
+      multiples of the number. Of fewer key-value heads than cards each card has one. `memory` and `kv_pool`
+      are those of each card, and each has the whole `verifier`. Not with layers in host memory. Tokens are
+      those of one card, but for the order of sums.
 
     Adaptive parallel decoding
     - `verifier` (`None`: none): autoregressive model for `transfer` "adaptive", such as Qwen2 for Dream. A
@@ -189,11 +190,9 @@ class EngineOptions:
             raise ConfigError(explain(error, cls)) from None
 
 
-def check_devices(devices: int, verifier: object, host_memory: int | str) -> None:
+def check_devices(devices: int, host_memory: int | str) -> None:
     """Raise `ConfigError` for what several cards cannot do."""
     if devices == 1:
         return
-    if verifier is not None:
-        raise ConfigError(f"devices is {devices}, and a model with a verifier runs on one")
     if host_memory != DEFAULT_HOST_MEMORY and parse_host_memory(host_memory):
         raise ConfigError(f"devices is {devices}, and host_memory is for a model on one: set it to 0")

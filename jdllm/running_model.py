@@ -11,6 +11,7 @@ from jdllm.byte_sizes import parse_bytes
 from jdllm.checkpoints.tokenizer import Tokenizer
 from jdllm.compiling import store as executable_store
 from jdllm.compiling.executables import Executables
+from jdllm.compiling.over_cards import everywhere
 from jdllm.compiling.store import ExecutableStore
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.engine_options import EngineOptions, check_devices
@@ -61,7 +62,7 @@ class RunningModel(NamedTuple):
 
 def start(options: EngineOptions) -> RunningModel:
     """Load a model, share out the memory of its device, and make its engine; raises as `LLM` does."""
-    check_devices(options.devices, options.verifier, options.host_memory)
+    check_devices(options.devices, options.host_memory)
     # Nothing that several cards do needs memory of the host.
     host_memory = 0 if options.devices > 1 else usable_host_memory(jax.devices()[0], options.host_memory)
     with preferring(options.kernels):
@@ -170,7 +171,7 @@ def _load(options: EngineOptions, budget: Budget | None, runs_on: Target) -> Loa
 def _verifier(options: EngineOptions, loaded: LoadedModel, dtype: str) -> Verifier | None:
     if options.verifier is None:
         return None
-    return load_verifier(
+    verifier = load_verifier(
         options.verifier,
         loaded.config,
         loaded.tokenizer,
@@ -179,6 +180,8 @@ def _verifier(options: EngineOptions, loaded: LoadedModel, dtype: str) -> Verifi
         load_weights=options.load_weights,
         progress=options.progress,
     )
+    # Small beside the model: each of several cards has all of it.
+    return verifier._replace(params=everywhere(verifier.params, loaded.params))
 
 
 def _rows(options: EngineOptions) -> int | None:

@@ -30,6 +30,12 @@ DENOISED: dict[str, dict[str, Any]] = {
     "sparse": {"cache": "sparse", "retention": 0.5},
     "head_sparse": {"cache": "head_sparse", "retention": 0.5, "refresh_delay": 1},
 }
+VERIFIED: dict[str, dict[str, Any]] = {
+    "adaptive": {"transfer": "adaptive", "max_lookahead": 6, "steps": None},
+    "adaptive and drawn": {"transfer": "adaptive", "temperature": 1.0, "mixture_weight": 0.7, "steps": None},
+}
+"""With a verifier only."""
+
 PREPARED: dict[str, dict[str, Any]] = {
     "prepared": {},
     "prepared per head": {"retention": "per_head"},
@@ -56,8 +62,12 @@ def tokens_of(llm: LLM, wanted: str) -> dict[str, list[list[int]]]:
         sampling, cases = llm.default_sampling().changed(max_tokens=12, early_stop=False), IN_BLOCKS
     else:
         given = {"gen_length": 16, "block_length": 8, "steps": 16, "early_stop": False}
-        sampling, cases = llm.default_sampling().changed(**given), DENOISED
-    chosen = {name: case for name, case in cases.items() if wanted == "all" or name in wanted.split(",")}
+        sampling, cases = llm.default_sampling().changed(**given), DENOISED | VERIFIED
+    chosen = {
+        name: case
+        for name, case in cases.items()
+        if name in wanted.split(",") or (wanted == "all" and name not in VERIFIED)
+    }
     found = {
         name: llm.generate(prompt_token_ids=PROMPTS, sampling=sampling.changed(**case))
         for name, case in chosen.items()
@@ -74,7 +84,9 @@ def tokens_of(llm: LLM, wanted: str) -> dict[str, list[list[int]]]:
 def main(family: str, wanted: str, counts: list[int]) -> None:
     if jax.default_backend() == "cpu":  # where most of the time is compiling
         jax.config.update("jax_disable_most_optimizations", True)
+    family, _, verifier = family.partition("+")
     path = checkpoint_path() if family == "demo" else Golden(family).directory
+    options: dict[str, Any] = {"verifier": Golden(verifier).directory} if verifier else {}
     for cards in counts:
         with LLM(
             path,
@@ -84,6 +96,7 @@ def main(family: str, wanted: str, counts: list[int]) -> None:
             progress=False,
             max_num_batched_tokens=256,
             kv_pool="16MiB",
+            **options,
         ) as llm:
             tokens, logits = tokens_of(llm, wanted), llm.logits([PROMPTS[1]])[0, -1, :8].tolist()
             told = {"cards": cards, "tokens": tokens, "logits": logits, "weights": llm.account.weights}

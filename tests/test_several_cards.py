@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from jdllm import LLM, ConfigError
 from jdllm.cli import app
-from tests.helpers import GOLDENS, ROOT, Golden, slow
+from tests.helpers import ROOT, Golden, slow
 
 CASES = "uncached,sparse,head_sparse"
 
@@ -37,6 +37,7 @@ def on_cards(family: str, cases: str, *counts: int) -> list[dict[str, Any]]:
         ("llada", CASES, (1, 2)),
         slow("llada", "all", (1, 4)),
         slow("dream", "all", (1, 2, 4)),
+        slow("dream+qwen2", "adaptive,adaptive and drawn", (1, 2, 4)),
         slow("llada_moe", CASES, (1, 4)),
         slow("llama", "all", (1, 2, 4)),
         slow("sdar", "all", (1, 4)),
@@ -75,7 +76,6 @@ def test_executables_for_several_cards_serve_the_next_process(
     [
         ({"devices": 2}, ["devices is 2", "this machine has 1"]),
         ({"devices": 3}, ["num_heads is 4", "3 cards"]),
-        ({"devices": 2, "verifier": GOLDENS / "qwen2"}, ["devices is 2", "verifier"]),
         ({"devices": 2, "host_memory": "1GiB"}, ["devices is 2", "host_memory"]),
         ({"devices": 0}, ["devices", "positive"]),
     ],
@@ -89,7 +89,6 @@ def test_cards_that_cannot_share_a_model_are_refused(options: dict[str, Any], wo
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--verifier", str(GOLDENS / "qwen2")], ["devices is 2", "verifier"]),
         (["--host-memory", "1GiB"], ["devices is 2", "--host-memory"]),
         (["--check"], ["--check", "--devices"]),
     ],

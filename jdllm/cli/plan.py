@@ -151,7 +151,7 @@ def _asked(given: Mapping[str, Any], config: Path, card: "Card", step: Step) -> 
 
     memory, kv_pool = given["memory"], given["kv_pool"]
     host = parse_host_memory(given["host_memory"], "--host-memory")
-    check_devices(given["devices"], given["verifier"], given["host_memory"])
+    check_devices(given["devices"], given["host_memory"])
     if given["devices"] > 1:
         host = 0  # what is in host memory belongs to one card
     read = given["hf_overrides"], given["dtype"], given["kernels"], given["devices"]

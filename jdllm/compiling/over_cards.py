@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array
 
 from jdllm.models.config import ModelConfig
 
@@ -27,10 +26,16 @@ def placements(leaves: Sequence[Any], mesh: Mesh) -> list[NamedSharding]:
     return [NamedSharding(mesh, spec_of(leaf)) for leaf in leaves]
 
 
-def everywhere(x: Array, args: Any) -> Array:
-    """`x` on all cards over which any of these arrays is spread, so that no step has to send it there."""
+def everywhere(x: Any, args: Any) -> Any:
+    """The arrays of `x` on all cards over which any of `args` is spread: no step has to send them there."""
+    whole = whole_on_each(args)
+    return x if whole is None else jax.device_put(x, whole)
+
+
+def whole_on_each(args: Any) -> NamedSharding | None:
+    """Where an array lies that all cards have over which these arrays are spread; `None` for one card."""
     mesh = mesh_of(args)
-    return x if mesh is None else jax.device_put(x, NamedSharding(mesh, _EVERYWHERE))
+    return None if mesh is None else NamedSharding(mesh, _EVERYWHERE)
 
 
 def part_of_card(args: Any) -> Any:

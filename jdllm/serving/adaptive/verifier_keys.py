@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from jdllm.compiling.over_cards import whole_on_each
 from jdllm.execution.paged.pool import PAGE_ROWS, pool_bytes
 from jdllm.models.leaf import dtypes_of
 from jdllm.models.weights import tree_bytes
@@ -108,8 +109,8 @@ class VerifierKeys:
         self._stored, self.pool = {}, self._made(self._rows)
 
     def _made(self, rows: int) -> KvPool:
-        verifier = self._verifier
-        return KvPool(verifier.config, dtypes_of(verifier.params).pool, verifier_pages(rows))
+        params, config = self._verifier
+        return KvPool(config, dtypes_of(params).pool, verifier_pages(rows), whole_on_each(params))
 
 
 def _spans(request: Request, stored: int) -> Spans:
