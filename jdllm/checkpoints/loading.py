@@ -6,6 +6,8 @@ pieces that are written in place on the device, so that the host holds a few pie
 
 import dataclasses
 import functools
+import itertools
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -138,7 +140,7 @@ def check_tied_head(config: ModelConfig, index: Index) -> None:
         return
     head, embedding = index[names["head"]], index[names["embed"]]
     if (head.shape, head.dtype) == (embedding.shape, embedding.dtype):
-        pairs = zip(_read_pieces(head), _read_pieces(embedding), strict=True)
+        pairs = zip(*(_read_pieces(stored, _whole(stored)) for stored in (head, embedding)), strict=True)
         if all(a.tobytes() == b.tobytes() for (_, a), (_, b) in pairs):
             return
     raise CheckpointError(
@@ -182,7 +184,8 @@ def load_params(
     """Load a checkpoint's weights, Hugging Face or native, onto one device or several.
 
     Every leaf is allocated once and filled in place: no device ever holds more than its own shards. The host
-    holds a handful of pieces of at most 8 MiB: less than two tensors of any model whose memory matters.
+    holds a handful of pieces of at most 8 MiB: less than two tensors of any model whose memory matters. It
+    reads no rows and no columns of a tensor that only devices of other processes have.
 
     Arguments:
     - `path`: the directory of the checkpoint.
@@ -289,12 +292,12 @@ def _load_leaf(
     shards = _allocate(spec, dtype, sharding)
     for name, place in spec.sources():
         stored = _own_rows(spec, index[name])
-        for row, piece in _read_pieces(stored):
+        for at, piece in _read_pieces(stored, _needed(stored, shards, place)):
             # The last write is awaited only after the next piece was read: both overlap, and two pieces live.
             jax.block_until_ready([shard.buffer for shard in shards])
             block = piece.reshape((1,) * len(place) + piece.shape)
             for shard in shards:
-                shard.take(block, (*place, row, *[0] * (piece.ndim - 1)))
+                shard.take(block, (*place, *at))
         advance(stored.bytes)
     buffers = jax.block_until_ready([shard.buffer for shard in shards])
     if sharding is None:
@@ -312,6 +315,13 @@ class _Shard:
     start: tuple[int, ...]
     buffer: jax.Array
     transposed: bool
+
+    def part_of(self, place: tuple[int, ...]) -> list[range]:
+        """What it has of the source tensor at a place of the leaf, along each axis of the tensor."""
+        shape, start = (self._source_order(axes) for axes in (self.buffer.shape, self.start))
+        own = [range(low, low + size) for low, size in zip(start, shape, strict=True)]
+        here = all(index in axis for index, axis in zip(place, own, strict=False))
+        return own[len(place) :] if here else [range(0)] * (len(own) - len(place))
 
     def take(self, block: np.ndarray, origin: tuple[int, ...]) -> None:
         """Write those elements that are in a block whose first element is at `origin`."""
@@ -350,18 +360,39 @@ def _write(leaf: jax.Array, piece: jax.Array, start: jax.Array, *, transposed: b
     return lax.dynamic_update_slice(leaf, piece.mT if transposed else piece, list(start))
 
 
-def _read_pieces(stored: StoredTensor) -> Iterator[tuple[int, np.ndarray]]:
-    """(first row, rows) of the pieces, all of one shape: the last may repeat rows of the one before."""
-    rows, row_bytes = stored.shape[0], stored.bytes // stored.shape[0]
-    size = min(rows, max(1, PIECE_BYTES // row_bytes))
+def _whole(stored: StoredTensor) -> list[range]:
+    return [range(size) for size in stored.shape]
+
+
+def _needed(stored: StoredTensor, shards: Sequence[_Shard], place: tuple[int, ...]) -> list[range]:
+    """The part of a source tensor that holds what all shards have of it: some rows, of which it may have some
+    columns, and all of further axes."""
+    parts = [part for part in (shard.part_of(place) for shard in shards) if all(part)]
+    if not parts:
+        return [range(0)] * len(stored.shape)
+    spans = (
+        range(min(r.start for r in axis), max(r.stop for r in axis)) for axis in zip(*parts, strict=True)
+    )
+    return [*itertools.islice(spans, 2), *_whole(stored)[2:]]
+
+
+def _read_pieces(stored: StoredTensor, part: Sequence[range]) -> Iterator[tuple[list[int], np.ndarray]]:
+    """(place in the tensor, values) of the pieces of a part, all of one shape: the last may repeat rows of
+    the one before. Columns that are no part of it are not read."""
+    rows, *others = part
+    shape, row_bytes = [len(axis) for axis in others], stored.bytes // stored.shape[0]
+    before = others[0].start * (row_bytes // stored.shape[1]) if others else 0
+    whole, taken = shape == list(stored.shape[1:]), math.prod(shape) * DTYPES[stored.dtype].itemsize
+    size = max(1, min(len(rows), PIECE_BYTES // max(1, taken)))
     with stored.file.open("rb", buffering=0) as file:
-        for row in range(0, rows, size):
-            row = min(row, rows - size)
-            piece = np.empty((size, *stored.shape[1:]), DTYPES[stored.dtype])
-            file.seek(stored.offset + row * row_bytes)
-            if file.readinto(piece.reshape(-1).view(np.uint8)) != piece.nbytes:
-                raise CheckpointError(f"{stored.file} ended too early: it was changed while it was read")
-            yield row, piece
+        for row in range(rows.start, rows.stop, size):
+            row = min(row, rows.stop - size)
+            piece = np.empty((size, *shape), DTYPES[stored.dtype])
+            for i, values in enumerate(piece.reshape(1 if whole else size, -1)):
+                file.seek(stored.offset + (row + i) * row_bytes + before)
+                if file.readinto(values.view(np.uint8)) != values.nbytes:
+                    raise CheckpointError(f"{stored.file} ended too early: it was changed while it was read")
+            yield [row, *(axis.start for axis in others)], piece
 
 
 def _redundant(config: ModelConfig, name: str) -> bool:
