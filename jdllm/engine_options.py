@@ -124,11 +124,12 @@ class EngineOptions:
     - `chunks` (`None`: planned): chunk counts for every step, instead of planned counts.
 
     Several cards
-    - `devices` (1): cards of this machine on which each step runs at once. Each card has a part of
-      the weights and of the KV pool: equal parts of the heads and widths of the model, which must be
-      multiples of the number. Of fewer key-value heads than cards each card has one. `memory` and `kv_pool`
-      are those of each card, and each has the whole `verifier`. Not with layers in host memory. Tokens are
-      those of one card, but for the order of sums.
+    - `devices` (1): cards on which each step runs at once. They are those of this machine, or as many of each
+      process that has joined (`jdllm.distributed.join_processes`). Each card has a part of the weights and of
+      the KV pool: equal parts of the heads and widths of the model, which must be multiples of the number. Of
+      fewer key-value heads than cards each card has one. `memory` and `kv_pool` are those of each card, and
+      each has the whole `verifier`. Not with layers in host memory. Tokens are those of one card, but for the
+      order of sums.
 
     Adaptive parallel decoding
     - `verifier` (`None`: none): autoregressive model for `transfer` "adaptive", such as Qwen2 for Dream. A

@@ -26,6 +26,7 @@ from jdllm.prompts import (
     read_conversation,
     read_conversations,
     read_prompts,
+    same_on_all,
     sampling_for_each,
     specs_of,
 )
@@ -290,6 +291,8 @@ class GeneratesText(abc.ABC):
         self, make: Callable[..., RequestSpec], prompts: list[Prompt], sampling: Sampling
     ) -> list[AskedPrompt]:
         each = sampling_for_each(sampling, len(prompts))
+        if self.engine.scheduler.limits.in_step:
+            each = self.engine.between_parts(functools.partial(same_on_all, prompts, each))
         asked = ask(prompts, each, make)
         self._warn_of_length(specs_of(asked))
         return asked

@@ -6,6 +6,7 @@ from jdllm.compiling.executables import Executables, Prepared
 from jdllm.declarations import takes
 from jdllm.decoding.prefilling import Prefilling, Preset
 from jdllm.decoding.sampling import SamplingParams
+from jdllm.distributed import leads
 from jdllm.engine_options import EngineOptions
 from jdllm.errors import ConfigError
 from jdllm.generates_text import GeneratesText
@@ -36,7 +37,7 @@ class LLM(GeneratesText, ScoresText):
 
     @takes(EngineOptions)
     def __init__(self, options: EngineOptions):
-        trace = None if options.trace is None else Trace(options.trace)
+        trace = Trace(options.trace) if options.trace is not None and leads() else None
         try:
             model = start(options)
         except BaseException:

@@ -87,7 +87,7 @@ def load_model(
         config = dataclasses.replace(config, token_limit=len(tokenizer))
     offloaded = None
     if layers:
-        offloaded = OffloadedWeights(config, params, layers, jax.devices()[0])
+        offloaded = OffloadedWeights(config, params, layers, jax.local_devices()[0])
         params = offloaded.top
     adapter = None
     if not plain_drafts and cards == 1 and offloaded is None:
@@ -115,5 +115,5 @@ def _weights(
     away = offloaded_layers(config, count)
     # Layers that stay come first: in gaps that others leave the allocator wastes what a buffer does not fill.
     order = sorted(range(config.num_layers), key=lambda number: number in away)
-    place = place_weights(jax.devices()[0], away)
+    place = place_weights(jax.local_devices()[0], away)
     return load_by_layer(path, config, dtype, place, order=order, progress=progress)

@@ -11,6 +11,7 @@ from jdllm.arguments import shortened
 from jdllm.checkpoints.conversation import Message, Rendering
 from jdllm.checkpoints.tokenizer import Tokenizer
 from jdllm.decoding.sampling import SamplingParams
+from jdllm.distributed import check_same, from_first
 from jdllm.errors import RequestError, naming
 from jdllm.noise import sample_seed
 from jdllm.serving.long.request import LongContext
@@ -145,6 +146,20 @@ class AskedPrompt(NamedTuple):
 def specs_of(asked: Iterable[AskedPrompt]) -> list[RequestSpec]:
     """What the samples of all prompts ask for, in order of the prompts."""
     return [spec for one in asked for spec in one.specs]
+
+
+def same_on_all(prompts: Sequence[Prompt], sampling: Sequence[SamplingParams]) -> list[SamplingParams]:
+    """Parameters with seeds that all processes have; those that nobody gave are drawn by the first process.
+
+    Raises `ConfigError` where another process has other prompts or parameters.
+    """
+    parts = [part for _, ids in prompts for part in (ids if isinstance(ids, LongContext) else [ids])]
+    check_same("prompts or parameters", repr(([list(part) for part in parts], sampling)))
+    drawn = from_first([secrets.randbits(_DRAWN_BITS) for _ in sampling])
+    return [
+        params.changed(seed=seed) if params.seed is None else params
+        for params, seed in zip(sampling, drawn, strict=True)
+    ]
 
 
 def ask(

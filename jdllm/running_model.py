@@ -11,9 +11,10 @@ from jdllm.byte_sizes import parse_bytes
 from jdllm.checkpoints.tokenizer import Tokenizer
 from jdllm.compiling import store as executable_store
 from jdllm.compiling.executables import Executables
-from jdllm.compiling.over_cards import everywhere
+from jdllm.compiling.over_cards import everywhere, over_processes
 from jdllm.compiling.store import ExecutableStore
 from jdllm.decoding.sampling import SamplingParams
+from jdllm.distributed import check_same, least
 from jdllm.engine_options import EngineOptions, check_devices
 from jdllm.errors import ConfigError
 from jdllm.loaded_model import LoadedModel, load_model
@@ -64,7 +65,9 @@ def start(options: EngineOptions) -> RunningModel:
     """Load a model, share out the memory of its device, and make its engine; raises as `LLM` does."""
     check_devices(options.devices, options.host_memory)
     # Nothing that several cards do needs memory of the host.
-    host_memory = 0 if options.devices > 1 else usable_host_memory(jax.devices()[0], options.host_memory)
+    host_memory = (
+        0 if options.devices > 1 else usable_host_memory(jax.local_devices()[0], options.host_memory)
+    )
     with preferring(options.kernels):
         runs_on = target()
     runs_on.check_card()
@@ -73,12 +76,18 @@ def start(options: EngineOptions) -> RunningModel:
     budget = device_budget(device, options.memory, host_memory, held=_held(options))
     loaded = _load(options, budget, runs_on)
     dtype = dtypes_of(loaded.params).activations.name
-    executables = Executables(device.platform, _store(options.cache_dir), kernels=runs_on.kernels)
+    in_step = over_processes(loaded.params)
+    # A process that finds an executable would not compile it with the others.
+    store = None if in_step else _store(options.cache_dir)
+    executables = Executables(device.platform, store, kernels=runs_on.kernels)
     verifier = _verifier(options, loaded, dtype)
     if budget is not None and options.memory is None:
         # Loading may leave gaps between arrays, in which no step runs.
         lost = pool_gaps(device) - gaps
         budget = dataclasses.replace(budget, device=budget.device - lost)
+    if in_step and budget is not None:
+        room, overhead = least([budget.device, -budget.overhead])
+        budget = dataclasses.replace(budget, device=room, overhead=-overhead)
     offloaded = loaded.offloaded
     account = make_account(
         loaded.config.on_card(),
@@ -90,6 +99,8 @@ def start(options: EngineOptions) -> RunningModel:
         offloaded=0 if offloaded is None else offloaded.count,
         **_sizes(options),
     )
+    if in_step:
+        check_same("models, options or devices", repr((loaded.config, account, device.device_kind)))
     engine = make_engine(
         loaded.params,
         loaded.config,

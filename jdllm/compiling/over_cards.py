@@ -21,6 +21,12 @@ def mesh_of(args: Any) -> Mesh | None:
     return None
 
 
+def over_processes(args: Any) -> bool:
+    """Whether any of these arrays is spread over cards of several processes: each has to decide the same."""
+    mesh = mesh_of(args)
+    return mesh is not None and mesh.is_multi_process
+
+
 def placements(leaves: Sequence[Any], mesh: Mesh) -> list[NamedSharding]:
     """Where a call puts each argument: arrays that are not spread are the same on every card."""
     return [NamedSharding(mesh, spec_of(leaf)) for leaf in leaves]

@@ -1,5 +1,6 @@
 """Where weights and the KV pool lie if steps run on several cards (`jdllm.models.cards`)."""
 
+import collections
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -34,9 +35,10 @@ def weight_shardings(config: ModelConfig, devices: Devices | None = None) -> Par
     vocabulary where parts are equal; where they are not, `in_parts` makes them so.
 
     Arguments:
-    - `devices`: by default the first of this machine.
+    - `devices`: by default the first of each process.
 
-    Raises `ConfigError` where a size is no multiple of the cards, and where this machine has too few.
+    Raises `ConfigError` where a size is no multiple of the cards, where there are too few, and where the
+    processes of several hosts cannot have as many each.
     """
     if config.cards == 1:
         return None
@@ -116,7 +118,7 @@ def pool_sharding(config: ModelConfig, devices: Devices | None = None) -> NamedS
     """Of a pool of keys or values: each card has those of its heads. `None` for one card.
 
     Arguments:
-    - `devices`: by default the first of this machine.
+    - `devices`: by default the first of each process.
     """
     if config.cards == 1:
         return None
@@ -126,7 +128,24 @@ def pool_sharding(config: ModelConfig, devices: Devices | None = None) -> NamedS
 def _mesh(config: ModelConfig, devices: Devices | None) -> Mesh:
     """As many devices as the model runs on, in a row."""
     if devices is None:
-        devices = jax.local_devices()
-    if config.cards > len(devices):
-        raise ConfigError(f"devices is {config.cards}, and this machine has {len(devices)}")
+        devices = _of_each_process(config.cards)
     return Mesh(np.array(devices[: config.cards]), (AXIS,))
+
+
+def _of_each_process(cards: int) -> Devices:
+    """So many devices, of which each process has as many."""
+    own = collections.defaultdict[int, list[Any]](list)
+    for device in jax.devices():
+        own[device.process_index].append(device)
+    counts, processes = sorted({len(devices) for devices in own.values()}), len(own)
+    if len(counts) > 1:
+        raise ConfigError(f"processes have {counts[0]} to {counts[-1]} devices: let each have as many")
+    if cards % processes:
+        raise ConfigError(
+            f"devices is {cards}, and {processes} processes cannot have as many each: expected a multiple of"
+            f" {processes}"
+        )
+    if cards > processes * counts[0]:
+        found = "this machine has" if processes == 1 else f"{processes} processes have"
+        raise ConfigError(f"devices is {cards}, and {found} {processes * counts[0]}")
+    return [device for devices in own.values() for device in devices[: cards // processes]]

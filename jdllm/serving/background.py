@@ -20,9 +20,14 @@ class Background:
     """Makes one entry of a ladder ready at a time, in a thread of its own.
 
     What cannot be made ready is logged and not tried again: the larger entry goes on serving.
+
+    Arguments:
+    - `in_step`: make it ready at once, while the engine waits: other processes, which have to choose the same
+      entries, may take longer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_step: bool = False) -> None:
+        self._in_step = in_step
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jdllm-background")
         self._lock = threading.Condition()
         self._busy = self._closed = False
@@ -33,7 +38,7 @@ class Background:
         return not (self._busy or self._closed)
 
     def start(self, sizes: Sizes, entry: Entry, name: str, make: Callable[[], object]) -> None:
-        """Call `make` beside the engine, and then count `entry` as compiled.
+        """Call `make` beside the engine, or at once, and then count `entry` as compiled.
 
         Nothing happens while another entry is made ready, and after `close`.
 
@@ -43,7 +48,11 @@ class Background:
         with self._lock:
             if self.idle:
                 self._busy = True
-                self._thread.submit(self._run, sizes, entry, name, make)
+                made = self._thread.submit(self._run, sizes, entry, name, make)
+            else:
+                return
+        if self._in_step:
+            made.result()
 
     def wait(self) -> None:
         """Wait until nothing is made ready."""

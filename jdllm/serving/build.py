@@ -2,6 +2,7 @@
 
 from jdllm.chunks import ChunkConfig
 from jdllm.compiling.executables import Executables
+from jdllm.compiling.over_cards import over_processes
 from jdllm.execution.offload.layer_stream import OffloadedWeights
 from jdllm.models.adapter import NO_DRAFTING, Drafting
 from jdllm.models.config import ModelConfig
@@ -53,7 +54,8 @@ def make_engine(
 
     Raises `ConfigError` and `DoesNotFitError` for what the model's way of generating cannot do.
     """
-    background = Background()
+    in_step = over_processes(params)
+    background = Background(in_step=in_step)
     pool = KvPool(pool_config(config), dtypes_of(params).pool, account.pages, pool_sharding(config))
     mode = mode_of(config)
     model = OnDevice(params, config, executables, account, pool)
@@ -64,7 +66,7 @@ def make_engine(
     return Engine(
         Runner(parts.launchers),
         pool,
-        Scheduler(limits_of(parts, account, pool, company_rows)),
+        Scheduler(limits_of(parts, account, pool, company_rows, in_step=in_step)),
         account,
         mode,
         parts,
@@ -73,7 +75,14 @@ def make_engine(
     )
 
 
-def limits_of(parts: EngineParts, account: Account, pool: KvPool, company_rows: int = COMPANY_ROWS) -> Limits:
+def limits_of(
+    parts: EngineParts,
+    account: Account,
+    pool: KvPool,
+    company_rows: int = COMPANY_ROWS,
+    *,
+    in_step: bool = False,
+) -> Limits:
     """What the scheduler may give to one part, and to all requests together."""
     return Limits(
         max_num_batched_tokens=account.rows,
@@ -88,4 +97,5 @@ def limits_of(parts: EngineParts, account: Account, pool: KvPool, company_rows: 
         whole_rows=parts.whole_rows,
         sizes={kind: [entry.rows for entry in entries] for kind, entries in parts.filled.items()},
         company_rows=company_rows,
+        in_step=in_step,
     )

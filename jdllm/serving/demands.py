@@ -145,6 +145,7 @@ class Limits:
       these parts. One request may have more.
     - `shared`: whether clients share the engine, as those of a server do. Then a call leaves room to others,
       and parts are short (`CALL_SHARE`, `PART_SECONDS`).
+    - `in_step`: whether other processes have to decide the same, so that no clock may: turns count rows.
     """
 
     max_num_batched_tokens: int
@@ -160,6 +161,7 @@ class Limits:
     sizes: Mapping[Kind, Sequence[int]] = dataclasses.field(default_factory=dict)
     company_rows: int = COMPANY_ROWS
     shared: bool = False
+    in_step: bool = False
 
 
 class Part(NamedTuple):

@@ -52,6 +52,7 @@ import dataclasses
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 
+from jdllm.errors import ConfigError
 from jdllm.serving.admission import Admission
 from jdllm.serving.demands import (
     CHEAP,
@@ -159,7 +160,16 @@ class Scheduler:
         return self._admission.limits
 
     def share(self) -> None:
-        """Say that clients share the engine from now on: see `Limits.shared`."""
+        """Say that clients share the engine from now on: see `Limits.shared`.
+
+        Raises `ConfigError` where other processes have to decide the same: clients come at times that these
+        do not know.
+        """
+        if self.limits.in_step:
+            raise ConfigError(
+                "devices are those of several processes, which only LLM and the commands with --coordinator"
+                " run in step: serve the model on the devices of one machine"
+            )
         self._admission.limits = dataclasses.replace(self.limits, shared=True)
 
     @property
@@ -230,11 +240,14 @@ class Scheduler:
 
         Arguments:
         - `part`: with the steps that it did. Requests that have left count as nobody's.
-        - `seconds`: that the part took, which its requests share by their rows.
+        - `seconds`: that the part took, which its requests share by their rows. In step with others its rows
+          count instead.
         - `woke`: whether the device was idle before. Then the part waited for the host to launch it.
         """
         running = [self._running[request] for request in part.ids if request in self._running]
         rows, shares = sum(one.rows[part.kind] for one in running), dict[Caller, float]()
+        if self.limits.in_step:
+            seconds = float(rows * part.steps)
         for one in running:
             shares[one.caller] = shares.get(one.caller, 0.0) + seconds * one.rows[part.kind] / rows
         self._calls.charge(shares)

@@ -48,6 +48,15 @@ def test_a_larger_size_serves_until_the_fitting_one_is_ready(background: Backgro
     assert background.idle
 
 
+def test_in_step_with_other_processes_the_engine_waits_for_a_size(sizes: Sizes):
+    background, release = Background(in_step=True), threading.Event()
+    timer = threading.Timer(0.1, release.set)
+    timer.start()
+    background.start(sizes, SMALL, "step", release.wait)
+    assert sizes.choose(100, 10, 1) == SMALL
+    background.close()
+
+
 def test_one_size_is_made_at_a_time(background: Background, sizes: Sizes):
     release, made = threading.Event(), []
     background.start(sizes, SMALL, "step", release.wait)

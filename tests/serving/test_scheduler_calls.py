@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from jdllm.errors import ConfigError
 from jdllm.serving.demands import Demand, Life, Part
 from jdllm.serving.scheduler import Scheduler
 from tests.serving.plans import FULL, LIMITS, REFRESH, Plans, full, refresh, with_lives
@@ -56,6 +57,21 @@ class TestCalls:
         served = [plans.plan()[FULL] for _ in range(60)]
         assert served[:2] == [(0,), (1,)]
         assert served.count((0,)) == 10
+
+    def test_in_step_with_other_processes_no_clock_decides(self):
+        """Parts are those of a device that takes a second for each row."""
+        demands = full(95), full(19)
+        by_rows, in_step = Plans(*demands), Plans(*demands, limits=dataclasses.replace(LIMITS, in_step=True))
+        for turn in range(60):
+            parts = in_step.scheduler.plan(in_step.ready)
+            for part in parts:
+                in_step.scheduler.charge(part, 7.0 ** (turn % 4))
+            assert {part.kind: part.ids for part in parts} == by_rows.plan()
+
+    def test_clients_do_not_share_an_engine_that_is_in_step_with_other_processes(self):
+        scheduler = Scheduler(dataclasses.replace(LIMITS, in_step=True))
+        with pytest.raises(ConfigError, match="devices are those of several processes"):
+            scheduler.share()
 
     def test_a_short_one_does_not_pay_for_longer_ones(self):
         assert Plans(full(10), full(41), full(40)).plan() == {FULL: (0, 2)}
