@@ -13,6 +13,7 @@ from typer.core import TyperCommand
 from jdllm.cli.compiling import told_of_compiling
 from jdllm.cli.engine import ModelOptions, asked_sampling, load_model, takes_model
 from jdllm.cli.evaluate_long import benchmark_of, evaluate_benchmark, long_generator
+from jdllm.cli.hosts import runs_on_hosts
 from jdllm.cli.options import Json, given_sampling, takes_sampling
 from jdllm.cli.report import print_result
 from jdllm.decoding.sampling import SamplingParams
@@ -42,6 +43,7 @@ class EvalCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
 
+@runs_on_hosts
 @takes_sampling("early_stop", "n", "max_tokens", "stop", "stop_token_ids", "logprobs")
 @takes_model
 def evaluate(

@@ -11,6 +11,7 @@ import typer
 from jdllm.cli.compiling import told_of_compiling
 from jdllm.cli.engine import ModelOptions, asked_sampling, load_model, takes_model
 from jdllm.cli.groups import OptionGroup, takes_groups
+from jdllm.cli.hosts import runs_on_hosts, several
 from jdllm.cli.jsonl import generate_lines, read_lines
 from jdllm.cli.options import Json, as_option, given_sampling, takes_sampling
 from jdllm.cli.prompt import LongText, Prompts, check_given_once, read_long, read_prompts, read_text
@@ -74,6 +75,7 @@ class Read(OptionGroup):
     ] = False
 
 
+@runs_on_hosts
 @takes_sampling()
 @takes_model
 @takes_groups
@@ -117,7 +119,8 @@ def generate(
             raise RequestError("--chat applies to prompts of text, not to --token-ids")
         sampling = asked_sampling(source, typed)
         llm = load_model(source)
-        live = not as_json and to_terminal()
+        # Whoever watches wants every step, and other processes would take several at once.
+        live = not (as_json or several()) and to_terminal()
         outputs = _generate(llm, asked, sampling, rendering, read.parse_special, live)
     print_outputs(outputs, as_json)
 

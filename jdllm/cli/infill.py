@@ -8,10 +8,12 @@ import typer
 from jdllm.cli.compiling import told_of_compiling
 from jdllm.cli.engine import ModelOptions, asked_sampling, load_model, takes_model
 from jdllm.cli.generate import TokenIds, print_outputs
+from jdllm.cli.hosts import runs_on_hosts
 from jdllm.cli.options import Json, given_sampling, takes_sampling
 from jdllm.cli.prompt import read_prompts
 
 
+@runs_on_hosts
 @takes_sampling("gen_length", "max_tokens", "early_stop", "stop", "stop_token_ids", "prompt_masks")
 @takes_model
 def infill(

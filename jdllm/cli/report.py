@@ -10,6 +10,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from jdllm.cli.hosts import leave, several
 from jdllm.cli.options import in_option_words
 from jdllm.errors import DoesNotFitError, JdllmError, RequestError
 
@@ -50,6 +51,8 @@ class Commands(TyperGroup):
                 _drop_output()
                 _say("error", f"the output cannot be written: {e.strerror}")
                 code = USER_MISTAKE
+        if code and several():
+            leave(code)
         sys.exit(code)
 
 

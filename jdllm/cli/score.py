@@ -7,10 +7,12 @@ import typer
 
 from jdllm.cli.compiling import told_of_compiling
 from jdllm.cli.engine import ModelOptions, load_model, takes_model
+from jdllm.cli.hosts import runs_on_hosts
 from jdllm.cli.options import Json
 from jdllm.cli.report import print_result
 
 
+@runs_on_hosts
 @takes_model
 def score(
     prompt: Annotated[str, typer.Argument(help="What comes before; may be empty.", show_default=False)],
