@@ -16,10 +16,12 @@ import jax
 import numpy as np
 
 from jdllm.checkpoints.loading import load_params
+from jdllm.decoding.sampling import SamplingParams
 from jdllm.distributed import check_same, from_first, join_processes, leads, least
 from jdllm.errors import ConfigError
 from jdllm.models.hf_config import config_from_hf
 from jdllm.models.spread import pool_sharding, weight_shardings
+from jdllm.prompts import Prompt, same_on_all
 from tests import several_cards
 from tests.helpers import Golden
 
@@ -46,6 +48,9 @@ def agree(paths: list[Path]) -> None:
         "from_first": from_first([(1 << 52) + process, -process]),
         "same": refused(check_same, "texts", "a"),
         "different": refused(check_same, "texts", f"text {process}"),
+        "seeds": [one.seed for one in same_on_all([Prompt("", [1, 2])] * 2, [SamplingParams(seed=None)] * 2)],
+        "other_prompts": refused(same_on_all, [Prompt("", [1, process])], [SamplingParams()]),
+        "other_parameters": refused(same_on_all, [Prompt("", [1])], [SamplingParams(seed=process)]),
         "odd": refused(pool_sharding, dataclasses.replace(config, cards=3)),
         "many": refused(pool_sharding, dataclasses.replace(config, cards=4)),
         "read": [],

@@ -72,6 +72,11 @@ def test_processes_agree(agreed: list[dict[str, Any]]):
         assert told["from_first"] == [1 << 52, 0]
         assert told["same"] is None
         assert "processes 0 and 1 have different texts" in told["different"]
+        assert "different prompts or parameters" in told["other_prompts"]
+        assert "different prompts or parameters" in told["other_parameters"]
+    seeds, others = (told["seeds"] for told in agreed)
+    assert seeds == others
+    assert len(set(seeds)) == 2
 
 
 def test_devices_that_processes_cannot_share_are_refused(agreed: list[dict[str, Any]]):
