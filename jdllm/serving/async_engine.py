@@ -27,9 +27,12 @@ class AsyncEngine:
       ended with that error; by the thread that drives, which ends with it.
 
     `error` is what that was, `None` as long as the engine lives.
+
+    Raises `ConfigError` for a model on the devices of several processes.
     """
 
     def __init__(self, engine: Engine, *, on_dead: Callable[[Exception], None] = lambda _: None):
+        engine.scheduler.limits.check_alone()
         self._engine = engine
         self._on_dead = on_dead
         self.error: Exception | None = None

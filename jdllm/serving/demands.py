@@ -5,6 +5,8 @@ import enum
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from jdllm.errors import ConfigError
+
 
 class Kind(enum.IntEnum):
     """What a part of an iteration runs; each kind is an executable of its own."""
@@ -162,6 +164,15 @@ class Limits:
     company_rows: int = COMPANY_ROWS
     shared: bool = False
     in_step: bool = False
+
+    def check_alone(self) -> None:
+        """Raise `ConfigError` where other processes have to decide the same: requests may not come at times
+        that these do not know."""
+        if self.in_step:
+            raise ConfigError(
+                "devices are those of several processes, which only LLM and the commands with --coordinator"
+                " run in step: serve the model on the devices of one machine"
+            )
 
 
 class Part(NamedTuple):

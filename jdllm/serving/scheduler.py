@@ -52,7 +52,6 @@ import dataclasses
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 
-from jdllm.errors import ConfigError
 from jdllm.serving.admission import Admission
 from jdllm.serving.demands import (
     CHEAP,
@@ -162,14 +161,9 @@ class Scheduler:
     def share(self) -> None:
         """Say that clients share the engine from now on: see `Limits.shared`.
 
-        Raises `ConfigError` where other processes have to decide the same: clients come at times that these
-        do not know.
+        Raises as `Limits.check_alone` does.
         """
-        if self.limits.in_step:
-            raise ConfigError(
-                "devices are those of several processes, which only LLM and the commands with --coordinator"
-                " run in step: serve the model on the devices of one machine"
-            )
+        self.limits.check_alone()
         self._admission.limits = dataclasses.replace(self.limits, shared=True)
 
     @property

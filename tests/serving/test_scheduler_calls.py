@@ -1,10 +1,13 @@
 """Calls that share the scheduler's admissions and the device."""
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from jdllm.errors import ConfigError
+from jdllm.serving.async_engine import AsyncEngine
 from jdllm.serving.demands import Demand, Life, Part
 from jdllm.serving.scheduler import Scheduler
 from tests.serving.plans import FULL, LIMITS, REFRESH, Plans, full, refresh, with_lives
@@ -72,6 +75,9 @@ class TestCalls:
         scheduler = Scheduler(dataclasses.replace(LIMITS, in_step=True))
         with pytest.raises(ConfigError, match="devices are those of several processes"):
             scheduler.share()
+        engine: Any = SimpleNamespace(scheduler=scheduler)
+        with pytest.raises(ConfigError, match="devices are those of several processes"):
+            AsyncEngine(engine)
 
     def test_a_short_one_does_not_pay_for_longer_ones(self):
         assert Plans(full(10), full(41), full(40)).plan() == {FULL: (0, 2)}
