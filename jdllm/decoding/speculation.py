@@ -51,8 +51,8 @@ def speculate(
     - `batch`: the blocks: a known token each, and masks. The ranges of its rows are those of a causal model,
       and its head rows are all rows, those of plain segments first.
     - `storage`: where all rows are stored.
-    - `stored`, `seen`: the pages that each tile of rows sees, without and with the rows of its own block. For
-      a model without a causal context `stored` has as many tiles again, for masks that verify.
+    - `stored`, `seen`: the pages that each tile of rows sees, without and with the rows of its own block.
+      Where `masks_verify`, `stored` has as many tiles again for these.
     - `plain`: how many head rows have no filter and are not listed.
     - `pool`: keys and values of all requests, written in place: donate it.
     - `config`, `mask_id`: the model; static.
@@ -71,7 +71,7 @@ def speculate(
     live = jnp.asarray(head.segment) < batch.segments.step.shape[0]
     wanted = Wanted(jnp.asarray(head.row), live)
     parts = PackedParts(tokens, batch.rows, None, stored, storage, wanted)
-    if not config.causal_context:
+    if masks_verify(config):
         parts = _with_masks(parts, mask_id)
     hidden, written = forward_parts(params, config, parts, pool)
     assert written is not None
@@ -95,6 +95,11 @@ def speculate(
     counts = live & up_to_the_first(token != follows, jnp.asarray(head.segment))
     trace = Trace(jnp.int32(1), token[None], counts[None], logprob[None], choice.likeliest)
     return (trace, forwards), written
+
+
+def masks_verify(config: ModelConfig) -> bool:
+    """Whether masks verify a draft: rows of the draft predict themselves, and not the tokens behind them."""
+    return not (config.causal_context or config.logits_shift)
 
 
 def _with_masks(parts: PackedParts, mask_id: int) -> PackedParts:

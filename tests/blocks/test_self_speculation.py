@@ -1,15 +1,22 @@
 """Block models without a causal context draft blocks and verify them at block length 1."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 import pytest
 
+from jdllm.checkpoints.loading import load_params
 from jdllm.compiling.executables import CAPACITY
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
 from jdllm.llm import LLM
-from tests.blocks.recorded import SDAR, sdar_runs
+from jdllm.models.hf_config import config_from_hf
+from jdllm.serving.modes.blocks import Blocks
+from jdllm.serving.spec import mask_id_of
+from tests.blocks.conftest import seen_sequences
+from tests.blocks.recorded import FAST_DLLM_V2, SDAR, sdar_runs
+from tests.blocks.rounds_oracle import Rounds
 from tests.helpers import slow
 
 ONE = SamplingParams(gen_length=40, block_length=1, early_stop=False)
@@ -20,7 +27,7 @@ def prompt(length: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng([seed, length]).integers(0, 300, length).astype(np.int32)
 
 
-@pytest.fixture(params=["sdar", slow("llada2")])
+@pytest.fixture(params=["sdar", slow("fast_dllm_v2"), slow("llada2")])
 def llm(request: pytest.FixtureRequest) -> LLM:
     return request.getfixturevalue(request.param)
 
@@ -65,9 +72,30 @@ def test_the_text_ends_inside_of_what_is_accepted(sdar: LLM):
     assert output.token_ids == whole.token_ids[: whole.token_ids.index(stop) + 1]
 
 
-def test_models_with_shifted_logits(fast_dllm_v2: LLM):
-    with pytest.raises(RequestError, match="fast_dllm_v2 models, whose logits are shifted, verify no drafts"):
-        fast_dllm_v2.generate(prompt_token_ids=[[1, 2]], sampling=SamplingParams(**SPECULATION))
+@pytest.mark.parametrize("threshold", [None, slow(0.2)])
+def test_rounds_of_a_model_with_shifted_logits(fast_dllm_v2: LLM, threshold: float | None):
+    """Tokens are those of blocks of one position, and evaluations that draft and verify are counted: in
+    company, prompts in parts, across pages."""
+    rule = {"transfer": "threshold", "threshold": threshold} if threshold else {}
+    lengths = [(260, 8), (63, 3), (1, 16)]
+    ids = [prompt(n, 2) for n, _ in lengths]
+    expected = fast_dllm_v2.generate(prompt_token_ids=ids, sampling=ONE)
+    asked = [ONE.changed(**SPECULATION, **rule, block_length=length) for _, length in lengths]
+    outputs = fast_dllm_v2.generate(prompt_token_ids=ids, sampling=asked)
+    params = load_params(FAST_DLLM_V2.directory, fast_dllm_v2.config, "float32")
+    config = fast_dllm_v2.config
+    rounds = Rounds(seen_sequences(params, config), mask_id_of(config), threshold)
+    for output, other, one, (_, length) in zip(outputs, expected, ids, lengths, strict=True):
+        assert (output.token_ids, output.nfe) == rounds(one, 40, length)
+        assert (other.token_ids, other.nfe) == (output.token_ids, 40)
+
+
+@pytest.mark.parametrize(("ids", "told"), [([], "the prompt is empty"), ([1, 2], "mask id 2 at position 1")])
+def test_prompts_that_no_draft_follows(ids: list[int], told: str):
+    """At block length 1 nothing before them would give the same tokens."""
+    config = dataclasses.replace(config_from_hf(SDAR.directory), mask_id=2, bos_id=1)
+    with pytest.raises(RequestError, match=told):
+        Blocks().spec(ids, SamplingParams(**SPECULATION), config)
 
 
 @pytest.mark.parametrize(

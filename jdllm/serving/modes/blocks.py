@@ -8,7 +8,7 @@ import numpy as np
 from jdllm.checkpoints.token_text import Decode
 from jdllm.decoding.block_sampling import check_blocks, check_drafting
 from jdllm.decoding.sampling import SamplingParams
-from jdllm.errors import ConfigError, RequestError
+from jdllm.errors import ConfigError
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.models.config import ModelConfig
 from jdllm.planning.ladder import block_tile_rows, make_causal_ladder, make_ladder
@@ -21,7 +21,7 @@ from jdllm.serving.demands import Kind
 from jdllm.serving.fitting import check_on_device
 from jdllm.serving.mode import Classes, CostsOf, EngineParts, Extras
 from jdllm.serving.on_device import OnDevice
-from jdllm.serving.spec import RequestSpec, mask_id_of
+from jdllm.serving.spec import RequestSpec, checked_ids, mask_id_of, without_masks
 from jdllm.serving.speculation.lossy_request import LossyRequest, LossySpec, lossy_spec
 from jdllm.serving.speculation.lossy_runner import LossyRunner
 from jdllm.serving.speculation.prompts import PromptStore
@@ -60,12 +60,8 @@ class Blocks:
         if sampling.generation_mode != SPECULATION:
             spec_of = lossy_spec if sampling.lossy_speculation else block_spec
             return spec_of(prompt, sampling, config, decode)
-        if config.logits_shift:
-            raise RequestError(
-                f"{config.family} models, whose logits are shifted, verify no drafts of their own"
-            )
-        mask_id_of(config)
         own, length = sampling.changed(generation_mode=None), config.block_length
+        without_masks(checked_ids(prompt, config), own, mask_id_of(config))
         assert length is not None  # a block model has one
         content = np.array([1], np.int32).tobytes()
         return speculative_spec(prompt, own, as_causal(config), length, decode, None, content)
@@ -95,7 +91,7 @@ class Blocks:
             launchers={Kind.PREFILL: runner.store, Kind.REUSE: runner.denoise, **others},
             costs=CostsOf({BlockSpec: runner, SpeculativeSpec: drafts, LossySpec: lossy}),
             check=lambda spec: None,
-            compiled=(runner, *(() if model.config.logits_shift else (prompts, drafts, lossy))),
+            compiled=(runner, prompts, drafts, *(() if model.config.logits_shift else (lossy,))),
             holders=(),
             longest_served=model.pool.pages * PAGE_ROWS,
             head_rows=ladder.head_rows,

@@ -8,6 +8,7 @@ import numpy as np
 from jdllm.arrays import padded
 from jdllm.decoding.batch import Batch
 from jdllm.decoding.rules import evaluated_apart, initial_states
+from jdllm.decoding.speculation import masks_verify
 from jdllm.execution.paged.parts import Storage
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.models.block import Rows
@@ -27,7 +28,7 @@ class PackedDrafts(NamedTuple):
     - `batch`: the blocks; the head rows are all their rows, those of plain requests first.
     - `storage`: where all rows are stored.
     - `stored`, `seen`: what each tile sees, without and with the rows of its own block; of the former twice
-      as many where masks verify, as `speculate` has it.
+      as many where `masks_verify`, as `speculate` has it.
     - `plain`: how many head rows have no filter and are not listed.
     - `order`: which requests the segments belong to.
     """
@@ -66,7 +67,7 @@ def draft_needs(request: SpeculativeRequest, config: ModelConfig) -> DraftNeeds:
 
 def copies_of(config: ModelConfig) -> int:
     """How often a tile reads what is stored where it verifies: once more where masks verify."""
-    return 1 if config.causal_context else 2
+    return 2 if masks_verify(config) else 1
 
 
 def pack_drafts(
