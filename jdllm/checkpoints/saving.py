@@ -21,6 +21,7 @@ from jdllm.checkpoints.staging import staged, synced
 from jdllm.errors import CheckpointError
 from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import config_from_hf, read_config
+from jdllm.models.registry import FAMILIES
 from jdllm.models.weights import LeafPath, Params, TensorSpec, stored_specs
 
 _KEPT = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
@@ -103,11 +104,14 @@ def safetensors_header(
 
 
 def copy_files(source: Path, target: Path) -> None:
-    """Copy configuration, tokenizer, chat template and model code: all but the weights."""
+    """Copy all but the weights: configuration, tokenizer, chat template, model code, adapter for drafts."""
     for pattern in _KEPT:
         for file in source.glob(pattern):
             if file.is_file() and file.name not in (native.MANIFEST, FILE_INDEX):
                 shutil.copyfile(file, target / file.name)
+    for name in {family.draft_adapter for family in FAMILIES.values()}:
+        if name is not None and (source / name).is_dir():
+            shutil.copytree(source / name, target / name, copy_function=shutil.copyfile, dirs_exist_ok=True)
 
 
 def restate_dtype(directory: Path, dtype: str) -> None:

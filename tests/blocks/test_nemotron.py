@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from jdllm.checkpoints.conversion import to_native
 from jdllm.checkpoints.loading import load_params
 from jdllm.decoding.causal_sampling import check_causal, check_denoising
 from jdllm.decoding.sampling import SamplingParams
@@ -118,6 +119,14 @@ def test_drafts_with_the_adapter_together_with_other_modes(adapted: LLM):
     prompts, sampling = [run.prompt for run in runs], [run.sampling for run in runs]
     for output, run in zip(adapted.generate(prompt_token_ids=prompts, sampling=sampling), runs, strict=True):
         check(output, run)
+
+
+def test_a_converted_model_drafts_with_the_adapter(tmp_path: Path):
+    to_native(NEMOTRON.directory, tmp_path / "native")
+    run = ADAPTED[1]
+    with LLM(tmp_path / "native", **SIZES) as llm:
+        [output] = llm.generate(prompt_token_ids=[run.prompt], sampling=run.sampling)
+    check(output, run)
 
 
 def test_a_checkpoint_without_the_adapter_does_not_draft(tmp_path: Path):

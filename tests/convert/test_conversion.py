@@ -57,6 +57,16 @@ def test_every_family_comes_back_byte_by_byte(tmp_path, family):
         assert (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes()
 
 
+def test_the_adapter_for_drafts_is_copied(tmp_path):
+    source = Golden("nemotron_labs_diffusion").directory
+    to_native(source, tmp_path / "native", dtype="bfloat16")
+    to_hf(tmp_path / "native", tmp_path / "back")
+    adapter = contents(source / "linear_spec_lora")
+    assert adapter.keys() == {"adapter_config.json", "adapter_model.safetensors"}
+    for target in ("native", "back"):
+        assert contents(tmp_path / target / "linear_spec_lora") == adapter
+
+
 def test_shards_come_back_with_their_tensors(tmp_path, source):
     to_native(source, tmp_path / "native")
     back = tmp_path / "back"
