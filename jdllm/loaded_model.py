@@ -19,7 +19,7 @@ from jdllm.execution.offload.placement import offloaded_layers
 from jdllm.models.adapter import DraftAdapter
 from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import config_from_checkpoint
-from jdllm.models.spread import card_bytes, in_parts, weight_shardings
+from jdllm.models.spread import adapter_in_parts, card_bytes, in_parts, weight_shardings
 from jdllm.models.weights import Params, zero_params
 
 
@@ -67,8 +67,7 @@ def load_model(
     - `count_offloaded`: returns how many layers of a model in a dtype go to host memory.
     - `load_weights`: read the weights; `False` leaves them zero.
     - `progress`: show a progress bar.
-    - `cards`: on how many devices its steps run. Each of them gets its part of the weights. Drafts on
-      several have no adapter.
+    - `cards`: on how many devices its steps run. Each of them gets its part of the weights.
     - `plain_drafts`: leave an adapter for drafts where it is.
 
     Raises `CheckpointError` and `ConfigError` as `LLM` does.
@@ -90,8 +89,9 @@ def load_model(
         offloaded = OffloadedWeights(config, params, layers, jax.local_devices()[0])
         params = offloaded.top
     adapter = None
-    if not plain_drafts and cards == 1 and offloaded is None:
-        adapter = load_adapter(path, config, dtype, load_weights=load_weights)
+    if not plain_drafts and offloaded is None:
+        read = load_adapter(path, config, dtype, load_weights=load_weights)
+        adapter = None if read is None else adapter_in_parts(read, config)
     sampling = default_sampling(path, causal=config.in_order)
     return LoadedModel(config, params, tokenizer, sampling, offloaded, adapter)
 

@@ -1,8 +1,8 @@
 """What a model generates on so many cards; `test_several_cards.py` runs this where there are eight.
 
 `python3 -m tests.several_cards FAMILY CASES CARDS...` prints a line of JSON for each number of cards: tokens
-of the cases, "all" or names with commas between them, logits, and how many executables were compiled, and how
-many the directory `JDLLM_TEST_KEPT` had, if it is set.
+of the cases, "all" or names with commas between them, evaluations, logits, and how many executables were
+compiled, and how many the directory `JDLLM_TEST_KEPT` had, if it is set.
 """
 
 import json
@@ -14,6 +14,7 @@ import jax
 
 from jdllm import LLM
 from jdllm.demo import checkpoint_path
+from jdllm.outputs import RequestOutput
 from jdllm.prompts import LongPrompt
 from tests.helpers import Golden
 
@@ -50,12 +51,13 @@ IN_BLOCKS: dict[str, dict[str, Any]] = {
     "schedule": {},
     "dynamic": {"transfer": "dynamic", "threshold": 0.3},
     "filtered": {"temperature": 0.8, "seed": 3, "top_k": 20},
+    "drafted": {"generation_mode": "self_speculation"},
     "verified": {"transfer": "lossy_speculation", "verify_policy": "span", "verify_span": 2, "seed": 3},
 }
 
 
-def tokens_of(llm: LLM, wanted: str) -> dict[str, list[list[int]]]:
-    """The tokens of each case: of three requests in company, or of a question over a long context."""
+def outputs_of(llm: LLM, wanted: str) -> dict[str, list[RequestOutput]]:
+    """The outputs of each case: of three requests in company, or of a question over a long context."""
     if llm.config.in_order:
         sampling, cases = llm.default_sampling().changed(max_tokens=12, early_stop=False), IN_ORDER
     elif llm.config.in_parts:
@@ -78,7 +80,7 @@ def tokens_of(llm: LLM, wanted: str) -> dict[str, list[list[int]]]:
             name: llm.generate(CONTEXT, sampling=sampling.changed(prefilling=chunks | case))
             for name, case in PREPARED.items()
         }
-    return {name: [list(output.token_ids) for output in outputs] for name, outputs in found.items()}
+    return found
 
 
 def main(family: str, wanted: str, counts: list[int]) -> None:
@@ -98,8 +100,10 @@ def main(family: str, wanted: str, counts: list[int]) -> None:
             kv_pool="16MiB",
             **options,
         ) as llm:
-            tokens, logits = tokens_of(llm, wanted), llm.logits([PROMPTS[1]])[0, -1, :8].tolist()
-            told = {"cards": cards, "tokens": tokens, "logits": logits, "weights": llm.account.weights}
+            found, logits = outputs_of(llm, wanted), llm.logits([PROMPTS[1]])[0, -1, :8].tolist()
+            told: dict[str, Any] = {"cards": cards, "logits": logits, "weights": llm.account.weights}
+            told["tokens"] = {name: [list(one.token_ids) for one in case] for name, case in found.items()}
+            told["evaluations"] = {name: [one.nfe for one in case] for name, case in found.items()}
             matrices = 1 if llm.config.tied_head else 2
             told |= {"compiled": llm.executables.compiled, "loaded": llm.executables.loaded}
             told |= {"ids": llm.config.vocab_size, "id_bytes": 4 * matrices * llm.config.hidden_size}

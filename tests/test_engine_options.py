@@ -82,9 +82,8 @@ def test_every_command_that_loads_an_engine_takes_every_field(command: str):
 
 
 def test_a_plan_takes_every_field_that_changes_memory():
-    """But for the adapter of drafts, which a plan does not count."""
     options = options_of("plan")
-    left_out = {"cache_dir", "verifier_shares_ids", "plain_drafts"}
+    left_out = {"cache_dir", "verifier_shares_ids"}
     assert FIELDS.keys() - options.keys() == FOR_PYTHON | left_out
     for name in FIELDS.keys() & options.keys() - {"model"}:
         assert (options[name].default, options[name].help) == (FIELDS[name].default, HELPS[name])

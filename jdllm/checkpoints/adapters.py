@@ -1,5 +1,6 @@
 """Adapters that checkpoints bring in a directory of their own, in the format of PEFT."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -42,17 +43,14 @@ def load_adapter(path: Path, config: ModelConfig, dtype: str, *, load_weights: b
     Raises `CheckpointError` for a configuration that is not followed, and for tensors that are missing,
     unknown, of another shape, or of a type that cannot be loaded.
     """
-    name = FAMILIES[config.family].draft_adapter
-    if name is None or not (path / name / _CONFIG).is_file():
+    directory = _directory(path, config)
+    if directory is None:
         return None
-    file = path / name / _WEIGHTS
-    rank, scale = _configured(path / name / _CONFIG)
+    file = directory / _WEIGHTS
+    rank, scale = _configured(directory / _CONFIG)
     if not file.is_file():
-        raise CheckpointError(f"{path / name} has {_CONFIG} and no {_WEIGHTS}")
-    shapes = {
-        "A": (rank, config.num_heads * config.head_dim),
-        "B": (config.hidden_size, rank),
-    }
+        raise CheckpointError(f"{directory} has {_CONFIG} and no {_WEIGHTS}")
+    shapes = _shapes(config, rank)
     index = _checked(file, {_tensor(i, m): shapes[m] for i in range(config.num_layers) for m in shapes})
 
     def stacked(matrix: str, factor: float) -> Any:
@@ -64,6 +62,33 @@ def load_adapter(path: Path, config: ModelConfig, dtype: str, *, load_weights: b
         return jnp.asarray(np.stack(read), dtype)
 
     return DraftAdapter(stacked("A", 1), stacked("B", scale))
+
+
+def adapter_bytes(path: Path, config: ModelConfig, dtype: str) -> int:
+    """Bytes on the device of the adapter that `load_adapter` would load; 0 where the checkpoint has none.
+
+    Arguments:
+    - `path`, `dtype`: of `load_adapter`. No weights are read.
+    - `config`: the model; on several cards the part of each (`ModelConfig.on_card`).
+
+    Raises `CheckpointError` for a configuration that is not followed.
+    """
+    directory = _directory(path, config)
+    if directory is None:
+        return 0
+    shapes = _shapes(config, _configured(directory / _CONFIG)[0])
+    return config.num_layers * sum(map(math.prod, shapes.values())) * jnp.dtype(dtype).itemsize
+
+
+def _directory(path: Path, config: ModelConfig) -> Path | None:
+    """Where a checkpoint has its adapter for drafts; `None` where it has none."""
+    name = FAMILIES[config.family].draft_adapter
+    return path / name if name is not None and (path / name / _CONFIG).is_file() else None
+
+
+def _shapes(config: ModelConfig, rank: int) -> dict[str, tuple[int, int]]:
+    """Of the two matrices of each layer."""
+    return {"A": (rank, config.num_heads * config.head_dim), "B": (config.hidden_size, rank)}
 
 
 def _tensor(layer: int, matrix: str) -> str:

@@ -102,7 +102,7 @@ class Shown(OptionGroup):
     as_json: Json = False
 
 
-@takes_options("cache_dir", "verifier_shares_ids", "plain_drafts")
+@takes_options("cache_dir", "verifier_shares_ids")
 @takes_groups
 def plan(
     model: Annotated[
@@ -176,7 +176,16 @@ def _asked(given: Mapping[str, Any], config: Path, card: "Card", step: Step) -> 
         "max_context": given["max_context"],
         "kv_pool": None if kv_pool is None else parse_bytes(kv_pool, "--kv-pool"),
     }
-    return StepQuestion(workload, card, less(budget, verifier), step.context, sizes, verifier)
+    adapter = 0 if given["plain_drafts"] else _adapter_bytes(config, workload)
+    budget = less(budget, verifier + adapter)
+    return StepQuestion(workload, card, budget, step.context, sizes, verifier, adapter)
+
+
+def _adapter_bytes(config: Path, workload: "Workload") -> int:
+    """Bytes of the adapter with which a model drafts, where its checkpoint brings one."""
+    from jdllm.checkpoints.adapters import adapter_bytes
+
+    return adapter_bytes(_directory(config), workload.config, workload.dtype)
 
 
 def _verifier_bytes(source: str, workload: "Workload", rows: int) -> int:
@@ -361,6 +370,11 @@ def _dtype(path: Path, config: "ModelConfig", dtype: str) -> str:
     if dtype not in names:
         raise ConfigError(f"--dtype is {dtype!r}, expected one of {', '.join(names)}")
     try:
-        return resolve_dtype(path if path.is_dir() else path.parent, config, dtype)
+        return resolve_dtype(_directory(path), config, dtype)
     except CheckpointError:
         return "bfloat16"
+
+
+def _directory(path: Path) -> Path:
+    """The directory of a checkpoint, of which `path` may be the config.json."""
+    return path if path.is_dir() else path.parent

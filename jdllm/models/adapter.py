@@ -1,11 +1,11 @@
 """An adapter of low rank on the output projections of attention, with which a model drafts."""
 
+import math
 from typing import NamedTuple
 
 from jaxtyping import Array, Float
 
 from jdllm.models.config import ModelConfig
-from jdllm.models.leaf import nbytes
 from jdllm.models.weights import Params, layer_runs
 
 DOWN, UP = "o_down", "o_up"
@@ -24,8 +24,8 @@ class DraftAdapter(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Bytes on the device."""
-        return nbytes(self.down) + nbytes(self.up)
+        """Bytes on the device; on several cards on each of them."""
+        return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in self)
 
 
 class Drafting(NamedTuple):

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jdllm.errors import ConfigError
+from jdllm.models.adapter import DraftAdapter
 from jdllm.models.cards import ADDRESSES, AXIS
 from jdllm.models.config import ModelConfig
 from jdllm.models.leaf import VocabularyPart
@@ -98,6 +99,19 @@ def _repeated(weight: Any, config: ModelConfig, copies: int) -> Any:
         return jnp.repeat(heads, copies, axis=1).reshape(layers, rows * copies, *columns)
 
     return jax.jit(repeat, out_shardings=at)(weight)
+
+
+def adapter_in_parts(adapter: DraftAdapter, config: ModelConfig) -> DraftAdapter:
+    """An adapter for drafts as a step takes it.
+
+    A card has the part of `down` that multiplies its heads, and all of `up`. So it adds its part to what it
+    has of the output projection, and the sum over cards is that of both.
+    """
+    if config.cards == 1:
+        return adapter
+    mesh = _mesh(config, None)
+    down = jax.device_put(adapter.down, NamedSharding(mesh, PartitionSpec(None, None, AXIS)))
+    return DraftAdapter(down, jax.device_put(adapter.up, NamedSharding(mesh, PartitionSpec())))
 
 
 def card_bytes(params: Params) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jdllm.checkpoints.adapters import load_adapter
+from jdllm.checkpoints.adapters import adapter_bytes, load_adapter
 from jdllm.checkpoints.loading import load_params
 from jdllm.errors import CheckpointError
 from jdllm.execution.transformer import forward
@@ -47,7 +47,8 @@ def test_matrices_are_stacked_with_their_scale(dtype: str):
             expected = jnp.asarray(scale * tensors[NAME.format(layer, matrix)], dtype)
             np.testing.assert_array_equal(found[layer], expected)
     size = sum(x.size for x in tensors.values())
-    assert adapter.bytes == size * jnp.dtype(dtype).itemsize
+    counted = adapter_bytes(NEMOTRON.directory, MODEL, dtype)
+    assert counted == adapter.bytes == size * jnp.dtype(dtype).itemsize
 
 
 def test_sixteen_bit_files(copied: Path):
@@ -88,6 +89,7 @@ def test_an_adapter_adds_a_product_to_the_output_projections():
 
 def test_models_without_an_adapter(tmp_path: Path):
     assert load_adapter(tmp_path, MODEL, "float32", load_weights=True) is None
+    assert adapter_bytes(tmp_path, MODEL, "float32") == 0
     assert (
         load_adapter(NEMOTRON.directory, config_from_hf(LLADA.directory), "float32", load_weights=True)
         is None

@@ -98,8 +98,8 @@ def _check(spec: RequestSpec, causal: EngineParts, drafting: Drafting) -> None:
     elif drafting.adapter is None and not drafting.plain:
         raise RequestError(
             "self-speculation drafts with an adapter, and the model was loaded without one (a checkpoint has"
-            " it in linear_spec_lora, and several cards have none): load the model with plain_drafts=True"
-            " (--plain-drafts) to draft with its own weights"
+            " it in linear_spec_lora): load the model with plain_drafts=True (--plain-drafts) to draft with"
+            " its own weights"
         )
 
 
