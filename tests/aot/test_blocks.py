@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks.shapes import CAUSAL_SHAPES
+from benchmarks.shapes import BLOCK_SHAPES, CAUSAL_SHAPES
 from jdllm.decoding.blocks import store_and_step, store_blocks
 from jdllm.decoding.causal import prefill
 from jdllm.decoding.sampling import SamplingParams
@@ -19,10 +19,14 @@ from jdllm.models.weights import abstract_params
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.aot import compile_for
 from jdllm.planning.ladder import Entry
+from jdllm.planning.plan import UNLIMITED, Bucket, Workload, plan_bucket
+from jdllm.serving.ahead import later
 from jdllm.serving.blocks.packing import Form, pack_blocks, with_choices
 from jdllm.serving.blocks.request import BlockRequest, block_spec
 from jdllm.serving.blocks.step_packing import pack_steps
+from jdllm.serving.launch import Launch
 from jdllm.serving.pool.kv_pool import KvPool
+from jdllm.serving.request import of_class
 from tests.aot.chains import chain_of
 
 pytestmark = pytest.mark.aot
@@ -76,10 +80,47 @@ def test_blocks_are_stored_in_place_with_a_step(count: int, tile_rows: int):
         assert (chain.of_layers, chain.between, chain.constants) == (9 * config.num_layers, [], set())
 
 
+@pytest.mark.parametrize("count", [1, COUNT])
+def test_blocks_are_entered_ahead_within_the_plan_of_a_step(count: int):
+    """Each request has rows of a block whose tokens the host has not seen, and of the next block. An engine
+    has room for a sixteenth more than the plan."""
+    config = BLOCK_SHAPES["sdar-8b"]
+    requests, pool = ahead(config, count)
+    entry = Entry(2 * 32 * count, 32 * count, max(count, 8), 1)
+    candidates = [request.candidates() for request in requests]
+    packed = pack_steps(requests, candidates, config, pool.book, entry, 16384, 8)
+    assert np.count_nonzero(packed.source >= 0) == 32 * count
+    static = STEP_STATIC | {"config": config, "mask_id": config.mask_id, "chained": count == 1}
+    left: Any = jax.ShapeDtypeStruct((2048,), np.int32)
+    arguments = *packed.arguments, Unseen(left, left, packed.source)
+    plan = plan_bucket(Workload(config), Bucket(entry.rows, entry.rows, entry.head_rows), UNLIMITED)
+    most = plan.activation.peak_bytes * 17 // 16
+    check_in_place(config, store_and_step, arguments, pool, static, most)
+
+
+def ahead(config: ModelConfig, count: int) -> tuple[list[BlockRequest], KvPool]:
+    """Requests as they will be behind a step that ends a block of each, with a thousand stored rows."""
+    pool = KvPool(config, "bfloat16", PAGES)
+    sampling = SamplingParams(gen_length=64, block_length=32, steps=2)
+    requests = [BlockRequest(block_spec(np.arange(1, 1057), sampling, config), i) for i in range(count)]
+    for request in requests:
+        pool.admit(request)
+        request.find(request.known)
+    asked = [request.candidates() for request in requests]
+    step = Launch(lambda: None, asked, [None] * count, left_at=range(0, 32 * count, 32))
+    entered = [later(request, step, i) for i, request in enumerate(requests)]
+    return of_class(BlockRequest, [request for request in entered if request is not None]), pool
+
+
 def check_in_place(
-    config: ModelConfig, function: Any, arguments: tuple[Any, ...], pool: KvPool, static: dict[str, Any]
+    config: ModelConfig,
+    function: Any,
+    arguments: tuple[Any, ...],
+    pool: KvPool,
+    static: dict[str, Any],
+    most: int = 1024 * MIB,
 ) -> str:
-    """Compile a part that fills the pool, and return its text."""
+    """Compile a part that fills the pool and takes `most` bytes besides, and return its text."""
     params = abstract_params(config, "bfloat16")
     executable: Any = compile_for(
         "h200", function, params, *arguments, pool.abstract, donate=("pool",), **static
@@ -87,7 +128,7 @@ def check_in_place(
     memory, text = executable.memory_analysis(), executable.as_text()
     pool_bytes = 2 * config.num_layers * PAGES * PAGE_ROWS * config.num_kv_heads * config.head_dim * 2
     assert memory.alias_size_in_bytes >= pool_bytes
-    assert memory.temp_size_in_bytes < 1024 * MIB, memory.temp_size_in_bytes / MIB
+    assert memory.temp_size_in_bytes < most, (memory.temp_size_in_bytes / MIB, most / MIB)
     # The compiler tries a sum over a layer's weights on a copy of all layers, for which there is no room.
     stacked = re.compile(rf"bf16\[{config.num_layers},\d{{4,}},\d+\]\S* parameter")
     for computation in re.findall(r"\n%fused[^\n]*\{\n((?:  .*\n)*)", text):
