@@ -169,14 +169,14 @@ class SamplingParams:
     - `priority` (0): the lowest number starts first and is served first, as in vLLM. Tokens do not depend on
       `priority`. Nobody who runs is stopped for others.
 
-    Models that generate in several ways (Nemotron-Labs-Diffusion, and block models with unshifted logits)
+    Models that generate in several ways (Nemotron-Labs-Diffusion, and other block models)
     - `generation_mode` (`None`: "diffusion"): which way a request takes. "diffusion" fills one block after
       another, and takes the parameters of a block model. "autoregressive" generates one token after another,
       and takes the parameters of a causal model. "self_speculation" gives the same tokens as "autoregressive"
       at temperature 0: the model drafts a block of `block_length` and verifies the draft. `transfer` says
       which masks of a draft an evaluation fills, by default all. Of block models without a causal context
-      (SDAR, LLaDA2.0) the tokens are those of `block_length` 1. The published way to verify drafts of such
-      models is the `transfer` "lossy_speculation", which has other tokens.
+      (SDAR, LLaDA2.0, Fast-dLLM v2) the tokens are those of `block_length` 1. The published way to verify
+      drafts of SDAR and LLaDA2.0 is the `transfer` "lossy_speculation", which has other tokens.
 
     Causal models (Llama, Mistral, Qwen2, Qwen3), which generate one token after another
     - `repetition_penalty` (1.0): for causal models only: divides the positive logits of ids that occur in the
