@@ -29,7 +29,7 @@ Remasking = Literal["low_confidence", "random"]
 Transfer = Annotated[str, OneOf(functools.partial(rule_names, "transfer"))]
 DreamAlgorithm = Annotated[str, OneOf(functools.partial(rule_names, "alg"))]
 Cache = Annotated[str, OneOf(cache_names)]
-GenerationMode = Literal["autoregressive", "diffusion", "self_speculation"]
+GenerationMode = Literal["autoregressive", "diffusion", "bidirectional", "self_speculation"]
 
 _OFFICIAL_TOP_K = 50
 
@@ -171,12 +171,14 @@ class SamplingParams:
 
     Models that generate in several ways (Nemotron-Labs-Diffusion, and other block models)
     - `generation_mode` (`None`: "diffusion"): which way a request takes. "diffusion" fills one block after
-      another, and takes the parameters of a block model. "autoregressive" generates one token after another,
-      and takes the parameters of a causal model. "self_speculation" gives the same tokens as "autoregressive"
-      at temperature 0: the model drafts a block of `block_length` and verifies the draft. `transfer` says
-      which masks of a draft an evaluation fills, by default all. Of block models without a causal context
-      (SDAR, LLaDA2.0, Fast-dLLM v2) the tokens are those of `block_length` 1. The published way to verify
-      drafts of SDAR and LLaDA2.0 is the `transfer` "lossy_speculation", which has other tokens.
+      another, and takes the parameters of a block model. "bidirectional" does so too, but all tokens of the
+      prompt see each other, and so do those of a block (Nemotron-Labs-Diffusion). "autoregressive" generates
+      one token after another, and takes the parameters of a causal model. "self_speculation" gives the same
+      tokens as "autoregressive" at temperature 0: the model drafts a block of `block_length` and verifies the
+      draft. `transfer` says which masks of a draft an evaluation fills, by default all. Of block models
+      without a causal context (SDAR, LLaDA2.0, Fast-dLLM v2) the tokens are those of `block_length` 1. The
+      published way to verify drafts of SDAR and LLaDA2.0 is the `transfer` "lossy_speculation", which has
+      other tokens.
 
     Causal models (Llama, Mistral, Qwen2, Qwen3), which generate one token after another
     - `repetition_penalty` (1.0): for causal models only: divides the positive logits of ids that occur in the

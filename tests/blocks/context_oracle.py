@@ -4,16 +4,39 @@ from collections.abc import Callable
 
 import numpy as np
 
+from tests.blocks.lossy_oracle import SeenLogits
 from tests.decoding.slow_rules import Asked, Rule, committed
 
 Logits = Callable[[np.ndarray, int], np.ndarray]
 """(ids, how many of the first rows are causal; the others see all) -> logits of each row."""
 
 
+def both_ways(seen: SeenLogits, prompt: int, length: int) -> Logits:
+    """Logits where rows of the prompt see each other, and those of each block all up to its end.
+
+    Arguments:
+    - `seen`: of the model; `prompt`, `length`: how many tokens the prompt and a block have.
+    """
+
+    def of(tokens: np.ndarray, causal: int) -> np.ndarray:
+        row = np.arange(len(tokens))
+        ends = np.where(row < prompt, prompt, prompt + ((row - prompt) // length + 1) * length)
+        return seen(tokens, ends)
+
+    return of
+
+
 def generate(
-    logits_of: Logits, prompt: np.ndarray, blocks: int, length: int, mask_id: int, threshold: float | None
+    logits_of: Logits,
+    prompt: np.ndarray,
+    blocks: int,
+    length: int,
+    mask_id: int,
+    threshold: float | None,
+    *,
+    foretold: bool = True,
 ) -> list[np.ndarray]:
-    """The sequence after each step, the first token of a block being one.
+    """The sequence after each step, the first token of a block being one where it is `foretold`.
 
     Arguments:
     - `prompt`: int32 ids.
@@ -23,8 +46,9 @@ def generate(
     tokens, states = np.append(prompt, np.full(blocks * length, mask_id)), []
     for start in range(len(prompt), len(tokens), length):
         stop = start + length
-        tokens[start] = logits_of(tokens[:start], start)[-1].argmax()
-        states.append(tokens.copy())
+        if foretold:
+            tokens[start] = logits_of(tokens[:start], start)[-1].argmax()
+            states.append(tokens.copy())
         while (tokens[start:stop] == mask_id).any():
             rows = start + np.flatnonzero(tokens[start:stop] == mask_id)
             logits = logits_of(tokens[:stop], start)[rows].astype(np.float64)

@@ -71,8 +71,10 @@ def speculative_runs(*, adapter: bool) -> list[Generated]:
     return runs
 
 
-def diffusion_runs() -> list[Run]:
-    """Those with a causal context. A batch is as many runs; its rows share the loop, and nothing else.
+def diffusion_runs(*, causal: bool = True) -> list[Run]:
+    """Those with a causal context, or those without.
+
+    A batch is as many runs; its rows share the loop, and nothing else.
 
     Recorded is what each forward finds. What it changes is seen in the next. The last forward stores the last
     block, which jdllm never does. The published loop looks for the end of the text after a step only: where
@@ -80,7 +82,7 @@ def diffusion_runs() -> list[Run]:
     """
     tensors, runs = NEMOTRON.tensors("trajectories"), []
     for name, case in cases("dlm").items():
-        if not case["causal_context"]:
+        if case["causal_context"] != causal:
             continue
         rule = {"transfer": "threshold", "threshold": case["threshold"]} if case["threshold"] else {}
         sampling = SamplingParams(
@@ -89,6 +91,7 @@ def diffusion_runs() -> list[Run]:
             stop_token_ids=stop_ids(case),
             stop_in_block=True,
             return_history=True,
+            generation_mode="diffusion" if causal else "bidirectional",
             **rule,
         )
         states = np.where(tensors[f"{name}.forward_states"] < 0, MASK, tensors[f"{name}.forward_states"])

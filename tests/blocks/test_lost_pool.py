@@ -11,15 +11,16 @@ from jdllm.serving.updates import Ended
 from tests.blocks.recorded_nemotron import NEMOTRON
 
 PROMPT = list(range(200, 290))
-SIZES: dict[str, Any] = {"max_num_batched_tokens": 128, "kv_pool": "1MiB", "progress": False}
+SIZES: dict[str, Any] = {"kv_pool": "1MiB", "progress": False}
 
 
-@pytest.mark.parametrize("mode", ["diffusion", "autoregressive", "self_speculation"])
+@pytest.mark.parametrize("mode", ["diffusion", "bidirectional", "autoregressive", "self_speculation"])
 @pytest.mark.parametrize("parts", [5, 12])
 def test_a_lost_pool_is_computed_again(mode: Any, parts: int, monkeypatch: pytest.MonkeyPatch):
     """Another's prompt takes the pool."""
     sampling = SamplingParams(gen_length=80, early_stop=False, generation_mode=mode)
-    with LLM(NEMOTRON.directory, **SIZES) as llm:
+    rows = 192 if mode == "bidirectional" else 128  # for the whole prompt
+    with LLM(NEMOTRON.directory, max_num_batched_tokens=rows, **SIZES) as llm:
         [expected] = llm.generate(prompt_token_ids=[PROMPT], sampling=sampling)
         engine, updates = llm.engine, list[Any]()
         engine.pool.forget_contents()

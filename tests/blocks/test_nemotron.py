@@ -10,6 +10,7 @@ import pytest
 
 from jdllm.checkpoints.conversion import to_native
 from jdllm.checkpoints.loading import load_params
+from jdllm.decoding.block_sampling import check_blocks
 from jdllm.decoding.causal_sampling import check_causal, check_denoising
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
@@ -21,7 +22,8 @@ from jdllm.outputs import RequestOutput
 from jdllm.serving.demands import Kind
 from jdllm.serving.updates import PartDone, StepUpdate
 from tests.blocks import context_oracle, recorded
-from tests.blocks.context_oracle import Logits
+from tests.blocks.conftest import seen_sequences
+from tests.blocks.context_oracle import Logits, both_ways
 from tests.blocks.recorded import Run
 from tests.blocks.recorded_nemotron import (
     MASK,
@@ -33,7 +35,11 @@ from tests.blocks.recorded_nemotron import (
 )
 from tests.helpers import slow
 
-AUTOREGRESSIVE, DIFFUSION = autoregressive_runs(), diffusion_runs()
+AUTOREGRESSIVE, DIFFUSION, BIDIRECTIONAL = (
+    autoregressive_runs(),
+    diffusion_runs(),
+    diffusion_runs(causal=False),
+)
 SPECULATIVE, ADAPTED = (speculative_runs(adapter=adapter) for adapter in (False, True))
 SPECULATION: dict[str, Any] = {"generation_mode": "self_speculation"}
 FREE = SamplingParams(gen_length=16, early_stop=False, return_history=True)
@@ -82,15 +88,16 @@ def check(output: RequestOutput, run: Generated | Run) -> None:
         assert (output.token_ids, output.nfe) == (run.output, run.nfe), run.name
 
 
-def test_all_runs_but_those_with_a_thinking_budget_or_without_a_causal_context():
+def test_all_runs_but_those_with_a_thinking_budget():
     assert [run.name for run in AUTOREGRESSIVE] == ["ar_p9", "ar_p40", "ar_eos"]
-    assert (len(DIFFUSION), len(SPECULATIVE), len(ADAPTED)) == (10, 6, 4)
+    assert (len(DIFFUSION), len(BIDIRECTIONAL), len(SPECULATIVE), len(ADAPTED)) == (10, 1, 6, 4)
 
 
 @pytest.mark.parametrize(
     "run",
     [
         *AUTOREGRESSIVE,
+        *BIDIRECTIONAL,
         *(run if i % 3 == 0 else slow(run) for i, run in enumerate([*DIFFUSION, *SPECULATIVE])),
     ],
     ids=lambda run: run.name,
@@ -101,7 +108,7 @@ def test_alone(llm: LLM, run: Generated | Run):
 
 
 def test_all_together(llm: LLM):
-    runs = [*AUTOREGRESSIVE, *DIFFUSION, *SPECULATIVE]
+    runs = [*AUTOREGRESSIVE, *DIFFUSION, *BIDIRECTIONAL, *SPECULATIVE]
     prompts, sampling = [run.prompt for run in runs], [run.sampling for run in runs]
     for output, run in zip(llm.generate(prompt_token_ids=prompts, sampling=sampling), runs, strict=True):
         check(output, run)
@@ -149,6 +156,34 @@ def test_long_prompts_in_parts(llm: LLM, logits_of: Logits, threshold: float | N
     for output, (ids, _), (_, length) in zip(outputs, asked, lengths, strict=True):
         given = logits_of, ids, -(-16 // length), length, MASK, threshold
         np.testing.assert_array_equal(output.history, context_oracle.generate(*given))
+
+
+@pytest.mark.parametrize("threshold", [None, slow(0.3)])
+def test_contexts_that_are_not_causal(llm: LLM, threshold: float | None):
+    """Prompts across pages, twice: then their full pages are there, and blocks do not depend on others'."""
+    rule = {"transfer": "threshold", "threshold": threshold} if threshold else {}
+    asked = [(prompt(n, 5), length) for n, length in [(190, 16), (64, 8), (1, 3), (125, 8)]]
+    sampling = [FREE.changed(generation_mode="bidirectional", block_length=b, **rule) for _, b in asked]
+    params = load_params(NEMOTRON.directory, llm.config, "float32")
+    seen, turns = seen_sequences(params, llm.config), []
+    for _ in range(2):
+        outputs = llm.generate(prompt_token_ids=[ids for ids, _ in asked], sampling=sampling)
+        for output, (ids, length) in zip(outputs, asked, strict=True):
+            given = both_ways(seen, len(ids), length), ids, -(-16 // length), length, MASK, threshold
+            expected = context_oracle.generate(*given, foretold=False)
+            np.testing.assert_array_equal(output.history, expected)
+        turns.append([output.num_cached_tokens for output in outputs])
+    assert turns == [[0, 0, 0, 0], [128, 0, 0, 64]]
+    [causal] = llm.generate(prompt_token_ids=[asked[0][0]], sampling=FREE)
+    assert causal.num_cached_tokens == 0
+
+
+def test_prompts_that_one_part_does_not_hold(llm: LLM):
+    bidirectional = FREE.changed(generation_mode="bidirectional")
+    with pytest.raises(RequestError, match="takes 193 rows, and a part has at most 192: shorten the prompt"):
+        llm.generate(prompt_token_ids=[prompt(193)], sampling=bidirectional)
+    with pytest.raises(RequestError, match="generation_mode is 'bidirectional', expected 'diffusion' or"):
+        check_blocks(bidirectional)
 
 
 def test_both_ways_share_what_is_stored(llm: LLM):

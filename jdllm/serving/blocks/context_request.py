@@ -1,4 +1,4 @@
-"""Requests that fill blocks behind a causal context, which gives the first token of each block."""
+"""Requests that fill blocks counted from the end of the prompt, behind a causal context or another one."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,6 +16,9 @@ from jdllm.models.config import ModelConfig
 from jdllm.serving.blocks.request import BlockRequest, BlockSpec, steps_of_block
 from jdllm.serving.spec import Block, check_stops, checked_ids, mask_id_of
 
+_WHOLE = 1 << 30
+"""Longer than any part that is stored at once, whose rows all see each other then."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ContextSpec(BlockSpec):
@@ -23,11 +26,19 @@ class ContextSpec(BlockSpec):
 
     - `blocks`: counted from the end of the prompt. The evaluation that stores what lies before a block gives
       the first token of the block; steps fill the other positions.
+    - `bidirectional`: the rows of the prompt see each other, and so do those of each finished block. Then
+      steps fill all positions.
     """
+
+    bidirectional: bool = False
 
     @property
     def foretold(self) -> bool:
-        return True
+        return not self.bidirectional
+
+    @property
+    def seen_length(self) -> int:
+        return _WHOLE if self.bidirectional else self.block_length
 
     @property
     def stored_rows(self) -> int:
@@ -57,6 +68,8 @@ def context_spec(
     sampling: SamplingParams,
     config: ModelConfig,
     decode: Decode | None = None,
+    *,
+    bidirectional: bool = False,
 ) -> ContextSpec:
     """A request that appends blocks to `prompt` and fills them one after another.
 
@@ -64,9 +77,10 @@ def context_spec(
     - `prompt`: int32 ids `[length]`, at least one.
     - `sampling`: without a `generation_mode`. Its `gen_length` need not fill whole blocks: what is filled
       beyond is not returned. The blocks that `gen_length` takes, rounded up, share `steps`, which fill all
-      positions of a block but the first.
+      positions of a block, but the first where the context is causal.
     - `config`: the model, whose finished rows are causal.
     - `decode`: ids to text, for stop strings.
+    - `bidirectional`: whether the context is not causal.
 
     Raises `RequestError` for parameters that such requests have no use for, an empty prompt, an id outside
     the vocabulary, a mask id in the prompt, a block of more rows than a page has, `steps` that do not divide,
@@ -86,7 +100,8 @@ def context_spec(
     if length > PAGE_ROWS:
         raise RequestError(f"block_length is {length}, expected at most {PAGE_ROWS}")
     start, returned = len(prompt), min(sampling.max_tokens or sampling.gen_length, sampling.gen_length)
-    table = step_table(sampling, max(length - 1, 1), steps_of_block(sampling, length), length)
+    filled = length if bidirectional else max(length - 1, 1)
+    table = step_table(sampling, filled, steps_of_block(sampling, length), length)
     starts = range(start, start + returned, length)
     blocks = tuple(Block(at, at + length, length, table) for at in starts)
     tokens = np.concatenate([prompt, np.full(length * len(blocks), mask_id, np.int32)])
@@ -103,7 +118,23 @@ def context_spec(
         decode=decode,
         segment=segment_row(sampling, config),
         block_length=length,
+        bidirectional=bidirectional,
     )
+
+
+def check_at_once(spec: ContextSpec, rows: int) -> None:
+    """Raise `RequestError` where the prompt or a block of a bidirectional request is too long for one part.
+
+    Arguments:
+    - `rows`: that a part stores at most, counted from the page in which it begins.
+    """
+    longest = max(len(spec.prompt), *(one.start % PAGE_ROWS + spec.block_length for one in spec.blocks))
+    if spec.bidirectional and longest > rows:
+        raise RequestError(
+            "generation_mode 'bidirectional' reads the prompt at once, and each block: this takes"
+            f" {longest} rows, and a part has at most {rows}: shorten the prompt, raise"
+            " max_num_batched_tokens, or set generation_mode='diffusion'"
+        )
 
 
 class ContextRequest(BlockRequest):
@@ -111,7 +142,17 @@ class ContextRequest(BlockRequest):
 
     def __init__(self, spec: ContextSpec, id: int = 0):
         super().__init__(spec, id)
-        self.content = b""  # rows of the context do not depend on blocks
+        # Rows of a causal context do not depend on blocks. Others depend on where the prompt ends.
+        whole = [np.array([spec.block_length], np.int32), spec.prompt] if spec.bidirectional else []
+        self.content = b"".join(part.tobytes() for part in whole)
+
+    @property
+    def storable(self) -> int:
+        if self.foretold:
+            return self.known
+        start, length = len(self.spec.prompt), self.block_length
+        blocks = max(self.computed - start + length, 0) // length
+        return min(start + blocks * length, self.known)
 
     def _enter(self) -> None:
         self.known = self.block.start

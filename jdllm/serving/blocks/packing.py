@@ -67,7 +67,7 @@ class PackedChoices(NamedTuple):
 
 def part_of(request: BlockRequest, chunk: int) -> range:
     """The tokens of a request that its next part stores: up to `chunk`, whole pages, unless these are all."""
-    return range(request.computed, min(request.known, request.computed // PAGE_ROWS * PAGE_ROWS + chunk))
+    return range(request.computed, min(request.storable, request.computed // PAGE_ROWS * PAGE_ROWS + chunk))
 
 
 def pages_of(rows: int) -> int:
@@ -125,7 +125,8 @@ def pack_blocks(
         rows = slice(start, start + len(part))
         tokens[rows] = request.tokens[part.start : part.stop]
         positions[rows] = part
-        own = dataclasses.replace(config, block_length=request.seen_length)
+        causal = config.causal_context and request.foretold
+        own = dataclasses.replace(config, block_length=request.seen_length, causal_context=causal)
         seen_by_each = seen_range(own, positions[rows], part.stop)
         assert seen_by_each is not None  # rows of a block model do not see everything
         first, end = seen_by_each

@@ -169,6 +169,11 @@ class BlockRequest(Request):
         return self.computed == self.known
 
     @property
+    def storable(self) -> int:
+        """How many of the first tokens are stored when the next part is, if this part has room for all."""
+        return self.known
+
+    @property
     def editing(self) -> bool:
         """Whether steps replace committed tokens of their block."""
         return self.sampling.editing_threshold is not None

@@ -15,7 +15,13 @@ from jdllm.models.adapter import Drafting
 from jdllm.models.config import ModelConfig
 from jdllm.planning.ladder import make_causal_ladder, make_ladder
 from jdllm.serving.background import Background
-from jdllm.serving.blocks.context_request import ContextRequest, ContextSpec, check_context, context_spec
+from jdllm.serving.blocks.context_request import (
+    ContextRequest,
+    ContextSpec,
+    check_at_once,
+    check_context,
+    context_spec,
+)
 from jdllm.serving.blocks.runner import BlockRunner
 from jdllm.serving.causal.request import CausalRequest, CausalSpec, causal_spec
 from jdllm.serving.demands import Kind
@@ -27,7 +33,12 @@ from jdllm.serving.spec import RequestSpec
 from jdllm.serving.speculation.request import SpeculativeRequest, SpeculativeSpec, as_causal, speculative_spec
 from jdllm.serving.speculation.runner import SpeculativeRunner
 
-_CHECKS = {"autoregressive": check_causal, "diffusion": check_context, "self_speculation": check_drafting}
+_CHECKS = {
+    "autoregressive": check_causal,
+    "diffusion": check_context,
+    "bidirectional": check_context,
+    "self_speculation": check_drafting,
+}
 
 
 class CausalContext:
@@ -50,8 +61,8 @@ class CausalContext:
         bos_id: int | None = None,
     ) -> RequestSpec:
         mode, own = _mode_of(sampling), _of_one_way(sampling)
-        if mode == "diffusion":
-            return context_spec(prompt, own, config, decode)
+        if mode in ("diffusion", "bidirectional"):
+            return context_spec(prompt, own, config, decode, bidirectional=mode == "bidirectional")
         if mode == "autoregressive":
             return causal_spec(prompt, own, as_causal(config), decode, bos_id)
         assert config.block_length is not None  # a block model has one
@@ -78,7 +89,7 @@ class CausalContext:
         return dataclasses.replace(
             causal,
             launchers={**causal.launchers, **own},
-            check=lambda spec: _check(spec, causal, extras.drafting),
+            check=lambda spec: _check(spec, causal, extras.drafting, blocks.chunk),
             costs=CostsOf({CausalSpec: causal.costs, ContextSpec: blocks, SpeculativeSpec: drafts}),
             compiled=(*causal.compiled, blocks, drafts),
             head_rows=max(causal.head_rows, ladder.head_rows),
@@ -87,12 +98,15 @@ class CausalContext:
         )
 
 
-def _check(spec: RequestSpec, causal: EngineParts, drafting: Drafting) -> None:
+def _check(spec: RequestSpec, causal: EngineParts, drafting: Drafting, chunk: int) -> None:
     """Raise `JdllmError` for a request that an engine cannot serve.
 
     Arguments:
     - `causal`: of those that generate one token after another.
+    - `chunk`: rows that a part stores at most.
     """
+    if isinstance(spec, ContextSpec):
+        check_at_once(spec, chunk)
     if not isinstance(spec, SpeculativeSpec):
         causal.check(spec)
     elif drafting.adapter is None and not drafting.plain:
