@@ -127,14 +127,16 @@ def plan(
     """
     memory = source.given["memory"]
     card = _card(step.target, memory)
-    asked = _asked(source.given, _config_path(model), card, step)
+    path = _config_path(model)
+    asked = _asked(source.given, path, card, step)
     if asked.workload.config.in_parts:
         if long.prefilling is not None:
             kind = "causal" if asked.workload.config.in_order else "block"
             raise ConfigError(
                 f"--prefilling is for models that see all tokens: leave it out for a {kind} model"
             )
-        _plan_parts(asked, shown.as_json)
+        drafts = not source.given["plain_drafts"]
+        _plan_parts(asked, _adapter_bytes(path, asked.workload) if drafts else 0, shown.as_json)
     elif long.prefilling is not None:
         _plan_prefilling(asked, long.prefilling, _question(step.context, long), shown.as_json)
     else:
@@ -176,16 +178,7 @@ def _asked(given: Mapping[str, Any], config: Path, card: "Card", step: Step) -> 
         "max_context": given["max_context"],
         "kv_pool": None if kv_pool is None else parse_bytes(kv_pool, "--kv-pool"),
     }
-    adapter = 0 if given["plain_drafts"] else _adapter_bytes(config, workload)
-    budget = less(budget, verifier + adapter)
-    return StepQuestion(workload, card, budget, step.context, sizes, verifier, adapter)
-
-
-def _adapter_bytes(config: Path, workload: "Workload") -> int:
-    """Bytes of the adapter with which a model drafts, where its checkpoint brings one."""
-    from jdllm.checkpoints.adapters import adapter_bytes
-
-    return adapter_bytes(_directory(config), workload.config, workload.dtype)
+    return StepQuestion(workload, card, less(budget, verifier), step.context, sizes, verifier)
 
 
 def _verifier_bytes(source: str, workload: "Workload", rows: int) -> int:
@@ -223,25 +216,32 @@ def _plan_step(asked: "StepQuestion", memory: str | None, assumed: list[str], sh
         _does_not_fit(str(report.refusal))
 
 
-def _plan_parts(asked: "StepQuestion", as_json: bool) -> None:
-    """Plan a prompt that is read in parts."""
+def _adapter_bytes(path: Path, workload: "Workload") -> int:
+    """Bytes of the adapter with which a model drafts, where its checkpoint brings one."""
+    from jdllm.checkpoints.adapters import adapter_bytes
+
+    return adapter_bytes(_directory(path), workload.config, workload.dtype)
+
+
+def _plan_parts(asked: "StepQuestion", adapter: int, as_json: bool) -> None:
+    """Plan a prompt that is read in parts, beside an adapter of so many bytes."""
     from jdllm.cli.plan_blocks import block_facts, describe_blocks
     from jdllm.cli.plan_causal import causal_facts, describe_causal
     from jdllm.planning.account import make_account
     from jdllm.planning.blocks import plan_blocks
     from jdllm.planning.causal import plan_causal
+    from jdllm.planning.sharing import less
 
-    workload, target = asked.workload, asked.card.target
-    account = make_account(
-        workload.config, workload.dtype, asked.budget, device=workload.device, **asked.sizes
-    )
+    workload, target, budget = asked.workload, asked.card.target, less(asked.budget, adapter)
+    account = make_account(workload.config, workload.dtype, budget, device=workload.device, **asked.sizes)
     if workload.config.in_order:
         plan = plan_causal(workload, account, target, asked.context)
         told, said = causal_facts(account, plan), describe_causal(workload, account, target, plan)
         longest = max(plan.longest, plan.longest_layered)
     else:
         plan = plan_blocks(workload, account, target, asked.context)
-        told, said = block_facts(account, plan), describe_blocks(workload, account, target, plan)
+        told = block_facts(account, plan, adapter)
+        said = describe_blocks(workload, account, target, plan, adapter)
         longest = plan.longest
     print_result(json.dumps(told) if as_json else said)
     if not plan.fits:

@@ -53,7 +53,6 @@ def facts(report: Report, compiled: int | None) -> dict[str, Any]:
         "weights_bytes": found.weights_bytes,
         "kv_pool_bytes": found.kv_pool_bytes,
         "verifier_bytes": report.question.verifier,
-        "adapter_bytes": report.question.adapter,
         "overhead_bytes": report.question.overhead,
         "batch_bytes": found.batch_bytes,
         "activation_peak_bytes": activation.peak_bytes,
@@ -118,13 +117,12 @@ def _longest_cached(workload: Workload, account: Account) -> int:
 
 def describe(report: Report) -> str:
     """The verdict, where the bytes go, how the step is cut, and the tensors at the peak."""
-    found, asked = report.plan, report.question
-    beside = {"verifier": asked.verifier, "adapter": asked.adapter}
+    found, verifier = report.plan, report.question.verifier
     account = {
         "weights": format_bytes(found.weights_bytes),
-        **{name: format_bytes(size) for name, size in beside.items() if size},
+        **({"verifier": format_bytes(verifier)} if verifier else {}),
         "KV pool": format_bytes(found.kv_pool_bytes),
-        "overhead": format_bytes(asked.overhead),
+        "overhead": format_bytes(found.budget.overhead - verifier),
         "batch": format_bytes(found.batch_bytes),
         "activations": format_bytes(found.activation.peak_bytes),
         "host memory": format_bytes(found.host_bytes),
@@ -239,7 +237,7 @@ def _beyond(report: Report, context: int) -> str:
 
 def draw(report: Report, path: Path, memory: str | None) -> None:
     """The timeline of the plan below that of the same step with nothing cut; `memory` as it was typed."""
-    workload, found, asked = report.workload, report.plan, report.question
+    workload, found, verifier = report.workload, report.plan, report.question.verifier
     config, kind, dims = workload.config, workload.kind, {"T": found.rows, "M": found.head_rows}
     template = step_template(config, kind)
     if found.tiers is not None:
@@ -248,10 +246,9 @@ def draw(report: Report, path: Path, memory: str | None) -> None:
     whole = search(template, dims, dict.fromkeys(found.activation.counts, (1,)), available)
     resident = {
         "weights": found.weights_bytes,
-        "verifier": asked.verifier,
-        "adapter": asked.adapter,
+        "verifier": verifier,
         "KV pool": found.kv_pool_bytes,
-        "overhead, batch": asked.overhead + found.batch_bytes,
+        "overhead, batch": found.budget.overhead - verifier + found.batch_bytes,
     }
     frame = Frame(
         f"{config.family}: one step of {found.context} tokens in {workload.dtype} on {report.card.target}",

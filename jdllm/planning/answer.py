@@ -38,11 +38,10 @@ class StepQuestion:
     """A question about a card.
 
     - `workload`, `card`, `budget`: the model and its step, where it runs, and what may be used; a verifier
-      and an adapter are part of the overhead.
+      is part of the overhead.
     - `context`: tokens of the step; `None` for as many as fit.
     - `sizes`: of the engine, arguments of `account_with_offloading`.
     - `verifier`: bytes of a verifier. Beside it no layers go to host memory.
-    - `adapter`: bytes of an adapter for drafts.
     """
 
     workload: Workload
@@ -51,12 +50,11 @@ class StepQuestion:
     context: int | None
     sizes: Mapping[str, Any]
     verifier: int = 0
-    adapter: int = 0
 
     @property
     def overhead(self) -> int:
-        """Bytes of the budget's overhead without verifier and adapter."""
-        return self.budget.overhead - self.verifier - self.adapter
+        """Bytes of the budget's overhead without a verifier."""
+        return self.budget.overhead - self.verifier
 
     def account(self, **changed: Any) -> Account:
         """The account of an engine with other sizes than those that were asked for; raises `ConfigError`."""

@@ -86,3 +86,22 @@ def test_the_command_says_how_fast_blocks_follow():
 def test_prefilling_is_refused():
     asked = invoke(Golden("sdar").directory, "--context", "2000", "--memory", "1GiB", "--prefilling", "dream")
     assert_mistake(asked, "--prefilling", "a block model")
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_an_adapter_for_drafts_takes_its_bytes(devices: int):
+    """Of rank 4 on three layers with 64 inputs, of which each card has a part, and 64 outputs, in float32."""
+    options = ("--target", "h200", "--memory", "1GiB", "--context", "64", "--kv-pool", "1MiB")
+    options = (*options, "--devices", str(devices), "--max-num-batched-tokens", "256")
+    asked = [
+        invoke(Golden("nemotron_labs_diffusion").directory, *options, *plain, "--json")
+        for plain in ((), ("--plain-drafts",))
+    ]
+    beside, alone = (json.loads(one.stdout) for one in asked)
+    size = 3 * 4 * (64 // devices + 64) * 4
+    assert (beside["adapter_bytes"], alone["adapter_bytes"]) == (size, 0)
+    assert beside["peak_bytes"] == alone["peak_bytes"] + size
+    table = invoke(Golden("nemotron_labs_diffusion").directory, *options).stdout.splitlines()
+    assert [line.split() for line in table if line.startswith("adapter")] == [
+        ["adapter", f"{size / 1024:.2f}", "KiB"]
+    ]

@@ -36,7 +36,6 @@ KEYS = {
     ),
     *(
         "verifier_bytes",
-        "adapter_bytes",
         "max_context_step_seconds",
         "max_context_without_host_tiers_step_seconds",
         "engine",
@@ -254,24 +253,6 @@ def test_a_verifier_takes_its_bytes_from_steps_and_pool(configs: dict[str, Path]
     table = run(configs["dream"], *verifier, "--no-check", memory="40GiB").stdout
     assert f"verifier    {beside['verifier_bytes'] / GIB:>8.2f} GiB" in table
     assert "GiB" not in next(line for line in table.splitlines() if line.startswith("overhead"))
-
-
-@pytest.mark.parametrize("devices", [1, 2])
-def test_an_adapter_for_drafts_takes_its_bytes_from_steps_and_pool(devices: int):
-    """Of rank 4 on three layers with 64 inputs, of which each card has a part, and 64 outputs, in float32."""
-    model = Golden("nemotron_labs_diffusion").directory
-    options = "--devices", str(devices), "--no-host-tiers"
-    beside, alone = (
-        facts(model, *options, *plain, context=64, memory="1GiB") for plain in ((), ("--plain-drafts",))
-    )
-    size = 3 * 4 * (64 // devices + 64) * 4
-    assert (beside["adapter_bytes"], alone["adapter_bytes"]) == (size, 0)
-    assert beside["overhead_bytes"] == alone["overhead_bytes"]
-    assert beside["peak_bytes"] == alone["peak_bytes"] + size
-    table = run(model, *options, "--no-check", context=64).stdout.splitlines()
-    assert [line.split() for line in table if line.startswith("adapter")] == [
-        ["adapter", f"{size / 1024:.2f}", "KiB"]
-    ]
 
 
 def test_a_verifier_that_cannot_verify_is_refused(configs: dict[str, Path]):
