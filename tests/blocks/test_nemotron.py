@@ -12,7 +12,7 @@ from jdllm.checkpoints.conversion import to_native
 from jdllm.checkpoints.loading import load_params
 from jdllm.decoding.block_sampling import check_blocks
 from jdllm.decoding.causal_sampling import check_causal, check_denoising
-from jdllm.decoding.sampling import SamplingParams
+from jdllm.decoding.sampling import GenerationMode, SamplingParams
 from jdllm.errors import RequestError
 from jdllm.execution.transformer import forward, logits
 from jdllm.llm import LLM
@@ -290,12 +290,13 @@ def test_what_a_mode_does_not_take_is_refused(llm: LLM, options: dict[str, Any],
         llm.generate(prompt_token_ids=[[1, 2]], sampling=SamplingParams(**options))
 
 
+@pytest.mark.parametrize("mode", ["diffusion", "bidirectional", "self_speculation"])
 @pytest.mark.parametrize(
     ("ids", "told"), [([], "the prompt is empty"), ([1, MASK], f"the mask id {MASK} at position 1")]
 )
-def test_prompts_that_nothing_follows(llm: LLM, ids: list[int], told: str):
+def test_prompts_that_nothing_follows(llm: LLM, mode: GenerationMode, ids: list[int], told: str):
     with pytest.raises(RequestError, match=told):
-        llm.generate(prompt_token_ids=[ids], sampling=FREE)
+        llm.generate(prompt_token_ids=[ids], sampling=FREE.changed(generation_mode=mode))
 
 
 @pytest.mark.parametrize("check", [check_causal, check_denoising])

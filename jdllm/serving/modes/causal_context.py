@@ -29,7 +29,7 @@ from jdllm.serving.mode import Classes, CostsOf, EngineParts, Extras
 from jdllm.serving.modes.blocks import check_extras
 from jdllm.serving.modes.causal import Causal
 from jdllm.serving.on_device import OnDevice
-from jdllm.serving.spec import RequestSpec
+from jdllm.serving.spec import RequestSpec, checked_ids, mask_id_of, without_masks
 from jdllm.serving.speculation.request import SpeculativeRequest, SpeculativeSpec, as_causal, speculative_spec
 from jdllm.serving.speculation.runner import SpeculativeRunner
 
@@ -66,6 +66,7 @@ class CausalContext:
         if mode == "autoregressive":
             return causal_spec(prompt, own, as_causal(config), decode, bos_id)
         assert config.block_length is not None  # a block model has one
+        without_masks(checked_ids(prompt, config), own, mask_id_of(config))
         return speculative_spec(prompt, own, as_causal(config), config.block_length, decode, bos_id)
 
     def infilling(
