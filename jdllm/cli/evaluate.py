@@ -43,8 +43,8 @@ class EvalCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-@runs_on_hosts
 @takes_sampling("early_stop", "n", "max_tokens", "stop", "stop_token_ids", "logprobs")
+@runs_on_hosts
 @takes_model
 def evaluate(
     arguments: Annotated[

@@ -75,8 +75,8 @@ class Read(OptionGroup):
     ] = False
 
 
-@runs_on_hosts
 @takes_sampling()
+@runs_on_hosts
 @takes_model
 @takes_groups
 def generate(

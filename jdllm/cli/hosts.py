@@ -41,10 +41,11 @@ _OPTIONS: dict[str, Any] = {
 def runs_on_hosts(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command options for processes that run it together. Only the first of them prints."""
     signature = inspect.signature(command)
-    keyword = inspect.Parameter.KEYWORD_ONLY
+    keyword, rest = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD
     options = [
         inspect.Parameter(name, keyword, default=None, annotation=kind) for name, kind in _OPTIONS.items()
     ]
+    parameters = sorted([*signature.parameters.values(), *options], key=lambda one: one.kind is rest)
 
     @functools.wraps(command)
     def run(*, coordinator: str | None, processes: int | None, process: int | None, **given: Any) -> Any:
@@ -53,9 +54,7 @@ def runs_on_hosts(command: Callable[..., Any]) -> Callable[..., Any]:
         with _joined(coordinator, processes, process):
             return command(**given)
 
-    run.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[*signature.parameters.values(), *options]
-    )
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return run
 
 

@@ -13,8 +13,8 @@ from jdllm.cli.options import Json, given_sampling, takes_sampling
 from jdllm.cli.prompt import read_prompts
 
 
-@runs_on_hosts
 @takes_sampling("gen_length", "max_tokens", "early_stop", "stop", "stop_token_ids", "prompt_masks")
+@runs_on_hosts
 @takes_model
 def infill(
     texts: Annotated[
