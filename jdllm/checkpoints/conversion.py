@@ -12,7 +12,7 @@ from jdllm.checkpoints.byte_progress import Progress, reporter
 from jdllm.checkpoints.index import DTYPES, FILE_INDEX, SINGLE_FILE, Index, listed
 from jdllm.checkpoints.loading import check, check_tied_head, read_index, resolve_dtype
 from jdllm.checkpoints.native import Manifest, NativeTensor
-from jdllm.checkpoints.saving import copy_files, restate_dtype, safetensors_header
+from jdllm.checkpoints.saving import copy_files, restate_dtype, safetensors_header, state_plain_weights
 from jdllm.checkpoints.staging import Stage, staged, synced
 from jdllm.errors import CheckpointError, ConfigError
 from jdllm.models.config import ModelConfig
@@ -63,6 +63,7 @@ def to_native(
         tensors = _write_chunks(stage, plan, index, progress)
         native.write_orbax_metadata(stage.directory, leaves)
         copy_files(source, stage.directory)
+        state_plain_weights(stage.directory)
         if config.dtype not in (None, loaded):
             restate_dtype(stage.directory, loaded)
         files = {name: _metadata(source / name) for name in dict.fromkeys(t.file for t in tensors)}

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -17,6 +17,18 @@ DTYPES: dict[str, np.dtype] = {
     for name, dtype in (("BF16", jnp.bfloat16), ("F16", jnp.float16), ("F32", jnp.float32))
 }
 """Stored types that can be loaded, by their name in a safetensors header."""
+
+READABLE: dict[str, np.dtype] = DTYPES | {
+    name: np.dtype(dtype)
+    for name, dtype in (
+        ("F8_E4M3", jnp.float8_e4m3fn),
+        ("I64", np.int64),
+        ("I32", np.int32),
+        ("I8", np.int8),
+        ("U8", np.uint8),
+    )
+}
+"""These, and the types of what quantised weights are made of."""
 
 SINGLE_FILE = "model.safetensors"
 """The file of a checkpoint that has no others."""
@@ -38,13 +50,40 @@ class StoredTensor:
 
     @property
     def bytes(self) -> int:
-        """Bytes of its data; 0 for a type that cannot be loaded."""
-        return math.prod(self.shape) * (DTYPES[self.dtype].itemsize if self.dtype in DTYPES else 0)
+        """Bytes of its data; 0 for a type that cannot be read."""
+        return math.prod(self.shape) * (READABLE[self.dtype].itemsize if self.dtype in READABLE else 0)
+
+    @property
+    def whole(self) -> list[range]:
+        """All of it, along each axis."""
+        return [range(size) for size in self.shape]
 
     def rows(self, first: int, count: int) -> "StoredTensor":
         """`count` of its rows, from `first` on."""
         before = self.bytes // self.shape[0] * first
         return dataclasses.replace(self, shape=(count, *self.shape[1:]), offset=self.offset + before)
+
+    def read(self, part: Sequence[range]) -> np.ndarray:
+        """Some of its rows, of which it may be some columns, and all of further axes.
+
+        Arguments:
+        - `part`: what is read along each axis.
+
+        Raises `CheckpointError` for a file that has become shorter.
+        """
+        if not self.shape:
+            return dataclasses.replace(self, shape=(1,)).read([range(1)]).reshape(())
+        rows, *others = part
+        row_bytes = self.bytes // self.shape[0]
+        before = others[0].start * (row_bytes // self.shape[1]) if others else 0
+        values = np.empty([len(axis) for axis in part], READABLE[self.dtype])
+        at_once = len(rows) if list(values.shape[1:]) != list(self.shape[1:]) else 1
+        with self.file.open("rb", buffering=0) as file:
+            for i, run in enumerate(values.reshape(at_once, -1)):
+                file.seek(self.offset + (rows.start + i) * row_bytes + before)
+                if file.readinto(run.view(np.uint8)) != run.nbytes:
+                    raise CheckpointError(f"{self.file} ended too early: it was changed while it was read")
+        return values
 
 
 type Index = dict[str, StoredTensor]

@@ -23,8 +23,11 @@ from jdllm.checkpoints import native
 from jdllm.checkpoints.byte_progress import Progress, reporter
 from jdllm.checkpoints.foreign import HUB_FILES, NEVER_READ, check_directory, check_file
 from jdllm.checkpoints.index import DTYPES, Index, StoredTensor, listed, read_safetensors_index
+from jdllm.checkpoints.quantised import compressed_tensors
 from jdllm.errors import CheckpointError, ConfigError
 from jdllm.models.config import ModelConfig
+from jdllm.models.hf_config import read_config
+from jdllm.models.quantization import quantization_of
 from jdllm.models.registry import FAMILIES
 from jdllm.models.weights import Params, TensorSpec, Tree, is_spec, layer_specs, spec_tree
 
@@ -81,12 +84,18 @@ def read_index(directory: Path) -> Index:
     - `directory`: holds `model.safetensors`, or `model.safetensors.index.json` and the files it names, or is
       a native checkpoint (`jdllm.checkpoints.native`).
 
-    Returns every tensor by its Hugging Face name.
+    Returns every tensor by its Hugging Face name. A quantised weight is a `PackedTensor`, whose values have
+    16 or 32 bits.
 
-    Raises `CheckpointError` for files that are missing, truncated or damaged, and for tensors that the index
-    promises and no file holds.
+    Raises `CheckpointError` for files that are missing, truncated or damaged, for tensors that the index
+    promises and no file holds, and for quantised weights in a form that is not followed.
     """
-    return native.read_index(directory) if native.is_native(directory) else read_safetensors_index(directory)
+    if native.is_native(directory):
+        return native.read_index(directory)
+    index = read_safetensors_index(directory)
+    values = read_config(directory) if (directory / "config.json").is_file() else {}
+    quantization = quantization_of(values, "config.json")
+    return index if quantization is None else compressed_tensors.dequantised(index, quantization)
 
 
 def check(config: ModelConfig, index: Index) -> None:
@@ -140,7 +149,7 @@ def check_tied_head(config: ModelConfig, index: Index) -> None:
         return
     head, embedding = index[names["head"]], index[names["embed"]]
     if (head.shape, head.dtype) == (embedding.shape, embedding.dtype):
-        pairs = zip(*(_read_pieces(stored, _whole(stored)) for stored in (head, embedding)), strict=True)
+        pairs = zip(*(_read_pieces(stored, stored.whole) for stored in (head, embedding)), strict=True)
         if all(a.tobytes() == b.tobytes() for (_, a), (_, b) in pairs):
             return
     raise CheckpointError(
@@ -360,10 +369,6 @@ def _write(leaf: jax.Array, piece: jax.Array, start: jax.Array, *, transposed: b
     return lax.dynamic_update_slice(leaf, piece.mT if transposed else piece, list(start))
 
 
-def _whole(stored: StoredTensor) -> list[range]:
-    return [range(size) for size in stored.shape]
-
-
 def _needed(stored: StoredTensor, shards: Sequence[_Shard], place: tuple[int, ...]) -> list[range]:
     """The part of a source tensor that holds what all shards have of it: some rows, of which it may have some
     columns, and all of further axes."""
@@ -373,26 +378,18 @@ def _needed(stored: StoredTensor, shards: Sequence[_Shard], place: tuple[int, ..
     spans = (
         range(min(r.start for r in axis), max(r.stop for r in axis)) for axis in zip(*parts, strict=True)
     )
-    return [*itertools.islice(spans, 2), *_whole(stored)[2:]]
+    return [*itertools.islice(spans, 2), *stored.whole[2:]]
 
 
 def _read_pieces(stored: StoredTensor, part: Sequence[range]) -> Iterator[tuple[list[int], np.ndarray]]:
     """(place in the tensor, values) of the pieces of a part, all of one shape: the last may repeat rows of
     the one before. Columns that are no part of it are not read."""
     rows, *others = part
-    shape, row_bytes = [len(axis) for axis in others], stored.bytes // stored.shape[0]
-    before = others[0].start * (row_bytes // stored.shape[1]) if others else 0
-    whole, taken = shape == list(stored.shape[1:]), math.prod(shape) * DTYPES[stored.dtype].itemsize
-    size = max(1, min(len(rows), PIECE_BYTES // max(1, taken)))
-    with stored.file.open("rb", buffering=0) as file:
-        for row in range(rows.start, rows.stop, size):
-            row = min(row, rows.stop - size)
-            piece = np.empty((size, *shape), DTYPES[stored.dtype])
-            for i, values in enumerate(piece.reshape(1 if whole else size, -1)):
-                file.seek(stored.offset + (row + i) * row_bytes + before)
-                if file.readinto(values.view(np.uint8)) != values.nbytes:
-                    raise CheckpointError(f"{stored.file} ended too early: it was changed while it was read")
-            yield [row, *(axis.start for axis in others)], piece
+    row_bytes = math.prod(map(len, others)) * DTYPES[stored.dtype].itemsize
+    size = max(1, min(len(rows), PIECE_BYTES // max(1, row_bytes)))
+    for row in range(rows.start, rows.stop, size):
+        row = min(row, rows.stop - size)
+        yield [row, *(axis.start for axis in others)], stored.read([range(row, row + size), *others])
 
 
 def _redundant(config: ModelConfig, name: str) -> bool:

@@ -240,11 +240,7 @@ def _parse(values: Mapping[str, Any]) -> Manifest:
 
 def _pieces(stored: StoredTensor) -> Iterator[np.ndarray]:
     """The values in order, flat."""
-    with stored.file.open("rb") as file:
-        file.seek(stored.offset)
-        for start in range(0, stored.bytes, _PIECE_BYTES):
-            size = min(_PIECE_BYTES, stored.bytes - start)
-            data = file.read(size)
-            if len(data) != size:
-                raise CheckpointError(f"{stored.file} ended too early: it was changed while it was read")
-            yield np.frombuffer(data, DTYPES[stored.dtype])
+    rows, *others = stored.whole
+    size = max(1, _PIECE_BYTES * len(rows) // max(1, stored.bytes))
+    for row in range(0, len(rows), size):
+        yield stored.read([range(row, min(row + size, len(rows))), *others]).reshape(-1)

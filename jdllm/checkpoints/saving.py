@@ -21,6 +21,7 @@ from jdllm.checkpoints.staging import staged, synced
 from jdllm.errors import CheckpointError
 from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import config_from_hf, read_config
+from jdllm.models.quantization import KEYS
 from jdllm.models.registry import FAMILIES
 from jdllm.models.weights import LeafPath, Params, TensorSpec, stored_specs
 
@@ -57,6 +58,7 @@ def save_hf(
     with staged(target, job, overwrite=overwrite) as stage:
         write_weights(stage.directory / SINGLE_FILE, config, params, dtype)
         copy_files(like, stage.directory)
+        state_plain_weights(stage.directory)
         types = {leaf.dtype.name for leaf in jax.tree.leaves(params)}
         stored = dtype or (types.pop() if len(types) == 1 else None)
         if stored is not None:
@@ -112,6 +114,14 @@ def copy_files(source: Path, target: Path) -> None:
     for name in {family.draft_adapter for family in FAMILIES.values()}:
         if name is not None and (source / name).is_dir():
             shutil.copytree(source / name, target / name, copy_function=shutil.copyfile, dirs_exist_ok=True)
+
+
+def state_plain_weights(directory: Path) -> None:
+    """Take what a configuration says of quantised weights out of it."""
+    values = read_config(directory)
+    if any(key in values for key in KEYS):
+        plain = {key: value for key, value in values.items() if key not in KEYS}
+        (directory / "config.json").write_text(json.dumps(plain, indent=2) + "\n")
 
 
 def restate_dtype(directory: Path, dtype: str) -> None:

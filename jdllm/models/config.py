@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn, cast
 
 from jdllm.errors import ConfigError
+from jdllm.models.quantization import quantization_of
 from jdllm.models.rotary import RopeConfig
 from jdllm.noise import LANES
 
@@ -19,8 +20,6 @@ ID_UNIT = 2 * LANES
 """The ids of a card are a multiple: noise is drawn for two ids at a time (`jdllm.noise.id_bits`)."""
 
 _LARGEST_HEAD = 1 << 16
-
-_QUANTIZATION = ("quant_method", "format", "bits", "load_in_4bit", "load_in_8bit")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,18 +259,9 @@ class HfFields:
             known = f" (supported: {', '.join(map(repr, allowed))})"
             self._refuse(key, f"which jdllm's {self._family} does not support{known}")
 
-    def refuse_quantized(self) -> None:
-        """Refuse weights that are quantised, whose method the message names."""
-        for key in ("quantization_config", "compression_config"):
-            method = self._values.get(key)
-            if isinstance(method, Mapping) and method:
-                named = {name: method[name] for name in _QUANTIZATION if name in method}
-                told = ", ".join(f"{name} {value}" for name, value in named.items())
-                raise ConfigError(
-                    f"{self._file} has {key}{told and f' ({told})'}: quantized weights cannot be loaded; a"
-                    " checkpoint in bfloat16, float16 or float32 can, such as that which these were made from"
-                )
-            self.refuse(key, "quantized weights cannot be loaded")
+    def check_quantized(self) -> None:
+        """Refuse quantised weights that jdllm does not read; the message names their method."""
+        quantization_of(self._values, self._file)
 
     def refuse(self, key: str, reason: str) -> None:
         """Refuse a key that holds anything but null, an empty object or list, or false."""

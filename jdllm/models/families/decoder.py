@@ -62,7 +62,7 @@ def decoder_config(
 
     Raises `ConfigError` for a key that is missing, impossible or asks for what the transformer lacks.
     """
-    fields.refuse_quantized()
+    fields.check_quantized()
     fields.require("hidden_act", ("silu",))
     fields.require("mlp_bias", (False,))
     fields.require("pretraining_tp", (1,))

@@ -47,7 +47,7 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
     `rope_scaling` is an extension: the published code has none, and takes the key for nothing.
     """
     fields = HfFields(values, "LLaDA", CLASS_DEFAULTS)
-    fields.refuse_quantized()
+    fields.check_quantized()
     fields.require("block_type", ("llama",))
     fields.require("layer_norm_type", ("rms",))
     fields.require("activation_type", ("silu",))

@@ -1,0 +1,1 @@
+"""Quantised checkpoints, whose weights are loaded in 16 bits."""

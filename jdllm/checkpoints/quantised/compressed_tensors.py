@@ -1,0 +1,131 @@
+"""Weights as the library compressed-tensors stores them, and as DeepSeek's fp8 blocks.
+
+A value is (q - zero) * scale, in the type of the scale, as the library computes it.
+"""
+
+import functools
+from typing import Any
+
+import numpy as np
+from ml_dtypes import bfloat16
+
+from jdllm.checkpoints.index import Index
+from jdllm.checkpoints.quantised.packed import PackedTensor, Parts, rows_of
+from jdllm.errors import CheckpointError
+from jdllm.models.quantization import Quantization
+
+_POSITIVE = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
+_FP4 = np.concatenate([_POSITIVE, -1 * _POSITIVE])  # by their codes
+_VALUES, _SCALES = ("packed", "values"), ("scale", "scale_inv")
+
+_UNUSED = tuple(
+    f".{what}_{name}" for what in ("input", "output") for name in ("scale", "zero_point", "global_scale")
+)
+"""Of activations, which stay in 16 bits."""
+
+
+def dequantised(index: Index, quantization: Quantization) -> Index:
+    """The tensors of a checkpoint with a matrix for each quantised one.
+
+    Arguments:
+    - `index`: what is stored.
+    - `quantization`: of its `config.json`.
+
+    Raises `CheckpointError` for a matrix that is stored in another way than the configuration says.
+    """
+    found = {name: stored for name, stored in index.items() if not name.endswith(_UNUSED)}
+    for name in [name for name in found if name.endswith(quantization.scale)]:
+        module = name.removesuffix(quantization.scale)
+        parts = {
+            key.removeprefix(module): found.pop(key)
+            for key in [key for key in found if key.startswith(f"{module}.weight")]
+        }
+        found[f"{module}.weight"] = _matrix(module, parts, quantization)
+    return found
+
+
+def _matrix(module: str, parts: Parts, quantization: Quantization) -> PackedTensor:
+    """The weight of one module, by the names of its parts."""
+    named = {name.removeprefix(".weight").removeprefix("_") or "values": part for name, part in parts.items()}
+    values, scale = (named.get(one) or named.get(other) for one, other in (_VALUES, _SCALES))
+    names = named.keys() - {"zero_point"}
+    if values is not None and scale is not None:
+        if named.keys() == {"packed", "scale", "global_scale"} and values.dtype == "U8":
+            return PackedTensor.of(named, "BF16", (values.shape[0], 2 * values.shape[1]), _nvfp4)
+        if names == {"packed", "scale", "shape"} and values.dtype == "I32":
+            shape = tuple(int(size) for size in rows_of(named["shape"], range(2)))
+            return PackedTensor.of(named, scale.dtype, shape, functools.partial(_integers, columns=shape[1]))
+        if names in ({"values", "scale"}, {"values", "scale_inv"}) and values.dtype in ("I8", "F8_E4M3"):
+            decode = functools.partial(_plain, block=quantization.block)
+            return PackedTensor.of(named, scale.dtype, values.shape, decode)
+    stored = ", ".join(f"{name.lstrip('.')} {part.dtype}" for name, part in parts.items())
+    raise CheckpointError(f"{module} has quantised weights in a form that jdllm does not read: {stored}")
+
+
+def _plain(parts: Parts, rows: range, *, block: tuple[int, int] | None) -> np.ndarray:
+    """Values of 8 bits, with a scale for all, for each row, for groups of a row's columns, or for blocks."""
+    values, scale = parts["values"], parts.get("scale") or parts["scale_inv"]
+    shape, q = values.shape, rows_of(values, rows)
+    zero = parts.get("zero_point")
+    zeros = None if zero is None else _spread(zero.read(zero.whole), shape, rows, block)
+    return _scaled(q, _spread(scale.read(scale.whole), shape, rows, block), zeros)
+
+
+def _integers(parts: Parts, rows: range, *, columns: int) -> np.ndarray:
+    """Integers of a few bits, packed along rows; zeros are packed along columns."""
+    packed, scale, zero = parts["packed"], parts["scale"], parts.get("zero_point")
+    shape, bits = (packed.shape[0], columns), packed.shape[1] * 32 // columns
+    q = _unpacked(rows_of(packed, rows), bits, columns)
+    zeros = None
+    if zero is not None:
+        zeros = _spread(_unpacked(zero.read(zero.whole).T, bits, shape[0]).T, shape, rows, None)
+    return _scaled(q, _spread(scale.read(scale.whole), shape, rows, None), zeros)
+
+
+def _scaled(q: Any, scales: Any, zeros: Any) -> np.ndarray:
+    """(q - zero) * scale, each rounded to the type of the scales."""
+    values = q.astype(scales.dtype)
+    return (values if zeros is None else values - zeros.astype(scales.dtype)) * scales
+
+
+def _nvfp4(parts: Parts, rows: range) -> np.ndarray:
+    """Floats of 4 bits, the first of two in the lower half of a byte, with a scale for 16 and one for all."""
+    packed = rows_of(parts["packed"], rows)
+    codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(rows), -1)
+    values, scale, of_all = _FP4[codes], parts["scale"], parts["global_scale"]
+    scales = rows_of(scale, rows).astype(np.float32) / of_all.read(of_all.whole)
+    return (values * np.repeat(scales, values.shape[1] // scale.shape[1], axis=1)).astype(bfloat16)
+
+
+def _unpacked(words: np.ndarray, bits: int, columns: int) -> np.ndarray:
+    """Signed integers of so many bits, the lowest bits of 32-bit words first; they may lie across words."""
+    data = np.ascontiguousarray(words).view(np.uint8)
+    if 8 % bits == 0:
+        found = data[..., None] >> np.arange(0, 8, bits, dtype=np.uint8) & ((1 << bits) - 1)
+    else:
+        of_each = np.unpackbits(data, axis=1, bitorder="little")[:, : columns * bits]
+        found = of_each.reshape(len(words), columns, bits) @ (1 << np.arange(bits, dtype=np.uint8))
+    return np.subtract(found.reshape(len(words), -1)[:, :columns], 1 << (bits - 1), dtype=np.int16)
+
+
+def _spread(
+    values: np.ndarray, shape: tuple[int, ...], rows: range, block: tuple[int, int] | None
+) -> np.ndarray:
+    """Values for parts of a matrix as values for its elements, as far as they differ in a row.
+
+    Arguments:
+    - `values`: one for all, for each row, for groups of columns of each row, or for blocks.
+    - `shape`: of the matrix; `rows`: of the result.
+    - `block`: rows and columns of a block, `None` where there are none.
+    """
+    values = values.reshape(-1, 1) if values.ndim < 2 else values
+    if len(values) == 1:
+        values = np.broadcast_to(values, (len(rows), values.shape[1]))
+    elif len(values) == shape[0]:
+        values = values[rows.start : rows.stop]
+    elif block is not None:
+        values = values[np.arange(rows.start, rows.stop) // block[0]]
+    if values.shape[1] == 1:
+        return values
+    wide = shape[1] // values.shape[1] if block is None else block[1]
+    return np.repeat(values, wide, axis=1)[:, : shape[1]]

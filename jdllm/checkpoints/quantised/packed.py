@@ -1,0 +1,46 @@
+"""A matrix that a checkpoint stores in few bits, as it is read."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from jdllm.checkpoints.index import StoredTensor
+
+Parts = Mapping[str, StoredTensor]
+Decode = Callable[[Parts, range], np.ndarray]
+"""Returns rows of a matrix from what is stored of it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedTensor(StoredTensor):
+    """A matrix by what is stored of it. `dtype` and `shape` are those of its values.
+
+    - `parts`: what is stored; `file` and `offset` are those of the first.
+    - `decode`: how rows come out of the parts.
+    - `first_row`: of the stored matrix.
+    """
+
+    parts: Parts
+    decode: Decode
+    first_row: int = 0
+
+    @classmethod
+    def of(cls, parts: Parts, dtype: str, shape: tuple[int, ...], decode: Decode) -> "PackedTensor":
+        """The matrix of these parts, all of it."""
+        first = next(iter(parts.values()))
+        return cls(first.file, dtype, shape, first.offset, parts, decode)
+
+    def rows(self, first: int, count: int) -> "PackedTensor":
+        shape = (count, *self.shape[1:])
+        return dataclasses.replace(self, shape=shape, first_row=self.first_row + first)
+
+    def read(self, part: Sequence[range]) -> np.ndarray:
+        rows, columns = part
+        stored = range(self.first_row + rows.start, self.first_row + rows.stop)
+        return np.ascontiguousarray(self.decode(self.parts, stored)[:, columns.start : columns.stop])
+
+
+def rows_of(stored: StoredTensor, rows: range) -> np.ndarray:
+    """Some rows of a stored tensor, whole."""
+    return stored.read([rows, *stored.whole[1:]])

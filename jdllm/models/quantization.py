@@ -1,0 +1,93 @@
+"""Which quantised weights jdllm reads, by the words of `config.json`."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from jdllm.errors import ConfigError
+
+KEYS = ("quantization_config", "compression_config")
+
+_NAMED = ("quant_method", "format", "bits", "load_in_4bit", "load_in_8bit")
+_FORMATS = ("naive-quantized", "int-quantized", "float-quantized", "pack-quantized", "nvfp4-pack-quantized")
+_UNREAD = ("sparsity_config", "transform_config", "kv_cache_scheme")
+
+
+class Quantization(NamedTuple):
+    """How a checkpoint stores quantised weights.
+
+    - `scale`: how the names of their scales end.
+    - `block`: rows and columns that share a scale, `None` where no blocks do.
+    """
+
+    scale: str
+    block: tuple[int, int] | None = None
+
+
+def quantization_of(values: Mapping[str, Any], file: str) -> Quantization | None:
+    """What a configuration says of quantised weights; `None` where it says nothing of them.
+
+    Arguments:
+    - `values`: of the configuration.
+    - `file`: its name, for messages.
+
+    Raises `ConfigError` with the name of the method where jdllm does not read it.
+    """
+    for key in KEYS:
+        settings = values.get(key)
+        if not settings:
+            continue
+        if isinstance(settings, Mapping):
+            found = _read(settings)
+            if isinstance(found, Quantization):
+                return found
+            named = ", ".join(f"{name} {settings[name]}" for name in _NAMED if name in settings)
+            told, reason = f"{key}{named and f' ({named})'}", found
+        else:
+            told, reason = key, "expected an object"
+        raise ConfigError(
+            f"{file} has {told}: {reason}; a checkpoint in bfloat16, float16 or float32 can, such as that"
+            " which these were made from"
+        )
+    return None
+
+
+def _read(settings: Mapping[str, Any]) -> Quantization | str:
+    """What the settings say, or why jdllm does not follow them."""
+    match settings.get("quant_method"):
+        case "fp8":
+            block = settings.get("weight_block_size")
+            return Quantization(".weight_scale_inv", _pair(block)) if _pair(block) else _NOT_READ
+        case "compressed-tensors":
+            return _compressed(settings)
+        case _:
+            return _NOT_READ
+
+
+_NOT_READ = "quantized weights of this kind cannot be loaded"
+
+
+def _compressed(settings: Mapping[str, Any]) -> Quantization | str:
+    """Of the library compressed-tensors. Activations stay in 16 bits, whatever the settings say of them."""
+    if unread := [name for name in _UNREAD if settings.get(name)]:
+        return f"jdllm does not follow its {unread[0]}"
+    if settings.get("quantization_status", "compressed") != "compressed":
+        return f"quantization_status is {settings['quantization_status']!r}, expected 'compressed'"
+    groups = settings.get("config_groups")
+    if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
+        return "it lacks config_groups"
+    formats = {group.get("format") or settings.get("format") for group in groups.values()}
+    if unknown := formats - {*_FORMATS}:
+        return f"jdllm does not read the format {min(map(str, unknown))}"
+    weights = [group.get("weights") or {} for group in groups.values()]
+    blocks = {_pair(one.get("block_structure")) for one in weights if one.get("strategy") == "block"}
+    if len(blocks) > 1:
+        return "its groups have blocks of several sizes"
+    return Quantization(".weight_scale", next(iter(blocks), None))
+
+
+def _pair(value: Any) -> tuple[int, int] | None:
+    match value:
+        case [int(rows), int(columns)] if min(rows, columns) > 0:
+            return rows, columns
+        case _:
+            return None

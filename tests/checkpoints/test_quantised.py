@@ -1,0 +1,133 @@
+"""Quantised checkpoints, as other libraries write them."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jdllm.checkpoints.conversion import to_native
+from jdllm.checkpoints.index import StoredTensor
+from jdllm.checkpoints.loading import load_params, read_index
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.errors import CheckpointError, ConfigError
+from jdllm.llm import LLM
+from jdllm.models.hf_config import config_from_hf
+from tests.helpers import GOLDENS
+
+QUANTISED = GOLDENS / "quantised"
+EIGHT = SamplingParams(max_tokens=8, early_stop=False)
+SUMS: dict[str, dict[str, str]] = json.loads((QUANTISED / "sha256.json").read_text())
+
+
+def sha256(values: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(values).view(np.uint8).tobytes()).hexdigest()
+
+
+def whole(stored: StoredTensor) -> np.ndarray:
+    return stored.read(stored.whole)
+
+
+@pytest.mark.parametrize("scheme", SUMS)
+def test_values_are_those_of_the_library_that_wrote_them(scheme: str):
+    index = read_index(QUANTISED / scheme)
+    assert {name: sha256(whole(index[name])) for name in SUMS[scheme]} == SUMS[scheme]
+
+
+@pytest.mark.parametrize("scheme", SUMS)
+def test_any_part_is_a_part_of_the_whole(scheme: str):
+    stored = read_index(QUANTISED / scheme)["model.layers.1.mlp.gate_proj.weight"]
+    values, later = whole(stored), stored.rows(40, 120)
+    for rows, columns in (
+        (slice(0, 120), slice(0, 64)),
+        (slice(47, 50), slice(7, 64)),
+        (slice(119, 120), slice(1)),
+    ):
+        part = [range(size)[of] for size, of in zip((120, 64), (rows, columns), strict=True)]
+        np.testing.assert_array_equal(stored.read(part), values[rows, columns])
+        np.testing.assert_array_equal(later.read(part), values[40:][rows, columns])
+
+
+@pytest.mark.parametrize("scheme", ["fp8_block", "int4_asymmetric", "nvfp4"])
+def test_a_converted_checkpoint_is_plain(scheme: str, tmp_path: Path):
+    source, config = QUANTISED / scheme, config_from_hf(QUANTISED / scheme)
+    to_native(source, tmp_path / "native")
+    assert "quantization_config" not in json.loads((tmp_path / "native" / "config.json").read_text())
+    params, native = (load_params(path, config, "float32") for path in (source, tmp_path / "native"))
+    jax.tree.map(np.testing.assert_array_equal, params, native)
+
+
+def test_a_quantised_model_generates_what_its_values_generate(tmp_path: Path):
+    """Against a checkpoint of plain tensors."""
+    source = QUANTISED / "int4"
+    index, config = read_index(source), json.loads((source / "config.json").read_text())
+    save_file({name: whole(stored) for name, stored in index.items()}, tmp_path / "model.safetensors")
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = []
+    for path in (source, tmp_path):
+        with LLM(path, max_num_batched_tokens=64, kv_pool="1MiB", progress=False) as llm:
+            [output] = llm.generate(prompt_token_ids=[[5, 6, 7]], sampling=EIGHT)
+            found.append((output.token_ids, llm.account.weights))
+    assert found[0] == found[1]
+
+
+def with_settings(source: Path, target: Path, settings: dict[str, Any]) -> Path:
+    """A checkpoint with other words on how it is quantised."""
+    shutil.copytree(source, target)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    return target
+
+
+def test_blocks_as_deepseek_writes_them(tmp_path: Path):
+    settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [48, 24]}
+    path = with_settings(QUANTISED / "fp8_block", tmp_path / "fp8", settings)
+    data = (path / "model.safetensors").read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size].replace(b"weight_scale", b"weight_scale_inv"))
+    end = len(data) - 8 - size
+    scale = {"dtype": "F32", "shape": [1], "data_offsets": [end, end + 4]}
+    header["model.layers.0.mlp.up_proj.input_scale"] = scale
+    text = json.dumps(header).encode()
+    renamed = len(text).to_bytes(8, "little") + text + data[8 + size :] + np.ones(1, np.float32).tobytes()
+    (path / "model.safetensors").write_bytes(renamed)
+    index = read_index(path)
+    assert {name: sha256(whole(index[name])) for name in SUMS["fp8_block"]} == SUMS["fp8_block"]
+    assert not any(name.endswith("input_scale") for name in index)
+
+
+COMPRESSED: dict[str, Any] = json.loads((QUANTISED / "int4" / "config.json").read_text())[
+    "quantization_config"
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"format": "marlin-24", "config_groups": {"a": {"weights": {}}}}, "the format marlin-24"),
+        ({"sparsity_config": {"format": "sparse-bitmask"}}, "does not follow its sparsity_config"),
+        ({"quantization_status": "frozen"}, "quantization_status is 'frozen'"),
+        ({"config_groups": None}, "lacks config_groups"),
+        ({"quant_method": "gptq", "bits": 4}, r"quant_method gptq.*bits 4"),
+        ({"quant_method": "fp8", "weight_block_size": None}, "quant_method fp8"),
+    ],
+)
+def test_what_is_not_read_is_refused_by_name(changes: dict[str, Any], told: str, tmp_path: Path):
+    path = with_settings(QUANTISED / "int4", tmp_path / "changed", COMPRESSED | changes)
+    with pytest.raises(ConfigError, match=told):
+        config_from_hf(path)
+
+
+def test_a_form_that_is_not_read_is_refused_with_its_module(tmp_path: Path):
+    path = with_settings(QUANTISED / "int4", tmp_path / "ordered", COMPRESSED)
+    stored = load_file(path / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj"
+    save_file({**stored, f"{name}.weight_g_idx": np.zeros(64, np.int32)}, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{name} has quantised weights in a form .*weight_g_idx I32"):
+        read_index(path)
