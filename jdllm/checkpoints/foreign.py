@@ -5,6 +5,7 @@ from pathlib import Path
 from jdllm.checkpoints.index import FILE_INDEX, SINGLE_FILE
 from jdllm.errors import CheckpointError
 from jdllm.json_files import read_object
+from jdllm.models.quantization import KEYS
 
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "merges.txt", "tokenizer.model")
 """What a checkpoint consists of; nothing else is read or downloaded."""
@@ -53,10 +54,10 @@ def check_directory(path: Path) -> None:
             )
     if any((path / name).is_file() for name in (SINGLE_FILE, FILE_INDEX)):
         for name, writer in _QUANTIZED.items():
-            if (path / name).is_file():
+            if (path / name).is_file() and not _tells_of_quantised(path / "config.json"):
                 raise CheckpointError(
-                    f"{path} holds weights that {writer} has quantized ({name}): jdllm loads bfloat16,"
-                    " float16 and float32, so open the model that they were made from"
+                    f"{path} holds weights that {writer} has quantized ({name}), and config.json has no"
+                    " quantization_config: open the model that they were made from"
                 )
         return
     if (path / _ADAPTER).is_file():
@@ -68,6 +69,10 @@ def check_directory(path: Path) -> None:
     for pattern, what in _OTHER_WEIGHTS:
         if any(path.glob(pattern)):
             raise CheckpointError(f"{path} holds {what}")
+
+
+def _tells_of_quantised(config: Path) -> bool:
+    return config.is_file() and any(read_object(config).get(key) for key in KEYS)
 
 
 def is_pointer(file: Path) -> bool:

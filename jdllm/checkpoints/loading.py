@@ -23,7 +23,7 @@ from jdllm.checkpoints import native
 from jdllm.checkpoints.byte_progress import Progress, reporter
 from jdllm.checkpoints.foreign import HUB_FILES, NEVER_READ, check_directory, check_file
 from jdllm.checkpoints.index import DTYPES, Index, StoredTensor, listed, read_safetensors_index
-from jdllm.checkpoints.quantised import compressed_tensors
+from jdllm.checkpoints.quantised.formats import dequantised
 from jdllm.errors import CheckpointError, ConfigError
 from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import read_config
@@ -95,7 +95,7 @@ def read_index(directory: Path) -> Index:
     index = read_safetensors_index(directory)
     values = read_config(directory) if (directory / "config.json").is_file() else {}
     quantization = quantization_of(values, "config.json")
-    return index if quantization is None else compressed_tensors.dequantised(index, quantization)
+    return index if quantization is None else dequantised(index, quantization)
 
 
 def check(config: ModelConfig, index: Index) -> None:

@@ -1,7 +1,7 @@
 """Which quantised weights jdllm reads, by the words of `config.json`."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jdllm.errors import ConfigError
 
@@ -12,15 +12,24 @@ _FORMATS = ("naive-quantized", "int-quantized", "float-quantized", "pack-quantiz
 _UNREAD = ("sparsity_config", "transform_config", "kv_cache_scheme")
 
 
+Method = Literal["compressed-tensors", "fp8", "gptq", "awq"]
+
+
 class Quantization(NamedTuple):
     """How a checkpoint stores quantised weights.
 
-    - `scale`: how the names of their scales end.
+    - `method`: which library's files these are.
+    - `scale`: how the names of scales end ("compressed-tensors", "fp8").
     - `block`: rows and columns that share a scale, `None` where no blocks do.
+    - `bits`: of a weight ("gptq", "awq").
+    - `shift`: by how much stored zeros are less than the zeros ("gptq").
     """
 
-    scale: str
+    method: Method
+    scale: str = ""
     block: tuple[int, int] | None = None
+    bits: int = 4
+    shift: int = 0
 
 
 def quantization_of(values: Mapping[str, Any], file: str) -> Quantization | None:
@@ -53,16 +62,25 @@ def quantization_of(values: Mapping[str, Any], file: str) -> Quantization | None
 
 def _read(settings: Mapping[str, Any]) -> Quantization | str:
     """What the settings say, or why jdllm does not follow them."""
-    match settings.get("quant_method"):
-        case "fp8":
-            block = settings.get("weight_block_size")
-            return Quantization(".weight_scale_inv", _pair(block)) if _pair(block) else _NOT_READ
-        case "compressed-tensors":
+    match settings:
+        case {"quant_method": "fp8", "weight_block_size": [int(rows), int(columns)]} if (
+            min(rows, columns) > 0
+        ):
+            return Quantization("fp8", ".weight_scale_inv", (rows, columns))
+        case {"quant_method": "compressed-tensors"}:
             return _compressed(settings)
+        case {"quant_method": "gptq", "bits": 2 | 4 | 8 as bits}:
+            form = settings.get("checkpoint_format", "gptq")
+            if form not in _SHIFTS:
+                return f"jdllm does not read the checkpoint_format {form}"
+            return Quantization("gptq", bits=bits, shift=_SHIFTS[form])
+        case {"quant_method": "awq", "bits": 4} if settings.get("version", "gemm").lower() == "gemm":
+            return Quantization("awq")
         case _:
             return _NOT_READ
 
 
+_SHIFTS = {"gptq": 1, "gptq_v2": 0}
 _NOT_READ = "quantized weights of this kind cannot be loaded"
 
 
@@ -82,7 +100,7 @@ def _compressed(settings: Mapping[str, Any]) -> Quantization | str:
     blocks = {_pair(one.get("block_structure")) for one in weights if one.get("strategy") == "block"}
     if len(blocks) > 1:
         return "its groups have blocks of several sizes"
-    return Quantization(".weight_scale", next(iter(blocks), None))
+    return Quantization("compressed-tensors", ".weight_scale", next(iter(blocks), None))
 
 
 def _pair(value: Any) -> tuple[int, int] | None:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,22 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jdllm.checkpoints.conversion import to_native
+from jdllm.checkpoints.foreign import check_directory
 from jdllm.checkpoints.index import StoredTensor
 from jdllm.checkpoints.loading import load_params, read_index
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import CheckpointError, ConfigError
 from jdllm.llm import LLM
-from jdllm.models.hf_config import config_from_hf
+from jdllm.models.hf_config import config_from_hf, read_config
 from tests.helpers import GOLDENS
 
 QUANTISED = GOLDENS / "quantised"
 EIGHT = SamplingParams(max_tokens=8, early_stop=False)
 SUMS: dict[str, dict[str, str]] = json.loads((QUANTISED / "sha256.json").read_text())
+
+
+def settings_of(scheme: str) -> dict[str, Any]:
+    return read_config(QUANTISED / scheme)["quantization_config"]
 
 
 def sha256(values: np.ndarray) -> str:
@@ -53,7 +59,7 @@ def test_any_part_is_a_part_of_the_whole(scheme: str):
         np.testing.assert_array_equal(later.read(part), values[40:][rows, columns])
 
 
-@pytest.mark.parametrize("scheme", ["fp8_block", "int4_asymmetric", "nvfp4"])
+@pytest.mark.parametrize("scheme", ["fp8_block", "int4_asymmetric", "nvfp4", "gptq_ordered", "awq"])
 def test_a_converted_checkpoint_is_plain(scheme: str, tmp_path: Path):
     source, config = QUANTISED / scheme, config_from_hf(QUANTISED / scheme)
     to_native(source, tmp_path / "native")
@@ -114,7 +120,10 @@ COMPRESSED: dict[str, Any] = json.loads((QUANTISED / "int4" / "config.json").rea
         ({"sparsity_config": {"format": "sparse-bitmask"}}, "does not follow its sparsity_config"),
         ({"quantization_status": "frozen"}, "quantization_status is 'frozen'"),
         ({"config_groups": None}, "lacks config_groups"),
-        ({"quant_method": "gptq", "bits": 4}, r"quant_method gptq.*bits 4"),
+        ({"quant_method": "gptq", "bits": 3}, r"quant_method gptq.*bits 3"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "the checkpoint_format marlin"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "quant_method awq"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method bitsandbytes"),
         ({"quant_method": "fp8", "weight_block_size": None}, "quant_method fp8"),
     ],
 )
@@ -131,3 +140,27 @@ def test_a_form_that_is_not_read_is_refused_with_its_module(tmp_path: Path):
     save_file({**stored, f"{name}.weight_g_idx": np.zeros(64, np.int32)}, path / "model.safetensors")
     with pytest.raises(CheckpointError, match=rf"{name} has quantised weights in a form .*weight_g_idx I32"):
         read_index(path)
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "told"),
+    [
+        ("qweight", lambda x: x.astype(np.int64), "in a form that jdllm does not read: qweight I64 8 160"),
+        ("scales", lambda x: np.concatenate([x, x[:1]]), "3 groups of scales for 64 inputs"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(
+    part: str, change: Callable[[np.ndarray], np.ndarray], told: str, tmp_path: Path
+):
+    path = with_settings(QUANTISED / "gptq", tmp_path / "gptq", settings_of("gptq"))
+    stored = load_file(path / "model.safetensors")
+    name = f"model.layers.0.mlp.up_proj.{part}"
+    save_file({**stored, name: change(stored[name])}, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=told):
+        read_index(path)
+
+
+def test_a_file_of_settings_beside_a_configuration_that_has_them_is_no_reason_to_refuse(tmp_path: Path):
+    path = with_settings(QUANTISED / "gptq", tmp_path / "gptq", settings_of("gptq"))
+    (path / "quantize_config.json").write_text("{}")
+    check_directory(path)

@@ -20,7 +20,7 @@ COMMON = [
     ("rms_norm_eps", 0),
     ("rms_norm_eps", 10**400),
     ("eos_token_id", [1, 10**30]),
-    ("quantization_config", {"quant_method": "gptq", "bits": 4}),
+    ("quantization_config", {"quant_method": "hqq", "bits": 4}),
     ("hidden_act", "gelu"),
     ("mlp_bias", True),
     ("pretraining_tp", 2),

@@ -4,13 +4,12 @@ A value is (q - zero) * scale, in the type of the scale, as the library computes
 """
 
 import functools
-from typing import Any
 
 import numpy as np
 from ml_dtypes import bfloat16
 
 from jdllm.checkpoints.index import Index
-from jdllm.checkpoints.quantised.packed import PackedTensor, Parts, rows_of
+from jdllm.checkpoints.quantised.packed import PackedTensor, Parts, fields, rows_of, scaled
 from jdllm.errors import CheckpointError
 from jdllm.models.quantization import Quantization
 
@@ -68,7 +67,7 @@ def _plain(parts: Parts, rows: range, *, block: tuple[int, int] | None) -> np.nd
     shape, q = values.shape, rows_of(values, rows)
     zero = parts.get("zero_point")
     zeros = None if zero is None else _spread(zero.read(zero.whole), shape, rows, block)
-    return _scaled(q, _spread(scale.read(scale.whole), shape, rows, block), zeros)
+    return scaled(q, _spread(scale.read(scale.whole), shape, rows, block), zeros)
 
 
 def _integers(parts: Parts, rows: range, *, columns: int) -> np.ndarray:
@@ -79,13 +78,7 @@ def _integers(parts: Parts, rows: range, *, columns: int) -> np.ndarray:
     zeros = None
     if zero is not None:
         zeros = _spread(_unpacked(zero.read(zero.whole).T, bits, shape[0]).T, shape, rows, None)
-    return _scaled(q, _spread(scale.read(scale.whole), shape, rows, None), zeros)
-
-
-def _scaled(q: Any, scales: Any, zeros: Any) -> np.ndarray:
-    """(q - zero) * scale, each rounded to the type of the scales."""
-    values = q.astype(scales.dtype)
-    return (values if zeros is None else values - zeros.astype(scales.dtype)) * scales
+    return scaled(q, _spread(scale.read(scale.whole), shape, rows, None), zeros)
 
 
 def _nvfp4(parts: Parts, rows: range) -> np.ndarray:
@@ -98,14 +91,8 @@ def _nvfp4(parts: Parts, rows: range) -> np.ndarray:
 
 
 def _unpacked(words: np.ndarray, bits: int, columns: int) -> np.ndarray:
-    """Signed integers of so many bits, the lowest bits of 32-bit words first; they may lie across words."""
-    data = np.ascontiguousarray(words).view(np.uint8)
-    if 8 % bits == 0:
-        found = data[..., None] >> np.arange(0, 8, bits, dtype=np.uint8) & ((1 << bits) - 1)
-    else:
-        of_each = np.unpackbits(data, axis=1, bitorder="little")[:, : columns * bits]
-        found = of_each.reshape(len(words), columns, bits) @ (1 << np.arange(bits, dtype=np.uint8))
-    return np.subtract(found.reshape(len(words), -1)[:, :columns], 1 << (bits - 1), dtype=np.int16)
+    """Signed integers of so many bits."""
+    return np.subtract(fields(words, bits)[:, :columns], 1 << (bits - 1), dtype=np.int16)
 
 
 def _spread(

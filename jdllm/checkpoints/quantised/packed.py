@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -44,3 +45,20 @@ class PackedTensor(StoredTensor):
 def rows_of(stored: StoredTensor, rows: range) -> np.ndarray:
     """Some rows of a stored tensor, whole."""
     return stored.read([rows, *stored.whole[1:]])
+
+
+def fields(words: np.ndarray, bits: int) -> np.ndarray:
+    """uint8 fields of so many bits of 32-bit words, the lowest first; they may lie across words of a row."""
+    data = np.ascontiguousarray(words).view(np.uint8)
+    if 8 % bits == 0:
+        found = data[..., None] >> np.arange(0, 8, bits, dtype=np.uint8) & ((1 << bits) - 1)
+        return found.reshape(len(words), -1)
+    stream = np.unpackbits(data, axis=1, bitorder="little")
+    whole = stream[:, : stream.shape[1] // bits * bits].reshape(len(words), -1, bits)
+    return whole @ (1 << np.arange(bits, dtype=np.uint8))
+
+
+def scaled(q: Any, scales: Any, zeros: Any) -> np.ndarray:
+    """(q - zero) * scale, each rounded to the type of the scales; no zeros where they are `None`."""
+    values = q.astype(scales.dtype)
+    return (values if zeros is None else values - zeros.astype(scales.dtype)) * scales
