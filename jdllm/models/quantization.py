@@ -12,14 +12,14 @@ _FORMATS = ("naive-quantized", "int-quantized", "float-quantized", "pack-quantiz
 _UNREAD = ("sparsity_config", "transform_config", "kv_cache_scheme")
 
 
-Method = Literal["compressed-tensors", "fp8", "gptq", "awq"]
+Method = Literal["compressed-tensors", "fp8", "gptq", "awq", "bitsandbytes"]
 
 
 class Quantization(NamedTuple):
     """How a checkpoint stores quantised weights.
 
     - `method`: which library's files these are.
-    - `scale`: how the names of scales end ("compressed-tensors", "fp8").
+    - `scale`: what the scales of a module are called ("compressed-tensors", "fp8").
     - `block`: rows and columns that share a scale, `None` where no blocks do.
     - `bits`: of a weight ("gptq", "awq").
     - `shift`: by how much stored zeros are less than the zeros ("gptq").
@@ -66,15 +66,17 @@ def _read(settings: Mapping[str, Any]) -> Quantization | str:
         case {"quant_method": "fp8", "weight_block_size": [int(rows), int(columns)]} if (
             min(rows, columns) > 0
         ):
-            return Quantization("fp8", ".weight_scale_inv", (rows, columns))
+            return Quantization("fp8", "weight_scale_inv", (rows, columns))
         case {"quant_method": "compressed-tensors"}:
             return _compressed(settings)
+        case {"quant_method": "bitsandbytes"}:
+            return Quantization("bitsandbytes")
         case {"quant_method": "gptq", "bits": 2 | 4 | 8 as bits}:
-            form = settings.get("checkpoint_format", "gptq")
+            form = str(settings.get("checkpoint_format", "gptq"))
             if form not in _SHIFTS:
                 return f"jdllm does not read the checkpoint_format {form}"
             return Quantization("gptq", bits=bits, shift=_SHIFTS[form])
-        case {"quant_method": "awq", "bits": 4} if settings.get("version", "gemm").lower() == "gemm":
+        case {"quant_method": "awq", "bits": 4} if str(settings.get("version", "gemm")).lower() == "gemm":
             return Quantization("awq")
         case _:
             return _NOT_READ
@@ -100,7 +102,7 @@ def _compressed(settings: Mapping[str, Any]) -> Quantization | str:
     blocks = {_pair(one.get("block_structure")) for one in weights if one.get("strategy") == "block"}
     if len(blocks) > 1:
         return "its groups have blocks of several sizes"
-    return Quantization("compressed-tensors", ".weight_scale", next(iter(blocks), None))
+    return Quantization("compressed-tensors", "weight_scale", next(iter(blocks), None))
 
 
 def _pair(value: Any) -> tuple[int, int] | None:

@@ -82,7 +82,7 @@ def test_quantized_weights_are_known_by_files_beside_the_configuration(copy: Pat
     ("key", "value", "message"),
     [
         ("quantization_config", {"quant_method": "gptq", "bits": 3}, "quant_method gptq, bits 3"),
-        ("quantization_config", {"quant_method": "bitsandbytes", "load_in_4bit": True}, "load_in_4bit True"),
+        ("quantization_config", {"quant_method": "eetq", "load_in_8bit": True}, "load_in_8bit True"),
         ("compression_config", {"format": "pack-quantized"}, "format pack-quantized"),
         ("quantization_config", {"unheard": 1}, "has quantization_config: quantized"),
     ],

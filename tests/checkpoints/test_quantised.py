@@ -10,11 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from ml_dtypes import bfloat16
 from safetensors.numpy import load_file, save_file
 
 from jdllm.checkpoints.conversion import to_native
 from jdllm.checkpoints.foreign import check_directory
-from jdllm.checkpoints.index import StoredTensor
+from jdllm.checkpoints.index import StoredTensor, read_safetensors_index
 from jdllm.checkpoints.loading import load_params, read_index
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import CheckpointError, ConfigError
@@ -59,7 +60,9 @@ def test_any_part_is_a_part_of_the_whole(scheme: str):
         np.testing.assert_array_equal(later.read(part), values[40:][rows, columns])
 
 
-@pytest.mark.parametrize("scheme", ["fp8_block", "int4_asymmetric", "nvfp4", "gptq_ordered", "awq"])
+@pytest.mark.parametrize(
+    "scheme", ["fp8_block", "int4_asymmetric", "nvfp4", "gptq_ordered", "awq", "nf4_double", "int8_rows"]
+)
 def test_a_converted_checkpoint_is_plain(scheme: str, tmp_path: Path):
     source, config = QUANTISED / scheme, config_from_hf(QUANTISED / scheme)
     to_native(source, tmp_path / "native")
@@ -123,7 +126,7 @@ COMPRESSED: dict[str, Any] = json.loads((QUANTISED / "int4" / "config.json").rea
         ({"quant_method": "gptq", "bits": 3}, r"quant_method gptq.*bits 3"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "the checkpoint_format marlin"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "quant_method awq"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method bitsandbytes"),
+        ({"quant_method": "torchao", "quant_type": {}}, "quant_method torchao"),
         ({"quant_method": "fp8", "weight_block_size": None}, "quant_method fp8"),
     ],
 )
@@ -138,24 +141,35 @@ def test_a_form_that_is_not_read_is_refused_with_its_module(tmp_path: Path):
     stored = load_file(path / "model.safetensors")
     name = "model.layers.0.mlp.up_proj"
     save_file({**stored, f"{name}.weight_g_idx": np.zeros(64, np.int32)}, path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=rf"{name} has quantised weights in a form .*weight_g_idx I32"):
+    with pytest.raises(
+        CheckpointError, match=rf"{name} has quantised weights in a form .*weight_g_idx I32 .64."
+    ):
         read_index(path)
 
 
+Change = Callable[[np.ndarray], np.ndarray]
+
+
 @pytest.mark.parametrize(
-    ("part", "change", "told"),
+    ("scheme", "part", "change", "told"),
     [
-        ("qweight", lambda x: x.astype(np.int64), "in a form that jdllm does not read: qweight I64 8 160"),
-        ("scales", lambda x: np.concatenate([x, x[:1]]), "3 groups of scales for 64 inputs"),
+        ("gptq", "qweight", lambda x: x.astype(np.int64), r"jdllm does not read: qweight I64 .8, 160., "),
+        ("gptq", "scales", lambda x: np.concatenate([x, x[:1]]), r"does not read: .* scales F16 .3, 160."),
+        ("awq", "qzeros", lambda x: x[:, 1:], r"does not read: .* qzeros I32 .2, 19."),
+        ("int4", "weight_scale", lambda x: x[1:], r"does not read: .*weight_scale F16 .159, 2."),
+        ("int8_channel", "weight_scale", lambda x: x[1:], r"does not read: .*weight_scale F16 .159, 1."),
+        ("nf4", "weight", lambda x: x[:-1], "10238 codes, and its state says .160, 64."),
+        ("nf4", "weight.quant_state.bitsandbytes__nf4", lambda x: x[:-1], "no state that tells of them"),
+        ("int8_rows", "SCB", lambda x: x[:-1], "up_proj.SCB is no scale of int8 weights"),
     ],
 )
-def test_parts_that_do_not_fit_are_refused(
-    part: str, change: Callable[[np.ndarray], np.ndarray], told: str, tmp_path: Path
-):
-    path = with_settings(QUANTISED / "gptq", tmp_path / "gptq", settings_of("gptq"))
-    stored = load_file(path / "model.safetensors")
+def test_parts_that_do_not_fit_are_refused(scheme: str, part: str, change: Change, told: str, tmp_path: Path):
+    path = with_settings(QUANTISED / scheme, tmp_path / scheme, settings_of(scheme))
+    stored = {name: read.read(read.whole) for name, read in read_safetensors_index(path).items()}
     name = f"model.layers.0.mlp.up_proj.{part}"
-    save_file({**stored, name: change(stored[name])}, path / "model.safetensors")
+    changed = {**stored, name: change(stored[name])}
+    kinds = {key: x.astype(np.float32) if x.dtype == bfloat16 else x for key, x in changed.items()}
+    save_file(kinds, path / "model.safetensors")
     with pytest.raises(CheckpointError, match=told):
         read_index(path)
 

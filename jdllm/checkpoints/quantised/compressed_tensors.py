@@ -6,9 +6,8 @@ A value is (q - zero) * scale, in the type of the scale, as the library computes
 import functools
 
 import numpy as np
-from ml_dtypes import bfloat16
 
-from jdllm.checkpoints.index import Index
+from jdllm.checkpoints.index import DTYPES, Index, StoredTensor
 from jdllm.checkpoints.quantised.packed import PackedTensor, Parts, fields, rows_of, scaled
 from jdllm.errors import CheckpointError
 from jdllm.models.quantization import Quantization
@@ -33,32 +32,59 @@ def dequantised(index: Index, quantization: Quantization) -> Index:
     Raises `CheckpointError` for a matrix that is stored in another way than the configuration says.
     """
     found = {name: stored for name, stored in index.items() if not name.endswith(_UNUSED)}
-    for name in [name for name in found if name.endswith(quantization.scale)]:
-        module = name.removesuffix(quantization.scale)
-        parts = {
-            key.removeprefix(module): found.pop(key)
-            for key in [key for key in found if key.startswith(f"{module}.weight")]
-        }
-        found[f"{module}.weight"] = _matrix(module, parts, quantization)
+    modules: dict[str, dict[str, StoredTensor]] = {}
+    for name, stored in found.items():
+        module, _, part = name.rpartition(".")
+        if part.startswith("weight"):
+            modules.setdefault(module, {})[part] = stored
+    for module, parts in modules.items():
+        if quantization.scale in parts:
+            for part in parts:
+                del found[f"{module}.{part}"]
+            found[f"{module}.weight"] = _matrix(module, parts, quantization)
     return found
 
 
 def _matrix(module: str, parts: Parts, quantization: Quantization) -> PackedTensor:
     """The weight of one module, by the names of its parts."""
-    named = {name.removeprefix(".weight").removeprefix("_") or "values": part for name, part in parts.items()}
+    named = {name.removeprefix("weight").removeprefix("_") or "values": part for name, part in parts.items()}
     values, scale = (named.get(one) or named.get(other) for one, other in (_VALUES, _SCALES))
-    names = named.keys() - {"zero_point"}
+    found = None
     if values is not None and scale is not None:
-        if named.keys() == {"packed", "scale", "global_scale"} and values.dtype == "U8":
-            return PackedTensor.of(named, "BF16", (values.shape[0], 2 * values.shape[1]), _nvfp4)
-        if names == {"packed", "scale", "shape"} and values.dtype == "I32":
-            shape = tuple(int(size) for size in rows_of(named["shape"], range(2)))
+        found = _form(named, values, scale, quantization.block)
+    if found is None:
+        stored = ", ".join(f"{name} {part.dtype} {list(part.shape)}" for name, part in parts.items())
+        raise CheckpointError(f"{module} has quantised weights in a form that jdllm does not read: {stored}")
+    return found
+
+
+def _form(
+    named: Parts, values: StoredTensor, scale: StoredTensor, block: tuple[int, int] | None
+) -> PackedTensor | None:
+    """The matrix of parts in a form that is read; `None` for others."""
+    names, (rows, width) = named.keys() - {"zero_point"}, values.shape if len(values.shape) == 2 else (0, 0)
+    if named.keys() == {"packed", "scale", "global_scale"} and values.dtype == "U8":
+        fits = len(scale.shape) == 2 and scale.shape[0] == rows and 2 * width % scale.shape[1] == 0
+        return PackedTensor.of(named, "BF16", (rows, 2 * width), _nvfp4) if fits else None
+    if scale.dtype not in DTYPES:
+        return None
+    if names == {"packed", "scale", "shape"} and values.dtype == "I32" and named["shape"].shape == (2,):
+        shape = tuple(int(size) for size in rows_of(named["shape"], range(2)))
+        bits = width * 32 // max(1, shape[1])
+        if shape[0] == rows and 1 <= bits <= 8 and _spreads(scale.shape, shape, None):
             return PackedTensor.of(named, scale.dtype, shape, functools.partial(_integers, columns=shape[1]))
-        if names in ({"values", "scale"}, {"values", "scale_inv"}) and values.dtype in ("I8", "F8_E4M3"):
-            decode = functools.partial(_plain, block=quantization.block)
-            return PackedTensor.of(named, scale.dtype, values.shape, decode)
-    stored = ", ".join(f"{name.lstrip('.')} {part.dtype}" for name, part in parts.items())
-    raise CheckpointError(f"{module} has quantised weights in a form that jdllm does not read: {stored}")
+    plain = names in ({"values", "scale"}, {"values", "scale_inv"}) and values.dtype in ("I8", "F8_E4M3")
+    if plain and _spreads(scale.shape, values.shape, block):
+        return PackedTensor.of(named, scale.dtype, values.shape, functools.partial(_plain, block=block))
+    return None
+
+
+def _spreads(scale: tuple[int, ...], shape: tuple[int, ...], block: tuple[int, int] | None) -> bool:
+    """Whether scales of one shape are for parts of a matrix of another one."""
+    rows, columns = (*scale, 1, 1)[:2]
+    if block is not None:
+        return (rows, columns) == tuple(-(-size // of) for size, of in zip(shape, block, strict=True))
+    return rows in (1, shape[0]) and columns > 0 and shape[1] % columns == 0
 
 
 def _plain(parts: Parts, rows: range, *, block: tuple[int, int] | None) -> np.ndarray:
@@ -87,7 +113,7 @@ def _nvfp4(parts: Parts, rows: range) -> np.ndarray:
     codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(rows), -1)
     values, scale, of_all = _FP4[codes], parts["scale"], parts["global_scale"]
     scales = rows_of(scale, rows).astype(np.float32) / of_all.read(of_all.whole)
-    return (values * np.repeat(scales, values.shape[1] // scale.shape[1], axis=1)).astype(bfloat16)
+    return (values * np.repeat(scales, values.shape[1] // scale.shape[1], axis=1)).astype(DTYPES["BF16"])
 
 
 def _unpacked(words: np.ndarray, bits: int, columns: int) -> np.ndarray:
@@ -108,9 +134,9 @@ def _spread(
     values = values.reshape(-1, 1) if values.ndim < 2 else values
     if len(values) == 1:
         values = np.broadcast_to(values, (len(rows), values.shape[1]))
-    elif len(values) == shape[0]:
+    elif block is None:
         values = values[rows.start : rows.stop]
-    elif block is not None:
+    else:
         values = values[np.arange(rows.start, rows.stop) // block[0]]
     if values.shape[1] == 1:
         return values

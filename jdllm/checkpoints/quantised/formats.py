@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from jdllm.checkpoints.index import Index
-from jdllm.checkpoints.quantised import compressed_tensors, gptq
+from jdllm.checkpoints.quantised import bitsandbytes, compressed_tensors, gptq
 from jdllm.models.quantization import Method, Quantization
 
 _READERS: dict[Method, Callable[[Index, Quantization], Index]] = {
@@ -11,6 +11,7 @@ _READERS: dict[Method, Callable[[Index, Quantization], Index]] = {
     "fp8": compressed_tensors.dequantised,
     "gptq": gptq.dequantised,
     "awq": gptq.dequantised,
+    "bitsandbytes": bitsandbytes.dequantised,
 }
 
 

@@ -7,8 +7,8 @@ import functools
 
 import numpy as np
 
-from jdllm.checkpoints.index import Index, StoredTensor
-from jdllm.checkpoints.quantised.packed import Decode, PackedTensor, Parts, fields, scaled
+from jdllm.checkpoints.index import DTYPES, Index, StoredTensor
+from jdllm.checkpoints.quantised.packed import PackedTensor, Parts, fields, scaled
 from jdllm.errors import CheckpointError
 from jdllm.models.quantization import Quantization
 
@@ -38,26 +38,20 @@ def dequantised(index: Index, quantization: Quantization) -> Index:
 def _matrix(module: str, parts: Parts, quantization: Quantization) -> PackedTensor:
     bits, each = quantization.bits, _WORD // quantization.bits
     stored = {name: (part.dtype, *part.shape) for name, part in parts.items()}
-    match stored:
-        case {
-            "qweight": ("I32", words, outputs),
-            "qzeros": ("I32", *_),
-            "scales": (dtype, groups, width),
-        } if quantization.method == "gptq" and width == outputs:
+    found = None
+    match stored.get("qweight"), stored.get("scales"):
+        case ("I32", words, outputs), (dtype, groups, _) if quantization.method == "gptq":
             shape = (outputs, words * each)
-            decode: Decode = functools.partial(_gptq, bits=bits, shift=quantization.shift)
-        case {"qweight": ("I32", inputs, words), "qzeros": ("I32", *_), "scales": (dtype, groups, width)} if (
-            quantization.method == "awq" and width == words * each
-        ):
-            shape, decode = (width, inputs), _awq
-        case _:
-            told = ", ".join(f"{name} {' '.join(map(str, kind))}" for name, kind in stored.items())
-            raise CheckpointError(
-                f"{module} has quantised weights in a form that jdllm does not read: {told}"
-            )
-    if shape[1] % groups:
-        raise CheckpointError(f"{module} has {groups} groups of scales for {shape[1]} inputs")
-    return PackedTensor.of(parts, dtype, shape, decode)
+            found = functools.partial(_gptq, bits=bits, shift=quantization.shift)
+        case ("I32", inputs, words), (dtype, groups, _) if quantization.method == "awq":
+            shape, found = (words * each, inputs), _awq
+    if found is not None and dtype in DTYPES and shape[1] % groups == 0:
+        expected = {"qzeros": ("I32", groups, shape[0] // each), "scales": (dtype, groups, shape[0])}
+        expected |= {"g_idx": ("I32", shape[1])} if "g_idx" in stored else {}
+        if stored == expected | {"qweight": stored["qweight"]}:
+            return PackedTensor.of(parts, dtype, shape, found)
+    told = ", ".join(f"{name} {kind} {list(sizes)}" for name, (kind, *sizes) in stored.items())
+    raise CheckpointError(f"{module} has quantised weights in a form that jdllm does not read: {told}")
 
 
 def _gptq(parts: Parts, rows: range, *, bits: int, shift: int) -> np.ndarray:
