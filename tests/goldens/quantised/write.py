@@ -7,20 +7,14 @@ safetensors 0.8.0. Each checkpoint is tests/goldens/llama in one scheme, with th
 tensor.
 """
 
-import hashlib
-import json
-from pathlib import Path
+from collections.abc import Callable
 
 import torch
+from checkpoint import Packed, add_checksums, write
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
-from safetensors.torch import load_file, save_file
 
-HERE = Path(__file__).parent
-SOURCE = HERE.parent / "llama"
-IDS = 128
-CHANGED = {"vocab_size": IDS, "tie_word_embeddings": True, "eos_token_id": 2, "pad_token_id": 2}
 SCHEMES = {
     "fp8_tensor": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}),
     "fp8_channel": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
@@ -62,46 +56,35 @@ def least_and_most(weight: torch.Tensor, args: QuantizationArgs) -> tuple[torch.
     return parts.amin(-1, keepdim=keep), parts.amax(-1, keepdim=keep)
 
 
-def write(name: str, form: str, args: QuantizationArgs, dtype: torch.dtype) -> dict[str, str]:
-    scheme = QuantizationScheme(targets=["Linear"], weights=args, format=form)
+def packer(form: str, scheme: QuantizationScheme, dtype: torch.dtype) -> Callable[[torch.Tensor], Packed]:
+    """What packs a matrix in a scheme."""
     compressor = BaseCompressor.load_from_registry(form)
-    stored, sums = {}, {}
-    for key, value in load_file(SOURCE / "model.safetensors").items():
-        value = value.to(dtype)
-        if key == "lm_head.weight":
-            continue
-        if key == "model.embed_tokens.weight":
-            value = value[:IDS]
-        if not key.endswith("_proj.weight"):
-            stored[key] = value
-            continue
-        module, extra = key.removesuffix(".weight"), {}
-        least, most = least_and_most(value, args)
+
+    def pack(weight: torch.Tensor) -> Packed:
+        value, extra = weight.to(dtype), {}
+        least, most = least_and_most(value, scheme.weights)
         if form.startswith("nvfp4"):
             extra["weight_global_scale"] = generate_gparam(value.min(), value.max()).reshape(1)
-        scale, zero = calculate_qparams(least, most, args, global_scale=extra.get("weight_global_scale"))
+        of_all = extra.get("weight_global_scale")
+        scale, zero = calculate_qparams(least, most, scheme.weights, global_scale=of_all)
         extra["weight_scale"] = scale if form.startswith("nvfp4") else scale.to(dtype)
         extra["weight_zero_point"] = zero.to(torch.int8)
         packed = compressor.compress({"weight": value, **extra}, scheme)
-        stored |= {f"{module}.{part}": tensor.contiguous() for part, tensor in packed.items()}
-        found = compressor.decompress(packed, scheme)["weight"].contiguous()
-        sums[key] = hashlib.sha256(found.view(torch.uint8).numpy().tobytes()).hexdigest()
-    directory = HERE / name
-    directory.mkdir(exist_ok=True)
-    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
-    settings = QuantizationConfig(
-        config_groups={"group_0": scheme}, format=form, quantization_status="compressed", ignore=["lm_head"]
-    )
-    config = json.loads((SOURCE / "config.json").read_text())
-    config |= CHANGED | {"torch_dtype": str(dtype).removeprefix("torch.")}
-    config["quantization_config"] = settings.model_dump()
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    return sums
+        return packed, compressor.decompress(packed, scheme)["weight"]
+
+    return pack
 
 
 if __name__ == "__main__":
     checksums = {}
     for index, (name, (form, args)) in enumerate(SCHEMES.items()):
         dtype = torch.bfloat16 if form.startswith("nvfp4") else [torch.bfloat16, torch.float16][index % 2]
-        checksums[name] = write(name, form, QuantizationArgs(**args), dtype)
-    (HERE / "sha256.json").write_text(json.dumps(checksums, indent=1) + "\n")
+        scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**args), format=form)
+        settings = QuantizationConfig(
+            config_groups={"group_0": scheme},
+            format=form,
+            quantization_status="compressed",
+            ignore=["lm_head"],
+        )
+        checksums[name] = write(name, dtype, packer(form, scheme, dtype), settings.model_dump())
+    add_checksums(checksums)

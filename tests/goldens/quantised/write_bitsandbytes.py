@@ -2,23 +2,17 @@
 """Writes checkpoints of bitsandbytes with the library itself.
 
 `python3 tests/goldens/quantised/write_bitsandbytes.py` in an environment with torch 2.13.0, bitsandbytes
-0.50.2 and safetensors 0.8.0, behind `write.py`, to whose `sha256.json` it adds. int8 weights become float32.
+0.50.2 and safetensors 0.8.0. int8 weights become float32.
 """
 
-import hashlib
-import json
-from pathlib import Path
+import functools
 from typing import Any
 
 import torch
 from bitsandbytes import functional
 from bitsandbytes.nn import Int8Params, Linear8bitLt
-from safetensors.torch import load_file, save_file
+from checkpoint import Packed, add_checksums, write
 
-HERE = Path(__file__).parent
-SOURCE = HERE.parent / "llama"
-IDS = 128
-CHANGED = {"vocab_size": IDS, "tie_word_embeddings": True, "eos_token_id": 2, "pad_token_id": 2}
 SCHEMES: dict[str, dict[str, Any]] = {
     "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": False},
     "nf4_double": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
@@ -27,8 +21,9 @@ SCHEMES: dict[str, dict[str, Any]] = {
 }
 
 
-def packed(weight: torch.Tensor, settings: dict[str, Any]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """What the library stores of a matrix, by the ends of names, and the values that it makes of this."""
+def packed(weight: torch.Tensor, settings: dict[str, Any]) -> Packed:
+    """A matrix, rounded to bfloat16 before."""
+    weight = weight.to(torch.bfloat16)
     if settings.get("load_in_8bit"):
         linear = Linear8bitLt(weight.shape[1], weight.shape[0], bias=False, has_fp16_weights=False)
         linear.weight = Int8Params(weight.half(), requires_grad=False, has_fp16_weights=False)
@@ -43,29 +38,10 @@ def packed(weight: torch.Tensor, settings: dict[str, Any]) -> tuple[dict[str, to
     return {"weight": codes, **parts}, functional.dequantize_4bit(codes, state).reshape(weight.shape)
 
 
-def write(name: str, settings: dict[str, Any]) -> dict[str, str]:
-    stored, sums = {}, {}
-    for key, value in load_file(SOURCE / "model.safetensors").items():
-        value = value.to(torch.bfloat16)
-        if key == "lm_head.weight":
-            continue
-        if not key.endswith("_proj.weight"):
-            stored[key] = value[:IDS] if key == "model.embed_tokens.weight" else value
-            continue
-        parts, found = packed(value, settings)
-        stored |= {f"{key.removesuffix('weight')}{part}": x.contiguous() for part, x in parts.items()}
-        sums[key] = hashlib.sha256(found.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
-    directory = HERE / name
-    directory.mkdir(exist_ok=True)
-    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((SOURCE / "config.json").read_text()) | CHANGED | {"torch_dtype": "bfloat16"}
-    config["quantization_config"] = {"quant_method": "bitsandbytes", **settings}
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    return sums
-
-
 if __name__ == "__main__":
-    path = HERE / "sha256.json"
-    checksums = json.loads(path.read_text())
-    checksums |= {name: write(name, settings) for name, settings in SCHEMES.items()}
-    path.write_text(json.dumps(checksums, indent=1) + "\n")
+    checksums = {}
+    for name, settings in SCHEMES.items():
+        told = {"quant_method": "bitsandbytes", **settings}
+        pack = functools.partial(packed, settings=settings)
+        checksums[name] = write(name, torch.bfloat16, pack, told)
+    add_checksums(checksums)

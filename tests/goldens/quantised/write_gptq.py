@@ -2,27 +2,21 @@
 """Writes checkpoints of GPTQ and AWQ with the library that users write them with.
 
 `python3 tests/goldens/quantised/write_gptq.py` in an environment with torch 2.13.0, gptqmodel 7.7.0 and
-safetensors 0.8.0, behind `write.py`, to whose `sha256.json` it adds. Integers are rounded to nearest. An
+safetensors 0.8.0. Integers are rounded to nearest. An
 order of columns is drawn, as if it were that of their activations.
 """
 
-import hashlib
-import json
-from pathlib import Path
+import functools
 from typing import Any
 
 import torch
+from checkpoint import Packed, add_checksums, write
 from gptqmodel.nn_modules.qlinear.torch import TorchLinear
 from gptqmodel.nn_modules.qlinear.torch_awq import AwqTorchLinear
 from gptqmodel.quantization import QuantizeConfig
 from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
 from gptqmodel.utils.model import convert_gptq_v2_to_v1_format_module
-from safetensors.torch import load_file, save_file
 
-HERE = Path(__file__).parent
-SOURCE = HERE.parent / "llama"
-IDS = 128
-CHANGED = {"vocab_size": IDS, "tie_word_embeddings": True, "eos_token_id": 2, "pad_token_id": 2}
 GPTQ: dict[str, dict[str, Any]] = {
     "gptq": {"bits": 4, "group_size": 32, "sym": True, "desc_act": False},
     "gptq_ordered": {"bits": 4, "group_size": 32, "sym": True, "desc_act": True},
@@ -49,7 +43,7 @@ def scales_and_zeros(weight: torch.Tensor, group: torch.Tensor, most: int, sym: 
     return torch.stack(scales, 1), torch.stack(zeros, 1)
 
 
-def packed(name: str, weight: torch.Tensor, settings: dict[str, Any]) -> tuple[dict[str, Any], torch.Tensor]:
+def packed(name: str, weight: torch.Tensor, settings: dict[str, Any]) -> Packed:
     """What the library stores of a matrix, and the values that it makes of this."""
     rows, columns = weight.shape
     bits, size = settings["bits"], settings["group_size"]
@@ -77,28 +71,10 @@ def packed(name: str, weight: torch.Tensor, settings: dict[str, Any]) -> tuple[d
     return {part: x for part, x in module.state_dict().items() if part in names}, found
 
 
-def write(name: str, settings: dict[str, Any]) -> dict[str, str]:
-    stored, sums = {}, {}
-    for key, value in load_file(SOURCE / "model.safetensors").items():
-        if key == "lm_head.weight":
-            continue
-        if not key.endswith("_proj.weight"):
-            stored[key] = (value[:IDS] if key == "model.embed_tokens.weight" else value).half()
-            continue
-        parts, found = packed(name, value.float(), settings)
-        stored |= {f"{key.removesuffix('weight')}{part}": x.contiguous() for part, x in parts.items()}
-        sums[key] = hashlib.sha256(found.view(torch.uint8).numpy().tobytes()).hexdigest()
-    directory = HERE / name
-    directory.mkdir(exist_ok=True)
-    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((SOURCE / "config.json").read_text()) | CHANGED | {"torch_dtype": "float16"}
-    config["quantization_config"] = {"quant_method": "awq" if name == "awq" else "gptq", **settings}
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    return sums
-
-
 if __name__ == "__main__":
-    path = HERE / "sha256.json"
-    checksums = json.loads(path.read_text())
-    checksums |= {name: write(name, settings) for name, settings in GPTQ.items()}
-    path.write_text(json.dumps(checksums, indent=1) + "\n")
+    checksums = {}
+    for name, settings in GPTQ.items():
+        told = {"quant_method": "awq" if name == "awq" else "gptq", **settings}
+        pack = functools.partial(packed, name, settings=settings)
+        checksums[name] = write(name, torch.float16, pack, told)
+    add_checksums(checksums)
