@@ -132,6 +132,4 @@ def _checked(file: Path, expected: Mapping[str, tuple[int, ...]]) -> Index:
 
 def _read(stored: StoredTensor) -> np.ndarray:
     """A tensor in float32."""
-    dtype = DTYPES[stored.dtype]
-    read = np.fromfile(stored.file, dtype, stored.bytes // dtype.itemsize, offset=stored.offset)
-    return read.reshape(stored.shape).astype(np.float32)
+    return stored.read(stored.whole).astype(np.float32)

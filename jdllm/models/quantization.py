@@ -63,10 +63,8 @@ def quantization_of(values: Mapping[str, Any], file: str) -> Quantization | None
 def _read(settings: Mapping[str, Any]) -> Quantization | str:
     """What the settings say, or why jdllm does not follow them."""
     match settings:
-        case {"quant_method": "fp8", "weight_block_size": [int(rows), int(columns)]} if (
-            min(rows, columns) > 0
-        ):
-            return Quantization("fp8", "weight_scale_inv", (rows, columns))
+        case {"quant_method": "fp8"} if (block := _pair(settings.get("weight_block_size"))) is not None:
+            return Quantization("fp8", "weight_scale_inv", block)
         case {"quant_method": "compressed-tensors"}:
             return _compressed(settings)
         case {"quant_method": "bitsandbytes"}:

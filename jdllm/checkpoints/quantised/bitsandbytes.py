@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jdllm.checkpoints.index import DTYPES, Index, StoredTensor
-from jdllm.checkpoints.quantised.packed import PackedTensor, Parts, rows_of
+from jdllm.checkpoints.quantised.packed import PackedTensor, Parts, all_of, rows_of
 from jdllm.errors import CheckpointError
 from jdllm.models.quantization import Quantization
 
@@ -62,7 +62,7 @@ def _of_codes(name: str, parts: Parts) -> PackedTensor:
     try:
         if state is None:
             raise KeyError(_STATE)
-        told = json.loads(rows_of(state, range(state.shape[0])).tobytes())
+        told = json.loads(all_of(state).tobytes())
         shape, dtype = tuple(told["shape"]), _NAMES[told["dtype"]]
         rows, columns = shape
         codes = _Codes(
@@ -84,7 +84,7 @@ def _decoded(parts: Parts, rows: range, *, codes: _Codes, dtype: str) -> np.ndar
     """The upper half of each byte is the first of two."""
     first, last = rows.start * codes.columns, rows.stop * codes.columns
     data = rows_of(parts["codes"], range(first // 2, last // 2)).reshape(-1)
-    values = _all_of(parts["quant_map"])[np.stack([data >> 4, data & 15], axis=-1).reshape(-1)]
+    values = all_of(parts["quant_map"])[np.stack([data >> 4, data & 15], axis=-1).reshape(-1)]
     blocks = range(first // codes.block, -(-last // codes.block))
     scales = np.repeat(_scales(parts, blocks, codes), codes.block)[first - blocks.start * codes.block :]
     return (values * scales[: len(values)]).reshape(len(rows), -1).astype(DTYPES[dtype])
@@ -94,14 +94,10 @@ def _scales(parts: Parts, blocks: range, codes: _Codes) -> np.ndarray:
     scales = rows_of(parts["absmax"], blocks)
     if not codes.nested:
         return scales
-    of_all = _all_of(parts["nested_absmax"])[np.arange(blocks.start, blocks.stop) // codes.nested]
-    return _all_of(parts["nested_quant_map"])[scales] * of_all + np.float32(codes.offset)
+    of_all = all_of(parts["nested_absmax"])[np.arange(blocks.start, blocks.stop) // codes.nested]
+    return all_of(parts["nested_quant_map"])[scales] * of_all + np.float32(codes.offset)
 
 
 def _int8(parts: Parts, rows: range) -> np.ndarray:
     values, scale = rows_of(parts["values"], rows), rows_of(parts["scale"], rows)
     return values.astype(np.float32) * scale[:, None] * _INT8
-
-
-def _all_of(stored: StoredTensor) -> np.ndarray:
-    return stored.read(stored.whole)

@@ -8,7 +8,7 @@ import functools
 import numpy as np
 
 from jdllm.checkpoints.index import DTYPES, Index, StoredTensor
-from jdllm.checkpoints.quantised.packed import PackedTensor, Parts, fields, rows_of, scaled
+from jdllm.checkpoints.quantised.packed import PackedTensor, Parts, all_of, fields, rows_of, scaled
 from jdllm.errors import CheckpointError
 from jdllm.models.quantization import Quantization
 
@@ -69,7 +69,7 @@ def _form(
     if scale.dtype not in DTYPES:
         return None
     if names == {"packed", "scale", "shape"} and values.dtype == "I32" and named["shape"].shape == (2,):
-        shape = tuple(int(size) for size in rows_of(named["shape"], range(2)))
+        shape = tuple(int(size) for size in all_of(named["shape"]))
         bits = width * 32 // max(1, shape[1])
         if shape[0] == rows and 1 <= bits <= 8 and _spreads(scale.shape, shape, None):
             return PackedTensor.of(named, scale.dtype, shape, functools.partial(_integers, columns=shape[1]))
@@ -92,8 +92,8 @@ def _plain(parts: Parts, rows: range, *, block: tuple[int, int] | None) -> np.nd
     values, scale = parts["values"], parts.get("scale") or parts["scale_inv"]
     shape, q = values.shape, rows_of(values, rows)
     zero = parts.get("zero_point")
-    zeros = None if zero is None else _spread(zero.read(zero.whole), shape, rows, block)
-    return scaled(q, _spread(scale.read(scale.whole), shape, rows, block), zeros)
+    zeros = None if zero is None else _spread(all_of(zero), shape, rows, block)
+    return scaled(q, _spread(all_of(scale), shape, rows, block), zeros)
 
 
 def _integers(parts: Parts, rows: range, *, columns: int) -> np.ndarray:
@@ -103,8 +103,8 @@ def _integers(parts: Parts, rows: range, *, columns: int) -> np.ndarray:
     q = _unpacked(rows_of(packed, rows), bits, columns)
     zeros = None
     if zero is not None:
-        zeros = _spread(_unpacked(zero.read(zero.whole).T, bits, shape[0]).T, shape, rows, None)
-    return scaled(q, _spread(scale.read(scale.whole), shape, rows, None), zeros)
+        zeros = _spread(_unpacked(all_of(zero).T, bits, shape[0]).T, shape, rows, None)
+    return scaled(q, _spread(all_of(scale), shape, rows, None), zeros)
 
 
 def _nvfp4(parts: Parts, rows: range) -> np.ndarray:
@@ -112,7 +112,7 @@ def _nvfp4(parts: Parts, rows: range) -> np.ndarray:
     packed = rows_of(parts["packed"], rows)
     codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(rows), -1)
     values, scale, of_all = _FP4[codes], parts["scale"], parts["global_scale"]
-    scales = rows_of(scale, rows).astype(np.float32) / of_all.read(of_all.whole)
+    scales = rows_of(scale, rows).astype(np.float32) / all_of(of_all)
     return (values * np.repeat(scales, values.shape[1] // scale.shape[1], axis=1)).astype(DTYPES["BF16"])
 
 

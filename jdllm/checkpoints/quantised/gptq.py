@@ -8,7 +8,7 @@ import functools
 import numpy as np
 
 from jdllm.checkpoints.index import DTYPES, Index, StoredTensor
-from jdllm.checkpoints.quantised.packed import PackedTensor, Parts, fields, scaled
+from jdllm.checkpoints.quantised.packed import PackedTensor, Parts, all_of, fields, scaled
 from jdllm.errors import CheckpointError
 from jdllm.models.quantization import Quantization
 
@@ -58,11 +58,11 @@ def _gptq(parts: Parts, rows: range, *, bits: int, shift: int) -> np.ndarray:
     """Packed along inputs; zeros along outputs, each less by `shift`. Words add and borrow as a whole."""
     q = fields(_columns_of(parts["qweight"], rows).T, bits)
     ones = sum(1 << at for at in range(0, _WORD, bits))
-    words = parts["qzeros"].read(parts["qzeros"].whole).view(np.uint32) + np.uint32(shift * ones)
+    words = all_of(parts["qzeros"]).view(np.uint32) + np.uint32(shift * ones)
     zeros = fields(words, bits)[:, rows.start : rows.stop]
     scales, order = _columns_of(parts["scales"], rows), parts.get("g_idx")
     width = q.shape[1] // len(scales)
-    group = np.arange(q.shape[1]) // width if order is None else order.read(order.whole)
+    group = np.arange(q.shape[1]) // width if order is None else all_of(order)
     return scaled(q, scales.T[:, group], zeros.T[:, group])
 
 

@@ -47,6 +47,11 @@ def rows_of(stored: StoredTensor, rows: range) -> np.ndarray:
     return stored.read([rows, *stored.whole[1:]])
 
 
+def all_of(stored: StoredTensor) -> np.ndarray:
+    """The whole of a stored tensor."""
+    return stored.read(stored.whole)
+
+
 def fields(words: np.ndarray, bits: int) -> np.ndarray:
     """uint8 fields of so many bits of 32-bit words, the lowest first; they may lie across words of a row."""
     data = np.ascontiguousarray(words).view(np.uint8)
