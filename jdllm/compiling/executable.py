@@ -39,15 +39,18 @@ def compiler_options(
 
     Triton matrix products cannot read a slice of stacked weights in place: with them, each layer of a scan
     copies its weights first. The dot merger concatenates the weights of products that share an operand, which
-    is a copy of them in every layer too. Kernels of a chain are launched one by one: in a graph, none would
-    start before the one before it has ended. On several cards a scheduler of XLA's hides transfers: it would
-    put other kernels between those of a chain.
+    is a copy of them in every layer too. XLA counts a pool that is written in place once for each write.
+    Where the pool fills the card, XLA would compute products twice, to save memory that the plan does not
+    lack. Kernels of a chain are launched one by one: in a graph, none would start before the one before it
+    has ended. On several cards a scheduler of XLA's hides transfers: it would put other kernels between those
+    of a chain.
     """
     if platform not in ("gpu", "cuda"):
         return {}
     options: Options = {
         "xla_gpu_enable_triton_gemm": False,
         "xla_gpu_dot_merger_threshold_mb": 0,
+        "xla_disable_hlo_passes": "rematerialization",
     }
     if chained:
         options["xla_gpu_enable_command_buffer"] = _IN_GRAPHS

@@ -13,7 +13,6 @@ from jdllm.decoding.blocks import store_and_step, store_blocks
 from jdllm.decoding.causal import prefill
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.unseen import Unseen
-from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import abstract_params
 from jdllm.pallas.masked_logits import Level
@@ -84,8 +83,12 @@ def test_blocks_are_stored_in_place_with_a_step(count: int, tile_rows: int):
 def test_blocks_are_entered_ahead_within_the_plan_of_a_step(count: int):
     """Each request has rows of a block whose tokens the host has not seen, and of the next block. An engine
     has room for a sixteenth more than the plan."""
-    config = BLOCK_SHAPES["sdar-8b"]
-    requests, pool = ahead(config, count)
+    entered_ahead(BLOCK_SHAPES["sdar-8b"], count, PAGES)
+
+
+def entered_ahead(config: ModelConfig, count: int, pages: int) -> str:
+    """Compile the evaluation of so many requests that enter their blocks ahead, and return its text."""
+    requests, pool = ahead(config, count, pages)
     entry = Entry(2 * 32 * count, 32 * count, max(count, 8), 1)
     candidates = [request.candidates() for request in requests]
     packed = pack_steps(requests, candidates, config, pool.book, entry, 16384, 8)
@@ -95,12 +98,20 @@ def test_blocks_are_entered_ahead_within_the_plan_of_a_step(count: int):
     arguments = *packed.arguments, Unseen(left, left, packed.source)
     plan = plan_bucket(Workload(config), Bucket(entry.rows, entry.rows, entry.head_rows), UNLIMITED)
     most = plan.activation.peak_bytes * 17 // 16
-    check_in_place(config, store_and_step, arguments, pool, static, most)
+    return check_in_place(config, store_and_step, arguments, pool, static, most)
 
 
-def ahead(config: ModelConfig, count: int) -> tuple[list[BlockRequest], KvPool]:
+def test_a_pool_that_fills_the_card_costs_no_product():
+    """XLA counts the pool once for each write, and would save memory by computing products twice."""
+    config = dataclasses.replace(BLOCK_SHAPES["sdar-8b"], num_layers=8)
+    products = re.compile(r'custom_call_target="__cublas')
+    few, many = (entered_ahead(config, COUNT, pages) for pages in (PAGES, 10 * PAGES))
+    assert len(products.findall(few)) == len(products.findall(many)) > 0
+
+
+def ahead(config: ModelConfig, count: int, pages: int) -> tuple[list[BlockRequest], KvPool]:
     """Requests as they will be behind a step that ends a block of each, with a thousand stored rows."""
-    pool = KvPool(config, "bfloat16", PAGES)
+    pool = KvPool(config, "bfloat16", pages)
     sampling = SamplingParams(gen_length=64, block_length=32, steps=2)
     requests = [BlockRequest(block_spec(np.arange(1, 1057), sampling, config), i) for i in range(count)]
     for request in requests:
@@ -126,7 +137,7 @@ def check_in_place(
         "h200", function, params, *arguments, pool.abstract, donate=("pool",), **static
     )
     memory, text = executable.memory_analysis(), executable.as_text()
-    pool_bytes = 2 * config.num_layers * PAGES * PAGE_ROWS * config.num_kv_heads * config.head_dim * 2
+    pool_bytes = sum(array.size * array.dtype.itemsize for array in pool.abstract)
     assert memory.alias_size_in_bytes >= pool_bytes
     assert memory.temp_size_in_bytes < most, (memory.temp_size_in_bytes / MIB, most / MIB)
     # The compiler tries a sum over a layer's weights on a copy of all layers, for which there is no room.
