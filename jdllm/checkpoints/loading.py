@@ -4,9 +4,7 @@ Sizes are counted in bytes. A checkpoint is checked from its headers alone; then
 pieces that are written in place on the device, so that the host holds a few pieces at a time.
 """
 
-import dataclasses
 import functools
-import itertools
 import math
 import os
 import re
@@ -14,9 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import Sharding
 
 from jdllm.checkpoints import native
@@ -24,6 +20,7 @@ from jdllm.checkpoints.byte_progress import Progress, reporter
 from jdllm.checkpoints.foreign import HUB_FILES, NEVER_READ, check_directory, check_file
 from jdllm.checkpoints.index import DTYPES, Index, StoredTensor, listed, read_safetensors_index
 from jdllm.checkpoints.quantised.formats import dequantised
+from jdllm.checkpoints.shards import allocate, needed
 from jdllm.errors import CheckpointError, ConfigError
 from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import read_config
@@ -298,10 +295,10 @@ def _load_leaf(
     sharding: Sharding | None,
     advance: Callable[[int], None],
 ) -> jax.Array:
-    shards = _allocate(spec, dtype, sharding)
+    shards = allocate(spec, dtype, sharding)
     for name, place in spec.sources():
         stored = _own_rows(spec, index[name])
-        for at, piece in _read_pieces(stored, _needed(stored, shards, place)):
+        for at, piece in _read_pieces(stored, needed(stored, shards, place)):
             # The last write is awaited only after the next piece was read: both overlap, and two pieces live.
             jax.block_until_ready([shard.buffer for shard in shards])
             block = piece.reshape((1,) * len(place) + piece.shape)
@@ -312,73 +309,6 @@ def _load_leaf(
     if sharding is None:
         return buffers[0]
     return jax.make_array_from_single_device_arrays(spec.shape, sharding, buffers)
-
-
-@dataclasses.dataclass
-class _Shard:
-    """What one device holds of a leaf: the elements from `start` on.
-
-    Where the leaf's sources are transposed, the device transposes; all places are in the source's order.
-    """
-
-    start: tuple[int, ...]
-    buffer: jax.Array
-    transposed: bool
-
-    def part_of(self, place: tuple[int, ...]) -> list[range]:
-        """What it has of the source tensor at a place of the leaf, along each axis of the tensor."""
-        shape, start = (self._source_order(axes) for axes in (self.buffer.shape, self.start))
-        own = [range(low, low + size) for low, size in zip(start, shape, strict=True)]
-        here = all(index in axis for index, axis in zip(place, own, strict=False))
-        return own[len(place) :] if here else [range(0)] * (len(own) - len(place))
-
-    def take(self, block: np.ndarray, origin: tuple[int, ...]) -> None:
-        """Write those elements that are in a block whose first element is at `origin`."""
-        shape, start = (self._source_order(axes) for axes in (self.buffer.shape, self.start))
-        bounds = zip(origin, block.shape, start, shape, strict=True)
-        overlap = [(max(o, s), min(o + n, s + m)) for o, n, s, m in bounds]
-        if all(low < high for low, high in overlap):
-            cut = tuple(slice(low - o, high - o) for (low, high), o in zip(overlap, origin, strict=True))
-            place = self._source_order([low - s for (low, _), s in zip(overlap, start, strict=True)])
-            self.buffer = _write(
-                self.buffer, block[cut], np.array(place, np.int32), transposed=self.transposed
-            )
-
-    def _source_order(self, axes: Sequence[int]) -> list[int]:
-        """Values of all axes from the leaf's order to the source's, or back."""
-        return [*axes[:-2], axes[-1], axes[-2]] if self.transposed else [*axes]
-
-
-def _allocate(spec: TensorSpec, dtype: str, sharding: Sharding | None) -> list[_Shard]:
-    shape = spec.shape
-    if sharding is None:
-        return [_Shard((0,) * len(shape), jnp.zeros(shape, dtype), spec.transposed)]
-    local = sharding.shard_shape(shape)
-    return [
-        _Shard(
-            tuple(part.start or 0 for part in parts), jnp.zeros(local, dtype, device=device), spec.transposed
-        )
-        for device, parts in sharding.addressable_devices_indices_map(shape).items()
-        if parts is not None
-    ]
-
-
-@functools.partial(jax.jit, donate_argnums=0, static_argnames="transposed")
-def _write(leaf: jax.Array, piece: jax.Array, start: jax.Array, *, transposed: bool) -> jax.Array:
-    piece = piece.astype(leaf.dtype)
-    return lax.dynamic_update_slice(leaf, piece.mT if transposed else piece, list(start))
-
-
-def _needed(stored: StoredTensor, shards: Sequence[_Shard], place: tuple[int, ...]) -> list[range]:
-    """The part of a source tensor that holds what all shards have of it: some rows, of which it may have some
-    columns, and all of further axes."""
-    parts = [part for part in (shard.part_of(place) for shard in shards) if all(part)]
-    if not parts:
-        return [range(0)] * len(stored.shape)
-    spans = (
-        range(min(r.start for r in axis), max(r.stop for r in axis)) for axis in zip(*parts, strict=True)
-    )
-    return [*itertools.islice(spans, 2), *stored.whole[2:]]
 
 
 def _read_pieces(stored: StoredTensor, part: Sequence[range]) -> Iterator[tuple[list[int], np.ndarray]]:
