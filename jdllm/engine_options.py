@@ -100,6 +100,8 @@ class EngineOptions:
       official sampler's token by token in float32 at temperature 0.
     - `hf_overrides` (`None`: none): values that replace values of `config.json`, for example a
       `rope_scaling` for longer contexts. A mapping such as `{"eos_token_id": 7}`.
+    - `adapter` (`None`: none): the directory of a LoRA adapter in the format of PEFT. The adapter is merged
+      into the weights as they are read, so steps are as fast as without.
     - `load_weights` (True): read the weights of checkpoints. False leaves the weights zero, which is enough
       for warming up executables that another process then finds in `cache_dir`.
 
@@ -164,6 +166,7 @@ class EngineOptions:
     _: KW_ONLY
     dtype: Annotated[str, _one_of(DTYPES), Typed("|".join(DTYPES))] = "auto"
     hf_overrides: Annotated[Mapping[str, Any] | None, Typed("JSON")] = None
+    adapter: Annotated[str | Path | None, Typed("DIR")] = None
     load_weights: bool = True
     memory: Annotated[_Bytes | None, Typed("BYTES")] = None
     kv_pool: Annotated[_Bytes | None, Typed("BYTES")] = None

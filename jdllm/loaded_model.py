@@ -55,6 +55,7 @@ def load_model(
     *,
     load_weights: bool,
     progress: bool,
+    adapter: Path | None = None,
     cards: int = 1,
     plain_drafts: bool = False,
 ) -> LoadedModel:
@@ -67,6 +68,7 @@ def load_model(
     - `count_offloaded`: returns how many layers of a model in a dtype go to host memory.
     - `load_weights`: read the weights; `False` leaves them zero.
     - `progress`: show a progress bar.
+    - `adapter`: a directory of PEFT whose LoRA is merged into the weights.
     - `cards`: on how many devices its steps run. Each of them gets its part of the weights.
     - `plain_drafts`: leave an adapter for drafts where it is.
 
@@ -79,7 +81,7 @@ def load_model(
     # The tokenizer's library takes longer to import than a small model to load.
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(load_tokenizer, path)
-        params, layers = _weights(path, config, dtype, count, load_weights, progress)
+        params, layers = _weights(path, config, dtype, count, load_weights, progress, adapter)
         tokenizer = reading.result()
     if tokenizer is not None:
         config = complete_ids(config, tokenizer, overrides)
@@ -88,22 +90,28 @@ def load_model(
     if layers:
         offloaded = OffloadedWeights(config, params, layers, jax.local_devices()[0])
         params = offloaded.top
-    adapter = None
+    drafts = None
     if not plain_drafts and offloaded is None:
         read = load_adapter(path, config, dtype, load_weights=load_weights)
-        adapter = None if read is None else adapter_in_parts(read, config)
+        drafts = None if read is None else adapter_in_parts(read, config)
     sampling = default_sampling(path, causal=config.in_order)
-    return LoadedModel(config, params, tokenizer, sampling, offloaded, adapter)
+    return LoadedModel(config, params, tokenizer, sampling, offloaded, drafts)
 
 
 def _weights(
-    path: Path, config: ModelConfig, dtype: str, count: int, load_weights: bool, progress: bool
+    path: Path,
+    config: ModelConfig,
+    dtype: str,
+    count: int,
+    load_weights: bool,
+    progress: bool,
+    adapter: Path | None,
 ) -> tuple[Params, list[Params]]:
     """The weights on the device; where `count` layers are in host memory, the weights of all layers apart."""
     if not count:
         placed = weight_shardings(config)
         if load_weights:
-            params = load_params(path, config, dtype, progress=progress, sharding=placed)
+            params = load_params(path, config, dtype, progress=progress, sharding=placed, adapter=adapter)
         else:
             params = zero_params(config, dtype, placed)
         return in_parts(params, config), []
@@ -116,4 +124,4 @@ def _weights(
     # Layers that stay come first: in gaps that others leave the allocator wastes what a buffer does not fill.
     order = sorted(range(config.num_layers), key=lambda number: number in away)
     place = place_weights(jax.local_devices()[0], away)
-    return load_by_layer(path, config, dtype, place, order=order, progress=progress)
+    return load_by_layer(path, config, dtype, place, order=order, progress=progress, adapter=adapter)

@@ -164,12 +164,13 @@ def _load(options: EngineOptions, budget: Budget | None, runs_on: Target) -> Loa
             count_offloaded,
             load_weights=options.load_weights,
             progress=options.progress,
+            adapter=None if options.adapter is None else Path(options.adapter).expanduser(),
             cards=options.devices,
             plain_drafts=options.plain_drafts,
         )
-    if options.dtype != "auto" or options.hf_overrides or not options.load_weights:
+    if options.dtype != "auto" or options.hf_overrides or options.adapter or not options.load_weights:
         raise ConfigError(
-            "dtype, hf_overrides and load_weights are for checkpoints: a Transformer has its own"
+            "dtype, hf_overrides, adapter and load_weights are for checkpoints: a Transformer has its own"
         )
     config, params = options.model.config, options.model.params()
     if options.devices == 1:

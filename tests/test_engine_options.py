@@ -31,6 +31,7 @@ FOR_PYTHON = {"load_weights", "chunks", "warmup", "progress"}
 OTHERS: dict[str, Any] = {
     "dtype": "float16",
     "hf_overrides": {"eos_token_id": 7},
+    "adapter": "adapter",
     "load_weights": False,
     "memory": "24GiB",
     "kv_pool": 1 << 30,
@@ -83,7 +84,7 @@ def test_every_command_that_loads_an_engine_takes_every_field(command: str):
 
 def test_a_plan_takes_every_field_that_changes_memory():
     options = options_of("plan")
-    left_out = {"cache_dir", "verifier_shares_ids"}
+    left_out = {"adapter", "cache_dir", "verifier_shares_ids"}
     assert FIELDS.keys() - options.keys() == FOR_PYTHON | left_out
     for name in FIELDS.keys() & options.keys() - {"model"}:
         assert (options[name].default, options[name].help) == (FIELDS[name].default, HELPS[name])

@@ -150,12 +150,20 @@ class TestRefused:
             LLM(**{"model": LLADA.directory, **arguments})
 
     @pytest.mark.parametrize(
-        "option", [{"dtype": "float32"}, {"hf_overrides": {"eos_token_id": 7}}, {"load_weights": False}]
+        "option",
+        [
+            {"dtype": "float32"},
+            {"hf_overrides": {"eos_token_id": 7}},
+            {"adapter": "lora"},
+            {"load_weights": False},
+        ],
     )
     def test_checkpoint_options_for_a_model_in_memory(
         self, option: dict[str, Any], config: ModelConfig, params: Params
     ):
-        with pytest.raises(ConfigError, match="dtype, hf_overrides and load_weights are for checkpoints"):
+        with pytest.raises(
+            ConfigError, match="dtype, hf_overrides, adapter and load_weights are for checkpoints"
+        ):
             LLM(Transformer(config, params), **option)
 
     @pytest.mark.parametrize(

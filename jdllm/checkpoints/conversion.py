@@ -10,8 +10,9 @@ from safetensors import safe_open
 from jdllm.checkpoints import native
 from jdllm.checkpoints.byte_progress import Progress, reporter
 from jdllm.checkpoints.index import DTYPES, FILE_INDEX, SINGLE_FILE, Index, listed
-from jdllm.checkpoints.loading import check, check_tied_head, read_index, resolve_dtype
+from jdllm.checkpoints.loading import read_checked_index, resolve_dtype
 from jdllm.checkpoints.native import Manifest, NativeTensor
+from jdllm.checkpoints.peft import CONFIG, WEIGHTS
 from jdllm.checkpoints.saving import copy_files, restate_dtype, safetensors_header, state_plain_weights
 from jdllm.checkpoints.staging import Stage, staged, synced
 from jdllm.errors import CheckpointError, ConfigError
@@ -29,11 +30,12 @@ def to_native(
     dtype: str = "auto",
     overwrite: bool = False,
     progress: bool | Progress = False,
+    adapter: Path | None = None,
 ) -> Manifest:
     """Convert a Hugging Face checkpoint to a native one (`jdllm.checkpoints.native`).
 
     The host holds two pieces of 8 MiB at a time. A run that was killed or met an error is continued by the
-    same call, as long as neither `source` nor jdllm's format has changed.
+    same call, as long as neither `source`, `adapter` nor jdllm's format has changed.
 
     Arguments:
     - `source`: the directory of the Hugging Face checkpoint.
@@ -41,9 +43,11 @@ def to_native(
     - `dtype`: "bfloat16", "float16" or "float32" casts every tensor; "auto" keeps each in its type.
     - `overwrite`: replace a checkpoint at `target`, at the very end.
     - `progress`: `True` draws a bar on a terminal's stderr; a function is called with bytes.
+    - `adapter`: a directory of PEFT whose LoRA is merged into the weights.
 
-    Returns the manifest. Bytes equal the source's where the type is kept; a cast rounds to nearest even. A
-    tied head and rotary frequencies, which the model computes, are left out and named in the manifest.
+    Returns the manifest. Bytes equal the source's where the type is kept and no adapter changes them; a cast
+    rounds to nearest even. A tied head and rotary frequencies, which the model computes, are left out and
+    named in the manifest.
 
     Raises `ConfigError` and `CheckpointError` for a source that jdllm cannot run, before anything is written,
     and `CheckpointError` for a target that exists or cannot be written.
@@ -51,13 +55,12 @@ def to_native(
     if native.is_native(source):
         raise CheckpointError(f"{source} is a native checkpoint already")
     _refuse_overlap(source, target)
-    config, index = config_from_hf(source), read_index(source)
-    check(config, index)
-    check_tied_head(config, index)
+    config = config_from_hf(source)
+    index = read_checked_index(source, config, adapter)
     loaded = resolve_dtype(source, config, dtype)
     leaves = _leaves(config, index, None if dtype == "auto" else loaded)
     plan = _plan(leaves, index)
-    identity = _identity(source, index)
+    identity = _identity(source, index, adapter)
     job = {"to": native.FORMAT, "version": native.FORMAT_VERSION, "dtype": dtype, "source": identity}
     with staged(target, job, overwrite=overwrite) as stage:
         tensors = _write_chunks(stage, plan, index, progress)
@@ -140,9 +143,11 @@ def _leaves(config: ModelConfig, index: Index, cast: str | None) -> Leaves:
     return leaves
 
 
-def _identity(source: Path, index: Index) -> str:
-    """Changes when the configuration or a weight file does, as far as sizes and times of change tell."""
+def _identity(source: Path, index: Index, adapter: Path | None) -> str:
+    """Changes when the configuration, a weight file or the adapter does, as far as sizes and times of change
+    tell."""
     files = {stored.file for stored in index.values()}
+    files |= set() if adapter is None else {adapter / CONFIG, adapter / WEIGHTS}
     states = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(files)]
     return hashlib.sha256(json.dumps([states, read_config(source)]).encode()).hexdigest()
 

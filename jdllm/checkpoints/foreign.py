@@ -46,12 +46,7 @@ def check_directory(path: Path) -> None:
     That is an adapter, weights in other formats only, quantised weights that `config.json` does not mention,
     and files that Git LFS has not fetched. An empty directory, or one without `config.json`, may pass.
     """
-    for file in _read(path):
-        if is_pointer(file):
-            raise CheckpointError(
-                f"{file} is a Git LFS pointer, not the file itself: run `git lfs pull` in {path}, or download"
-                " the model from the hub"
-            )
+    check_fetched(path)
     if any((path / name).is_file() for name in (SINGLE_FILE, FILE_INDEX)):
         for name, writer in _QUANTIZED.items():
             if (path / name).is_file() and not _tells_of_quantised(path / "config.json"):
@@ -63,12 +58,22 @@ def check_directory(path: Path) -> None:
     if (path / _ADAPTER).is_file():
         base = read_object(path / _ADAPTER).get("base_model_name_or_path")
         raise CheckpointError(
-            f"{path} holds an adapter (PEFT, {_ADAPTER}) of {base}, and no model: merge the two with PEFT's"
-            " merge_and_unload, save the result with save_pretrained, and open that directory"
+            f"{path} holds an adapter (PEFT, {_ADAPTER}) of {base}, and no model: open the directory"
+            " of that model, and give this one as adapter (`LLM(model, adapter=...)`, `--adapter`)"
         )
     for pattern, what in _OTHER_WEIGHTS:
         if any(path.glob(pattern)):
             raise CheckpointError(f"{path} holds {what}")
+
+
+def check_fetched(path: Path) -> None:
+    """Raise `CheckpointError` for a directory with pointers in place of files that are read."""
+    for file in _read(path):
+        if is_pointer(file):
+            raise CheckpointError(
+                f"{file} is a Git LFS pointer, not the file itself: run `git lfs pull` in {path}, or download"
+                " the model from the hub"
+            )
 
 
 def _tells_of_quantised(config: Path) -> bool:

@@ -19,6 +19,7 @@ from jdllm.checkpoints import native
 from jdllm.checkpoints.byte_progress import Progress, reporter
 from jdllm.checkpoints.foreign import HUB_FILES, NEVER_READ, check_directory, check_file
 from jdllm.checkpoints.index import DTYPES, Index, StoredTensor, listed, read_safetensors_index
+from jdllm.checkpoints.merging import merged
 from jdllm.checkpoints.quantised.formats import dequantised
 from jdllm.checkpoints.shards import allocate, needed
 from jdllm.errors import CheckpointError, ConfigError
@@ -186,6 +187,7 @@ def load_params(
     *,
     progress: bool | Progress = False,
     sharding: Sharding | Params | None = None,
+    adapter: Path | None = None,
 ) -> Params:
     """Load a checkpoint's weights, Hugging Face or native, onto one device or several.
 
@@ -200,14 +202,15 @@ def load_params(
     - `progress`: `True` draws a bar on stderr where that is a terminal; a function is called with bytes.
     - `sharding`: of every leaf, or a tree of them by the keys of the parameter tree; a node that is no dict
       holds for all that is below it. The default device takes everything if `None`.
+    - `adapter`: a directory of PEFT whose LoRA is merged into the weights as they are read.
 
     Returns the parameter tree of `jdllm.models.weights.spec_tree`. Values equal the stored ones exactly
     where the types are equal.
 
-    Raises `CheckpointError` for everything that `read_index`, `check` and `check_tied_head` find, before any
-    memory is spent, and for a file that shrinks while it is read.
+    Raises `CheckpointError` for everything that `read_checked_index` finds, before any memory is spent, and
+    for a file that shrinks while it is read.
     """
-    index = _checked_index(Path(path), config)
+    index = read_checked_index(Path(path), config, adapter)
     specs = spec_tree(config)
     with reporter(progress, _source_bytes(specs, index), "loading weights") as advance:
         return _load_tree(specs, index, dtype, sharding, advance)
@@ -221,6 +224,7 @@ def load_by_layer(
     *,
     order: Sequence[int] | None = None,
     progress: bool | Progress = False,
+    adapter: Path | None = None,
 ) -> tuple[Params, list[Params]]:
     """Load a checkpoint's weights a layer at a time.
 
@@ -232,13 +236,14 @@ def load_by_layer(
     - `progress`: `True` draws a bar on a terminal's stderr; a function is called with bytes.
     - `order`: all numbers of layers, in the order in which they are read after the weights outside of layers;
       by default ascending.
+    - `adapter`: a directory of PEFT whose LoRA is merged into the weights as they are read.
 
     Returns the weights outside of the layers, whose number is `None`, and the weights of each layer, as
     `jdllm.models.weights.layer_specs` lists them.
 
     Raises what `load_params` raises.
     """
-    index = _checked_index(Path(path), config)
+    index = read_checked_index(Path(path), config, adapter)
     whole = spec_tree(config)
     top = {name: spec for name, spec in whole.items() if is_spec(spec)}
     layers: dict[int, Params] = {}
@@ -250,8 +255,19 @@ def load_by_layer(
     return loaded, [layers[number] for number in range(config.num_layers)]
 
 
-def _checked_index(path: Path, config: ModelConfig) -> Index:
+def read_checked_index(path: Path, config: ModelConfig, adapter: Path | None = None) -> Index:
+    """Read which tensors a checkpoint holds, and compare them with the model's.
+
+    Arguments:
+    - `path`: the directory of the checkpoint.
+    - `config`: the model.
+    - `adapter`: a directory of PEFT whose LoRA is merged into the tensors as they are read.
+
+    Raises `CheckpointError` for everything that `read_index`, `merged`, `check` and `check_tied_head` find.
+    """
     index = read_index(path)
+    if adapter is not None:
+        index = merged(index, adapter, config)
     check(config, index)
     check_tied_head(config, index)
     return index

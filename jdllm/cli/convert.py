@@ -23,6 +23,12 @@ def convert(
         str,
         typer.Option(metavar="auto|float32|bfloat16|float16", help="Cast weights; auto keeps their types."),
     ] = "auto",
+    adapter: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="A LoRA adapter (PEFT) that is merged into the weights.", show_default=False
+        ),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint at DST.")] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare the checksums of the native SRC, and write nothing.")
@@ -41,13 +47,17 @@ def convert(
     if verify == (target is not None):
         raise RequestError("give SRC and DST, or --verify and SRC alone")
     path = resolve(source)
+    to = to or ("hf" if native.is_native(path) else "native")
+    if adapter is not None and (verify or to == "hf"):
+        raise RequestError("--adapter is merged on the way to native only: the way back keeps the weights")
     if target is None:
         manifest = native.compare_checksums(path, progress=True)
         typer.echo(f"{path}: {len(manifest.tensors)} tensors, {manifest.bytes:,} bytes, all intact")
         return
-    to = to or ("hf" if native.is_native(path) else "native")
     if to == "native":
-        manifest = conversion.to_native(path, target, dtype=dtype, overwrite=overwrite, progress=True)
+        manifest = conversion.to_native(
+            path, target, dtype=dtype, overwrite=overwrite, progress=True, adapter=adapter
+        )
     elif dtype != "auto":
         raise RequestError("--dtype casts on the way to native only: the way back keeps the types")
     else:

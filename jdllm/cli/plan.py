@@ -102,7 +102,7 @@ class Shown(OptionGroup):
     as_json: Json = False
 
 
-@takes_options("cache_dir", "verifier_shares_ids")
+@takes_options("adapter", "cache_dir", "verifier_shares_ids")
 @takes_groups
 def plan(
     model: Annotated[

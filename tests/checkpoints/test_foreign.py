@@ -41,7 +41,9 @@ def test_an_adapter_is_named_with_its_base_model(tmp_path: Path):
         json.dumps({"peft_type": "LORA", "base_model_name_or_path": "org/base"})
     )
     (tmp_path / "adapter_model.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"adapter \(PEFT.* of org/base.*merge_and_unload"):
+    with pytest.raises(
+        CheckpointError, match=r"adapter \(PEFT.* of org/base.*`LLM\(model, adapter=...\)`, `--adapter`"
+    ):
         resolve(tmp_path)
 
 

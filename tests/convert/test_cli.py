@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from typer.testing import CliRunner, Result
@@ -102,3 +103,17 @@ def test_the_script_converts(tmp_path):
     assert again.stderr.startswith("error: ")
     assert again.stderr.count("\n") == 1
     assert script(SOURCE, tmp_path / "native", "--overwrite").returncode == 0
+
+
+def test_an_adapter_is_merged_on_the_way_to_native(tmp_path, native):
+    base, adapter = Golden("llama").directory, Golden("lora/linear").directory
+    assert run(base, tmp_path / "merged", "--adapter", adapter).exit_code == 0
+    assert run(tmp_path / "merged", "--verify").exit_code == 0
+    assert run(tmp_path / "merged", tmp_path / "back").exit_code == 0
+    name = "model.layers.1.mlp.down_proj.weight"
+    found = load_file(tmp_path / "back" / "model.safetensors")[name]
+    np.testing.assert_allclose(found, Golden("lora/linear").tensors()[name], rtol=1e-6, atol=1e-8)
+    for arguments in ([native, tmp_path / "x"], [native, "--verify"], [base, tmp_path / "x", "--to", "hf"]):
+        assert refused(run(*arguments, "--adapter", adapter), "--adapter is merged on the way to native only")
+    assert refused(run(base, tmp_path / "x", "--adapter", base), "holds no adapter")
+    assert not (tmp_path / "x").exists()
