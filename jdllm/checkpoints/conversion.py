@@ -5,11 +5,9 @@ import hashlib
 import json
 from pathlib import Path
 
-from safetensors import safe_open
-
 from jdllm.checkpoints import native
 from jdllm.checkpoints.byte_progress import Progress, reporter
-from jdllm.checkpoints.index import DTYPES, FILE_INDEX, SINGLE_FILE, Index, listed
+from jdllm.checkpoints.index import DTYPES, FILE_INDEX, SINGLE_FILE, Index, listed, read_metadata
 from jdllm.checkpoints.loading import read_checked_index, resolve_dtype
 from jdllm.checkpoints.native import Manifest, NativeTensor
 from jdllm.checkpoints.peft import CONFIG, WEIGHTS
@@ -18,6 +16,7 @@ from jdllm.checkpoints.staging import Stage, staged, synced
 from jdllm.errors import CheckpointError, ConfigError
 from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import config_from_hf, read_config
+from jdllm.models.quantization import KEYS
 from jdllm.models.weights import LeafPath, TensorSpec, stored_specs
 
 type Leaves = dict[LeafPath, tuple[TensorSpec, str]]
@@ -66,10 +65,11 @@ def to_native(
         tensors = _write_chunks(stage, plan, index, progress)
         native.write_orbax_metadata(stage.directory, leaves)
         copy_files(source, stage.directory)
+        plain = not any(key in read_config(source) for key in KEYS)
         state_plain_weights(stage.directory)
         if config.dtype not in (None, loaded):
             restate_dtype(stage.directory, loaded)
-        files = {name: _metadata(source / name) for name in dict.fromkeys(t.file for t in tensors)}
+        files = {name: _metadata(source / name, plain) for name in dict.fromkeys(t.file for t in tensors)}
         omitted = sorted(index.keys() - {tensor.name for tensor in tensors})
         manifest = Manifest(config.family, loaded, tuple(tensors), files, tuple(omitted))
         native.write_manifest(stage.directory, manifest)
@@ -193,6 +193,7 @@ def _write_safetensors(
                 )
 
 
-def _metadata(file: Path) -> dict[str, str]:
-    with safe_open(file, framework="numpy") as opened:
-        return opened.metadata() or {}
+def _metadata(file: Path, plain: bool) -> dict[str, str]:
+    """What a file says beside its tensors; that of quantised weights does not hold for plain ones."""
+    found = read_metadata(file)
+    return found if plain else {key: found[key] for key in ("format",) if key in found}

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -134,14 +135,27 @@ def read_header(file: Path) -> Index:
             pass
     except (SafetensorError, OSError) as e:
         raise CheckpointError(f"{file} is damaged, truncated or no safetensors file: {e}") from None
-    with file.open("rb") as f:
-        length = int.from_bytes(f.read(8), "little")
-        header = parse_object(f.read(length), file)
+    header, length = _parsed_header(file)
     header.pop("__metadata__", None)
     return {
         name: StoredTensor(file, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
         for name, entry in header.items()
     }
+
+
+def read_metadata(file: Path) -> dict[str, str]:
+    """Read what the writer of a safetensors file says beside its tensors.
+
+    The file is one of an index that was read.
+    """
+    return _parsed_header(file)[0].get("__metadata__", {})
+
+
+def _parsed_header(file: Path) -> tuple[dict[str, Any], int]:
+    """The header of a safetensors file, and its bytes."""
+    with file.open("rb") as f:
+        length = int.from_bytes(f.read(8), "little")
+        return parse_object(f.read(length), file), length
 
 
 def _read_weight_map(path: Path) -> Mapping[str, str]:

@@ -12,7 +12,7 @@ _FORMATS = ("naive-quantized", "int-quantized", "float-quantized", "pack-quantiz
 _UNREAD = ("sparsity_config", "transform_config", "kv_cache_scheme")
 
 
-Method = Literal["compressed-tensors", "fp8", "gptq", "awq", "bitsandbytes"]
+Method = Literal["compressed-tensors", "fp8", "gptq", "awq", "bitsandbytes", "torchao"]
 
 
 class Quantization(NamedTuple):
@@ -67,8 +67,8 @@ def _read(settings: Mapping[str, Any]) -> Quantization | str:
             return Quantization("fp8", "weight_scale_inv", block)
         case {"quant_method": "compressed-tensors"}:
             return _compressed(settings)
-        case {"quant_method": "bitsandbytes"}:
-            return Quantization("bitsandbytes")
+        case {"quant_method": "bitsandbytes" | "torchao" as method}:
+            return Quantization(method)
         case {"quant_method": "gptq", "bits": 2 | 4 | 8 as bits}:
             form = str(settings.get("checkpoint_format", "gptq"))
             if form not in _SHIFTS:

@@ -10,12 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from ml_dtypes import bfloat16
 from safetensors.numpy import load_file, save_file
 
-from jdllm.checkpoints.conversion import to_native
+from jdllm.checkpoints.conversion import to_hf, to_native
 from jdllm.checkpoints.foreign import check_directory
-from jdllm.checkpoints.index import StoredTensor, read_safetensors_index
+from jdllm.checkpoints.index import StoredTensor, read_metadata, read_safetensors_index
 from jdllm.checkpoints.loading import load_params, read_index
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import CheckpointError, ConfigError
@@ -61,7 +60,8 @@ def test_any_part_is_a_part_of_the_whole(scheme: str):
 
 
 @pytest.mark.parametrize(
-    "scheme", ["fp8_block", "int4_asymmetric", "nvfp4", "gptq_ordered", "awq", "nf4_double", "int8_rows"]
+    "scheme",
+    ["fp8_block", "int4_asymmetric", "nvfp4", "gptq_ordered", "awq", "nf4_double", "int8_rows", "ao_int4"],
 )
 def test_a_converted_checkpoint_is_plain(scheme: str, tmp_path: Path):
     source, config = QUANTISED / scheme, config_from_hf(QUANTISED / scheme)
@@ -126,7 +126,7 @@ COMPRESSED: dict[str, Any] = json.loads((QUANTISED / "int4" / "config.json").rea
         ({"quant_method": "gptq", "bits": 3}, r"quant_method gptq.*bits 3"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "the checkpoint_format marlin"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "quant_method awq"),
-        ({"quant_method": "torchao", "quant_type": {}}, "quant_method torchao"),
+        ({"quant_method": "hqq", "quant_config": {}}, "quant_method hqq"),
         ({"quant_method": "fp8", "weight_block_size": None}, "quant_method fp8"),
     ],
 )
@@ -160,6 +160,8 @@ Change = Callable[[np.ndarray], np.ndarray]
         ("int8_channel", "weight_scale", lambda x: x[1:], r"does not read: .*weight_scale F16 .159, 1."),
         ("nf4", "weight", lambda x: x[:-1], "10238 codes, and its state says .160, 64."),
         ("nf4", "weight.quant_state.bitsandbytes__nf4", lambda x: x[:-1], "no state that tells of them"),
+        ("ao_int8", "_weight_scale", lambda x: x[1:], r"does not read: .*scale F32 .159, 1."),
+        ("ao_int4", "_weight_zero_point", lambda x: x[1:], r"does not read: .*zero_point BF16 .1, 160."),
         ("int8_rows", "SCB", lambda x: x[:-1], "up_proj.SCB is no scale of int8 weights"),
     ],
 )
@@ -168,10 +170,41 @@ def test_parts_that_do_not_fit_are_refused(scheme: str, part: str, change: Chang
     stored = {name: read.read(read.whole) for name, read in read_safetensors_index(path).items()}
     name = f"model.layers.0.mlp.up_proj.{part}"
     changed = {**stored, name: change(stored[name])}
-    kinds = {key: x.astype(np.float32) if x.dtype == bfloat16 else x for key, x in changed.items()}
-    save_file(kinds, path / "model.safetensors")
+    metadata = read_metadata(path / "model.safetensors")
+    save_file(changed, path / "model.safetensors", metadata)
     with pytest.raises(CheckpointError, match=told):
         read_index(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (
+            ("Int8Tensor", "Int4TilePackedTo4dTensor"),
+            "up_proj.weight is an Int4TilePackedTo4dTensor of torchao",
+        ),
+        (
+            ('"_type": "Int8Tensor"', '"_type": 5'),
+            "up_proj.weight is an 5 of torchao, which jdllm does not read",
+        ),
+        (("{", "["), "up_proj.weight has parts of a matrix of torchao"),
+        (("bfloat16", "float64"), r"up_proj.weight has .* does not read: .*qdata I8 .160, 64."),
+        (("Int8Tensor", "Float8Tensor"), r"up_proj.weight has .* does not read: .*qdata I8 .160, 64."),
+    ],
+)
+def test_kinds_of_torchao_that_are_not_read(change: tuple[str, str], told: str, tmp_path: Path):
+    path = with_settings(QUANTISED / "ao_int8", tmp_path / "ao", settings_of("ao_int8"))
+    file, name = path / "model.safetensors", "model.layers.0.mlp.up_proj.weight"
+    metadata = read_metadata(file)
+    save_file(load_file(file), file, metadata | {name: metadata[name].replace(*change)})
+    with pytest.raises(CheckpointError, match=told):
+        read_index(path)
+
+
+def test_metadata_of_quantised_weights_are_none_of_plain_ones(tmp_path: Path):
+    to_native(QUANTISED / "ao_int8", tmp_path / "native")
+    to_hf(tmp_path / "native", tmp_path / "back")
+    assert read_metadata(tmp_path / "back" / "model.safetensors") == {"format": "pt"}
 
 
 def test_a_file_of_settings_beside_a_configuration_that_has_them_is_no_reason_to_refuse(tmp_path: Path):

@@ -8,8 +8,7 @@ import functools
 import numpy as np
 
 from jdllm.checkpoints.index import DTYPES, Index, StoredTensor
-from jdllm.checkpoints.quantised.packed import PackedTensor, Parts, all_of, fields, rows_of, scaled
-from jdllm.errors import CheckpointError
+from jdllm.checkpoints.quantised.packed import PackedTensor, Parts, all_of, fields, rows_of, scaled, unread
 from jdllm.models.quantization import Quantization
 
 _POSITIVE = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
@@ -53,8 +52,7 @@ def _matrix(module: str, parts: Parts, quantization: Quantization) -> PackedTens
     if values is not None and scale is not None:
         found = _form(named, values, scale, quantization.block)
     if found is None:
-        stored = ", ".join(f"{name} {part.dtype} {list(part.shape)}" for name, part in parts.items())
-        raise CheckpointError(f"{module} has quantised weights in a form that jdllm does not read: {stored}")
+        raise unread(module, parts)
     return found
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from jdllm.checkpoints.index import Index
-from jdllm.checkpoints.quantised import bitsandbytes, compressed_tensors, gptq
+from jdllm.checkpoints.quantised import bitsandbytes, compressed_tensors, gptq, torchao
 from jdllm.models.quantization import Method, Quantization
 
 _READERS: dict[Method, Callable[[Index, Quantization], Index]] = {
@@ -12,6 +12,7 @@ _READERS: dict[Method, Callable[[Index, Quantization], Index]] = {
     "gptq": gptq.dequantised,
     "awq": gptq.dequantised,
     "bitsandbytes": bitsandbytes.dequantised,
+    "torchao": torchao.dequantised,
 }
 
 

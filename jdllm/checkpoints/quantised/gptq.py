@@ -8,8 +8,7 @@ import functools
 import numpy as np
 
 from jdllm.checkpoints.index import DTYPES, Index, StoredTensor
-from jdllm.checkpoints.quantised.packed import PackedTensor, Parts, all_of, fields, scaled
-from jdllm.errors import CheckpointError
+from jdllm.checkpoints.quantised.packed import PackedTensor, Parts, all_of, fields, scaled, unread
 from jdllm.models.quantization import Quantization
 
 _WORD = 32
@@ -50,8 +49,7 @@ def _matrix(module: str, parts: Parts, quantization: Quantization) -> PackedTens
         expected |= {"g_idx": ("I32", shape[1])} if "g_idx" in stored else {}
         if stored == expected | {"qweight": stored["qweight"]}:
             return PackedTensor.of(parts, dtype, shape, found)
-    told = ", ".join(f"{name} {kind} {list(sizes)}" for name, (kind, *sizes) in stored.items())
-    raise CheckpointError(f"{module} has quantised weights in a form that jdllm does not read: {told}")
+    raise unread(module, parts)
 
 
 def _gptq(parts: Parts, rows: range, *, bits: int, shift: int) -> np.ndarray:

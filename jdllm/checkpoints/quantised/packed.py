@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from jdllm.checkpoints.index import StoredTensor
+from jdllm.errors import CheckpointError
 
 Parts = Mapping[str, StoredTensor]
 Decode = Callable[[Parts, range], np.ndarray]
@@ -50,6 +51,12 @@ def rows_of(stored: StoredTensor, rows: range) -> np.ndarray:
 def all_of(stored: StoredTensor) -> np.ndarray:
     """The whole of a stored tensor."""
     return stored.read(stored.whole)
+
+
+def unread(name: str, parts: Parts) -> CheckpointError:
+    """The error for a matrix whose parts are in none of the forms that are read."""
+    stored = ", ".join(f"{part} {one.dtype} {list(one.shape)}" for part, one in parts.items())
+    return CheckpointError(f"{name} has quantised weights in a form that jdllm does not read: {stored}")
 
 
 def fields(words: np.ndarray, bits: int) -> np.ndarray:
