@@ -4,6 +4,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
+from jdllm.quantised import Quantised
+
 
 def rms_norm(x: Float[Array, "*rows d"], weight: Float[Array, " d"], eps: float) -> Float[Array, "*rows d"]:
     """Root-mean-square norm: normalised in f32, cast to the dtype of `x`, then multiplied by the weight.
@@ -16,9 +18,11 @@ def rms_norm(x: Float[Array, "*rows d"], weight: Float[Array, " d"], eps: float)
 
 
 def linear(
-    x: Float[Array, "rows i"], weight: Float[Array, "o i"], bias: Float[Array, " o"] | None = None
+    x: Float[Array, "rows i"], weight: Float[Array, "o i"] | Quantised, bias: Float[Array, " o"] | None = None
 ) -> Float[Array, "rows o"]:
     """x @ weight.T + bias in the dtype of `x`, with full f32 products where that is f32."""
+    if isinstance(weight, Quantised):
+        weight = weight.dequantised(x.dtype)
     y = lax.dot_general(x, weight, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
     # A product that adds the bias itself cannot read a layer's weights in their stack: XLA would copy them.
     return y if bias is None else lax.optimization_barrier(y) + bias

@@ -1,4 +1,4 @@
-"""The products of attention, on the tensor cores or in an interpreter."""
+"""Products of operands in registers, on the tensor cores or in an interpreter."""
 
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
@@ -12,11 +12,13 @@ from jaxtyping import Array, Float
 
 Output = Float[Array, "warpgroup_rows head_dim"]
 Scores = Float[Array, "warpgroup_rows block_keys"]
+Sums = Float[Array, "columns rows"]
+Weights = Float[Array, "columns depth"]
 Result = TypeVar("Result")
 
 
 class Products(Protocol):
-    """How a warpgroup multiplies; `q`, `keys` and `values` are references to tiles in shared memory."""
+    """How a warpgroup attends; `q`, `keys` and `values` are references to tiles in shared memory."""
 
     @staticmethod
     def scores(q: Any, keys: Any, issued: Callable[[], None]) -> Scores:
@@ -50,8 +52,41 @@ class Products(Protocol):
         ...
 
 
+class Widening(Protocol):
+    """How a warpgroup multiplies 64 columns of weights of 8 bits with rows; all sums are f32."""
+
+    @staticmethod
+    def zeros(shape: tuple[int, int]) -> Sums:
+        """Sums of nothing."""
+        ...
+
+    @staticmethod
+    def widened(weights: Any, dtype: jnp.dtype) -> Weights:
+        """A tile of weights in shared memory as an operand of `dtype` in registers."""
+        ...
+
+    @staticmethod
+    def add_product(sums: Sums, weights: Weights, rows: Any) -> Sums:
+        """`sums` plus the product of `weights` with each of the `rows`, a tile in shared memory."""
+        ...
+
+
 class TensorCores:
     """Products on the tensor cores (wgmma)."""
+
+    @staticmethod
+    def zeros(shape: tuple[int, int]) -> Sums:
+        return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+
+    @staticmethod
+    def widened(weights: Any, dtype: jnp.dtype) -> Weights:
+        # Each thread loads four neighbours at once. Threads exchange half of them while they are small.
+        packed = plgpu.load(weights, layout=plgpu.Layout.WGMMA_UPCAST_2X)
+        return plgpu.layout_cast(packed, plgpu.Layout.WGMMA).astype(dtype)
+
+    @staticmethod
+    def add_product(sums: Sums, weights: Weights, rows: Any) -> Sums:
+        return TensorCores.accumulate(sums, weights, rows.transpose((1, 0)))
 
     @staticmethod
     def scores(q: Any, keys: Any, issued: Callable[[], None]) -> Scores:
@@ -92,7 +127,7 @@ class TensorCores:
             for ref, value in zip(results, jax.tree.leaves(used), strict=True):
                 ref[...] = value
 
-        zeros = plgpu.layout_cast(jnp.zeros((q.shape[0], keys.shape[0]), jnp.float32), plgpu.Layout.WGMMA)
+        zeros = TensorCores.zeros((q.shape[0], keys.shape[0]))
         accumulators: tuple[Any, ...] = tuple(plgpu.WGMMAAccumulatorRef.init(x) for x in (zeros, o))
         _, o, *results = pl.run_state(multiply)((*accumulators, *leaves))
         return o, jax.tree.unflatten(tree, results)
@@ -103,6 +138,21 @@ class Interpreted:
 
     Copies must not overtake its reads of shared memory, of which the tensor cores' are no example.
     """
+
+    @staticmethod
+    def zeros(shape: tuple[int, int]) -> Sums:
+        return jnp.zeros(shape, jnp.float32)
+
+    @staticmethod
+    def widened(weights: Any, dtype: jnp.dtype) -> Weights:
+        return weights[...].astype(dtype)
+
+    @staticmethod
+    def add_product(sums: Sums, weights: Weights, rows: Any) -> Sums:
+        contract = (((1,), (1,)), ((), ()))
+        sums = sums + lax.dot_general(weights, rows[...], contract, preferred_element_type=jnp.float32)
+        plgpu.commit_smem()
+        return sums
 
     @staticmethod
     def scores(q: Any, keys: Any, issued: Callable[[], None]) -> Scores:

@@ -7,20 +7,20 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int
 
-from jdllm.pallas.hopper import STRIP, SWIZZLE, SWIZZLE_COLUMNS
+from jdllm.pallas.hopper import STRIP, SWIZZLE
 
 COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
 """The default semantics infer layouts, which takes 20 s for the operations of the head's kernel."""
 
 
 def swizzled(shape: tuple[int, ...], dtype: jnp.dtype, strip: int = STRIP) -> Any:
-    """Shared memory for a 16-bit operand of the tensor cores.
+    """Shared memory for an operand of the tensor cores, of 16 bits or of 8 that become 16.
 
     Arguments:
     - `strip`: 1 where rows are copied one by one.
     """
     layout = (
-        plgpu.TilingTransform((strip, SWIZZLE_COLUMNS)),  # pyright: ignore[reportAbstractUsage]
+        plgpu.TilingTransform((strip, SWIZZLE // jnp.dtype(dtype).itemsize)),  # pyright: ignore[reportAbstractUsage]
         plgpu.SwizzleTransform(SWIZZLE),  # pyright: ignore[reportAbstractUsage]
     )
     return plgpu.SMEM(shape, dtype=dtype, transforms=layout)

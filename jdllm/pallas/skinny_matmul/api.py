@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 
 from jdllm.pallas.device import target
 from jdllm.pallas.skinny_matmul.limits import SKINNY_MATMUL
-from jdllm.pallas.skinny_matmul.types import Bias, Layer, Product, Rotation, Stack, X, head_dim_of
+from jdllm.pallas.skinny_matmul.types import Bias, Layer, Product, Rotation, Weight, X, head_dim_of
 
 Implementation = Literal["mosaic_gpu", "triton", "xla"]
 
@@ -16,7 +16,7 @@ _MOST_WEIGHTS = 3
 
 def skinny_matmul(
     x: X,
-    weights: Sequence[Stack],
+    weights: Sequence[Weight],
     *,
     layer: Layer = 0,
     gated: bool = False,
@@ -29,7 +29,8 @@ def skinny_matmul(
 
     Arguments:
     - `x`: the rows.
-    - `weights`: one to three stacks, each with a matrix per layer whose rows make the outputs.
+    - `weights`: one to three stacks, each with a matrix per layer whose rows make the outputs; all of them
+      quantised, or none.
     - `layer`: which matrix of each stack; the stacks are never sliced, which would copy them.
     - `gated`: whether the result is one, silu(x gate) * (x up), of two stacks of one shape, first the gates.
     - `bias`: what is added to the products of each layer, one product after the other.
@@ -55,7 +56,7 @@ def skinny_matmul(
 
 
 def skinny_parts(
-    x: X, weight: Stack, *, layer: Layer = 0, chained: bool = False
+    x: X, weight: Weight, *, layer: Layer = 0, chained: bool = False
 ) -> Float[Array, "parts rows n"]:
     """A product whose sums are left in parts, for who reads it next to add them; for Hopper only.
 
@@ -76,7 +77,7 @@ def skinny_parts(
     return skinny_parts_mosaic_gpu(x, weight, layer=layer, chained=chained)
 
 
-def _check_shapes(x: X, weights: Sequence[Stack], gated: bool) -> None:
+def _check_shapes(x: X, weights: Sequence[Weight], gated: bool) -> None:
     if not 1 <= len(weights) <= _MOST_WEIGHTS:
         raise ValueError(f"products of a few rows take 1 to {_MOST_WEIGHTS} weights, not {len(weights)}")
     if gated and len(weights) != 2:
@@ -89,14 +90,14 @@ def _check_shapes(x: X, weights: Sequence[Stack], gated: bool) -> None:
         raise ValueError(f"rows of {x.shape[1]} do not fit weights {weights[0].shape}")
 
 
-def _check_added(weights: Sequence[Stack], gated: bool, bias: Bias | None) -> None:
+def _check_added(weights: Sequence[Weight], gated: bool, bias: Bias | None) -> None:
     expected = weights[0].shape[0], sum(w.shape[1] for w in weights)
     if bias is not None and (gated or bias.shape != expected):
         what = "a gated product" if gated else f"products that take one of {expected}"
         raise ValueError(f"a bias of {bias.shape} does not fit {what}")
 
 
-def _check_rotation(x: X, weights: Sequence[Stack], rotation: Rotation | None) -> None:
+def _check_rotation(x: X, weights: Sequence[Weight], rotation: Rotation | None) -> None:
     for angles in rotation or ():
         outputs = [w.shape[1] for w in weights]
         if angles.shape[0] != x.shape[0] or any(n % (2 * angles.shape[1]) for n in outputs):

@@ -8,145 +8,40 @@ their way out. Where queries and keys are rotated, the columns of a block are tw
 both numbers of a pair are at hand.
 """
 
-import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float32
 
 from jdllm.pallas.chain import let_next_start, wait_for_kernel_before
 from jdllm.pallas.gating import gated
 from jdllm.pallas.hopper import STRIP
+from jdllm.pallas.products import Widening
 from jdllm.pallas.ring import COMPILER_PARAMS, drain, swizzled
 from jdllm.pallas.shared_lowering import lowered_once
-from jdllm.pallas.skinny_matmul.tiles import (
-    COLUMN_UNIT,
-    DEPTH,
-    SUMS_PADDING,
-    Tiles,
-    blocks_of,
-    product_columns,
-    summed_columns,
-)
-from jdllm.pallas.skinny_matmul.types import Bias, Rotation, Stack, X
+from jdllm.pallas.skinny_matmul.launch import Launch, Scalar, Shared
+from jdllm.pallas.skinny_matmul.sums import multiply, multiply_quantised
+from jdllm.pallas.skinny_matmul.tiles import COLUMN_UNIT, SUMS_PADDING, Tiles, product_columns
+from jdllm.pallas.skinny_matmul.types import Bias, Rotation, X
 
-Scalar = Int[Array, ""]
-Sums = Float[Array, "product_columns rows"]
 Strip = Float[Array, "rows 16"]
 
 
-class _Shared(NamedTuple):
-    """Tiles in shared memory, and the barriers that say when a stage is full and when it is free."""
-
-    ring: Any
-    full: Any
-    free: Any
-
-    @property
-    def x(self) -> Any:
-        """Rows of all stages, one below the other."""
-        (x, _), _ = self.ring
-        return x
-
-    @property
-    def weights(self) -> Any:
-        """Columns of all stages, one below the other."""
-        (_, weights), _ = self.ring
-        return weights
-
-    @property
-    def sums(self) -> Any:
-        """In the place of the ring, which is done with by then."""
-        _, sums = self.ring
-        return sums
-
-
-@dataclasses.dataclass(frozen=True)
-class _Launch:
-    """What every warpgroup knows before it starts."""
-
-    tiles: Tiles
-    rows: int
-    steps: int
-    outputs: tuple[int, ...]
-    gated: bool
-    biased: bool
-    pairs: int | None
-    chained: bool
-
-    @property
-    def blocks(self) -> list[int]:
-        """How many blocks each weight takes."""
-        return blocks_of(self.outputs, self.tiles.columns, self.gated)
-
-    def stage(self, step: Scalar | int) -> Scalar:
-        return lax.rem(jnp.int32(step), jnp.int32(self.tiles.stages))
-
-    def own_steps(self) -> tuple[Scalar, Scalar]:
-        """The first step of this block and their number."""
-        begin, end = (self.tiles.first_step(lax.axis_index("split") + i, self.steps) for i in range(2))
-        return begin, end - begin
-
-    @property
-    def run(self) -> int:
-        """How many of a block's columns are side by side."""
-        return self.tiles.columns // (1 if self.pairs is None else 2)
-
-    @property
-    def summed(self) -> int:
-        """How many columns of weights a stage holds."""
-        return summed_columns(self.tiles.columns, self.gated)
-
-    @property
-    def results(self) -> tuple[int, ...]:
-        """Outputs of each result."""
-        return self.outputs[: len(self.blocks)]
-
-    def for_own_weight(self, visit: Callable[[int], None]) -> None:
-        """Call `visit` with the index of the weight whose columns the block takes."""
-        if len(self.blocks) == 1:
-            return visit(0)
-        ends = list(itertools.accumulate(self.blocks))
-        block = lax.axis_index("column_block")
-        for index, end in enumerate(ends):
-            mine = (end - self.blocks[index] <= block) & (block < end)
-            pl.when(mine)(functools.partial(visit, index))
-
-    def before(self, sizes: Sequence[int]) -> Scalar:
-        """The sum of the sizes of those weights that come before the block's own."""
-        total, block = jnp.int32(0), lax.axis_index("column_block")
-        for end, size in zip(itertools.accumulate(self.blocks[:-1]), sizes, strict=False):
-            total += jnp.where(block >= end, size, 0)
-        return total
-
-    def runs(self) -> list[tuple[int, pl.Slice]]:
-        """Runs of the block's columns: where they are among these, and where among those of the weight."""
-        place = lax.axis_index("column_block") - self.before(self.blocks)
-        if self.pairs is None:
-            return [(0, pl.ds(place * self.run, self.run))]
-        in_head = self.pairs // self.run
-        first = lax.div(place, jnp.int32(in_head)) * 2 * self.pairs + self.first_pair()
-        return [(i * self.run, pl.ds(first + i * self.pairs, self.run)) for i in range(2)]
-
-    def first_pair(self) -> Scalar:
-        """Which pair of its head the block begins with."""
-        assert self.pairs is not None
-        return lax.rem(lax.axis_index("column_block"), jnp.int32(self.pairs // self.run)) * self.run
-
-
-@lowered_once("tiles", "gated", "chained")
+@lowered_once("tiles", "products", "gated", "chained")
 def block_products(
     x: X,
-    weights: Sequence[Stack],
+    weights: Sequence[Array],
+    scales: Sequence[Float32[Array, "layers n"]],
     layer: Scalar,
     tiles: Tiles,
+    products: Widening,
     *,
     gated: bool,
     bias: Bias | None,
@@ -157,9 +52,12 @@ def block_products(
 
     Arguments:
     - `x`: bfloat16 or float16, a multiple of 8 rows, at most 64.
-    - `weights`: of the dtype of `x`, `k` a multiple of 64; each has its own `n`, a multiple of 16.
+    - `weights`: `[layers, n, k]` of the dtype of `x`, `k` a multiple of 64, or int8, `k` a multiple of 128;
+      each has its own `n`, a multiple of 16.
+    - `scales`: of each row of int8 weights; none of others.
     - `layer`: index of the matrices.
     - `tiles`: the cut, which passed `Tiles.check`.
+    - `products`: how int8 weights are multiplied.
     - `gated`: whether the one result is silu of the first product times the second.
     - `bias`: what is added to the products of each layer, one product after the other.
     - `rotation`: cosine and sine of each row: all products but the last are rotated.
@@ -171,12 +69,13 @@ def block_products(
     rows, (_, _, k) = x.shape[0], weights[0].shape
     outputs = tuple(w.shape[1] for w in weights)
     pairs = None if rotation is None else rotation[0].shape[1]
-    launch = _Launch(tiles, rows, k // DEPTH, outputs, gated, bias is not None, pairs, chained)
+    biased, quantised = bias is not None, bool(scales)
+    launch = Launch(tiles, rows, k // tiles.depth, outputs, gated, biased, quantised, pairs, chained)
     dtype = x.dtype if tiles.splits == 1 else jnp.dtype(jnp.float32)
     kernel = plgpu.kernel(
-        functools.partial(_kernel, launch=launch),
+        functools.partial(_kernel, launch=launch, products=products),
         out_type=[jax.ShapeDtypeStruct((tiles.splits, rows, n), dtype) for n in launch.results],
-        scratch_types=_shared(launch, x.dtype),
+        scratch_types=_shared(launch, x.dtype, weights[0].dtype),
         grid=(sum(launch.blocks), tiles.splits),
         grid_names=("column_block", "split"),
         num_threads=2,
@@ -184,17 +83,18 @@ def block_products(
         compiler_params=COMPILER_PARAMS,
         kernel_name="skinny_matmul",
     )
-    return kernel(x, layer.reshape(1), *weights, *(() if bias is None else (bias,)), *(rotation or ()))
+    added = () if bias is None else (bias,)
+    return kernel(x, layer.reshape(1), *weights, *scales, *added, *(rotation or ()))
 
 
-def _shared(launch: _Launch, dtype: jnp.dtype) -> list[Any]:
+def _shared(launch: Launch, dtype: jnp.dtype, weights_dtype: jnp.dtype) -> list[Any]:
     tiles, product = launch.tiles, product_columns(launch.summed)
-    x = swizzled((tiles.stages * launch.rows, DEPTH), dtype)
+    x = swizzled((tiles.stages * launch.rows, tiles.depth), dtype)
     # A product takes multiples of 64 columns: those beyond a stage's are of the stages that follow.
-    weights = swizzled(((tiles.stages - 1) * launch.summed + product, DEPTH), dtype)
+    weights = swizzled(((tiles.stages - 1) * launch.stage_columns + product, tiles.depth), weights_dtype)
     sums = plgpu.SMEM((product, launch.rows + SUMS_PADDING), dtype=jnp.float32)
     return list(
-        _Shared(
+        Shared(
             ring=plgpu.RefUnion((x, weights), sums),
             full=plgpu.Barrier(num_arrivals=1 + launch.summed // launch.run, num_barriers=tiles.stages),
             free=plgpu.Barrier(num_arrivals=1, num_barriers=tiles.stages),
@@ -202,13 +102,14 @@ def _shared(launch: _Launch, dtype: jnp.dtype) -> list[Any]:
     )
 
 
-def _kernel(x, layer, *refs, launch: _Launch) -> None:
+def _kernel(x, layer, *refs, launch: Launch, products: Widening) -> None:
     given = iter(refs)
     weights = list(itertools.islice(given, len(launch.outputs)))
+    scales = list(itertools.islice(given, len(weights) if launch.quantised else 0))
     added = next(given) if launch.biased else None
     rotation = list(itertools.islice(given, 0 if launch.pairs is None else 2))
     out = list(itertools.islice(given, len(launch.results)))
-    shared = _Shared(*given)
+    shared = Shared(*given)
     let_next_start(launch.chained)
     warpgroup = lax.axis_index("warpgroup")
 
@@ -222,16 +123,19 @@ def _kernel(x, layer, *refs, launch: _Launch) -> None:
         columns = [outputs for _, outputs in launch.runs()]
         angles = _angles(rotation, launch) if rotation else None
         bias = None if added is None else _bias(added.at[layer[0]], columns, launch)
-        shared.sums[:, : launch.rows] = _multiply(shared, launch)
+        factors = _scales([of.at[layer[0]] for of in scales], columns, launch)
+        found = multiply_quantised(shared, launch, products) if scales else multiply(shared, launch)
+        for begin, sums in zip(itertools.accumulate(map(len, found), initial=0), found, strict=False):
+            shared.sums[begin : begin + len(sums), : launch.rows] = sums
 
         def store(index: int) -> None:
             turned = index < len(weights) - 1
-            _store(shared.sums, angles if turned else None, bias, out[index], columns, launch)
+            _store(shared.sums, factors, angles if turned else None, bias, out[index], columns, launch)
 
         launch.for_own_weight(store)
 
 
-def _load(x, weights: Sequence[Any], layer: Scalar, shared: _Shared, launch: _Launch) -> None:
+def _load(x, weights: Sequence[Any], layer: Scalar, shared: Shared, launch: Launch) -> None:
     """Fill the ring's stages, each as soon as it is free; in a chain, the first with weights before there are
     rows."""
     tiles = launch.tiles
@@ -239,12 +143,12 @@ def _load(x, weights: Sequence[Any], layer: Scalar, shared: _Shared, launch: _La
     runs = launch.runs()
 
     def load_weights(i: Scalar, _: None = None) -> None:
-        stage, depth = launch.stage(i), pl.ds((begin + i) * DEPTH, DEPTH)
+        stage, depth = launch.stage(i), pl.ds((begin + i) * launch.tiles.depth, launch.tiles.depth)
 
         def load_columns(index: int, slot: int = 0) -> None:
             for place, outputs in runs:
                 to = shared.weights.at[
-                    pl.ds(stage * launch.summed + slot * tiles.columns + place, launch.run)
+                    pl.ds(stage * launch.stage_columns + slot * tiles.columns + place, launch.run)
                 ]
                 plgpu.copy_gmem_to_smem(weights[index].at[layer, outputs, depth], to, shared.full.at[stage])
 
@@ -253,7 +157,7 @@ def _load(x, weights: Sequence[Any], layer: Scalar, shared: _Shared, launch: _La
             load_columns(1, slot=1)
 
     def load_rows(i: Scalar, _: None = None) -> None:
-        stage, depth = launch.stage(i), pl.ds((begin + i) * DEPTH, DEPTH)
+        stage, depth = launch.stage(i), pl.ds((begin + i) * launch.tiles.depth, launch.tiles.depth)
         to = shared.x.at[pl.ds(stage * launch.rows, launch.rows)]
         plgpu.copy_gmem_to_smem(x.at[:, depth], to, shared.full.at[stage])
 
@@ -271,39 +175,7 @@ def _load(x, weights: Sequence[Any], layer: Scalar, shared: _Shared, launch: _La
     drain(steps, tiles.stages, shared.free)
 
 
-def _multiply(shared: _Shared, launch: _Launch) -> Sums:
-    """The products of the rows with the block's columns of a weight, or of both, in f32."""
-    _, steps = launch.own_steps()
-    product = product_columns(launch.summed)
-
-    def accumulate(sums: Any) -> Sums:
-        def issue(i: Scalar | int) -> None:
-            stage = launch.stage(i)
-            weights = shared.weights.at[pl.ds(stage * launch.summed, product)]
-            x = shared.x.at[pl.ds(stage * launch.rows, launch.rows)]
-            plgpu.barrier_wait(shared.full.at[stage])
-            plgpu.wgmma(sums, weights, x.transpose((1, 0)))
-
-        def release(i: Scalar) -> None:
-            plgpu.barrier_arrive(shared.free.at[launch.stage(i)])
-
-        def step(i: Scalar, _: None) -> None:
-            issue(i)
-            plgpu.wgmma_wait(1)  # of the steps, only this one is still under way
-            release(i - 1)
-
-        # Products are issued before those of the step before have ended; a stage is free a step later. Where
-        # a product takes more columns than a stage has, nobody reads the sums of the others.
-        issue(0)
-        lax.fori_loop(1, steps, step, None)
-        whole = sums[...]
-        release(steps - 1)
-        return whole
-
-    return pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef((product, launch.rows)))
-
-
-def _angles(rotation: Sequence[Any], launch: _Launch) -> list[Rotation]:
+def _angles(rotation: Sequence[Any], launch: Launch) -> list[Rotation]:
     """Cosine and sine of the block's pairs, a strip after the other."""
     first = launch.first_pair()
     strips = [pl.ds(first + begin, COLUMN_UNIT) for begin in range(0, launch.run, COLUMN_UNIT)]
@@ -311,7 +183,7 @@ def _angles(rotation: Sequence[Any], launch: _Launch) -> list[Rotation]:
     return list(zip(cos, sin, strict=True))
 
 
-def _bias(bias: Any, columns: Sequence[pl.Slice], launch: _Launch) -> list[list[Float[Array, " 16"]]]:
+def _bias(bias: Any, columns: Sequence[pl.Slice], launch: Launch) -> list[list[Float[Array, " 16"]]]:
     """What is added to each row of the block's runs, a strip after the other."""
     before, layout = launch.before(launch.outputs), _STRIP_LAYOUT.reduce(0)
 
@@ -323,28 +195,60 @@ def _bias(bias: Any, columns: Sequence[pl.Slice], launch: _Launch) -> list[list[
     return [[strip(run.start + begin) for begin in begins] for run in columns]
 
 
+def _scales(
+    scales: Sequence[Any], columns: Sequence[pl.Slice], launch: Launch
+) -> list[list[list[Float[Array, " 16"]]]]:
+    """The scales of the block's columns, of both weights where two are gated, by runs and strips."""
+    layout = _STRIP_LAYOUT.reduce(0)
+
+    def strip(index: int, begin: Scalar) -> Float[Array, " 16"]:
+        return plgpu.load(scales[index].at[pl.ds(begin, COLUMN_UNIT)], layout=layout, optimized=False)
+
+    def of_weight(index: int) -> list[list[Float[Array, " 16"]]]:
+        last = scales[index].shape[0] - COLUMN_UNIT  # of columns beyond the weight nobody reads the product
+        begins = range(0, launch.run, COLUMN_UNIT)
+        places = [[jnp.minimum(run.start + begin, last) for begin in begins] for run in columns]
+        return [
+            [
+                plgpu.load(scales[index].at[pl.ds(at, COLUMN_UNIT)], layout=layout, optimized=False)
+                for at in run
+            ]
+            for run in places
+        ]
+
+    if not scales or launch.gated:
+        return [of_weight(index) for index in range(len(scales))]
+    own = of_weight(0)
+    for index in range(1, len(scales)):
+        own = lax.cond(launch.owns(index), functools.partial(of_weight, index), lambda own=own: own)
+    return [own]
+
+
 def _store(
     sums: Any,
+    scales: Sequence[Sequence[Sequence[Float[Array, " 16"]]]],
     angles: Sequence[Rotation] | None,
     bias: Sequence[Sequence[Float[Array, " 16"]]] | None,
     out: Any,
     columns: Sequence[pl.Slice],
-    launch: _Launch,
+    launch: Launch,
 ) -> None:
     """Round, gate and rotate what is complete, and write what the weight has, strip by strip."""
     split = lax.axis_index("split")
 
-    def sums_of(column: int) -> Strip:
+    def sums_of(slot: int, run: int, begin: int) -> Strip:
+        column = slot * launch.tiles.columns + run * launch.run + begin
         strip = sums.at[pl.ds(column, COLUMN_UNIT), pl.ds(0, launch.rows)]
-        return _load_strip(strip.transpose((1, 0)))
+        values = _load_strip(strip.transpose((1, 0)))
+        return values * _down(scales[slot][run][begin // COLUMN_UNIT], launch.rows) if scales else values
 
     for strip, begin in enumerate(range(0, launch.run, COLUMN_UNIT)):
-        values = [sums_of(run * launch.run + begin) for run in range(len(columns))]
+        values = [sums_of(0, run, begin) for run in range(len(columns))]
         if bias is not None:
             values = [x + _down(of_run[strip], launch.rows) for x, of_run in zip(values, bias, strict=True)]
         values = [x.astype(out.dtype) for x in values]
         if launch.gated:
-            values = [gated(values[0], sums_of(launch.tiles.columns + begin).astype(out.dtype))]
+            values = [gated(values[0], sums_of(1, 0, begin).astype(out.dtype))]
         if angles is not None:
             values = _rotated(values[0], values[1], *angles[strip])
         for run, value in zip(columns, values, strict=True):

@@ -1,15 +1,17 @@
 """The forms of products of a few rows, and what those for NVIDIA cards can take."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jdllm.pallas.dispatch import Form, Operator, check_one_dtype, forms_of
-from jdllm.pallas.skinny_matmul.tiles import COLUMN_UNIT, DEPTH, MAX_ROWS, ROTATED_UNIT
-from jdllm.pallas.skinny_matmul.types import Stack, X
+from jdllm.pallas.skinny_matmul.tiles import COLUMN_UNIT, MAX_ROWS, ROTATED_UNIT, WIDE, depth_of
+from jdllm.pallas.skinny_matmul.types import X, is_quantised
 
-Stacks = Sequence[Stack] | Sequence[jax.ShapeDtypeStruct]
+Stacks = Sequence[Any]
+"""Weights, which may be abstract."""
 
 
 def check_mosaic_gpu(x: X | jax.ShapeDtypeStruct, weights: Stacks, head_dim: int | None = None) -> None:
@@ -19,14 +21,15 @@ def check_mosaic_gpu(x: X | jax.ShapeDtypeStruct, weights: Stacks, head_dim: int
     - `head_dim`: of products that are rotated.
     """
     refusal = "the Hopper form multiplies few rows of all bfloat16 or all float16, not of"
-    check_one_dtype(refusal, (jnp.bfloat16, jnp.float16), x, *weights)
+    quantised = is_quantised(weights)
+    check_one_dtype(refusal, (jnp.bfloat16, jnp.float16), x, *(() if quantised else weights))
     if not 1 <= x.shape[0] <= MAX_ROWS:
         raise NotImplementedError(f"the Hopper form takes 1 to {MAX_ROWS} rows, not {x.shape[0]}")
-    k = weights[0].shape[2]
+    k, depth = weights[0].shape[2], depth_of(1 if quantised else WIDE)
     for n in (w.shape[1] for w in weights):
-        if n % COLUMN_UNIT or k % DEPTH or 0 in (n, k):
+        if n % COLUMN_UNIT or k % depth or 0 in (n, k):
             raise NotImplementedError(
-                f"the Hopper form takes weights whose sides are multiples of {COLUMN_UNIT} and {DEPTH}, "
+                f"the Hopper form takes weights whose sides are multiples of {COLUMN_UNIT} and {depth}, "
                 f"not {n} and {k}"
             )
     if head_dim and head_dim % ROTATED_UNIT:
@@ -41,6 +44,8 @@ def check_triton(x: X | jax.ShapeDtypeStruct, weights: Stacks, head_dim: int | N
     Arguments:
     - `head_dim`: of products that are rotated; any.
     """
+    if is_quantised(weights):
+        raise NotImplementedError("the Triton form takes no quantised weights")
     refusal = "the Triton form multiplies few rows of all bfloat16, all float16 or all float32, not of"
     check_one_dtype(refusal, (jnp.bfloat16, jnp.float16, jnp.float32), x, *weights)
     if not 1 <= x.shape[0] <= MAX_ROWS:

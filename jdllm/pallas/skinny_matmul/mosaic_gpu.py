@@ -6,16 +6,28 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jdllm.pallas.device import target
 from jdllm.pallas.hopper import padded_rows
+from jdllm.pallas.products import Interpreted, TensorCores
 from jdllm.pallas.skinny_matmul.kernel import block_products
 from jdllm.pallas.skinny_matmul.limits import check_mosaic_gpu
-from jdllm.pallas.skinny_matmul.tiles import Tiles, default_tiles
-from jdllm.pallas.skinny_matmul.types import Bias, Layer, Product, Rotation, Stack, X, head_dim_of
+from jdllm.pallas.skinny_matmul.tiles import WIDE, Tiles, default_tiles
+from jdllm.pallas.skinny_matmul.types import (
+    Bias,
+    Layer,
+    Product,
+    Rotation,
+    Weight,
+    X,
+    head_dim_of,
+    is_quantised,
+    unpacked,
+)
 
 
 def skinny_matmul_mosaic_gpu(
     x: X,
-    weights: Sequence[Stack],
+    weights: Sequence[Weight],
     *,
     layer: Layer,
     gated: bool = False,
@@ -41,7 +53,7 @@ def skinny_matmul_mosaic_gpu(
 
 
 def skinny_parts_mosaic_gpu(
-    x: X, weight: Stack, *, layer: Layer, chained: bool = False, tiles: Tiles | None = None
+    x: X, weight: Weight, *, layer: Layer, chained: bool = False, tiles: Tiles | None = None
 ) -> Float[Array, "parts rows n"]:
     """Hopper form of `jdllm.pallas.skinny_matmul.skinny_parts`; `tiles` is the cut, by default what suits."""
     (parts,) = _parts(x, [weight], layer, tiles, chained=chained)
@@ -50,7 +62,7 @@ def skinny_parts_mosaic_gpu(
 
 def _parts(
     x: X,
-    weights: Sequence[Stack],
+    weights: Sequence[Weight],
     layer: Layer,
     tiles: Tiles | None,
     *,
@@ -64,13 +76,15 @@ def _parts(
     rows, k, padded = *x.shape, padded_rows(x.shape[0])
     outputs = [w.shape[1] for w in weights]
     options = {"gated": gated, "biased": bias is not None, "head_dim": head_dim}
-    tiles = tiles or default_tiles(padded, outputs, k, **options)
+    item_bytes = 1 if is_quantised(weights) else WIDE
+    tiles = tiles or default_tiles(padded, outputs, k, item_bytes=item_bytes, **options)
     tiles.check(padded, outputs, k, **options)
     if padded > rows:
         x, *angles = (jnp.pad(y, ((0, padded - rows), (0, 0))) for y in (x, *(rotation or ())))
         rotation = (angles[0], angles[1]) if angles else None
+    values, scales = unpacked(weights)
+    options = {"gated": gated, "bias": bias, "rotation": rotation, "chained": chained}
+    arithmetic = TensorCores if target().on_cuda else Interpreted
     layer = jnp.asarray(layer, jnp.int32)
-    products = block_products(
-        x, weights, layer, tiles, gated=gated, bias=bias, rotation=rotation, chained=chained
-    )
+    products = block_products(x, values, scales, layer, tiles, arithmetic, **options)
     return [parts[:, :rows] for parts in products]

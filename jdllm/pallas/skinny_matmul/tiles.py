@@ -10,14 +10,23 @@ from jaxtyping import Array, Int
 from jdllm.pallas.hopper import (
     PROCESSORS,
     SHARED_BYTES,
-    SWIZZLE_COLUMNS,
+    SWIZZLE,
     WARPGROUP_ROWS,
 )
 
 Scalar = Int[Array, ""]
 
-DEPTH = SWIZZLE_COLUMNS
+WIDE = 2
+"""Bytes of a weight that is not quantised."""
+
+DEPTH = SWIZZLE // WIDE
 """Inputs per pipeline stage."""
+
+
+def depth_of(item_bytes: int) -> int:
+    """Inputs per pipeline stage of weights of so many bytes each."""
+    return SWIZZLE // item_bytes
+
 
 MAX_ROWS = 64
 """Every block reads all rows beside its columns, and of more it would read more than of these."""
@@ -55,6 +64,7 @@ class Tiles:
     - `columns`: outputs of a block, a multiple of 16.
     - `splits`: parts of the inputs; with more than one, partial sums leave the kernel.
     - `stages`: tiles of all operands in flight.
+    - `item_bytes`: of a weight.
 
     Raises `NotImplementedError` for cuts outside of the kernel's limits.
     """
@@ -62,6 +72,7 @@ class Tiles:
     columns: int
     splits: int
     stages: int
+    item_bytes: int = WIDE
 
     def __post_init__(self):
         if not 0 < self.columns <= MAX_COLUMNS or self.columns % COLUMN_UNIT:
@@ -73,13 +84,19 @@ class Tiles:
         if not 1 <= self.stages <= MAX_STAGES:
             raise NotImplementedError(f"a ring has 1 to {MAX_STAGES} stages, not {self.stages}")
 
+    @property
+    def depth(self) -> int:
+        """Inputs of a stage."""
+        return depth_of(self.item_bytes)
+
     def first_step(self, split: Scalar, steps: int) -> Scalar:
         """Where part `split` of `steps` steps begins; parts differ by one step at most."""
         return lax.div(split * steps, jnp.int32(self.splits))
 
     def shared_bytes(self, rows: int, gated: bool) -> int:
         """Shared memory of a block: its sums take the place of the ring."""
-        ring = self.stages * _stage_bytes(rows, self.columns, gated) + _unloaded_bytes(self.columns, gated)
+        ring = self.stages * _stage_bytes(rows, self.columns, gated, self.item_bytes)
+        ring += _unloaded_bytes(self.columns, gated, self.item_bytes)
         return max(ring, product_columns(summed_columns(self.columns, gated)) * (rows + SUMS_PADDING) * 4)
 
     def check(
@@ -111,8 +128,8 @@ class Tiles:
             raise NotImplementedError(
                 f"the columns of a biased product's block divide its outputs: {self.columns} not {outputs}"
             )
-        if self.splits * DEPTH > k:
-            raise NotImplementedError(f"{k} inputs do not make {self.splits} parts of {DEPTH} or more")
+        if self.splits * self.depth > k:
+            raise NotImplementedError(f"{k} inputs do not make {self.splits} parts of {self.depth} or more")
         if summed_columns(self.columns, gated) > MAX_ACCUMULATED:
             raise NotImplementedError(
                 f"a block sums at most {MAX_ACCUMULATED} columns, not {self.columns} of both weights"
@@ -132,19 +149,21 @@ def default_tiles(
     gated: bool = False,
     biased: bool = False,
     head_dim: int | None = None,
+    item_bytes: int = WIDE,
 ) -> Tiles:
     """The cut that gives the busiest processor the least to move, with as many stages as there is room for.
 
     Arguments:
     - `rows`: of the operand, a multiple of 8, at most `MAX_ROWS`.
     - `outputs`: of each weight, multiples of 16.
-    - `k`: inputs, a multiple of 64.
+    - `k`: inputs, a multiple of 128 bytes of weights.
     - `gated`: whether the result is a gated product of two weights.
     - `biased`: whether something is added to the products.
     - `head_dim`: of products that are rotated, whose heads are whole numbers of blocks.
+    - `item_bytes`: of a weight.
     """
     whole = gated or biased or head_dim or len(outputs) > 1
-    most_splits = 1 if whole else min(MAX_SPLITS, k // DEPTH)
+    most_splits = 1 if whole else min(MAX_SPLITS, k // depth_of(item_bytes))
     most_columns = min(MAX_COLUMNS, MAX_ACCUMULATED // summed_columns(1, gated), max(outputs))
     unit = ROTATED_UNIT if head_dim else COLUMN_UNIT
     cuts = [
@@ -154,9 +173,10 @@ def default_tiles(
         if (head_dim is None or head_dim % columns == 0)
         and (not biased or all(n % columns == 0 for n in outputs))
     ]
-    splits, columns = min(cuts, key=lambda cut: (_moved(rows, outputs, k, gated, *cut), cut))
-    room = SHARED_BYTES - _unloaded_bytes(columns, gated)
-    return Tiles(columns, splits, min(room // _stage_bytes(rows, columns, gated), MAX_STAGES))
+    splits, columns = min(cuts, key=lambda cut: (_moved(rows, outputs, k, gated, item_bytes, *cut), cut))
+    room = SHARED_BYTES - _unloaded_bytes(columns, gated, item_bytes)
+    stages = min(room // _stage_bytes(rows, columns, gated, item_bytes), MAX_STAGES)
+    return Tiles(columns, splits, stages, item_bytes)
 
 
 def blocks_of(outputs: Sequence[int], columns: int, gated: bool) -> list[int]:
@@ -175,19 +195,32 @@ def product_columns(summed: int) -> int:
     return -(-summed // WARPGROUP_ROWS) * WARPGROUP_ROWS
 
 
-def _moved(rows: int, outputs: Sequence[int], k: int, gated: bool, splits: int, columns: int) -> int:
+def _moved(
+    rows: int, outputs: Sequence[int], k: int, gated: bool, item_bytes: int, splits: int, columns: int
+) -> int:
     """Bytes that the busiest processor moves, partial sums at their cost."""
     waves = -(-sum(blocks_of(outputs, columns, gated)) * splits // PROCESSORS)
-    streamed = (summed_columns(columns, gated) + rows) * DEPTH * 2 * -(-k // (DEPTH * splits))
+    steps = -(-k // (depth_of(item_bytes) * splits))
+    streamed = WIDE * rows * depth_of(item_bytes) + SWIZZLE * summed_columns(columns, gated)
     partials = 4 * rows * columns if splits > 1 else 0
-    return waves * (streamed + _PARTIAL_COST * partials)
+    return waves * (streamed * steps + _PARTIAL_COST * partials)
 
 
-def _stage_bytes(rows: int, columns: int, gated: bool) -> int:
-    return (rows + summed_columns(columns, gated)) * DEPTH * 2
+def stage_columns(columns: int, gated: bool, item_bytes: int) -> int:
+    """How many columns a stage has room for.
 
-
-def _unloaded_bytes(columns: int, gated: bool) -> int:
-    """What the last stage's product reads beyond its columns."""
+    A product that reads shared memory may read beyond the columns of a stage, into the next stage. Quantised
+    weights are read one stage at a time.
+    """
     summed = summed_columns(columns, gated)
-    return (product_columns(summed) - summed) * DEPTH * 2
+    return summed if item_bytes == WIDE else product_columns(summed)
+
+
+def _stage_bytes(rows: int, columns: int, gated: bool, item_bytes: int) -> int:
+    return WIDE * rows * depth_of(item_bytes) + SWIZZLE * stage_columns(columns, gated, item_bytes)
+
+
+def _unloaded_bytes(columns: int, gated: bool, item_bytes: int) -> int:
+    """What the last stage's product reads beyond its columns."""
+    product = product_columns(summed_columns(columns, gated))
+    return (product - stage_columns(columns, gated, item_bytes)) * SWIZZLE

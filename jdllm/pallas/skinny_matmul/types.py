@@ -1,9 +1,15 @@
 """The arrays of every product of a few rows."""
 
+from collections.abc import Sequence
+from typing import Any
+
 from jaxtyping import Array, Float, Float32, Int
+
+from jdllm.quantised import Quantised
 
 X = Float[Array, "rows k"]
 Stack = Float[Array, "layers n k"]
+Weight = Stack | Quantised
 Layer = Int[Array, ""] | int
 Product = Float[Array, "rows n"]
 Rotation = tuple[Float32[Array, "rows pairs"], Float32[Array, "rows pairs"]]
@@ -13,3 +19,17 @@ Bias = Float[Array, "layers outputs"]
 def head_dim_of(rotation: Rotation | None) -> int | None:
     """The size of the heads that are rotated, if any are."""
     return None if rotation is None else 2 * rotation[0].shape[1]
+
+
+def is_quantised(weights: Sequence[Any]) -> bool:
+    """Whether these weights are quantised. Raises `NotImplementedError` where some are and some are not."""
+    kinds = {isinstance(weight, Quantised) for weight in weights}
+    if len(kinds) > 1:
+        raise NotImplementedError("products of a few rows take weights that are all quantised, or none")
+    return kinds.pop()
+
+
+def unpacked(weights: Sequence[Weight]) -> tuple[list[Array], list[Array]]:
+    """The numbers that are stored of weights, and the scales of those that are quantised."""
+    values = [weight.values if isinstance(weight, Quantised) else weight for weight in weights]
+    return values, [weight.scales for weight in weights if isinstance(weight, Quantised)]

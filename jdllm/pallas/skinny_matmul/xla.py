@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from jdllm.layers import linear, rotate
-from jdllm.pallas.skinny_matmul.types import Bias, Layer, Product, Rotation, Stack, X
+from jdllm.pallas.skinny_matmul.types import Bias, Layer, Product, Rotation, Weight, X
 
 
 def skinny_matmul_xla(
     x: X,
-    weights: Sequence[Stack],
+    weights: Sequence[Weight],
     *,
     layer: Layer,
     gated: bool = False,
@@ -21,7 +21,7 @@ def skinny_matmul_xla(
     rotation: Rotation | None = None,
 ) -> tuple[Product, ...]:
     """Portable form of `jdllm.pallas.skinny_matmul.skinny_matmul`."""
-    own = (lax.dynamic_index_in_dim(w, layer, keepdims=False) for w in weights)
+    own = jax.tree.map(lambda w: lax.dynamic_index_in_dim(w, layer, keepdims=False), list(weights))
     products = tuple(linear(x, w) for w in own)
     if bias is not None:
         added = lax.dynamic_index_in_dim(bias, layer, keepdims=False)
