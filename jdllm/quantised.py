@@ -1,10 +1,14 @@
-"""A matrix that is kept in 8 bits on the device."""
+"""A matrix that is kept in few bits on the device."""
 
 import dataclasses
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int8
+
+WeightForm = Literal["int8"]
+"""Bits of a number, and its kind."""
 
 
 @jax.tree_util.register_dataclass
@@ -26,6 +30,14 @@ class Quantised:
     @property
     def ndim(self) -> int:
         return self.values.ndim
+
+    @classmethod
+    def of(cls, matrix: Float[Array, "*stack outputs inputs"]) -> "Quantised":
+        """A matrix rounded to nearest, so that the largest number of a row becomes 127 or -127."""
+        matrix = matrix.astype(jnp.float32)
+        scales = jnp.max(jnp.abs(matrix), axis=-1) / 127
+        values = jnp.round(matrix / jnp.where(scales > 0, scales, 1)[..., None])
+        return cls(values.astype(jnp.int8), scales)
 
     def dequantised(self, dtype: jnp.dtype) -> Float[Array, "*stack outputs inputs"]:
         """The matrix in a type that XLA's products take."""

@@ -1,9 +1,9 @@
 """Time of the products of a layer with few rows against the bandwidth of a device copy.
 
 Run as `python3 -m benchmarks skinny_matmul [--shapes llada-8b dream-7b] [--rows 32]
-[--implementations mosaic_gpu triton xla] [--sweep]` on a card. One executable multiplies with layer after
-layer of stacks that are larger than the L2 cache, again and again; XLA's products scan over the stacks, as
-the models do. `--sweep` tries the cuts of `candidates`.
+[--implementations mosaic_gpu triton xla] [--quantization int8] [--sweep]` on a card. One executable
+multiplies with layer after layer of stacks that are larger than the L2 cache, again and again; XLA's products
+scan over the stacks, as the models do. `--sweep` tries the cuts of `candidates`.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -24,17 +24,21 @@ from benchmarks.record import BYTES_PER_SECOND, compiled, median_seconds, record
 from benchmarks.shapes import SHAPES
 from jdllm.layers import linear
 from jdllm.models.config import ModelConfig
+from jdllm.models.leaf import nbytes
+from jdllm.models.weights import quantise
 from jdllm.pallas.hopper import padded_rows
 from jdllm.pallas.skinny_matmul import skinny_matmul
 from jdllm.pallas.skinny_matmul.mosaic_gpu import skinny_matmul_mosaic_gpu
-from jdllm.pallas.skinny_matmul.tiles import Tiles, default_tiles
+from jdllm.pallas.skinny_matmul.tiles import WIDE, Tiles, default_tiles
+from jdllm.quantised import Quantised, WeightForm
 
 STACK_BYTES = 512 * 2**20  # of all layers: ten times the L2 cache
 LEAST_SECONDS = 8e-3  # of one call
 IMPLEMENTATIONS = ("mosaic_gpu", "xla")
 
 Results = tuple[jax.Array, ...]
-Form = Callable[[jax.Array, tuple[jax.Array, ...], jax.Array, tuple[jax.Array, ...]], Results]
+Stack = jax.Array | Quantised
+Form = Callable[[jax.Array, tuple[Stack, ...], jax.Array, tuple[Stack, ...]], Results]
 """From rows, the stacks of all layers, the layer and its own matrices."""
 
 
@@ -45,9 +49,10 @@ class Product(NamedTuple):
     k: int
     gated: bool = False
 
-    def bytes_moved(self, rows: int) -> int:
+    def bytes_moved(self, rows: int, stacks: Sequence[Stack]) -> int:
         results = self.outputs[:1] if self.gated else self.outputs
-        return 2 * (sum(self.outputs) * self.k + rows * (self.k + sum(results)))
+        weights = sum(nbytes(stack) // stack.shape[0] for stack in stacks)
+        return weights + 2 * rows * (self.k + sum(results))
 
 
 def products_of(config: ModelConfig) -> dict[str, Product]:
@@ -75,7 +80,7 @@ def draw(
     return x, tuple(jax.random.normal(key, (layers, n, product.k), dtype) * scale for key, n in weights)
 
 
-def by_xla(x: jax.Array, own: Sequence[jax.Array], gated: bool) -> Results:
+def by_xla(x: jax.Array, own: Sequence[Stack], gated: bool) -> Results:
     """The products as the models write them."""
     products = tuple(linear(x, w) for w in own)
     return (jax.nn.silu(products[0]) * products[1],) if gated else products
@@ -92,53 +97,62 @@ def form_of(implementation: str, gated: bool, tiles: Tiles | None = None) -> tup
     return lambda x, stacks, layer, own: kernel(x, stacks, layer=layer, gated=gated), False
 
 
+def at_layer(stacks: Sequence[Stack], layer: int) -> tuple[Stack, ...]:
+    """The layer's own matrices."""
+    return jax.tree.map(lambda stack: stack[layer], tuple(stacks))
+
+
 def repeated(form: Form, sliced: bool, repeats: int) -> Callable[..., Results]:
     """Multiply with every layer, `repeats` times over."""
 
-    def run(x: jax.Array, stacks: tuple[jax.Array, ...]) -> Results:
+    def run(x: jax.Array, stacks: tuple[Stack, ...]) -> Results:
         layers = jnp.arange(stacks[0].shape[0])
 
-        def layer(last: Results, at: tuple[jax.Array, tuple[jax.Array, ...]]) -> tuple[Results, None]:
+        def layer(last: Results, at: tuple[jax.Array, tuple[Stack, ...]]) -> tuple[Results, None]:
             again, _ = lax.optimization_barrier((x, last))  # nothing moves out of the loop
             return form(again, stacks, *at), None
 
         def once(_: int, last: Results) -> Results:
             return lax.scan(layer, last, (layers, stacks if sliced else ()))[0]
 
-        results = jax.eval_shape(lambda: form(x, stacks, layers[0], tuple(w[0] for w in stacks)))
+        results = jax.eval_shape(lambda: form(x, stacks, layers[0], at_layer(stacks, 0)))
         return lax.fori_loop(0, repeats, once, tuple(jnp.zeros(r.shape, r.dtype) for r in results))
 
     return run
 
 
 def compiled_form(
-    form: Form, sliced: bool, x: jax.Array, stacks: tuple[jax.Array, ...], product: Product
+    form: Form, sliced: bool, x: jax.Array, stacks: tuple[Stack, ...], product: Product
 ) -> tuple[Callable[[], Results], int]:
     """Calls of a form with layer after layer, compiled, and how many of them are one call's."""
-    moved = product.bytes_moved(len(x))
-    repeats = math.ceil(LEAST_SECONDS * BYTES_PER_SECOND / (len(stacks[0]) * moved))
+    moved = product.bytes_moved(len(x), stacks)
+    repeats = math.ceil(LEAST_SECONDS * BYTES_PER_SECOND / (stacks[0].shape[0] * moved))
     executable = compiled(repeated(form, sliced, repeats), x, stacks)
-    return functools.partial(executable, x, stacks), len(stacks[0]) * repeats
+    return functools.partial(executable, x, stacks), stacks[0].shape[0] * repeats
 
 
-def relative_error(actual: Results, x: jax.Array, stacks: Sequence[jax.Array], gated: bool) -> float:
+def relative_error(actual: Results, x: jax.Array, stacks: Sequence[Stack], gated: bool) -> float:
     """Of the last layer's results, against f32 of the highest precision, in the norm."""
-    expected = by_xla(x.astype(jnp.float32), [w[-1].astype(jnp.float32) for w in stacks], gated)
+    own = [
+        w.dequantised(jnp.float32) if isinstance(w, Quantised) else w.astype(jnp.float32)
+        for w in at_layer(stacks, -1)
+    ]
+    expected = by_xla(x.astype(jnp.float32), own, gated)
     a, b = (np.concatenate([np.asarray(v, np.float64) for v in each], 1) for each in (actual, expected))
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
-def candidates(product: Product, rows: int) -> list[Tiles]:
+def candidates(product: Product, rows: int, item_bytes: int = WIDE) -> list[Tiles]:
     """Cuts worth trying, the default first: others around it with all stages, and itself with fewer."""
     padded = padded_rows(rows)
-    default = default_tiles(padded, product.outputs, product.k, gated=product.gated)
+    default = default_tiles(padded, product.outputs, product.k, gated=product.gated, item_bytes=item_bytes)
     cuts = [dataclasses.replace(default, stages=s) for s in (default.stages, default.stages * 2 // 3)]
     factors = itertools.product((0.5, 0.75, 1, 1.25, 1.5, 2), (1,) if product.gated else (0.5, 1, 2))
     for wider, more in factors:
         columns, splits = int(default.columns * wider) // 16 * 16, math.ceil(default.splits * more)
         for stages in range(24, 2, -1):
             try:
-                tiles = Tiles(columns, splits, stages)
+                tiles = Tiles(columns, splits, stages, item_bytes)
                 tiles.check(padded, product.outputs, product.k, gated=product.gated)
             except NotImplementedError:
                 continue
@@ -152,15 +166,18 @@ def measure(
     rows: int = 32,
     implementations: Sequence[str] = IMPLEMENTATIONS,
     sweep: bool = False,
+    quantization: WeightForm | None = None,
 ) -> list[dict[str, Any]]:
     """A row of the table for each product of a layer and each form, or each of its cuts."""
     table = []
     for name, product in products_of(SHAPES[shape]).items():
         x, stacks = draw(product, rows)
-        moved = product.bytes_moved(rows)
+        if quantization is not None:
+            stacks = tuple(quantise(stack) for stack in stacks)
+        moved = product.bytes_moved(rows, stacks)
         cuts: list[tuple[str, Tiles | None]] = [(implementation, None) for implementation in implementations]
         if sweep:
-            cuts = [("mosaic_gpu", tiles) for tiles in candidates(product, rows)]
+            cuts = [("mosaic_gpu", tiles) for tiles in candidates(product, rows, 1 if quantization else WIDE)]
         for implementation, tiles in cuts:
             form = form_of(implementation, product.gated, tiles)
             call, number = compiled_form(*form, x, stacks, product)
@@ -171,6 +188,7 @@ def measure(
                     "product": name,
                     "rows": rows,
                     "implementation": implementation,
+                    "quantization": quantization,
                     **(dataclasses.asdict(tiles) if tiles else {}),
                     "us": 1e6 * seconds,
                     "tb_s": moved / seconds / 1e12,
@@ -188,9 +206,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[32])
     choices = (*IMPLEMENTATIONS, "triton")
     parser.add_argument("--implementations", nargs="+", choices=choices, default=IMPLEMENTATIONS)
+    parser.add_argument("--quantization", choices=get_args(WeightForm), help="of the weights")
     parser.add_argument("--sweep", action="store_true", help="all candidate cuts")
     args = parser.parse_args(arguments)
     table = []
     for shape, rows in itertools.product(args.shapes, args.rows):
-        table += measure(shape, rows, args.implementations, args.sweep)
+        table += measure(shape, rows, args.implementations, args.sweep, args.quantization)
     record("skinny_matmul" + "_sweep" * args.sweep, table, args.out)

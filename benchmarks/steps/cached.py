@@ -1,15 +1,16 @@
 """Time of one denoising step of a block of fresh rows against cached keys and values, with random weights.
 
 Run as `python3 -m benchmarks cached_step [--shape llada-8b] [--fresh 32] [--cached 4096] [--form chain layers
-xla]` on a card: the layers as the chain of kernels that they are by default, where they can be one, as
-kernels of which each waits for the one before, and so with XLA's attention. Several steps run inside one
-executable, each on the tokens of the one before. `step_ms` is a step's share of one that follows another,
-`waited_ms` of one whose tokens the host waits for, `sustained_ms` of many that run for seconds, with the mean
-clock and power of the card meanwhile. The floor is the bytes of the weights that a step reads
-(`weight_bytes`) and of the cache over the measured copy rate.
+xla] [--quantization none int8]` on a card: the layers as the chain of kernels that they are by default, where
+they can be one, as kernels of which each waits for the one before, and so with XLA's attention. Several steps
+run inside one executable, each on the tokens of the one before. `step_ms` is a step's share of one that
+follows another, `waited_ms` of one whose tokens the host waits for, `sustained_ms` of many that run for
+seconds, with the mean clock and power of the card meanwhile. The floor is the bytes of the weights that a
+step reads (`weights_read`) and of the cache over the measured copy rate.
 """
 
 import argparse
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +19,6 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -38,18 +38,18 @@ from jdllm.compiling.executables import temp_bytes
 from jdllm.compiling.over_cards import everywhere
 from jdllm.decoding.head_decision import head_decision
 from jdllm.execution.few_rows.chain import chains
-from jdllm.execution.module import Transformer
 from jdllm.execution.paged.forward import forward_reuse
 from jdllm.execution.paged.pool import KvArrays, pool_shape
 from jdllm.execution.transformer import final_norm
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.spread import pool_config, pool_sharding
-from jdllm.models.weights import Params, abstract_params, head_weights
+from jdllm.models.weights import Params, abstract_params, head_weights, init_params
 from jdllm.pallas.attention import AttentionOutput
 from jdllm.pallas.masked_logits import Level
 from jdllm.pallas.split_attention import PageTable, dense_table, split_attention, with_fresh_rows
 from jdllm.planning.step_time import weights_read
+from jdllm.quantised import WeightForm
 
 STEPS = 16
 
@@ -136,9 +136,10 @@ def compile_step(
     return Compiled(compiled(denoise, *inputs, chained=form == "chain", **static), inputs)
 
 
-def measure(params: Params, args: argparse.Namespace, form: Form, ceilings: Ceilings) -> dict[str, Any]:
+def measure(
+    params: Params, config: ModelConfig, args: argparse.Namespace, form: Form, ceilings: Ceilings
+) -> dict[str, Any]:
     """One row of the table."""
-    config = SHAPES[args.shape]
     start = time.perf_counter()
     run = compile_step(
         params,
@@ -159,6 +160,7 @@ def measure(params: Params, args: argparse.Namespace, form: Form, ceilings: Ceil
         "cached": args.cached,
         "page_rows": args.page_rows,
         "form": form,
+        "quantization": config.quantization,
         "step_ms": 1e3 * seconds,
         "waited_ms": 1e3 * waited_seconds(run) / STEPS,
         "sustained_ms": 1e3 * for_long.seconds / STEPS,
@@ -177,6 +179,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--cached", type=int, default=4096)
     parser.add_argument("--page-rows", type=int, default=64)
     parser.add_argument("--form", choices=get_args(Form), nargs="+")
+    parser.add_argument(
+        "--quantization", choices=("none", *get_args(WeightForm)), nargs="+", default=["none"]
+    )
     args = parser.parse_args(arguments)
     config = SHAPES[args.shape]
     chain = chains(abstract_params(config, "bfloat16"), config, args.fresh)
@@ -184,6 +189,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "chain" in forms and not chain:
         parser.error(f"on this device {args.fresh} rows of {args.shape} make no chain; take layers or xla")
     ceilings = measure_ceilings()
-    params = Transformer(config, rngs=nnx.Rngs(0), dtype="bfloat16").params()
-    table = [measure(params, args, form, ceilings) for form in forms]
+    table = []
+    for quantization in args.quantization:
+        form_of_weights = None if quantization == "none" else quantization
+        config = dataclasses.replace(config, quantization=form_of_weights)
+        params = init_params(config, jax.random.key(0), "bfloat16")
+        table += [measure(params, config, args, form, ceilings) for form in forms]
+        del params
     record(f"cached_step_{args.shape}", table, args.out, steps=STEPS, ceiling_tb_s=ceilings.bytes / 1e12)

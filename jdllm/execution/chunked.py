@@ -42,7 +42,7 @@ class LayerView(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name == "experts" and self._experts is not None:
             return self._experts.of_layer(self._place)
-        return self._stack[name][self._place]
+        return jax.tree.map(lambda leaf: leaf[self._place], self._stack[name])
 
     def __iter__(self) -> Iterator[str]:
         yield from self._stack

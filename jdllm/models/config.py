@@ -9,6 +9,7 @@ from jdllm.errors import ConfigError
 from jdllm.models.quantization import quantization_of
 from jdllm.models.rotary import RopeConfig
 from jdllm.noise import LANES
+from jdllm.quantised import WeightForm
 
 LARGEST_SIZE = 2**31 - 1
 """No size or id is larger: devices count in 32 bits."""
@@ -79,6 +80,8 @@ class ModelConfig:
     - `own_ids`: rows of the embedding and of the head on one of these cards; behind the last id they are
       zeros. `None` for all ids.
     - `kv_copies`: of one card's part: how many cards have its key-value heads, each with other queries.
+    - `quantization`: the form of the matrices of layers on the device (`jdllm.quantised`). `None` for
+      matrices of the same type as all other weights.
     """
 
     family: str
@@ -111,6 +114,7 @@ class ModelConfig:
     cards: int = 1
     own_ids: int | None = None
     kv_copies: int = 1
+    quantization: WeightForm | None = None
 
     def on_card(self) -> "ModelConfig":
         """The part that each of `cards` cards has: as many layers, and a part of heads, widths and ids.

@@ -149,8 +149,9 @@ class Layer:
         weight, bias = self.weights[name], self.weights.get(f"{name}_bias")
         if group.count > 1:
             start, size = group.index * heads * self.config.head_dim, heads * self.config.head_dim
-            weight = lax.dynamic_slice_in_dim(weight, start, size)
-            bias = None if bias is None else lax.dynamic_slice_in_dim(bias, start, size)
+            weight, bias = jax.tree.map(
+                lambda leaf: lax.dynamic_slice_in_dim(leaf, start, size), (weight, bias)
+            )
         return self._by_heads(name, matmul(x, weight, bias))
 
     def _by_heads(self, name: str, y: Float[Array, "rows outputs"]) -> Heads:

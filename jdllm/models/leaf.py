@@ -1,7 +1,7 @@
 """What a weight is: the one place that multiplies with weights, looks up their rows and counts their bytes.
 
-A weight is a plain array, `[outputs, inputs]`. A weight that is kept in another form is another type, and
-these functions tell the types apart.
+A weight is a plain array, `[outputs, inputs]`. A weight that is kept in another form is another type
+(`VocabularyPart`, `Quantised`), and these functions tell the types apart.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ from jdllm.arrays import Tensor
 from jdllm.errors import ConfigError
 from jdllm.layers import head_logits, linear
 from jdllm.models.cards import AXIS, joined, rows_of_part
+from jdllm.quantised import Quantised
 
 Device = Any
 """A `jax.Device`, which has no static type."""
@@ -62,7 +63,7 @@ def device_of(params: dict[str, Any]) -> Device:
 
 
 def matmul(
-    x: Float[Array, "rows i"], weight: Float[Array, "o i"], bias: Float[Array, " o"] | None = None
+    x: Float[Array, "rows i"], weight: Float[Array, "o i"] | Quantised, bias: Float[Array, " o"] | None = None
 ) -> Float[Array, "rows o"]:
     """Products of rows with a weight, in the dtype of the rows."""
     return linear(x, weight, bias)
@@ -80,6 +81,6 @@ def rows(weight: Float[Tensor, "o i"] | VocabularyPart, ids: Int[Tensor, " rows"
     return rows_of_part(weight.weight, ids) if isinstance(weight, VocabularyPart) else weight[ids]
 
 
-def nbytes(weight: Array | jax.ShapeDtypeStruct) -> int:
+def nbytes(weight: Array | Quantised | jax.ShapeDtypeStruct) -> int:
     """Bytes of a weight, which may be abstract."""
-    return weight.size * weight.dtype.itemsize
+    return sum(part.size * part.dtype.itemsize for part in jax.tree.leaves(weight))

@@ -20,10 +20,12 @@ import numpy as np
 from jdllm.models.config import ModelConfig
 from jdllm.models.leaf import nbytes
 from jdllm.models.registry import FAMILIES
+from jdllm.quantised import Quantised
 
 type Tree[T] = dict[str, T | dict[str, T]]
 Params = dict[str, Any]
 
+_QUANTISED = ("q", "k", "v", "o", "gate", "up", "down")
 _INTO_RESIDUAL = ("layers/o", "layers/down", "layers/experts_down", "layers/shared_down")
 
 
@@ -39,6 +41,7 @@ class TensorSpec:
     - `transposed`: the source is a matrix in the other order.
     - `first_row`, `source_rows`: a leaf stacked over layers has the rows from `first_row` on of tensors
       with so many rows; `None` where it has all of them.
+    - `quantised`: a `Quantised` takes the place of an array.
     """
 
     shape: tuple[int, ...]
@@ -49,6 +52,7 @@ class TensorSpec:
     transposed: bool = False
     first_row: int = 0
     source_rows: int | None = None
+    quantised: bool = False
 
     @property
     def source_shape(self) -> tuple[int, ...]:
@@ -76,8 +80,10 @@ class TensorSpec:
         shape = (self.shape[0], self.source_rows, *self.shape[2:])
         return dataclasses.replace(self, shape=shape, first_row=0, source_rows=None)
 
-    def struct(self, dtype: jnp.dtype | str) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(self.shape, jnp.dtype(dtype))
+    def struct(self, dtype: jnp.dtype | str) -> jax.ShapeDtypeStruct | Quantised:
+        """The leaf without its numbers, where weights that are not quantised are of `dtype`."""
+        weight = jax.ShapeDtypeStruct(self.shape, jnp.dtype(dtype))
+        return jax.eval_shape(Quantised.of, weight) if self.quantised else weight
 
 
 def layer_stacks(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -112,6 +118,7 @@ def spec_tree(config: ModelConfig) -> Tree[TensorSpec]:
                 leaf(f"layers/{name}", (len(layers), *shape), ("layers", *axes)),
                 layers=layers,
                 transposed=name.startswith("experts_"),
+                quantised=config.quantization is not None and name in _QUANTISED,
             )
             for name, shape, axes in leaves
         }
@@ -264,21 +271,37 @@ def zero_params(config: ModelConfig, dtype: jnp.dtype | str, shardings: Params |
     """
     specs, tree = jax.tree.flatten(spec_tree(config), is_leaf=is_spec)
     placed = [None] * len(specs) if shardings is None else tree.flatten_up_to(shardings)
-    zeros = [jnp.zeros(spec.shape, dtype, device=at) for spec, at in zip(specs, placed, strict=True)]
-    return jax.tree.unflatten(tree, zeros)
+
+    def zeros(spec: TensorSpec, at: Any) -> Any:
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=at), spec.struct(dtype))
+
+    return jax.tree.unflatten(tree, map(zeros, specs, placed))
 
 
 def init_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype | str) -> Params:
     """Random weights: normal with each leaf's `init_std`, norm weights one."""
     specs, treedef = jax.tree.flatten(spec_tree(config), is_leaf=is_spec)
 
-    def draw(spec: TensorSpec, leaf_key: jax.Array) -> jax.Array:
+    def draw(spec: TensorSpec, leaf_key: jax.Array) -> jax.Array | Quantised:
         if spec.init_std == 0:
             return jnp.ones(spec.shape, dtype)
-        return jax.random.normal(leaf_key, spec.shape, dtype) * jnp.asarray(spec.init_std, dtype)
+        drawn = jax.random.normal(leaf_key, spec.shape, dtype) * jnp.asarray(spec.init_std, dtype)
+        return quantise(drawn) if spec.quantised else drawn
 
     keys = jax.random.split(key, len(specs))
     return jax.tree.unflatten(treedef, [draw(s, k) for s, k in zip(specs, keys, strict=True)])
+
+
+quantise = jax.jit(Quantised.of)
+
+
+def quantised(params: Params, config: ModelConfig) -> Params:
+    """Weights with those matrices quantised that the model keeps so; other weights are not copied."""
+
+    def kept(spec: TensorSpec, leaf: Any) -> Any:
+        return quantise(leaf) if spec.quantised and not isinstance(leaf, Quantised) else leaf
+
+    return jax.tree.map(kept, spec_tree(config), params, is_leaf=is_spec)
 
 
 def head_weights(params: Params) -> jax.Array:

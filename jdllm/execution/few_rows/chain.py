@@ -69,16 +69,16 @@ def chains(params: Params, config: ModelConfig, rows: int) -> bool:
         return False
     if config.rope.rotated_dim(config.head_dim) < config.head_dim:
         return False
-    exchanged = rows if config.cards > 1 else 0
-    if limit(check_add_norm, stack["o"].dtype, config.hidden_size, exchanged) is not None:
+    exchanged, dtype = rows if config.cards > 1 else 0, stack["attn_norm"].dtype
+    if limit(check_add_norm, dtype, config.hidden_size, exchanged) is not None:
         return False
     heads, normed = (config.num_heads, config.num_kv_heads), "q_norm" in stack
-    if normed and limit(check_head_norm, stack["q"].dtype, heads, config.head_dim) is not None:
+    if normed and limit(check_head_norm, dtype, heads, config.head_dim) is not None:
         return False
 
     def streamed(*names: str, head_dim: int | None = None) -> bool:
         weights = [stack[name] for name in names]
-        x = jax.ShapeDtypeStruct((rows, weights[0].shape[2]), weights[0].dtype)
+        x = jax.ShapeDtypeStruct((rows, weights[0].shape[2]), dtype)
         return "chained" in SKINNY_MATMUL.default(target(), x, weights, head_dim).hints
 
     projected = streamed(*_QKV, head_dim=None if normed else config.head_dim)

@@ -1,6 +1,6 @@
 """Weights that a few rows are multiplied with: what counts is how fast they stream from memory."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -8,8 +8,9 @@ from jaxtyping import Array, Float, Int
 from jdllm.pallas.device import target
 from jdllm.pallas.skinny_matmul import skinny_matmul
 from jdllm.pallas.skinny_matmul.limits import SKINNY_MATMUL
+from jdllm.quantised import Quantised
 
-Stack = Float[Array, "layers outputs inputs"]
+Stack = Float[Array, "layers outputs inputs"] | Quantised
 
 _TOGETHER = (("q", "k", "v"), ("gate", "up"))
 
@@ -34,7 +35,7 @@ class Streamed(NamedTuple):
         return skinny_matmul(x, [self.weights[name] for name in names], layer=self.place, gated=gated)
 
 
-def streamed_of(stack: dict[str, Array], rows: int) -> Streamed | None:
+def streamed_of(stack: dict[str, Any], rows: int) -> Streamed | None:
     """Take the weights that `rows` rows had better stream out of a stack of layers; `None` for none.
 
     The weights of queries, keys and values are among them, and the weights of a gate. Outputs that are added
@@ -46,7 +47,7 @@ def streamed_of(stack: dict[str, Array], rows: int) -> Streamed | None:
         found = [stack[name] for name in names if name in stack]
         if len(found) < len(names):
             continue
-        x = jax.ShapeDtypeStruct((rows, found[0].shape[2]), found[0].dtype)
+        x = jax.ShapeDtypeStruct((rows, found[0].shape[2]), stack["attn_norm"].dtype)
         if SKINNY_MATMUL.default(target(), x, found).language != "xla":
             weights |= {name: stack.pop(name) for name in names}
     return Streamed(weights, 0) if weights else None
