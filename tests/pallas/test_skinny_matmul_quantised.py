@@ -20,8 +20,8 @@ LAYERS, LAYER, K = 3, 1, 5 * 128
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
-def cut(columns: int, splits: int, stages: int) -> Tiles:
-    return Tiles(columns, splits, stages, item_bytes=1)
+def cut(columns: int, splits: int, stages: int, turns: int = 1) -> Tiles:
+    return Tiles(columns, splits, stages, 1, turns)
 
 
 def operands(
@@ -62,6 +62,8 @@ class TestKernel:
         [
             ((80,), cut(80, 5, 1)),
             slow((80,), cut(32, 2, 2)),
+            ((80,), cut(48, 1, 4, turns=2)),  # of five steps one warpgroup has three; strips are three
+            slow((80,), cut(32, 2, 4, turns=4)),  # of two steps two warpgroups have none
             slow((64, 32), cut(32, 1, 2)),
             ((48, 16, 80), cut(48, 1, 3)),  # the last block of each has columns beyond it
             slow((160,), cut(160, 1, 2)),

@@ -1,7 +1,8 @@
 """The Hopper kernel of products of a few rows, in Pallas for Mosaic GPU.
 
 One warpgroup of a block streams the rows and the block's columns of a weight, or of both weights of a gated
-product, by TMA through a ring of stages; the other multiplies (wgmma). Weights are the left operand, of which
+product, by TMA through a ring of stages; the other multiplies (wgmma). Quantised weights have several that
+multiply: what they do to each weight takes longer than the product. Weights are the left operand, of which
 a product takes 64 columns at a time, and the rows the right one, of which it takes as many as there are: the
 other way round it would be of 64 rows, most of which nobody asked for. Sums turn round in shared memory on
 their way out. Where queries and keys are rotated, the columns of a block are two runs of one head, so that
@@ -28,7 +29,7 @@ from jdllm.pallas.ring import COMPILER_PARAMS, drain, swizzled
 from jdllm.pallas.shared_lowering import lowered_once
 from jdllm.pallas.skinny_matmul.launch import Launch, Scalar, Shared
 from jdllm.pallas.skinny_matmul.sums import multiply, multiply_quantised
-from jdllm.pallas.skinny_matmul.tiles import COLUMN_UNIT, SUMS_PADDING, Tiles, product_columns
+from jdllm.pallas.skinny_matmul.tiles import COLUMN_UNIT, SUMS_PADDING, Tiles
 from jdllm.pallas.skinny_matmul.types import Bias, Rotation, X
 
 Strip = Float[Array, "rows 16"]
@@ -78,7 +79,7 @@ def block_products(
         scratch_types=_shared(launch, x.dtype, weights[0].dtype),
         grid=(sum(launch.blocks), tiles.splits),
         grid_names=("column_block", "split"),
-        num_threads=2,
+        num_threads=launch.consumers + 1,
         thread_name="warpgroup",
         compiler_params=COMPILER_PARAMS,
         kernel_name="skinny_matmul",
@@ -88,16 +89,17 @@ def block_products(
 
 
 def _shared(launch: Launch, dtype: jnp.dtype, weights_dtype: jnp.dtype) -> list[Any]:
-    tiles, product = launch.tiles, product_columns(launch.summed)
+    tiles, product = launch.tiles, launch.product
     x = swizzled((tiles.stages * launch.rows, tiles.depth), dtype)
     # A product takes multiples of 64 columns: those beyond a stage's are of the stages that follow.
     weights = swizzled(((tiles.stages - 1) * launch.stage_columns + product, tiles.depth), weights_dtype)
-    sums = plgpu.SMEM((product, launch.rows + SUMS_PADDING), dtype=jnp.float32)
+    sums = plgpu.SMEM((tiles.turns * product, launch.rows + SUMS_PADDING), dtype=jnp.float32)
     return list(
         Shared(
             ring=plgpu.RefUnion((x, weights), sums),
             full=plgpu.Barrier(num_arrivals=1 + launch.summed // launch.run, num_barriers=tiles.stages),
-            free=plgpu.Barrier(num_arrivals=1, num_barriers=tiles.stages),
+            free=plgpu.Barrier(num_arrivals=launch.consumers // tiles.turns, num_barriers=tiles.stages),
+            together=plgpu.Barrier(num_arrivals=launch.consumers, num_barriers=2),
         )
     )
 
@@ -113,20 +115,21 @@ def _kernel(x, layer, *refs, launch: Launch, products: Widening) -> None:
     let_next_start(launch.chained)
     warpgroup = lax.axis_index("warpgroup")
 
-    @pl.when(warpgroup == 1)
+    @pl.when(warpgroup == launch.consumers)
     def _loader():
         _load(x, weights, layer[0], shared, launch)
 
-    @pl.when(warpgroup == 0)
+    @pl.when(warpgroup < launch.consumers)
     def _consumer():
         # Loaded while weights are.
         columns = [outputs for _, outputs in launch.runs()]
         angles = _angles(rotation, launch) if rotation else None
         bias = None if added is None else _bias(added.at[layer[0]], columns, launch)
         factors = _scales([of.at[layer[0]] for of in scales], columns, launch)
-        found = multiply_quantised(shared, launch, products) if scales else multiply(shared, launch)
-        for begin, sums in zip(itertools.accumulate(map(len, found), initial=0), found, strict=False):
-            shared.sums[begin : begin + len(sums), : launch.rows] = sums
+        if scales:
+            multiply_quantised(shared, launch, products)
+        else:
+            shared.sums[:, : launch.rows] = multiply(shared, launch)
 
         def store(index: int) -> None:
             turned = index < len(weights) - 1
@@ -176,45 +179,37 @@ def _load(x, weights: Sequence[Any], layer: Scalar, shared: Shared, launch: Laun
 
 
 def _angles(rotation: Sequence[Any], launch: Launch) -> list[Rotation]:
-    """Cosine and sine of the block's pairs, a strip after the other."""
+    """Cosine and sine of the block's pairs, of one own strip after the other."""
     first = launch.first_pair()
-    strips = [pl.ds(first + begin, COLUMN_UNIT) for begin in range(0, launch.run, COLUMN_UNIT)]
+    strips = [pl.ds(first + begin, COLUMN_UNIT) for begin in launch.begins()]
     cos, sin = ([_load_strip(x.at[:, strip]) for strip in strips] for x in rotation)
     return list(zip(cos, sin, strict=True))
 
 
 def _bias(bias: Any, columns: Sequence[pl.Slice], launch: Launch) -> list[list[Float[Array, " 16"]]]:
-    """What is added to each row of the block's runs, a strip after the other."""
+    """What is added to each row of the block's runs, of one own strip after the other."""
     before, layout = launch.before(launch.outputs), _STRIP_LAYOUT.reduce(0)
 
     def strip(begin: Scalar | int) -> Float[Array, " 16"]:
         values = bias.at[pl.ds(before + begin, COLUMN_UNIT)]
         return plgpu.load(values, layout=layout, optimized=False).astype(jnp.float32)
 
-    begins = range(0, launch.run, COLUMN_UNIT)
-    return [[strip(run.start + begin) for begin in begins] for run in columns]
+    return [[strip(run.start + begin) for begin in launch.begins()] for run in columns]
 
 
 def _scales(
     scales: Sequence[Any], columns: Sequence[pl.Slice], launch: Launch
 ) -> list[list[list[Float[Array, " 16"]]]]:
-    """The scales of the block's columns, of both weights where two are gated, by runs and strips."""
+    """The scales of the block's columns, of both weights where two are gated, by runs and own strips."""
     layout = _STRIP_LAYOUT.reduce(0)
 
-    def strip(index: int, begin: Scalar) -> Float[Array, " 16"]:
-        return plgpu.load(scales[index].at[pl.ds(begin, COLUMN_UNIT)], layout=layout, optimized=False)
+    def strip(index: int, begin: Scalar | int) -> Float[Array, " 16"]:
+        last = scales[index].shape[0] - COLUMN_UNIT  # of columns beyond the weight nobody reads the product
+        values = scales[index].at[pl.ds(jnp.minimum(begin, last), COLUMN_UNIT)]
+        return plgpu.load(values, layout=layout, optimized=False)
 
     def of_weight(index: int) -> list[list[Float[Array, " 16"]]]:
-        last = scales[index].shape[0] - COLUMN_UNIT  # of columns beyond the weight nobody reads the product
-        begins = range(0, launch.run, COLUMN_UNIT)
-        places = [[jnp.minimum(run.start + begin, last) for begin in begins] for run in columns]
-        return [
-            [
-                plgpu.load(scales[index].at[pl.ds(at, COLUMN_UNIT)], layout=layout, optimized=False)
-                for at in run
-            ]
-            for run in places
-        ]
+        return [[strip(index, run.start + begin) for begin in launch.begins()] for run in columns]
 
     if not scales or launch.gated:
         return [of_weight(index) for index in range(len(scales))]
@@ -233,29 +228,32 @@ def _store(
     columns: Sequence[pl.Slice],
     launch: Launch,
 ) -> None:
-    """Round, gate and rotate what is complete, and write what the weight has, strip by strip."""
-    split = lax.axis_index("split")
+    """Round, gate and rotate what is complete, and write what the weight has of the warpgroup's strips."""
+    split, begins = lax.axis_index("split"), launch.begins()
 
-    def sums_of(slot: int, run: int, begin: int) -> Strip:
-        column = slot * launch.tiles.columns + run * launch.run + begin
-        strip = sums.at[pl.ds(column, COLUMN_UNIT), pl.ds(0, launch.rows)]
-        values = _load_strip(strip.transpose((1, 0)))
-        return values * _down(scales[slot][run][begin // COLUMN_UNIT], launch.rows) if scales else values
+    def sums_of(slot: int, run: int, strip: int) -> Strip:
+        column = slot * launch.tiles.columns + run * launch.run + begins[strip]
+        places = range(0, launch.tiles.turns * launch.product, launch.product)
+        parts = [sums.at[pl.ds(place + column, COLUMN_UNIT), pl.ds(0, launch.rows)] for place in places]
+        values = functools.reduce(jnp.add, (_load_strip(part.transpose((1, 0))) for part in parts))
+        return values * _down(scales[slot][run][strip], launch.rows) if scales else values
 
-    for strip, begin in enumerate(range(0, launch.run, COLUMN_UNIT)):
-        values = [sums_of(0, run, begin) for run in range(len(columns))]
+    for strip, begin in enumerate(begins):
+        values = [sums_of(0, run, strip) for run in range(len(columns))]
         if bias is not None:
             values = [x + _down(of_run[strip], launch.rows) for x, of_run in zip(values, bias, strict=True)]
         values = [x.astype(out.dtype) for x in values]
         if launch.gated:
-            values = [gated(values[0], sums_of(1, 0, begin).astype(out.dtype))]
+            values = [gated(values[0], sums_of(1, 0, strip).astype(out.dtype))]
         if angles is not None:
             values = _rotated(values[0], values[1], *angles[strip])
         for run, value in zip(columns, values, strict=True):
             first = run.start + begin
             # Of the last block some columns may be beyond the weight.
             inside = True if out.shape[2] % launch.tiles.columns == 0 else first < out.shape[2]
-            pl.when(inside)(functools.partial(_write, out.at[split, :, pl.ds(first, COLUMN_UNIT)], value))
+            pl.when(launch.stores(strip) & inside)(
+                functools.partial(_write, out.at[split, :, pl.ds(first, COLUMN_UNIT)], value)
+            )
 
 
 def _write(to: Any, value: Strip) -> None:

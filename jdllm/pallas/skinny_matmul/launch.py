@@ -11,17 +11,28 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Int
 
-from jdllm.pallas.skinny_matmul.tiles import Tiles, blocks_of, stage_columns, summed_columns
+from jdllm.pallas.skinny_matmul.tiles import (
+    COLUMN_UNIT,
+    Tiles,
+    blocks_of,
+    product_columns,
+    stage_columns,
+    summed_columns,
+)
 
 Scalar = Int[Array, ""]
 
 
 class Shared(NamedTuple):
-    """Tiles in shared memory, and the barriers that say when a stage is full and when it is free."""
+    """Tiles in shared memory, and the barriers that say when a stage is full and when it is free.
+
+    - `together`: at these the warpgroups that multiply wait for one another.
+    """
 
     ring: Any
     full: Any
     free: Any
+    together: Any
 
     @property
     def x(self) -> Any:
@@ -83,6 +94,32 @@ class Launch:
     def summed(self) -> int:
         """How many columns of weights a stage holds."""
         return summed_columns(self.tiles.columns, self.gated)
+
+    @property
+    def product(self) -> int:
+        """How many columns the products of all warpgroups have for one stage."""
+        return product_columns(self.summed)
+
+    @property
+    def consumers(self) -> int:
+        """Warpgroups that multiply."""
+        return self.tiles.consumers(self.gated)
+
+    def begins(self) -> list[Scalar | int]:
+        """Where in a run of columns the strips of this warpgroup begin. There may be one too many, the last
+        strip of the run once more."""
+        if self.consumers == 1:
+            return list(range(0, self.run, COLUMN_UNIT))
+        strips, mine = self.run // COLUMN_UNIT, lax.axis_index("warpgroup")
+        return [
+            jnp.minimum(mine + turn, strips - 1) * COLUMN_UNIT for turn in range(0, strips, self.consumers)
+        ]
+
+    def stores(self, index: int) -> Bool[Array, ""] | bool:
+        """Whether the strip of `begins` at this index is really this warpgroup's."""
+        strips = self.run // COLUMN_UNIT
+        whole = (index + 1) * self.consumers <= strips
+        return whole or lax.axis_index("warpgroup") + index * self.consumers < strips
 
     @property
     def results(self) -> tuple[int, ...]:

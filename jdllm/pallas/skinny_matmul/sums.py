@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -9,24 +10,20 @@ from jaxtyping import Array, Float
 
 from jdllm.pallas.hopper import WARPGROUP_ROWS
 from jdllm.pallas.products import Widening
+from jdllm.pallas.ring import release
 from jdllm.pallas.skinny_matmul.launch import Launch, Scalar, Shared
-from jdllm.pallas.skinny_matmul.tiles import product_columns
 
 Sums = Float[Array, "product_columns rows"]
 
 
-def multiply(shared: Shared, launch: Launch) -> list[Sums]:
-    """The products of the rows with the block's columns of a weight, or of both, in f32.
-
-    Returns sums of some columns after sums of others.
-    """
+def multiply(shared: Shared, launch: Launch) -> Sums:
+    """The products of the rows with the block's columns of a weight, or of both, in f32."""
     _, steps = launch.own_steps()
-    product = product_columns(launch.summed)
 
     def accumulate(sums: Any) -> Sums:
         def issue(i: Scalar | int) -> None:
             stage = launch.stage(i)
-            weights = shared.weights.at[pl.ds(stage * launch.stage_columns, product)]
+            weights = shared.weights.at[pl.ds(stage * launch.stage_columns, launch.product)]
             x = shared.x.at[pl.ds(stage * launch.rows, launch.rows)]
             plgpu.barrier_wait(shared.full.at[stage])
             plgpu.wgmma(sums, weights, x.transpose((1, 0)))
@@ -47,28 +44,33 @@ def multiply(shared: Shared, launch: Launch) -> list[Sums]:
         release(steps - 1)
         return whole
 
-    return [pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef((product, launch.rows)))]
+    return pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef((launch.product, launch.rows)))
 
 
-def multiply_quantised(shared: Shared, launch: Launch, products: Widening) -> list[Sums]:
-    """`multiply` for weights of 8 bits, 64 columns after 64 columns; nothing is scaled.
+def multiply_quantised(shared: Shared, launch: Launch, products: Widening) -> None:
+    """Leave the sums of int8 weights in shared memory; nothing is scaled.
 
-    Weights are widened in registers, from where a product takes them: 64 columns are as many as there is room
-    for beside the sums.
+    Weights are widened in registers, from where a product takes them. Each warpgroup takes 64 columns, of one
+    in `turns` steps. The sums of one turn are below those of another, and all warpgroups see all of them.
     """
-    _, steps = launch.own_steps()
-    begins = range(0, product_columns(launch.summed), WARPGROUP_ROWS)
+    begin, steps = launch.own_steps()
+    del begin
+    mine, turns = lax.axis_index("warpgroup"), jnp.int32(launch.tiles.turns)
+    turn, first = lax.rem(mine, turns), lax.div(mine, turns) * WARPGROUP_ROWS
 
-    def step(i: Scalar, sums: tuple[Sums, ...]) -> tuple[Sums, ...]:
-        stage = launch.stage(i)
+    def step(k: Scalar, sums: Sums) -> Sums:
+        stage = launch.stage(turn + k * turns)
         x = shared.x.at[pl.ds(stage * launch.rows, launch.rows)]
+        weights = shared.weights.at[pl.ds(stage * launch.stage_columns + first, WARPGROUP_ROWS)]
         plgpu.barrier_wait(shared.full.at[stage])
-        added = []
-        for begin, before in zip(begins, sums, strict=True):
-            weights = shared.weights.at[pl.ds(stage * launch.stage_columns + begin, WARPGROUP_ROWS)]
-            added.append(products.add_product(before, products.widened(weights, x.dtype), x))
+        sums = products.add_product(sums, products.widened(weights, x.dtype), x)
         plgpu.barrier_arrive(shared.free.at[stage])
-        return tuple(added)
+        return sums
 
-    zeros = products.zeros((WARPGROUP_ROWS, launch.rows))
-    return list(lax.fori_loop(0, steps, step, (zeros,) * len(begins)))
+    own = lax.div(steps - turn + turns - 1, turns)
+    sums = lax.fori_loop(0, own, step, products.zeros((WARPGROUP_ROWS, launch.rows)))
+    for barrier in range(2):
+        if barrier:  # all stages are read: sums take their place
+            shared.sums[pl.ds(turn * launch.product + first, WARPGROUP_ROWS), : launch.rows] = sums
+        release(shared.together.at[barrier])
+        plgpu.barrier_wait(shared.together.at[barrier])

@@ -43,6 +43,10 @@ MAX_COLUMNS = 256
 MAX_ACCUMULATED = 320
 """Columns, of both weights of a gated product, whose sums a warpgroup can hold."""
 
+MAX_QUANTISED = 4 * WARPGROUP_ROWS
+"""The same of quantised weights: each warpgroup takes 64 columns, and more than four would have too few
+registers."""
+
 SUMS_PADDING = 4
 """Numbers between the sums of two columns in shared memory: they are written one way and read the other."""
 
@@ -65,6 +69,7 @@ class Tiles:
     - `splits`: parts of the inputs; with more than one, partial sums leave the kernel.
     - `stages`: tiles of all operands in flight.
     - `item_bytes`: of a weight.
+    - `turns`: warpgroups that take turns at the steps, each with the same columns.
 
     Raises `NotImplementedError` for cuts outside of the kernel's limits.
     """
@@ -73,6 +78,7 @@ class Tiles:
     splits: int
     stages: int
     item_bytes: int = WIDE
+    turns: int = 1
 
     def __post_init__(self):
         if not 0 < self.columns <= MAX_COLUMNS or self.columns % COLUMN_UNIT:
@@ -83,11 +89,19 @@ class Tiles:
             raise NotImplementedError(f"inputs are split into 1 to {MAX_SPLITS} parts, not {self.splits}")
         if not 1 <= self.stages <= MAX_STAGES:
             raise NotImplementedError(f"a ring has 1 to {MAX_STAGES} stages, not {self.stages}")
+        if self.stages % self.turns:  # a barrier counts what one warpgroup waits for
+            raise NotImplementedError(f"{self.turns} turns cannot share {self.stages} stages")
 
     @property
     def depth(self) -> int:
         """Inputs of a stage."""
         return depth_of(self.item_bytes)
+
+    def consumers(self, gated: bool) -> int:
+        """Warpgroups of a block that multiply: one, or of quantised weights one for 64 columns, in turns."""
+        if self.item_bytes == WIDE:
+            return 1
+        return self.turns * product_columns(summed_columns(self.columns, gated)) // WARPGROUP_ROWS
 
     def first_step(self, split: Scalar, steps: int) -> Scalar:
         """Where part `split` of `steps` steps begins; parts differ by one step at most."""
@@ -97,7 +111,8 @@ class Tiles:
         """Shared memory of a block: its sums take the place of the ring."""
         ring = self.stages * _stage_bytes(rows, self.columns, gated, self.item_bytes)
         ring += _unloaded_bytes(self.columns, gated, self.item_bytes)
-        return max(ring, product_columns(summed_columns(self.columns, gated)) * (rows + SUMS_PADDING) * 4)
+        sums = self.turns * product_columns(summed_columns(self.columns, gated))
+        return max(ring, sums * (rows + SUMS_PADDING) * 4)
 
     def check(
         self,
@@ -130,9 +145,10 @@ class Tiles:
             )
         if self.splits * self.depth > k:
             raise NotImplementedError(f"{k} inputs do not make {self.splits} parts of {self.depth} or more")
-        if summed_columns(self.columns, gated) > MAX_ACCUMULATED:
+        most = MAX_ACCUMULATED if self.item_bytes == WIDE else MAX_QUANTISED // self.turns
+        if summed_columns(self.columns, gated) > most:
             raise NotImplementedError(
-                f"a block sums at most {MAX_ACCUMULATED} columns, not {self.columns} of both weights"
+                f"a block sums at most {most} columns, not {self.columns} of both weights"
             )
         if self.shared_bytes(rows, gated) > SHARED_BYTES:
             raise NotImplementedError(
@@ -164,7 +180,8 @@ def default_tiles(
     """
     whole = gated or biased or head_dim or len(outputs) > 1
     most_splits = 1 if whole else min(MAX_SPLITS, k // depth_of(item_bytes))
-    most_columns = min(MAX_COLUMNS, MAX_ACCUMULATED // summed_columns(1, gated), max(outputs))
+    most_summed = MAX_ACCUMULATED if item_bytes == WIDE else MAX_QUANTISED
+    most_columns = min(MAX_COLUMNS, most_summed // summed_columns(1, gated), max(outputs))
     unit = ROTATED_UNIT if head_dim else COLUMN_UNIT
     cuts = [
         (splits, columns)
@@ -176,7 +193,8 @@ def default_tiles(
     splits, columns = min(cuts, key=lambda cut: (_moved(rows, outputs, k, gated, item_bytes, *cut), cut))
     room = SHARED_BYTES - _unloaded_bytes(columns, gated, item_bytes)
     stages = min(room // _stage_bytes(rows, columns, gated, item_bytes), MAX_STAGES)
-    return Tiles(columns, splits, stages, item_bytes)
+    turns = 1 if item_bytes == WIDE else MAX_QUANTISED // product_columns(summed_columns(columns, gated))
+    return Tiles(columns, splits, stages // turns * turns, item_bytes, turns)
 
 
 def blocks_of(outputs: Sequence[int], columns: int, gated: bool) -> list[int]:
