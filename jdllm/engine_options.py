@@ -95,7 +95,8 @@ class EngineOptions:
     """Arguments of `LLM`.
 
     Model
-    - `model`: a Hugging Face checkpoint directory or hub id, or a `Transformer` that is already in memory.
+    - `model`: a Hugging Face checkpoint directory or hub id, a GGUF file, or a `Transformer` that is already
+      in memory.
     - `dtype` ("auto"): type of the weights, or auto for the type of the checkpoint. Results equal the
       official sampler's token by token in float32 at temperature 0.
     - `hf_overrides` (`None`: none): values that replace values of `config.json`, for example a

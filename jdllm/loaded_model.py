@@ -62,7 +62,7 @@ def load_model(
     """Load a checkpoint onto the default device, with as many layers in host memory as it has no room for.
 
     Arguments:
-    - `model`: a Hugging Face checkpoint directory or hub id.
+    - `model`: a Hugging Face checkpoint directory or hub id, or a GGUF file.
     - `dtype`: of the weights; "auto" for the type of the checkpoint.
     - `overrides`: values that replace values of `config.json`.
     - `count_offloaded`: returns how many layers of a model in a dtype go to host memory.

@@ -14,6 +14,7 @@ from jdllm.checkpoints.peft import CONFIG, WEIGHTS
 from jdllm.checkpoints.saving import copy_files, restate_dtype, safetensors_header, state_plain_weights
 from jdllm.checkpoints.staging import Stage, staged, synced
 from jdllm.errors import CheckpointError, ConfigError
+from jdllm.gguf_files import is_gguf
 from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import config_from_hf, read_config
 from jdllm.models.quantization import KEYS
@@ -37,9 +38,10 @@ def to_native(
     same call, as long as neither `source`, `adapter` nor jdllm's format has changed.
 
     Arguments:
-    - `source`: the directory of the Hugging Face checkpoint.
+    - `source`: the directory of the Hugging Face checkpoint, or a GGUF file.
     - `target`: the directory to make; it appears when it is complete.
-    - `dtype`: "bfloat16", "float16" or "float32" casts every tensor; "auto" keeps each in its type.
+    - `dtype`: "bfloat16", "float16" or "float32" casts every tensor; "auto" keeps each in its type, and casts
+      those of a GGUF file to the type that `resolve_dtype` returns.
     - `overwrite`: replace a checkpoint at `target`, at the very end.
     - `progress`: `True` draws a bar on a terminal's stderr; a function is called with bytes.
     - `adapter`: a directory of PEFT whose LoRA is merged into the weights.
@@ -57,8 +59,8 @@ def to_native(
     config = config_from_hf(source)
     index = read_checked_index(source, config, adapter)
     loaded = resolve_dtype(source, config, dtype)
-    leaves = _leaves(config, index, None if dtype == "auto" else loaded)
-    plan = _plan(leaves, index)
+    leaves = _leaves(config, index, None if dtype == "auto" and not is_gguf(source) else loaded)
+    plan = _plan(leaves, index, source)
     identity = _identity(source, index, adapter)
     job = {"to": native.FORMAT, "version": native.FORMAT_VERSION, "dtype": dtype, "source": identity}
     with staged(target, job, overwrite=overwrite) as stage:
@@ -69,7 +71,7 @@ def to_native(
         state_plain_weights(stage.directory)
         if config.dtype not in (None, loaded):
             restate_dtype(stage.directory, loaded)
-        files = {name: _metadata(source / name, plain) for name in dict.fromkeys(t.file for t in tensors)}
+        files = {name: _metadata(source, name, plain) for name in dict.fromkeys(t.file for t in tensors)}
         omitted = sorted(index.keys() - {tensor.name for tensor in tensors})
         manifest = Manifest(config.family, loaded, tuple(tensors), files, tuple(omitted))
         native.write_manifest(stage.directory, manifest)
@@ -152,16 +154,18 @@ def _identity(source: Path, index: Index, adapter: Path | None) -> str:
     return hashlib.sha256(json.dumps([states, read_config(source)]).encode()).hexdigest()
 
 
-def _plan(leaves: Leaves, index: Index) -> list[NativeTensor]:
+def _plan(leaves: Leaves, index: Index, source: Path) -> list[NativeTensor]:
     """All tensors in the order of their places in the source, which is read once from front to back."""
+
+    def file_of(name: str) -> str:
+        return SINGLE_FILE if is_gguf(source) else index[name].file.name
+
     tensors = [
-        NativeTensor(
-            name, dtype, index[name].shape, index[name].file.name, native.chunk_of(path, spec, place)
-        )
+        NativeTensor(name, dtype, index[name].shape, file_of(name), native.chunk_of(path, spec, place))
         for path, (spec, dtype) in leaves.items()
         for name, place in spec.sources()
     ]
-    return sorted(tensors, key=lambda tensor: (tensor.file, index[tensor.name].offset))
+    return sorted(tensors, key=lambda tensor: (index[tensor.name].file, index[tensor.name].offset))
 
 
 def _write_chunks(
@@ -193,7 +197,9 @@ def _write_safetensors(
                 )
 
 
-def _metadata(file: Path, plain: bool) -> dict[str, str]:
+def _metadata(source: Path, name: str, plain: bool) -> dict[str, str]:
     """What a file says beside its tensors; that of quantised weights does not hold for plain ones."""
-    found = read_metadata(file)
+    if is_gguf(source):
+        return {"format": "pt"}
+    found = read_metadata(source / name)
     return found if plain else {key: found[key] for key in ("format",) if key in found}

@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
-from jdllm.checkpoints.index import FILE_INDEX, SINGLE_FILE
+from jdllm.checkpoints import native
+from jdllm.checkpoints.index import FILE_INDEX, SINGLE_FILE, listed
 from jdllm.errors import CheckpointError
+from jdllm.gguf_files import is_gguf, models_in
 from jdllm.json_files import read_object
 from jdllm.models.quantization import KEYS
 
@@ -17,10 +19,6 @@ _LFS = b"version https://git-lfs.github.com/spec/"
 _ADAPTER = "adapter_config.json"
 _SAVE_AGAIN = "load the model with transformers, save it with save_pretrained, and open that directory"
 _OTHER_WEIGHTS = (
-    (
-        "*.gguf",
-        f"weights in GGUF: open the Hugging Face directory that they were made from, or {_SAVE_AGAIN}",
-    ),
     ("pytorch_model*.bin", f"weights as PyTorch's pickles, which jdllm does not run: {_SAVE_AGAIN}"),
     ("consolidated*", "weights in their authors' own format: open the directory in that of Hugging Face"),
     ("*.pth", "weights in their authors' own format: open the directory in that of Hugging Face"),
@@ -33,11 +31,25 @@ _QUANTIZED = {
 }
 
 
-def check_file(path: Path) -> None:
-    """Raise `CheckpointError` for a path that is a file: a checkpoint is a directory."""
-    if path.suffix == ".gguf":
-        raise CheckpointError(f"{path} holds {_OTHER_WEIGHTS[0][1]}")
-    raise CheckpointError(f"{path} is a file: expected the directory of a checkpoint, such as {path.parent}")
+def checkpoint_at(path: Path) -> Path:
+    """The checkpoint at a path that exists: a directory, or the GGUF file that has the weights.
+
+    Raises `CheckpointError` for any other file, for a directory as `check_directory` says, and for one with
+    several models in GGUF and no other weights.
+    """
+    if path.is_dir():
+        check_directory(path)
+        file = _gguf_in(path)
+        if file is None:
+            return path
+    elif is_gguf(path):
+        file = path
+    else:
+        raise CheckpointError(
+            f"{path} is a file: expected a GGUF file or the directory of a checkpoint, such as {path.parent}"
+        )
+    _check_pointer(file)
+    return file
 
 
 def check_directory(path: Path) -> None:
@@ -69,15 +81,30 @@ def check_directory(path: Path) -> None:
 def check_fetched(path: Path) -> None:
     """Raise `CheckpointError` for a directory with pointers in place of files that are read."""
     for file in _read(path):
-        if is_pointer(file):
-            raise CheckpointError(
-                f"{file} is a Git LFS pointer, not the file itself: run `git lfs pull` in {path}, or download"
-                " the model from the hub"
-            )
+        _check_pointer(file)
+
+
+def _gguf_in(directory: Path) -> Path | None:
+    """The GGUF file of a directory that has no other weights."""
+    own = (SINGLE_FILE, FILE_INDEX, native.MANIFEST)
+    found = [] if any((directory / name).is_file() for name in own) else models_in(directory)
+    if len(found) > 1:
+        raise CheckpointError(
+            f"{directory} holds several GGUF files: give one of {listed([file.name for file in found])}"
+        )
+    return next(iter(found), None)
 
 
 def _tells_of_quantised(config: Path) -> bool:
     return config.is_file() and any(read_object(config).get(key) for key in KEYS)
+
+
+def _check_pointer(file: Path) -> None:
+    if is_pointer(file):
+        raise CheckpointError(
+            f"{file} is a Git LFS pointer, not the file itself: run `git lfs pull` in {file.parent}, or"
+            " download the model from the hub"
+        )
 
 
 def is_pointer(file: Path) -> bool:

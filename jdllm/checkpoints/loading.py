@@ -17,12 +17,14 @@ from jax.sharding import Sharding
 
 from jdllm.checkpoints import native
 from jdllm.checkpoints.byte_progress import Progress, reporter
-from jdllm.checkpoints.foreign import HUB_FILES, NEVER_READ, check_directory, check_file
+from jdllm.checkpoints.foreign import HUB_FILES, NEVER_READ, check_directory, checkpoint_at
+from jdllm.checkpoints.gguf.tensors import read_gguf_index
 from jdllm.checkpoints.index import DTYPES, Index, StoredTensor, listed, read_safetensors_index
 from jdllm.checkpoints.merging import merged
 from jdllm.checkpoints.quantised.formats import dequantised
 from jdllm.checkpoints.shards import allocate, needed
 from jdllm.errors import CheckpointError, ConfigError
+from jdllm.gguf_files import is_gguf
 from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import read_config
 from jdllm.models.quantization import quantization_of
@@ -36,24 +38,21 @@ _COMPUTED = (".rotary_emb.inv_freq",)
 
 
 def resolve(model: str | Path) -> Path:
-    """Find the directory of a checkpoint, downloading it where `model` is a hub id.
+    """Find a checkpoint, downloading it where `model` is a hub id.
 
     Arguments:
-    - `model`: a local directory, or a hub id "organisation/name". A string that starts with ".", "/" or "~",
-      or has any other number of slashes, is only ever a directory.
+    - `model`: a local directory, GGUF file, or hub id "organisation/name". A string that starts with ".", "/"
+      or "~", or has any other number of slashes, is only ever a path.
 
-    Returns the directory; of a hub checkpoint, the one in the hub's cache.
+    Returns the directory, of a hub checkpoint in the hub's cache, or the GGUF file that has the weights.
 
-    Raises `CheckpointError` if there is no such directory, the hub does not give the checkpoint, or the
-    directory holds something else, as `check_directory` says.
+    Raises `CheckpointError` if there is no such directory, the hub does not give the checkpoint, or the path
+    holds something else, as `jdllm.checkpoints.foreign` says.
     """
     try:
         path = Path(model).expanduser()
-        if path.is_dir():
-            check_directory(path)
-            return path
         if path.exists():
-            check_file(path)
+            return checkpoint_at(path)
     except (OSError, RuntimeError) as e:
         raise CheckpointError(f"{str(model)[:200]!r} cannot be opened as a directory: {e}") from None
     if isinstance(model, Path) or not _HUB_ID.fullmatch(model):
@@ -80,14 +79,15 @@ def read_index(directory: Path) -> Index:
 
     Arguments:
     - `directory`: holds `model.safetensors`, or `model.safetensors.index.json` and the files it names, or is
-      a native checkpoint (`jdllm.checkpoints.native`).
+      a native checkpoint (`jdllm.checkpoints.native`); a GGUF file may take its place.
 
-    Returns every tensor by its Hugging Face name. A quantised weight is a `PackedTensor`, whose values have
-    16 or 32 bits.
+    Returns every tensor by its Hugging Face name. Quantised weights are `PackedTensor`s of 16 or 32 bits.
 
     Raises `CheckpointError` for files that are missing, truncated or damaged, for tensors that the index
     promises and no file holds, and for quantised weights in a form that is not followed.
     """
+    if is_gguf(directory):
+        return read_gguf_index(directory)
     if native.is_native(directory):
         return native.read_index(directory)
     index = read_safetensors_index(directory)

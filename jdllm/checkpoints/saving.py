@@ -18,7 +18,9 @@ import numpy as np
 from jdllm.checkpoints import native
 from jdllm.checkpoints.index import DTYPES, FILE_INDEX, SINGLE_FILE
 from jdllm.checkpoints.staging import staged, synced
+from jdllm.checkpoints.tokenizer import load_tokenizer
 from jdllm.errors import CheckpointError
+from jdllm.gguf_files import is_gguf
 from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import config_from_hf, read_config
 from jdllm.models.quantization import KEYS
@@ -106,7 +108,15 @@ def safetensors_header(
 
 
 def copy_files(source: Path, target: Path) -> None:
-    """Copy all but the weights: configuration, tokenizer, chat template, model code, adapter for drafts."""
+    """Copy all but the weights: configuration, tokenizer, chat template, model code, adapter for drafts.
+
+    Of a GGUF file its metadata say the same, or the files beside it.
+    """
+    if is_gguf(source):
+        (target / "config.json").write_text(json.dumps(read_config(source), indent=2) + "\n")
+        if (tokenizer := load_tokenizer(source)) is not None:
+            tokenizer.save(target)
+        return
     for pattern in _KEPT:
         for file in source.glob(pattern):
             if file.is_file() and file.name not in (native.MANIFEST, FILE_INDEX):

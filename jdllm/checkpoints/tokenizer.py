@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jdllm.checkpoints.conversation import Message, Rendering, forms, plain_message
+from jdllm.checkpoints.gguf.tokenizer import read_gguf_tokenizer
 from jdllm.checkpoints.special_tokens import SpecialTokens
 from jdllm.checkpoints.token_text import Ids, TokenText
 from jdllm.errors import CheckpointError, RequestError
+from jdllm.gguf_files import is_gguf
 from jdllm.models.config import ModelConfig
 from jdllm.models.registry import FAMILIES
 
@@ -30,7 +32,7 @@ def load_tokenizer(path: str | Path) -> "Tokenizer | None":
     """Read the tokenizer of a checkpoint.
 
     Arguments:
-    - `path`: the directory of the checkpoint.
+    - `path`: the directory of the checkpoint, or a GGUF file: the files beside it go before its metadata.
 
     Returns the tokenizer, or `None` where the directory has neither `tokenizer.json` nor `vocab.json` with
     `merges.txt`, which are read as Qwen2's byte-pair encoding (Dream's): token ids still work.
@@ -38,6 +40,8 @@ def load_tokenizer(path: str | Path) -> "Tokenizer | None":
     Raises `CheckpointError` for tokenizer files that cannot be read.
     """
     path = Path(path)
+    if is_gguf(path):
+        return load_tokenizer(path.parent) or _of_gguf(path)
     single = (path / _FILE).is_file()
     if not single and not all((path / name).is_file() for name in _BYTE_PAIR_FILES):
         return None
@@ -46,6 +50,19 @@ def load_tokenizer(path: str | Path) -> "Tokenizer | None":
         return Tokenizer(path, reader.from_pretrained(path))
     except Exception as e:  # the library raises a bare Exception for a damaged file
         raise CheckpointError(f"the tokenizer files of {path} cannot be read: {e}") from None
+
+
+def _of_gguf(path: Path) -> "Tokenizer | None":
+    try:
+        found = read_gguf_tokenizer(path)
+    except CheckpointError:
+        raise
+    except Exception as e:  # as above, and whatever metadata that do not fit together lead to
+        raise CheckpointError(f"the tokenizer of {path} cannot be read: {e}") from None
+    if found is None:
+        return None
+    tokenizer, given = found
+    return Tokenizer(path, _reader(single=True)(tokenizer_object=tokenizer, **given))
 
 
 def _reader(*, single: bool) -> "type[PreTrainedTokenizerFast]":
@@ -102,6 +119,10 @@ class Tokenizer:
     def vocabulary(self) -> dict[str, int]:
         """Every token that it defines, with its id."""
         return self._tokenizer.get_vocab()
+
+    def save(self, directory: Path) -> None:
+        """Write `tokenizer.json` and the files that belong to it."""
+        self._tokenizer.save_pretrained(directory)
 
     @property
     def eot_id(self) -> int | None:

@@ -10,7 +10,10 @@ from jdllm.errors import RequestError
 
 def convert(
     source: Annotated[
-        str, typer.Argument(metavar="SRC", help="Checkpoint directory, or a hub id.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="SRC", help="Checkpoint directory, GGUF file, or a hub id.", show_default=False
+        ),
     ],
     target: Annotated[
         Path | None, typer.Argument(metavar="[DST]", help="Directory to make.", show_default=False)

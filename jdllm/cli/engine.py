@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 HELPS = descriptions(EngineOptions)
 """What help says of each field."""
 
-_SOURCE = "Checkpoint directory, or hub id such as org/name."
+_SOURCE = "Checkpoint directory, GGUF file, or hub id such as org/name."
 _BUNDLED = "the bundled demo model"
 Model = Annotated[str | None, typer.Option(metavar="DIR_OR_HUB_ID", help=_SOURCE, show_default=_BUNDLED)]
 ModelArgument = Annotated[
@@ -37,7 +37,7 @@ NOWHERE = "none"
 class ModelOptions:
     """Which model a command loads, and how.
 
-    - `model`: a directory or hub id, `None` for the bundled demo model.
+    - `model`: a directory, GGUF file or hub id, `None` for the bundled demo model.
     - `given`: the fields of `EngineOptions` that are options, read from what was typed.
     """
 

@@ -109,7 +109,7 @@ def plan(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="Checkpoint directory, hub id, or path of a config.json.",
+            help="Checkpoint directory, hub id, GGUF file, or path of a config.json.",
             show_default=False,
         ),
     ],

@@ -85,7 +85,8 @@ class Transformer(nnx.Module):
         """Load a checkpoint.
 
         Arguments:
-        - `model`: a directory in the layout of Hugging Face, a native one (`jdllm convert`), or a hub id.
+        - `model`: a directory in the layout of Hugging Face, a native one (`jdllm convert`), a GGUF file, or
+          a hub id.
         - `dtype`: of the weights: "bfloat16", "float16", "float32", or "auto" for the type of the checkpoint.
         - `mesh`: the devices; by default the weights go to the default device.
         - `rules`: how the weights are cut, from axis names of the spec tree to axes of `mesh`

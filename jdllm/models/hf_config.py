@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from jdllm.errors import ConfigError
+from jdllm.gguf_files import is_gguf
 from jdllm.json_files import read_object
 from jdllm.models.config import HfFields, ModelConfig
+from jdllm.models.gguf_config import read_gguf_config
 from jdllm.models.registry import family_of
 
 GENERATION_CONFIG = "generation_config.json"
@@ -53,7 +55,12 @@ def config_from_checkpoint(directory: Path, overrides: Mapping[str, Any] | None 
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read `config.json` at `path`, a file or the directory that holds it; `ConfigError` if unreadable."""
+    """Read `config.json` at `path`, a file or the directory that holds it; `ConfigError` if unreadable.
+
+    Of a GGUF file its metadata tell the same (`read_gguf_config`).
+    """
+    if is_gguf(path):
+        return read_gguf_config(path)
     path = path / "config.json" if path.is_dir() else path
     if not path.exists():
         raise ConfigError(f"no config.json at {path.parent}: expected a Hugging Face model directory")

@@ -50,7 +50,6 @@ def test_an_adapter_is_named_with_its_base_model(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("model-Q4_K_M.gguf", "GGUF"),
         ("pytorch_model.bin", "pickles"),
         ("pytorch_model-00001-of-00002.bin", "pickles"),
         ("consolidated.00.pth", "authors' own format"),
@@ -66,11 +65,12 @@ def test_weights_in_another_format_alone_are_named(copy: Path, name: str, messag
         resolve(copy)
 
 
-def test_a_gguf_file_is_named(tmp_path: Path):
+@pytest.mark.parametrize("of_directory", [False, True])
+def test_a_pointer_in_place_of_a_gguf_file_is_named(of_directory: bool, tmp_path: Path):
     file = tmp_path / "model.gguf"
-    file.write_bytes(b"GGUF")
-    with pytest.raises(CheckpointError, match=r"model\.gguf holds weights in GGUF: open the Hugging Face"):
-        resolve(file)
+    file.write_text(POINTER)
+    with pytest.raises(CheckpointError, match=r"model\.gguf is a Git LFS pointer.*git lfs pull"):
+        resolve(tmp_path if of_directory else file)
 
 
 @pytest.mark.parametrize("name", ["quantize_config.json", "quant_config.json", "hf_quant_config.json"])
