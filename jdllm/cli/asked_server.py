@@ -181,7 +181,7 @@ def _check_tracing(endpoint: str | None) -> None:
 
 
 def names_of(given: Sequence[str] | None, model: str | None) -> tuple[str, ...]:
-    """What a model is called: as was said, else as its directory or its id."""
+    """What a model is called: as was said, else as its directory, its file or its id."""
     if given:
         if not all(name.strip() for name in given):
             raise ConfigError("--served-model-name is empty, expected what clients call the model")
@@ -189,7 +189,7 @@ def names_of(given: Sequence[str] | None, model: str | None) -> tuple[str, ...]:
     if model is None:
         return (BUNDLED,)
     path = Path(model)
-    return (path.resolve().name if path.is_dir() else model,)
+    return (path.resolve().name if path.exists() else model,)
 
 
 def _asked(source: ModelOptions, given: dict[str, Any]) -> "SamplingParams":

@@ -224,6 +224,7 @@ def test_a_tokenizer_beside_the_file_goes_before_its_own(tmp_path: Path):
     ("values", "told"),
     [
         ({"model": "t5"}, "tokenizer.ggml.model 't5'"),
+        ({"model": "llama"}, "model.gguf lacks tokenizer.ggml.scores"),
         ({"pre": "default"}, "tokenizer.ggml.pre 'default'"),
         ({"bos_token_id": 100000}, "cannot be read"),
         ({"token_type": [1, 1]}, "cannot be read"),

@@ -21,7 +21,7 @@ from jdllm.demo import checkpoint_path
 from jdllm.llm import LLM
 from tests.cli.helpers import QWEN2, assert_mistake
 from tests.conftest import KV_POOL
-from tests.helpers import Golden
+from tests.helpers import GOLDENS, Golden
 
 
 class Served(NamedTuple):
@@ -131,6 +131,11 @@ def test_a_model_is_called_as_its_directory_or_as_was_said(served: list[Served])
     assert serve(directory).exit_code == 0
     assert serve(directory, "--served-model-name", "a", "--served-model-name", "b").exit_code == 0
     assert [one.settings.names for one in served] == [(checkpoint_path().name,), ("a", "b")]
+
+
+def test_a_gguf_file_is_served_by_its_name(served: list[Served]):
+    assert serve(str(GOLDENS / "quantised" / "llama.gguf")).exit_code == 0
+    assert [one.settings.names for one in served] == [("llama.gguf",)]
 
 
 def test_options_reach_the_server(served: list[Served], tmp_path: Path):

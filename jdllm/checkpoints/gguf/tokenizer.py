@@ -16,6 +16,7 @@ from jdllm.gguf_files import read_gguf
 _KEY = "tokenizer.ggml."
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "mask": "mask"}
+_NEEDED = {"llama": "scores", "gpt2": "merges"}
 _SPACE = "\u2581"
 
 _LLAMA3 = (
@@ -66,9 +67,11 @@ def read_gguf_tokenizer(path: Path) -> tuple[Tokenizer, dict[str, str]] | None:
     if model == "none" or not tokens:
         return None
     kinds = values.get("token_type") or [1] * len(tokens)
-    if model == "llama" and "scores" in values:
+    if (needed := _NEEDED.get(model)) is not None and needed not in values:
+        raise CheckpointError(f"{gguf.file} lacks {_KEY}{needed}")
+    if model == "llama":
         found, adds_bos = _sentence_pieces(values, kinds), True
-    elif model == "gpt2" and pre in _FORMS and "merges" in values:
+    elif model == "gpt2" and pre in _FORMS:
         found, adds_bos = _byte_pairs(values, kinds, _FORMS[pre]), _FORMS[pre].adds_bos
     else:
         raise CheckpointError(
