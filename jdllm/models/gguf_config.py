@@ -54,7 +54,6 @@ _SIZES = ("attention.head_count", "embedding_length", "block_count")
 _SCALING = ("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length")
 _READ_APART = (*_SCALING, "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "vocab_size")
 _NEUTRAL: Mapping[str, Any] = {
-    "attention.max_alibi_bias": 0.0,
     "expert_gating_func": 1,
     "expert_weights_scale": 1.0,
     "logit_scale": 1.0,
@@ -107,7 +106,10 @@ ARCHITECTURES = {
 
 
 def architecture_of(gguf: Gguf) -> GgufArchitecture:
-    """The architecture of a model; `ConfigError` for one that jdllm does not run."""
+    """The architecture of a model; `ConfigError` for one that jdllm does not run, and for no model."""
+    kind = gguf.values.get("general.type", "model")
+    if kind != "model":
+        raise ConfigError(f"{gguf.file} holds something else than a model: its general.type is {kind!r}")
     name = gguf.values.get("general.architecture")
     if name not in ARCHITECTURES:
         raise ConfigError(
@@ -215,7 +217,10 @@ def _dtype(gguf: Gguf) -> str:
 
 
 def _token_ids(values: Mapping[str, Any], *, separate_turn: bool) -> dict[str, Any]:
-    """Ids of tokens. The end of a turn ends a text; LLaDA's configuration has a key of its own for it."""
+    """Ids of tokens, `None` where there are none.
+
+    The end of a turn ends a text. LLaDA's configuration has a key of its own for it (`separate_turn`).
+    """
     names = ("bos", "eos", "eot", "eom", "mask")
     ids = {name: values.get(f"tokenizer.ggml.{name}_token_id") for name in names}
     found = {"bos_token_id": ids["bos"], "mask_token_id": ids["mask"]}
@@ -223,21 +228,22 @@ def _token_ids(values: Mapping[str, Any], *, separate_turn: bool) -> dict[str, A
     found["eos_token_id"] = list(dict.fromkeys(end for end in ends if end is not None)) or None
     if separate_turn:
         found["eot_token_id"] = ids["eot"]
-    return {key: value for key, value in found.items() if value is not None}
+    return found
 
 
 def _rope_scaling(gguf: Gguf, own: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
     """`rope_scaling`, where there is any."""
     kind, factor, original = (own.get(name) for name in _SCALING)
+    kind = kind or ("none" if factor in (None, 0.0, 1.0) else "linear")
     factors = gguf.tensors.get(ROPE_FACTORS)
-    if kind not in (None, *_SCALINGS) or (factors is not None and kind in _SCALINGS[1:]):
+    if kind not in _SCALINGS or (factors is not None and kind in _SCALINGS[1:]):
         raise ConfigError(
             f"{gguf.file} has {_prefix(gguf)}rope.scaling.type {kind!r}, which jdllm does not follow there:"
             f" {', '.join(_SCALINGS)} without {ROPE_FACTORS}"
         )
     if factors is not None:
         scaling = _by_factors(gguf, factors, float(own.get("rope.freq_base", 10000.0)), head_dim)
-    elif kind in (None, "none"):
+    elif kind == "none":
         return {}
     else:
         scaling = {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}

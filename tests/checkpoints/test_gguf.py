@@ -215,6 +215,8 @@ def test_factors_of_frequencies_are_the_scaling_of_llama_3(factor: float, origin
     ("family", "metadata", "scaling"),
     [
         ("llama", {"type": "linear", "factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ("llama", {"factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ("llama", {"type": "none", "factor": 4.0}, None),
         (
             "qwen2",
             {"type": "yarn", "factor": 4.0, "original_context_length": 32768, "yarn_beta_fast": 16.0},
@@ -228,7 +230,7 @@ def test_factors_of_frequencies_are_the_scaling_of_llama_3(factor: float, origin
     ],
 )
 def test_scalings_of_positions(
-    family: str, metadata: dict[str, Any], scaling: dict[str, Any], tmp_path: Path
+    family: str, metadata: dict[str, Any], scaling: dict[str, Any] | None, tmp_path: Path
 ):
     source, file = GOLDENS / family, tmp_path / "model.gguf"
     write_gguf(source, file, values={f"{family}.rope.scaling.{key}": x for key, x in metadata.items()})
@@ -237,8 +239,38 @@ def test_scalings_of_positions(
 
 
 @pytest.mark.parametrize(
+    ("family", "values"),
+    [
+        (
+            "llama",
+            {"logit_scale": 1.0, "tensor_data_layout": "Meta AI original pth", "expert_count": 0}
+            | {"rope.scaling.finetuned": True, "rope.scaling.attn_factor": 1.0, "attention.causal": True},
+        ),
+        ("llada-moe", {"expert_gating_func": 1, "expert_weights_scale": 1.0, "expert_weights_norm": False}),
+    ],
+)
+def test_metadata_that_say_what_holds_anyway_change_nothing(
+    family: str, values: dict[str, Any], tmp_path: Path
+):
+    for name, metadata in (("plain", {}), ("stated", {f"{family}.{key}": x for key, x in values.items()})):
+        write_gguf(GOLDENS / family.replace("-", "_"), tmp_path / f"{name}.gguf", values=metadata)
+    assert config_from_hf(tmp_path / "plain.gguf") == config_from_hf(tmp_path / "stated.gguf")
+
+
+def test_no_id_that_the_metadata_lack_is_taken_from_elsewhere(tmp_path: Path):
+    """The class of Llama has an end of sequence by default."""
+    source = Path(shutil.copytree(GOLDENS / "llama", tmp_path / "source"))
+    config = read_config(source)
+    del config["eos_token_id"]
+    (source / "config.json").write_text(json.dumps(config))
+    write_gguf(source, tmp_path / "model.gguf")
+    assert (config_from_hf(source).eos_ids, config_from_hf(tmp_path / "model.gguf").eos_ids) == ((2,), ())
+
+
+@pytest.mark.parametrize(
     ("family", "values", "told"),
     [
+        ("llama", {"general.type": "adapter"}, "holds something else than a model: .*'adapter'"),
         ("llama", {"llama.rope.scaling.type": "longrope"}, "llama.rope.scaling.type 'longrope'"),
         ("llama", {"llama.attention.sliding_window": 64}, "llama.attention.sliding_window 64"),
         ("llama", {"llama.expert_count": 8}, "llama.expert_count 8"),
@@ -254,7 +286,7 @@ def test_metadata_that_are_not_followed_are_refused_by_name(
     family: str, values: dict[str, Any], told: str, tmp_path: Path
 ):
     write_gguf(GOLDENS / family, tmp_path / "model.gguf", values=values)
-    with pytest.raises(ConfigError, match=rf"model.gguf has .*{told}"):
+    with pytest.raises(ConfigError, match=rf"model.gguf .*{told}"):
         config_from_hf(tmp_path / "model.gguf")
 
 
