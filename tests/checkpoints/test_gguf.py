@@ -134,6 +134,17 @@ def test_blocks_are_decoded_as_the_package_decodes_them(kind: Kind, tmp_path: Pa
     np.testing.assert_array_equal(np.asarray(loaded), expected)
 
 
+def test_each_expert_has_its_rows_of_a_quantised_tensor(tmp_path: Path):
+    kinds = {"ffn_gate_exps.weight": Kind.Q8_0, "ffn_up_exps.weight": Kind.Q4_0}
+    write_gguf(GOLDENS / "llada_moe", tmp_path / "model.gguf", kinds)
+    index, original = read_index(tmp_path / "model.gguf"), load_file(GOLDENS / "llada_moe/model.safetensors")
+    for expert in range(8):
+        for part, kind in (("gate", Kind.Q8_0), ("up", Kind.Q4_0)):
+            name = f"model.layers.1.mlp.experts.{expert}.{part}_proj.weight"
+            expected = gguf.dequantize(gguf.quantize(original[name], kind), kind)
+            np.testing.assert_array_equal(index[name].read(index[name].whole), expected)
+
+
 def test_a_quantised_file_is_loaded_in_bfloat16(tmp_path: Path):
     write_gguf(GOLDENS / "qwen2", tmp_path / "model.gguf", {"weight": Kind.Q4_0})
     file = tmp_path / "model.gguf"
