@@ -10,6 +10,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from jdllm.pallas.widening import widened
+from jdllm.quantised import in_order
+
 Output = Float[Array, "warpgroup_rows head_dim"]
 Scores = Float[Array, "warpgroup_rows block_keys"]
 Sums = Float[Array, "columns rows"]
@@ -62,7 +65,8 @@ class Widening(Protocol):
 
     @staticmethod
     def widened(weights: Any, dtype: jnp.dtype) -> Weights:
-        """A tile of weights in shared memory as an operand of `dtype` in registers."""
+        """A tile of weights in shared memory, in the order of `jdllm.quantised`, as an operand of `dtype` in
+        registers, in the order of the inputs."""
         ...
 
     @staticmethod
@@ -80,9 +84,7 @@ class TensorCores:
 
     @staticmethod
     def widened(weights: Any, dtype: jnp.dtype) -> Weights:
-        # Each thread loads four neighbours at once. Threads exchange half of them while they are small.
-        packed = plgpu.load(weights, layout=plgpu.Layout.WGMMA_UPCAST_2X)
-        return plgpu.layout_cast(packed, plgpu.Layout.WGMMA).astype(dtype)
+        return widened(plgpu.load(weights, layout=plgpu.Layout.WGMMA_UPCAST_2X), dtype)
 
     @staticmethod
     def add_product(sums: Sums, weights: Weights, rows: Any) -> Sums:
@@ -145,7 +147,7 @@ class Interpreted:
 
     @staticmethod
     def widened(weights: Any, dtype: jnp.dtype) -> Weights:
-        return weights[...].astype(dtype)
+        return in_order(weights[...]).astype(dtype)
 
     @staticmethod
     def add_product(sums: Sums, weights: Weights, rows: Any) -> Sums:

@@ -12,7 +12,7 @@ from jdllm.pallas.skinny_matmul import skinny_matmul
 from jdllm.pallas.skinny_matmul.limits import check_mosaic_gpu, check_triton
 from jdllm.pallas.skinny_matmul.mosaic_gpu import skinny_matmul_mosaic_gpu, skinny_parts_mosaic_gpu
 from jdllm.pallas.skinny_matmul.tiles import Tiles
-from jdllm.quantised import Quantised
+from jdllm.quantised import Quantised, out_of_order
 from tests.pallas.rotation import turned
 
 LAYERS, LAYER, K = 3, 1, 5 * 128
@@ -38,7 +38,8 @@ def operands(
         values = rng.integers(-128, 128, (LAYERS, n, K))
         scales = 2.0 ** rng.integers(-9, -6, (LAYERS, n)) * rng.integers(1, 4, (LAYERS, n))
         scales[np.arange(LAYERS) != LAYER] = np.nan
-        weights.append(Quantised(jnp.asarray(values, jnp.int8), jnp.asarray(scales, jnp.float32)))
+        stored = out_of_order(jnp.asarray(values, jnp.int8))
+        weights.append(Quantised(stored, jnp.asarray(scales, jnp.float32)))
         exact.append(np.asarray(x, np.float64) @ (values[LAYER] * scales[LAYER][:, None]).T)
     return x, weights, exact
 

@@ -1,0 +1,41 @@
+"""Matrices in 8 bits against NumPy."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from jdllm.quantised import Quantised, in_order, out_of_order
+
+
+def test_the_order_of_sixteen():
+    """A thread's four neighbours are two neighbours and their two neighbours eight further."""
+    order = np.asarray(out_of_order(jnp.arange(16, dtype=jnp.int8)))
+    assert order.tolist() == [0, 8, 1, 9, 4, 12, 5, 13, 2, 10, 3, 11, 6, 14, 7, 15]
+    for first, third in zip(order[::4], order[1::4], strict=True):
+        assert third == first + 8
+
+
+@pytest.mark.parametrize("shape", [(48,), (2, 3, 32), (5, 24)])
+def test_an_order_is_undone(shape: tuple[int, ...]):
+    values = np.random.default_rng(0).integers(-128, 128, shape).astype(np.int8)
+    np.testing.assert_array_equal(in_order(out_of_order(jnp.asarray(values))), values)
+
+
+@given(arrays(np.float32, (3, 32), elements=st.floats(-1e6, 1e6, width=32)))
+def test_numbers_are_within_half_a_step(matrix: np.ndarray):
+    kept = Quantised.of(jnp.asarray(matrix))
+    step = np.abs(matrix).max(axis=1, keepdims=True) / 127
+    error = np.abs(np.asarray(kept.dequantised(jnp.dtype("float32"))) - matrix)
+    assert (error <= 0.5001 * step + 1e-30).all()
+
+
+def test_rows_have_scales_of_their_own_and_zeros_stay():
+    matrix = np.outer([1e-3, 0, 1e3], np.linspace(-1, 1, 16)).astype(np.float32)
+    kept = Quantised.of(jnp.asarray(matrix))
+    np.testing.assert_allclose(kept.scales, np.abs(matrix).max(axis=1) / 127, rtol=1e-6)
+    again = np.asarray(kept.dequantised(jnp.dtype("float32")))
+    assert not again[1].any()
+    np.testing.assert_allclose(again[2] / 1e6, again[0], rtol=1e-5)
