@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self, get_args
 
 from pydantic import (
     BeforeValidator,
@@ -22,6 +22,7 @@ from jdllm.byte_sizes import DEFAULT_HOST_MEMORY, EXPECTED, parse_bytes, parse_h
 from jdllm.chunks import ChunkConfig
 from jdllm.declarations import explain
 from jdllm.errors import ConfigError
+from jdllm.quantised import WeightForm
 
 if TYPE_CHECKING:
     from jdllm.execution.module import Transformer
@@ -32,6 +33,7 @@ else:
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KERNELS = ("auto", "triton", "xla")
+QUANTIZATIONS = get_args(WeightForm)
 
 
 class Typed(NamedTuple):
@@ -88,6 +90,7 @@ def _chunks(value: object) -> object:
 _Source = Annotated[Source, PlainValidator(_source)]
 _Count = Annotated[int, BeforeValidator(_count), Field(ge=1)]
 _Bytes = Annotated[int | str, _bytes(parse_bytes)]
+_Quantization = Annotated[str, _one_of(QUANTIZATIONS)]
 
 
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True))
@@ -103,6 +106,10 @@ class EngineOptions:
       `rope_scaling` for longer contexts. A mapping such as `{"eos_token_id": 7}`.
     - `adapter` (`None`: none): the directory of a LoRA adapter in the format of PEFT. The adapter is merged
       into the weights as they are read, so steps are as fast as without.
+    - `quantization` (`None`: none): keep the matrices of layers in 8 bits (int8), with a scale for each row.
+      They are rounded while they are loaded. Embedding, head, norms and biases keep `dtype`, and products are
+      computed in `dtype`. Steps of up to 64 rows read half of the bytes; larger steps widen a matrix first.
+      For models without experts, on one device, without layers in host memory.
     - `load_weights` (True): read the weights of checkpoints. False leaves the weights zero, which is enough
       for warming up executables that another process then finds in `cache_dir`.
 
@@ -168,6 +175,7 @@ class EngineOptions:
     dtype: Annotated[str, _one_of(DTYPES), Typed("|".join(DTYPES))] = "auto"
     hf_overrides: Annotated[Mapping[str, Any] | None, Typed("JSON")] = None
     adapter: Annotated[str | Path | None, Typed("DIR")] = None
+    quantization: Annotated[_Quantization | None, Typed("|".join(QUANTIZATIONS))] = None
     load_weights: bool = True
     memory: Annotated[_Bytes | None, Typed("BYTES")] = None
     kv_pool: Annotated[_Bytes | None, Typed("BYTES")] = None

@@ -21,6 +21,7 @@ from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import config_from_checkpoint
 from jdllm.models.spread import adapter_in_parts, card_bytes, in_parts, weight_shardings
 from jdllm.models.weights import Params, zero_params
+from jdllm.quantised import WeightForm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +57,7 @@ def load_model(
     load_weights: bool,
     progress: bool,
     adapter: Path | None = None,
+    quantization: WeightForm | None = None,
     cards: int = 1,
     plain_drafts: bool = False,
 ) -> LoadedModel:
@@ -69,6 +71,7 @@ def load_model(
     - `load_weights`: read the weights; `False` leaves them zero.
     - `progress`: show a progress bar.
     - `adapter`: a directory of PEFT whose LoRA is merged into the weights.
+    - `quantization`: the form of the matrices of layers on the device.
     - `cards`: on how many devices its steps run. Each of them gets its part of the weights.
     - `plain_drafts`: leave an adapter for drafts where it is.
 
@@ -76,6 +79,7 @@ def load_model(
     """
     path = resolve(model)
     config = dataclasses.replace(config_from_checkpoint(path, overrides), cards=cards)
+    config = config.quantised(quantization)
     dtype = resolve_dtype(path, config, dtype)
     count = count_offloaded(config, dtype)
     # The tokenizer's library takes longer to import than a small model to load.
@@ -119,6 +123,11 @@ def _weights(
         raise ConfigError(
             f"the weights of {count} layers would be in host memory, which leaves nothing to warm up:"
             " raise memory"
+        )
+    if config.quantization is not None:
+        raise ConfigError(
+            f"quantization is {config.quantization!r}, which is for a model on its device, and {count} layers"
+            " would be in host memory: raise memory"
         )
     away = offloaded_layers(config, count)
     # Layers that stay come first: in gaps that others leave the allocator wastes what a buffer does not fill.

@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 from jax.extend import backend
@@ -22,12 +22,13 @@ from jdllm.models.adapter import Drafting
 from jdllm.models.config import ModelConfig
 from jdllm.models.leaf import device_of, dtypes_of
 from jdllm.models.spread import in_parts, weight_shardings
-from jdllm.models.weights import tree_bytes
+from jdllm.models.weights import quantised, tree_bytes
 from jdllm.pallas.device import Target, preferring, target
 from jdllm.planning.account import Account, make_account
 from jdllm.planning.budget import Budget, device_budget, pool_gaps, usable_host_memory
 from jdllm.planning.ladder import DEFAULT_ROWS
 from jdllm.planning.offloading import account_with_offloading
+from jdllm.quantised import WeightForm
 from jdllm.scoring import Scorer
 from jdllm.serving.adaptive.verifier import Verifier, load_verifier
 from jdllm.serving.adaptive.verifier_keys import verifier_bytes
@@ -165,6 +166,7 @@ def _load(options: EngineOptions, budget: Budget | None, runs_on: Target) -> Loa
             load_weights=options.load_weights,
             progress=options.progress,
             adapter=None if options.adapter is None else Path(options.adapter).expanduser(),
+            quantization=_quantization(options),
             cards=options.devices,
             plain_drafts=options.plain_drafts,
         )
@@ -172,12 +174,17 @@ def _load(options: EngineOptions, budget: Budget | None, runs_on: Target) -> Loa
         raise ConfigError(
             "dtype, hf_overrides, adapter and load_weights are for checkpoints: a Transformer has its own"
         )
-    config, params = options.model.config, options.model.params()
+    params = options.model.params()
+    config = dataclasses.replace(options.model.config, cards=options.devices)
+    config = config.quantised(_quantization(options))
     if options.devices == 1:
-        return LoadedModel(config, params)
-    config = dataclasses.replace(config, cards=options.devices)
+        return LoadedModel(config, params if config.quantization is None else quantised(params, config))
     placed = jax.device_put(params, weight_shardings(config))
     return LoadedModel(config, in_parts(placed, config))
+
+
+def _quantization(options: EngineOptions) -> WeightForm | None:
+    return cast(WeightForm | None, options.quantization)
 
 
 def _verifier(options: EngineOptions, loaded: LoadedModel, dtype: str) -> Verifier | None:

@@ -32,6 +32,7 @@ OTHERS: dict[str, Any] = {
     "dtype": "float16",
     "hf_overrides": {"eos_token_id": 7},
     "adapter": "adapter",
+    "quantization": "int8",
     "load_weights": False,
     "memory": "24GiB",
     "kv_pool": 1 << 30,

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Sharding
 
 from jdllm.checkpoints import native
@@ -30,6 +32,7 @@ from jdllm.models.hf_config import read_config
 from jdllm.models.quantization import quantization_of
 from jdllm.models.registry import FAMILIES
 from jdllm.models.weights import Params, TensorSpec, Tree, is_spec, layer_specs, spec_tree
+from jdllm.quantised import Quantised
 
 PIECE_BYTES = 8 << 20
 """Bytes that are read from a file at a time, or one row."""
@@ -310,7 +313,9 @@ def _load_leaf(
     dtype: str,
     sharding: Sharding | None,
     advance: Callable[[int], None],
-) -> jax.Array:
+) -> jax.Array | Quantised:
+    if spec.quantised:
+        return _load_quantised(spec, index, advance)
     shards = allocate(spec, dtype, sharding)
     for name, place in spec.sources():
         stored = _own_rows(spec, index[name])
@@ -325,6 +330,27 @@ def _load_leaf(
     if sharding is None:
         return buffers[0]
     return jax.make_array_from_single_device_arrays(spec.shape, sharding, buffers)
+
+
+def _load_quantised(spec: TensorSpec, index: Index, advance: Callable[[int], None]) -> Quantised:
+    """A leaf of matrices of few bits, on the default device, which rounds them as they come: whole rows."""
+    kept = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), spec.struct("float32"))
+    for name, place in spec.sources():
+        stored = _own_rows(spec, index[name])
+        for at, piece in _read_pieces(stored, stored.whole):
+            jax.block_until_ready(kept)
+            block = piece.reshape((1,) * len(place) + piece.shape)
+            kept = _write_quantised(kept, block, np.array((*place, *at), np.int32))
+        advance(stored.bytes)
+    return jax.block_until_ready(kept)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _write_quantised(kept: Quantised, block: jax.Array, start: jax.Array) -> Quantised:
+    part = Quantised.of(block)
+    return jax.tree.map(
+        lambda whole, own: lax.dynamic_update_slice(whole, own, list(start[: whole.ndim])), kept, part
+    )
 
 
 def _read_pieces(stored: StoredTensor, part: Sequence[range]) -> Iterator[tuple[list[int], np.ndarray]]:

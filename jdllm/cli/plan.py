@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from jdllm.planning.card import Card
     from jdllm.planning.plan import Workload
     from jdllm.planning.prefilling import Question
+    from jdllm.quantised import WeightForm
 
 AUTO = "auto"
 
@@ -156,7 +157,7 @@ def _asked(given: Mapping[str, Any], config: Path, card: "Card", step: Step) -> 
     check_devices(given["devices"], given["host_memory"])
     if given["devices"] > 1:
         host = 0  # what is in host memory belongs to one card
-    read = given["hf_overrides"], given["dtype"], given["kernels"], given["devices"]
+    read = given["hf_overrides"], given["dtype"], given["kernels"], given["devices"], given["quantization"]
     workload = _workload(
         config,
         card.target,
@@ -345,6 +346,7 @@ def _workload(
     dtype: str,
     kernels: str,
     cards: int,
+    quantization: "WeightForm | None",
     **rest: Any,
 ) -> "Workload":
     """What is planned for: of several cards the part of each; `rest` are fields of `Workload` as they are."""
@@ -357,8 +359,8 @@ def _workload(
     if config.mask_id is None:
         # Some families name it in the tokenizer. Memory does not depend on it, but compiling needs one.
         config = dataclasses.replace(config, mask_id=config.vocab_size - 1)
-    on_card = dataclasses.replace(config, cards=cards).on_card()
-    return Workload(on_card, dtype, device_of(target, kernels), **rest)
+    config = dataclasses.replace(config, cards=cards).quantised(quantization)
+    return Workload(config.on_card(), dtype, device_of(target, kernels), **rest)
 
 
 def _dtype(path: Path, config: "ModelConfig", dtype: str) -> str:

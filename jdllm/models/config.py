@@ -142,6 +142,19 @@ class ModelConfig:
             parts["own_ids"] = -(-self.vocab_size // (cards * ID_UNIT)) * ID_UNIT
         return dataclasses.replace(self, **parts)
 
+    def quantised(self, form: WeightForm | None) -> "ModelConfig":
+        """The model with the matrices of its layers in this form.
+
+        Raises `ConfigError` for a model with experts and for several cards.
+        """
+        if form is not None and self.moe is not None:
+            reason = f"models without experts, and a layer of this one has {self.moe.experts}"
+        elif form is not None and self.cards > 1:
+            reason = f"one device, and devices is {self.cards}"
+        else:
+            return dataclasses.replace(self, quantization=form)
+        raise ConfigError(f"quantization is {form!r}, which is for {reason}")
+
     @property
     def in_order(self) -> bool:
         """Whether each token is generated from the tokens before it alone; other models fill masks."""

@@ -79,6 +79,16 @@ def step_template(config: ModelConfig, kind: StepKind) -> GraphTemplate:
     return graph
 
 
+def _scratch(config: ModelConfig, kind: StepKind, outputs: int) -> int:
+    """Bytes that a product of a layer needs beside its result.
+
+    Arguments:
+    - `outputs`: numbers of its weight for each number of a hidden row. A quantised weight is widened first.
+    """
+    widened = 0 if config.quantization is None else outputs * config.hidden_size * kind.itemsize
+    return WORKSPACE + widened
+
+
 def _chunk(rows: Size, count: str) -> Size:
     """Rows of a chunk, as `jdllm.chunks.chunk_rows` cuts them."""
     at_least = 1 + _cut(*_LAYER_COUNTS)
@@ -97,6 +107,7 @@ def _add_attention(graph: GraphTemplate, config: ModelConfig, kind: StepKind, la
     rows, groups = dim("T"), dim("heads")
     hidden = config.hidden_size * kind.itemsize
     q_width, kv_width = (n * config.head_dim * kind.itemsize for n in (config.num_heads, config.num_kv_heads))
+    q_scratch, kv_scratch = (_scratch(config, kind, width // kind.itemsize) for width in (q_width, kv_width))
     angles = 2 * 4 * (config.rope.rotated_dim(config.head_dim) // 2)
     part = _chunk(rows, "kv")
     store, linear = ceil_div(rows * kv_width, groups), ceil_div(part * kv_width, groups)
@@ -111,7 +122,7 @@ def _add_attention(graph: GraphTemplate, config: ModelConfig, kind: StepKind, la
         owners=cut,
     )
     graph.add_op(
-        f"{layer} project k", [names["x for k v"]], {names["linear k"]: linear}, WORKSPACE, owners=cut
+        f"{layer} project k", [names["x for k v"]], {names["linear k"]: linear}, kv_scratch, owners=cut
     )
     graph.add_op(
         f"{layer} rotate k",
@@ -124,7 +135,7 @@ def _add_attention(graph: GraphTemplate, config: ModelConfig, kind: StepKind, la
         f"{layer} project v",
         [names["x for k v"]],
         {names["v"]: store},
-        maximum(linear + WORKSPACE, part * hidden * _cut("heads")) + part * angles * _cut(*_LAYER_COUNTS),
+        maximum(linear + kv_scratch, part * hidden * _cut("heads")) + part * angles * _cut(*_LAYER_COUNTS),
         owners=cut,
     )
 
@@ -133,7 +144,7 @@ def _add_attention(graph: GraphTemplate, config: ModelConfig, kind: StepKind, la
     cut = ("query", "heads")
     x, linear_q, q, o = (f"{layer} {name}" for name in ("x for q", "linear q", "q", "o"))
     graph.add_op(f"{layer} norm for q", ["h"], {x: part * hidden}, part * hidden * _cut("heads"), owners=cut)
-    graph.add_op(f"{layer} project q", [x], {linear_q: width}, WORKSPACE, owners=cut)
+    graph.add_op(f"{layer} project q", [x], {linear_q: width}, q_scratch, owners=cut)
     graph.add_op(
         f"{layer} rotate q",
         [linear_q],
@@ -148,7 +159,7 @@ def _add_attention(graph: GraphTemplate, config: ModelConfig, kind: StepKind, la
     graph.add_barrier(f"{layer} last group", [names["k"], names["v"], o])
     # What several cards add is added to h behind the feed-forward layer.
     added = dict.fromkeys(_added_apart(config, layer), rows * hidden)
-    graph.add_op(f"{layer} project o", [o, "h", names["attended"]], added, WORKSPACE, owners=cut)
+    graph.add_op(f"{layer} project o", [o, "h", names["attended"]], added, q_scratch, owners=cut)
 
 
 def add_feed_forward(
@@ -170,8 +181,9 @@ def add_feed_forward(
     graph.add_op(f"{layer} norm", ["h"], {x: part * (config.hidden_size * kind.itemsize)}, owners=("ffn",))
     moe, taken = config.moe, ["h", *added]
     if dense or moe is None:
-        product = _add_gates(graph, layer, x, part * (config.intermediate_size * kind.itemsize))
-        graph.add_op(f"{layer} project down", [product, *taken], {}, WORKSPACE, owners=("ffn",))
+        scratch = _scratch(config, kind, config.intermediate_size)
+        product = _add_gates(graph, layer, x, part * (config.intermediate_size * kind.itemsize), scratch)
+        graph.add_op(f"{layer} project down", [product, *taken], {}, scratch, owners=("ffn",))
         return
     wide = part * (moe.top_k * config.hidden_size * kind.itemsize)
     inner = part * (moe.top_k * moe.expert_size * kind.itemsize)
@@ -209,17 +221,18 @@ def _added_apart(config: ModelConfig, layer: str) -> list[str]:
     return [f"{layer} added"] if config.cards > 1 else []
 
 
-def _add_gates(graph: GraphTemplate, layer: str, x: str, width: Size | int) -> str:
+def _add_gates(graph: GraphTemplate, layer: str, x: str, width: Size | int, scratch: int = WORKSPACE) -> str:
     """Operators of a gated feed-forward layer before its last product. Returns the input of that.
 
     Arguments:
     - `layer`: begins the names.
     - `x`: the normed rows.
     - `width`: bytes of each product.
+    - `scratch`: bytes that each needs beside.
     """
     gate, up, product = (f"{layer} {name}" for name in ("gate", "up", "product"))
-    graph.add_op(f"{layer} project gate", [x], {gate: width}, WORKSPACE, owners=("ffn",))
-    graph.add_op(f"{layer} project up", [x], {up: width}, WORKSPACE, owners=("ffn",))
+    graph.add_op(f"{layer} project gate", [x], {gate: width}, scratch, owners=("ffn",))
+    graph.add_op(f"{layer} project up", [x], {up: width}, scratch, owners=("ffn",))
     graph.add_op(f"{layer} multiply", [gate, up], {product: width}, owners=("ffn",))
     return product
 

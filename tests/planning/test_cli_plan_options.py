@@ -12,6 +12,8 @@ from typer.main import get_command
 from jdllm import LLM
 from jdllm.byte_sizes import parse_bytes
 from jdllm.cli import app
+from jdllm.models.hf_config import config_from_hf
+from jdllm.models.weights import param_bytes
 from jdllm.planning.budget import Budget
 from jdllm.planning.card import Card
 from tests.helpers import Golden
@@ -44,6 +46,14 @@ def test_the_type_is_that_of_the_checkpoint(llada: Path, tmp_path: Path):
         (tmp_path / "config.json").write_text(json.dumps(values | {"torch_dtype": stated}))
         assert facts(tmp_path / "config.json", memory="60GiB")["dtype"] == expected
     assert facts(tmp_path, "--dtype", "float16")["dtype"] == "float16"
+
+
+@pytest.mark.slow
+def test_quantised_weights_are_counted_as_they_are_kept(llada: Path):
+    config = config_from_hf(llada)
+    for options, kept in (((), config), (("--quantization", "int8"), config.quantised("int8"))):
+        got = facts(llada, "--dtype", "bfloat16", *options, memory="20GiB")
+        assert got["weights_bytes"] == param_bytes(kept, "bfloat16")
 
 
 H100 = Card("NVIDIA H100 80GB HBM3", "h100", 80 * GIB)

@@ -1,0 +1,113 @@
+"""`LLM(quantization=...)`: what comes out equals a model whose matrices are what the numbers stand for."""
+
+import dataclasses
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jdllm.checkpoints import loading
+from jdllm.checkpoints.loading import load_params
+from jdllm.decoding.sampling import SamplingParams
+from jdllm.errors import ConfigError
+from jdllm.execution.module import Transformer
+from jdllm.llm import LLM
+from jdllm.models.hf_config import config_from_hf
+from jdllm.models.weights import is_spec, param_bytes, spec_tree, tree_bytes
+from jdllm.quantised import Quantised
+from tests.helpers import GOLDENS
+
+SMALL: dict[str, Any] = {
+    "dtype": "float32",
+    "max_num_batched_tokens": 128,
+    "kv_pool": "1MiB",
+    "progress": False,
+}
+PROMPTS = [[5, 6, 7, 9, 11, 12, 13], [20, 21, 22]]
+LLAMA = GOLDENS / "llama"
+MODELS = {
+    "llada": {"gen_length": 16, "block_length": 8, "steps": 8},
+    "dream": {"gen_length": 16, "steps": 8, "cache": "dual", "block_length": 8},
+    "llama": {"max_tokens": 12},
+    "sdar": {"gen_length": 16, "steps": 8},
+}
+
+
+def rounded(matrix: np.ndarray) -> np.ndarray:
+    """What a matrix of 8 bits stands for: of each row the largest number is 127 steps."""
+    steps = np.abs(matrix).max(axis=1, keepdims=True) / np.float32(127)
+    return np.rint(matrix / steps) * steps
+
+
+@pytest.fixture(params=["llada", *(pytest.param(name, marks=pytest.mark.slow) for name in list(MODELS)[1:])])
+def rounded_model(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path, SamplingParams]:
+    """A checkpoint, the same with rounded matrices in layers, and how to generate."""
+    source = GOLDENS / request.param
+    target = shutil.copytree(source, tmp_path / "rounded", copy_function=shutil.copyfile)
+    file = target / "model.safetensors"
+    tensors = load_file(file)
+    in_layers = {
+        name for name, x in tensors.items() if x.ndim == 2 and re.search(r"\.(layers|blocks)\.", name)
+    }
+    save_file({name: rounded(x) if name in in_layers else x for name, x in tensors.items()}, file)
+    return source, target, SamplingParams(**MODELS[request.param])
+
+
+def tokens_of(model: Any, sampling: SamplingParams, **options: Any) -> list[list[int]]:
+    with LLM(model, **SMALL, **options) as llm:
+        return [list(out.token_ids) for out in llm.generate(prompt_token_ids=PROMPTS, sampling=sampling)]
+
+
+def test_tokens_are_those_of_the_rounded_model(rounded_model: tuple[Path, Path, SamplingParams]):
+    source, target, sampling = rounded_model
+    kept = tokens_of(source, sampling, quantization="int8")
+    assert kept == tokens_of(target, sampling)
+
+
+def test_a_transformer_is_quantised_like_its_checkpoint():
+    sampling = SamplingParams(max_tokens=12)
+    module = Transformer.from_pretrained(LLAMA, dtype="float32")
+    options = {name: value for name, value in SMALL.items() if name != "dtype"}
+    with LLM(module, **options, quantization="int8") as llm:
+        found = [list(out.token_ids) for out in llm.generate(prompt_token_ids=PROMPTS, sampling=sampling)]
+    assert found == tokens_of(LLAMA, sampling, quantization="int8")
+
+
+@pytest.mark.parametrize("piece_bytes", [1 << 12, 1 << 20])
+def test_matrices_are_rounded_as_they_are_loaded(piece_bytes: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(loading, "PIECE_BYTES", piece_bytes)
+    plain = config_from_hf(LLAMA)
+    config = dataclasses.replace(plain, quantization="int8")
+    params, kept = load_params(LLAMA, plain, "float32"), load_params(LLAMA, config, "bfloat16")
+    assert tree_bytes(kept) == param_bytes(config, "bfloat16") < param_bytes(plain, "bfloat16")
+
+    def check(spec: Any, weight: jax.Array, found: Any) -> None:
+        assert isinstance(found, Quantised) == (spec.quantised and weight.ndim == 3)
+        if isinstance(found, Quantised):
+            exact = np.stack([rounded(layer) for layer in np.asarray(weight)])
+            np.testing.assert_allclose(found.dequantised(jnp.dtype("float32")), exact, rtol=1e-6, atol=1e-7)
+        else:
+            assert found.dtype == jnp.bfloat16
+
+    jax.tree.map(check, spec_tree(config), params, kept, is_leaf=is_spec)
+
+
+class TestRefusals:
+    def test_experts(self):
+        with pytest.raises(ConfigError, match="quantization is 'int8', which is for models without experts"):
+            LLM(GOLDENS / "llada_moe", quantization="int8", progress=False)
+
+    def test_several_cards(self):
+        config = dataclasses.replace(config_from_hf(LLAMA), cards=2)
+        with pytest.raises(ConfigError, match="which is for one device, and devices is 2"):
+            config.quantised("int8")
+
+    def test_another_form(self):
+        with pytest.raises(ConfigError, match="quantization"):
+            LLM(LLAMA, quantization="int3")
