@@ -22,6 +22,7 @@ from benchmarks.shapes import SHAPES
 from jdllm.decoding.cache_policies import Phase, kept, phase
 from jdllm.decoding.registry import cache_names
 from jdllm.decoding.sampling import Cache, SamplingParams
+from jdllm.engine_options import QUANTIZATIONS
 from jdllm.execution.module import Transformer
 from jdllm.llm import LLM
 from jdllm.models.config import ModelConfig
@@ -114,7 +115,7 @@ def generate(arguments: Sequence[str]) -> None:
     """Equal requests, all at once.
 
     `python3 -m benchmarks generate [--cache dual] [--batch 1 8] [--prompt 512] [--shape llada-8b]
-    [--devices 1 2 4]` on as many cards.
+    [--devices 1 2 4] [--quantization int8]` on as many cards.
     """
     parser = case_parser("generate", generate.__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="llada-8b")
@@ -127,9 +128,11 @@ def generate(arguments: Sequence[str]) -> None:
     parser.add_argument("--max-num-batched-tokens", type=int, help="by default as many as LLM chooses")
     parser.add_argument("--kernels", choices=get_args(Kernels), default="auto")
     parser.add_argument("--devices", type=int, nargs="+", default=[1], help="cards of each step")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, help="of the matrices of layers")
     args = parser.parse_args(arguments)
     model = Transformer(SHAPES[args.shape], rngs=nnx.Rngs(0), dtype="bfloat16")
-    options = {"max_num_batched_tokens": args.max_num_batched_tokens, "kernels": args.kernels}
+    names = "max_num_batched_tokens", "kernels", "quantization"
+    options = {name: getattr(args, name) for name in names}
     table, rows = [], 0
     for devices in args.devices:
         with LLM(model, devices=devices, progress=False, **options) as llm:
@@ -144,6 +147,7 @@ def generate(arguments: Sequence[str]) -> None:
                 print_row(table[-1])
     kinds = ("-".join(map(str, kind)) for kind in (args.cache, args.batch, args.prompt))
     name = "generate_{}_{}_b{}_p{}".format(args.shape, *kinds) + _suffix(args.kernels)
+    name += f"_{args.quantization}" if args.quantization else ""
     cards = "" if args.devices == [1] else "_cards" + "-".join(map(str, args.devices))
     record(name + cards, table, args.out, max_num_batched_tokens=rows)
 
