@@ -141,11 +141,12 @@ def _device(options: EngineOptions) -> Any:
 
 
 def _held(options: EngineOptions) -> int:
-    """Bytes of models that are in memory already: the budget is for these. Parts for several cards are
-    copies, beside a model that stays where it is."""
+    """Bytes of models that are in memory already: the budget is for these. Parts for several cards, and
+    matrices in few bits, are copies, beside a model that stays where it is."""
     if options.devices > 1:
         return 0
-    models = [one for one in (options.model, options.verifier) if not isinstance(one, str | Path | None)]
+    used = (None if options.quantization else options.model), options.verifier
+    models = [one for one in used if not isinstance(one, str | Path | None)]
     return sum(tree_bytes(one.params()) for one in models)
 
 
