@@ -212,4 +212,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
     table = []
     for shape, rows in itertools.product(args.shapes, args.rows):
         table += measure(shape, rows, args.implementations, args.sweep, args.quantization)
-    record("skinny_matmul" + "_sweep" * args.sweep, table, args.out)
+    quantised = f"_{args.quantization}" if args.quantization else ""
+    record("skinny_matmul" + quantised + "_sweep" * args.sweep, table, args.out)

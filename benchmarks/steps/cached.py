@@ -196,4 +196,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         params = init_params(config, jax.random.key(0), "bfloat16")
         table += [measure(params, config, args, form, ceilings) for form in forms]
         del params
-    record(f"cached_step_{args.shape}", table, args.out, steps=STEPS, ceiling_tb_s=ceilings.bytes / 1e12)
+    quantised = "" if args.quantization == ["none"] else "_" + "-".join(args.quantization)
+    record(
+        f"cached_step_{args.shape}{quantised}",
+        table,
+        args.out,
+        steps=STEPS,
+        ceiling_tb_s=ceilings.bytes / 1e12,
+    )

@@ -90,6 +90,19 @@ def test_a_refresh_is_as_planned_and_copies_no_layer_of_the_pool(cache: str):
     assert not any("reduce-window" in gather for gather in gathers), "sums for each number that is gathered"
 
 
+def test_a_refresh_of_quantised_weights_has_room_for_a_wide_matrix():
+    config = CONFIG.quantised("int8")
+    asked, pages = requests("dual")
+    (batch, _), selection, table, _ = pack_refresh(asked, config, pages, entry_of(asked))
+    arguments = (abstract_params(config, "bfloat16"), batch, selection, table, abstract_pool(pages))
+    static: dict[str, Any] = STATIC | {"config": config, "scored": False, "left": LEFT}
+    needed = temp_bytes(compile_for("h200", refresh, *arguments, donate=("pool",), **static))
+    bucket = Bucket(REQUESTS * LENGTH, REQUESTS * LENGTH, len(batch.head.row))
+    planned = plan_bucket(Workload(config, cache_policy="dual"), bucket, UNLIMITED).activation.peak_bytes
+    assert abs(planned - needed) < 0.05 * needed + 64 * MIB
+    assert planned > plan_for("dual", REQUESTS * LENGTH, len(batch.head.row)) + 48 * MIB
+
+
 def test_kernels_run_side_by_side_in_the_memory_of_twice_the_rows():
     asked, pages = requests("head_sparse")
     (batch, _), selection, table, _ = pack_refresh(asked, CONFIG, pages, entry_of(asked))
@@ -119,6 +132,7 @@ def test_a_reuse_copies_no_layer_of_the_pool():
         pytest.param(CONFIG, 2, id="llada-8b"),
         pytest.param(SHAPES["dream-7b"], 1, id="dream-7b"),
         pytest.param(BLOCK_SHAPES["sdar-8b"], 1, id="sdar-8b"),
+        pytest.param(CONFIG.quantised("int8"), 2, id="llada-8b-int8"),
     ],
 )
 def test_nothing_stands_between_the_kernels_of_a_chain(

@@ -15,17 +15,21 @@ from jdllm.pallas.skinny_matmul.tiles import DEPTH, MAX_ACCUMULATED, Tiles, bloc
 @given(
     st.sampled_from([8, 16, 32, 40, 64]),
     st.lists(st.integers(1, 1200).map(lambda i: 16 * i), min_size=1, max_size=3),
-    st.integers(1, 300).map(lambda i: DEPTH * i),
+    st.integers(1, 150).map(lambda i: 2 * DEPTH * i),
     st.booleans(),
     st.booleans(),
+    st.sampled_from([1, 2]),
 )
-def test_default_cuts_fit_the_card(rows: int, outputs: list[int], k: int, gated: bool, biased: bool):
+def test_default_cuts_fit_the_card(
+    rows: int, outputs: list[int], k: int, gated: bool, biased: bool, item_bytes: int
+):
     if gated:
         outputs, biased = outputs[:1] * 2, False
-    tiles = default_tiles(rows, outputs, k, gated=gated, biased=biased)
+    tiles = default_tiles(rows, outputs, k, gated=gated, biased=biased, item_bytes=item_bytes)
     tiles.check(rows, outputs, k, gated=gated, biased=biased)
     assert tiles.shared_bytes(rows, gated) <= SHARED_BYTES
-    assert (2 if gated else 1) * tiles.columns <= MAX_ACCUMULATED
+    assert (2 if gated else 1) * tiles.columns <= (MAX_ACCUMULATED if item_bytes == 2 else 256)
+    assert tiles.consumers(gated) <= (1 if item_bytes == 2 else 4)
     assert tiles.stages >= 3
 
 

@@ -55,6 +55,9 @@ MAX_STAGES = 32
 
 MAX_SPLITS = 8
 
+# Angles of more rows leave too few registers for warpgroups that take turns.
+_FEW_ANGLES = 32
+
 # What a byte of partial sums costs, in bytes of weights: it is written, then read by another kernel, while
 # nothing streams.
 _PARTIAL_COST = 12
@@ -193,7 +196,9 @@ def default_tiles(
     splits, columns = min(cuts, key=lambda cut: (_moved(rows, outputs, k, gated, item_bytes, *cut), cut))
     room = SHARED_BYTES - _unloaded_bytes(columns, gated, item_bytes)
     stages = min(room // _stage_bytes(rows, columns, gated, item_bytes), MAX_STAGES)
-    turns = 1 if item_bytes == WIDE else MAX_QUANTISED // product_columns(summed_columns(columns, gated))
+    crowded = head_dim is not None and rows > _FEW_ANGLES
+    turns = MAX_QUANTISED // product_columns(summed_columns(columns, gated))
+    turns = 1 if item_bytes == WIDE or crowded else turns
     return Tiles(columns, splits, stages // turns * turns, item_bytes, turns)
 
 
