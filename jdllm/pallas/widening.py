@@ -52,10 +52,7 @@ def widened(values: Int8[Array, "columns depth"], dtype: jnp.dtype) -> Float[Arr
 
 def _pair(word: ir.Value, half: int, base: int, pair: str) -> ir.Value:
     """Bytes 0 and 2 of a word as two floats, or bytes 1 and 3."""
-    source = "$1"
-    shift = ""
-    if half:
-        source, shift = "s", "shr.u32 s, $1, 8;"
+    source, shift = ("s", "shr.u32 s, $1, 8;") if half else ("$1", "")
     ptx = f"""
     {{
     .reg .b32 s, low, high;

@@ -28,20 +28,20 @@ def multiply(shared: Shared, launch: Launch) -> Sums:
             plgpu.barrier_wait(shared.full.at[stage])
             plgpu.wgmma(sums, weights, x.transpose((1, 0)))
 
-        def release(i: Scalar) -> None:
+        def free(i: Scalar) -> None:
             plgpu.barrier_arrive(shared.free.at[launch.stage(i)])
 
         def step(i: Scalar, _: None) -> None:
             issue(i)
             plgpu.wgmma_wait(1)  # of the steps, only this one is still under way
-            release(i - 1)
+            free(i - 1)
 
         # Products are issued before those of the step before have ended; a stage is free a step later. Where
         # a product takes more columns than a stage has, nobody reads the sums of the others.
         issue(0)
         lax.fori_loop(1, steps, step, None)
         whole = sums[...]
-        release(steps - 1)
+        free(steps - 1)
         return whole
 
     return pl.run_scoped(accumulate, plgpu.WGMMAAccumulatorRef((launch.product, launch.rows)))
@@ -53,8 +53,7 @@ def multiply_quantised(shared: Shared, launch: Launch, products: Widening) -> No
     Weights are widened in registers, from where a product takes them. Each warpgroup takes 64 columns, of one
     in `turns` steps. The sums of one turn are below those of another, and all warpgroups see all of them.
     """
-    begin, steps = launch.own_steps()
-    del begin
+    _, steps = launch.own_steps()
     mine, turns = lax.axis_index("warpgroup"), jnp.int32(launch.tiles.turns)
     turn, first = lax.rem(mine, turns), lax.div(mine, turns) * WARPGROUP_ROWS
 
@@ -69,8 +68,12 @@ def multiply_quantised(shared: Shared, launch: Launch, products: Widening) -> No
 
     own = lax.div(steps - turn + turns - 1, turns)
     sums = lax.fori_loop(0, own, step, products.zeros((WARPGROUP_ROWS, launch.rows)))
-    for barrier in range(2):
-        if barrier:  # all stages are read: sums take their place
-            shared.sums[pl.ds(turn * launch.product + first, WARPGROUP_ROWS), : launch.rows] = sums
-        release(shared.together.at[barrier])
-        plgpu.barrier_wait(shared.together.at[barrier])
+    _meet(shared.together.at[0])  # all stages are read: sums take their place
+    shared.sums[pl.ds(turn * launch.product + first, WARPGROUP_ROWS), : launch.rows] = sums
+    _meet(shared.together.at[1])
+
+
+def _meet(barrier: Any) -> None:
+    """Wait for all warpgroups that multiply."""
+    release(barrier)
+    plgpu.barrier_wait(barrier)
