@@ -22,7 +22,9 @@ def linear(
 ) -> Float[Array, "rows o"]:
     """x @ weight.T + bias in the dtype of `x`, with full f32 products where that is f32."""
     if isinstance(weight, Quantised):
-        weight = weight.dequantised(x.dtype)
+        # Widening waits for the rows: else all matrices of a layer would be wide at once.
+        scales, x = lax.optimization_barrier((weight.scales, x))
+        weight = Quantised(weight.values, scales).dequantised(x.dtype)
     y = lax.dot_general(x, weight, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
     # A product that adds the bias itself cannot read a layer's weights in their stack: XLA would copy them.
     return y if bias is None else lax.optimization_barrier(y) + bias

@@ -10,6 +10,7 @@ from jdllm.pallas.masked_logits import Level
 from jdllm.planning.aot import device_of
 from jdllm.planning.checks.compiler import compiler_temp_bytes
 from jdllm.planning.plan import Budget, MemoryPlan, Workload, max_context, plan_memory
+from jdllm.quantised import WeightForm
 from tests.models.published_configs import LLADA2_MINI
 
 pytestmark = pytest.mark.aot
@@ -48,9 +49,16 @@ CASES = [
 
 
 def planned(
-    shape: str, target: str, context: int, mask_ratio: float, gib: float, kernels: str = "auto"
+    shape: str,
+    target: str,
+    context: int,
+    mask_ratio: float,
+    gib: float,
+    kernels: str = "auto",
+    quantization: WeightForm | None = None,
 ) -> tuple[Workload, MemoryPlan]:
-    workload = Workload(SHAPES[shape], device=device_of(target, kernels), mask_ratio=mask_ratio)
+    config = SHAPES[shape].quantised(quantization)
+    workload = Workload(config, device=device_of(target, kernels), mask_ratio=mask_ratio)
     budget = Budget(int(gib * GIB))
     context = context or max_context(workload, budget, host_tiers=False)
     return workload, plan_memory(workload, context, budget, host_tiers=False)
@@ -74,6 +82,21 @@ def test_plan_is_what_the_compiler_allots(
     """By kernels for Hopper on an H200, by portable forms on an A100."""
     kernels = "auto" if target == "h200" else "xla"
     check(*planned(shape, target, context, mask_ratio, gib, kernels), target)
+
+
+@pytest.mark.parametrize(
+    ("shape", "target", "context", "gib"),
+    [
+        (LLADA, "h200", 4096, UNLIMITED),
+        (DREAM, "a100-80gb", 4096, UNLIMITED),
+        (LLADA, "h200", 32768, 12),
+        (DREAM, "h200", 131072, 12),
+        (LLADA, "h200", 0, 12),
+        (LLADA, "h200", 0, 24),
+    ],
+)
+def test_plan_of_quantised_weights(shape: str, target: str, context: int, gib: float):
+    check(*planned(shape, target, context, 0.5, gib, quantization="int8"), target)
 
 
 @pytest.mark.parametrize(
