@@ -18,7 +18,8 @@ from jdllm.execution.offload.layer_stream import OffloadedWeights, place_weights
 from jdllm.execution.offload.placement import offloaded_layers
 from jdllm.models.adapter import DraftAdapter
 from jdllm.models.config import ModelConfig
-from jdllm.models.hf_config import config_from_checkpoint
+from jdllm.models.hf_config import config_from_checkpoint, read_config
+from jdllm.models.quantization import stored_form
 from jdllm.models.spread import adapter_in_parts, card_bytes, in_parts, weight_shardings
 from jdllm.models.weights import Params, zero_params
 from jdllm.quantised import WeightForm
@@ -71,7 +72,7 @@ def load_model(
     - `load_weights`: read the weights; `False` leaves them zero.
     - `progress`: show a progress bar.
     - `adapter`: a directory of PEFT whose LoRA is merged into the weights.
-    - `quantization`: the form of the matrices of layers on the device.
+    - `quantization`: the form of the matrices of layers on the device; `None` for that of the checkpoint.
     - `cards`: on how many devices its steps run. Each of them gets its part of the weights.
     - `plain_drafts`: leave an adapter for drafts where it is.
 
@@ -79,7 +80,8 @@ def load_model(
     """
     path = resolve(model)
     config = dataclasses.replace(config_from_checkpoint(path, overrides), cards=cards)
-    config = config.quantised(quantization)
+    stored = stored_form({**read_config(path), **overrides})
+    config = config.quantised(quantization or stored)
     dtype = resolve_dtype(path, config, dtype)
     count = count_offloaded(config, dtype)
     # The tokenizer's library takes longer to import than a small model to load.

@@ -33,16 +33,27 @@ class Quantised:
 
     @classmethod
     def of(cls, matrix: Float[Array, "*stack outputs inputs"]) -> "Quantised":
-        """A matrix rounded to nearest, so that the largest number of a row becomes 127 or -127."""
-        matrix = matrix.astype(jnp.float32)
-        scales = jnp.max(jnp.abs(matrix), axis=-1) / 127
-        values = jnp.round(matrix / jnp.where(scales > 0, scales, 1)[..., None])
-        return cls(out_of_order(values.astype(jnp.int8)), scales)
+        """A matrix that is `rounded`."""
+        values, scales = rounded(matrix)
+        return cls(out_of_order(values), scales)
 
     def dequantised(self, dtype: jnp.dtype) -> Float[Array, "*stack outputs inputs"]:
         """The matrix in a type that XLA's products take."""
         values = in_order(self.values).astype(jnp.float32)
         return (values * self.scales[..., None]).astype(dtype)
+
+
+def rounded(
+    matrix: Float[Array, "*stack outputs inputs"],
+) -> tuple[Int8[Array, "*stack outputs inputs"], Float32[Array, "*stack outputs"]]:
+    """Numbers of 8 bits, whose inputs are in order, and the scale of each row.
+
+    They are rounded to nearest, so that the largest number of a row becomes 127 or -127.
+    """
+    matrix = matrix.astype(jnp.float32)
+    scales = jnp.max(jnp.abs(matrix), axis=-1) / 127
+    values = jnp.round(matrix / jnp.where(scales > 0, scales, 1)[..., None])
+    return values.astype(jnp.int8), scales
 
 
 def out_of_order(values: Int8[Array, "*stack inputs"]) -> Int8[Array, "*stack inputs"]:

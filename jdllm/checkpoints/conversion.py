@@ -8,10 +8,17 @@ from pathlib import Path
 from jdllm.checkpoints import native
 from jdllm.checkpoints.byte_progress import Progress, reporter
 from jdllm.checkpoints.index import DTYPES, FILE_INDEX, SINGLE_FILE, Index, listed, read_metadata
-from jdllm.checkpoints.loading import read_checked_index, resolve_dtype
+from jdllm.checkpoints.loading import read_checked_index, read_index, resolve_dtype
 from jdllm.checkpoints.native import Manifest, NativeTensor
 from jdllm.checkpoints.peft import CONFIG, WEIGHTS
-from jdllm.checkpoints.saving import copy_files, restate_dtype, safetensors_header, state_plain_weights
+from jdllm.checkpoints.rounded import SCALES, SCALES_SUFFIX, VALUES, rounding
+from jdllm.checkpoints.saving import (
+    copy_files,
+    restate_dtype,
+    safetensors_header,
+    state_plain_weights,
+    state_quantised_weights,
+)
 from jdllm.checkpoints.staging import Stage, staged, synced
 from jdllm.errors import CheckpointError, ConfigError
 from jdllm.gguf_files import is_gguf
@@ -19,6 +26,7 @@ from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import config_from_hf, read_config
 from jdllm.models.quantization import KEYS
 from jdllm.models.weights import LeafPath, TensorSpec, stored_specs
+from jdllm.quantised import WeightForm
 
 type Leaves = dict[LeafPath, tuple[TensorSpec, str]]
 
@@ -31,11 +39,13 @@ def to_native(
     overwrite: bool = False,
     progress: bool | Progress = False,
     adapter: Path | None = None,
+    quantize: WeightForm | None = None,
 ) -> Manifest:
     """Convert a Hugging Face checkpoint to a native one (`jdllm.checkpoints.native`).
 
-    The host holds two pieces of 8 MiB at a time. A run that was killed or met an error is continued by the
-    same call, as long as neither `source`, `adapter` nor jdllm's format has changed.
+    The host holds two pieces of 8 MiB at a time, a few where matrices are rounded. A run that was killed or
+    met an error is continued by the same call, as long as neither `source`, `adapter` nor jdllm's format has
+    changed.
 
     Arguments:
     - `source`: the directory of the Hugging Face checkpoint, or a GGUF file.
@@ -45,30 +55,41 @@ def to_native(
     - `overwrite`: replace a checkpoint at `target`, at the very end.
     - `progress`: `True` draws a bar on a terminal's stderr; a function is called with bytes.
     - `adapter`: a directory of PEFT whose LoRA is merged into the weights.
+    - `quantize`: the form in which the matrices of layers are stored; the default device rounds them, and
+      `dtype` is for all other weights.
 
     Returns the manifest. Bytes equal the source's where the type is kept and no adapter changes them; a cast
     rounds to nearest even. A tied head and rotary frequencies, which the model computes, are left out and
     named in the manifest.
 
-    Raises `ConfigError` and `CheckpointError` for a source that jdllm cannot run, before anything is written,
-    and `CheckpointError` for a target that exists or cannot be written.
+    Raises `ConfigError` and `CheckpointError` for a source that jdllm cannot run, also not in the form of
+    `quantize`, before anything is written, and `CheckpointError` for a target that exists or cannot be
+    written.
     """
     if native.is_native(source):
         raise CheckpointError(f"{source} is a native checkpoint already")
     _refuse_overlap(source, target)
-    config = config_from_hf(source)
+    config = config_from_hf(source).quantised(quantize)
     index = read_checked_index(source, config, adapter)
     loaded = resolve_dtype(source, config, dtype)
     leaves = _leaves(config, index, None if dtype == "auto" and not is_gguf(source) else loaded)
+    for spec, stored in leaves.values():
+        if stored == VALUES:
+            index |= {
+                part: one for name, _ in spec.sources() for part, one in rounding(name, index[name]).items()
+            }
     plan = _plan(leaves, index, source)
     identity = _identity(source, index, adapter)
-    job = {"to": native.FORMAT, "version": native.FORMAT_VERSION, "dtype": dtype, "source": identity}
+    job = {"to": native.FORMAT, "version": native.FORMAT_VERSIONS[quantize is not None]}
+    job |= {"dtype": dtype, "quantize": quantize, "source": identity}
     with staged(target, job, overwrite=overwrite) as stage:
         tensors = _write_chunks(stage, plan, index, progress)
         native.write_orbax_metadata(stage.directory, leaves)
         copy_files(source, stage.directory)
         plain = not any(key in read_config(source) for key in KEYS)
         state_plain_weights(stage.directory)
+        if quantize is not None:
+            state_quantised_weights(stage.directory, quantize)
         if config.dtype not in (None, loaded):
             restate_dtype(stage.directory, loaded)
         files = {name: _metadata(source, name, plain) for name in dict.fromkeys(t.file for t in tensors)}
@@ -84,7 +105,8 @@ def to_hf(
     """Convert a native checkpoint back to the safetensors files that it came from.
 
     Files have the names and tensors of the original ones, in the same order; with the types kept, those that
-    the safetensors library wrote come out equal byte by byte. The host holds one piece of 8 MiB at a time.
+    the safetensors library wrote come out equal byte by byte. Matrices in 8 bits come out as the numbers that
+    they stand for, in the type of the other weights. The host holds one piece of 8 MiB at a time.
 
     Arguments:
     - `source`: the directory of the native checkpoint.
@@ -93,7 +115,7 @@ def to_hf(
     - `overwrite`: replace a checkpoint at `target`, at the very end.
     - `progress`: `True` draws a bar on a terminal's stderr; a function is called with bytes.
 
-    Returns the manifest of `source`.
+    Returns the manifest of `source`, with these matrices as they come out.
 
     Raises `CheckpointError` for a source that is not native or damaged (every checksum is compared), and for
     a target that exists or cannot be written.
@@ -101,7 +123,10 @@ def to_hf(
     if not native.is_native(source):
         raise CheckpointError(f"{source} is no native checkpoint: it has no {native.MANIFEST}")
     _refuse_overlap(source, target)
-    manifest, index = native.read_manifest(source), native.read_index(source)
+    manifest, index = native.read_manifest(source), read_index(source)
+    if quantised := manifest.quantised:
+        native.compare_checksums(source)
+        manifest = manifest.plain()
     files: dict[str, list[NativeTensor]] = {}
     for tensor in manifest.tensors:
         files.setdefault(tensor.file, []).append(tensor)
@@ -118,6 +143,8 @@ def to_hf(
             content = {"metadata": {"total_size": manifest.bytes}, "weight_map": weight_map}
             (stage.directory / FILE_INDEX).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
         copy_files(source, stage.directory)
+        if quantised:
+            state_plain_weights(stage.directory)
     return manifest
 
 
@@ -129,14 +156,20 @@ def _refuse_overlap(source: Path, target: Path) -> None:
 def _leaves(config: ModelConfig, index: Index, cast: str | None) -> Leaves:
     """Every stored leaf with its type, in the words of a safetensors header.
 
-    Rows of the same tensors are one leaf, such as "q_k_v".
+    Rows of the same tensors are one leaf, such as "q_k_v". Matrices in 8 bits are two.
     """
     names = {dtype.name: name for name, dtype in DTYPES.items()}
     leaves: Leaves = {}
     mixed = []
     for paths, spec in stored_specs(config).items():
-        types = {index[name].dtype for name, _ in spec.sources()}
         path = (*paths[0][:-1], "_".join(path[-1] for path in paths))
+        if spec.quantised:
+            scales = dataclasses.replace(
+                spec, shape=spec.shape[:-1], axes=spec.axes[:-1], source=spec.source + SCALES_SUFFIX
+            )
+            leaves |= {(*path, "values"): (spec, VALUES), (*path, "scales"): (scales, SCALES)}
+            continue
+        types = {index[name].dtype for name, _ in spec.sources()}
         leaves[path] = (spec, names[cast] if cast else min(types))
         if len(types) > 1 and not cast:
             mixed.append(f"{'.'.join(path)} ({', '.join(sorted(types))})")
@@ -191,7 +224,7 @@ def _write_safetensors(
     with synced(path) as out:
         out.write(safetensors_header(((t.name, t.dtype, t.shape) for t in tensors), metadata))
         for tensor in tensors:
-            if native.stream(index[tensor.name], out.write) != tensor.sha256:
+            if native.stream(index[tensor.name], out.write) != tensor.sha256 != "":
                 raise CheckpointError(
                     f"{index[tensor.name].file} ({tensor.name}) is damaged: its checksum differs"
                 )

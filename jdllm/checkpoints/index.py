@@ -118,6 +118,11 @@ def read_safetensors_index(directory: Path) -> Index:
     return index | {tensor: headers[file][tensor] for tensor, file in file_of.items()}
 
 
+def header_name(dtype: str) -> str:
+    """What a safetensors header calls "bfloat16", "float16" or "float32"."""
+    return next(name for name, known in DTYPES.items() if known.name == dtype)
+
+
 def listed(names: list[str]) -> str:
     """The names for a message: at most 20 of them, and how many follow."""
     rest = len(names) - _MOST_LISTED

@@ -21,18 +21,19 @@ from jdllm.checkpoints import native
 from jdllm.checkpoints.byte_progress import Progress, reporter
 from jdllm.checkpoints.foreign import HUB_FILES, NEVER_READ, check_directory, checkpoint_at
 from jdllm.checkpoints.gguf.tensors import read_gguf_index
-from jdllm.checkpoints.index import DTYPES, Index, StoredTensor, listed, read_safetensors_index
+from jdllm.checkpoints.index import DTYPES, READABLE, Index, StoredTensor, listed, read_safetensors_index
 from jdllm.checkpoints.merging import merged
 from jdllm.checkpoints.quantised.formats import dequantised
+from jdllm.checkpoints.rounded import QuantisedTensor
 from jdllm.checkpoints.shards import allocate, needed
 from jdllm.errors import CheckpointError, ConfigError
 from jdllm.gguf_files import is_gguf
 from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import read_config
-from jdllm.models.quantization import quantization_of
+from jdllm.models.quantization import quantization_of, stored_form
 from jdllm.models.registry import FAMILIES
 from jdllm.models.weights import Params, TensorSpec, Tree, is_spec, layer_specs, spec_tree
-from jdllm.quantised import Quantised
+from jdllm.quantised import Quantised, out_of_order
 
 PIECE_BYTES = 8 << 20
 """Bytes that are read from a file at a time, or one row."""
@@ -84,17 +85,26 @@ def read_index(directory: Path) -> Index:
     - `directory`: holds `model.safetensors`, or `model.safetensors.index.json` and the files it names, or is
       a native checkpoint (`jdllm.checkpoints.native`); a GGUF file may take its place.
 
-    Returns every tensor by its Hugging Face name. Quantised weights are `PackedTensor`s of 16 or 32 bits.
+    Returns every tensor by its Hugging Face name. Quantised weights are `PackedTensor`s of 16 or 32 bits, and
+    `QuantisedTensor`s in a native checkpoint.
 
     Raises `CheckpointError` for files that are missing, truncated or damaged, for tensors that the index
-    promises and no file holds, and for quantised weights in a form that is not followed.
+    promises and no file holds, for quantised weights in a form that is not followed, and for a native
+    checkpoint whose `config.json` is of one in another form.
     """
     if is_gguf(directory):
         return read_gguf_index(directory)
-    if native.is_native(directory):
-        return native.read_index(directory)
-    index = read_safetensors_index(directory)
     values = read_config(directory) if (directory / "config.json").is_file() else {}
+    if native.is_native(directory):
+        index, form = native.read_index(directory), stored_form(values)
+        if (form is not None) != any(isinstance(stored, QuantisedTensor) for stored in index.values()):
+            told = "says nothing of" if form is None else "tells of"
+            raise CheckpointError(
+                f"{directory / 'config.json'} {told} matrices in 8 bits (quantization_config), unlike"
+                f" {native.MANIFEST}: one of the two is of another checkpoint"
+            )
+        return index
+    index = read_safetensors_index(directory)
     quantization = quantization_of(values, "config.json")
     return index if quantization is None else dequantised(index, quantization)
 
@@ -333,21 +343,29 @@ def _load_leaf(
 
 
 def _load_quantised(spec: TensorSpec, index: Index, advance: Callable[[int], None]) -> Quantised:
-    """A leaf of matrices of few bits, on the default device, which rounds them as they come: whole rows."""
+    """A leaf of matrices of few bits, on the default device, which rounds them as they come: whole rows.
+    Numbers that are stored so already keep their values."""
     kept = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), spec.struct("float32"))
     for name, place in spec.sources():
         stored = _own_rows(spec, index[name])
-        for at, piece in _read_pieces(stored, stored.whole):
+        numbers = stored.values if isinstance(stored, QuantisedTensor) else stored
+        for at, piece in _read_pieces(numbers, numbers.whole):
+            scales = None
+            if isinstance(stored, QuantisedTensor):
+                scales = stored.scales.read([range(at[0], at[0] + len(piece))])
+                scales = scales.reshape((1,) * len(place) + scales.shape)
             jax.block_until_ready(kept)
             block = piece.reshape((1,) * len(place) + piece.shape)
-            kept = _write_quantised(kept, block, np.array((*place, *at), np.int32))
+            kept = _write_quantised(kept, block, scales, np.array((*place, *at), np.int32))
         advance(stored.bytes)
     return jax.block_until_ready(kept)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _write_quantised(kept: Quantised, block: jax.Array, start: jax.Array) -> Quantised:
-    part = Quantised.of(block)
+def _write_quantised(
+    kept: Quantised, block: jax.Array, scales: jax.Array | None, start: jax.Array
+) -> Quantised:
+    part = Quantised.of(block) if scales is None else Quantised(out_of_order(block), scales)
     return jax.tree.map(
         lambda whole, own: lax.dynamic_update_slice(whole, own, list(start[: whole.ndim])), kept, part
     )
@@ -357,7 +375,7 @@ def _read_pieces(stored: StoredTensor, part: Sequence[range]) -> Iterator[tuple[
     """(place in the tensor, values) of the pieces of a part, all of one shape: the last may repeat rows of
     the one before. Columns that are no part of it are not read."""
     rows, *others = part
-    row_bytes = math.prod(map(len, others)) * DTYPES[stored.dtype].itemsize
+    row_bytes = math.prod(map(len, others)) * READABLE[stored.dtype].itemsize
     size = max(1, min(len(rows), PIECE_BYTES // max(1, row_bytes)))
     for row in range(rows.start, rows.stop, size):
         row = min(row, rows.stop - size)

@@ -4,6 +4,9 @@ A leaf of the spec tree is an uncompressed zarr array whose chunks are single Hu
 of a chunk therefore holds exactly the bytes of its tensor, and loading reads it as it reads a safetensors
 file. `manifest.json` names every tensor with its chunk and SHA-256, and the safetensors file it came from.
 `config.json` and the tokenizer's files lie beside it under their own names.
+
+A leaf of matrices in 8 bits is two arrays, `values` and `scales` (`jdllm.checkpoints.rounded`). Their tensors
+are two entries of the manifest. The inputs of a row are in their natural order.
 """
 
 import dataclasses
@@ -18,28 +21,32 @@ import numpy as np
 
 from jdllm import __version__
 from jdllm.checkpoints.byte_progress import Progress, reporter
-from jdllm.checkpoints.index import DTYPES, Index, StoredTensor, listed
+from jdllm.checkpoints.index import DTYPES, READABLE, Index, StoredTensor, header_name, listed
+from jdllm.checkpoints.rounded import SCALES_SUFFIX, VALUES, matrices
 from jdllm.errors import CheckpointError
 from jdllm.json_files import read_object
 from jdllm.models.weights import TensorSpec
 
 FORMAT = "jdllm-native"
-FORMAT_VERSION = 1
+FORMAT_VERSIONS = (1, 2)
+"""Of checkpoints without matrices in 8 bits, and with."""
+
 MANIFEST = "manifest.json"
 
 _ORBAX_TREE = "_METADATA"
 _PIECE_BYTES = 8 << 20
-_ZARR_TYPES = {"BF16": "bfloat16", "F16": "<f2", "F32": "<f4"}
+_ZARR_TYPES = {"BF16": "bfloat16", "F16": "<f2", "F32": "<f4", VALUES: "|i1"}
 
 
 @dataclasses.dataclass(frozen=True)
 class NativeTensor:
-    """One Hugging Face tensor of a native checkpoint.
+    """One Hugging Face tensor of a native checkpoint, or the scales of one in 8 bits.
 
     - `name`, `dtype`, `shape`: the entries of a safetensors header, such as "BF16" for the type.
     - `file`: the safetensors file that it belongs to.
     - `chunk`: the file in the native checkpoint that holds its bytes, relative to the directory.
-    - `sha256`: of its bytes, in hexadecimal; empty before they are written.
+    - `sha256`: of its bytes, in hexadecimal; empty before they are written, and for a matrix that is stored
+      otherwise.
     """
 
     name: str
@@ -51,7 +58,7 @@ class NativeTensor:
 
     @property
     def bytes(self) -> int:
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+        return math.prod(self.shape) * READABLE[self.dtype].itemsize
 
     def stored(self, directory: Path) -> StoredTensor:
         return StoredTensor(directory / self.chunk, self.dtype, self.shape, 0)
@@ -78,6 +85,23 @@ class Manifest:
         """Bytes of all tensors."""
         return sum(tensor.bytes for tensor in self.tensors)
 
+    @property
+    def quantised(self) -> bool:
+        """Whether some matrices are in 8 bits."""
+        return any(tensor.dtype == VALUES for tensor in self.tensors)
+
+    def plain(self) -> "Manifest":
+        """The same checkpoint with those matrices in its `dtype`."""
+        names = {tensor.name for tensor in self.tensors if tensor.dtype == VALUES}
+        scales = {name + SCALES_SUFFIX for name in names}
+        dtype = header_name(self.dtype)
+        tensors = tuple(
+            dataclasses.replace(tensor, dtype=dtype, sha256="") if tensor.name in names else tensor
+            for tensor in self.tensors
+            if tensor.name not in scales
+        )
+        return dataclasses.replace(self, tensors=tensors)
+
 
 def is_native(directory: Path) -> bool:
     """Tells a native checkpoint from any other directory, without reading it."""
@@ -94,29 +118,39 @@ def read_manifest(directory: Path) -> Manifest:
     try:
         if values["format"] != FORMAT:
             raise ValueError(f"its format is {values['format']!r}, not {FORMAT!r}")
-        if values["version"] == FORMAT_VERSION:
+        if values["version"] in FORMAT_VERSIONS:
             return _parse(values)
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise CheckpointError(f"{path} is no manifest of a native checkpoint: {e!r}") from None
     raise CheckpointError(
-        f"{path} has format version {values['version']!r}, and this jdllm reads {FORMAT_VERSION}:"
-        f" it was written by jdllm {values.get('jdllm')}"
+        f"{path} has format version {values['version']!r}, and this jdllm reads"
+        f" {' and '.join(map(str, FORMAT_VERSIONS))}: it was written by jdllm {values.get('jdllm')}"
     )
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write `manifest.json`, which makes `directory` a native checkpoint."""
-    head = {"format": FORMAT, "version": FORMAT_VERSION, "jdllm": __version__, "checksum": "sha256"}
+    version = FORMAT_VERSIONS[manifest.quantised]
+    head = {"format": FORMAT, "version": version, "jdllm": __version__, "checksum": "sha256"}
     (directory / MANIFEST).write_text(json.dumps(head | dataclasses.asdict(manifest), indent=1))
 
 
 def read_index(directory: Path) -> Index:
     """Read which tensors a native checkpoint holds, by their Hugging Face names.
 
-    Raises `CheckpointError` for what `read_manifest` refuses, and for chunks that are missing or of another
-    length; their content is compared by `compare_checksums` only.
+    Returns a `QuantisedTensor` for each matrix in 8 bits.
+
+    Raises `CheckpointError` for what `read_manifest` refuses, for chunks that are missing or of another
+    length, and for a matrix in 8 bits without scales; the content of chunks is compared by
+    `compare_checksums` only.
     """
-    index = {tensor.name: tensor.stored(directory) for tensor in read_manifest(directory).tensors}
+    manifest = read_manifest(directory)
+    index = _chunks(directory, manifest)
+    return matrices(index, header_name(manifest.dtype)) if manifest.quantised else index
+
+
+def _chunks(directory: Path, manifest: Manifest) -> Index:
+    index = {tensor.name: tensor.stored(directory) for tensor in manifest.tensors}
     damaged = [
         f"{stored.file.relative_to(directory)} ({name})"
         for name, stored in index.items()
@@ -140,8 +174,8 @@ def compare_checksums(directory: Path, *, progress: bool | Progress = False) -> 
     """
     if not is_native(directory):
         raise CheckpointError(f"{directory} is no native checkpoint: it has no {MANIFEST} and {_ORBAX_TREE}")
-    manifest, index = read_manifest(directory), read_index(directory)
-    damaged = []
+    manifest = read_manifest(directory)
+    index, damaged = _chunks(directory, manifest), []
     with reporter(progress, manifest.bytes, "verifying") as advance:
         for tensor in manifest.tensors:
             if stream(index[tensor.name], lambda _: None) != tensor.sha256:
@@ -223,24 +257,27 @@ def write_orbax_metadata(directory: Path, leaves: Mapping[tuple[str, ...], tuple
 
 def _parse(values: Mapping[str, Any]) -> Manifest:
     fields = {field.name for field in dataclasses.fields(NativeTensor)}
-    tensors = []
+    types, tensors = {*DTYPES} | ({VALUES} if values["version"] > 1 else set()), []
     for entry in values["tensors"]:
         tensor = NativeTensor(**{**{name: entry[name] for name in fields}, "shape": tuple(entry["shape"])})
         outside = PurePosixPath(tensor.chunk).is_absolute() or ".." in PurePosixPath(tensor.chunk).parts
         if outside or Path(tensor.file).name != tensor.file:
             raise ValueError(f"{tensor.name!r} lies outside the directory")
-        if tensor.dtype not in DTYPES or not all(isinstance(n, int) and n > 0 for n in tensor.shape):
+        if tensor.dtype not in types or not all(isinstance(n, int) and n > 0 for n in tensor.shape):
             raise ValueError(f"{tensor.name!r} is {tensor.dtype} {tensor.shape}")
         tensors.append(tensor)
     files = {str(name): dict(metadata) for name, metadata in values["files"].items()}
     if lost := {tensor.file for tensor in tensors} - files.keys():
         raise ValueError(f"it lacks the files {sorted(lost)}")
+    if values["dtype"] not in [known.name for known in DTYPES.values()]:
+        raise ValueError(f"its dtype is {values['dtype']!r}")
     return Manifest(values["family"], values["dtype"], tuple(tensors), files, tuple(values["omitted"]))
 
 
 def _pieces(stored: StoredTensor) -> Iterator[np.ndarray]:
     """The values in order, flat."""
     rows, *others = stored.whole
-    size = max(1, _PIECE_BYTES * len(rows) // max(1, stored.bytes))
+    row_bytes = math.prod(stored.shape[1:]) * READABLE[stored.dtype].itemsize
+    size = max(1, _PIECE_BYTES // max(1, row_bytes))
     for row in range(0, len(rows), size):
         yield stored.read([range(row, min(row + size, len(rows))), *others]).reshape(-1)

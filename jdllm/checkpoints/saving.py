@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdllm.checkpoints import native
-from jdllm.checkpoints.index import DTYPES, FILE_INDEX, SINGLE_FILE
+from jdllm.checkpoints.index import DTYPES, FILE_INDEX, SINGLE_FILE, header_name
 from jdllm.checkpoints.staging import staged, synced
 from jdllm.checkpoints.tokenizer import load_tokenizer
 from jdllm.errors import CheckpointError
@@ -26,6 +26,7 @@ from jdllm.models.hf_config import config_from_hf, read_config
 from jdllm.models.quantization import KEYS
 from jdllm.models.registry import FAMILIES
 from jdllm.models.weights import LeafPath, Params, TensorSpec, stored_specs
+from jdllm.quantised import WeightForm
 
 _KEPT = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
 _OF_TEXTS = ("mask_id", "bos_id", "eos_id", "more_eos_ids", "eot_id", "dtype", "token_limit")
@@ -78,7 +79,7 @@ def write_weights(path: Path, config: ModelConfig, params: Params, dtype: str | 
     stored = [(spec, [_leaf(params, path) for path in paths]) for paths, spec in stored_specs(config).items()]
     with synced(path) as out:
         header = (
-            (name, _header_name(dtype or leaves[0].dtype.name), spec.source_shape)
+            (name, header_name(dtype or leaves[0].dtype.name), spec.source_shape)
             for spec, leaves in stored
             for name, _ in spec.sources()
         )
@@ -134,6 +135,12 @@ def state_plain_weights(directory: Path) -> None:
         (directory / "config.json").write_text(json.dumps(plain, indent=2) + "\n")
 
 
+def state_quantised_weights(directory: Path, form: WeightForm) -> None:
+    """Let a configuration say in which form a native checkpoint stores the matrices of layers."""
+    values = read_config(directory) | {KEYS[0]: {"quant_method": "jdllm", "format": form}}
+    (directory / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+
+
 def restate_dtype(directory: Path, dtype: str) -> None:
     """Let a configuration that states the type of the weights state the type that they have."""
     values = read_config(directory)
@@ -166,7 +173,3 @@ def _tensors(spec: TensorSpec, leaves: list[jax.Array], dtype: str | None) -> It
         tensor = jnp.asarray(rows[0] if len(rows) == 1 else jnp.concatenate(rows), dtype)
         value = np.asarray(tensor.T if spec.transposed else tensor)
         yield np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-
-
-def _header_name(dtype: str) -> str:
-    return next(name for name, known in DTYPES.items() if known.name == dtype)

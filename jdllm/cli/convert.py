@@ -1,7 +1,7 @@
 """`jdllm convert`: Hugging Face checkpoints to native ones, back, and the check of their checksums."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast, get_args
 
 import typer
 
@@ -32,6 +32,14 @@ def convert(
             metavar="DIR", help="A LoRA adapter (PEFT) that is merged into the weights.", show_default=False
         ),
     ] = None,
+    quantize: Annotated[
+        str | None,
+        typer.Option(
+            metavar="int8",
+            help="Store the matrices of layers in 8 bits, with a scale for each row.",
+            show_default=False,
+        ),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint at DST.")] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare the checksums of the native SRC, and write nothing.")
@@ -44,22 +52,33 @@ def convert(
     """
     from jdllm.checkpoints import conversion, native
     from jdllm.checkpoints.loading import resolve
+    from jdllm.quantised import WeightForm
 
     if to not in (None, "native", "hf"):
         raise RequestError(f"--to is {to!r}, expected native or hf")
+    if quantize not in (None, *get_args(WeightForm)):
+        raise RequestError(f"--quantize is {quantize!r}, expected {' or '.join(get_args(WeightForm))}")
     if verify == (target is not None):
         raise RequestError("give SRC and DST, or --verify and SRC alone")
     path = resolve(source)
     to = to or ("hf" if native.is_native(path) else "native")
     if adapter is not None and (verify or to == "hf"):
         raise RequestError("--adapter is merged on the way to native only: the way back keeps the weights")
+    if quantize is not None and (verify or to == "hf"):
+        raise RequestError("--quantize rounds on the way to native only: the way back keeps the numbers")
     if target is None:
         manifest = native.compare_checksums(path, progress=True)
         typer.echo(f"{path}: {len(manifest.tensors)} tensors, {manifest.bytes:,} bytes, all intact")
         return
     if to == "native":
         manifest = conversion.to_native(
-            path, target, dtype=dtype, overwrite=overwrite, progress=True, adapter=adapter
+            path,
+            target,
+            dtype=dtype,
+            overwrite=overwrite,
+            progress=True,
+            adapter=adapter,
+            quantize=cast(WeightForm | None, quantize),
         )
     elif dtype != "auto":
         raise RequestError("--dtype casts on the way to native only: the way back keeps the types")

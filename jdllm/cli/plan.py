@@ -351,15 +351,17 @@ def _workload(
 ) -> "Workload":
     """What is planned for: of several cards the part of each; `rest` are fields of `Workload` as they are."""
     from jdllm.models.hf_config import config_from_hf, read_config
+    from jdllm.models.quantization import stored_form
     from jdllm.planning.aot import device_of
     from jdllm.planning.plan import Workload
 
-    config = config_from_hf({**read_config(path), **(overrides or {})})
+    values = {**read_config(path), **(overrides or {})}
+    config = config_from_hf(values)
     dtype = _dtype(path, config, dtype)
     if config.mask_id is None:
         # Some families name it in the tokenizer. Memory does not depend on it, but compiling needs one.
         config = dataclasses.replace(config, mask_id=config.vocab_size - 1)
-    config = dataclasses.replace(config, cards=cards).quantised(quantization)
+    config = dataclasses.replace(config, cards=cards).quantised(quantization or stored_form(values))
     return Workload(config.on_card(), dtype, device_of(target, kernels), **rest)
 
 

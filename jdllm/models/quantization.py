@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from jdllm.errors import ConfigError
+from jdllm.quantised import WeightForm
 
 KEYS = ("quantization_config", "compression_config")
 
@@ -12,16 +13,16 @@ _FORMATS = ("naive-quantized", "int-quantized", "float-quantized", "pack-quantiz
 _UNREAD = ("sparsity_config", "transform_config", "kv_cache_scheme")
 
 
-Method = Literal["compressed-tensors", "fp8", "gptq", "awq", "bitsandbytes", "torchao"]
+Method = Literal["compressed-tensors", "fp8", "gptq", "awq", "bitsandbytes", "torchao", "jdllm"]
 
 
 class Quantization(NamedTuple):
     """How a checkpoint stores quantised weights.
 
-    - `method`: which library's files these are.
+    - `method`: which library's files these are; "jdllm" for a native checkpoint.
     - `scale`: what the scales of a module are called ("compressed-tensors", "fp8").
     - `block`: rows and columns that share a scale, `None` where no blocks do.
-    - `bits`: of a weight ("gptq", "awq").
+    - `bits`: of a weight ("gptq", "awq", "jdllm").
     - `shift`: by how much stored zeros are less than the zeros ("gptq").
     """
 
@@ -60,6 +61,15 @@ def quantization_of(values: Mapping[str, Any], file: str) -> Quantization | None
     return None
 
 
+def stored_form(values: Mapping[str, Any]) -> WeightForm | None:
+    """The form in which a native checkpoint of this configuration stores the matrices of layers.
+
+    Returns `None` where they are stored as all other weights. Raises what `quantization_of` raises.
+    """
+    found = quantization_of(values, "config.json")
+    return "int8" if found is not None and found.method == "jdllm" else None
+
+
 def _read(settings: Mapping[str, Any]) -> Quantization | str:
     """What the settings say, or why jdllm does not follow them."""
     match settings:
@@ -69,6 +79,8 @@ def _read(settings: Mapping[str, Any]) -> Quantization | str:
             return _compressed(settings)
         case {"quant_method": "bitsandbytes" | "torchao" as method}:
             return Quantization(method)
+        case {"quant_method": "jdllm", "format": "int8"}:
+            return Quantization("jdllm", bits=8)
         case {"quant_method": "gptq", "bits": 2 | 4 | 8 as bits}:
             form = str(settings.get("checkpoint_format", "gptq"))
             if form not in _SHIFTS:

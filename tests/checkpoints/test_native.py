@@ -235,7 +235,7 @@ def test_a_checkpoint_that_does_not_fit_its_configuration_is_named(copy):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"version": 2, "jdllm": "9.1"}, "format version 2.*reads 1.*jdllm 9.1"),
+        ({"version": 3, "jdllm": "9.1"}, "format version 3.*reads 1 and 2.*jdllm 9.1"),
         ({"format": "other"}, "no manifest of a native checkpoint.*other"),
         ({"tensors": 5}, "no manifest"),
         ({"files": {}}, "lacks the files.*model.safetensors"),

@@ -4,7 +4,16 @@ from collections.abc import Callable
 
 from jdllm.checkpoints.index import Index
 from jdllm.checkpoints.quantised import bitsandbytes, compressed_tensors, gptq, torchao
+from jdllm.errors import CheckpointError
 from jdllm.models.quantization import Method, Quantization
+
+
+def _native_alone(*_: object) -> Index:
+    raise CheckpointError(
+        "config.json has quantization_config (quant_method jdllm), which is for native checkpoints, and these"
+        " weights are in safetensors: give the directory that jdllm convert made"
+    )
+
 
 _READERS: dict[Method, Callable[[Index, Quantization], Index]] = {
     "compressed-tensors": compressed_tensors.dequantised,
@@ -13,6 +22,7 @@ _READERS: dict[Method, Callable[[Index, Quantization], Index]] = {
     "awq": gptq.dequantised,
     "bitsandbytes": bitsandbytes.dequantised,
     "torchao": torchao.dequantised,
+    "jdllm": _native_alone,
 }
 
 
