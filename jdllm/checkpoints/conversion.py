@@ -73,11 +73,8 @@ def to_native(
     index = read_checked_index(source, config, adapter)
     loaded = resolve_dtype(source, config, dtype)
     leaves = _leaves(config, index, None if dtype == "auto" and not is_gguf(source) else loaded)
-    for spec, stored in leaves.values():
-        if stored == VALUES:
-            index |= {
-                part: one for name, _ in spec.sources() for part, one in rounding(name, index[name]).items()
-            }
+    matrices = [name for spec, form in leaves.values() if form == VALUES for name, _ in spec.sources()]
+    index |= rounding(index, matrices)
     plan = _plan(leaves, index, source)
     identity = _identity(source, index, adapter)
     job = {"to": native.FORMAT, "version": native.FORMAT_VERSIONS[quantize is not None]}
@@ -106,7 +103,8 @@ def to_hf(
 
     Files have the names and tensors of the original ones, in the same order; with the types kept, those that
     the safetensors library wrote come out equal byte by byte. Matrices in 8 bits come out as the numbers that
-    they stand for, in the type of the other weights. The host holds one piece of 8 MiB at a time.
+    they stand for, in the type of the other weights. The host holds one piece of 8 MiB at a time, of these
+    matrices a few.
 
     Arguments:
     - `source`: the directory of the native checkpoint.

@@ -1,7 +1,7 @@
 """Matrices that a native checkpoint stores in 8 bits: while they are written, and while they are read."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import numpy as np
@@ -16,8 +16,8 @@ VALUES, SCALES = "I8", "F32"
 SCALES_SUFFIX = "_scale"
 """What the name of a tensor of scales has behind the name of its matrix."""
 
-AT_ONCE = 1 << 21
-"""Elements that are rounded at a time: 8 MiB in float32."""
+AT_ONCE = 1 << 20
+"""Elements that are rounded at a time: 4 MiB in float32."""
 
 _rounded = jax.jit(rounded)
 
@@ -67,13 +67,15 @@ class RoundedTensor(StoredTensor):
         return np.concatenate(found)
 
 
-def rounding(name: str, matrix: StoredTensor) -> Index:
-    """The two tensors that are stored of a matrix, by their names."""
-    parts = {name: (VALUES, matrix.shape), name + SCALES_SUFFIX: (SCALES, matrix.shape[:1])}
-    return {
-        part: RoundedTensor(matrix.file, dtype, shape, matrix.offset, matrix)
-        for part, (dtype, shape) in parts.items()
-    }
+def rounding(index: Index, names: Iterable[str]) -> Index:
+    """What is stored of the matrices of these names: two tensors of each."""
+    found: Index = {}
+    for name in names:
+        matrix = index[name]
+        file, offset, shape = matrix.file, matrix.offset, matrix.shape
+        found[name] = RoundedTensor(file, VALUES, shape, offset, matrix)
+        found[name + SCALES_SUFFIX] = RoundedTensor(file, SCALES, shape[:1], offset, matrix)
+    return found
 
 
 def matrices(index: Index, dtype: str) -> Index:

@@ -197,6 +197,24 @@ def test_a_plan_counts_the_bytes_of_the_file(converted):
     assert json.loads(told)["weights_bytes"] == read_manifest(converted).bytes
 
 
+def test_an_interrupted_conversion_continues(converted, tmp_path):
+    """The first run ends in the middle of the layers. The second one keeps what is complete."""
+
+    def stop(done: int, of: int) -> None:
+        if done > 0.8 * of:
+            raise KeyboardInterrupt
+
+    target, partial = tmp_path / "llama", tmp_path / "llama.partial"
+    with pytest.raises(KeyboardInterrupt):
+        to_native(LLAMA, target, quantize="int8", progress=stop)
+    first = partial / "layers.down.values" / "0.0.0"
+    written = first.stat().st_ino, first.stat().st_mtime_ns
+    to_native(LLAMA, target, quantize="int8")
+    kept = target / "layers.down.values" / "0.0.0"
+    assert (kept.stat().st_ino, kept.stat().st_mtime_ns) == written
+    assert contents(target) == contents(converted)
+
+
 # Refusals
 
 
