@@ -71,6 +71,9 @@ CASES = {
     "lost_in_the_middle": Case(
         "benchmarks.quality.lost_in_the_middle:main", "facts in long contexts, by length and position"
     ),
+    "real_text": Case(
+        "benchmarks.quality.real_text:main", "checkpoints on your own text, to compare weights"
+    ),
     "load": Case("benchmarks.checkpoints:load", "loading a checkpoint"),
     "convert": Case("benchmarks.checkpoints:convert", "converting a checkpoint and back"),
     "torch_step": Case("benchmarks.peers.torch_cases:step", "a full step in torch, for `step --peers`"),

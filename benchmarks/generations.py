@@ -9,9 +9,9 @@ forward evaluations; `evaluated` are those of the device, which are as many wher
 import itertools
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 from flax import nnx
@@ -26,6 +26,7 @@ from jdllm.engine_options import QUANTIZATIONS
 from jdllm.execution.module import Transformer
 from jdllm.llm import LLM
 from jdllm.models.config import ModelConfig
+from jdllm.outputs import RequestOutput
 from jdllm.pallas.device import Kernels
 from jdllm.planning.step_time import RATES, step_flops
 
@@ -53,17 +54,15 @@ def measure_prompts(llm: LLM, lengths: Sequence[int], sampling: SamplingParams) 
     was compiled meanwhile.
     """
     prompts = random_prompts(llm.config, lengths)
-    outputs = llm.generate(prompt_token_ids=prompts, sampling=sampling)
-    llm.engine.settle()
-    seconds, evaluated, compiled = 0.0, 0, 0
-    for _ in range(MOST_TIMED):
-        before, start = (llm.engine.evaluated, _made(llm)), time.perf_counter()
+
+    def run() -> tuple[list[RequestOutput], int]:
+        before = llm.engine.evaluated
         outputs = llm.generate(prompt_token_ids=prompts, sampling=sampling)
-        seconds = time.perf_counter() - start
-        llm.engine.settle()
-        evaluated, compiled = llm.engine.evaluated - before[0], _made(llm) - before[1]
-        if not compiled:
-            break
+        return outputs, llm.engine.evaluated - before
+
+    run()
+    llm.engine.settle()
+    (outputs, evaluated), seconds, compiled = settled(llm, run)
     return {
         "cache": sampling.cache,
         "retention": sampling.effective("retention") if _selects(sampling.cache) else 1.0,
@@ -77,8 +76,36 @@ def measure_prompts(llm: LLM, lengths: Sequence[int], sampling: SamplingParams) 
     }
 
 
+class Settled[T](NamedTuple):
+    """A call that was timed.
+
+    - `result`: what it returned.
+    - `seconds`: until it returned.
+    - `made`: executables that were compiled or loaded meanwhile and behind it.
+    """
+
+    result: T
+    seconds: float
+    made: int
+
+
+def settled[T](llm: LLM, call: Callable[[], T]) -> Settled[T]:
+    """Time a call that uses `llm`, the first one for which nothing was compiled or loaded.
+
+    A larger executable may have stood in for what is made. Of `MOST_TIMED` calls the last one counts anyway.
+    """
+    calls = 0
+    while True:
+        before, start = _made(llm), time.perf_counter()
+        result = call()
+        seconds, calls = time.perf_counter() - start, calls + 1
+        llm.engine.settle()
+        made = _made(llm) - before
+        if not made or calls == MOST_TIMED:
+            return Settled(result, seconds, made)
+
+
 def _made(llm: LLM) -> int:
-    """Executables that were not there before, compiled or loaded: a larger one stood in for them."""
     return llm.executables.compiled + llm.executables.loaded
 
 

@@ -11,6 +11,7 @@ from benchmarks.quality.block_tables import tables as block_tables
 from benchmarks.quality.lost_tables import table as lost_table
 from benchmarks.quality.tables import markdown
 from benchmarks.quality.tables import tables as quality_tables
+from benchmarks.quality.text_tables import table as text_table
 from benchmarks.record import RESULTS
 
 ROOT = RESULTS.parents[1]
@@ -115,6 +116,13 @@ SECTIONS = (
         " H200, with causal attention counted once. The floor of a token is the bytes of weights and keys"
         " at the rate of a copy, which the run measured.",
         ("causal_*",),
+    ),
+    Section(
+        "Real text",
+        "Published checkpoints read text. Perplexities of causal models are exact, of others an upper bound."
+        " The ratio is of perplexities, and its interval is over the windows of text, which are the same for"
+        " both checkpoints.",
+        ("real_text_*",),
     ),
     Section("Checkpoints", "jdllm loaded and converted 16 GB of random weights.", ("load*", "convert*")),
     Section("Others", "No section above lists these records.", ("*",)),
@@ -276,6 +284,9 @@ def record_parts(name: str, record: Record) -> Iterator[str]:
         return
     if name.startswith("lost_in_the_middle"):
         yield lost_table(rows)
+        return
+    if name.startswith("real_text"):
+        yield text_table(rows)
         return
     flat = [{key: value for key, value in row.items() if not isinstance(value, dict)} for row in rows]
     columns = list(dict.fromkeys(key for row in flat for key in row))

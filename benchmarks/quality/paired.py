@@ -1,4 +1,4 @@
-"""The difference of two methods that were tried on the same instances and were each right or wrong."""
+"""The difference of two methods that were tried on the same instances: each right or wrong, or measured."""
 
 import dataclasses
 import math
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
+from jaxtyping import Float
+from scipy.special import stdtrit
 
 Verdict = Literal["better", "worse", "no difference shown"]
 
@@ -97,3 +99,19 @@ def discordance(first: Sequence[bool], second: Sequence[bool]) -> Discordance:
     if a.shape != b.shape:
         raise ValueError(f"{len(a)} outcomes of the first method and {len(b)} of the second are no pairs")
     return Discordance(int((a & ~b).sum()), int((b & ~a).sum()), len(a))
+
+
+def mean_interval(differences: Float[np.ndarray, " pairs"], level: float = 0.95) -> Interval | None:
+    """Student's interval of the mean of what a measure of two methods differs by on each instance.
+
+    Arguments:
+    - `level`: confidence, between 0 and 1.
+
+    Returns limits that enclose the mean, `None` for fewer than two differences.
+    """
+    count = len(differences)
+    if count < 2:
+        return None
+    mean, error = float(differences.mean()), float(differences.std(ddof=1)) / math.sqrt(count)
+    reach = error * float(stdtrit(count - 1, (1 + level) / 2))
+    return Interval(mean - reach, mean + reach)
