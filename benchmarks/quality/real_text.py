@@ -1,14 +1,15 @@
 """Checkpoints on text of your own: perplexity, and tokens per second, to compare forms of weights.
 
 Run as `python3 -m benchmarks real_text --model PATH [PATH...] --text PATH [PATH...] [--tokens 200000]
-[--context 1024] [--dtype auto] [--out DIR]`. The first checkpoint is what the others are compared with. Of
-directories of text the files *.md, *.py, *.rst and *.txt are read. Whole windows of `--context` tokens are
-taken from all places of the text, as many of each kind of file. A causal model says of each token how likely
-it is behind those before it in its window: its perplexity is exact. Of other models it is the upper bound
-that masked copies of a window give, on fewer windows (`--windows`) and with the same masks for every model.
-The interval of a ratio is that of the mean difference over the windows, which are the same for both models.
-Bits per byte of text compare models with different tokenizers. Generations are greedy, 64 tokens behind 256
-of the text, prompts included in their time.
+[--context 1024] [--dtype auto] [--quantization int8] [--out DIR]`. The first checkpoint as it is is
+the baseline, and each checkpoint is also measured in the forms of `--quantization`. Of directories of text
+the files *.md, *.py, *.rst and *.txt are read. Whole windows of `--context` tokens are taken from all places
+of the text, as many of each kind of file. A causal model says of each token how likely it is behind those
+before it in its window: its perplexity is exact. Of other models it is the upper bound that masked copies of
+a window give, on fewer windows (`--windows`) and with the same masks for every model. The interval of a ratio
+is that of the mean difference over the windows, which are the same for both models. Bits per byte of text
+compare models with different tokenizers. Generations are greedy, 64 tokens behind 256 of the text, prompts
+included in their time.
 """
 
 import argparse
@@ -30,13 +31,13 @@ from benchmarks.cases import case_parser
 from benchmarks.generations import settled
 from benchmarks.quality.paired import mean_interval
 from benchmarks.quality.tables import LEVEL
-from benchmarks.quality.text_tables import OF, table
+from benchmarks.quality.text_tables import OF, label, table
 from benchmarks.quality.texts import Texts, Windows, described, read_texts, windows_of
 from benchmarks.record import write
 from jdllm.arguments import positive
 from jdllm.checkpoints.tokenizer import Tokenizer
 from jdllm.decoding.sampling import SamplingParams
-from jdllm.engine_options import DTYPES
+from jdllm.engine_options import DTYPES, QUANTIZATIONS
 from jdllm.errors import ConfigError, JdllmError, RequestError
 from jdllm.llm import LLM
 
@@ -163,13 +164,18 @@ def compared(first: Scores, other: Scores) -> dict[str, float]:
     return result
 
 
-def measure(model: str, texts: Texts, args: argparse.Namespace) -> tuple[Scores, dict[str, Any]]:
+def measure(
+    model: str, quantization: str | None, texts: Texts, args: argparse.Namespace
+) -> tuple[Scores, dict[str, Any]]:
     """The scores of a checkpoint, and what is recorded of it alone.
+
+    Arguments:
+    - `quantization`: the form of its matrices on the device; `None` as it is.
 
     Raises `ConfigError` without a tokenizer, and `RequestError` for windows that are longer than the model's
     positions, or than the text.
     """
-    with LLM(model, dtype=args.dtype, progress=False) as llm:
+    with LLM(model, dtype=args.dtype, quantization=quantization, progress=False) as llm:
         name = named(model)
         if llm.tokenizer is None:
             raise ConfigError(f"{model} has no tokenizer: its text cannot be read")
@@ -187,6 +193,7 @@ def measure(model: str, texts: Texts, args: argparse.Namespace) -> tuple[Scores,
         kinds = list(dict.fromkeys(windows.suffixes))
         return scores, {
             "model": name,
+            "quantization": quantization,
             "kind": scores.kind,
             "weights_bytes": llm.account.weights,
             "windows": len(windows.ids),
@@ -206,6 +213,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=200_000, help="of the text, for exact perplexities")
     parser.add_argument("--context", type=int, default=1024, help="tokens of a window")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the weights")
+    parser.add_argument(
+        "--quantization", nargs="+", choices=QUANTIZATIONS, default=[], help="forms that are measured beside"
+    )
     parser.add_argument("--windows", type=int, default=32, help="most windows of a model that masks")
     parser.add_argument("--mc-num", type=int, default=16, help="masked copies of each of these windows")
     parser.add_argument("--seed", type=int, default=0, help="of the masks")
@@ -220,7 +230,7 @@ def named(path: str | Path) -> str:
 def command(args: argparse.Namespace) -> str:
     """What makes the record, with the names of models and files in place of their paths."""
     names = {name: [named(path) for path in getattr(args, name)] for name in ("model", "text")}
-    options = {name: value for name, value in vars(args).items() if name != "out"} | names
+    options = {name: value for name, value in vars(args).items() if name != "out" and value != []} | names
     words = (
         [f"--{name.replace('_', '-')}", *(value if isinstance(value, list) else [str(value)])]
         for name, value in options.items()
@@ -237,16 +247,16 @@ def run(args: argparse.Namespace) -> None:
         )
     texts = read_texts(args.text, args.tokens)
     rows, notes, first = [], [], None
-    for model in args.model:
-        scores, row = measure(model, texts, args)
+    for model, quantization in itertools.product(args.model, [None, *args.quantization]):
+        scores, row = measure(model, quantization, texts, args)
         first = first or scores
         if first is not scores:
             try:
                 row |= compared(first, scores)
             except RequestError as error:
-                notes.append(f"{row['model']} is not compared with {rows[0]['model']}: {error}")
+                notes.append(f"{label(row)} is not compared with {label(rows[0])}: {error}")
         rows.append(row)
-        print(f"{row['model']}: {row['perplexity']:.4f}, {scores.seconds:.0f} s", file=sys.stderr, flush=True)
+        print(f"{label(row)}: {row['perplexity']:.4f}, {scores.seconds:.0f} s", file=sys.stderr, flush=True)
         written = {"command": command(args), "text": described(texts), "notes": notes}
         write(f"{NAME}_{rows[0]['model']}", rows, args.out, **written)
     print("\n".join([table(rows), *notes]))

@@ -23,8 +23,13 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return markdown(header, (list(_cells(row, kinds, batches)) for row in rows), 1)
 
 
+def label(row: dict[str, Any]) -> str:
+    """A checkpoint, and the form of its weights where that is another."""
+    return row["model"] if row["quantization"] is None else f"{row['model']}, {row['quantization']}"
+
+
 def _cells(row: dict[str, Any], kinds: Sequence[str], batches: Sequence[str]) -> Iterator[str]:
-    yield row["model"]
+    yield label(row)
     yield f"{row['weights_bytes'] / 1e9:.3g} GB"
     yield row["kind"]
     yield f"{row['perplexity']:.4f}"
