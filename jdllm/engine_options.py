@@ -109,8 +109,9 @@ class EngineOptions:
     - `quantization` (`None`: none): keep the matrices of layers in 8 bits (int8), with a scale for each row.
       They are rounded while they are loaded, or come from a checkpoint that has them so already
       (`jdllm convert --quantize int8`), which needs no option. Embedding, head, norms and biases keep
-      `dtype`, and products are computed in `dtype`. Steps of up to 64 rows read half of the bytes; larger
-      steps widen a matrix first. For models without experts, on one device, without layers in host memory.
+      `dtype`, and products are computed in `dtype`. Steps of up to 64 rows on Hopper cards read half of
+      the bytes; other steps widen a matrix first. For models without experts, on one device, without layers
+      in host memory.
     - `load_weights` (True): read the weights of checkpoints. False leaves the weights zero, which is enough
       for warming up executables that another process then finds in `cache_dir`.
 
