@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self
 
 from pydantic import (
     BeforeValidator,
@@ -22,7 +22,6 @@ from jdllm.byte_sizes import DEFAULT_HOST_MEMORY, EXPECTED, parse_bytes, parse_h
 from jdllm.chunks import ChunkConfig
 from jdllm.declarations import explain
 from jdllm.errors import ConfigError
-from jdllm.quantised import WeightForm
 
 if TYPE_CHECKING:
     from jdllm.execution.module import Transformer
@@ -33,7 +32,7 @@ else:
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KERNELS = ("auto", "triton", "xla")
-QUANTIZATIONS = get_args(WeightForm)
+QUANTIZATIONS = ("int8",)
 
 
 class Typed(NamedTuple):

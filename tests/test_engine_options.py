@@ -14,11 +14,12 @@ from typer.testing import CliRunner
 from jdllm.checkpoints.index import DTYPES as STORED
 from jdllm.cli import app
 from jdllm.declarations import descriptions
-from jdllm.engine_options import DTYPES, KERNELS, EngineOptions
+from jdllm.engine_options import DTYPES, KERNELS, QUANTIZATIONS, EngineOptions
 from jdllm.errors import ConfigError
 from jdllm.harness.translation import read_model_arguments
 from jdllm.llm import LLM
 from jdllm.pallas.device import Kernels
+from jdllm.quantised import WeightForm
 from tests.cli.helpers import assert_mistake
 from tests.helpers import ROOT
 
@@ -135,6 +136,7 @@ def test_a_value_that_no_model_has_is_told(name: str, value: Any, expected: str)
 
 def test_choices_are_those_of_who_reads_them():
     assert get_args(Kernels) == KERNELS
+    assert get_args(WeightForm) == QUANTIZATIONS
     assert {"auto", *(dtype.name for dtype in STORED.values())} == set(DTYPES)
 
 
