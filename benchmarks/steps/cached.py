@@ -10,7 +10,6 @@ step reads (`weights_read`) and of the cache over the measured copy rate.
 """
 
 import argparse
-import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -191,8 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ceilings = measure_ceilings()
     table = []
     for quantization in args.quantization:
-        form_of_weights = None if quantization == "none" else quantization
-        config = dataclasses.replace(config, quantization=form_of_weights)
+        config = config.quantised(None if quantization == "none" else quantization)
         params = init_params(config, jax.random.key(0), "bfloat16")
         table += [measure(params, config, args, form, ceilings) for form in forms]
         del params

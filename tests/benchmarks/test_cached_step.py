@@ -74,7 +74,7 @@ def test_a_measured_step_has_the_state_of_the_card_at_work(monkeypatch: pytest.M
     monkeypatch.setattr(cached_step, "sustained", lambda run: Sustained(0.032, {"watts": float(run().size)}))
     args = argparse.Namespace(shape="small", fresh=FRESH, cached=CACHED, page_rows=PAGE_ROWS)
     params = init_params(config, jax.random.key(0), "bfloat16")
-    row = cached_step.measure(params, args, "xla", Ceilings(flops=1e12, bytes=1e11))
+    row = cached_step.measure(params, config, args, "xla", Ceilings(flops=1e12, bytes=1e11))
     assert row["watts"] == FRESH
     assert row["share_of_floor"] == pytest.approx(row["floor_ms"] / row["step_ms"])
 
