@@ -2,9 +2,12 @@
 
 import argparse
 import importlib
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from jdllm.errors import JdllmError
 
 Main = Callable[[Sequence[str]], int | None]
 
@@ -85,6 +88,16 @@ CASES = {
     "compile": Case("benchmarks.compile:main", "first calls: what is compiled, what is loaded"),
     "rerun": Case("benchmarks.rerun:main", "what the README quotes, measured again"),
 }
+
+
+def exit_code(run: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> int:
+    """Run a case with its options: 0, or 2 and a line on stderr for what its user has to change."""
+    try:
+        run(args)
+    except JdllmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def case_parser(case: str, description: str | None, *, records: bool = True) -> argparse.ArgumentParser:

@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jax.typing import DTypeLike
 from benchmarks.cases import case_parser
 from benchmarks.record import BYTES_PER_SECOND, compiled, median_seconds, record
 from benchmarks.shapes import SHAPES
+from jdllm.engine_options import QUANTIZATIONS
 from jdllm.layers import linear
 from jdllm.models.config import ModelConfig
 from jdllm.models.leaf import nbytes
@@ -133,10 +134,8 @@ def compiled_form(
 
 def relative_error(actual: Results, x: jax.Array, stacks: Sequence[Stack], gated: bool) -> float:
     """Of the last layer's results, against f32 of the highest precision, in the norm."""
-    own = [
-        w.dequantised(jnp.float32) if isinstance(w, Quantised) else w.astype(jnp.float32)
-        for w in at_layer(stacks, -1)
-    ]
+    last = at_layer(stacks, -1)
+    own = [w if isinstance(w, Quantised) else w.astype(jnp.float32) for w in last]
     expected = by_xla(x.astype(jnp.float32), own, gated)
     a, b = (np.concatenate([np.asarray(v, np.float64) for v in each], 1) for each in (actual, expected))
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
@@ -206,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[32])
     choices = (*IMPLEMENTATIONS, "triton")
     parser.add_argument("--implementations", nargs="+", choices=choices, default=IMPLEMENTATIONS)
-    parser.add_argument("--quantization", choices=get_args(WeightForm), help="of the weights")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, help="of the weights")
     parser.add_argument("--sweep", action="store_true", help="all candidate cuts")
     args = parser.parse_args(arguments)
     table = []

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 from jaxtyping import Bool, Int
 
-from benchmarks.cases import case_parser
+from benchmarks.cases import case_parser, exit_code
 from benchmarks.quality.lost_tables import draw, require_matplotlib, table
 from benchmarks.record import write
 from benchmarks.tables import DOCUMENT
@@ -35,7 +35,7 @@ from jdllm.demo import checkpoint_path
 from jdllm.demo.long_tasks import INSTRUCTION, LONG_TASKS, Fact, Haystack, draw_pairs, is_whole, long_stream
 from jdllm.demo.tasks import GEN_LENGTH
 from jdllm.demo.tokenizer import answer_text, plain_ids
-from jdllm.errors import ConfigError, JdllmError, RequestError
+from jdllm.errors import ConfigError, RequestError
 from jdllm.llm import LLM
 from jdllm.outputs import RequestOutput
 from jdllm.pallas.device import Kernels
@@ -279,11 +279,4 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = make_parser()
-    args = parser.parse_args(arguments)
-    try:
-        run(args)
-    except JdllmError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code(run, make_parser().parse_args(arguments))

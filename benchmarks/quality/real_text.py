@@ -27,7 +27,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float, Int
 
-from benchmarks.cases import case_parser
+from benchmarks.cases import case_parser, exit_code
 from benchmarks.generations import settled
 from benchmarks.quality.paired import mean_interval
 from benchmarks.quality.tables import LEVEL
@@ -38,7 +38,7 @@ from jdllm.arguments import positive
 from jdllm.checkpoints.tokenizer import Tokenizer
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.engine_options import DTYPES, QUANTIZATIONS
-from jdllm.errors import ConfigError, JdllmError, RequestError
+from jdllm.errors import ConfigError, RequestError
 from jdllm.llm import LLM
 
 NAME = "real_text"
@@ -263,10 +263,4 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    args = make_parser().parse_args(arguments)
-    try:
-        run(args)
-    except JdllmError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code(run, make_parser().parse_args(arguments))

@@ -36,6 +36,7 @@ from benchmarks.shapes import SHAPES
 from jdllm.compiling.executables import temp_bytes
 from jdllm.compiling.over_cards import everywhere
 from jdllm.decoding.head_decision import head_decision
+from jdllm.engine_options import QUANTIZATIONS
 from jdllm.execution.few_rows.chain import chains
 from jdllm.execution.paged.forward import forward_reuse
 from jdllm.execution.paged.pool import KvArrays, pool_shape
@@ -48,7 +49,6 @@ from jdllm.pallas.attention import AttentionOutput
 from jdllm.pallas.masked_logits import Level
 from jdllm.pallas.split_attention import PageTable, dense_table, split_attention, with_fresh_rows
 from jdllm.planning.step_time import weights_read
-from jdllm.quantised import WeightForm
 
 STEPS = 16
 
@@ -178,9 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--cached", type=int, default=4096)
     parser.add_argument("--page-rows", type=int, default=64)
     parser.add_argument("--form", choices=get_args(Form), nargs="+")
-    parser.add_argument(
-        "--quantization", choices=("none", *get_args(WeightForm)), nargs="+", default=["none"]
-    )
+    parser.add_argument("--quantization", choices=("none", *QUANTIZATIONS), nargs="+", default=["none"])
     args = parser.parse_args(arguments)
     config = SHAPES[args.shape]
     chain = chains(abstract_params(config, "bfloat16"), config, args.fresh)

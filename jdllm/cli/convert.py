@@ -1,11 +1,15 @@
 """`jdllm convert`: Hugging Face checkpoints to native ones, back, and the check of their checksums."""
 
 from pathlib import Path
-from typing import Annotated, cast, get_args
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from jdllm.engine_options import QUANTIZATIONS
 from jdllm.errors import RequestError
+
+if TYPE_CHECKING:
+    from jdllm.quantised import WeightForm
 
 
 def convert(
@@ -35,7 +39,7 @@ def convert(
     quantize: Annotated[
         str | None,
         typer.Option(
-            metavar="int8",
+            metavar="|".join(QUANTIZATIONS),
             help="Store the matrices of layers in 8 bits, with a scale for each row.",
             show_default=False,
         ),
@@ -52,12 +56,11 @@ def convert(
     """
     from jdllm.checkpoints import conversion, native
     from jdllm.checkpoints.loading import resolve
-    from jdllm.quantised import WeightForm
 
     if to not in (None, "native", "hf"):
         raise RequestError(f"--to is {to!r}, expected native or hf")
-    if quantize not in (None, *get_args(WeightForm)):
-        raise RequestError(f"--quantize is {quantize!r}, expected {' or '.join(get_args(WeightForm))}")
+    if quantize not in (None, *QUANTIZATIONS):
+        raise RequestError(f"--quantize is {quantize!r}, expected {' or '.join(QUANTIZATIONS)}")
     if verify == (target is not None):
         raise RequestError("give SRC and DST, or --verify and SRC alone")
     path = resolve(source)
@@ -78,7 +81,7 @@ def convert(
             overwrite=overwrite,
             progress=True,
             adapter=adapter,
-            quantize=cast(WeightForm | None, quantize),
+            quantize=cast("WeightForm | None", quantize),
         )
     elif dtype != "auto":
         raise RequestError("--dtype casts on the way to native only: the way back keeps the types")
