@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Sharding
@@ -345,7 +344,7 @@ def _load_leaf(
 def _load_quantised(spec: TensorSpec, index: Index, advance: Callable[[int], None]) -> Quantised:
     """A leaf of matrices of few bits, on the default device, which rounds them as they come: whole rows.
     Numbers that are stored so already keep their values."""
-    kept = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), spec.struct("float32"))
+    kept = spec.zeros("float32")
     for name, place in spec.sources():
         stored = _own_rows(spec, index[name])
         numbers = stored.values if isinstance(stored, QuantisedTensor) else stored

@@ -85,6 +85,10 @@ class TensorSpec:
         weight = jax.ShapeDtypeStruct(self.shape, jnp.dtype(dtype))
         return jax.eval_shape(Quantised.of, weight) if self.quantised else weight
 
+    def zeros(self, dtype: jnp.dtype | str, device: Any = None) -> Any:
+        """The leaf with zeros on a device, or as a sharding says; the default device has all if `None`."""
+        return jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype, device=device), self.struct(dtype))
+
 
 def layer_stacks(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The stacks of the parameter tree, and the layers that each holds."""
@@ -271,11 +275,8 @@ def zero_params(config: ModelConfig, dtype: jnp.dtype | str, shardings: Params |
     """
     specs, tree = jax.tree.flatten(spec_tree(config), is_leaf=is_spec)
     placed = [None] * len(specs) if shardings is None else tree.flatten_up_to(shardings)
-
-    def zeros(spec: TensorSpec, at: Any) -> Any:
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=at), spec.struct(dtype))
-
-    return jax.tree.unflatten(tree, map(zeros, specs, placed))
+    zeros = [spec.zeros(dtype, at) for spec, at in zip(specs, placed, strict=True)]
+    return jax.tree.unflatten(tree, zeros)
 
 
 def init_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype | str) -> Params:
@@ -299,7 +300,7 @@ def quantised(params: Params, config: ModelConfig) -> Params:
     """Weights with those matrices quantised that the model keeps so; other weights are not copied."""
 
     def kept(spec: TensorSpec, leaf: Any) -> Any:
-        return quantise(leaf) if spec.quantised and not isinstance(leaf, Quantised) else leaf
+        return quantise(leaf) if spec.quantised else leaf
 
     return jax.tree.map(kept, spec_tree(config), params, is_leaf=is_spec)
 
