@@ -70,8 +70,7 @@ def block_products(
     rows, (_, _, k) = x.shape[0], weights[0].shape
     outputs = tuple(w.shape[1] for w in weights)
     pairs = None if rotation is None else rotation[0].shape[1]
-    biased, quantised = bias is not None, bool(scales)
-    launch = Launch(tiles, rows, k // tiles.depth, outputs, gated, biased, quantised, pairs, chained)
+    launch = Launch(tiles, rows, k // tiles.depth, outputs, gated, bias is not None, pairs, chained)
     dtype = x.dtype if tiles.splits == 1 else jnp.dtype(jnp.float32)
     kernel = plgpu.kernel(
         functools.partial(_kernel, launch=launch, products=products),
@@ -107,7 +106,7 @@ def _shared(launch: Launch, dtype: jnp.dtype, weights_dtype: jnp.dtype) -> list[
 def _kernel(x, layer, *refs, launch: Launch, products: Widening) -> None:
     given = iter(refs)
     weights = list(itertools.islice(given, len(launch.outputs)))
-    scales = list(itertools.islice(given, len(weights) if launch.quantised else 0))
+    scales = list(itertools.islice(given, len(weights) if launch.tiles.quantised else 0))
     added = next(given) if launch.biased else None
     rotation = list(itertools.islice(given, 0 if launch.pairs is None else 2))
     out = list(itertools.islice(given, len(launch.results)))
@@ -188,28 +187,19 @@ def _angles(rotation: Sequence[Any], launch: Launch) -> list[Rotation]:
 
 def _bias(bias: Any, columns: Sequence[pl.Slice], launch: Launch) -> list[list[Float[Array, " 16"]]]:
     """What is added to each row of the block's runs, of one own strip after the other."""
-    before, layout = launch.before(launch.outputs), _STRIP_LAYOUT.reduce(0)
-
-    def strip(begin: Scalar | int) -> Float[Array, " 16"]:
-        values = bias.at[pl.ds(before + begin, COLUMN_UNIT)]
-        return plgpu.load(values, layout=layout, optimized=False).astype(jnp.float32)
-
-    return [[strip(run.start + begin) for begin in launch.begins()] for run in columns]
+    before = launch.before(launch.outputs)
+    return [[_sixteen(bias, before + run.start + begin) for begin in launch.begins()] for run in columns]
 
 
 def _scales(
     scales: Sequence[Any], columns: Sequence[pl.Slice], launch: Launch
 ) -> list[list[list[Float[Array, " 16"]]]]:
     """The scales of the block's columns, of both weights where two are gated, by runs and own strips."""
-    layout = _STRIP_LAYOUT.reduce(0)
-
-    def strip(index: int, begin: Scalar | int) -> Float[Array, " 16"]:
-        last = scales[index].shape[0] - COLUMN_UNIT  # of columns beyond the weight nobody reads the product
-        values = scales[index].at[pl.ds(jnp.minimum(begin, last), COLUMN_UNIT)]
-        return plgpu.load(values, layout=layout, optimized=False)
 
     def of_weight(index: int) -> list[list[Float[Array, " 16"]]]:
-        return [[strip(index, run.start + begin) for begin in launch.begins()] for run in columns]
+        own, begins = scales[index], launch.begins()
+        last = own.shape[0] - COLUMN_UNIT  # of columns beyond the weight nobody reads the product
+        return [[_sixteen(own, jnp.minimum(run.start + begin, last)) for begin in begins] for run in columns]
 
     if not scales or launch.gated:
         return [of_weight(index) for index in range(len(scales))]
@@ -273,6 +263,12 @@ _STRIP_LAYOUT = plgpu.Layout.TILED(
     lane_dims=(-3, -2),
     vector_dim=-1,
 )
+
+
+def _sixteen(values: Any, begin: Scalar) -> Float[Array, " 16"]:
+    """A number for each column of a strip."""
+    strip = values.at[pl.ds(begin, COLUMN_UNIT)]
+    return plgpu.load(strip, layout=_STRIP_LAYOUT.reduce(0), optimized=False).astype(jnp.float32)
 
 
 def _load_strip(values: Any) -> Strip:

@@ -63,7 +63,6 @@ class Launch:
     outputs: tuple[int, ...]
     gated: bool
     biased: bool
-    quantised: bool
     pairs: int | None
     chained: bool
 

@@ -11,7 +11,7 @@ from jdllm.pallas.hopper import padded_rows
 from jdllm.pallas.products import Interpreted, TensorCores
 from jdllm.pallas.skinny_matmul.kernel import block_products
 from jdllm.pallas.skinny_matmul.limits import check_mosaic_gpu
-from jdllm.pallas.skinny_matmul.tiles import WIDE, Tiles, default_tiles
+from jdllm.pallas.skinny_matmul.tiles import Tiles, default_tiles
 from jdllm.pallas.skinny_matmul.types import (
     Bias,
     Layer,
@@ -20,7 +20,6 @@ from jdllm.pallas.skinny_matmul.types import (
     Weight,
     X,
     head_dim_of,
-    is_quantised,
     unpacked,
 )
 
@@ -76,13 +75,12 @@ def _parts(
     rows, k, padded = *x.shape, padded_rows(x.shape[0])
     outputs = [w.shape[1] for w in weights]
     options = {"gated": gated, "biased": bias is not None, "head_dim": head_dim}
-    item_bytes = 1 if is_quantised(weights) else WIDE
-    tiles = tiles or default_tiles(padded, outputs, k, item_bytes=item_bytes, **options)
+    values, scales = unpacked(weights)
+    tiles = tiles or default_tiles(padded, outputs, k, item_bytes=values[0].dtype.itemsize, **options)
     tiles.check(padded, outputs, k, **options)
     if padded > rows:
         x, *angles = (jnp.pad(y, ((0, padded - rows), (0, 0))) for y in (x, *(rotation or ())))
         rotation = (angles[0], angles[1]) if angles else None
-    values, scales = unpacked(weights)
     options = {"gated": gated, "bias": bias, "rotation": rotation, "chained": chained}
     arithmetic = TensorCores if target().on_cuda else Interpreted
     layer = jnp.asarray(layer, jnp.int32)

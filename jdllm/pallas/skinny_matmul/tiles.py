@@ -96,13 +96,18 @@ class Tiles:
             raise NotImplementedError(f"{self.turns} turns cannot share {self.stages} stages")
 
     @property
+    def quantised(self) -> bool:
+        """Whether weights are widened before they are multiplied."""
+        return self.item_bytes < WIDE
+
+    @property
     def depth(self) -> int:
         """Inputs of a stage."""
         return depth_of(self.item_bytes)
 
     def consumers(self, gated: bool) -> int:
         """Warpgroups of a block that multiply: one, or of quantised weights one for 64 columns, in turns."""
-        if self.item_bytes == WIDE:
+        if not self.quantised:
             return 1
         return self.turns * product_columns(summed_columns(self.columns, gated)) // WARPGROUP_ROWS
 
@@ -148,7 +153,7 @@ class Tiles:
             )
         if self.splits * self.depth > k:
             raise NotImplementedError(f"{k} inputs do not make {self.splits} parts of {self.depth} or more")
-        most = MAX_ACCUMULATED if self.item_bytes == WIDE else MAX_QUANTISED // self.turns
+        most = MAX_QUANTISED // self.turns if self.quantised else MAX_ACCUMULATED
         if summed_columns(self.columns, gated) > most:
             raise NotImplementedError(
                 f"a block sums at most {most} columns, not {self.columns} of both weights"
