@@ -20,12 +20,13 @@ from jdllm.execution.few_rows.streamed import streamed_of
 from jdllm.layers import rms_norm
 from jdllm.models import leaf
 from jdllm.models.block import Hidden, RowInts, Rows
-from jdllm.models.cards import ADDRESSES
+from jdllm.models.cards import ADDRESSES, joined
 from jdllm.models.config import ModelConfig
 from jdllm.models.layer import AttentionFn, KeysValues, Layer, Ranges
 from jdllm.models.moe import experts_of
 from jdllm.models.rotary import rotation_at
 from jdllm.models.weights import Params, head_weights, layer_runs
+from jdllm.models.whole_layers import WHOLE, WholeLayers
 from jdllm.pallas.attention import attention as default_attention
 from jdllm.pallas.attention.ranges import ranges_of
 
@@ -54,6 +55,9 @@ def forward(
 
     Returns the hidden rows after the last layer, before the final norm, in the dtype of the weights.
     """
+    whole: WholeLayers | None = params.get(WHOLE)
+    if chunks.layers_whole and whole is not None and whole.takes(len(tokens)):
+        return _forward_dealt(whole, embed(params, tokens), rows)
     return apply_layers(params, config, embed(params, tokens), rows, chunks=chunks)
 
 
@@ -90,6 +94,9 @@ def forward_wanted(
 
     Returns the hidden rows of `wanted`, in its order.
     """
+    whole: WholeLayers | None = params.get(WHOLE)
+    if whole is not None and whole.takes(len(tokens), len(wanted.rows)):
+        return _forward_dealt(whole, embed(params, tokens), rows, wanted)
     sees = packed_ranges(config, rows)
 
     def last(h: Hidden, layer: Layer) -> Hidden:
@@ -99,6 +106,34 @@ def forward_wanted(
     return scan_layers(
         params, config, embed(params, tokens), lambda h, layer: layer.apply(h, sees)[0], last=last
     )
+
+
+def _forward_dealt(whole: WholeLayers, h: Hidden, rows: Rows, wanted: Wanted | None = None) -> Hidden:
+    """`forward`, or `forward_wanted`, on cards with whole layers, each of which takes a part of the rows.
+
+    Arguments:
+    - `h`: all embedded rows, on each card.
+    - `rows`: positions and key ranges of all rows.
+    """
+    sees = packed_ranges(whole.config, rows)
+    own = jax.tree.map(whole.dealt, (Rows(*map(jnp.asarray, rows)), sees.rotation))
+    dealt = Ranges(*own, attention_over(own[0], len(h)), cards=whole.cards)
+
+    def last(h: Hidden, layer: Layer) -> Hidden:
+        assert wanted is not None
+        keys_values = dealt.of_all_cards(*layer.project(h, dealt.rotation, ("k", "v")))
+        mine = Wanted(*(whole.dealt(jnp.asarray(x)) for x in wanted))
+        h = joined(h, whole.cards, axis=0)[mine.rows]
+        return layer.apply(h, ranges_of_wanted(sees, mine, keys_values))[0]
+
+    h = scan_layers(
+        whole.stacks,
+        whole.config,
+        whole.dealt(h),
+        lambda h, layer: layer.apply(h, dealt)[0],
+        last=None if wanted is None else last,
+    )
+    return joined(h, whole.cards, axis=0)
 
 
 def packed_ranges(config: ModelConfig, rows: Rows, attention: AttentionFn | None = None) -> Ranges:

@@ -18,7 +18,8 @@ from jdllm.models.cards import ADDRESSES, AXIS
 from jdllm.models.config import ModelConfig
 from jdllm.models.leaf import VocabularyPart
 from jdllm.models.sharding import shardings
-from jdllm.models.weights import Params, TensorSpec, spec_tree
+from jdllm.models.weights import Params, TensorSpec, layer_stacks, spec_tree
+from jdllm.models.whole_layers import WHOLE, WholeLayers
 from jdllm.pallas.exchange import addresses_of, described_addresses, memory_bytes
 
 _SPLIT = ("heads", "ffn")
@@ -48,24 +49,40 @@ def weight_shardings(config: ModelConfig, devices: Devices | None = None) -> Par
     return shardings(config, _mesh(config, devices), dict.fromkeys(split, AXIS))
 
 
-def in_parts(params: Params, config: ModelConfig) -> Params:
+def in_parts(params: Params, config: ModelConfig, *, whole_layers: bool = False) -> Params:
     """Weights that lie as `weight_shardings` says, as a step takes them.
 
     A step has to know of parts of a vocabulary. Where several cards share a key-value head, each gets its
     rows. Cards that can exchange rows of the weights' dtype get `ADDRESSES` beside the weights: a kernel then
     does the sums of steps of few rows.
+
+    Arguments:
+    - `whole_layers`: give each card all layers beside its part of them.
     """
     if config.cards == 1:
         return params
+    whole = {WHOLE: _whole(params, config)} if whole_layers else {}
     parts = params | {name: _by_id(params[name], config) for name in _BY_ID if name in params}
     stacks = {name: node for name, node in spec_tree(config).items() if isinstance(node, dict)}
     parts |= {name: _copied(params[name], specs, config) for name, specs in stacks.items() if name in params}
+    parts |= whole
     norm: Any = params["final_norm"]
     if norm.dtype.itemsize != 2:
         return parts
     described = isinstance(norm, jax.ShapeDtypeStruct)
     addresses = (described_addresses if described else addresses_of)(norm.sharding.mesh)
     return parts if addresses is None else parts | {ADDRESSES: addresses}
+
+
+def _whole(params: Params, config: ModelConfig) -> WholeLayers:
+    """The layers, all of them on each card."""
+    stacks = {name: params[name] for name in layer_stacks(config)}
+    at = NamedSharding(params["final_norm"].sharding.mesh, PartitionSpec())
+    if isinstance(params["final_norm"], jax.ShapeDtypeStruct):
+        stacks = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), stacks)
+    else:
+        stacks = jax.jit(lambda x: x, out_shardings=at)(stacks)
+    return WholeLayers(stacks, dataclasses.replace(config, cards=1), config.cards)
 
 
 def _by_id(weight: Any, config: ModelConfig) -> VocabularyPart:
