@@ -1,12 +1,15 @@
-"""Sums over cards by the kernel, on as many cards as there are; `gpu/test_exchange.py` runs this.
+"""Sums over cards and rows of all cards by the kernel, on as many cards as there are; `gpu/test_exchange.py`
+runs this.
 
 `python3 -m tests.exchanged_sums` prints a line of JSON with the number of cards of this machine, then one for
 each case on 2, 4 and 8 of them: how many numbers on any card differ from the sum in f32 by NumPy, rounded
-once.
+once, or from the rows of all cards.
 """
 
 import functools
+import itertools
 import json
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdllm.pallas.exchange import addresses_of, sum_over_cards
+from jdllm.pallas.exchange import addresses_of, rows_of_all_cards, sum_over_cards
 from jdllm.pallas.exchange.layout import MAX_ROWS, TURNS
 
 AXIS = "cards"
@@ -38,12 +41,17 @@ POISON = (256, 8192, TURNS, jnp.bfloat16)
 """As many sums as there are turns of slots; each fills a slot."""
 
 
-def sums(mesh: Mesh, parts: np.ndarray) -> np.ndarray:
-    """What each card has as the sum, `[cards, sums, rows, columns]`, of a loop over parts of that shape."""
+def exchanged(mesh: Mesh, parts: np.ndarray, exchange: Callable[..., jax.Array]) -> np.ndarray:
+    """What each card has, `[cards, exchanges, results, columns]`, of a loop over parts.
+
+    Arguments:
+    - `parts`: `[cards, exchanges, rows, columns]`.
+    - `exchange`: `sum_over_cards` or `rows_of_all_cards`.
+    """
 
     def added(parts: jax.Array, addresses: jax.Array) -> jax.Array:
         def step(_: None, part: jax.Array) -> tuple[None, jax.Array]:
-            return None, sum_over_cards(part, addresses, AXIS, implementation="mosaic_gpu")
+            return None, exchange(part, addresses, AXIS, implementation="mosaic_gpu")
 
         return lax.scan(step, None, parts[0])[1][None]
 
@@ -57,7 +65,19 @@ def differing(mesh: Mesh, rows: int, columns: int, count: int, dtype: Any) -> in
     shape = (mesh.size, count, rows, columns)
     parts = np.random.default_rng(rows).standard_normal(shape, np.float32).astype(dtype)
     expected = functools.reduce(np.add, parts.astype(np.float32)).astype(dtype)
-    found = sums(mesh, parts)
+    found = exchanged(mesh, parts, sum_over_cards)
+    return _differing(found, expected)
+
+
+def misplaced(mesh: Mesh, rows: int, columns: int, count: int, dtype: Any) -> int:
+    """Numbers that differ from those of the other cards, over all cards and exchanges."""
+    shape = (mesh.size, count, rows, columns)
+    parts = np.random.default_rng(rows).standard_normal(shape, np.float32).astype(dtype)
+    expected = parts.transpose(1, 0, 2, 3).reshape(count, mesh.size * rows, columns)
+    return _differing(exchanged(mesh, parts, rows_of_all_cards), expected)
+
+
+def _differing(found: np.ndarray, expected: np.ndarray) -> int:
     return sum(int((own.view(np.uint16) != expected.view(np.uint16)).sum()) for own in found)
 
 
@@ -70,16 +90,16 @@ def main() -> None:
         mesh = Mesh(np.array(devices[:cards]), (AXIS,))
         if addresses_of(mesh) is None:
             raise SystemExit(f"{cards} of these cards cannot exchange: {devices[:cards]}")
-        for rows, columns, count, dtype in CASES:
-            if cards > 2 and rows > MAX_ROWS:
+        for (rows, columns, count, dtype), count_of in itertools.product(CASES, (differing, misplaced)):
+            if cards > 2 and rows > MAX_ROWS and count_of is differing:
                 continue
-            # What a sum would read too early, or beyond its part, is no number.
+            # What an exchange would read too early, or beyond its part, is no number.
             poisoned_rows, poisoned_columns, halves, poisoned = POISON
             shape = (cards, halves, poisoned_rows, poisoned_columns)
-            nowhere = sums(mesh, np.full(shape, np.nan, poisoned))
-            case = {"on": cards, "shape": [rows, columns], "sums": count, "type": jnp.dtype(dtype).name}
+            nowhere = exchanged(mesh, np.full(shape, np.nan, poisoned), sum_over_cards)
+            case = {"on": cards, "shape": [rows, columns], "times": count, "type": jnp.dtype(dtype).name}
             case |= {"poisoned": bool(np.isnan(nowhere.astype(np.float32)).all())}
-            case |= {"differing": differing(mesh, rows, columns, count, dtype)}
+            case |= {"exchange": count_of.__name__, "differing": count_of(mesh, rows, columns, count, dtype)}
             print(json.dumps(case), flush=True)
 
 

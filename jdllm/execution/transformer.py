@@ -20,7 +20,7 @@ from jdllm.execution.few_rows.streamed import streamed_of
 from jdllm.layers import rms_norm
 from jdllm.models import leaf
 from jdllm.models.block import Hidden, RowInts, Rows
-from jdllm.models.cards import ADDRESSES, joined
+from jdllm.models.cards import ADDRESSES, joined_rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.layer import AttentionFn, KeysValues, Layer, Ranges
 from jdllm.models.moe import experts_of
@@ -57,7 +57,7 @@ def forward(
     """
     whole: WholeLayers | None = params.get(WHOLE)
     if chunks.layers_whole and whole is not None and whole.takes(len(tokens)):
-        return _forward_dealt(whole, embed(params, tokens), rows)
+        return _forward_dealt(params, whole, tokens, rows)
     return apply_layers(params, config, embed(params, tokens), rows, chunks=chunks)
 
 
@@ -96,7 +96,7 @@ def forward_wanted(
     """
     whole: WholeLayers | None = params.get(WHOLE)
     if whole is not None and whole.takes(len(tokens), len(wanted.rows)):
-        return _forward_dealt(whole, embed(params, tokens), rows, wanted)
+        return _forward_dealt(params, whole, tokens, rows, wanted)
     sees = packed_ranges(config, rows)
 
     def last(h: Hidden, layer: Layer) -> Hidden:
@@ -108,32 +108,31 @@ def forward_wanted(
     )
 
 
-def _forward_dealt(whole: WholeLayers, h: Hidden, rows: Rows, wanted: Wanted | None = None) -> Hidden:
-    """`forward`, or `forward_wanted`, on cards with whole layers, each of which takes a part of the rows.
-
-    Arguments:
-    - `h`: all embedded rows, on each card.
-    - `rows`: positions and key ranges of all rows.
-    """
+def _forward_dealt(
+    params: Params, whole: WholeLayers, tokens: RowInts, rows: Rows, wanted: Wanted | None = None
+) -> Hidden:
+    """`forward`, or `forward_wanted`, on cards with whole layers, each of which takes a part of the rows."""
+    addresses = params.get(ADDRESSES)
+    layers = whole.stacks | ({} if addresses is None else {ADDRESSES: addresses})
     sees = packed_ranges(whole.config, rows)
-    own = jax.tree.map(whole.dealt, (Rows(*map(jnp.asarray, rows)), sees.rotation))
-    dealt = Ranges(*own, attention_over(own[0], len(h)), cards=whole.cards)
+    own, rotation = jax.tree.map(whole.dealt, (Rows(*map(jnp.asarray, rows)), sees.rotation))
+    dealt = Ranges(own, rotation, attention_over(own, len(tokens)), cards=whole.cards)
 
     def last(h: Hidden, layer: Layer) -> Hidden:
         assert wanted is not None
-        keys_values = dealt.of_all_cards(*layer.project(h, dealt.rotation, ("k", "v")))
+        keys_values = dealt.of_all_cards(layer, *layer.project(h, dealt.rotation, ("k", "v")))
         mine = Wanted(*(whole.dealt(jnp.asarray(x)) for x in wanted))
-        h = joined(h, whole.cards, axis=0)[mine.rows]
+        h = joined_rows(h, whole.cards, addresses)[mine.rows]
         return layer.apply(h, ranges_of_wanted(sees, mine, keys_values))[0]
 
     h = scan_layers(
-        whole.stacks,
+        layers,
         whole.config,
-        whole.dealt(h),
+        whole.dealt(embed(params, tokens)),
         lambda h, layer: layer.apply(h, dealt)[0],
         last=None if wanted is None else last,
     )
-    return joined(h, whole.cards, axis=0)
+    return joined_rows(h, whole.cards, addresses)
 
 
 def packed_ranges(config: ModelConfig, rows: Rows, attention: AttentionFn | None = None) -> Ranges:

@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Int32
 
 from jdllm.arrays import Tensor
-from jdllm.pallas.exchange import sum_over_cards
+from jdllm.pallas.exchange import rows_of_all_cards, sum_over_cards
 
 AXIS = "cards"
 """The name of the mesh's axis."""
@@ -48,6 +48,21 @@ def joined(x: Array, cards: int, axis: int) -> Array:
     - `cards`: of the configuration; `x` itself where it is 1.
     """
     return x if cards == 1 else lax.all_gather(x, AXIS, axis=axis, tiled=True)
+
+
+def joined_rows(
+    x: Float[Array, "rows *sizes"], cards: int, addresses: Int32[Array, "1 words"] | None
+) -> Float[Array, "all_rows *sizes"]:
+    """The rows of all cards, those of the first card first.
+
+    Arguments:
+    - `cards`: which have rows; `x` itself where it is 1.
+    - `addresses`: of this card, where the cards can exchange; otherwise XLA's collective joins.
+    """
+    if addresses is None or cards == 1:
+        return joined(x, cards, axis=0)
+    rows = rows_of_all_cards(x.reshape(len(x), -1), addresses, AXIS)
+    return rows.reshape(-1, *x.shape[1:])
 
 
 def own_kv_heads(x: Array, heads: int, cards: int, copies: int, axis: int) -> Array:

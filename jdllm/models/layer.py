@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from jdllm.layers import rms_norm, rotate
 from jdllm.models.adapter import DOWN, UP
 from jdllm.models.block import Hidden, Rows
-from jdllm.models.cards import ADDRESSES, joined, summed
+from jdllm.models.cards import ADDRESSES, joined_rows, summed
 from jdllm.models.config import ModelConfig
 from jdllm.models.leaf import matmul
 from jdllm.models.moe import GroupedMatmulFn, moe_ffn
@@ -187,13 +187,14 @@ class Ranges(NamedTuple):
     def attend(self, layer: Layer, h: Hidden, group: Group = ALL_HEADS) -> tuple[Heads, None]:
         if self.keys_values is None:
             k, v, q = layer.project(h, self.rotation, ("k", "v", "q"), group)
-            return self.over(layer, q, *self.of_all_cards(k, v))[0], None
+            return self.over(layer, q, *self.of_all_cards(layer, k, v))[0], None
         (q,) = layer.project(h, self.rotation, ("q",), group)
         return self.over(layer, q, *self.keys_values)[0], None
 
-    def of_all_cards(self, k: Heads, v: Heads) -> KeysValues:
+    def of_all_cards(self, layer: Layer, k: Heads, v: Heads) -> KeysValues:
         """The keys and values of all rows, from those of this card's rows."""
-        return joined(k, self.cards, axis=0), joined(v, self.cards, axis=0)
+        addresses = layer.weights.get(ADDRESSES)
+        return joined_rows(k, self.cards, addresses), joined_rows(v, self.cards, addresses)
 
     def over(self, layer: Layer, q: Heads, k: Heads, v: Heads) -> tuple[Array, Array, Array]:
         """Attention of rotated queries, with residuals."""

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jdllm.pallas.exchange import addresses_of, described_addresses, sum_over_cards
+from jdllm.pallas.exchange import addresses_of, described_addresses, rows_of_all_cards, sum_over_cards
 from jdllm.pallas.exchange.layout import (
     LINE_BYTES,
     MAX_BLOCKS,
@@ -25,7 +25,7 @@ from jdllm.pallas.exchange.layout import (
     row_slot_offset,
     slot_offset,
 )
-from jdllm.pallas.exchange.limits import check_mosaic_gpu
+from jdllm.pallas.exchange.limits import check_join, check_mosaic_gpu
 from jdllm.pallas.exchange.memory import address_table, can_exchange
 
 ROW_SLOT_BYTES = ROW_AREAS * ROW_AREA_BYTES
@@ -121,7 +121,7 @@ def test_nothing_in_the_memory_overlaps(cards: int):
     ("shape", "dtype", "limit"),
     [
         ((32, 4096), jnp.float32, "bfloat16 or float16, not float32"),
-        ((257, 1024), jnp.bfloat16, "exchange of 4 cards takes 1 to 256 rows, not 257"),
+        ((257, 1024), jnp.bfloat16, "sum of 4 cards takes 1 to 256 rows, not 257"),
         ((32, 4100), jnp.bfloat16, "multiples of 8 columns, not 4100"),
     ],
 )
@@ -133,6 +133,18 @@ def test_limits_are_named(shape: tuple[int, int], dtype: Any, limit: str):
 @pytest.mark.parametrize(("shape", "cards"), [((1, 8), 8), ((256, 8192), 4), ((32768, 4096), 2)])
 def test_what_the_kernel_adds(shape: tuple[int, int], cards: int):
     check_mosaic_gpu(jax.ShapeDtypeStruct(shape, jnp.bfloat16), cards)
+
+
+def test_rows_are_joined_of_any_number_of_cards():
+    check_join(jax.ShapeDtypeStruct((32768, 4096), jnp.bfloat16))
+    with pytest.raises(NotImplementedError, match="bfloat16 or float16, not float32"):
+        check_join(jax.ShapeDtypeStruct((32, 4096), jnp.float32))
+
+
+def test_the_portable_form_joins_the_rows_of_all_cards():
+    parts = np.random.default_rng(0).standard_normal((3, 5, 16)).astype(np.float32)
+    join = jax.vmap(lambda part, row: rows_of_all_cards(part, row, "cards"), axis_name="cards")
+    np.testing.assert_array_equal(join(parts, np.zeros((3, 1, 8), np.int32)), [parts.reshape(15, 16)] * 3)
 
 
 def test_the_portable_form_adds_what_all_cards_have():

@@ -1,7 +1,7 @@
-"""Sums over cards of few rows, in one kernel that writes into the memory of the other cards."""
+"""Sums over cards, and the rows of all cards, by a kernel that writes into the memory of the other cards."""
 
-from jdllm.pallas.exchange.api import sum_over_cards
+from jdllm.pallas.exchange.api import rows_of_all_cards, sum_over_cards
 from jdllm.pallas.exchange.layout import memory_bytes
 from jdllm.pallas.exchange.memory import addresses_of, described_addresses
 
-__all__ = ["addresses_of", "described_addresses", "memory_bytes", "sum_over_cards"]
+__all__ = ["addresses_of", "described_addresses", "memory_bytes", "rows_of_all_cards", "sum_over_cards"]

@@ -1,8 +1,9 @@
-"""The Hopper kernel of a sum over cards, in Mosaic GPU: every card sends its part to all, and adds all parts.
+"""The Hopper kernel by which cards exchange parts, in Mosaic GPU: every card sends its part to all.
 
 A block of threads sends its slices of the part in rounds. In a round the block copies a slice into its area
 in the memory of every other card, and raises a flag there. Then the block waits for the flags of all cards
-for the slice of the round before, and adds what has come. Only plain stores go from card to card.
+for the slice of the round before, and adds what has come, or keeps all of it. Only plain stores go from card
+to card.
 """
 
 import functools
@@ -89,54 +90,82 @@ def exchange_mosaic_gpu(
 ) -> Float[Array, "rows d"]:
     """Hopper form of `jdllm.pallas.exchange.sum_over_cards`; `addresses` say which cards there are."""
     del axis_name
+    # Not in place: XLA hands over a slice of a stack where it lies, and the sum would go into the stack.
+    return _launched(part, addresses, jax.ShapeDtypeStruct(part.shape, part.dtype))
+
+
+@lowered_once("axis_name")
+def join_mosaic_gpu(
+    part: Float[Array, "rows d"], addresses: Int32[Array, "1 words"], *, axis_name: str
+) -> Float[Array, "all_rows d"]:
+    """Hopper form of `jdllm.pallas.exchange.rows_of_all_cards`; `addresses` say which cards there are."""
+    del axis_name
+    rows, columns = part.shape
+    shape = ((addresses.shape[1] // 2 - 1) * rows, columns)
+    return _launched(part, addresses, jax.ShapeDtypeStruct(shape, part.dtype))
+
+
+def _launched(
+    part: Float[Array, "rows d"], addresses: Int32[Array, "1 words"], result: jax.ShapeDtypeStruct
+) -> Float[Array, "results d"]:
+    """The sum of all parts where the result has as many rows as one; otherwise all parts."""
     size = part.size * part.dtype.itemsize
     blocks = _FEW_BLOCKS if size <= _FEW_BLOCKS * AREA_BYTES else MAX_BLOCKS
     kernel = plgpu.kernel(
         functools.partial(_kernel, size=size, blocks=blocks),
-        out_type=jax.ShapeDtypeStruct(part.shape, part.dtype),
+        out_type=result,
         grid=(blocks,),
         grid_names=("block",),
         compiler_params=COMPILER_PARAMS,
         kernel_name="exchange",
     )
-    # Not in place: XLA hands over a slice of a stack where it lies, and the sum would go into the stack.
     return kernel(part, addresses)
 
 
-def _kernel(part_ref: Any, addresses_ref: Any, sum_ref: Any, *, size: int, blocks: int) -> None:
-    run = functools.partial(_exchange, cards=addresses_ref.shape[1] // 2 - 1, size=size, blocks=blocks)
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 3)(run)(part_ref, addresses_ref, sum_ref)
+def _kernel(part_ref: Any, addresses_ref: Any, result_ref: Any, *, size: int, blocks: int) -> None:
+    cards, adds = addresses_ref.shape[1] // 2 - 1, result_ref.shape == part_ref.shape
+    run = functools.partial(_exchange, cards=cards, size=size, blocks=blocks, adds=adds)
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 3)(run)(part_ref, addresses_ref, result_ref)
 
 
 def _exchange(
-    _: Any, part_ref: Any, addresses_ref: Any, sum_ref: Any, *, cards: int, size: int, blocks: int
+    _: Any,
+    part_ref: Any,
+    addresses_ref: Any,
+    result_ref: Any,
+    *,
+    cards: int,
+    size: int,
+    blocks: int,
+    adds: bool,
 ) -> None:
     """What a thread does.
 
     Arguments:
-    - `part_ref`, `addresses_ref`, `sum_ref`: in the memory of this card.
+    - `part_ref`, `addresses_ref`, `result_ref`: in the memory of this card.
     - `cards`: how many exchange.
     - `size`: of the part, in bytes.
     - `blocks`: of threads.
+    - `adds`: whether the result is the sum of all parts; otherwise it is all parts.
     """
     slices = _Slices(address_of(part_ref), Cards(addresses_ref, cards), size, blocks)
-    kind = ir.VectorType.get((_NUMBERS,), ir.MemRefType(part_ref.type).element_type)
-    total = address_of(sum_ref)
+    kind = ir.VectorType.get((_NUMBERS,), ir.MemRefType(part_ref.type).element_type) if adds else None
+    result = address_of(result_ref)
     slices.send(integer(0))
 
     def turn(before: Any, _: Sequence[Any]) -> Sequence[Any]:
         slices.send(plus(before, integer(1)))
-        slices.add(before, total, kind)
+        slices.receive(before, result, kind)
         return ()
 
     if slices.rounds > 1:
         utils.fori(integer(slices.rounds - 1), ())(turn)
-    slices.add(integer(slices.rounds - 1), total, kind)
+    slices.receive(integer(slices.rounds - 1), result, kind)
     slices.end()
 
 
 class _Slices:
-    """The slices of a part that a block of threads sends and adds, one in a round.
+    """The slices of a part that a block of threads sends and receives, one in a round.
 
     Arguments:
     - `part`: where the part begins.
@@ -174,24 +203,33 @@ class _Slices:
         utils.warpgroup_barrier()
         self._signal(_RAISE, self._their_flag, number)
 
-    def add(self, number: Any, total: Any, kind: Any) -> None:
-        """Wait for the slices of a round from all cards, and store their sum.
+    def receive(self, number: Any, result: Any, kind: Any) -> None:
+        """Wait for the slices of a round from all cards, and store their sum, or each of them.
 
         Arguments:
-        - `total`: where sums begin.
-        - `kind`: the type of 16 bytes of them.
+        - `result`: where sums begin, or the parts of all cards.
+        - `kind`: the type of 16 bytes of sums; `None` to store all slices.
         """
         self._signal(_WAIT, self._our_flag, number)
         utils.warpgroup_barrier()
         here = plus(self._cards.memories[0], self._area(number))
         for place, in_area in self._places(number):
-            own, received = plus(self._part, place), plus(here, in_area)
-            parts = []
-            for sender in range(self._cards.count):
-                is_own = arith.cmpi(arith.CmpIPredicate.eq, self._cards.card, integer(sender))
-                address = arith.select(is_own, own, plus(received, long(sender * SLOT_BYTES)))
-                parts.append(of_words(self._load(address, place, _RECEIVED), kind))
-            self._store(plus(total, place), place, words_of(rounded_sum(parts)))
+            parts = self._parts(place, plus(here, in_area))
+            if kind is None:
+                for sender, part in enumerate(parts):
+                    self._store(plus(plus(result, long(sender * self._size)), place), place, part)
+            else:
+                total = words_of(rounded_sum([of_words(part, kind) for part in parts]))
+                self._store(plus(result, place), place, total)
+
+    def _parts(self, place: Any, received: Any) -> list[tuple[Any, ...]]:
+        """The words of all cards at a place of their parts; those of the first card are `received` there."""
+        own, parts = plus(self._part, place), []
+        for sender in range(self._cards.count):
+            is_own = arith.cmpi(arith.CmpIPredicate.eq, self._cards.card, integer(sender))
+            address = arith.select(is_own, own, plus(received, long(sender * SLOT_BYTES)))
+            parts.append(self._load(address, place, _RECEIVED))
+        return parts
 
     def end(self) -> None:
         """Count the rounds."""

@@ -1,4 +1,4 @@
-"""The portable form of a sum over cards: XLA's collective."""
+"""The portable forms of a sum over cards and of joining rows: XLA's collectives."""
 
 from jax import lax
 from jaxtyping import Array, Float, Int32
@@ -11,3 +11,11 @@ def exchange_xla(
     chooses."""
     del addresses
     return lax.psum(part, axis_name)
+
+
+def join_xla(
+    part: Float[Array, "rows d"], addresses: Int32[Array, "1 words"], *, axis_name: str
+) -> Float[Array, "all_rows d"]:
+    """`jdllm.pallas.exchange.rows_of_all_cards`, without `addresses`."""
+    del addresses
+    return lax.all_gather(part, axis_name, tiled=True)
