@@ -141,6 +141,10 @@ class EngineOptions:
       fewer key-value heads than cards each card has one. `memory` and `kv_pool` are those of each card, and
       each has the whole `verifier`. Not with layers in host memory. Tokens are those of one card, but for the
       order of sums.
+    - `whole_layers` (`None`: if they take a quarter of `memory` at most): give each of several cards all
+      layers too, beside its part of them. Full steps of 512 rows or more then deal their rows out over the
+      cards, which exchange keys and values instead of sums. By default not for causal and block models: they
+      have other steps.
 
     Adaptive parallel decoding
     - `verifier` (`None`: none): autoregressive model for `transfer` "adaptive", such as Qwen2 for Dream. A
@@ -186,6 +190,7 @@ class EngineOptions:
     max_num_logits: Annotated[_Count | None, Typed()] = None
     chunks: Annotated[ChunkConfig, PlainValidator(_chunks)] | None = None
     devices: Annotated[_Count, Typed()] = 1
+    whole_layers: Annotated[bool | None, Typed()] = None
     verifier: Annotated[_Source | None, Typed("DIR_OR_HUB_ID")] = None
     verifier_shares_ids: Annotated[bool, Typed()] = False
     plain_drafts: Annotated[bool, Typed()] = False

@@ -60,6 +60,7 @@ def load_model(
     adapter: Path | None = None,
     quantization: WeightForm | None = None,
     cards: int = 1,
+    keeps_whole: Callable[[ModelConfig, str], bool] = lambda *_: False,
     plain_drafts: bool = False,
 ) -> LoadedModel:
     """Load a checkpoint onto the default device, with as many layers in host memory as it has no room for.
@@ -74,6 +75,7 @@ def load_model(
     - `adapter`: a directory of PEFT whose LoRA is merged into the weights.
     - `quantization`: the form of the matrices of layers on the device; `None` for that of the checkpoint.
     - `cards`: on how many devices its steps run. Each of them gets its part of the weights.
+    - `keeps_whole`: whether each of several cards gets all layers of a model in a dtype too.
     - `plain_drafts`: leave an adapter for drafts where it is.
 
     Raises `CheckpointError` and `ConfigError` as `LLM` does.
@@ -83,11 +85,12 @@ def load_model(
     stored = stored_form({**read_config(path), **overrides})
     config = config.quantised(quantization or stored)
     dtype = resolve_dtype(path, config, dtype)
-    count = count_offloaded(config, dtype)
+    count, whole_layers = count_offloaded(config, dtype), keeps_whole(config, dtype)
     # The tokenizer's library takes longer to import than a small model to load.
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(load_tokenizer, path)
         params, layers = _weights(path, config, dtype, count, load_weights, progress, adapter)
+        params = params if layers else in_parts(params, config, whole_layers=whole_layers)
         tokenizer = reading.result()
     if tokenizer is not None:
         config = complete_ids(config, tokenizer, overrides)
@@ -113,14 +116,14 @@ def _weights(
     progress: bool,
     adapter: Path | None,
 ) -> tuple[Params, list[Params]]:
-    """The weights on the device; where `count` layers are in host memory, the weights of all layers apart."""
+    """The weights as they are read; where `count` layers are in host memory, those of all layers apart."""
     if not count:
         placed = weight_shardings(config)
         if load_weights:
             params = load_params(path, config, dtype, progress=progress, sharding=placed, adapter=adapter)
         else:
             params = zero_params(config, dtype, placed)
-        return in_parts(params, config), []
+        return params, []
     if not load_weights:
         raise ConfigError(
             f"the weights of {count} layers would be in host memory, which leaves nothing to warm up:"

@@ -23,6 +23,7 @@ from jdllm.models.config import ModelConfig
 from jdllm.models.leaf import device_of, dtypes_of
 from jdllm.models.spread import in_parts, weight_shardings
 from jdllm.models.weights import quantised, tree_bytes
+from jdllm.models.whole_layers import keeps_whole_layers
 from jdllm.pallas.device import Target, preferring, target
 from jdllm.planning.account import Account, make_account
 from jdllm.planning.budget import Budget, device_budget, pool_gaps, usable_host_memory
@@ -158,6 +159,10 @@ def _load(options: EngineOptions, budget: Budget | None, runs_on: Target) -> Loa
             return 0
         return account_with_offloading(config, dtype, budget, device=runs_on, **_sizes(options)).offloaded
 
+    def keeps_whole(config: ModelConfig, dtype: str) -> bool:
+        memory = None if budget is None else budget.device
+        return keeps_whole_layers(options.whole_layers, config, dtype, memory)
+
     if isinstance(options.model, str | Path):
         return load_model(
             options.model,
@@ -169,6 +174,7 @@ def _load(options: EngineOptions, budget: Budget | None, runs_on: Target) -> Loa
             adapter=None if options.adapter is None else Path(options.adapter).expanduser(),
             quantization=_quantization(options),
             cards=options.devices,
+            keeps_whole=keeps_whole,
             plain_drafts=options.plain_drafts,
         )
     if options.dtype != "auto" or options.hf_overrides or options.adapter or not options.load_weights:
@@ -178,10 +184,11 @@ def _load(options: EngineOptions, budget: Budget | None, runs_on: Target) -> Loa
     params = options.model.params()
     config = dataclasses.replace(options.model.config, cards=options.devices)
     config = config.quantised(_quantization(options))
+    whole_layers = keeps_whole(config, dtypes_of(params).weights.name)
     if options.devices == 1:
         return LoadedModel(config, params if config.quantization is None else quantised(params, config))
     placed = jax.device_put(params, weight_shardings(config))
-    return LoadedModel(config, in_parts(placed, config))
+    return LoadedModel(config, in_parts(placed, config, whole_layers=whole_layers))
 
 
 def _quantization(options: EngineOptions) -> WeightForm | None:

@@ -2,7 +2,8 @@
 
 `python3 -m tests.several_cards FAMILY CASES CARDS...` prints a line of JSON for each number of cards: tokens
 of the cases, "all" or names with commas between them, evaluations, logits, and how many executables were
-compiled, and how many the directory `JDLLM_TEST_KEPT` had, if it is set.
+compiled, and how many the directory `JDLLM_TEST_KEPT` had, if it is set. "long" is all cases whose steps
+cards with whole layers deal out.
 """
 
 import json
@@ -19,6 +20,7 @@ from jdllm.prompts import LongPrompt
 from tests.helpers import Golden
 
 PROMPTS = [list(range(1, n)) for n in (9, 40, 21)]
+LONG_PROMPTS = [[i % 199 + 1 for i in range(n)] for n in (600, 531)]
 CONTEXT = LongPrompt(instruction=list(range(4)), context=list(range(5, 105)), query=list(range(200, 209)))
 DENOISED: dict[str, dict[str, Any]] = {
     "uncached": {},
@@ -70,8 +72,12 @@ def outputs_of(llm: LLM, wanted: str) -> dict[str, list[RequestOutput]]:
         for name, case in cases.items()
         if name in wanted.split(",") or (wanted == "all" and name not in VERIFIED)
     }
+    if wanted == "long":
+        sampling = sampling.changed(block_length=16, steps=4)
+        chosen = {name: DENOISED[name] for name in ("uncached", "guided", "drawn", "threshold")}
+    prompts = LONG_PROMPTS if wanted == "long" else PROMPTS
     found = {
-        name: llm.generate(prompt_token_ids=PROMPTS, sampling=sampling.changed(**case))
+        name: llm.generate(prompt_token_ids=prompts, sampling=sampling.changed(**case))
         for name, case in chosen.items()
     }
     if wanted == "all" and not llm.config.in_parts:
@@ -98,9 +104,11 @@ def main(family: str, wanted: str, counts: list[int]) -> None:
             progress=False,
             max_num_batched_tokens=256,
             kv_pool="16MiB",
+            whole_layers=wanted == "long" and cards > 1,
             **options,
         ) as llm:
-            found, logits = outputs_of(llm, wanted), llm.logits([PROMPTS[1]])[0, -1, :8].tolist()
+            prompt = (LONG_PROMPTS if wanted == "long" else PROMPTS)[1]
+            found, logits = outputs_of(llm, wanted), llm.logits([prompt])[0, -1, :8].tolist()
             told: dict[str, Any] = {"cards": cards, "logits": logits, "weights": llm.account.weights}
             told["tokens"] = {name: [list(one.token_ids) for one in case] for name, case in found.items()}
             told["evaluations"] = {name: [one.nfe for one in case] for name, case in found.items()}

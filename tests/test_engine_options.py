@@ -42,6 +42,7 @@ OTHERS: dict[str, Any] = {
     "max_context": 4096,
     "max_num_logits": np.int64(7),
     "devices": 2,
+    "whole_layers": True,
     "verifier": Path("verifier"),
     "verifier_shares_ids": True,
     "plain_drafts": True,

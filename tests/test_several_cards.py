@@ -61,6 +61,21 @@ def test_tokens_are_those_of_one_card(family: str, cases: str, counts: tuple[int
         assert 1 <= (found["weights"] * found["cards"] - padded * alone["id_bytes"]) / alone["weights"] < 1.1
 
 
+@pytest.mark.parametrize(
+    ("family", "counts"),
+    [("llada", (1, 2)), slow("dream", (1, 4)), slow("llada_moe", (1, 2, 4)), slow("demo", (1, 8))],
+)
+def test_rows_that_cards_deal_out_have_the_tokens_of_one_card(family: str, counts: tuple[int, ...]):
+    """Each of several cards then has its part of the layers, and all layers too."""
+    alone, *others = on_cards(family, "long", *counts)
+    assert all(tokens for tokens in alone["tokens"].values())
+    for found in others:
+        assert (found["tokens"], found["evaluations"]) == (alone["tokens"], alone["evaluations"])
+        np.testing.assert_allclose(found["logits"], alone["logits"], atol=1e-4, rtol=1e-4)
+        layers = alone["weights"] - alone["ids"] * alone["id_bytes"]
+        assert found["weights"] > layers + alone["weights"] / found["cards"]
+
+
 @pytest.mark.slow
 def test_executables_for_several_cards_serve_the_next_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -79,6 +94,7 @@ def test_executables_for_several_cards_serve_the_next_process(
         ({"devices": 3}, ["num_heads is 4", "3 cards"]),
         ({"devices": 2, "host_memory": "1GiB"}, ["devices is 2", "host_memory"]),
         ({"devices": 0}, ["devices", "positive"]),
+        ({"whole_layers": True}, ["whole_layers", "devices is 1"]),
     ],
 )
 def test_cards_that_cannot_share_a_model_are_refused(options: dict[str, Any], words: list[str]):

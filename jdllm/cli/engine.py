@@ -138,10 +138,13 @@ def _parameter(name: str, default: Any, annotation: Any) -> inspect.Parameter:
 
 
 def _option(name: str, kind: Any, typed: Typed) -> Any:
-    """How typer reads a field: a number within its bounds, a switch, or a text."""
+    """How typer reads a field: a number within its bounds, a switch that may be left alone, or a text."""
     flag, text = as_option(name), HELPS[name]
     if get_args(kind)[0] is bool:
         return Annotated[bool, typer.Option(flag, help=text)]
+    if get_args(kind)[0] == bool | None:
+        switch = typer.Option(f"{flag}/--no-{flag[2:]}", help=text, show_default=False)
+        return Annotated[bool | None, switch]
     if typed.metavar is not None:
         option = typer.Option(flag, metavar=typed.metavar, help=text, show_default=False)
         return Annotated[str | None, option]

@@ -147,9 +147,13 @@ def plan(
 
 def _asked(given: Mapping[str, Any], config: Path, card: "Card", step: Step) -> "StepQuestion":
     """The question as options ask it."""
+    from jdllm.models.spread import beside_bytes
+    from jdllm.models.whole_layers import keeps_whole_layers
     from jdllm.planning.answer import StepQuestion
+    from jdllm.planning.aot import device_of
     from jdllm.planning.budget import Budget
     from jdllm.planning.ladder import DEFAULT_ROWS
+    from jdllm.planning.plan import Workload
     from jdllm.planning.sharing import less
 
     memory, kv_pool = given["memory"], given["kv_pool"]
@@ -157,17 +161,20 @@ def _asked(given: Mapping[str, Any], config: Path, card: "Card", step: Step) -> 
     check_devices(given["devices"], given["host_memory"])
     if given["devices"] > 1:
         host = 0  # what is in host memory belongs to one card
-    read = given["hf_overrides"], given["dtype"], given["kernels"], given["devices"], given["quantization"]
-    workload = _workload(
-        config,
-        card.target,
-        *read,
+    read = given["hf_overrides"], given["dtype"], given["devices"], given["quantization"]
+    model, dtype = _model(config, *read)
+    workload = Workload(
+        model.on_card(),
+        dtype,
+        device_of(card.target, given["kernels"]),
         max_num_logits=given["max_num_logits"],
         mask_ratio=step.mask_ratio,
         cache_policy=step.cache_policy,
         retention=step.retention,
     )
     device = card.default_memory if memory is None else parse_bytes(memory, "--memory")
+    whole_layers = keeps_whole_layers(given["whole_layers"], model, dtype, device)
+    beside = beside_bytes(model, dtype, workload.device, whole_layers=whole_layers)
     budget = Budget(device, host=host if step.host_tiers else 0)
     rows = given["max_num_batched_tokens"]
     verifier = 0
@@ -179,7 +186,7 @@ def _asked(given: Mapping[str, Any], config: Path, card: "Card", step: Step) -> 
         "max_context": given["max_context"],
         "kv_pool": None if kv_pool is None else parse_bytes(kv_pool, "--kv-pool"),
     }
-    return StepQuestion(workload, card, less(budget, verifier), step.context, sizes, verifier)
+    return StepQuestion(workload, card, less(budget, verifier + beside), step.context, sizes, verifier)
 
 
 def _verifier_bytes(source: str, workload: "Workload", rows: int) -> int:
@@ -339,21 +346,16 @@ def _config_path(model: str) -> Path:
         ) from None
 
 
-def _workload(
+def _model(
     path: Path,
-    target: str,
     overrides: dict[str, Any] | None,
     dtype: str,
-    kernels: str,
     cards: int,
     quantization: "WeightForm | None",
-    **rest: Any,
-) -> "Workload":
-    """What is planned for: of several cards the part of each; `rest` are fields of `Workload` as they are."""
+) -> tuple["ModelConfig", str]:
+    """The model that is planned for, and the type of its weights."""
     from jdllm.models.hf_config import config_from_hf, read_config
     from jdllm.models.quantization import stored_form
-    from jdllm.planning.aot import device_of
-    from jdllm.planning.plan import Workload
 
     values = {**read_config(path), **(overrides or {})}
     config = config_from_hf(values)
@@ -361,8 +363,7 @@ def _workload(
     if config.mask_id is None:
         # Some families name it in the tokenizer. Memory does not depend on it, but compiling needs one.
         config = dataclasses.replace(config, mask_id=config.vocab_size - 1)
-    config = dataclasses.replace(config, cards=cards).quantised(quantization or stored_form(values))
-    return Workload(config.on_card(), dtype, device_of(target, kernels), **rest)
+    return dataclasses.replace(config, cards=cards).quantised(quantization or stored_form(values)), dtype
 
 
 def _dtype(path: Path, config: "ModelConfig", dtype: str) -> str:

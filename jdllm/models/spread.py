@@ -19,7 +19,8 @@ from jdllm.models.config import ModelConfig
 from jdllm.models.leaf import VocabularyPart
 from jdllm.models.sharding import shardings
 from jdllm.models.weights import Params, TensorSpec, layer_stacks, spec_tree
-from jdllm.models.whole_layers import WHOLE, WholeLayers
+from jdllm.models.whole_layers import WHOLE, WholeLayers, whole_layers_bytes
+from jdllm.pallas.device import Target
 from jdllm.pallas.exchange import addresses_of, described_addresses, memory_bytes
 
 _SPLIT = ("heads", "ffn")
@@ -138,6 +139,19 @@ def card_bytes(params: Params) -> int:
         for leaf in jax.tree.leaves(params)
     )
     return weights + (memory_bytes(len(params[ADDRESSES])) if ADDRESSES in params else 0)
+
+
+def beside_bytes(config: ModelConfig, dtype: str, device: Target, *, whole_layers: bool) -> int:
+    """Bytes that each card has beside its parts of the weights and of the pool, as `in_parts` makes them.
+
+    Arguments:
+    - `config`, `dtype`: the model, and the type of its weights.
+    - `device`: each card.
+    - `whole_layers`: whether each card has all layers too.
+    """
+    exchanges = config.cards > 1 and device.hopper and jnp.dtype(dtype).itemsize == 2
+    whole = whole_layers_bytes(config, dtype) if whole_layers else 0
+    return whole + (memory_bytes(config.cards) if exchanges else 0)
 
 
 def pool_config(config: ModelConfig) -> ModelConfig:

@@ -12,15 +12,20 @@ import jax
 from jax import lax
 from jaxtyping import Array
 
+from jdllm.byte_sizes import format_bytes
+from jdllm.errors import ConfigError
 from jdllm.models.cards import AXIS
 from jdllm.models.config import ModelConfig
-from jdllm.models.weights import Params
+from jdllm.models.weights import Params, layer_bytes
 
 WHOLE = "whole"
 """Beside the weights of cards that have whole layers too: these `WholeLayers`."""
 
 LEAST_ROWS = 512
 """Rows of a step from which on rows are dealt out: below, reading whole layers takes longer than sums do."""
+
+_PARTS = 4
+"""Whole layers are kept by default where memory is so many times as large."""
 
 
 @jax.tree_util.register_dataclass
@@ -45,3 +50,35 @@ class WholeLayers:
         """What this card takes of an array with a first axis of rows: as many as each other card."""
         size = len(x) // self.cards
         return lax.dynamic_slice_in_dim(x, lax.axis_index(AXIS) * size, size)
+
+
+def whole_layers_bytes(config: ModelConfig, dtype: str) -> int:
+    """Bytes of all layers of a model."""
+    whole = dataclasses.replace(config, cards=1)
+    return sum(layer_bytes(whole, dtype, layer) for layer in range(config.num_layers))
+
+
+def keeps_whole_layers(asked: bool | None, config: ModelConfig, dtype: str, memory: int | None) -> bool:
+    """Whether each card of a model has whole layers.
+
+    Arguments:
+    - `asked`: the option; `None` for those of a model that sees all tokens, where a quarter of the memory
+      holds them.
+    - `config`, `dtype`: the model, and the type of its weights.
+    - `memory`: bytes of each card that may be used; `None` for a CPU without a limit.
+
+    Raises `ConfigError` where they are asked for and have no room, or there is one card.
+    """
+    if asked and config.cards == 1:
+        raise ConfigError("whole_layers is for several cards, and devices is 1")
+    if asked is False or config.cards == 1:
+        return False
+    size = whole_layers_bytes(config, dtype)
+    if asked is None:
+        return memory is not None and not config.in_parts and _PARTS * size <= memory
+    if memory is not None and size > memory:
+        raise ConfigError(
+            f"whole_layers takes {format_bytes(size)} on each card, of which {format_bytes(memory)} may be"
+            " used: leave it out, or raise memory"
+        )
+    return True
