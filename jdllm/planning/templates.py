@@ -7,7 +7,7 @@ memory, and what a matrix product needs beside its result, follow what the compi
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -157,9 +157,14 @@ def _add_attention(graph: GraphTemplate, config: ModelConfig, kind: StepKind, la
     tiles = ceil_div(tile * (2 * 4 * config.num_heads), groups)
     graph.add_op(f"{layer} attention", [q, names["k"], names["v"]], {o: width}, residuals + tiles, owners=cut)
     graph.add_barrier(f"{layer} last group", [names["k"], names["v"], o])
-    # What several cards add is added to h behind the feed-forward layer.
-    added = dict.fromkeys(_added_apart(config, layer), rows * hidden)
-    graph.add_op(f"{layer} project o", [o, "h", names["attended"]], added, q_scratch, owners=cut)
+    inputs = [o, names["attended"]]
+    if config.cards == 1:
+        graph.add_op(f"{layer} project o", [*inputs, "h"], {}, q_scratch, owners=cut)
+        return
+    # The sum over cards is added to h behind the feed-forward layer.
+    graph.add_op(f"{layer} project o", inputs, {f"{layer} o of card": part * hidden}, q_scratch, owners=cut)
+    added = dict.fromkeys(_added_apart(config, layer), part * hidden)
+    graph.add_op(f"{layer} sum o", [f"{layer} o of card"], added, owners=cut)
 
 
 def add_feed_forward(
@@ -177,13 +182,19 @@ def add_feed_forward(
     of a device loop, whose buffers XLA places with a gap of a chunk of experts' inputs, and up to a workspace
     more where one kernel makes the gated product.
     """
-    x = f"{layer} x"
-    graph.add_op(f"{layer} norm", ["h"], {x: part * (config.hidden_size * kind.itemsize)}, owners=("ffn",))
-    moe, taken = config.moe, ["h", *added]
+    x, hidden = f"{layer} x", part * (config.hidden_size * kind.itemsize)
+    graph.add_op(f"{layer} norm", ["h"], {x: hidden}, owners=("ffn",))
+    moe, taken, of_card = config.moe, ["h", *added], dict[str, Size | int]()
+    if config.cards > 1:
+        taken, of_card = [], {f"{layer} down of card": hidden}
     if dense or moe is None:
         scratch = _scratch(config, kind, config.intermediate_size)
-        product = _add_gates(graph, layer, x, part * (config.intermediate_size * kind.itemsize), scratch)
-        graph.add_op(f"{layer} project down", [product, *taken], {}, scratch, owners=("ffn",))
+        # In a loop the sum over cards and the normed rows have one place, which the product cannot take.
+        gap = hidden * _cut(*_LAYER_COUNTS) if of_card and isinstance(part, Size) else 0
+        width = part * (config.intermediate_size * kind.itemsize)
+        product = _add_gates(graph, layer, x, width, scratch, gap)
+        graph.add_op(f"{layer} project down", [product, *taken], of_card, scratch, owners=("ffn",))
+        _add_sum(graph, layer, of_card, ["h", *added])
         return
     wide = part * (moe.top_k * config.hidden_size * kind.itemsize)
     inner = part * (moe.top_k * moe.expert_size * kind.itemsize)
@@ -198,8 +209,7 @@ def add_feed_forward(
     gap = f"{layer} gap"
     loop = _cut(*_LAYER_COUNTS) if isinstance(part, Size) else 0
     gates = _gates_in_kernel(moe, config.hidden_size, kind)
-    inputs = part * (config.hidden_size * kind.itemsize)
-    gap_bytes = (inputs + minimum(inputs, WORKSPACE * gates)) * loop
+    gap_bytes = (hidden + minimum(hidden, WORKSPACE * gates)) * loop
     graph.add_op(f"{layer} gather", [x, order], {by_expert: wide, gap: gap_bytes}, owners=("ffn",))
     if gates:
         graph.add_op(f"{layer} experts gate and up", [by_expert, gap], {up: inner}, owners=("ffn",))
@@ -211,9 +221,24 @@ def add_feed_forward(
     if shared:
         results.append(f"{layer} shared down")
         graph.add_op(
-            f"{layer} project shared down", shared, {results[-1]: inputs}, WORKSPACE, owners=("ffn",)
+            f"{layer} project shared down", shared, {results[-1]: hidden}, WORKSPACE, owners=("ffn",)
         )
-    graph.add_op(f"{layer} combine", [*results, *taken], owners=("ffn",))
+    graph.add_op(f"{layer} combine", [*results, *taken], of_card, owners=("ffn",))
+    _add_sum(graph, layer, of_card, ["h", *added])
+
+
+def _add_sum(
+    graph: GraphTemplate, layer: str, of_card: Mapping[str, Size | int], taken: Sequence[str]
+) -> None:
+    """Operators of the sum over cards behind a feed-forward layer: a sum is not made in place.
+
+    Arguments:
+    - `of_card`: what a card adds, by name; nothing for one card.
+    - `taken`: what the sum is added to.
+    """
+    for name, size in of_card.items():
+        graph.add_op(f"{layer} sum", [name], {f"{layer} sum of cards": size}, owners=("ffn",))
+        graph.add_op(f"{layer} add", [f"{layer} sum of cards", *taken], owners=("ffn",))
 
 
 def _added_apart(config: ModelConfig, layer: str) -> list[str]:
@@ -221,7 +246,14 @@ def _added_apart(config: ModelConfig, layer: str) -> list[str]:
     return [f"{layer} added"] if config.cards > 1 else []
 
 
-def _add_gates(graph: GraphTemplate, layer: str, x: str, width: Size | int, scratch: int = WORKSPACE) -> str:
+def _add_gates(
+    graph: GraphTemplate,
+    layer: str,
+    x: str,
+    width: Size | int,
+    scratch: int = WORKSPACE,
+    gap: Size | int = 0,
+) -> str:
     """Operators of a gated feed-forward layer before its last product. Returns the input of that.
 
     Arguments:
@@ -229,11 +261,12 @@ def _add_gates(graph: GraphTemplate, layer: str, x: str, width: Size | int, scra
     - `x`: the normed rows.
     - `width`: bytes of each product.
     - `scratch`: bytes that each needs beside.
+    - `gap`: bytes that XLA leaves between them.
     """
     gate, up, product = (f"{layer} {name}" for name in ("gate", "up", "product"))
     graph.add_op(f"{layer} project gate", [x], {gate: width}, scratch, owners=("ffn",))
     graph.add_op(f"{layer} project up", [x], {up: width}, scratch, owners=("ffn",))
-    graph.add_op(f"{layer} multiply", [gate, up], {product: width}, owners=("ffn",))
+    graph.add_op(f"{layer} multiply", [gate, up], {product: width}, gap, owners=("ffn",))
     return product
 
 

@@ -10,14 +10,17 @@ import numpy as np
 import pytest
 
 from benchmarks.shapes import SHAPES
+from benchmarks.steps.full import arguments
 from jdllm.decoding.cached import refresh, reuse
 from jdllm.decoding.sampling import SamplingParams
+from jdllm.decoding.step import denoise
 from jdllm.decoding.unseen import Unseen
 from jdllm.execution.paged.pool import PAGE_ROWS, KvArrays, pool_bytes, pool_shape
 from jdllm.models.cards import ADDRESSES
 from jdllm.models.config import ModelConfig
 from jdllm.models.spread import in_parts, pool_config, pool_sharding, weight_shardings
 from jdllm.models.weights import Params, abstract_params, param_bytes
+from jdllm.models.whole_layers import whole_layers_bytes
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.aot import compile_for, target_devices
 from jdllm.planning.plan import UNLIMITED, Bucket, Workload, plan_bucket
@@ -93,6 +96,33 @@ def test_each_card_has_its_part_of_a_refresh(cards: int):
     workload = Workload(config.on_card(), cache_policy="head_sparse")
     planned = plan_bucket(workload, bucket, UNLIMITED).activation.peak_bytes
     assert abs(planned - memory.temp_size_in_bytes) < 0.05 * memory.temp_size_in_bytes + 64 * MIB
+
+
+@pytest.mark.parametrize("cards", [2, 8])
+def test_cards_with_whole_layers_send_keys_and_values_of_a_full_step_only(cards: int):
+    """Four kernels join keys and values, of a turn of the loop and of the last layer, and two join hidden
+    rows. No sums are left but that of the embedding, and no more memory is needed than with parts."""
+    config, described, rows = dataclasses.replace(SHAPES["llada-8b"], cards=cards), "h200", 4096
+    at = weight_shardings(config, target_devices(described, cards))
+    params = abstract_params(config, "bfloat16")
+    params = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), params, at)
+    batch, static = arguments(config, rows)
+    batch = jax.tree.map(np.asarray, batch)
+    parts, whole = (
+        compile_for(
+            described, denoise, in_parts(params, config, whole_layers=kept), batch, np.int32(1), **static
+        )
+        for kept in (False, True)
+    )
+    assert len(re.findall(r"custom-call\(.*join_mosaic_gpu", whole.as_text() or "")) == 6
+    assert exchanges_of(whole) == 0
+    assert sums_of(whole) == 1
+    needed = [compiled.memory_analysis() for compiled in (parts, whole)]
+    assert needed[0] is not None
+    assert needed[1] is not None
+    assert needed[1].temp_size_in_bytes <= needed[0].temp_size_in_bytes
+    layers = whole_layers_bytes(config, "bfloat16")
+    assert layers < needed[1].argument_size_in_bytes < layers + param_bytes(config, "bfloat16") // cards
 
 
 def without_addresses(params: Params) -> Params:

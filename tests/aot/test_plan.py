@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from benchmarks.shapes import SHAPES
+from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import config_from_hf
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.aot import device_of
@@ -64,9 +65,16 @@ def planned(
     return workload, plan_memory(workload, context, budget, host_tiers=False)
 
 
-def check(workload: Workload, plan: MemoryPlan, target: str, layers: int = 2, beyond: int = 0) -> None:
+def check(
+    workload: Workload,
+    plan: MemoryPlan,
+    target: str,
+    layers: int = 2,
+    beyond: int = 0,
+    whole: ModelConfig | None = None,
+) -> None:
     assert plan.fits
-    compiled = compiler_temp_bytes(workload, plan, target, layers=layers)
+    compiled = compiler_temp_bytes(workload, plan, target, layers=layers, whole=whole)
     expected = plan.activation.peak_bytes
     print(f"{plan.context} {plan.chunks}: plan {expected / MIB:.1f} compiler {(compiled or 0) / MIB:.1f} MiB")
     assert compiled is not None
@@ -110,6 +118,17 @@ def test_plan_of_quantised_weights(shape: str, target: str, context: int, gib: f
 )
 def test_plan_of_kernels_in_triton(shape: str, target: str, context: int, mask_ratio: float, gib: float):
     check(*planned(shape, target, context, mask_ratio, gib, "triton"), target)
+
+
+@pytest.mark.parametrize(
+    ("shape", "cards", "context"),
+    [(LLADA, 2, 131072), (LLADA, 2, 0), (LLADA, 8, 0), (DREAM, 4, 0), (MOE, 2, 0)],
+)
+def test_plan_of_the_part_of_each_card(shape: str, cards: int, context: int):
+    whole = dataclasses.replace(SHAPES[shape], cards=cards)
+    workload, budget = Workload(whole.on_card(), device=device_of("h200", "auto")), Budget(24 * GIB)
+    context = context or max_context(workload, budget, host_tiers=False)
+    check(workload, plan_memory(workload, context, budget, host_tiers=False), "h200", whole=whole)
 
 
 @pytest.mark.parametrize("level", [Level.MOMENTS, Level.FILTERED])

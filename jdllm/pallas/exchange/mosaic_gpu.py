@@ -117,7 +117,7 @@ def _launched(
         grid=(blocks,),
         grid_names=("block",),
         compiler_params=COMPILER_PARAMS,
-        kernel_name="exchange",
+        kernel_name="exchange" if result.shape == part.shape else "join",
     )
     return kernel(part, addresses)
 

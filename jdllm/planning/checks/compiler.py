@@ -1,8 +1,8 @@
 """Plans held against the compiler: the memory that XLA allots to a step for a card that need not be there."""
 
 import dataclasses
-import functools
 
+import jax
 import numpy as np
 
 from jdllm.compiling.executables import temp_bytes
@@ -12,16 +12,22 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.step import denoise
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
-from jdllm.models.weights import abstract_params
+from jdllm.models.spread import in_parts, weight_shardings
+from jdllm.models.weights import Params, abstract_params
 from jdllm.pallas.device import preferring
-from jdllm.planning.aot import compile_for, has_compiler
+from jdllm.planning.aot import compile_for, has_compiler, target_devices
 from jdllm.planning.ladder import bucket_entry
 from jdllm.planning.plan import MemoryPlan, Workload
 from jdllm.planning.templates import LAYERS
 
 
 def compiler_temp_bytes(
-    workload: Workload, plan: MemoryPlan, target: str, *, layers: int = LAYERS
+    workload: Workload,
+    plan: MemoryPlan,
+    target: str,
+    *,
+    layers: int = LAYERS,
+    whole: ModelConfig | None = None,
 ) -> int | None:
     """Compile the planned step for a described card.
 
@@ -29,23 +35,36 @@ def compiler_temp_bytes(
     - `workload`, `plan`: what was planned.
     - `target`: the card, as `jdllm.planning.aot.target_sharding` names it.
     - `layers`: layers to compile; every layer reuses the memory of the one before.
+    - `whole`: the model whose part on each of several cards was planned; `None` for one card.
 
     Returns the bytes of its temporaries, the compiler's word for `plan.activation.peak_bytes`; `None` where
     there is no compiler for the target (`has_compiler`) or the step is not one executable (host tiers).
     """
     if plan.tiers is not None or not has_compiler():
         return None
-    config = dataclasses.replace(workload.config, num_layers=layers)
-    step = functools.partial(
-        denoise,
-        config=config,
-        mask_id=config.mask_id or 0,
-        chunks=plan.chunks,
-        level=workload.level,
-    )
-    params, batch = abstract_params(config, workload.dtype), _batch(config, plan)
+    config = dataclasses.replace(whole or workload.config, num_layers=layers)
+    params, batch = _placed(config, workload.dtype, target), _batch(config, plan)
     with preferring(workload.device.kernels):
-        return temp_bytes(compile_for(target, step, params, batch, np.int32(1)))
+        compiled = compile_for(
+            target,
+            denoise,
+            *(params, batch, np.int32(1)),
+            config=config,
+            mask_id=config.mask_id or 0,
+            chunks=plan.chunks,
+            level=workload.level,
+        )
+    return temp_bytes(compiled)
+
+
+def _placed(config: ModelConfig, dtype: str, target: str) -> Params:
+    """Shapes of the weights; those of several cards lie on so many described ones."""
+    params = abstract_params(config, dtype)
+    if config.cards == 1:
+        return params
+    at = weight_shardings(config, target_devices(target, config.cards))
+    placed = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), params, at)
+    return in_parts(placed, config)
 
 
 def _batch(config: ModelConfig, plan: MemoryPlan) -> Batch:
