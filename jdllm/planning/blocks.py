@@ -2,11 +2,11 @@
 
 from typing import NamedTuple
 
-from jdllm.execution.paged.pool import PAGE_ROWS, pool_bytes
+from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.planning.account import Account
 from jdllm.planning.ladder import prefill_chunk
 from jdllm.planning.plan import Workload
-from jdllm.planning.step_time import RATES, prefill_seconds, weights_read
+from jdllm.planning.step_time import RATES, evaluation_bytes, prefill_seconds
 
 
 class BlocksPlan(NamedTuple):
@@ -53,7 +53,7 @@ def plan_blocks(workload: Workload, account: Account, target: str, prompt: int |
     chunk = prefill_chunk(account.rows)
     parts = -(-tokens // chunk)
     overhead = 0 if account.budget is None else account.budget.overhead
-    read = weights_read(config, dtype, block) + pool_bytes(config, dtype, 1, PAGE_ROWS) * tokens / PAGE_ROWS
+    read = evaluation_bytes(config, dtype, block, tokens)
     return BlocksPlan(
         prompt=tokens,
         fits=0 < tokens <= longest,

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from jdllm.execution.offload.tiers import transfer_bytes
+from jdllm.execution.paged.pool import PAGE_ROWS, pool_bytes
 from jdllm.models.config import ModelConfig
 from jdllm.models.leaf import nbytes
 from jdllm.models.weights import abstract_params, param_bytes, tree_bytes
@@ -120,6 +121,27 @@ def weights_read(config: ModelConfig, dtype: str, rows: int) -> float:
         return total
     experts = sum(nbytes(leaf) for name, leaf in params["layers"].items() if name.startswith("experts_"))
     return total - experts * (1 - config.moe.top_k / config.moe.experts) ** rows
+
+
+def evaluation_bytes(config: ModelConfig, dtype: str, rows: int, stored: float) -> float:
+    """Bytes that an evaluation of so many rows reads, behind so many stored rows of all requests together."""
+    return weights_read(config, dtype, rows) + pool_bytes(config, dtype, 1, PAGE_ROWS) * stored / PAGE_ROWS
+
+
+def evaluation_seconds(
+    config: ModelConfig, dtype: str, rates: Rates, requests: int, rows: float, stored: int
+) -> float:
+    """Estimated seconds of an evaluation, the longer of the times of its products and of its bytes.
+
+    Arguments:
+    - `requests`: that it has.
+    - `rows`, `stored`: of each of them: rows that are evaluated, and stored ones that these see.
+    """
+    together = round(requests * rows)
+    flops = step_flops(config, together, together)
+    flops += 4.0 * config.num_layers * config.num_heads * config.head_dim * together * stored
+    rate = rates.flops_f32 if dtype == "float32" else rates.flops
+    return max(flops / rate, evaluation_bytes(config, dtype, together, requests * stored) / rates.bytes)
 
 
 def estimated(seconds: float, measured: bool) -> str:

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from benchmarks.shapes import CAUSAL_SHAPES, SHAPES
+from benchmarks.shapes import BLOCK_SHAPES, CAUSAL_SHAPES, SHAPES
 from jdllm.decoding.prefilling import PRESETS
 from jdllm.execution.offload.tiers import HostTiers
 from jdllm.pallas.device import HOPPER
@@ -15,7 +15,15 @@ from jdllm.planning.causal import CausalPlan, plan_causal
 from jdllm.planning.descriptions import described_targets
 from jdllm.planning.plan import Workload, plan_memory
 from jdllm.planning.prefilling import Question, plan_stages
-from jdllm.planning.step_time import RATES, format_seconds, step_time, weights_read
+from jdllm.planning.step_time import (
+    RATES,
+    Rates,
+    evaluation_bytes,
+    evaluation_seconds,
+    format_seconds,
+    step_time,
+    weights_read,
+)
 
 GIB = 2**30
 LLADA = Workload(SHAPES["llada-8b"])
@@ -126,3 +134,22 @@ def test_an_evaluation_reads_the_experts_that_some_row_chooses():
     one = 2 * config.num_layers * 3 * config.hidden_size * moe.expert_size
     unchosen = weights_read(config, "bfloat16", 10**6) - weights_read(config, "bfloat16", 2)
     assert unchosen == pytest.approx(one * (moe.experts - np.mean(chosen)), rel=0.01)
+
+
+@pytest.mark.parametrize(("requests", "rows", "stored"), [(1, 1, 0), (1, 2, 1000), (3, 1.5, 64), (32, 4, 9)])
+@pytest.mark.parametrize("slow", ["products", "memory"])
+def test_an_evaluation_of_several_requests(requests: int, rows: float, stored: int, slow: str):
+    """36 layers of 32 heads of 128 numbers, 8 of keys and values: the longer of two times counts."""
+    config, q, kv = BLOCK_SHAPES["sdar-8b"], 32 * 128, 8 * 128
+    together = round(requests * rows)
+    per_row = 36 * (2 * 4096 * q + 2 * 4096 * kv + 3 * 4096 * 12288) + 4096 * 151936
+    pairs = together * (together + 4) / 2 + together * stored
+    flops = 2 * (together * per_row + 36 * 2 * pairs * q)
+    read = weights_read(config, "bfloat16", together) + requests * stored * 2 * 36 * kv * 2
+    assert evaluation_bytes(config, "bfloat16", together, requests * stored) == pytest.approx(read)
+    rates = Rates(1.0, 0.5, 1e30, 1.0) if slow == "products" else Rates(1e30, 1e30, 1.0, 1.0)
+    seconds = evaluation_seconds(config, "bfloat16", rates, requests, rows, stored)
+    assert seconds == pytest.approx(flops if slow == "products" else read)
+    if slow == "products":
+        twice = evaluation_seconds(config, "float32", rates, requests, rows, stored)
+        assert twice == pytest.approx(2 * flops)
