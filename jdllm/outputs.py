@@ -36,6 +36,7 @@ class CompletionOutput:
       for a given token, and without a request.
     - `prefilling`: how the long context of a prompt was prepared, if the prompt had one.
     - `num_cached_tokens`: for a causal model: tokens of the prompt whose keys and values were stored already.
+    - `generation_mode`: how the request generated, where it left this to the engine ("auto").
     """
 
     index: int
@@ -50,6 +51,7 @@ class CompletionOutput:
     top_logprobs: list[dict[int, float] | None] | None = None
     prefilling: Prefilled | None = None
     num_cached_tokens: int | None = None
+    generation_mode: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain Python values, ready for JSON; the history as lists."""
@@ -74,7 +76,8 @@ class RequestOutput:
     - `prompt_token_ids`: the ids before denoising (for infilling the whole sequence with its masks).
     - `seed`: of its random draws; a fresh seed if the request had `None`.
     - `outputs`: its `n` samples. The first sample gives `text`, `token_ids`, `finish_reason`, `nfe`,
-      `timings`, `history`, `logprobs`, `committed_in`, `top_logprobs`, `prefilling` and `num_cached_tokens`.
+      `timings`, `history`, `logprobs`, `committed_in`, `top_logprobs`, `prefilling`, `num_cached_tokens` and
+      `generation_mode`.
     """
 
     prompt: str | None
@@ -128,6 +131,10 @@ class RequestOutput:
     def num_cached_tokens(self) -> int | None:
         return self.outputs[0].num_cached_tokens
 
+    @property
+    def generation_mode(self) -> str | None:
+        return self.outputs[0].generation_mode
+
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain Python values, ready for JSON."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -170,6 +177,7 @@ def _completion(index: int, request: Request, decode: Decode | None) -> Completi
         else None,
         prefilling=request.prefilled,
         num_cached_tokens=request.found,
+        generation_mode=None if request.way is None else request.way.name,
     )
 
 

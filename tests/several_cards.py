@@ -54,6 +54,7 @@ IN_BLOCKS: dict[str, dict[str, Any]] = {
     "dynamic": {"transfer": "dynamic", "threshold": 0.3},
     "filtered": {"temperature": 0.8, "seed": 3, "top_k": 20},
     "drafted": {"generation_mode": "self_speculation"},
+    "chosen": {"generation_mode": "auto"},
     "verified": {"transfer": "lossy_speculation", "verify_policy": "span", "verify_span": 2, "seed": 3},
 }
 

@@ -41,6 +41,7 @@ def test_equal_results_are_equal_whatever_time_they_took():
         {"logprobs": [-0.5, -0.5]},
         {"top_logprobs": [{2: -0.5}, {3: -0.5}]},
         {"committed_in": [0, 1]},
+        {"generation_mode": "autoregressive"},
     ],
 )
 def test_other_results_are_not(fields: dict[str, Any]):
@@ -77,6 +78,7 @@ def test_json():
         "top_logprobs": None,
         "prefilling": None,
         "num_cached_tokens": None,
+        "generation_mode": None,
     }
     expected = {"prompt": "a", "prompt_token_ids": [1], "seed": 2**64 - 1, "outputs": [sample]}
     assert json.loads(output().to_json()) == expected

@@ -108,7 +108,7 @@ def test_each_process_reads_its_own_parts(agreed: list[dict[str, Any]]):
         slow("llada", "uncached,dual,drawn", 1),
         slow("llada", "uncached,sparse", 2),
         slow("llama", "all", 1),
-        slow("sdar", "schedule,dynamic", 1),
+        slow("sdar", "schedule,dynamic,chosen", 1),
     ],
 )
 def test_tokens_are_those_of_one_process_with_one_card(family: str, cases: str, devices: int):

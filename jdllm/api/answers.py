@@ -211,6 +211,11 @@ def chat_logprobs(
     return {"content": content, "refusal": None}
 
 
+def way_of(output: CompletionOutput) -> dict[str, str]:
+    """How a request generated, where it left this to the engine."""
+    return {} if output.generation_mode is None else {"generation_mode": output.generation_mode}
+
+
 def prefilled(output: CompletionOutput, spec: RequestSpec, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """What came of preparing a long context, where there was one: beside the library's fields `passages`, the
     characters of the context that each selected chunk was cut from."""

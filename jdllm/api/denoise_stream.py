@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jdllm.api.answers import DONE, Pieces, event, infill_usage, prefilled, usage
+from jdllm.api.answers import DONE, Pieces, event, infill_usage, prefilled, usage, way_of
 from jdllm.api.errors import ApiError
 from jdllm.api.running import Running
 from jdllm.outputs import CompletionOutput
@@ -84,7 +84,7 @@ def _end(choice: int, sample: CompletionOutput, ended: Request, spec: RequestSpe
         "nfe": sample.nfe,
         "committed_in": [None if step < 0 else step for step in steps],
         "usage": _usage(sample, spec),
-    }
+    } | way_of(sample)
 
 
 def _usage(sample: CompletionOutput, spec: RequestSpec) -> dict[str, Any]:

@@ -6,7 +6,18 @@ from typing import Any, NamedTuple
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from jdllm.api.answers import DONE, EVENTS, Pieces, Tops, event, kept_alive, prompt_tokens, usage, usage_of
+from jdllm.api.answers import (
+    DONE,
+    EVENTS,
+    Pieces,
+    Tops,
+    event,
+    kept_alive,
+    prompt_tokens,
+    usage,
+    usage_of,
+    way_of,
+)
 from jdllm.api.denoise_stream import denoise_events
 from jdllm.api.errors import ApiError
 from jdllm.api.protocol import OpenAIFields, StreamOptions
@@ -81,7 +92,9 @@ async def answer(
     samples = [sample for output in outputs for sample in output.outputs]
     seeds = [output.seed for output in outputs]
     head = _head(running, model, shape.object)
-    choices = [shape.choice(i, sample) | {"nfe": sample.nfe} for i, sample in enumerate(samples)]
+    choices = [
+        shape.choice(i, sample) | {"nfe": sample.nfe} | way_of(sample) for i, sample in enumerate(samples)
+    ]
     return JSONResponse(head | {"choices": choices, "usage": usage_of(outputs), "seeds": seeds} | ignored)
 
 

@@ -1,5 +1,8 @@
 """Which sampling parameters a block model has a use for."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from jdllm.arrays import padded
 from jdllm.decoding.causal_sampling import (
     changed,
@@ -36,8 +39,8 @@ def check_blocks(sampling: SamplingParams) -> None:
     """Raise `RequestError` where a field that a block model has no use for is not at its default."""
     if sampling.generation_mode not in (None, "diffusion"):
         raise RequestError(
-            f"generation_mode is {sampling.generation_mode!r}, expected 'diffusion' or 'self_speculation':"
-            " a block model fills blocks"
+            f"generation_mode is {sampling.generation_mode!r}, expected 'diffusion', 'self_speculation' or"
+            " 'auto': a block model fills blocks"
         )
     check_unpenalised(sampling)
     for name, value, default in changed(sampling, _UNUSED):
@@ -69,6 +72,28 @@ def check_drafting(sampling: SamplingParams) -> None:
         )
     check_unpenalised(sampling)
     check_causal(sampling.changed(block_length=None, transfer="schedule"))
+
+
+def ways_of(sampling: SamplingParams, one_by_one: Mapping[str, Any]) -> dict[str, SamplingParams]:
+    """The parameters of each way that a request leaves open whose `generation_mode` is "auto", by its name.
+
+    Drafts fill all masks at once. Where the request has a `transfer` of its own, it accepts blocks that this
+    rule fills, too.
+
+    Arguments:
+    - `one_by_one`: what the model changes in a request for one token after another.
+
+    Raises `RequestError` where a field that a model which verifies its own drafts has no use for is not at
+    its default.
+    """
+    own = sampling.changed(generation_mode=None)
+    check_drafting(own)
+    drafting = own.changed(transfer="schedule")
+    ways = {
+        "autoregressive": drafting.changed(**one_by_one),
+        "self_speculation": drafting.changed(generation_mode="self_speculation"),
+    }
+    return ways if own.transfer == "schedule" else ways | {"diffusion": own}
 
 
 def check_editing(sampling: SamplingParams, config: ModelConfig) -> None:

@@ -29,7 +29,7 @@ Remasking = Literal["low_confidence", "random"]
 Transfer = Annotated[str, OneOf(functools.partial(rule_names, "transfer"))]
 DreamAlgorithm = Annotated[str, OneOf(functools.partial(rule_names, "alg"))]
 Cache = Annotated[str, OneOf(cache_names)]
-GenerationMode = Literal["autoregressive", "diffusion", "bidirectional", "self_speculation"]
+GenerationMode = Literal["autoregressive", "diffusion", "bidirectional", "self_speculation", "auto"]
 
 _OFFICIAL_TOP_K = 50
 
@@ -178,7 +178,9 @@ class SamplingParams:
       draft. `transfer` says which masks of a draft an evaluation fills, by default all. Of block models
       without a causal context (SDAR, LLaDA2.0, Fast-dLLM v2) the tokens are those of `block_length` 1. The
       published way to verify drafts of SDAR and LLaDA2.0 is the `transfer` "lossy_speculation", which has
-      other tokens.
+      other tokens. "auto" lets the engine choose by its load between one token after another and
+      "self_speculation", which does not change the tokens. With a `transfer` it may also choose "diffusion",
+      whose tokens are others.
 
     Causal models (Llama, Mistral, Qwen2, Qwen3), which generate one token after another
     - `repetition_penalty` (1.0): for causal models only: divides the positive logits of ids that occur in the

@@ -82,7 +82,7 @@ class Engine:
         self._lock = threading.RLock()
         self._arrivals: deque[Entry] = deque()
         self._aborts: deque[int] = deque()
-        self.entries = Entries(self._end, non_finite)
+        self.entries = Entries(self._end, non_finite, parts.ways)
         self._flight = Flight()
 
     @property
@@ -285,9 +285,8 @@ class Engine:
 
     def _submit(self, ahead: Mapping[int, Request], demands: Mapping[int, Demand]) -> list[Update]:
         """Submit parts, also of requests that go `ahead`; both arguments are as `_ahead` returns them."""
-        for request in self.scheduler.admit():
-            state = self.entries[request]
-            state.started = state.ready = time.perf_counter()
+        admitted, running = self.scheduler.admit(), len(self.scheduler.running)
+        for state in [self.entries.begin(request, running) for request in admitted]:
             if self._in_pool(state):
                 self.pool.admit(state)
         busy, ready = self._flight.ids, dict(demands)
@@ -362,6 +361,7 @@ class Engine:
             found = self._non_finite if isinstance(error, NonFiniteError) else lambda _: error
             return [self._end(request, found(request)) for request in left]
         done = self._flight.remove_first(len(steps.tokens) if isinstance(steps, Steps) else steps)
+        self.entries.learn(done, pending.requests)
         self.scheduler.charge(Part(done.kind, done.ids, done.steps), done.busy, woke=done.idle > 0)
         if self.observe is not None:
             self.observe(done)

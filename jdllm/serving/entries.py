@@ -3,7 +3,7 @@
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -12,7 +12,8 @@ from jdllm.decoding.encoded_trace import Steps
 from jdllm.errors import NonFiniteError
 from jdllm.serving.request import Request, of_committed
 from jdllm.serving.runner import Pending
-from jdllm.serving.updates import RequestState, StepUpdate, Update
+from jdllm.serving.updates import PartDone, RequestState, StepUpdate, Update
+from jdllm.serving.ways import Ways
 
 COUNTED = ("finished", "failed", "aborted", "rebuilt", "tokens")
 """What `Entries.counts` counts, as `Stats` names it."""
@@ -56,13 +57,15 @@ class Entries:
     Arguments:
     - `end`: ends a request, and takes it out of here.
     - `non_finite`: makes the error of a request whose values are infinite or not numbers.
+    - `ways`: chooses how requests generate that leave this to the engine.
 
     - `counts`: counts `tokens` that were committed, and requests by how they left.
     """
 
-    def __init__(self, end: End, non_finite: Callable[[Request], NonFiniteError]):
+    def __init__(self, end: End, non_finite: Callable[[Request], NonFiniteError], ways: Ways | None):
         self._end = end
         self._non_finite = non_finite
+        self._ways = ways
         self._entries: dict[int, Entry] = {}
         self._delivered: dict[int, int] = {}
         self._told: list[tuple[Entry, Update]] = []
@@ -86,6 +89,23 @@ class Entries:
         self._entries[entry.request.id] = entry
         self._delivered[entry.request.id] = 0
 
+    def begin(self, request: int, running: int) -> Request:
+        """Start a request that waited; returns it as it runs.
+
+        Arguments:
+        - `running`: how many requests run, this one included.
+        """
+        entry = self._entries[request]
+        state = entry.request if self._ways is None else self._ways.begun(entry.request, running)
+        self._entries[request] = entry._replace(request=state)
+        state.started = state.ready = time.perf_counter()
+        return state
+
+    def learn(self, done: PartDone, requests: Sequence[Request]) -> None:
+        """Take in how long a part of these requests took."""
+        if self._ways is not None:
+            self._ways.learn(done, requests)
+
     def remove(self, request: int, how: str) -> Request:
         """Take a request out.
 
@@ -95,6 +115,8 @@ class Entries:
         del self._delivered[request]
         self.counts[how] += 1
         entry = self._entries.pop(request)
+        if how == "finished" and self._ways is not None:
+            self._ways.end(entry.request)
         if how == "aborted":
             self._told = [told for told in self._told if told[0] is not entry]
         return entry.request

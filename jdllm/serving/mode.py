@@ -14,12 +14,14 @@ from jdllm.models.adapter import NO_DRAFTING, Drafting
 from jdllm.models.config import ModelConfig
 from jdllm.planning.ladder import Entry
 from jdllm.serving.adaptive.verifier import Verifier
+from jdllm.serving.auto_spec import AutoSpec
 from jdllm.serving.background import Background
 from jdllm.serving.demands import COMPANY_ROWS, Demand, Held, Kind, Life
 from jdllm.serving.launch import Compiled, Launcher
 from jdllm.serving.on_device import OnDevice
 from jdllm.serving.request import Request
 from jdllm.serving.spec import RequestSpec
+from jdllm.serving.ways import Ways
 
 Classes = Mapping[type[RequestSpec], type[Request]]
 
@@ -82,6 +84,9 @@ class CostsOf:
     by_spec: Mapping[type[RequestSpec], Costs]
 
     def life(self, spec: RequestSpec) -> Life:
+        if isinstance(spec, AutoSpec):
+            lives = [self.life(way.spec) for way in spec.ways]
+            return Life(max(life.rows for life in lives), max(life.pages for life in lives))
         return self.by_spec[type(spec)].life(spec)
 
     def demand(self, request: Request) -> Demand:
@@ -108,6 +113,7 @@ class EngineParts:
     - `whole_rows`: rows of whole sequences that share one part.
     - `held`: what stays on the device between two parts of a request, `None` where nothing does.
     - `set_aside`: takes this off the device until the next part; called in the thread of the parts.
+    - `ways`: chooses how requests generate that leave this to the engine; `None` where none do.
     """
 
     launchers: Mapping[Kind, Launcher]
@@ -126,6 +132,7 @@ class EngineParts:
     compiled_shared: Sequence[Compiled] = ()
     held: Callable[[], Held | None] = lambda: None
     set_aside: Callable[[], None] = lambda: None
+    ways: Ways | None = None
 
     def forget(self, request: int) -> None:
         """Give up everything that is held for a request."""

@@ -14,6 +14,7 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.schedule import StepTable, quotas
 from jdllm.decoding.transfer.quota import QUOTA
 from jdllm.prefilling.prefilled import Prefilled
+from jdllm.serving.auto_spec import Way
 from jdllm.serving.progress import Awaited, Progress
 from jdllm.serving.spec import Block, RequestSpec
 from jdllm.serving.stop_strings import StopStrings
@@ -36,6 +37,7 @@ class Request:
       many of them keys and values are stored; 0 for others, whose rows nobody can share.
     - `content`: what its rows depend on beside their tokens: rows are shared by requests that agree in it.
     - `found`: how many rows were stored already when it was admitted, `None` where rows cannot be shared.
+    - `way`: how it generates, where the engine has chosen this; `None` where the request says how.
     - `prefilled`: how its long context was prepared, `None` without one.
     - `prepared`: whether the steps of the current block may run.
     - `awaited`: of a copy that is one part ahead (`jdllm.serving.ahead`), the tokens that this part commits;
@@ -54,6 +56,7 @@ class Request:
     known = computed = 0
     content = b""
     found: int | None = None
+    way: Way | None = None
     prefilled: Prefilled | None = None
     prepared = True
     awaited: Awaited | None = None

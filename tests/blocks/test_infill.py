@@ -131,6 +131,7 @@ REFUSED: dict[str, tuple[list[int], dict[str, Any], str]] = {
     "block": ([1, 317], {"block_length": 24}, "block_length is 24, expected a divisor of 64"),
     "guidance": ([1, 317], {"cfg_scale": 1.0}, r"leave cfg_scale at 0\.0"),
     "drafts": ([1, 317], {"generation_mode": "self_speculation"}, "self-speculation generates, and fills"),
+    "any way": ([1, 317], {"generation_mode": "auto"}, "self-speculation generates, and fills"),
 }
 
 

@@ -77,7 +77,7 @@ def _check(sampling: SamplingParams) -> None:
     for name in _ENDS:
         if getattr(sampling, name):
             raise RequestError(f"a sequence to infill has no end to stop at: leave {name} out")
-    if sampling.generation_mode == "self_speculation":
+    if sampling.generation_mode in ("self_speculation", "auto"):
         raise RequestError("self-speculation generates, and fills nothing in: leave generation_mode out")
     check_no_lossy_speculation(sampling, "generates, and fills nothing in")
 

@@ -1,34 +1,45 @@
 """Generation by block models: block after block, of which each is denoised and then stored."""
 
+import functools
 from collections.abc import Sequence
 from types import MappingProxyType
 
 import numpy as np
 
 from jdllm.checkpoints.token_text import Decode
-from jdllm.decoding.block_sampling import check_blocks, check_drafting
+from jdllm.compiling.over_cards import over_processes
+from jdllm.decoding.block_sampling import check_blocks, check_drafting, ways_of
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import ConfigError
 from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.models.config import ModelConfig
+from jdllm.models.leaf import dtypes_of
+from jdllm.planning.card import DEFAULT_TARGET, visible_card
 from jdllm.planning.ladder import block_tile_rows, make_causal_ladder, make_ladder
 from jdllm.planning.plan import LONGEST
+from jdllm.planning.step_time import RATES, evaluation_seconds
+from jdllm.serving.auto_spec import AutoSpec, auto_spec
 from jdllm.serving.background import Background
 from jdllm.serving.blocks.infill import block_infill_spec
-from jdllm.serving.blocks.request import BlockRequest, BlockSpec, block_spec
+from jdllm.serving.blocks.request import BlockRequest, BlockSpec, block_length_of, block_spec
 from jdllm.serving.blocks.runner import BlockRunner
 from jdllm.serving.demands import Kind
 from jdllm.serving.fitting import check_on_device
 from jdllm.serving.mode import Classes, CostsOf, EngineParts, Extras
 from jdllm.serving.on_device import OnDevice
+from jdllm.serving.request import Request
 from jdllm.serving.spec import RequestSpec, checked_ids, mask_id_of, without_masks
 from jdllm.serving.speculation.lossy_request import LossyRequest, LossySpec, lossy_spec
 from jdllm.serving.speculation.lossy_runner import LossyRunner
+from jdllm.serving.speculation.packing import copies_of
 from jdllm.serving.speculation.prompts import PromptStore
 from jdllm.serving.speculation.request import SpeculativeRequest, SpeculativeSpec, as_causal, speculative_spec
 from jdllm.serving.speculation.runner import SpeculativeRunner
+from jdllm.serving.ways import Ways
 
-SPECULATION = "self_speculation"
+AUTO, SPECULATION = "auto", "self_speculation"
+
+_ONE_BY_ONE = {"block_length": 1}
 
 
 class Blocks:
@@ -36,15 +47,24 @@ class Blocks:
     step of the next one, or before that step where logits are shifted.
 
     Or tokens are those of blocks of one position, which are drafted in longer blocks and verified. Or a step
-    verifies what it drafts, and commits what that accepts.
+    verifies what it drafts, and commits what that accepts. A request may leave the choice between the first
+    two ways to the engine.
     """
 
     requests: Classes = MappingProxyType(
-        {BlockSpec: BlockRequest, SpeculativeSpec: SpeculativeRequest, LossySpec: LossyRequest}
+        {
+            BlockSpec: BlockRequest,
+            SpeculativeSpec: SpeculativeRequest,
+            LossySpec: LossyRequest,
+            AutoSpec: Request,
+        }
     )
 
     def check_sampling(self, sampling: SamplingParams) -> None:
-        if sampling.generation_mode == SPECULATION:
+        if sampling.generation_mode == AUTO:
+            for own in ways_of(sampling, _ONE_BY_ONE).values():
+                self.check_sampling(own)
+        elif sampling.generation_mode == SPECULATION:
             check_drafting(sampling.changed(generation_mode=None))
         else:
             check_blocks(sampling)
@@ -57,6 +77,10 @@ class Blocks:
         decode: Decode | None = None,
         bos_id: int | None = None,
     ) -> RequestSpec:
+        if sampling.generation_mode == AUTO:
+            ways = ways_of(sampling, _ONE_BY_ONE).items()
+            asked = {name: self.spec(prompt, own, config, decode) for name, own in ways}
+            return auto_spec(asked, block_length_of(sampling.block_length, config), copies_of(config))
         if sampling.generation_mode != SPECULATION:
             spec_of = lossy_spec if sampling.lossy_speculation else block_spec
             return spec_of(prompt, sampling, config, decode)
@@ -101,7 +125,21 @@ class Blocks:
             longest=LONGEST,
             beside_pool=0,
             whole_rows=account.rows,
+            ways=ways_on(model, self.requests),
         )
+
+
+def ways_on(model: OnDevice, classes: Classes) -> Ways:
+    """What chooses how requests generate that leave this to the engine.
+
+    Arguments:
+    - `classes`: the class of a request's state, for each class of what may be asked for.
+    """
+    card = visible_card()
+    rates = RATES[DEFAULT_TARGET if card is None else card.target]
+    dtype = dtypes_of(model.params).weights.name
+    estimate = functools.partial(evaluation_seconds, model.config, dtype, rates)
+    return Ways(classes, estimate, in_step=over_processes(model.params))
 
 
 def check_extras(extras: Extras) -> None:

@@ -7,13 +7,14 @@ from types import MappingProxyType
 import numpy as np
 
 from jdllm.checkpoints.token_text import Decode
-from jdllm.decoding.block_sampling import check_drafting
+from jdllm.decoding.block_sampling import check_drafting, ways_of
 from jdllm.decoding.causal_sampling import check_causal
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.errors import RequestError
 from jdllm.models.adapter import Drafting
 from jdllm.models.config import ModelConfig
 from jdllm.planning.ladder import make_causal_ladder, make_ladder
+from jdllm.serving.auto_spec import AutoSpec, auto_spec
 from jdllm.serving.background import Background
 from jdllm.serving.blocks.context_request import (
     ContextRequest,
@@ -26,10 +27,12 @@ from jdllm.serving.blocks.runner import BlockRunner
 from jdllm.serving.causal.request import CausalRequest, CausalSpec, causal_spec
 from jdllm.serving.demands import Kind
 from jdllm.serving.mode import Classes, CostsOf, EngineParts, Extras
-from jdllm.serving.modes.blocks import check_extras
+from jdllm.serving.modes.blocks import AUTO, check_extras, ways_on
 from jdllm.serving.modes.causal import Causal
 from jdllm.serving.on_device import OnDevice
+from jdllm.serving.request import Request
 from jdllm.serving.spec import RequestSpec, checked_ids, mask_id_of, without_masks
+from jdllm.serving.speculation.packing import copies_of
 from jdllm.serving.speculation.request import SpeculativeRequest, SpeculativeSpec, as_causal, speculative_spec
 from jdllm.serving.speculation.runner import SpeculativeRunner
 
@@ -40,16 +43,27 @@ _CHECKS = {
     "self_speculation": check_drafting,
 }
 
+_ONE_BY_ONE = {"generation_mode": "autoregressive", "block_length": None}
+
 
 class CausalContext:
     """One token after another, one block after another, or the first by drafts: all in one engine, with the
     same stored rows."""
 
     requests: Classes = MappingProxyType(
-        {CausalSpec: CausalRequest, ContextSpec: ContextRequest, SpeculativeSpec: SpeculativeRequest}
+        {
+            CausalSpec: CausalRequest,
+            ContextSpec: ContextRequest,
+            SpeculativeSpec: SpeculativeRequest,
+            AutoSpec: Request,
+        }
     )
 
     def check_sampling(self, sampling: SamplingParams) -> None:
+        if sampling.generation_mode == AUTO:
+            for own in ways_of(sampling, _ONE_BY_ONE).values():
+                self.check_sampling(own)
+            return
         _CHECKS[_mode_of(sampling)](_of_one_way(sampling))
 
     def spec(
@@ -60,12 +74,16 @@ class CausalContext:
         decode: Decode | None = None,
         bos_id: int | None = None,
     ) -> RequestSpec:
+        assert config.block_length is not None  # a block model has one
+        if sampling.generation_mode == AUTO:
+            ways = ways_of(sampling, _ONE_BY_ONE).items()
+            asked = {name: self.spec(prompt, own, config, decode, bos_id) for name, own in ways}
+            return auto_spec(asked, sampling.block_length or config.block_length, copies_of(config))
         mode, own = _mode_of(sampling), _of_one_way(sampling)
         if mode in ("diffusion", "bidirectional"):
             return context_spec(prompt, own, config, decode, bidirectional=mode == "bidirectional")
         if mode == "autoregressive":
             return causal_spec(prompt, own, as_causal(config), decode, bos_id)
-        assert config.block_length is not None  # a block model has one
         without_masks(checked_ids(prompt, config), own, mask_id_of(config))
         return speculative_spec(prompt, own, as_causal(config), config.block_length, decode, bos_id)
 
@@ -96,6 +114,7 @@ class CausalContext:
             head_rows=max(causal.head_rows, ladder.head_rows),
             tiles=ladder.tiles,
             reuse_rows=ladder.reuse[-1].rows,
+            ways=ways_on(model, self.requests),
         )
 
 
@@ -106,9 +125,11 @@ def _check(spec: RequestSpec, causal: EngineParts, drafting: Drafting, chunk: in
     - `causal`: of those that generate one token after another.
     - `chunk`: rows that a part stores at most.
     """
+    for way in spec.ways if isinstance(spec, AutoSpec) else ():
+        _check(way.spec, causal, drafting, chunk)
     if isinstance(spec, ContextSpec):
         check_at_once(spec, chunk)
-    if not isinstance(spec, SpeculativeSpec):
+    if not isinstance(spec, (AutoSpec, SpeculativeSpec)):
         causal.check(spec)
     elif drafting.adapter is None and not drafting.plain:
         raise RequestError(
