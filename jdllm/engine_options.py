@@ -32,7 +32,7 @@ else:
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KERNELS = ("auto", "triton", "xla")
-QUANTIZATIONS = ("int8",)
+QUANTIZATIONS = ("int8", "int4")
 
 
 class Typed(NamedTuple):
@@ -105,12 +105,12 @@ class EngineOptions:
       `rope_scaling` for longer contexts. A mapping such as `{"eos_token_id": 7}`.
     - `adapter` (`None`: none): the directory of a LoRA adapter in the format of PEFT. The adapter is merged
       into the weights as they are read, so steps are as fast as without.
-    - `quantization` (`None`: none): keep the matrices of layers in 8 bits (int8), with a scale for each row.
-      They are rounded while they are loaded, or come from a checkpoint that has them so already
-      (`jdllm convert --quantize int8`), which needs no option. Embedding, head, norms and biases keep
-      `dtype`, and products are computed in `dtype`. Steps of up to 64 rows on Hopper cards read half of
-      the bytes; other steps widen a matrix first. For models without experts, on one device, without layers
-      in host memory.
+    - `quantization` (`None`: none): keep the matrices of layers in 8 bits (int8), with a scale for each row,
+      or in 4 bits (int4), with a scale for each 128 inputs of a row. They are rounded while they are loaded,
+      or come from a checkpoint that has them so already (`jdllm convert --quantize int8`), which needs no
+      option. Embedding, head, norms and biases keep `dtype`, and products are computed in `dtype`. Steps of
+      up to 64 rows on Hopper cards read the few bits alone; other steps widen a matrix first. For models
+      without experts, on one device, without layers in host memory.
     - `load_weights` (True): read the weights of checkpoints. False leaves the weights zero, which is enough
       for warming up executables that another process then finds in `cache_dir`.
 

@@ -1,5 +1,7 @@
 """The primitives of the transformer."""
 
+import dataclasses
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
@@ -24,7 +26,7 @@ def linear(
     if isinstance(weight, Quantised):
         # Widening waits for the rows: else all matrices of a layer would be wide at once.
         scales, x = lax.optimization_barrier((weight.scales, x))
-        weight = Quantised(weight.values, scales).dequantised(x.dtype)
+        weight = dataclasses.replace(weight, scales=scales).dequantised(x.dtype)
     y = lax.dot_general(x, weight, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
     # A product that adds the bias itself cannot read a layer's weights in their stack: XLA would copy them.
     return y if bias is None else lax.optimization_barrier(y) + bias

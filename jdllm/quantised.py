@@ -1,20 +1,30 @@
-"""A matrix that is kept in few bits on the device."""
+"""Matrices that are kept in few bits on the device."""
 
 import dataclasses
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int8
+from jax import lax
+from jaxtyping import Array, Float, Float32, Int, Int8, UInt8
 
-WeightForm = Literal["int8"]
+WeightForm = Literal["int8", "int4"]
 """Bits of a number, and its kind."""
+
+GROUP = 128
+"""Inputs that share a scale in 4 bits. The last group of a row may have fewer."""
+
+FACTORS = tuple(step / 20 for step in range(14, 24))
+"""By which the largest number of a group is multiplied before it becomes -8, of which `rounded_in_groups`
+takes the best: 0.7 to 1.15."""
+
+_PARTS = 512  # of a step, in which `rounded_in_groups` counts errors: a group's sum fits 32 bits
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Quantised:
-    """A matrix, or matrices of many layers: row `o` is `values[o] * scales[o]`.
+    """A matrix in 8 bits, or matrices of many layers: row `o` is `values[o] * scales[o]`.
 
     - `values`: one row for each output, whose inputs are in the order of `out_of_order`.
     - `scales`: of each row.
@@ -22,6 +32,9 @@ class Quantised:
 
     values: Int8[Array, "*stack outputs inputs"]
     scales: Float32[Array, "*stack outputs"]
+
+    bits: ClassVar[int] = 8
+    """Of a number."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -34,13 +47,68 @@ class Quantised:
     @classmethod
     def of(cls, matrix: Float[Array, "*stack outputs inputs"]) -> "Quantised":
         """A matrix that is `rounded`."""
-        values, scales = rounded(matrix)
+        return cls.of_rounded(*rounded(matrix))
+
+    @classmethod
+    def of_rounded(
+        cls, values: Int8[Array, "*stack outputs inputs"], scales: Float32[Array, "*stack outputs"]
+    ) -> "Quantised":
+        """A matrix of the results of `rounded`."""
         return cls(out_of_order(values), scales)
+
+    def some_outputs(self, start: Int[Array, ""] | int, size: int) -> "Quantised":
+        """`size` neighbouring rows, from `start` on."""
+        values = lax.dynamic_slice_in_dim(self.values, start, size, axis=-2)
+        scales = lax.dynamic_slice_in_dim(self.scales, start, size, axis=-1)
+        return dataclasses.replace(self, values=values, scales=scales)
 
     def dequantised(self, dtype: jnp.dtype) -> Float[Array, "*stack outputs inputs"]:
         """The matrix in a type that XLA's products take."""
         values = in_order(self.values).astype(jnp.float32)
         return (values * self.scales[..., None]).astype(dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Grouped(Quantised):
+    """A matrix in 4 bits, or matrices of many layers, with a scale for each 128 inputs of a row.
+
+    - `values`: one row for each output, `packed`.
+    - `scales`: of each group of inputs, those of all rows side by side, so that a kernel copies the scales of
+      neighbouring rows at once.
+    """
+
+    values: UInt8[Array, "*stack outputs half_inputs"]
+    scales: Float32[Array, "*stack groups outputs"]
+
+    bits: ClassVar[int] = 4
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *stack, half = self.values.shape
+        return *stack, 2 * half
+
+    @classmethod
+    def of(cls, matrix: Float[Array, "*stack outputs inputs"]) -> "Grouped":
+        """A matrix that is `rounded_in_groups`, of an even number of inputs."""
+        return cls.of_rounded(*rounded_in_groups(matrix))
+
+    @classmethod
+    def of_rounded(
+        cls, values: Int8[Array, "*stack outputs inputs"], scales: Float32[Array, "*stack outputs groups"]
+    ) -> "Grouped":
+        """A matrix of the results of `rounded_in_groups`."""
+        return cls(packed(values), jnp.swapaxes(scales, -1, -2))
+
+    def dequantised(self, dtype: jnp.dtype) -> Float[Array, "*stack outputs inputs"]:
+        """The matrix in a type that XLA's products take."""
+        values = unpacked(self.values).astype(jnp.float32)
+        scales = jnp.repeat(jnp.swapaxes(self.scales, -1, -2), GROUP, axis=-1)
+        return (values * scales[..., : values.shape[-1]]).astype(dtype)
+
+
+KINDS: dict[WeightForm, type[Quantised]] = {"int8": Quantised, "int4": Grouped}
+"""The leaf of each form."""
 
 
 def rounded(
@@ -54,6 +122,71 @@ def rounded(
     scales = jnp.max(jnp.abs(matrix), axis=-1) / 127
     values = jnp.round(matrix / jnp.where(scales > 0, scales, 1)[..., None])
     return values.astype(jnp.int8), scales
+
+
+def rounded_in_groups(
+    matrix: Float[Array, "*stack outputs inputs"],
+) -> tuple[Int8[Array, "*stack outputs inputs"], Float32[Array, "*stack outputs groups"]]:
+    """Numbers of 4 bits, -8 to 7, whose inputs are in order, and the scales of each row's groups.
+
+    They are rounded to nearest. The number of a group that is furthest from zero, times one of `FACTORS`,
+    becomes -8: so a scale may be negative. The factor is the one with the least sum of squared errors, the
+    smallest one of several. Errors are counted in whole parts of a step, so that the order of a sum does not
+    matter, and the same matrix gives the same numbers in pieces of any size.
+    """
+    *stack, inputs = matrix.shape
+    groups = -(-inputs // GROUP)
+    whole = jnp.pad(matrix, [(0, 0)] * len(stack) + [(0, groups * GROUP - inputs)])
+    whole = whole.reshape(*stack, groups, GROUP)
+    least, most = (f(whole, axis=-1).astype(jnp.float32) for f in (jnp.min, jnp.max))
+    furthest = jnp.where(most > -least, most, least)
+
+    def steps(factor: Array) -> tuple[Array, Array, Array]:
+        """All numbers in steps, rounded and not, and the size of a step in each group."""
+        scales = furthest * (factor / -8)
+        exact = whole.astype(jnp.float32) / jnp.where(scales == 0, 1, scales)[..., None]
+        return jnp.clip(jnp.round(exact), -8, 7), exact, scales
+
+    def compare(best: tuple[Array, Array], factor: Array) -> tuple[tuple[Array, Array], None]:
+        nearest, exact, _ = steps(factor)
+        parts = jnp.round((exact - nearest) * _PARTS).astype(jnp.int32)
+        cost = jnp.sum(parts * parts, axis=-1).astype(jnp.float32) * (factor * factor)
+        better = cost < best[0]
+        return (jnp.where(better, cost, best[0]), jnp.where(better, factor, best[1])), None
+
+    none = jnp.full(furthest.shape, jnp.inf, jnp.float32)
+    (_, factors), _ = lax.scan(compare, (none, none), jnp.asarray(FACTORS, jnp.float32))
+    values, _, scales = steps(factors)
+    return values.astype(jnp.int8).reshape(*stack, groups * GROUP)[..., :inputs], scales
+
+
+def packed(values: Int8[Array, "*stack inputs"]) -> UInt8[Array, "*stack half_inputs"]:
+    """Numbers of 4 bits, two to a byte, in the order in which kernels load them (`jdllm.pallas.widening`).
+
+    Four bytes are a word of eight numbers. Its number `i` and its number `i + 4` are neighbours among the
+    inputs, and each thirty-two inputs are four words. The first word has the inputs 0, 8, 16, 24, 1, 9, 17
+    and 25, the next word those that are two higher, and so on. Inputs that are no multiple of 32 stay in
+    order: no kernel takes them.
+    """
+    return paired(_permuted(values, (2, 3, 4, 0, 1)))
+
+
+def unpacked(values: UInt8[Array, "*stack half_inputs"]) -> Int8[Array, "*stack inputs"]:
+    """Undo `packed`."""
+    return _permuted(unpaired(values), (3, 4, 0, 1, 2))
+
+
+def paired(values: Int8[Array, "*stack numbers"]) -> UInt8[Array, "*stack half_numbers"]:
+    """Numbers of 4 bits plus 8, two neighbours to a byte, the first one in the lower bits."""
+    first, second = (values[..., begin::2].astype(jnp.uint8) + 8 for begin in range(2))
+    return first | (second << 4)
+
+
+def unpaired(values: UInt8[Array, "*stack half_numbers"]) -> Int8[Array, "*stack numbers"]:
+    """Undo `paired`."""
+    *stack, half = values.shape
+    both = (values[..., None] >> jnp.asarray([0, 4], jnp.uint8)) & 15
+    return both.astype(jnp.int8).reshape(*stack, 2 * half) - 8
 
 
 def out_of_order(values: Int8[Array, "*stack inputs"]) -> Int8[Array, "*stack inputs"]:
@@ -71,10 +204,10 @@ def in_order(values: Int8[Array, "*stack inputs"]) -> Int8[Array, "*stack inputs
 
 
 def _permuted(values: Int8[Array, "*stack inputs"], bits: tuple[int, ...]) -> Int8[Array, "*stack inputs"]:
-    """Permute the bits of a place among sixteen, the highest first."""
+    """Permute the bits of a place among sixteen, or as many as these bits count, the highest first."""
     *stack, inputs = values.shape
-    if inputs % 16:
+    if inputs % 2 ** len(bits):
         return values
     before = len(stack) + 1
-    by_bits = values.reshape(*stack, inputs // 16, 2, 2, 2, 2)
+    by_bits = values.reshape(*stack, inputs // 2 ** len(bits), *(2 for _ in bits))
     return by_bits.transpose(*range(before), *(before + bit for bit in bits)).reshape(values.shape)

@@ -20,8 +20,9 @@ from jdllm.execution.module import Transformer
 from jdllm.llm import LLM
 from jdllm.models.hf_config import config_from_hf
 from jdllm.models.weights import is_spec, param_bytes, spec_tree, tree_bytes
-from jdllm.quantised import Quantised
-from tests.helpers import GOLDENS
+from jdllm.quantised import Quantised, WeightForm
+from tests.helpers import GOLDENS, slow
+from tests.rounding import rounded_to_4_bits, rounded_to_8_bits
 
 SMALL: dict[str, Any] = {
     "dtype": "float32",
@@ -39,24 +40,19 @@ MODELS = {
 }
 
 
-def rounded(matrix: np.ndarray) -> np.ndarray:
-    """What a matrix of 8 bits stands for: of each row the largest number is 127 steps."""
-    steps = np.abs(matrix).max(axis=1, keepdims=True) / np.float32(127)
-    return np.rint(matrix / steps) * steps
+ROUNDED = {"int8": rounded_to_8_bits, "int4": rounded_to_4_bits}
 
 
-@pytest.fixture(params=["llada", *(pytest.param(name, marks=pytest.mark.slow) for name in list(MODELS)[1:])])
-def rounded_model(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path, SamplingParams]:
-    """A checkpoint, the same with rounded matrices in layers, and how to generate."""
-    source = GOLDENS / request.param
+def with_rounded_matrices(source: Path, tmp_path: Path, form: WeightForm) -> Path:
+    """The same checkpoint with rounded matrices in layers."""
     target = shutil.copytree(source, tmp_path / "rounded", copy_function=shutil.copyfile)
     file = target / "model.safetensors"
     tensors = load_file(file)
     in_layers = {
         name for name, x in tensors.items() if x.ndim == 2 and re.search(r"\.(layers|blocks)\.", name)
     }
-    save_file({name: rounded(x) if name in in_layers else x for name, x in tensors.items()}, file)
-    return source, target, SamplingParams(**MODELS[request.param])
+    save_file({name: ROUNDED[form](x) if name in in_layers else x for name, x in tensors.items()}, file)
+    return target
 
 
 def tokens_of(model: Any, sampling: SamplingParams, **options: Any) -> list[list[int]]:
@@ -64,33 +60,39 @@ def tokens_of(model: Any, sampling: SamplingParams, **options: Any) -> list[list
         return [list(out.token_ids) for out in llm.generate(prompt_token_ids=PROMPTS, sampling=sampling)]
 
 
-def test_tokens_are_those_of_the_rounded_model(rounded_model: tuple[Path, Path, SamplingParams]):
-    source, target, sampling = rounded_model
-    kept = tokens_of(source, sampling, quantization="int8")
-    assert kept == tokens_of(target, sampling)
+@pytest.mark.parametrize("form", ROUNDED)
+@pytest.mark.parametrize("name", ["llada", *map(slow, list(MODELS)[1:])])
+def test_tokens_are_those_of_the_rounded_model(name: str, form: WeightForm, tmp_path: Path):
+    source, sampling = GOLDENS / name, SamplingParams(**MODELS[name])
+    kept = tokens_of(source, sampling, quantization=form)
+    assert kept == tokens_of(with_rounded_matrices(source, tmp_path, form), sampling)
 
 
-def test_a_transformer_is_quantised_like_its_checkpoint():
+@pytest.mark.parametrize("form", ROUNDED)
+def test_a_transformer_is_quantised_like_its_checkpoint(form: WeightForm):
     sampling = SamplingParams(max_tokens=12)
     module = Transformer.from_pretrained(LLAMA, dtype="float32")
     options = {name: value for name, value in SMALL.items() if name != "dtype"}
-    with LLM(module, **options, quantization="int8") as llm:
+    with LLM(module, **options, quantization=form) as llm:
         found = [list(out.token_ids) for out in llm.generate(prompt_token_ids=PROMPTS, sampling=sampling)]
-    assert found == tokens_of(LLAMA, sampling, quantization="int8")
+    assert found == tokens_of(LLAMA, sampling, quantization=form)
 
 
+@pytest.mark.parametrize("form", ROUNDED)
 @pytest.mark.parametrize("piece_bytes", [1 << 12, 1 << 20])
-def test_matrices_are_rounded_as_they_are_loaded(piece_bytes: int, monkeypatch: pytest.MonkeyPatch):
+def test_matrices_are_rounded_as_they_are_loaded(
+    piece_bytes: int, form: WeightForm, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(loading, "PIECE_BYTES", piece_bytes)
     plain = config_from_hf(LLAMA)
-    config = dataclasses.replace(plain, quantization="int8")
+    config = dataclasses.replace(plain, quantization=form)
     params, kept = load_params(LLAMA, plain, "float32"), load_params(LLAMA, config, "bfloat16")
     assert tree_bytes(kept) == param_bytes(config, "bfloat16") < param_bytes(plain, "bfloat16")
 
     def check(spec: Any, weight: jax.Array, found: Any) -> None:
-        assert isinstance(found, Quantised) == (spec.quantised and weight.ndim == 3)
+        assert isinstance(found, Quantised) == (spec.quantised is not None and weight.ndim == 3)
         if isinstance(found, Quantised):
-            exact = np.stack([rounded(layer) for layer in np.asarray(weight)])
+            exact = np.stack([ROUNDED[form](layer) for layer in np.asarray(weight)])
             np.testing.assert_allclose(found.dequantised(jnp.dtype("float32")), exact, rtol=1e-6, atol=1e-7)
         else:
             assert found.dtype == jnp.bfloat16
@@ -107,6 +109,12 @@ class TestRefusals:
         config = dataclasses.replace(config_from_hf(LLAMA), cards=2)
         with pytest.raises(ConfigError, match="which is for one device, and devices is 2"):
             config.quantised("int8")
+
+    def test_an_odd_number_of_inputs(self):
+        config = dataclasses.replace(config_from_hf(LLAMA), intermediate_size=161)
+        assert config.quantised("int8").quantization == "int8"
+        with pytest.raises(ConfigError, match="for even numbers of inputs, and intermediate_size is 161"):
+            config.quantised("int4")
 
     def test_another_form(self):
         with pytest.raises(ConfigError, match="quantization"):

@@ -172,7 +172,7 @@ def measure(
     for name, product in products_of(SHAPES[shape]).items():
         x, stacks = draw(product, rows)
         if quantization is not None:
-            stacks = tuple(quantise(stack) for stack in stacks)
+            stacks = tuple(quantise(stack, quantization) for stack in stacks)
         moved = product.bytes_moved(rows, stacks)
         cuts: list[tuple[str, Tiles | None]] = [(implementation, None) for implementation in implementations]
         if sweep:

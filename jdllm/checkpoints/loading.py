@@ -32,7 +32,7 @@ from jdllm.models.hf_config import read_config
 from jdllm.models.quantization import quantization_of, stored_form
 from jdllm.models.registry import FAMILIES
 from jdllm.models.weights import Params, TensorSpec, Tree, is_spec, layer_specs, spec_tree
-from jdllm.quantised import Quantised, out_of_order
+from jdllm.quantised import KINDS, Quantised, WeightForm
 
 PIECE_BYTES = 8 << 20
 """Bytes that are read from a file at a time, or one row."""
@@ -324,7 +324,7 @@ def _load_leaf(
     advance: Callable[[int], None],
 ) -> jax.Array | Quantised:
     if spec.quantised:
-        return _load_quantised(spec, index, advance)
+        return _load_quantised(spec, spec.quantised, index, advance)
     shards = allocate(spec, dtype, sharding)
     for name, place in spec.sources():
         stored = _own_rows(spec, index[name])
@@ -341,7 +341,9 @@ def _load_leaf(
     return jax.make_array_from_single_device_arrays(spec.shape, sharding, buffers)
 
 
-def _load_quantised(spec: TensorSpec, index: Index, advance: Callable[[int], None]) -> Quantised:
+def _load_quantised(
+    spec: TensorSpec, form: WeightForm, index: Index, advance: Callable[[int], None]
+) -> Quantised:
     """A leaf of matrices of few bits, on the default device, which rounds them as they come: whole rows.
     Numbers that are stored so already keep their values."""
     kept = spec.zeros("float32")
@@ -355,19 +357,22 @@ def _load_quantised(spec: TensorSpec, index: Index, advance: Callable[[int], Non
                 scales = scales.reshape((1,) * len(place) + scales.shape)
             jax.block_until_ready(kept)
             block = piece.reshape((1,) * len(place) + piece.shape)
-            kept = _write_quantised(kept, block, scales, np.array((*place, *at), np.int32))
+            kept = _write_quantised(kept, form, block, scales, np.array((*place, at[0]), np.int32))
         advance(stored.bytes)
     return jax.block_until_ready(kept)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
+@functools.partial(jax.jit, donate_argnums=0, static_argnames="form")
 def _write_quantised(
-    kept: Quantised, block: jax.Array, scales: jax.Array | None, start: jax.Array
+    kept: Quantised, form: WeightForm, block: jax.Array, scales: jax.Array | None, start: jax.Array
 ) -> Quantised:
-    part = Quantised.of(block) if scales is None else Quantised(out_of_order(block), scales)
-    return jax.tree.map(
-        lambda whole, own: lax.dynamic_update_slice(whole, own, list(start[: whole.ndim])), kept, part
-    )
+    """Write rows: those of `start`, which is the place of a matrix and the first of its rows."""
+    kind = KINDS[form]
+    part = kind.of(block) if scales is None else kind.of_rounded(block, scales)
+    *place, row = start
+    values = lax.dynamic_update_slice(kept.values, part.values, [*place, row, 0])
+    groups = [0] * (kept.scales.ndim - len(start))
+    return kind(values, lax.dynamic_update_slice(kept.scales, part.scales, [*place, *groups, row]))
 
 
 def _read_pieces(stored: StoredTensor, part: Sequence[range]) -> Iterator[tuple[list[int], np.ndarray]]:

@@ -145,12 +145,18 @@ class ModelConfig:
     def quantised(self, form: WeightForm | None) -> "ModelConfig":
         """The model with the matrices of its layers in this form.
 
-        Raises `ConfigError` for a model with experts and for several cards.
+        Raises `ConfigError` for a model with experts, for several cards, and for an odd number of inputs in
+        4 bits.
         """
+        inputs = {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
+        inputs["num_heads * head_dim"] = self.num_heads * self.head_dim
+        odd = [f"{name} is {size}" for name, size in inputs.items() if size % 2]
         if form is not None and self.moe is not None:
             reason = f"models without experts, and a layer of this one has {self.moe.experts}"
         elif form is not None and self.cards > 1:
             reason = f"one device, and devices is {self.cards}"
+        elif form == "int4" and odd:
+            reason = f"even numbers of inputs, and {odd[0]}"
         else:
             return dataclasses.replace(self, quantization=form)
         raise ConfigError(f"quantization is {form!r}, which is for {reason}")

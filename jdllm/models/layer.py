@@ -18,7 +18,7 @@ from jdllm.models.adapter import DOWN, UP
 from jdllm.models.block import Hidden, Rows
 from jdllm.models.cards import ADDRESSES, joined_rows, summed
 from jdllm.models.config import ModelConfig
-from jdllm.models.leaf import matmul
+from jdllm.models.leaf import matmul, some_outputs
 from jdllm.models.moe import GroupedMatmulFn, moe_ffn
 from jdllm.models.rotary import Rotation
 from jdllm.pallas.grouped_matmul import grouped_matmul
@@ -149,9 +149,8 @@ class Layer:
         weight, bias = self.weights[name], self.weights.get(f"{name}_bias")
         if group.count > 1:
             start, size = group.index * heads * self.config.head_dim, heads * self.config.head_dim
-            weight, bias = jax.tree.map(
-                lambda leaf: lax.dynamic_slice_in_dim(leaf, start, size), (weight, bias)
-            )
+            weight = some_outputs(weight, start, size)
+            bias = None if bias is None else lax.dynamic_slice_in_dim(bias, start, size)
         return self._by_heads(name, matmul(x, weight, bias))
 
     def _by_heads(self, name: str, y: Float[Array, "rows outputs"]) -> Heads:

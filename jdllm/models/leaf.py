@@ -69,6 +69,15 @@ def matmul(
     return linear(x, weight, bias)
 
 
+def some_outputs(
+    weight: Float[Array, "o i"] | Quantised, start: Int[Array, ""] | int, size: int
+) -> Float[Array, "size i"] | Quantised:
+    """`size` neighbouring outputs of a weight, from `start` on."""
+    if isinstance(weight, Quantised):
+        return weight.some_outputs(start, size)
+    return lax.dynamic_slice_in_dim(weight, start, size)
+
+
 def logits(x: Float[Array, "rows d"], weight: Float[Array, "o d"] | VocabularyPart) -> Float[Array, "rows o"]:
     """Products of rows with a weight in f32, for the head and for routers."""
     if isinstance(weight, VocabularyPart):

@@ -8,6 +8,7 @@ product reads them in this order, and would copy a transposed view of all expert
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -16,11 +17,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 from jdllm.models.config import ModelConfig
 from jdllm.models.leaf import nbytes
 from jdllm.models.registry import FAMILIES
-from jdllm.quantised import Quantised
+from jdllm.quantised import KINDS, Quantised, WeightForm
 
 type Tree[T] = dict[str, T | dict[str, T]]
 Params = dict[str, Any]
@@ -41,7 +43,7 @@ class TensorSpec:
     - `transposed`: the source is a matrix in the other order.
     - `first_row`, `source_rows`: a leaf stacked over layers has the rows from `first_row` on of tensors
       with so many rows; `None` where it has all of them.
-    - `quantised`: a `Quantised` takes the place of an array.
+    - `quantised`: the form of the `Quantised` that takes the place of an array; `None` for an array.
     """
 
     shape: tuple[int, ...]
@@ -52,7 +54,7 @@ class TensorSpec:
     transposed: bool = False
     first_row: int = 0
     source_rows: int | None = None
-    quantised: bool = False
+    quantised: WeightForm | None = None
 
     @property
     def source_shape(self) -> tuple[int, ...]:
@@ -83,7 +85,7 @@ class TensorSpec:
     def struct(self, dtype: jnp.dtype | str) -> jax.ShapeDtypeStruct | Quantised:
         """The leaf without its numbers, where weights that are not quantised are of `dtype`."""
         weight = jax.ShapeDtypeStruct(self.shape, jnp.dtype(dtype))
-        return jax.eval_shape(Quantised.of, weight) if self.quantised else weight
+        return jax.eval_shape(KINDS[self.quantised].of, weight) if self.quantised else weight
 
     def zeros(self, dtype: jnp.dtype | str, device: Any = None) -> Any:
         """The leaf with zeros on a device, or as a sharding says; the default device has all if `None`."""
@@ -122,7 +124,7 @@ def spec_tree(config: ModelConfig) -> Tree[TensorSpec]:
                 leaf(f"layers/{name}", (len(layers), *shape), ("layers", *axes)),
                 layers=layers,
                 transposed=name.startswith("experts_"),
-                quantised=config.quantization is not None and name in _QUANTISED,
+                quantised=config.quantization if name in _QUANTISED else None,
             )
             for name, shape, axes in leaves
         }
@@ -287,20 +289,23 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype | str) -> 
         if spec.init_std == 0:
             return jnp.ones(spec.shape, dtype)
         drawn = jax.random.normal(leaf_key, spec.shape, dtype) * jnp.asarray(spec.init_std, dtype)
-        return quantise(drawn) if spec.quantised else drawn
+        return quantise(drawn, spec.quantised) if spec.quantised else drawn
 
     keys = jax.random.split(key, len(specs))
     return jax.tree.unflatten(treedef, [draw(s, k) for s, k in zip(specs, keys, strict=True)])
 
 
-quantise = jax.jit(Quantised.of)
+@functools.partial(jax.jit, static_argnames="form")
+def quantise(matrix: Float[Array, "*stack outputs inputs"], form: WeightForm) -> Quantised:
+    """A matrix, or matrices of many layers, in few bits."""
+    return KINDS[form].of(matrix)
 
 
 def quantised(params: Params, config: ModelConfig) -> Params:
     """Weights with those matrices quantised that the model keeps so; other weights are not copied."""
 
     def kept(spec: TensorSpec, leaf: Any) -> Any:
-        return quantise(leaf) if spec.quantised else leaf
+        return quantise(leaf, spec.quantised) if spec.quantised else leaf
 
     return jax.tree.map(kept, spec_tree(config), params, is_leaf=is_spec)
 

@@ -103,8 +103,9 @@ def test_plan_is_what_the_compiler_allots(
         (LLADA, "h200", 0, 24),
     ],
 )
-def test_plan_of_quantised_weights(shape: str, target: str, context: int, gib: float):
-    check(*planned(shape, target, context, 0.5, gib, quantization="int8"), target)
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_plan_of_quantised_weights(shape: str, target: str, context: int, gib: float, form: WeightForm):
+    check(*planned(shape, target, context, 0.5, gib, quantization=form), target)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def quantised_operands(rows: int, product: str) -> tuple[jax.Array, list[Quantis
     """Rows, weights, and the matrices that the weights stand for, in f32."""
     outputs, k, _ = PRODUCTS[product]
     x, stacks = operands(rows, outputs, k)
-    weights = [quantise(stack) for stack in stacks]
+    weights = [quantise(stack, "int8") for stack in stacks]
     return x, weights, [weight.dequantised(jnp.dtype("float32")) for weight in weights]
 
 

@@ -22,6 +22,8 @@ def check_mosaic_gpu(x: X | jax.ShapeDtypeStruct, weights: Stacks, head_dim: int
     """
     refusal = "the Hopper form multiplies few rows of all bfloat16 or all float16, not of"
     quantised = is_quantised(weights)
+    if quantised and weights[0].bits != 8:
+        raise NotImplementedError(f"the Hopper form takes weights of 8 bits, not of {weights[0].bits}")
     check_one_dtype(refusal, (jnp.bfloat16, jnp.float16), x, *(() if quantised else weights))
     if not 1 <= x.shape[0] <= MAX_ROWS:
         raise NotImplementedError(f"the Hopper form takes 1 to {MAX_ROWS} rows, not {x.shape[0]}")

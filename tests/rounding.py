@@ -1,0 +1,35 @@
+"""What numbers of few bits stand for, by NumPy."""
+
+import numpy as np
+
+
+def rounded_to_8_bits(matrix: np.ndarray) -> np.ndarray:
+    """What a matrix of 8 bits stands for: of each row the largest number is 127 steps."""
+    steps = np.abs(matrix).max(axis=1, keepdims=True) / np.float32(127)
+    return np.rint(matrix / steps) * steps
+
+
+def rounded_to_4_bits(matrix: np.ndarray) -> np.ndarray:
+    """What a matrix of 4 bits stands for."""
+    values, scales = rounded_in_groups_by_numpy(matrix)
+    return values * np.repeat(scales, 128, axis=1)[:, : matrix.shape[1]]
+
+
+def rounded_in_groups_by_numpy(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers of 4 bits, and the scale of each 128 inputs of a row: of ten scales the one with the least
+    squared errors, which are counted in steps of 1/512."""
+    values, scales = (
+        np.zeros(matrix.shape, np.float32),
+        np.zeros((len(matrix), -(-matrix.shape[1] // 128)), np.float32),
+    )
+    for row, group in np.ndindex(scales.shape):
+        part = matrix[row, 128 * group : 128 * group + 128].astype(np.float32)
+        least = np.inf
+        for factor in np.arange(14, 24) / 20:
+            scale = part[np.abs(part).argmax()] * np.float32(factor / -8)
+            nearest = np.clip(np.rint(part / scale), -8, 7)
+            error = (np.rint((part / scale - nearest) * 512) ** 2).sum() * factor**2
+            if error < least:
+                least, scales[row, group] = error, scale
+                values[row, 128 * group : 128 * group + 128] = nearest
+    return values, scales
