@@ -165,15 +165,15 @@ def packed(values: Int8[Array, "*stack inputs"]) -> UInt8[Array, "*stack half_in
 
     Four bytes are a word of eight numbers. Its number `i` and its number `i + 4` are neighbours among the
     inputs, and each thirty-two inputs are four words. The first word has the inputs 0, 8, 16, 24, 1, 9, 17
-    and 25, the next word those that are two higher, and so on. Inputs that are no multiple of 32 stay in
-    order: no kernel takes them.
+    and 25. The other words have those that are four, two and six higher. Inputs that are no multiple of 32
+    stay in order: no kernel takes them.
     """
-    return paired(_permuted(values, (2, 3, 4, 0, 1)))
+    return paired(_permuted(values, (3, 2, 4, 0, 1)))
 
 
 def unpacked(values: UInt8[Array, "*stack half_inputs"]) -> Int8[Array, "*stack inputs"]:
     """Undo `packed`."""
-    return _permuted(unpaired(values), (3, 4, 0, 1, 2))
+    return _permuted(unpaired(values), (3, 4, 1, 0, 2))
 
 
 def paired(values: Int8[Array, "*stack numbers"]) -> UInt8[Array, "*stack half_numbers"]:
@@ -185,7 +185,8 @@ def paired(values: Int8[Array, "*stack numbers"]) -> UInt8[Array, "*stack half_n
 def unpaired(values: UInt8[Array, "*stack half_numbers"]) -> Int8[Array, "*stack numbers"]:
     """Undo `paired`."""
     *stack, half = values.shape
-    both = (values[..., None] >> jnp.asarray([0, 4], jnp.uint8)) & 15
+    shifts = 4 * lax.broadcasted_iota(jnp.uint8, (*values.shape, 2), values.ndim)
+    both = (values[..., None] >> shifts) & 15
     return both.astype(jnp.int8).reshape(*stack, 2 * half) - 8
 
 

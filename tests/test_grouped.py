@@ -27,16 +27,16 @@ def drawn(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
 
 
 def test_the_order_of_thirty_two():
-    """The word at lane `q` of four: pair `i` of inputs is the numbers `i` and `i + 4`."""
+    """Four words, of which the second has the inputs from 4 on. Pair `i` is the numbers `i` and `i + 4`."""
     numbers = np.arange(32) % 16 - 8
     for place in range(2):  # of the inputs, those that four bits tell apart
         values = np.full(32, -8)
         values[16 * place : 16 * place + 16] = numbers[:16]
         words = np.asarray(packed(jnp.asarray(values, jnp.int8))).view("<u4")
-        for lane, word in enumerate(words):
+        for begin, word in zip((0, 4, 2, 6), words, strict=True):
             eight = [int(word) >> 4 * number & 15 for number in range(8)]
             for i in range(4):
-                first = 2 * lane + 8 * i
+                first = begin + 8 * i
                 expected = [int(values[first + neighbour]) + 8 for neighbour in range(2)]
                 assert [eight[i], eight[i + 4]] == expected
 

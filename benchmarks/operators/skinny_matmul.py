@@ -31,7 +31,7 @@ from jdllm.pallas.hopper import padded_rows
 from jdllm.pallas.skinny_matmul import skinny_matmul
 from jdllm.pallas.skinny_matmul.mosaic_gpu import skinny_matmul_mosaic_gpu
 from jdllm.pallas.skinny_matmul.tiles import WIDE, Tiles, default_tiles
-from jdllm.quantised import Quantised, WeightForm
+from jdllm.quantised import KINDS, Quantised, WeightForm
 
 STACK_BYTES = 512 * 2**20  # of all layers: ten times the L2 cache
 LEAST_SECONDS = 8e-3  # of one call
@@ -141,17 +141,17 @@ def relative_error(actual: Results, x: jax.Array, stacks: Sequence[Stack], gated
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
-def candidates(product: Product, rows: int, item_bytes: int = WIDE) -> list[Tiles]:
+def candidates(product: Product, rows: int, bits: int = WIDE) -> list[Tiles]:
     """Cuts worth trying, the default first: others around it with all stages, and itself with fewer."""
     padded = padded_rows(rows)
-    default = default_tiles(padded, product.outputs, product.k, gated=product.gated, item_bytes=item_bytes)
+    default = default_tiles(padded, product.outputs, product.k, gated=product.gated, bits=bits)
     cuts = [dataclasses.replace(default, stages=s) for s in (default.stages, default.stages * 2 // 3)]
     factors = itertools.product((0.5, 0.75, 1, 1.25, 1.5, 2), (1,) if product.gated else (0.5, 1, 2))
     for wider, more in factors:
         columns, splits = int(default.columns * wider) // 16 * 16, math.ceil(default.splits * more)
         for stages in range(24, 2, -1):
             try:
-                tiles = Tiles(columns, splits, stages, item_bytes)
+                tiles = Tiles(columns, splits, stages, bits)
                 tiles.check(padded, product.outputs, product.k, gated=product.gated)
             except NotImplementedError:
                 continue
@@ -176,7 +176,10 @@ def measure(
         moved = product.bytes_moved(rows, stacks)
         cuts: list[tuple[str, Tiles | None]] = [(implementation, None) for implementation in implementations]
         if sweep:
-            cuts = [("mosaic_gpu", tiles) for tiles in candidates(product, rows, 1 if quantization else WIDE)]
+            cuts = [
+                ("mosaic_gpu", tiles)
+                for tiles in candidates(product, rows, KINDS[quantization].bits if quantization else WIDE)
+            ]
         for implementation, tiles in cuts:
             form = form_of(implementation, product.gated, tiles)
             call, number = compiled_form(*form, x, stacks, product)

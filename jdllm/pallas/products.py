@@ -8,16 +8,19 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int8
 
-from jdllm.pallas.widening import widened
-from jdllm.quantised import in_order
+from jdllm.pallas.widening import widened, widened_pairs
+from jdllm.quantised import in_order, unpacked
 
 Output = Float[Array, "warpgroup_rows head_dim"]
 Scores = Float[Array, "warpgroup_rows block_keys"]
 Sums = Float[Array, "columns rows"]
-Weights = Float[Array, "columns depth"]
 Result = TypeVar("Result")
+
+_ROWS_AT_ONCE = 32
+"""With more rows, weights of 4 bits take two products for a step: registers hold the sums of the step beside
+those of all steps."""
 
 
 class Products(Protocol):
@@ -56,7 +59,7 @@ class Products(Protocol):
 
 
 class Widening(Protocol):
-    """How a warpgroup multiplies 64 columns of weights of 8 bits with rows; all sums are f32."""
+    """How a warpgroup multiplies 64 columns of quantised weights with rows; all sums are f32."""
 
     @staticmethod
     def zeros(shape: tuple[int, int]) -> Sums:
@@ -64,14 +67,19 @@ class Widening(Protocol):
         ...
 
     @staticmethod
-    def widened(weights: Any, dtype: jnp.dtype) -> Weights:
-        """A tile of weights in shared memory, in the order of `jdllm.quantised`, as an operand of `dtype` in
-        registers, in the order of the inputs."""
+    def add_product(sums: Sums, weights: Any, rows: Any) -> Sums:
+        """`sums` plus the product of each column with each row.
+
+        Arguments:
+        - `weights`: a tile in shared memory of int8 in the order of `jdllm.quantised.out_of_order`.
+        - `rows`: a tile in shared memory of bfloat16 or float16, whose inputs are in order.
+        """
         ...
 
     @staticmethod
-    def add_product(sums: Sums, weights: Weights, rows: Any) -> Sums:
-        """`sums` plus the product of `weights` with each of the `rows`, a tile in shared memory."""
+    def add_scaled_product(sums: Sums, weights: Any, scales: Any, rows: Any) -> Sums:
+        """The same of weights of 4 bits, `jdllm.quantised.packed`, whose product is multiplied with `scales`,
+        one for each column, in shared memory."""
         ...
 
 
@@ -83,12 +91,28 @@ class TensorCores:
         return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
 
     @staticmethod
-    def widened(weights: Any, dtype: jnp.dtype) -> Weights:
-        return widened(plgpu.load(weights, layout=plgpu.Layout.WGMMA_UPCAST_2X), dtype)
+    def add_product(sums: Sums, weights: Any, rows: Any) -> Sums:
+        loaded = plgpu.load(weights, layout=plgpu.Layout.WGMMA_UPCAST_2X)
+        return TensorCores.accumulate(sums, widened(loaded, rows.dtype), rows.transpose((1, 0)))
 
     @staticmethod
-    def add_product(sums: Sums, weights: Weights, rows: Any) -> Sums:
-        return TensorCores.accumulate(sums, weights, rows.transpose((1, 0)))
+    def add_scaled_product(sums: Sums, weights: Any, scales: Any, rows: Any) -> Sums:
+        loaded = plgpu.load(weights, layout=plgpu.Layout.WGMMA_UPCAST_2X)
+        (number, depth), product = rows.shape, TensorCores.zeros((sums.shape[0], sums.shape[1]))
+        parts = 1 if number <= _ROWS_AT_ONCE else 2
+
+        def operands(part: int) -> tuple[Output, Any]:
+            some = rows.at[:, pl.ds(part * depth // parts, depth // parts)]
+            return widened_pairs(loaded, rows.dtype, part, parts), some.transpose((1, 0))
+
+        for part in range(parts - 1):
+            product = TensorCores.accumulate(product, *operands(part))
+        last = operands(parts - 1)
+        # Registers are fewest earlier. When the last product ends, all warps have read all of the stage.
+        down = plgpu.load(scales, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+        product = TensorCores.accumulate(product, *last)
+        factors = plgpu.layout_cast(lax.broadcast_in_dim(down, sums.shape, [0]), plgpu.Layout.WGMMA)
+        return sums + factors * product
 
     @staticmethod
     def scores(q: Any, keys: Any, issued: Callable[[], None]) -> Scores:
@@ -146,15 +170,20 @@ class Interpreted:
         return jnp.zeros(shape, jnp.float32)
 
     @staticmethod
-    def widened(weights: Any, dtype: jnp.dtype) -> Weights:
-        return in_order(weights[...]).astype(dtype)
+    def add_product(sums: Sums, weights: Any, rows: Any) -> Sums:
+        return sums + Interpreted._product(in_order(weights[...]), rows)
 
     @staticmethod
-    def add_product(sums: Sums, weights: Weights, rows: Any) -> Sums:
+    def add_scaled_product(sums: Sums, weights: Any, scales: Any, rows: Any) -> Sums:
+        return sums + scales[...][:, None] * Interpreted._product(unpacked(weights[...]), rows)
+
+    @staticmethod
+    def _product(values: Int8[Array, "columns depth"], rows: Any) -> Sums:
         contract = (((1,), (1,)), ((), ()))
-        sums = sums + lax.dot_general(weights, rows[...], contract, preferred_element_type=jnp.float32)
+        weights = values.astype(rows.dtype)
+        product = lax.dot_general(weights, rows[...], contract, preferred_element_type=jnp.float32)
         plgpu.commit_smem()
-        return sums
+        return product
 
     @staticmethod
     def scores(q: Any, keys: Any, issued: Callable[[], None]) -> Scores:

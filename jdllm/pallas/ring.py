@@ -14,14 +14,15 @@ COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgp
 
 
 def swizzled(shape: tuple[int, ...], dtype: jnp.dtype, strip: int = STRIP) -> Any:
-    """Shared memory for an operand of the tensor cores, of 16 bits or of 8 that become 16.
+    """Shared memory for an operand of the tensor cores, of 16 bits or of fewer that become 16.
 
     Arguments:
     - `strip`: 1 where rows are copied one by one.
     """
+    width = min(SWIZZLE, shape[1] * jnp.dtype(dtype).itemsize)
     layout = (
-        plgpu.TilingTransform((strip, SWIZZLE // jnp.dtype(dtype).itemsize)),  # pyright: ignore[reportAbstractUsage]
-        plgpu.SwizzleTransform(SWIZZLE),  # pyright: ignore[reportAbstractUsage]
+        plgpu.TilingTransform((strip, width // jnp.dtype(dtype).itemsize)),  # pyright: ignore[reportAbstractUsage]
+        plgpu.SwizzleTransform(width),  # pyright: ignore[reportAbstractUsage]
     )
     return plgpu.SMEM(shape, dtype=dtype, transforms=layout)
 

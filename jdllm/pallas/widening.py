@@ -1,4 +1,4 @@
-"""Numbers of 8 bits in registers as operands of the tensor cores, inside kernels of Pallas.
+"""Numbers of few bits in registers as operands of the tensor cores, inside kernels of Pallas.
 
 A product takes an operand of 16 bits in `WGMMA`'s layout: of 16 columns a thread has two pairs. A thread
 loads four neighbours of 8 bits in one word. In the order of `jdllm.quantised` these four are the two pairs,
@@ -7,7 +7,13 @@ so that threads exchange nothing.
 Two's complement is the lower seven bits less 128 times the highest. A 16-bit float whose last place is one
 takes seven bits in its mantissa as they are. So both parts are one operation for two numbers each, and their
 difference is the third one.
+
+A number of 4 bits is stored as what it exceeds -8 by. A word has eight of them, which are two pairs of each
+of two products. A pair takes one operation that moves its numbers to the lowest bits of both halves, one that
+makes floats of them, and one that subtracts what they are too large by.
 """
+
+from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +22,7 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
-from jaxtyping import Array, Float, Int8
+from jaxtyping import Array, Float, Int8, UInt8
 
 _AND_OR = 0xEA  # the table of (a & b) | c
 _FORMS = {
@@ -33,24 +39,57 @@ def widened(values: Int8[Array, "columns depth"], dtype: jnp.dtype) -> Float[Arr
     - `values`: in the layout `WGMMA_UPCAST_2X`, in the order of `jdllm.quantised`.
     - `dtype`: bfloat16 or float16, of the result, whose order is that of the inputs.
     """
+    return _pairs(values, dtype, 2, _pair_of_bytes)
+
+
+def widened_pairs(
+    values: UInt8[Array, "columns half_depth"], dtype: jnp.dtype, part: int, parts: int
+) -> Float[Array, "columns depth_of_part"]:
+    """The same of numbers of 4 bits, two to a byte.
+
+    Arguments:
+    - `values`: in the layout `WGMMA_UPCAST_2X`, `jdllm.quantised.packed`.
+    - `dtype`: bfloat16 or float16, of the result, whose order is that of the inputs.
+    - `part`, `parts`: which part of the inputs, of so many.
+    """
+    return _pairs(values, dtype, 4, _pair_of_nibbles, part, parts)
+
+
+def _pairs(
+    values: Int8[Array, "columns bytes"] | UInt8[Array, "columns bytes"],
+    dtype: jnp.dtype,
+    number: int,
+    of_word: Callable[[ir.Value, int, int, str], ir.Value],
+    part: int = 0,
+    parts: int = 1,
+) -> Float[Array, "columns depth_of_part"]:
+    """Pairs of floats, of which each word has `number`.
+
+    Arguments:
+    - `values`: in the layout `WGMMA_UPCAST_2X`.
+    - `of_word`: makes a pair of a word, by its place in the word, its exponent and its type.
+    - `part`, `parts`: which part of the columns of bytes, of so many.
+    """
     base, pair, kind = _FORMS[jnp.dtype(dtype)]
+    shape = values.shape[0], values.shape[1] * number // (2 * parts)
 
     def run(_, values: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         i32 = ir.IntegerType.get_signless(32)
-        registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(values.shape), dtype=object)
+        registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(shape), dtype=object)
         vector = ir.VectorType.get((2,), kind.get())
-        for index, register in np.ndenumerate(values.registers):
+        width = values.registers.shape[1] // parts
+        for index, register in np.ndenumerate(values.registers[:, part * width : (part + 1) * width]):
             word = utils.bitcast(register, i32)
-            for half in range(2):
-                place = (index[0], 2 * index[1] + half, *index[2:-1])
-                registers[place] = utils.bitcast(_pair(word, half, base, pair), vector)
+            for which in range(number):
+                place = (index[0], number * index[1] + which, *index[2:-1])
+                registers[place] = utils.bitcast(of_word(word, which, base, pair), vector)
         return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
-    result = plgpu.ShapeDtypeStruct(values.shape, dtype, layout=plgpu.Layout.WGMMA)
+    result = plgpu.ShapeDtypeStruct(shape, dtype, layout=plgpu.Layout.WGMMA)
     return plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA_UPCAST_2X,), return_type=result)(run)(values)
 
 
-def _pair(word: ir.Value, half: int, base: int, pair: str) -> ir.Value:
+def _pair_of_bytes(word: ir.Value, half: int, base: int, pair: str) -> ir.Value:
     """Bytes 0 and 2 of a word as two floats, or bytes 1 and 3."""
     source, shift = ("s", "shr.u32 s, $1, 8;") if half else ("$1", "")
     ptx = f"""
@@ -60,6 +99,21 @@ def _pair(word: ir.Value, half: int, base: int, pair: str) -> ir.Value:
     lop3.b32 low, {source}, 0x007f007f, {base:#x}, {_AND_OR:#x};
     lop3.b32 high, {source}, 0x00800080, {base:#x}, {_AND_OR:#x};
     sub.{pair} $0, low, high;
+    }}
+    """
+    return llvm.inline_asm(ir.IntegerType.get_signless(32), [word], ptx, "=r,r")
+
+
+def _pair_of_nibbles(word: ir.Value, which: int, base: int, pair: str) -> ir.Value:
+    """Numbers `which` and `which + 4` of a word as two floats."""
+    source, shift = ("s", f"shr.u32 s, $1, {4 * which};") if which else ("$1", "")
+    ptx = f"""
+    {{
+    .reg .b32 s, n;
+    {shift}
+    lop3.b32 n, {source}, 0x000f000f, {base:#x}, {_AND_OR:#x};
+    mov.b32 s, {base | 0x00080008:#x};
+    sub.{pair} $0, n, s;
     }}
     """
     return llvm.inline_asm(ir.IntegerType.get_signless(32), [word], ptx, "=r,r")

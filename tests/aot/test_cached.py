@@ -19,6 +19,7 @@ from jdllm.models.weights import abstract_params, tree_bytes
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.aot import compile_for
 from jdllm.planning.plan import UNLIMITED, Bucket, Workload, plan_bucket
+from jdllm.quantised import KINDS, WeightForm
 from jdllm.serving.denoise.cached_packing import pack_refresh
 from jdllm.serving.pool.page_book import PageBook
 from jdllm.serving.request import Request
@@ -90,8 +91,9 @@ def test_a_refresh_is_as_planned_and_copies_no_layer_of_the_pool(cache: str):
     assert not any("reduce-window" in gather for gather in gathers), "sums for each number that is gathered"
 
 
-def test_a_refresh_of_quantised_weights_has_room_for_a_wide_matrix():
-    config = CONFIG.quantised("int8")
+@pytest.mark.parametrize("form", KINDS)
+def test_a_refresh_of_quantised_weights_has_room_for_a_wide_matrix(form: WeightForm):
+    config = CONFIG.quantised(form)
     asked, pages = requests("dual")
     (batch, _), selection, table, _ = pack_refresh(asked, config, pages, entry_of(asked))
     arguments = (abstract_params(config, "bfloat16"), batch, selection, table, abstract_pool(pages))
@@ -133,6 +135,7 @@ def test_a_reuse_copies_no_layer_of_the_pool():
         pytest.param(SHAPES["dream-7b"], 1, id="dream-7b"),
         pytest.param(BLOCK_SHAPES["sdar-8b"], 1, id="sdar-8b"),
         pytest.param(CONFIG.quantised("int8"), 2, id="llada-8b-int8"),
+        pytest.param(CONFIG.quantised("int4"), 2, id="llada-8b-int4"),
     ],
 )
 def test_nothing_stands_between_the_kernels_of_a_chain(

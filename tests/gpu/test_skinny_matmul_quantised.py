@@ -1,4 +1,4 @@
-"""Products of a few rows with weights of 8 bits on a card, against exact f32."""
+"""Products of a few rows with weights of few bits on a card, against exact f32."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ import pytest
 
 from jdllm.models.weights import quantise
 from jdllm.pallas.skinny_matmul import skinny_matmul, skinny_parts
-from jdllm.quantised import Quantised
+from jdllm.quantised import KINDS, Quantised, WeightForm
 from tests.gpu.test_skinny_matmul import (
     LAYER,
     LAYERS,
@@ -25,19 +25,26 @@ from tests.pallas.rotation import turned
 pytestmark = pytest.mark.gpu
 
 
-def quantised_operands(rows: int, product: str) -> tuple[jax.Array, list[Quantised], list[jax.Array]]:
+@pytest.fixture(params=KINDS)
+def form(request: pytest.FixtureRequest) -> WeightForm:
+    return request.param
+
+
+def quantised_operands(
+    form: WeightForm, rows: int, product: str
+) -> tuple[jax.Array, list[Quantised], list[jax.Array]]:
     """Rows, weights, and the matrices that the weights stand for, in f32."""
     outputs, k, _ = PRODUCTS[product]
     x, stacks = operands(rows, outputs, k)
-    weights = [quantise(stack, "int8") for stack in stacks]
+    weights = [quantise(stack, form) for stack in stacks]
     return x, weights, [weight.dequantised(jnp.dtype("float32")) for weight in weights]
 
 
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "xla"])
 @pytest.mark.parametrize("product", PRODUCTS)
-def test_model_shapes(product: str, implementation: Any):
+def test_model_shapes(product: str, implementation: Any, form: WeightForm):
     gated = PRODUCTS[product][2]
-    x, weights, exact = quantised_operands(MOST_ROWS, product)
+    x, weights, exact = quantised_operands(form, MOST_ROWS, product)
     run = jax.jit(
         lambda x, weights, layer: skinny_matmul(
             x, weights, layer=layer, gated=gated, implementation=implementation
@@ -48,16 +55,16 @@ def test_model_shapes(product: str, implementation: Any):
 
 
 @pytest.mark.parametrize("product", ["llada-down", "llada-o"])
-def test_sums_in_parts(product: str):
-    x, [weight], exact = quantised_operands(32, product)
+def test_sums_in_parts(product: str, form: WeightForm):
+    x, [weight], exact = quantised_operands(form, 32, product)
     parts = jax.jit(skinny_parts, static_argnames="layer")(x, weight, layer=LAYER)
     assert len(parts) > 1
     check_close(jnp.sum(parts, axis=0), exact_products(x, exact, None, gated=False)[0])
 
 
 @pytest.mark.parametrize("product", ["llada-qkv", "dream-qkv"])
-def test_rotated_queries_and_keys(product: str):
-    x, weights, exact = quantised_operands(32, product)
+def test_rotated_queries_and_keys(product: str, form: WeightForm):
+    x, weights, exact = quantised_operands(form, 32, product)
     outputs, _, _ = PRODUCTS[product]
     bias = jax.random.normal(jax.random.key(1), (LAYERS, sum(outputs)), x.dtype)
     angles = jax.random.uniform(jax.random.key(2), (32, 64), maxval=6)
@@ -74,8 +81,8 @@ def test_rotated_queries_and_keys(product: str):
 
 
 @pytest.mark.parametrize("product", ["llada-down", "llada-gate_up"])
-def test_many_calls_in_a_row_agree_bit_by_bit(product: str):
-    x, weights, _ = quantised_operands(32, product)
+def test_many_calls_in_a_row_agree_bit_by_bit(product: str, form: WeightForm):
+    x, weights, _ = quantised_operands(form, 32, product)
     gated = PRODUCTS[product][2]
     run = jax.jit(lambda x, weights: skinny_matmul(x, weights, layer=LAYER, gated=gated))
     (first,) = run(x, weights)

@@ -1,6 +1,7 @@
-"""Products of a few rows with weights of 8 bits against float64: the portable form, and the Hopper kernel
+"""Products of a few rows with weights of few bits against float64: the portable form, and the Hopper kernel
 in interpret mode."""
 
+import dataclasses
 import functools
 
 import jax
@@ -12,7 +13,7 @@ from jdllm.pallas.skinny_matmul import skinny_matmul
 from jdllm.pallas.skinny_matmul.limits import check_mosaic_gpu, check_triton
 from jdllm.pallas.skinny_matmul.mosaic_gpu import skinny_matmul_mosaic_gpu, skinny_parts_mosaic_gpu
 from jdllm.pallas.skinny_matmul.tiles import Tiles
-from jdllm.quantised import Quantised, out_of_order
+from jdllm.quantised import KINDS, Quantised, WeightForm
 from tests.pallas.rotation import turned
 
 LAYERS, LAYER, K = 3, 1, 5 * 128
@@ -21,26 +22,38 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 def cut(columns: int, splits: int, stages: int, turns: int = 1) -> Tiles:
-    return Tiles(columns, splits, stages, 1, turns)
+    return Tiles(columns, splits, stages, 8, turns)
+
+
+def of_form(tiles: Tiles | None, form: WeightForm) -> Tiles | None:
+    return None if tiles is None else dataclasses.replace(tiles, bits=KINDS[form].bits)
+
+
+@pytest.fixture(params=["int8", "int4"])
+def form(request: pytest.FixtureRequest) -> WeightForm:
+    return request.param
 
 
 def operands(
-    outputs: tuple[int, ...], rows: int = 13, dtype=jnp.bfloat16
+    form: WeightForm, outputs: tuple[int, ...], rows: int = 13, dtype=jnp.bfloat16
 ) -> tuple[jax.Array, list[Quantised], list[np.ndarray]]:
     """Rows, weights, and the exact products of the rows with `LAYER`'s.
 
-    Sums are exact in f32. Each row has another scale, and other layers have scales that no test expects.
+    Sums are exact in f32. Each row has another scale, or each group of a row, and other layers have scales
+    that no test expects.
     """
+    most, groups = (128, 1) if form == "int8" else (8, K // 128)
     rng = np.random.default_rng(sum(outputs))
     x = jnp.asarray(rng.integers(-1, 2, (rows, K)), dtype)
     weights, exact = [], []
     for n in outputs:
-        values = rng.integers(-128, 128, (LAYERS, n, K))
-        scales = 2.0 ** rng.integers(-9, -6, (LAYERS, n)) * rng.integers(1, 4, (LAYERS, n))
+        values = rng.integers(-most, most, (LAYERS, n, K))
+        scales = 2.0 ** rng.integers(-9, -6, (LAYERS, n, groups)) * rng.integers(1, 4, (LAYERS, n, groups))
         scales[np.arange(LAYERS) != LAYER] = np.nan
-        stored = out_of_order(jnp.asarray(values, jnp.int8))
-        weights.append(Quantised(stored, jnp.asarray(scales, jnp.float32)))
-        exact.append(np.asarray(x, np.float64) @ (values[LAYER] * scales[LAYER][:, None]).T)
+        given = scales[..., 0] if form == "int8" else scales
+        weights.append(KINDS[form].of_rounded(jnp.asarray(values, jnp.int8), jnp.asarray(given, jnp.float32)))
+        matrix = values[LAYER] * np.repeat(scales[LAYER], K // groups, axis=1)
+        exact.append(np.asarray(x, np.float64) @ matrix.T)
     return x, weights, exact
 
 
@@ -61,30 +74,39 @@ class TestKernel:
     @pytest.mark.parametrize(
         ("outputs", "tiles"),
         [
-            ((80,), cut(80, 5, 1)),
-            slow((80,), cut(32, 2, 2)),
-            ((80,), cut(48, 1, 4, turns=2)),  # of five steps one warpgroup has three; strips are three
-            slow((80,), cut(32, 2, 4, turns=4)),  # of two steps two warpgroups have none
+            ((96,), cut(64, 5, 1)),
+            slow((96,), cut(32, 2, 2)),
+            ((128,), cut(96, 1, 4, turns=2)),  # of five steps one warpgroup has three; strips are six
+            slow((96,), cut(32, 2, 4, turns=4)),  # of two steps two warpgroups have none
             slow((64, 32), cut(32, 1, 2)),
-            ((48, 16, 80), cut(48, 1, 3)),  # the last block of each has columns beyond it
+            ((64, 32, 96), cut(64, 1, 3)),  # the last block of each has columns beyond it
             slow((160,), cut(160, 1, 2)),
-            slow((48, 16, 80), None),
+            slow((64, 32, 96), None),
         ],
     )
-    def test_cuts(self, outputs: tuple[int, ...], tiles: Tiles | None):
-        x, weights, exact = operands(outputs)
+    def test_cuts(self, outputs: tuple[int, ...], tiles: Tiles | None, form: WeightForm):
+        x, weights, exact = operands(form, outputs)
+        tiles = of_form(tiles, form)
         check(skinny_matmul_mosaic_gpu(x, weights, layer=LAYER, chained=True, tiles=tiles), exact)
 
+    @pytest.mark.parametrize(
+        ("outputs", "tiles"), [((80,), cut(48, 1, 4, turns=2)), slow((48, 16, 80), cut(48, 1, 3))]
+    )
+    def test_cuts_of_an_odd_number_of_strips(self, outputs: tuple[int, ...], tiles: Tiles):
+        x, weights, exact = operands("int8", outputs)
+        check(skinny_matmul_mosaic_gpu(x, weights, layer=LAYER, tiles=tiles), exact)
+
     @pytest.mark.parametrize("dtype", [jnp.bfloat16, slow(jnp.float16)])
-    @pytest.mark.parametrize("tiles", [cut(48, 1, 3), slow(None)])
-    def test_gated(self, tiles: Tiles | None, dtype):
-        x, weights, exact = operands((80, 80), rows=20, dtype=dtype)
+    @pytest.mark.parametrize("tiles", [cut(64, 1, 3), slow(None)])
+    def test_gated(self, tiles: Tiles | None, dtype, form: WeightForm):
+        x, weights, exact = operands(form, (96, 96), rows=20, dtype=dtype)
+        tiles = of_form(tiles, form)
         actual = skinny_matmul_mosaic_gpu(x, weights, layer=LAYER, gated=True, tiles=tiles)
         check(actual, gated(exact), roundings=40)  # an error of the gate grows with its size
 
     @pytest.mark.parametrize("biased", [slow(False), True])
-    def test_rotated(self, biased: bool):
-        x, weights, exact = operands((256, 64, 64))
+    def test_rotated(self, biased: bool, form: WeightForm):
+        x, weights, exact = operands(form, (256, 64, 64))
         bias = np.random.default_rng(1).integers(-9, 10, (LAYERS, 384)) * biased
         exact = [y + b for y, b in zip(exact, np.split(bias[LAYER], [256, 320]), strict=True)]
         angles = jnp.asarray(np.random.default_rng(0).uniform(0, 6, (len(x), 32)), jnp.float32)
@@ -94,7 +116,7 @@ class TestKernel:
             layer=LAYER,
             bias=jnp.asarray(bias, x.dtype) if biased else None,
             rotation=(jnp.cos(angles), jnp.sin(angles)),
-            tiles=cut(32, 1, 2),
+            tiles=of_form(cut(32 if form == "int8" else 64, 1, 2), form),
         )
         for index, product in enumerate(actual):
             expected = turned(exact[index], angles * (index < 2))
@@ -102,18 +124,19 @@ class TestKernel:
             assert error < 2 * float(jnp.finfo(x.dtype).eps) * np.abs(expected).max()
 
     @pytest.mark.parametrize("splits", [1, 2])
-    def test_sums_in_parts(self, splits: int):
-        x, (weight,), (exact,) = operands((64,))
-        parts = skinny_parts_mosaic_gpu(x, weight, layer=LAYER, chained=True, tiles=cut(32, splits, 2))
+    def test_sums_in_parts(self, splits: int, form: WeightForm):
+        x, (weight,), (exact,) = operands(form, (64,))
+        tiles = of_form(cut(32, splits, 2), form)
+        parts = skinny_parts_mosaic_gpu(x, weight, layer=LAYER, chained=True, tiles=tiles)
         assert (len(parts), parts.dtype) == (splits, jnp.float32 if splits > 1 else x.dtype)
         check((functools.reduce(jnp.add, parts),), [exact])
 
 
 class TestPortable:
     @pytest.mark.parametrize(("dtype", "roundings"), [(jnp.float32, 8), (jnp.bfloat16, 60)])
-    def test_products(self, dtype, roundings: float):
+    def test_products(self, dtype, roundings: float, form: WeightForm):
         """A matrix is rounded to 16 bits before the product, whose terms partly cancel."""
-        x, weights, exact = operands((24, 40), dtype=dtype)
+        x, weights, exact = operands(form, (24, 40), dtype=dtype)
         actual = skinny_matmul(x, weights, layer=LAYER, implementation="xla")
         for product, expected in zip(actual, exact, strict=True):
             assert product.dtype == dtype
@@ -122,17 +145,30 @@ class TestPortable:
 
 
 class TestRefusals:
-    def test_sides(self):
-        x, weights, _ = operands((24,))
-        with pytest.raises(NotImplementedError, match="multiples of 16 and 128, not 24 and 640"):
+    @pytest.mark.parametrize(("form", "unit", "heads"), [("int8", 16, 32), ("int4", 32, 64)])
+    def test_sides(self, form: WeightForm, unit: int, heads: int):
+        x, weights, _ = operands(form, (unit // 2,))
+        with pytest.raises(NotImplementedError, match=f"of {unit} and 128, not {unit // 2} and 640"):
             check_mosaic_gpu(x, weights)
+        x, weights, _ = operands(form, (unit,))
+        with pytest.raises(NotImplementedError, match=f"heads of multiples of {heads}, not of {heads // 2}"):
+            check_mosaic_gpu(x, weights, heads // 2)
+
+    def test_cuts(self):
+        with pytest.raises(NotImplementedError, match="multiple of 32 columns, at most 256, not 48"):
+            Tiles(48, 1, 2, bits=4)
+        with pytest.raises(
+            NotImplementedError, match="multiple of 64 columns that divides the 128 of a head"
+        ):
+            Tiles(32, 1, 2, bits=4).check(8, [256], 256, head_dim=128)
 
     def test_quantised_beside_others(self):
-        x, weights, _ = operands((32,))
-        with pytest.raises(NotImplementedError, match="all quantised, or none"):
-            check_mosaic_gpu(x, [*weights, jnp.ones((LAYERS, 32, K), x.dtype)])
+        x, weights, _ = operands("int8", (32,))
+        for other in (operands("int4", (32,))[1][0], jnp.ones((LAYERS, 32, K), x.dtype)):
+            with pytest.raises(NotImplementedError, match="all quantised alike, or none"):
+                check_mosaic_gpu(x, [*weights, other])
 
-    def test_triton(self):
-        x, weights, _ = operands((32,))
+    def test_triton(self, form: WeightForm):
+        x, weights, _ = operands(form, (32,))
         with pytest.raises(NotImplementedError, match="no quantised weights"):
             check_triton(x, weights)

@@ -39,7 +39,7 @@ Strip = Float[Array, "rows 16"]
 def block_products(
     x: X,
     weights: Sequence[Array],
-    scales: Sequence[Float32[Array, "layers n"]],
+    scales: Sequence[Float32[Array, "layers ..."]],
     layer: Scalar,
     tiles: Tiles,
     products: Widening,
@@ -53,12 +53,12 @@ def block_products(
 
     Arguments:
     - `x`: bfloat16 or float16, a multiple of 8 rows, at most 64.
-    - `weights`: `[layers, n, k]` of the dtype of `x`, `k` a multiple of 64, or int8, `k` a multiple of 128;
-      each has its own `n`, a multiple of 16.
-    - `scales`: of each row of int8 weights; none of others.
+    - `weights`: `[layers, n, k]` of the dtype of `x`, `k` a multiple of 64, or int8, `k` a multiple of 128,
+      or `[layers, n, k / 2]` of two numbers each; each has its own `n`, a multiple of 16 or, of these, 32.
+    - `scales`: of quantised weights, `[layers, n]`, or of each group of their inputs, `[layers, groups, n]`.
     - `layer`: index of the matrices.
     - `tiles`: the cut, which passed `Tiles.check`.
-    - `products`: how int8 weights are multiplied.
+    - `products`: how quantised weights are multiplied.
     - `gated`: whether the one result is silu of the first product times the second.
     - `bias`: what is added to the products of each layer, one product after the other.
     - `rotation`: cosine and sine of each row: all products but the last are rotated.
@@ -67,7 +67,7 @@ def block_products(
     Returns a product for each stack, or the gated one: in the dtype of `x` where the inputs are whole, else
     f32 sums of each part of them.
     """
-    rows, (_, _, k) = x.shape[0], weights[0].shape
+    rows, k = x.shape
     outputs = tuple(w.shape[1] for w in weights)
     pairs = None if rotation is None else rotation[0].shape[1]
     launch = Launch(tiles, rows, k // tiles.depth, outputs, gated, bias is not None, pairs, chained)
@@ -91,12 +91,18 @@ def _shared(launch: Launch, dtype: jnp.dtype, weights_dtype: jnp.dtype) -> list[
     tiles, product = launch.tiles, launch.product
     x = swizzled((tiles.stages * launch.rows, tiles.depth), dtype)
     # A product takes multiples of 64 columns: those beyond a stage's are of the stages that follow.
-    weights = swizzled(((tiles.stages - 1) * launch.stage_columns + product, tiles.depth), weights_dtype)
+    columns = (tiles.stages - 1) * launch.stage_columns + product
+    operands = [
+        x,
+        swizzled((columns, tiles.depth * tiles.bits // (8 * weights_dtype.itemsize)), weights_dtype),
+    ]
+    if tiles.grouped:
+        operands.append(plgpu.SMEM((columns,), dtype=jnp.float32))
     sums = plgpu.SMEM((tiles.turns * product, launch.rows + SUMS_PADDING), dtype=jnp.float32)
     return list(
         Shared(
-            ring=plgpu.RefUnion((x, weights), sums),
-            full=plgpu.Barrier(num_arrivals=1 + launch.summed // launch.run, num_barriers=tiles.stages),
+            ring=plgpu.RefUnion(tuple(operands), sums),
+            full=plgpu.Barrier(num_arrivals=launch.copies, num_barriers=tiles.stages),
             free=plgpu.Barrier(num_arrivals=launch.consumers // tiles.turns, num_barriers=tiles.stages),
             together=plgpu.Barrier(num_arrivals=launch.consumers, num_barriers=2),
         )
@@ -116,7 +122,7 @@ def _kernel(x, layer, *refs, launch: Launch, products: Widening) -> None:
 
     @pl.when(warpgroup == launch.consumers)
     def _loader():
-        _load(x, weights, layer[0], shared, launch)
+        _load(x, weights, scales, layer[0], shared, launch)
 
     @pl.when(warpgroup < launch.consumers)
     def _consumer():
@@ -124,7 +130,8 @@ def _kernel(x, layer, *refs, launch: Launch, products: Widening) -> None:
         columns = [outputs for _, outputs in launch.runs()]
         angles = _angles(rotation, launch) if rotation else None
         bias = None if added is None else _bias(added.at[layer[0]], columns, launch)
-        factors = _scales([of.at[layer[0]] for of in scales], columns, launch)
+        of_rows = () if launch.tiles.grouped else scales
+        factors = _scales([of.at[layer[0]] for of in of_rows], columns, launch)
         if scales:
             multiply_quantised(shared, launch, products)
         else:
@@ -137,7 +144,9 @@ def _kernel(x, layer, *refs, launch: Launch, products: Widening) -> None:
         launch.for_own_weight(store)
 
 
-def _load(x, weights: Sequence[Any], layer: Scalar, shared: Shared, launch: Launch) -> None:
+def _load(
+    x: Any, weights: Sequence[Any], scales: Sequence[Any], layer: Scalar, shared: Shared, launch: Launch
+) -> None:
     """Fill the ring's stages, each as soon as it is free; in a chain, the first with weights before there are
     rows."""
     tiles = launch.tiles
@@ -145,14 +154,16 @@ def _load(x, weights: Sequence[Any], layer: Scalar, shared: Shared, launch: Laun
     runs = launch.runs()
 
     def load_weights(i: Scalar, _: None = None) -> None:
-        stage, depth = launch.stage(i), pl.ds((begin + i) * launch.tiles.depth, launch.tiles.depth)
+        stage, width = launch.stage(i), shared.weights.shape[1]
+        full, depth = shared.full.at[stage], pl.ds((begin + i) * width, width)
 
         def load_columns(index: int, slot: int = 0) -> None:
             for place, outputs in runs:
-                to = shared.weights.at[
-                    pl.ds(stage * launch.stage_columns + slot * tiles.columns + place, launch.run)
-                ]
-                plgpu.copy_gmem_to_smem(weights[index].at[layer, outputs, depth], to, shared.full.at[stage])
+                to = pl.ds(stage * launch.stage_columns + slot * tiles.columns + place, launch.run)
+                plgpu.copy_gmem_to_smem(weights[index].at[layer, outputs, depth], shared.weights.at[to], full)
+                if tiles.grouped:
+                    of_group = scales[index].at[layer, begin + i, outputs]
+                    plgpu.copy_gmem_to_smem(of_group, shared.scales.at[to], full)
 
         launch.for_own_weight(load_columns)
         if launch.gated:

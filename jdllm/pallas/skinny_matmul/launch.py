@@ -37,14 +37,20 @@ class Shared(NamedTuple):
     @property
     def x(self) -> Any:
         """Rows of all stages, one below the other."""
-        (x, _), _ = self.ring
+        (x, *_), _ = self.ring
         return x
 
     @property
     def weights(self) -> Any:
         """Columns of all stages, one below the other."""
-        (_, weights), _ = self.ring
+        (_, weights, *_), _ = self.ring
         return weights
+
+    @property
+    def scales(self) -> Any:
+        """The same columns' scales of groups."""
+        (_, _, scales), _ = self.ring
+        return scales
 
     @property
     def sums(self) -> Any:
@@ -87,12 +93,17 @@ class Launch:
     @property
     def stage_columns(self) -> int:
         """From one stage to the next, as many columns."""
-        return stage_columns(self.tiles.columns, self.gated, self.tiles.item_bytes)
+        return stage_columns(self.tiles.columns, self.gated, self.tiles.bits)
 
     @property
     def summed(self) -> int:
         """How many columns of weights a stage holds."""
         return summed_columns(self.tiles.columns, self.gated)
+
+    @property
+    def copies(self) -> int:
+        """How many copies fill a stage: of the rows, and of each run of columns, with its scales."""
+        return 1 + self.summed // self.run * (2 if self.tiles.grouped else 1)
 
     @property
     def product(self) -> int:

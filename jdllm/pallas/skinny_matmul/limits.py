@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from jdllm.pallas.dispatch import Form, Operator, check_one_dtype, forms_of
-from jdllm.pallas.skinny_matmul.tiles import COLUMN_UNIT, MAX_ROWS, ROTATED_UNIT, WIDE, depth_of
-from jdllm.pallas.skinny_matmul.types import X, is_quantised
+from jdllm.pallas.skinny_matmul.tiles import MAX_ROWS, WIDE, column_unit, depth_of
+from jdllm.pallas.skinny_matmul.types import X, bits_of
 
 Stacks = Sequence[Any]
 """Weights, which may be abstract."""
@@ -21,22 +21,21 @@ def check_mosaic_gpu(x: X | jax.ShapeDtypeStruct, weights: Stacks, head_dim: int
     - `head_dim`: of products that are rotated.
     """
     refusal = "the Hopper form multiplies few rows of all bfloat16 or all float16, not of"
-    quantised = is_quantised(weights)
-    if quantised and weights[0].bits != 8:
-        raise NotImplementedError(f"the Hopper form takes weights of 8 bits, not of {weights[0].bits}")
-    check_one_dtype(refusal, (jnp.bfloat16, jnp.float16), x, *(() if quantised else weights))
+    bits = bits_of(weights)
+    check_one_dtype(refusal, (jnp.bfloat16, jnp.float16), x, *(() if bits else weights))
     if not 1 <= x.shape[0] <= MAX_ROWS:
         raise NotImplementedError(f"the Hopper form takes 1 to {MAX_ROWS} rows, not {x.shape[0]}")
-    k, depth = weights[0].shape[2], depth_of(1 if quantised else WIDE)
+    k, depth = weights[0].shape[2], depth_of(bits or WIDE)
+    unit, turned = (column_unit(bits or WIDE, rotated) for rotated in (False, True))
     for n in (w.shape[1] for w in weights):
-        if n % COLUMN_UNIT or k % depth or 0 in (n, k):
+        if n % unit or k % depth or 0 in (n, k):
             raise NotImplementedError(
-                f"the Hopper form takes weights whose sides are multiples of {COLUMN_UNIT} and {depth}, "
+                f"the Hopper form takes weights whose sides are multiples of {unit} and {depth}, "
                 f"not {n} and {k}"
             )
-    if head_dim and head_dim % ROTATED_UNIT:
+    if head_dim and head_dim % turned:
         raise NotImplementedError(
-            f"the Hopper form rotates heads of multiples of {ROTATED_UNIT}, not of {head_dim}"
+            f"the Hopper form rotates heads of multiples of {turned}, not of {head_dim}"
         )
 
 
@@ -46,7 +45,7 @@ def check_triton(x: X | jax.ShapeDtypeStruct, weights: Stacks, head_dim: int | N
     Arguments:
     - `head_dim`: of products that are rotated; any.
     """
-    if is_quantised(weights):
+    if bits_of(weights):
         raise NotImplementedError("the Triton form takes no quantised weights")
     refusal = "the Triton form multiplies few rows of all bfloat16, all float16 or all float32, not of"
     check_one_dtype(refusal, (jnp.bfloat16, jnp.float16, jnp.float32), x, *weights)

@@ -11,7 +11,7 @@ from jdllm.pallas.hopper import padded_rows
 from jdllm.pallas.products import Interpreted, TensorCores
 from jdllm.pallas.skinny_matmul.kernel import block_products
 from jdllm.pallas.skinny_matmul.limits import check_mosaic_gpu
-from jdllm.pallas.skinny_matmul.tiles import Tiles, default_tiles
+from jdllm.pallas.skinny_matmul.tiles import WIDE, Tiles, default_tiles
 from jdllm.pallas.skinny_matmul.types import (
     Bias,
     Layer,
@@ -19,6 +19,7 @@ from jdllm.pallas.skinny_matmul.types import (
     Rotation,
     Weight,
     X,
+    bits_of,
     head_dim_of,
     unpacked,
 )
@@ -76,7 +77,7 @@ def _parts(
     outputs = [w.shape[1] for w in weights]
     options = {"gated": gated, "biased": bias is not None, "head_dim": head_dim}
     values, scales = unpacked(weights)
-    tiles = tiles or default_tiles(padded, outputs, k, item_bytes=values[0].dtype.itemsize, **options)
+    tiles = tiles or default_tiles(padded, outputs, k, bits=bits_of(weights) or WIDE, **options)
     tiles.check(padded, outputs, k, **options)
     if padded > rows:
         x, *angles = (jnp.pad(y, ((0, padded - rows), (0, 0))) for y in (x, *(rotation or ())))

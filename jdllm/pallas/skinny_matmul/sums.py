@@ -48,7 +48,7 @@ def multiply(shared: Shared, launch: Launch) -> Sums:
 
 
 def multiply_quantised(shared: Shared, launch: Launch, products: Widening) -> None:
-    """Leave the sums of int8 weights in shared memory; nothing is scaled.
+    """Leave the sums of quantised weights in shared memory, those of groups scaled, others not.
 
     Weights are widened in registers, from where a product takes them. Each warpgroup takes 64 columns, of one
     in `turns` steps. The sums of one turn are below those of another, and all warpgroups see all of them.
@@ -60,9 +60,13 @@ def multiply_quantised(shared: Shared, launch: Launch, products: Widening) -> No
     def step(k: Scalar, sums: Sums) -> Sums:
         stage = launch.stage(turn + k * turns)
         x = shared.x.at[pl.ds(stage * launch.rows, launch.rows)]
-        weights = shared.weights.at[pl.ds(stage * launch.stage_columns + first, WARPGROUP_ROWS)]
+        columns = pl.ds(stage * launch.stage_columns + first, WARPGROUP_ROWS)
         plgpu.barrier_wait(shared.full.at[stage])
-        sums = products.add_product(sums, products.widened(weights, x.dtype), x)
+        weights = shared.weights.at[columns]
+        if launch.tiles.grouped:
+            sums = products.add_scaled_product(sums, weights, shared.scales.at[columns], x)
+        else:
+            sums = products.add_product(sums, weights, x)
         plgpu.barrier_arrive(shared.free.at[stage])
         return sums
 

@@ -16,16 +16,19 @@ from jdllm.pallas.hopper import (
 
 Scalar = Int[Array, ""]
 
-WIDE = 2
-"""Bytes of a weight that is not quantised."""
+WIDE = 16
+"""Bits of a weight that is not quantised, and of a number of the rows."""
 
-DEPTH = SWIZZLE // WIDE
-"""Inputs per pipeline stage."""
+DEPTH = SWIZZLE * 8 // WIDE
+"""Inputs per pipeline stage of weights that are not quantised."""
+
+NARROW = 4
+"""Bits of a weight of a matrix with scales of groups (`jdllm.quantised.Grouped`)."""
 
 
-def depth_of(item_bytes: int) -> int:
-    """Inputs per pipeline stage of weights of so many bytes each."""
-    return SWIZZLE // item_bytes
+def depth_of(bits: int) -> int:
+    """Inputs per pipeline stage of weights of so many bits each. Those of 4 bits are a group."""
+    return SWIZZLE * 8 // max(bits, 8)
 
 
 MAX_ROWS = 64
@@ -34,8 +37,15 @@ MAX_ROWS = 64
 COLUMN_UNIT = 16
 """Columns of a tile are multiples of it: results leave in strips of so many, whole sectors of memory."""
 
-ROTATED_UNIT = 2 * COLUMN_UNIT
-"""The same where products are rotated: a tile has both numbers of each pair."""
+
+def column_unit(bits: int, rotated: bool = False) -> int:
+    """The same of weights of so many bits.
+
+    Scales of groups are copied in whole 128 bytes. Where products are rotated, a tile has both numbers of
+    each pair, which are two runs of columns.
+    """
+    return COLUMN_UNIT * (2 if bits == NARROW else 1) * (2 if rotated else 1)
+
 
 MAX_COLUMNS = 256
 """Columns of the widest copy."""
@@ -68,10 +78,10 @@ class Tiles:
     """The cut of one launch: each block takes some columns of a weight, or of both of a gated product, and a
     part of the inputs.
 
-    - `columns`: outputs of a block, a multiple of 16.
+    - `columns`: outputs of a block, a multiple of `column_unit`.
     - `splits`: parts of the inputs; with more than one, partial sums leave the kernel.
     - `stages`: tiles of all operands in flight.
-    - `item_bytes`: of a weight.
+    - `bits`: of a weight.
     - `turns`: warpgroups that take turns at the steps, each with the same columns.
 
     Raises `NotImplementedError` for cuts outside of the kernel's limits.
@@ -80,13 +90,14 @@ class Tiles:
     columns: int
     splits: int
     stages: int
-    item_bytes: int = WIDE
+    bits: int = WIDE
     turns: int = 1
 
     def __post_init__(self):
-        if not 0 < self.columns <= MAX_COLUMNS or self.columns % COLUMN_UNIT:
+        unit = column_unit(self.bits)
+        if not 0 < self.columns <= MAX_COLUMNS or self.columns % unit:
             raise NotImplementedError(
-                f"a block has a multiple of {COLUMN_UNIT} columns, at most {MAX_COLUMNS}, not {self.columns}"
+                f"a block has a multiple of {unit} columns, at most {MAX_COLUMNS}, not {self.columns}"
             )
         if not 1 <= self.splits <= MAX_SPLITS:
             raise NotImplementedError(f"inputs are split into 1 to {MAX_SPLITS} parts, not {self.splits}")
@@ -98,12 +109,17 @@ class Tiles:
     @property
     def quantised(self) -> bool:
         """Whether weights are widened before they are multiplied."""
-        return self.item_bytes < WIDE
+        return self.bits < WIDE
+
+    @property
+    def grouped(self) -> bool:
+        """Whether each stage has scales of its own."""
+        return self.bits == NARROW
 
     @property
     def depth(self) -> int:
         """Inputs of a stage."""
-        return depth_of(self.item_bytes)
+        return depth_of(self.bits)
 
     def consumers(self, gated: bool) -> int:
         """Warpgroups of a block that multiply: one, or of quantised weights one for 64 columns, in turns."""
@@ -117,8 +133,8 @@ class Tiles:
 
     def shared_bytes(self, rows: int, gated: bool) -> int:
         """Shared memory of a block: its sums take the place of the ring."""
-        ring = self.stages * _stage_bytes(rows, self.columns, gated, self.item_bytes)
-        ring += _unloaded_bytes(self.columns, gated, self.item_bytes)
+        ring = self.stages * _stage_bytes(rows, self.columns, gated, self.bits)
+        ring += _unloaded_bytes(self.columns, gated, self.bits)
         sums = self.turns * product_columns(summed_columns(self.columns, gated))
         return max(ring, sums * (rows + SUMS_PADDING) * 4)
 
@@ -142,9 +158,10 @@ class Tiles:
         whole = "gated" if gated else "rotated" if head_dim else "biased" if biased else None
         if whole and self.splits > 1:
             raise NotImplementedError(f"a {whole} product takes its inputs whole, not in {self.splits} parts")
-        if head_dim and (self.columns % ROTATED_UNIT or head_dim % self.columns):
+        unit = column_unit(self.bits, rotated=True)
+        if head_dim and (self.columns % unit or head_dim % self.columns):
             raise NotImplementedError(
-                f"a block of rotated products has a multiple of {ROTATED_UNIT} columns that divides the "
+                f"a block of rotated products has a multiple of {unit} columns that divides the "
                 f"{head_dim} of a head, not {self.columns}"
             )
         if biased and any(n % self.columns for n in outputs):
@@ -173,24 +190,24 @@ def default_tiles(
     gated: bool = False,
     biased: bool = False,
     head_dim: int | None = None,
-    item_bytes: int = WIDE,
+    bits: int = WIDE,
 ) -> Tiles:
     """The cut that gives the busiest processor the least to move, with as many stages as there is room for.
 
     Arguments:
     - `rows`: of the operand, a multiple of 8, at most `MAX_ROWS`.
-    - `outputs`: of each weight, multiples of 16.
-    - `k`: inputs, a multiple of 128 bytes of weights.
+    - `outputs`: of each weight, multiples of `column_unit`.
+    - `k`: inputs, a multiple of those of a stage.
     - `gated`: whether the result is a gated product of two weights.
     - `biased`: whether something is added to the products.
     - `head_dim`: of products that are rotated, whose heads are whole numbers of blocks.
-    - `item_bytes`: of a weight.
+    - `bits`: of a weight.
     """
     whole = gated or biased or head_dim or len(outputs) > 1
-    most_splits = 1 if whole else min(MAX_SPLITS, k // depth_of(item_bytes))
-    most_summed = MAX_ACCUMULATED if item_bytes == WIDE else MAX_QUANTISED
+    most_splits = 1 if whole else min(MAX_SPLITS, k // depth_of(bits))
+    most_summed = MAX_ACCUMULATED if bits == WIDE else MAX_QUANTISED
     most_columns = min(MAX_COLUMNS, most_summed // summed_columns(1, gated), max(outputs))
-    unit = ROTATED_UNIT if head_dim else COLUMN_UNIT
+    unit = column_unit(bits, rotated=head_dim is not None)
     cuts = [
         (splits, columns)
         for splits in range(1, most_splits + 1)
@@ -198,13 +215,13 @@ def default_tiles(
         if (head_dim is None or head_dim % columns == 0)
         and (not biased or all(n % columns == 0 for n in outputs))
     ]
-    splits, columns = min(cuts, key=lambda cut: (_moved(rows, outputs, k, gated, item_bytes, *cut), cut))
-    room = SHARED_BYTES - _unloaded_bytes(columns, gated, item_bytes)
-    stages = min(room // _stage_bytes(rows, columns, gated, item_bytes), MAX_STAGES)
+    splits, columns = min(cuts, key=lambda cut: (_moved(rows, outputs, k, gated, bits, *cut), cut))
+    room = SHARED_BYTES - _unloaded_bytes(columns, gated, bits)
+    stages = min(room // _stage_bytes(rows, columns, gated, bits), MAX_STAGES)
     crowded = head_dim is not None and rows > _FEW_ANGLES
     turns = MAX_QUANTISED // product_columns(summed_columns(columns, gated))
-    turns = 1 if item_bytes == WIDE or crowded else turns
-    return Tiles(columns, splits, stages // turns * turns, item_bytes, turns)
+    turns = 1 if bits == WIDE or crowded else turns
+    return Tiles(columns, splits, stages // turns * turns, bits, turns)
 
 
 def blocks_of(outputs: Sequence[int], columns: int, gated: bool) -> list[int]:
@@ -224,31 +241,41 @@ def product_columns(summed: int) -> int:
 
 
 def _moved(
-    rows: int, outputs: Sequence[int], k: int, gated: bool, item_bytes: int, splits: int, columns: int
+    rows: int, outputs: Sequence[int], k: int, gated: bool, bits: int, splits: int, columns: int
 ) -> int:
     """Bytes that the busiest processor moves, partial sums at their cost."""
     waves = -(-sum(blocks_of(outputs, columns, gated)) * splits // PROCESSORS)
-    steps = -(-k // (depth_of(item_bytes) * splits))
-    streamed = WIDE * rows * depth_of(item_bytes) + SWIZZLE * summed_columns(columns, gated)
+    steps = -(-k // (depth_of(bits) * splits))
+    streamed = _row_bytes(bits) * rows + _column_bytes(bits) * summed_columns(columns, gated)
     partials = 4 * rows * columns if splits > 1 else 0
     return waves * (streamed * steps + _PARTIAL_COST * partials)
 
 
-def stage_columns(columns: int, gated: bool, item_bytes: int) -> int:
+def stage_columns(columns: int, gated: bool, bits: int) -> int:
     """How many columns a stage has room for.
 
     A product that reads shared memory may read beyond the columns of a stage, into the next stage. Quantised
     weights are read one stage at a time.
     """
     summed = summed_columns(columns, gated)
-    return summed if item_bytes == WIDE else product_columns(summed)
+    return summed if bits == WIDE else product_columns(summed)
 
 
-def _stage_bytes(rows: int, columns: int, gated: bool, item_bytes: int) -> int:
-    return WIDE * rows * depth_of(item_bytes) + SWIZZLE * stage_columns(columns, gated, item_bytes)
+def _row_bytes(bits: int) -> int:
+    """Of a row in a stage of weights of so many bits."""
+    return depth_of(bits) * WIDE // 8
 
 
-def _unloaded_bytes(columns: int, gated: bool, item_bytes: int) -> int:
+def _column_bytes(bits: int) -> int:
+    """Of a column of weights in a stage, its scale included."""
+    return depth_of(bits) * bits // 8 + (4 if bits == NARROW else 0)
+
+
+def _stage_bytes(rows: int, columns: int, gated: bool, bits: int) -> int:
+    return _row_bytes(bits) * rows + _column_bytes(bits) * stage_columns(columns, gated, bits)
+
+
+def _unloaded_bytes(columns: int, gated: bool, bits: int) -> int:
     """What the last stage's product reads beyond its columns."""
     product = product_columns(summed_columns(columns, gated))
-    return (product - stage_columns(columns, gated, item_bytes)) * SWIZZLE
+    return (product - stage_columns(columns, gated, bits)) * SWIZZLE
