@@ -107,7 +107,7 @@ class EngineOptions:
       into the weights as they are read, so steps are as fast as without.
     - `quantization` (`None`: none): keep the matrices of layers in 8 bits (int8), with a scale for each row,
       or in 4 bits (int4), with a scale for each 128 inputs of a row. They are rounded while they are loaded,
-      or come from a checkpoint that has them so already (`jdllm convert --quantize int8`), which needs no
+      or come from a checkpoint that has them so already (`jdllm convert --quantize`), which needs no
       option. Embedding, head, norms and biases keep `dtype`, and products are computed in `dtype`. Steps of
       up to 64 rows on Hopper cards read the few bits alone; other steps widen a matrix first. For models
       without experts, on one device, without layers in host memory.

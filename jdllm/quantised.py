@@ -47,13 +47,18 @@ class Quantised:
     @classmethod
     def of(cls, matrix: Float[Array, "*stack outputs inputs"]) -> "Quantised":
         """A matrix that is `rounded`."""
-        return cls.of_rounded(*rounded(matrix))
+        return cls.of_stored(*cls.stored(matrix))
+
+    @staticmethod
+    def stored(matrix: Float[Array, "*stack outputs inputs"]) -> tuple[Array, Array]:
+        """What files have of a matrix: numbers whose inputs are in order, and scales."""
+        return rounded(matrix)
 
     @classmethod
-    def of_rounded(
+    def of_stored(
         cls, values: Int8[Array, "*stack outputs inputs"], scales: Float32[Array, "*stack outputs"]
     ) -> "Quantised":
-        """A matrix of the results of `rounded`."""
+        """A matrix of what `stored` returns."""
         return cls(out_of_order(values), scales)
 
     def some_outputs(self, start: Int[Array, ""] | int, size: int) -> "Quantised":
@@ -88,17 +93,20 @@ class Grouped(Quantised):
         *stack, half = self.values.shape
         return *stack, 2 * half
 
-    @classmethod
-    def of(cls, matrix: Float[Array, "*stack outputs inputs"]) -> "Grouped":
-        """A matrix that is `rounded_in_groups`, of an even number of inputs."""
-        return cls.of_rounded(*rounded_in_groups(matrix))
+    @staticmethod
+    def stored(matrix: Float[Array, "*stack outputs inputs"]) -> tuple[Array, Array]:
+        """What files have of a matrix of an even number of inputs that is `rounded_in_groups`."""
+        values, scales = rounded_in_groups(matrix)
+        return paired(values), scales
 
     @classmethod
-    def of_rounded(
-        cls, values: Int8[Array, "*stack outputs inputs"], scales: Float32[Array, "*stack outputs groups"]
+    def of_stored(
+        cls,
+        values: UInt8[Array, "*stack outputs half_inputs"],
+        scales: Float32[Array, "*stack outputs groups"],
     ) -> "Grouped":
-        """A matrix of the results of `rounded_in_groups`."""
-        return cls(packed(values), jnp.swapaxes(scales, -1, -2))
+        """A matrix of what `stored` returns."""
+        return cls(packed(unpaired(values)), jnp.swapaxes(scales, -1, -2))
 
     def dequantised(self, dtype: jnp.dtype) -> Float[Array, "*stack outputs inputs"]:
         """The matrix in a type that XLA's products take."""

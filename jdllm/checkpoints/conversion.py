@@ -11,7 +11,7 @@ from jdllm.checkpoints.index import DTYPES, FILE_INDEX, SINGLE_FILE, Index, list
 from jdllm.checkpoints.loading import read_checked_index, read_index, resolve_dtype
 from jdllm.checkpoints.native import Manifest, NativeTensor
 from jdllm.checkpoints.peft import CONFIG, WEIGHTS
-from jdllm.checkpoints.rounded import SCALES, SCALES_SUFFIX, VALUES, rounding
+from jdllm.checkpoints.rounded import SCALES, SCALES_SUFFIX, VALUES, rounding, stored_shapes
 from jdllm.checkpoints.saving import (
     copy_files,
     restate_dtype,
@@ -73,8 +73,9 @@ def to_native(
     index = read_checked_index(source, config, adapter)
     loaded = resolve_dtype(source, config, dtype)
     leaves = _leaves(config, index, None if dtype == "auto" and not is_gguf(source) else loaded)
-    matrices = [name for spec, form in leaves.values() if form == VALUES for name, _ in spec.sources()]
-    index |= rounding(index, matrices)
+    if quantize is not None:
+        numbers = (spec for spec, stored in leaves.values() if stored == VALUES[quantize])
+        index |= rounding(index, [name for spec in numbers for name, _ in spec.sources()], quantize)
     plan = _plan(leaves, index, source)
     identity = _identity(source, index, adapter)
     job = {"to": native.FORMAT, "version": native.FORMAT_VERSIONS[quantize is not None]}
@@ -102,9 +103,9 @@ def to_hf(
     """Convert a native checkpoint back to the safetensors files that it came from.
 
     Files have the names and tensors of the original ones, in the same order; with the types kept, those that
-    the safetensors library wrote come out equal byte by byte. Matrices in 8 bits come out as the numbers that
-    they stand for, in the type of the other weights. The host holds one piece of 8 MiB at a time, of these
-    matrices a few.
+    the safetensors library wrote come out equal byte by byte. Matrices in few bits come out as the numbers
+    that they stand for, in the type of the other weights. The host holds one piece of 8 MiB at a time, of
+    these matrices a few.
 
     Arguments:
     - `source`: the directory of the native checkpoint.
@@ -154,7 +155,7 @@ def _refuse_overlap(source: Path, target: Path) -> None:
 def _leaves(config: ModelConfig, index: Index, cast: str | None) -> Leaves:
     """Every stored leaf with its type, in the words of a safetensors header.
 
-    Rows of the same tensors are one leaf, such as "q_k_v". Matrices in 8 bits are two.
+    Rows of the same tensors are one leaf, such as "q_k_v". Matrices in few bits are two.
     """
     names = {dtype.name: name for name, dtype in DTYPES.items()}
     leaves: Leaves = {}
@@ -162,10 +163,13 @@ def _leaves(config: ModelConfig, index: Index, cast: str | None) -> Leaves:
     for paths, spec in stored_specs(config).items():
         path = (*paths[0][:-1], "_".join(path[-1] for path in paths))
         if spec.quantised:
-            scales = dataclasses.replace(
-                spec, shape=spec.shape[:-1], axes=spec.axes[:-1], source=spec.source + SCALES_SUFFIX
+            shapes = stored_shapes(spec.shape, spec.quantised)
+            values, scales = (
+                dataclasses.replace(spec, shape=shape, axes=spec.axes[: len(shape)]) for shape in shapes
             )
-            leaves |= {(*path, "values"): (spec, VALUES), (*path, "scales"): (scales, SCALES)}
+            scales = dataclasses.replace(scales, source=spec.source + SCALES_SUFFIX)
+            leaves[(*path, "values")] = values, VALUES[spec.quantised]
+            leaves[(*path, "scales")] = scales, SCALES
             continue
         types = {index[name].dtype for name, _ in spec.sources()}
         leaves[path] = (spec, names[cast] if cast else min(types))

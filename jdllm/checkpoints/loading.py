@@ -96,10 +96,11 @@ def read_index(directory: Path) -> Index:
     values = read_config(directory) if (directory / "config.json").is_file() else {}
     if native.is_native(directory):
         index, form = native.read_index(directory), stored_form(values)
-        if (form is not None) != any(isinstance(stored, QuantisedTensor) for stored in index.values()):
-            told = "says nothing of" if form is None else "tells of"
+        found = {stored.form for stored in index.values() if isinstance(stored, QuantisedTensor)}
+        if {form} - {None} != found:
+            told = "says nothing of matrices in few bits" if form is None else f"tells of matrices in {form}"
             raise CheckpointError(
-                f"{directory / 'config.json'} {told} matrices in 8 bits (quantization_config), unlike"
+                f"{directory / 'config.json'} {told} (quantization_config), unlike"
                 f" {native.MANIFEST}: one of the two is of another checkpoint"
             )
         return index
@@ -349,11 +350,12 @@ def _load_quantised(
     kept = spec.zeros("float32")
     for name, place in spec.sources():
         stored = _own_rows(spec, index[name])
-        numbers = stored.values if isinstance(stored, QuantisedTensor) else stored
+        same = stored if isinstance(stored, QuantisedTensor) and stored.form == form else None
+        numbers = stored if same is None else same.values
         for at, piece in _read_pieces(numbers, numbers.whole):
             scales = None
-            if isinstance(stored, QuantisedTensor):
-                scales = stored.scales.read([range(at[0], at[0] + len(piece))])
+            if same is not None:
+                scales = same.scales.read([range(at[0], at[0] + len(piece)), *same.scales.whole[1:]])
                 scales = scales.reshape((1,) * len(place) + scales.shape)
             jax.block_until_ready(kept)
             block = piece.reshape((1,) * len(place) + piece.shape)
@@ -368,7 +370,7 @@ def _write_quantised(
 ) -> Quantised:
     """Write rows: those of `start`, which is the place of a matrix and the first of its rows."""
     kind = KINDS[form]
-    part = kind.of(block) if scales is None else kind.of_rounded(block, scales)
+    part = kind.of(block) if scales is None else kind.of_stored(block, scales)
     *place, row = start
     values = lax.dynamic_update_slice(kept.values, part.values, [*place, row, 0])
     groups = [0] * (kept.scales.ndim - len(start))

@@ -5,8 +5,8 @@ of a chunk therefore holds exactly the bytes of its tensor, and loading reads it
 file. `manifest.json` names every tensor with its chunk and SHA-256, and the safetensors file it came from.
 `config.json` and the tokenizer's files lie beside it under their own names.
 
-A leaf of matrices in 8 bits is two arrays, `values` and `scales` (`jdllm.checkpoints.rounded`). Their tensors
-are two entries of the manifest. The inputs of a row are in their natural order.
+A leaf of matrices in few bits is two arrays, `values` and `scales` (`jdllm.checkpoints.rounded`). Their
+tensors are two entries of the manifest. The inputs of a row are in their natural order.
 """
 
 import dataclasses
@@ -22,25 +22,25 @@ import numpy as np
 from jdllm import __version__
 from jdllm.checkpoints.byte_progress import Progress, reporter
 from jdllm.checkpoints.index import DTYPES, READABLE, Index, StoredTensor, header_name, listed
-from jdllm.checkpoints.rounded import SCALES_SUFFIX, VALUES, matrices
+from jdllm.checkpoints.rounded import SCALES_SUFFIX, VALUES, matrices, matrix_shape
 from jdllm.errors import CheckpointError
 from jdllm.json_files import read_object
 from jdllm.models.weights import TensorSpec
 
 FORMAT = "jdllm-native"
 FORMAT_VERSIONS = (1, 2)
-"""Of checkpoints without matrices in 8 bits, and with."""
+"""Of checkpoints without matrices in few bits, and with."""
 
 MANIFEST = "manifest.json"
 
 _ORBAX_TREE = "_METADATA"
 _PIECE_BYTES = 8 << 20
-_ZARR_TYPES = {"BF16": "bfloat16", "F16": "<f2", "F32": "<f4", VALUES: "|i1"}
+_ZARR_TYPES = {"BF16": "bfloat16", "F16": "<f2", "F32": "<f4", "I8": "|i1", "U8": "|u1"}
 
 
 @dataclasses.dataclass(frozen=True)
 class NativeTensor:
-    """One Hugging Face tensor of a native checkpoint, or the scales of one in 8 bits.
+    """One Hugging Face tensor of a native checkpoint, or the scales of one in few bits.
 
     - `name`, `dtype`, `shape`: the entries of a safetensors header, such as "BF16" for the type.
     - `file`: the safetensors file that it belongs to.
@@ -87,19 +87,21 @@ class Manifest:
 
     @property
     def quantised(self) -> bool:
-        """Whether some matrices are in 8 bits."""
-        return any(tensor.dtype == VALUES for tensor in self.tensors)
+        """Whether some matrices are in few bits."""
+        return any(tensor.dtype in VALUES.values() for tensor in self.tensors)
 
     def plain(self) -> "Manifest":
         """The same checkpoint with those matrices in its `dtype`."""
-        names = {tensor.name for tensor in self.tensors if tensor.dtype == VALUES}
-        scales = {name + SCALES_SUFFIX for name in names}
-        dtype = header_name(self.dtype)
-        tensors = tuple(
-            dataclasses.replace(tensor, dtype=dtype, sha256="") if tensor.name in names else tensor
-            for tensor in self.tensors
-            if tensor.name not in scales
-        )
+        names = {tensor.name for tensor in self.tensors if tensor.dtype in VALUES.values()}
+        scales, dtype = {name + SCALES_SUFFIX for name in names}, header_name(self.dtype)
+
+        def wide(tensor: NativeTensor) -> NativeTensor:
+            if tensor.name not in names:
+                return tensor
+            shape = matrix_shape(tensor.dtype, tensor.shape)
+            return dataclasses.replace(tensor, dtype=dtype, shape=shape, sha256="")
+
+        tensors = tuple(wide(tensor) for tensor in self.tensors if tensor.name not in scales)
         return dataclasses.replace(self, tensors=tensors)
 
 
@@ -138,10 +140,10 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 def read_index(directory: Path) -> Index:
     """Read which tensors a native checkpoint holds, by their Hugging Face names.
 
-    Returns a `QuantisedTensor` for each matrix in 8 bits.
+    Returns a `QuantisedTensor` for each matrix in few bits.
 
     Raises `CheckpointError` for what `read_manifest` refuses, for chunks that are missing or of another
-    length, and for a matrix in 8 bits without scales; the content of chunks is compared by
+    length, and for a matrix in few bits without scales; the content of chunks is compared by
     `compare_checksums` only.
     """
     manifest = read_manifest(directory)
@@ -257,7 +259,7 @@ def write_orbax_metadata(directory: Path, leaves: Mapping[tuple[str, ...], tuple
 
 def _parse(values: Mapping[str, Any]) -> Manifest:
     fields = {field.name for field in dataclasses.fields(NativeTensor)}
-    types, tensors = {*DTYPES} | ({VALUES} if values["version"] > 1 else set()), []
+    types, tensors = {*DTYPES} | ({*VALUES.values()} if values["version"] > 1 else set()), []
     for entry in values["tensors"]:
         tensor = NativeTensor(**{**{name: entry[name] for name in fields}, "shape": tuple(entry["shape"])})
         outside = PurePosixPath(tensor.chunk).is_absolute() or ".." in PurePosixPath(tensor.chunk).parts

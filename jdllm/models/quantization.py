@@ -67,7 +67,7 @@ def stored_form(values: Mapping[str, Any]) -> WeightForm | None:
     Returns `None` where they are stored as all other weights. Raises what `quantization_of` raises.
     """
     found = quantization_of(values, "config.json")
-    return "int8" if found is not None and found.method == "jdllm" else None
+    return _FORMS[found.bits] if found is not None and found.method == "jdllm" else None
 
 
 def _read(settings: Mapping[str, Any]) -> Quantization | str:
@@ -79,8 +79,8 @@ def _read(settings: Mapping[str, Any]) -> Quantization | str:
             return _compressed(settings)
         case {"quant_method": "bitsandbytes" | "torchao" as method}:
             return Quantization(method)
-        case {"quant_method": "jdllm", "format": "int8"}:
-            return Quantization("jdllm", bits=8)
+        case {"quant_method": "jdllm", "format": "int8" | "int4" as form}:
+            return Quantization("jdllm", bits=8 if form == "int8" else 4)
         case {"quant_method": "gptq", "bits": 2 | 4 | 8 as bits}:
             form = str(settings.get("checkpoint_format", "gptq"))
             if form not in _SHIFTS:
@@ -92,6 +92,7 @@ def _read(settings: Mapping[str, Any]) -> Quantization | str:
             return _NOT_READ
 
 
+_FORMS: dict[int, WeightForm] = {8: "int8", 4: "int4"}
 _SHIFTS = {"gptq": 1, "gptq_v2": 0}
 _NOT_READ = "quantized weights of this kind cannot be loaded"
 

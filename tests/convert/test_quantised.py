@@ -1,4 +1,4 @@
-"""`jdllm convert --quantize int8`: what is stored is what a load would have rounded, and stays so."""
+"""`jdllm convert --quantize`: what is stored is what a load would have rounded, and stays so."""
 
 import json
 import os
@@ -25,7 +25,7 @@ from jdllm.execution.module import Transformer
 from jdllm.llm import LLM
 from jdllm.models.hf_config import config_from_hf
 from jdllm.models.weights import param_bytes
-from jdllm.quantised import Quantised, in_order
+from jdllm.quantised import Quantised, WeightForm, in_order
 from tests.convert.helpers import contents
 from tests.helpers import GOLDENS, slow
 
@@ -59,8 +59,10 @@ def numbers_of(native: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     }
 
 
-def assert_loads_alike(native: Path, source: Path, dtype: str, **options: Any) -> None:
-    config = config_from_hf(source).quantised("int8")
+def assert_loads_alike(
+    native: Path, source: Path, dtype: str, form: WeightForm = "int8", **options: Any
+) -> None:
+    config = config_from_hf(source).quantised(form)
     expected = load_params(source, config, dtype, **options)
     found = load_params(native, config, dtype)
     assert jax.tree.structure(found) == jax.tree.structure(expected)
@@ -73,23 +75,25 @@ def run(*args: object) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype", "at_once"),
+    ("family", "dtype", "at_once", "form"),
     [
-        ("llama", "auto", 1 << 20),
-        ("llama", "bfloat16", 1 << 9),
-        ("llada", "float32", 1 << 9),
-        ("qwen2", "float16", 1 << 20),
+        ("llama", "auto", 1 << 20, "int8"),
+        ("llama", "bfloat16", 1 << 9, "int8"),
+        ("llama", "bfloat16", 1 << 9, "int4"),
+        ("llada", "float32", 1 << 9, "int8"),
+        ("qwen2", "float16", 1 << 20, "int8"),
+        ("qwen2", "float16", 1 << 20, "int4"),
     ],
 )
-def test_weights_are_those_of_a_load_that_rounds(family, dtype, at_once, tmp_path, monkeypatch):
+def test_weights_are_those_of_a_load_that_rounds(family, dtype, at_once, form, tmp_path, monkeypatch):
     monkeypatch.setattr(rounded, "AT_ONCE", at_once)
     monkeypatch.setattr(loading, "PIECE_BYTES", 2 * at_once)
     source, native = GOLDENS / family, tmp_path / "native"
-    manifest = to_native(source, native, dtype=dtype, quantize="int8")
+    manifest = to_native(source, native, dtype=dtype, quantize=form)
     assert read_manifest(native) == manifest
     assert manifest.dtype == ("float32" if dtype == "auto" else dtype)
-    assert manifest.bytes == param_bytes(config_from_hf(source).quantised("int8"), manifest.dtype)
-    assert_loads_alike(native, source, manifest.dtype)
+    assert manifest.bytes == param_bytes(config_from_hf(source).quantised(form), manifest.dtype)
+    assert_loads_alike(native, source, manifest.dtype, form)
 
 
 def test_numbers_are_the_nearest_ones_and_in_the_order_of_inputs(converted):
@@ -232,7 +236,7 @@ def test_what_has_no_such_form(tmp_path, converted):
     with pytest.raises(ConfigError, match="quantization is 'int8', which is for models without experts"):
         to_native(GOLDENS / "llada_moe", tmp_path / "x", quantize="int8")
     for arguments, said in (
-        ([LLAMA, tmp_path / "x", "--quantize", "int3"], "--quantize is 'int3', expected int8"),
+        ([LLAMA, tmp_path / "x", "--quantize", "int3"], "--quantize is 'int3', expected int8 or int4"),
         ([converted, tmp_path / "x", "--quantize", "int8"], "on the way to native only"),
         ([converted, "--verify", "--quantize", "int8"], "on the way to native only"),
     ):
@@ -289,8 +293,8 @@ def test_a_manifest_that_does_not_fit(copy, change, said):
 def test_a_configuration_of_another_checkpoint(copy, tmp_path):
     to_native(LLAMA, tmp_path / "plain")
     for path, other, said in (
-        (copy, LLAMA, "says nothing of matrices in 8 bits"),
-        (tmp_path / "plain", copy, "tells of matrices in 8 bits"),
+        (copy, LLAMA, "says nothing of matrices in few bits"),
+        (tmp_path / "plain", copy, "tells of matrices in int8"),
     ):
         kept = (path / "config.json").read_bytes()
         shutil.copyfile(other / "config.json", path / "config.json")
@@ -301,6 +305,6 @@ def test_a_configuration_of_another_checkpoint(copy, tmp_path):
     shutil.copyfile(copy / "config.json", plain / "config.json")
     with pytest.raises(CheckpointError, match=r"quant_method jdllm.*is for native checkpoints"):
         read_index(plain)
-    change_json(copy / "config.json", lambda values: values["quantization_config"].update(format="int4"))
-    with pytest.raises(ConfigError, match=r"quant_method jdllm, format int4.*cannot be loaded"):
+    change_json(copy / "config.json", lambda values: values["quantization_config"].update(format="int2"))
+    with pytest.raises(ConfigError, match=r"quant_method jdllm, format int2.*cannot be loaded"):
         LLM(copy, progress=False)

@@ -13,7 +13,7 @@ from jdllm.pallas.skinny_matmul import skinny_matmul
 from jdllm.pallas.skinny_matmul.limits import check_mosaic_gpu, check_triton
 from jdllm.pallas.skinny_matmul.mosaic_gpu import skinny_matmul_mosaic_gpu, skinny_parts_mosaic_gpu
 from jdllm.pallas.skinny_matmul.tiles import Tiles
-from jdllm.quantised import KINDS, Quantised, WeightForm
+from jdllm.quantised import KINDS, Quantised, WeightForm, paired
 from tests.pallas.rotation import turned
 
 LAYERS, LAYER, K = 3, 1, 5 * 128
@@ -51,7 +51,9 @@ def operands(
         scales = 2.0 ** rng.integers(-9, -6, (LAYERS, n, groups)) * rng.integers(1, 4, (LAYERS, n, groups))
         scales[np.arange(LAYERS) != LAYER] = np.nan
         given = scales[..., 0] if form == "int8" else scales
-        weights.append(KINDS[form].of_rounded(jnp.asarray(values, jnp.int8), jnp.asarray(given, jnp.float32)))
+        stored = jnp.asarray(values, jnp.int8)
+        stored = stored if form == "int8" else paired(stored)
+        weights.append(KINDS[form].of_stored(stored, jnp.asarray(given, jnp.float32)))
         matrix = values[LAYER] * np.repeat(scales[LAYER], K // groups, axis=1)
         exact.append(np.asarray(x, np.float64) @ matrix.T)
     return x, weights, exact
