@@ -21,8 +21,8 @@ _FORMS: dict[str, WeightForm] = {dtype: form for form, dtype in VALUES.items()}
 SCALES_SUFFIX = "_scale"
 """What the name of a tensor of scales has behind the name of its matrix."""
 
-AT_ONCE = 1 << 20
-"""Elements that are rounded at a time: 4 MiB in float32."""
+AT_ONCE = 1 << 18
+"""Elements that are rounded at a time: 1 MiB in float32."""
 
 _stored = {form: jax.jit(kind.stored) for form, kind in KINDS.items()}
 
