@@ -30,7 +30,7 @@ from jdllm.models.weights import quantise
 from jdllm.pallas.hopper import padded_rows
 from jdllm.pallas.skinny_matmul import skinny_matmul
 from jdllm.pallas.skinny_matmul.mosaic_gpu import skinny_matmul_mosaic_gpu
-from jdllm.pallas.skinny_matmul.tiles import WIDE, Tiles, default_tiles
+from jdllm.pallas.skinny_matmul.tiles import WIDE, Tiles, column_unit, default_tiles, most_turns
 from jdllm.quantised import KINDS, Quantised, WeightForm
 
 STACK_BYTES = 512 * 2**20  # of all layers: ten times the L2 cache
@@ -143,15 +143,17 @@ def relative_error(actual: Results, x: jax.Array, stacks: Sequence[Stack], gated
 
 def candidates(product: Product, rows: int, bits: int = WIDE) -> list[Tiles]:
     """Cuts worth trying, the default first: others around it with all stages, and itself with fewer."""
-    padded = padded_rows(rows)
+    padded, unit = padded_rows(rows), column_unit(bits)
     default = default_tiles(padded, product.outputs, product.k, gated=product.gated, bits=bits)
-    cuts = [dataclasses.replace(default, stages=s) for s in (default.stages, default.stages * 2 // 3)]
+    fewer = max(1, default.stages * 2 // (3 * default.turns)) * default.turns
+    cuts = [dataclasses.replace(default, stages=stages) for stages in (default.stages, fewer)]
     factors = itertools.product((0.5, 0.75, 1, 1.25, 1.5, 2), (1,) if product.gated else (0.5, 1, 2))
     for wider, more in factors:
-        columns, splits = int(default.columns * wider) // 16 * 16, math.ceil(default.splits * more)
+        columns, splits = int(default.columns * wider) // unit * unit, math.ceil(default.splits * more)
+        turns = max(1, most_turns(columns, product.gated, bits))
         for stages in range(24, 2, -1):
             try:
-                tiles = Tiles(columns, splits, stages, bits)
+                tiles = Tiles(columns, splits, stages, bits, turns)
                 tiles.check(padded, product.outputs, product.k, gated=product.gated)
             except NotImplementedError:
                 continue

@@ -139,12 +139,15 @@ class TestSkinnyMatmul:
         assert [row["product"] for row in table] == ["qkv", "o", "gate_up", "down"]
         assert all(0 < row["error"] < 8e-3 for row in table)
 
+    @pytest.mark.parametrize("bits", [16, 8, 4])
     @pytest.mark.parametrize(("rows", "padded"), [(32, 32), (13, 16)])
     @pytest.mark.parametrize("shape", ["llada-8b", "dream-7b"])
-    def test_a_sweep_has_the_default_and_cuts_that_a_block_can_take(self, shape: str, rows: int, padded: int):
+    def test_a_sweep_has_the_default_and_cuts_that_a_block_can_take(
+        self, shape: str, rows: int, padded: int, bits: int
+    ):
         for product in skinny_matmul.products_of(SHAPES[shape]).values():
-            first, *others = skinny_matmul.candidates(product, rows)
-            assert first == default_tiles(padded, product.outputs, product.k, gated=product.gated)
+            first, *others = skinny_matmul.candidates(product, rows, bits)
+            assert first == default_tiles(padded, product.outputs, product.k, gated=product.gated, bits=bits)
             assert len(others) > 2
             for tiles in others:
                 tiles.check(padded, product.outputs, product.k, gated=product.gated)

@@ -54,6 +54,10 @@ def test_every_step_has_one_part(steps: int, splits: int):
         ([3584], 3584, {}, 112, 4, 128),
         ([18944] * 2, 3584, {"gated": True}, 144, 1, 132),
         ([3584], 18944, {}, 112, 4, 128),
+        ([4096] * 3, 4096, {"head_dim": 128, "bits": 4}, 128, 1, 96),
+        ([4096], 4096, {"bits": 4}, 64, 2, 128),
+        ([12288] * 2, 4096, {"gated": True, "bits": 4}, 96, 1, 128),
+        ([4096], 12288, {"bits": 4}, 128, 4, 128),
     ],
 )
 def test_products_of_a_layer_take_one_wave(

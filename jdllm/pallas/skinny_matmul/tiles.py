@@ -219,8 +219,7 @@ def default_tiles(
     room = SHARED_BYTES - _unloaded_bytes(columns, gated, bits)
     stages = min(room // _stage_bytes(rows, columns, gated, bits), MAX_STAGES)
     crowded = head_dim is not None and rows > _FEW_ANGLES
-    turns = MAX_QUANTISED // product_columns(summed_columns(columns, gated))
-    turns = 1 if bits == WIDE or crowded else turns
+    turns = 1 if crowded else most_turns(columns, gated, bits)
     return Tiles(columns, splits, stages // turns * turns, bits, turns)
 
 
@@ -233,6 +232,11 @@ def blocks_of(outputs: Sequence[int], columns: int, gated: bool) -> list[int]:
 def summed_columns(columns: int, gated: bool) -> int:
     """How many columns a block sums whose outputs are so many."""
     return columns * (2 if gated else 1)
+
+
+def most_turns(columns: int, gated: bool, bits: int) -> int:
+    """How many warpgroups may take turns at the steps of so many columns; 0 for too many columns."""
+    return 1 if bits == WIDE else MAX_QUANTISED // product_columns(summed_columns(columns, gated))
 
 
 def product_columns(summed: int) -> int:
