@@ -142,9 +142,9 @@ class EngineOptions:
       each has the whole `verifier`. Not with layers in host memory. Tokens are those of one card, but for the
       order of sums.
     - `whole_layers` (`None`: if they take a quarter of `memory` at most): give each of several cards all
-      layers too, beside its part of them. Full steps of 512 rows or more then deal their rows out over the
-      cards, which exchange keys and values instead of sums. By default not for causal and block models: they
-      have other steps.
+      layers too, beside its part of them. Full steps and refreshes of 512 rows or more then deal their rows
+      out over the cards, which exchange keys and values instead of sums. By default not for causal and block
+      models: they have other steps.
 
     Adaptive parallel decoding
     - `verifier` (`None`: none): autoregressive model for `transfer` "adaptive", such as Qwen2 for Dream. A

@@ -2,8 +2,8 @@
 
 `python3 -m tests.several_cards FAMILY CASES CARDS...` prints a line of JSON for each number of cards: tokens
 of the cases, "all" or names with commas between them, evaluations, logits, and how many executables were
-compiled, and how many the directory `JDLLM_TEST_KEPT` had, if it is set. "long" is all cases whose steps
-cards with whole layers deal out.
+compiled, and how many the directory `JDLLM_TEST_KEPT` had, if it is set. "long" and "all long" are cases
+whose steps cards with whole layers deal out.
 """
 
 import json
@@ -33,6 +33,12 @@ DENOISED: dict[str, dict[str, Any]] = {
     "sparse": {"cache": "sparse", "retention": 0.5},
     "head_sparse": {"cache": "head_sparse", "retention": 0.5, "refresh_delay": 1},
 }
+LONG = {
+    "long": ("uncached", "head_sparse"),
+    "all long": ("uncached", "guided", "threshold", "dual", "sparse", "head_sparse"),
+}
+"""Cases of `DENOISED`, behind long prompts."""
+
 VERIFIED: dict[str, dict[str, Any]] = {
     "adaptive": {"transfer": "adaptive", "max_lookahead": 6, "steps": None},
     "adaptive and drawn": {"transfer": "adaptive", "temperature": 1.0, "mixture_weight": 0.7, "steps": None},
@@ -73,10 +79,10 @@ def outputs_of(llm: LLM, wanted: str) -> dict[str, list[RequestOutput]]:
         for name, case in cases.items()
         if name in wanted.split(",") or (wanted == "all" and name not in VERIFIED)
     }
-    if wanted == "long":
-        sampling = sampling.changed(block_length=16, steps=4)
-        chosen = {name: DENOISED[name] for name in ("uncached", "guided", "drawn", "threshold")}
-    prompts = LONG_PROMPTS if wanted == "long" else PROMPTS
+    if wanted in LONG:
+        sampling = sampling.changed(steps=8)
+        chosen = {name: DENOISED[name] for name in LONG[wanted]}
+    prompts = LONG_PROMPTS if wanted in LONG else PROMPTS
     found = {
         name: llm.generate(prompt_token_ids=prompts, sampling=sampling.changed(**case))
         for name, case in chosen.items()
@@ -103,12 +109,12 @@ def main(family: str, wanted: str, counts: list[int]) -> None:
             devices=cards,
             cache_dir=os.environ.get("JDLLM_TEST_KEPT"),
             progress=False,
-            max_num_batched_tokens=256,
+            max_num_batched_tokens=1024 if wanted in LONG else 256,
             kv_pool="16MiB",
-            whole_layers=wanted == "long" and cards > 1,
+            whole_layers=wanted in LONG and cards > 1,
             **options,
         ) as llm:
-            prompt = (LONG_PROMPTS if wanted == "long" else PROMPTS)[1]
+            prompt = (LONG_PROMPTS if wanted in LONG else PROMPTS)[1]
             found, logits = outputs_of(llm, wanted), llm.logits([prompt])[0, -1, :8].tolist()
             told: dict[str, Any] = {"cards": cards, "logits": logits, "weights": llm.account.weights}
             told["tokens"] = {name: [list(one.token_ids) for one in case] for name, case in found.items()}

@@ -62,12 +62,20 @@ def test_tokens_are_those_of_one_card(family: str, cases: str, counts: tuple[int
 
 
 @pytest.mark.parametrize(
-    ("family", "counts"),
-    [("llada", (1, 2)), slow("dream", (1, 4)), slow("llada_moe", (1, 2, 4)), slow("demo", (1, 8))],
+    ("family", "cases", "counts"),
+    [
+        ("llada", "long", (1, 2)),
+        slow("llada", "all long", (1, 4)),
+        slow("dream", "all long", (1, 4)),
+        slow("llada_moe", "all long", (1, 2)),
+        slow("demo", "long", (1, 8)),
+    ],
 )
-def test_rows_that_cards_deal_out_have_the_tokens_of_one_card(family: str, counts: tuple[int, ...]):
+def test_rows_that_cards_deal_out_have_the_tokens_of_one_card(
+    family: str, cases: str, counts: tuple[int, ...]
+):
     """Each of several cards then has its part of the layers, and all layers too."""
-    alone, *others = on_cards(family, "long", *counts)
+    alone, *others = on_cards(family, cases, *counts)
     assert all(tokens for tokens in alone["tokens"].values())
     for found in others:
         assert (found["tokens"], found["evaluations"]) == (alone["tokens"], alone["evaluations"])

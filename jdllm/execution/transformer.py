@@ -55,9 +55,10 @@ def forward(
 
     Returns the hidden rows after the last layer, before the final norm, in the dtype of the weights.
     """
-    whole: WholeLayers | None = params.get(WHOLE)
-    if chunks.layers_whole and whole is not None and whole.takes(len(tokens)):
-        return _forward_dealt(params, whole, tokens, rows)
+    dealt = dealt_rows(params, rows) if chunks.layers_whole else None
+    if dealt is not None:
+        h = dealt.whole.dealt(embed(params, tokens))
+        return dealt.joined(dealt.scan(h, lambda h, layer: layer.apply(h, dealt.own)[0]))
     return apply_layers(params, config, embed(params, tokens), rows, chunks=chunks)
 
 
@@ -94,9 +95,9 @@ def forward_wanted(
 
     Returns the hidden rows of `wanted`, in its order.
     """
-    whole: WholeLayers | None = params.get(WHOLE)
-    if whole is not None and whole.takes(len(tokens), len(wanted.rows)):
-        return _forward_dealt(params, whole, tokens, rows, wanted)
+    dealt = dealt_rows(params, rows, wanted)
+    if dealt is not None:
+        return _forward_wanted_dealt(dealt, dealt.whole.dealt(embed(params, tokens)), wanted)
     sees = packed_ranges(config, rows)
 
     def last(h: Hidden, layer: Layer) -> Hidden:
@@ -108,31 +109,69 @@ def forward_wanted(
     )
 
 
-def _forward_dealt(
-    params: Params, whole: WholeLayers, tokens: RowInts, rows: Rows, wanted: Wanted | None = None
-) -> Hidden:
-    """`forward`, or `forward_wanted`, on cards with whole layers, each of which takes a part of the rows."""
-    addresses = params.get(ADDRESSES)
-    layers = whole.stacks | ({} if addresses is None else {ADDRESSES: addresses})
+def _forward_wanted_dealt(dealt: "DealtRows", h: Hidden, wanted: Wanted) -> Hidden:
+    def last(h: Hidden, layer: Layer) -> Hidden:
+        k, v = layer.project(h, dealt.own.rotation, ("k", "v"))
+        return dealt.last(layer, h, wanted, dealt.own.of_all_cards(layer, k, v))
+
+    return dealt.joined(dealt.scan(h, lambda h, layer: layer.apply(h, dealt.own)[0], last=last))
+
+
+class DealtRows(NamedTuple):
+    """Packed rows of a step that cards with whole layers deal out.
+
+    - `whole`: the layers; `layers`: as they are applied.
+    - `sees`: what all rows see of each other.
+    - `own`: what the rows of this card see of all rows.
+    """
+
+    whole: WholeLayers
+    layers: Params
+    sees: Ranges
+    own: Ranges
+
+    def scan[Carry](
+        self,
+        carry: Carry,
+        body: Callable[[Carry, Layer], Carry],
+        *,
+        last: Callable[[Carry, Layer], Carry] | None = None,
+    ) -> Carry:
+        """`scan_layers`, on the rows of this card."""
+        return scan_layers(self.layers, self.whole.config, carry, body, last=last)
+
+    def last(self, layer: Layer, h: Hidden, wanted: Wanted, keys_values: KeysValues) -> Hidden:
+        """This card's part of the wanted rows after the last layer.
+
+        Arguments:
+        - `h`: the rows of this card.
+        - `keys_values`: of all rows.
+        """
+        mine = Wanted(*(self.whole.dealt(jnp.asarray(x)) for x in wanted))
+        return layer.apply(self.joined(h)[mine.rows], ranges_of_wanted(self.sees, mine, keys_values))[0]
+
+    def joined(self, h: Hidden) -> Hidden:
+        """The rows of all cards."""
+        return joined_rows(h, self.whole.cards, self.layers.get(ADDRESSES))
+
+
+def dealt_rows(params: Params, rows: Rows, wanted: Wanted | None = None) -> DealtRows | None:
+    """How cards with whole layers deal out a step; `None` where each card evaluates all rows.
+
+    Arguments:
+    - `rows`: positions and key ranges of all rows.
+    - `wanted`: the rows to return, where these are some.
+    """
+    whole: WholeLayers | None = params.get(WHOLE)
+    count = len(rows.positions)
+    if whole is None or not whole.takes(count, 0 if wanted is None else len(wanted.rows)):
+        return None
+    layers = whole.stacks | {name: x for name, x in params.items() if name == ADDRESSES}
     sees = packed_ranges(whole.config, rows)
     own, rotation = jax.tree.map(whole.dealt, (Rows(*map(jnp.asarray, rows)), sees.rotation))
-    dealt = Ranges(own, rotation, attention_over(own, len(tokens)), cards=whole.cards)
-
-    def last(h: Hidden, layer: Layer) -> Hidden:
-        assert wanted is not None
-        keys_values = dealt.of_all_cards(layer, *layer.project(h, dealt.rotation, ("k", "v")))
-        mine = Wanted(*(whole.dealt(jnp.asarray(x)) for x in wanted))
-        h = joined_rows(h, whole.cards, addresses)[mine.rows]
-        return layer.apply(h, ranges_of_wanted(sees, mine, keys_values))[0]
-
-    h = scan_layers(
-        layers,
-        whole.config,
-        whole.dealt(embed(params, tokens)),
-        lambda h, layer: layer.apply(h, dealt)[0],
-        last=None if wanted is None else last,
+    return DealtRows(
+        whole, layers, sees, Ranges(own, rotation, attention_over(own, count), cards=whole.cards)
     )
-    return joined_rows(h, whole.cards, addresses)
 
 
 def packed_ranges(config: ModelConfig, rows: Rows, attention: AttentionFn | None = None) -> Ranges:

@@ -65,11 +65,11 @@ def joined_rows(
     return rows.reshape(-1, *x.shape[1:])
 
 
-def own_kv_heads(x: Array, heads: int, cards: int, copies: int, axis: int) -> Array:
-    """Of values for all key-value heads of a model those for the heads of this card.
+def own_heads(x: Array, heads: int, cards: int, copies: int, axis: int) -> Array:
+    """Of values for all heads of a model those for the heads of this card.
 
     Arguments:
-    - `heads`: key-value heads of this card.
+    - `heads`: of this card.
     - `cards`: of the configuration; `x` itself where it is 1.
     - `copies`: how many cards have the same heads.
     """

@@ -42,9 +42,9 @@ class WholeLayers:
     config: ModelConfig = dataclasses.field(metadata={"static": True})
     cards: int = dataclasses.field(metadata={"static": True})
 
-    def takes(self, rows: int, wanted: int | None = None) -> bool:
-        """Whether so many rows are dealt out, of which so many are wanted."""
-        return rows >= LEAST_ROWS and rows % self.cards == 0 and (wanted or 0) % self.cards == 0
+    def takes(self, rows: int, wanted: int = 0) -> bool:
+        """Whether so many rows are dealt out, of which so many are wanted; 0 for all."""
+        return rows >= LEAST_ROWS and rows % self.cards == 0 and wanted % self.cards == 0
 
     def dealt(self, x: Array) -> Array:
         """What this card takes of an array with a first axis of rows: as many as each other card."""

@@ -37,7 +37,7 @@ MIB, LENGTH, REQUESTS, LEFT = 2**20, 1024, 4, 2048
 SAMPLING = SamplingParams(gen_length=256, block_length=32, cache="head_sparse", refresh_delay=0)
 
 
-def on_cards(cards: int) -> tuple[ModelConfig, Params, PageBook, KvArrays]:
+def on_cards(cards: int, *, whole_layers: bool = False) -> tuple[ModelConfig, Params, PageBook, KvArrays]:
     """The model, its weights, and a pool with its pages, for so many described cards."""
     config, devices = dataclasses.replace(SHAPES["llada-8b"], cards=cards), target_devices("h200", cards)
     params = jax.tree.map(
@@ -51,7 +51,7 @@ def on_cards(cards: int) -> tuple[ModelConfig, Params, PageBook, KvArrays]:
     at = pool_sharding(config, devices)
     shape = pool_shape(pool_config(config), book.pages, PAGE_ROWS)
     pool: Any = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=at)
-    return config, in_parts(params, config), book, KvArrays(pool, pool)
+    return config, in_parts(params, config, whole_layers=whole_layers), book, KvArrays(pool, pool)
 
 
 def asked_of(config: ModelConfig) -> list[Request]:
@@ -68,22 +68,15 @@ def exchanges_of(compiled: jax.stages.Compiled) -> int:
     return len(re.findall(r"custom-call\(.*exchange_mosaic_gpu", compiled.as_text() or ""))
 
 
+def joins_of(compiled: jax.stages.Compiled) -> int:
+    """Kernels that join the rows of all cards."""
+    return len(re.findall(r"custom-call\(.*join_mosaic_gpu", compiled.as_text() or ""))
+
+
 @pytest.mark.parametrize("cards", [2, 8])
 def test_each_card_has_its_part_of_a_refresh(cards: int):
-    config, params, book, pool = on_cards(cards)
-    asked = asked_of(config)
-    (batch, _), selection, table, _ = pack_refresh(asked, config, book, entry_of(asked))
-    static = {"mask_id": config.mask_id, "logits_chunks": 1, "level": Level.TOP, "left": LEFT}
-    compiled = compile_for(
-        "h200",
-        refresh,
-        *(params, batch, selection, table, pool),
-        donate=("pool",),
-        config=config,
-        scored=True,
-        usual=True,
-        **static,
-    )
+    config, _, book, _ = on_cards(cards)
+    compiled, head_rows = compiled_refresh(cards)
     # Two sums of a turn of the loop over layers, of which more cards send less by XLA's, and two of the last
     # layer, which has few rows.
     assert exchanges_of(compiled) == (4 if cards == 2 else 2)
@@ -92,10 +85,45 @@ def test_each_card_has_its_part_of_a_refresh(cards: int):
     whole = param_bytes(config, "bfloat16") + pool_bytes(config, "bfloat16", book.pages, PAGE_ROWS)
     assert whole / cards < memory.argument_size_in_bytes < whole / cards + 8 * MIB
     assert memory.alias_size_in_bytes >= pool_bytes(config, "bfloat16", book.pages, PAGE_ROWS) // cards
-    bucket = Bucket(REQUESTS * LENGTH, REQUESTS * LENGTH, len(batch.head.row))
+    bucket = Bucket(REQUESTS * LENGTH, REQUESTS * LENGTH, head_rows)
     workload = Workload(config.on_card(), cache_policy="head_sparse")
     planned = plan_bucket(workload, bucket, UNLIMITED).activation.peak_bytes
     assert abs(planned - memory.temp_size_in_bytes) < 0.05 * memory.temp_size_in_bytes + 64 * MIB
+
+
+def compiled_refresh(cards: int, *, whole_layers: bool = False) -> tuple[jax.stages.Compiled, int]:
+    """A refresh that scores keys, and its head rows."""
+    config, params, book, pool = on_cards(cards, whole_layers=whole_layers)
+    asked = asked_of(config)
+    (batch, _), selection, table, _ = pack_refresh(asked, config, book, entry_of(asked))
+    compiled = compile_for(
+        "h200",
+        refresh,
+        *(params, batch, selection, table, pool),
+        donate=("pool",),
+        config=config,
+        scored=True,
+        usual=True,
+        mask_id=config.mask_id,
+        logits_chunks=1,
+        level=Level.TOP,
+        left=LEFT,
+    )
+    return compiled, len(batch.head.row)
+
+
+@pytest.mark.parametrize("cards", [2, 8])
+def test_a_refresh_with_whole_layers_joins_queries_too_and_writes_the_pool_in_place(cards: int):
+    """Queries, keys and values of a turn of the loop and of the last layer, and hidden rows twice."""
+    config, _, book, _ = on_cards(cards)
+    (parts, _), (whole, _) = (compiled_refresh(cards, whole_layers=kept) for kept in (False, True))
+    assert joins_of(whole) == 8
+    assert exchanges_of(whole) == 0
+    needed = [compiled.memory_analysis() for compiled in (parts, whole)]
+    assert needed[0] is not None
+    assert needed[1] is not None
+    assert needed[1].temp_size_in_bytes <= needed[0].temp_size_in_bytes
+    assert needed[1].alias_size_in_bytes >= pool_bytes(config, "bfloat16", book.pages, PAGE_ROWS) // cards
 
 
 @pytest.mark.parametrize("cards", [2, 8])
@@ -114,7 +142,7 @@ def test_cards_with_whole_layers_send_keys_and_values_of_a_full_step_only(cards:
         )
         for kept in (False, True)
     )
-    assert len(re.findall(r"custom-call\(.*join_mosaic_gpu", whole.as_text() or "")) == 6
+    assert joins_of(whole) == 6
     assert exchanges_of(whole) == 0
     assert sums_of(whole) == 1
     needed = [compiled.memory_analysis() for compiled in (parts, whole)]

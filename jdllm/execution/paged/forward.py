@@ -14,7 +14,9 @@ from jdllm.execution.paged.place import Place, store_rows
 from jdllm.execution.paged.pool import KvArrays
 from jdllm.execution.paged.selection import Selection, Slots, slots_of, sources, store
 from jdllm.execution.transformer import (
+    DealtRows,
     Wanted,
+    dealt_rows,
     embed,
     packed_ranges,
     ranges_of_wanted,
@@ -22,8 +24,9 @@ from jdllm.execution.transformer import (
     scan_some_layers,
 )
 from jdllm.models.block import Hidden, RowInts, Rows
+from jdllm.models.cards import ADDRESSES, joined_rows, own_heads
 from jdllm.models.config import ModelConfig
-from jdllm.models.layer import Heads, Layer, Ranges
+from jdllm.models.layer import Heads, KeysValues, Layer, Ranges
 from jdllm.models.rotary import Rotation, rotation_at
 from jdllm.models.weights import Params
 from jdllm.pallas.attention import AttentionOutput
@@ -36,8 +39,9 @@ _Body = Callable[[_Carry, Layer], _Carry]
 class SelectedRanges(NamedTuple):
     """Packed rows that see ranges of each other, and of which a selection is stored: a `Sees`.
 
-    - `ranges`: the rows that each row sees.
+    - `ranges`: the rows that each row sees; these may be some of the rows, which cards deal out.
     - `pool`: stores the selected rows.
+    - `part`: the model; on several cards the part of each, whose heads are stored.
     - `selection`, `slots`: which rows are stored, and in which slots.
     - `scored`: whether any segment keeps its best candidates; queries are not read otherwise.
     - `usual`: whether all these are usual, as in `jdllm.execution.paged.selection.sources`.
@@ -45,18 +49,24 @@ class SelectedRanges(NamedTuple):
 
     ranges: Ranges
     pool: KvArrays
+    part: ModelConfig
     selection: Selection
     slots: Slots
     scored: bool
     usual: bool
 
     def attend(self, layer: Layer, h: Hidden) -> tuple[Heads, KvArrays]:
-        k, v, q = layer.project(h, self.ranges.rotation, ("k", "v", "q"))
-        pool = self.store(layer, q, k, v)
-        return self.ranges.over(layer, q, k, v)[0], pool
+        q, keys_values, pool = self.store(layer, h)
+        return self.ranges.over(layer, q, *keys_values)[0], pool
 
-    def store(self, layer: Layer, q: Heads, k: Heads, v: Heads) -> KvArrays:
-        """Write the selected rows."""
+    def store(self, layer: Layer, h: Hidden) -> tuple[Heads, KeysValues, KvArrays]:
+        """Write the selected rows; returns the queries of the rows `h`, and keys and values of all rows."""
+        k, v, own = layer.project(h, self.ranges.rotation, ("k", "v", "q"))
+        q, (k, v) = own, self.ranges.of_all_cards(layer, k, v)
+        keys_values = k, v
+        if self.ranges.cards > 1:
+            q = joined_rows(q, self.ranges.cards, layer.weights.get(ADDRESSES)) if self.scored else q
+            q, k, v = self._of_own_heads(q, k, v)
         source = sources(
             q,
             k,
@@ -64,10 +74,17 @@ class SelectedRanges(NamedTuple):
             self.slots,
             scored=self.scored,
             usual=self.usual,
-            cards=layer.config.cards,
-            copies=layer.config.kv_copies,
+            cards=self.part.cards,
+            copies=self.part.kv_copies,
         )
-        return KvArrays(*store(*self.pool, layer.number, k, v, self.slots.page, source))
+        pool = KvArrays(*store(*self.pool, layer.number, k, v, self.slots.page, source))
+        return own, keys_values, pool
+
+    def _of_own_heads(self, q: Heads, k: Heads, v: Heads) -> tuple[Heads, Heads, Heads]:
+        """What belongs to the heads of this card, of those of the whole model."""
+        part, cards = self.part, self.part.cards
+        k, v = (own_heads(x, part.num_kv_heads, cards, part.kv_copies, axis=1) for x in (k, v))
+        return own_heads(q, part.num_heads, cards, 1, axis=1), k, v
 
 
 class Pages(NamedTuple):
@@ -141,8 +158,14 @@ def forward_refresh(
     Returns the hidden rows of `wanted`, which storing does not change, and the pool.
     """
     sees = _sees(config, rows, pool, selection, table, scored=scored, usual=usual)
-    body, last = _layers(sees, wanted)
-    return scan_layers(params, config, (embed(params, tokens), pool), body, last=last)
+    dealt = dealt_rows(params, rows, wanted)
+    if dealt is None:
+        body, last = _layers(sees, wanted)
+        return scan_layers(params, config, (embed(params, tokens), pool), body, last=last)
+    h = dealt.whole.dealt(embed(params, tokens))
+    body, last = _layers(sees._replace(ranges=dealt.own), wanted, dealt)
+    h, pool = dealt.scan((h, pool), body, last=last)
+    return dealt.joined(h), pool
 
 
 def forward_some_layers(
@@ -188,11 +211,17 @@ def _sees(
 ) -> SelectedRanges:
     """What is the same in all layers of a refresh."""
     ranges, slots = packed_ranges(config, rows), slots_of(selection, table, pool.k.shape[3])
-    return SelectedRanges(ranges, pool, selection, slots, scored, usual)
+    return SelectedRanges(ranges, pool, config, selection, slots, scored, usual)
 
 
-def _layers(sees: SelectedRanges, wanted: Wanted | None) -> tuple[_Body, _Body | None]:
-    """What a refresh does in a layer, and in the model's last layer, of which some rows are `wanted`."""
+def _layers(
+    sees: SelectedRanges, wanted: Wanted | None, dealt: DealtRows | None = None
+) -> tuple[_Body, _Body | None]:
+    """What a refresh does in a layer, and in the model's last layer, of which some rows are `wanted`.
+
+    Arguments:
+    - `dealt`: how cards deal out the rows; `None` where each has all of them.
+    """
 
     def body(carry: _Carry, layer: Layer) -> _Carry:
         h, pool = carry
@@ -201,10 +230,11 @@ def _layers(sees: SelectedRanges, wanted: Wanted | None) -> tuple[_Body, _Body |
     def last(carry: _Carry, layer: Layer) -> _Carry:
         assert wanted is not None
         h, pool = carry
-        ranges = sees.ranges
-        k, v, q = layer.project(h, ranges.rotation, ("k", "v", "q"))  # all queries only to score keys
-        pool = sees._replace(pool=pool).store(layer, q, k, v)
-        return layer.apply(h[wanted.rows], ranges_of_wanted(ranges, wanted, (k, v)))[0], pool
+        _, keys_values, pool = sees._replace(pool=pool).store(layer, h)  # all queries only to score keys
+        if dealt is not None:
+            return dealt.last(layer, h, wanted, keys_values), pool
+        ranges = ranges_of_wanted(sees.ranges, wanted, keys_values)
+        return layer.apply(h[wanted.rows], ranges)[0], pool
 
     return body, None if wanted is None else last
 

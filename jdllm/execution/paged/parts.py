@@ -16,7 +16,7 @@ from jdllm.execution.paged.stored_keys import StoredKeys, over_stored_keys
 from jdllm.execution.transformer import Wanted, embed, packed_ranges, ranges_of_wanted, scan_layers
 from jdllm.layers import rotate
 from jdllm.models.block import Hidden, RowInts, Rows
-from jdllm.models.cards import own_kv_heads
+from jdllm.models.cards import own_heads
 from jdllm.models.config import ModelConfig
 from jdllm.models.layer import Heads, Layer, LayerNumber, Ranges, turned
 from jdllm.models.rotary import cos_sin
@@ -227,7 +227,7 @@ def _store(
         jnp.asarray(storage.source), jnp.minimum(number, layers - 1), keepdims=False
     )
     if source.shape[1] > 1:
-        source = own_kv_heads(source, k.shape[1], config.cards, config.kv_copies, axis=1)
+        source = own_heads(source, k.shape[1], config.cards, config.kv_copies, axis=1)
     head = jnp.arange(k.shape[1])[:, None]
     k, v = (x.at[source, head].get(mode="promise_in_bounds") for x in (k, v))
     cos, sin = cos_sin(config.rope, config.head_dim, jnp.asarray(storage.positions).reshape(-1))
