@@ -161,6 +161,8 @@ def _load(options: EngineOptions, budget: Budget | None, runs_on: Target) -> Loa
 
     def keeps_whole(config: ModelConfig, dtype: str) -> bool:
         memory = None if budget is None else budget.device
+        if memory is not None and config.cards > 1 and jax.process_count() > 1:
+            (memory,) = least([memory])  # processes of several hosts have to agree
         return keeps_whole_layers(options.whole_layers, config, dtype, memory)
 
     if isinstance(options.model, str | Path):

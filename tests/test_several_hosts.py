@@ -107,6 +107,7 @@ def test_each_process_reads_its_own_parts(agreed: list[dict[str, Any]]):
     [
         slow("llada", "uncached,dual,drawn", 1),
         slow("llada", "uncached,sparse", 2),
+        slow("llada", "long", 1),
         slow("llama", "all", 1),
         slow("sdar", "schedule,dynamic,chosen", 1),
     ],
@@ -116,7 +117,8 @@ def test_tokens_are_those_of_one_process_with_one_card(family: str, cases: str, 
     for (found,) in told_by_two(devices, "generate", family, cases, str(2 * devices)):
         assert found["tokens"] == alone["tokens"]
         assert all(tokens for tokens in found["tokens"].values())
-        assert found["weights"] < alone["weights"]
+        # Cards that deal out long steps have all layers beside their parts.
+        assert (found["weights"] < alone["weights"]) is (cases != "long")
 
 
 def by_two(options: list[str], *own: list[str]) -> list[subprocess.Popen[str]]:
