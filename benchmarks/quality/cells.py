@@ -28,8 +28,9 @@ from jdllm.decoding.registry import POLICIES
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.schedule import block_steps
 from jdllm.demo import checkpoint_path
+from jdllm.demo.compare import same_tokens
 from jdllm.demo.tasks import GEN_LENGTH, TASKS, Instance, test_instances
-from jdllm.demo.tokenizer import EOS, EOT, answer_text, plain_ids
+from jdllm.demo.tokenizer import answer_text, plain_ids
 from jdllm.errors import ConfigError, JdllmError, RequestError
 from jdllm.llm import LLM
 from jdllm.models.config import ModelConfig
@@ -218,19 +219,6 @@ def row(cell: Cell, instances: Sequence[Instance], answers: Answers, exact: Answ
         "right": "".join("01"[right] for right in answers.right),
         "seconds": answers.seconds,
     }
-
-
-def same_tokens(first: np.ndarray, second: np.ndarray) -> float:
-    """Share of equal tokens of two int32 `[instances, gen_length]`, up to the later of each pair's ends."""
-    lengths = np.maximum(_text_length(first), _text_length(second))
-    counted = np.arange(first.shape[1]) < lengths[:, None]
-    return float((first == second)[counted].mean())
-
-
-def _text_length(tokens: np.ndarray) -> np.ndarray:
-    """Tokens of each text, with its end id where there is one."""
-    ends = np.isin(tokens, (EOS, EOT))
-    return np.where(ends.any(axis=1), ends.argmax(axis=1) + 1, tokens.shape[1])
 
 
 def read_part(path: Path, settings: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

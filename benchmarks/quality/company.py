@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cases import case_parser
-from benchmarks.quality.cells import ALL_POLICIES, RULES, draw_instances, same_tokens
+from benchmarks.quality.cells import ALL_POLICIES, RULES, draw_instances
 from benchmarks.record import record
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.demo import checkpoint_path
+from jdllm.demo.compare import same_tokens
 from jdllm.demo.tasks import GEN_LENGTH
 from jdllm.demo.tokenizer import plain_ids
 from jdllm.llm import LLM

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from benchmarks.quality.paired import discordance
+from jdllm.demo.paired import discordance
 
 LEVEL = 0.95
 

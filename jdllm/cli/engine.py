@@ -19,6 +19,7 @@ from jdllm.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from jdllm.llm import LLM
+    from jdllm.models.config import ModelConfig
 
 HELPS = descriptions(EngineOptions)
 """What help says of each field."""
@@ -86,15 +87,31 @@ def asked_sampling(source: ModelOptions, given: Mapping[str, Any]) -> SamplingPa
     """
     from jdllm.decoding.generation_defaults import default_sampling
     from jdllm.models.hf_config import config_from_checkpoint
-    from jdllm.serving.modes.registry import mode_of
 
     directory = _directory(source.model)
     config = config_from_checkpoint(directory, source.given["hf_overrides"])
     sampling = default_sampling(directory, causal=config.in_order).changed(**given)
+    checked_config(source, sampling)
+    return sampling
+
+
+def checked_config(source: ModelOptions, sampling: SamplingParams) -> "ModelConfig":
+    """The configuration of a checkpoint, which `load_model` need not have loaded.
+
+    Arguments:
+    - `sampling`: what requests will ask of the model.
+
+    Raises `RequestError` where the model cannot do this, or not without a verifier, and as `LLM` does for the
+    checkpoint and for the form of its weights.
+    """
+    from jdllm.models.hf_config import config_from_checkpoint
+    from jdllm.serving.modes.registry import mode_of
+
+    config = config_from_checkpoint(_directory(source.model), source.given["hf_overrides"])
     mode_of(config).check_sampling(sampling)
     if sampling.adaptive and source.given["verifier"] is None:
         raise RequestError("transfer 'adaptive' needs an autoregressive verifier: name one by --verifier")
-    return sampling
+    return dataclasses.replace(config, cards=source.given["devices"]).quantised(source.given["quantization"])
 
 
 def load_model(source: ModelOptions) -> "LLM":

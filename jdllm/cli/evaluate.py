@@ -1,4 +1,4 @@
-"""`jdllm eval`: exact match and speed on the demo's tasks, and benchmarks of long contexts."""
+"""`jdllm eval`: exact match and speed on the demo's tasks, for two models too, and long contexts."""
 
 import dataclasses
 import importlib.util
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from jdllm.cli.compare import evaluate_two
 from jdllm.cli.compiling import told_of_compiling
 from jdllm.cli.engine import ModelOptions, asked_sampling, load_model, takes_model
 from jdllm.cli.evaluate_long import benchmark_of, evaluate_benchmark, long_generator
@@ -18,6 +19,7 @@ from jdllm.cli.options import Json, given_sampling, takes_sampling
 from jdllm.cli.report import print_result
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.demo import MAX_INSTANCES, checkpoint_path
+from jdllm.engine_options import QUANTIZATIONS
 from jdllm.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -80,6 +82,15 @@ def evaluate(
             show_default=f"{_INSTANCES}, or all of --data",
         ),
     ] = None,
+    compare: Annotated[
+        str | None,
+        typer.Option(
+            metavar=f"{'|'.join(QUANTIZATIONS)}|DIR_OR_HUB_ID",
+            help="Compare the answers with those of a second model: this form of the weights, or this"
+            " checkpoint. All other options hold for both.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Json = False,
     *,
     source: ModelOptions,
@@ -95,6 +106,10 @@ def evaluate(
     --task longbench --data FILE asks and scores long contexts as LongBench does, and --task infinitebench as
     InfiniteBench; answers have the dataset's length unless --gen-length says otherwise.
 
+    --compare int8 runs the tasks twice, with the weights as they are and then in 8 bits, and --compare DIR
+    with two checkpoints. It prints exact match of both, the difference in percentage points with its paired
+    95% interval, and the share of equal tokens.
+
     --harness ARG... is lm-eval itself, with any tasks, of which jdllm_demo are the bundled model's, and a
     model by --model_args pretrained=DIR,mc_num=128,...
     """
@@ -104,6 +119,8 @@ def evaluate(
     if arguments:
         raise RequestError(f"unexpected argument {arguments[0]!r}: only {_HARNESS} takes some")
     if asked := benchmark_of(task or [], data or []):
+        if compare is not None:
+            raise RequestError(f"--compare is for the demo's tasks, and {asked[0]} is none: leave one away")
         _run_benchmark(*asked, data or [], instances, source, given_sampling(options), as_json)
         return
     from rich.console import Console
@@ -115,6 +132,9 @@ def evaluate(
 
     given = {"gen_length": GEN_LENGTH, **given_sampling(options), "early_stop": False}
     names = [find_task(name).name for name in task or TASKS]
+    if compare is not None:
+        evaluate_two(names, instances or _INSTANCES, source, compare, given, as_json)
+        return
     sampling = asked_sampling(source, given)
     generate = generator(load_model(source), sampling)
     console = Console(stderr=True)

@@ -15,8 +15,10 @@ from jdllm.errors import RequestError
 BASELINE_INSTANCES = 5000
 """Training instances of each task that the baseline knows."""
 
+TEST_SEED = 1
+"""Of the held-out instances that every model is asked."""
+
 _FEATURES = 4096
-_TEST_SEED = 1
 _TRAIN_SEED = 2
 
 
@@ -87,7 +89,7 @@ def evaluate(
 
 
 def _evaluate_task(generate: Generate, task: str, count: int, baseline_instances: int) -> TaskResult:
-    test = test_instances(task, count, _TEST_SEED)
+    test = test_instances(task, count, TEST_SEED)
     known = distinct_instances(task, "train", baseline_instances, _TRAIN_SEED)
     generation = generate([plain_ids(instance.prompt) for instance in test])
     answers = [answer_text(list(output)) for output in generation.outputs]
@@ -149,9 +151,14 @@ def render_table(results: Sequence[TaskResult]) -> str:
         )
         for result in results
     ]
+    return aligned(header, body)
+
+
+def aligned(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """A text table whose first column is flush left, and the others flush right."""
     widths = [max(map(len, column)) for column in zip(header, *body, strict=True)]
 
-    def line(cells: tuple[str, ...]) -> str:
+    def line(cells: Sequence[str]) -> str:
         numbers = [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
         return "  ".join([cells[0].ljust(widths[0]), *numbers])
 

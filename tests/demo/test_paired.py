@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from benchmarks.quality.paired import Discordance, discordance
+from jdllm.demo.paired import Discordance, discordance
 
 Z95 = statistics.NormalDist().inv_cdf(0.975)
 
