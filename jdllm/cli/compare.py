@@ -1,6 +1,7 @@
 """`jdllm eval --compare`: two models on the same tasks, one after the other."""
 
 import dataclasses
+import gc
 import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -58,7 +59,9 @@ def evaluate_two(
     asked = [instance for name in names for instance in test_instances(name, count, TEST_SEED)]
     prompts = [plain_ids(instance.prompt) for instance in asked]
     with told_of_compiling():
-        first, second = (_answers(one, prompts, sampling) for one in (source, other))
+        first = _answers(source, prompts, sampling)
+        gc.collect()  # a closed model is part of cycles: its weights would stay beside the second model's
+        second = _answers(other, prompts, sampling)
     comparisons = compare(asked, first, second)
     if as_json:
         *tasks, together = map(dataclasses.asdict, comparisons)
@@ -78,7 +81,7 @@ def _check(source: ModelOptions, name: str, sampling: SamplingParams) -> None:
 
 
 def _answers(source: ModelOptions, prompts: list[list[int]], sampling: SamplingParams) -> "Tokens":
-    """What a model generates; its memory is free afterwards."""
+    """What a model generates."""
     import numpy as np
 
     with load_model(source) as llm:

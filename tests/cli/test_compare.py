@@ -5,11 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from typer.testing import CliRunner
 
 from jdllm.cli import app
-from jdllm.cli.engine import ModelOptions
+from jdllm.cli.engine import ModelOptions, load_model
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.demo.tokenizer import EOS
 from jdllm.outputs import CompletionOutput, RequestOutput
@@ -110,11 +111,19 @@ def test_what_the_second_model_is(
     assert [one.given["quantization"] for one in adders[1]] == forms
 
 
-def test_a_model_and_itself():
+def test_a_model_and_itself(monkeypatch: pytest.MonkeyPatch):
+    held: list[int] = []
+
+    def load(source: ModelOptions) -> Any:
+        held.append(sum(array.nbytes for array in jax.live_arrays()))
+        return load_model(source)
+
+    monkeypatch.setattr("jdllm.cli.compare.load_model", load)
     args = ["--task", "addition", "--instances", "2", "--model", str(LLADA), *QUICK]
     found = compared(*args, "--compare", str(LLADA))
     assert (found["all"]["difference"], found["all"]["same_tokens"]) == (0, 1)
     assert found["all"]["instances"] == 2
+    assert held[1] - held[0] < (LLADA / "model.safetensors").stat().st_size / 4  # the first model is gone
 
 
 @pytest.mark.slow
