@@ -61,15 +61,12 @@ class SelectedRanges(NamedTuple):
 
     def store(self, layer: Layer, h: Hidden) -> tuple[Heads, KeysValues, KvArrays]:
         """Write the selected rows; returns the queries of the rows `h`, and keys and values of all rows."""
-        k, v, own = layer.project(h, self.ranges.rotation, ("k", "v", "q"))
-        q, (k, v) = own, self.ranges.of_all_cards(layer, k, v)
-        keys_values = k, v
-        if self.ranges.cards > 1:
-            q = joined_rows(q, self.ranges.cards, layer.weights.get(ADDRESSES)) if self.scored else q
-            q, k, v = self._of_own_heads(q, k, v)
+        k, v, q = layer.project(h, self.ranges.rotation, ("k", "v", "q"))
+        k, v = self.ranges.of_all_cards(layer, k, v)
+        own_q, own_k, own_v = (q, k, v) if self.ranges.cards == 1 else self._of_own_heads(layer, q, k, v)
         source = sources(
-            q,
-            k,
+            own_q,
+            own_k,
             self.selection,
             self.slots,
             scored=self.scored,
@@ -77,12 +74,18 @@ class SelectedRanges(NamedTuple):
             cards=self.part.cards,
             copies=self.part.kv_copies,
         )
-        pool = KvArrays(*store(*self.pool, layer.number, k, v, self.slots.page, source))
-        return own, keys_values, pool
+        pool = KvArrays(*store(*self.pool, layer.number, own_k, own_v, self.slots.page, source))
+        return q, (k, v), pool
 
-    def _of_own_heads(self, q: Heads, k: Heads, v: Heads) -> tuple[Heads, Heads, Heads]:
-        """What belongs to the heads of this card, of those of the whole model."""
+    def _of_own_heads(self, layer: Layer, q: Heads, k: Heads, v: Heads) -> tuple[Heads, Heads, Heads]:
+        """What belongs to the heads of this card.
+
+        Arguments:
+        - `q`: of this card's rows and all heads; of all rows in the result where any are scored.
+        - `k`, `v`: of all rows and all heads.
+        """
         part, cards = self.part, self.part.cards
+        q = joined_rows(q, cards, layer.weights.get(ADDRESSES)) if self.scored else q
         k, v = (own_heads(x, part.num_kv_heads, cards, part.kv_copies, axis=1) for x in (k, v))
         return own_heads(q, part.num_heads, cards, 1, axis=1), k, v
 
