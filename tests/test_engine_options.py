@@ -146,7 +146,7 @@ def test_the_documents_table_says_what_the_declaration_says():
     for line in (ROOT / "docs" / "serving.md").read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").replace("`", "").split(" | ")]
         if len(cells) == 3 and cells[0].startswith("--"):
-            rows[cells[0]] = cells[1:]
+            rows[cells[0].split(",")[0]] = cells[1:]  # a switch names its opposite too
     for name in FIELDS.keys() - FOR_PYTHON - {"model"}:
         told, default = rows[f"--{name.replace('_', '-')}"]
         shown = "" if default in ("none", "off") else f" [default: {default}]"
