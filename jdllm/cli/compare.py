@@ -54,8 +54,8 @@ def evaluate_two(
 
     other = other_model(source, named)
     sampling = asked_sampling(source, given)
-    _check(source, f"--model {source.model}", sampling)
-    _check(other, f"--compare {named}", sampling)
+    check_denoises(source, f"--model {source.model}", sampling)
+    check_denoises(other, f"--compare {named}", sampling)
     asked = [instance for name in names for instance in test_instances(name, count, TEST_SEED)]
     prompts = [plain_ids(instance.prompt) for instance in asked]
     with told_of_compiling():
@@ -70,14 +70,19 @@ def evaluate_two(
         print_result(render_comparisons(comparisons))
 
 
-def _check(source: ModelOptions, name: str, sampling: SamplingParams) -> None:
-    """Refuse a model that cannot be compared, by the name that the command line has for the model."""
+def check_denoises(source: ModelOptions, name: str, sampling: SamplingParams) -> None:
+    """Raise `RequestError` or `ConfigError` for a model that cannot do the demo's tasks.
+
+    Arguments:
+    - `name`: that the command line has for the model.
+    - `sampling`: what requests will ask of the model.
+    """
     try:
         config = checked_config(source, sampling)
     except (RequestError, ConfigError) as error:
         raise type(error)(f"{name}: {error}") from error
     if config.in_order:
-        raise RequestError(f"{name} is causal: --compare is for models that denoise")
+        raise RequestError(f"{name} is causal: the demo's tasks are for models that denoise")
 
 
 def _answers(source: ModelOptions, prompts: list[list[int]], sampling: SamplingParams) -> "Tokens":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from jdllm.cli.compare import evaluate_two
+from jdllm.cli.compare import check_denoises, evaluate_two
 from jdllm.cli.compiling import told_of_compiling
 from jdllm.cli.engine import ModelOptions, asked_sampling, load_model, takes_model
 from jdllm.cli.evaluate_long import benchmark_of, evaluate_benchmark, long_generator
@@ -136,6 +136,7 @@ def evaluate(
         evaluate_two(names, instances or _INSTANCES, source, compare, given, as_json)
         return
     sampling = asked_sampling(source, given)
+    check_denoises(source, f"--model {source.model}", sampling)
     generate = generator(load_model(source), sampling)
     console = Console(stderr=True)
     shown = track(names, "evaluating", console=console, transient=True, disable=not console.is_terminal)

@@ -15,6 +15,7 @@ from jdllm.llm import LLM
 from jdllm.outputs import CompletionOutput, RequestOutput
 from jdllm.serving.timings import Timings
 from tests.cli.helpers import LLADA, UseModel, assert_mistake
+from tests.helpers import Golden
 
 
 class Calculator:
@@ -123,3 +124,9 @@ def test_the_timed_run_of_an_evaluation_compiles_nothing(
 )
 def test_mistakes_in_an_evaluation(args: list[str], words: list[str]):
     assert_mistake(CliRunner().invoke(app, ["eval", "--model", str(LLADA), *args]), *words)
+
+
+def test_a_causal_model_is_refused():
+    causal = Golden("llama").directory
+    result = CliRunner().invoke(app, ["eval", "--model", str(causal)])
+    assert_mistake(result, f"--model {causal} is causal", "denoise")
