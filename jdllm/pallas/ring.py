@@ -19,7 +19,7 @@ def swizzled(shape: tuple[int, ...], dtype: jnp.dtype, strip: int = STRIP) -> An
     Arguments:
     - `strip`: 1 where rows are copied one by one.
     """
-    width = min(SWIZZLE, shape[1] * jnp.dtype(dtype).itemsize)
+    width = min(SWIZZLE, shape[-1] * jnp.dtype(dtype).itemsize)
     layout = (
         plgpu.TilingTransform((strip, width // jnp.dtype(dtype).itemsize)),  # pyright: ignore[reportAbstractUsage]
         plgpu.SwizzleTransform(width),  # pyright: ignore[reportAbstractUsage]
