@@ -1,7 +1,9 @@
 """The public class: inputs, errors, outputs and step updates."""
 
+import gc
 import re
 import shutil
+import weakref
 from typing import Any
 
 import jax
@@ -367,3 +369,16 @@ class TestStepUpdates:
         llm.infill(token_ids=[[1, MASK, 2, MASK]], on_step=seen.append)
         assert seen[0].positions.tolist() == [1, 3]
         assert sum(int(u.committed.sum()) for u in seen) == 2
+
+
+def test_a_closed_model_frees_its_memory_at_once():
+    """Whoever loads one model after another has room for one, and no garbage collection may be needed."""
+    llm = LLM(LLADA.directory, progress=False, cache_dir=None, kv_pool="16MiB")
+    llm.generate(prompt_token_ids=PROMPTS, sampling=SHORT)
+    engine = weakref.ref(llm.engine)
+    gc.disable()
+    try:
+        llm.close()
+        assert engine() is None
+    finally:
+        gc.enable()

@@ -1,7 +1,6 @@
 """`jdllm eval --compare`: two models on the same tasks, one after the other."""
 
 import dataclasses
-import gc
 import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -60,7 +59,6 @@ def evaluate_two(
     prompts = [plain_ids(instance.prompt) for instance in asked]
     with told_of_compiling():
         first = _answers(source, prompts, sampling)
-        gc.collect()  # a closed model is part of cycles: its weights would stay beside the second model's
         second = _answers(other, prompts, sampling)
     comparisons = compare(asked, first, second)
     if as_json:

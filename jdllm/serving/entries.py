@@ -2,6 +2,7 @@
 
 import itertools
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
@@ -55,7 +56,8 @@ class Entries:
     """The requests that wait or run, by their ids.
 
     Arguments:
-    - `end`: ends a request, and takes it out of here.
+    - `end`: a method that ends a request, and takes it out of here. It is held weakly: its engine holds the
+      entries, and the memory of both is free as soon as nobody has the engine.
     - `non_finite`: makes the error of a request whose values are infinite or not numbers.
     - `ways`: chooses how requests generate that leave this to the engine.
 
@@ -63,7 +65,7 @@ class Entries:
     """
 
     def __init__(self, end: End, non_finite: Callable[[Request], NonFiniteError], ways: Ways | None):
-        self._end = end
+        self._ends = weakref.WeakMethod(end)
         self._non_finite = non_finite
         self._ways = ways
         self._entries: dict[int, Entry] = {}
@@ -161,6 +163,11 @@ class Entries:
                 if request.id in self:
                     own = Steps(*(x[part] for x in step))
                     yield from self._alone(request, self._advance(request, positions, own))
+
+    def _end(self, request: Request, error: Exception | None) -> Update:
+        end = self._ends()
+        assert end is not None  # the engine is asking
+        return end(request, error)
 
     def _alone(self, request: Request, updates: Iterator[Update]) -> Iterator[Update]:
         try:
