@@ -86,12 +86,10 @@ def asked_sampling(source: ModelOptions, given: Mapping[str, Any]) -> SamplingPa
     verifier, and as `LLM` does for the checkpoint.
     """
     from jdllm.decoding.generation_defaults import default_sampling
-    from jdllm.models.hf_config import config_from_checkpoint
 
-    directory = _directory(source.model)
-    config = config_from_checkpoint(directory, source.given["hf_overrides"])
-    sampling = default_sampling(directory, causal=config.in_order).changed(**given)
-    checked_config(source, sampling)
+    config = _config(source)
+    sampling = default_sampling(_directory(source.model), causal=config.in_order).changed(**given)
+    _checked(config, source, sampling)
     return sampling
 
 
@@ -104,10 +102,19 @@ def checked_config(source: ModelOptions, sampling: SamplingParams) -> "ModelConf
     Raises `RequestError` where the model cannot do this, or not without a verifier, and as `LLM` does for the
     checkpoint and for the form of its weights.
     """
+    return _checked(_config(source), source, sampling)
+
+
+def _config(source: ModelOptions) -> "ModelConfig":
     from jdllm.models.hf_config import config_from_checkpoint
+
+    return config_from_checkpoint(_directory(source.model), source.given["hf_overrides"])
+
+
+def _checked(config: "ModelConfig", source: ModelOptions, sampling: SamplingParams) -> "ModelConfig":
+    """What `checked_config` returns, and raises, for the configuration of the checkpoint."""
     from jdllm.serving.modes.registry import mode_of
 
-    config = config_from_checkpoint(_directory(source.model), source.given["hf_overrides"])
     mode_of(config).check_sampling(sampling)
     if sampling.adaptive and source.given["verifier"] is None:
         raise RequestError("transfer 'adaptive' needs an autoregressive verifier: name one by --verifier")
