@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from jdllm.checkpoints.index import DTYPES, Index, StoredTensor
+from jdllm.checkpoints.quantised.packed import fields
 from jdllm.errors import CheckpointError
 from jdllm.quantised import GROUP, KINDS, WeightForm
 
@@ -57,7 +58,7 @@ class QuantisedTensor(StoredTensor):
             values *= self.scales.read([rows])[:, None]
         else:
             pairs = self.values.read([rows, *self.values.whole[1:]])
-            values = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(len(rows), -1).astype(np.float32) - 8
+            values = fields(pairs, 4).astype(np.float32) - 8
             scales = self.scales.read([rows, *self.scales.whole[1:]]).repeat(GROUP, axis=1)
             values = (values * scales[:, : values.shape[1]])[:, columns.start : columns.stop]
         with np.errstate(over="ignore"):
