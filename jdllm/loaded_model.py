@@ -54,13 +54,13 @@ def load_model(
     dtype: str,
     overrides: Mapping[str, Any],
     count_offloaded: Callable[[ModelConfig, str], int],
+    keeps_whole: Callable[[ModelConfig, str], bool],
     *,
     load_weights: bool,
     progress: bool,
     adapter: Path | None = None,
     quantization: WeightForm | None = None,
     cards: int = 1,
-    keeps_whole: Callable[[ModelConfig, str], bool] = lambda *_: False,
     plain_drafts: bool = False,
 ) -> LoadedModel:
     """Load a checkpoint onto the default device, with as many layers in host memory as it has no room for.
@@ -70,12 +70,12 @@ def load_model(
     - `dtype`: of the weights; "auto" for the type of the checkpoint.
     - `overrides`: values that replace values of `config.json`.
     - `count_offloaded`: returns how many layers of a model in a dtype go to host memory.
+    - `keeps_whole`: returns whether each of several cards gets all layers of a model in a dtype too.
     - `load_weights`: read the weights; `False` leaves them zero.
     - `progress`: show a progress bar.
     - `adapter`: a directory of PEFT whose LoRA is merged into the weights.
     - `quantization`: the form of the matrices of layers on the device; `None` for that of the checkpoint.
     - `cards`: on how many devices its steps run. Each of them gets its part of the weights.
-    - `keeps_whole`: whether each of several cards gets all layers of a model in a dtype too.
     - `plain_drafts`: leave an adapter for drafts where it is.
 
     Raises `CheckpointError` and `ConfigError` as `LLM` does.

@@ -171,12 +171,12 @@ def _load(options: EngineOptions, budget: Budget | None, runs_on: Target) -> Loa
             options.dtype,
             options.hf_overrides or {},
             count_offloaded,
+            keeps_whole,
             load_weights=options.load_weights,
             progress=options.progress,
             adapter=None if options.adapter is None else Path(options.adapter).expanduser(),
             quantization=_quantization(options),
             cards=options.devices,
-            keeps_whole=keeps_whole,
             plain_drafts=options.plain_drafts,
         )
     if options.dtype != "auto" or options.hf_overrides or options.adapter or not options.load_weights:

@@ -18,7 +18,7 @@ from jdllm.models.cards import ADDRESSES, AXIS
 from jdllm.models.config import ModelConfig
 from jdllm.models.leaf import VocabularyPart
 from jdllm.models.sharding import shardings
-from jdllm.models.weights import Params, TensorSpec, layer_stacks, spec_tree
+from jdllm.models.weights import Params, TensorSpec, abstract_params, layer_stacks, spec_tree
 from jdllm.models.whole_layers import WHOLE, WholeLayers, whole_layers_bytes
 from jdllm.pallas.device import Target
 from jdllm.pallas.exchange import addresses_of, described_addresses, memory_bytes
@@ -73,6 +73,23 @@ def in_parts(params: Params, config: ModelConfig, *, whole_layers: bool = False)
     described = isinstance(norm, jax.ShapeDtypeStruct)
     addresses = (described_addresses if described else addresses_of)(norm.sharding.mesh)
     return parts if addresses is None else parts | {ADDRESSES: addresses}
+
+
+def abstract_parts(
+    config: ModelConfig, dtype: str, devices: Devices | None = None, *, whole_layers: bool = False
+) -> Params:
+    """Shapes of the weights as a step takes them, as `in_parts` makes them.
+
+    Arguments:
+    - `devices`: on which they lie, for several cards; by default the first of each process.
+    - `whole_layers`: give each card all layers beside its part of them.
+    """
+    params = abstract_params(config, dtype)
+    if config.cards == 1:
+        return params
+    at = weight_shardings(config, devices)
+    placed = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), params, at)
+    return in_parts(placed, config, whole_layers=whole_layers)
 
 
 def _whole(params: Params, config: ModelConfig) -> WholeLayers:

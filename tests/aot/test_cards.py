@@ -18,8 +18,8 @@ from jdllm.decoding.unseen import Unseen
 from jdllm.execution.paged.pool import PAGE_ROWS, KvArrays, pool_bytes, pool_shape
 from jdllm.models.cards import ADDRESSES
 from jdllm.models.config import ModelConfig
-from jdllm.models.spread import in_parts, pool_config, pool_sharding, weight_shardings
-from jdllm.models.weights import Params, abstract_params, param_bytes
+from jdllm.models.spread import abstract_parts, pool_config, pool_sharding
+from jdllm.models.weights import Params, param_bytes
 from jdllm.models.whole_layers import whole_layers_bytes
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.aot import compile_for, target_devices
@@ -40,18 +40,14 @@ SAMPLING = SamplingParams(gen_length=256, block_length=32, cache="head_sparse", 
 def on_cards(cards: int, *, whole_layers: bool = False) -> tuple[ModelConfig, Params, PageBook, KvArrays]:
     """The model, its weights, and a pool with its pages, for so many described cards."""
     config, devices = dataclasses.replace(SHAPES["llada-8b"], cards=cards), target_devices("h200", cards)
-    params = jax.tree.map(
-        lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
-        abstract_params(config, "bfloat16"),
-        weight_shardings(config, devices),
-    )
     book = PageBook.empty(1 + REQUESTS * LENGTH // PAGE_ROWS, PAGE_ROWS)
     for index in range(REQUESTS):
         book = book.allocate(index, LENGTH)
     at = pool_sharding(config, devices)
     shape = pool_shape(pool_config(config), book.pages, PAGE_ROWS)
     pool: Any = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=at)
-    return config, in_parts(params, config, whole_layers=whole_layers), book, KvArrays(pool, pool)
+    params = abstract_parts(config, "bfloat16", devices, whole_layers=whole_layers)
+    return config, params, book, KvArrays(pool, pool)
 
 
 def asked_of(config: ModelConfig) -> list[Request]:
@@ -131,14 +127,15 @@ def test_cards_with_whole_layers_send_keys_and_values_of_a_full_step_only(cards:
     """Four kernels join keys and values, of a turn of the loop and of the last layer, and two join hidden
     rows. No sums are left but that of the embedding, and no more memory is needed than with parts."""
     config, described, rows = dataclasses.replace(SHAPES["llada-8b"], cards=cards), "h200", 4096
-    at = weight_shardings(config, target_devices(described, cards))
-    params = abstract_params(config, "bfloat16")
-    params = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), params, at)
+    devices = target_devices(described, cards)
     batch, static = arguments(config, rows)
     batch = jax.tree.map(np.asarray, batch)
     parts, whole = (
         compile_for(
-            described, denoise, in_parts(params, config, whole_layers=kept), batch, np.int32(1), **static
+            described,
+            denoise,
+            *(abstract_parts(config, "bfloat16", devices, whole_layers=kept), batch, np.int32(1)),
+            **static,
         )
         for kept in (False, True)
     )

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 
 from jdllm.compiling.executables import temp_bytes
@@ -12,8 +11,7 @@ from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.step import denoise
 from jdllm.models.block import Rows
 from jdllm.models.config import ModelConfig
-from jdllm.models.spread import in_parts, weight_shardings
-from jdllm.models.weights import Params, abstract_params
+from jdllm.models.spread import abstract_parts
 from jdllm.pallas.device import preferring
 from jdllm.planning.aot import compile_for, has_compiler, target_devices
 from jdllm.planning.ladder import bucket_entry
@@ -43,7 +41,8 @@ def compiler_temp_bytes(
     if plan.tiers is not None or not has_compiler():
         return None
     config = dataclasses.replace(whole or workload.config, num_layers=layers)
-    params, batch = _placed(config, workload.dtype, target), _batch(config, plan)
+    params = abstract_parts(config, workload.dtype, target_devices(target, config.cards))
+    batch = _batch(config, plan)
     with preferring(workload.device.kernels):
         compiled = compile_for(
             target,
@@ -55,16 +54,6 @@ def compiler_temp_bytes(
             level=workload.level,
         )
     return temp_bytes(compiled)
-
-
-def _placed(config: ModelConfig, dtype: str, target: str) -> Params:
-    """Shapes of the weights; those of several cards lie on so many described ones."""
-    params = abstract_params(config, dtype)
-    if config.cards == 1:
-        return params
-    at = weight_shardings(config, target_devices(target, config.cards))
-    placed = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), params, at)
-    return in_parts(placed, config)
 
 
 def _batch(config: ModelConfig, plan: MemoryPlan) -> Batch:
