@@ -196,6 +196,7 @@ def test_weights_in_host_memory_are_merged_too():
             "float32",
             {},
             lambda *_, count=count: count,
+            lambda *_: False,
             load_weights=True,
             progress=False,
             adapter=LORA / "linear",
