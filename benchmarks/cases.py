@@ -59,6 +59,9 @@ CASES = {
     "split_attention": Case("benchmarks.operators.split_attention:main", "attention over the KV pool"),
     "grouped_matmul": Case("benchmarks.operators.grouped_matmul:main", "products of experts"),
     "skinny_matmul": Case("benchmarks.operators.skinny_matmul:main", "products of few rows"),
+    "quantised_matmul": Case(
+        "benchmarks.operators.quantised_matmul:main", "products of many rows with weights in few bits"
+    ),
     "exchange": Case("benchmarks.operators.exchange:main", "sums over cards of few rows"),
     "triton_sizes": Case("benchmarks.operators.triton_sizes:main", "sizes of Triton's kernels for a card"),
     "triton_compiled": Case("benchmarks.operators.triton_compiled:main", "what they take of any card"),

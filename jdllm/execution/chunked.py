@@ -18,10 +18,12 @@ from jdllm.chunks import ChunkConfig, chunk_rows
 from jdllm.models.block import Hidden, Rows
 from jdllm.models.config import ModelConfig
 from jdllm.models.layer import ALL_HEADS, Group, Heads, KeysValues, Layer, Ranges
+from jdllm.models.leaf import InStack
 from jdllm.models.moe import experts_of
 from jdllm.models.rotary import Rotation, rotation_at
 from jdllm.models.weights import Params, layer_runs
 from jdllm.pallas.attention import attention
+from jdllm.quantised import Quantised
 
 Start = Int[Array, ""] | int
 
@@ -42,7 +44,8 @@ class LayerView(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name == "experts" and self._experts is not None:
             return self._experts.of_layer(self._place)
-        return jax.tree.map(lambda leaf: leaf[self._place], self._stack[name])
+        stack = self._stack[name]
+        return InStack(stack, self._place) if isinstance(stack, Quantised) else stack[self._place]
 
     def __iter__(self) -> Iterator[str]:
         yield from self._stack

@@ -269,7 +269,7 @@ def _stepping(
     exchanged = {name: x for name, x in params.items() if name == ADDRESSES}
 
     def step[Carry](body: Callable[[Carry, Layer], Carry], place: Array, carry: Carry) -> Carry:
-        weights = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, place, keepdims=False), stack)
+        weights = {name: leaf.of_layer(weight, place) for name, weight in stack.items()}
         weights |= {name: whole.of_layer(place) for name, whole in wholes.items()} | exchanged
         return body(carry, Layer(weights, config, place + offset))
 

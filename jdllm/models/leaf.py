@@ -1,7 +1,7 @@
 """What a weight is: the one place that multiplies with weights, looks up their rows and counts their bytes.
 
 A weight is a plain array, `[outputs, inputs]`. A weight that is kept in another form is another type
-(`VocabularyPart`, `Quantised`), and these functions tell the types apart.
+(`VocabularyPart`, `Quantised`, `InStack`), and these functions tell the types apart.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ from jdllm.arrays import Tensor
 from jdllm.errors import ConfigError
 from jdllm.layers import head_logits, linear
 from jdllm.models.cards import AXIS, joined, rows_of_part
+from jdllm.pallas.quantised_matmul import quantised_matmul
 from jdllm.quantised import Quantised
 
 Device = Any
@@ -40,6 +41,21 @@ class VocabularyPart:
         return self.weight.dtype
 
 
+class InStack(NamedTuple):
+    """A layer's matrix in few bits, where the matrix lies in the stack of all layers: a kernel that was given
+    a slice would be given a copy."""
+
+    stack: Quantised
+    place: Int[Array, ""] | int
+
+    def sliced(self) -> Quantised:
+        """The matrix alone."""
+        return jax.tree.map(self._of_layer, self.stack)
+
+    def _of_layer(self, part: Array) -> Array:
+        return lax.dynamic_index_in_dim(part, self.place, keepdims=False)
+
+
 class Dtypes(NamedTuple):
     """Types of a model's numbers: its matrices, its hidden rows, and the keys and values that it stores."""
 
@@ -62,17 +78,31 @@ def device_of(params: dict[str, Any]) -> Device:
     return next(iter(devices))
 
 
+def of_layer(stack: Float[Array, "layers ..."] | Quantised, place: Int[Array, ""] | int) -> Array | InStack:
+    """The weight of the layer at a place of a stack."""
+    if isinstance(stack, Quantised):
+        return InStack(stack, place)
+    return lax.dynamic_index_in_dim(stack, place, keepdims=False)
+
+
 def matmul(
-    x: Float[Array, "rows i"], weight: Float[Array, "o i"] | Quantised, bias: Float[Array, " o"] | None = None
+    x: Float[Array, "rows i"],
+    weight: Float[Array, "o i"] | Quantised | InStack,
+    bias: Float[Array, " o"] | None = None,
 ) -> Float[Array, "rows o"]:
     """Products of rows with a weight, in the dtype of the rows."""
+    if isinstance(weight, InStack):
+        y = quantised_matmul(x, weight.stack, layer=weight.place)
+        return y if bias is None else y + bias
     return linear(x, weight, bias)
 
 
 def some_outputs(
-    weight: Float[Array, "o i"] | Quantised, start: Int[Array, ""] | int, size: int
+    weight: Float[Array, "o i"] | Quantised | InStack, start: Int[Array, ""] | int, size: int
 ) -> Float[Array, "size i"] | Quantised:
     """`size` neighbouring outputs of a weight, from `start` on."""
+    if isinstance(weight, InStack):
+        return weight.sliced().some_outputs(start, size)
     if isinstance(weight, Quantised):
         return weight.some_outputs(start, size)
     return lax.dynamic_slice_in_dim(weight, start, size)

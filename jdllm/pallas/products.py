@@ -82,6 +82,17 @@ class Widening(Protocol):
         one for each column, in shared memory."""
         ...
 
+    @staticmethod
+    def add_product_of_scaled(sums: Sums, weights: Any, scales: Any, rows: Any) -> Sums:
+        """The same, but weights are multiplied with `scales`, and rounded to the type of the rows, before the
+        product."""
+        ...
+
+    @staticmethod
+    def scaled(sums: Sums, scales: Any) -> Sums:
+        """Sums times `scales`, one for each column, in memory."""
+        ...
+
 
 class TensorCores:
     """Products on the tensor cores (wgmma)."""
@@ -113,6 +124,18 @@ class TensorCores:
         product = TensorCores.accumulate(product, *last)
         factors = plgpu.layout_cast(lax.broadcast_in_dim(down, sums.shape, [0]), plgpu.Layout.WGMMA)
         return sums + factors * product
+
+    @staticmethod
+    def add_product_of_scaled(sums: Sums, weights: Any, scales: Any, rows: Any) -> Sums:
+        loaded = plgpu.load(weights, layout=plgpu.Layout.WGMMA_UPCAST_2X)
+        exact = widened_pairs(loaded, rows.dtype, 0, 1).astype(jnp.float32)
+        wide = TensorCores.scaled(exact, scales).astype(rows.dtype)
+        return TensorCores.accumulate(sums, wide, rows.transpose((1, 0)))
+
+    @staticmethod
+    def scaled(sums: Sums, scales: Any) -> Sums:
+        down = plgpu.load(scales, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+        return sums * plgpu.layout_cast(lax.broadcast_in_dim(down, sums.shape, [0]), plgpu.Layout.WGMMA)
 
     @staticmethod
     def scores(q: Any, keys: Any, issued: Callable[[], None]) -> Scores:
@@ -176,6 +199,15 @@ class Interpreted:
     @staticmethod
     def add_scaled_product(sums: Sums, weights: Any, scales: Any, rows: Any) -> Sums:
         return sums + scales[...][:, None] * Interpreted._product(unpacked(weights[...]), rows)
+
+    @staticmethod
+    def add_product_of_scaled(sums: Sums, weights: Any, scales: Any, rows: Any) -> Sums:
+        wide = Interpreted.scaled(unpacked(weights[...]).astype(jnp.float32), scales)
+        return sums + Interpreted._product(wide, rows)
+
+    @staticmethod
+    def scaled(sums: Sums, scales: Any) -> Sums:
+        return sums * scales[...][:, None]
 
     @staticmethod
     def _product(values: Int8[Array, "columns depth"], rows: Any) -> Sums:

@@ -22,7 +22,9 @@ from jdllm.pallas.dispatch import Form
 from jdllm.pallas.grouped_matmul.limits import GROUPED_MATMUL
 from jdllm.pallas.masked_logits import LISTED, Level
 from jdllm.pallas.masked_logits.limits import FUSED_UNIT, default_call
+from jdllm.pallas.quantised_matmul.limits import MOST_ROWS, QUANTISED_MATMUL
 from jdllm.planning.graph import GraphTemplate, Size, ceil_div, dim, maximum, minimum
+from jdllm.quantised import KINDS
 
 LAYERS = 2
 _LAYER_COUNTS = ("ffn", "query", "kv", "heads")
@@ -79,14 +81,31 @@ def step_template(config: ModelConfig, kind: StepKind) -> GraphTemplate:
     return graph
 
 
-def _scratch(config: ModelConfig, kind: StepKind, outputs: int) -> int:
+def _scratch(config: ModelConfig, kind: StepKind, outputs: int, rows: Size | int) -> Size | int:
     """Bytes that a product of a layer needs beside its result.
 
     Arguments:
-    - `outputs`: numbers of its weight for each number of a hidden row. A quantised weight is widened first.
+    - `outputs`: numbers of its weight for each number of a hidden row.
+    - `rows`: of the product. XLA widens a quantised weight first; a kernel for fewer rows does not.
     """
-    widened = 0 if config.quantization is None else outputs * config.hidden_size * kind.itemsize
-    return WORKSPACE + widened
+    if config.quantization is None:
+        return WORKSPACE
+    row, matrix, back = (
+        jax.ShapeDtypeStruct(shape, _dtype(kind))
+        for shape in (
+            (1, config.hidden_size),
+            (1, outputs, config.hidden_size),
+            (1, config.hidden_size, outputs),
+        )
+    )
+    forms = {
+        QUANTISED_MATMUL.default(kind.device, row, jax.eval_shape(KINDS[config.quantization].of, weight))
+        for weight in (matrix, back)
+    }
+    widened: Size | int = outputs * config.hidden_size * kind.itemsize
+    if all(form.language != "xla" for form in forms):
+        widened = minimum(maximum(rows + -MOST_ROWS, 0), 1) * widened
+    return widened + WORKSPACE
 
 
 def _chunk(rows: Size, count: str) -> Size:
@@ -107,9 +126,9 @@ def _add_attention(graph: GraphTemplate, config: ModelConfig, kind: StepKind, la
     rows, groups = dim("T"), dim("heads")
     hidden = config.hidden_size * kind.itemsize
     q_width, kv_width = (n * config.head_dim * kind.itemsize for n in (config.num_heads, config.num_kv_heads))
-    q_scratch, kv_scratch = (_scratch(config, kind, width // kind.itemsize) for width in (q_width, kv_width))
     angles = 2 * 4 * (config.rope.rotated_dim(config.head_dim) // 2)
     part = _chunk(rows, "kv")
+    kv_scratch = _scratch(config, kind, kv_width // kind.itemsize, part)
     store, linear = ceil_div(rows * kv_width, groups), ceil_div(part * kv_width, groups)
     names = {name: f"{layer} {name}" for name in ("k", "v", "x for k v", "linear k", "attended")}
     cut = ("kv", "heads")
@@ -140,6 +159,7 @@ def _add_attention(graph: GraphTemplate, config: ModelConfig, kind: StepKind, la
     )
 
     part = _chunk(rows, "query")
+    q_scratch = _scratch(config, kind, q_width // kind.itemsize, part)
     width = ceil_div(part * q_width, groups)
     cut = ("query", "heads")
     x, linear_q, q, o = (f"{layer} {name}" for name in ("x for q", "linear q", "q", "o"))
@@ -188,7 +208,7 @@ def add_feed_forward(
     if config.cards > 1:
         taken, of_card = [], {f"{layer} down of card": hidden}
     if dense or moe is None:
-        scratch = _scratch(config, kind, config.intermediate_size)
+        scratch = _scratch(config, kind, config.intermediate_size, part)
         # In a loop the sum over cards and the normed rows have one place, which the product cannot take.
         gap = hidden * _cut(*_LAYER_COUNTS) if of_card and isinstance(part, Size) else 0
         width = part * (config.intermediate_size * kind.itemsize)
@@ -251,7 +271,7 @@ def _add_gates(
     layer: str,
     x: str,
     width: Size | int,
-    scratch: int = WORKSPACE,
+    scratch: Size | int = WORKSPACE,
     gap: Size | int = 0,
 ) -> str:
     """Operators of a gated feed-forward layer before its last product. Returns the input of that.

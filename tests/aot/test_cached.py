@@ -17,9 +17,10 @@ from jdllm.execution.paged.pool import PAGE_ROWS, KvArrays, pool_shape
 from jdllm.models.config import ModelConfig
 from jdllm.models.weights import abstract_params, tree_bytes
 from jdllm.pallas.masked_logits import Level
+from jdllm.pallas.quantised_matmul.limits import MOST_ROWS
 from jdllm.planning.aot import compile_for
 from jdllm.planning.plan import UNLIMITED, Bucket, Workload, plan_bucket
-from jdllm.quantised import KINDS, WeightForm
+from jdllm.quantised import WeightForm
 from jdllm.serving.denoise.cached_packing import pack_refresh
 from jdllm.serving.pool.page_book import PageBook
 from jdllm.serving.request import Request
@@ -91,18 +92,21 @@ def test_a_refresh_is_as_planned_and_copies_no_layer_of_the_pool(cache: str):
     assert not any("reduce-window" in gather for gather in gathers), "sums for each number that is gathered"
 
 
-@pytest.mark.parametrize("form", KINDS)
-def test_a_refresh_of_quantised_weights_has_room_for_a_wide_matrix(form: WeightForm):
-    config = CONFIG.quantised(form)
-    asked, pages = requests("dual")
+@pytest.mark.parametrize(("form", "count"), [("int8", REQUESTS), ("int4", REQUESTS), ("int4", 1)])
+def test_a_refresh_of_quantised_weights_has_room_for_a_wide_matrix(form: WeightForm, count: int):
+    """Up to 2048 rows are multiplied by a kernel that makes no wide matrix."""
+    config, rows = CONFIG.quantised(form), count * LENGTH
+    asked, pages = requests("dual", count)
     (batch, _), selection, table, _ = pack_refresh(asked, config, pages, entry_of(asked))
     arguments = (abstract_params(config, "bfloat16"), batch, selection, table, abstract_pool(pages))
     static: dict[str, Any] = STATIC | {"config": config, "scored": False, "left": LEFT}
-    needed = temp_bytes(compile_for("h200", refresh, *arguments, donate=("pool",), **static))
-    bucket = Bucket(REQUESTS * LENGTH, REQUESTS * LENGTH, len(batch.head.row))
+    executable = compile_for("h200", refresh, *arguments, donate=("pool",), **static)
+    needed, bucket = temp_bytes(executable), Bucket(rows, rows, len(batch.head.row))
     planned = plan_bucket(Workload(config, cache_policy="dual"), bucket, UNLIMITED).activation.peak_bytes
     assert abs(planned - needed) < 0.05 * needed + 64 * MIB
-    assert planned > plan_for("dual", REQUESTS * LENGTH, len(batch.head.row)) + 48 * MIB
+    wide = planned - plan_for("dual", rows, len(batch.head.row)) > 48 * MIB
+    assert wide == (rows > MOST_ROWS)
+    assert wide or "quantised_matmul" in (executable.as_text() or "")
 
 
 def test_kernels_run_side_by_side_in_the_memory_of_twice_the_rows():

@@ -10,10 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.operators import attention, grouped_matmul, skinny_matmul
+from benchmarks.operators import attention, grouped_matmul, quantised_matmul, skinny_matmul
 from benchmarks.record import Sustained
 from benchmarks.shapes import SHAPES
+from jdllm.engine_options import QUANTIZATIONS
+from jdllm.pallas.quantised_matmul.tiles import default_tiles as default_cut
 from jdllm.pallas.skinny_matmul.tiles import default_tiles
+from jdllm.quantised import WeightForm
 from tests.benchmarks.shapes import small
 
 
@@ -156,3 +159,22 @@ class TestSkinnyMatmul:
     def test_ours_must_run(self, implementation: str):
         with pytest.raises(NotImplementedError, match=f"{implementation} form .* only"):
             skinny_matmul.measure("llada-8b", 8, [implementation])
+
+
+class TestQuantisedMatmul:
+    @pytest.mark.slow
+    @pytest.mark.parametrize("quantization", QUANTIZATIONS)
+    def test_products_of_a_layer(self, quantization: WeightForm, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(quantised_matmul, "SHAPES", {"llada-8b": small("llada-8b")})
+        monkeypatch.setattr(skinny_matmul, "STACK_BYTES", 1 << 13)
+        monkeypatch.setattr(quantised_matmul, "LEAST_SECONDS", 1e-9)
+        table = quantised_matmul.measure("llada-8b", 70, quantization, ["bfloat16", "xla"])
+        assert [row["product"] for row in table][::2] == ["qkv", "o", "gate_up", "down"]
+        assert {row["quantization"] for row in table} == {None, quantization}
+        assert all(0 < row["error"] < 8e-3 for row in table)
+
+    @pytest.mark.parametrize("rows", [100, 2048])
+    def test_a_sweep_has_the_default(self, rows: int):
+        for product in skinny_matmul.products_of(SHAPES["dream-7b"]).values():
+            found = quantised_matmul.candidates(product, rows, 4)
+            assert {default_cut(rows, n, product.k, 4) for n in product.outputs} <= set(found)

@@ -1,0 +1,40 @@
+"""The forms of products with matrices in few bits, and the limits of the form for Hopper."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jdllm.pallas.dispatch import Form, Operator, check_one_dtype, forms_of
+from jdllm.pallas.hopper import WARPGROUP_ROWS
+from jdllm.quantised import GROUP
+
+MOST_ROWS = 2048
+"""With more rows, time is that of the arithmetic: XLA's products are faster, and the wide matrix costs little
+beside them."""
+
+
+def check_mosaic_gpu(x: Float[Array, "rows k"] | jax.ShapeDtypeStruct, weight: Any) -> None:
+    """Raise `NotImplementedError`, naming the limit, where the Hopper form cannot take these operands."""
+    refusal = "the Hopper form multiplies rows of bfloat16 or float16 with matrices in few bits, not of"
+    check_one_dtype(refusal, (jnp.bfloat16, jnp.float16), x)
+    if not 1 <= x.shape[0] <= MOST_ROWS:
+        raise NotImplementedError(f"the Hopper form takes 1 to {MOST_ROWS} rows, not {x.shape[0]}")
+    _, n, k = weight.shape
+    if n % WARPGROUP_ROWS or k % GROUP or 0 in (n, k):
+        raise NotImplementedError(
+            f"the Hopper form takes matrices whose sides are multiples of {WARPGROUP_ROWS} and {GROUP},"
+            f" not {n} and {k}"
+        )
+
+
+QUANTISED_MATMUL = Operator[None](
+    "products with matrices in few bits",
+    forms_of(
+        "jdllm.pallas.quantised_matmul",
+        Form("mosaic_gpu", check_mosaic_gpu, "mosaic_gpu"),
+        Form("xla"),
+    ),
+)
+"""Checked by rows and the stack."""

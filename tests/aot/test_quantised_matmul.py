@@ -1,0 +1,42 @@
+"""Products of many rows with matrices in few bits compiled for an H200, without one."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from jdllm.compiling.executables import temp_bytes
+from jdllm.pallas.quantised_matmul.mosaic_gpu import quantised_matmul_mosaic_gpu
+from jdllm.pallas.quantised_matmul.tiles import Tiles
+from jdllm.planning.aot import compile_for
+from jdllm.quantised import KINDS, Quantised, WeightForm
+
+pytestmark = pytest.mark.aot
+
+LAYERS, ROWS, HIDDEN = 4, 512, 4096
+
+
+@pytest.mark.parametrize("form", KINDS)
+@pytest.mark.parametrize("cut", [(256, 2, 2), (192, 2, 1), (128, 2, 2), (64, 1, 1)])
+def test_the_kernel_keeps_to_registers_and_reads_the_stack_in_place(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    cut: tuple[int, int, int],
+    form: WeightForm,
+):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    tiles = Tiles(*cut, bits=KINDS[form].bits)
+
+    def layers(x: jax.Array, stack: Quantised) -> jax.Array:
+        def body(layer: jax.Array, x: jax.Array) -> jax.Array:
+            return quantised_matmul_mosaic_gpu(x, stack, layer=layer, tiles=tiles)
+
+        return lax.fori_loop(0, LAYERS, body, x)
+
+    x, plain = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((ROWS, HIDDEN), (LAYERS, HIDDEN, HIDDEN)))
+    executable = compile_for("h200", layers, x, jax.eval_shape(KINDS[form].of, plain))
+    assert temp_bytes(executable) < 4 * ROWS * HIDDEN * 2  # rows, but no matrix
+    printed = "".join(capfd.readouterr())
+    assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", printed) == [("0", "0")], printed
