@@ -32,7 +32,7 @@ else:
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KERNELS = ("auto", "triton", "xla")
-QUANTIZATIONS = ("int8", "int4")
+QUANTIZATIONS = ("int8", "int4", "fp8")
 
 
 class Typed(NamedTuple):
@@ -106,7 +106,9 @@ class EngineOptions:
     - `adapter` (`None`: none): the directory of a LoRA adapter in the format of PEFT. The adapter is merged
       into the weights as they are read, so steps are as fast as without.
     - `quantization` (`None`: none): keep the matrices of layers in 8 bits (int8), with a scale for each row,
-      or in 4 bits (int4), with a scale for each 128 inputs of a row. They are rounded while they are loaded,
+      in 4 bits (int4), with a scale for each 128 inputs of a row, or in floats of 8 bits (fp8), with a scale
+      for each row. Steps of more than 64 rows round activations to floats of 8 bits, too, where weights are
+      fp8 and `dtype` has 16 bits. Matrices are rounded while they are loaded,
       or come from a checkpoint that has them so already (`jdllm convert --quantize`), which needs no
       option. Embedding, head, norms and biases keep `dtype`, and products are computed in `dtype`. Steps of
       up to 64 rows on Hopper cards read the few bits alone; other steps widen a matrix first. For models

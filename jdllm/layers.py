@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from jdllm.quantised import Quantised
+from jdllm.quantised import Float8, Quantised
 
 
 def rms_norm(x: Float[Array, "*rows d"], weight: Float[Array, " d"], eps: float) -> Float[Array, "*rows d"]:
@@ -22,7 +22,13 @@ def rms_norm(x: Float[Array, "*rows d"], weight: Float[Array, " d"], eps: float)
 def linear(
     x: Float[Array, "rows i"], weight: Float[Array, "o i"] | Quantised, bias: Float[Array, " o"] | None = None
 ) -> Float[Array, "rows o"]:
-    """x @ weight.T + bias in the dtype of `x`, with full f32 products where that is f32."""
+    """x @ weight.T + bias in the dtype of `x`, with full f32 products where that is f32.
+
+    Rows of 16 bits are rounded where the weight has floats of 8 bits.
+    """
+    if isinstance(weight, Float8) and x.dtype != jnp.float32:
+        y = weight.product(x)
+        return y if bias is None else y + bias
     if isinstance(weight, Quantised):
         # Widening waits for the rows: else all matrices of a layer would be wide at once.
         scales, x = lax.optimization_barrier((weight.scales, x))

@@ -1,5 +1,6 @@
 """What numbers of few bits stand for, by NumPy."""
 
+import ml_dtypes
 import numpy as np
 
 
@@ -13,6 +14,13 @@ def rounded_to_4_bits(matrix: np.ndarray) -> np.ndarray:
     """What a matrix of 4 bits stands for."""
     values, scales = rounded_in_groups_by_numpy(matrix)
     return values * np.repeat(scales, 128, axis=1)[:, : matrix.shape[1]]
+
+
+def rounded_to_floats_of_8_bits(matrix: np.ndarray) -> np.ndarray:
+    """What a matrix of floats of 8 bits stands for: of each row the largest number is 448 steps."""
+    steps = np.abs(matrix).max(axis=1, keepdims=True) / np.float32(448)
+    values = (matrix / np.where(steps > 0, steps, 1)).astype(ml_dtypes.float8_e4m3fn)
+    return values.astype(np.float32) * steps
 
 
 def rounded_in_groups_by_numpy(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -22,7 +22,7 @@ from jdllm.models.hf_config import config_from_hf
 from jdllm.models.weights import is_spec, param_bytes, spec_tree, tree_bytes
 from jdllm.quantised import Quantised, WeightForm
 from tests.helpers import GOLDENS, slow
-from tests.rounding import rounded_to_4_bits, rounded_to_8_bits
+from tests.rounding import rounded_to_4_bits, rounded_to_8_bits, rounded_to_floats_of_8_bits
 
 SMALL: dict[str, Any] = {
     "dtype": "float32",
@@ -40,7 +40,7 @@ MODELS = {
 }
 
 
-ROUNDED = {"int8": rounded_to_8_bits, "int4": rounded_to_4_bits}
+ROUNDED = {"int8": rounded_to_8_bits, "int4": rounded_to_4_bits, "fp8": rounded_to_floats_of_8_bits}
 
 
 def with_rounded_matrices(source: Path, tmp_path: Path, form: WeightForm) -> Path:

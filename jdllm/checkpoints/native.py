@@ -35,7 +35,14 @@ MANIFEST = "manifest.json"
 
 _ORBAX_TREE = "_METADATA"
 _PIECE_BYTES = 8 << 20
-_ZARR_TYPES = {"BF16": "bfloat16", "F16": "<f2", "F32": "<f4", "I8": "|i1", "U8": "|u1"}
+_ZARR_TYPES = {
+    "BF16": "bfloat16",
+    "F16": "<f2",
+    "F32": "<f4",
+    "F8_E4M3": "float8_e4m3fn",
+    "I8": "|i1",
+    "U8": "|u1",
+}
 
 
 @dataclasses.dataclass(frozen=True)

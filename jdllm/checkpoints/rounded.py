@@ -11,7 +11,7 @@ from jdllm.checkpoints.quantised.packed import fields
 from jdllm.errors import CheckpointError
 from jdllm.quantised import GROUP, KINDS, WeightForm
 
-VALUES: dict[WeightForm, str] = {"int8": "I8", "int4": "U8"}
+VALUES: dict[WeightForm, str] = {"int8": "I8", "int4": "U8", "fp8": "F8_E4M3"}
 """Types of the numbers of a matrix in the words of a safetensors header. Two of 4 bits are one of 8."""
 
 SCALES = "F32"
@@ -53,7 +53,7 @@ class QuantisedTensor(StoredTensor):
 
     def read(self, part: Sequence[range]) -> np.ndarray:
         rows, columns = part
-        if self.form == "int8":
+        if self.form != "int4":
             values = self.values.read(part).astype(np.float32)
             values *= self.scales.read([rows])[:, None]
         else:
@@ -87,7 +87,7 @@ class RoundedTensor(StoredTensor):
 def stored_shapes(shape: tuple[int, ...], form: WeightForm) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of what files have of a matrix, or of matrices of many layers: of numbers and of scales."""
     *rows, inputs = shape
-    if form == "int8":
+    if form != "int4":
         return shape, tuple(rows)
     return (*rows, inputs // 2), (*rows, -(-inputs // GROUP))
 
@@ -126,7 +126,7 @@ def matrices(index: Index, dtype: str) -> Index:
         fits = scales is not None and (scales.dtype, scales.shape) == (SCALES, expected)
         if scales is None or not fits or len(shape) != 2:
             told = "none" if scales is None else f"{scales.dtype} {list(scales.shape)}"
-            each = "row" if form == "int8" else f"{GROUP} inputs of a row"
+            each = "row" if form != "int4" else f"{GROUP} inputs of a row"
             raise CheckpointError(
                 f"{values.file} ({name}) is {values.dtype} {list(values.shape)} and its scales are {told}:"
                 f" expected a matrix, and {SCALES} for each {each}"

@@ -40,8 +40,8 @@ def convert(
         str | None,
         typer.Option(
             metavar="|".join(QUANTIZATIONS),
-            help="Store the matrices of layers in 8 bits, with a scale for each row, or in 4 bits, with a"
-            " scale for each 128 inputs of a row.",
+            help="Store the matrices of layers in 8 bits, with a scale for each row, in 4 bits, with a scale"
+            " for each 128 inputs of a row, or in floats of 8 bits.",
             show_default=False,
         ),
     ] = None,

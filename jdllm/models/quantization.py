@@ -22,8 +22,9 @@ class Quantization(NamedTuple):
     - `method`: which library's files these are; "jdllm" for a native checkpoint.
     - `scale`: what the scales of a module are called ("compressed-tensors", "fp8").
     - `block`: rows and columns that share a scale, `None` where no blocks do.
-    - `bits`: of a weight ("gptq", "awq", "jdllm").
+    - `bits`: of a weight ("gptq", "awq").
     - `shift`: by how much stored zeros are less than the zeros ("gptq").
+    - `form`: of the matrices of layers in a native checkpoint ("jdllm").
     """
 
     method: Method
@@ -31,6 +32,7 @@ class Quantization(NamedTuple):
     block: tuple[int, int] | None = None
     bits: int = 4
     shift: int = 0
+    form: WeightForm | None = None
 
 
 def quantization_of(values: Mapping[str, Any], file: str) -> Quantization | None:
@@ -67,7 +69,7 @@ def stored_form(values: Mapping[str, Any]) -> WeightForm | None:
     Returns `None` where they are stored as all other weights. Raises what `quantization_of` raises.
     """
     found = quantization_of(values, "config.json")
-    return _FORMS[found.bits] if found is not None and found.method == "jdllm" else None
+    return None if found is None else found.form
 
 
 def _read(settings: Mapping[str, Any]) -> Quantization | str:
@@ -79,8 +81,8 @@ def _read(settings: Mapping[str, Any]) -> Quantization | str:
             return _compressed(settings)
         case {"quant_method": "bitsandbytes" | "torchao" as method}:
             return Quantization(method)
-        case {"quant_method": "jdllm", "format": "int8" | "int4" as form}:
-            return Quantization("jdllm", bits=8 if form == "int8" else 4)
+        case {"quant_method": "jdllm", "format": "int8" | "int4" | "fp8" as form}:
+            return Quantization("jdllm", form=form)
         case {"quant_method": "gptq", "bits": 2 | 4 | 8 as bits}:
             form = str(settings.get("checkpoint_format", "gptq"))
             if form not in _SHIFTS:
@@ -92,7 +94,6 @@ def _read(settings: Mapping[str, Any]) -> Quantization | str:
             return _NOT_READ
 
 
-_FORMS: dict[int, WeightForm] = {8: "int8", 4: "int4"}
 _SHIFTS = {"gptq": 1, "gptq_v2": 0}
 _NOT_READ = "quantized weights of this kind cannot be loaded"
 

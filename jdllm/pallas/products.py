@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int8
+from jaxtyping import Array, Float
 
 from jdllm.pallas.widening import widened, widened_pairs
 from jdllm.quantised import in_order, unpacked
@@ -71,7 +71,8 @@ class Widening(Protocol):
         """`sums` plus the product of each column with each row.
 
         Arguments:
-        - `weights`: a tile in shared memory of int8 in the order of `jdllm.quantised.out_of_order`.
+        - `weights`: a tile in shared memory of int8, or of floats of 8 bits, in the order of
+          `jdllm.quantised.out_of_order`.
         - `rows`: a tile in shared memory of bfloat16 or float16, whose inputs are in order.
         """
         ...
@@ -210,7 +211,7 @@ class Interpreted:
         return sums * scales[...][:, None]
 
     @staticmethod
-    def _product(values: Int8[Array, "columns depth"], rows: Any) -> Sums:
+    def _product(values: Array, rows: Any) -> Sums:
         contract = (((1,), (1,)), ((), ()))
         weights = values.astype(rows.dtype)
         product = lax.dot_general(weights, rows[...], contract, preferred_element_type=jnp.float32)

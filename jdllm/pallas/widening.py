@@ -8,11 +8,17 @@ Two's complement is the lower seven bits less 128 times the highest. A 16-bit fl
 takes seven bits in its mantissa as they are. So both parts are one operation for two numbers each, and their
 difference is the third one.
 
+A float of 8 bits has the sign, four bits of exponent and three of mantissa. These seven bits are moved to the
+lowest exponent bits and the highest mantissa bits of a 16-bit float, and the sign to its place. The result is
+a power of two too small, which one multiplication mends. Numbers below the least normal one come out right,
+too.
+
 A number of 4 bits is stored as what it exceeds -8 by. A word has eight of them, which are two pairs of each
 of two products. A pair takes one operation that moves its numbers to the lowest bits of both halves, one that
 makes floats of them, and one that subtracts what they are too large by.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -22,7 +28,9 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
-from jaxtyping import Array, Float, Int8, UInt8
+from jaxtyping import Array, Float, Float8e4m3fn, Int8, UInt8
+
+from jdllm.quantised import FLOAT8
 
 _AND_OR = 0xEA  # the table of (a & b) | c
 _FORMS = {
@@ -32,13 +40,22 @@ _FORMS = {
 """A pair of floats that take seven bits, the name of a pair, and the type of a number."""
 
 
-def widened(values: Int8[Array, "columns depth"], dtype: jnp.dtype) -> Float[Array, "columns depth"]:
+_SHIFTS = {jnp.dtype(jnp.bfloat16): (4, 0x7B807B80), jnp.dtype(jnp.float16): (7, 0x5C005C00)}
+"""By how many places the mantissa of a float of 8 bits goes up, and a pair of the power of two that is then
+missing: 2^120 and 2^8."""
+
+
+def widened(
+    values: Int8[Array, "columns depth"] | Float8e4m3fn[Array, "columns depth"], dtype: jnp.dtype
+) -> Float[Array, "columns depth"]:
     """Numbers as an operand of a product.
 
     Arguments:
     - `values`: in the layout `WGMMA_UPCAST_2X`, in the order of `jdllm.quantised`.
     - `dtype`: bfloat16 or float16, of the result, whose order is that of the inputs.
     """
+    if values.dtype == FLOAT8:
+        return _pairs(values, dtype, 2, functools.partial(_pair_of_floats, *_SHIFTS[jnp.dtype(dtype)]))
     return _pairs(values, dtype, 2, _pair_of_bytes)
 
 
@@ -56,7 +73,7 @@ def widened_pairs(
 
 
 def _pairs(
-    values: Int8[Array, "columns bytes"] | UInt8[Array, "columns bytes"],
+    values: Array,
     dtype: jnp.dtype,
     number: int,
     of_word: Callable[[ir.Value, int, int, str], ir.Value],
@@ -66,7 +83,7 @@ def _pairs(
     """Pairs of floats, of which each word has `number`.
 
     Arguments:
-    - `values`: in the layout `WGMMA_UPCAST_2X`.
+    - `values`: `[columns, bytes]` in the layout `WGMMA_UPCAST_2X`.
     - `of_word`: makes a pair of a word, by its place in the word, its exponent and its type.
     - `part`, `parts`: which part of the columns of bytes, of so many.
     """
@@ -99,6 +116,25 @@ def _pair_of_bytes(word: ir.Value, half: int, base: int, pair: str) -> ir.Value:
     lop3.b32 low, {source}, 0x007f007f, {base:#x}, {_AND_OR:#x};
     lop3.b32 high, {source}, 0x00800080, {base:#x}, {_AND_OR:#x};
     sub.{pair} $0, low, high;
+    }}
+    """
+    return llvm.inline_asm(ir.IntegerType.get_signless(32), [word], ptx, "=r,r")
+
+
+def _pair_of_floats(shift: int, factor: int, word: ir.Value, half: int, base: int, pair: str) -> ir.Value:
+    """Floats in bytes 0 and 2 of a word as two wider floats, or in bytes 1 and 3."""
+    del base
+    up = shift - 8 * half
+    move = f"shl.b32 n, $1, {up};" if up >= 0 else f"shr.u32 n, $1, {-up};"
+    ptx = f"""
+    {{
+    .reg .b32 s, n, f;
+    {move}
+    shl.b32 s, $1, {8 * (1 - half)};
+    and.b32 n, n, {0x007F007F << shift:#x};
+    lop3.b32 n, s, 0x80008000, n, {_AND_OR:#x};
+    mov.b32 f, {factor:#x};
+    mul.{pair} $0, n, f;
     }}
     """
     return llvm.inline_asm(ir.IntegerType.get_signless(32), [word], ptx, "=r,r")

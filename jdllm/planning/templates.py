@@ -86,10 +86,15 @@ def _scratch(config: ModelConfig, kind: StepKind, outputs: int, rows: Size | int
 
     Arguments:
     - `outputs`: numbers of its weight for each number of a hidden row.
-    - `rows`: of the product. XLA widens a quantised weight first; a kernel for fewer rows does not.
+    - `rows`: of the product. XLA widens a quantised weight first. A kernel for fewer rows does not. Floats of
+      8 bits are not widened for rows of 16 bits.
     """
     if config.quantization is None:
         return WORKSPACE
+    numbers = outputs * config.hidden_size
+    if _rounds_rows(config, kind):
+        # Loops copy the weight, and keep the rounded rows.
+        return WORKSPACE + (rows * config.hidden_size + numbers) * _cut(*_LAYER_COUNTS)
     row, matrix, back = (
         jax.ShapeDtypeStruct(shape, _dtype(kind))
         for shape in (
@@ -102,10 +107,15 @@ def _scratch(config: ModelConfig, kind: StepKind, outputs: int, rows: Size | int
         QUANTISED_MATMUL.default(kind.device, row, jax.eval_shape(KINDS[config.quantization].of, weight))
         for weight in (matrix, back)
     }
-    widened: Size | int = outputs * config.hidden_size * kind.itemsize
+    widened: Size | int = numbers * kind.itemsize
     if all(form.language != "xla" for form in forms):
         widened = minimum(maximum(rows + -MOST_ROWS, 0), 1) * widened
     return widened + WORKSPACE
+
+
+def _rounds_rows(config: ModelConfig, kind: StepKind) -> bool:
+    """Whether products take rows of 8 bits."""
+    return config.quantization == "fp8" and kind.itemsize == 2
 
 
 def _chunk(rows: Size, count: str) -> Size:
@@ -211,8 +221,11 @@ def add_feed_forward(
         scratch = _scratch(config, kind, config.intermediate_size, part)
         # In a loop the sum over cards and the normed rows have one place, which the product cannot take.
         gap = hidden * _cut(*_LAYER_COUNTS) if of_card and isinstance(part, Size) else 0
-        width = part * (config.intermediate_size * kind.itemsize)
-        product = _add_gates(graph, layer, x, width, scratch, gap)
+        width = rounded = part * (config.intermediate_size * kind.itemsize)
+        if _rounds_rows(config, kind):  # in a loop the product has 8 bits, and all three weights are copied
+            loop, numbers = _cut(*_LAYER_COUNTS), config.intermediate_size * config.hidden_size
+            rounded, gap = ceil_div(width, loop + 1), (2 * hidden + 3 * numbers) * loop
+        product = _add_gates(graph, layer, x, width, scratch, gap, rounded)
         graph.add_op(f"{layer} project down", [product, *taken], of_card, scratch, owners=("ffn",))
         _add_sum(graph, layer, of_card, ["h", *added])
         return
@@ -273,6 +286,7 @@ def _add_gates(
     width: Size | int,
     scratch: Size | int = WORKSPACE,
     gap: Size | int = 0,
+    rounded: Size | int | None = None,
 ) -> str:
     """Operators of a gated feed-forward layer before its last product. Returns the input of that.
 
@@ -282,11 +296,13 @@ def _add_gates(
     - `width`: bytes of each product.
     - `scratch`: bytes that each needs beside.
     - `gap`: bytes that XLA leaves between them.
+    - `rounded`: bytes of the gated product; `None` for `width`.
     """
     gate, up, product = (f"{layer} {name}" for name in ("gate", "up", "product"))
     graph.add_op(f"{layer} project gate", [x], {gate: width}, scratch, owners=("ffn",))
     graph.add_op(f"{layer} project up", [x], {up: width}, scratch, owners=("ffn",))
-    graph.add_op(f"{layer} multiply", [gate, up], {product: width}, gap, owners=("ffn",))
+    made = width if rounded is None else rounded
+    graph.add_op(f"{layer} multiply", [gate, up], {product: made}, gap, owners=("ffn",))
     return product
 
 

@@ -140,6 +140,7 @@ def test_a_reuse_copies_no_layer_of_the_pool():
         pytest.param(BLOCK_SHAPES["sdar-8b"], 1, id="sdar-8b"),
         pytest.param(CONFIG.quantised("int8"), 2, id="llada-8b-int8"),
         pytest.param(CONFIG.quantised("int4"), 2, id="llada-8b-int4"),
+        pytest.param(CONFIG.quantised("fp8"), 2, id="llada-8b-fp8"),
     ],
 )
 def test_nothing_stands_between_the_kernels_of_a_chain(

@@ -103,7 +103,7 @@ def test_plan_is_what_the_compiler_allots(
         (LLADA, "h200", 0, 24),
     ],
 )
-@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
 def test_plan_of_quantised_weights(shape: str, target: str, context: int, gib: float, form: WeightForm):
     check(*planned(shape, target, context, 0.5, gib, quantization=form), target)
 

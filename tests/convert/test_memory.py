@@ -50,7 +50,7 @@ def test_host_memory_stays_under_two_tensors_and_a_constant(tmp_path):
     source = write_random_checkpoint(tmp_path / "hf", llada_hf_config(config), shard_bytes=100_000_000)
     native = tmp_path / "native"
     ways = [("to_native", source, native, {}), ("to_hf", native, tmp_path / "back", {})]
-    for form in ("int8", "int4"):
+    for form in ("int8", "int4", "fp8"):
         quantised, back = tmp_path / form, tmp_path / f"{form}-back"
         ways += [("to_native", source, quantised, {"quantize": form}), ("to_hf", quantised, back, {})]
     for direction, origin, target, options in ways:

@@ -80,6 +80,7 @@ def run(*args: object) -> tuple[int, str]:
         ("llama", "auto", 1 << 20, "int8"),
         ("llama", "bfloat16", 1 << 9, "int8"),
         ("llama", "bfloat16", 1 << 9, "int4"),
+        ("llama", "bfloat16", 1 << 9, "fp8"),
         ("llada", "float32", 1 << 9, "int8"),
         ("qwen2", "float16", 1 << 20, "int8"),
         ("qwen2", "float16", 1 << 20, "int4"),
@@ -236,7 +237,7 @@ def test_what_has_no_such_form(tmp_path, converted):
     with pytest.raises(ConfigError, match="quantization is 'int8', which is for models without experts"):
         to_native(GOLDENS / "llada_moe", tmp_path / "x", quantize="int8")
     for arguments, said in (
-        ([LLAMA, tmp_path / "x", "--quantize", "int3"], "--quantize is 'int3', expected int8 or int4"),
+        ([LLAMA, tmp_path / "x", "--quantize", "int3"], "--quantize is 'int3', expected int8 or int4 or fp8"),
         ([converted, tmp_path / "x", "--quantize", "int8"], "on the way to native only"),
         ([converted, "--verify", "--quantize", "int8"], "on the way to native only"),
     ):

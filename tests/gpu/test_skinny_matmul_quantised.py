@@ -9,7 +9,7 @@ import pytest
 
 from jdllm.models.weights import quantise
 from jdllm.pallas.skinny_matmul import skinny_matmul, skinny_parts
-from jdllm.quantised import KINDS, Quantised, WeightForm
+from jdllm.quantised import FLOAT8, KINDS, Quantised, WeightForm
 from tests.gpu.test_skinny_matmul import (
     LAYER,
     LAYERS,
@@ -52,6 +52,18 @@ def test_model_shapes(product: str, implementation: Any, form: WeightForm):
     )
     for rows in (32, 8, MOST_ROWS, 13):
         check(run(x[:rows], weights, jnp.int32(LAYER)), x, exact, gated)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_all_floats_of_8_bits(dtype: Any):
+    """Each row asks for one input, and each column has all floats."""
+    floats = np.arange(256, dtype=np.uint8).view(FLOAT8)
+    values = np.resize(np.where(np.isfinite(floats), floats, 0), (1, 128, 256)).astype(FLOAT8)
+    weight = KINDS["fp8"].of_stored(jnp.asarray(values), jnp.ones((1, 128), jnp.float32))
+    for first in range(0, 256, MOST_ROWS):
+        x = jnp.eye(MOST_ROWS, 256, first, dtype)
+        (found,) = skinny_matmul(x, [weight], layer=0, implementation="mosaic_gpu")
+        np.testing.assert_array_equal(found, values[0].T[first : first + MOST_ROWS].astype(dtype))
 
 
 @pytest.mark.parametrize("product", ["llada-down", "llada-o"])

@@ -13,7 +13,7 @@ from jdllm.pallas.skinny_matmul import skinny_matmul
 from jdllm.pallas.skinny_matmul.limits import check_mosaic_gpu, check_triton
 from jdllm.pallas.skinny_matmul.mosaic_gpu import skinny_matmul_mosaic_gpu, skinny_parts_mosaic_gpu
 from jdllm.pallas.skinny_matmul.tiles import Tiles
-from jdllm.quantised import KINDS, Quantised, WeightForm, paired
+from jdllm.quantised import FLOAT8, KINDS, Quantised, WeightForm, paired
 from tests.pallas.rotation import turned
 
 LAYERS, LAYER, K = 3, 1, 5 * 128
@@ -29,7 +29,7 @@ def of_form(tiles: Tiles | None, form: WeightForm) -> Tiles | None:
     return None if tiles is None else dataclasses.replace(tiles, bits=KINDS[form].bits)
 
 
-@pytest.fixture(params=["int8", "int4"])
+@pytest.fixture(params=["int8", "int4", slow("fp8")])
 def form(request: pytest.FixtureRequest) -> WeightForm:
     return request.param
 
@@ -42,7 +42,7 @@ def operands(
     Sums are exact in f32. Each row has another scale, or each group of a row, and other layers have scales
     that no test expects.
     """
-    most, groups = (128, 1) if form == "int8" else (8, K // 128)
+    most, groups = {"int8": (128, 1), "int4": (8, K // 128), "fp8": (16, 1)}[form]
     rng = np.random.default_rng(sum(outputs))
     x = jnp.asarray(rng.integers(-1, 2, (rows, K)), dtype)
     weights, exact = [], []
@@ -50,9 +50,9 @@ def operands(
         values = rng.integers(-most, most, (LAYERS, n, K))
         scales = 2.0 ** rng.integers(-9, -6, (LAYERS, n, groups)) * rng.integers(1, 4, (LAYERS, n, groups))
         scales[np.arange(LAYERS) != LAYER] = np.nan
-        given = scales[..., 0] if form == "int8" else scales
-        stored = jnp.asarray(values, jnp.int8)
-        stored = stored if form == "int8" else paired(stored)
+        given = scales if form == "int4" else scales[..., 0]
+        stored = jnp.asarray(values, FLOAT8 if form == "fp8" else jnp.int8)
+        stored = paired(stored) if form == "int4" else stored
         weights.append(KINDS[form].of_stored(stored, jnp.asarray(given, jnp.float32)))
         matrix = values[LAYER] * np.repeat(scales[LAYER], K // groups, axis=1)
         exact.append(np.asarray(x, np.float64) @ matrix.T)
@@ -118,7 +118,7 @@ class TestKernel:
             layer=LAYER,
             bias=jnp.asarray(bias, x.dtype) if biased else None,
             rotation=(jnp.cos(angles), jnp.sin(angles)),
-            tiles=of_form(cut(32 if form == "int8" else 64, 1, 2), form),
+            tiles=of_form(cut(64 if form == "int4" else 32, 1, 2), form),
         )
         for index, product in enumerate(actual):
             expected = turned(exact[index], angles * (index < 2))

@@ -51,7 +51,7 @@ def test_the_type_is_that_of_the_checkpoint(llada: Path, tmp_path: Path):
 @pytest.mark.slow
 def test_quantised_weights_are_counted_as_they_are_kept(llada: Path):
     config = config_from_hf(llada)
-    for form in (None, "int8", "int4"):
+    for form in (None, "int8", "int4", "fp8"):
         options = () if form is None else ("--quantization", form)
         got = facts(llada, "--dtype", "bfloat16", *options, memory="20GiB")
         assert got["weights_bytes"] == param_bytes(config.quantised(form), "bfloat16")

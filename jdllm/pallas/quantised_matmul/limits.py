@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from jdllm.pallas.dispatch import Form, Operator, check_one_dtype, forms_of
 from jdllm.pallas.hopper import WARPGROUP_ROWS
-from jdllm.quantised import GROUP
+from jdllm.quantised import GROUP, Float8
 
 MOST_ROWS = 2048
 """With more rows, time is that of the arithmetic: XLA's products are faster, and the wide matrix costs little
@@ -21,6 +21,10 @@ def check_mosaic_gpu(x: Float[Array, "rows k"] | jax.ShapeDtypeStruct, weight: A
     check_one_dtype(refusal, (jnp.bfloat16, jnp.float16), x)
     if not 1 <= x.shape[0] <= MOST_ROWS:
         raise NotImplementedError(f"the Hopper form takes 1 to {MOST_ROWS} rows, not {x.shape[0]}")
+    if isinstance(weight, Float8):
+        raise NotImplementedError(
+            "the Hopper form takes no floats of 8 bits, which XLA multiplies as they are"
+        )
     _, n, k = weight.shape
     if n % WARPGROUP_ROWS or k % GROUP or 0 in (n, k):
         raise NotImplementedError(

@@ -53,7 +53,7 @@ def block_products(
 
     Arguments:
     - `x`: bfloat16 or float16, a multiple of 8 rows, at most 64.
-    - `weights`: `[layers, n, k]` of the dtype of `x`, `k` a multiple of 64, or int8, `k` a multiple of 128,
+    - `weights`: `[layers, n, k]` of the dtype of `x`, `k` a multiple of 64, or 8 bits, `k` a multiple of 128,
       or `[layers, n, k / 2]` of two numbers each; each has its own `n`, a multiple of 16 or, of these, 32.
     - `scales`: of quantised weights, `[layers, n]`, or of each group of their inputs, `[layers, groups, n]`.
     - `layer`: index of the matrices.
