@@ -94,7 +94,7 @@ def _scratch(config: ModelConfig, kind: StepKind, outputs: int, rows: Size | int
     numbers = outputs * config.hidden_size
     if _rounds_rows(config, kind):
         # Loops copy the weight, and keep the rounded rows.
-        return WORKSPACE + (rows * config.hidden_size + numbers) * _cut(*_LAYER_COUNTS)
+        return WORKSPACE + (rows * config.hidden_size + numbers) * _in_loop(rows)
     row, matrix, back = (
         jax.ShapeDtypeStruct(shape, _dtype(kind))
         for shape in (
@@ -122,6 +122,11 @@ def _chunk(rows: Size, count: str) -> Size:
     """Rows of a chunk, as `jdllm.chunks.chunk_rows` cuts them."""
     at_least = 1 + _cut(*_LAYER_COUNTS)
     return minimum(rows, ceil_div(ceil_div(rows, maximum(dim(count), at_least)), TILE) * TILE)
+
+
+def _in_loop(part: Size | int) -> Size | int:
+    """1 where operators on so many rows run in loops, else 0: a step that is not cut has a number of rows."""
+    return _cut(*_LAYER_COUNTS) if isinstance(part, Size) else 0
 
 
 def _cut(*counts: str) -> Size:
@@ -220,10 +225,10 @@ def add_feed_forward(
     if dense or moe is None:
         scratch = _scratch(config, kind, config.intermediate_size, part)
         # In a loop the sum over cards and the normed rows have one place, which the product cannot take.
-        gap = hidden * _cut(*_LAYER_COUNTS) if of_card and isinstance(part, Size) else 0
+        gap = hidden * _in_loop(part) if of_card else 0
         width = rounded = part * (config.intermediate_size * kind.itemsize)
         if _rounds_rows(config, kind):  # in a loop the product has 8 bits, and all three weights are copied
-            loop, numbers = _cut(*_LAYER_COUNTS), config.intermediate_size * config.hidden_size
+            loop, numbers = _in_loop(part), config.intermediate_size * config.hidden_size
             rounded, gap = ceil_div(width, loop + 1), (2 * hidden + 3 * numbers) * loop
         product = _add_gates(graph, layer, x, width, scratch, gap, rounded)
         graph.add_op(f"{layer} project down", [product, *taken], of_card, scratch, owners=("ffn",))
@@ -240,7 +245,7 @@ def add_feed_forward(
     graph.add_op(f"{layer} route", [x], {scores: part * (3 * 4 * moe.experts)}, WORKSPACE, owners=("ffn",))
     graph.add_op(f"{layer} sort", [scores], {order: part * (4 * 4 * moe.top_k)}, owners=("ffn",))
     gap = f"{layer} gap"
-    loop = _cut(*_LAYER_COUNTS) if isinstance(part, Size) else 0
+    loop = _in_loop(part)
     gates = _gates_in_kernel(moe, config.hidden_size, kind)
     gap_bytes = (hidden + minimum(hidden, WORKSPACE * gates)) * loop
     graph.add_op(f"{layer} gather", [x, order], {by_expert: wide, gap: gap_bytes}, owners=("ffn",))
