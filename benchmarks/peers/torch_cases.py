@@ -21,6 +21,7 @@ from benchmarks.shapes import SHAPES
 from jdllm.models.config import ModelConfig
 
 SYSTEMS = ("torch-compiled", "torch-eager")
+FLOAT8 = "torch-compiled-fp8"
 OPERATORS = ("prefill", "decode", "head", "products")
 TRANSFERRED = 1
 
@@ -29,11 +30,12 @@ def measure(shape: str, rows: Sequence[int], systems: Sequence[str]) -> Iterator
     """A row of the table for each count of rows and each system; half of the rows are masked."""
     import torch
 
-    from benchmarks.peers.torch_model import random_weights, reason
+    from benchmarks.peers.torch_model import random_weights, reason, with_floats_of_8_bits
 
     config = SHAPES[shape]
     torch.manual_seed(0)
     weights = random_weights(config, "cuda", torch.bfloat16)
+    float8 = with_floats_of_8_bits(weights) if FLOAT8 in systems else weights
     for count in rows:
         masked = torch.arange(count - count // 2, count, device="cuda")
         tokens = torch.randint(0, config.defined_ids, (count,), device="cuda")
@@ -42,9 +44,9 @@ def measure(shape: str, rows: Sequence[int], systems: Sequence[str]) -> Iterator
             torch.compiler.reset()
             torch.cuda.empty_cache()
             try:
-                measured = _measure_compiled if system == "torch-compiled" else _measure_eager
+                measured = _measure_eager if system == "torch-eager" else _measure_compiled
                 with torch.no_grad():
-                    row = measured(weights, config, masked, tokens)
+                    row = measured(float8 if system == FLOAT8 else weights, config, masked, tokens)
             except RuntimeError as e:
                 print(f"{system}: no row for {shape} at {count} rows: {reason(e)}", flush=True)
                 continue
@@ -80,7 +82,7 @@ def step(arguments: Sequence[str]) -> None:
     parser = case_parser("torch_step", step.__doc__, records=False)
     parser.add_argument("--shape", choices=SHAPES, default="llada-8b")
     parser.add_argument("--rows", type=int, nargs="+", default=[1024, 4096])
-    parser.add_argument("--systems", choices=SYSTEMS, nargs="+", default=SYSTEMS)
+    parser.add_argument("--systems", choices=(*SYSTEMS, FLOAT8), nargs="+", default=SYSTEMS)
     args = parser.parse_args(arguments)
     if importlib.util.find_spec("torch") is None:
         print("torch is not installed here: no rows of torch")

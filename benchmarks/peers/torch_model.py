@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -23,7 +23,7 @@ from jdllm.models.config import ModelConfig
 from jdllm.models.rotary import inverse_frequencies
 
 Tensor = torch.Tensor
-Layer = dict[str, Tensor]
+Layer = dict[str, Any]
 Rotation = tuple[Tensor, Tensor]
 AttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -92,6 +92,36 @@ def random_weights(config: ModelConfig, device: str, dtype: torch.dtype) -> Weig
     return Weights(embed, [layer() for _ in range(config.num_layers)], ones(hidden), head)
 
 
+class Float8(NamedTuple):
+    """A matrix `[outputs, inputs]` of floats of 8 bits, and the scale of each output."""
+
+    values: Tensor
+    scales: Tensor
+
+
+def rounded(x: Tensor) -> Float8:
+    """Rows in floats of 8 bits, the largest number of each at 448."""
+    scales = x.abs().amax(dim=-1, keepdim=True).float() / 448
+    return Float8((x.float() / scales.clamp(min=1e-12)).to(torch.float8_e4m3fn), scales)
+
+
+def with_floats_of_8_bits(weights: Weights) -> Weights:
+    """The same model with rounded matrices of dense layers."""
+    names = ("qkv", "o", "gate_up", "down")
+    layers = [layer | {name: rounded(layer[name]) for name in names} for layer in weights.layers]
+    return dataclasses.replace(weights, layers=layers)
+
+
+def linear(x: Tensor, weight: Tensor | Float8, bias: Tensor | None = None) -> Tensor:
+    """Products of rows with a matrix of a layer: rows are rounded where the matrix is."""
+    if not isinstance(weight, Float8):
+        return F.linear(x, weight, bias)
+    rows, columns = rounded(x), weight
+    return torch._scaled_mm(
+        rows.values, columns.values.t(), rows.scales, columns.scales.t(), bias, out_dtype=x.dtype
+    )
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalised in f32, cast, then multiplied by the weight."""
     x32 = x.float()
@@ -122,20 +152,20 @@ def attention_branch(
 ) -> Tensor:
     """Bidirectional attention of all rows, projected back; the residual is not added."""
     x = rms_norm(h, layer["attn_norm"], config.rms_norm_eps)
-    qkv = F.linear(x, layer["qkv"], layer.get("qkv_bias"))
+    qkv = linear(x, layer["qkv"], layer.get("qkv_bias"))
     qkv = qkv.view(h.shape[0], -1, config.head_dim)
     q, k, v = qkv.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
     if config.qk_norm:
         q, k = (rms_norm(y, layer[f"{n}_norm"], config.rms_norm_eps) for n, y in (("q", q), ("k", k)))
     q, k = (rotate(y, *rotation) for y in (q, k))
     o = attention(*(y.transpose(0, 1)[None] for y in (q, k, v)))
-    return F.linear(o[0].transpose(0, 1).reshape(h.shape[0], -1), layer["o"])
+    return linear(o[0].transpose(0, 1).reshape(h.shape[0], -1), layer["o"])
 
 
 def swiglu(x: Tensor, layer: Layer) -> Tensor:
     """down(silu(gate x) * up x)."""
-    gate, up = F.linear(x, layer["gate_up"]).chunk(2, dim=-1)
-    return F.linear(F.silu(gate) * up, layer["down"])
+    gate, up = linear(x, layer["gate_up"]).chunk(2, dim=-1)
+    return linear(F.silu(gate) * up, layer["down"])
 
 
 def route(x: Tensor, layer: Layer, top_k: int) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,11 @@
 """Time of one full denoising step with random weights, half of the rows masked and evaluated.
 
 Run as `python3 -m benchmarks step [--shape llada-8b] [--rows 1024 4096] [--kernels auto triton]
-[--dtype float32] [--peers] [--out DIR]` on a card.
+[--dtype float32] [--quantization none fp8] [--peers] [--out DIR]` on a card.
 The floor is the larger of flops over the measured matrix rate, which is that of bfloat16, and weight bytes
 over the measured copy rate. `--peers` measures the same step in plain JAX and, where it is installed, in
-torch; `ratio` is a peer's time over ours.
+torch; `ratio` is a peer's time over ours, that of the first of our rows. With fp8 among the quantizations
+torch multiplies floats of 8 bits, too.
 """
 
 import itertools
@@ -18,10 +19,10 @@ from typing import Any, get_args
 
 import jax
 import numpy as np
-from flax import nnx
 
 from benchmarks.cases import case_parser
 from benchmarks.peers import jax_step
+from benchmarks.peers.torch_cases import FLOAT8, SYSTEMS
 from benchmarks.record import Ceilings, compiled, measure_ceilings, median_seconds, record
 from benchmarks.shapes import SHAPES
 from jdllm.chunks import ChunkConfig
@@ -30,9 +31,9 @@ from jdllm.compiling.over_cards import everywhere
 from jdllm.decoding.batch import Batch
 from jdllm.decoding.sampling import SamplingParams
 from jdllm.decoding.step import denoise
-from jdllm.execution.module import Transformer
+from jdllm.engine_options import QUANTIZATIONS
 from jdllm.models.config import ModelConfig
-from jdllm.models.weights import Params, param_bytes
+from jdllm.models.weights import Params, init_params, param_bytes
 from jdllm.pallas.device import Kernels, preferring, target
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.ladder import bucket_entry
@@ -87,10 +88,10 @@ def step_seconds(executable: jax.stages.Compiled, params: Params, batch: Batch) 
 
 
 def measure(
-    params: Params, shape: str, rows: int, ceilings: Ceilings, kernels: Kernels = "auto"
+    params: Params, config: ModelConfig, rows: int, ceilings: Ceilings, kernels: Kernels = "auto"
 ) -> dict[str, float | int | str]:
-    """One row of the table."""
-    config, dtype = SHAPES[shape], params["embed"].dtype.name
+    """One row of the table, without the name of the shape."""
+    dtype = params["embed"].dtype.name
     start = time.perf_counter()
     executable, batch = compile_step(params, config, rows, kernels)
     compile_seconds = time.perf_counter() - start
@@ -98,9 +99,9 @@ def measure(
     flops = step_flops(config, rows, rows // 2)
     floor = max(flops / ceilings.flops, param_bytes(config, dtype) / ceilings.bytes)
     return {
-        "shape": shape,
         "rows": rows,
         "masked": rows // 2,
+        **({} if config.quantization is None else {"quantization": config.quantization}),
         **({} if kernels == "auto" else {"kernels": kernels}),
         "attention": attention_form(config, kernels, dtype),
         "step_ms": 1e3 * seconds,
@@ -123,10 +124,10 @@ def jax_rows(params: Params, shape: str, rows: Sequence[int]) -> Iterator[dict[s
         yield {"shape": shape, "rows": count, "masked": count // 2, "system": "jax", **measured}
 
 
-def torch_rows(shape: str, rows: Sequence[int]) -> list[dict[str, Any]]:
+def torch_rows(shape: str, rows: Sequence[int], systems: Sequence[str]) -> list[dict[str, Any]]:
     """The rows of torch, from a process of its own; what it says in words is printed."""
     command = [sys.executable, "-m", "benchmarks", "torch_step", "--shape", shape]
-    command += ["--rows", *map(str, rows)]
+    command += ["--rows", *map(str, rows), "--systems", *systems]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     measured = list(parse_rows(process.stdout))
@@ -161,24 +162,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--kernels", nargs="+", choices=get_args(Kernels), default=["auto"], help="ratios are to the first"
     )
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--quantization", choices=("none", *QUANTIZATIONS), nargs="+", default=["none"])
     parser.add_argument("--peers", action="store_true", help="measure the same step elsewhere too")
     args = parser.parse_args(arguments)
     if args.peers and args.dtype != "bfloat16":
         parser.error("peers run in bfloat16")
     # Before anything of JAX, whose pool is never given back.
-    torch = torch_rows(args.shape, args.rows) if args.peers else []
-    ceilings = measure_ceilings()
-    params = Transformer(SHAPES[args.shape], rngs=nnx.Rngs(0), dtype=args.dtype).params()
-    table = []
-    for rows, kernels in itertools.product(args.rows, args.kernels):
-        table.append({"system": OURS, **measure(params, args.shape, rows, ceilings, kernels)})
-        print(json.dumps(table[-1]), flush=True)
+    systems = (*SYSTEMS, FLOAT8) if "fp8" in args.quantization else SYSTEMS
+    torch = torch_rows(args.shape, args.rows, systems) if args.peers else []
+    ceilings, table = measure_ceilings(), []
+    for quantization in args.quantization:
+        config = SHAPES[args.shape].quantised(None if quantization == "none" else quantization)
+        params = init_params(config, jax.random.key(0), args.dtype)
+        for rows, kernels in itertools.product(args.rows, args.kernels):
+            measured = measure(params, config, rows, ceilings, kernels)
+            table.append({"system": OURS, "shape": args.shape, **measured})
+            print(json.dumps(table[-1]), flush=True)
+        del params
     if args.peers:
+        params = init_params(SHAPES[args.shape], jax.random.key(0), args.dtype)
         for row in jax_rows(params, args.shape, args.rows):
             table.append(row)
             print(json.dumps(row), flush=True)
     suffix = "" if args.kernels == ["auto"] else "_" + "-".join(args.kernels)
     suffix += "" if args.dtype == "bfloat16" else f"_{args.dtype}"
+    suffix += "" if args.quantization == ["none"] else "_" + "-".join(args.quantization)
     record(
         f"step_{args.shape}{suffix}",
         with_ratios([*table, *torch]),

@@ -44,3 +44,12 @@ def test_kernels_and_types_have_records_of_their_own(tmp_path: Path, monkeypatch
     assert [row["attention"] for row in json.loads(path.read_text())["rows"]] == ["xla", "xla"]
     with pytest.raises(SystemExit):
         full.main([*options, "--peers"])
+
+
+@pytest.mark.slow
+def test_quantised_weights_beside_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(SHAPES, "small", small("llada-8b"))
+    monkeypatch.setattr(full, "measure_ceilings", lambda: Ceilings(1e12, 1e11))
+    full.main(["--shape", "small", "--rows", "16", "--quantization", "none", "fp8", "--out", str(tmp_path)])
+    rows = json.loads((tmp_path / "step_small_none-fp8.json").read_text())["rows"]
+    assert [row.get("quantization") for row in rows] == [None, "fp8"]
