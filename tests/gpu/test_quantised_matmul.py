@@ -1,4 +1,6 @@
-"""Products of many rows with matrices in few bits on a card, against exact f32."""
+"""Products of many rows with matrices in few bits on a card, against exact f32.
+
+The last test is of XLA's products."""
 
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 from jdllm.pallas.quantised_matmul import quantised_matmul
 from jdllm.pallas.quantised_matmul.mosaic_gpu import quantised_matmul_mosaic_gpu
 from jdllm.pallas.quantised_matmul.tiles import BLOCK_ROWS, CLUSTERS, CONSUMERS, Tiles
-from jdllm.quantised import WeightForm
+from jdllm.quantised import WeightForm, rounded_to_float8
 from tests.gpu.test_skinny_matmul import LAYER, check_close, exact_products
 from tests.gpu.test_skinny_matmul_quantised import quantised_operands
 
@@ -48,3 +50,12 @@ def test_many_calls_in_a_row_agree_bit_by_bit(form: WeightForm):
     first = run(x, weight)
     for _ in range(50):
         np.testing.assert_array_equal(first, run(x, weight))
+
+
+@pytest.mark.parametrize("product", ["llada-o", "dream-down"])
+def test_floats_of_8_bits(product: str):
+    x, [weight], exact = quantised_operands("fp8", 512, product)
+    values, scales = rounded_to_float8(x)
+    rows = values.astype(jnp.float32) * scales[:, None]
+    found = jax.jit(lambda x, weight: quantised_matmul(x, weight, layer=LAYER))(x, weight)
+    check_close(found, exact_products(rows, exact, None, gated=False)[0], 6e-3)
