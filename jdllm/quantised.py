@@ -59,6 +59,11 @@ class Quantised:
         """What files have of a matrix: numbers whose inputs are in order, and scales."""
         return rounded(matrix)
 
+    @staticmethod
+    def stored_values(values: Int8[Array, "*stack outputs inputs"]) -> Array:
+        """What files have of rounded numbers whose inputs are in order."""
+        return values
+
     @classmethod
     def of_stored(
         cls, values: Int8[Array, "*stack outputs inputs"], scales: Float32[Array, "*stack outputs"]
@@ -103,6 +108,11 @@ class Grouped(Quantised):
         """What files have of a matrix of an even number of inputs that is `rounded_in_groups`."""
         values, scales = rounded_in_groups(matrix)
         return paired(values), scales
+
+    @staticmethod
+    def stored_values(values: Int8[Array, "*stack outputs inputs"]) -> Array:
+        """What files have of rounded numbers whose inputs are in order."""
+        return paired(values)
 
     @classmethod
     def of_stored(

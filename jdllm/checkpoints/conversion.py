@@ -3,10 +3,16 @@
 import dataclasses
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
+
+import jax
+import numpy as np
 
 from jdllm.checkpoints import native
 from jdllm.checkpoints.byte_progress import Progress, reporter
+from jdllm.checkpoints.calibration.layers import round_layers
+from jdllm.checkpoints.calibration.sequences import Pack, packs_of
 from jdllm.checkpoints.index import DTYPES, FILE_INDEX, SINGLE_FILE, Index, listed, read_metadata
 from jdllm.checkpoints.loading import read_checked_index, read_index, resolve_dtype
 from jdllm.checkpoints.native import Manifest, NativeTensor
@@ -19,7 +25,9 @@ from jdllm.checkpoints.saving import (
     state_plain_weights,
     state_quantised_weights,
 )
-from jdllm.checkpoints.staging import Stage, staged, synced
+from jdllm.checkpoints.staged_chunks import StagedChunks
+from jdllm.checkpoints.staging import staged, synced
+from jdllm.checkpoints.tokenizer import complete_ids, load_tokenizer
 from jdllm.errors import CheckpointError, ConfigError
 from jdllm.gguf_files import is_gguf
 from jdllm.models.config import ModelConfig
@@ -40,12 +48,13 @@ def to_native(
     progress: bool | Progress = False,
     adapter: Path | None = None,
     quantize: WeightForm | None = None,
+    calibrate: Sequence[str] | None = None,
 ) -> Manifest:
     """Convert a Hugging Face checkpoint to a native one (`jdllm.checkpoints.native`).
 
     The host holds two pieces of 8 MiB at a time, a few where matrices are rounded. A run that was killed or
-    met an error is continued by the same call, as long as neither `source`, `adapter` nor jdllm's format has
-    changed.
+    met an error is continued by the same call, as long as neither `source`, `adapter`, `calibrate` nor
+    jdllm's format has changed.
 
     Arguments:
     - `source`: the directory of the Hugging Face checkpoint, or a GGUF file.
@@ -57,6 +66,9 @@ def to_native(
     - `adapter`: a directory of PEFT whose LoRA is merged into the weights.
     - `quantize`: the form in which the matrices of layers are stored; the default device rounds them, and
       `dtype` is for all other weights.
+    - `calibrate`: texts that decide, with `quantize`, how these matrices are rounded, by GPTQ
+      (`jdllm.checkpoints.calibration`). The device then holds one layer at a time, and the host what the
+      texts are in front of a layer.
 
     Returns the manifest. Bytes equal the source's where the type is kept and no adapter changes them; a cast
     rounds to nearest even. A tied head and rotary frequencies, which the model computes, are left out and
@@ -64,7 +76,8 @@ def to_native(
 
     Raises `ConfigError` and `CheckpointError` for a source that jdllm cannot run, also not in the form of
     `quantize`, before anything is written, and `CheckpointError` for a target that exists or cannot be
-    written.
+    written. With `calibrate` it also raises `RequestError` for texts that are too short, and `ConfigError`
+    for a model without a tokenizer or without a mask that it needs.
     """
     if native.is_native(source):
         raise CheckpointError(f"{source} is a native checkpoint already")
@@ -73,15 +86,28 @@ def to_native(
     index = read_checked_index(source, config, adapter)
     loaded = resolve_dtype(source, config, dtype)
     leaves = _leaves(config, index, None if dtype == "auto" and not is_gguf(source) else loaded)
+    packs = None if calibrate is None else _calibration_packs(source, config, calibrate)
+    whole = index
     if quantize is not None:
         numbers = (spec for spec, stored in leaves.values() if stored == VALUES[quantize])
-        index |= rounding(index, [name for spec in numbers for name, _ in spec.sources()], quantize)
+        index = index | rounding(index, [name for spec in numbers for name, _ in spec.sources()], quantize)
     plan = _plan(leaves, index, source)
     identity = _identity(source, index, adapter)
     job = {"to": native.FORMAT, "version": native.FORMAT_VERSIONS[quantize is not None]}
     job |= {"dtype": dtype, "quantize": quantize, "source": identity}
+    if packs is not None:
+        job["calibrate"] = hashlib.sha256(
+            b"".join(map(np.ndarray.tobytes, jax.tree.leaves(packs)))
+        ).hexdigest()
     with staged(target, job, overwrite=overwrite) as stage:
-        tensors = _write_chunks(stage, plan, index, progress)
+        chunks = StagedChunks(stage, plan)
+        if packs is not None:
+            round_layers(whole, config, loaded, packs, chunks, progress)
+        with reporter(progress, sum(index[tensor.name].bytes for tensor in plan), "converting") as advance:
+            for tensor in plan:
+                chunks.write(tensor.name, index[tensor.name])
+                advance(index[tensor.name].bytes)
+        tensors = chunks.described()
         native.write_orbax_metadata(stage.directory, leaves)
         copy_files(source, stage.directory)
         plain = not any(key in read_config(source) for key in KEYS)
@@ -147,6 +173,19 @@ def to_hf(
     return manifest
 
 
+def _calibration_packs(source: Path, config: ModelConfig, texts: Sequence[str]) -> list[Pack]:
+    """Texts as the model sees them while it generates."""
+    tokenizer = load_tokenizer(source)
+    if tokenizer is None:
+        raise ConfigError(f"{source} has no tokenizer (tokenizer.json): no text can calibrate this model")
+    config = complete_ids(config, tokenizer)
+    if not config.in_order and config.mask_id is None:
+        raise ConfigError(
+            f"{source} states no mask_token_id, and its tokenizer has no such token: calibrating masks tokens"
+        )
+    return packs_of(texts, tokenizer.encode, config)
+
+
 def _refuse_overlap(source: Path, target: Path) -> None:
     if target.resolve() in (source.resolve(), *source.resolve().parents):
         raise CheckpointError(f"{target} is or contains the source {source}: give another name")
@@ -201,23 +240,6 @@ def _plan(leaves: Leaves, index: Index, source: Path) -> list[NativeTensor]:
         for name, place in spec.sources()
     ]
     return sorted(tensors, key=lambda tensor: (index[tensor.name].file, index[tensor.name].offset))
-
-
-def _write_chunks(
-    stage: Stage, plan: list[NativeTensor], index: Index, progress: bool | Progress
-) -> list[NativeTensor]:
-    """Write the chunks that are not complete yet. Returns the tensors with their checksums."""
-    with reporter(progress, sum(index[tensor.name].bytes for tensor in plan), "converting") as advance:
-        for tensor in plan:
-            stored = index[tensor.name]
-            if not stage.has(tensor.name):
-                file = stage.directory / tensor.chunk
-                file.parent.mkdir(exist_ok=True)
-                with synced(file) as out:
-                    checksum = native.stream(stored, out.write, tensor.dtype)
-                stage.record(tensor.name, tensor.chunk, checksum)
-            advance(stored.bytes)
-    return [dataclasses.replace(tensor, sha256=stage.value(tensor.name)) for tensor in plan]
 
 
 def _write_safetensors(

@@ -226,7 +226,7 @@ def load_params(
     index = read_checked_index(Path(path), config, adapter)
     specs = spec_tree(config)
     with reporter(progress, _source_bytes(specs, index), "loading weights") as advance:
-        return _load_tree(specs, index, dtype, sharding, advance)
+        return load_tree(specs, index, dtype, sharding, advance)
 
 
 def load_by_layer(
@@ -261,9 +261,9 @@ def load_by_layer(
     top = {name: spec for name, spec in whole.items() if is_spec(spec)}
     layers: dict[int, Params] = {}
     with reporter(progress, _source_bytes(whole, index), "loading weights") as advance:
-        loaded = place(None, _load_tree(top, index, dtype, None, advance))
+        loaded = place(None, load_tree(top, index, dtype, None, advance))
         for number in range(config.num_layers) if order is None else order:
-            weights = _load_tree(layer_specs(config, number), index, dtype, None, advance)
+            weights = load_tree(layer_specs(config, number), index, dtype, None, advance)
             layers[number] = place(number, weights)
     return loaded, [layers[number] for number in range(config.num_layers)]
 
@@ -297,13 +297,14 @@ def _own_rows(spec: TensorSpec, stored: StoredTensor) -> StoredTensor:
     return stored.rows(spec.first_row, spec.shape[1])
 
 
-def _load_tree(
+def load_tree(
     specs: Tree[TensorSpec],
     index: Index,
     dtype: str,
-    sharding: Sharding | Params | None,
-    advance: Callable[[int], None],
+    sharding: Sharding | Params | None = None,
+    advance: Callable[[int], None] = lambda _: None,
 ) -> Params:
+    """The weights of some leaves; see `load_params`. `advance` is called with the bytes of each tensor."""
     params: Params = {}
     for keys, spec in _leaves(specs):
         node = functools.reduce(lambda tree, key: tree.setdefault(key, {}), keys[:-1], params)

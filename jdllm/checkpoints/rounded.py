@@ -84,6 +84,16 @@ class RoundedTensor(StoredTensor):
         return np.concatenate(found)
 
 
+@dataclasses.dataclass(frozen=True)
+class HeldTensor(StoredTensor):
+    """A tensor of a file whose values have been changed in memory: `held`."""
+
+    held: np.ndarray
+
+    def read(self, part: Sequence[range]) -> np.ndarray:
+        return self.held[tuple(slice(axis.start, axis.stop) for axis in part)]
+
+
 def stored_shapes(shape: tuple[int, ...], form: WeightForm) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of what files have of a matrix, or of matrices of many layers: of numbers and of scales."""
     *rows, inputs = shape

@@ -5,8 +5,10 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from jdllm.cli.prompt import read_text
 from jdllm.engine_options import QUANTIZATIONS
 from jdllm.errors import RequestError
+from jdllm.json_files import numbered_lines, parse_object
 
 if TYPE_CHECKING:
     from jdllm.quantised import WeightForm
@@ -45,6 +47,15 @@ def convert(
             show_default=False,
         ),
     ] = None,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="With --quantize: round by GPTQ, with text of the kind that the model will see. A *.jsonl"
+            " file has a text in the field `text` of each line.",
+            show_default=False,
+        ),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint at DST.")] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare the checksums of the native SRC, and write nothing.")
@@ -70,6 +81,8 @@ def convert(
         raise RequestError("--adapter is merged on the way to native only: the way back keeps the weights")
     if quantize is not None and (verify or to == "hf"):
         raise RequestError("--quantize rounds on the way to native only: the way back keeps the numbers")
+    if calibrate is not None and quantize is None:
+        raise RequestError("--calibrate says how --quantize rounds: give --quantize too")
     if target is None:
         manifest = native.compare_checksums(path, progress=True)
         typer.echo(f"{path}: {len(manifest.tensors)} tensors, {manifest.bytes:,} bytes, all intact")
@@ -83,9 +96,23 @@ def convert(
             progress=True,
             adapter=adapter,
             quantize=cast("WeightForm | None", quantize),
+            calibrate=None if calibrate is None else _texts(calibrate),
         )
     elif dtype != "auto":
         raise RequestError("--dtype casts on the way to native only: the way back keeps the types")
     else:
         manifest = conversion.to_hf(path, target, overwrite=overwrite, progress=True)
     typer.echo(f"{target}: {len(manifest.tensors)} tensors, {manifest.bytes:,} bytes")
+
+
+def _texts(file: Path) -> list[str]:
+    """The text of a file, or the texts of the lines of a `*.jsonl` file."""
+    if file.suffix != ".jsonl":
+        return [read_text(file, "the text", "--calibrate")]
+    texts = []
+    for number, line in numbered_lines(file, RequestError):
+        text = parse_object(line, Path(f"{file}, line {number}"), RequestError).get("text")
+        if not isinstance(text, str):
+            raise RequestError(f'{file}, line {number}: expected such as {{"text": "..."}}')
+        texts.append(text)
+    return texts

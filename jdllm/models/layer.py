@@ -86,6 +86,20 @@ class Layer:
         h = h + self.project_back(o.reshape(h.shape[0], -1).astype(h.dtype))
         return h + self.feed_forward(h)
 
+    def matrix_inputs(self, h: Hidden, sees: Sees[Any]) -> dict[str, Float[Array, "rows inputs"]]:
+        """The rows that each matrix multiplies in a layer without experts, by the name of the matrix.
+
+        Arguments:
+        - `h`: the rows before the layer.
+        - `sees`: what the rows see.
+        """
+        eps = self.config.rms_norm_eps
+        attended = sees.attend(self, h)[0].reshape(h.shape[0], -1).astype(h.dtype)
+        into_attention = rms_norm(h, self.weights["attn_norm"], eps)
+        into_ffn = rms_norm(h + self.project_back(attended), self.weights["ffn_norm"], eps)
+        found = dict.fromkeys(("q", "k", "v"), into_attention) | dict.fromkeys(("gate", "up"), into_ffn)
+        return found | {"o": attended, "down": self._gated_inner(into_ffn)}
+
     def project(
         self, h: Hidden, rotation: Rotation, names: tuple[str, ...], group: Group = ALL_HEADS
     ) -> tuple[Heads, ...]:
@@ -140,8 +154,12 @@ class Layer:
 
     def _gated(self, x: Hidden, prefix: str = "") -> Hidden:
         """A gated feed-forward layer of normed rows; its weights have names that begin with `prefix`."""
-        gate, up, down = (self.weights[f"{prefix}{name}"] for name in ("gate", "up", "down"))
-        return matmul(jax.nn.silu(matmul(x, gate)) * matmul(x, up), down)
+        return matmul(self._gated_inner(x, prefix), self.weights[f"{prefix}down"])
+
+    def _gated_inner(self, x: Hidden, prefix: str = "") -> Float[Array, "rows ffn"]:
+        """What a gated feed-forward layer multiplies with its matrix "down"."""
+        gate, up = (self.weights[f"{prefix}{name}"] for name in ("gate", "up"))
+        return jax.nn.silu(matmul(x, gate)) * matmul(x, up)
 
     def _project_group(self, x: Hidden, name: str, group: Group) -> Heads:
         """A projection of normed rows for one group of heads."""

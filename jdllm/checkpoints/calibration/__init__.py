@@ -1,0 +1,1 @@
+"""Rounding of matrices that looks at what they multiply: GPTQ, layer by layer."""
