@@ -41,3 +41,26 @@ def rounded_in_groups_by_numpy(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarr
                 least, scales[row, group] = error, scale
                 values[row, 128 * group : 128 * group + 128] = nearest
     return values, scales
+
+
+def rounded_by_gptq(matrix: np.ndarray, inputs: np.ndarray, form: str) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers and scales by GPTQ as it is published, in float64, column by column.
+
+    Arguments:
+    - `inputs`: the rows that the matrix multiplies.
+    - `form`: "int8" or "int4".
+    """
+    sums = inputs.T.astype(np.float64) @ inputs
+    sums += np.eye(len(sums)) * 0.01 * np.trace(sums) / len(sums)
+    factor = np.linalg.cholesky(np.linalg.inv(sums)).T
+    left, numbers, scales = matrix.astype(np.float64), np.zeros(matrix.shape), []
+    least, most = (-127, 127) if form == "int8" else (-8, 7)
+    for j in range(matrix.shape[1]):
+        if form == "int8" and j == 0:
+            scales.append(np.abs(left).max(axis=1) / 127)
+        elif form == "int4" and j % 128 == 0:
+            scales.append(rounded_in_groups_by_numpy(left[:, j : j + 128])[1][:, 0].astype(np.float64))
+        numbers[:, j] = np.clip(np.rint(left[:, j] / scales[-1]), least, most)
+        errors = (left[:, j] - numbers[:, j] * scales[-1]) / factor[j, j]
+        left[:, j:] -= np.outer(errors, factor[j, j:])
+    return numbers, scales[0] if form == "int8" else np.stack(scales, axis=1)

@@ -1,6 +1,7 @@
 """Conversion of Hugging Face checkpoints to native ones and back, one tensor at a time."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ from jdllm.checkpoints.saving import (
 from jdllm.checkpoints.staged_chunks import StagedChunks
 from jdllm.checkpoints.staging import staged, synced
 from jdllm.checkpoints.tokenizer import complete_ids, load_tokenizer
-from jdllm.errors import CheckpointError, ConfigError
+from jdllm.errors import CheckpointError, ConfigError, RequestError
 from jdllm.gguf_files import is_gguf
 from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import config_from_hf, read_config
@@ -81,6 +82,8 @@ def to_native(
     """
     if native.is_native(source):
         raise CheckpointError(f"{source} is a native checkpoint already")
+    if calibrate is not None and quantize is None:
+        raise RequestError("calibrate says how quantize rounds: give quantize too")
     _refuse_overlap(source, target)
     config = config_from_hf(source).quantised(quantize)
     index = read_checked_index(source, config, adapter)
@@ -183,7 +186,7 @@ def _calibration_packs(source: Path, config: ModelConfig, texts: Sequence[str]) 
         raise ConfigError(
             f"{source} states no mask_token_id, and its tokenizer has no such token: calibrating masks tokens"
         )
-    return packs_of(texts, tokenizer.encode, config)
+    return packs_of(texts, functools.partial(tokenizer.encode, parse_special=True), config)
 
 
 def _refuse_overlap(source: Path, target: Path) -> None:
