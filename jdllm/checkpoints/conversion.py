@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -58,7 +59,8 @@ def to_native(
     jdllm's format has changed.
 
     Arguments:
-    - `source`: the directory of the Hugging Face checkpoint, or a GGUF file.
+    - `source`: the directory of the Hugging Face checkpoint, or a GGUF file; with `quantize` also a native
+      checkpoint without matrices in few bits.
     - `target`: the directory to make; it appears when it is complete.
     - `dtype`: "bfloat16", "float16" or "float32" casts every tensor; "auto" keeps each in its type, and casts
       those of a GGUF file to the type that `resolve_dtype` returns.
@@ -80,8 +82,9 @@ def to_native(
     written. With `calibrate` it also raises `RequestError` for texts that are too short, and `ConfigError`
     for a model without a tokenizer or without a mask that it needs.
     """
-    if native.is_native(source):
-        raise CheckpointError(f"{source} is a native checkpoint already")
+    if native.is_native(source) and (quantize is None or native.read_manifest(source).quantised):
+        told = "" if quantize is None else ", with matrices in few bits: quantize what it was made from"
+        raise CheckpointError(f"{source} is a native checkpoint already{told}")
     if calibrate is not None and quantize is None:
         raise RequestError("calibrate says how quantize rounds: give quantize too")
     _refuse_overlap(source, target)
@@ -90,11 +93,11 @@ def to_native(
     loaded = resolve_dtype(source, config, dtype)
     leaves = _leaves(config, index, None if dtype == "auto" and not is_gguf(source) else loaded)
     packs = None if calibrate is None else _calibration_packs(source, config, calibrate)
-    whole = index
+    origin, whole = _origin(source, index), index
     if quantize is not None:
         numbers = (spec for spec, stored in leaves.values() if stored == VALUES[quantize])
         index = index | rounding(index, [name for spec in numbers for name, _ in spec.sources()], quantize)
-    plan = _plan(leaves, index, source)
+    plan = _plan(leaves, index, origin)
     identity = _identity(source, index, adapter)
     job = {"to": native.FORMAT, "version": native.FORMAT_VERSIONS[quantize is not None]}
     job |= {"dtype": dtype, "quantize": quantize, "source": identity}
@@ -113,15 +116,14 @@ def to_native(
         tensors = chunks.described()
         native.write_orbax_metadata(stage.directory, leaves)
         copy_files(source, stage.directory)
-        plain = not any(key in read_config(source) for key in KEYS)
         state_plain_weights(stage.directory)
         if quantize is not None:
             state_quantised_weights(stage.directory, quantize)
         if config.dtype not in (None, loaded):
             restate_dtype(stage.directory, loaded)
-        files = {name: _metadata(source, name, plain) for name in dict.fromkeys(t.file for t in tensors)}
-        omitted = sorted(index.keys() - {tensor.name for tensor in tensors})
-        manifest = Manifest(config.family, loaded, tuple(tensors), files, tuple(omitted))
+        files = {file: origin.metadata[file] for file in dict.fromkeys(t.file for t in tensors)}
+        omitted = {*index, *origin.omitted} - {tensor.name for tensor in tensors}
+        manifest = Manifest(config.family, loaded, tuple(tensors), files, tuple(sorted(omitted)))
         native.write_manifest(stage.directory, manifest)
     return manifest
 
@@ -231,18 +233,48 @@ def _identity(source: Path, index: Index, adapter: Path | None) -> str:
     return hashlib.sha256(json.dumps([states, read_config(source)]).encode()).hexdigest()
 
 
-def _plan(leaves: Leaves, index: Index, source: Path) -> list[NativeTensor]:
-    """All tensors in the order of their places in the source, which is read once from front to back."""
+class _Origin(NamedTuple):
+    """The safetensors files that a checkpoint has, or came from.
 
-    def file_of(name: str) -> str:
-        return SINGLE_FILE if is_gguf(source) else index[name].file.name
+    - `files`: the file of each tensor, in the order of their places, in which they are read once from front
+      to back.
+    - `metadata`: what each file says beside its tensors.
+    - `omitted`: tensors that these files had and the checkpoint has not.
+    """
 
+    files: dict[str, str]
+    metadata: dict[str, dict[str, str]]
+    omitted: tuple[str, ...] = ()
+
+
+def _origin(source: Path, index: Index) -> _Origin:
+    """Where the tensors of a checkpoint are from."""
+    if native.is_native(source):
+        manifest = native.read_manifest(source)
+        return _Origin({x.name: x.file for x in manifest.tensors}, manifest.files, manifest.omitted)
+    in_order = sorted(index, key=lambda name: (index[name].file, index[name].offset))
+    if is_gguf(source):
+        return _Origin(dict.fromkeys(in_order, SINGLE_FILE), {SINGLE_FILE: {"format": "pt"}})
+    files = {name: index[name].file.name for name in in_order}
+    metadata = {file: read_metadata(source / file) for file in dict.fromkeys(files.values())}
+    if any(key in read_config(source) for key in KEYS):
+        # The rest is of quantised weights, and does not hold for plain ones.
+        metadata = {file: {key: x[key] for key in ("format",) if key in x} for file, x in metadata.items()}
+    return _Origin(files, metadata)
+
+
+def _plan(leaves: Leaves, index: Index, origin: _Origin) -> list[NativeTensor]:
+    """All tensors in the order of their places in the source. Scales are behind their matrix."""
+    places = {name: place for place, name in enumerate(origin.files)}
     tensors = [
-        NativeTensor(name, dtype, index[name].shape, file_of(name), native.chunk_of(path, spec, place))
+        (name.removesuffix(SCALES_SUFFIX), name, dtype, native.chunk_of(path, spec, place))
         for path, (spec, dtype) in leaves.items()
         for name, place in spec.sources()
     ]
-    return sorted(tensors, key=lambda tensor: (index[tensor.name].file, index[tensor.name].offset))
+    return [
+        NativeTensor(name, dtype, index[name].shape, origin.files[matrix], chunk)
+        for matrix, name, dtype, chunk in sorted(tensors, key=lambda entry: places[entry[0]])
+    ]
 
 
 def _write_safetensors(
@@ -255,11 +287,3 @@ def _write_safetensors(
                 raise CheckpointError(
                     f"{index[tensor.name].file} ({tensor.name}) is damaged: its checksum differs"
                 )
-
-
-def _metadata(source: Path, name: str, plain: bool) -> dict[str, str]:
-    """What a file says beside its tensors; that of quantised weights does not hold for plain ones."""
-    if is_gguf(source):
-        return {"format": "pt"}
-    found = read_metadata(source / name)
-    return found if plain else {key: found[key] for key in ("format",) if key in found}

@@ -76,7 +76,7 @@ def convert(
     if verify == (target is not None):
         raise RequestError("give SRC and DST, or --verify and SRC alone")
     path = resolve(source)
-    to = to or ("hf" if native.is_native(path) else "native")
+    to = to or ("hf" if native.is_native(path) and quantize is None else "native")
     if adapter is not None and (verify or to == "hf"):
         raise RequestError("--adapter is merged on the way to native only: the way back keeps the weights")
     if quantize is not None and (verify or to == "hf"):

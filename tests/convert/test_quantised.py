@@ -202,6 +202,15 @@ def test_a_plan_counts_the_bytes_of_the_file(converted):
     assert json.loads(told)["weights_bytes"] == read_manifest(converted).bytes
 
 
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_a_native_source_gives_what_the_original_gives(form, tmp_path):
+    """Byte by byte, and names and files of the way back are those of the original."""
+    to_native(LLAMA, tmp_path / "plain")
+    assert run("convert", tmp_path / "plain", tmp_path / "found", "--quantize", form)[0] == 0
+    to_native(LLAMA, tmp_path / "expected", quantize=form)
+    assert contents(tmp_path / "found") == contents(tmp_path / "expected")
+
+
 def test_an_interrupted_conversion_continues(converted, tmp_path):
     """The first run ends in the middle of the layers. The second one keeps what is complete."""
 
@@ -238,7 +247,8 @@ def test_what_has_no_such_form(tmp_path, converted):
         to_native(GOLDENS / "llada_moe", tmp_path / "x", quantize="int8")
     for arguments, said in (
         ([LLAMA, tmp_path / "x", "--quantize", "int3"], "--quantize is 'int3', expected int8 or int4 or fp8"),
-        ([converted, tmp_path / "x", "--quantize", "int8"], "on the way to native only"),
+        ([converted, tmp_path / "x", "--quantize", "int8"], "with matrices in few bits"),
+        ([converted, tmp_path / "x", "--quantize", "int8", "--to", "hf"], "on the way to native only"),
         ([converted, "--verify", "--quantize", "int8"], "on the way to native only"),
     ):
         code, told = run("convert", *arguments)
