@@ -86,7 +86,7 @@ class RoundedTensor(StoredTensor):
 
 @dataclasses.dataclass(frozen=True)
 class HeldTensor(StoredTensor):
-    """A tensor of a file whose values have been changed in memory: `held`."""
+    """Values in memory, `held`, made from a tensor of `file`."""
 
     held: np.ndarray
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Float, Float32
 
 from jdllm.checkpoints.byte_progress import Progress, reporter
 from jdllm.checkpoints.calibration.gptq import compensated, feedback
@@ -56,6 +56,7 @@ def round_layers(
     - `progress`: see `reporter`; counts the bytes of these matrices.
     """
     assert config.quantization is not None
+    plain = dataclasses.replace(config, quantization=None)
     embed = load_tree({"embed": spec_tree(config)["embed"]}, index, dtype)["embed"]
     hidden = [np.asarray(leaf.rows(embed, pack.tokens)) for pack in packs]
     del embed
@@ -65,17 +66,8 @@ def round_layers(
         for layer, names in enumerate(layers):
             parts = [part for name in names for part in (name, name + SCALES_SUFFIX)]
             if not all(map(chunks.has, parts)):
-                weights = _layer_weights(index, dataclasses.replace(config, quantization=None), dtype, layer)
-                sums = {
-                    own: jnp.zeros(2 * index[name].shape[1:])
-                    for name, own in names.items()
-                    if own in _SHARING
-                }
-                for pack, h in zip(packs, hidden, strict=True):
-                    sums = _with_inputs(sums, weights, config, h, pack)
-                del weights
+                sums = _input_sums(_layer_weights(index, plain, dtype, layer), plain, packs, hidden)
                 _write_rounded(index, names, sums, config.quantization, chunks)
-                del sums
             rounded = matrices({part: chunks.stored(part) for part in parts}, header_name(dtype))
             weights = _layer_weights(index | rounded, config, dtype, layer)
             for i, pack in enumerate(packs):
@@ -100,6 +92,21 @@ def _layer_weights(index: Index, config: ModelConfig, dtype: str, layer: int) ->
     return jax.tree.map(lambda leaf: leaf[0], stack)
 
 
+def _input_sums(
+    weights: Params, config: ModelConfig, packs: Sequence[Pack], hidden: Sequence[np.ndarray]
+) -> _Sums:
+    """Sums of x x^T over the rows x of all packs, by the first of the matrices that multiply them.
+
+    Arguments:
+    - `weights`: of the layer.
+    - `hidden`: the rows of each pack before the layer.
+    """
+    sums = {first: jnp.zeros([weights[first].shape[1]] * 2) for first in _SHARING}
+    for pack, h in zip(packs, hidden, strict=True):
+        sums = _with_inputs(sums, weights, config, h, pack)
+    return sums
+
+
 def _write_rounded(
     index: Index, names: dict[str, str], sums: _Sums, form: WeightForm, chunks: StagedChunks
 ) -> None:
@@ -107,7 +114,7 @@ def _write_rounded(
 
     Arguments:
     - `names`: what `_matrices` returns.
-    - `sums`: of the inputs, by the first of the matrices that share them.
+    - `sums`: of the inputs of the layer.
     """
     for first, total in sums.items():
         taken = feedback(total)
@@ -121,28 +128,18 @@ def _write_rounded(
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="sums")
 def _with_inputs(sums: _Sums, weights: Params, config: ModelConfig, h: Hidden, pack: Pack) -> _Sums:
-    """Sums of x x^T with the rows x that matrices of a layer multiply in one more pack.
-
-    Arguments:
-    - `sums`: of the packs before.
-    - `weights`: of the layer.
-    - `h`: the rows of the pack before the layer.
-    """
+    """`_input_sums` with one more pack, whose rows before the layer are `h`."""
     inputs = Layer(weights, config).matrix_inputs(h, _sees(config, pack))
     there = pack.rows.k_start < pack.rows.k_end
 
-    def added(total: Array, x: Array) -> Array:
-        x = jnp.where(there[:, None], x, 0)
-        product = lax.dot_general(
-            x,
-            x,
-            (((0,), (0,)), ((), ())),
-            precision=lax.Precision.HIGHEST,
-            preferred_element_type=jnp.float32,
+    def products(x: Float[Array, "rows inputs"]) -> Float32[Array, "inputs inputs"]:
+        rows = jnp.where(there[:, None], x, 0)
+        contracted = (((0,), (0,)), ((), ()))
+        return lax.dot_general(
+            rows, rows, contracted, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
         )
-        return total + product
 
-    return {name: added(total, inputs[name]) for name, total in sums.items()}
+    return {first: total + products(inputs[first]) for first, total in sums.items()}
 
 
 @functools.partial(jax.jit, static_argnames="config")
