@@ -46,12 +46,15 @@ def rounded_in_groups_by_numpy(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarr
 def rounded_by_gptq(matrix: np.ndarray, inputs: np.ndarray, form: str) -> tuple[np.ndarray, np.ndarray]:
     """Numbers and scales by GPTQ as it is published, in float64, column by column.
 
+    In 4 bits a group takes of ten scales the one with the least errors before any is made good. Errors are
+    weighted as GPTQ counts them.
+
     Arguments:
     - `inputs`: the rows that the matrix multiplies.
     - `form`: "int8" or "int4".
     """
     sums = inputs.T.astype(np.float64) @ inputs
-    sums += np.eye(len(sums)) * 0.01 * np.trace(sums) / len(sums)
+    sums += np.eye(len(sums)) * 0.05 * np.trace(sums) / len(sums)
     factor = np.linalg.cholesky(np.linalg.inv(sums)).T
     left, numbers, scales = matrix.astype(np.float64), np.zeros(matrix.shape), []
     least, most = (-127, 127) if form == "int8" else (-8, 7)
@@ -59,7 +62,11 @@ def rounded_by_gptq(matrix: np.ndarray, inputs: np.ndarray, form: str) -> tuple[
         if form == "int8" and j == 0:
             scales.append(np.abs(left).max(axis=1) / 127)
         elif form == "int4" and j % 128 == 0:
-            scales.append(rounded_in_groups_by_numpy(left[:, j : j + 128])[1][:, 0].astype(np.float64))
+            group, weights = left[:, j : j + 128], np.diag(factor)[j : j + 128] ** -2
+            furthest = np.take_along_axis(group, np.abs(group).argmax(axis=1)[:, None], axis=1)
+            tried = [furthest * share / -8 for share in np.arange(14, 24) / 20]
+            errors = [(group - np.clip(np.rint(group / s), -8, 7) * s) ** 2 @ weights for s in tried]
+            scales.append(np.choose(np.argmin(errors, axis=0), [s[:, 0] for s in tried]))
         numbers[:, j] = np.clip(np.rint(left[:, j] / scales[-1]), least, most)
         errors = (left[:, j] - numbers[:, j] * scales[-1]) / factor[j, j]
         left[:, j:] -= np.outer(errors, factor[j, j:])

@@ -117,10 +117,10 @@ def _write_rounded(
     - `sums`: of the inputs of the layer.
     """
     for first, total in sums.items():
-        taken = feedback(total)
+        inputs = feedback(total)
         for name in (name for name, own in names.items() if own in _SHARING[first]):
             matrix = index[name]
-            values, scales = compensated(matrix.read(matrix.whole), taken, form)
+            values, scales = compensated(matrix.read(matrix.whole), inputs, form)
             stored = KINDS[form].stored_values(values)
             for part, dtype, held in ((name, VALUES[form], stored), (name + SCALES_SUFFIX, SCALES, scales)):
                 chunks.write(part, HeldTensor(matrix.file, dtype, held.shape, 0, np.asarray(held)))
