@@ -13,6 +13,7 @@ import numpy as np
 
 from jdllm.checkpoints import native
 from jdllm.checkpoints.byte_progress import Progress, reporter
+from jdllm.checkpoints.calibration.gptq import RANGES
 from jdllm.checkpoints.calibration.layers import round_layers
 from jdllm.checkpoints.calibration.sequences import Pack, packs_of
 from jdllm.checkpoints.index import DTYPES, FILE_INDEX, SINGLE_FILE, Index, listed, read_metadata
@@ -85,8 +86,8 @@ def to_native(
     if native.is_native(source) and (quantize is None or native.read_manifest(source).quantised):
         told = "" if quantize is None else ", with matrices in few bits: quantize what it was made from"
         raise CheckpointError(f"{source} is a native checkpoint already{told}")
-    if calibrate is not None and quantize is None:
-        raise RequestError("calibrate says how quantize rounds: give quantize too")
+    if calibrate is not None and quantize not in RANGES:
+        raise RequestError(f"calibrate is for quantize {' or '.join(RANGES)}, and quantize is {quantize}")
     _refuse_overlap(source, target)
     config = config_from_hf(source).quantised(quantize)
     index = read_checked_index(source, config, adapter)

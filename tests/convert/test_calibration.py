@@ -195,6 +195,7 @@ def test_mistakes_are_told_in_a_line(source, tmp_path):
     before = sorted(tmp_path.iterdir())
     for directory, form, file, said in (
         (llada, None, good, "--calibrate says how --quantize rounds: give --quantize too"),
+        (llada, "fp8", good, "calibrate is for quantize int8 or int4, and quantize is fp8"),
         (llada, "int4", tmp_path / "none", "none cannot be read: No such file"),
         (llada, "int4", short, "has 1000 tokens, expected at least 1024"),
         (llada, "int4", empty, "has 0 tokens, expected at least 1024"),
@@ -219,5 +220,5 @@ def test_a_model_that_denoises_needs_a_mask(source, tmp_path):
 
 
 def test_texts_need_a_form(source, tmp_path):
-    with pytest.raises(RequestError, match="quantize"):
+    with pytest.raises(RequestError, match="calibrate is for quantize int8 or int4, and quantize is None"):
         to_native(source("llada"), tmp_path / "x", calibrate=[TEXT])

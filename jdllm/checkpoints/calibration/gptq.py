@@ -18,7 +18,8 @@ from jdllm.quantised import FACTORS, GROUP, WeightForm, rounded
 DAMPING = 0.05
 """Share of the mean of the diagonal of H that is added to the diagonal: H may be singular, and has noise."""
 
-_RANGES: dict[WeightForm, tuple[int, int]] = {"int8": (-127, 127), "int4": (-8, 7)}
+RANGES: dict[WeightForm, tuple[int, int]] = {"int8": (-127, 127), "int4": (-8, 7)}
+"""The least and the largest number of each form that can be calibrated: forms of equal steps."""
 
 
 class Feedback(NamedTuple):
@@ -77,7 +78,7 @@ def compensated(
         if scales is None:
             scales = _best_scales(own, lax.dynamic_slice_in_dim(costs, first, GROUP))
         within = lax.dynamic_slice_in_dim(behind, first, GROUP, axis=1)
-        numbers, errors = _rounded_group(own, within, scales, _RANGES[form])
+        numbers, errors = _rounded_group(own, within, scales, RANGES[form])
         columns -= jnp.matmul(behind.T, errors, precision=lax.Precision.HIGHEST)
         return columns, (numbers, scales)
 
@@ -93,7 +94,7 @@ def _best_scales(
     least, most = columns.min(axis=0), columns.max(axis=0)
     furthest = jnp.where(most > -least, most, least)
     scales = furthest * (jnp.asarray(FACTORS, jnp.float32)[:, None] / -8)
-    numbers = jnp.clip(jnp.round(columns / jnp.where(scales == 0, 1, scales)[:, None]), *_RANGES["int4"])
+    numbers = jnp.clip(jnp.round(columns / jnp.where(scales == 0, 1, scales)[:, None]), *RANGES["int4"])
     errors = jnp.square(columns - numbers * scales[:, None])
     best = jnp.argmin((errors * costs[:, None]).sum(axis=1), axis=0)
     return jnp.take_along_axis(scales, best[None], axis=0)[0]
