@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jdllm.checkpoints.adapters import load_adapter
+from jdllm.checkpoints.default_form import default_form
 from jdllm.checkpoints.loading import load_by_layer, load_params, resolve, resolve_dtype
 from jdllm.checkpoints.tokenizer import Tokenizer, complete_ids, load_tokenizer
 from jdllm.decoding.generation_defaults import default_sampling
@@ -19,7 +20,6 @@ from jdllm.execution.offload.placement import offloaded_layers
 from jdllm.models.adapter import DraftAdapter
 from jdllm.models.config import ModelConfig
 from jdllm.models.hf_config import config_from_checkpoint, read_config
-from jdllm.models.quantization import stored_form
 from jdllm.models.spread import adapter_in_parts, card_bytes, in_parts, weight_shardings
 from jdllm.models.weights import Params, zero_params
 from jdllm.quantised import WeightForm
@@ -74,18 +74,22 @@ def load_model(
     - `load_weights`: read the weights; `False` leaves them zero.
     - `progress`: show a progress bar.
     - `adapter`: a directory of PEFT whose LoRA is merged into the weights.
-    - `quantization`: the form of the matrices of layers on the device; `None` for that of the checkpoint.
+    - `quantization`: the form of the matrices of layers on the device; `None` for that of the checkpoint,
+      and for none where layers go to host memory.
     - `cards`: on how many devices its steps run. Each of them gets its part of the weights.
     - `plain_drafts`: leave an adapter for drafts where it is.
 
     Raises `CheckpointError` and `ConfigError` as `LLM` does.
     """
     path = resolve(model)
-    config = dataclasses.replace(config_from_checkpoint(path, overrides), cards=cards)
-    stored = stored_form({**read_config(path), **overrides})
-    config = config.quantised(quantization or stored)
-    dtype = resolve_dtype(path, config, dtype)
-    count, whole_layers = count_offloaded(config, dtype), keeps_whole(config, dtype)
+    plain = dataclasses.replace(config_from_checkpoint(path, overrides), cards=cards)
+    dtype = resolve_dtype(path, plain, dtype)
+    stored = default_form(path, plain, {**read_config(path), **overrides}, adapter)
+    config = plain.quantised(quantization or stored)
+    count = count_offloaded(config, dtype)
+    if count and quantization is None and stored is not None:
+        config, count = plain, count_offloaded(plain, dtype)
+    whole_layers = keeps_whole(config, dtype)
     # The tokenizer's library takes longer to import than a small model to load.
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(load_tokenizer, path)

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from jdllm.errors import CheckpointError
 from jdllm.json_files import parse_object, read_object
+from jdllm.quantised import WeightForm
 
 DTYPES: dict[str, np.dtype] = {
     name: np.dtype(dtype)
@@ -59,6 +60,11 @@ class StoredTensor:
         """All of it, along each axis."""
         return [range(size) for size in self.shape]
 
+    @property
+    def numbers(self) -> "Numbers | None":
+        """What a device keeps of a matrix that is stored in few bits; `None` for any other tensor."""
+        return None
+
     def rows(self, first: int, count: int) -> "StoredTensor":
         """`count` of its rows, from `first` on."""
         before = self.bytes // self.shape[0] * first
@@ -85,6 +91,23 @@ class StoredTensor:
                 if file.readinto(run.view(np.uint8)) != run.nbytes:
                     raise CheckpointError(f"{self.file} ended too early: it was changed while it was read")
         return values
+
+
+class Numbers(NamedTuple):
+    """A matrix in few bits, in the parts that a device keeps.
+
+    - `form`: of the matrix.
+    - `values`: as `jdllm.quantised` has them stored, or 32-bit words of these (type I32).
+    - `scales`: as `jdllm.quantised` has them stored.
+    """
+
+    form: WeightForm
+    values: StoredTensor
+    scales: StoredTensor
+
+    def rows(self, first: int, count: int) -> "Numbers":
+        """`count` rows of the matrix, from `first` on."""
+        return Numbers(self.form, self.values.rows(first, count), self.scales.rows(first, count))
 
 
 type Index = dict[str, StoredTensor]

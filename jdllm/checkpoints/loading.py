@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Sharding
@@ -23,7 +24,6 @@ from jdllm.checkpoints.gguf.tensors import read_gguf_index
 from jdllm.checkpoints.index import DTYPES, READABLE, Index, StoredTensor, listed, read_safetensors_index
 from jdllm.checkpoints.merging import merged
 from jdllm.checkpoints.quantised.formats import dequantised
-from jdllm.checkpoints.rounded import QuantisedTensor
 from jdllm.checkpoints.shards import allocate, needed
 from jdllm.errors import CheckpointError, ConfigError
 from jdllm.gguf_files import is_gguf
@@ -96,7 +96,7 @@ def read_index(directory: Path) -> Index:
     values = read_config(directory) if (directory / "config.json").is_file() else {}
     if native.is_native(directory):
         index, form = native.read_index(directory), stored_form(values)
-        found = {stored.form for stored in index.values() if isinstance(stored, QuantisedTensor)}
+        found = {numbers.form for stored in index.values() if (numbers := stored.numbers) is not None}
         if {form} - {None} != found:
             told = "says nothing of matrices in few bits" if form is None else f"tells of matrices in {form}"
             raise CheckpointError(
@@ -351,15 +351,14 @@ def _load_quantised(
     kept = spec.zeros("float32")
     for name, place in spec.sources():
         stored = _own_rows(spec, index[name])
-        same = stored if isinstance(stored, QuantisedTensor) and stored.form == form else None
-        numbers = stored if same is None else same.values
-        for at, piece in _read_pieces(numbers, numbers.whole):
+        same = stored.numbers if stored.numbers is not None and stored.numbers.form == form else None
+        values = stored if same is None else same.values
+        for at, piece in _read_pieces(values, values.whole):
             scales = None
             if same is not None:
                 scales = same.scales.read([range(at[0], at[0] + len(piece)), *same.scales.whole[1:]])
-                scales = scales.reshape((1,) * len(place) + scales.shape)
+            block = jax.device_put(piece)  # which takes any strides, and transposes faster than NumPy
             jax.block_until_ready(kept)
-            block = piece.reshape((1,) * len(place) + piece.shape)
             kept = _write_quantised(kept, form, block, scales, np.array((*place, at[0]), np.int32))
         advance(stored.bytes)
     return jax.block_until_ready(kept)
@@ -369,10 +368,14 @@ def _load_quantised(
 def _write_quantised(
     kept: Quantised, form: WeightForm, block: jax.Array, scales: jax.Array | None, start: jax.Array
 ) -> Quantised:
-    """Write rows: those of `start`, which is the place of a matrix and the first of its rows."""
+    """Write rows: those of `start`, which is the place of a matrix and the first of its rows. Numbers may come
+    in words of 32 bits."""
     kind = KINDS[form]
+    if block.dtype == jnp.int32:
+        block = lax.bitcast_convert_type(block, kept.values.dtype).reshape(len(block), -1)
     part = kind.of(block) if scales is None else kind.of_stored(block, scales)
     *place, row = start
+    part = jax.tree.map(lambda x: jnp.expand_dims(x, range(len(place))), part)
     values = lax.dynamic_update_slice(kept.values, part.values, [*place, row, 0])
     groups = [0] * (kept.scales.ndim - len(start))
     return kind(values, lax.dynamic_update_slice(kept.scales, part.scales, [*place, *groups, row]))
@@ -383,7 +386,8 @@ def _read_pieces(stored: StoredTensor, part: Sequence[range]) -> Iterator[tuple[
     the one before. Columns that are no part of it are not read."""
     rows, *others = part
     row_bytes = math.prod(map(len, others)) * READABLE[stored.dtype].itemsize
-    size = max(1, min(len(rows), PIECE_BYTES // max(1, row_bytes)))
+    pieces = -(-len(rows) // max(1, PIECE_BYTES // max(1, row_bytes)))
+    size = max(1, -(-len(rows) // max(1, pieces)))
     for row in range(rows.start, rows.stop, size):
         row = min(row, rows.stop - size)
         yield [row, *(axis.start for axis in others)], stored.read([range(row, row + size), *others])

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 import jax
 import numpy as np
 
-from jdllm.checkpoints.index import DTYPES, Index, StoredTensor
+from jdllm.checkpoints.index import DTYPES, READABLE, Index, Numbers, StoredTensor
 from jdllm.checkpoints.quantised.packed import fields
 from jdllm.errors import CheckpointError
 from jdllm.quantised import GROUP, KINDS, WeightForm
@@ -43,6 +43,10 @@ class QuantisedTensor(StoredTensor):
         return _FORMS[self.values.dtype]
 
     @property
+    def numbers(self) -> Numbers:
+        return Numbers(self.form, self.values, self.scales)
+
+    @property
     def bytes(self) -> int:
         return self.values.bytes + self.scales.bytes
 
@@ -67,14 +71,20 @@ class QuantisedTensor(StoredTensor):
 
 @dataclasses.dataclass(frozen=True)
 class RoundedTensor(StoredTensor):
-    """The numbers of a rounded matrix, or its scales: the default device rounds rows as they are read. `file`
-    and `offset` are those of `matrix`, `dtype` says which of the two it is."""
+    """The numbers of a rounded matrix, or its scales: the default device rounds rows as they are read. A
+    matrix that is stored in numbers of this form keeps them. `file` and `offset` are those of `matrix`,
+    `dtype` says which of the two it is."""
 
     matrix: StoredTensor
     form: WeightForm
 
     def read(self, part: Sequence[range]) -> np.ndarray:
         rows, *_ = part
+        numbers = self.matrix.numbers
+        if numbers is not None and numbers.form == self.form:
+            own = numbers.scales if self.dtype == SCALES else numbers.values
+            whole = np.ascontiguousarray(own.read([rows, *own.whole[1:]]))
+            return whole.view(READABLE[self.dtype]).reshape(len(rows), *self.shape[1:])
         (columns,) = self.matrix.whole[1:]
         step, found = max(1, AT_ONCE // len(columns)), []
         for first in range(rows.start, rows.stop, step):

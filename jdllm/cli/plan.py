@@ -1,5 +1,6 @@
 """`jdllm plan`: the memory of one denoising step on a card, without the card and without weights."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -186,7 +187,13 @@ def _asked(given: Mapping[str, Any], config: Path, card: "Card", step: Step) -> 
         "max_context": given["max_context"],
         "kv_pool": None if kv_pool is None else parse_bytes(kv_pool, "--kv-pool"),
     }
-    return StepQuestion(workload, card, less(budget, verifier + beside), step.context, sizes, verifier)
+    asked = StepQuestion(workload, card, less(budget, verifier + beside), step.context, sizes, verifier)
+    if given["quantization"] is None and model.quantization is not None:
+        engine = asked.engine()
+        if engine is not None and engine.offloaded:  # layers in host memory are in no few bits
+            plain = dataclasses.replace(workload, config=workload.config.quantised(None))
+            return dataclasses.replace(asked, workload=plain)
+    return asked
 
 
 def _verifier_bytes(source: str, workload: "Workload", rows: int) -> int:
@@ -354,16 +361,19 @@ def _model(
     quantization: "WeightForm | None",
 ) -> tuple["ModelConfig", str]:
     """The model that is planned for, and the type of its weights."""
+    from jdllm.checkpoints.default_form import default_form
     from jdllm.models.hf_config import config_from_hf, read_config
-    from jdllm.models.quantization import stored_form
 
     values = {**read_config(path), **(overrides or {})}
-    config = config_from_hf(values)
+    config = dataclasses.replace(config_from_hf(values), cards=cards)
     dtype = _dtype(path, config, dtype)
     if config.mask_id is None:
         # Some families name it in the tokenizer. Memory does not depend on it, but compiling needs one.
         config = dataclasses.replace(config, mask_id=config.vocab_size - 1)
-    return dataclasses.replace(config, cards=cards).quantised(quantization or stored_form(values)), dtype
+    if quantization is None:
+        with contextlib.suppress(CheckpointError):  # of a config.json without weights
+            quantization = default_form(_directory(path), config, values)
+    return config.quantised(quantization), dtype
 
 
 def _dtype(path: Path, config: "ModelConfig", dtype: str) -> str:

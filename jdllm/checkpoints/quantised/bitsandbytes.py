@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jdllm.checkpoints.index import DTYPES, Index, StoredTensor
-from jdllm.checkpoints.quantised.packed import PackedTensor, Parts, all_of, rows_of
+from jdllm.checkpoints.quantised.packed import PackedTensor, Parts, all_of, in_equal_groups, numbers, rows_of
 from jdllm.errors import CheckpointError
 from jdllm.models.quantization import Quantization
 
@@ -44,7 +44,9 @@ def dequantised(index: Index, quantization: Quantization) -> Index:
 def _of_int8(name: str, values: StoredTensor | None, scale: StoredTensor) -> PackedTensor:
     if values is None or values.dtype != "I8" or scale.shape != values.shape[:1]:
         raise CheckpointError(f"{name} is no scale of int8 weights that the checkpoint has")
-    return PackedTensor.of({"values": values, "scale": scale}, "F32", values.shape, _int8)
+    parts = {"values": values, "scale": scale}
+    kept = numbers("int8", values, parts, _scales_of_int8, in_equal_groups(values.shape[1], 1))
+    return PackedTensor.of(parts, "F32", values.shape, _int8, kept)
 
 
 class _Codes(NamedTuple):
@@ -101,3 +103,7 @@ def _scales(parts: Parts, blocks: range, codes: _Codes) -> np.ndarray:
 def _int8(parts: Parts, rows: range) -> np.ndarray:
     values, scale = rows_of(parts["values"], rows), rows_of(parts["scale"], rows)
     return values.astype(np.float32) * scale[:, None] * _INT8
+
+
+def _scales_of_int8(parts: Parts, rows: range) -> np.ndarray:
+    return rows_of(parts["scale"], rows)[:, None] * _INT8

@@ -7,8 +7,18 @@ import functools
 
 import numpy as np
 
-from jdllm.checkpoints.index import DTYPES, Index, StoredTensor
-from jdllm.checkpoints.quantised.packed import PackedTensor, Parts, all_of, fields, rows_of, scaled, unread
+from jdllm.checkpoints.index import DTYPES, Index, Numbers, StoredTensor
+from jdllm.checkpoints.quantised.packed import (
+    PackedTensor,
+    Parts,
+    all_of,
+    fields,
+    in_equal_groups,
+    numbers,
+    rows_of,
+    scaled,
+    unread,
+)
 from jdllm.models.quantization import Quantization
 
 _POSITIVE = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
@@ -70,10 +80,13 @@ def _form(
         shape = tuple(int(size) for size in all_of(named["shape"]))
         bits = width * 32 // max(1, shape[1])
         if shape[0] == rows and 1 <= bits <= 8 and _spreads(scale.shape, shape, None):
-            return PackedTensor.of(named, scale.dtype, shape, functools.partial(_integers, columns=shape[1]))
+            decode = functools.partial(_integers, columns=shape[1])
+            return PackedTensor.of(named, scale.dtype, shape, decode, _kept_of_words(named, shape, bits))
     plain = names in ({"values", "scale"}, {"values", "scale_inv"}) and values.dtype in ("I8", "F8_E4M3")
     if plain and _spreads(scale.shape, values.shape, block):
-        return PackedTensor.of(named, scale.dtype, values.shape, functools.partial(_plain, block=block))
+        decode = functools.partial(_plain, block=block)
+        kept = _kept_of_bytes(named, values) if values.dtype == "I8" and block is None else None
+        return PackedTensor.of(named, scale.dtype, values.shape, decode, kept)
     return None
 
 
@@ -99,10 +112,46 @@ def _integers(parts: Parts, rows: range, *, columns: int) -> np.ndarray:
     packed, scale, zero = parts["packed"], parts["scale"], parts.get("zero_point")
     shape, bits = (packed.shape[0], columns), packed.shape[1] * 32 // columns
     q = _unpacked(rows_of(packed, rows), bits, columns)
-    zeros = None
-    if zero is not None:
-        zeros = _spread(_unpacked(all_of(zero).T, bits, shape[0]).T, shape, rows, None)
+    zeros = None if zero is None else _spread(_unpacked_zeros(zero, bits, shape[0]), shape, rows, None)
     return scaled(q, _spread(all_of(scale), shape, rows, None), zeros)
+
+
+def _kept_of_bytes(parts: Parts, values: StoredTensor) -> Numbers | None:
+    """What a device keeps of a matrix of int8."""
+    zero, group = parts.get("zero_point"), in_equal_groups(values.shape[1], _groups(parts))
+    if zero is not None and all_of(zero).any():
+        return None
+    return numbers("int8", values, parts, _scales, group)
+
+
+def _kept_of_words(parts: Parts, shape: tuple[int, int], bits: int) -> Numbers | None:
+    """What a device keeps of packed integers: words whose integers of 4 bits are 8 too high."""
+    packed, zero = parts["packed"], parts.get("zero_point")
+    full = bits * shape[1] == 32 * packed.shape[1]
+    if bits not in (4, 8) or not full or (zero is not None and _unpacked_zeros(zero, bits, shape[0]).any()):
+        return None
+    group = in_equal_groups(shape[1], _groups(parts))
+    if bits == 4:
+        return numbers("int4", packed, parts, _scales, group)
+    return numbers("int8", PackedTensor.of(parts, "I32", packed.shape, _signed), parts, _scales, group)
+
+
+def _signed(parts: Parts, rows: range) -> np.ndarray:
+    """Words of integers of 8 bits that are signed."""
+    return rows_of(parts["packed"], rows) ^ np.uint32(0x80808080).view(np.int32)
+
+
+def _groups(parts: Parts) -> int:
+    """How many scales a row has."""
+    return (*parts["scale"].shape, 1, 1)[1]
+
+
+def _scales(parts: Parts, rows: range) -> np.ndarray:
+    return _of_rows(all_of(parts["scale"]), rows, None)
+
+
+def _unpacked_zeros(zero: StoredTensor, bits: int, rows: int) -> np.ndarray:
+    return _unpacked(all_of(zero).T, bits, rows).T
 
 
 def _nvfp4(parts: Parts, rows: range) -> np.ndarray:
@@ -129,14 +178,18 @@ def _spread(
     - `shape`: of the matrix; `rows`: of the result.
     - `block`: rows and columns of a block, `None` where there are none.
     """
-    values = values.reshape(-1, 1) if values.ndim < 2 else values
-    if len(values) == 1:
-        values = np.broadcast_to(values, (len(rows), values.shape[1]))
-    elif block is None:
-        values = values[rows.start : rows.stop]
-    else:
-        values = values[np.arange(rows.start, rows.stop) // block[0]]
+    values = _of_rows(values, rows, block)
     if values.shape[1] == 1:
         return values
     wide = shape[1] // values.shape[1] if block is None else block[1]
     return np.repeat(values, wide, axis=1)[:, : shape[1]]
+
+
+def _of_rows(values: np.ndarray, rows: range, block: tuple[int, int] | None) -> np.ndarray:
+    """The same values, side by side for each row."""
+    values = values.reshape(-1, 1) if values.ndim < 2 else values
+    if len(values) == 1:
+        return np.broadcast_to(values, (len(rows), values.shape[1]))
+    if block is None:
+        return values[rows.start : rows.stop]
+    return values[np.arange(rows.start, rows.stop) // block[0]]

@@ -7,13 +7,24 @@ import functools
 
 import numpy as np
 
-from jdllm.checkpoints.index import DTYPES, Index, StoredTensor
-from jdllm.checkpoints.quantised.packed import PackedTensor, Parts, all_of, fields, scaled, unread
+from jdllm.checkpoints.index import DTYPES, Index, Numbers, StoredTensor
+from jdllm.checkpoints.quantised.packed import (
+    PackedTensor,
+    Parts,
+    all_of,
+    fields,
+    in_equal_groups,
+    numbers,
+    scaled,
+    unread,
+)
 from jdllm.models.quantization import Quantization
+from jdllm.quantised import WeightForm
 
 _WORD = 32
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 """In which of the eight fields of a word each of eight neighbours is."""
+_FORMS: dict[int, WeightForm] = {4: "int4", 8: "int8"}
 
 
 def dequantised(index: Index, quantization: Quantization) -> Index:
@@ -48,20 +59,55 @@ def _matrix(module: str, parts: Parts, quantization: Quantization) -> PackedTens
         expected = {"qzeros": ("I32", groups, shape[0] // each), "scales": (dtype, groups, shape[0])}
         expected |= {"g_idx": ("I32", shape[1])} if "g_idx" in stored else {}
         if stored == expected | {"qweight": stored["qweight"]}:
-            return PackedTensor.of(parts, dtype, shape, found)
+            kept = _kept(parts, shape, quantization) if quantization.method == "gptq" else None
+            return PackedTensor.of(parts, dtype, shape, found, kept)
     raise unread(module, parts)
 
 
 def _gptq(parts: Parts, rows: range, *, bits: int, shift: int) -> np.ndarray:
     """Packed along inputs; zeros along outputs, each less by `shift`. Words add and borrow as a whole."""
-    q = fields(_columns_of(parts["qweight"], rows).T, bits)
-    ones = sum(1 << at for at in range(0, _WORD, bits))
-    words = all_of(parts["qzeros"]).view(np.uint32) + np.uint32(shift * ones)
-    zeros = fields(words, bits)[:, rows.start : rows.stop]
-    scales, order = _columns_of(parts["scales"], rows), parts.get("g_idx")
-    width = q.shape[1] // len(scales)
-    group = np.arange(q.shape[1]) // width if order is None else all_of(order)
-    return scaled(q, scales.T[:, group], zeros.T[:, group])
+    q, scales = fields(_columns_of(parts["qweight"], rows).T, bits), _scales(parts, rows)
+    zeros = fields(_words_of_zeros(parts, bits, shift), bits)[:, rows.start : rows.stop]
+    group = _group(parts, q.shape[1])
+    return scaled(q, scales[:, group], zeros.T[:, group])
+
+
+def _kept(parts: Parts, shape: tuple[int, int], quantization: Quantization) -> Numbers | None:
+    """What a device keeps of a matrix whose zeros are all in the middle: its words, bit by bit."""
+    bits, (rows, inputs) = quantization.bits, shape
+    form, middle = _FORMS.get(bits), _in_each_field(1 << (bits - 1), bits)
+    if form is None or (_words_of_zeros(parts, bits, quantization.shift) != middle).any():
+        return None
+    decode = _words if form == "int4" else _signed_words
+    values = PackedTensor.of(parts, "I32", (rows, inputs * bits // _WORD), decode)
+    return numbers(form, values, parts, _scales, _group(parts, inputs))
+
+
+def _words(parts: Parts, rows: range) -> np.ndarray:
+    return _columns_of(parts["qweight"], rows).T
+
+
+def _signed_words(parts: Parts, rows: range) -> np.ndarray:
+    """Words whose numbers of 8 bits are signed."""
+    return _words(parts, rows) ^ np.uint32(0x80808080).view(np.int32)
+
+
+def _words_of_zeros(parts: Parts, bits: int, shift: int) -> np.ndarray:
+    return all_of(parts["qzeros"]).view(np.uint32) + np.uint32(_in_each_field(shift, bits))
+
+
+def _in_each_field(value: int, bits: int) -> int:
+    return sum(value << at for at in range(0, _WORD, bits))
+
+
+def _scales(parts: Parts, rows: range) -> np.ndarray:
+    return _columns_of(parts["scales"], rows).T
+
+
+def _group(parts: Parts, inputs: int) -> np.ndarray:
+    """Which scale and zero of its row each input has."""
+    order = parts.get("g_idx")
+    return in_equal_groups(inputs, parts["scales"].shape[0]) if order is None else all_of(order)
 
 
 def _awq(parts: Parts, rows: range) -> np.ndarray:

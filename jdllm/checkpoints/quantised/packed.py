@@ -6,12 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from jdllm.checkpoints.index import StoredTensor
+from jdllm.checkpoints.index import Numbers, StoredTensor
 from jdllm.errors import CheckpointError
+from jdllm.quantised import GROUP, WeightForm
 
 Parts = Mapping[str, StoredTensor]
 Decode = Callable[[Parts, range], np.ndarray]
-"""Returns rows of a matrix from what is stored of it."""
+"""Returns rows of a matrix, or what a device keeps of them, from what is stored of it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,27 +21,36 @@ class PackedTensor(StoredTensor):
 
     - `parts`: what is stored; `file` and `offset` are those of the first.
     - `decode`: how rows come out of the parts.
+    - `kept`: what a device keeps of the matrix; `None` where no form of `jdllm.quantised` has these values.
     - `first_row`: of the stored matrix.
     """
 
     parts: Parts
     decode: Decode
+    kept: Numbers | None = None
     first_row: int = 0
 
     @classmethod
-    def of(cls, parts: Parts, dtype: str, shape: tuple[int, ...], decode: Decode) -> "PackedTensor":
+    def of(
+        cls, parts: Parts, dtype: str, shape: tuple[int, ...], decode: Decode, kept: Numbers | None = None
+    ) -> "PackedTensor":
         """The matrix of these parts, all of it."""
         first = next(iter(parts.values()))
-        return cls(first.file, dtype, shape, first.offset, parts, decode)
+        return cls(first.file, dtype, shape, first.offset, parts, decode, kept)
+
+    @property
+    def numbers(self) -> Numbers | None:
+        return self.kept
 
     def rows(self, first: int, count: int) -> "PackedTensor":
-        shape = (count, *self.shape[1:])
-        return dataclasses.replace(self, shape=shape, first_row=self.first_row + first)
+        shape, kept = (count, *self.shape[1:]), self.kept and self.kept.rows(first, count)
+        return dataclasses.replace(self, shape=shape, kept=kept, first_row=self.first_row + first)
 
     def read(self, part: Sequence[range]) -> np.ndarray:
-        rows, columns = part
+        """Some of its rows. The array may be a view with other strides than those of its shape."""
+        rows, *others = part
         stored = range(self.first_row + rows.start, self.first_row + rows.stop)
-        return np.ascontiguousarray(self.decode(self.parts, stored)[:, columns.start : columns.stop])
+        return self.decode(self.parts, stored)[:, *(slice(axis.start, axis.stop) for axis in others)]
 
 
 def rows_of(stored: StoredTensor, rows: range) -> np.ndarray:
@@ -74,3 +84,35 @@ def scaled(q: Any, scales: Any, zeros: Any) -> np.ndarray:
     """(q - zero) * scale, each rounded to the type of the scales; no zeros where they are `None`."""
     values = q.astype(scales.dtype)
     return (values if zeros is None else values - zeros.astype(scales.dtype)) * scales
+
+
+def numbers(
+    form: WeightForm, values: StoredTensor, parts: Parts, scales: Decode, group: np.ndarray
+) -> Numbers | None:
+    """What a device keeps of a matrix.
+
+    Arguments:
+    - `form`: of the matrix, whose zero is the number 0.
+    - `values`: of `Numbers`.
+    - `parts`: what is stored of the matrix.
+    - `scales`: returns the stored scales of some rows, side by side.
+    - `group`: which of the scales of a row each of its inputs has.
+
+    Returns `None` where inputs that share a scale in this form have different ones.
+    """
+    size = GROUP if form == "int4" else len(group)
+    chosen = group[::size]
+    if (np.repeat(chosen, size)[: len(group)] != group).any():
+        return None
+
+    def of_rows(parts: Parts, rows: range) -> np.ndarray:
+        found = scales(parts, rows)[:, chosen].astype(np.float32)
+        return found if form == "int4" else found[:, 0]
+
+    shape = (values.shape[0], len(chosen)) if form == "int4" else values.shape[:1]
+    return Numbers(form, values, PackedTensor.of(parts, "F32", shape, of_rows))
+
+
+def in_equal_groups(inputs: int, groups: int) -> np.ndarray:
+    """Which of so many groups of neighbours each input is in."""
+    return np.arange(inputs) // (inputs // groups)

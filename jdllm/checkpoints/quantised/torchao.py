@@ -10,8 +10,16 @@ import json
 
 import numpy as np
 
-from jdllm.checkpoints.index import DTYPES, READABLE, Index, StoredTensor, read_metadata
-from jdllm.checkpoints.quantised.packed import PackedTensor, Parts, all_of, rows_of, unread
+from jdllm.checkpoints.index import DTYPES, READABLE, Index, Numbers, StoredTensor, read_metadata
+from jdllm.checkpoints.quantised.packed import (
+    PackedTensor,
+    Parts,
+    all_of,
+    in_equal_groups,
+    numbers,
+    rows_of,
+    unread,
+)
 from jdllm.errors import CheckpointError
 from jdllm.models.quantization import Quantization
 
@@ -43,7 +51,7 @@ def dequantised(index: Index, quantization: Quantization) -> Index:
 
 def _matrix(name: str, told: str, parts: Parts) -> PackedTensor:
     """A matrix of these parts, of which the metadata tell in JSON."""
-    kind, dtype = _kind(told)
+    kind, dtype, narrow = _kind(told)
     if kind not in _VALUES:
         of = f"is an {kind}" if kind else "has parts of a matrix"
         raise CheckpointError(
@@ -64,16 +72,55 @@ def _matrix(name: str, told: str, parts: Parts) -> PackedTensor:
     fits = fits and (zero is None or (zero.shape == scale.shape and zero.dtype in READABLE))
     if not fits or parts.keys() - {"qdata", "scale", "zero_point"} or {dtype, scale.dtype} - {*DTYPES}:
         raise unread(name, parts)
-    return PackedTensor.of(parts, dtype, shape, decode)
+    return PackedTensor.of(parts, dtype, shape, decode, _kept(kind, narrow, parts, shape))
 
 
-def _kind(told: str) -> tuple[str, str]:
-    """The class of a matrix, and the type of its values; "" for what the metadata do not tell."""
+def _kind(told: str) -> tuple[str, str, str]:
+    """The class of a matrix, the type of its values, and a narrower type that has its integers; "" for what
+    the metadata do not tell."""
     try:
         values = json.loads(told)
-        return str(values["_type"]), _NAMES.get(values["_data"].get("dtype", {}).get("_data"), "")
+        kind, data = str(values["_type"]), values["_data"]
+        types = [data.get(name, {}).get("_data") for name in ("dtype", "target_dtype")]
+        return kind, _NAMES.get(types[0], ""), str(types[1] or "")
     except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
-        return "", ""
+        return "", "", ""
+
+
+def _kept(kind: str, narrow: str, parts: Parts, shape: tuple[int, ...]) -> Numbers | None:
+    """What a device keeps of a matrix of integers without zeros."""
+    values, zero, (rows, inputs) = parts["qdata"], parts.get("zero_point"), shape
+    if kind == "Float8Tensor" or inputs % 2 or (zero is not None and all_of(zero).astype(np.float32).any()):
+        return None
+    if kind == _PACKED:
+        in_pairs = PackedTensor.of(parts, "U8", values.shape, _moved)
+        groups = in_equal_groups(inputs, parts["scale"].shape[0])
+        return numbers("int4", in_pairs, parts, _scales_of_packed, groups)
+    groups = in_equal_groups(inputs, parts["scale"].shape[1])
+    if narrow == "int4":
+        in_pairs = PackedTensor.of(parts, "U8", (rows, inputs // 2), _paired)
+        return numbers("int4", in_pairs, parts, _scales, groups)
+    return numbers("int8", values, parts, _scales, groups)
+
+
+def _moved(parts: Parts, rows: range) -> np.ndarray:
+    """Pairs of integers of 4 bits, each plus 8."""
+    return rows_of(parts["qdata"], rows).view(np.uint8) ^ 0x88
+
+
+def _paired(parts: Parts, rows: range) -> np.ndarray:
+    """The same of integers that have a byte each."""
+    codes = (rows_of(parts["qdata"], rows) + 8).view(np.uint8)
+    return codes[:, ::2] | (codes[:, 1::2] << 4)
+
+
+def _scales(parts: Parts, rows: range) -> np.ndarray:
+    scale, of_all = parts["scale"], parts["qdata"].shape[0]
+    return all_of(scale)[np.arange(rows.start, rows.stop) // (of_all // scale.shape[0])]
+
+
+def _scales_of_packed(parts: Parts, rows: range) -> np.ndarray:
+    return all_of(parts["scale"]).T[rows.start : rows.stop]
 
 
 def _plain(parts: Parts, rows: range, *, dtype: str) -> np.ndarray:
