@@ -368,8 +368,8 @@ def _load_quantised(
 def _write_quantised(
     kept: Quantised, form: WeightForm, block: jax.Array, scales: jax.Array | None, start: jax.Array
 ) -> Quantised:
-    """Write rows: those of `start`, which is the place of a matrix and the first of its rows. Numbers may come
-    in words of 32 bits."""
+    """Write rows: those of `start`, which is the place of a matrix and the first of its rows. Stored numbers
+    may be in words of 32 bits."""
     kind = KINDS[form]
     if block.dtype == jnp.int32:
         block = lax.bitcast_convert_type(block, kept.values.dtype).reshape(len(block), -1)

@@ -84,12 +84,19 @@ class TensorSpec:
 
     def struct(self, dtype: jnp.dtype | str) -> jax.ShapeDtypeStruct | Quantised:
         """The leaf without its numbers, where weights that are not quantised are of `dtype`."""
-        weight = jax.ShapeDtypeStruct(self.shape, jnp.dtype(dtype))
-        return jax.eval_shape(KINDS[self.quantised].of, weight) if self.quantised else weight
+        if self.quantised:
+            return _quantised_struct(self.shape, self.quantised)
+        return jax.ShapeDtypeStruct(self.shape, jnp.dtype(dtype))
 
     def zeros(self, dtype: jnp.dtype | str, device: Any = None) -> Any:
         """The leaf with zeros on a device, or as a sharding says; the default device has all if `None`."""
         return jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype, device=device), self.struct(dtype))
+
+
+@functools.lru_cache(1024)
+def _quantised_struct(shape: tuple[int, ...], form: WeightForm) -> Quantised:
+    """Matrices in few bits without their numbers; a plan asks for the same ones many times."""
+    return jax.eval_shape(KINDS[form].of, jax.ShapeDtypeStruct(shape, jnp.float32))
 
 
 def layer_stacks(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -57,6 +57,18 @@ def test_quantised_weights_are_counted_as_they_are_kept(llada: Path):
         assert got["weights_bytes"] == param_bytes(config.quantised(form), "bfloat16")
 
 
+@pytest.mark.slow
+def test_layers_in_host_memory_are_in_no_few_bits_that_nobody_asked_for(llada: Path, tmp_path: Path):
+    values, config = json.loads((llada / "config.json").read_text()), config_from_hf(llada)
+    words = {"quant_method": "jdllm", "format": "int4"}
+    (tmp_path / "config.json").write_text(json.dumps(values | {"quantization_config": words}))
+    in_few_bits = param_bytes(config.quantised("int4"), "bfloat16")
+    assert facts(tmp_path, memory="8GiB")["weights_bytes"] == in_few_bits
+    found, expected = (facts(path, memory="6GiB") | {"plan_seconds": 0} for path in (tmp_path, llada))
+    assert found == expected
+    assert found["offloaded_layers"]
+
+
 H100 = Card("NVIDIA H100 80GB HBM3", "h100", 80 * GIB)
 B300 = Card("NVIDIA B300 SXM6 AC", "h200", 268 * GIB, described=False)
 

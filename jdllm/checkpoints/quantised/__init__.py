@@ -1,1 +1,1 @@
-"""Quantised checkpoints, whose weights are loaded in 16 bits."""
+"""Quantised checkpoints: what matrices of other libraries stand for, and what a device keeps of them."""

@@ -118,22 +118,23 @@ def _integers(parts: Parts, rows: range, *, columns: int) -> np.ndarray:
 
 def _kept_of_bytes(parts: Parts, values: StoredTensor) -> Numbers | None:
     """What a device keeps of a matrix of int8."""
-    zero, group = parts.get("zero_point"), in_equal_groups(values.shape[1], _groups(parts))
+    zero = parts.get("zero_point")
     if zero is not None and all_of(zero).any():
         return None
-    return numbers("int8", values, parts, _scales, group)
+    return numbers("int8", values, parts, _scales, _group(parts, values.shape[1]))
 
 
-def _kept_of_words(parts: Parts, shape: tuple[int, int], bits: int) -> Numbers | None:
-    """What a device keeps of packed integers: words whose integers of 4 bits are 8 too high."""
-    packed, zero = parts["packed"], parts.get("zero_point")
-    full = bits * shape[1] == 32 * packed.shape[1]
-    if bits not in (4, 8) or not full or (zero is not None and _unpacked_zeros(zero, bits, shape[0]).any()):
+def _kept_of_words(parts: Parts, shape: tuple[int, ...], bits: int) -> Numbers | None:
+    """What a device keeps of packed integers: of 4 bits the words as they are, each number plus 8."""
+    packed, zero, group = parts["packed"], parts.get("zero_point"), _group(parts, shape[1])
+    if zero is not None and _unpacked_zeros(zero, bits, shape[0]).any():
         return None
-    group = in_equal_groups(shape[1], _groups(parts))
-    if bits == 4:
+    full = bits * shape[1] == 32 * packed.shape[1]
+    if bits == 4 and full:
         return numbers("int4", packed, parts, _scales, group)
-    return numbers("int8", PackedTensor.of(parts, "I32", packed.shape, _signed), parts, _scales, group)
+    if bits == 8 and full:
+        return numbers("int8", PackedTensor.of(parts, "I32", packed.shape, _signed), parts, _scales, group)
+    return None
 
 
 def _signed(parts: Parts, rows: range) -> np.ndarray:
@@ -141,9 +142,9 @@ def _signed(parts: Parts, rows: range) -> np.ndarray:
     return rows_of(parts["packed"], rows) ^ np.uint32(0x80808080).view(np.int32)
 
 
-def _groups(parts: Parts) -> int:
-    """How many scales a row has."""
-    return (*parts["scale"].shape, 1, 1)[1]
+def _group(parts: Parts, inputs: int) -> np.ndarray:
+    """Which scale of its row each input has."""
+    return in_equal_groups(inputs, (*parts["scale"].shape, 1, 1)[1])
 
 
 def _scales(parts: Parts, rows: range) -> np.ndarray:

@@ -100,7 +100,7 @@ def numbers(
 
     Returns `None` where inputs that share a scale in this form have different ones.
     """
-    size = GROUP if form == "int4" else len(group)
+    size = GROUP if form == "int4" else max(1, len(group))
     chosen = group[::size]
     if (np.repeat(chosen, size)[: len(group)] != group).any():
         return None

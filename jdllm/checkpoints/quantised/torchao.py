@@ -90,14 +90,14 @@ def _kind(told: str) -> tuple[str, str, str]:
 def _kept(kind: str, narrow: str, parts: Parts, shape: tuple[int, ...]) -> Numbers | None:
     """What a device keeps of a matrix of integers without zeros."""
     values, zero, (rows, inputs) = parts["qdata"], parts.get("zero_point"), shape
-    if kind == "Float8Tensor" or inputs % 2 or (zero is not None and all_of(zero).astype(np.float32).any()):
+    if values.dtype != "I8" or (zero is not None and all_of(zero).astype(np.float32).any()):
         return None
     if kind == _PACKED:
         in_pairs = PackedTensor.of(parts, "U8", values.shape, _moved)
         groups = in_equal_groups(inputs, parts["scale"].shape[0])
         return numbers("int4", in_pairs, parts, _scales_of_packed, groups)
     groups = in_equal_groups(inputs, parts["scale"].shape[1])
-    if narrow == "int4":
+    if narrow == "int4" and inputs % 2 == 0:
         in_pairs = PackedTensor.of(parts, "U8", (rows, inputs // 2), _paired)
         return numbers("int4", in_pairs, parts, _scales, groups)
     return numbers("int8", values, parts, _scales, groups)

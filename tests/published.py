@@ -1,0 +1,202 @@
+"""Checkpoints whose matrices are numbers of 4 or 8 bits without zero points, in the layouts of libraries."""
+
+import dataclasses
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from benchmarks.random_checkpoint import llada_hf_config, write_random_checkpoint
+from jdllm.models.config import ModelConfig
+from jdllm.models.hf_config import config_from_hf
+from jdllm.quantised import WeightForm
+from tests.helpers import GOLDENS
+
+_QUANTISED = re.compile(r"\.(blocks|layers)\..*(?<!mlp\.gate)\.weight$")
+"""Matrices of layers, without routers."""
+
+
+class Matrix(NamedTuple):
+    """A matrix of numbers, and the scales of equal groups of each row's inputs."""
+
+    numbers: np.ndarray
+    scales: np.ndarray
+
+    @property
+    def values(self) -> np.ndarray:
+        """In float32, where a product of these numbers and scales is exact."""
+        return self.numbers * self.scales.astype(np.float32).repeat(
+            self.numbers.shape[1] // self.scales.shape[1], axis=1
+        )
+
+
+Parts = dict[str, np.ndarray]
+
+
+class Scheme(NamedTuple):
+    """How a library stores matrices.
+
+    - `form`: the form of the device that has the same numbers.
+    - `bits`, `group`: of a number, and the inputs that share a scale; 0 for all of a row.
+    - `scale`: the type of the scales.
+    - `pack`: what is stored of a matrix, by the ends of names that follow the module and a point.
+    - `settings`: of `config.json`.
+    - `told`: of the metadata, for each matrix.
+    """
+
+    form: WeightForm
+    bits: int
+    group: int
+    scale: Any
+    pack: Callable[[Matrix], Parts]
+    settings: dict[str, Any]
+    told: dict[str, Any] | None = None
+
+
+def words(numbers: np.ndarray, bits: int) -> np.ndarray:
+    """Numbers of so many bits in words of 32, the first of a row in the lowest bits."""
+    each = 32 // bits
+    fields = numbers.astype(np.int64).reshape(len(numbers), -1, each) + (1 << (bits - 1))
+    return (fields << (bits * np.arange(each))).sum(axis=-1).astype(np.uint32).view(np.int32)
+
+
+def gptq(matrix: Matrix, bits: int = 4, stored_zero: int = 7) -> Parts:
+    rows, inputs = matrix.numbers.shape
+    groups = matrix.scales.shape[1]
+    zeros = np.full((groups, rows), stored_zero - (1 << (bits - 1)))
+    return {
+        "qweight": np.ascontiguousarray(words(matrix.numbers, bits).T),
+        "qzeros": words(zeros, bits),
+        "scales": np.ascontiguousarray(matrix.scales.T),
+        "g_idx": (np.arange(inputs) // (inputs // groups)).astype(np.int32),
+    }
+
+
+def compressed(matrix: Matrix, bits: int = 4) -> Parts:
+    shape = np.array(matrix.numbers.shape, np.int64)
+    return {
+        "weight_packed": words(matrix.numbers, bits),
+        "weight_scale": matrix.scales,
+        "weight_shape": shape,
+    }
+
+
+def torchao(matrix: Matrix) -> Parts:
+    zeros = np.zeros(matrix.scales.shape, np.int8)
+    return {
+        "_weight_qdata": matrix.numbers,
+        "_weight_scale": matrix.scales,
+        "_weight_zero_point": zeros,
+    }
+
+
+def torchao_pairs(matrix: Matrix) -> Parts:
+    low, high = (matrix.numbers[:, first::2] & 15 for first in range(2))
+    scales = np.ascontiguousarray(matrix.scales.T)
+    return {
+        "_weight_qdata": (low | (high << 4)).astype(np.int8),
+        "_weight_scale": scales,
+        "_weight_zero_point": np.zeros_like(scales),
+    }
+
+
+def _gptq(bits: int, group: int, **more: Any) -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": bits, "group_size": group, "sym": True, "desc_act": False, **more}
+
+
+def _compressed(form: str, **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "format": form}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
+
+
+def _ao(kind: str, **data: Any) -> dict[str, Any]:
+    of_values = {"dtype": {"_type": "torch.dtype", "_data": "bfloat16"}}
+    return {"_type": kind, "_data": of_values | data}
+
+
+_NARROW = {"target_dtype": {"_type": "torch.dtype", "_data": "int4"}}
+_AO = {"quant_method": "torchao", "quant_type": {"default": {}}}
+
+SCHEMES = {
+    "gptq": Scheme("int4", 4, 128, np.float16, gptq, _gptq(4, 128)),
+    "gptq_v2": Scheme(
+        "int4", 4, 128, np.float16, lambda m: gptq(m, 4, 8), _gptq(4, 128, checkpoint_format="gptq_v2")
+    ),
+    "gptq_rows": Scheme("int4", 4, 0, np.float16, gptq, _gptq(4, -1)),
+    "gptq_8": Scheme("int8", 8, 0, np.float16, lambda m: gptq(m, 8, 127), _gptq(8, -1)),
+    "w4a16": Scheme("int4", 4, 128, jnp.bfloat16, compressed, _compressed("pack-quantized", num_bits=4)),
+    "w8a16": Scheme(
+        "int8", 8, 0, jnp.bfloat16, lambda m: compressed(m, 8), _compressed("pack-quantized", num_bits=8)
+    ),
+    "int8": Scheme(
+        "int8",
+        8,
+        0,
+        np.float16,
+        lambda m: {"weight": m.numbers, "weight_scale": m.scales},
+        _compressed("int-quantized", num_bits=8),
+    ),
+    "ao_int8": Scheme("int8", 8, 0, np.float32, torchao, _AO, _ao("Int8Tensor")),
+    "ao_intx4": Scheme(
+        "int4", 4, 128, jnp.bfloat16, torchao, _AO, _ao("IntxUnpackedToInt8Tensor", **_NARROW)
+    ),
+    "ao_int4": Scheme("int4", 4, 128, jnp.bfloat16, torchao_pairs, _AO, _ao("Int4Tensor")),
+}
+
+
+def small_config(**changed: Any) -> ModelConfig:
+    """A LLaDA with inputs of one and of two groups."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_layers": 2}
+    return dataclasses.replace(config_from_hf(GOLDENS / "llada"), **(sizes | changed))
+
+
+def plain_checkpoint(directory: Path, **changed: Any) -> Path:
+    """A LLaDA in float32, as the libraries quantise it."""
+    return write_random_checkpoint(directory, llada_hf_config(small_config(**changed), "float32"))
+
+
+def drawn(shape: tuple[int, ...], scheme: Scheme, rng: np.random.Generator) -> Matrix:
+    """A matrix whose numbers are any of these bits: rounding it again would give others."""
+    most = 1 << (scheme.bits - 1)
+    scales = rng.uniform(0.5, 1, (shape[0], shape[1] // (scheme.group or shape[1]))) / (16 * most)
+    return Matrix(rng.integers(-most, most, shape).astype(np.int8), scales.astype(scheme.scale))
+
+
+def publish(
+    plain: Path, target: Path, scheme: Scheme, change: Callable[[str, Parts], Parts] = lambda _, parts: parts
+) -> dict[str, Matrix]:
+    """Write a checkpoint with drawn matrices in place of those of a plain one.
+
+    Arguments:
+    - `change`: of what is stored of each matrix, by the matrix's name.
+
+    Returns the matrices by their names.
+    """
+    rng, stored, found, metadata = np.random.default_rng(0), {}, {}, {"format": "pt"}
+    for name, tensor in load_file(plain / "model.safetensors").items():
+        if tensor.ndim == 1 or not _QUANTISED.search(name):
+            stored[name] = tensor
+            continue
+        found[name], module = drawn(tensor.shape, scheme, rng), name.removesuffix("weight")
+        stored |= {f"{module}{part}": x for part, x in change(name, scheme.pack(found[name])).items()}
+        metadata |= {name: json.dumps(scheme.told)} if scheme.told else {}
+    target.mkdir()
+    save_file(stored, target / "model.safetensors", metadata)
+    config = json.loads((plain / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"quantization_config": scheme.settings}))
+    return found
+
+
+def with_values(plain: Path, target: Path, matrices: dict[str, Matrix]) -> Path:
+    """A plain checkpoint that has the values of these matrices."""
+    shutil.copytree(plain, target, copy_function=shutil.copyfile)
+    tensors = load_file(plain / "model.safetensors")
+    values = {name: matrix.values for name, matrix in matrices.items()}
+    save_file(tensors | values, target / "model.safetensors", {"format": "pt"})
+    return target
