@@ -68,8 +68,8 @@ def to_native(
     - `overwrite`: replace a checkpoint at `target`, at the very end.
     - `progress`: `True` draws a bar on a terminal's stderr; a function is called with bytes.
     - `adapter`: a directory of PEFT whose LoRA is merged into the weights.
-    - `quantize`: the form in which the matrices of layers are stored; the default device rounds them, and
-      `dtype` is for all other weights.
+    - `quantize`: the form in which the matrices of layers are stored; the default device rounds those that
+      are not in this form already, and `dtype` is for all other weights.
     - `calibrate`: texts that decide, with `quantize`, how these matrices are rounded, by GPTQ
       (`jdllm.checkpoints.calibration`). The device then holds one layer at a time, and the host what the
       texts are in front of a layer.
