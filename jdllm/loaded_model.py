@@ -84,10 +84,10 @@ def load_model(
     path = resolve(model)
     plain = dataclasses.replace(config_from_checkpoint(path, overrides), cards=cards)
     dtype = resolve_dtype(path, plain, dtype)
-    stored = default_form(path, plain, {**read_config(path), **overrides}, adapter)
-    config = plain.quantised(quantization or stored)
+    values = {**read_config(path), **overrides}
+    config = plain.quantised(quantization or default_form(path, plain, values, adapter))
     count = count_offloaded(config, dtype)
-    if count and quantization is None and stored is not None:
+    if count and quantization is None and config != plain:
         config, count = plain, count_offloaded(plain, dtype)
     whole_layers = keeps_whole(config, dtype)
     # The tokenizer's library takes longer to import than a small model to load.
