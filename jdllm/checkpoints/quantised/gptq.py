@@ -69,7 +69,7 @@ def _gptq(parts: Parts, rows: range, *, bits: int, shift: int) -> np.ndarray:
     q, scales = fields(_columns_of(parts["qweight"], rows).T, bits), _scales(parts, rows)
     zeros = fields(_words_of_zeros(parts, bits, shift), bits)[:, rows.start : rows.stop]
     group = _group(parts, q.shape[1])
-    return scaled(q, scales[:, group], zeros.T[:, group])
+    return scaled(q, scales.take(group, axis=1), zeros.T.take(group, axis=1))
 
 
 def _kept(parts: Parts, shape: tuple[int, int], quantization: Quantization) -> Numbers | None:
@@ -117,7 +117,7 @@ def _awq(parts: Parts, rows: range) -> np.ndarray:
 
     def outputs(name: str) -> np.ndarray:
         of_words = fields(_columns_of(parts[name], words), 4).reshape(parts[name].shape[0], -1, 8)
-        return of_words[..., _AWQ_ORDER].reshape(parts[name].shape[0], -1)[:, here].T
+        return np.ascontiguousarray(of_words[..., _AWQ_ORDER].reshape(parts[name].shape[0], -1)[:, here].T)
 
     q, zeros, scales = outputs("qweight"), outputs("qzeros"), _columns_of(parts["scales"], rows).T
     width = q.shape[1] // scales.shape[1]
