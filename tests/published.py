@@ -111,7 +111,9 @@ def _gptq(bits: int, group: int, **more: Any) -> dict[str, Any]:
 
 
 def _compressed(form: str, **weights: Any) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": weights, "format": form}
+    group: dict[str, Any] = {"targets": ["Linear"], "weights": weights, "format": form}
+    if form == "float-quantized":
+        group["input_activations"] = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
 
 
@@ -141,6 +143,14 @@ SCHEMES = {
         np.float16,
         lambda m: {"weight": m.numbers, "weight_scale": m.scales},
         _compressed("int-quantized", num_bits=8),
+    ),
+    "fp8_dynamic": Scheme(
+        "fp8",
+        5,  # all these integers are floats of 8 bits, too
+        0,
+        jnp.bfloat16,
+        lambda m: {"weight": m.numbers.astype(jnp.float8_e4m3fn), "weight_scale": m.scales},
+        _compressed("float-quantized", num_bits=8, type="float"),
     ),
     "ao_int8": Scheme("int8", 8, 0, np.float32, torchao, _AO, _ao("Int8Tensor")),
     "ao_intx4": Scheme(

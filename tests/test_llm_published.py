@@ -33,7 +33,7 @@ def planned(path: Path, *options: str) -> dict[str, Any]:
     return json.loads(CliRunner().invoke(cli.app, asked).stdout)
 
 
-@pytest.mark.parametrize("name", ["gptq", slow("w4a16"), slow("gptq_8")])
+@pytest.mark.parametrize("name", ["gptq", slow("w4a16"), slow("gptq_8"), slow("fp8_dynamic")])
 def test_tokens_are_those_of_a_plain_checkpoint_of_the_values(name: str, plain: Path, tmp_path: Path):
     path, scheme, found = tmp_path / name, SCHEMES[name], []
     matrices = publish(plain, path, scheme)

@@ -24,6 +24,8 @@ class Quantization(NamedTuple):
     - `block`: rows and columns that share a scale, `None` where no blocks do.
     - `bits`: of a weight ("gptq", "awq").
     - `shift`: by how much stored zeros are less than the zeros ("gptq").
+    - `rounds_rows`: whether activations are rounded to floats of 8 bits, each row with a scale of its own
+      ("compressed-tensors").
     - `form`: of the matrices of layers in a native checkpoint ("jdllm").
     """
 
@@ -32,6 +34,7 @@ class Quantization(NamedTuple):
     block: tuple[int, int] | None = None
     bits: int = 4
     shift: int = 0
+    rounds_rows: bool = False
     form: WeightForm | None = None
 
 
@@ -99,7 +102,7 @@ _NOT_READ = "quantized weights of this kind cannot be loaded"
 
 
 def _compressed(settings: Mapping[str, Any]) -> Quantization | str:
-    """Of the library compressed-tensors. Activations stay in 16 bits, whatever the settings say of them."""
+    """Of the library compressed-tensors. Activations stay in 16 bits, unless rows are rounded to floats."""
     if unread := [name for name in _UNREAD if settings.get(name)]:
         return f"jdllm does not follow its {unread[0]}"
     if settings.get("quantization_status", "compressed") != "compressed":
@@ -114,7 +117,18 @@ def _compressed(settings: Mapping[str, Any]) -> Quantization | str:
     blocks = {_pair(one.get("block_structure")) for one in weights if one.get("strategy") == "block"}
     if len(blocks) > 1:
         return "its groups have blocks of several sizes"
-    return Quantization("compressed-tensors", "weight_scale", next(iter(blocks), None))
+    rounds_rows = all(_rounds_rows(group.get("input_activations")) for group in groups.values())
+    return Quantization(
+        "compressed-tensors", "weight_scale", next(iter(blocks), None), rounds_rows=rounds_rows
+    )
+
+
+def _rounds_rows(activations: Any) -> bool:
+    match activations:
+        case {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}:
+            return True
+        case _:
+            return False
 
 
 def _pair(value: Any) -> tuple[int, int] | None:

@@ -60,14 +60,14 @@ def _matrix(module: str, parts: Parts, quantization: Quantization) -> PackedTens
     values, scale = (named.get(one) or named.get(other) for one, other in (_VALUES, _SCALES))
     found = None
     if values is not None and scale is not None:
-        found = _form(named, values, scale, quantization.block)
+        found = _form(named, values, scale, quantization)
     if found is None:
         raise unread(module, parts)
     return found
 
 
 def _form(
-    named: Parts, values: StoredTensor, scale: StoredTensor, block: tuple[int, int] | None
+    named: Parts, values: StoredTensor, scale: StoredTensor, quantization: Quantization
 ) -> PackedTensor | None:
     """The matrix of parts in a form that is read; `None` for others."""
     names, (rows, width) = named.keys() - {"zero_point"}, values.shape if len(values.shape) == 2 else (0, 0)
@@ -82,10 +82,12 @@ def _form(
         if shape[0] == rows and 1 <= bits <= 8 and _spreads(scale.shape, shape, None):
             decode = functools.partial(_integers, columns=shape[1])
             return PackedTensor.of(named, scale.dtype, shape, decode, _kept_of_words(named, shape, bits))
+    block = quantization.block
     plain = names in ({"values", "scale"}, {"values", "scale_inv"}) and values.dtype in ("I8", "F8_E4M3")
     if plain and _spreads(scale.shape, values.shape, block):
         decode = functools.partial(_plain, block=block)
-        kept = _kept_of_bytes(named, values) if values.dtype == "I8" and block is None else None
+        fits = block is None and (values.dtype == "I8" or quantization.rounds_rows)
+        kept = _kept_of_bytes(named, values) if fits else None
         return PackedTensor.of(named, scale.dtype, values.shape, decode, kept)
     return None
 
@@ -117,11 +119,12 @@ def _integers(parts: Parts, rows: range, *, columns: int) -> np.ndarray:
 
 
 def _kept_of_bytes(parts: Parts, values: StoredTensor) -> Numbers | None:
-    """What a device keeps of a matrix of int8."""
+    """What a device keeps of a matrix of int8, or of floats of 8 bits."""
     zero = parts.get("zero_point")
     if zero is not None and all_of(zero).any():
         return None
-    return numbers("int8", values, parts, _scales, _group(parts, values.shape[1]))
+    form = "int8" if values.dtype == "I8" else "fp8"
+    return numbers(form, values, parts, _scales, _group(parts, values.shape[1]))
 
 
 def _kept_of_words(parts: Parts, shape: tuple[int, ...], bits: int) -> Numbers | None:
