@@ -80,6 +80,9 @@ CASES = {
     "real_text": Case(
         "benchmarks.quality.real_text:main", "checkpoints on your own text, to compare weights"
     ),
+    "rounding_error": Case(
+        "benchmarks.quality.rounding_error:main", "errors of products with weights in few bits"
+    ),
     "load": Case("benchmarks.checkpoints:load", "loading a checkpoint"),
     "convert": Case("benchmarks.checkpoints:convert", "converting a checkpoint and back"),
     "torch_step": Case("benchmarks.peers.torch_cases:step", "a full step in torch, for `step --peers`"),
