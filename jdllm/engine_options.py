@@ -111,8 +111,8 @@ class EngineOptions:
       fp8 and `dtype` has 16 bits. Matrices are rounded while they are loaded, or come from a checkpoint that
       has them so already (`jdllm convert --quantize`, and published ones whose numbers fit), which needs no
       option. Embedding, head, norms and biases keep `dtype`, and products are computed in `dtype`. Steps of
-      up to 64 rows on Hopper cards read the few bits alone; other steps widen a matrix first. For models
-      without experts, on one device, without layers in host memory.
+      up to 2048 rows on cards from Ampere on read the few bits of int8 and int4 alone; other steps widen a
+      matrix first. For models without experts, on one device, without layers in host memory.
     - `load_weights` (True): read the weights of checkpoints. False leaves the weights zero, which is enough
       for warming up executables that another process then finds in `cache_dir`.
 

@@ -23,6 +23,9 @@ FACTORS = tuple(step / 20 for step in range(14, 24))
 """By which the largest number of a group is multiplied before it becomes -8, of which `rounded_in_groups`
 takes the best: 0.7 to 1.15."""
 
+_PACKED = (3, 2, 4, 0, 1)
+"""The order of thirty-two numbers in `packed`, by the bits of their places."""
+
 _PARTS = 512  # of a step, in which `rounded_in_groups` counts errors: a group's sum fits 32 bits
 
 
@@ -70,6 +73,11 @@ class Quantised:
     ) -> "Quantised":
         """A matrix of what `stored` returns."""
         return cls(out_of_order(values), scales)
+
+    @staticmethod
+    def stored_order(x: Float[Array, "rows inputs"]) -> Float[Array, "rows inputs"]:
+        """Rows whose inputs are in the order of `values`: products of both are those of inputs in order."""
+        return out_of_order(x)
 
     def some_outputs(self, start: Int[Array, ""] | int, size: int) -> "Quantised":
         """`size` neighbouring rows, from `start` on."""
@@ -123,6 +131,11 @@ class Grouped(Quantised):
         """A matrix of what `stored` returns."""
         return cls(packed(unpaired(values)), jnp.swapaxes(scales, -1, -2))
 
+    @staticmethod
+    def stored_order(x: Float[Array, "rows inputs"]) -> Float[Array, "rows inputs"]:
+        """Rows whose inputs are in the order of `values`, for each byte that of the lower bits first."""
+        return _permuted(x, _PACKED)
+
     def dequantised(self, dtype: jnp.dtype) -> Float[Array, "*stack outputs inputs"]:
         """The matrix in a type that XLA's products take."""
         values = unpacked(self.values).astype(jnp.float32)
@@ -153,7 +166,7 @@ class Float8(Quantised):
         # scaled, sums may be too large for float16.
         kind = jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32
         y = lax.dot_general(
-            out_of_order(rows),
+            self.stored_order(rows),
             self.values,
             contract,
             precision=lax.Precision.HIGHEST,
@@ -236,7 +249,7 @@ def packed(values: Int8[Array, "*stack inputs"]) -> UInt8[Array, "*stack half_in
     and 25. The other words have those that are four, two and six higher. Inputs that are no multiple of 32
     stay in order: no kernel takes them.
     """
-    return paired(_permuted(values, (3, 2, 4, 0, 1)))
+    return paired(_permuted(values, _PACKED))
 
 
 def unpacked(values: UInt8[Array, "*stack half_inputs"]) -> Int8[Array, "*stack inputs"]:
@@ -272,8 +285,8 @@ def in_order(values: Int8[Array, "*stack inputs"]) -> Int8[Array, "*stack inputs
     return _permuted(values, (3, 1, 0, 2))
 
 
-def _permuted(values: Int8[Array, "*stack inputs"], bits: tuple[int, ...]) -> Int8[Array, "*stack inputs"]:
-    """Permute the bits of a place among sixteen, or as many as these bits count, the highest first."""
+def _permuted(values: Array, bits: tuple[int, ...]) -> Array:
+    """Permute the last axis: the bits of a place among as many as these bits count, the highest bit first."""
     *stack, inputs = values.shape
     if inputs % 2 ** len(bits):
         return values

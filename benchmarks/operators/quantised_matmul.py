@@ -1,7 +1,7 @@
 """Time of products of many rows with matrices in few bits, beside products with the same matrices in 16 bits.
 
 Run as `python3 -m benchmarks quantised_matmul [--shapes llada-8b] [--rows 128 256 512 1024 2048]
-[--quantization int8] [--implementations bfloat16 mosaic_gpu xla] [--sweep]` on a card. One executable
+[--quantization int8] [--implementations bfloat16 mosaic_gpu triton xla] [--sweep]` on a card. One executable
 multiplies with layer after layer of stacks that are larger than the L2 cache, again and again. "bfloat16" are
 XLA's products with weights in 16 bits. "xla" widens each matrix in memory, and multiplies then. `--sweep`
 tries all cuts of the kernel.
@@ -103,8 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["llada-8b"])
     parser.add_argument("--rows", type=int, nargs="+", default=[128, 256, 512, 1024, 2048])
     parser.add_argument("--quantization", choices=QUANTIZATIONS, default="int8", help="of the weights")
-    choices = {"nargs": "+", "choices": IMPLEMENTATIONS, "default": IMPLEMENTATIONS}
-    parser.add_argument("--implementations", **choices)
+    choices = (*IMPLEMENTATIONS, "triton")
+    parser.add_argument("--implementations", nargs="+", choices=choices, default=IMPLEMENTATIONS)
     parser.add_argument("--sweep", action="store_true", help="all cuts of the kernel")
     args = parser.parse_args(arguments)
     table = []

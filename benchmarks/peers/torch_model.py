@@ -116,9 +116,16 @@ def linear(x: Tensor, weight: Tensor | Float8, bias: Tensor | None = None) -> Te
     """Products of rows with a matrix of a layer: rows are rounded where the matrix is."""
     if not isinstance(weight, Float8):
         return F.linear(x, weight, bias)
-    rows, columns = rounded(x), weight
-    return torch._scaled_mm(
-        rows.values, columns.values.t(), rows.scales, columns.scales.t(), bias, out_dtype=x.dtype
+    rows, of_rows = rounded(x), F.ScalingType.RowWise
+    return F.scaled_mm(
+        rows.values,
+        weight.values.t(),
+        scale_a=rows.scales,
+        scale_recipe_a=of_rows,
+        scale_b=weight.scales.t(),
+        scale_recipe_b=of_rows,
+        bias=bias,
+        output_dtype=x.dtype,
     )
 
 

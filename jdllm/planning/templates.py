@@ -30,6 +30,9 @@ LAYERS = 2
 _LAYER_COUNTS = ("ffn", "query", "kv", "heads")
 """Where any of these is above 1, all operators of a layer run in loops."""
 
+_FLOAT8_CAPABILITY = 8.9
+"""Cards from this compute capability on multiply floats of 8 bits."""
+
 WORKSPACE = 32 << 20
 """Bytes that cuBLAS asks for beside a product; XLA allots them like any tensor."""
 _LOGITS = {Level.TOP: 2.0, Level.MOMENTS: 2.0, Level.FILTERED: 7.1}
@@ -87,12 +90,14 @@ def _scratch(config: ModelConfig, kind: StepKind, outputs: int, rows: Size | int
     Arguments:
     - `outputs`: numbers of its weight for each number of a hidden row.
     - `rows`: of the product. XLA widens a quantised weight first. A kernel for fewer rows does not. Floats of
-      8 bits are not widened for rows of 16 bits.
+      8 bits are widened, and rounded rows with them, on cards without tensor cores for these.
     """
     if config.quantization is None:
         return WORKSPACE
     numbers = outputs * config.hidden_size
     if _rounds_rows(config, kind):
+        if not _multiplies_float8(kind):
+            return WORKSPACE + numbers * kind.itemsize + rows * (config.hidden_size * (kind.itemsize + 1))
         # Loops copy the weight, and keep the rounded rows.
         return WORKSPACE + (rows * config.hidden_size + numbers) * _in_loop(rows)
     row, matrix, back = (
@@ -116,6 +121,11 @@ def _scratch(config: ModelConfig, kind: StepKind, outputs: int, rows: Size | int
 def _rounds_rows(config: ModelConfig, kind: StepKind) -> bool:
     """Whether products take rows of 8 bits."""
     return config.quantization == "fp8" and kind.itemsize == 2
+
+
+def _multiplies_float8(kind: StepKind) -> bool:
+    """Whether the device multiplies floats of 8 bits. One of unknown capability is taken to do so."""
+    return kind.device.capability is None or kind.device.capability >= _FLOAT8_CAPABILITY
 
 
 def _chunk(rows: Size, count: str) -> Size:
@@ -227,7 +237,9 @@ def add_feed_forward(
         # In a loop the sum over cards and the normed rows have one place, which the product cannot take.
         gap = hidden * _in_loop(part) if of_card else 0
         width = rounded = part * (config.intermediate_size * kind.itemsize)
-        if _rounds_rows(config, kind):  # in a loop the product has 8 bits, and all three weights are copied
+        if _rounds_rows(config, kind) and not _multiplies_float8(kind):
+            gap = scratch + -WORKSPACE  # the weight of the next product is wide already
+        elif _rounds_rows(config, kind):  # in a loop the product has 8 bits, and all weights are copied
             loop, numbers = _in_loop(part), config.intermediate_size * config.hidden_size
             rounded, gap = ceil_div(width, loop + 1), (2 * hidden + 3 * numbers) * loop
         product = _add_gates(graph, layer, x, width, scratch, gap, rounded)

@@ -14,6 +14,7 @@ from jdllm.pallas.device import Target
 from jdllm.pallas.grouped_matmul import grouped_matmul
 from jdllm.pallas.skinny_matmul import skinny_matmul
 from jdllm.planning.aot import compile_for
+from jdllm.quantised import KINDS, WeightForm
 from tests.aot.triton_kernels import KIB, check_kernel
 
 pytestmark = pytest.mark.aot
@@ -35,6 +36,13 @@ FEW = [
     ("gated", 32, jnp.float16),
     *(("gated", rows, jnp.float32) for rows in (16, 32, 64)),
 ]
+
+FEW_BITS: list[tuple[WeightForm, int, Any]] = [
+    *((bits, rows, jnp.bfloat16) for bits in ("int8", "int4") for rows in (16, 32, 64, 512)),
+    ("int4", 512, jnp.float16),
+    *((bits, rows, jnp.float32) for bits in ("int8", "int4") for rows in (16, 512)),
+]
+"""Bits of weights, rows, and the type of the rows."""
 
 
 def shape(*sizes: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
@@ -109,3 +117,17 @@ def test_neither_copies_weights(kernels: list[Any]):
     assert (executable.as_text() or "").count('custom_call_target="triton_kernel_call"') == len(kernels) == 4
     rows = 2 * 8192 * (2 * 2048 + 1024)  # those that a layer takes, leaves and keeps between
     assert temp_bytes(executable) < rows + 8 * KIB * KIB
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_products_with_few_bits_fit_the_card(
+    kernels: list[Any], monkeypatch: pytest.MonkeyPatch, capability: float
+):
+    form = form_for("quantised_matmul", monkeypatch, capability)
+    for bits, rows, dtype in FEW_BITS:
+        multiply = functools.partial(form.quantised_matmul_triton)
+        stack = jax.eval_shape(KINDS[bits].of, shape(LAYERS, 12288, 4096, dtype=dtype))
+        traced = jax.jit(multiply).trace(shape(rows, 4096, dtype=dtype), stack, layer=shape(dtype=jnp.int32))
+        traced.lower(lowering_platforms=("cuda",))
+        check_kernel(kernels[-1], capability)
+    assert len(kernels) == len(FEW_BITS)

@@ -24,7 +24,7 @@ def form(request: pytest.FixtureRequest) -> WeightForm:
     return request.param
 
 
-@pytest.mark.parametrize("implementation", ["mosaic_gpu", "xla"])
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton", "xla"])
 @pytest.mark.parametrize("product", ["llada-qkv", "llada-down", "dream-qkv", "dream-down"])
 @pytest.mark.parametrize("rows", [512, 100, 1100])
 def test_model_shapes(rows: int, product: str, implementation: Any, form: WeightForm):

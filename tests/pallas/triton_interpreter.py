@@ -18,7 +18,15 @@ import pytest
 from jdllm.pallas.triton_launch import Schedule
 
 _MARK = "jdllm_interprets"
-_NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "uint32": "u32"}
+_NAMES = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "int8": "i8",
+    "int32": "i32",
+    "uint8": "u8",
+    "uint32": "u32",
+}
 
 
 class Tensor:

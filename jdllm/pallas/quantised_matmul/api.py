@@ -8,7 +8,7 @@ from jdllm.pallas.device import target
 from jdllm.pallas.quantised_matmul.limits import QUANTISED_MATMUL
 from jdllm.quantised import Quantised
 
-Implementation = Literal["mosaic_gpu", "xla"]
+Implementation = Literal["mosaic_gpu", "triton", "xla"]
 
 
 def quantised_matmul(
@@ -24,8 +24,8 @@ def quantised_matmul(
     - `x`: the rows.
     - `weight`: a stack `[layers, n, k]` with a matrix for each layer, whose rows make the outputs.
     - `layer`: the number of the matrix. The stack is never sliced, which would copy the matrix.
-    - `implementation`: "mosaic_gpu" (for Hopper) or "xla" (portable). By default the first that can run and
-      is not turned off.
+    - `implementation`: "mosaic_gpu" (for Hopper), "triton" (from Ampere on, by the extras cuda12 and cuda13)
+      or "xla" (portable). By default the first that can run and is not turned off.
 
     Returns x @ weight[layer].T in the dtype of `x`. Sums are f32.
 

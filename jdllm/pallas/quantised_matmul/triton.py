@@ -1,0 +1,73 @@
+"""Products with matrices in few bits in Triton: a kernel streams weights, XLA adds the sums of parts."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jdllm.pallas.device import target
+from jdllm.pallas.quantised_matmul.limits import check_triton
+from jdllm.pallas.quantised_matmul.triton_kernel import multiply_rows
+from jdllm.pallas.skinny_matmul.triton import parts_of
+from jdllm.pallas.triton_launch import MANY, ProductSizes, Schedule, SizeTable, fitting, launch
+from jdllm.quantised import GROUP, Grouped, Quantised
+
+_SIZES: SizeTable[ProductSizes] = {
+    2: (
+        (16, 99, ProductSizes(16, 128, 64, Schedule(4, 4))),
+        (32, 99, ProductSizes(32, 128, 64, Schedule(4, 4))),
+        (64, 99, ProductSizes(64, 128, 64, Schedule(4, 3))),
+        (MANY, 99, ProductSizes(128, 128, 32, Schedule(8, 3))),
+    ),
+    4: (
+        (16, 99, ProductSizes(16, 64, 32, Schedule(4, 2))),
+        (MANY, 99, ProductSizes(32, 64, 32, Schedule(4, 2))),
+    ),
+}
+"""Of up to so many rows. A group of inputs is a multiple of each depth."""
+
+sizes_for = functools.partial(fitting, _SIZES)
+
+
+def quantised_matmul_triton(
+    x: Float[Array, "rows k"],
+    weight: Quantised,
+    *,
+    layer: Int[Array, ""] | int,
+    sizes: ProductSizes | None = None,
+) -> Float[Array, "rows n"]:
+    """Triton form of `jdllm.pallas.quantised_matmul.quantised_matmul`.
+
+    Every sum adds its terms in an order that depends on the cut alone. No weight is rounded: sums are scaled,
+    in 4 bits those of each group.
+
+    Arguments:
+    - `sizes`: by default those of the device that is traced for.
+
+    Raises `NotImplementedError` where `check_triton` does.
+    """
+    check_triton(x, weight)
+    (rows, k), n = x.shape, weight.shape[1]
+    sizes = sizes or sizes_for(rows, x.dtype.itemsize, target().capability)
+    grouped = isinstance(weight, Grouped)
+    ordered = weight.stored_order(x)
+    if grouped:
+        ordered = jnp.stack([ordered[:, half::2] for half in range(2)])
+    columns, row_blocks = -(-n // sizes.columns), -(-rows // sizes.rows)
+    parts = parts_of(columns * row_blocks, k // sizes.depth)
+    (sums,) = launch(
+        multiply_rows,
+        *(ordered, weight.values, weight.scales, jnp.asarray(layer, jnp.int32).reshape(1), rows),
+        out_shape=[jax.ShapeDtypeStruct((parts, rows, n), x.dtype if parts == 1 else jnp.float32)],
+        grid=(columns, row_blocks, parts),
+        schedule=sizes.schedule,
+        PARTS=parts,
+        K=k,
+        N=n,
+        GROUP=GROUP if grouped else 0,
+        BLOCK_R=sizes.rows,
+        BLOCK_N=sizes.columns,
+        BLOCK_K=sizes.depth,
+    )
+    return functools.reduce(jnp.add, sums).astype(x.dtype)
