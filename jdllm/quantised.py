@@ -79,6 +79,10 @@ class Quantised:
         """Rows whose inputs are in the order of `values`: products of both are those of inputs in order."""
         return out_of_order(x)
 
+    def of_layer(self, place: Int[Array, ""] | int) -> "Quantised":
+        """The matrix of the layer at a place of a stack."""
+        return jax.tree.map(lambda part: lax.dynamic_index_in_dim(part, place, keepdims=False), self)
+
     def some_outputs(self, start: Int[Array, ""] | int, size: int) -> "Quantised":
         """`size` neighbouring rows, from `start` on."""
         values = lax.dynamic_slice_in_dim(self.values, start, size, axis=-2)

@@ -48,13 +48,6 @@ class InStack(NamedTuple):
     stack: Quantised
     place: Int[Array, ""] | int
 
-    def sliced(self) -> Quantised:
-        """The matrix alone."""
-        return jax.tree.map(self._of_layer, self.stack)
-
-    def _of_layer(self, part: Array) -> Array:
-        return lax.dynamic_index_in_dim(part, self.place, keepdims=False)
-
 
 class Dtypes(NamedTuple):
     """Types of a model's numbers: its matrices, its hidden rows, and the keys and values that it stores."""
@@ -102,7 +95,7 @@ def some_outputs(
 ) -> Float[Array, "size i"] | Quantised:
     """`size` neighbouring outputs of a weight, from `start` on."""
     if isinstance(weight, InStack):
-        return weight.sliced().some_outputs(start, size)
+        return weight.stack.of_layer(weight.place).some_outputs(start, size)
     if isinstance(weight, Quantised):
         return weight.some_outputs(start, size)
     return lax.dynamic_slice_in_dim(weight, start, size)

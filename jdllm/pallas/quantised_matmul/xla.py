@@ -1,7 +1,5 @@
 """Products with matrices in few bits by XLA, on any device."""
 
-import jax
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jdllm.layers import linear
@@ -12,5 +10,4 @@ def quantised_matmul_xla(
     x: Float[Array, "rows k"], weight: Quantised, *, layer: Int[Array, ""] | int
 ) -> Float[Array, "rows n"]:
     """Portable form of `jdllm.pallas.quantised_matmul.quantised_matmul`: the wide matrix is in memory."""
-    own = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, layer, keepdims=False), weight)
-    return linear(x, own)
+    return linear(x, weight.of_layer(layer))
