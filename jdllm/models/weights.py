@@ -85,7 +85,7 @@ class TensorSpec:
     def struct(self, dtype: jnp.dtype | str) -> jax.ShapeDtypeStruct | Quantised:
         """The leaf without its numbers, where weights that are not quantised are of `dtype`."""
         if self.quantised:
-            return _quantised_struct(self.shape, self.quantised)
+            return quantised_struct(self.shape, self.quantised)
         return jax.ShapeDtypeStruct(self.shape, jnp.dtype(dtype))
 
     def zeros(self, dtype: jnp.dtype | str, device: Any = None) -> Any:
@@ -94,7 +94,7 @@ class TensorSpec:
 
 
 @functools.lru_cache(1024)
-def _quantised_struct(shape: tuple[int, ...], form: WeightForm) -> Quantised:
+def quantised_struct(shape: tuple[int, ...], form: WeightForm) -> Quantised:
     """Matrices in few bits without their numbers; a plan asks for the same ones many times."""
     return jax.eval_shape(KINDS[form].of, jax.ShapeDtypeStruct(shape, jnp.float32))
 

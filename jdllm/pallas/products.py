@@ -121,10 +121,9 @@ class TensorCores:
             product = TensorCores.accumulate(product, *operands(part))
         last = operands(parts - 1)
         # Registers are fewest earlier. When the last product ends, all warps have read all of the stage.
-        down = plgpu.load(scales, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+        down = TensorCores._down(scales)
         product = TensorCores.accumulate(product, *last)
-        factors = plgpu.layout_cast(lax.broadcast_in_dim(down, sums.shape, [0]), plgpu.Layout.WGMMA)
-        return sums + factors * product
+        return sums + TensorCores._across(down, sums.shape) * product
 
     @staticmethod
     def add_product_of_scaled(sums: Sums, weights: Any, scales: Any, rows: Any) -> Sums:
@@ -135,8 +134,17 @@ class TensorCores:
 
     @staticmethod
     def scaled(sums: Sums, scales: Any) -> Sums:
-        down = plgpu.load(scales, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-        return sums * plgpu.layout_cast(lax.broadcast_in_dim(down, sums.shape, [0]), plgpu.Layout.WGMMA)
+        return sums * TensorCores._across(TensorCores._down(scales), sums.shape)
+
+    @staticmethod
+    def _down(scales: Any) -> Float[Array, " columns"]:
+        """Scales in memory, as the columns of a product lie in registers."""
+        return plgpu.load(scales, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+
+    @staticmethod
+    def _across(down: Float[Array, " columns"], shape: tuple[int, ...]) -> Sums:
+        """A number of each column for all rows."""
+        return plgpu.layout_cast(lax.broadcast_in_dim(down, shape, [0]), plgpu.Layout.WGMMA)
 
     @staticmethod
     def scores(q: Any, keys: Any, issued: Callable[[], None]) -> Scores:

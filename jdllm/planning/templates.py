@@ -6,6 +6,7 @@ memory, and what a matrix product needs beside its result, follow what the compi
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from jdllm.chunks import TILE
 from jdllm.decoding.head_decision import GATHERED_ROWS
 from jdllm.models.config import ModelConfig, MoeConfig
+from jdllm.models.weights import quantised_struct
 from jdllm.pallas.attention.limits import ATTENTION
 from jdllm.pallas.device import Target
 from jdllm.pallas.dispatch import Form
@@ -24,7 +26,6 @@ from jdllm.pallas.masked_logits import LISTED, Level
 from jdllm.pallas.masked_logits.limits import FUSED_UNIT, default_call
 from jdllm.pallas.quantised_matmul.limits import MOST_ROWS, QUANTISED_MATMUL
 from jdllm.planning.graph import GraphTemplate, Size, ceil_div, dim, maximum, minimum
-from jdllm.quantised import KINDS
 
 LAYERS = 2
 _LAYER_COUNTS = ("ffn", "query", "kv", "heads")
@@ -100,18 +101,11 @@ def _scratch(config: ModelConfig, kind: StepKind, outputs: int, rows: Size | int
             return WORKSPACE + numbers * kind.itemsize + rows * (config.hidden_size * (kind.itemsize + 1))
         # Loops copy the weight, and keep the rounded rows.
         return WORKSPACE + (rows * config.hidden_size + numbers) * _in_loop(rows)
-    row, matrix, back = (
-        jax.ShapeDtypeStruct(shape, _dtype(kind))
-        for shape in (
-            (1, config.hidden_size),
-            (1, outputs, config.hidden_size),
-            (1, config.hidden_size, outputs),
-        )
+    row = jax.ShapeDtypeStruct((1, config.hidden_size), _dtype(kind))
+    forms = (
+        QUANTISED_MATMUL.default(kind.device, row, quantised_struct((1, *sides), config.quantization))
+        for sides in itertools.permutations((outputs, config.hidden_size))
     )
-    forms = {
-        QUANTISED_MATMUL.default(kind.device, row, jax.eval_shape(KINDS[config.quantization].of, weight))
-        for weight in (matrix, back)
-    }
     widened: Size | int = numbers * kind.itemsize
     if all(form.language != "xla" for form in forms):
         widened = minimum(maximum(rows + -MOST_ROWS, 0), 1) * widened

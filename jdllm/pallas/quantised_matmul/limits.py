@@ -1,9 +1,11 @@
 """The forms of products with matrices in few bits, and the limits of those for NVIDIA cards."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jdllm.pallas.dispatch import Form, Operator, check_one_dtype, forms_of
@@ -17,14 +19,7 @@ beside them."""
 
 def check_mosaic_gpu(x: Float[Array, "rows k"] | jax.ShapeDtypeStruct, weight: Any) -> None:
     """Raise `NotImplementedError`, naming the limit, where the Hopper form cannot take these operands."""
-    refusal = "the Hopper form multiplies rows of bfloat16 or float16 with matrices in few bits, not of"
-    check_one_dtype(refusal, (jnp.bfloat16, jnp.float16), x)
-    if not 1 <= x.shape[0] <= MOST_ROWS:
-        raise NotImplementedError(f"the Hopper form takes 1 to {MOST_ROWS} rows, not {x.shape[0]}")
-    if isinstance(weight, Float8):
-        raise NotImplementedError(
-            "the Hopper form takes no floats of 8 bits, which XLA multiplies as they are"
-        )
+    _check_kernel("Hopper", (jnp.bfloat16, jnp.float16), x, weight)
     _, n, k = weight.shape
     if n % WARPGROUP_ROWS or k % GROUP or 0 in (n, k):
         raise NotImplementedError(
@@ -35,15 +30,27 @@ def check_mosaic_gpu(x: Float[Array, "rows k"] | jax.ShapeDtypeStruct, weight: A
 
 def check_triton(x: Float[Array, "rows k"] | jax.ShapeDtypeStruct, weight: Any) -> None:
     """Raise `NotImplementedError`, naming the limit, where the Triton form cannot take these operands."""
-    refusal = "the Triton form multiplies rows of bfloat16, float16 or float32 with few bits, not of"
-    check_one_dtype(refusal, (jnp.bfloat16, jnp.float16, jnp.float32), x)
-    if not 1 <= x.shape[0] <= MOST_ROWS:
-        raise NotImplementedError(f"the Triton form takes 1 to {MOST_ROWS} rows, not {x.shape[0]}")
-    if isinstance(weight, Float8):
-        raise NotImplementedError("the Triton form takes no floats of 8 bits, which are XLA's")
+    _check_kernel("Triton", (jnp.bfloat16, jnp.float16, jnp.float32), x, weight)
     _, n, k = weight.shape
     if k % GROUP or 0 in (n, k):
         raise NotImplementedError(f"the Triton form takes inputs in multiples of {GROUP}, not {n} x {k}")
+
+
+def _check_kernel(
+    form: str,
+    dtypes: Sequence[DTypeLike],
+    x: Float[Array, "rows k"] | jax.ShapeDtypeStruct,
+    weight: Any,
+) -> None:
+    """The limits that both kernels have, whatever the sides of a matrix are."""
+    names = ", ".join(jnp.dtype(dtype).name for dtype in dtypes)
+    check_one_dtype(f"the {form} form multiplies rows of {names} with few bits, not of", dtypes, x)
+    if not 1 <= x.shape[0] <= MOST_ROWS:
+        raise NotImplementedError(f"the {form} form takes 1 to {MOST_ROWS} rows, not {x.shape[0]}")
+    if isinstance(weight, Float8):
+        raise NotImplementedError(
+            f"the {form} form takes no floats of 8 bits, which XLA multiplies as they are"
+        )
 
 
 QUANTISED_MATMUL = Operator[None](

@@ -32,7 +32,7 @@ CLUSTERS = (2, 1)
 _MOST_STAGES = 8
 
 # Cycles, as far as they tell one cut from another.
-_PRODUCT = 8192  # numbers of rows, columns and inputs that a processor multiplies in four cycles
+_PRODUCTS = 2048  # of a row, a column and an input, that a processor adds up in a cycle
 _LOADED = 24  # bytes a cycle that a processor gets, where all of them load
 _STORED = 3000  # from the last product of a tile to the first one of the next
 
@@ -111,7 +111,7 @@ class Tiles:
         """About how long a product takes, to compare cuts."""
         row_blocks, clusters = -(-rows // self.rows), columns // (self.cluster * self.columns)
         turns = -(-row_blocks * clusters * self.cluster // self.processors)
-        product = self.rows * self.columns * DEPTH * 4 / _PRODUCT
+        product = self.rows * self.columns * DEPTH / _PRODUCTS
         loaded = (self.rows * DEPTH * 2 / self.cluster + self.columns * self.weight_bytes) / _LOADED
         return turns * (depth // DEPTH * max(product, loaded) + _STORED)
 
