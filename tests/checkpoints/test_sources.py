@@ -4,6 +4,7 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
+from huggingface_hub import constants
 
 from jdllm.checkpoints.loading import resolve
 from jdllm.errors import CheckpointError
@@ -76,7 +77,7 @@ def test_a_hub_id_is_downloaded_without_other_files(monkeypatch, tmp_path):
 
 
 def test_an_unreachable_hub_names_the_model(monkeypatch, tmp_path):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(CheckpointError, match="no directory nobody/nothing, and the hub does not give"):
         resolve("nobody/nothing")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
+from huggingface_hub import constants
 from typer.main import get_command
 
 from jdllm import LLM
@@ -158,8 +159,8 @@ def test_a_model_is_a_directory_or_a_file_or_a_hub_id(
 
 
 def test_models_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     assert_mistake(run("nobody/nothing"), "nobody/nothing", "hub")
     assert_mistake(run("./nobody"), "no directory nobody")
     assert_mistake(run("~no-such-user/model"), "~no-such-user/model")
