@@ -1,9 +1,9 @@
 """Where the device time of one denoising step goes, by kernel.
 
-Run as `python3 -m benchmarks profile [--shape llada-8b] [--rows 4096 | --cached 4096] [--trace DIR]` on
-a card. With `--rows` the step is that of `benchmarks.steps.full`: random weights, half of the rows masked and
-evaluated. With `--cached` it is that of `benchmarks.steps.cached`: 32 rows against so many cached ones. Times
-are those of the device's streams; what the streams wait for is in `wall_ms` only.
+Run as `python3 -m benchmarks profile [--shape llada-8b] [--rows 4096 | --cached 4096] [--quantization int4]
+[--trace DIR]` on a card. With `--rows` the step is that of `benchmarks.steps.full`: random weights, half of
+the rows masked and evaluated. With `--cached` it is that of `benchmarks.steps.cached`: 32 rows against so
+many cached ones. Times are those of the device's streams; what the streams wait for is in `wall_ms` only.
 """
 
 import collections
@@ -17,15 +17,14 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from flax import nnx
 
 from benchmarks.cases import case_parser
 from benchmarks.record import record, waited_seconds
 from benchmarks.shapes import SHAPES
 from benchmarks.steps import cached, full
-from jdllm.execution.module import Transformer
+from jdllm.engine_options import QUANTIZATIONS
 from jdllm.models.config import ModelConfig
-from jdllm.models.weights import Params
+from jdllm.models.weights import Params, init_params
 
 SHOWN = 25
 
@@ -141,16 +140,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     kind.add_argument("--rows", type=int, default=4096)
     kind.add_argument("--cached", type=int)
     parser.add_argument("--fresh", type=int, default=32, help="rows of a cached step")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, help="of the matrices of layers")
     parser.add_argument("--trace", type=Path, help="where to leave the trace; by default nowhere")
     args = parser.parse_args(arguments)
-    config = SHAPES[args.shape]
-    params = Transformer(config, rngs=nnx.Rngs(0), dtype="bfloat16").params()
+    config = SHAPES[args.shape].quantised(args.quantization)
+    params = init_params(config, jax.random.key(0), "bfloat16")
     if args.cached:
         dispatch = cached.compile_step(params, config, fresh=args.fresh, cached=args.cached)
         name, steps = f"profile_cached_step_{args.shape}_{args.cached}", cached.STEPS
     else:
         dispatch = full_step(params, config, args.rows)
         name, steps = f"profile_step_{args.shape}_{args.rows}", full.STEPS
+    name += f"_{args.quantization}" if args.quantization else ""
     with tempfile.TemporaryDirectory() as scratch:
         events, seconds = profile(dispatch, args.trace or Path(scratch))
     busy, wall = busy_us(events) / steps / 1e3, 1e3 * seconds / steps
