@@ -22,9 +22,11 @@ from benchmarks.random_checkpoint import llada_hf_config, write_random_checkpoin
 from benchmarks.record import record
 from benchmarks.shapes import SHAPES
 from jdllm.checkpoints.conversion import to_hf, to_native
+from jdllm.checkpoints.default_form import default_form
 from jdllm.checkpoints.loading import load_params, read_index, resolve_dtype
 from jdllm.checkpoints.native import compare_checksums
-from jdllm.models.hf_config import config_from_hf
+from jdllm.engine_options import QUANTIZATIONS
+from jdllm.models.hf_config import config_from_hf, read_config
 from jdllm.models.weights import is_spec, param_bytes, spec_tree
 
 
@@ -35,6 +37,7 @@ def measure_load(directory: Path, dtype: str) -> dict[str, float | int | str]:
     largest stored tensor.
     """
     config = config_from_hf(directory)
+    config = config.quantised(default_form(directory, config, read_config(directory)))
     dtype = resolve_dtype(directory, config, dtype)
     sizes = [stored.bytes for stored in read_index(directory).values()]
     on_host = param_bytes(config, dtype) if jax.default_backend() == "cpu" else 0
@@ -75,11 +78,16 @@ def status_bytes(key: str) -> int:
 
 
 def load(arguments: Sequence[str]) -> None:
-    """`python3 -m benchmarks load [--shape llada-8b] [--layers N] [--dtype auto] [--directory DIR]`."""
+    """`python3 -m benchmarks load [--shape llada-8b] [--layers N] [--dtype auto] [--quantization int4]
+    [--directory DIR]`.
+
+    With a quantization a native checkpoint of matrices in few bits is loaded.
+    """
     parser = case_parser("load", load.__doc__)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llada-8b")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, help="of the matrices of layers")
     parser.add_argument(
         "--directory", type=Path, help="where the checkpoint is written (a temporary directory)"
     )
@@ -89,8 +97,16 @@ def load(arguments: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory(dir=args.directory) as scratch:
         start_device(Path(scratch), args.dtype)
         directory = write_random_checkpoint(Path(scratch) / args.shape, llada_hf_config(shape))
-        row = {"shape": args.shape, "layers": shape.num_layers, **measure_load(directory, args.dtype)}
-    record("load", [row], args.out)
+        if args.quantization:
+            source, directory = directory, Path(scratch) / args.quantization
+            to_native(source, directory, quantize=args.quantization, progress=True)
+        row = {
+            "shape": args.shape,
+            "layers": shape.num_layers,
+            "quantization": args.quantization,
+            **measure_load(directory, args.dtype),
+        }
+    record(f"load_{args.quantization}" if args.quantization else "load", [row], args.out)
 
 
 def measure_conversion(source: Path, scratch: Path) -> list[dict[str, float | int | str]]:
