@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from jdllm.pallas.widening import widened, widened_pairs
+from jdllm.pallas.widening import scaled_pairs, widened, widened_pairs
 from jdllm.quantised import in_order, unpacked
 
 Output = Float[Array, "warpgroup_rows head_dim"]
@@ -128,8 +128,7 @@ class TensorCores:
     @staticmethod
     def add_product_of_scaled(sums: Sums, weights: Any, scales: Any, rows: Any) -> Sums:
         loaded = plgpu.load(weights, layout=plgpu.Layout.WGMMA_UPCAST_2X)
-        exact = widened_pairs(loaded, rows.dtype, 0, 1).astype(jnp.float32)
-        wide = TensorCores.scaled(exact, scales).astype(rows.dtype)
+        wide = scaled_pairs(widened_pairs(loaded, rows.dtype, 0, 1), TensorCores._down(scales))
         return TensorCores.accumulate(sums, wide, rows.transpose((1, 0)))
 
     @staticmethod

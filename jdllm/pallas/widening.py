@@ -20,15 +20,17 @@ makes floats of them, and one that subtracts what they are too large by.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
-from jaxtyping import Array, Float, Float8e4m3fn, Int8, UInt8
+from jaxtyping import Array, Float, Float8e4m3fn, Float32, Int8, UInt8
 
 from jdllm.quantised import FLOAT8
 
@@ -70,6 +72,38 @@ def widened_pairs(
     - `part`, `parts`: which part of the inputs, of so many.
     """
     return _pairs(values, dtype, 4, _pair_of_nibbles, part, parts)
+
+
+def scaled_pairs(
+    values: Float[Array, "columns depth"], scales: Float32[Array, " columns"]
+) -> Float[Array, "columns depth"]:
+    """Numbers times the scales of their columns, rounded to their type.
+
+    A scale is the sum of two numbers of 16 bits: a pair takes a multiplication and a fused one, and no number
+    is converted. The sum falls short of the scale by 2^-17 of the scale at most (bfloat16).
+
+    Arguments:
+    - `values`: whole numbers of 4 bits, bfloat16 or float16, in the layout `WGMMA`.
+    - `scales`: in this layout, reduced by its second axis.
+    """
+    pair = _FORMS[jnp.dtype(values.dtype)][1]
+    high = scales.astype(values.dtype)
+    low = (scales - high.astype(jnp.float32)).astype(values.dtype)
+    across = (lax.broadcast_in_dim(x, values.shape, [0]) for x in (high, low))
+    operands = [values, *(plgpu.layout_cast(x, plgpu.Layout.WGMMA) for x in across)]
+
+    def run(_, *operands: Any) -> mgpu.FragmentedArray:
+        i32 = ir.IntegerType.get_signless(32)
+        ptx = f"{{ .reg .b32 r; mul.{pair} r, $1, $3; fma.rn.{pair} $0, $1, $2, r; }}"
+        registers = np.empty_like(operands[0].registers)
+        for place, register in np.ndenumerate(operands[0].registers):
+            words = [utils.bitcast(operand.registers[place], i32) for operand in operands]
+            product = llvm.inline_asm(i32, words, ptx, "=r,r,r,r")
+            registers[place] = utils.bitcast(product, register.type)
+        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+    result = plgpu.ShapeDtypeStruct(values.shape, values.dtype, layout=plgpu.Layout.WGMMA)
+    return plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,) * 3, return_type=result)(run)(*operands)
 
 
 def _pairs(

@@ -17,8 +17,8 @@ def quantised_matmul_mosaic_gpu(
     """Hopper form of `jdllm.pallas.quantised_matmul.quantised_matmul`, for bfloat16 and float16.
 
     Every sum adds its terms in the order of the inputs: the bits of a row depend on the row alone. Weights of
-    4 bits are scaled, and rounded to the dtype of `x`, before they are multiplied, as by XLA. Sums of weights
-    of 8 bits are scaled.
+    4 bits are scaled, and rounded to the dtype of `x`, before they are multiplied, as by XLA. A scale is the
+    sum of two numbers of this dtype. Sums of weights of 8 bits are scaled.
 
     Arguments:
     - `tiles`: the cut; by default one that suits the shapes.
