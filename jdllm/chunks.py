@@ -48,6 +48,10 @@ class ChunkConfig:
         return dataclasses.replace(self, ffn=ffn, query=query, kv=kv)
 
 
+UNCUT = ChunkConfig()
+"""No operator is cut."""
+
+
 def chunk_rows(rows: int, count: int) -> int:
     """Rows of a chunk where `rows` are cut into at most `count`: whole tiles of 128, or all rows."""
     size = -(-rows // count)

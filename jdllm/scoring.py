@@ -12,7 +12,7 @@ import numpy as np
 from jdllm.arguments import shortened
 from jdllm.arrays import padded
 from jdllm.block_scoring import BlockPair, BlockQuestion, blocks_laid_out
-from jdllm.chunks import ChunkConfig
+from jdllm.chunks import UNCUT, ChunkConfig
 from jdllm.compiling.executables import Executables, Program
 from jdllm.decoding.head import Sources
 from jdllm.decoding.likelihood import Asked, Perturbation, TokenScores, all_logits, token_logprobs
@@ -266,7 +266,7 @@ class Scorer:
     def logits(self, token_ids: np.ndarray) -> np.ndarray:
         """f32 `[batch, length, vocab]` of int32 ids `[batch, length]`, before any shift, finite or not."""
         tokens, rows, _ = lay_out(list(token_ids), self._config)
-        static = {"config": self._config, "chunks": ChunkConfig()}
+        static = {"config": self._config, "chunks": UNCUT}
         out = self._call(Program(all_logits, (self._params, tokens, rows), static), len(tokens))
         batch, length = token_ids.shape
         return jax.device_get(out)[: batch * length].reshape(batch, length, -1)

@@ -14,9 +14,10 @@ from jdllm.planning.account import Account
 from jdllm.planning.answer import Longest, Report, room_of
 from jdllm.planning.budget import CUDA_CONTEXT, GUARD
 from jdllm.planning.checks.compiler import compiler_temp_bytes
-from jdllm.planning.plan import Workload, row_ladder
+from jdllm.planning.plan import Workload
 from jdllm.planning.report import Frame, format_peak_table, timeline
-from jdllm.planning.search import largest, search
+from jdllm.planning.room import longest_request
+from jdllm.planning.search import search
 from jdllm.planning.sharing import pages_of
 from jdllm.planning.step_time import format_seconds, step_time
 from jdllm.planning.templates import step_template
@@ -106,13 +107,13 @@ def _with_cache(workload: Workload) -> Workload:
 
 
 def _longest_cached(workload: Workload, account: Account) -> int:
-    """Tokens of the longest request with a cache that an engine takes, a value of the row ladder."""
+    """Tokens of the longest request with a cache that an engine takes."""
     cached = _with_cache(workload)
 
     def taken(rows: int) -> bool:
         return account.sharing is not None and room_of(cached, rows).is_in(account.sharing)
 
-    return (largest(taken, row_ladder()) or 0) if account.pages > 1 else 0
+    return longest_request(taken) if account.pages > 1 else 0
 
 
 def describe(report: Report) -> str:

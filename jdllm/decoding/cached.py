@@ -3,6 +3,7 @@
 from jaxtyping import Array, Float, Int
 
 from jdllm.arrays import Tensor
+from jdllm.chunks import UNCUT, ChunkConfig
 from jdllm.decoding.batch import Batch, Trace
 from jdllm.decoding.step import SelectionBits, keyed_bits, run_steps, step_behind
 from jdllm.decoding.unseen import Unseen, left_by, with_unseen
@@ -32,6 +33,7 @@ def refresh(
     scored: bool,
     left: int,
     usual: bool = False,
+    chunks: ChunkConfig = UNCUT,
     selection_bits: SelectionBits = keyed_bits,
 ) -> tuple[tuple[Trace, Int[Array, " left"]], KvArrays]:
     """One denoising step of whole sequences, whose keys and values are stored.
@@ -46,6 +48,7 @@ def refresh(
     - `scored`: whether any segment keeps its best candidates; static.
     - `left`: of how many head rows tokens stay on the device; static.
     - `usual`: whether all these are usual, as in `jdllm.execution.paged.selection.sources`; static.
+    - `chunks`: static; chunk counts of the layers, of which that of heads is 1.
     - `selection_bits`: static; the source of the draws that select rows.
 
     Returns the trace of one step, the tokens that are `left_by` it, and the pool. The step itself is exact
@@ -54,7 +57,7 @@ def refresh(
 
     def forward(tokens: RowInts, wanted: Wanted) -> tuple[Hidden, KvArrays]:
         given = params, config, tokens, batch.rows, pool, selection, table
-        return forward_refresh(*given, scored=scored, usual=usual, wanted=wanted)
+        return forward_refresh(*given, scored=scored, usual=usual, wanted=wanted, chunks=chunks)
 
     trace, pool = step_behind(
         forward,

@@ -71,13 +71,22 @@ def layer_by_layer(
     if config.num_kv_heads % chunks.heads:
         raise ValueError(f"{chunks.heads} head groups do not divide {config.num_kv_heads} key-value heads")
     chunks = chunks.in_loops()
-    attend = _attend_whole if chunks.heads == 1 else _attend_by_groups
-    for name, start, end in layer_runs(config):
-        for place in range(start, end):
-            layer = Layer(LayerView(params[name], place), config)
-            h = attend(layer, h, rows, chunks)
-            h = _feed_forward(layer, h, chunks.ffn)
-            yield h
+    for layer in layers_of(params, config):
+        if chunks.heads == 1:
+            h = attend_in_chunks(
+                layer, h, rows, keys_values_in_chunks(layer, h, rows, chunks.kv), chunks.query
+            )
+        else:
+            h = _attend_by_groups(layer, h, rows, chunks)
+        h = feed_forward_in_chunks(layer, h, chunks.ffn)
+        yield h
+
+
+def layers_of(params: Params, config: ModelConfig) -> Iterator[Layer]:
+    """All layers in order, whose weights are sliced from their stacks where they are read."""
+    runs = ((name, place) for name, start, end in layer_runs(config) for place in range(start, end))
+    for number, (name, place) in enumerate(runs):
+        yield Layer(LayerView(params[name], place), config, number)
 
 
 def over_chunks[Carry](
@@ -115,7 +124,9 @@ def _room(h: Hidden, shape: tuple[int, ...], place: int = 0) -> Array:
     return jnp.broadcast_to(h[0, place], shape)
 
 
-def _keys_values(layer: Layer, h: Hidden, rows: Rows, count: int, group: Group = ALL_HEADS) -> KeysValues:
+def keys_values_in_chunks(
+    layer: Layer, h: Hidden, rows: Rows, count: int, group: Group = ALL_HEADS
+) -> KeysValues:
     """Keys and values of all rows, for one group of heads, projected in `count` chunks."""
     shape = (h.shape[0], layer.config.num_kv_heads // group.count, layer.config.head_dim)
 
@@ -139,15 +150,14 @@ def _attended(
     return Ranges(rows, rotation, attention, keys_values).attend(layer, h, group)[0]
 
 
-def _attend_whole(layer: Layer, h: Hidden, rows: Rows, chunks: ChunkConfig) -> Hidden:
-    """Attention with the keys and values of all heads at once."""
-    keys_values = _keys_values(layer, h, rows, chunks.kv)
+def attend_in_chunks(layer: Layer, h: Hidden, rows: Rows, keys_values: KeysValues, count: int) -> Hidden:
+    """Add attention over the keys and values of all rows and heads, in `count` chunks of rows."""
 
     def attend(h: Hidden, start: Start, size: int) -> Hidden:
         o = _attended(layer, h, rows, keys_values, start, size, ALL_HEADS)
         return _add(h, start, layer.project_back(o))
 
-    return over_chunks(h.shape[0], chunks.query, attend, h)
+    return over_chunks(h.shape[0], count, attend, h)
 
 
 def _attend_by_groups(layer: Layer, h: Hidden, rows: Rows, chunks: ChunkConfig) -> Hidden:
@@ -159,7 +169,7 @@ def _attend_by_groups(layer: Layer, h: Hidden, rows: Rows, chunks: ChunkConfig) 
 
     def attend_group(index: Start, attended: Float[Array, "rows width"]) -> Float[Array, "rows width"]:
         group = Group(index, chunks.heads)
-        keys_values = _keys_values(layer, h, rows, chunks.kv, group)
+        keys_values = keys_values_in_chunks(layer, h, rows, chunks.kv, group)
 
         def attend(attended: Array, start: Start, size: int) -> Array:
             o = _attended(layer, h, rows, keys_values, start, size, group)
@@ -177,7 +187,9 @@ def _attend_by_groups(layer: Layer, h: Hidden, rows: Rows, chunks: ChunkConfig) 
     return over_chunks(h.shape[0], chunks.query, project_back, h)
 
 
-def _feed_forward(layer: Layer, h: Hidden, count: int) -> Hidden:
+def feed_forward_in_chunks(layer: Layer, h: Hidden, count: int) -> Hidden:
+    """Add the feed-forward branch, in `count` chunks of rows."""
+
     def feed_forward(h: Hidden, start: Start, size: int) -> Hidden:
         return _add(h, start, layer.feed_forward(_window(h, start, size)))
 

@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jdllm.arrays import Tensor
-from jdllm.chunks import ChunkConfig
+from jdllm.chunks import UNCUT, ChunkConfig
 from jdllm.execution.chunked import run_layers
 from jdllm.execution.few_rows.streamed import streamed_of
 from jdllm.layers import rms_norm
@@ -30,7 +30,6 @@ from jdllm.models.whole_layers import WHOLE, WholeLayers
 from jdllm.pallas.attention import attention as default_attention
 from jdllm.pallas.attention.ranges import ranges_of
 
-_WHOLE = ChunkConfig()
 _UNROLLED = 4  # layers of few rows: the start of a turn would be a fiftieth of a layer
 
 
@@ -42,7 +41,7 @@ class Wanted(NamedTuple):
 
 
 def forward(
-    params: Params, config: ModelConfig, tokens: RowInts, rows: Rows, *, chunks: ChunkConfig = _WHOLE
+    params: Params, config: ModelConfig, tokens: RowInts, rows: Rows, *, chunks: ChunkConfig = UNCUT
 ) -> Hidden:
     """Run all layers over packed rows.
 
@@ -68,7 +67,7 @@ def apply_layers(
     h: Hidden,
     rows: Rows,
     *,
-    chunks: ChunkConfig = _WHOLE,
+    chunks: ChunkConfig = UNCUT,
     attention: AttentionFn | None = None,
 ) -> Hidden:
     """`forward` from the embedded rows `h` on; of `params` the layers are read.

@@ -93,7 +93,8 @@ class Account:
         if self.sharing is not None:
             options = Room(rows, pages * PAGE_ROWS).options(self.sharing)
         named = " and ".join(f"{name}={value!r}" for name, value in options.items())
-        raise NoRoomError(f"a request {lacks}: set {named} or more, or shorten its prompt or its generation")
+        more = "" if "max_num_batched_tokens" in options else " or more"
+        raise NoRoomError(f"a request {lacks}: set {named}{more}, or shorten its prompt or its generation")
 
     def step_room(self, rows: int) -> StepRoom | None:
         """The room for a step of so many packed rows; `None` where there is no budget.
@@ -134,8 +135,9 @@ def make_account(
 ) -> Account:
     """Share out a device.
 
-    Refreshes and reuses run whole, so the pool leaves room for a whole step of `rows` rows and a sixteenth
-    more, by which a compiled step may differ from its plan. Full steps are cut to fit beside the pool.
+    Refreshes and reuses of several requests run whole, so the pool leaves room for a whole step of `rows`
+    rows and a sixteenth more, by which a compiled step may differ from its plan. Full steps, and refreshes of
+    a longer request, are cut to fit beside the pool.
 
     Arguments:
     - `config`, `dtype`: the model, and the type of its weights and activations.
@@ -189,7 +191,7 @@ def make_account(
         rows=rows,
         max_num_logits=model.logits_rows(rows),
         max_context=beside,
-        max_refresh=max_refresh,
+        max_refresh=min(max_refresh, beside) if not config.in_parts else max_refresh,
         longest=max(beside, longest),
         pages=pages,
         page_bytes=page_bytes,

@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jdllm.byte_sizes import parse_bytes
 from jdllm.errors import ConfigError
 from jdllm.execution.offload.tiers import HostTiers
 from jdllm.planning.account import Account, make_account
@@ -17,11 +18,9 @@ from jdllm.planning.plan import (
     least_room,
     max_context,
     plan_memory,
-    row_ladder,
     rungs,
 )
-from jdllm.planning.room import Options, Room
-from jdllm.planning.search import largest
+from jdllm.planning.room import Options, Room, longest_request
 from jdllm.planning.sharing import Sharing
 from jdllm.planning.step_time import step_time
 
@@ -187,12 +186,12 @@ def _cached(asked: StepQuestion) -> Report:
     sharing = None if engine is None else engine.sharing
     longest = Longest(0, 0.0)
     if sharing is not None:
-        most = largest(lambda rows: _options(workload, sharing, rows) is not None, row_ladder()) or 0
+        most = longest_request(lambda rows: _options(workload, sharing, rows) is not None)
         longest = asked.timed(most)
     context = asked.context if asked.context is not None else max(1, longest.context)
     options = None if sharing is None else _options(workload, sharing, context)
     if options is not None:
-        engine = asked.tried(**options) if options else engine
+        engine = asked.tried(**_sizes(options)) if options else engine
         return Report(asked, asked.plan(context), None, "fits", longest, longest, engine, options)
     if sharing is not None:
         needed = room_of(workload, context).least_memory(dataclasses.replace(sharing, context=context))
@@ -207,15 +206,22 @@ def room_of(workload: Workload, context: int) -> Room:
     return Room(context, workload.stored_rows(context))
 
 
+def _sizes(options: Options) -> dict[str, int]:
+    """Options as `account` takes them."""
+    return {name: parse_bytes(value) for name, value in options.items()}
+
+
 def _options(workload: Workload, sharing: Sharing, context: int) -> Options | None:
     """What has to be asked for so that an engine takes a request of `context` tokens; `None` where only more
     memory helps."""
     room = room_of(workload, context)
-    if room.is_in(sharing):
-        return {}
-    if sharing.context is None and room.is_in(dataclasses.replace(sharing, context=context)):
-        return {"max_context": context}
-    return None
+    options = room.options_within(sharing)
+    given = {
+        "max_context": sharing.context,
+        "kv_pool": sharing.asked_pages,
+        "max_num_batched_tokens": sharing.asked_rows,
+    }
+    return None if options is None or any(given[name] is not None for name in options) else options
 
 
 def _refused(

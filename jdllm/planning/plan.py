@@ -4,7 +4,7 @@ import bisect
 import dataclasses
 import functools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -47,7 +47,7 @@ class Workload:
     - `mask_ratio`: masked rows per row.
     - `level`: what the head computes for a row.
     - `cache_policy`, `retention`: the cache of requests and the share of rows that it keeps, which decide the
-      size of the KV pool. With a cache, layers run whole and on the device.
+      size of the KV pool. With a cache, layers run on the device, and all heads at once.
     - `max_num_logits`: head rows whose logits may exist at a time; `None` for as many as fit.
     """
 
@@ -231,16 +231,20 @@ def max_context(workload: Workload, budget: Budget, *, host_tiers: bool | Sequen
 
 
 def longest_context(workload: Workload, room: StepRoom, tiers: Sequence[HostTiers] = ()) -> int:
-    """The longest context whose step fits the room, with one of the `tiers` where the device is too small.
+    """The longest context whose step fits the room, with one of the `tiers` where the device is too small."""
+    return longest_fitting(lambda rows: plan_bucket(workload, bucket_of(workload, rows), room, tiers).fits)
+
+
+def longest_fitting(fits: Callable[[int], bool]) -> int:
+    """The longest number of rows of the row ladder whose step fits; 0 where none does.
 
     By bisection, and then a look back: the division of rows into equal chunks may leave a gap below the
     longest, and everything up to the result should fit.
+
+    Arguments:
+    - `fits`: whether a step of so many rows fits.
     """
     ladder = row_ladder()
-
-    def fits(rows: int) -> bool:
-        return plan_bucket(workload, bucket_of(workload, rows), room, tiers).fits
-
     longest = largest(fits, ladder)
     if longest is None:
         return 0
@@ -321,11 +325,10 @@ def ladders(workload: Workload, rows: int, head_rows: int) -> dict[str, list[int
     config = workload.config
     first = 1 if workload.max_num_logits is None else -(-head_rows // workload.max_num_logits)
     powers = [first * 2**i for i in range(32) if first * 2**i <= max(first, head_rows)]
-    if workload.caches:
-        return {"logits": powers, "ffn": [1], "query": [1], "kv": [1], "heads": [1]}
     cuts = _cuts(rows)
     groups = [1]
-    for count in range(2, config.num_kv_heads + 1):
+    # A refresh stores the keys and values of all heads at once.
+    for count in () if workload.caches else range(2, config.num_kv_heads + 1):
         # The outputs of all groups are kept, so a few groups may need more than none.
         saved = 2 * config.num_kv_heads * (count - 1) / count
         if config.num_kv_heads % count == 0 and saved > config.num_heads:

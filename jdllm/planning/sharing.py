@@ -11,11 +11,14 @@ from jdllm.execution.paged.pool import PAGE_ROWS
 from jdllm.pallas.masked_logits import Level
 from jdllm.planning.budget import Budget, MemoryBudgetError, StepRoom
 from jdllm.planning.ladder import DEFAULT_ROWS
-from jdllm.planning.plan import refusal, row_ladder
+from jdllm.planning.plan import longest_fitting, refusal, row_ladder
 from jdllm.planning.search import largest
 from jdllm.planning.step_needs import StepNeeds, whole_bucket
 
 _DIGITS = 4
+_SHARES = (1, 2, 4)
+"""What a context is divided by for the rows that a pool should hold: sparse cache policies keep a share."""
+
 _POOL_SHARE = 0.85
 """Share of the bytes beside the weights that the default step leaves to the pool at least."""
 
@@ -89,6 +92,12 @@ class Sharing:
         """Bytes beside a whole step of `rows` rows; negative where it does not fit."""
         return self.free - self.needs.whole_with_margin(rows)
 
+    def refreshes(self, rows: int, pages: int) -> bool:
+        """Whether a sequence of so many rows is refreshed beside a pool of so many pages."""
+        if self._in_parts:
+            return self.left(rows) >= pages * self.page_bytes
+        return self.needs.refresh_fits(rows, self.beside(pages))
+
     def beside(self, pages: int) -> StepRoom:
         """The room for a step beside a pool."""
         return self.budget.beside(self.weights + pages * self.page_bytes)
@@ -98,12 +107,14 @@ class Sharing:
         return self.needs.longest_on_device(self.beside(pages))
 
     def _longest_refresh(self, pages: int) -> int:
-        """The longest context that is refreshed beside a pool."""
-        pool = pages * self.page_bytes
-        return largest(lambda rows: self.left(rows) >= pool, row_ladder()) or 0
+        """The longest context that is refreshed beside a pool, in chunks where it has to be; of a model that
+        is evaluated in parts, the largest part."""
+        return longest_fitting(lambda rows: self.refreshes(rows, pages))
 
     def _share(self, most_rows: int) -> tuple[int, int]:
         """The most rows whose whole step fits beside a pool that holds as many, and the pages of that pool.
+
+        If it can, the pool holds `context` tokens too, or else a half of them or a quarter.
 
         One page where no step fits so.
         """
@@ -113,8 +124,11 @@ class Sharing:
             return min(most, self._pages_beside(rows))
 
         candidates = [*(rows for rows in row_ladder() if rows < most_rows), most_rows]
-        rows = largest(lambda rows: pages(rows) > pages_of(rows), candidates)
-        return (most_rows, 1) if rows is None else (rows, pages(rows))
+        for held in sorted({0, *(pages_of((self.context or 0) // share) for share in _SHARES)}, reverse=True):
+            rows = largest(lambda rows, held=held: pages(rows) > max(held, pages_of(rows)), candidates)
+            if rows is not None:
+                return rows, pages(rows)
+        return most_rows, 1
 
     def _pages_beside(self, rows: int) -> int:
         """The most pages beside a whole step, a round number."""
@@ -126,16 +140,12 @@ class Sharing:
         most = max(1, (self.budget.device - self.weights) // self.page_bytes)
         if self.context is None:
             return most
-        refreshed = 0 if self._in_parts else self._pages_beside(self.context)
-        if refreshed > pages_of(self.context // 4):
-            return refreshed
-        context = self.context
-        return (
-            largest(
-                lambda pages: self.needs.fits_on_device(context, self.beside(pages)), _round_numbers(most)
-            )
-            or 1
-        )
+        context, numbers = self.context, _round_numbers(most)
+        if not self._in_parts:
+            refreshed = largest(lambda pages: self.needs.refresh_fits(context, self.beside(pages)), numbers)
+            if refreshed is not None and refreshed > pages_of(context // 4):
+                return refreshed
+        return largest(lambda pages: self.needs.fits_on_device(context, self.beside(pages)), numbers) or 1
 
     @property
     def pool_fits(self) -> bool:

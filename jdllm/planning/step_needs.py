@@ -67,6 +67,22 @@ class StepNeeds:
         heads = config.num_heads, config.num_kv_heads, config.head_dim
         return rows * widths * itemsize + gathering_bytes(rows, *heads, itemsize)
 
+    def refresh(self, bucket: Bucket, room: StepRoom, level: Level) -> StepPlan:
+        """The plan of a refresh of one sequence, which is cut to fit.
+
+        Arguments:
+        - `bucket`: the compiled sizes.
+        - `room`: what the refresh may use; a compiled one may need up to a sixteenth more than its plan.
+        - `level`: what the head computes for a row.
+        """
+        most = self.max_num_logits or _LOGITS_ROWS[0]
+        workload = dataclasses.replace(self.workload(level), cache_policy="dual", max_num_logits=most)
+        return plan_bucket(workload, bucket, room._replace(device=room.device * _MARGIN // (_MARGIN + 1)))
+
+    def refresh_fits(self, rows: int, room: StepRoom) -> bool:
+        """Whether a refresh of one sequence of so many rows fits, whatever is sampled."""
+        return _refresh_fits(self, rows, room.device)
+
     def full(self, rows: int, room: StepRoom) -> int:
         """Bytes of a full step of `rows` rows that is cut to fit, whatever is sampled."""
         return max(
@@ -97,6 +113,13 @@ def _whole(needs: StepNeeds, rows: int, logits_rows: int) -> int:
         for level in Level
     )
     return max(_step_bytes(plan_bucket(workload, whole_bucket(rows), UNLIMITED)) for workload in workloads)
+
+
+@functools.lru_cache(maxsize=4096)
+def _refresh_fits(needs: StepNeeds, rows: int, device: int) -> bool:
+    """`StepNeeds.refresh_fits` with so many bytes of the device; the same ones are asked for repeatedly."""
+    room, bucket = StepRoom(device), whole_bucket(rows)
+    return all(needs.refresh(bucket, room, level).fits for level in Level)
 
 
 def _step_bytes(plan: StepPlan) -> int:

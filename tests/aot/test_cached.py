@@ -1,5 +1,6 @@
 """Cached steps of LLaDA-8B compiled for an H200: the pool is written in place, or only read."""
 
+import dataclasses
 import re
 from typing import Any
 
@@ -19,6 +20,7 @@ from jdllm.models.weights import abstract_params, tree_bytes
 from jdllm.pallas.masked_logits import Level
 from jdllm.pallas.quantised_matmul.limits import MOST_ROWS
 from jdllm.planning.aot import compile_for
+from jdllm.planning.budget import StepRoom
 from jdllm.planning.plan import UNLIMITED, Bucket, Workload, plan_bucket
 from jdllm.quantised import WeightForm
 from jdllm.serving.denoise.cached_packing import pack_refresh
@@ -90,6 +92,27 @@ def test_a_refresh_is_as_planned_and_copies_no_layer_of_the_pool(cache: str):
     gathers = re.findall(r"^%fused_gather.*?^}", compiled.as_text() or "", re.MULTILINE | re.DOTALL)
     assert gathers
     assert not any("reduce-window" in gather for gather in gathers), "sums for each number that is gathered"
+
+
+@pytest.mark.parametrize("cache", ["dual", "head_sparse"])
+def test_a_cut_refresh_is_as_planned_and_writes_each_layer_before_the_next(cache: Any):
+    """Else keys and values of all layers would be kept until the end."""
+    config, length = dataclasses.replace(CONFIG, num_layers=4), 16 * LENGTH
+    sampling = SamplingParams(gen_length=256, block_length=32, cache=cache, refresh_delay=0)
+    request = generation_request(0, np.arange(length - 256), sampling, config)
+    pages = PageBook.empty(2 + length // PAGE_ROWS, PAGE_ROWS).allocate(request.id, length)
+    (batch, _), selection, table, _ = pack_refresh([request], config, pages, entry_of([request]))
+    pool = abstract_pool(pages, config)
+    plan = plan_bucket(
+        Workload(config, cache_policy=cache), Bucket(0, length, len(batch.head.row)), StepRoom(480 * MIB)
+    )
+    assert plan.fits
+    assert not plan.chunks.layers_whole
+    arguments = (abstract_params(config, "bfloat16"), batch, selection, table, pool)
+    form: dict[str, Any] = {"donate": ("pool",), "scored": cache == "head_sparse", "left": LEFT}
+    static: dict[str, Any] = STATIC | {"config": config, "chunks": plan.chunks, "usual": True}
+    needed = temp_bytes(compile_for("h200", refresh, *arguments, **form, **static))
+    assert abs(plan.activation.peak_bytes - needed) < 0.02 * needed
 
 
 @pytest.mark.parametrize(("form", "count"), [("int8", REQUESTS), ("int4", REQUESTS), ("int4", 1)])

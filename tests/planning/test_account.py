@@ -85,10 +85,15 @@ class Case:
     def check(self, refreshed: int, beside: int, alone: int) -> None:
         """Steps of so many rows fit: a refresh and a full one beside the pool, and one without it."""
         for level in Level if refreshed else ():
-            whole = self.workload(level, cache_policy="dual", max_num_logits=self.account.max_num_logits)
-            plan = plan_bucket(whole, bucket(refreshed), UNLIMITED)
-            assert plan.chunks.layers_whole
+            cached = self.workload(level, cache_policy="dual", max_num_logits=self.account.max_num_logits)
+            room = self.budget.beside(self.held(pool=True) - self.budget.overhead)
+            longer = dataclasses.replace(cached, max_num_logits=self.max_num_logits or 512)
+            plan = plan_bucket(longer, bucket(refreshed)._replace(context=0), room)
+            assert plan.chunks.heads == 1
             self.assert_fits(plan, pool=True)
+            whole = plan_bucket(cached, bucket(min(refreshed, self.account.rows)), UNLIMITED)
+            assert whole.chunks.layers_whole
+            self.assert_fits(whole, pool=True)
         for level in Level if beside else ():
             workload = self.workload(level, max_num_logits=self.max_num_logits)
             room = self.account.step_room(beside)

@@ -83,7 +83,7 @@ def takes(device: Device, tokens: int, sampling: SamplingParams, **options: Any)
     make = causal_spec if device.config.attention == "causal" else generation_spec
     spec = make(prompt, sampling, device.config)
     try:
-        engine = engine_of(device, **options)
+        engine = engine_of(device, **{name: parse_bytes(value) for name, value in options.items()})
         engine.abort(engine.add(spec))
     except (ConfigError, RequestError):
         return False
@@ -210,12 +210,15 @@ def test_an_engine_takes_what_a_plan_says_fits_and_nothing_else(cases: list[Case
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [{}, {"kv_pool": 512 * MIB}])
-def test_a_refusal_names_options_that_make_room(sizes: dict[str, Any]):
+@pytest.mark.parametrize(
+    ("sizes", "lengths"),
+    [({}, [110_080, 140_032, 200_000]), ({"kv_pool": 512 * MIB}, [16384, 40960, 65536])],
+)
+def test_a_refusal_names_options_that_make_room(sizes: dict[str, Any], lengths: list[int]):
     device = Device("dream-7b", Budget(24 * 1024 * MIB, host=0), tuple(sizes.items()))
     sampling = SamplingParams(gen_length=GEN_LENGTH, cache="dual")
     account = account_with_offloading(device.config, "bfloat16", device.budget, device=HOPPER, **sizes)
-    for tokens in (16384, 40960, 65536):
+    for tokens in lengths:
         assert not takes(device, tokens, sampling)
         assert account.sharing is not None
         options = dict(Room(tokens, tokens).options(account.sharing))
@@ -225,16 +228,14 @@ def test_a_refusal_names_options_that_make_room(sizes: dict[str, Any]):
             assert f"{name}={value!r}" in str(refused.value)
         if memory := options.pop("memory", None):
             device = device._replace(budget=Budget(parse_bytes(memory), host=0))
-        if pool := options.pop("kv_pool", None):
-            options["kv_pool"] = parse_bytes(pool)
         assert takes(device, tokens, sampling, **options)
 
 
 def test_a_plan_of_a_cached_request_names_the_context_that_the_engine_has_to_be_asked_for():
     device = Device("dream-7b", Budget(24 * 1024 * MIB), ())
     workload = workload_of(device, SamplingParams(cache="head_sparse"))
-    report = make_report(StepQuestion(workload, CARD, device.budget, 16384, {}))
-    assert report.options == {"max_context": 16384}
+    report = make_report(StepQuestion(workload, CARD, device.budget, 200_000, {}))
+    assert report.options == {"max_context": 200_000}
     assert report.engine is not None
-    assert report.engine.max_refresh >= 16384
-    assert report.longest.context > 50_000
+    assert report.engine.max_refresh >= 200_000
+    assert report.longest.context > 240_000

@@ -9,7 +9,9 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from jdllm.arrays import Tensor
+from jdllm.chunks import UNCUT, ChunkConfig
 from jdllm.execution.few_rows.chain import ChainOperands, chain_operands, chains, run_chain
+from jdllm.execution.paged.cut_refresh import CutRefresh
 from jdllm.execution.paged.place import Place, store_rows
 from jdllm.execution.paged.pool import KvArrays
 from jdllm.execution.paged.selection import Selection, Slots, slots_of, sources, store
@@ -145,6 +147,7 @@ def forward_refresh(
     scored: bool,
     usual: bool,
     wanted: Wanted,
+    chunks: ChunkConfig = UNCUT,
 ) -> tuple[Hidden, KvArrays]:
     """Run all layers over whole sequences and store what each layer selects.
 
@@ -157,9 +160,16 @@ def forward_refresh(
     - `scored`: whether any segment keeps its best candidates; static.
     - `usual`: whether all these are usual, as in `jdllm.execution.paged.selection.sources`; static.
     - `wanted`: the rows to return; for other rows the last layer makes keys and values only.
+    - `chunks`: chunk counts, of which that of heads is 1; static. Where any operator of a layer is cut, the
+      last layer is run for all rows.
 
     Returns the hidden rows of `wanted`, which storing does not change, and the pool.
     """
+    if not chunks.layers_whole:
+        slots = slots_of(selection, table, pool.k.shape[3])
+        cut = CutRefresh(Rows(*map(jnp.asarray, rows)), selection, slots, scored, usual)
+        h, pool = cut.run(params, config, embed(params, tokens), pool, chunks)
+        return h[wanted.rows], pool
     sees = _sees(config, rows, pool, selection, table, scored=scored, usual=usual)
     dealt = dealt_rows(params, rows, wanted)
     if dealt is None:

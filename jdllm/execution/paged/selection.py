@@ -4,6 +4,7 @@ A row is worth keeping if the block that is being denoised looks at it: its keys
 mean query. Sources: Sparse-dLLM (one score for all heads) and dLLM-Serve (one for each key-value head).
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -15,6 +16,8 @@ from jdllm.models.cards import of_copies, summed
 from jdllm.pallas.split_attention import PageTable
 
 Queries = Float[Array, "rows heads head_dim"]
+QueriesOf = Queries | Callable[[Int[Array, " some"]], Queries]
+"""Queries of all packed rows, or what makes those of some rows."""
 Keys = Float[Array, "rows kv_heads head_dim"]
 Pool = Float[Array, "layers pages kv_heads page_rows head_dim"]
 Order = Int32[Array, "kv_heads candidates"]
@@ -94,7 +97,7 @@ def slots_of(selection: Selection, table: PageTable, page_rows: int) -> Slots:
 
 
 def sources(
-    q: Queries,
+    q: QueriesOf,
     k: Keys,
     selection: Selection,
     slots: Slots,
@@ -123,7 +126,7 @@ def sources(
 
 
 def candidate_order(
-    q: Queries, k: Keys, selection: Selection, *, usual: bool = False, cards: int = 1, copies: int = 1
+    q: QueriesOf, k: Keys, selection: Selection, *, usual: bool = False, cards: int = 1, copies: int = 1
 ) -> Order:
     """The candidates in the order in which each segment keeps them, for each key-value head.
 
@@ -182,7 +185,7 @@ def store(
 
 
 def _mean_queries(
-    q: Queries, selection: Selection, *, usual: bool
+    q: QueriesOf, rows: int, selection: Selection, *, usual: bool
 ) -> Float32[Array, "segments heads head_dim"]:
     """The mean query of each segment's block.
 
@@ -192,25 +195,38 @@ def _mean_queries(
     """
     count = selection.block_rows
 
-    def add(turn: Int[Array, ""] | int, total: Array) -> Array:
-        for offset in range(USUAL_BLOCK):
-            i = turn * USUAL_BLOCK + offset
-            row = jnp.minimum(selection.block_first + i, q.shape[0] - 1)
-            total += jnp.where((i < count)[:, None, None], q[row].astype(jnp.float32), 0)
-        return total
+    def block_row(place: Int[Array, ""] | int) -> Int[Array, " segments"]:
+        return jnp.minimum(selection.block_first + place, rows - 1)
 
-    total = add(0, jnp.zeros((count.size, *q.shape[1:]), jnp.float32))
+    def queries(first: Int[Array, ""] | int) -> Callable[[int], Array]:
+        """What returns each segment's query at a place of the block behind `first`."""
+        if not callable(q):
+            return lambda offset: q[block_row(first + offset)]
+        places = jnp.concatenate([block_row(first + offset) for offset in range(USUAL_BLOCK)])
+        found = q(places)
+        return found.reshape(USUAL_BLOCK, count.size, *found.shape[1:]).__getitem__
+
+    def add(turn: Int[Array, ""] | int, total: Array | int) -> Array:
+        first = turn * USUAL_BLOCK
+        of_place = queries(first)
+        for offset in range(USUAL_BLOCK):
+            inside = (first + offset < count)[:, None, None]
+            total += jnp.where(inside, of_place(offset).astype(jnp.float32), 0)
+        return jnp.asarray(total)
+
+    total = add(0, 0)
     if not usual:
         total = lax.fori_loop(1, -(-count.max() // USUAL_BLOCK), add, total)
     return total / jnp.maximum(count, 1)[:, None, None]
 
 
 def _scores(
-    q: Queries, k: Keys, selection: Selection, *, usual: bool, cards: int, copies: int
+    q: QueriesOf, k: Keys, selection: Selection, *, usual: bool, cards: int, copies: int
 ) -> Float32[Array, "kv_heads candidates"]:
     """What each candidate is worth before pooling; 0 in segments that are not scored."""
     owner = selection.owner
-    query = _mean_queries(q, selection, usual=usual).reshape(selection.keep.size, k.shape[1], -1, k.shape[2])
+    query = _mean_queries(q, len(k), selection, usual=usual)
+    query = query.reshape(selection.keep.size, k.shape[1], -1, k.shape[2])
     # A product and a sum fuse with both gathers; a matrix product would be given the gathered queries.
     products = query[owner] * k[selection.row][:, :, None]
     scores = products.sum(axis=-1)

@@ -19,6 +19,7 @@ from jdllm.pallas.masked_logits import Level
 from jdllm.planning.account import Account
 from jdllm.planning.buckets import power_bucket
 from jdllm.planning.ladder import Entry, Ladder, Sizes
+from jdllm.planning.plan import Bucket
 from jdllm.serving.ahead import told_by_table
 from jdllm.serving.background import Background
 from jdllm.serving.demands import Kind
@@ -203,11 +204,18 @@ class CachedRunner:
     def _refresh_program(self, batch: RefreshBatch, entry: Entry, form: RefreshForm) -> Program:
         args = self._params, batch.packed.batch, batch.selection, batch.table, self._pool.abstract
         level = Level.TOP if form.usual else Level.FILTERED
-        static = (
-            step_static(self._config, self._account, entry, level) | form._asdict() | {"left": self.left.size}
-        )
+        static = step_static(self._config, self._account, entry, level)
+        static |= form._asdict() | {"left": self.left.size} | self._cut(entry, level)
         name, concurrent = f"refresh of {entry.rows} rows", self._concurrent(entry)
         return Program(_refresh, args, static, donate=("pool",), name=name, concurrent=concurrent)
+
+    def _cut(self, entry: Entry, level: Level) -> dict[str, Any]:
+        """The static arguments by which a refresh is cut that is longer than a whole step may be."""
+        sharing, room = self._account.sharing, self._account.step_room(entry.rows)
+        if sharing is None or room is None or entry.rows <= self._account.rows:
+            return {}
+        chunks = sharing.needs.refresh(Bucket(0, entry.rows, entry.head_rows), room, level).chunks
+        return {"chunks": chunks, "logits_chunks": chunks.logits}
 
     def _reuse_program(self, batch: ReuseBatch, entry: Entry, level: Level, steps: int | None) -> Program:
         """A loop of so many steps; or one step without a loop, which does not keep the host waiting.
