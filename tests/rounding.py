@@ -43,31 +43,56 @@ def rounded_in_groups_by_numpy(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return values, scales
 
 
-def rounded_by_gptq(matrix: np.ndarray, inputs: np.ndarray, form: str) -> tuple[np.ndarray, np.ndarray]:
+def rounded_by_gptq(
+    matrix: np.ndarray, inputs: np.ndarray, form: str, in_order: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
     """Numbers and scales by GPTQ as it is published, in float64, column by column.
 
     In 4 bits a group takes of ten scales the one with the least errors before any is made good. Errors are
-    weighted as GPTQ counts them.
+    weighted by the sizes of inputs.
 
     Arguments:
     - `inputs`: the rows that the matrix multiplies.
     - `form`: "int8" or "int4".
+    - `in_order`: round columns as they stand. Else those of the largest inputs are the first.
     """
-    sums = inputs.T.astype(np.float64) @ inputs
-    sums += np.eye(len(sums)) * 0.05 * np.trace(sums) / len(sums)
-    factor = np.linalg.cholesky(np.linalg.inv(sums)).T
-    left, numbers, scales = matrix.astype(np.float64), np.zeros(matrix.shape), []
+    sums = damped_sums(inputs)
+    sizes = np.sqrt(np.diag(sums))
+    order = np.arange(len(sums)) if in_order else np.argsort(-sizes, kind="stable")
+    left, numbers = matrix.astype(np.float64), np.zeros(matrix.shape)
+    scales = np.abs(left).max(axis=1, keepdims=True) / 127
+    if form == "int4":
+        starts = range(0, len(sums), 128)
+        scales = np.stack([scales_by_size(left[:, i : i + 128], sizes[i : i + 128]) for i in starts], axis=1)
+    of = scales.repeat(len(sums) if form == "int8" else 128, axis=1)
     least, most = (-127, 127) if form == "int8" else (-8, 7)
-    for j in range(matrix.shape[1]):
-        if form == "int8" and j == 0:
-            scales.append(np.abs(left).max(axis=1) / 127)
-        elif form == "int4" and j % 128 == 0:
-            group, weights = left[:, j : j + 128], np.diag(factor)[j : j + 128] ** -2
-            furthest = np.take_along_axis(group, np.abs(group).argmax(axis=1)[:, None], axis=1)
-            tried = [furthest * share / -8 for share in np.arange(14, 24) / 20]
-            errors = [(group - np.clip(np.rint(group / s), -8, 7) * s) ** 2 @ weights for s in tried]
-            scales.append(np.choose(np.argmin(errors, axis=0), [s[:, 0] for s in tried]))
-        numbers[:, j] = np.clip(np.rint(left[:, j] / scales[-1]), least, most)
-        errors = (left[:, j] - numbers[:, j] * scales[-1]) / factor[j, j]
-        left[:, j:] -= np.outer(errors, factor[j, j:])
-    return numbers, scales[0] if form == "int8" else np.stack(scales, axis=1)
+    factor = np.linalg.cholesky(np.linalg.inv(sums[np.ix_(order, order)])).T
+    for i, j in enumerate(order):
+        numbers[:, j] = np.clip(np.rint(left[:, j] / of[:, j]), least, most)
+        errors = (left[:, j] - numbers[:, j] * of[:, j]) / factor[i, i]
+        left[:, order[i:]] -= np.outer(errors, factor[i, i:])
+    return numbers, scales[:, 0] if form == "int8" else scales
+
+
+def scales_by_size(group: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Of ten scales, for each row of a group of 4 bits the one with the least errors, weighted by `sizes`."""
+    furthest = np.take_along_axis(group, np.abs(group).argmax(axis=1)[:, None], axis=1)
+    tried = [furthest * share / -8 for share in np.arange(14, 24) / 20]
+    errors = [(group - np.clip(np.rint(group / scale), -8, 7) * scale) ** 2 @ sizes for scale in tried]
+    return np.choose(np.argmin(errors, axis=0), [scale[:, 0] for scale in tried])
+
+
+def following_by_numpy(matrix: np.ndarray, inputs: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """The matrix whose products with `inputs` come closest to those of `matrix` with `others`, in float64.
+
+    Arguments:
+    - `inputs`: rows.
+    - `others`: as many rows.
+    """
+    drift = (others.astype(np.float64) - inputs).T @ inputs
+    return matrix + np.linalg.solve(damped_sums(inputs), (matrix @ drift).T).T
+
+
+def damped_sums(inputs: np.ndarray) -> np.ndarray:
+    sums = inputs.T.astype(np.float64) @ inputs
+    return sums + np.eye(len(sums)) * 0.1 * np.trace(sums) / len(sums)

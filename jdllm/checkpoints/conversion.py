@@ -71,8 +71,8 @@ def to_native(
     - `quantize`: the form in which the matrices of layers are stored; the default device rounds those that
       are not in this form already, and `dtype` is for all other weights.
     - `calibrate`: texts that decide, with `quantize`, how these matrices are rounded, by GPTQ
-      (`jdllm.checkpoints.calibration`). The device then holds one layer at a time, and the host what the
-      texts are in front of a layer.
+      (`jdllm.checkpoints.calibration`). The device then holds one layer at a time, twice. The host holds
+      what the texts are in front of a layer, with and without the rounding.
 
     Returns the manifest. Bytes equal the source's where the type is kept and no adapter changes them; a cast
     rounds to nearest even. A tied head and rotary frequencies, which the model computes, are left out and

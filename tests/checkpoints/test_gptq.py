@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdllm.checkpoints.calibration.gptq import compensated, feedback
+from jdllm.checkpoints.calibration.gptq import compensated, feedback, following
 from jdllm.quantised import WeightForm
-from tests.rounding import rounded_by_gptq, rounded_to_4_bits, rounded_to_8_bits
+from tests.rounding import following_by_numpy, rounded_by_gptq, rounded_to_4_bits, rounded_to_8_bits
 
 FORMS = pytest.mark.parametrize("form", ["int8", "int4"])
 SIZES = pytest.mark.parametrize("inputs", [64, 320])
@@ -26,8 +26,12 @@ def by_gptq(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Numbers, scales, and the matrix that they stand for."""
     numbers, scales = map(np.asarray, compensated(matrix, feedback(jnp.asarray(rows.T @ rows)), form))
-    wide = scales[:, None] if form == "int8" else scales.repeat(128, axis=1)[:, : matrix.shape[1]]
-    return numbers, scales, numbers * wide
+    return numbers, scales, widened(numbers, scales)
+
+
+def widened(numbers: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    wide = scales[:, None] if scales.ndim == 1 else scales.repeat(128, axis=1)[:, : numbers.shape[1]]
+    return numbers * wide
 
 
 def error(rows: np.ndarray, matrix: np.ndarray, other: np.ndarray) -> float:
@@ -53,6 +57,28 @@ def test_products_with_other_rows_of_the_kind_have_smaller_errors(form: WeightFo
     nearest = NEAREST[form](matrix)
     assert error(rows[1000:], matrix, found) < 0.7 * error(rows[1000:], matrix, nearest)
     assert np.abs(found - matrix).mean() > np.abs(nearest - matrix).mean()
+
+
+@FORMS
+def test_columns_of_large_inputs_first_make_smaller_errors_than_columns_as_they_stand(form: WeightForm):
+    """With the largest inputs at the end of a row, where few columns are left to make errors good."""
+    matrix, rows = drawn(320)
+    rows = rows[:, np.argsort(rows.std(axis=0))]
+    *_, found = by_gptq(matrix, rows, form)
+    as_they_stand = widened(*rounded_by_gptq(matrix, rows, form, in_order=True))
+    assert error(rows, matrix, found) < 0.5 * error(rows, matrix, as_they_stand)
+
+
+def test_a_matrix_follows_rows_that_drift():
+    """The drift is a function of the rows, and noise."""
+    matrix, rows = drawn(320)
+    rng = np.random.default_rng(1)
+    others = rows + rows @ rng.normal(size=(320, 320)).astype(np.float32) / 200
+    others += rng.normal(size=rows.shape).astype(np.float32) / 20
+    found = following(matrix, jnp.asarray((others - rows).T @ rows), feedback(jnp.asarray(rows.T @ rows)))
+    np.testing.assert_allclose(found, following_by_numpy(matrix, rows, others), rtol=1e-3, atol=1e-3)
+    ideal, before, after = others @ matrix.T, rows @ matrix.T, rows @ np.asarray(found).T
+    assert np.square(after - ideal).sum() < 0.5 * np.square(before - ideal).sum()
 
 
 @FORMS

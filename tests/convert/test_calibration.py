@@ -2,11 +2,13 @@
 
 import functools
 import json
+import operator
 import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,11 +23,17 @@ from jdllm.checkpoints.native import compare_checksums, read_manifest
 from jdllm.demo import checkpoint_path
 from jdllm.errors import ConfigError, RequestError
 from jdllm.execution.module import Transformer
+from jdllm.models.block import Rows
 from jdllm.models.hf_config import config_from_hf
+from jdllm.models.layer import Layer, Ranges
+from jdllm.models.rotary import rotation_at
+from jdllm.models.visibility import key_ranges
+from jdllm.models.weights import Params
+from jdllm.pallas.attention import attention
 from jdllm.quantised import WeightForm, in_order, unpacked
 from tests.convert.helpers import contents
 from tests.helpers import GOLDENS, ROOT, slow
-from tests.rounding import rounded_by_gptq
+from tests.rounding import following_by_numpy, rounded_by_gptq
 
 WORDS = (ROOT / "LICENSE").read_text().split()
 
@@ -71,34 +79,51 @@ def stored_numbers(native: Path, name: str) -> np.ndarray:
     return np.stack([found & 15, found >> 4], axis=-1).reshape(len(found), -1).astype(int) - 8
 
 
-def normed(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
-    return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + eps) * weight
-
-
 @pytest.mark.parametrize(
-    ("family", "form", "matrix", "norm"),
+    ("family", "form", "matrices"),
     [
-        ("llama", "int4", "self_attn.q_proj", "input_layernorm"),
-        slow("llama", "int8", "self_attn.v_proj", "input_layernorm"),
+        ("llama", "int4", {"q": "self_attn.q_proj", "down": "mlp.down_proj"}),
+        slow("llama", "int8", {"o": "self_attn.o_proj", "up": "mlp.up_proj"}),
     ],
 )
-def test_layers_are_rounded_by_the_rows_of_the_rounded_layers_before(
-    source, converted, family, form, matrix, norm
+def test_matrices_are_rounded_by_the_rows_that_the_rounded_ones_before_make(
+    source, converted, family, form, matrices
 ):
-    """The oracle runs the rounded model, and rounds a matrix by GPTQ in float64."""
+    """The oracle runs both models, and follows and rounds a matrix in float64.
+
+    Packs are of four sequences.
+    """
     native, directory = converted(family, form), source(family)
-    tensors, model = load_file(directory / "model.safetensors"), Transformer.from_pretrained(native)
+    config, tensors = config_from_hf(native), load_file(directory / "model.safetensors")
+    stacks = [load_params(path, config, "float32") for path in (directory, native)]
     ids = list(TEXT.encode())
-    pieces = [ids[i : i + 512] for i in range(0, len(ids), 512)]
-    hidden = [jnp.asarray(tensors["model.embed_tokens.weight"])[jnp.array([piece])] for piece in pieces]
+    pieces = [jnp.array(ids[i : i + 512]) for i in range(0, len(ids), 512)]
+    hidden = [[params["embed"][piece] for piece in pieces] for params in stacks]
+
+    @jax.jit
+    def pass_layer(weights: Params, h: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
+        layer, rows = Layer(weights, config), Rows(np.arange(len(h)), *key_ranges(config, 0, len(h)))
+        sees = Ranges(rows, rotation_at(config.rope, config.head_dim, rows.positions), attention)
+        return layer.matrix_inputs(h, sees), layer.apply(h, sees)[0]
+
     for layer in range(2):
-        prefix = f"model.layers.{layer}."
-        rows = np.concatenate([np.asarray(h[0], np.float64) for h in hidden])
-        inputs = normed(rows, tensors[f"{prefix}{norm}.weight"], model.config.rms_norm_eps)
-        expected, _ = rounded_by_gptq(tensors[f"{prefix}{matrix}.weight"], inputs, form)
-        found = stored_numbers(native, f"{prefix}{matrix}.weight")
-        assert (found == expected).mean() > 0.98
-        hidden = [model.layers[layer](h, model.sees(h.shape[:2])) for h in hidden]
+        inputs = []
+        for rows, params in zip(hidden, stacks, strict=True):
+            weights = jax.tree.map(operator.itemgetter(layer), params["layers"])
+            of_pieces, rows[:] = zip(*(pass_layer(weights, h) for h in rows), strict=True)
+            inputs.append(of_pieces)
+        for leaf, matrix in matrices.items():
+            exact, found = ([np.asarray(piece[leaf]) for piece in of_pieces] for of_pieces in inputs)
+            others = []
+            for i, (x, y) in enumerate(zip(found, exact, strict=True)):
+                pack = np.concatenate(found[i // 4 * 4 :][:4])
+                usual = np.median(np.linalg.norm(pack, axis=1))
+                shares = 0.5 * np.minimum(1, usual / np.linalg.norm(x, axis=1, keepdims=True)) ** 2
+                others.append(x + shares * (y - x))
+            found, others = np.concatenate(found), np.concatenate(others)
+            name = f"model.layers.{layer}.{matrix}.weight"
+            expected, _ = rounded_by_gptq(following_by_numpy(tensors[name], found, others), found, form)
+            assert (stored_numbers(native, name) == expected).mean() > 0.98
 
 
 @pytest.mark.parametrize(
