@@ -54,7 +54,7 @@ class Room:
             return {}
         pages, wide = self._pages, self._wide(sharing)
         pool, context = {"kv_pool": _size(pages * sharing.page_bytes)}, {"max_context": self.rows}
-        tried = [(wide, context)]
+        tried: list[tuple[Sharing, Options]] = [(wide, context)]
         if sharing.asked_pages is not None:
             tried.insert(0, (dataclasses.replace(sharing, asked_pages=pages), pool))
         # A pool that is asked for has exactly as many pages: others have round numbers.

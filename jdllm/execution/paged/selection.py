@@ -201,7 +201,8 @@ def _mean_queries(
     def queries(first: Int[Array, ""] | int) -> Callable[[int], Array]:
         """What returns each segment's query at a place of the block behind `first`."""
         if not callable(q):
-            return lambda offset: q[block_row(first + offset)]
+            every = jnp.asarray(q)
+            return lambda offset: every[block_row(first + offset)]
         places = jnp.concatenate([block_row(first + offset) for offset in range(USUAL_BLOCK)])
         found = q(places)
         return found.reshape(USUAL_BLOCK, count.size, *found.shape[1:]).__getitem__
