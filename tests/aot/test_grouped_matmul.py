@@ -11,8 +11,11 @@ from jdllm.compiling.executables import temp_bytes
 from jdllm.models.config import MoeConfig
 from jdllm.models.moe import Experts, moe_ffn
 from jdllm.pallas.grouped_matmul import grouped_matmul
+from jdllm.pallas.grouped_matmul.few_bits_mosaic_gpu import grouped_matmul_few_bits_mosaic_gpu
 from jdllm.pallas.grouped_matmul.mosaic_gpu import grouped_matmul_mosaic_gpu
+from jdllm.pallas.quantised_matmul.tiles import Tiles
 from jdllm.planning.aot import compile_for
+from jdllm.quantised import KINDS, WeightForm
 
 pytestmark = pytest.mark.aot
 
@@ -47,6 +50,53 @@ def test_the_kernel_keeps_to_registers(
     printed = "".join(capfd.readouterr())
     assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", printed) == [("0", "0")], printed
     assert temp_bytes(executable) < 64 * 1024  # the units of rows
+
+
+@pytest.mark.parametrize("form", KINDS)
+@pytest.mark.parametrize(
+    ("cut", "gated"), [((256, 2, 2), False), ((64, 1, 1), False), ((128, 2, 2), True), ((64, 2, 1), True)]
+)
+def test_the_kernel_for_few_bits_keeps_to_registers(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    cut: tuple[int, int, int],
+    gated: bool,
+    form: WeightForm,
+):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    k, n = (HIDDEN, FFN) if gated else (FFN, HIDDEN)
+    weights = jax.eval_shape(KINDS[form].of, shape(LAYERS * EXPERTS, n, k))
+    tiles = Tiles(*cut, bits=weights.bits, matrices=1 + gated)
+    executable = compile_for(
+        "h200",
+        lambda x, weights, sizes, gate: grouped_matmul_few_bits_mosaic_gpu(
+            x, weights, sizes, EXPERTS, gate, tiles=tiles
+        ),
+        *(shape(ROWS, k), weights, shape(EXPERTS, dtype=jnp.int32), weights if gated else None),
+    )
+    printed = "".join(capfd.readouterr())
+    assert re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", printed) == [("0", "0")], printed
+    assert temp_bytes(executable) < 64 * 1024  # the units of rows
+
+
+@pytest.mark.parametrize("form", KINDS)
+def test_a_layer_in_few_bits_has_no_wide_matrix(form: WeightForm):
+    def layers(x, routers, gate, up, down):
+        def layer(x, at):
+            place, router = at
+            experts = Experts(gate, up, down, 0, EXPERTS).of_layer(place)
+            return x + moe_ffn(x, router, None, experts, MOE, grouped_matmul), None
+
+        return lax.scan(layer, x, (jnp.arange(LAYERS), routers))[0]
+
+    narrow, wide = (
+        jax.eval_shape(KINDS[form].of, shape(LAYERS * EXPERTS, *s)) for s in ((FFN, HIDDEN), (HIDDEN, FFN))
+    )
+    executable = compile_for(
+        "h200", layers, shape(TOKENS, HIDDEN), shape(LAYERS, EXPERTS, HIDDEN), narrow, narrow, wide
+    )
+    assert (executable.as_text() or "").count('custom_call_target="mosaic_gpu_v2"') == 2
+    assert temp_bytes(executable) < 2 * ROWS * (HIDDEN + FFN) + 2**20
 
 
 def test_a_layer_keeps_one_array_of_wide_rows_and_one_of_narrow_ones():

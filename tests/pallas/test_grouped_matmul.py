@@ -1,4 +1,5 @@
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jdllm.pallas.grouped_matmul import Implementation, grouped_matmul
+from jdllm.quantised import KINDS
+from tests.few_bits import drawn_matrices
 from tests.pallas.jaxprs import largest_intermediate
 
 ROWS, GROUPS, ALL_GROUPS, K, N = 300, 5, 8, 24, 40
@@ -25,7 +28,7 @@ def compiled(form: Implementation):
     )
 
 
-def oracle(x: jax.Array, weights: jax.Array, sizes: np.ndarray, first: int = 0) -> np.ndarray:
+def oracle(x: Any, weights: Any, sizes: np.ndarray, first: int = 0) -> np.ndarray:
     x64, weights64 = (np.asarray(value).astype(np.float64) for value in (x, weights))
     group = first + np.repeat(np.arange(len(sizes)), sizes)
     return np.stack([row @ weights64[g] for row, g in zip(x64, group, strict=True)])
@@ -55,6 +58,20 @@ def test_sixteen_bit_products_are_rounded_once(form, dtype):
     assert actual.dtype == dtype
     exact = oracle(x, weights, sizes)
     np.testing.assert_allclose(np.asarray(actual, np.float64), exact, rtol=jnp.finfo(dtype).eps, atol=1e-3)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("bits", KINDS)
+def test_matrices_in_few_bits_are_what_the_numbers_stand_for(form, bits):
+    """`[outputs, inputs]`, also those of gates; in 4 bits a row has two groups of inputs."""
+    k, first, sizes = 160, 2, np.array([0, 140, 100, 59, 1], np.int32)
+    x = np.random.default_rng(1).integers(-2, 3, (ROWS, k)).astype(np.float32)
+    (gate, gates), (weights, ups) = (drawn_matrices(bits, (ALL_GROUPS, N, k), seed) for seed in range(2))
+    actual = grouped_matmul(
+        jnp.asarray(x), weights, jnp.asarray(sizes), first_group=first, gate=gate, implementation=form
+    )
+    gates, ups = (oracle(x, exact.swapaxes(1, 2), sizes, first) for exact in (gates, ups))
+    np.testing.assert_allclose(actual, gates / (1 + np.exp(-gates)) * ups, rtol=1e-5, atol=1e-5)
 
 
 def test_a_row_does_not_depend_on_the_others():

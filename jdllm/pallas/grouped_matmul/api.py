@@ -4,7 +4,7 @@ import warnings
 from typing import Literal
 
 from jdllm.pallas.device import target
-from jdllm.pallas.grouped_matmul.limits import GROUPED_MATMUL
+from jdllm.pallas.grouped_matmul.limits import operator_for
 from jdllm.pallas.grouped_matmul.types import FirstGroup, Gate, GroupSizes, Product, Weights, X
 
 Implementation = Literal["mosaic_gpu", "triton", "padded", "reference"]
@@ -24,25 +24,27 @@ def grouped_matmul(
 
     Arguments:
     - `x`: rows sorted by group.
-    - `weights`: a matrix `[k, n]` per group, in the dtype of `x`. It may hold more than the groups at hand,
-      such as those of all layers, so that nobody has to slice it.
+    - `weights`: a matrix `[k, n]` per group, in the dtype of `x`, or a `Quantised` with a matrix `[n, k]` per
+      group. It may hold more than the groups at hand, such as those of all layers, so that nobody has to
+      slice it.
     - `group_sizes`: rows in each group, which add up to all rows; a group may be empty.
     - `first_group`: index in `weights` of the first group's matrix.
-    - `gate`: a second matrix per group. With it the result is silu(x gate) * (x weights), both products
-      rounded to the dtype of `x`; "mosaic_gpu" and "triton" never write them, the other forms do.
-    - `implementation`: "mosaic_gpu" (for Hopper), "triton" (from Ampere on, by the extras cuda12 and cuda13),
-      "padded" (portable) or "reference" (dense oracle); by default the first that can run and is not turned
-      off; on CUDA, padded with a warning. `lax.ragged_dot` is none of them: it multiplies every row with
-      every matrix.
+    - `gate`: a second matrix per group, of the kind of `weights`. With it the result is silu(x gate) * (x
+      weights), both products rounded to the dtype of `x`; "mosaic_gpu" and "triton" never write them, the
+      other forms do.
+    - `implementation`: "mosaic_gpu" (for Hopper), "triton" (from Ampere on, by the extras cuda12 and cuda13;
+      for no matrices in few bits), "padded" (portable) or "reference" (dense oracle); by default the first
+      that can run and is not turned off; on CUDA, padded with a warning. `lax.ragged_dot` is none of them: it
+      multiplies every row with every matrix.
     - `platform`: what will run it, "cpu" or "cuda"; by default the platform of JAX's default device.
 
     Returns the products in the dtype of `x`, accumulated in f32.
 
     Raises `NotImplementedError` where the given implementation cannot run, naming its limit.
     """
-    device = target(platform)
-    form = GROUPED_MATMUL.choose(device, implementation, x, weights, gate)
+    device, operator = target(platform), operator_for(weights)
+    form = operator.choose(device, implementation, x, weights, gate)
     if implementation is None and form.language == "xla" and device.on_cuda and device.kernels != "xla":
-        reasons = "; ".join(GROUPED_MATMUL.limits(device, x, weights, gate))
+        reasons = "; ".join(operator.limits(device, x, weights, gate))
         warnings.warn(f"experts are multiplied by a slow, portable form: {reasons}", stacklevel=2)
     return form(x, weights, group_sizes, first_group, gate)

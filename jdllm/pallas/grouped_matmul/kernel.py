@@ -20,24 +20,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from jdllm.pallas.gating import gated
-from jdllm.pallas.grouped_matmul.row_units import RowUnits
+from jdllm.pallas.grouped_matmul.row_units import RowUnits, Unit
+from jdllm.pallas.grouped_matmul.sending import send_rows
 from jdllm.pallas.grouped_matmul.tiles import CHUNK, DEPTH, LOADER_REGISTERS, Tiles
-from jdllm.pallas.grouped_matmul.types import Product, Weights, X
+from jdllm.pallas.grouped_matmul.types import Plain, Product, X
 from jdllm.pallas.hopper import WARPGROUP_ROWS
 from jdllm.pallas.ring import COMPILER_PARAMS, drain, free_barriers, pass_on, swizzled
 from jdllm.pallas.shared_lowering import lowered_once
 
 Scalar = Int[Array, ""]
 Tile = Float[Array, "64 columns"]
-
-
-class _Unit(NamedTuple):
-    """One entry of `RowUnits`."""
-
-    matrix: Scalar
-    row: Scalar
-    first: Scalar
-    last: Scalar
 
 
 class _Leaving(NamedTuple):
@@ -72,7 +64,7 @@ class _Launch:
         return lax.rem(step, jnp.int32(self.tiles.stages))
 
     def for_each_tile[T](
-        self, units: RowUnits, visit: Callable[[Scalar, _Unit, Scalar, T], T], state: T
+        self, units: RowUnits, visit: Callable[[Scalar, Unit, Scalar, T], T], state: T
     ) -> tuple[Scalar, T]:
         """Call `visit(first step, unit, first column, state)` for this block's part of its cluster's tiles.
 
@@ -86,12 +78,11 @@ class _Launch:
         count = units.ends[units.ends.shape[0] - 1]
         mine = lax.div(count * per_unit - cluster + (tiles.clusters - 1), jnp.int32(tiles.clusters))
 
-        def read(i: Scalar | int) -> _Unit:
+        def read(i: Scalar | int) -> Unit:
             index = lax.div(cluster + i * tiles.clusters, per_unit)
-            index = jnp.minimum(index, units.matrix.shape[0] - 1)
-            return _Unit(*(field[index] for field in units[: len(_Unit._fields)]))
+            return units.at(jnp.minimum(index, units.matrix.shape[0] - 1))
 
-        def body(i: Scalar, carry: tuple[_Unit, T]) -> tuple[_Unit, T]:
+        def body(i: Scalar, carry: tuple[Unit, T]) -> tuple[Unit, T]:
             (unit, state), following = carry, read(i + 1)
             column = lax.rem(cluster + i * tiles.clusters, per_unit) * tiles.unit_columns
             column += lax.axis_index("column_block") * tiles.block_columns
@@ -103,7 +94,7 @@ class _Launch:
 
 
 @lowered_once("rows", "tiles")
-def unit_products(x: X, matrices: Sequence[Weights], units: RowUnits, rows: int, tiles: Tiles) -> Product:
+def unit_products(x: X, matrices: Sequence[Plain], units: RowUnits, rows: int, tiles: Tiles) -> Product:
     """Multiply each unit's rows with its matrix.
 
     Arguments:
@@ -167,7 +158,7 @@ def _load(x, matrices: Sequence[Any], shared: _Shared, units: RowUnits, launch: 
     """Fill the ring's stages, each as soon as it is free."""
     tiles = launch.tiles
 
-    def visit(first_step: Scalar, unit: _Unit, column: Scalar, _: None) -> None:
+    def visit(first_step: Scalar, unit: Unit, column: Scalar, _: None) -> None:
         rows, columns = pl.ds(unit.row, tiles.block_rows), pl.ds(column, tiles.block_columns)
 
         def step(k: Scalar, _: None) -> None:
@@ -199,7 +190,7 @@ def _consume(shared: _Shared, units: RowUnits, out, launch: _Launch) -> None:
     rows = pl.ds(row_group * WARPGROUP_ROWS, WARPGROUP_ROWS)
     columns = pl.ds(column_group * tiles.columns, tiles.columns)
 
-    def visit(first_step: Scalar, unit: _Unit, block_column: Scalar, leaving: _Leaving) -> _Leaving:
+    def visit(first_step: Scalar, unit: Unit, block_column: Scalar, leaving: _Leaving) -> _Leaving:
         row = unit.row + row_group * WARPGROUP_ROWS
         column = block_column + column_group * tiles.columns
         begin = jnp.maximum(unit.first - row, 0)
@@ -297,25 +288,8 @@ def _store_chunk(leaving: _Leaving, chunk: int, shared: Any, out: Any, tiles: Ti
     products, row, column, begin, end = leaving
     # `row` is a multiple of 8: it changes nothing, but that the compiler keeps no addresses in registers.
     slot = shared.at[lax.rem(row + chunk, jnp.int32(tiles.slots))]
-
-    def send(first: Scalar | int, count: int) -> None:
-        rows, columns = pl.ds(row + first, count), pl.ds(column + chunk * CHUNK, CHUNK)
-        plgpu.copy_smem_to_gmem(slot.at[pl.ds(first, count)], out.at[rows, columns], commit_group=False)
-
     plgpu.wait_smem_to_gmem(tiles.slots - 1, wait_read_only=True)
     slot[...] = _finished(products, chunk * CHUNK)
     plgpu.commit_smem()
-    whole = end - begin == WARPGROUP_ROWS
-    pl.when(whole)(lambda: send(0, WARPGROUP_ROWS))
-    pl.when(jnp.logical_not(whole))(lambda: _send_some(send, begin, end))
+    send_rows(slot, out, row, pl.ds(column + chunk * CHUNK, CHUNK), begin, end)
     plgpu.commit_smem_to_gmem_group()
-
-
-def _send_some(send: Callable[[Scalar, int], None], begin: Scalar, end: Scalar) -> None:
-    """Call `send(first, count)` for runs that make up `[begin, end)`: a copy's size is static."""
-    size = WARPGROUP_ROWS // 2
-    while size:
-        some = (end - begin) & size
-        pl.when(some != 0)(functools.partial(send, begin, size))
-        begin += some
-        size //= 2

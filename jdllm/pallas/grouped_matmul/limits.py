@@ -5,10 +5,12 @@ import jax.numpy as jnp
 
 from jdllm.pallas.dispatch import Form, Operator, check_one_dtype, forms_of
 from jdllm.pallas.grouped_matmul.tiles import CHUNK, DEPTH
-from jdllm.pallas.grouped_matmul.types import Weights, X
+from jdllm.pallas.grouped_matmul.types import Plain, Weights, X, sides
+from jdllm.pallas.hopper import WARPGROUP_ROWS
+from jdllm.quantised import GROUP, Quantised
 
 Rows = X | jax.ShapeDtypeStruct
-Matrices = Weights | jax.ShapeDtypeStruct
+Matrices = Plain | jax.ShapeDtypeStruct
 
 
 def check_mosaic_gpu(x: Rows, weights: Matrices, gate: Matrices | None) -> None:
@@ -41,14 +43,55 @@ def check_triton(x: Rows, weights: Matrices, gate: Matrices | None) -> None:
         )
 
 
+def check_few_bits_mosaic_gpu(x: Rows, weights: Quantised, gate: Quantised | None) -> None:
+    """Raise `NotImplementedError`, naming the limit, where the Hopper form for few bits cannot take these
+    operands."""
+    refusal = "the Hopper form for few bits multiplies rows of bfloat16 or float16, not of"
+    check_one_dtype(refusal, (jnp.bfloat16, jnp.float16), x)
+    k, n = sides(weights)
+    if k % GROUP or n % WARPGROUP_ROWS or 0 in (k, n):
+        raise NotImplementedError(
+            f"the Hopper form for few bits takes inputs in multiples of {GROUP} and outputs in multiples of"
+            f" {WARPGROUP_ROWS}, not {k} and {n}"
+        )
+    if gate is not None and (type(gate), gate.shape) != (type(weights), weights.shape):
+        raise NotImplementedError(
+            "the Hopper form for few bits takes gates of the form and shape of the matrices, not"
+            f" {type(gate).__name__} {gate.shape} and {type(weights).__name__} {weights.shape}"
+        )
+
+
+PORTABLE = forms_of(
+    "jdllm.pallas.grouped_matmul", Form("padded", workspace=2), Form("reference", workspace=2)
+)
+
 GROUPED_MATMUL = Operator(
     "grouped products",
     forms_of(
         "jdllm.pallas.grouped_matmul",
         Form("mosaic_gpu", check_mosaic_gpu, "mosaic_gpu", workspace=0),
         Form("triton", check_triton, "triton", workspace=0),
-        Form("padded", workspace=2),
-        Form("reference", workspace=2),
-    ),
+    )
+    + PORTABLE,
 )
 """Checked by rows, matrices and gates. Workspaces are the products that a gated one is made of in memory."""
+
+FEW_BITS_GROUPED_MATMUL = Operator(
+    "grouped products with matrices in few bits",
+    (
+        Form(
+            "mosaic_gpu",
+            check_few_bits_mosaic_gpu,
+            "mosaic_gpu",
+            workspace=0,
+            implementation="jdllm.pallas.grouped_matmul.few_bits_mosaic_gpu:grouped_matmul_few_bits_mosaic_gpu",
+        ),
+        *PORTABLE,
+    ),
+)
+"""The same of matrices in few bits."""
+
+
+def operator_for(weights: Weights | jax.ShapeDtypeStruct) -> Operator[int]:
+    """The table of forms for matrices of this kind."""
+    return FEW_BITS_GROUPED_MATMUL if isinstance(weights, Quantised) else GROUPED_MATMUL

@@ -6,16 +6,16 @@ from jdllm.pallas.grouped_matmul.kernel import unit_products
 from jdllm.pallas.grouped_matmul.limits import check_mosaic_gpu
 from jdllm.pallas.grouped_matmul.row_units import row_units
 from jdllm.pallas.grouped_matmul.tiles import Tiles, default_tiles
-from jdllm.pallas.grouped_matmul.types import FirstGroup, Gate, GroupSizes, Product, Weights, X
+from jdllm.pallas.grouped_matmul.types import FirstGroup, GroupSizes, Plain, Product, X
 from jdllm.pallas.hopper import STRIP
 
 
 def grouped_matmul_mosaic_gpu(
     x: X,
-    weights: Weights,
+    weights: Plain,
     group_sizes: GroupSizes,
     first_group: FirstGroup,
-    gate: Gate = None,
+    gate: Plain | None = None,
     *,
     tiles: Tiles | None = None,
 ) -> Product:

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jdllm.pallas.grouped_matmul.gated import gated_by_two_products
-from jdllm.pallas.grouped_matmul.types import FirstGroup, GroupSizes, Product, Weights, X
+from jdllm.pallas.grouped_matmul.types import FirstGroup, GroupSizes, Product, Weights, X, wide
 
 
 @gated_by_two_products
@@ -13,7 +13,7 @@ def grouped_matmul_reference(
 ) -> Product:
     """Dense form of `jdllm.pallas.grouped_matmul.grouped_matmul`; memory grows with rows x groups x n."""
     groups = group_sizes.shape[0]
-    own = lax.dynamic_slice_in_dim(weights, first_group, groups)
+    own = wide(weights, lambda part: lax.dynamic_slice_in_dim(part, first_group, groups), x.dtype)
     every = jnp.einsum(
         "rk,gkn->rgn", x, own, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
     )

@@ -4,10 +4,21 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Int, Int32
 
 from jdllm.pallas.grouped_matmul.types import FirstGroup, GroupSizes
 from jdllm.pallas.hopper import STRIP
+
+Scalar = Int[Array, ""]
+
+
+class Unit(NamedTuple):
+    """One entry of `RowUnits`."""
+
+    matrix: Scalar
+    row: Scalar
+    first: Scalar
+    last: Scalar
 
 
 class RowUnits(NamedTuple):
@@ -24,6 +35,10 @@ class RowUnits(NamedTuple):
     first: Int32[Array, " units"]
     last: Int32[Array, " units"]
     ends: Int32[Array, " groups"]
+
+    def at(self, index: Scalar) -> Unit:
+        """One of them."""
+        return Unit(*(field[index] for field in self[: len(Unit._fields)]))
 
 
 def row_units(group_sizes: GroupSizes, first_group: FirstGroup, rows: int, unit_rows: int) -> RowUnits:

@@ -9,7 +9,7 @@ from jdllm.pallas.device import target
 from jdllm.pallas.grouped_matmul.limits import check_triton
 from jdllm.pallas.grouped_matmul.row_units import row_units
 from jdllm.pallas.grouped_matmul.triton_kernel import multiply_units
-from jdllm.pallas.grouped_matmul.types import FirstGroup, Gate, GroupSizes, Product, Weights, X
+from jdllm.pallas.grouped_matmul.types import FirstGroup, GroupSizes, Plain, Product, X
 from jdllm.pallas.triton_launch import MANY, ProductSizes, Schedule, SizeTable, fitting, launch
 
 _TOGETHER = 8
@@ -34,10 +34,10 @@ sizes_for = functools.partial(fitting, _SIZES)
 
 def grouped_matmul_triton(
     x: X,
-    weights: Weights,
+    weights: Plain,
     group_sizes: GroupSizes,
     first_group: FirstGroup,
-    gate: Gate = None,
+    gate: Plain | None = None,
     *,
     sizes: ProductSizes | None = None,
 ) -> Product:

@@ -21,7 +21,7 @@ CHUNK = WARPGROUP_ROWS
 LOADER_REGISTERS = 24
 
 BLOCK_ROWS = (256, 192, 128, 64)
-"""Of a block: a warpgroup can hold the sums of so many at most."""
+"""Of a block, times its matrices: a warpgroup can hold the sums of so many at most."""
 
 CONSUMERS = (2, 1)
 """Warpgroups of a block that multiply."""
@@ -41,14 +41,15 @@ _STORED = 3000  # from the last product of a tile to the first one of the next
 class Tiles:
     """The cut of one launch.
 
-    A warpgroup multiplies 64 columns with all rows of a block. Blocks of a cluster have the same rows, and
-    load them once between them.
+    A warpgroup multiplies 64 columns of each matrix with all rows of a block. Blocks of a cluster have the
+    same rows, and load them once between them.
 
-    - `rows`: of a block, of `BLOCK_ROWS`.
+    - `rows`: of a block; times `matrices` of `BLOCK_ROWS`.
     - `consumers`: warpgroups of a block that multiply, of `CONSUMERS`. One more loads.
     - `cluster`: blocks of a cluster, of `CLUSTERS`.
     - `bits`: of a weight.
     - `processors`: how many blocks run at once.
+    - `matrices`: that rows are multiplied with, 1 or 2.
 
     Raises `NotImplementedError` for cuts outside of the kernel's limits.
     """
@@ -58,12 +59,14 @@ class Tiles:
     cluster: int
     bits: int
     processors: int = PROCESSORS
+    matrices: int = 1
 
     def __post_init__(self):
         given = self.rows, self.consumers, self.cluster
-        if any(one not in some for one, some in zip(given, (BLOCK_ROWS, CONSUMERS, CLUSTERS), strict=True)):
+        all_rows = tuple(rows // self.matrices for rows in BLOCK_ROWS if rows % (self.matrices * CHUNK) == 0)
+        if any(one not in some for one, some in zip(given, (all_rows, CONSUMERS, CLUSTERS), strict=True)):
             raise NotImplementedError(
-                f"a block has {BLOCK_ROWS} rows and {CONSUMERS} warpgroups that multiply, and a cluster"
+                f"a block has {all_rows} rows and {CONSUMERS} warpgroups that multiply, and a cluster"
                 f" {CLUSTERS} blocks, not {given}"
             )
 
@@ -90,7 +93,7 @@ class Tiles:
     @property
     def stages(self) -> int:
         """Tiles of all operands in flight: as many as there is room for."""
-        stage = self.rows * DEPTH * 2 + self.columns * (self.weight_bytes + 4)
+        stage = self.rows * DEPTH * 2 + self.matrices * self.columns * (self.weight_bytes + 4)
         leaving = self.consumers * self.slots * CHUNK * WARPGROUP_ROWS * 2
         return min((SHARED_BYTES - leaving) // stage, _MOST_STAGES)
 
@@ -111,16 +114,31 @@ class Tiles:
         """About how long a product takes, to compare cuts."""
         row_blocks, clusters = -(-rows // self.rows), columns // (self.cluster * self.columns)
         turns = -(-row_blocks * clusters * self.cluster // self.processors)
-        product = self.rows * self.columns * DEPTH / _PRODUCTS
-        loaded = (self.rows * DEPTH * 2 / self.cluster + self.columns * self.weight_bytes) / _LOADED
+        outputs = self.matrices * self.columns
+        product = self.rows * outputs * DEPTH / _PRODUCTS
+        loaded = (self.rows * DEPTH * 2 / self.cluster + outputs * self.weight_bytes) / _LOADED
         return turns * (depth // DEPTH * max(product, loaded) + _STORED)
 
 
-def default_tiles(rows: int, columns: int, depth: int, bits: int) -> Tiles:
-    """The cut that is expected to take the least time; of several the one with the most rows a block."""
+def default_tiles(
+    rows: int, columns: int, depth: int, bits: int, *, groups: int = 1, matrices: int = 1
+) -> Tiles:
+    """The cut that is expected to take the least time; of several the one with the most rows a block.
+
+    Arguments:
+    - `rows`: of all groups.
+    - `columns`, `depth`: outputs and inputs of each matrix.
+    - `groups`: of rows, taken to be alike. No block has rows of two of them.
+    """
     found = (
-        Tiles(of_block, consumers, cluster, bits)
+        Tiles(of_block // matrices, consumers, cluster, bits, matrices=matrices)
         for of_block, consumers, cluster in itertools.product(BLOCK_ROWS, CONSUMERS, CLUSTERS)
-        if columns % (consumers * cluster * WARPGROUP_ROWS) == 0
+        if columns % (consumers * cluster * WARPGROUP_ROWS) == 0 and of_block % (matrices * CHUNK) == 0
     )
-    return min(found, key=lambda tiles: tiles.cycles(rows, columns, depth))
+    used = min(groups, rows)
+
+    def cycles(tiles: Tiles) -> float:
+        in_blocks = -(-rows // (used * tiles.rows)) * tiles.rows
+        return tiles.cycles(used * in_blocks, columns, depth)
+
+    return min(found, key=cycles)

@@ -1,0 +1,30 @@
+"""Matrices in few bits whose numbers and scales are drawn, so that no rounding is part of them."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from jdllm.quantised import FLOAT8, GROUP, KINDS, Quantised, WeightForm, paired
+
+
+def drawn_matrices(form: WeightForm, shape: tuple[int, ...], seed: int) -> tuple[Quantised, np.ndarray]:
+    """Matrices, and what they stand for, exactly.
+
+    Numbers are whole ones from -8 to 7, or beyond these up to 127 in int8. Each row has another scale, or
+    each group of a row. Scales have few bits: sums of some hundred products with small whole numbers are
+    exact in f32, and a number of 4 bits times its scale is exact in 16 bits.
+
+    Arguments:
+    - `shape`: `[..., outputs, inputs]`.
+    """
+    rng, most = np.random.default_rng(seed), 128 if form == "int8" else 8
+    *rows, inputs = shape
+    values = rng.integers(-most, most, shape)
+    scales = 2.0 ** rng.integers(-9, -6, (*rows, -(-inputs // GROUP))) * rng.integers(1, 4, (*rows, 1))
+    if form != "int4":
+        scales = scales[..., :1]
+    exact = values * np.repeat(scales, GROUP if form == "int4" else inputs, axis=-1)[..., :inputs]
+    stored, given = jnp.asarray(values, jnp.int8), jnp.asarray(scales, jnp.float32)
+    if form == "int4":
+        return KINDS[form].of_stored(paired(stored), given), exact
+    stored = stored.astype(FLOAT8 if form == "fp8" else jnp.int8)
+    return KINDS[form].of_stored(stored, given[..., 0]), exact
