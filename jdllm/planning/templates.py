@@ -21,7 +21,7 @@ from jdllm.models.weights import quantised_struct
 from jdllm.pallas.attention.limits import ATTENTION
 from jdllm.pallas.device import Target
 from jdllm.pallas.dispatch import Form
-from jdllm.pallas.grouped_matmul.limits import GROUPED_MATMUL
+from jdllm.pallas.grouped_matmul.limits import operator_for
 from jdllm.pallas.masked_logits import LISTED, Level
 from jdllm.pallas.masked_logits.limits import FUSED_UNIT, default_call
 from jdllm.pallas.quantised_matmul.limits import MOST_ROWS, QUANTISED_MATMUL
@@ -79,7 +79,7 @@ def step_template(config: ModelConfig, kind: StepKind) -> GraphTemplate:
     for layer in range(LAYERS):
         _add_attention(graph, config, kind, f"layer {layer}")
         dense = config.moe is None or (layer == 0 and bool(config.moe.dense_layers))
-        added = _added_apart(config, f"layer {layer}")
+        added = _added_apart(config, kind, f"layer {layer}")
         add_feed_forward(graph, config, kind, f"layer {layer}", _chunk(dim("T"), "ffn"), dense, added)
     add_head(graph, config, kind, "h")
     return graph
@@ -196,13 +196,15 @@ def _add_attention(graph: GraphTemplate, config: ModelConfig, kind: StepKind, la
     tiles = ceil_div(tile * (2 * 4 * config.num_heads), groups)
     graph.add_op(f"{layer} attention", [q, names["k"], names["v"]], {o: width}, residuals + tiles, owners=cut)
     graph.add_barrier(f"{layer} last group", [names["k"], names["v"], o])
-    inputs = [o, names["attended"]]
+    inputs, apart = [o, names["attended"]], _added_apart(config, kind, layer)
     if config.cards == 1:
-        graph.add_op(f"{layer} project o", [*inputs, "h"], {}, q_scratch, owners=cut)
+        whole = rows * hidden * (_cut(*_LAYER_COUNTS) * -1 + 1)  # a loop adds its chunks in place
+        added = dict.fromkeys(apart, whole)
+        graph.add_op(f"{layer} project o", [*inputs, "h"], added, q_scratch, owners=cut)
         return
     # The sum over cards is added to h behind the feed-forward layer.
     graph.add_op(f"{layer} project o", inputs, {f"{layer} o of card": part * hidden}, q_scratch, owners=cut)
-    added = dict.fromkeys(_added_apart(config, layer), part * hidden)
+    added = dict.fromkeys(apart, part * hidden)
     graph.add_op(f"{layer} sum o", [f"{layer} o of card"], added, owners=cut)
 
 
@@ -246,27 +248,28 @@ def add_feed_forward(
         f"{layer} {name}" for name in ("router", "order", "rows by expert", "gate", "up", "down")
     )
     results, shared = [down, order], []
+    scratch = _scratch(config, kind, moe.shared_size, part)
     if moe.shared_size:  # XLA makes its gated product first, and keeps it
-        shared.append(_add_gates(graph, f"{layer} shared", x, part * (moe.shared_size * kind.itemsize)))
+        width = part * (moe.shared_size * kind.itemsize)
+        shared.append(_add_gates(graph, f"{layer} shared", x, width, scratch))
     graph.add_op(f"{layer} route", [x], {scores: part * (3 * 4 * moe.experts)}, WORKSPACE, owners=("ffn",))
     graph.add_op(f"{layer} sort", [scores], {order: part * (4 * 4 * moe.top_k)}, owners=("ffn",))
     gap = f"{layer} gap"
     loop = _in_loop(part)
-    gates = _gates_in_kernel(moe, config.hidden_size, kind)
+    gates = _gates_in_kernel(config, moe, kind)
+    widened = _widened_experts(config, moe, kind)
     gap_bytes = (hidden + minimum(hidden, WORKSPACE * gates)) * loop
     graph.add_op(f"{layer} gather", [x, order], {by_expert: wide, gap: gap_bytes}, owners=("ffn",))
     if gates:
         graph.add_op(f"{layer} experts gate and up", [by_expert, gap], {up: inner}, owners=("ffn",))
     else:
-        graph.add_op(f"{layer} experts gate", [by_expert], {gate: inner}, owners=("ffn",))
-        graph.add_op(f"{layer} experts up", [by_expert, gap], {up: inner}, owners=("ffn",))
+        graph.add_op(f"{layer} experts gate", [by_expert], {gate: inner}, widened, owners=("ffn",))
+        graph.add_op(f"{layer} experts up", [by_expert, gap], {up: inner}, widened, owners=("ffn",))
         graph.add_op(f"{layer} multiply", [gate, up], owners=("ffn",))
-    graph.add_op(f"{layer} experts down", [up], {down: wide}, owners=("ffn",))
+    graph.add_op(f"{layer} experts down", [up], {down: wide}, widened, owners=("ffn",))
     if shared:
         results.append(f"{layer} shared down")
-        graph.add_op(
-            f"{layer} project shared down", shared, {results[-1]: hidden}, WORKSPACE, owners=("ffn",)
-        )
+        graph.add_op(f"{layer} project shared down", shared, {results[-1]: hidden}, scratch, owners=("ffn",))
     graph.add_op(f"{layer} combine", [*results, *taken], of_card, owners=("ffn",))
     _add_sum(graph, layer, of_card, ["h", *added])
 
@@ -285,9 +288,11 @@ def _add_sum(
         graph.add_op(f"{layer} add", [f"{layer} sum of cards", *taken], owners=("ffn",))
 
 
-def _added_apart(config: ModelConfig, layer: str) -> list[str]:
-    """The sum of what cards add behind attention, if there are several; one card adds it to "h" at once."""
-    return [f"{layer} added"] if config.cards > 1 else []
+def _added_apart(config: ModelConfig, kind: StepKind, layer: str) -> list[str]:
+    """What attention adds, where "h" is kept beside it: the sum of several cards. One card adds to "h" in
+    place, but for products of rows of 8 bits in front of experts, whose sums are scaled first."""
+    scaled = config.moe is not None and _rounds_rows(config, kind) and _multiplies_float8(kind)
+    return [f"{layer} added"] if config.cards > 1 or scaled else []
 
 
 def _add_gates(
@@ -317,13 +322,32 @@ def _add_gates(
     return product
 
 
-def _gates_in_kernel(moe: MoeConfig, hidden_size: int, kind: StepKind) -> bool:
+def _gates_in_kernel(config: ModelConfig, moe: MoeConfig, kind: StepKind) -> bool:
     """Whether the experts' gate and up products exist only as the product of both."""
-    rows, matrices = (
-        jax.ShapeDtypeStruct(shape, _dtype(kind))
-        for shape in ((1, hidden_size), (moe.experts, hidden_size, moe.expert_size))
-    )
-    return GROUPED_MATMUL.default(kind.device, rows, matrices, matrices).workspace == 0
+    form = _form_of_experts(config, moe, kind, config.hidden_size, moe.expert_size)
+    return form.workspace == 0
+
+
+def _widened_experts(config: ModelConfig, moe: MoeConfig, kind: StepKind) -> int:
+    """Bytes that a portable product of experts in few bits needs beside its result: one matrix, as it is
+    stored and wide."""
+    sides = config.hidden_size, moe.expert_size
+    forms = (_form_of_experts(config, moe, kind, *some) for some in itertools.permutations(sides))
+    if config.quantization is None or all(form.language != "xla" for form in forms):
+        return 0
+    return WORKSPACE + math.prod(sides) * (kind.itemsize + 1)
+
+
+def _form_of_experts(
+    config: ModelConfig, moe: MoeConfig, kind: StepKind, inputs: int, outputs: int
+) -> Form[int]:
+    """The form of products with experts' matrices of so many inputs and outputs."""
+    rows = jax.ShapeDtypeStruct((1, inputs), _dtype(kind))
+    if config.quantization is None:
+        matrices = jax.ShapeDtypeStruct((moe.experts, inputs, outputs), _dtype(kind))
+    else:
+        matrices = quantised_struct((moe.experts, outputs, inputs), config.quantization)
+    return operator_for(matrices).default(kind.device, rows, matrices, matrices)
 
 
 def _dtype(kind: StepKind) -> jnp.dtype:

@@ -109,6 +109,21 @@ def test_plan_of_quantised_weights(shape: str, target: str, context: int, gib: f
 
 
 @pytest.mark.parametrize(
+    ("target", "context", "gib", "kernels"),
+    [("h200", 4096, UNLIMITED, "auto"), ("h200", 0, 12, "auto"), ("a100-80gb", 32768, 20, "xla")],
+)
+@pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
+def test_plan_of_quantised_experts(target: str, context: int, gib: float, kernels: str, form: WeightForm):
+    check(*planned(MOE, target, context, 0.5, gib, kernels, quantization=form), target)
+
+
+@pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
+def test_plan_of_quantised_shared_experts(form: WeightForm):
+    workload = Workload(config_from_hf(LLADA2_MINI).quantised(form))
+    check(workload, plan_memory(workload, 4096, Budget(60 * GIB)), "h200", layers=3)
+
+
+@pytest.mark.parametrize(
     ("shape", "target", "context", "mask_ratio", "gib"),
     [
         (LLADA, "a100-80gb", 4096, 0.5, UNLIMITED),
