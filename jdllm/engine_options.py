@@ -108,11 +108,12 @@ class EngineOptions:
     - `quantization` (`None`: none): keep the matrices of layers in 8 bits (int8), with a scale for each row,
       in 4 bits (int4), with a scale for each 128 inputs of a row, or in floats of 8 bits (fp8), with a scale
       for each row. Steps of more than 64 rows round activations to floats of 8 bits, too, where weights are
-      fp8 and `dtype` has 16 bits. Matrices are rounded while they are loaded, or come from a checkpoint that
-      has them so already (`jdllm convert --quantize`, and published ones whose numbers fit), which needs no
-      option. Embedding, head, norms and biases keep `dtype`, and products are computed in `dtype`. Steps of
-      up to 2048 rows on cards from Ampere on read the few bits of int8 and int4 alone; other steps widen a
-      matrix first. For models without experts, on one device, without layers in host memory.
+      fp8 and `dtype` has 16 bits, but not before experts. Matrices are rounded while they are loaded, or come
+      from a checkpoint that has them so already (`jdllm convert --quantize`, and published ones whose numbers
+      fit), which needs no option. Embedding, head, norms, biases and routers keep `dtype`, and products are
+      computed in `dtype`. Steps of up to 2048 rows on cards from Ampere on read the few bits of int8 and int4
+      alone, and Hopper cards those of experts in all steps; other steps widen a matrix first. For one device,
+      without layers in host memory.
     - `load_weights` (True): read the weights of checkpoints. False leaves the weights zero, which is enough
       for warming up executables that another process then finds in `cache_dir`.
 

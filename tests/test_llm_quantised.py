@@ -37,19 +37,25 @@ MODELS = {
     "dream": {"gen_length": 16, "steps": 8, "cache": "dual", "block_length": 8},
     "llama": {"max_tokens": 12},
     "sdar": {"gen_length": 16, "steps": 8},
+    "llada_moe": {"gen_length": 16, "block_length": 8, "steps": 8},
+    "llada2": {"gen_length": 16, "steps": 8},
 }
+MASK = {"llada2": {"mask_token_id": 511}}
+"""Where `config.json` states none."""
 
 
 ROUNDED = {"int8": rounded_to_8_bits, "int4": rounded_to_4_bits, "fp8": rounded_to_floats_of_8_bits}
 
 
 def with_rounded_matrices(source: Path, tmp_path: Path, form: WeightForm) -> Path:
-    """The same checkpoint with rounded matrices in layers."""
+    """The same checkpoint with rounded matrices in layers; routers stay."""
     target = shutil.copytree(source, tmp_path / "rounded", copy_function=shutil.copyfile)
     file = target / "model.safetensors"
     tensors = load_file(file)
     in_layers = {
-        name for name, x in tensors.items() if x.ndim == 2 and re.search(r"\.(layers|blocks)\.", name)
+        name
+        for name, x in tensors.items()
+        if x.ndim == 2 and re.search(r"\.(layers|blocks)\.(?!.*mlp\.gate\.weight)", name)
     }
     save_file({name: ROUNDED[form](x) if name in in_layers else x for name, x in tensors.items()}, file)
     return target
@@ -64,47 +70,50 @@ def tokens_of(model: Any, sampling: SamplingParams, **options: Any) -> list[list
 @pytest.mark.parametrize("name", ["llada", *map(slow, list(MODELS)[1:])])
 def test_tokens_are_those_of_the_rounded_model(name: str, form: WeightForm, tmp_path: Path):
     source, sampling = GOLDENS / name, SamplingParams(**MODELS[name])
-    kept = tokens_of(source, sampling, quantization=form)
-    assert kept == tokens_of(with_rounded_matrices(source, tmp_path, form), sampling)
+    kept = tokens_of(source, sampling, quantization=form, hf_overrides=MASK.get(name))
+    rounded = with_rounded_matrices(source, tmp_path, form)
+    assert kept == tokens_of(rounded, sampling, hf_overrides=MASK.get(name))
 
 
 @pytest.mark.parametrize("form", ROUNDED)
-def test_a_transformer_is_quantised_like_its_checkpoint(form: WeightForm):
-    sampling = SamplingParams(max_tokens=12)
-    module = Transformer.from_pretrained(LLAMA, dtype="float32")
+@pytest.mark.parametrize("name", ["llama", slow("llada_moe")])
+def test_a_transformer_is_quantised_like_its_checkpoint(name: str, form: WeightForm):
+    source, sampling = GOLDENS / name, SamplingParams(**MODELS[name])
+    module = Transformer.from_pretrained(source, dtype="float32")
     options = {name: value for name, value in SMALL.items() if name != "dtype"}
     with LLM(module, **options, quantization=form) as llm:
         found = [list(out.token_ids) for out in llm.generate(prompt_token_ids=PROMPTS, sampling=sampling)]
-    assert found == tokens_of(LLAMA, sampling, quantization=form)
+    assert found == tokens_of(source, sampling, quantization=form)
 
 
 @pytest.mark.parametrize("form", ROUNDED)
-@pytest.mark.parametrize("piece_bytes", [1 << 12, 1 << 20])
+@pytest.mark.parametrize(
+    ("name", "piece_bytes"), [("llama", 1 << 12), ("llama", 1 << 20), ("llada_moe", 1 << 12)]
+)
 def test_matrices_are_rounded_as_they_are_loaded(
-    piece_bytes: int, form: WeightForm, monkeypatch: pytest.MonkeyPatch
+    name: str, piece_bytes: int, form: WeightForm, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(loading, "PIECE_BYTES", piece_bytes)
-    plain = config_from_hf(LLAMA)
-    config = dataclasses.replace(plain, quantization=form)
-    params, kept = load_params(LLAMA, plain, "float32"), load_params(LLAMA, config, "bfloat16")
+    source, plain = GOLDENS / name, config_from_hf(GOLDENS / name)
+    config = plain.quantised(form)
+    params, kept = load_params(source, plain, "float32"), load_params(source, config, "bfloat16")
     assert tree_bytes(kept) == param_bytes(config, "bfloat16") < param_bytes(plain, "bfloat16")
 
-    def check(spec: Any, weight: jax.Array, found: Any) -> None:
-        assert isinstance(found, Quantised) == (spec.quantised is not None and weight.ndim == 3)
+    def check(path: Any, spec: Any, weight: jax.Array, found: Any) -> None:
+        matrix = path[0].key in ("layers", "dense_layers") and weight.ndim > 2 and path[1].key != "router"
+        assert isinstance(found, Quantised) == matrix
         if isinstance(found, Quantised):
-            exact = np.stack([ROUNDED[form](layer) for layer in np.asarray(weight)])
-            np.testing.assert_allclose(found.dequantised(jnp.dtype("float32")), exact, rtol=1e-6, atol=1e-7)
+            published = np.asarray(weight.mT if path[1].key.startswith("experts_") else weight)
+            exact = np.stack([ROUNDED[form](one) for one in published.reshape(-1, *published.shape[-2:])])
+            values = found.dequantised(jnp.dtype("float32"))
+            np.testing.assert_allclose(values, exact.reshape(published.shape), rtol=1e-6, atol=1e-7)
         else:
             assert found.dtype == jnp.bfloat16
 
-    jax.tree.map(check, spec_tree(config), params, kept, is_leaf=is_spec)
+    jax.tree.map_with_path(check, spec_tree(config), params, kept, is_leaf=is_spec)
 
 
 class TestRefusals:
-    def test_experts(self):
-        with pytest.raises(ConfigError, match="quantization is 'int8', which is for models without experts"):
-            LLM(GOLDENS / "llada_moe", quantization="int8", progress=False)
-
     def test_several_cards(self):
         config = dataclasses.replace(config_from_hf(LLAMA), cards=2)
         with pytest.raises(ConfigError, match="which is for one device, and devices is 2"):
@@ -115,6 +124,15 @@ class TestRefusals:
         assert config.quantised("int8").quantization == "int8"
         with pytest.raises(ConfigError, match="for even numbers of inputs, and intermediate_size is 161"):
             config.quantised("int4")
+
+    def test_an_odd_number_of_inputs_of_experts(self):
+        config = config_from_hf(GOLDENS / "llada_moe")
+        assert config.moe is not None
+        odd = dataclasses.replace(config, moe=dataclasses.replace(config.moe, expert_size=27))
+        with pytest.raises(ConfigError, match="for even numbers of inputs, and expert_size is 27"):
+            odd.quantised("int4")
+        unused = dataclasses.replace(config, intermediate_size=161)
+        assert unused.quantised("int4").quantization == "int4"
 
     def test_another_form(self):
         with pytest.raises(ConfigError, match="quantization"):

@@ -81,7 +81,7 @@ def to_native(
     Raises `ConfigError` and `CheckpointError` for a source that jdllm cannot run, also not in the form of
     `quantize`, before anything is written, and `CheckpointError` for a target that exists or cannot be
     written. With `calibrate` it also raises `RequestError` for texts that are too short, and `ConfigError`
-    for a model without a tokenizer or without a mask that it needs.
+    for a model with experts, without a tokenizer, or without a mask that it needs.
     """
     if native.is_native(source) and (quantize is None or native.read_manifest(source).quantised):
         told = "" if quantize is None else ", with matrices in few bits: quantize what it was made from"
@@ -90,6 +90,11 @@ def to_native(
         raise RequestError(f"calibrate is for quantize {' or '.join(RANGES)}, and quantize is {quantize}")
     _refuse_overlap(source, target)
     config = config_from_hf(source).quantised(quantize)
+    if calibrate is not None and config.moe is not None:
+        raise ConfigError(
+            "calibrate is given, which is for models without experts, and a layer of this one has"
+            f" {config.moe.experts}"
+        )
     index = read_checked_index(source, config, adapter)
     loaded = resolve_dtype(source, config, dtype)
     leaves = _leaves(config, index, None if dtype == "auto" and not is_gguf(source) else loaded)

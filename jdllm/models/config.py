@@ -145,15 +145,15 @@ class ModelConfig:
     def quantised(self, form: WeightForm | None) -> "ModelConfig":
         """The model with the matrices of its layers in this form.
 
-        Raises `ConfigError` for a model with experts, for several cards, and for an odd number of inputs in
-        4 bits.
+        Raises `ConfigError` for several cards, and for an odd number of inputs in 4 bits.
         """
-        inputs = {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
-        inputs["num_heads * head_dim"] = self.num_heads * self.head_dim
+        inputs = {"hidden_size": self.hidden_size, "num_heads * head_dim": self.num_heads * self.head_dim}
+        if self.moe is None or self.moe.dense_layers:
+            inputs["intermediate_size"] = self.intermediate_size
+        if self.moe is not None:
+            inputs |= {"expert_size": self.moe.expert_size, "shared_size": self.moe.shared_size}
         odd = [f"{name} is {size}" for name, size in inputs.items() if size % 2]
-        if form is not None and self.moe is not None:
-            reason = f"models without experts, and a layer of this one has {self.moe.experts}"
-        elif form is not None and self.cards > 1:
+        if form is not None and self.cards > 1:
             reason = f"one device, and devices is {self.cards}"
         elif form == "int4" and odd:
             reason = f"even numbers of inputs, and {odd[0]}"

@@ -1,7 +1,7 @@
 """The feed-forward layer of a mixture of experts: routing, grouping by expert, and the weighted sum."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 
 from jdllm.models.config import MoeConfig
 from jdllm.models.leaf import logits
+from jdllm.quantised import Quantised
 
 GroupedMatmulFn = Callable[..., Array]
 
@@ -22,14 +23,15 @@ class Experts(NamedTuple):
 
     The stack is never sliced by layer: an operator that is no XLA product would be given a copy.
 
-    - `gate`, `up`: `[layers x experts, hidden, ffn]`; `down`: `[layers x experts, ffn, hidden]`.
+    - `gate`, `up`: `[layers x experts, hidden, ffn]`; `down`: `[layers x experts, ffn, hidden]`. Matrices in
+      few bits have their last two sides the other way round.
     - `first`: index of the layer's first expert.
     - `per_layer`: experts in a layer.
     """
 
-    gate: Float[Array, "all_experts hidden ffn"]
-    up: Float[Array, "all_experts hidden ffn"]
-    down: Float[Array, "all_experts ffn hidden"]
+    gate: Float[Array, "all_experts hidden ffn"] | Quantised
+    up: Float[Array, "all_experts hidden ffn"] | Quantised
+    down: Float[Array, "all_experts ffn hidden"] | Quantised
     first: Int[Array, ""] | int
     per_layer: int
 
@@ -38,12 +40,12 @@ class Experts(NamedTuple):
         return self._replace(first=place * self.per_layer)
 
 
-def experts_of(stack: dict[str, Array]) -> Experts | None:
+def experts_of(stack: dict[str, Any]) -> Experts | None:
     """Take the experts out of a stack of layers; `None` where it has none."""
     if "experts_gate" not in stack:
         return None
     leaves = [stack.pop(f"experts_{name}") for name in ("gate", "up", "down")]
-    gate, up, down = (leaf.reshape(-1, *leaf.shape[2:]) for leaf in leaves)
+    gate, up, down = jax.tree.map(lambda part: part.reshape(-1, *part.shape[2:]), leaves)
     return Experts(gate, up, down, 0, leaves[0].shape[1])
 
 

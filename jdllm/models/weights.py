@@ -4,7 +4,8 @@ Initialisation, loading, conversion, sharding and byte counts all read this tree
 is stacked over the layers, so that the transformer can scan it; in a model that has layers with and without
 experts, `dense_layers` is a second stack, of those without. Every matrix keeps the published
 `[outputs, inputs]` order, so that loading is a plain copy. Experts alone are `[inputs, outputs]`: the grouped
-product reads them in this order, and would copy a transposed view of all experts in every layer.
+product reads them in this order, and would copy a transposed view of all experts in every layer. Experts in
+few bits are `[outputs, inputs]`, since a row of a matrix in few bits has the scales of one output.
 """
 
 import dataclasses
@@ -27,7 +28,8 @@ from jdllm.quantised import KINDS, Quantised, WeightForm
 type Tree[T] = dict[str, T | dict[str, T]]
 Params = dict[str, Any]
 
-_QUANTISED = ("q", "k", "v", "o", "gate", "up", "down")
+_GATED = ("gate", "up", "down")
+_QUANTISED = ("q", "k", "v", "o", *(f"{of}{name}" for of in ("", "shared_", "experts_") for name in _GATED))
 _INTO_RESIDUAL = ("layers/o", "layers/down", "layers/experts_down", "layers/shared_down")
 
 
@@ -130,7 +132,7 @@ def spec_tree(config: ModelConfig) -> Tree[TensorSpec]:
             name: dataclasses.replace(
                 leaf(f"layers/{name}", (len(layers), *shape), ("layers", *axes)),
                 layers=layers,
-                transposed=name.startswith("experts_"),
+                transposed=name.startswith("experts_") and config.quantization is None,
                 quantised=config.quantization if name in _QUANTISED else None,
             )
             for name, shape, axes in leaves
@@ -232,10 +234,9 @@ def _experts(config: ModelConfig) -> list[_Leaf]:
     leaves: list[_Leaf] = [("router", (experts, hidden), ("experts", "hidden"))]
     if config.moe.expert_bias:
         leaves.append(("expert_bias", (experts,), ("experts",)))
-    leaves += [
-        (f"experts_{name}", (experts, hidden, ffn), ("experts", "hidden", "ffn")) for name in ("gate", "up")
-    ]
-    leaves.append(("experts_down", (experts, ffn, hidden), ("experts", "ffn", "hidden")))
+    for name, shape, axes in _gated(hidden, ffn, "experts_"):
+        turned = 1 if config.quantization else -1
+        leaves.append((name, (experts, *shape[::turned]), ("experts", *axes[::turned])))
     shared = config.moe.shared_size
     return leaves + (_gated(hidden, shared, "shared_") if shared else [])
 
@@ -302,19 +303,22 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: jnp.dtype | str) -> 
     return jax.tree.unflatten(treedef, [draw(s, k) for s, k in zip(specs, keys, strict=True)])
 
 
-@functools.partial(jax.jit, static_argnames="form")
-def quantise(matrix: Float[Array, "*stack outputs inputs"], form: WeightForm) -> Quantised:
-    """A matrix, or matrices of many layers, in few bits."""
-    return KINDS[form].of(matrix)
+@functools.partial(jax.jit, static_argnames=("form", "transposed"))
+def quantise(
+    matrix: Float[Array, "*stack outputs inputs"], form: WeightForm, *, transposed: bool = False
+) -> Quantised:
+    """A matrix, or matrices of many layers, in few bits. A `transposed` one is `[inputs, outputs]`."""
+    return KINDS[form].of(matrix.mT if transposed else matrix)
 
 
 def quantised(params: Params, config: ModelConfig) -> Params:
     """Weights with those matrices quantised that the model keeps so; other weights are not copied."""
+    plain = spec_tree(dataclasses.replace(config, quantization=None))
 
-    def kept(spec: TensorSpec, leaf: Any) -> Any:
-        return quantise(leaf, spec.quantised) if spec.quantised else leaf
+    def kept(spec: TensorSpec, wide: TensorSpec, leaf: Any) -> Any:
+        return quantise(leaf, spec.quantised, transposed=wide.transposed) if spec.quantised else leaf
 
-    return jax.tree.map(kept, spec_tree(config), params, is_leaf=is_spec)
+    return jax.tree.map(kept, spec_tree(config), plain, params, is_leaf=is_spec)
 
 
 def head_weights(params: Params) -> jax.Array:

@@ -93,6 +93,17 @@ def test_a_checkpoint_of_bitsandbytes():
         np.testing.assert_array_equal(values, tensors[name] * scales[:, None])
 
 
+@pytest.mark.parametrize("name", ["int8", "fp8_dynamic"])
+def test_experts_keep_their_numbers(name: str, tmp_path: Path):
+    path, scheme = tmp_path / name, SCHEMES[name]
+    matrices = publish(GOLDENS / "llada_moe", path, scheme)
+    assert form_of(path) == scheme.form
+    found = in_few_bits(path, scheme.form)
+    assert found.keys() == matrices.keys()
+    for tensor, matrix in matrices.items():
+        np.testing.assert_array_equal(found[tensor], matrix.values)
+
+
 def test_rows_of_a_tensor_have_its_numbers(plain: Path, tmp_path: Path):
     for name in ("gptq_8", "w4a16", "ao_int4"):
         publish(plain, tmp_path / name, SCHEMES[name])
@@ -183,8 +194,6 @@ def test_numbers_of_other_kinds_are_in_16_bits(name: str):
 def test_models_that_cannot_be_in_few_bits(plain: Path, tmp_path: Path):
     publish(plain, tmp_path / "gptq", SCHEMES["gptq"])
     assert form_of(tmp_path / "gptq", cards=2) is None
-    publish(GOLDENS / "llada_moe", tmp_path / "experts", SCHEMES["int8"])
-    assert form_of(tmp_path / "experts") is None
     llama, adapter = tmp_path / "llama", GOLDENS / "lora" / "linear"
     publish(GOLDENS / "llama", llama, SCHEMES["gptq_rows"])
     assert form_of(llama) == "int4"

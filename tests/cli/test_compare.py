@@ -141,7 +141,6 @@ def test_the_table_of_two_forms_of_weights():
         (["--compare", "no such directory"], ["no such directory"]),
         (["--compare", str(QWEN2)], [f"--compare {QWEN2} is causal", "denoise"]),
         (["--model", str(QWEN2), "--compare", "int8"], [f"--model {QWEN2} is causal", "denoise"]),
-        (["--model", str(MOE), "--compare", "int8"], ["--compare int8", "models without experts"]),
         (["--devices", "2", "--host-memory", "0", "--compare", "int4"], ["--compare int4", "one device"]),
         (["--task", "cooking", "--compare", "int8"], ["unknown demo task 'cooking'"]),
         (["--task", "longbench", "--data", "x.jsonl", "--compare", "int8"], ["--compare", "longbench"]),
