@@ -112,8 +112,8 @@ class EngineOptions:
       from a checkpoint that has them so already (`jdllm convert --quantize`, and published ones whose numbers
       fit), which needs no option. Embedding, head, norms, biases and routers keep `dtype`, and products are
       computed in `dtype`. Steps of up to 2048 rows on cards from Ampere on read the few bits of int8 and int4
-      alone, and Hopper cards those of experts in all steps; other steps widen a matrix first. For one device,
-      without layers in host memory.
+      alone, of experts steps of any size; other steps widen a matrix first. For one device, without layers in
+      host memory.
     - `load_weights` (True): read the weights of checkpoints. False leaves the weights zero, which is enough
       for warming up executables that another process then finds in `cache_dir`.
 

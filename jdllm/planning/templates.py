@@ -256,17 +256,18 @@ def add_feed_forward(
     graph.add_op(f"{layer} sort", [scores], {order: part * (4 * 4 * moe.top_k)}, owners=("ffn",))
     gap = f"{layer} gap"
     loop = _in_loop(part)
-    gates = _gates_in_kernel(config, moe, kind)
-    widened = _widened_experts(config, moe, kind)
+    # Whether the experts' gate and up products exist only as the product of both.
+    gates = _form_of_experts(config, moe, kind, config.hidden_size, moe.expert_size).workspace == 0
+    of_gates, of_down = _experts_scratch(config, moe, kind, inner)
     gap_bytes = (hidden + minimum(hidden, WORKSPACE * gates)) * loop
     graph.add_op(f"{layer} gather", [x, order], {by_expert: wide, gap: gap_bytes}, owners=("ffn",))
     if gates:
         graph.add_op(f"{layer} experts gate and up", [by_expert, gap], {up: inner}, owners=("ffn",))
     else:
-        graph.add_op(f"{layer} experts gate", [by_expert], {gate: inner}, widened, owners=("ffn",))
-        graph.add_op(f"{layer} experts up", [by_expert, gap], {up: inner}, widened, owners=("ffn",))
+        graph.add_op(f"{layer} experts gate", [by_expert], {gate: inner}, of_gates, owners=("ffn",))
+        graph.add_op(f"{layer} experts up", [by_expert, gap], {up: inner}, of_gates, owners=("ffn",))
         graph.add_op(f"{layer} multiply", [gate, up], owners=("ffn",))
-    graph.add_op(f"{layer} experts down", [up], {down: wide}, widened, owners=("ffn",))
+    graph.add_op(f"{layer} experts down", [up], {down: wide}, of_down, owners=("ffn",))
     if shared:
         results.append(f"{layer} shared down")
         graph.add_op(f"{layer} project shared down", shared, {results[-1]: hidden}, scratch, owners=("ffn",))
@@ -322,20 +323,21 @@ def _add_gates(
     return product
 
 
-def _gates_in_kernel(config: ModelConfig, moe: MoeConfig, kind: StepKind) -> bool:
-    """Whether the experts' gate and up products exist only as the product of both."""
-    form = _form_of_experts(config, moe, kind, config.hidden_size, moe.expert_size)
-    return form.workspace == 0
+def _experts_scratch(
+    config: ModelConfig, moe: MoeConfig, kind: StepKind, inner: Size | int
+) -> tuple[Size | int, Size | int]:
+    """Bytes that products of experts in few bits need beside their results: "gate" or "up", and "down".
 
-
-def _widened_experts(config: ModelConfig, moe: MoeConfig, kind: StepKind) -> int:
-    """Bytes that a portable product of experts in few bits needs beside its result: one matrix, as it is
-    stored and wide."""
+    A portable form has a matrix as it is stored, and wide. Triton's has rows in the order of the weights: as
+    such XLA gathers the first ones, and copies the `inner` ones.
+    """
+    if config.quantization is None:
+        return 0, 0
     sides = config.hidden_size, moe.expert_size
     forms = (_form_of_experts(config, moe, kind, *some) for some in itertools.permutations(sides))
-    if config.quantization is None or all(form.language != "xla" for form in forms):
-        return 0
-    return WORKSPACE + math.prod(sides) * (kind.itemsize + 1)
+    gates, down = (form.language for form in forms)
+    widened = WORKSPACE + math.prod(sides) * (kind.itemsize + 1)
+    return widened * (gates == "xla"), inner if down == "triton" else widened * (down == "xla")
 
 
 def _form_of_experts(

@@ -117,6 +117,11 @@ def test_plan_of_quantised_experts(target: str, context: int, gib: float, kernel
     check(*planned(MOE, target, context, 0.5, gib, kernels, quantization=form), target)
 
 
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_plan_of_quantised_experts_in_triton(form: WeightForm):
+    check(*planned(MOE, "rtx3090", 32768, 0.5, 20, "triton", form), "rtx3090")
+
+
 @pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
 def test_plan_of_quantised_shared_experts(form: WeightForm):
     workload = Workload(config_from_hf(LLADA2_MINI).quantised(form))

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import itertools
 from typing import Any
 
 import jax
@@ -49,12 +50,14 @@ def shape(*sizes: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
-def form_for(operator: str, monkeypatch: pytest.MonkeyPatch, capability: float) -> Any:
+def form_for(
+    operator: str, monkeypatch: pytest.MonkeyPatch, capability: float, module: str = "triton"
+) -> Any:
     """The module of a form, for a card of this capability."""
     # Not before: a process that has imported Triton cannot interpret its kernels any more.
-    form = importlib.import_module(f"jdllm.pallas.{operator}.triton")
-    for module in (triton_launch, form):
-        monkeypatch.setattr(module, "target", lambda: Target(True, capability))
+    form = importlib.import_module(f"jdllm.pallas.{operator}.{module}")
+    for asking in (triton_launch, form):
+        monkeypatch.setattr(asking, "target", lambda: Target(True, capability))
     return form
 
 
@@ -73,6 +76,23 @@ def test_grouped_products_fit_the_card(
         traced.lower(lowering_platforms=("cuda",))
         check_kernel(kernels[-1], capability)
     assert len(kernels) == len(GROUPED)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_grouped_products_with_few_bits_fit_the_card(
+    kernels: list[Any], monkeypatch: pytest.MonkeyPatch, capability: float
+):
+    form = form_for("grouped_matmul", monkeypatch, capability, "few_bits_triton")
+    for (gated, rows, dtype), bits in itertools.product(GROUPED, ("int8", "int4")):
+        k, n = (2048, 1024) if gated else (1024, 2048)
+        weights = jax.eval_shape(KINDS[bits].of, shape(LAYERS * EXPERTS, n, k))
+        gates = {"gate": weights} if gated else {}
+        multiply = functools.partial(form.grouped_matmul_few_bits_triton)
+        x, sizes, first = shape(rows, k, dtype=dtype), shape(EXPERTS, dtype=jnp.int32), shape(dtype=jnp.int32)
+        traced = jax.jit(multiply).trace(x, weights, sizes, first, **gates)
+        traced.lower(lowering_platforms=("cuda",))
+        check_kernel(kernels[-1], capability)
+    assert len(kernels) == 2 * len(GROUPED)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

@@ -1,4 +1,4 @@
-"""The Hopper form of grouped products in few bits at LLaDA-MoE's shapes against f32, on a card."""
+"""Grouped products in few bits at shapes of LLaDA-MoE against f32, on a card: forms of Hopper and Triton."""
 
 import functools
 import itertools
@@ -34,12 +34,12 @@ def form(request: pytest.FixtureRequest) -> WeightForm:
     return request.param
 
 
-@functools.partial(jax.jit, static_argnames="form")
-def kept(matrices: jax.Array, form: WeightForm) -> tuple[Quantised, jax.Array]:
-    """Matrices `[inputs, outputs]` in few bits, and what they stand for: in 4 bits, as the kernel multiplies
-    them, rounded to bfloat16."""
+@functools.partial(jax.jit, static_argnames=("form", "rounds"))
+def kept(matrices: jax.Array, form: WeightForm, rounds: bool = True) -> tuple[Quantised, jax.Array]:
+    """Matrices `[inputs, outputs]` in few bits, and what they stand for: in 4 bits, where a kernel `rounds`
+    what it multiplies, rounded to bfloat16."""
     few = KINDS[form].of(matrices.mT)
-    wide = few.dequantised(jnp.dtype(jnp.bfloat16 if form == "int4" else jnp.float32))
+    wide = few.dequantised(jnp.dtype(jnp.bfloat16 if form == "int4" and rounds else jnp.float32))
     return few, wide.mT.astype(jnp.float32)
 
 
@@ -51,6 +51,23 @@ def test_products(sizes: np.ndarray, k: int, n: int, form: WeightForm):
     x, weights, _ = draw(int(sizes.sum()), k, n)
     few, wide = kept(weights, form)
     check(mosaic_gpu(x, few, jnp.asarray(sizes)), exact(x, wide, sizes))
+
+
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("rows", [256, 8192])
+def test_triton(rows: int, gated: bool, bits: WeightForm):
+    sizes = skewed(rows)
+    x, weights, gate = draw(rows, *SIDES[0])
+    (few, wide), (few_gate, wide_gate) = (kept(some, bits, rounds=False) for some in (weights, gate))
+    run = jax.jit(functools.partial(grouped_matmul, first_group=FIRST, implementation="triton"))
+    actual = run(x, few, jnp.asarray(sizes), gate=few_gate if gated else None)
+    up = exact(x, wide, sizes)
+    if not gated:
+        check(actual, up)
+        return
+    gates = rounded(exact(x, wide_gate, sizes))
+    check(actual, rounded(gates / (1 + np.exp(-gates))) * rounded(up), 8 * ROUNDING)
 
 
 def test_gated_products(form: WeightForm):

@@ -33,7 +33,7 @@ def grouped_matmul(
       weights), both products rounded to the dtype of `x`; "mosaic_gpu" and "triton" never write them, the
       other forms do.
     - `implementation`: "mosaic_gpu" (for Hopper), "triton" (from Ampere on, by the extras cuda12 and cuda13;
-      for no matrices in few bits), "padded" (portable) or "reference" (dense oracle); by default the first
+      for no floats of 8 bits), "padded" (portable) or "reference" (dense oracle); by default the first
       that can run and is not turned off; on CUDA, padded with a warning. `lax.ragged_dot` is none of them: it
       multiplies every row with every matrix.
     - `platform`: what will run it, "cpu" or "cuda"; by default the platform of JAX's default device.

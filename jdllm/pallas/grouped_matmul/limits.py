@@ -1,13 +1,15 @@
 """The forms of grouped products, and what those for NVIDIA cards can take."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
-from jdllm.pallas.dispatch import Form, Operator, check_one_dtype, forms_of
+from jdllm.pallas.dispatch import Form, Language, Operator, check_one_dtype, forms_of
 from jdllm.pallas.grouped_matmul.tiles import CHUNK, DEPTH
 from jdllm.pallas.grouped_matmul.types import Plain, Weights, X, sides
 from jdllm.pallas.hopper import WARPGROUP_ROWS
-from jdllm.quantised import GROUP, Quantised
+from jdllm.quantised import GROUP, Float8, Quantised
 
 Rows = X | jax.ShapeDtypeStruct
 Matrices = Plain | jax.ShapeDtypeStruct
@@ -48,15 +50,34 @@ def check_few_bits_mosaic_gpu(x: Rows, weights: Quantised, gate: Quantised | Non
     operands."""
     refusal = "the Hopper form for few bits multiplies rows of bfloat16 or float16, not of"
     check_one_dtype(refusal, (jnp.bfloat16, jnp.float16), x)
+    _check_gate("Hopper", weights, gate)
     k, n = sides(weights)
     if k % GROUP or n % WARPGROUP_ROWS or 0 in (k, n):
         raise NotImplementedError(
             f"the Hopper form for few bits takes inputs in multiples of {GROUP} and outputs in multiples of"
             f" {WARPGROUP_ROWS}, not {k} and {n}"
         )
+
+
+def check_few_bits_triton(x: Rows, weights: Quantised, gate: Quantised | None) -> None:
+    """Raise `NotImplementedError`, naming the limit, where the Triton form for few bits cannot take these
+    operands."""
+    refusal = "the Triton form for few bits multiplies rows of bfloat16, float16 or float32, not of"
+    check_one_dtype(refusal, (jnp.bfloat16, jnp.float16, jnp.float32), x)
+    _check_gate("Triton", weights, gate)
+    k, n = sides(weights)
+    if isinstance(weights, Float8):
+        raise NotImplementedError("the Triton form for few bits takes no floats of 8 bits")
+    if k % GROUP or 0 in (k, n):
+        raise NotImplementedError(
+            f"the Triton form for few bits takes inputs in multiples of {GROUP}, not {k} and {n} outputs"
+        )
+
+
+def _check_gate(form: str, weights: Quantised, gate: Quantised | None) -> None:
     if gate is not None and (type(gate), gate.shape) != (type(weights), weights.shape):
         raise NotImplementedError(
-            "the Hopper form for few bits takes gates of the form and shape of the matrices, not"
+            f"the {form} form for few bits takes gates of the form and shape of the matrices, not"
             f" {type(gate).__name__} {gate.shape} and {type(weights).__name__} {weights.shape}"
         )
 
@@ -76,15 +97,20 @@ GROUPED_MATMUL = Operator(
 )
 """Checked by rows, matrices and gates. Workspaces are the products that a gated one is made of in memory."""
 
+_FEW_BITS = "jdllm.pallas.grouped_matmul.few_bits"
+_FEW_BITS_CHECKS: dict[Language, Callable[..., None]] = {
+    "mosaic_gpu": check_few_bits_mosaic_gpu,
+    "triton": check_few_bits_triton,
+}
+
 FEW_BITS_GROUPED_MATMUL = Operator(
     "grouped products with matrices in few bits",
     (
-        Form(
-            "mosaic_gpu",
-            check_few_bits_mosaic_gpu,
-            "mosaic_gpu",
-            workspace=0,
-            implementation="jdllm.pallas.grouped_matmul.few_bits_mosaic_gpu:grouped_matmul_few_bits_mosaic_gpu",
+        *(
+            Form(
+                language, check, language, (), 0, f"{_FEW_BITS}_{language}:grouped_matmul_few_bits_{language}"
+            )
+            for language, check in _FEW_BITS_CHECKS.items()
         ),
         *PORTABLE,
     ),

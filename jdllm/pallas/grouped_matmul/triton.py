@@ -12,7 +12,7 @@ from jdllm.pallas.grouped_matmul.triton_kernel import multiply_units
 from jdllm.pallas.grouped_matmul.types import FirstGroup, GroupSizes, Plain, Product, X
 from jdllm.pallas.triton_launch import MANY, ProductSizes, Schedule, SizeTable, fitting, launch
 
-_TOGETHER = 8
+TOGETHER = 8
 """Units whose programs start together."""
 
 
@@ -61,7 +61,7 @@ def grouped_matmul_triton(
     sizes = sizes or sizes_for(-(-rows // groups), x.dtype.itemsize, target().capability)
     columns = sizes.columns // (1 if gate is None else 2)
     units = row_units(group_sizes, first_group, rows, sizes.rows)
-    programs = -(-units.matrix.shape[0] // _TOGETHER) * _TOGETHER * -(-n // columns)
+    programs = -(-units.matrix.shape[0] // TOGETHER) * TOGETHER * -(-n // columns)
     (out,) = launch(
         multiply_units,
         *(x, weights if gate is None else gate, weights, *units),
@@ -72,7 +72,7 @@ def grouped_matmul_triton(
         K=k,
         N=n,
         GATED=gate is not None,
-        TOGETHER=_TOGETHER,
+        TOGETHER=TOGETHER,
         BLOCK_R=sizes.rows,
         BLOCK_N=columns,
         BLOCK_K=sizes.depth,

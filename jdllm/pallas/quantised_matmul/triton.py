@@ -30,6 +30,15 @@ _SIZES: SizeTable[ProductSizes] = {
 sizes_for = functools.partial(fitting, _SIZES)
 
 
+def ordered_rows(x: Float[Array, "rows k"], weight: Quantised) -> Float[Array, "*half rows inputs"]:
+    """Rows whose inputs are in the order of a weight; in 4 bits `[2, rows, k / 2]`, those of the lower bits
+    of all bytes first."""
+    ordered = weight.stored_order(x)
+    if isinstance(weight, Grouped):
+        return jnp.stack([ordered[:, half::2] for half in range(2)])
+    return ordered
+
+
 def quantised_matmul_triton(
     x: Float[Array, "rows k"],
     weight: Quantised,
@@ -50,22 +59,24 @@ def quantised_matmul_triton(
     check_triton(x, weight)
     (rows, k), n = x.shape, weight.shape[1]
     sizes = sizes or sizes_for(rows, x.dtype.itemsize, target().capability)
-    grouped = isinstance(weight, Grouped)
-    ordered = weight.stored_order(x)
-    if grouped:
-        ordered = jnp.stack([ordered[:, half::2] for half in range(2)])
     columns, row_blocks = -(-n // sizes.columns), -(-rows // sizes.rows)
     parts = parts_of(columns * row_blocks, k // sizes.depth)
     (sums,) = launch(
         multiply_rows,
-        *(ordered, weight.values, weight.scales, jnp.asarray(layer, jnp.int32).reshape(1), rows),
+        *(
+            ordered_rows(x, weight),
+            weight.values,
+            weight.scales,
+            jnp.asarray(layer, jnp.int32).reshape(1),
+            rows,
+        ),
         out_shape=[jax.ShapeDtypeStruct((parts, rows, n), x.dtype if parts == 1 else jnp.float32)],
         grid=(columns, row_blocks, parts),
         schedule=sizes.schedule,
         PARTS=parts,
         K=k,
         N=n,
-        GROUP=GROUP if grouped else 0,
+        GROUP=GROUP if isinstance(weight, Grouped) else 0,
         BLOCK_R=sizes.rows,
         BLOCK_N=sizes.columns,
         BLOCK_K=sizes.depth,

@@ -40,12 +40,12 @@ def multiply_rows(
     sums = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
     if GROUP == 0:
         weights += place * N * K
-        sums = _add_bytes(sums, x, weights, row, column, exist, inside, begin, end, K, BLOCK_K)
+        sums = add_bytes(sums, x, weights, row, column, exist, inside, begin, end, K, BLOCK_K)
         sums *= tl.load(scales + place * N + column, mask=inside, other=0.0)[:, None]
     else:
         weights += place * N * (K // 2)
         scales += place * (K // GROUP) * N
-        sums = _add_pairs(
+        sums = add_pairs(
             sums, x, weights, scales, row, column, exist, inside, begin, end, rows, K, N, GROUP, BLOCK_K
         )
     to = out + (part * rows + row)[None, :] * N + column[:, None]
@@ -53,7 +53,7 @@ def multiply_rows(
 
 
 @triton.jit
-def _add_bytes(
+def add_bytes(
     sums, x, weights, row, column, exist, inside, begin, end, K: tl.constexpr, BLOCK_K: tl.constexpr
 ):
     """Products of weights of 8 bits, a part of whose steps is from `begin` to `end`."""
@@ -69,7 +69,7 @@ def _add_bytes(
 
 
 @triton.jit
-def _add_pairs(
+def add_pairs(
     sums,
     x,
     weights,
