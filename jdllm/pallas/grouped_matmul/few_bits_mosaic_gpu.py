@@ -28,7 +28,8 @@ def grouped_matmul_few_bits_mosaic_gpu(
 
     A gated product reads `x` once and writes neither of its two products, which are rounded as those of
     `grouped_matmul_mosaic_gpu`. Weights of 4 bits are scaled, and rounded to the dtype of `x`, before they
-    are multiplied. Sums of weights of 8 bits are scaled. No row is rounded to floats of 8 bits.
+    are multiplied. A scale is the sum of two numbers of this dtype. Sums of weights of 8 bits are scaled. No
+    row is rounded to floats of 8 bits.
 
     Every sum adds its terms in the order of the inputs, whatever the other rows and the cut are: a row's bits
     depend on the row and its matrix only.
