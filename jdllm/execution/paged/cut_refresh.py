@@ -26,7 +26,9 @@ class CutRefresh(NamedTuple):
 
     - `rows`: positions and key ranges of all packed rows.
     - `selection`, `slots`: which rows are stored, and in which slots.
-    - `scored`, `usual`: as in `jdllm.execution.paged.selection.sources`.
+    - `scored`: whether any segment keeps its best candidates; static.
+    - `usual`: whether all these have blocks and max pools of the usual sizes
+      (`jdllm.execution.paged.selection.USUAL_BLOCK`, `USUAL_WIDTH`); static.
     """
 
     rows: Rows
